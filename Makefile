@@ -1,0 +1,36 @@
+# On a fresh machine `make demo` and `make test` set up everything they need in .venv.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint format bench clean
+
+demo: $(STAMP)
+	$(RUN)logitless demo
+
+test: $(STAMP)
+	$(RUN)python -m pytest
+
+lint: $(STAMP)
+	$(RUN)ruff check .
+	$(RUN)ruff format --check .
+	$(RUN)pyright
+
+format: $(STAMP)
+	$(RUN)ruff check --fix .
+	$(RUN)ruff format .
+
+bench: $(STAMP)
+	$(RUN)logitless bench
+
+# Torch first and pinned: a looser request would pull a CUDA build.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(RUN)python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) out .pytest_cache .ruff_cache .hypothesis

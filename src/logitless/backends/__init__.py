@@ -1,0 +1,142 @@
+"""Three ways to run the same two functions, and the rule that picks one.
+
+    reference   whole tensors, plain torch; the twin that kernels are read against
+    tiled       plain torch in tiles under a memory budget; any device, any float dtype
+    triton      two kernels for NVIDIA GPUs; on CPU in Triton's interpreter, for tests
+
+The rule for ``backend="auto"``, applied before anything runs: ``triton`` for CUDA tensors of float32, bfloat16 or
+float16 when Triton can be imported, ``tiled`` otherwise. A named backend runs or raises; nothing falls back.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.backends.contract import Problem
+from logitless.errors import LogitlessError
+from logitless.softmax import Coefficients, Normaliser
+
+NAMES = ("reference", "tiled", "triton")
+
+
+class BackendChoice(NamedTuple):
+    """The backend that will run, and the reason."""
+
+    name: str
+    reason: str
+
+
+def choose_backend(logits: Tensor, backend: str = "auto") -> BackendChoice:
+    """Which backend ``backend=`` means for these logits, and why. Runs nothing.
+
+    >>> choose_backend(torch.zeros(2, 3)).name
+    'tiled'
+    """
+    if backend in NAMES:
+        return BackendChoice(backend, "named by the caller")
+    if backend != "auto":
+        raise LogitlessError(f"backend: wanted one of {['auto', *NAMES]} but got {backend!r}.")
+    if logits.device.type != "cuda":
+        return BackendChoice("tiled", f"the logits are on {logits.device.type}, and the kernels need CUDA")
+    if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return BackendChoice("tiled", f"the kernels do not take {logits.dtype}")
+    if importlib.util.find_spec("triton") is None:
+        return BackendChoice("tiled", "Triton is not installed (pip install 'logitless[triton]')")
+    return BackendChoice("triton", f"CUDA tensor of {logits.dtype} with Triton installed")
+
+
+def load(name: str) -> Any:
+    """The backend's module. Triton is imported here and nowhere else, and only when asked for."""
+    if name == "triton" and importlib.util.find_spec("triton") is None:
+        raise LogitlessError('backend="triton": Triton is not installed. Run pip install "logitless[triton]".')
+    return importlib.import_module(f"logitless.backends.{name}")
+
+
+# Both functions are registered as operators, so that torch.compile sees two opaque nodes with known shapes. Operators
+# take flat arguments; `run_statistics` and `run_gradient` below are how the rest of the package calls them.
+
+
+@torch.library.custom_op("logitless::statistics", mutates_args=())
+def _statistics(
+    logits: Tensor,
+    index: Tensor,
+    column: Tensor,
+    gain: Tensor,
+    squash: float,
+    columns: int,
+    entropy: bool,
+    memory: int,
+    backend: str,
+) -> Tensor:
+    problem = Problem(logits, index, column, gain, squash, columns, entropy, memory)
+    return load(backend).statistics(problem)
+
+
+@_statistics.register_fake
+def _(
+    logits: Tensor,
+    index: Tensor,
+    column: Tensor,
+    gain: Tensor,
+    squash: float,
+    columns: int,
+    entropy: bool,
+    memory: int,
+    backend: str,
+) -> Tensor:
+    return gain.new_empty((4, index.shape[0]))
+
+
+@torch.library.custom_op("logitless::gradient", mutates_args=("out",))
+def _gradient(
+    logits: Tensor,
+    index: Tensor,
+    column: Tensor,
+    gain: Tensor,
+    squash: float,
+    columns: int,
+    memory: int,
+    backend: str,
+    reference: Tensor,
+    log_sum: Tensor,
+    plain: Tensor,
+    product: Tensor | None,
+    at_target: Tensor,
+    out: Tensor,
+    out_index: Tensor,
+) -> None:
+    problem = Problem(logits, index, column, gain, squash, columns, product is not None, memory)
+    coef = Coefficients(plain, product, at_target)
+    load(backend).gradient(problem, Normaliser(reference, log_sum), coef, out, out_index)
+
+
+def run_statistics(backend: str, problem: Problem) -> Tensor:
+    """``statistics`` of the named backend: ``[4, R]``."""
+    p = problem
+    return _statistics(p.logits, p.index, p.column, p.gain, p.squash, p.columns, p.entropy, p.memory, backend)
+
+
+def run_gradient(
+    backend: str, problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor
+) -> None:
+    """``gradient`` of the named backend, written over all of ``out``."""
+    p = problem
+    _gradient(
+        p.logits,
+        p.index,
+        p.column,
+        p.gain,
+        p.squash,
+        p.columns,
+        p.memory,
+        backend,
+        *norm,
+        *coef,
+        out,
+        out_index,
+    )

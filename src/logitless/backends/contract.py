@@ -1,0 +1,47 @@
+"""What a backend is given and what it must return: the seam between the mathematics and the machine.
+
+A backend is a module with two functions:
+
+    statistics(problem) -> [4, R]                               m, s, w, t of each row
+    gradient(problem, norm, coef, out, out_index) -> None       d logits, written over all of ``out``
+
+Backends know nothing of samples, masks, shards or autograd. ``out`` may be the logits themselves, with
+``out_index is problem.index``: a backend reads what it needs of a row before it writes there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Rows of a logits matrix and the transformation that makes a distribution of them.
+
+    Attributes:
+        logits: ``[T, V]``, last dimension contiguous, rows at any stride.
+        index: ``[R]`` int64, the rows to use, each at most once.
+        column: ``[R]`` int64, the target's column here, or ``softmax.ELSEWHERE`` or ``softmax.SKIP``.
+        gain: ``[R]`` ``a`` in ``z = a x``, or in ``z = a tanh(squash x)``.
+        squash: factor inside tanh; 0 means no softcap.
+        columns: true columns; the rest of V is padding, neither read nor given a gradient.
+        entropy: whether w is wanted (otherwise it may be anything finite).
+        memory: bytes of working space allowed, for backends that need any.
+    """
+
+    logits: Tensor
+    index: Tensor
+    column: Tensor
+    gain: Tensor
+    squash: float
+    columns: int
+    entropy: bool
+    memory: int
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 stays float64; every other float is summed in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,54 @@
+"""The readable twin of every kernel: whole tensors, plain torch, any float dtype.
+
+Float64 logits are computed in float64, everything else in float32. Copies the selected rows several times over;
+use it to check, not to train.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from logitless.backends.contract import Problem, accumulation_dtype
+from logitless.softmax import FLOOR, SKIP, Coefficients, Normaliser
+
+
+def statistics(problem: Problem) -> Tensor:
+    """``[4, R]`` (m, s, w, t) of the selected rows; see :mod:`logitless.softmax`."""
+    z, _ = transformed(problem)
+    m = z.amax(-1) if z.shape[-1] else z.new_full(z.shape[:1], -torch.inf)
+    reference = torch.where(m == -torch.inf, torch.zeros_like(m), m)
+    d = z - reference[:, None]
+    e = d.exp()
+    t = z.new_full(m.shape, torch.nan)
+    if z.shape[-1]:
+        at_target = z.gather(-1, problem.column.clamp_min(0)[:, None]).squeeze(-1)
+        t = torch.where(problem.column >= 0, at_target, t)
+    return torch.stack([m, e.sum(-1), (e * d.clamp_min(FLOOR)).sum(-1), t])
+
+
+def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor) -> None:
+    """Write d logits into ``out``: the formula at rows ``out_index``, zero everywhere else."""
+    z, slope = transformed(problem)
+    log_p = (z - norm.reference[:, None]) - norm.log_sum[:, None]
+    p = log_p.exp()
+    dz = p * coef.plain[:, None]
+    if coef.product is not None:
+        dz = dz + p * coef.product[:, None] * log_p.clamp_min(FLOOR)
+    columns = torch.arange(problem.columns, device=z.device)
+    dz = torch.where(columns == problem.column[:, None], coef.at_target[:, None], dz)
+    dz = torch.where((problem.column == SKIP)[:, None], torch.zeros_like(dz), dz * slope)
+    out.zero_()
+    out[out_index, : problem.columns] = dz.to(out.dtype)
+
+
+def transformed(problem: Problem) -> tuple[Tensor, Tensor]:
+    """``z`` of the selected rows over the true columns, and ``dz/dx``."""
+    x = problem.logits[problem.index, : problem.columns].to(accumulation_dtype(problem.logits.dtype))
+    gain = problem.gain[:, None]
+    if not problem.squash:
+        return x * gain, gain.expand_as(x)
+    y = torch.tanh(x * problem.squash)
+    return y * gain, gain * problem.squash * (1 - y * y)
+
+

@@ -1,0 +1,107 @@
+"""Plain torch in tiles: any device, working space bounded by ``memory``.
+
+A tile is some rows by some columns. Whole rows are preferred (``[r, V]``); when the budget is below one row,
+columns are cut too and the parts go through the same merge as tensor-parallel ranks. Two tiles in the accumulation
+dtype are alive at a time (three under a softcap), reused in place.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from logitless.backends.contract import Problem, accumulation_dtype
+from logitless.softmax import FLOOR, SKIP, Coefficients, Normaliser, merge
+
+
+def tile_shape(problem: Problem) -> tuple[int, int]:
+    """Rows and columns of a tile: as much as fits in the memory budget, at least one element."""
+    buffers = 3 if problem.squash else 2
+    elements = max(1, problem.memory // (buffers * accumulation_dtype(problem.logits.dtype).itemsize))
+    width = max(1, min(problem.columns, elements))
+    return max(1, min(problem.index.numel(), elements // width)), width
+
+
+def statistics(problem: Problem) -> Tensor:
+    """Same as :func:`logitless.backends.reference.statistics`, one tile at a time."""
+    dtype = accumulation_dtype(problem.logits.dtype)
+    num_rows = problem.index.numel()
+    out = torch.empty((4, num_rows), dtype=dtype, device=problem.logits.device)
+    rows, width = tile_shape(problem)
+    for r in range(0, num_rows, rows):
+        parts = [_tile_statistics(problem, r, rows, c, width) for c in range(0, max(problem.columns, 1), width)]
+        out[:, r : r + rows] = parts[0] if len(parts) == 1 else merge(torch.stack(parts))
+    return out
+
+
+def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor) -> None:
+    """Same as :func:`logitless.backends.reference.gradient`, one tile at a time."""
+    num_rows = problem.index.numel()
+    rows, width = tile_shape(problem)
+    for r in range(0, num_rows, rows):
+        for c in range(0, problem.columns, width):
+            tile = _tile_gradient(problem, norm, coef, r, rows, c, width)
+            out[:, c : c + tile.shape[1]].index_copy_(0, out_index[r : r + rows], tile.to(out.dtype))
+    _zero_the_rest(out, out_index, problem.columns)
+
+
+def _tile_statistics(problem: Problem, r: int, rows: int, c: int, width: int) -> Tensor:
+    z, _ = _tile(problem, r, rows, c, width)
+    column = problem.column[r : r + rows] - c
+    inside = (column >= 0) & (column < z.shape[1])
+    if not z.shape[1]:
+        none = z.new_zeros(z.shape[0])
+        return torch.stack([none - torch.inf, none, none, none + torch.nan])
+    at_target = z.gather(1, column.clamp(0, z.shape[1] - 1)[:, None]).squeeze(1)
+    m = z.amax(1)
+    z.sub_(torch.where(m == -torch.inf, torch.zeros_like(m), m)[:, None])
+    e = z.exp()
+    s = e.sum(1)
+    w = torch.linalg.vecdot(e, z.clamp_min_(FLOOR)) if problem.entropy else torch.zeros_like(s)
+    return torch.stack([m, s, w, torch.where(inside, at_target, torch.nan)])
+
+
+def _tile_gradient(
+    problem: Problem, norm: Normaliser, coef: Coefficients, r: int, rows: int, c: int, width: int
+) -> Tensor:
+    z, squashed = _tile(problem, r, rows, c, width)
+    log_p = z.sub_(norm.reference[r : r + rows, None]).sub_(norm.log_sum[r : r + rows, None])
+    p = log_p.exp()
+    if coef.product is None:
+        dz = p.mul_(coef.plain[r : r + rows, None])
+    else:
+        inner = log_p.clamp_min_(FLOOR).mul_(coef.product[r : r + rows, None]).add_(coef.plain[r : r + rows, None])
+        dz = p.mul_(inner)
+    _place_targets(dz, problem.column[r : r + rows] - c, coef.at_target[r : r + rows])
+    dz.mul_(problem.gain[r : r + rows, None])
+    if squashed is not None:
+        dz.mul_(squashed.square_().neg_().add_(1.0).mul_(problem.squash))
+    return dz.masked_fill_((problem.column[r : r + rows] == SKIP)[:, None], 0.0)
+
+
+def _tile(problem: Problem, r: int, rows: int, c: int, width: int) -> tuple[Tensor, Tensor | None]:
+    """``z`` of a tile in a buffer of its own, and under a softcap ``tanh(squash x)``."""
+    columns = slice(c, min(c + width, problem.columns))
+    x = problem.logits[:, columns].index_select(0, problem.index[r : r + rows])
+    x = x.to(accumulation_dtype(x.dtype))
+    gain = problem.gain[r : r + rows, None]
+    if not problem.squash:
+        return x.mul_(gain), None
+    y = x.mul_(problem.squash).tanh_()
+    return y * gain, y
+
+
+def _place_targets(dz: Tensor, column: Tensor, value: Tensor) -> None:
+    """``dz[i, column[i]] = value[i]`` for the columns inside the tile, with no device sync."""
+    inside = ((column >= 0) & (column < dz.shape[1]))[:, None]
+    column = column.clamp(0, dz.shape[1] - 1)[:, None]
+    dz.scatter_(1, column, torch.where(inside, value[:, None], dz.gather(1, column)))
+
+
+def _zero_the_rest(out: Tensor, out_index: Tensor, columns: int) -> None:
+    if out_index.numel() < out.shape[0]:
+        rest = torch.ones(out.shape[0], dtype=torch.bool, device=out.device).index_fill_(0, out_index, False)
+        out.masked_fill_(rest[:, None], 0.0)
+    out[:, columns:].zero_()
+
+

@@ -1,0 +1,104 @@
+"""Two Triton kernels for NVIDIA GPUs, and for CPU tensors under Triton's interpreter.
+
+``statistics`` reads each selected row once; ``gradient`` reads it once more and writes it once. Neither allocates
+anything larger than a vector: rows are found by index, not gathered, and half-precision logits are widened in
+registers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+
+from logitless.backends.contract import Problem
+from logitless.backends.triton.kernels import gradient_kernel, statistics_kernel
+from logitless.backends.triton.sizes import gradient_sizes, statistics_sizes
+from logitless.errors import LogitlessError
+from logitless.softmax import Coefficients, Normaliser
+
+INTERPRETED = isinstance(statistics_kernel, InterpretedFunction)
+
+
+def unavailable(logits: Tensor) -> str | None:
+    """Why this backend cannot take these logits, or None if it can."""
+    if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"its kernels take float32, bfloat16 and float16, not {logits.dtype}"
+    if logits.device.type != "cuda" and not INTERPRETED:
+        return f"its kernels run on CUDA devices, and the logits are on {logits.device.type}"
+    return None
+
+
+def statistics(problem: Problem) -> Tensor:
+    """Same as :func:`logitless.backends.reference.statistics`, in one read of the rows."""
+    _require_available(problem.logits)
+    num_rows = problem.index.numel()
+    stats = torch.empty((4, num_rows), dtype=torch.float32, device=problem.logits.device)
+    if num_rows == 0:
+        return stats
+    with _on_device_of(problem.logits):
+        statistics_kernel[(num_rows,)](
+            logits=problem.logits,
+            index=problem.index,
+            column=problem.column,
+            gain=problem.gain,
+            stats=stats,
+            row_stride=problem.logits.stride(0),
+            columns=problem.columns,
+            num_rows=num_rows,
+            squash=problem.squash,
+            ENTROPY=problem.entropy,
+            SOFTCAP=bool(problem.squash),
+            **statistics_sizes(problem.logits.dtype, problem.columns),
+        )
+    return stats
+
+
+def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor) -> None:
+    """Same as :func:`logitless.backends.reference.gradient`: one read of the rows, one write of ``out``."""
+    _require_available(problem.logits)
+    num_rows, (num_tokens, width) = problem.index.numel(), out.shape
+    if num_tokens == 0 or width == 0:
+        return
+    slot = torch.full((num_tokens,), -1, dtype=torch.int32, device=out.device)
+    slot.index_copy_(0, out_index, torch.arange(num_rows, dtype=torch.int32, device=out.device))
+    sizes = gradient_sizes(problem.logits.dtype, width)
+    with _on_device_of(problem.logits):
+        gradient_kernel[(num_tokens * triton.cdiv(width, sizes["CHUNK"]),)](
+            logits=problem.logits,
+            index=problem.index,
+            column=problem.column,
+            gain=problem.gain,
+            reference=norm.reference,
+            log_sum=norm.log_sum,
+            plain=coef.plain,
+            product=coef.product,
+            at_target=coef.at_target,
+            slot=slot,
+            out=out,
+            row_stride=problem.logits.stride(0),
+            out_stride=out.stride(0),
+            columns=problem.columns,
+            width=width,
+            squash=problem.squash,
+            PRODUCT=coef.product is not None,
+            SOFTCAP=bool(problem.squash),
+            **sizes,
+        )
+
+
+def _require_available(logits: Tensor) -> None:
+    reason = unavailable(logits)
+    if reason is not None:
+        raise LogitlessError(
+            f'backend="triton" cannot run here: {reason}. Use backend="auto" or "tiled"; to run the kernels on CPU, '
+            f"set TRITON_INTERPRET=1 before Python starts."
+        )
+
+
+def _on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    # Triton launches on the current device, which need not be the one that holds the tensors.
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()

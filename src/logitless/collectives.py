@@ -1,0 +1,77 @@
+"""The communication this library does, and what its backward is.
+
+Two kinds of group exist and they follow opposite rules:
+
+* Across a *vocabulary* group every rank holds a copy of the same loss. Each rank differentiates its
+  own copy with respect to its own shard, so the backward of the gather below is local: nothing is sent.
+* Across a *sequence* group every rank holds a part of the loss and parts add up.
+
+Every collective here is unconditional: each rank of the group makes the same calls in the same order,
+ranks that own no rows included. ``group=None`` means "not sharded" and never communicates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+import torch.distributed as dist
+from torch import Tensor
+
+from logitless.errors import LogitlessError
+
+
+def resolve_group(group: Any, argument: str) -> dist.ProcessGroup | None:
+    """A process group from a process group, a one-dimensional DeviceMesh, or None.
+
+    >>> resolve_group(None, "group") is None
+    True
+    """
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return group
+    if hasattr(group, "get_group") and hasattr(group, "ndim"):
+        if group.ndim != 1:
+            raise LogitlessError(
+                f"{argument}: a DeviceMesh with {group.ndim} dimensions does not name one group. "
+                f'Pass one dimension of it, for example mesh["tp"].'
+            )
+        return group.get_group()
+    raise LogitlessError(
+        f"{argument}: wanted a torch.distributed process group, a one-dimensional DeviceMesh or None, "
+        f"but got {type(group).__name__}."
+    )
+
+
+def gather_over(group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    """``x`` of every rank, stacked in rank order: ``[...]`` becomes ``[world, ...]``.
+
+    One ``all_gather``. Same bits on every rank. Carries no gradient: callers differentiate their own
+    part only (see the rule for vocabulary groups above).
+    """
+    out = x.new_empty((dist.get_world_size(group), *x.shape))
+    dist.all_gather_into_tensor(out.flatten(0, 1), x.contiguous(), group=group)
+    return out
+
+
+def table_over(group: dist.ProcessGroup, row: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The small tuple of integers of every rank, in rank order. Host only; for set-up and checks."""
+    table: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(table, row, group=group)
+    return table
+
+
+def require_agreement(group: dist.ProcessGroup, caller: str, facts: dict[str, int]) -> None:
+    """Raise on every rank of the group, with the same text, unless all ranks hold the same facts.
+
+    One small collective, so that a disagreement is an error and not a hang in the collective after it.
+    """
+    table = table_over(group, tuple(facts.values()))
+    for place, name in enumerate(facts):
+        values = [row[place] for row in table]
+        if len(set(values)) > 1:
+            raise LogitlessError(
+                f"{caller}: ranks of one vocabulary group disagree about {name}: rank by rank it is {values}. "
+                f"Every rank of the group must score the same rows with the same options."
+            )
+
+

@@ -1,0 +1,161 @@
+"""Sampling replay: log-probs over the token ids the sampler had kept (top-p, top-k, min-p).
+
+A rollout engine that truncates its distribution sampled from ``softmax(z[kept])``. Training on the full softmax
+would compare two different distributions, so the log-prob is normalised over the kept ids, with the target forced
+in. Entropy and log Z stay those of the whole row.
+
+Ids are ragged, one run per row, and everything here works on flat ``[K + R]`` vectors: no ``[R, V]`` mask, no loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.backends.contract import Problem
+from logitless.errors import LogitlessError
+from logitless.rows import Rows
+from logitless.softmax import FLOOR, Coefficients, Normaliser
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """Kept token ids of each row, end to end.
+
+    Args:
+        ids: ``[K]`` token ids of the whole vocabulary, in any order; an id twice in a row counts once.
+        lengths: ``[R]`` how many of them belong to each row. A row may have none: then only its target is kept.
+
+    >>> Kept(torch.tensor([5, 7, 9]), torch.tensor([2, 1])).lengths.tolist()
+    [2, 1]
+    """
+
+    ids: Tensor
+    lengths: Tensor
+
+    def __post_init__(self) -> None:
+        for name, x in (("ids", self.ids), ("lengths", self.lengths)):
+            if x.dim() != 1 or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+                raise LogitlessError(f"Kept: {name} must be a 1-D integer tensor but is {list(x.shape)} {x.dtype}.")
+        if self.lengths.device.type == "cpu" and self.lengths.numel():
+            total, low = int(self.lengths.sum()), int(self.lengths.min())
+            if low < 0 or total != self.ids.numel():
+                raise LogitlessError(
+                    f"Kept: lengths must be 0 or more and add up to the {self.ids.numel()} ids, "
+                    f"but the smallest is {low} and they add up to {total}."
+                )
+        object.__setattr__(self, "ids", self.ids.to(torch.int64))
+        object.__setattr__(self, "lengths", self.lengths.to(torch.int64))
+
+    @staticmethod
+    def from_responses(rows: Rows, ids: Sequence[Tensor], lengths: Sequence[Tensor]) -> Kept:
+        """The kept ids of the rows that are scored, out of those recorded for every response token.
+
+        Args:
+            rows: the plan.
+            ids: per sample, the kept ids of all its response tokens, end to end.
+            lengths: per sample, how many ids each response token has: ``[response length]``.
+        """
+        if len(ids) != len(rows.counts) or len(lengths) != len(rows.counts):
+            raise LogitlessError(
+                f"Kept.from_responses: got ids for {len(ids)} and lengths for {len(lengths)} samples, "
+                f"but the rows have {len(rows.counts)}."
+            )
+        for sample, (flat, runs) in enumerate(zip(ids, lengths, strict=True)):
+            if int(runs.sum()) != flat.numel():
+                raise LogitlessError(
+                    f"Kept.from_responses: sample {sample} has {flat.numel()} ids but its lengths add up to {int(runs.sum())}."
+                )
+        if not len(ids):
+            return Kept(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+        flat, runs = torch.cat(list(ids)), torch.cat(list(lengths)).to(torch.int64)
+        first = torch.tensor([0, *[len(x) for x in lengths]]).cumsum(0)[:-1].to(runs.device)
+        response = first[rows.sample.to(runs.device)] + rows.position.to(runs.device)
+        lengths_R = runs[response]
+        starts_R = (runs.cumsum(0) - runs)[response]
+        row = torch.repeat_interleave(torch.arange(len(response), device=runs.device), lengths_R)
+        within = torch.arange(len(row), device=runs.device) - (lengths_R.cumsum(0) - lengths_R)[row]
+        return Kept(flat[starts_R[row] + within].to(rows.index.device), lengths_R.to(rows.index.device))
+
+
+class KeptLogits(NamedTuple):
+    """Transformed logits of each row's kept ids, sorted by row and id, on flat ``[K + R]`` vectors."""
+
+    row: Tensor
+    """Which row, ascending."""
+    column: Tensor
+    """Column here; 0 for ids that live elsewhere."""
+    z: Tensor
+    """-inf for ids that live elsewhere, NaN for ids outside the vocabulary."""
+    slope: Tensor
+    """dz / dx."""
+    here: Tensor
+    first: Tensor
+    """False for the second and later copies of an id within its row."""
+    is_target: Tensor
+    lengths: Tensor
+    """``[R]`` entries of each row."""
+
+
+def kept_logits(kept: Kept, target: Tensor, problem: Problem, start: int, vocab_size: int) -> KeptLogits:
+    """Gather the kept logits held here, targets included. Columns ``start ..`` of ``vocab_size`` are here."""
+    num_rows = target.numel()
+    arange = torch.arange(num_rows, device=target.device)
+    row = torch.cat([torch.repeat_interleave(arange, kept.lengths, output_size=kept.ids.numel()), arange])
+    ids = torch.cat([kept.ids, target])
+    # Sorting by (row, id) makes the rows contiguous and puts copies of an id side by side, without a device sync.
+    order = ids.argsort(stable=True)
+    order = order[row[order].argsort(stable=True)]
+    row, ids = row[order], ids[order]
+    same = (row[1:] == row[:-1]) & (ids[1:] == ids[:-1])
+    first = torch.cat([same.new_ones(min(1, row.numel())), ~same])
+    column = ids - start
+    here = (column >= 0) & (column < problem.columns)
+    column = torch.where(here, column, 0)
+    x = problem.logits[problem.index[row], column].to(problem.gain.dtype) if problem.columns else problem.gain[row]
+    gain = problem.gain[row]
+    if problem.squash:
+        y = torch.tanh(x * problem.squash)
+        z, slope = y * gain, gain * problem.squash * (1 - y * y)
+    else:
+        z, slope = x * gain, gain
+    z = torch.where(here, z, -torch.inf)
+    z = torch.where((ids >= 0) & (ids < vocab_size), z, torch.nan)
+    return KeptLogits(row, column, z, slope, here, first, ids == target[row], kept.lengths + 1)
+
+
+def kept_statistics(k: KeptLogits) -> Tensor:
+    """``[2, R]`` (m, s) of the kept ids held here, in the form that ``softmax.merge`` takes."""
+    m = _segment(k.z, "max", k.lengths)
+    reference = torch.where(m == -torch.inf, torch.zeros_like(m), m)
+    e = torch.where(k.first, (k.z - reference[k.row]).exp(), 0.0)
+    return torch.stack([m, _segment(e, "sum", k.lengths)])
+
+
+def kept_gradient(
+    k: KeptLogits,
+    kept_norm: Normaliser,
+    logprob: Tensor,
+    g_logprob: Tensor,
+    norm: Normaliser,
+    coef: Coefficients | None,
+) -> Tensor:
+    """``[K + R]`` whole gradient at each kept logit: ``g_l (onehot - p_kept)`` plus the dense terms, if any."""
+    log_p = (k.z - kept_norm.reference[k.row]) - kept_norm.log_sum[k.row]
+    dz = -g_logprob[k.row] * torch.where(k.is_target, torch.expm1(logprob)[k.row], log_p.exp())
+    if coef is not None:
+        log_p = (k.z - norm.reference[k.row]) - norm.log_sum[k.row]
+        dense = coef.plain[k.row]
+        if coef.product is not None:
+            dense = dense + coef.product[k.row] * log_p.clamp_min(FLOOR)
+        dz = dz + log_p.exp() * dense
+    return dz * k.slope
+
+
+def _segment(x: Tensor, how: str, lengths: Tensor) -> Tensor:
+    # Unlike scatter_add, a segmented reduction adds in a fixed order: same bits on every run.
+    return torch.segment_reduce(x, how, lengths=lengths, unsafe=True)

@@ -1,0 +1,112 @@
+"""The statistic everything reduces to, in plain torch on ``[R]`` vectors.
+
+For any part of a row of (transformed) logits z keep four numbers:
+
+    m  a reference near the largest z      s  sum of e^(z-m)      w  sum of e^(z-m) (z-m)      t  target's z
+
+Two parts merge into one of the same form, so vocabulary tiles, split reductions and tensor-parallel ranks are
+the same :func:`merge`. From the whole row
+
+    log Z = m + log s        log p(target) = (t - m) - log s        entropy = log s - w / s
+
+and for upstream gradients (g_l, g_H, g_Z) of log-prob, entropy and log Z the gradient of the row is
+
+    dz = g_l onehot + p (b + c log p),    b = g_Z - g_l - g_H H,    c = -g_H
+
+so a backward kernel needs p = exp((z - m) - log s) and three numbers per row, and never the entropy itself.
+m and log s stay apart: z - (m + log s) would round at the size of z.
+
+A part that does not hold the target has t = NaN. If no part does, the target is not in the vocabulary, and the
+whole row comes out NaN: a wrong id can never look like a plausible number.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ELSEWHERE = -1
+"""Target column of a row whose target is not in this part of the vocabulary."""
+
+SKIP = -2
+"""Target column of a row to leave out: its logits are not read and its gradient is zero."""
+
+FLOOR = -1.0e30
+"""Stands in for log 0 in products: finite, so that 0 * FLOOR is 0, and far below any log-probability."""
+
+
+class Normaliser(NamedTuple):
+    """``[R]`` pieces of log Z, kept apart for precision: ``log Z = reference + log_sum``."""
+
+    reference: Tensor
+    log_sum: Tensor
+
+
+class Coefficients(NamedTuple):
+    """``[R]`` numbers a backward kernel needs: ``dz = p (plain + product log p)``, but ``at_target`` there."""
+
+    plain: Tensor
+    product: Tensor | None
+    at_target: Tensor
+
+
+def merge(parts: Tensor) -> Tensor:
+    """One statistic from many: ``[P, 4, R]`` (m, s, w, t) becomes ``[4, R]``.
+
+    Associative up to rounding, and exact for a single part. Parts are added in order, so the same parts give
+    the same bits wherever this runs.
+    """
+    m, s, w, t = parts.unbind(1)
+    top = m.amax(0)
+    # A row of nothing but -inf has no finite reference; 0 keeps its sums at 0 instead of NaN.
+    top = torch.where(top == -torch.inf, torch.zeros_like(top), top)
+    shift = torch.where(s == 0, torch.zeros_like(m), m - top)
+    factor = torch.where(s == 0, torch.zeros_like(m), torch.exp(shift))
+    s_all = (factor * s).sum(0)
+    w_all = (factor * (w + shift * s)).sum(0)
+    return torch.stack([top, s_all, w_all, merge_targets(t)])
+
+
+def merge_targets(t: Tensor) -> Tensor:
+    """The target logit from the one part that holds it (``[P, R]`` to ``[R]``), or NaN if none does."""
+    held = torch.where(t.isnan(), torch.full_like(t, -torch.inf), t).amax(0)
+    return torch.where(t.isnan().all(0), torch.full_like(held, torch.nan), held)
+
+
+def normaliser(stats: Tensor) -> Normaliser:
+    """The pieces of log Z; NaN where the row has no target in the vocabulary."""
+    m, s, _, t = stats
+    return Normaliser(m, torch.where(t.isnan(), t, torch.log(s)))
+
+
+def entropy(stats: Tensor, norm: Normaliser) -> Tensor:
+    """``log s - w / s``, never below zero (a one-hot row rounds to a hair below)."""
+    _, s, w, _ = stats
+    return (norm.log_sum - w / s).clamp_min(0.0)
+
+
+def coefficients(
+    norm_logprob: Tensor,
+    entropy_value: Tensor | None,
+    g_logprob: Tensor,
+    g_entropy: Tensor | None,
+    g_log_z: Tensor | None,
+) -> Coefficients:
+    """What the backward kernel needs, from the row's results and upstream gradients.
+
+    The target's own element, ``(g_l + b) + b (p - 1) + c p log p``, is formed here with ``expm1``: written as
+    ``g_l - g_l p`` it would lose every digit of a confident row.
+    """
+    rest = torch.zeros_like(g_logprob) if g_log_z is None else g_log_z
+    product = None
+    if g_entropy is not None:
+        assert entropy_value is not None
+        rest = rest - g_entropy * entropy_value
+        product = -g_entropy
+    plain = rest - g_logprob
+    at_target = rest + plain * torch.expm1(norm_logprob)
+    if product is not None:
+        at_target = at_target + product * norm_logprob.exp() * norm_logprob.clamp_min(FLOOR)
+    return Coefficients(plain, product, at_target)

@@ -1,0 +1,194 @@
+"""What is asked for: the distribution, the vocabulary shard, the memory budget, and the answer's type.
+
+Letters used throughout the package:
+
+    R  rows scored here          N  samples here            T  local tokens (rows of the logits)
+    V  vocabulary columns here   K  kept token ids          D  hidden size
+
+Small frozen carriers, validated when made, so that everything below can trust them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.collectives import resolve_group, table_over
+from logitless.errors import LogitlessError
+
+IGNORE = -100
+"""Target id of a row to leave out: log-prob 0, entropy 0, log Z 0, gradient 0."""
+
+EntropyMode = Literal["value", "grad"] | None
+
+
+class TokenStats(NamedTuple):
+    """Per-row results, float32 (float64 for float64 logits).
+
+    Attributes:
+        logprob: ``[R]`` log-probability of each target; differentiable.
+        entropy: ``[R]`` entropy in nats, or None. Differentiable only if ``"grad"`` was asked for.
+        log_z: ``[R]`` log of the normaliser over the whole vocabulary; differentiable.
+    """
+
+    logprob: Tensor
+    entropy: Tensor | None
+    log_z: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """The distribution that turns logits ``x`` into log-probs, defined once for every path.
+
+    ``log_softmax(softcap * tanh(scale * x / softcap) / temperature)`` over the first ``vocab_size``
+    columns; without softcap, ``log_softmax(scale * x / temperature)``.
+
+    Args:
+        temperature: positive number, or one positive value per row (``[R]``, or the shape of the
+            targets). A per-sample temperature is ``per_sample[rows.sample]``.
+        scale: multiplies the logits before anything else (Cohere's ``logit_scale``; Granite divides).
+        softcap: Gemma's ``final_logit_softcapping``, or None.
+        vocab_size: true vocabulary size; columns from there on are padding, never read, gradient 0.
+
+    >>> Head(temperature=0.0)
+    Traceback (most recent call last):
+    logitless.errors.LogitlessError: Head: temperature must be a positive finite number but is 0.0.
+    """
+
+    temperature: float | Tensor = 1.0
+    scale: float = 1.0
+    softcap: float | None = None
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.temperature, Tensor):
+            _check_temperature_tensor(self.temperature)
+        elif not _is_finite_number(self.temperature) or self.temperature <= 0:
+            raise LogitlessError(f"Head: temperature must be a positive finite number but is {self.temperature!r}.")
+        if not _is_finite_number(self.scale) or self.scale == 0:
+            raise LogitlessError(f"Head: scale must be a finite number other than 0 but is {self.scale!r}.")
+        if self.softcap is not None and (not _is_finite_number(self.softcap) or self.softcap <= 0):
+            raise LogitlessError(f"Head: softcap must be a positive finite number or None but is {self.softcap!r}.")
+        if self.vocab_size is not None and (type(self.vocab_size) is not int or self.vocab_size < 1):
+            raise LogitlessError(f"Head: vocab_size must be a positive integer or None but is {self.vocab_size!r}.")
+
+    def gain(self, num_rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """``[R]`` factor ``a`` of ``z = a * x``, or of ``z = a * tanh(squash * x)`` under a softcap.
+
+        A temperature that is not positive and finite gives NaN, so that its row (and no other) is NaN.
+        """
+        numerator = self.scale if self.softcap is None else self.softcap
+        if not isinstance(self.temperature, Tensor):
+            return torch.full((num_rows,), numerator / self.temperature, dtype=dtype, device=device)
+        if self.temperature.numel() != num_rows:
+            raise LogitlessError(
+                f"Head: temperature has shape {list(self.temperature.shape)} but there are {num_rows} rows. "
+                f"Give one value per row; a value per sample is per_sample[rows.sample]."
+            )
+        t = self.temperature.detach().reshape(num_rows).to(device=device, dtype=dtype)
+        return torch.where((t > 0) & t.isfinite(), numerator / t, torch.nan)
+
+    @property
+    def squash(self) -> float:
+        """``scale / softcap``: the factor inside tanh, or 0 where there is no softcap."""
+        return 0.0 if self.softcap is None else self.scale / self.softcap
+
+
+@dataclass(frozen=True, eq=False)
+class VocabShard:
+    """Columns ``start .. stop`` of the vocabulary live here; the other ranks of ``group`` hold the rest.
+
+    Making one is a collective: the ranks exchange their bounds once and all raise the same error unless the
+    shards tile the vocabulary, in any rank order and in any sizes.
+
+    Args:
+        start: first column held here.
+        stop: one past the last column held here; ``start == stop`` is an empty shard.
+        group: process group, or one-dimensional DeviceMesh, that holds the whole vocabulary. None means that
+            this process does, and no collective is ever issued.
+        check_calls: compare row count, options and dtypes over the group before every call. One more small
+            collective per call turns a disagreement between ranks into an error instead of a hang.
+
+    Attributes:
+        vocab_size: columns in all shards together, padding included.
+    """
+
+    start: int
+    stop: int
+    group: Any = None
+    check_calls: bool = False
+    vocab_size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if type(self.start) is not int or type(self.stop) is not int:
+            raise LogitlessError(f"VocabShard: start and stop must be integers but are {self.start!r}, {self.stop!r}.")
+        group = resolve_group(self.group, "VocabShard.group")
+        bounds = [(self.start, self.stop)] if group is None else table_over(group, (self.start, self.stop))
+        object.__setattr__(self, "group", group)
+        object.__setattr__(self, "vocab_size", _tiled_size(bounds))
+
+    @staticmethod
+    def even(vocab_size: int, group: Any) -> VocabShard:
+        """This rank's part when the vocabulary is cut into equal shards in rank order, as Megatron does."""
+        group = resolve_group(group, "VocabShard.group")
+        world, rank = (1, 0) if group is None else (group.size(), group.rank())
+        if vocab_size % world:
+            raise LogitlessError(
+                f"VocabShard.even: vocab_size {vocab_size} does not divide into {world} equal shards. "
+                f"Pad it to a multiple and set Head(vocab_size={vocab_size}), or give start and stop yourself."
+            )
+        width = vocab_size // world
+        return VocabShard(rank * width, (rank + 1) * width, group)
+
+
+def parse_memory(memory: int | str) -> int:
+    """Bytes from a number of bytes or a string such as ``"512MiB"``, ``"1.5GB"`` or ``"64 KiB"``.
+
+    >>> parse_memory("1.5KiB")
+    1536
+    """
+    if type(memory) is int and memory > 0:
+        return memory
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B\s*", memory) if isinstance(memory, str) else None
+    if match:
+        unit = match[2] or ""
+        base = 1024 if unit.endswith("i") else 1000
+        size = int(float(match[1]) * base ** " KMGT".index(unit[:1] or " "))
+        if size > 0:
+            return size
+    raise LogitlessError(f'memory: wanted a positive number of bytes or a size such as "512MiB" but got {memory!r}.')
+
+
+def _is_finite_number(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def _check_temperature_tensor(t: Tensor) -> None:
+    if not t.is_floating_point():
+        raise LogitlessError(f"Head: temperature must be a floating-point tensor but has dtype {t.dtype}.")
+    if t.requires_grad:
+        raise LogitlessError("Head: temperature requires grad, but no gradient flows to it. Pass temperature.detach().")
+    # On an accelerator this check would stall the stream; there a bad value makes its own row NaN.
+    if t.device.type == "cpu" and not bool(((t > 0) & t.isfinite()).all()):
+        row = int((~((t > 0) & t.isfinite())).flatten().nonzero()[0])
+        raise LogitlessError(f"Head: temperature must be positive and finite but row {row} has {float(t.flatten()[row])}.")
+
+
+def _tiled_size(bounds: list[tuple[int, ...]]) -> int:
+    expected = 0
+    for rank, (start, stop) in sorted(enumerate(bounds), key=lambda item: item[1]):
+        if start < 0 or stop < start:
+            raise LogitlessError(f"VocabShard: rank {rank} has start {start} and stop {stop}. Wanted 0 <= start <= stop.")
+        if start != expected:
+            what = "overlap" if start < expected else "leave a gap"
+            raise LogitlessError(
+                f"VocabShard: the shards {what} at column {min(start, expected)}: rank {rank} starts at {start} "
+                f"where {expected} was expected. Bounds by rank: {[tuple(b) for b in bounds]}."
+            )
+        expected = stop
+    return expected
