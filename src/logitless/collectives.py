@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import Any
 
-
 import torch.distributed as dist
 from torch import Tensor
 
@@ -73,5 +72,3 @@ def require_agreement(group: dist.ProcessGroup, caller: str, facts: dict[str, in
                 f"{caller}: ranks of one vocabulary group disagree about {name}: rank by rank it is {values}. "
                 f"Every rank of the group must score the same rows with the same options."
             )
-
-

@@ -68,7 +68,8 @@ class Kept:
         for sample, (flat, runs) in enumerate(zip(ids, lengths, strict=True)):
             if int(runs.sum()) != flat.numel():
                 raise LogitlessError(
-                    f"Kept.from_responses: sample {sample} has {flat.numel()} ids but its lengths add up to {int(runs.sum())}."
+                    f"Kept.from_responses: sample {sample} has {flat.numel()} ids but its lengths add up to "
+                    f"{int(runs.sum())}."
                 )
         if not len(ids):
             return Kept(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
@@ -148,11 +149,11 @@ def kept_gradient(
     log_p = (k.z - kept_norm.reference[k.row]) - kept_norm.log_sum[k.row]
     dz = -g_logprob[k.row] * torch.where(k.is_target, torch.expm1(logprob)[k.row], log_p.exp())
     if coef is not None:
-        log_p = (k.z - norm.reference[k.row]) - norm.log_sum[k.row]
+        d = k.z - norm.reference[k.row]
         dense = coef.plain[k.row]
         if coef.product is not None:
-            dense = dense + coef.product[k.row] * log_p.clamp_min(FLOOR)
-        dz = dz + log_p.exp() * dense
+            dense = dense + coef.product[k.row] * d.clamp_min(FLOOR)
+        dz = dz + (d - norm.log_sum[k.row]).exp() * dense
     return dz * k.slope
 
 

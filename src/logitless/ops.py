@@ -16,14 +16,31 @@ from torch import Tensor
 
 from logitless.backends import choose_backend, run_gradient, run_statistics
 from logitless.backends.contract import Problem, accumulation_dtype
+from logitless.checks import (
+    FLOATS,
+    check_kept,
+    check_logits,
+    check_overwrite,
+    check_targets,
+    resolve_rows,
+    vocabulary,
+)
 from logitless.collectives import gather_over, require_agreement
 from logitless.errors import LogitlessError
 from logitless.kept import Kept, KeptLogits, kept_gradient, kept_logits, kept_statistics
 from logitless.rows import Rows
-from logitless.softmax import ELSEWHERE, SKIP, Coefficients, Normaliser, coefficients, entropy, merge, normaliser
+from logitless.softmax import (
+    ELSEWHERE,
+    SKIP,
+    Coefficients,
+    Normaliser,
+    coefficients,
+    entropy,
+    mean_shift,
+    merge,
+    normaliser,
+)
 from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard, parse_memory
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def logprobs(
@@ -73,16 +90,16 @@ def logprobs(
     >>> out.logprob
     tensor([-1.3863,  0.0000])
     """
-    plan, result_shape = _resolve_rows(rows)
+    plan, result_shape = resolve_rows("logprobs", rows)
     head = Head() if head is None else head
     if entropy not in (None, "value", "grad"):
         raise LogitlessError(f'logprobs: entropy must be None, "value" or "grad" but is {entropy!r}.')
-    _check_logits(logits, plan, shard)
-    vocab_size, columns = _vocabulary(logits, head, shard)
+    check_logits("logprobs", logits, plan, shard)
+    vocab_size, columns = vocabulary("logprobs", logits.shape[-1], head, shard)
     if not torch.compiler.is_compiling():
-        _check_targets(plan, vocab_size)
+        check_targets("logprobs", plan, vocab_size)
         if overwrite_logits:
-            _check_overwrite(logits)
+            check_overwrite(logits)
     start = 0 if shard is None else shard.start
     call = _Call(
         entropy=entropy,
@@ -98,8 +115,9 @@ def logprobs(
     if shard is not None and shard.group is not None and shard.check_calls:
         require_agreement(shard.group, "logprobs", _facts(logits, plan, call, kept))
     gain = head.gain(len(plan), accumulation_dtype(logits.dtype), logits.device)
-    kept_ids = None if kept is None else _check_kept(kept, plan, vocab_size, logits.device)
-    apply = _LogProbs.apply if call.group is None and not overwrite_logits else _apply_outside_of_compile
+    kept_ids = None if kept is None else check_kept("logprobs", kept, plan, vocab_size, logits.device)
+    traceable = call.group is None and not overwrite_logits
+    apply: Any = _LogProbs.apply if traceable else _apply_outside_of_compile
     values = apply(logits, plan.index, plan.target, gain, *(kept_ids or (None, None)), call)
     logprob, entropy_value, log_z = (None if x is None else x.reshape(result_shape) for x in values)
     return TokenStats(logprob, entropy_value, log_z)  # pyright: ignore[reportArgumentType]
@@ -137,18 +155,19 @@ class _LogProbs(torch.autograd.Function):
         problem = _problem(logits, index, target, gain, call)
         stats = run_statistics(call.backend, problem)
         gathered = _gather_kept(kept_ids, kept_lengths, target, problem, call)
-        stats, kept_stats = _whole_vocabulary(stats, gathered, call.group)
+        stats, kept_stats = _wholevocabulary(stats, gathered, call.group)
         norm = normaliser(stats)
         kept_norm = norm if kept_stats is None else normaliser(kept_stats)
         left_out = target == IGNORE
         logprob = ((stats[3] - kept_norm.reference) - kept_norm.log_sum).masked_fill(left_out, 0.0)
-        entropy_value = None if call.entropy is None else entropy(stats, norm).masked_fill(left_out, 0.0)
+        mean = None if call.entropy is None else mean_shift(stats)
+        entropy_value = None if mean is None else entropy(norm, mean).masked_fill(left_out, 0.0)
         log_z = (norm.reference + norm.log_sum).masked_fill(left_out, 0.0)
         ctx.set_materialize_grads(False)
         if call.entropy == "value":
             ctx.mark_non_differentiable(entropy_value)
         kept_saved = () if kept_ids is None else (kept_ids, kept_lengths, *kept_norm)
-        entropy_saved = (entropy_value,) if call.entropy == "grad" else ()
+        entropy_saved = (mean,) if call.entropy == "grad" else ()
         ctx.save_for_backward(logits, index, target, gain, *norm, logprob, *kept_saved, *entropy_saved)
         ctx.call, ctx.has_kept, ctx.spent = call, kept_ids is not None, False
         # A leaf may ask for its gradient in another dtype; for anything else autograd keeps the tensor's own.
@@ -156,13 +175,19 @@ class _LogProbs(torch.autograd.Function):
         return logprob, entropy_value, log_z
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, g_logprob: Tensor | None, g_entropy: Tensor | None, g_log_z: Tensor | None) -> Any:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, g_logprob: Tensor | None, g_entropy: Tensor | None, g_log_z: Tensor | None
+    ) -> Any:
         call: _Call = ctx.call
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise LogitlessError(
+                "logprobs: backward with create_graph=True asks for a second derivative, which is not implemented. "
+                "Drop create_graph, or use torch.log_softmax for this term."
+            )
         if ctx.spent:
             raise LogitlessError(
-                "logprobs: second backward through a call with overwrite_logits=True, but the first one has replaced the "
-                "logits by their gradient. Use overwrite_logits=False to keep the graph, or run forward again."
+                "logprobs: second backward through a call with overwrite_logits=True, but the first one has replaced "
+                "the logits by their gradient. Use overwrite_logits=False to keep the graph, or run forward again."
             )
         logits, index, target, gain, reference, log_sum, logprob, *more = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
@@ -171,18 +196,18 @@ class _LogProbs(torch.autograd.Function):
         kept_ids, kept_lengths, kept_norm = None, None, None
         if ctx.has_kept:
             kept_ids, kept_lengths, kept_norm, more = more[0], more[1], Normaliser(*more[2:4]), more[4:]
-        entropy_value = more[0] if more else None
+        mean = more[0] if more else None
         problem = _problem(logits, index, target, gain, call)
         out, out_index = _gradient_buffer(logits, index, problem, ctx.grad_dtype, call.overwrite)
         g_logprob = torch.zeros_like(logprob) if g_logprob is None else g_logprob.contiguous()
         if kept_norm is None:
-            coef = coefficients(logprob, entropy_value, g_logprob, g_entropy, g_log_z)
+            coef = coefficients(logprob, norm, mean, g_logprob, g_entropy, g_log_z)
             run_gradient(call.backend, problem, norm, coef, out, out_index)
         else:
             gathered = _gather_kept(kept_ids, kept_lengths, target, problem, call)
             assert gathered is not None
             none = torch.zeros_like(g_logprob)
-            coef = coefficients(logprob, entropy_value, none, g_entropy, g_log_z)
+            coef = coefficients(logprob, norm, mean, none, g_entropy, g_log_z)
             dense = coef if g_entropy is not None or g_log_z is not None else None
             values = kept_gradient(gathered, kept_norm, logprob, g_logprob, norm, dense)
             _dense_then_kept(call, problem, norm, dense, gathered, values, target, out, out_index)
@@ -239,7 +264,7 @@ def _gather_kept(
     return kept_logits(Kept(ids, lengths), target, problem, call.start, call.vocab_size)
 
 
-def _whole_vocabulary(stats: Tensor, gathered: KeptLogits | None, group: Any) -> tuple[Tensor, Tensor | None]:
+def _wholevocabulary(stats: Tensor, gathered: KeptLogits | None, group: Any) -> tuple[Tensor, Tensor | None]:
     """Statistics over all shards, and those of the kept ids: one ``all_gather`` for both, or none if unsharded."""
     kept_part = None if gathered is None else kept_statistics(gathered)
     if group is not None:
@@ -286,103 +311,13 @@ def _dense_then_kept(
     # Ids that live on another shard must not write. Without asking the device how many there are, each of them repeats
     # the write of an id of its row that lives here, or, where there is none, puts back what column 0 holds.
     place = torch.arange(len(values), device=values.device)
-    here = torch.full_like(target, -1).scatter_reduce(
-        0, gathered.row, torch.where(gathered.here, place, -1), "amax"
-    )[gathered.row]
+    here = torch.full_like(target, -1).scatter_reduce(0, gathered.row, torch.where(gathered.here, place, -1), "amax")[
+        gathered.row
+    ]
     place = torch.where(gathered.here, place, here.clamp_min(0))
     column = torch.where(here < 0, 0, gathered.column[place])
     row = out_index[gathered.row]
     out[row, column] = torch.where(here < 0, out[row, 0], values[place])
-
-
-def _resolve_rows(rows: Any) -> tuple[Rows, tuple[int, ...]]:
-    """The plan, and the shape results are returned in."""
-    if isinstance(rows, Rows):
-        return rows, (len(rows),)
-    if isinstance(rows, Tensor):
-        return Rows.every(rows), tuple(rows.shape)
-    if isinstance(rows, tuple) and len(rows) == 2:
-        plan = Rows.at(*rows)
-        return plan, (len(plan),)
-    raise LogitlessError(
-        f"logprobs: rows must be a Rows, a tensor of targets or a pair (index, target) but is {type(rows).__name__}."
-    )
-
-
-def _check_logits(logits: Tensor, rows: Rows, shard: VocabShard | None) -> None:
-    if not isinstance(logits, Tensor) or logits.dtype not in FLOATS:
-        came = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
-        raise LogitlessError(f"logprobs: logits must be a tensor of {[str(d) for d in FLOATS]} but is {came}.")
-    if logits.dim() < 1 or (logits.shape[-1] > 1 and logits.stride(-1) != 1):
-        raise LogitlessError(
-            f"logprobs: logits must be [..., V] with a contiguous last dimension but has shape {list(logits.shape)} and "
-            f"strides {list(logits.stride())}. Pass logits.contiguous(), which copies, or avoid the transpose."
-        )
-    num_tokens, lead = logits.shape[:-1].numel(), list(logits.shape[:-1])
-    if rows.num_tokens is not None and rows.num_tokens != num_tokens:
-        raise LogitlessError(
-            f"logprobs: rows were made for {rows.num_tokens} tokens ({list(rows.token_shape or ())}) but logits has "
-            f"{num_tokens} rows ({lead}). If the pack is padded at its end, pass num_tokens= when making the rows."
-        )
-    for name, x in (("rows", rows.index), ("target", rows.target)):
-        if x.device != logits.device:
-            raise LogitlessError(f"logprobs: {name} is on {x.device} but logits is on {logits.device}.")
-    if shard is not None and shard.stop - shard.start != logits.shape[-1]:
-        raise LogitlessError(
-            f"logprobs: shard holds columns {shard.start} to {shard.stop} ({shard.stop - shard.start} of them) but logits "
-            f"has {logits.shape[-1]} columns."
-        )
-
-
-def _vocabulary(logits: Tensor, head: Head, shard: VocabShard | None) -> tuple[int, int]:
-    """True vocabulary size, and how many columns of it are here."""
-    start, padded = (0, logits.shape[-1]) if shard is None else (shard.start, shard.vocab_size)
-    size = padded if head.vocab_size is None else head.vocab_size
-    if size > padded:
-        raise LogitlessError(f"logprobs: head.vocab_size is {size} but the logits have only {padded} columns in all.")
-    return size, min(max(size - start, 0), logits.shape[-1])
-
-
-def _check_targets(rows: Rows, vocab_size: int) -> None:
-    """Raise for a target outside the vocabulary, where that can be seen without a device sync."""
-    if rows.target.device.type != "cpu":
-        low, high = rows.target_range or (0, 0)
-        if low >= 0 and high < vocab_size:
-            return
-    bad = ((rows.target < 0) | (rows.target >= vocab_size)) & (rows.target != IGNORE)
-    if bool(bad.any()):
-        row = int(bad.nonzero()[0])
-        raise LogitlessError(
-            f"logprobs: target {int(rows.target[row])} of row {row} (sample {int(rows.sample[row])}, position "
-            f"{int(rows.position[row])}) is outside the vocabulary of {vocab_size}. Use -100 to leave a row out."
-        )
-
-
-def _check_overwrite(logits: Tensor) -> None:
-    if not (torch.is_grad_enabled() and logits.requires_grad):
-        return
-    problem, advice = None, "Pass the model's own output"
-    if logits.is_leaf:
-        problem = "are a leaf, whose data backward must not replace by its gradient"
-    elif logits._is_view():
-        problem = "are a view, so that whoever holds the base would read gradients in place of logits"
-        advice = "Pass the tensor it was cut from (any [..., V] shape will do)"
-    elif not logits.is_contiguous():
-        problem = "are not contiguous"
-    if problem:
-        raise LogitlessError(f"logprobs: overwrite_logits=True, but the logits {problem}. {advice}, or drop the option.")
-
-
-def _check_kept(kept: Kept, rows: Rows, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    if kept.lengths.numel() != len(rows):
-        raise LogitlessError(f"logprobs: kept has {kept.lengths.numel()} rows but rows has {len(rows)}.")
-    if kept.ids.device != device or kept.lengths.device != device:
-        raise LogitlessError(f"logprobs: kept is on {kept.ids.device} but logits is on {device}.")
-    if device.type == "cpu" and kept.ids.numel() and not torch.compiler.is_compiling():
-        low, high = int(kept.ids.min()), int(kept.ids.max())
-        if low < 0 or high >= vocab_size:
-            raise LogitlessError(f"logprobs: kept ids run from {low} to {high}, outside the vocabulary of {vocab_size}.")
-    return kept.ids, kept.lengths
 
 
 def _facts(logits: Tensor, rows: Rows, call: _Call, kept: Kept | None) -> dict[str, int]:

@@ -43,6 +43,7 @@ class Rows:
         held: response tokens of each sample that have a row here, masked ones included.
         counts: rows of each sample that are scored here.
         slot: ``[R]`` place of each row among the held ones, or None where all of them are scored.
+        reach: one past the largest index, where the shape alone does not say it.
         target_range: smallest and largest target, if they were known before the plan went to an accelerator.
     """
 
@@ -54,6 +55,7 @@ class Rows:
     held: tuple[int, ...]
     counts: tuple[int, ...]
     slot: Tensor | None = None
+    reach: int = 0
     target_range: tuple[int, int] | None = None
 
     @staticmethod
@@ -121,7 +123,7 @@ class Rows:
         if isinstance(tokens, Tensor):
             tokens, max_length = _unpad(tokens, lengths, max_length, padding)
         elif lengths is not None:
-            raise LogitlessError("Rows.padded: lengths goes with one [N, S] tensor; lists of tokens carry their own length.")
+            raise LogitlessError("Rows.padded: lengths goes with one [N, S] tensor; lists carry their own length.")
         batch = _Batch.check("Rows.padded", tokens, response_lengths, loss_masks, loss_mask_only)
         longest = int(batch.lengths.max()) if len(tokens) else 0
         width = longest if max_length is None else max_length
@@ -161,7 +163,7 @@ class Rows:
         if num_tokens is not None and num_tokens < past:
             raise LogitlessError(f"Rows.at: index reaches row {past - 1} but num_tokens is {num_tokens}.")
         shape = None if num_tokens is None else (num_tokens,)
-        return _single_sample(index, target.to(index.device), shape)
+        return _single_sample(index, target.to(index.device), shape, reach=past)
 
     @staticmethod
     def every(target: Tensor) -> Rows:
@@ -200,7 +202,9 @@ class Rows:
             raise LogitlessError(f"Rows.join: got {len(parts)} tensors for {len(self.held)} samples.")
         for sample, (part, held) in enumerate(zip(parts, self.held, strict=True)):
             if part.shape[0] != held:
-                raise LogitlessError(f"Rows.join: sample {sample} has {part.shape[0]} entries but {held} response tokens here.")
+                raise LogitlessError(
+                    f"Rows.join: sample {sample} has {part.shape[0]} entries but {held} response tokens here."
+                )
         if not parts:
             raise LogitlessError("Rows.join: there are no samples, so neither dtype nor device is known.")
         x = torch.cat(list(parts))
@@ -303,13 +307,13 @@ def _select(
     # One copy for what was computed on the host.
     place, sample, position = torch.stack([place, sample, position]).to(device, non_blocking=True)
     slot = None if slot is None else slot.to(device)
-    return Rows(place, target.to(device), sample, position, token_shape, held, counts, slot, target_range)
+    return Rows(place, target.to(device), sample, position, token_shape, held, counts, slot, target_range=target_range)
 
 
-def _single_sample(index: Tensor, target: Tensor, token_shape: tuple[int, ...] | None) -> Rows:
+def _single_sample(index: Tensor, target: Tensor, token_shape: tuple[int, ...] | None, reach: int = 0) -> Rows:
     count = index.numel()
     position = torch.arange(count, device=index.device)
-    return Rows(index, target, torch.zeros_like(index), position, token_shape, (count,), (count,))
+    return Rows(index, target, torch.zeros_like(index), position, token_shape, (count,), (count,), reach=reach)
 
 
 def _ragged_arange(lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -325,7 +329,7 @@ def _concatenate(parts: Sequence[Tensor | Sequence[int]]) -> Tensor:
     if isinstance(parts[0], Tensor):
         return torch.cat(list(parts)).to(torch.int64)  # pyright: ignore[reportArgumentType]
     # An array is filled at C speed; torch.tensor inspects every Python integer.
-    ids = array("q", itertools.chain.from_iterable(parts))  # pyright: ignore[reportArgumentType]
+    ids = array("q", itertools.chain.from_iterable(parts))  # pyright: ignore[reportArgumentType, reportCallIssue]
     return torch.frombuffer(ids, dtype=torch.int64).clone() if len(ids) else torch.zeros(0, dtype=torch.int64)
 
 
@@ -335,7 +339,8 @@ def _check_masks(caller: str, masks: Sequence[Tensor | Sequence[int]], responses
     for sample, (mask, response) in enumerate(zip(masks, responses, strict=True)):
         if len(mask) != response:
             raise LogitlessError(
-                f"{caller}: the loss mask of sample {sample} has {len(mask)} entries but its response has {response} tokens."
+                f"{caller}: the loss mask of sample {sample} has {len(mask)} entries but its response has "
+                f"{response} tokens."
             )
 
 
@@ -343,13 +348,17 @@ def _unpad(
     tokens: Tensor, lengths: Sequence[int] | None, max_length: int | None, padding: str
 ) -> tuple[list[Tensor], int]:
     if tokens.dim() != 2:
-        raise LogitlessError(f"Rows.padded: tokens must be [N, S] or a list of samples but has shape {list(tokens.shape)}.")
+        raise LogitlessError(
+            f"Rows.padded: tokens must be [N, S] or a list of samples but has shape {list(tokens.shape)}."
+        )
     if lengths is None or len(lengths) != tokens.shape[0]:
         came = "no lengths" if lengths is None else f"{len(lengths)} lengths"
         raise LogitlessError(f"Rows.padded: tokens is one tensor of {tokens.shape[0]} lines but there are {came}.")
     width = tokens.shape[1]
     if max_length is not None and max_length != width:
-        raise LogitlessError(f"Rows.padded: max_length is {max_length} but tokens is {width} wide. Leave max_length out.")
+        raise LogitlessError(
+            f"Rows.padded: max_length is {max_length} but tokens is {width} wide. Leave max_length out."
+        )
     for sample, length in enumerate(lengths):
         if not 0 <= int(length) <= width:
             raise LogitlessError(f"Rows.padded: sample {sample} has length {length} but tokens is {width} wide.")

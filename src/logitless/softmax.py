@@ -11,10 +11,11 @@ the same :func:`merge`. From the whole row
 
 and for upstream gradients (g_l, g_H, g_Z) of log-prob, entropy and log Z the gradient of the row is
 
-    dz = g_l onehot + p (b + c log p),    b = g_Z - g_l - g_H H,    c = -g_H
+    dz = g_l onehot + p (b + c (z - m)),    b = g_Z - g_l + g_H w / s,    c = -g_H
 
-so a backward kernel needs p = exp((z - m) - log s) and three numbers per row, and never the entropy itself.
-m and log s stay apart: z - (m + log s) would round at the size of z.
+since log p + H = (z - m) - w / s. A backward kernel needs p = exp((z - m) - log s) and three numbers per row, and
+never the entropy itself, whose log s would only be rounded twice and cancelled. m and log s stay apart:
+z - (m + log s) would round at the size of z.
 
 A part that does not hold the target has t = NaN. If no part does, the target is not in the vocabulary, and the
 whole row comes out NaN: a wrong id can never look like a plausible number.
@@ -45,7 +46,7 @@ class Normaliser(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """``[R]`` numbers a backward kernel needs: ``dz = p (plain + product log p)``, but ``at_target`` there."""
+    """``[R]`` numbers a backward kernel needs: ``dz = p (plain + product (z - m))``, but ``at_target`` there."""
 
     plain: Tensor
     product: Tensor | None
@@ -81,32 +82,37 @@ def normaliser(stats: Tensor) -> Normaliser:
     return Normaliser(m, torch.where(t.isnan(), t, torch.log(s)))
 
 
-def entropy(stats: Tensor, norm: Normaliser) -> Tensor:
+def mean_shift(stats: Tensor) -> Tensor:
+    """``w / s``: the mean of ``z - m`` under the row's distribution."""
+    return stats[2] / stats[1]
+
+
+def entropy(norm: Normaliser, mean: Tensor) -> Tensor:
     """``log s - w / s``, never below zero (a one-hot row rounds to a hair below)."""
-    _, s, w, _ = stats
-    return (norm.log_sum - w / s).clamp_min(0.0)
+    return (norm.log_sum - mean).clamp_min(0.0)
 
 
 def coefficients(
-    norm_logprob: Tensor,
-    entropy_value: Tensor | None,
+    logprob: Tensor,
+    norm: Normaliser,
+    mean: Tensor | None,
     g_logprob: Tensor,
     g_entropy: Tensor | None,
     g_log_z: Tensor | None,
 ) -> Coefficients:
-    """What the backward kernel needs, from the row's results and upstream gradients.
+    """What the backward kernel needs, from the row's statistics and upstream gradients.
 
-    The target's own element, ``(g_l + b) + b (p - 1) + c p log p``, is formed here with ``expm1``: written as
+    The target's own element, ``(g_l + b) + b (p - 1) + c p (t - m)``, is formed here with ``expm1``: written as
     ``g_l - g_l p`` it would lose every digit of a confident row.
     """
     rest = torch.zeros_like(g_logprob) if g_log_z is None else g_log_z
     product = None
     if g_entropy is not None:
-        assert entropy_value is not None
-        rest = rest - g_entropy * entropy_value
+        assert mean is not None
+        rest = rest + g_entropy * mean
         product = -g_entropy
     plain = rest - g_logprob
-    at_target = rest + plain * torch.expm1(norm_logprob)
+    at_target = rest + plain * torch.expm1(logprob)
     if product is not None:
-        at_target = at_target + product * norm_logprob.exp() * norm_logprob.clamp_min(FLOOR)
+        at_target = at_target + product * logprob.exp() * (logprob + norm.log_sum).clamp_min(FLOOR)
     return Coefficients(plain, product, at_target)

@@ -176,14 +176,17 @@ def _check_temperature_tensor(t: Tensor) -> None:
     # On an accelerator this check would stall the stream; there a bad value makes its own row NaN.
     if t.device.type == "cpu" and not bool(((t > 0) & t.isfinite()).all()):
         row = int((~((t > 0) & t.isfinite())).flatten().nonzero()[0])
-        raise LogitlessError(f"Head: temperature must be positive and finite but row {row} has {float(t.flatten()[row])}.")
+        value = float(t.flatten()[row])
+        raise LogitlessError(f"Head: temperature must be positive and finite but row {row} has {value}.")
 
 
 def _tiled_size(bounds: list[tuple[int, ...]]) -> int:
     expected = 0
     for rank, (start, stop) in sorted(enumerate(bounds), key=lambda item: item[1]):
         if start < 0 or stop < start:
-            raise LogitlessError(f"VocabShard: rank {rank} has start {start} and stop {stop}. Wanted 0 <= start <= stop.")
+            raise LogitlessError(
+                f"VocabShard: rank {rank} has start {start} and stop {stop}. Wanted 0 <= start <= stop."
+            )
         if start != expected:
             what = "overlap" if start < expected else "leave a gap"
             raise LogitlessError(

@@ -30,11 +30,11 @@ def statistics(problem: Problem) -> Tensor:
 def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor) -> None:
     """Write d logits into ``out``: the formula at rows ``out_index``, zero everywhere else."""
     z, slope = transformed(problem)
-    log_p = (z - norm.reference[:, None]) - norm.log_sum[:, None]
-    p = log_p.exp()
+    d = z - norm.reference[:, None]
+    p = (d - norm.log_sum[:, None]).exp()
     dz = p * coef.plain[:, None]
     if coef.product is not None:
-        dz = dz + p * coef.product[:, None] * log_p.clamp_min(FLOOR)
+        dz = p * (coef.plain[:, None] + coef.product[:, None] * d.clamp_min(FLOOR))
     columns = torch.arange(problem.columns, device=z.device)
     dz = torch.where(columns == problem.column[:, None], coef.at_target[:, None], dz)
     dz = torch.where((problem.column == SKIP)[:, None], torch.zeros_like(dz), dz * slope)
@@ -50,5 +50,3 @@ def transformed(problem: Problem) -> tuple[Tensor, Tensor]:
         return x * gain, gain.expand_as(x)
     y = torch.tanh(x * problem.squash)
     return y * gain, gain * problem.squash * (1 - y * y)
-
-

@@ -65,12 +65,12 @@ def _tile_gradient(
     problem: Problem, norm: Normaliser, coef: Coefficients, r: int, rows: int, c: int, width: int
 ) -> Tensor:
     z, squashed = _tile(problem, r, rows, c, width)
-    log_p = z.sub_(norm.reference[r : r + rows, None]).sub_(norm.log_sum[r : r + rows, None])
-    p = log_p.exp()
+    d = z.sub_(norm.reference[r : r + rows, None])
+    p = (d - norm.log_sum[r : r + rows, None]).exp_()
     if coef.product is None:
         dz = p.mul_(coef.plain[r : r + rows, None])
     else:
-        inner = log_p.clamp_min_(FLOOR).mul_(coef.product[r : r + rows, None]).add_(coef.plain[r : r + rows, None])
+        inner = d.clamp_min_(FLOOR).mul_(coef.product[r : r + rows, None]).add_(coef.plain[r : r + rows, None])
         dz = p.mul_(inner)
     _place_targets(dz, problem.column[r : r + rows] - c, coef.at_target[r : r + rows])
     dz.mul_(problem.gain[r : r + rows, None])
@@ -103,5 +103,3 @@ def _zero_the_rest(out: Tensor, out_index: Tensor, columns: int) -> None:
         rest = torch.ones(out.shape[0], dtype=torch.bool, device=out.device).index_fill_(0, out_index, False)
         out.masked_fill_(rest[:, None], 0.0)
     out[:, columns:].zero_()
-
-

@@ -5,6 +5,9 @@ anything larger than a vector: rows are found by index, not gathered, and half-p
 registers.
 """
 
+# pyright: reportArgumentType=false
+# Triton's own annotations want tl.constexpr where every caller passes a plain bool or int.
+
 from __future__ import annotations
 
 import contextlib
@@ -67,7 +70,7 @@ def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor
     slot.index_copy_(0, out_index, torch.arange(num_rows, dtype=torch.int32, device=out.device))
     sizes = gradient_sizes(problem.logits.dtype, width)
     with _on_device_of(problem.logits):
-        gradient_kernel[(num_tokens * triton.cdiv(width, sizes["CHUNK"]),)](
+        gradient_kernel[(num_tokens * triton.cdiv(width, sizes["BLOCK"]),)](
             logits=problem.logits,
             index=problem.index,
             column=problem.column,

@@ -39,17 +39,23 @@ def transform(x, a, squash, SOFTCAP: tl.constexpr):
 @triton.jit
 def accumulate(b_z, m, b_s, b_w, ENTROPY: tl.constexpr):
     """Merge one block into the running statistic ``(m, s, w)``; s and w stay spread over the block's lanes."""
-    top = tl.maximum(m, tl.max(b_z, axis=0))
-    # A block of nothing but -inf leaves the reference at -inf; 0 stands in for it so that -inf - (-inf) never occurs.
-    reference = tl.where(top == float("-inf"), 0.0, top)
-    shift = tl.where(m == float("-inf"), 0.0, m - reference)
-    factor = tl.exp2(shift * LOG2E)
-    b_d = b_z - reference
+    top = tl.max(b_z, axis=0)
+    # A new maximum is rare after the first blocks, so the rescaling is branched around rather than multiplied by 1.
+    if top > m:
+        # Nothing finite so far means that the sums are still zero, and any finite shift will do.
+        shift = tl.where(m == float("-inf"), 0.0, m - top)
+        factor = tl.exp2(shift * LOG2E)
+        if ENTROPY:
+            b_w = factor * (b_w + shift * b_s)
+        b_s = factor * b_s
+        m = top
+    # While there is only -inf, 0 stands in for the reference, so that -inf - (-inf) never occurs.
+    b_d = b_z - tl.where(m == float("-inf"), 0.0, m)
     b_e = tl.exp2(b_d * LOG2E)
     if ENTROPY:
-        b_w = factor * (b_w + shift * b_s) + b_e * tl.maximum(b_d, FLOOR)
-    b_s = factor * b_s + b_e
-    return top, b_s, b_w
+        b_w += b_e * tl.maximum(b_d, FLOOR)
+    b_s += b_e
+    return m, b_s, b_w
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -66,6 +72,7 @@ def statistics_kernel(
     ENTROPY: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """One row per program: ``m = max z; s = exp(z - m).sum(); w = (exp(z - m) * (z - m)).sum(); t = z[column]``."""
     i_r = tl.program_id(0).to(tl.int64)
@@ -84,8 +91,8 @@ def statistics_kernel(
         b_s = tl.zeros([BLOCK], dtype=tl.float32)
         b_w = tl.zeros([BLOCK], dtype=tl.float32)
         whole = (columns // BLOCK) * BLOCK
-        for c in range(0, whole, BLOCK):
-            b_x = tl.load(p_row + c + o_c).to(tl.float32)
+        for c in tl.range(0, whole, BLOCK, num_stages=STAGES):
+            b_x = tl.load(p_row + c + o_c, eviction_policy="evict_first").to(tl.float32)
             m, b_s, b_w = accumulate(transform(b_x, a, squash, SOFTCAP), m, b_s, b_w, ENTROPY)
         if whole < columns:
             m_c = whole + o_c < columns
@@ -122,49 +129,39 @@ def gradient_kernel(
     PRODUCT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
-    """CHUNK columns of one row of ``out`` per program: ``dz = p * (plain + product * log p)``, ``at_target`` there.
+    """One block of one row of ``out`` per program: ``dz = p * (plain + product * (z - m))``, ``at_target`` there.
 
-    Each block is read before the same place is written, so ``out`` may be ``logits``. Rows without a slot, skipped
+    The block is read before the same place is written, so ``out`` may be ``logits``. Rows without a slot, skipped
     rows and padding columns get zero.
     """
-    num_chunks = tl.cdiv(width, CHUNK)
-    i_t = (tl.program_id(0) // num_chunks).to(tl.int64)
-    start = (tl.program_id(0) % num_chunks) * CHUNK
-    stop = tl.minimum(start + CHUNK, width)
+    num_blocks = tl.cdiv(width, BLOCK)
+    i_t = (tl.program_id(0) // num_blocks).to(tl.int64)
+    o_c = (tl.program_id(0) % num_blocks) * BLOCK + tl.arange(0, BLOCK)
+    m_out = o_c < width
+    p_out = out + i_t * out_stride + o_c
     i_r = tl.load(slot + i_t).to(tl.int64)
     i_c = tl.full([], SKIP, dtype=tl.int64)
     if i_r >= 0:
         i_c = tl.load(column + i_r)
-    p_out = out + i_t * out_stride
-    o_c = tl.arange(0, BLOCK)
     if i_c == SKIP:
-        for c in range(start, stop, BLOCK):
-            tl.store(p_out + c + o_c, tl.zeros([BLOCK], dtype=out.dtype.element_ty), mask=c + o_c < stop)
+        tl.store(p_out, tl.zeros([BLOCK], dtype=out.dtype.element_ty), mask=m_out)
     else:
-        p_row = logits + tl.load(index + i_r).to(tl.int64) * row_stride
         a = tl.load(gain + i_r)
-        m = tl.load(reference + i_r)
-        log_s = tl.load(log_sum + i_r)
-        b = tl.load(plain + i_r)
-        at = tl.load(at_target + i_r)
+        m_c = o_c < columns
+        p_row = logits + tl.load(index + i_r).to(tl.int64) * row_stride
+        b_x = tl.load(p_row + o_c, mask=m_c, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        b_y = b_x
+        if SOFTCAP:
+            b_y = tanh(b_x * squash)
+        b_d = b_y * a - tl.load(reference + i_r)
+        b_p = tl.exp2((b_d - tl.load(log_sum + i_r)) * LOG2E)
+        b_k = tl.load(plain + i_r)
         if PRODUCT:
-            k = tl.load(product + i_r)
-        for c in range(start, stop, BLOCK):
-            m_c = c + o_c < columns
-            b_x = tl.load(p_row + c + o_c, mask=m_c, other=0.0).to(tl.float32)
-            b_y = b_x
-            if SOFTCAP:
-                b_y = tanh(b_x * squash)
-            b_lp = (b_y * a - m) - log_s
-            b_p = tl.exp2(b_lp * LOG2E)
-            if PRODUCT:
-                b_dz = b_p * (b + k * tl.maximum(b_lp, FLOOR))
-            else:
-                b_dz = b_p * b
-            b_dz = tl.where(c + o_c == i_c, at, b_dz) * a
-            if SOFTCAP:
-                b_dz = b_dz * (squash * (1.0 - b_y * b_y))
-            b_dz = tl.where(m_c, b_dz, 0.0)
-            tl.store(p_out + c + o_c, b_dz.to(out.dtype.element_ty), mask=c + o_c < stop)
+            b_k += tl.load(product + i_r) * tl.maximum(b_d, FLOOR)
+        b_dz = b_p * b_k
+        b_dz = tl.where(o_c == i_c, tl.load(at_target + i_r), b_dz) * a
+        if SOFTCAP:
+            b_dz = b_dz * (squash * (1.0 - b_y * b_y))
+        b_dz = tl.where(m_c, b_dz, 0.0)
+        tl.store(p_out, b_dz.to(out.dtype.element_ty), mask=m_out, eviction_policy="evict_first")

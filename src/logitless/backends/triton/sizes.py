@@ -2,6 +2,14 @@
 
 Nothing here is autotuned at run time: an autotuner would rerun an in-place kernel on its own output, and would make
 the summation order depend on the machine's mood. Sizes depend on dtype and vocabulary, never on the number of rows.
+
+One H200, T = 16384, V = 151936, entropy on, against a copy that moves 4.27 TB/s (so one read is 2.33 / 1.17 ms and
+read + write 4.67 / 2.33 ms in float32 / bfloat16):
+
+    statistics  float32   8192 x 8 warps x 3 stages  2.10 ms    2048 x 8 x 3  2.14    rescaling at every block  2.10
+    statistics  bfloat16  4096 x 4 warps x 3 stages  1.20 ms    8192 x 8 x 3  1.38    rescaling at every block  1.39
+    gradient    float32   1024 x 4 warps             4.83 ms    4096 x 4      4.94    8192 x 8                  4.98
+    gradient    bfloat16  4096 x 4 warps             2.40 ms    2048 x 4      2.49    8192 x 8                  2.44
 """
 
 from __future__ import annotations
@@ -12,17 +20,17 @@ import torch
 
 
 def statistics_sizes(dtype: torch.dtype, columns: int) -> dict[str, Any]:
-    """Columns per step and warps of the statistics kernel."""
-    block = 4096 if dtype == torch.float32 else 8192
-    return {"BLOCK": min(block, _power_of_two(columns)), "num_warps": 8}
+    """Columns per step, warps, and loads in flight of the statistics kernel."""
+    block, warps = (8192, 8) if dtype == torch.float32 else (4096, 4)
+    return {"BLOCK": min(block, _power_of_two(columns)), "STAGES": 3, "num_warps": warps}
 
 
-def gradient_sizes(dtype: torch.dtype, columns: int) -> dict[str, Any]:
-    """Columns per step, columns per program and warps of the gradient kernel."""
-    block = min(4096, _power_of_two(columns))
-    return {"BLOCK": block, "CHUNK": 4 * block, "num_warps": 8}
+def gradient_sizes(dtype: torch.dtype, width: int) -> dict[str, Any]:
+    """Columns per program and warps of the gradient kernel."""
+    block = 1024 if dtype == torch.float32 else 4096
+    return {"BLOCK": min(block, _power_of_two(width)), "num_warps": 4}
 
 
 def _power_of_two(n: int) -> int:
     """Smallest power of two that is at least ``n`` and 16."""
-    return max(16, 1 << (n - 1).bit_length())
+    return max(16, 1 << max(n - 1, 0).bit_length())

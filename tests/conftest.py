@@ -1,0 +1,46 @@
+"""What every test gets: its own seed, poisoned uninitialised memory, a device, and real ranks on request."""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+import poison
+import pytest
+import torch
+from hypothesis import settings
+
+if not torch.cuda.is_available():
+    # Read by Triton when it is first imported, which the library leaves to the first use of its kernels.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+poison.install()
+
+# The same examples on every run and no wall clock in a verdict: a busy machine must not turn a test red.
+settings.register_profile("suite", deadline=None, derandomize=True, database=None)
+settings.load_profile("suite")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cpu", help="device of the tests that take the `device` fixture")
+
+
+@pytest.fixture
+def device(request) -> torch.device:
+    """The device named on the command line; CPU unless told otherwise."""
+    return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture(autouse=True)
+def seed(request) -> None:
+    """A seed of its own for every test and parameter, the same on every run."""
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """``ranks(function, world, *args)``: see :func:`ranks.run_ranks`. The processes live as long as the session."""
+    from ranks import close_ranks, run_ranks
+
+    yield run_ranks
+    close_ranks()

@@ -1,0 +1,67 @@
+"""Inside torch.compile and activation checkpointing the numbers stay the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import logitless as ll
+
+
+def loss_of(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, overwrite: bool = False) -> torch.Tensor:
+    out = ll.logprobs(
+        hidden @ weight, target, entropy="grad", head=ll.Head(temperature=0.7), overwrite_logits=overwrite
+    )
+    return (2 * out.logprob + out.entropy).sum()
+
+
+def gradients(function, *args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden, weight = (x.detach().clone().requires_grad_() for x in args[:2])
+    loss = function(hidden, weight, *args[2:])
+    return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+
+@pytest.fixture
+def inputs() -> tuple[torch.Tensor, ...]:
+    return torch.randn(9, 5), torch.randn(5, 33), torch.randint(33, (9,))
+
+
+# Importing the compiler in torch 2.13 warns about its own use of deprecated names.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_compiled_whole(inputs):
+    """One graph, no break: the two operators are opaque to the compiler but known to it."""
+    torch._dynamo.reset()
+    compiled = torch.compile(loss_of, fullgraph=True, backend="aot_eager")
+    for mine, eager in zip(gradients(compiled, *inputs), gradients(loss_of, *inputs), strict=True):
+        assert torch.allclose(mine, eager, rtol=1e-6, atol=1e-6)
+
+
+# At a graph break the compiler itself looks at the .grad of the non-leaf logits.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:The .grad attribute")
+def test_overwriting_breaks_the_graph_but_not_the_caller(inputs):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda h, w, t: loss_of(h, w, t, overwrite=True), backend="aot_eager")
+    for mine, eager in zip(gradients(compiled, *inputs), gradients(loss_of, *inputs), strict=True):
+        assert torch.allclose(mine, eager, rtol=1e-6, atol=1e-6)
+
+
+def test_operators_pass_torch_checks():
+    """Schema, fake tensors and aliasing of the two registered operators."""
+    gain, index = torch.ones(3), torch.tensor([0, 2, 3])
+    arguments = (torch.randn(5, 9), index, torch.tensor([1, 0, 8]), gain, 0.0, 9, True, 1 << 20, "tiled")
+    torch.library.opcheck(torch.ops.logitless.statistics.default, arguments)
+    rows = [torch.randn(3) for _ in range(5)]
+    torch.library.opcheck(
+        torch.ops.logitless.gradient.default,
+        (*arguments[:6], 1 << 20, "tiled", *rows, torch.empty(5, 9), index),
+    )
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_checkpointed(inputs, overwrite: bool):
+    def wrapped(*args: torch.Tensor) -> torch.Tensor:
+        return checkpoint(loss_of, *args, overwrite, use_reentrant=False)
+
+    for mine, eager in zip(gradients(wrapped, *inputs), gradients(loss_of, *inputs), strict=True):
+        assert torch.equal(mine, eager)
