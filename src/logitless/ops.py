@@ -53,7 +53,7 @@ def logprobs(
     kept: Kept | None = None,
     overwrite_logits: bool = False,
     backend: str = "auto",
-    memory: int | str = "32MiB",
+    memory: int | str = "16MiB",
 ) -> TokenStats:
     """Log-probability, entropy and log Z of chosen tokens, without a second full-vocabulary tensor.
 
@@ -74,7 +74,7 @@ def logprobs(
         overwrite_logits: write the gradient over the logits in backward instead of into a new buffer. The logits
             must be neither a leaf nor a view, and are lost after backward.
         backend: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see :func:`choose_backend`.
-        memory: bound on the working space of the tiled backend, in bytes or as ``"32MiB"``.
+        memory: bound on the working space of the tiled backend, in bytes or as ``"16MiB"``.
 
     Returns:
         :class:`TokenStats` of ``[R]`` tensors (shape ``[...]`` if targets were given), float32, or float64 for

@@ -74,9 +74,7 @@ def _statistics(
     backend: str,
 ) -> Tensor:
     problem = Problem(logits, index, column, gain, squash, columns, entropy, memory)
-    # Autocast would round the dot products of the plain-torch backends to half precision.
-    with torch.autocast(logits.device.type, enabled=False):
-        return load(backend).statistics(problem)
+    return load(backend).statistics(problem)
 
 
 @_statistics.register_fake
@@ -114,8 +112,7 @@ def _gradient(
 ) -> None:
     problem = Problem(logits, index, column, gain, squash, columns, product is not None, memory)
     coef = Coefficients(plain, product, at_target)
-    with torch.autocast(logits.device.type, enabled=False):
-        load(backend).gradient(problem, Normaliser(reference, log_sum), coef, out, out_index)
+    load(backend).gradient(problem, Normaliser(reference, log_sum), coef, out, out_index)
 
 
 def run_statistics(backend: str, problem: Problem) -> Tensor:

@@ -40,8 +40,8 @@ def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor
     rows, width = tile_shape(problem)
     for r in range(0, num_rows, rows):
         for c in range(0, problem.columns, width):
-            tile = _tile_gradient(problem, norm, coef, r, rows, c, width)
-            out[:, c : c + tile.shape[1]].index_copy_(0, out_index[r : r + rows], tile.to(out.dtype))
+            # Passed on unnamed: a name would keep this tile alive while the next one is computed.
+            _write_tile(out, out_index[r : r + rows], c, _tile_gradient(problem, norm, coef, r, rows, c, width))
     _zero_the_rest(out, out_index, problem.columns)
 
 
@@ -57,7 +57,7 @@ def _tile_statistics(problem: Problem, r: int, rows: int, c: int, width: int) ->
     z.sub_(torch.where(m == -torch.inf, torch.zeros_like(m), m)[:, None])
     e = z.exp()
     s = e.sum(1)
-    w = torch.linalg.vecdot(e, z.clamp_min_(FLOOR)) if problem.entropy else torch.zeros_like(s)
+    w = e.mul_(z.clamp_min_(FLOOR)).sum(1) if problem.entropy else torch.zeros_like(s)
     return torch.stack([m, s, w, torch.where(inside, at_target, torch.nan)])
 
 
@@ -89,6 +89,10 @@ def _tile(problem: Problem, r: int, rows: int, c: int, width: int) -> tuple[Tens
         return x.mul_(gain), None
     y = x.mul_(problem.squash).tanh_()
     return y * gain, y
+
+
+def _write_tile(out: Tensor, rows: Tensor, c: int, tile: Tensor) -> None:
+    out[:, c : c + tile.shape[1]].index_copy_(0, rows, tile.to(out.dtype))
 
 
 def _place_targets(dz: Tensor, column: Tensor, value: Tensor) -> None:

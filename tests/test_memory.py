@@ -1,0 +1,118 @@
+"""Peak bytes, counted by the allocator's own events, for every promise about memory.
+
+A case of 256 rows by 8,192 columns: one float32 copy of the logits is 8 MiB, a vector per row 1 KiB. So a single
+stray ``[T, V]`` buffer, in any dtype of 8 bits or more, is far above the slack.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import logitless as ll
+from logitless.bench.measure import peak_bytes
+
+T, V = 256, 8192
+VECTORS = 64 * 8 * T
+"""Room for [T]-sized vectors: 64 of them in int64."""
+TILE = 1 << 20
+"""The memory budget handed to the tiled backend."""
+
+
+def logits_of(dtype: torch.dtype) -> torch.Tensor:
+    return (torch.randn(T, V) * 3).to(dtype)
+
+
+def backward_peak(leaf: torch.Tensor, rows, overwrite: bool = False, **options) -> int:
+    """Peak of forward + backward beyond the logits, which are a non-leaf that nobody else reads."""
+    logits = _Handed.apply(leaf)
+    upstream = [torch.randn(T if isinstance(rows, torch.Tensor) else len(rows)) for _ in range(2)]
+
+    def step() -> None:
+        out = ll.logprobs(logits, rows, overwrite_logits=overwrite, **options)
+        outputs = [out.logprob] if options.get("entropy") != "grad" else [out.logprob, out.entropy]
+        torch.autograd.grad(outputs, logits, upstream[: len(outputs)])
+
+    return peak_bytes(step, "cpu")
+
+
+class _Handed(torch.autograd.Function):
+    """Hands a buffer on as a non-leaf without copying it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+@pytest.mark.parametrize("entropy", [None, "value", "grad"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+def test_forward_needs_one_tile(backend: str, dtype: torch.dtype, entropy: str | None):
+    logits, target = logits_of(dtype), torch.randint(V, (T,))
+    options = {"entropy": entropy, "backend": backend, "memory": TILE, "head": ll.Head(temperature=0.7)}
+    peak = peak_bytes(lambda: ll.logprobs(logits, target, **options), "cpu")
+    assert peak <= (TILE if backend == "tiled" else 0) + VECTORS
+
+
+@pytest.mark.parametrize("entropy", ["value", "grad"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+def test_training_needs_one_gradient_buffer_or_none(backend: str, overwrite: bool, dtype: torch.dtype, entropy: str):
+    leaf = logits_of(dtype).requires_grad_()
+    peak = backward_peak(leaf, torch.randint(V, (T,)), overwrite, entropy=entropy, backend=backend, memory=TILE)
+    gradient = 0 if overwrite else leaf.nbytes
+    assert peak <= gradient + (TILE if backend == "tiled" else 0) + VECTORS
+    assert peak >= gradient
+
+
+def test_training_peak_falls_with_the_budget():
+    """In the code this replaces, chunking raised the peak of a training step."""
+    leaf = logits_of(torch.float32).requires_grad_()
+    target = torch.randint(V, (T,))
+    peaks = [backward_peak(leaf, target, True, entropy="grad", memory=m) for m in ("64MiB", "4MiB", "1MiB", "128KiB")]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[0] > 1.9 * leaf.nbytes
+    assert peaks[-1] <= (128 << 10) + VECTORS
+
+
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+def test_selecting_rows_copies_none(backend: str):
+    """Half of the rows: no gathered copy of them, forward or backward."""
+    leaf = logits_of(torch.float32).requires_grad_()
+    index = torch.arange(0, T, 2)
+    rows = ll.Rows.at(index, torch.randint(V, (T // 2,)), num_tokens=T)
+    peak = backward_peak(leaf, rows, True, entropy="grad", backend=backend, memory=TILE)
+    assert peak <= (TILE if backend == "tiled" else 0) + VECTORS
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_kept_ids_cost_their_own_size(overwrite: bool):
+    leaf = logits_of(torch.float32).requires_grad_()
+    kept = ll.Kept(torch.randint(V, (20 * T,)), torch.full((T,), 20))
+    peak = backward_peak(leaf, torch.randint(V, (T,)), overwrite, entropy="grad", kept=kept, memory=TILE)
+    gradient = 0 if overwrite else leaf.nbytes
+    # 21 entries per row; two dozen vectors of them in int64 and float32.
+    assert peak <= gradient + TILE + VECTORS + 24 * 8 * 21 * T
+
+
+def test_slicing_off_the_last_position_copies_nothing():
+    base = torch.randn(4, T // 4 + 1, V)
+    target = torch.randint(V, (4, T // 4))
+    peak = peak_bytes(lambda: ll.logprobs(base[:, :-1], target, entropy="value", memory=TILE), "cpu")
+    assert peak <= TILE + VECTORS
+
+
+def test_the_counter_sees_a_stray_copy():
+    """The measurement itself: plain torch on the same step needs several copies, and they are counted."""
+    leaf = logits_of(torch.float32).requires_grad_()
+
+    def plain() -> None:
+        log_p = torch.log_softmax(leaf, -1)
+        torch.autograd.grad(log_p[:, 0].sum() - (log_p.exp() * log_p).sum(), leaf)
+
+    assert peak_bytes(plain, "cpu") >= 3 * leaf.nbytes
