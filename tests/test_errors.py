@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -94,7 +95,25 @@ def test_vocab_size_past_the_logits():
 
 # Memory.
 
-BUDGETS = [0, -1, 1.5, True, None, "", "0", "0B", "0MiB", "-5MiB", "12", "MiB", "a lot", "1e3B", "nanGiB", "5 PiB", "0.1B"]
+BUDGETS = [
+    0,
+    -1,
+    1.5,
+    True,
+    None,
+    "",
+    "0",
+    "0B",
+    "0MiB",
+    "-5MiB",
+    "12",
+    "MiB",
+    "a lot",
+    "1e3B",
+    "nanGiB",
+    "5 PiB",
+    "0.1B",
+]
 
 
 @pytest.mark.parametrize("memory", BUDGETS)
@@ -117,7 +136,10 @@ def test_memory_that_is_fine(memory, size):
 
 # Rows.
 
-BUILDERS = [pytest.param(Rows.packed, "Rows.packed", id="packed"), pytest.param(Rows.padded, "Rows.padded", id="padded")]
+BUILDERS = [
+    pytest.param(Rows.packed, "Rows.packed", id="packed"),
+    pytest.param(Rows.padded, "Rows.padded", id="padded"),
+]
 
 
 @pytest.mark.parametrize(("build", "name"), BUILDERS)
@@ -156,12 +178,12 @@ class TestRowsFromLists:
 
 
 def test_packed_num_tokens():
-    with raises("Rows.packed: num_tokens is 4 but the samples hold 5 tokens. Pass the padded length of the pack"):
+    with raises("Rows.packed: num_tokens is 4 but the samples need 5 tokens. Pass the padded length of the local pack"):
         Rows.packed([[1, 2], [3, 4, 5]], [1, 1], num_tokens=4)
 
 
 def test_packed_num_tokens_of_zero():
-    with raises("Rows.packed: num_tokens is 0 but the samples hold 2 tokens."):
+    with raises("Rows.packed: num_tokens is 0 but the samples need 2 tokens."):
         Rows.packed([[1, 2]], [1], num_tokens=0)
 
 
@@ -169,7 +191,7 @@ class TestRowsPadded:
     TOKENS = torch.arange(12).reshape(3, 4)
 
     def test_padding(self):
-        with raises("Rows.padded: padding must be \"left\" or \"right\" but is 'both'."):
+        with raises('Rows.padded: padding must be "left" or "right" but is \'both\'.'):
             Rows.padded([[1, 2]], [1], padding="both")
 
     def test_max_length(self):
@@ -271,9 +293,8 @@ class TestRowsMovement:
             self.PLAN.join([torch.zeros(2), torch.zeros(2)])
 
     def test_join_of_nothing(self):
-        empty = Rows(*(torch.zeros(0, dtype=torch.int64) for _ in range(4)), (0,), (), ())
         with raises("Rows.join: there are no samples, so neither dtype nor device is known."):
-            empty.join([])
+            Rows.packed([], []).join([])
 
 
 # Kept.
@@ -408,8 +429,8 @@ def test_logits_on_another_device():
 
 
 def test_target_on_another_device():
-    index = torch.tensor([0, 1])
-    rows = Rows(index, index.to("meta"), index, index, None, (2,), (2,))
+    rows = Rows.at([0, 1], [0, 1])
+    rows = replace(rows, target=rows.target.to("meta"))
     with raises("logprobs: target is on meta but logits is on cpu."):
         logprobs(torch.zeros(2, 3), rows)
 
@@ -506,7 +527,9 @@ class TestOverwrite:
         out = logprobs(logits, target, overwrite_logits=True)
         total = out.logprob.sum()
         total.backward(retain_graph=True)
-        with raises("logprobs: second backward through a call with overwrite_logits=True, but the first one has replaced"):
+        with raises(
+            "logprobs: second backward through a call with overwrite_logits=True, but the first one has replaced"
+        ):
             total.backward()
 
     @pytest.mark.parametrize("no_graph", [torch.no_grad, torch.inference_mode])

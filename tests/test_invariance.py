@@ -17,6 +17,13 @@ def run(logits: torch.Tensor, rows, **options) -> tuple[torch.Tensor, ...]:
     return (*out, leaf.grad)
 
 
+def same(a: torch.Tensor, b: torch.Tensor, backend: str, device: torch.device) -> bool:
+    """Same bits, except that torch's own CUDA reductions add in an order that depends on the number of rows."""
+    if backend == "triton" or device.type == "cpu":
+        return torch.equal(a, b)
+    return torch.allclose(a, b, rtol=2e-6, atol=2e-6)
+
+
 @pytest.mark.parametrize("memory", [1, 8, 507 * 8, 3 * 507 * 8 + 5, 100_000, "1GiB"])
 def test_tile_size(memory: int | str):
     """From one element at a time to everything at once. Whole rows give the same bits, cut rows the same number."""
@@ -36,7 +43,7 @@ def test_selected_rows_have_the_bits_of_the_full_path(backend: str, device: torc
     full = run(logits, target, backend=backend)
     some = ll.logprobs(logits, (index, target[index]), entropy="value", head=ll.Head(temperature=0.8), backend=backend)
     for a, b in zip(full[:3], some, strict=True):
-        assert torch.equal(a[index], b)
+        assert same(a[index], b, backend, device)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -52,7 +59,7 @@ def test_ignoring_rows_equals_selecting_the_others(backend: str, device: torch.d
         out = ll.logprobs(leaf, rows, backend=backend)
         out.logprob.backward(g)
         grads.append(leaf.grad)
-    assert torch.equal(*grads)
+    assert same(*grads, backend, device)
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
@@ -71,8 +78,8 @@ def test_packed_and_padded_agree(backend: str, padding: str, device: torch.devic
     *a, grad_a = run(torch.cat(packed), pack_rows, backend=backend)
     *b, grad_b = run(padded, pad_rows, backend=backend)
     for x, y in zip(a, b, strict=True):
-        assert torch.equal(x, y)
+        assert same(x, y, backend, device)
         assert [len(part) for part in pack_rows.split(x)] == responses
     lines = [g[width - n :] if padding == "left" else g[:n] for g, n in zip(grad_b, lengths, strict=True)]
-    assert torch.equal(grad_a, torch.cat(lines))
+    assert same(grad_a, torch.cat(lines), backend, device)
     assert grad_b.count_nonzero() == grad_a.count_nonzero()

@@ -62,10 +62,9 @@ def draw_rows(num_tokens: int, num_rows: int, vocab: int) -> tuple[Tensor, Tenso
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_odd_sizes(backend: str, vocab: int, dtype: torch.dtype, device: torch.device):
     if backend == "triton" and dtype == torch.float64:
-        with pytest.raises(
-            ll.LogitlessError, match=r"its kernels take float32, bfloat16 and float16, not torch.float64"
-        ):
-            ll.logprobs(torch.zeros(1, vocab, dtype=dtype, device=device), torch.zeros(1, dtype=int), backend=backend)
+        logits, target = torch.zeros(1, vocab, dtype=dtype, device=device), torch.zeros(1, dtype=int, device=device)
+        with pytest.raises(ll.LogitlessError, match=r"its kernels take .* not torch.float64"):
+            ll.logprobs(logits, target, backend=backend)
         return
     check(make_logits(11, vocab, dtype), *draw_rows(11, 7, vocab), backend=backend, device=device)
 

@@ -3,6 +3,7 @@
 from logitless.backends import choose_backend
 from logitless.errors import LogitlessError
 from logitless.kept import Kept
+from logitless.layouts import Contiguous, Zigzag
 from logitless.ops import logprobs
 from logitless.rows import Rows
 from logitless.spec import Head, TokenStats, VocabShard
@@ -10,12 +11,14 @@ from logitless.spec import Head, TokenStats, VocabShard
 __version__ = "0.1.0"
 
 __all__ = [
+    "Contiguous",
     "Head",
     "Kept",
     "LogitlessError",
     "Rows",
     "TokenStats",
     "VocabShard",
+    "Zigzag",
     "choose_backend",
     "logprobs",
 ]

@@ -12,12 +12,15 @@ ranks that own no rows included. ``group=None`` means "not sharded" and never co
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
 from logitless.errors import LogitlessError
+
+T = TypeVar("T")
 
 
 def resolve_group(group: Any, argument: str) -> dist.ProcessGroup | None:
@@ -48,27 +51,44 @@ def gather_over(group: dist.ProcessGroup, x: Tensor) -> Tensor:
     part only (see the rule for vocabulary groups above).
     """
     out = x.new_empty((dist.get_world_size(group), *x.shape))
-    dist.all_gather_into_tensor(out.flatten(0, 1), x.contiguous(), group=group)
+    # torch 2.13 renamed the collective and warns about the old name, which is the only one before it.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out.flatten(0, 1), x.contiguous(), group=group)
     return out
 
 
-def table_over(group: dist.ProcessGroup, row: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The small tuple of integers of every rank, in rank order. Host only; for set-up and checks."""
+def table_over(group: dist.ProcessGroup, row: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """The small tuple of plain values of every rank, in rank order. Host only; for set-up and checks."""
     table: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(table, row, group=group)
     return table
 
 
-def require_agreement(group: dist.ProcessGroup, caller: str, facts: dict[str, int]) -> None:
-    """Raise on every rank of the group, with the same text, unless all ranks hold the same facts.
+def agree_over(
+    group: dist.ProcessGroup, caller: str, prepare: Callable[[], T], facts_of: Callable[[T], dict[str, Any]]
+) -> T:
+    """``prepare()``, unless it fails on some rank or its facts differ between ranks: then every rank raises.
 
-    One small collective, so that a disagreement is an error and not a hang in the collective after it.
+    One small collective, so that one rank's bad input is an error on all of them and not a hang in the next collective.
     """
-    table = table_over(group, tuple(facts.values()))
-    for place, name in enumerate(facts):
-        values = [row[place] for row in table]
+    prepared, facts, failure = None, {}, None
+    try:
+        prepared = prepare()
+        facts = facts_of(prepared)
+    except LogitlessError as error:
+        failure = error
+    table = table_over(group, (None if failure is None else str(failure), facts))
+    if failure is not None:
+        raise failure
+    for rank, (text, _) in enumerate(table):
+        if text is not None:
+            raise LogitlessError(f"{caller}: rank {rank} of this rank's vocabulary group stopped with: {text}")
+    for name in facts:
+        values = [theirs[name] for _, theirs in table]
         if len(set(values)) > 1:
             raise LogitlessError(
                 f"{caller}: ranks of one vocabulary group disagree about {name}: rank by rank it is {values}. "
                 f"Every rank of the group must score the same rows with the same options."
             )
+    assert prepared is not None
+    return prepared

@@ -41,8 +41,8 @@ class Kept:
         for name, x in (("ids", self.ids), ("lengths", self.lengths)):
             if x.dim() != 1 or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
                 raise LogitlessError(f"Kept: {name} must be a 1-D integer tensor but is {list(x.shape)} {x.dtype}.")
-        if self.lengths.device.type == "cpu" and self.lengths.numel():
-            total, low = int(self.lengths.sum()), int(self.lengths.min())
+        if self.lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+            total, low = int(self.lengths.sum()), int(self.lengths.min()) if self.lengths.numel() else 0
             if low < 0 or total != self.ids.numel():
                 raise LogitlessError(
                     f"Kept: lengths must be 0 or more and add up to the {self.ids.numel()} ids, "
@@ -65,7 +65,13 @@ class Kept:
                 f"Kept.from_responses: got ids for {len(ids)} and lengths for {len(lengths)} samples, "
                 f"but the rows have {len(rows.counts)}."
             )
+        whole = rows.response_lengths or rows.counts
         for sample, (flat, runs) in enumerate(zip(ids, lengths, strict=True)):
+            if runs.numel() != whole[sample]:
+                raise LogitlessError(
+                    f"Kept.from_responses: sample {sample} has lengths for {runs.numel()} tokens but its response has "
+                    f"{whole[sample]}."
+                )
             if int(runs.sum()) != flat.numel():
                 raise LogitlessError(
                     f"Kept.from_responses: sample {sample} has {flat.numel()} ids but its lengths add up to "

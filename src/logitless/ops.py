@@ -17,7 +17,6 @@ from torch import Tensor
 from logitless.backends import choose_backend, run_gradient, run_statistics
 from logitless.backends.contract import Problem, accumulation_dtype
 from logitless.checks import (
-    FLOATS,
     check_kept,
     check_logits,
     check_overwrite,
@@ -25,7 +24,7 @@ from logitless.checks import (
     resolve_rows,
     vocabulary,
 )
-from logitless.collectives import gather_over, require_agreement
+from logitless.collectives import agree_over, gather_over
 from logitless.errors import LogitlessError
 from logitless.kept import Kept, KeptLogits, kept_gradient, kept_logits, kept_statistics
 from logitless.rows import Rows
@@ -90,36 +89,18 @@ def logprobs(
     >>> out.logprob
     tensor([-1.3863,  0.0000])
     """
-    plan, result_shape = resolve_rows("logprobs", rows)
-    head = Head() if head is None else head
-    if entropy not in (None, "value", "grad"):
-        raise LogitlessError(f'logprobs: entropy must be None, "value" or "grad" but is {entropy!r}.')
-    check_logits("logprobs", logits, plan, shard)
-    vocab_size, columns = vocabulary("logprobs", logits.shape[-1], head, shard)
-    if not torch.compiler.is_compiling():
-        check_targets("logprobs", plan, vocab_size)
-        if overwrite_logits:
-            check_overwrite(logits)
-    start = 0 if shard is None else shard.start
-    call = _Call(
-        entropy=entropy,
-        squash=head.squash,
-        columns=columns,
-        start=start,
-        vocab_size=vocab_size,
-        overwrite=overwrite_logits,
-        backend=choose_backend(logits, backend).name,
-        memory=parse_memory(memory),
-        group=None if shard is None else shard.group,
-    )
+
+    def prepare() -> _Prepared:
+        return _prepare(logits, rows, entropy, head or Head(), shard, kept, overwrite_logits, backend, memory)
+
     if shard is not None and shard.group is not None and shard.check_calls:
-        require_agreement(shard.group, "logprobs", _facts(logits, plan, call, kept))
-    gain = head.gain(len(plan), accumulation_dtype(logits.dtype), logits.device)
-    kept_ids = None if kept is None else check_kept("logprobs", kept, plan, vocab_size, logits.device)
-    traceable = call.group is None and not overwrite_logits
+        ready = agree_over(shard.group, "logprobs", prepare, lambda ready: ready.facts(logits))
+    else:
+        ready = prepare()
+    traceable = ready.call.group is None and not overwrite_logits
     apply: Any = _LogProbs.apply if traceable else _apply_outside_of_compile
-    values = apply(logits, plan.index, plan.target, gain, *(kept_ids or (None, None)), call)
-    logprob, entropy_value, log_z = (None if x is None else x.reshape(result_shape) for x in values)
+    values = apply(logits, ready.rows.index, ready.rows.target, ready.gain, *ready.kept, ready.call)
+    logprob, entropy_value, log_z = (None if x is None else x.reshape(ready.shape) for x in values)
     return TokenStats(logprob, entropy_value, log_z)  # pyright: ignore[reportArgumentType]
 
 
@@ -136,6 +117,63 @@ class _Call:
     backend: str
     memory: int
     group: Any
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """A checked call, and the vectors it needs."""
+
+    call: _Call
+    rows: Rows
+    gain: Tensor
+    kept: tuple[Tensor | None, Tensor | None]
+    shape: tuple[int, ...]
+
+    def facts(self, logits: Tensor) -> dict[str, Any]:
+        """What the ranks of a vocabulary group must agree on."""
+        return {
+            "the number of rows": len(self.rows),
+            "the dtype of the logits": str(logits.dtype),
+            "entropy": self.call.entropy,
+            "whether there are kept ids": self.kept[0] is not None,
+            "the vocabulary size": self.call.vocab_size,
+        }
+
+
+def _prepare(
+    logits: Tensor,
+    rows: Any,
+    entropy: EntropyMode,
+    head: Head,
+    shard: VocabShard | None,
+    kept: Kept | None,
+    overwrite_logits: bool,
+    backend: str,
+    memory: int | str,
+) -> _Prepared:
+    plan, shape = resolve_rows("logprobs", rows)
+    if entropy not in (None, "value", "grad"):
+        raise LogitlessError(f'logprobs: entropy must be None, "value" or "grad" but is {entropy!r}.')
+    check_logits("logprobs", logits, plan, shard)
+    vocab_size, columns = vocabulary("logprobs", logits.shape[-1], head, shard)
+    if not torch.compiler.is_compiling():
+        check_targets("logprobs", plan, vocab_size)
+        if overwrite_logits:
+            check_overwrite(logits)
+    call = _Call(
+        entropy=entropy,
+        squash=head.squash,
+        columns=columns,
+        start=0 if shard is None else shard.start,
+        vocab_size=vocab_size,
+        overwrite=overwrite_logits,
+        backend=choose_backend(logits, backend).name,
+        memory=parse_memory(memory),
+        group=None if shard is None else shard.group,
+    )
+    gain = head.gain(len(plan), accumulation_dtype(logits.dtype), logits.device)
+    kept_ids = (None, None) if kept is None else check_kept("logprobs", kept, plan, vocab_size, logits.device)
+    return _Prepared(call, plan, gain, kept_ids, shape)
 
 
 class _LogProbs(torch.autograd.Function):
@@ -217,7 +255,8 @@ class _LogProbs(torch.autograd.Function):
         return (out.view(logits.shape), *(None,) * 6)
 
 
-@torch.compiler.disable
+# The public torch.compiler.disable is the same, but imports the compiler, and with it Triton, when applied.
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
 def _apply_outside_of_compile(*args: Any) -> Any:
     """A graph break: collectives and the bookkeeping of overwriting are not traced."""
     return _LogProbs.apply(*args)
@@ -240,7 +279,7 @@ def _as_matrix(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """
     lead, width = logits.shape[:-1], logits.shape[-1]
     if logits.is_contiguous():
-        return logits.view(-1, width), index
+        return logits.view(lead.numel(), width), index
     strides = logits.stride()[:-1]
     long = [n for n, size in zip(strides, lead, strict=True) if size > 1]
     row_stride = min((n for n in long if n > 0), default=max(width, 1))
@@ -285,7 +324,8 @@ def _gradient_buffer(
     """The matrix that receives the gradient, and the rows of it that correspond to the problem's rows."""
     if overwrite:
         return problem.logits, problem.index
-    return torch.empty(logits.shape, dtype=dtype, device=logits.device).view(-1, logits.shape[-1]), index
+    shape = (logits.shape[:-1].numel(), logits.shape[-1])
+    return torch.empty(shape, dtype=dtype, device=logits.device), index
 
 
 def _dense_then_kept(
@@ -318,13 +358,3 @@ def _dense_then_kept(
     column = torch.where(here < 0, 0, gathered.column[place])
     row = out_index[gathered.row]
     out[row, column] = torch.where(here < 0, out[row, 0], values[place])
-
-
-def _facts(logits: Tensor, rows: Rows, call: _Call, kept: Kept | None) -> dict[str, int]:
-    return {
-        "the number of rows": len(rows),
-        "the dtype of the logits": FLOATS.index(logits.dtype),
-        "entropy": (None, "value", "grad").index(call.entropy),
-        "kept": int(kept is not None),
-        "the vocabulary size": call.vocab_size,
-    }

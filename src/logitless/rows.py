@@ -13,19 +13,19 @@ of the sequence is one more such function: nothing below it changes.
 
 from __future__ import annotations
 
-import itertools
 import math
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from logitless.collectives import resolve_group, table_over
 from logitless.errors import LogitlessError
-
-Tokens = Tensor | Sequence[int]
+from logitless.exchange import GradRule, exchange_over
+from logitless.layouts import Contiguous, Scheme, Zigzag, ragged_arange
+from logitless.samples import Samples, Tokens, integer_vector, unpad
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +43,11 @@ class Rows:
         held: response tokens of each sample that have a row here, masked ones included.
         counts: rows of each sample that are scored here.
         slot: ``[R]`` place of each row among the held ones, or None where all of them are scored.
+        mask: ``[R]`` loss mask of each row, or None if there are no masks.
+        response: ``[R]`` place of each row's target among all response tokens of the batch, sample after sample.
+        response_lengths: response tokens of each sample in all, on whatever rank.
+        spans: padded length of each sample in all.
+        cp: how the sequence is split, or None.
         reach: one past the largest index, where the shape alone does not say it.
         target_range: smallest and largest target, if they were known before the plan went to an accelerator.
     """
@@ -55,6 +60,11 @@ class Rows:
     held: tuple[int, ...]
     counts: tuple[int, ...]
     slot: Tensor | None = None
+    mask: Tensor | None = None
+    response: Tensor | None = None
+    response_lengths: tuple[int, ...] | None = None
+    spans: tuple[int, ...] | None = None
+    cp: Scheme | None = None
     reach: int = 0
     target_range: tuple[int, int] | None = None
 
@@ -65,33 +75,43 @@ class Rows:
         loss_masks: Sequence[Tensor | Sequence[int]] | None = None,
         *,
         loss_mask_only: bool = False,
+        cp: Scheme | None = None,
+        align: int | None = None,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
         num_tokens: int | None = None,
         device: torch.device | str | None = None,
     ) -> Rows:
-        """Rows of samples laid end to end without padding between them ("thd").
+        """Rows of samples laid end to end ("thd"), whole or split over a context-parallel group.
 
         Args:
-            tokens: one 1-D tensor or list of ids per sample, prompt and response together.
+            tokens: one 1-D tensor or list of ids per sample, prompt and response together, the whole sample on every
+                rank.
             response_lengths: how many tokens at the end of each sample are response.
             loss_masks: one mask per sample, as long as its response; nonzero means "counts".
-            loss_mask_only: score only the rows whose mask is nonzero. :meth:`split` and :meth:`expand` still
-                return every response token, with zeros at the others.
-            num_tokens: rows of the logits if padding follows the last sample; default the sum of lengths.
+            loss_mask_only: score only the rows whose mask is nonzero. :meth:`split` and :meth:`gather` still return
+                every response token, with zeros at the others.
+            cp: :class:`Zigzag` or :class:`Contiguous`; None if the sequence is not split.
+            align: each sample is padded to a multiple of this; default 1, and ``2 * size`` for zigzag.
+            cu_seqlens: ``[N + 1]`` starts of the padded samples, the whole sequence's, instead of ``align``; one more
+                entry means padding after the last sample.
+            num_tokens: rows of the local logits if padding follows at their end; default as many as the samples need.
             device: where the plan will be used; default the device of the tokens.
 
         >>> rows = Rows.packed([[7, 8, 9], [4, 5, 6, 7]], [1, 2])
         >>> rows.index.tolist(), rows.target.tolist(), rows.position.tolist()
         ([1, 4, 5], [9, 6, 7], [0, 0, 1])
         """
-        batch = _Batch.check("Rows.packed", tokens, response_lengths, loss_masks, loss_mask_only)
-        total = int(batch.lengths.sum())
-        if num_tokens is not None and num_tokens < total:
+        batch = Samples.check("Rows.packed", tokens, response_lengths, loss_masks, loss_mask_only)
+        spans = _spans(batch, cp, align, cu_seqlens)
+        sample, offset = ragged_arange(spans) if cp is None else cp.tokens(spans, num_tokens)
+        if num_tokens is not None and num_tokens < len(sample):
             raise LogitlessError(
-                f"Rows.packed: num_tokens is {num_tokens} but the samples hold {total} tokens. "
-                f"Pass the padded length of the pack, or leave it out."
+                f"Rows.packed: num_tokens is {num_tokens} but the samples need {len(sample)} tokens{_here(cp)}. "
+                f"Pass the padded length of the local pack, or leave it out."
             )
-        sample, offset = _ragged_arange(batch.lengths)
-        return _select(batch, torch.arange(total), sample, offset, (num_tokens or total,), device)
+        if num_tokens is None:
+            num_tokens = -(-int(spans.sum()) // cp.size) if isinstance(cp, Contiguous) else len(sample)
+        return _select(batch, sample, offset, (num_tokens,), spans, cp, device)
 
     @staticmethod
     def padded(
@@ -103,6 +123,7 @@ class Rows:
         max_length: int | None = None,
         padding: Literal["left", "right"] = "right",
         loss_mask_only: bool = False,
+        cp: Zigzag | None = None,
         device: torch.device | str | None = None,
     ) -> Rows:
         """Rows of one sample per line, every line padded to the same length ("bshd").
@@ -114,27 +135,33 @@ class Rows:
             lengths: true length of each line when ``tokens`` is one padded tensor.
             max_length: padded length of a line; default ``S``, or the longest sample.
             padding: on which side the padding is.
+            cp: :class:`Zigzag`, which cuts every line into ``2 * size`` chunks of ``ceil(max_length / (2 * size))``.
 
         >>> Rows.padded([[7, 8, 9], [4, 5, 6, 7]], [1, 2], padding="left").index.tolist()
         [2, 5, 6]
         """
         if padding not in ("left", "right"):
             raise LogitlessError(f'Rows.padded: padding must be "left" or "right" but is {padding!r}.')
+        if cp is not None and not isinstance(cp, Zigzag):
+            raise LogitlessError(
+                f"Rows.padded: cp must be a Zigzag or None but is {type(cp).__name__}. A contiguous split of padded "
+                f"lines would give one rank all the prompts; pack the samples (Rows.packed) to split them contiguously."
+            )
         if isinstance(tokens, Tensor):
-            tokens, max_length = _unpad(tokens, lengths, max_length, padding)
+            tokens, max_length = unpad(tokens, lengths, max_length, padding)
         elif lengths is not None:
             raise LogitlessError("Rows.padded: lengths goes with one [N, S] tensor; lists carry their own length.")
-        batch = _Batch.check("Rows.padded", tokens, response_lengths, loss_masks, loss_mask_only)
-        longest = int(batch.lengths.max()) if len(tokens) else 0
+        batch = Samples.check("Rows.padded", tokens, response_lengths, loss_masks, loss_mask_only)
+        longest = int(batch.lengths.max()) if len(batch) else 0
         width = longest if max_length is None else max_length
         if width < longest:
             sample = int(batch.lengths.argmax())
             raise LogitlessError(f"Rows.padded: sample {sample} has {longest} tokens but max_length is {width}.")
-        sample, offset = _ragged_arange(batch.lengths)
-        place = sample * width + offset
-        if padding == "left":
-            place = place + (width - batch.lengths)[sample]
-        return _select(batch, place, sample, offset, (len(tokens), width), device)
+        lead = width - batch.lengths if padding == "left" else torch.zeros_like(batch.lengths)
+        spans = torch.full_like(batch.lengths, _round_up(width, cp.multiple) if cp else width)
+        sample, place = cp.tokens(spans, None) if cp else ragged_arange(spans)
+        token_shape = (len(batch), _round_up(width, cp.multiple) // cp.size if cp else width)
+        return _select(batch, sample, place - lead[sample], token_shape, spans, cp, device)
 
     @staticmethod
     def at(index: Tensor | Sequence[int], target: Tensor | Sequence[int], num_tokens: int | None = None) -> Rows:
@@ -147,7 +174,7 @@ class Rows:
             target: ``[R]`` token ids.
             num_tokens: rows of the logits; default "any number past the largest index".
         """
-        index, target = _ids(index, "Rows.at: index"), _ids(target, "Rows.at: target")
+        index, target = integer_vector(index, "Rows.at: index"), integer_vector(target, "Rows.at: target")
         if index.numel() != target.numel():
             raise LogitlessError(f"Rows.at: index has {index.numel()} entries but target has {target.numel()}.")
         ordered = index.cpu().sort().values
@@ -168,7 +195,7 @@ class Rows:
     @staticmethod
     def every(target: Tensor) -> Rows:
         """Every row of ``[..., V]`` logits, for targets of shape ``[...]``; ``-100`` leaves a row out."""
-        flat = _ids(target.reshape(-1) if isinstance(target, Tensor) else target, "Rows.every: target")
+        flat = integer_vector(target.reshape(-1) if isinstance(target, Tensor) else target, "Rows.every: target")
         index = torch.arange(flat.numel(), device=flat.device)
         return _single_sample(index, flat, tuple(target.shape))
 
@@ -210,6 +237,70 @@ class Rows:
         x = torch.cat(list(parts))
         return x if self.slot is None else x.index_select(0, self.slot)
 
+    def from_responses(self, responses: Sequence[Tensor]) -> Tensor:
+        """The planned rows of per-sample tensors that cover *whole* responses (advantages, rewards): ``[R]``.
+
+        Under context parallelism or ``loss_mask_only`` this picks the tokens that are scored here.
+        """
+        lengths = self._whole_lengths("from_responses")
+        if len(responses) != len(lengths):
+            raise LogitlessError(f"Rows.from_responses: got {len(responses)} tensors for {len(lengths)} samples.")
+        for sample, (x, length) in enumerate(zip(responses, lengths, strict=True)):
+            if x.shape[0] != length:
+                raise LogitlessError(
+                    f"Rows.from_responses: sample {sample} has {x.shape[0]} entries but a response of {length} tokens."
+                )
+        if not responses:
+            raise LogitlessError("Rows.from_responses: there are no samples, so neither dtype nor device is known.")
+        whole = torch.cat(list(responses))
+        return whole.index_select(0, self.response.to(whole.device))  # pyright: ignore[reportOptionalMemberAccess]
+
+    def gather(self, x: Tensor | Sequence[Tensor], group: Any, *, grad: GradRule) -> Any:
+        """Whole responses on every rank of the sequence group: ``[R]`` becomes one full-length tensor per sample.
+
+        One collective for all samples and all fields; rows that no rank scored are zero.
+
+        Args:
+            x: ``[R]`` values, or several such fields of one dtype.
+            group: process group or one-dimensional DeviceMesh of the context-parallel ranks; None if not split.
+            grad: what backward does, see :mod:`logitless.exchange`: ``"sum"`` if the ranks' losses add up,
+                ``"slice"`` if every rank computes the same loss, None for values only.
+
+        Returns:
+            A list of ``[response length]`` tensors, or one such list per field.
+        """
+        lengths = self._whole_lengths("gather")
+        whole = self._exchange(x, group, None, grad, "gather")
+        lists = [list(field.split(lengths)) for field in whole]
+        return lists[0] if isinstance(x, Tensor) else lists
+
+    def redistribute(self, x: Tensor | Sequence[Tensor], to: Rows, group: Any, *, grad: GradRule) -> Any:
+        """The same values in another split's order: ``[R]`` of these rows becomes ``[R']`` of ``to``.
+
+        For example from contiguous to zigzag. One collective for all samples and all fields; arguments as
+        for :meth:`gather`. Rows of ``to`` that no rank scored are zero.
+        """
+        if self._whole_lengths("redistribute") != to.response_lengths:
+            raise LogitlessError(
+                f"Rows.redistribute: to= was made for responses of {list(to.response_lengths or ())} tokens but these "
+                f"rows for {list(self.response_lengths or ())}. Both must describe the same samples."
+            )
+        fields = self._exchange(x, group, to.response, grad, "redistribute")
+        return fields[0] if isinstance(x, Tensor) else fields
+
+    def check_over(self, group: Any) -> None:
+        """Raise on every rank unless all ranks of the sequence group planned the same batch, each with its own rank.
+
+        One small collective, to be used once at start-up or while debugging.
+        """
+        process_group = resolve_group(group, "Rows.check_over: group")
+        if process_group is None:
+            return
+        scheme = (type(self.cp).__name__, 1 if self.cp is None else self.cp.size)
+        rank = 0 if self.cp is None else self.cp.rank
+        plans = table_over(process_group, (rank, scheme, self.spans, self._whole_lengths("check_over"), self.held))
+        _check_plans(plans)
+
     def expand(self, x: Tensor) -> Tensor:
         """Scatter ``[R]`` back to one value per token, zeros elsewhere: ``[T]``, or ``[N, S]`` if padded."""
         self._check_rows(x, "expand")
@@ -221,7 +312,7 @@ class Rows:
     def sum_by_sample(self, x: Tensor) -> Tensor:
         """Sum of each sample's rows: ``[R]`` becomes ``[N]``. Same bits on every run (no atomics)."""
         self._check_rows(x, "sum_by_sample")
-        lengths = torch.tensor(self.counts, device=x.device)
+        lengths = torch.tensor(self.counts, dtype=torch.int64, device=x.device)
         return torch.segment_reduce(x, "sum", lengths=lengths, unsafe=True, initial=0)
 
     def _hold(self, x: Tensor, caller: str) -> Tensor:
@@ -230,146 +321,144 @@ class Rows:
             return x
         return x.new_zeros((sum(self.held), *x.shape[1:])).index_copy(0, self.slot, x)
 
+    def _exchange(
+        self, x: Tensor | Sequence[Tensor], group: Any, wanted: Tensor | None, grad: GradRule, caller: str
+    ) -> tuple[Tensor, ...]:
+        fields = (x,) if isinstance(x, Tensor) else tuple(x)
+        for field in fields:
+            if field.dim() != 1 or field.shape[0] != len(self) or field.dtype != fields[0].dtype:
+                raise LogitlessError(
+                    f"Rows.{caller}: wanted fields of shape [{len(self)}] and one dtype but got "
+                    f"{[(list(f.shape), str(f.dtype)) for f in fields]}."
+                )
+        size = 1 if self.cp is None else self.cp.size
+        process_group = resolve_group(group, f"Rows.{caller}: group")
+        world = 1 if process_group is None else process_group.size()
+        if size != world:
+            raise LogitlessError(f"Rows.{caller}: these rows are split over {size} ranks but group has {world}.")
+        assert self.response is not None
+        return exchange_over(process_group, fields, self.response, sum(self.response_lengths or ()), wanted, grad)
+
+    def _whole_lengths(self, caller: str) -> tuple[int, ...]:
+        if self.response_lengths is None:
+            raise LogitlessError(f"Rows.{caller}: rows made with Rows.at or Rows.every know of no samples.")
+        return self.response_lengths
+
     def _check_rows(self, x: Tensor, caller: str) -> None:
         if x.dim() == 0 or x.shape[0] != len(self):
             raise LogitlessError(f"Rows.{caller}: x has shape {list(x.shape)} but there are {len(self)} rows.")
 
 
-@dataclass(frozen=True, eq=False)
-class _Batch:
-    """A checked batch: lengths on the host, ids and masks joined end to end."""
-
-    ids: Tensor
-    lengths: Tensor
-    responses: Tensor
-    mask: Tensor | None
-
-    @staticmethod
-    def check(
-        caller: str,
-        tokens: Sequence[Tokens],
-        response_lengths: Sequence[int],
-        loss_masks: Sequence[Tensor | Sequence[int]] | None,
-        loss_mask_only: bool,
-    ) -> _Batch:
-        responses = [int(r) for r in response_lengths]
-        if len(responses) != len(tokens):
-            raise LogitlessError(f"{caller}: got {len(tokens)} samples but {len(responses)} response_lengths.")
-        lengths = [len(t) for t in tokens]
-        for sample, (total, response) in enumerate(zip(lengths, responses, strict=True)):
-            if response < 0 or response > total:
-                raise LogitlessError(f"{caller}: sample {sample} has {total} tokens but a response of {response}.")
-            if response and response == total:
-                raise LogitlessError(
-                    f"{caller}: sample {sample} has an empty prompt, so no row predicts its first token. "
-                    f"Prepend a token (BOS) or shorten the response to {response - 1}."
-                )
-        if loss_mask_only and loss_masks is None:
-            raise LogitlessError(f"{caller}: loss_mask_only=True needs loss_masks.")
-        mask = None
-        if loss_masks is not None:
-            _check_masks(caller, loss_masks, responses)
-            # The number of scored rows depends on the mask, so a mask on an accelerator is read once, here.
-            mask = _concatenate(loss_masks).cpu().bool() if loss_mask_only else None
-        return _Batch(_concatenate(tokens), torch.tensor(lengths), torch.tensor(responses), mask)
-
-
 def _select(
-    batch: _Batch,
-    place: Tensor,
+    batch: Samples,
     sample: Tensor,
     offset: Tensor,
     token_shape: tuple[int, ...],
+    spans: Tensor,
+    cp: Scheme | None,
     device: torch.device | str | None,
 ) -> Rows:
-    """The one filter: of all local tokens at ``place``, holding ``(sample, offset)``, keep the rows that matter."""
-    prompt = batch.lengths - batch.responses
-    first = prompt[sample] - 1
-    scored = ((offset >= first) & (offset < batch.lengths[sample] - 1)).nonzero().squeeze(1)
-    place, sample, position = place[scored], sample[scored], (offset - first)[scored]
-    held = tuple(torch.bincount(sample, minlength=len(prompt)).tolist())
-    slot = None
+    """The one filter: of the local tokens, holding ``(sample, offset)``, keep those that predict a response token."""
+    first = (batch.prompts - 1)[sample]
+    place = ((offset >= first) & (offset < (batch.lengths - 1)[sample])).nonzero().squeeze(1)
+    sample, position = sample[place], (offset - first)[place]
+    held = tuple(torch.bincount(sample, minlength=len(batch)).tolist())
+    response = (batch.responses.cumsum(0) - batch.responses)[sample] + position
+    slot = mask = None
     if batch.mask is not None:
-        starts = batch.responses.cumsum(0) - batch.responses
-        slot = batch.mask[starts[sample] + position].nonzero().squeeze(1)
-        place, sample, position = place[slot], sample[slot], position[slot]
-    counts = tuple(torch.bincount(sample, minlength=len(prompt)).tolist())
-    first_id = batch.lengths.cumsum(0) - batch.responses
-    source = first_id[sample] + position
+        mask = batch.mask[response.to(batch.mask.device)]
+        if batch.mask_only:
+            slot = mask.nonzero().squeeze(1)
+            place, sample, position, response, mask = (x[slot] for x in (place, sample, position, response, mask))
+    counts = tuple(torch.bincount(sample, minlength=len(batch)).tolist())
+    source = (batch.lengths.cumsum(0) - batch.responses)[sample] + position
+    target = batch.ids[source.to(batch.ids.device)]
+    on_host = target.device.type == "cpu" and target.numel() > 0
+    target_range = (int(target.min()), int(target.max())) if on_host else None
     device = torch.device(device) if device is not None else batch.ids.device
-    target_range = None
-    if batch.ids.device.type == "cpu":
-        target = batch.ids[source]
-        if target.numel():
-            target_range = (int(target.min()), int(target.max()))
-    else:
-        target = batch.ids[source.to(batch.ids.device, non_blocking=True)].to(device)
     # One copy for what was computed on the host.
-    place, sample, position = torch.stack([place, sample, position]).to(device, non_blocking=True)
-    slot = None if slot is None else slot.to(device)
-    return Rows(place, target.to(device), sample, position, token_shape, held, counts, slot, target_range=target_range)
+    place, sample, position, response = torch.stack([place, sample, position, response]).to(device, non_blocking=True)
+    return Rows(
+        index=place,
+        target=target.to(device),
+        sample=sample,
+        position=position,
+        token_shape=token_shape,
+        held=held,
+        counts=counts,
+        slot=None if slot is None else slot.to(device),
+        mask=None if mask is None else mask.to(device),
+        response=response,
+        response_lengths=tuple(batch.responses.tolist()),
+        spans=tuple(spans.tolist()),
+        cp=cp,
+        target_range=target_range,
+    )
+
+
+def _spans(batch: Samples, cp: Scheme | None, align: int | None, cu_seqlens: Tensor | Sequence[int] | None) -> Tensor:
+    """Padded length of each sample, from ``align`` or ``cu_seqlens``, checked against the scheme."""
+    multiple = 1 if cp is None else cp.multiple
+    if cu_seqlens is None:
+        align = multiple if align is None else align
+        if type(align) is not int or align < 1 or align % multiple:
+            raise LogitlessError(
+                f"Rows.packed: align must be a positive multiple of {multiple}{_here(cp)} but is {align!r}."
+            )
+        return _round_up(batch.lengths, align)
+    if align is not None:
+        raise LogitlessError("Rows.packed: give align or cu_seqlens, not both.")
+    starts = torch.as_tensor(cu_seqlens, dtype=torch.int64).cpu()
+    if len(starts) not in (len(batch) + 1, len(batch) + 2):
+        raise LogitlessError(
+            f"Rows.packed: cu_seqlens has {len(starts)} entries for {len(batch)} samples; wanted {len(batch) + 1}, or "
+            f"{len(batch) + 2} with padding after the last sample."
+        )
+    spans = starts.diff()[: len(batch)]
+    for sample, (span, length) in enumerate(zip(spans.tolist(), batch.lengths.tolist(), strict=True)):
+        if span < length or span % multiple:
+            raise LogitlessError(
+                f"Rows.packed: cu_seqlens gives sample {sample} {span} places, but it has {length} tokens and its "
+                f"places must be a multiple of {multiple}{_here(cp)}."
+            )
+    return spans
+
+
+def _check_plans(plans: Sequence[tuple[Any, ...]]) -> None:
+    """Every rank sees the same table, so every rank raises the same error, or none does."""
+    ranks, schemes, spans, responses, held = zip(*plans, strict=True)
+    for name, values in (("the scheme", schemes), ("the number of samples", [len(r) for r in responses])):
+        if len(set(values)) > 1:
+            raise LogitlessError(f"Rows.check_over: ranks disagree about {name}: rank by rank it is {list(values)}.")
+    if list(ranks) != list(range(len(plans))):
+        raise LogitlessError(
+            f"Rows.check_over: ranks 0 .. {len(plans) - 1} of the group planned as ranks {list(ranks)} of the split."
+        )
+    for name, table in (("padded length", spans), ("response length", responses)):
+        for sample, values in enumerate(zip(*table, strict=True)):
+            if len(set(values)) > 1:
+                raise LogitlessError(
+                    f"Rows.check_over: ranks disagree about the {name} of sample {sample}: rank by rank it is "
+                    f"{list(values)}."
+                )
+    for sample, (parts, whole) in enumerate(zip(zip(*held, strict=True), responses[0], strict=True)):
+        if sum(parts) != whole:
+            raise LogitlessError(
+                f"Rows.check_over: the response of sample {sample} has {whole} tokens but the ranks hold "
+                f"{list(parts)}. Do all ranks pass the same num_tokens?"
+            )
+
+
+def _round_up(n: Any, multiple: int) -> Any:
+    """The next multiple, of a number or a tensor."""
+    return -(-n // multiple) * multiple
+
+
+def _here(cp: Scheme | None) -> str:
+    return "" if cp is None else f" on rank {cp.rank} of {cp.size} ({type(cp).__name__})"
 
 
 def _single_sample(index: Tensor, target: Tensor, token_shape: tuple[int, ...] | None, reach: int = 0) -> Rows:
     count = index.numel()
     position = torch.arange(count, device=index.device)
     return Rows(index, target, torch.zeros_like(index), position, token_shape, (count,), (count,), reach=reach)
-
-
-def _ragged_arange(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """``[2, 3]`` becomes samples ``[0, 0, 1, 1, 1]`` and offsets ``[0, 1, 0, 1, 2]``."""
-    sample = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    starts = lengths.cumsum(0) - lengths
-    return sample, torch.arange(len(sample)) - starts[sample]
-
-
-def _concatenate(parts: Sequence[Tensor | Sequence[int]]) -> Tensor:
-    if not len(parts):
-        return torch.zeros(0, dtype=torch.int64)
-    if isinstance(parts[0], Tensor):
-        return torch.cat(list(parts)).to(torch.int64)  # pyright: ignore[reportArgumentType]
-    # An array is filled at C speed; torch.tensor inspects every Python integer.
-    ids = array("q", itertools.chain.from_iterable(parts))  # pyright: ignore[reportArgumentType, reportCallIssue]
-    return torch.frombuffer(ids, dtype=torch.int64).clone() if len(ids) else torch.zeros(0, dtype=torch.int64)
-
-
-def _check_masks(caller: str, masks: Sequence[Tensor | Sequence[int]], responses: Sequence[int]) -> None:
-    if len(masks) != len(responses):
-        raise LogitlessError(f"{caller}: got {len(responses)} samples but {len(masks)} loss_masks.")
-    for sample, (mask, response) in enumerate(zip(masks, responses, strict=True)):
-        if len(mask) != response:
-            raise LogitlessError(
-                f"{caller}: the loss mask of sample {sample} has {len(mask)} entries but its response has "
-                f"{response} tokens."
-            )
-
-
-def _unpad(
-    tokens: Tensor, lengths: Sequence[int] | None, max_length: int | None, padding: str
-) -> tuple[list[Tensor], int]:
-    if tokens.dim() != 2:
-        raise LogitlessError(
-            f"Rows.padded: tokens must be [N, S] or a list of samples but has shape {list(tokens.shape)}."
-        )
-    if lengths is None or len(lengths) != tokens.shape[0]:
-        came = "no lengths" if lengths is None else f"{len(lengths)} lengths"
-        raise LogitlessError(f"Rows.padded: tokens is one tensor of {tokens.shape[0]} lines but there are {came}.")
-    width = tokens.shape[1]
-    if max_length is not None and max_length != width:
-        raise LogitlessError(
-            f"Rows.padded: max_length is {max_length} but tokens is {width} wide. Leave max_length out."
-        )
-    for sample, length in enumerate(lengths):
-        if not 0 <= int(length) <= width:
-            raise LogitlessError(f"Rows.padded: sample {sample} has length {length} but tokens is {width} wide.")
-    lines = zip(tokens, lengths, strict=True)
-    return [line[width - int(n) :] if padding == "left" else line[: int(n)] for line, n in lines], width
-
-
-def _ids(x: Tensor | Sequence[int], argument: str) -> Tensor:
-    x = x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int64)
-    if x.dim() != 1:
-        raise LogitlessError(f"{argument} must be one-dimensional but has shape {list(x.shape)}.")
-    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-        raise LogitlessError(f"{argument} must hold integers but has dtype {x.dtype}.")
-    return x.to(torch.int64)

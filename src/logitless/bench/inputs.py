@@ -1,0 +1,144 @@
+"""Logits, targets and upstream gradients of a case, reproducible from a seed and built in row blocks.
+
+Peaked logits imitate a trained model. Column k of a shuffled vocabulary gets the bias ``-1.1 log(k + 1)`` (Zipf), and
+in most rows the target is lifted to a chosen log-odds over all other columns together, so that p(target) runs from 0.3
+to 0.999999. Confident rows are where gradients lose digits and where a softmax kernel meets mostly zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from logitless.bench.cases import Case
+from logitless.rows import Rows
+from logitless.spec import IGNORE
+
+SAMPLE_LENGTH = 1024
+BLOCK_ELEMENTS = 1 << 28
+BOOSTED = 0.85
+P_RANGE = (0.3, 0.999999)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Everything about a case but its logits.
+
+    Attributes:
+        case: the case.
+        rows: plan of the scored rows.
+        labels: ``[T]`` target of every row, ``-100`` for rows that are not scored.
+        g_logprob: ``[R]`` upstream gradient of the log-probs, random.
+        g_entropy: ``[R]`` upstream gradient of the entropies, random.
+        seed: what the logits are drawn from.
+    """
+
+    case: Case
+    rows: Rows
+    labels: Tensor
+    g_logprob: Tensor
+    g_entropy: Tensor
+    seed: int
+
+    @property
+    def index(self) -> Tensor | None:
+        """``[R]`` scored rows, or None where all of them are."""
+        return None if len(self.rows) == self.case.tokens else self.rows.index
+
+
+def make_batch(case: Case, device: torch.device, seed: int = 0) -> Batch:
+    """Rows, targets and upstream gradients of a case."""
+    generator = torch.Generator().manual_seed(seed)
+    index = scored_rows(case.tokens, case.response)
+    target = _draw_targets(case, index.numel(), generator, seed)
+    g_logprob, g_entropy = torch.randn(2, index.numel(), generator=generator)
+    labels = torch.full((case.tokens,), IGNORE).index_copy_(0, index, target)
+    rows = Rows.at(index.to(device), target.to(device), num_tokens=case.tokens)
+    return Batch(case, rows, labels.to(device), g_logprob.to(device), g_entropy.to(device), seed)
+
+
+def scored_rows(tokens: int, response: float) -> Tensor:
+    """Indices of the response rows when every 1024 tokens are one sample, prompt first.
+
+    >>> scored_rows(8, 0.25).tolist()
+    [6, 7]
+    """
+    length = min(SAMPLE_LENGTH, tokens)
+    prompt = length - max(1, round(length * response))
+    position = torch.arange(tokens) % length
+    return (position >= prompt).nonzero().squeeze(1)
+
+
+def fill_logits(batch: Batch, out: Tensor) -> Tensor:
+    """Write the case's logits over ``out`` (``[T, V]``), the same values every time on the same kind of device."""
+    case = batch.case
+    generator = torch.Generator(out.device).manual_seed(batch.seed)
+    odds = _log_odds(batch).to(out.device)
+    bias = _zipf_bias(case, batch.seed).to(out.device) if case.logits == "peaked" else None
+    block = max(1, BLOCK_ELEMENTS // case.vocab)
+    for start in range(0, case.tokens, block):
+        part = out[start : start + block]
+        direct = part.dtype == torch.float32
+        z = part if direct else torch.empty(part.shape, device=part.device)
+        z.normal_(generator=generator)
+        if bias is None:
+            z.mul_(2.0)
+        else:
+            _lift_targets(z.add_(bias), batch.labels[start : start + block], odds[start : start + block])
+        if not direct:
+            part.copy_(z)
+    return out
+
+
+def hand_over(buffer: Tensor) -> Tensor:
+    """The buffer as a model's output would arrive: it requires a gradient and is neither a leaf nor a view.
+
+    No copy is made, so a provider that overwrites its input overwrites ``buffer``.
+    """
+    handle = torch.zeros((), device=buffer.device, requires_grad=True)
+    return _HandOver.apply(handle, buffer)  # pyright: ignore[reportReturnType]
+
+
+class _HandOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, handle: Tensor, buffer: Tensor) -> Tensor:
+        return buffer.detach()
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> tuple[None, None]:
+        # The gradient is taken at the output; what lies before it does not matter here.
+        return None, None
+
+
+def _zipf_bias(case: Case, seed: int) -> Tensor:
+    rank = torch.randperm(case.vocab, generator=torch.Generator().manual_seed(seed + 1))
+    return -1.1 * torch.log1p(rank.float())
+
+
+def _draw_targets(case: Case, count: int, generator: torch.Generator, seed: int) -> Tensor:
+    if case.logits == "gaussian":
+        return torch.randint(case.vocab, (count,), generator=generator)
+    share = _zipf_bias(case, seed).double().exp().cumsum(0)
+    spot = torch.rand(count, generator=generator, dtype=torch.float64) * share[-1]
+    return torch.searchsorted(share, spot).clamp_max(case.vocab - 1)
+
+
+def _log_odds(batch: Batch) -> Tensor:
+    """``[T]`` log-odds to give the target of each row, NaN for the rows left as they are."""
+    generator = torch.Generator().manual_seed(batch.seed + 2)
+    low, high = (math.log(p) - math.log1p(-p) for p in P_RANGE)
+    odds = low + (high - low) * torch.rand(batch.case.tokens, generator=generator)
+    left = torch.rand(batch.case.tokens, generator=generator) >= BOOSTED
+    return odds.masked_fill(left, torch.nan)
+
+
+def _lift_targets(z: Tensor, labels: Tensor, odds: Tensor) -> None:
+    lifted = ((labels != IGNORE) & ~odds.isnan()).nonzero().squeeze(1)
+    column = labels[lifted]
+    # The target is taken out of its row, so that the odds are over all other columns together.
+    z[lifted, column] = -torch.inf
+    others = torch.cat([part.logsumexp(1) for part in z.split(256)])
+    z[lifted, column] = others[lifted] + odds[lifted]

@@ -1,0 +1,74 @@
+"""Per-row results between ranks of a sequence group: one collective for all samples and all fields.
+
+Every response token has one place in a vector of all responses, sample after sample. Each rank puts its rows there,
+zeros elsewhere; the sum over ranks is the whole, exactly, because each place is held by one rank; each rank then
+reads the places it wants. What backward does is the caller's choice, because it depends on what the ranks do next:
+
+    grad="sum"    every rank goes on to a loss of its own and the losses add up: gradients are summed over ranks
+    grad="slice"  every rank goes on to the same loss: each keeps the gradient of its own rows, nothing is sent
+    grad=None     values only, whatever the input
+
+Backward with "sum" is a collective, so all ranks must use the result in the loss they differentiate.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from logitless.errors import LogitlessError
+
+GradRule = Literal["sum", "slice"] | None
+
+
+def exchange_over(
+    group: dist.ProcessGroup | None,
+    fields: tuple[Tensor, ...],
+    place: Tensor,
+    total: int,
+    wanted: Tensor | None,
+    grad: GradRule,
+) -> tuple[Tensor, ...]:
+    """Fields ``[R]`` at ``place`` of ``total`` places, read back at ``wanted`` (or everywhere if None).
+
+    A field without a graph comes back without one. Ranks must agree on which fields have one.
+    """
+    if grad not in ("sum", "slice", None):
+        raise LogitlessError(f'grad: wanted "sum", "slice" or None but got {grad!r}.')
+    if grad is None:
+        fields = tuple(x.detach() for x in fields)
+    return _Exchange.apply(place, total, wanted, group, grad, *fields)  # pyright: ignore[reportReturnType]
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, place: Tensor, total: int, wanted: Tensor | None, group: Any, grad: GradRule, *fields: Tensor
+    ) -> tuple[Tensor, ...]:
+        whole = _scatter(fields, place, total)
+        if group is not None:
+            dist.all_reduce(whole, group=group)
+        ctx.save_for_backward(place, *(() if wanted is None else (wanted,)))
+        ctx.total, ctx.group, ctx.grad = total, group, grad
+        out = tuple((whole if wanted is None else whole[:, wanted]).unbind(0))
+        ctx.mark_non_differentiable(*(x for x, needed in zip(out, ctx.needs_input_grad[5:], strict=True) if not needed))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        place, *wanted = ctx.saved_tensors
+        needed = ctx.needs_input_grad[5:]
+        used = tuple(g for g, need in zip(gradients, needed, strict=True) if need)
+        whole = _scatter(used, wanted[0], ctx.total) if wanted else torch.stack(used)
+        if ctx.group is not None and ctx.grad == "sum":
+            dist.all_reduce(whole, group=ctx.group)
+        parts = iter(whole[:, place].unbind(0))
+        return (None,) * 5 + tuple(next(parts) if need else None for need in needed)
+
+
+def _scatter(fields: tuple[Tensor, ...], place: Tensor, total: int) -> Tensor:
+    stacked = torch.stack(fields)
+    return stacked.new_zeros((len(fields), total)).index_copy_(1, place, stacked)

@@ -1,0 +1,107 @@
+"""Context-parallel schemes: which ``(sample, offset)`` each local token holds. One short generator per scheme.
+
+Samples are padded to ``spans`` and laid end to end; a scheme then says which part of that stream a rank holds.
+With two ranks and one sample of eight tokens:
+
+    Zigzag       rank 0: 0 1 | 6 7     rank 1: 2 3 | 4 5      (each sample cut into 2 x ranks chunks, folded)
+    Contiguous   rank 0: 0 1 2 3       rank 1: 4 5 6 7        (the whole stream cut into one window per rank)
+
+Padding is not special: it carries an offset past the end of its sample, and the filter in ``rows`` drops it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from logitless.errors import LogitlessError
+
+
+@dataclass(frozen=True)
+class Zigzag:
+    """Rank r holds chunk r and chunk 2 * size - 1 - r of every sample, for a causal mask's balance.
+
+    As in slime, Megatron, SkyRL, verl and NeMo-RL. Every sample's padded length is a multiple of ``2 * size``.
+
+    Args:
+        rank: this rank's place in the context-parallel group.
+        size: ranks in that group.
+    """
+
+    rank: int
+    size: int
+
+    def __post_init__(self) -> None:
+        _check_rank(self)
+
+    @property
+    def multiple(self) -> int:
+        """What a sample's padded length must be a multiple of."""
+        return 2 * self.size
+
+    def tokens(self, spans: Tensor, num_tokens: int | None) -> tuple[Tensor, Tensor]:
+        """Sample and offset of each local token, given each sample's padded length ``[N]``."""
+        chunk = spans // (2 * self.size)
+        sample, place = ragged_arange(2 * chunk)
+        length = chunk[sample]
+        first = self.rank * length + place
+        second = (2 * self.size - 1 - self.rank) * length + (place - length)
+        return sample, torch.where(place < length, first, second)
+
+
+@dataclass(frozen=True)
+class Contiguous:
+    """Rank r holds the r-th equal window of the whole stream, wherever sample borders fall.
+
+    As in slime's all-gather context parallelism and verl's contiguous split. The stream is padded at its end until it
+    divides; ``num_tokens`` of :meth:`Rows.packed` is the window's length after that padding.
+
+    Args:
+        rank: this rank's place in the context-parallel group.
+        size: ranks in that group.
+    """
+
+    rank: int
+    size: int
+
+    def __post_init__(self) -> None:
+        _check_rank(self)
+
+    @property
+    def multiple(self) -> int:
+        """What a sample's padded length must be a multiple of."""
+        return 1
+
+    def tokens(self, spans: Tensor, num_tokens: int | None) -> tuple[Tensor, Tensor]:
+        """Sample and offset of each local token, given each sample's padded length ``[N]``."""
+        total = int(spans.sum())
+        window = -(-total // self.size) if num_tokens is None else num_tokens
+        if window * self.size < total:
+            raise LogitlessError(
+                f"Contiguous: {self.size} ranks of {window} tokens hold {window * self.size} but the samples need "
+                f"{total}. num_tokens is the local length after padding: at least {-(-total // self.size)}."
+            )
+        position = torch.arange(min(self.rank * window, total), min((self.rank + 1) * window, total))
+        ends = spans.cumsum(0)
+        sample = torch.searchsorted(ends, position, right=True)
+        return sample, position - (ends - spans)[sample]
+
+
+Scheme = Zigzag | Contiguous
+
+
+def ragged_arange(lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """``[2, 3]`` becomes samples ``[0, 0, 1, 1, 1]`` and offsets ``[0, 1, 0, 1, 2]``."""
+    sample = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    starts = lengths.cumsum(0) - lengths
+    return sample, torch.arange(len(sample)) - starts[sample]
+
+
+def _check_rank(scheme: Zigzag | Contiguous) -> None:
+    name = type(scheme).__name__
+    if type(scheme.size) is not int or scheme.size < 1:
+        raise LogitlessError(f"{name}: size must be a positive integer but is {scheme.size!r}.")
+    if type(scheme.rank) is not int or not 0 <= scheme.rank < scheme.size:
+        raise LogitlessError(f"{name}: rank must be in 0 .. {scheme.size - 1} but is {scheme.rank!r}.")

@@ -1,0 +1,136 @@
+"""A batch of samples, checked and joined on the host: what every layout starts from.
+
+Nothing here knows about rows of logits. Errors name the sample.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from logitless.errors import LogitlessError
+
+Tokens = Tensor | Sequence[int]
+NOT_IDS = (torch.bool, torch.complex64, torch.complex128)
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """A checked batch.
+
+    Attributes:
+        ids: all token ids, sample after sample, on the device they came on.
+        lengths: ``[N]`` tokens of each sample, on the host.
+        responses: ``[N]`` response tokens at the end of each, on the host.
+        mask: loss mask of every response token, sample after sample, or None.
+        mask_only: whether rows with a zero mask are to be left out.
+    """
+
+    ids: Tensor
+    lengths: Tensor
+    responses: Tensor
+    mask: Tensor | None
+    mask_only: bool
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def prompts(self) -> Tensor:
+        """``[N]`` prompt tokens of each sample."""
+        return self.lengths - self.responses
+
+    @staticmethod
+    def check(
+        caller: str,
+        tokens: Sequence[Tokens],
+        response_lengths: Sequence[int],
+        loss_masks: Sequence[Tensor | Sequence[int]] | None,
+        loss_mask_only: bool,
+    ) -> Samples:
+        responses = [int(r) for r in response_lengths]
+        for sample, ids in enumerate(tokens):
+            if isinstance(ids, Tensor) and (ids.dim() != 1 or ids.is_floating_point() or ids.dtype in NOT_IDS):
+                raise LogitlessError(
+                    f"{caller}: the tokens of sample {sample} must be one-dimensional integers but are "
+                    f"{list(ids.shape)} {ids.dtype}."
+                )
+        if len(responses) != len(tokens):
+            raise LogitlessError(f"{caller}: got {len(tokens)} samples but {len(responses)} response_lengths.")
+        lengths = [len(t) for t in tokens]
+        for sample, (total, response) in enumerate(zip(lengths, responses, strict=True)):
+            if response < 0 or response > total:
+                raise LogitlessError(f"{caller}: sample {sample} has {total} tokens but a response of {response}.")
+            if response and response == total:
+                raise LogitlessError(
+                    f"{caller}: sample {sample} has an empty prompt, so no row predicts its first token. "
+                    f"Prepend a token (BOS) or shorten the response to {response - 1}."
+                )
+        if loss_mask_only and loss_masks is None:
+            raise LogitlessError(f"{caller}: loss_mask_only=True needs loss_masks.")
+        mask = None
+        if loss_masks is not None:
+            _check_masks(caller, loss_masks, responses)
+            # The number of scored rows depends on the mask, so a mask on an accelerator is read once, here.
+            mask = torch.cat([torch.as_tensor(m) != 0 for m in loss_masks]) if len(loss_masks) else torch.zeros(0) != 0
+            mask = mask.cpu() if loss_mask_only else mask
+        lengths_N = torch.tensor(lengths, dtype=torch.int64)
+        responses_N = torch.tensor(responses, dtype=torch.int64)
+        return Samples(_concatenate(tokens), lengths_N, responses_N, mask, loss_mask_only)
+
+
+def _check_masks(caller: str, masks: Sequence[Tensor | Sequence[int]], responses: Sequence[int]) -> None:
+    if len(masks) != len(responses):
+        raise LogitlessError(f"{caller}: got {len(responses)} samples but {len(masks)} loss_masks.")
+    for sample, (mask, response) in enumerate(zip(masks, responses, strict=True)):
+        if len(mask) != response:
+            raise LogitlessError(
+                f"{caller}: the loss mask of sample {sample} has {len(mask)} entries but its response has "
+                f"{response} tokens."
+            )
+
+
+def unpad(
+    tokens: Tensor, lengths: Sequence[int] | None, max_length: int | None, padding: str
+) -> tuple[list[Tensor], int]:
+    if tokens.dim() != 2:
+        raise LogitlessError(
+            f"Rows.padded: tokens must be [N, S] or a list of samples but has shape {list(tokens.shape)}."
+        )
+    if lengths is None or len(lengths) != tokens.shape[0]:
+        came = "no lengths" if lengths is None else f"{len(lengths)} lengths"
+        raise LogitlessError(f"Rows.padded: tokens is one tensor of {tokens.shape[0]} lines but there are {came}.")
+    width = tokens.shape[1]
+    if max_length is not None and max_length != width:
+        raise LogitlessError(
+            f"Rows.padded: max_length is {max_length} but tokens is {width} wide. Leave max_length out."
+        )
+    for sample, length in enumerate(lengths):
+        if not 0 <= int(length) <= width:
+            raise LogitlessError(f"Rows.padded: sample {sample} has length {length} but tokens is {width} wide.")
+    lines = zip(tokens, lengths, strict=True)
+    return [line[width - int(n) :] if padding == "left" else line[: int(n)] for line, n in lines], width
+
+
+def integer_vector(x: Tensor | Sequence[int], argument: str) -> Tensor:
+    x = x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int64)
+    if x.dim() != 1:
+        raise LogitlessError(f"{argument} must be one-dimensional but has shape {list(x.shape)}.")
+    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise LogitlessError(f"{argument} must hold integers but has dtype {x.dtype}.")
+    return x.to(torch.int64)
+
+
+def _concatenate(parts: Sequence[Tensor | Sequence[int]]) -> Tensor:
+    if not len(parts):
+        return torch.zeros(0, dtype=torch.int64)
+    if any(isinstance(part, Tensor) for part in parts):
+        return torch.cat([torch.as_tensor(part).to(torch.int64) for part in parts])
+    # An array is filled at C speed; torch.tensor inspects every Python integer.
+    ids = array("q", itertools.chain.from_iterable(parts))  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return torch.frombuffer(ids, dtype=torch.int64).clone() if len(ids) else torch.zeros(0, dtype=torch.int64)

@@ -1,0 +1,43 @@
+"""Cases: what is named, what a pattern finds, and how many bytes must move."""
+
+import pytest
+
+from logitless import LogitlessError
+from logitless.bench.cases import CASES, Case, select_cases, select_names
+
+
+def test_the_shapes_that_matter_are_named():
+    reference = CASES["reference-fp32-grad"]
+    assert (reference.tokens, reference.vocab) == (16384, 151936)
+    assert CASES["over-int32-bf16-grad"].tokens * CASES["over-int32-bf16-grad"].vocab > 2**32
+    assert CASES["huge-fp32-grad"].logits_bytes == 205280 * 76032 * 4
+    assert {c.entropy for c in CASES.values()} == {"value", "grad"}
+    assert all(name == case.name for name, case in CASES.items())
+
+
+def test_none_named_means_the_devices_own_without_smoke_and_huge():
+    names = [case.name for case in select_cases([], "cuda")]
+    assert "reference-bf16-value-peaked" in names
+    assert not any(name.startswith(("huge", "smoke", "cpu")) for name in names)
+
+
+def test_patterns_keep_the_order_of_the_cases():
+    assert select_names(["b*", "a"], ["a", "b1", "b2", "c"], "case") == ["a", "b1", "b2"]
+
+
+def test_a_pattern_without_match_names_what_there_is():
+    with pytest.raises(LogitlessError, match=r"no case matches 'nope'. There are reference-fp32-forward,"):
+        select_cases(["nope"], "cpu")
+
+
+@pytest.mark.parametrize(("backward", "total"), [(True, 25 + 25 + 100), (False, 25)])
+def test_bytes_moved_counts_prompt_rows_only_as_written(backward, total):
+    case = Case("x", "cpu", tokens=100, vocab=7, dtype="bfloat16", backward=backward, response=0.25)
+    row = 7 * 2
+    assert case.bytes_moved(25) == (25 * row, total * row)
+
+
+@pytest.mark.parametrize(("field", "value"), [("dtype", "float8"), ("response", 0.0), ("response", 1.5)])
+def test_a_bad_case_says_what_is_wrong(field, value):
+    with pytest.raises(LogitlessError, match=field):
+        Case("x", "cpu", 4, 4, **{field: value})

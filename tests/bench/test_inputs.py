@@ -1,0 +1,62 @@
+"""Inputs: reproducible, shaped like a model's output, and handed over without a copy."""
+
+import pytest
+import torch
+
+import logitless as ll
+from logitless.bench.cases import Case
+from logitless.bench.inputs import fill_logits, hand_over, make_batch, scored_rows
+
+CPU = torch.device("cpu")
+
+
+def test_response_rows_end_every_sample():
+    index = scored_rows(3 * 1024, 0.25)
+    assert index.numel() == 3 * 256
+    assert index[:256].tolist() == list(range(768, 1024))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["gaussian", "peaked"])
+def test_the_same_seed_gives_the_same_logits(kind, dtype):
+    case = Case("x", "cpu", 37, 501, dtype, logits=kind)
+    batch = make_batch(case, CPU)
+    first, second = (fill_logits(batch, torch.empty(37, 501, dtype=case.torch_dtype)) for _ in range(2))
+    assert torch.equal(first, second)
+    assert first.float().isfinite().all()
+
+
+def test_blocks_of_rows_cover_all_rows(monkeypatch):
+    monkeypatch.setattr("logitless.bench.inputs.BLOCK_ELEMENTS", 5 * 501)
+    batch = make_batch(Case("x", "cpu", 37, 501, logits="peaked"), CPU)
+    logits = fill_logits(batch, torch.full((37, 501), torch.nan))
+    assert logits.isfinite().all()
+
+
+def test_peaked_targets_run_from_unsure_to_certain():
+    batch = make_batch(Case("x", "cpu", 1000, 997, logits="peaked"), CPU)
+    logits = fill_logits(batch, torch.empty(1000, 997))
+    p = logits.double().softmax(-1).gather(1, batch.labels[:, None]).squeeze(1)
+    lifted = p[(p > 0.29)]
+    assert 0.8 < lifted.numel() / 1000 < 0.95
+    assert lifted.max() <= 0.9999991
+    assert lifted.max() > 0.99999
+    assert lifted.quantile(0.1) < 0.9
+
+
+def test_prompt_rows_have_no_label():
+    batch = make_batch(Case("x", "cpu", 100, 50, response=0.25), CPU)
+    assert batch.index is not None
+    assert (batch.labels >= 0).sum() == len(batch.rows) == 25
+    assert torch.equal(batch.labels[batch.index], batch.rows.target)
+
+
+def test_handed_over_logits_can_be_overwritten():
+    buffer = torch.randn(5, 11)
+    logits = hand_over(buffer)
+    assert logits.requires_grad
+    assert not logits.is_leaf
+    assert not logits._is_view()
+    out = ll.logprobs(logits, torch.arange(5), overwrite_logits=True)
+    (gradient,) = torch.autograd.grad(out.logprob, logits, torch.ones(5))
+    assert gradient.data_ptr() == buffer.data_ptr()

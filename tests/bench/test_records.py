@@ -1,0 +1,96 @@
+"""Records: strict JSON there and back, and a table that fits and hides nothing."""
+
+import json
+from dataclasses import asdict, replace
+
+import torch
+
+from logitless.bench.cases import CASES
+from logitless.bench.records import (
+    Environment,
+    Record,
+    append_records,
+    by_case,
+    failures,
+    footnotes,
+    newest,
+    read_records,
+    text_table,
+    unsteady,
+)
+
+CASE = CASES["reference-fp32-grad-25pct"]
+RECORD = Record(
+    case=asdict(CASE),
+    provider="logitless-overwrite",
+    computes="grad",
+    status="ok",
+    detail="",
+    rows=4096,
+    logits_bytes=CASE.logits_bytes,
+    forward_floor_ms=0.58,
+    floor_ms=3.47,
+    bandwidth=4.3e12,
+    environment={"device": "x", "commit": "abc", "dirty": False},
+    errors={"logprob": 1e-6, "entropy": 3e-6, "gradient": 1e-7, "gradient_row": 2e-6},
+    peak_bytes=123456,
+    forward_ms=0.9,
+    total_ms=1234.5,
+    total_range_ms=(1200.0, 1300.0),
+    ratio=355.7,
+)
+LOST = replace(RECORD, provider="torch", status="out of memory", detail="CUDA out of memory. " * 9, total_ms=None)
+ABSENT = replace(RECORD, provider="verl", status="absent", detail="No module named 'verl'", total_ms=None)
+
+
+def test_records_survive_the_file(tmp_path):
+    path = tmp_path / "new" / "h200.jsonl"
+    append_records(path, [RECORD])
+    append_records(path, [LOST])
+    back = read_records(path)
+    assert [r.provider for r in back] == ["logitless-overwrite", "torch"]
+    assert replace(back[0], total_range_ms=RECORD.total_range_ms) == RECORD
+
+
+def test_nan_becomes_null():
+    line = replace(RECORD, errors={"logprob": float("nan")}, total_range_ms=(float("inf"), 1.0)).to_json()
+    assert json.loads(line)["errors"] == {"logprob": None}
+    assert json.loads(line)["total_range_ms"] == [None, 1.0]
+
+
+def test_the_newest_record_of_a_pair_counts():
+    again = replace(RECORD, total_ms=7.0)
+    assert newest([RECORD, LOST, again]) == [again, LOST]
+
+
+def test_cases_are_grouped_in_order_of_appearance():
+    other = replace(RECORD, case=asdict(CASES["reference-fp32-grad"]))
+    assert [len(g) for g in by_case([RECORD, other, LOST])] == [2, 1]
+
+
+def test_the_table_fits_in_100_columns_and_names_everyone():
+    table = text_table([RECORD, LOST, ABSENT])
+    assert max(len(line) for line in table.splitlines()) <= 100
+    assert "torch: out of memory, CUDA out of memory." in table
+    assert table.count("verl: absent, No module named 'verl'") == 1
+    row = next(line for line in table.splitlines() if line.startswith("logitless-overwrite"))
+    assert row.split() == "logitless-overwrite + entropy grad 0.90 1234 356 120.6 KiB 3e-06 1e-07".split()
+
+
+def test_what_holds_for_all_cases_is_said_once():
+    other = replace(ABSENT, case=asdict(CASES["reference-fp32-grad"]))
+    assert footnotes([ABSENT, other, RECORD]) == ["verl: absent, No module named 'verl'"]
+    assert failures([ABSENT, RECORD]) == []
+
+
+def test_an_unsteady_machine_is_said_to_be_one():
+    shaken = replace(RECORD, total_range_ms=(1000.0, 2500.0))
+    assert unsteady([RECORD]) == []
+    assert unsteady([RECORD, shaken]) == ["unsteady machine, repeats vary: logitless-overwrite 1000.0 to 2500.0 ms"]
+
+
+def test_the_environment_names_commit_and_versions():
+    here = Environment.here(torch.device("cpu"))
+    assert here.slug == "cpu"
+    assert set(here.versions) == {"torch", "triton", "python", "logitless"}
+    assert here.commit
