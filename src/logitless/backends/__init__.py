@@ -10,6 +10,7 @@ float16 when Triton can be imported, ``tiled`` otherwise. A named backend runs o
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from typing import Any, NamedTuple
@@ -45,16 +46,23 @@ def choose_backend(logits: Tensor, backend: str = "auto") -> BackendChoice:
         return BackendChoice("tiled", f"the logits are on {logits.device.type}, and the kernels need CUDA")
     if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return BackendChoice("tiled", f"the kernels do not take {logits.dtype}")
-    if importlib.util.find_spec("triton") is None:
+    if not _has_triton():
         return BackendChoice("tiled", "Triton is not installed (pip install 'logitless[triton]')")
     return BackendChoice("triton", f"CUDA tensor of {logits.dtype} with Triton installed")
 
 
+@functools.cache
 def load(name: str) -> Any:
     """The backend's module. Triton is imported here and nowhere else, and only when asked for."""
-    if name == "triton" and importlib.util.find_spec("triton") is None:
+    if name == "triton" and not _has_triton():
         raise LogitlessError('backend="triton": Triton is not installed. Run pip install "logitless[triton]".')
     return importlib.import_module(f"logitless.backends.{name}")
+
+
+@functools.cache
+def _has_triton() -> bool:
+    """Looked for once: a search of the import path costs as much as a kernel launch."""
+    return importlib.util.find_spec("triton") is not None
 
 
 # Both functions are registered as operators, so that torch.compile sees two opaque nodes with known shapes. Operators

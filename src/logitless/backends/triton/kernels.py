@@ -18,13 +18,12 @@ SKIP: tl.constexpr = tl.constexpr(-2)  # softmax.SKIP
 
 @triton.jit
 def tanh(x):
-    """tanh in float32. A series near 0, where (1 - q) / (1 + q) would cancel."""
-    q = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
-    far = (1.0 - q) / (1.0 + q)
-    far = tl.where(x < 0, -far, far)
+    """tanh to a few roundings of float32: near 0, where the closed form cancels, a least-squares polynomial in x^2."""
     y = x * x
-    near = x * (1.0 + y * (-0.33333334 + y * (0.13333334 + y * (-0.05396825 + y * 0.021869488))))
-    return tl.where(tl.abs(x) < 0.25, near, far)
+    p = -0.05373915657401085 + y * (0.020637862384319305 + y * -0.005704042501747608)
+    near = x + x * (y * (-0.3333328068256378 + y * (0.133314311504364 + y * p)))
+    far = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2E)) + 1.0)
+    return tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0, -far, far))
 
 
 @triton.jit

@@ -1,0 +1,122 @@
+"""What only a GPU can show: no host sync, NaN for targets nobody checked, NCCL, 64-bit offsets, allocator peaks.
+
+Skipped where there is no CUDA device. The rest of the suite runs there too, with ``pytest --device cuda``.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import logitless as ll
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture
+def no_sync():
+    """Any call that waits for the device raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def make(num_tokens: int, vocab: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = torch.randn(num_tokens, vocab, device="cuda").to(dtype).requires_grad_()
+    return logits, torch.randint(vocab, (num_tokens,), device="cuda")
+
+
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+@pytest.mark.parametrize("with_kept", [False, True])
+def test_no_host_sync(backend: str, with_kept: bool, request):
+    logits, target = make(16, 1000)
+    lengths = torch.full((16,), 3, device="cuda")
+    kept = ll.Kept(torch.randint(1000, (48,), device="cuda"), lengths) if with_kept else None
+    temperature = torch.linspace(0.5, 2, 16, device="cuda")
+    upstream = torch.randn(16, device="cuda")
+    request.getfixturevalue("no_sync")
+    head = ll.Head(temperature=temperature, softcap=20.0, vocab_size=990)
+    out = ll.logprobs(logits, target, entropy="grad", head=head, kept=kept, backend=backend)
+    torch.autograd.backward([out.logprob, out.entropy], [upstream, upstream])
+
+
+def test_targets_nobody_checked_are_nan_in_their_own_row():
+    logits, _ = make(4, 1000)
+    out = ll.logprobs(logits, torch.tensor([1, 1000, -5, -100], device="cuda"), entropy="grad")
+    (out.logprob.sum() + out.entropy.sum()).backward()
+    assert out.logprob.isnan().tolist() == [False, True, True, False]
+    assert out.entropy.isnan().tolist() == [False, True, True, False]
+    assert logits.grad[[0, 3]].isfinite().all()
+    assert logits.grad[[1, 2]].isnan().any(-1).all()
+
+
+def test_targets_known_on_the_host_still_raise():
+    logits = torch.randn(3, 10, device="cuda")
+    rows = ll.Rows.packed([[1, 2, 10]], [1], device="cuda")
+    with pytest.raises(ll.LogitlessError, match="target 10 of row 0"):
+        ll.logprobs(logits, rows)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_rows_from_tokens_on_the_device(masked: bool):
+    tokens = [torch.arange(5), torch.arange(10, 17)]
+    masks = [torch.tensor([1, 0, 1]), torch.tensor([0, 1])]
+    here = ll.Rows.packed(tokens, [3, 2], masks, loss_mask_only=masked)
+    there = ll.Rows.packed([t.cuda() for t in tokens], [3, 2], [m.cuda() for m in masks], loss_mask_only=masked)
+    for name in ("index", "target", "sample", "position", "response", "mask"):
+        assert torch.equal(getattr(here, name), getattr(there, name).cpu())
+        assert getattr(there, name).is_cuda
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_peak_memory(dtype: torch.dtype, overwrite: bool):
+    leaf, target = make(2048, 151936, dtype)
+    logits = leaf * 1.0
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = ll.logprobs(logits, target, entropy="grad", overwrite_logits=overwrite)
+    torch.autograd.grad(out.logprob.sum() + out.entropy.sum(), logits)
+    extra = torch.cuda.max_memory_allocated() - before
+    assert extra <= (0 if overwrite else logits.nbytes) + (2 << 20)
+
+
+def test_offsets_beyond_32_bits():
+    """The last rows of 2.4e9 elements, exact against float64; a wrapped offset would read another row."""
+    vocab, num_tokens = 151936, 15872
+    logits = torch.randn(num_tokens, vocab, device="cuda").requires_grad_()
+    assert logits.numel() > 2**31
+    index = torch.tensor([0, 14133, 14134, num_tokens - 1], device="cuda")
+    target = torch.tensor([5, 77, vocab - 1, 0], device="cuda")
+    out = ll.logprobs(logits, (index, target), entropy="grad")
+    (out.logprob.sum() + 0.1 * out.entropy.sum()).backward()
+    rows = logits.detach()[index].double().requires_grad_()
+    log_p = torch.log_softmax(rows, -1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    exact = log_p.gather(1, target[:, None]).squeeze(1)
+    (exact.sum() + 0.1 * entropy.sum()).backward()
+    assert (out.logprob - exact).abs().max() < 1e-5
+    assert (out.entropy - entropy).abs().max() < 1e-5
+    assert (logits.grad[index] - rows.grad).norm() < 1e-6 * rows.grad.norm()
+    assert logits.grad.count_nonzero(-1).count_nonzero() == 4
+
+
+def test_nccl_group(tmp_path):
+    """One rank is all that one GPU allows: the collective, the merge and the shard arithmetic still run."""
+    dist.init_process_group("nccl", store=dist.FileStore(os.fspath(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        logits, target = make(7, 507)
+        shard = ll.VocabShard.even(507, dist.group.WORLD)
+        alone = ll.logprobs(logits, target, entropy="grad")
+        grouped = ll.logprobs(logits, target, entropy="grad", shard=shard)
+        for a, b in zip(alone, grouped, strict=True):
+            assert torch.equal(a, b)
+        rows = ll.Rows.packed([[1, 2, 3], [4, 5]], [2, 1], cp=ll.Zigzag(0, 1), device="cuda")
+        parts = rows.gather(torch.arange(3.0, device="cuda"), dist.group.WORLD, grad=None)
+        assert [p.tolist() for p in parts] == [[0.0, 1.0], [2.0]]
+    finally:
+        dist.destroy_process_group()
