@@ -30,6 +30,7 @@ def make(num_tokens: int, vocab: int, dtype: torch.dtype = torch.float32) -> tup
     return logits, torch.randint(vocab, (num_tokens,), device="cuda")
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.parametrize("backend", ["tiled", "triton"])
 @pytest.mark.parametrize("with_kept", [False, True])
 def test_no_host_sync(backend: str, with_kept: bool, request):

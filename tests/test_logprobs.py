@@ -109,21 +109,21 @@ def test_target_element_of_confident_rows(backend: str, dtype: torch.dtype, devi
     "head",
     [
         {"temperature": 0.7},
-        {"temperature": torch.tensor([0.3, 1.0, 2.5, 0.7, 1.3, 0.9, 40.0])},
+        {"temperature": torch.tensor([0.3, 1.0, 2.5, 0.7, 1.3, 0.9, 40.0]).repeat(3)},
         {"scale": 0.0625},
         {"scale": -1.5, "temperature": 0.8},
         {"softcap": 3.0},
         {"softcap": 30.0, "scale": 2.0, "temperature": 0.6},
         {"vocab_size": 501},
         {"vocab_size": 1},
-        {"vocab_size": 300, "softcap": 5.0, "temperature": torch.linspace(0.5, 2, 7), "scale": 0.5},
+        {"vocab_size": 300, "softcap": 5.0, "temperature": torch.linspace(0.5, 2, 21), "scale": 0.5},
     ],
     ids=lambda head: "-".join(head),
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_head(backend: str, head: dict, device: torch.device):
-    logits = make_logits(9, 507, torch.float32)
-    index, target = draw_rows(9, 7, head.get("vocab_size", 507))
+    logits = make_logits(25, 507, torch.float32)
+    index, target = draw_rows(25, 21, head.get("vocab_size", 507))
     check(logits, index, target, backend=backend, device=device, **head)
 
 

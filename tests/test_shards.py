@@ -92,20 +92,23 @@ def score(rank: int, world: int, cases: list[Case]) -> list[Scored]:
 
 def score_one(case: Case, shard: VocabShard | None) -> Scored:
     start, stop = (0, case.logits.shape[1]) if shard is None else (shard.start, shard.stop)
-    leaf = case.logits[:, start:stop].contiguous().requires_grad_()
+    # Kernels run in the interpreter on the CPU, or for real where there is a GPU: all ranks on it, over gloo.
+    device = "cuda" if case.options.get("backend") == "triton" and torch.cuda.is_available() else "cpu"
+    leaf = case.logits[:, start:stop].contiguous().to(device).requires_grad_()
     logits = leaf * 1.0 if case.options.get("overwrite_logits") else leaf
     kept = None
     if case.kept is not None:
         flat = [i for ids in case.kept for i in ids]
         lengths = [len(ids) for ids in case.kept]
-        kept = Kept(torch.tensor(flat, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64))
+        kept = Kept(*(torch.tensor(x, dtype=torch.int64, device=device) for x in (flat, lengths)))
     with Collectives() as forward:
-        rows = Rows.at(case.index, case.target)
+        rows = Rows.at(case.index.to(device), case.target.to(device))
         out = logprobs(logits, rows, head=Head(**case.head), shard=shard, kept=kept, **case.options)
     with Collectives() as backward:
-        weighted(out, case.upstream).backward()
-    entropy = torch.zeros(len(rows)) if out.entropy is None else out.entropy.detach()
-    return Scored(out.logprob.detach(), entropy, out.log_z.detach(), leaf.grad, forward.calls, backward.calls)
+        weighted(out, case.upstream.to(device)).backward()
+    entropy = torch.zeros(len(rows)) if out.entropy is None else out.entropy
+    results = (x.detach().cpu() for x in (out.logprob, entropy, out.log_z, leaf.grad))
+    return Scored(*results, forward.calls, backward.calls)
 
 
 def weighted(out: Any, upstream: Tensor) -> Tensor:

@@ -52,6 +52,7 @@ def bench(
     out: OutFile = None,
     repeats: Annotated[int, typer.Option(help="Timed repeats per provider.")] = 10,
     peers: Annotated[Path | None, typer.Option(help="Folder of unpacked packages to import peers from.")] = None,
+    commit: Annotated[str | None, typer.Option(help="What to record where the code has no git history.")] = None,
     show_list: Annotated[bool, typer.Option("--list", help="List cases and providers, measure nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records instead of the table.")] = False,
 ) -> None:
@@ -59,7 +60,7 @@ def bench(
     if show_list:
         print(listing())
         return
-    request = Request(case or (), provider or (), device, out, repeats, peers)
+    request = Request(case or (), provider or (), device, out, repeats, peers, commit)
     with _progress(request.resolve().num_steps) as report:
         results, path = execute(request, report)
     print(f"{len(results)} records appended to {path}\n", file=sys.stderr)

@@ -190,10 +190,11 @@ class _LogProbs(torch.autograd.Function):
         kept_lengths: Tensor | None,
         call: _Call,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        problem = _problem(logits, index, target, gain, call)
+        column = _target_column(target, call)
+        problem = _problem(logits, index, column, gain, call)
         stats = run_statistics(call.backend, problem)
         gathered = _gather_kept(kept_ids, kept_lengths, target, problem, call)
-        stats, kept_stats = _wholevocabulary(stats, gathered, call.group)
+        stats, kept_stats = _whole_vocabulary(stats, gathered, call.group)
         norm = normaliser(stats)
         kept_norm = norm if kept_stats is None else normaliser(kept_stats)
         left_out = target == IGNORE
@@ -206,7 +207,7 @@ class _LogProbs(torch.autograd.Function):
             ctx.mark_non_differentiable(entropy_value)
         kept_saved = () if kept_ids is None else (kept_ids, kept_lengths, *kept_norm)
         entropy_saved = (mean,) if call.entropy == "grad" else ()
-        ctx.save_for_backward(logits, index, target, gain, *norm, logprob, *kept_saved, *entropy_saved)
+        ctx.save_for_backward(logits, index, target, column, gain, *norm, logprob, *kept_saved, *entropy_saved)
         ctx.call, ctx.has_kept, ctx.spent = call, kept_ids is not None, False
         # A leaf may ask for its gradient in another dtype; for anything else autograd keeps the tensor's own.
         ctx.grad_dtype = (getattr(logits, "grad_dtype", None) if logits.is_leaf else None) or logits.dtype
@@ -227,7 +228,7 @@ class _LogProbs(torch.autograd.Function):
                 "logprobs: second backward through a call with overwrite_logits=True, but the first one has replaced "
                 "the logits by their gradient. Use overwrite_logits=False to keep the graph, or run forward again."
             )
-        logits, index, target, gain, reference, log_sum, logprob, *more = ctx.saved_tensors
+        logits, index, target, column, gain, reference, log_sum, logprob, *more = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
             return (None,) * 7
         norm = Normaliser(reference, log_sum)
@@ -235,7 +236,7 @@ class _LogProbs(torch.autograd.Function):
         if ctx.has_kept:
             kept_ids, kept_lengths, kept_norm, more = more[0], more[1], Normaliser(*more[2:4]), more[4:]
         mean = more[0] if more else None
-        problem = _problem(logits, index, target, gain, call)
+        problem = _problem(logits, index, column, gain, call)
         out, out_index = _gradient_buffer(logits, index, problem, ctx.grad_dtype, call.overwrite)
         g_logprob = torch.zeros_like(logprob) if g_logprob is None else g_logprob.contiguous()
         if kept_norm is None:
@@ -262,11 +263,14 @@ def _apply_outside_of_compile(*args: Any) -> Any:
     return _LogProbs.apply(*args)
 
 
-def _problem(logits: Tensor, index: Tensor, target: Tensor, gain: Tensor, call: _Call) -> Problem:
-    matrix, index = _as_matrix(logits, index)
+def _target_column(target: Tensor, call: _Call) -> Tensor:
     column = target - call.start
     inside = (column >= 0) & (column < call.columns)
-    column = torch.where(inside, column, ELSEWHERE).masked_fill(target == IGNORE, SKIP)
+    return torch.where(inside, column, ELSEWHERE).masked_fill(target == IGNORE, SKIP)
+
+
+def _problem(logits: Tensor, index: Tensor, column: Tensor, gain: Tensor, call: _Call) -> Problem:
+    matrix, index = _as_matrix(logits, index)
     entropy_wanted = call.entropy is not None
     return Problem(matrix, index, column, gain, call.squash, call.columns, entropy_wanted, call.memory)
 
@@ -303,7 +307,7 @@ def _gather_kept(
     return kept_logits(Kept(ids, lengths), target, problem, call.start, call.vocab_size)
 
 
-def _wholevocabulary(stats: Tensor, gathered: KeptLogits | None, group: Any) -> tuple[Tensor, Tensor | None]:
+def _whole_vocabulary(stats: Tensor, gathered: KeptLogits | None, group: Any) -> tuple[Tensor, Tensor | None]:
     """Statistics over all shards, and those of the kept ids: one ``all_gather`` for both, or none if unsharded."""
     kept_part = None if gathered is None else kept_statistics(gathered)
     if group is not None:

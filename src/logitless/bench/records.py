@@ -43,13 +43,13 @@ class Environment:
     date: str
 
     @staticmethod
-    def here(device: torch.device) -> Environment:
-        """Of this process, this checkout and the given device."""
+    def here(device: torch.device, commit: str | None = None) -> Environment:
+        """Of this process, this checkout and the given device. A copy without history is told its commit."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
         slug = _slug(name) if device.type == "cuda" else "cpu"
         versions = {"torch": torch.__version__, "triton": _version("triton"), "python": platform.python_version()}
         versions["logitless"] = logitless.__version__
-        commit, dirty = _git_state(Path(__file__).parent)
+        commit, dirty = _git_state(Path(__file__).parent) if commit is None else (commit, None)
         return Environment(name, slug, commit, dirty, versions, datetime.now(UTC).isoformat(timespec="seconds"))
 
 

@@ -47,6 +47,7 @@ class Request:
         out: file to append to; None means ``benchmarks/results/<device>.jsonl``.
         repeats: timed repeats per provider.
         peers: folder of unpacked packages to import peers from.
+        commit: what to record where the code was copied without its git history.
     """
 
     cases: Sequence[str] = ()
@@ -55,6 +56,7 @@ class Request:
     out: Path | None = None
     repeats: int = 10
     peers: Path | None = None
+    commit: str | None = None
 
     def resolve(self) -> Plan:
         """The cases, providers and device this names; raises if it names none."""
@@ -68,7 +70,9 @@ class Request:
             add_peers(self.peers)
         device = torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         names = select_names(self.providers or ["*"], list(PROVIDERS), "provider")
-        return Plan(select_cases(self.cases, device.type), {n: PROVIDERS[n] for n in names}, device, self.repeats)
+        return Plan(
+            select_cases(self.cases, device.type), {n: PROVIDERS[n] for n in names}, device, self.repeats, self.commit
+        )
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class Plan:
     providers: Mapping[str, Provider]
     device: torch.device
     repeats: int
+    commit: str | None = None
 
     @property
     def num_steps(self) -> int:
@@ -119,7 +124,7 @@ class Contender:
 def execute(request: Request, report: Report) -> tuple[list[Record], Path]:
     """Run a request and append its records, case by case, to the file whose path comes back with them."""
     plan = request.resolve()
-    out = request.out or Path("benchmarks/results") / f"{Environment.here(plan.device).slug}.jsonl"
+    out = request.out or Path("benchmarks/results") / f"{Environment.here(plan.device, plan.commit).slug}.jsonl"
     records: list[Record] = []
     for of_case in run(plan, report):
         append_records(out, of_case)
@@ -136,7 +141,7 @@ def listing() -> str:
 
 def run(plan: Plan, report: Report = lambda text: None) -> Iterator[list[Record]]:
     """Measure every provider on every case; yields the records of one case at a time."""
-    environment = Environment.here(plan.device)
+    environment = Environment.here(plan.device, plan.commit)
     report(f"copy bandwidth of {environment.device}")
     bandwidth = copy_bandwidth(plan.device)
     for case in plan.cases:
