@@ -49,12 +49,12 @@ def test_overwriting_breaks_the_graph_but_not_the_caller(inputs):
 def test_operators_pass_torch_checks():
     """Schema, fake tensors and aliasing of the two registered operators."""
     gain, index = torch.ones(3), torch.tensor([0, 2, 3])
-    arguments = (torch.randn(5, 9), index, torch.tensor([1, 0, 8]), gain, 0.0, 9, True, 1 << 20, "tiled")
+    arguments = (torch.randn(5, 9), index, torch.tensor([1, 0, 8]), gain, 0.0, 9, 0, True, 1 << 20, "tiled")
     torch.library.opcheck(torch.ops.logitless.statistics.default, arguments)
     rows = [torch.randn(3) for _ in range(5)]
     torch.library.opcheck(
         torch.ops.logitless.gradient.default,
-        (*arguments[:6], 1 << 20, "tiled", *rows, torch.empty(5, 9), index),
+        (*arguments[:7], 1 << 20, "tiled", *rows, torch.empty(5, 9), index),
     )
 
 

@@ -73,6 +73,19 @@ def draw_records(records: Sequence[Record], folder: Path, stem: str) -> list[Pat
     return paths
 
 
+def draw_case(records: Sequence[Record], path: Path, style: Style) -> None:
+    """Time and memory of one case side by side, every bar with its name: the figure of the README."""
+    group = _shown(newest(records))
+    size = (WIDTH_INCHES, 0.8 + 0.27 * len(group))
+    figure, axes = plt.subplots(1, len(PANELS), figsize=size, layout="constrained")
+    for axis, (_, panel, title) in zip(axes, PANELS, strict=True):
+        panel(axis, group, style)
+        axis.set_title(title, color=style.text, fontsize=10, fontweight="bold", loc="left")
+    heading = f"{_detail(group[0])} ({_where(group)})"
+    figure.suptitle(heading, color=style.text, fontsize=9, x=0.01, ha="left")
+    _save(figure, path, style)
+
+
 def draw_pair(memory: Sequence[Bar], time: Sequence[Bar], titles: tuple[str, str], path: Path) -> None:
     """Two panels side by side, memory and time: the figure of the demo."""
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH_INCHES, 0.9 + 0.42 * len(memory)), layout="constrained")
@@ -164,12 +177,16 @@ def _draw_mark(axis: Axes, value: float, text: str, style: Style) -> None:
 
 
 def _title(axis: Axes, record: Record, style: Style) -> None:
+    axis.set_title(f"{record.case['name']}\n", color=style.text, fontsize=10, fontweight="bold", loc="left")
+    axis.text(0, 1.03, _detail(record), transform=axis.transAxes, fontsize=8.5, color=style.text, va="bottom")
+
+
+def _detail(record: Record) -> str:
+    """The case in words."""
     case = record.case
     work = "forward + backward" if case["backward"] else "forward"
     share = "" if record.rows == case["tokens"] else f", {record.rows / case['tokens']:.0%} of rows"
-    detail = f"{case['tokens']} x {case['vocab']} {case['dtype']}, {work}{share}"
-    axis.set_title(f"{case['name']}\n", color=style.text, fontsize=10, fontweight="bold", loc="left")
-    axis.text(0, 1.03, detail, transform=axis.transAxes, fontsize=8.5, color=style.text, va="bottom")
+    return f"{case['tokens']} x {case['vocab']} {case['dtype']}, {work}{share}"
 
 
 def _where(records: Sequence[Record]) -> str:

@@ -77,11 +77,12 @@ def _statistics(
     gain: Tensor,
     squash: float,
     columns: int,
+    first: int,
     entropy: bool,
     memory: int,
     backend: str,
 ) -> Tensor:
-    problem = Problem(logits, index, column, gain, squash, columns, entropy, memory)
+    problem = Problem(logits, index, column, gain, squash, columns, entropy, memory, first)
     return load(backend).statistics(problem)
 
 
@@ -93,6 +94,7 @@ def _(
     gain: Tensor,
     squash: float,
     columns: int,
+    first: int,
     entropy: bool,
     memory: int,
     backend: str,
@@ -108,6 +110,7 @@ def _gradient(
     gain: Tensor,
     squash: float,
     columns: int,
+    first: int,
     memory: int,
     backend: str,
     reference: Tensor,
@@ -118,7 +121,7 @@ def _gradient(
     out: Tensor,
     out_index: Tensor,
 ) -> None:
-    problem = Problem(logits, index, column, gain, squash, columns, product is not None, memory)
+    problem = Problem(logits, index, column, gain, squash, columns, product is not None, memory, first)
     coef = Coefficients(plain, product, at_target)
     load(backend).gradient(problem, Normaliser(reference, log_sum), coef, out, out_index)
 
@@ -126,7 +129,7 @@ def _gradient(
 def run_statistics(backend: str, problem: Problem) -> Tensor:
     """``statistics`` of the named backend: ``[4, R]``."""
     p = problem
-    return _statistics(p.logits, p.index, p.column, p.gain, p.squash, p.columns, p.entropy, p.memory, backend)
+    return _statistics(p.logits, p.index, p.column, p.gain, p.squash, p.columns, p.first, p.entropy, p.memory, backend)
 
 
 def run_gradient(
@@ -141,6 +144,7 @@ def run_gradient(
         p.gain,
         p.squash,
         p.columns,
+        p.first,
         p.memory,
         backend,
         *norm,

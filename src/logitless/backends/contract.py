@@ -24,10 +24,12 @@ class Problem:
     Attributes:
         logits: ``[T, V]``, last dimension contiguous, rows at any stride.
         index: ``[R]`` int64, the rows to use, each at most once.
-        column: ``[R]`` int64, the target's column here, or ``softmax.ELSEWHERE`` or ``softmax.SKIP``.
+        column: ``[R]`` int64, the number of the target's column, or ``softmax.ELSEWHERE`` or ``softmax.SKIP``.
         gain: ``[R]`` ``a`` in ``z = a x``, or in ``z = a tanh(squash x)``.
         squash: factor inside tanh; 0 means no softcap.
         columns: true columns; the rest of V is padding, neither read nor given a gradient.
+        first: number of the first column, where the logits are one tile of wider ones. A target in another tile counts
+            as elsewhere.
         entropy: whether w is wanted (otherwise it may be anything finite).
         memory: bytes of working space allowed, for backends that need any.
     """
@@ -40,6 +42,7 @@ class Problem:
     columns: int
     entropy: bool
     memory: int
+    first: int = 0
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

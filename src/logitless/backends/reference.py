@@ -22,8 +22,10 @@ def statistics(problem: Problem) -> Tensor:
     e = d.exp()
     t = z.new_full(m.shape, torch.nan)
     if z.shape[-1]:
-        at_target = z.gather(-1, problem.column.clamp_min(0)[:, None]).squeeze(-1)
-        t = torch.where(problem.column >= 0, at_target, t)
+        column = problem.column - problem.first
+        inside = (column >= 0) & (column < problem.columns)
+        at_target = z.gather(-1, column.clamp(0, problem.columns - 1)[:, None]).squeeze(-1)
+        t = torch.where(inside, at_target, t)
     return torch.stack([m, e.sum(-1), (e * d.clamp_min(FLOOR)).sum(-1), t])
 
 
@@ -35,7 +37,7 @@ def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor
     dz = p * coef.plain[:, None]
     if coef.product is not None:
         dz = p * (coef.plain[:, None] + coef.product[:, None] * d.clamp_min(FLOOR))
-    columns = torch.arange(problem.columns, device=z.device)
+    columns = torch.arange(problem.first, problem.first + problem.columns, device=z.device)
     dz = torch.where(columns == problem.column[:, None], coef.at_target[:, None], dz)
     dz = torch.where((problem.column == SKIP)[:, None], torch.zeros_like(dz), dz * slope)
     out.zero_()

@@ -47,7 +47,7 @@ def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor
 
 def _tile_statistics(problem: Problem, r: int, rows: int, c: int, width: int) -> Tensor:
     z, _ = _tile(problem, r, rows, c, width)
-    column = problem.column[r : r + rows] - c
+    column = problem.column[r : r + rows] - (problem.first + c)
     inside = (column >= 0) & (column < z.shape[1])
     if not z.shape[1]:
         none = z.new_zeros(z.shape[0])
@@ -72,7 +72,7 @@ def _tile_gradient(
     else:
         inner = d.clamp_min_(FLOOR).mul_(coef.product[r : r + rows, None]).add_(coef.plain[r : r + rows, None])
         dz = p.mul_(inner)
-    _place_targets(dz, problem.column[r : r + rows] - c, coef.at_target[r : r + rows])
+    _place_targets(dz, problem.column[r : r + rows] - (problem.first + c), coef.at_target[r : r + rows])
     dz.mul_(problem.gain[r : r + rows, None])
     if squashed is not None:
         dz.mul_(squashed.square_().neg_().add_(1.0).mul_(problem.squash))

@@ -57,7 +57,7 @@ def accumulate(b_z, m, b_s, b_w, ENTROPY: tl.constexpr):
     return m, b_s, b_w
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "first"])
 def statistics_kernel(
     logits,
     index,
@@ -66,6 +66,7 @@ def statistics_kernel(
     stats,
     row_stride,
     columns,
+    first,
     num_rows,
     squash,
     ENTROPY: tl.constexpr,
@@ -99,7 +100,8 @@ def statistics_kernel(
             b_z = tl.where(m_c, transform(b_x, a, squash, SOFTCAP), float("-inf"))
             m, b_s, b_w = accumulate(b_z, m, b_s, b_w, ENTROPY)
         t = float("nan")
-        if i_c >= 0:
+        i_c -= first
+        if (i_c >= 0) & (i_c < columns):
             t = transform(tl.load(p_row + i_c).to(tl.float32), a, squash, SOFTCAP)
         tl.store(p_out, m)
         tl.store(p_out + num_rows, tl.sum(b_s, axis=0))
@@ -107,7 +109,7 @@ def statistics_kernel(
         tl.store(p_out + 3 * num_rows, t)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def gradient_kernel(
     logits,
     index,
@@ -123,6 +125,7 @@ def gradient_kernel(
     row_stride,
     out_stride,
     columns,
+    first,
     width,
     squash,
     PRODUCT: tl.constexpr,
@@ -159,7 +162,7 @@ def gradient_kernel(
         if PRODUCT:
             b_k += tl.load(product + i_r) * tl.maximum(b_d, FLOOR)
         b_dz = b_p * b_k
-        b_dz = tl.where(o_c == i_c, tl.load(at_target + i_r), b_dz) * a
+        b_dz = tl.where(o_c + first == i_c, tl.load(at_target + i_r), b_dz) * a
         if SOFTCAP:
             b_dz = b_dz * (squash * (1.0 - b_y * b_y))
         b_dz = tl.where(m_c, b_dz, 0.0)
