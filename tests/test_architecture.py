@@ -25,11 +25,11 @@ LAYERS = [
     ["backends.contract"],
     ["backends.reference", "backends.tiled", "backends.triton"],
     ["backends"],
-    ["kept"],
-    ["checks"],
+    ["kept", "gemm"],
+    ["checks", "sweep"],
     ["ops"],
     [""],
-    ["bench", "plots", "demo", "cli"],
+    ["bench", "plots", "demo", "cli", "__main__"],
 ]
 
 # Besides the standard library, torch and the package itself. Nothing else is imported anywhere: no framework.

@@ -5,7 +5,8 @@ zeros elsewhere; the sum over ranks is the whole, exactly, because each place is
 reads the places it wants. What backward does is the caller's choice, because it depends on what the ranks do next:
 
     grad="sum"    every rank goes on to a loss of its own and the losses add up: gradients are summed over ranks
-    grad="slice"  every rank goes on to the same loss: each keeps the gradient of its own rows, nothing is sent
+    grad="slice"  every rank goes on to the same loss, so each keeps the gradient of its own rows and nothing is sent;
+                  values that came from another rank are constants
     grad=None     values only, whatever the input
 
 Backward with "sum" is a collective, so all ranks must use the result in the loss they differentiate.
@@ -59,6 +60,11 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if torch.is_grad_enabled():
+            raise LogitlessError(
+                "Rows.gather, Rows.redistribute: backward with create_graph=True asks for a second derivative, which "
+                "is not implemented. Drop create_graph."
+            )
         place, *wanted = ctx.saved_tensors
         needed = ctx.needs_input_grad[5:]
         used = tuple(g for g, need in zip(gradients, needed, strict=True) if need)

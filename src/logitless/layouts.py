@@ -41,7 +41,7 @@ class Zigzag:
         """What a sample's padded length must be a multiple of."""
         return 2 * self.size
 
-    def tokens(self, spans: Tensor, num_tokens: int | None) -> tuple[Tensor, Tensor]:
+    def tokens(self, spans: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Sample and offset of each local token, given each sample's padded length ``[N]``."""
         chunk = spans // (2 * self.size)
         sample, place = ragged_arange(2 * chunk)
@@ -74,10 +74,9 @@ class Contiguous:
         """What a sample's padded length must be a multiple of."""
         return 1
 
-    def tokens(self, spans: Tensor, num_tokens: int | None) -> tuple[Tensor, Tensor]:
-        """Sample and offset of each local token, given each sample's padded length ``[N]``."""
-        total = int(spans.sum())
-        window = -(-total // self.size) if num_tokens is None else num_tokens
+    def tokens(self, spans: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Sample and offset of each local token, given each sample's padded length ``[N]`` and the window's."""
+        total, window = int(spans.sum()), num_tokens
         if window * self.size < total:
             raise LogitlessError(
                 f"Contiguous: {self.size} ranks of {window} tokens hold {window * self.size} but the samples need "

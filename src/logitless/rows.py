@@ -24,7 +24,7 @@ from torch import Tensor
 from logitless.collectives import resolve_group, table_over
 from logitless.errors import LogitlessError
 from logitless.exchange import GradRule, exchange_over
-from logitless.layouts import Contiguous, Scheme, Zigzag, ragged_arange
+from logitless.layouts import Scheme, Zigzag, ragged_arange
 from logitless.samples import Samples, Tokens, integer_vector, unpad
 
 
@@ -94,23 +94,26 @@ class Rows:
             align: each sample is padded to a multiple of this; default 1, and ``2 * size`` for zigzag.
             cu_seqlens: ``[N + 1]`` starts of the padded samples, the whole sequence's, instead of ``align``; one more
                 entry means padding after the last sample.
-            num_tokens: rows of the local logits if padding follows at their end; default as many as the samples need.
+            num_tokens: rows of the local logits if padding follows at their end; default as many as the samples (or
+                ``cu_seqlens``) need.
             device: where the plan will be used; default the device of the tokens.
 
         >>> rows = Rows.packed([[7, 8, 9], [4, 5, 6, 7]], [1, 2])
         >>> rows.index.tolist(), rows.target.tolist(), rows.position.tolist()
         ([1, 4, 5], [9, 6, 7], [0, 0, 1])
         """
+        if cp is not None and not isinstance(cp, Scheme):
+            raise LogitlessError(f"Rows.packed: cp must be a Zigzag, a Contiguous or None but is {cp!r}.")
         batch = Samples.check("Rows.packed", tokens, response_lengths, loss_masks, loss_mask_only)
-        spans = _spans(batch, cp, align, cu_seqlens)
+        spans, total = _spans(batch, cp, align, cu_seqlens)
+        size = 1 if cp is None else cp.size
+        num_tokens = -(-total // size) if num_tokens is None else num_tokens
         sample, offset = ragged_arange(spans) if cp is None else cp.tokens(spans, num_tokens)
-        if num_tokens is not None and num_tokens < len(sample):
+        if num_tokens < len(sample):
             raise LogitlessError(
                 f"Rows.packed: num_tokens is {num_tokens} but the samples need {len(sample)} tokens{_here(cp)}. "
                 f"Pass the padded length of the local pack, or leave it out."
             )
-        if num_tokens is None:
-            num_tokens = -(-int(spans.sum()) // cp.size) if isinstance(cp, Contiguous) else len(sample)
         return _select(batch, sample, offset, (num_tokens,), spans, cp, device)
 
     @staticmethod
@@ -159,7 +162,7 @@ class Rows:
             raise LogitlessError(f"Rows.padded: sample {sample} has {longest} tokens but max_length is {width}.")
         lead = width - batch.lengths if padding == "left" else torch.zeros_like(batch.lengths)
         spans = torch.full_like(batch.lengths, _round_up(width, cp.multiple) if cp else width)
-        sample, place = cp.tokens(spans, None) if cp else ragged_arange(spans)
+        sample, place = cp.tokens(spans, width) if cp else ragged_arange(spans)
         token_shape = (len(batch), _round_up(width, cp.multiple) // cp.size if cp else width)
         return _select(batch, sample, place - lead[sample], token_shape, spans, cp, device)
 
@@ -285,6 +288,10 @@ class Rows:
                 f"Rows.redistribute: to= was made for responses of {list(to.response_lengths or ())} tokens but these "
                 f"rows for {list(self.response_lengths or ())}. Both must describe the same samples."
             )
+        if to.cp is not None and self.cp is not None and to.cp.size != self.cp.size:
+            raise LogitlessError(
+                f"Rows.redistribute: these rows are split over {self.cp.size} ranks but to= over {to.cp.size} ranks."
+            )
         fields = self._exchange(x, group, to.response, grad, "redistribute")
         return fields[0] if isinstance(x, Tensor) else fields
 
@@ -298,7 +305,8 @@ class Rows:
             return
         scheme = (type(self.cp).__name__, 1 if self.cp is None else self.cp.size)
         rank = 0 if self.cp is None else self.cp.rank
-        plans = table_over(process_group, (rank, scheme, self.spans, self._whole_lengths("check_over"), self.held))
+        lengths = self._whole_lengths("check_over")
+        plans = table_over(process_group, (rank, scheme, self.num_tokens, self.spans, lengths))
         _check_plans(plans)
 
     def expand(self, x: Tensor) -> Tensor:
@@ -325,6 +333,8 @@ class Rows:
         self, x: Tensor | Sequence[Tensor], group: Any, wanted: Tensor | None, grad: GradRule, caller: str
     ) -> tuple[Tensor, ...]:
         fields = (x,) if isinstance(x, Tensor) else tuple(x)
+        if not fields:
+            raise LogitlessError(f"Rows.{caller}: x is empty; wanted a tensor or at least one field.")
         for field in fields:
             if field.dim() != 1 or field.shape[0] != len(self) or field.dtype != fields[0].dtype:
                 raise LogitlessError(
@@ -396,8 +406,10 @@ def _select(
     )
 
 
-def _spans(batch: Samples, cp: Scheme | None, align: int | None, cu_seqlens: Tensor | Sequence[int] | None) -> Tensor:
-    """Padded length of each sample, from ``align`` or ``cu_seqlens``, checked against the scheme."""
+def _spans(
+    batch: Samples, cp: Scheme | None, align: int | None, cu_seqlens: Tensor | Sequence[int] | None
+) -> tuple[Tensor, int]:
+    """Padded length of each sample, and of all of them with the padding after the last, checked against the scheme."""
     multiple = 1 if cp is None else cp.multiple
     if cu_seqlens is None:
         align = multiple if align is None else align
@@ -405,7 +417,8 @@ def _spans(batch: Samples, cp: Scheme | None, align: int | None, cu_seqlens: Ten
             raise LogitlessError(
                 f"Rows.packed: align must be a positive multiple of {multiple}{_here(cp)} but is {align!r}."
             )
-        return _round_up(batch.lengths, align)
+        spans = _round_up(batch.lengths, align)
+        return spans, int(spans.sum())
     if align is not None:
         raise LogitlessError("Rows.packed: give align or cu_seqlens, not both.")
     starts = torch.as_tensor(cu_seqlens, dtype=torch.int64).cpu()
@@ -421,18 +434,25 @@ def _spans(batch: Samples, cp: Scheme | None, align: int | None, cu_seqlens: Ten
                 f"Rows.packed: cu_seqlens gives sample {sample} {span} places, but it has {length} tokens and its "
                 f"places must be a multiple of {multiple}{_here(cp)}."
             )
-    return spans
+    if starts[0] != 0 or starts[-1] < starts[len(batch)]:
+        raise LogitlessError(f"Rows.packed: cu_seqlens must start at 0 and never fall but is {starts.tolist()}.")
+    return spans, int(starts[-1])
 
 
 def _check_plans(plans: Sequence[tuple[Any, ...]]) -> None:
     """Every rank sees the same table, so every rank raises the same error, or none does."""
-    ranks, schemes, spans, responses, held = zip(*plans, strict=True)
-    for name, values in (("the scheme", schemes), ("the number of samples", [len(r) for r in responses])):
+    ranks, schemes, num_tokens, spans, responses = zip(*plans, strict=True)
+    counts = [len(r) for r in responses]
+    for name, values in (("the scheme", schemes), ("the number of samples", counts)):
         if len(set(values)) > 1:
             raise LogitlessError(f"Rows.check_over: ranks disagree about {name}: rank by rank it is {list(values)}.")
     if list(ranks) != list(range(len(plans))):
         raise LogitlessError(
             f"Rows.check_over: ranks 0 .. {len(plans) - 1} of the group planned as ranks {list(ranks)} of the split."
+        )
+    if schemes[0][1] != len(plans):
+        raise LogitlessError(
+            f"Rows.check_over: these rows are split over {schemes[0][1]} ranks but group has {len(plans)}."
         )
     for name, table in (("padded length", spans), ("response length", responses)):
         for sample, values in enumerate(zip(*table, strict=True)):
@@ -441,12 +461,10 @@ def _check_plans(plans: Sequence[tuple[Any, ...]]) -> None:
                     f"Rows.check_over: ranks disagree about the {name} of sample {sample}: rank by rank it is "
                     f"{list(values)}."
                 )
-    for sample, (parts, whole) in enumerate(zip(zip(*held, strict=True), responses[0], strict=True)):
-        if sum(parts) != whole:
-            raise LogitlessError(
-                f"Rows.check_over: the response of sample {sample} has {whole} tokens but the ranks hold "
-                f"{list(parts)}. Do all ranks pass the same num_tokens?"
-            )
+    if len(set(num_tokens)) > 1:
+        raise LogitlessError(
+            f"Rows.check_over: ranks disagree about num_tokens: rank by rank it is {list(num_tokens)}."
+        )
 
 
 def _round_up(n: Any, multiple: int) -> Any:

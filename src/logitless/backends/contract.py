@@ -2,11 +2,12 @@
 
 A backend is a module with two functions:
 
-    statistics(problem) -> [4, R]                               m, s, w, t of each row
+    statistics(problem, out=None) -> [4, R]                     m, s, w, t of each row, into ``out`` if given
     gradient(problem, norm, coef, out, out_index) -> None       d logits, written over all of ``out``
 
 Backends know nothing of samples, masks, shards or autograd. ``out`` may be the logits themselves, with
-``out_index is problem.index``: a backend reads what it needs of a row before it writes there.
+``out_index is problem.index``: a backend reads what it needs of a row before it writes there. ``out_index`` None means
+that the problem's rows and those of ``out`` are the same, all of them and in order.
 """
 
 from __future__ import annotations

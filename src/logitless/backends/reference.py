@@ -13,7 +13,7 @@ from logitless.backends.contract import Problem, accumulation_dtype
 from logitless.softmax import FLOOR, SKIP, Coefficients, Normaliser
 
 
-def statistics(problem: Problem) -> Tensor:
+def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
     """``[4, R]`` (m, s, w, t) of the selected rows; see :mod:`logitless.softmax`."""
     z, _ = transformed(problem)
     m = z.amax(-1) if z.shape[-1] else z.new_full(z.shape[:1], -torch.inf)
@@ -26,10 +26,10 @@ def statistics(problem: Problem) -> Tensor:
         inside = (column >= 0) & (column < problem.columns)
         at_target = z.gather(-1, column.clamp(0, problem.columns - 1)[:, None]).squeeze(-1)
         t = torch.where(inside, at_target, t)
-    return torch.stack([m, e.sum(-1), (e * d.clamp_min(FLOOR)).sum(-1), t])
+    return torch.stack([m, e.sum(-1), (e * d.clamp_min(FLOOR)).sum(-1), t], out=out)
 
 
-def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor) -> None:
+def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor | None) -> None:
     """Write d logits into ``out``: the formula at rows ``out_index``, zero everywhere else."""
     z, slope = transformed(problem)
     d = z - norm.reference[:, None]
@@ -41,7 +41,7 @@ def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor
     dz = torch.where(columns == problem.column[:, None], coef.at_target[:, None], dz)
     dz = torch.where((problem.column == SKIP)[:, None], torch.zeros_like(dz), dz * slope)
     out.zero_()
-    out[out_index, : problem.columns] = dz.to(out.dtype)
+    out[problem.index if out_index is None else out_index, : problem.columns] = dz.to(out.dtype)
 
 
 def transformed(problem: Problem) -> tuple[Tensor, Tensor]:

@@ -22,11 +22,12 @@ def tile_shape(problem: Problem) -> tuple[int, int]:
     return max(1, min(problem.index.numel(), elements // width)), width
 
 
-def statistics(problem: Problem) -> Tensor:
+def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
     """Same as :func:`logitless.backends.reference.statistics`, one tile at a time."""
     dtype = accumulation_dtype(problem.logits.dtype)
     num_rows = problem.index.numel()
-    out = torch.empty((4, num_rows), dtype=dtype, device=problem.logits.device)
+    if out is None:
+        out = torch.empty((4, num_rows), dtype=dtype, device=problem.logits.device)
     rows, width = tile_shape(problem)
     for r in range(0, num_rows, rows):
         parts = [_tile_statistics(problem, r, rows, c, width) for c in range(0, max(problem.columns, 1), width)]
@@ -34,10 +35,11 @@ def statistics(problem: Problem) -> Tensor:
     return out
 
 
-def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor) -> None:
+def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor | None) -> None:
     """Same as :func:`logitless.backends.reference.gradient`, one tile at a time."""
     num_rows = problem.index.numel()
     rows, width = tile_shape(problem)
+    out_index = problem.index if out_index is None else out_index
     for r in range(0, num_rows, rows):
         for c in range(0, problem.columns, width):
             # Passed on unnamed: a name would keep this tile alive while the next one is computed.

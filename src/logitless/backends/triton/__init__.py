@@ -35,11 +35,11 @@ def unavailable(logits: Tensor) -> str | None:
     return None
 
 
-def statistics(problem: Problem) -> Tensor:
+def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
     """Same as :func:`logitless.backends.reference.statistics`, in one read of the rows."""
     _require_available(problem.logits)
     num_rows = problem.index.numel()
-    stats = torch.empty((4, num_rows), dtype=torch.float32, device=problem.logits.device)
+    stats = torch.empty((4, num_rows), dtype=torch.float32, device=problem.logits.device) if out is None else out
     if num_rows == 0:
         return stats
     with _on_device_of(problem.logits):
@@ -52,7 +52,7 @@ def statistics(problem: Problem) -> Tensor:
             row_stride=problem.logits.stride(0),
             columns=problem.columns,
             first=problem.first,
-            num_rows=num_rows,
+            part_stride=stats.stride(0),
             squash=problem.squash,
             ENTROPY=problem.entropy,
             SOFTCAP=bool(problem.squash),
@@ -61,14 +61,17 @@ def statistics(problem: Problem) -> Tensor:
     return stats
 
 
-def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor) -> None:
+def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor | None) -> None:
     """Same as :func:`logitless.backends.reference.gradient`: one read of the rows, one write of ``out``."""
     _require_available(problem.logits)
     num_rows, (num_tokens, width) = problem.index.numel(), out.shape
     if num_tokens == 0 or width == 0:
         return
-    slot = torch.full((num_tokens,), -1, dtype=torch.int32, device=out.device)
-    slot.index_copy_(0, out_index, torch.arange(num_rows, dtype=torch.int32, device=out.device))
+    if out_index is None:
+        slot = problem.index
+    else:
+        slot = torch.full((num_tokens,), -1, dtype=torch.int64, device=out.device)
+        slot.index_copy_(0, out_index, torch.arange(num_rows, device=out.device))
     sizes = gradient_sizes(problem.logits.dtype, width)
     with _on_device_of(problem.logits):
         gradient_kernel[(num_tokens * triton.cdiv(width, sizes["BLOCK"]),)](

@@ -57,7 +57,7 @@ def accumulate(b_z, m, b_s, b_w, ENTROPY: tl.constexpr):
     return m, b_s, b_w
 
 
-@triton.jit(do_not_specialize=["num_rows", "first"])
+@triton.jit(do_not_specialize=["part_stride", "first"])
 def statistics_kernel(
     logits,
     index,
@@ -67,7 +67,7 @@ def statistics_kernel(
     row_stride,
     columns,
     first,
-    num_rows,
+    part_stride,
     squash,
     ENTROPY: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -80,9 +80,9 @@ def statistics_kernel(
     p_out = stats + i_r
     if i_c == SKIP:
         tl.store(p_out, 0.0)
-        tl.store(p_out + num_rows, 1.0)
-        tl.store(p_out + 2 * num_rows, 0.0)
-        tl.store(p_out + 3 * num_rows, 0.0)
+        tl.store(p_out + part_stride, 1.0)
+        tl.store(p_out + 2 * part_stride, 0.0)
+        tl.store(p_out + 3 * part_stride, 0.0)
     else:
         p_row = logits + tl.load(index + i_r).to(tl.int64) * row_stride
         a = tl.load(gain + i_r)
@@ -104,9 +104,9 @@ def statistics_kernel(
         if (i_c >= 0) & (i_c < columns):
             t = transform(tl.load(p_row + i_c).to(tl.float32), a, squash, SOFTCAP)
         tl.store(p_out, m)
-        tl.store(p_out + num_rows, tl.sum(b_s, axis=0))
-        tl.store(p_out + 2 * num_rows, tl.sum(b_w, axis=0))
-        tl.store(p_out + 3 * num_rows, t)
+        tl.store(p_out + part_stride, tl.sum(b_s, axis=0))
+        tl.store(p_out + 2 * part_stride, tl.sum(b_w, axis=0))
+        tl.store(p_out + 3 * part_stride, t)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -142,7 +142,7 @@ def gradient_kernel(
     o_c = (tl.program_id(0) % num_blocks) * BLOCK + tl.arange(0, BLOCK)
     m_out = o_c < width
     p_out = out + i_t * out_stride + o_c
-    i_r = tl.load(slot + i_t).to(tl.int64)
+    i_r = tl.load(slot + i_t)
     i_c = tl.full([], SKIP, dtype=tl.int64)
     if i_r >= 0:
         i_c = tl.load(column + i_r)

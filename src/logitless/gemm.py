@@ -1,0 +1,55 @@
+"""Matrix products with the accumulator kept: half-precision operands, float32 result, no rounding in between.
+
+On CUDA the vendor library writes its float32 accumulator out (``out_dtype``). On CPU the operands are widened, which
+gives the same products; callers keep them tile-sized, so the widened copies are too. Float32 operands multiply in
+IEEE float32 whatever torch's global switch says; TF32 is used only where it was asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False, tf32: bool = False) -> None:
+    """``out = a @ b``, or ``out += a @ b``, summed in at least float32 and rounded once to ``out``'s dtype."""
+    with _float32_products(a, tf32):
+        if a.device.type == "cuda" and out.dtype != a.dtype:
+            _multiply_wide(a, b, out, add)
+        elif a.device.type == "cuda" or a.dtype == out.dtype == _wide(out.dtype):
+            torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+        else:
+            product = torch.mm(a.to(_wide(out.dtype)), b.to(_wide(out.dtype)))
+            out.add_(product) if add else out.copy_(product)
+
+
+def _multiply_wide(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+    if add:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)  # pyright: ignore[reportCallIssue]
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)  # pyright: ignore[reportCallIssue]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@contextlib.contextmanager
+def _float32_products(a: Tensor, tf32: bool) -> Iterator[None]:
+    if a.device.type != "cuda" or a.dtype != torch.float32:
+        yield
+        return
+    switches = torch.backends.cuda.matmul
+    # The name of the switch changed in torch 2.9, and mixing the two raises.
+    name, value = (
+        ("fp32_precision", "tf32" if tf32 else "ieee") if hasattr(switches, "fp32_precision") else ("allow_tf32", tf32)
+    )
+    before = getattr(switches, name)
+    setattr(switches, name, value)
+    try:
+        yield
+    finally:
+        setattr(switches, name, before)
