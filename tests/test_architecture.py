@@ -22,7 +22,7 @@ LAYERS = [
     ["spec"],
     ["samples", "layouts", "exchange"],
     ["rows", "softmax"],
-    ["backends.contract"],
+    ["backends.contract", "results"],
     ["backends.reference", "backends.tiled", "backends.triton"],
     ["backends"],
     ["kept", "gemm"],

@@ -150,6 +150,7 @@ def kept_gradient(
     g_logprob: Tensor,
     norm: Normaliser,
     coef: Coefficients | None,
+    ignored: Tensor,
 ) -> Tensor:
     """``[K + R]`` whole gradient at each kept logit: ``g_l (onehot - p_kept)`` plus the dense terms, if any."""
     log_p = (k.z - kept_norm.reference[k.row]) - kept_norm.log_sum[k.row]
@@ -160,9 +161,26 @@ def kept_gradient(
         if coef.product is not None:
             dense = dense + coef.product[k.row] * d.clamp_min(FLOOR)
         dz = dz + (d - norm.log_sum[k.row]).exp() * dense
-    return dz * k.slope
+    return (dz * k.slope).masked_fill(ignored[k.row], 0.0)
 
 
 def _segment(x: Tensor, how: str, lengths: Tensor) -> Tensor:
     # Unlike scatter_add, a segmented reduction adds in a fixed order: same bits on every run.
     return torch.segment_reduce(x, how, lengths=lengths, unsafe=True)
+
+
+def write_kept(k: KeptLogits, values: Tensor, out: Tensor, out_index: Tensor) -> None:
+    """Write finished gradients at the kept logits that live here; ``out`` holds the dense part already.
+
+    Ids that live on another shard must not write. Without asking the device how many there are, each of them repeats
+    the write of an id of its row that lives here, or, where there is none, puts back what column 0 holds.
+    """
+    if not out.shape[1] or not len(values):
+        return
+    values = values.to(out.dtype)
+    place = torch.arange(len(values), device=values.device)
+    here = torch.full_like(k.lengths, -1).scatter_reduce(0, k.row, torch.where(k.here, place, -1), "amax")[k.row]
+    place = torch.where(k.here, place, here.clamp_min(0))
+    column = torch.where(here < 0, 0, k.column[place])
+    row = out_index[k.row]
+    out[row, column] = torch.where(here < 0, out[row, 0], values[place])

@@ -24,20 +24,16 @@ from logitless.checks import (
     resolve_rows,
     vocabulary,
 )
-from logitless.collectives import agree_over, gather_over
+from logitless.collectives import agree_over
 from logitless.errors import LogitlessError
-from logitless.kept import Kept, KeptLogits, kept_gradient, kept_logits, kept_statistics
+from logitless.kept import Kept, KeptLogits, kept_gradient, kept_logits, kept_statistics, write_kept
+from logitless.results import row_results
 from logitless.rows import Rows
 from logitless.softmax import (
     ELSEWHERE,
     SKIP,
-    Coefficients,
     Normaliser,
     coefficients,
-    entropy,
-    mean_shift,
-    merge,
-    normaliser,
 )
 from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard, parse_memory
 
@@ -194,24 +190,19 @@ class _LogProbs(torch.autograd.Function):
         problem = _problem(logits, index, column, gain, call)
         stats = run_statistics(call.backend, problem)
         gathered = _gather_kept(kept_ids, kept_lengths, target, problem, call)
-        stats, kept_stats = _whole_vocabulary(stats, gathered, call.group)
-        norm = normaliser(stats)
-        kept_norm = norm if kept_stats is None else normaliser(kept_stats)
-        left_out = target == IGNORE
-        logprob = ((stats[3] - kept_norm.reference) - kept_norm.log_sum).masked_fill(left_out, 0.0)
-        mean = None if call.entropy is None else mean_shift(stats)
-        entropy_value = None if mean is None else entropy(norm, mean).masked_fill(left_out, 0.0)
-        log_z = (norm.reference + norm.log_sum).masked_fill(left_out, 0.0)
+        kept_stats = None if gathered is None else kept_statistics(gathered)
+        results = row_results(stats, kept_stats, target == IGNORE, call.entropy is not None, call.group)
         ctx.set_materialize_grads(False)
         if call.entropy == "value":
-            ctx.mark_non_differentiable(entropy_value)
-        kept_saved = () if kept_ids is None else (kept_ids, kept_lengths, *kept_norm)
-        entropy_saved = (mean,) if call.entropy == "grad" else ()
-        ctx.save_for_backward(logits, index, target, column, gain, *norm, logprob, *kept_saved, *entropy_saved)
+            ctx.mark_non_differentiable(results.entropy)
+        kept_saved = () if kept_ids is None else (kept_ids, kept_lengths, *results.kept_norm)
+        entropy_saved = (results.mean,) if call.entropy == "grad" else ()
+        rows_saved = (index, target, column, gain, *results.norm, results.logprob)
+        ctx.save_for_backward(logits, *rows_saved, *kept_saved, *entropy_saved)
         ctx.call, ctx.has_kept, ctx.spent = call, kept_ids is not None, False
         # A leaf may ask for its gradient in another dtype; for anything else autograd keeps the tensor's own.
         ctx.grad_dtype = (getattr(logits, "grad_dtype", None) if logits.is_leaf else None) or logits.dtype
-        return logprob, entropy_value, log_z
+        return results[:3]
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -245,11 +236,15 @@ class _LogProbs(torch.autograd.Function):
         else:
             gathered = _gather_kept(kept_ids, kept_lengths, target, problem, call)
             assert gathered is not None
-            none = torch.zeros_like(g_logprob)
-            coef = coefficients(logprob, norm, mean, none, g_entropy, g_log_z)
+            coef = coefficients(logprob, norm, mean, torch.zeros_like(g_logprob), g_entropy, g_log_z)
             dense = coef if g_entropy is not None or g_log_z is not None else None
-            values = kept_gradient(gathered, kept_norm, logprob, g_logprob, norm, dense)
-            _dense_then_kept(call, problem, norm, dense, gathered, values, target, out, out_index)
+            values = kept_gradient(gathered, kept_norm, logprob, g_logprob, norm, dense, target == IGNORE)
+            if dense is None:
+                out.zero_()
+            else:
+                no_target = replace(problem, column=problem.column.clamp_max(ELSEWHERE))
+                run_gradient(call.backend, no_target, norm, dense, out, out_index)
+            write_kept(gathered, values, out, out_index)
         if call.overwrite:
             ctx.spent = True
             return (logits.detach(), *(None,) * 6)
@@ -307,21 +302,6 @@ def _gather_kept(
     return kept_logits(Kept(ids, lengths), target, problem, call.start, call.vocab_size)
 
 
-def _whole_vocabulary(stats: Tensor, gathered: KeptLogits | None, group: Any) -> tuple[Tensor, Tensor | None]:
-    """Statistics over all shards, and those of the kept ids: one ``all_gather`` for both, or none if unsharded."""
-    kept_part = None if gathered is None else kept_statistics(gathered)
-    if group is not None:
-        parts = gather_over(group, stats if kept_part is None else torch.cat([stats, kept_part]))
-        stats = merge(parts[:, :4])
-        kept_part = None if kept_part is None else parts[:, 4:]
-    elif kept_part is not None:
-        kept_part = kept_part[None]
-    if kept_part is None:
-        return stats, None
-    m, s = kept_part.unbind(1)
-    return stats, merge(torch.stack([m, s, torch.zeros_like(s), stats[3].expand_as(s)], dim=1))
-
-
 def _gradient_buffer(
     logits: Tensor, index: Tensor, problem: Problem, dtype: torch.dtype, overwrite: bool
 ) -> tuple[Tensor, Tensor]:
@@ -330,35 +310,3 @@ def _gradient_buffer(
         return problem.logits, problem.index
     shape = (logits.shape[:-1].numel(), logits.shape[-1])
     return torch.empty(shape, dtype=dtype, device=logits.device), index
-
-
-def _dense_then_kept(
-    call: _Call,
-    problem: Problem,
-    norm: Normaliser,
-    dense: Coefficients | None,
-    gathered: KeptLogits,
-    values: Tensor,
-    target: Tensor,
-    out: Tensor,
-    out_index: Tensor,
-) -> None:
-    """Gradient of entropy and log Z everywhere, then the finished values at the kept ids, each written once."""
-    if dense is None:
-        out.zero_()
-    else:
-        no_target = problem.column.clamp_max(ELSEWHERE)
-        run_gradient(call.backend, replace(problem, column=no_target), norm, dense, out, out_index)
-    if not problem.columns or not target.numel():
-        return
-    values = values.masked_fill((target == IGNORE)[gathered.row], 0.0).to(out.dtype)
-    # Ids that live on another shard must not write. Without asking the device how many there are, each of them repeats
-    # the write of an id of its row that lives here, or, where there is none, puts back what column 0 holds.
-    place = torch.arange(len(values), device=values.device)
-    here = torch.full_like(target, -1).scatter_reduce(0, gathered.row, torch.where(gathered.here, place, -1), "amax")[
-        gathered.row
-    ]
-    place = torch.where(gathered.here, place, here.clamp_min(0))
-    column = torch.where(here < 0, 0, gathered.column[place])
-    row = out_index[gathered.row]
-    out[row, column] = torch.where(here < 0, out[row, 0], values[place])
