@@ -83,3 +83,10 @@ def test_the_table_is_what_the_records_say():
 @pytest.mark.parametrize(("name", "most"), [("README.md", 150), ("CONTRIBUTING.md", 60)])
 def test_first_pages_are_short(name: str, most: int):
     assert len((ROOT / name).read_text().splitlines()) < most
+
+
+def test_the_file_map_names_files_that_exist():
+    names = re.findall(r"^\| (`.+`) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    files = [name.strip("` ") for line in names for name in line.split(",")]
+    assert len(files) > 10
+    assert [name for name in files if not (ROOT / "src" / "logitless" / name).exists()] == []

@@ -57,6 +57,27 @@ def gather_over(group: dist.ProcessGroup, x: Tensor) -> Tensor:
     return out
 
 
+def gather_rows_over(group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    """``[T / n, ...]`` of every rank, end to end in rank order: ``[T, ...]``. Its backward is :func:`scatter_sum_over`."""
+    return gather_over(group, x).flatten(0, 1)
+
+
+def scatter_sum_over(group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    """``[T, ...]`` summed over ranks, of which each keeps its part: ``[T / n, ...]``."""
+    size = dist.get_world_size(group)
+    out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    # As above: renamed in torch 2.13.
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(out, x.contiguous(), group=group)
+    return out
+
+
+def sum_over(group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    """``x`` summed over ranks, in place."""
+    dist.all_reduce(x, group=group)
+    return x
+
+
 def table_over(group: dist.ProcessGroup, row: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     """The small tuple of plain values of every rank, in rank order. Host only; for set-up and checks."""
     table: list[Any] = [None] * dist.get_world_size(group)

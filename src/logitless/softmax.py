@@ -102,17 +102,16 @@ def coefficients(
 ) -> Coefficients:
     """What the backward kernel needs, from the row's statistics and upstream gradients.
 
-    The target's own element, ``(g_l + b) + b (p - 1) + c p (t - m)``, is formed here with ``expm1``: written as
-    ``g_l - g_l p`` it would lose every digit of a confident row.
+    The target's own element is ``g_l (1 - p) + p (g_Z + g_H w / s + c (t - m))``, with ``1 - p = -expm1(log p)``: small
+    terms stay small, whether the target is nearly certain or nearly impossible.
     """
     rest = torch.zeros_like(g_logprob) if g_log_z is None else g_log_z
     product = None
+    at_target = rest
     if g_entropy is not None:
         assert mean is not None
-        rest = rest + g_entropy * mean
         product = -g_entropy
-    plain = rest - g_logprob
-    at_target = rest + plain * torch.expm1(logprob)
-    if product is not None:
-        at_target = at_target + product * logprob.exp() * (logprob + norm.log_sum).clamp_min(FLOOR)
-    return Coefficients(plain, product, at_target)
+        rest = rest + g_entropy * mean
+        at_target = rest + product * (logprob + norm.log_sum).clamp_min(FLOOR)
+    at_target = logprob.exp() * at_target - g_logprob * torch.expm1(logprob)
+    return Coefficients(rest - g_logprob, product, at_target)

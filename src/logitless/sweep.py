@@ -10,7 +10,8 @@ accumulates (``[V, D]``). Whichever accumulator is smaller is the one that exist
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,22 +20,11 @@ from torch import Tensor
 from logitless.backends import load
 from logitless.backends.contract import Problem
 from logitless.gemm import multiply
-from logitless.softmax import Coefficients, Normaliser, merge
-
-
-class Tiles(NamedTuple):
-    """Sizes of a sweep.
-
-    Attributes:
-        rows, columns: of the tile of logits that exists at a time.
-        block: rows whose dZ is held together in backward.
-        elementwise: bytes of working space for the plain-torch backend inside a tile.
-    """
-
-    rows: int
-    columns: int
-    block: int
-    elementwise: int
+from logitless.kept import Kept, KeptLogits, kept_gradient, kept_logits, kept_statistics, write_kept
+from logitless.results import merge_kept
+from logitless.softmax import ELSEWHERE, Coefficients, Normaliser, merge
+from logitless.spec import IGNORE
+from logitless.tiles import Tiles, smaller
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +58,69 @@ class Projection:
         return self.hidden.shape[0]
 
 
-class Space(NamedTuple):
-    """The one tile of logits, as flat memory, and the row numbers 0, 1, 2, ... of a tile."""
+@dataclass(frozen=True, eq=False)
+class Space:
+    """Working memory of a sweep.
 
+    Attributes:
+        tiles: its sizes.
+        logits: the one tile of logits, as flat memory.
+        row: row numbers 0, 1, 2, ... of a tile.
+        d_z: dZ of a block of rows in the operands' dtype; empty in forward.
+    """
+
+    tiles: Tiles
     logits: Tensor
     row: Tensor
+    d_z: Tensor
+
+    @staticmethod
+    def make(p: Projection, tiles: Tiles, with_d_z: bool) -> Space:
+        device = p.hidden.device
+        logits = torch.empty(tiles.rows * tiles.columns, dtype=p.logits_dtype, device=device)
+        width = tiles.columns if p.num_rows < p.columns else p.columns
+        d_z = p.hidden.new_empty((min(tiles.block, p.num_rows), width) if with_d_z else (0, 0))
+        return Space(tiles, logits, torch.arange(tiles.rows, device=device), d_z)
+
+
+@dataclass(frozen=True, eq=False)
+class KeptIds:
+    """Kept ids of the rows, and which columns of the vocabulary are here. Tiles then hold all rows at once."""
+
+    kept: Kept
+    target: Tensor
+    start: int
+    vocab_size: int
+
+    def logits(self, tile: Problem) -> KeptLogits:
+        """The kept logits that live in a tile."""
+        return kept_logits(self.kept, self.target, tile, self.start + tile.first, self.vocab_size)
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """What turns a tile of logits into a tile of dZ.
+
+    Attributes:
+        norm, coef: as backends take them.
+        kept: kept ids, with the normaliser over them, the log-prob and its upstream gradient; or None.
+    """
+
+    norm: Normaliser
+    coef: Coefficients
+    kept: tuple[KeptIds, Normaliser, Tensor, Tensor] | None = None
+
+    def write(self, backend: Any, tile: Problem, r: int, stop: int, out: Tensor) -> None:
+        """dZ of rows ``r .. stop`` of a tile into ``out``."""
+        norm, coef = _rows_of(self.norm, r, stop), _rows_of(self.coef, r, stop)
+        if self.kept is None:
+            backend.gradient(tile, norm, coef, out, None)
+            return
+        ids, kept_norm, logprob, g_logprob = self.kept
+        gathered = ids.logits(tile)
+        values = kept_gradient(gathered, kept_norm, logprob, g_logprob, norm, coef, ids.target == IGNORE)
+        backend.gradient(replace(tile, column=tile.column.clamp_max(ELSEWHERE)), norm, coef, out, None)
+        write_kept(gathered, values, out, tile.index)
 
 
 class Gradients(NamedTuple):
@@ -83,22 +131,31 @@ class Gradients(NamedTuple):
     bias: Tensor | None
 
 
-def sweep_statistics(p: Projection, tiles: Tiles) -> Tensor:
-    """``[4, R]`` (m, s, w, t) over all columns here; see :mod:`logitless.softmax`."""
-    slabs = range(0, max(p.columns, 1), tiles.columns)
-    parts = p.gain.new_empty((len(slabs), 4, p.num_rows))
-    space, backend = _tile_space(p, tiles), load(p.backend)
-    for i, c in enumerate(slabs):
-        for r in range(0, p.num_rows, tiles.rows):
-            backend.statistics(tile_problem(p, tiles, space, r, c), parts[i, :, r : r + tiles.rows])
-    return parts[0] if len(slabs) == 1 else merge(parts)
+def sweep_statistics(p: Projection, tiles: Tiles, kept: KeptIds | None = None) -> tuple[Tensor, Tensor | None]:
+    """``[4, R]`` (m, s, w, t) over all columns here, and ``[2, R]`` (m, s) of the kept ids if there are any."""
+    stats = p.gain.new_empty((4, p.num_rows))
+    kept_stats = None if kept is None else p.gain.new_empty((2, p.num_rows))
+    space = allocate(p, tiles)
+    slabs = range(0, max(p.columns, 1), space.tiles.columns)
+    for r in range(0, p.num_rows, space.tiles.rows):
+        stop = min(r + space.tiles.rows, p.num_rows)
+        parts = p.gain.new_empty((len(slabs), 4, stop - r))
+        kept_parts = []
+        for i, c in enumerate(slabs):
+            tile = tile_problem(p, space, r, stop, c)
+            load(p.backend).statistics(tile, parts[i])
+            if kept is not None:
+                kept_parts.append(kept_statistics(kept.logits(tile)))
+        stats[:, r:stop] = parts[0] if len(slabs) == 1 else merge(parts)
+        if kept_stats is not None:
+            kept_stats[:, r:stop] = merge_kept(torch.stack(kept_parts), stats[3, r:stop])[:2]
+    return stats, kept_stats
 
 
 def sweep_gradients(
     p: Projection,
     tiles: Tiles,
-    norm: Normaliser,
-    coef: Coefficients,
+    terms: Terms,
     *,
     want: tuple[bool, bool, bool],
     weight_grad: Tensor | None = None,
@@ -106,23 +163,28 @@ def sweep_gradients(
     """Gradients of hidden, weight and bias, by column slabs or row blocks.
 
     Args:
+        terms: what turns a tile of logits into a tile of dZ.
         want: which of the three are wanted.
         weight_grad: float32 buffer ``[V, D]`` to add the weight's gradient to; then none is returned for it.
     """
+    if p.num_rows == 0 or p.columns == 0 or not any(want):
+        return _no_gradients(p, want, weight_grad)
     sweep = _by_slabs if p.num_rows < p.columns else _by_blocks
-    return sweep(p, tiles, norm, coef, want, weight_grad)
+    hidden, weight, bias = sweep(p, tiles, terms, want, weight_grad)
+    # Accumulators are rounded here, where the sweep's working memory is free again.
+    return Gradients(_as(hidden, p.hidden), _as(weight, p.weight), _as(bias, p.bias))
 
 
 def _by_slabs(
     p: Projection,
     tiles: Tiles,
-    norm: Normaliser,
-    coef: Coefficients,
+    terms: Terms,
     want: tuple[bool, bool, bool],
     weight_grad: Tensor | None,
 ) -> Gradients:
     want_hidden, want_weight, want_bias = want
-    space, d_z = _tile_space(p, tiles), p.hidden.new_empty((min(tiles.block, p.num_rows), tiles.columns))
+    space = allocate(p, tiles, with_d_z=True)
+    tiles, d_z = space.tiles, space.d_z
     d_hidden = p.gain.new_empty(p.hidden.shape) if want_hidden else None
     d_weight = torch.empty_like(p.weight) if want_weight and weight_grad is None else None
     d_bias = p.gain.new_zeros(p.weight.shape[0]) if want_bias else None
@@ -138,7 +200,7 @@ def _by_slabs(
         for b in range(0, p.num_rows, tiles.block):
             rows = slice(b, min(b + tiles.block, p.num_rows))
             block = d_z[: rows.stop - rows.start, :width]
-            _fill_block(p, tiles, space, norm, coef, rows, c, block)
+            _fill_block(p, space, terms, rows, c, block)
             if weight_grad is not None:
                 multiply(block.T, p.hidden[rows], weight_grad[c : c + width], add=True, tf32=p.tf32)
             elif d_weight is not None:
@@ -150,65 +212,54 @@ def _by_slabs(
                 d_bias[c : c + width] += block.sum(0, dtype=d_bias.dtype)
         if slab is not None and d_weight is not None:
             d_weight[c : c + width] = slab[:width]
-    del space, d_z, slab
     if d_weight is not None:
         d_weight[p.columns :].zero_()
-    return Gradients(None if d_hidden is None else d_hidden.to(p.hidden.dtype), d_weight, _as(d_bias, p.bias))
+    return Gradients(d_hidden, d_weight, d_bias)
 
 
 def _by_blocks(
     p: Projection,
     tiles: Tiles,
-    norm: Normaliser,
-    coef: Coefficients,
+    terms: Terms,
     want: tuple[bool, bool, bool],
     weight_grad: Tensor | None,
 ) -> Gradients:
     want_hidden, want_weight, want_bias = want
-    space, d_z = _tile_space(p, tiles), p.hidden.new_empty((min(tiles.block, p.num_rows), p.columns))
+    space = allocate(p, tiles, with_d_z=True)
+    tiles, d_z = space.tiles, space.d_z
     d_hidden = torch.empty_like(p.hidden) if want_hidden else None
+    # Float32 over all blocks, unless the caller's buffer is.
     d_weight = p.gain.new_zeros(p.weight.shape) if want_weight and weight_grad is None else weight_grad
     d_bias = p.gain.new_zeros(p.weight.shape[0]) if want_bias else None
     for b in range(0, p.num_rows, tiles.block):
         rows = slice(b, min(b + tiles.block, p.num_rows))
         block = d_z[: rows.stop - rows.start]
         for c in range(0, p.columns, tiles.columns):
-            _fill_block(p, tiles, space, norm, coef, rows, c, block[:, c : c + tiles.columns])
+            _fill_block(p, space, terms, rows, c, block[:, c : c + tiles.columns])
         if d_hidden is not None:
             multiply(block, p.weight[: p.columns], d_hidden[rows], tf32=p.tf32)
         if want_weight and d_weight is not None:
             multiply(block.T, p.hidden[rows], d_weight[: p.columns], add=True, tf32=p.tf32)
         if d_bias is not None:
             d_bias[: p.columns] += block.sum(0, dtype=d_bias.dtype)
-    del space, d_z
-    returned = None if weight_grad is not None or d_weight is None else d_weight.to(p.weight.dtype)
-    return Gradients(d_hidden, returned, _as(d_bias, p.bias))
+    return Gradients(d_hidden, d_weight if weight_grad is None else None, d_bias)
 
 
-def _fill_block(
-    p: Projection,
-    tiles: Tiles,
-    space: Space,
-    norm: Normaliser,
-    coef: Coefficients,
-    rows: slice,
-    c: int,
-    out: Tensor,
-) -> None:
+def _fill_block(p: Projection, space: Space, terms: Terms, rows: slice, c: int, out: Tensor) -> None:
     """dZ of the given rows and of the columns from ``c`` on, into ``out``."""
-    for r in range(rows.start, rows.stop, tiles.rows):
-        stop = min(r + tiles.rows, rows.stop)
-        tile = tile_problem(p, tiles, space, r, c, stop)
-        part = out[r - rows.start : stop - rows.start]
-        load(p.backend).gradient(tile, _rows_of(norm, r, stop), _rows_of(coef, r, stop), part, None)
+    for r in range(rows.start, rows.stop, space.tiles.rows):
+        stop = min(r + space.tiles.rows, rows.stop)
+        terms.write(
+            load(p.backend), tile_problem(p, space, r, stop, c), r, stop, out[r - rows.start : stop - rows.start]
+        )
 
 
-def tile_problem(p: Projection, tiles: Tiles, space: Space, r: int, c: int, stop: int | None = None) -> Problem:
-    """The logits of rows from ``r`` and columns from ``c``, computed into ``space``, as a backend sees them."""
-    stop = min(r + tiles.rows, p.num_rows) if stop is None else stop
-    width = min(tiles.columns, p.columns - c)
+def tile_problem(p: Projection, space: Space, r: int, stop: int, c: int) -> Problem:
+    """The logits of rows ``r .. stop`` and of the columns from ``c`` on, computed into ``space``."""
+    width = min(space.tiles.columns, p.columns - c)
     logits = space.logits[: (stop - r) * width].view(stop - r, width)
-    multiply(p.hidden[r:stop], p.weight[c : c + width].T, logits, tf32=p.tf32)
+    if width:
+        multiply(p.hidden[r:stop], p.weight[c : c + width].T, logits, tf32=p.tf32)
     if p.bias is not None:
         logits.add_(p.bias[c : c + width])
     return Problem(
@@ -219,14 +270,35 @@ def tile_problem(p: Projection, tiles: Tiles, space: Space, r: int, c: int, stop
         squash=p.squash,
         columns=width,
         entropy=p.entropy,
-        memory=tiles.elementwise,
+        memory=space.tiles.elementwise,
         first=c,
     )
 
 
-def _tile_space(p: Projection, tiles: Tiles) -> Space:
-    logits = torch.empty(tiles.rows * tiles.columns, dtype=p.logits_dtype, device=p.hidden.device)
-    return Space(logits, torch.arange(tiles.rows, device=p.hidden.device))
+def allocate(p: Projection, tiles: Tiles, with_d_z: bool = False) -> Space:
+    """Working memory of a sweep. Out of memory, tiles are halved until they fit or are down to 16 columns."""
+    while True:
+        try:
+            return Space.make(p, tiles, with_d_z)
+        except torch.OutOfMemoryError:
+            less = smaller(tiles)
+            if less is None:
+                raise
+            warnings.warn(
+                f"linear_logprobs: out of memory for tiles of {tiles.rows} x {tiles.columns} logits; going on with "
+                f"{less.rows} x {less.columns}. A smaller memory= avoids the attempt.",
+                stacklevel=2,
+            )
+            tiles = less
+
+
+def _no_gradients(p: Projection, want: tuple[bool, bool, bool], weight_grad: Tensor | None) -> Gradients:
+    hidden, weight, bias = want
+    return Gradients(
+        torch.zeros_like(p.hidden) if hidden else None,
+        torch.zeros_like(p.weight) if weight and weight_grad is None else None,
+        torch.zeros_like(p.bias) if bias and p.bias is not None else None,
+    )
 
 
 def _rows_of(vectors: Any, r: int, stop: int) -> Any:

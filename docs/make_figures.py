@@ -1,0 +1,80 @@
+"""Draw every figure of ``docs/figures`` and the table of the README again: ``python docs/make_figures.py``.
+
+Layouts come from ``Rows`` (``layout_figures.py``), bars and table from the benchmark records; nothing is done by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from layout_figures import figures
+
+from logitless.bench.records import Record, format_bytes, newest, read_records
+from logitless.plots import DARK, LIGHT, draw_case, draw_records
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+FIGURES = ROOT / "docs" / "figures"
+RECORDS = ROOT / "benchmarks" / "results" / "h200.jsonl"
+FP32, BF16 = "reference-fp32-grad", "reference-bf16-grad"
+
+# Provider and its name in the table, slowest first.
+LINES = {
+    "torch": "plain torch",
+    "torch.compile": "`torch.compile`",
+    "liger": "Liger (log-prob only)",
+    "trl-kernel": "TRL's kernel",
+    "logitless": "**logitless**",
+    "logitless-overwrite": "**logitless, overwriting**",
+}
+START, END = "<!-- table: python docs/make_figures.py -->\n", "<!-- end of table -->"
+
+
+def main() -> None:
+    """All figures and the table, over those that are there."""
+    for name, text in figures().items():
+        (FIGURES / name).write_text(text, encoding="utf-8")
+    records = read_records(RECORDS)
+    for style in (LIGHT, DARK):
+        draw_case(_of(records, FP32), FIGURES / f"h200-reference-{style.name}.png", style)
+    draw_records(_of(records, FP32) + _of(records, BF16), FIGURES, "h200")
+    README.write_text(with_table(README.read_text(encoding="utf-8"), table(records)), encoding="utf-8")
+
+
+def table(records: Sequence[Record]) -> str:
+    """The reference case in both dtypes, from the newest records, as Markdown."""
+    fp32, bf16 = ({r.provider: r for r in newest(_of(records, name))} for name in (FP32, BF16))
+    case, where = fp32["torch"].case, fp32["torch"].environment
+    lines = [
+        f"T = {case['tokens']}, V = {case['vocab']}, log-prob and entropy both differentiated. {where['device']}, "
+        f"torch {where['versions']['torch']}, Triton {where['versions']['triton']}, commit `{where['commit']}`.",
+        "",
+        "| | fp32 forward | + backward | x floor | peak | bf16 forward | + backward | x floor | peak |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for provider, name in LINES.items():
+        lines.append(f"| {name} | {_cells(fp32[provider])} | {_cells(bf16[provider])} |")
+    return "\n".join(lines) + "\n\n"
+
+
+def with_table(text: str, new: str) -> str:
+    """The README with the table between its marks replaced."""
+    before, rest = text.split(START)
+    return before + START + new + END + rest.split(END)[1]
+
+
+def _cells(record: Record) -> str:
+    assert record.forward_ms is not None
+    assert record.total_ms is not None
+    assert record.peak_bytes is not None
+    times = (f"{record.forward_ms:.2f} ms", f"{record.total_ms:.2f} ms", f"{record.total_ms / record.floor_ms:.2f}")
+    return " | ".join([*times, format_bytes(record.peak_bytes)])
+
+
+def _of(records: Sequence[Record], case: str) -> list[Record]:
+    return [r for r in records if r.case["name"] == case]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""How large the tiles of a sweep are: one memory budget in, rows and columns out.
+
+Only shapes and the budget decide, never the contents. On a GPU a tile should fill the 132 multiprocessors a whole number
+of times, which 8448 = 33 * 256 columns does for any multiple of 512 rows; on a CPU it should stay near the caches.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from logitless.errors import LogitlessError
+
+
+class Tiles(NamedTuple):
+    """Sizes of a sweep.
+
+    Attributes:
+        rows, columns: of the tile of logits that exists at a time.
+        block: rows whose dZ is held together in backward.
+        elementwise: bytes of working space for the plain-torch backend inside a tile.
+    """
+
+    rows: int
+    columns: int
+    block: int
+    elementwise: int
+
+
+class Shape(NamedTuple):
+    """What the sizes depend on.
+
+    Attributes:
+        rows, columns: R and the true columns V of the logits that are never stored.
+        logits_bytes, operand_bytes: bytes of one logit of the tile, and of one element of dZ.
+        on_gpu: whether tiles are sized for a GPU.
+    """
+
+    rows: int
+    columns: int
+    logits_bytes: int
+    operand_bytes: int
+    on_gpu: bool
+
+
+def forward_tiles(shape: Shape, memory: int) -> Tiles:
+    """A tile of logits within the budget, as tall and as wide as pays."""
+    tall, wide = (4096, 8448) if shape.on_gpu else (1024, 4096)
+    budget, elementwise = _divide(shape, memory)
+    rows, columns = _fit(shape, budget, min(tall, shape.rows), wide, per_column=0)
+    return Tiles(rows, columns, rows, elementwise)
+
+
+def backward_tiles(shape: Shape, memory: int) -> Tiles:
+    """A tile of logits and the dZ of a block of rows, together within the budget.
+
+    With fewer rows than columns the block is ``[block, columns of a tile]``, otherwise ``[block, V]``.
+    """
+    tall, wide, high = (2048, 8448, 16384) if shape.on_gpu else (1024, 4096, 16384)
+    budget, elementwise = _divide(shape, memory)
+    if shape.rows < shape.columns:
+        block = max(1, min(shape.rows, high))
+        rows, columns = _fit(shape, budget, min(tall, block), wide, per_column=block * shape.operand_bytes)
+        return Tiles(rows, columns, block, elementwise)
+    # Half of the budget for the tile, half for the rows of dZ.
+    block = max(1, min(shape.rows, high, budget // 2 // max(1, shape.columns * shape.operand_bytes)))
+    rows, columns = _fit(shape, budget // 2, min(tall, block), wide, per_column=0)
+    return Tiles(rows, columns, block, elementwise)
+
+
+def smaller(tiles: Tiles) -> Tiles | None:
+    """About half the size, or None where a tile is down to 16 columns."""
+    if tiles.columns <= 16:
+        return None
+    rows = max(1, tiles.rows // 2) if tiles.rows > 256 else tiles.rows
+    columns = tiles.columns if rows != tiles.rows else tiles.columns // 2
+    return tiles._replace(rows=rows, columns=columns)
+
+
+def _divide(shape: Shape, memory: int) -> tuple[int, int]:
+    """Bytes for the tile, and for elementwise work inside it: a kernel needs none, plain torch half."""
+    if shape.on_gpu:
+        return memory, memory
+    return max(1, memory // 2), max(1, memory // 2)
+
+
+def _fit(shape: Shape, budget: int, rows: int, wide: int, per_column: int) -> tuple[int, int]:
+    """Rows and columns such that a column costs ``rows * logits_bytes + per_column`` and all fit the budget."""
+    rows = max(1, rows)
+    columns = budget // (rows * shape.logits_bytes + per_column)
+    while columns < min(256, shape.columns) and rows > 64:
+        rows = rows // 2
+        columns = budget // (rows * shape.logits_bytes + per_column)
+    if columns < 1:
+        needed = rows * shape.logits_bytes + per_column
+        raise LogitlessError(
+            f"memory: {budget} bytes do not hold one column of {rows} rows; give at least {2 * needed}."
+        )
+    columns = min(columns, wide, max(shape.columns, 1))
+    # Whole multiples of what a matrix unit takes at a time, where there is room for one.
+    if columns < shape.columns and columns >= 256:
+        columns -= columns % 128
+    return rows, columns
