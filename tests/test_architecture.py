@@ -25,9 +25,9 @@ LAYERS = [
     ["backends.contract", "results"],
     ["backends.reference", "backends.tiled", "backends.triton"],
     ["backends"],
-    ["kept", "gemm"],
+    ["kept", "gemm", "tiles"],
     ["checks", "sweep"],
-    ["ops"],
+    ["ops", "linear"],
     [""],
     ["bench", "plots", "demo", "cli", "__main__"],
 ]
@@ -51,6 +51,7 @@ PUBLIC = [
     "VocabShard",
     "Zigzag",
     "choose_backend",
+    "linear_logprobs",
     "logprobs",
 ]
 

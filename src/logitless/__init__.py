@@ -4,6 +4,7 @@ from logitless.backends import choose_backend
 from logitless.errors import LogitlessError
 from logitless.kept import Kept
 from logitless.layouts import Contiguous, Zigzag
+from logitless.linear import linear_logprobs
 from logitless.ops import logprobs
 from logitless.rows import Rows
 from logitless.spec import Head, TokenStats, VocabShard
@@ -20,5 +21,6 @@ __all__ = [
     "VocabShard",
     "Zigzag",
     "choose_backend",
+    "linear_logprobs",
     "logprobs",
 ]

@@ -58,7 +58,7 @@ def gather_over(group: dist.ProcessGroup, x: Tensor) -> Tensor:
 
 
 def gather_rows_over(group: dist.ProcessGroup, x: Tensor) -> Tensor:
-    """``[T / n, ...]`` of every rank, end to end in rank order: ``[T, ...]``. Its backward is :func:`scatter_sum_over`."""
+    """``[T / n, ...]`` of every rank, end to end in rank order: ``[T, ...]``. Backward: :func:`scatter_sum_over`."""
     return gather_over(group, x).flatten(0, 1)
 
 

@@ -1,7 +1,7 @@
 """How large the tiles of a sweep are: one memory budget in, rows and columns out.
 
-Only shapes and the budget decide, never the contents. On a GPU a tile should fill the 132 multiprocessors a whole number
-of times, which 8448 = 33 * 256 columns does for any multiple of 512 rows; on a CPU it should stay near the caches.
+Only shapes and the budget decide, never the contents. On a GPU a tile should fill the 132 multiprocessors a whole
+number of times, as 8448 = 33 * 256 columns do for any multiple of 512 rows; on a CPU it should stay near the caches.
 """
 
 from __future__ import annotations

@@ -1,0 +1,388 @@
+"""``linear_logprobs``: the same results from hidden states and the head's weight, without ever having logits.
+
+    select rows  ->  sweep tiles of hidden @ weight.T for statistics  ->  one all_gather if sharded  ->  results
+    backward:  three coefficients per row  ->  sweep the tiles again for d_hidden, d_weight, d_bias
+
+The autograd Function is a seam: what it computes is in ``sweep``, ``results`` and ``softmax``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from logitless.backends import choose_backend
+from logitless.backends.contract import accumulation_dtype
+from logitless.checks import check_kept, check_targets, resolve_rows, vocabulary
+from logitless.collectives import agree_over, gather_rows_over, scatter_sum_over, sum_over
+from logitless.errors import LogitlessError
+from logitless.kept import Kept
+from logitless.results import row_results
+from logitless.rows import Rows
+from logitless.softmax import ELSEWHERE, SKIP, Normaliser, coefficients
+from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard, parse_memory
+from logitless.sweep import KeptIds, Projection, Terms, sweep_gradients, sweep_statistics
+from logitless.tiles import Shape, Tiles, backward_tiles, forward_tiles
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    rows: Rows | Tensor | tuple[Tensor, Tensor],
+    *,
+    bias: Tensor | None = None,
+    entropy: EntropyMode = None,
+    head: Head | None = None,
+    shard: VocabShard | None = None,
+    kept: Kept | None = None,
+    hidden_grad: Literal["reduced", "partial"] = "reduced",
+    sequence_parallel: bool = False,
+    weight_grad: Tensor | None = None,
+    match: Literal["bfloat16", "float16"] | None = None,
+    tf32: bool = False,
+    backend: str = "auto",
+    memory: int | str = "192MiB",
+) -> TokenStats:
+    """Log-probability, entropy and log Z of chosen tokens, without storing the logits.
+
+    Same as ``logprobs(hidden @ weight.T + bias, rows, ...)`` with the product in float32.
+
+    Args:
+        hidden: ``[..., D]`` hidden states; ``[T / n, D]`` with ``sequence_parallel``.
+        weight: ``[V, D]`` of the language-model head, in hidden's dtype. Under a shard, V is the shard's part.
+        rows, entropy, head, kept: as for :func:`logprobs`.
+        bias: ``[V]`` of the head, or None.
+        shard: which rows of the weight live here, and the group that holds the rest. One ``all_gather`` in forward.
+        hidden_grad: under a shard, ``"reduced"`` sums the gradient of hidden over the group; ``"partial"`` leaves this
+            shard's part, for callers whose own backward does the sum.
+        sequence_parallel: hidden is this rank's part of the tokens: it is gathered over the shard's group, and its
+            gradient comes back summed and scattered.
+        weight_grad: float32 ``[V, D]`` buffer that the weight's gradient is added to in backward (Megatron's
+            ``main_grad``). ``weight.grad`` is then left alone.
+        match: round the logits to this dtype, as a rollout engine with a half-precision head does; the softmax stays in
+            float32 and the gradient passes through the rounding.
+        tf32: allow TF32 products of float32 operands.
+        backend: as for :func:`logprobs`; it works on tiles.
+        memory: bound on the working memory of a sweep. Gradients and their accumulators come on top.
+
+    Returns:
+        :class:`TokenStats`, as from :func:`logprobs`.
+
+    Raises:
+        LogitlessError: an argument cannot be honoured; the text says which and why.
+
+    >>> out = linear_logprobs(torch.zeros(2, 3), torch.zeros(4, 3), torch.tensor([1, -100]), entropy="value")
+    >>> out.logprob
+    tensor([-1.3863,  0.0000])
+    """
+    hidden, weight, bias = _autocast(hidden, weight, bias)
+
+    def prepare() -> _Prepared:
+        head_ = Head() if head is None else head
+        _check_operands(hidden, weight, bias, weight_grad, shard, match)
+        _check_parallel(hidden, shard, hidden_grad, sequence_parallel)
+        call, plan, shape = _resolve(hidden, weight, rows, entropy, head_, shard, sequence_parallel, backend, memory)
+        call = _with_gradient_rules(call, hidden_grad, sequence_parallel, match, tf32)
+        gain = head_.gain(len(plan), accumulation_dtype(hidden.dtype), hidden.device)
+        ids = (
+            (None, None) if kept is None else check_kept("linear_logprobs", kept, plan, call.vocab_size, hidden.device)
+        )
+        return _Prepared(call, plan, gain, ids, shape)
+
+    if shard is not None and shard.group is not None and shard.check_calls:
+        ready = agree_over(shard.group, "linear_logprobs", prepare, lambda ready: ready.facts(hidden))
+    else:
+        ready = prepare()
+    tensors = (hidden, weight, bias, weight_grad, ready.rows.index, ready.rows.target, ready.gain, *ready.kept)
+    values = _apply_outside_of_compile(*tensors, ready.call)
+    logprob, entropy_value, log_z = (None if x is None else x.reshape(ready.shape) for x in values)
+    return TokenStats(logprob, entropy_value, log_z)  # pyright: ignore[reportArgumentType]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A resolved call: everything but the tensors."""
+
+    entropy: EntropyMode
+    squash: float
+    columns: int
+    start: int
+    vocab_size: int
+    backend: str
+    memory: int
+    group: Any
+    logits_dtype: torch.dtype
+    reduce_hidden: bool
+    sequence_parallel: bool
+    tf32: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """A checked call, and the vectors it needs."""
+
+    call: _Call
+    rows: Rows
+    gain: Tensor
+    kept: tuple[Tensor | None, Tensor | None]
+    shape: tuple[int, ...]
+
+    def facts(self, hidden: Tensor) -> dict[str, Any]:
+        """What the ranks of a vocabulary group must agree on."""
+        return {
+            "the number of rows": len(self.rows),
+            "the dtype of hidden": str(hidden.dtype),
+            "entropy": self.call.entropy,
+            "whether there are kept ids": self.kept[0] is not None,
+            "the vocabulary size": self.call.vocab_size,
+            "hidden_grad": self.call.reduce_hidden,
+            "sequence_parallel": self.call.sequence_parallel,
+            "whether hidden needs a gradient": hidden.requires_grad,
+        }
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    """The seam to autograd: plain functions of this module and below do the work."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        weight_grad: Tensor | None,
+        index: Tensor,
+        target: Tensor,
+        gain: Tensor,
+        kept_ids: Tensor | None,
+        kept_lengths: Tensor | None,
+        call: _Call,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        column = _target_column(target, call)
+        projection = _projection(hidden, weight, bias, index, column, gain, call)
+        kept = _kept_ids(kept_ids, kept_lengths, target, call)
+        tiles = forward_tiles(_shape(projection), call.memory)
+        stats, kept_stats = sweep_statistics(projection, _all_rows(tiles, projection, kept), kept)
+        results = row_results(stats, kept_stats, target == IGNORE, call.entropy is not None, call.group)
+        ctx.set_materialize_grads(False)
+        if call.entropy == "value":
+            ctx.mark_non_differentiable(results.entropy)
+        rows_saved = (index, target, column, gain, *results.norm, results.logprob, results.mean)
+        kept_saved = (None,) * 4 if kept is None else (kept_ids, kept_lengths, *results.kept_norm)
+        ctx.save_for_backward(hidden, weight, bias, weight_grad, *rows_saved, *kept_saved)
+        ctx.call = call
+        return results[:3]
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, g_logprob: Tensor | None, g_entropy: Tensor | None, g_log_z: Tensor | None
+    ) -> Any:
+        if torch.is_grad_enabled():
+            raise LogitlessError(
+                "linear_logprobs: backward with create_graph=True asks for a second derivative, which is not "
+                "implemented. Drop create_graph, or use torch.log_softmax for this term."
+            )
+        call: _Call = ctx.call
+        hidden, weight, bias, weight_grad, index, target, column, gain, *saved = ctx.saved_tensors
+        norm, (logprob, mean), kept_saved = Normaliser(*saved[:2]), saved[2:4], saved[4:]
+        projection = _projection(hidden, weight, bias, index, column, gain, call)
+        kept = _kept_ids(kept_saved[0], kept_saved[1], target, call)
+        g_logprob = torch.zeros_like(logprob) if g_logprob is None else g_logprob.contiguous()
+        dense = torch.zeros_like(g_logprob) if kept is not None else g_logprob
+        coef = coefficients(logprob, norm, mean, dense, g_entropy, g_log_z)
+        with_kept = None if kept is None else (kept, Normaliser(*kept_saved[2:]), logprob, g_logprob)
+        tiles = backward_tiles(_shape(projection), call.memory)
+        gradients = sweep_gradients(
+            projection,
+            _all_rows(tiles, projection, kept),
+            Terms(norm, coef, with_kept),
+            want=ctx.needs_input_grad[:3],
+            weight_grad=weight_grad,
+        )
+        d_hidden = None if gradients.hidden is None else _hidden_gradient(gradients.hidden, hidden, index, call)
+        return (d_hidden, gradients.weight, gradients.bias, *(None,) * 7)
+
+
+# The public torch.compiler.disable is the same, but imports the compiler, and with it Triton, when applied.
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+def _apply_outside_of_compile(*args: Any) -> Any:
+    """A graph break: the sweep is a loop over tiles and is not traced."""
+    return _LinearLogProbs.apply(*args)
+
+
+def _projection(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, column: Tensor, gain: Tensor, call: _Call
+) -> Projection:
+    tokens = hidden.reshape(-1, hidden.shape[-1])
+    if call.sequence_parallel:
+        tokens = gather_rows_over(call.group, tokens)
+    return Projection(
+        # Selected rows are a copy of [R, D], small beside what it saves: no logit of another row is ever computed.
+        hidden=tokens.index_select(0, index),
+        weight=weight.detach(),
+        bias=None if bias is None else bias.detach(),
+        column=column,
+        gain=gain,
+        squash=call.squash,
+        columns=call.columns,
+        entropy=call.entropy is not None,
+        logits_dtype=call.logits_dtype,
+        tf32=call.tf32,
+        backend=call.backend,
+    )
+
+
+def _hidden_gradient(rows: Tensor, hidden: Tensor, index: Tensor, call: _Call) -> Tensor:
+    """Gradient of the tokens from that of the selected rows, summed over the group as the call asks."""
+    size = call.group.size() if call.sequence_parallel else 1
+    tokens = rows.new_zeros((hidden.shape[:-1].numel() * size, hidden.shape[-1])).index_copy_(0, index, rows)
+    if call.sequence_parallel:
+        tokens = scatter_sum_over(call.group, tokens)
+    elif call.reduce_hidden and call.group is not None:
+        tokens = sum_over(call.group, tokens)
+    return tokens.view(hidden.shape)
+
+
+def _target_column(target: Tensor, call: _Call) -> Tensor:
+    column = target - call.start
+    inside = (column >= 0) & (column < call.columns)
+    return torch.where(inside, column, ELSEWHERE).masked_fill(target == IGNORE, SKIP)
+
+
+def _kept_ids(ids: Tensor | None, lengths: Tensor | None, target: Tensor, call: _Call) -> KeptIds | None:
+    if ids is None or lengths is None:
+        return None
+    return KeptIds(Kept(ids, lengths), target, call.start, call.vocab_size)
+
+
+def _shape(p: Projection) -> Shape:
+    on_gpu = p.hidden.device.type == "cuda"
+    return Shape(p.num_rows, p.columns, p.logits_dtype.itemsize, p.hidden.dtype.itemsize, on_gpu)
+
+
+def _all_rows(tiles: Tiles, p: Projection, kept: KeptIds | None) -> Tiles:
+    """Tiles as they are; or, with kept ids, of all rows and accordingly fewer columns: ids are not split by row."""
+    if kept is None or p.num_rows == 0:
+        return tiles
+    columns = max(1, tiles.rows * tiles.columns // p.num_rows)
+    return tiles._replace(rows=p.num_rows, columns=min(columns, max(p.columns, 1)), block=p.num_rows)
+
+
+def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Operands as autocast would hand them to a linear layer."""
+    kind = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
+    if not torch.is_autocast_enabled(kind):
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _resolve(
+    hidden: Tensor,
+    weight: Tensor,
+    rows: Any,
+    entropy: EntropyMode,
+    head: Head,
+    shard: VocabShard | None,
+    sequence_parallel: bool,
+    backend: str,
+    memory: int | str,
+) -> tuple[_Call, Rows, tuple[int, ...]]:
+    name = "linear_logprobs"
+    plan, shape = resolve_rows(name, rows)
+    if entropy not in (None, "value", "grad"):
+        raise LogitlessError(f'{name}: entropy must be None, "value" or "grad" but is {entropy!r}.')
+    num_tokens = hidden.shape[:-1].numel() * (shard.group.size() if shard is not None and sequence_parallel else 1)
+    if (plan.num_tokens is not None and plan.num_tokens != num_tokens) or plan.reach > num_tokens:
+        wanted = f"at least {plan.reach}" if plan.num_tokens is None else plan.num_tokens
+        raise LogitlessError(f"{name}: rows were made for {wanted} tokens but hidden holds {num_tokens}.")
+    for what, x in (("weight", weight), ("rows", plan.index), ("target", plan.target)):
+        if x.device != hidden.device:
+            raise LogitlessError(f"{name}: {what} is on {x.device} but hidden is on {hidden.device}.")
+    vocab_size, columns = vocabulary(name, weight.shape[0], head, shard)
+    check_targets(name, plan, vocab_size)
+    call = _Call(
+        entropy=entropy,
+        squash=head.squash,
+        columns=columns,
+        start=0 if shard is None else shard.start,
+        vocab_size=vocab_size,
+        backend=choose_backend(hidden, backend).name,
+        memory=parse_memory(memory),
+        group=None if shard is None else shard.group,
+        logits_dtype=accumulation_dtype(hidden.dtype),
+        reduce_hidden=False,
+        sequence_parallel=False,
+        tf32=False,
+    )
+    return call, plan, shape
+
+
+def _with_gradient_rules(
+    call: _Call, hidden_grad: str, sequence_parallel: bool, match: str | None, tf32: bool
+) -> _Call:
+    dtype = call.logits_dtype if match is None else {"bfloat16": torch.bfloat16, "float16": torch.float16}[match]
+    return replace(
+        call,
+        logits_dtype=dtype,
+        reduce_hidden=hidden_grad == "reduced",
+        sequence_parallel=sequence_parallel,
+        tf32=tf32,
+    )
+
+
+def _check_operands(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    weight_grad: Tensor | None,
+    shard: VocabShard | None,
+    match: str | None,
+) -> None:
+    name = "linear_logprobs"
+    if not isinstance(hidden, Tensor) or hidden.dtype not in FLOATS or hidden.dim() < 1:
+        came = f"{list(hidden.shape)} {hidden.dtype}" if isinstance(hidden, Tensor) else type(hidden).__name__
+        raise LogitlessError(f"{name}: hidden must be [..., D] of {[str(d) for d in FLOATS]} but is {came}.")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        hint = " Did you pass the transposed head?" if weight.dim() == 2 and weight.shape[0] == hidden.shape[-1] else ""
+        raise LogitlessError(
+            f"{name}: weight must be [V, {hidden.shape[-1]}] to go with hidden of size {hidden.shape[-1]} but is "
+            f"{list(weight.shape)}.{hint}"
+        )
+    if weight.dtype != hidden.dtype:
+        raise LogitlessError(
+            f"{name}: weight is {weight.dtype} but hidden is {hidden.dtype}. Cast one of them, or call under autocast."
+        )
+    if bias is not None and (tuple(bias.shape) != (weight.shape[0],) or not bias.is_floating_point()):
+        raise LogitlessError(f"{name}: bias must be [{weight.shape[0]}] floats but is {list(bias.shape)} {bias.dtype}.")
+    if weight_grad is not None and (weight_grad.shape != weight.shape or weight_grad.dtype != torch.float32):
+        raise LogitlessError(
+            f"{name}: weight_grad must be float32 {list(weight.shape)} but is {weight_grad.dtype} "
+            f"{list(weight_grad.shape)}."
+        )
+    if match not in (None, "bfloat16", "float16"):
+        raise LogitlessError(f'{name}: match must be None, "bfloat16" or "float16" but is {match!r}.')
+    if shard is not None and shard.stop - shard.start != weight.shape[0]:
+        raise LogitlessError(
+            f"{name}: shard holds columns {shard.start} to {shard.stop} ({shard.stop - shard.start} of them) but "
+            f"weight has {weight.shape[0]} rows."
+        )
+
+
+def _check_parallel(hidden: Tensor, shard: VocabShard | None, hidden_grad: str, sequence_parallel: bool) -> None:
+    if hidden_grad not in ("reduced", "partial"):
+        raise LogitlessError(f'linear_logprobs: hidden_grad must be "reduced" or "partial" but is {hidden_grad!r}.')
+    if sequence_parallel and (shard is None or shard.group is None):
+        raise LogitlessError(
+            "linear_logprobs: sequence_parallel=True needs a shard with a group to gather hidden over."
+        )
+    if sequence_parallel and hidden_grad == "partial":
+        raise LogitlessError(
+            "linear_logprobs: sequence_parallel=True gathers hidden here, so its gradient is summed and scattered here "
+            'too. hidden_grad="partial" is for callers that gather hidden themselves and pass it whole.'
+        )
