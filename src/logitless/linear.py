@@ -8,6 +8,7 @@ The autograd Function is a seam: what it computes is in ``sweep``, ``results`` a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,13 +20,15 @@ from logitless.backends.contract import accumulation_dtype
 from logitless.checks import check_kept, check_targets, resolve_rows, vocabulary
 from logitless.collectives import agree_over, gather_rows_over, scatter_sum_over, sum_over
 from logitless.errors import LogitlessError
+from logitless.frozen import Unit, sweep_unit, unit_gradient
 from logitless.kept import Kept
+from logitless.plans import FIXED_ROWS, LinearPlan, Wishes, choose_plan
 from logitless.results import row_results
 from logitless.rows import Rows
 from logitless.softmax import ELSEWHERE, SKIP, Normaliser, coefficients
 from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard, parse_memory
-from logitless.sweep import KeptIds, Projection, Terms, sweep_gradients, sweep_statistics
-from logitless.tiles import Shape, Tiles, backward_tiles, forward_tiles
+from logitless.sweep import Exponentials, KeptIds, Projection, Terms, sweep_gradients, sweep_statistics
+from logitless.tiles import Shape
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -45,6 +48,7 @@ def linear_logprobs(
     weight_grad: Tensor | None = None,
     match: Literal["bfloat16", "float16"] | None = None,
     tf32: bool = False,
+    batch_invariant: bool = False,
     backend: str = "auto",
     memory: int | str = "192MiB",
 ) -> TokenStats:
@@ -67,6 +71,8 @@ def linear_logprobs(
         match: round the logits to this dtype, as a rollout engine with a half-precision head does; the softmax stays in
             float32 and the gradient passes through the rounding.
         tf32: allow TF32 products of float32 operands.
+        batch_invariant: tiles of one fixed height with padded tails, so that a token's results have the same bits
+            whatever else is in the batch.
         backend: as for :func:`logprobs`; it works on tiles.
         memory: bound on the working memory of a sweep. Gradients and their accumulators come on top.
 
@@ -87,7 +93,14 @@ def linear_logprobs(
         _check_operands(hidden, weight, bias, weight_grad, shard, match)
         _check_parallel(hidden, shard, hidden_grad, sequence_parallel)
         call, plan, shape = _resolve(hidden, weight, rows, entropy, head_, shard, sequence_parallel, backend, memory)
-        call = _with_gradient_rules(call, hidden_grad, sequence_parallel, match, tf32)
+        call = replace(
+            call,
+            logits_dtype=call.logits_dtype if match is None else getattr(torch, match),
+            reduce_hidden=hidden_grad == "reduced",
+            sequence_parallel=sequence_parallel,
+            tf32=tf32,
+            batch_invariant=batch_invariant,
+        )
         gain = head_.gain(len(plan), accumulation_dtype(hidden.dtype), hidden.device)
         ids = (
             (None, None) if kept is None else check_kept("linear_logprobs", kept, plan, call.vocab_size, hidden.device)
@@ -98,7 +111,8 @@ def linear_logprobs(
         ready = agree_over(shard.group, "linear_logprobs", prepare, lambda ready: ready.facts(hidden))
     else:
         ready = prepare()
-    tensors = (hidden, weight, bias, weight_grad, ready.rows.index, ready.rows.target, ready.gain, *ready.kept)
+    index = None if ready.rows.in_order else ready.rows.index
+    tensors = (hidden, weight, bias, weight_grad, index, ready.rows.target, ready.gain, *ready.kept)
     values = _apply_outside_of_compile(*tensors, ready.call)
     logprob, entropy_value, log_z = (None if x is None else x.reshape(ready.shape) for x in values)
     return TokenStats(logprob, entropy_value, log_z)  # pyright: ignore[reportArgumentType]
@@ -120,6 +134,7 @@ class _Call:
     reduce_hidden: bool
     sequence_parallel: bool
     tf32: bool
+    batch_invariant: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +171,7 @@ class _LinearLogProbs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         weight_grad: Tensor | None,
-        index: Tensor,
+        index: Tensor | None,
         target: Tensor,
         gain: Tensor,
         kept_ids: Tensor | None,
@@ -166,16 +181,25 @@ class _LinearLogProbs(torch.autograd.Function):
         column = _target_column(target, call)
         projection = _projection(hidden, weight, bias, index, column, gain, call)
         kept = _kept_ids(kept_ids, kept_lengths, target, call)
-        tiles = forward_tiles(_shape(projection), call.memory)
-        stats, kept_stats = sweep_statistics(projection, _all_rows(tiles, projection, kept), kept)
+        plan = _plan(projection, call, ctx.needs_input_grad, kept is not None)
+        unit, exponentials, kept_stats = (), (), None
+        if call.batch_invariant:
+            projection = _padded(projection, FIXED_ROWS)
+        if plan.kind == "frozen":
+            stats, unit = sweep_unit(projection, plan.forward)
+        else:
+            held = Exponentials.empty(projection, plan.kept_rows, plan.forward.columns) if plan.kept_rows else None
+            stats, kept_stats = sweep_statistics(projection, plan.forward, kept, held)
+            exponentials = () if held is None else (held.values, held.reference)
+        stats, unit = stats[:, : len(target)], tuple(x[: len(target)] for x in unit)
         results = row_results(stats, kept_stats, target == IGNORE, call.entropy is not None, call.group)
         ctx.set_materialize_grads(False)
         if call.entropy == "value":
             ctx.mark_non_differentiable(results.entropy)
         rows_saved = (index, target, column, gain, *results.norm, results.logprob, results.mean)
         kept_saved = (None,) * 4 if kept is None else (kept_ids, kept_lengths, *results.kept_norm)
-        ctx.save_for_backward(hidden, weight, bias, weight_grad, *rows_saved, *kept_saved)
-        ctx.call = call
+        ctx.save_for_backward(hidden, weight, bias, weight_grad, *rows_saved, *kept_saved, *unit, *exponentials)
+        ctx.call, ctx.plan = call, plan
         return results[:3]
 
     @staticmethod
@@ -189,18 +213,22 @@ class _LinearLogProbs(torch.autograd.Function):
             )
         call: _Call = ctx.call
         hidden, weight, bias, weight_grad, index, target, column, gain, *saved = ctx.saved_tensors
-        norm, (logprob, mean), kept_saved = Normaliser(*saved[:2]), saved[2:4], saved[4:]
+        norm, (logprob, mean), kept_saved, more = Normaliser(*saved[:2]), saved[2:4], saved[4:8], saved[8:]
+        plan: LinearPlan = ctx.plan
         projection = _projection(hidden, weight, bias, index, column, gain, call)
         kept = _kept_ids(kept_saved[0], kept_saved[1], target, call)
         g_logprob = torch.zeros_like(logprob) if g_logprob is None else g_logprob.contiguous()
+        if plan.kind == "frozen":
+            rows = unit_gradient(projection, Unit(more[0], more[1]), norm, logprob, g_logprob, g_log_z)
+            return (_hidden_gradient(rows, hidden, index, call), *(None,) * 9)
         dense = torch.zeros_like(g_logprob) if kept is not None else g_logprob
         coef = coefficients(logprob, norm, mean, dense, g_entropy, g_log_z)
         with_kept = None if kept is None else (kept, Normaliser(*kept_saved[2:]), logprob, g_logprob)
-        tiles = backward_tiles(_shape(projection), call.memory)
+        held = Exponentials(more[0], more[1], plan.forward.columns) if plan.kept_rows else None
         gradients = sweep_gradients(
             projection,
-            _all_rows(tiles, projection, kept),
-            Terms(norm, coef, with_kept),
+            plan.backward,
+            Terms(norm, coef, with_kept, held),
             want=ctx.needs_input_grad[:3],
             weight_grad=weight_grad,
         )
@@ -216,14 +244,14 @@ def _apply_outside_of_compile(*args: Any) -> Any:
 
 
 def _projection(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, column: Tensor, gain: Tensor, call: _Call
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor | None, column: Tensor, gain: Tensor, call: _Call
 ) -> Projection:
     tokens = hidden.reshape(-1, hidden.shape[-1])
     if call.sequence_parallel:
         tokens = gather_rows_over(call.group, tokens)
     return Projection(
         # Selected rows are a copy of [R, D], small beside what it saves: no logit of another row is ever computed.
-        hidden=tokens.index_select(0, index),
+        hidden=tokens if index is None else tokens.index_select(0, index),
         weight=weight.detach(),
         bias=None if bias is None else bias.detach(),
         column=column,
@@ -237,10 +265,23 @@ def _projection(
     )
 
 
-def _hidden_gradient(rows: Tensor, hidden: Tensor, index: Tensor, call: _Call) -> Tensor:
+def _padded(p: Projection, multiple: int) -> Projection:
+    """The same rows and as many left-out ones as make a multiple."""
+    missing = -p.num_rows % multiple
+    return replace(
+        p,
+        hidden=torch.nn.functional.pad(p.hidden, (0, 0, 0, missing)),
+        column=torch.nn.functional.pad(p.column, (0, missing), value=SKIP),
+        gain=torch.nn.functional.pad(p.gain, (0, missing), value=1.0),
+    )
+
+
+def _hidden_gradient(rows: Tensor, hidden: Tensor, index: Tensor | None, call: _Call) -> Tensor:
     """Gradient of the tokens from that of the selected rows, summed over the group as the call asks."""
     size = call.group.size() if call.sequence_parallel else 1
-    tokens = rows.new_zeros((hidden.shape[:-1].numel() * size, hidden.shape[-1])).index_copy_(0, index, rows)
+    tokens = rows
+    if index is not None:
+        tokens = rows.new_zeros((hidden.shape[:-1].numel() * size, hidden.shape[-1])).index_copy_(0, index, rows)
     if call.sequence_parallel:
         tokens = scatter_sum_over(call.group, tokens)
     elif call.reduce_hidden and call.group is not None:
@@ -265,12 +306,17 @@ def _shape(p: Projection) -> Shape:
     return Shape(p.num_rows, p.columns, p.logits_dtype.itemsize, p.hidden.dtype.itemsize, on_gpu)
 
 
-def _all_rows(tiles: Tiles, p: Projection, kept: KeptIds | None) -> Tiles:
-    """Tiles as they are; or, with kept ids, of all rows and accordingly fewer columns: ids are not split by row."""
-    if kept is None or p.num_rows == 0:
-        return tiles
-    columns = max(1, tiles.rows * tiles.columns // p.num_rows)
-    return tiles._replace(rows=p.num_rows, columns=min(columns, max(p.columns, 1)), block=p.num_rows)
+def _plan(p: Projection, call: _Call, needs: Sequence[bool], replay: bool) -> LinearPlan:
+    hidden, weight, bias = needs[:3]
+    wishes = Wishes(
+        hidden=hidden,
+        weight=weight or bias,
+        entropy_grad=call.entropy == "grad",
+        replay=replay,
+        keepable=p.hidden.dtype.itemsize == 2 and not p.squash,
+        invariant=call.batch_invariant,
+    )
+    return choose_plan(_shape(p), wishes, call.memory)
 
 
 def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -319,21 +365,9 @@ def _resolve(
         reduce_hidden=False,
         sequence_parallel=False,
         tf32=False,
+        batch_invariant=False,
     )
     return call, plan, shape
-
-
-def _with_gradient_rules(
-    call: _Call, hidden_grad: str, sequence_parallel: bool, match: str | None, tf32: bool
-) -> _Call:
-    dtype = call.logits_dtype if match is None else {"bfloat16": torch.bfloat16, "float16": torch.float16}[match]
-    return replace(
-        call,
-        logits_dtype=dtype,
-        reduce_hidden=hidden_grad == "reduced",
-        sequence_parallel=sequence_parallel,
-        tf32=tf32,
-    )
 
 
 def _check_operands(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -48,6 +48,7 @@ class Rows:
         response_lengths: response tokens of each sample in all, on whatever rank.
         spans: padded length of each sample in all.
         cp: how the sequence is split, or None.
+        in_order: whether the rows are all rows of the logits, in order.
         reach: one past the largest index, where the shape alone does not say it.
         target_range: smallest and largest target, if they were known before the plan went to an accelerator.
     """
@@ -65,6 +66,7 @@ class Rows:
     response_lengths: tuple[int, ...] | None = None
     spans: tuple[int, ...] | None = None
     cp: Scheme | None = None
+    in_order: bool = False
     reach: int = 0
     target_range: tuple[int, int] | None = None
 
@@ -200,7 +202,7 @@ class Rows:
         """Every row of ``[..., V]`` logits, for targets of shape ``[...]``; ``-100`` leaves a row out."""
         flat = integer_vector(target.reshape(-1) if isinstance(target, Tensor) else target, "Rows.every: target")
         index = torch.arange(flat.numel(), device=flat.device)
-        return _single_sample(index, flat, tuple(target.shape))
+        return replace(_single_sample(index, flat, tuple(target.shape)), in_order=True)
 
     def __len__(self) -> int:
         return self.index.numel()

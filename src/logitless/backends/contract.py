@@ -1,9 +1,15 @@
 """What a backend is given and what it must return: the seam between the mathematics and the machine.
 
-A backend is a module with two functions:
+A backend is a module with two functions that every path needs:
 
     statistics(problem, out=None) -> [4, R]                     m, s, w, t of each row, into ``out`` if given
     gradient(problem, norm, coef, out, out_index) -> None       d logits, written over all of ``out``
+
+and three for sweeps that keep something of the first pass for the second:
+
+    exponentials(problem, reference, out) -> None               e^(z - reference), 0 at the target
+    gradient_from(exponentials, problem, ...) -> None           d logits from those instead of from logits
+    rescale(x, factor) -> None                                  x *= factor, row by row, in place
 
 Backends know nothing of samples, masks, shards or autograd. ``out`` may be the logits themselves, with
 ``out_index is problem.index``: a backend reads what it needs of a row before it writes there. ``out_index`` None means

@@ -52,3 +52,35 @@ def transformed(problem: Problem) -> tuple[Tensor, Tensor]:
         return x * gain, gain.expand_as(x)
     y = torch.tanh(x * problem.squash)
     return y * gain, gain * problem.squash * (1 - y * y)
+
+
+def exponentials(problem: Problem, reference: Tensor, out: Tensor) -> None:
+    """``e^(z - reference)`` of every element (times ``1 - tanh^2`` under a softcap), and 0 at the target.
+
+    The target is left out because its gradient is formed in float32 and must not be rounded with the others.
+    """
+    z, slope = transformed(problem)
+    e = (z - reference[:, None]).exp()
+    if problem.squash:
+        e = e * slope / (problem.gain[:, None] * problem.squash)
+    columns = torch.arange(problem.first, problem.first + problem.columns, device=z.device)
+    unread = (columns == problem.column[:, None]) | (problem.column == SKIP)[:, None]
+    out.copy_(e.masked_fill(unread, 0.0))
+
+
+def gradient_from(e: Tensor, problem: Problem, shift: Tensor, scale: Tensor, coef: Coefficients, out: Tensor) -> None:
+    """d logits from kept exponentials: ``p = e * scale`` and ``z - m = log e + shift``. No softcap."""
+    wide = e.to(problem.gain.dtype)
+    dz = wide * scale[:, None]
+    if coef.product is None:
+        dz = dz * coef.plain[:, None]
+    else:
+        dz = dz * (coef.plain[:, None] + coef.product[:, None] * (wide.log() + shift[:, None]).clamp_min(FLOOR))
+    columns = torch.arange(problem.first, problem.first + e.shape[1], device=e.device)
+    dz = torch.where(columns == problem.column[:, None], coef.at_target[:, None], dz) * problem.gain[:, None]
+    out.copy_(dz.masked_fill((problem.column == SKIP)[:, None], 0.0))
+
+
+def rescale(x: Tensor, factor: Tensor) -> None:
+    """``x[i] *= factor[i]``, in place."""
+    x.mul_(factor[:, None])

@@ -7,9 +7,12 @@ dtype are alive at a time (three under a softcap), reused in place.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from logitless.backends import reference as whole
 from logitless.backends.contract import Problem, accumulation_dtype
 from logitless.softmax import FLOOR, SKIP, Coefficients, Normaliser, merge
 
@@ -109,3 +112,32 @@ def _zero_the_rest(out: Tensor, out_index: Tensor, columns: int) -> None:
         rest = torch.ones(out.shape[0], dtype=torch.bool, device=out.device).index_fill_(0, out_index, False)
         out.masked_fill_(rest[:, None], 0.0)
     out[:, columns:].zero_()
+
+
+def exponentials(problem: Problem, reference: Tensor, out: Tensor) -> None:
+    """Same as :func:`logitless.backends.reference.exponentials`, some rows at a time."""
+    for rows in _row_chunks(problem, out.shape[1]):
+        whole.exponentials(_rows_of(problem, rows), reference[rows], out[rows])
+
+
+def gradient_from(e: Tensor, problem: Problem, shift: Tensor, scale: Tensor, coef: Coefficients, out: Tensor) -> None:
+    """Same as :func:`logitless.backends.reference.gradient_from`, some rows at a time."""
+    for rows in _row_chunks(problem, out.shape[1]):
+        part = Coefficients(*(None if x is None else x[rows] for x in coef))  # pyright: ignore[reportArgumentType]
+        whole.gradient_from(e[rows], _rows_of(problem, rows), shift[rows], scale[rows], part, out[rows])
+
+
+def rescale(x: Tensor, factor: Tensor) -> None:
+    """``x[i] *= factor[i]``, in place."""
+    whole.rescale(x, factor)
+
+
+def _row_chunks(problem: Problem, width: int) -> list[slice]:
+    """Rows such that the half dozen temporaries of the whole-tensor twin stay within the budget."""
+    num_rows = problem.index.numel()
+    rows = max(1, problem.memory // (6 * max(1, width) * problem.gain.element_size()))
+    return [slice(r, min(r + rows, num_rows)) for r in range(0, num_rows, rows)]
+
+
+def _rows_of(problem: Problem, rows: slice) -> Problem:
+    return replace(problem, index=problem.index[rows], column=problem.column[rows], gain=problem.gain[rows])

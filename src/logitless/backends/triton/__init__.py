@@ -1,4 +1,4 @@
-"""Two Triton kernels for NVIDIA GPUs, and for CPU tensors under Triton's interpreter.
+"""Triton kernels for NVIDIA GPUs, and for CPU tensors under Triton's interpreter.
 
 ``statistics`` reads each selected row once; ``gradient`` reads it once more and writes it once. Neither allocates
 anything larger than a vector: rows are found by index, not gathered, and half-precision logits are widened in
@@ -18,7 +18,13 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from logitless.backends.contract import Problem
-from logitless.backends.triton.kernels import gradient_kernel, statistics_kernel
+from logitless.backends.triton.kernels import (
+    exponentials_kernel,
+    gradient_from_kernel,
+    gradient_kernel,
+    rescale_kernel,
+    statistics_kernel,
+)
 from logitless.backends.triton.sizes import gradient_sizes, statistics_sizes
 from logitless.errors import LogitlessError
 from logitless.softmax import Coefficients, Normaliser
@@ -96,6 +102,60 @@ def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor
             SOFTCAP=bool(problem.squash),
             **sizes,
         )
+
+
+def exponentials(problem: Problem, reference: Tensor, out: Tensor) -> None:
+    """Same as :func:`logitless.backends.reference.exponentials`."""
+    num_rows, sizes = problem.index.numel(), gradient_sizes(problem.logits.dtype, problem.columns)
+    if num_rows == 0 or problem.columns == 0:
+        return
+    with _on_device_of(out):
+        exponentials_kernel[(num_rows * triton.cdiv(problem.columns, sizes["BLOCK"]),)](
+            logits=problem.logits,
+            column=problem.column,
+            gain=problem.gain,
+            reference=reference,
+            out=out,
+            row_stride=problem.logits.stride(0),
+            out_stride=out.stride(0),
+            columns=problem.columns,
+            first=problem.first,
+            squash=problem.squash,
+            SOFTCAP=bool(problem.squash),
+            **sizes,
+        )
+
+
+def gradient_from(e: Tensor, problem: Problem, shift: Tensor, scale: Tensor, coef: Coefficients, out: Tensor) -> None:
+    """Same as :func:`logitless.backends.reference.gradient_from`."""
+    (num_rows, columns), sizes = e.shape, gradient_sizes(e.dtype, e.shape[1])
+    if num_rows == 0 or columns == 0:
+        return
+    with _on_device_of(out):
+        gradient_from_kernel[(num_rows * triton.cdiv(columns, sizes["BLOCK"]),)](
+            exponentials=e,
+            column=problem.column,
+            gain=problem.gain,
+            shift=shift,
+            scale=scale,
+            plain=coef.plain,
+            product=coef.product,
+            at_target=coef.at_target,
+            out=out,
+            row_stride=e.stride(0),
+            out_stride=out.stride(0),
+            columns=columns,
+            first=problem.first,
+            PRODUCT=coef.product is not None,
+            **sizes,
+        )
+
+
+def rescale(x: Tensor, factor: Tensor) -> None:
+    """``x[i] *= factor[i]``, in place; rows with factor 1 are not read."""
+    if x.numel():
+        with _on_device_of(x):
+            rescale_kernel[(x.shape[0],)](x, factor, x.stride(0), x.shape[1], BLOCK=1024)
 
 
 def _require_available(logits: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The two kernels. Each has a twin of a dozen lines in ``backends/reference.py``.
+"""The kernels. Each has a twin of a dozen lines in ``backends/reference.py``.
 
 Names: ``i_`` program index, ``o_`` offsets, ``m_`` mask, ``b_`` block in registers, ``p_`` pointer; pointers are
 lower case, compile-time constants upper case. Row offsets are int64 before they meet a stride: 14,134 rows of a
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 FLOOR: tl.constexpr = tl.constexpr(-1.0e30)  # softmax.FLOOR
 SKIP: tl.constexpr = tl.constexpr(-2)  # softmax.SKIP
 
@@ -167,3 +168,82 @@ def gradient_kernel(
             b_dz = b_dz * (squash * (1.0 - b_y * b_y))
         b_dz = tl.where(m_c, b_dz, 0.0)
         tl.store(p_out, b_dz.to(out.dtype.element_ty), mask=m_out, eviction_policy="evict_first")
+
+
+@triton.jit(do_not_specialize=["first"])
+def exponentials_kernel(
+    logits,
+    column,
+    gain,
+    reference,
+    out,
+    row_stride,
+    out_stride,
+    columns,
+    first,
+    squash,
+    SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block of one row per program: ``e^(z - reference)``, times ``1 - tanh^2`` if softcapped, 0 at the target."""
+    num_blocks = tl.cdiv(columns, BLOCK)
+    i_r = (tl.program_id(0) // num_blocks).to(tl.int64)
+    o_c = (tl.program_id(0) % num_blocks) * BLOCK + tl.arange(0, BLOCK)
+    m_c = o_c < columns
+    i_c = tl.load(column + i_r)
+    b_x = tl.load(logits + i_r * row_stride + o_c, mask=m_c, other=0.0).to(tl.float32)
+    b_y = b_x
+    if SOFTCAP:
+        b_y = tanh(b_x * squash)
+    b_e = tl.exp2((b_y * tl.load(gain + i_r) - tl.load(reference + i_r)) * LOG2E)
+    if SOFTCAP:
+        b_e = b_e * (1.0 - b_y * b_y)
+    b_e = tl.where((o_c + first == i_c) | (i_c == SKIP), 0.0, b_e)
+    tl.store(out + i_r * out_stride + o_c, b_e.to(out.dtype.element_ty), mask=m_c)
+
+
+@triton.jit(do_not_specialize=["first"])
+def gradient_from_kernel(
+    exponentials,
+    column,
+    gain,
+    shift,
+    scale,
+    plain,
+    product,
+    at_target,
+    out,
+    row_stride,
+    out_stride,
+    columns,
+    first,
+    PRODUCT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block of one row per program: ``dz = e scale (plain + product (log e + shift))``, ``at_target`` there."""
+    num_blocks = tl.cdiv(columns, BLOCK)
+    i_r = (tl.program_id(0) // num_blocks).to(tl.int64)
+    o_c = (tl.program_id(0) % num_blocks) * BLOCK + tl.arange(0, BLOCK)
+    m_c = o_c < columns
+    i_c = tl.load(column + i_r)
+    b_e = tl.load(exponentials + i_r * row_stride + o_c, mask=m_c, other=1.0).to(tl.float32)
+    b_k = tl.load(plain + i_r)
+    if PRODUCT:
+        b_d = tl.log2(b_e) * LN2 + tl.load(shift + i_r)
+        b_k += tl.load(product + i_r) * tl.maximum(b_d, FLOOR)
+    b_dz = b_e * tl.load(scale + i_r) * b_k
+    b_dz = tl.where(o_c + first == i_c, tl.load(at_target + i_r), b_dz) * tl.load(gain + i_r)
+    b_dz = tl.where(i_c == SKIP, 0.0, b_dz)
+    tl.store(out + i_r * out_stride + o_c, b_dz.to(out.dtype.element_ty), mask=m_c)
+
+
+@triton.jit
+def rescale_kernel(x, factor, row_stride, columns, BLOCK: tl.constexpr):
+    """``x[i] *= factor[i]``, one row per program; rows with factor 1, nearly all of them, are not read."""
+    i_r = tl.program_id(0).to(tl.int64)
+    f = tl.load(factor + i_r)
+    if f != 1.0:
+        for c in range(0, columns, BLOCK):
+            o_c = c + tl.arange(0, BLOCK)
+            p_x = x + i_r * row_stride + o_c
+            tl.store(p_x, tl.load(p_x, mask=o_c < columns, other=0.0) * f, mask=o_c < columns)

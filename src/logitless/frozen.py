@@ -1,0 +1,108 @@
+"""A head that is not trained, and no entropy gradient: two products in all instead of four.
+
+The gradient of a row's log-prob with respect to its hidden state is known up to a factor as soon as the row has been
+swept: ``g_l (W[t] - sum_v p_v W_v)``. So the first sweep also sums ``e^(z - reference) W_v`` over the other tokens v,
+as attention sums values, and backward is a row scale.
+
+    forward    tile = X[r] @ W[c].T  ->  statistics, e^(z - reference)  ->  sum += e @ W[c]
+    backward   d_hidden = a W[t] + b sum            two numbers per row
+
+The reference is the row's maximum so far, give or take a few units: it only has to keep the exponentials in range, so
+it moves, and the sum with it, when a tile exceeds it by more than that. The target's own term is left out of the sum
+and formed in float32: a confident row would otherwise be nothing but rounding.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.backends import load
+from logitless.gemm import multiply
+from logitless.softmax import SKIP, Normaliser, merge
+from logitless.sweep import Projection, allocate, tile_problem
+from logitless.tiles import Tiles
+
+SLACK = 8.0
+"""How far a row's maximum may exceed its reference: e^8 is in range for float16 too, and moves are rare."""
+
+
+CHUNK = 1024
+"""Rows of the weight that backward gathers at a time."""
+
+
+class Unit(NamedTuple):
+    """What forward keeps of each row for a backward without products.
+
+    Attributes:
+        others: ``[R, D]`` sum over the other tokens of this shard of ``p W`` (of ``p (1 - tanh^2) W`` under a softcap),
+            with p normalised over this shard.
+        local: ``[R]`` log of this shard's part of Z.
+    """
+
+    others: Tensor
+    local: Tensor
+
+
+def sweep_unit(p: Projection, tiles: Tiles) -> tuple[Tensor, Unit]:
+    """``[4, R]`` statistics, and the unit gradients."""
+    stats = p.gain.new_empty((4, p.num_rows))
+    others = torch.empty_like(p.hidden)
+    space = allocate(p, tiles)
+    e = p.hidden.new_empty(space.tiles.rows * space.tiles.columns)
+    total = p.gain.new_empty((min(space.tiles.rows, max(p.num_rows, 1)), p.hidden.shape[1]))
+    backend, slabs = load(p.backend), range(0, max(p.columns, 1), space.tiles.columns)
+    for r in range(0, p.num_rows, space.tiles.rows):
+        stop = min(r + space.tiles.rows, p.num_rows)
+        parts = p.gain.new_empty((len(slabs), 4, stop - r))
+        sums, reference = total[: stop - r], p.gain.new_full((stop - r,), -torch.inf)
+        for i, c in enumerate(slabs):
+            tile = tile_problem(p, space, r, stop, c)
+            backend.statistics(tile, parts[i])
+            moved = _move(reference, parts[i, 0])
+            if i:
+                backend.rescale(sums, torch.where(reference == moved, 1.0, (reference - moved).exp()))
+            reference = moved
+            exponentials = e[: (stop - r) * tile.columns].view(stop - r, tile.columns)
+            backend.exponentials(tile, reference, exponentials)
+            multiply(exponentials, p.weight[c : c + tile.columns], sums, add=i > 0, tf32=p.tf32)
+        stats[:, r:stop] = parts[0] if len(slabs) == 1 else merge(parts)
+        local = stats[0, r:stop] + stats[1, r:stop].log()
+        # A shard of nothing but padding has no Z of its own, and no gradient to share.
+        backend.rescale(sums, torch.where(local == -torch.inf, 0.0, (reference - local).exp()))
+        others[r:stop] = sums
+    return stats, Unit(others, stats[0] + stats[1].log())
+
+
+def unit_gradient(
+    p: Projection, unit: Unit, norm: Normaliser, logprob: Tensor, g_logprob: Tensor, g_log_z: Tensor | None
+) -> Tensor:
+    """``[R, D]`` gradient of the hidden rows from the unit gradients and the upstream ones."""
+    g_z = torch.zeros_like(g_logprob) if g_log_z is None else g_log_z
+    here = p.column >= 0
+    at_target = g_z * logprob.exp() - g_logprob * torch.expm1(logprob)
+    slope = p.gain
+    if p.squash:
+        squashed = (logprob + norm.log_sum + norm.reference) / p.gain
+        at_target = at_target * (1 - squashed * squashed)
+        slope = p.gain * p.squash
+    share = (unit.local - norm.reference - norm.log_sum).exp()
+    ignored = p.column == SKIP
+    a = torch.where(here, at_target * slope, 0.0)
+    b = (g_z - g_logprob) * slope * share
+    out = torch.empty_like(p.hidden)
+    # In chunks: the gathered rows of the weight are as large as the result.
+    for r in range(0, p.num_rows, CHUNK):
+        rows = slice(r, r + CHUNK)
+        part = p.weight.index_select(0, p.column[rows].clamp_min(0)).to(p.gain.dtype).mul_(a[rows, None])
+        out[rows] = part.addcmul_(unit.others[rows].to(p.gain.dtype), b[rows, None])
+    return out.masked_fill_(ignored[:, None], 0.0)
+
+
+def _move(reference: Tensor, maximum: Tensor) -> Tensor:
+    """The reference for the next tile: where it is, unless the tile's maximum is out of its range."""
+    moved = torch.where(maximum > reference + SLACK, maximum, reference)
+    # Before anything finite has been seen any reference will do.
+    return torch.where(moved == -torch.inf, torch.zeros_like(moved), moved)
