@@ -4,7 +4,7 @@ from logitless.backends import choose_backend
 from logitless.errors import LogitlessError
 from logitless.kept import Kept
 from logitless.layouts import Contiguous, Zigzag
-from logitless.linear import linear_logprobs
+from logitless.linear import explain, linear_logprobs
 from logitless.ops import logprobs
 from logitless.rows import Rows
 from logitless.spec import Head, TokenStats, VocabShard
@@ -21,6 +21,7 @@ __all__ = [
     "VocabShard",
     "Zigzag",
     "choose_backend",
+    "explain",
     "linear_logprobs",
     "logprobs",
 ]

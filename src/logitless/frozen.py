@@ -57,14 +57,13 @@ def sweep_unit(p: Projection, tiles: Tiles) -> tuple[Tensor, Unit]:
     for r in range(0, p.num_rows, space.tiles.rows):
         stop = min(r + space.tiles.rows, p.num_rows)
         parts = p.gain.new_empty((len(slabs), 4, stop - r))
-        sums, reference = total[: stop - r], p.gain.new_full((stop - r,), -torch.inf)
+        sums, reference, factor = total[: stop - r], p.gain.new_zeros(stop - r), p.gain.new_ones(stop - r)
         for i, c in enumerate(slabs):
             tile = tile_problem(p, space, r, stop, c)
             backend.statistics(tile, parts[i])
-            moved = _move(reference, parts[i, 0])
+            backend.move(reference, parts[i, 0], SLACK if i else -torch.inf, factor)
             if i:
-                backend.rescale(sums, torch.where(reference == moved, 1.0, (reference - moved).exp()))
-            reference = moved
+                backend.rescale(sums, factor)
             exponentials = e[: (stop - r) * tile.columns].view(stop - r, tile.columns)
             backend.exponentials(tile, reference, exponentials)
             multiply(exponentials, p.weight[c : c + tile.columns], sums, add=i > 0, tf32=p.tf32)
@@ -99,10 +98,3 @@ def unit_gradient(
         part = p.weight.index_select(0, p.column[rows].clamp_min(0)).to(p.gain.dtype).mul_(a[rows, None])
         out[rows] = part.addcmul_(unit.others[rows].to(p.gain.dtype), b[rows, None])
     return out.masked_fill_(ignored[:, None], 0.0)
-
-
-def _move(reference: Tensor, maximum: Tensor) -> Tensor:
-    """The reference for the next tile: where it is, unless the tile's maximum is out of its range."""
-    moved = torch.where(maximum > reference + SLACK, maximum, reference)
-    # Before anything finite has been seen any reference will do.
-    return torch.where(moved == -torch.inf, torch.zeros_like(moved), moved)

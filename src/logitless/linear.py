@@ -9,28 +9,24 @@ The autograd Function is a seam: what it computes is in ``sweep``, ``results`` a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from logitless.backends import choose_backend
-from logitless.backends.contract import accumulation_dtype
-from logitless.checks import check_kept, check_targets, resolve_rows, vocabulary
 from logitless.collectives import agree_over, gather_rows_over, scatter_sum_over, sum_over
 from logitless.errors import LogitlessError
 from logitless.frozen import Unit, sweep_unit, unit_gradient
 from logitless.kept import Kept
+from logitless.linear_call import NAME, Call, Options, as_autocast_would, prepare
 from logitless.plans import FIXED_ROWS, LinearPlan, Wishes, choose_plan
 from logitless.results import row_results
 from logitless.rows import Rows
 from logitless.softmax import ELSEWHERE, SKIP, Normaliser, coefficients
-from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard, parse_memory
+from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard
 from logitless.sweep import Exponentials, KeptIds, Projection, Terms, sweep_gradients, sweep_statistics
 from logitless.tiles import Shape
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def linear_logprobs(
@@ -50,7 +46,7 @@ def linear_logprobs(
     tf32: bool = False,
     batch_invariant: bool = False,
     backend: str = "auto",
-    memory: int | str = "192MiB",
+    memory: int | str = "256MiB",
 ) -> TokenStats:
     """Log-probability, entropy and log Z of chosen tokens, without storing the logits.
 
@@ -86,31 +82,27 @@ def linear_logprobs(
     >>> out.logprob
     tensor([-1.3863,  0.0000])
     """
-    hidden, weight, bias = _autocast(hidden, weight, bias)
-
-    def prepare() -> _Prepared:
-        head_ = Head() if head is None else head
-        _check_operands(hidden, weight, bias, weight_grad, shard, match)
-        _check_parallel(hidden, shard, hidden_grad, sequence_parallel)
-        call, plan, shape = _resolve(hidden, weight, rows, entropy, head_, shard, sequence_parallel, backend, memory)
-        call = replace(
-            call,
-            logits_dtype=call.logits_dtype if match is None else getattr(torch, match),
-            reduce_hidden=hidden_grad == "reduced",
-            sequence_parallel=sequence_parallel,
-            tf32=tf32,
-            batch_invariant=batch_invariant,
-        )
-        gain = head_.gain(len(plan), accumulation_dtype(hidden.dtype), hidden.device)
-        ids = (
-            (None, None) if kept is None else check_kept("linear_logprobs", kept, plan, call.vocab_size, hidden.device)
-        )
-        return _Prepared(call, plan, gain, ids, shape)
-
+    hidden, weight, bias = as_autocast_would(hidden, weight, bias)
+    options = Options(
+        bias=bias,
+        entropy=entropy,
+        head=head,
+        shard=shard,
+        kept=kept,
+        hidden_grad=hidden_grad,
+        sequence_parallel=sequence_parallel,
+        weight_grad=weight_grad,
+        match=match,
+        tf32=tf32,
+        batch_invariant=batch_invariant,
+        backend=backend,
+        memory=memory,
+    )
     if shard is not None and shard.group is not None and shard.check_calls:
-        ready = agree_over(shard.group, "linear_logprobs", prepare, lambda ready: ready.facts(hidden))
+        group, facts = shard.group, lambda ready: ready.facts(hidden)
+        ready = agree_over(group, NAME, lambda: prepare(hidden, weight, rows, options), facts)
     else:
-        ready = prepare()
+        ready = prepare(hidden, weight, rows, options)
     index = None if ready.rows.in_order else ready.rows.index
     tensors = (hidden, weight, bias, weight_grad, index, ready.rows.target, ready.gain, *ready.kept)
     values = _apply_outside_of_compile(*tensors, ready.call)
@@ -118,47 +110,17 @@ def linear_logprobs(
     return TokenStats(logprob, entropy_value, log_z)  # pyright: ignore[reportArgumentType]
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A resolved call: everything but the tensors."""
+def explain(hidden: Tensor, weight: Tensor, rows: Any, **options: Any) -> LinearPlan:
+    """Which way :func:`linear_logprobs` goes with these arguments, and why. Computes nothing.
 
-    entropy: EntropyMode
-    squash: float
-    columns: int
-    start: int
-    vocab_size: int
-    backend: str
-    memory: int
-    group: Any
-    logits_dtype: torch.dtype
-    reduce_hidden: bool
-    sequence_parallel: bool
-    tf32: bool
-    batch_invariant: bool
-
-
-@dataclass(frozen=True, eq=False)
-class _Prepared:
-    """A checked call, and the vectors it needs."""
-
-    call: _Call
-    rows: Rows
-    gain: Tensor
-    kept: tuple[Tensor | None, Tensor | None]
-    shape: tuple[int, ...]
-
-    def facts(self, hidden: Tensor) -> dict[str, Any]:
-        """What the ranks of a vocabulary group must agree on."""
-        return {
-            "the number of rows": len(self.rows),
-            "the dtype of hidden": str(hidden.dtype),
-            "entropy": self.call.entropy,
-            "whether there are kept ids": self.kept[0] is not None,
-            "the vocabulary size": self.call.vocab_size,
-            "hidden_grad": self.call.reduce_hidden,
-            "sequence_parallel": self.call.sequence_parallel,
-            "whether hidden needs a gradient": hidden.requires_grad,
-        }
+    >>> print(explain(torch.zeros(2, 3), torch.zeros(4, 3), torch.tensor([1, 2])).kind)
+    forward
+    """
+    asked = Options(**options)
+    hidden, weight, bias = as_autocast_would(hidden, weight, asked.bias)
+    ready = prepare(hidden, weight, rows, replace(asked, bias=bias))
+    tracked = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
+    return _plan(len(ready.rows), hidden.device.type, hidden.dtype, ready.call, tracked, asked.kept is not None)
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -176,12 +138,13 @@ class _LinearLogProbs(torch.autograd.Function):
         gain: Tensor,
         kept_ids: Tensor | None,
         kept_lengths: Tensor | None,
-        call: _Call,
+        call: Call,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         column = _target_column(target, call)
         projection = _projection(hidden, weight, bias, index, column, gain, call)
         kept = _kept_ids(kept_ids, kept_lengths, target, call)
-        plan = _plan(projection, call, ctx.needs_input_grad, kept is not None)
+        device, dtype = hidden.device.type, hidden.dtype
+        plan = _plan(len(target), device, dtype, call, ctx.needs_input_grad, kept is not None)
         unit, exponentials, kept_stats = (), (), None
         if call.batch_invariant:
             projection = _padded(projection, FIXED_ROWS)
@@ -211,7 +174,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 "linear_logprobs: backward with create_graph=True asks for a second derivative, which is not "
                 "implemented. Drop create_graph, or use torch.log_softmax for this term."
             )
-        call: _Call = ctx.call
+        call: Call = ctx.call
         hidden, weight, bias, weight_grad, index, target, column, gain, *saved = ctx.saved_tensors
         norm, (logprob, mean), kept_saved, more = Normaliser(*saved[:2]), saved[2:4], saved[4:8], saved[8:]
         plan: LinearPlan = ctx.plan
@@ -244,7 +207,7 @@ def _apply_outside_of_compile(*args: Any) -> Any:
 
 
 def _projection(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor | None, column: Tensor, gain: Tensor, call: _Call
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor | None, column: Tensor, gain: Tensor, call: Call
 ) -> Projection:
     tokens = hidden.reshape(-1, hidden.shape[-1])
     if call.sequence_parallel:
@@ -276,7 +239,7 @@ def _padded(p: Projection, multiple: int) -> Projection:
     )
 
 
-def _hidden_gradient(rows: Tensor, hidden: Tensor, index: Tensor | None, call: _Call) -> Tensor:
+def _hidden_gradient(rows: Tensor, hidden: Tensor, index: Tensor | None, call: Call) -> Tensor:
     """Gradient of the tokens from that of the selected rows, summed over the group as the call asks."""
     size = call.group.size() if call.sequence_parallel else 1
     tokens = rows
@@ -289,134 +252,29 @@ def _hidden_gradient(rows: Tensor, hidden: Tensor, index: Tensor | None, call: _
     return tokens.view(hidden.shape)
 
 
-def _target_column(target: Tensor, call: _Call) -> Tensor:
+def _target_column(target: Tensor, call: Call) -> Tensor:
     column = target - call.start
     inside = (column >= 0) & (column < call.columns)
     return torch.where(inside, column, ELSEWHERE).masked_fill(target == IGNORE, SKIP)
 
 
-def _kept_ids(ids: Tensor | None, lengths: Tensor | None, target: Tensor, call: _Call) -> KeptIds | None:
+def _kept_ids(ids: Tensor | None, lengths: Tensor | None, target: Tensor, call: Call) -> KeptIds | None:
     if ids is None or lengths is None:
         return None
     return KeptIds(Kept(ids, lengths), target, call.start, call.vocab_size)
 
 
-def _shape(p: Projection) -> Shape:
-    on_gpu = p.hidden.device.type == "cuda"
-    return Shape(p.num_rows, p.columns, p.logits_dtype.itemsize, p.hidden.dtype.itemsize, on_gpu)
-
-
-def _plan(p: Projection, call: _Call, needs: Sequence[bool], replay: bool) -> LinearPlan:
+def _plan(
+    num_rows: int, device: str, dtype: torch.dtype, call: Call, needs: Sequence[bool], replay: bool
+) -> LinearPlan:
     hidden, weight, bias = needs[:3]
     wishes = Wishes(
         hidden=hidden,
         weight=weight or bias,
         entropy_grad=call.entropy == "grad",
         replay=replay,
-        keepable=p.hidden.dtype.itemsize == 2 and not p.squash,
+        keepable=dtype.itemsize == 2 and not call.squash,
         invariant=call.batch_invariant,
     )
-    return choose_plan(_shape(p), wishes, call.memory)
-
-
-def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Operands as autocast would hand them to a linear layer."""
-    kind = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
-    if not torch.is_autocast_enabled(kind):
-        return hidden, weight, bias
-    dtype = torch.get_autocast_dtype(kind)
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-
-
-def _resolve(
-    hidden: Tensor,
-    weight: Tensor,
-    rows: Any,
-    entropy: EntropyMode,
-    head: Head,
-    shard: VocabShard | None,
-    sequence_parallel: bool,
-    backend: str,
-    memory: int | str,
-) -> tuple[_Call, Rows, tuple[int, ...]]:
-    name = "linear_logprobs"
-    plan, shape = resolve_rows(name, rows)
-    if entropy not in (None, "value", "grad"):
-        raise LogitlessError(f'{name}: entropy must be None, "value" or "grad" but is {entropy!r}.')
-    num_tokens = hidden.shape[:-1].numel() * (shard.group.size() if shard is not None and sequence_parallel else 1)
-    if (plan.num_tokens is not None and plan.num_tokens != num_tokens) or plan.reach > num_tokens:
-        wanted = f"at least {plan.reach}" if plan.num_tokens is None else plan.num_tokens
-        raise LogitlessError(f"{name}: rows were made for {wanted} tokens but hidden holds {num_tokens}.")
-    for what, x in (("weight", weight), ("rows", plan.index), ("target", plan.target)):
-        if x.device != hidden.device:
-            raise LogitlessError(f"{name}: {what} is on {x.device} but hidden is on {hidden.device}.")
-    vocab_size, columns = vocabulary(name, weight.shape[0], head, shard)
-    check_targets(name, plan, vocab_size)
-    call = _Call(
-        entropy=entropy,
-        squash=head.squash,
-        columns=columns,
-        start=0 if shard is None else shard.start,
-        vocab_size=vocab_size,
-        backend=choose_backend(hidden, backend).name,
-        memory=parse_memory(memory),
-        group=None if shard is None else shard.group,
-        logits_dtype=accumulation_dtype(hidden.dtype),
-        reduce_hidden=False,
-        sequence_parallel=False,
-        tf32=False,
-        batch_invariant=False,
-    )
-    return call, plan, shape
-
-
-def _check_operands(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    weight_grad: Tensor | None,
-    shard: VocabShard | None,
-    match: str | None,
-) -> None:
-    name = "linear_logprobs"
-    if not isinstance(hidden, Tensor) or hidden.dtype not in FLOATS or hidden.dim() < 1:
-        came = f"{list(hidden.shape)} {hidden.dtype}" if isinstance(hidden, Tensor) else type(hidden).__name__
-        raise LogitlessError(f"{name}: hidden must be [..., D] of {[str(d) for d in FLOATS]} but is {came}.")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        hint = " Did you pass the transposed head?" if weight.dim() == 2 and weight.shape[0] == hidden.shape[-1] else ""
-        raise LogitlessError(
-            f"{name}: weight must be [V, {hidden.shape[-1]}] to go with hidden of size {hidden.shape[-1]} but is "
-            f"{list(weight.shape)}.{hint}"
-        )
-    if weight.dtype != hidden.dtype:
-        raise LogitlessError(
-            f"{name}: weight is {weight.dtype} but hidden is {hidden.dtype}. Cast one of them, or call under autocast."
-        )
-    if bias is not None and (tuple(bias.shape) != (weight.shape[0],) or not bias.is_floating_point()):
-        raise LogitlessError(f"{name}: bias must be [{weight.shape[0]}] floats but is {list(bias.shape)} {bias.dtype}.")
-    if weight_grad is not None and (weight_grad.shape != weight.shape or weight_grad.dtype != torch.float32):
-        raise LogitlessError(
-            f"{name}: weight_grad must be float32 {list(weight.shape)} but is {weight_grad.dtype} "
-            f"{list(weight_grad.shape)}."
-        )
-    if match not in (None, "bfloat16", "float16"):
-        raise LogitlessError(f'{name}: match must be None, "bfloat16" or "float16" but is {match!r}.')
-    if shard is not None and shard.stop - shard.start != weight.shape[0]:
-        raise LogitlessError(
-            f"{name}: shard holds columns {shard.start} to {shard.stop} ({shard.stop - shard.start} of them) but "
-            f"weight has {weight.shape[0]} rows."
-        )
-
-
-def _check_parallel(hidden: Tensor, shard: VocabShard | None, hidden_grad: str, sequence_parallel: bool) -> None:
-    if hidden_grad not in ("reduced", "partial"):
-        raise LogitlessError(f'linear_logprobs: hidden_grad must be "reduced" or "partial" but is {hidden_grad!r}.')
-    if sequence_parallel and (shard is None or shard.group is None):
-        raise LogitlessError(
-            "linear_logprobs: sequence_parallel=True needs a shard with a group to gather hidden over."
-        )
-    if sequence_parallel and hidden_grad == "partial":
-        raise LogitlessError(
-            "linear_logprobs: sequence_parallel=True gathers hidden here, so its gradient is summed and scattered here "
-            'too. hidden_grad="partial" is for callers that gather hidden themselves and pass it whole.'
-        )
+    shape = Shape(num_rows, call.columns, call.logits_dtype.itemsize, dtype.itemsize, device == "cuda")
+    return choose_plan(shape, wishes, call.memory)

@@ -86,7 +86,6 @@ def choose_plan(shape: Shape, wishes: Wishes, memory: int) -> LinearPlan:
     if kept_rows:
         # Kept exponentials have one reference per slab, so both sweeps cut the columns alike.
         forward = forward._replace(columns=backward.columns)
-        kept_rows -= 0 if kept_rows == shape.rows else kept_rows % forward.rows
     if kept_rows and kept_rows == shape.rows:
         reason = f"the exponentials of all {kept_rows} rows fit the budget"
         return LinearPlan("keep", forward, backward, kept_rows, reason)

@@ -1,7 +1,9 @@
 """Figures, drawn from records and nothing else, in a light and a dark style.
 
-One panel per case, one bar per provider, fastest or leanest first. A line marks the floor: the time in which the bytes
-that must move can be moved, or the size of the logits. Ours are in colour; a hatched bar computed less than was asked.
+One panel per case, one bar per provider, fastest or leanest first. A line marks the floor: the time of the bytes or the
+products nobody avoids, or the size of the logits. Ours are in colour; a hatched bar computed less than was asked.
+
+Cases named ``linear-growth-*`` are points of curves instead: time and memory against T, V and D, one line per provider.
 """
 
 from __future__ import annotations
@@ -20,13 +22,16 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from logitless.bench.records import Record, by_case, format_bytes, newest
+from logitless.bench.records import COMPUTES, Record, by_case, format_bytes, newest
 from logitless.errors import LogitlessError
 
 Panel = Callable[[Axes, Sequence[Record], "Style"], None]
 
 WIDTH_INCHES = 9.0
 DPI = 200
+GROWTH = "linear-growth-"
+AXES = (("tokens", "T"), ("vocab", "V"), ("hidden", "D"))
+MARKERS = "osD^vP*X"
 
 
 @dataclass(frozen=True)
@@ -58,12 +63,21 @@ class Bar:
 
 
 def draw_records(records: Sequence[Record], folder: Path, stem: str) -> list[Path]:
-    """Time and memory of the newest record of each case and provider, in both styles: four PNG files."""
-    groups = [g for g in by_case(newest(records)) if any(r.total_ms is not None for r in g)]
-    if not groups:
+    """Time and memory of the newest record of each case and provider, in both styles: four PNG files.
+
+    Points of growth curves are drawn in two more.
+    """
+    timed = [g for g in by_case(newest(records)) if any(r.total_ms is not None for r in g)]
+    groups = [g for g in timed if not g[0].case["name"].startswith(GROWTH)]
+    if not timed:
         raise LogitlessError("plots: none of the records has a time, so there is nothing to draw.")
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
+    for style in (LIGHT, DARK) if len(groups) < len(timed) else ():
+        paths.append(folder / f"{stem}-growth-{style.name}.png")
+        draw_growth(records, paths[-1], style)
+    if not groups:
+        return paths
     for style in (LIGHT, DARK):
         for name, panel, title in PANELS:
             paths.append(folder / f"{stem}-{name}-{style.name}.png")
@@ -84,6 +98,51 @@ def draw_case(records: Sequence[Record], path: Path, style: Style) -> None:
     heading = f"{_detail(group[0])} ({_where(group)})"
     figure.suptitle(heading, color=style.text, fontsize=9, x=0.01, ha="left")
     _save(figure, path, style)
+
+
+def draw_growth(records: Sequence[Record], path: Path, style: Style) -> None:
+    """Time and peak memory against T, V and D around the case named ``linear-growth-base``, one line per provider."""
+    points = [r for r in newest(records) if r.case["name"].startswith(GROWTH)]
+    base = next((r.case for r in points if r.case["name"] == f"{GROWTH}base"), None)
+    if base is None:
+        raise LogitlessError(f"plots: growth is drawn around {GROWTH}base, of which there is no record.")
+    figure, axes = plt.subplots(2, len(AXES), figsize=(WIDTH_INCHES, 5.2), layout="constrained", sharey="row")
+    for column, (size, symbol) in enumerate(AXES):
+        others = [name for name, _ in AXES if name != size]
+        along = [r for r in points if all(r.case[name] == base[name] for name in others)]
+        _draw_curves(axes[0, column], along, size, "total_ms", 1.0, style)
+        _draw_curves(axes[1, column], along, size, "peak_bytes", 2.0**30, style)
+        fixed = ", ".join(f"{s} = {base[name]}" for name, s in AXES if name != size)
+        axes[0, column].set_title(f"against {symbol} ({fixed})", color=style.text, fontsize=9, loc="left")
+        axes[1, column].set_xlabel(symbol, color=style.text, fontsize=9)
+    for row, label in enumerate(("time of one step, ms", "peak beyond the inputs, GiB")):
+        axes[row, 0].set_ylabel(label, color=style.text, fontsize=9)
+    axes[0, 0].legend(fontsize=8, frameon=False, labelcolor=style.text)
+    heading = f"From hidden states, {base['dtype']}, forward + backward ({_where(points)})"
+    figure.suptitle(heading, color=style.text, fontsize=9, x=0.01, ha="left")
+    _save(figure, path, style)
+
+
+def _draw_curves(axis: Axes, records: Sequence[Record], size: str, field: str, unit: float, style: Style) -> None:
+    """One line per provider through the points that have a value: where one ran out of memory, its line ends."""
+    axis.set_facecolor(style.background)
+    for place, name in enumerate(dict.fromkeys(r.provider for r in records)):
+        own = sorted(
+            (r.case[size], value / unit) for r in records if r.provider == name and (value := getattr(r, field))
+        )
+        colour = style.ours if name.startswith("logitless") else style.others
+        axis.plot(*zip(*own, strict=True), color=colour, marker=MARKERS[place % len(MARKERS)], markersize=4, label=name)
+    if field == "total_ms":
+        floors = sorted({r.case[size]: r.floor_ms for r in records if r.floor_ms is not None}.items())
+        axis.plot(*zip(*floors, strict=True), color=style.mark, linewidth=1.2, linestyle=(0, (4, 2)), label="floor")
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(sorted({r.case[size] for r in records}), minor=False)
+    axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k")
+    axis.tick_params(colors=style.text, which="both", labelsize=8)
+    axis.grid(color=style.faint, linewidth=0.5)
+    for spine in axis.spines.values():
+        spine.set_color(style.faint)
 
 
 def draw_pair(memory: Sequence[Bar], time: Sequence[Bar], titles: tuple[str, str], path: Path) -> None:
@@ -121,7 +180,8 @@ def _shown(group: Sequence[Record]) -> list[Record]:
 def _time_panel(axis: Axes, records: Sequence[Record], style: Style) -> None:
     ordered = sorted(records, key=lambda r: math.inf if r.total_ms is None else r.total_ms)
     _draw_bars(axis, [_bar(r, r.total_ms, f"{_short(r.total_ms or 0.0)} ms") for r in ordered], style)
-    _draw_mark(axis, records[0].floor_ms, f"floor {_short(records[0].floor_ms)} ms", style)
+    if (floor := records[0].floor_ms) is not None:
+        _draw_mark(axis, floor, f"floor {_short(floor)} ms", style)
 
 
 def _memory_panel(axis: Axes, records: Sequence[Record], style: Style) -> None:
@@ -132,7 +192,7 @@ def _memory_panel(axis: Axes, records: Sequence[Record], style: Style) -> None:
 
 PANELS = (
     ("time", _time_panel, "Median time of one step"),
-    ("memory", _memory_panel, "Peak memory beyond the logits"),
+    ("memory", _memory_panel, "Peak memory beyond the inputs"),
 )
 
 
@@ -140,7 +200,7 @@ def _bar(record: Record, value: float | None, text: str) -> Bar:
     ours, partial = record.provider.startswith("logitless"), record.computes != record.case["entropy"]
     if value is None:
         return Bar(record.provider, 0.0, record.status, ours)
-    text = f"{text} (log-prob only)" if partial and record.computes is None else text
+    text = f"{text} ({COMPUTES[record.computes]} only)" if partial and record.computes in (None, "mean") else text
     return Bar(record.provider, value, text, ours, partial)
 
 
@@ -186,7 +246,8 @@ def _detail(record: Record) -> str:
     case = record.case
     work = "forward + backward" if case["backward"] else "forward"
     share = "" if record.rows == case["tokens"] else f", {record.rows / case['tokens']:.0%} of rows"
-    return f"{case['tokens']} x {case['vocab']} {case['dtype']}, {work}{share}"
+    hidden = f" from {case['hidden']}" if case.get("hidden") else ""
+    return f"{case['tokens']} x {case['vocab']}{hidden} {case['dtype']}, {work}{share}"
 
 
 def _where(records: Sequence[Record]) -> str:

@@ -38,6 +38,10 @@ FLOOR = -1.0e30
 """Stands in for log 0 in products: finite, so that 0 * FLOOR is 0, and far below any log-probability."""
 
 
+TINY = 2.0e-38
+"""Stands in for 0 in a logarithm: the smallest round normal float32, multiplied by the 0 it stood in for."""
+
+
 class Normaliser(NamedTuple):
     """``[R]`` pieces of log Z, kept apart for precision: ``log Z = reference + log_sum``."""
 

@@ -110,19 +110,22 @@ class Exponentials:
         return self.values.shape[0]
 
     def keep(self, backend: Any, tile: Problem, maximum: Tensor, r: int) -> None:
-        """Store the tile's exponentials, if its rows are among the kept ones."""
-        stop = r + tile.index.numel()
-        if stop > self.rows:
+        """Store the exponentials of those rows of a tile that are among the kept ones."""
+        count = min(tile.index.numel(), self.rows - r)
+        if count <= 0:
             return
-        reference = self.reference[tile.first // self.columns, r:stop]
-        torch.nan_to_num(maximum, nan=torch.nan, posinf=torch.inf, neginf=0.0, out=reference)
-        backend.exponentials(tile, reference, self.values[r:stop, tile.first : tile.first + tile.columns])
+        reference = self.reference[tile.first // self.columns, r : r + count]
+        torch.nan_to_num(maximum[:count], nan=torch.nan, posinf=torch.inf, neginf=0.0, out=reference)
+        rows = {name: getattr(tile, name)[:count] for name in ("logits", "index", "column", "gain")}
+        out = self.values[r : r + count, tile.first : tile.first + tile.columns]
+        backend.exponentials(replace(tile, **rows), reference, out)
 
-    def write_gradient(self, p: Projection, terms: Terms, r: int, stop: int, c: int, out: Tensor) -> None:
+    def write_gradient(self, p: Projection, terms: Terms, memory: int, r: int, stop: int, c: int, out: Tensor) -> None:
         """dZ of rows ``r .. stop`` and of the columns from ``c`` on, without their logits."""
         norm, coef = _rows_of(terms.norm, r, stop), _rows_of(terms.coef, r, stop)
         shift = self.reference[c // self.columns, r:stop] - norm.reference
-        tile = Problem(out, p.column[:0], p.column[r:stop], p.gain[r:stop], 0.0, out.shape[1], True, 0, first=c)
+        no_index = p.column[:0]
+        tile = Problem(out, no_index, p.column[r:stop], p.gain[r:stop], 0.0, out.shape[1], True, memory, first=c)
         exponentials = self.values[r:stop, c : c + out.shape[1]]
         load(p.backend).gradient_from(exponentials, tile, shift, (shift - norm.log_sum).exp(), coef, out)
 
@@ -297,11 +300,15 @@ def _by_blocks(
 
 def _fill_block(p: Projection, space: Space, terms: Terms, rows: slice, c: int, out: Tensor) -> None:
     """dZ of the given rows and of the columns from ``c`` on, into ``out``."""
-    for r in range(rows.start, rows.stop, space.tiles.rows):
+    start = rows.start
+    if terms.exponentials is not None and start < terms.exponentials.rows:
+        start = min(rows.stop, terms.exponentials.rows)
+        memory = space.tiles.elementwise
+        terms.exponentials.write_gradient(p, terms, memory, rows.start, start, c, out[: start - rows.start])
+    for r in range(start, rows.stop, space.tiles.rows):
         stop = min(r + space.tiles.rows, rows.stop)
-        terms.write(
-            load(p.backend), tile_problem(p, space, r, stop, c), r, stop, out[r - rows.start : stop - rows.start]
-        )
+        tile = tile_problem(p, space, r, stop, c)
+        terms.write(load(p.backend), tile, r, stop, out[r - rows.start : stop - rows.start])
 
 
 def tile_problem(p: Projection, space: Space, r: int, stop: int, c: int) -> Problem:

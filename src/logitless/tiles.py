@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 from logitless.errors import LogitlessError
 
+FILLING = 4224
+"""33 * 128 columns: with 2048 rows, 528 output tiles of 128 x 128, four for each of 132 multiprocessors."""
+
 
 class Tiles(NamedTuple):
     """Sizes of a sweep.
@@ -96,7 +99,8 @@ def _fit(shape: Shape, budget: int, rows: int, wide: int, per_column: int) -> tu
             f"memory: {budget} bytes do not hold one column of {rows} rows; give at least {2 * needed}."
         )
     columns = min(columns, wide, max(shape.columns, 1))
-    # Whole multiples of what a matrix unit takes at a time, where there is room for one.
-    if columns < shape.columns and columns >= 256:
-        columns -= columns % 128
+    # Whole multiples of what fills the machine, or at least of what a matrix unit takes at a time.
+    if columns < shape.columns:
+        step = next((step for step in (FILLING, 128) if columns >= step), 1)
+        columns -= columns % step
     return rows, columns

@@ -5,10 +5,11 @@ A backend is a module with two functions that every path needs:
     statistics(problem, out=None) -> [4, R]                     m, s, w, t of each row, into ``out`` if given
     gradient(problem, norm, coef, out, out_index) -> None       d logits, written over all of ``out``
 
-and three for sweeps that keep something of the first pass for the second:
+and four for sweeps that keep something of the first pass for the second:
 
     exponentials(problem, reference, out) -> None               e^(z - reference), 0 at the target
     gradient_from(exponentials, problem, ...) -> None           d logits from those instead of from logits
+    move(reference, maximum, slack, factor) -> None             a running reference, and by how much it moved
     rescale(x, factor) -> None                                  x *= factor, row by row, in place
 
 Backends know nothing of samples, masks, shards or autograd. ``out`` may be the logits themselves, with

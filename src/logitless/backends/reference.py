@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from logitless.backends.contract import Problem, accumulation_dtype
-from logitless.softmax import FLOOR, SKIP, Coefficients, Normaliser
+from logitless.softmax import FLOOR, SKIP, TINY, Coefficients, Normaliser
 
 
 def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
@@ -75,10 +75,21 @@ def gradient_from(e: Tensor, problem: Problem, shift: Tensor, scale: Tensor, coe
     if coef.product is None:
         dz = dz * coef.plain[:, None]
     else:
-        dz = dz * (coef.plain[:, None] + coef.product[:, None] * (wide.log() + shift[:, None]).clamp_min(FLOOR))
+        dz = dz * (coef.plain[:, None] + coef.product[:, None] * (wide.clamp_min(TINY).log() + shift[:, None]))
     columns = torch.arange(problem.first, problem.first + e.shape[1], device=e.device)
     dz = torch.where(columns == problem.column[:, None], coef.at_target[:, None], dz) * problem.gain[:, None]
     out.copy_(dz.masked_fill((problem.column == SKIP)[:, None], 0.0))
+
+
+def move(reference: Tensor, maximum: Tensor, slack: float, factor: Tensor) -> None:
+    """Move each reference up to the maximum where that exceeds it by more than ``slack``; factor is ``e^(old - new)``.
+
+    A maximum of -inf moves nothing. In place, so that a sweep launches one small kernel and not ten.
+    """
+    moves = (maximum > reference + slack) & (maximum != -torch.inf)
+    moved = torch.where(moves, maximum, reference)
+    factor.copy_(torch.where(moves, (reference - moved).exp(), torch.ones_like(moved)))
+    reference.copy_(moved)
 
 
 def rescale(x: Tensor, factor: Tensor) -> None:

@@ -25,6 +25,9 @@ def tile_shape(problem: Problem) -> tuple[int, int]:
     return max(1, min(problem.index.numel(), elements // width)), width
 
 
+move, rescale = whole.move, whole.rescale
+
+
 def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
     """Same as :func:`logitless.backends.reference.statistics`, one tile at a time."""
     dtype = accumulation_dtype(problem.logits.dtype)
@@ -116,25 +119,20 @@ def _zero_the_rest(out: Tensor, out_index: Tensor, columns: int) -> None:
 
 def exponentials(problem: Problem, reference: Tensor, out: Tensor) -> None:
     """Same as :func:`logitless.backends.reference.exponentials`, some rows at a time."""
-    for rows in _row_chunks(problem, out.shape[1]):
+    for rows in _row_chunks(problem, out):
         whole.exponentials(_rows_of(problem, rows), reference[rows], out[rows])
 
 
 def gradient_from(e: Tensor, problem: Problem, shift: Tensor, scale: Tensor, coef: Coefficients, out: Tensor) -> None:
     """Same as :func:`logitless.backends.reference.gradient_from`, some rows at a time."""
-    for rows in _row_chunks(problem, out.shape[1]):
+    for rows in _row_chunks(problem, out):
         part = Coefficients(*(None if x is None else x[rows] for x in coef))  # pyright: ignore[reportArgumentType]
         whole.gradient_from(e[rows], _rows_of(problem, rows), shift[rows], scale[rows], part, out[rows])
 
 
-def rescale(x: Tensor, factor: Tensor) -> None:
-    """``x[i] *= factor[i]``, in place."""
-    whole.rescale(x, factor)
-
-
-def _row_chunks(problem: Problem, width: int) -> list[slice]:
+def _row_chunks(problem: Problem, out: Tensor) -> list[slice]:
     """Rows such that the half dozen temporaries of the whole-tensor twin stay within the budget."""
-    num_rows = problem.index.numel()
+    num_rows, width = out.shape
     rows = max(1, problem.memory // (6 * max(1, width) * problem.gain.element_size()))
     return [slice(r, min(r + rows, num_rows)) for r in range(0, num_rows, rows)]
 

@@ -1,7 +1,8 @@
 """What is measured: every benchmark case is a line of data.
 
 Names read ``shape-dtype-work[-variant]``: ``reference-fp32-grad-peaked`` is the reference shape in float32, forward and
-backward with an entropy gradient, on peaked logits.
+backward with an entropy gradient, on peaked logits. ``linear-*`` start from hidden states and the head's weight instead
+of logits; those on CUDA are in bfloat16.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ import torch
 from logitless.errors import LogitlessError
 from logitless.spec import EntropyMode
 
+# Run only if named: for tests, of a size of their own, or many of a kind.
+SET_ASIDE = ("smoke", "huge", "growth")
+Computed = EntropyMode | Literal["mean"]
+"""What a provider computed beside the log-prob; or a mean loss alone."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -28,11 +33,14 @@ class Case:
         device: ``"cuda"`` or ``"cpu"``, the kind of machine it is sized for.
         tokens: T, rows of the logits.
         vocab: V, columns of the logits.
-        dtype: name of the dtype of the logits.
+        dtype: name of the dtype of the logits, or of the hidden states and the weight.
         entropy: None, ``"value"`` or ``"grad"``.
         backward: forward and backward, or forward alone without a graph.
         response: share of the rows that is scored; the others are prompt.
         logits: ``"gaussian"``, or ``"peaked"`` like a trained model's.
+        hidden: D, size of the hidden states that the case starts from; None where it starts from logits.
+        frozen: the weight needs no gradient.
+        memory: working memory allowed to those who take a bound, such as ``"6.5GiB"``; None for their default.
     """
 
     name: str
@@ -44,6 +52,9 @@ class Case:
     backward: bool = True
     response: float = 1.0
     logits: Literal["gaussian", "peaked"] = "gaussian"
+    hidden: int | None = None
+    frozen: bool = False
+    memory: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -57,7 +68,21 @@ class Case:
 
     @property
     def logits_bytes(self) -> int:
+        """Size of the logits, there or not."""
         return self.tokens * self.vocab * self.torch_dtype.itemsize
+
+    @property
+    def num_gemms(self) -> int:
+        """Products of [T, D] by [D, V] that nobody can avoid, from hidden states.
+
+        Forward takes one. Backward takes one for each gradient, and one to have the logits again unless they, or what
+        is needed of them, were kept. With a frozen weight and no entropy gradient, d_hidden is known up to a factor per
+        row before backward begins.
+        """
+        if not self.backward:
+            return 1
+        kept = self.memory is not None or (self.frozen and self.entropy != "grad")
+        return 4 - self.frozen - kept
 
     def bytes_moved(self, num_rows: int) -> tuple[int, int]:
         """Bytes that no implementation can avoid moving: in forward, and in forward and backward together.
@@ -75,6 +100,42 @@ def _works(shape: Case, name: str) -> list[Case]:
         replace(shape, name=f"{name}-forward", entropy="value", backward=False),
         replace(shape, name=f"{name}-value", entropy="value"),
         replace(shape, name=f"{name}-grad", entropy="grad"),
+    ]
+
+
+def _linear_cases() -> list[Case]:
+    """From hidden states: the reference in every kind of work, other shapes, and a series along each of T, V and D."""
+    base = Case("", "cuda", tokens=16384, vocab=151936, dtype="bfloat16", entropy="grad", hidden=4096)
+    smoke = Case("", "cpu", tokens=96, vocab=1000, entropy="grad", hidden=64)
+    name = "linear-reference"
+    return [
+        *_works(base, name),
+        replace(base, name=f"{name}-frozen", entropy="value", frozen=True),
+        replace(base, name=f"{name}-keep", memory="6.5GiB"),
+        replace(base, name=f"{name}-grad-peaked", logits="peaked"),
+        replace(base, name=f"{name}-grad-25pct", response=0.25),
+        replace(base, name=f"{name}-grad-3pct", response=0.03),
+        replace(base, name="linear-long-grad", tokens=65536, hidden=2048),
+        replace(base, name="linear-v32k-grad", vocab=32768),
+        replace(base, name="linear-v256k-grad", vocab=262144),
+        replace(base, name="linear-huge-grad", tokens=205280, vocab=76032),
+        *_growth(replace(base, tokens=8192, vocab=131072)),
+        Case("linear-cpu-grad", "cpu", tokens=8192, vocab=65536, entropy="grad", hidden=256),
+        *_works(smoke, "linear-smoke"),
+        replace(smoke, name="linear-smoke-frozen", entropy="value", frozen=True),
+        replace(smoke, name="linear-smoke-keep", memory="1MiB"),
+        replace(smoke, name="linear-smoke-bf16-grad-peaked", dtype="bfloat16", response=0.25, logits="peaked"),
+    ]
+
+
+def _growth(base: Case) -> list[Case]:
+    """The base, and cases that differ from it in one size."""
+    name = "linear-growth"
+    return [
+        replace(base, name=f"{name}-base"),
+        *(replace(base, name=f"{name}-t{t}", tokens=t) for t in (2048, 4096, 16384, 32768, 65536)),
+        *(replace(base, name=f"{name}-v{v}", vocab=v) for v in (32768, 65536, 262144)),
+        *(replace(base, name=f"{name}-d{d}", hidden=d) for d in (1024, 2048, 8192)),
     ]
 
 
@@ -101,6 +162,7 @@ def _all_cases() -> list[Case]:
         replace(cpu, name="cpu-fp32-grad-25pct", entropy="grad", response=0.25),
         *_works(Case("", "cpu", tokens=96, vocab=1000), "smoke-fp32"),
         Case("smoke-bf16-grad-peaked", "cpu", 96, 1000, "bfloat16", entropy="grad", response=0.25, logits="peaked"),
+        *_linear_cases(),
     ]
 
 
@@ -108,15 +170,26 @@ CASES: dict[str, Case] = {case.name: case for case in _all_cases()}
 
 
 def select_cases(patterns: Iterable[str], device: str) -> list[Case]:
-    """Cases by name or shell pattern (``reference-*-grad``); none named means all of the device but smoke and huge.
+    """Cases by name or shell pattern (``reference-*-grad``); none named means all of the device.
+
+    A pattern finds cases of the device alone, and those set aside (smoke, huge, growth) only if it says that word.
 
     >>> [case.name for case in select_cases(["cpu-fp32-*-peaked"], "cpu")]
     ['cpu-fp32-grad-peaked']
     """
-    patterns = list(patterns)
-    if not patterns:
-        return [c for c in CASES.values() if c.device == device and not c.name.startswith(("smoke", "huge"))]
-    return [CASES[name] for name in select_names(patterns, list(CASES), "case")]
+    patterns = list(patterns) or ["*"]
+    for pattern in patterns:
+        if not any(_finds(pattern, case, device) for case in CASES.values()):
+            own = [case.name for case in CASES.values() if case.device == device]
+            raise LogitlessError(f"bench: no case matches {pattern!r}. For {device} there are {', '.join(own)}.")
+    return [case for case in CASES.values() if any(_finds(pattern, case, device) for pattern in patterns)]
+
+
+def _finds(pattern: str, case: Case, device: str) -> bool:
+    if pattern == case.name:
+        return True
+    aside = any(word in case.name and word not in pattern for word in SET_ASIDE)
+    return case.device == device and not aside and fnmatchcase(case.name, pattern)
 
 
 def select_names(patterns: Sequence[str], names: Sequence[str], what: str) -> list[str]:

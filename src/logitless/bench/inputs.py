@@ -1,14 +1,18 @@
-"""Logits, targets and upstream gradients of a case, reproducible from a seed and built in row blocks.
+"""Logits or hidden states, targets and upstream gradients of a case, reproducible from a seed.
 
 Peaked logits imitate a trained model. Column k of a shuffled vocabulary gets the bias ``-1.1 log(k + 1)`` (Zipf), and
 in most rows the target is lifted to a chosen log-odds over all other columns together, so that p(target) runs from 0.3
 to 0.999999. Confident rows are where gradients lose digits and where a softmax kernel meets mostly zeros.
+
+From hidden states the same is done with the operands: one coordinate of every hidden state is constant and carries the
+bias, and hidden states are moved along the weight of their target. The log-odds are then right up to the chance
+products of that weight with the others.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,11 +25,13 @@ SAMPLE_LENGTH = 1024
 BLOCK_ELEMENTS = 1 << 28
 BOOSTED = 0.85
 P_RANGE = (0.3, 0.999999)
+# The constant coordinate of peaked hidden states: a power of two, so that half precision holds it exactly.
+CARRIER = 4.0
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Everything about a case but its logits.
+    """Everything about a case but its logits or hidden states.
 
     Attributes:
         case: the case.
@@ -33,7 +39,7 @@ class Batch:
         labels: ``[T]`` target of every row, ``-100`` for rows that are not scored.
         g_logprob: ``[R]`` upstream gradient of the log-probs, random.
         g_entropy: ``[R]`` upstream gradient of the entropies, random.
-        seed: what the logits are drawn from.
+        seed: what the logits, or the hidden states and the weight, are drawn from.
     """
 
     case: Case
@@ -47,6 +53,11 @@ class Batch:
     def index(self) -> Tensor | None:
         """``[R]`` scored rows, or None where all of them are."""
         return None if len(self.rows) == self.case.tokens else self.rows.index
+
+    def with_mean_loss(self) -> Batch:
+        """The same batch with the upstream gradients that a mean cross entropy has."""
+        share = torch.full_like(self.g_logprob, -1 / max(1, len(self.rows)))
+        return replace(self, g_logprob=share, g_entropy=torch.zeros_like(share))
 
 
 def make_batch(case: Case, device: torch.device, seed: int = 0) -> Batch:
@@ -91,6 +102,31 @@ def fill_logits(batch: Batch, out: Tensor) -> Tensor:
         if not direct:
             part.copy_(z)
     return out
+
+
+def fill_operands(batch: Batch, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Write the case's hidden states (``[T, D]``) and weight (``[V, D]``), whose product has a spread like logits."""
+    generator = torch.Generator(hidden.device).manual_seed(batch.seed)
+    hidden.normal_(generator=generator)
+    weight.normal_(generator=generator)
+    scale = hidden.shape[1] ** -0.5
+    if batch.case.logits == "gaussian":
+        weight.mul_(2 * scale)
+        return hidden, weight
+    bias = _zipf_bias(batch.case, batch.seed).to(weight.device)
+    weight.mul_(scale)
+    weight[:, 0] = bias / CARRIER
+    hidden[:, 0] = CARRIER
+    odds = _log_odds(batch).to(hidden.device)
+    # The products have variance one around the bias, and the mean of exp(noise) is exp(1/2).
+    goal = bias.logsumexp(0) + 0.5 + odds
+    lifted = ((batch.labels != IGNORE) & ~odds.isnan()).nonzero().squeeze(1)
+    for rows in lifted.split(max(1, BLOCK_ELEMENTS // (8 * hidden.shape[1]))):
+        towards, state = weight[batch.labels[rows]].float(), hidden[rows].float()
+        missing = goal[rows] - (state * towards).sum(1)
+        towards[:, 0] = 0
+        hidden[rows] = (state + towards * (missing / towards.square().sum(1))[:, None]).to(hidden.dtype)
+    return hidden, weight
 
 
 def hand_over(buffer: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How things are measured: time, peak memory, copy bandwidth, and the distance to float64.
+"""How things are measured: time, peak memory, the floors of the machine, and the distance to float64.
 
 Peak memory counts bytes allocated beyond what was there before: on CUDA by the allocator's own counter, on CPU by
 adding up every allocation and release that torch's profiler saw, so both are exact and neither is sampled.
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from logitless.bench.cases import Computed
 from logitless.bench.inputs import Batch
-from logitless.spec import EntropyMode
 
 CUDA_COPY_BYTES = 4 << 30
 CPU_COPY_BYTES = 384 << 20
@@ -36,6 +36,8 @@ class Truth(NamedTuple):
         logprob, entropy: ``[S]``, zero for prompt rows.
         by_logprob, by_entropy: ``[S, V]`` gradients caused by the upstream gradient of either alone.
         g_logprob, g_entropy: ``[S]`` sizes of those upstream gradients.
+        largest: the largest logit in size.
+        linear: what there is only from hidden states; ``by_logprob`` and ``by_entropy`` are then ``[S, D]``.
     """
 
     token: Tensor
@@ -46,6 +48,25 @@ class Truth(NamedTuple):
     by_entropy: Tensor
     g_logprob: Tensor
     g_entropy: Tensor
+    largest: float
+    linear: LinearTruth | None = None
+
+
+class LinearTruth(NamedTuple):
+    """What the truth holds from hidden states beside the sampled rows.
+
+    Attributes:
+        mean: mean log-prob of all scored rows.
+        column: ``[C]`` sampled rows of the weight.
+        is_target: ``[C]`` whether any row has it as its target. The others have far smaller gradients.
+        by_logprob, by_entropy: ``[C, D]`` gradients of the weight.
+    """
+
+    mean: float
+    column: Tensor
+    is_target: Tensor
+    by_logprob: Tensor
+    by_entropy: Tensor
 
 
 class Errors(NamedTuple):
@@ -53,12 +74,18 @@ class Errors(NamedTuple):
 
     ``gradient`` is relative to the upstream gradients of its row, ``gradient_row`` to the row's largest element: the
     second is the harder one, for rows whose target is nearly certain.
+
+    From hidden states ``gradient`` is the error of all sampled rows of d_hidden over their own size (as vectors), and
+    ``gradient_row`` the same of the worst row. ``weight`` and ``weight_rest`` are those of d_weight, at sampled tokens
+    that are some row's target and at others.
     """
 
     logprob: float
     entropy: float | None
     gradient: float | None
     gradient_row: float | None
+    weight: float | None = None
+    weight_rest: float | None = None
 
 
 class Times(NamedTuple):
@@ -133,6 +160,27 @@ def copy_bandwidth(device: torch.device, repeats: int = 10) -> float:
     return 2 * source.numel() / (statistics.median(laps) / 1e3)
 
 
+def gemm_times(hidden: Tensor, weight: Tensor) -> list[float]:
+    """Milliseconds to the end of the first, second, third and fourth of four full products, back to back.
+
+    They are logits, d_hidden, d_weight and logits again, by the vendor library in the operands' dtype, into buffers
+    that are there before the clock starts.
+    """
+    logits = torch.empty((hidden.shape[0], weight.shape[0]), dtype=hidden.dtype, device=hidden.device)
+    d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
+    clock = StopWatch(hidden.device)
+    clock.mark()
+    for a, b, out in (
+        (hidden, weight.T, logits),
+        (logits, weight, d_hidden),
+        (logits.T, hidden, d_weight),
+        (hidden, weight.T, logits),
+    ):
+        torch.mm(a, b, out=out)
+        clock.mark()
+    return list(itertools.accumulate(clock.laps_ms()))
+
+
 class StopWatch:
     """Time between marks: CUDA events on a GPU, so that nothing waits in between, the wall clock on CPU."""
 
@@ -160,15 +208,21 @@ class StopWatch:
 
 def sample_truth(batch: Batch, logits: Tensor, count: int = 64) -> Truth:
     """The truth at ``count`` random rows, a quarter of them prompt if there is any, and at the last row."""
-    return truth_at(batch, logits, _sampled_tokens(batch, count))
+    return truth_at(batch, logits, sampled_tokens(batch, count))
 
 
 def truth_at(batch: Batch, logits: Tensor, token: Tensor) -> Truth:
     """Float64 log-probs, entropies and gradients of the given rows of the logits."""
-    slot = torch.full((batch.case.tokens,), -1, device=logits.device)
-    slot = slot.index_copy_(0, batch.rows.index, torch.arange(len(batch.rows), device=logits.device))[token]
+    return truth_of(batch, logits[token].double(), token)
+
+
+@torch.enable_grad()
+def truth_of(batch: Batch, z: Tensor, token: Tensor) -> Truth:
+    """The truth from float64 logits of the given rows."""
+    slot = torch.full((batch.case.tokens,), -1, device=z.device)
+    slot = slot.index_copy_(0, batch.rows.index, torch.arange(len(batch.rows), device=z.device))[token]
     scored = (slot >= 0)[:, None]
-    z = logits[token].double().requires_grad_()
+    z = z.requires_grad_()
     logp = torch.log_softmax(z, dim=-1)
     logprob = logp.gather(1, batch.labels[token].clamp_min(0)[:, None]).squeeze(1)
     entropy = -(logp.exp() * logp).sum(-1)
@@ -184,16 +238,28 @@ def truth_at(batch: Batch, logits: Tensor, token: Tensor) -> Truth:
         by_entropy * scored,
         g_logprob.abs(),
         g_entropy.abs(),
+        float(z.detach().abs().amax()),
     )
 
 
 @torch.no_grad()
 def compare(
-    truth: Truth, logprob: Tensor, entropy: Tensor | None, gradient: Tensor | None, mode: EntropyMode
+    truth: Truth,
+    logprob: Tensor,
+    entropy: Tensor | None,
+    gradient: Tensor | None,
+    mode: Computed,
+    d_weight: Tensor | None = None,
 ) -> Errors:
-    """Distance of a provider's results to the truth; ``mode`` is the entropy it computed."""
+    """Distance of a provider's results to the truth; ``mode`` is the entropy it computed.
+
+    From hidden states ``gradient`` is d_hidden, and a log-prob without dimensions is compared with the mean.
+    """
     scored, slot = truth.slot >= 0, truth.slot[truth.slot >= 0]
-    off_logprob = _largest(logprob[slot].double() - truth.logprob[scored])
+    if truth.linear is not None and logprob.dim() == 0:
+        off_logprob = _largest(logprob.double() - truth.linear.mean)
+    else:
+        off_logprob = _largest(logprob[slot].double() - truth.logprob[scored])
     off_entropy = None
     if entropy is not None:
         off_entropy = _largest(entropy[slot].double() - truth.entropy[scored])
@@ -202,9 +268,27 @@ def compare(
     wanted, upstream = truth.by_logprob, truth.g_logprob
     if mode == "grad":
         wanted, upstream = wanted + truth.by_entropy, upstream + truth.g_entropy * (1 + truth.entropy)
+    if truth.linear is not None:
+        off = gradient[truth.token].double() - wanted
+        rows = _largest(off[scored].norm(dim=1) / wanted[scored].norm(dim=1))
+        return Errors(off_logprob, off_entropy, _relative(off, wanted), rows, *_compare_weight(truth, d_weight, mode))
     off = (gradient[truth.token].double() - wanted).abs().amax(1)
     own = wanted.abs().amax(1)[scored]
     return Errors(off_logprob, off_entropy, _largest(off / upstream), _largest(off[scored] / own))
+
+
+def _compare_weight(truth: Truth, d_weight: Tensor | None, mode: Computed) -> tuple[float | None, float | None]:
+    if d_weight is None or truth.linear is None:
+        return None, None
+    part = truth.linear
+    wanted = part.by_logprob + part.by_entropy if mode == "grad" else part.by_logprob
+    off = d_weight[part.column].double() - wanted
+    target, rest = (_relative(off[chosen], wanted[chosen]) for chosen in (part.is_target, ~part.is_target))
+    return target, rest
+
+
+def _relative(off: Tensor, wanted: Tensor) -> float:
+    return float(off.norm() / wanted.norm()) if off.numel() else 0.0
 
 
 def _largest(x: Tensor) -> float:
@@ -212,7 +296,8 @@ def _largest(x: Tensor) -> float:
     return float(x.abs().amax()) if x.numel() else 0.0
 
 
-def _sampled_tokens(batch: Batch, count: int) -> Tensor:
+def sampled_tokens(batch: Batch, count: int) -> Tensor:
+    """``count`` random rows, a quarter of them prompt if there is any, and the last one."""
     generator = torch.Generator().manual_seed(batch.seed + 3)
     labels = batch.labels.cpu()
     prompt, scored = (labels < 0).nonzero().squeeze(1), (labels >= 0).nonzero().squeeze(1)

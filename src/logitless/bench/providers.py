@@ -1,7 +1,8 @@
-"""Who computes the numbers: one entry per contender, each saying what it does and does not compute.
+"""Who computes the numbers from logits: one entry per contender, each saying what it does and does not compute.
 
 A provider's ``load`` imports what it needs and returns ``score(batch, logits) -> Scores``. Peers are imported there and
-nowhere else; one that is not installed is reported as absent with the reason.
+nowhere else; one that is not installed is reported as absent with the reason. ``linear_providers`` has those who start
+from hidden states.
 
 Peers that know no row selection are given what their own callers give them: masks or ``-100`` labels where they take
 those, the gathered rows otherwise.
@@ -22,19 +23,24 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from logitless.bench.cases import Computed
 from logitless.bench.inputs import Batch
 from logitless.ops import logprobs
 from logitless.spec import IGNORE, EntropyMode
 
 
 class Scores(NamedTuple):
-    """What a provider returns: ``[R]`` log-probs, and ``[R]`` entropies if it computes any."""
+    """What a provider returns: ``[R]`` log-probs, and ``[R]`` entropies if it computes any.
+
+    One that knows only the mean cross entropy returns it, negated, without dimensions.
+    """
 
     logprob: Tensor
     entropy: Tensor | None
 
 
-Score = Callable[[Batch, Tensor], Scores]
+Score = Callable[..., Scores]
+"""``score(batch, logits)``, or ``score(batch, hidden, weight)``."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +52,20 @@ class Provider:
         computes: the most it can compute; a case that asks for more is run without the rest.
         cuda_only: whether it runs on NVIDIA GPUs only.
         note: one remark for the table.
+        rounds: whether logits or running sums are in the operands' half precision, or small gradients are dropped. It
+            is then held to that, and its errors tell.
     """
 
     load: Callable[[], Score]
-    computes: Literal["log-prob", "entropy value", "entropy grad"] = "entropy grad"
+    computes: Literal["mean loss", "log-prob", "entropy value", "entropy grad"] = "entropy grad"
     cuda_only: bool = False
     note: str = ""
+    rounds: bool = False
 
-    def entropy_of(self, wanted: EntropyMode) -> EntropyMode:
+    def entropy_of(self, wanted: EntropyMode) -> Computed:
         """The part of the wanted entropy that this provider computes."""
+        if self.computes == "mean loss":
+            return "mean"
         if self.computes == "log-prob":
             return None
         return "value" if wanted == "grad" and self.computes == "entropy value" else wanted
@@ -96,7 +107,7 @@ def _load_liger() -> Score:
 
     def score(batch: Batch, logits: Tensor) -> Scores:
         loss = function.apply(logits, batch.labels, None, IGNORE, 0.0, 0.0, "none", None, False)[0]
-        return Scores(_take(-loss, batch), None)
+        return Scores(take_rows(-loss, batch), None)
 
     return score
 
@@ -105,7 +116,7 @@ def _load_trl() -> Score:
     utils = importlib.import_module("trl.trainer.utils")
 
     def score(batch: Batch, logits: Tensor) -> Scores:
-        scored = logits if batch.index is None else logits[batch.index]
+        scored = take_rows(logits, batch)
         logprob = utils.selective_log_softmax(scored, batch.rows.target)
         if batch.case.entropy is None:
             return Scores(logprob, None)
@@ -123,7 +134,7 @@ def _load_trl_kernel() -> Score:
         mask = None if batch.index is None else batch.labels != IGNORE
         logprob, entropy = function(logits, batch.labels.clamp_min(0), row_mask=mask)
         entropy = entropy.detach() if batch.case.entropy == "value" else entropy
-        return Scores(_take(logprob, batch), None if batch.case.entropy is None else _take(entropy, batch))
+        return Scores(take_rows(logprob, batch), None if batch.case.entropy is None else take_rows(entropy, batch))
 
     return score
 
@@ -132,7 +143,7 @@ def _load_verl() -> Score:
     functional = importlib.import_module("verl.utils.torch_functional")
 
     def score(batch: Batch, logits: Tensor) -> Scores:
-        scored = logits if batch.index is None else logits[batch.index]
+        scored = take_rows(logits, batch)
         logprob = functional.logprobs_from_logits(scored, batch.rows.target, inplace_backward=False)
         if batch.case.entropy is None:
             return Scores(logprob, None)
@@ -154,7 +165,7 @@ def _load_megatron() -> Score:
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
 
     def score(batch: Batch, logits: Tensor) -> Scores:
-        scored = logits if batch.index is None else logits[batch.index]
+        scored = take_rows(logits, batch)
         return Scores(-function(scored, batch.rows.target), None)
 
     return score
@@ -178,18 +189,25 @@ def add_peers(folder: Path) -> None:
     sys.path.insert(0, os.fspath(folder.resolve()))
 
 
-def _take(x: Tensor, batch: Batch) -> Tensor:
+def take_rows(x: Tensor, batch: Batch) -> Tensor:
+    """The scored rows of what has one row per token."""
     return x if batch.index is None else x[batch.index]
 
 
-def _module_from_file(package: str, path: str) -> ModuleType:
-    """One file of a package as a module of its own, without running the package."""
+def peer_file(package: str, path: str) -> Path:
+    """One file of a package, without running the package."""
     found = importlib.util.find_spec(package)
     roots = (found.submodule_search_locations if found else None) or []
     file = next((Path(root) / path for root in roots if (Path(root) / path).exists()), None)
     if file is None:
         reason = "is not installed" if found is None else f"has no {path}"
         raise ImportError(f"{package} {reason}")
+    return file
+
+
+def _module_from_file(package: str, path: str) -> ModuleType:
+    """One file of a package as a module of its own."""
+    file = peer_file(package, path)
     name = f"_bench_{package}_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None

@@ -22,11 +22,11 @@ from typing import Any, Literal
 import torch
 
 import logitless
-from logitless.spec import EntropyMode
+from logitless.bench.cases import Computed
 
 Status = Literal["ok", "wrong", "out of memory", "failed", "absent"]
 COLUMNS = ("provider", "computes", "forward ms", "total ms", "x floor", "peak", "value err", "grad err")
-COMPUTES = {None: "log-prob", "value": "+ entropy", "grad": "+ entropy grad"}
+COMPUTES = {None: "log-prob", "value": "+ entropy", "grad": "+ entropy grad", "mean": "mean loss"}
 WIDTH = 100
 UNSTEADY = 1.5
 
@@ -60,32 +60,34 @@ class Record:
     Attributes:
         case: the fields of the :class:`~logitless.bench.cases.Case`.
         provider: its name in ``PROVIDERS``.
-        computes: the entropy it computed: None, ``"value"`` or ``"grad"``.
+        computes: the entropy it computed: None, ``"value"`` or ``"grad"``; or ``"mean"``, a mean loss alone.
         status: ``"ok"``, or why there is no time.
         detail: the error, or a remark.
         rows: how many rows were scored.
-        logits_bytes: size of the logits.
+        logits_bytes: size of the logits, there or not.
         errors: largest distance to float64 over sampled rows, by quantity.
-        peak_bytes: most memory alive beyond the logits.
+        peak_bytes: most memory alive beyond the inputs: the logits, or the hidden states and the weight.
         forward_ms, total_ms: medians, to the end of forward and of backward.
         total_range_ms: fastest and slowest repeat.
-        forward_floor_ms, floor_ms: bytes that must move over the copy bandwidth measured in the same run.
+        forward_floor_ms, floor_ms: bytes that must move over the copy bandwidth measured in the same run; from hidden
+            states, the products that must be made.
         ratio: ``total_ms / floor_ms``.
         bandwidth: bytes per second of a plain copy, reads and writes together.
         repeats: timed repeats.
-        refreshed: whether the logits were restored before each repeat.
+        refreshed: whether the inputs were restored before each repeat.
         environment: commit, device, versions and date.
+        gemm_ms: from hidden states, the times of one, two, three and four full products.
     """
 
     case: dict[str, Any]
     provider: str
-    computes: EntropyMode
+    computes: Computed
     status: Status
     detail: str
     rows: int
     logits_bytes: int
-    forward_floor_ms: float
-    floor_ms: float
+    forward_floor_ms: float | None
+    floor_ms: float | None
     bandwidth: float
     environment: dict[str, Any]
     errors: dict[str, float | None] = field(default_factory=dict)
@@ -96,6 +98,7 @@ class Record:
     ratio: float | None = None
     repeats: int = 0
     refreshed: bool = True
+    gemm_ms: list[float] | None = None
 
     def to_json(self) -> str:
         """One line of strict JSON; a number that is not finite becomes null."""
@@ -134,9 +137,14 @@ def headline(record: Record) -> str:
     work = "forward + backward" if c["backward"] else "forward only"
     entropy = "no entropy" if c["entropy"] is None else f"entropy {c['entropy']}"
     share = "all rows" if record.rows == c["tokens"] else f"{record.rows} of {c['tokens']} rows"
+    size, extra = c.get("hidden"), ""
+    if size is not None:
+        extra = f" D={size}"
+        work += ", frozen weight" if c["frozen"] else ""
+        work += f", {c['memory']} allowed" if c["memory"] else ""
     return (
-        f"{c['name']}: T={c['tokens']} V={c['vocab']} {c['dtype']} {c['logits']}, {work}, {entropy}, {share}; logits "
-        f"{format_bytes(record.logits_bytes)}; floor {record.floor_ms:.3g} ms at {record.bandwidth / 1e9:.4g} GB/s"
+        f"{c['name']}: T={c['tokens']} V={c['vocab']}{extra} {c['dtype']} {c['logits']}, {work}, {entropy}, {share}; "
+        f"logits {format_bytes(record.logits_bytes)}; {_floor(record)}"
     )
 
 
@@ -152,7 +160,7 @@ def table_rows(records: Iterable[Record]) -> list[tuple[str, ...]]:
             _number(record.ratio),
             "-" if record.peak_bytes is None else format_bytes(record.peak_bytes),
             _error(record, "logprob", "entropy"),
-            _error(record, "gradient"),
+            _error(record, "gradient", "weight", "weight_rest"),
         )
         for record in timed
     ]
@@ -192,6 +200,17 @@ def format_bytes(count: int) -> str:
         if count >= size:
             return f"{count / size:.{digits}f} {unit}"
     return f"{count} B"
+
+
+def _floor(record: Record) -> str:
+    """The floor and what it is made of."""
+    if record.floor_ms is None:
+        return "no floor"
+    if record.gemm_ms is None:
+        return f"floor {record.floor_ms:.3g} ms at {record.bandwidth / 1e9:.4g} GB/s"
+    number = record.gemm_ms.index(record.floor_ms) + 1
+    times = ", ".join(f"{ms:.3g}" for ms in record.gemm_ms)
+    return f"floor {record.floor_ms:.3g} ms, that of {number} full products (1 to 4: {times} ms)"
 
 
 def _text_group(group: Sequence[Record]) -> list[str]:

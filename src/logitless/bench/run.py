@@ -1,7 +1,9 @@
 """The loop: for each case, check every provider against float64, then time those that passed, interleaved.
 
-    fill logits  ->  float64 truth at sampled rows  ->  per provider: run, compare, peak memory
-                 ->  repeats x providers: restore the logits (untimed), time forward and backward
+    fill inputs  ->  float64 truth at sampled rows  ->  per provider: run, compare, peak memory
+                 ->  repeats x providers: restore the inputs (untimed), time forward and backward
+
+The inputs are logits, or hidden states and the head's weight; there each round also times the products nobody avoids.
 
 A wrong provider gets no time. One that runs out of memory or raises is recorded as such, and the run goes on.
 """
@@ -12,7 +14,8 @@ import gc
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,8 +23,20 @@ import torch
 from torch import Tensor
 
 from logitless.bench.cases import CASES, Case, select_cases, select_names
-from logitless.bench.inputs import Batch, fill_logits, hand_over, make_batch
-from logitless.bench.measure import Errors, StopWatch, Times, Truth, compare, copy_bandwidth, peak_bytes, sample_truth
+from logitless.bench.inputs import Batch, fill_logits, fill_operands, hand_over, make_batch
+from logitless.bench.linear_providers import LINEAR_PROVIDERS
+from logitless.bench.linear_truth import sample_linear_truth
+from logitless.bench.measure import (
+    Errors,
+    StopWatch,
+    Times,
+    Truth,
+    compare,
+    copy_bandwidth,
+    gemm_times,
+    peak_bytes,
+    sample_truth,
+)
 from logitless.bench.providers import PROVIDERS, Provider, Score, Scores, add_peers
 from logitless.bench.records import Environment, Record, append_records
 from logitless.errors import LogitlessError
@@ -30,6 +45,8 @@ from logitless.errors import LogitlessError
 VALUE_TOLERANCE = 1e-4
 # Half precision rounds up to three times on the way: the upstream gradient, an intermediate and the result.
 GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+# Of those who sum up hundreds of parts in half precision.
+ROUNDED_TOLERANCE = 0.1
 
 Report = Callable[[str], None]
 """Told what is about to happen, at most ``count_steps`` times."""
@@ -69,48 +86,84 @@ class Request:
         if self.peers is not None:
             add_peers(self.peers)
         device = torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        names = select_names(self.providers or ["*"], list(PROVIDERS), "provider")
+        names = select_names(self.providers or ["*"], list(PROVIDERS | LINEAR_PROVIDERS), "provider")
         return Plan(
-            select_cases(self.cases, device.type), {n: PROVIDERS[n] for n in names}, device, self.repeats, self.commit
+            select_cases(self.cases, device.type),
+            {n: PROVIDERS[n] for n in names if n in PROVIDERS},
+            device,
+            self.repeats,
+            self.commit,
+            {n: LINEAR_PROVIDERS[n] for n in names if n in LINEAR_PROVIDERS},
         )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A resolved request."""
+    """A resolved request: ``providers`` score logits, ``linear_providers`` hidden states."""
 
     cases: Sequence[Case]
     providers: Mapping[str, Provider]
     device: torch.device
     repeats: int
     commit: str | None = None
+    linear_providers: Mapping[str, Provider] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> int:
         """How often :func:`run` reports at most: the length of a progress bar."""
-        return 1 + len(self.cases) * (1 + len(self.providers) + 1 + self.repeats)
+        return 1 + sum(1 + len(self.providers_of(case)) + 1 + self.repeats for case in self.cases)
+
+    def providers_of(self, case: Case) -> Mapping[str, Provider]:
+        """Those who start from what the case starts from."""
+        return self.providers if case.hidden is None else self.linear_providers
 
 
 @dataclass(frozen=True, eq=False)
 class Workspace:
-    """The logits of a case: the buffer providers work on, and a master copy to restore it from where memory allows."""
+    """The inputs of a case, and a master copy to restore them from where memory allows.
+
+    Attributes:
+        batch: rows, targets and upstream gradients.
+        inputs: what providers work on: the logits; or the hidden states and the weight.
+        master: what they were.
+    """
 
     batch: Batch
-    buffer: Tensor
-    master: Tensor | None
+    inputs: tuple[Tensor, ...]
+    master: tuple[Tensor, ...] | None
 
     @staticmethod
     def make(case: Case, device: torch.device) -> Workspace:
         batch = make_batch(case, device)
-        buffer = fill_logits(batch, torch.empty((case.tokens, case.vocab), dtype=case.torch_dtype, device=device))
-        return Workspace(batch, buffer, buffer.clone() if 5 * case.logits_bytes < _memory_of(device) else None)
+        sizes = [(case.tokens, case.vocab)]
+        if case.hidden is not None:
+            sizes = [(case.tokens, case.hidden), (case.vocab, case.hidden)]
+        inputs = tuple(torch.empty(size, dtype=case.torch_dtype, device=device) for size in sizes)
+        _fill(batch, inputs)
+        fits = 5 * sum(x.nbytes for x in inputs) < _memory_of(device)
+        return Workspace(batch, inputs, tuple(x.clone() for x in inputs) if fits else None)
 
     def restore(self) -> None:
-        """Put the logits back after a provider that may have overwritten them."""
+        """Put the inputs back after a provider that may have overwritten them."""
         if self.master is None:
-            fill_logits(self.batch, self.buffer)
-        else:
-            self.buffer.copy_(self.master)
+            _fill(self.batch, self.inputs)
+            return
+        for x, kept in zip(self.inputs, self.master, strict=True):
+            x.copy_(kept)
+
+    @property
+    def device(self) -> torch.device:
+        return self.inputs[0].device
+
+    @cached_property
+    def truth(self) -> Truth:
+        """What is right at sampled rows."""
+        return _truth(self.batch, self.inputs)
+
+    @cached_property
+    def mean_truth(self) -> Truth:
+        """The same for those who compute a mean loss."""
+        return _truth(self.batch.with_mean_loss(), self.inputs)
 
 
 @dataclass(frozen=True)
@@ -134,9 +187,22 @@ def execute(request: Request, report: Report) -> tuple[list[Record], Path]:
 
 def listing() -> str:
     """Cases and providers, one per line."""
-    cases = [f"  {c.name:<30} T={c.tokens} V={c.vocab} {c.dtype} {c.logits}" for c in CASES.values()]
-    providers = [f"  {n:<30} {p.computes}{', CUDA only' if p.cuda_only else ''}" for n, p in PROVIDERS.items()]
-    return "\n".join(["cases", *cases, "providers and the most they compute", *providers])
+    sizes = {c.name: f"T={c.tokens} V={c.vocab}" + (f" D={c.hidden}" if c.hidden else "") for c in CASES.values()}
+    cases = [f"  {c.name:<30} {sizes[c.name]} {c.dtype} {c.logits}" for c in CASES.values()]
+    return "\n".join(
+        [
+            "cases",
+            *cases,
+            "providers and the most they compute, from logits",
+            *_provider_lines(PROVIDERS),
+            "from hidden states",
+            *_provider_lines(LINEAR_PROVIDERS),
+        ]
+    )
+
+
+def _provider_lines(providers: Mapping[str, Provider]) -> list[str]:
+    return [f"  {n:<30} {p.computes}{', CUDA only' if p.cuda_only else ''}" for n, p in providers.items()]
 
 
 def run(plan: Plan, report: Report = lambda text: None) -> Iterator[list[Record]]:
@@ -145,12 +211,15 @@ def run(plan: Plan, report: Report = lambda text: None) -> Iterator[list[Record]
     report(f"copy bandwidth of {environment.device}")
     bandwidth = copy_bandwidth(plan.device)
     for case in plan.cases:
-        report(f"{case.name}: making {case.tokens} x {case.vocab} logits")
+        providers = plan.providers_of(case)
+        if not providers:
+            continue
+        report(f"{case.name}: making its inputs")
         space = _make_workspace(case, plan.device)
         if space is None:
             blank = _blank_record(case, round(case.tokens * case.response), bandwidth, environment)
-            lost = replace(blank, status="out of memory", detail="the logits themselves do not fit")
-            yield [replace(lost, provider=name) for name in plan.providers]
+            lost = replace(blank, status="out of memory", detail="the inputs themselves do not fit")
+            yield [replace(lost, provider=name) for name in providers]
             continue
         yield _run_case(space, plan, _blank_record(case, len(space.batch.rows), bandwidth, environment), report)
         del space
@@ -158,25 +227,50 @@ def run(plan: Plan, report: Report = lambda text: None) -> Iterator[list[Record]
 
 
 def step(score: Score, batch: Batch, buffer: Tensor, clock: StopWatch | None = None) -> tuple[Scores, Tensor | None]:
-    """Forward and, if the case asks for it, backward from given upstream gradients; the gradient comes last."""
+    """:func:`take_step` on logits alone, with their gradient or None."""
+    scores, gradients = take_step(score, batch, (buffer,), clock)
+    return scores, gradients[0] if gradients else None
+
+
+def take_step(
+    score: Score, batch: Batch, inputs: tuple[Tensor, ...], clock: StopWatch | None = None
+) -> tuple[Scores, tuple[Tensor, ...]]:
+    """Forward and, if the case asks for it, backward from given upstream gradients.
+
+    The gradients of the inputs come last: all of them, or without that of a frozen weight, or none.
+    """
     mark = clock.mark if clock else lambda: None
     if not batch.case.backward:
         with torch.no_grad():
             mark()
-            scores = score(batch, buffer)
+            scores = score(batch, *inputs)
             mark()
-        return scores, None
-    logits = hand_over(buffer)
+        return scores, ()
+    frozen = inputs[1:] if batch.case.frozen else ()
+    wanted = tuple(hand_over(x) for x in inputs[: len(inputs) - len(frozen)])
     mark()
-    scores = score(batch, logits)
+    scores = score(batch, *wanted, *frozen)
     mark()
-    outputs, upstream = [scores.logprob], [batch.g_logprob.to(scores.logprob.dtype)]
+    # A mean loss is asked for its own gradient, which is the one its authors save for it.
+    g_logprob = batch.g_logprob if scores.logprob.dim() else -torch.ones((), device=scores.logprob.device)
+    outputs, upstream = [scores.logprob], [g_logprob.to(scores.logprob.dtype)]
     if scores.entropy is not None and scores.entropy.requires_grad:
         outputs.append(scores.entropy)
         upstream.append(batch.g_entropy.to(scores.entropy.dtype))
-    (gradient,) = torch.autograd.grad(outputs, [logits], upstream)
+    gradients = torch.autograd.grad(outputs, wanted, upstream)
     mark()
-    return scores, gradient
+    return scores, gradients
+
+
+def _fill(batch: Batch, inputs: tuple[Tensor, ...]) -> None:
+    fill_logits(batch, *inputs) if batch.case.hidden is None else fill_operands(batch, *inputs)
+
+
+def _truth(batch: Batch, inputs: tuple[Tensor, ...]) -> Truth:
+    if batch.case.hidden is None:
+        return sample_truth(batch, inputs[0])
+    hidden, weight = inputs
+    return sample_linear_truth(batch, hidden, weight)
 
 
 def _make_workspace(case: Case, device: torch.device) -> Workspace | None:
@@ -188,53 +282,60 @@ def _make_workspace(case: Case, device: torch.device) -> Workspace | None:
 
 def _run_case(space: Workspace, plan: Plan, blank: Record, report: Report) -> list[Record]:
     case = space.batch.case
-    truth = sample_truth(space.batch, space.buffer)
+    # Before anyone can overwrite anything.
+    _ = space.truth
     records: dict[str, Record] = {}
     contenders: dict[str, Contender] = {}
-    for name, provider in plan.providers.items():
+    for name, provider in plan.providers_of(case).items():
         report(f"{case.name}: checking {name}")
         start = replace(blank, provider=name, computes=provider.entropy_of(case.entropy), detail=provider.note)
-        outcome = _qualify(provider, start, space, truth)
+        outcome = _qualify(provider, start, space)
         records[name] = outcome.record if isinstance(outcome, Contender) else outcome
         if isinstance(outcome, Contender):
             contenders[name] = outcome
-    records |= _time_interleaved(contenders, space, plan.repeats, report)
-    return list(records.values())
+    timed, gemm_ms = _time_interleaved(contenders, space, plan.repeats, report)
+    return [_with_floor(record, case, gemm_ms) for record in (records | timed).values()]
 
 
-def _qualify(provider: Provider, record: Record, space: Workspace, truth: Truth) -> Contender | Record:
+def _qualify(provider: Provider, record: Record, space: Workspace) -> Contender | Record:
     """Load, run once against the truth, run again for peak memory. What fails comes back as its record."""
-    if provider.cuda_only and space.buffer.device.type != "cuda":
+    if provider.cuda_only and space.device.type != "cuda":
         return replace(record, status="absent", detail="runs on CUDA devices only")
     try:
         score = provider.load()
     except ImportError as error:
         return replace(record, status="absent", detail=_first_line(error))
-    return _guarded(record, lambda: _check(score, record, space, truth))
+    return _guarded(record, lambda: _check(score, record, space, provider.rounds))
 
 
-def _check(score: Score, record: Record, space: Workspace, truth: Truth) -> Contender | Record:
+def _check(score: Score, record: Record, space: Workspace, rounds: bool) -> Contender | Record:
     space.restore()
-    scores, gradient = step(score, space.batch, space.buffer)
-    errors = compare(truth, scores.logprob, scores.entropy, gradient, record.computes)
-    complaint = _complaint(errors, scores, truth, space.batch.case)
+    scores, gradients = take_step(score, space.batch, space.inputs)
+    truth = space.truth if scores.logprob.dim() else space.mean_truth
+    gradient, d_weight = (*gradients, None, None)[:2]
+    errors = compare(truth, scores.logprob, scores.entropy, gradient, record.computes, d_weight)
+    complaint = _complaint(errors, scores, truth, space.batch.case, rounds)
     record = replace(record, errors=errors._asdict())
     if complaint:
         return replace(record, status="wrong", detail=complaint)
     if scores.logprob.dtype != torch.float32:
         remark = f"results in {str(scores.logprob.dtype).removeprefix('torch.')}"
         record = replace(record, detail="; ".join(filter(None, [record.detail, remark])))
-    del scores, gradient
+    del scores, gradients, gradient, d_weight
     space.restore()
-    peak = peak_bytes(lambda: step(score, space.batch, space.buffer), space.buffer.device)
+    peak = peak_bytes(lambda: take_step(score, space.batch, space.inputs), space.device)
     return Contender(replace(record, peak_bytes=peak), score)
 
 
 def _time_interleaved(
     contenders: Mapping[str, Contender], space: Workspace, repeats: int, report: Report
-) -> dict[str, Record]:
-    """Rounds over all contenders, so that clocks and caches drift over all of them alike. The first round warms up."""
+) -> tuple[dict[str, Record], list[float] | None]:
+    """Rounds over all contenders, so that clocks and caches drift over all of them alike. The first round warms up.
+
+    From hidden states, the times of one to four products come with the records.
+    """
     records = {name: contender.record for name, contender in contenders.items()}
+    gemms: list[list[float]] = []
     laps: dict[str, list[Times]] = {name: [] for name in contenders}
     for turn in range(repeats + 1):
         report(f"{space.batch.case.name}: " + (f"timing, round {turn} of {repeats}" if turn else "warming up"))
@@ -246,16 +347,30 @@ def _time_interleaved(
                 records[name] = outcome
             elif turn:
                 laps[name].append(outcome)
-    return {name: _with_times(record, laps[name], space) for name, record in records.items()}
+        gemms += _products(space) if turn else []
+    medians = [statistics.median(times) for times in zip(*gemms, strict=True)] or None
+    return {name: _with_times(record, laps[name], space) for name, record in records.items()}, medians
+
+
+def _products(space: Workspace) -> list[list[float]]:
+    """One measurement of the products, or none where the case has no products or no room for their results."""
+    if space.batch.case.hidden is None:
+        return []
+    hidden, weight = space.inputs
+    try:
+        return [gemm_times(hidden if space.batch.index is None else hidden[space.batch.index], weight)]
+    except torch.OutOfMemoryError:
+        _release()
+        return []
 
 
 def _lap(score: Score, space: Workspace) -> Times:
-    clock = StopWatch(space.buffer.device)
+    clock = StopWatch(space.device)
     # On a GPU the copy is still running while the host launches what follows: launch costs hide behind it, as they do
-    # behind a model's forward. Without a master copy the buffer keeps what the last provider left: floats either way.
+    # behind a model's forward. Without a master copy the inputs keep what the last provider left: floats either way.
     if space.master is not None:
         space.restore()
-    step(score, space.batch, space.buffer, clock)
+    take_step(score, space.batch, space.inputs, clock)
     times = clock.laps_ms()
     return Times(times[0], sum(times))
 
@@ -285,15 +400,26 @@ def _with_times(record: Record, laps: Sequence[Times], space: Workspace) -> Reco
         forward_ms=statistics.median(lap.forward_ms for lap in laps),
         total_ms=total,
         total_range_ms=(min(totals), max(totals)),
-        ratio=total / record.floor_ms,
         repeats=len(laps),
         refreshed=refreshed,
         detail="; ".join(filter(None, [record.detail, remark])),
     )
 
 
+def _with_floor(record: Record, case: Case, gemm_ms: list[float] | None) -> Record:
+    """The record with the floor that products set, if any, and its time as a multiple of its floor."""
+    if gemm_ms is not None:
+        floor = gemm_ms[case.num_gemms - 1]
+        record = replace(record, gemm_ms=gemm_ms, forward_floor_ms=gemm_ms[0], floor_ms=floor)
+    if record.total_ms is None or record.floor_ms is None:
+        return record
+    return replace(record, ratio=record.total_ms / record.floor_ms)
+
+
 def _blank_record(case: Case, num_rows: int, bandwidth: float, environment: Environment) -> Record:
-    forward, total = (moved / bandwidth * 1e3 for moved in case.bytes_moved(num_rows))
+    forward = total = None
+    if case.hidden is None:
+        forward, total = (moved / bandwidth * 1e3 for moved in case.bytes_moved(num_rows))
     return Record(
         case=asdict(case),
         provider="",
@@ -309,13 +435,21 @@ def _blank_record(case: Case, num_rows: int, bandwidth: float, environment: Envi
     )
 
 
-def _complaint(errors: Errors, scores: Scores, truth: Truth, case: Case) -> str:
-    """What is wrong with the numbers, or nothing. Results in half precision are held to their own rounding."""
-    dtypes = (case.torch_dtype, scores.logprob.dtype)
+def _complaint(errors: Errors, scores: Scores, truth: Truth, case: Case, rounds: bool) -> str:
+    """What is wrong with the numbers, or nothing. Results in half precision are held to their own rounding.
+
+    Whoever rounds the logits is held to that of the largest one, and may lose the small gradients of ``weight_rest``.
+    """
+    slack = torch.finfo(case.torch_dtype).eps * truth.largest if rounds else 0.0
+    gradient = max(GRADIENT_TOLERANCE[dtype] for dtype in (case.torch_dtype, scores.logprob.dtype))
+    if rounds and case.torch_dtype != torch.float32:
+        gradient = ROUNDED_TOLERANCE
     checks = [
-        ("log-prob", errors.logprob, _allowed(scores.logprob, truth.logprob)),
-        ("entropy", errors.entropy, _allowed(scores.entropy, truth.entropy)),
-        ("gradient", errors.gradient, max(GRADIENT_TOLERANCE[d] for d in dtypes)),
+        ("log-prob", errors.logprob, max(slack, _allowed(scores.logprob, truth.logprob))),
+        ("entropy", errors.entropy, max(slack, _allowed(scores.entropy, truth.entropy))),
+        ("gradient", errors.gradient, gradient),
+        ("weight's gradient", errors.weight, gradient),
+        ("weight's gradient at no target", None if rounds else errors.weight_rest, gradient),
     ]
     # Written so that NaN, which is not below anything, is wrong.
     wrong = [(what, off, limit) for what, off, limit in checks if off is not None and not off <= limit]

@@ -22,6 +22,7 @@ from logitless.backends.triton.kernels import (
     exponentials_kernel,
     gradient_from_kernel,
     gradient_kernel,
+    move_kernel,
     rescale_kernel,
     statistics_kernel,
 )
@@ -149,6 +150,15 @@ def gradient_from(e: Tensor, problem: Problem, shift: Tensor, scale: Tensor, coe
             PRODUCT=coef.product is not None,
             **sizes,
         )
+
+
+def move(reference: Tensor, maximum: Tensor, slack: float, factor: Tensor) -> None:
+    """Same as :func:`logitless.backends.reference.move`, in one launch."""
+    if len(reference):
+        with _on_device_of(reference):
+            move_kernel[(triton.cdiv(len(reference), 256),)](
+                reference, maximum, factor, len(reference), slack, BLOCK=256
+            )
 
 
 def rescale(x: Tensor, factor: Tensor) -> None:

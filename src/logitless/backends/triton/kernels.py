@@ -14,6 +14,7 @@ import triton.language as tl
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 FLOOR: tl.constexpr = tl.constexpr(-1.0e30)  # softmax.FLOOR
+TINY: tl.constexpr = tl.constexpr(2.0e-38)  # softmax.TINY
 SKIP: tl.constexpr = tl.constexpr(-2)  # softmax.SKIP
 
 
@@ -229,12 +230,24 @@ def gradient_from_kernel(
     b_e = tl.load(exponentials + i_r * row_stride + o_c, mask=m_c, other=1.0).to(tl.float32)
     b_k = tl.load(plain + i_r)
     if PRODUCT:
-        b_d = tl.log2(b_e) * LN2 + tl.load(shift + i_r)
-        b_k += tl.load(product + i_r) * tl.maximum(b_d, FLOOR)
+        b_k += tl.load(product + i_r) * (tl.log2(tl.maximum(b_e, TINY)) * LN2 + tl.load(shift + i_r))
     b_dz = b_e * tl.load(scale + i_r) * b_k
     b_dz = tl.where(o_c + first == i_c, tl.load(at_target + i_r), b_dz) * tl.load(gain + i_r)
     b_dz = tl.where(i_c == SKIP, 0.0, b_dz)
     tl.store(out + i_r * out_stride + o_c, b_dz.to(out.dtype.element_ty), mask=m_c)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def move_kernel(reference, maximum, factor, num_rows, slack, BLOCK: tl.constexpr):
+    """A running reference: up to the maximum where that exceeds it by more than slack; ``factor = e^(old - new)``."""
+    o_r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m_r = o_r < num_rows
+    b_old = tl.load(reference + o_r, mask=m_r, other=0.0)
+    b_top = tl.load(maximum + o_r, mask=m_r, other=0.0)
+    b_moves = (b_top > b_old + slack) & (b_top != float("-inf"))
+    b_new = tl.where(b_moves, b_top, b_old)
+    tl.store(reference + o_r, b_new, mask=m_r)
+    tl.store(factor + o_r, tl.where(b_moves, tl.exp2((b_old - b_new) * LOG2E), 1.0), mask=m_r)
 
 
 @triton.jit

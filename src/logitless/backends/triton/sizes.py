@@ -21,11 +21,11 @@ import torch
 
 def statistics_sizes(dtype: torch.dtype, columns: int) -> dict[str, Any]:
     """Columns per step, warps, and loads in flight of the statistics kernel."""
-    block, warps = (8192, 8) if dtype == torch.float32 else (4096, 4)
+    block, warps, stages = (8192, 8, 3) if dtype == torch.float32 else (4096, 4, 3)
     if columns <= 16384:
         # A tile of a sweep, 8448 columns or so: large steps would spend as long on the masked tail as on the rest.
-        block, warps = 1024, 4
-    return {"BLOCK": min(block, _power_of_two(columns)), "STAGES": 3, "num_warps": warps}
+        block, warps, stages = 2048, 4, 1
+    return {"BLOCK": min(block, _power_of_two(columns)), "STAGES": stages, "num_warps": warps}
 
 
 def gradient_sizes(dtype: torch.dtype, width: int) -> dict[str, Any]:

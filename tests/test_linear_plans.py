@@ -1,0 +1,137 @@
+"""Which way a call goes, what that costs in products (counted), and that the answer is the same either way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from close import assert_close_to_truth
+from torch.utils.flop_counter import FlopCounterMode
+from truth import truth
+
+import logitless as ll
+from logitless import plans
+
+T, V, D = 96, 1000, 32
+
+
+def make(dtype: torch.dtype, frozen: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden, weight = torch.randn(T, D).to(dtype).requires_grad_(), (torch.randn(V, D) / 4).to(dtype)
+    return hidden, weight.requires_grad_(not frozen), torch.randint(V, (T,))
+
+
+def products(hidden, weight, target, entropy: str, **options) -> float:
+    """Matrix products of forward + backward, in units of hidden @ weight.T."""
+    with FlopCounterMode(display=False) as counter:
+        out = ll.linear_logprobs(hidden, weight, target, entropy=entropy, **options)
+        loss = out.logprob.sum() + (out.entropy.sum() if entropy == "grad" else 0.0)
+        if loss.requires_grad:
+            loss.backward()
+    return counter.get_total_flops() / (2 * T * V * D)
+
+
+@pytest.fixture
+def small_work(monkeypatch):
+    """Budgets of test size: whatever exceeds 64 KiB may keep exponentials."""
+    monkeypatch.setattr(plans, "WORK", 64 << 10)
+
+
+def test_counted_products(small_work):
+    exponentials = T * V * 2
+    trained, frozen = make(torch.bfloat16), make(torch.bfloat16, frozen=True)
+    with torch.no_grad():
+        assert products(*trained, "value") == pytest.approx(1.0)
+    assert products(*frozen, "value", memory=64 << 10) == pytest.approx(2.0)
+    assert products(*frozen, "grad", memory=64 << 10) == pytest.approx(3.0)
+    assert products(*trained, "value", memory=64 << 10) == pytest.approx(4.0)
+    assert products(*trained, "grad", memory=2 * exponentials) == pytest.approx(3.0)
+    some = products(*trained, "grad", memory=(64 << 10) + exponentials // 2)
+    assert 3.0 < some < 4.0
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_plan_can_be_asked_for(small_work, frozen: bool):
+    hidden, weight, target = make(torch.bfloat16, frozen)
+    plan = ll.explain(hidden, weight, target, entropy="value", memory=64 << 10)
+    assert plan.kind == ("frozen" if frozen else "recompute")
+    assert ("2 matrix products" if frozen else "4 matrix products") in str(plan)
+    kept = ll.explain(hidden, weight, target, entropy="grad", memory="1MiB")
+    assert kept.kind == ("keep")
+    assert kept.kept_rows == T
+    assert "all 96 rows" in str(kept)
+    with torch.no_grad():
+        assert ll.explain(hidden, weight, target).kind == "forward"
+    assert ll.explain(hidden.detach(), weight.detach(), target).kind == "forward"
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled", "triton"])
+@pytest.mark.parametrize("budget", ["none", "half", "all"])
+def test_kept_exponentials_give_the_recomputed_gradient(small_work, backend: str, budget: str):
+    """Within the rounding of 16-bit probabilities, target elements of confident rows included."""
+    hidden, weight, target = make(torch.bfloat16)
+    with torch.no_grad():
+        # Every other target nearly certain: p = 0.99 and more.
+        weight[target[::2]] += 1.5 * hidden[::2].sign()
+    target[5] = -100
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    upstream = torch.randn(2, T)
+    memory = {"none": 64 << 10, "half": (64 << 10) + T * V, "all": "1MiB"}[budget]
+    out = ll.linear_logprobs(hidden, weight, target, entropy="grad", memory=memory, backend=backend)
+    right = truth(exact[0] @ exact[1].T, torch.arange(T), target)
+    for results in (out, right):
+        torch.autograd.backward(results[:2], [g.to(r) for g, r in zip(upstream, results[:2], strict=True)])
+    for mine, theirs in zip((hidden, weight), exact, strict=True):
+        # Two roundings of 2^-9 each; the interpreter cuts off instead of rounding.
+        allowed = 8e-3 if backend == "triton" and hidden.device.type == "cpu" else 4e-3
+        assert (mine.grad.double() - theirs.grad).norm() <= allowed * theirs.grad.norm()
+
+
+@pytest.mark.parametrize("softcap", [None, 8.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+def test_frozen_head(backend: str, dtype: torch.dtype, softcap: float | None):
+    """Row by row, so that a confident row (tiny gradient) is not hidden behind the others."""
+    hidden, weight, target = make(dtype, frozen=True)
+    weight[target[::2]] += 1.5 * hidden.detach()[::2].sign()
+    target[5] = -100
+    head = {"temperature": torch.linspace(0.6, 1.4, T), "softcap": softcap, "vocab_size": V - 1}
+    target.clamp_(max=V - 2)
+    exact = hidden.detach().double().requires_grad_()
+    upstream = torch.randn(2, T, dtype=torch.float64)
+    out = ll.linear_logprobs(hidden, weight, target, head=ll.Head(**head), memory=20_000, backend=backend)
+    right = truth(exact @ weight.double().T, torch.arange(T), target, **head)
+    torch.autograd.backward([out.logprob, out.log_z], [g.to(out.logprob) for g in upstream], retain_graph=True)
+    first = hidden.grad.clone()
+    torch.autograd.backward([out.logprob, out.log_z], [g.to(out.logprob) for g in upstream])
+    torch.autograd.backward([right.logprob, right.log_z], list(upstream))
+    assert torch.equal(hidden.grad, 2 * first)
+    assert_close_to_truth(out.logprob, right.logprob, out.logprob.double() + 1e-5)
+    error = (first.double() - exact.grad).norm(dim=1) / exact.grad.norm(dim=1).clamp_min(1e-6)
+    assert error.max() <= {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 1.2e-2}[dtype]
+    assert (first[5] == 0).all()
+
+
+def test_a_reference_that_must_move():
+    """Columns in ascending order of logit: every tile exceeds the one before, by up to 100."""
+    hidden = torch.ones(3, 4, requires_grad=True)
+    weight = (torch.arange(600.0) / 4)[:, None].expand(600, 4).contiguous()
+    out = ll.linear_logprobs(hidden, weight, torch.tensor([0, 300, 599]), memory=2000)
+    out.logprob.sum().backward()
+    exact = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
+    right = truth(exact @ weight.double().T, torch.arange(3), torch.tensor([0, 300, 599])).logprob
+    right.sum().backward()
+    assert torch.allclose(out.logprob.double(), right, rtol=1e-6)
+    assert torch.allclose(hidden.grad.double(), exact.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_batch_invariant_bits(frozen: bool):
+    """A token's results do not depend on how many or which others come with it."""
+    hidden, weight, target = make(torch.float32, frozen)
+    full = ll.linear_logprobs(hidden, weight, target, entropy="value", batch_invariant=True)
+    for index in (torch.tensor([7]), torch.arange(40, 77), torch.randperm(T)):
+        some = ll.linear_logprobs(hidden, weight, (index, target[index]), entropy="value", batch_invariant=True)
+        for whole, part in zip(full, some, strict=True):
+            assert torch.equal(whole[index], part)
+    (grad,) = torch.autograd.grad(full.logprob.sum(), hidden)
+    (plain,) = torch.autograd.grad(ll.linear_logprobs(hidden, weight, target).logprob.sum(), hidden)
+    assert torch.allclose(grad, plain, rtol=1e-5, atol=1e-5)
