@@ -29,7 +29,7 @@ SLACK = 8.0
 """How far a row's maximum may exceed its reference: e^8 is in range for float16 too, and moves are rare."""
 
 
-CHUNK = 1024
+CHUNK = 4096
 """Rows of the weight that backward gathers at a time."""
 
 

@@ -72,8 +72,7 @@ def choose_plan(shape: Shape, wishes: Wishes, memory: int) -> LinearPlan:
     """The cheapest way that the wishes and the budget allow."""
     spare = max(0, memory - WORK)
     work = min(memory, WORK) if spare else memory
-    # Batch-invariant tiles are those of a batch of one fixed size.
-    forward = forward_tiles(shape._replace(rows=FIXED_ROWS) if wishes.invariant else shape, work)
+    forward = _forward(shape, wishes, work)
     backward = backward_tiles(shape, work)
     if wishes.replay:
         forward, backward = _all_rows(forward, shape), _all_rows(backward, shape)
@@ -81,7 +80,9 @@ def choose_plan(shape: Shape, wishes: Wishes, memory: int) -> LinearPlan:
         return LinearPlan("forward", forward, backward, 0, "nothing needs a gradient")
     if wishes.hidden and not wishes.weight and not wishes.entropy_grad and not wishes.replay:
         reason = "the head needs no gradient and entropy is not differentiated"
-        return LinearPlan("frozen", _with_exponentials(forward, shape), backward, 0, reason)
+        # The tile shares its budget with its exponentials in the operands' dtype.
+        both = shape.logits_bytes + shape.operand_bytes
+        return LinearPlan("frozen", _forward(shape._replace(logits_bytes=both), wishes, work), backward, 0, reason)
     kept_rows = 0 if wishes.replay or wishes.invariant or not wishes.keepable else _kept_rows(shape, backward, spare)
     if kept_rows:
         # Kept exponentials have one reference per slab, so both sweeps cut the columns alike.
@@ -93,17 +94,15 @@ def choose_plan(shape: Shape, wishes: Wishes, memory: int) -> LinearPlan:
     return LinearPlan("recompute", forward, backward, kept_rows, reason)
 
 
+def _forward(shape: Shape, wishes: Wishes, memory: int) -> Tiles:
+    """Tiles of the first sweep. Batch-invariant ones are those of a batch of one fixed size."""
+    return forward_tiles(shape._replace(rows=FIXED_ROWS) if wishes.invariant else shape, memory)
+
+
 def _kept_rows(shape: Shape, tiles: Tiles, spare: int) -> int:
     """How many rows of 16-bit exponentials, and of a float32 reference per slab, the spare bytes hold."""
     slabs = -(-shape.columns // max(1, tiles.columns))
     return min(shape.rows, spare // max(1, shape.columns * shape.operand_bytes + 4 * slabs))
-
-
-def _with_exponentials(tiles: Tiles, shape: Shape) -> Tiles:
-    """The tile shares the budget with its exponentials in the operands' dtype."""
-    share = shape.logits_bytes / (shape.logits_bytes + shape.operand_bytes)
-    columns = max(1, int(tiles.columns * share))
-    return tiles._replace(columns=columns - columns % 128 if columns >= 256 else columns)
 
 
 def _all_rows(tiles: Tiles, shape: Shape) -> Tiles:

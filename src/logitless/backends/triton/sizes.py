@@ -3,6 +3,9 @@
 Nothing here is autotuned at run time: an autotuner would rerun an in-place kernel on its own output, and would make
 the summation order depend on the machine's mood. Sizes depend on dtype and vocabulary, never on the number of rows.
 
+Tiles of a sweep (up to 16384 columns) have sizes of their own: statistics of a float32 tile of 4096 x 8448 take 61 us
+with 2048 columns x 4 warps and 93 us with 8192 x 8.
+
 One H200, T = 16384, V = 151936, entropy on, against a copy that moves 4.27 TB/s (so one read is 2.33 / 1.17 ms and
 read + write 4.67 / 2.33 ms in float32 / bfloat16):
 
@@ -31,6 +34,9 @@ def statistics_sizes(dtype: torch.dtype, columns: int) -> dict[str, Any]:
 def gradient_sizes(dtype: torch.dtype, width: int) -> dict[str, Any]:
     """Columns per program and warps of the gradient kernel."""
     block = 1024 if dtype == torch.float32 else 4096
+    if width <= 16384:
+        # As above; 512 columns leave 6 % of a 4224-wide tile's last step idle where 1024 leave 18 %.
+        block = 512
     return {"BLOCK": min(block, _power_of_two(width)), "num_warps": 4}
 
 
