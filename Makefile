@@ -11,7 +11,7 @@ demo: $(STAMP)
 	$(RUN)logitless demo
 
 test: $(STAMP)
-	$(RUN)python -m pytest
+	$(RUN)python -m pytest -n 2 --dist loadfile
 
 lint: $(STAMP)
 	$(RUN)ruff check .

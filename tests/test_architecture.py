@@ -30,6 +30,7 @@ LAYERS = [
     ["checks", "sweep", "plans"],
     ["frozen", "linear_call"],
     ["ops", "linear"],
+    ["policy_head"],
     [""],
     ["bench", "plots", "demo", "cli", "__main__"],
 ]
@@ -48,6 +49,7 @@ PUBLIC = [
     "Head",
     "Kept",
     "LogitlessError",
+    "PolicyHead",
     "Rows",
     "TokenStats",
     "VocabShard",
@@ -56,6 +58,7 @@ PUBLIC = [
     "explain",
     "linear_logprobs",
     "logprobs",
+    "shard_of",
 ]
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

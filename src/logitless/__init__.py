@@ -6,8 +6,9 @@ from logitless.kept import Kept
 from logitless.layouts import Contiguous, Zigzag
 from logitless.linear import explain, linear_logprobs
 from logitless.ops import logprobs
+from logitless.policy_head import PolicyHead
 from logitless.rows import Rows
-from logitless.spec import Head, TokenStats, VocabShard
+from logitless.spec import Head, TokenStats, VocabShard, shard_of
 
 __version__ = "0.1.0"
 
@@ -16,6 +17,7 @@ __all__ = [
     "Head",
     "Kept",
     "LogitlessError",
+    "PolicyHead",
     "Rows",
     "TokenStats",
     "VocabShard",
@@ -24,4 +26,5 @@ __all__ = [
     "explain",
     "linear_logprobs",
     "logprobs",
+    "shard_of",
 ]

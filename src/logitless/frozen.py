@@ -50,8 +50,8 @@ def sweep_unit(p: Projection, tiles: Tiles) -> tuple[Tensor, Unit]:
     """``[4, R]`` statistics, and the unit gradients."""
     stats = p.gain.new_empty((4, p.num_rows))
     others = torch.empty_like(p.hidden)
-    space = allocate(p, tiles)
-    e = p.hidden.new_empty(space.tiles.rows * space.tiles.columns)
+    space = allocate(p, tiles, "exponentials")
+    e = space.extra.view(-1)
     total = p.gain.new_empty((min(space.tiles.rows, max(p.num_rows, 1)), p.hidden.shape[1]))
     backend, slabs = load(p.backend), range(0, max(p.columns, 1), space.tiles.columns)
     for r in range(0, p.num_rows, space.tiles.rows):
@@ -89,12 +89,16 @@ def unit_gradient(
         slope = p.gain * p.squash
     share = (unit.local - norm.reference - norm.log_sum).exp()
     ignored = p.column == SKIP
-    a = torch.where(here, at_target * slope, 0.0)
+    a = at_target * slope
     b = (g_z - g_logprob) * slope * share
     out = torch.empty_like(p.hidden)
     # In chunks: the gathered rows of the weight are as large as the result.
     for r in range(0, p.num_rows, CHUNK):
         rows = slice(r, r + CHUNK)
-        part = p.weight.index_select(0, p.column[rows].clamp_min(0)).to(p.gain.dtype).mul_(a[rows, None])
-        out[rows] = part.addcmul_(unit.others[rows].to(p.gain.dtype), b[rows, None])
+        part = unit.others[rows].to(p.gain.dtype) * b[rows, None]
+        if p.columns:
+            own = p.weight.index_select(0, p.column[rows].clamp_min(0)).to(p.gain.dtype)
+            # Not a product with 0: row 0 stands in for targets that live elsewhere, and may hold anything.
+            part += torch.where(here[rows, None], own.mul_(a[rows, None]), 0.0)
+        out[rows] = part
     return out.masked_fill_(ignored[:, None], 0.0)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False, tf32: bool = False) -> None:
     """``out = a @ b``, or ``out += a @ b``, summed in at least float32 and rounded once to ``out``'s dtype."""
-    with _float32_products(a, tf32):
+    # Autocast would round the operands, and on CPU the product, of what is meant to be summed in float32.
+    with _float32_products(a, tf32), torch.autocast(a.device.type, enabled=False):
         if a.device.type == "cuda" and out.dtype != a.dtype:
             _multiply_wide(a, b, out, add)
         elif a.device.type == "cuda" or a.dtype == out.dtype == _wide(out.dtype):

@@ -19,9 +19,9 @@ from logitless.collectives import agree_over, gather_rows_over, scatter_sum_over
 from logitless.errors import LogitlessError
 from logitless.frozen import Unit, sweep_unit, unit_gradient
 from logitless.kept import Kept
-from logitless.linear_call import NAME, Call, Options, as_autocast_would, prepare
+from logitless.linear_call import NAME, Call, Options, as_autocast_would, local_weight, prepare
 from logitless.plans import FIXED_ROWS, LinearPlan, Wishes, choose_plan
-from logitless.results import row_results
+from logitless.results import in_shape, row_results
 from logitless.rows import Rows
 from logitless.softmax import ELSEWHERE, SKIP, Normaliser, coefficients
 from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard
@@ -54,7 +54,8 @@ def linear_logprobs(
 
     Args:
         hidden: ``[..., D]`` hidden states; ``[T / n, D]`` with ``sequence_parallel``.
-        weight: ``[V, D]`` of the language-model head, in hidden's dtype. Under a shard, V is the shard's part.
+        weight: ``[V, D]`` of the language-model head, in hidden's dtype. Under a shard, V is the shard's part. A
+            DTensor is taken if replicated, or if sharded by rows over the group of ``shard=shard_of(weight)``.
         rows, entropy, head, kept: as for :func:`logprobs`.
         bias: ``[V]`` of the head, or None.
         shard: which rows of the weight live here, and the group that holds the rest. One ``all_gather`` in forward.
@@ -82,7 +83,7 @@ def linear_logprobs(
     >>> out.logprob
     tensor([-1.3863,  0.0000])
     """
-    hidden, weight, bias = as_autocast_would(hidden, weight, bias)
+    hidden, weight, bias = as_autocast_would(hidden, local_weight(weight, shard), bias)
     options = Options(
         bias=bias,
         entropy=entropy,
@@ -106,8 +107,7 @@ def linear_logprobs(
     index = None if ready.rows.in_order else ready.rows.index
     tensors = (hidden, weight, bias, weight_grad, index, ready.rows.target, ready.gain, *ready.kept)
     values = _apply_outside_of_compile(*tensors, ready.call)
-    logprob, entropy_value, log_z = (None if x is None else x.reshape(ready.shape) for x in values)
-    return TokenStats(logprob, entropy_value, log_z)  # pyright: ignore[reportArgumentType]
+    return in_shape(values, ready.shape)
 
 
 def explain(hidden: Tensor, weight: Tensor, rows: Any, **options: Any) -> LinearPlan:
@@ -159,10 +159,12 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if call.entropy == "value":
             ctx.mark_non_differentiable(results.entropy)
-        rows_saved = (index, target, column, gain, *results.norm, results.logprob, results.mean)
+        mean = results.mean if call.entropy == "grad" else None
+        rows_saved = (index, target, column, gain, *results.norm, results.logprob, mean)
         kept_saved = (None,) * 4 if kept is None else (kept_ids, kept_lengths, *results.kept_norm)
-        ctx.save_for_backward(hidden, weight, bias, weight_grad, *rows_saved, *kept_saved, *unit, *exponentials)
-        ctx.call, ctx.plan = call, plan
+        ctx.save_for_backward(hidden, weight, bias, *rows_saved, *kept_saved, *unit, *exponentials)
+        # Not saved: others may add to the buffer between forward and backward, and that is what it is for.
+        ctx.call, ctx.plan, ctx.weight_grad = call, plan, weight_grad
         return results[:3]
 
     @staticmethod
@@ -175,7 +177,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 "implemented. Drop create_graph, or use torch.log_softmax for this term."
             )
         call: Call = ctx.call
-        hidden, weight, bias, weight_grad, index, target, column, gain, *saved = ctx.saved_tensors
+        hidden, weight, bias, index, target, column, gain, *saved = ctx.saved_tensors
         norm, (logprob, mean), kept_saved, more = Normaliser(*saved[:2]), saved[2:4], saved[4:8], saved[8:]
         plan: LinearPlan = ctx.plan
         projection = _projection(hidden, weight, bias, index, column, gain, call)
@@ -193,7 +195,7 @@ class _LinearLogProbs(torch.autograd.Function):
             plan.backward,
             Terms(norm, coef, with_kept, held),
             want=ctx.needs_input_grad[:3],
-            weight_grad=weight_grad,
+            weight_grad=ctx.weight_grad,
         )
         d_hidden = None if gradients.hidden is None else _hidden_gradient(gradients.hidden, hidden, index, call)
         return (d_hidden, gradients.weight, gradients.bias, *(None,) * 7)

@@ -115,10 +115,26 @@ def prepare(hidden: Tensor, weight: Tensor, rows: Any, options: Options) -> Prep
 def as_autocast_would(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Operands in the dtype that autocast would hand them to a linear layer in, where it is on."""
     kind = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
-    if not torch.is_autocast_enabled(kind):
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return hidden, weight, bias
     dtype = torch.get_autocast_dtype(kind)
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def local_weight(weight: Tensor, shard: VocabShard | None) -> Tensor:
+    """The rows of the weight that live here, out of a DTensor whose meaning is clear."""
+    placements = getattr(weight, "placements", None)
+    if placements is None:
+        return weight
+    mesh = weight.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+    over_group = mesh.ndim == 1 and shard is not None and mesh.get_group() == shard.group
+    if all(p.is_replicate() for p in placements) or (over_group and placements[0].is_shard(0)):
+        return weight.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+    raise LogitlessError(
+        f"{NAME}: weight is a DTensor with placements {placements}, as tensor parallelism and FSDP both make. For "
+        f"tensor parallelism pass shard=logitless.shard_of(weight); for FSDP use a PolicyHead, or call inside the "
+        f"forward of the module that owns the weight, where FSDP has gathered it."
+    )
 
 
 def _check_tokens(hidden: Tensor, weight: Tensor, plan: Rows, options: Options) -> None:
@@ -129,8 +145,9 @@ def _check_tokens(hidden: Tensor, weight: Tensor, plan: Rows, options: Options) 
     if (plan.num_tokens is not None and plan.num_tokens != num_tokens) or plan.reach > num_tokens:
         wanted = f"at least {plan.reach}" if plan.num_tokens is None else plan.num_tokens
         raise LogitlessError(f"{NAME}: rows were made for {wanted} tokens but hidden holds {num_tokens}.")
-    for what, x in (("weight", weight), ("rows", plan.index), ("target", plan.target)):
-        if x.device != hidden.device:
+    tensors = {"weight": weight, "rows": plan.index, "target": plan.target}
+    for what, x in {**tensors, "bias": options.bias, "weight_grad": options.weight_grad}.items():
+        if x is not None and x.device != hidden.device:
             raise LogitlessError(f"{NAME}: {what} is on {x.device} but hidden is on {hidden.device}.")
 
 

@@ -27,7 +27,7 @@ from logitless.checks import (
 from logitless.collectives import agree_over
 from logitless.errors import LogitlessError
 from logitless.kept import Kept, KeptLogits, kept_gradient, kept_logits, kept_statistics, write_kept
-from logitless.results import row_results
+from logitless.results import in_shape, row_results
 from logitless.rows import Rows
 from logitless.softmax import (
     ELSEWHERE,
@@ -96,8 +96,7 @@ def logprobs(
     traceable = ready.call.group is None and not overwrite_logits
     apply: Any = _LogProbs.apply if traceable else _apply_outside_of_compile
     values = apply(logits, ready.rows.index, ready.rows.target, ready.gain, *ready.kept, ready.call)
-    logprob, entropy_value, log_z = (None if x is None else x.reshape(ready.shape) for x in values)
-    return TokenStats(logprob, entropy_value, log_z)  # pyright: ignore[reportArgumentType]
+    return in_shape(values, ready.shape)
 
 
 @dataclass(frozen=True)

@@ -110,4 +110,4 @@ def _all_rows(tiles: Tiles, shape: Shape) -> Tiles:
     if shape.rows == 0:
         return tiles
     columns = max(1, tiles.rows * tiles.columns // shape.rows)
-    return tiles._replace(rows=shape.rows, columns=min(columns, max(shape.columns, 1)), block=shape.rows)
+    return tiles._replace(rows=shape.rows, columns=min(columns, max(shape.columns, 1)), block=shape.rows, slabs=True)

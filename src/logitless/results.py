@@ -9,6 +9,7 @@ from torch import Tensor
 
 from logitless.collectives import gather_over
 from logitless.softmax import Normaliser, entropy, mean_shift, merge, normaliser
+from logitless.spec import TokenStats
 
 
 class RowResults(NamedTuple):
@@ -62,3 +63,12 @@ def merge_kept(parts: Tensor, target: Tensor) -> Tensor:
     """``[P, 2, R]`` parts of the kept ids' (m, s) as one ``[4, R]`` statistic with the given target logit."""
     m, s = parts.unbind(1)
     return merge(torch.stack([m, s, torch.zeros_like(s), target.expand_as(s)], dim=1))
+
+
+def in_shape(values: tuple[Tensor, Tensor | None, Tensor], shape: tuple[int, ...]) -> TokenStats:
+    """``[R]`` results in the shape the caller asked in. Vectors stay as they are: FSDP warns of modules returning views."""
+    if len(shape) == 1:
+        return TokenStats(*values)
+    logprob, entropy_value, log_z = values
+    reshaped = None if entropy_value is None else entropy_value.reshape(shape)
+    return TokenStats(logprob.reshape(shape), reshaped, log_z.reshape(shape))

@@ -146,6 +146,24 @@ class VocabShard:
         return VocabShard(rank * width, (rank + 1) * width, group)
 
 
+def shard_of(weight: Any) -> VocabShard:
+    """The shard that a tensor-parallel DTensor weight describes: ``Shard(0)`` over a one-dimensional mesh.
+
+    Saying so is the caller's part: FSDP shards its parameters in the same words but means something else.
+    """
+    placements, mesh = getattr(weight, "placements", None), getattr(weight, "device_mesh", None)
+    if placements is None or mesh is None:
+        raise LogitlessError(f"shard_of: weight must be a DTensor but is {type(weight).__name__}.")
+    if mesh.ndim != 1 or not placements[0].is_shard(0):
+        raise LogitlessError(
+            f"shard_of: weight must be sharded by rows over a one-dimensional mesh but has placements {placements}."
+        )
+    group = mesh.get_group()
+    lengths = [n for (n,) in table_over(group, (weight.to_local().shape[0],))]
+    start = sum(lengths[: group.rank()])
+    return VocabShard(start, start + lengths[group.rank()], group)
+
+
 def parse_memory(memory: int | str) -> int:
     """Bytes from a number of bytes or a string such as ``"512MiB"``, ``"1.5GB"`` or ``"64 KiB"``.
 

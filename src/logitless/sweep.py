@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,21 +66,22 @@ class Space:
         tiles: its sizes.
         logits: the one tile of logits, as flat memory.
         row: row numbers 0, 1, 2, ... of a tile.
-        d_z: dZ of a block of rows in the operands' dtype; empty in forward.
+        extra: dZ of a block of rows, or the exponentials of a tile, in the operands' dtype; else empty.
     """
 
     tiles: Tiles
     logits: Tensor
     row: Tensor
-    d_z: Tensor
+    extra: Tensor
 
     @staticmethod
-    def make(p: Projection, tiles: Tiles, with_d_z: bool) -> Space:
+    def make(p: Projection, tiles: Tiles, extra: str | None) -> Space:
         device = p.hidden.device
         logits = torch.empty(tiles.rows * tiles.columns, dtype=p.logits_dtype, device=device)
-        width = tiles.columns if p.num_rows < p.columns else p.columns
-        d_z = p.hidden.new_empty((min(tiles.block, p.num_rows), width) if with_d_z else (0, 0))
-        return Space(tiles, logits, torch.arange(tiles.rows, device=device), d_z)
+        block = (min(tiles.block, p.num_rows), tiles.columns if tiles.slabs else p.columns)
+        shape = {None: (0, 0), "d_z": block, "exponentials": (tiles.rows, tiles.columns)}[extra]
+        second = torch.empty(shape, dtype=p.hidden.dtype, device=device)
+        return Space(tiles, logits, torch.arange(tiles.rows, device=device), second)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +187,8 @@ def sweep_statistics(
     """``[4, R]`` (m, s, w, t) over all columns here, and ``[2, R]`` (m, s) of the kept ids if there are any."""
     stats = p.gain.new_empty((4, p.num_rows))
     kept_stats = None if kept is None else p.gain.new_empty((2, p.num_rows))
-    space = allocate(p, tiles)
+    fixed = "rows" if kept is not None else "columns" if exponentials is not None else None
+    space = allocate(p, tiles, fixed=fixed)
     slabs = range(0, max(p.columns, 1), space.tiles.columns)
     for r in range(0, p.num_rows, space.tiles.rows):
         stop = min(r + space.tiles.rows, p.num_rows)
@@ -222,7 +224,7 @@ def sweep_gradients(
     """
     if p.num_rows == 0 or p.columns == 0 or not any(want):
         return _no_gradients(p, want, weight_grad)
-    sweep = _by_slabs if p.num_rows < p.columns else _by_blocks
+    sweep = _by_slabs if tiles.slabs else _by_blocks
     hidden, weight, bias = sweep(p, tiles, terms, want, weight_grad)
     # Accumulators are rounded here, where the sweep's working memory is free again.
     return Gradients(_as(hidden, p.hidden), _as(weight, p.weight), _as(bias, p.bias))
@@ -236,8 +238,9 @@ def _by_slabs(
     weight_grad: Tensor | None,
 ) -> Gradients:
     want_hidden, want_weight, want_bias = want
-    space = allocate(p, tiles, with_d_z=True)
-    tiles, d_z = space.tiles, space.d_z
+    fixed = "rows" if terms.kept is not None else "columns" if terms.exponentials is not None else None
+    space = allocate(p, tiles, "d_z", fixed)
+    tiles, d_z = space.tiles, space.extra
     d_hidden = p.gain.new_empty(p.hidden.shape) if want_hidden else None
     d_weight = torch.empty_like(p.weight) if want_weight and weight_grad is None else None
     d_bias = p.gain.new_zeros(p.weight.shape[0]) if want_bias else None
@@ -254,7 +257,7 @@ def _by_slabs(
             rows = slice(b, min(b + tiles.block, p.num_rows))
             block = d_z[: rows.stop - rows.start, :width]
             _fill_block(p, space, terms, rows, c, block)
-            if weight_grad is not None:
+            if want_weight and weight_grad is not None:
                 multiply(block.T, p.hidden[rows], weight_grad[c : c + width], add=True, tf32=p.tf32)
             elif d_weight is not None:
                 into = d_weight[c : c + width] if slab is None else slab[:width]
@@ -278,8 +281,9 @@ def _by_blocks(
     weight_grad: Tensor | None,
 ) -> Gradients:
     want_hidden, want_weight, want_bias = want
-    space = allocate(p, tiles, with_d_z=True)
-    tiles, d_z = space.tiles, space.d_z
+    fixed = "rows" if terms.kept is not None else "columns" if terms.exponentials is not None else None
+    space = allocate(p, tiles, "d_z", fixed)
+    tiles, d_z = space.tiles, space.extra
     d_hidden = torch.empty_like(p.hidden) if want_hidden else None
     # Float32 over all blocks, unless the caller's buffer is.
     d_weight = p.gain.new_zeros(p.weight.shape) if want_weight and weight_grad is None else weight_grad
@@ -316,9 +320,11 @@ def tile_problem(p: Projection, space: Space, r: int, stop: int, c: int) -> Prob
     width = min(space.tiles.columns, p.columns - c)
     logits = space.logits[: (stop - r) * width].view(stop - r, width)
     if width:
-        multiply(p.hidden[r:stop], p.weight[c : c + width].T, logits, tf32=p.tf32)
-    if p.bias is not None:
-        logits.add_(p.bias[c : c + width])
+        # Logits that are rounded to half precision are rounded once, after the bias.
+        wide = logits if p.bias is None else logits.to(p.gain.dtype)
+        multiply(p.hidden[r:stop], p.weight[c : c + width].T, wide, tf32=p.tf32)
+        if p.bias is not None:
+            logits.copy_(wide.add_(p.bias[c : c + width]))
     return Problem(
         logits=logits,
         index=space.row[: stop - r],
@@ -332,13 +338,24 @@ def tile_problem(p: Projection, space: Space, r: int, stop: int, c: int) -> Prob
     )
 
 
-def allocate(p: Projection, tiles: Tiles, with_d_z: bool = False) -> Space:
-    """Working memory of a sweep. Out of memory, tiles are halved until they fit or are down to 16 columns."""
+def allocate(
+    p: Projection,
+    tiles: Tiles,
+    extra: Literal["d_z", "exponentials"] | None = None,
+    fixed: Literal["rows", "columns"] | None = None,
+) -> Space:
+    """Working memory of a sweep. Out of memory, tiles are halved until they fit or cannot be halved any more.
+
+    Args:
+        extra: a second buffer: dZ of a block, or the exponentials of a tile.
+        fixed: what must stay as it is: the rows, where kept ids need all of them; the columns, where kept exponentials
+            have one reference per slab.
+    """
     while True:
         try:
-            return Space.make(p, tiles, with_d_z)
+            return Space.make(p, tiles, extra)
         except torch.OutOfMemoryError:
-            less = smaller(tiles)
+            less = smaller(tiles, fixed)
             if less is None:
                 raise
             warnings.warn(

@@ -6,7 +6,7 @@ number of times, as 8448 = 33 * 256 columns do for any multiple of 512 rows; on 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from logitless.errors import LogitlessError
 
@@ -21,12 +21,14 @@ class Tiles(NamedTuple):
         rows, columns: of the tile of logits that exists at a time.
         block: rows whose dZ is held together in backward.
         elementwise: bytes of working space for the plain-torch backend inside a tile.
+        slabs: whether backward goes over column slabs (otherwise over row blocks).
     """
 
     rows: int
     columns: int
     block: int
     elementwise: int
+    slabs: bool = True
 
 
 class Shape(NamedTuple):
@@ -67,16 +69,17 @@ def backward_tiles(shape: Shape, memory: int) -> Tiles:
     # Half of the budget for the tile, half for the rows of dZ.
     block = max(1, min(shape.rows, high, budget // 2 // max(1, shape.columns * shape.operand_bytes)))
     rows, columns = _fit(shape, budget // 2, min(tall, block), wide, per_column=0)
-    return Tiles(rows, columns, block, elementwise)
+    return Tiles(rows, columns, block, elementwise, slabs=False)
 
 
-def smaller(tiles: Tiles) -> Tiles | None:
-    """About half the size, or None where a tile is down to 16 columns."""
-    if tiles.columns <= 16:
-        return None
-    rows = max(1, tiles.rows // 2) if tiles.rows > 256 else tiles.rows
-    columns = tiles.columns if rows != tiles.rows else tiles.columns // 2
-    return tiles._replace(rows=rows, columns=columns)
+def smaller(tiles: Tiles, fixed: Literal["rows", "columns"] | None) -> Tiles | None:
+    """About half the size, or None where a tile is down to 16 rows or columns. What is fixed is left alone."""
+    if fixed != "rows" and tiles.rows > (16 if fixed == "columns" else 256):
+        rows = tiles.rows // 2
+        return tiles._replace(rows=rows, block=max(rows, tiles.block // 2))
+    if fixed != "columns" and tiles.columns > 16:
+        return tiles._replace(columns=tiles.columns // 2)
+    return None
 
 
 def _divide(shape: Shape, memory: int) -> tuple[int, int]:
@@ -96,7 +99,8 @@ def _fit(shape: Shape, budget: int, rows: int, wide: int, per_column: int) -> tu
     if columns < 1:
         needed = rows * shape.logits_bytes + per_column
         raise LogitlessError(
-            f"memory: {budget} bytes do not hold one column of {rows} rows; give at least {2 * needed}."
+            f"memory: {budget} bytes of working space do not hold one column of {rows} rows, which takes {needed}. "
+            f"Give more."
         )
     columns = min(columns, wide, max(shape.columns, 1))
     # Whole multiples of what fills the machine, or at least of what a matrix unit takes at a time.

@@ -5,7 +5,7 @@ import torch
 
 import logitless as ll
 from logitless.bench.cases import Case
-from logitless.bench.inputs import fill_logits, hand_over, make_batch, scored_rows
+from logitless.bench.inputs import CARRIER, fill_logits, fill_operands, hand_over, make_batch, scored_rows
 
 CPU = torch.device("cpu")
 
@@ -42,6 +42,43 @@ def test_peaked_targets_run_from_unsure_to_certain():
     assert lifted.max() <= 0.9999991
     assert lifted.max() > 0.99999
     assert lifted.quantile(0.1) < 0.9
+
+
+def operands(case):
+    batch = make_batch(case, CPU)
+    sizes = ((case.tokens, case.hidden), (case.vocab, case.hidden))
+    return batch, *fill_operands(batch, *(torch.full(size, torch.nan, dtype=case.torch_dtype) for size in sizes))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["gaussian", "peaked"])
+def test_the_same_seed_gives_the_same_operands(kind, dtype):
+    case = Case("x", "cpu", 37, 501, dtype, logits=kind, hidden=63)
+    (_, *first), (_, *second) = operands(case), operands(case)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(x.float().isfinite().all() for x in first)
+
+
+def test_gaussian_operands_have_products_with_a_spread_of_two():
+    _, hidden, weight = operands(Case("x", "cpu", 300, 501, hidden=63))
+    assert (hidden @ weight.T).std() == pytest.approx(2.0, rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_peaked_operands_have_targets_from_unsure_to_certain(dtype, monkeypatch):
+    monkeypatch.setattr("logitless.bench.inputs.BLOCK_ELEMENTS", 8 * 256 * 100)
+    batch, hidden, weight = operands(Case("x", "cpu", 1000, 997, dtype, logits="peaked", hidden=256))
+    p = (hidden.double() @ weight.double().T).softmax(-1).gather(1, batch.labels[:, None]).squeeze(1)
+    assert (hidden[:, 0] == CARRIER).all()
+    assert 0.7 < (p > 0.29).double().mean() < 0.95
+    assert p.quantile(0.3) < 0.9
+    assert p.quantile(0.8) > 0.999
+
+
+def test_a_mean_loss_has_the_same_share_for_every_row():
+    batch = make_batch(Case("x", "cpu", 100, 50, response=0.25), CPU).with_mean_loss()
+    torch.testing.assert_close(batch.g_logprob, torch.full((25,), -1 / 25))
+    assert not batch.g_entropy.any()
 
 
 def test_prompt_rows_have_no_label():

@@ -39,6 +39,16 @@ RECORD = Record(
     total_range_ms=(1200.0, 1300.0),
     ratio=355.7,
 )
+LINEAR = replace(
+    RECORD,
+    case=asdict(CASES["linear-reference-keep"]),
+    computes="mean",
+    rows=16384,
+    forward_floor_ms=28.1,
+    floor_ms=89.2,
+    gemm_ms=[28.1, 58.6, 89.2, 119.9],
+    errors={"logprob": 1e-6, "entropy": None, "gradient": 1e-7, "weight": 2e-3, "weight_rest": 3e-3},
+)
 LOST = replace(RECORD, provider="torch", status="out of memory", detail="CUDA out of memory. " * 9, total_ms=None)
 ABSENT = replace(RECORD, provider="verl", status="absent", detail="No module named 'verl'", total_ms=None)
 
@@ -50,6 +60,26 @@ def test_records_survive_the_file(tmp_path):
     back = read_records(path)
     assert [r.provider for r in back] == ["logitless-overwrite", "torch"]
     assert replace(back[0], total_range_ms=RECORD.total_range_ms) == RECORD
+
+
+def test_records_from_before_hidden_states_are_read(tmp_path):
+    old = json.loads(RECORD.to_json())
+    del old["gemm_ms"]
+    old["case"] = {k: v for k, v in old["case"].items() if k not in ("hidden", "frozen", "memory")}
+    path = tmp_path / "old.jsonl"
+    path.write_text(json.dumps(old) + "\n")
+    (back,) = read_records(path)
+    assert back.gemm_ms is None
+    assert "floor 3.47 ms at 4300 GB/s" in " ".join(text_table([back]).split())
+
+
+def test_a_case_from_hidden_states_says_so_and_what_its_floor_is():
+    text = " ".join(text_table([LINEAR]).split())
+    assert "T=16384 V=151936 D=4096 bfloat16 gaussian, forward + backward, 6.5GiB allowed, entropy grad" in text
+    assert "floor 89.2 ms, that of 3 full products (1 to 4: 28.1, 58.6, 89.2, 120 ms)" in text
+    assert "logitless-overwrite mean loss" in text
+    assert text.endswith("1e-06 3e-03")
+    assert "no floor" in text_table([replace(LINEAR, floor_ms=None, gemm_ms=None)])
 
 
 def test_nan_becomes_null():

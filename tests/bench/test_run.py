@@ -8,6 +8,7 @@ import torch
 from logitless import LogitlessError
 from logitless.bench.__main__ import main
 from logitless.bench.cases import CASES
+from logitless.bench.linear_providers import LINEAR_PROVIDERS
 from logitless.bench.providers import PROVIDERS, Provider, Scores
 from logitless.bench.run import Plan, Request, run
 
@@ -21,14 +22,14 @@ def _small_bandwidth_buffer(monkeypatch):
 
 
 def measure(case, providers):
-    (records,) = run(Plan([CASES[case]], providers, CPU, repeats=2))
+    (records,) = run(Plan([CASES[case]], providers, CPU, repeats=2, linear_providers=providers))
     return {record.provider: record for record in records}
 
 
-def spoiled(change):
+def spoiled(change, providers=PROVIDERS, **fields):
     """Plain torch with its results changed, as a provider."""
-    score = PROVIDERS["torch"].load()
-    return Provider(lambda: lambda batch, logits: change(score(batch, logits)))
+    score = providers["torch"].load()
+    return Provider(lambda: lambda batch, *inputs: change(score(batch, *inputs)), **fields)
 
 
 def raising(error):
@@ -51,6 +52,86 @@ def test_every_right_provider_is_timed(case):
         assert record.ratio == pytest.approx(record.total_ms / record.floor_ms)
         assert record.peak_bytes > 0
     assert records["logitless-overwrite"].peak_bytes <= records["logitless"].peak_bytes
+
+
+LINEAR_SMOKE = [name for name in CASES if name.startswith("linear-smoke")]
+
+
+@pytest.mark.parametrize("case", LINEAR_SMOKE)
+def test_every_right_provider_is_timed_from_hidden_states(case):
+    good = ("torch", "logitless", "logitless-logits")
+    for record in measure(case, {name: LINEAR_PROVIDERS[name] for name in good}).values():
+        assert record.status == "ok", record.detail
+        assert record.repeats == 2
+        assert 0 < record.forward_ms <= record.total_ms
+        assert record.floor_ms == record.gemm_ms[CASES[case].num_gemms - 1]
+        assert record.forward_floor_ms == record.gemm_ms[0]
+        assert record.ratio == pytest.approx(record.total_ms / record.floor_ms)
+        assert record.peak_bytes > 0
+        assert (record.errors["weight"] is None) == (not CASES[case].backward or CASES[case].frozen)
+
+
+class Leak(torch.autograd.Function):
+    """The identity, with a gradient that is 1 + ``by`` times the right one."""
+
+    @staticmethod
+    def forward(ctx, x, by):
+        ctx.by = by
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * (1 + ctx.by), None
+
+
+def leaking(which, by, **fields):
+    """Plain torch with a wrong gradient of one of its inputs, as a provider."""
+    score = LINEAR_PROVIDERS["torch"].load()
+
+    def spoil(batch, *inputs):
+        return score(batch, *(Leak.apply(x, by) if i == which else x for i, x in enumerate(inputs)))
+
+    return Provider(lambda: spoil, **fields)
+
+
+@pytest.mark.parametrize(
+    ("provider", "what"),
+    [
+        (spoiled(lambda s: Scores(s.logprob + 1e-3, s.entropy), LINEAR_PROVIDERS), "log-prob is off by 1.0e-03"),
+        (spoiled(lambda s: Scores(s.logprob, s.entropy * 1.01), LINEAR_PROVIDERS), "entropy is off by"),
+        (leaking(0, 1e-3), "gradient is off by 1.0e-03, allowed 1.0e-04"),
+        (leaking(1, 1e-3), "weight's gradient is off by 1.0e-03, allowed 1.0e-04"),
+        (leaking(1, 1e-3), "weight's gradient at no target is off by 1.0e-03"),
+        (leaking(1, 1e-3, rounds=True), "weight's gradient is off by 1.0e-03, allowed 1.0e-04"),
+    ],
+)
+def test_a_wrong_provider_from_hidden_states_gets_no_time(provider, what):
+    record = measure("linear-smoke-grad", {"bad": provider})["bad"]
+    assert record.status == "wrong"
+    assert what in record.detail
+    assert record.total_ms is None
+    assert record.floor_ms is not None
+
+
+def test_rounding_is_allowed_to_those_who_say_so():
+    case, plain = "linear-smoke-bf16-grad-peaked", LINEAR_PROVIDERS["torch"]
+    records = measure(case, {"says so": plain, "does not": Provider(plain.load)})
+    assert records["says so"].status == "ok"
+    assert records["does not"].status == "wrong"
+
+
+def test_a_mean_loss_is_checked_as_one():
+    def load():
+        score = LINEAR_PROVIDERS["torch"].load()
+        return lambda batch, *inputs: Scores(score(batch, *inputs).logprob.mean(), None)
+
+    record = measure("linear-smoke-grad", {"mean": Provider(load, "mean loss")})["mean"]
+    assert (record.status, record.computes) == ("ok", "mean")
+    assert record.errors["weight_rest"] < 1e-4
+
+
+def test_a_case_without_providers_of_its_kind_is_left_out():
+    assert list(run(Plan([CASES["linear-smoke-grad"]], PROVIDERS, CPU, repeats=1))) == []
 
 
 def test_overwriting_one_does_not_spoil_the_next():

@@ -209,8 +209,8 @@ def _floor(record: Record) -> str:
     if record.gemm_ms is None:
         return f"floor {record.floor_ms:.3g} ms at {record.bandwidth / 1e9:.4g} GB/s"
     number = record.gemm_ms.index(record.floor_ms) + 1
-    times = ", ".join(f"{ms:.3g}" for ms in record.gemm_ms)
-    return f"floor {record.floor_ms:.3g} ms, that of {number} full products (1 to 4: {times} ms)"
+    times = ", ".join(_digits(ms) for ms in record.gemm_ms)
+    return f"floor {_digits(record.floor_ms)} ms, that of {number} full products (1 to 4: {times} ms)"
 
 
 def _text_group(group: Sequence[Record]) -> list[str]:
@@ -233,6 +233,11 @@ def _wrapped(texts: Iterable[str]) -> list[str]:
 
 def _number(x: float | None) -> str:
     return "-" if x is None else f"{x:.2f}" if x < 100 else f"{x:.0f}"
+
+
+def _digits(x: float) -> str:
+    """Three digits, or more before the point."""
+    return f"{x:.3g}" if x < 1000 else f"{x:.0f}"
 
 
 def _error(record: Record, *names: str) -> str:

@@ -1,0 +1,118 @@
+"""Providers from hidden states: agreement with plain torch, and peers that load without their packages."""
+
+import sys
+
+import pytest
+import torch
+
+from logitless.bench.cases import Case
+from logitless.bench.inputs import fill_operands, make_batch
+from logitless.bench.linear_providers import LINEAR_PROVIDERS, VERL_KERNEL
+from logitless.bench.providers import Scores, add_peers
+from logitless.bench.run import take_step
+
+CPU = torch.device("cpu")
+PEERS = {
+    "liger-flce": "liger_kernel",
+    "liger-flce-none": "liger_kernel",
+    "liger-chunked": "liger_kernel",
+    "liger-sm90": "liger_kernel",
+    "liger-selective": "liger_kernel",
+    "cce": "cut_cross_entropy",
+    "cce-exact": "cut_cross_entropy",
+    "verl-kernel": "verl",
+}
+
+KERNELS = """
+from verl.utils.device import get_device_capability, get_device_name, is_cuda_available
+from verl.utils.device import get_torch_device
+
+def forward(hidden, weight, labels):
+    logp = (hidden @ weight.T).log_softmax(-1)
+    return logp.gather(1, labels[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
+"""
+LINEAR_CROSS_ENTROPY = """
+def linear_cross_entropy(hidden, weight, labels, temperature, reduction, group):
+    from . import kernels
+    assert (temperature, reduction, group) == (1.0, "none", None)
+    return kernels.forward(hidden, weight, labels)
+"""
+
+
+def workspace(**fields):
+    case = Case("x", "cpu", 40, 67, **{"entropy": "grad", "response": 0.5, "hidden": 24} | fields)
+    batch = make_batch(case, CPU)
+    return batch, fill_operands(batch, torch.empty(40, 24), torch.empty(67, 24))
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["logitless", "logitless-logits"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"response": 1.0}, {"entropy": "value", "frozen": True}, {"entropy": None}, {"memory": "64KiB"},
+     {"entropy": "value", "backward": False}],
+    ids=str,
+)  # fmt: skip
+def test_ours_agree_with_plain_torch(name, fields):
+    batch, inputs = workspace(**fields)
+    wanted, got = (take_step(LINEAR_PROVIDERS[n].load(), batch, inputs) for n in ("torch", name))
+    close(got[0].logprob, wanted[0].logprob)
+    if batch.case.entropy is not None:
+        close(got[0].entropy, wanted[0].entropy)
+    assert len(got[1]) == len(wanted[1]) == (0 if not batch.case.backward else 1 if batch.case.frozen else 2)
+    for a, b in zip(got[1], wanted[1], strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_missing_peer_says_so(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, PEERS[name], None)
+    with pytest.raises((ImportError, ValueError)):
+        LINEAR_PROVIDERS[name].load()
+
+
+def test_every_peer_is_named_here():
+    ours = {name for name in LINEAR_PROVIDERS if name.startswith(("torch", "logitless"))}
+    assert set(LINEAR_PROVIDERS) - ours == set(PEERS)
+
+
+@pytest.fixture
+def verl(tmp_path, monkeypatch):
+    """A stand-in for verl whose own code must not run."""
+    folder = tmp_path / "verl" / "utils" / "kernel"
+    folder.mkdir(parents=True)
+    (tmp_path / "verl" / "__init__.py").write_text("raise RuntimeError('the package was run')")
+    (folder / "kernels.py").write_text(KERNELS)
+    (folder / "linear_cross_entropy.py").write_text(LINEAR_CROSS_ENTROPY)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    add_peers(tmp_path)
+    yield
+    # Only these: torch loads parts of itself when they are first used, and cannot load them twice.
+    for name in [name for name in sys.modules if name.startswith((VERL_KERNEL, "verl"))]:
+        del sys.modules[name]
+
+
+def test_two_files_of_verl_load_without_verl(verl):
+    batch, inputs = workspace()
+    wanted, got = (take_step(LINEAR_PROVIDERS[n].load(), batch, inputs) for n in ("torch", "verl-kernel"))
+    close(got[0].entropy, wanted[0].entropy)
+    for a, b in zip(got[1], wanted[1], strict=True):
+        close(a, b)
+    assert "verl" not in sys.modules
+    assert "verl.utils.device" not in sys.modules
+
+
+def test_a_mean_loss_is_asked_for_its_own_gradient():
+    batch, (hidden, weight) = workspace(entropy=None)
+
+    def score(batch, hidden, weight):
+        return Scores(-torch.nn.functional.cross_entropy(hidden @ weight.T, batch.labels), None)
+
+    _, (d_hidden, d_weight) = take_step(score, batch, (hidden, weight))
+    x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    torch.nn.functional.cross_entropy(x @ w.T, batch.labels).backward()
+    close(d_hidden, x.grad)
+    close(d_weight, w.grad)

@@ -1,0 +1,135 @@
+"""``PolicyHead`` and DTensor weights: hooks, tied embeddings, FSDP2 and tensor parallelism keep their meaning."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import logitless as ll
+
+V, D, T = 22, 6, 9
+
+
+class Tied(nn.Module):
+    """The smallest language model with a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(V, D)
+        linear = nn.Linear(D, V, bias=False)
+        linear.weight = self.embedding.weight
+        self.head = ll.PolicyHead(linear, entropy="grad")
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out = self.head(torch.tanh(self.embedding(tokens[:-1])), tokens[1:])
+        return out.logprob.sum() + 0.1 * out.entropy.sum()
+
+
+def plain_loss(weight: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    log_p = torch.log_softmax(torch.tanh(weight[tokens[:-1]]) @ weight.T, -1)
+    return log_p.gather(1, tokens[1:, None]).sum() - 0.1 * (log_p.exp() * log_p).sum()
+
+
+def test_tied_embeddings_and_hooks():
+    model, tokens, seen = Tied(), torch.randint(V, (T,)), []
+    model.head.register_forward_hook(lambda module, args, out: seen.append(out))
+    model(tokens).backward()
+    weight = model.embedding.weight.detach().clone().requires_grad_()
+    plain_loss(weight, tokens).backward()
+    assert torch.allclose(model.embedding.weight.grad, weight.grad, atol=1e-5)
+    assert len(seen) == 1
+    assert isinstance(seen[0], ll.TokenStats)
+
+
+def test_without_rows_it_is_the_linear_layer():
+    head = ll.PolicyHead(nn.Linear(D, V))
+    hidden = torch.randn(3, D)
+    assert torch.equal(head(hidden), head.linear(hidden))
+    assert sorted(head.state_dict()) == ["linear.bias", "linear.weight"]
+
+
+def test_options_of_the_call_win():
+    head = ll.PolicyHead(nn.Linear(D, V), entropy="value", head=ll.Head(temperature=0.5))
+    hidden, target = torch.randn(3, D), torch.tensor([1, 2, 3])
+    assert head(hidden, target, entropy=None).entropy is None
+    direct = ll.logprobs(head.linear(hidden), target, head=ll.Head(temperature=0.5))
+    assert torch.allclose(head(hidden, target).logprob, direct.logprob, atol=1e-5)
+
+
+def test_it_must_be_given_a_layer():
+    with pytest.raises(ll.LogitlessError, match="PolicyHead: linear must be a linear layer"):
+        ll.PolicyHead(torch.zeros(3))  # pyright: ignore[reportArgumentType]
+
+
+def fsdp(rank: int, world: int) -> tuple[float, torch.Tensor, str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    linear = nn.Linear(D, V)
+    head = ll.PolicyHead(linear, entropy="grad")
+    fully_shard(head, mesh=init_device_mesh("cpu", (world,)))
+    torch.manual_seed(100 + rank)
+    hidden, target = torch.randn(T, D), torch.randint(V, (T,))
+    out = head(hidden, target)
+    (out.logprob.sum() + 0.1 * out.entropy.sum()).backward()
+    gradient = head.linear.weight.grad.full_tensor()
+    try:
+        ll.linear_logprobs(hidden, head.linear.weight, target)
+        text = "no error"
+    except ll.LogitlessError as error:
+        text = str(error)
+    return float(out.logprob.sum()), gradient, text
+
+
+def test_fsdp2(ranks):
+    """Each rank has its own tokens; the weight's gradient is the mean over ranks, as FSDP defines it."""
+    results = ranks(fsdp, 2)
+    torch.manual_seed(0)
+    linear = nn.Linear(D, V)
+    total = 0.0
+    for rank, (logprob, _, _) in enumerate(results):
+        torch.manual_seed(100 + rank)
+        hidden, target = torch.randn(T, D), torch.randint(V, (T,))
+        out = ll.logprobs(linear(hidden), target, entropy="grad")
+        assert float(out.logprob.sum()) == pytest.approx(logprob, abs=1e-4)
+        total = total + out.logprob.sum() + 0.1 * out.entropy.sum()
+    total.backward()
+    for _, gradient, text in results:
+        assert torch.allclose(gradient, linear.weight.grad / 2, atol=1e-5)
+        assert "for FSDP use a PolicyHead" in text
+
+
+def tensor_parallel(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.manual_seed(0)
+    weight, hidden, target = torch.randn(V, D), torch.randn(T, D).requires_grad_(), torch.randint(V, (T,))
+    mesh = init_device_mesh("cpu", (world,))
+    sharded = distribute_tensor(weight, mesh, [Shard(0)]).detach().requires_grad_()
+    out = ll.linear_logprobs(hidden, sharded, target, shard=ll.shard_of(sharded))
+    out.logprob.sum().backward()
+    assert dist.get_world_size() == world
+    return out.logprob.detach(), hidden.grad, sharded.grad.full_tensor()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_tensor_parallel_dtensor(ranks, world: int):
+    """22 rows over 3 ranks do not divide: the shards are uneven."""
+    torch.manual_seed(0)
+    weight, hidden = torch.randn(V, D).requires_grad_(), torch.randn(T, D).requires_grad_()
+    target = torch.randint(V, (T,))
+    out = ll.logprobs(hidden @ weight.T, target)
+    out.logprob.sum().backward()
+    for logprob, d_hidden, d_weight in ranks(tensor_parallel, world):
+        assert torch.allclose(logprob, out.logprob, atol=1e-5)
+        assert torch.allclose(d_hidden, hidden.grad, atol=1e-5)
+        assert torch.allclose(d_weight, weight.grad, atol=1e-5)
+
+
+def test_shard_of_wants_a_dtensor():
+    with pytest.raises(ll.LogitlessError, match="shard_of: weight must be a DTensor but is Tensor"):
+        ll.shard_of(torch.zeros(3, 2))
