@@ -88,13 +88,15 @@ def test_training_needs_its_budget_and_gradients(shape: str, dtype: torch.dtype,
 @pytest.mark.parametrize("memory", [2 << 20, 512 << 10])
 @pytest.mark.parametrize(("wanted", "entropy"), [("none", None), ("all", "grad"), ("hidden", None)])
 def test_twice_the_vocabulary_needs_no_more(wanted: str, entropy, memory: int):
-    """Beyond a larger gradient of the weight."""
+    """Beyond a larger gradient of the weight, and 16 bytes of statistics per row and slab until they are merged."""
     peaks = []
     for vocab in (4096, 8192):
         hidden, weight = operands(256, vocab, wanted=wanted)
         run, extra = (forward_peak, 0) if wanted == "none" else (training_peak, gradients(hidden, weight))
         peaks.append(run(hidden, weight, torch.randint(vocab, (256,)), entropy=entropy, memory=memory) - extra)
-    assert peaks[1] - peaks[0] <= memory // 20
+    # Half of the budget is the tile: 256 rows of float32, so many columns to a slab.
+    more_slabs = 4096 // (memory // 2 // (256 * 4))
+    assert peaks[1] - peaks[0] <= memory // 20 + 16 * 256 * more_slabs
 
 
 @pytest.mark.parametrize("wanted", ["all", "hidden"])

@@ -66,7 +66,7 @@ def merge_kept(parts: Tensor, target: Tensor) -> Tensor:
 
 
 def in_shape(values: tuple[Tensor, Tensor | None, Tensor], shape: tuple[int, ...]) -> TokenStats:
-    """``[R]`` results in the shape the caller asked in. Vectors stay as they are: FSDP warns of modules returning views."""
+    """``[R]`` results in the caller's shape. Vectors stay as they are: FSDP warns of modules that return views."""
     if len(shape) == 1:
         return TokenStats(*values)
     logprob, entropy_value, log_z = values

@@ -73,12 +73,13 @@ def backward_tiles(shape: Shape, memory: int) -> Tiles:
 
 
 def smaller(tiles: Tiles, fixed: Literal["rows", "columns"] | None) -> Tiles | None:
-    """About half the size, or None where a tile is down to 16 rows or columns. What is fixed is left alone."""
+    """About half the size, or None where there is no point in going on. What is fixed is left alone."""
     if fixed != "rows" and tiles.rows > (16 if fixed == "columns" else 256):
         rows = tiles.rows // 2
         return tiles._replace(rows=rows, block=max(rows, tiles.block // 2))
-    if fixed != "columns" and tiles.columns > 16:
-        return tiles._replace(columns=tiles.columns // 2)
+    if fixed != "columns" and tiles.columns > (1 if fixed == "rows" else 16):
+        block = tiles.block if fixed == "rows" else max(tiles.rows, tiles.block // 2)
+        return tiles._replace(columns=tiles.columns // 2, block=block)
     return None
 
 
