@@ -111,14 +111,25 @@ def _collect(team: list[_Worker], timeout: float) -> dict[int, Any]:
             try:
                 succeeded, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                team[rank].process.join(1.0)
-                code = team[rank].process.exitcode
-                text = f"rank {rank} of {len(team)} died with exit code {code}; its stack is on stderr if it was late."
-                raise RankFailed(text) from None
+                raise RankFailed(_obituary(team, rank)) from None
             if not succeeded:
-                raise RankFailed(f"rank {rank} of {len(team)} failed:\n{value}")
+                # A peer that died makes the others fail, and their report may well arrive before its end is seen.
+                dead = [r for r, worker in enumerate(team) if r != rank and not _outlives(worker, 0.3)]
+                text = _obituary(team, dead[0]) if dead else f"rank {rank} of {len(team)} failed:\n{value}"
+                raise RankFailed(text)
             results[rank] = value
     return results
+
+
+def _outlives(worker: _Worker, seconds: float) -> bool:
+    worker.process.join(seconds)
+    return worker.process.exitcode is None
+
+
+def _obituary(team: list[_Worker], rank: int) -> str:
+    team[rank].process.join(1.0)
+    code = team[rank].process.exitcode
+    return f"rank {rank} of {len(team)} died with exit code {code}; its stack is on stderr if it was late."
 
 
 def _serve(pipe: Any) -> None:
