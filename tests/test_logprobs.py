@@ -105,6 +105,22 @@ def test_target_element_of_confident_rows(backend: str, dtype: torch.dtype, devi
         assert ((mine - right).abs() <= 2 * (theirs - right).abs().max() + 2.4e-7).all()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradient_of_each_row_where_terms_differ_in_size(backend: str, device: torch.device):
+    """Unlikely targets, a small gradient of the log-prob and a large one of the entropy: row by row, not by the norm."""
+    logits = make_logits(16, 5000, torch.float32) * 0.5
+    index, target = torch.arange(16), logits.argmin(-1)
+    g_logprob, g_entropy = torch.randn(16, dtype=torch.float64) * 0.02, torch.randn(16, dtype=torch.float64)
+    leaf, usual = logits.to(device).clone().requires_grad_(), logits.to(device).clone().requires_grad_()
+    exact = float64_leaf(logits)
+    ours = ll.logprobs(leaf, (index.to(device), target.to(device)), entropy="grad", backend=backend)
+    for results in (ours, plain(usual, index, target), truth(exact, index, target)):
+        torch.autograd.backward(results[:2], [g.to(results[0]) for g in (g_logprob, g_entropy)])
+    norms = exact.grad.norm(dim=1)
+    mine, theirs = (((x.grad.double().cpu() - exact.grad).norm(dim=1) / norms).max() for x in (leaf, usual))
+    assert mine <= 2 * theirs + 5e-7
+
+
 @pytest.mark.parametrize(
     "head",
     [

@@ -95,7 +95,7 @@ def ragged_arange(lengths: Tensor) -> tuple[Tensor, Tensor]:
     """``[2, 3]`` becomes samples ``[0, 0, 1, 1, 1]`` and offsets ``[0, 1, 0, 1, 2]``."""
     sample = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     starts = lengths.cumsum(0) - lengths
-    return sample, torch.arange(len(sample)) - starts[sample]
+    return sample, torch.arange(len(sample)) - starts.index_select(0, sample)
 
 
 def _check_rank(scheme: Zigzag | Contiguous) -> None:

@@ -371,19 +371,19 @@ def _select(
     device: torch.device | str | None,
 ) -> Rows:
     """The one filter: of the local tokens, holding ``(sample, offset)``, keep those that predict a response token."""
-    first = (batch.prompts - 1)[sample]
-    place = ((offset >= first) & (offset < (batch.lengths - 1)[sample])).nonzero().squeeze(1)
-    sample, position = sample[place], (offset - first)[place]
+    position = offset - (batch.prompts - 1).index_select(0, sample)
+    place = ((position >= 0) & (position < batch.responses.index_select(0, sample))).nonzero().squeeze(1)
+    sample, position = sample.index_select(0, place), position.index_select(0, place)
     held = tuple(torch.bincount(sample, minlength=len(batch)).tolist())
-    response = (batch.responses.cumsum(0) - batch.responses)[sample] + position
+    response = (batch.responses.cumsum(0) - batch.responses).index_select(0, sample) + position
     slot = mask = None
     if batch.mask is not None:
         mask = batch.mask[response.to(batch.mask.device)]
         if batch.mask_only:
             slot = mask.nonzero().squeeze(1)
             place, sample, position, response, mask = (x[slot] for x in (place, sample, position, response, mask))
-    counts = tuple(torch.bincount(sample, minlength=len(batch)).tolist())
-    source = (batch.lengths.cumsum(0) - batch.responses)[sample] + position
+    counts = held if slot is None else tuple(torch.bincount(sample, minlength=len(batch)).tolist())
+    source = (batch.lengths.cumsum(0) - batch.responses).index_select(0, sample) + position
     target = batch.ids[source.to(batch.ids.device)]
     on_host = target.device.type == "cpu" and target.numel() > 0
     target_range = (int(target.min()), int(target.max())) if on_host else None

@@ -5,7 +5,6 @@ Nothing here knows about rows of logits. Errors name the sample.
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,7 +76,7 @@ class Samples:
         if loss_masks is not None:
             _check_masks(caller, loss_masks, responses)
             # The number of scored rows depends on the mask, so a mask on an accelerator is read once, here.
-            mask = torch.cat([torch.as_tensor(m) != 0 for m in loss_masks]) if len(loss_masks) else torch.zeros(0) != 0
+            mask = _join(loss_masks) != 0
             mask = mask.cpu() if loss_mask_only else mask
         lengths_N = torch.tensor(lengths, dtype=torch.int64)
         responses_N = torch.tensor(responses, dtype=torch.int64)
@@ -127,10 +126,16 @@ def integer_vector(x: Tensor | Sequence[int], argument: str) -> Tensor:
 
 
 def _concatenate(parts: Sequence[Tensor | Sequence[int]]) -> Tensor:
-    if not len(parts):
-        return torch.zeros(0, dtype=torch.int64)
+    """Ids of all parts, end to end."""
     if any(isinstance(part, Tensor) for part in parts):
-        return torch.cat([torch.as_tensor(part).to(torch.int64) for part in parts])
+        return _join(parts).to(torch.int64)
     # An array is filled at C speed; torch.tensor inspects every Python integer.
-    ids = array("q", itertools.chain.from_iterable(parts))  # pyright: ignore[reportArgumentType, reportCallIssue]
+    ids = array("q")
+    for part in parts:
+        ids.fromlist(list(part))  # pyright: ignore[reportArgumentType]
     return torch.frombuffer(ids, dtype=torch.int64).clone() if len(ids) else torch.zeros(0, dtype=torch.int64)
+
+
+def _join(parts: Sequence[Tensor | Sequence[int]]) -> Tensor:
+    """Tensors or lists of numbers, end to end in one tensor."""
+    return torch.cat([x if isinstance(x, Tensor) else torch.tensor(x) for x in parts]) if len(parts) else torch.zeros(0)
