@@ -107,7 +107,7 @@ def test_target_element_of_confident_rows(backend: str, dtype: torch.dtype, devi
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradient_of_each_row_where_terms_differ_in_size(backend: str, device: torch.device):
-    """Unlikely targets, a small gradient of the log-prob and a large one of the entropy: row by row, not by the norm."""
+    """Unlikely targets, a small gradient of the log-prob and a large one of the entropy: row by row, not by norm."""
     logits = make_logits(16, 5000, torch.float32) * 0.5
     index, target = torch.arange(16), logits.argmin(-1)
     g_logprob, g_entropy = torch.randn(16, dtype=torch.float64) * 0.02, torch.randn(16, dtype=torch.float64)
