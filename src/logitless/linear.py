@@ -21,9 +21,9 @@ from logitless.frozen import Unit, sweep_unit, unit_gradient
 from logitless.kept import Kept
 from logitless.linear_call import NAME, Call, Options, as_autocast_would, local_weight, prepare
 from logitless.plans import FIXED_ROWS, LinearPlan, Wishes, choose_plan
-from logitless.results import in_shape, row_results
+from logitless.results import in_shape, row_results, target_column
 from logitless.rows import Rows
-from logitless.softmax import ELSEWHERE, SKIP, Normaliser, coefficients
+from logitless.softmax import SKIP, Normaliser, coefficients
 from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard
 from logitless.sweep import Exponentials, KeptIds, Projection, Terms, sweep_gradients, sweep_statistics
 from logitless.tiles import Shape
@@ -140,7 +140,7 @@ class _LinearLogProbs(torch.autograd.Function):
         kept_lengths: Tensor | None,
         call: Call,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        column = _target_column(target, call)
+        column = target_column(target, call.start, call.columns)
         projection = _projection(hidden, weight, bias, index, column, gain, call)
         kept = _kept_ids(kept_ids, kept_lengths, target, call)
         device, dtype = hidden.device.type, hidden.dtype
@@ -252,12 +252,6 @@ def _hidden_gradient(rows: Tensor, hidden: Tensor, index: Tensor | None, call: C
     elif call.reduce_hidden and call.group is not None:
         tokens = sum_over(call.group, tokens)
     return tokens.view(hidden.shape)
-
-
-def _target_column(target: Tensor, call: Call) -> Tensor:
-    column = target - call.start
-    inside = (column >= 0) & (column < call.columns)
-    return torch.where(inside, column, ELSEWHERE).masked_fill(target == IGNORE, SKIP)
 
 
 def _kept_ids(ids: Tensor | None, lengths: Tensor | None, target: Tensor, call: Call) -> KeptIds | None:

@@ -27,11 +27,10 @@ from logitless.checks import (
 from logitless.collectives import agree_over
 from logitless.errors import LogitlessError
 from logitless.kept import Kept, KeptLogits, kept_gradient, kept_logits, kept_statistics, write_kept
-from logitless.results import in_shape, row_results
+from logitless.results import in_shape, row_results, target_column
 from logitless.rows import Rows
 from logitless.softmax import (
     ELSEWHERE,
-    SKIP,
     Normaliser,
     coefficients,
 )
@@ -185,7 +184,7 @@ class _LogProbs(torch.autograd.Function):
         kept_lengths: Tensor | None,
         call: _Call,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        column = _target_column(target, call)
+        column = target_column(target, call.start, call.columns)
         problem = _problem(logits, index, column, gain, call)
         stats = run_statistics(call.backend, problem)
         gathered = _gather_kept(kept_ids, kept_lengths, target, problem, call)
@@ -255,12 +254,6 @@ class _LogProbs(torch.autograd.Function):
 def _apply_outside_of_compile(*args: Any) -> Any:
     """A graph break: collectives and the bookkeeping of overwriting are not traced."""
     return _LogProbs.apply(*args)
-
-
-def _target_column(target: Tensor, call: _Call) -> Tensor:
-    column = target - call.start
-    inside = (column >= 0) & (column < call.columns)
-    return torch.where(inside, column, ELSEWHERE).masked_fill(target == IGNORE, SKIP)
 
 
 def _problem(logits: Tensor, index: Tensor, column: Tensor, gain: Tensor, call: _Call) -> Problem:

@@ -1,4 +1,4 @@
-"""From the statistics of this shard to results: one gather over the vocabulary group, one merge, three formulas."""
+"""From a shard's statistics to results: one gather over the vocabulary group, one merge, three formulas."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from logitless.collectives import gather_over
-from logitless.softmax import Normaliser, entropy, mean_shift, merge, normaliser
-from logitless.spec import TokenStats
+from logitless.softmax import ELSEWHERE, SKIP, Normaliser, entropy, mean_shift, merge, normaliser
+from logitless.spec import IGNORE, TokenStats
 
 
 class RowResults(NamedTuple):
@@ -28,6 +28,13 @@ class RowResults(NamedTuple):
     norm: Normaliser
     kept_norm: Normaliser
     mean: Tensor | None
+
+
+def target_column(target: Tensor, start: int, columns: int) -> Tensor:
+    """``[R]`` column of each target among the ``columns`` from ``start`` on, ``ELSEWHERE`` or ``SKIP``."""
+    column = target - start
+    inside = (column >= 0) & (column < columns)
+    return torch.where(inside, column, ELSEWHERE).masked_fill(target == IGNORE, SKIP)
 
 
 def row_results(
