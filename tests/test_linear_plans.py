@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+
 import pytest
 import torch
 from close import assert_close_to_truth
@@ -10,6 +13,7 @@ from truth import truth
 
 import logitless as ll
 from logitless import plans
+from logitless.linear_call import Options
 
 T, V, D = 96, 1000, 32
 
@@ -46,6 +50,13 @@ def test_counted_products(small_work):
     assert products(*trained, "grad", memory=2 * exponentials) == pytest.approx(3.0)
     some = products(*trained, "grad", memory=(64 << 10) + exponentials // 2)
     assert 3.0 < some < 4.0
+
+
+def test_explain_takes_the_options_of_the_call():
+    """The two lists of keyword arguments and defaults are one list."""
+    parameters = inspect.signature(ll.linear_logprobs).parameters.values()
+    keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert {f.name: f.default for f in dataclasses.fields(Options)} == keywords
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -28,7 +28,6 @@ from logitless.tiles import Tiles
 SLACK = 8.0
 """How far a row's maximum may exceed its reference: e^8 is in range for float16 too, and moves are rare."""
 
-
 CHUNK = 4096
 """Rows of the weight that backward gathers at a time."""
 
@@ -78,7 +77,7 @@ def sweep_unit(p: Projection, tiles: Tiles) -> tuple[Tensor, Unit]:
 def unit_gradient(
     p: Projection, unit: Unit, norm: Normaliser, logprob: Tensor, g_logprob: Tensor, g_log_z: Tensor | None
 ) -> Tensor:
-    """``[R, D]`` gradient of the hidden rows from the unit gradients and the upstream ones."""
+    """``[R, D]`` gradient of the hidden rows from the unit gradients and the upstream ones. Reads no hidden rows."""
     g_z = torch.zeros_like(g_logprob) if g_log_z is None else g_log_z
     here = p.column >= 0
     at_target = g_z * logprob.exp() - g_logprob * torch.expm1(logprob)
@@ -91,9 +90,9 @@ def unit_gradient(
     ignored = p.column == SKIP
     a = at_target * slope
     b = (g_z - g_logprob) * slope * share
-    out = torch.empty_like(p.hidden)
+    out = torch.empty_like(unit.others)
     # In chunks: the gathered rows of the weight are as large as the result.
-    for r in range(0, p.num_rows, CHUNK):
+    for r in range(0, len(out), CHUNK):
         rows = slice(r, r + CHUNK)
         part = unit.others[rows].to(p.gain.dtype) * b[rows, None]
         if p.columns:

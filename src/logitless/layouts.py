@@ -20,7 +20,21 @@ from logitless.errors import LogitlessError
 
 
 @dataclass(frozen=True)
-class Zigzag:
+class _Split:
+    """A rank's place in a context-parallel group, checked."""
+
+    rank: int
+    size: int
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if type(self.size) is not int or self.size < 1:
+            raise LogitlessError(f"{name}: size must be a positive integer but is {self.size!r}.")
+        if type(self.rank) is not int or not 0 <= self.rank < self.size:
+            raise LogitlessError(f"{name}: rank must be in 0 .. {self.size - 1} but is {self.rank!r}.")
+
+
+class Zigzag(_Split):
     """Rank r holds chunk r and chunk 2 * size - 1 - r of every sample, for a causal mask's balance.
 
     As in slime, Megatron, SkyRL, verl and NeMo-RL. Every sample's padded length is a multiple of ``2 * size``.
@@ -29,12 +43,6 @@ class Zigzag:
         rank: this rank's place in the context-parallel group.
         size: ranks in that group.
     """
-
-    rank: int
-    size: int
-
-    def __post_init__(self) -> None:
-        _check_rank(self)
 
     @property
     def multiple(self) -> int:
@@ -51,8 +59,7 @@ class Zigzag:
         return sample, torch.where(place < length, first, second)
 
 
-@dataclass(frozen=True)
-class Contiguous:
+class Contiguous(_Split):
     """Rank r holds the r-th equal window of the whole stream, wherever sample borders fall.
 
     As in slime's all-gather context parallelism and verl's contiguous split. The stream is padded at its end until it
@@ -62,12 +69,6 @@ class Contiguous:
         rank: this rank's place in the context-parallel group.
         size: ranks in that group.
     """
-
-    rank: int
-    size: int
-
-    def __post_init__(self) -> None:
-        _check_rank(self)
 
     @property
     def multiple(self) -> int:
@@ -96,11 +97,3 @@ def ragged_arange(lengths: Tensor) -> tuple[Tensor, Tensor]:
     sample = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     starts = lengths.cumsum(0) - lengths
     return sample, torch.arange(len(sample)) - starts.index_select(0, sample)
-
-
-def _check_rank(scheme: Zigzag | Contiguous) -> None:
-    name = type(scheme).__name__
-    if type(scheme.size) is not int or scheme.size < 1:
-        raise LogitlessError(f"{name}: size must be a positive integer but is {scheme.size!r}.")
-    if type(scheme.rank) is not int or not 0 <= scheme.rank < scheme.size:
-        raise LogitlessError(f"{name}: rank must be in 0 .. {scheme.size - 1} but is {scheme.rank!r}.")

@@ -117,7 +117,7 @@ def explain(hidden: Tensor, weight: Tensor, rows: Any, **options: Any) -> Linear
     forward
     """
     asked = Options(**options)
-    hidden, weight, bias = as_autocast_would(hidden, weight, asked.bias)
+    hidden, weight, bias = as_autocast_would(hidden, local_weight(weight, asked.shard), asked.bias)
     ready = prepare(hidden, weight, rows, replace(asked, bias=bias))
     tracked = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
     return _plan(len(ready.rows), hidden.device.type, hidden.dtype, ready.call, tracked, asked.kept is not None)
@@ -141,7 +141,7 @@ class _LinearLogProbs(torch.autograd.Function):
         call: Call,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         column = target_column(target, call.start, call.columns)
-        projection = _projection(hidden, weight, bias, index, column, gain, call)
+        projection = _projection(_selected_rows(hidden, index, call), weight, bias, column, gain, call)
         kept = _kept_ids(kept_ids, kept_lengths, target, call)
         device, dtype = hidden.device.type, hidden.dtype
         plan = _plan(len(target), device, dtype, call, ctx.needs_input_grad, kept is not None)
@@ -180,12 +180,15 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden, weight, bias, index, target, column, gain, *saved = ctx.saved_tensors
         norm, (logprob, mean), kept_saved, more = Normaliser(*saved[:2]), saved[2:4], saved[4:8], saved[8:]
         plan: LinearPlan = ctx.plan
-        projection = _projection(hidden, weight, bias, index, column, gain, call)
-        kept = _kept_ids(kept_saved[0], kept_saved[1], target, call)
         g_logprob = torch.zeros_like(logprob) if g_logprob is None else g_logprob.contiguous()
         if plan.kind == "frozen":
-            rows = unit_gradient(projection, Unit(more[0], more[1]), norm, logprob, g_logprob, g_log_z)
+            unit = Unit(more[0], more[1])
+            # Hidden rows are neither gathered nor selected again: the unit gradients stand in, and are not multiplied.
+            projection = _projection(unit.others, weight, bias, column, gain, call)
+            rows = unit_gradient(projection, unit, norm, logprob, g_logprob, g_log_z)
             return (_hidden_gradient(rows, hidden, index, call), *(None,) * 9)
+        projection = _projection(_selected_rows(hidden, index, call), weight, bias, column, gain, call)
+        kept = _kept_ids(kept_saved[0], kept_saved[1], target, call)
         dense = torch.zeros_like(g_logprob) if kept is not None else g_logprob
         coef = coefficients(logprob, norm, mean, dense, g_entropy, g_log_z)
         with_kept = None if kept is None else (kept, Normaliser(*kept_saved[2:]), logprob, g_logprob)
@@ -208,15 +211,19 @@ def _apply_outside_of_compile(*args: Any) -> Any:
     return _LinearLogProbs.apply(*args)
 
 
-def _projection(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor | None, column: Tensor, gain: Tensor, call: Call
-) -> Projection:
+def _selected_rows(hidden: Tensor, index: Tensor | None, call: Call) -> Tensor:
+    """``[R, D]`` hidden states of the rows: a copy, small beside what it saves, unless the rows are all in order."""
     tokens = hidden.reshape(-1, hidden.shape[-1])
     if call.sequence_parallel:
         tokens = gather_rows_over(call.group, tokens)
+    return tokens if index is None else tokens.index_select(0, index)
+
+
+def _projection(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, column: Tensor, gain: Tensor, call: Call
+) -> Projection:
     return Projection(
-        # Selected rows are a copy of [R, D], small beside what it saves: no logit of another row is ever computed.
-        hidden=tokens if index is None else tokens.index_select(0, index),
+        hidden=rows,
         weight=weight.detach(),
         bias=None if bias is None else bias.detach(),
         column=column,

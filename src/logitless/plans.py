@@ -1,9 +1,11 @@
-"""Which way a call of the linear path goes, and why: decided from shapes, options and one memory budget.
+"""Which way a call of the linear path goes, and why.
 
-forward     1 product     nothing needs a gradient
-frozen      2 products    only hidden does, and entropy is not differentiated: unit gradients in forward
-keep        3 products    16-bit exponentials of all rows fit the budget: backward need not recompute logits
-recompute   4 products    everything else; with some rows kept, between 3 and 4
+    forward     1 product     nothing needs a gradient
+    frozen      2 products    only hidden does, and entropy is not differentiated: unit gradients in forward
+    keep        3 products    16-bit exponentials of all rows fit the budget: backward need not recompute logits
+    recompute   4 products    everything else; with some rows kept, between 3 and 4
+
+Decided from shapes, options and one memory budget, before anything runs.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ class Wishes:
 def choose_plan(shape: Shape, wishes: Wishes, memory: int) -> LinearPlan:
     """The cheapest way that the wishes and the budget allow."""
     spare = max(0, memory - WORK)
-    work = min(memory, WORK) if spare else memory
+    work = min(memory, WORK)
     forward = _forward(shape, wishes, work)
     backward = backward_tiles(shape, work)
     if wishes.replay:

@@ -187,8 +187,7 @@ def sweep_statistics(
     """``[4, R]`` (m, s, w, t) over all columns here, and ``[2, R]`` (m, s) of the kept ids if there are any."""
     stats = p.gain.new_empty((4, p.num_rows))
     kept_stats = None if kept is None else p.gain.new_empty((2, p.num_rows))
-    fixed = "rows" if kept is not None else "columns" if exponentials is not None else None
-    space = allocate(p, tiles, fixed=fixed)
+    space = allocate(p, tiles, fixed=_fixed_side(kept, exponentials))
     slabs = range(0, max(p.columns, 1), space.tiles.columns)
     for r in range(0, p.num_rows, space.tiles.rows):
         stop = min(r + space.tiles.rows, p.num_rows)
@@ -238,8 +237,7 @@ def _by_slabs(
     weight_grad: Tensor | None,
 ) -> Gradients:
     want_hidden, want_weight, want_bias = want
-    fixed = "rows" if terms.kept is not None else "columns" if terms.exponentials is not None else None
-    space = allocate(p, tiles, "d_z", fixed)
+    space = allocate(p, tiles, "d_z", _fixed_side(terms.kept, terms.exponentials))
     tiles, d_z = space.tiles, space.extra
     d_hidden = p.gain.new_empty(p.hidden.shape) if want_hidden else None
     d_weight = torch.empty_like(p.weight) if want_weight and weight_grad is None else None
@@ -281,8 +279,7 @@ def _by_blocks(
     weight_grad: Tensor | None,
 ) -> Gradients:
     want_hidden, want_weight, want_bias = want
-    fixed = "rows" if terms.kept is not None else "columns" if terms.exponentials is not None else None
-    space = allocate(p, tiles, "d_z", fixed)
+    space = allocate(p, tiles, "d_z", _fixed_side(terms.kept, terms.exponentials))
     tiles, d_z = space.tiles, space.extra
     d_hidden = torch.empty_like(p.hidden) if want_hidden else None
     # Float32 over all blocks, unless the caller's buffer is.
@@ -348,8 +345,7 @@ def allocate(
 
     Args:
         extra: a second buffer: dZ of a block, or the exponentials of a tile.
-        fixed: what must stay as it is: the rows, where kept ids need all of them; the columns, where kept exponentials
-            have one reference per slab.
+        fixed: what must stay as it is, see :func:`_fixed_side`.
     """
     while True:
         try:
@@ -364,6 +360,13 @@ def allocate(
                 stacklevel=2,
             )
             tiles = less
+
+
+def _fixed_side(kept: object, exponentials: object) -> Literal["rows", "columns"] | None:
+    """Kept ids need all rows in a tile; kept exponentials have one reference per slab, whose width must then stay."""
+    if kept is not None:
+        return "rows"
+    return None if exponentials is None else "columns"
 
 
 def _no_gradients(p: Projection, want: tuple[bool, bool, bool], weight_grad: Tensor | None) -> Gradients:
