@@ -26,10 +26,11 @@ bench: $(STAMP)
 	$(RUN)logitless bench
 
 # Torch first and pinned: a looser request would pull a CUDA build.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt constraints-hosts.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)python -m pip install --quiet -c constraints.txt torch==2.13.0
 	$(RUN)python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	$(RUN)python -m pip install --quiet --no-deps --upgrade --target $(VENV)/hosts -r constraints-hosts.txt
 	touch $(STAMP)
 
 clean:

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from logitless import demo
 from logitless.bench.measure import Errors
 from logitless.cli import app, main
+from logitless.errors import LogitlessError
 
 BENCH = ["bench", "--device", "cpu", "--repeats", "1", "--provider", "torch", "--provider", "logitless*"]
 
@@ -33,10 +34,11 @@ def test_bench_then_plot(tmp_path):
     out = tmp_path / "cpu.jsonl"
     result = invoke(*BENCH, "--case", "smoke-fp32-grad", "--out", out)
     assert "logitless-overwrite  + entropy grad" in result.stdout
-    invoke("plot", out, "--out", tmp_path)
+    drawn = json.loads(invoke("plot", out, "--out", tmp_path, "--json").stdout)
     names = sorted(path.name for path in tmp_path.glob("*.png"))
     assert names == [f"cpu-{what}-{style}.png" for what in ("memory", "time") for style in ("dark", "light")]
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in tmp_path.glob("*.png"))
+    assert sorted(drawn) == [str(tmp_path / name) for name in names]
 
 
 def test_bench_as_json(tmp_path):
@@ -76,6 +78,108 @@ def test_the_verdict_follows_the_numbers():
     assert "(10.0x less), is 2.0x faster, and its worst result is 4.0x closer" in verdict(0.5, 100, 0.25e-6)
     assert "(2.0x more), is 4.0x slower, and its worst result is 3.0x further" in verdict(4.0, 2000, 3e-6)
     assert "neither faster nor slower" in verdict(1.01, 100, 1e-6)
+
+
+def run_main(monkeypatch, *arguments):
+    """What :func:`main` ends with, as the shell sees it."""
+    monkeypatch.setattr(sys, "argv", ["logitless", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    return stop.value.code
+
+
+@pytest.mark.parametrize("command", [(), ("plan",), ("score",), ("doctor",), ("bench",), ("plot",), ("demo",)])
+def test_help_reads_at_80_columns(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    result = invoke(*command, "--help")
+    assert max(len(line) for line in result.stdout.splitlines()) <= 80
+    if not command:
+        assert all(f" {name} " in result.stdout for name in ("plan", "score", "doctor", "bench", "plot", "demo"))
+        assert "without paying for the logits" in result.stdout
+
+
+PLAN = ["plan", "--model", "qwen3-8b", "--tokens", 32768, "--response-fraction", 0.5]
+
+
+def test_plan_prints_ways_items_and_a_call():
+    result = invoke(*PLAN, "--tp", 2, "--card", "h100-80g", "--in-use", "60GiB")
+    assert max(len(line) for line in result.stdout.splitlines()) <= 80
+    for text in ("plain torch", "slime-style", "linear_logprobs", "most tokens", "d_weight [75968, 4096]"):
+        assert text in result.stdout
+    code = result.stdout[result.stdout.index("import logitless as ll") :]
+    compile(code, "plan", "exec")
+
+
+def test_plan_as_json_and_its_exit_code(monkeypatch):
+    answer = json.loads(invoke(*PLAN, "--json").stdout)
+    assert answer["step"]["rows"] == 16384
+    assert answer["free"] is None
+    assert run_main(monkeypatch, *PLAN, "--json", "--card", "80GiB") == 0
+    assert run_main(monkeypatch, *PLAN, "--json", "--card", "1MiB") == 1
+
+
+def test_plan_imports_nothing_heavy():
+    code = (
+        "import sys; from typer.testing import CliRunner; from logitless.cli import app;"
+        "r = CliRunner().invoke(app, ['plan', '--model', 'gemma2-9b', '--tokens', '8192']); assert r.exit_code == 0;"
+        "print({'transformers', 'matplotlib', 'triton', 'pyarrow', 'datasets'} & set(sys.modules))"
+    )
+    assert python(code).stdout.strip() == "set()"
+
+
+def test_doctor_says_whether_all_is_well(monkeypatch):
+    from logitless import doctor
+
+    monkeypatch.setattr(doctor, "NAMES", ("tiled",))
+    monkeypatch.setattr(doctor, "HOSTS", ("transformers",))
+    result = invoke("doctor", "--device", "cpu")
+    assert "All that runs here is exact." in result.stdout
+    assert json.loads(invoke("doctor", "--device", "cpu", "--json").stdout)["ok"] is True
+    monkeypatch.setattr(doctor, "VALUE_TOLERANCE", 1e-12)
+    assert run_main(monkeypatch, "doctor", "--device", "cpu") == 1
+
+
+def test_score_prints_a_summary(tmp_path, monkeypatch):
+    """What is scored is tested in test_score; here a job that has nothing to score."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "in.jsonl").write_text("")
+    arguments = ["score", tmp_path, tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl", "--device", "cpu"]
+    assert "out.jsonl: 0 records" in invoke(*arguments).stdout
+    summary = json.loads(invoke(*arguments, "--json").stdout)
+    assert (summary["records"], summary["scored_tokens"]) == (0, 0)
+    text = run_main(monkeypatch, *arguments, "--temperature", 0)
+    assert text == "logitless: score: temperature must be a positive finite number but is 0.0."
+
+
+def test_an_error_is_one_line_unless_debugging(monkeypatch):
+    text = run_main(monkeypatch, "plan", "--model", "nope", "--tokens", 5)
+    assert text.startswith("logitless: plan: model must be a config.json")
+    monkeypatch.setattr(sys, "argv", ["logitless", "--debug", "plan", "--model", "nope", "--tokens", "5"])
+    with pytest.raises(LogitlessError):
+        main()
+
+
+def test_an_unexpected_error_is_one_line_too(monkeypatch):
+    def broken(*args):
+        raise KeyError("lost\nand more")
+
+    monkeypatch.setattr("logitless.presets.find_model", broken)
+    text = run_main(monkeypatch, *PLAN)
+    assert text.startswith("logitless: KeyError: ")
+    assert text.endswith("(logitless --debug shows where)")
+    assert "\n" not in text
+
+
+def test_wrong_usage_is_exit_code_2(monkeypatch):
+    assert run_main(monkeypatch, "plan", "--tokens", "many") == 2
+
+
+@pytest.mark.parametrize(
+    ("device", "text"), [("tpu", 'device must be "cpu", "cuda"'), ("cuda:9", "torch sees no CUDA device")]
+)
+def test_a_bad_device_is_named(device, text, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert text in run_main(monkeypatch, "doctor", "--device", device)
 
 
 def test_without_typer_one_line_says_what_to_install():

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from logitless.bench.records import read_records
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "docs"))
+sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "tests" / "adapters")]
 
+import hosts  # noqa: E402
 import make_figures  # noqa: E402
 
 DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
@@ -47,6 +48,8 @@ def test_there_is_something_to_check():
 def test_snippets_run(path: Path):
     """In order, in one namespace, with the line numbers of the file in a traceback."""
     namespace: dict = {"__name__": "snippet"}
+    if path.parent.name == "adapters" and path.stem in hosts.MODULES:
+        hosts.load(path.stem)
     try:
         for line, code in snippets(path):
             tree = ast.increment_lineno(ast.parse(code), line)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from logitless import Rows
+from logitless import Contiguous, Rows, Zigzag
 
 
 def assert_plan(rows: Rows, table: list[tuple[int, int, int, int]]) -> None:
@@ -54,6 +54,31 @@ def test_masks_without_loss_mask_only_change_nothing():
         Rows.packed(TOKENS, RESPONSES, MASKS),
         [(1, 12, 0, 0), (3, 21, 1, 0), (4, 22, 1, 1), (5, 23, 1, 2), (10, 41, 3, 0), (11, 42, 3, 1)],
     )
+
+
+def test_counted_and_totals():
+    assert Rows.packed(TOKENS, RESPONSES).totals.tolist() == RESPONSES
+    rows = Rows.packed(TOKENS, RESPONSES, MASKS)
+    assert rows.counted.tolist() == [True, False, True, False, False, False]
+    assert rows.totals.tolist() == [1, 1, 0, 0]
+    fewer = Rows.packed(TOKENS, RESPONSES, MASKS, loss_mask_only=True)
+    assert fewer.counted.tolist() == [True, True]
+    assert fewer.totals.tolist() == [1, 1, 0, 0]
+    # An id of -100 counts nowhere, in a prompt or in a response, masked or not.
+    tokens = [[-100, 11, 12], [20, 21, -100, 23], TOKENS[2], TOKENS[3]]
+    assert Rows.packed(tokens, RESPONSES).totals.tolist() == [1, 2, 0, 2]
+    assert Rows.packed(tokens, RESPONSES, [[1], [1, 1, 0], [], [0, 1]]).totals.tolist() == [1, 1, 0, 1]
+    assert Rows.packed(tokens, RESPONSES).counted.tolist() == [True, True, False, True, True, True]
+    assert Rows.packed([], []).totals.tolist() == []
+    assert Rows.at([4, 2], [7, -100]).totals.tolist() == [1]
+    assert Rows.every(torch.tensor([[1, -100], [2, 3]])).totals.tolist() == [3]
+
+
+@pytest.mark.parametrize("scheme", [Zigzag, Contiguous])
+def test_totals_are_of_whole_samples_on_every_rank(scheme):
+    plans = [Rows.packed(TOKENS, RESPONSES, MASKS, cp=scheme(rank, 3)) for rank in range(3)]
+    assert all(plan.totals.tolist() == [1, 1, 0, 0] for plan in plans)
+    assert sum(int(plan.counted.sum()) for plan in plans) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,17 @@
 """Logitless: per-token log-probabilities and entropy for LLM reinforcement learning, without paying for the logits."""
 
+from logitless.adapters import install, status, uninstall
 from logitless.backends import choose_backend
 from logitless.errors import LogitlessError
+from logitless.estimate import estimate
+from logitless.explain import explain
 from logitless.kept import Kept
 from logitless.layouts import Contiguous, Zigzag
-from logitless.linear import explain, linear_logprobs
+from logitless.linear import linear_logprobs
+from logitless.objectives import Metrics, Objective, count_over
 from logitless.ops import logprobs
 from logitless.policy_head import PolicyHead
+from logitless.policy_loss import linear_policy_loss
 from logitless.rows import Rows
 from logitless.spec import Head, TokenStats, VocabShard, shard_of
 
@@ -17,14 +22,22 @@ __all__ = [
     "Head",
     "Kept",
     "LogitlessError",
+    "Metrics",
+    "Objective",
     "PolicyHead",
     "Rows",
     "TokenStats",
     "VocabShard",
     "Zigzag",
     "choose_backend",
+    "count_over",
+    "estimate",
     "explain",
+    "install",
     "linear_logprobs",
+    "linear_policy_loss",
     "logprobs",
     "shard_of",
+    "status",
+    "uninstall",
 ]

@@ -1,16 +1,23 @@
-"""The ``logitless`` command: ``bench``, ``plot`` and ``demo``.
+"""The ``logitless`` command.
 
-Everything it prints comes from ``bench``, ``plots`` and ``demo``; this file only parses, shows progress and formats.
+    plan, score, doctor     for users: what a model will need, log-probs of a file, whether all is well here
+    demo, bench, plot       what it is worth, measured and drawn
+
+The work is in modules of those names; this file only parses, shows progress and formats. What only one command needs is
+imported when it runs.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 try:
     import typer
@@ -29,19 +36,135 @@ from logitless.errors import LogitlessError
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 Names = Annotated[list[str] | None, typer.Option(help="Name or shell pattern; may be repeated.")]
 OutFile = Annotated[Path | None, typer.Option(help="File to append to; default benchmarks/results/<device>.jsonl.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")]
 
 
 @app.callback()
-def about() -> None:
-    """Per-token log-probabilities and entropy without paying for the logits: measure it, draw it, see it."""
+def about(debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False) -> None:
+    """Per-token log-probabilities and entropy, without paying for the logits."""
 
 
 def main() -> None:
-    """Entry point of the ``logitless`` command."""
+    """Entry point of the ``logitless`` command: an error is one line, and exit code 1."""
     try:
         app()
-    except LogitlessError as error:
-        sys.exit(f"logitless: {error}")
+    except Exception as error:
+        if "--debug" in sys.argv:
+            raise
+        if isinstance(error, LogitlessError):
+            sys.exit(f"logitless: {error}")
+        text = (str(error).strip() or "no message").splitlines()[0]
+        sys.exit(f"logitless: {type(error).__name__}: {text} (logitless --debug shows where)")
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="A config.json, its folder, or a preset such as qwen3-8b.")],
+    tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch, all CP ranks together.")],
+    response_fraction: Annotated[float, typer.Option(help="Part of the tokens that is response.")] = 1.0,
+    tp: Annotated[int, typer.Option(help="Ranks that share the vocabulary.")] = 1,
+    cp: Annotated[int, typer.Option(help="Ranks that share the sequence.")] = 1,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    entropy: Annotated[str, typer.Option(help="none, value, or grad if it is part of the loss.")] = "value",
+    frozen_head: Annotated[bool, typer.Option("--frozen-head", help="The head needs no gradient (LoRA).")] = False,
+    card: Annotated[str | None, typer.Option(help="A size such as 80GiB, or a name such as h100-80g.")] = None,
+    in_use: Annotated[str | None, typer.Option(help="What weights, optimizer, activations take of it.")] = None,
+    memory: Annotated[str, typer.Option(help="Working memory of linear_logprobs.")] = "256MiB",
+    as_json: AsJson = False,
+) -> None:
+    """What the loss step of a model will need, and the call to write.
+
+    With --card, exit code 1 says that the recommended call does not fit.
+    """
+    from logitless import model_plan as planner
+    from logitless.presets import find_card, find_model
+    from logitless.spec import parse_memory
+
+    wanted: Any = None if entropy == "none" else entropy
+    step = planner.LossStep(
+        find_model(model), tokens, response_fraction, tp, cp, dtype, wanted, frozen_head, memory=memory
+    )
+    free = None if card is None else max(0, find_card(card) - (parse_memory(in_use) if in_use else 0))
+    answer = planner.plan_model(step, free)
+    if as_json:
+        print(json.dumps(planner.as_json(answer), indent=1))
+    else:
+        _print_plan(answer)
+    if not answer.fits:
+        raise typer.Exit(1)
+
+
+@app.command()
+def score(
+    model: Annotated[Path, typer.Argument(help="Hugging Face model directory.")],
+    data: Annotated[Path, typer.Argument(help="JSONL or Parquet file of prompts and responses.")],
+    out: Annotated[Path, typer.Option(help="JSONL or Parquet file to write.")],
+    temperature: Annotated[float, typer.Option(help="That the responses were sampled at.")] = 1.0,
+    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16, float16 or float32.")] = "auto",
+    device: Device = None,
+    tokens_per_batch: Annotated[int, typer.Option(help="Most tokens of a micro-batch, with padding.")] = 16384,
+    records_per_part: Annotated[int, typer.Option(help="Records that are committed together.")] = 64,
+    prompt_key: Annotated[str, typer.Option(help="Field of the prompt: token ids or text.")] = "prompt",
+    response_key: Annotated[str, typer.Option(help="Field of the response.")] = "response",
+    plain_text: Annotated[
+        bool, typer.Option("--plain-text", help="Do not open text prompts with special tokens.")
+    ] = False,
+    memory: Annotated[str, typer.Option(help="Working memory of the head.")] = "256MiB",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew, whatever is there.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Log-prob and entropy of every response token of a file.
+
+    Run again after a kill, it goes on where it stopped. Under torchrun the ranks share the work.
+    """
+    from logitless.score import Job, score_file
+
+    with _ranks() as (rank, local_rank, group):
+        try:
+            job = Job(
+                model=model,
+                data=data,
+                out=out,
+                temperature=temperature,
+                dtype=dtype,
+                device=_pick_device(device, local_rank),
+                tokens_per_batch=tokens_per_batch,
+                records_per_part=records_per_part,
+                prompt_key=prompt_key,
+                response_key=response_key,
+                special_tokens=not plain_text,
+                memory=memory,
+                overwrite=overwrite,
+            )
+            with _score_progress(shown=rank == 0) as report:
+                summary = score_file(job, report, group)
+        except LogitlessError:
+            if rank == 0:
+                raise
+            # Every rank fails alike; one of them says why.
+            raise typer.Exit(1) from None
+    if rank == 0:
+        _print_summary(summary, as_json)
+
+
+@app.command()
+def doctor(device: Device = None, as_json: AsJson = False) -> None:
+    """What is installed, what runs here and why not, and is it exact.
+
+    Exit code 1 says that something runs here and is wrong.
+    """
+    import torch
+
+    from logitless.doctor import examine
+
+    findings = examine(torch.device(_pick_device(device, 0)))
+    if as_json:
+        print(json.dumps(findings.as_json(), indent=1))
+    else:
+        _print_findings(findings)
+    if not findings.ok:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -56,7 +179,7 @@ def bench(
     show_list: Annotated[bool, typer.Option("--list", help="List cases and providers, measure nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records instead of the table.")] = False,
 ) -> None:
-    """Time, peak memory and exactness of every provider on every case, next to the floor of the machine."""
+    """Time, peak memory and exactness of every provider on every case."""
     if show_list:
         print(listing())
         return
@@ -76,8 +199,9 @@ def plot(
     case: Names = None,
     provider: Names = None,
     out: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path("out"),
+    as_json: AsJson = False,
 ) -> None:
-    """Draw time and peak memory from records: PNG files in a light and a dark style."""
+    """Draw time and peak memory from records, light and dark."""
     _require_matplotlib()
     from logitless.plots import draw_records
 
@@ -85,8 +209,8 @@ def plot(
     cases = select_names(case or ["*"], list(dict.fromkeys(r.case["name"] for r in results)), "case")
     names = select_names(provider or ["*"], list(dict.fromkeys(r.provider for r in results)), "provider")
     chosen = [r for r in results if r.case["name"] in cases and r.provider in names]
-    for path in draw_records(chosen, out, file.stem):
-        print(path)
+    paths = [str(path) for path in draw_records(chosen, out, file.stem)]
+    print(json.dumps(paths) if as_json else "\n".join(paths))
 
 
 @app.command()
@@ -111,6 +235,125 @@ def demo(out: Annotated[Path, typer.Option(help="Where to save the figure.")] = 
     console.print("every row; gradients relative to the upstream gradient of their row.\n")
     console.print(Panel(show.verdict(result.outcomes), border_style="green"), highlight=False)
     console.print(f"Figure saved to {out}", highlight=False)
+
+
+@contextmanager
+def _ranks() -> Iterator[tuple[int, int, Any]]:
+    """Rank, rank on this machine and process group under torchrun; 0, 0 and None otherwise."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        yield 0, 0, None
+        return
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    # Ranks wait for the slowest one, however long it takes; if one dies, torchrun ends the others.
+    dist.init_process_group("gloo", timeout=timedelta(days=30))
+    try:
+        yield dist.get_rank(), int(os.environ.get("LOCAL_RANK", "0")), dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def _pick_device(device: str | None, local_rank: int) -> str:
+    import torch
+
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = device.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise LogitlessError(f'device must be "cpu", "cuda" or "cuda:1" and so on but is {device!r}.')
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise LogitlessError('device is "cuda" but torch sees no CUDA device. Use --device cpu.')
+    return f"cuda:{local_rank}" if device == "cuda" else device
+
+
+@contextmanager
+def _score_progress(*, shown: bool) -> Iterator[Callable[[Any], None]]:
+    """Parts and tokens per second of this rank on stderr: a bar, or a line every ten seconds where there is none."""
+    console, start = Console(stderr=True), time.monotonic()
+
+    def text(progress: Any) -> str:
+        speed = progress.tokens / max(1e-9, time.monotonic() - start)
+        return f"{progress.tokens} response tokens, {speed:.0f} tokens/s"
+
+    if not shown:
+        yield lambda progress: None
+    elif console.is_terminal:
+        columns = (BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
+        with Progress(*columns, TextColumn("{task.description}"), console=console, transient=True) as bar:
+            task = bar.add_task("loading the model", total=None)
+            yield lambda p: bar.update(task, completed=p.done, total=p.total, description=text(p))
+    else:
+        told = start - 10.0
+
+        def line(progress: Any) -> None:
+            nonlocal told
+            if time.monotonic() - told >= 10.0 or progress.done == progress.total:
+                told = time.monotonic()
+                print(f"{progress.done}/{progress.total} parts, {text(progress)}", file=sys.stderr, flush=True)
+
+        yield line
+
+
+def _print_summary(summary: Any, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(vars(summary)))
+        return
+    before = summary.records - summary.scored_records
+    there = f" ({before} were there)" if before else ""
+    speed = summary.scored_tokens / max(1e-9, summary.seconds)
+    print(f"{summary.out}: {summary.records} records{there}")
+    if summary.scored_records:
+        print(f"{summary.scored_tokens} response tokens in {summary.seconds:.1f} s, {speed:.0f} tokens/s")
+
+
+def _print_plan(answer: Any) -> None:
+    from logitless.estimate import size_text
+    from logitless.model_plan import headline, summary_rows
+
+    console = Console(width=None if sys.stdout.isatty() else 80, highlight=False)
+    console.print(headline(answer.step), style="bold", markup=False)
+    console.print("\nPeak bytes of the loss step, beyond hidden states and the head's weight\n")
+    table = Table(box=None, pad_edge=False)
+    for name in ("way", "peak", "of plain", *(("fits", "most tokens") if answer.free is not None else ())):
+        table.add_column(name, justify="left" if name == "way" else "right", no_wrap=True)
+    for forecast, cells in zip(answer.forecasts, summary_rows(answer), strict=True):
+        table.add_row(*cells[: len(table.columns)], style="green" if forecast.way.ours else None)
+    console.print(table)
+    for forecast in answer.forecasts:
+        # The first line names the call; the way's own name says more.
+        items = str(forecast.estimate).split("\n", 1)[1]
+        console.print(f"\n{forecast.way.name}", style="bold")
+        console.print(items, markup=False, soft_wrap=True)
+    console.print("\nRecommended", style="bold")
+    console.print(f"{answer.call.plan}\nPeak {size_text(answer.call.peak)}.", markup=False)
+    if not answer.fits:
+        lack = f"It does not fit: {size_text(answer.free or 0)} are free. Take fewer tokens, or more ranks."
+        console.print(lack, style="red", markup=False)
+    console.print(f"\n{answer.snippet}", markup=False, soft_wrap=True)
+
+
+def _print_findings(findings: Any) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 80, highlight=False)
+    for name, version in findings.versions.items():
+        console.print(f"{name:14}{version or 'not installed'}", markup=False)
+    console.print(f"{'device':14}{findings.device}\n{'auto':14}{findings.chosen}\n", markup=False)
+    for backend in findings.backends:
+        answer = "runs" if backend.runs else "does not run:"
+        console.print(f"{'backend':14}{backend.name:12}{answer} {backend.reason}", markup=False)
+    console.print("\nLargest error against float64: values, gradients (relative)", style="bold")
+    for found in findings.exactness:
+        errors = found.failure or f"{found.value:.1e}  {found.gradient:.1e}"
+        verdict, style = ("ok", "green") if found.ok else ("WRONG", "bold red")
+        line = f"{found.path:18}{found.backend:12}{found.dtype:10}  {errors}  {verdict}"
+        console.print(line, style=style, markup=False)
+    console.print("\nAdapters", style="bold")
+    for host in findings.hosts:
+        tested = f"tested with {', '.join(host.tested)}" if host.tested else "no version is pinned"
+        console.print(f"{host.name:14}{host.found or 'not installed'} ({tested})", markup=False)
+    verdict = "All that runs here is exact." if findings.ok else "Something that runs here is wrong."
+    console.print(f"\n{verdict}", style="green" if findings.ok else "bold red")
 
 
 @contextmanager

@@ -134,7 +134,7 @@ def _errors(score: Score, batch: Batch, master: Tensor, buffer: Tensor) -> Error
     """Distance to float64 over every row, in blocks, so that float64 never holds more than a few rows."""
     scores, gradient = step(score, batch, buffer.copy_(master))
     assert gradient is not None
-    parts = [compare(truth_at(batch, master, t), *scores, gradient, "grad") for t in batch.rows.index.split(64)]
+    parts = [compare(truth_at(batch, master, t), *scores[:2], gradient, "grad") for t in batch.rows.index.split(64)]
     worst = Errors(*(max(x or 0.0 for x in column) for column in zip(*parts, strict=True)))
     # Prompt rows must get a gradient of exactly zero; anything else would show here.
     prompt = float(gradient[batch.labels == IGNORE].abs().amax())

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from logitless.backends import load
+from logitless.backends.contract import Running
 from logitless.gemm import multiply
 from logitless.softmax import SKIP, Normaliser, merge
 from logitless.sweep import Projection, allocate, tile_problem
@@ -27,9 +28,6 @@ from logitless.tiles import Tiles
 
 SLACK = 8.0
 """How far a row's maximum may exceed its reference: e^8 is in range for float16 too, and moves are rare."""
-
-CHUNK = 4096
-"""Rows of the weight that backward gathers at a time."""
 
 
 class Unit(NamedTuple):
@@ -59,18 +57,16 @@ def sweep_unit(p: Projection, tiles: Tiles) -> tuple[Tensor, Unit]:
         sums, reference, factor = total[: stop - r], p.gain.new_zeros(stop - r), p.gain.new_ones(stop - r)
         for i, c in enumerate(slabs):
             tile = tile_problem(p, space, r, stop, c)
-            backend.statistics(tile, parts[i])
-            backend.move(reference, parts[i, 0], SLACK if i else -torch.inf, factor)
-            if i:
-                backend.rescale(sums, factor)
             exponentials = e[: (stop - r) * tile.columns].view(stop - r, tile.columns)
-            backend.exponentials(tile, reference, exponentials)
+            running = Running(reference, SLACK if i else -torch.inf, factor)
+            backend.exponentials(tile, parts[i], running, exponentials, slope=True)
+            if i:
+                backend.rescale(sums, factor, sums)
             multiply(exponentials, p.weight[c : c + tile.columns], sums, add=i > 0, tf32=p.tf32)
         stats[:, r:stop] = parts[0] if len(slabs) == 1 else merge(parts)
         local = stats[0, r:stop] + stats[1, r:stop].log()
         # A shard of nothing but padding has no Z of its own, and no gradient to share.
-        backend.rescale(sums, torch.where(local == -torch.inf, 0.0, (reference - local).exp()))
-        others[r:stop] = sums
+        backend.rescale(sums, torch.where(local == -torch.inf, 0.0, (reference - local).exp()), others[r:stop])
     return stats, Unit(others, stats[0] + stats[1].log())
 
 
@@ -87,17 +83,14 @@ def unit_gradient(
         at_target = at_target * (1 - squashed * squashed)
         slope = p.gain * p.squash
     share = (unit.local - norm.reference - norm.log_sum).exp()
-    ignored = p.column == SKIP
-    a = at_target * slope
-    b = (g_z - g_logprob) * slope * share
+    read = p.column != SKIP
+    # Row 0 of the weight stands in for targets that live elsewhere. It is finite if anything here is.
+    a = torch.where(here, at_target * slope, 0.0)
+    b = torch.where(read, (g_z - g_logprob) * slope * share, 0.0)
     out = torch.empty_like(unit.others)
-    # In chunks: the gathered rows of the weight are as large as the result.
-    for r in range(0, len(out), CHUNK):
-        rows = slice(r, r + CHUNK)
-        part = unit.others[rows].to(p.gain.dtype) * b[rows, None]
-        if p.columns:
-            own = p.weight.index_select(0, p.column[rows].clamp_min(0)).to(p.gain.dtype)
-            # Not a product with 0: row 0 stands in for targets that live elsewhere, and may hold anything.
-            part += torch.where(here[rows, None], own.mul_(a[rows, None]), 0.0)
-        out[rows] = part
-    return out.masked_fill_(ignored[:, None], 0.0)
+    backend = load(p.backend)
+    if p.columns:
+        backend.mix(unit.others, b, p.weight, p.column.clamp_min(0), a, out)
+    else:
+        backend.rescale(unit.others, b, out)
+    return out

@@ -123,7 +123,8 @@ def kept_logits(kept: Kept, target: Tensor, problem: Problem, start: int, vocab_
     column = ids - start
     here = (column >= 0) & (column < problem.columns)
     column = torch.where(here, column, 0)
-    x = problem.logits[problem.index[row], column].to(problem.gain.dtype) if problem.columns else problem.gain[row]
+    at = row if problem.index is None else problem.index[row]
+    x = problem.logits[at, column].to(problem.gain.dtype) if problem.columns else problem.gain[row]
     gain = problem.gain[row]
     if problem.squash:
         y = torch.tanh(x * problem.squash)
@@ -169,7 +170,7 @@ def _segment(x: Tensor, how: str, lengths: Tensor) -> Tensor:
     return torch.segment_reduce(x, how, lengths=lengths, unsafe=True)
 
 
-def write_kept(k: KeptLogits, values: Tensor, out: Tensor, out_index: Tensor) -> None:
+def write_kept(k: KeptLogits, values: Tensor, out: Tensor, out_index: Tensor | None) -> None:
     """Write finished gradients at the kept logits that live here; ``out`` holds the dense part already.
 
     Ids that live on another shard must not write. Without asking the device how many there are, each of them repeats
@@ -182,5 +183,5 @@ def write_kept(k: KeptLogits, values: Tensor, out: Tensor, out_index: Tensor) ->
     here = torch.full_like(k.lengths, -1).scatter_reduce(0, k.row, torch.where(k.here, place, -1), "amax")[k.row]
     place = torch.where(k.here, place, here.clamp_min(0))
     column = torch.where(here < 0, 0, k.column[place])
-    row = out_index[k.row]
+    row = k.row if out_index is None else out_index[k.row]
     out[row, column] = torch.where(here < 0, out[row, 0], values[place])

@@ -15,11 +15,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from logitless.collectives import agree_over, gather_rows_over, scatter_sum_over, sum_over
 from logitless.errors import LogitlessError
 from logitless.frozen import Unit, sweep_unit, unit_gradient
 from logitless.kept import Kept
-from logitless.linear_call import NAME, Call, Options, as_autocast_would, local_weight, prepare
+from logitless.linear_call import Call, Options, as_autocast_would, local_weight, prepare, prepare_together
+from logitless.linear_rows import hidden_gradient, projection_of, selected_rows
 from logitless.plans import FIXED_ROWS, LinearPlan, Wishes, choose_plan
 from logitless.results import in_shape, row_results, target_column
 from logitless.rows import Rows
@@ -83,7 +83,7 @@ def linear_logprobs(
     >>> out.logprob
     tensor([-1.3863,  0.0000])
     """
-    hidden, weight, bias = as_autocast_would(hidden, local_weight(weight, shard), bias)
+    hidden, weight, bias = as_autocast_would(hidden, local_weight(weight, shard, "linear_logprobs"), bias)
     options = Options(
         bias=bias,
         entropy=entropy,
@@ -99,25 +99,17 @@ def linear_logprobs(
         backend=backend,
         memory=memory,
     )
-    if shard is not None and shard.group is not None and shard.check_calls:
-        group, facts = shard.group, lambda ready: ready.facts(hidden)
-        ready = agree_over(group, NAME, lambda: prepare(hidden, weight, rows, options), facts)
-    else:
-        ready = prepare(hidden, weight, rows, options)
+    ready = prepare_together(hidden, weight, rows, options)
     index = None if ready.rows.in_order else ready.rows.index
     tensors = (hidden, weight, bias, weight_grad, index, ready.rows.target, ready.gain, *ready.kept)
     values = _apply_outside_of_compile(*tensors, ready.call)
     return in_shape(values, ready.shape)
 
 
-def explain(hidden: Tensor, weight: Tensor, rows: Any, **options: Any) -> LinearPlan:
-    """Which way :func:`linear_logprobs` goes with these arguments, and why. Computes nothing.
-
-    >>> print(explain(torch.zeros(2, 3), torch.zeros(4, 3), torch.tensor([1, 2])).kind)
-    forward
-    """
+def linear_plan(hidden: Tensor, weight: Tensor, rows: Any, **options: Any) -> LinearPlan:
+    """Which way :func:`linear_logprobs` goes with these arguments, and why. Computes nothing."""
     asked = Options(**options)
-    hidden, weight, bias = as_autocast_would(hidden, local_weight(weight, asked.shard), asked.bias)
+    hidden, weight, bias = as_autocast_would(hidden, local_weight(weight, asked.shard, asked.caller), asked.bias)
     ready = prepare(hidden, weight, rows, replace(asked, bias=bias))
     tracked = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
     return _plan(len(ready.rows), hidden.device.type, hidden.dtype, ready.call, tracked, asked.kept is not None)
@@ -141,7 +133,7 @@ class _LinearLogProbs(torch.autograd.Function):
         call: Call,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         column = target_column(target, call.start, call.columns)
-        projection = _projection(_selected_rows(hidden, index, call), weight, bias, column, gain, call)
+        projection = projection_of(selected_rows(hidden, index, call), weight, bias, column, gain, call)
         kept = _kept_ids(kept_ids, kept_lengths, target, call)
         device, dtype = hidden.device.type, hidden.dtype
         plan = _plan(len(target), device, dtype, call, ctx.needs_input_grad, kept is not None)
@@ -184,10 +176,10 @@ class _LinearLogProbs(torch.autograd.Function):
         if plan.kind == "frozen":
             unit = Unit(more[0], more[1])
             # Hidden rows are neither gathered nor selected again: the unit gradients stand in, and are not multiplied.
-            projection = _projection(unit.others, weight, bias, column, gain, call)
+            projection = projection_of(unit.others, weight, bias, column, gain, call)
             rows = unit_gradient(projection, unit, norm, logprob, g_logprob, g_log_z)
-            return (_hidden_gradient(rows, hidden, index, call), *(None,) * 9)
-        projection = _projection(_selected_rows(hidden, index, call), weight, bias, column, gain, call)
+            return (hidden_gradient(rows, hidden.shape, index, call), *(None,) * 9)
+        projection = projection_of(selected_rows(hidden, index, call), weight, bias, column, gain, call)
         kept = _kept_ids(kept_saved[0], kept_saved[1], target, call)
         dense = torch.zeros_like(g_logprob) if kept is not None else g_logprob
         coef = coefficients(logprob, norm, mean, dense, g_entropy, g_log_z)
@@ -200,7 +192,7 @@ class _LinearLogProbs(torch.autograd.Function):
             want=ctx.needs_input_grad[:3],
             weight_grad=ctx.weight_grad,
         )
-        d_hidden = None if gradients.hidden is None else _hidden_gradient(gradients.hidden, hidden, index, call)
+        d_hidden = None if gradients.hidden is None else hidden_gradient(gradients.hidden, hidden.shape, index, call)
         return (d_hidden, gradients.weight, gradients.bias, *(None,) * 7)
 
 
@@ -209,32 +201,6 @@ class _LinearLogProbs(torch.autograd.Function):
 def _apply_outside_of_compile(*args: Any) -> Any:
     """A graph break: the sweep is a loop over tiles and is not traced."""
     return _LinearLogProbs.apply(*args)
-
-
-def _selected_rows(hidden: Tensor, index: Tensor | None, call: Call) -> Tensor:
-    """``[R, D]`` hidden states of the rows: a copy, small beside what it saves, unless the rows are all in order."""
-    tokens = hidden.reshape(-1, hidden.shape[-1])
-    if call.sequence_parallel:
-        tokens = gather_rows_over(call.group, tokens)
-    return tokens if index is None else tokens.index_select(0, index)
-
-
-def _projection(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, column: Tensor, gain: Tensor, call: Call
-) -> Projection:
-    return Projection(
-        hidden=rows,
-        weight=weight.detach(),
-        bias=None if bias is None else bias.detach(),
-        column=column,
-        gain=gain,
-        squash=call.squash,
-        columns=call.columns,
-        entropy=call.entropy is not None,
-        logits_dtype=call.logits_dtype,
-        tf32=call.tf32,
-        backend=call.backend,
-    )
 
 
 def _padded(p: Projection, multiple: int) -> Projection:
@@ -246,19 +212,6 @@ def _padded(p: Projection, multiple: int) -> Projection:
         column=torch.nn.functional.pad(p.column, (0, missing), value=SKIP),
         gain=torch.nn.functional.pad(p.gain, (0, missing), value=1.0),
     )
-
-
-def _hidden_gradient(rows: Tensor, hidden: Tensor, index: Tensor | None, call: Call) -> Tensor:
-    """Gradient of the tokens from that of the selected rows, summed over the group as the call asks."""
-    size = call.group.size() if call.sequence_parallel else 1
-    tokens = rows
-    if index is not None:
-        tokens = rows.new_zeros((hidden.shape[:-1].numel() * size, hidden.shape[-1])).index_copy_(0, index, rows)
-    if call.sequence_parallel:
-        tokens = scatter_sum_over(call.group, tokens)
-    elif call.reduce_hidden and call.group is not None:
-        tokens = sum_over(call.group, tokens)
-    return tokens.view(hidden.shape)
 
 
 def _kept_ids(ids: Tensor | None, lengths: Tensor | None, target: Tensor, call: Call) -> KeptIds | None:

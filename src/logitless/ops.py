@@ -299,6 +299,7 @@ def _gradient_buffer(
 ) -> tuple[Tensor, Tensor]:
     """The matrix that receives the gradient, and the rows of it that correspond to the problem's rows."""
     if overwrite:
+        assert problem.index is not None
         return problem.logits, problem.index
     shape = (logits.shape[:-1].numel(), logits.shape[-1])
     return torch.empty(shape, dtype=dtype, device=logits.device), index

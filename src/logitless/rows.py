@@ -26,6 +26,7 @@ from logitless.errors import LogitlessError
 from logitless.exchange import GradRule, exchange_over
 from logitless.layouts import Scheme, Zigzag, ragged_arange
 from logitless.samples import Samples, Tokens, integer_vector, unpad
+from logitless.spec import IGNORE
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +43,8 @@ class Rows:
         token_shape: leading shape of the logits this plan was made for: ``(T,)``, ``(N, S)``, or None for any.
         held: response tokens of each sample that have a row here, masked ones included.
         counts: rows of each sample that are scored here.
+        totals: ``[N]`` response tokens of each sample that count in the loss, on whatever rank they are: the mask is
+            nonzero and the target is not ``-100``.
         slot: ``[R]`` place of each row among the held ones, or None where all of them are scored.
         mask: ``[R]`` loss mask of each row, or None if there are no masks.
         response: ``[R]`` place of each row's target among all response tokens of the batch, sample after sample.
@@ -60,6 +63,7 @@ class Rows:
     token_shape: tuple[int, ...] | None
     held: tuple[int, ...]
     counts: tuple[int, ...]
+    totals: Tensor
     slot: Tensor | None = None
     mask: Tensor | None = None
     response: Tensor | None = None
@@ -211,6 +215,12 @@ class Rows:
     def num_tokens(self) -> int | None:
         """Rows of the logits this plan was made for, or None where any number will do."""
         return None if self.token_shape is None else math.prod(self.token_shape)
+
+    @property
+    def counted(self) -> Tensor:
+        """``[R]`` whether each row counts in the loss: its mask is nonzero and its target is not ``-100``."""
+        scored = self.target != IGNORE
+        return scored if self.mask is None else scored & self.mask
 
     def take(self, x: Tensor) -> Tensor:
         """The planned rows of ``x``: ``[T, ...]`` (or ``[N, S, ...]``) becomes ``[R, ...]``."""
@@ -398,6 +408,7 @@ def _select(
         token_shape=token_shape,
         held=held,
         counts=counts,
+        totals=batch.totals.to(device),
         slot=None if slot is None else slot.to(device),
         mask=None if mask is None else mask.to(device),
         response=response,
@@ -481,4 +492,5 @@ def _here(cp: Scheme | None) -> str:
 def _single_sample(index: Tensor, target: Tensor, token_shape: tuple[int, ...] | None, reach: int = 0) -> Rows:
     count = index.numel()
     position = torch.arange(count, device=index.device)
-    return Rows(index, target, torch.zeros_like(index), position, token_shape, (count,), (count,), reach=reach)
+    totals = (target != IGNORE).sum().reshape(1)
+    return Rows(index, target, torch.zeros_like(index), position, token_shape, (count,), (count,), totals, reach=reach)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError
+from logitless.spec import IGNORE
 
 Tokens = Tensor | Sequence[int]
 NOT_IDS = (torch.bool, torch.complex64, torch.complex128)
@@ -43,6 +44,22 @@ class Samples:
     def prompts(self) -> Tensor:
         """``[N]`` prompt tokens of each sample."""
         return self.lengths - self.responses
+
+    @property
+    def totals(self) -> Tensor:
+        """``[N]`` response tokens of each sample that count in the loss: mask nonzero, id not ``-100``.
+
+        Differences of running sums, so that nothing waits for the device the ids or the masks are on.
+        """
+        stop, counted = self.lengths.cumsum(0), self.ids != IGNORE
+        if self.mask is not None:
+            response_stop = self.responses.cumsum(0)
+            before = torch.repeat_interleave(stop - response_stop, self.responses)
+            source = torch.arange(len(before)) + before
+            counted = counted[source.to(counted.device)].to(self.mask.device) & self.mask
+            stop = response_stop
+        running = torch.nn.functional.pad(counted.cumsum(0), (1, 0))
+        return running[stop.to(running.device)] - running[(stop - self.responses).to(running.device)]
 
     @staticmethod
     def check(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from logitless.backends import load
-from logitless.backends.contract import Problem
+from logitless.backends.contract import Problem, Running
 from logitless.gemm import multiply
 from logitless.kept import Kept, KeptLogits, kept_gradient, kept_logits, kept_statistics, write_kept
 from logitless.results import merge_kept
@@ -65,13 +65,11 @@ class Space:
     Attributes:
         tiles: its sizes.
         logits: the one tile of logits, as flat memory.
-        row: row numbers 0, 1, 2, ... of a tile.
         extra: dZ of a block of rows, or the exponentials of a tile, in the operands' dtype; else empty.
     """
 
     tiles: Tiles
     logits: Tensor
-    row: Tensor
     extra: Tensor
 
     @staticmethod
@@ -81,7 +79,7 @@ class Space:
         block = (min(tiles.block, p.num_rows), tiles.columns if tiles.slabs else p.columns)
         shape = {None: (0, 0), "d_z": block, "exponentials": (tiles.rows, tiles.columns)}[extra]
         second = torch.empty(shape, dtype=p.hidden.dtype, device=device)
-        return Space(tiles, logits, torch.arange(tiles.rows, device=device), second)
+        return Space(tiles, logits, second)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,31 +102,40 @@ class Exponentials:
     @staticmethod
     def empty(p: Projection, rows: int, columns: int) -> Exponentials:
         slabs = -(-p.columns // columns)
-        return Exponentials(p.hidden.new_empty((rows, p.columns)), p.gain.new_empty((slabs, rows)), columns)
+        return Exponentials(p.hidden.new_empty((rows, p.columns)), p.gain.new_zeros((slabs, rows)), columns)
 
     @property
     def rows(self) -> int:
         return self.values.shape[0]
 
-    def keep(self, backend: Any, tile: Problem, maximum: Tensor, r: int) -> None:
-        """Store the exponentials of those rows of a tile that are among the kept ones."""
-        count = min(tile.index.numel(), self.rows - r)
-        if count <= 0:
-            return
-        reference = self.reference[tile.first // self.columns, r : r + count]
-        torch.nan_to_num(maximum[:count], nan=torch.nan, posinf=torch.inf, neginf=0.0, out=reference)
-        rows = {name: getattr(tile, name)[:count] for name in ("logits", "index", "column", "gain")}
-        out = self.values[r : r + count, tile.first : tile.first + tile.columns]
-        backend.exponentials(replace(tile, **rows), reference, out)
+    def keep(self, backend: Any, tile: Problem, stats: Tensor, r: int) -> None:
+        """Statistics of a tile whose first row is ``r``, and the exponentials of those of its rows that are kept."""
+        count = max(0, min(tile.num_rows, self.rows - r))
+        if count:
+            reference = self.reference[tile.first // self.columns, r : r + count]
+            out = self.values[r : r + count, tile.first : tile.first + tile.columns]
+            running = Running(reference, -torch.inf)
+            backend.exponentials(_cut(tile, 0, count), stats[:, :count], running, out, slope=False)
+        if count < tile.num_rows:
+            backend.statistics(_cut(tile, count, tile.num_rows), stats[:, count:])
 
     def write_gradient(self, p: Projection, terms: Terms, memory: int, r: int, stop: int, c: int, out: Tensor) -> None:
         """dZ of rows ``r .. stop`` and of the columns from ``c`` on, without their logits."""
-        norm, coef = _rows_of(terms.norm, r, stop), _rows_of(terms.coef, r, stop)
-        shift = self.reference[c // self.columns, r:stop] - norm.reference
-        no_index = p.column[:0]
-        tile = Problem(out, no_index, p.column[r:stop], p.gain[r:stop], 0.0, out.shape[1], True, memory, first=c)
-        exponentials = self.values[r:stop, c : c + out.shape[1]]
-        load(p.backend).gradient_from(exponentials, tile, shift, (shift - norm.log_sum).exp(), coef, out)
+        width = out.shape[1]
+        tile = Problem(
+            logits=self.values[r:stop, c : c + width],
+            index=None,
+            column=p.column[r:stop],
+            gain=p.gain[r:stop],
+            squash=p.squash,
+            columns=width,
+            entropy=terms.coef.product is not None,
+            memory=memory,
+            first=c,
+        )
+        reference = self.reference[c // self.columns, r:stop]
+        norm, coef = rows_of(terms.norm, r, stop), rows_of(terms.coef, r, stop)
+        load(p.backend).gradient_from(tile, reference, norm, coef, out)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +169,7 @@ class Terms:
 
     def write(self, backend: Any, tile: Problem, r: int, stop: int, out: Tensor) -> None:
         """dZ of rows ``r .. stop`` of a tile into ``out``."""
-        norm, coef = _rows_of(self.norm, r, stop), _rows_of(self.coef, r, stop)
+        norm, coef = rows_of(self.norm, r, stop), rows_of(self.coef, r, stop)
         if self.kept is None:
             backend.gradient(tile, norm, coef, out, None)
             return
@@ -170,7 +177,7 @@ class Terms:
         gathered = ids.logits(tile)
         values = kept_gradient(gathered, kept_norm, logprob, g_logprob, norm, coef, ids.target == IGNORE)
         backend.gradient(replace(tile, column=tile.column.clamp_max(ELSEWHERE)), norm, coef, out, None)
-        write_kept(gathered, values, out, tile.index)
+        write_kept(gathered, values, out, None)
 
 
 class Gradients(NamedTuple):
@@ -195,9 +202,10 @@ def sweep_statistics(
         kept_parts = []
         for i, c in enumerate(slabs):
             tile = tile_problem(p, space, r, stop, c)
-            load(p.backend).statistics(tile, parts[i])
-            if exponentials is not None:
-                exponentials.keep(load(p.backend), tile, parts[i, 0], r)
+            if exponentials is None:
+                load(p.backend).statistics(tile, parts[i])
+            else:
+                exponentials.keep(load(p.backend), tile, parts[i], r)
             if kept is not None:
                 kept_parts.append(kept_statistics(kept.logits(tile)))
         stats[:, r:stop] = parts[0] if len(slabs) == 1 else merge(parts)
@@ -316,15 +324,10 @@ def tile_problem(p: Projection, space: Space, r: int, stop: int, c: int) -> Prob
     """The logits of rows ``r .. stop`` and of the columns from ``c`` on, computed into ``space``."""
     width = min(space.tiles.columns, p.columns - c)
     logits = space.logits[: (stop - r) * width].view(stop - r, width)
-    if width:
-        # Logits that are rounded to half precision are rounded once, after the bias.
-        wide = logits if p.bias is None else logits.to(p.gain.dtype)
-        multiply(p.hidden[r:stop], p.weight[c : c + width].T, wide, tf32=p.tf32)
-        if p.bias is not None:
-            logits.copy_(wide.add_(p.bias[c : c + width]))
+    project(p, r, stop, c, logits)
     return Problem(
         logits=logits,
-        index=space.row[: stop - r],
+        index=None,
         column=p.column[r:stop],
         gain=p.gain[r:stop],
         squash=p.squash,
@@ -333,6 +336,18 @@ def tile_problem(p: Projection, space: Space, r: int, stop: int, c: int) -> Prob
         memory=space.tiles.elementwise,
         first=c,
     )
+
+
+def project(p: Projection, r: int, stop: int, c: int, out: Tensor) -> None:
+    """The logits of rows ``r .. stop`` and of the columns from ``c`` on, as many as ``out`` has, into ``out``."""
+    if not out.numel():
+        return
+    columns = slice(c, c + out.shape[1])
+    # Logits that are rounded to half precision are rounded once, after the bias.
+    wide = out if p.bias is None else out.to(p.gain.dtype)
+    multiply(p.hidden[r:stop], p.weight[columns].T, wide, tf32=p.tf32)
+    if p.bias is not None:
+        out.copy_(wide.add_(p.bias[columns]))
 
 
 def allocate(
@@ -378,7 +393,13 @@ def _no_gradients(p: Projection, want: tuple[bool, bool, bool], weight_grad: Ten
     )
 
 
-def _rows_of(vectors: Any, r: int, stop: int) -> Any:
+def _cut(tile: Problem, start: int, stop: int) -> Problem:
+    """Some rows of a tile."""
+    rows = {name: getattr(tile, name)[start:stop] for name in ("logits", "column", "gain")}
+    return replace(tile, **rows)
+
+
+def rows_of(vectors: Any, r: int, stop: int) -> Any:
     """The same named vectors, cut to some rows."""
     return type(vectors)(*(None if x is None else x[r:stop] for x in vectors))
 

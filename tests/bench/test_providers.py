@@ -41,7 +41,10 @@ def test_a_provider_computes_no_more_than_it_can(computes, wanted, left):
 
 @pytest.mark.parametrize("name", ["liger", "trl", "trl-kernel", "verl", "megatron"])
 def test_a_missing_peer_says_so(name, monkeypatch):
-    for package in ("liger_kernel", "trl", "verl", "megatron"):
+    packages = ("liger_kernel", "trl", "verl", "megatron")
+    for module in [m for m in sys.modules if m.split(".")[0] in packages]:
+        monkeypatch.delitem(sys.modules, module)
+    for package in packages:
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises((ImportError, ValueError)):
         PROVIDERS[name].load()

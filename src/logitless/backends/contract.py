@@ -5,21 +5,23 @@ A backend is a module with two functions that every path needs:
     statistics(problem, out=None) -> [4, R]                     m, s, w, t of each row, into ``out`` if given
     gradient(problem, norm, coef, out, out_index) -> None       d logits, written over all of ``out``
 
-and four for sweeps that keep something of the first pass for the second:
+and five for sweeps:
 
-    exponentials(problem, reference, out) -> None               e^(z - reference), 0 at the target
-    gradient_from(exponentials, problem, ...) -> None           d logits from those instead of from logits
-    move(reference, maximum, slack, factor) -> None             a running reference, and by how much it moved
-    rescale(x, factor) -> None                                  x *= factor, row by row, in place
+    gradient_over(problem, norm, coef, dtype) -> [R, V]         d logits in a narrower dtype, over the logits themselves
+    exponentials(problem, stats, running, out, slope) -> None   statistics, and e^(z - reference), 0 at the target
+    gradient_from(problem, reference, norm, coef, out) -> None  d logits from those, which are the problem's logits
+    rescale(x, factor, out) -> None                             out = x * factor, row by row
+    mix(x, by, y, index, times, out) -> None                    out = x * by + y[index] * times, row by row
 
 Backends know nothing of samples, masks, shards or autograd. ``out`` may be the logits themselves, with
-``out_index is problem.index``: a backend reads what it needs of a row before it writes there. ``out_index`` None means
-that the problem's rows and those of ``out`` are the same, all of them and in order.
+``out_index is problem.index``: a backend reads what it needs of a row before it writes there. An index of None means
+all rows, in order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ class Problem:
 
     Attributes:
         logits: ``[T, V]``, last dimension contiguous, rows at any stride.
-        index: ``[R]`` int64, the rows to use, each at most once.
+        index: ``[R]`` int64, the rows to use, each at most once; None for all of them, in order.
         column: ``[R]`` int64, the number of the target's column, or ``softmax.ELSEWHERE`` or ``softmax.SKIP``.
         gain: ``[R]`` ``a`` in ``z = a x``, or in ``z = a tanh(squash x)``.
         squash: factor inside tanh; 0 means no softcap.
@@ -43,7 +45,7 @@ class Problem:
     """
 
     logits: Tensor
-    index: Tensor
+    index: Tensor | None
     column: Tensor
     gain: Tensor
     squash: float
@@ -51,6 +53,33 @@ class Problem:
     entropy: bool
     memory: int
     first: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return self.column.numel()
+
+
+class Running(NamedTuple):
+    """A reference for exponentials that follows the rows' maximum from tile to tile.
+
+    Attributes:
+        reference: ``[R]``, moved up to a tile's maximum, in place, where that exceeds it by more than the slack.
+        slack: by how much it may; ``-inf`` takes every tile's own maximum.
+        factor: ``[R]`` receives ``e^(old - new)``, by which sums relative to the old one must be multiplied; or None.
+    """
+
+    reference: Tensor
+    slack: float
+    factor: Tensor | None = None
+
+
+def over(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[R, V]`` of ``dtype`` in the memory of contiguous ``[R, V]`` logits, each row at the start of its own.
+
+    >>> over(torch.zeros(2, 5), torch.bfloat16).stride()
+    (10, 1)
+    """
+    return logits.view(dtype)[:, : logits.shape[1]]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from logitless.backends.contract import Problem, accumulation_dtype
+from logitless.backends.contract import Problem, Running, accumulation_dtype, over
 from logitless.softmax import FLOOR, SKIP, TINY, Coefficients, Normaliser
 
 
@@ -41,12 +41,20 @@ def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor
     dz = torch.where(columns == problem.column[:, None], coef.at_target[:, None], dz)
     dz = torch.where((problem.column == SKIP)[:, None], torch.zeros_like(dz), dz * slope)
     out.zero_()
-    out[problem.index if out_index is None else out_index, : problem.columns] = dz.to(out.dtype)
+    out[slice(None) if out_index is None else out_index, : problem.columns] = dz.to(out.dtype)
+
+
+def gradient_over(problem: Problem, norm: Normaliser, coef: Coefficients, dtype: torch.dtype) -> Tensor:
+    """:func:`gradient` in a narrower dtype, over the start of each row of the logits, which are lost."""
+    out = over(problem.logits, dtype)
+    gradient(problem, norm, coef, out, None)
+    return out
 
 
 def transformed(problem: Problem) -> tuple[Tensor, Tensor]:
     """``z`` of the selected rows over the true columns, and ``dz/dx``."""
-    x = problem.logits[problem.index, : problem.columns].to(accumulation_dtype(problem.logits.dtype))
+    rows = problem.logits if problem.index is None else problem.logits[problem.index]
+    x = rows[:, : problem.columns].to(accumulation_dtype(problem.logits.dtype))
     gain = problem.gain[:, None]
     if not problem.squash:
         return x * gain, gain.expand_as(x)
@@ -54,44 +62,59 @@ def transformed(problem: Problem) -> tuple[Tensor, Tensor]:
     return y * gain, gain * problem.squash * (1 - y * y)
 
 
-def exponentials(problem: Problem, reference: Tensor, out: Tensor) -> None:
-    """``e^(z - reference)`` of every element (times ``1 - tanh^2`` under a softcap), and 0 at the target.
+def exponentials(problem: Problem, stats: Tensor, running: Running, out: Tensor, slope: bool) -> None:
+    """Statistics into ``stats``, and ``e^(z - reference)`` of every element into ``out``, but 0 at the target.
 
-    The target is left out because its gradient is formed in float32 and must not be rounded with the others.
+    The reference is moved first. ``slope`` multiplies by ``1 - tanh^2`` under a softcap. The target is left out because
+    its gradient is formed in float32 and must not be rounded with the others.
     """
-    z, slope = transformed(problem)
-    e = (z - reference[:, None]).exp()
-    if problem.squash:
-        e = e * slope / (problem.gain[:, None] * problem.squash)
+    statistics(problem, stats)
+    move(running, stats[0])
+    z, dz_dx = transformed(problem)
+    e = (z - running.reference[:, None]).exp()
+    if slope and problem.squash:
+        e = e * dz_dx / (problem.gain[:, None] * problem.squash)
     columns = torch.arange(problem.first, problem.first + problem.columns, device=z.device)
     unread = (columns == problem.column[:, None]) | (problem.column == SKIP)[:, None]
     out.copy_(e.masked_fill(unread, 0.0))
 
 
-def gradient_from(e: Tensor, problem: Problem, shift: Tensor, scale: Tensor, coef: Coefficients, out: Tensor) -> None:
-    """d logits from kept exponentials: ``p = e * scale`` and ``z - m = log e + shift``. No softcap."""
-    wide = e.to(problem.gain.dtype)
-    dz = wide * scale[:, None]
+def gradient_from(problem: Problem, reference: Tensor, norm: Normaliser, coef: Coefficients, out: Tensor) -> None:
+    """d logits where the problem's logits are ``e^(z - reference)``: ``p`` and ``z`` both follow from them."""
+    e = problem.logits.to(problem.gain.dtype)
+    log_e = e.clamp_min(TINY).log()
+    shift = (reference - norm.reference)[:, None]
+    dz = e * (shift - norm.log_sum[:, None]).exp()
     if coef.product is None:
         dz = dz * coef.plain[:, None]
     else:
-        dz = dz * (coef.plain[:, None] + coef.product[:, None] * (wide.clamp_min(TINY).log() + shift[:, None]))
+        dz = dz * (coef.plain[:, None] + coef.product[:, None] * (log_e + shift))
     columns = torch.arange(problem.first, problem.first + e.shape[1], device=e.device)
-    dz = torch.where(columns == problem.column[:, None], coef.at_target[:, None], dz) * problem.gain[:, None]
+    at_target = columns == problem.column[:, None]
+    dz = torch.where(at_target, coef.at_target[:, None], dz) * problem.gain[:, None]
+    if problem.squash:
+        # The target's place holds no exponential; its own tanh was taken into account with its coefficient.
+        y = (log_e + reference[:, None]) / problem.gain[:, None]
+        dz = dz * problem.squash * torch.where(at_target, 1.0, 1 - y * y)
     out.copy_(dz.masked_fill((problem.column == SKIP)[:, None], 0.0))
 
 
-def move(reference: Tensor, maximum: Tensor, slack: float, factor: Tensor) -> None:
-    """Move each reference up to the maximum where that exceeds it by more than ``slack``; factor is ``e^(old - new)``.
-
-    A maximum of -inf moves nothing. In place, so that a sweep launches one small kernel and not ten.
-    """
-    moves = (maximum > reference + slack) & (maximum != -torch.inf)
+def move(running: Running, maximum: Tensor) -> None:
+    """Move each reference up to the maximum where that exceeds it by more than the slack. -inf moves nothing."""
+    reference = running.reference
+    moves = (maximum > reference + running.slack) & (maximum != -torch.inf)
     moved = torch.where(moves, maximum, reference)
-    factor.copy_(torch.where(moves, (reference - moved).exp(), torch.ones_like(moved)))
+    if running.factor is not None:
+        running.factor.copy_(torch.where(moves, (reference - moved).exp(), torch.ones_like(moved)))
     reference.copy_(moved)
 
 
-def rescale(x: Tensor, factor: Tensor) -> None:
-    """``x[i] *= factor[i]``, in place."""
-    x.mul_(factor[:, None])
+def rescale(x: Tensor, factor: Tensor, out: Tensor) -> None:
+    """``out[i] = x[i] * factor[i]``, rounded once. ``out`` may be ``x``; ``factor`` is ``[R]``, or one for all rows."""
+    # A GPU would round one factor for all to the dtype of x first, and a loss scale past 65504 to infinity.
+    out.copy_(x.to(factor.dtype) * (factor[:, None] if factor.dim() else factor))
+
+
+def mix(x: Tensor, by: Tensor, y: Tensor, index: Tensor, times: Tensor, out: Tensor) -> None:
+    """``out[i] = x[i] * by[i] + y[index[i]] * times[i]``, summed in the dtype of ``by`` and rounded once."""
+    out.copy_(x * by[:, None] + y.index_select(0, index) * times[:, None])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from logitless.backends import reference as whole
-from logitless.backends.contract import Problem, accumulation_dtype
+from logitless.backends.contract import Problem, Running, accumulation_dtype, over
 from logitless.softmax import FLOOR, SKIP, Coefficients, Normaliser, merge
 
 
@@ -22,16 +22,16 @@ def tile_shape(problem: Problem) -> tuple[int, int]:
     buffers = 3 if problem.squash else 2
     elements = max(1, problem.memory // (buffers * accumulation_dtype(problem.logits.dtype).itemsize))
     width = max(1, min(problem.columns, elements))
-    return max(1, min(problem.index.numel(), elements // width)), width
+    return max(1, min(problem.num_rows, elements // width)), width
 
 
-move, rescale = whole.move, whole.rescale
+BLOCK = 1024
+"""Rows of a matrix as wide as the hidden states that are worked on at a time."""
 
 
 def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
     """Same as :func:`logitless.backends.reference.statistics`, one tile at a time."""
-    dtype = accumulation_dtype(problem.logits.dtype)
-    num_rows = problem.index.numel()
+    dtype, num_rows = accumulation_dtype(problem.logits.dtype), problem.num_rows
     if out is None:
         out = torch.empty((4, num_rows), dtype=dtype, device=problem.logits.device)
     rows, width = tile_shape(problem)
@@ -43,14 +43,20 @@ def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
 
 def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor | None) -> None:
     """Same as :func:`logitless.backends.reference.gradient`, one tile at a time."""
-    num_rows = problem.index.numel()
     rows, width = tile_shape(problem)
-    out_index = problem.index if out_index is None else out_index
-    for r in range(0, num_rows, rows):
+    for r in range(0, problem.num_rows, rows):
+        into = slice(r, r + rows) if out_index is None else out_index[r : r + rows]
         for c in range(0, problem.columns, width):
             # Passed on unnamed: a name would keep this tile alive while the next one is computed.
-            _write_tile(out, out_index[r : r + rows], c, _tile_gradient(problem, norm, coef, r, rows, c, width))
+            _write_tile(out, into, c, _tile_gradient(problem, norm, coef, r, rows, c, width))
     _zero_the_rest(out, out_index, problem.columns)
+
+
+def gradient_over(problem: Problem, norm: Normaliser, coef: Coefficients, dtype: torch.dtype) -> Tensor:
+    """Same as :func:`logitless.backends.reference.gradient_over`. Tiles ascend, so what is written was read before."""
+    out = over(problem.logits, dtype)
+    gradient(problem, norm, coef, out, None)
+    return out
 
 
 def _tile_statistics(problem: Problem, r: int, rows: int, c: int, width: int) -> Tensor:
@@ -90,8 +96,10 @@ def _tile_gradient(
 def _tile(problem: Problem, r: int, rows: int, c: int, width: int) -> tuple[Tensor, Tensor | None]:
     """``z`` of a tile in a buffer of its own, and under a softcap ``tanh(squash x)``."""
     columns = slice(c, min(c + width, problem.columns))
-    x = problem.logits[:, columns].index_select(0, problem.index[r : r + rows])
-    x = x.to(accumulation_dtype(x.dtype))
+    x = problem.logits[:, columns]
+    x = x[r : r + rows] if problem.index is None else x.index_select(0, problem.index[r : r + rows])
+    # A copy even where the dtype is right already: the tile is worked on in place.
+    x = x.to(accumulation_dtype(x.dtype), copy=problem.index is None)
     gain = problem.gain[r : r + rows, None]
     if not problem.squash:
         return x.mul_(gain), None
@@ -99,8 +107,12 @@ def _tile(problem: Problem, r: int, rows: int, c: int, width: int) -> tuple[Tens
     return y * gain, y
 
 
-def _write_tile(out: Tensor, rows: Tensor, c: int, tile: Tensor) -> None:
-    out[:, c : c + tile.shape[1]].index_copy_(0, rows, tile.to(out.dtype))
+def _write_tile(out: Tensor, rows: Tensor | slice, c: int, tile: Tensor) -> None:
+    columns = out[:, c : c + tile.shape[1]]
+    if isinstance(rows, slice):
+        columns[rows] = tile
+    else:
+        columns.index_copy_(0, rows, tile.to(out.dtype))
 
 
 def _place_targets(dz: Tensor, column: Tensor, value: Tensor) -> None:
@@ -110,24 +122,41 @@ def _place_targets(dz: Tensor, column: Tensor, value: Tensor) -> None:
     dz.scatter_(1, column, torch.where(inside, value[:, None], dz.gather(1, column)))
 
 
-def _zero_the_rest(out: Tensor, out_index: Tensor, columns: int) -> None:
-    if out_index.numel() < out.shape[0]:
+def _zero_the_rest(out: Tensor, out_index: Tensor | None, columns: int) -> None:
+    if out_index is not None and out_index.numel() < out.shape[0]:
         rest = torch.ones(out.shape[0], dtype=torch.bool, device=out.device).index_fill_(0, out_index, False)
         out.masked_fill_(rest[:, None], 0.0)
     out[:, columns:].zero_()
 
 
-def exponentials(problem: Problem, reference: Tensor, out: Tensor) -> None:
+def exponentials(problem: Problem, stats: Tensor, running: Running, out: Tensor, slope: bool) -> None:
     """Same as :func:`logitless.backends.reference.exponentials`, some rows at a time."""
     for rows in _row_chunks(problem, out):
-        whole.exponentials(_rows_of(problem, rows), reference[rows], out[rows])
+        factor = None if running.factor is None else running.factor[rows]
+        part = Running(running.reference[rows], running.slack, factor)
+        whole.exponentials(_rows_of(problem, rows), stats[:, rows], part, out[rows], slope)
 
 
-def gradient_from(e: Tensor, problem: Problem, shift: Tensor, scale: Tensor, coef: Coefficients, out: Tensor) -> None:
+def gradient_from(problem: Problem, reference: Tensor, norm: Normaliser, coef: Coefficients, out: Tensor) -> None:
     """Same as :func:`logitless.backends.reference.gradient_from`, some rows at a time."""
     for rows in _row_chunks(problem, out):
-        part = Coefficients(*(None if x is None else x[rows] for x in coef))  # pyright: ignore[reportArgumentType]
-        whole.gradient_from(e[rows], _rows_of(problem, rows), shift[rows], scale[rows], part, out[rows])
+        norm_part = Normaliser(*(x[rows] for x in norm))
+        coef_part = Coefficients(*(None if x is None else x[rows] for x in coef))  # pyright: ignore[reportArgumentType]
+        whole.gradient_from(_rows_of(problem, rows), reference[rows], norm_part, coef_part, out[rows])
+
+
+def rescale(x: Tensor, factor: Tensor, out: Tensor) -> None:
+    """Same as :func:`logitless.backends.reference.rescale`, some rows at a time."""
+    for r in range(0, len(x), BLOCK):
+        rows = slice(r, r + BLOCK)
+        whole.rescale(x[rows], factor[rows] if factor.dim() else factor, out[rows])
+
+
+def mix(x: Tensor, by: Tensor, y: Tensor, index: Tensor, times: Tensor, out: Tensor) -> None:
+    """Same as :func:`logitless.backends.reference.mix`, some rows at a time."""
+    for r in range(0, len(x), BLOCK):
+        rows = slice(r, r + BLOCK)
+        whole.mix(x[rows], by[rows], y, index[rows], times[rows], out[rows])
 
 
 def _row_chunks(problem: Problem, out: Tensor) -> list[slice]:
@@ -138,4 +167,6 @@ def _row_chunks(problem: Problem, out: Tensor) -> list[slice]:
 
 
 def _rows_of(problem: Problem, rows: slice) -> Problem:
-    return replace(problem, index=problem.index[rows], column=problem.column[rows], gain=problem.gain[rows])
+    """The same problem for some of its rows, which are all in order."""
+    assert problem.index is None
+    return replace(problem, logits=problem.logits[rows], column=problem.column[rows], gain=problem.gain[rows])

@@ -41,6 +41,8 @@ class Case:
         hidden: D, size of the hidden states that the case starts from; None where it starts from logits.
         frozen: the weight needs no gradient.
         memory: working memory allowed to those who take a bound, such as ``"6.5GiB"``; None for their default.
+        loss: the case is a whole policy loss, PPO's with clipping, and with an entropy bonus if entropy is ``"grad"``.
+        zero_advantage: share of the rows whose advantage is exactly zero, in a loss.
     """
 
     name: str
@@ -55,6 +57,8 @@ class Case:
     hidden: int | None = None
     frozen: bool = False
     memory: str | None = None
+    loss: bool = False
+    zero_advantage: float = 0.0
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -81,6 +85,9 @@ class Case:
         """
         if not self.backward:
             return 1
+        if self.loss:
+            # A loss known in forward leaves nothing to come back for.
+            return 3 - self.frozen
         kept = self.memory is not None or (self.frozen and self.entropy != "grad")
         return 4 - self.frozen - kept
 
@@ -115,6 +122,11 @@ def _linear_cases() -> list[Case]:
         replace(base, name=f"{name}-grad-peaked", logits="peaked"),
         replace(base, name=f"{name}-grad-25pct", response=0.25),
         replace(base, name=f"{name}-grad-3pct", response=0.03),
+        replace(base, name=f"{name}-loss", loss=True, memory="2.5GiB"),
+        replace(base, name=f"{name}-loss-1gib", loss=True, memory="1GiB"),
+        replace(base, name=f"{name}-loss-peaked", loss=True, memory="2.5GiB", logits="peaked"),
+        replace(base, name=f"{name}-loss-value", loss=True, memory="2.5GiB", entropy="value"),
+        replace(base, name=f"{name}-loss-zeros", loss=True, memory="2.5GiB", entropy="value", zero_advantage=0.5),
         replace(base, name="linear-long-grad", tokens=65536, hidden=2048),
         replace(base, name="linear-v32k-grad", vocab=32768),
         replace(base, name="linear-v256k-grad", vocab=262144),
@@ -124,6 +136,8 @@ def _linear_cases() -> list[Case]:
         *_works(smoke, "linear-smoke"),
         replace(smoke, name="linear-smoke-frozen", entropy="value", frozen=True),
         replace(smoke, name="linear-smoke-keep", memory="1MiB"),
+        replace(smoke, name="linear-smoke-loss", loss=True),
+        replace(smoke, name="linear-smoke-loss-zeros", loss=True, entropy="value", zero_advantage=0.5, response=0.25),
         replace(smoke, name="linear-smoke-bf16-grad-peaked", dtype="bfloat16", response=0.25, logits="peaked"),
     ]
 

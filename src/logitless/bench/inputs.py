@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from logitless.bench.cases import Case
+from logitless.objectives import Objective
 from logitless.rows import Rows
-from logitless.spec import IGNORE
+from logitless.spec import IGNORE, TokenStats
 
 SAMPLE_LENGTH = 1024
 BLOCK_ELEMENTS = 1 << 28
@@ -27,6 +28,9 @@ BOOSTED = 0.85
 P_RANGE = (0.3, 0.999999)
 # The constant coordinate of peaked hidden states: a power of two, so that half precision holds it exactly.
 CARRIER = 4.0
+# Of a case that is a loss: bounds of the ratio, and the entropy's coefficient.
+CLIP = (0.2, 0.28)
+BONUS = 0.01
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +44,8 @@ class Batch:
         g_logprob: ``[R]`` upstream gradient of the log-probs, random.
         g_entropy: ``[R]`` upstream gradient of the entropies, random.
         seed: what the logits, or the hidden states and the weight, are drawn from.
+        advantage: ``[R]`` of a loss, random.
+        old_logprob: ``[R]`` of a loss; the upstream gradients are then those of the loss.
     """
 
     case: Case
@@ -48,11 +54,40 @@ class Batch:
     g_logprob: Tensor
     g_entropy: Tensor
     seed: int
+    advantage: Tensor | None = None
+    old_logprob: Tensor | None = None
 
     @property
     def index(self) -> Tensor | None:
         """``[R]`` scored rows, or None where all of them are."""
         return None if len(self.rows) == self.case.tokens else self.rows.index
+
+    @property
+    def objective(self) -> Objective:
+        """What the case minimises, if it is a loss."""
+        return Objective(policy="ppo_clip", clip=CLIP, entropy_coef=BONUS if self.case.entropy == "grad" else 0.0)
+
+    def loss_of(self, logprob: Tensor, entropy: Tensor | None) -> Tensor:
+        """The case's loss from one log-prob and entropy per row; without the bonus where there is no entropy."""
+        objective = self.objective if entropy is not None else replace(self.objective, entropy_coef=0.0)
+        stats = TokenStats(logprob, entropy, logprob.detach())
+        return objective(stats, self.rows, old_logprob=self.old_logprob, advantage=self.advantage)[0]
+
+    def with_loss(self, logprob: Tensor, entropy: Tensor) -> Batch:
+        """The same batch, some updates after its samples were drawn: old log-probs around the true ones given.
+
+        No ratio lies within a thousandth of a bound, so that rounding decides nothing. The upstream gradients become
+        the loss's own, for the truth to use.
+        """
+        generator = torch.Generator().manual_seed(self.seed + 5)
+        ratio = torch.exp(0.2 * torch.randn(len(logprob), generator=generator))
+        for bound in (1 - CLIP[0], 1 + CLIP[1]):
+            ratio = torch.where((ratio - bound).abs() < 1e-3, bound + 2e-3, ratio)
+        batch = replace(self, old_logprob=(logprob - ratio.log().to(logprob)).float())
+        with torch.enable_grad():
+            leaves = [x.detach().float().requires_grad_() for x in (logprob, entropy)]
+            g = torch.autograd.grad(batch.loss_of(*leaves), leaves, allow_unused=True)
+        return replace(batch, g_logprob=g[0], g_entropy=torch.zeros_like(g[0]) if g[1] is None else g[1])
 
     def with_mean_loss(self) -> Batch:
         """The same batch with the upstream gradients that a mean cross entropy has."""
@@ -67,8 +102,12 @@ def make_batch(case: Case, device: torch.device, seed: int = 0) -> Batch:
     target = _draw_targets(case, index.numel(), generator, seed)
     g_logprob, g_entropy = torch.randn(2, index.numel(), generator=generator)
     labels = torch.full((case.tokens,), IGNORE).index_copy_(0, index, target)
+    advantage = torch.randn(index.numel(), generator=generator)
+    advantage[torch.rand(index.numel(), generator=generator) < case.zero_advantage] = 0.0
     rows = Rows.at(index.to(device), target.to(device), num_tokens=case.tokens)
-    return Batch(case, rows, labels.to(device), g_logprob.to(device), g_entropy.to(device), seed)
+    if len(rows) == case.tokens:
+        rows = Rows.every(target.to(device))
+    return Batch(case, rows, labels.to(device), g_logprob.to(device), g_entropy.to(device), seed, advantage.to(device))
 
 
 def scored_rows(tokens: int, response: float) -> Tensor:

@@ -21,6 +21,7 @@ from logitless.bench.inputs import Batch
 from logitless.bench.providers import Provider, Score, Scores, peer_file, plain, take_rows
 from logitless.linear import linear_logprobs
 from logitless.ops import logprobs
+from logitless.policy_loss import linear_policy_loss
 from logitless.spec import IGNORE, EntropyMode
 
 VERL_KERNEL = "_bench_verl_kernel"
@@ -48,11 +49,39 @@ def _load_compiled() -> Score:
 def _load_logitless() -> Score:
     def score(batch: Batch, hidden: Tensor, weight: Tensor) -> Scores:
         case = batch.case
-        allowed: dict[str, Any] = {} if case.memory is None else {"memory": case.memory}
+        allowed: dict[str, Any] = {} if case.memory is None or case.loss else {"memory": case.memory}
         out = linear_logprobs(hidden, weight, batch.rows, entropy=case.entropy, **allowed)
         return Scores(out.logprob, out.entropy)
 
     return score
+
+
+def _load_logitless_loss(into_buffer: bool) -> Callable[[], Score]:
+    def load() -> Score:
+        # Made in the first call, which is the one whose gradients are checked, and added to ever after.
+        buffers: list[Tensor] = []
+
+        def score(batch: Batch, hidden: Tensor, weight: Tensor) -> Scores:
+            options: dict[str, Any] = {} if batch.case.memory is None else {"memory": batch.case.memory}
+            if into_buffer:
+                if not buffers:
+                    buffers.append(torch.zeros(weight.shape, device=weight.device))
+                options["weight_grad"] = buffers[0]
+            loss, _, stats = linear_policy_loss(
+                hidden,
+                weight,
+                batch.rows,
+                batch.objective,
+                return_stats=True,
+                old_logprob=batch.old_logprob,
+                advantage=batch.advantage,
+                **options,
+            )
+            return Scores(stats.logprob, stats.entropy, loss, options.get("weight_grad"))
+
+        return score
+
+    return load
 
 
 def _load_logitless_logits() -> Score:
@@ -165,12 +194,21 @@ LIGER_OPS = "liger_kernel.ops"
 LINEAR_PROVIDERS: dict[str, Provider] = {
     "torch": Provider(lambda: _with_plain(plain_linear), rounds=True, note="logits in the operands' dtype"),
     "torch.compile": Provider(_load_compiled, rounds=True),
-    "logitless": Provider(_load_logitless),
+    "logitless": Provider(_load_logitless, note="in a loss: objective(linear_logprobs(...)), two passes"),
+    "logitless-loss": Provider(_load_logitless_loss(False), cases=(True,)),
+    "logitless-loss-buffer": Provider(
+        _load_logitless_loss(True), cases=(True,), note="d_weight added to a given float32 buffer"
+    ),
     "logitless-logits": Provider(
         _load_logitless_logits, rounds=True, note="logits in the operands' dtype, their gradient over them"
     ),
     "liger-flce": Provider(
-        _load_liger_flce("mean"), "mean loss", cuda_only=True, rounds=True, note="gradients in forward, for a mean loss"
+        _load_liger_flce("mean"),
+        "mean loss",
+        cuda_only=True,
+        rounds=True,
+        note="gradients in forward, for a mean loss",
+        cases=(False,),
     ),
     "liger-flce-none": Provider(_load_liger_flce("none"), "log-prob", cuda_only=True, rounds=True),
     "liger-chunked": Provider(

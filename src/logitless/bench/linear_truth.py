@@ -26,6 +26,13 @@ class _Statistics(NamedTuple):
 
 
 @torch.no_grad()
+def with_loss(batch: Batch, hidden: Tensor, weight: Tensor) -> Batch:
+    """The batch of a case that is a loss, with old log-probs around the true ones."""
+    statistics = _statistics(batch, hidden, weight)
+    return batch.with_loss(statistics.logprob, statistics.entropy)
+
+
+@torch.no_grad()
 def sample_linear_truth(batch: Batch, hidden: Tensor, weight: Tensor, count: int = 64) -> Truth:
     """The truth at ``count`` random rows of the hidden states, and at ``count`` rows of the weight."""
     token = sampled_tokens(batch, count)

@@ -32,11 +32,14 @@ from logitless.spec import IGNORE, EntropyMode
 class Scores(NamedTuple):
     """What a provider returns: ``[R]`` log-probs, and ``[R]`` entropies if it computes any.
 
-    One that knows only the mean cross entropy returns it, negated, without dimensions.
+    One that knows only the mean cross entropy returns it, negated, without dimensions. One that computes the case's
+    loss itself returns that too, and the buffer that the weight's gradient was added to, if it was.
     """
 
     logprob: Tensor
     entropy: Tensor | None
+    loss: Tensor | None = None
+    weight_grad: Tensor | None = None
 
 
 Score = Callable[..., Scores]
@@ -54,6 +57,7 @@ class Provider:
         note: one remark for the table.
         rounds: whether logits or running sums are in the operands' half precision, or small gradients are dropped. It
             is then held to that, and its errors tell.
+        cases: whether it takes part in cases that are not a loss, and in those that are.
     """
 
     load: Callable[[], Score]
@@ -61,6 +65,7 @@ class Provider:
     cuda_only: bool = False
     note: str = ""
     rounds: bool = False
+    cases: tuple[bool, ...] = (False, True)
 
     def entropy_of(self, wanted: EntropyMode) -> Computed:
         """The part of the wanted entropy that this provider computes."""

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from logitless.bench.cases import CASES, Case, select_cases, select_names
 from logitless.bench.inputs import Batch, fill_logits, fill_operands, hand_over, make_batch
+from logitless.bench.judgement import complaint_of
 from logitless.bench.linear_providers import LINEAR_PROVIDERS
-from logitless.bench.linear_truth import sample_linear_truth
+from logitless.bench.linear_truth import sample_linear_truth, with_loss
 from logitless.bench.measure import (
-    Errors,
     StopWatch,
     Times,
     Truth,
@@ -40,13 +40,6 @@ from logitless.bench.measure import (
 from logitless.bench.providers import PROVIDERS, Provider, Score, Scores, add_peers
 from logitless.bench.records import Environment, Record, append_records
 from logitless.errors import LogitlessError
-
-# Wrong means clearly wrong: the float32 sums of plain torch itself are off by up to 3e-5 on CPU, and count as right.
-VALUE_TOLERANCE = 1e-4
-# Half precision rounds up to three times on the way: the upstream gradient, an intermediate and the result.
-GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-# Of those who sum up hundreds of parts in half precision.
-ROUNDED_TOLERANCE = 0.1
 
 Report = Callable[[str], None]
 """Told what is about to happen, at most ``count_steps`` times."""
@@ -115,7 +108,9 @@ class Plan:
 
     def providers_of(self, case: Case) -> Mapping[str, Provider]:
         """Those who start from what the case starts from."""
-        return self.providers if case.hidden is None else self.linear_providers
+        if case.hidden is None:
+            return self.providers
+        return {n: p for n, p in self.linear_providers.items() if case.loss in p.cases}
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +135,8 @@ class Workspace:
             sizes = [(case.tokens, case.hidden), (case.vocab, case.hidden)]
         inputs = tuple(torch.empty(size, dtype=case.torch_dtype, device=device) for size in sizes)
         _fill(batch, inputs)
+        if case.loss:
+            batch = with_loss(batch, *inputs)
         fits = 5 * sum(x.nbytes for x in inputs) < _memory_of(device)
         return Workspace(batch, inputs, tuple(x.clone() for x in inputs) if fits else None)
 
@@ -251,6 +248,11 @@ def take_step(
     mark()
     scores = score(batch, *wanted, *frozen)
     mark()
+    if batch.case.loss:
+        loss = batch.loss_of(scores.logprob, scores.entropy) if scores.loss is None else scores.loss
+        gradients = torch.autograd.grad(loss, wanted, allow_unused=scores.weight_grad is not None)
+        mark()
+        return scores, gradients if scores.weight_grad is None else (gradients[0], scores.weight_grad)
     # A mean loss is asked for its own gradient, which is the one its authors save for it.
     g_logprob = batch.g_logprob if scores.logprob.dim() else -torch.ones((), device=scores.logprob.device)
     outputs, upstream = [scores.logprob], [g_logprob.to(scores.logprob.dtype)]
@@ -314,7 +316,7 @@ def _check(score: Score, record: Record, space: Workspace, rounds: bool) -> Cont
     truth = space.truth if scores.logprob.dim() else space.mean_truth
     gradient, d_weight = (*gradients, None, None)[:2]
     errors = compare(truth, scores.logprob, scores.entropy, gradient, record.computes, d_weight)
-    complaint = _complaint(errors, scores, truth, space.batch.case, rounds)
+    complaint = complaint_of(errors, scores, truth, space.batch.case, rounds)
     record = replace(record, errors=errors._asdict())
     if complaint:
         return replace(record, status="wrong", detail=complaint)
@@ -335,19 +337,25 @@ def _time_interleaved(
     From hidden states, the times of one to four products come with the records.
     """
     records = {name: contender.record for name, contender in contenders.items()}
+    turns: list[str | None] = [None, *contenders]
     gemms: list[list[float]] = []
     laps: dict[str, list[Times]] = {name: [] for name in contenders}
     for turn in range(repeats + 1):
         report(f"{space.batch.case.name}: " + (f"timing, round {turn} of {repeats}" if turn else "warming up"))
-        for name, contender in contenders.items():
+        # Each round begins with another, the products (None) among them: how hot the chip is then evens out.
+        begin = turn % len(turns)
+        for name in turns[begin:] + turns[:begin]:
+            if name is None:
+                gemms += _products(space) if turn else []
+                continue
             if records[name].status != "ok":
                 continue
-            outcome = _guarded(records[name], lambda contender=contender: _lap(contender.score, space))
+            score = contenders[name].score
+            outcome = _guarded(records[name], lambda score=score: _lap(score, space))
             if isinstance(outcome, Record):
                 records[name] = outcome
             elif turn:
                 laps[name].append(outcome)
-        gemms += _products(space) if turn else []
     medians = [statistics.median(times) for times in zip(*gemms, strict=True)] or None
     return {name: _with_times(record, laps[name], space) for name, record in records.items()}, medians
 
@@ -433,33 +441,6 @@ def _blank_record(case: Case, num_rows: int, bandwidth: float, environment: Envi
         bandwidth=bandwidth,
         environment=asdict(environment),
     )
-
-
-def _complaint(errors: Errors, scores: Scores, truth: Truth, case: Case, rounds: bool) -> str:
-    """What is wrong with the numbers, or nothing. Results in half precision are held to their own rounding.
-
-    Whoever rounds the logits is held to that of the largest one, and may lose the small gradients of ``weight_rest``.
-    """
-    slack = torch.finfo(case.torch_dtype).eps * truth.largest if rounds else 0.0
-    gradient = max(GRADIENT_TOLERANCE[dtype] for dtype in (case.torch_dtype, scores.logprob.dtype))
-    if rounds and case.torch_dtype != torch.float32:
-        gradient = ROUNDED_TOLERANCE
-    checks = [
-        ("log-prob", errors.logprob, max(slack, _allowed(scores.logprob, truth.logprob))),
-        ("entropy", errors.entropy, max(slack, _allowed(scores.entropy, truth.entropy))),
-        ("gradient", errors.gradient, gradient),
-        ("weight's gradient", errors.weight, gradient),
-        ("weight's gradient at no target", None if rounds else errors.weight_rest, gradient),
-    ]
-    # Written so that NaN, which is not below anything, is wrong.
-    wrong = [(what, off, limit) for what, off, limit in checks if off is not None and not off <= limit]
-    return ", ".join(f"{what} is off by {off:.1e}, allowed {limit:.1e}" for what, off, limit in wrong)
-
-
-def _allowed(result: Tensor | None, truth: Tensor) -> float:
-    if result is None or result.dtype == torch.float32:
-        return VALUE_TOLERANCE
-    return torch.finfo(result.dtype).eps * float(truth.abs().amax())
 
 
 def _memory_of(device: torch.device) -> int:

@@ -17,16 +17,22 @@ import triton
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from logitless.backends.contract import Problem
+from logitless.backends.contract import Problem, Running, over
 from logitless.backends.triton.kernels import (
     exponentials_kernel,
     gradient_from_kernel,
     gradient_kernel,
-    move_kernel,
+    mix_kernel,
+    narrowing_kernel,
     rescale_kernel,
     statistics_kernel,
 )
-from logitless.backends.triton.sizes import gradient_sizes, statistics_sizes
+from logitless.backends.triton.sizes import (
+    exponentials_sizes,
+    gradient_sizes,
+    narrowing_sizes,
+    statistics_sizes,
+)
 from logitless.errors import LogitlessError
 from logitless.softmax import Coefficients, Normaliser
 
@@ -45,7 +51,7 @@ def unavailable(logits: Tensor) -> str | None:
 def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
     """Same as :func:`logitless.backends.reference.statistics`, in one read of the rows."""
     _require_available(problem.logits)
-    num_rows = problem.index.numel()
+    num_rows = problem.num_rows
     stats = torch.empty((4, num_rows), dtype=torch.float32, device=problem.logits.device) if out is None else out
     if num_rows == 0:
         return stats
@@ -61,6 +67,7 @@ def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
             first=problem.first,
             part_stride=stats.stride(0),
             squash=problem.squash,
+            INDEXED=problem.index is not None,
             ENTROPY=problem.entropy,
             SOFTCAP=bool(problem.squash),
             **statistics_sizes(problem.logits.dtype, problem.columns),
@@ -71,12 +78,12 @@ def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
 def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor | None) -> None:
     """Same as :func:`logitless.backends.reference.gradient`: one read of the rows, one write of ``out``."""
     _require_available(problem.logits)
-    num_rows, (num_tokens, width) = problem.index.numel(), out.shape
-    if num_tokens == 0 or width == 0:
+    num_rows, (num_tokens, width) = problem.num_rows, out.shape
+    if num_rows == 0 or width == 0:
+        out.zero_()
         return
-    if out_index is None:
-        slot = problem.index
-    else:
+    slot = None
+    if out_index is not None:
         slot = torch.full((num_tokens,), -1, dtype=torch.int64, device=out.device)
         slot.index_copy_(0, out_index, torch.arange(num_rows, device=out.device))
     sizes = gradient_sizes(problem.logits.dtype, width)
@@ -99,73 +106,125 @@ def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor
             first=problem.first,
             width=width,
             squash=problem.squash,
+            INDEXED=slot is not None,
             PRODUCT=coef.product is not None,
             SOFTCAP=bool(problem.squash),
             **sizes,
         )
 
 
-def exponentials(problem: Problem, reference: Tensor, out: Tensor) -> None:
-    """Same as :func:`logitless.backends.reference.exponentials`."""
-    num_rows, sizes = problem.index.numel(), gradient_sizes(problem.logits.dtype, problem.columns)
-    if num_rows == 0 or problem.columns == 0:
-        return
+def gradient_over(problem: Problem, norm: Normaliser, coef: Coefficients, dtype: torch.dtype) -> Tensor:
+    """Same as :func:`logitless.backends.reference.gradient_over`: one read, one write, no second buffer."""
+    out = over(problem.logits, dtype)
+    if out.dtype == problem.logits.dtype:
+        gradient(problem, norm, coef, out, None)
+        return out
+    _require_available(problem.logits)
+    if problem.num_rows == 0 or problem.columns == 0:
+        return out
     with _on_device_of(out):
-        exponentials_kernel[(num_rows * triton.cdiv(problem.columns, sizes["BLOCK"]),)](
+        narrowing_kernel[(problem.num_rows,)](
             logits=problem.logits,
             column=problem.column,
             gain=problem.gain,
-            reference=reference,
+            reference=norm.reference,
+            log_sum=norm.log_sum,
+            plain=coef.plain,
+            product=coef.product,
+            at_target=coef.at_target,
             out=out,
             row_stride=problem.logits.stride(0),
             out_stride=out.stride(0),
             columns=problem.columns,
             first=problem.first,
             squash=problem.squash,
+            PRODUCT=coef.product is not None,
             SOFTCAP=bool(problem.squash),
-            **sizes,
+            **narrowing_sizes(problem.columns),
+        )
+    return out
+
+
+def exponentials(problem: Problem, stats: Tensor, running: Running, out: Tensor, slope: bool) -> None:
+    """Same as :func:`logitless.backends.reference.exponentials`, in one launch."""
+    if problem.num_rows == 0:
+        return
+    with _on_device_of(out):
+        exponentials_kernel[(problem.num_rows,)](
+            logits=problem.logits,
+            column=problem.column,
+            gain=problem.gain,
+            stats=stats,
+            reference=running.reference,
+            factor=running.factor,
+            out=out,
+            row_stride=problem.logits.stride(0),
+            out_stride=out.stride(0),
+            columns=problem.columns,
+            first=problem.first,
+            part_stride=stats.stride(0),
+            squash=problem.squash,
+            slack=running.slack,
+            ENTROPY=problem.entropy,
+            SOFTCAP=bool(problem.squash),
+            SLOPE=slope and bool(problem.squash),
+            FACTOR=running.factor is not None,
+            **exponentials_sizes(problem.columns),
         )
 
 
-def gradient_from(e: Tensor, problem: Problem, shift: Tensor, scale: Tensor, coef: Coefficients, out: Tensor) -> None:
+def gradient_from(problem: Problem, reference: Tensor, norm: Normaliser, coef: Coefficients, out: Tensor) -> None:
     """Same as :func:`logitless.backends.reference.gradient_from`."""
-    (num_rows, columns), sizes = e.shape, gradient_sizes(e.dtype, e.shape[1])
-    if num_rows == 0 or columns == 0:
+    e, sizes = problem.logits, gradient_sizes(problem.logits.dtype, problem.columns)
+    if problem.num_rows == 0 or problem.columns == 0:
         return
     with _on_device_of(out):
-        gradient_from_kernel[(num_rows * triton.cdiv(columns, sizes["BLOCK"]),)](
+        gradient_from_kernel[(problem.num_rows * triton.cdiv(problem.columns, sizes["BLOCK"]),)](
             exponentials=e,
             column=problem.column,
             gain=problem.gain,
-            shift=shift,
-            scale=scale,
+            moved=reference,
+            reference=norm.reference,
+            log_sum=norm.log_sum,
             plain=coef.plain,
             product=coef.product,
             at_target=coef.at_target,
             out=out,
             row_stride=e.stride(0),
             out_stride=out.stride(0),
-            columns=columns,
+            columns=problem.columns,
             first=problem.first,
+            squash=problem.squash,
             PRODUCT=coef.product is not None,
+            SOFTCAP=bool(problem.squash),
             **sizes,
         )
 
 
-def move(reference: Tensor, maximum: Tensor, slack: float, factor: Tensor) -> None:
-    """Same as :func:`logitless.backends.reference.move`, in one launch."""
-    if len(reference):
-        with _on_device_of(reference):
-            move_kernel[(triton.cdiv(len(reference), 256),)](
-                reference, maximum, factor, len(reference), slack, BLOCK=256
+def rescale(x: Tensor, factor: Tensor, out: Tensor) -> None:
+    """Same as :func:`logitless.backends.reference.rescale`."""
+    if x.numel():
+        with _on_device_of(x):
+            rescale_kernel[(x.shape[0],)](
+                x,
+                factor,
+                out,
+                x.stride(0),
+                out.stride(0),
+                x.shape[1],
+                ROWS=factor.dim() > 0,
+                IN_PLACE=out is x,
+                BLOCK=1024,
             )
 
 
-def rescale(x: Tensor, factor: Tensor) -> None:
-    """``x[i] *= factor[i]``, in place; rows with factor 1 are not read."""
+def mix(x: Tensor, by: Tensor, y: Tensor, index: Tensor, times: Tensor, out: Tensor) -> None:
+    """Same as :func:`logitless.backends.reference.mix`."""
     if x.numel():
         with _on_device_of(x):
-            rescale_kernel[(x.shape[0],)](x, factor, x.stride(0), x.shape[1], BLOCK=1024)
+            mix_kernel[(x.shape[0],)](
+                x, by, y, index, times, out, x.stride(0), y.stride(0), out.stride(0), x.shape[1], BLOCK=1024
+            )
 
 
 def _require_available(logits: Tensor) -> None:

@@ -59,6 +59,52 @@ def accumulate(b_z, m, b_s, b_w, ENTROPY: tl.constexpr):
     return m, b_s, b_w
 
 
+@triton.jit
+def row_statistics(
+    p_row,
+    columns,
+    a,
+    squash,
+    ENTROPY: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    EVICT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """``(m, s, w)`` of one row in one read."""
+    o_c = tl.arange(0, BLOCK)
+    m = float("-inf")
+    b_s = tl.zeros([BLOCK], dtype=tl.float32)
+    b_w = tl.zeros([BLOCK], dtype=tl.float32)
+    whole = (columns // BLOCK) * BLOCK
+    for c in tl.range(0, whole, BLOCK, num_stages=STAGES):
+        b_x = tl.load(p_row + c + o_c, eviction_policy=EVICT).to(tl.float32)
+        m, b_s, b_w = accumulate(transform(b_x, a, squash, SOFTCAP), m, b_s, b_w, ENTROPY)
+    if whole < columns:
+        m_c = whole + o_c < columns
+        b_x = tl.load(p_row + whole + o_c, mask=m_c, other=0.0).to(tl.float32)
+        b_z = tl.where(m_c, transform(b_x, a, squash, SOFTCAP), float("-inf"))
+        m, b_s, b_w = accumulate(b_z, m, b_s, b_w, ENTROPY)
+    return m, tl.sum(b_s, axis=0), tl.sum(b_w, axis=0)
+
+
+@triton.jit
+def target_logit(p_row, i_c, columns, a, squash, SOFTCAP: tl.constexpr):
+    """``z`` at column ``i_c``, or NaN if it is not one of these columns."""
+    t = float("nan")
+    if (i_c >= 0) & (i_c < columns):
+        t = transform(tl.load(p_row + i_c).to(tl.float32), a, squash, SOFTCAP)
+    return t
+
+
+@triton.jit
+def store_statistics(p_out, part_stride, m, s, w, t):
+    tl.store(p_out, m)
+    tl.store(p_out + part_stride, s)
+    tl.store(p_out + 2 * part_stride, w)
+    tl.store(p_out + 3 * part_stride, t)
+
+
 @triton.jit(do_not_specialize=["part_stride", "first"])
 def statistics_kernel(
     logits,
@@ -71,6 +117,7 @@ def statistics_kernel(
     first,
     part_stride,
     squash,
+    INDEXED: tl.constexpr,
     ENTROPY: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -81,34 +128,34 @@ def statistics_kernel(
     i_c = tl.load(column + i_r)
     p_out = stats + i_r
     if i_c == SKIP:
-        tl.store(p_out, 0.0)
-        tl.store(p_out + part_stride, 1.0)
-        tl.store(p_out + 2 * part_stride, 0.0)
-        tl.store(p_out + 3 * part_stride, 0.0)
+        store_statistics(p_out, part_stride, 0.0, 1.0, 0.0, 0.0)
     else:
-        p_row = logits + tl.load(index + i_r).to(tl.int64) * row_stride
+        i_t = i_r
+        if INDEXED:
+            i_t = tl.load(index + i_r).to(tl.int64)
+        p_row = logits + i_t * row_stride
         a = tl.load(gain + i_r)
-        o_c = tl.arange(0, BLOCK)
-        m = float("-inf")
-        b_s = tl.zeros([BLOCK], dtype=tl.float32)
-        b_w = tl.zeros([BLOCK], dtype=tl.float32)
-        whole = (columns // BLOCK) * BLOCK
-        for c in tl.range(0, whole, BLOCK, num_stages=STAGES):
-            b_x = tl.load(p_row + c + o_c, eviction_policy="evict_first").to(tl.float32)
-            m, b_s, b_w = accumulate(transform(b_x, a, squash, SOFTCAP), m, b_s, b_w, ENTROPY)
-        if whole < columns:
-            m_c = whole + o_c < columns
-            b_x = tl.load(p_row + whole + o_c, mask=m_c, other=0.0).to(tl.float32)
-            b_z = tl.where(m_c, transform(b_x, a, squash, SOFTCAP), float("-inf"))
-            m, b_s, b_w = accumulate(b_z, m, b_s, b_w, ENTROPY)
-        t = float("nan")
-        i_c -= first
-        if (i_c >= 0) & (i_c < columns):
-            t = transform(tl.load(p_row + i_c).to(tl.float32), a, squash, SOFTCAP)
-        tl.store(p_out, m)
-        tl.store(p_out + part_stride, tl.sum(b_s, axis=0))
-        tl.store(p_out + 2 * part_stride, tl.sum(b_w, axis=0))
-        tl.store(p_out + 3 * part_stride, t)
+        m, s, w = row_statistics(p_row, columns, a, squash, ENTROPY, SOFTCAP, "evict_first", BLOCK, STAGES)
+        t = target_logit(p_row, i_c - first, columns, a, squash, SOFTCAP)
+        store_statistics(p_out, part_stride, m, s, w, t)
+
+
+@triton.jit
+def gradient_block(
+    b_x, at, a, m, log_sum, plain, product, at_target, squash, PRODUCT: tl.constexpr, SOFTCAP: tl.constexpr
+):
+    """``dz = p * (plain + product * (z - m))`` of a block of logits, ``at_target`` at the target, times the slope."""
+    b_y = b_x
+    if SOFTCAP:
+        b_y = tanh(b_x * squash)
+    b_d = b_y * a - m
+    b_k = plain
+    if PRODUCT:
+        b_k = plain + product * tl.maximum(b_d, FLOOR)
+    b_dz = tl.where(at, at_target, tl.exp2((b_d - log_sum) * LOG2E) * b_k) * a
+    if SOFTCAP:
+        b_dz = b_dz * (squash * (1.0 - b_y * b_y))
+    return b_dz
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -130,6 +177,7 @@ def gradient_kernel(
     first,
     width,
     squash,
+    INDEXED: tl.constexpr,
     PRODUCT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -137,79 +185,51 @@ def gradient_kernel(
     """One block of one row of ``out`` per program: ``dz = p * (plain + product * (z - m))``, ``at_target`` there.
 
     The block is read before the same place is written, so ``out`` may be ``logits``. Rows without a slot, skipped
-    rows and padding columns get zero.
+    rows and padding columns get zero. Without an index nothing has to arrive before the block itself can be asked for.
     """
     num_blocks = tl.cdiv(width, BLOCK)
     i_t = (tl.program_id(0) // num_blocks).to(tl.int64)
     o_c = (tl.program_id(0) % num_blocks) * BLOCK + tl.arange(0, BLOCK)
-    m_out = o_c < width
+    m_out, m_c = o_c < width, o_c < columns
     p_out = out + i_t * out_stride + o_c
-    i_r = tl.load(slot + i_t)
-    i_c = tl.full([], SKIP, dtype=tl.int64)
-    if i_r >= 0:
-        i_c = tl.load(column + i_r)
-    if i_c == SKIP:
-        tl.store(p_out, tl.zeros([BLOCK], dtype=out.dtype.element_ty), mask=m_out)
+    i_r = i_t
+    if INDEXED:
+        i_r = tl.load(slot + i_t)
+        i_c = tl.full([], SKIP, dtype=tl.int64)
+        if i_r >= 0:
+            i_c = tl.load(column + i_r)
+        if i_c != SKIP:
+            i_t = tl.load(index + i_r).to(tl.int64)
+        # The rows of others are neither read nor written as anything but zero.
+        m_c = m_c & (i_c != SKIP)
+        i_r = tl.maximum(i_r, 0)
     else:
-        a = tl.load(gain + i_r)
-        m_c = o_c < columns
-        p_row = logits + tl.load(index + i_r).to(tl.int64) * row_stride
-        b_x = tl.load(p_row + o_c, mask=m_c, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        b_y = b_x
-        if SOFTCAP:
-            b_y = tanh(b_x * squash)
-        b_d = b_y * a - tl.load(reference + i_r)
-        b_p = tl.exp2((b_d - tl.load(log_sum + i_r)) * LOG2E)
-        b_k = tl.load(plain + i_r)
-        if PRODUCT:
-            b_k += tl.load(product + i_r) * tl.maximum(b_d, FLOOR)
-        b_dz = b_p * b_k
-        b_dz = tl.where(o_c + first == i_c, tl.load(at_target + i_r), b_dz) * a
-        if SOFTCAP:
-            b_dz = b_dz * (squash * (1.0 - b_y * b_y))
-        b_dz = tl.where(m_c, b_dz, 0.0)
-        tl.store(p_out, b_dz.to(out.dtype.element_ty), mask=m_out, eviction_policy="evict_first")
+        i_c = tl.load(column + i_r)
+    b_x = tl.load(logits + i_t * row_stride + o_c, mask=m_c, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    b_dz = gradient_block(
+        b_x,
+        o_c + first == i_c,
+        tl.load(gain + i_r),
+        tl.load(reference + i_r),
+        tl.load(log_sum + i_r),
+        tl.load(plain + i_r),
+        tl.load(product + i_r) if PRODUCT else 0.0,
+        tl.load(at_target + i_r),
+        squash,
+        PRODUCT,
+        SOFTCAP,
+    )
+    b_dz = tl.where(m_c & (i_c != SKIP), b_dz, 0.0)
+    tl.store(p_out, b_dz.to(out.dtype.element_ty), mask=m_out, eviction_policy="evict_first")
 
 
 @triton.jit(do_not_specialize=["first"])
-def exponentials_kernel(
+def narrowing_kernel(
     logits,
     column,
     gain,
     reference,
-    out,
-    row_stride,
-    out_stride,
-    columns,
-    first,
-    squash,
-    SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One block of one row per program: ``e^(z - reference)``, times ``1 - tanh^2`` if softcapped, 0 at the target."""
-    num_blocks = tl.cdiv(columns, BLOCK)
-    i_r = (tl.program_id(0) // num_blocks).to(tl.int64)
-    o_c = (tl.program_id(0) % num_blocks) * BLOCK + tl.arange(0, BLOCK)
-    m_c = o_c < columns
-    i_c = tl.load(column + i_r)
-    b_x = tl.load(logits + i_r * row_stride + o_c, mask=m_c, other=0.0).to(tl.float32)
-    b_y = b_x
-    if SOFTCAP:
-        b_y = tanh(b_x * squash)
-    b_e = tl.exp2((b_y * tl.load(gain + i_r) - tl.load(reference + i_r)) * LOG2E)
-    if SOFTCAP:
-        b_e = b_e * (1.0 - b_y * b_y)
-    b_e = tl.where((o_c + first == i_c) | (i_c == SKIP), 0.0, b_e)
-    tl.store(out + i_r * out_stride + o_c, b_e.to(out.dtype.element_ty), mask=m_c)
-
-
-@triton.jit(do_not_specialize=["first"])
-def gradient_from_kernel(
-    exponentials,
-    column,
-    gain,
-    shift,
-    scale,
+    log_sum,
     plain,
     product,
     at_target,
@@ -218,45 +238,180 @@ def gradient_from_kernel(
     out_stride,
     columns,
     first,
+    squash,
     PRODUCT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of one row per program: ``dz = e scale (plain + product (log e + shift))``, ``at_target`` there."""
+    """One row per program: its gradient, in fewer bytes per element, over the start of the row's own memory.
+
+    Blocks ascend, and a block is in registers before it is written: where it goes lies within what was read by then.
+    """
+    i_r = tl.program_id(0).to(tl.int64)
+    i_c = tl.load(column + i_r)
+    a, m, s = tl.load(gain + i_r), tl.load(reference + i_r), tl.load(log_sum + i_r)
+    k, target = tl.load(plain + i_r), tl.load(at_target + i_r)
+    k_z = tl.load(product + i_r) if PRODUCT else 0.0
+    o_b = tl.arange(0, BLOCK)
+    for c in range(0, columns, BLOCK):
+        o_c = c + o_b
+        m_c = o_c < columns
+        b_x = tl.load(logits + i_r * row_stride + o_c, mask=m_c, other=0.0).to(tl.float32)
+        b_dz = gradient_block(b_x, o_c + first == i_c, a, m, s, k, k_z, target, squash, PRODUCT, SOFTCAP)
+        b_dz = tl.where(i_c == SKIP, 0.0, b_dz)
+        # All of the block's threads must have read before any of them writes.
+        tl.debug_barrier()
+        tl.store(out + i_r * out_stride + o_c, b_dz.to(out.dtype.element_ty), mask=m_c)
+
+
+@triton.jit
+def exponential(b_x, unread, a, reference, squash, SOFTCAP: tl.constexpr, SLOPE: tl.constexpr):
+    """``e^(z - reference)`` of a block, times ``1 - tanh^2`` if asked for; 0 where ``unread``."""
+    b_y = b_x
+    if SOFTCAP:
+        b_y = tanh(b_x * squash)
+    b_e = tl.exp2((b_y * a - reference) * LOG2E)
+    if SLOPE:
+        b_e = b_e * (1.0 - b_y * b_y)
+    return tl.where(unread, 0.0, b_e)
+
+
+@triton.jit(do_not_specialize=["part_stride", "first"])
+def exponentials_kernel(
+    logits,
+    column,
+    gain,
+    stats,
+    reference,
+    factor,
+    out,
+    row_stride,
+    out_stride,
+    columns,
+    first,
+    part_stride,
+    squash,
+    slack,
+    ENTROPY: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SLOPE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One row per program: its statistics, a reference that follows its maximum, and ``e^(z - reference)``.
+
+    The second read of the row finds it in cache. The target's place gets 0, and so does all of a skipped row.
+    """
+    i_r = tl.program_id(0).to(tl.int64)
+    i_c = tl.load(column + i_r)
+    p_row = logits + i_r * row_stride
+    a = tl.load(gain + i_r)
+    m, s, w = row_statistics(p_row, columns, a, squash, ENTROPY, SOFTCAP, "", BLOCK, STAGES)
+    t = target_logit(p_row, i_c - first, columns, a, squash, SOFTCAP)
+    skip = i_c == SKIP
+    store_statistics(
+        stats + i_r,
+        part_stride,
+        tl.where(skip, 0.0, m),
+        tl.where(skip, 1.0, s),
+        tl.where(skip, 0.0, w),
+        tl.where(skip, 0.0, t),
+    )
+    old = tl.load(reference + i_r)
+    moves = (m > old + slack) & (m != float("-inf")) & (i_c != SKIP)
+    new = tl.where(moves, m, old)
+    tl.store(reference + i_r, new)
+    if FACTOR:
+        tl.store(factor + i_r, tl.where(moves, tl.exp2((old - new) * LOG2E), 1.0))
+    p_out = out + i_r * out_stride
+    i_c -= first
+    o_c = tl.arange(0, BLOCK)
+    whole = (columns // BLOCK) * BLOCK
+    for c in tl.range(0, whole, BLOCK, num_stages=STAGES):
+        b_x = tl.load(p_row + c + o_c, eviction_policy="evict_first").to(tl.float32)
+        b_e = exponential(b_x, (c + o_c == i_c) | skip, a, new, squash, SOFTCAP, SLOPE)
+        tl.store(p_out + c + o_c, b_e.to(out.dtype.element_ty))
+    if whole < columns:
+        m_c = whole + o_c < columns
+        b_x = tl.load(p_row + whole + o_c, mask=m_c, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        b_e = exponential(b_x, (whole + o_c == i_c) | skip, a, new, squash, SOFTCAP, SLOPE)
+        tl.store(p_out + whole + o_c, b_e.to(out.dtype.element_ty), mask=m_c)
+
+
+@triton.jit(do_not_specialize=["first"])
+def gradient_from_kernel(
+    exponentials,
+    column,
+    gain,
+    moved,
+    reference,
+    log_sum,
+    plain,
+    product,
+    at_target,
+    out,
+    row_stride,
+    out_stride,
+    columns,
+    first,
+    squash,
+    PRODUCT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block of one row per program: the gradient from ``e^(z - moved)``, ``at_target`` at the target.
+
+    ``p = e e^(moved - m) / s`` and ``z - m = log e + moved - m``. ``out`` may be the exponentials themselves.
+    """
     num_blocks = tl.cdiv(columns, BLOCK)
     i_r = (tl.program_id(0) // num_blocks).to(tl.int64)
     o_c = (tl.program_id(0) % num_blocks) * BLOCK + tl.arange(0, BLOCK)
     m_c = o_c < columns
-    i_c = tl.load(column + i_r)
     b_e = tl.load(exponentials + i_r * row_stride + o_c, mask=m_c, other=1.0).to(tl.float32)
+    i_c = tl.load(column + i_r)
+    a = tl.load(gain + i_r)
+    b_log = tl.log2(tl.maximum(b_e, TINY)) * LN2
+    top = tl.load(moved + i_r)
+    shift = top - tl.load(reference + i_r)
     b_k = tl.load(plain + i_r)
     if PRODUCT:
-        b_k += tl.load(product + i_r) * (tl.log2(tl.maximum(b_e, TINY)) * LN2 + tl.load(shift + i_r))
-    b_dz = b_e * tl.load(scale + i_r) * b_k
-    b_dz = tl.where(o_c + first == i_c, tl.load(at_target + i_r), b_dz) * tl.load(gain + i_r)
+        b_k += tl.load(product + i_r) * (b_log + shift)
+    b_dz = b_e * tl.exp2((shift - tl.load(log_sum + i_r)) * LOG2E) * b_k
+    if SOFTCAP:
+        b_y = (b_log + top) / a
+        b_dz = b_dz * (1.0 - b_y * b_y)
+    b_dz = tl.where(o_c + first == i_c, tl.load(at_target + i_r), b_dz) * a
+    if SOFTCAP:
+        b_dz = b_dz * squash
     b_dz = tl.where(i_c == SKIP, 0.0, b_dz)
     tl.store(out + i_r * out_stride + o_c, b_dz.to(out.dtype.element_ty), mask=m_c)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def move_kernel(reference, maximum, factor, num_rows, slack, BLOCK: tl.constexpr):
-    """A running reference: up to the maximum where that exceeds it by more than slack; ``factor = e^(old - new)``."""
-    o_r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    m_r = o_r < num_rows
-    b_old = tl.load(reference + o_r, mask=m_r, other=0.0)
-    b_top = tl.load(maximum + o_r, mask=m_r, other=0.0)
-    b_moves = (b_top > b_old + slack) & (b_top != float("-inf"))
-    b_new = tl.where(b_moves, b_top, b_old)
-    tl.store(reference + o_r, b_new, mask=m_r)
-    tl.store(factor + o_r, tl.where(b_moves, tl.exp2((b_old - b_new) * LOG2E), 1.0), mask=m_r)
+@triton.jit
+def rescale_kernel(
+    x, factor, out, row_stride, out_stride, columns, ROWS: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """``out[i] = x[i] * factor[i]``, one row per program. In place, rows with factor 1, nearly all, are not read."""
+    i_r = tl.program_id(0).to(tl.int64)
+    f = tl.load(factor + i_r) if ROWS else tl.load(factor)
+    if (not IN_PLACE) | (f != 1.0):
+        for c in range(0, columns, BLOCK):
+            o_c = c + tl.arange(0, BLOCK)
+            m_c = o_c < columns
+            b_x = tl.load(x + i_r * row_stride + o_c, mask=m_c, other=0.0).to(tl.float32)
+            tl.store(out + i_r * out_stride + o_c, (b_x * f).to(out.dtype.element_ty), mask=m_c)
 
 
 @triton.jit
-def rescale_kernel(x, factor, row_stride, columns, BLOCK: tl.constexpr):
-    """``x[i] *= factor[i]``, one row per program; rows with factor 1, nearly all of them, are not read."""
+def mix_kernel(x, by, y, index, times, out, x_stride, y_stride, out_stride, columns, BLOCK: tl.constexpr):
+    """``out[i] = x[i] * by[i] + y[index[i]] * times[i]``, one row per program."""
     i_r = tl.program_id(0).to(tl.int64)
-    f = tl.load(factor + i_r)
-    if f != 1.0:
-        for c in range(0, columns, BLOCK):
-            o_c = c + tl.arange(0, BLOCK)
-            p_x = x + i_r * row_stride + o_c
-            tl.store(p_x, tl.load(p_x, mask=o_c < columns, other=0.0) * f, mask=o_c < columns)
+    i_y = tl.load(index + i_r).to(tl.int64)
+    b, t = tl.load(by + i_r), tl.load(times + i_r)
+    for c in range(0, columns, BLOCK):
+        o_c = c + tl.arange(0, BLOCK)
+        m_c = o_c < columns
+        b_x = tl.load(x + i_r * x_stride + o_c, mask=m_c, other=0.0).to(tl.float32)
+        b_y = tl.load(y + i_y * y_stride + o_c, mask=m_c, other=0.0).to(tl.float32)
+        tl.store(out + i_r * out_stride + o_c, (b_x * b + b_y * t).to(out.dtype.element_ty), mask=m_c)

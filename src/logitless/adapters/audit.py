@@ -1,0 +1,235 @@
+"""``audit=k``: k random rows of every call, computed again in float64 and compared.
+
+    pick k rows that have a target  ->  their logits in float64  ->  log-prob and entropy  ->  worst difference so far
+
+The truth is written out in plain torch and shares no code with what it judges. Rows are drawn from a generator of the
+audit's own: torch's random state is never touched, and ranks that make the same calls look at the same rows. A
+comparison waits for the device, which is why it is off unless asked for.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.collectives import gather_over
+from logitless.errors import LogitlessError
+from logitless.spec import Head, VocabShard
+
+SEED = 0x106171E55
+TOLERANCE = 1e-5
+"""Largest difference, relative to max(1, |truth|), that is no news; one rounding to the result's dtype comes on top."""
+
+SLAB_BYTES = 64 * 2**20
+"""Float64 copy of the head's weight that is made at a time."""
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """What an audit has seen.
+
+    Attributes:
+        rows: results compared with float64 so far.
+        worst: largest ``|ours - truth| / max(1, |truth|)``; NaN or infinity if something was not finite.
+        where: host function and result of the worst, or None while nothing was compared.
+        passed: no difference was above its tolerance.
+    """
+
+    rows: int = 0
+    worst: float = 0.0
+    where: str | None = None
+    passed: bool = True
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "nothing compared yet"
+        verdict = "" if self.passed else ", ABOVE TOLERANCE"
+        return f"{self.rows} results compared, worst difference {self.worst:.3g} ({self.where}){verdict}"
+
+
+class Audit:
+    """Running comparison with float64 of ``rows`` random rows per call; with 0, every method returns at once.
+
+    >>> audit = Audit(rows=2)
+    >>> logits = torch.zeros(3, 4)
+    >>> audit.of_logits("f", logits, torch.tensor([0, 1, 2]), logprob=torch.full((3,), -1.386294361))
+    >>> print(audit.report())
+    2 results compared, worst difference 2.75e-09 (f logprob)
+    """
+
+    def __init__(self, rows: int = 0, seed: int = SEED) -> None:
+        if type(rows) is not int or rows < 0:
+            raise LogitlessError(f"audit: wanted a number of rows per call, 0 for none, but got {rows!r}.")
+        self._rows = rows
+        self._generator = torch.Generator().manual_seed(seed)
+        self._lock = threading.Lock()
+        self._report = AuditReport()
+
+    def __bool__(self) -> bool:
+        return self._rows > 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Audit:
+        """A copy of a patched model reports to the same audit."""
+        return self
+
+    def report(self) -> AuditReport:
+        return self._report
+
+    def of_logits(
+        self,
+        where: str,
+        logits: Tensor,
+        target: Tensor,
+        *,
+        logprob: Tensor | None = None,
+        entropy: Tensor | None = None,
+        head: Head | None = None,
+        shard: VocabShard | None = None,
+    ) -> None:
+        """Compare results of rows of logits.
+
+        Args:
+            where: name of the host function, for the report.
+            logits: ``[..., V]`` as the host gave them, before temperature; under a shard, its part.
+            target: ``[...]`` ids; rows whose id is outside the vocabulary are not looked at, hosts differ there.
+            logprob, entropy: results of any shape with one entry per row, or None.
+            head, shard: as for :func:`logitless.logprobs`.
+        """
+        if not self:
+            return
+        flat = logits.detach().reshape(-1, logits.shape[-1])
+        chosen = self._choose(target, _vocab_size(flat.shape[1], head, shard))
+        self._judge(where, flat[chosen].double(), target, chosen, logprob, entropy, head, shard)
+
+    def of_hidden(
+        self,
+        where: str,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        *,
+        bias: Tensor | None = None,
+        logprob: Tensor | None = None,
+        entropy: Tensor | None = None,
+        head: Head | None = None,
+        shard: VocabShard | None = None,
+        match: str | None = None,
+    ) -> None:
+        """The same for ``[..., D]`` hidden states and the ``[V, D]`` weight they are multiplied with.
+
+        Under ``match`` the host wants logits rounded to that dtype: the tolerance grows by what the rounding can do.
+        """
+        if not self:
+            return
+        flat = hidden.detach().reshape(-1, hidden.shape[-1])
+        chosen = self._choose(target, _vocab_size(weight.shape[0], head, shard))
+        rows = flat[chosen].double()
+        step = max(1, SLAB_BYTES // (8 * max(1, weight.shape[1])))
+        with torch.autocast(flat.device.type, enabled=False):
+            logits = torch.cat([rows @ slab.double().T for slab in weight.detach().split(step)], dim=1)
+        if bias is not None:
+            logits += bias.detach().double()
+        slack = 0.0 if match is None else _rounding(logits, getattr(torch, match), head or Head())
+        self._judge(where, logits, target, chosen, logprob, entropy, head, shard, slack)
+
+    def compare(self, where: str, ours: Tensor, truth: Tensor, slack: float = 0.0) -> None:
+        """Compare any result of ours with a float64 one of the same shape; slack is added to the tolerance."""
+        if not self or not ours.numel():
+            return
+        wide, truth = ours.detach().double().cpu(), truth.detach().cpu()
+        same = (wide == truth) | (wide.isnan() & truth.isnan())
+        difference = torch.where(same, 0.0, (wide - truth).abs() / truth.abs().clamp_min(1.0))
+        self._note(where, difference, TOLERANCE + torch.finfo(ours.dtype).eps + slack)
+
+    def _choose(self, target: Tensor, vocab_size: int) -> Tensor:
+        flat = target.detach().reshape(-1)
+        scored = ((flat >= 0) & (flat < vocab_size)).nonzero().squeeze(1)
+        with self._lock:
+            order = torch.randperm(len(scored), generator=self._generator)
+        return scored[order[: self._rows].to(scored.device)]
+
+    def _judge(
+        self,
+        where: str,
+        logits: Tensor,
+        target: Tensor,
+        chosen: Tensor,
+        logprob: Tensor | None,
+        entropy: Tensor | None,
+        head: Head | None,
+        shard: VocabShard | None,
+        slack: float = 0.0,
+    ) -> None:
+        truths = _truth(logits, target.reshape(-1)[chosen], _rows_of(head or Head(), chosen), shard)
+        for name, ours, truth in zip(("logprob", "entropy"), (logprob, entropy), truths, strict=True):
+            if ours is not None:
+                self.compare(f"{where} {name}", ours.detach().reshape(-1)[chosen.to(ours.device)], truth, slack)
+
+    def _note(self, where: str, difference: Tensor, tolerance: float) -> None:
+        # A NaN anywhere is the maximum to torch, and nothing is above a tolerance by accident of a comparison.
+        worst = float(difference.max())
+        with self._lock:
+            seen = self._report
+            # Once NaN, the worst stays NaN.
+            new = seen.where is None or not (worst <= seen.worst or math.isnan(seen.worst))
+            failed = not worst <= tolerance
+            self._report = AuditReport(
+                rows=seen.rows + difference.numel(),
+                worst=worst if new else seen.worst,
+                where=where if new else seen.where,
+                passed=seen.passed and not failed,
+            )
+        if failed and seen.passed:
+            warnings.warn(
+                f"logitless audit: {where} differs from float64 by {worst:.3g}, above the tolerance {tolerance:.3g}. "
+                f"Further differences are kept in logitless.status() without a warning.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _vocab_size(width: int, head: Head | None, shard: VocabShard | None) -> int:
+    padded = width if shard is None else shard.vocab_size
+    return padded if head is None or head.vocab_size is None else head.vocab_size
+
+
+def _rounding(logits: Tensor, dtype: torch.dtype, head: Head) -> float:
+    """How far a log-prob moves when its logit and the others are rounded to the dtype, each by half a unit or one."""
+    coldest = float(torch.as_tensor(head.temperature).min())
+    largest = float(logits.abs().max()) if logits.numel() else 0.0
+    return 2 * torch.finfo(dtype).eps * largest * abs(head.scale) / coldest
+
+
+def _rows_of(head: Head, chosen: Tensor) -> Head:
+    if not isinstance(head.temperature, Tensor):
+        return head
+    return replace(head, temperature=head.temperature.reshape(-1)[chosen.to(head.temperature.device)])
+
+
+def _truth(logits: Tensor, target: Tensor, head: Head, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
+    """``[k]`` log-probs and entropies in float64 from ``[k, V]`` raw logits, of one shard or of all of them."""
+    start = 0 if shard is None else shard.start
+    here = max(0, min(_vocab_size(logits.shape[1], head, shard) - start, logits.shape[1]))
+    z = logits[:, :here] * head.scale
+    z = z if head.softcap is None else head.softcap * torch.tanh(z / head.softcap)
+    t = head.temperature
+    z = z / (t.to(z)[:, None] if isinstance(t, Tensor) else t)
+    if shard is not None and shard.group is not None:
+        z = _whole_rows(z, shard)
+        start = 0
+    logp = torch.log_softmax(z, dim=1)
+    entropy = -torch.where(logp == -torch.inf, 0.0, logp.exp() * logp).sum(1)
+    return logp.gather(1, (target - start)[:, None]).squeeze(1), entropy
+
+
+def _whole_rows(z: Tensor, shard: VocabShard) -> Tensor:
+    """``[k, V]`` from the shards of all ranks: one gather of k rows, each shard padded to the whole width."""
+    padded: Any = z.new_full((z.shape[0], shard.vocab_size), -torch.inf)
+    padded[:, shard.start : shard.start + z.shape[1]] = z
+    return gather_over(shard.group, padded).amax(0)

@@ -1,0 +1,316 @@
+"""Megatron-Core: its two cross entropies, and an output processor that scores hidden states.
+
+    vocab_parallel_cross_entropy, fused_vocab_parallel_cross_entropy        replaced by install("megatron")
+    GPTModel.forward(..., output_processor=output_processor, output_processor_context=Scoring(...))       from 0.18 on
+    with scoring(model, Scoring(...)): model(...)                                                         before that
+
+The output processor needs no installing: the model hands it the hidden states instead of multiplying them with the
+head, and what it returns is the model's output. Left to Megatron and counted as passed on: label smoothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.adapters.audit import Audit
+from logitless.adapters.patching import Host, Option, Replacement, plain_signature
+from logitless.adapters.shards import check_ids, even_shard
+from logitless.errors import LogitlessError
+from logitless.kept import Kept
+from logitless.linear import linear_logprobs
+from logitless.ops import logprobs
+from logitless.rows import Rows
+from logitless.spec import EntropyMode, Head, TokenStats
+
+OVERWRITE = ("float32", "always", "never")
+
+
+# The cross entropies.
+
+
+def make_cross_entropy(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``vocab_parallel_cross_entropy``, over the group that ``parallel_state`` knows."""
+
+    def vocab_parallel_cross_entropy(
+        vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0
+    ) -> Any:
+        if label_smoothing != 0.0:
+            return NotImplemented
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_tensor_model_parallel_group()
+        return _cross_entropy("cross entropy", vocab_parallel_logits, target, group, options)
+
+    return vocab_parallel_cross_entropy
+
+
+def make_fused_cross_entropy(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``fused_vocab_parallel_cross_entropy``; gradients keep the dtype of the logits."""
+
+    def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any) -> Tensor:
+        return _cross_entropy("fused cross entropy", vocab_parallel_logits, target, tp_group, options)
+
+    return fused_vocab_parallel_cross_entropy
+
+
+def _cross_entropy(where: str, logits: Tensor, target: Tensor, group: Any, options: Mapping[str, Any]) -> Tensor:
+    """``[s, b]`` float32 losses from ``[s, b, V']`` logits."""
+    audit: Audit = options["audit"]
+    check_ids("target", target, tuple(logits.shape[:-1]))
+    shard, target = even_shard(group, logits.shape[-1]), target.long()
+    out = logprobs(logits, target, shard=shard, overwrite_logits=_may_overwrite(logits, options["overwrite_logits"]))
+    audit.of_logits(where, logits, target, logprob=out.logprob, shard=shard)
+    return out.logprob.float()
+
+
+def _may_overwrite(logits: Tensor, rule: str) -> bool:
+    """Megatron writes over float32 logits whoever holds them; ours only where nobody else can."""
+    wanted = rule == "always" or (rule == "float32" and logits.dtype == torch.float32)
+    return wanted and logits.requires_grad and not logits.is_leaf and not logits._is_view() and logits.is_contiguous()
+
+
+# The output processor.
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """What the output processor is asked for: the ``output_processor_context`` of a forward pass.
+
+    Args:
+        rows: which tokens to score, made for the local ``[b, s]`` batch (``Rows.padded``) or pack (``Rows.packed``);
+            None scores every position against the ``labels`` given to the model.
+        entropy, head, kept, memory: as for :func:`logitless.linear_logprobs`.
+
+    >>> Scoring(head=Head(temperature=0.7), entropy="value").entropy
+    'value'
+    """
+
+    rows: Rows | None = None
+    entropy: EntropyMode = None
+    head: Head | None = None
+    kept: Kept | None = None
+    memory: int | str = "256MiB"
+
+
+def output_processor(
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None = None,
+    labels: Tensor | None = None,
+    context: Scoring | None = None,
+    scale_logits: Callable[[Tensor], Tensor] | None = None,
+    **_: Any,
+) -> TokenStats:
+    """Log-probs, entropy and log Z from the hidden states of a ``GPTModel``, without its logits.
+
+    Pass it to ``GPTModel.forward`` as ``output_processor``; Megatron gives it the keywords.
+
+    Args:
+        hidden_states: ``[s, b, h]``, ``[s / TP, b, h]`` under sequence parallelism.
+        output_layer: the model's ``ColumnParallelLinear``; its group, sequence parallelism and gradient accumulation
+            fusion are honoured.
+        output_weight: the weight shared with the embedding, or None for the layer's own.
+        labels: ``[b, s]`` next tokens, used where the context has no rows; -100 leaves a position out.
+        context: :class:`Scoring`.
+        scale_logits: the model's own scaling of logits, a multiplication.
+
+    Returns:
+        :class:`TokenStats` of ``[R]`` tensors in the order of the rows, or ``[b, s]`` for labels. Megatron's
+        half-precision wrapper makes a plain tuple of it.
+    """
+    asked = Scoring() if context is None else context
+    if not isinstance(asked, Scoring):
+        raise LogitlessError(f"output_processor: context must be a Scoring or None but is {type(context).__name__}.")
+    if hidden_states.dim() != 3:
+        raise LogitlessError(f"output_processor: hidden_states must be [s, b, h] but is {list(hidden_states.shape)}.")
+    weight = output_layer.weight if output_weight is None else output_weight
+    shard = even_shard(_group_of(output_layer), weight.shape[0])
+    split = shard is not None and bool(output_layer.sequence_parallel)
+    length = hidden_states.shape[0] * (shard.group.size() if shard is not None and split else 1)
+    plan = _plan(asked.rows, labels, length, hidden_states.shape[1])
+    main_grad = _main_grad(output_layer, weight)
+    out = linear_logprobs(
+        hidden_states,
+        weight if main_grad is None else _into_main_grad(weight),
+        plan,
+        bias=output_layer.bias,
+        entropy=asked.entropy,
+        head=_scaled(asked.head or Head(), scale_logits),
+        shard=shard,
+        kept=asked.kept,
+        hidden_grad="partial" if getattr(output_layer, "disable_grad_reduce", False) else "reduced",
+        sequence_parallel=split,
+        weight_grad=main_grad,
+        memory=asked.memory,
+    )
+    if asked.rows is not None:
+        return out
+    return TokenStats(*(None if x is None else x.T.contiguous() for x in out))  # pyright: ignore[reportArgumentType]
+
+
+@contextmanager
+def scoring(model: Any, context: Scoring) -> Iterator[None]:
+    """For Megatron-Core before 0.18: inside the block, ``model(...)`` returns what :func:`output_processor` returns.
+
+    Args:
+        model: a ``GPTModel``, wrapped or not. Stages before the last are left alone.
+        context: what to score.
+    """
+    gpt = model
+    while hasattr(gpt, "module"):
+        gpt = gpt.module
+    _check_model(gpt)
+
+    def postprocess(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(type(gpt)._postprocess).bind(gpt, hidden_states, *args, **kwargs).arguments
+        tied = gpt.shared_embedding_or_output_weight() if gpt.share_embeddings_and_output_weights else None
+        labels = given.get("labels")
+        shared = {"output_layer": gpt.output_layer, "output_weight": tied, "labels": labels, "context": context}
+        return output_processor(hidden_states=hidden_states, **shared)
+
+    if gpt.post_process:
+        gpt._postprocess = postprocess
+    try:
+        yield
+    finally:
+        vars(gpt).pop("_postprocess", None)
+
+
+POSTPROCESS = (
+    "(self, hidden_states, input_ids, position_ids, labels, rotary_pos_emb, rotary_pos_cos, rotary_pos_sin, "
+    "mtp_in_postprocess=None, loss_mask=None, decoder_input=None, attention_mask=None, inference_params=None, "
+    "packed_seq_params=None, sequence_len_offset=None, runtime_gather_output=None, extra_block_kwargs=None, "
+    "inference_context=None)"
+)
+
+
+def _check_model(gpt: Any) -> None:
+    method = getattr(type(gpt), "_postprocess", None)
+    if method is None:
+        raise LogitlessError(f"scoring: model must be a GPTModel, wrapped or not, but holds a {type(gpt).__name__}.")
+    if "output_processor" in inspect.signature(type(gpt).forward).parameters:
+        raise LogitlessError(
+            "scoring: this Megatron-Core has the hook itself. Call the model with output_processor=output_processor, "
+            "output_processor_context=context instead."
+        )
+    if plain_signature(method) != POSTPROCESS:
+        raise LogitlessError(
+            f"scoring: {type(gpt).__name__}._postprocess has the signature {plain_signature(method)}, but this stands "
+            f"in for {POSTPROCESS}. Tested with Megatron-Core {', '.join(HOST.versions)}."
+        )
+    if getattr(gpt.config, "mtp_num_layers", None):
+        raise LogitlessError("scoring: multi-token prediction is computed where scoring stands in. Turn it off.")
+    if "_postprocess" in vars(gpt):
+        raise LogitlessError("scoring: this model is being scored already. One block at a time.")
+
+
+def _plan(rows: Rows | None, labels: Tensor | None, length: int, batch: int) -> Rows | Tensor:
+    """Rows of ``[s, b]`` tokens from rows of a ``[b, s]`` batch, or the labels turned the same way."""
+    if rows is None:
+        if labels is None:
+            raise LogitlessError("output_processor: nothing to score. Give Scoring(rows=...), or labels to the model.")
+        check_ids("output_processor: labels", labels, (batch, length))
+        return labels.long().T.contiguous()
+    if rows.num_tokens is not None and rows.num_tokens != length * batch:
+        raise LogitlessError(
+            f"output_processor: rows were made for {rows.num_tokens} tokens ({list(rows.token_shape or ())}) but the "
+            f"model has {batch} x {length}."
+        )
+    if batch == 1:
+        return rows
+    index = rows.index % length * batch + rows.index // length
+    return replace(rows, index=index, token_shape=(length, batch), in_order=False)
+
+
+def _group_of(output_layer: Any) -> Any:
+    group = getattr(output_layer, "tp_group", None)
+    if group is not None:
+        return group
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def _scaled(head: Head, scale_logits: Callable[[Tensor], Tensor] | None) -> Head:
+    if scale_logits is None:
+        return head
+    zero, one, two = scale_logits(torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64)).tolist()
+    if zero != 0 or one == 0 or two != 2 * one:
+        raise LogitlessError(
+            f"output_processor: scale_logits must multiply but turns 0, 1, 2 into {zero}, {one}, {two}. "
+            f"Say what it does in Scoring(head=Head(...)) and pass scale_logits=None."
+        )
+    return replace(head, scale=head.scale * one)
+
+
+def _main_grad(output_layer: Any, weight: Tensor) -> Tensor | None:
+    """Megatron's float32 gradient buffer, if the layer was told to add to it by itself."""
+    buffer = getattr(weight, "main_grad", None)
+    fused = getattr(output_layer, "gradient_accumulation_fusion", False) and weight.requires_grad
+    # A buffer of another dtype is added to by Megatron's own hook, from weight.grad.
+    return buffer if fused and buffer is not None and buffer.dtype == torch.float32 else None
+
+
+def _into_main_grad(weight: Tensor) -> Tensor:
+    return _IntoMainGrad.apply(weight)  # pyright: ignore[reportReturnType]
+
+
+class _IntoMainGrad(torch.autograd.Function):
+    """The weight as it is; backward tells Megatron's hook that the gradient is in ``main_grad`` already."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.weight.grad_added_to_main_grad = True
+        # Megatron's hook wants some gradient to have arrived; this one holds a single number.
+        return torch.zeros((), dtype=ctx.weight.dtype, device=ctx.weight.device).expand_as(ctx.weight)
+
+
+def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
+    if options["overwrite_logits"] not in OVERWRITE:
+        raise LogitlessError(
+            f'install("megatron"): overwrite_logits must be one of {", ".join(OVERWRITE)} but is '
+            f"{options['overwrite_logits']!r}."
+        )
+    return [
+        Replacement(
+            module="megatron.core.tensor_parallel.cross_entropy",
+            name="vocab_parallel_cross_entropy",
+            signature="(vocab_parallel_logits, target, label_smoothing=0.0)",
+            make=make_cross_entropy,
+            also_in=("megatron.core.tensor_parallel",),
+        ),
+        Replacement(
+            module="megatron.core.fusions.fused_cross_entropy",
+            name="fused_vocab_parallel_cross_entropy",
+            signature="(vocab_parallel_logits, target, tp_group)",
+            make=make_fused_cross_entropy,
+            also_in=("megatron.core.models.common.language_module.language_module",),
+        ),
+    ]
+
+
+HOST = Host(
+    name="megatron",
+    package="megatron.core",
+    versions=("0.16",),
+    replacements=_replacements,
+    options={
+        "overwrite_logits": Option(
+            "float32", "logits that the gradient may be written over in backward: float32 (as Megatron), always, never"
+        ),
+    },
+    distribution="megatron-core",
+)

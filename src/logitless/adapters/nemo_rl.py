@@ -1,0 +1,413 @@
+"""NeMo-RL: next-token log-probs of its Megatron and DTensor policies, and its negative entropy.
+
+    from_parallel_logits_to_logprobs, ..._packed_sequences      [B, S / CP, V'] logits  ->  float32 [B, S - 1]
+    get_next_token_logprobs_from_logits                         the same, and the path without any group
+    dtensor_from_parallel_logits_to_logprobs                    the order of torch's context parallelism (seq_index)
+    from_parallel_hidden_states_to_logprobs                     [S / TP, B, H] hidden states, without logits
+    ChunkedDistributedEntropy.apply                             sum of p log p: minus the entropy
+    apply_temperature_scaling                                   kept off log-probs
+
+Top-k and top-p are NeMo-RL's own filter, on 256 rows at a time; a target that it filters out is -inf. NeMo-RL divides
+the log-probs of its fused head by the temperature. Ours divides the logits, by ``fused_temperature``, and refuses a run
+that asks for another one. Left to NeMo-RL and counted as passed on: the scaling of logits, and DTensor logits on
+their way to ``dtensor_from_parallel_logits_to_logprobs``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from logitless.adapters.audit import Audit
+from logitless.adapters.held import entropy_of_logits, without_outside
+from logitless.adapters.packs import packed_plan, padded_plan, split_over
+from logitless.adapters.patching import Host, Option, Replacement
+from logitless.adapters.shards import check_ids, even_shard, shard_between, vocabulary_of
+from logitless.collectives import gather_over
+from logitless.errors import LogitlessError
+from logitless.kept import Kept
+from logitless.linear import linear_logprobs
+from logitless.ops import logprobs
+from logitless.spec import IGNORE, Head, TokenStats, VocabShard
+
+HALF: dict[torch.dtype, Literal["bfloat16", "float16"]] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+FILTERED_ROWS = 256
+"""Rows that are sorted at a time under top-k or top-p, as NeMo-RL does."""
+
+
+# From logits.
+
+
+def make_unpacked(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``from_parallel_logits_to_logprobs``."""
+
+    def from_parallel_logits_to_logprobs(
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        vocab_start_index: int,
+        vocab_end_index: int,
+        tp_group: Any,
+        inference_only: bool = False,
+        cp_group: Any = None,
+        chunk_size: int | None = None,
+        sampling_params: Any = None,
+    ) -> Tensor:
+        shard = shard_between(tp_group, vocab_start_index, vocab_end_index)
+        more = (shard, cp_group, chunk_size, sampling_params, options)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+            return _lines(vocab_parallel_logits, target, *more)
+
+    return from_parallel_logits_to_logprobs
+
+
+def make_packed(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``from_parallel_logits_to_logprobs_packed_sequences``: one collective for all sequences."""
+
+    def from_parallel_logits_to_logprobs_packed_sequences(
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        cu_seqlens_padded: Tensor,
+        unpacked_seqlen: int,
+        vocab_start_index: int,
+        vocab_end_index: int,
+        group: Any,
+        inference_only: bool = False,
+        cp_group: Any = None,
+        chunk_size: int | None = None,
+        sampling_params: Any = None,
+        target_is_pre_rolled: bool = False,
+    ) -> Tensor:
+        logits, shard = vocab_parallel_logits, shard_between(group, vocab_start_index, vocab_end_index)
+        if logits.dim() != 3 or logits.shape[0] != 1:
+            raise LogitlessError(f"vocab_parallel_logits must be [1, T / CP, V'] but is {list(logits.shape)}.")
+        plan = packed_plan(cu_seqlens_padded, logits.shape[1], unpacked_seqlen, cp_group, logits.device)
+        ranks = 1 if plan.group is None or target_is_pre_rolled else plan.group.size()
+        check_ids("target", target, (1, logits.shape[1] * ranks))
+        ids = target[0, plan.index] if target_is_pre_rolled else target[0, plan.source]
+        more = (shard, chunk_size, sampling_params, options)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+            return plan.spread(_score("packed", logits, plan.index, ids, *more), grad="sum")
+
+    return from_parallel_logits_to_logprobs_packed_sequences
+
+
+def make_next_token(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``get_next_token_logprobs_from_logits``."""
+
+    def get_next_token_logprobs_from_logits(
+        input_ids: Tensor,
+        next_token_logits: Tensor,
+        seq_index: Tensor | None = None,
+        vocab_parallel_rank: int | None = None,
+        vocab_parallel_group: Any = None,
+        context_parallel_group: Any = None,
+        sampling_params: Any = None,
+        chunk_size: int | None = None,
+    ) -> Any:
+        if vocab_parallel_group is None and hasattr(next_token_logits, "device_mesh"):
+            return NotImplemented
+        columns, shard, cp_group = next_token_logits.shape[-1], None, None
+        if vocab_parallel_group is not None:
+            if vocab_parallel_rank is None:
+                raise LogitlessError("vocab_parallel_rank must be given with vocab_parallel_group but is None.")
+            start, cp_group = vocab_parallel_rank * columns, context_parallel_group
+            shard = shard_between(vocab_parallel_group, start, start + columns)
+        return _lines(next_token_logits, input_ids, shard, cp_group, chunk_size, sampling_params, options)
+
+    return get_next_token_logprobs_from_logits
+
+
+def make_dtensor(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``dtensor_from_parallel_logits_to_logprobs``: local logits, targets as a DTensor."""
+
+    def dtensor_from_parallel_logits_to_logprobs(
+        vocab_parallel_logits: Tensor,
+        target: Any,
+        vocab_start_index: int,
+        vocab_end_index: int,
+        tp_group: Any,
+        inference_only: bool = False,
+        seq_index: Tensor | None = None,
+        chunk_size: int | None = None,
+        sampling_params: Any = None,
+    ) -> Tensor:
+        shard = shard_between(tp_group, vocab_start_index, vocab_end_index)
+        more = (shard, chunk_size, sampling_params, options)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+            if _cp_size(target) > 1:
+                return _in_torch_order(vocab_parallel_logits, target, seq_index, *more)
+            target = target.full_tensor() if hasattr(target, "full_tensor") else target
+            return _lines(vocab_parallel_logits, target, shard, None, *more[1:])
+
+    return dtensor_from_parallel_logits_to_logprobs
+
+
+def _lines(
+    logits: Tensor,
+    target: Tensor,
+    shard: VocabShard | None,
+    cp_group: Any,
+    chunk_size: int | None,
+    sampling: Any,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """``[B, S - 1]`` from ``[B, S / CP, V']`` logits, zigzag over the context-parallel ranks, and ``[B, S]`` ids."""
+    if logits.dim() != 3 or target.dim() != 2 or target.shape[0] != logits.shape[0]:
+        raise LogitlessError(
+            f"logits must be [B, S / CP, V'] and ids [B, S] but they are {list(logits.shape)} and {list(target.shape)}."
+        )
+    batch, length = target.shape
+    check_ids("ids", target, (batch, length))
+    plan = padded_plan(batch, length, logits.shape[1], cp_group, logits.device)
+    ids = target.to(logits.device).reshape(-1)[plan.source]
+    return plan.spread(_score("lines", logits, plan.index, ids, shard, chunk_size, sampling, options), grad="sum")
+
+
+def _in_torch_order(
+    logits: Tensor,
+    target: Any,
+    seq_index: Tensor | None,
+    shard: VocabShard | None,
+    chunk_size: int | None,
+    sampling: Any,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """The sequence as torch's context parallelism shuffles it: ``seq_index`` is the place of each token in it."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if seq_index is None:
+        raise LogitlessError("seq_index must say how the sequence is split over context-parallel ranks but is None.")
+    order = seq_index.argsort()
+    shifted = target.full_tensor()[:, order].roll(-1, dims=-1)[:, seq_index]
+    ids = distribute_tensor(shifted, target.device_mesh, target.placements).to_local()
+    check_ids("the local part of target", ids, tuple(logits.shape[:-1]))
+    index = torch.arange(ids.numel(), device=ids.device)
+    values = _score("torch order", logits, index, ids.reshape(-1), shard, chunk_size, sampling, options)
+    whole = DTensor.from_local(values.view(ids.shape), target.device_mesh, target.placements).full_tensor()
+    return whole[:, order][:, :-1]
+
+
+def _score(
+    where: str,
+    logits: Tensor,
+    index: Tensor,
+    target: Tensor,
+    shard: VocabShard | None,
+    chunk_size: int | None,
+    sampling: Any,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """``[R]`` float32 log-probs of rows ``index``, ascending; -inf where the sampler's filter drops the target."""
+    # NeMo-RL's chunk of rows, as bytes of float32 logits.
+    shared: dict[str, Any] = {"shard": shard, "memory": 4 * chunk_size * logits.shape[-1] if chunk_size else "16MiB"}
+
+    def spread(x: Tensor, fill: int) -> Tensor:
+        return x.new_full((logits.shape[:-1].numel(),), fill).index_copy(0, index, x)
+
+    def score(ids: Tensor) -> TokenStats:
+        # One target for every row, so that no index has to be checked on the host.
+        every = spread(ids, IGNORE).view(logits.shape[:-1])
+        if not _filters(sampling):
+            out = logprobs(logits, every, **shared)
+            options["audit"].of_logits(where, logits, every, logprob=out.logprob, shard=shard)
+            return TokenStats(out.logprob.reshape(-1)[index], None, out.log_z.reshape(-1)[index])
+        kept, lengths, present = _filtered(logits, index, ids, shard, sampling)
+        out = logprobs(logits, every, kept=Kept(kept, spread(lengths, 0)), **shared)
+        logprob = out.logprob.reshape(-1)[index].masked_fill(~present, -torch.inf)
+        return TokenStats(logprob, None, out.log_z.reshape(-1)[index])
+
+    return without_outside(target.long(), vocabulary_of(shard, logits.shape[-1]), score).float()
+
+
+@torch.no_grad()
+def _filtered(
+    logits: Tensor, index: Tensor, target: Tensor, shard: VocabShard | None, sampling: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids that NeMo-RL's filter keeps in the columns held here, how many in each row, and whether the target is one."""
+    keep_of = importlib.import_module("nemo_rl.algorithms.logits_sampling_utils").apply_top_k_top_p
+    start, width = 0 if shard is None else shard.start, logits.shape[-1]
+    flat = logits.reshape(-1, width)
+    ids, lengths, present = [index[:0]], [index[:0]], [index[:0].bool()]
+    for rows, targets in zip(index.split(FILTERED_ROWS), target.split(FILTERED_ROWS), strict=True):
+        part = flat[rows].float()
+        whole = part if shard is None else gather_over(shard.group, part).transpose(0, 1).flatten(1)
+        keep = keep_of(whole, top_k=sampling.top_k, top_p=sampling.top_p)[1]
+        here = keep[:, start : start + width]
+        ids.append(here.nonzero()[:, 1] + start)
+        lengths.append(here.sum(1))
+        present.append(keep.gather(1, targets[:, None])[:, 0])
+    return torch.cat(ids), torch.cat(lengths), torch.cat(present)
+
+
+# From hidden states.
+
+
+def make_hidden(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``from_parallel_hidden_states_to_logprobs``."""
+    audit: Audit = options["audit"]
+
+    def from_parallel_hidden_states_to_logprobs(
+        tensor_parallel_hidden_states: Tensor,
+        output_weight_layer: Tensor,
+        runtime_gather_output: bool,
+        target: Tensor,
+        vocab_start_index: int,
+        vocab_end_index: int,
+        tp_group: Any,
+        inference_only: bool = False,
+        cp_group: Any = None,
+        chunk_size: int | None = None,
+    ) -> Tensor:
+        hidden, weight = tensor_parallel_hidden_states, output_weight_layer
+        if split_over(cp_group)[1] is not None:
+            raise LogitlessError("the fused head knows no context parallelism: cp_group must be None or of one rank.")
+        shard = shard_between(tp_group, vocab_start_index, vocab_end_index)
+        ranks = 1 if shard is None else shard.group.size()
+        check_ids("target", target, (hidden.shape[1], hidden.shape[0] * ranks))
+        match = None if options["accurate"] else HALF.get(hidden.dtype)
+        shared: dict[str, Any] = {"head": Head(options["fused_temperature"]), "shard": shard, "match": match}
+
+        def score(ids: Tensor) -> TokenStats:
+            split = {"sequence_parallel": shard is not None, "memory": options["memory"]}
+            out = linear_logprobs(hidden, weight, ids, **split, **shared)
+            if audit:
+                tokens = hidden.detach() if shard is None else gather_over(shard.group, hidden.detach()).flatten(0, 1)
+                audit.of_hidden("hidden states", tokens, weight, ids, logprob=out.logprob, **shared)
+            return out
+
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+            # The last position has no next token: it is scored with the first, and dropped.
+            shifted = target.long().roll(-1, dims=-1).T.contiguous()
+            values = without_outside(shifted, vocabulary_of(shard, weight.shape[0]), score)
+        return values.float().T[:, :-1]
+
+    return from_parallel_hidden_states_to_logprobs
+
+
+def make_temperature(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``apply_temperature_scaling``: logits are left to NeMo-RL, log-probs are left alone."""
+
+    def apply_temperature_scaling(logits: Tensor, sampling_params: Any) -> Any:
+        if logits.dim() != 2:
+            return NotImplemented
+        asked = 1.0 if sampling_params is None else sampling_params.temperature
+        if asked != options["fused_temperature"]:
+            raise LogitlessError(
+                f"the fused head scored at temperature {options['fused_temperature']} but this run samples at {asked}. "
+                f'Use install("nemo_rl", fused_temperature={asked}).'
+            )
+        return logits
+
+    return apply_temperature_scaling
+
+
+# Entropy.
+
+
+def make_entropy(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``ChunkedDistributedEntropy.apply``: ``[B, S]`` of sum p log p."""
+
+    def apply(vocab_parallel_logits: Tensor, chunk_size: int, tp_group: Any, inference_only: bool = False) -> Tensor:
+        logits = vocab_parallel_logits
+        if logits.dim() != 3:
+            raise LogitlessError(f"vocab_parallel_logits must be [B, S, V'] but is {list(logits.shape)}.")
+        shard = even_shard(tp_group, logits.shape[-1])
+        return -entropy_of_logits("entropy", logits, options["audit"], grad=not inference_only, shard=shard).float()
+
+    return apply
+
+
+def _filters(sampling: Any) -> bool:
+    """Whether the sampling parameters leave tokens out; None, -1 and 1.0 mean that they do not."""
+    if sampling is None:
+        return False
+    return (sampling.top_k is not None and sampling.top_k > 0) or sampling.top_p not in (None, 1.0)
+
+
+def _cp_size(target: Any) -> int:
+    mesh = getattr(target, "device_mesh", None)
+    names = () if mesh is None or mesh.mesh_dim_names is None else mesh.mesh_dim_names
+    return mesh.shape[names.index("cp")] if mesh is not None and "cp" in names else 1
+
+
+def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
+    Head(temperature=options["fused_temperature"])
+    module, losses, train = (
+        "nemo_rl.distributed.model_utils",
+        "nemo_rl.algorithms.loss.utils",
+        "nemo_rl.models.megatron.train",
+    )
+    bounds = "vocab_start_index, vocab_end_index"
+    tail = "inference_only=False, cp_group=None, chunk_size=None"
+    return [
+        Replacement(
+            module=module,
+            name="from_parallel_logits_to_logprobs",
+            signature=f"(vocab_parallel_logits, target, {bounds}, tp_group, {tail}, sampling_params=None)",
+            make=make_unpacked,
+            also_in=(train,),
+        ),
+        Replacement(
+            module=module,
+            name="from_parallel_logits_to_logprobs_packed_sequences",
+            signature=f"(vocab_parallel_logits, target, cu_seqlens_padded, unpacked_seqlen, {bounds}, group, {tail}, "
+            "sampling_params=None, target_is_pre_rolled=False)",
+            make=make_packed,
+            also_in=(losses, train),
+        ),
+        Replacement(
+            module=module,
+            name="get_next_token_logprobs_from_logits",
+            signature="(input_ids, next_token_logits, seq_index=None, vocab_parallel_rank=None, "
+            "vocab_parallel_group=None, context_parallel_group=None, sampling_params=None, chunk_size=None)",
+            make=make_next_token,
+            also_in=(losses,),
+        ),
+        Replacement(
+            module=module,
+            name="dtensor_from_parallel_logits_to_logprobs",
+            signature=f"(vocab_parallel_logits, target, {bounds}, tp_group, inference_only=False, seq_index=None, "
+            "chunk_size=None, sampling_params=None)",
+            make=make_dtensor,
+        ),
+        Replacement(
+            module=module,
+            name="from_parallel_hidden_states_to_logprobs",
+            signature="(tensor_parallel_hidden_states, output_weight_layer, runtime_gather_output, target, "
+            f"{bounds}, tp_group, {tail})",
+            make=make_hidden,
+        ),
+        Replacement(
+            module=module,
+            name="ChunkedDistributedEntropy.apply",
+            signature="(ctx, vocab_parallel_logits, chunk_size, tp_group, inference_only=False)",
+            signature_of="ChunkedDistributedEntropy.forward",
+            make=make_entropy,
+        ),
+        Replacement(
+            module=train,
+            name="apply_temperature_scaling",
+            signature="(logits, sampling_params)",
+            make=make_temperature,
+            optional=True,
+        ),
+    ]
+
+
+HOST = Host(
+    name="nemo_rl",
+    package="nemo_rl",
+    versions=("0.6",),
+    replacements=_replacements,
+    options={
+        "accurate": Option(False, "float32 logits of half-precision hidden states instead of NeMo-RL's rounding"),
+        "fused_temperature": Option(1.0, "sampling temperature, for the fused head: it divides the logits"),
+        "memory": Option("256MiB", "working memory of the fused head"),
+    },
+    distribution="nemo-rl",
+)

@@ -1,0 +1,420 @@
+"""Transformers: a causal LM whose forward answers with log-probs of chosen rows, and never builds their logits.
+
+    model = patch(model)
+    out = model(input_ids, attention_mask=mask, rows=rows, entropy="value")     out.logprob, out.entropy, out.log_z
+    model(input_ids)                                                            as before: generation, evaluation
+
+Without ``rows`` the model's own forward runs. With them the backbone runs, and the head is called with the rows instead
+of being multiplied out: as a module, so that FSDP gathers its weight, unless tensor parallelism made it a shard.
+
+What a model does to its logits (scale, softcap, bias) is read from its configuration and then proven: ``verify`` blows
+the hidden states up and compares with the model's own logits. A head that does anything else is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from logitless.adapters.audit import Audit, AuditReport
+from logitless.adapters.patching import Host, Option, Replacement, suggestion
+from logitless.checks import resolve_rows
+from logitless.errors import LogitlessError
+from logitless.kept import Kept
+from logitless.linear import linear_logprobs
+from logitless.spec import EntropyMode, Head, TokenStats, VocabShard, shard_of
+
+TESTED = (
+    "cohere",
+    "cohere2",
+    "deepseek_v3",
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "phi",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+)
+"""Values of ``config.model_type`` that may be patched without ``verify``."""
+
+OPTIONS = ("backend", "batch_invariant", "match", "memory", "tf32")
+"""Keywords of ``linear_logprobs`` that ``patch`` passes on."""
+
+SIZES = (30.0, 1000.0)
+"""Spread of the logits in a verification: a softcap or a scale that was missed is far off at one of them."""
+
+COARSEST = 2.0**-11
+"""Products are not trusted to more than TF32 keeps, whatever the dtype."""
+
+
+class CausalLMScores(NamedTuple):
+    """What a patched model returns for rows.
+
+    Attributes:
+        logprob, entropy, log_z: as in :class:`logitless.TokenStats`.
+        backbone: the backbone's own output: hidden states, router logits, and what else was asked for.
+    """
+
+    logprob: Tensor
+    entropy: Tensor | None
+    log_z: Tensor
+    backbone: Any
+
+
+@dataclass(frozen=True, eq=False)
+class _Patch:
+    """What was decided when the model was patched."""
+
+    original: Callable[..., Any]
+    head: Head
+    options: Mapping[str, Any]
+    shard: VocabShard | None
+    audit: Audit = field(default_factory=Audit)
+
+
+@dataclass(frozen=True, eq=False)
+class _Question:
+    """What the head is asked instead of logits."""
+
+    rows: Any
+    entropy: EntropyMode
+    kept: Kept | None
+    head: Head
+    shard: VocabShard | None
+    options: Mapping[str, Any]
+
+
+def patch(model: Any, *, verify: bool = True, audit: int | Audit = 0, **options: Any) -> Any:
+    """Teach a causal LM's forward the keywords ``rows``, ``entropy``, ``temperature`` and ``kept``.
+
+    Same as ``logprobs(model(...).logits, rows, entropy=entropy, head=Head(temperature))``, without the logits.
+
+    Args:
+        model: a transformers causal LM, before it is wrapped by PEFT, FSDP or DDP.
+        verify: compare with the model's own logits on a few random tokens, in evaluation mode; three small forwards.
+            Without it, only the families in ``TESTED`` are accepted.
+        audit: rows of every call that are compared with float64; see :func:`audit_of`.
+        options: ``memory``, ``match``, ``batch_invariant``, ``backend`` and ``tf32`` of
+            :func:`logitless.linear_logprobs`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        LogitlessError: the model's head is not a plain linear layer with a known scale and softcap.
+    """
+    for name in options:
+        if name not in OPTIONS:
+            raise LogitlessError(f"patch: there is no option {name!r}.{suggestion(name, OPTIONS)}")
+    if "_logitless" in vars(model):
+        raise LogitlessError("patch: this model is already patched. Call unpatch(model) first.")
+    layer = _check_model(model)
+    if not verify and model.config.model_type not in TESTED:
+        raise LogitlessError(
+            f"patch: {model.config.model_type} is not one of the tested families ({', '.join(TESTED)}). "
+            f"Leave verify=True, so that its head is compared with ours."
+        )
+    shard = shard_of(layer.weight) if _is_tensor_parallel(model, layer) else None
+    audit = audit if isinstance(audit, Audit) else Audit(audit)
+    model._logitless = _Patch(model.forward, _head_of(model), options, shard)
+    model.forward = MethodType(_wrap_forward(type(model).forward), model)
+    if shard is None:
+        layer.forward = MethodType(_layer_forward, layer)
+    if verify:
+        try:
+            _verify(model)
+        except LogitlessError:
+            unpatch(model)
+            raise
+    # From here on: blown-up hidden states are not what the audit is for.
+    model._logitless = replace(model._logitless, audit=audit)
+    return model
+
+
+def unpatch(model: Any) -> None:
+    """Put a patched model back."""
+    if "_logitless" not in vars(model):
+        raise LogitlessError("unpatch: this model is not patched.")
+    ours = getattr(vars(model).get("forward"), "__func__", None)
+    if not getattr(ours, "_is_logitless", False):
+        raise LogitlessError("unpatch: model.forward was replaced by someone else since. Undo that first.")
+    patched: _Patch = model._logitless
+    del model.forward, model._logitless
+    if patched.original != model.forward:
+        # It was an attribute of this very model, as TRL's fused head is.
+        model.forward = patched.original
+    if patched.shard is None:
+        vars(model.get_output_embeddings()).pop("forward", None)
+
+
+def audit_of(model: Any) -> AuditReport:
+    """What the audit of a patched model has seen."""
+    if "_logitless" not in vars(model):
+        raise LogitlessError("audit_of: this model is not patched.")
+    return model._logitless.audit.report()
+
+
+def _wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    # The signature stays the original's: generate() and Trainer read it.
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, rows: Any = None, **kwargs: Any) -> Any:
+        if rows is not None:
+            return _score(self, rows, args, kwargs)
+        for name in ("entropy", "temperature", "kept"):
+            if name in kwargs:
+                raise LogitlessError(f"{type(self).__name__}.forward: {name} was given without rows.")
+        return self._logitless.original(*args, **kwargs)
+
+    forward._is_logitless = True  # pyright: ignore[reportAttributeAccessIssue]
+    return forward
+
+
+def _score(
+    model: Any,
+    rows: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> CausalLMScores:
+    """Backbone, then the head's answer for the rows."""
+    name, patched = f"{type(model).__name__}.forward", model._logitless
+    entropy, temperature, kept = (kwargs.pop(key, default) for key, default in _KEYWORDS)
+    inputs = {**_by_name(name, type(model).forward, args), **kwargs}
+    for refused in ("labels", "logits_to_keep", "shift_labels"):
+        # As a name, logits_to_keep may arrive with its default.
+        given = inputs.pop(refused, None)
+        if given is not None and not (type(given) is int and given == 0):
+            raise LogitlessError(f"{name}: {refused} cannot go with rows, which say what is scored. Drop {refused}.")
+    backbone = model.base_model(**{"use_cache": False, **inputs})
+    layer = model.get_output_embeddings()
+    hidden = backbone.last_hidden_state
+    if hasattr(hidden, "full_tensor"):
+        raise LogitlessError(
+            f"{name}: the hidden states are a DTensor. Give the last norm a plan that replicates them."
+        )
+    hidden = hidden.to(layer.weight.device)
+    question = _Question(
+        rows, entropy, kept, replace(patched.head, temperature=temperature), patched.shard, patched.options
+    )
+    stats = _ask(name, layer, hidden, question)
+    _audit(name, patched.audit, layer, hidden, question, stats)
+    return CausalLMScores(*stats, backbone)
+
+
+def _by_name(name: str, forward: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
+    """Positional arguments by name: the backbone's parameters need not be in the same order."""
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    if len(args) > sum(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters):
+        raise LogitlessError(f"{name}: {len(args)} positional arguments cannot be told apart. Pass them by name.")
+    return {parameter.name: value for parameter, value in zip(parameters, args, strict=False)}
+
+
+_KEYWORDS = (("entropy", None), ("temperature", 1.0), ("kept", None))
+
+
+def _ask(name: str, layer: Any, hidden: Tensor, question: _Question) -> TokenStats:
+    if question.shard is not None:
+        return _answer(layer, hidden, question)
+    if getattr(layer.forward, "__func__", None) is not _layer_forward:
+        raise LogitlessError(
+            f"{name}: the head is now {type(layer).__name__}, not the linear layer that was patched. An adapter on the "
+            f"head changes the logits in ways that are not followed here: leave the head out of it."
+        )
+    return layer(hidden, question)
+
+
+def _layer_forward(self: nn.Linear, hidden: Tensor, question: _Question | None = None) -> Any:
+    """The head's forward: logits, or answers."""
+    return nn.Linear.forward(self, hidden) if question is None else _answer(self, hidden, question)
+
+
+def _answer(layer: Any, hidden: Tensor, question: _Question) -> TokenStats:
+    return linear_logprobs(
+        hidden,
+        layer.weight,
+        question.rows,
+        bias=_local(layer.bias),
+        entropy=question.entropy,
+        head=question.head,
+        shard=question.shard,
+        kept=question.kept,
+        **question.options,
+    )
+
+
+def _local(x: Any) -> Any:
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def _audit(name: str, audit: Audit, layer: Any, hidden: Tensor, question: _Question, stats: TokenStats) -> None:
+    """Kept ids change the log-prob, so that only the entropy can be judged there."""
+    if not audit:
+        return
+    rows, _ = resolve_rows(name, question.rows)
+    audit.of_hidden(
+        name,
+        hidden.detach().reshape(-1, hidden.shape[-1]).index_select(0, rows.index),
+        _local(layer.weight).to(hidden.dtype),
+        rows.target,
+        bias=_local(layer.bias),
+        logprob=stats.logprob if question.kept is None else None,
+        entropy=stats.entropy,
+        head=question.head,
+        shard=question.shard,
+        match=question.options.get("match"),
+    )
+
+
+# What a model's head is.
+
+
+def _check_model(model: Any) -> nn.Linear:
+    missing = [name for name in ("base_model", "get_output_embeddings", "config") if not hasattr(model, name)]
+    if missing:
+        raise LogitlessError(
+            f"patch: model must be a transformers causal LM but {type(model).__name__} has no {missing[0]}. Patch the "
+            f"model itself, before it is wrapped."
+        )
+    layer = model.get_output_embeddings()
+    if layer is None or model.base_model is model:
+        raise LogitlessError(f"patch: {type(model).__name__} has no language-model head on top of a backbone.")
+    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+        raise LogitlessError(
+            f"patch: the head must be a torch.nn.Linear but is {type(layer).__name__}, which may change the logits."
+        )
+    if "forward" in vars(layer) and not _is_tensor_parallel(model, layer):
+        raise LogitlessError("patch: the forward of the head was replaced by someone else. Undo that first.")
+    return layer
+
+
+def _is_tensor_parallel(model: Any, layer: nn.Linear) -> bool:
+    """Whether the head is a shard by the model's tensor-parallel plan; FSDP's shards are gathered, not scored."""
+    return (getattr(model, "tp_size", None) or 1) > 1 and hasattr(layer.weight, "placements")
+
+
+def _head_of(model: Any) -> Head:
+    """Scale and softcap by the names that configurations give them. Whether that is all of it, ``_verify`` says."""
+    config = model.config.get_text_config()
+    scale = 1.0
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling"):
+        value = getattr(config, name, None)
+        if value is not None:
+            divides = name == "logits_scaling" and config.model_type != "hyperclovax"
+            scale = 1 / value if divides else float(value)
+            break
+    return Head(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
+
+
+def _verify(model: Any) -> None:
+    """Raise unless our log-probs and entropies are those of the model's own logits, at several sizes of logits."""
+    layer = model.get_output_embeddings()
+    if any(x.is_meta for x in model.parameters()):
+        raise LogitlessError("patch: the weights are on the meta device, so that nothing can be verified. Load them.")
+    generator = torch.Generator().manual_seed(0)
+    draw = functools.partial(torch.randint, model.config.get_text_config().vocab_size, (2, 7), generator=generator)
+    ids, target = (draw().to(model.base_model.get_input_embeddings().weight.device) for _ in range(2))
+    target = target.to(layer.weight.device)
+    with torch.no_grad(), _in_evaluation(model):
+        spread = float(_own_logits(model, ids, 1.0).float().std())
+        for size in SIZES if spread > 0 else ():
+            logp = torch.log_softmax(_own_logits(model, ids, size / spread).double(), -1)
+            with _scaled(model, size / spread):
+                ours = model(ids, rows=target, entropy="value")
+            own = logp.gather(-1, target[..., None]).squeeze(-1), -(logp.exp() * logp).sum(-1)
+            off = max(float((a - b).abs().max()) for a, b in zip(own, (ours.logprob, ours.entropy), strict=True))
+            # Largest logits are a few times their spread, and each is rounded in the head's dtype.
+            allowed = 8 * size * max(torch.finfo(layer.weight.dtype).eps, COARSEST)
+            if not off <= allowed:
+                raise LogitlessError(
+                    f"patch: log-probs from the hidden states of {type(model).__name__} are off by {off:.3g} from its "
+                    f"own logits (allowed {allowed:.3g}, logits of size {size:g}). Its head does more than multiply, "
+                    f"add a bias, scale by {model._logitless.head.scale:g} and cap at "
+                    f"{model._logitless.head.softcap}: it cannot be patched."
+                )
+        if not spread > 0:
+            raise LogitlessError("patch: the model's logits are all the same or not finite: nothing can be verified.")
+
+
+def _own_logits(model: Any, ids: Tensor, factor: float) -> Tensor:
+    with _scaled(model, factor):
+        return model._logitless.original(ids, use_cache=False).logits
+
+
+@contextmanager
+def _scaled(model: Any, factor: float) -> Iterator[None]:
+    """The backbone's hidden states times a factor, for the model's head and for ours alike."""
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state * factor
+        return output
+
+    handle = model.base_model.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _in_evaluation(model: nn.Module) -> Iterator[None]:
+    """No dropout; every module's own mode is put back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+# install("transformers"): whatever the Auto class makes is patched.
+
+
+def make_factory(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``AutoModelForCausalLM.from_pretrained`` and ``from_config``."""
+
+    def factory(*args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        chosen = {"verify": options["verify"], "audit": options["audit"], "memory": options["memory"]}
+        if isinstance(made, tuple):
+            return (patch(made[0], **chosen), *made[1:])
+        return patch(made, **chosen)
+
+    return factory
+
+
+def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
+    module, auto = "transformers.models.auto.modeling_auto", "AutoModelForCausalLM"
+    return [
+        Replacement(
+            module=module,
+            name=f"{auto}.from_pretrained",
+            signature="(*model_args, **kwargs)",
+            make=make_factory,
+        ),
+        Replacement(module=module, name=f"{auto}.from_config", signature="(**kwargs)", make=make_factory),
+    ]
+
+
+HOST = Host(
+    name="transformers",
+    package="transformers",
+    versions=("5.22",),
+    replacements=_replacements,
+    options={
+        "verify": Option(True, "compare every model that is made with its own logits"),
+        "memory": Option("256MiB", "working memory of the head"),
+    },
+)

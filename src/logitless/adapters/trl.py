@@ -1,0 +1,233 @@
+"""TRL: the fused LM head of its trainers, and the functions on logits that they share.
+
+    GRPOTrainer, RLOOTrainer, AsyncGRPOTrainer, DPOTrainer, ...
+      _get_per_token_logps_and_entropies  ->  model(..., fused_lm_head=True)  ->  ChunkedLogProbFunction.apply   (ours)
+    trainers that hold logits
+      selective_log_softmax, entropy_from_logits, selective_log_softmax_and_entropy                            (ours)
+
+TRL rounds half-precision logits to their own dtype. That answer is kept, so that runs compare with earlier ones, unless
+``accurate=True`` asks for float32. Left to TRL and counted as passed on: half-precision logits without ``accurate``,
+fused heads that must also report the largest, mean or squared probabilities, and heads under DeepSpeed ZeRO-3, whose
+weight is gone when backward wants it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from logitless.adapters.audit import Audit
+from logitless.adapters.patching import Host, Option, Replacement
+from logitless.errors import LogitlessError
+from logitless.linear import linear_logprobs
+from logitless.ops import logprobs
+from logitless.spec import IGNORE, EntropyMode, Head, TokenStats
+
+HALF: dict[torch.dtype, Literal["bfloat16", "float16"]] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+EXTRA_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+def make_fused_head(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``ChunkedLogProbFunction.apply``: five per-token results from hidden states, absent ones None."""
+    audit: Audit = options["audit"]
+
+    def apply(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = EXTRA_OUTPUTS,
+    ) -> Any:
+        if set(outputs) - {"log_probs", "entropy"} or hasattr(weight, "ds_id"):
+            return NotImplemented
+        if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
+            raise LogitlessError(
+                f"hidden must be [N, H] and targets [N] but they are {list(hidden.shape)} and {list(targets.shape)}."
+            )
+        _check_ids("targets", targets)
+        dtype = _compute_dtype(hidden)
+        wanted = options["entropy_grad"] and _tracked(hidden, weight, bias)
+        head = Head(temperature=temperature, scale=logit_scale, softcap=final_logit_softcapping)
+        match = None if options["accurate"] else HALF.get(dtype)
+        operands = (hidden.to(dtype), weight.to(dtype), targets.long())
+        shared: dict[str, Any] = {"bias": None if bias is None else bias.to(dtype), "head": head, "match": match}
+        entropy = _entropy_mode(wanted) if "entropy" in outputs else None
+        out = linear_logprobs(*operands, **shared, entropy=entropy, memory=options["memory"])
+        audit.of_hidden("fused LM head", *operands, **shared, logprob=out.logprob, entropy=out.entropy)
+        return out.logprob.float(), None if out.entropy is None else out.entropy.float(), None, None, None
+
+    return apply
+
+
+def make_selective_log_softmax(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``selective_log_softmax``: one log-prob per row, or K of them."""
+
+    def selective_log_softmax(
+        logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
+    ) -> Any:
+        if logits.dtype in HALF and not options["accurate"]:
+            return NotImplemented
+        _check_index(logits, index, row_mask)
+        if index.dim() == logits.dim():
+            return _several(logits, index, temperature, row_mask, options)
+        return _one_pass(logits, index, temperature, row_mask, None, options).logprob
+
+    return selective_log_softmax
+
+
+def make_entropy_from_logits(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``entropy_from_logits``; the chunk size has nothing left to do."""
+
+    def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Any:
+        if logits.dtype in HALF and not options["accurate"]:
+            return NotImplemented
+        index = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+        return _one_pass(logits, index, 1.0, None, _entropy_mode(_tracked(logits)), options).entropy
+
+    return entropy_from_logits
+
+
+def make_both(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``selective_log_softmax_and_entropy``: one pass over the logits for both."""
+
+    def selective_log_softmax_and_entropy(
+        logits: Tensor,
+        index: Tensor,
+        entropy_requires_grad: bool = True,
+        temperature: float = 1.0,
+        row_mask: Tensor | None = None,
+    ) -> Any:
+        if logits.dtype in HALF and not options["accurate"]:
+            return NotImplemented
+        _check_index(logits, index, row_mask)
+        if index.dim() == logits.dim():
+            raise LogitlessError(f"index must be {list(logits.shape[:-1])}, one per row, but is {list(index.shape)}.")
+        mode = _entropy_mode(entropy_requires_grad and _tracked(logits))
+        out = _one_pass(logits, index, temperature, row_mask, mode, options)
+        return out.logprob, out.entropy
+
+    return selective_log_softmax_and_entropy
+
+
+def _one_pass(
+    logits: Tensor,
+    index: Tensor,
+    temperature: float,
+    row_mask: Tensor | None,
+    entropy: EntropyMode,
+    options: Mapping[str, Any],
+) -> TokenStats:
+    target = index.long() if row_mask is None else index.long().masked_fill(row_mask == 0, IGNORE)
+    head = Head(temperature=temperature)
+    logits = logits if logits.stride(-1) == 1 or logits.shape[-1] < 2 else logits.contiguous()
+    out = logprobs(logits, target, entropy=entropy, head=head)
+    options["audit"].of_logits("logits", logits, target, logprob=out.logprob, entropy=out.entropy, head=head)
+    return out
+
+
+def _several(
+    logits: Tensor, index: Tensor, temperature: float, row_mask: Tensor | None, options: Mapping[str, Any]
+) -> Tensor:
+    """K log-probs per row: the same log Z for all of them."""
+    first = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    log_z = _one_pass(logits, first, temperature, None, None, options).log_z
+    chosen = logits.gather(-1, index.long()).to(log_z.dtype) / temperature - log_z.unsqueeze(-1)
+    return chosen if row_mask is None else chosen.masked_fill(row_mask == 0, 0.0)
+
+
+def _check_index(logits: Tensor, index: Tensor, row_mask: Tensor | None) -> None:
+    lead = logits.shape[:-1]
+    if index.shape != lead and (index.dim() != logits.dim() or index.shape[:-1] != lead):
+        raise LogitlessError(
+            f"index must be {list(lead)} or {[*lead, 'K']} to go with logits of shape {list(logits.shape)} but is "
+            f"{list(index.shape)}."
+        )
+    if row_mask is not None and row_mask.shape != index.shape:
+        raise LogitlessError(f"row_mask must be {list(index.shape)} like index but is {list(row_mask.shape)}.")
+    _check_ids("index", index)
+    if index.dim() == logits.dim() and index.device.type == "cpu" and bool((index >= logits.shape[-1]).any()):
+        raise LogitlessError(f"index goes up to {int(index.max())}, outside the vocabulary of {logits.shape[-1]}.")
+
+
+def _check_ids(name: str, ids: Tensor) -> None:
+    """TRL has no id that means "leave out" here: its callers replace -100 first."""
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise LogitlessError(f"{name} must be integers but is {ids.dtype}.")
+    # On an accelerator this would stall the stream.
+    if ids.device.type == "cpu" and bool((ids < 0).any()):
+        raise LogitlessError(f"{name} has the id {int(ids.min())}. Ids must not be negative; leave rows out by mask.")
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
+def _tracked(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _entropy_mode(grad: bool) -> EntropyMode:
+    return "grad" if grad else "value"
+
+
+def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
+    utils, experimental = "trl.trainer.utils", "trl.experimental"
+    return [
+        Replacement(
+            module="trl.kernels.chunked_logprob",
+            name="ChunkedLogProbFunction.apply",
+            signature="(ctx, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None, "
+            f"logit_scale=1.0, outputs={EXTRA_OUTPUTS!r})",
+            signature_of="ChunkedLogProbFunction.forward",
+            make=make_fused_head,
+        ),
+        Replacement(
+            module=utils,
+            name="selective_log_softmax",
+            signature="(logits, index, temperature=1.0, row_mask=None)",
+            make=make_selective_log_softmax,
+            also_in=(
+                f"{experimental}.a2po.a2po_trainer",
+                f"{experimental}.cpo.cpo_trainer",
+                f"{experimental}.orpo.orpo_trainer",
+                f"{experimental}.sdft.loss_utils",
+                f"{experimental}.sdft.sdft_trainer",
+                f"{experimental}.sdpo.loss_utils",
+                f"{experimental}.sdpo.sdpo_trainer",
+            ),
+        ),
+        Replacement(
+            module=utils,
+            name="entropy_from_logits",
+            signature="(logits, chunk_size=128)",
+            make=make_entropy_from_logits,
+        ),
+        Replacement(
+            module=utils,
+            name="selective_log_softmax_and_entropy",
+            signature="(logits, index, entropy_requires_grad=True, temperature=1.0, row_mask=None)",
+            make=make_both,
+            also_in=(f"{experimental}.tpo.tpo_trainer",),
+        ),
+    ]
+
+
+HOST = Host(
+    name="trl",
+    package="trl",
+    versions=("1.16",),
+    replacements=_replacements,
+    options={
+        "accurate": Option(False, "float32 results for half-precision inputs instead of TRL's rounding"),
+        "entropy_grad": Option(True, "False: no entropy bonus is trained, so entropy is a metric without a graph"),
+        "memory": Option("256MiB", "working memory of the fused LM head"),
+    },
+)

@@ -1,0 +1,33 @@
+"""``explain``: which way a call from hidden states will go, asked before it is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from logitless.linear import linear_plan
+from logitless.loss_plans import LossPlan
+from logitless.objectives import Objective
+from logitless.plans import LinearPlan
+from logitless.policy_loss import loss_plan
+
+
+def explain(
+    hidden: Tensor, weight: Tensor, rows: Any, *, objective: Objective | None = None, **options: Any
+) -> LinearPlan | LossPlan:
+    """Which way :func:`linear_logprobs` goes with these arguments, and why; with an objective,
+    :func:`linear_policy_loss`. Computes nothing.
+
+    Args:
+        hidden, weight, rows: as for the call.
+        objective: of the policy loss, or None.
+        **options: keyword arguments of the call that concern the operands (memory, shard, entropy, ...).
+
+    >>> import torch
+    >>> print(explain(torch.zeros(2, 3), torch.zeros(4, 3), torch.tensor([1, 2])).kind)
+    forward
+    """
+    if objective is not None:
+        return loss_plan(hidden, weight, rows, objective, **options)
+    return linear_plan(hidden, weight, rows, **options)

@@ -1,0 +1,58 @@
+"""Policy losses for reinforcement learning, on one value per row. See docs/objectives.md.
+
+Objective      which terms, with which numbers; called with results and fields, gives loss and metrics
+terms          POLICY_TERMS, CORRECTIONS, KL_TERMS: plain functions by name
+batches        count_over, prompt_tokens_over: the denominators that a micro-batch cannot know
+advantages     from rewards of groups, or along time from values (gae); whitening; the loss of the values
+"""
+
+from logitless.objectives.advantages import (
+    dr_grpo_advantages,
+    grpo_advantages,
+    reinforce_pp_advantages,
+    reinforce_pp_baseline_advantages,
+    rloo_advantages,
+)
+from logitless.objectives.corrections import CORRECTIONS
+from logitless.objectives.inputs import Inputs, bounded_exp
+from logitless.objectives.kl import KL_TERMS, kl_penalty
+from logitless.objectives.metrics import Metrics
+from logitless.objectives.objective import RECIPES, Objective
+from logitless.objectives.policy import POLICY_TERMS
+from logitless.objectives.reduction import count_over, prompt_tokens_over, row_weights
+from logitless.objectives.values import (
+    Returns,
+    ValueLoss,
+    discounted_returns,
+    gae,
+    token_rewards,
+    value_loss,
+    whiten,
+)
+
+__all__ = [
+    "CORRECTIONS",
+    "KL_TERMS",
+    "POLICY_TERMS",
+    "RECIPES",
+    "Inputs",
+    "Metrics",
+    "Objective",
+    "Returns",
+    "ValueLoss",
+    "bounded_exp",
+    "count_over",
+    "discounted_returns",
+    "dr_grpo_advantages",
+    "gae",
+    "grpo_advantages",
+    "kl_penalty",
+    "prompt_tokens_over",
+    "reinforce_pp_advantages",
+    "reinforce_pp_baseline_advantages",
+    "rloo_advantages",
+    "row_weights",
+    "token_rewards",
+    "value_loss",
+    "whiten",
+]

@@ -1,0 +1,143 @@
+"""Advantages from rewards of whole samples, without a value model: what a sample did better than others.
+
+``rewards`` is ``[N]``; samples of one prompt form a group, named by ``groups``: an integer if they lie side by side,
+that many each, or one id per sample in any order. A group must be whole: gather rewards of a prompt that is spread over
+ranks first. Results are ``[N]``; ``advantage[rows.sample]`` is one per row.
+
+    grpo_advantages      (r - mean) / (std + eps) of the group
+    dr_grpo_advantages   r - mean of the group
+    rloo_advantages      r - mean of the others of the group
+    reinforce_pp_advantages            returns per token, whitened over the batch
+    reinforce_pp_baseline_advantages   r - mean of the group, per token, whitened over the batch
+
+A group of equal rewards has nothing to tell: its advantages are exactly 0, as is that of a sample alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.errors import LogitlessError
+from logitless.objectives.values import discounted_returns, token_rewards, whiten
+from logitless.rows import Rows
+
+
+def grpo_advantages(rewards: Tensor, groups: int | Tensor, *, eps: float = 1e-6) -> Tensor:
+    """``(r - mean) / (std + eps)``, with the unbiased standard deviation. Shao et al. 2024 (DeepSeekMath).
+
+    >>> grpo_advantages(torch.tensor([0.0, 1.0, 5.0, 5.0]), 2, eps=0.0)
+    tensor([-0.7071,  0.7071,  0.0000,  0.0000])
+    """
+    group = _grouped(rewards, groups)
+    variance = group.sum((group.rewards - group.mean).square()) / (group.size - 1).clamp_min(1)
+    return group.result((group.rewards - group.mean) / (variance.sqrt() + eps))
+
+
+def dr_grpo_advantages(rewards: Tensor, groups: int | Tensor) -> Tensor:
+    """``r - mean``: dividing by the deviation would favour prompts that are too easy or too hard. Liu et al. 2025."""
+    group = _grouped(rewards, groups)
+    return group.result(group.rewards - group.mean)
+
+
+def rloo_advantages(rewards: Tensor, groups: int | Tensor) -> Tensor:
+    """``r`` minus the mean of the other samples of the group. Kool et al. 2019; Ahmadian et al. 2024 (RLOO)."""
+    group = _grouped(rewards, groups)
+    return group.result((group.rewards - group.mean) * group.size / (group.size - 1).clamp_min(1))
+
+
+def reinforce_pp_advantages(
+    rewards: Tensor,
+    rows: Rows,
+    *,
+    penalty: Tensor | None = None,
+    gamma: float = 1.0,
+    cp_group: Any = None,
+    group: Any = None,
+) -> Tensor:
+    """REINFORCE++: discounted returns of each token, whitened over all tokens of the batch. Hu 2025.
+
+    Args:
+        rewards: ``[N]``.
+        rows: the rows of this rank; join micro-batches first, because the mean is over all of them.
+        penalty: ``[R]`` subtracted from each token's reward, for example ``0.01 * kl_penalty(...)``.
+        gamma: discount, in 0 .. 1.
+        cp_group: context-parallel group; None if the rows are not split.
+        group: all ranks that hold a part of the batch (DP x CP); None if this process holds all of it.
+
+    Returns:
+        ``[R]``.
+    """
+    per_token = token_rewards(rewards, rows, penalty=penalty, group=cp_group)
+    returns = discounted_returns(per_token, rows, gamma=gamma, group=cp_group)
+    return whiten(returns, rows.counted, group=group)
+
+
+def reinforce_pp_baseline_advantages(rewards: Tensor, groups: int | Tensor, rows: Rows, *, group: Any = None) -> Tensor:
+    """REINFORCE++ with the group's mean as baseline, whitened over all tokens of the batch: ``[R]``. Hu 2025.
+
+    Arguments as above.
+    """
+    if tuple(rewards.shape) != (len(rows.counts),):
+        raise LogitlessError(
+            f"reinforce_pp_baseline_advantages: rewards must have shape [{len(rows.counts)}], one per sample, but have "
+            f"{list(rewards.shape)}."
+        )
+    return whiten(dr_grpo_advantages(rewards, groups)[rows.sample], rows.counted, group=group)
+
+
+class _Grouped(NamedTuple):
+    """Rewards in float64, ordered so that groups lie side by side, and what each entry needs of its group."""
+
+    rewards: Tensor
+    order: Tensor
+    lengths: Tensor
+    of_entry: Tensor
+    dtype: torch.dtype
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Each entry's group sum. Segment sums: the same bits on every run."""
+        return torch.segment_reduce(x, "sum", lengths=self.lengths, unsafe=True)[self.of_entry]
+
+    @property
+    def size(self) -> Tensor:
+        return self.lengths[self.of_entry]
+
+    @property
+    def mean(self) -> Tensor:
+        return self.sum(self.rewards) / self.size
+
+    def result(self, advantage: Tensor) -> Tensor:
+        """In the caller's order and dtype, exactly 0 in groups of equal rewards, where only rounding is left."""
+        largest = torch.segment_reduce(self.rewards, "max", lengths=self.lengths, unsafe=True)[self.of_entry]
+        smallest = torch.segment_reduce(self.rewards, "min", lengths=self.lengths, unsafe=True)[self.of_entry]
+        advantage = torch.where(largest == smallest, 0.0, advantage)
+        return torch.zeros_like(advantage).index_copy(0, self.order, advantage).to(self.dtype)
+
+
+def _grouped(rewards: Tensor, groups: int | Tensor) -> _Grouped:
+    if rewards.dim() != 1 or not rewards.is_floating_point():
+        raise LogitlessError(
+            f"advantages: rewards must be floating-point numbers of shape [N] but are {list(rewards.shape)} "
+            f"{rewards.dtype}."
+        )
+    num, device, wide = rewards.shape[0], rewards.device, rewards.detach().double()
+    if isinstance(groups, Tensor):
+        if tuple(groups.shape) != (num,) or groups.is_floating_point():
+            raise LogitlessError(
+                f"advantages: groups must be a size or integer ids of shape [{num}] but are {list(groups.shape)} "
+                f"{groups.dtype}."
+            )
+        # The number of groups decides a shape, so this reads the ids; they and the rewards are best kept on the host.
+        _, inverse, lengths = torch.unique(groups.to(device), return_inverse=True, return_counts=True)
+        order = torch.argsort(inverse, stable=True)
+        return _Grouped(wide[order], order, lengths, inverse[order], rewards.dtype)
+    if type(groups) is not int or groups < 1 or num % groups:
+        raise LogitlessError(
+            f"advantages: groups must be ids of shape [{num}] or a size that divides {num} rewards but is {groups!r}."
+        )
+    entries = torch.arange(num, device=device)
+    lengths = torch.full((num // groups,), groups, dtype=torch.int64, device=device)
+    return _Grouped(wide, entries, lengths, entries // groups, rewards.dtype)

@@ -1,0 +1,191 @@
+"""What the terms of an objective see: ``[C]`` vectors of some rows, and means over whole samples.
+
+A term is a plain function of :class:`Inputs` that returns one value per row. It sees no logits, ranks or micro-batches:
+
+    def advantage_times_ratio(inputs):
+        return -inputs.advantage * bounded_exp(inputs.log_ratio)
+
+Rows that are not counted hold zeros by the time a term sees them, so that nothing they held can reach the loss or its
+gradient. ``C`` is the number of rows at hand: all R of them, or one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from logitless.errors import LogitlessError
+
+KNOWN_FIELDS = ("old_logprob", "advantage", "ref_logprob", "rollout_logprob")
+"""Fields that named terms read. Users' own terms may read others."""
+
+LARGEST_LOG_RATIO = 20.0
+"""A ratio of two probabilities is taken to be at most e^20, about 5e8: beyond it a ratio tells nothing and its gradient
+is 0. Without a bound float32 overflows at e^88, and the gradient of a clipped row would be 0 * inf."""
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """``exp(log_ratio)``, constant from e^20 on."""
+    return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """``[C]`` vectors of some rows. Fields read as attributes: ``inputs.advantage``.
+
+    Attributes:
+        logprob: differentiable.
+        entropy: or None where it was not computed.
+        fields: what the caller gave by name; no gradient flows to them.
+        counted: bool, whether the row counts in the loss.
+        weight: of each row in the loss, 0 where it is not counted: the loss is ``sum(weight * row loss)``.
+        sample: number of the row's sample.
+        totals: ``[N]`` counted response tokens of each sample, on whatever rank or in whatever chunk.
+        counts: rows of each sample among these, on the host; None if these rows may cut through a sample, or if no part
+            of the objective said that it takes means over samples.
+        group: process group that per-sample sums run over, or None where every sample is whole here.
+        on_policy: the old log-probs are these log-probs: the ratio is 1, its gradient is not.
+    """
+
+    logprob: Tensor
+    entropy: Tensor | None
+    fields: Mapping[str, Tensor]
+    counted: Tensor
+    weight: Tensor
+    sample: Tensor
+    totals: Tensor
+    counts: tuple[int, ...] | None
+    group: dist.ProcessGroup | None = None
+    on_policy: bool = False
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name == "old_logprob" and self.on_policy:
+            return self.logprob.detach()
+        if name not in self.fields:
+            came = ", ".join(self.fields) or "none"
+            raise LogitlessError(
+                f"Objective: a term reads the field {name!r}, which was not given (fields here: {came}). "
+                f"Pass {name}= with the loss, and name it in needs= so that its absence is seen before anything runs."
+            )
+        return self.fields[name]
+
+    def __len__(self) -> int:
+        return self.logprob.shape[0]
+
+    def has(self, name: str) -> bool:
+        """Whether a field can be read."""
+        return name in self.fields or (name == "old_logprob" and self.on_policy)
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """``logprob - old_logprob``; differentiable."""
+        return self.logprob - self.old_logprob
+
+    def mean_by_sample(self, x: Tensor) -> Tensor:
+        """Mean of ``x`` over the counted tokens of each row's sample, at every counted row; 0 at the others.
+
+        Differentiable. Over a sequence group: one all-reduce of ``[N]``, and one in backward, because there each rank
+        holds a part of the loss. Same bits on every run: segment sums, no atomics, forward and backward.
+        """
+        if self.counts is None:
+            raise LogitlessError(
+                "Objective: a term takes a mean over samples, but may be given rows that cut through them. "
+                'Declare Objective(level="sequence"), and it will see whole samples.'
+            )
+        lengths = torch.tensor(self.counts, dtype=torch.int64).to(x.device, non_blocking=True)
+        return _MeanBySample.apply(x, self.counted, self.sample, self.totals, lengths, self.group)  # pyright: ignore[reportReturnType]
+
+    def sum_by_sample(self, x: Tensor) -> Tensor:
+        """As :meth:`mean_by_sample`, but the sum."""
+        return self.mean_by_sample(x) * self.totals[self.sample].to(x.dtype)
+
+    def cut(self, start: int, stop: int, whole_samples: bool) -> Inputs:
+        """The rows ``start .. stop``.
+
+        Args:
+            whole_samples: the caller promises that the cut falls between samples, on every rank of the group between
+                the same ones; sums over samples are then possible. Checked against the rows here.
+        """
+        counts = _cut_counts(self.counts, start, stop) if whole_samples else None
+        part = slice(start, stop)
+        return replace(
+            self,
+            logprob=self.logprob[part],
+            entropy=None if self.entropy is None else self.entropy[part],
+            fields={name: x[part] for name, x in self.fields.items()},
+            counted=self.counted[part],
+            weight=self.weight[part],
+            sample=self.sample[part],
+            counts=counts,
+        )
+
+    def cleaned(self) -> Inputs:
+        """The same rows with zeros where they are not counted, floating-point fields in the dtype of the log-probs.
+
+        By selection, not by multiplication: a NaN at a row that is left out reaches neither value nor gradient.
+        """
+        dtype, counted = self.logprob.dtype, self.counted
+        fields = {n: x.to(dtype) if x.is_floating_point() else x for n, x in self.fields.items()}
+        return replace(
+            self,
+            logprob=torch.where(counted, self.logprob, 0.0),
+            entropy=None if self.entropy is None else torch.where(counted, self.entropy, 0.0),
+            fields={name: torch.where(counted, x, torch.zeros_like(x)) for name, x in fields.items()},
+            weight=self.weight.to(dtype),
+        )
+
+
+def _cut_counts(counts: tuple[int, ...] | None, start: int, stop: int) -> tuple[int, ...]:
+    """Rows of each sample among ``start .. stop``: all of them or none."""
+    if counts is None:
+        raise LogitlessError("Inputs.cut: whole_samples=True, but these rows may already cut through a sample.")
+    inside, end = [], 0
+    for sample, count in enumerate(counts):
+        begin, end = end, end + count
+        part = max(0, min(end, stop) - max(begin, start))
+        if part not in (0, count):
+            raise LogitlessError(
+                f"Inputs.cut: whole_samples=True, but rows {start} .. {stop} hold {part} of the {count} rows of sample "
+                f"{sample}, which are {begin} .. {end}. Cut between samples."
+            )
+        inside.append(part)
+    return tuple(inside)
+
+
+class _MeanBySample(torch.autograd.Function):
+    """Its own adjoint, because it reads counted rows only and writes to counted rows only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, counted: Tensor, sample: Tensor, totals: Tensor, lengths: Tensor, group: Any
+    ) -> Tensor:
+        ctx.save_for_backward(counted, sample, totals, lengths)
+        ctx.group = group
+        return _mean_by_sample(x, counted, sample, totals, lengths, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if torch.is_grad_enabled():
+            raise LogitlessError(
+                "Inputs.mean_by_sample: backward with create_graph=True asks for a second derivative, which is not "
+                "implemented. Drop create_graph."
+            )
+        counted, sample, totals, lengths = ctx.saved_tensors
+        return _mean_by_sample(gradient, counted, sample, totals, lengths, ctx.group), None, None, None, None, None
+
+
+def _mean_by_sample(
+    x: Tensor, counted: Tensor, sample: Tensor, totals: Tensor, lengths: Tensor, group: dist.ProcessGroup | None
+) -> Tensor:
+    x = torch.where(counted, x, 0.0)
+    sums = torch.segment_reduce(x, "sum", lengths=lengths, unsafe=True, initial=0)
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    return torch.where(counted, (sums / totals.clamp_min(1))[sample], 0.0)

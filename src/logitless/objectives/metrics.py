@@ -1,0 +1,149 @@
+"""What is logged of a loss, kept as sums and counts until somebody asks for numbers.
+
+A mean of means is wrong as soon as micro-batches differ in size, and reading a number stalls the device. So a metric is
+kept in a form that adds up over chunks, micro-batches and ranks; :meth:`Metrics.compute` alone waits for the device.
+
+    sums       add up                       the loss and its parts
+    means      (sum, count)                 clip fraction, approximate KL, entropy, ...
+    maxima     largest, -inf if of nothing
+    minima     smallest, inf if of nothing
+    weights    (sum w, sum w^2, count)      effective sample size as a fraction: (sum w)^2 / sum w^2 / count
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.collectives import gather_over, resolve_group
+from logitless.errors import LogitlessError
+
+KINDS = ("sums", "means", "maxima", "minima", "weights")
+
+
+@dataclass(frozen=True, eq=False)
+class Metrics:
+    """Named quantities of some rows, in tensors. Each kind is a mapping from name to float64 tensor.
+
+    >>> one = Metrics.of_rows({"ratio": torch.tensor([1.0, 3.0, 9.0])}, torch.tensor([True, True, False]))
+    >>> two = Metrics.of_rows({"ratio": torch.tensor([5.0])}, torch.tensor([True]))
+    >>> Metrics.merge([one, two]).compute()
+    {'ratio': 3.0}
+    """
+
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    means: Mapping[str, Tensor] = field(default_factory=dict)
+    maxima: Mapping[str, Tensor] = field(default_factory=dict)
+    minima: Mapping[str, Tensor] = field(default_factory=dict)
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of_rows(
+        means: Mapping[str, Tensor],
+        counted: Tensor,
+        *,
+        extremes: Mapping[str, Tensor] | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+        sums: Mapping[str, Tensor] | None = None,
+    ) -> Metrics:
+        """Metrics of ``[C]`` values at the counted rows.
+
+        Args:
+            means: values to average.
+            extremes: values of which ``NAME_max`` and ``NAME_min`` are wanted.
+            weights: importance weights of which the effective sample size is wanted.
+            sums: 0-dim values that add up as they are.
+        """
+        count = counted.sum(dtype=torch.float64)
+        extremes, weights = extremes or {}, weights or {}
+        squares = {name: w.detach().square() for name, w in weights.items()}
+        added, w, w2 = (_table(x, counted, 0.0).sum(1) for x in (means, weights, squares))
+        largest, smallest = _table(extremes, counted, -math.inf).amax(1), _table(extremes, counted, math.inf).amin(1)
+        return Metrics(
+            sums={name: x.detach().double() for name, x in (sums or {}).items()},
+            means=dict(zip(means, torch.stack([added, count.expand_as(added)], 1), strict=True)),
+            maxima={f"{name}_max": x for name, x in zip(extremes, largest, strict=True)},
+            minima={f"{name}_min": x for name, x in zip(extremes, smallest, strict=True)},
+            weights=dict(zip(weights, torch.stack([w, w2, count.expand_as(w)], 1), strict=True)),
+        )
+
+    @staticmethod
+    def merge(several: Sequence[Metrics]) -> Metrics:
+        """The metrics of all rows together, from those of chunks or micro-batches of one objective."""
+        if not several:
+            raise LogitlessError("Metrics.merge: got no metrics; wanted at least one.")
+        names = several[0]._names()
+        for place, other in enumerate(several):
+            if other._names() != names:
+                odd = sorted({n for _, n in names} ^ {n for _, n in other._names()})
+                raise LogitlessError(
+                    f"Metrics.merge: entry {place} has other metrics than entry 0: they differ in {odd}. Merge metrics "
+                    f"of one objective with the same fields."
+                )
+        return several[0]._from_parts(torch.stack([one._flat() for one in several]))
+
+    def reduce(self, group: Any) -> Metrics:
+        """The metrics of all ranks of the group, which hold different rows (DP x CP). One ``all_gather`` in all."""
+        group = resolve_group(group, "Metrics.reduce: group")
+        return self if group is None else self._from_parts(gather_over(group, self._flat()))
+
+    def compute(self) -> dict[str, float]:
+        """Plain numbers: the one place that waits for the device. Of no counted row, a mean or extreme is NaN."""
+        numbers = iter(self._flat().tolist())
+        out: dict[str, float] = {}
+        for kind, name in self._names():
+            out[name] = _NUMBER[kind](*[next(numbers) for _ in range(_WIDTH[kind])])
+        return out
+
+    def _names(self) -> list[tuple[str, str]]:
+        return [(kind, name) for kind in KINDS for name in getattr(self, kind)]
+
+    def _flat(self) -> Tensor:
+        values = [getattr(self, kind)[name].reshape(-1) for kind, name in self._names()]
+        return torch.cat(values) if values else torch.zeros(0, dtype=torch.float64)
+
+    def _from_parts(self, parts: Tensor) -> Metrics:
+        """``[P, K]`` flat metrics of P parts, all named as these are."""
+        if not parts.shape[1]:
+            return self
+        added, largest, smallest = parts.sum(0), parts.amax(0), parts.amin(0)
+        kinds: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
+        place = 0
+        for kind, name in self._names():
+            source = {"maxima": largest, "minima": smallest}.get(kind, added)
+            values = source[place : place + _WIDTH[kind]]
+            kinds[kind][name] = values[0] if _WIDTH[kind] == 1 else values
+            place += _WIDTH[kind]
+        return Metrics(**kinds)
+
+
+def _table(values: Mapping[str, Tensor], counted: Tensor, other: float) -> Tensor:
+    """``[K, C + 1]`` float64: values at the counted rows, ``other`` elsewhere and in one more column.
+
+    All values in one table, because on a GPU vectors this short are launches and no work. The last column is for
+    maxima, which do not exist of nothing.
+    """
+    if not values:
+        return torch.full((0, 1), other, dtype=torch.float64, device=counted.device)
+    rows = torch.stack([x.detach() for x in values.values()]).double()
+    return torch.nn.functional.pad(torch.where(counted, rows, other), (0, 1), value=other)
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else math.nan
+
+
+_WIDTH = {"sums": 1, "means": 2, "maxima": 1, "minima": 1, "weights": 3}
+_NUMBER: dict[str, Callable[..., float]] = {
+    "sums": lambda x: x,
+    "means": _ratio,
+    "maxima": lambda x: math.nan if x == -math.inf else x,
+    "minima": lambda x: math.nan if x == math.inf else x,
+    # Weights that are all 0 have no effect: 0, not 0 / 0.
+    "weights": lambda w, w2, count: _ratio(w * w, w2 * count) if w2 or not count else 0.0,
+}

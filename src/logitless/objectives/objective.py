@@ -1,0 +1,397 @@
+"""``Objective``: which terms make the loss, with which numbers. It lists its parts and adds them up, nothing else.
+
+    loss = sum over rows of  weight * (correction * policy + kl_coef * KL - entropy_coef * entropy)
+
+It knows what it needs (fields, entropy with or without a graph, whole samples), so that what is missing is said before
+anything is computed. :meth:`Objective.evaluate` works on any rows, all or a chunk; chunks and micro-batches add up.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from logitless.collectives import resolve_group
+from logitless.errors import LogitlessError
+from logitless.objectives.checks import check_field, closest, finite, resolve_bounds, resolve_clip, unknown
+from logitless.objectives.corrections import CORRECTIONS, rollout_log_ratio
+from logitless.objectives.inputs import KNOWN_FIELDS, Inputs, bounded_exp
+from logitless.objectives.kl import KL_TERMS, KLTerm, k3, kl_rows
+from logitless.objectives.metrics import Metrics
+from logitless.objectives.policy import POLICY_TERMS
+from logitless.objectives.reduction import REDUCTIONS, Reduction, row_weights
+from logitless.rows import Rows
+from logitless.spec import TokenStats
+
+CURRENT = "current"
+"""``old_logprob="current"``: the first step on fresh samples, whose old log-probs are the ones being computed."""
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "ppo": {},
+    "grpo": {"reduce": "sample_mean", "kl": "k3"},
+    "dapo": {"clip": (0.2, 0.28)},
+    "dr_grpo": {"reduce": "sample_sum"},
+    "gspo": {"policy": "gspo", "reduce": "sample_mean"},
+    "cispo": {"policy": "cispo"},
+    "sapo": {"policy": "sapo", "reduce": "sample_mean"},
+    "reinforce": {"policy": "reinforce"},
+    "reinforce++": {},
+    "reinforce++_baseline": {"kl": "k2"},
+}
+"""What each recipe changes of the defaults. Advantages are the caller's; coefficients of KL and entropy stay 0."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Objective:
+    """The terms of a policy loss. Validated when made.
+
+    Args:
+        policy: a name in ``POLICY_TERMS``, or a function ``f(inputs, **options)`` that returns ``[C]`` losses, or those
+            and a dictionary of ``[C]`` metric values.
+        clip: bounds of the ratio, ``1 - low`` and ``1 + high``: one number for both, or ``(low, high)``. None leaves
+            them to the term: 0.2 for ``ppo_clip``.
+        dual_clip: largest loss over ``-A`` where A < 0, above 1; None for none.
+        policy_options: further keywords of the term.
+        level: "sequence" if a function of yours takes means over samples; named terms say so themselves.
+        needs: fields that a function of yours reads.
+        correction: a name in ``CORRECTIONS``, or a function ``f(inputs)`` that returns ``[C]`` weights.
+        correction_bounds: ``(low, high)``, or the high bound alone; None leaves them to the correction.
+        kl: a name in ``KL_TERMS``, or a function ``f(logprob, ref_logprob)`` that returns ``[C]``.
+        kl_coef: coefficient of the KL against ``ref_logprob`` in the loss.
+        entropy_coef: coefficient of the entropy, which is subtracted from the loss.
+        reduce: how rows become one number, see :mod:`logitless.objectives.reduction`.
+        length: the fixed length of ``reduce="sample_sum"``.
+
+    >>> Objective(reduce="tokenmean")
+    Traceback (most recent call last):
+    logitless.errors.LogitlessError: Objective: reduce 'tokenmean' is not known. Did you mean 'token_mean'?
+    Known: token_mean, sample_mean, sample_sum, prompt_mean.
+    """
+
+    policy: str | Callable[..., Any] = "ppo_clip"
+    clip: float | tuple[float, float] | None = None
+    dual_clip: float | None = None
+    policy_options: Mapping[str, Any] = field(default_factory=dict)
+    level: Literal["token", "sequence"] | None = None
+    needs: tuple[str, ...] = ()
+    correction: str | Callable[[Inputs], Tensor] | None = None
+    correction_bounds: float | tuple[float, float] | None = None
+    kl: str | Callable[[Tensor, Tensor], Tensor] | None = None
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+    reduce: Reduction = "token_mean"
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, table in (("policy", POLICY_TERMS), ("correction", CORRECTIONS), ("kl", KL_TERMS)):
+            value = getattr(self, name)
+            if isinstance(value, str) and value not in table:
+                raise unknown(f"Objective: {name}", value, table)
+            if not (isinstance(value, str) or callable(value) or (value is None and name != "policy")):
+                raise LogitlessError(f"Objective: {name} must be a name or a function but is {value!r}.")
+        finite("kl_coef", self.kl_coef)
+        finite("entropy_coef", self.entropy_coef)
+        if self.kl_coef != 0 and self.kl is None:
+            raise LogitlessError(f'Objective: kl_coef is {self.kl_coef} but kl is None. Name an estimator, as kl="k3".')
+        if isinstance(self.needs, str) or not all(isinstance(name, str) for name in self.needs):
+            raise LogitlessError(f"Objective: needs must be a tuple of field names but is {self.needs!r}.")
+        self._check_reduction()
+        self._check_level()
+        self._policy_keywords()
+        self._bounds()
+
+    @staticmethod
+    def recipe(name: str, **changes: Any) -> Objective:
+        """An algorithm's objective by name, with changes.
+
+        >>> Objective.recipe("dapo").clip
+        (0.2, 0.28)
+        """
+        if name not in RECIPES:
+            raise unknown("Objective.recipe: name", name, RECIPES)
+        known = [f.name for f in fields(Objective)]
+        for change in changes:
+            if change not in known:
+                raise unknown("Objective.recipe: argument", change, known)
+        if name == "dr_grpo" and changes.get("length") is None and "reduce" not in changes:
+            raise LogitlessError(
+                'Objective.recipe: "dr_grpo" divides by a fixed length, the most tokens a response may have. '
+                "Pass length=."
+            )
+        return Objective(**{**RECIPES[name], **changes})
+
+    @property
+    def entropy(self) -> Literal["value", "grad"]:
+        """Which entropy to compute: with a graph only if the loss has an entropy term."""
+        return "grad" if self.entropy_coef != 0 else "value"
+
+    @property
+    def sequence_level(self) -> bool:
+        """Whether a part takes means over whole samples."""
+        policy = isinstance(self.policy, str) and POLICY_TERMS[self.policy].level == "sequence"
+        correction = isinstance(self.correction, str) and CORRECTIONS[self.correction].level == "sequence"
+        return self.level == "sequence" or policy or correction
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Names of the fields that must be given."""
+        return tuple(self._reasons())
+
+    def inputs(
+        self,
+        stats: TokenStats | None,
+        rows: Rows,
+        fields: Mapping[str, Tensor | str | None],
+        *,
+        denominator: float | Tensor | None = None,
+        prompt_tokens: Tensor | None = None,
+        group: Any = None,
+    ) -> Inputs:
+        """What the terms see of these rows. All checks are made here.
+
+        Args:
+            stats: results of the rows; None if log-probs and entropy are put in later with ``dataclasses.replace``.
+            rows, denominator, prompt_tokens, group: as for :meth:`__call__`.
+            fields: ``[R]`` tensors by name; None is the same as absent.
+        """
+        given = {name: x for name, x in fields.items() if x is not None}
+        on_policy = isinstance(given.get("old_logprob"), str)
+        if on_policy and given.pop("old_logprob") != CURRENT:
+            raise LogitlessError(
+                f'Objective: old_logprob must be a tensor or "current" but is {fields["old_logprob"]!r}.'
+            )
+        self._check_names({*given, "old_logprob"} if on_policy else set(given))
+        device = rows.target.device
+        tensors = {name: check_field(name, x, len(rows), device) for name, x in given.items()}
+        if stats is not None:
+            self._check_stats(stats, len(rows))
+        placeholder = torch.zeros(len(rows), device=device)
+        return Inputs(
+            logprob=placeholder if stats is None else stats.logprob,
+            entropy=None if stats is None else stats.entropy,
+            fields=tensors,
+            counted=rows.counted,
+            weight=row_weights(
+                rows, self.reduce, length=self.length, denominator=denominator, prompt_tokens=prompt_tokens
+            ),
+            sample=rows.sample,
+            totals=rows.totals,
+            # A term that does not say it takes means over samples gets none: its chunks may cut through them.
+            counts=rows.counts if self.sequence_level else None,
+            group=self._sequence_group(rows, group),
+            on_policy=on_policy,
+        )
+
+    def evaluate(self, inputs: Inputs) -> tuple[Tensor, Metrics]:
+        """Loss of these rows, a 0-dim sum, and their metrics, without graph. Nothing waits for the device."""
+        x = inputs.cleaned()
+        loss, sums, values, correction = self._loss(x)
+        with torch.no_grad():
+            return loss, self._metrics(x, {"loss": loss, **sums}, values, correction)
+
+    def loss(self, inputs: Inputs) -> Tensor:
+        """The loss of :meth:`evaluate` alone: what a chunk's gradient is taken of."""
+        return self._loss(inputs.cleaned())[0]
+
+    def _loss(self, x: Inputs) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+        """Loss, its parts, the policy term's metric values, and the correction's weights."""
+        policy, values = self._policy(x)
+        parts = {}
+        correction = None
+        if self.correction is not None:
+            correction = self._correction(x)
+            # Not a product alone: a row that is masked out may hold an infinite loss.
+            policy = torch.where(correction != 0, correction * policy, 0.0)
+        parts["policy_loss"] = policy
+        if self.kl_coef != 0:
+            parts["kl_loss"] = self.kl_coef * kl_rows(self._kl_term(), x)
+        if self.entropy_coef != 0:
+            assert x.entropy is not None
+            parts["entropy_loss"] = -self.entropy_coef * x.entropy
+        sums = {name: torch.where(x.counted, x.weight * part, 0.0).sum() for name, part in parts.items()}
+        return torch.stack(list(sums.values())).sum(), sums, values, correction
+
+    def __call__(
+        self,
+        stats: TokenStats,
+        rows: Rows,
+        *,
+        denominator: float | Tensor | None = None,
+        prompt_tokens: Tensor | None = None,
+        group: Any = None,
+        **fields: Tensor | str | None,
+    ) -> tuple[Tensor, Metrics]:
+        """Loss of a micro-batch on this rank, a part of the batch's loss, and its metrics.
+
+        Args:
+            stats: results of ``logprobs`` or ``linear_logprobs`` for these rows, with ``entropy=objective.entropy``.
+            rows: the rows.
+            denominator: tokens, samples or prompts of the whole batch; default of these samples alone.
+            prompt_tokens: ``[N]``, for ``reduce="prompt_mean"``.
+            group: context-parallel group, for objectives that take means over samples; None if not split.
+            **fields: ``[R]`` tensors: ``old_logprob`` (or ``"current"``), ``advantage``, ``ref_logprob``,
+                ``rollout_logprob``, and those that a function of yours needs.
+        """
+        inputs = self.inputs(stats, rows, fields, denominator=denominator, prompt_tokens=prompt_tokens, group=group)
+        return self.evaluate(inputs)
+
+    def _policy(self, x: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+        function = POLICY_TERMS[self.policy].function if isinstance(self.policy, str) else self.policy
+        result = function(x, **self._policy_keywords())
+        loss, values = result if isinstance(result, tuple) else (result, {})
+        for name, value in {"its loss": loss, **values}.items():
+            if not isinstance(value, Tensor) or value.shape != x.logprob.shape:
+                came = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise LogitlessError(
+                    f"Objective: policy must return one value per row, [{len(x)}], but {name} is {came}."
+                )
+        return loss, values
+
+    def _correction(self, x: Inputs) -> Tensor:
+        if isinstance(self.correction, str):
+            return CORRECTIONS[self.correction].function(x, *self._bounds()).detach()
+        assert self.correction is not None
+        weight = self.correction(x)
+        if weight.shape != x.logprob.shape:
+            raise LogitlessError(
+                f"Objective: correction must return one weight per row, [{len(x)}], but returned {list(weight.shape)}."
+            )
+        return weight.detach()
+
+    def _kl_term(self) -> KLTerm:
+        if isinstance(self.kl, str):
+            return KL_TERMS[self.kl]
+        return KLTerm(k3 if self.kl is None else self.kl)
+
+    def _metrics(
+        self, x: Inputs, sums: dict[str, Tensor], values: dict[str, Tensor], correction: Tensor | None
+    ) -> Metrics:
+        means, extremes, weights = dict(values), {}, {}
+        if x.has("advantage"):
+            means["advantage"] = x.advantage
+        if x.entropy is not None:
+            means["entropy"] = x.entropy
+        if x.has("old_logprob"):
+            means["ratio"] = extremes["ratio"] = bounded_exp(x.log_ratio)
+            means["approx_kl_k1"], means["approx_kl_k3"] = -x.log_ratio, k3(x.old_logprob, x.logprob)
+        if x.has("ref_logprob") and not (self._kl_term().weighted and not x.has("old_logprob")):
+            means["ref_kl"] = kl_rows(self._kl_term(), x)
+        if x.has("old_logprob") and x.has("rollout_logprob"):
+            means["rollout_kl_k1"] = -rollout_log_ratio(x)
+            means["rollout_kl_k3"] = k3(x.rollout_logprob, x.old_logprob)
+        if correction is not None:
+            means["correction"] = extremes["correction"] = weights["effective_sample_size"] = correction
+            means["correction_masked"] = (correction == 0).to(correction.dtype)
+        return Metrics.of_rows(means, x.counted, extremes=extremes, weights=weights, sums=sums)
+
+    def _reasons(self) -> dict[str, str]:
+        """Each field that must be given, and which part wants it."""
+        reasons: dict[str, str] = {}
+        if isinstance(self.policy, str):
+            reasons |= {name: f"policy={self.policy!r} needs" for name in POLICY_TERMS[self.policy].needs}
+        if isinstance(self.correction, str):
+            wanted = CORRECTIONS[self.correction].needs
+            reasons |= {name: f"correction={self.correction!r} needs" for name in wanted if name not in reasons}
+        if self.kl_coef != 0:
+            wanted = ("ref_logprob", "old_logprob") if self._kl_term().weighted else ("ref_logprob",)
+            reasons |= {name: f"kl={self.kl!r} needs" for name in wanted if name not in reasons}
+        return reasons | {name: "needs= names" for name in self.needs if name not in reasons}
+
+    def _check_names(self, given: set[str]) -> None:
+        for name, reason in self._reasons().items():
+            if name not in given:
+                raise LogitlessError(
+                    f"Objective: {reason} the field {name}, a tensor of one value per row, but it was not given "
+                    f"(given: {', '.join(sorted(given)) or 'none'})."
+                )
+        own = callable(self.policy) or callable(self.correction)
+        for name in given:
+            if not own and name not in (*KNOWN_FIELDS, *self.needs):
+                raise LogitlessError(
+                    f"Objective: no part of it reads the field {name}.{closest(name, (*KNOWN_FIELDS, *self.needs))}"
+                )
+
+    def _check_stats(self, stats: TokenStats, num_rows: int) -> None:
+        for name, x in (("logprob", stats.logprob), ("entropy", stats.entropy)):
+            if x is not None and tuple(x.shape) != (num_rows,):
+                raise LogitlessError(
+                    f"Objective: {name} has shape {list(x.shape)} but there are {num_rows} rows. Pass the results of "
+                    f"these rows; results in the shape of a tensor of targets go with Rows.every(target), flattened."
+                )
+        if self.entropy_coef == 0:
+            return
+        if stats.entropy is None or (stats.logprob.requires_grad and not stats.entropy.requires_grad):
+            came = "was not computed" if stats.entropy is None else "has no graph"
+            raise LogitlessError(
+                f"Objective: entropy_coef is {self.entropy_coef} but the entropy {came}. "
+                f"Compute the results with entropy=objective.entropy."
+            )
+
+    def _check_reduction(self) -> None:
+        if self.reduce not in REDUCTIONS:
+            raise unknown("Objective: reduce", self.reduce, REDUCTIONS)
+        if (self.reduce == "sample_sum") != (self.length is not None):
+            raise LogitlessError(
+                f'Objective: length goes with reduce="sample_sum" and with no other, but reduce is {self.reduce!r} and '
+                f"length is {self.length!r}."
+            )
+        if self.length is not None and (type(self.length) is not int or self.length < 1):
+            raise LogitlessError(f"Objective: length must be a positive integer but is {self.length!r}.")
+
+    def _check_level(self) -> None:
+        if self.level not in ("token", "sequence", None):
+            raise LogitlessError(f'Objective: level must be "token", "sequence" or None but is {self.level!r}.')
+        if self.level == "token" and self.sequence_level:
+            raise LogitlessError(
+                f'Objective: level is "token" but policy={self.policy!r} with correction={self.correction!r} takes '
+                f"means over samples. Leave level out."
+            )
+
+    def _policy_keywords(self) -> dict[str, Any]:
+        """Keywords of the policy term, each one it takes."""
+        named = isinstance(self.policy, str)
+        term = POLICY_TERMS[self.policy].function if isinstance(self.policy, str) else self.policy
+        keywords = dict(self.policy_options)
+        if self.clip is not None:
+            keywords["clip"] = resolve_clip(self.clip)
+        if self.dual_clip is not None:
+            if finite("dual_clip", self.dual_clip) <= 1:
+                raise LogitlessError(f"Objective: dual_clip must be above 1 but is {self.dual_clip!r}.")
+            keywords["dual_clip"] = self.dual_clip
+        if named:
+            for name in POLICY_TERMS[str(self.policy)].numbers:
+                if name in keywords and finite(name, keywords[name]) <= 0:
+                    raise LogitlessError(f"Objective: {name} must be above 0 but is {keywords[name]!r}.")
+        parameters = inspect.signature(term).parameters
+        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return keywords
+        taken = [name for name, p in list(parameters.items())[1:] if p.kind is not p.VAR_POSITIONAL]
+        for name in keywords:
+            if name not in taken:
+                shown = repr(self.policy) if named else getattr(term, "__name__", repr(term))
+                raise LogitlessError(
+                    f"Objective: policy {shown} does not take {name}. It takes: {', '.join(taken) or 'no options'}."
+                )
+        return keywords
+
+    def _bounds(self) -> tuple[float, ...]:
+        if not isinstance(self.correction, str):
+            if self.correction_bounds is not None:
+                raise LogitlessError("Objective: correction_bounds go with a correction by name.")
+            return ()
+        return resolve_bounds(self.correction, self.correction_bounds, CORRECTIONS[self.correction].bounds)
+
+    def _sequence_group(self, rows: Rows, group: Any) -> Any:
+        group = resolve_group(group, "Objective: group")
+        size, world = 1 if rows.cp is None else rows.cp.size, 1 if group is None else group.size()
+        if size != world and (self.sequence_level or group is not None):
+            raise LogitlessError(
+                f"Objective: these rows are split over {size} context-parallel ranks but group has {world}. Means over "
+                f"samples run over the context-parallel group, and nothing else does: pass that one as group=."
+            )
+        return group

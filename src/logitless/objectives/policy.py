@@ -1,0 +1,125 @@
+"""Policy terms: one loss per row from log-ratios and advantages. Plain functions, and a dictionary of them by name.
+
+With r = pi / pi_old the probability ratio of a token and A its advantage:
+
+    ppo_clip    max(-A r, -A clip(r, 1 - low, 1 + high)), at most -A c where A < 0 (dual clip)
+    gspo        the same with s, the geometric mean of r over the sample, in the place of r
+    cispo       -A log pi * constant(clip(r, 1 - low, 1 + high))
+    sapo        -A (4 / tau) sigmoid(tau (r - 1)), tau one number where A > 0 and another elsewhere
+    reinforce   -A log pi
+
+A term returns ``[C]`` losses, or those and a dictionary of ``[C]`` values to be averaged as metrics. GRPO, DAPO,
+Dr.GRPO and REINFORCE++ are not terms: they are ``ppo_clip`` with other advantages and reductions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.objectives.inputs import Inputs, bounded_exp
+
+Values = dict[str, Tensor]
+Bounds = tuple[float, float]
+
+
+def ppo_clip(inputs: Inputs, *, clip: Bounds = (0.2, 0.2), dual_clip: float | None = None) -> tuple[Tensor, Values]:
+    """Clipped surrogate with separate bounds, ``(low, high)``, and a bound on the loss where A < 0.
+
+    Schulman et al. 2017 (PPO); dual clip: Ye et al. 2020; separate bounds: Yu et al. 2025 (DAPO).
+    """
+    return _clipped_surrogate(bounded_exp(inputs.log_ratio), inputs.advantage, clip, dual_clip)
+
+
+def gspo(inputs: Inputs, *, clip: Bounds = (3e-4, 4e-4)) -> tuple[Tensor, Values]:
+    """Clipped surrogate of the sequence ratio ``exp(mean over the sample of log r)``. Zheng et al. 2025 (GSPO).
+
+    Every token of a sample has the same loss, and its gradient reaches the log-probs of all of them.
+    """
+    ratio = bounded_exp(inputs.mean_by_sample(inputs.log_ratio))
+    loss, values = _clipped_surrogate(ratio, inputs.advantage, clip, None)
+    return loss, {**values, "sequence_ratio": ratio}
+
+
+def cispo(inputs: Inputs, *, clip: Bounds = (1.0, 4.0)) -> tuple[Tensor, Values]:
+    """REINFORCE with a clipped, constant importance weight: no token loses its gradient. MiniMax-M1, 2025.
+
+    A low bound of 1 is none.
+    """
+    low, high = clip
+    ratio = bounded_exp(inputs.log_ratio.detach())
+    weight = ratio.clamp(1 - low, 1 + high)
+    values = _shares(below=ratio < 1 - low, above=ratio > 1 + high, dtype=ratio.dtype)
+    return -inputs.advantage * weight * inputs.logprob, values
+
+
+def sapo(inputs: Inputs, *, positive: float = 1.0, negative: float = 1.05) -> tuple[Tensor, Values]:
+    """A sigmoid gate around r = 1 in the place of a hard clip. Gao et al. 2025 (SAPO).
+
+    Args:
+        positive, negative: temperatures of tokens whose advantage is above 0, and of all others.
+    """
+    advantage = inputs.advantage
+    ratio = bounded_exp(inputs.log_ratio)
+    tau = torch.full_like(ratio, negative).masked_fill(advantage > 0, positive)
+    gate = torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
+    # The gradient's weight relative to that of the unclipped surrogate: 1 at r = 1, towards 0 far from it.
+    openness = 4 * torch.sigmoid(tau * (ratio - 1)) * torch.sigmoid(-tau * (ratio - 1))
+    return -advantage * gate, {"gate": openness}
+
+
+def reinforce(inputs: Inputs) -> Tensor:
+    """``-A log pi``, without a ratio. Williams 1992."""
+    return -inputs.advantage * inputs.logprob
+
+
+class PolicyTerm(NamedTuple):
+    """A named policy term.
+
+    Attributes:
+        function: ``function(inputs, **options)``.
+        needs: fields it reads.
+        level: "sequence" if it takes means over samples.
+        numbers: its options that are positive numbers, besides the clip bounds.
+    """
+
+    function: Callable[..., Any]
+    needs: tuple[str, ...] = ("old_logprob", "advantage")
+    level: str = "token"
+    numbers: tuple[str, ...] = ()
+
+
+POLICY_TERMS = {
+    "ppo_clip": PolicyTerm(ppo_clip),
+    "gspo": PolicyTerm(gspo, level="sequence"),
+    "cispo": PolicyTerm(cispo),
+    "sapo": PolicyTerm(sapo, numbers=("positive", "negative")),
+    "reinforce": PolicyTerm(reinforce, needs=("advantage",)),
+}
+
+
+def _clipped_surrogate(
+    ratio: Tensor, advantage: Tensor, clip: Bounds, dual_clip: float | None
+) -> tuple[Tensor, Values]:
+    low, high = clip
+    plain, clipped = -advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high)
+    active = clipped > plain
+    loss = torch.where(active, clipped, plain)
+    values = _shares(below=active & (ratio < 1 - low), above=active & (ratio > 1 + high), dtype=ratio.dtype)
+    if dual_clip is not None:
+        bound = -advantage * dual_clip
+        capped = (advantage < 0) & (loss > bound)
+        loss = torch.where(capped, bound, loss)
+        values["dual_clip_fraction"] = capped.to(ratio.dtype)
+    return loss, values
+
+
+def _shares(*, below: Tensor, above: Tensor, dtype: torch.dtype) -> Values:
+    return {
+        "clip_fraction": (below | above).to(dtype),
+        "clip_fraction_low": below.to(dtype),
+        "clip_fraction_high": above.to(dtype),
+    }

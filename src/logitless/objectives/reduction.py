@@ -1,0 +1,195 @@
+"""From values per row to one loss: a weight per row, because every reduction in use is linear.
+
+    token_mean    1 / tokens                                    every token weighs the same
+    sample_mean   1 / (tokens of the sample * samples)          every sample weighs the same
+    sample_sum    1 / (length * samples)                        a sample weighs by its tokens, over a fixed length
+    prompt_mean   1 / (tokens of the prompt's samples * prompts)
+
+Tokens are those that count in the loss. The last factor is the *denominator*: a count over the whole batch, which a
+micro-batch cannot know, so it is an argument. The loss of a micro-batch on a rank is then its part of one sum, and sums
+and gradients are the same for every way to split the batch over micro-batches, data- and context-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from logitless.collectives import resolve_group, sum_over
+from logitless.errors import LogitlessError
+from logitless.rows import Rows
+
+Reduction = Literal["token_mean", "sample_mean", "sample_sum", "prompt_mean"]
+REDUCTIONS: tuple[str, ...] = get_args(Reduction)
+
+
+def row_weights(
+    rows: Rows,
+    reduce: Reduction,
+    *,
+    length: int | None = None,
+    denominator: float | Tensor | None = None,
+    prompt_tokens: Tensor | None = None,
+) -> Tensor:
+    """``[R]`` float64 weight of each row in the loss, 0 where it does not count.
+
+    Args:
+        rows: the rows of this micro-batch on this rank.
+        reduce: one of the four above.
+        length: the fixed length of ``sample_sum``.
+        denominator: tokens (``token_mean``), samples or prompts of the whole batch, see :func:`count_over`; default
+            those of these samples, on whatever rank their tokens are.
+        prompt_tokens: ``[N]`` counted tokens of all samples of each sample's prompt, for ``prompt_mean``; see
+            :func:`prompt_tokens_over`.
+    """
+    device, num_samples = rows.target.device, len(rows.counts)
+    if (prompt_tokens is not None) != (reduce == "prompt_mean"):
+        came = "none came" if prompt_tokens is None else f"they came with reduce={reduce!r}"
+        raise LogitlessError(
+            f'Objective: prompt_tokens go with reduce="prompt_mean", and {came}. Take them from prompt_tokens_over.'
+        )
+    if reduce == "token_mean":
+        per_sample = torch.ones(num_samples, dtype=torch.float64, device=device)
+    elif reduce == "sample_mean":
+        per_sample = rows.totals.double()
+    elif reduce == "sample_sum":
+        assert length is not None
+        per_sample = torch.full((num_samples,), float(length), dtype=torch.float64, device=device)
+    else:
+        assert prompt_tokens is not None
+        per_sample = _check_prompt_tokens(prompt_tokens, num_samples, device)
+    scale = _inverse(per_sample * _denominator(rows, reduce, denominator))
+    return torch.where(rows.counted, scale[rows.sample], 0.0)
+
+
+def count_over(rows: Rows | Sequence[Rows], reduce: Reduction, group: Any = None) -> Tensor:
+    """The denominator of a whole batch: tokens for ``token_mean``, samples for ``sample_mean`` and ``sample_sum``.
+
+    Args:
+        rows: the micro-batches of this rank.
+        reduce: the reduction of the objective.
+        group: all ranks that hold a part of the batch, data-parallel and context-parallel together; None if this
+            process holds all of it. Under context parallelism each sample is seen by every rank of its group and is
+            counted once. One all-reduce of one number.
+
+    Returns:
+        0-dim float64 tensor on the device of the rows; nothing waits for the device.
+
+    >>> rows = Rows.packed([[7, 8, 9], [4, 5, 6, 7]], [1, 2])
+    >>> count_over([rows, rows], "token_mean").item(), count_over(rows, "sample_mean").item()
+    (6.0, 2.0)
+    """
+    batches = _batches("count_over", rows)
+    if reduce == "prompt_mean":
+        raise LogitlessError(
+            'count_over: the denominator of "prompt_mean" is the number of prompts of the batch, which the caller '
+            "knows; the tokens of each prompt come from prompt_tokens_over."
+        )
+    if reduce not in REDUCTIONS:
+        raise LogitlessError(f"count_over: reduce must be one of {', '.join(REDUCTIONS)} but is {reduce!r}.")
+    if reduce == "token_mean":
+        count = torch.stack([batch.totals.sum() for batch in batches]).sum().double()
+    else:
+        samples = sum(len(batch.counts) for batch in batches)
+        count = torch.full((), samples, dtype=torch.float64, device=batches[0].totals.device)
+    return _once_over("count_over", count, batches, group)
+
+
+def prompt_tokens_over(
+    rows: Rows | Sequence[Rows], prompts: Tensor | Sequence[Tensor], num_prompts: int, group: Any = None
+) -> list[Tensor]:
+    """Counted tokens of all samples of each sample's prompt, wherever they are: ``[N]`` per micro-batch.
+
+    The denominator that goes with them is ``num_prompts`` itself.
+
+    Args:
+        rows: the micro-batches of this rank.
+        prompts: ``[N]`` number of each sample's prompt, 0 .. num_prompts - 1, for each micro-batch.
+        num_prompts: prompts of the whole batch, the same on every rank.
+        group: as for :func:`count_over`. One all-reduce of ``[num_prompts]``.
+    """
+    batches = _batches("prompt_tokens_over", rows)
+    ids = [prompts] if isinstance(prompts, Tensor) else list(prompts)
+    if len(ids) != len(batches):
+        raise LogitlessError(f"prompt_tokens_over: got {len(batches)} rows but {len(ids)} tensors of prompts.")
+    for place, (batch, of_samples) in enumerate(zip(batches, ids, strict=True)):
+        if tuple(of_samples.shape) != (len(batch.counts),) or of_samples.is_floating_point():
+            raise LogitlessError(
+                f"prompt_tokens_over: prompts of micro-batch {place} must be integers of shape [{len(batch.counts)}], "
+                f"one per sample, but are {list(of_samples.shape)} {of_samples.dtype}."
+            )
+        if of_samples.device.type == "cpu" and bool(((of_samples < 0) | (of_samples >= num_prompts)).any()):
+            raise LogitlessError(
+                f"prompt_tokens_over: prompts of micro-batch {place} must be in 0 .. {num_prompts - 1} but reach "
+                f"{int(of_samples.min())} .. {int(of_samples.max())}."
+            )
+    ids = [x.to(batch.totals.device, torch.int64) for x, batch in zip(ids, batches, strict=True)]
+    tokens = batches[0].totals.new_zeros(num_prompts)
+    for batch, of_samples in zip(batches, ids, strict=True):
+        # Integers, so the order of the sum does not matter.
+        tokens = tokens.index_add(0, of_samples, batch.totals)
+    tokens = _once_over("prompt_tokens_over", tokens.double(), batches, group)
+    return [tokens[of_samples] for of_samples in ids]
+
+
+def _batches(caller: str, rows: Rows | Sequence[Rows]) -> list[Rows]:
+    batches = [rows] if isinstance(rows, Rows) else list(rows)
+    if not batches:
+        raise LogitlessError(
+            f"{caller}: rows is an empty list, so neither device nor split is known. A rank without samples passes "
+            f"Rows.packed([], [])."
+        )
+    return batches
+
+
+def _once_over(caller: str, count: Tensor, batches: list[Rows], group: Any) -> Tensor:
+    """Sum over ranks of what every context-parallel rank of a sample holds alike, counted once."""
+    group = resolve_group(group, f"{caller}: group")
+    if group is None:
+        return count
+    size = 1 if batches[0].cp is None else batches[0].cp.size
+    if group.size() % size:
+        raise LogitlessError(
+            f"{caller}: group has {group.size()} ranks but these rows are split over {size} context-parallel ranks. "
+            f"Pass the group of all data- and context-parallel ranks together."
+        )
+    return sum_over(group, count) / size
+
+
+def _denominator(rows: Rows, reduce: Reduction, denominator: float | Tensor | None) -> Tensor:
+    if denominator is None:
+        if reduce == "prompt_mean":
+            raise LogitlessError(
+                'Objective: reduce="prompt_mean" needs denominator=, the number of prompts of the batch; none came.'
+            )
+        return count_over(rows, reduce)
+    if isinstance(denominator, Tensor):
+        if denominator.dim() != 0 or denominator.requires_grad:
+            raise LogitlessError(
+                f"Objective: denominator must be a number or a 0-dim tensor without gradient but has shape "
+                f"{list(denominator.shape)}{' and requires grad' if denominator.requires_grad else ''}."
+            )
+        return denominator.to(rows.target.device, torch.float64)
+    if isinstance(denominator, bool) or not isinstance(denominator, int | float) or not 0 <= denominator < math.inf:
+        raise LogitlessError(
+            f"Objective: denominator must be a count of 0 or more, a number or a 0-dim tensor, but is {denominator!r}."
+        )
+    return torch.full((), float(denominator), dtype=torch.float64, device=rows.target.device)
+
+
+def _check_prompt_tokens(prompt_tokens: Tensor, num_samples: int, device: torch.device) -> Tensor:
+    if tuple(prompt_tokens.shape) != (num_samples,):
+        raise LogitlessError(
+            f"Objective: prompt_tokens must have shape [{num_samples}], one count per sample, but has "
+            f"{list(prompt_tokens.shape)}."
+        )
+    return prompt_tokens.detach().to(device, torch.float64)
+
+
+def _inverse(x: Tensor) -> Tensor:
+    """``1 / x``, and 0 where there is nothing to divide by: a mean over nothing is 0."""
+    return torch.where(x > 0, 1 / x.clamp_min(1e-30), 0.0)

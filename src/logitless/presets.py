@@ -1,0 +1,143 @@
+"""What the loss step needs to know of a model, for models that people train, and of the cards they train on.
+
+The numbers are those of the published ``config.json`` files; any other model is read from its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from logitless.errors import LogitlessError
+from logitless.spec import parse_memory
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The head of a model.
+
+    Attributes:
+        name: for people.
+        hidden: D, size of a hidden state.
+        vocab: V, rows of the head's weight.
+        softcap: of the logits, or None.
+        scale: factor of the logits.
+        tied: whether the head's weight is the embedding's.
+    """
+
+    name: str
+    hidden: int
+    vocab: int
+    softcap: float | None = None
+    scale: float = 1.0
+    tied: bool = False
+
+
+def _family(prefix: str, vocab: int, sizes: dict[str, int], **more: Any) -> dict[str, ModelShape]:
+    names = {f"{prefix}-{size}": hidden for size, hidden in sizes.items()}
+    return {name: ModelShape(name, hidden, vocab, **more) for name, hidden in names.items()}
+
+
+PRESETS = {
+    **_family("qwen2.5", 151936, {"0.5b": 896, "1.5b": 1536, "3b": 2048}, tied=True),
+    **_family("qwen2.5", 152064, {"7b": 3584, "14b": 5120, "32b": 5120, "72b": 8192}),
+    **_family("qwen3", 151936, {"0.6b": 1024, "1.7b": 2048, "4b": 2560}, tied=True),
+    **_family("qwen3", 151936, {"8b": 4096, "14b": 5120, "32b": 5120, "30b-a3b": 2048, "235b-a22b": 4096}),
+    **_family("qwen3.5", 248320, {"35b-a3b": 2048}),
+    **_family("llama3.2", 128256, {"1b": 2048, "3b": 3072}, tied=True),
+    **_family("llama3.1", 128256, {"8b": 4096, "70b": 8192, "405b": 16384}),
+    **_family("gemma2", 256000, {"2b": 2304, "9b": 3584, "27b": 4608}, softcap=30.0, tied=True),
+    **_family("gemma3", 262144, {"1b": 1152}, tied=True),
+    **_family("gemma3", 262208, {"4b": 2560, "12b": 3840, "27b": 5376}, tied=True),
+    **_family("glm4", 151552, {"9b": 4096, "32b": 6144}),
+    **_family("glm4.5", 151552, {"air": 4096, "355b": 5120}),
+    **_family("deepseek-v2", 102400, {"lite": 2048, "236b": 5120}),
+    **_family("deepseek-v3", 129280, {"671b": 7168}),
+}
+
+CARDS = {
+    "a100-40g": 40960,
+    "a100-80g": 81920,
+    "h100-80g": 81559,
+    "h200-141g": 143771,
+    "b200-180g": 183359,
+    "l40s-48g": 46068,
+    "rtx4090-24g": 24564,
+    "rtx5090-32g": 32607,
+}
+"""MiB, as nvidia-smi says."""
+
+
+def find_model(model: str) -> ModelShape:
+    """A preset by its name, or the shape that a ``config.json`` (or the directory it is in) describes.
+
+    >>> find_model("qwen3-8b").hidden
+    4096
+    """
+    if model.lower() in PRESETS:
+        return PRESETS[model.lower()]
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if path.is_file():
+        return _read_config(path)
+    raise LogitlessError(
+        f"plan: model must be a config.json, a folder with one, or a preset but is {model!r}."
+        f"{_did_you_mean(model, PRESETS)}"
+    )
+
+
+def find_card(card: str) -> int:
+    """Bytes of a card, by its name or as a size such as ``"80GiB"``.
+
+    >>> find_card("h100-80g") >> 20
+    81559
+    """
+    if card.lower() in CARDS:
+        return CARDS[card.lower()] << 20
+    try:
+        return parse_memory(card)
+    except LogitlessError:
+        raise LogitlessError(
+            f'plan: card must be a size such as "80GiB" or a name but is {card!r}.{_did_you_mean(card, CARDS)}'
+        ) from None
+
+
+def _read_config(path: Path) -> ModelShape:
+    try:
+        fields = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise LogitlessError(f"plan: {path} is not JSON: {error}.") from None
+    if not isinstance(fields, dict):
+        raise LogitlessError(f"plan: {path} must hold a JSON object but holds {type(fields).__name__}.")
+    # A model of several kinds of input keeps its language model apart.
+    text = {**fields, **fields.get("text_config", {})}
+    sizes: dict[str, Any] = {
+        "hidden_size": text.get("hidden_size", text.get("n_embd")),
+        "vocab_size": text.get("vocab_size"),
+    }
+    for name, value in sizes.items():
+        if type(value) is not int or value < 1:
+            raise LogitlessError(f"plan: {path}: {name} must be a positive integer but is {value!r}.")
+    return ModelShape(
+        name=str(text.get("_name_or_path") or text.get("model_type") or path.parent.name),
+        hidden=sizes["hidden_size"],
+        vocab=sizes["vocab_size"],
+        softcap=text.get("final_logit_softcapping"),
+        scale=_scale(text),
+        tied=bool(text.get("tie_word_embeddings", True)),
+    )
+
+
+def _scale(fields: dict[str, Any]) -> float:
+    """Cohere multiplies the logits, Granite divides them."""
+    if fields.get("logits_scaling"):
+        return 1 / fields["logits_scaling"]
+    return float(fields.get("logit_scale") or 1.0)
+
+
+def _did_you_mean(name: str, known: dict[str, Any]) -> str:
+    close = difflib.get_close_matches(name.lower(), known, n=1)
+    return (f" Did you mean {close[0]!r}?" if close else "") + f" Known: {', '.join(known)}."

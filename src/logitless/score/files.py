@@ -1,0 +1,174 @@
+"""Records in, results out: JSONL and Parquet, read and written as streams.
+
+A record holds a prompt and a response, each a list of token ids or a text. Rows of a file are parsed only when their
+part is wanted: passing over what is already scored costs reading it, nothing more.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from logitless.errors import LogitlessError
+
+SUFFIXES = (".jsonl", ".parquet")
+
+ROW_GROUP = 4096
+"""Records of a row group of the Parquet output: what is held in memory while it is written."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One sample: its number in the file, where that is, and the token ids of its two parts."""
+
+    index: int
+    place: str
+    prompt: list[int]
+    response: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.response)
+
+
+Encode = Callable[[str, bool], list[int]]
+"""``encode(text, opens)``: token ids of a text; ``opens`` says that it opens the sequence."""
+
+Row = tuple[str, Callable[[], dict[str, Any]]]
+"""Where a row is, and how to parse it."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of records, and the names of the two fields that are read."""
+
+    path: Path
+    prompt_key: str = "prompt"
+    response_key: str = "response"
+
+    def __post_init__(self) -> None:
+        if not self.path.is_file():
+            raise LogitlessError(f"score: there is no file {self.path}. Give a .jsonl or .parquet file of records.")
+        check_format("the input", self.path)
+
+    def count(self) -> int:
+        """How many records there are; a JSONL file is read through for that."""
+        if self.path.suffix == ".parquet":
+            return _parquet().ParquetFile(self.path).metadata.num_rows
+        return sum(1 for _ in _lines(self.path))
+
+    def parts(self, size: int, wanted: Callable[[int], bool], encode: Encode) -> Iterator[tuple[int, list[Record]]]:
+        """Number and records of every wanted part: ``size`` consecutive records, fewer in the last part."""
+        rows = _parquet_rows(self) if self.path.suffix == ".parquet" else _lines(self.path)
+        for part in itertools.count():
+            chunk = list(itertools.islice(rows, size))
+            if not chunk:
+                return
+            if wanted(part):
+                yield part, [self._record(part * size + i, *row, encode) for i, row in enumerate(chunk)]
+
+    def _record(self, index: int, place: str, parse: Callable[[], dict[str, Any]], encode: Encode) -> Record:
+        fields, place = parse(), f"{self.path.name}, {place}"
+        prompt = _token_ids(fields, self.prompt_key, place, lambda text: encode(text, True))
+        response = _token_ids(fields, self.response_key, place, lambda text: encode(text, False))
+        if not prompt and response:
+            raise LogitlessError(
+                f"score: {place}: {self.prompt_key!r} has no tokens, so nothing predicts the first token of the "
+                f"response. Give at least one, for example the id that opens a sequence."
+            )
+        return Record(index, place, prompt, response)
+
+
+def check_format(what: str, path: Path) -> None:
+    """Raise unless the file's name says JSONL, or Parquet with pyarrow installed."""
+    if path.suffix not in SUFFIXES:
+        raise LogitlessError(f"score: {what} must end in {' or '.join(SUFFIXES)} but is {path.name}.")
+    if path.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
+        raise LogitlessError(
+            f"score: {what} is a Parquet file, which needs pyarrow. Install it with pip install 'logitless[score]', or "
+            f"use .jsonl."
+        )
+
+
+def write_results(lines: Iterable[bytes], path: Path, suffix: str) -> None:
+    """Result lines as they are, or as the columns of a Parquet file."""
+    if suffix == ".parquet":
+        _write_parquet(lines, path)
+        return
+    with path.open("wb") as file:
+        file.writelines(lines)
+
+
+def _write_parquet(lines: Iterable[bytes], path: Path) -> None:
+    import pyarrow as pa
+
+    numbers = {"logprob": pa.list_(pa.float32()), "entropy": pa.list_(pa.float32())}
+    schema = pa.schema({"index": pa.int64(), "tokens": pa.list_(pa.int64()), **numbers})
+    lines = iter(lines)
+    with _parquet().ParquetWriter(path, schema) as writer:
+        while group := [json.loads(line) for line in itertools.islice(lines, ROW_GROUP)]:
+            writer.write_table(pa.Table.from_pylist(group, schema=schema))
+
+
+def _lines(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.isspace():
+                yield f"line {number}", partial(_parse_line, line, f"{path.name}, line {number}")
+
+
+def _parse_line(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise LogitlessError(f"score: {place} is not JSON: {error}.") from None
+    if not isinstance(fields, dict):
+        raise LogitlessError(f"score: {place}: wanted a JSON object but got {type(fields).__name__}.")
+    return fields
+
+
+def _parquet_rows(source: Source) -> Iterator[Row]:
+    file = _parquet().ParquetFile(source.path)
+    keys = (source.prompt_key, source.response_key)
+    for key in keys:
+        if key not in file.schema_arrow.names:
+            raise LogitlessError(_missing(source.path.name, key, file.schema_arrow.names))
+    first = 0
+    for batch in file.iter_batches(batch_size=256, columns=list(dict.fromkeys(keys))):
+        for i in range(batch.num_rows):
+            yield f"row {first + i}", lambda batch=batch, i=i: batch.slice(i, 1).to_pylist()[0]
+        first += batch.num_rows
+
+
+def _parquet() -> Any:
+    import pyarrow.parquet
+
+    return pyarrow.parquet
+
+
+def _token_ids(fields: dict[str, Any], key: str, place: str, encode: Callable[[str], list[int]]) -> list[int]:
+    if key not in fields:
+        raise LogitlessError(_missing(place, key, list(fields)))
+    value = fields[key]
+    if isinstance(value, str):
+        return encode(value)
+    if isinstance(value, list) and all(type(x) is int and x >= 0 for x in value):
+        return value
+    came = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:57]}..."
+    raise LogitlessError(
+        f"score: {place}: {key!r} must be a list of token ids or a text but is {came}. Chat messages go through the "
+        f"tokenizer's chat template first."
+    )
+
+
+def _missing(place: str, key: str, names: list[str]) -> str:
+    return (
+        f"score: {place} has no field {key!r}; it has {', '.join(map(repr, names)) or 'none'}. Name the fields with "
+        f"--prompt-key and --response-key."
+    )

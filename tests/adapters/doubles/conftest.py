@@ -1,0 +1,3 @@
+"""Packages for the tests to import, not tests."""
+
+collect_ignore_glob = ["*"]

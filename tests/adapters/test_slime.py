@@ -1,0 +1,520 @@
+"""slime's functions with and without ours, on a double of slime over Megatron's real groups.
+
+    one process       shapes, dtypes, graphs, errors, the hook
+    four ranks        tensor and context parallel, zigzag and all-gather, replay, whole losses
+
+Which response tokens a rank holds is asked of the double: its ``get_values`` on outputs that hold their own position.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from close import assert_close_to_truth, assert_gradient_close_to_truth
+from ranks import close_ranks
+from test_megatron import TIMEOUT, megatron
+from torch import Tensor
+from truth import float64_leaf, truth
+
+import logitless
+from logitless import LogitlessError
+from logitless.bench.measure import peak_bytes
+
+sys.path.append(str(Path(__file__).parent / "doubles"))
+
+pytestmark = pytest.mark.skipif(
+    not find_spec("megatron") or not find_spec("megatron.core"), reason="megatron-core is not installed"
+)
+
+V = 506
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_workers() -> Iterator[None]:
+    yield
+    close_ranks()
+
+
+@pytest.fixture
+def alone():
+    """One process that is a whole Megatron, and slime's modules in it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with megatron():
+        yield slime()
+    dist.destroy_process_group()
+
+
+def slime() -> Any:
+    """The double's ``loss``, with the modules that hold its names by value."""
+    import slime.backends.megatron_utils.actor
+    import slime.backends.megatron_utils.server.logprob_utils  # noqa: F401
+    from slime.backends.megatron_utils import loss
+
+    return loss
+
+
+def arguments(**more: Any) -> Namespace:
+    settings = {"rollout_temperature": 0.8, "log_probs_chunk_size": -1, "entropy_coef": 0.1, "allgather_cp": False}
+    losses = {"loss_type": "policy_loss", "recompute_loss_function": False, "use_rollout_logprobs": False}
+    clip = {"eps_clip": 0.2, "eps_clip_high": 0.28, "rollout_top_p": 1.0}
+    return Namespace(**(settings | losses | clip | more))
+
+
+# One row per logit row.
+
+
+@pytest.mark.parametrize("chunk_size", [-1, 7])
+@pytest.mark.parametrize("masked", [False, True], ids=["", "mask"])
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_calculate(alone, masked, entropy_grad, chunk_size):
+    logits, tokens = (torch.randn(41, V) * 3).requires_grad_(), torch.randint(V, (41,))
+    mask = torch.rand(41, V) > 0.7 if masked else None
+    upstream = torch.randn(2, 41)
+    group = dist.group.WORLD
+
+    def run() -> tuple[Tensor, Tensor, Tensor]:
+        options = {"with_entropy": True, "chunk_size": chunk_size, "with_entropy_grad": entropy_grad}
+        logprob, entropy = alone.calculate_log_probs_and_entropy(
+            logits, tokens, group, log_prob_keep_mask=mask, **options
+        )
+        assert logprob.shape == (41, 1)
+        assert entropy.shape == (41,)
+        assert logprob.dtype == entropy.dtype == torch.float32
+        assert logprob.requires_grad
+        assert entropy.requires_grad == entropy_grad
+        total = (logprob[:, 0] * upstream[0]).sum() + (entropy * upstream[1]).sum()
+        return logprob[:, 0], entropy, torch.autograd.grad(total, logits)[0]
+
+    leaf = float64_leaf(logits)
+    kept = None if mask is None else [row.nonzero()[:, 0].tolist() for row in mask]
+    exact = truth(leaf, range(41), tokens, kept=kept)
+    entropy = exact.entropy if entropy_grad else exact.entropy.detach()
+    ((exact.logprob * upstream[0]).sum() + (entropy * upstream[1]).sum()).backward()
+    theirs = run()
+    logitless.install("slime", audit=5)
+    ours = run()
+    for mine, right, other in zip(ours[:2], exact[:2], theirs[:2], strict=True):
+        assert_close_to_truth(mine, right, other)
+    assert_gradient_close_to_truth(ours[2], leaf.grad, theirs[2])
+    report = logitless.status().hosts[0]
+    assert report.replaced[0].calls == 1
+    assert report.audit.passed
+    assert report.audit.rows == (5 if masked else 10)
+
+
+def test_calculate_without_rows_or_entropy(alone):
+    logits, tokens = torch.randn(0, V, requires_grad=True), torch.zeros(0, dtype=torch.int64)
+    before = alone.calculate_log_probs_and_entropy(logits, tokens, dist.group.WORLD, with_entropy=True)
+    logitless.install("slime")
+    after = alone.calculate_log_probs_and_entropy(logits, tokens, dist.group.WORLD, with_entropy=True)
+    assert [x.shape for x in after] == [x.shape for x in before] == [(0,), (0,)]
+    assert after[0].requires_grad
+    metric = alone.calculate_log_probs_and_entropy(
+        logits, tokens, dist.group.WORLD, with_entropy=True, with_entropy_grad=False
+    )
+    assert not metric[1].requires_grad
+    assert alone.calculate_log_probs_and_entropy(logits, tokens, dist.group.WORLD)[1] is None
+    some = alone.calculate_log_probs_and_entropy(torch.randn(3, V), tokens.new_zeros(3), dist.group.WORLD)
+    assert some[1] is None
+    assert not some[0].requires_grad
+
+
+def test_ids_outside_the_vocabulary(alone):
+    """slime scores them as the likeliest token. Ours are 0 for -100 and an error for the rest."""
+    logits, tokens = torch.randn(3, V), torch.tensor([1, -100, 2])
+    theirs, _ = alone.calculate_log_probs_and_entropy(logits, tokens, dist.group.WORLD)
+    assert theirs[1, 0] == logits.log_softmax(-1)[1].max()
+    logitless.install("slime")
+    ours, _ = alone.calculate_log_probs_and_entropy(logits, tokens, dist.group.WORLD)
+    assert ours[1, 0] == 0
+    with pytest.raises(LogitlessError, match=f"outside the vocabulary of {V}"):
+        alone.calculate_log_probs_and_entropy(logits, tokens + V, dist.group.WORLD)
+
+
+# One tensor per sample, on every mesh.
+
+
+class Batch(NamedTuple):
+    lengths: list[int]
+    responses: list[int]
+    padding: int
+
+    def tokens(self) -> list[Tensor]:
+        return [(torch.arange(n) * 31 + 7 * i) % V for i, n in enumerate(self.lengths)]
+
+    def places(self) -> list[slice]:
+        """Rows of the whole stream that predict each response."""
+        ends = torch.tensor(self.lengths).cumsum(0).tolist()
+        return [slice(end - r - 1, end - 1) for end, r in zip(ends, self.responses, strict=True)]
+
+    def recorded(self) -> tuple[list[list[int]], list[Tensor]]:
+        """Ids that a sampler kept: as a list, with offsets as a tensor; some tokens without any."""
+        ids, offsets = [], []
+        for i, response in enumerate(self.responses):
+            counts = [(3 * i + 5 * t) % 4 * 6 for t in range(response)]
+            offsets.append(torch.tensor([0, *counts]).cumsum(0))
+            ids.append([(17 * j + i) % V for j in range(sum(counts))])
+        return ids, offsets
+
+
+BATCHES = [Batch([9, 14, 6], [4, 13, 2], 5), Batch([9, 3], [1, 1], 0)]
+"""Ragged; and so short that a rank holds no row."""
+
+MESHES = [(2, 2, False), (2, 2, True), (2, 1, False), (1, 2, False), (1, 2, True)]
+"""Tensor-parallel size, context-parallel size, all-gather split."""
+
+
+def local(stream: Tensor, batch: Batch, cp: int, rank: int, allgather: bool) -> Tensor:
+    """The rows of a whole stream ``[sum of lengths, ...]`` that this rank's model would compute, zeros for padding."""
+
+    def pad(x: Tensor, length: int) -> Tensor:
+        return torch.cat([x, x.new_zeros(length - len(x), *x.shape[1:])])
+
+    if allgather:
+        return pad(stream, -(-len(stream) // cp) * cp + cp * batch.padding).chunk(cp)[rank]
+    parts = []
+    for sample in stream.split(batch.lengths):
+        chunks = pad(sample, -(-len(sample) // (2 * cp)) * 2 * cp).chunk(2 * cp) if cp > 1 else [sample]
+        parts += [chunks[rank], chunks[2 * cp - 1 - rank]] if cp > 1 else chunks
+    return pad(torch.cat(parts), sum(map(len, parts)) + batch.padding)
+
+
+class Here(NamedTuple):
+    """What one rank has of a batch."""
+
+    loss: Any
+    args: Namespace
+    batch: Batch
+    inputs: dict[str, Any]
+    cp: int
+    cp_rank: int
+    tp: int
+    tp_rank: int
+
+    def part(self, stream: Tensor, columns: bool = True) -> Tensor:
+        rows = local(stream, self.batch, self.cp, self.cp_rank, self.args.allgather_cp)
+        return rows.chunk(self.tp, dim=-1)[self.tp_rank] if columns else rows
+
+    def held(self) -> list[Tensor]:
+        """Places in its response of the tokens of each sample that belong to this rank."""
+        position = torch.zeros(sum(self.batch.lengths))
+        for place, response in zip(self.batch.places(), self.batch.responses, strict=True):
+            position[place] = torch.arange(float(response))
+        outputs = self.part(position, columns=False)[None, :, None]
+        return [x.long() for x in self.loss.get_values(outputs, args=self.args, **self.inputs)[1]["values"]]
+
+
+def everywhere(rank: int, check: Any, *more: Any) -> None:
+    """Call ``check(here, ...)`` on every mesh and batch, nothing installed."""
+    for tp, cp, allgather in MESHES:
+        with megatron(tp, cp) as state:
+            for batch in BATCHES:
+                inputs = {
+                    "unconcat_tokens": batch.tokens(),
+                    "total_lengths": batch.lengths,
+                    "response_lengths": batch.responses,
+                }
+                cp_rank, tp_rank = state.get_context_parallel_rank(), state.get_tensor_model_parallel_rank()
+                args = arguments(allgather_cp=allgather)
+                check(Here(slime(), args, batch, inputs, cp, cp_rank, tp, tp_rank), *more)
+
+
+def check_scores(here: Here) -> None:
+    """Values and gradients, with and without replay, entropy with and without gradient."""
+    torch.manual_seed(5)
+    stream = torch.randn(sum(here.batch.lengths), V) * 3
+    upstream = [torch.randn(2, r) for r in here.batch.responses]
+    held = here.held()
+    ids, offsets = here.batch.recorded()
+    for replay in (False, True):
+        for coef in (0.0, 0.1):
+            here.args.entropy_coef = coef
+            more = {"top_p_token_ids": ids, "top_p_token_offsets": offsets} if replay else {}
+
+            def run(more: dict = more, coef: float = coef) -> tuple[Tensor, Tensor, Tensor]:
+                logits = here.part(stream)[None].clone().requires_grad_()
+                empty, results = here.loss.get_log_probs_and_entropy(
+                    logits, args=here.args, **here.inputs, with_entropy=True, **more
+                )
+                assert empty.shape == (0,)
+                assert [len(x) for x in results["log_probs"]] == [len(x) for x in results["entropy"]]
+                assert [len(x) for x in results["log_probs"]] == [len(x) for x in held]
+                assert all(x.requires_grad and x.dtype == torch.float32 for x in results["log_probs"])
+                assert all(x.requires_grad == (coef != 0) for x in results["entropy"])
+                g = torch.cat([x[:, at] for x, at in zip(upstream, held, strict=True)], 1)
+                logprob, entropy = torch.cat(results["log_probs"]), torch.cat(results["entropy"])
+                ((logprob * g[0]).sum() + (entropy * g[1]).sum()).backward()
+                return logprob.detach(), entropy.detach(), logits.grad[0]
+
+            leaf, exact, total = float64_leaf(stream), [], torch.zeros((), dtype=torch.float64)
+            for i, place in enumerate(here.batch.places()):
+                rows = leaf[place]
+                split = [ids[i][a:b] for a, b in zip(offsets[i][:-1], offsets[i][1:], strict=True)] if replay else None
+                target = here.inputs["unconcat_tokens"][i][-here.batch.responses[i] :]
+                out = truth(rows, range(len(rows)), target, temperature=0.8, kept=split)
+                total = total + (out.logprob * upstream[i][0]).sum()
+                total = total + ((out.entropy * upstream[i][1]).sum() if coef else 0)
+                exact.append(torch.stack([out.logprob, out.entropy])[:, held[i]].detach())
+            total.backward()
+            theirs = run()
+            logitless.install("slime", audit=2)
+            ours = run()
+            report = logitless.status().hosts[0]
+            assert (report.replaced[1].calls, report.replaced[1].passed_on) == (1, 0)
+            assert report.audit.passed
+            logitless.uninstall("slime")
+            for mine, right, other in zip(ours[:2], torch.cat(exact, 1), theirs[:2], strict=True):
+                assert_close_to_truth(mine, right, other)
+            assert_gradient_close_to_truth(ours[2], here.part(leaf.grad), theirs[2])
+            logitless.install("slime", response_only=False)
+            for a, b in zip(run(), ours, strict=True):
+                torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+            logitless.uninstall("slime")
+
+
+def check_values(here: Here) -> None:
+    torch.manual_seed(8)
+    outputs, upstream = torch.randn(sum(here.batch.lengths), 1), torch.randn(100)
+
+    def run() -> list[Tensor]:
+        leaf = here.part(outputs, columns=False)[None].clone().requires_grad_()
+        values = here.loss.get_values(leaf, args=here.args, **here.inputs)[1]["values"]
+        joined = torch.cat(values)
+        (joined * upstream[: len(joined)]).sum().backward()
+        return [*values, leaf.grad]
+
+    theirs = run()
+    logitless.install("slime")
+    ours = run()
+    assert logitless.status().hosts[0].replaced[2].calls == 1
+    logitless.uninstall("slime")
+    assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+
+
+def check_losses(here: Here) -> None:
+    """Whole losses: the same number and gradient, also when only rows that count are scored."""
+    torch.manual_seed(6)
+    stream = torch.randn(sum(here.batch.lengths), V) * 3
+    held = here.held()
+    masks = [(torch.arange(r) % 3 != 1).float() for r in here.batch.responses]
+    for place, mask, tokens in zip(here.batch.places(), masks, here.inputs["unconcat_tokens"], strict=True):
+        # What a tool wrote may be so unlikely that a ratio to nothing overflows; the mask drops it.
+        rows = torch.arange(place.start, place.stop)[mask == 0]
+        stream[rows, tokens[-len(mask) :][mask == 0]] = -900.0
+    with torch.no_grad():
+        _, before = here.loss.get_log_probs_and_entropy(here.part(stream)[None], args=here.args, **here.inputs)
+    old = [x + torch.randn(len(x)) * 0.1 for x in before["log_probs"]]
+    advantages = [torch.randn(r)[at] for r, at in zip(here.batch.responses, held, strict=True)]
+    batch = here.inputs | {"loss_masks": masks, "log_probs": old, "advantages": advantages}
+
+    def run(**more: Any) -> tuple[float, Tensor]:
+        logits = here.part(stream)[None].clone().requires_grad_()
+        args = Namespace(**(vars(here.args) | more))
+        loss, _, log = here.loss.loss_function(args, batch, 2, 3, logits)
+        loss.backward()
+        assert all(math.isfinite(x) for x in log.values())
+        return loss.item(), logits.grad
+
+    for more in ({"loss_type": "policy_loss"}, {"loss_type": "sft_loss"}, {"recompute_loss_function": True}):
+        theirs = run(**more)
+        logitless.install("slime", loss_mask_only=True, audit=2)
+        ours = run(**more)
+        report = logitless.status().hosts[0]
+        assert sum(entry.calls for entry in report.replaced[3:]) >= 1
+        logitless.uninstall("slime")
+        assert math.isclose(ours[0], theirs[0], rel_tol=1e-5, abs_tol=1e-5), more
+        torch.testing.assert_close(ours[1], theirs[1], atol=1e-6, rtol=1e-4)
+
+
+def check_calculate(here: Here) -> None:
+    """Columns over the tensor-parallel ranks, and a mask that leaves some ranks none of a row."""
+    from megatron.core import mpu
+
+    torch.manual_seed(7)
+    logits, tokens, mask = torch.randn(17, V) * 3, torch.randint(V, (17,)), torch.rand(17, V) < 0.004
+    upstream = torch.randn(2, 17)
+
+    def run() -> tuple[Tensor, Tensor, Tensor]:
+        leaf, keep = (x.chunk(here.tp, -1)[here.tp_rank].clone() for x in (logits, mask))
+        group = mpu.get_tensor_model_parallel_group()
+        leaf.requires_grad_()
+        logprob, entropy = here.loss.calculate_log_probs_and_entropy(leaf, tokens, group, True, 5, keep)
+        ((logprob[:, 0] * upstream[0]).sum() + (entropy * upstream[1]).sum()).backward()
+        return logprob.detach()[:, 0], entropy.detach(), leaf.grad
+
+    leaf = float64_leaf(logits)
+    exact = truth(leaf, range(17), tokens, kept=[row.nonzero()[:, 0].tolist() for row in mask])
+    ((exact.logprob * upstream[0]).sum() + (exact.entropy * upstream[1]).sum()).backward()
+    theirs = run()
+    logitless.install("slime")
+    ours = run()
+    logitless.uninstall("slime")
+    for mine, right, other in zip(ours[:2], exact[:2], theirs[:2], strict=True):
+        assert_close_to_truth(mine, right, other)
+    assert_gradient_close_to_truth(ours[2], leaf.grad.chunk(here.tp, -1)[here.tp_rank], theirs[2])
+
+
+def run_everything(rank: int, world: int) -> None:
+    for check in (check_scores, check_values, check_losses, check_calculate):
+        everywhere(rank, check)
+
+
+def test_every_mesh(ranks):
+    """Over gloo, on four ranks; every rank checks its own part."""
+    ranks(run_everything, 4, timeout=TIMEOUT)
+
+
+def here_alone(loss: Any, batch: Batch = BATCHES[0], **more: Any) -> Here:
+    inputs = {"unconcat_tokens": batch.tokens(), "total_lengths": batch.lengths, "response_lengths": batch.responses}
+    return Here(loss, arguments(**more), batch, inputs, 1, 0, 1, 0)
+
+
+@pytest.mark.parametrize("allgather", [False, True])
+def test_one_rank(alone, allgather):
+    for check in (check_scores, check_values, check_losses):
+        check(here_alone(alone, allgather_cp=allgather))
+
+
+def test_only_rows_that_count_are_scored(alone):
+    """A NaN in a row that the mask drops does not reach the loss."""
+    here = here_alone(alone)
+    masks = [torch.ones(r) for r in here.batch.responses]
+    masks[1][4] = 0
+    stream = torch.randn(sum(here.batch.lengths), V)
+    stream[here.batch.places()[1]][4] = math.nan
+    batch = here.inputs | {"loss_masks": masks}
+    logits = here.part(stream)[None].requires_grad_()
+    args = arguments(loss_type="sft_loss")
+    assert alone.loss_function(args, batch, 1, 1, logits)[0].isnan()
+    logitless.install("slime", loss_mask_only=True)
+    loss = alone.loss_function(args, batch, 1, 1, logits)[0]
+    assert loss.isfinite()
+    loss.backward()
+    assert logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_memory(alone, replay):
+    """Training: one gradient beside the logits. Without gradients: the working memory alone."""
+    batch = Batch([300, 400], [250, 380], 0)
+    here = here_alone(alone, batch, entropy_coef=0.0, log_probs_chunk_size=8)
+    ids, offsets = batch.recorded()
+    more = {"top_p_token_ids": ids, "top_p_token_offsets": offsets} if replay else {}
+    size = 4 * 700 * 5000
+    logits = torch.randn(1, 700, 5000, requires_grad=True)
+
+    def train() -> None:
+        results = alone.get_log_probs_and_entropy(logits, args=here.args, **here.inputs, with_entropy=True, **more)[1]
+        torch.autograd.grad(torch.cat(results["log_probs"]).sum(), logits)
+
+    def score() -> None:
+        with torch.no_grad():
+            alone.get_log_probs_and_entropy(logits, args=here.args, **here.inputs, with_entropy=True, **more)
+
+    assert peak_bytes(train, logits.device) > 3 * size
+    logitless.install("slime")
+    slack = 2**20
+    assert peak_bytes(train, logits.device) < size + slack
+    assert peak_bytes(score, logits.device) < slack
+
+
+def test_names_held_by_value(alone):
+    from slime.backends.megatron_utils import actor
+    from slime.backends.megatron_utils.server import logprob_utils
+
+    here = here_alone(alone)
+    logits = torch.randn(1, 34, V)
+    before = actor.compute_log_prob(here.args, here.inputs, logits)
+    logitless.install("slime")
+    after = actor.compute_log_prob(here.args, here.inputs, logits)
+    logprob_utils.teacher_log_probs(here.args, here.inputs, logits)
+    actor.compute_values(here.args, here.inputs, logits[..., :1])
+    assert [entry.calls for entry in logitless.status().hosts[0].replaced] == [0, 2, 1]
+    assert not after[0].requires_grad
+    for a, b in zip(after, before, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+    logitless.uninstall("slime")
+    assert actor.get_values is alone.get_values
+
+
+def test_replay_without_a_record_is_left_to_slime(alone):
+    here = here_alone(alone)
+    ids, offsets = here.batch.recorded()
+    more = {"top_p_token_ids": ids, "top_p_token_offsets": [offsets[0], offsets[1][:5], offsets[2]]}
+    logits = torch.randn(1, 34, V)
+    before = alone.get_log_probs_and_entropy(logits, args=here.args, **here.inputs, **more)[1]["log_probs"]
+    logitless.install("slime")
+    after = alone.get_log_probs_and_entropy(logits, args=here.args, **here.inputs, **more)[1]["log_probs"]
+    report = logitless.status().hosts[0].replaced[1]
+    assert (report.calls, report.passed_on) == (1, 1)
+    for a, b in zip(after, before, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def test_the_init_hook(alone):
+    from slime.backends.megatron_utils import initialize
+
+    path = "logitless.adapters.slime.custom_megatron_init"
+    initialize.init(arguments(custom_megatron_init_path=path))
+    assert dict(logitless.status().hosts[0].options)["response_only"]
+    logitless.uninstall("slime")
+    initialize.init(arguments(custom_megatron_init_path=path, log_probs_loss_mask_only=True, logitless_audit=2))
+    options = dict(logitless.status().hosts[0].options)
+    assert options["loss_mask_only"]
+    assert options["audit"] == 2
+
+
+def test_loss_mask_only_wants_response_only(alone):
+    with pytest.raises(LogitlessError, match="loss_mask_only=True selects among response rows"):
+        logitless.install("slime", loss_mask_only=True, response_only=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": torch.zeros(1, 34, V).bfloat16()}, r"logits must be float32 \[1, T, V'\], one pack"),
+        ({"logits": torch.zeros(2, 34, V)}, r"logits must be float32 \[1, T, V'\].* \[2, 34, 506\]"),
+        ({"logits": torch.zeros(1, 20, V)}, "num_tokens is 20 but the samples need 29"),
+        ({"total_lengths": [9, 14, 7]}, r"unconcat_tokens have lengths \[9, 14, 6\] but total_lengths is \[9, 14, 7\]"),
+        ({"total_lengths": [9, 14]}, r"total_lengths is \[9, 14\]"),
+        ({"response_lengths": [4, 13]}, "3 samples but 2 response_lengths"),
+        ({"response_lengths": [9, 13, 2]}, "sample 0 has an empty prompt"),
+        ({"args": arguments(rollout_temperature=0.0)}, "temperature must be a positive finite number"),
+        (
+            {"top_p_token_ids": [[1]], "top_p_token_offsets": [[0, 1]]},
+            "top_p_token_ids has 1 samples and top_p_token_offsets 1, but there are 3 response_lengths",
+        ),
+    ],
+)
+def test_errors_name_the_host_function(alone, change, message):
+    here = here_alone(alone)
+    logitless.install("slime")
+    given = {"logits": torch.zeros(1, 34, V), "args": here.args} | here.inputs | change
+    with pytest.raises(LogitlessError, match=rf"^slime\.[a-z_.]+\.get_log_probs_and_entropy: .*{message}"):
+        alone.get_log_probs_and_entropy(given.pop("logits"), **given)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda f, z, t: f(z[0], t, dist.group.WORLD), r"calculate_\w+: logits must be \[N, V'\] but is \[506\]"),
+        (lambda f, z, t: f(z, t[:2], dist.group.WORLD), r"tokens must be \[3\] but is \[2\]"),
+        (
+            lambda f, z, t: f(z, t, dist.group.WORLD, log_prob_keep_mask=z),
+            r"log_prob_keep_mask must be bool \[3, 506\] like logits but is torch.float32",
+        ),
+    ],
+)
+def test_errors_of_calculate(alone, call, message):
+    logitless.install("slime")
+    with pytest.raises(LogitlessError, match=message):
+        call(alone.calculate_log_probs_and_entropy, torch.randn(3, V), torch.zeros(3, dtype=torch.int64))

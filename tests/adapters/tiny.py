@@ -1,0 +1,51 @@
+"""Tiny models, a tokenizer and trainers made in this process: nothing is downloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(250))]
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    plain = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def qwen3(vocab_size: int = len(WORDS), **more) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(5)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    settings = sizes | heads | ids | {"tie_word_embeddings": False, "initializer_range": 0.5} | more
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=vocab_size, **settings))
+
+
+def trainer(kind: str, folder: Path, model: Any = None, **more) -> Any:
+    """A GRPO or RLOO trainer of three steps on four prompts, with a reference model and a reward of its own."""
+    import trl
+    from datasets import Dataset
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    (qwen3() if model is None else model).save_pretrained(folder / "model")
+    settings = {"beta": 0.1, "temperature": 0.9, "learning_rate": 1e-2, "max_steps": 3, "logging_steps": 1}
+    sizes = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 7}
+    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "bf16": False}
+    arguments = {"output_dir": str(folder), "seed": 3} | settings | sizes | quiet | more
+    return getattr(trl, f"{kind}Trainer")(
+        model=str(folder / "model"),
+        reward_funcs=lambda completions, **_: [float(len(text) % 5) for text in completions],
+        args=getattr(trl, f"{kind}Config")(**arguments),
+        train_dataset=Dataset.from_dict({"prompt": ["w1 w2 w3", "w4 w5", "w6 w7 w8 w9", "w10"]}),
+        processing_class=tokenizer(),
+    )

@@ -1,0 +1,45 @@
+"""The adapters' benchmark: every entry runs on a small size, and the pages say what the records say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import logitless
+from logitless import LogitlessError
+from logitless.bench.adapters import ENTRIES, SMOKE, START, append, main, measure, read, table, with_table
+
+ROOT = Path(__file__).parent.parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "adapters.jsonl"
+PAGES = sorted((ROOT / "docs" / "adapters").glob("*.md"))
+
+
+@pytest.mark.parametrize("host", ENTRIES)
+@pytest.mark.filterwarnings("default")
+def test_entries_run(host, tmp_path):
+    pytest.importorskip(ENTRIES[host].package)
+    record = measure(ENTRIES[host], torch.device("cpu"), SMOKE, repeats=1)
+    assert record.difference < 1e-4
+    assert record.before_bytes > 0
+    assert record.after_bytes > 0
+    assert not logitless.status().hosts
+    append(tmp_path / "a.jsonl", record)
+    append(tmp_path / "a.jsonl", replace(record, before_ms=1e6))
+    assert read(tmp_path / "a.jsonl")[0] == record
+    assert "1,000,000 ms" in table(host, read(tmp_path / "a.jsonl"))  # the newest
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_tables_are_what_the_records_say(page):
+    """Run ``python -m logitless.bench.adapters --docs docs/adapters`` after new records."""
+    text = page.read_text()
+    assert START in text
+    assert with_table(text, page.stem, read(RESULTS)) == text
+
+
+def test_unknown_entries_are_refused(tmp_path):
+    with pytest.raises(LogitlessError, match="there is no entry 'trll'"):
+        main(["--host", "trll", "--out", str(tmp_path / "a.jsonl")])

@@ -1,0 +1,111 @@
+"""``logitless doctor``: it finds what is there, and what is wrong is found."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from logitless import backends, doctor
+from logitless.backends import tiled
+from logitless.doctor import examine
+from logitless.errors import LogitlessError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def _plain_torch_only(monkeypatch):
+    """Triton's interpreter takes seconds."""
+    monkeypatch.setattr(doctor, "NAMES", ("reference", "tiled"))
+
+
+def test_every_backend_that_runs_is_exact_here():
+    findings = examine(CPU)
+    # The suite runs Triton's kernels in its interpreter.
+    assert [(b.name, b.runs) for b in findings.backends] == [("reference", True), ("tiled", True), ("triton", True)]
+    assert findings.backends[2].reason == "in Triton's interpreter"
+    tried = {(f.backend, f.path, f.dtype) for f in findings.exactness}
+    assert len(tried) == 3 * 2 * 2
+    assert findings.ok, findings.exactness
+    assert all(f.value > 0 and f.gradient > 0 for f in findings.exactness)
+    assert findings.chosen.startswith("tiled: the logits are on cpu")
+    assert findings.versions["torch"] == torch.__version__
+    assert findings.device.startswith("cpu (")
+
+
+@pytest.mark.usefixtures("_plain_torch_only")
+def test_it_can_be_printed_as_json():
+    text = json.dumps(examine(CPU).as_json())
+    fields = json.loads(text)
+    assert fields["ok"] is True
+    assert fields["exactness"][0]["ok"] is True
+    assert {"versions", "device", "backends", "hosts"} <= set(fields)
+
+
+@pytest.mark.usefixtures("_plain_torch_only")
+def test_a_wrong_gradient_is_found(monkeypatch):
+    gradient = tiled.gradient
+
+    def off_by_little(problem, norm, coef, out, out_index):
+        gradient(problem, norm, coef, out, out_index)
+        out *= 1.0001
+
+    monkeypatch.setattr(tiled, "gradient", off_by_little)
+    findings = examine(CPU)
+    wrong = {(f.backend, f.dtype) for f in findings.exactness if not f.ok}
+    assert wrong == {("tiled", "float32")}
+    assert not findings.ok
+
+
+@pytest.mark.usefixtures("_plain_torch_only")
+def test_a_wrong_value_is_found(monkeypatch):
+    right = doctor.logprobs
+
+    def shifted(*args, **kwargs):
+        out = right(*args, **kwargs)
+        return out._replace(logprob=out.logprob + 0.01)
+
+    monkeypatch.setattr(doctor, "logprobs", shifted)
+    wrong = [f for f in examine(CPU).exactness if not f.ok]
+    assert {f.path for f in wrong} == {"logprobs"}
+    # The gradient of a shift is nothing: the values alone gave it away.
+    assert all(f.gradient <= doctor.GRADIENT_TOLERANCE[getattr(torch, f.dtype)] for f in wrong)
+
+
+@pytest.mark.usefixtures("_plain_torch_only")
+def test_what_is_raised_is_a_finding(monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no such instruction\nand more")
+
+    monkeypatch.setattr(tiled, "statistics", broken)
+    failures = {f.failure for f in examine(CPU).exactness if f.backend == "tiled"}
+    assert failures == {"RuntimeError: no such instruction"}
+
+
+def test_a_backend_that_cannot_be_imported_says_why(monkeypatch):
+    monkeypatch.setattr(backends, "_has_triton", lambda: False)
+    backends.load.cache_clear()
+    try:
+        found = doctor._backend("triton", CPU)
+    finally:
+        backends.load.cache_clear()
+    assert (found.runs, found.reason) == (
+        False,
+        'backend="triton": Triton is not installed. Run pip install "logitless[triton]".',
+    )
+
+
+def test_hosts_have_a_version_or_none(monkeypatch):
+    found = doctor._host("transformers")
+    assert found.found == pytest.importorskip("transformers").__version__
+    assert found.tested
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    assert doctor._host("transformers").found is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_an_error():
+    with pytest.raises(LogitlessError, match='device is "cuda" but torch sees no CUDA device'):
+        examine(torch.device("cuda"))

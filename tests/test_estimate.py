@@ -1,0 +1,232 @@
+"""Predicted peaks against the allocator's own count, for every path and option; and what ``estimate`` says of itself.
+
+On CPU every case runs at odd sizes where megabytes matter. On a GPU the same comparison runs at the sizes people train
+with, and prints one table: ``pytest tests/test_estimate.py --device cuda -s``.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import logitless as ll
+from logitless.bench.predicted import Compared, PeakCase, compare, table
+
+PROMISE = 0.05
+CPU = torch.device("cpu")
+SLABS = {"path": "linear_logprobs", "tokens": 257, "vocab": 2003, "hidden": 66, "memory": "1MiB"}
+BLOCKS = {**SLABS, "tokens": 2003, "vocab": 257}
+LOGITS = {"path": "logprobs", "tokens": 503, "vocab": 1031, "memory": "512KiB"}
+PLAIN = {"path": "torch", "tokens": 251, "vocab": 1031}
+FROZEN = {"needs_grad": ("hidden",)}
+F32, GRAD = {"dtype": "float32"}, {"entropy": "grad"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors are small: threads would spend their time waiting for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def assert_promise(result: Compared) -> None:
+    assert result.measured_step > 0
+    assert result.error <= PROMISE, "\n" + table([result])
+
+
+CASES = {
+    "logits": {**LOGITS, **F32, **GRAD},
+    "logits, bf16": {**LOGITS, "entropy": "value"},
+    "logits, overwritten": {**LOGITS, **F32, **GRAD, "overwrite_logits": True},
+    "logits, overwritten, bf16": {**LOGITS, "overwrite_logits": True},
+    "logits, rows cut into tiles": {**LOGITS, **F32, **GRAD, "tokens": 7, "vocab": 30011, "memory": "64KiB"},
+    "logits, rows": {**LOGITS, **F32, "entropy": "value", "rows": 127},
+    "logits, rows, overwritten": {**LOGITS, **GRAD, "rows": 127, "overwrite_logits": True},
+    "logits, softcap": {**LOGITS, **F32, **GRAD, "softcap": True, "overwrite_logits": True},
+    "logits, kept ids": {**LOGITS, **GRAD, "kept_ids": 9001, "overwrite_logits": True},
+    "logits, float64": {**LOGITS, **GRAD, "dtype": "float64", "overwrite_logits": True},
+    "logits, forward alone": {**LOGITS, **F32, "entropy": "value", "needs_grad": ()},
+    "forward alone": {**SLABS, **F32, "entropy": "value", "needs_grad": ()},
+    "slabs": {**SLABS, **F32, **GRAD},
+    "slabs, bf16": {**SLABS, **GRAD},
+    "blocks": {**BLOCKS, **F32, **GRAD},
+    "blocks, bf16": {**BLOCKS, **GRAD},
+    "rows": {**SLABS, **GRAD, "tokens": 1031, "rows": 257},
+    "rows, blocks": {**BLOCKS, **F32, "tokens": 3001, "rows": 2003},
+    "frozen": {**SLABS, **F32, **FROZEN},
+    "frozen, bf16, rows": {**BLOCKS, **FROZEN, "tokens": 3001, "rows": 2003},
+    "frozen, softcap": {**SLABS, **FROZEN, "softcap": True},
+    "frozen, batch-invariant": {**SLABS, **F32, **FROZEN, "batch_invariant": True, "memory": "4MiB"},
+    "frozen, entropy gradient": {**SLABS, **FROZEN, **GRAD},
+    "weight alone": {**SLABS, **GRAD, "needs_grad": ("weight",)},
+    "weight alone, blocks": {**BLOCKS, **GRAD, "needs_grad": ("weight",)},
+    "bias": {**SLABS, **F32, "bias": True},
+    "bias, blocks": {**BLOCKS, "bias": True},
+    "softcap": {**SLABS, **F32, **GRAD, "softcap": True},
+    "a buffer for d_weight": {**SLABS, **F32, **GRAD, "weight_grad": True},
+    "a buffer for d_weight, blocks": {**BLOCKS, **GRAD, "weight_grad": True},
+    "match": {**SLABS, **GRAD, "match": "bfloat16"},
+    "match, bias, float32 operands": {**SLABS, **F32, "match": "bfloat16", "bias": True},
+    "batch-invariant, rows": {**SLABS, **GRAD, "tokens": 1031, "rows": 257, "batch_invariant": True, "memory": "4MiB"},
+    "kept ids": {**SLABS, **F32, **GRAD, "kept_ids": 9001},
+    "kept ids, blocks": {**BLOCKS, **GRAD, "kept_ids": 30011},
+    "float64": {**SLABS, **GRAD, "dtype": "float64"},
+    "torch": {**PLAIN, **F32, **GRAD},
+    "torch, rows, bf16": {**PLAIN, "rows": 127, "entropy": "value"},
+    "torch, from hidden": {**PLAIN, **GRAD, "hidden": 66},
+    "torch, from hidden, rows": {**PLAIN, **F32, "hidden": 66, "rows": 127},
+    "torch, forward alone": {**PLAIN, **GRAD, "hidden": 66, "needs_grad": ()},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_peak_on_cpu(name: str):
+    assert_promise(compare(PeakCase(name, CASES[name]), CPU))
+
+
+@pytest.mark.parametrize("shape", [SLABS, BLOCKS], ids=["slabs", "blocks"])
+@pytest.mark.parametrize(("memory", "kind"), [("1.5MiB", "recompute"), ("3MiB", "keep")])
+def test_kept_exponentials(shape: dict, memory: str, kind: str, monkeypatch):
+    monkeypatch.setattr("logitless.plans.WORK", 1 << 20)
+    case = PeakCase(kind, {**shape, **GRAD, "memory": memory})
+    plan = case.predicted(CPU).plan
+    assert plan is not None
+    assert (plan.kind, plan.kept_rows > 0) == (kind, True)
+    assert_promise(compare(case, CPU))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("rows", [None, 17])
+def test_triton_needs_vectors_alone(rows: int | None, overwrite: bool):
+    """Every vector of a row is accounted for; only numbers of a call are not."""
+    options = {"path": "logprobs", "tokens": 33, "vocab": 67, **F32, **GRAD, "backend": "triton", "rows": rows}
+    result = compare(PeakCase("triton", {**options, "overwrite_logits": overwrite}), CPU)
+    for predicted, measured in ((result.forward, result.measured_forward), (result.step, result.measured_step)):
+        assert abs(predicted - measured) <= 16
+
+
+def compare_on_rank(rank: int, world: int, cases: list[PeakCase]) -> list[Compared]:
+    return [compare(case, CPU, dist.group.WORLD) for case in cases]
+
+
+def test_the_peak_of_a_rank(ranks):
+    shape = {**SLABS, **F32, **GRAD, "tokens": 502, "vocab": 2006, "tensor_parallel": 2, "memory": "8MiB"}
+    options = {
+        "logits": {**LOGITS, **F32, "vocab": 4, "tokens": 20011, "tensor_parallel": 2, "entropy": "value"},
+        "logits, kept ids": {**LOGITS, **F32, "vocab": 4, "tokens": 5003, "tensor_parallel": 2, "kept_ids": 90001},
+        "sharded": shape,
+        "sharded, kept ids": {**shape, "kept_ids": 9001},
+        "sequence parallel": {**shape, "sequence_parallel": True, "hidden": 514},
+        "sequence parallel, rows": {**shape, "sequence_parallel": True, "hidden": 514, "rows": 257},
+        "sequence parallel, frozen": {**shape, **FROZEN, "entropy": None, "sequence_parallel": True, "hidden": 514},
+    }
+    for results in ranks(compare_on_rank, 2, [PeakCase(name, o) for name, o in options.items()]):
+        for result in results:
+            assert_promise(result)
+
+
+# On a GPU, at the sizes people train with.
+
+BIG = {"path": "linear_logprobs", "tokens": 16384, "vocab": 151936, "hidden": 4096, **GRAD}
+LONG = {**BIG, "tokens": 40961, "vocab": 65539, "hidden": 1030}
+BIG_LOGITS = {"path": "logprobs", "tokens": 16384, "vocab": 151936}
+CUDA_CASES = {
+    "logits, forward alone": {**BIG_LOGITS, "entropy": "value", "needs_grad": ()},
+    "logits, fp32": {**BIG_LOGITS, **F32, **GRAD, "tokens": 8191},
+    "logits, rows": {**BIG_LOGITS, **GRAD, "rows": 4097},
+    "logits, overwritten": {**BIG_LOGITS, **GRAD, "overwrite_logits": True},
+    "logits, overwritten, value, rows": {**BIG_LOGITS, "entropy": "value", "rows": 4097, "overwrite_logits": True},
+    "logits, overwritten, kept ids": {**BIG_LOGITS, **GRAD, "kept_ids": 700_001, "overwrite_logits": True},
+    "logits, tiled, overwritten": {**BIG_LOGITS, **GRAD, "backend": "tiled", "overwrite_logits": True},
+    "forward alone": {**BIG, "entropy": "value", "needs_grad": ()},
+    "recompute": BIG,
+    "recompute, fp32": {**BIG, **F32, "tokens": 8191, "hidden": 2050},
+    "recompute, tiled": {**BIG, "tokens": 4097, "backend": "tiled"},
+    "rows": {**BIG, "rows": 4097},
+    "frozen": {**BIG, **FROZEN, "entropy": "value"},
+    "frozen, rows": {**BIG, **FROZEN, "entropy": "value", "rows": 4097},
+    "keep": {**BIG, "memory": "6.5GiB"},
+    "keep some": {**BIG, "memory": "3GiB"},
+    "several blocks of rows": {**LONG},
+    "blocks": {**BIG, "tokens": 65536, "vocab": 32768, "hidden": 2048},
+    "a buffer for d_weight": {**BIG, "weight_grad": True},
+    "weight alone": {**BIG, "needs_grad": ("weight",)},
+    "bias": {**BIG, "bias": True},
+    "match, bias": {**BIG, "match": "bfloat16", "bias": True},
+    "softcap": {**BIG, "softcap": True},
+    "batch-invariant, rows": {**BIG, "rows": 4097, "batch_invariant": True},
+    "kept ids": {**BIG, "kept_ids": 700_001},
+    "torch": {**BIG_LOGITS, **F32, **GRAD, "path": "torch", "tokens": 4097},
+    "torch, rows, bf16": {**BIG_LOGITS, "entropy": "value", "path": "torch", "rows": 4097},
+    "torch, from hidden": {**BIG, "path": "torch", "tokens": 4097},
+}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_peaks_on_cuda(device: torch.device):
+    """All cases, and then one table of predicted and measured bytes, whether they agree or not."""
+    if device.type != "cuda":
+        pytest.skip("asked for with --device cuda")
+    results = []
+    for name, options in CUDA_CASES.items():
+        results.append(compare(PeakCase(name, options), device))
+        torch.cuda.empty_cache()
+    print("\n" + table(results))
+    off = [result.name for result in results if result.error > PROMISE]
+    assert not off, "\n" + table(results)
+
+
+# What it says of itself.
+
+
+@pytest.mark.parametrize("softcap", [False, True])
+@pytest.mark.parametrize("needs_grad", [("hidden", "weight"), ("hidden",), ()])
+@pytest.mark.parametrize("memory", ["1MiB", "600MiB"])
+def test_the_plan_is_the_one_that_runs(memory: str, needs_grad: tuple, softcap: bool):
+    hidden = torch.zeros(257, 6, dtype=torch.bfloat16).requires_grad_("hidden" in needs_grad)
+    weight = torch.zeros(2003, 6, dtype=torch.bfloat16).requires_grad_("weight" in needs_grad)
+    head = ll.Head(softcap=20.0) if softcap else None
+    told = ll.explain(hidden, weight, torch.zeros(257, dtype=torch.int64), memory=memory, head=head)
+    sizes = {"tokens": 257, "vocab": 2003, "hidden": 6, "device": "cpu", "memory": memory}
+    assert ll.estimate("linear_logprobs", **sizes, needs_grad=needs_grad, softcap=softcap).plan == told
+
+
+def test_items_add_up_and_print():
+    found = ll.estimate(**BIG, backend="triton")
+    assert found.forward_peak == sum(item.bytes for item in found.items if item in found.forward)
+    assert found.peak == found.backward_peak == sum(item.bytes for item in found.backward)
+    assert {item.phase for item in found.items} == {"forward", "kept", "backward"}
+    outputs = {item.name: item.bytes for item in found.items if item.output}
+    assert outputs["d_weight [151936, 4096]"] == 2 * 151936 * 4096
+    lines = str(found).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) == len(found.items) + 3
+    assert lines[-1].endswith("GiB")
+
+
+WRONG = {
+    "path must be one of": {"path": "logits"},
+    "tokens must be an integer of at least 0 but is -1": {"tokens": -1},
+    "vocab must be an integer of at least 1 but is 0": {"vocab": 0},
+    "rows must be at most tokens, 257, but is 258": {"rows": 258},
+    "needs hidden=": {"hidden": None},
+    "starts from logits: drop hidden=": {"path": "logprobs"},
+    "dtype must be one of": {"dtype": "int8"},
+    "device must be one of": {"device": "tpu"},
+    "needs_grad must be a tuple of names": {"needs_grad": "hidden"},
+    "tensor_parallel must be an integer of at least 1": {"tensor_parallel": 0},
+    "sequence_parallel=True needs": {"sequence_parallel": True},
+    'backend="reference" is for checking': {"backend": "reference"},
+    "memory: wanted a positive": {"memory": "much"},
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_errors(text: str):
+    with pytest.raises(ll.LogitlessError, match=re.escape(text)):
+        ll.estimate(**{**SLABS, **WRONG[text]})

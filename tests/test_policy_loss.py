@@ -1,0 +1,362 @@
+"""``linear_policy_loss`` against float64: loss and gradients, whatever the objective, head, rows, chunks and dtype.
+
+The truth shares nothing with the library: logits in float64, ``log_softmax`` (truth.py), then the papers' formulas
+token by token (objective_truth.py), and autograd through all of it. The yardstick is the same in float32. What
+``objective(linear_logprobs(...))`` gives must agree too, metrics included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from close import assert_close_to_truth, assert_gradient_close_to_truth
+from objective_truth import Batch, Formula, tell
+from objective_truth import draw as draw_batch
+from test_linear import BACKENDS, DTYPES, GRADIENT_PROMISE, HALF, Operands, draw, one_thread, whole_operands
+from test_objective_terms import CORRECTIONS, PARTS, POLICIES, formula_of
+from torch import Tensor
+from truth import plain, truth
+
+import logitless as ll
+from logitless.objectives import KL_TERMS, RECIPES
+
+__all__ = ["one_thread"]
+
+NAMES = ("hidden", "weight", "bias")
+LENGTHS = [7, 0, 13, 1, 5, 3]
+VOCAB, WIDTH = 101, 17
+KL = {"kl": "k3", "kl_coef": 0.1}
+PPO = {"clip": (0.2, 0.28), **KL, "entropy_coef": 0.05}
+PPO_FORMULA = Formula(options={"low": 0.2, "high": 0.28}, **KL, entropy_coef=0.05)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A head, a batch with its fields, and where each response token's row is among the tokens."""
+
+    operands: Operands
+    batch: Batch
+    index: list[int]
+    target: list[int]
+    head: dict[str, Any] = field(default_factory=dict)
+    rounding: Tensor | None = None
+
+    def fields(self, rows: ll.Rows) -> dict[str, Tensor]:
+        return self.batch.fields(rows, torch.float64, tuple(PARTS))
+
+    def head_of(self, rows: ll.Rows) -> ll.Head:
+        temperature = self.head.get("temperature", 1.0)
+        return ll.Head(
+            **self.head | {"temperature": temperature[rows.response]} if torch.is_tensor(temperature) else self.head
+        )
+
+    def scores(self, oracle, leaf: Operands) -> Any:
+        logits = leaf.logits()
+        logits = logits if self.rounding is None else logits + self.rounding.to(logits)
+        return oracle(logits, self.index, self.target, **self.head)
+
+
+def make(
+    dtype=torch.float32, lengths=LENGTHS, vocab=VOCAB, width=WIDTH, head=None, spread=3.0, operands=None, match=None
+) -> Problem:
+    """Random operands and a batch whose old, reference and rollout log-probs are near those of the operands."""
+    head = head or {}
+    batch = draw_batch(lengths)
+    tokens = [torch.randint(head.get("vocab_size", vocab), (len(ids),)).tolist() for ids in batch.tokens]
+    operands = operands or draw(sum(map(len, tokens)), vocab, width, dtype, spread)
+    index, target, start = [], [], 0
+    for ids, n in zip(tokens, lengths, strict=True):
+        index += range(start + len(ids) - n - 1, start + len(ids) - 1)
+        target += ids[len(ids) - n :]
+        start += len(ids)
+    rounding = None
+    if match is not None:
+        exact = operands.logits()
+        rounding = (exact.to(match).double() - exact.double()).detach()
+    problem = Problem(operands, replace(batch, tokens=tokens), index, target, head, rounding)
+    near = problem.scores(truth, operands.leaves((), torch.float64)).logprob
+    # All numbers are float32 numbers, so that both dtypes start from the same ones.
+    drawn = {n: (near + 0.3 * torch.randn(len(near))).float().double() for n in PARTS if n != "advantage"}
+    values = {n: list(x.split(lengths)) for n, x in drawn.items()}
+    return replace(problem, batch=replace(problem.batch, values={**problem.batch.values, **values}))
+
+
+class Ran(NamedTuple):
+    """Loss, its gradients by name, and metrics as numbers."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    metrics: dict[str, float]
+
+
+def differentiated(loss: Tensor, leaf: Operands, upstream: float) -> dict[str, Tensor]:
+    named = {name: x for name, x in leaf._asdict().items() if x is not None and x.requires_grad}
+    gradients = torch.autograd.grad(loss, list(named.values()), torch.tensor(upstream, dtype=torch.float64).to(loss))
+    return dict(zip(named, gradients, strict=True))
+
+
+def ran(problem: Problem, objective: ll.Objective, rows=None, wanted=NAMES, upstream=1.7, given=None, **call) -> Ran:
+    rows = problem.batch.rows() if rows is None else rows
+    leaf = problem.operands.leaves(wanted)
+    given = problem.fields(rows) | (given or {})
+    call = {"bias": leaf.bias, "head": problem.head_of(rows), **call}
+    loss, metrics = ll.linear_policy_loss(leaf.hidden, leaf.weight, rows, objective, **given, **call)
+    return Ran(loss.detach(), differentiated(loss, leaf, upstream), metrics.compute())
+
+
+def composed(
+    problem: Problem, objective: ll.Objective, rows=None, wanted=NAMES, upstream=1.7, given=None, **call
+) -> Ran:
+    """The same in two calls of the library."""
+    rows = problem.batch.rows() if rows is None else rows
+    leaf = problem.operands.leaves(wanted)
+    of_objective = {k: call.pop(k) for k in ("denominator", "prompt_tokens", "group") if k in call}
+    call = {"bias": leaf.bias, "head": problem.head_of(rows), "entropy": objective.entropy, **call}
+    stats = ll.linear_logprobs(leaf.hidden, leaf.weight, rows, **call)
+    loss, metrics = objective(stats, rows, **problem.fields(rows) | (given or {}), **of_objective)
+    return Ran(loss.detach(), differentiated(loss, leaf, upstream), metrics.compute())
+
+
+def told(problem: Problem, formula: Formula, wanted=NAMES, upstream=1.7, on_policy=False, exact=True) -> Ran:
+    """The truth, or plain torch's version of it."""
+    dtype = torch.float64 if exact or problem.operands.hidden.dtype == torch.float64 else torch.float32
+    leaf = problem.operands.leaves(wanted, torch.float64 if exact else None)
+    scores = problem.scores(truth if exact else plain, leaf)
+    values = {
+        name: list(getattr(scores, name).detach().split(problem.batch.lengths)) for name in ("logprob", "entropy")
+    }
+    batch = replace(problem.batch, values={**problem.batch.values, **values})
+    answer = tell(batch, formula, dtype, on_policy=on_policy)
+    named = {name: x for name, x in leaf._asdict().items() if x is not None and x.requires_grad}
+    chain = [upstream * answer.logprob, upstream * answer.entropy]
+    gradients = torch.autograd.grad([scores.logprob, scores.entropy], list(named.values()), chain)
+    return Ran(answer.loss, dict(zip(named, gradients, strict=True)), {})
+
+
+def assert_right(problem: Problem, ours: Ran, formula: Formula, interpreted=False, **options) -> None:
+    exact, usual = told(problem, formula, **options), told(problem, formula, exact=False, **options)
+    assert_close_to_truth(ours.loss, exact.loss, usual.loss, "loss")
+    assert ours.gradients.keys() == exact.gradients.keys()
+    for name, mine in ours.gradients.items():
+        assert mine.dtype == getattr(problem.operands, name).dtype
+        right, theirs = exact.gradients[name], usual.gradients[name]
+        off = (mine.double() - right).norm() / right.norm().clamp_min(1e-30)
+        if interpreted and mine.dtype == torch.bfloat16:
+            # Triton's interpreter cuts bfloat16 off instead of rounding it, which does not average out in a sum.
+            assert off <= 3 * GRADIENT_PROMISE, name
+            continue
+        assert_gradient_close_to_truth(mine, right, theirs, f"gradient of {name}")
+        # In the bias' gradient the rows' 16-bit terms are added up, and may cancel.
+        assert name == "bias" or mine.dtype not in HALF or off <= GRADIENT_PROMISE, f"gradient of {name}: {off:.3g}"
+
+
+def check(problem: Problem, options: dict, formula: Formula, wanted=NAMES, on_policy=False, **call) -> Ran:
+    """One call by the tolerance rule, and against the two calls that it stands for."""
+    objective = ll.Objective(**options)
+    given = {"old_logprob": "current"} if on_policy else {}
+    upstream = float(torch.randn(())) or 1.0
+    ours = ran(problem, objective, wanted=wanted, upstream=upstream, given=given, **call)
+    interpreted = call.get("backend") == "triton"
+    assert_right(problem, ours, formula, interpreted, wanted=wanted, upstream=upstream, on_policy=on_policy)
+    call.pop("drop_zeros", None)
+    assert_metrics(ours, composed(problem, objective, wanted=wanted, upstream=upstream, given=given, **call))
+    return ours
+
+
+def assert_metrics(ours: Ran, other: Ran, off: float = 1e-5) -> None:
+    assert list(ours.metrics) == list(other.metrics)
+    assert ours.metrics == pytest.approx(other.metrics, rel=off, abs=off, nan_ok=True)
+
+
+def assert_same(ours: Ran, other: Ran, off: float = 1e-6) -> None:
+    torch.testing.assert_close(ours.loss, other.loss, rtol=off, atol=off)
+    assert ours.gradients.keys() == other.gradients.keys()
+    for name, mine in ours.gradients.items():
+        right = other.gradients[name].double()
+        assert (mine.double() - right).norm() <= off * right.norm(), name
+    assert_metrics(ours, other, 10 * off)
+
+
+def room(num_rows: int, vocab: int = VOCAB, itemsize: int = 4) -> int:
+    """A budget for chunks of so many rows on a CPU, where the other half is for elementwise work."""
+    return 2 * num_rows * vocab * itemsize
+
+
+# Dtypes, backends and sizes.
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dtypes_and_backends(backend: str, dtype: torch.dtype):
+    sizes = {"lengths": [5, 0, 2, 8, 1, 3], "vocab": 63} if backend == "triton" else {}
+    problem = make(dtype, **sizes, head={"temperature": torch.linspace(0.6, 1.7, 19 if sizes else 29)})
+    if backend == "triton" and dtype == torch.float64:
+        with pytest.raises(ll.LogitlessError, match=r"its kernels take .* not torch.float64"):
+            ran(problem, ll.Objective(**PPO), backend=backend)
+        return
+    check(problem, PPO, PPO_FORMULA, backend=backend)
+    if backend != "triton":
+        check(problem, PPO, PPO_FORMULA, backend=backend, memory=room(4, itemsize=dtype.itemsize), drop_zeros=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("lengths", "vocab", "width"), [([11] * 12, 7, 33), ([40, 25], 5003, 5), ([23], 507, 63)])
+def test_odd_sizes(lengths, vocab: int, width: int, dtype: torch.dtype):
+    """More rows than columns and fewer, and more columns than a widened product takes at a time."""
+    problem = make(dtype, lengths, vocab, width)
+    for num_rows in (10, sum(lengths)):
+        check(problem, PPO, PPO_FORMULA, memory=room(num_rows, vocab))
+
+
+# Objectives.
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.05])
+@pytest.mark.parametrize("reduce", ["token_mean", "sample_mean", "sample_sum"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_policy_terms(name: str, reduce: str, entropy_coef: float):
+    problem = make()
+    more = {"reduce": reduce, "entropy_coef": entropy_coef}
+    length = {"length": 11} if reduce == "sample_sum" else {}
+    check(problem, POLICIES[name][0] | more | length, formula_of(name, **more, **length), memory=room(13))
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_corrections(name: str):
+    bounds = CORRECTIONS[name]
+    more = {"correction": name, "correction_bounds": bounds if len(bounds) == 2 else bounds[0]}
+    formula = replace(PPO_FORMULA, correction=name, bounds=bounds)
+    check(make(), PPO | more, formula, memory=room(13))
+
+
+@pytest.mark.parametrize("kind", KL_TERMS)
+def test_kl_terms(kind: str):
+    formula = replace(PPO_FORMULA, kl=kind, kl_coef=0.3, entropy_coef=0.0)
+    check(make(), PPO | {"kl": kind, "kl_coef": 0.3, "entropy_coef": 0.0}, formula, memory=room(5))
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, -0.02])
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes(name: str, entropy_coef: float):
+    """Each as the composed objective has it, with a KL term and without."""
+    problem = make(torch.float64)
+    for kl in ({}, {"kl": "k2", "kl_coef": 0.2}):
+        length = {"length": 9} if name == "dr_grpo" else {}
+        objective = ll.Objective.recipe(name, entropy_coef=entropy_coef, **kl, **length)
+        assert_same(ran(problem, objective, memory=room(13, itemsize=8)), composed(problem, objective), 1e-12)
+
+
+def test_prompt_mean_and_denominators():
+    from logitless.objectives import prompt_tokens_over
+
+    problem = make(torch.float64)
+    rows = problem.batch.rows()
+    (tokens,) = prompt_tokens_over(rows, torch.tensor([0, 0, 1, 1, 2, 2]), 3)
+    objective = ll.Objective(**PPO, reduce="prompt_mean")
+    ours = ran(problem, objective, rows, denominator=3, prompt_tokens=tokens, memory=room(4))
+    assert_right(problem, ours, replace(PPO_FORMULA, reduce="prompt_mean"))
+    whole = ran(problem, ll.Objective(**PPO))
+    count = ll.count_over(rows, "token_mean")
+    for denominator in (4 * count, 4.0 * float(count)):
+        quarter = ran(problem, ll.Objective(**PPO), denominator=denominator)
+        assert_same(
+            quarter._replace(loss=4 * quarter.loss, metrics=whole.metrics),
+            whole._replace(gradients={name: g / 4 for name, g in whole.gradients.items()}),
+            1e-12,
+        )
+
+
+def test_a_function_of_the_users():
+    def squares(inputs):
+        return inputs.bonus * inputs.logprob.square(), {"bonus": inputs.bonus}
+
+    problem = make(torch.float64)
+    objective = ll.Objective(policy=squares, needs=("bonus",))
+    given = {"bonus": torch.randn(29)}
+    ours = ran(problem, objective, given=given, memory=room(3, itemsize=8))
+    assert_same(ours, composed(problem, objective, given=given), 1e-12)
+    assert "bonus" in ours.metrics
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "reinforce"])
+def test_old_log_probs_of_the_pass_itself(name: str):
+    """Ratio 1 with its gradient, as with detached log-probs passed in."""
+    problem, options = make(torch.float64), POLICIES[name][0] | KL
+    ours = check(problem, options, replace(formula_of(name), **KL), on_policy=True, memory=room(13, itemsize=8))
+    near = problem.scores(truth, problem.operands.leaves((), torch.float64)).logprob
+    passed = ran(problem, ll.Objective(**options), given={"old_logprob": near})
+    assert ran(problem, ll.Objective(**options), given={"old_logprob": "current"}).loss == pytest.approx(passed.loss)
+    assert name == "reinforce" or ours.metrics["ratio_max"] == ours.metrics["ratio_min"] == 1.0
+
+
+# The head.
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"temperature": 0.7},
+        {"temperature": torch.linspace(0.5, 2, 29)},
+        {"softcap": 5.0, "scale": 1.3},
+        {"vocab_size": 90, "softcap": 4.0, "temperature": torch.linspace(0.5, 2, 29)},
+    ],
+    ids=lambda head: "-".join(head),
+)
+def test_heads(head: dict, backend: str):
+    problem = make(head=head)
+    for dtype in (torch.float32, torch.bfloat16):
+        case = replace(problem, operands=Operands(*(x.to(dtype) for x in problem.operands)))
+        for memory in ("1GiB", room(3)):
+            check(case, PPO, PPO_FORMULA, backend=backend, memory=memory)
+
+
+def test_a_padded_vocabulary_is_never_read():
+    problem = make(head={"vocab_size": 90})
+    right = ran(problem, ll.Objective(**PPO), memory=room(5))
+    for x in problem.operands[1:]:
+        x[90:] = torch.nan
+    ours = ran(problem, ll.Objective(**PPO), memory=room(5))
+    assert_same(ours, right, 0.0)
+    assert not ours.gradients["weight"][90:].any()
+    assert not ours.gradients["bias"][90:].any()
+
+
+def test_softcap_in_the_interpreter():
+    head = {"vocab_size": 60, "softcap": 5.0, "temperature": torch.linspace(0.5, 2, 9)}
+    for dtype in (torch.float32, torch.bfloat16):
+        check(make(dtype, [4, 3, 2], 63, head=head), PPO, PPO_FORMULA, backend="triton", memory=room(5, 63))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_a_bias(dtype: torch.dtype):
+    problem = make(dtype)
+    problem = replace(problem, operands=problem.operands._replace(bias=None))
+    check(problem, PPO, PPO_FORMULA, wanted=NAMES[:2], memory=room(6))
+
+
+def test_a_float32_bias_beside_bfloat16_operands():
+    problem = make(torch.bfloat16)
+    problem = replace(problem, operands=problem.operands._replace(bias=torch.randn(VOCAB)))
+    ours = ran(problem, ll.Objective(**PPO), memory=room(6))
+    right = told(problem, PPO_FORMULA)
+    assert ours.gradients["bias"].dtype == torch.float32
+    for name, g in right.gradients.items():
+        assert (ours.gradients[name] - g).norm() <= GRADIENT_PROMISE * g.norm()
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["no-bias", "bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("match", [torch.bfloat16, torch.float16], ids=str)
+def test_match_rounds_the_logits_once(match: torch.dtype, dtype: torch.dtype, with_bias: bool):
+    """Float32 gradients do not fit over half-precision logits: two passes, and the same numbers."""
+    operands = whole_operands(47, VOCAB, dtype, with_bias)
+    problem = make(dtype, operands=operands, match=match)
+    wanted = NAMES if with_bias else NAMES[:2]
+    options = {"match": str(match).split(".")[1], "memory": room(7)}
+    kind = ll.explain(operands.hidden, operands.weight, problem.batch.rows(), objective=ll.Objective(), **options).kind
+    assert kind == ("two passes" if dtype == torch.float32 else "one pass")
+    check(problem, PPO, PPO_FORMULA, wanted=wanted, **options)

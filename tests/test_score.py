@@ -1,0 +1,465 @@
+"""``logitless score``: right numbers, and the same bytes whatever kills it and however many ranks share the work."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from close import assert_close_to_truth
+
+from logitless.errors import LogitlessError
+from logitless.score import Job, score_file
+from logitless.score import journal as journal_module
+from logitless.score import run as run_module
+from logitless.score.files import Record, Source
+from logitless.score.model import Scorer, batches
+
+VOCAB = 211
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """As the other processes have: the sums of a matrix product may depend on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A tiny model and its tokenizer, as a directory."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(5)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    config = Qwen3Config(vocab_size=VOCAB, **sizes, **heads, tie_word_embeddings=False, initializer_range=0.5)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    words = {"<bos>": 0, "<unk>": 1, **{f"w{i}": i for i in range(2, VOCAB)}}
+    plain = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    plain.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<bos>", unk_token="<unk>").save_pretrained(folder)
+    return folder
+
+
+def samples(count: int) -> list[dict]:
+    draw = random.Random(count)
+    ids = lambda least, most: [draw.randrange(VOCAB) for _ in range(draw.randint(least, most))]  # noqa: E731
+    made = [{"prompt": ids(1, 9), "response": ids(1, 25), "reward": 0.5} for _ in range(count)]
+    made[count // 3] = {"prompt": "w5 w6 w7", "response": "w8 w9"}
+    made[count // 2] = {"prompt": ids(2, 3), "response": []}
+    return made
+
+
+def write(path: Path, records: list) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def job(model, tmp_path) -> Job:
+    data = write(tmp_path / "in.jsonl", samples(30))
+    return Job(model, data, tmp_path / "out.jsonl", temperature=0.7, tokens_per_batch=90, records_per_part=7)
+
+
+@pytest.fixture
+def expected(job, tmp_path) -> bytes:
+    """What the job gives when nothing happens to it."""
+    whole = replace(job, out=tmp_path / "expected" / "out.jsonl")
+    score_file(whole)
+    return whole.out.read_bytes()
+
+
+# The numbers.
+
+
+def test_results_are_those_of_the_models_own_logits(job):
+    from transformers import AutoModelForCausalLM
+
+    summary = score_file(job)
+    results = read(job.out)
+    given = samples(30)
+    given[10] = {"prompt": [0, 5, 6, 7], "response": [8, 9]}
+    assert [r["index"] for r in results] == list(range(30))
+    assert [r["tokens"] for r in results] == [g["response"] for g in given]
+    assert results[15] == {"index": 15, "tokens": [], "logprob": [], "entropy": []}
+    assert summary.records == summary.scored_records == 30
+    assert summary.scored_tokens == sum(len(g["response"]) for g in given)
+    columns = {}
+    for dtype in (torch.float64, torch.float32):
+        own = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype)
+        columns[dtype] = [own_results(own, g["prompt"], g["response"]) for g in given]
+    for i, name in enumerate(("logprob", "entropy")):
+        ours = torch.tensor([x for r in results for x in r[name]])
+        truth, plain = (torch.cat([c[i] for c in columns[d]]) for d in (torch.float64, torch.float32))
+        assert_close_to_truth(ours, truth, plain, name)
+
+
+@torch.no_grad()
+def own_results(model, prompt, response):
+    logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1] / 0.7
+    logp = torch.log_softmax(logits, -1)
+    return logp[torch.arange(len(response)), response], -(logp.exp() * logp).sum(-1)
+
+
+def test_batches_keep_the_budget_and_lose_nobody():
+    records = [Record(i, "", [1], [2] * n) for i, n in enumerate([3, 30, 5, 5, 0, 17, 4])]
+    made = list(batches(records, 24))
+    assert [[r.index for r in batch] for batch in made] == [[1], [5], [2, 3, 6, 0]]
+    assert all(len(b) == 1 or len(b) * b[0].num_tokens <= 24 for b in made)
+
+
+def test_alone_in_its_batch_a_record_has_the_same_bits_in_any_file(job, tmp_path):
+    alone = replace(job, tokens_per_batch=1)
+    score_file(alone)
+    other = replace(alone, data=write(tmp_path / "b.jsonl", samples(30)[::-1]), out=tmp_path / "b.out.jsonl")
+    score_file(other)
+    forth, back = read(alone.out), read(other.out)[::-1]
+    assert [r["logprob"] for r in forth] == [r["logprob"] for r in back]
+    together = replace(job, out=tmp_path / "c.jsonl", tokens_per_batch=10_000)
+    score_file(together)
+    for a, b in zip(forth, read(together.out), strict=True):
+        torch.testing.assert_close(torch.tensor(a["logprob"]), torch.tensor(b["logprob"]), atol=1e-4, rtol=0)
+
+
+def test_parquet_in_and_out(job, expected, tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    ids = [{**s, "prompt": [0, 5, 6, 7], "response": [8, 9]} if i == 10 else s for i, s in enumerate(samples(30))]
+    fields = {key: [s[key] for s in ids] for key in ("response", "prompt")}
+    pq.write_table(pa.table(fields), tmp_path / "in.parquet", row_group_size=11)
+    score_file(replace(job, data=tmp_path / "in.parquet", out=tmp_path / "out.parquet"))
+    table = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    wanted = [json.loads(line) for line in expected.splitlines()]
+    assert [r["tokens"] for r in table] == [r["tokens"] for r in wanted]
+    for name in ("logprob", "entropy"):
+        assert [torch.tensor(r[name]).tolist() for r in wanted] == [r[name] for r in table]
+
+
+def test_special_tokens_are_left_out_on_request(job):
+    score_file(replace(job, special_tokens=False))
+    assert read(job.out)[10]["tokens"] == [8, 9]
+    with_bos = replace(job, out=job.out.with_name("bos.jsonl"))
+    score_file(with_bos)
+    assert read(with_bos.out)[10]["logprob"] != read(job.out)[10]["logprob"]
+
+
+# Kills.
+
+
+class Killed(BaseException):
+    """Nothing catches it, as nothing catches SIGKILL."""
+
+
+@pytest.mark.parametrize("moment", ["while writing", "before renaming", "after renaming"])
+def test_wherever_it_is_killed_it_resumes_to_the_same_bytes(job, expected, monkeypatch, moment):
+    """Every file is written, flushed and renamed; a kill at each of these, of each file."""
+    owner, name = (journal_module, "_flush") if moment == "while writing" else (journal_module.os, "replace")
+    survived, kills = getattr(owner, name), 0
+
+    def deadly(path, *target):
+        nonlocal kills
+        if moment == "while writing":
+            os.truncate(path, path.stat().st_size // 2)
+        if moment == "after renaming":
+            survived(path, *target)
+        kills += 1
+        raise Killed
+
+    # A file has two flushes, the second of its folder.
+    each = 2 if moment == "while writing" else 1
+    for number in range(20):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, counted(survived, deadly, each * (number % 2)))
+            try:
+                score_file(job)
+            except Killed:
+                continue
+            break
+    assert kills >= 4
+    assert job.out.read_bytes() == expected
+    assert sorted(p.name for p in job.out.parent.glob("out.jsonl*")) == ["out.jsonl", "out.jsonl.score.json"]
+
+
+def counted(first, then, count: int):
+    """``first`` so many times, ``then`` after that."""
+    left = iter(range(count))
+    return lambda *args: (first if next(left, None) is not None else then)(*args)
+
+
+def command(job: Job, *more: str) -> list[str]:
+    options = {"temperature": job.temperature, "tokens-per-batch": job.tokens_per_batch, "out": job.out}
+    options |= {"records-per-part": job.records_per_part, "device": "cpu"}
+    flat = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
+    return ["-m", "logitless", "score", str(job.model), str(job.data), *flat, *more]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def test_killed_for_real_it_resumes_to_the_same_bytes(job, tmp_path):
+    data = write(tmp_path / "many.jsonl", samples(200))
+    job = replace(job, data=data, tokens_per_batch=1, records_per_part=2)
+    whole = replace(job, out=tmp_path / "whole.jsonl")
+    score_file(whole)
+    process = subprocess.Popen([sys.executable, *command(job)], env=environment(), stderr=subprocess.PIPE)
+    parts, deadline = tmp_path / "out.jsonl.parts", time.monotonic() + 60
+    while not (parts.exists() and len(list(parts.glob("*.jsonl"))) >= 3) and time.monotonic() < deadline:
+        assert process.poll() is None, process.stderr.read().decode()
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not job.out.exists()
+    there = len(list(parts.glob("*.jsonl")))
+    assert 3 <= there < 100
+    summary = score_file(job)
+    assert summary.scored_records == 200 - 2 * there
+    assert job.out.read_bytes() == whole.out.read_bytes()
+    assert not parts.exists()
+
+
+def test_two_ranks_give_the_same_file(job, expected):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ran = subprocess.run(
+        [*launcher, *command(job, "--json")], env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert job.out.read_bytes() == expected
+    (summary,) = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    assert summary["records"] == summary["scored_records"] == 30
+
+
+def score_on_rank(rank, world, job):
+    import torch.distributed as dist
+
+    try:
+        score_file(job, group=dist.group.WORLD)
+    except LogitlessError as error:
+        return str(error)
+    return "no error"
+
+
+def fail_on_rank(rank, world, guilty):
+    import torch.distributed as dist
+
+    def act():
+        if rank == guilty:
+            raise LogitlessError(f"rank {rank} cannot")
+        return rank
+
+    try:
+        return run_module._together(dist.group.WORLD, act)
+    except LogitlessError as error:
+        return str(error)
+
+
+def test_what_fails_on_one_rank_is_raised_on_all(ranks, job):
+    assert ranks(fail_on_rank, 2, 1) == ["rank 1 cannot", "rank 1 cannot"]
+    assert ranks(fail_on_rank, 2, None) == [0, 1]
+    job.out.write_text("mine\n")
+    # Only the first rank looks at what is there.
+    texts = ranks(score_on_rank, 2, job)
+    assert texts[0] == texts[1]
+    assert "no out.jsonl.score.json says how it was made" in texts[0]
+
+
+# What is there already.
+
+
+def test_a_finished_job_is_left_alone(job, expected, monkeypatch):
+    score_file(job)
+    monkeypatch.setattr(Scorer, "load", lambda *args, **kwargs: pytest.fail("loaded the model"))
+    summary = score_file(job)
+    assert (summary.records, summary.scored_records) == (30, 0)
+    assert job.out.read_bytes() == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"temperature": 1.0}, "temperature was 0.7 and is 1.0"),
+        ({"tokens_per_batch": 91}, "tokens_per_batch was 90 and is 91"),
+        ({"memory": "1MiB"}, "memory was 268435456 and is 1048576"),
+    ],
+)
+def test_other_settings_are_refused_unless_overwriting(job, expected, change, text):
+    score_file(job)
+    with pytest.raises(LogitlessError, match="was begun with other settings: ") as caught:
+        score_file(replace(job, **change))
+    assert text in str(caught.value)
+    assert job.out.read_bytes() == expected
+    again = replace(job, **change, overwrite=True)
+    assert score_file(again).scored_records == 30
+    assert json.loads((job.out.parent / "out.jsonl.score.json").read_text())["temperature"] == again.temperature
+
+
+def test_a_changed_input_is_refused(job):
+    score_file(job)
+    write(job.data, samples(30)[:-1])
+    with pytest.raises(LogitlessError, match=r"the input has changed \(in.jsonl\)"):
+        score_file(job)
+
+
+@pytest.mark.parametrize("when", [2, 5])
+def test_an_input_that_changes_on_the_way_is_an_error(job, when):
+    """The last part of five is read with one record too many, or not at all."""
+
+    def append(progress):
+        if progress.done == when:
+            with job.data.open("a") as file:
+                file.write(json.dumps({"prompt": [1], "response": [2]}) + "\n")
+
+    with pytest.raises(LogitlessError, match="changed while it was read"):
+        score_file(job, append)
+    assert not job.out.exists()
+
+
+def test_somebody_elses_file_is_refused(job):
+    job.out.write_text("precious\n")
+    with pytest.raises(LogitlessError, match=r"exists, and no out.jsonl.score.json says how it was made"):
+        score_file(job)
+    assert job.out.read_text() == "precious\n"
+
+
+def test_a_damaged_part_is_an_error(job, monkeypatch):
+    monkeypatch.setattr(journal_module.Journal, "finish", lambda self: None)
+    score_file(job)
+    monkeypatch.undo()
+    part = job.out.with_name("out.jsonl.parts") / "00000001.jsonl"
+    part.write_bytes(b"".join(part.read_bytes().splitlines(keepends=True)[:-1]))
+    with pytest.raises(LogitlessError, match=r"00000001.jsonl holds 6 results but its part has 7 records"):
+        score_file(job)
+    part.unlink()
+    assert score_file(job).scored_records == 7
+
+
+def test_an_empty_file_gives_an_empty_file(job):
+    write(job.data, [])
+    assert score_file(job).records == 0
+    assert job.out.read_bytes() == b""
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    def peak(count: int) -> int:
+        source = Source(write(tmp_path / f"{count}.jsonl", samples(count)))
+        tracemalloc.start()
+        for _ in source.parts(16, lambda part: part % 2 == 0, lambda text, opens: [1]):
+            pass
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return most
+
+    assert peak(4000) < 1.3 * peak(400)
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        ("{", "line 2 is not JSON"),
+        ("[1]", "line 2: wanted a JSON object but got list"),
+        ({"prompt": [1]}, "line 2 has no field 'response'; it has 'prompt'. Name the fields with --prompt-key"),
+        ({"prompt": [], "response": [1]}, "line 2: 'prompt' has no tokens, so nothing predicts the first token"),
+        ({"prompt": [1], "response": [VOCAB]}, f"line 2: token id {VOCAB} is outside of the model's vocabulary"),
+        ({"prompt": [1], "response": [1.5]}, "line 2: 'response' must be a list of token ids or a text but is [1.5]"),
+        ({"prompt": [{"role": "user"}], "response": [1]}, "Chat messages go through the tokenizer's chat template"),
+        ({"prompt": [1] * 40, "response": [1] * 40}, "line 2: 80 tokens are more than the model's 64 positions"),
+    ],
+)
+def test_a_bad_record_is_named(job, record, text):
+    lines = [json.dumps(samples(30)[0]), record if isinstance(record, str) else json.dumps(record)]
+    job.data.write_text("\n".join(lines) + "\n")
+    with pytest.raises(LogitlessError) as caught:
+        score_file(job)
+    assert text in str(caught.value)
+    assert "in.jsonl" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"temperature": 0.0}, "temperature must be a positive finite number but is 0.0"),
+        ({"dtype": "int8"}, "dtype must be one of ['auto', 'bfloat16', 'float16', 'float32'] but is 'int8'"),
+        ({"tokens_per_batch": 0}, "tokens_per_batch must be 1 or more but is 0"),
+        ({"out": Path("out.csv")}, "the output must end in .jsonl or .parquet but is out.csv"),
+        ({"memory": "0MiB"}, "memory: wanted a positive number of bytes"),
+    ],
+)
+def test_a_bad_setting_is_named(job, change, text):
+    with pytest.raises(LogitlessError) as caught:
+        replace(job, **change)
+    assert text in str(caught.value)
+
+
+def test_what_is_not_there_is_named(job, tmp_path, monkeypatch):
+    with pytest.raises(LogitlessError, match="the output would replace the input"):
+        replace(job, out=job.data)
+    with pytest.raises(LogitlessError, match=r"is no model directory: there is no config.json in it"):
+        score_file(replace(job, model=tmp_path))
+    with pytest.raises(LogitlessError, match=r"there is no file .*nothing.jsonl"):
+        score_file(replace(job, data=tmp_path / "nothing.jsonl"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(LogitlessError, match=r"needs pyarrow. Install it with pip install 'logitless\[score\]'"):
+        replace(job, out=tmp_path / "out.parquet")
+    with pytest.raises(LogitlessError, match="transformers is not installed"):
+        score_file(job)
+
+
+def test_texts_without_a_tokenizer_are_an_error(job, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((job.model / name).read_bytes())
+    with pytest.raises(LogitlessError, match="the input has texts, but no tokenizer could be loaded"):
+        score_file(replace(job, model=bare))
+
+
+def test_broken_weights_are_an_error_and_not_a_number(job, monkeypatch):
+    load = Scorer.load
+
+    def broken(*args, **kwargs):
+        scorer = load(*args, **kwargs)
+        scorer.model.lm_head.weight.data[3] = torch.nan
+        return scorer
+
+    monkeypatch.setattr(Scorer, "load", staticmethod(broken))
+    with pytest.raises(LogitlessError, match="a log-prob or entropy is not finite"):
+        score_file(job)
+
+
+def test_a_model_that_looks_ahead_is_refused(job, monkeypatch):
+    from transformers import Qwen3Model
+
+    forward = Qwen3Model.forward
+
+    def ahead(self, *args, **kwargs):
+        out = forward(self, *args, **kwargs)
+        out.last_hidden_state = out.last_hidden_state + out.last_hidden_state.mean(1, keepdim=True)
+        return out
+
+    monkeypatch.setattr(Qwen3Model, "forward", ahead)
+    with pytest.raises(LogitlessError, match="Only causal models can be scored in padded batches"):
+        score_file(job)
