@@ -13,11 +13,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+NOTHING = contextlib.nullcontext()
+
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False, tf32: bool = False) -> None:
     """``out = a @ b``, or ``out += a @ b``, summed in at least float32 and rounded once to ``out``'s dtype."""
-    # Autocast would round the operands, and on CPU the product, of what is meant to be summed in float32.
-    with _float32_products(a, tf32), torch.autocast(a.device.type, enabled=False):
+    with _no_autocast(a), _float32_products(a, tf32):
         if a.device.type == "cuda" and out.dtype != a.dtype:
             _multiply_wide(a, b, out, add)
         elif a.device.type == "cuda" or a.dtype == out.dtype == _wide(out.dtype):
@@ -38,11 +39,18 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _no_autocast(a: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Autocast would round the operands, and on CPU the product, of what is meant to be summed in float32."""
+    # Asked first: switching costs as much as a launch.
+    return torch.autocast(a.device.type, enabled=False) if torch.is_autocast_enabled(a.device.type) else NOTHING
+
+
+def _float32_products(a: Tensor, tf32: bool) -> contextlib.AbstractContextManager[object]:
+    return _switched(tf32) if a.device.type == "cuda" and a.dtype == torch.float32 else NOTHING
+
+
 @contextlib.contextmanager
-def _float32_products(a: Tensor, tf32: bool) -> Iterator[None]:
-    if a.device.type != "cuda" or a.dtype != torch.float32:
-        yield
-        return
+def _switched(tf32: bool) -> Iterator[None]:
     switches = torch.backends.cuda.matmul
     # The name of the switch changed in torch 2.9, and mixing the two raises.
     name, value = (

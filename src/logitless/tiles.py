@@ -51,7 +51,8 @@ def forward_tiles(shape: Shape, memory: int) -> Tiles:
     """A tile of logits within the budget, as tall and as wide as pays."""
     tall, wide = (4096, 8448) if shape.on_gpu else (1024, 4096)
     budget, elementwise = _divide(shape, memory)
-    rows, columns = _fit(shape, budget, min(tall, shape.rows), wide, per_column=0)
+    rows = min(tall, shape.rows)
+    rows, columns = _fit(shape, budget, rows, _wider(shape, wide, tall, rows), per_column=0)
     return Tiles(rows, columns, rows, elementwise)
 
 
@@ -64,7 +65,9 @@ def backward_tiles(shape: Shape, memory: int) -> Tiles:
     budget, elementwise = _divide(shape, memory)
     if shape.rows < shape.columns:
         block = max(1, min(shape.rows, high))
-        rows, columns = _fit(shape, budget, min(tall, block), wide, per_column=block * shape.operand_bytes)
+        rows = min(tall, block)
+        wide = _wider(shape, wide, tall, rows)
+        rows, columns = _fit(shape, budget, rows, wide, per_column=block * shape.operand_bytes)
         return Tiles(rows, columns, block, elementwise)
     # Half of the budget for the tile, half for the rows of dZ.
     block = max(1, min(shape.rows, high, budget // 2 // max(1, shape.columns * shape.operand_bytes)))
@@ -81,6 +84,11 @@ def smaller(tiles: Tiles, fixed: Literal["rows", "columns"] | None) -> Tiles | N
         block = tiles.block if fixed == "rows" else max(tiles.rows, tiles.block // 2)
         return tiles._replace(columns=tiles.columns // 2, block=block)
     return None
+
+
+def _wider(shape: Shape, wide: int, tall: int, rows: int) -> int:
+    """Few rows get more columns, on a GPU: fewer launches, each with as much to do, for the host to keep up with."""
+    return wide * tall // max(1, rows) if shape.on_gpu else wide
 
 
 def _divide(shape: Shape, memory: int) -> tuple[int, int]:

@@ -418,6 +418,20 @@ def test_output_processor_with_bias_and_kept_ids(alone):
     assert out.entropy is None
 
 
+def test_output_processor_rounds_as_megatron_does_if_asked(alone):
+    """A half-precision head rounds its logits; ours do not unless told."""
+    layer = fake_layer(weight=torch.randn(10, 64).bfloat16())
+    hidden, labels = torch.randn(40, 1, 64).bfloat16(), torch.randint(10, (1, 40))
+    shared = {"hidden_states": hidden, "output_layer": layer, "labels": labels}
+    plain = output_processor(**shared).logprob
+    rounded = output_processor(**shared, context=Scoring(match="bfloat16")).logprob
+    exact = truth(hidden[:, 0].double() @ layer.weight.double().T, range(40), labels[0]).logprob
+    theirs = truth((hidden[:, 0] @ layer.weight.T).float(), range(40), labels[0]).logprob
+    assert (plain[0] - exact).abs().max() < 1e-5
+    assert (rounded[0] - theirs).abs().max() < 1e-5
+    assert (theirs - exact).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -275,6 +275,8 @@ def check_scores(here: Here) -> None:
             for mine, right, other in zip(ours[:2], torch.cat(exact, 1), theirs[:2], strict=True):
                 assert_close_to_truth(mine, right, other)
             assert_gradient_close_to_truth(ours[2], here.part(leaf.grad), theirs[2])
+            if coef:
+                continue
             logitless.install("slime", response_only=False)
             for a, b in zip(run(), ours, strict=True):
                 torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
@@ -405,12 +407,12 @@ def test_only_rows_that_count_are_scored(alone):
 @pytest.mark.parametrize("replay", [False, True])
 def test_memory(alone, replay):
     """Training: one gradient beside the logits. Without gradients: the working memory alone."""
-    batch = Batch([300, 400], [250, 380], 0)
+    batch = Batch([100, 120], [70, 110], 0)
     here = here_alone(alone, batch, entropy_coef=0.0, log_probs_chunk_size=8)
     ids, offsets = batch.recorded()
     more = {"top_p_token_ids": ids, "top_p_token_offsets": offsets} if replay else {}
-    size = 4 * 700 * 5000
-    logits = torch.randn(1, 700, 5000, requires_grad=True)
+    size = 4 * 220 * 5000
+    logits = torch.randn(1, 220, 5000, requires_grad=True)
 
     def train() -> None:
         results = alone.get_log_probs_and_entropy(logits, args=here.args, **here.inputs, with_entropy=True, **more)[1]

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ def _cross_entropy(where: str, logits: Tensor, target: Tensor, group: Any, optio
     shard, target = even_shard(group, logits.shape[-1]), target.long()
     out = logprobs(logits, target, shard=shard, overwrite_logits=_may_overwrite(logits, options["overwrite_logits"]))
     audit.of_logits(where, logits, target, logprob=out.logprob, shard=shard)
-    return out.logprob.float()
+    return -out.logprob.float()
 
 
 def _may_overwrite(logits: Tensor, rule: str) -> bool:
@@ -86,7 +86,7 @@ class Scoring:
     Args:
         rows: which tokens to score, made for the local ``[b, s]`` batch (``Rows.padded``) or pack (``Rows.packed``);
             None scores every position against the ``labels`` given to the model.
-        entropy, head, kept, memory: as for :func:`logitless.linear_logprobs`.
+        entropy, head, kept, match, memory: as for :func:`logitless.linear_logprobs`.
 
     >>> Scoring(head=Head(temperature=0.7), entropy="value").entropy
     'value'
@@ -96,6 +96,7 @@ class Scoring:
     entropy: EntropyMode = None
     head: Head | None = None
     kept: Kept | None = None
+    match: Literal["bfloat16", "float16"] | None = None
     memory: int | str = "256MiB"
 
 
@@ -149,6 +150,7 @@ def output_processor(
         hidden_grad="partial" if getattr(output_layer, "disable_grad_reduce", False) else "reduced",
         sequence_parallel=split,
         weight_grad=main_grad,
+        match=asked.match,
         memory=asked.memory,
     )
     if asked.rows is not None:
