@@ -1,12 +1,13 @@
 """``estimate``: the peak bytes of a call, item by item, before anything runs.
 
 The sizes of a call go in, the items that are alive at the fullest moment of forward and of backward come out. Tiles and
-plan are those that the call itself would choose; what is alive when is in ``footprints``, one function for each path.
+plan are those that the call itself would choose; what is alive when is in ``footprints`` and the files named after it,
+one function for each path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -16,14 +17,25 @@ import torch
 from logitless.backends import choose_backend
 from logitless.backends.contract import accumulation_dtype
 from logitless.errors import LogitlessError
-from logitless.footprints import Item, Moment, Step, linear_moments, logits_moments
+from logitless.footprints import Item, Moment, Step, logits_moments
+from logitless.footprints_linear import linear_moments
+from logitless.footprints_loss import Loss, loss_moments
 from logitless.footprints_plain import torch_moments
+from logitless.loss_plans import LossPlan
+from logitless.objectives import Objective
 from logitless.plans import LinearPlan
+from logitless.policy_loss import MEMORY
 from logitless.spec import EntropyMode, parse_memory
 
-PATHS = ("logprobs", "linear_logprobs", "torch")
+PATHS = ("logprobs", "linear_logprobs", "linear_policy_loss", "torch")
+FROM_HIDDEN = ("linear_logprobs", "linear_policy_loss")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-DEFAULT_MEMORY = {"logprobs": "16MiB", "linear_logprobs": "256MiB", "torch": "1B"}
+DEFAULT_MEMORY = {
+    "logprobs": "16MiB",
+    "linear_logprobs": "256MiB",
+    "linear_policy_loss": MEMORY,
+    "torch": "1B",
+}
 
 
 @dataclass(frozen=True)
@@ -33,13 +45,13 @@ class Estimate:
     Attributes:
         path: which call.
         backend: which backend works on the logits; None for plain torch.
-        plan: which way ``linear_logprobs`` goes; None for other paths.
+        plan: which way ``linear_logprobs`` or ``linear_policy_loss`` goes; None for other paths.
         forward, backward: items that are alive at the fullest moment of each; no backward, no items.
     """
 
     path: str
     backend: str | None
-    plan: LinearPlan | None
+    plan: LinearPlan | LossPlan | None
     forward: tuple[Item, ...]
     backward: tuple[Item, ...]
 
@@ -76,7 +88,7 @@ class Estimate:
 
 
 def estimate(
-    path: Literal["logprobs", "linear_logprobs", "torch"],
+    path: Literal["logprobs", "linear_logprobs", "linear_policy_loss", "torch"],
     *,
     tokens: int,
     vocab: int,
@@ -97,12 +109,15 @@ def estimate(
     sequence_parallel: bool = False,
     backend: str = "auto",
     memory: int | str | None = None,
+    objective: Objective | None = None,
+    counts: Sequence[int] | None = None,
+    dropped: float = 0.0,
 ) -> Estimate:
     """Peak bytes of a call and of its backward, item by item. Computes nothing and needs no device.
 
     Args:
-        path: ``"logprobs"``, ``"linear_logprobs"``; or ``"torch"``, the log_softmax that frameworks write, from logits
-            or, with ``hidden``, from hidden states.
+        path: ``"logprobs"``, ``"linear_logprobs"``, ``"linear_policy_loss"``; or ``"torch"``, the log_softmax that
+            frameworks write, from logits or, with ``hidden``, from hidden states.
         tokens: T, rows of the logits or of hidden; under ``sequence_parallel`` of all ranks together.
         vocab: V, columns of all ranks together.
         rows: R, rows selected by a plan (:class:`Rows`); None where targets of all tokens are given in order.
@@ -115,6 +130,11 @@ def estimate(
         bias, softcap, weight_grad: whether there is one.
         kept_ids: kept ids of all rows together; None for none.
         tensor_parallel: ranks that share the vocabulary in equal parts.
+        objective: of ``linear_policy_loss``, default ``Objective()``. It decides on ``entropy`` there.
+        counts: rows of each sample (``rows.counts``), which an objective that takes means over samples asks for;
+            default one sample. Where such samples are split over context-parallel ranks, ask for ``linear_logprobs``.
+        dropped: share of the rows without a gradient (clipped, or of zero advantage). Above 5 % the others are moved
+            together, which takes up to 128 MiB, and their hidden states copied.
 
     Returns:
         :class:`Estimate`, which prints as a table.
@@ -128,6 +148,7 @@ def estimate(
     _check_sizes(tokens=tokens, vocab=vocab, rows=rows, hidden=hidden, kept_ids=kept_ids, ranks=tensor_parallel)
     _check_choices(path, dtype, device, entropy, match)
     _check_combination(path, tokens, rows, hidden, tensor_parallel, sequence_parallel)
+    loss = _loss(path, tokens if rows is None else rows, entropy, objective, counts, dropped)
     operands = getattr(torch, dtype)
     from_hidden = hidden is not None
     step = Step(
@@ -138,7 +159,7 @@ def estimate(
         dtype=operands,
         logits_dtype=_logits_dtype(operands, from_hidden, match),
         on_gpu=device == "cuda",
-        entropy=entropy,
+        entropy=entropy if loss is None else loss.objective.entropy,
         backend=_backend(path, device, operands, backend),
         memory=parse_memory(DEFAULT_MEMORY[path] if memory is None else memory),
         needs=_needs(needs_grad, from_hidden, bias),
@@ -151,20 +172,24 @@ def estimate(
         ranks=tensor_parallel if tensor_parallel > 1 else 0,
         sequence_parallel=sequence_parallel,
     )
-    # A further path is a function from a step to its moments, and a line here.
-    plan = step.plan() if path == "linear_logprobs" else None
-    moments: Iterable[Moment] = {
-        "logprobs": lambda: logits_moments(step),
-        "linear_logprobs": lambda: linear_moments(step, plan) if plan else (),
-        "torch": lambda: torch_moments(step),
-    }[path]()
-    moments = list(moments)
+    plan, moments = _plan_and_moments(path, step, loss)
     fullest = [max((m for m in moments if m.phase == phase), key=lambda m: m.bytes, default=None) for phase in PHASES]
     forward, backward = (() if m is None else tuple(item for item in m.items if item.bytes) for m in fullest)
     return Estimate(path, None if path == "torch" else step.backend, plan, forward, backward)
 
 
 PHASES = ("forward", "backward")
+
+
+def _plan_and_moments(path: str, step: Step, loss: Loss | None) -> tuple[LinearPlan | LossPlan | None, list[Moment]]:
+    # A further path is a function from a step to its moments, and two lines here.
+    if loss is not None:
+        plan = loss.plan(step)
+        return plan, list(loss_moments(step, plan, loss))
+    if path == "linear_logprobs":
+        plan = step.plan()
+        return plan, list(linear_moments(step, plan))
+    return None, list(logits_moments(step) if path == "logprobs" else torch_moments(step))
 
 
 def size_text(size: int) -> str:
@@ -185,6 +210,38 @@ def _logits_dtype(operands: torch.dtype, from_hidden: bool, match: str | None) -
     if not from_hidden:
         return operands
     return accumulation_dtype(operands) if match is None else getattr(torch, match)
+
+
+def _loss(
+    path: str,
+    num_rows: int,
+    entropy: EntropyMode,
+    objective: Objective | None,
+    counts: Sequence[int] | None,
+    dropped: float,
+) -> Loss | None:
+    if path != "linear_policy_loss":
+        if objective is not None or counts is not None or dropped:
+            raise LogitlessError(
+                f'estimate: objective, counts and dropped go with path "linear_policy_loss" but path is "{path}".'
+            )
+        return None
+    asked = Objective() if objective is None else objective
+    if not isinstance(asked, Objective):
+        raise LogitlessError(f"estimate: objective must be an Objective but is {type(asked).__name__}.")
+    if entropy not in (None, asked.entropy):
+        raise LogitlessError(
+            f'estimate: entropy is "{entropy}" but the objective computes "{asked.entropy}". Leave entropy out; an '
+            f"objective with an entropy_coef differentiates it."
+        )
+    if counts is not None and (sum(counts) != num_rows or min(counts, default=0) < 0):
+        raise LogitlessError(
+            f"estimate: counts must be 0 or more and add up to the {num_rows} rows but they add up to {sum(counts)}, "
+            f"the smallest being {min(counts, default=0)}."
+        )
+    if not 0 <= dropped <= 1:
+        raise LogitlessError(f"estimate: dropped must be a share between 0 and 1 but is {dropped!r}.")
+    return Loss(asked, (num_rows,) if counts is None else tuple(counts), dropped)
 
 
 def _needs(names: tuple[str, ...], from_hidden: bool, bias: bool) -> tuple[bool, bool, bool]:
@@ -233,7 +290,7 @@ def _check_choices(path: str, dtype: str, device: str, entropy: object, match: o
 def _check_combination(
     path: str, tokens: int, rows: int | None, hidden: int | None, ranks: int, sequence_parallel: bool
 ) -> None:
-    if (hidden is None) == (path == "linear_logprobs"):
+    if (hidden is None) == (path in FROM_HIDDEN):
         if path != "torch":
             wanted = (
                 "needs hidden=, the size of a hidden state" if hidden is None else "starts from logits: drop hidden="
@@ -245,8 +302,8 @@ def _check_combination(
         raise LogitlessError(
             'estimate: path "torch" is the log_softmax of one rank. Give the vocabulary of one, and tensor_parallel=1.'
         )
-    if sequence_parallel and (ranks == 1 or tokens % ranks or path != "linear_logprobs"):
+    if sequence_parallel and (ranks == 1 or tokens % ranks or path not in FROM_HIDDEN):
         raise LogitlessError(
-            f"estimate: sequence_parallel=True needs the path linear_logprobs, and tokens that divide over "
+            f"estimate: sequence_parallel=True needs a path from hidden states, and tokens that divide over "
             f"tensor_parallel ranks, but path is {path}, tokens {tokens} and tensor_parallel {ranks}."
         )

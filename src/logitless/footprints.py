@@ -2,7 +2,8 @@
 
 A call allocates in a fixed order, so its peak is the largest of a few moments: a tile under a kernel, a product of
 matrices, the merge of the slabs, the rounding of an accumulator, the scatter into the gradient of all tokens. A path is
-a function from a :class:`Step` to those moments. Sizes of tiles come from ``plans`` and ``tiles``, never from here.
+a function from a :class:`Step` to those moments: here what paths share, and the one from logits; those from hidden
+states are in ``footprints_linear`` and ``footprints_loss``. Sizes of tiles come from ``plans`` and ``tiles``.
 
 Numbers written as bytes per row or per element count the temporaries of a few lines of torch, named beside them;
 ``tests/test_estimate.py`` holds every one to what the allocator says. A is the bytes of a float that sums (4, or 8).
@@ -20,10 +21,10 @@ from typing import Literal, NamedTuple
 import torch
 
 from logitless.backends.contract import Problem, accumulation_dtype
-from logitless.backends.tiled import BLOCK, tile_shape
+from logitless.backends.tiled import tile_shape
 from logitless.plans import FIXED_ROWS, LinearPlan, Wishes, choose_plan
 from logitless.spec import EntropyMode
-from logitless.tiles import Shape, Tiles
+from logitless.tiles import Shape
 
 Phase = Literal["forward", "kept", "backward"]
 
@@ -113,13 +114,12 @@ class Step:
 
     def plan(self) -> LinearPlan:
         """Which way ``linear_logprobs`` goes."""
-        hidden, weight, bias = self.needs
-        wishes = Wishes(
-            hidden=hidden,
-            weight=weight or bias,
-            entropy_grad=self.entropy == "grad",
+        wishes = Wishes.of(
+            self.needs,
+            entropy=self.entropy,
+            operand_bytes=self.dtype.itemsize,
+            capped=self.softcap,
             replay=self.kept is not None,
-            keepable=self.dtype.itemsize == 2 and not self.softcap,
             invariant=self.batch_invariant,
         )
         sizes = (self.logits_dtype.itemsize, self.dtype.itemsize, self.on_gpu)
@@ -176,14 +176,19 @@ def making_results(step: Step) -> Item:
 def merging_ranks(step: Step) -> Iterator[Moment]:
     """The statistics of all ranks, gathered and merged."""
     if step.ranks:
-        rows, wide = step.num_rows, step.wide
-        gathered = step.ranks * rows * (4 if step.kept is None else 6) * wide
-        merging = merging(step, step.ranks, rows)
-        if step.kept is not None:
-            # This rank's part and the merged one, and the kept ids' stacked with the target's logit.
-            merging += rows * wide * (6 + 4 * step.ranks)
-        work = in_forward("statistics of all ranks", gathered + max(0 if step.on_gpu else gathered, merging))
+        work = in_forward("statistics of all ranks", gathering_work(step, step.num_rows))
         yield Moment("forward", (before_results(step), work, *_gathered(step), *selected_rows(step)))
+
+
+def gathering_work(step: Step, rows: int) -> int:
+    """Of one all_gather of the statistics of some rows, and their merge. Gloo works on a copy."""
+    wide = step.wide
+    gathered = step.ranks * rows * (4 if step.kept is None else 6) * wide
+    work = merging(step, step.ranks, rows)
+    if step.kept is not None:
+        # This rank's part and the merged one, and the kept ids' stacked with the target's logit.
+        work += rows * wide * (6 + 4 * step.ranks)
+    return gathered + max(0 if step.on_gpu else gathered, work)
 
 
 def _gathered(step: Step) -> list[Item]:
@@ -254,6 +259,14 @@ def product_work(step: Step, m: int, k: int, n: int, out: int) -> int:
         return 0
     operands = 0 if step.dtype.itemsize == step.wide else (m * k + k * n) * step.wide
     return operands + m * n * step.wide
+
+
+def filling_work(step: Step, rows: int, columns: int) -> int:
+    """Of a tile's product: widened operands, and the tile in float32 where a bias is added before it is rounded."""
+    assert step.hidden is not None
+    if step.bias and step.logits_dtype.itemsize < step.wide:
+        return rows * columns * step.wide + product_work(step, rows, step.hidden, columns, step.wide)
+    return product_work(step, rows, step.hidden, columns, step.logits_dtype.itemsize)
 
 
 # Kept ids. Flat vectors over all entries, most of them int64; gathered by sorting, written by scattering.
@@ -332,7 +345,7 @@ def scattering(step: Step) -> list[Item]:
     return [*([] if step.rows is None else [rows]), tokens, part]
 
 
-# From logits.
+# The path from logits.
 
 
 def logits_moments(step: Step) -> Iterator[Moment]:

@@ -1,3 +1,42 @@
+"""What is alive at the fullest moments of ``linear_logprobs``: a tile of logits, what is kept, and the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from logitless.backends.tiled import BLOCK
+from logitless.footprints import (
+    Item,
+    Moment,
+    Phase,
+    Step,
+    before_results,
+    coefficients,
+    exponentials_work,
+    filling_work,
+    gradient_from_work,
+    gradient_work,
+    in_backward,
+    in_forward,
+    kept_gathering,
+    kept_logits,
+    kept_writing,
+    making_results,
+    merging,
+    merging_ranks,
+    output,
+    product_work,
+    regathering,
+    results,
+    scattering,
+    selected_rows,
+    selecting,
+    statistics_work,
+)
+from logitless.plans import LinearPlan
+from logitless.tiles import Tiles
+
+
 def linear_moments(step: Step, plan: LinearPlan) -> Iterator[Moment]:
     """``linear_logprobs``."""
     assert step.hidden is not None
@@ -11,14 +50,6 @@ def linear_moments(step: Step, plan: LinearPlan) -> Iterator[Moment]:
 def _space(step: Step, tiles: Tiles, phase: Phase) -> list[Item]:
     size = tiles.rows * tiles.columns * step.logits_dtype.itemsize
     return [Item(f"tile of logits [{tiles.rows}, {tiles.columns}]", size, phase)]
-
-
-def filling_work(step: Step, rows: int, columns: int) -> int:
-    """Of a tile's product: widened operands, and the tile in float32 where a bias is added before it is rounded."""
-    assert step.hidden is not None
-    if step.bias and step.logits_dtype.itemsize < step.wide:
-        return rows * columns * step.wide + product_work(step, rows, step.hidden, columns, step.wide)
-    return product_work(step, rows, step.hidden, columns, step.logits_dtype.itemsize)
 
 
 def _linear_forward(step: Step, plan: LinearPlan) -> Iterator[Moment]:

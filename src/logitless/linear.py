@@ -223,13 +223,12 @@ def _kept_ids(ids: Tensor | None, lengths: Tensor | None, target: Tensor, call: 
 def _plan(
     num_rows: int, device: str, dtype: torch.dtype, call: Call, needs: Sequence[bool], replay: bool
 ) -> LinearPlan:
-    hidden, weight, bias = needs[:3]
-    wishes = Wishes(
-        hidden=hidden,
-        weight=weight or bias,
-        entropy_grad=call.entropy == "grad",
+    wishes = Wishes.of(
+        needs[:3],
+        entropy=call.entropy,
+        operand_bytes=dtype.itemsize,
+        capped=bool(call.squash),
         replay=replay,
-        keepable=dtype.itemsize == 2 and not call.squash,
         invariant=call.batch_invariant,
     )
     shape = Shape(num_rows, call.columns, call.logits_dtype.itemsize, dtype.itemsize, device == "cuda")

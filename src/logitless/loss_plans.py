@@ -13,6 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
+from logitless.linear_call import Options
+from logitless.spec import parse_memory
+
 FILLING = 128
 """Rows of a chunk are a multiple of this where there are that many: what a matrix unit takes at a time."""
 
@@ -73,12 +78,61 @@ class LossShape:
     on_gpu: bool
     widened: bool
 
+    @staticmethod
+    def of(
+        counts: tuple[int, ...],
+        columns: int,
+        *,
+        dtype: torch.dtype,
+        logits_dtype: torch.dtype,
+        on_gpu: bool,
+        bias: bool,
+    ) -> LossShape:
+        """From what a call is asked for: operands of ``dtype``, with a bias or without."""
+        return LossShape(
+            counts=counts,
+            columns=columns,
+            row_bytes=max(1, columns) * logits_dtype.itemsize,
+            on_gpu=on_gpu,
+            widened=(dtype.itemsize == 2 and not on_gpu) or (bias and logits_dtype.itemsize == 2),
+        )
+
+
+def find_obstacle(
+    *,
+    replay: bool,
+    invariant: bool,
+    dtype: torch.dtype,
+    logits_dtype: torch.dtype,
+    split_samples: bool,
+) -> str | None:
+    """Why it must be two passes, whatever the sizes; or None.
+
+    Args:
+        replay, invariant: whether there are kept ids, and ``batch_invariant=True``.
+        split_samples: whether the objective takes means over samples of which other ranks hold a part.
+    """
+    if replay:
+        return "log-probs over kept ids are not made chunk by chunk"
+    if invariant:
+        return "batch_invariant=True fixes the tiles, and a chunk is none of them"
+    if logits_dtype.itemsize < dtype.itemsize:
+        return f"match= rounds the logits to {logits_dtype}, whose rows hold no gradient in {dtype}"
+    if split_samples:
+        return "the objective takes means over samples, and those are split over context-parallel ranks"
+    return None
+
+
+def two_pass_memory(memory: int) -> int:
+    """Working memory of ``linear_logprobs`` where it makes the first of two passes: its own default, at most."""
+    return min(memory, parse_memory(Options().memory))
+
 
 def choose_loss_plan(shape: LossShape, sequence_level: bool, obstacle: str | None, memory: int) -> LossPlan:
     """One pass if nothing stands in its way.
 
     Args:
-        obstacle: why it must be two passes, whatever the sizes; or None.
+        obstacle: what :func:`find_obstacle` found.
     """
     work = memory if shape.on_gpu else memory // 2
     rows = max(1, work // max(1, shape.row_bytes))

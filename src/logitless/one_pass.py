@@ -34,6 +34,9 @@ from logitless.tiles import Tiles
 MOVED = 64 << 20
 """Bytes of dZ that are moved at a time when rows are dropped."""
 
+FEW = 0.05
+"""Share of a chunk's rows that is not worth dropping: moving the others costs more."""
+
 
 @dataclass(frozen=True, eq=False)
 class Accumulators:
@@ -145,7 +148,7 @@ def _chunk(
             zero = g_logprob == 0 if g_entropy is None else (g_logprob == 0) & (g_entropy == 0)
             kept = (counted & ~zero).nonzero().squeeze(1)
             counted = None if len(kept) == stop - start else counted
-            kept = None if len(kept) > 0.95 * (stop - start) else kept
+            kept = None if len(kept) > (1 - FEW) * (stop - start) else kept
         _multiply(p, plan, d_z, start, stop, kept, counted, into, first)
     else:
         _zero(replace(into, hidden=None if into.hidden is None else into.hidden[start:stop]))

@@ -10,9 +10,11 @@ Decided from shapes, options and one memory budget, before anything runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from logitless.spec import EntropyMode
 from logitless.tiles import Shape, Tiles, backward_tiles, forward_tiles
 
 WORK = 512 << 20
@@ -68,6 +70,33 @@ class Wishes:
     replay: bool
     keepable: bool
     invariant: bool
+
+    @staticmethod
+    def of(
+        needs: Sequence[bool],
+        *,
+        entropy: EntropyMode,
+        operand_bytes: int,
+        capped: bool,
+        replay: bool,
+        invariant: bool,
+    ) -> Wishes:
+        """From what a call is asked for.
+
+        Args:
+            needs: whether hidden, weight and bias need a gradient.
+            operand_bytes: of one element of hidden and weight.
+            capped: whether there is a softcap.
+        """
+        hidden, weight, bias = needs
+        return Wishes(
+            hidden=hidden,
+            weight=weight or bias,
+            entropy_grad=entropy == "grad",
+            replay=replay,
+            keepable=operand_bytes == 2 and not capped,
+            invariant=invariant,
+        )
 
 
 def choose_plan(shape: Shape, wishes: Wishes, memory: int) -> LinearPlan:

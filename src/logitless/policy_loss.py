@@ -22,12 +22,12 @@ from logitless.kept import Kept
 from logitless.linear import linear_logprobs
 from logitless.linear_call import Call, Options, Prepared, as_autocast_would, local_weight, prepare
 from logitless.linear_rows import hidden_gradient, projection_of, selected_rows
-from logitless.loss_plans import LossPlan, LossShape, choose_loss_plan
+from logitless.loss_plans import LossPlan, LossShape, choose_loss_plan, find_obstacle, two_pass_memory
 from logitless.objectives import Inputs, Objective
 from logitless.one_pass import sweep_loss
 from logitless.results import target_column
 from logitless.rows import Rows
-from logitless.spec import Head, TokenStats, VocabShard, parse_memory
+from logitless.spec import Head, TokenStats, VocabShard
 
 NAME = "linear_policy_loss"
 
@@ -213,7 +213,7 @@ def _log_probs(call: _Resolved) -> TokenStats:
         tf32=o.tf32,
         batch_invariant=o.batch_invariant,
         backend=o.backend,
-        memory=min(call.ready.call.memory, parse_memory(Options().memory)),
+        memory=two_pass_memory(call.ready.call.memory),
     )
     assert stats.entropy is not None
     return TokenStats(stats.logprob.reshape(-1), stats.entropy.reshape(-1), stats.log_z.reshape(-1))
@@ -226,26 +226,17 @@ def _detached(stats: TokenStats) -> TokenStats:
 
 def _plan(hidden: Tensor, ready: Prepared, objective: Objective, options: Options) -> LossPlan:
     call, rows = ready.call, ready.rows
-    obstacle = None
-    if options.kept is not None:
-        obstacle = "log-probs over kept ids are not made chunk by chunk"
-    elif options.batch_invariant:
-        obstacle = "batch_invariant=True fixes the tiles, and a chunk is none of them"
-    elif call.logits_dtype.itemsize < hidden.dtype.itemsize:
-        obstacle = f"match= rounds the logits to {call.logits_dtype}, whose rows hold no gradient in {hidden.dtype}"
-    elif objective.sequence_level and rows.cp is not None and rows.cp.size > 1:
-        obstacle = "the objective takes means over samples, and those are split over context-parallel ranks"
+    dtypes = {"dtype": hidden.dtype, "logits_dtype": call.logits_dtype}
+    obstacle = find_obstacle(
+        replay=options.kept is not None,
+        invariant=options.batch_invariant,
+        split_samples=objective.sequence_level and rows.cp is not None and rows.cp.size > 1,
+        **dtypes,
+    )
     # Chunks must be the same on every rank of a vocabulary group, each of which takes part in one all_gather per chunk.
     columns = call.columns if call.group is None else -(-call.vocab_size // call.group.size())
     on_gpu = hidden.device.type == "cuda"
-    half = hidden.dtype.itemsize == 2
-    shape = LossShape(
-        counts=rows.counts,
-        columns=columns,
-        row_bytes=max(1, columns) * call.logits_dtype.itemsize,
-        on_gpu=on_gpu,
-        widened=(half and not on_gpu) or (options.bias is not None and call.logits_dtype.itemsize == 2),
-    )
+    shape = LossShape.of(rows.counts, columns, on_gpu=on_gpu, bias=options.bias is not None, **dtypes)
     return choose_loss_plan(shape, objective.sequence_level, obstacle, call.memory)
 
 

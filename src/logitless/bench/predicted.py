@@ -20,7 +20,9 @@ from logitless.bench.providers import plain
 from logitless.estimate import Estimate, estimate, size_text
 from logitless.kept import Kept
 from logitless.linear import linear_logprobs
+from logitless.objectives import Objective
 from logitless.ops import logprobs
+from logitless.policy_loss import linear_policy_loss
 from logitless.rows import Rows
 from logitless.spec import Head, VocabShard
 
@@ -90,14 +92,14 @@ def _step(
     ranks = asked.pop("tensor_parallel", 1)
     columns = -(-vocab // ranks)
     leaves = _leaves(tokens, columns, hidden, dtype, needs, asked, device, ranks)
-    target = torch.randint(vocab, (num_rows,), device=device)
-    rows: Any = target
-    if count is not None:
-        index = torch.randperm(tokens, device=device)[:count].sort().values
-        rows = Rows.at(index, target, num_tokens=tokens)
+    rows = _rows(tokens, vocab, count, asked.pop("counts", None), device)
     call = _call(path, leaves, rows, entropy, _arguments(asked, leaves, rows, vocab, ranks, group))
     wanted = [x for x in leaves.values() if x.requires_grad]
-    upstream = torch.randn(num_rows, device=device, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    upstream = torch.randn(num_rows, device=device, dtype=wide)
+    if path == "linear_policy_loss":
+        # As grad_scale says, where there is a buffer for the weight's gradient.
+        upstream = torch.ones((), device=device, dtype=wide)
 
     def forward() -> Any:
         return call()
@@ -108,6 +110,19 @@ def _step(
             torch.autograd.grad(outputs, wanted, [upstream] * len(outputs), allow_unused=True)
 
     return forward, backward
+
+
+def _rows(tokens: int, vocab: int, count: int | None, counts: tuple[int, ...] | None, device: torch.device) -> Any:
+    """Targets of all tokens; or a plan of ``count`` of them, of samples that have ``counts`` rows each."""
+    if counts is not None:
+        prompt = (tokens - sum(counts)) // len(counts)
+        samples = [torch.randint(vocab, (prompt + length,)) for length in counts]
+        return Rows.packed(samples, counts, num_tokens=tokens, device=device)
+    target = torch.randint(vocab, (tokens if count is None else count,), device=device)
+    if count is None:
+        return target
+    index = torch.randperm(tokens, device=device)[:count].sort().values
+    return Rows.at(index, target, num_tokens=tokens)
 
 
 def _leaves(
@@ -160,8 +175,19 @@ def _call(
         index, target = (None, rows) if isinstance(rows, Tensor) else (rows.index, rows.target)
         function = plain if "logits" in leaves else plain_linear
         return lambda: function(*leaves.values(), index, target, entropy)
-    function: Any = logprobs if path == "logprobs" else linear_logprobs
     operands = [leaves[name] for name in ("logits", "hidden", "weight") if name in leaves]
     if "bias" in leaves:
         arguments["bias"] = leaves["bias"]
+    if path == "linear_policy_loss":
+        objective = arguments.pop("objective", Objective())
+        fields = _fields(objective, len(rows), arguments.pop("dropped", 0.0), operands[0].device)
+        return lambda: linear_policy_loss(*operands, rows, objective, **fields, **arguments)
+    function: Any = logprobs if path == "logprobs" else linear_logprobs
     return lambda: function(*operands, rows, entropy=entropy, **arguments)
+
+
+def _fields(objective: Objective, num_rows: int, dropped: float, device: torch.device) -> dict[str, Any]:
+    """What the objective needs, such that no row is clipped, and as many as asked for have no advantage."""
+    fields: dict[str, Any] = {name: torch.zeros(num_rows, device=device) for name in objective.required}
+    place = torch.arange(num_rows, device=device) % 100
+    return {**fields, "old_logprob": "current", "advantage": (place >= round(100 * dropped)).float()}

@@ -1,0 +1,212 @@
+"""What is alive at the fullest moments of ``linear_policy_loss``: a chunk of logits, and gradients made in forward.
+
+    forward     chunk [C, V]  +  d_hidden of the rows  +  d_weight in float32  +  work on the chunk, vectors of the rows
+    backward    those gradients, and their scaled copies in the operands' dtype; then the scatter to all tokens
+
+In two passes it is ``linear_logprobs`` with the objective's vectors beside it. Those are counted for named parts of an
+:class:`Objective`; a function of the caller's own is taken to be as ``ppo_clip``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from logitless.backends.tiled import BLOCK
+from logitless.footprints import (
+    Item,
+    Moment,
+    Step,
+    filling_work,
+    gathering_work,
+    gradient_work,
+    in_backward,
+    in_forward,
+    output,
+    product_work,
+    scattering,
+    selected_rows,
+    selecting,
+    statistics_work,
+)
+from logitless.footprints_linear import linear_moments
+from logitless.loss_plans import LossPlan, LossShape, choose_loss_plan, find_obstacle, two_pass_memory
+from logitless.objectives import Objective
+from logitless.one_pass import FEW, MOVED
+
+
+class Loss(NamedTuple):
+    """What a policy loss has beyond a :class:`Step`.
+
+    Attributes:
+        objective: what is minimised.
+        counts: rows of each sample.
+        dropped: share of the rows of each chunk whose gradient is zero.
+    """
+
+    objective: Objective
+    counts: tuple[int, ...]
+    dropped: float
+
+    def plan(self, step: Step) -> LossPlan:
+        """Which way ``linear_policy_loss`` goes."""
+        dtypes = {"dtype": step.dtype, "logits_dtype": step.logits_dtype}
+        # Sizes say nothing of context parallelism: samples are taken to be whole here.
+        obstacle = find_obstacle(
+            replay=step.kept is not None, invariant=step.batch_invariant, split_samples=False, **dtypes
+        )
+        shape = LossShape.of(self.counts, step.columns, on_gpu=step.on_gpu, bias=step.bias, **dtypes)
+        return choose_loss_plan(shape, self.objective.sequence_level, obstacle, step.memory)
+
+
+def loss_moments(step: Step, plan: LossPlan, loss: Loss) -> Iterator[Moment]:
+    """``linear_policy_loss``."""
+    assert step.hidden is not None
+    if plan.kind == "two passes" or not any(step.needs):
+        yield from _two_passes(step, loss)
+        return
+    yield from _one_pass_forward(step, plan, loss)
+    yield from _one_pass_backward(step)
+
+
+# Vectors of the rows.
+
+
+def _given(step: Step) -> int:
+    """Bytes of a row while the call runs: a place for log-probs, whether it counts, its weight and gain; its plan."""
+    return 4 + 1 + 8 + step.wide + (24 if step.rows is None else 0)
+
+
+def _evaluating(step: Step, objective: Objective) -> int:
+    """Bytes of a row while metrics are made: each of them three times in float64, and the cleaned fields.
+
+    ``ppo_clip`` has eight (clip fractions, advantage, entropy, ratio, two estimates of KL) and two fields.
+    """
+    corrected, penalised = objective.correction is not None, objective.kl_coef != 0
+    return (8 + 4 * corrected + penalised) * (24 + step.wide) + step.wide + 4 * (2 + 2 * corrected + penalised)
+
+
+# One pass.
+
+
+def _one_pass_forward(step: Step, plan: LossPlan, loss: Loss) -> Iterator[Moment]:
+    assert step.hidden is not None
+    selected, rows, wide = selected_rows(step), plan.rows, step.wide
+    yield Moment("forward", (*selecting(step), *selected))
+    # Column of the target, and three results.
+    vectors = in_forward("vectors of each row", step.num_rows * (_given(step) + 8 + 3 * wide))
+    size = rows * step.columns * step.logits_dtype.itemsize
+    chunk = in_forward(f"chunk of logits [{rows}, {step.columns}]", size)
+    held = (*_made_in_forward(step), *selected, vectors, chunk)
+    # Statistics, three results, log sum and mean; those of the chunk before are there until the next are.
+    done = 9 * wide * (rows if len(plan.chunks) > 1 else 0)
+    yield Moment("forward", (*held, in_forward("work on the chunk", done + _chunk_work(step, plan, loss))))
+    last = 0 if not plan.chunks else plan.chunks[-1][1] - plan.chunks[-1][0]
+    metrics = 9 * wide * last + step.num_rows * _evaluating(step, loss.objective)
+    yield Moment("forward", (*held, in_forward("loss and metrics of all rows", metrics)))
+
+
+def _made_in_forward(step: Step) -> list[Item]:
+    """Gradients as they are kept for backward: of the rows, and sums over the chunks."""
+    assert step.hidden is not None
+    hidden, weight, bias = step.needs
+    rows, depth = step.num_rows, step.hidden
+    items = []
+    if hidden:
+        items.append(Item(f"d_hidden of the rows [{rows}, {depth}]", rows * depth * step.dtype.itemsize, "kept"))
+    if weight and not step.weight_grad:
+        size = step.columns * depth * step.wide
+        items.append(Item(f"d_weight summed [{step.columns}, {depth}]", size, "kept"))
+    if bias:
+        items.append(Item(f"d_bias summed [{step.columns}]", step.columns * step.wide, "kept"))
+    return items
+
+
+def _chunk_work(step: Step, plan: LossPlan, loss: Loss) -> int:
+    """The most that any line of a chunk allocates: logits, statistics, objective, dZ, and the two products."""
+    rows, columns, memory, wide = plan.rows, step.columns, plan.elementwise, step.wide
+    entropy = step.entropy == "grad"
+    gathering = gathering_work(step, rows) if step.ranks else 0
+    own = 4 * wide if step.ranks else 0
+    # Results and statistics; then also two or three coefficients and their gradients, the column, and two masks.
+    done = rows * (9 * wide + own)
+    before_products = done + rows * ((5 if entropy else 3) * wide + 9)
+    return max(
+        filling_work(step, rows, min(plan.columns, columns)),
+        rows * 4 * wide + max(statistics_work(step, memory, rows, columns), gathering),
+        # Of ``ppo_clip`` under autograd, a row: 13 floats, the column's sign and some masks.
+        done + rows * (13 * wide + 11),
+        before_products + gradient_work(step, memory, rows, columns),
+        before_products + _products_work(step, plan, loss),
+    )
+
+
+def _products_work(step: Step, plan: LossPlan, loss: Loss) -> int:
+    """Of the products of dZ, some columns at a time where operands are widened; and of moving the rows that stay."""
+    assert step.hidden is not None
+    depth, operand, wide = step.hidden, step.dtype.itemsize, step.wide
+    want_hidden, want_weight, want_bias = step.needs
+    rows, width = plan.rows, min(plan.columns, step.columns)
+    moved, copied = 0, 0
+    if loss.dropped > 0:
+        copied = rows * depth * operand
+    if loss.dropped >= FEW:
+        rows = round(rows * (1 - loss.dropped))
+        at_a_time = max(1, MOVED // max(1, step.columns * operand))
+        # What was moved last is there until the next is.
+        moved = min(rows, 2 * at_a_time) * step.columns * operand + 8 * rows
+        copied = rows * (depth * operand * (2 if want_hidden else 1) + 8)
+    works = [moved]
+    if want_hidden and width == step.columns:
+        works.append(copied + product_work(step, rows, width, depth, operand))
+    elif want_hidden:
+        works.append(copied + rows * depth * wide + product_work(step, rows, width, depth, wide))
+    if want_weight:
+        works.append(copied + product_work(step, width, rows, depth, wide))
+    if want_bias:
+        # On CPU a sum in another dtype is one of a copy.
+        works.append(copied + width * wide + (0 if step.on_gpu or operand == wide else rows * width * wide))
+    return max(works)
+
+
+def _one_pass_backward(step: Step) -> Iterator[Moment]:
+    """One gradient after the other, scaled into a new tensor; then from rows to tokens."""
+    assert step.hidden is not None
+    operand, wide = step.dtype.itemsize, step.wide
+    hidden, weight, bias = step.needs
+    # On CPU a scaled block in float32, and its widened twin where it was made in half precision.
+    narrow = 0 if operand == wide else wide
+    made = _made_in_forward(step)
+    done: list[Item] = []
+    for name, wanted, count, depth, extra in (
+        ("d_hidden", hidden, step.num_rows, step.hidden, narrow),
+        ("d_weight", weight and not step.weight_grad, step.columns, step.hidden, 0),
+        ("d_bias", bias, step.columns, 1, 0),
+    ):
+        if wanted:
+            done.append(output(f"{name} [{count}, {depth}]", count * depth * operand))
+            work = 0 if step.backend == "triton" else min(BLOCK, count) * depth * (wide + extra)
+            yield Moment("backward", (*made, *done, in_backward("work of the backend", work)))
+    if hidden:
+        yield Moment("backward", (*made, *done[1:], *scattering(step)))
+
+
+# Two passes.
+
+
+def _two_passes(step: Step, loss: Loss) -> Iterator[Moment]:
+    """The log-probs of all rows with a graph, the objective on all rows, and the graph's backward."""
+    first = replace(step, memory=two_pass_memory(step.memory))
+    given = in_forward("vectors of the objective", step.num_rows * _given(step))
+    left: tuple[Item, ...] = ()
+    for moment in linear_moments(first, first.plan()):
+        if moment.phase == "forward":
+            # At last, what forward leaves behind: results, and with a graph what that holds.
+            left = tuple(item for item in moment.items if item.output or (item.phase == "kept" and any(step.needs)))
+            moment = Moment("forward", (*moment.items, given))
+        yield moment
+    # Fields and ratio that the objective's own graph holds.
+    graph = 3 * step.wide + 1 if any(step.needs) else 0
+    metrics = in_forward("loss and metrics of all rows", step.num_rows * (_evaluating(step, loss.objective) + graph))
+    yield Moment("forward", (*left, given, metrics))
