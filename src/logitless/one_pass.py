@@ -71,6 +71,20 @@ class Accumulators:
 
 
 @dataclass(frozen=True, eq=False)
+class _Sweep:
+    """What every chunk needs; see :func:`sweep_loss`."""
+
+    p: Projection
+    plan: LossPlan
+    objective: Objective
+    inputs: Inputs
+    into: Accumulators
+    scale: Tensor | None
+    drop_zeros: bool
+    group: Any
+
+
+@dataclass(frozen=True, eq=False)
 class Outcome:
     """Loss, metrics, the rows' results, and the gradients for an upstream gradient of 1 (times the scale)."""
 
@@ -103,10 +117,11 @@ def sweep_loss(
         group: vocabulary group.
     """
     into = Accumulators.make(p, want, weight_grad)
+    sweep = _Sweep(p, plan, objective, inputs, into, scale, drop_zeros, group)
     chunks, space = _allocate(p, plan, may_shrink=group is None)
     stats = TokenStats(*(p.gain.new_empty(p.num_rows) for _ in range(3)))
     for i, (start, stop) in enumerate(chunks):
-        results = _chunk(p, plan, space, objective, inputs, (start, stop), into, scale, drop_zeros, group, first=i == 0)
+        results = _chunk(sweep, space, start, stop, first=i == 0)
         for whole, part in zip(stats, results[:3], strict=True):
             if whole is not None and part is not None:
                 whole[start:stop] = part
@@ -117,41 +132,29 @@ def sweep_loss(
     return Outcome(loss.detach(), metrics, stats, Gradients(into.hidden, into.weight, into.bias))
 
 
-def _chunk(
-    p: Projection,
-    plan: LossPlan,
-    space: Space,
-    objective: Objective,
-    inputs: Inputs,
-    rows: tuple[int, int],
-    into: Accumulators,
-    scale: Tensor | None,
-    drop_zeros: bool,
-    group: Any,
-    first: bool,
-) -> RowResults:
-    start, stop = rows
-    backend = load(p.backend)
-    tile = _logits(p, plan, space, start, stop)
-    results = row_results(backend.statistics(tile), None, tile.column == SKIP, True, group)
-    part = inputs.cut(start, stop, plan.whole_samples)
-    g_logprob, g_entropy = row_gradients(objective, part, results)
-    if scale is not None:
-        g_logprob, g_entropy = g_logprob * scale, None if g_entropy is None else g_entropy * scale
+def _chunk(s: _Sweep, space: Space, start: int, stop: int, first: bool) -> RowResults:
+    """Results of a chunk of rows; their gradients go to the accumulators."""
+    p, backend = s.p, load(s.p.backend)
+    tile = _logits(p, s.plan, space, start, stop)
+    results = row_results(backend.statistics(tile), None, tile.column == SKIP, True, s.group)
+    part = s.inputs.cut(start, stop, s.plan.whole_samples)
+    g_logprob, g_entropy = row_gradients(s.objective, part, results)
+    if s.scale is not None:
+        g_logprob, g_entropy = g_logprob * s.scale, None if g_entropy is None else g_entropy * s.scale
     coef = coefficients(results.logprob, results.norm, results.mean, g_logprob, g_entropy, None)
     if p.columns:
         # Rows that do not count may hold anything: without a target they have no gradient, rather than 0 * NaN.
         tile = replace(tile, column=torch.where(part.counted, tile.column, SKIP))
         d_z = backend.gradient_over(tile, results.norm, coef, p.hidden.dtype)
         kept, counted = None, part.counted
-        if drop_zeros:
+        if s.drop_zeros:
             zero = g_logprob == 0 if g_entropy is None else (g_logprob == 0) & (g_entropy == 0)
             kept = (counted & ~zero).nonzero().squeeze(1)
             counted = None if len(kept) == stop - start else counted
             kept = None if len(kept) > (1 - FEW) * (stop - start) else kept
-        _multiply(p, plan, d_z, start, stop, kept, counted, into, first)
+        _multiply(s, d_z, slice(start, stop), kept, counted, overwrite=first and s.into.fresh)
     else:
-        _zero(replace(into, hidden=None if into.hidden is None else into.hidden[start:stop]))
+        _zero(replace(s.into, hidden=None if s.into.hidden is None else s.into.hidden[start:stop]))
     return results
 
 
@@ -192,24 +195,18 @@ def row_gradients(objective: Objective, inputs: Inputs, results: RowResults) -> 
 
 
 def _multiply(
-    p: Projection,
-    plan: LossPlan,
-    d_z: Tensor,
-    start: int,
-    stop: int,
-    kept: Tensor | None,
-    counted: Tensor | None,
-    into: Accumulators,
-    first: bool,
+    s: _Sweep, d_z: Tensor, chunk: slice, kept: Tensor | None, counted: Tensor | None, overwrite: bool
 ) -> None:
     """The two products of a chunk.
 
     Args:
         kept: the rows to multiply, or None for all.
         counted: ``[C]`` which rows count, or None if all do. Hidden states of the others are not read.
+        overwrite: whether d_weight holds nothing yet.
     """
-    x = p.hidden[start:stop]
-    d_x = None if into.hidden is None else into.hidden[start:stop]
+    p, plan, into = s.p, s.plan, s.into
+    x = p.hidden[chunk]
+    d_x = None if into.hidden is None else into.hidden[chunk]
     if kept is not None:
         d_z, x = _packed(d_z, kept), x.index_select(0, kept)
     elif counted is not None:
@@ -220,7 +217,6 @@ def _multiply(
             _times_weight(p, plan, d_z, rows)
         if kept is not None:
             d_x.zero_().index_copy_(0, kept, rows)
-    overwrite = first and into.fresh
     if not len(x):
         if overwrite and into.weight is not None:
             into.weight.zero_()
