@@ -5,7 +5,7 @@ VENV := .venv
 RUN := $(VENV)/bin/
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test lint format bench docs clean
 
 demo: $(STAMP)
 	$(RUN)logitless demo
@@ -25,6 +25,14 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(RUN)logitless bench
 
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(RUN)mkdocs build --strict
+
+# Nothing else needs these packages, so they are installed when the site is first built.
+$(VENV)/.docs: $(STAMP)
+	$(RUN)python -m pip install --quiet -c constraints.txt -e ".[docs]"
+	touch $(VENV)/.docs
+
 # Torch first and pinned: a looser request would pull a CUDA build.
 $(STAMP): pyproject.toml constraints.txt constraints-hosts.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,4 +42,4 @@ $(STAMP): pyproject.toml constraints.txt constraints-hosts.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) out .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) out site .pytest_cache .ruff_cache .hypothesis

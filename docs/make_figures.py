@@ -1,6 +1,7 @@
-"""Draw every figure of ``docs/figures`` and the table of the README again: ``python docs/make_figures.py``.
+"""All of ``docs/figures``, the README's table and ``docs/benchmarks.md`` anew: ``python docs/make_figures.py``.
 
-Layouts come from ``Rows`` (``layout_figures.py``), bars and table from the benchmark records; nothing is done by hand.
+Layouts come from ``Rows`` (``layout_figures.py``), bars, curves and tables from the benchmark records; nothing is done
+by hand.
 """
 
 from __future__ import annotations
@@ -8,16 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import make_benchmarks
 from layout_figures import figures
 
 from logitless.bench.records import Record, format_bytes, newest, read_records
-from logitless.plots import DARK, LIGHT, draw_case, draw_records
+from logitless.plots import DARK, LIGHT, Style, draw_case, draw_growth, draw_records, draw_response
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 FIGURES = ROOT / "docs" / "figures"
 RECORDS = ROOT / "benchmarks" / "results" / "h200.jsonl"
 FP32, BF16 = "reference-fp32-grad", "reference-bf16-grad"
+LINEAR = "linear-reference-grad"
+# In the figure over the response fraction, besides ours: those who compute all that the case asks for.
+PEERS = ("torch", "torch.compile", "trl-kernel", "verl-kernel", "liger-chunked")
 
 # Provider and its name in the table, slowest first.
 LINES = {
@@ -32,14 +37,30 @@ START, END = "<!-- table: python docs/make_figures.py -->\n", "<!-- end of table
 
 
 def main() -> None:
-    """All figures and the table, over those that are there."""
+    """All figures, the table and the page, over those that are there."""
     for name, text in figures().items():
         (FIGURES / name).write_text(text, encoding="utf-8")
     records = read_records(RECORDS)
     for style in (LIGHT, DARK):
         draw_case(_of(records, FP32), FIGURES / f"h200-reference-{style.name}.png", style)
+        draw_case(_of(records, LINEAR), FIGURES / f"h200-linear-{style.name}.png", style)
+        draw_growth(records, FIGURES / f"h200-growth-{style.name}.png", style)
+        response_figure(records, FIGURES / f"h200-response-{style.name}.png", style)
     draw_records(_of(records, FP32) + _of(records, BF16), FIGURES, "h200")
     README.write_text(with_table(README.read_text(encoding="utf-8"), table(records)), encoding="utf-8")
+    make_benchmarks.PAGE.write_text(make_benchmarks.page(records), encoding="utf-8")
+
+
+def response_figure(records: Sequence[Record], path: Path, style: Style) -> None:
+    """Peak memory when all, a quarter and 3 % of the tokens are response, from logits and from hidden states."""
+    groups = []
+    for name in (FP32, LINEAR):
+        found = [r for part in ("", "-25pct", "-3pct") for r in _of(records, name + part)]
+        groups.append([r for r in found if r.provider in PEERS or r.provider.startswith("logitless")])
+    case = groups[1][0].case
+    sizes = f"T = {case['tokens']}, V = {case['vocab']}"
+    titles = ("From logits, float32", f"From hidden states, bfloat16, D = {case['hidden']}")
+    draw_response(groups, titles, f"{sizes}, forward + backward with an entropy gradient", path, style)
 
 
 def table(records: Sequence[Record]) -> str:

@@ -7,8 +7,6 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from logitless import demo
-from logitless.bench.measure import Errors
 from logitless.cli import app, main
 from logitless.errors import LogitlessError
 
@@ -57,27 +55,6 @@ def test_a_bad_name_is_one_line(monkeypatch):
         main()
     assert str(stop.value).startswith("logitless: bench: no case matches 'nope'.")
     assert "\n" not in str(stop.value)
-
-
-def test_demo_prints_a_table_a_verdict_and_saves_a_figure(tmp_path, monkeypatch):
-    small = demo.run_demo
-    monkeypatch.setattr(demo, "run_demo", lambda report: small(report, (20, 9), (12, 7), 301))
-    result = invoke("demo", "--out", tmp_path / "new" / "demo.png")
-    assert "2 samples packed into 48 tokens, 19 of them response (40%)" in result.stdout
-    assert "logitless, overwriting" in result.stdout
-    assert "Writing the gradient over the logits, logitless needs" in result.stdout
-    assert (tmp_path / "new" / "demo.png").stat().st_size > 1000
-
-
-def test_the_verdict_follows_the_numbers():
-    def verdict(seconds, peak, error):
-        errors = Errors(error, error, error, error)
-        plain = demo.Outcome("plain torch", 1.0, 1000, Errors(1e-6, 1e-6, 1e-6, 1e-6))
-        return demo.verdict([plain, plain, demo.Outcome("logitless, overwriting", seconds, peak, errors)])
-
-    assert "(10.0x less), is 2.0x faster, and its worst result is 4.0x closer" in verdict(0.5, 100, 0.25e-6)
-    assert "(2.0x more), is 4.0x slower, and its worst result is 3.0x further" in verdict(4.0, 2000, 3e-6)
-    assert "neither faster nor slower" in verdict(1.01, 100, 1e-6)
 
 
 def run_main(monkeypatch, *arguments):

@@ -1,4 +1,4 @@
-"""The documentation runs: every Python snippet, every relative link, the README's table, and the promised lengths."""
+"""The documentation runs: every snippet and link, the site's contents, the README's numbers, the promised lengths."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import yaml
 
-from logitless.bench.records import read_records
+import logitless
+from logitless.bench.records import format_bytes, newest, read_records
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "tests" / "adapters")]
@@ -18,7 +20,8 @@ sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "tests" / "adapters")]
 import hosts  # noqa: E402
 import make_figures  # noqa: E402
 
-DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+DOCS = sorted([*ROOT.glob("*.md"), *PAGES, *(ROOT / "benchmarks").glob("*.md"), *(ROOT / "examples").glob("*.md")])
 NAMES = [str(path.relative_to(ROOT)) for path in DOCS]
 
 SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -72,6 +75,36 @@ def test_links_lead_somewhere(path: Path):
         assert not anchor or anchor in anchors(place), f"{link}: no such heading"
 
 
+# The site, without building it: `make docs` does, strictly, with packages that the tests do not need.
+
+
+def nav_pages(entry) -> list[str]:
+    """The files of mkdocs.yml's nav, in order."""
+    if isinstance(entry, str):
+        return [entry]
+    return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in nav_pages(part)]
+
+
+def test_every_page_is_in_the_nav_once():
+    listed = nav_pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert sorted(listed) == sorted(str(path.relative_to(ROOT / "docs")) for path in PAGES)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
+def test_links_of_a_page_stay_on_the_site(path: Path):
+    for found in LINK.finditer(FENCED.sub("", path.read_text())):
+        link = (found[1] or found[2]).partition("#")[0]
+        if link and not re.match(r"[a-z]+:", link):
+            place = (path.parent / link).resolve()
+            assert place.is_file(), f"{link} is not a file"
+            assert place.is_relative_to(ROOT / "docs"), f"{link} leaves the site"
+
+
+def test_the_api_reference_has_every_public_name():
+    names = re.findall(r"^::: logitless\.(?:\w+\.)*(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert sorted(names) == logitless.__all__
+
+
 @pytest.mark.parametrize("path", DOCS, ids=NAMES)
 def test_prose_is_ascii(path: Path):
     assert path.read_text().isascii()
@@ -83,13 +116,27 @@ def test_the_table_is_what_the_records_say():
     assert make_figures.with_table(text, make_figures.table(read_records(make_figures.RECORDS))) == text
 
 
+def test_the_policy_loss_costs_what_the_records_say():
+    """The README's sentence about ``linear_policy_loss``, number by number."""
+    text = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    records = newest(read_records(make_figures.RECORDS))
+    found = {r.provider: r for r in records if r.case["name"] == "linear-reference-loss"}
+    for provider in ("torch", "torch.compile", "verl-kernel", "logitless-loss", "logitless"):
+        record = found[provider]
+        assert f"{record.total_ms:.0f} ms and {format_bytes(record.peak_bytes)}" in text, provider
+        assert f"(commit `{record.environment['commit']}`)" in text
+    assert f"Three bare products take {found['torch'].floor_ms:.0f} ms" in text
+
+
 @pytest.mark.parametrize(("name", "most"), [("README.md", 150), ("CONTRIBUTING.md", 60)])
 def test_first_pages_are_short(name: str, most: int):
     assert len((ROOT / name).read_text().splitlines()) < most
 
 
-def test_the_file_map_names_files_that_exist():
+def test_the_file_map_is_complete():
     names = re.findall(r"^\| (`.+`) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     files = [name.strip("` ") for line in names for name in line.split(",")]
-    assert len(files) > 10
-    assert [name for name in files if not (ROOT / "src" / "logitless" / name).exists()] == []
+    package = ROOT / "src" / "logitless"
+    modules = [path.name for path in package.glob("*.py") if not path.name.startswith("__")]
+    folders = [f"{path.parent.name}/" for path in package.glob("*/__init__.py")]
+    assert sorted(files) == sorted(modules + folders)

@@ -173,11 +173,16 @@ def making_results(step: Step) -> Item:
     return in_forward("vectors of each row", step.num_rows * per_row + padded)
 
 
-def merging_ranks(step: Step) -> Iterator[Moment]:
-    """The statistics of all ranks, gathered and merged."""
+def merging_statistics(step: Step) -> Iterator[Moment]:
+    """The statistics of all ranks, gathered and merged; alone, those of the kept ids with the target's logit."""
     if step.ranks:
         work = in_forward("statistics of all ranks", gathering_work(step, step.num_rows))
-        yield Moment("forward", (before_results(step), work, *_gathered(step), *selected_rows(step)))
+    elif step.kept is not None:
+        # Theirs (2) and a mask, stacked with the target's logit (4), and merged (10).
+        work = in_forward("statistics of the kept ids", step.num_rows * (16 * step.wide + 1))
+    else:
+        return
+    yield Moment("forward", (before_results(step), work, *_gathered(step), *selected_rows(step)))
 
 
 def gathering_work(step: Step, rows: int) -> int:
@@ -355,7 +360,7 @@ def logits_moments(step: Step) -> Iterator[Moment]:
     yield Moment("forward", (before_results(step), in_forward("work of the backend", kernel)))
     if step.kept is not None:
         yield Moment("forward", (before_results(step), in_forward("kept logits", kept_gathering(step))))
-    yield from merging_ranks(step)
+    yield from merging_statistics(step)
     yield Moment("forward", (*results(step), making_results(step), *_gathered(step)))
     if not step.needs[0]:
         return

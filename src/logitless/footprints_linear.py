@@ -23,7 +23,7 @@ from logitless.footprints import (
     kept_writing,
     making_results,
     merging,
-    merging_ranks,
+    merging_statistics,
     output,
     product_work,
     regathering,
@@ -81,7 +81,7 @@ def _linear_forward(step: Step, plan: LinearPlan) -> Iterator[Moment]:
     held = (*kept, *selected, before_results(step), *space, parts)
     yield Moment("forward", (*selecting(step), *selected))
     yield Moment("forward", (*held, in_forward("work inside the tile", max(works.values()))))
-    yield from merging_ranks(step)
+    yield from merging_statistics(step)
     yield Moment("forward", (*results(step), *kept, *selected, making_results(step)))
 
 

@@ -99,9 +99,8 @@ def _one_pass_forward(step: Step, plan: LossPlan, loss: Loss) -> Iterator[Moment
     size = rows * step.columns * step.logits_dtype.itemsize
     chunk = in_forward(f"chunk of logits [{rows}, {step.columns}]", size)
     held = (*_made_in_forward(step), *selected, vectors, chunk)
-    # Statistics, three results, log sum and mean; those of the chunk before are there until the next are.
-    done = 9 * wide * (rows if len(plan.chunks) > 1 else 0)
-    yield Moment("forward", (*held, in_forward("work on the chunk", done + _chunk_work(step, plan, loss))))
+    yield Moment("forward", (*held, in_forward("work on the chunk", _chunk_work(step, plan, loss))))
+    # Statistics and results of the last chunk are still there.
     last = 0 if not plan.chunks else plan.chunks[-1][1] - plan.chunks[-1][0]
     metrics = 9 * wide * last + step.num_rows * _evaluating(step, loss.objective)
     yield Moment("forward", (*held, in_forward("loss and metrics of all rows", metrics)))
@@ -124,29 +123,29 @@ def _made_in_forward(step: Step) -> list[Item]:
 
 
 def _chunk_work(step: Step, plan: LossPlan, loss: Loss) -> int:
-    """The most that any line of a chunk allocates: logits, statistics, objective, dZ, and the two products."""
+    """The most that a line of a chunk allocates: its logits, statistics, dZ, or products.
+
+    The objective on a chunk is none of them: on all rows, with metrics, it takes more.
+    """
     rows, columns, memory, wide = plan.rows, step.columns, plan.elementwise, step.wide
-    entropy = step.entropy == "grad"
+    if not rows:
+        return 0
     gathering = gathering_work(step, rows) if step.ranks else 0
-    own = 4 * wide if step.ranks else 0
-    # Results and statistics; then also two or three coefficients and their gradients, the column, and two masks.
-    done = rows * (9 * wide + own)
-    before_products = done + rows * ((5 if entropy else 3) * wide + 9)
+    # Statistics (of this rank and of all), three results, log sum, mean; gradients, coefficients, column and mask.
+    floats = (9 if not step.ranks else 13) + (5 if step.entropy == "grad" else 3)
+    vectors = rows * (floats * wide + 9)
     return max(
         filling_work(step, rows, min(plan.columns, columns)),
         rows * 4 * wide + max(statistics_work(step, memory, rows, columns), gathering),
-        # Of ``ppo_clip`` under autograd, a row: 13 floats, the column's sign and some masks.
-        done + rows * (13 * wide + 11),
-        before_products + gradient_work(step, memory, rows, columns),
-        before_products + _products_work(step, plan, loss),
+        vectors + gradient_work(step, memory, rows, columns),
+        vectors + _products_work(step, plan, loss),
     )
 
 
 def _products_work(step: Step, plan: LossPlan, loss: Loss) -> int:
-    """Of the products of dZ, some columns at a time where operands are widened; and of moving the rows that stay."""
+    """Of the two products of dZ: operands that are widened, a sum over slabs; and of moving the rows that stay."""
     assert step.hidden is not None
-    depth, operand, wide = step.hidden, step.dtype.itemsize, step.wide
-    want_hidden, want_weight, want_bias = step.needs
+    depth, operand, want_hidden = step.hidden, step.dtype.itemsize, step.needs[0]
     rows, width = plan.rows, min(plan.columns, step.columns)
     moved, copied = 0, 0
     if loss.dropped > 0:
@@ -155,19 +154,11 @@ def _products_work(step: Step, plan: LossPlan, loss: Loss) -> int:
         rows = round(rows * (1 - loss.dropped))
         at_a_time = max(1, MOVED // max(1, step.columns * operand))
         # What was moved last is there until the next is.
-        moved = min(rows, 2 * at_a_time) * step.columns * operand + 8 * rows
-        copied = rows * (depth * operand * (2 if want_hidden else 1) + 8)
-    works = [moved]
-    if want_hidden and width == step.columns:
-        works.append(copied + product_work(step, rows, width, depth, operand))
-    elif want_hidden:
-        works.append(copied + rows * depth * wide + product_work(step, rows, width, depth, wide))
-    if want_weight:
-        works.append(copied + product_work(step, width, rows, depth, wide))
-    if want_bias:
-        # On CPU a sum in another dtype is one of a copy.
-        works.append(copied + width * wide + (0 if step.on_gpu or operand == wide else rows * width * wide))
-    return max(works)
+        moved = min(rows, 2 * at_a_time) * step.columns * operand
+        copied = rows * depth * operand * (2 if want_hidden else 1)
+    summed = rows * depth * step.wide if want_hidden and width < step.columns else 0
+    # Both products, and that of the logits, are of the same three matrices.
+    return max(moved, copied + summed + product_work(step, rows, width, depth, step.wide))
 
 
 def _one_pass_backward(step: Step) -> Iterator[Moment]:

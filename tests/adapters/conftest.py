@@ -10,6 +10,9 @@ import pytest
 import logitless
 from logitless.adapters.patching import uninstall_host
 
+# Packages for the tests to import, not tests.
+collect_ignore_glob = ["doubles/*"]
+
 
 @pytest.fixture(autouse=True)
 def nothing_stays_installed():

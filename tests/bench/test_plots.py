@@ -8,7 +8,8 @@ import pytest
 from logitless import LogitlessError
 from logitless.bench.cases import CASES
 from logitless.bench.records import Record
-from logitless.plots import LIGHT, draw_case, draw_growth, draw_records
+from logitless.bench.sweep import Grid
+from logitless.plots import LIGHT, draw_case, draw_growth, draw_records, draw_response, draw_sweep
 
 
 def record(case, provider="logitless", **fields):
@@ -26,7 +27,7 @@ def record(case, provider="logitless", **fields):
         environment={"device": "x", "commit": "abc", "dirty": False},
         peak_bytes=case.logits_bytes // 10,
         forward_ms=2.0,
-        total_ms=case.tokens * case.vocab * case.hidden / 1e11,
+        total_ms=case.tokens * case.vocab * (case.hidden or 1) / 1e11,
         gemm_ms=[1.0, 2.0, 3.0, 4.0],
     )
     return replace(made, **fields)
@@ -43,7 +44,8 @@ def growth():
 def drawn(monkeypatch):
     """The figures that were saved, open."""
     figures = []
-    monkeypatch.setattr("logitless.plots._save", lambda figure, path, style: figures.append(figure))
+    for module in ("bars", "curves", "sweeps"):
+        monkeypatch.setattr(f"logitless.plots.{module}.save", lambda figure, path, style: figures.append(figure))
     yield figures
     plt.close("all")
 
@@ -58,6 +60,12 @@ def test_growth_has_one_curve_per_provider_and_size(drawn):
         }
     assert axes[1].lines[0].get_xdata().tolist() == [32768, 65536, 131072, 262144]
     assert [len(axis.lines) for axis in axes[3:]] == [2, 2, 2]
+
+
+def test_growth_marks_where_memory_ran_out(drawn):
+    draw_growth(growth(), "x.png", LIGHT)
+    crosses = [[mark.get_offsets()[:, 0].tolist() for mark in axis.collections] for axis in drawn[0].axes]
+    assert crosses == [[], [], [], [[32768.0, 65536.0]], [], []]
 
 
 def test_growth_needs_its_base(drawn):
@@ -77,5 +85,59 @@ def test_a_case_from_hidden_states_is_drawn_as_bars(drawn):
     draw_case([record(case), record(case, "liger-flce", computes="mean")], "x.png", LIGHT)
     texts = [text.get_text() for axis in drawn[0].axes for text in axis.texts]
     assert any("(mean loss only)" in text for text in texts)
-    assert any("floor 4.00 ms" in text for text in texts)
+    assert any("floor 4.00 ms (4 products)" in text for text in texts)
     assert "16384 x 151936 from 4096" in drawn[0].get_suptitle()
+
+
+def test_memory_over_the_response_fraction_has_a_panel_per_kind_and_names_every_line(drawn):
+    shares = ("", "-25pct", "-3pct")
+    groups = [
+        [record(CASES[name + share], who) for share in shares for who in ("torch", "logitless")]
+        for name in ("reference-fp32-grad", "linear-reference-grad")
+    ]
+    groups[1][0] = replace(groups[1][0], status="absent", peak_bytes=None)
+    draw_response(groups, ("a", "b"), "what", "x.png", LIGHT)
+    left, right = drawn[0].axes
+    assert [line.get_label() for line in left.lines] == ["torch", "logitless"]
+    assert all(line.get_xdata().tolist() == [0.03, 0.25, 1.0] for line in left.lines)
+    assert {line.get_label(): len(line.get_xdata()) for line in right.lines} == {"torch": 2, "logitless": 3}
+    assert sorted(text.get_text() for text in left.texts) == ["logitless", "torch"]
+    heights = sorted(text.get_position()[1] for text in left.texts)
+    assert heights[1] - heights[0] >= 0.065 - 1e-9
+    assert drawn[0].get_suptitle().startswith("what (x, commit abc)")
+
+
+def swept(**lists):
+    grid = Grid(**{"tokens": [64], "vocab": [1000], "response": [1.0]} | lists)
+    return [record(case, who) for case in grid.cases("cpu") for who in ("torch", "logitless")]
+
+
+def test_a_sweep_runs_along_the_size_with_the_most_values(drawn, tmp_path):
+    paths = draw_sweep(swept(tokens=[64, 128, 256], entropy=["value", "grad"]), tmp_path, "s")
+    assert [path.name for path in paths] == ["s-light.png", "s-dark.png"]
+    axes = drawn[0].axes
+    assert [axis.get_title(loc="left") for axis in axes[:2]] == ["entropy value", "entropy grad"]
+    assert axes[0].lines[0].get_xdata().tolist() == [64, 128, 256]
+    assert axes[0].lines[0].get_ydata().tolist() == [n * 1000 * 4 // 10 for n in (64, 128, 256)]
+    assert [len(axis.lines) for axis in axes] == [2, 2, 3, 3]
+    assert drawn[0].get_suptitle().startswith("V=1000 float32, forward + backward, response 100%")
+
+
+def test_a_sweep_over_memory_is_drawn_in_mebibytes_and_hides_panels_it_does_not_need(drawn, tmp_path):
+    many = swept(
+        hidden=[8], memory=["1MiB", "2MiB", "4MiB", "1GiB"], entropy=[None, "value", "grad"], response=[1.0, 0.5]
+    )
+    draw_sweep(many, tmp_path, "s")
+    assert drawn[0].axes[0].lines[0].get_xdata().tolist() == [1, 2, 4, 1024]
+    assert sum(axis.get_visible() for axis in drawn[0].axes) == 12
+    plt.close("all")
+    draw_sweep(swept(hidden=[8, 16, 32], tokens=[8, 16], entropy=["value", "grad"]), tmp_path, "s")
+    shown = [axis.get_visible() for axis in drawn[-1].axes]
+    assert shown == [True] * 6 + [True, False, False] * 2
+
+
+def test_a_sweep_of_one_size_becomes_bars_and_one_without_times_is_refused(tmp_path):
+    assert len(draw_sweep(swept(), tmp_path, "s")) == 4
+    lost = [replace(r, total_ms=None, status="out of memory") for r in swept(tokens=[8, 16])]
+    with pytest.raises(LogitlessError, match="no point of the sweep has a time"):
+        draw_sweep(lost, tmp_path, "s")

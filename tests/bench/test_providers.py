@@ -13,10 +13,16 @@ from logitless.bench.providers import PROVIDERS, Provider, add_peers
 CASE = Case("x", "cpu", 40, 67, entropy="grad", response=0.5)
 
 
+PEERS = ("liger_kernel", "trl", "verl", "megatron")
+
+
 @pytest.fixture
 def peers(tmp_path, monkeypatch):
     """A folder to unpack stand-ins for peers into, importable during the test alone."""
     monkeypatch.setattr(sys, "path", list(sys.path))
+    # Real ones that other tests have imported come back afterwards.
+    for name in [name for name in sys.modules if name.split(".")[0] in PEERS]:
+        monkeypatch.delitem(sys.modules, name)
     before = set(sys.modules)
     add_peers(tmp_path)
     yield tmp_path
@@ -41,10 +47,9 @@ def test_a_provider_computes_no_more_than_it_can(computes, wanted, left):
 
 @pytest.mark.parametrize("name", ["liger", "trl", "trl-kernel", "verl", "megatron"])
 def test_a_missing_peer_says_so(name, monkeypatch):
-    packages = ("liger_kernel", "trl", "verl", "megatron")
-    for module in [m for m in sys.modules if m.split(".")[0] in packages]:
+    for module in [m for m in sys.modules if m.split(".")[0] in PEERS]:
         monkeypatch.delitem(sys.modules, module)
-    for package in packages:
+    for package in PEERS:
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises((ImportError, ValueError)):
         PROVIDERS[name].load()

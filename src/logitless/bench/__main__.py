@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from logitless.bench.base import compare_with, comparison_table
 from logitless.bench.records import text_table
 from logitless.bench.run import Request, execute, listing
 from logitless.errors import LogitlessError
@@ -22,6 +23,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=10, help="timed repeats per provider (default 10)")
     parser.add_argument("--peers", type=Path, help="folder of unpacked packages to import peers from")
     parser.add_argument("--commit", help="what to record where the code was copied without its git history")
+    parser.add_argument("--base", help="commit to compare this checkout with")
     parser.add_argument("--list", action="store_true", help="list cases and providers, measure nothing")
     parser.add_argument("--json", action="store_true", help="print the records instead of the table")
     return parser.parse_args(arguments)
@@ -47,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commit=options.commit,
     )
     try:
+        if options.base is not None:
+            return _compare(options.base, request, options.json)
         records, out = execute(request, _report)
     except LogitlessError as error:
         sys.stderr.write(f"{error}\n")
@@ -54,6 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.stderr.write(f"{len(records)} records appended to {out}\n\n")
     sys.stdout.write("\n".join(r.to_json() for r in records) + "\n" if options.json else text_table(records) + "\n")
     return 0
+
+
+def _compare(base: str, request: Request, as_json: bool) -> int:
+    comparison = compare_with(base, request, _report)
+    lines = [c.to_json() for c in comparison.compared] if as_json else [comparison_table(comparison)]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return int(comparison.broken)
 
 
 if __name__ == "__main__":

@@ -181,7 +181,8 @@ def _call(
     if path == "linear_policy_loss":
         objective = arguments.pop("objective", Objective())
         fields = _fields(objective, len(rows), arguments.pop("dropped", 0.0), operands[0].device)
-        return lambda: linear_policy_loss(*operands, rows, objective, **fields, **arguments)
+        hidden, weight = operands
+        return lambda: linear_policy_loss(hidden, weight, rows, objective, **fields, **arguments)
     function: Any = logprobs if path == "logprobs" else linear_logprobs
     return lambda: function(*operands, rows, entropy=entropy, **arguments)
 
@@ -189,5 +190,6 @@ def _call(
 def _fields(objective: Objective, num_rows: int, dropped: float, device: torch.device) -> dict[str, Any]:
     """What the objective needs, such that no row is clipped, and as many as asked for have no advantage."""
     fields: dict[str, Any] = {name: torch.zeros(num_rows, device=device) for name in objective.required}
-    place = torch.arange(num_rows, device=device) % 100
-    return {**fields, "old_logprob": "current", "advantage": (place >= round(100 * dropped)).float()}
+    # Spread evenly, so that every chunk has its share.
+    so_far = torch.arange(num_rows + 1, device=device).mul(dropped).floor()
+    return {**fields, "old_logprob": "current", "advantage": (so_far[1:] == so_far[:-1]).float()}

@@ -1,9 +1,9 @@
-"""Figures, drawn from records and nothing else, in a light and a dark style.
+"""Bars: one panel per case, one bar per provider, fastest or leanest first. Ours are in colour.
 
-One panel per case, one bar per provider, fastest or leanest first. A line marks the floor: the time of the bytes or the
-products nobody avoids, or the size of the logits. Ours are in colour; a hatched bar computed less than was asked.
+A line marks the floor: the time of the bytes or the products nobody avoids, or the size of the logits. A hatched bar
+computed less than was asked.
 
-Cases named ``linear-growth-*`` are points of curves instead: time and memory against T, V and D, one line per provider.
+Cases named ``linear-growth-*`` are points of ``curves`` instead.
 """
 
 from __future__ import annotations
@@ -14,41 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from logitless.bench.records import COMPUTES, Record, by_case, format_bytes, newest
 from logitless.errors import LogitlessError
+from logitless.plots.curves import GROWTH, draw_growth
+from logitless.plots.style import DARK, LIGHT, WIDTH_INCHES, Style, save, where
 
-Panel = Callable[[Axes, Sequence[Record], "Style"], None]
-
-WIDTH_INCHES = 9.0
-DPI = 200
-GROWTH = "linear-growth-"
-AXES = (("tokens", "T"), ("vocab", "V"), ("hidden", "D"))
-MARKERS = "osD^vP*X"
-
-
-@dataclass(frozen=True)
-class Style:
-    """Colours of a figure."""
-
-    name: str
-    background: str
-    text: str
-    faint: str
-    ours: str
-    others: str
-    mark: str
-
-
-LIGHT = Style("light", "#ffffff", "#1f2328", "#d0d7de", "#2563eb", "#9aa4b2", "#d1242f")
-DARK = Style("dark", "#0d1117", "#e6edf3", "#30363d", "#5b9dff", "#5d6875", "#ff7b72")
+Panel = Callable[[Axes, Sequence[Record], Style], None]
 
 
 @dataclass(frozen=True)
@@ -82,8 +57,8 @@ def draw_records(records: Sequence[Record], folder: Path, stem: str) -> list[Pat
         for name, panel, title in PANELS:
             paths.append(folder / f"{stem}-{name}-{style.name}.png")
             figure = _grid(groups, panel, style)
-            figure.suptitle(f"{title} ({_where(records)})", color=style.text, fontsize=10, x=0.01, ha="left")
-            _save(figure, paths[-1], style)
+            figure.suptitle(f"{title} ({where(records)})", color=style.text, fontsize=10, x=0.01, ha="left")
+            save(figure, paths[-1], style)
     return paths
 
 
@@ -95,54 +70,9 @@ def draw_case(records: Sequence[Record], path: Path, style: Style) -> None:
     for axis, (_, panel, title) in zip(axes, PANELS, strict=True):
         panel(axis, group, style)
         axis.set_title(title, color=style.text, fontsize=10, fontweight="bold", loc="left")
-    heading = f"{_detail(group[0])} ({_where(group)})"
+    heading = f"{_detail(group[0])} ({where(group)})"
     figure.suptitle(heading, color=style.text, fontsize=9, x=0.01, ha="left")
-    _save(figure, path, style)
-
-
-def draw_growth(records: Sequence[Record], path: Path, style: Style) -> None:
-    """Time and peak memory against T, V and D around the case named ``linear-growth-base``, one line per provider."""
-    points = [r for r in newest(records) if r.case["name"].startswith(GROWTH)]
-    base = next((r.case for r in points if r.case["name"] == f"{GROWTH}base"), None)
-    if base is None:
-        raise LogitlessError(f"plots: growth is drawn around {GROWTH}base, of which there is no record.")
-    figure, axes = plt.subplots(2, len(AXES), figsize=(WIDTH_INCHES, 5.2), layout="constrained", sharey="row")
-    for column, (size, symbol) in enumerate(AXES):
-        others = [name for name, _ in AXES if name != size]
-        along = [r for r in points if all(r.case[name] == base[name] for name in others)]
-        _draw_curves(axes[0, column], along, size, "total_ms", 1.0, style)
-        _draw_curves(axes[1, column], along, size, "peak_bytes", 2.0**30, style)
-        fixed = ", ".join(f"{s} = {base[name]}" for name, s in AXES if name != size)
-        axes[0, column].set_title(f"against {symbol} ({fixed})", color=style.text, fontsize=9, loc="left")
-        axes[1, column].set_xlabel(symbol, color=style.text, fontsize=9)
-    for row, label in enumerate(("time of one step, ms", "peak beyond the inputs, GiB")):
-        axes[row, 0].set_ylabel(label, color=style.text, fontsize=9)
-    axes[0, 0].legend(fontsize=8, frameon=False, labelcolor=style.text)
-    heading = f"From hidden states, {base['dtype']}, forward + backward ({_where(points)})"
-    figure.suptitle(heading, color=style.text, fontsize=9, x=0.01, ha="left")
-    _save(figure, path, style)
-
-
-def _draw_curves(axis: Axes, records: Sequence[Record], size: str, field: str, unit: float, style: Style) -> None:
-    """One line per provider through the points that have a value: where one ran out of memory, its line ends."""
-    axis.set_facecolor(style.background)
-    for place, name in enumerate(dict.fromkeys(r.provider for r in records)):
-        own = sorted(
-            (r.case[size], value / unit) for r in records if r.provider == name and (value := getattr(r, field))
-        )
-        colour = style.ours if name.startswith("logitless") else style.others
-        axis.plot(*zip(*own, strict=True), color=colour, marker=MARKERS[place % len(MARKERS)], markersize=4, label=name)
-    if field == "total_ms":
-        floors = sorted({r.case[size]: r.floor_ms for r in records if r.floor_ms is not None}.items())
-        axis.plot(*zip(*floors, strict=True), color=style.mark, linewidth=1.2, linestyle=(0, (4, 2)), label="floor")
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    axis.set_xticks(sorted({r.case[size] for r in records}), minor=False)
-    axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k")
-    axis.tick_params(colors=style.text, which="both", labelsize=8)
-    axis.grid(color=style.faint, linewidth=0.5)
-    for spine in axis.spines.values():
-        spine.set_color(style.faint)
+    save(figure, path, style)
 
 
 def draw_pair(memory: Sequence[Bar], time: Sequence[Bar], titles: tuple[str, str], path: Path) -> None:
@@ -153,7 +83,7 @@ def draw_pair(memory: Sequence[Bar], time: Sequence[Bar], titles: tuple[str, str
         axis.set_title(title, color=LIGHT.text, fontsize=10, loc="left")
     axes[1].set_yticklabels([])
     path.parent.mkdir(parents=True, exist_ok=True)
-    _save(figure, path, LIGHT)
+    save(figure, path, LIGHT)
 
 
 def _grid(groups: Sequence[Sequence[Record]], panel: Panel, style: Style) -> Figure:
@@ -181,7 +111,10 @@ def _time_panel(axis: Axes, records: Sequence[Record], style: Style) -> None:
     ordered = sorted(records, key=lambda r: math.inf if r.total_ms is None else r.total_ms)
     _draw_bars(axis, [_bar(r, r.total_ms, f"{_short(r.total_ms or 0.0)} ms") for r in ordered], style)
     if (floor := records[0].floor_ms) is not None:
-        _draw_mark(axis, floor, f"floor {_short(floor)} ms", style)
+        # Whoever stores logits makes fewer products and may be below: the mark says what it stands for.
+        gemms = records[0].gemm_ms
+        products = f" ({gemms.index(floor) + 1} products)" if gemms and floor in gemms else ""
+        _draw_mark(axis, floor, f"floor {_short(floor)} ms{products}", style)
 
 
 def _memory_panel(axis: Axes, records: Sequence[Record], style: Style) -> None:
@@ -248,19 +181,6 @@ def _detail(record: Record) -> str:
     share = "" if record.rows == case["tokens"] else f", {record.rows / case['tokens']:.0%} of rows"
     hidden = f" from {case['hidden']}" if case.get("hidden") else ""
     return f"{case['tokens']} x {case['vocab']}{hidden} {case['dtype']}, {work}{share}"
-
-
-def _where(records: Sequence[Record]) -> str:
-    """Device and commit, or commits, of the records."""
-    devices = dict.fromkeys(r.environment["device"] for r in records)
-    commits = dict.fromkeys(r.environment["commit"] + ("+" if r.environment["dirty"] else "") for r in records)
-    return f"{', '.join(devices)}, commit {', '.join(commits)}"
-
-
-def _save(figure: Figure, path: Path, style: Style) -> None:
-    figure.set_facecolor(style.background)
-    figure.savefig(path, dpi=DPI, facecolor=style.background)
-    plt.close(figure)
 
 
 def _short(x: float) -> str:

@@ -1,0 +1,152 @@
+"""The demo from start to end: train twice, measure, judge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from logitless.demo import train as training
+from logitless.demo.grid import Grid
+from logitless.demo.memory import FRACTIONS, Sweep, step_peak, sweep_fractions
+from logitless.demo.policy import check_transformers, new_policy
+from logitless.demo.steps import logitless_step, plain_step
+from logitless.demo.train import Curve, Setting, train, warm_start
+
+RISE = 0.15
+"""How much more reward the last tenth of a run must have than the first."""
+
+SAME = 0.02
+"""Largest difference of a step's mean reward that counts as the same curve."""
+
+
+@dataclass(frozen=True, eq=False)
+class Demo:
+    """What came of it.
+
+    Attributes:
+        setting, grid: what ran, and our run's ranks.
+        plain, ours: the two runs.
+        plain_peak, our_peak: bytes of their loss steps, on one rank.
+        sweep: peaks over response fractions.
+    """
+
+    setting: Setting
+    grid: Grid
+    plain: Curve
+    ours: Curve
+    plain_peak: int
+    our_peak: int
+    sweep: Sweep
+
+    @property
+    def rose(self) -> bool:
+        return all(run.last_reward >= run.first_reward + RISE for run in (self.plain, self.ours))
+
+    @property
+    def difference(self) -> float:
+        """Largest difference of a step's mean reward."""
+        return max(abs(a - b) for a, b in zip(self.plain.rewards, self.ours.rewards, strict=True))
+
+    @property
+    def changed_tokens(self) -> int:
+        """Sampled tokens that are not the same in both runs."""
+        return int((self.plain.tokens != self.ours.tokens).sum())
+
+    @property
+    def sampled_tokens(self) -> int:
+        return self.setting.steps * self.setting.samples * self.setting.length
+
+    @property
+    def leaner(self) -> bool:
+        return self.our_peak < self.plain_peak
+
+    @property
+    def ok(self) -> bool:
+        return self.rose and self.difference <= SAME and self.leaner
+
+    def as_json(self) -> dict[str, Any]:
+        runs = {
+            run.name: {"rewards": run.rewards, "loss_step_peak_bytes": peak, "seconds": run.seconds}
+            for run, peak in ((self.plain, self.plain_peak), (self.ours, self.our_peak))
+        }
+        return {
+            "ok": self.ok,
+            "verdict": verdict(self),
+            "steps": self.setting.steps,
+            "seed": self.setting.seed,
+            "vocab": self.setting.vocab,
+            "tp": self.grid.tp,
+            "cp": self.grid.cp,
+            "runs": runs,
+            "largest_reward_difference": self.difference,
+            "sampled_tokens": self.sampled_tokens,
+            "changed_tokens": self.changed_tokens,
+            "sweep": {
+                "tokens": self.sweep.tokens,
+                "vocab": self.sweep.vocab,
+                "fractions": self.sweep.fractions,
+                "peak_bytes": self.sweep.peaks,
+            },
+        }
+
+
+def check_ready(setting: Setting, grid: Grid) -> None:
+    """Raise before anything runs if it could not run to the end."""
+    check_transformers()
+    setting.check_grid(grid)
+
+
+def num_reports(setting: Setting) -> int:
+    """How often :func:`run_demo` reports on the first rank."""
+    return 2 + 2 * training.num_reports(setting) + len(FRACTIONS)
+
+
+def run_demo(setting: Setting, grid: Grid, report: Callable[[str], None], **sweep: Any) -> Demo | None:
+    """All of it; on ranks other than the first, their part of our run, and None.
+
+    Plain torch trains on the first rank, whole, while the others wait; then all of them train together.
+
+    Args:
+        sweep: sizes of the memory sweep, as for :func:`sweep_fractions`.
+    """
+    check_ready(setting, grid)
+    first = grid.rank == 0
+    if first:
+        report("learning to answer with digits")
+    start = warm_start(setting) if first else new_policy(setting.vocab, setting.seed)
+    plain = train("plain torch", start, plain_step, setting, report) if first else None
+    for parameter in start.parameters() if grid.size > 1 else ():
+        dist.broadcast(parameter.data, 0, group=grid.world)
+    name = "logitless" if grid.size == 1 else f"logitless, TP {grid.tp} x CP {grid.cp}"
+    ours = train(name, start, logitless_step, setting, report, grid)
+    if first:
+        report("memory of the loss steps")
+    our_peak = step_peak(*ours.last)
+    if plain is None:
+        return None
+    return Demo(setting, grid, plain, ours, step_peak(*plain.last), our_peak, sweep_fractions(report, **sweep))
+
+
+def verdict(demo: Demo) -> str:
+    """What the numbers say, in words."""
+    first, last = demo.ours.first_reward, demo.ours.last_reward
+    rise = (
+        f"The reward rose from {first:.2f} to {last:.2f}"
+        if demo.rose
+        else (f"The reward did not rise by {RISE} in {demo.setting.steps} steps: from {first:.2f} to {last:.2f}")
+    )
+    if demo.changed_tokens == 0:
+        same = f"all {demo.sampled_tokens} sampled tokens are the same in both runs"
+    else:
+        fits = "the same curve" if demo.difference <= SAME else "NOT the same curve"
+        same = (
+            f"{demo.changed_tokens} of {demo.sampled_tokens} sampled tokens differ between the runs and a step's mean "
+            f"reward by at most {demo.difference:.3f}: {fits}"
+        )
+    ratio = demo.plain_peak / demo.our_peak
+    memory = f"{ratio:.1f}x less" if demo.leaner else f"{1 / ratio:.1f}x more, not less,"
+    where = "" if demo.grid.size == 1 else " on each rank"
+    return f"{rise}; {same}; and the loss step needs {memory} memory{where}."

@@ -1,0 +1,88 @@
+"""The loss steps under comparison: from hidden states and the head's weight to one number, and its gradients.
+
+All three are PPO's clipped loss with an entropy bonus over the response tokens of a batch; what differs is what they
+keep. The first two are plain torch as frameworks write it. The third is one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.objectives import Objective
+from logitless.policy_loss import linear_policy_loss
+from logitless.rows import Rows
+from logitless.spec import VocabShard
+
+LossStep = Callable[[Tensor, Tensor, Rows, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""``f(hidden, weight, rows, advantage, old_logprob)`` returns the loss and the ``[R]`` log-probs without graph.
+
+Old log-probs of None are those being computed: the first update after a rollout."""
+
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+ENTROPY_COEF = 0.001
+OBJECTIVE = Objective(clip=(CLIP_LOW, CLIP_HIGH), entropy_coef=ENTROPY_COEF)
+
+MEMORY = "8MiB"
+"""What our step may take for a chunk of logits."""
+
+
+def plain_step(hidden: Tensor, weight: Tensor, rows: Rows, advantage: Tensor, old: Tensor | None) -> Any:
+    """Plain torch, on response rows only."""
+    return _clipped_loss(*_plain_stats(rows.take(hidden) @ weight.T, rows.target), advantage, old)
+
+
+def plain_step_of_all_rows(hidden: Tensor, weight: Tensor, rows: Rows, advantage: Tensor, old: Tensor | None) -> Any:
+    """Plain torch on every token, prompts included, as where logits come from the model's own forward."""
+    target = torch.zeros(rows.token_shape or (), dtype=torch.int64).flatten().index_copy(0, rows.index, rows.target)
+    logprob, entropy = _plain_stats((hidden @ weight.T).flatten(0, -2), target)
+    return _clipped_loss(logprob[rows.index], entropy[rows.index], advantage, old)
+
+
+def logitless_step(
+    hidden: Tensor,
+    weight: Tensor,
+    rows: Rows,
+    advantage: Tensor,
+    old: Tensor | None,
+    *,
+    shard: VocabShard | None = None,
+    denominator: Tensor | None = None,
+) -> Any:
+    """Ours: the same loss and gradients, with a chunk of logits at a time."""
+    loss, _, stats = linear_policy_loss(
+        hidden,
+        weight,
+        rows,
+        OBJECTIVE,
+        old_logprob="current" if old is None else old,
+        advantage=advantage,
+        shard=shard,
+        denominator=denominator,
+        memory=MEMORY,
+        return_stats=True,
+    )
+    return loss, stats.logprob
+
+
+def _plain_stats(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy, ``[R]`` each, with whole ``[R, V]`` tensors.
+
+    By logsumexp, because log_softmax on CPU is off by 1e-5 at this vocabulary: enough to sample another token now and
+    then, and with it to learn along another curve.
+    """
+    logits = logits.float()
+    log_z = torch.logsumexp(logits, -1)
+    entropy = log_z - (torch.softmax(logits, -1) * logits).sum(-1)
+    return logits.gather(1, target[:, None]).squeeze(1) - log_z, entropy
+
+
+def _clipped_loss(logprob: Tensor, entropy: Tensor, advantage: Tensor, old: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Written out in torch, and not with :class:`Objective`, so that the comparison covers that too."""
+    ratio = (logprob - (logprob.detach() if old is None else old)).exp()
+    clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+    loss = torch.maximum(-advantage * ratio, -advantage * clipped).mean()
+    return loss - ENTROPY_COEF * entropy.mean(), logprob.detach()

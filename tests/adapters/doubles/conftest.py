@@ -1,3 +1,0 @@
-"""Packages for the tests to import, not tests."""
-
-collect_ignore_glob = ["*"]

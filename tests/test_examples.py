@@ -1,0 +1,68 @@
+"""The examples run as a user runs them: in processes of their own, at tiny size, from any folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+STEP = re.compile(r"^step +(\d+)  reward ([\d.]+)  entropy ([\d.]+)  gradient ([\d.]+)$", re.MULTILINE)
+
+
+def run(folder: Path, name: str, *arguments: str, ranks: int = 0) -> str:
+    """What the example prints; under torchrun if ranks are asked for."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
+    command = [sys.executable, *launcher, str(EXAMPLES / name), *arguments]
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "COV"))}
+    ran = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=folder, env=kept | {"OMP_NUM_THREADS": "1"}
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_every_example_is_run_and_listed():
+    files = sorted(path.name for path in EXAMPLES.glob("*.py"))
+    tests, readme = Path(__file__).read_text(), (EXAMPLES / "README.md").read_text()
+    assert files
+    assert [name for name in files if f'"{name}"' not in tests or name not in readme] == []
+
+
+def test_grpo_learns_and_fsdp2_gives_the_same_curve(tmp_path):
+    """70 steps teach it; the first 11 are the same over two ranks, to the digits that are printed."""
+    plain = STEP.findall(run(tmp_path, "grpo_plain.py", "--steps", "70"))
+    assert [int(step) for step, *_ in plain] == [0, 10, 20, 30, 40, 50, 60, 69]
+    rewards = [float(reward) for _, reward, _, _ in plain]
+    assert rewards[0] < 0.15
+    assert rewards[-1] > 0.8
+    sharded = STEP.findall(run(tmp_path, "grpo_fsdp2.py", "--steps", "11", ranks=2))
+    assert [int(step) for step, *_ in sharded] == [0, 10]
+    for ours, theirs in zip(sharded, plain[:2], strict=True):
+        assert [float(x) for x in ours] == pytest.approx([float(x) for x in theirs], abs=2e-3)
+
+
+@pytest.mark.skipif(not find_spec("megatron"), reason="megatron-core is not installed")
+def test_megatron_output_layer(tmp_path):
+    """Over two ranks; its own message compares with Megatron's cross entropy."""
+    text = run(tmp_path, "megatron_output_layer.py", ranks=2)
+    assert "2 x 256 ids, 53 of 96 tokens scored" in text
+    apart = re.search(r"from Megatron's own by at most (\S+)", text)
+    assert apart
+    assert float(apart[1]) < 1e-5
+
+
+@pytest.mark.skipif(not find_spec("trl"), reason="trl is not installed")
+def test_trl_trainer(tmp_path):
+    text = run(tmp_path, "trl_trainer.py", "--steps", "3")
+    assert re.search(r"^reward [\d.]+ -> [\d.]+ in 3 steps$", text, re.MULTILINE)
+    assert "ChunkedLogProbFunction.apply: 3 calls\n" in text  # none of them passed on to TRL
+    worst = re.search(r"(\d+) results compared, worst difference (\S+)", text)
+    assert worst
+    assert int(worst[1]) == 24
+    assert float(worst[2]) < 1e-5
