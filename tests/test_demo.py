@@ -1,4 +1,4 @@
-"""The demo: the same run twice is the same run, both loss steps and every split of ranks give it, the verdict is earned."""
+"""The demo: a run is the same every time, with either loss step and over any ranks, and its verdict is earned."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from logitless.demo.policy import hidden_states, new_policy, sample_responses
 from logitless.demo.task import SEPARATOR, draw_prompts, rewards_of
 from logitless.demo.train import Curve, train, warm_start
 
-TINY = Setting(steps=4, vocab=128, length=3, prompts=4, group=4, warm_steps=6, learning_rate=1e-2)
+TINY = Setting(steps=4, vocab=128, length=3, prompts=4, group=4, warm_steps=6)
 SMALL_SWEEP = {"samples": 2, "length": 16, "vocab": 512, "width": 8, "fractions": (0.5, 1.0)}
 
 
@@ -50,26 +50,28 @@ def test_rewards_are_the_share_of_digits_in_place():
 
 
 def test_samples_follow_the_policy():
-    """Uniform numbers in a fine grid give each id as often as its probability says."""
+    """Each id comes as often as its probability says, within four standard deviations."""
     one, num = new_policy(16, 3), 4096
     with torch.no_grad():
         one.head.mul_(20)
     prompt = draw_prompts(1, 3, torch.Generator().manual_seed(0))
-    uniform = ((torch.arange(num, dtype=torch.float64) + 0.5) / num)[:, None]
-    sampled = sample_responses(one, prompt.expand(num, -1), uniform, Grid())[:, -1]
+    sampled = sample_responses(one, prompt.expand(num, -1), torch.arange(num), 1, Grid())[:, -1]
     wanted = torch.softmax(hidden_states(one, prompt, Grid())[0, -1] @ one.head.T, -1).detach()
     assert wanted.max() > 0.1
-    assert (torch.bincount(sampled, minlength=16) / num - wanted).abs().max() <= 2 / num
+    spread = (wanted * (1 - wanted) / num).sqrt()
+    assert ((torch.bincount(sampled, minlength=16) / num - wanted).abs() <= 4 * spread + 2 / num).all()
 
 
 def test_a_cached_rollout_sees_what_training_sees():
+    """At next to no temperature every token sampled is the likeliest one of the whole sequence's hidden states."""
     one = new_policy(64, 0)
+    with torch.no_grad():
+        one.head.mul_(1e5)
     prompts = draw_prompts(6, 3, torch.Generator().manual_seed(0))
-    uniform = torch.rand(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    whole = sample_responses(one, prompts, uniform, Grid())
-    for length in range(5):
-        again = sample_responses(one, whole[:, : 4 + length], uniform[:, length : length + 1], Grid())
-        assert torch.equal(again, whole[:, : 5 + length])
+    whole = sample_responses(one, prompts, torch.arange(6), 5, Grid())
+    likeliest = (hidden_states(one, whole, Grid()) @ one.head.T).argmax(-1)
+    assert torch.equal(whole[:, 4:], likeliest[:, 3:-1])
+    assert len(whole[:, 4:].unique()) > 3
 
 
 # The loss steps.
@@ -91,9 +93,6 @@ def test_all_steps_have_the_same_loss_and_gradients(again):
         loss.backward()
         return loss.detach(), logprob, h.grad, w.grad
 
-    flat = replace(rows, token_shape=rows.token_shape)
-    assert flat.num_tokens == 55
-    # The plain steps upcast to float32, so the truth is built from the float64 parts they share.
     log_p = torch.log_softmax(rows.take(hidden).double() @ weight.double().T, -1)
     truth = log_p.gather(1, rows.target[:, None]).squeeze(1)
     plain = gradients(steps.plain_step, torch.float32)
@@ -184,7 +183,7 @@ def test_a_peak_leaves_no_gradients_behind():
 def made(plain, ours, peaks=(100, 50), changed=0):
     tokens = torch.zeros(len(plain), 4, 5, dtype=torch.int64)
     other = tokens.clone()
-    other.flatten()[:changed] = 1
+    other[-1].flatten()[:changed] = 1
     runs = [Curve(n, r, t, 1.0, None) for n, r, t in (("plain torch", plain, tokens), ("logitless", ours, other))]
     setting = Setting(steps=len(plain), length=2, prompts=2, group=2)
     return Demo(setting, Grid(), *runs, *peaks, Sweep(8, 9, (1.0,), {"logitless": (1,)}))
@@ -197,10 +196,10 @@ def test_the_verdict_follows_the_numbers():
     assert verdict(good) == f"{text} 2.0x less memory."
     near = made([0.1, 0.5], [0.1, 0.51], changed=3)
     assert near.ok
-    assert "3 of 16 sampled tokens differ" in verdict(near)
-    assert "at most 0.010: the same curve" in verdict(near)
-    assert not made([0.1, 0.5], [0.1, 0.53], changed=3).ok
-    assert "NOT the same curve" in verdict(made([0.1, 0.5], [0.1, 0.53], changed=3))
+    assert "first 1 steps are the same" in verdict(near)
+    assert "at most 0.010 after that: the same curve" in verdict(near)
+    assert not made([0.1, 0.5], [0.1, 0.56], changed=3).ok
+    assert "NOT the same curve" in verdict(made([0.1, 0.5], [0.1, 0.56], changed=3))
     assert not made([0.1, 0.2], [0.1, 0.2]).ok
     assert "did not rise by 0.15 in 2 steps" in verdict(made([0.1, 0.2], [0.1, 0.2]))
     assert not made([0.1, 0.5], [0.1, 0.5], peaks=(50, 100)).ok
@@ -210,7 +209,8 @@ def test_the_verdict_follows_the_numbers():
 
 def test_it_reports_as_often_as_it_says(tmp_path):
     told = []
-    demo = run_demo(TINY, Grid(), told.append)
+    sizes = {name: size for name, size in SMALL_SWEEP.items() if name != "fractions"}
+    demo = run_demo(TINY, Grid(), told.append, **sizes)
     assert len(told) == num_reports(TINY)
     assert demo.changed_tokens == 0
     assert demo.difference == 0.0
@@ -249,7 +249,7 @@ def test_the_command_as_json(tiny, tmp_path):
 
 def test_errors_name_what_to_do(monkeypatch):
     with pytest.raises(
-        LogitlessError, match="tp 2 x cp 2 needs 4 ranks but there is 1. Start it with torchrun --nproc"
+        LogitlessError, match=r"tp 2 x cp 2 needs 4 ranks but there is 1. Start it with torchrun --nproc"
     ):
         make_grid(2, 2, None)
     with pytest.raises(LogitlessError, match="cp must be a positive number of ranks but is 0"):

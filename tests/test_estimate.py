@@ -18,6 +18,8 @@ import torch.distributed as dist
 import logitless as ll
 from logitless import loss_plans
 from logitless.bench.predicted import Compared, PeakCase, compare, table
+from logitless.footprints_loss import count_means
+from logitless.objectives import POLICY_TERMS
 
 PROMISE = 0.05
 CPU = torch.device("cpu")
@@ -308,6 +310,17 @@ def test_the_plan_of_a_loss_is_the_one_that_runs(options: dict, dtype: str, memo
     told = ll.explain(hidden, weight, rows, objective=objective, memory=memory, bias=bias, **asked)
     sizes = {"tokens": 301, "rows": 257, "vocab": 2003, "hidden": 6, "device": "cpu", "dtype": dtype, "memory": memory}
     assert ll.estimate("linear_policy_loss", **{**sizes, **options}, needs_grad=needs_grad).plan == told
+
+
+@pytest.mark.parametrize("policy", POLICY_TERMS)
+@pytest.mark.parametrize("more", [{}, {"kl": "k3", "kl_coef": 0.1}, {"correction": "tis"}])
+def test_metrics_are_counted(policy: str, more: dict):
+    objective = ll.Objective(policy=policy, **more)
+    rows = ll.Rows.packed([[1, 2, 3]], [2])
+    fields = {name: torch.zeros(2) for name in ("advantage", *objective.required)}
+    stats = ll.TokenStats(torch.zeros(2), torch.zeros(2), torch.zeros(2))
+    _, metrics = objective(stats, rows, **{**fields, "old_logprob": "current"})
+    assert count_means(objective) == len(metrics.means)
 
 
 def test_two_passes_are_those_of_log_probs():

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from logitless import logprobs
+from logitless import Objective, linear_policy_loss, logprobs
 from logitless.bench.linear_providers import plain_linear
 from logitless.bench.measure import peak_bytes
 from logitless.errors import LogitlessError
@@ -33,6 +33,7 @@ def make_step(step: LossStep, way: str, device: torch.device):
     index = torch.randperm(step.local_tokens, device=device)[: step.rows].sort().values
     target = torch.randint(model.vocab, (step.local_tokens,), device=device)
     rows = Rows.at(index, target[: step.rows], num_tokens=step.local_tokens)
+    advantage = torch.ones(step.rows, device=device)
 
     def run():
         logits = None
@@ -40,10 +41,15 @@ def make_step(step: LossStep, way: str, device: torch.device):
             out = plain_linear(hidden, weight, None, target, step.entropy)
         elif way == "linear_logprobs":
             out = linear_logprobs(hidden, weight, rows, entropy=step.entropy, memory=step.memory)
+        elif way == "linear_policy_loss":
+            objective = Objective(entropy_coef=0.1 if step.entropy == "grad" else 0.0)
+            fields = {"old_logprob": "current", "advantage": advantage}
+            loss, _ = linear_policy_loss(hidden, weight, rows, objective, memory=step.memory, **fields)
+            out = (loss,)
         else:
             logits = hidden @ weight.T
             out = logprobs(logits, rows, entropy=step.entropy, overwrite_logits="overwrite" in way)
-        outputs = [out[0], out[1]] if step.entropy == "grad" else [out[0]]
+        outputs = [out[0], out[1]] if step.entropy == "grad" and len(out) > 1 else [out[0]]
         leaves = [hidden] if step.frozen_head else [hidden, weight]
         return torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs]), logits
 

@@ -70,7 +70,7 @@ def plan(
     frozen_head: Annotated[bool, typer.Option("--frozen-head", help="The head needs no gradient (LoRA).")] = False,
     card: Annotated[str | None, typer.Option(help="A size such as 80GiB, or a name such as h100-80g.")] = None,
     in_use: Annotated[str | None, typer.Option(help="What weights, optimizer, activations take of it.")] = None,
-    memory: Annotated[str, typer.Option(help="Working memory of linear_logprobs.")] = "256MiB",
+    memory: Annotated[str, typer.Option(help="Working memory of the ways from hidden states.")] = "256MiB",
     as_json: AsJson = False,
 ) -> None:
     """What the loss step of a model will need, and the call to write.

@@ -35,6 +35,9 @@ from logitless.loss_plans import LossPlan, LossShape, choose_loss_plan, find_obs
 from logitless.objectives import Objective
 from logitless.one_pass import FEW, MOVED
 
+OWN_MEANS = {"ppo_clip": 3, "gspo": 4, "cispo": 3, "sapo": 1, "reinforce": 0}
+"""Metrics that a policy term itself averages: clip fractions, mostly."""
+
 
 class Loss(NamedTuple):
     """What a policy loss has beyond a :class:`Step`.
@@ -78,13 +81,16 @@ def _given(step: Step) -> int:
     return 4 + 1 + 8 + step.wide + (24 if step.rows is None else 0)
 
 
-def _evaluating(step: Step, objective: Objective) -> int:
-    """Bytes of a row while metrics are made: each of them three times in float64, and the cleaned fields.
+def count_means(objective: Objective) -> int:
+    """How many metrics are averaged: the policy term's, then advantage, entropy, ratio and two estimates of KL, ..."""
+    own = OWN_MEANS[objective.policy] if isinstance(objective.policy, str) else OWN_MEANS["ppo_clip"]
+    more = (objective.dual_clip is not None) + (objective.kl_coef != 0) + 4 * (objective.correction is not None)
+    return own + 5 + more
 
-    ``ppo_clip`` has eight (clip fractions, advantage, entropy, ratio, two estimates of KL) and two fields.
-    """
-    corrected, penalised = objective.correction is not None, objective.kl_coef != 0
-    return (8 + 4 * corrected + penalised) * (24 + step.wide) + step.wide + 4 * (2 + 2 * corrected + penalised)
+
+def _evaluating(step: Step, objective: Objective) -> int:
+    """Bytes of a row while metrics are made: each of them, and three times in float64; and the cleaned fields."""
+    return count_means(objective) * (24 + step.wide) + step.wide + 4 * len(objective.required)
 
 
 # One pass.

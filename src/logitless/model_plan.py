@@ -17,6 +17,8 @@ from typing import Any, Literal
 from logitless.errors import LogitlessError
 from logitless.estimate import Estimate, estimate, size_text
 from logitless.footprints import Item
+from logitless.objectives import Objective
+from logitless.plans import LinearPlan
 from logitless.presets import ModelShape
 from logitless.spec import EntropyMode
 
@@ -38,7 +40,7 @@ class LossStep:
         dtype: of hidden states and weight.
         entropy: as ``linear_logprobs`` takes it.
         frozen_head: whether the head's weight needs no gradient.
-        memory: working memory of ``linear_logprobs``.
+        memory: working memory of ``linear_logprobs`` and ``linear_policy_loss``.
         device: ``"cuda"``, or ``"cpu"``.
     """
 
@@ -88,7 +90,7 @@ class LossStep:
         chosen = {"rows": self.rows, "tensor_parallel": self.tp, "vocab": self.model.vocab, "backend": backend, **more}
         softcap = self.model.softcap is not None
         shared = {"dtype": self.dtype, "device": self.device, "entropy": self.entropy, "softcap": softcap}
-        return estimate(path, tokens=self.local_tokens, **shared, **chosen)
+        return estimate(path, tokens=self.local_tokens, **{**shared, **chosen})
 
     def item(self, name: str, rows: int, columns: int, width: int | None = None, output: bool = False) -> Item:
         """A matrix with its shape in its name."""
@@ -227,6 +229,13 @@ def _from_hidden(step: LossStep) -> Estimate:
     return step.predict("linear_logprobs", hidden=step.model.hidden, memory=step.memory, needs_grad=step.needs_grad)
 
 
+def _policy_loss(step: LossStep) -> Estimate:
+    """A token-level objective, evaluated while the logits of a chunk are there; no row is dropped."""
+    objective = Objective(entropy_coef=1.0 if step.entropy == "grad" else 0.0)
+    sizes = {"hidden": step.model.hidden, "memory": step.memory, "needs_grad": step.needs_grad}
+    return step.predict("linear_policy_loss", **sizes, entropy=None, objective=objective)
+
+
 def _fullest(*moments: tuple[Item, ...]) -> tuple[Item, ...]:
     return max(moments, key=lambda items: sum(item.bytes for item in items))
 
@@ -237,6 +246,7 @@ WAYS = (
     Way("logprobs", True, lambda step: _from_logits(step, False)),
     Way("logprobs, overwrite_logits", True, lambda step: _from_logits(step, True)),
     Way("linear_logprobs", True, _from_hidden),
+    Way("linear_policy_loss", True, _policy_loss),
 )
 
 
@@ -254,7 +264,7 @@ def _recommend(step: LossStep, free: int | None) -> tuple[int | str, Estimate]:
 
 
 def _products(call: Estimate) -> int:
-    assert call.plan is not None
+    assert isinstance(call.plan, LinearPlan)
     return PRODUCTS[call.plan.kind]
 
 

@@ -76,8 +76,7 @@ def sample_responses(policy: Policy, prompts: Tensor, seeds: Tensor, length: int
     """Prompts ``[N, P]`` with sampled responses behind, ``[N, P + length]``, the same on every rank.
 
     Each sample has a seed of its own, ``[N]``, and with it one waiting time per id and token: the id sampled is the one
-    that comes first at the rate of its probability. Policies that differ by a little sample the same but for as little,
-    whatever the order of the ids.
+    that comes first at the rate of its probability. Policies that differ a little then sample differently as rarely.
     """
     head, share, cache = grid.gather_head(policy.head.detach()), grid.share(len(prompts)), None
     waits = torch.stack([_waiting_times(int(seed), length, head.shape[0]) for seed in seeds[share]], 1)

@@ -26,7 +26,7 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 ENTROPY_COEF = 0.001
 OBJECTIVE = Objective(clip=(CLIP_LOW, CLIP_HIGH), entropy_coef=ENTROPY_COEF)
 
-MEMORY = "8MiB"
+MEMORY = "4MiB"
 """What our step may take for a chunk of logits."""
 
 
