@@ -194,12 +194,19 @@ def test_the_verdict_follows_the_numbers():
     assert good.ok
     text = "The reward rose from 0.10 to 0.50; all 16 sampled tokens are the same in both runs; and the loss step needs"
     assert verdict(good) == f"{text} 2.0x less memory."
-    near = made([0.1, 0.5], [0.1, 0.51], changed=3)
+    start = [0.1] * 5
+    near = made([*start, 0.5], [*start, 0.51], changed=3)
     assert near.ok
-    assert "first 1 steps are the same" in verdict(near)
+    assert "first 5 steps are the same" in verdict(near)
     assert "at most 0.010 after that: the same curve" in verdict(near)
-    assert not made([0.1, 0.5], [0.1, 0.56], changed=3).ok
-    assert "NOT the same curve" in verdict(made([0.1, 0.5], [0.1, 0.56], changed=3))
+    too_soon, too_far = (
+        made([*start[1:], 0.5], [*start[1:], 0.5], changed=1),
+        made([*start, 0.5], [*start, 0.61], changed=3),
+    )
+    for different in (too_soon, too_far):
+        assert different.rose
+        assert not different.ok
+        assert "NOT the same curve" in verdict(different)
     assert not made([0.1, 0.2], [0.1, 0.2]).ok
     assert "did not rise by 0.15 in 2 steps" in verdict(made([0.1, 0.2], [0.1, 0.2]))
     assert not made([0.1, 0.5], [0.1, 0.5], peaks=(50, 100)).ok

@@ -279,7 +279,7 @@ def plot(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(help="GRPO steps of each run.")] = 80,
+    steps: Annotated[int, typer.Option(help="GRPO steps of each run.")] = 100,
     seed: Annotated[int, typer.Option(help="Of weights, prompts and samples.")] = 0,
     tp: Annotated[int, typer.Option(help="Ranks that share the vocabulary; under torchrun.")] = 1,
     cp: Annotated[int, typer.Option(help="Ranks that share the tokens; under torchrun.")] = 1,

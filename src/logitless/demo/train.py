@@ -41,7 +41,7 @@ class Setting:
         clip_norm: of the gradient.
     """
 
-    steps: int = 80
+    steps: int = 100
     seed: int = 0
     vocab: int = 4096
     length: int = 4
