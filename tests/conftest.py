@@ -21,6 +21,10 @@ settings.register_profile("suite", deadline=None, derandomize=True, database=Non
 settings.load_profile("suite")
 
 
+# Two files of one name cannot both be searched for doctests.
+collect_ignore = ["conftest.py"]
+
+
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="device of the tests that take the `device` fixture")
 
