@@ -6,7 +6,7 @@ curves    one line per provider: growth with T, V and D, and memory against the 
 sweeps    the points of ``logitless sweep``, along whatever it swept
 """
 
-from logitless.plots.bars import Bar, draw_case, draw_pair, draw_records
+from logitless.plots.bars import Bar, draw_case, draw_records
 from logitless.plots.curves import draw_growth, draw_response
 from logitless.plots.style import DARK, LIGHT, Style
 from logitless.plots.sweeps import draw_sweep
@@ -18,7 +18,6 @@ __all__ = [
     "Style",
     "draw_case",
     "draw_growth",
-    "draw_pair",
     "draw_records",
     "draw_response",
     "draw_sweep",

@@ -75,17 +75,6 @@ def draw_case(records: Sequence[Record], path: Path, style: Style) -> None:
     save(figure, path, style)
 
 
-def draw_pair(memory: Sequence[Bar], time: Sequence[Bar], titles: tuple[str, str], path: Path) -> None:
-    """Two panels side by side, memory and time: the figure of the demo."""
-    figure, axes = plt.subplots(1, 2, figsize=(WIDTH_INCHES, 0.9 + 0.42 * len(memory)), layout="constrained")
-    for axis, bars, title in zip(axes, (memory, time), titles, strict=True):
-        _draw_bars(axis, bars, LIGHT)
-        axis.set_title(title, color=LIGHT.text, fontsize=10, loc="left")
-    axes[1].set_yticklabels([])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save(figure, path, LIGHT)
-
-
 def _grid(groups: Sequence[Sequence[Record]], panel: Panel, style: Style) -> Figure:
     columns = min(2, len(groups))
     lines = -(-len(groups) // columns)
