@@ -5,17 +5,30 @@ Values that live on an accelerator are not inspected (that would stall the strea
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from logitless.collectives import agree_over
 from logitless.errors import LogitlessError
 from logitless.kept import Kept
 from logitless.rows import Rows
 from logitless.spec import IGNORE, Head, VocabShard
 
+T = TypeVar("T")
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def prepare_over(
+    shard: VocabShard | None, caller: str, prepare: Callable[[], T], facts_of: Callable[[T], dict[str, Any]]
+) -> T:
+    """``prepare()``; if the shard asks for it, compared over its group, so that all ranks raise or none does."""
+    if shard is None or shard.group is None or not shard.check_calls:
+        return prepare()
+    return agree_over(shard.group, caller, prepare, facts_of)
 
 
 def resolve_rows(caller: str, rows: Any) -> tuple[Rows, tuple[int, ...]]:

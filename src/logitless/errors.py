@@ -7,3 +7,11 @@ Broken invariants of our own are plain ``assert``; this class is for input we ca
 
 class LogitlessError(ValueError):
     """Input that cannot be honoured: the text says which argument, why, and what to do."""
+
+
+def no_second_derivative(caller: str, instead: str = "") -> LogitlessError:
+    """What the backward of an autograd Function raises under ``create_graph=True``."""
+    return LogitlessError(
+        f"{caller}: backward with create_graph=True asks for a second derivative, which is not implemented. "
+        f"Drop create_graph{instead}."
+    )

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from logitless.errors import LogitlessError
+from logitless.errors import LogitlessError, no_second_derivative
 
 GradRule = Literal["sum", "slice"] | None
 
@@ -61,10 +61,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if torch.is_grad_enabled():
-            raise LogitlessError(
-                "Rows.gather, Rows.redistribute: backward with create_graph=True asks for a second derivative, which "
-                "is not implemented. Drop create_graph."
-            )
+            raise no_second_derivative("Rows.gather, Rows.redistribute")
         place, *wanted = ctx.saved_tensors
         needed = ctx.needs_input_grad[5:]
         used = tuple(g for g, need in zip(gradients, needed, strict=True) if need)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from logitless.errors import LogitlessError
+from logitless.errors import no_second_derivative
 from logitless.frozen import Unit, sweep_unit, unit_gradient
 from logitless.kept import Kept
 from logitless.linear_call import Call, Options, as_autocast_would, local_weight, prepare, prepare_together
@@ -83,7 +83,6 @@ def linear_logprobs(
     >>> out.logprob
     tensor([-1.3863,  0.0000])
     """
-    hidden, weight, bias = as_autocast_would(hidden, local_weight(weight, shard, "linear_logprobs"), bias)
     options = Options(
         bias=bias,
         entropy=entropy,
@@ -99,9 +98,16 @@ def linear_logprobs(
         backend=backend,
         memory=memory,
     )
-    ready = prepare_together(hidden, weight, rows, options)
+    return score_rows(hidden, weight, rows, options)
+
+
+def score_rows(hidden: Tensor, weight: Tensor, rows: Any, options: Options) -> TokenStats:
+    """:func:`linear_logprobs` with its keyword arguments in one piece."""
+    weight = local_weight(weight, options.shard, options.caller)
+    hidden, weight, bias = as_autocast_would(hidden, weight, options.bias)
+    ready = prepare_together(hidden, weight, rows, replace(options, bias=bias))
     index = None if ready.rows.in_order else ready.rows.index
-    tensors = (hidden, weight, bias, weight_grad, index, ready.rows.target, ready.gain, *ready.kept)
+    tensors = (hidden, weight, bias, options.weight_grad, index, ready.rows.target, ready.gain, *ready.kept)
     values = _apply_outside_of_compile(*tensors, ready.call)
     return in_shape(values, ready.shape)
 
@@ -164,10 +170,7 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx: Any, g_logprob: Tensor | None, g_entropy: Tensor | None, g_log_z: Tensor | None
     ) -> Any:
         if torch.is_grad_enabled():
-            raise LogitlessError(
-                "linear_logprobs: backward with create_graph=True asks for a second derivative, which is not "
-                "implemented. Drop create_graph, or use torch.log_softmax for this term."
-            )
+            raise no_second_derivative("linear_logprobs", ", or use torch.log_softmax for this term")
         call: Call = ctx.call
         hidden, weight, bias, index, target, column, gain, *saved = ctx.saved_tensors
         norm, (logprob, mean), kept_saved, more = Normaliser(*saved[:2]), saved[2:4], saved[4:8], saved[8:]

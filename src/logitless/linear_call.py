@@ -10,8 +10,7 @@ from torch import Tensor
 
 from logitless.backends import choose_backend
 from logitless.backends.contract import accumulation_dtype
-from logitless.checks import FLOATS, check_kept, check_targets, resolve_rows, vocabulary
-from logitless.collectives import agree_over
+from logitless.checks import FLOATS, check_kept, check_targets, prepare_over, resolve_rows, vocabulary
 from logitless.errors import LogitlessError
 from logitless.kept import Kept
 from logitless.rows import Rows
@@ -113,12 +112,9 @@ def prepare(hidden: Tensor, weight: Tensor, rows: Any, options: Options) -> Prep
 
 
 def prepare_together(hidden: Tensor, weight: Tensor, rows: Any, options: Options) -> Prepared:
-    """:func:`prepare`; if the shard asks for it, compared over its group, so that all ranks raise or none does."""
-    shard = options.shard
-    if shard is None or shard.group is None or not shard.check_calls:
-        return prepare(hidden, weight, rows, options)
-    return agree_over(
-        shard.group,
+    """:func:`prepare`, compared over the vocabulary group where the shard asks for it."""
+    return prepare_over(
+        options.shard,
         options.caller,
         lambda: prepare(hidden, weight, rows, options),
         lambda ready: ready.facts(hidden),

@@ -21,11 +21,11 @@ from logitless.checks import (
     check_logits,
     check_overwrite,
     check_targets,
+    prepare_over,
     resolve_rows,
     vocabulary,
 )
-from logitless.collectives import agree_over
-from logitless.errors import LogitlessError
+from logitless.errors import LogitlessError, no_second_derivative
 from logitless.kept import Kept, KeptLogits, kept_gradient, kept_logits, kept_statistics, write_kept
 from logitless.results import in_shape, row_results, target_column
 from logitless.rows import Rows
@@ -88,10 +88,7 @@ def logprobs(
     def prepare() -> _Prepared:
         return _prepare(logits, rows, entropy, head or Head(), shard, kept, overwrite_logits, backend, memory)
 
-    if shard is not None and shard.group is not None and shard.check_calls:
-        ready = agree_over(shard.group, "logprobs", prepare, lambda ready: ready.facts(logits))
-    else:
-        ready = prepare()
+    ready = prepare_over(shard, "logprobs", prepare, lambda ready: ready.facts(logits))
     traceable = ready.call.group is None and not overwrite_logits
     apply: Any = _LogProbs.apply if traceable else _apply_outside_of_compile
     values = apply(logits, ready.rows.index, ready.rows.target, ready.gain, *ready.kept, ready.call)
@@ -208,10 +205,7 @@ class _LogProbs(torch.autograd.Function):
     ) -> Any:
         call: _Call = ctx.call
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise LogitlessError(
-                "logprobs: backward with create_graph=True asks for a second derivative, which is not implemented. "
-                "Drop create_graph, or use torch.log_softmax for this term."
-            )
+            raise no_second_derivative("logprobs", ", or use torch.log_softmax for this term")
         if ctx.spent:
             raise LogitlessError(
                 "logprobs: second backward through a call with overwrite_logits=True, but the first one has replaced "

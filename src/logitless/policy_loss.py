@@ -8,7 +8,6 @@ The autograd Function is a seam: what it computes is in ``one_pass``, ``objectiv
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor
 
 from logitless.backends import load
-from logitless.collectives import agree_over
-from logitless.errors import LogitlessError
+from logitless.checks import prepare_over
+from logitless.errors import LogitlessError, no_second_derivative
 from logitless.kept import Kept
-from logitless.linear import linear_logprobs
+from logitless.linear import score_rows
 from logitless.linear_call import Call, Options, Prepared, as_autocast_would, local_weight, prepare
 from logitless.linear_rows import hidden_gradient, projection_of, selected_rows
 from logitless.loss_plans import LossPlan, LossShape, choose_loss_plan, find_obstacle, two_pass_memory
@@ -118,7 +117,7 @@ def linear_policy_loss(
         batch = {"denominator": denominator, "prompt_tokens": prompt_tokens, "group": group}
         return call, objective.inputs(None, call.ready.rows, fields, **batch)
 
-    call, inputs = _together(shard, check)
+    call, inputs = prepare_over(shard, NAME, check, lambda made: made[0].facts())
     if call.recorded and call.plan.kind == "one pass":
         # A frozen weight has no gradient to add, so its buffer binds nobody to a factor known in advance.
         buffer = weight_grad if call.weight.requires_grad else None
@@ -187,34 +186,10 @@ def _resolve(hidden: Tensor, weight: Tensor, rows: Any, objective: Objective, as
     return _Resolved(hidden, weight, options, rows, ready, _plan(hidden, ready, objective, options))
 
 
-def _together(shard: VocabShard | None, check: Callable[[], tuple[_Resolved, Inputs]]) -> tuple[_Resolved, Inputs]:
-    """``check()``; if the shard asks for it, compared over its group, so that all ranks raise or none does."""
-    if shard is None or shard.group is None or not shard.check_calls:
-        return check()
-    return agree_over(shard.group, NAME, check, lambda made: made[0].facts())
-
-
 def _log_probs(call: _Resolved) -> TokenStats:
     """The first of two passes; backward is the second. The budget is that of :func:`linear_logprobs`."""
-    o = call.options
-    stats = linear_logprobs(
-        call.hidden,
-        call.weight,
-        call.rows,
-        bias=o.bias,
-        entropy=o.entropy,
-        head=o.head,
-        shard=o.shard,
-        kept=o.kept,
-        hidden_grad=o.hidden_grad,
-        sequence_parallel=o.sequence_parallel,
-        weight_grad=o.weight_grad,
-        match=o.match,
-        tf32=o.tf32,
-        batch_invariant=o.batch_invariant,
-        backend=o.backend,
-        memory=two_pass_memory(call.ready.call.memory),
-    )
+    options = replace(call.options, memory=two_pass_memory(call.ready.call.memory))
+    stats = score_rows(call.hidden, call.weight, call.rows, options)
     assert stats.entropy is not None
     return TokenStats(stats.logprob.reshape(-1), stats.entropy.reshape(-1), stats.log_z.reshape(-1))
 
@@ -285,10 +260,7 @@ class _OnePass(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g_loss: Tensor, *rest: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if torch.is_grad_enabled():
-            raise LogitlessError(
-                f"{NAME}: backward with create_graph=True asks for a second derivative, which is not implemented. "
-                f"Drop create_graph."
-            )
+            raise no_second_derivative(NAME)
         if ctx.spent:
             raise LogitlessError(
                 f"{NAME}: second backward through a call with weight_grad=, whose buffer was added to in forward, "

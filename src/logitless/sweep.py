@@ -134,7 +134,7 @@ class Exponentials:
             first=c,
         )
         reference = self.reference[c // self.columns, r:stop]
-        norm, coef = rows_of(terms.norm, r, stop), rows_of(terms.coef, r, stop)
+        norm, coef = _rows_of(terms.norm, r, stop), _rows_of(terms.coef, r, stop)
         load(p.backend).gradient_from(tile, reference, norm, coef, out)
 
 
@@ -169,7 +169,7 @@ class Terms:
 
     def write(self, backend: Any, tile: Problem, r: int, stop: int, out: Tensor) -> None:
         """dZ of rows ``r .. stop`` of a tile into ``out``."""
-        norm, coef = rows_of(self.norm, r, stop), rows_of(self.coef, r, stop)
+        norm, coef = _rows_of(self.norm, r, stop), _rows_of(self.coef, r, stop)
         if self.kept is None:
             backend.gradient(tile, norm, coef, out, None)
             return
@@ -399,7 +399,7 @@ def _cut(tile: Problem, start: int, stop: int) -> Problem:
     return replace(tile, **rows)
 
 
-def rows_of(vectors: Any, r: int, stop: int) -> Any:
+def _rows_of(vectors: Any, r: int, stop: int) -> Any:
     """The same named vectors, cut to some rows."""
     return type(vectors)(*(None if x is None else x[r:stop] for x in vectors))
 

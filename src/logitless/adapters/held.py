@@ -2,6 +2,7 @@
 
     score_logits, score_hidden   one call of ours, audited
     taken_over                   logits that a caller allows backward to overwrite
+    make_logprobs_from_logits    the function of that name that verl and SkyRL share
     without_outside              hosts that give an id outside the vocabulary the log-prob 0
     squared_probabilities        sum of p^2 per row, from two log-probs
 
@@ -10,13 +11,14 @@ Nothing here knows a host; host modules say which rows, which dtype and which ru
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from logitless.adapters.audit import Audit
+from logitless.adapters.shards import check_ids
 from logitless.collectives import gather_over
 from logitless.linear import linear_logprobs
 from logitless.ops import logprobs
@@ -73,6 +75,26 @@ def taken_over(logits: Tensor) -> Tensor | None:
         return None
     same = whole.numel() == logits.numel() and whole.shape[-1:] == logits.shape[-1:]
     return whole if same and whole.is_contiguous() and logits.is_contiguous() else None
+
+
+def make_logprobs_from_logits(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``logprobs_from_logits``: float32, as the hosts' flash-attention path gives them.
+
+    ``inplace_backward=True`` is the caller's word that the logits may be lost; as on that path, backward then writes
+    the gradient over them.
+    """
+    where = "logprobs_from_logits"
+
+    def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+        check_ids("labels", labels, logits.shape[:-1])
+        whole = taken_over(logits) if inplace_backward and options["inplace_backward"] else None
+        if whole is None:
+            return score_logits(where, logits, labels, options["audit"]).logprob
+        target = labels.reshape(whole.shape[:-1])
+        out = score_logits(where, whole, target, options["audit"], overwrite_logits=True)
+        return out.logprob.view(labels.shape)
+
+    return logprobs_from_logits
 
 
 def without_outside(target: Tensor, vocab_size: int, score: Callable[[Tensor], TokenStats]) -> Tensor:

@@ -26,9 +26,8 @@ from torch import Tensor
 from logitless.adapters.held import (
     entropy_mode,
     entropy_of_logits,
+    make_logprobs_from_logits,
     score_hidden,
-    score_logits,
-    taken_over,
     without_outside,
 )
 from logitless.adapters.packs import Plan, packed_plan, padded_plan, split_over
@@ -359,22 +358,6 @@ def _mean_entropy(
 
 
 # FSDP.
-
-
-def make_logprobs_from_logits(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``logprobs_from_logits``: float32, as SkyRL's flash-attention path gives them."""
-    where = "logprobs_from_logits"
-
-    def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
-        check_ids("labels", labels, logits.shape[:-1])
-        whole = taken_over(logits) if inplace_backward and options["inplace_backward"] else None
-        if whole is None:
-            return score_logits(where, logits, labels, options["audit"]).logprob
-        target = labels.reshape(whole.shape[:-1])
-        out = score_logits(where, whole, target, options["audit"], overwrite_logits=True)
-        return out.logprob.view(labels.shape)
-
-    return logprobs_from_logits
 
 
 def make_chunked_entropy(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:

@@ -135,7 +135,8 @@ def make_get_log_probs(original: Callable[..., Any], options: Mapping[str, Any])
         per_sample = plan.split(fields)
         if marked is not None and marked.old is not None:
             per_sample[0] = _filled(plan, per_sample[0], marked.old)
-        results = dict(zip(("log_probs", "entropy"), per_sample, strict=False))
+        names = ("log_probs", "entropy")[: len(per_sample)]
+        results = dict(zip(names, per_sample, strict=True))
         return torch.empty((0,), device=logits.device), results
 
     return get_log_probs_and_entropy

@@ -218,7 +218,7 @@ def _by_name(name: str, forward: Callable[..., Any], args: tuple[Any, ...]) -> d
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     if len(args) > sum(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters):
         raise LogitlessError(f"{name}: {len(args)} positional arguments cannot be told apart. Pass them by name.")
-    return {parameter.name: value for parameter, value in zip(parameters, args, strict=False)}
+    return {parameter.name: value for parameter, value in zip(parameters[: len(args)], args, strict=True)}
 
 
 _KEYWORDS = (("entropy", None), ("temperature", 1.0), ("kept", None))

@@ -23,10 +23,10 @@ from torch import Tensor
 from logitless.adapters.held import (
     entropy_mode,
     entropy_of_logits,
+    make_logprobs_from_logits,
     score_hidden,
     score_logits,
     squared_probabilities,
-    taken_over,
 )
 from logitless.adapters.patching import Host, Option, Replacement
 from logitless.adapters.shards import check_ids, even_shard
@@ -105,26 +105,6 @@ def _from_hidden(
         hidden_grad=options["hidden_grad"],
         memory=options["memory"],
     )
-
-
-def make_logprobs_from_logits(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``logprobs_from_logits``: float32, as verl's flash-attention path gives them.
-
-    ``inplace_backward=True`` is the caller's word that the logits may be lost; as on that path, backward then writes
-    the gradient over them.
-    """
-    where = "logprobs_from_logits"
-
-    def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
-        check_ids("labels", labels, logits.shape[:-1])
-        whole = taken_over(logits) if inplace_backward and options["inplace_backward"] else None
-        if whole is None:
-            return score_logits(where, logits, labels, options["audit"]).logprob
-        target = labels.reshape(whole.shape[:-1])
-        out = score_logits(where, whole, target, options["audit"], overwrite_logits=True)
-        return out.logprob.view(labels.shape)
-
-    return logprobs_from_logits
 
 
 def make_entropy(where: str, dtype: torch.dtype | None) -> Make:

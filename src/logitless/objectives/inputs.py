@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from logitless.errors import LogitlessError
+from logitless.errors import LogitlessError, no_second_derivative
 
 KNOWN_FIELDS = ("old_logprob", "advantage", "ref_logprob", "rollout_logprob")
 """Fields that named terms read. Users' own terms may read others."""
@@ -173,10 +173,7 @@ class _MeanBySample(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if torch.is_grad_enabled():
-            raise LogitlessError(
-                "Inputs.mean_by_sample: backward with create_graph=True asks for a second derivative, which is not "
-                "implemented. Drop create_graph."
-            )
+            raise no_second_derivative("Inputs.mean_by_sample")
         counted, sample, totals, lengths = ctx.saved_tensors
         return _mean_by_sample(gradient, counted, sample, totals, lengths, ctx.group), None, None, None, None, None
 
