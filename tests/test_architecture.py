@@ -32,7 +32,7 @@ LAYERS = [
     ["backends"],
     ["kept", "gemm", "tiles"],
     ["checks", "sweep", "plans"],
-    ["frozen", "linear_call"],
+    ["frozen", "chunks", "linear_call"],
     ["linear_rows", "loss_plans", "footprints"],
     ["ops", "linear", "one_pass", "footprints_plain", "footprints_linear"],
     ["policy_head", "policy_loss", "footprints_loss"],

@@ -215,7 +215,7 @@ def test_samples_that_fit_a_chunk_go_in_one_pass():
     assert (fits.kind, fits.chunks) == ("one pass", ((0, 7), (7, 20), (20, 29)))
     assert str(fits) == (
         "one pass: 3 matrix products, because the loss of a row depends on its own sample. 3 chunks of whole samples, "
-        "of at most 13 rows."
+        "of at most 13 rows of logits."
     )
     assert str(splits) == (
         "two passes: 4 matrix products, because the objective takes means over samples, and the longest has 13 rows "

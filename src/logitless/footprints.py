@@ -255,7 +255,7 @@ def exponentials_work(step: Step, memory: int, rows: int, columns: int) -> int:
 
 def gradient_from_work(step: Step, memory: int, rows: int, columns: int) -> int:
     # The widened exponentials and their logarithm, dZ before and after, one term of it, and where the target is.
-    return _chunked(step, memory, rows, columns, (7 if step.softcap else 5) * step.wide + 1)
+    return _chunked(step, memory, rows, columns, 5 * step.wide + 1)
 
 
 def product_work(step: Step, m: int, k: int, n: int, out: int) -> int:

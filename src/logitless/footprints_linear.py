@@ -98,8 +98,8 @@ def _linear_backward(step: Step, plan: LinearPlan) -> Iterator[Moment]:
         kept.append(Item(f"exponentials [{plan.kept_rows}, {columns}]", size, "kept"))
     held = (*kept, coefficients(step), *selected_rows(step, "backward"))
     yield Moment("backward", (*held, *regathering(step)))
-    deep = min(tiles.columns, columns) if tiles.slabs else columns
-    d_z = in_backward(f"dZ [{block}, {tiles.columns if tiles.slabs else columns}]", block * operand * deep)
+    width = min(tiles.columns, columns)
+    d_z = in_backward(f"dZ [{block}, {tiles.columns}]", block * operand * width)
     sums, rounded = [], []
     for name, count, wanted, finished in (
         ("d_hidden", rows, want_hidden, not tiles.slabs),
@@ -116,7 +116,9 @@ def _linear_backward(step: Step, plan: LinearPlan) -> Iterator[Moment]:
     slab = []
     if tiles.slabs and returned and rows > tiles.block:
         slab = [in_backward(f"a slab of d_weight in float32 [{tiles.columns}, {depth}]", tiles.columns * depth * wide)]
-    work = in_backward("work inside the tile", _backward_work(step, plan, block, deep))
+    if not tiles.slabs and want_hidden and operand < wide:
+        slab = [in_backward(f"a block of d_hidden in float32 [{block}, {depth}]", block * depth * wide)]
+    work = in_backward("work inside the tile", _backward_work(step, plan, block, width))
     yield Moment("backward", (*held, *_space(step, tiles, "backward"), d_z, *sums, *slab, work))
     yield Moment("backward", (*held, *rounded))
     if want_hidden:
@@ -141,7 +143,7 @@ def _backward_work(step: Step, plan: LinearPlan, block: int, width: int) -> int:
     if step.kept is not None:
         works.append(kept_writing(step))
     if want_hidden:
-        works.append(product_work(step, block, width, depth, wide if tiles.slabs else operand))
+        works.append(product_work(step, block, width, depth, wide))
     if want_weight:
         direct = tiles.slabs and not step.weight_grad and step.num_rows <= tiles.block
         works.append(product_work(step, width, block, depth, operand if direct else wide))

@@ -1,4 +1,4 @@
-"""What is alive at the fullest moments of ``linear_policy_loss``: a chunk of logits, and gradients made in forward.
+"""What is alive at the fullest moments of ``linear_policy_loss``: a chunk of rows, and gradients made in forward.
 
     forward     chunk [C, V]  +  d_hidden of the rows  +  d_weight in float32  +  work on the chunk, vectors of the rows
     backward    those gradients, and their scaled copies in the operands' dtype; then the scatter to all tokens
@@ -18,11 +18,14 @@ from logitless.footprints import (
     Item,
     Moment,
     Step,
+    exponentials_work,
     filling_work,
     gathering_work,
+    gradient_from_work,
     gradient_work,
     in_backward,
     in_forward,
+    merging,
     output,
     product_work,
     scattering,
@@ -34,6 +37,7 @@ from logitless.footprints_linear import linear_moments
 from logitless.loss_plans import LossPlan, LossShape, choose_loss_plan, find_obstacle, two_pass_memory
 from logitless.objectives import Objective
 from logitless.one_pass import FEW, MOVED
+from logitless.tiles import Tiles
 
 OWN_MEANS = {"ppo_clip": 3, "gspo": 4, "cispo": 3, "sapo": 1, "reinforce": 0}
 """Metrics that a policy term itself averages: clip fractions, mostly."""
@@ -59,7 +63,9 @@ class Loss(NamedTuple):
         obstacle = find_obstacle(
             replay=step.kept is not None, invariant=step.batch_invariant, split_samples=False, **dtypes
         )
-        shape = LossShape.of(self.counts, step.columns, on_gpu=step.on_gpu, bias=step.bias, **dtypes)
+        shape = LossShape.of(
+            self.counts, step.columns, on_gpu=step.on_gpu, bias=step.bias, capped=step.softcap, **dtypes
+        )
         return choose_loss_plan(shape, self.objective.sequence_level, obstacle, step.memory)
 
 
@@ -98,13 +104,11 @@ def _evaluating(step: Step, objective: Objective) -> int:
 
 def _one_pass_forward(step: Step, plan: LossPlan, loss: Loss) -> Iterator[Moment]:
     assert step.hidden is not None
-    selected, rows, wide = selected_rows(step), plan.rows, step.wide
+    selected, wide = selected_rows(step), step.wide
     yield Moment("forward", (*selecting(step), *selected))
     # Column of the target, and three results.
     vectors = in_forward("vectors of each row", step.num_rows * (_given(step) + 8 + 3 * wide))
-    size = rows * step.columns * step.logits_dtype.itemsize
-    chunk = in_forward(f"chunk of logits [{rows}, {step.columns}]", size)
-    held = (*_made_in_forward(step), *selected, vectors, chunk)
+    held = (*_made_in_forward(step), *selected, vectors, _chunk(step, plan))
     yield Moment("forward", (*held, in_forward("work on the chunk", _chunk_work(step, plan, loss))))
     # Statistics and results of the last chunk are still there.
     last = 0 if not plan.chunks else plan.chunks[-1][1] - plan.chunks[-1][0]
@@ -128,6 +132,19 @@ def _made_in_forward(step: Step) -> list[Item]:
     return items
 
 
+def _chunk(step: Step, plan: LossPlan) -> Item:
+    """The rows: their logits, or exponentials in the operands' dtype with a reference per slab."""
+    rows, columns = plan.rows, step.columns
+    if plan.tiles is None:
+        return in_forward(f"chunk of logits [{rows}, {columns}]", rows * columns * step.logits_dtype.itemsize)
+    size = rows * (columns * step.dtype.itemsize + _slabs(step, plan.tiles) * step.wide)
+    return in_forward(f"chunk of exponentials [{rows}, {columns}]", size)
+
+
+def _slabs(step: Step, tiles: Tiles) -> int:
+    return max(1, -(-step.columns // max(1, tiles.columns)))
+
+
 def _chunk_work(step: Step, plan: LossPlan, loss: Loss) -> int:
     """The most that a line of a chunk allocates: its logits, statistics, dZ, or products.
 
@@ -140,12 +157,33 @@ def _chunk_work(step: Step, plan: LossPlan, loss: Loss) -> int:
     # Statistics (of this rank and of all), three results, log sum, mean; gradients, coefficients, column and mask.
     floats = (9 if not step.ranks else 13) + (5 if step.entropy == "grad" else 3)
     vectors = rows * (floats * wide + 9)
+    products = vectors + _products_work(step, plan, loss)
+    if plan.tiles is not None:
+        return max(_tile_work(step, plan), rows * 4 * wide + gathering, vectors + _gradient_work(step, plan), products)
     return max(
         filling_work(step, rows, min(plan.columns, columns)),
         rows * 4 * wide + max(statistics_work(step, memory, rows, columns), gathering),
         vectors + gradient_work(step, memory, rows, columns),
-        vectors + _products_work(step, plan, loss),
+        products,
     )
+
+
+def _tile_work(step: Step, plan: LossPlan) -> int:
+    """Of a sweep over the chunk: a tile, statistics of its slabs and of all rows, and what a line allocates."""
+    assert plan.tiles is not None
+    tiles = plan.tiles
+    height, width, slabs = min(tiles.rows, plan.rows), min(tiles.columns, step.columns), _slabs(step, plan.tiles)
+    held = tiles.rows * tiles.columns * step.logits_dtype.itemsize + 4 * step.wide * (slabs * height + plan.rows)
+    return held + max(
+        filling_work(step, height, width),
+        exponentials_work(step, tiles.elementwise, height, width),
+        merging(step, slabs, height) if slabs > 1 else 0,
+    )
+
+
+def _gradient_work(step: Step, plan: LossPlan) -> int:
+    assert plan.tiles is not None
+    return gradient_from_work(step, plan.tiles.elementwise, plan.rows, min(plan.tiles.columns, step.columns))
 
 
 def _products_work(step: Step, plan: LossPlan, loss: Loss) -> int:

@@ -8,8 +8,8 @@ as attention sums values, and backward is a row scale.
     backward   d_hidden = a W[t] + b sum            two numbers per row
 
 The reference is the row's maximum so far, give or take a few units: it only has to keep the exponentials in range, so
-it moves, and the sum with it, when a tile exceeds it by more than that. The target's own term is left out of the sum
-and formed in float32: a confident row would otherwise be nothing but rounding.
+it moves, and the sum with it, when a tile exceeds it by more than that (:class:`Running`). The target's own term is
+left out of the sum and formed in float32: a confident row would otherwise be nothing but rounding.
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ from logitless.gemm import multiply
 from logitless.softmax import SKIP, Normaliser, merge
 from logitless.sweep import Projection, allocate, tile_problem
 from logitless.tiles import Tiles
-
-SLACK = 8.0
-"""How far a row's maximum may exceed its reference: e^8 is in range for float16 too, and moves are rare."""
 
 
 class Unit(NamedTuple):
@@ -53,15 +50,15 @@ def sweep_unit(p: Projection, tiles: Tiles) -> tuple[Tensor, Unit]:
     backend, slabs = load(p.backend), range(0, max(p.columns, 1), space.tiles.columns)
     for r in range(0, p.num_rows, space.tiles.rows):
         stop = min(r + space.tiles.rows, p.num_rows)
+        rows = p.cut(r, stop)
         parts = p.gain.new_empty((len(slabs), 4, stop - r))
-        sums, reference, factor = total[: stop - r], p.gain.new_zeros(stop - r), p.gain.new_ones(stop - r)
+        sums, reference = total[: stop - r], p.gain.new_zeros(stop - r)
         for i, c in enumerate(slabs):
-            tile = tile_problem(p, space, r, stop, c)
+            tile = tile_problem(rows, space, c)
             exponentials = e[: (stop - r) * tile.columns].view(stop - r, tile.columns)
-            running = Running(reference, SLACK if i else -torch.inf, factor)
+            # Later tiles far below the reference have nothing to add: only the first may move it down.
+            running = Running(reference, reference, drop=torch.inf, sums=sums) if i else Running(reference, reference)
             backend.exponentials(tile, parts[i], running, exponentials, slope=True)
-            if i:
-                backend.rescale(sums, factor, sums)
             multiply(exponentials, p.weight[c : c + tile.columns], sums, add=i > 0, tf32=p.tf32)
         stats[:, r:stop] = parts[0] if len(slabs) == 1 else merge(parts)
         local = stats[0, r:stop] + stats[1, r:stop].log()

@@ -17,6 +17,7 @@ import torch
 
 from logitless.linear_call import Options
 from logitless.spec import parse_memory
+from logitless.tiles import Shape, Tiles, chunk_tiles
 
 FILLING = 128
 """Rows of a chunk are a multiple of this where there are that many: what a matrix unit takes at a time."""
@@ -34,6 +35,7 @@ class LossPlan:
         chunks: ``(start, stop)`` of each chunk of rows; none in two passes.
         whole_samples: whether chunks are whole samples.
         columns: of one product.
+        tiles: of logits, by which a chunk of exponentials is filled; None where the chunk holds the logits.
         elementwise: bytes of working space for the plain-torch backend.
         reason: why, in a sentence.
     """
@@ -42,6 +44,7 @@ class LossPlan:
     chunks: tuple[tuple[int, int], ...]
     whole_samples: bool
     columns: int
+    tiles: Tiles | None
     elementwise: int
     reason: str
 
@@ -54,9 +57,12 @@ class LossPlan:
         if self.kind == "two passes":
             return f"two passes: 4 matrix products, because {self.reason}."
         samples = " of whole samples" if self.whole_samples else ""
+        held = "logits"
+        if self.tiles is not None:
+            held = f"16-bit exponentials, by tiles of {self.tiles.rows} x {self.tiles.columns} logits"
         return (
             f"one pass: 3 matrix products, because {self.reason}. {len(self.chunks)} chunks{samples}, of at most "
-            f"{self.rows} rows."
+            f"{self.rows} rows of {held}."
         )
 
 
@@ -66,16 +72,15 @@ class LossShape:
 
     Attributes:
         counts: rows of each sample.
-        columns: columns of the vocabulary here, or the mean over a vocabulary group: the same on all of its ranks.
-        row_bytes: bytes of one row of a chunk.
-        on_gpu: whether the rows are on a GPU, whose products and kernels need no working space.
+        sizes: of the logits that are never stored. Its columns are those of the vocabulary here, or the mean over a
+            vocabulary group: the same on all of its ranks.
+        exponentials: whether a chunk may hold 16-bit exponentials: half-precision operands, no softcap.
         widened: whether a product copies its operands.
     """
 
     counts: tuple[int, ...]
-    columns: int
-    row_bytes: int
-    on_gpu: bool
+    sizes: Shape
+    exponentials: bool
     widened: bool
 
     @staticmethod
@@ -87,13 +92,13 @@ class LossShape:
         logits_dtype: torch.dtype,
         on_gpu: bool,
         bias: bool,
+        capped: bool,
     ) -> LossShape:
-        """From what a call is asked for: operands of ``dtype``, with a bias or without."""
+        """From what a call is asked for: operands of ``dtype``, with a bias or without, with a softcap or without."""
         return LossShape(
             counts=counts,
-            columns=columns,
-            row_bytes=max(1, columns) * logits_dtype.itemsize,
-            on_gpu=on_gpu,
+            sizes=Shape(sum(counts), columns, logits_dtype.itemsize, dtype.itemsize, on_gpu),
+            exponentials=dtype.itemsize == 2 and not capped,
             widened=(dtype.itemsize == 2 and not on_gpu) or (bias and logits_dtype.itemsize == 2),
         )
 
@@ -134,19 +139,26 @@ def choose_loss_plan(shape: LossShape, sequence_level: bool, obstacle: str | Non
     Args:
         obstacle: what :func:`find_obstacle` found.
     """
-    work = memory if shape.on_gpu else memory // 2
-    rows = max(1, work // max(1, shape.row_bytes))
+    sizes = shape.sizes
+    tiles = chunk_tiles(sizes, memory) if shape.exponentials else None
+    work, row_bytes = memory if sizes.on_gpu else memory // 2, max(1, sizes.columns) * sizes.logits_bytes
+    if tiles is not None:
+        work -= tiles.rows * tiles.columns * sizes.logits_bytes
+        # And a reference per slab.
+        row_bytes = max(1, sizes.columns) * sizes.operand_bytes + 4 * -(-sizes.columns // tiles.columns)
+    rows = max(1, work // row_bytes)
     longest = max(shape.counts, default=0)
     if obstacle is None and sequence_level and longest > rows:
         obstacle = (
             f"the objective takes means over samples, and the longest has {longest} rows where memory= holds {rows}"
         )
     if obstacle is not None:
-        return LossPlan("two passes", (), False, 0, 0, obstacle)
+        return LossPlan("two passes", (), False, 0, None, 0, obstacle)
     chunks = whole_samples(shape.counts, rows) if sequence_level else even_chunks(sum(shape.counts), rows)
-    columns = SLAB if shape.widened else max(1, shape.columns)
+    columns = SLAB if shape.widened else max(1, sizes.columns)
     reason = "the loss of a row depends on " + ("its own sample" if sequence_level else "nothing but its own log-prob")
-    return LossPlan("one pass", chunks, sequence_level, columns, max(1, memory - work), reason)
+    elementwise = memory if sizes.on_gpu else max(1, memory // 2)
+    return LossPlan("one pass", chunks, sequence_level, columns, tiles, elementwise, reason)
 
 
 def even_chunks(num_rows: int, most: int) -> tuple[tuple[int, int], ...]:

@@ -1,10 +1,10 @@
 """A policy loss and its gradients while the logits pass by: three products instead of four.
 
     for each chunk of rows:
-        logits = X[rows] @ W.T                      float32, the whole vocabulary
+        X[rows] @ W.T                               float32 logits, or 16-bit exponentials of them (``chunks``)
         statistics -> log-prob, entropy             one all_gather if sharded
         objective, and its gradient by autograd     on [C] vectors: no loss is ever written as a kernel
-        dZ over the logits                          16-bit rows over the start of their own float32 rows
+        dZ in the chunk's own memory
         dX[rows] = dZ @ W,  dW += dZ.T @ X[rows]    dW in float32 over all chunks
 
 The chunk is the one large buffer. Rows that the objective gives no gradient (clipped, zero advantage, masked) are
@@ -20,16 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.backends import load
-from logitless.backends.contract import Problem
+from logitless.chunks import Chunk, ExponentialsChunk, LogitsChunk
 from logitless.gemm import multiply
 from logitless.loss_plans import FILLING, LossPlan
 from logitless.objectives import Inputs, Metrics, Objective
 from logitless.results import RowResults, row_results
 from logitless.softmax import SKIP, coefficients
 from logitless.spec import TokenStats
-from logitless.sweep import Gradients, Projection, Space, project
-from logitless.tiles import Tiles
+from logitless.sweep import Gradients, Projection
 
 MOVED = 64 << 20
 """Bytes of dZ that are moved at a time when rows are dropped."""
@@ -118,10 +116,10 @@ def sweep_loss(
     """
     into = Accumulators.make(p, want, weight_grad)
     sweep = _Sweep(p, plan, objective, inputs, into, scale, drop_zeros, group)
-    chunks, space = _allocate(p, plan, may_shrink=group is None)
+    chunks, chunk = _allocate(p, plan, may_shrink=group is None)
     stats = TokenStats(*(p.gain.new_empty(p.num_rows) for _ in range(3)))
     for i, (start, stop) in enumerate(chunks):
-        results = _chunk(sweep, space, start, stop, first=i == 0)
+        results = _work_off(sweep, chunk, start, stop, first=i == 0)
         for whole, part in zip(stats, results[:3], strict=True):
             if whole is not None and part is not None:
                 whole[start:stop] = part
@@ -132,20 +130,18 @@ def sweep_loss(
     return Outcome(loss.detach(), metrics, stats, Gradients(into.hidden, into.weight, into.bias))
 
 
-def _chunk(s: _Sweep, space: Space, start: int, stop: int, first: bool) -> RowResults:
+def _work_off(s: _Sweep, chunk: Chunk, start: int, stop: int, first: bool) -> RowResults:
     """Results of a chunk of rows; their gradients go to the accumulators."""
-    p, backend = s.p, load(s.p.backend)
-    tile = _logits(p, s.plan, space, start, stop)
-    results = row_results(backend.statistics(tile), None, tile.column == SKIP, True, s.group)
+    column = s.p.column[start:stop]
+    results = row_results(chunk.statistics(start, stop), None, column == SKIP, True, s.group)
     part = s.inputs.cut(start, stop, s.plan.whole_samples)
     g_logprob, g_entropy = row_gradients(s.objective, part, results)
     if s.scale is not None:
         g_logprob, g_entropy = g_logprob * s.scale, None if g_entropy is None else g_entropy * s.scale
     coef = coefficients(results.logprob, results.norm, results.mean, g_logprob, g_entropy, None)
-    if p.columns:
+    if s.p.columns:
         # Rows that do not count may hold anything: without a target they have no gradient, rather than 0 * NaN.
-        tile = replace(tile, column=torch.where(part.counted, tile.column, SKIP))
-        d_z = backend.gradient_over(tile, results.norm, coef, p.hidden.dtype)
+        d_z = chunk.gradient(start, stop, torch.where(part.counted, column, SKIP), results.norm, coef)
         kept, counted = None, part.counted
         if s.drop_zeros:
             zero = g_logprob == 0 if g_entropy is None else (g_logprob == 0) & (g_entropy == 0)
@@ -156,23 +152,6 @@ def _chunk(s: _Sweep, space: Space, start: int, stop: int, first: bool) -> RowRe
     else:
         _zero(replace(s.into, hidden=None if s.into.hidden is None else s.into.hidden[start:stop]))
     return results
-
-
-def _logits(p: Projection, plan: LossPlan, space: Space, start: int, stop: int) -> Problem:
-    """All logits of a chunk, computed into ``space``."""
-    logits = space.logits[: (stop - start) * p.columns].view(stop - start, p.columns)
-    for c in range(0, p.columns, plan.columns):
-        project(p, start, stop, c, logits[:, c : c + plan.columns])
-    return Problem(
-        logits=logits,
-        index=None,
-        column=p.column[start:stop],
-        gain=p.gain[start:stop],
-        squash=p.squash,
-        columns=p.columns,
-        entropy=True,
-        memory=plan.elementwise,
-    )
 
 
 def row_gradients(objective: Objective, inputs: Inputs, results: RowResults) -> tuple[Tensor, Tensor | None]:
@@ -250,14 +229,15 @@ def _packed(d_z: Tensor, kept: Tensor) -> Tensor:
     return d_z[: len(kept)]
 
 
-def _allocate(p: Projection, plan: LossPlan, may_shrink: bool) -> tuple[tuple[tuple[int, int], ...], Space]:
-    """The chunks and the buffer of the largest. Out of memory, chunks are halved where no other rank would notice."""
+def _allocate(p: Projection, plan: LossPlan, may_shrink: bool) -> tuple[tuple[tuple[int, int], ...], Chunk]:
+    """The chunks and room for the largest. Out of memory, chunks are halved where no other rank would notice."""
     chunks = plan.chunks
     while True:
         rows = max((stop - start for start, stop in chunks), default=0)
-        tiles = Tiles(rows, p.columns, rows, plan.elementwise)
         try:
-            return chunks, Space.make(p, tiles, None)
+            if plan.tiles is not None:
+                return chunks, ExponentialsChunk.make(p, rows, plan.tiles)
+            return chunks, LogitsChunk.make(p, rows, plan.columns, plan.elementwise)
         except torch.OutOfMemoryError:
             if not may_shrink or plan.whole_samples or rows <= FILLING:
                 raise

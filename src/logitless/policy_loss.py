@@ -31,7 +31,7 @@ from logitless.spec import Head, TokenStats, VocabShard
 NAME = "linear_policy_loss"
 
 MEMORY = "1GiB"
-"""What a chunk of logits may take unless told otherwise."""
+"""What a chunk of rows may take unless told otherwise."""
 
 
 def linear_policy_loss(
@@ -76,7 +76,8 @@ def linear_policy_loss(
             gradient of hidden NaN on an accelerator, where comparing would stall it.
         drop_zeros: leave rows whose gradient is exactly zero (clipped, zero advantage, masked) out of the last two
             products. One wait for the device per chunk.
-        memory: bound on the logits of a chunk of rows. Gradients and their accumulators come on top.
+        memory: bound on what is held of a chunk of rows: 16-bit exponentials of its logits where hidden and weight are
+            in half precision and there is no softcap, else the logits. Gradients and their accumulators come on top.
         denominator, prompt_tokens, group, fields: as for :meth:`Objective.__call__`.
 
     Returns:
@@ -210,8 +211,14 @@ def _plan(hidden: Tensor, ready: Prepared, objective: Objective, options: Option
     )
     # Chunks must be the same on every rank of a vocabulary group, each of which takes part in one all_gather per chunk.
     columns = call.columns if call.group is None else -(-call.vocab_size // call.group.size())
-    on_gpu = hidden.device.type == "cuda"
-    shape = LossShape.of(rows.counts, columns, on_gpu=on_gpu, bias=options.bias is not None, **dtypes)
+    shape = LossShape.of(
+        rows.counts,
+        columns,
+        on_gpu=hidden.device.type == "cuda",
+        bias=options.bias is not None,
+        capped=bool(call.squash),
+        **dtypes,
+    )
     return choose_loss_plan(shape, objective.sequence_level, obstacle, call.memory)
 
 

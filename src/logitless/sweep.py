@@ -3,14 +3,16 @@
     forward    tile = X[r] @ W[c].T  ->  statistics kernel  ->  one part per column slab, merged at the end
     backward   tile again  ->  gradient kernel  ->  dZ in the operands' dtype  ->  dW and dX by two more products
 
-Backward goes over column slabs, each slab of dW finished in one product while dX accumulates in float32 (``[R, D]``);
-or, where there are more rows than columns, over row blocks, each block of dX finished in one product while dW
+Backward holds dZ of a slab of columns for a block of rows. Where there are fewer rows than columns it finishes one slab
+of dW after the other while dX accumulates in float32 (``[R, D]``); otherwise one block of dX after the other while dW
 accumulates (``[V, D]``). Whichever accumulator is smaller is the one that exists.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -57,6 +59,10 @@ class Projection:
     def num_rows(self) -> int:
         return self.hidden.shape[0]
 
+    def cut(self, start: int, stop: int) -> Projection:
+        """The same of some rows."""
+        return replace(self, **{name: getattr(self, name)[start:stop] for name in ("hidden", "column", "gain")})
+
 
 @dataclass(frozen=True, eq=False)
 class Space:
@@ -65,7 +71,7 @@ class Space:
     Attributes:
         tiles: its sizes.
         logits: the one tile of logits, as flat memory.
-        extra: dZ of a block of rows, or the exponentials of a tile, in the operands' dtype; else empty.
+        extra: dZ of a block of rows and a slab, or the exponentials of a tile, in the operands' dtype; else empty.
     """
 
     tiles: Tiles
@@ -76,7 +82,7 @@ class Space:
     def make(p: Projection, tiles: Tiles, extra: str | None) -> Space:
         device = p.hidden.device
         logits = torch.empty(tiles.rows * tiles.columns, dtype=p.logits_dtype, device=device)
-        block = (min(tiles.block, p.num_rows), tiles.columns if tiles.slabs else p.columns)
+        block = (min(tiles.block, p.num_rows), tiles.columns)
         shape = {None: (0, 0), "d_z": block, "exponentials": (tiles.rows, tiles.columns)}[extra]
         second = torch.empty(shape, dtype=p.hidden.dtype, device=device)
         return Space(tiles, logits, second)
@@ -91,7 +97,7 @@ class Exponentials:
 
     Attributes:
         values: ``[K, V]`` of the first K rows, in the operands' dtype.
-        reference: ``[number of slabs, K]`` the maximum of each row's part of a slab.
+        reference: ``[number of slabs, K]`` near the maximum of each row's part of a slab.
         columns: columns of a slab, in forward and backward alike.
     """
 
@@ -112,30 +118,43 @@ class Exponentials:
         """Statistics of a tile whose first row is ``r``, and the exponentials of those of its rows that are kept."""
         count = max(0, min(tile.num_rows, self.rows - r))
         if count:
-            reference = self.reference[tile.first // self.columns, r : r + count]
+            slab, reference = tile.first // self.columns, self.reference[:, r : r + count]
             out = self.values[r : r + count, tile.first : tile.first + tile.columns]
-            running = Running(reference, -torch.inf)
-            backend.exponentials(_cut(tile, 0, count), stats[:, :count], running, out, slope=False)
+            # The first guess is 0, then what the slab before had.
+            running = Running(reference[max(slab - 1, 0)], reference[slab])
+            kept, into = (tile, stats) if count == tile.num_rows else (_cut(tile, 0, count), stats[:, :count])
+            backend.exponentials(kept, into, running, out, slope=False)
         if count < tile.num_rows:
             backend.statistics(_cut(tile, count, tile.num_rows), stats[:, count:])
 
-    def write_gradient(self, p: Projection, terms: Terms, memory: int, r: int, stop: int, c: int, out: Tensor) -> None:
-        """dZ of rows ``r .. stop`` and of the columns from ``c`` on, without their logits."""
+    def cut(self, start: int, stop: int) -> Exponentials:
+        """Those of some rows."""
+        return Exponentials(self.values[start:stop], self.reference[:, start:stop], self.columns)
+
+    def write_gradient(
+        self, p: Projection, norm: Normaliser, coef: Coefficients, memory: int, first: int, out: Tensor
+    ) -> None:
+        """dZ of the rows of ``p``, whose exponentials these are, and of as many columns as ``out`` has.
+
+        Args:
+            memory: bytes of working space for the plain-torch backend.
+            first: number of the first column, which begins a slab.
+            out: may be the exponentials themselves.
+        """
         width = out.shape[1]
-        tile = Problem(
-            logits=self.values[r:stop, c : c + width],
+        problem = Problem(
+            logits=self.values[:, first : first + width],
             index=None,
-            column=p.column[r:stop],
-            gain=p.gain[r:stop],
+            column=p.column,
+            gain=p.gain,
             squash=p.squash,
             columns=width,
-            entropy=terms.coef.product is not None,
+            entropy=coef.product is not None,
             memory=memory,
-            first=c,
+            first=first,
         )
-        reference = self.reference[c // self.columns, r:stop]
-        norm, coef = _rows_of(terms.norm, r, stop), _rows_of(terms.coef, r, stop)
-        load(p.backend).gradient_from(tile, reference, norm, coef, out)
+        references = self.reference[first // self.columns :]
+        load(p.backend).gradient_from(problem, references, self.columns, norm, coef, out)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,9 +186,12 @@ class Terms:
     kept: tuple[KeptIds, Normaliser, Tensor, Tensor] | None = None
     exponentials: Exponentials | None = None
 
-    def write(self, backend: Any, tile: Problem, r: int, stop: int, out: Tensor) -> None:
-        """dZ of rows ``r .. stop`` of a tile into ``out``."""
-        norm, coef = _rows_of(self.norm, r, stop), _rows_of(self.coef, r, stop)
+    def cut(self, r: int, stop: int) -> tuple[Normaliser, Coefficients]:
+        """Normaliser and coefficients of some rows."""
+        return _rows_of(self.norm, r, stop), _rows_of(self.coef, r, stop)
+
+    def write(self, backend: Any, tile: Problem, norm: Normaliser, coef: Coefficients, out: Tensor) -> None:
+        """dZ of a tile into ``out``. With kept ids the tile holds all rows."""
         if self.kept is None:
             backend.gradient(tile, norm, coef, out, None)
             return
@@ -195,17 +217,18 @@ def sweep_statistics(
     stats = p.gain.new_empty((4, p.num_rows))
     kept_stats = None if kept is None else p.gain.new_empty((2, p.num_rows))
     space = allocate(p, tiles, fixed=_fixed_side(kept, exponentials))
-    slabs = range(0, max(p.columns, 1), space.tiles.columns)
+    backend, slabs = load(p.backend), range(0, max(p.columns, 1), space.tiles.columns)
     for r in range(0, p.num_rows, space.tiles.rows):
-        stop = min(r + space.tiles.rows, p.num_rows)
-        parts = p.gain.new_empty((len(slabs), 4, stop - r))
+        rows = p.cut(r, min(r + space.tiles.rows, p.num_rows))
+        stop = r + rows.num_rows
+        parts = p.gain.new_empty((len(slabs), 4, rows.num_rows))
         kept_parts = []
-        for i, c in enumerate(slabs):
-            tile = tile_problem(p, space, r, stop, c)
+        for part, c in zip(parts.unbind(), slabs, strict=True):
+            tile = tile_problem(rows, space, c)
             if exponentials is None:
-                load(p.backend).statistics(tile, parts[i])
+                backend.statistics(tile, part)
             else:
-                exponentials.keep(load(p.backend), tile, parts[i], r)
+                exponentials.keep(backend, tile, part, r)
             if kept is not None:
                 kept_parts.append(kept_statistics(kept.logits(tile)))
         stats[:, r:stop] = parts[0] if len(slabs) == 1 else merge(parts)
@@ -245,8 +268,8 @@ def _by_slabs(
     weight_grad: Tensor | None,
 ) -> Gradients:
     want_hidden, want_weight, want_bias = want
-    space = allocate(p, tiles, "d_z", _fixed_side(terms.kept, terms.exponentials))
-    tiles, d_z = space.tiles, space.extra
+    block = _Block.make(p, tiles, terms)
+    tiles = block.space.tiles
     d_hidden = p.gain.new_empty(p.hidden.shape) if want_hidden else None
     d_weight = torch.empty_like(p.weight) if want_weight and weight_grad is None else None
     d_bias = p.gain.new_zeros(p.weight.shape[0]) if want_bias else None
@@ -256,24 +279,21 @@ def _by_slabs(
         if d_weight is not None and p.num_rows > tiles.block
         else None
     )
-    for c in range(0, p.columns, tiles.columns):
-        width = min(tiles.columns, p.columns - c)
-        weight = p.weight[c : c + width]
-        for b in range(0, p.num_rows, tiles.block):
-            rows = slice(b, min(b + tiles.block, p.num_rows))
-            block = d_z[: rows.stop - rows.start, :width]
-            _fill_block(p, space, terms, rows, c, block)
-            if want_weight and weight_grad is not None:
-                multiply(block.T, p.hidden[rows], weight_grad[c : c + width], add=True, tf32=p.tf32)
-            elif d_weight is not None:
-                into = d_weight[c : c + width] if slab is None else slab[:width]
-                multiply(block.T, p.hidden[rows], into, add=slab is not None and b > 0, tf32=p.tf32)
+    for columns in _pieces(p.columns, tiles.columns):
+        into = weight_grad if weight_grad is not None else d_weight
+        if into is not None:
+            into = into[columns] if slab is None else slab[: columns.stop - columns.start]
+        for rows in _pieces(p.num_rows, tiles.block):
+            d_z = block.fill(rows, columns)
+            if want_weight and into is not None:
+                add = weight_grad is not None or rows.start > 0
+                multiply(d_z.T, p.hidden[rows], into, add=add, tf32=p.tf32)
             if d_hidden is not None:
-                multiply(block, weight, d_hidden[rows], add=c > 0, tf32=p.tf32)
+                multiply(d_z, p.weight[columns], d_hidden[rows], add=columns.start > 0, tf32=p.tf32)
             if d_bias is not None:
-                d_bias[c : c + width] += block.sum(0, dtype=d_bias.dtype)
-        if slab is not None and d_weight is not None:
-            d_weight[c : c + width] = slab[:width]
+                d_bias[columns] += d_z.sum(0, dtype=d_bias.dtype)
+        if slab is not None and d_weight is not None and into is not None:
+            d_weight[columns] = into
     if d_weight is not None:
         d_weight[p.columns :].zero_()
     return Gradients(d_hidden, d_weight, d_bias)
@@ -287,49 +307,85 @@ def _by_blocks(
     weight_grad: Tensor | None,
 ) -> Gradients:
     want_hidden, want_weight, want_bias = want
-    space = allocate(p, tiles, "d_z", _fixed_side(terms.kept, terms.exponentials))
-    tiles, d_z = space.tiles, space.extra
-    d_hidden = torch.empty_like(p.hidden) if want_hidden else None
+    block = _Block.make(p, tiles, terms)
+    tiles = block.space.tiles
+    d_hidden = torch.empty_like(p.hidden, memory_format=torch.contiguous_format) if want_hidden else None
+    # Slabs add up in float32, in place where that is the dtype of d_hidden.
+    narrow = d_hidden is not None and d_hidden.dtype != p.gain.dtype
+    sums = p.gain.new_empty((min(tiles.block, p.num_rows), p.hidden.shape[1])) if narrow else None
     # Float32 over all blocks, unless the caller's buffer is.
-    d_weight = p.gain.new_zeros(p.weight.shape) if want_weight and weight_grad is None else weight_grad
+    d_weight = p.gain.new_empty(p.weight.shape) if want_weight and weight_grad is None else weight_grad
     d_bias = p.gain.new_zeros(p.weight.shape[0]) if want_bias else None
-    for b in range(0, p.num_rows, tiles.block):
-        rows = slice(b, min(b + tiles.block, p.num_rows))
-        block = d_z[: rows.stop - rows.start]
-        for c in range(0, p.columns, tiles.columns):
-            _fill_block(p, space, terms, rows, c, block[:, c : c + tiles.columns])
-        if d_hidden is not None:
-            multiply(block, p.weight[: p.columns], d_hidden[rows], tf32=p.tf32)
-        if want_weight and d_weight is not None:
-            multiply(block.T, p.hidden[rows], d_weight[: p.columns], add=True, tf32=p.tf32)
-        if d_bias is not None:
-            d_bias[: p.columns] += block.sum(0, dtype=d_bias.dtype)
+    for rows in _pieces(p.num_rows, tiles.block):
+        into = d_hidden if d_hidden is None else d_hidden[rows] if sums is None else sums[: rows.stop - rows.start]
+        for columns in _pieces(p.columns, tiles.columns):
+            d_z = block.fill(rows, columns)
+            if into is not None:
+                multiply(d_z, p.weight[columns], into, add=columns.start > 0, tf32=p.tf32)
+            if want_weight and d_weight is not None:
+                add = weight_grad is not None or rows.start > 0
+                multiply(d_z.T, p.hidden[rows], d_weight[columns], add=add, tf32=p.tf32)
+            if d_bias is not None:
+                d_bias[columns] += d_z.sum(0, dtype=d_bias.dtype)
+        if sums is not None and d_hidden is not None and into is not None:
+            d_hidden[rows] = into
+    if want_weight and d_weight is not None and weight_grad is None:
+        d_weight[p.columns :].zero_()
     return Gradients(d_hidden, d_weight if weight_grad is None else None, d_bias)
 
 
-def _fill_block(p: Projection, space: Space, terms: Terms, rows: slice, c: int, out: Tensor) -> None:
-    """dZ of the given rows and of the columns from ``c`` on, into ``out``."""
-    start = rows.start
-    if terms.exponentials is not None and start < terms.exponentials.rows:
-        start = min(rows.stop, terms.exponentials.rows)
-        memory = space.tiles.elementwise
-        terms.exponentials.write_gradient(p, terms, memory, rows.start, start, c, out[: start - rows.start])
-    for r in range(start, rows.stop, space.tiles.rows):
-        stop = min(r + space.tiles.rows, rows.stop)
-        tile = tile_problem(p, space, r, stop, c)
-        terms.write(load(p.backend), tile, r, stop, out[r - rows.start : stop - rows.start])
+def _pieces(whole: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, whole)) for start in range(0, whole, step)]
 
 
-def tile_problem(p: Projection, space: Space, r: int, stop: int, c: int) -> Problem:
-    """The logits of rows ``r .. stop`` and of the columns from ``c`` on, computed into ``space``."""
-    width = min(space.tiles.columns, p.columns - c)
-    logits = space.logits[: (stop - r) * width].view(stop - r, width)
-    project(p, r, stop, c, logits)
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """dZ of a block of rows and a slab of columns, made tile by tile.
+
+    Attributes:
+        p, terms: of all rows.
+        space: memory of a tile and of the block.
+        cut: ``(start, stop)`` to those rows of ``p``, normaliser and coefficients. Remembered, because cutting takes the
+            host as long as a launch, and the same rows come again with every slab.
+    """
+
+    p: Projection
+    terms: Terms
+    space: Space
+    cut: Callable[[int, int], tuple[Projection, Normaliser, Coefficients]]
+
+    @staticmethod
+    def make(p: Projection, tiles: Tiles, terms: Terms) -> _Block:
+        space = allocate(p, tiles, "d_z", _fixed_side(terms.kept, terms.exponentials))
+        return _Block(p, terms, space, functools.cache(lambda r, stop: (p.cut(r, stop), *terms.cut(r, stop))))
+
+    def fill(self, rows: slice, columns: slice) -> Tensor:
+        """dZ of those rows and columns."""
+        terms, tiles, start = self.terms, self.space.tiles, rows.start
+        out = self.space.extra[: rows.stop - start, : columns.stop - columns.start]
+        held, backend = terms.exponentials, load(self.p.backend)
+        if held is not None and start < held.rows:
+            start = min(rows.stop, held.rows)
+            part, norm, coef = self.cut(rows.start, start)
+            into = out[: start - rows.start]
+            held.cut(rows.start, start).write_gradient(part, norm, coef, tiles.elementwise, columns.start, into)
+        for r in range(start, rows.stop, tiles.rows):
+            part, norm, coef = self.cut(r, min(r + tiles.rows, rows.stop))
+            tile = tile_problem(part, self.space, columns.start)
+            terms.write(backend, tile, norm, coef, out[r - rows.start : r - rows.start + part.num_rows])
+        return out
+
+
+def tile_problem(p: Projection, space: Space, c: int) -> Problem:
+    """The logits of all rows of ``p`` and of the columns from ``c`` on, computed into ``space``."""
+    rows, width = p.num_rows, min(space.tiles.columns, p.columns - c)
+    logits = space.logits[: rows * width].view(rows, width)
+    project(p, c, logits)
     return Problem(
         logits=logits,
         index=None,
-        column=p.column[r:stop],
-        gain=p.gain[r:stop],
+        column=p.column,
+        gain=p.gain,
         squash=p.squash,
         columns=width,
         entropy=p.entropy,
@@ -338,14 +394,14 @@ def tile_problem(p: Projection, space: Space, r: int, stop: int, c: int) -> Prob
     )
 
 
-def project(p: Projection, r: int, stop: int, c: int, out: Tensor) -> None:
-    """The logits of rows ``r .. stop`` and of the columns from ``c`` on, as many as ``out`` has, into ``out``."""
+def project(p: Projection, c: int, out: Tensor) -> None:
+    """The logits of all rows of ``p`` and of the columns from ``c`` on, as many as ``out`` has, into ``out``."""
     if not out.numel():
         return
     columns = slice(c, c + out.shape[1])
     # Logits that are rounded to half precision are rounded once, after the bias.
     wide = out if p.bias is None else out.to(p.gain.dtype)
-    multiply(p.hidden[r:stop], p.weight[columns].T, wide, tf32=p.tf32)
+    multiply(p.hidden, p.weight[columns].T, wide, tf32=p.tf32)
     if p.bias is not None:
         out.copy_(wide.add_(p.bias[columns]))
 

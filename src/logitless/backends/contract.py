@@ -9,7 +9,7 @@ and five for sweeps:
 
     gradient_over(problem, norm, coef, dtype) -> [R, V]         d logits in a narrower dtype, over the logits themselves
     exponentials(problem, stats, running, out, slope) -> None   statistics, and e^(z - reference), 0 at the target
-    gradient_from(problem, reference, norm, coef, out) -> None  d logits from those, which are the problem's logits
+    gradient_from(problem, references, slab, norm, coef, out)   d logits from those, which are the problem's logits
     rescale(x, factor, out) -> None                             out = x * factor, row by row
     mix(x, by, y, index, times, out) -> None                    out = x * by + y[index] * times, row by row
 
@@ -59,18 +59,28 @@ class Problem:
         return self.column.numel()
 
 
+SLACK = 8.0
+"""How far a tile's maximum may lie from its reference: e^8 is in range for float16 too, and moves are rare."""
+
+
 class Running(NamedTuple):
     """A reference for exponentials that follows the rows' maximum from tile to tile.
 
+    It only has to keep exponentials in range, so it is guessed from the tile before, and a tile is read twice only
+    where the guess was wrong: its rows' maximum more than ``slack`` above it, or more than ``drop`` below.
+
     Attributes:
-        reference: ``[R]``, moved up to a tile's maximum, in place, where that exceeds it by more than the slack.
-        slack: by how much it may; ``-inf`` takes every tile's own maximum.
-        factor: ``[R]`` receives ``e^(old - new)``, by which sums relative to the old one must be multiplied; or None.
+        before: ``[R]`` the guess; -inf where there was nothing but -inf so far.
+        reference: ``[R]`` receives the guess or, where it was wrong, the tile's maximum. May be ``before``.
+        slack, drop: how wrong it may be.
+        sums: ``[R, D]`` relative to the guess; multiplied by ``e^(before - reference)`` where that moved. Or None.
     """
 
+    before: Tensor
     reference: Tensor
-    slack: float
-    factor: Tensor | None = None
+    slack: float = SLACK
+    drop: float = SLACK
+    sums: Tensor | None = None
 
 
 def over(logits: Tensor, dtype: torch.dtype) -> Tensor:

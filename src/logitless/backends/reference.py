@@ -69,9 +69,9 @@ def exponentials(problem: Problem, stats: Tensor, running: Running, out: Tensor,
     its gradient is formed in float32 and must not be rounded with the others.
     """
     statistics(problem, stats)
-    move(running, stats[0])
+    move(running, stats[0], problem.column == SKIP)
     z, dz_dx = transformed(problem)
-    e = (z - running.reference[:, None]).exp()
+    e = (z - finite_or_zero(running.reference)[:, None]).exp()
     if slope and problem.squash:
         e = e * dz_dx / (problem.gain[:, None] * problem.squash)
     columns = torch.arange(problem.first, problem.first + problem.columns, device=z.device)
@@ -79,34 +79,42 @@ def exponentials(problem: Problem, stats: Tensor, running: Running, out: Tensor,
     out.copy_(e.masked_fill(unread, 0.0))
 
 
-def gradient_from(problem: Problem, reference: Tensor, norm: Normaliser, coef: Coefficients, out: Tensor) -> None:
-    """d logits where the problem's logits are ``e^(z - reference)``: ``p`` and ``z`` both follow from them."""
-    e = problem.logits.to(problem.gain.dtype)
-    log_e = e.clamp_min(TINY).log()
-    shift = (reference - norm.reference)[:, None]
-    dz = e * (shift - norm.log_sum[:, None]).exp()
-    if coef.product is None:
-        dz = dz * coef.plain[:, None]
-    else:
-        dz = dz * (coef.plain[:, None] + coef.product[:, None] * (log_e + shift))
-    columns = torch.arange(problem.first, problem.first + e.shape[1], device=e.device)
-    at_target = columns == problem.column[:, None]
-    dz = torch.where(at_target, coef.at_target[:, None], dz) * problem.gain[:, None]
-    if problem.squash:
-        # The target's place holds no exponential; its own tanh was taken into account with its coefficient.
-        y = (log_e + reference[:, None]) / problem.gain[:, None]
-        dz = dz * problem.squash * torch.where(at_target, 1.0, 1 - y * y)
-    out.copy_(dz.masked_fill((problem.column == SKIP)[:, None], 0.0))
+def move(running: Running, maximum: Tensor, skip: Tensor) -> None:
+    """Move each reference to the maximum where that lies too far from the guess."""
+    before = running.before
+    moves = ((maximum > before + running.slack) | (maximum < before - running.drop)) & ~skip
+    moved = torch.where(moves, maximum, before)
+    if running.sums is not None:
+        running.sums.mul_(torch.where(moves, (before - moved).exp(), torch.ones_like(moved))[:, None])
+    running.reference.copy_(moved)
 
 
-def move(running: Running, maximum: Tensor) -> None:
-    """Move each reference up to the maximum where that exceeds it by more than the slack. -inf moves nothing."""
-    reference = running.reference
-    moves = (maximum > reference + running.slack) & (maximum != -torch.inf)
-    moved = torch.where(moves, maximum, reference)
-    if running.factor is not None:
-        running.factor.copy_(torch.where(moves, (reference - moved).exp(), torch.ones_like(moved)))
-    reference.copy_(moved)
+def finite_or_zero(reference: Tensor) -> Tensor:
+    """0 for the reference of a row that had nothing but -inf so far."""
+    return torch.where(reference == -torch.inf, 0.0, reference)
+
+
+def gradient_from(
+    problem: Problem, references: Tensor, slab: int, norm: Normaliser, coef: Coefficients, out: Tensor
+) -> None:
+    """d logits where the problem's logits are ``e^(z - reference)``: ``p`` and ``z`` both follow from them.
+
+    Args:
+        problem: without a softcap.
+        references: ``[S, R]``, one for each slab of columns.
+        slab: columns of each slab but the last.
+    """
+    for i, c in enumerate(range(0, problem.columns, slab)):
+        e = problem.logits[:, c : c + slab].to(problem.gain.dtype)
+        shift = (finite_or_zero(references[i]) - norm.reference)[:, None]
+        dz = e * (shift - norm.log_sum[:, None]).exp()
+        if coef.product is None:
+            dz = dz * coef.plain[:, None]
+        else:
+            dz = dz * (coef.plain[:, None] + coef.product[:, None] * (e.clamp_min(TINY).log() + shift))
+        columns = torch.arange(problem.first + c, problem.first + c + e.shape[1], device=e.device)
+        dz = torch.where(columns == problem.column[:, None], coef.at_target[:, None], dz) * problem.gain[:, None]
+        out[:, c : c + slab] = dz.masked_fill((problem.column == SKIP)[:, None], 0.0)
 
 
 def rescale(x: Tensor, factor: Tensor, out: Tensor) -> None:

@@ -131,18 +131,20 @@ def _zero_the_rest(out: Tensor, out_index: Tensor | None, columns: int) -> None:
 
 def exponentials(problem: Problem, stats: Tensor, running: Running, out: Tensor, slope: bool) -> None:
     """Same as :func:`logitless.backends.reference.exponentials`, some rows at a time."""
-    for rows in _row_chunks(problem, out):
-        factor = None if running.factor is None else running.factor[rows]
-        part = Running(running.reference[rows], running.slack, factor)
+    for rows in _row_chunks(problem, out.shape[1]):
+        sums = None if running.sums is None else running.sums[rows]
+        part = running._replace(before=running.before[rows], reference=running.reference[rows], sums=sums)
         whole.exponentials(_rows_of(problem, rows), stats[:, rows], part, out[rows], slope)
 
 
-def gradient_from(problem: Problem, reference: Tensor, norm: Normaliser, coef: Coefficients, out: Tensor) -> None:
+def gradient_from(
+    problem: Problem, references: Tensor, slab: int, norm: Normaliser, coef: Coefficients, out: Tensor
+) -> None:
     """Same as :func:`logitless.backends.reference.gradient_from`, some rows at a time."""
-    for rows in _row_chunks(problem, out):
+    for rows in _row_chunks(problem, min(slab, problem.columns)):
         norm_part = Normaliser(*(x[rows] for x in norm))
         coef_part = Coefficients(*(None if x is None else x[rows] for x in coef))  # pyright: ignore[reportArgumentType]
-        whole.gradient_from(_rows_of(problem, rows), reference[rows], norm_part, coef_part, out[rows])
+        whole.gradient_from(_rows_of(problem, rows), references[:, rows], slab, norm_part, coef_part, out[rows])
 
 
 def rescale(x: Tensor, factor: Tensor, out: Tensor) -> None:
@@ -159,9 +161,9 @@ def mix(x: Tensor, by: Tensor, y: Tensor, index: Tensor, times: Tensor, out: Ten
         whole.mix(x[rows], by[rows], y, index[rows], times[rows], out[rows])
 
 
-def _row_chunks(problem: Problem, out: Tensor) -> list[slice]:
-    """Rows such that the half dozen temporaries of the whole-tensor twin stay within the budget."""
-    num_rows, width = out.shape
+def _row_chunks(problem: Problem, width: int) -> list[slice]:
+    """Rows such that the half dozen temporaries of the whole-tensor twin, so wide, stay within the budget."""
+    num_rows = problem.num_rows
     rows = max(1, problem.memory // (6 * max(1, width) * problem.gain.element_size()))
     return [slice(r, min(r + rows, num_rows)) for r in range(0, num_rows, rows)]
 

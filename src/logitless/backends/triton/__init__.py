@@ -29,6 +29,7 @@ from logitless.backends.triton.kernels import (
 )
 from logitless.backends.triton.sizes import (
     exponentials_sizes,
+    gradient_from_sizes,
     gradient_sizes,
     narrowing_sizes,
     statistics_sizes,
@@ -36,6 +37,7 @@ from logitless.backends.triton.sizes import (
 from logitless.errors import LogitlessError
 from logitless.softmax import Coefficients, Normaliser
 
+NOTHING = contextlib.nullcontext()
 INTERPRETED = isinstance(statistics_kernel, InterpretedFunction)
 
 
@@ -149,55 +151,61 @@ def exponentials(problem: Problem, stats: Tensor, running: Running, out: Tensor,
     """Same as :func:`logitless.backends.reference.exponentials`, in one launch."""
     if problem.num_rows == 0:
         return
+    sums = running.sums
     with _on_device_of(out):
         exponentials_kernel[(problem.num_rows,)](
             logits=problem.logits,
             column=problem.column,
             gain=problem.gain,
             stats=stats,
+            before=running.before,
             reference=running.reference,
-            factor=running.factor,
+            sums=sums,
             out=out,
             row_stride=problem.logits.stride(0),
             out_stride=out.stride(0),
+            sums_stride=0 if sums is None else sums.stride(0),
             columns=problem.columns,
             first=problem.first,
             part_stride=stats.stride(0),
+            sums_columns=0 if sums is None else sums.shape[1],
             squash=problem.squash,
             slack=running.slack,
+            drop=running.drop,
             ENTROPY=problem.entropy,
             SOFTCAP=bool(problem.squash),
             SLOPE=slope and bool(problem.squash),
-            FACTOR=running.factor is not None,
+            SUMS=sums is not None,
             **exponentials_sizes(problem.columns),
         )
 
 
-def gradient_from(problem: Problem, reference: Tensor, norm: Normaliser, coef: Coefficients, out: Tensor) -> None:
-    """Same as :func:`logitless.backends.reference.gradient_from`."""
-    e, sizes = problem.logits, gradient_sizes(problem.logits.dtype, problem.columns)
+def gradient_from(
+    problem: Problem, references: Tensor, slab: int, norm: Normaliser, coef: Coefficients, out: Tensor
+) -> None:
+    """Same as :func:`logitless.backends.reference.gradient_from`, in one launch for all slabs."""
     if problem.num_rows == 0 or problem.columns == 0:
         return
     with _on_device_of(out):
-        gradient_from_kernel[(problem.num_rows * triton.cdiv(problem.columns, sizes["BLOCK"]),)](
-            exponentials=e,
+        gradient_from_kernel[(problem.num_rows * triton.cdiv(problem.columns, slab),)](
+            exponentials=problem.logits,
             column=problem.column,
             gain=problem.gain,
-            moved=reference,
+            moved=references,
             reference=norm.reference,
             log_sum=norm.log_sum,
             plain=coef.plain,
             product=coef.product,
             at_target=coef.at_target,
             out=out,
-            row_stride=e.stride(0),
+            row_stride=problem.logits.stride(0),
             out_stride=out.stride(0),
+            moved_stride=references.stride(0),
             columns=problem.columns,
+            slab=slab,
             first=problem.first,
-            squash=problem.squash,
             PRODUCT=coef.product is not None,
-            SOFTCAP=bool(problem.squash),
-            **sizes,
+            **gradient_from_sizes(min(slab, problem.columns)),
         )
 
 
@@ -213,7 +221,6 @@ def rescale(x: Tensor, factor: Tensor, out: Tensor) -> None:
                 out.stride(0),
                 x.shape[1],
                 ROWS=factor.dim() > 0,
-                IN_PLACE=out is x,
                 BLOCK=1024,
             )
 
@@ -237,5 +244,7 @@ def _require_available(logits: Tensor) -> None:
 
 
 def _on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    # Triton launches on the current device, which need not be the one that holds the tensors.
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
+    """Triton launches on the current device, which need not be the one that holds the tensors."""
+    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+        return NOTHING
+    return torch.cuda.device(x.device)

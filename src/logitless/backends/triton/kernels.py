@@ -16,6 +16,7 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 FLOOR: tl.constexpr = tl.constexpr(-1.0e30)  # softmax.FLOOR
 TINY: tl.constexpr = tl.constexpr(2.0e-38)  # softmax.TINY
 SKIP: tl.constexpr = tl.constexpr(-2)  # softmax.SKIP
+FAR: tl.constexpr = tl.constexpr(40.0)
 
 
 @triton.jit
@@ -67,7 +68,6 @@ def row_statistics(
     squash,
     ENTROPY: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    EVICT: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -78,7 +78,7 @@ def row_statistics(
     b_w = tl.zeros([BLOCK], dtype=tl.float32)
     whole = (columns // BLOCK) * BLOCK
     for c in tl.range(0, whole, BLOCK, num_stages=STAGES):
-        b_x = tl.load(p_row + c + o_c, eviction_policy=EVICT).to(tl.float32)
+        b_x = tl.load(p_row + c + o_c, eviction_policy="evict_first").to(tl.float32)
         m, b_s, b_w = accumulate(transform(b_x, a, squash, SOFTCAP), m, b_s, b_w, ENTROPY)
     if whole < columns:
         m_c = whole + o_c < columns
@@ -135,7 +135,7 @@ def statistics_kernel(
             i_t = tl.load(index + i_r).to(tl.int64)
         p_row = logits + i_t * row_stride
         a = tl.load(gain + i_r)
-        m, s, w = row_statistics(p_row, columns, a, squash, ENTROPY, SOFTCAP, "evict_first", BLOCK, STAGES)
+        m, s, w = row_statistics(p_row, columns, a, squash, ENTROPY, SOFTCAP, BLOCK, STAGES)
         t = target_logit(p_row, i_c - first, columns, a, squash, SOFTCAP)
         store_statistics(p_out, part_stride, m, s, w, t)
 
@@ -265,15 +265,80 @@ def narrowing_kernel(
 
 
 @triton.jit
-def exponential(b_x, unread, a, reference, squash, SOFTCAP: tl.constexpr, SLOPE: tl.constexpr):
-    """``e^(z - reference)`` of a block, times ``1 - tanh^2`` if asked for; 0 where ``unread``."""
+def exponentials_block(
+    p_x, p_out, m_c, unread, a, squash, base, most, SOFTCAP: tl.constexpr, SLOPE: tl.constexpr, MASKED: tl.constexpr
+):
+    """``z``, ``z - base`` but ``most`` at most, and e to that, which is also written; 0 is where it is unread."""
+    if MASKED:
+        b_x = tl.load(p_x, mask=m_c, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    else:
+        b_x = tl.load(p_x, eviction_policy="evict_first").to(tl.float32)
     b_y = b_x
     if SOFTCAP:
         b_y = tanh(b_x * squash)
-    b_e = tl.exp2((b_y * a - reference) * LOG2E)
+    b_z = b_y * a
+    if MASKED:
+        b_z = tl.where(m_c, b_z, float("-inf"))
+    b_d = tl.minimum(b_z - base, most, propagate_nan=tl.PropagateNan.ALL)
+    b_e = tl.exp2(b_d * LOG2E)
+    b_out = b_e
     if SLOPE:
-        b_e = b_e * (1.0 - b_y * b_y)
-    return tl.where(unread, 0.0, b_e)
+        b_out = b_e * (1.0 - b_y * b_y)
+    b_out = tl.where(unread, 0.0, b_out).to(p_out.dtype.element_ty)
+    if MASKED:
+        tl.store(p_out, b_out, mask=m_c)
+    else:
+        tl.store(p_out, b_out)
+    return b_z, b_d, b_e
+
+
+@triton.jit
+def row_exponentials(
+    p_row,
+    p_out,
+    i_c,
+    columns,
+    a,
+    squash,
+    base,
+    most,
+    ENTROPY: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SLOPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One read and one write of a row: with ``d = z - base``, but ``most`` at most, ``(max z, sum e^d, sum e^d d)``."""
+    o_c = tl.arange(0, BLOCK)
+    b_m = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+    b_s = tl.zeros([BLOCK], dtype=tl.float32)
+    b_w = tl.zeros([BLOCK], dtype=tl.float32)
+    whole = (columns // BLOCK) * BLOCK
+    for c in tl.range(0, whole, BLOCK, num_stages=STAGES):
+        o = c + o_c
+        b_z, b_d, b_e = exponentials_block(
+            p_row + o, p_out + o, o_c, o == i_c, a, squash, base, most, SOFTCAP, SLOPE, False
+        )
+        b_m = tl.maximum(b_m, b_z)
+        b_s += b_e
+        if ENTROPY:
+            b_w += b_e * tl.maximum(b_d, FLOOR)
+    if whole < columns:
+        o = whole + o_c
+        b_z, b_d, b_e = exponentials_block(
+            p_row + o, p_out + o, o < columns, o == i_c, a, squash, base, most, SOFTCAP, SLOPE, True
+        )
+        b_m = tl.maximum(b_m, b_z)
+        b_s += b_e
+        if ENTROPY:
+            b_w += b_e * tl.maximum(b_d, FLOOR)
+    return tl.max(b_m, axis=0), tl.sum(b_s, axis=0), tl.sum(b_w, axis=0)
+
+
+@triton.jit
+def finite_or_zero(x):
+    """0 for the reference of a row that had nothing but -inf so far."""
+    return tl.where(x == float("-inf"), 0.0, x)
 
 
 @triton.jit(do_not_specialize=["part_stride", "first"])
@@ -282,61 +347,69 @@ def exponentials_kernel(
     column,
     gain,
     stats,
+    before,
     reference,
-    factor,
+    sums,
     out,
     row_stride,
     out_stride,
+    sums_stride,
     columns,
     first,
     part_stride,
+    sums_columns,
     squash,
     slack,
+    drop,
     ENTROPY: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SLOPE: tl.constexpr,
-    FACTOR: tl.constexpr,
+    SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One row per program: its statistics, a reference that follows its maximum, and ``e^(z - reference)``.
+    """One row per program: its statistics, and ``e^(z - reference)`` of it, in one read where the reference holds.
 
-    The second read of the row finds it in cache. The target's place gets 0, and so does all of a skipped row.
+    The reference is what the row's earlier tiles left. Only where the row turns out to lie too far from it is the row
+    done again, with its own maximum. The target's place gets 0, and so does all of a skipped row.
     """
     i_r = tl.program_id(0).to(tl.int64)
     i_c = tl.load(column + i_r)
-    p_row = logits + i_r * row_stride
-    a = tl.load(gain + i_r)
-    m, s, w = row_statistics(p_row, columns, a, squash, ENTROPY, SOFTCAP, "", BLOCK, STAGES)
-    t = target_logit(p_row, i_c - first, columns, a, squash, SOFTCAP)
-    skip = i_c == SKIP
-    store_statistics(
-        stats + i_r,
-        part_stride,
-        tl.where(skip, 0.0, m),
-        tl.where(skip, 1.0, s),
-        tl.where(skip, 0.0, w),
-        tl.where(skip, 0.0, t),
-    )
-    old = tl.load(reference + i_r)
-    moves = (m > old + slack) & (m != float("-inf")) & (i_c != SKIP)
-    new = tl.where(moves, m, old)
-    tl.store(reference + i_r, new)
-    if FACTOR:
-        tl.store(factor + i_r, tl.where(moves, tl.exp2((old - new) * LOG2E), 1.0))
-    p_out = out + i_r * out_stride
-    i_c -= first
-    o_c = tl.arange(0, BLOCK)
-    whole = (columns // BLOCK) * BLOCK
-    for c in tl.range(0, whole, BLOCK, num_stages=STAGES):
-        b_x = tl.load(p_row + c + o_c, eviction_policy="evict_first").to(tl.float32)
-        b_e = exponential(b_x, (c + o_c == i_c) | skip, a, new, squash, SOFTCAP, SLOPE)
-        tl.store(p_out + c + o_c, b_e.to(out.dtype.element_ty))
-    if whole < columns:
-        m_c = whole + o_c < columns
-        b_x = tl.load(p_row + whole + o_c, mask=m_c, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        b_e = exponential(b_x, (whole + o_c == i_c) | skip, a, new, squash, SOFTCAP, SLOPE)
-        tl.store(p_out + whole + o_c, b_e.to(out.dtype.element_ty), mask=m_c)
+    old = tl.load(before + i_r)
+    p_row, p_out = logits + i_r * row_stride, out + i_r * out_stride
+    if i_c == SKIP:
+        o_c = tl.arange(0, BLOCK)
+        for c in range(0, columns, BLOCK):
+            tl.store(p_out + c + o_c, tl.zeros([BLOCK], dtype=out.dtype.element_ty), mask=c + o_c < columns)
+        store_statistics(stats + i_r, part_stride, 0.0, 1.0, 0.0, 0.0)
+        tl.store(reference + i_r, old)
+    else:
+        a = tl.load(gain + i_r)
+        new, base = old, finite_or_zero(old)
+        # Past the slack the row is done again, so there is no need to let its exponentials overflow.
+        most = slack + 1.0
+        m, s, w = row_exponentials(
+            p_row, p_out, i_c - first, columns, a, squash, base, most, ENTROPY, SOFTCAP, SLOPE, BLOCK, STAGES
+        )
+        if (m > old + slack) | (m < old - drop):
+            new, base = m, finite_or_zero(m)
+            m, s, w = row_exponentials(
+                p_row, p_out, i_c - first, columns, a, squash, base, most, ENTROPY, SOFTCAP, SLOPE, BLOCK, 1
+            )
+            if SUMS:
+                factor = tl.exp2((old - new) * LOG2E)
+                o_d = tl.arange(0, BLOCK)
+                for d in range(0, sums_columns, BLOCK):
+                    p_sum = sums + i_r * sums_stride + d + o_d
+                    b_sum = tl.load(p_sum, mask=d + o_d < sums_columns, other=0.0)
+                    tl.store(p_sum, b_sum * factor, mask=d + o_d < sums_columns)
+        tl.store(reference + i_r, new)
+        # Statistics are told relative to the maximum; those of a tile too far below to matter, to the reference.
+        shift = tl.where(base - m <= FAR, base - m, 0.0)
+        factor = tl.exp2(shift * LOG2E)
+        top = tl.where(base - m <= FAR, m, new)
+        t = target_logit(p_row, i_c - first, columns, a, squash, SOFTCAP)
+        store_statistics(stats + i_r, part_stride, top, factor * s, factor * (w + shift * s), t)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -353,54 +426,54 @@ def gradient_from_kernel(
     out,
     row_stride,
     out_stride,
+    moved_stride,
     columns,
+    slab,
     first,
-    squash,
     PRODUCT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of one row per program: the gradient from ``e^(z - moved)``, ``at_target`` at the target.
+    """One slab of one row per program: the gradient from ``e^(z - moved)``, ``at_target`` at the target.
 
     ``p = e e^(moved - m) / s`` and ``z - m = log e + moved - m``. ``out`` may be the exponentials themselves.
     """
-    num_blocks = tl.cdiv(columns, BLOCK)
-    i_r = (tl.program_id(0) // num_blocks).to(tl.int64)
-    o_c = (tl.program_id(0) % num_blocks) * BLOCK + tl.arange(0, BLOCK)
-    m_c = o_c < columns
-    b_e = tl.load(exponentials + i_r * row_stride + o_c, mask=m_c, other=1.0).to(tl.float32)
+    num_slabs = tl.cdiv(columns, slab)
+    i_r = (tl.program_id(0) // num_slabs).to(tl.int64)
+    i_s = tl.program_id(0) % num_slabs
     i_c = tl.load(column + i_r)
     a = tl.load(gain + i_r)
-    b_log = tl.log2(tl.maximum(b_e, TINY)) * LN2
-    top = tl.load(moved + i_r)
-    shift = top - tl.load(reference + i_r)
-    b_k = tl.load(plain + i_r)
+    shift = finite_or_zero(tl.load(moved + i_s * moved_stride + i_r)) - tl.load(reference + i_r)
+    scale = tl.exp2((shift - tl.load(log_sum + i_r)) * LOG2E) * a
+    k, target = tl.load(plain + i_r), tl.load(at_target + i_r) * a
+    k_z = 0.0
     if PRODUCT:
-        b_k += tl.load(product + i_r) * (b_log + shift)
-    b_dz = b_e * tl.exp2((shift - tl.load(log_sum + i_r)) * LOG2E) * b_k
-    if SOFTCAP:
-        b_y = (b_log + top) / a
-        b_dz = b_dz * (1.0 - b_y * b_y)
-    b_dz = tl.where(o_c + first == i_c, tl.load(at_target + i_r), b_dz) * a
-    if SOFTCAP:
-        b_dz = b_dz * squash
-    b_dz = tl.where(i_c == SKIP, 0.0, b_dz)
-    tl.store(out + i_r * out_stride + o_c, b_dz.to(out.dtype.element_ty), mask=m_c)
+        k_z = tl.load(product + i_r)
+        k += k_z * shift
+        k_z *= LN2
+    i_t = i_c - first
+    stop = tl.minimum(columns, (i_s + 1) * slab)
+    for c in range(i_s * slab, stop, BLOCK):
+        o_c = c + tl.arange(0, BLOCK)
+        m_c = o_c < stop
+        b_e = tl.load(exponentials + i_r * row_stride + o_c, mask=m_c, other=1.0).to(tl.float32)
+        b_k = k
+        if PRODUCT:
+            b_k = k + k_z * tl.log2(tl.maximum(b_e, TINY))
+        b_dz = tl.where(o_c == i_t, target, b_e * scale * b_k)
+        b_dz = tl.where(i_c == SKIP, 0.0, b_dz)
+        tl.store(out + i_r * out_stride + o_c, b_dz.to(out.dtype.element_ty), mask=m_c)
 
 
 @triton.jit
-def rescale_kernel(
-    x, factor, out, row_stride, out_stride, columns, ROWS: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """``out[i] = x[i] * factor[i]``, one row per program. In place, rows with factor 1, nearly all, are not read."""
+def rescale_kernel(x, factor, out, row_stride, out_stride, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """``out[i] = x[i] * factor[i]``, one row per program."""
     i_r = tl.program_id(0).to(tl.int64)
     f = tl.load(factor + i_r) if ROWS else tl.load(factor)
-    if (not IN_PLACE) | (f != 1.0):
-        for c in range(0, columns, BLOCK):
-            o_c = c + tl.arange(0, BLOCK)
-            m_c = o_c < columns
-            b_x = tl.load(x + i_r * row_stride + o_c, mask=m_c, other=0.0).to(tl.float32)
-            tl.store(out + i_r * out_stride + o_c, (b_x * f).to(out.dtype.element_ty), mask=m_c)
+    for c in range(0, columns, BLOCK):
+        o_c = c + tl.arange(0, BLOCK)
+        m_c = o_c < columns
+        b_x = tl.load(x + i_r * row_stride + o_c, mask=m_c, other=0.0).to(tl.float32)
+        tl.store(out + i_r * out_stride + o_c, (b_x * f).to(out.dtype.element_ty), mask=m_c)
 
 
 @triton.jit
