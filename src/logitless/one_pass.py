@@ -14,6 +14,7 @@ dropped between the statistics and the last two products.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -140,18 +141,34 @@ def _work_off(s: _Sweep, chunk: Chunk, start: int, stop: int, first: bool) -> Ro
         g_logprob, g_entropy = g_logprob * s.scale, None if g_entropy is None else g_entropy * s.scale
     coef = coefficients(results.logprob, results.norm, results.mean, g_logprob, g_entropy, None)
     if s.p.columns:
+        counted, kept = part.counted, None
+        matters = g_logprob != 0 if g_entropy is None else (g_logprob != 0) | (g_entropy != 0)
+        number = _read_later((counted & matters).sum()) if s.drop_zeros else None
         # Rows that do not count may hold anything: without a target they have no gradient, rather than 0 * NaN.
-        d_z = chunk.gradient(start, stop, torch.where(part.counted, column, SKIP), results.norm, coef)
-        kept, counted = None, part.counted
-        if s.drop_zeros:
-            zero = g_logprob == 0 if g_entropy is None else (g_logprob == 0) & (g_entropy == 0)
-            kept = (counted & ~zero).nonzero().squeeze(1)
-            counted = None if len(kept) == stop - start else counted
-            kept = None if len(kept) > (1 - FEW) * (stop - start) else kept
+        d_z = chunk.gradient(start, stop, torch.where(counted, column, SKIP), results.norm, coef)
+        if number is not None:
+            count = number()
+            kept = (counted & matters).nonzero().squeeze(1) if count <= (1 - FEW) * (stop - start) else None
+            counted = None if count == stop - start else counted
         _multiply(s, d_z, slice(start, stop), kept, counted, overwrite=first and s.into.fresh)
     else:
         _zero(replace(s.into, hidden=None if s.into.hidden is None else s.into.hidden[start:stop]))
     return results
+
+
+def _read_later(number: Tensor) -> Callable[[], int]:
+    """A number of the device, fetched while it goes on with what is launched until the number is asked for."""
+    if number.device.type != "cuda":
+        return lambda: int(number)
+    here = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(number.device))
+
+    def read() -> int:
+        arrived.synchronize()
+        return int(here)
+
+    return read
 
 
 def row_gradients(objective: Objective, inputs: Inputs, results: RowResults) -> tuple[Tensor, Tensor | None]:

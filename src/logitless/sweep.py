@@ -345,8 +345,8 @@ class _Block:
     Attributes:
         p, terms: of all rows.
         space: memory of a tile and of the block.
-        cut: ``(start, stop)`` to those rows of ``p``, normaliser and coefficients. Remembered, because cutting takes the
-            host as long as a launch, and the same rows come again with every slab.
+        cut: ``(start, stop)`` to those rows of ``p``, normaliser and coefficients. Remembered: cutting takes the host
+            as long as a launch, and the same rows come again with every slab.
     """
 
     p: Projection

@@ -265,34 +265,6 @@ def narrowing_kernel(
 
 
 @triton.jit
-def exponentials_block(
-    p_x, p_out, m_c, unread, a, squash, base, most, SOFTCAP: tl.constexpr, SLOPE: tl.constexpr, MASKED: tl.constexpr
-):
-    """``z``, ``z - base`` but ``most`` at most, and e to that, which is also written; 0 is where it is unread."""
-    if MASKED:
-        b_x = tl.load(p_x, mask=m_c, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    else:
-        b_x = tl.load(p_x, eviction_policy="evict_first").to(tl.float32)
-    b_y = b_x
-    if SOFTCAP:
-        b_y = tanh(b_x * squash)
-    b_z = b_y * a
-    if MASKED:
-        b_z = tl.where(m_c, b_z, float("-inf"))
-    b_d = tl.minimum(b_z - base, most, propagate_nan=tl.PropagateNan.ALL)
-    b_e = tl.exp2(b_d * LOG2E)
-    b_out = b_e
-    if SLOPE:
-        b_out = b_e * (1.0 - b_y * b_y)
-    b_out = tl.where(unread, 0.0, b_out).to(p_out.dtype.element_ty)
-    if MASKED:
-        tl.store(p_out, b_out, mask=m_c)
-    else:
-        tl.store(p_out, b_out)
-    return b_z, b_d, b_e
-
-
-@triton.jit
 def row_exponentials(
     p_row,
     p_out,
@@ -308,30 +280,29 @@ def row_exponentials(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One read and one write of a row: with ``d = z - base``, but ``most`` at most, ``(max z, sum e^d, sum e^d d)``."""
-    o_c = tl.arange(0, BLOCK)
+    """One read and one write of a row: with ``d = z - base``, but ``most`` at most, ``(max z, sum e^d, sum e^d d)``.
+
+    What is written is ``e^d``, times ``1 - tanh^2`` if asked for, and 0 at column ``i_c``.
+    """
     b_m = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
     b_s = tl.zeros([BLOCK], dtype=tl.float32)
     b_w = tl.zeros([BLOCK], dtype=tl.float32)
-    whole = (columns // BLOCK) * BLOCK
-    for c in tl.range(0, whole, BLOCK, num_stages=STAGES):
-        o = c + o_c
-        b_z, b_d, b_e = exponentials_block(
-            p_row + o, p_out + o, o_c, o == i_c, a, squash, base, most, SOFTCAP, SLOPE, False
-        )
+    for c in tl.range(0, columns, BLOCK, num_stages=STAGES):
+        o_c = c + tl.arange(0, BLOCK)
+        m_c = o_c < columns
+        b_y = tl.load(p_row + o_c, mask=m_c, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        if SOFTCAP:
+            b_y = tanh(b_y * squash)
+        b_z = tl.where(m_c, b_y * a, float("-inf"))
+        b_d = tl.minimum(b_z - base, most, propagate_nan=tl.PropagateNan.ALL)
+        b_e = tl.exp2(b_d * LOG2E)
         b_m = tl.maximum(b_m, b_z)
         b_s += b_e
         if ENTROPY:
             b_w += b_e * tl.maximum(b_d, FLOOR)
-    if whole < columns:
-        o = whole + o_c
-        b_z, b_d, b_e = exponentials_block(
-            p_row + o, p_out + o, o < columns, o == i_c, a, squash, base, most, SOFTCAP, SLOPE, True
-        )
-        b_m = tl.maximum(b_m, b_z)
-        b_s += b_e
-        if ENTROPY:
-            b_w += b_e * tl.maximum(b_d, FLOOR)
+        if SLOPE:
+            b_e = b_e * (1.0 - b_y * b_y)
+        tl.store(p_out + o_c, tl.where(o_c == i_c, 0.0, b_e).to(p_out.dtype.element_ty), mask=m_c)
     return tl.max(b_m, axis=0), tl.sum(b_s, axis=0), tl.sum(b_w, axis=0)
 
 
@@ -441,27 +412,31 @@ def gradient_from_kernel(
     i_r = (tl.program_id(0) // num_slabs).to(tl.int64)
     i_s = tl.program_id(0) % num_slabs
     i_c = tl.load(column + i_r)
-    a = tl.load(gain + i_r)
-    shift = finite_or_zero(tl.load(moved + i_s * moved_stride + i_r)) - tl.load(reference + i_r)
-    scale = tl.exp2((shift - tl.load(log_sum + i_r)) * LOG2E) * a
-    k, target = tl.load(plain + i_r), tl.load(at_target + i_r) * a
-    k_z = 0.0
-    if PRODUCT:
-        k_z = tl.load(product + i_r)
-        k += k_z * shift
-        k_z *= LN2
-    i_t = i_c - first
-    stop = tl.minimum(columns, (i_s + 1) * slab)
-    for c in range(i_s * slab, stop, BLOCK):
-        o_c = c + tl.arange(0, BLOCK)
-        m_c = o_c < stop
-        b_e = tl.load(exponentials + i_r * row_stride + o_c, mask=m_c, other=1.0).to(tl.float32)
-        b_k = k
+    start, stop = i_s * slab, tl.minimum(columns, (i_s + 1) * slab)
+    if i_c == SKIP:
+        for c in range(start, stop, BLOCK):
+            o_c = c + tl.arange(0, BLOCK)
+            tl.store(out + i_r * out_stride + o_c, tl.zeros([BLOCK], dtype=out.dtype.element_ty), mask=o_c < stop)
+    else:
+        a = tl.load(gain + i_r)
+        shift = finite_or_zero(tl.load(moved + i_s * moved_stride + i_r)) - tl.load(reference + i_r)
+        scale = tl.exp2((shift - tl.load(log_sum + i_r)) * LOG2E) * a
+        k, target = tl.load(plain + i_r), tl.load(at_target + i_r) * a
+        k_z = 0.0
         if PRODUCT:
-            b_k = k + k_z * tl.log2(tl.maximum(b_e, TINY))
-        b_dz = tl.where(o_c == i_t, target, b_e * scale * b_k)
-        b_dz = tl.where(i_c == SKIP, 0.0, b_dz)
-        tl.store(out + i_r * out_stride + o_c, b_dz.to(out.dtype.element_ty), mask=m_c)
+            k_z = tl.load(product + i_r)
+            k += k_z * shift
+            k_z *= LN2 * scale
+        k *= scale
+        for c in range(start, stop, BLOCK):
+            o_c = c + tl.arange(0, BLOCK)
+            m_c = o_c < stop
+            b_e = tl.load(exponentials + i_r * row_stride + o_c, mask=m_c, other=1.0).to(tl.float32)
+            b_k = k
+            if PRODUCT:
+                b_k = k + k_z * tl.log2(tl.maximum(b_e, TINY))
+            b_dz = tl.where(o_c + first == i_c, target, b_e * b_k)
+            tl.store(out + i_r * out_stride + o_c, b_dz.to(out.dtype.element_ty), mask=m_c)
 
 
 @triton.jit
