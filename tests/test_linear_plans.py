@@ -77,9 +77,10 @@ def test_the_plan_can_be_asked_for(small_work, frozen: bool):
 
 @pytest.mark.parametrize("backend", ["reference", "tiled", "triton"])
 @pytest.mark.parametrize("budget", ["half", "all"])
-def test_kept_exponentials_give_the_recomputed_gradient(small_work, backend: str, budget: str):
+def test_kept_exponentials_give_the_recomputed_gradient(small_work, backend: str, budget: str, device: torch.device):
     """Within the rounding of 16-bit probabilities, target elements of confident rows included."""
-    hidden, weight, target = make(torch.bfloat16)
+    hidden, weight, target = (x.detach().to(device) for x in make(torch.bfloat16))
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     with torch.no_grad():
         # Every other target nearly certain: p = 0.99 and more.
         weight[target[::2]] += 1.5 * hidden[::2].sign()
@@ -88,7 +89,7 @@ def test_kept_exponentials_give_the_recomputed_gradient(small_work, backend: str
     upstream = torch.randn(2, T)
     memory = {"half": (64 << 10) + T * V, "all": "1MiB"}[budget]
     out = ll.linear_logprobs(hidden, weight, target, entropy="grad", memory=memory, backend=backend)
-    right = truth(exact[0] @ exact[1].T, torch.arange(T), target)
+    right = truth(exact[0] @ exact[1].T, torch.arange(T, device=device), target)
     for results in (out, right):
         torch.autograd.backward(results[:2], [g.to(r) for g, r in zip(upstream, results[:2], strict=True)])
     for mine, theirs in zip((hidden, weight), exact, strict=True):

@@ -28,6 +28,14 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False, tf32: bool
             out.add_(product) if add else out.copy_(product)
 
 
+def add_rows(x: Tensor, out: Tensor) -> None:
+    """``out += x.sum(0)``, summed in at least float32.
+
+    As a product: torch's own sum over the rows of a wide matrix takes up to 256 results as working space on a GPU.
+    """
+    multiply(x.T, x.new_ones((x.shape[0], 1)), out[:, None], add=True)
+
+
 def _multiply_wide(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
     if add:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)  # pyright: ignore[reportCallIssue]

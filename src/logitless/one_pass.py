@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from logitless.chunks import Chunk, ExponentialsChunk, LogitsChunk
-from logitless.gemm import multiply
+from logitless.gemm import add_rows, multiply
 from logitless.loss_plans import FILLING, LossPlan
 from logitless.objectives import Inputs, Metrics, Objective
 from logitless.results import RowResults, row_results
@@ -222,7 +222,7 @@ def _multiply(
         if into.weight is not None:
             multiply(d_z[:, columns].T, x, into.weight[columns], add=not overwrite, tf32=p.tf32)
         if into.bias is not None:
-            into.bias[columns] += d_z[:, columns].sum(0, dtype=into.bias.dtype)
+            add_rows(d_z[:, columns], into.bias[columns])
 
 
 def _times_weight(p: Projection, plan: LossPlan, d_z: Tensor, out: Tensor) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from logitless.backends import load
 from logitless.backends.contract import Problem, Running
-from logitless.gemm import multiply
+from logitless.gemm import add_rows, multiply
 from logitless.kept import Kept, KeptLogits, kept_gradient, kept_logits, kept_statistics, write_kept
 from logitless.results import merge_kept
 from logitless.softmax import ELSEWHERE, Coefficients, Normaliser, merge
@@ -291,7 +291,7 @@ def _by_slabs(
             if d_hidden is not None:
                 multiply(d_z, p.weight[columns], d_hidden[rows], add=columns.start > 0, tf32=p.tf32)
             if d_bias is not None:
-                d_bias[columns] += d_z.sum(0, dtype=d_bias.dtype)
+                add_rows(d_z, d_bias[columns])
         if slab is not None and d_weight is not None and into is not None:
             d_weight[columns] = into
     if d_weight is not None:
@@ -326,7 +326,7 @@ def _by_blocks(
                 add = weight_grad is not None or rows.start > 0
                 multiply(d_z.T, p.hidden[rows], d_weight[columns], add=add, tf32=p.tf32)
             if d_bias is not None:
-                d_bias[columns] += d_z.sum(0, dtype=d_bias.dtype)
+                add_rows(d_z, d_bias[columns])
         if sums is not None and d_hidden is not None and into is not None:
             d_hidden[rows] = into
     if want_weight and d_weight is not None and weight_grad is None:
