@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -343,9 +344,8 @@ def _time_interleaved(
     laps: dict[str, list[Times]] = {name: [] for name in contenders}
     for turn in range(repeats + 1):
         report(f"{space.batch.case.name}: " + (f"timing, round {turn} of {repeats}" if turn else "warming up"))
-        # Each round begins with another, the products (None) among them: how hot the chip is then evens out.
-        begin = turn % len(turns)
-        for name in turns[begin:] + turns[:begin]:
+        # Another order every round, the products (None) among them: whoever follows a gentle one finds a cooler chip.
+        for name in random.Random(turn).sample(turns, len(turns)):
             if name is None:
                 gemms += _products(space) if turn else []
                 continue
