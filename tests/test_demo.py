@@ -97,7 +97,7 @@ def test_all_steps_have_the_same_loss_and_gradients(again):
     truth = log_p.gather(1, rows.target[:, None]).squeeze(1)
     plain = gradients(steps.plain_step, torch.float32)
     assert (plain[1] - truth).abs().max() < 1e-5
-    for step in (steps.plain_step_of_all_rows, steps.logitless_step):
+    for step in (steps.plain_step_by_halves, steps.plain_step_of_all_rows, steps.logitless_step):
         for got, wanted in zip(gradients(step, torch.float32), plain, strict=True):
             assert (got - wanted).abs().max() <= 2e-5 * (1 + wanted.abs().max())
             assert wanted.abs().max() > 1e-3
@@ -180,11 +180,12 @@ def test_a_peak_leaves_no_gradients_behind():
 # The whole and its verdict.
 
 
-def made(plain, ours, peaks=(100, 50), changed=0):
+def made(plain, ours, peaks=(100, 50), changed=0, control=None):
     tokens = torch.zeros(len(plain), 4, 5, dtype=torch.int64)
     other = tokens.clone()
     other[-1].flatten()[:changed] = 1
-    runs = [Curve(n, r, t, 1.0, None) for n, r, t in (("plain torch", plain, tokens), ("logitless", ours, other))]
+    named = (("plain torch", plain, tokens), ("logitless", ours, other), ("again", control or plain, tokens))
+    runs = [Curve(n, r, t, 1.0, None) for n, r, t in named]
     setting = Setting(steps=len(plain), length=2, prompts=2, group=2)
     return Demo(setting, Grid(), *runs, *peaks, Sweep(8, 9, (1.0,), {"logitless": (1,)}))
 
@@ -198,12 +199,16 @@ def test_the_verdict_follows_the_numbers():
     near = made([*start, 0.5], [*start, 0.51], changed=3)
     assert near.ok
     assert "first 5 steps are the same" in verdict(near)
-    assert "at most 0.010 after that: the same curve" in verdict(near)
-    too_soon, too_far = (
+    assert "at most 0.010 after that, where plain torch differs from itself by 0.000: the same curve" in verdict(near)
+    as_near = made([*start, 0.5], [*start, 0.69], changed=3, control=[*start, 0.4])
+    assert as_near.ok
+    assert "at most 0.190 after that, where plain torch differs from itself by 0.100" in verdict(as_near)
+    too_soon, too_far, further = (
         made([*start[1:], 0.5], [*start[1:], 0.5], changed=1),
         made([*start, 0.5], [*start, 0.61], changed=3),
+        made([*start, 0.5], [*start, 0.71], changed=3, control=[*start, 0.4]),
     )
-    for different in (too_soon, too_far):
+    for different in (too_soon, too_far, further):
         assert different.rose
         assert not different.ok
         assert "NOT the same curve" in verdict(different)
@@ -220,7 +225,7 @@ def test_it_reports_as_often_as_it_says(tmp_path):
     demo = run_demo(TINY, Grid(), told.append, **sizes)
     assert len(told) == num_reports(TINY)
     assert demo.changed_tokens == 0
-    assert demo.difference == 0.0
+    assert demo.difference == demo.own_difference == 0.0
     draw_demo(demo, tmp_path / "new" / "demo.png")
     assert (tmp_path / "new" / "demo.png").read_bytes()[:4] == b"\x89PNG"
 

@@ -1,4 +1,4 @@
-"""What the demo prints: both runs, memory over response fractions, the verdict."""
+"""What the demo prints: the runs, memory over response fractions, the verdict."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ def _runs(demo: Demo) -> Table:
     steps = demo.setting.steps
     marks = sorted({1, *(round(steps * part / 4) for part in range(1, 5))} - {0})
     table = _table("", *map(str, marks), "time", "loss step")
-    for run, peak in ((demo.plain, demo.plain_peak), (demo.ours, demo.our_peak)):
+    peaks = format_bytes(demo.plain_peak), format_bytes(demo.our_peak), ""
+    for run, peak in zip((demo.plain, demo.ours, demo.control), peaks, strict=True):
         rewards = [f"{run.rewards[step - 1]:.3f}" for step in marks]
-        table.add_row(run.name, *rewards, f"{run.seconds:.0f} s", format_bytes(peak))
+        table.add_row(run.name, *rewards, f"{run.seconds:.0f} s", peak)
     return table
 
 

@@ -1,4 +1,4 @@
-"""The demo from start to end: train twice, measure, judge."""
+"""The demo from start to end: train with plain torch, with ours, and with plain torch once more; measure, judge."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from logitless.demo import train as training
 from logitless.demo.grid import Grid
 from logitless.demo.memory import FRACTIONS, Sweep, step_peak, sweep_fractions
 from logitless.demo.policy import check_transformers, new_policy
-from logitless.demo.steps import logitless_step, plain_step
+from logitless.demo.steps import logitless_step, plain_step, plain_step_by_halves
 from logitless.demo.train import Curve, Setting, train, warm_start
 
 RISE = 0.15
@@ -24,12 +24,15 @@ SAME_STEPS = 5
 Gradients that are wrong by a hundredth sample another token before that; other roundings do not.
 """
 
-SAME = 0.1
-"""Largest difference of any step's mean reward that counts as the same curve.
+SAME = 2.0
+"""How much further than from itself plain torch may be from ours, by the largest difference of a step's mean reward.
 
-Sooner or later a sample falls between two roundings, and from there the runs part slowly, as plain torch parts from
-itself on another machine. This is about the noise of a step's reward: 16 prompts are not many.
+Sooner or later a sample falls between two roundings, and from there the runs part. So do two runs of plain torch that
+round differently: over seeds 0 to 3, by 0.01, 0.24, 0.10 and 0.22, where ours differ by 0.01, 0.22, 0.12 and 0.06.
 """
+
+NOISE = 0.05
+"""A difference that counts as none: a step's reward is a mean over 16 prompts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +42,7 @@ class Demo:
     Attributes:
         setting, grid: what ran, and our run's ranks.
         plain, ours: the two runs.
+        control: plain torch again, with other roundings: each half of the vocabulary by itself.
         plain_peak, our_peak: bytes of their loss steps, on one rank.
         sweep: peaks over response fractions.
     """
@@ -47,6 +51,7 @@ class Demo:
     grid: Grid
     plain: Curve
     ours: Curve
+    control: Curve
     plain_peak: int
     our_peak: int
     sweep: Sweep
@@ -57,8 +62,13 @@ class Demo:
 
     @property
     def difference(self) -> float:
-        """Largest difference of a step's mean reward."""
-        return max(abs(a - b) for a, b in zip(self.plain.rewards, self.ours.rewards, strict=True))
+        """Largest difference of a step's mean reward between plain torch and ours."""
+        return self.plain.difference(self.ours)
+
+    @property
+    def own_difference(self) -> float:
+        """The same between plain torch and itself."""
+        return self.plain.difference(self.control)
 
     @property
     def changed_tokens(self) -> int:
@@ -77,7 +87,8 @@ class Demo:
 
     @property
     def same(self) -> bool:
-        return self.difference <= SAME and self.same_steps >= min(SAME_STEPS, self.setting.steps)
+        near = self.difference <= max(NOISE, SAME * self.own_difference)
+        return near and self.same_steps >= min(SAME_STEPS, self.setting.steps)
 
     @property
     def leaner(self) -> bool:
@@ -101,7 +112,9 @@ class Demo:
             "tp": self.grid.tp,
             "cp": self.grid.cp,
             "runs": runs,
+            "control_rewards": self.control.rewards,
             "largest_reward_difference": self.difference,
+            "largest_reward_difference_of_plain_torch_from_itself": self.own_difference,
             "sampled_tokens": self.sampled_tokens,
             "changed_tokens": self.changed_tokens,
             "same_steps": self.same_steps,
@@ -122,13 +135,13 @@ def check_ready(setting: Setting, grid: Grid) -> None:
 
 def num_reports(setting: Setting) -> int:
     """How often :func:`run_demo` reports on the first rank."""
-    return 2 + 2 * training.num_reports(setting) + len(FRACTIONS)
+    return 2 + 3 * training.num_reports(setting) + len(FRACTIONS)
 
 
 def run_demo(setting: Setting, grid: Grid, report: Callable[[str], None], **sweep: Any) -> Demo | None:
     """All of it; on ranks other than the first, their part of our run, and None.
 
-    Plain torch trains on the first rank, whole, while the others wait; then all of them train together.
+    Plain torch trains on the first rank, whole, twice, while the others wait; then all of them train together.
 
     Args:
         sweep: sizes of the memory sweep, as for :func:`sweep_fractions`.
@@ -139,6 +152,7 @@ def run_demo(setting: Setting, grid: Grid, report: Callable[[str], None], **swee
         report("learning to answer with digits")
     start = warm_start(setting) if first else new_policy(setting.vocab, setting.seed)
     plain = train("plain torch", start, plain_step, setting, report) if first else None
+    control = train("plain torch, in halves", start, plain_step_by_halves, setting, report) if first else None
     for parameter in start.parameters() if grid.size > 1 else ():
         dist.broadcast(parameter.data, 0, group=grid.world)
     name = "logitless" if grid.size == 1 else f"logitless, TP {grid.tp} x CP {grid.cp}"
@@ -146,9 +160,10 @@ def run_demo(setting: Setting, grid: Grid, report: Callable[[str], None], **swee
     if first:
         report("memory of the loss steps")
     our_peak = step_peak(*ours.last)
-    if plain is None:
+    if plain is None or control is None:
         return None
-    return Demo(setting, grid, plain, ours, step_peak(*plain.last), our_peak, sweep_fractions(report, **sweep))
+    peaks = step_peak(*plain.last), our_peak
+    return Demo(setting, grid, plain, ours, control, *peaks, sweep_fractions(report, **sweep))
 
 
 def verdict(demo: Demo) -> str:
@@ -165,7 +180,8 @@ def verdict(demo: Demo) -> str:
         fits = "the same curve" if demo.same else "NOT the same curve"
         same = (
             f"all tokens sampled in the first {demo.same_steps} steps are the same, and a step's mean reward differs "
-            f"by at most {demo.difference:.3f} after that: {fits}"
+            f"by at most {demo.difference:.3f} after that, where plain torch differs from itself by "
+            f"{demo.own_difference:.3f}: {fits}"
         )
     ratio = demo.plain_peak / demo.our_peak
     memory = f"{ratio:.1f}x less" if demo.leaner else f"{1 / ratio:.1f}x more, not less,"

@@ -1,7 +1,7 @@
 """The loss steps under comparison: from hidden states and the head's weight to one number, and its gradients.
 
-All three are PPO's clipped loss with an entropy bonus over the response tokens of a batch; what differs is what they
-keep. The first two are plain torch as frameworks write it. The third is one call.
+All are PPO's clipped loss with an entropy bonus over the response tokens of a batch; what differs is what they keep.
+The first three are plain torch as frameworks write it. The last is one call.
 """
 
 from __future__ import annotations
@@ -33,6 +33,17 @@ MEMORY = "4MiB"
 def plain_step(hidden: Tensor, weight: Tensor, rows: Rows, advantage: Tensor, old: Tensor | None) -> Any:
     """Plain torch, on response rows only."""
     return _clipped_loss(*_plain_stats(rows.take(hidden) @ weight.T, rows.target), advantage, old)
+
+
+def plain_step_by_halves(hidden: Tensor, weight: Tensor, rows: Rows, advantage: Tensor, old: Tensor | None) -> Any:
+    """Plain torch with other roundings: each half of the vocabulary by itself, then merged."""
+    parts = [rows.take(hidden) @ half.T for half in weight.chunk(2)]
+    sums = torch.stack([torch.logsumexp(logits.float(), -1) for logits in parts])
+    log_z = torch.logsumexp(sums, 0)
+    means = [(torch.softmax(logits.float(), -1) * logits).sum(-1) for logits in parts]
+    entropy = log_z - (torch.stack(means) * torch.exp(sums - log_z)).sum(0)
+    target = torch.cat(parts, 1).gather(1, rows.target[:, None]).squeeze(1)
+    return _clipped_loss(target - log_z, entropy, advantage, old)
 
 
 def plain_step_of_all_rows(hidden: Tensor, weight: Tensor, rows: Rows, advantage: Tensor, old: Tensor | None) -> Any:

@@ -86,6 +86,10 @@ class Curve:
     seconds: float
     last: tuple[LossStep, Tensor, Tensor, Rows, Tensor]
 
+    def difference(self, other: Curve) -> float:
+        """Largest difference of a step's mean reward."""
+        return max(abs(a - b) for a, b in zip(self.rewards, other.rewards, strict=True))
+
     @property
     def first_reward(self) -> float:
         """Mean over the first tenth of the run."""
