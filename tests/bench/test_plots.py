@@ -96,6 +96,7 @@ def test_memory_over_the_response_fraction_has_a_panel_per_kind_and_names_every_
         for name in ("reference-fp32-grad", "linear-reference-grad")
     ]
     groups[1][0] = replace(groups[1][0], status="absent", peak_bytes=None)
+    groups[0].append(record(CASES["reference-fp32-grad"], "measured once"))
     draw_response(groups, ("a", "b"), "what", "x.png", LIGHT)
     left, right = drawn[0].axes
     assert [line.get_label() for line in left.lines] == ["torch", "logitless"]

@@ -5,6 +5,7 @@ Where a provider ran out of memory its line ends, and a cross at the top of the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,15 @@ def draw_growth(records: Sequence[Record], path: Path, style: Style) -> None:
 def draw_response(
     groups: Sequence[Sequence[Record]], titles: Sequence[str], what: str, path: Path, style: Style
 ) -> None:
-    """Peak memory against the share of the tokens that is response, one panel per group of records."""
+    """Peak memory against the share of the tokens that is response, one panel per group of records.
+
+    A provider measured at one share alone has no line, and is left out.
+    """
     figure, axes = plt.subplots(1, len(groups), figsize=(WIDTH_INCHES, 3.9), layout="constrained", squeeze=False)
     field, label = MEMORY
     for axis, group, title in zip(axes.flat, groups, titles, strict=True):
-        found = newest(group)
+        times = Counter(record.provider for record in newest(group))
+        found = [record for record in newest(group) if times[record.provider] > 1]
         draw_curves(axis, found, lambda r: r.case["response"], field, style)
         label_shares(axis, [r.case["response"] for r in found])
         axis.set_title(title, color=style.text, fontsize=9, fontweight="bold", loc="left")
