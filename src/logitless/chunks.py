@@ -15,7 +15,6 @@ from typing import Protocol
 from torch import Tensor
 
 from logitless.backends import load
-from logitless.backends.contract import Problem
 from logitless.softmax import Coefficients, Normaliser
 from logitless.sweep import Exponentials, Projection, Space, project, sweep_statistics
 from logitless.tiles import Tiles
@@ -60,27 +59,20 @@ class LogitsChunk:
         )
 
     def statistics(self, start: int, stop: int) -> Tensor:
-        problem, rows = self._problem(start, stop), self.p.cut(start, stop)
-        for c in range(0, self.p.columns, self.columns):
-            project(rows, c, problem.logits[:, c : c + self.columns])
-        return load(self.p.backend).statistics(problem)
+        rows, logits = self._rows(start, stop)
+        for c in range(0, rows.columns, self.columns):
+            project(rows, c, logits[:, c : c + self.columns])
+        return load(rows.backend).statistics(rows.problem(logits, self.elementwise))
 
     def gradient(self, start: int, stop: int, column: Tensor, norm: Normaliser, coef: Coefficients) -> Tensor:
-        problem = replace(self._problem(start, stop), column=column)
-        return load(self.p.backend).gradient_over(problem, norm, coef, self.p.hidden.dtype)
+        rows, logits = self._rows(start, stop)
+        problem = replace(rows, column=column).problem(logits, self.elementwise)
+        return load(rows.backend).gradient_over(problem, norm, coef, rows.hidden.dtype)
 
-    def _problem(self, start: int, stop: int) -> Problem:
-        p = self.p
-        return Problem(
-            logits=self.logits[: (stop - start) * p.columns].view(stop - start, p.columns),
-            index=None,
-            column=p.column[start:stop],
-            gain=p.gain[start:stop],
-            squash=p.squash,
-            columns=p.columns,
-            entropy=p.entropy,
-            memory=self.elementwise,
-        )
+    def _rows(self, start: int, stop: int) -> tuple[Projection, Tensor]:
+        """Those rows, and the place of their logits."""
+        rows = self.p.cut(start, stop)
+        return rows, self.logits[: rows.num_rows * rows.columns].view(rows.num_rows, rows.columns)
 
 
 @dataclass(frozen=True, eq=False)

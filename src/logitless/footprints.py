@@ -24,7 +24,7 @@ from logitless.backends.contract import Problem, accumulation_dtype
 from logitless.backends.tiled import tile_shape
 from logitless.plans import FIXED_ROWS, LinearPlan, Wishes, choose_plan
 from logitless.spec import EntropyMode
-from logitless.tiles import Shape
+from logitless.tiles import Shape, Tiles
 
 Phase = Literal["forward", "kept", "backward"]
 
@@ -246,6 +246,15 @@ def _chunked(step: Step, memory: int, rows: int, columns: int, per_element: int)
         return 0
     height = max(1, memory // (6 * max(1, columns) * step.wide))
     return min(rows, height) * columns * per_element
+
+
+def count_slabs(step: Step, tiles: Tiles) -> int:
+    return max(1, -(-step.columns // max(1, tiles.columns)))
+
+
+def held_exponentials(step: Step, rows: int, tiles: Tiles) -> int:
+    """Bytes of so many rows of exponentials, with a reference per slab."""
+    return rows * (step.columns * step.dtype.itemsize + count_slabs(step, tiles) * step.wide)
 
 
 def exponentials_work(step: Step, memory: int, rows: int, columns: int) -> int:

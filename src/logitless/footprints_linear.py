@@ -12,10 +12,12 @@ from logitless.footprints import (
     Step,
     before_results,
     coefficients,
+    count_slabs,
     exponentials_work,
     filling_work,
     gradient_from_work,
     gradient_work,
+    held_exponentials,
     in_backward,
     in_forward,
     kept_gathering,
@@ -56,13 +58,13 @@ def _linear_forward(step: Step, plan: LinearPlan) -> Iterator[Moment]:
     assert step.hidden is not None
     tiles, rows, columns, memory = plan.forward, step.padded_rows, step.columns, plan.forward.elementwise
     height, width = min(tiles.rows, rows), min(tiles.columns, columns)
-    slabs = max(1, -(-columns // max(1, tiles.columns)))
+    slabs = count_slabs(step, tiles)
     selected, kept, space = selected_rows(step), [], _space(step, tiles, "forward")
     works = {"filling": filling_work(step, height, width)}
     if plan.kind != "frozen" and plan.kept_rows < rows:
         works["statistics"] = statistics_work(step, memory, min(height, rows - plan.kept_rows), width)
     if plan.kept_rows:
-        size = plan.kept_rows * (columns * step.dtype.itemsize + slabs * step.wide)
+        size = held_exponentials(step, plan.kept_rows, tiles)
         kept = [Item(f"exponentials [{plan.kept_rows}, {columns}]", size, "kept")]
         works["exponentials"] = exponentials_work(step, memory, min(height, plan.kept_rows), width)
     if plan.kind == "frozen":
@@ -93,8 +95,7 @@ def _linear_backward(step: Step, plan: LinearPlan) -> Iterator[Moment]:
     returned = want_weight and not step.weight_grad
     kept = results(step)
     if plan.kept_rows:
-        slabs = max(1, -(-columns // max(1, plan.forward.columns)))
-        size = plan.kept_rows * (columns * operand + slabs * wide)
+        size = held_exponentials(step, plan.kept_rows, plan.forward)
         kept.append(Item(f"exponentials [{plan.kept_rows}, {columns}]", size, "kept"))
     held = (*kept, coefficients(step), *selected_rows(step, "backward"))
     yield Moment("backward", (*held, *regathering(step)))

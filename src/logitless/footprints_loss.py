@@ -18,11 +18,13 @@ from logitless.footprints import (
     Item,
     Moment,
     Step,
+    count_slabs,
     exponentials_work,
     filling_work,
     gathering_work,
     gradient_from_work,
     gradient_work,
+    held_exponentials,
     in_backward,
     in_forward,
     merging,
@@ -37,7 +39,6 @@ from logitless.footprints_linear import linear_moments
 from logitless.loss_plans import LossPlan, LossShape, choose_loss_plan, find_obstacle, two_pass_memory
 from logitless.objectives import Objective
 from logitless.one_pass import FEW, MOVED
-from logitless.tiles import Tiles
 
 OWN_MEANS = {"ppo_clip": 3, "gspo": 4, "cispo": 3, "sapo": 1, "reinforce": 0}
 """Metrics that a policy term itself averages: clip fractions, mostly."""
@@ -137,12 +138,8 @@ def _chunk(step: Step, plan: LossPlan) -> Item:
     rows, columns = plan.rows, step.columns
     if plan.tiles is None:
         return in_forward(f"chunk of logits [{rows}, {columns}]", rows * columns * step.logits_dtype.itemsize)
-    size = rows * (columns * step.dtype.itemsize + _slabs(step, plan.tiles) * step.wide)
+    size = held_exponentials(step, rows, plan.tiles)
     return in_forward(f"chunk of exponentials [{rows}, {columns}]", size)
-
-
-def _slabs(step: Step, tiles: Tiles) -> int:
-    return max(1, -(-step.columns // max(1, tiles.columns)))
 
 
 def _chunk_work(step: Step, plan: LossPlan, loss: Loss) -> int:
@@ -172,7 +169,7 @@ def _tile_work(step: Step, plan: LossPlan) -> int:
     """Of a sweep over the chunk: a tile, statistics of its slabs and of all rows, and what a line allocates."""
     assert plan.tiles is not None
     tiles = plan.tiles
-    height, width, slabs = min(tiles.rows, plan.rows), min(tiles.columns, step.columns), _slabs(step, plan.tiles)
+    height, width, slabs = min(tiles.rows, plan.rows), min(tiles.columns, step.columns), count_slabs(step, tiles)
     held = tiles.rows * tiles.columns * step.logits_dtype.itemsize + 4 * step.wide * (slabs * height + plan.rows)
     return held + max(
         filling_work(step, height, width),

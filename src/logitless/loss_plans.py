@@ -17,7 +17,7 @@ import torch
 
 from logitless.linear_call import Options
 from logitless.spec import parse_memory
-from logitless.tiles import Shape, Tiles, chunk_tiles
+from logitless.tiles import Shape, Tiles, chunk_tiles, exponentials_row
 
 FILLING = 128
 """Rows of a chunk are a multiple of this where there are that many: what a matrix unit takes at a time."""
@@ -149,8 +149,7 @@ def choose_loss_plan(shape: LossShape, sequence_level: bool, obstacle: str | Non
     tiles, rows = None, max(1, work // (max(1, sizes.columns) * sizes.logits_bytes))
     if shape.exponentials and rows < max(min(sizes.rows, ENOUGH), longest if sequence_level else 0):
         tiles = chunk_tiles(sizes, memory)
-        # And a reference per slab.
-        row_bytes = max(1, sizes.columns) * sizes.operand_bytes + 4 * -(-sizes.columns // tiles.columns)
+        row_bytes = max(1, exponentials_row(sizes, tiles.columns))
         rows = max(1, (work - tiles.rows * tiles.columns * sizes.logits_bytes) // row_bytes)
     if obstacle is None and sequence_level and longest > rows:
         obstacle = (

@@ -143,12 +143,13 @@ def _work_off(s: _Sweep, chunk: Chunk, start: int, stop: int, first: bool) -> Ro
     if s.p.columns:
         counted, kept = part.counted, None
         matters = g_logprob != 0 if g_entropy is None else (g_logprob != 0) | (g_entropy != 0)
-        number = _read_later((counted & matters).sum()) if s.drop_zeros else None
+        stays = counted & matters
+        number = _read_later(stays.sum()) if s.drop_zeros else None
         # Rows that do not count may hold anything: without a target they have no gradient, rather than 0 * NaN.
         d_z = chunk.gradient(start, stop, torch.where(counted, column, SKIP), results.norm, coef)
         if number is not None:
             count = number()
-            kept = (counted & matters).nonzero().squeeze(1) if count <= (1 - FEW) * (stop - start) else None
+            kept = stays.nonzero().squeeze(1) if count <= (1 - FEW) * (stop - start) else None
             counted = None if count == stop - start else counted
         _multiply(s, d_z, slice(start, stop), kept, counted, overwrite=first and s.into.fresh)
     else:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from logitless.spec import EntropyMode
-from logitless.tiles import Shape, Tiles, backward_tiles, forward_tiles
+from logitless.tiles import Shape, Tiles, backward_tiles, exponentials_row, forward_tiles
 
 WORK = 512 << 20
 """Bytes that tiles get at most when the budget is large enough to keep something."""
@@ -131,9 +131,8 @@ def _forward(shape: Shape, wishes: Wishes, memory: int) -> Tiles:
 
 
 def _kept_rows(shape: Shape, tiles: Tiles, spare: int) -> int:
-    """How many rows of 16-bit exponentials, and of a float32 reference per slab, the spare bytes hold."""
-    slabs = -(-shape.columns // max(1, tiles.columns))
-    return min(shape.rows, spare // max(1, shape.columns * shape.operand_bytes + 4 * slabs))
+    """How many rows of exponentials the spare bytes hold."""
+    return min(shape.rows, spare // max(1, exponentials_row(shape, tiles.columns)))
 
 
 def _all_rows(tiles: Tiles, shape: Shape) -> Tiles:

@@ -63,6 +63,20 @@ class Projection:
         """The same of some rows."""
         return replace(self, **{name: getattr(self, name)[start:stop] for name in ("hidden", "column", "gain")})
 
+    def problem(self, logits: Tensor, memory: int, first: int = 0) -> Problem:
+        """What backends work on, where ``logits`` are those of all rows and of the columns from ``first`` on."""
+        return Problem(
+            logits=logits,
+            index=None,
+            column=self.column,
+            gain=self.gain,
+            squash=self.squash,
+            columns=logits.shape[1],
+            entropy=self.entropy,
+            memory=memory,
+            first=first,
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Space:
@@ -141,18 +155,7 @@ class Exponentials:
             first: number of the first column, which begins a slab.
             out: may be the exponentials themselves.
         """
-        width = out.shape[1]
-        problem = Problem(
-            logits=self.values[:, first : first + width],
-            index=None,
-            column=p.column,
-            gain=p.gain,
-            squash=p.squash,
-            columns=width,
-            entropy=coef.product is not None,
-            memory=memory,
-            first=first,
-        )
+        problem = p.problem(self.values[:, first : first + out.shape[1]], memory, first)
         references = self.reference[first // self.columns :]
         load(p.backend).gradient_from(problem, references, self.columns, norm, coef, out)
 
@@ -381,17 +384,7 @@ def tile_problem(p: Projection, space: Space, c: int) -> Problem:
     rows, width = p.num_rows, min(space.tiles.columns, p.columns - c)
     logits = space.logits[: rows * width].view(rows, width)
     project(p, c, logits)
-    return Problem(
-        logits=logits,
-        index=None,
-        column=p.column,
-        gain=p.gain,
-        squash=p.squash,
-        columns=width,
-        entropy=p.entropy,
-        memory=space.tiles.elementwise,
-        first=c,
-    )
+    return p.problem(logits, space.tiles.elementwise, c)
 
 
 def project(p: Projection, c: int, out: Tensor) -> None:

@@ -88,6 +88,11 @@ def chunk_tiles(shape: Shape, memory: int) -> Tiles:
     return Tiles(rows, columns, rows, memory if shape.on_gpu else max(1, memory // 2))
 
 
+def exponentials_row(shape: Shape, slab: int) -> int:
+    """Bytes of a row of exponentials: in the operands' dtype, with a float32 reference per slab of so many columns."""
+    return shape.columns * shape.operand_bytes + 4 * -(-shape.columns // max(1, slab))
+
+
 def smaller(tiles: Tiles, fixed: Literal["rows", "columns"] | None) -> Tiles | None:
     """About half the size, or None where there is no point in going on. What is fixed is left alone."""
     if fixed != "rows" and tiles.rows > (16 if fixed == "columns" else 256):

@@ -32,11 +32,10 @@ from logitless.bench.records import (
     format_bytes,
     read_records,
 )
-from logitless.bench.run import Request
+from logitless.bench.run import Report, Request
 from logitless.errors import LogitlessError
 from logitless.spec import EntropyMode, parse_memory
 
-Report = Callable[[str], None]
 T = TypeVar("T")
 
 # Where training is known to run out of memory, and the shares of response at which it is looked at.

@@ -60,8 +60,9 @@ def draw_response(
     figure, axes = plt.subplots(1, len(groups), figsize=(WIDTH_INCHES, 3.9), layout="constrained", squeeze=False)
     field, label = MEMORY
     for axis, group, title in zip(axes.flat, groups, titles, strict=True):
-        times = Counter(record.provider for record in newest(group))
-        found = [record for record in newest(group) if times[record.provider] > 1]
+        records = newest(group)
+        times = Counter(record.provider for record in records)
+        found = [record for record in records if times[record.provider] > 1]
         draw_curves(axis, found, lambda r: r.case["response"], field, style)
         label_shares(axis, [r.case["response"] for r in found])
         axis.set_title(title, color=style.text, fontsize=9, fontweight="bold", loc="left")

@@ -16,7 +16,7 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 FLOOR: tl.constexpr = tl.constexpr(-1.0e30)  # softmax.FLOOR
 TINY: tl.constexpr = tl.constexpr(2.0e-38)  # softmax.TINY
 SKIP: tl.constexpr = tl.constexpr(-2)  # softmax.SKIP
-FAR: tl.constexpr = tl.constexpr(40.0)
+FAR: tl.constexpr = tl.constexpr(40.0)  # e^-40 of a row's sum is nothing, and in range
 
 
 @triton.jit
