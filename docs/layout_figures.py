@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from logitless import Contiguous, Rows, Zigzag
-from logitless.layouts import ragged_arange
+from logitless.rows.layouts import ragged_arange
 
 # The batch of every figure: sample b is shorter than the 4 chunks a zigzag of two ranks cuts it into.
 LENGTHS, RESPONSES = (8, 3, 6), (5, 2, 3)

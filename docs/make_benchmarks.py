@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from logitless.bench.records import Record, format_bytes, newest
+from logitless.tools.bench.records import Record, format_bytes, newest
 
 PAGE = Path(__file__).parent / "benchmarks.md"
 Cell = Callable[[Record | None], str]

@@ -12,8 +12,8 @@ from pathlib import Path
 import make_benchmarks
 from layout_figures import figures
 
-from logitless.bench.records import Record, format_bytes, newest, read_records
-from logitless.plots import DARK, LIGHT, Style, draw_case, draw_growth, draw_records, draw_response
+from logitless.tools.bench.records import Record, format_bytes, newest, read_records
+from logitless.tools.plots import DARK, LIGHT, Style, draw_case, draw_growth, draw_records, draw_response
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

@@ -15,36 +15,16 @@ import logitless
 
 PACKAGE = Path(logitless.__file__).parent
 
-# Lowest first. A module imports only from layers below its own; in the last layer, from its own too.
-LAYERS = [
-    ["errors"],
-    ["collectives"],
-    ["spec"],
-    ["samples", "layouts", "exchange"],
-    ["rows", "softmax"],
-    ["backends.contract", "results"],
-    ["objectives.inputs", "objectives.metrics", "objectives.reduction", "objectives.values", "objectives.checks"],
-    ["objectives.policy", "objectives.corrections", "objectives.kl", "objectives.advantages"],
-    ["objectives.objective"],
-    ["objectives"],
-    ["backends.reference"],
-    ["backends.tiled", "backends.triton"],
-    ["backends"],
-    ["kept", "gemm", "tiles"],
-    ["checks", "sweep", "plans"],
-    ["frozen", "chunks", "linear_call"],
-    ["linear_rows", "loss_plans", "footprints"],
-    ["ops", "linear", "one_pass", "footprints_plain", "footprints_linear"],
-    ["policy_head", "policy_loss", "footprints_loss"],
-    ["explain", "estimate"],
-    ["adapters.audit"],
-    ["adapters.patching"],
-    ["adapters.shards"],
-    ["adapters.held", "adapters.packs"],
-    ["adapters.transformers"],
-    ["adapters"],
-    [""],
-    ["bench", "plots", "demo", "presets", "model_plan", "score", "doctor", "cli", "__main__"],
+# Files and folders of the package in the order in which a batch passes them. Each imports only from those before it.
+ORDER = [
+    *("errors", "collectives", "spec"),
+    "rows",
+    *("softmax", "backends", "kept", "results", "checks", "call"),
+    *("from_logits", "from_hidden", "objectives", "policy_loss"),
+    *("footprints", "footprints_plain", "footprints_linear", "footprints_loss"),
+    *("explain", "memory"),
+    "adapters",
+    *("", "tools", "__main__"),
 ]
 
 # Besides the standard library, torch and the package itself. Nothing else is imported anywhere: no framework.
@@ -54,15 +34,15 @@ THIRD_PARTY = {
     "adapters.slime": {"megatron"},
     "adapters.verl": {"megatron"},
     "backends.triton": {"triton"},
-    "plots": {"matplotlib"},
-    "cli": {"rich", "typer"},
-    "demo.figure": {"matplotlib"},
-    "demo.policy": {"transformers"},
-    "demo.report": {"rich"},
-    "score.files": {"pyarrow"},
-    "score.model": {"transformers"},
-    "bench": {"rich", "typer"},
-    "bench.adapters": {"datasets", "tokenizers", "transformers", "trl"},
+    "tools.plots": {"matplotlib"},
+    "tools.cli": {"rich", "typer"},
+    "tools.demo.figure": {"matplotlib"},
+    "tools.demo.policy": {"transformers"},
+    "tools.demo.report": {"rich"},
+    "tools.score.files": {"pyarrow"},
+    "tools.score.model": {"transformers"},
+    "tools.bench": {"rich", "typer"},
+    "tools.bench.adapters": {"datasets", "tokenizers", "transformers", "trl"},
 }
 
 PUBLIC = [
@@ -99,16 +79,6 @@ def dotted(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def layer(module: str) -> int:
-    """The layer of the longest listed name that is the module or a package around it."""
-    listed = {name: height for height, names in enumerate(LAYERS) for name in names}
-    if module in listed:
-        return listed[module]
-    parents = [name for name in listed if name and name != "backends" and module.startswith(f"{name}.")]
-    assert parents, f"{module} is in no layer: put it into LAYERS"
-    return listed[max(parents, key=len)]
-
-
 def imports(path: Path) -> Iterator[str]:
     """Every dotted name that the file imports, at any depth, relative ones resolved."""
     here = dotted(path).split(".") if dotted(path) else []
@@ -135,21 +105,54 @@ def ids(paths: list[Path]) -> list[str]:
 
 
 def test_there_is_something_to_check():
-    assert {"errors", "spec", "rows", "ops", "backends.triton.kernels"} <= {dotted(path) for path in MODULES}
-    found = set(imports(PACKAGE / "ops.py"))
+    found = {dotted(path) for path in MODULES}
+    assert {"errors", "spec", "rows.rows", "from_logits", "backends.triton.kernels"} <= found
+    found = set(imports(PACKAGE / "from_logits.py"))
     assert {"torch", "logitless.backends", "logitless.backends.contract", "logitless.errors"} <= found
+
+
+def own_imports(path: Path) -> set[str]:
+    """The modules of the package that the file imports; a package stands for its ``__init__``."""
+    names = {name.removeprefix("logitless").removeprefix(".") for name in imports(path) if _is_ours(name)}
+    return names - {dotted(path)}
+
+
+def _is_ours(name: str) -> bool:
+    return name.split(".")[0] == "logitless"
+
+
+def test_the_order_names_what_is_there():
+    there = {dotted(path).split(".")[0] for path in MODULES}
+    assert there == set(ORDER), f"put into ORDER: {there - set(ORDER)}; take out: {set(ORDER) - there}"
+    flat = [path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("_")]
+    assert len(flat) <= 17, f"a folder would say more than one more flat file: {flat}"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=ids(MODULES))
 def test_imports_go_down(path):
     module = dotted(path)
-    for name in imports(path):
-        if name.split(".")[0] != "logitless":
-            continue
-        target = name.removeprefix("logitless").removeprefix(".")
-        same_package = layer(module) == layer(target) and module.split(".")[:2] == target.split(".")[:2]
-        allowed = layer(target) < layer(module) or same_package or layer(module) == layer(target) == len(LAYERS) - 1
-        assert allowed, f"{module or 'logitless'} imports {name}, which is not below it"
+    here = ORDER.index(module.split(".")[0])
+    for name in own_imports(path):
+        # Within a folder, files import each other; the next test says that they do so in one direction.
+        there = ORDER.index(name.split(".")[0])
+        assert there < here or (there == here and module), f"{module or 'logitless'} imports {name}, not before it"
+
+
+def test_imports_have_no_cycles():
+    """Not at any depth, imports inside functions included; a folder's ``__init__`` may gather its files."""
+    graph = {dotted(path): own_imports(path) for path in MODULES}
+    done: set[str] = set()
+
+    def visit(module: str, way: tuple[str, ...]) -> None:
+        assert module not in way, f"cycle: {' -> '.join([*way[way.index(module) :], module])}"
+        if module in done:
+            return
+        for name in sorted(graph[module]):
+            visit(name, (*way, module))
+        done.add(module)
+
+    for module in sorted(graph):
+        visit(module, ())
 
 
 @pytest.mark.parametrize("path", MODULES, ids=ids(MODULES))

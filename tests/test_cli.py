@@ -7,15 +7,15 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from logitless.cli import app, main
 from logitless.errors import LogitlessError
+from logitless.tools.cli import app, main
 
 BENCH = ["bench", "--device", "cpu", "--repeats", "1", "--provider", "torch", "--provider", "logitless*"]
 
 
 @pytest.fixture(autouse=True)
 def _small_bandwidth_buffer(monkeypatch):
-    monkeypatch.setattr("logitless.bench.measure.CPU_COPY_BYTES", 1 << 20)
+    monkeypatch.setattr("logitless.tools.bench.measure.CPU_COPY_BYTES", 1 << 20)
 
 
 def invoke(*arguments):
@@ -97,7 +97,7 @@ def test_plan_as_json_and_its_exit_code(monkeypatch):
 
 def test_plan_imports_nothing_heavy():
     code = (
-        "import sys; from typer.testing import CliRunner; from logitless.cli import app;"
+        "import sys; from typer.testing import CliRunner; from logitless.tools.cli import app;"
         "r = CliRunner().invoke(app, ['plan', '--model', 'gemma2-9b', '--tokens', '8192']); assert r.exit_code == 0;"
         "print({'transformers', 'matplotlib', 'triton', 'pyarrow', 'datasets'} & set(sys.modules))"
     )
@@ -105,7 +105,7 @@ def test_plan_imports_nothing_heavy():
 
 
 def test_doctor_says_whether_all_is_well(monkeypatch):
-    from logitless import doctor
+    from logitless.tools import doctor
 
     monkeypatch.setattr(doctor, "NAMES", ("tiled",))
     monkeypatch.setattr(doctor, "HOSTS", ("transformers",))
@@ -140,7 +140,7 @@ def test_an_unexpected_error_is_one_line_too(monkeypatch):
     def broken(*args):
         raise KeyError("lost\nand more")
 
-    monkeypatch.setattr("logitless.presets.find_model", broken)
+    monkeypatch.setattr("logitless.tools.presets.find_model", broken)
     text = run_main(monkeypatch, *PLAN)
     assert text.startswith("logitless: KeyError: ")
     assert text.endswith("(logitless --debug shows where)")
@@ -160,7 +160,7 @@ def test_a_bad_device_is_named(device, text, monkeypatch):
 
 
 def test_without_typer_one_line_says_what_to_install():
-    run = python("import sys; sys.modules['typer'] = None; import logitless.cli")
+    run = python("import sys; sys.modules['typer'] = None; import logitless.tools.cli")
     assert run.returncode == 1
     assert run.stderr.strip().splitlines()[-1].startswith("logitless: ")
     assert "pip install 'logitless[bench]'" in run.stderr
@@ -168,5 +168,5 @@ def test_without_typer_one_line_says_what_to_install():
 
 
 def test_import_needs_none_of_the_extras():
-    code = "import sys, logitless, logitless.bench.__main__; print({'typer', 'rich', 'matplotlib'} & set(sys.modules))"
+    code = "import sys, logitless.tools.bench.__main__; print({'typer', 'rich', 'matplotlib'} & set(sys.modules))"
     assert python(code).stdout.strip() == "set()"

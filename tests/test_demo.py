@@ -15,14 +15,14 @@ import torch
 from typer.testing import CliRunner
 
 from logitless import LogitlessError, Rows
-from logitless.cli import app, main
-from logitless.demo import Demo, Setting, num_reports, policy, run, run_demo, steps, verdict
-from logitless.demo.figure import draw_demo
-from logitless.demo.grid import Grid, make_grid
-from logitless.demo.memory import Sweep, step_peak, sweep_fractions
-from logitless.demo.policy import hidden_states, new_policy, sample_responses
-from logitless.demo.task import SEPARATOR, draw_prompts, rewards_of
-from logitless.demo.train import Curve, train, warm_start
+from logitless.tools.cli import app, main
+from logitless.tools.demo import Demo, Setting, num_reports, policy, run, run_demo, steps, verdict
+from logitless.tools.demo.figure import draw_demo
+from logitless.tools.demo.grid import Grid, make_grid
+from logitless.tools.demo.memory import Sweep, step_peak, sweep_fractions
+from logitless.tools.demo.policy import hidden_states, new_policy, sample_responses
+from logitless.tools.demo.task import SEPARATOR, draw_prompts, rewards_of
+from logitless.tools.demo.train import Curve, train, warm_start
 
 TINY = Setting(steps=4, vocab=128, length=3, prompts=4, group=4, warm_steps=6)
 SMALL_SWEEP = {"samples": 2, "length": 16, "vocab": 512, "width": 8, "fractions": (0.5, 1.0)}
@@ -234,8 +234,8 @@ def test_it_reports_as_often_as_it_says(tmp_path):
 def tiny(monkeypatch):
     """The command at a size for tests: four steps, so the reward does not rise."""
     whole = run_demo
-    monkeypatch.setattr("logitless.demo.Setting", lambda steps, seed: replace(TINY, steps=steps, seed=seed))
-    monkeypatch.setattr("logitless.demo.run_demo", partial(whole, **SMALL_SWEEP))
+    monkeypatch.setattr("logitless.tools.demo.Setting", lambda steps, seed: replace(TINY, steps=steps, seed=seed))
+    monkeypatch.setattr("logitless.tools.demo.run_demo", partial(whole, **SMALL_SWEEP))
 
 
 def test_the_command_prints_a_verdict_within_80_columns(tiny, tmp_path):
@@ -279,7 +279,8 @@ TORCHRUN = """
 import sys
 from dataclasses import replace
 from functools import partial
-from logitless import cli, demo
+from logitless.tools import cli
+from logitless.tools import demo
 tiny = demo.Setting(steps=2, vocab=128, length=3, prompts=4, group=4, warm_steps=6)
 demo.Setting = lambda steps, seed: replace(tiny, steps=steps, seed=seed)
 demo.run_demo = partial(demo.run_demo, samples=2, length=16, vocab=512, width=8, fractions=(0.5, 1.0))

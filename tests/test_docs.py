@@ -12,7 +12,7 @@ import torch.distributed as dist
 import yaml
 
 import logitless
-from logitless.bench.records import format_bytes, newest, read_records
+from logitless.tools.bench.records import format_bytes, newest, read_records
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "tests" / "adapters")]

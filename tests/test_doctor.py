@@ -7,10 +7,11 @@ import json
 import pytest
 import torch
 
-from logitless import backends, doctor
+from logitless import backends
 from logitless.backends import tiled
-from logitless.doctor import examine
 from logitless.errors import LogitlessError
+from logitless.tools import doctor
+from logitless.tools.doctor import examine
 
 CPU = torch.device("cpu")
 

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 import logitless as ll
-from logitless import loss_plans
-from logitless.bench.predicted import Compared, PeakCase, compare, table
 from logitless.footprints_loss import count_means
 from logitless.objectives import POLICY_TERMS
+from logitless.policy_loss import plan as loss_plans
+from logitless.tools.bench.predicted import Compared, PeakCase, compare, table
 
 PROMISE = 0.05
 CPU = torch.device("cpu")
@@ -131,7 +131,7 @@ def test_the_peak_on_cpu(name: str):
 @pytest.mark.parametrize("shape", [SLABS, BLOCKS], ids=["slabs", "blocks"])
 @pytest.mark.parametrize(("memory", "kind"), [("1.5MiB", "recompute"), ("3MiB", "keep")])
 def test_kept_exponentials(shape: dict, memory: str, kind: str, monkeypatch):
-    monkeypatch.setattr("logitless.plans.WORK", 1 << 20)
+    monkeypatch.setattr("logitless.from_hidden.plan.WORK", 1 << 20)
     case = PeakCase(kind, {**shape, **GRAD, "memory": memory})
     plan = case.predicted(CPU).plan
     assert plan is not None
@@ -160,11 +160,11 @@ def test_a_loss_whose_backend_needs_nothing(options: dict, monkeypatch):
         tiles = None if plan.tiles is None else plan.tiles._replace(elementwise=64 << 10)
         return replace(plan, elementwise=64 << 10, tiles=tiles)
 
-    for module in ("policy_loss", "footprints_loss"):
+    for module in ("policy_loss.loss", "footprints_loss"):
         monkeypatch.setattr(f"logitless.{module}.choose_loss_plan", without_work)
-    for module in ("one_pass", "footprints_loss"):
+    for module in ("policy_loss.one_pass", "footprints_loss"):
         monkeypatch.setattr(f"logitless.{module}.MOVED", 50_000)
-    monkeypatch.setattr("logitless.loss_plans.SLAB", 128)
+    monkeypatch.setattr("logitless.policy_loss.plan.SLAB", 128)
     case = {**LOSS, "tokens": 129, "vocab": 1031, "hidden": 514, "weight_grad": True, **options}
     assert_promise(compare(PeakCase("lean", case), CPU))
 

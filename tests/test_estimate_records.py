@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import logitless as ll
-from logitless.bench.records import Record, newest, read_records
-from logitless.estimate import Estimate
+from logitless.memory import Estimate
+from logitless.tools.bench.records import Record, newest, read_records
 
 ROOT = Path(__file__).parents[1]
 PATHS = {"torch": "torch", "logitless-loss": "linear_policy_loss", "logitless-loss-buffer": "linear_policy_loss"}

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from truth import plain, truth
 
 import logitless as ll
-from logitless.tiles import Tiles
+from logitless.from_hidden.plan import Tiles
 
 BACKENDS = ("reference", "tiled", "triton")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -185,8 +185,8 @@ def test_one_row(memory, vocab: int, dtype: torch.dtype, device: torch.device):
 def test_any_tiles(monkeypatch, tile_rows, columns, block, num_rows, vocab, dtype):
     """Tiles that no budget gives on a CPU: several blocks of rows in both loop orders."""
     tiles = Tiles(min(tile_rows, num_rows), min(columns, vocab), min(block, num_rows), 4096)
-    monkeypatch.setattr("logitless.plans.forward_tiles", lambda *_: tiles)
-    monkeypatch.setattr("logitless.plans.backward_tiles", lambda *_: tiles)
+    monkeypatch.setattr("logitless.from_hidden.plan.forward_tiles", lambda *_: tiles)
+    monkeypatch.setattr("logitless.from_hidden.plan.backward_tiles", lambda *_: tiles)
     check(draw(num_rows, vocab, 17, dtype), *draw_rows(num_rows, num_rows, vocab))
 
 
@@ -570,7 +570,7 @@ def test_kept_exponentials(monkeypatch, share: float, num_rows: int, vocab: int,
     """None, some or all of the rows are not recomputed, in one tile or in many."""
     operands, rows = draw(num_rows + 3, vocab, 17, dtype), draw_rows(num_rows + 3, num_rows, vocab)
     for work in (512 << 20, 4 * tiny(num_rows)):
-        monkeypatch.setattr("logitless.plans.WORK", work)
+        monkeypatch.setattr("logitless.from_hidden.plan.WORK", work)
         memory = work + int(share * num_rows * (2 * vocab + 400))
         check(operands, *rows, entropy=entropy, memory=memory, temperature=torch.linspace(0.5, 2, num_rows))
 
@@ -884,7 +884,7 @@ def test_second_derivative(wanted):
 def scarce(monkeypatch):
     """``scarce(limit)``: from then on a sweep gets no uninitialised buffer of more than ``limit`` elements."""
 
-    def start(limit: int, module: str = "logitless.sweep") -> None:
+    def start(limit: int, module: str = "logitless.from_hidden.gradients") -> None:
         for owner, name in ((torch, "empty"), (Tensor, "new_empty")):
             monkeypatch.setattr(owner, name, refusing(getattr(owner, name), limit, module))
 
@@ -935,12 +935,12 @@ def test_out_of_memory_with_many_rows(scarce, with_kept: bool, num_rows: int, vo
     """Room for an eighth of what the first attempt asks for: no wrong and no partial result."""
     operands, rows = draw(num_rows, vocab, 3), draw_rows(num_rows, num_rows, vocab)
     kept = [[i % vocab] for i in range(num_rows)] if with_kept else None
-    scarce(num_rows * vocab // 8, "logitless.sweep.Space")
+    scarce(num_rows * vocab // 8, "logitless.from_hidden.gradients.Space")
     check(operands, *rows, kept=kept, memory="192MiB")
 
 
 @pytest.mark.filterwarnings("ignore:linear_logprobs. out of memory")
-@pytest.mark.parametrize("module", ["logitless.sweep", "logitless.frozen"])
+@pytest.mark.parametrize("module", ["logitless.from_hidden.gradients", "logitless.from_hidden.frozen_head"])
 def test_out_of_memory_with_a_frozen_head(scarce, module: str):
     """The tile, and the exponentials of it that the sweep of a frozen head holds besides."""
     operands, rows = draw(20, 1000, 3, torch.bfloat16), draw_rows(20, 20, 1000)
@@ -953,7 +953,7 @@ def test_out_of_memory_with_a_frozen_head(scarce, module: str):
 def test_out_of_memory_while_exponentials_are_kept(scarce, num_rows: int, vocab: int):
     """There is room for all of them, and then only for half a tile of logits."""
     operands, rows = draw(num_rows, vocab, 3, torch.bfloat16), draw_rows(num_rows, num_rows, vocab)
-    scarce(num_rows * vocab // 2, "logitless.sweep.Space")
+    scarce(num_rows * vocab // 2, "logitless.from_hidden.gradients.Space")
     check(operands, *rows, memory="2GiB")
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import logitless as ll
-from logitless.bench.measure import peak_bytes
+from logitless.tools.bench.measure import peak_bytes
 
 SLABS, BLOCKS = (256, 8192), (2048, 512)
 """Rows and columns: fewer rows than columns, and more."""
@@ -147,7 +147,7 @@ def test_a_buffer_for_the_weight_gradient_saves_one(num_rows: int, vocab: int):
 
 def test_memory_to_spare_is_used_and_held_to(monkeypatch):
     """Exponentials of half of the rows, of all, and never more than was allowed."""
-    monkeypatch.setattr("logitless.plans.WORK", 2 << 20)
+    monkeypatch.setattr("logitless.from_hidden.plan.WORK", 2 << 20)
     num_rows, vocab = SLABS
     hidden, weight = operands(num_rows, vocab, dtype=torch.bfloat16)
     rows = torch.randint(vocab, (num_rows,))

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from logitless import Objective, linear_policy_loss, logprobs
-from logitless.bench.linear_providers import plain_linear
-from logitless.bench.measure import peak_bytes
 from logitless.errors import LogitlessError
-from logitless.linear import linear_logprobs
-from logitless.model_plan import WAYS, LossStep, as_json, headline, plan_model, snippet, summary_rows
-from logitless.presets import CARDS, PRESETS, ModelShape, find_card, find_model
+from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.rows import Rows
+from logitless.tools.bench.linear_providers import plain_linear
+from logitless.tools.bench.measure import peak_bytes
+from logitless.tools.plan import WAYS, LossStep, as_json, headline, plan_model, snippet, summary_rows
+from logitless.tools.presets import CARDS, PRESETS, ModelShape, find_card, find_model
 
 TINY = ModelShape("tiny", hidden=48, vocab=5003)
 STEP = LossStep(TINY, tokens=1501, response_fraction=0.4, dtype="float32", device="cpu", memory="4MiB")

@@ -402,7 +402,7 @@ def long_problem() -> Problem:
 def test_out_of_memory_goes_on_with_smaller_chunks(scarce):
     problem, objective = long_problem(), ll.Objective(**PPO)
     right = ran(problem, objective)
-    scarce(260 * 40, "logitless.sweep.Space")
+    scarce(260 * 40, "logitless.from_hidden.gradients.Space")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ours = ran(problem, objective)
@@ -415,7 +415,7 @@ def test_out_of_memory_goes_on_with_smaller_chunks(scarce):
 
 def test_out_of_memory_where_chunks_cannot_shrink(scarce):
     problem = long_problem()
-    scarce(100 * 40, "logitless.sweep.Space")
+    scarce(100 * 40, "logitless.from_hidden.gradients.Space")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(torch.OutOfMemoryError):

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import logitless as ll
-from logitless.bench.measure import peak_bytes
-from logitless.loss_plans import SLAB
+from logitless.policy_loss.plan import SLAB
+from logitless.tools.bench.measure import peak_bytes
 
 __all__ = ["one_thread"]
 

@@ -23,7 +23,7 @@ from test_shards import Collectives
 from torch import Tensor
 
 from logitless import LogitlessError, Metrics, Objective, VocabShard, count_over, linear_policy_loss
-from logitless.sweep import Space
+from logitless.from_hidden.gradients import Space
 
 COLUMNS = {
     1: [(0, 127)],

@@ -18,11 +18,11 @@ import torch
 from close import assert_close_to_truth
 
 from logitless.errors import LogitlessError
-from logitless.score import Job, score_file
-from logitless.score import journal as journal_module
-from logitless.score import run as run_module
-from logitless.score.files import Record, Source
-from logitless.score.model import Scorer, batches
+from logitless.tools.score import Job, score_file
+from logitless.tools.score import journal as journal_module
+from logitless.tools.score import run as run_module
+from logitless.tools.score.files import Record, Source
+from logitless.tools.score.model import Scorer, batches
 
 VOCAB = 211
 

@@ -13,14 +13,14 @@ import torch
 from typer.testing import CliRunner
 
 from logitless import LogitlessError
-from logitless.bench import point as points
-from logitless.bench import sweep as sweeping
-from logitless.bench.cases import Case
-from logitless.bench.point import NO_ROOM, Point, measure_apart, measure_here, outcome
-from logitless.bench.providers import PROVIDERS, Provider
-from logitless.bench.records import Environment, read_records
-from logitless.bench.sweep import Grid, Options, Sweep, choose_providers, plan_sweep, run_sweep, sweep_table
-from logitless.cli import app
+from logitless.tools.bench import point as points
+from logitless.tools.bench import sweep as sweeping
+from logitless.tools.bench.cases import Case
+from logitless.tools.bench.point import NO_ROOM, Point, measure_apart, measure_here, outcome
+from logitless.tools.bench.providers import PROVIDERS, Provider
+from logitless.tools.bench.records import Environment, read_records
+from logitless.tools.bench.sweep import Grid, Options, Sweep, choose_providers, plan_sweep, run_sweep, sweep_table
+from logitless.tools.cli import app
 
 CPU = torch.device("cpu")
 HERE = Environment.here(CPU)
@@ -103,7 +103,7 @@ def test_a_provider_that_runs_out_of_memory_on_a_cpu_is_told_from_one_that_fails
         return score
 
     monkeypatch.setitem(PROVIDERS, "torch", Provider(load))
-    monkeypatch.setattr("logitless.bench.measure.CPU_COPY_BYTES", 1 << 20)
+    monkeypatch.setattr("logitless.tools.bench.measure.CPU_COPY_BYTES", 1 << 20)
     assert measure_here(Point(Case("x", "cpu", 9, 11), "torch", repeats=1)).status == status
 
 

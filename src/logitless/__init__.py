@@ -3,16 +3,16 @@
 from logitless.adapters import install, status, uninstall
 from logitless.backends import choose_backend
 from logitless.errors import LogitlessError
-from logitless.estimate import estimate
 from logitless.explain import explain
+from logitless.from_hidden.logprobs import linear_logprobs
+from logitless.from_hidden.policy_head import PolicyHead
+from logitless.from_logits import logprobs
 from logitless.kept import Kept
-from logitless.layouts import Contiguous, Zigzag
-from logitless.linear import linear_logprobs
+from logitless.memory import estimate
 from logitless.objectives import Metrics, Objective, count_over
-from logitless.ops import logprobs
-from logitless.policy_head import PolicyHead
 from logitless.policy_loss import linear_policy_loss
 from logitless.rows import Rows
+from logitless.rows.layouts import Contiguous, Zigzag
 from logitless.spec import Head, TokenStats, VocabShard, shard_of
 
 __version__ = "0.1.0"

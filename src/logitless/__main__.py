@@ -1,6 +1,6 @@
 """``python -m logitless``: the command line."""
 
-from logitless.cli import main
+from logitless.tools.cli import main
 
 if __name__ == "__main__":
     main()

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from logitless.linear import linear_plan
-from logitless.loss_plans import LossPlan
+from logitless.from_hidden.logprobs import linear_plan
+from logitless.from_hidden.plan import LinearPlan
 from logitless.objectives import Objective
-from logitless.plans import LinearPlan
-from logitless.policy_loss import loss_plan
+from logitless.policy_loss.loss import loss_plan
+from logitless.policy_loss.plan import LossPlan
 
 
 def explain(

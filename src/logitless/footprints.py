@@ -22,9 +22,8 @@ import torch
 
 from logitless.backends.contract import Problem, accumulation_dtype
 from logitless.backends.tiled import tile_shape
-from logitless.plans import FIXED_ROWS, LinearPlan, Wishes, choose_plan
+from logitless.from_hidden.plan import FIXED_ROWS, LinearPlan, Shape, Tiles, Wishes, choose_plan
 from logitless.spec import EntropyMode
-from logitless.tiles import Shape, Tiles
 
 Phase = Literal["forward", "kept", "backward"]
 

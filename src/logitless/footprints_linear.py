@@ -35,8 +35,7 @@ from logitless.footprints import (
     selecting,
     statistics_work,
 )
-from logitless.plans import LinearPlan
-from logitless.tiles import Tiles
+from logitless.from_hidden.plan import LinearPlan, Tiles
 
 
 def linear_moments(step: Step, plan: LinearPlan) -> Iterator[Moment]:

@@ -36,9 +36,9 @@ from logitless.footprints import (
     statistics_work,
 )
 from logitless.footprints_linear import linear_moments
-from logitless.loss_plans import LossPlan, LossShape, choose_loss_plan, find_obstacle, two_pass_memory
 from logitless.objectives import Objective
-from logitless.one_pass import FEW, MOVED
+from logitless.policy_loss.one_pass import FEW, MOVED
+from logitless.policy_loss.plan import LossPlan, LossShape, choose_loss_plan, find_obstacle, two_pass_memory
 
 OWN_MEANS = {"ppo_clip": 3, "gspo": 4, "cispo": 3, "sapo": 1, "reinforce": 0}
 """Metrics that a policy term itself averages: clip fractions, mostly."""

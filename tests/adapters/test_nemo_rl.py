@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import logitless
 from logitless import LogitlessError
-from logitless.bench.measure import peak_bytes
+from logitless.tools.bench.measure import peak_bytes
 
 sys.path.append(str(Path(__file__).parent / "doubles"))
 

@@ -12,8 +12,8 @@ from tiny import qwen3
 
 import logitless
 from logitless import LogitlessError
-from logitless.bench.adapters import ENTRIES, SMOKE, measure
-from logitless.bench.measure import peak_bytes
+from logitless.tools.bench.adapters import ENTRIES, SMOKE, measure
+from logitless.tools.bench.measure import peak_bytes
 
 V = 507
 UTILS, ACTOR = "openrlhf.models.utils", "openrlhf.models.actor"

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import logitless
 from logitless import LogitlessError
-from logitless.bench.adapters import ENTRIES, SMOKE, measure
+from logitless.tools.bench.adapters import ENTRIES, SMOKE, measure
 
 MODEL_UTILS = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 TORCH_UTILS = "skyrl.backends.skyrl_train.utils.torch_utils"

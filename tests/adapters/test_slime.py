@@ -27,7 +27,7 @@ from truth import float64_leaf, truth
 
 import logitless
 from logitless import LogitlessError
-from logitless.bench.measure import peak_bytes
+from logitless.tools.bench.measure import peak_bytes
 
 sys.path.append(str(Path(__file__).parent / "doubles"))
 

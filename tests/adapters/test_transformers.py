@@ -15,7 +15,7 @@ from truth import plain, truth
 import logitless
 from logitless import Kept, LogitlessError, Rows
 from logitless.adapters.transformers import TESTED, audit_of, patch, unpatch
-from logitless.bench.measure import peak_bytes
+from logitless.tools.bench.measure import peak_bytes
 
 pytest.importorskip("transformers")
 

@@ -16,7 +16,7 @@ from truth import truth
 
 import logitless
 from logitless import LogitlessError
-from logitless.bench.measure import peak_bytes
+from logitless.tools.bench.measure import peak_bytes
 
 pytest.importorskip("trl")
 

@@ -16,7 +16,7 @@ from parity import assert_parity, run
 
 import logitless
 from logitless import LogitlessError
-from logitless.bench.adapters import ENTRIES, SMOKE, measure
+from logitless.tools.bench.adapters import ENTRIES, SMOKE, measure
 
 V, D = 507, 24
 FUNCTIONAL, FUSED = "verl.utils.torch_functional", "verl.utils.experimental.torch_functional"

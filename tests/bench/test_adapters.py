@@ -11,7 +11,7 @@ import torch
 
 import logitless
 from logitless import LogitlessError
-from logitless.bench.adapters import ENTRIES, SMOKE, START, append, main, measure, read, table, with_table
+from logitless.tools.bench.adapters import ENTRIES, SMOKE, START, append, main, measure, read, table, with_table
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "adapters.jsonl"
@@ -39,7 +39,7 @@ def test_entries_run(host, tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 def test_tables_are_what_the_records_say(page):
-    """Run ``python -m logitless.bench.adapters --docs docs/adapters`` after new records."""
+    """Run ``python -m logitless.tools.bench.adapters --docs docs/adapters`` after new records."""
     text = page.read_text()
     assert START in text
     assert with_table(text, page.stem, read(RESULTS)) == text

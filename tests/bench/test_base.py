@@ -14,10 +14,10 @@ import pytest
 
 import logitless
 from logitless import LogitlessError
-from logitless.bench import base as against
-from logitless.bench.cases import CASES
-from logitless.bench.records import read_records
-from logitless.bench.run import Request
+from logitless.tools.bench import base as against
+from logitless.tools.bench.cases import CASES
+from logitless.tools.bench.records import read_records
+from logitless.tools.bench.run import Request
 
 # A package that knows the cases it is given and takes SPEED milliseconds for each, without importing torch.
 CASES_FILE = """
@@ -30,7 +30,7 @@ for name, fields in KNOWN.items():
 """
 MAIN = """
 import json, sys
-from logitless.bench.cases import KNOWN
+from logitless.tools.bench.cases import KNOWN
 
 words = sys.argv[1:]
 case, out = words[words.index("--case") + 1], words[words.index("--out") + 1]

@@ -3,7 +3,7 @@
 import pytest
 
 from logitless import LogitlessError
-from logitless.bench.cases import CASES, Case, select_cases, select_names
+from logitless.tools.bench.cases import CASES, Case, select_cases, select_names
 
 
 def test_the_shapes_that_matter_are_named():

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.bench.cases import Case
-from logitless.bench.inputs import CARRIER, fill_logits, fill_operands, hand_over, make_batch, scored_rows
+from logitless.tools.bench.cases import Case
+from logitless.tools.bench.inputs import CARRIER, fill_logits, fill_operands, hand_over, make_batch, scored_rows
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ def test_the_same_seed_gives_the_same_logits(kind, dtype):
 
 
 def test_blocks_of_rows_cover_all_rows(monkeypatch):
-    monkeypatch.setattr("logitless.bench.inputs.BLOCK_ELEMENTS", 5 * 501)
+    monkeypatch.setattr("logitless.tools.bench.inputs.BLOCK_ELEMENTS", 5 * 501)
     batch = make_batch(Case("x", "cpu", 37, 501, logits="peaked"), CPU)
     logits = fill_logits(batch, torch.full((37, 501), torch.nan))
     assert logits.isfinite().all()
@@ -66,7 +66,7 @@ def test_gaussian_operands_have_products_with_a_spread_of_two():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_peaked_operands_have_targets_from_unsure_to_certain(dtype, monkeypatch):
-    monkeypatch.setattr("logitless.bench.inputs.BLOCK_ELEMENTS", 8 * 256 * 100)
+    monkeypatch.setattr("logitless.tools.bench.inputs.BLOCK_ELEMENTS", 8 * 256 * 100)
     batch, hidden, weight = operands(Case("x", "cpu", 1000, 997, dtype, logits="peaked", hidden=256))
     p = (hidden.double() @ weight.double().T).softmax(-1).gather(1, batch.labels[:, None]).squeeze(1)
     assert (hidden[:, 0] == CARRIER).all()

@@ -5,11 +5,11 @@ import sys
 import pytest
 import torch
 
-from logitless.bench.cases import Case
-from logitless.bench.inputs import fill_operands, make_batch
-from logitless.bench.linear_providers import LINEAR_PROVIDERS, VERL_KERNEL
-from logitless.bench.providers import Scores, add_peers
-from logitless.bench.run import take_step
+from logitless.tools.bench.cases import Case
+from logitless.tools.bench.inputs import fill_operands, make_batch
+from logitless.tools.bench.linear_providers import LINEAR_PROVIDERS, VERL_KERNEL
+from logitless.tools.bench.providers import Scores, add_peers
+from logitless.tools.bench.run import take_step
 
 CPU = torch.device("cpu")
 PEERS = {

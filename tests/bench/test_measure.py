@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from logitless.bench.cases import Case
-from logitless.bench.inputs import fill_logits, make_batch
-from logitless.bench.measure import StopWatch, compare, copy_bandwidth, peak_bytes, sample_truth
-from logitless.bench.providers import plain
+from logitless.tools.bench.cases import Case
+from logitless.tools.bench.inputs import fill_logits, make_batch
+from logitless.tools.bench.measure import StopWatch, compare, copy_bandwidth, peak_bytes, sample_truth
+from logitless.tools.bench.providers import plain
 
 CPU = torch.device("cpu")
 SIZE = 4 * 1_000_000
@@ -45,7 +45,7 @@ def test_laps_are_the_times_between_marks():
 
 
 def test_bandwidth_is_positive(monkeypatch):
-    monkeypatch.setattr("logitless.bench.measure.CPU_COPY_BYTES", 1 << 20)
+    monkeypatch.setattr("logitless.tools.bench.measure.CPU_COPY_BYTES", 1 << 20)
     assert copy_bandwidth(CPU, repeats=2) > 0
 
 

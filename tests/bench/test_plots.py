@@ -6,10 +6,10 @@ import matplotlib.pyplot as plt
 import pytest
 
 from logitless import LogitlessError
-from logitless.bench.cases import CASES
-from logitless.bench.records import Record
-from logitless.bench.sweep import Grid
-from logitless.plots import LIGHT, draw_case, draw_growth, draw_records, draw_response, draw_sweep
+from logitless.tools.bench.cases import CASES
+from logitless.tools.bench.records import Record
+from logitless.tools.bench.sweep import Grid
+from logitless.tools.plots import LIGHT, draw_case, draw_growth, draw_records, draw_response, draw_sweep
 
 
 def record(case, provider="logitless", **fields):
@@ -45,7 +45,7 @@ def drawn(monkeypatch):
     """The figures that were saved, open."""
     figures = []
     for module in ("bars", "curves", "sweeps"):
-        monkeypatch.setattr(f"logitless.plots.{module}.save", lambda figure, path, style: figures.append(figure))
+        monkeypatch.setattr(f"logitless.tools.plots.{module}.save", lambda figure, path, style: figures.append(figure))
     yield figures
     plt.close("all")
 

@@ -5,8 +5,8 @@ from dataclasses import asdict, replace
 
 import torch
 
-from logitless.bench.cases import CASES
-from logitless.bench.records import (
+from logitless.tools.bench.cases import CASES
+from logitless.tools.bench.records import (
     Environment,
     Record,
     append_records,

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from logitless import LogitlessError
-from logitless.bench.__main__ import main
-from logitless.bench.cases import CASES
-from logitless.bench.linear_providers import LINEAR_PROVIDERS
-from logitless.bench.providers import PROVIDERS, Provider, Scores
-from logitless.bench.run import Plan, Request, run
+from logitless.tools.bench.__main__ import main
+from logitless.tools.bench.cases import CASES
+from logitless.tools.bench.linear_providers import LINEAR_PROVIDERS
+from logitless.tools.bench.providers import PROVIDERS, Provider, Scores
+from logitless.tools.bench.run import Plan, Request, run
 
 CPU = torch.device("cpu")
 GOOD = ("torch", "logitless", "logitless-overwrite")
@@ -18,7 +18,7 @@ GOOD = ("torch", "logitless", "logitless-overwrite")
 
 @pytest.fixture(autouse=True)
 def _small_bandwidth_buffer(monkeypatch):
-    monkeypatch.setattr("logitless.bench.measure.CPU_COPY_BYTES", 1 << 20)
+    monkeypatch.setattr("logitless.tools.bench.measure.CPU_COPY_BYTES", 1 << 20)
 
 
 def measure(case, providers):

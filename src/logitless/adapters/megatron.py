@@ -23,9 +23,9 @@ from logitless.adapters.audit import Audit
 from logitless.adapters.patching import Host, Option, Replacement, plain_signature
 from logitless.adapters.shards import check_ids, even_shard
 from logitless.errors import LogitlessError
+from logitless.from_hidden.logprobs import linear_logprobs
+from logitless.from_logits import logprobs
 from logitless.kept import Kept
-from logitless.linear import linear_logprobs
-from logitless.ops import logprobs
 from logitless.rows import Rows
 from logitless.spec import EntropyMode, Head, TokenStats
 

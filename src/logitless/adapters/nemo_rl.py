@@ -23,15 +23,15 @@ import torch
 from torch import Tensor
 
 from logitless.adapters.audit import Audit
-from logitless.adapters.held import entropy_of_logits, without_outside
 from logitless.adapters.packs import packed_plan, padded_plan, split_over
 from logitless.adapters.patching import Host, Option, Replacement
+from logitless.adapters.scoring import entropy_of_logits, without_outside
 from logitless.adapters.shards import check_ids, even_shard, shard_between, vocabulary_of
 from logitless.collectives import gather_over
 from logitless.errors import LogitlessError
+from logitless.from_hidden.logprobs import linear_logprobs
+from logitless.from_logits import logprobs
 from logitless.kept import Kept
-from logitless.linear import linear_logprobs
-from logitless.ops import logprobs
 from logitless.spec import IGNORE, Head, TokenStats, VocabShard
 
 HALF: dict[torch.dtype, Literal["bfloat16", "float16"]] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from logitless.adapters.held import entropy_of_logits, score_logits
 from logitless.adapters.patching import Host, Option, Replacement
+from logitless.adapters.scoring import entropy_of_logits, score_logits
 from logitless.adapters.shards import check_ids
 from logitless.errors import LogitlessError
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from logitless.errors import LogitlessError
-from logitless.exchange import GradRule, exchange_over
-from logitless.layouts import Zigzag, ragged_arange
+from logitless.rows.exchange import GradRule, exchange_over
+from logitless.rows.layouts import Zigzag, ragged_arange
 
 
 @dataclass(frozen=True, eq=False)

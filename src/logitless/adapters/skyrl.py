@@ -23,20 +23,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from logitless.adapters.held import (
+from logitless.adapters.packs import Plan, packed_plan, padded_plan, split_over
+from logitless.adapters.patching import Host, Option, Replacement
+from logitless.adapters.scoring import (
     entropy_mode,
     entropy_of_logits,
     make_logprobs_from_logits,
     score_hidden,
     without_outside,
 )
-from logitless.adapters.packs import Plan, packed_plan, padded_plan, split_over
-from logitless.adapters.patching import Host, Option, Replacement
 from logitless.adapters.shards import check_ids, even_shard, shard_between, vocabulary_of
 from logitless.errors import LogitlessError
-from logitless.exchange import GradRule
-from logitless.linear import linear_logprobs
-from logitless.ops import logprobs
+from logitless.from_hidden.logprobs import linear_logprobs
+from logitless.from_logits import logprobs
+from logitless.rows.exchange import GradRule
 from logitless.spec import IGNORE, Head, TokenStats, VocabShard
 
 MODEL_UTILS = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"

@@ -22,10 +22,10 @@ from logitless.adapters.audit import Audit
 from logitless.adapters.patching import Host, Installed, Option, Replacement, install_host
 from logitless.adapters.shards import check_ids, even_shard
 from logitless.errors import LogitlessError
+from logitless.from_logits import logprobs
 from logitless.kept import Kept
-from logitless.layouts import Contiguous, Zigzag
-from logitless.ops import logprobs
 from logitless.rows import Rows
+from logitless.rows.layouts import Contiguous, Zigzag
 from logitless.spec import IGNORE, EntropyMode, Head, VocabShard
 
 

@@ -28,8 +28,8 @@ from logitless.adapters.audit import Audit, AuditReport
 from logitless.adapters.patching import Host, Option, Replacement, suggestion
 from logitless.checks import resolve_rows
 from logitless.errors import LogitlessError
+from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.kept import Kept
-from logitless.linear import linear_logprobs
 from logitless.spec import EntropyMode, Head, TokenStats, VocabShard, shard_of
 
 TESTED = (

@@ -22,8 +22,8 @@ from torch import Tensor
 from logitless.adapters.audit import Audit
 from logitless.adapters.patching import Host, Option, Replacement
 from logitless.errors import LogitlessError
-from logitless.linear import linear_logprobs
-from logitless.ops import logprobs
+from logitless.from_hidden.logprobs import linear_logprobs
+from logitless.from_logits import logprobs
 from logitless.spec import IGNORE, EntropyMode, Head, TokenStats
 
 HALF: dict[torch.dtype, Literal["bfloat16", "float16"]] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.adapters.held import (
+from logitless.adapters.patching import Host, Option, Replacement
+from logitless.adapters.scoring import (
     entropy_mode,
     entropy_of_logits,
     make_logprobs_from_logits,
@@ -28,7 +29,6 @@ from logitless.adapters.held import (
     score_logits,
     squared_probabilities,
 )
-from logitless.adapters.patching import Host, Option, Replacement
 from logitless.adapters.shards import check_ids, even_shard
 from logitless.errors import LogitlessError
 from logitless.spec import Head, TokenStats, VocabShard

@@ -1,0 +1,132 @@
+"""What hosts ask about logits and hidden states they hold, in the words of this library.
+
+    score_logits, score_hidden   one call of ours, audited
+    taken_over                   logits that a caller allows backward to overwrite
+    make_logprobs_from_logits    the function of that name that verl and SkyRL share
+    without_outside              hosts that give an id outside the vocabulary the log-prob 0
+    squared_probabilities        sum of p^2 per row, from two log-probs
+
+Nothing here knows a host; host modules say which rows, which dtype and which rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.adapters.audit import Audit
+from logitless.adapters.shards import check_ids
+from logitless.collectives import gather_over
+from logitless.from_hidden.logprobs import linear_logprobs
+from logitless.from_logits import logprobs
+from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard
+
+
+def tracked(*tensors: Tensor | None) -> bool:
+    """Whether a result computed from these has a graph."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def entropy_mode(wanted: bool, *tensors: Tensor | None) -> EntropyMode:
+    """``"grad"`` where a gradient is wanted and can flow."""
+    return "grad" if wanted and tracked(*tensors) else "value"
+
+
+def score_logits(where: str, logits: Tensor, target: Tensor, audit: Audit, **asked: Any) -> TokenStats:
+    """:func:`logitless.logprobs` of every row; ``asked`` are its keywords."""
+    if logits.shape[-1] > 1 and logits.stride(-1) != 1:
+        logits = logits.contiguous()
+    out = logprobs(logits, target.long(), **asked)
+    distribution = {name: asked[name] for name in ("head", "shard") if name in asked}
+    audit.of_logits(where, logits, target, logprob=out.logprob, entropy=out.entropy, **distribution)
+    return out
+
+
+def score_hidden(where: str, hidden: Tensor, weight: Tensor, target: Tensor, audit: Audit, **asked: Any) -> TokenStats:
+    """:func:`logitless.linear_logprobs` of every row; ``asked`` are its keywords."""
+    out = linear_logprobs(hidden, weight, target.long(), **asked)
+    distribution = {name: asked[name] for name in ("head", "shard", "bias") if name in asked}
+    audit.of_hidden(where, hidden, weight, target, logprob=out.logprob, entropy=out.entropy, **distribution)
+    return out
+
+
+def entropy_of_logits(
+    where: str, logits: Tensor, audit: Audit, *, grad: bool = True, leave_out: Tensor | None = None, **asked: Any
+) -> Tensor:
+    """Entropy of every row, with a graph if ``grad`` and the logits have one; 0 where ``leave_out`` is true."""
+    target = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    if leave_out is not None:
+        target.masked_fill_(leave_out, IGNORE)
+    entropy = score_logits(where, logits, target, audit, entropy=entropy_mode(grad, logits), **asked).entropy
+    assert entropy is not None
+    return entropy
+
+
+def taken_over(logits: Tensor) -> Tensor | None:
+    """The tensor that a caller who allows it may lose: the logits, or what they are another view of; None if neither.
+
+    A leaf is a user's own, and a part of a tensor belongs to whoever holds the rest.
+    """
+    whole = logits._base if logits._is_view() else logits
+    if whole is None or whole.is_leaf or not tracked(logits):
+        return None
+    same = whole.numel() == logits.numel() and whole.shape[-1:] == logits.shape[-1:]
+    return whole if same and whole.is_contiguous() and logits.is_contiguous() else None
+
+
+def make_logprobs_from_logits(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``logprobs_from_logits``: float32, as the hosts' flash-attention path gives them.
+
+    ``inplace_backward=True`` is the caller's word that the logits may be lost; as on that path, backward then writes
+    the gradient over them.
+    """
+    where = "logprobs_from_logits"
+
+    def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+        check_ids("labels", labels, logits.shape[:-1])
+        whole = taken_over(logits) if inplace_backward and options["inplace_backward"] else None
+        if whole is None:
+            return score_logits(where, logits, labels, options["audit"]).logprob
+        target = labels.reshape(whole.shape[:-1])
+        out = score_logits(where, whole, target, options["audit"], overwrite_logits=True)
+        return out.logprob.view(labels.shape)
+
+    return logprobs_from_logits
+
+
+def without_outside(target: Tensor, vocab_size: int, score: Callable[[Tensor], TokenStats]) -> Tensor:
+    """Log-probs where an id outside the vocabulary counts as a logit that is not there: 0, with the gradient -p g.
+
+    That is what a sum of the target's logit over shards gives when no shard holds it.
+    """
+    outside = (target < 0) | (target >= vocab_size)
+    out = score(target.masked_fill(outside, 0))
+    # Zero, with the gradient of -log Z.
+    nothing = out.log_z.detach() - out.log_z
+    return torch.where(outside, nothing, out.logprob)
+
+
+def squared_probabilities(where: str, logits: Tensor, audit: Audit, shard: VocabShard | None = None) -> Tensor:
+    """Sum of the squared probabilities of every row: ``exp(2 log p(t) - log q(t))``, q at half the temperature.
+
+    q is p^2 normalised, so the ratio is the normaliser, whichever t. The likeliest t keeps both logarithms near zero,
+    which is where they are sharp: log Z itself would lose the digits that large logits take.
+    """
+    peak = _peak(logits, shard)
+    once = score_logits(where, logits, peak, audit, shard=shard).logprob
+    twice = score_logits(where, logits, peak, audit, shard=shard, head=Head(temperature=0.5)).logprob
+    return torch.exp(2 * once - twice)
+
+
+def _peak(logits: Tensor, shard: VocabShard | None) -> Tensor:
+    """Id of the largest logit of every row, over all shards."""
+    value, index = logits.detach().max(dim=-1)
+    if shard is None or shard.group is None:
+        return index
+    # Ids below 2^24 are exact in float32, so one gather carries both.
+    table = gather_over(shard.group, torch.stack([value.float(), (index + shard.start).float()]))
+    holder = table[:, 0].argmax(dim=0, keepdim=True)
+    return table[:, 1].gather(0, holder).squeeze(0).long()

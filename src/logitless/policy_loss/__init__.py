@@ -1,0 +1,5 @@
+"""The loss of a policy update from hidden states and the head's weight, gradients included."""
+
+from logitless.policy_loss.loss import MEMORY, linear_policy_loss
+
+__all__ = ["MEMORY", "linear_policy_loss"]

@@ -1,0 +1,496 @@
+"""Which rows of the logits matter, and where each result belongs. Built once per micro-batch, on the host.
+
+Logit row t predicts token t+1, so a sample of prompt length P and total length L needs rows P-1 .. L-2:
+
+    tokens   p0 p1 p2 r0 r1 r2        P = 3, L = 6
+    rows           ^  ^  ^            index  2 3 4
+    target         r0 r1 r2           position 0 1 2
+
+A layout only decides which ``(sample, offset)`` each local token holds; everything after that is one filter
+(``_select``). Packed and padded batches differ in the few lines that lay their tokens out, and a parallel split
+of the sequence is one more such function: nothing below it changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from logitless.collectives import resolve_group, table_over
+from logitless.errors import LogitlessError
+from logitless.rows.exchange import GradRule, exchange_over
+from logitless.rows.layouts import Scheme, Zigzag, ragged_arange
+from logitless.rows.samples import Samples, Tokens, integer_vector, unpad
+from logitless.spec import IGNORE
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """A plan: the rows to score, their targets, and the way back to samples.
+
+    Make one with :meth:`packed`, :meth:`padded`, :meth:`at` or :meth:`every`.
+
+    Attributes:
+        index: ``[R]`` row of the (flattened) logits, each at most once.
+        target: ``[R]`` token id that row should predict; ``-100`` is "ignore".
+        sample: ``[R]`` which sample the row belongs to, ascending.
+        position: ``[R]`` place of the target within its response.
+        token_shape: leading shape of the logits this plan was made for: ``(T,)``, ``(N, S)``, or None for any.
+        held: response tokens of each sample that have a row here, masked ones included.
+        counts: rows of each sample that are scored here.
+        totals: ``[N]`` response tokens of each sample that count in the loss, on whatever rank they are: the mask is
+            nonzero and the target is not ``-100``.
+        slot: ``[R]`` place of each row among the held ones, or None where all of them are scored.
+        mask: ``[R]`` loss mask of each row, or None if there are no masks.
+        response: ``[R]`` place of each row's target among all response tokens of the batch, sample after sample.
+        response_lengths: response tokens of each sample in all, on whatever rank.
+        spans: padded length of each sample in all.
+        cp: how the sequence is split, or None.
+        in_order: whether the rows are all rows of the logits, in order.
+        reach: one past the largest index, where the shape alone does not say it.
+        target_range: smallest and largest target, if they were known before the plan went to an accelerator.
+    """
+
+    index: Tensor
+    target: Tensor
+    sample: Tensor
+    position: Tensor
+    token_shape: tuple[int, ...] | None
+    held: tuple[int, ...]
+    counts: tuple[int, ...]
+    totals: Tensor
+    slot: Tensor | None = None
+    mask: Tensor | None = None
+    response: Tensor | None = None
+    response_lengths: tuple[int, ...] | None = None
+    spans: tuple[int, ...] | None = None
+    cp: Scheme | None = None
+    in_order: bool = False
+    reach: int = 0
+    target_range: tuple[int, int] | None = None
+
+    @staticmethod
+    def packed(
+        tokens: Sequence[Tokens],
+        response_lengths: Sequence[int],
+        loss_masks: Sequence[Tensor | Sequence[int]] | None = None,
+        *,
+        loss_mask_only: bool = False,
+        cp: Scheme | None = None,
+        align: int | None = None,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        num_tokens: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> Rows:
+        """Rows of samples laid end to end ("thd"), whole or split over a context-parallel group.
+
+        Args:
+            tokens: one 1-D tensor or list of ids per sample, prompt and response together, the whole sample on every
+                rank.
+            response_lengths: how many tokens at the end of each sample are response.
+            loss_masks: one mask per sample, as long as its response; nonzero means "counts".
+            loss_mask_only: score only the rows whose mask is nonzero. :meth:`split` and :meth:`gather` still return
+                every response token, with zeros at the others.
+            cp: :class:`Zigzag` or :class:`Contiguous`; None if the sequence is not split.
+            align: each sample is padded to a multiple of this; default 1, and ``2 * size`` for zigzag.
+            cu_seqlens: ``[N + 1]`` starts of the padded samples, the whole sequence's, instead of ``align``; one more
+                entry means padding after the last sample.
+            num_tokens: rows of the local logits if padding follows at their end; default as many as the samples (or
+                ``cu_seqlens``) need.
+            device: where the plan will be used; default the device of the tokens.
+
+        >>> rows = Rows.packed([[7, 8, 9], [4, 5, 6, 7]], [1, 2])
+        >>> rows.index.tolist(), rows.target.tolist(), rows.position.tolist()
+        ([1, 4, 5], [9, 6, 7], [0, 0, 1])
+        """
+        if cp is not None and not isinstance(cp, Scheme):
+            raise LogitlessError(f"Rows.packed: cp must be a Zigzag, a Contiguous or None but is {cp!r}.")
+        batch = Samples.check("Rows.packed", tokens, response_lengths, loss_masks, loss_mask_only)
+        spans, total = _spans(batch, cp, align, cu_seqlens)
+        size = 1 if cp is None else cp.size
+        num_tokens = -(-total // size) if num_tokens is None else num_tokens
+        sample, offset = ragged_arange(spans) if cp is None else cp.tokens(spans, num_tokens)
+        if num_tokens < len(sample):
+            raise LogitlessError(
+                f"Rows.packed: num_tokens is {num_tokens} but the samples need {len(sample)} tokens{_here(cp)}. "
+                f"Pass the padded length of the local pack, or leave it out."
+            )
+        return _select(batch, sample, offset, (num_tokens,), spans, cp, device)
+
+    @staticmethod
+    def padded(
+        tokens: Tensor | Sequence[Tokens],
+        response_lengths: Sequence[int],
+        loss_masks: Sequence[Tensor | Sequence[int]] | None = None,
+        *,
+        lengths: Sequence[int] | None = None,
+        max_length: int | None = None,
+        padding: Literal["left", "right"] = "right",
+        loss_mask_only: bool = False,
+        cp: Zigzag | None = None,
+        device: torch.device | str | None = None,
+    ) -> Rows:
+        """Rows of one sample per line, every line padded to the same length ("bshd").
+
+        Args:
+            tokens: ``[N, S]`` tensor with ``lengths`` given, or one unpadded list of ids per sample.
+            response_lengths: how many tokens at the end of each sample are response.
+            loss_masks, loss_mask_only, device: as for :meth:`packed`.
+            lengths: true length of each line when ``tokens`` is one padded tensor.
+            max_length: padded length of a line; default ``S``, or the longest sample.
+            padding: on which side the padding is.
+            cp: :class:`Zigzag`, which cuts every line into ``2 * size`` chunks of ``ceil(max_length / (2 * size))``.
+
+        >>> Rows.padded([[7, 8, 9], [4, 5, 6, 7]], [1, 2], padding="left").index.tolist()
+        [2, 5, 6]
+        """
+        if padding not in ("left", "right"):
+            raise LogitlessError(f'Rows.padded: padding must be "left" or "right" but is {padding!r}.')
+        if cp is not None and not isinstance(cp, Zigzag):
+            raise LogitlessError(
+                f"Rows.padded: cp must be a Zigzag or None but is {type(cp).__name__}. A contiguous split of padded "
+                f"lines would give one rank all the prompts; pack the samples (Rows.packed) to split them contiguously."
+            )
+        if isinstance(tokens, Tensor):
+            tokens, max_length = unpad(tokens, lengths, max_length, padding)
+        elif lengths is not None:
+            raise LogitlessError("Rows.padded: lengths goes with one [N, S] tensor; lists carry their own length.")
+        batch = Samples.check("Rows.padded", tokens, response_lengths, loss_masks, loss_mask_only)
+        longest = int(batch.lengths.max()) if len(batch) else 0
+        width = longest if max_length is None else max_length
+        if width < longest:
+            sample = int(batch.lengths.argmax())
+            raise LogitlessError(f"Rows.padded: sample {sample} has {longest} tokens but max_length is {width}.")
+        lead = width - batch.lengths if padding == "left" else torch.zeros_like(batch.lengths)
+        spans = torch.full_like(batch.lengths, _round_up(width, cp.multiple) if cp else width)
+        sample, place = cp.tokens(spans, width) if cp else ragged_arange(spans)
+        token_shape = (len(batch), _round_up(width, cp.multiple) // cp.size if cp else width)
+        return _select(batch, sample, place - lead[sample], token_shape, spans, cp, device)
+
+    @staticmethod
+    def at(index: Tensor | Sequence[int], target: Tensor | Sequence[int], num_tokens: int | None = None) -> Rows:
+        """Rows from a plain pair of lists: score ``target[i]`` under logits row ``index[i]``.
+
+        The index is checked once, here (one device-to-host copy if it lives on an accelerator).
+
+        Args:
+            index: ``[R]`` distinct rows of the flattened logits.
+            target: ``[R]`` token ids.
+            num_tokens: rows of the logits; default "any number past the largest index".
+        """
+        index, target = integer_vector(index, "Rows.at: index"), integer_vector(target, "Rows.at: target")
+        if index.numel() != target.numel():
+            raise LogitlessError(f"Rows.at: index has {index.numel()} entries but target has {target.numel()}.")
+        ordered = index.cpu().sort().values
+        if ordered.numel() and int(ordered[0]) < 0:
+            raise LogitlessError(f"Rows.at: index must be 0 or more but has {int(ordered[0])}.")
+        twice = (ordered[1:] == ordered[:-1]).nonzero()
+        if twice.numel():
+            raise LogitlessError(
+                f"Rows.at: index holds row {int(ordered[twice[0, 0]])} more than once. "
+                f"A row has one target; score further targets in calls of their own."
+            )
+        past = int(ordered[-1]) + 1 if ordered.numel() else 0
+        if num_tokens is not None and num_tokens < past:
+            raise LogitlessError(f"Rows.at: index reaches row {past - 1} but num_tokens is {num_tokens}.")
+        shape = None if num_tokens is None else (num_tokens,)
+        return _single_sample(index, target.to(index.device), shape, reach=past)
+
+    @staticmethod
+    def every(target: Tensor) -> Rows:
+        """Every row of ``[..., V]`` logits, for targets of shape ``[...]``; ``-100`` leaves a row out."""
+        flat = integer_vector(target.reshape(-1) if isinstance(target, Tensor) else target, "Rows.every: target")
+        index = torch.arange(flat.numel(), device=flat.device)
+        return replace(_single_sample(index, flat, tuple(target.shape)), in_order=True)
+
+    def __len__(self) -> int:
+        return self.index.numel()
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Rows of the logits this plan was made for, or None where any number will do."""
+        return None if self.token_shape is None else math.prod(self.token_shape)
+
+    @property
+    def counted(self) -> Tensor:
+        """``[R]`` whether each row counts in the loss: its mask is nonzero and its target is not ``-100``."""
+        scored = self.target != IGNORE
+        return scored if self.mask is None else scored & self.mask
+
+    def take(self, x: Tensor) -> Tensor:
+        """The planned rows of ``x``: ``[T, ...]`` (or ``[N, S, ...]``) becomes ``[R, ...]``."""
+        shape = x.shape[:1] if self.token_shape is None else self.token_shape
+        if tuple(x.shape[: len(shape)]) != tuple(shape):
+            raise LogitlessError(
+                f"Rows.take: x has shape {list(x.shape)} but these rows were made for leading shape {list(shape)}."
+            )
+        return x.flatten(0, len(shape) - 1).index_select(0, self.index)
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """Per-sample results: ``[R]`` becomes one tensor per sample, as long as the response held here.
+
+        Where rows were dropped by ``loss_mask_only`` their places hold zero. Differentiable.
+        """
+        return list(self._hold(x, "split").split(self.held))
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The inverse of :meth:`split`: one tensor per sample, as long as its held response, becomes ``[R]``."""
+        if len(parts) != len(self.held):
+            raise LogitlessError(f"Rows.join: got {len(parts)} tensors for {len(self.held)} samples.")
+        for sample, (part, held) in enumerate(zip(parts, self.held, strict=True)):
+            if part.shape[0] != held:
+                raise LogitlessError(
+                    f"Rows.join: sample {sample} has {part.shape[0]} entries but {held} response tokens here."
+                )
+        if not parts:
+            raise LogitlessError("Rows.join: there are no samples, so neither dtype nor device is known.")
+        x = torch.cat(list(parts))
+        return x if self.slot is None else x.index_select(0, self.slot)
+
+    def from_responses(self, responses: Sequence[Tensor]) -> Tensor:
+        """The planned rows of per-sample tensors that cover *whole* responses (advantages, rewards): ``[R]``.
+
+        Under context parallelism or ``loss_mask_only`` this picks the tokens that are scored here.
+        """
+        lengths = self._whole_lengths("from_responses")
+        if len(responses) != len(lengths):
+            raise LogitlessError(f"Rows.from_responses: got {len(responses)} tensors for {len(lengths)} samples.")
+        for sample, (x, length) in enumerate(zip(responses, lengths, strict=True)):
+            if x.shape[0] != length:
+                raise LogitlessError(
+                    f"Rows.from_responses: sample {sample} has {x.shape[0]} entries but a response of {length} tokens."
+                )
+        if not responses:
+            raise LogitlessError("Rows.from_responses: there are no samples, so neither dtype nor device is known.")
+        whole = torch.cat(list(responses))
+        return whole.index_select(0, self.response.to(whole.device))  # pyright: ignore[reportOptionalMemberAccess]
+
+    def gather(self, x: Tensor | Sequence[Tensor], group: Any, *, grad: GradRule) -> Any:
+        """Whole responses on every rank of the sequence group: ``[R]`` becomes one full-length tensor per sample.
+
+        One collective for all samples and all fields; rows that no rank scored are zero.
+
+        Args:
+            x: ``[R]`` values, or several such fields of one dtype.
+            group: process group or one-dimensional DeviceMesh of the context-parallel ranks; None if not split.
+            grad: what backward does, see :mod:`logitless.rows.exchange`: ``"sum"`` if the ranks' losses add up,
+                ``"slice"`` if every rank computes the same loss, None for values only.
+
+        Returns:
+            A list of ``[response length]`` tensors, or one such list per field.
+        """
+        lengths = self._whole_lengths("gather")
+        whole = self._exchange(x, group, None, grad, "gather")
+        lists = [list(field.split(lengths)) for field in whole]
+        return lists[0] if isinstance(x, Tensor) else lists
+
+    def redistribute(self, x: Tensor | Sequence[Tensor], to: Rows, group: Any, *, grad: GradRule) -> Any:
+        """The same values in another split's order: ``[R]`` of these rows becomes ``[R']`` of ``to``.
+
+        For example from contiguous to zigzag. One collective for all samples and all fields; arguments as
+        for :meth:`gather`. Rows of ``to`` that no rank scored are zero.
+        """
+        if self._whole_lengths("redistribute") != to.response_lengths:
+            raise LogitlessError(
+                f"Rows.redistribute: to= was made for responses of {list(to.response_lengths or ())} tokens but these "
+                f"rows for {list(self.response_lengths or ())}. Both must describe the same samples."
+            )
+        if to.cp is not None and self.cp is not None and to.cp.size != self.cp.size:
+            raise LogitlessError(
+                f"Rows.redistribute: these rows are split over {self.cp.size} ranks but to= over {to.cp.size} ranks."
+            )
+        fields = self._exchange(x, group, to.response, grad, "redistribute")
+        return fields[0] if isinstance(x, Tensor) else fields
+
+    def check_over(self, group: Any) -> None:
+        """Raise on every rank unless all ranks of the sequence group planned the same batch, each with its own rank.
+
+        One small collective, to be used once at start-up or while debugging.
+        """
+        process_group = resolve_group(group, "Rows.check_over: group")
+        if process_group is None:
+            return
+        scheme = (type(self.cp).__name__, 1 if self.cp is None else self.cp.size)
+        rank = 0 if self.cp is None else self.cp.rank
+        lengths = self._whole_lengths("check_over")
+        plans = table_over(process_group, (rank, scheme, self.num_tokens, self.spans, lengths))
+        _check_plans(plans)
+
+    def expand(self, x: Tensor) -> Tensor:
+        """Scatter ``[R]`` back to one value per token, zeros elsewhere: ``[T]``, or ``[N, S]`` if padded."""
+        self._check_rows(x, "expand")
+        if self.token_shape is None:
+            raise LogitlessError("Rows.expand: the full length is unknown. Pass num_tokens to Rows.at.")
+        full = x.new_zeros((math.prod(self.token_shape), *x.shape[1:])).index_copy(0, self.index, x)
+        return full.reshape(*self.token_shape, *x.shape[1:])
+
+    def sum_by_sample(self, x: Tensor) -> Tensor:
+        """Sum of each sample's rows: ``[R]`` becomes ``[N]``. Same bits on every run (no atomics)."""
+        self._check_rows(x, "sum_by_sample")
+        lengths = torch.tensor(self.counts, dtype=torch.int64, device=x.device)
+        return torch.segment_reduce(x, "sum", lengths=lengths, unsafe=True, initial=0)
+
+    def _hold(self, x: Tensor, caller: str) -> Tensor:
+        self._check_rows(x, caller)
+        if self.slot is None:
+            return x
+        return x.new_zeros((sum(self.held), *x.shape[1:])).index_copy(0, self.slot, x)
+
+    def _exchange(
+        self, x: Tensor | Sequence[Tensor], group: Any, wanted: Tensor | None, grad: GradRule, caller: str
+    ) -> tuple[Tensor, ...]:
+        fields = (x,) if isinstance(x, Tensor) else tuple(x)
+        if not fields:
+            raise LogitlessError(f"Rows.{caller}: x is empty; wanted a tensor or at least one field.")
+        for field in fields:
+            if field.dim() != 1 or field.shape[0] != len(self) or field.dtype != fields[0].dtype:
+                raise LogitlessError(
+                    f"Rows.{caller}: wanted fields of shape [{len(self)}] and one dtype but got "
+                    f"{[(list(f.shape), str(f.dtype)) for f in fields]}."
+                )
+        size = 1 if self.cp is None else self.cp.size
+        process_group = resolve_group(group, f"Rows.{caller}: group")
+        world = 1 if process_group is None else process_group.size()
+        if size != world:
+            raise LogitlessError(f"Rows.{caller}: these rows are split over {size} ranks but group has {world}.")
+        assert self.response is not None
+        return exchange_over(process_group, fields, self.response, sum(self.response_lengths or ()), wanted, grad)
+
+    def _whole_lengths(self, caller: str) -> tuple[int, ...]:
+        if self.response_lengths is None:
+            raise LogitlessError(f"Rows.{caller}: rows made with Rows.at or Rows.every know of no samples.")
+        return self.response_lengths
+
+    def _check_rows(self, x: Tensor, caller: str) -> None:
+        if x.dim() == 0 or x.shape[0] != len(self):
+            raise LogitlessError(f"Rows.{caller}: x has shape {list(x.shape)} but there are {len(self)} rows.")
+
+
+def _select(
+    batch: Samples,
+    sample: Tensor,
+    offset: Tensor,
+    token_shape: tuple[int, ...],
+    spans: Tensor,
+    cp: Scheme | None,
+    device: torch.device | str | None,
+) -> Rows:
+    """The one filter: of the local tokens, holding ``(sample, offset)``, keep those that predict a response token."""
+    position = offset - (batch.prompts - 1).index_select(0, sample)
+    place = ((position >= 0) & (position < batch.responses.index_select(0, sample))).nonzero().squeeze(1)
+    sample, position = sample.index_select(0, place), position.index_select(0, place)
+    held = tuple(torch.bincount(sample, minlength=len(batch)).tolist())
+    response = (batch.responses.cumsum(0) - batch.responses).index_select(0, sample) + position
+    slot = mask = None
+    if batch.mask is not None:
+        mask = batch.mask[response.to(batch.mask.device)]
+        if batch.mask_only:
+            slot = mask.nonzero().squeeze(1)
+            place, sample, position, response, mask = (x[slot] for x in (place, sample, position, response, mask))
+    counts = held if slot is None else tuple(torch.bincount(sample, minlength=len(batch)).tolist())
+    source = (batch.lengths.cumsum(0) - batch.responses).index_select(0, sample) + position
+    target = batch.ids[source.to(batch.ids.device)]
+    on_host = target.device.type == "cpu" and target.numel() > 0
+    target_range = (int(target.min()), int(target.max())) if on_host else None
+    device = torch.device(device) if device is not None else batch.ids.device
+    # One copy for what was computed on the host.
+    place, sample, position, response = torch.stack([place, sample, position, response]).to(device, non_blocking=True)
+    return Rows(
+        index=place,
+        target=target.to(device),
+        sample=sample,
+        position=position,
+        token_shape=token_shape,
+        held=held,
+        counts=counts,
+        totals=batch.totals.to(device),
+        slot=None if slot is None else slot.to(device),
+        mask=None if mask is None else mask.to(device),
+        response=response,
+        response_lengths=tuple(batch.responses.tolist()),
+        spans=tuple(spans.tolist()),
+        cp=cp,
+        target_range=target_range,
+    )
+
+
+def _spans(
+    batch: Samples, cp: Scheme | None, align: int | None, cu_seqlens: Tensor | Sequence[int] | None
+) -> tuple[Tensor, int]:
+    """Padded length of each sample, and of all of them with the padding after the last, checked against the scheme."""
+    multiple = 1 if cp is None else cp.multiple
+    if cu_seqlens is None:
+        align = multiple if align is None else align
+        if type(align) is not int or align < 1 or align % multiple:
+            raise LogitlessError(
+                f"Rows.packed: align must be a positive multiple of {multiple}{_here(cp)} but is {align!r}."
+            )
+        spans = _round_up(batch.lengths, align)
+        return spans, int(spans.sum())
+    if align is not None:
+        raise LogitlessError("Rows.packed: give align or cu_seqlens, not both.")
+    starts = torch.as_tensor(cu_seqlens, dtype=torch.int64).cpu()
+    if len(starts) not in (len(batch) + 1, len(batch) + 2):
+        raise LogitlessError(
+            f"Rows.packed: cu_seqlens has {len(starts)} entries for {len(batch)} samples; wanted {len(batch) + 1}, or "
+            f"{len(batch) + 2} with padding after the last sample."
+        )
+    spans = starts.diff()[: len(batch)]
+    for sample, (span, length) in enumerate(zip(spans.tolist(), batch.lengths.tolist(), strict=True)):
+        if span < length or span % multiple:
+            raise LogitlessError(
+                f"Rows.packed: cu_seqlens gives sample {sample} {span} places, but it has {length} tokens and its "
+                f"places must be a multiple of {multiple}{_here(cp)}."
+            )
+    if starts[0] != 0 or starts[-1] < starts[len(batch)]:
+        raise LogitlessError(f"Rows.packed: cu_seqlens must start at 0 and never fall but is {starts.tolist()}.")
+    return spans, int(starts[-1])
+
+
+def _check_plans(plans: Sequence[tuple[Any, ...]]) -> None:
+    """Every rank sees the same table, so every rank raises the same error, or none does."""
+    ranks, schemes, num_tokens, spans, responses = zip(*plans, strict=True)
+    counts = [len(r) for r in responses]
+    for name, values in (("the scheme", schemes), ("the number of samples", counts)):
+        if len(set(values)) > 1:
+            raise LogitlessError(f"Rows.check_over: ranks disagree about {name}: rank by rank it is {list(values)}.")
+    if list(ranks) != list(range(len(plans))):
+        raise LogitlessError(
+            f"Rows.check_over: ranks 0 .. {len(plans) - 1} of the group planned as ranks {list(ranks)} of the split."
+        )
+    if schemes[0][1] != len(plans):
+        raise LogitlessError(
+            f"Rows.check_over: these rows are split over {schemes[0][1]} ranks but group has {len(plans)}."
+        )
+    for name, table in (("padded length", spans), ("response length", responses)):
+        for sample, values in enumerate(zip(*table, strict=True)):
+            if len(set(values)) > 1:
+                raise LogitlessError(
+                    f"Rows.check_over: ranks disagree about the {name} of sample {sample}: rank by rank it is "
+                    f"{list(values)}."
+                )
+    if len(set(num_tokens)) > 1:
+        raise LogitlessError(
+            f"Rows.check_over: ranks disagree about num_tokens: rank by rank it is {list(num_tokens)}."
+        )
+
+
+def _round_up(n: Any, multiple: int) -> Any:
+    """The next multiple, of a number or a tensor."""
+    return -(-n // multiple) * multiple
+
+
+def _here(cp: Scheme | None) -> str:
+    return "" if cp is None else f" on rank {cp.rank} of {cp.size} ({type(cp).__name__})"
+
+
+def _single_sample(index: Tensor, target: Tensor, token_shape: tuple[int, ...] | None, reach: int = 0) -> Rows:
+    count = index.numel()
+    position = torch.arange(count, device=index.device)
+    totals = (target != IGNORE).sum().reshape(1)
+    return Rows(index, target, torch.zeros_like(index), position, token_shape, (count,), (count,), totals, reach=reach)

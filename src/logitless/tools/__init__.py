@@ -1,0 +1,1 @@
+"""The commands: ``plan``, ``doctor``, ``score``, ``bench``, ``sweep``, ``demo``. Nothing below imports these."""

@@ -1,0 +1,283 @@
+"""What a measurement leaves behind: one JSON line each, and a table that fits in 100 columns.
+
+Figures and tables are made from these records alone, so that every published number can be traced to a commit, a
+device and the versions that produced it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import re
+import subprocess
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import logitless
+from logitless.tools.bench.cases import Computed
+
+Status = Literal["ok", "wrong", "out of memory", "failed", "absent"]
+COLUMNS = ("provider", "computes", "forward ms", "total ms", "x floor", "peak", "value err", "grad err")
+COMPUTES = {None: "log-prob", "value": "+ entropy", "grad": "+ entropy grad", "mean": "mean loss"}
+WIDTH = 100
+UNSTEADY = 1.5
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where and when a run took place."""
+
+    device: str
+    slug: str
+    commit: str
+    dirty: bool | None
+    versions: dict[str, str]
+    date: str
+
+    @staticmethod
+    def here(device: torch.device, commit: str | None = None) -> Environment:
+        """Of this process, this checkout and the given device. A copy without history is told its commit."""
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+        slug = _slug(name) if device.type == "cuda" else "cpu"
+        versions = {"torch": torch.__version__, "triton": _version("triton"), "python": platform.python_version()}
+        versions["logitless"] = logitless.__version__
+        commit, dirty = _git_state(Path(__file__).parent) if commit is None else (commit, None)
+        return Environment(name, slug, commit, dirty, versions, datetime.now(UTC).isoformat(timespec="seconds"))
+
+
+@dataclass(frozen=True)
+class Record:
+    """One provider on one case. Times and memory are None unless ``status`` is ``"ok"``.
+
+    Attributes:
+        case: the fields of the :class:`~logitless.tools.bench.cases.Case`.
+        provider: its name in ``PROVIDERS``.
+        computes: the entropy it computed: None, ``"value"`` or ``"grad"``; or ``"mean"``, a mean loss alone.
+        status: ``"ok"``, or why there is no time.
+        detail: the error, or a remark.
+        rows: how many rows were scored.
+        logits_bytes: size of the logits, there or not.
+        errors: largest distance to float64 over sampled rows, by quantity.
+        peak_bytes: most memory alive beyond the inputs: the logits, or the hidden states and the weight.
+        forward_ms, total_ms: medians, to the end of forward and of backward.
+        total_range_ms: fastest and slowest repeat.
+        forward_floor_ms, floor_ms: bytes that must move over the copy bandwidth measured in the same run; from hidden
+            states, the products that must be made.
+        ratio: ``total_ms / floor_ms``.
+        bandwidth: bytes per second of a plain copy, reads and writes together.
+        repeats: timed repeats.
+        refreshed: whether the inputs were restored before each repeat.
+        environment: commit, device, versions and date.
+        gemm_ms: from hidden states, the times of one, two, three and four full products.
+    """
+
+    case: dict[str, Any]
+    provider: str
+    computes: Computed
+    status: Status
+    detail: str
+    rows: int
+    logits_bytes: int
+    forward_floor_ms: float | None
+    floor_ms: float | None
+    bandwidth: float
+    environment: dict[str, Any]
+    errors: dict[str, float | None] = field(default_factory=dict)
+    peak_bytes: int | None = None
+    forward_ms: float | None = None
+    total_ms: float | None = None
+    total_range_ms: tuple[float, float] | None = None
+    ratio: float | None = None
+    repeats: int = 0
+    refreshed: bool = True
+    gemm_ms: list[float] | None = None
+
+    def to_json(self) -> str:
+        """One line of strict JSON; a number that is not finite becomes null."""
+        return json.dumps(_finite(asdict(self)), allow_nan=False)
+
+
+def append_records(path: Path, records: Iterable[Record]) -> None:
+    """Add one line per record to ``path``, making it and its folder if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(record.to_json() + "\n" for record in records)
+
+
+def read_records(path: Path) -> list[Record]:
+    """All records of a file, oldest first."""
+    return [Record(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def newest(records: Iterable[Record]) -> list[Record]:
+    """The last record of every (case, provider), in the order of their first appearance."""
+    last = {(record.case["name"], record.provider): record for record in records}
+    return list(last.values())
+
+
+def by_case(records: Iterable[Record]) -> list[list[Record]]:
+    """Records grouped by case, cases in order of appearance."""
+    order: dict[str, list[Record]] = {}
+    for record in records:
+        order.setdefault(record.case["name"], []).append(record)
+    return list(order.values())
+
+
+def headline(record: Record) -> str:
+    """What the case is and where its floor lies, in one sentence."""
+    c = record.case
+    work = "forward + backward" if c["backward"] else "forward only"
+    entropy = "no entropy" if c["entropy"] is None else f"entropy {c['entropy']}"
+    share = "all rows" if record.rows == c["tokens"] else f"{record.rows} of {c['tokens']} rows"
+    size, extra = c.get("hidden"), ""
+    if size is not None:
+        extra = f" D={size}"
+        work += ", frozen weight" if c["frozen"] else ""
+        work += f", {c['memory']} allowed" if c["memory"] else ""
+    return (
+        f"{c['name']}: T={c['tokens']} V={c['vocab']}{extra} {c['dtype']} {c['logits']}, {work}, {entropy}, {share}; "
+        f"logits {format_bytes(record.logits_bytes)}; {_floor(record)}"
+    )
+
+
+def table_rows(records: Iterable[Record]) -> list[tuple[str, ...]]:
+    """Cells under ``COLUMNS`` for the records that have a time, fastest first."""
+    timed = sorted((r for r in records if r.total_ms is not None), key=lambda r: r.total_ms or 0.0)
+    return [
+        (
+            record.provider,
+            COMPUTES[record.computes],
+            _number(record.forward_ms),
+            _number(record.total_ms),
+            _number(record.ratio),
+            "-" if record.peak_bytes is None else format_bytes(record.peak_bytes),
+            _error(record, "logprob", "entropy"),
+            _error(record, "gradient", "weight", "weight_rest"),
+        )
+        for record in timed
+    ]
+
+
+def failures(records: Iterable[Record]) -> list[str]:
+    """Why a provider that was run has no time, one line each."""
+    return [f"{r.provider}: {r.status}, {r.detail}" for r in records if r.status not in ("ok", "absent")]
+
+
+def unsteady(records: Iterable[Record]) -> list[str]:
+    """One line if some repeats took far longer than others: someone else was using the machine."""
+    spans = ((r.provider, *r.total_range_ms) for r in records if r.total_range_ms is not None)
+    noisy = [f"{name} {low:.1f} to {high:.1f} ms" for name, low, high in spans if high > UNSTEADY * low]
+    return [f"unsteady machine, repeats vary: {', '.join(noisy)}"] if noisy else []
+
+
+def footnotes(records: Iterable[Record]) -> list[str]:
+    """Remarks on providers that hold for the whole table, each once; absent ones are named with the reason."""
+    parts = ((r, f"absent, {r.detail}" if r.status == "absent" else r.detail) for r in records)
+    return list(dict.fromkeys(f"{r.provider}: {text}" for r, text in parts if text and r.status in ("ok", "absent")))
+
+
+def text_table(records: Sequence[Record]) -> str:
+    """The whole table in plain text, at most 100 columns wide."""
+    groups = [line for group in by_case(records) for line in _text_group(group)]
+    return "\n".join([*groups, *_wrapped(footnotes(records))])
+
+
+def format_bytes(count: int) -> str:
+    """
+    >>> format_bytes(9_957_277_696), format_bytes(4096), format_bytes(0)
+    ('9.27 GiB', '4.0 KiB', '0 B')
+    """
+    for unit, digits in (("GiB", 2), ("MiB", 1), ("KiB", 1)):
+        size = 1024 ** ("KiB", "MiB", "GiB").index(unit) * 1024
+        if count >= size:
+            return f"{count / size:.{digits}f} {unit}"
+    return f"{count} B"
+
+
+def _floor(record: Record) -> str:
+    """The floor and what it is made of."""
+    if record.floor_ms is None:
+        return "no floor"
+    if record.gemm_ms is None:
+        return f"floor {record.floor_ms:.3g} ms at {record.bandwidth / 1e9:.4g} GB/s"
+    number = record.gemm_ms.index(record.floor_ms) + 1
+    times = ", ".join(_digits(ms) for ms in record.gemm_ms)
+    return f"floor {_digits(record.floor_ms)} ms, that of {number} full products (1 to 4: {times} ms)"
+
+
+def _text_group(group: Sequence[Record]) -> list[str]:
+    cells = [COLUMNS, *table_rows(group)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(COLUMNS))]
+    cells.insert(1, tuple("-" * width for width in widths))
+    lines = ["  ".join(_aligned(row, widths)) for row in cells] if len(cells) > 2 else []
+    return [*_wrapped([headline(group[0])]), "", *lines, *_wrapped([*failures(group), *unsteady(group)]), ""]
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    """Words to the left, numbers to the right."""
+    sized = enumerate(zip(row, widths, strict=True))
+    return [cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in sized]
+
+
+def _wrapped(texts: Iterable[str]) -> list[str]:
+    return [line for text in texts for line in textwrap.wrap(text, WIDTH, subsequent_indent="    ")]
+
+
+def _number(x: float | None) -> str:
+    return "-" if x is None else f"{x:.2f}" if x < 100 else f"{x:.0f}"
+
+
+def _digits(x: float) -> str:
+    """Three digits, or more before the point."""
+    return f"{x:.3g}" if x < 1000 else f"{x:.0f}"
+
+
+def _error(record: Record, *names: str) -> str:
+    values = [v for name in names if (v := record.errors.get(name)) is not None]
+    return f"{max(values):.0e}" if values else "-"
+
+
+def _finite(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {key: _finite(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [_finite(value) for value in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower().removeprefix("nvidia").strip()).strip("-")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu_name() -> str:
+    table = Path("/proc/cpuinfo")
+    text = table.read_text(encoding="utf-8") if table.exists() else ""
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return f"{model[1] if model else platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def _git_state(folder: Path) -> tuple[str, bool | None]:
+    """Commit of the checkout, and whether tracked files differ from it; unknown outside of one."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown", None

@@ -1,0 +1,315 @@
+"""Peak memory and time over a grid of sizes: ``logitless sweep``. (``logitless.sweep`` is the sweep over tiles.)
+
+    Grid    lists of tokens, vocabulary, response fraction, entropy, hidden size, memory: every combination is a case
+    Sweep   cases x providers, each measured in a process of its own (``point``), each record appended when it is there
+
+A point that is in the file, from this device, commit and these versions, is not measured again: a sweep that was
+stopped goes on where it was. Running out of memory is an answer and is kept; what failed is tried again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from logitless.errors import LogitlessError
+from logitless.spec import EntropyMode, parse_memory
+from logitless.tools.bench.cases import DTYPES, Case, select_names
+from logitless.tools.bench.linear_providers import LINEAR_PROVIDERS
+from logitless.tools.bench.point import Point, measure_apart
+from logitless.tools.bench.providers import PROVIDERS, Provider
+from logitless.tools.bench.records import (
+    UNSTEADY,
+    Environment,
+    Record,
+    append_records,
+    failures,
+    footnotes,
+    format_bytes,
+    read_records,
+)
+from logitless.tools.bench.run import Report, Request
+
+T = TypeVar("T")
+
+# Where training is known to run out of memory, and the shares of response at which it is looked at.
+KNOWN_TOKENS, KNOWN_VOCAB = 205280, 76032
+FRACTIONS = (1.0, 0.5, 0.25, 0.1, 0.03)
+# On a GPU the logits and a gradient of their size must fit; on a CPU plain torch's five more too, and a minute.
+CUDA_SHARE, CPU_SHARE, CPU_LOGITS = 0.47, 0.1, 128 << 20
+# On a CPU, what a point may take of the memory that is free.
+LIMIT_SHARE = 0.8
+ENTROPIES: dict[str, EntropyMode] = {"none": None, "value": "value", "grad": "grad"}
+FINISHED = ("ok", "wrong", "out of memory")
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is swept. Every combination is a case.
+
+    Attributes:
+        tokens, vocab, response, entropy: as in :class:`~logitless.tools.bench.cases.Case`.
+        hidden: sizes of the hidden states to start from; empty where the cases start from logits.
+        memory: working memory of those who take a bound, from hidden states; empty for their default.
+        dtype: of the logits, or of the hidden states and the weight.
+        backward: forward and backward, or forward alone.
+    """
+
+    tokens: Sequence[int]
+    vocab: Sequence[int]
+    response: Sequence[float] = FRACTIONS
+    entropy: Sequence[EntropyMode] = ("grad",)
+    hidden: Sequence[int] = ()
+    memory: Sequence[str] = ()
+    dtype: str = "float32"
+    backward: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "vocab", "response", "entropy"):
+            if not getattr(self, name):
+                raise LogitlessError(f"sweep: {name} needs at least one value.")
+        for name in ("tokens", "vocab", "hidden"):
+            if any(size < 1 for size in getattr(self, name)):
+                raise LogitlessError(f"sweep: {name} must be 1 or more but is {list(getattr(self, name))}.")
+        if self.memory and not self.hidden:
+            raise LogitlessError("sweep: memory bounds the tiles of linear_logprobs. Give --hidden with it.")
+        if not self.backward and "grad" in self.entropy:
+            raise LogitlessError('sweep: entropy "grad" needs a backward. Leave --forward-only out, or take "value".')
+        for text in self.memory:
+            parse_memory(text)
+
+    def cases(self, device: Literal["cuda", "cpu"]) -> list[Case]:
+        """One case per combination, the last list running fastest."""
+        lists = (self.tokens, self.vocab, self.hidden or (None,), self.memory or (None,), self.entropy, self.response)
+        names = ("tokens", "vocab", "hidden", "memory", "entropy", "response")
+        made = []
+        for values in itertools.product(*map(dict.fromkeys, lists)):
+            sizes: dict[str, Any] = dict(zip(names, values, strict=True))
+            case = Case("", device, dtype=self.dtype, backward=self.backward, **sizes)
+            made.append(replace(case, name=_name(case)))
+        return made
+
+
+def _name(case: Case) -> str:
+    """All that a grid can vary, so that two cases of one name are the same."""
+    parts = [f"sweep-t{case.tokens}-v{case.vocab}", f"d{case.hidden}" if case.hidden else "", SHORT[case.dtype]]
+    parts += [case.memory or "", "" if case.backward else "forward", case.entropy or "logprob"]
+    return "-".join(filter(None, [*parts, f"{case.response * 100:g}pct"]))
+
+
+def default_tokens(device: Literal["cuda", "cpu"], free: int, row_bytes: int) -> int:
+    """The known T, or what the machine takes of it: logits in under half of a GPU, or a tenth of a CPU's free memory.
+
+    >>> default_tokens("cuda", 139 << 30, 76032 * 4), default_tokens("cpu", 23 << 30, 76032 * 4)
+    (205280, 384)
+    """
+    most = CUDA_SHARE * free if device == "cuda" else min(CPU_LOGITS, CPU_SHARE * free)
+    rows = int(most / row_bytes)
+    return KNOWN_TOKENS if rows >= KNOWN_TOKENS else max(64, rows // 64 * 64)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can be had on the device now; all of the machine's where that is not known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    table = Path("/proc/meminfo")
+    if table.exists():
+        lines = dict(line.split(":", 1) for line in table.read_text(encoding="ascii").splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    # A container may be given less than the machine has.
+    most, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    if most.exists() and (text := most.read_text(encoding="ascii").strip()) != "max":
+        free = min(free, int(text) - int(used.read_text(encoding="ascii")))
+    return free
+
+
+def choose_providers(patterns: Sequence[str], grid: Grid, device: str) -> list[str]:
+    """Names by pattern, of those who start from what the grid starts from and run on the device.
+
+    None named means all of them on a GPU. On a CPU loading a peer outlasts many points: there, plain torch and ours.
+    """
+    known: Mapping[str, Provider] = LINEAR_PROVIDERS if grid.hidden else PROVIDERS
+    names = [n for n, p in known.items() if False in p.cases and (device == "cuda" or not p.cuda_only)]
+    return select_names(patterns or (["*"] if device == "cuda" else ["torch", "logitless*"]), names, "provider")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The points of a sweep and the file that their records are in."""
+
+    points: Sequence[Point]
+    environment: Environment
+    out: Path
+
+    @staticmethod
+    def of(grid: Grid, providers: Sequence[str], device: torch.device, out: Path, **options: Any) -> Sweep:
+        """Every case of the grid with every provider; ``options`` are those of a point."""
+        kind = "cuda" if device.type == "cuda" else "cpu"
+        points = [Point(case, name, **options) for case in grid.cases(kind) for name in providers]
+        return Sweep(points, Environment.here(device), out)
+
+    def finished(self) -> dict[tuple[str, str], Record]:
+        """Records of the file that this sweep would otherwise make, by case and provider."""
+        here = self.environment
+        found = {}
+        for record in read_records(self.out) if self.out.exists() else []:
+            where = record.environment
+            same = all(where[name] == getattr(here, name) for name in ("device", "commit", "dirty", "versions"))
+            if same and record.status in FINISHED:
+                found[record.case["name"], record.provider] = record
+        return found
+
+
+@dataclass(frozen=True)
+class Options:
+    """A sweep as it is asked for: lists are texts such as ``"1024,2048"``; what is None follows from the machine."""
+
+    tokens: str | None = None
+    vocab: str = str(KNOWN_VOCAB)
+    response: str = ",".join(f"{x:g}" for x in FRACTIONS)
+    entropy: str = "grad"
+    hidden: str = ""
+    memory: str = ""
+    dtype: str = "float32"
+    backward: bool = True
+    providers: Sequence[str] = ()
+    device: str | None = None
+    repeats: int = 3
+    peers: Path | None = None
+
+
+def plan_sweep(options: Options, out: Path | None = None) -> Sweep:
+    """The points that the options name, sized for this machine where they do not say."""
+    # The same checks of device and repeats as the benchmark's own.
+    device = Request(device=options.device, repeats=options.repeats).resolve().device
+    kind, free = "cuda" if device.type == "cuda" else "cpu", free_bytes(device)
+    if options.dtype not in SHORT:
+        raise LogitlessError(f"sweep: dtype must be one of {list(SHORT)} but is {options.dtype!r}.")
+    vocab = parse_list(options.vocab, "vocab", int)
+    row_bytes = max([1, *vocab]) * DTYPES[options.dtype].itemsize
+    grid = Grid(
+        parse_list(options.tokens, "tokens", int) if options.tokens else [default_tokens(kind, free, row_bytes)],
+        vocab,
+        parse_list(options.response, "response", float),
+        parse_list(options.entropy, "entropy", ENTROPIES.__getitem__),
+        parse_list(options.hidden, "hidden", int),
+        parse_list(options.memory, "memory", str),
+        options.dtype,
+        options.backward,
+    )
+    names = choose_providers(options.providers, grid, kind)
+    more = {"repeats": options.repeats, "peers": None if options.peers is None else str(options.peers.resolve())}
+    limit = int(LIMIT_SHARE * free) if kind == "cpu" else None
+    return Sweep.of(grid, names, device, out or Path("out") / f"sweep-{kind}.jsonl", limit=limit, **more)
+
+
+def parse_list(text: str, name: str, read: Callable[[str], T]) -> list[T]:
+    """
+    >>> parse_list("1024, 2048", "tokens", int)
+    [1024, 2048]
+    """
+    try:
+        return [read(part.strip()) for part in text.split(",") if part.strip()]
+    except (ValueError, KeyError):
+        wanted = "none, value or grad" if name == "entropy" else "numbers such as 1024,2048"
+        raise LogitlessError(f"sweep: {name} must be a list of {wanted} but is {text!r}.") from None
+
+
+def run_sweep(sweep: Sweep, report: Report = lambda text: None) -> list[Record]:
+    """Measure what the file does not have yet, appending each record; returns those of all points.
+
+    A provider that is absent at its first point is not tried at the others, and is not written down.
+    """
+    mend(sweep.out)
+    finished, absent = sweep.finished(), set()
+    records: list[Record] = []
+    for point in sweep.points:
+        report(f"{point.case.name}: {point.provider}")
+        record = finished.get((point.case.name, point.provider))
+        if record is None and point.provider not in absent:
+            record = measure_apart(point, sweep.environment)
+            if record.status == "absent":
+                absent.add(point.provider)
+            else:
+                append_records(sweep.out, [record])
+        records += [record] if record is not None else []
+    return records
+
+
+def mend(path: Path) -> None:
+    """Drop a last line that was cut off in the middle by a kill."""
+    if not path.exists():
+        return
+    text = path.read_bytes()
+    whole = text[: text.rfind(b"\n") + 1]
+    if len(whole) < len(text):
+        path.write_bytes(whole)
+
+
+def exit_code(records: Iterable[Record]) -> int:
+    """1 if a provider was wrong or failed. Running out of memory is an answer."""
+    return int(any(record.status in ("wrong", "failed") for record in records))
+
+
+AXES = {"tokens": "T", "vocab": "V", "hidden": "D", "memory": "memory", "entropy": "entropy", "response": "response"}
+
+
+def varying(records: Sequence[Record]) -> list[str]:
+    """The fields of their cases in which the records differ, in the order of ``AXES``."""
+    return [name for name in AXES if len({record.case[name] for record in records}) > 1]
+
+
+def value_text(name: str, value: Any) -> str:
+    """
+    >>> value_text("response", 0.25), value_text("entropy", None), value_text("tokens", 4096)
+    ('25%', 'none', '4096')
+    """
+    return f"{100 * value:.3g}%" if name == "response" else str(value or "none")
+
+
+def fixed_text(records: Sequence[Record]) -> str:
+    """What all the records have in common, in words."""
+    case, free = records[0].case, varying(records)
+    sizes = [f"{AXES[n]}={value_text(n, case[n])}" for n in ("tokens", "vocab", "hidden") if n not in free and case[n]]
+    work = "forward + backward" if case["backward"] else "forward only"
+    rest = [f"{n} {value_text(n, case[n])}" for n in ("memory", "entropy", "response") if n not in free and case[n]]
+    return ", ".join([" ".join([*sizes, case["dtype"]]), work, *rest])
+
+
+def sweep_table(records: Sequence[Record]) -> str:
+    """One line per point, in plain text: what varies, who, time, peak, peak over the logits, errors; then failures."""
+    axes, run_ = varying(records), [r for r in records if r.status != "absent"]
+    cells = [[*(AXES[n] for n in axes), "provider", "total ms", "peak", "of logits", "value err", "grad err"]]
+    for r in run_:
+        line = [*(value_text(n, r.case[n]) for n in axes), r.provider]
+        if r.total_ms is None or r.peak_bytes is None:
+            cells.append([*line, r.status, *["-"] * 4])
+            continue
+        errors = [_worst(r, "logprob", "entropy"), _worst(r, "gradient", "weight", "weight_rest")]
+        share = f"{100 * r.peak_bytes / r.logits_bytes:.1f}%"
+        cells.append([*line, f"{r.total_ms:.2f}", format_bytes(r.peak_bytes), share, *errors])
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    # Who did it is a word among numbers.
+    aligned = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in cells]
+    for line in aligned:
+        line[len(axes)] = line[len(axes)].strip().ljust(widths[len(axes)])
+    lines = ["  ".join(line) for line in aligned]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    notes = [*dict.fromkeys(failures(r for r in run_ if r.status != "out of memory")), *footnotes(records)]
+    unsteady = sum(r.total_range_ms is not None and r.total_range_ms[1] > UNSTEADY * r.total_range_ms[0] for r in run_)
+    if unsteady:
+        notes.append(f"unsteady machine: repeats vary by over half at {unsteady} of {len(run_)} points")
+    return "\n".join([fixed_text(records), "", *(line.rstrip() for line in lines), "", *notes]).rstrip()
+
+
+def _worst(record: Record, *names: str) -> str:
+    values = [v for name in names if (v := record.errors.get(name)) is not None]
+    return f"{max(values):.0e}" if values else "-"

@@ -1,0 +1,498 @@
+"""The ``logitless`` command.
+
+    plan, score, doctor     for users: what a model will need, log-probs of a file, whether all is well here
+    demo, sweep             what it is worth on this machine, and at which sizes
+    bench, plot             the committed cases, measured and drawn; --base compares two commits
+
+The work is in modules of those names; this file only parses, shows progress and formats. What only one command needs is
+imported when it runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+except ImportError as error:
+    raise SystemExit(f"logitless: {error}. Install the command line with pip install 'logitless[bench]'.") from None
+
+from logitless.errors import LogitlessError
+from logitless.tools.bench import records as rec
+from logitless.tools.bench.cases import select_names
+from logitless.tools.bench.run import Request, execute, listing
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+Names = Annotated[list[str] | None, typer.Option(help="Name or shell pattern; may be repeated.")]
+OutFile = Annotated[Path | None, typer.Option(help="File to append to; default benchmarks/results/<device>.jsonl.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")]
+
+
+@app.callback()
+def about(debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False) -> None:
+    """Per-token log-probabilities and entropy, without paying for the logits."""
+
+
+def main() -> None:
+    """Entry point of the ``logitless`` command: an error is one line, and exit code 1."""
+    try:
+        app()
+    except Exception as error:
+        if "--debug" in sys.argv:
+            raise
+        if isinstance(error, LogitlessError):
+            sys.exit(f"logitless: {error}")
+        text = (str(error).strip() or "no message").splitlines()[0]
+        sys.exit(f"logitless: {type(error).__name__}: {text} (logitless --debug shows where)")
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="A config.json, its folder, or a preset such as qwen3-8b.")],
+    tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch, all CP ranks together.")],
+    response_fraction: Annotated[float, typer.Option(help="Part of the tokens that is response.")] = 1.0,
+    tp: Annotated[int, typer.Option(help="Ranks that share the vocabulary.")] = 1,
+    cp: Annotated[int, typer.Option(help="Ranks that share the sequence.")] = 1,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    entropy: Annotated[str, typer.Option(help="none, value, or grad if it is part of the loss.")] = "value",
+    frozen_head: Annotated[bool, typer.Option("--frozen-head", help="The head needs no gradient (LoRA).")] = False,
+    card: Annotated[str | None, typer.Option(help="A size such as 80GiB, or a name such as h100-80g.")] = None,
+    in_use: Annotated[str | None, typer.Option(help="What weights, optimizer, activations take of it.")] = None,
+    memory: Annotated[str, typer.Option(help="Working memory of the ways from hidden states.")] = "256MiB",
+    as_json: AsJson = False,
+) -> None:
+    """What the loss step of a model will need, and the call to write.
+
+    With --card, exit code 1 says that the recommended call does not fit.
+    """
+    from logitless.spec import parse_memory
+    from logitless.tools import plan as planner
+    from logitless.tools.presets import find_card, find_model
+
+    wanted: Any = None if entropy == "none" else entropy
+    step = planner.LossStep(
+        find_model(model), tokens, response_fraction, tp, cp, dtype, wanted, frozen_head, memory=memory
+    )
+    free = None if card is None else max(0, find_card(card) - (parse_memory(in_use) if in_use else 0))
+    answer = planner.plan_model(step, free)
+    if as_json:
+        print(json.dumps(planner.as_json(answer), indent=1))
+    else:
+        _print_plan(answer)
+    if not answer.fits:
+        raise typer.Exit(1)
+
+
+@app.command()
+def score(
+    model: Annotated[Path, typer.Argument(help="Hugging Face model directory.")],
+    data: Annotated[Path, typer.Argument(help="JSONL or Parquet file of prompts and responses.")],
+    out: Annotated[Path, typer.Option(help="JSONL or Parquet file to write.")],
+    temperature: Annotated[float, typer.Option(help="That the responses were sampled at.")] = 1.0,
+    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16, float16 or float32.")] = "auto",
+    device: Device = None,
+    tokens_per_batch: Annotated[int, typer.Option(help="Most tokens of a micro-batch, with padding.")] = 16384,
+    records_per_part: Annotated[int, typer.Option(help="Records that are committed together.")] = 64,
+    prompt_key: Annotated[str, typer.Option(help="Field of the prompt: token ids or text.")] = "prompt",
+    response_key: Annotated[str, typer.Option(help="Field of the response.")] = "response",
+    plain_text: Annotated[
+        bool, typer.Option("--plain-text", help="Do not open text prompts with special tokens.")
+    ] = False,
+    memory: Annotated[str, typer.Option(help="Working memory of the head.")] = "256MiB",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew, whatever is there.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Log-prob and entropy of every response token of a file.
+
+    Run again after a kill, it goes on where it stopped. Under torchrun the ranks share the work.
+    """
+    from logitless.tools.score import Job, score_file
+
+    with _ranks() as (rank, local_rank, group):
+        try:
+            job = Job(
+                model=model,
+                data=data,
+                out=out,
+                temperature=temperature,
+                dtype=dtype,
+                device=_pick_device(device, local_rank),
+                tokens_per_batch=tokens_per_batch,
+                records_per_part=records_per_part,
+                prompt_key=prompt_key,
+                response_key=response_key,
+                special_tokens=not plain_text,
+                memory=memory,
+                overwrite=overwrite,
+            )
+            with _score_progress(shown=rank == 0) as report:
+                summary = score_file(job, report, group)
+        except LogitlessError:
+            if rank == 0:
+                raise
+            # Every rank fails alike; one of them says why.
+            raise typer.Exit(1) from None
+    if rank == 0:
+        _print_summary(summary, as_json)
+
+
+@app.command()
+def doctor(device: Device = None, as_json: AsJson = False) -> None:
+    """What is installed, what runs here and why not, and is it exact.
+
+    Exit code 1 says that something runs here and is wrong.
+    """
+    import torch
+
+    from logitless.tools.doctor import examine
+
+    findings = examine(torch.device(_pick_device(device, 0)))
+    if as_json:
+        print(json.dumps(findings.as_json(), indent=1))
+    else:
+        _print_findings(findings)
+    if not findings.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    case: Names = None,
+    provider: Names = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
+    out: OutFile = None,
+    repeats: Annotated[int, typer.Option(help="Timed repeats per provider.")] = 10,
+    peers: Annotated[Path | None, typer.Option(help="Folder of unpacked packages to import peers from.")] = None,
+    commit: Annotated[str | None, typer.Option(help="What to record where the code has no git history.")] = None,
+    base: Annotated[str | None, typer.Option(help="Commit to compare this checkout with.")] = None,
+    show_list: Annotated[bool, typer.Option("--list", help="List cases and providers, measure nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the records instead of the table.")] = False,
+) -> None:
+    """Time, peak memory and exactness of every provider on every case.
+
+    With --base REF: in that commit and in this checkout, of plain torch and
+    ours unless told otherwise. Records are then kept only with --out, and exit
+    code 1 says that this checkout is wrong or fails where the commit did not.
+    """
+    if show_list:
+        print(listing())
+        return
+    request = Request(case or (), provider or (), device, out, repeats, peers, commit)
+    if base is not None:
+        _bench_against(base, request, as_json)
+        return
+    with _progress(request.resolve().num_steps) as report:
+        results, path = execute(request, report)
+    print(f"{len(results)} records appended to {path}\n", file=sys.stderr)
+    if as_json:
+        print("\n".join(record.to_json() for record in results))
+    else:
+        _print_table(results)
+
+
+@app.command()
+def sweep(
+    response: Annotated[str, typer.Option(help="Shares of the tokens that are response.")] = "1,0.5,0.25,0.1,0.03",
+    tokens: Annotated[str | None, typer.Option(help="T; default 205280, or what fits here.")] = None,
+    vocab: Annotated[str, typer.Option(help="V.")] = "76032",
+    entropy: Annotated[str, typer.Option(help="none, value, grad.")] = "grad",
+    hidden: Annotated[str, typer.Option(help="D: start from hidden states instead of logits.")] = "",
+    memory: Annotated[str, typer.Option(help="Working memory, as 64MiB; with --hidden.")] = "",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    forward_only: Annotated[bool, typer.Option("--forward-only", help="No backward.")] = False,
+    provider: Names = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
+    repeats: Annotated[int, typer.Option(help="Timed repeats per point.")] = 3,
+    peers: Annotated[Path | None, typer.Option(help="Folder of unpacked packages to import peers from.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Records; default out/sweep-DEVICE.jsonl.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Peak memory and time over sizes, each point in a process of its own.
+
+    Sizes are lists, as 1024,2048; every combination is measured. By default
+    the sizes at which training runs out of memory, over the response fraction;
+    on a CPU, as much of that as takes about a minute. Run again, it goes on
+    where it stopped.
+
+    Exit code 1 says that a provider was wrong or failed, 130 that it was
+    interrupted. Running out of memory is an answer, not a failure.
+    """
+    from logitless.tools.bench import sweep as sweeping
+
+    _require_matplotlib()
+    options = sweeping.Options(
+        tokens,
+        vocab,
+        response,
+        entropy,
+        hidden,
+        memory,
+        dtype,
+        not forward_only,
+        provider or (),
+        device,
+        repeats,
+        peers,
+    )
+    plan = sweeping.plan_sweep(options, out)
+    try:
+        with _progress(len(plan.points)) as report:
+            results = sweeping.run_sweep(plan, report)
+    except KeyboardInterrupt:
+        print(f"\nStopped. Finished points are in {plan.out}; the same command goes on from there.", file=sys.stderr)
+        raise typer.Exit(130) from None
+    _print_sweep(results, plan.out, as_json)
+    raise typer.Exit(sweeping.exit_code(results))
+
+
+@app.command()
+def plot(
+    file: Annotated[Path, typer.Argument(help="Records written by bench.")],
+    case: Names = None,
+    provider: Names = None,
+    out: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path("out"),
+    as_json: AsJson = False,
+) -> None:
+    """Draw time and peak memory from records, light and dark."""
+    _require_matplotlib()
+    from logitless.tools.plots import draw_records
+
+    results = rec.read_records(file)
+    cases = select_names(case or ["*"], list(dict.fromkeys(r.case["name"] for r in results)), "case")
+    names = select_names(provider or ["*"], list(dict.fromkeys(r.provider for r in results)), "provider")
+    chosen = [r for r in results if r.case["name"] in cases and r.provider in names]
+    paths = [str(path) for path in draw_records(chosen, out, file.stem)]
+    print(json.dumps(paths) if as_json else "\n".join(paths))
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(help="GRPO steps of each run.")] = 100,
+    seed: Annotated[int, typer.Option(help="Of weights, prompts and samples.")] = 0,
+    tp: Annotated[int, typer.Option(help="Ranks that share the vocabulary; under torchrun.")] = 1,
+    cp: Annotated[int, typer.Option(help="Ranks that share the tokens; under torchrun.")] = 1,
+    out: Annotated[Path, typer.Option(help="Where to save the figure.")] = Path("out/demo.png"),
+    as_json: AsJson = False,
+) -> None:
+    """Train a tiny transformer with plain torch's loss step and with ours.
+
+    Same seed, same learning curve, less memory. About two minutes on two cores.
+
+    Exit code 1 says that the reward did not rise, or that the curves differ.
+    """
+    _require_matplotlib()
+    from logitless.tools import demo as show
+    from logitless.tools.demo.figure import draw_demo
+    from logitless.tools.demo.grid import make_grid
+    from logitless.tools.demo.report import show_demo
+
+    with _ranks() as (rank, _, group):
+        try:
+            setting, grid = show.Setting(steps=steps, seed=seed), make_grid(tp, cp, group)
+            show.check_ready(setting, grid)
+        except LogitlessError:
+            if rank == 0:
+                raise
+            # Every rank fails alike; one of them says why.
+            raise typer.Exit(1) from None
+        with _progress(show.num_reports(setting)) if rank == 0 else nullcontext(lambda text: None) as report:
+            result = show.run_demo(setting, grid, report)
+    if result is None:
+        return
+    draw_demo(result, out)
+    if as_json:
+        print(json.dumps({**result.as_json(), "figure": str(out)}))
+    else:
+        show_demo(result, out, Console(width=None if sys.stdout.isatty() else 80))
+    if not result.ok:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _ranks() -> Iterator[tuple[int, int, Any]]:
+    """Rank, rank on this machine and process group under torchrun; 0, 0 and None otherwise."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        yield 0, 0, None
+        return
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    # Ranks wait for the slowest one, however long it takes; if one dies, torchrun ends the others.
+    dist.init_process_group("gloo", timeout=timedelta(days=30))
+    try:
+        yield dist.get_rank(), int(os.environ.get("LOCAL_RANK", "0")), dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def _pick_device(device: str | None, local_rank: int) -> str:
+    import torch
+
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = device.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise LogitlessError(f'device must be "cpu", "cuda" or "cuda:1" and so on but is {device!r}.')
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise LogitlessError('device is "cuda" but torch sees no CUDA device. Use --device cpu.')
+    return f"cuda:{local_rank}" if device == "cuda" else device
+
+
+@contextmanager
+def _score_progress(*, shown: bool) -> Iterator[Callable[[Any], None]]:
+    """Parts and tokens per second of this rank on stderr: a bar, or a line every ten seconds where there is none."""
+    console, start = Console(stderr=True), time.monotonic()
+
+    def text(progress: Any) -> str:
+        speed = progress.tokens / max(1e-9, time.monotonic() - start)
+        return f"{progress.tokens} response tokens, {speed:.0f} tokens/s"
+
+    if not shown:
+        yield lambda progress: None
+    elif console.is_terminal:
+        columns = (BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
+        with Progress(*columns, TextColumn("{task.description}"), console=console, transient=True) as bar:
+            task = bar.add_task("loading the model", total=None)
+            yield lambda p: bar.update(task, completed=p.done, total=p.total, description=text(p))
+    else:
+        told = start - 10.0
+
+        def line(progress: Any) -> None:
+            nonlocal told
+            if time.monotonic() - told >= 10.0 or progress.done == progress.total:
+                told = time.monotonic()
+                print(f"{progress.done}/{progress.total} parts, {text(progress)}", file=sys.stderr, flush=True)
+
+        yield line
+
+
+def _print_summary(summary: Any, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(vars(summary)))
+        return
+    before = summary.records - summary.scored_records
+    there = f" ({before} were there)" if before else ""
+    speed = summary.scored_tokens / max(1e-9, summary.seconds)
+    print(f"{summary.out}: {summary.records} records{there}")
+    if summary.scored_records:
+        print(f"{summary.scored_tokens} response tokens in {summary.seconds:.1f} s, {speed:.0f} tokens/s")
+
+
+def _print_plan(answer: Any) -> None:
+    from logitless.memory import size_text
+    from logitless.tools.plan import headline, summary_rows
+
+    console = Console(width=None if sys.stdout.isatty() else 80, highlight=False)
+    console.print(headline(answer.step), style="bold", markup=False)
+    console.print("\nPeak bytes of the loss step, beyond hidden states and the head's weight\n")
+    table = Table(box=None, pad_edge=False)
+    for name in ("way", "peak", "of plain", *(("fits", "most tokens") if answer.free is not None else ())):
+        table.add_column(name, justify="left" if name == "way" else "right", no_wrap=True)
+    for forecast, cells in zip(answer.forecasts, summary_rows(answer), strict=True):
+        table.add_row(*cells[: len(table.columns)], style="green" if forecast.way.ours else None)
+    console.print(table)
+    for forecast in answer.forecasts:
+        # The first line names the call; the way's own name says more.
+        items = str(forecast.estimate).split("\n", 1)[1]
+        console.print(f"\n{forecast.way.name}", style="bold")
+        console.print(items, markup=False, soft_wrap=True)
+    console.print("\nRecommended", style="bold")
+    console.print(f"{answer.call.plan}\nPeak {size_text(answer.call.peak)}.", markup=False)
+    if not answer.fits:
+        lack = f"It does not fit: {size_text(answer.free or 0)} are free. Take fewer tokens, or more ranks."
+        console.print(lack, style="red", markup=False)
+    console.print(f"\n{answer.snippet}", markup=False, soft_wrap=True)
+
+
+def _print_findings(findings: Any) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 80, highlight=False)
+    for name, version in findings.versions.items():
+        console.print(f"{name:14}{version or 'not installed'}", markup=False)
+    console.print(f"{'device':14}{findings.device}\n{'auto':14}{findings.chosen}\n", markup=False)
+    for backend in findings.backends:
+        answer = "runs" if backend.runs else "does not run:"
+        console.print(f"{'backend':14}{backend.name:12}{answer} {backend.reason}", markup=False)
+    console.print("\nLargest error against float64: values, gradients (relative)", style="bold")
+    for found in findings.exactness:
+        errors = found.failure or f"{found.value:.1e}  {found.gradient:.1e}"
+        verdict, style = ("ok", "green") if found.ok else ("WRONG", "bold red")
+        line = f"{found.path:18}{found.backend:12}{found.dtype:10}  {errors}  {verdict}"
+        console.print(line, style=style, markup=False)
+    console.print("\nAdapters", style="bold")
+    for host in findings.hosts:
+        tested = f"tested with {', '.join(host.tested)}" if host.tested else "no version is pinned"
+        console.print(f"{host.name:14}{host.found or 'not installed'} ({tested})", markup=False)
+    verdict = "All that runs here is exact." if findings.ok else "Something that runs here is wrong."
+    console.print(f"\n{verdict}", style="green" if findings.ok else "bold red")
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A progress bar on stderr; plain lines where that is not a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: print(text, file=sys.stderr, flush=True)
+        return
+    columns = (BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
+    shown = (*columns, TextColumn("{task.description}"))
+    # Drawn only between measurements: a bar that redraws itself in a thread would be timed along with the rest.
+    with Progress(*shown, console=console, transient=True, auto_refresh=False) as bar:
+        task = bar.add_task("starting", total=total)
+        yield lambda text: bar.update(task, description=text, advance=1, refresh=True)
+
+
+def _print_table(results: list[rec.Record]) -> None:
+    """The plain table; on a terminal with our own lines in colour."""
+    console = Console(width=None if sys.stdout.isatty() else rec.WIDTH)
+    for line in rec.text_table(results).splitlines():
+        style = "green" if line.startswith("logitless") else "bold" if ": T=" in line else None
+        console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_sweep(results: list[rec.Record], out: Path, as_json: bool) -> None:
+    from logitless.tools.bench.sweep import sweep_table
+    from logitless.tools.plots import draw_sweep
+
+    if as_json:
+        print("\n".join(record.to_json() for record in results))
+    else:
+        console = Console(width=None if sys.stdout.isatty() else rec.WIDTH)
+        for line in sweep_table(results).splitlines():
+            console.print(line, style="green" if " logitless" in line else None, highlight=False, markup=False)
+    if any(record.total_ms is not None for record in results):
+        drawn = draw_sweep(results, out.parent, out.stem)
+        print(f"\nRecords in {out}, figures in {', '.join(map(str, drawn))}", file=sys.stderr)
+
+
+def _bench_against(base: str, request: Request, as_json: bool) -> None:
+    from logitless.tools.bench import base as against
+
+    with _progress(against.num_steps(request)) as report:
+        comparison = against.compare_with(base, request, report)
+    if as_json:
+        print("\n".join(compared.to_json() for compared in comparison.compared))
+    else:
+        print(against.comparison_table(comparison))
+    raise typer.Exit(int(comparison.broken))
+
+
+def _require_matplotlib() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise LogitlessError("figures need matplotlib. Install it with pip install 'logitless[bench]'.")
+
+
+if __name__ == "__main__":
+    main()

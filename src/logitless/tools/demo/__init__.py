@@ -1,0 +1,20 @@
+"""``logitless demo``: a small RL run twice, with plain torch's loss step and with ours.
+
+    task      prompts of digits, and the reward for repeating them
+    grid      the ranks of a run: context parallel times tensor parallel
+    policy    a tiny transformer from scratch, its rollouts, its hidden states split over ranks
+    steps     the loss steps under comparison
+    train     GRPO with any of them
+    memory    peak bytes of a loss step, and how they grow with the response fraction
+    run       all of it in order, and the verdict
+    figure    the picture
+
+The vocabulary is far larger than the task needs, so that the loss step weighs what it does in a real model.
+"""
+
+from __future__ import annotations
+
+from logitless.tools.demo.run import Demo, check_ready, num_reports, run_demo, verdict
+from logitless.tools.demo.train import Setting
+
+__all__ = ["Demo", "Setting", "check_ready", "num_reports", "run_demo", "verdict"]

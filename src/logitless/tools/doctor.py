@@ -1,0 +1,198 @@
+"""``logitless doctor``: what is installed, what runs here and why not, and whether it is right on this machine.
+
+Exactness is tried on small random inputs, forward and backward, against float64 from the same rounded operands:
+``logprobs`` and ``linear_logprobs`` with a temperature and a softcap, each backend that runs, in float32 and bfloat16.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import platform
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.adapters import HOSTS
+from logitless.backends import NAMES, choose_backend, load
+from logitless.errors import LogitlessError
+from logitless.from_hidden.logprobs import linear_logprobs
+from logitless.from_logits import logprobs
+from logitless.spec import Head
+
+PACKAGES = ("logitless", "torch", "triton", "transformers", "typer", "rich", "matplotlib", "pyarrow")
+
+ROWS, COLUMNS, DEPTH = 37, 1003, 24
+HEAD = Head(temperature=0.7, softcap=25.0)
+
+VALUE_TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
+"""Largest error of a log-prob or entropy, and error of a gradient relative to its size: what the library promises."""
+
+
+@dataclass(frozen=True)
+class BackendFinding:
+    """Whether a backend runs on the device, and why."""
+
+    name: str
+    runs: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class ExactnessFinding:
+    """Distance of one path's results to float64.
+
+    Attributes:
+        value: largest error of log-probs and entropies, relative to their size where that is above 1.
+        gradient: largest error of a gradient, relative to its size.
+        failure: what was raised instead, or None.
+    """
+
+    path: str
+    backend: str
+    dtype: str
+    value: float | None
+    gradient: float | None
+    failure: str | None
+
+    @property
+    def ok(self) -> bool:
+        if self.value is None or self.gradient is None:
+            return False
+        # Written so that NaN fails.
+        return self.value <= VALUE_TOLERANCE and self.gradient <= GRADIENT_TOLERANCE[getattr(torch, self.dtype)]
+
+
+@dataclass(frozen=True)
+class HostFinding:
+    """A framework with an adapter: the version found here, or None, and those it was tested with."""
+
+    name: str
+    found: str | None
+    tested: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Everything that was found."""
+
+    versions: dict[str, str | None]
+    device: str
+    chosen: str
+    backends: tuple[BackendFinding, ...]
+    exactness: tuple[ExactnessFinding, ...]
+    hosts: tuple[HostFinding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether whatever runs here is right."""
+        return all(finding.ok for finding in self.exactness)
+
+    def as_json(self) -> dict[str, Any]:
+        exactness = [asdict(finding) | {"ok": finding.ok} for finding in self.exactness]
+        return asdict(self) | {"exactness": exactness, "ok": self.ok}
+
+
+def examine(device: torch.device) -> Findings:
+    """Look at this machine and try the library on one of its devices."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise LogitlessError('doctor: device is "cuda" but torch sees no CUDA device. Use --device cpu.')
+    choice = choose_backend(torch.zeros(1, 1, device=device))
+    backends = tuple(_backend(name, device) for name in NAMES)
+    exactness = [
+        _exactness(path, backend.name, dtype, device)
+        for backend in backends
+        if backend.runs
+        for path in ("logprobs", "linear_logprobs")
+        for dtype in GRADIENT_TOLERANCE
+    ]
+    return Findings(
+        versions={"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        device=_describe(device),
+        chosen=f"{choice.name}: {choice.reason}",
+        backends=backends,
+        exactness=tuple(exactness),
+        hosts=tuple(_host(name) for name in HOSTS if importlib.util.find_spec(f"logitless.adapters.{name}")),
+    )
+
+
+def _describe(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"{device.type} ({torch.get_num_threads()} threads)"
+    facts = torch.cuda.get_device_properties(device)
+    return f"{facts.name}, compute capability {facts.major}.{facts.minor}, {facts.total_memory / 2**30:.1f} GiB"
+
+
+def _backend(name: str, device: torch.device) -> BackendFinding:
+    try:
+        module = load(name)
+    # A broken installation of Triton can raise anything when it is imported; here that is the finding.
+    except Exception as error:
+        return BackendFinding(name, False, str(error).strip() or type(error).__name__)
+    reason = module.unavailable(torch.zeros(1, 1, device=device)) if name == "triton" else None
+    if reason is not None:
+        return BackendFinding(name, False, reason)
+    interpreted = name == "triton" and module.INTERPRETED
+    where = "in Triton's interpreter" if interpreted else f"on {device.type}"
+    return BackendFinding(name, True, where)
+
+
+def _exactness(path: str, backend: str, dtype: torch.dtype, device: torch.device) -> ExactnessFinding:
+    name = str(dtype).removeprefix("torch.")
+    try:
+        ours, truth = _results(path, backend, dtype, device), _results(path, None, dtype, device)
+    # Whatever a compiler or driver raises is what the user asked to be told.
+    except Exception as error:
+        text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        return ExactnessFinding(path, backend, name, None, None, text)
+    off = [(a.double() - b).abs() for a, b in zip(ours, truth, strict=True)]
+    value = max(float((x / b.abs().clamp_min(1.0)).amax()) for x, b in zip(off[:2], truth[:2], strict=True))
+    gradient = max(float(x.norm() / b.norm()) for x, b in zip(off[2:], truth[2:], strict=True))
+    return ExactnessFinding(path, backend, name, value, gradient, None)
+
+
+def _results(path: str, backend: str | None, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Log-prob, entropy and gradients; by plain torch in float64 where no backend is named."""
+    generator = torch.Generator().manual_seed(0)
+    logits, hidden, weight = (
+        torch.randn(size, generator=generator) * spread
+        for size, spread in (((ROWS, COLUMNS), 8.0), ((ROWS, DEPTH), 2.0), ((COLUMNS, DEPTH), 1.0))
+    )
+    target = torch.randint(COLUMNS, (ROWS,), generator=generator).to(device)
+    upstream = [torch.randn(ROWS, generator=generator).to(device) for _ in range(2)]
+    leaves = [logits] if path == "logprobs" else [hidden, weight]
+    leaves = [x.to(device, dtype) for x in leaves]
+    leaves = [(x.double() if backend is None else x).requires_grad_() for x in leaves]
+    if backend is None:
+        out = _truth(leaves[0] if path == "logprobs" else leaves[0] @ leaves[1].T, target)
+        upstream = [g.double() for g in upstream]
+    else:
+        call: Any = logprobs if path == "logprobs" else linear_logprobs
+        stats = call(*leaves, target, entropy="grad", head=HEAD, backend=backend, memory="256KiB")
+        out = stats.logprob, stats.entropy
+    return [*(x.detach() for x in out), *torch.autograd.grad(out, leaves, upstream)]
+
+
+def _truth(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    assert HEAD.softcap is not None
+    logp = torch.log_softmax(HEAD.softcap * torch.tanh(x / HEAD.softcap) / HEAD.temperature, -1)
+    return logp.gather(1, target[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
+
+
+def _host(name: str) -> HostFinding:
+    host = importlib.import_module(f"logitless.adapters.{name}").HOST
+    found = None
+    if importlib.util.find_spec(host.package) is not None:
+        found = _version(host.distribution or host.package) or "of unknown version"
+    return HostFinding(name, found, tuple(host.versions))
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,347 @@
+"""``logitless plan``: what the loss step of a model will need, in every way to write it, before anything runs.
+
+A loss step starts where the model ends, with hidden states ``[T, D]`` and the head's weight ``[V, D]``, and ends with
+their gradients. Ways that build logits are made of three: the head, the call on its logits, the head's backward.
+
+    peak of a step = most bytes alive at once beyond hidden states, weight and what the model itself holds
+
+Bytes of a call are ``estimate``'s; here are only the logits around it, and the step of frameworks that upcast them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from logitless.errors import LogitlessError
+from logitless.footprints import Item
+from logitless.from_hidden.plan import LinearPlan
+from logitless.memory import Estimate, estimate, size_text
+from logitless.objectives import Objective
+from logitless.spec import EntropyMode
+from logitless.tools.presets import ModelShape
+
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+PRODUCTS = {"forward": 1, "frozen": 2, "keep": 3, "recompute": 4}
+BUDGETS = ("256MiB", "512MiB", *(f"{1 << n}GiB" for n in range(8)))
+"""Values of ``memory=`` that are tried, smallest first."""
+
+
+@dataclass(frozen=True)
+class LossStep:
+    """A micro-batch on one of the ranks that share it.
+
+    Args:
+        model: shape of the head.
+        tokens: of the micro-batch, all context-parallel ranks together.
+        response_fraction: part of them that is response, the rest being prompt and tool output.
+        tp, cp: tensor-parallel (vocabulary) and context-parallel (sequence) ranks.
+        dtype: of hidden states and weight.
+        entropy: as ``linear_logprobs`` takes it.
+        frozen_head: whether the head's weight needs no gradient.
+        memory: working memory of ``linear_logprobs`` and ``linear_policy_loss``.
+        device: ``"cuda"``, or ``"cpu"``.
+    """
+
+    model: ModelShape
+    tokens: int
+    response_fraction: float = 1.0
+    tp: int = 1
+    cp: int = 1
+    dtype: str = "bfloat16"
+    entropy: EntropyMode = "value"
+    frozen_head: bool = False
+    memory: int | str = "256MiB"
+    device: Literal["cuda", "cpu"] = "cuda"
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "tp", "cp"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise LogitlessError(f"plan: {name} must be an integer of at least 1 but is {value!r}.")
+        if not 0 < self.response_fraction <= 1:
+            raise LogitlessError(
+                f"plan: response_fraction must be above 0 and at most 1 but is {self.response_fraction!r}."
+            )
+        if self.dtype not in BYTES:
+            raise LogitlessError(f"plan: dtype must be one of {list(BYTES)} but is {self.dtype!r}.")
+
+    @property
+    def local_tokens(self) -> int:
+        return -(-self.tokens // self.cp)
+
+    @property
+    def rows(self) -> int:
+        return max(1, round(self.local_tokens * self.response_fraction))
+
+    @property
+    def columns(self) -> int:
+        return -(-self.model.vocab // self.tp)
+
+    @property
+    def needs_grad(self) -> tuple[str, ...]:
+        return ("hidden",) if self.frozen_head else ("hidden", "weight")
+
+    def predict(self, path: Any, **more: Any) -> Estimate:
+        """``estimate`` of a call of this step."""
+        # On the card it plans for, Triton is there, whether or not it is here.
+        backend = "triton" if self.device == "cuda" else "tiled"
+        chosen = {"rows": self.rows, "tensor_parallel": self.tp, "vocab": self.model.vocab, "backend": backend, **more}
+        softcap = self.model.softcap is not None
+        shared = {"dtype": self.dtype, "device": self.device, "entropy": self.entropy, "softcap": softcap}
+        return estimate(path, tokens=self.local_tokens, **{**shared, **chosen})
+
+    def item(self, name: str, rows: int, columns: int, width: int | None = None, output: bool = False) -> Item:
+        """A matrix with its shape in its name."""
+        size = rows * columns * (BYTES[self.dtype] if width is None else width)
+        return Item(f"{name} [{rows}, {columns}]", size, "backward" if output else "kept", output)
+
+    def gradients(self) -> tuple[Item, ...]:
+        """What the step is for: d_hidden, and d_weight unless the head is frozen."""
+        d_hidden = self.item("d_hidden", self.local_tokens, self.model.hidden, output=True)
+        d_weight = self.item("d_weight", self.columns, self.model.hidden, output=True)
+        return (d_hidden,) if self.frozen_head else (d_hidden, d_weight)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to write the step."""
+
+    name: str
+    ours: bool
+    predict: Callable[[LossStep], Estimate]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a way needs for a step, and on a card.
+
+    Attributes:
+        most_tokens: largest micro-batch that fits the card, to the nearest 256 tokens; None without a card.
+    """
+
+    way: Way
+    estimate: Estimate
+    fits: bool | None
+    most_tokens: int | None
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """The answer: every way, and the call to write.
+
+    Attributes:
+        free: bytes that the card has for the step; None without a card.
+        memory: the ``memory=`` to use.
+        call: forecast of the recommended call.
+        snippet: it as code.
+    """
+
+    step: LossStep
+    free: int | None
+    forecasts: tuple[Forecast, ...]
+    memory: int | str
+    call: Estimate
+    snippet: str
+
+    @property
+    def fits(self) -> bool:
+        return self.free is None or self.call.peak <= self.free
+
+
+def plan_model(step: LossStep, free: int | None = None) -> ModelPlan:
+    """Forecasts of all ways, and the recommended call.
+
+    >>> step = LossStep(ModelShape("tiny", hidden=64, vocab=1000), tokens=4096, response_fraction=0.5)
+    >>> [forecast.way.name for forecast in plan_model(step).forecasts][:2]
+    ['plain torch', 'slime-style']
+    """
+    forecasts = tuple(_forecast(way, step, free) for way in WAYS)
+    memory, call = _recommend(step, free)
+    return ModelPlan(step, free, forecasts, memory, call, snippet(step, memory))
+
+
+def _forecast(way: Way, step: LossStep, free: int | None) -> Forecast:
+    predicted = way.predict(step)
+    if free is None:
+        return Forecast(way, predicted, None, None)
+    return Forecast(way, predicted, predicted.peak <= free, _most_tokens(way, step, free))
+
+
+def _most_tokens(way: Way, step: LossStep, free: int, unit: int = 256) -> int:
+    """By doubling and halving: more tokens never need less."""
+
+    def fits(units: int) -> bool:
+        return way.predict(replace(step, tokens=units * unit)).peak <= free
+
+    if not fits(1):
+        return 0
+    low = 1
+    # A trillion tokens is no longer a micro-batch: where only O(D) bytes per token are needed, stop somewhere.
+    while low < 1 << 32 and fits(2 * low):
+        low *= 2
+    high = 2 * low
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low * unit
+
+
+# The ways.
+
+
+def _plain_torch(step: LossStep) -> Estimate:
+    """Logits of all tokens, one float32 log_softmax of them, entropy from it."""
+    return step.predict(
+        "torch", rows=None, vocab=step.columns, tensor_parallel=1, hidden=step.model.hidden, needs_grad=step.needs_grad
+    )
+
+
+def _slime(step: LossStep) -> Estimate:
+    """Logits of all tokens, upcast and held; one float32 softmax that becomes the gradient.
+
+    Beyond the float32 logits that is one more of them, two where entropy is differentiated: as measured of its fused
+    function on an H200 (9.3 and 18.6 GiB beyond logits of 9.27 GiB).
+    """
+    shape = (step.local_tokens, step.columns)
+    held = step.item("logits in float32", *shape, width=4)
+    narrow = () if BYTES[step.dtype] == 4 else (step.item(f"logits in {step.dtype}", *shape),)
+    softmax = step.item("softmax, then its gradient", *shape, width=4)
+    more = (step.item("entropy's gradient", *shape, width=4),) if step.entropy == "grad" else ()
+    d_narrow = tuple(item._replace(name=f"d_{item.name}") for item in narrow)
+    d_logits = softmax if not narrow else d_narrow[0]
+    forward = _fullest((held, *narrow), (held, softmax))
+    backward = _fullest((held, softmax, *more), (held, softmax, *d_narrow), (held, d_logits, *step.gradients()))
+    return Estimate("torch", None, None, forward, backward)
+
+
+def _from_logits(step: LossStep, overwrite: bool) -> Estimate:
+    """The head's logits of all tokens, ``logprobs`` on the response rows, the head's backward."""
+    call = step.predict("logprobs", overwrite_logits=overwrite)
+    logits = step.item("logits", step.local_tokens, step.columns)
+    given = tuple(item for item in call.backward if item.output)
+    backward = _fullest((logits, *call.backward), (logits, *given, *step.gradients()))
+    return replace(call, forward=(logits, *call.forward), backward=backward)
+
+
+def _from_hidden(step: LossStep) -> Estimate:
+    return step.predict("linear_logprobs", hidden=step.model.hidden, memory=step.memory, needs_grad=step.needs_grad)
+
+
+def _policy_loss(step: LossStep) -> Estimate:
+    """A token-level objective, evaluated while the logits of a chunk are there; no row is dropped."""
+    objective = Objective(entropy_coef=1.0 if step.entropy == "grad" else 0.0)
+    sizes = {"hidden": step.model.hidden, "memory": step.memory, "needs_grad": step.needs_grad}
+    return step.predict("linear_policy_loss", **sizes, entropy=None, objective=objective)
+
+
+def _fullest(*moments: tuple[Item, ...]) -> tuple[Item, ...]:
+    return max(moments, key=lambda items: sum(item.bytes for item in items))
+
+
+WAYS = (
+    Way("plain torch", False, _plain_torch),
+    Way("slime-style", False, _slime),
+    Way("logprobs", True, lambda step: _from_logits(step, False)),
+    Way("logprobs, overwrite_logits", True, lambda step: _from_logits(step, True)),
+    Way("linear_logprobs", True, _from_hidden),
+    Way("linear_policy_loss", True, _policy_loss),
+)
+
+
+# The recommendation.
+
+
+def _recommend(step: LossStep, free: int | None) -> tuple[int | str, Estimate]:
+    """The fewest matrix products that fit the card, and the smallest memory that gives them; as asked without one."""
+    asked = (step.memory, _from_hidden(step))
+    if free is None:
+        return asked
+    tried = [(memory, _from_hidden(replace(step, memory=memory))) for memory in (step.memory, *BUDGETS)]
+    fitting = [entry for entry in tried if entry[1].peak <= free]
+    return min(fitting, key=lambda entry: (_products(entry[1]), entry[1].peak), default=asked)
+
+
+def _products(call: Estimate) -> int:
+    assert isinstance(call.plan, LinearPlan)
+    return PRODUCTS[call.plan.kind]
+
+
+def snippet(step: LossStep, memory: int | str) -> str:
+    """The call as a function of what a training loop has."""
+    groups = [name for name, size in (("tp_group", step.tp), ("cp_group", step.cp)) if size > 1]
+    split = ["cp=ll.Zigzag(cp_group.rank(), cp_group.size())"] if step.cp > 1 else []
+    options = [f'entropy="{step.entropy}"'] if step.entropy else []
+    chosen = {"softcap": (step.model.softcap, None), "scale": (step.model.scale, 1.0)}
+    head = [f"{name}={value!r}" for name, (value, default) in chosen.items() if value != default]
+    options += [f"head=ll.Head({', '.join(head)})"] if head else []
+    options += ["shard=shard"] if step.tp > 1 else []
+    options += [f"memory={memory!r}".replace("'", '"')]
+    lines = [
+        "import logitless as ll\n\n",
+        f"def score({', '.join(['hidden', 'weight', 'tokens', 'response_lengths', *groups])}):",
+        *_call("rows", "Rows.packed", ["tokens", "response_lengths", *split, "device=hidden.device"]),
+        *(["    shard = ll.VocabShard.even(weight.shape[0] * tp_group.size(), tp_group)"] if step.tp > 1 else []),
+        *_call("out", "linear_logprobs", ["hidden", "weight", "rows", *options]),
+        "    return rows.split(out.logprob)" + (", rows.split(out.entropy)" if step.entropy else ""),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _call(name: str, function: str, arguments: list[str]) -> list[str]:
+    return [f"    {name} = ll.{function}(", *(f"        {argument}," for argument in arguments), "    )"]
+
+
+# What is shown.
+
+
+def headline(step: LossStep) -> str:
+    model = step.model
+    facts = [f"hidden {model.hidden}", f"vocabulary {model.vocab}", "tied head" if model.tied else "untied head"]
+    facts += [f"softcap {model.softcap:g}"] if model.softcap else []
+    facts += [f"logit scale {model.scale:g}"] if model.scale != 1 else []
+    response = f"{step.rows} of {step.local_tokens} tokens are response"
+    entropy = {"value": "entropy", "grad": "entropy with its gradient"}.get(str(step.entropy), "no entropy")
+    frozen = ", frozen head" if step.frozen_head else ""
+    return (
+        f"{model.name}: {', '.join(facts)}\n"
+        f"each rank of TP {step.tp}, CP {step.cp}: {response}, {step.columns} columns\n"
+        f"{step.dtype}, log-prob and {entropy}, forward and backward{frozen}"
+    )
+
+
+def summary_rows(plan: ModelPlan) -> list[tuple[str, str, str, str, str]]:
+    """Way, peak, peak against plain torch, whether it fits, most tokens."""
+    plain = plan.forecasts[0].estimate.peak
+    lines = []
+    for forecast in plan.forecasts:
+        peak = forecast.estimate.peak
+        share = "" if forecast is plan.forecasts[0] else f"{peak / plain:.1%}"
+        fits = {None: "", True: "yes", False: "no"}[forecast.fits]
+        most = "" if forecast.most_tokens is None else str(forecast.most_tokens)
+        lines.append((forecast.way.name, size_text(peak), share, fits, most))
+    return lines
+
+
+def as_json(plan: ModelPlan) -> dict[str, Any]:
+    """Everything, as JSON values."""
+
+    def items(call: Estimate) -> dict[str, Any]:
+        sides = {"forward": call.forward, "backward": call.backward}
+        listed = {side: [{"name": x.name, "bytes": x.bytes} for x in chosen] for side, chosen in sides.items()}
+        return {"peak": call.peak, "forward_peak": call.forward_peak, "backward_peak": call.backward_peak, **listed}
+
+    step, model = plan.step, plan.step.model
+    sizes = ("tokens", "response_fraction", "tp", "cp", "dtype", "entropy", "frozen_head", "rows", "columns")
+    return {
+        "model": {name: getattr(model, name) for name in ("name", "hidden", "vocab", "softcap", "scale", "tied")},
+        "step": {name: getattr(step, name) for name in sizes} | {"local_tokens": step.local_tokens},
+        "free": plan.free,
+        "ways": [
+            {"name": f.way.name, "fits": f.fits, "most_tokens": f.most_tokens, **items(f.estimate)}
+            for f in plan.forecasts
+        ],
+        "call": {"memory": plan.memory, "plan": str(plan.call.plan), "fits": plan.fits, **items(plan.call)},
+        "snippet": plan.snippet,
+    }

@@ -1,0 +1,24 @@
+"""Figures, drawn from records and nothing else, in a light and a dark style.
+
+style     colours, sizes, where the records come from
+bars      one panel per case, one bar per provider: time and memory against peers
+curves    one line per provider: growth with T, V and D, and memory against the response fraction
+sweeps    the points of ``logitless sweep``, along whatever it swept
+"""
+
+from logitless.tools.plots.bars import Bar, draw_case, draw_records
+from logitless.tools.plots.curves import draw_growth, draw_response
+from logitless.tools.plots.style import DARK, LIGHT, Style
+from logitless.tools.plots.sweeps import draw_sweep
+
+__all__ = [
+    "DARK",
+    "LIGHT",
+    "Bar",
+    "Style",
+    "draw_case",
+    "draw_growth",
+    "draw_records",
+    "draw_response",
+    "draw_sweep",
+]

@@ -1,0 +1,162 @@
+"""What is on disk while a file is scored, and what a kill leaves of it.
+
+    OUT.score.json     what was asked for, and of which files; written first, stays
+    OUT.parts/         one file per finished part
+    OUT                appears when all parts are there; the parts then go
+
+Every file is written under another name, flushed to disk and renamed, so that it is there as a whole or not at all. At
+any kill the three together say how far the job came: there is no other state to lose.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from logitless.errors import LogitlessError
+from logitless.tools.score.files import write_results
+
+
+@dataclass(frozen=True)
+class Journal:
+    """The state of one job.
+
+    Attributes:
+        out: where the results go.
+        settings: everything that decides about the results, as JSON values.
+        num_records: in the input.
+        part_size: records per part.
+    """
+
+    out: Path
+    settings: dict[str, Any]
+    num_records: int
+    part_size: int
+
+    @property
+    def sheet(self) -> Path:
+        return self.out.with_name(f"{self.out.name}.score.json")
+
+    @property
+    def folder(self) -> Path:
+        return self.out.with_name(f"{self.out.name}.parts")
+
+    @property
+    def num_parts(self) -> int:
+        return -(-self.num_records // self.part_size)
+
+    @property
+    def finished(self) -> bool:
+        return self.out.exists()
+
+    def open(self, *, overwrite: bool) -> None:
+        """Begin, or go on where an earlier run with the same settings stopped.
+
+        Raises:
+            LogitlessError: something is there that was made in another way, and is not to be overwritten.
+        """
+        if overwrite:
+            # The old sheet goes last: until then, what is there is still known for what it is.
+            self.out.unlink(missing_ok=True)
+            if self.folder.exists():
+                shutil.rmtree(self.folder)
+            self.sheet.unlink(missing_ok=True)
+        if self.sheet.exists():
+            self._check_settings()
+        elif self.out.exists() or any(self.folder.glob("*.jsonl")):
+            raise LogitlessError(
+                f"score: {self.out if self.out.exists() else self.folder} exists, and no {self.sheet.name} says how it "
+                f"was made. Give another --out, or --overwrite to replace it."
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self.sheet.exists():
+            text = json.dumps(self.settings, indent=1) + "\n"
+            self._commit(self.sheet, lambda path: path.write_text(text))
+        if self.finished:
+            shutil.rmtree(self.folder)
+
+    def has(self, part: int) -> bool:
+        return self._part(part).exists()
+
+    def size_of(self, part: int) -> int:
+        return min(self.part_size, self.num_records - part * self.part_size)
+
+    def commit(self, part: int, lines: list[bytes]) -> None:
+        """Keep the results of a part for good."""
+        assert len(lines) == self.size_of(part), f"part {part} has {len(lines)} lines"
+        self._commit(self._part(part), lambda path: path.write_bytes(b"".join(lines)))
+
+    def finish(self) -> None:
+        """All parts, in order, become the output."""
+        self._commit(self.out, lambda path: write_results(self._lines(), path, self.out.suffix))
+        shutil.rmtree(self.folder)
+
+    def _commit(self, path: Path, write: Callable[[Path], object]) -> None:
+        """``path`` appears with all that ``write`` writes, or not at all."""
+        # The number of the process keeps two jobs that were started by mistake out of each other's way.
+        draft = self.folder / f"{path.name}.{os.getpid()}.draft"
+        write(draft)
+        _flush(draft)
+        os.replace(draft, path)
+        _flush(path.parent)
+
+    def _part(self, part: int) -> Path:
+        return self.folder / f"{part:08d}.jsonl"
+
+    def _lines(self) -> Iterator[bytes]:
+        for part in range(self.num_parts):
+            with self._part(part).open("rb") as file:
+                count = 0
+                for line in file:
+                    count += 1
+                    yield line
+            if count != self.size_of(part):
+                raise LogitlessError(
+                    f"score: {self._part(part)} holds {count} results but its part has {self.size_of(part)} records. "
+                    f"It was changed after it was written: delete it and run again."
+                )
+
+    def _check_settings(self) -> None:
+        before = json.loads(self.sheet.read_bytes())
+        wanted = json.loads(json.dumps(self.settings))
+        other = [name for name in {**before, **wanted} if before.get(name) != wanted.get(name)]
+        if other:
+            raise LogitlessError(
+                f"score: {self.out} was begun with other settings: "
+                f"{'; '.join(_difference(name, before.get(name), wanted.get(name)) for name in other)}. Give another "
+                f"--out, or --overwrite to start anew."
+            )
+
+
+MODEL_FILES = (".safetensors", ".bin", ".json", ".model", ".txt", ".tiktoken", ".jinja")
+
+
+def facts(path: Path) -> dict[str, list[int]]:
+    """Size and time of change of a file, or of a model's files: what tells a changed one from the same."""
+    files = [path]
+    if path.is_dir():
+        # Inputs and results may lie beside the model.
+        mine = (file for file in path.iterdir() if not file.name.endswith(".score.json"))
+        files = sorted(file for file in mine if file.suffix in MODEL_FILES)
+    return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+
+
+def _difference(name: str, before: Any, now: Any) -> str:
+    if isinstance(before, dict) and isinstance(now, dict):
+        changed = [file for file in {**before, **now} if before.get(file) != now.get(file)]
+        return f"the {name} has changed ({', '.join(changed[:3])}{', ...' if len(changed) > 3 else ''})"
+    return f"{name} was {before!r} and is {now!r}"
+
+
+def _flush(path: Path) -> None:
+    """To the disk itself: a rename that outlives a power cut must not find its file empty."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
