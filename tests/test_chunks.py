@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_linear import GRADIENT_PROMISE, HALF, one_thread
 from test_policy_loss import PPO, PPO_FORMULA, assert_same, check, make, ran, room
 
 import logitless as ll
+from logitless.machine import CPU, H200
 from logitless.policy_loss.plan import LossShape, choose_loss_plan
 
 __all__ = ["one_thread"]
@@ -18,8 +21,8 @@ SHORT = room(24, 300)
 
 
 def plan_of(memory: int, counts=(16384,), columns=151936, dtype=torch.bfloat16, sequence_level=False, **more):
-    options = {"logits_dtype": torch.float32, "on_gpu": True, "bias": False, "capped": False} | more
-    return choose_loss_plan(LossShape.of(counts, columns, dtype=dtype, **options), sequence_level, None, memory)
+    options = {"logits_dtype": torch.float32, "machine": H200, "bias": False, "capped": False} | more
+    return choose_loss_plan(LossShape.of(counts, columns, 4096, dtype=dtype, **options), sequence_level, None, memory)
 
 
 @pytest.mark.parametrize(
@@ -46,8 +49,8 @@ def test_which(memory: int, more: dict, rows: int, tile: tuple[int, int] | None)
 
 def test_budgets_of_a_few_bytes():
     for memory in (1, 100, 10_000):
-        for on_gpu in (False, True):
-            plan = plan_of(memory, (7,), 11, on_gpu=on_gpu)
+        for machine in (CPU, replace(H200, costs=None)):
+            plan = plan_of(memory, (7,), 11, machine=machine)
             assert plan.tiles is None or min(plan.tiles[:2]) >= 1
             assert plan.rows >= 1
 

@@ -128,7 +128,7 @@ def test_the_policy_loss_costs_what_the_records_say():
     assert f"Three bare products take {found['torch'].floor_ms:.0f} ms" in text
 
 
-@pytest.mark.parametrize(("name", "most"), [("README.md", 150), ("CONTRIBUTING.md", 60)])
+@pytest.mark.parametrize(("name", "most"), [("README.md", 150), ("CONTRIBUTING.md", 100)])
 def test_first_pages_are_short(name: str, most: int):
     assert len((ROOT / name).read_text().splitlines()) < most
 

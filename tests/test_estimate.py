@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 
 import logitless as ll
-from logitless.footprints_loss import count_means
-from logitless.objectives import POLICY_TERMS
 from logitless.policy_loss import plan as loss_plans
 from logitless.tools.bench.predicted import Compared, PeakCase, compare, table
 
@@ -160,10 +158,8 @@ def test_a_loss_whose_backend_needs_nothing(options: dict, monkeypatch):
         tiles = None if plan.tiles is None else plan.tiles._replace(elementwise=64 << 10)
         return replace(plan, elementwise=64 << 10, tiles=tiles)
 
-    for module in ("policy_loss.loss", "footprints_loss"):
-        monkeypatch.setattr(f"logitless.{module}.choose_loss_plan", without_work)
-    for module in ("policy_loss.one_pass", "footprints_loss"):
-        monkeypatch.setattr(f"logitless.{module}.MOVED", 50_000)
+    monkeypatch.setattr("logitless.policy_loss.plan.choose_loss_plan", without_work)
+    monkeypatch.setattr("logitless.policy_loss.one_pass.MOVED", 50_000)
     monkeypatch.setattr("logitless.policy_loss.plan.SLAB", 128)
     case = {**LOSS, "tokens": 129, "vocab": 1031, "hidden": 514, "weight_grad": True, **options}
     assert_promise(compare(PeakCase("lean", case), CPU))
@@ -316,15 +312,15 @@ def test_the_plan_of_a_loss_is_the_one_that_runs(options: dict, dtype: str, memo
     assert ll.estimate("linear_policy_loss", **{**sizes, **options}, needs_grad=needs_grad).plan == told
 
 
-@pytest.mark.parametrize("policy", POLICY_TERMS)
-@pytest.mark.parametrize("more", [{}, {"kl": "k3", "kl_coef": 0.1}, {"correction": "tis"}])
-def test_metrics_are_counted(policy: str, more: dict):
-    objective = ll.Objective(policy=policy, **more)
-    rows = ll.Rows.packed([[1, 2, 3]], [2])
-    fields = {name: torch.zeros(2) for name in ("advantage", *objective.required)}
-    stats = ll.TokenStats(torch.zeros(2), torch.zeros(2), torch.zeros(2))
-    _, metrics = objective(stats, rows, **{**fields, "old_logprob": "current"})
-    assert count_means(objective) == len(metrics.means)
+def test_an_objective_of_ones_own_needs_no_second_edit():
+    """A term that keeps three more vectors of a row shows in the estimate as in the allocator's count."""
+
+    def heavy(inputs, power=2.0):
+        a, b, c = (inputs.log_ratio * k for k in (1.0, 2.0, 3.0))
+        return -inputs.advantage * (a + b + c).exp() ** power, {"mine": a, "yours": b, "theirs": c}
+
+    case = {**LOSS, **F32, "tokens": 5003, "vocab": 31, "objective": ll.Objective(policy=heavy)}
+    assert_promise(compare(PeakCase("own", case), CPU))
 
 
 def test_two_passes_are_those_of_log_probs():
@@ -332,8 +328,10 @@ def test_two_passes_are_those_of_log_probs():
     loss, first = ll.estimate("linear_policy_loss", **sizes), ll.estimate("linear_logprobs", **sizes, entropy="value")
     assert loss.plan is not None
     assert loss.plan.kind == "two passes"
-    assert loss.backward == first.backward
-    assert {item.name for item in loss.forward} - {item.name for item in first.forward} == {"vectors of the objective"}
+    assert loss.backward_peak == pytest.approx(first.backward_peak, rel=0.01)
+    more = {item.name for item in loss.forward} - {item.name for item in first.forward}
+    assert more <= {"vectors of the objective", "vectors of the objective, saved"}
+    assert more
 
 
 def test_what_was_measured_of_a_loss():

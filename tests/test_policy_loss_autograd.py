@@ -6,7 +6,6 @@ scaled wrongly: other upstream gradients, second backwards, checkpoints, a buffe
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 from close import assert_gradient_close_to_truth
 from objective_truth import Formula
 from test_errors import raises
-from test_linear import GRADIENT_PROMISE, Operands, one_thread, ragged, scarce
+from test_linear import GRADIENT_PROMISE, Operands, one_thread, ragged, refusing
 from test_objective_terms import POLICIES
 from test_policy_loss import (
     NAMES,
@@ -37,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 import logitless as ll
 
-__all__ = ["one_thread", "scarce"]
+__all__ = ["one_thread"]
 
 NAN, INF = float("nan"), float("inf")
 
@@ -395,34 +394,15 @@ def test_a_bad_row_that_counts_is_seen():
 # Out of memory.
 
 
-def long_problem() -> Problem:
-    return make(lengths=[300, 200], vocab=40, width=3)
-
-
-def test_out_of_memory_goes_on_with_smaller_chunks(scarce):
-    problem, objective = long_problem(), ll.Objective(**PPO)
-    right = ran(problem, objective)
-    scarce(260 * 40, "logitless.from_hidden.gradients.Space")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        ours = ran(problem, objective)
-    assert [str(w.message) for w in caught] == [
-        "linear_policy_loss: out of memory for a chunk of 500 rows of 40 logits; going on with 250 rows. A smaller "
-        "memory= avoids the attempt."
-    ]
-    assert_same(ours, right, 2e-6)
-
-
-def test_out_of_memory_where_chunks_cannot_shrink(scarce):
-    problem = long_problem()
-    scarce(100 * 40, "logitless.from_hidden.gradients.Space")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with pytest.raises(torch.OutOfMemoryError):
-            ran(problem, ll.Objective(**PPO))
-    assert len(caught) == 2
-    with pytest.raises(torch.OutOfMemoryError):
-        ran(problem, ll.Objective(policy="gspo"))
+@pytest.mark.parametrize("policy", ["ppo_clip", "gspo"])
+def test_out_of_memory_is_raised_and_says_what_to_do(policy: str):
+    problem, objective = make(lengths=[300, 200], vocab=40, width=3), ll.Objective(policy=policy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", refusing(torch.empty, 260 * 40, "logitless.from_hidden.projection"))
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            ran(problem, objective)
+    assert raised.value.__notes__[0].startswith("linear_policy_loss: no room for working memory of [500, 40]")
+    ran(problem, objective)
 
 
 # Errors, by their text.

@@ -23,7 +23,7 @@ from test_shards import Collectives
 from torch import Tensor
 
 from logitless import LogitlessError, Metrics, Objective, VocabShard, count_over, linear_policy_loss
-from logitless.from_hidden.gradients import Space
+from logitless.from_hidden.projection import Projection
 
 COLUMNS = {
     1: [(0, 127)],
@@ -373,16 +373,16 @@ def test_checked_calls_that_agree(ranks):
 
 
 def run_out_of_memory(rank: int, world: int) -> tuple[str, int]:
-    """Only one of the ranks does; it must not go on with other chunks than its peers have."""
-    made, calls = Space.make, []
+    """Nobody goes on with other chunks than its peers have."""
+    made, calls = Projection.empty, []
 
-    def refuse(p, tiles, extra):
-        calls.append(tiles.rows)
+    def refuse(p, shape, dtype):
+        calls.append(shape)
         raise torch.OutOfMemoryError("none left")
 
     shard = VocabShard(rank * 10, (rank + 1) * 10, dist.group.WORLD)
     hidden, target = torch.zeros(600, 4, requires_grad=True), torch.zeros(600, dtype=torch.int64)
-    Space.make = staticmethod(refuse)  # type: ignore
+    Projection.empty = refuse  # type: ignore
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -392,7 +392,7 @@ def run_out_of_memory(rank: int, world: int) -> tuple[str, int]:
     except torch.OutOfMemoryError as error:
         return str(error), len(calls)
     finally:
-        Space.make = made
+        Projection.empty = made
 
 
 def test_out_of_memory_under_a_vocabulary_group(ranks):

@@ -1,25 +1,39 @@
-"""What a call of the linear path asks for, checked and resolved before anything runs."""
+"""A call from its arguments to what they mean: checked and resolved once, before anything runs.
+
+    Options   keyword arguments as the caller gave them
+    Call      the same call, checked: which rows, which columns, which backend, which machine
+
+Every path makes one ``Call`` and hands it on; nothing below asks again. Values that live on an accelerator are not
+inspected, which would stall the stream; a bad one makes its own row NaN.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from logitless.backends import choose_backend
 from logitless.backends.contract import accumulation_dtype
-from logitless.checks import FLOATS, check_kept, check_targets, prepare_over, resolve_rows, vocabulary
+from logitless.collectives import agree_over
 from logitless.errors import LogitlessError
-from logitless.kept import Kept
+from logitless.kept import Kept, Support
+from logitless.machine import CPU, Machine
+from logitless.results import target_column
 from logitless.rows import Rows
-from logitless.spec import EntropyMode, Head, VocabShard, parse_memory
+from logitless.spec import IGNORE, EntropyMode, Head, VocabShard, parse_memory
+
+T = TypeVar("T")
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """The keyword arguments of a linear path, as the caller gave them, and the name to call it by in errors."""
+    """Keyword arguments as the caller gave them, and the name to call the function by in errors."""
 
     bias: Tensor | None = None
     entropy: EntropyMode = None
@@ -37,97 +51,201 @@ class Options:
     caller: str = "linear_logprobs"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
-    """A resolved call: everything but the tensors."""
+    """A checked call: what was asked for, and what it means for these tensors.
 
-    entropy: EntropyMode
-    squash: float
-    columns: int
-    start: int
+    Attributes:
+        asked: the options.
+        rows: the rows to score.
+        shape: in which results are returned.
+        dtype: of the logits, or of hidden states and weight.
+        tracked: whether the logits or hidden states need a gradient.
+        gain: ``[R]`` factor of each row's logits.
+        vocab_size: true size of the vocabulary.
+        columns: how many of its columns are here.
+        backend: name of the backend.
+        memory: bytes of working memory.
+        machine: which table of sizes applies. The path from logits does not ask.
+        overwrite: whether backward may write over the logits.
+        further: names of further sums of the statistic.
+        dropped: in a dry run, where no value can tell, the share of rows without a gradient.
+    """
+
+    asked: Options
+    rows: Rows
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    tracked: bool
+    gain: Tensor
     vocab_size: int
+    columns: int
     backend: str
     memory: int
-    group: Any
-    logits_dtype: torch.dtype
-    reduce_hidden: bool
-    sequence_parallel: bool
-    tf32: bool
-    batch_invariant: bool
+    machine: Machine = CPU
+    overwrite: bool = False
+    further: tuple[str, ...] = ()
+    dropped: float = 0.0
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows)
 
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """A checked call, and the vectors it needs."""
+    @property
+    def index(self) -> Tensor | None:
+        """``[R]`` rows among the tokens; None for all of them in order."""
+        return None if self.rows.in_order else self.rows.index
 
-    call: Call
-    rows: Rows
-    gain: Tensor
-    kept: tuple[Tensor | None, Tensor | None]
-    shape: tuple[int, ...]
+    @property
+    def entropy(self) -> bool:
+        """Whether entropy is wanted, with a gradient or without."""
+        return self.asked.entropy is not None
 
-    def facts(self, hidden: Tensor) -> dict[str, Any]:
+    @property
+    def squash(self) -> float:
+        """Factor inside the softcap's tanh; 0 without one."""
+        return 0.0 if self.asked.head is None else self.asked.head.squash
+
+    @property
+    def group(self) -> Any:
+        """Process group of the vocabulary; None if unsharded."""
+        return None if self.asked.shard is None else self.asked.shard.group
+
+    @property
+    def start(self) -> int:
+        """First column of the vocabulary that is here."""
+        return 0 if self.asked.shard is None else self.asked.shard.start
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """Of logits that are computed here: wide, or what they are rounded to on request."""
+        return accumulation_dtype(self.dtype) if self.asked.match is None else getattr(torch, self.asked.match)
+
+    @property
+    def ignored(self) -> Tensor:
+        """``[R]`` whether a row is left out."""
+        return self.rows.target == IGNORE
+
+    def target_column(self) -> Tensor:
+        """``[R]`` column of each target here, ``ELSEWHERE`` or ``SKIP``."""
+        return target_column(self.rows.target, self.start, self.columns)
+
+    def support(self) -> Support | None:
+        """The sampler's support of each row, if there is one."""
+        kept = self.asked.kept
+        return None if kept is None else Support(kept, self.rows.target, self.start, self.vocab_size)
+
+    def facts(self) -> dict[str, Any]:
         """What the ranks of a vocabulary group must agree on."""
-        return {
-            "the number of rows": len(self.rows),
-            "the dtype of hidden": str(hidden.dtype),
-            "entropy": self.call.entropy,
-            "whether there are kept ids": self.kept[0] is not None,
-            "the vocabulary size": self.call.vocab_size,
-            "hidden_grad": self.call.reduce_hidden,
-            "sequence_parallel": self.call.sequence_parallel,
-            "whether hidden needs a gradient": hidden.requires_grad,
+        from_hidden = self.asked.caller != "logprobs"
+        facts = {
+            "the number of rows": self.num_rows,
+            f"the dtype of {'hidden' if from_hidden else 'the logits'}": str(self.dtype),
+            "entropy": self.asked.entropy,
+            "whether there are kept ids": self.asked.kept is not None,
+            "the vocabulary size": self.vocab_size,
+            "hidden_grad": self.asked.hidden_grad,
+            "sequence_parallel": self.asked.sequence_parallel,
         }
+        # Backward of hidden states is a collective; that of logits is not.
+        return facts | ({"whether hidden needs a gradient": self.tracked} if from_hidden else {})
 
 
-def prepare(hidden: Tensor, weight: Tensor, rows: Any, options: Options) -> Prepared:
-    """Check everything that can be checked without asking a device, and resolve what the options mean."""
-    _check_operands(hidden, weight, options)
-    _check_parallel(options)
-    plan, shape = resolve_rows(options.caller, rows)
-    head, shard = options.head or Head(), options.shard
-    _check_tokens(hidden, weight, plan, options)
-    vocab_size, columns = vocabulary(options.caller, weight.shape[0], head, shard)
-    check_targets(options.caller, plan, vocab_size)
-    call = Call(
-        entropy=options.entropy,
-        squash=head.squash,
-        columns=columns,
-        start=0 if shard is None else shard.start,
+def together(
+    shard: VocabShard | None, caller: str, resolve: Callable[[], T], facts_of: Callable[[T], dict[str, Any]]
+) -> T:
+    """``resolve()``; if the shard asks for it, compared over its group, so that all ranks raise or none does."""
+    if shard is None or shard.group is None or not shard.check_calls:
+        return resolve()
+    return agree_over(shard.group, caller, resolve, facts_of)
+
+
+def resolve_logits(logits: Tensor, rows: Any, asked: Options, overwrite: bool) -> Call:
+    """The call of :func:`logitless.logprobs`."""
+    chosen, shape = resolve_rows(asked.caller, rows)
+    _check_entropy(asked)
+    check_logits(asked.caller, logits, chosen, asked.shard)
+    call = _resolve(logits, logits.shape[-1], chosen, shape, asked, CPU, overwrite)
+    if overwrite and not torch.compiler.is_compiling():
+        check_overwrite(logits)
+    return call
+
+
+def resolve_hidden(hidden: Tensor, weight: Tensor, rows: Any, asked: Options, machine: Machine | None = None) -> Call:
+    """The call of a path from hidden states. The machine is that of the tensors, unless a dry run names another."""
+    _check_operands(hidden, weight, asked)
+    _check_parallel(asked)
+    chosen, shape = resolve_rows(asked.caller, rows)
+    _check_entropy(asked)
+    _check_tokens(hidden, weight, chosen, asked)
+    machine = Machine.of(hidden.device) if machine is None else machine
+    return _resolve(hidden, weight.shape[0], chosen, shape, asked, machine, False)
+
+
+def _resolve(
+    x: Tensor, width: int, rows: Rows, shape: tuple[int, ...], asked: Options, machine: Machine, overwrite: bool
+) -> Call:
+    head = asked.head or Head()
+    vocab_size, columns = vocabulary(asked.caller, width, head, asked.shard)
+    if not torch.compiler.is_compiling():
+        check_targets(asked.caller, rows, vocab_size)
+    if asked.kept is not None:
+        check_kept(asked.caller, asked.kept, rows, vocab_size, x.device)
+    return Call(
+        asked=asked,
+        rows=rows,
+        shape=shape,
+        dtype=x.dtype,
+        tracked=x.requires_grad,
+        gain=head.gain(len(rows), accumulation_dtype(x.dtype), x.device),
         vocab_size=vocab_size,
-        backend=choose_backend(hidden, options.backend).name,
-        memory=parse_memory(options.memory),
-        group=None if shard is None else shard.group,
-        logits_dtype=accumulation_dtype(hidden.dtype) if options.match is None else getattr(torch, options.match),
-        reduce_hidden=options.hidden_grad == "reduced",
-        sequence_parallel=options.sequence_parallel,
-        tf32=options.tf32,
-        batch_invariant=options.batch_invariant,
-    )
-    gain = head.gain(len(plan), accumulation_dtype(hidden.dtype), hidden.device)
-    kept = (None, None)
-    if options.kept is not None:
-        kept = check_kept(options.caller, options.kept, plan, vocab_size, hidden.device)
-    return Prepared(call, plan, gain, kept, shape)
-
-
-def prepare_together(hidden: Tensor, weight: Tensor, rows: Any, options: Options) -> Prepared:
-    """:func:`prepare`, compared over the vocabulary group where the shard asks for it."""
-    return prepare_over(
-        options.shard,
-        options.caller,
-        lambda: prepare(hidden, weight, rows, options),
-        lambda ready: ready.facts(hidden),
+        columns=columns,
+        backend=choose_backend(x, asked.backend).name,
+        memory=parse_memory(asked.memory),
+        machine=machine,
+        overwrite=overwrite,
     )
 
 
-def as_autocast_would(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Operands in the dtype that autocast would hand them to a linear layer in, where it is on."""
+def resolve_rows(caller: str, rows: Any) -> tuple[Rows, tuple[int, ...]]:
+    """The rows, and the shape that results are returned in."""
+    if isinstance(rows, Rows):
+        return rows, (len(rows),)
+    if isinstance(rows, Tensor):
+        return Rows.every(rows), tuple(rows.shape)
+    if isinstance(rows, tuple) and len(rows) == 2:
+        chosen = Rows.at(*rows)
+        return chosen, (len(chosen),)
+    raise LogitlessError(
+        f"{caller}: rows must be a Rows, a tensor of targets or a pair (index, target) but is {type(rows).__name__}."
+    )
+
+
+def outside_of_compile(function: Callable[..., T], *args: Any) -> T:
+    """``function(*args)``; where torch.compile is tracing, behind a graph break."""
+    return _graph_break(function, *args) if torch.compiler.is_compiling() else function(*args)
+
+
+# The public torch.compiler.disable is the same, but imports the compiler, and with it Triton, when applied.
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+def _graph_break(function: Callable[..., T], *args: Any) -> T:
+    return function(*args)
+
+
+def recorded(*tensors: Tensor | None) -> tuple[bool, ...]:
+    """For which of them a gradient is recorded."""
+    return tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors)
+
+
+def as_products_take(hidden: Tensor, weight: Tensor, asked: Options) -> tuple[Tensor, Tensor, Options]:
+    """Operands as a linear layer would take them: in autocast's dtype where it is on, the local part of a DTensor."""
+    weight = local_weight(weight, asked.shard, asked.caller)
     kind = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return hidden, weight, bias
+        return hidden, weight, asked
     dtype = torch.get_autocast_dtype(kind)
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    bias = None if asked.bias is None else asked.bias.to(dtype)
+    return hidden.to(dtype), weight.to(dtype), replace(asked, bias=bias)
 
 
 def local_weight(weight: Tensor, shard: VocabShard | None, caller: str) -> Tensor:
@@ -146,24 +264,115 @@ def local_weight(weight: Tensor, shard: VocabShard | None, caller: str) -> Tenso
     )
 
 
-def _check_tokens(hidden: Tensor, weight: Tensor, plan: Rows, options: Options) -> None:
-    if options.entropy not in (None, "value", "grad"):
-        raise LogitlessError(f'{options.caller}: entropy must be None, "value" or "grad" but is {options.entropy!r}.')
-    ranks = options.shard.group.size() if options.sequence_parallel and options.shard is not None else 1
+# Checks that all paths share.
+
+
+def vocabulary(caller: str, width: int, head: Head, shard: VocabShard | None) -> tuple[int, int]:
+    """True vocabulary size, and how many columns of it are here."""
+    start, padded = (0, width) if shard is None else (shard.start, shard.vocab_size)
+    size = padded if head.vocab_size is None else head.vocab_size
+    if size > padded:
+        raise LogitlessError(f"{caller}: head.vocab_size is {size} but the logits have only {padded} columns in all.")
+    return size, min(max(size - start, 0), width)
+
+
+def check_targets(caller: str, rows: Rows, vocab_size: int) -> None:
+    """Raise for a target outside the vocabulary, where that can be seen without a device sync."""
+    if rows.target.device.type != "cpu":
+        low, high = rows.target_range or (0, 0)
+        if low >= 0 and high < vocab_size:
+            return
+    bad = ((rows.target < 0) | (rows.target >= vocab_size)) & (rows.target != IGNORE)
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        raise LogitlessError(
+            f"{caller}: target {int(rows.target[row])} of row {row} (sample {int(rows.sample[row])}, position "
+            f"{int(rows.position[row])}) is outside the vocabulary of {vocab_size}. Use -100 to leave a row out."
+        )
+
+
+def check_kept(caller: str, kept: Kept, rows: Rows, vocab_size: int, device: torch.device) -> None:
+    if kept.lengths.numel() != len(rows):
+        raise LogitlessError(f"{caller}: kept has {kept.lengths.numel()} rows but rows has {len(rows)}.")
+    if kept.ids.device != device or kept.lengths.device != device:
+        raise LogitlessError(f"{caller}: kept is on {kept.ids.device} but logits is on {device}.")
+    if device.type == "cpu" and kept.ids.numel() and not torch.compiler.is_compiling():
+        low, high = int(kept.ids.min()), int(kept.ids.max())
+        if low < 0 or high >= vocab_size:
+            raise LogitlessError(
+                f"{caller}: kept ids run from {low} to {high}, outside the vocabulary of {vocab_size}."
+            )
+
+
+def _check_entropy(asked: Options) -> None:
+    if asked.entropy not in (None, "value", "grad"):
+        raise LogitlessError(f'{asked.caller}: entropy must be None, "value" or "grad" but is {asked.entropy!r}.')
+
+
+# Checks of logits.
+
+
+def check_logits(caller: str, logits: Tensor, rows: Rows, shard: VocabShard | None) -> None:
+    if not isinstance(logits, Tensor) or logits.dtype not in FLOATS:
+        came = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
+        raise LogitlessError(f"{caller}: logits must be a tensor of {[str(d) for d in FLOATS]} but is {came}.")
+    if logits.dim() < 1 or (logits.shape[-1] > 1 and logits.stride(-1) != 1):
+        raise LogitlessError(
+            f"{caller}: logits must be [..., V] with a contiguous last dimension but has shape {list(logits.shape)} "
+            f"and strides {list(logits.stride())}. Pass logits.contiguous(), which copies, or avoid the transpose."
+        )
+    num_tokens, lead = logits.shape[:-1].numel(), list(logits.shape[:-1])
+    if rows.num_tokens is not None and rows.num_tokens != num_tokens:
+        raise LogitlessError(
+            f"{caller}: rows were made for {rows.num_tokens} tokens ({list(rows.token_shape or ())}) but logits has "
+            f"{num_tokens} rows ({lead}). If the pack is padded at its end, pass num_tokens= when making the rows."
+        )
+    if rows.reach > num_tokens:
+        raise LogitlessError(f"{caller}: rows reach row {rows.reach - 1} but logits has {num_tokens} rows ({lead}).")
+    for name, x in (("rows", rows.index), ("target", rows.target)):
+        if x.device != logits.device:
+            raise LogitlessError(f"{caller}: {name} is on {x.device} but logits is on {logits.device}.")
+    if shard is not None and shard.stop - shard.start != logits.shape[-1]:
+        raise LogitlessError(
+            f"{caller}: shard holds columns {shard.start} to {shard.stop} ({shard.stop - shard.start} of them) but "
+            f"logits has {logits.shape[-1]} columns."
+        )
+
+
+def check_overwrite(logits: Tensor) -> None:
+    if not (torch.is_grad_enabled() and logits.requires_grad):
+        return
+    problem, advice = None, "Pass the model's own output"
+    if logits.is_leaf:
+        problem = "are a leaf, whose data backward must not replace by its gradient"
+    elif logits._is_view():
+        problem = "are a view, so that whoever holds the base would read gradients in place of logits"
+        advice = "Pass the tensor it was cut from (any [..., V] shape will do)"
+    elif not logits.is_contiguous():
+        problem = "are not contiguous"
+    if problem:
+        raise LogitlessError(
+            f"logprobs: overwrite_logits=True, but the logits {problem}. {advice}, or drop the option."
+        )
+
+
+# Checks of hidden states and weight.
+
+
+def _check_tokens(hidden: Tensor, weight: Tensor, rows: Rows, asked: Options) -> None:
+    ranks = asked.shard.group.size() if asked.sequence_parallel and asked.shard is not None else 1
     num_tokens = hidden.shape[:-1].numel() * ranks
-    if (plan.num_tokens is not None and plan.num_tokens != num_tokens) or plan.reach > num_tokens:
-        wanted = f"at least {plan.reach}" if plan.num_tokens is None else plan.num_tokens
-        raise LogitlessError(f"{options.caller}: rows were made for {wanted} tokens but hidden holds {num_tokens}.")
-    tensors = {"weight": weight, "rows": plan.index, "target": plan.target}
-    for what, x in {**tensors, "bias": options.bias, "weight_grad": options.weight_grad}.items():
+    if (rows.num_tokens is not None and rows.num_tokens != num_tokens) or rows.reach > num_tokens:
+        wanted = f"at least {rows.reach}" if rows.num_tokens is None else rows.num_tokens
+        raise LogitlessError(f"{asked.caller}: rows were made for {wanted} tokens but hidden holds {num_tokens}.")
+    tensors = {"weight": weight, "rows": rows.index, "target": rows.target}
+    for what, x in {**tensors, "bias": asked.bias, "weight_grad": asked.weight_grad}.items():
         if x is not None and x.device != hidden.device:
-            raise LogitlessError(f"{options.caller}: {what} is on {x.device} but hidden is on {hidden.device}.")
+            raise LogitlessError(f"{asked.caller}: {what} is on {x.device} but hidden is on {hidden.device}.")
 
 
-def _check_operands(hidden: Tensor, weight: Tensor, options: Options) -> None:
-    name, bias, weight_grad, shard, match = (
-        getattr(options, field) for field in ("caller", "bias", "weight_grad", "shard", "match")
-    )
+def _check_operands(hidden: Tensor, weight: Tensor, asked: Options) -> None:
+    name, bias, weight_grad, shard = asked.caller, asked.bias, asked.weight_grad, asked.shard
     if not isinstance(hidden, Tensor) or hidden.dtype not in FLOATS or hidden.dim() < 1:
         came = f"{list(hidden.shape)} {hidden.dtype}" if isinstance(hidden, Tensor) else type(hidden).__name__
         raise LogitlessError(f"{name}: hidden must be [..., D] of {[str(d) for d in FLOATS]} but is {came}.")
@@ -184,8 +393,8 @@ def _check_operands(hidden: Tensor, weight: Tensor, options: Options) -> None:
             f"{name}: weight_grad must be float32 {list(weight.shape)} but is {weight_grad.dtype} "
             f"{list(weight_grad.shape)}."
         )
-    if match not in (None, "bfloat16", "float16"):
-        raise LogitlessError(f'{name}: match must be None, "bfloat16" or "float16" but is {match!r}.')
+    if asked.match not in (None, "bfloat16", "float16"):
+        raise LogitlessError(f'{name}: match must be None, "bfloat16" or "float16" but is {asked.match!r}.')
     if shard is not None and shard.stop - shard.start != weight.shape[0]:
         raise LogitlessError(
             f"{name}: shard holds columns {shard.start} to {shard.stop} ({shard.stop - shard.start} of them) but "
@@ -193,13 +402,13 @@ def _check_operands(hidden: Tensor, weight: Tensor, options: Options) -> None:
         )
 
 
-def _check_parallel(options: Options) -> None:
-    name = options.caller
-    if options.hidden_grad not in ("reduced", "partial"):
-        raise LogitlessError(f'{name}: hidden_grad must be "reduced" or "partial" but is {options.hidden_grad!r}.')
-    if options.sequence_parallel and (options.shard is None or options.shard.group is None):
+def _check_parallel(asked: Options) -> None:
+    name = asked.caller
+    if asked.hidden_grad not in ("reduced", "partial"):
+        raise LogitlessError(f'{name}: hidden_grad must be "reduced" or "partial" but is {asked.hidden_grad!r}.')
+    if asked.sequence_parallel and (asked.shard is None or asked.shard.group is None):
         raise LogitlessError(f"{name}: sequence_parallel=True needs a shard with a group to gather over.")
-    if options.sequence_parallel and options.hidden_grad == "partial":
+    if asked.sequence_parallel and asked.hidden_grad == "partial":
         raise LogitlessError(
             f"{name}: sequence_parallel=True gathers hidden here, so its gradient is summed and scattered here too. "
             f'hidden_grad="partial" is for callers that gather hidden themselves and pass it whole.'

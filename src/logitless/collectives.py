@@ -13,14 +13,41 @@ ranks that own no rows included. ``group=None`` means "not sharded" and never co
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from logitless.errors import LogitlessError
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DryGroup:
+    """Stands in for a group on the meta device, where nothing is sent and only allocations count.
+
+    Attributes:
+        ranks: how many.
+        copies: whether the real group works on a copy, as gloo does.
+    """
+
+    ranks: int
+    copies: bool
+
+    def size(self) -> int:
+        return self.ranks
+
+    def pretend(self, copied: Tensor, out: Tensor) -> Tensor:
+        """``out``, after what the collective would have copied."""
+        if self.copies:
+            torch.empty_like(copied)
+        return out
+
+
+Group = dist.ProcessGroup | DryGroup
 
 
 def resolve_group(group: Any, argument: str) -> dist.ProcessGroup | None:
@@ -44,37 +71,41 @@ def resolve_group(group: Any, argument: str) -> dist.ProcessGroup | None:
     )
 
 
-def gather_over(group: dist.ProcessGroup, x: Tensor) -> Tensor:
+def gather_over(group: Group, x: Tensor) -> Tensor:
     """``x`` of every rank, stacked in rank order: ``[...]`` becomes ``[world, ...]``.
 
     One ``all_gather``. Same bits on every rank. Carries no gradient: callers differentiate their own
     part only (see the rule for vocabulary groups above).
     """
-    out = x.new_empty((dist.get_world_size(group), *x.shape))
+    out = x.new_empty((group.size(), *x.shape))
+    if isinstance(group, DryGroup):
+        return group.pretend(out, out)
     # torch 2.13 renamed the collective and warns about the old name, which is the only one before it.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(out.flatten(0, 1), x.contiguous(), group=group)
     return out
 
 
-def gather_rows_over(group: dist.ProcessGroup, x: Tensor) -> Tensor:
+def gather_rows_over(group: Group, x: Tensor) -> Tensor:
     """``[T / n, ...]`` of every rank, end to end in rank order: ``[T, ...]``. Backward: :func:`scatter_sum_over`."""
     return gather_over(group, x).flatten(0, 1)
 
 
-def scatter_sum_over(group: dist.ProcessGroup, x: Tensor) -> Tensor:
+def scatter_sum_over(group: Group, x: Tensor) -> Tensor:
     """``[T, ...]`` summed over ranks, of which each keeps its part: ``[T / n, ...]``."""
-    size = dist.get_world_size(group)
-    out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
+    if isinstance(group, DryGroup):
+        return group.pretend(x, out)
     # As above: renamed in torch 2.13.
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(out, x.contiguous(), group=group)
     return out
 
 
-def sum_over(group: dist.ProcessGroup, x: Tensor) -> Tensor:
+def sum_over(group: Group, x: Tensor) -> Tensor:
     """``x`` summed over ranks, in place."""
-    dist.all_reduce(x, group=group)
+    if not isinstance(group, DryGroup):
+        dist.all_reduce(x, group=group)
     return x
 
 

@@ -8,33 +8,21 @@ The autograd Function at the end is a seam: what it computes is in ``softmax``, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from logitless.backends import choose_backend, run_gradient, run_statistics
-from logitless.backends.contract import Problem, accumulation_dtype
-from logitless.checks import (
-    check_kept,
-    check_logits,
-    check_overwrite,
-    check_targets,
-    prepare_over,
-    resolve_rows,
-    vocabulary,
-)
+from logitless.backends import run_gradient, run_statistics
+from logitless.backends.contract import Problem
+from logitless.call import Call, Options, outside_of_compile, resolve_logits, together
 from logitless.errors import LogitlessError, no_second_derivative
-from logitless.kept import Kept, KeptLogits, kept_gradient, kept_logits, kept_statistics, write_kept
+from logitless.kept import Kept, KeptLogits, Support, kept_gradient, kept_statistics, write_kept
 from logitless.results import in_shape, row_results, target_column
 from logitless.rows import Rows
-from logitless.softmax import (
-    ELSEWHERE,
-    Normaliser,
-    coefficients,
-)
-from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard, parse_memory
+from logitless.softmax import ELSEWHERE, Normaliser, coefficients
+from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard
 
 
 def logprobs(
@@ -85,86 +73,42 @@ def logprobs(
     tensor([-1.3863,  0.0000])
     """
 
-    def prepare() -> _Prepared:
-        return _prepare(logits, rows, entropy, head or Head(), shard, kept, overwrite_logits, backend, memory)
-
-    ready = prepare_over(shard, "logprobs", prepare, lambda ready: ready.facts(logits))
-    traceable = ready.call.group is None and not overwrite_logits
-    apply: Any = _LogProbs.apply if traceable else _apply_outside_of_compile
-    values = apply(logits, ready.rows.index, ready.rows.target, ready.gain, *ready.kept, ready.call)
-    return in_shape(values, ready.shape)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A resolved call: everything but the tensors."""
-
-    entropy: EntropyMode
-    squash: float
-    columns: int
-    start: int
-    vocab_size: int
-    overwrite: bool
-    backend: str
-    memory: int
-    group: Any
-
-
-@dataclass(frozen=True, eq=False)
-class _Prepared:
-    """A checked call, and the vectors it needs."""
-
-    call: _Call
-    rows: Rows
-    gain: Tensor
-    kept: tuple[Tensor | None, Tensor | None]
-    shape: tuple[int, ...]
-
-    def facts(self, logits: Tensor) -> dict[str, Any]:
-        """What the ranks of a vocabulary group must agree on."""
-        return {
-            "the number of rows": len(self.rows),
-            "the dtype of the logits": str(logits.dtype),
-            "entropy": self.call.entropy,
-            "whether there are kept ids": self.kept[0] is not None,
-            "the vocabulary size": self.call.vocab_size,
-        }
-
-
-def _prepare(
-    logits: Tensor,
-    rows: Any,
-    entropy: EntropyMode,
-    head: Head,
-    shard: VocabShard | None,
-    kept: Kept | None,
-    overwrite_logits: bool,
-    backend: str,
-    memory: int | str,
-) -> _Prepared:
-    plan, shape = resolve_rows("logprobs", rows)
-    if entropy not in (None, "value", "grad"):
-        raise LogitlessError(f'logprobs: entropy must be None, "value" or "grad" but is {entropy!r}.')
-    check_logits("logprobs", logits, plan, shard)
-    vocab_size, columns = vocabulary("logprobs", logits.shape[-1], head, shard)
-    if not torch.compiler.is_compiling():
-        check_targets("logprobs", plan, vocab_size)
-        if overwrite_logits:
-            check_overwrite(logits)
-    call = _Call(
-        entropy=entropy,
-        squash=head.squash,
-        columns=columns,
-        start=0 if shard is None else shard.start,
-        vocab_size=vocab_size,
-        overwrite=overwrite_logits,
-        backend=choose_backend(logits, backend).name,
-        memory=parse_memory(memory),
-        group=None if shard is None else shard.group,
+    options = Options(
+        entropy=entropy, head=head, shard=shard, kept=kept, backend=backend, memory=memory, caller="logprobs"
     )
-    gain = head.gain(len(plan), accumulation_dtype(logits.dtype), logits.device)
-    kept_ids = (None, None) if kept is None else check_kept("logprobs", kept, plan, vocab_size, logits.device)
-    return _Prepared(call, plan, gain, kept_ids, shape)
+    call = together(
+        shard, "logprobs", lambda: resolve_logits(logits, rows, options, overwrite_logits), lambda call: call.facts()
+    )
+    return in_shape(score_logits(logits, call), call.shape)
+
+
+def score_logits(logits: Tensor, call: Call) -> TokenStats:
+    """``[R]`` results of a call that was checked."""
+    kept = call.asked.kept
+    ids, lengths = (None, None) if kept is None else (kept.ids, kept.lengths)
+    arguments = (logits, call.rows.index, call.rows.target, call.gain, ids, lengths, call)
+    if call.group is None and not call.overwrite:
+        return TokenStats(*_LogProbs.apply(*arguments))
+    # Collectives and the bookkeeping of overwriting are not traced.
+    return TokenStats(*outside_of_compile(_LogProbs.apply, *arguments))
+
+
+class _Saved(NamedTuple):
+    """What backward needs, by name."""
+
+    logits: Tensor
+    rows: Tensor
+    target: Tensor
+    column: Tensor
+    gain: Tensor
+    reference: Tensor
+    log_sum: Tensor
+    logprob: Tensor
+    mean: Tensor | None
+    kept_ids: Tensor | None
+    kept_lengths: Tensor | None
+    kept_reference: Tensor | None
+    kept_log_sum: Tensor | None
 
 
 class _LogProbs(torch.autograd.Function):
@@ -179,22 +123,35 @@ class _LogProbs(torch.autograd.Function):
         gain: Tensor,
         kept_ids: Tensor | None,
         kept_lengths: Tensor | None,
-        call: _Call,
+        call: Call,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         column = target_column(target, call.start, call.columns)
         problem = _problem(logits, index, column, gain, call)
-        stats = run_statistics(call.backend, problem)
-        gathered = _gather_kept(kept_ids, kept_lengths, target, problem, call)
-        kept_stats = None if gathered is None else kept_statistics(gathered)
-        results = row_results(stats, kept_stats, target == IGNORE, call.entropy is not None, call.group)
+        statistic = run_statistics(call.backend, problem)
+        gathered = _gather_support(kept_ids, kept_lengths, target, problem, call)
+        support = None if gathered is None else kept_statistics(gathered)
+        results = row_results(statistic, support, target == IGNORE, call.entropy, call.group)
         ctx.set_materialize_grads(False)
-        if call.entropy == "value":
+        if call.asked.entropy == "value":
             ctx.mark_non_differentiable(results.entropy)
-        kept_saved = () if kept_ids is None else (kept_ids, kept_lengths, *results.kept_norm)
-        entropy_saved = (results.mean,) if call.entropy == "grad" else ()
-        rows_saved = (index, target, column, gain, *results.norm, results.logprob)
-        ctx.save_for_backward(logits, *rows_saved, *kept_saved, *entropy_saved)
-        ctx.call, ctx.has_kept, ctx.spent = call, kept_ids is not None, False
+        mean = results.mean if call.asked.entropy == "grad" else None
+        saved = _Saved(
+            logits=logits,
+            rows=index,
+            target=target,
+            column=column,
+            gain=gain,
+            reference=results.norm.reference,
+            log_sum=results.norm.log_sum,
+            logprob=results.logprob,
+            mean=mean,
+            kept_ids=kept_ids,
+            kept_lengths=kept_lengths,
+            kept_reference=None if support is None else results.kept_norm.reference,
+            kept_log_sum=None if support is None else results.kept_norm.log_sum,
+        )
+        ctx.save_for_backward(*saved)
+        ctx.call, ctx.spent = call, False
         # A leaf may ask for its gradient in another dtype; for anything else autograd keeps the tensor's own.
         ctx.grad_dtype = (getattr(logits, "grad_dtype", None) if logits.is_leaf else None) or logits.dtype
         return results[:3]
@@ -203,7 +160,7 @@ class _LogProbs(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, g_logprob: Tensor | None, g_entropy: Tensor | None, g_log_z: Tensor | None
     ) -> Any:
-        call: _Call = ctx.call
+        call: Call = ctx.call
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise no_second_derivative("logprobs", ", or use torch.log_softmax for this term")
         if ctx.spent:
@@ -211,26 +168,23 @@ class _LogProbs(torch.autograd.Function):
                 "logprobs: second backward through a call with overwrite_logits=True, but the first one has replaced "
                 "the logits by their gradient. Use overwrite_logits=False to keep the graph, or run forward again."
             )
-        logits, index, target, column, gain, reference, log_sum, logprob, *more = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
             return (None,) * 7
-        norm = Normaliser(reference, log_sum)
-        kept_ids, kept_lengths, kept_norm = None, None, None
-        if ctx.has_kept:
-            kept_ids, kept_lengths, kept_norm, more = more[0], more[1], Normaliser(*more[2:4]), more[4:]
-        mean = more[0] if more else None
-        problem = _problem(logits, index, column, gain, call)
-        out, out_index = _gradient_buffer(logits, index, problem, ctx.grad_dtype, call.overwrite)
+        saved = _Saved(*ctx.saved_tensors)
+        logits, logprob, norm = saved.logits, saved.logprob, Normaliser(saved.reference, saved.log_sum)
+        problem = _problem(logits, saved.rows, saved.column, saved.gain, call)
+        out, out_index = _gradient_buffer(logits, saved.rows, problem, ctx.grad_dtype, call.overwrite)
         g_logprob = torch.zeros_like(logprob) if g_logprob is None else g_logprob.contiguous()
-        if kept_norm is None:
-            coef = coefficients(logprob, norm, mean, g_logprob, g_entropy, g_log_z)
+        if saved.kept_reference is None or saved.kept_log_sum is None:
+            coef = coefficients(logprob, norm, saved.mean, g_logprob, g_entropy, g_log_z)
             run_gradient(call.backend, problem, norm, coef, out, out_index)
         else:
-            gathered = _gather_kept(kept_ids, kept_lengths, target, problem, call)
+            gathered = _gather_support(saved.kept_ids, saved.kept_lengths, saved.target, problem, call)
             assert gathered is not None
-            coef = coefficients(logprob, norm, mean, torch.zeros_like(g_logprob), g_entropy, g_log_z)
+            coef = coefficients(logprob, norm, saved.mean, torch.zeros_like(g_logprob), g_entropy, g_log_z)
             dense = coef if g_entropy is not None or g_log_z is not None else None
-            values = kept_gradient(gathered, kept_norm, logprob, g_logprob, norm, dense, target == IGNORE)
+            kept_norm, ignored = Normaliser(saved.kept_reference, saved.kept_log_sum), saved.target == IGNORE
+            values = kept_gradient(gathered, kept_norm, logprob, g_logprob, norm, dense, ignored)
             if dense is None:
                 out.zero_()
             else:
@@ -243,17 +197,9 @@ class _LogProbs(torch.autograd.Function):
         return (out.view(logits.shape), *(None,) * 6)
 
 
-# The public torch.compiler.disable is the same, but imports the compiler, and with it Triton, when applied.
-@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
-def _apply_outside_of_compile(*args: Any) -> Any:
-    """A graph break: collectives and the bookkeeping of overwriting are not traced."""
-    return _LogProbs.apply(*args)
-
-
-def _problem(logits: Tensor, index: Tensor, column: Tensor, gain: Tensor, call: _Call) -> Problem:
+def _problem(logits: Tensor, index: Tensor, column: Tensor, gain: Tensor, call: Call) -> Problem:
     matrix, index = _as_matrix(logits, index)
-    entropy_wanted = call.entropy is not None
-    return Problem(matrix, index, column, gain, call.squash, call.columns, entropy_wanted, call.memory)
+    return Problem(matrix, index, column, gain, call.squash, call.columns, call.entropy, call.memory)
 
 
 def _as_matrix(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -280,12 +226,12 @@ def _as_matrix(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     return logits.as_strided((last + 1 if logits.numel() else 0, width), (row_stride, 1)), row
 
 
-def _gather_kept(
-    ids: Tensor | None, lengths: Tensor | None, target: Tensor, problem: Problem, call: _Call
+def _gather_support(
+    ids: Tensor | None, lengths: Tensor | None, target: Tensor, problem: Problem, call: Call
 ) -> KeptLogits | None:
     if ids is None or lengths is None:
         return None
-    return kept_logits(Kept(ids, lengths), target, problem, call.start, call.vocab_size)
+    return Support(Kept(ids, lengths), target, call.start, call.vocab_size).logits(problem)
 
 
 def _gradient_buffer(

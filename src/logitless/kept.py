@@ -1,10 +1,11 @@
-"""Sampling replay: log-probs over the token ids the sampler had kept (top-p, top-k, min-p).
+"""The sampler's support: log-probs over the token ids that it had kept (top-p, top-k, min-p).
 
-A rollout engine that truncates its distribution sampled from ``softmax(z[kept])``. Training on the full softmax
-would compare two different distributions, so the log-prob is normalised over the kept ids, with the target forced
+A rollout engine that truncates its distribution sampled from ``softmax(z[support])``. Training on the full softmax
+would compare two different distributions, so the log-prob is normalised over the support, with the target forced
 in. Entropy and log Z stay those of the whole row.
 
-Ids are ragged, one run per row, and everything here works on flat ``[K + R]`` vectors: no ``[R, V]`` mask, no loop.
+Supports are ragged, one run of ids per row, and everything here works on flat ``[K + R]`` vectors: no ``[R, V]`` mask,
+no loop.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Kept:
         """The kept ids of the rows that are scored, out of those recorded for every response token.
 
         Args:
-            rows: the plan.
+            rows: the rows that are scored.
             ids: per sample, the kept ids of all its response tokens, end to end.
             lengths: per sample, how many ids each response token has: ``[response length]``.
         """
@@ -90,7 +91,7 @@ class Kept:
 
 
 class KeptLogits(NamedTuple):
-    """Transformed logits of each row's kept ids, sorted by row and id, on flat ``[K + R]`` vectors."""
+    """Transformed logits of each row's support, sorted by row and id, on flat ``[K + R]`` vectors."""
 
     row: Tensor
     """Which row, ascending."""
@@ -108,36 +109,52 @@ class KeptLogits(NamedTuple):
     """``[R]`` entries of each row."""
 
 
-def kept_logits(kept: Kept, target: Tensor, problem: Problem, start: int, vocab_size: int) -> KeptLogits:
-    """Gather the kept logits held here, targets included. Columns ``start ..`` of ``vocab_size`` are here."""
-    num_rows = target.numel()
-    arange = torch.arange(num_rows, device=target.device)
-    row = torch.cat([torch.repeat_interleave(arange, kept.lengths, output_size=kept.ids.numel()), arange])
-    ids = torch.cat([kept.ids, target])
-    # Sorting by (row, id) makes the rows contiguous and puts copies of an id side by side, without a device sync.
-    order = ids.argsort(stable=True)
-    order = order[row[order].argsort(stable=True)]
-    row, ids = row[order], ids[order]
-    same = (row[1:] == row[:-1]) & (ids[1:] == ids[:-1])
-    first = torch.cat([same.new_ones(min(1, row.numel())), ~same])
-    column = ids - start
-    here = (column >= 0) & (column < problem.columns)
-    column = torch.where(here, column, 0)
-    at = row if problem.index is None else problem.index[row]
-    x = problem.logits[at, column].to(problem.gain.dtype) if problem.columns else problem.gain[row]
-    gain = problem.gain[row]
-    if problem.squash:
-        y = torch.tanh(x * problem.squash)
-        z, slope = y * gain, gain * problem.squash * (1 - y * y)
-    else:
-        z, slope = x * gain, gain
-    z = torch.where(here, z, -torch.inf)
-    z = torch.where((ids >= 0) & (ids < vocab_size), z, torch.nan)
-    return KeptLogits(row, column, z, slope, here, first, ids == target[row], kept.lengths + 1)
+@dataclass(frozen=True, eq=False)
+class Support:
+    """The support of every row, its target included, and which columns of the vocabulary are here.
+
+    Attributes:
+        kept: ids that the sampler kept.
+        target: ``[R]`` token id of each row.
+        start: first column here.
+        vocab_size: true size of the vocabulary.
+    """
+
+    kept: Kept
+    target: Tensor
+    start: int
+    vocab_size: int
+
+    def logits(self, problem: Problem) -> KeptLogits:
+        """Gather the support's logits out of a problem, which holds all rows."""
+        kept, target = self.kept, self.target
+        arange = torch.arange(target.numel(), device=target.device)
+        row = torch.cat([torch.repeat_interleave(arange, kept.lengths, output_size=kept.ids.numel()), arange])
+        ids = torch.cat([kept.ids, target])
+        # Sorting by (row, id) makes the rows contiguous and puts copies of an id side by side, without a device sync.
+        order = ids.argsort(stable=True)
+        order = order[row[order].argsort(stable=True)]
+        row, ids = row[order], ids[order]
+        same = (row[1:] == row[:-1]) & (ids[1:] == ids[:-1])
+        first = torch.cat([same.new_ones(min(1, row.numel())), ~same])
+        column = ids - (self.start + problem.first)
+        here = (column >= 0) & (column < problem.columns)
+        column = torch.where(here, column, 0)
+        at = row if problem.index is None else problem.index[row]
+        x = problem.logits[at, column].to(problem.gain.dtype) if problem.columns else problem.gain[row]
+        gain = problem.gain[row]
+        if problem.squash:
+            y = torch.tanh(x * problem.squash)
+            z, slope = y * gain, gain * problem.squash * (1 - y * y)
+        else:
+            z, slope = x * gain, gain
+        z = torch.where(here, z, -torch.inf)
+        z = torch.where((ids >= 0) & (ids < self.vocab_size), z, torch.nan)
+        return KeptLogits(row, column, z, slope, here, first, ids == target[row], kept.lengths + 1)
 
 
 def kept_statistics(k: KeptLogits) -> Tensor:
-    """``[2, R]`` (m, s) of the kept ids held here, in the form that ``softmax.merge`` takes."""
+    """``[2, R]`` (m, s) of the part of the support that is here."""
     m = _segment(k.z, "max", k.lengths)
     reference = torch.where(m == -torch.inf, torch.zeros_like(m), m)
     e = torch.where(k.first, (k.z - reference[k.row]).exp(), 0.0)

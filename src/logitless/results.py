@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from logitless.collectives import gather_over
-from logitless.softmax import ELSEWHERE, SKIP, Normaliser, entropy, mean_shift, merge, normaliser
+from logitless.softmax import ELSEWHERE, SKIP, Normaliser, Statistic, entropy, mean_shift, merge, normaliser
 from logitless.spec import IGNORE, TokenStats
 
 
@@ -18,7 +18,7 @@ class RowResults(NamedTuple):
     Attributes:
         logprob, entropy, log_z: as in :class:`~logitless.spec.TokenStats`.
         norm: pieces of log Z.
-        kept_norm: pieces of the log normaliser over the kept ids; ``norm`` itself if there are none.
+        kept_norm: pieces of the log normaliser over the support; ``norm`` itself where there is none.
         mean: ``w / s``, if entropy was wanted.
     """
 
@@ -38,14 +38,15 @@ def target_column(target: Tensor, start: int, columns: int) -> Tensor:
 
 
 def row_results(
-    stats: Tensor, kept_stats: Tensor | None, ignored: Tensor, with_entropy: bool, group: Any
+    statistic: Tensor, support: Tensor | None, ignored: Tensor, with_entropy: bool, group: Any
 ) -> RowResults:
-    """Results from ``[4, R]`` statistics, and ``[2, R]`` of the kept ids, of this shard."""
-    stats, kept_stats = _whole_vocabulary(stats, kept_stats, group)
-    norm = normaliser(stats)
-    kept_norm = norm if kept_stats is None else normaliser(kept_stats)
-    logprob = (stats[3] - kept_norm.reference) - kept_norm.log_sum
-    mean = mean_shift(stats) if with_entropy else None
+    """Results of the whole vocabulary from this shard's ``[4, R]`` statistic, and ``[2, R]`` (m, s) of the support."""
+    lines, support = whole_vocabulary(statistic, support, group)
+    row = Statistic.of(lines)
+    norm = normaliser(row)
+    kept_norm = norm if support is None else normaliser(Statistic.of(support))
+    logprob = (row.t - kept_norm.reference) - kept_norm.log_sum
+    mean = mean_shift(row) if with_entropy else None
     return RowResults(
         logprob=logprob.masked_fill(ignored, 0.0),
         entropy=None if mean is None else entropy(norm, mean).masked_fill(ignored, 0.0),
@@ -56,26 +57,28 @@ def row_results(
     )
 
 
-def _whole_vocabulary(stats: Tensor, kept_stats: Tensor | None, group: Any) -> tuple[Tensor, Tensor | None]:
-    """Statistics over all shards, and those of the kept ids: one ``all_gather`` for both, or none if unsharded."""
-    kept_parts = None if kept_stats is None else kept_stats[None]
+def whole_vocabulary(
+    statistic: Tensor, support: Tensor | None, group: Any, further: tuple[str, ...] = ()
+) -> tuple[Tensor, Tensor | None]:
+    """The statistic over all shards, and that of the support: one ``all_gather`` for both, or none if unsharded."""
+    support_parts = None if support is None else support[None]
     if group is not None:
-        parts = gather_over(group, stats if kept_stats is None else torch.cat([stats, kept_stats]))
-        stats = merge(parts[:, :4])
-        kept_parts = None if kept_stats is None else parts[:, 4:]
-    return stats, None if kept_parts is None else merge_kept(kept_parts, stats[3])
+        lines = len(statistic)
+        parts = gather_over(group, statistic if support is None else torch.cat([statistic, support]))
+        statistic = merge(parts[:, :lines], further)
+        support_parts = None if support is None else parts[:, lines:]
+    return statistic, None if support_parts is None else merge_support(support_parts, Statistic.of(statistic).t)
 
 
-def merge_kept(parts: Tensor, target: Tensor) -> Tensor:
-    """``[P, 2, R]`` parts of the kept ids' (m, s) as one ``[4, R]`` statistic with the given target logit."""
+def merge_support(parts: Tensor, target: Tensor) -> Tensor:
+    """``[P, 2, R]`` parts of the support's (m, s) as one statistic with the given target logit."""
     m, s = parts.unbind(1)
     return merge(torch.stack([m, s, torch.zeros_like(s), target.expand_as(s)], dim=1))
 
 
-def in_shape(values: tuple[Tensor, Tensor | None, Tensor], shape: tuple[int, ...]) -> TokenStats:
+def in_shape(stats: TokenStats, shape: tuple[int, ...]) -> TokenStats:
     """``[R]`` results in the caller's shape. Vectors stay as they are: FSDP warns of modules that return views."""
     if len(shape) == 1:
-        return TokenStats(*values)
-    logprob, entropy_value, log_z = values
-    reshaped = None if entropy_value is None else entropy_value.reshape(shape)
-    return TokenStats(logprob.reshape(shape), reshaped, log_z.reshape(shape))
+        return stats
+    reshaped = None if stats.entropy is None else stats.entropy.reshape(shape)
+    return TokenStats(stats.logprob.reshape(shape), reshaped, stats.log_z.reshape(shape))

@@ -19,10 +19,14 @@ z - (m + log s) would round at the size of z.
 
 A part that does not hold the target has t = NaN. If no part does, the target is not in the vocabulary, and the
 whole row comes out NaN: a wrong id can never look like a plausible number.
+
+Statistics of R rows travel as one ``[4, R]`` tensor, a line for each field of :class:`Statistic`; further sums over the
+same rows (:data:`FURTHER`) are lines after those four.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -42,11 +46,54 @@ TINY = 2.0e-38
 """Stands in for 0 in a logarithm: the smallest round normal float32, multiplied by the 0 it stood in for."""
 
 
+class Statistic(NamedTuple):
+    """The lines of a ``[4 + number of further sums, R]`` statistic, or of the parts ``[P, ..., R]`` of one, by name."""
+
+    m: Tensor
+    s: Tensor
+    w: Tensor
+    t: Tensor
+    further: tuple[Tensor, ...] = ()
+
+    @staticmethod
+    def of(lines: Tensor, dim: int = 0) -> Statistic:
+        m, s, w, t, *further = lines.unbind(dim)
+        return Statistic(m, s, w, t, tuple(further))
+
+    def stacked(self, out: Tensor | None = None) -> Tensor:
+        """The lines as one tensor."""
+        return torch.stack([*self[:4], *self.further], out=out)
+
+
+WIDTH = 4
+"""Lines of a statistic without further sums."""
+
+
+class Sum(NamedTuple):
+    """A further sum over a row of a statistic.
+
+    Attributes:
+        term: ``(e, d)`` to what is added up over the row, where ``d = z - m`` and ``e = exp(d)``.
+        moved: ``(x, shift, factor, part)`` to the value of the sum x of a part when its reference falls by ``-shift``,
+            so that each ``e`` of it is multiplied by ``factor = exp(shift)``.
+    """
+
+    term: Callable[[Tensor, Tensor], Tensor]
+    moved: Callable[[Tensor, Tensor, Tensor, Statistic], Tensor]
+
+
+FURTHER: dict[str, Sum] = {}
+"""Sums that a backend can be asked for beyond m, s, w and t, by name."""
+
+
 class Normaliser(NamedTuple):
     """``[R]`` pieces of log Z, kept apart for precision: ``log Z = reference + log_sum``."""
 
     reference: Tensor
     log_sum: Tensor
+
+    def cut(self, rows: slice) -> Normaliser:
+        return Normaliser(self.reference[rows], self.log_sum[rows])
 
 
 class Coefficients(NamedTuple):
@@ -56,22 +103,28 @@ class Coefficients(NamedTuple):
     product: Tensor | None
     at_target: Tensor
 
+    def cut(self, rows: slice) -> Coefficients:
+        product = None if self.product is None else self.product[rows]
+        return Coefficients(self.plain[rows], product, self.at_target[rows])
 
-def merge(parts: Tensor) -> Tensor:
-    """One statistic from many: ``[P, 4, R]`` (m, s, w, t) becomes ``[4, R]``.
+
+def merge(parts: Tensor, further: tuple[str, ...] = ()) -> Tensor:
+    """One statistic from many: ``[P, 4, R]`` becomes ``[4, R]``, with a line more for each of the further sums named.
 
     Associative up to rounding, and exact for a single part. Parts are added in order, so the same parts give
     the same bits wherever this runs.
     """
-    m, s, w, t = parts.unbind(1)
-    top = m.amax(0)
+    part = Statistic.of(parts, 1)
+    top = part.m.amax(0)
     # A row of nothing but -inf has no finite reference; 0 keeps its sums at 0 instead of NaN.
     top = torch.where(top == -torch.inf, torch.zeros_like(top), top)
-    shift = torch.where(s == 0, torch.zeros_like(m), m - top)
-    factor = torch.where(s == 0, torch.zeros_like(m), torch.exp(shift))
-    s_all = (factor * s).sum(0)
-    w_all = (factor * (w + shift * s)).sum(0)
-    return torch.stack([top, s_all, w_all, merge_targets(t)])
+    shift = torch.where(part.s == 0, torch.zeros_like(part.m), part.m - top)
+    factor = torch.where(part.s == 0, torch.zeros_like(part.m), torch.exp(shift))
+    s = (factor * part.s).sum(0)
+    w = (factor * (part.w + shift * part.s)).sum(0)
+    more = zip(further, part.further, strict=True)
+    sums = tuple(FURTHER[name].moved(x, shift, factor, part).sum(0) for name, x in more)
+    return Statistic(top, s, w, merge_targets(part.t), sums).stacked()
 
 
 def merge_targets(t: Tensor) -> Tensor:
@@ -80,15 +133,14 @@ def merge_targets(t: Tensor) -> Tensor:
     return torch.where(t.isnan().all(0), torch.full_like(held, torch.nan), held)
 
 
-def normaliser(stats: Tensor) -> Normaliser:
+def normaliser(row: Statistic) -> Normaliser:
     """The pieces of log Z; NaN where the row has no target in the vocabulary."""
-    m, s, _, t = stats
-    return Normaliser(m, torch.where(t.isnan(), t, torch.log(s)))
+    return Normaliser(row.m, torch.where(row.t.isnan(), row.t, torch.log(row.s)))
 
 
-def mean_shift(stats: Tensor) -> Tensor:
+def mean_shift(row: Statistic) -> Tensor:
     """``w / s``: the mean of ``z - m`` under the row's distribution."""
-    return stats[2] / stats[1]
+    return row.w / row.s
 
 
 def entropy(norm: Normaliser, mean: Tensor) -> Tensor:

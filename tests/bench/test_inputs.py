@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import logitless as ll
+from logitless.memory.step import hand_over
 from logitless.tools.bench.cases import Case
-from logitless.tools.bench.inputs import CARRIER, fill_logits, fill_operands, hand_over, make_batch, scored_rows
+from logitless.tools.bench.inputs import CARRIER, fill_logits, fill_operands, make_batch, scored_rows
 
 CPU = torch.device("cpu")
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from logitless.adapters.audit import Audit, AuditReport
 from logitless.adapters.patching import Host, Option, Replacement, suggestion
-from logitless.checks import resolve_rows
+from logitless.call import resolve_rows
 from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.kept import Kept

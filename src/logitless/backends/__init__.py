@@ -1,8 +1,8 @@
-"""Three ways to run the same two functions, and the rule that picks one.
+"""Three ways to run the same functions, and the rule that picks one.
 
     reference   whole tensors, plain torch; the twin that kernels are read against
     tiled       plain torch in tiles under a memory budget; any device, any float dtype
-    triton      two kernels for NVIDIA GPUs; on CPU in Triton's interpreter, for tests
+    triton      kernels for NVIDIA GPUs; on CPU in Triton's interpreter, for tests
 
 The rule for ``backend="auto"``, applied before anything runs: ``triton`` for CUDA tensors of float32, bfloat16 or
 float16 when Triton can be imported, ``tiled`` otherwise. A named backend runs or raises; nothing falls back.
@@ -20,9 +20,13 @@ from torch import Tensor
 
 from logitless.backends.contract import Problem
 from logitless.errors import LogitlessError
-from logitless.softmax import Coefficients, Normaliser
+from logitless.softmax import WIDTH, Coefficients, Normaliser
 
 NAMES = ("reference", "tiled", "triton")
+"""The backends of this package."""
+
+OTHERS: dict[str, Any] = {}
+"""Backends from elsewhere by name: a module, or any object with the functions of :mod:`logitless.backends.contract`."""
 
 
 class BackendChoice(NamedTuple):
@@ -38,10 +42,10 @@ def choose_backend(logits: Tensor, backend: str = "auto") -> BackendChoice:
     >>> choose_backend(torch.zeros(2, 3)).name
     'tiled'
     """
-    if backend in NAMES:
+    if backend in NAMES or backend in OTHERS:
         return BackendChoice(backend, "named by the caller")
     if backend != "auto":
-        raise LogitlessError(f"backend: wanted one of {['auto', *NAMES]} but got {backend!r}.")
+        raise LogitlessError(f"backend: wanted one of {['auto', *NAMES, *OTHERS]} but got {backend!r}.")
     if logits.device.type != "cuda":
         return BackendChoice("tiled", f"the logits are on {logits.device.type}, and the kernels need CUDA")
     if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -51,11 +55,13 @@ def choose_backend(logits: Tensor, backend: str = "auto") -> BackendChoice:
     return BackendChoice("triton", f"CUDA tensor of {logits.dtype} with Triton installed")
 
 
-@functools.cache
 def load(name: str) -> Any:
-    """The backend's module. Triton is imported here and nowhere else, and only when asked for."""
-    if name == "triton" and not _has_triton():
-        raise LogitlessError('backend="triton": Triton is not installed. Run pip install "logitless[triton]".')
+    """The backend's module. That of Triton imports Triton with the first kernel that it launches."""
+    return OTHERS[name] if name in OTHERS else _load(name)
+
+
+@functools.cache
+def _load(name: str) -> Any:
     return importlib.import_module(f"logitless.backends.{name}")
 
 
@@ -88,7 +94,7 @@ def _statistics(
 
 @_statistics.register_fake
 def _(logits: Tensor, index: Tensor, column: Tensor, gain: Tensor, *rest: Any) -> Tensor:
-    return gain.new_empty((4, index.shape[0]))
+    return gain.new_empty((WIDTH, index.shape[0]))
 
 
 @torch.library.custom_op("logitless::gradient", mutates_args=("out",))
@@ -118,6 +124,9 @@ def _gradient(
 def run_statistics(backend: str, problem: Problem) -> Tensor:
     """``statistics`` of the named backend: ``[4, R]``."""
     p = problem
+    if p.logits.is_meta:
+        # An operator allocates nothing there but its result, and allocations are what such a call is made for.
+        return load(backend).statistics(p)
     return _statistics(p.logits, p.index, p.column, p.gain, p.squash, p.columns, p.first, p.entropy, p.memory, backend)
 
 
@@ -126,6 +135,8 @@ def run_gradient(
 ) -> None:
     """``gradient`` of the named backend, written over all of ``out``."""
     p = problem
+    if p.logits.is_meta:
+        return load(backend).gradient(p, norm, coef, out, out_index)
     _gradient(
         p.logits,
         p.index,

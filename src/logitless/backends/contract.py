@@ -2,13 +2,13 @@
 
 A backend is a module with two functions that every path needs:
 
-    statistics(problem, out=None) -> [4, R]                     m, s, w, t of each row, into ``out`` if given
+    statistics(problem, out=None) -> [4, R]                     the statistic of each row, into ``out`` if given
     gradient(problem, norm, coef, out, out_index) -> None       d logits, written over all of ``out``
 
-and five for sweeps:
+and five for the paths from hidden states:
 
     gradient_over(problem, norm, coef, dtype) -> [R, V]         d logits in a narrower dtype, over the logits themselves
-    exponentials(problem, stats, running, out, slope) -> None   statistics, and e^(z - reference), 0 at the target
+    exponentials(problem, stats, running, out, slope) -> None   the statistic, and e^(z - reference), 0 at the target
     gradient_from(problem, references, slab, norm, coef, out)   d logits from those, which are the problem's logits
     rescale(x, factor, out) -> None                             out = x * factor, row by row
     mix(x, by, y, index, times, out) -> None                    out = x * by + y[index] * times, row by row
@@ -20,11 +20,13 @@ all rows, in order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from logitless.softmax import WIDTH
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +44,7 @@ class Problem:
             as elsewhere.
         entropy: whether w is wanted (otherwise it may be anything finite).
         memory: bytes of working space allowed, for backends that need any.
+        further: names of further sums (:data:`logitless.softmax.FURTHER`), each a line more of the statistic.
     """
 
     logits: Tensor
@@ -53,10 +56,21 @@ class Problem:
     entropy: bool
     memory: int
     first: int = 0
+    further: tuple[str, ...] = ()
 
     @property
     def num_rows(self) -> int:
         return self.column.numel()
+
+    def cut(self, start: int, stop: int) -> Problem:
+        """Rows ``start .. stop`` of a problem whose rows are all in order."""
+        assert self.index is None
+        rows = {name: getattr(self, name)[start:stop] for name in ("logits", "column", "gain")}
+        return replace(self, **rows)
+
+    def empty_statistic(self) -> Tensor:
+        """``[4 + number of further sums, R]``, to be filled."""
+        return self.gain.new_empty((WIDTH + len(self.further), self.num_rows))
 
 
 SLACK = 8.0

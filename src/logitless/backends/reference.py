@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from logitless.backends.contract import Problem, Running, accumulation_dtype, over
-from logitless.softmax import FLOOR, SKIP, TINY, Coefficients, Normaliser
+from logitless.machine import pieces
+from logitless.softmax import FLOOR, FURTHER, SKIP, TINY, Coefficients, Normaliser, Statistic
 
 
 def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
-    """``[4, R]`` (m, s, w, t) of the selected rows; see :mod:`logitless.softmax`."""
+    """``[4, R]`` statistic of the selected rows; see :mod:`logitless.softmax`."""
     z, _ = transformed(problem)
     m = z.amax(-1) if z.shape[-1] else z.new_full(z.shape[:1], -torch.inf)
     reference = torch.where(m == -torch.inf, torch.zeros_like(m), m)
@@ -26,7 +27,8 @@ def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
         inside = (column >= 0) & (column < problem.columns)
         at_target = z.gather(-1, column.clamp(0, problem.columns - 1)[:, None]).squeeze(-1)
         t = torch.where(inside, at_target, t)
-    return torch.stack([m, e.sum(-1), (e * d.clamp_min(FLOOR)).sum(-1), t], out=out)
+    further = tuple(FURTHER[name].term(e, d).sum(-1) for name in problem.further)
+    return Statistic(m, e.sum(-1), (e * d.clamp_min(FLOOR)).sum(-1), t, further).stacked(out)
 
 
 def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor | None) -> None:
@@ -63,13 +65,13 @@ def transformed(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def exponentials(problem: Problem, stats: Tensor, running: Running, out: Tensor, slope: bool) -> None:
-    """Statistics into ``stats``, and ``e^(z - reference)`` of every element into ``out``, but 0 at the target.
+    """The statistic into ``stats``, and ``e^(z - reference)`` of every element into ``out``, but 0 at the target.
 
     The reference is moved first. ``slope`` multiplies by ``1 - tanh^2`` under a softcap. The target is left out because
     its gradient is formed in float32 and must not be rounded with the others.
     """
     statistics(problem, stats)
-    move(running, stats[0], problem.column == SKIP)
+    move(running, Statistic.of(stats).m, problem.column == SKIP)
     z, dz_dx = transformed(problem)
     e = (z - finite_or_zero(running.reference)[:, None]).exp()
     if slope and problem.squash:
@@ -104,17 +106,17 @@ def gradient_from(
         references: ``[S, R]``, one for each slab of columns.
         slab: columns of each slab but the last.
     """
-    for i, c in enumerate(range(0, problem.columns, slab)):
-        e = problem.logits[:, c : c + slab].to(problem.gain.dtype)
-        shift = (finite_or_zero(references[i]) - norm.reference)[:, None]
+    for piece in pieces(problem.columns, slab, problem.logits.is_meta):
+        e = problem.logits[:, piece].to(problem.gain.dtype)
+        shift = (finite_or_zero(references[piece.start // slab]) - norm.reference)[:, None]
         dz = e * (shift - norm.log_sum[:, None]).exp()
         if coef.product is None:
             dz = dz * coef.plain[:, None]
         else:
             dz = dz * (coef.plain[:, None] + coef.product[:, None] * (e.clamp_min(TINY).log() + shift))
-        columns = torch.arange(problem.first + c, problem.first + c + e.shape[1], device=e.device)
+        columns = torch.arange(problem.first + piece.start, problem.first + piece.stop, device=e.device)
         dz = torch.where(columns == problem.column[:, None], coef.at_target[:, None], dz) * problem.gain[:, None]
-        out[:, c : c + slab] = dz.masked_fill((problem.column == SKIP)[:, None], 0.0)
+        out[:, piece] = dz.masked_fill((problem.column == SKIP)[:, None], 0.0)
 
 
 def rescale(x: Tensor, factor: Tensor, out: Tensor) -> None:
@@ -125,4 +127,5 @@ def rescale(x: Tensor, factor: Tensor, out: Tensor) -> None:
 
 def mix(x: Tensor, by: Tensor, y: Tensor, index: Tensor, times: Tensor, out: Tensor) -> None:
     """``out[i] = x[i] * by[i] + y[index[i]] * times[i]``, summed in the dtype of ``by`` and rounded once."""
-    out.copy_(x * by[:, None] + y.index_select(0, index) * times[:, None])
+    wide = by.dtype
+    out.copy_(x.to(wide) * by[:, None] + y.index_select(0, index).to(wide) * times[:, None])

@@ -16,24 +16,31 @@ from torch import Tensor
 NOTHING = contextlib.nullcontext()
 
 
-def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False, tf32: bool = False) -> None:
-    """``out = a @ b``, or ``out += a @ b``, summed in at least float32 and rounded once to ``out``'s dtype."""
+def multiply(a: Tensor, b: Tensor, out: Tensor, *, wide: bool, add: bool = False, tf32: bool = False) -> None:
+    """``out = a @ b``, or ``out += a @ b``, summed in at least float32 and rounded once to ``out``'s dtype.
+
+    Args:
+        wide: whether the library writes float32 sums of 16-bit operands.
+    """
+    if wide and a.is_meta:
+        # Nothing is computed there, and the library allocates nothing.
+        return
     with _no_autocast(a), _float32_products(a, tf32):
-        if a.device.type == "cuda" and out.dtype != a.dtype:
+        if wide and out.dtype != a.dtype:
             _multiply_wide(a, b, out, add)
-        elif a.device.type == "cuda" or a.dtype == out.dtype == _wide(out.dtype):
+        elif wide or a.dtype == out.dtype == _wide(out.dtype):
             torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
         else:
             product = torch.mm(a.to(_wide(out.dtype)), b.to(_wide(out.dtype)))
             out.add_(product) if add else out.copy_(product)
 
 
-def add_rows(x: Tensor, out: Tensor) -> None:
+def add_rows(x: Tensor, out: Tensor, *, wide: bool) -> None:
     """``out += x.sum(0)``, summed in at least float32.
 
     As a product: torch's own sum over the rows of a wide matrix takes up to 256 results as working space on a GPU.
     """
-    multiply(x.T, x.new_ones((x.shape[0], 1)), out[:, None], add=True)
+    multiply(x.T, x.new_ones((x.shape[0], 1)), out[:, None], wide=wide, add=True)
 
 
 def _multiply_wide(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
@@ -50,7 +57,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _no_autocast(a: Tensor) -> contextlib.AbstractContextManager[object]:
     """Autocast would round the operands, and on CPU the product, of what is meant to be summed in float32."""
     # Asked first: switching costs as much as a launch.
-    return torch.autocast(a.device.type, enabled=False) if torch.is_autocast_enabled(a.device.type) else NOTHING
+    on = not a.is_meta and torch.is_autocast_enabled(a.device.type)
+    return torch.autocast(a.device.type, enabled=False) if on else NOTHING
 
 
 def _float32_products(a: Tensor, tf32: bool) -> contextlib.AbstractContextManager[object]:

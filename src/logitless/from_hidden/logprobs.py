@@ -1,31 +1,32 @@
-"""``linear_logprobs``: the same results from hidden states and the head's weight, without ever having logits.
+"""``linear_logprobs``: results from hidden states and the head's weight, without ever having logits.
 
-    select rows  ->  sweep tiles of hidden @ weight.T for statistics  ->  one all_gather if sharded  ->  results
-    backward:  three coefficients per row  ->  sweep the tiles again for d_hidden, d_weight, d_bias
+    check and resolve the call  ->  choose the route  ->  tiles of hidden @ weight.T for the statistic  ->
+    one all_gather if sharded  ->  results
+    backward:  three coefficients per row  ->  the tiles again for d_hidden, d_weight, d_bias
 
-The autograd Function is a seam: what it computes is in ``sweep``, ``results`` and ``softmax``.
+The autograd Function is a seam: what it computes is in ``statistics``, ``gradients``, ``frozen_head`` and ``results``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from logitless.call import Call, Options, as_autocast_would, local_weight, prepare, prepare_together
+from logitless.call import Call, Options, as_products_take, outside_of_compile, recorded, resolve_hidden, together
 from logitless.errors import no_second_derivative
-from logitless.from_hidden.frozen_head import Unit, sweep_unit, unit_gradient
-from logitless.from_hidden.gradients import Exponentials, KeptIds, Projection, Terms, sweep_gradients, sweep_statistics
-from logitless.from_hidden.plan import FIXED_ROWS, LinearPlan, Shape, Wishes, choose_plan
-from logitless.from_hidden.projection import hidden_gradient, projection_of, selected_rows
+from logitless.from_hidden.exponentials import Exponentials
+from logitless.from_hidden.frozen_head import Unit, statistics_with_unit, unit_gradient
+from logitless.from_hidden.gradients import SupportTerms, Terms, gradients
+from logitless.from_hidden.plan import FIXED_ROWS, LinearPlan, choose_plan
+from logitless.from_hidden.projection import Projection, hidden_gradient, selected_rows
+from logitless.from_hidden.statistics import row_statistics
 from logitless.kept import Kept
-from logitless.results import in_shape, row_results, target_column
+from logitless.results import in_shape, row_results
 from logitless.rows import Rows
-from logitless.softmax import SKIP, Normaliser, coefficients
-from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard
+from logitless.softmax import Normaliser, coefficients
+from logitless.spec import EntropyMode, Head, TokenStats, VocabShard
 
 
 def linear_logprobs(
@@ -70,7 +71,7 @@ def linear_logprobs(
         batch_invariant: tiles of one fixed height with padded tails, so that a token's results have the same bits
             whatever else is in the batch.
         backend: as for :func:`logprobs`; it works on tiles.
-        memory: bound on the working memory of a sweep. Gradients and their accumulators come on top.
+        memory: bound on the working memory of forward and of backward. Gradients and their accumulators come on top.
 
     Returns:
         :class:`TokenStats`, as from :func:`logprobs`.
@@ -97,71 +98,80 @@ def linear_logprobs(
         backend=backend,
         memory=memory,
     )
-    return score_rows(hidden, weight, rows, options)
+    hidden, weight, options = as_products_take(hidden, weight, options)
+    call = together(
+        shard, options.caller, lambda: resolve_hidden(hidden, weight, rows, options), lambda call: call.facts()
+    )
+    return in_shape(score(hidden, weight, call), call.shape)
 
 
-def score_rows(hidden: Tensor, weight: Tensor, rows: Any, options: Options) -> TokenStats:
-    """:func:`linear_logprobs` with its keyword arguments in one piece."""
-    weight = local_weight(weight, options.shard, options.caller)
-    hidden, weight, bias = as_autocast_would(hidden, weight, options.bias)
-    ready = prepare_together(hidden, weight, rows, replace(options, bias=bias))
-    index = None if ready.rows.in_order else ready.rows.index
-    tensors = (hidden, weight, bias, options.weight_grad, index, ready.rows.target, ready.gain, *ready.kept)
-    values = _apply_outside_of_compile(*tensors, ready.call)
-    return in_shape(values, ready.shape)
+def score(hidden: Tensor, weight: Tensor, call: Call) -> TokenStats:
+    """``[R]`` results of a call that was checked."""
+    # The loop over tiles is not traced.
+    return TokenStats(*outside_of_compile(_LinearLogProbs.apply, hidden, weight, call.asked.bias, call))
 
 
 def linear_plan(hidden: Tensor, weight: Tensor, rows: Any, **options: Any) -> LinearPlan:
-    """Which way :func:`linear_logprobs` goes with these arguments, and why. Computes nothing."""
-    asked = Options(**options)
-    hidden, weight, bias = as_autocast_would(hidden, local_weight(weight, asked.shard, asked.caller), asked.bias)
-    ready = prepare(hidden, weight, rows, replace(asked, bias=bias))
-    tracked = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias)]
-    return _plan(len(ready.rows), hidden.device.type, hidden.dtype, ready.call, tracked, asked.kept is not None)
+    """Which route :func:`linear_logprobs` takes with these arguments, and why. Computes nothing."""
+    hidden, weight, asked = as_products_take(hidden, weight, Options(**options))
+    return choose_plan(resolve_hidden(hidden, weight, rows, asked), recorded(hidden, weight, asked.bias))
+
+
+class _Saved(NamedTuple):
+    """What backward needs, by name; None where the route does not have it."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    column: Tensor
+    reference: Tensor
+    log_sum: Tensor
+    logprob: Tensor
+    mean: Tensor | None
+    kept_reference: Tensor | None = None
+    kept_log_sum: Tensor | None = None
+    others: Tensor | None = None
+    local: Tensor | None = None
+    exponentials: Tensor | None = None
+    exponentials_reference: Tensor | None = None
+
+    @property
+    def norm(self) -> Normaliser:
+        return Normaliser(self.reference, self.log_sum)
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """The seam to autograd: plain functions of this module and below do the work."""
+    """The seam to autograd: plain functions of this folder do the work."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        weight_grad: Tensor | None,
-        index: Tensor | None,
-        target: Tensor,
-        gain: Tensor,
-        kept_ids: Tensor | None,
-        kept_lengths: Tensor | None,
-        call: Call,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        column = target_column(target, call.start, call.columns)
-        projection = projection_of(selected_rows(hidden, index, call), weight, bias, column, gain, call)
-        kept = _kept_ids(kept_ids, kept_lengths, target, call)
-        device, dtype = hidden.device.type, hidden.dtype
-        plan = _plan(len(target), device, dtype, call, ctx.needs_input_grad, kept is not None)
-        unit, exponentials, kept_stats = (), (), None
-        if call.batch_invariant:
-            projection = _padded(projection, FIXED_ROWS)
+        column = call.target_column()
+        p = Projection.of(selected_rows(hidden, call), weight, bias, column, call)
+        plan = choose_plan(call, ctx.needs_input_grad)
+        if call.asked.batch_invariant:
+            p = p.padded(FIXED_ROWS)
+        for_backward, support = {}, None
         if plan.kind == "frozen":
-            stats, unit = sweep_unit(projection, plan.forward)
+            statistic, unit = statistics_with_unit(p, plan.forward)
+            for_backward = {"others": unit.others[: call.num_rows], "local": unit.local[: call.num_rows]}
         else:
-            held = Exponentials.empty(projection, plan.kept_rows, plan.forward.columns) if plan.kept_rows else None
-            stats, kept_stats = sweep_statistics(projection, plan.forward, kept, held)
-            exponentials = () if held is None else (held.values, held.reference)
-        stats, unit = stats[:, : len(target)], tuple(x[: len(target)] for x in unit)
-        results = row_results(stats, kept_stats, target == IGNORE, call.entropy is not None, call.group)
+            stored = Exponentials.empty(p, plan.kept_rows, plan.forward.columns) if plan.kept_rows else None
+            statistic, support = row_statistics(p, plan.forward, call.support(), stored)
+            if stored is not None:
+                for_backward = {"exponentials": stored.values, "exponentials_reference": stored.reference}
+        results = row_results(statistic[:, : call.num_rows], support, call.ignored, call.entropy, call.group)
         ctx.set_materialize_grads(False)
-        if call.entropy == "value":
+        if call.asked.entropy == "value":
             ctx.mark_non_differentiable(results.entropy)
-        mean = results.mean if call.entropy == "grad" else None
-        rows_saved = (index, target, column, gain, *results.norm, results.logprob, mean)
-        kept_saved = (None,) * 4 if kept is None else (kept_ids, kept_lengths, *results.kept_norm)
-        ctx.save_for_backward(hidden, weight, bias, *rows_saved, *kept_saved, *unit, *exponentials)
-        # Not saved: others may add to the buffer between forward and backward, and that is what it is for.
-        ctx.call, ctx.plan, ctx.weight_grad = call, plan, weight_grad
+        if support is not None:
+            for_backward = {"kept_reference": results.kept_norm.reference, "kept_log_sum": results.kept_norm.log_sum}
+        mean = results.mean if call.asked.entropy == "grad" else None
+        saved = _Saved(hidden, weight, bias, column, *results.norm, results.logprob, mean, **for_backward)
+        ctx.save_for_backward(*saved)
+        # The buffer for the weight's gradient is in the call and not saved: others may add to it before backward does.
+        ctx.call, ctx.plan = call, plan
         return results[:3]
 
     @staticmethod
@@ -171,67 +181,44 @@ class _LinearLogProbs(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise no_second_derivative("linear_logprobs", ", or use torch.log_softmax for this term")
         call: Call = ctx.call
-        hidden, weight, bias, index, target, column, gain, *saved = ctx.saved_tensors
-        norm, (logprob, mean), kept_saved, more = Normaliser(*saved[:2]), saved[2:4], saved[4:8], saved[8:]
         plan: LinearPlan = ctx.plan
-        g_logprob = torch.zeros_like(logprob) if g_logprob is None else g_logprob.contiguous()
+        saved = _Saved(*ctx.saved_tensors)
+        g_logprob = torch.zeros_like(saved.logprob) if g_logprob is None else g_logprob.contiguous()
         if plan.kind == "frozen":
-            unit = Unit(more[0], more[1])
+            assert saved.others is not None
+            assert saved.local is not None
             # Hidden rows are neither gathered nor selected again: the unit gradients stand in, and are not multiplied.
-            projection = projection_of(unit.others, weight, bias, column, gain, call)
-            rows = unit_gradient(projection, unit, norm, logprob, g_logprob, g_log_z)
-            return (hidden_gradient(rows, hidden.shape, index, call), *(None,) * 9)
-        projection = projection_of(selected_rows(hidden, index, call), weight, bias, column, gain, call)
-        kept = _kept_ids(kept_saved[0], kept_saved[1], target, call)
-        dense = torch.zeros_like(g_logprob) if kept is not None else g_logprob
-        coef = coefficients(logprob, norm, mean, dense, g_entropy, g_log_z)
-        with_kept = None if kept is None else (kept, Normaliser(*kept_saved[2:]), logprob, g_logprob)
-        held = Exponentials(more[0], more[1], plan.forward.columns) if plan.kept_rows else None
-        gradients = sweep_gradients(
-            projection,
-            plan.backward,
-            Terms(norm, coef, with_kept, held),
-            want=ctx.needs_input_grad[:3],
-            weight_grad=ctx.weight_grad,
-        )
-        d_hidden = None if gradients.hidden is None else hidden_gradient(gradients.hidden, hidden.shape, index, call)
-        return (d_hidden, gradients.weight, gradients.bias, *(None,) * 7)
+            p = Projection.of(saved.others, saved.weight, saved.bias, saved.column, call)
+            unit = Unit(saved.others, saved.local)
+            rows = unit_gradient(p, unit, saved.norm, saved.logprob, g_logprob, g_log_z)
+            return hidden_gradient(rows, saved.hidden.shape, call), None, None, None
+        p = Projection.of(selected_rows(saved.hidden, call), saved.weight, saved.bias, saved.column, call)
+        terms = _terms(call, plan, saved, g_logprob, g_entropy, g_log_z)
+        want, buffer = ctx.needs_input_grad[:3], call.asked.weight_grad
+        found = gradients(p, plan.backward, terms, want=want, weight_grad=buffer)
+        d_hidden = None if found.hidden is None else hidden_gradient(found.hidden, saved.hidden.shape, call)
+        return d_hidden, found.weight, found.bias, None
 
 
-# The public torch.compiler.disable is the same, but imports the compiler, and with it Triton, when applied.
-@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
-def _apply_outside_of_compile(*args: Any) -> Any:
-    """A graph break: the sweep is a loop over tiles and is not traced."""
-    return _LinearLogProbs.apply(*args)
-
-
-def _padded(p: Projection, multiple: int) -> Projection:
-    """The same rows and as many left-out ones as make a multiple."""
-    missing = -p.num_rows % multiple
-    return replace(
-        p,
-        hidden=torch.nn.functional.pad(p.hidden, (0, 0, 0, missing)),
-        column=torch.nn.functional.pad(p.column, (0, missing), value=SKIP),
-        gain=torch.nn.functional.pad(p.gain, (0, missing), value=1.0),
-    )
-
-
-def _kept_ids(ids: Tensor | None, lengths: Tensor | None, target: Tensor, call: Call) -> KeptIds | None:
-    if ids is None or lengths is None:
-        return None
-    return KeptIds(Kept(ids, lengths), target, call.start, call.vocab_size)
-
-
-def _plan(
-    num_rows: int, device: str, dtype: torch.dtype, call: Call, needs: Sequence[bool], replay: bool
-) -> LinearPlan:
-    wishes = Wishes.of(
-        needs[:3],
-        entropy=call.entropy,
-        operand_bytes=dtype.itemsize,
-        capped=bool(call.squash),
-        replay=replay,
-        invariant=call.batch_invariant,
-    )
-    shape = Shape(num_rows, call.columns, call.logits_dtype.itemsize, dtype.itemsize, device == "cuda")
-    return choose_plan(shape, wishes, call.memory)
+def _terms(
+    call: Call,
+    plan: LinearPlan,
+    saved: _Saved,
+    g_logprob: Tensor,
+    g_entropy: Tensor | None,
+    g_log_z: Tensor | None,
+) -> Terms:
+    """What turns a tile of logits into a tile of dZ, from the upstream gradients."""
+    ids, support = call.support(), None
+    dense = g_logprob
+    if ids is not None:
+        assert saved.kept_reference is not None
+        assert saved.kept_log_sum is not None
+        # The log-prob's gradient reaches the support alone; entropy and log Z have theirs everywhere.
+        dense = torch.zeros_like(g_logprob)
+        support = SupportTerms(ids, Normaliser(saved.kept_reference, saved.kept_log_sum), saved.logprob, g_logprob)
+    stored = None
+    if saved.exponentials is not None and saved.exponentials_reference is not None:
+        stored = Exponentials(saved.exponentials, saved.exponentials_reference, plan.forward.columns)
+    coef = coefficients(saved.logprob, saved.norm, saved.mean, dense, g_entropy, g_log_z)
+    return Terms(saved.norm, coef, support, stored)

@@ -1,49 +1,156 @@
-"""Between the tokens of hidden states and the rows that are scored, there and back."""
+"""The logits that are never stored, ``hidden @ weight.T + bias``: selected rows, one tile at a time, and back.
+
+hidden [T, D]  ->  rows [R, D]  ->  a tile of logits [rows, columns] in working memory
+d_rows [R, D]  ->  d_hidden [T, D], summed over the vocabulary group as the call asks
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from logitless.backends import load
+from logitless.backends.contract import Problem
 from logitless.call import Call
 from logitless.collectives import gather_rows_over, scatter_sum_over, sum_over
-from logitless.from_hidden.gradients import Projection
+from logitless.from_hidden.gemm import add_rows, multiply
+from logitless.from_hidden.plan import Tiles
+from logitless.softmax import SKIP
 
 
-def selected_rows(hidden: Tensor, index: Tensor | None, call: Call) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """Selected rows, the head's weight, and the call that they belong to.
+
+    Attributes:
+        hidden: ``[R, D]`` selected rows.
+        weight: ``[V, D]``, hidden's dtype.
+        bias: ``[V]`` or None.
+        column: ``[R]`` as in :class:`~logitless.backends.contract.Problem`.
+        gain: ``[R]`` factor of each row's logits.
+        call: what is to be done with them.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    column: Tensor
+    gain: Tensor
+    call: Call
+
+    @staticmethod
+    def of(rows: Tensor, weight: Tensor, bias: Tensor | None, column: Tensor, call: Call) -> Projection:
+        return Projection(rows, weight.detach(), None if bias is None else bias.detach(), column, call.gain, call)
+
+    @property
+    def num_rows(self) -> int:
+        return self.hidden.shape[0]
+
+    @property
+    def columns(self) -> int:
+        """True columns here."""
+        return self.call.columns
+
+    @property
+    def backend(self) -> Any:
+        return load(self.call.backend)
+
+    @property
+    def dry(self) -> bool:
+        """Whether nothing is computed: the tensors are on the meta device."""
+        return self.hidden.is_meta
+
+    def cut(self, start: int, stop: int) -> Projection:
+        """Rows ``start .. stop`` of it."""
+        return replace(self, **{name: getattr(self, name)[start:stop] for name in ("hidden", "column", "gain")})
+
+    def padded(self, multiple: int) -> Projection:
+        """The same rows, and as many rows to be skipped as make a multiple."""
+        pad, missing = torch.nn.functional.pad, -self.num_rows % multiple
+        return replace(
+            self,
+            hidden=pad(self.hidden, (0, 0, 0, missing)),
+            column=pad(self.column, (0, missing), value=SKIP),
+            gain=pad(self.gain, (0, missing), value=1.0),
+        )
+
+    def problem(self, logits: Tensor, memory: int, first: int = 0) -> Problem:
+        """What a backend sees, where ``logits`` are those of all rows and of the columns from ``first`` on."""
+        return Problem(
+            logits=logits,
+            index=None,
+            column=self.column,
+            gain=self.gain,
+            squash=self.call.squash,
+            columns=logits.shape[1],
+            entropy=self.call.entropy,
+            memory=memory,
+            first=first,
+            further=self.call.further,
+        )
+
+    def multiply(self, a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
+        """``out = a @ b``, or ``out += a @ b``, summed in at least float32."""
+        multiply(a, b, out, add=add, tf32=self.call.asked.tf32, wide=self.call.machine.wide_products)
+
+    def add_rows(self, x: Tensor, out: Tensor) -> None:
+        """``out += x.sum(0)``, summed in at least float32."""
+        add_rows(x, out, wide=self.call.machine.wide_products)
+
+    def project(self, first: int, out: Tensor) -> None:
+        """The logits of all rows, and of as many columns from ``first`` on as ``out`` has, into ``out``."""
+        if not out.numel():
+            return
+        columns = slice(first, first + out.shape[1])
+        # Logits that are rounded to half precision are rounded once, after the bias.
+        wide = out if self.bias is None else out.to(self.gain.dtype)
+        self.multiply(self.hidden, self.weight[columns].T, wide)
+        if self.bias is not None:
+            out.copy_(wide.add_(self.bias[columns]))
+
+    def empty_tile(self, tiles: Tiles) -> Tensor:
+        """Flat memory of one tile of logits."""
+        return self.empty((tiles.rows, tiles.columns), self.call.logits_dtype).view(-1)
+
+    def tile(self, memory: Tensor, tiles: Tiles, first: int) -> Problem:
+        """The tile of all rows and of the columns from ``first`` on, computed into the memory of a tile."""
+        width = min(tiles.columns, self.columns - first)
+        logits = memory[: self.num_rows * width].view(self.num_rows, width)
+        self.project(first, logits)
+        return self.problem(logits, tiles.elementwise, first)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Working memory. Where the device has none left, the error says which argument asks for less."""
+        try:
+            return torch.empty(shape, dtype=dtype, device=self.hidden.device)
+        except torch.OutOfMemoryError as error:
+            error.add_note(
+                f"{self.call.asked.caller}: no room for working memory of {list(shape)} {dtype}. Pass a smaller "
+                f"memory= (it was {self.call.memory} bytes), or ask logitless.estimate what fits."
+            )
+            raise
+
+
+def selected_rows(hidden: Tensor, call: Call) -> Tensor:
     """``[R, D]`` hidden states of the rows: a copy, small beside what it saves, unless the rows are all in order."""
     tokens = hidden.reshape(-1, hidden.shape[-1])
-    if call.sequence_parallel:
+    if call.asked.sequence_parallel:
         tokens = gather_rows_over(call.group, tokens)
-    return tokens if index is None else tokens.index_select(0, index)
+    return tokens if call.index is None else tokens.index_select(0, call.index)
 
 
-def projection_of(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, column: Tensor, gain: Tensor, call: Call
-) -> Projection:
-    return Projection(
-        hidden=rows,
-        weight=weight.detach(),
-        bias=None if bias is None else bias.detach(),
-        column=column,
-        gain=gain,
-        squash=call.squash,
-        columns=call.columns,
-        entropy=call.entropy is not None,
-        logits_dtype=call.logits_dtype,
-        tf32=call.tf32,
-        backend=call.backend,
-    )
-
-
-def hidden_gradient(rows: Tensor, shape: torch.Size, index: Tensor | None, call: Call) -> Tensor:
+def hidden_gradient(rows: Tensor, shape: torch.Size, call: Call) -> Tensor:
     """Gradient of the tokens from that of the selected rows, summed over the group as the call asks."""
-    size = call.group.size() if call.sequence_parallel else 1
+    split = call.asked.sequence_parallel
     tokens = rows
-    if index is not None:
-        tokens = rows.new_zeros((shape[:-1].numel() * size, shape[-1])).index_copy_(0, index, rows)
-    if call.sequence_parallel:
+    if call.index is not None:
+        num_tokens = shape[:-1].numel() * (call.group.size() if split else 1)
+        tokens = rows.new_zeros((num_tokens, shape[-1])).index_copy_(0, call.index, rows)
+    if split:
         tokens = scatter_sum_over(call.group, tokens)
-    elif call.reduce_hidden and call.group is not None:
+    elif call.asked.hidden_grad == "reduced" and call.group is not None:
         tokens = sum_over(call.group, tokens)
     return tokens.view(shape)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -10,19 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.errors import LogitlessError
-
-
-def closest(name: str, known: Iterable[str]) -> str:
-    """`` Did you mean ...?`` if some known name is close, else nothing."""
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {found[0]!r}?" if found else ""
+from logitless.errors import LogitlessError, did_you_mean
 
 
 def unknown(argument: str, value: object, known: Iterable[str]) -> LogitlessError:
     """The error for a name that is in no table."""
     names = list(known)
-    return LogitlessError(f"{argument} {value!r} is not known.{closest(str(value), names)} Known: {', '.join(names)}.")
+    return LogitlessError(
+        f"{argument} {value!r} is not known.{did_you_mean(str(value), names)} Known: {', '.join(names)}."
+    )
 
 
 def finite(name: str, value: Any) -> float:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from logitless.collectives import resolve_group
-from logitless.errors import LogitlessError
-from logitless.objectives.checks import check_field, closest, finite, resolve_bounds, resolve_clip, unknown
+from logitless.errors import LogitlessError, did_you_mean
+from logitless.objectives.checks import check_field, finite, resolve_bounds, resolve_clip, unknown
 from logitless.objectives.corrections import CORRECTIONS, rollout_log_ratio
 from logitless.objectives.inputs import KNOWN_FIELDS, Inputs, bounded_exp
 from logitless.objectives.kl import KL_TERMS, KLTerm, k3, kl_rows
@@ -312,9 +312,8 @@ class Objective:
         own = callable(self.policy) or callable(self.correction)
         for name in given:
             if not own and name not in (*KNOWN_FIELDS, *self.needs):
-                raise LogitlessError(
-                    f"Objective: no part of it reads the field {name}.{closest(name, (*KNOWN_FIELDS, *self.needs))}"
-                )
+                hint = did_you_mean(name, (*KNOWN_FIELDS, *self.needs))
+                raise LogitlessError(f"Objective: no part of it reads the field {name}.{hint}")
 
     def _check_stats(self, stats: TokenStats, num_rows: int) -> None:
         for name, x in (("logprob", stats.logprob), ("entropy", stats.entropy)):

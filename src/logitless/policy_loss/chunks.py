@@ -1,7 +1,7 @@
-"""The memory of a chunk of rows: whole rows of the vocabulary, of which first statistics are taken, then dZ is made.
+"""The memory of a chunk of rows: whole rows of the vocabulary, of which first the statistic is taken, then dZ is made.
 
-    Logits          float32 (or wider): one product. 16-bit rows of dZ go over the start of their own float32 rows
-    Exponentials    e^(z - reference) in the operands' 16 bits, filled tile by tile. dZ goes over them
+    LogitsChunk          float32 (or wider): one product. 16-bit rows of dZ go over the start of their own float32 rows
+    ExponentialsChunk    e^(z - reference) in the operands' 16 bits, filled tile by tile. dZ goes over them
 
 Exponentials take half the memory, so twice the rows share one product for dW; and the float32 logits of a tile are
 read once while they are warm. They cost dZ a second rounding of 2^-9.
@@ -14,9 +14,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from logitless.backends import load
-from logitless.from_hidden.gradients import Exponentials, Projection, Space, project, sweep_statistics
+from logitless.from_hidden.exponentials import Exponentials
 from logitless.from_hidden.plan import Tiles
+from logitless.from_hidden.projection import Projection
+from logitless.from_hidden.statistics import row_statistics
+from logitless.machine import pieces
+from logitless.policy_loss.plan import LossPlan
 from logitless.softmax import Coefficients, Normaliser
 
 
@@ -24,7 +27,7 @@ class Chunk(Protocol):
     """Room for some rows of ``p`` at a time."""
 
     def statistics(self, start: int, stop: int) -> Tensor:
-        """``[4, C]`` (m, s, w, t) of rows ``start .. stop``, which are then here."""
+        """``[4, C]`` statistic of rows ``start .. stop``, which are then here."""
         ...
 
     def gradient(self, start: int, stop: int, column: Tensor, norm: Normaliser, coef: Coefficients) -> Tensor:
@@ -34,6 +37,14 @@ class Chunk(Protocol):
             column: ``[C]`` of the targets, ``SKIP`` for rows that get no gradient whatever they hold.
         """
         ...
+
+
+def empty_chunk(p: Projection, plan: LossPlan) -> Chunk:
+    """Room for the largest chunk of a plan."""
+    if plan.tiles is not None:
+        return ExponentialsChunk(p, Exponentials.empty(p, plan.rows, plan.tiles.columns), plan.tiles)
+    logits = p.empty((plan.rows, p.columns), p.call.logits_dtype)
+    return LogitsChunk(p, logits.view(-1), plan.columns, plan.elementwise)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,22 +63,16 @@ class LogitsChunk:
     columns: int
     elementwise: int
 
-    @staticmethod
-    def make(p: Projection, rows: int, columns: int, elementwise: int) -> LogitsChunk:
-        return LogitsChunk(
-            p, Space.make(p, Tiles(rows, p.columns, rows, elementwise), None).logits, columns, elementwise
-        )
-
     def statistics(self, start: int, stop: int) -> Tensor:
         rows, logits = self._rows(start, stop)
-        for c in range(0, rows.columns, self.columns):
-            project(rows, c, logits[:, c : c + self.columns])
-        return load(rows.backend).statistics(rows.problem(logits, self.elementwise))
+        for columns in pieces(rows.columns, self.columns, rows.dry):
+            rows.project(columns.start, logits[:, columns])
+        return rows.backend.statistics(rows.problem(logits, self.elementwise))
 
     def gradient(self, start: int, stop: int, column: Tensor, norm: Normaliser, coef: Coefficients) -> Tensor:
         rows, logits = self._rows(start, stop)
         problem = replace(rows, column=column).problem(logits, self.elementwise)
-        return load(rows.backend).gradient_over(problem, norm, coef, rows.hidden.dtype)
+        return rows.backend.gradient_over(problem, norm, coef, rows.hidden.dtype)
 
     def _rows(self, start: int, stop: int) -> tuple[Projection, Tensor]:
         """Those rows, and the place of their logits."""
@@ -81,26 +86,22 @@ class ExponentialsChunk:
 
     Attributes:
         p: the rows.
-        held: memory of a chunk.
-        tiles: on whose way it is filled.
+        exponentials: memory of a chunk.
+        tiles: by which it is filled.
     """
 
     p: Projection
-    held: Exponentials
+    exponentials: Exponentials
     tiles: Tiles
 
-    @staticmethod
-    def make(p: Projection, rows: int, tiles: Tiles) -> ExponentialsChunk:
-        return ExponentialsChunk(p, Exponentials.empty(p, rows, tiles.columns), tiles)
-
     def statistics(self, start: int, stop: int) -> Tensor:
-        held = self.held.cut(0, stop - start)
+        here = self.exponentials.cut(0, stop - start)
         # The first guess of a row is 0, and not what another row had here before it.
-        held.reference[:1].zero_()
-        stats, _ = sweep_statistics(self.p.cut(start, stop), self.tiles, exponentials=held)
-        return stats
+        here.reference[:1].zero_()
+        statistic, _ = row_statistics(self.p.cut(start, stop), self.tiles, exponentials=here)
+        return statistic
 
     def gradient(self, start: int, stop: int, column: Tensor, norm: Normaliser, coef: Coefficients) -> Tensor:
-        held, rows = self.held.cut(0, stop - start), replace(self.p.cut(start, stop), column=column)
-        held.write_gradient(rows, norm, coef, self.tiles.elementwise, 0, held.values)
-        return held.values
+        here, rows = self.exponentials.cut(0, stop - start), replace(self.p.cut(start, stop), column=column)
+        here.write_gradient(rows, norm, coef, self.tiles.elementwise, 0, here.values)
+        return here.values

@@ -1,9 +1,9 @@
 """``linear_policy_loss``: the loss of a policy update from hidden states and the head's weight, gradients included.
 
-    check and plan  ->  one pass: chunks of rows, gradients made on the way  ->  backward hands them out, scaled
-                    ->  two passes: objective(linear_logprobs(...)), where one pass cannot be
+    check, resolve, choose the route  ->  one pass: chunks of rows, gradients made on the way; backward scales them
+                                      ->  two passes: log-probs of all rows, then the objective
 
-The autograd Function is a seam: what it computes is in ``one_pass``, ``objectives`` and ``sweep``.
+The autograd Function is a seam: what it computes is in ``one_pass`` and ``objectives``.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ import torch
 from torch import Tensor
 
 from logitless.backends import load
-from logitless.call import Call, Options, Prepared, as_autocast_would, local_weight, prepare
-from logitless.checks import prepare_over
+from logitless.call import Call, Options, as_products_take, outside_of_compile, recorded, resolve_hidden, together
 from logitless.errors import LogitlessError, no_second_derivative
-from logitless.from_hidden.logprobs import score_rows
-from logitless.from_hidden.projection import hidden_gradient, projection_of, selected_rows
+from logitless.from_hidden.logprobs import score
+from logitless.from_hidden.projection import Projection, hidden_gradient, selected_rows
 from logitless.kept import Kept
-from logitless.objectives import Inputs, Objective
-from logitless.policy_loss.one_pass import sweep_loss
-from logitless.policy_loss.plan import LossPlan, LossShape, choose_loss_plan, find_obstacle, two_pass_memory
-from logitless.results import target_column
+from logitless.objectives import Inputs, Metrics, Objective
+from logitless.policy_loss.one_pass import OnePass
+from logitless.policy_loss.plan import LossPlan, plan_of, two_pass_memory
 from logitless.rows import Rows
 from logitless.spec import Head, TokenStats, VocabShard
 
@@ -94,10 +92,8 @@ def linear_policy_loss(
     >>> float(loss)
     -1.0
     """
-    _check_objective(objective)
     asked = Options(
         bias=bias,
-        entropy=objective.entropy,
         head=head,
         shard=shard,
         kept=kept,
@@ -111,115 +107,75 @@ def linear_policy_loss(
         memory=memory,
         caller=NAME,
     )
-    _check_grad_scale(grad_scale, weight_grad)
+    hidden, weight, asked = as_products_take(hidden, weight, asked)
 
-    def check() -> tuple[_Resolved, Inputs]:
-        call = _resolve(hidden, weight, rows, objective, asked)
+    def resolve() -> tuple[Call, LossPlan, Inputs]:
+        _check_objective(objective)
+        _check_grad_scale(grad_scale, weight_grad)
+        call, plan = _resolve(hidden, weight, rows, objective, asked)
         batch = {"denominator": denominator, "prompt_tokens": prompt_tokens, "group": group}
-        return call, objective.inputs(None, call.ready.rows, fields, **batch)
+        return call, plan, objective.inputs(None, call.rows, fields, **batch)
 
-    call, inputs = prepare_over(shard, NAME, check, lambda made: made[0].facts())
-    if call.recorded and call.plan.kind == "one pass":
+    needed = any(recorded(hidden, weight, asked.bias))
+    call, plan, inputs = together(shard, NAME, resolve, lambda made: _facts(made[0], made[1], needed))
+    loss, metrics, stats = evaluate(hidden, weight, call, plan, objective, inputs, grad_scale, drop_zeros)
+    return (loss, metrics, stats) if return_stats else (loss, metrics)
+
+
+def evaluate(
+    hidden: Tensor,
+    weight: Tensor,
+    call: Call,
+    plan: LossPlan,
+    objective: Objective,
+    inputs: Inputs,
+    grad_scale: float | Tensor,
+    drop_zeros: bool,
+) -> tuple[Tensor, Metrics, TokenStats]:
+    """Loss, metrics and results without graph of a call that was checked."""
+    if plan.kind == "one pass" and any(recorded(hidden, weight, call.asked.bias)):
         # A frozen weight has no gradient to add, so its buffer binds nobody to a factor known in advance.
-        buffer = weight_grad if call.weight.requires_grad else None
-        scale = None if buffer is None else torch.as_tensor(grad_scale).to(call.ready.gain)
-        planned = call.ready.rows
-        vectors = (None if planned.in_order else planned.index, planned.target, call.ready.gain)
-        job = _Job(call.ready.call, call.plan, objective, inputs, drop_zeros)
-        loss, *values, metrics = _apply_outside_of_compile(*call.tracked, buffer, scale, *vectors, job)
-        stats = TokenStats(*values)
-    else:
-        stats = _log_probs(call)
-        inputs = replace(inputs, logprob=stats.logprob, entropy=stats.entropy)
-        loss, metrics = objective.evaluate(inputs)
-    return (loss, metrics, _detached(stats)) if return_stats else (loss, metrics)
+        into_buffer = call.asked.weight_grad is not None and weight.requires_grad
+        scale = torch.as_tensor(grad_scale).to(call.gain) if into_buffer else None
+        work = (call, plan, objective, inputs, drop_zeros)
+        # The loop over chunks is not traced.
+        values = outside_of_compile(_OnePass.apply, hidden, weight, call.asked.bias, scale, *work)
+        loss, *values, metrics = values
+        return loss, metrics, TokenStats(*values)
+    # The first of two passes; backward is the second. The budget is that of log-probs.
+    stats = score(hidden, weight, replace(call, memory=two_pass_memory(call.memory)))
+    loss, metrics = objective.evaluate(replace(inputs, logprob=stats.logprob, entropy=stats.entropy))
+    assert stats.entropy is not None
+    return loss, metrics, TokenStats(stats.logprob.detach(), stats.entropy.detach(), stats.log_z.detach())
 
 
 def loss_plan(hidden: Tensor, weight: Tensor, rows: Any, objective: Objective, **options: Any) -> LossPlan:
-    """Which way :func:`linear_policy_loss` goes with these arguments, and why. Computes nothing."""
+    """Which route :func:`linear_policy_loss` takes with these arguments, and why. Computes nothing."""
     _check_objective(objective)
     asked = Options(**{"memory": MEMORY, **options}, caller=NAME)
-    return _resolve(hidden, weight, rows, objective, asked).plan
+    hidden, weight, asked = as_products_take(hidden, weight, asked)
+    return _resolve(hidden, weight, rows, objective, asked)[1]
 
 
-class _Resolved(NamedTuple):
-    """A checked call: the operands as autocast would have them, and which way to go."""
-
-    hidden: Tensor
-    weight: Tensor
-    options: Options
-    rows: Any
-    ready: Prepared
-    plan: LossPlan
-
-    @property
-    def tracked(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What may have a gradient."""
-        return self.hidden, self.weight, self.options.bias
-
-    @property
-    def recorded(self) -> bool:
-        """Whether anything has."""
-        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in self.tracked)
-
-    def facts(self) -> dict[str, Any]:
-        """What the ranks of a vocabulary group must agree on: each chunk is a collective."""
-        chunks = f"{self.plan.kind} in {len(self.plan.chunks)} chunks of at most {self.plan.rows} rows"
-        more = {"how to go (memory=, objective)": chunks, "whether a gradient is recorded": self.recorded}
-        return self.ready.facts(self.hidden) | more
+def _resolve(hidden: Tensor, weight: Tensor, rows: Any, objective: Objective, asked: Options) -> tuple[Call, LossPlan]:
+    call = resolve_hidden(hidden, weight, rows, replace(asked, entropy=objective.entropy))
+    return call, plan_of(call, weight.shape[1], weight.requires_grad, objective)
 
 
-class _Job(NamedTuple):
-    """What the seam to autograd passes through besides tensors."""
-
-    call: Call
-    plan: LossPlan
-    objective: Objective
-    inputs: Inputs
-    drop_zeros: bool
+def _facts(call: Call, plan: LossPlan, needed: bool) -> dict[str, Any]:
+    """What the ranks of a vocabulary group must agree on: each chunk is a collective."""
+    chunks = f"{plan.kind} in {len(plan.chunks)} chunks of at most {plan.rows} rows"
+    return call.facts() | {"how to go (memory=, objective)": chunks, "whether a gradient is recorded": needed}
 
 
-def _resolve(hidden: Tensor, weight: Tensor, rows: Any, objective: Objective, asked: Options) -> _Resolved:
-    weight = local_weight(weight, asked.shard, NAME)
-    hidden, weight, bias = as_autocast_would(hidden, weight, asked.bias)
-    options = replace(asked, bias=bias)
-    ready = prepare(hidden, weight, rows, options)
-    return _Resolved(hidden, weight, options, rows, ready, _plan(hidden, ready, objective, options))
+class _Saved(NamedTuple):
+    """Gradients made in forward, the factor that they have already, and the mark of the run that made them."""
 
-
-def _log_probs(call: _Resolved) -> TokenStats:
-    """The first of two passes; backward is the second. The budget is that of :func:`linear_logprobs`."""
-    options = replace(call.options, memory=two_pass_memory(call.ready.call.memory))
-    stats = score_rows(call.hidden, call.weight, call.rows, options)
-    assert stats.entropy is not None
-    return TokenStats(stats.logprob.reshape(-1), stats.entropy.reshape(-1), stats.log_z.reshape(-1))
-
-
-def _detached(stats: TokenStats) -> TokenStats:
-    assert stats.entropy is not None
-    return TokenStats(stats.logprob.detach(), stats.entropy.detach(), stats.log_z.detach())
-
-
-def _plan(hidden: Tensor, ready: Prepared, objective: Objective, options: Options) -> LossPlan:
-    call, rows = ready.call, ready.rows
-    dtypes = {"dtype": hidden.dtype, "logits_dtype": call.logits_dtype}
-    obstacle = find_obstacle(
-        replay=options.kept is not None,
-        invariant=options.batch_invariant,
-        split_samples=objective.sequence_level and rows.cp is not None and rows.cp.size > 1,
-        **dtypes,
-    )
-    # Chunks must be the same on every rank of a vocabulary group, each of which takes part in one all_gather per chunk.
-    columns = call.columns if call.group is None else -(-call.vocab_size // call.group.size())
-    shape = LossShape.of(
-        rows.counts,
-        columns,
-        on_gpu=hidden.device.type == "cuda",
-        bias=options.bias is not None,
-        capped=bool(call.squash),
-        **dtypes,
-    )
-    return choose_loss_plan(shape, objective.sequence_level, obstacle, call.memory)
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    boost: Tensor | None
+    mark: Tensor
 
 
 class _OnePass(torch.autograd.Function):
@@ -231,36 +187,30 @@ class _OnePass(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        weight_grad: Tensor | None,
         scale: Tensor | None,
-        index: Tensor | None,
-        target: Tensor,
-        gain: Tensor,
-        job: _Job,
+        call: Call,
+        plan: LossPlan,
+        objective: Objective,
+        inputs: Inputs,
+        drop_zeros: bool,
     ) -> Any:
-        call = job.call
-        column = target_column(target, call.start, call.columns)
-        p = projection_of(selected_rows(hidden, index, call), weight, bias, column, gain, call)
-        boost = scale if weight_grad is not None else _boost(hidden.dtype, job.inputs)
-        out = sweep_loss(
-            p,
-            job.plan,
-            job.objective,
-            job.inputs,
-            want=ctx.needs_input_grad[:3],
-            weight_grad=weight_grad,
-            scale=boost,
-            drop_zeros=job.drop_zeros,
-            group=call.group,
+        p = Projection.of(selected_rows(hidden, call), weight, bias, call.target_column(), call)
+        # Only gradients that go to a buffer have their factor in advance.
+        buffer = None if scale is None else call.asked.weight_grad
+        boost = _boost(hidden.dtype, inputs) if scale is None else scale
+        want = ctx.needs_input_grad[:3]
+        loop = OnePass.over(
+            p, plan, objective, inputs, want=want, weight_grad=buffer, scale=boost, drop_zeros=drop_zeros
         )
-        own_weight = None if weight_grad is not None else out.gradients.weight
+        out = loop.run()
+        d_hidden, d_weight, d_bias = out.gradients
         # Whoever runs forward again for backward (a checkpoint) brings the mark of that run, and not of this one.
         ctx.run = object()
         mark = torch.tensor(id(ctx.run))
-        ctx.save_for_backward(out.gradients.hidden, own_weight, out.gradients.bias, boost, index, mark)
+        ctx.save_for_backward(*_Saved(d_hidden, d_weight if buffer is None else None, d_bias, boost, mark))
         ctx.call, ctx.shape = call, hidden.shape
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
-        ctx.into_buffer, ctx.spent = weight_grad is not None, False
+        ctx.into_buffer, ctx.spent = buffer is not None, False
         ctx.mark_non_differentiable(*out.stats)
         return out.loss, *out.stats, out.metrics
 
@@ -274,27 +224,20 @@ class _OnePass(torch.autograd.Function):
                 f"once. Leave weight_grad out to keep the graph, or run forward again."
             )
         ctx.spent = ctx.into_buffer
-        d_hidden, d_weight, d_bias, boost, index, mark = ctx.saved_tensors
-        if ctx.into_buffer and int(mark) != id(ctx.run):
+        saved = _Saved(*ctx.saved_tensors)
+        if ctx.into_buffer and int(saved.mark) != id(ctx.run):
             raise LogitlessError(
                 f"{NAME}: forward ran again in backward, as torch.utils.checkpoint with use_reentrant=False does, and "
                 f"weight_grad was added to both times. Call it outside of the checkpoint, or leave weight_grad out."
             )
-        factor = _factor(g_loss, boost, ctx.into_buffer)
+        factor = _factor(g_loss, saved.boost, ctx.into_buffer)
         d_hidden, d_weight, d_bias = (
             None if x is None else _scaled(ctx.call.backend, x, factor, dtype)
-            for x, dtype in zip((d_hidden, d_weight, d_bias), ctx.dtypes, strict=True)
+            for x, dtype in zip(saved[:3], ctx.dtypes, strict=True)
         )
         if d_hidden is not None:
-            d_hidden = hidden_gradient(d_hidden, ctx.shape, index, ctx.call)
+            d_hidden = hidden_gradient(d_hidden, ctx.shape, ctx.call)
         return (d_hidden, d_weight, d_bias, *(None,) * 6)
-
-
-# The public torch.compiler.disable is the same, but imports the compiler, and with it Triton, when applied.
-@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
-def _apply_outside_of_compile(*args: Any) -> Any:
-    """A graph break: the loop over chunks is not traced."""
-    return _OnePass.apply(*args)
 
 
 def _boost(dtype: torch.dtype, inputs: Inputs) -> Tensor | None:

@@ -1,10 +1,11 @@
-"""Which way a policy loss goes from hidden states, in which chunks of rows, and why.
+"""Which route a policy loss takes from hidden states, in which chunks of rows, and why.
 
     one pass      3 products     the objective is evaluated on a chunk of rows while their logits are there
     two passes    4 products     log-probs of all rows first, then the objective, then the logits again
 
 One pass needs every row that a row's loss depends on in the same chunk: any chunk will do for a token-level objective,
-whole samples for a sequence-level one. Decided from shapes, options and one memory budget, the same on every rank.
+whole samples for a sequence-level one. A chunk holds logits, or 16-bit exponentials of twice as many rows. Decided from
+shapes, options, one memory budget and what work costs on the machine, the same on every rank.
 """
 
 from __future__ import annotations
@@ -15,20 +16,15 @@ from typing import Literal
 
 import torch
 
-from logitless.call import Options
+from logitless.call import Call, Options
 from logitless.from_hidden.plan import Shape, Tiles, chunk_tiles, exponentials_row
+from logitless.machine import ALIGNED, ENOUGH, SLAB, Costs, Machine
+from logitless.objectives import Objective
 from logitless.spec import parse_memory
 
-FILLING = 128
-"""Rows of a chunk are a multiple of this where there are that many: what a matrix unit takes at a time."""
-
-ENOUGH = 4096
-"""Rows of logits that are better than twice as many rows of exponentials. With fewer, the weight's gradient is read and
-written so often that the longer chunk wins: at D = 4096 on an H200, 109 ms against 114 for 3328 and 1664 rows in 1 GiB,
-but 103 against 101 for 8192 and 4096 in 2.4 GiB."""
-
-SLAB = 4096
-"""Columns of a product where operands must be widened first, which copies them."""
+WORTHWHILE = 0.97
+"""Exponentials instead of logits cost dZ a second rounding, and two passes a second product: neither is chosen for less
+than 3 % of the time."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,7 @@ class LossPlan:
     """The decision.
 
     Attributes:
-        kind: which of the two ways.
+        kind: which of the two routes.
         chunks: ``(start, stop)`` of each chunk of rows; none in two passes.
         whole_samples: whether chunks are whole samples.
         columns: of one product.
@@ -62,12 +58,12 @@ class LossPlan:
         if self.kind == "two passes":
             return f"two passes: 4 matrix products, because {self.reason}."
         samples = " of whole samples" if self.whole_samples else ""
-        held = "logits"
+        content = "logits"
         if self.tiles is not None:
-            held = f"16-bit exponentials, by tiles of {self.tiles.rows} x {self.tiles.columns} logits"
+            content = f"16-bit exponentials, by tiles of {self.tiles.rows} x {self.tiles.columns} logits"
         return (
             f"one pass: 3 matrix products, because {self.reason}. {len(self.chunks)} chunks{samples}, of at most "
-            f"{self.rows} rows of {held}."
+            f"{self.rows} rows of {content}."
         )
 
 
@@ -77,58 +73,73 @@ class LossShape:
 
     Attributes:
         counts: rows of each sample.
+        hidden: D.
         sizes: of the logits that are never stored. Its columns are those of the vocabulary here, or the mean over a
             vocabulary group: the same on all of its ranks.
         exponentials: whether a chunk may hold 16-bit exponentials instead of wider logits. Not under a softcap.
         widened: whether a product copies its operands.
+        trained: whether the head's weight needs a gradient.
     """
 
     counts: tuple[int, ...]
+    hidden: int
     sizes: Shape
     exponentials: bool
     widened: bool
+    trained: bool = True
 
     @staticmethod
     def of(
         counts: tuple[int, ...],
         columns: int,
+        hidden: int,
         *,
         dtype: torch.dtype,
         logits_dtype: torch.dtype,
-        on_gpu: bool,
+        machine: Machine,
         bias: bool,
         capped: bool,
+        trained: bool = True,
     ) -> LossShape:
         """From what a call is asked for: operands of ``dtype``, with a bias or without, with a softcap or without."""
         return LossShape(
             counts=counts,
-            sizes=Shape(sum(counts), columns, logits_dtype.itemsize, dtype.itemsize, on_gpu),
+            hidden=hidden,
+            sizes=Shape(sum(counts), columns, logits_dtype.itemsize, dtype.itemsize, machine),
             exponentials=dtype.itemsize < logits_dtype.itemsize and not capped,
-            widened=(dtype.itemsize == 2 and not on_gpu) or (bias and logits_dtype.itemsize == 2),
+            widened=(dtype.itemsize == 2 and not machine.wide_products) or (bias and logits_dtype.itemsize == 2),
+            trained=trained,
         )
 
 
-def find_obstacle(
-    *,
-    replay: bool,
-    invariant: bool,
-    dtype: torch.dtype,
-    logits_dtype: torch.dtype,
-    split_samples: bool,
-) -> str | None:
-    """Why it must be two passes, whatever the sizes; or None.
+def plan_of(call: Call, hidden: int, trained: bool, objective: Objective) -> LossPlan:
+    """The decision for a checked call from hidden states of a size."""
+    # Chunks must be the same on every rank of a vocabulary group, each of which takes part in one all_gather per chunk.
+    columns = call.columns if call.group is None else -(-call.vocab_size // call.group.size())
+    shape = LossShape.of(
+        call.rows.counts,
+        columns,
+        hidden,
+        dtype=call.dtype,
+        logits_dtype=call.logits_dtype,
+        machine=call.machine,
+        bias=call.asked.bias is not None,
+        capped=bool(call.squash),
+        trained=trained,
+    )
+    return choose_loss_plan(shape, objective.sequence_level, _obstacle(call, objective), call.memory)
 
-    Args:
-        replay, invariant: whether there are kept ids, and ``batch_invariant=True``.
-        split_samples: whether the objective takes means over samples of which other ranks hold a part.
-    """
-    if replay:
+
+def _obstacle(call: Call, objective: Objective) -> str | None:
+    """Why it must be two passes, whatever the sizes; or None."""
+    cp = call.rows.cp
+    if call.asked.kept is not None:
         return "log-probs over kept ids are not made chunk by chunk"
-    if invariant:
+    if call.asked.batch_invariant:
         return "batch_invariant=True fixes the tiles, and a chunk is none of them"
-    if logits_dtype.itemsize < dtype.itemsize:
-        return f"match= rounds the logits to {logits_dtype}, whose rows hold no gradient in {dtype}"
-    if split_samples:
+    if call.logits_dtype.itemsize < call.dtype.itemsize:
+        return f"match= rounds the logits to {call.logits_dtype}, whose rows hold no gradient in {call.dtype}"
+    if objective.sequence_level and cp is not None and cp.size > 1:
         return "the objective takes means over samples, and those are split over context-parallel ranks"
     return None
 
@@ -139,29 +150,87 @@ def two_pass_memory(memory: int) -> int:
 
 
 def choose_loss_plan(shape: LossShape, sequence_level: bool, obstacle: str | None, memory: int) -> LossPlan:
-    """One pass if nothing stands in its way.
+    """One pass if nothing stands in its way, and the chunks that cost least.
 
     Args:
-        obstacle: what :func:`find_obstacle` found.
+        obstacle: why it must be two passes, or None.
     """
     sizes, longest = shape.sizes, max(shape.counts, default=0)
-    work = memory if sizes.on_gpu else memory // 2
-    tiles, rows = None, max(1, work // (max(1, sizes.columns) * sizes.logits_bytes))
-    if shape.exponentials and rows < max(min(sizes.rows, ENOUGH), longest if sequence_level else 0):
+    work = int(memory * (1 - sizes.machine.elementwise))
+    elementwise = max(1, int(memory * sizes.machine.elementwise)) if sizes.machine.elementwise else memory
+    reason = "the loss of a row depends on " + ("its own sample" if sequence_level else "nothing but its own log-prob")
+
+    def one_pass(rows: int, tiles: Tiles | None) -> LossPlan:
+        chunks = whole_samples(shape.counts, rows) if sequence_level else even_chunks(sum(shape.counts), rows)
+        columns = SLAB if shape.widened else max(1, sizes.columns)
+        return LossPlan("one pass", chunks, sequence_level, columns, tiles, elementwise, reason)
+
+    rows = max(1, work // (max(1, sizes.columns) * sizes.logits_bytes))
+    plan = one_pass(rows, None)
+    if shape.exponentials and len(plan.chunks) > 1:
         tiles = chunk_tiles(sizes, memory)
         row_bytes = max(1, exponentials_row(sizes, tiles.columns))
-        rows = max(1, (work - tiles.rows * tiles.columns * sizes.logits_bytes) // row_bytes)
+        more = max(1, (work - tiles.rows * tiles.columns * sizes.logits_bytes) // row_bytes)
+        other = one_pass(more, tiles)
+        if (sequence_level and longest > rows) or _is_worthwhile(shape, plan, other, rows):
+            plan, rows = other, more
     if obstacle is None and sequence_level and longest > rows:
         obstacle = (
             f"the objective takes means over samples, and the longest has {longest} rows where memory= holds {rows}"
         )
-    if obstacle is not None:
-        return LossPlan("two passes", (), False, 0, None, 0, obstacle)
-    chunks = whole_samples(shape.counts, rows) if sequence_level else even_chunks(sum(shape.counts), rows)
-    columns = SLAB if shape.widened else max(1, sizes.columns)
-    reason = "the loss of a row depends on " + ("its own sample" if sequence_level else "nothing but its own log-prob")
-    elementwise = memory if sizes.on_gpu else max(1, memory // 2)
-    return LossPlan("one pass", chunks, sequence_level, columns, tiles, elementwise, reason)
+    costs = sizes.machine.costs
+    if obstacle is None and costs is not None:
+        one, two = one_pass_seconds(costs, shape, plan), two_pass_seconds(costs, shape, memory)
+        if two < WORTHWHILE * one:
+            obstacle = (
+                f"one pass in the {len(plan.chunks)} chunks that memory= holds takes {one / two:.2f} times as long"
+            )
+    return plan if obstacle is None else LossPlan("two passes", (), False, 0, None, 0, obstacle)
+
+
+def _is_worthwhile(shape: LossShape, logits: LossPlan, exponentials: LossPlan, rows: int) -> bool:
+    """Whether chunks of exponentials beat chunks of so many rows of logits. Without costs, longer chunks do."""
+    costs = shape.sizes.machine.costs
+    if costs is None:
+        return rows < min(shape.sizes.rows, ENOUGH)
+    return one_pass_seconds(costs, shape, exponentials) < WORTHWHILE * one_pass_seconds(costs, shape, logits)
+
+
+# What a route costs: products, bytes that elementwise work moves, accumulators added to, launches.
+
+
+def one_pass_seconds(costs: Costs, shape: LossShape, plan: LossPlan) -> float:
+    sizes = shape.sizes
+    elements, product = sizes.rows * sizes.columns, _product_seconds(costs, shape)
+    # dW, read and written once more for every chunk.
+    adding = len(plan.chunks) * 8 * sizes.columns * shape.hidden / costs.adding if shape.trained else 0.0
+    gradients = (2 if shape.trained else 1) * product + adding
+    if plan.tiles is None:
+        # Logits are read for the statistic, then read and overwritten by dZ.
+        moved = elements * (2 * sizes.logits_bytes + sizes.operand_bytes)
+        return product + moved / costs.bandwidth + gradients
+    # A tile is read and its exponentials written; those are read and overwritten by dZ.
+    filled = elements * (sizes.logits_bytes + sizes.operand_bytes) / costs.bandwidth
+    count = sum(-(-(stop - start) // plan.tiles.rows) for start, stop in plan.chunks)
+    count *= -(-sizes.columns // plan.tiles.columns)
+    filling = max(product + filled + count * costs.launch, count * costs.tile)
+    return filling + elements * 2 * sizes.operand_bytes / costs.bandwidth + gradients
+
+
+def two_pass_seconds(costs: Costs, shape: LossShape, memory: int) -> float:
+    sizes, machine = shape.sizes, shape.sizes.machine
+    elements, work = sizes.rows * sizes.columns, two_pass_memory(memory)
+    # About as many tiles as there will be; in backward, half of the budget is for dZ.
+    tiles = ((machine.forward_tile, work), (machine.backward_tile, work // 2))
+    per_tile = [max(1, min(rows * columns, room // sizes.logits_bytes)) for (rows, columns), room in tiles]
+    count = sum(-(-elements // size) for size in per_tile)
+    moved = elements * (2 * sizes.logits_bytes + sizes.operand_bytes)
+    products = 4 if shape.trained else 3
+    return products * _product_seconds(costs, shape) + moved / costs.bandwidth + count * costs.launch
+
+
+def _product_seconds(costs: Costs, shape: LossShape) -> float:
+    return 2 * shape.sizes.rows * shape.sizes.columns * shape.hidden / costs.flops
 
 
 def even_chunks(num_rows: int, most: int) -> tuple[tuple[int, int], ...]:
@@ -173,8 +242,8 @@ def even_chunks(num_rows: int, most: int) -> tuple[tuple[int, int], ...]:
     if num_rows == 0:
         return ()
     rows = -(-num_rows // -(-num_rows // most))
-    filled = -(-rows // FILLING) * FILLING
-    rows = filled if filled <= most else max(1, most - most % FILLING) if most >= FILLING else rows
+    filled = -(-rows // ALIGNED) * ALIGNED
+    rows = filled if filled <= most else max(1, most - most % ALIGNED) if most >= ALIGNED else rows
     return tuple((start, min(start + rows, num_rows)) for start in range(0, num_rows, rows))
 
 

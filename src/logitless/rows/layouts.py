@@ -12,11 +12,50 @@ Padding is not special: it carries an offset past the end of its sample, and the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError
+
+
+@runtime_checkable
+class Scheme(Protocol):
+    """How a stream of padded samples is split over context-parallel ranks. Any object with these will do."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        ...
+
+    @property
+    def multiple(self) -> int:
+        """What a sample's padded length must be a multiple of."""
+        ...
+
+    @property
+    def by_sample(self) -> bool:
+        """Whether every sample is cut by itself, so that padded lines can be cut too."""
+        ...
+
+    def tokens(self, spans: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Sample and offset of each local token.
+
+        Args:
+            spans: ``[N]`` padded length of each sample.
+            num_tokens: how many tokens a rank holds.
+        """
+        ...
+
+
+SCHEME = ("rank", "size", "multiple", "by_sample", "tokens")
+"""What a scheme of one's own must have."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +83,8 @@ class Zigzag(_Split):
         size: ranks in that group.
     """
 
+    by_sample = True
+
     @property
     def multiple(self) -> int:
         """What a sample's padded length must be a multiple of."""
@@ -70,6 +111,8 @@ class Contiguous(_Split):
         size: ranks in that group.
     """
 
+    by_sample = False
+
     @property
     def multiple(self) -> int:
         """What a sample's padded length must be a multiple of."""
@@ -87,9 +130,6 @@ class Contiguous(_Split):
         ends = spans.cumsum(0)
         sample = torch.searchsorted(ends, position, right=True)
         return sample, position - (ends - spans)[sample]
-
-
-Scheme = Zigzag | Contiguous
 
 
 def ragged_arange(lengths: Tensor) -> tuple[Tensor, Tensor]:

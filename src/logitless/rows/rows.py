@@ -24,14 +24,14 @@ from torch import Tensor
 from logitless.collectives import resolve_group, table_over
 from logitless.errors import LogitlessError
 from logitless.rows.exchange import GradRule, exchange_over
-from logitless.rows.layouts import Scheme, Zigzag, ragged_arange
+from logitless.rows.layouts import SCHEME, Scheme, ragged_arange
 from logitless.rows.samples import Samples, Tokens, integer_vector, unpad
 from logitless.spec import IGNORE
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """A plan: the rows to score, their targets, and the way back to samples.
+    """The rows to score, their targets, and the way back to samples.
 
     Make one with :meth:`packed`, :meth:`padded`, :meth:`at` or :meth:`every`.
 
@@ -40,7 +40,7 @@ class Rows:
         target: ``[R]`` token id that row should predict; ``-100`` is "ignore".
         sample: ``[R]`` which sample the row belongs to, ascending.
         position: ``[R]`` place of the target within its response.
-        token_shape: leading shape of the logits this plan was made for: ``(T,)``, ``(N, S)``, or None for any.
+        token_shape: leading shape of the logits these rows were made for: ``(T,)``, ``(N, S)``, or None for any.
         held: response tokens of each sample that have a row here, masked ones included.
         counts: rows of each sample that are scored here.
         totals: ``[N]`` response tokens of each sample that count in the loss, on whatever rank they are: the mask is
@@ -53,7 +53,7 @@ class Rows:
         cp: how the sequence is split, or None.
         in_order: whether the rows are all rows of the logits, in order.
         reach: one past the largest index, where the shape alone does not say it.
-        target_range: smallest and largest target, if they were known before the plan went to an accelerator.
+        target_range: smallest and largest target, if they were known before the rows went to an accelerator.
     """
 
     index: Tensor
@@ -96,20 +96,24 @@ class Rows:
             loss_masks: one mask per sample, as long as its response; nonzero means "counts".
             loss_mask_only: score only the rows whose mask is nonzero. :meth:`split` and :meth:`gather` still return
                 every response token, with zeros at the others.
-            cp: :class:`Zigzag` or :class:`Contiguous`; None if the sequence is not split.
+            cp: :class:`Zigzag`, :class:`Contiguous`, or a :class:`~logitless.rows.layouts.Scheme` of your own; None if
+                the sequence is not split.
             align: each sample is padded to a multiple of this; default 1, and ``2 * size`` for zigzag.
             cu_seqlens: ``[N + 1]`` starts of the padded samples, the whole sequence's, instead of ``align``; one more
                 entry means padding after the last sample.
             num_tokens: rows of the local logits if padding follows at their end; default as many as the samples (or
                 ``cu_seqlens``) need.
-            device: where the plan will be used; default the device of the tokens.
+            device: where the rows will be used; default the device of the tokens.
 
         >>> rows = Rows.packed([[7, 8, 9], [4, 5, 6, 7]], [1, 2])
         >>> rows.index.tolist(), rows.target.tolist(), rows.position.tolist()
         ([1, 4, 5], [9, 6, 7], [0, 0, 1])
         """
         if cp is not None and not isinstance(cp, Scheme):
-            raise LogitlessError(f"Rows.packed: cp must be a Zigzag, a Contiguous or None but is {cp!r}.")
+            raise LogitlessError(
+                f"Rows.packed: cp must be a Zigzag, a Contiguous or None but is {cp!r}. A scheme of your own needs "
+                f"{', '.join(SCHEME)}."
+            )
         batch = Samples.check("Rows.packed", tokens, response_lengths, loss_masks, loss_mask_only)
         spans, total = _spans(batch, cp, align, cu_seqlens)
         size = 1 if cp is None else cp.size
@@ -132,7 +136,7 @@ class Rows:
         max_length: int | None = None,
         padding: Literal["left", "right"] = "right",
         loss_mask_only: bool = False,
-        cp: Zigzag | None = None,
+        cp: Scheme | None = None,
         device: torch.device | str | None = None,
     ) -> Rows:
         """Rows of one sample per line, every line padded to the same length ("bshd").
@@ -144,14 +148,15 @@ class Rows:
             lengths: true length of each line when ``tokens`` is one padded tensor.
             max_length: padded length of a line; default ``S``, or the longest sample.
             padding: on which side the padding is.
-            cp: :class:`Zigzag`, which cuts every line into ``2 * size`` chunks of ``ceil(max_length / (2 * size))``.
+            cp: a scheme that cuts every sample by itself, such as :class:`Zigzag`, which cuts every line into
+                ``2 * size`` chunks of ``ceil(max_length / (2 * size))``.
 
         >>> Rows.padded([[7, 8, 9], [4, 5, 6, 7]], [1, 2], padding="left").index.tolist()
         [2, 5, 6]
         """
         if padding not in ("left", "right"):
             raise LogitlessError(f'Rows.padded: padding must be "left" or "right" but is {padding!r}.')
-        if cp is not None and not isinstance(cp, Zigzag):
+        if cp is not None and not (isinstance(cp, Scheme) and cp.by_sample):
             raise LogitlessError(
                 f"Rows.padded: cp must be a Zigzag or None but is {type(cp).__name__}. A contiguous split of padded "
                 f"lines would give one rank all the prompts; pack the samples (Rows.packed) to split them contiguously."
@@ -213,7 +218,7 @@ class Rows:
 
     @property
     def num_tokens(self) -> int | None:
-        """Rows of the logits this plan was made for, or None where any number will do."""
+        """Tokens that these rows were made for, or None where any number will do."""
         return None if self.token_shape is None else math.prod(self.token_shape)
 
     @property
@@ -223,7 +228,7 @@ class Rows:
         return scored if self.mask is None else scored & self.mask
 
     def take(self, x: Tensor) -> Tensor:
-        """The planned rows of ``x``: ``[T, ...]`` (or ``[N, S, ...]``) becomes ``[R, ...]``."""
+        """These rows of ``x``: ``[T, ...]`` (or ``[N, S, ...]``) becomes ``[R, ...]``."""
         shape = x.shape[:1] if self.token_shape is None else self.token_shape
         if tuple(x.shape[: len(shape)]) != tuple(shape):
             raise LogitlessError(
@@ -253,7 +258,7 @@ class Rows:
         return x if self.slot is None else x.index_select(0, self.slot)
 
     def from_responses(self, responses: Sequence[Tensor]) -> Tensor:
-        """The planned rows of per-sample tensors that cover *whole* responses (advantages, rewards): ``[R]``.
+        """These rows of per-sample tensors that cover *whole* responses (advantages, rewards): ``[R]``.
 
         Under context parallelism or ``loss_mask_only`` this picks the tokens that are scored here.
         """
@@ -308,7 +313,7 @@ class Rows:
         return fields[0] if isinstance(x, Tensor) else fields
 
     def check_over(self, group: Any) -> None:
-        """Raise on every rank unless all ranks of the sequence group planned the same batch, each with its own rank.
+        """Raise on every rank unless the ranks of the sequence group have rows of one batch, each its own part.
 
         One small collective, to be used once at start-up or while debugging.
         """
@@ -318,8 +323,7 @@ class Rows:
         scheme = (type(self.cp).__name__, 1 if self.cp is None else self.cp.size)
         rank = 0 if self.cp is None else self.cp.rank
         lengths = self._whole_lengths("check_over")
-        plans = table_over(process_group, (rank, scheme, self.num_tokens, self.spans, lengths))
-        _check_plans(plans)
+        _check_agreement(table_over(process_group, (rank, scheme, self.num_tokens, self.spans, lengths)))
 
     def expand(self, x: Tensor) -> Tensor:
         """Scatter ``[R]`` back to one value per token, zeros elsewhere: ``[T]``, or ``[N, S]`` if padded."""
@@ -452,23 +456,23 @@ def _spans(
     return spans, int(starts[-1])
 
 
-def _check_plans(plans: Sequence[tuple[Any, ...]]) -> None:
+def _check_agreement(table: Sequence[tuple[Any, ...]]) -> None:
     """Every rank sees the same table, so every rank raises the same error, or none does."""
-    ranks, schemes, num_tokens, spans, responses = zip(*plans, strict=True)
+    ranks, schemes, num_tokens, spans, responses = zip(*table, strict=True)
     counts = [len(r) for r in responses]
     for name, values in (("the scheme", schemes), ("the number of samples", counts)):
         if len(set(values)) > 1:
             raise LogitlessError(f"Rows.check_over: ranks disagree about {name}: rank by rank it is {list(values)}.")
-    if list(ranks) != list(range(len(plans))):
+    if list(ranks) != list(range(len(table))):
         raise LogitlessError(
-            f"Rows.check_over: ranks 0 .. {len(plans) - 1} of the group planned as ranks {list(ranks)} of the split."
+            f"Rows.check_over: ranks 0 .. {len(table) - 1} of the group planned as ranks {list(ranks)} of the split."
         )
-    if schemes[0][1] != len(plans):
+    if schemes[0][1] != len(table):
         raise LogitlessError(
-            f"Rows.check_over: these rows are split over {schemes[0][1]} ranks but group has {len(plans)}."
+            f"Rows.check_over: these rows are split over {schemes[0][1]} ranks but group has {len(table)}."
         )
-    for name, table in (("padded length", spans), ("response length", responses)):
-        for sample, values in enumerate(zip(*table, strict=True)):
+    for name, lengths in (("padded length", spans), ("response length", responses)):
+        for sample, values in enumerate(zip(*lengths, strict=True)):
             if len(set(values)) > 1:
                 raise LogitlessError(
                     f"Rows.check_over: ranks disagree about the {name} of sample {sample}: rank by rank it is "

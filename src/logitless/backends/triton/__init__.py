@@ -11,75 +11,71 @@ registers.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import importlib.util
+from typing import Any
 
 import torch
-import triton
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
 
 from logitless.backends.contract import Problem, Running, over
-from logitless.backends.triton.kernels import (
-    exponentials_kernel,
-    gradient_from_kernel,
-    gradient_kernel,
-    mix_kernel,
-    narrowing_kernel,
-    rescale_kernel,
-    statistics_kernel,
-)
-from logitless.backends.triton.sizes import (
+from logitless.errors import LogitlessError
+from logitless.machine import (
     exponentials_sizes,
     gradient_from_sizes,
     gradient_sizes,
     narrowing_sizes,
     statistics_sizes,
 )
-from logitless.errors import LogitlessError
 from logitless.softmax import Coefficients, Normaliser
 
 NOTHING = contextlib.nullcontext()
-INTERPRETED = isinstance(statistics_kernel, InterpretedFunction)
+
+
+def interpreted() -> bool:
+    """Whether the kernels run on CPU, in Triton's interpreter."""
+    return _kernels().INTERPRETED
 
 
 def unavailable(logits: Tensor) -> str | None:
     """Why this backend cannot take these logits, or None if it can."""
     if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"its kernels take float32, bfloat16 and float16, not {logits.dtype}"
-    if logits.device.type != "cuda" and not INTERPRETED:
+    if logits.device.type not in ("cuda", "meta") and not interpreted():
         return f"its kernels run on CUDA devices, and the logits are on {logits.device.type}"
     return None
 
 
 def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
     """Same as :func:`logitless.backends.reference.statistics`, in one read of the rows."""
-    _require_available(problem.logits)
-    num_rows = problem.num_rows
-    stats = torch.empty((4, num_rows), dtype=torch.float32, device=problem.logits.device) if out is None else out
-    if num_rows == 0:
-        return stats
-    with _on_device_of(problem.logits):
-        statistics_kernel[(num_rows,)](
-            logits=problem.logits,
-            index=problem.index,
-            column=problem.column,
-            gain=problem.gain,
-            stats=stats,
-            row_stride=problem.logits.stride(0),
-            columns=problem.columns,
-            first=problem.first,
-            part_stride=stats.stride(0),
-            squash=problem.squash,
-            INDEXED=problem.index is not None,
-            ENTROPY=problem.entropy,
-            SOFTCAP=bool(problem.squash),
-            **statistics_sizes(problem.logits.dtype, problem.columns),
-        )
+    _require_available(problem)
+    stats = problem.empty_statistic() if out is None else out
+    _launch(
+        "statistics_kernel",
+        problem.num_rows,
+        on=problem.logits,
+        logits=problem.logits,
+        index=problem.index,
+        column=problem.column,
+        gain=problem.gain,
+        stats=stats,
+        row_stride=problem.logits.stride(0),
+        columns=problem.columns,
+        first=problem.first,
+        part_stride=stats.stride(0),
+        squash=problem.squash,
+        INDEXED=problem.index is not None,
+        ENTROPY=problem.entropy,
+        SOFTCAP=bool(problem.squash),
+        **statistics_sizes(problem.logits.dtype, problem.columns),
+    )
     return stats
 
 
 def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor | None) -> None:
     """Same as :func:`logitless.backends.reference.gradient`: one read of the rows, one write of ``out``."""
-    _require_available(problem.logits)
+    _require_available(problem)
     num_rows, (num_tokens, width) = problem.num_rows, out.shape
     if num_rows == 0 or width == 0:
         out.zero_()
@@ -89,30 +85,23 @@ def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor
         slot = torch.full((num_tokens,), -1, dtype=torch.int64, device=out.device)
         slot.index_copy_(0, out_index, torch.arange(num_rows, device=out.device))
     sizes = gradient_sizes(problem.logits.dtype, width)
-    with _on_device_of(problem.logits):
-        gradient_kernel[(num_tokens * triton.cdiv(width, sizes["BLOCK"]),)](
-            logits=problem.logits,
-            index=problem.index,
-            column=problem.column,
-            gain=problem.gain,
-            reference=norm.reference,
-            log_sum=norm.log_sum,
-            plain=coef.plain,
-            product=coef.product,
-            at_target=coef.at_target,
-            slot=slot,
-            out=out,
-            row_stride=problem.logits.stride(0),
-            out_stride=out.stride(0),
-            columns=problem.columns,
-            first=problem.first,
-            width=width,
-            squash=problem.squash,
-            INDEXED=slot is not None,
-            PRODUCT=coef.product is not None,
-            SOFTCAP=bool(problem.squash),
-            **sizes,
-        )
+    _launch(
+        "gradient_kernel",
+        num_tokens * -(-width // sizes["BLOCK"]),
+        on=problem.logits,
+        logits=problem.logits,
+        index=problem.index,
+        **_of_rows(problem, norm, coef),
+        slot=slot,
+        out=out,
+        row_stride=problem.logits.stride(0),
+        out_stride=out.stride(0),
+        width=width,
+        squash=problem.squash,
+        INDEXED=slot is not None,
+        SOFTCAP=bool(problem.squash),
+        **sizes,
+    )
 
 
 def gradient_over(problem: Problem, norm: Normaliser, coef: Coefficients, dtype: torch.dtype) -> Tensor:
@@ -121,130 +110,155 @@ def gradient_over(problem: Problem, norm: Normaliser, coef: Coefficients, dtype:
     if out.dtype == problem.logits.dtype:
         gradient(problem, norm, coef, out, None)
         return out
-    _require_available(problem.logits)
-    if problem.num_rows == 0 or problem.columns == 0:
-        return out
-    with _on_device_of(out):
-        narrowing_kernel[(problem.num_rows,)](
-            logits=problem.logits,
-            column=problem.column,
-            gain=problem.gain,
-            reference=norm.reference,
-            log_sum=norm.log_sum,
-            plain=coef.plain,
-            product=coef.product,
-            at_target=coef.at_target,
-            out=out,
-            row_stride=problem.logits.stride(0),
-            out_stride=out.stride(0),
-            columns=problem.columns,
-            first=problem.first,
-            squash=problem.squash,
-            PRODUCT=coef.product is not None,
-            SOFTCAP=bool(problem.squash),
-            **narrowing_sizes(problem.columns),
-        )
+    _require_available(problem)
+    _launch(
+        "narrowing_kernel",
+        problem.num_rows if problem.columns else 0,
+        on=out,
+        logits=problem.logits,
+        **_of_rows(problem, norm, coef),
+        out=out,
+        row_stride=problem.logits.stride(0),
+        out_stride=out.stride(0),
+        squash=problem.squash,
+        SOFTCAP=bool(problem.squash),
+        **narrowing_sizes(problem.columns),
+    )
     return out
 
 
 def exponentials(problem: Problem, stats: Tensor, running: Running, out: Tensor, slope: bool) -> None:
     """Same as :func:`logitless.backends.reference.exponentials`, in one launch."""
-    if problem.num_rows == 0:
-        return
     sums = running.sums
-    with _on_device_of(out):
-        exponentials_kernel[(problem.num_rows,)](
-            logits=problem.logits,
-            column=problem.column,
-            gain=problem.gain,
-            stats=stats,
-            before=running.before,
-            reference=running.reference,
-            sums=sums,
-            out=out,
-            row_stride=problem.logits.stride(0),
-            out_stride=out.stride(0),
-            sums_stride=0 if sums is None else sums.stride(0),
-            columns=problem.columns,
-            first=problem.first,
-            part_stride=stats.stride(0),
-            sums_columns=0 if sums is None else sums.shape[1],
-            squash=problem.squash,
-            slack=running.slack,
-            drop=running.drop,
-            ENTROPY=problem.entropy,
-            SOFTCAP=bool(problem.squash),
-            SLOPE=slope and bool(problem.squash),
-            SUMS=sums is not None,
-            **exponentials_sizes(problem.columns),
-        )
+    _launch(
+        "exponentials_kernel",
+        problem.num_rows,
+        on=out,
+        logits=problem.logits,
+        column=problem.column,
+        gain=problem.gain,
+        stats=stats,
+        before=running.before,
+        reference=running.reference,
+        sums=sums,
+        out=out,
+        row_stride=problem.logits.stride(0),
+        out_stride=out.stride(0),
+        sums_stride=0 if sums is None else sums.stride(0),
+        columns=problem.columns,
+        first=problem.first,
+        part_stride=stats.stride(0),
+        sums_columns=0 if sums is None else sums.shape[1],
+        squash=problem.squash,
+        slack=running.slack,
+        drop=running.drop,
+        ENTROPY=problem.entropy,
+        SOFTCAP=bool(problem.squash),
+        SLOPE=slope and bool(problem.squash),
+        SUMS=sums is not None,
+        **exponentials_sizes(problem.columns),
+    )
 
 
 def gradient_from(
     problem: Problem, references: Tensor, slab: int, norm: Normaliser, coef: Coefficients, out: Tensor
 ) -> None:
     """Same as :func:`logitless.backends.reference.gradient_from`, in one launch for all slabs."""
-    if problem.num_rows == 0 or problem.columns == 0:
-        return
-    with _on_device_of(out):
-        gradient_from_kernel[(problem.num_rows * triton.cdiv(problem.columns, slab),)](
-            exponentials=problem.logits,
-            column=problem.column,
-            gain=problem.gain,
-            moved=references,
-            reference=norm.reference,
-            log_sum=norm.log_sum,
-            plain=coef.plain,
-            product=coef.product,
-            at_target=coef.at_target,
-            out=out,
-            row_stride=problem.logits.stride(0),
-            out_stride=out.stride(0),
-            moved_stride=references.stride(0),
-            columns=problem.columns,
-            slab=slab,
-            first=problem.first,
-            PRODUCT=coef.product is not None,
-            **gradient_from_sizes(min(slab, problem.columns)),
-        )
+    _launch(
+        "gradient_from_kernel",
+        problem.num_rows * -(-problem.columns // slab),
+        on=out,
+        exponentials=problem.logits,
+        moved=references,
+        **_of_rows(problem, norm, coef),
+        out=out,
+        row_stride=problem.logits.stride(0),
+        out_stride=out.stride(0),
+        moved_stride=references.stride(0),
+        slab=slab,
+        **gradient_from_sizes(min(slab, problem.columns)),
+    )
 
 
 def rescale(x: Tensor, factor: Tensor, out: Tensor) -> None:
     """Same as :func:`logitless.backends.reference.rescale`."""
-    if x.numel():
-        with _on_device_of(x):
-            rescale_kernel[(x.shape[0],)](
-                x,
-                factor,
-                out,
-                x.stride(0),
-                out.stride(0),
-                x.shape[1],
-                ROWS=factor.dim() > 0,
-                BLOCK=1024,
-            )
+    _launch(
+        "rescale_kernel",
+        len(x) if x.numel() else 0,
+        on=x,
+        x=x,
+        factor=factor,
+        out=out,
+        row_stride=x.stride(0),
+        out_stride=out.stride(0),
+        columns=x.shape[1],
+        ROWS=factor.dim() > 0,
+        BLOCK=1024,
+    )
 
 
 def mix(x: Tensor, by: Tensor, y: Tensor, index: Tensor, times: Tensor, out: Tensor) -> None:
     """Same as :func:`logitless.backends.reference.mix`."""
-    if x.numel():
-        with _on_device_of(x):
-            mix_kernel[(x.shape[0],)](
-                x, by, y, index, times, out, x.stride(0), y.stride(0), out.stride(0), x.shape[1], BLOCK=1024
-            )
+    _launch(
+        "mix_kernel",
+        len(x) if x.numel() else 0,
+        on=x,
+        x=x,
+        by=by,
+        y=y,
+        index=index,
+        times=times,
+        out=out,
+        x_stride=x.stride(0),
+        y_stride=y.stride(0),
+        out_stride=out.stride(0),
+        columns=x.shape[1],
+        BLOCK=1024,
+    )
 
 
-def _require_available(logits: Tensor) -> None:
-    reason = unavailable(logits)
+def _of_rows(problem: Problem, norm: Normaliser, coef: Coefficients) -> dict[str, Any]:
+    """What every gradient kernel reads of a row and of its columns."""
+    return {
+        "column": problem.column,
+        "gain": problem.gain,
+        "reference": norm.reference,
+        "log_sum": norm.log_sum,
+        "plain": coef.plain,
+        "product": coef.product,
+        "at_target": coef.at_target,
+        "columns": problem.columns,
+        "first": problem.first,
+        "PRODUCT": coef.product is not None,
+    }
+
+
+@functools.cache
+def _kernels() -> Any:
+    """The kernels' module. A dry run on the meta device launches none of them and needs no Triton."""
+    if importlib.util.find_spec("triton") is None:
+        raise LogitlessError('backend="triton": Triton is not installed. Run pip install "logitless[triton]".')
+    return importlib.import_module("logitless.backends.triton.kernels")
+
+
+def _launch(kernel: str, programs: int, *, on: Tensor, **arguments: Any) -> None:
+    """So many programs of a kernel, on the device of a tensor, which need not be the current one.
+
+    The meta device has nothing to compute, and no programs are no launch.
+    """
+    if programs == 0 or on.is_meta:
+        return
+    elsewhere = on.is_cuda and on.device.index != torch.cuda.current_device()
+    with torch.cuda.device(on.device) if elsewhere else NOTHING:
+        getattr(_kernels(), kernel)[(programs,)](**arguments)
+
+
+def _require_available(problem: Problem) -> None:
+    reason = unavailable(problem.logits)
+    if problem.further:
+        reason = f"its kernels know of no further sums such as {problem.further[0]!r}"
     if reason is not None:
         raise LogitlessError(
             f'backend="triton" cannot run here: {reason}. Use backend="auto" or "tiled"; to run the kernels on CPU, '
             f"set TRITON_INTERPRET=1 before Python starts."
         )
-
-
-def _on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the one that holds the tensors."""
-    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
-        return NOTHING
-    return torch.cuda.device(x.device)

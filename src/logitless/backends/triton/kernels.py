@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -463,3 +464,7 @@ def mix_kernel(x, by, y, index, times, out, x_stride, y_stride, out_stride, colu
         b_x = tl.load(x + i_r * x_stride + o_c, mask=m_c, other=0.0).to(tl.float32)
         b_y = tl.load(y + i_y * y_stride + o_c, mask=m_c, other=0.0).to(tl.float32)
         tl.store(out + i_r * out_stride + o_c, (b_x * b + b_y * t).to(out.dtype.element_ty), mask=m_c)
+
+
+INTERPRETED = isinstance(statistics_kernel, InterpretedFunction)
+"""Whether the kernels run on CPU, in Triton's interpreter."""

@@ -168,26 +168,6 @@ def fill_operands(batch: Batch, hidden: Tensor, weight: Tensor) -> tuple[Tensor,
     return hidden, weight
 
 
-def hand_over(buffer: Tensor) -> Tensor:
-    """The buffer as a model's output would arrive: it requires a gradient and is neither a leaf nor a view.
-
-    No copy is made, so a provider that overwrites its input overwrites ``buffer``.
-    """
-    handle = torch.zeros((), device=buffer.device, requires_grad=True)
-    return _HandOver.apply(handle, buffer)  # pyright: ignore[reportReturnType]
-
-
-class _HandOver(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, handle: Tensor, buffer: Tensor) -> Tensor:
-        return buffer.detach()
-
-    @staticmethod
-    def backward(ctx: object, *grads: Tensor) -> tuple[None, None]:
-        # The gradient is taken at the output; what lies before it does not matter here.
-        return None, None
-
-
 def _zipf_bias(case: Case, seed: int) -> Tensor:
     rank = torch.randperm(case.vocab, generator=torch.Generator().manual_seed(seed + 1))
     return -1.1 * torch.log1p(rank.float())

@@ -19,19 +19,13 @@ from torch import Tensor
 
 from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.from_logits import logprobs
+from logitless.memory.step import plain_linear
 from logitless.policy_loss import linear_policy_loss
-from logitless.spec import IGNORE, EntropyMode
+from logitless.spec import IGNORE
 from logitless.tools.bench.inputs import Batch
-from logitless.tools.bench.providers import Provider, Score, Scores, peer_file, plain, take_rows
+from logitless.tools.bench.providers import Provider, Score, Scores, peer_file, take_rows
 
 VERL_KERNEL = "_bench_verl_kernel"
-
-
-def plain_linear(
-    hidden: Tensor, weight: Tensor, index: Tensor | None, target: Tensor, entropy: EntropyMode
-) -> tuple[Tensor, Tensor | None]:
-    """The head as models write it, on the scored rows, and then :func:`plain`."""
-    return plain((hidden if index is None else hidden[index]) @ weight.T, None, target, entropy)
 
 
 def _with_plain(function: Callable[..., tuple[Tensor, Tensor | None]]) -> Score:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from logitless.from_logits import logprobs
+from logitless.memory.step import plain
 from logitless.spec import IGNORE, EntropyMode
 from logitless.tools.bench.cases import Computed
 from logitless.tools.bench.inputs import Batch
@@ -74,18 +75,6 @@ class Provider:
         if self.computes == "log-prob":
             return None
         return "value" if wanted == "grad" and self.computes == "entropy value" else wanted
-
-
-def plain(logits: Tensor, index: Tensor | None, target: Tensor, entropy: EntropyMode) -> tuple[Tensor, Tensor | None]:
-    """Log-prob and entropy as frameworks write them: one float32 log_softmax, gathered and summed."""
-    scored = logits if index is None else logits[index]
-    logp = torch.log_softmax(scored.float(), dim=-1)
-    logprob = logp.gather(1, target[:, None]).squeeze(1)
-    if entropy is None:
-        return logprob, None
-    if entropy == "value":
-        logp = logp.detach()
-    return logprob, -(logp.exp() * logp).sum(-1)
 
 
 def _load_plain() -> Score:

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError
+from logitless.memory.step import hand_over
 from logitless.tools.bench.cases import CASES, Case, select_cases, select_names
-from logitless.tools.bench.inputs import Batch, fill_logits, fill_operands, hand_over, make_batch
+from logitless.tools.bench.inputs import Batch, fill_logits, fill_operands, make_batch
 from logitless.tools.bench.judgement import complaint_of
 from logitless.tools.bench.linear_providers import LINEAR_PROVIDERS
 from logitless.tools.bench.linear_truth import sample_linear_truth, with_loss

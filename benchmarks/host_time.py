@@ -1,0 +1,86 @@
+"""Host time of a call: how long the CPU takes to check, launch and return, where the device has almost nothing to do.
+
+    python benchmarks/host_time.py --device cuda --out benchmarks/results/h200-host-time.jsonl
+
+Sizes are so small that nothing hides the CPU's work. The time is that of forward and backward together, without waiting
+for the device in between; the median of many. It uses public names alone, so any commit can be measured with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import logitless as ll
+
+TOKENS, VOCAB, WIDTH = 256, 4096, 64
+
+
+def steps(device: torch.device) -> dict[str, Callable[[], object]]:
+    """Forward and backward of each call, and plain torch on the same work."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    hidden = torch.randn(TOKENS, WIDTH, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(VOCAB, WIDTH, device=device, dtype=dtype, requires_grad=True)
+    logits = torch.randn(TOKENS, VOCAB, device=device, dtype=dtype, requires_grad=True)
+    samples = [list(range(TOKENS // 4))] * 4
+    rows = ll.Rows.packed(samples, [TOKENS // 4 - 1] * 4, device=device)
+    advantage, objective = torch.randn(len(rows), device=device), ll.Objective(entropy_coef=0.01)
+
+    def loss_of(out: ll.TokenStats) -> torch.Tensor:
+        return out.logprob.sum() + out.entropy.sum()
+
+    def plain() -> None:
+        log_p = torch.log_softmax(logits[rows.index].float(), -1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        (log_p.gather(1, rows.target[:, None]).sum() + entropy.sum()).backward()
+
+    def policy_loss() -> None:
+        fields = {"old_logprob": "current", "advantage": advantage}
+        ll.linear_policy_loss(hidden, weight, rows, objective, **fields)[0].backward()
+
+    return {
+        "plain torch from logits": plain,
+        "logprobs": lambda: loss_of(ll.logprobs(logits, rows, entropy="grad")).backward(),
+        "linear_logprobs": lambda: loss_of(ll.linear_logprobs(hidden, weight, rows, entropy="grad")).backward(),
+        "linear_policy_loss": policy_loss,
+        "Rows.packed": lambda: ll.Rows.packed(samples, [TOKENS // 4 - 1] * 4, device=device),
+    }
+
+
+def milliseconds(step: Callable[[], object], device: torch.device, repeats: int) -> float:
+    laps = []
+    for lap in range(repeats + 20):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        step()
+        if lap >= 20:
+            laps.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(laps)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeats", type=int, default=200)
+    parser.add_argument("--commit", default="", help="what to record")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    found = {step: milliseconds(run, device, arguments.repeats) for step, run in steps(device).items()}
+    record = {"device": name, "commit": arguments.commit, "torch": torch.__version__, "milliseconds": found}
+    print(json.dumps(record))  # noqa: T201
+    if arguments.out is not None:
+        with arguments.out.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Forward: the statistic of every row of ``hidden @ weight.T``, one tile of logits at a time.
+
+tile = X[rows] @ W[columns].T  ->  statistics kernel  ->  one part per slab of columns, merged at the end
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from logitless.from_hidden.exponentials import Exponentials
+from logitless.from_hidden.plan import Tiles
+from logitless.from_hidden.projection import Projection
+from logitless.kept import Support, kept_statistics
+from logitless.machine import pieces
+from logitless.results import merge_support
+from logitless.softmax import WIDTH, Statistic, merge
+
+
+def row_statistics(
+    p: Projection, tiles: Tiles, support: Support | None = None, exponentials: Exponentials | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """``[4, R]`` statistic over all columns here, and ``[2, R]`` (m, s) of the support if there is one.
+
+    Args:
+        support: tiles then hold all rows at once.
+        exponentials: to be filled for the first rows.
+    """
+    lines, slabs = WIDTH + len(p.call.further), -(-max(p.columns, 1) // tiles.columns)
+    out = p.gain.new_empty((lines, p.num_rows))
+    support_out = None if support is None else p.gain.new_empty((2, p.num_rows))
+    memory, backend = p.empty_tile(tiles), p.backend
+    for rows in pieces(p.num_rows, tiles.rows, p.dry):
+        part = p.cut(rows.start, rows.stop)
+        parts = p.gain.new_empty((slabs, lines, part.num_rows))
+        support_parts = None if support is None else p.gain.new_empty((slabs, 2, part.num_rows))
+        for columns in pieces(max(p.columns, 1), tiles.columns, p.dry):
+            tile, slab = part.tile(memory, tiles, columns.start), columns.start // tiles.columns
+            if exponentials is None:
+                backend.statistics(tile, parts[slab])
+            else:
+                exponentials.store(p, tile, parts[slab], rows.start)
+            if support is not None and support_parts is not None:
+                support_parts[slab] = kept_statistics(support.logits(tile))
+        out[:, rows] = parts[0] if slabs == 1 else merge(parts, p.call.further)
+        if support_out is not None and support_parts is not None:
+            support_out[:, rows] = merge_support(support_parts, Statistic.of(out).t[rows])[:2]
+    return out, support_out

@@ -1,0 +1,227 @@
+"""What was measured on machines, in one table: how large tiles, chunks and blocks are, and what work costs.
+
+Sizes follow from shapes, dtypes and the device's properties, never from contents or from a clock: an autotuner would
+run an in-place kernel on its own output and make the order of summation depend on the machine's mood.
+
+One card was measured, an H200; each number says how. Other GPUs get the same rules applied to their own number of
+multiprocessors and their own L2, which nobody has measured there. CPUs get sizes that stay near the caches.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+WORK = 512 << 20
+"""Bytes that tiles get at most when the budget is large enough to store exponentials: larger tiles are not faster."""
+
+ALIGNED = 128
+"""Rows of a chunk and columns of a tile are a multiple of this where there are that many: a matrix unit's tile."""
+
+SLAB = 4096
+"""Columns of a product whose operands must be widened first, which copies them."""
+
+ENOUGH = 4096
+"""Rows of a chunk beyond which longer chunks gain little, where nothing is known about what work costs."""
+
+MOVED = 64 << 20
+"""Bytes of dZ that are moved at a time when rows without a gradient are dropped."""
+
+FEW = 0.05
+"""Share of a chunk's rows that is not worth dropping: moving the others costs more."""
+
+BLOCK = 1024
+"""Rows, as wide as the hidden states, that plain torch scales or mixes at a time."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What work costs, in seconds: the model by which a policy loss chooses its route.
+
+    Attributes:
+        flops: matrix products, operations per second.
+        bandwidth: elementwise work, bytes per second, reads and writes together.
+        adding: bytes per second of a float32 accumulator that a product reads and writes once more.
+        launch: time that the device idles around a tile's product and kernel.
+        tile: time that the CPU takes to launch a tile with its exponentials; a device that is faster waits.
+    """
+
+    flops: float
+    bandwidth: float
+    adding: float
+    launch: float
+    tile: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The facts of one kind of device.
+
+    Attributes:
+        name: of the card, or "cpu".
+        wide_products: a product of 16-bit operands writes its float32 sums. Otherwise operands are widened in copies.
+        elementwise: share of a budget that elementwise work on a tile needs besides the tile: none in a kernel.
+        filling: columns that fill all multiprocessors a whole number of times with ``2048`` rows.
+        forward_tile, backward_tile: rows and columns of a tile of logits, if the budget allows.
+        block: rows whose dZ is held together in backward, if the budget allows.
+        chunk_tiles: the same for tiles on the way to a chunk of exponentials, as pairs of the least budget and a tile.
+        stretch: whether few rows get more columns: fewer launches, each with as much to do.
+        costs: what work costs; None where nobody measured.
+    """
+
+    name: str
+    wide_products: bool
+    elementwise: float
+    filling: int
+    forward_tile: tuple[int, int]
+    backward_tile: tuple[int, int]
+    block: int
+    chunk_tiles: tuple[tuple[int, tuple[int, int]], ...]
+    stretch: bool
+    costs: Costs | None
+
+    @staticmethod
+    def of(device: torch.device) -> Machine:
+        """The machine behind a device; for the meta device, whose tensors are nowhere, a CPU."""
+        return _card(device.index) if device.type == "cuda" else CPU
+
+    def chunk_tile(self, memory: int) -> tuple[int, int]:
+        """Rows and columns of a tile on the way to a chunk of exponentials within so many bytes."""
+        return next(tile for least, tile in self.chunk_tiles if memory >= least)
+
+    def columns_for(self, tile: tuple[int, int], rows: int) -> int:
+        """Columns of a tile that has only so many rows."""
+        tall, wide = tile
+        return wide * tall // max(1, rows) if self.stretch else wide
+
+
+def _gpu(name: str, multiprocessors: int, costs: Costs | None) -> Machine:
+    # 2048 rows are 16 output tiles of 128 x 128. With 33 * 128 columns they are four for each of 132 multiprocessors.
+    least = ALIGNED * multiprocessors // math.gcd(2048 // ALIGNED, multiprocessors)
+    filling = least * max(1, round(4096 / least))
+    return Machine(
+        name=name,
+        wide_products=True,
+        elementwise=0.0,
+        filling=filling,
+        # H200: 4096 x 8448 are fastest forward. Backward, 2048 rows leave more of the budget to dZ.
+        forward_tile=(4096, 2 * filling),
+        backward_tile=(2048, 2 * filling),
+        block=16384,
+        # On the way to a chunk, the rows that the bytes of a large tile would hold are worth more, and 2048 x 4224
+        # float32 logits stay in the 50 MiB of L2; in large budgets 4096 x 8448 are 2 % faster.
+        chunk_tiles=((4 << 30, (4096, 2 * filling)), (0, (2048, filling))),
+        stretch=True,
+        costs=costs,
+    )
+
+
+H200 = _gpu("NVIDIA H200", 132, Costs(flops=685e12, bandwidth=4.0e12, adding=2.8e12, launch=10e-6, tile=90e-6))
+"""Products: 29.1 ms for T = 16384, V = 151936, D = 4096. Statistics and dZ of those logits: 2.5e-12 s per element for
+10 bytes. A chunk's dW, [V, D]: 1.8 ms more for each further chunk. 2048 x 4224 logits: 24 us beyond their product, 14
+of them the kernel; where D = 1024 makes the product 25 us, a tile takes 90."""
+
+CPU = Machine(
+    name="cpu",
+    wide_products=False,
+    elementwise=0.5,
+    filling=4224,
+    forward_tile=(1024, 4096),
+    backward_tile=(1024, 4096),
+    block=16384,
+    chunk_tiles=((0, (1024, 4096)),),
+    stretch=False,
+    costs=None,
+)
+
+
+@functools.cache
+def _card(index: int | None) -> Machine:
+    facts = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    # What work costs relative to other work is taken from the card that was measured.
+    same = facts.multi_processor_count == 132 and facts.major == 9
+    return H200 if same else _gpu(facts.name, facts.multi_processor_count, H200.costs)
+
+
+def pieces(whole: int, step: int, dry: bool = False) -> Iterator[slice]:
+    """The ranges of at most ``step`` that a loop works through.
+
+    On the meta device nothing is computed and only allocations count: in such a ``dry`` run the first two and the last
+    range stand for all of them.
+
+    >>> [(s.start, s.stop) for s in pieces(10, 4)]
+    [(0, 4), (4, 8), (8, 10)]
+    """
+    starts = range(0, whole, step)
+    if dry and len(starts) > 3:
+        starts = (starts[0], starts[1], starts[-1])
+    return (slice(start, min(start + step, whole)) for start in starts)
+
+
+# Blocks of the Triton kernels. They depend on dtype and columns, never on the number of rows.
+#
+# One H200, T = 16384, V = 151936, entropy on, against a copy that moves 4.27 TB/s (so one read is 2.33 / 1.17 ms and
+# read + write 4.67 / 2.33 ms in float32 / bfloat16):
+#
+#     statistics  float32   8192 x 8 warps x 3 stages  2.10 ms    2048 x 8 x 3  2.14    rescaling at every block  2.10
+#     statistics  bfloat16  4096 x 4 warps x 3 stages  1.20 ms    8192 x 8 x 3  1.38    rescaling at every block  1.39
+#     gradient    float32   1024 x 4 warps             4.83 ms    4096 x 4      4.94    8192 x 8                  4.98
+#     gradient    bfloat16  4096 x 4 warps             2.40 ms    2048 x 4      2.49    8192 x 8                  2.44
+#
+# Tiles have sizes of their own. Statistics of a float32 tile of 4096 x 8448 take 36 us with 1024 columns x 2 warps; its
+# exponentials 55 us with 1024 x 4 and three loads in flight, 73 us where the maximum is looked for first. Those of a
+# tile of 2048 x 4224, which is in L2, take 14 us with 512 x 2, 17 us with 1024 x 4 x 3. One warp to 512 columns makes a
+# whole backward 1.6 ms faster than four: 96.4 ms against 98.0, beside three products in 94.0. Exponentials of 8192 rows
+# become gradients in 1.60 ms with one program per row and slab, 256 x 1; in 1.86 ms with 512 x 2 and a branch per
+# element, in 2.5 ms with one program per 512 columns.
+
+TILE = 16384
+"""Columns up to which logits count as one tile."""
+
+SMALL = 4224
+"""Columns up to which such a tile is likely to be in L2."""
+
+
+def statistics_sizes(dtype: torch.dtype, columns: int) -> dict[str, Any]:
+    """Columns per step, warps, and loads in flight of the statistics kernel."""
+    block, warps, stages = (8192, 8, 3) if dtype == torch.float32 else (4096, 4, 3)
+    if columns <= TILE:
+        # Large steps would spend as long on the masked tail of some 8448 columns as on the rest.
+        block, warps, stages = 1024, 2, 1
+    return {"BLOCK": min(block, _power_of_two(columns)), "STAGES": stages, "num_warps": warps}
+
+
+def exponentials_sizes(columns: int) -> dict[str, Any]:
+    """Columns per step, warps, and loads in flight of the kernel that also writes exponentials."""
+    # The larger tile comes from memory, the smaller one from L2.
+    block, warps, stages = (512, 2, 1) if columns <= SMALL else (1024, 4, 3)
+    return {"BLOCK": min(block, _power_of_two(columns)), "STAGES": stages, "num_warps": warps}
+
+
+def gradient_from_sizes(columns: int) -> dict[str, Any]:
+    """Columns per step and warps of the kernel that turns exponentials into gradients."""
+    return {"BLOCK": min(256, _power_of_two(columns)), "num_warps": 1}
+
+
+def gradient_sizes(dtype: torch.dtype, width: int) -> dict[str, Any]:
+    """Columns per program and warps of the gradient kernels."""
+    block, warps = (1024, 4) if dtype == torch.float32 else (4096, 4)
+    if width <= TILE:
+        # As above; 512 columns leave 6 % of a 4224-wide tile's last step idle where 1024 leave 18 %.
+        block, warps = 512, 1
+    return {"BLOCK": min(block, _power_of_two(width)), "num_warps": warps}
+
+
+def narrowing_sizes(columns: int) -> dict[str, Any]:
+    """Columns per step and warps of the kernel that writes a row over its own start."""
+    return {"BLOCK": min(2048, _power_of_two(columns)), "num_warps": 16 if columns > TILE else 4}
+
+
+def _power_of_two(n: int) -> int:
+    """Smallest power of two that is at least ``n`` and 16."""
+    return max(16, 1 << max(n - 1, 0).bit_length())

@@ -1,0 +1,171 @@
+"""Which storages are alive at the fullest moment of a run, and what each is for.
+
+A dispatch mode sees every tensor that torch makes, on any device, and a weak reference tells when its storage is gone.
+What a storage is for follows from the function of this package that asked for it.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+NAMES = {
+    "from_hidden.projection:Projection.empty_tile": "tile of logits",
+    "from_hidden.projection:Projection.padded": "hidden rows, padded",
+    "from_hidden.projection:selected_rows": "hidden rows",
+    "from_hidden.projection:hidden_gradient": "d_hidden of all tokens",
+    "from_hidden.exponentials:Exponentials.empty": "exponentials",
+    "from_hidden.gemm": "operands and result of a product",
+    "from_hidden.gradients:_Block.make": "dZ",
+    "from_hidden.gradients:gradients": "gradients, added up",
+    "from_hidden.frozen_head:statistics_with_unit": "unit gradients",
+    "policy_loss.chunks:empty_chunk": "chunk of rows",
+    "policy_loss.one_pass:OnePass.over": "gradients, added up",
+    "policy_loss.one_pass:OnePass._multiply": "rows that stay",
+    "policy_loss.loss:_scaled": "gradients, scaled",
+    "policy_loss": "vectors of the objective",
+    "objectives": "vectors of the objective",
+    "collectives": "between ranks",
+    "kept": "support",
+    "backends": "work of the backend",
+    "from_logits:_gradient_buffer": "d_logits",
+    "memory.step:plain": "plain torch",
+    "memory.step:plain_linear": "plain torch",
+    "": "vectors of each row",
+}
+"""What the allocations of a function, a module or a package are for. The innermost that is named here counts."""
+
+
+IN_PLACE = {
+    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+}
+"""Into zeros of their own, autograd's formulas write in place; only under a dispatch mode they make a copy."""
+
+
+class Item(NamedTuple):
+    """Bytes that are alive at the fullest moment, by what they are for.
+
+    Attributes:
+        phase: ``"forward"`` or ``"backward"`` for what lives in one alone, ``"kept"`` for what forward leaves behind.
+        output: whether it goes to the caller.
+    """
+
+    name: str
+    bytes: int
+    phase: Literal["forward", "kept", "backward"]
+    output: bool = False
+
+
+@dataclass(eq=False)
+class Entry:
+    """A storage: its size, the shape it was made in, what it is for, and when it lives."""
+
+    bytes: int
+    shape: torch.Size
+    name: str
+    phase: Literal["forward", "kept", "backward"]
+    alive: weakref.ref[Any] | None = None
+    output: bool = False
+
+
+class Ledger(TorchDispatchMode):
+    """Writes down every storage that is made while it is on; those made before are not counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._entries: dict[int, Entry] = {}
+        self._bytes = 0
+        self._phase: Literal["forward", "backward"] = "forward"
+        self._fullest: dict[str, tuple[int, list[Entry]]] = {"forward": (0, []), "backward": (0, [])}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here, and being sure of it would import the compiler.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = IN_PLACE.get(func, func)(*args, **(kwargs or {}))
+        for x in _tensors(out):
+            storage = x.untyped_storage()
+            key = storage._cdata
+            if key not in self._entries and not _is_one_of(storage, (args, kwargs)):
+                self._write_down(key, storage, x.shape)
+        return out
+
+    def start_backward(self) -> None:
+        """What is alive now is what forward leaves to backward."""
+        for entry in self._entries.values():
+            entry.phase = "kept"
+        self._phase = "backward"
+        self._note_fullest()
+
+    def name_output(self, name: str, *tensors: Tensor) -> None:
+        """These tensors go to the caller."""
+        for x in tensors:
+            entry = self._entries.get(x.untyped_storage()._cdata)
+            if entry is not None:
+                entry.name, entry.output = name, True
+
+    def items(self, phase: Literal["forward", "backward"]) -> tuple[Item, ...]:
+        """The fullest moment: one item for all storages of one purpose, with its shape if it is one matrix."""
+        groups: dict[tuple[str, str, bool], list[Entry]] = {}
+        for entry in self._fullest[phase][1]:
+            groups.setdefault((entry.name, entry.phase, entry.output), []).append(entry)
+        return tuple(_item(group) for group in groups.values() if any(entry.bytes for entry in group))
+
+    def _write_down(self, key: int, storage: Any, shape: torch.Size) -> None:
+        entry = Entry(storage.nbytes(), shape, _purpose(), self._phase)
+
+        def let_go(_: object) -> None:
+            self._entries.pop(key)
+            self._bytes -= entry.bytes
+
+        entry.alive = weakref.ref(storage, let_go)
+        self._entries[key] = entry
+        self._bytes += entry.bytes
+        self._note_fullest()
+
+    def _note_fullest(self) -> None:
+        if self._bytes > self._fullest[self._phase][0]:
+            self._fullest[self._phase] = (self._bytes, list(self._entries.values()))
+
+
+def _item(group: list[Entry]) -> Item:
+    first, shape = group[0], ""
+    if len(group) == 1 and len(first.shape) > 1:
+        shape = f" {list(first.shape)}"
+    # A name of its own for what waits, so that no line of the table is there twice.
+    saved = ", saved" if first.phase == "kept" and not first.output else ""
+    return Item(first.name + shape + saved, sum(entry.bytes for entry in group), first.phase, first.output)
+
+
+def _tensors(x: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor))
+
+
+def _is_one_of(storage: Any, inputs: Any) -> bool:
+    """Whether the storage came in with the inputs: a view, or something written in place."""
+    return any(x.untyped_storage()._cdata == storage._cdata for x in _tensors(inputs))
+
+
+def _purpose() -> str:
+    """What :data:`NAMES` says about the innermost function of this package that it says anything about."""
+    frame = sys._getframe(3)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("logitless."):
+            name = module.removeprefix("logitless.")
+            for key in (f"{name}:{frame.f_code.co_qualname}", name, name.split(".")[0]):
+                if key in NAMES:
+                    return NAMES[key]
+        frame = frame.f_back
+    return NAMES[""]
