@@ -3,6 +3,7 @@
     score_logits, score_hidden   one call of ours, audited
     taken_over                   logits that a caller allows backward to overwrite
     make_logprobs_from_logits    the function of that name that verl and SkyRL share
+    every_target                 the target of every local token, for the audit
     without_outside              hosts that give an id outside the vocabulary the log-prob 0
     squared_probabilities        sum of p^2 per row, from two log-probs
 
@@ -22,6 +23,7 @@ from logitless.adapters.shards import check_ids
 from logitless.collectives import gather_over
 from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.from_logits import logprobs
+from logitless.rows import Rows
 from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard
 
 
@@ -95,6 +97,11 @@ def make_logprobs_from_logits(original: Callable[..., Any], options: Mapping[str
         return out.logprob.view(labels.shape)
 
     return logprobs_from_logits
+
+
+def every_target(rows: Rows) -> Tensor:
+    """One target per local token: ``-100`` where no row is scored."""
+    return rows.expand(rows.target - IGNORE) + IGNORE
 
 
 def without_outside(target: Tensor, vocab_size: int, score: Callable[[Tensor], TokenStats]) -> Tensor:

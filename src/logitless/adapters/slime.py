@@ -20,13 +20,14 @@ from torch import Tensor
 
 from logitless.adapters.audit import Audit
 from logitless.adapters.patching import Host, Installed, Option, Replacement, install_host
+from logitless.adapters.scoring import every_target
 from logitless.adapters.shards import check_ids, even_shard
 from logitless.errors import LogitlessError
 from logitless.from_logits import logprobs
 from logitless.kept import Kept
 from logitless.rows import Rows
 from logitless.rows.layouts import Contiguous, Zigzag
-from logitless.spec import IGNORE, EntropyMode, Head, VocabShard
+from logitless.spec import EntropyMode, Head, VocabShard
 
 
 def custom_megatron_init(args: Any) -> Installed:
@@ -237,11 +238,10 @@ def _score(
     fields = [x for x in (out.logprob, out.entropy) if x is not None]
     fields = fields if options["response_only"] else [rows.take(x) for x in fields]
     if audit:
-        every = logits.new_full((len(logits),), IGNORE, dtype=torch.int64).index_copy(0, rows.index, rows.target)
         seen = [rows.expand(x.detach()) for x in fields]
         # Kept ids normalise over less than the row, which the audit does not know of.
         values = {"logprob": seen[0] if kept is None else None, "entropy": seen[1] if entropy else None}
-        audit.of_logits("get_log_probs", logits, every, head=head, shard=shard, **values)
+        audit.of_logits("get_log_probs", logits, every_target(rows), head=head, shard=shard, **values)
     return fields
 
 
