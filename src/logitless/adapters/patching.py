@@ -205,13 +205,13 @@ def install_host(host: Host, given: Mapping[str, Any]) -> Installed:
     options = resolve_options(host, given)
     with _lock:
         if host.name in _installations:
-            return _same_again(_installations[host.name], options)
+            return _same_again(_installations[host.name], host, options)
     version = _check_version(host, options["any_version"])
     audit = Audit(options["audit"])
     prepared, missing = _prepare(host, MappingProxyType({**options, "audit": audit}))
     with _lock:
         if host.name in _installations:
-            return _same_again(_installations[host.name], options)
+            return _same_again(_installations[host.name], host, options)
         installation = _Installation(host, version, options, tuple(prepared), tuple(missing), audit)
         _place(host, [*(entry.site for entry in prepared), *_by_value(host, prepared)])
         _installations[host.name] = installation
@@ -269,8 +269,8 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"{hint} Known: {', '.join(sorted(known))}."
 
 
-def _same_again(installation: _Installation, options: Mapping[str, Any]) -> Installed:
-    name = installation.host.name
+def _same_again(installation: _Installation, host: Host, options: Mapping[str, Any]) -> Installed:
+    name, there = host.name, installation.host
     if dict(installation.options) != dict(options):
         changed = [
             f"{key}={installation.options[key]!r} (now {value!r})"
@@ -279,6 +279,11 @@ def _same_again(installation: _Installation, options: Mapping[str, Any]) -> Inst
         ]
         raise LogitlessError(
             f'install("{name}"): it is already installed with other options: {", ".join(changed)}. '
+            f'Call uninstall("{name}") first.'
+        )
+    if host is not there and list(host.replacements(options)) != list(there.replacements(options)):
+        raise LogitlessError(
+            f'install("{name}"): another host of that name is installed, with other replacements. '
             f'Call uninstall("{name}") first.'
         )
     return _report(installation)
