@@ -12,7 +12,6 @@ Imports happen outside the lock: a thread that holds it never waits for another 
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.metadata
@@ -28,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from logitless.adapters.audit import Audit, AuditReport
-from logitless.errors import LogitlessError
+from logitless.errors import LogitlessError, did_you_mean
 
 
 class Option(NamedTuple):
@@ -264,9 +263,7 @@ def resolve_options(host: Host, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """`` Did you mean 'x'? Known: ...`` for a name that is not known."""
-    close = difflib.get_close_matches(str(name), list(known), n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"{hint} Known: {', '.join(sorted(known))}."
+    return f"{did_you_mean(name, known)} Known: {', '.join(sorted(known))}."
 
 
 def _same_again(installation: _Installation, host: Host, options: Mapping[str, Any]) -> Installed:
