@@ -1,11 +1,11 @@
 """Drop-in adapters: ``install("host")`` makes a framework you already run use this library.
 
-One file per host, imported when it is installed; nothing outside this folder knows a host. A framework without a file
-here is installed by a ``Host`` of the user's own.
+A host is a framework that an adapter plugs into. Each has one file, imported on install; no code outside this folder
+knows a host. Users describe further frameworks with a ``Host``.
 
-    install("trl")       check version and signatures, then replace: all or nothing
-    status()             what is installed where, and how often it was called
-    uninstall("trl")     put everything back
+    install("trl")       check version and signatures, then replace functions: all or none
+    status()             the replaced functions, and how often each was called
+    uninstall("trl")     put the host's functions back
 
 Installing is per process: in a framework with workers, call it in each worker.
 """
@@ -36,7 +36,7 @@ HOSTS = ("megatron", "nemo_rl", "openrlhf", "skyrl", "slime", "transformers", "t
 
 @dataclass(frozen=True)
 class Status:
-    """Everything that is installed, printable."""
+    """All installed hosts, printable."""
 
     hosts: tuple[Installed, ...]
 
@@ -47,27 +47,27 @@ class Status:
 def install(host: str | Host, **options: Any) -> Installed:
     """Make a framework use this library.
 
-    Checks the framework's version and the signature of everything that is replaced, then replaces all of it. Installing
-    twice with the same options is harmless.
+    Checks the framework's version and the signature of every function to replace, then replaces all of them.
+    Installing twice with the same options is harmless.
 
     Args:
         host: ``"megatron"``, ``"nemo_rl"``, ``"openrlhf"``, ``"skyrl"``, ``"slime"``, ``"transformers"``, ``"trl"`` or
-            ``"verl"``; or a :class:`Host` of your own, for any other framework.
+            ``"verl"``; or a :class:`Host`, for any other framework.
         options: ``audit=k`` compares k random rows of every call with float64; ``any_version=True`` skips the version
-            check, not the others; the host's page and its :class:`Option` list name the others.
+            check, not the signature checks; the host's page lists its further options.
 
     Returns:
-        What was replaced: the host's entry of :func:`status`.
+        The host's entry of :func:`status`.
 
     Raises:
-        LogitlessError: the host or an option is not known, or the host is not what was tested; nothing was replaced.
+        LogitlessError: the host or an option is unknown, or the host differs from the tested one; nothing was replaced.
 
     >>> install("trll")
     Traceback (most recent call last):
     logitless.errors.LogitlessError: install: there is no host 'trll'. Did you mean 'trl'? Known: megatron, nemo_rl,
     openrlhf, skyrl, slime, transformers, trl, verl.
 
-    A framework that is not in the list needs no change of this package. Say what is replaced, and by what::
+    A framework that is not in the list needs no change of this package. Describe its function and the replacement::
 
         def make_score(original, options):
             def score(logits, ids):
@@ -87,10 +87,10 @@ def install(host: str | Host, **options: Any) -> Installed:
 
 
 def uninstall(host: str | Host) -> None:
-    """Put back everything that :func:`install` replaced. Takes the host or its name.
+    """Put back every function that :func:`install` replaced. Takes the host or its name.
 
     Raises:
-        LogitlessError: the host is not installed, or someone replaced ours since; nothing was put back.
+        LogitlessError: the host is not installed, or other code replaced our functions since; nothing was put back.
     """
     if isinstance(host, Host):
         return uninstall_host(host.name)
@@ -99,7 +99,7 @@ def uninstall(host: str | Host) -> None:
 
 
 def status() -> Status:
-    """What is installed where, how often it was called, and what the audit saw.
+    """The installed hosts: their replaced functions, the calls of each, and the audit's report.
 
     >>> print(status())
     logitless: nothing is installed

@@ -1,16 +1,16 @@
 """NeMo-RL: next-token log-probs of its Megatron and DTensor policies, and its negative entropy.
 
     from_parallel_logits_to_logprobs, ..._packed_sequences      [B, S / CP, V'] logits  ->  float32 [B, S - 1]
-    get_next_token_logprobs_from_logits                         the same, and the path without any group
+    get_next_token_logprobs_from_logits                         the same values, also without process groups
     dtensor_from_parallel_logits_to_logprobs                    the order of torch's context parallelism (seq_index)
     from_parallel_hidden_states_to_logprobs                     [S / TP, B, H] hidden states, without logits
     ChunkedDistributedEntropy.apply                             sum of p log p: minus the entropy
-    apply_temperature_scaling                                   kept off log-probs
+    apply_temperature_scaling                                   leaves log-probs unchanged
 
-Top-k and top-p are NeMo-RL's own filter, on 256 rows at a time; a target that it filters out is -inf. NeMo-RL divides
-the log-probs of its fused head by the temperature. Ours divides the logits, by ``fused_temperature``, and refuses a run
-that asks for another one. Left to NeMo-RL and counted as passed on: the scaling of logits, and DTensor logits on
-their way to ``dtensor_from_parallel_logits_to_logprobs``.
+NeMo-RL's filter makes the support of top-k and top-p, for 256 rows at a time; a target outside it has log-prob -inf.
+NeMo-RL divides the log-probs of its fused head by the temperature. This adapter divides the logits instead, by
+``fused_temperature``, and refuses a run with another temperature. Calls left to NeMo-RL and counted as passed on: the
+scaling of logits, and DTensor logits on their way to ``dtensor_from_parallel_logits_to_logprobs``.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _in_torch_order(
     sampling: Any,
     options: Mapping[str, Any],
 ) -> Tensor:
-    """The sequence as torch's context parallelism shuffles it: ``seq_index`` is the place of each token in it."""
+    """``[B, S - 1]`` from tokens in the order of torch's context parallelism: ``seq_index`` has the place of each."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     if seq_index is None:
@@ -199,7 +199,7 @@ def _score(
     sampling: Any,
     options: Mapping[str, Any],
 ) -> Tensor:
-    """``[R]`` float32 log-probs of the rows; -inf where the sampler's filter drops the target."""
+    """``[R]`` float32 log-probs of the rows; -inf where the target is outside the support."""
     # NeMo-RL's chunk of rows, as bytes of float32 logits.
     shared: dict[str, Any] = {"shard": shard, "memory": 4 * chunk_size * logits.shape[-1] if chunk_size else "16MiB"}
 
@@ -220,7 +220,7 @@ def _score(
 
 @torch.no_grad()
 def _filtered(logits: Tensor, rows: Rows, shard: VocabShard | None, sampling: Any) -> tuple[Kept, Tensor]:
-    """Ids that NeMo-RL's filter keeps in the columns held here, and whether each row's target is among all it keeps."""
+    """The support by NeMo-RL's filter, in this shard's columns; and whether the whole support has each row's target."""
     keep_of = importlib.import_module("nemo_rl.algorithms.logits_sampling_utils").apply_top_k_top_p
     start, width = 0 if shard is None else shard.start, logits.shape[-1]
     flat, nothing = logits.reshape(-1, width), rows.index[:0]
@@ -282,7 +282,7 @@ def make_hidden(original: Callable[..., Any], options: Mapping[str, Any]) -> Cal
 
 
 def make_temperature(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``apply_temperature_scaling``: logits are left to NeMo-RL, log-probs are left alone."""
+    """Stands in for ``apply_temperature_scaling``: NeMo-RL scales logits, log-probs stay unchanged."""
 
     def apply_temperature_scaling(logits: Tensor, sampling_params: Any) -> Any:
         if logits.dim() != 2:
@@ -315,7 +315,7 @@ def make_entropy(original: Callable[..., Any], options: Mapping[str, Any]) -> Ca
 
 
 def _filters(sampling: Any) -> bool:
-    """Whether the sampling parameters leave tokens out; None, -1 and 1.0 mean that they do not."""
+    """Whether the sampling parameters limit the support; None, -1 and 1.0 do not."""
     if sampling is None:
         return False
     return (sampling.top_k is not None and sampling.top_k > 0) or sampling.top_p not in (None, 1.0)

@@ -27,9 +27,9 @@ class Batch:
     """The rows of a host's batch on this rank, and the way back to the host's output.
 
     Attributes:
-        rows: one sample per sequence.
+        rows: the rows to score; one sample per sequence.
         place: ``[P]`` place in the flattened output of every predicted token of the batch, sequence after sequence.
-        shape: of the output: ``[B, S - 1]``.
+        shape: shape of the output, ``[B, S - 1]``.
         group: the context-parallel group, or None where it has one rank.
         weights: ``[R]`` weight of each row, where the host weighs results.
     """
@@ -81,7 +81,7 @@ def packed_batch(
     packed in, or to the start of a line where neither is given.
 
     Args:
-        ids: token ids of the whole pack; None if the targets do not matter, or the caller has them.
+        ids: token ids of the whole pack; None if targets do not matter or the caller sets them.
         cu_seqlens_padded: ``[N + 1]`` starts of the padded sequences in the whole pack.
         local: tokens of the pack on this rank.
         length: S of the output.
@@ -116,7 +116,7 @@ def ranks_in(cp_group: Any) -> int:
 
 
 def with_target(rows: Rows, target: Tensor) -> Rows:
-    """The same rows for other targets: ``[R]``."""
+    """The rows with other targets: ``[R]``."""
     return replace(rows, target=target, target_range=None)
 
 
@@ -144,7 +144,7 @@ def _lines(attention_mask: Tensor | None, spans: Tensor, length: int) -> tuple[T
         return lengths, _from_starts(torch.arange(len(spans)) * (length - 1), lengths)
     if tuple(attention_mask.shape) != (len(spans), length):
         raise LogitlessError(
-            f"attention_mask must be {[len(spans), length]}, one row per packed sequence, but is "
+            f"attention_mask must be {[len(spans), length]}, one line per packed sequence, but is "
             f"{list(attention_mask.shape)}."
         )
     mask = attention_mask.detach().bool().cpu()

@@ -1,10 +1,10 @@
 """SkyRL: log-probs and entropies of its Megatron and FSDP workers, from logits and from hidden states.
 
-    {logits, hidden} x {padded, packed}    score the rows of the batch, put the results into [B, S-1]         (ours)
-    FSDP                                   logprobs_from_logits, chunked_entropy_from_logits                  (ours)
+    {logits, hidden} x {padded, packed}    score the rows of the batch, put the results into [B, S-1]     (replaced)
+    FSDP                                   logprobs_from_logits, chunked_entropy_from_logits              (replaced)
 
-Only rows that reach a result are computed: not the last token of a sequence, nor padding, and for the entropy of a
-batch not what the loss mask leaves out. SkyRL's conventions are kept:
+Only rows with a result are computed: none for the last token of a sequence, none for padding, and for the mean entropy
+none with loss mask 0. SkyRL's conventions are followed:
 
 * An id outside the vocabulary has log-prob 0 and pulls on the logits with -p g.
 * The gradient of hidden states is this rank's part; the sequence-parallel gather's backward adds the parts up.
@@ -101,7 +101,7 @@ Scorer = Callable[..., TokenStats]
 """``score(rows, shard, entropy)``: results of the rows, from the logits or hidden states of the call."""
 
 Vocabulary = tuple[VocabShard | None, int]
-"""What of the vocabulary is here, and how many columns all ranks hold together."""
+"""This rank's shard, and the number of columns over all ranks."""
 
 
 def _logprobs(score: Scorer, batch: Batch, vocabulary: Vocabulary, grad: GradRule, no_graph: bool) -> Tensor:
@@ -227,7 +227,7 @@ def make_hidden_packed(original: Callable[..., Any], options: Mapping[str, Any])
 
 
 def make_entropy(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``vocab_parallel_entropy``. Saved logits are left as they are in backward."""
+    """Stands in for ``vocab_parallel_entropy``. Backward does not overwrite the logits."""
 
     def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
         logits, shard = vocab_parallel_logits, even_shard(_tensor_group(), vocab_parallel_logits.shape[-1])
@@ -263,7 +263,7 @@ def make_entropy_packed(original: Callable[..., Any], options: Mapping[str, Any]
 
 
 def make_entropy_from_hidden(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``_fused_vocab_parallel_entropy_from_hidden``; with gradients enabled, ours has one."""
+    """Stands in for ``_fused_vocab_parallel_entropy_from_hidden``, and has a gradient, unlike SkyRL's."""
 
     def _fused_vocab_parallel_entropy_from_hidden(
         hidden: Tensor,
@@ -292,7 +292,7 @@ def make_entropy_from_hidden(original: Callable[..., Any], options: Mapping[str,
 
 
 def make_entropy_from_hidden_packed(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``from_parallel_hidden_to_entropy_packed_sequences``; with gradients enabled, ours has one."""
+    """Stands in for ``from_parallel_hidden_to_entropy_packed_sequences``, and has a gradient, unlike SkyRL's."""
     where = "from_parallel_hidden_to_entropy_packed_sequences"
 
     def from_parallel_hidden_to_entropy_packed_sequences(
@@ -362,9 +362,9 @@ def make_chunked_entropy(original: Callable[..., Any], options: Mapping[str, Any
                 f"attention_mask must be {list(logits.shape[:-1])} to go with logits of shape {list(logits.shape)} but "
                 f"is {list(attention_mask.shape)}."
             )
-        out_of = None if attention_mask is None else attention_mask == 0
+        left_out = None if attention_mask is None else attention_mask == 0
         where = "chunked_entropy_from_logits"
-        entropy = entropy_of_logits(where, logits, options["audit"], grad=requires_grad, leave_out=out_of)
+        entropy = entropy_of_logits(where, logits, options["audit"], grad=requires_grad, leave_out=left_out)
         return (entropy if attention_mask is None else entropy * attention_mask).to(logits.dtype)
 
     return chunked_entropy_from_logits
@@ -398,7 +398,7 @@ def _vocabulary(group: Any, start: int, stop: int, width: int) -> Vocabulary:
         raise LogitlessError(
             f"vocab_start_index {start} and vocab_end_index {stop} describe {stop - start} columns, not {width}."
         )
-    # To the host, as to torch, no group is the default group.
+    # To SkyRL, as to torch, None is the default group.
     shard = shard_between(dist.group.WORLD if group is None else group, start, stop)
     return shard, vocabulary_of(shard, width)
 
@@ -463,6 +463,6 @@ HOST = Host(
         "inplace_backward": Option(
             False, "True: FSDP's backward may write the gradient over the logits; for runs without an entropy bonus"
         ),
-        "memory": Option("256MiB", "working memory of the forms that take hidden states"),
+        "memory": Option("256MiB", "working memory of the functions that take hidden states"),
     },
 )
