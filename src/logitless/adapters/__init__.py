@@ -1,10 +1,11 @@
 """Drop-in adapters: ``install("host")`` makes a framework you already run use this library.
 
-One file per host, imported when it is installed; nothing outside this folder knows a host.
+A host is a framework that an adapter plugs into. Each has one file, imported on install; no code outside this folder
+knows a host. Users describe further frameworks with a ``Host``.
 
-    install("trl")       check version and signatures, then replace: all or nothing
-    status()             what is installed where, and how often it was called
-    uninstall("trl")     put everything back
+    install("trl")       check version and signatures, then replace functions: all or none
+    status()             the replaced functions, and how often each was called
+    uninstall("trl")     put the host's functions back
 
 Installing is per process: in a framework with workers, call it in each worker.
 """
@@ -12,18 +13,30 @@ Installing is per process: in a framework with workers, call it in each worker.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from logitless.adapters.patching import Installed, install_host, installed, suggestion, uninstall_host
+from logitless.adapters.patching import (
+    Host,
+    Installed,
+    Option,
+    Replacement,
+    install_host,
+    installed,
+    suggestion,
+    uninstall_host,
+)
 from logitless.errors import LogitlessError
+
+__all__ = ["HOSTS", "Host", "Installed", "Option", "Replacement", "Status", "install", "status", "uninstall"]
 
 HOSTS = ("megatron", "nemo_rl", "openrlhf", "skyrl", "slime", "transformers", "trl", "verl")
 
 
 @dataclass(frozen=True)
 class Status:
-    """Everything that is installed, printable."""
+    """All installed hosts, printable."""
 
     hosts: tuple[Installed, ...]
 
@@ -31,45 +44,62 @@ class Status:
         return "\n".join(str(entry) for entry in self.hosts) or "logitless: nothing is installed"
 
 
-def install(host: str, **options: Any) -> Installed:
+def install(host: str | Host, **options: Any) -> Installed:
     """Make a framework use this library.
 
-    Checks the framework's version and the signature of everything that is replaced, then replaces all of it. Installing
-    twice with the same options is harmless.
+    Checks the framework's version and the signature of every function to replace, then replaces all of them.
+    Installing twice with the same options is harmless.
 
     Args:
         host: ``"megatron"``, ``"nemo_rl"``, ``"openrlhf"``, ``"skyrl"``, ``"slime"``, ``"transformers"``, ``"trl"`` or
-            ``"verl"``.
+            ``"verl"``; or a :class:`Host`, for any other framework.
         options: ``audit=k`` compares k random rows of every call with float64; ``any_version=True`` skips the version
-            check, not the others; the rest is the host's own.
+            check, not the signature checks; the host's page lists its further options.
 
     Returns:
-        What was replaced: the host's entry of :func:`status`.
+        The host's entry of :func:`status`.
 
     Raises:
-        LogitlessError: the host or an option is not known, or the host is not what was tested; nothing was replaced.
+        LogitlessError: the host or an option is unknown, or the host differs from the tested one; nothing was replaced.
 
     >>> install("trll")
     Traceback (most recent call last):
     logitless.errors.LogitlessError: install: there is no host 'trll'. Did you mean 'trl'? Known: megatron, nemo_rl,
     openrlhf, skyrl, slime, transformers, trl, verl.
+
+    A framework that is not in the list needs no change of this package. Describe its function and the replacement::
+
+        def make_score(original, options):
+            def score(logits, ids):
+                return logitless.logprobs(logits, ids).logprob
+
+            return score
+
+        score = Replacement(module="toyrl.maths", name="score", signature="(logits, ids)", make=make_score)
+        toyrl = Host(name="toyrl", package="toyrl", versions=("1.2",), replacements=lambda options: [score])
+        logitless.install(toyrl)
+        logitless.uninstall("toyrl")
     """
-    _check_host("install", host)
+    if isinstance(host, Host):
+        return install_host(host, options)
+    _check_known("install", host, HOSTS)
     return install_host(importlib.import_module(f"logitless.adapters.{host}").HOST, options)
 
 
-def uninstall(host: str) -> None:
-    """Put back everything that :func:`install` replaced.
+def uninstall(host: str | Host) -> None:
+    """Put back every function that :func:`install` replaced. Takes the host or its name.
 
     Raises:
-        LogitlessError: the host is not installed, or someone replaced ours since; nothing was put back.
+        LogitlessError: the host is not installed, or other code replaced our functions since; nothing was put back.
     """
-    _check_host("uninstall", host)
+    if isinstance(host, Host):
+        return uninstall_host(host.name)
+    _check_known("uninstall", host, {*HOSTS, *(entry.host for entry in installed())})
     uninstall_host(host)
 
 
 def status() -> Status:
-    """What is installed where, how often it was called, and what the audit saw.
+    """The installed hosts: their replaced functions, the calls of each, and the audit's report.
 
     >>> print(status())
     logitless: nothing is installed
@@ -77,6 +107,6 @@ def status() -> Status:
     return Status(installed())
 
 
-def _check_host(caller: str, host: str) -> None:
-    if host not in HOSTS:
-        raise LogitlessError(f"{caller}: there is no host {host!r}.{suggestion(host, HOSTS)}")
+def _check_known(caller: str, host: str, known: Collection[str]) -> None:
+    if host not in known:
+        raise LogitlessError(f"{caller}: there is no host {host!r}.{suggestion(host, known)}")

@@ -2,9 +2,9 @@
 
     pick k rows that have a target  ->  their logits in float64  ->  log-prob and entropy  ->  worst difference so far
 
-The truth is written out in plain torch and shares no code with what it judges. Rows are drawn from a generator of the
-audit's own: torch's random state is never touched, and ranks that make the same calls look at the same rows. A
-comparison waits for the device, which is why it is off unless asked for.
+The float64 truth is written out in plain torch and shares no code with the results it judges. The audit draws rows from
+its own random generator: torch's random state stays untouched, and ranks that make the same calls compare the same
+rows. A comparison waits for the device, so the audit is off by default.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from logitless.spec import Head, VocabShard
 
 SEED = 0x106171E55
 TOLERANCE = 1e-5
-"""Largest difference, relative to max(1, |truth|), that is no news; one rounding to the result's dtype comes on top."""
+"""Largest difference, relative to max(1, |truth|), that passes; one rounding to the result's dtype comes on top."""
 
 SLAB_BYTES = 64 * 2**20
-"""Float64 copy of the head's weight that is made at a time."""
+"""Largest float64 copy of a part of the head's weight."""
 
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What an audit has seen.
+    """The comparisons of an audit so far.
 
     Attributes:
         rows: results compared with float64 so far.
-        worst: largest ``|ours - truth| / max(1, |truth|)``; NaN or infinity if something was not finite.
-        where: host function and result of the worst, or None while nothing was compared.
+        worst: largest ``|ours - truth| / max(1, |truth|)``; NaN or infinity if a value was not finite.
+        where: host function and result of the worst difference, or None before the first comparison.
         passed: no difference was above its tolerance.
     """
 
@@ -92,12 +92,12 @@ class Audit:
         head: Head | None = None,
         shard: VocabShard | None = None,
     ) -> None:
-        """Compare results of rows of logits.
+        """Compare results with the float64 truth from logits.
 
         Args:
             where: name of the host function, for the report.
-            logits: ``[..., V]`` as the host gave them, before temperature; under a shard, its part.
-            target: ``[...]`` ids; rows whose id is outside the vocabulary are not looked at, hosts differ there.
+            logits: ``[..., V]`` as the host gave them, before temperature; under a shard, the shard's columns.
+            target: ``[...]`` ids; rows whose id is outside the vocabulary are skipped, because hosts differ there.
             logprob, entropy: results of any shape with one entry per row, or None.
             head, shard: as for :func:`logitless.logprobs`.
         """
@@ -121,9 +121,9 @@ class Audit:
         shard: VocabShard | None = None,
         match: str | None = None,
     ) -> None:
-        """The same for ``[..., D]`` hidden states and the ``[V, D]`` weight they are multiplied with.
+        """Compare results with the float64 truth from ``[..., D]`` hidden states and the ``[V, D]`` weight of the head.
 
-        Under ``match`` the host wants logits rounded to that dtype: the tolerance grows by what the rounding can do.
+        Under ``match`` the host rounds logits to that dtype: the tolerance grows by the largest change this can cause.
         """
         if not self:
             return
@@ -139,7 +139,7 @@ class Audit:
         self._judge(where, logits, target, chosen, logprob, entropy, head, shard, slack)
 
     def compare(self, where: str, ours: Tensor, truth: Tensor, slack: float = 0.0) -> None:
-        """Compare any result of ours with a float64 one of the same shape; slack is added to the tolerance."""
+        """Compare our result with a float64 tensor of the same shape; ``slack`` is added to the tolerance."""
         if not self or not ours.numel():
             return
         wide, truth = ours.detach().double().cpu(), truth.detach().cpu()
@@ -172,11 +172,11 @@ class Audit:
                 self.compare(f"{where} {name}", ours.detach().reshape(-1)[chosen.to(ours.device)], truth, slack)
 
     def _note(self, where: str, difference: Tensor, tolerance: float) -> None:
-        # A NaN anywhere is the maximum to torch, and nothing is above a tolerance by accident of a comparison.
+        # With a NaN among the differences the maximum is NaN; the comparisons below count NaN as a failure.
         worst = float(difference.max())
         with self._lock:
             seen = self._report
-            # Once NaN, the worst stays NaN.
+            # Once NaN, the worst difference stays NaN.
             new = seen.where is None or not (worst <= seen.worst or math.isnan(seen.worst))
             failed = not worst <= tolerance
             self._report = AuditReport(
@@ -200,7 +200,7 @@ def _vocab_size(width: int, head: Head | None, shard: VocabShard | None) -> int:
 
 
 def _rounding(logits: Tensor, dtype: torch.dtype, head: Head) -> float:
-    """How far a log-prob moves when its logit and the others are rounded to the dtype, each by half a unit or one."""
+    """Bound on the change of a log-prob when all logits of its row are rounded to the dtype."""
     coldest = float(torch.as_tensor(head.temperature).min())
     largest = float(logits.abs().max()) if logits.numel() else 0.0
     return 2 * torch.finfo(dtype).eps * largest * abs(head.scale) / coldest
@@ -213,7 +213,7 @@ def _rows_of(head: Head, chosen: Tensor) -> Head:
 
 
 def _truth(logits: Tensor, target: Tensor, head: Head, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
-    """``[k]`` log-probs and entropies in float64 from ``[k, V]`` raw logits, of one shard or of all of them."""
+    """``[k]`` log-probs and entropies in float64 from ``[k, V]`` raw logits; a group's shards are gathered first."""
     start = 0 if shard is None else shard.start
     here = max(0, min(_vocab_size(logits.shape[1], head, shard) - start, logits.shape[1]))
     z = logits[:, :here] * head.scale

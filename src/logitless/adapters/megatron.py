@@ -4,8 +4,8 @@
     GPTModel.forward(..., output_processor=output_processor, output_processor_context=Scoring(...))       from 0.18 on
     with scoring(model, Scoring(...)): model(...)                                                         before that
 
-The output processor needs no installing: the model hands it the hidden states instead of multiplying them with the
-head, and what it returns is the model's output. Left to Megatron and counted as passed on: label smoothing.
+The output processor needs no install(): the model hands it the hidden states instead of multiplying them with the head,
+and returns its results. Calls with label smoothing are left to Megatron and counted as passed on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OVERWRITE = ("float32", "always", "never")
 
 
 def make_cross_entropy(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``vocab_parallel_cross_entropy``, over the group that ``parallel_state`` knows."""
+    """Stands in for ``vocab_parallel_cross_entropy``, over the group of ``parallel_state``."""
 
     def vocab_parallel_cross_entropy(
         vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0
@@ -71,7 +71,7 @@ def _cross_entropy(where: str, logits: Tensor, target: Tensor, group: Any, optio
 
 
 def _may_overwrite(logits: Tensor, rule: str) -> bool:
-    """Megatron writes over float32 logits whoever holds them; ours only where nobody else can."""
+    """Whether backward may overwrite the logits: never a leaf or a view, which other code can still read."""
     wanted = rule == "always" or (rule == "float32" and logits.dtype == torch.float32)
     return wanted and logits.requires_grad and not logits.is_leaf and not logits._is_view() and logits.is_contiguous()
 
@@ -81,10 +81,10 @@ def _may_overwrite(logits: Tensor, rule: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """What the output processor is asked for: the ``output_processor_context`` of a forward pass.
+    """A request to the output processor: the ``output_processor_context`` of a forward pass.
 
     Args:
-        rows: which tokens to score, made for the local ``[b, s]`` batch (``Rows.padded``) or pack (``Rows.packed``);
+        rows: the rows to score, made for the local ``[b, s]`` batch (``Rows.padded``) or pack (``Rows.packed``);
             None scores every position against the ``labels`` given to the model.
         entropy, head, kept, match, memory: as for :func:`logitless.linear_logprobs`.
 
@@ -118,14 +118,14 @@ def output_processor(
         hidden_states: ``[s, b, h]``, ``[s / TP, b, h]`` under sequence parallelism.
         output_layer: the model's ``ColumnParallelLinear``; its group, sequence parallelism and gradient accumulation
             fusion are honoured.
-        output_weight: the weight shared with the embedding, or None for the layer's own.
+        output_weight: the weight shared with the embedding, or None for the weight of ``output_layer``.
         labels: ``[b, s]`` next tokens, used where the context has no rows; -100 leaves a position out.
         context: :class:`Scoring`.
-        scale_logits: the model's own scaling of logits, a multiplication.
+        scale_logits: the model's function that scales logits; it must be a multiplication.
 
     Returns:
         :class:`TokenStats` of ``[R]`` tensors in the order of the rows, or ``[b, s]`` for labels. Megatron's
-        half-precision wrapper makes a plain tuple of it.
+        half-precision wrapper turns it into a plain tuple.
     """
     asked = Scoring() if context is None else context
     if not isinstance(asked, Scoring):
@@ -136,12 +136,12 @@ def output_processor(
     shard = even_shard(_group_of(output_layer), weight.shape[0])
     split = shard is not None and bool(output_layer.sequence_parallel)
     length = hidden_states.shape[0] * (shard.group.size() if shard is not None and split else 1)
-    plan = _plan(asked.rows, labels, length, hidden_states.shape[1])
+    rows = _rows_or_labels(asked.rows, labels, length, hidden_states.shape[1])
     main_grad = _main_grad(output_layer, weight)
     out = linear_logprobs(
         hidden_states,
         weight if main_grad is None else _into_main_grad(weight),
-        plan,
+        rows,
         bias=output_layer.bias,
         entropy=asked.entropy,
         head=_scaled(asked.head or Head(), scale_logits),
@@ -164,7 +164,7 @@ def scoring(model: Any, context: Scoring) -> Iterator[None]:
 
     Args:
         model: a ``GPTModel``, wrapped or not. Stages before the last are left alone.
-        context: what to score.
+        context: the request, as for :func:`output_processor`.
     """
     gpt = model
     while hasattr(gpt, "module"):
@@ -214,8 +214,8 @@ def _check_model(gpt: Any) -> None:
         raise LogitlessError("scoring: this model is being scored already. One block at a time.")
 
 
-def _plan(rows: Rows | None, labels: Tensor | None, length: int, batch: int) -> Rows | Tensor:
-    """Rows of ``[s, b]`` tokens from rows of a ``[b, s]`` batch, or the labels turned the same way."""
+def _rows_or_labels(rows: Rows | None, labels: Tensor | None, length: int, batch: int) -> Rows | Tensor:
+    """Rows of ``[s, b]`` tokens from rows of a ``[b, s]`` batch, or labels transposed to ``[s, b]``."""
     if rows is None:
         if labels is None:
             raise LogitlessError("output_processor: nothing to score. Give Scoring(rows=...), or labels to the model.")
@@ -254,10 +254,10 @@ def _scaled(head: Head, scale_logits: Callable[[Tensor], Tensor] | None) -> Head
 
 
 def _main_grad(output_layer: Any, weight: Tensor) -> Tensor | None:
-    """Megatron's float32 gradient buffer, if the layer was told to add to it by itself."""
+    """Megatron's float32 gradient buffer, if the layer is configured to add to it in backward."""
     buffer = getattr(weight, "main_grad", None)
     fused = getattr(output_layer, "gradient_accumulation_fusion", False) and weight.requires_grad
-    # A buffer of another dtype is added to by Megatron's own hook, from weight.grad.
+    # Megatron's hook fills a buffer of another dtype, from weight.grad.
     return buffer if fused and buffer is not None and buffer.dtype == torch.float32 else None
 
 
@@ -266,7 +266,7 @@ def _into_main_grad(weight: Tensor) -> Tensor:
 
 
 class _IntoMainGrad(torch.autograd.Function):
-    """The weight as it is; backward tells Megatron's hook that the gradient is in ``main_grad`` already."""
+    """The weight unchanged; backward tells Megatron's hook that the gradient is in ``main_grad`` already."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
@@ -276,7 +276,7 @@ class _IntoMainGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.weight.grad_added_to_main_grad = True
-        # Megatron's hook wants some gradient to have arrived; this one holds a single number.
+        # Megatron's hook expects a gradient; this one has the memory of a single number.
         return torch.zeros((), dtype=ctx.weight.dtype, device=ctx.weight.device).expand_as(ctx.weight)
 
 
@@ -311,7 +311,7 @@ HOST = Host(
     replacements=_replacements,
     options={
         "overwrite_logits": Option(
-            "float32", "logits that the gradient may be written over in backward: float32 (as Megatron), always, never"
+            "float32", "which logits backward may overwrite with their gradient: float32 (as Megatron), always, never"
         ),
     },
     distribution="megatron-core",

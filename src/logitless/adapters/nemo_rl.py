@@ -1,16 +1,16 @@
 """NeMo-RL: next-token log-probs of its Megatron and DTensor policies, and its negative entropy.
 
     from_parallel_logits_to_logprobs, ..._packed_sequences      [B, S / CP, V'] logits  ->  float32 [B, S - 1]
-    get_next_token_logprobs_from_logits                         the same, and the path without any group
+    get_next_token_logprobs_from_logits                         the same values, also without process groups
     dtensor_from_parallel_logits_to_logprobs                    the order of torch's context parallelism (seq_index)
     from_parallel_hidden_states_to_logprobs                     [S / TP, B, H] hidden states, without logits
     ChunkedDistributedEntropy.apply                             sum of p log p: minus the entropy
-    apply_temperature_scaling                                   kept off log-probs
+    apply_temperature_scaling                                   leaves log-probs unchanged
 
-Top-k and top-p are NeMo-RL's own filter, on 256 rows at a time; a target that it filters out is -inf. NeMo-RL divides
-the log-probs of its fused head by the temperature. Ours divides the logits, by ``fused_temperature``, and refuses a run
-that asks for another one. Left to NeMo-RL and counted as passed on: the scaling of logits, and DTensor logits on
-their way to ``dtensor_from_parallel_logits_to_logprobs``.
+NeMo-RL's filter makes the support of top-k and top-p, for 256 rows at a time; a target outside it has log-prob -inf.
+NeMo-RL divides the log-probs of its fused head by the temperature. This adapter divides the logits instead, by
+``fused_temperature``, and refuses a run with another temperature. Calls left to NeMo-RL and counted as passed on: the
+scaling of logits, and DTensor logits on their way to ``dtensor_from_parallel_logits_to_logprobs``.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ import torch
 from torch import Tensor
 
 from logitless.adapters.audit import Audit
-from logitless.adapters.packs import packed_plan, padded_plan, split_over
+from logitless.adapters.packs import packed_batch, padded_batch, ranks_in, with_target
 from logitless.adapters.patching import Host, Option, Replacement
-from logitless.adapters.scoring import entropy_of_logits, without_outside
+from logitless.adapters.scoring import entropy_of_logits, every_target, without_outside
 from logitless.adapters.shards import check_ids, even_shard, shard_between, vocabulary_of
 from logitless.collectives import gather_over
 from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.from_logits import logprobs
 from logitless.kept import Kept
-from logitless.spec import IGNORE, Head, TokenStats, VocabShard
+from logitless.rows import Rows
+from logitless.spec import Head, TokenStats, VocabShard
 
 HALF: dict[torch.dtype, Literal["bfloat16", "float16"]] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -85,13 +86,13 @@ def make_packed(original: Callable[..., Any], options: Mapping[str, Any]) -> Cal
         logits, shard = vocab_parallel_logits, shard_between(group, vocab_start_index, vocab_end_index)
         if logits.dim() != 3 or logits.shape[0] != 1:
             raise LogitlessError(f"vocab_parallel_logits must be [1, T / CP, V'] but is {list(logits.shape)}.")
-        plan = packed_plan(cu_seqlens_padded, logits.shape[1], unpacked_seqlen, cp_group, logits.device)
-        ranks = 1 if plan.group is None or target_is_pre_rolled else plan.group.size()
-        check_ids("target", target, (1, logits.shape[1] * ranks))
-        ids = target[0, plan.index] if target_is_pre_rolled else target[0, plan.source]
+        check_ids("target", target, (1, logits.shape[1] * (1 if target_is_pre_rolled else ranks_in(cp_group))))
+        ids = None if target_is_pre_rolled else target
+        batch = packed_batch(ids, cu_seqlens_padded, logits.shape[1], unpacked_seqlen, cp_group, logits.device)
+        rows = with_target(batch.rows, batch.rows.take(target[0]).long()) if target_is_pre_rolled else batch.rows
         more = (shard, chunk_size, sampling_params, options)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
-            return plan.spread(_score("packed", logits, plan.index, ids, *more), grad="sum")
+            return batch.spread(_score("packed", logits, rows, *more), grad="sum")
 
     return from_parallel_logits_to_logprobs_packed_sequences
 
@@ -161,11 +162,9 @@ def _lines(
         raise LogitlessError(
             f"logits must be [B, S / CP, V'] and ids [B, S] but they are {list(logits.shape)} and {list(target.shape)}."
         )
-    batch, length = target.shape
-    check_ids("ids", target, (batch, length))
-    plan = padded_plan(batch, length, logits.shape[1], cp_group, logits.device)
-    ids = target.to(logits.device).reshape(-1)[plan.source]
-    return plan.spread(_score("lines", logits, plan.index, ids, shard, chunk_size, sampling, options), grad="sum")
+    check_ids("ids", target, tuple(target.shape))
+    batch = padded_batch(target, logits.shape[1], cp_group, logits.device)
+    return batch.spread(_score("lines", logits, batch.rows, shard, chunk_size, sampling, options), grad="sum")
 
 
 def _in_torch_order(
@@ -177,7 +176,7 @@ def _in_torch_order(
     sampling: Any,
     options: Mapping[str, Any],
 ) -> Tensor:
-    """The sequence as torch's context parallelism shuffles it: ``seq_index`` is the place of each token in it."""
+    """``[B, S - 1]`` from tokens in the order of torch's context parallelism: ``seq_index`` has the place of each."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     if seq_index is None:
@@ -186,8 +185,7 @@ def _in_torch_order(
     shifted = target.full_tensor()[:, order].roll(-1, dims=-1)[:, seq_index]
     ids = distribute_tensor(shifted, target.device_mesh, target.placements).to_local()
     check_ids("the local part of target", ids, tuple(logits.shape[:-1]))
-    index = torch.arange(ids.numel(), device=ids.device)
-    values = _score("torch order", logits, index, ids.reshape(-1), shard, chunk_size, sampling, options)
+    values = _score("torch order", logits, Rows.every(ids), shard, chunk_size, sampling, options)
     whole = DTensor.from_local(values.view(ids.shape), target.device_mesh, target.placements).full_tensor()
     return whole[:, order][:, :-1]
 
@@ -195,53 +193,47 @@ def _in_torch_order(
 def _score(
     where: str,
     logits: Tensor,
-    index: Tensor,
-    target: Tensor,
+    rows: Rows,
     shard: VocabShard | None,
     chunk_size: int | None,
     sampling: Any,
     options: Mapping[str, Any],
 ) -> Tensor:
-    """``[R]`` float32 log-probs of rows ``index``, ascending; -inf where the sampler's filter drops the target."""
+    """``[R]`` float32 log-probs of the rows; -inf where the target is outside the support."""
     # NeMo-RL's chunk of rows, as bytes of float32 logits.
     shared: dict[str, Any] = {"shard": shard, "memory": 4 * chunk_size * logits.shape[-1] if chunk_size else "16MiB"}
 
-    def spread(x: Tensor, fill: int) -> Tensor:
-        return x.new_full((logits.shape[:-1].numel(),), fill).index_copy(0, index, x)
-
     def score(ids: Tensor) -> TokenStats:
-        # One target for every row, so that no index has to be checked on the host.
-        every = spread(ids, IGNORE).view(logits.shape[:-1])
+        known = with_target(rows, ids)
         if not _filters(sampling):
-            out = logprobs(logits, every, **shared)
-            options["audit"].of_logits(where, logits, every, logprob=out.logprob, shard=shard)
-            return TokenStats(out.logprob.reshape(-1)[index], None, out.log_z.reshape(-1)[index])
-        kept, lengths, present = _filtered(logits, index, ids, shard, sampling)
-        out = logprobs(logits, every, kept=Kept(kept, spread(lengths, 0)), **shared)
-        logprob = out.logprob.reshape(-1)[index].masked_fill(~present, -torch.inf)
-        return TokenStats(logprob, None, out.log_z.reshape(-1)[index])
+            out = logprobs(logits, known, **shared)
+            if options["audit"]:
+                logprob = rows.expand(out.logprob.detach())
+                options["audit"].of_logits(where, logits, every_target(known), logprob=logprob, shard=shard)
+            return out
+        kept, present = _filtered(logits, known, shard, sampling)
+        out = logprobs(logits, known, kept=kept, **shared)
+        return out._replace(logprob=out.logprob.masked_fill(~present, -torch.inf))
 
-    return without_outside(target.long(), vocabulary_of(shard, logits.shape[-1]), score).float()
+    return without_outside(rows.target, vocabulary_of(shard, logits.shape[-1]), score).float()
 
 
 @torch.no_grad()
-def _filtered(
-    logits: Tensor, index: Tensor, target: Tensor, shard: VocabShard | None, sampling: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids that NeMo-RL's filter keeps in the columns held here, how many in each row, and whether the target is one."""
+def _filtered(logits: Tensor, rows: Rows, shard: VocabShard | None, sampling: Any) -> tuple[Kept, Tensor]:
+    """The support by NeMo-RL's filter, in this shard's columns; and whether the whole support has each row's target."""
     keep_of = importlib.import_module("nemo_rl.algorithms.logits_sampling_utils").apply_top_k_top_p
     start, width = 0 if shard is None else shard.start, logits.shape[-1]
-    flat = logits.reshape(-1, width)
-    ids, lengths, present = [index[:0]], [index[:0]], [index[:0].bool()]
-    for rows, targets in zip(index.split(FILTERED_ROWS), target.split(FILTERED_ROWS), strict=True):
-        part = flat[rows].float()
+    flat, nothing = logits.reshape(-1, width), rows.index[:0]
+    ids, lengths, present = [nothing], [nothing], [nothing.bool()]
+    for index, target in zip(rows.index.split(FILTERED_ROWS), rows.target.split(FILTERED_ROWS), strict=True):
+        part = flat[index].float()
         whole = part if shard is None else gather_over(shard.group, part).transpose(0, 1).flatten(1)
         keep = keep_of(whole, top_k=sampling.top_k, top_p=sampling.top_p)[1]
         here = keep[:, start : start + width]
         ids.append(here.nonzero()[:, 1] + start)
         lengths.append(here.sum(1))
-        present.append(keep.gather(1, targets[:, None])[:, 0])
-    return torch.cat(ids), torch.cat(lengths), torch.cat(present)
+        present.append(keep.gather(1, target[:, None])[:, 0])
+    return Kept(torch.cat(ids), torch.cat(lengths)), torch.cat(present)
 
 
 # From hidden states.
@@ -264,7 +256,7 @@ def make_hidden(original: Callable[..., Any], options: Mapping[str, Any]) -> Cal
         chunk_size: int | None = None,
     ) -> Tensor:
         hidden, weight = tensor_parallel_hidden_states, output_weight_layer
-        if split_over(cp_group)[1] is not None:
+        if ranks_in(cp_group) > 1:
             raise LogitlessError("the fused head knows no context parallelism: cp_group must be None or of one rank.")
         shard = shard_between(tp_group, vocab_start_index, vocab_end_index)
         ranks = 1 if shard is None else shard.group.size()
@@ -290,7 +282,7 @@ def make_hidden(original: Callable[..., Any], options: Mapping[str, Any]) -> Cal
 
 
 def make_temperature(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``apply_temperature_scaling``: logits are left to NeMo-RL, log-probs are left alone."""
+    """Stands in for ``apply_temperature_scaling``: NeMo-RL scales logits, log-probs stay unchanged."""
 
     def apply_temperature_scaling(logits: Tensor, sampling_params: Any) -> Any:
         if logits.dim() != 2:
@@ -323,7 +315,7 @@ def make_entropy(original: Callable[..., Any], options: Mapping[str, Any]) -> Ca
 
 
 def _filters(sampling: Any) -> bool:
-    """Whether the sampling parameters leave tokens out; None, -1 and 1.0 mean that they do not."""
+    """Whether the sampling parameters limit the support; None, -1 and 1.0 do not."""
     if sampling is None:
         return False
     return (sampling.top_k is not None and sampling.top_k > 0) or sampling.top_p not in (None, 1.0)

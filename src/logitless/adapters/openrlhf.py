@@ -1,11 +1,11 @@
 """OpenRLHF: the two functions on logits that its actor calls.
 
     Actor.forward  ->  logits in float32, divided by the temperature
-                       compute_entropy          (ours)    entropy of the policy that the rollout sampled from
-                       log_probs_from_logits    (ours)
+                       compute_entropy          (replaced)    entropy of the policy that the rollout sampled from
+                       log_probs_from_logits    (replaced)
 
-A temperature that is passed to ``log_probs_from_logits`` divides the logits in place, as it does in OpenRLHF, so that
-an entropy taken from them afterwards is one at that temperature too.
+A temperature passed to ``log_probs_from_logits`` divides the logits in place, as in OpenRLHF: an entropy computed from
+the same logits afterwards is at that temperature too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def make_log_probs(original: Callable[..., Any], options: Mapping[str, Any]) -> 
 
 
 def make_entropy(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``compute_entropy``, which OpenRLHF compiles and which holds three copies of the logits."""
+    """Stands in for ``compute_entropy``, which in OpenRLHF is compiled and makes three copies of the logits."""
 
     def compute_entropy(logits: Tensor) -> Tensor:
         entropy = entropy_of_logits("compute_entropy", logits, options["audit"], grad=options["entropy_grad"])

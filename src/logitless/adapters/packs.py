@@ -1,16 +1,15 @@
-"""Rows of batches in the layouts of Megatron-based hosts: padded, or packed with padding after every sequence.
+"""Batches of Megatron-based hosts as ``Rows``: padded lines, or sequences packed with padding after each of them.
 
-    local token  ->  (sequence, offset)  ->  rows that predict a token of their own sequence
-                                             source: where the target is among all tokens
-                                             place: where the result belongs in [B, S - 1]
+    cu_seqlens_padded, attention_mask, sub_seq_lengths, target   ->   Rows, and the place of each result in [B, S - 1]
+    [R] results of this rank and its context-parallel peers      ->   [B, S - 1], zeros elsewhere
 
-Under context parallelism every sequence is cut zigzag, and results of all ranks come together in ``Plan.spread``. Plans
-are made on the host: a few small vectors per micro-batch.
+To ``Rows`` a sequence is a sample with a prompt of one token: every later token is predicted.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,54 +17,55 @@ import torch.distributed as dist
 from torch import Tensor
 
 from logitless.errors import LogitlessError
-from logitless.rows.exchange import GradRule, exchange_over
-from logitless.rows.layouts import Zigzag, ragged_arange
+from logitless.rows import Rows, Zigzag
+from logitless.rows.exchange import GradRule
+from logitless.rows.layouts import ragged_arange
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """Which local rows are scored, and where their results belong.
+class Batch:
+    """The rows of a host's batch on this rank, and the way back to the host's output.
 
     Attributes:
-        index: ``[R]`` row among the local tokens.
-        source: ``[R]`` place of the row's target among all tokens of the batch or pack.
-        place: ``[R]`` place of its result in the flattened output.
-        shape: of the output: ``[B, S - 1]``.
+        rows: the rows to score; one sample per sequence.
+        place: ``[P]`` place in the flattened output of every predicted token of the batch, sequence after sequence.
+        shape: shape of the output, ``[B, S - 1]``.
         group: the context-parallel group, or None where it has one rank.
+        weights: ``[R]`` weight of each row, where the host weighs results.
     """
 
-    index: Tensor
-    source: Tensor
+    rows: Rows
     place: Tensor
     shape: tuple[int, int]
     group: Any
-
-    def at(self, keep: Tensor) -> Plan:
-        """The rows for which keep is true."""
-        return Plan(self.index[keep], self.source[keep], self.place[keep], self.shape, self.group)
+    weights: Tensor | None = None
 
     def spread(self, values: Tensor, grad: GradRule) -> Tensor:
         """``[R]`` results of this rank and its peers as ``[B, S - 1]``, zeros elsewhere."""
-        total = self.shape[0] * self.shape[1]
-        (whole,) = exchange_over(self.group, (values,), self.place, total, None, grad)
-        return whole.view(self.shape)
+        # The empty part keeps the graph of a batch without sequences.
+        whole = torch.cat([values[:0], *self.rows.gather(values, self.group, grad=grad)])
+        return values.new_zeros(self.shape[0] * self.shape[1]).index_copy(0, self.place, whole).view(self.shape)
 
 
-def padded_plan(batch: int, length: int, local: int, cp_group: Any, device: torch.device) -> Plan:
-    """Rows of ``[B, S]`` sequences that are padded to the ranks' ``local`` tokens and cut zigzag."""
-    split, group = split_over(cp_group)
-    span = local * split.size
-    if span < length or (split.size > 1 and span % split.multiple):
+def padded_batch(target: Tensor, local: int, cp_group: Any, device: torch.device) -> Batch:
+    """``[B, S]`` sequences that are padded to the ranks' ``local`` tokens and cut zigzag."""
+    lines, length = target.shape
+    ranks = ranks_in(cp_group)
+    if local * ranks < length or (ranks > 1 and local % 2):
         raise LogitlessError(
-            f"target has {length} tokens per sequence but {split.size} ranks of {local} hold {span}. Wanted at least "
-            f"as many, in {2 * split.size} equal chunks where there is context parallelism."
+            f"target has {length} tokens per sequence but {ranks} ranks of {local} hold {local * ranks}. Wanted at "
+            f"least as many, in {2 * ranks} equal chunks where there is context parallelism."
         )
-    index, sample, offset = _rows(torch.full((batch,), span), torch.full((batch,), length), split)
-    source, place = sample * length + offset + 1, sample * (length - 1) + offset
-    return Plan(index.to(device), source.to(device), place.to(device), (batch, max(length - 1, 0)), group)
+    predicted = max(length - 1, 0)
+    rows = Rows.padded(
+        target.detach().unbind(), [predicted] * lines, max_length=local * ranks, cp=_split(cp_group), device=device
+    )
+    place = torch.arange(lines * predicted, device=device)
+    return Batch(rows, place, (lines, predicted), cp_group if ranks > 1 else None)
 
 
-def packed_plan(
+def packed_batch(
+    ids: Tensor | None,
     cu_seqlens_padded: Tensor,
     local: int,
     length: int,
@@ -73,92 +73,120 @@ def packed_plan(
     device: torch.device,
     attention_mask: Tensor | None = None,
     sub_seq_lengths: list[list[int]] | None = None,
-) -> Plan:
-    """Rows of sequences that are padded one by one, laid end to end and each cut zigzag.
+    weigh: Callable[[tuple[int, int]], Tensor] | None = None,
+) -> Batch:
+    """Sequences that are padded one by one, laid end to end and each cut zigzag.
 
-    Results go where the tokens came from: to the places of the attention mask, to the row that a sub-sequence was
-    packed in, or to the start of a row where neither is given.
+    Results go where the tokens came from: to the places of the attention mask, to the line that a sub-sequence was
+    packed in, or to the start of a line where neither is given.
+
+    Args:
+        ids: token ids of the whole pack; None if targets do not matter or the caller sets them.
+        cu_seqlens_padded: ``[N + 1]`` starts of the padded sequences in the whole pack.
+        local: tokens of the pack on this rank.
+        length: S of the output.
+        weigh: gives the weight of every result, in the shape of the output; results of weight 0 are not scored.
     """
-    split, group = split_over(cp_group)
-    spans, starts = _spans(cu_seqlens_padded, local, split)
-    if sub_seq_lengths is not None:
-        lengths, row, columns = _sub_sequences(sub_seq_lengths, spans)
-        batch = len(sub_seq_lengths)
+    ranks = ranks_in(cp_group)
+    bounds = _bounds(cu_seqlens_padded, local, ranks)
+    if sub_seq_lengths is None:
+        lengths, place = _lines(attention_mask, bounds.diff(), length)
     else:
-        lengths, columns = _sequences(attention_mask, spans, length)
-        row, batch = torch.arange(len(spans)), len(spans)
+        lengths, place = _sub_sequences(sub_seq_lengths, bounds, length)
+    shape = (len(lengths) if sub_seq_lengths is None else len(sub_seq_lengths), length - 1)
+    predicted, place = _predicted(lengths).tolist(), place.to(device)
+    weights = None if weigh is None else weigh(shape).flatten()[place]
+    pack = torch.zeros(local * ranks, dtype=torch.int64, device=device) if ids is None else ids.detach().reshape(-1)
+    rows = Rows.packed(
+        [pack[start : start + n] for start, n in zip(bounds[:-1].tolist(), lengths.tolist(), strict=True)],
+        predicted,
+        None if weights is None else weights.split(predicted),
+        loss_mask_only=weights is not None,
+        cp=_split(cp_group),
+        cu_seqlens=bounds,
+        num_tokens=local,
+        device=device,
+    )
+    group = cp_group if ranks > 1 else None
+    return Batch(rows, place, shape, group, None if weights is None else weights[rows.response])
+
+
+def ranks_in(cp_group: Any) -> int:
+    return 1 if cp_group is None else dist.get_world_size(cp_group)
+
+
+def with_target(rows: Rows, target: Tensor) -> Rows:
+    """The rows with other targets: ``[R]``."""
+    return replace(rows, target=target, target_range=None)
+
+
+def _split(cp_group: Any) -> Zigzag | None:
+    """This rank's place in the context-parallel group; None where it has one rank."""
+    ranks = ranks_in(cp_group)
+    return None if ranks == 1 else Zigzag(dist.get_rank(cp_group), ranks)
+
+
+def _bounds(cu_seqlens: Tensor, local: int, ranks: int) -> Tensor:
+    bounds = cu_seqlens.detach().long().cpu()
+    if bounds.dim() != 1 or len(bounds) < 2 or int(bounds[0]) or bool((bounds.diff() < 0).any()):
+        raise LogitlessError(f"cu_seqlens_padded must rise from 0 but is {bounds.tolist()}.")
+    if int(bounds[-1]) != local * ranks:
+        raise LogitlessError(
+            f"cu_seqlens_padded ends at {int(bounds[-1])} but {ranks} ranks of {local} tokens hold {local * ranks}."
+        )
+    return bounds
+
+
+def _lines(attention_mask: Tensor | None, spans: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """One sequence per line of the output: the length of each, and the place of every predicted token."""
+    if attention_mask is None:
+        lengths = spans.clamp_max(length)
+        return lengths, _from_starts(torch.arange(len(spans)) * (length - 1), lengths)
+    if tuple(attention_mask.shape) != (len(spans), length):
+        raise LogitlessError(
+            f"attention_mask must be {[len(spans), length]}, one line per packed sequence, but is "
+            f"{list(attention_mask.shape)}."
+        )
+    mask = attention_mask.detach().bool().cpu()
+    lengths = mask.sum(1)
+    _check_room(lengths, spans)
+    # A result stands where the token before the predicted one stands: everywhere but at the last token of a line.
+    last = torch.where(mask, torch.arange(length), 0).amax(1, keepdim=True)
+    return lengths, mask.scatter(1, last, False)[:, :-1].flatten().nonzero().squeeze(1)
+
+
+def _sub_sequences(sub_seq_lengths: list[list[int]], bounds: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Several sequences per line of the output: the length of each, and the place of every predicted token.
+
+    In its line a sequence starts where the padded ones before it end, and counts as far as the output is wide.
+    """
+    lengths = torch.tensor([int(n) for line in sub_seq_lengths for n in line], dtype=torch.int64)
+    if len(lengths) != len(bounds) - 1:
+        raise LogitlessError(
+            f"sub_seq_lengths describes {len(lengths)} sub-sequences but cu_seqlens_padded describes {len(bounds) - 1}."
+        )
+    _check_room(lengths, bounds.diff())
+    counts = torch.tensor([len(line) for line in sub_seq_lengths], dtype=torch.int64)
+    line, _ = ragged_arange(counts)
+    column = bounds[:-1] - bounds[counts.cumsum(0) - counts][line]
+    lengths = torch.minimum(lengths, (length - column).clamp_min(0))
+    return lengths, _from_starts(line * (length - 1) + column, lengths)
+
+
+def _predicted(lengths: Tensor) -> Tensor:
+    """Tokens of each sequence that a row predicts: all but the first."""
+    return (lengths - 1).clamp_min(0)
+
+
+def _from_starts(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Places of the predicted tokens of sequences whose first result stands at ``starts``."""
+    sequence, offset = ragged_arange(_predicted(lengths))
+    return starts[sequence] + offset
+
+
+def _check_room(lengths: Tensor, spans: Tensor) -> None:
     if bool((lengths > spans).any()):
         worst = int((lengths - spans).argmax())
         raise LogitlessError(
             f"sequence {worst} has {int(lengths[worst])} tokens but cu_seqlens_padded leaves {int(spans[worst])}."
         )
-    index, sample, offset = _rows(spans, lengths, split)
-    column = columns[(lengths.cumsum(0) - lengths)[sample] + offset]
-    place = row[sample] * (length - 1) + column
-    plan = Plan(index, starts[sample] + offset + 1, place, (batch, length - 1), group).at(column < length - 1)
-    return Plan(plan.index.to(device), plan.source.to(device), plan.place.to(device), plan.shape, group)
-
-
-def split_over(cp_group: Any) -> tuple[Zigzag, Any]:
-    """This rank's place in the context-parallel group, and the group unless it has one rank."""
-    size = 1 if cp_group is None else dist.get_world_size(cp_group)
-    if size == 1:
-        return Zigzag(0, 1), None
-    return Zigzag(dist.get_rank(cp_group), size), cp_group
-
-
-def _rows(spans: Tensor, lengths: Tensor, split: Zigzag) -> tuple[Tensor, Tensor, Tensor]:
-    """Local rows that predict a token of their own sequence: their index, sample and offset."""
-    sample, offset = ragged_arange(spans) if split.size == 1 else split.tokens(spans, 0)
-    index = (offset < lengths[sample] - 1).nonzero().squeeze(1)
-    return index, sample[index], offset[index]
-
-
-def _spans(cu_seqlens: Tensor, local: int, split: Zigzag) -> tuple[Tensor, Tensor]:
-    bounds = cu_seqlens.detach().long().cpu()
-    spans = bounds.diff()
-    if bounds.dim() != 1 or len(bounds) < 2 or int(bounds[0]) or bool((spans < 0).any()):
-        raise LogitlessError(f"cu_seqlens_padded must rise from 0 but is {bounds.tolist()}.")
-    if int(bounds[-1]) != local * split.size:
-        raise LogitlessError(
-            f"cu_seqlens_padded ends at {int(bounds[-1])} but {split.size} ranks of {local} tokens hold "
-            f"{local * split.size}."
-        )
-    if split.size > 1 and bool((spans % split.multiple).any()):
-        raise LogitlessError(
-            f"cu_seqlens_padded has sequences of {spans.tolist()} tokens. Each must divide into {split.multiple} "
-            f"chunks, two per context-parallel rank."
-        )
-    return spans, bounds[:-1]
-
-
-def _sequences(attention_mask: Tensor | None, spans: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Length of every sequence, and the column of each of its tokens, sequence after sequence."""
-    if attention_mask is None:
-        lengths = spans.clamp_max(length)
-        return lengths, ragged_arange(lengths)[1]
-    if tuple(attention_mask.shape) != (len(spans), length):
-        raise LogitlessError(
-            f"attention_mask must be {[len(spans), length]}, one row per packed sequence, but is "
-            f"{list(attention_mask.shape)}."
-        )
-    mask = attention_mask.detach().bool().cpu()
-    return mask.sum(1), mask.nonzero()[:, 1]
-
-
-def _sub_sequences(sub_seq_lengths: list[list[int]], spans: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Length and row of every packed segment, and the column of each of its tokens.
-
-    In its row a segment starts where the padded ones before it end.
-    """
-    lengths = torch.tensor([int(n) for row in sub_seq_lengths for n in row], dtype=torch.int64)
-    if len(lengths) != len(spans):
-        raise LogitlessError(
-            f"sub_seq_lengths describes {len(lengths)} sub-sequences but cu_seqlens_padded describes {len(spans)}."
-        )
-    counts = torch.tensor([len(row) for row in sub_seq_lengths])
-    row, _ = ragged_arange(counts)
-    before = torch.cat([torch.zeros(1, dtype=torch.int64), spans.cumsum(0)])
-    first = before[:-1] - before[counts.cumsum(0) - counts][row]
-    segment, offset = ragged_arange(lengths)
-    return lengths, row, first[segment] + offset

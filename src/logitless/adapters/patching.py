@@ -1,18 +1,17 @@
-"""How a host's function is replaced by ours, and put back.
+"""How functions of a host are replaced by ours, and put back.
 
-    resolve: import the host, check its version, find every thing to replace, check its signature    (nothing changed)
-    place:   under one lock, all or nothing
-    restore: under the same lock, only what is still ours
+    resolve: import the host, check its version, find each function, check its signature        (nothing is changed)
+    place:   replace the functions under one lock, all or none
+    restore: put them back under the same lock, if none was replaced again by other code
 
-A host module describes itself with ``Host`` and ``Replacement`` and knows nothing of the mechanics. A replaced function
-counts its calls, and an error of ours that passes through it is given the host function's name.
+A host's file describes the host with ``Host`` and ``Replacement``; the mechanics are all here. Our function counts its
+calls, and puts the name of the host's function before the text of a ``LogitlessError``.
 
-Imports happen outside the lock: a thread that holds it never waits for another one's import.
+Imports happen outside the lock: a thread with the lock never waits for another thread's import.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.metadata
@@ -28,11 +27,11 @@ from typing import Any, NamedTuple
 import torch
 
 from logitless.adapters.audit import Audit, AuditReport
-from logitless.errors import LogitlessError
+from logitless.errors import LogitlessError, did_you_mean
 
 
 class Option(NamedTuple):
-    """A keyword of ``install``: its default, whose type a value must have unless it is None, and one line of help."""
+    """A keyword of ``install``: its default and one line of help. Values have the default's type, unless it is None."""
 
     default: Any
     help: str
@@ -46,21 +45,21 @@ COMMON = {
 
 @dataclass(frozen=True)
 class Replacement:
-    """One thing of the host that ours stands in for.
+    """One function of the host, and how to make the function that replaces it.
 
     Args:
-        module: dotted name of the module that defines it.
+        module: dotted name of the module that defines the function.
         name: attribute of the module, or ``"Class.method"``.
-        signature: what ``inspect.signature`` must say of it, without annotations: ``"(logits, index)"``. A method's
-            starts with self; a class method's does not name the class.
-        make: ``make(original, options)`` gives the function to put in its place. Options hold every declared option and
-            ``options["audit"]``, an :class:`~logitless.adapters.audit.Audit`. The function may return NotImplemented,
-            before it has done anything, for calls that the documented contract leaves to the host: the original then
-            answers, and ``status`` counts the call as passed on.
-        also_in: modules that import the name by value. Those already imported are rebound now; the others find ours
-            when they are imported, and are put back as well.
-        optional: the host may come without this module; it is then reported by ``status`` and left out.
-        signature_of: attribute whose signature is checked instead, where the replaced one takes anything:
+        signature: the function's signature, without annotations: ``"(logits, index)"``. The signature of a method
+            starts with self; that of a class method does not name the class.
+        make: ``make(original, options)`` returns our function. ``options`` has every declared option, and
+            ``options["audit"]`` is an :class:`~logitless.adapters.audit.Audit`. Our function may return NotImplemented,
+            before it has done anything, for calls that the documented contract leaves to the host: the original is
+            then called, and ``status`` counts the call as passed on.
+        also_in: modules that import the function by name. Modules that are already imported get our function now, the
+            others when they are imported; ``uninstall`` puts the original back in both.
+        optional: the host may lack this module; ``status`` then reports it.
+        signature_of: attribute whose signature is checked instead, where the replaced function takes any arguments:
             ``"Function.forward"`` for ``"Function.apply"``.
     """
 
@@ -79,15 +78,15 @@ class Replacement:
 
 @dataclass(frozen=True)
 class Host:
-    """A framework: where it lives, which versions were tested, what is replaced.
+    """A framework: its package, the tested versions, and the functions to replace.
 
     Args:
-        name: what users pass to ``install``.
-        package: name it is imported by.
+        name: the host's name in ``install``, ``uninstall`` and ``status``.
+        package: name that the framework is imported by.
         versions: tested releases, as leading parts: ``"1.16"`` covers 1.16 and 1.16.3, not 1.17.
-        replacements: from the options to what is replaced. May raise for options that do not go together.
-        options: the host's own keywords of ``install``.
-        distribution: name it is installed by, where that is another one.
+        replacements: ``replacements(options)`` lists the replacements. May raise for options that do not go together.
+        options: keywords of ``install`` for this host, beyond the common ones.
+        distribution: name that the framework is installed by, where it differs from ``package``.
     """
 
     name: str
@@ -100,7 +99,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Replaced:
-    """One replaced name, how often ours was called, and how many of these calls it left to the host."""
+    """One replaced function: its name, its calls, and how many of these calls were left to the host."""
 
     name: str
     calls: int
@@ -112,14 +111,14 @@ class Replaced:
 
 @dataclass(frozen=True)
 class Installed:
-    """What ``status`` says of one host.
+    """An installed host.
 
     Attributes:
-        host, version: the host, and the version found.
-        replaced: every replaced name with its calls so far.
-        missing: ``"module: why"`` of optional parts that this installation of the host does not have.
-        options: as installed, defaults included.
-        audit: what was compared with float64, or None without ``audit=``.
+        host, version: the host's name, and the version found.
+        replaced: every replaced function with its calls so far.
+        missing: optional modules that this installation of the host lacks, as ``"module: why"``.
+        options: options of the installation, defaults included.
+        audit: the audit's report, or None without ``audit=``.
     """
 
     host: str
@@ -154,7 +153,7 @@ class Counter:
 
 @dataclass(frozen=True, eq=False)
 class _Site:
-    """One attribute of one module or class: what was there, and what is put there."""
+    """One attribute of a module or class, with its value before and our value."""
 
     owner: Any
     attribute: str
@@ -163,8 +162,8 @@ class _Site:
     inherited: bool
     ours: Any
 
-    def held(self) -> Any:
-        """What the owner itself holds now, as it is stored: a staticmethod stays one."""
+    def stored(self) -> Any:
+        """The attribute's value now, as the owner itself stores it: a staticmethod stays one."""
         return vars(self.owner).get(self.attribute)
 
     def place(self) -> None:
@@ -179,7 +178,7 @@ class _Site:
 
 @dataclass(frozen=True, eq=False)
 class _Prepared:
-    """A replacement whose target was found and checked."""
+    """A replacement whose host function was found and checked."""
 
     replacement: Replacement
     site: _Site
@@ -201,17 +200,17 @@ _installations: dict[str, _Installation] = {}
 
 
 def install_host(host: Host, given: Mapping[str, Any]) -> Installed:
-    """Replace what the host describes: all of it, or nothing and an error."""
+    """Make all replacements of the host, or raise and make none."""
     options = resolve_options(host, given)
     with _lock:
         if host.name in _installations:
-            return _same_again(_installations[host.name], options)
+            return _same_again(_installations[host.name], host, options)
     version = _check_version(host, options["any_version"])
     audit = Audit(options["audit"])
     prepared, missing = _prepare(host, MappingProxyType({**options, "audit": audit}))
     with _lock:
         if host.name in _installations:
-            return _same_again(_installations[host.name], options)
+            return _same_again(_installations[host.name], host, options)
         installation = _Installation(host, version, options, tuple(prepared), tuple(missing), audit)
         _place(host, [*(entry.site for entry in prepared), *_by_value(host, prepared)])
         _installations[host.name] = installation
@@ -219,20 +218,20 @@ def install_host(host: Host, given: Mapping[str, Any]) -> Installed:
 
 
 def uninstall_host(name: str) -> None:
-    """Put back everything that ``install_host`` replaced, or nothing and an error if someone replaced ours since."""
+    """Undo all replacements of the host; raise and undo none if other code replaced our functions since."""
     with _lock:
         installation = _installations.get(name)
         if installation is None:
             there = ", ".join(sorted(_installations)) or "nothing"
             raise LogitlessError(f'uninstall("{name}"): it is not installed. Installed: {there}.')
         for entry in installation.prepared:
-            held = entry.site.held()
-            if held is not entry.site.ours:
+            found = entry.site.stored()
+            if found is not entry.site.ours:
                 raise LogitlessError(
-                    f'uninstall("{name}"): {entry.site.path} is no longer ours: it was replaced by {_describe(held)}. '
+                    f'uninstall("{name}"): {entry.site.path} is no longer ours: it was replaced by {_describe(found)}. '
                     f"Undo that replacement first; nothing was put back."
                 )
-        # By value first: these are found by comparing with what the defining module holds.
+        # Names imported by value first: they are found by comparison with the defining module's attribute.
         for site in _by_value(installation.host, installation.prepared, ours=True):
             site.restore()
         for entry in reversed(installation.prepared):
@@ -241,7 +240,7 @@ def uninstall_host(name: str) -> None:
 
 
 def installed() -> tuple[Installed, ...]:
-    """What is installed now, by name."""
+    """The installed hosts, sorted by name."""
     with _lock:
         return tuple(_report(_installations[name]) for name in sorted(_installations))
 
@@ -264,13 +263,11 @@ def resolve_options(host: Host, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """`` Did you mean 'x'? Known: ...`` for a name that is not known."""
-    close = difflib.get_close_matches(str(name), list(known), n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"{hint} Known: {', '.join(sorted(known))}."
+    return f"{did_you_mean(name, known)} Known: {', '.join(sorted(known))}."
 
 
-def _same_again(installation: _Installation, options: Mapping[str, Any]) -> Installed:
-    name = installation.host.name
+def _same_again(installation: _Installation, host: Host, options: Mapping[str, Any]) -> Installed:
+    name, there = host.name, installation.host
     if dict(installation.options) != dict(options):
         changed = [
             f"{key}={installation.options[key]!r} (now {value!r})"
@@ -279,6 +276,11 @@ def _same_again(installation: _Installation, options: Mapping[str, Any]) -> Inst
         ]
         raise LogitlessError(
             f'install("{name}"): it is already installed with other options: {", ".join(changed)}. '
+            f'Call uninstall("{name}") first.'
+        )
+    if host is not there and list(host.replacements(options)) != list(there.replacements(options)):
+        raise LogitlessError(
+            f'install("{name}"): another host of that name is installed, with other replacements. '
             f'Call uninstall("{name}") first.'
         )
     return _report(installation)
@@ -315,7 +317,7 @@ def _check_version(host: Host, any_version: bool) -> str:
 
 
 def _version(host: Host) -> str:
-    """From the installed metadata; a source tree without any may state ``__version__``."""
+    """The version in the package's metadata; ``__version__`` for a source tree without metadata."""
     try:
         return importlib.metadata.version(host.distribution or host.package)
     except importlib.metadata.PackageNotFoundError:
@@ -343,7 +345,7 @@ def plain_signature(function: Callable[..., Any]) -> str:
 
 
 def _prepare(host: Host, options: Mapping[str, Any]) -> tuple[list[_Prepared], list[str]]:
-    """Every replacement resolved and checked, and what is missing. Imports the host, changes nothing."""
+    """All replacements, resolved and checked, and the missing optional modules. Imports the host, changes nothing."""
     prepared, missing = [], []
     for replacement in host.replacements(options):
         try:
@@ -375,7 +377,7 @@ def _resolve(host: Host, module: ModuleType, replacement: Replacement, options: 
 
 
 def _look_up(host: Host, module: ModuleType, name: str) -> tuple[Any, str, Any]:
-    """Owner, attribute, and what is stored there, descriptors as they are."""
+    """Owner, attribute name and stored value; a descriptor is not resolved."""
     *holders, attribute = name.split(".")
     owner: Any = module
     for holder in holders:
@@ -390,7 +392,7 @@ def _look_up(host: Host, module: ModuleType, name: str) -> tuple[Any, str, Any]:
 
 
 def _check_owner(host: Host, replacement: Replacement, original: Any, inherited: bool) -> None:
-    # A method that is held as a function, like a Function's apply, is as much the host's as its class.
+    # A bound method, like a Function's apply, belongs to the host if its class does.
     holder = getattr(original, "__self__", None)
     comes_from = getattr(holder if isinstance(holder, type) else original, "__module__", None)
     if comes_from is not None and not inherited and comes_from.split(".")[0] != host.package.split(".")[0]:
@@ -436,7 +438,7 @@ def _counted(function: Callable[..., Any], original: Any, path: str, counter: Co
 
 
 def _by_value(host: Host, prepared: Sequence[_Prepared], ours: bool = False) -> list[_Site]:
-    """The names of imported modules that hold the same object by value: the host's own, or ours."""
+    """Attributes of imported modules that are the same function: the host's, or ours."""
     sites = []
     for entry in prepared:
         wanted = entry.site.ours if ours else entry.site.before
@@ -444,13 +446,13 @@ def _by_value(host: Host, prepared: Sequence[_Prepared], ours: bool = False) -> 
             module = sys.modules.get(name)
             if module is None:
                 continue
-            held = vars(module).get(entry.site.attribute)
-            if held is not wanted and not ours:
+            found = vars(module).get(entry.site.attribute)
+            if found is not wanted and not ours:
                 raise LogitlessError(
                     f'install("{host.name}"): {name}.{entry.site.attribute} is not {entry.replacement.path} but '
-                    f"{_describe(held)}, so not all of the host would use ours. Nothing was replaced."
+                    f"{_describe(found)}, so part of the host would not use our function. Nothing was replaced."
                 )
-            if held is wanted:
+            if found is wanted:
                 path = f"{name}.{entry.site.attribute}"
                 sites.append(_Site(module, entry.site.attribute, path, entry.site.before, False, entry.site.ours))
     return sites
@@ -458,10 +460,10 @@ def _by_value(host: Host, prepared: Sequence[_Prepared], ours: bool = False) -> 
 
 def _place(host: Host, sites: Sequence[_Site]) -> None:
     for site in sites:
-        held = site.held()
-        if held is not (None if site.inherited else site.before):
+        found = site.stored()
+        if found is not (None if site.inherited else site.before):
             raise LogitlessError(
-                f'install("{host.name}"): {site.path} was replaced by {_describe(held)} while installing. '
+                f'install("{host.name}"): {site.path} was replaced by {_describe(found)} while installing. '
                 f"Nothing was replaced."
             )
     placed: list[_Site] = []
@@ -476,10 +478,10 @@ def _place(host: Host, sites: Sequence[_Site]) -> None:
 
 
 def _describe(thing: Any) -> str:
-    """``name from module`` of whatever stands where something else was expected."""
+    """``name from file`` of an unexpected value, for error texts."""
     function = getattr(thing, "__func__", thing)
     name = getattr(function, "__qualname__", None) or repr(function)
     code = getattr(function, "__code__", None)
-    # functools.wraps copies the host's names; the code knows where it was written.
+    # functools.wraps copies the host function's name and module; the code object still names the file.
     place = code.co_filename if code is not None else getattr(function, "__module__", None)
     return f"{name} from {place}"

@@ -1,12 +1,13 @@
-"""What hosts ask about logits and hidden states they hold, in the words of this library.
+"""Functions that the adapters of several hosts share.
 
-    score_logits, score_hidden   one call of ours, audited
+    score_logits, score_hidden   one call of this library, audited
     taken_over                   logits that a caller allows backward to overwrite
-    make_logprobs_from_logits    the function of that name that verl and SkyRL share
-    without_outside              hosts that give an id outside the vocabulary the log-prob 0
+    make_logprobs_from_logits    replaces a function that verl and SkyRL share
+    every_target                 the target of every local token, for the audit
+    without_outside              log-prob 0 for an id outside the vocabulary
     squared_probabilities        sum of p^2 per row, from two log-probs
 
-Nothing here knows a host; host modules say which rows, which dtype and which rule.
+No function here depends on a host; the host's file chooses rows, dtypes and gradient rules.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from logitless.adapters.shards import check_ids
 from logitless.collectives import gather_over
 from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.from_logits import logprobs
+from logitless.rows import Rows
 from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard
 
 
 def tracked(*tensors: Tensor | None) -> bool:
-    """Whether a result computed from these has a graph."""
+    """Whether a result computed from these tensors has a graph."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
@@ -66,9 +68,9 @@ def entropy_of_logits(
 
 
 def taken_over(logits: Tensor) -> Tensor | None:
-    """The tensor that a caller who allows it may lose: the logits, or what they are another view of; None if neither.
+    """The tensor that backward may overwrite: the logits, or the tensor they are a reshaped view of; None if neither.
 
-    A leaf is a user's own, and a part of a tensor belongs to whoever holds the rest.
+    A leaf belongs to the user, and a view of a part shares its tensor with other code.
     """
     whole = logits._base if logits._is_view() else logits
     if whole is None or whole.is_leaf or not tracked(logits):
@@ -80,8 +82,7 @@ def taken_over(logits: Tensor) -> Tensor | None:
 def make_logprobs_from_logits(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Stands in for ``logprobs_from_logits``: float32, as the hosts' flash-attention path gives them.
 
-    ``inplace_backward=True`` is the caller's word that the logits may be lost; as on that path, backward then writes
-    the gradient over them.
+    With ``inplace_backward=True`` the caller allows backward to write the gradient over the logits, as on that path.
     """
     where = "logprobs_from_logits"
 
@@ -97,10 +98,15 @@ def make_logprobs_from_logits(original: Callable[..., Any], options: Mapping[str
     return logprobs_from_logits
 
 
-def without_outside(target: Tensor, vocab_size: int, score: Callable[[Tensor], TokenStats]) -> Tensor:
-    """Log-probs where an id outside the vocabulary counts as a logit that is not there: 0, with the gradient -p g.
+def every_target(rows: Rows) -> Tensor:
+    """One target per local token: ``-100`` where no row is scored."""
+    return rows.expand(rows.target - IGNORE) + IGNORE
 
-    That is what a sum of the target's logit over shards gives when no shard holds it.
+
+def without_outside(target: Tensor, vocab_size: int, score: Callable[[Tensor], TokenStats]) -> Tensor:
+    """Log-probs of the targets; of an id outside the vocabulary 0, with the gradient -p g.
+
+    Hosts that sum the target's logit over shards get this where no shard has the id.
     """
     outside = (target < 0) | (target >= vocab_size)
     out = score(target.masked_fill(outside, 0))
@@ -112,8 +118,8 @@ def without_outside(target: Tensor, vocab_size: int, score: Callable[[Tensor], T
 def squared_probabilities(where: str, logits: Tensor, audit: Audit, shard: VocabShard | None = None) -> Tensor:
     """Sum of the squared probabilities of every row: ``exp(2 log p(t) - log q(t))``, q at half the temperature.
 
-    q is p^2 normalised, so the ratio is the normaliser, whichever t. The likeliest t keeps both logarithms near zero,
-    which is where they are sharp: log Z itself would lose the digits that large logits take.
+    q is p^2 normalised, so the ratio is the normaliser for every t. With the likeliest t both logarithms are near zero,
+    where float32 is finest; log Z of large logits would have fewer digits.
     """
     peak = _peak(logits, shard)
     once = score_logits(where, logits, peak, audit, shard=shard).logprob

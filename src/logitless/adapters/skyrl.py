@@ -1,11 +1,10 @@
 """SkyRL: log-probs and entropies of its Megatron and FSDP workers, from logits and from hidden states.
 
-    {logits, hidden} x {padded, packed}    which local rows matter, and where their results belong: a Plan   (ours)
-                                           score those rows, put the results into [B, S-1]
-    FSDP                                   logprobs_from_logits, chunked_entropy_from_logits                  (ours)
+    {logits, hidden} x {padded, packed}    score the rows of the batch, put the results into [B, S-1]     (replaced)
+    FSDP                                   logprobs_from_logits, chunked_entropy_from_logits              (replaced)
 
-Only rows that reach a result are computed: not the last token of a sequence, nor padding, and for the entropy of a
-batch not what the loss mask leaves out. SkyRL's conventions are kept:
+Only rows with a result are computed: none for the last token of a sequence, none for padding, and for the mean entropy
+none with loss mask 0. SkyRL's conventions are followed:
 
 * An id outside the vocabulary has log-prob 0 and pulls on the logits with -p g.
 * The gradient of hidden states is this rank's part; the sequence-parallel gather's backward adds the parts up.
@@ -23,11 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from logitless.adapters.packs import Plan, packed_plan, padded_plan, split_over
+from logitless.adapters.packs import Batch, packed_batch, padded_batch, ranks_in, with_target
 from logitless.adapters.patching import Host, Option, Replacement
 from logitless.adapters.scoring import (
     entropy_mode,
     entropy_of_logits,
+    every_target,
     make_logprobs_from_logits,
     score_hidden,
     without_outside,
@@ -36,8 +36,9 @@ from logitless.adapters.shards import check_ids, even_shard, shard_between, voca
 from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.from_logits import logprobs
+from logitless.rows import Rows
 from logitless.rows.exchange import GradRule
-from logitless.spec import IGNORE, Head, TokenStats, VocabShard
+from logitless.spec import Head, TokenStats, VocabShard
 
 MODEL_UTILS = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 TORCH_UTILS = "skyrl.backends.skyrl_train.utils.torch_utils"
@@ -45,31 +46,28 @@ MEGATRON_WRAPPER = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_w
 FSDP_WRAPPER = "skyrl.backends.skyrl_train.workers.model_wrapper"
 
 
-# Scoring the rows of a plan.
+# Scoring rows.
 
 
 def _from_logits(
     where: str,
     logits: Tensor,
-    plan: Plan,
-    target: Tensor,
+    rows: Rows,
     shard: VocabShard | None,
     entropy: Any,
     options: Mapping[str, Any],
 ) -> TokenStats:
     logits = logits if logits.shape[-1] < 2 or logits.stride(-1) == 1 else logits.contiguous()
-    out = logprobs(logits, (plan.index, target), shard=shard, entropy=entropy)
+    out = logprobs(logits, rows, shard=shard, entropy=entropy)
     if options["audit"]:
-        dense = _dense(plan, target, out, logits.shape[:-1].numel())
-        options["audit"].of_logits(where, logits, **dense, shard=shard)
+        options["audit"].of_logits(where, logits, every_target(rows), **_every_result(rows, out), shard=shard)
     return out
 
 
 def _from_hidden(
     where: str,
     operands: tuple[Tensor, Tensor, float],
-    plan: Plan,
-    target: Tensor,
+    rows: Rows,
     shard: VocabShard | None,
     entropy: Any,
     options: Mapping[str, Any],
@@ -80,7 +78,7 @@ def _from_hidden(
     out = linear_logprobs(
         hidden,
         weight,
-        (plan.index, target),
+        rows,
         entropy=entropy,
         head=head,
         shard=shard,
@@ -88,37 +86,31 @@ def _from_hidden(
         memory=options["memory"],
     )
     if options["audit"]:
-        dense = _dense(plan, target, out, hidden.shape[:-1].numel())
-        options["audit"].of_hidden(where, hidden, weight, **dense, shard=shard, head=head)
+        results = _every_result(rows, out)
+        options["audit"].of_hidden(where, hidden, weight, every_target(rows), **results, shard=shard, head=head)
     return out
 
 
-def _dense(plan: Plan, target: Tensor, out: TokenStats, tokens: int) -> dict[str, Any]:
-    """Results of a plan's rows as one entry per local token; what was not scored is left out."""
-
-    def expand(values: Tensor, fill: float) -> Tensor:
-        return values.new_full((tokens,), fill).index_copy_(0, plan.index, values.detach())
-
-    entropy = None if out.entropy is None else expand(out.entropy, 0.0)
-    return {"target": expand(target, IGNORE), "logprob": expand(out.logprob, 0.0), "entropy": entropy}
+def _every_result(rows: Rows, out: TokenStats) -> dict[str, Any]:
+    """Results with one entry per local token, for the audit."""
+    entropy = None if out.entropy is None else rows.expand(out.entropy.detach())
+    return {"logprob": rows.expand(out.logprob.detach()), "entropy": entropy}
 
 
 Scorer = Callable[..., TokenStats]
-"""``score(plan, target, shard, entropy)``: the rows of a plan from whatever the caller holds."""
+"""``score(rows, shard, entropy)``: results of the rows, from the logits or hidden states of the call."""
 
 Vocabulary = tuple[VocabShard | None, int]
-"""What of the vocabulary is here, and how many columns all ranks hold together."""
+"""This rank's shard, and the number of columns over all ranks."""
 
 
-def _logprobs(
-    score: Scorer, plan: Plan, tokens: Tensor, vocabulary: Vocabulary, grad: GradRule, no_graph: bool
-) -> Tensor:
+def _logprobs(score: Scorer, batch: Batch, vocabulary: Vocabulary, grad: GradRule, no_graph: bool) -> Tensor:
     """``[B, S - 1]`` float32 log-probs of the next tokens."""
-    target = tokens.detach().reshape(-1).long()[plan.source]
     shard, size = vocabulary
+    rows = batch.rows
     with torch.no_grad() if no_graph else nullcontext():
-        values = without_outside(target, size, lambda ids: score(plan, ids, shard, None))
-        return plan.spread(values.float(), grad)
+        values = without_outside(rows.target, size, lambda ids: score(with_target(rows, ids), shard, None))
+        return batch.spread(values.float(), grad)
 
 
 def make_logits_padded(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -136,10 +128,10 @@ def make_logits_padded(original: Callable[..., Any], options: Mapping[str, Any])
         chunk_size: int | None = None,
     ) -> Tensor:
         logits = _check_batch("vocab_parallel_logits", vocab_parallel_logits, target)
-        plan = padded_plan(*target.shape, logits.shape[1], cp_group, logits.device)  # pyright: ignore
+        batch = padded_batch(target, logits.shape[1], cp_group, logits.device)
         vocabulary = _vocabulary(tp_group, vocab_start_index, vocab_end_index, logits.shape[-1])
         score = functools.partial(_from_logits, where, logits, options=options)
-        return _logprobs(score, plan, target, vocabulary, "sum", inference_only)
+        return _logprobs(score, batch, vocabulary, "sum", inference_only)
 
     return from_parallel_logits_to_logprobs
 
@@ -164,10 +156,10 @@ def make_logits_packed(original: Callable[..., Any], options: Mapping[str, Any])
     ) -> Tensor:
         logits = _check_pack("vocab_parallel_logits", vocab_parallel_logits, target, cp_group)
         layout = (logits.shape[1], unpacked_seqlen, cp_group, logits.device, attention_mask, sub_seq_lengths)
-        plan = packed_plan(cu_seqlens_padded, *layout)
+        batch = packed_batch(target, cu_seqlens_padded, *layout)
         vocabulary = _vocabulary(group, vocab_start_index, vocab_end_index, logits.shape[-1])
         score = functools.partial(_from_logits, where, logits, options=options)
-        return _logprobs(score, plan, target, vocabulary, "slice", inference_only)
+        return _logprobs(score, batch, vocabulary, "slice", inference_only)
 
     return from_parallel_logits_to_logprobs_packed_sequences
 
@@ -190,11 +182,11 @@ def make_hidden_padded(original: Callable[..., Any], options: Mapping[str, Any])
         fused_backend: str = "torch",
     ) -> Tensor:
         hidden = _check_batch("hidden", hidden, target)
-        plan = padded_plan(*target.shape, hidden.shape[1], cp_group, hidden.device)  # pyright: ignore
+        batch = padded_batch(target, hidden.shape[1], cp_group, hidden.device)
         vocabulary = _vocabulary(tp_group, vocab_start_index, vocab_end_index, lm_head_weight.shape[0])
         operands = (hidden, lm_head_weight, temperature)
         score = functools.partial(_from_hidden, where, operands, options=options)
-        return _logprobs(score, plan, target, vocabulary, "sum", inference_only)
+        return _logprobs(score, batch, vocabulary, "sum", inference_only)
 
     return from_parallel_hidden_to_logprobs
 
@@ -222,11 +214,11 @@ def make_hidden_packed(original: Callable[..., Any], options: Mapping[str, Any])
     ) -> Tensor:
         hidden = _check_pack("hidden", hidden, target, cp_group)
         layout = (hidden.shape[1], unpacked_seqlen, cp_group, hidden.device, attention_mask, sub_seq_lengths)
-        plan = packed_plan(cu_seqlens_padded, *layout)
+        batch = packed_batch(target, cu_seqlens_padded, *layout)
         vocabulary = _vocabulary(group, vocab_start_index, vocab_end_index, lm_head_weight.shape[0])
         operands = (hidden, lm_head_weight, temperature)
         score = functools.partial(_from_hidden, where, operands, options=options)
-        return _logprobs(score, plan, target, vocabulary, "slice", inference_only)
+        return _logprobs(score, batch, vocabulary, "slice", inference_only)
 
     return from_parallel_hidden_to_logprobs_packed_sequences
 
@@ -235,7 +227,7 @@ def make_hidden_packed(original: Callable[..., Any], options: Mapping[str, Any])
 
 
 def make_entropy(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``vocab_parallel_entropy``. Saved logits are left as they are in backward."""
+    """Stands in for ``vocab_parallel_entropy``. Backward does not overwrite the logits."""
 
     def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
         logits, shard = vocab_parallel_logits, even_shard(_tensor_group(), vocab_parallel_logits.shape[-1])
@@ -261,17 +253,17 @@ def make_entropy_packed(original: Callable[..., Any], options: Mapping[str, Any]
         logits = vocab_parallel_logits
         _check_packed_tokens("vocab_parallel_logits", logits)
         layout = (logits.shape[1], unpacked_seqlen, cp_group, logits.device, attention_mask, sub_seq_lengths)
-        plan = packed_plan(cu_seqlens_padded, *layout)
-        weights = _action_weights(plan, num_actions, loss_mask, logits.device)
+        weigh = functools.partial(_action_weights, num_actions, loss_mask, logits.device)
+        batch = packed_batch(None, cu_seqlens_padded, *layout, weigh)
         score = functools.partial(_from_logits, where, logits, options=options)
         shard = even_shard(_tensor_group(), logits.shape[-1])
-        return _mean_entropy(score, plan, weights, shard, logits)
+        return _mean_entropy(score, batch, shard, logits)
 
     return vocab_parallel_entropy_packed_sequences
 
 
 def make_entropy_from_hidden(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``_fused_vocab_parallel_entropy_from_hidden``; with gradients enabled, ours has one."""
+    """Stands in for ``_fused_vocab_parallel_entropy_from_hidden``, and has a gradient, unlike SkyRL's."""
 
     def _fused_vocab_parallel_entropy_from_hidden(
         hidden: Tensor,
@@ -300,7 +292,7 @@ def make_entropy_from_hidden(original: Callable[..., Any], options: Mapping[str,
 
 
 def make_entropy_from_hidden_packed(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``from_parallel_hidden_to_entropy_packed_sequences``; with gradients enabled, ours has one."""
+    """Stands in for ``from_parallel_hidden_to_entropy_packed_sequences``, and has a gradient, unlike SkyRL's."""
     where = "from_parallel_hidden_to_entropy_packed_sequences"
 
     def from_parallel_hidden_to_entropy_packed_sequences(
@@ -319,40 +311,37 @@ def make_entropy_from_hidden_packed(original: Callable[..., Any], options: Mappi
     ) -> tuple[Tensor, Tensor]:
         _check_packed_tokens("hidden", hidden)
         layout = (hidden.shape[1], unpacked_seqlen, cp_group, hidden.device, attention_mask, sub_seq_lengths)
-        plan = packed_plan(cu_seqlens_padded, *layout)
-        weights = _action_weights(plan, num_actions, loss_mask, hidden.device)
+        weigh = functools.partial(_action_weights, num_actions, loss_mask, hidden.device)
+        batch = packed_batch(None, cu_seqlens_padded, *layout, weigh)
         operands = (hidden, lm_head_weight, temperature)
         score = functools.partial(_from_hidden, where, operands, options=options)
         shard = even_shard(tp_group, lm_head_weight.shape[0])
-        return _mean_entropy(score, plan, weights, shard, hidden, lm_head_weight)
+        return _mean_entropy(score, batch, shard, hidden, lm_head_weight)
 
     return from_parallel_hidden_to_entropy_packed_sequences
 
 
-def _action_weights(plan: Plan, num_actions: int, loss_mask: Tensor | None, device: torch.device) -> Tensor:
-    """``[B * (S - 1)]`` weight of every result: the loss mask of the last ``num_actions`` of a row, zeros before."""
-    batch, length = plan.shape
+def _action_weights(num_actions: int, loss_mask: Tensor | None, device: torch.device, shape: tuple[int, int]) -> Tensor:
+    """``[B, S - 1]`` weight of every result: the loss mask at the last ``num_actions`` of a line, zeros before."""
+    lines, length = shape
     if not 1 <= num_actions <= length:
         raise LogitlessError(f"num_actions must be between 1 and {length} but is {num_actions}.")
-    weights = torch.zeros(plan.shape, device=device)
-    if loss_mask is not None and tuple(loss_mask.shape) != (batch, num_actions):
-        raise LogitlessError(f"loss_mask must be {[batch, num_actions]} but is {list(loss_mask.shape)}.")
+    if loss_mask is not None and tuple(loss_mask.shape) != (lines, num_actions):
+        raise LogitlessError(f"loss_mask must be {[lines, num_actions]} but is {list(loss_mask.shape)}.")
+    weights = torch.zeros(shape, device=device)
     weights[:, -num_actions:] = 1.0 if loss_mask is None else loss_mask.detach().to(weights)
-    return weights.flatten()
+    return weights
 
 
-def _mean_entropy(
-    score: Scorer, plan: Plan, weights: Tensor, shard: VocabShard | None, *sources: Tensor
-) -> tuple[Tensor, Tensor]:
+def _mean_entropy(score: Scorer, batch: Batch, shard: VocabShard | None, *sources: Tensor) -> tuple[Tensor, Tensor]:
     """Weighted mean over all ranks, without a graph; and this rank's part of that mean, with one."""
-    plan = plan.at(weights[plan.place] != 0)
-    weights = weights[plan.place]
-    out = score(plan, torch.zeros_like(plan.index), shard, entropy_mode(True, *sources))
+    out = score(batch.rows, shard, entropy_mode(True, *sources))
     assert out.entropy is not None
-    part = (out.entropy.float() * weights).sum()
-    totals = torch.stack([part.detach(), weights.sum()])
-    if plan.group is not None:
-        dist.all_reduce(totals, group=plan.group)
+    assert batch.weights is not None
+    part = (out.entropy.float() * batch.weights).sum()
+    totals = torch.stack([part.detach(), batch.weights.sum()])
+    if batch.group is not None:
+        dist.all_reduce(totals, group=batch.group)
     count = totals[1].clamp(min=1.0)
     return totals[0] / count, part / count
 
@@ -373,9 +362,9 @@ def make_chunked_entropy(original: Callable[..., Any], options: Mapping[str, Any
                 f"attention_mask must be {list(logits.shape[:-1])} to go with logits of shape {list(logits.shape)} but "
                 f"is {list(attention_mask.shape)}."
             )
-        out_of = None if attention_mask is None else attention_mask == 0
+        left_out = None if attention_mask is None else attention_mask == 0
         where = "chunked_entropy_from_logits"
-        entropy = entropy_of_logits(where, logits, options["audit"], grad=requires_grad, leave_out=out_of)
+        entropy = entropy_of_logits(where, logits, options["audit"], grad=requires_grad, leave_out=left_out)
         return (entropy if attention_mask is None else entropy * attention_mask).to(logits.dtype)
 
     return chunked_entropy_from_logits
@@ -395,7 +384,7 @@ def _check_batch(name: str, x: Tensor, target: Tensor) -> Tensor:
 
 def _check_pack(name: str, x: Tensor, target: Tensor, cp_group: Any) -> Tensor:
     _check_packed_tokens(name, x)
-    check_ids("target", target, (1, x.shape[1] * split_over(cp_group)[0].size))
+    check_ids("target", target, (1, x.shape[1] * ranks_in(cp_group)))
     return x
 
 
@@ -409,7 +398,7 @@ def _vocabulary(group: Any, start: int, stop: int, width: int) -> Vocabulary:
         raise LogitlessError(
             f"vocab_start_index {start} and vocab_end_index {stop} describe {stop - start} columns, not {width}."
         )
-    # To the host, as to torch, no group is the default group.
+    # To SkyRL, as to torch, None is the default group.
     shard = shard_between(dist.group.WORLD if group is None else group, start, stop)
     return shard, vocabulary_of(shard, width)
 
@@ -474,6 +463,6 @@ HOST = Host(
         "inplace_backward": Option(
             False, "True: FSDP's backward may write the gradient over the logits; for runs without an entropy bonus"
         ),
-        "memory": Option("256MiB", "working memory of the forms that take hidden states"),
+        "memory": Option("256MiB", "working memory of the functions that take hidden states"),
     },
 )

@@ -2,11 +2,12 @@
 
     loss.get_log_probs_and_entropy, loss.get_values     [1, T, V'] of a pack  ->  one tensor per sample
     ppo_utils.calculate_log_probs_and_entropy           [N, V'] logits  ->  [N, 1] and [N]
-    loss.policy_loss_function, loss.sft_loss_function   only with loss_mask_only: they know the masks
+    loss.policy_loss_function, loss.sft_loss_function   only with loss_mask_only, to read the loss masks
 
-Without a source edit: ``--custom-megatron-init-path logitless.adapters.slime.custom_megatron_init``. slime's logits are
-never written to, its lists keep their lengths and zigzag order on every rank, and temperature and top-p replay make no
-copy of the logits. Left to slime and counted as passed on: replay where some response token has no recorded ids.
+The flag ``--custom-megatron-init-path logitless.adapters.slime.custom_megatron_init`` installs it, without a source
+edit. slime's logits are never written to, its lists keep their lengths and zigzag order on every rank, and temperature
+and top-p replay make no copy of the logits. Calls left to slime and counted as passed on: replay in which some response
+token has no recorded support.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from torch import Tensor
 
 from logitless.adapters.audit import Audit
 from logitless.adapters.patching import Host, Installed, Option, Replacement, install_host
+from logitless.adapters.scoring import every_target
 from logitless.adapters.shards import check_ids, even_shard
 from logitless.errors import LogitlessError
 from logitless.from_logits import logprobs
 from logitless.kept import Kept
 from logitless.rows import Rows
 from logitless.rows.layouts import Contiguous, Zigzag
-from logitless.spec import IGNORE, EntropyMode, Head, VocabShard
+from logitless.spec import EntropyMode, Head, VocabShard
 
 
 def custom_megatron_init(args: Any) -> Installed:
@@ -63,7 +65,7 @@ def make_calculate(original: Callable[..., Any], options: Mapping[str, Any]) -> 
             raise LogitlessError(f"logits must be [N, V'] but is {list(logits.shape)}.")
         check_ids("tokens", tokens, (logits.shape[0],))
         if not len(logits):
-            # Empty, but with a graph: ranks with rows have one too.
+            # Empty, but with a graph, as on ranks that have rows.
             nothing = logits.sum(-1)
             return nothing, nothing if with_entropy and with_entropy_grad else _detached(nothing, with_entropy)
         logits, shard = logits.contiguous(), even_shard(tp_group, logits.shape[1])
@@ -83,7 +85,7 @@ def make_calculate(original: Callable[..., Any], options: Mapping[str, Any]) -> 
 
 
 def _kept_columns(keep: Tensor, tokens: Tensor, logits: Tensor, shard: VocabShard | None) -> Tensor:
-    """The mask with each row's target forced in, where its column is here."""
+    """The mask with each row's target set, where this shard has its column."""
     if keep.shape != logits.shape or keep.dtype != torch.bool:
         raise LogitlessError(
             f"log_prob_keep_mask must be bool {list(logits.shape)} like logits but is {keep.dtype} {list(keep.shape)}."
@@ -98,7 +100,7 @@ def _kept_columns(keep: Tensor, tokens: Tensor, logits: Tensor, shard: VocabShar
 
 
 class _Marked(NamedTuple):
-    """What the loss knows and ``get_log_probs_and_entropy`` is not told."""
+    """Loss masks and old log-probs of a batch, which slime does not pass to ``get_log_probs_and_entropy``."""
 
     masks: Sequence[Tensor]
     old: Sequence[Tensor] | None
@@ -127,14 +129,14 @@ def make_get_log_probs(original: Callable[..., Any], options: Mapping[str, Any])
             return NotImplemented
         _check_outputs(logits, "V'")
         marked = _marked.get()
-        plan = _Plan.make(args, logits, unconcat_tokens, total_lengths, response_lengths, marked and marked.masks)
-        kept = None if replay is None else Kept.from_responses(plan.rows, *replay)
+        batch = _Batch.make(args, logits, unconcat_tokens, total_lengths, response_lengths, marked and marked.masks)
+        kept = None if replay is None else Kept.from_responses(batch.rows, *replay)
         entropy = _entropy_mode(with_entropy, getattr(args, "entropy_coef", 0.0) != 0)
         # Squeezed, not indexed: the gradient of an index is a copy.
-        fields = _score(logits.squeeze(0), plan.rows, kept, entropy, args, options)
-        per_sample = plan.split(fields)
+        fields = _score(logits.squeeze(0), batch.rows, kept, entropy, args, options)
+        per_sample = batch.split(fields)
         if marked is not None and marked.old is not None:
-            per_sample[0] = _filled(plan, per_sample[0], marked.old)
+            per_sample[0] = _filled(batch, per_sample[0], marked.old)
         names = ("log_probs", "entropy")[: len(per_sample)]
         results = dict(zip(names, per_sample, strict=True))
         return torch.empty((0,), device=logits.device), results
@@ -143,7 +145,7 @@ def make_get_log_probs(original: Callable[..., Any], options: Mapping[str, Any])
 
 
 def make_get_values(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``get_values``: the same rows of a value head, untouched by temperature."""
+    """Stands in for ``get_values``: response rows of the value head, without temperature."""
 
     def get_values(
         logits: Tensor,
@@ -156,15 +158,15 @@ def make_get_values(original: Callable[..., Any], options: Mapping[str, Any]) ->
         non_loss_data: bool = True,
     ) -> Any:
         _check_outputs(logits, 1)
-        plan = _Plan.make(args, logits, unconcat_tokens, total_lengths, response_lengths, None)
-        values = plan.rows.take(logits.squeeze(0)).squeeze(-1)
-        return torch.empty((0,), device=logits.device), {"values": plan.split([values])[0]}
+        batch = _Batch.make(args, logits, unconcat_tokens, total_lengths, response_lengths, None)
+        values = batch.rows.take(logits.squeeze(0)).squeeze(-1)
+        return torch.empty((0,), device=logits.device), {"values": batch.split([values])[0]}
 
     return get_values
 
 
 def make_loss(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for a loss function: the same loss, with its masks in reach of ``get_log_probs_and_entropy``."""
+    """Stands in for a loss function: slime's loss, called while ``get_log_probs_and_entropy`` can read the masks."""
 
     def loss_function(args: Any, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Any) -> Any:
         old = batch.get("rollout_log_probs" if getattr(args, "use_rollout_logprobs", False) else "log_probs")
@@ -177,8 +179,8 @@ def make_loss(original: Callable[..., Any], options: Mapping[str, Any]) -> Calla
     return loss_function
 
 
-class _Plan(NamedTuple):
-    """The rows that are scored here, and those that results are returned for: others after an all-gather split."""
+class _Batch(NamedTuple):
+    """Rows that this rank scores, and rows whose results it returns: they differ under all-gather CP."""
 
     rows: Rows
     wanted: Rows
@@ -192,7 +194,7 @@ class _Plan(NamedTuple):
         total_lengths: Sequence[int],
         response_lengths: Sequence[int],
         masks: Sequence[Tensor] | None,
-    ) -> _Plan:
+    ) -> _Batch:
         from megatron.core import parallel_state
 
         _check_lengths(tokens, total_lengths)
@@ -201,17 +203,17 @@ class _Plan(NamedTuple):
         shared: dict[str, Any] = {"loss_masks": masks, "loss_mask_only": masks is not None}
         if size <= 1:
             rows = Rows.packed(tokens, response_lengths, **shared, **window)
-            return _Plan(rows, rows, None)
+            return _Batch(rows, rows, None)
         zigzag = Zigzag(rank, size)
         if not args.allgather_cp:
             rows = Rows.packed(tokens, response_lengths, cp=zigzag, **shared, **window)
-            return _Plan(rows, rows, None)
+            return _Batch(rows, rows, None)
         rows = Rows.packed(tokens, response_lengths, cp=Contiguous(rank, size), **shared, **window)
         wanted = Rows.packed(tokens, response_lengths, cp=zigzag, **shared, device=outputs.device)
-        return _Plan(rows, wanted, parallel_state.get_context_parallel_group())
+        return _Batch(rows, wanted, parallel_state.get_context_parallel_group())
 
     def split(self, fields: list[Tensor]) -> list[list[Tensor]]:
-        """One list of per-sample tensors for each field. An all-gather split is undone by one collective for all."""
+        """One list of per-sample tensors for each field. Under all-gather CP, one collective for all of them."""
         if self.group is not None:
             fields = self.rows.redistribute(fields, self.wanted, self.group, grad="sum")
         return [self.wanted.split(x) for x in fields]
@@ -237,23 +239,22 @@ def _score(
     fields = [x for x in (out.logprob, out.entropy) if x is not None]
     fields = fields if options["response_only"] else [rows.take(x) for x in fields]
     if audit:
-        every = logits.new_full((len(logits),), IGNORE, dtype=torch.int64).index_copy(0, rows.index, rows.target)
         seen = [rows.expand(x.detach()) for x in fields]
-        # Kept ids normalise over less than the row, which the audit does not know of.
+        # The audit normalises over the whole vocabulary, so a log-prob over a support is not compared.
         values = {"logprob": seen[0] if kept is None else None, "entropy": seen[1] if entropy else None}
-        audit.of_logits("get_log_probs", logits, every, head=head, shard=shard, **values)
+        audit.of_logits("get_log_probs", logits, every_target(rows), head=head, shard=shard, **values)
     return fields
 
 
-def _filled(plan: _Plan, log_probs: list[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
+def _filled(batch: _Batch, log_probs: list[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
     """Old log-probs where no row was scored, so that a ratio that the mask drops is 1 and not an overflow."""
-    scored = plan.wanted.split(torch.ones(len(plan.wanted), device=log_probs[0].device)) if log_probs else []
+    scored = batch.wanted.split(torch.ones(len(batch.wanted), device=log_probs[0].device)) if log_probs else []
     pairs = zip(log_probs, scored, old, strict=True)
     return [new + (1 - here) * before.detach().to(new) for new, here, before in pairs]
 
 
 def _recorded(ids: Sequence[Any] | None, offsets: Sequence[Any] | None, response_lengths: Sequence[int]) -> Any:
-    """Kept ids and how many each response token has, per sample; NotImplemented if some token has no record."""
+    """Per sample, the supports of its response tokens and their sizes; NotImplemented if a token has no record."""
     if ids is None or offsets is None:
         return None
     if not len(ids) == len(offsets) == len(response_lengths):
@@ -283,7 +284,7 @@ def _check_lengths(tokens: Sequence[Tensor], total_lengths: Sequence[int]) -> No
 
 
 def _memory(options: Mapping[str, Any], chunk_size: int, columns: int) -> int | str:
-    """slime's chunk of rows as bytes of float32 logits; its -1 is the library's own default."""
+    """slime's chunk of rows as bytes of float32 logits; -1 means this library's default."""
     rows = options["chunk_size"] if options["chunk_size"] > 0 else chunk_size
     return 4 * rows * columns if rows > 0 else "16MiB"
 

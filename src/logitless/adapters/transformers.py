@@ -2,13 +2,14 @@
 
     model = patch(model)
     out = model(input_ids, attention_mask=mask, rows=rows, entropy="value")     out.logprob, out.entropy, out.log_z
-    model(input_ids)                                                            as before: generation, evaluation
+    model(input_ids)                                                            unchanged: generation, evaluation
 
-Without ``rows`` the model's own forward runs. With them the backbone runs, and the head is called with the rows instead
-of being multiplied out: as a module, so that FSDP gathers its weight, unless tensor parallelism made it a shard.
+Without ``rows`` the model's own forward runs. With ``rows`` the backbone runs, and then the head module, which scores
+the rows instead of multiplying: called as a module, FSDP gathers its weight. Of a head that tensor parallelism has
+sharded, the weight is read directly.
 
-What a model does to its logits (scale, softcap, bias) is read from its configuration and then proven: ``verify`` blows
-the hidden states up and compares with the model's own logits. A head that does anything else is refused.
+Scale and softcap of the logits are read from the model's configuration and checked: ``verify`` enlarges the hidden
+states and compares with the model's own logits. A head that does more is refused.
 """
 
 from __future__ import annotations
@@ -54,18 +55,18 @@ OPTIONS = ("backend", "batch_invariant", "match", "memory", "tf32")
 """Keywords of ``linear_logprobs`` that ``patch`` passes on."""
 
 SIZES = (30.0, 1000.0)
-"""Spread of the logits in a verification: a softcap or a scale that was missed is far off at one of them."""
+"""Standard deviations of the logits in a verification: a missed softcap or scale shows at one of them."""
 
 COARSEST = 2.0**-11
-"""Products are not trusted to more than TF32 keeps, whatever the dtype."""
+"""Rounding of a TF32 product: a verification allows for it, whatever the dtype."""
 
 
 class CausalLMScores(NamedTuple):
-    """What a patched model returns for rows.
+    """Results of a patched model for rows.
 
     Attributes:
         logprob, entropy, log_z: as in :class:`logitless.TokenStats`.
-        backbone: the backbone's own output: hidden states, router logits, and what else was asked for.
+        backbone: the backbone's output: hidden states, router logits, and other outputs that were asked for.
     """
 
     logprob: Tensor
@@ -76,7 +77,7 @@ class CausalLMScores(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Patch:
-    """What was decided when the model was patched."""
+    """Settings of a patched model."""
 
     original: Callable[..., Any]
     head: Head
@@ -87,7 +88,7 @@ class _Patch:
 
 @dataclass(frozen=True, eq=False)
 class _Question:
-    """What the head is asked instead of logits."""
+    """Arguments of a head that is asked for results instead of logits."""
 
     rows: Any
     entropy: EntropyMode
@@ -125,7 +126,7 @@ def patch(model: Any, *, verify: bool = True, audit: int | Audit = 0, **options:
     if not verify and model.config.model_type not in TESTED:
         raise LogitlessError(
             f"patch: {model.config.model_type} is not one of the tested families ({', '.join(TESTED)}). "
-            f"Leave verify=True, so that its head is compared with ours."
+            f"Leave verify=True, so that our results are compared with its logits."
         )
     shard = shard_of(layer.weight) if _is_tensor_parallel(model, layer) else None
     audit = audit if isinstance(audit, Audit) else Audit(audit)
@@ -139,13 +140,13 @@ def patch(model: Any, *, verify: bool = True, audit: int | Audit = 0, **options:
         except LogitlessError:
             unpatch(model)
             raise
-    # From here on: blown-up hidden states are not what the audit is for.
+    # Only now: the enlarged hidden states of the verification are not audited.
     model._logitless = replace(model._logitless, audit=audit)
     return model
 
 
 def unpatch(model: Any) -> None:
-    """Put a patched model back."""
+    """Put the original forward of a patched model back."""
     if "_logitless" not in vars(model):
         raise LogitlessError("unpatch: this model is not patched.")
     ours = getattr(vars(model).get("forward"), "__func__", None)
@@ -154,14 +155,14 @@ def unpatch(model: Any) -> None:
     patched: _Patch = model._logitless
     del model.forward, model._logitless
     if patched.original != model.forward:
-        # It was an attribute of this very model, as TRL's fused head is.
+        # The original was an attribute of this model object, as TRL's fused head is.
         model.forward = patched.original
     if patched.shard is None:
         vars(model.get_output_embeddings()).pop("forward", None)
 
 
 def audit_of(model: Any) -> AuditReport:
-    """What the audit of a patched model has seen."""
+    """The audit's report of a patched model."""
     if "_logitless" not in vars(model):
         raise LogitlessError("audit_of: this model is not patched.")
     return model._logitless.audit.report()
@@ -188,12 +189,12 @@ def _score(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> CausalLMScores:
-    """Backbone, then the head's answer for the rows."""
+    """Run the backbone, then score the rows with the head."""
     name, patched = f"{type(model).__name__}.forward", model._logitless
     entropy, temperature, kept = (kwargs.pop(key, default) for key, default in _KEYWORDS)
     inputs = {**_by_name(name, type(model).forward, args), **kwargs}
     for refused in ("labels", "logits_to_keep", "shift_labels"):
-        # As a name, logits_to_keep may arrive with its default.
+        # Callers may pass logits_to_keep by name with its default, 0.
         given = inputs.pop(refused, None)
         if given is not None and not (type(given) is int and given == 0):
             raise LogitlessError(f"{name}: {refused} cannot go with rows, which say what is scored. Drop {refused}.")
@@ -202,7 +203,7 @@ def _score(
     hidden = backbone.last_hidden_state
     if hasattr(hidden, "full_tensor"):
         raise LogitlessError(
-            f"{name}: the hidden states are a DTensor. Give the last norm a plan that replicates them."
+            f"{name}: the hidden states are a DTensor. Give the last norm a tp_plan entry that replicates them."
         )
     hidden = hidden.to(layer.weight.device)
     question = _Question(
@@ -214,7 +215,7 @@ def _score(
 
 
 def _by_name(name: str, forward: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
-    """Positional arguments by name: the backbone's parameters need not be in the same order."""
+    """Positional arguments by name: the backbone may have its parameters in another order."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     if len(args) > sum(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters):
         raise LogitlessError(f"{name}: {len(args)} positional arguments cannot be told apart. Pass them by name.")
@@ -236,7 +237,7 @@ def _ask(name: str, layer: Any, hidden: Tensor, question: _Question) -> TokenSta
 
 
 def _layer_forward(self: nn.Linear, hidden: Tensor, question: _Question | None = None) -> Any:
-    """The head's forward: logits, or answers."""
+    """The head's forward: logits, or results for the question."""
     return nn.Linear.forward(self, hidden) if question is None else _answer(self, hidden, question)
 
 
@@ -259,7 +260,7 @@ def _local(x: Any) -> Any:
 
 
 def _audit(name: str, audit: Audit, layer: Any, hidden: Tensor, question: _Question, stats: TokenStats) -> None:
-    """Kept ids change the log-prob, so that only the entropy can be judged there."""
+    """Compare with float64; of rows with a support only the entropy, which is over the whole vocabulary."""
     if not audit:
         return
     rows, _ = resolve_rows(name, question.rows)
@@ -277,7 +278,7 @@ def _audit(name: str, audit: Audit, layer: Any, hidden: Tensor, question: _Quest
     )
 
 
-# What a model's head is.
+# Checks of the model and its head.
 
 
 def _check_model(model: Any) -> nn.Linear:
@@ -300,12 +301,12 @@ def _check_model(model: Any) -> nn.Linear:
 
 
 def _is_tensor_parallel(model: Any, layer: nn.Linear) -> bool:
-    """Whether the head is a shard by the model's tensor-parallel plan; FSDP's shards are gathered, not scored."""
+    """Whether tensor parallelism has sharded the head. FSDP's shards do not count: FSDP gathers them."""
     return (getattr(model, "tp_size", None) or 1) > 1 and hasattr(layer.weight, "placements")
 
 
 def _head_of(model: Any) -> Head:
-    """Scale and softcap by the names that configurations give them. Whether that is all of it, ``_verify`` says."""
+    """Scale and softcap, by their names in configurations. ``_verify`` checks that the head does no more."""
     config = model.config.get_text_config()
     scale = 1.0
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling"):
@@ -354,7 +355,7 @@ def _own_logits(model: Any, ids: Tensor, factor: float) -> Tensor:
 
 @contextmanager
 def _scaled(model: Any, factor: float) -> Iterator[None]:
-    """The backbone's hidden states times a factor, for the model's head and for ours alike."""
+    """Inside the block the backbone's hidden states are multiplied by a factor, for their logits and our results."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         output.last_hidden_state = output.last_hidden_state * factor
@@ -369,7 +370,7 @@ def _scaled(model: Any, factor: float) -> Iterator[None]:
 
 @contextmanager
 def _in_evaluation(model: nn.Module) -> Iterator[None]:
-    """No dropout; every module's own mode is put back."""
+    """Inside the block there is no dropout; the mode of every module is put back."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -379,7 +380,7 @@ def _in_evaluation(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-# install("transformers"): whatever the Auto class makes is patched.
+# install("transformers"): every model that the Auto class makes is patched.
 
 
 def make_factory(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -414,7 +415,7 @@ HOST = Host(
     versions=("5.22",),
     replacements=_replacements,
     options={
-        "verify": Option(True, "compare every model that is made with its own logits"),
+        "verify": Option(True, "check our results for every model against its own logits"),
         "memory": Option("256MiB", "working memory of the head"),
     },
 )

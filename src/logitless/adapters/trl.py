@@ -1,14 +1,14 @@
 """TRL: the fused LM head of its trainers, and the functions on logits that they share.
 
     GRPOTrainer, RLOOTrainer, AsyncGRPOTrainer, DPOTrainer, ...
-      _get_per_token_logps_and_entropies  ->  model(..., fused_lm_head=True)  ->  ChunkedLogProbFunction.apply   (ours)
-    trainers that hold logits
-      selective_log_softmax, entropy_from_logits, selective_log_softmax_and_entropy                            (ours)
+      _get_per_token_logps_and_entropies -> model(..., fused_lm_head=True) -> ChunkedLogProbFunction.apply   (replaced)
+    trainers with logits
+      selective_log_softmax, entropy_from_logits, selective_log_softmax_and_entropy                         (replaced)
 
-TRL rounds half-precision logits to their own dtype. That answer is kept, so that runs compare with earlier ones, unless
-``accurate=True`` asks for float32. Left to TRL and counted as passed on: half-precision logits without ``accurate``,
-fused heads that must also report the largest, mean or squared probabilities, and heads under DeepSpeed ZeRO-3, whose
-weight is gone when backward wants it.
+TRL rounds half-precision logits to their own dtype. So does this adapter, to make runs comparable with earlier runs,
+unless ``accurate=True`` asks for float32. Calls left to TRL and counted as passed on: half-precision logits without
+``accurate``, fused heads that must also report the largest, mean or squared probabilities, and heads under DeepSpeed
+ZeRO-3, which partitions the weight again before backward.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXTRA_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 def make_fused_head(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``ChunkedLogProbFunction.apply``: five per-token results from hidden states, absent ones None."""
+    """Stands in for ``ChunkedLogProbFunction.apply``: five results per token, None if not asked for."""
     audit: Audit = options["audit"]
 
     def apply(
@@ -83,7 +83,7 @@ def make_selective_log_softmax(original: Callable[..., Any], options: Mapping[st
 
 
 def make_entropy_from_logits(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``entropy_from_logits``; the chunk size has nothing left to do."""
+    """Stands in for ``entropy_from_logits``; the chunk size is ignored."""
 
     def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Any:
         if logits.dtype in HALF and not options["accurate"]:
@@ -135,7 +135,7 @@ def _one_pass(
 def _several(
     logits: Tensor, index: Tensor, temperature: float, row_mask: Tensor | None, options: Mapping[str, Any]
 ) -> Tensor:
-    """K log-probs per row: the same log Z for all of them."""
+    """K log-probs per row, all with the log Z of the row."""
     first = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     log_z = _one_pass(logits, first, temperature, None, None, options).log_z
     chosen = logits.gather(-1, index.long()).to(log_z.dtype) / temperature - log_z.unsqueeze(-1)
@@ -157,10 +157,10 @@ def _check_index(logits: Tensor, index: Tensor, row_mask: Tensor | None) -> None
 
 
 def _check_ids(name: str, ids: Tensor) -> None:
-    """TRL has no id that means "leave out" here: its callers replace -100 first."""
+    """Raise for negative ids: in TRL, callers replace -100 before they call."""
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise LogitlessError(f"{name} must be integers but is {ids.dtype}.")
-    # On an accelerator this would stall the stream.
+    # On an accelerator this check would stall the stream.
     if ids.device.type == "cpu" and bool((ids < 0).any()):
         raise LogitlessError(f"{name} has the id {int(ids.min())}. Ids must not be negative; leave rows out by mask.")
 

@@ -1,15 +1,15 @@
 """verl: the fused heads of its FSDP and Megatron engines, and the functions on logits that its engines share.
 
-    FSDP      use_fused_kernels     FusedLinearForPPO (torch, liger), linear_cross_entropy (triton)          (ours)
+    FSDP      use_fused_kernels     FusedLinearForPPO (torch, liger), linear_cross_entropy (triton)      (replaced)
               otherwise             logprobs_from_logits, entropy_from_logits[_with_chunking],
-                                    calculate_sum_pi_squared_from_logits                                     (ours)
-    Megatron  use_fused_kernels     linear_cross_entropy, from verl's output processor                       (ours)
+                                    calculate_sum_pi_squared_from_logits                                 (replaced)
+    Megatron  use_fused_kernels     linear_cross_entropy, from verl's output processor                   (replaced)
               otherwise             vocab_parallel_{entropy[_with_chunking], sum_pi_squared,
-                                    log_probs_from_logits}                                                   (ours)
+                                    log_probs_from_logits}                                               (replaced)
 
-verl's fused heads see hidden states and a weight, nothing else of the model: a final softcap, a logit scale or a bias
-of the head are lost unless they are told to ``install``. Left to verl and counted as passed on:
-``linear_cross_entropy`` with a reduction, which verl itself never asks for.
+verl passes its fused heads hidden states and a weight, nothing else of the model: a final softcap, a logit scale or a
+bias of the head must be passed to ``install``. Calls left to verl and counted as passed on: ``linear_cross_entropy``
+with a reduction, which verl itself never asks for.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def make_fused_linear(original: Callable[..., Any], options: Mapping[str, Any]) 
 def make_linear_cross_entropy(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Stands in for ``linear_cross_entropy``: float32 vectors, however many dimensions hidden has.
 
-    The gradient of hidden is this rank's part, as verl's is: the backward of Megatron's sequence-parallel gather adds
-    the parts up. Without sequence parallelism nothing does; ``hidden_grad="reduced"`` is for that.
+    The gradient of hidden is this rank's part, as in verl: the backward of Megatron's sequence-parallel gather adds the
+    parts up. Without sequence parallelism ``hidden_grad="reduced"`` adds them up here.
     """
 
     def linear_cross_entropy(
@@ -134,7 +134,7 @@ def make_sum_pi_squared(original: Callable[..., Any], options: Mapping[str, Any]
 
 
 def make_parallel_entropy(where: str, dtype: torch.dtype | None) -> Make:
-    """Stands in for ``vocab_parallel_entropy`` and its chunked form. Logits are left as they are, also in backward."""
+    """Stands in for ``vocab_parallel_entropy`` and its chunked form. Logits are never overwritten."""
 
     def make(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
         def vocab_parallel_entropy(vocab_parallel_logits: Tensor, chunk_size: int = 2048) -> Tensor:
@@ -159,7 +159,7 @@ def make_parallel_sum_pi_squared(original: Callable[..., Any], options: Mapping[
 
 
 def make_parallel_log_probs(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``vocab_parallel_log_probs_from_logits``, which overwrites float32 logits; ours does not."""
+    """Stands in for ``vocab_parallel_log_probs_from_logits``. Unlike verl's, it does not overwrite float32 logits."""
 
     def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
         check_ids("labels", labels, logits.shape[:-1])
