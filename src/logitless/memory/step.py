@@ -133,13 +133,14 @@ class Step:
 
     def _rows(self, device: torch.device) -> Rows | Tensor:
         """Targets of all tokens; or rows of some of them, of samples that have ``counts`` rows each."""
-        if self.counts is not None:
-            prompt = (self.tokens - sum(self.counts)) // max(1, len(self.counts))
-            samples = [torch.zeros(max(prompt, 1) + length, dtype=torch.int64) for length in self.counts]
-            return Rows.packed(samples, self.counts, num_tokens=self.tokens, device=device)
-        if self.rows is None:
+        if self.rows is None and self.counts is None:
             return torch.zeros(self.tokens, dtype=torch.int64, device=device)
-        rows = Rows.at(torch.arange(self.rows), torch.zeros(self.rows, dtype=torch.int64), num_tokens=self.tokens)
+        count = self.num_rows
+        rows = Rows.at(torch.arange(count), torch.zeros(count, dtype=torch.int64), num_tokens=self.tokens)
+        if self.counts is not None:
+            counts, lengths = tuple(self.counts), torch.tensor(self.counts, dtype=torch.int64)
+            sample = torch.repeat_interleave(torch.arange(len(counts)), lengths)
+            rows = replace(rows, sample=sample, counts=counts, held=counts, totals=lengths)
         tensors = {f.name: x.to(device) for f in fields(rows) if isinstance(x := getattr(rows, f.name), Tensor)}
         return replace(rows, **tensors)
 
