@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from logitless.tools.bench.records import Record, format_bytes, newest
+from logitless.spec import format_bytes
+from logitless.tools.bench.records import Record, newest
 
 PAGE = Path(__file__).parent / "benchmarks.md"
 Cell = Callable[[Record | None], str]

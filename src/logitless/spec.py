@@ -182,6 +182,18 @@ def parse_memory(memory: int | str) -> int:
     raise LogitlessError(f'memory: wanted a positive number of bytes or a size such as "512MiB" but got {memory!r}.')
 
 
+def format_bytes(size: int) -> str:
+    """A number of bytes for people, which :func:`parse_memory` reads back up to rounding.
+
+    >>> format_bytes(9_957_277_696), format_bytes(123_456), format_bytes(0)
+    ('9.27 GiB', '120.6 KiB', '0 B')
+    """
+    for unit, power, digits in (("TiB", 4, 2), ("GiB", 3, 2), ("MiB", 2, 1), ("KiB", 1, 1)):
+        if size >= 1024**power:
+            return f"{size / 1024**power:.{digits}f} {unit}"
+    return f"{size} B"
+
+
 def _is_finite_number(x: object) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
 

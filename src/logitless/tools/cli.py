@@ -29,6 +29,7 @@ except ImportError as error:
     raise SystemExit(f"logitless: {error}. Install the command line with pip install 'logitless[bench]'.") from None
 
 from logitless.errors import LogitlessError
+from logitless.spec import format_bytes, parse_memory
 from logitless.tools.bench import records as rec
 from logitless.tools.bench.cases import select_names
 from logitless.tools.bench.run import Request, execute, listing
@@ -77,7 +78,6 @@ def plan(
 
     With --card, exit code 1 says that the recommended call does not fit.
     """
-    from logitless.spec import parse_memory
     from logitless.tools import plan as planner
     from logitless.tools.presets import find_card, find_model
 
@@ -392,7 +392,6 @@ def _print_summary(summary: Any, as_json: bool) -> None:
 
 
 def _print_plan(answer: Any) -> None:
-    from logitless.memory import size_text
     from logitless.tools.plan import headline, summary_rows
 
     console = Console(width=None if sys.stdout.isatty() else 80, highlight=False)
@@ -410,9 +409,9 @@ def _print_plan(answer: Any) -> None:
         console.print(f"\n{forecast.way.name}", style="bold")
         console.print(items, markup=False, soft_wrap=True)
     console.print("\nRecommended", style="bold")
-    console.print(f"{answer.call.plan}\nPeak {size_text(answer.call.peak)}.", markup=False)
+    console.print(f"{answer.call.plan}\nPeak {format_bytes(answer.call.peak)}.", markup=False)
     if not answer.fits:
-        lack = f"It does not fit: {size_text(answer.free or 0)} are free. Take fewer tokens, or more ranks."
+        lack = f"It does not fit: {format_bytes(answer.free or 0)} are free. Take fewer tokens, or more ranks."
         console.print(lack, style="red", markup=False)
     console.print(f"\n{answer.snippet}", markup=False, soft_wrap=True)
 

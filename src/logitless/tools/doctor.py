@@ -21,7 +21,7 @@ from logitless.backends import NAMES, choose_backend, load
 from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.from_logits import logprobs
-from logitless.spec import Head
+from logitless.spec import Head, format_bytes
 
 PACKAGES = ("logitless", "torch", "triton", "transformers", "typer", "rich", "matplotlib", "pyarrow")
 
@@ -124,7 +124,7 @@ def _describe(device: torch.device) -> str:
     if device.type != "cuda":
         return f"{device.type} ({torch.get_num_threads()} threads)"
     facts = torch.cuda.get_device_properties(device)
-    return f"{facts.name}, compute capability {facts.major}.{facts.minor}, {facts.total_memory / 2**30:.1f} GiB"
+    return f"{facts.name}, compute capability {facts.major}.{facts.minor}, {format_bytes(facts.total_memory)}"
 
 
 def _backend(name: str, device: torch.device) -> BackendFinding:

@@ -17,9 +17,9 @@ from typing import Any, Literal
 from logitless.errors import LogitlessError
 from logitless.footprints import Item
 from logitless.from_hidden.plan import LinearPlan
-from logitless.memory import Estimate, estimate, size_text
+from logitless.memory import Estimate, estimate
 from logitless.objectives import Objective
-from logitless.spec import EntropyMode
+from logitless.spec import EntropyMode, format_bytes
 from logitless.tools.presets import ModelShape
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -320,7 +320,7 @@ def summary_rows(plan: ModelPlan) -> list[tuple[str, str, str, str, str]]:
         share = "" if forecast is plan.forecasts[0] else f"{peak / plain:.1%}"
         fits = {None: "", True: "yes", False: "no"}[forecast.fits]
         most = "" if forecast.most_tokens is None else str(forecast.most_tokens)
-        lines.append((forecast.way.name, size_text(peak), share, fits, most))
+        lines.append((forecast.way.name, format_bytes(peak), share, fits, most))
     return lines
 
 

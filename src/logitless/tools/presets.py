@@ -5,13 +5,12 @@ The numbers are those of the published ``config.json`` files; any other model is
 
 from __future__ import annotations
 
-import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from logitless.errors import LogitlessError
+from logitless.errors import LogitlessError, did_you_mean
 from logitless.spec import parse_memory
 
 
@@ -85,7 +84,7 @@ def find_model(model: str) -> ModelShape:
         return _read_config(path)
     raise LogitlessError(
         f"plan: model must be a config.json, a folder with one, or a preset but is {model!r}."
-        f"{_did_you_mean(model, PRESETS)}"
+        f"{did_you_mean(model.lower(), PRESETS)} Known: {', '.join(PRESETS)}."
     )
 
 
@@ -101,7 +100,8 @@ def find_card(card: str) -> int:
         return parse_memory(card)
     except LogitlessError:
         raise LogitlessError(
-            f'plan: card must be a size such as "80GiB" or a name but is {card!r}.{_did_you_mean(card, CARDS)}'
+            f'plan: card must be a size such as "80GiB" or a name but is {card!r}.'
+            f"{did_you_mean(card.lower(), CARDS)} Known: {', '.join(CARDS)}."
         ) from None
 
 
@@ -136,8 +136,3 @@ def _scale(fields: dict[str, Any]) -> float:
     if fields.get("logits_scaling"):
         return 1 / fields["logits_scaling"]
     return float(fields.get("logit_scale") or 1.0)
-
-
-def _did_you_mean(name: str, known: dict[str, Any]) -> str:
-    close = difflib.get_close_matches(name.lower(), known, n=1)
-    return (f" Did you mean {close[0]!r}?" if close else "") + f" Known: {', '.join(known)}."

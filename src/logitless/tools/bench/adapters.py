@@ -30,9 +30,10 @@ from torch import Tensor
 
 import logitless
 from logitless.errors import LogitlessError
+from logitless.spec import format_bytes
 from logitless.tools.bench import host_steps
 from logitless.tools.bench.measure import peak_bytes
-from logitless.tools.bench.records import Environment, format_bytes
+from logitless.tools.bench.records import Environment
 
 RESULTS = Path("benchmarks/results/adapters.jsonl")
 START, END = "<!-- table: python -m logitless.tools.bench.adapters -->\n", "<!-- end of table -->"

@@ -27,8 +27,9 @@ import torch
 
 import logitless
 from logitless.errors import LogitlessError
+from logitless.spec import format_bytes
 from logitless.tools.bench.cases import Case
-from logitless.tools.bench.records import Record, append_records, format_bytes, read_records
+from logitless.tools.bench.records import Record, append_records, read_records
 from logitless.tools.bench.run import Plan, Request
 
 Report = Callable[[str], None]

@@ -16,11 +16,11 @@ from torch import Tensor
 from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.from_logits import logprobs
 from logitless.kept import Kept
-from logitless.memory import Estimate, estimate, size_text
+from logitless.memory import Estimate, estimate
 from logitless.objectives import Objective
 from logitless.policy_loss import linear_policy_loss
 from logitless.rows import Rows
-from logitless.spec import Head, VocabShard
+from logitless.spec import Head, VocabShard, format_bytes
 from logitless.tools.bench.inputs import hand_over
 from logitless.tools.bench.linear_providers import plain_linear
 from logitless.tools.bench.measure import peak_bytes
@@ -74,7 +74,7 @@ def table(results: Iterable[Compared]) -> str:
     """One line per case."""
     lines = [f"{'case':44}{'forward':>12}{'measured':>12}{'step':>12}{'measured':>12}{'error':>8}"]
     for r in results:
-        sizes = "".join(f"{size_text(n):>12}" for n in r[1:])
+        sizes = "".join(f"{format_bytes(n):>12}" for n in r[1:])
         lines.append(f"{r.name[:43]:44}{sizes}{r.error:8.2%}")
     return "\n".join(lines)
 

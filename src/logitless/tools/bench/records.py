@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 
 import logitless
+from logitless.spec import format_bytes
 from logitless.tools.bench.cases import Computed
 
 Status = Literal["ok", "wrong", "out of memory", "failed", "absent"]
@@ -188,18 +189,6 @@ def text_table(records: Sequence[Record]) -> str:
     """The whole table in plain text, at most 100 columns wide."""
     groups = [line for group in by_case(records) for line in _text_group(group)]
     return "\n".join([*groups, *_wrapped(footnotes(records))])
-
-
-def format_bytes(count: int) -> str:
-    """
-    >>> format_bytes(9_957_277_696), format_bytes(4096), format_bytes(0)
-    ('9.27 GiB', '4.0 KiB', '0 B')
-    """
-    for unit, digits in (("GiB", 2), ("MiB", 1), ("KiB", 1)):
-        size = 1024 ** ("KiB", "MiB", "GiB").index(unit) * 1024
-        if count >= size:
-            return f"{count / size:.{digits}f} {unit}"
-    return f"{count} B"
 
 
 def _floor(record: Record) -> str:

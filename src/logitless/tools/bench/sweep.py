@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from logitless.errors import LogitlessError
-from logitless.spec import EntropyMode, parse_memory
+from logitless.spec import EntropyMode, format_bytes, parse_memory
 from logitless.tools.bench.cases import DTYPES, Case, select_names
 from logitless.tools.bench.linear_providers import LINEAR_PROVIDERS
 from logitless.tools.bench.point import Point, measure_apart
@@ -31,7 +31,6 @@ from logitless.tools.bench.records import (
     append_records,
     failures,
     footnotes,
-    format_bytes,
     read_records,
 )
 from logitless.tools.bench.run import Report, Request

@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from logitless.tools.bench.records import format_bytes
+from logitless.spec import format_bytes
 from logitless.tools.demo.run import Demo
 from logitless.tools.plots.style import LIGHT, WIDTH_INCHES, save
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from logitless.tools.bench.records import format_bytes
+from logitless.spec import format_bytes
 from logitless.tools.demo.run import Demo, verdict
 
 
@@ -42,7 +42,7 @@ def _runs(demo: Demo) -> Table:
 def _peaks(demo: Demo) -> Table:
     table = _table("response rows", *(f"{fraction:.0%}" for fraction in demo.sweep.fractions))
     for name, peaks in demo.sweep.peaks.items():
-        table.add_row(name, *(f"{peak / 2**20:.0f} MiB" for peak in peaks))
+        table.add_row(name, *map(format_bytes, peaks))
     return table
 
 

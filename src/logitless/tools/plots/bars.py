@@ -19,7 +19,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from logitless.errors import LogitlessError
-from logitless.tools.bench.records import COMPUTES, Record, by_case, format_bytes, newest
+from logitless.spec import format_bytes
+from logitless.tools.bench.records import COMPUTES, Record, by_case, newest
 from logitless.tools.plots.curves import GROWTH, draw_growth
 from logitless.tools.plots.style import DARK, LIGHT, WIDTH_INCHES, Style, save, where
 

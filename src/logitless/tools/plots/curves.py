@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from logitless.errors import LogitlessError
-from logitless.tools.bench.records import Record, format_bytes, newest
+from logitless.spec import format_bytes
+from logitless.tools.bench.records import Record, newest
 from logitless.tools.plots.style import WIDTH_INCHES, Style, save, where
 
 GROWTH = "linear-growth-"
