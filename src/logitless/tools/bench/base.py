@@ -31,6 +31,7 @@ from logitless.spec import format_bytes
 from logitless.tools.bench.cases import Case
 from logitless.tools.bench.records import Record, append_records, read_records
 from logitless.tools.bench.run import Plan, Request
+from logitless.tools.bench.tables import text_table
 
 Report = Callable[[str], None]
 ROUNDS = 2
@@ -302,12 +303,7 @@ def comparison_table(comparison: Comparison) -> str:
     lines = [f"old: {comparison.commit[:12]} ({comparison.base}), new: this checkout; ratio: new over old"]
     for name in dict.fromkeys(c.case for c in comparison.compared):
         group = [c for c in comparison.compared if c.case == name and _status(c.new) != "absent"]
-        cells = [COLUMNS, *(_cells(c) for c in group)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(COLUMNS))]
-        lines += ["", name]
-        for row in cells:
-            sized = enumerate(zip(row, widths, strict=True))
-            lines.append("  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in sized).rstrip())
+        lines += ["", name, text_table(COLUMNS, map(_cells, group))]
         notes = [(c.provider, c.remark) for c in group if c.remark]
         notes += [(c.provider, r.detail) for c in group for r in [*c.new, *c.old] if r.status != "ok"]
         remarks = {c.remark for c in group}

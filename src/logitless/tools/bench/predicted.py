@@ -25,6 +25,7 @@ from logitless.tools.bench.inputs import hand_over
 from logitless.tools.bench.linear_providers import plain_linear
 from logitless.tools.bench.measure import peak_bytes
 from logitless.tools.bench.providers import plain
+from logitless.tools.bench.tables import text_table
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,8 @@ def compare(case: PeakCase, device: torch.device, group: Any = None) -> Compared
 
 def table(results: Iterable[Compared]) -> str:
     """One line per case."""
-    lines = [f"{'case':44}{'forward':>12}{'measured':>12}{'step':>12}{'measured':>12}{'error':>8}"]
-    for r in results:
-        sizes = "".join(f"{format_bytes(n):>12}" for n in r[1:])
-        lines.append(f"{r.name[:43]:44}{sizes}{r.error:8.2%}")
-    return "\n".join(lines)
+    rows = [(r.name, *map(format_bytes, r[1:]), f"{r.error:.2%}") for r in results]
+    return text_table(("case", "forward", "measured", "step", "measured", "error"), rows)
 
 
 def _step(

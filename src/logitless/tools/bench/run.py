@@ -42,6 +42,7 @@ from logitless.tools.bench.measure import (
 )
 from logitless.tools.bench.providers import PROVIDERS, Provider, Score, Scores, add_peers
 from logitless.tools.bench.records import Environment, Record, append_records
+from logitless.tools.bench.tables import text_table
 
 Report = Callable[[str], None]
 """Told what is about to happen, at most ``count_steps`` times."""
@@ -186,22 +187,13 @@ def execute(request: Request, report: Report) -> tuple[list[Record], Path]:
 
 def listing() -> str:
     """Cases and providers, one per line."""
-    sizes = {c.name: f"T={c.tokens} V={c.vocab}" + (f" D={c.hidden}" if c.hidden else "") for c in CASES.values()}
-    cases = [f"  {c.name:<30} {sizes[c.name]} {c.dtype} {c.logits}" for c in CASES.values()]
-    return "\n".join(
-        [
-            "cases",
-            *cases,
-            "providers and the most they compute, from logits",
-            *_provider_lines(PROVIDERS),
-            "from hidden states",
-            *_provider_lines(LINEAR_PROVIDERS),
-        ]
-    )
-
-
-def _provider_lines(providers: Mapping[str, Provider]) -> list[str]:
-    return [f"  {n:<30} {p.computes}{', CUDA only' if p.cuda_only else ''}" for n, p in providers.items()]
+    sizes = ("case", "T", "V", "D", "dtype", "logits")
+    cases = [(c.name, str(c.tokens), str(c.vocab), str(c.hidden or ""), c.dtype, c.logits) for c in CASES.values()]
+    parts = [text_table(sizes, cases)]
+    for start, providers in (("logits", PROVIDERS), ("hidden states", LINEAR_PROVIDERS)):
+        rows = [(name, p.computes, "CUDA only" if p.cuda_only else "") for name, p in providers.items()]
+        parts.append(text_table((f"provider from {start}", "computes at most", ""), rows))
+    return "\n\n".join(parts)
 
 
 def run(plan: Plan, report: Report = lambda text: None) -> Iterator[list[Record]]:
