@@ -247,14 +247,14 @@ def sweep(
         repeats,
         peers,
     )
-    plan = sweeping.plan_sweep(options, out)
+    wanted = sweeping.resolve_sweep(options, out)
     try:
-        with _progress(len(plan.points)) as report:
-            results = sweeping.run_sweep(plan, report)
+        with _progress(len(wanted.points)) as report:
+            results = sweeping.run_sweep(wanted, report)
     except KeyboardInterrupt:
-        print(f"\nStopped. Finished points are in {plan.out}; the same command goes on from there.", file=sys.stderr)
+        print(f"\nStopped. Finished points are in {wanted.out}; the same command goes on from there.", file=sys.stderr)
         raise typer.Exit(130) from None
-    _print_sweep(results, plan.out, as_json)
+    _print_sweep(results, wanted.out, as_json)
     raise typer.Exit(sweeping.exit_code(results))
 
 

@@ -187,7 +187,7 @@ class Options:
     peers: Path | None = None
 
 
-def plan_sweep(options: Options, out: Path | None = None) -> Sweep:
+def resolve_sweep(options: Options, out: Path | None = None) -> Sweep:
     """The points that the options name, sized for this machine where they do not say."""
     # The same checks of device and repeats as the benchmark's own.
     device = Request(device=options.device, repeats=options.repeats).resolve().device

@@ -14,14 +14,14 @@ from logitless.tools.demo.run import Demo, verdict
 
 def show_demo(demo: Demo, figure: Path, console: Console) -> None:
     """Everything, within 80 columns."""
-    setting, sweep = demo.setting, demo.sweep
+    setting, measured = demo.setting, demo.by_fraction
     lines = (
         f"\nGRPO, {setting.steps} steps of {setting.samples} samples: repeat {setting.length} digits.",
         f"Two-layer Qwen3 from scratch, vocabulary {setting.vocab}, seed {setting.seed}. Reward by step:\n",
     )
     console.print("\n".join(lines), highlight=False)
     console.print(_runs(demo), highlight=False)
-    console.print(f"\nPeak of a loss step of {sweep.tokens} tokens, vocabulary {sweep.vocab}:\n", highlight=False)
+    console.print(f"\nPeak of a loss step of {measured.tokens} tokens, vocabulary {measured.vocab}:\n", highlight=False)
     console.print(_peaks(demo), highlight=False)
     console.print()
     console.print(Panel(verdict(demo), border_style="green" if demo.ok else "red"), highlight=False)
@@ -40,5 +40,5 @@ def _runs(demo: Demo) -> str:
 
 
 def _peaks(demo: Demo) -> str:
-    columns = ("response rows", *(f"{fraction:.0%}" for fraction in demo.sweep.fractions))
-    return text_table(columns, [(name, *map(format_bytes, peaks)) for name, peaks in demo.sweep.peaks.items()])
+    columns = ("response rows", *(f"{fraction:.0%}" for fraction in demo.by_fraction.fractions))
+    return text_table(columns, [(name, *map(format_bytes, peaks)) for name, peaks in demo.by_fraction.peaks.items()])
