@@ -13,10 +13,9 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(RUN)python -m pytest -n 2 --dist loadfile
 
+# The hooks of .pre-commit-config.yaml, on all committed files.
 lint: $(STAMP)
-	$(RUN)ruff check .
-	$(RUN)ruff format --check .
-	$(RUN)pyright
+	$(RUN)pre-commit run --all-files --show-diff-on-failure
 
 format: $(STAMP)
 	$(RUN)ruff check --fix .

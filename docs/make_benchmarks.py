@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from logitless.spec import format_bytes
-from logitless.tools.bench.records import Record, newest
+from logitless.tools.bench.records import Record, newest, worst
 
 PAGE = Path(__file__).parent / "benchmarks.md"
 Cell = Callable[[Record | None], str]
@@ -208,11 +208,6 @@ def errors(record: Record | None) -> str:
     if record is None or not record.errors:
         return "-"
     return f"{worst(record, 'logprob', 'entropy')}, {worst(record, 'gradient', 'weight', 'weight_rest')}"
-
-
-def worst(record: Record, *names: str) -> str:
-    values = [v for name in names if (v := record.errors.get(name)) is not None]
-    return f"{max(values):.0e}" if values else "-"
 
 
 def number(x: float) -> str:

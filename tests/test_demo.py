@@ -19,13 +19,13 @@ from logitless.tools.cli import app, main
 from logitless.tools.demo import Demo, Setting, num_reports, policy, run, run_demo, steps, verdict
 from logitless.tools.demo.figure import draw_demo
 from logitless.tools.demo.grid import Grid, make_grid
-from logitless.tools.demo.memory import Sweep, step_peak, sweep_fractions
+from logitless.tools.demo.memory import PeaksByFraction, peaks_by_fraction, step_peak
 from logitless.tools.demo.policy import hidden_states, new_policy, sample_responses
 from logitless.tools.demo.task import SEPARATOR, draw_prompts, rewards_of
 from logitless.tools.demo.train import Curve, train, warm_start
 
 TINY = Setting(steps=4, vocab=128, length=3, prompts=4, group=4, warm_steps=6)
-SMALL_SWEEP = {"samples": 2, "length": 16, "vocab": 512, "width": 8, "fractions": (0.5, 1.0)}
+SMALL_BATCHES = {"samples": 2, "length": 16, "vocab": 512, "width": 8, "fractions": (0.5, 1.0)}
 
 
 def silent(text: str) -> None:
@@ -159,13 +159,13 @@ def test_every_split_gives_the_same_run(tp, cp, ranks, start):
 
 
 def test_our_loss_step_needs_less_and_follows_the_response():
-    sweep = sweep_fractions(silent, samples=2, length=128, vocab=8192, width=16, fractions=(0.25, 1.0))
-    rows, few, ours = sweep.peaks.values()
+    measured = peaks_by_fraction(silent, samples=2, length=128, vocab=8192, width=16, fractions=(0.25, 1.0))
+    rows, few, ours = measured.peaks.values()
     logits = 2 * 128 * 8192 * 4
     assert rows[0] > 2 * logits
     assert few[0] < few[1] <= rows[1] * 1.01
     assert ours[1] < few[1] / 2
-    assert sweep.tokens == 256
+    assert measured.tokens == 256
 
 
 def test_a_peak_leaves_no_gradients_behind():
@@ -187,7 +187,7 @@ def made(plain, ours, peaks=(100, 50), changed=0, control=None):
     named = (("plain torch", plain, tokens), ("logitless", ours, other), ("again", control or plain, tokens))
     runs = [Curve(n, r, t, 1.0, None) for n, r, t in named]
     setting = Setting(steps=len(plain), length=2, prompts=2, group=2)
-    return Demo(setting, Grid(), *runs, *peaks, Sweep(8, 9, (1.0,), {"logitless": (1,)}))
+    return Demo(setting, Grid(), *runs, *peaks, PeaksByFraction(8, 9, (1.0,), {"logitless": (1,)}))
 
 
 def test_the_verdict_follows_the_numbers():
@@ -221,7 +221,7 @@ def test_the_verdict_follows_the_numbers():
 
 def test_it_reports_as_often_as_it_says(tmp_path):
     told = []
-    sizes = {name: size for name, size in SMALL_SWEEP.items() if name != "fractions"}
+    sizes = {name: size for name, size in SMALL_BATCHES.items() if name != "fractions"}
     demo = run_demo(TINY, Grid(), told.append, **sizes)
     assert len(told) == num_reports(TINY)
     assert demo.changed_tokens == 0
@@ -235,7 +235,7 @@ def tiny(monkeypatch):
     """The command at a size for tests: four steps, so the reward does not rise."""
     whole = run_demo
     monkeypatch.setattr("logitless.tools.demo.Setting", lambda steps, seed: replace(TINY, steps=steps, seed=seed))
-    monkeypatch.setattr("logitless.tools.demo.run_demo", partial(whole, **SMALL_SWEEP))
+    monkeypatch.setattr("logitless.tools.demo.run_demo", partial(whole, **SMALL_BATCHES))
 
 
 def test_the_command_prints_a_verdict_within_80_columns(tiny, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from logitless import Objective, linear_policy_loss, logprobs
 from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.rows import Rows
+from logitless.tools import plan as planner
 from logitless.tools.bench.linear_providers import plain_linear
 from logitless.tools.bench.measure import peak_bytes
 from logitless.tools.plan import WAYS, LossStep, as_json, headline, plan_model, snippet, summary_rows
@@ -155,6 +157,39 @@ def test_the_most_tokens_fit_and_no_more():
         assert forecast.way.predict(replace(plan.step, tokens=most)).peak <= free
         assert forecast.way.predict(replace(plan.step, tokens=most + 256)).peak > free
     assert plan_model(replace(STEP, device="cuda"), 1000).forecasts[0].most_tokens == 0
+
+
+PEAKS = {
+    "straight": lambda n: 7 + 3 * n,
+    "bent": lambda n: max(1000 + n, 40 * n - 5000),
+    "steps": lambda n: 640 * (n // 10),
+    "nearly flat": lambda n: 500 + n // 1000,
+    "curved": lambda n: n * n,
+}
+
+
+@pytest.mark.parametrize("peak", PEAKS.values(), ids=PEAKS)
+@pytest.mark.parametrize("start", [0.3, 1.0, 17.5, 4000.0])
+@pytest.mark.parametrize("free", [0, 6, 7, 999, 12345, 10**6])
+def test_the_search_is_exact_on_any_rising_peak(peak, start, free):
+    probes = []
+    found = planner.largest_fitting(lambda n: probes.append(n) or peak(n), free, (start, peak(start)))
+    fitting = bisect_right(range(planner.MOST_UNITS), free, key=peak)
+    assert found == max(0, fitting - 1)
+    assert len(probes) == len(set(probes)) <= (4 if peak is PEAKS["straight"] else 70)
+
+
+@pytest.mark.parametrize("model", ["qwen3-0.6b", "gemma2-27b", "llama3.1-405b"])
+def test_a_plan_takes_few_estimates(model, monkeypatch):
+    """Each runs the call without a device, which takes some hundredths of a second."""
+    asked, real = [], planner.estimate
+    monkeypatch.setattr(planner, "estimate", lambda path, **sizes: asked.append(path) or real(path, **sizes))
+    step = LossStep(find_model(model), tokens=32768, response_fraction=0.5)
+    plan_model(step)
+    assert len(asked) == 5
+    asked.clear()
+    plan_model(step, find_card("h100-80g"))
+    assert len(asked) <= 22
 
 
 def test_the_recommendation_takes_the_fewest_products_that_fit():

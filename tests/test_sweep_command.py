@@ -19,7 +19,7 @@ from logitless.tools.bench.cases import Case
 from logitless.tools.bench.point import NO_ROOM, Point, measure_apart, measure_here, outcome
 from logitless.tools.bench.providers import PROVIDERS, Provider
 from logitless.tools.bench.records import Environment, read_records
-from logitless.tools.bench.sweep import Grid, Options, Sweep, choose_providers, plan_sweep, run_sweep, sweep_table
+from logitless.tools.bench.sweep import Grid, Options, Sweep, choose_providers, resolve_sweep, run_sweep, sweep_table
 from logitless.tools.cli import app
 
 CPU = torch.device("cpu")
@@ -154,12 +154,12 @@ def test_a_grid_is_every_combination_under_a_name_of_its_own():
 )
 def test_a_bad_sweep_is_refused_before_anything_runs(options, text):
     with pytest.raises(LogitlessError, match=text):
-        plan_sweep(options if options.device else replace(options, device="cpu"))
+        resolve_sweep(options if options.device else replace(options, device="cpu"))
 
 
 def test_without_options_the_known_regime_scaled_to_the_machine(monkeypatch):
     monkeypatch.setattr(sweeping, "free_bytes", lambda device: 8 << 30)
-    sweep = plan_sweep(Options(device="cpu"))
+    sweep = resolve_sweep(Options(device="cpu"))
     case = sweep.points[0].case
     assert (case.tokens, case.vocab, case.dtype, case.entropy, case.backward) == (384, 76032, "float32", "grad", True)
     assert [p.case.response for p in sweep.points[::3]] == [1.0, 0.5, 0.25, 0.1, 0.03]
@@ -167,7 +167,7 @@ def test_without_options_the_known_regime_scaled_to_the_machine(monkeypatch):
     assert {p.limit for p in sweep.points} == {int(0.8 * (8 << 30))}
     assert sweep.out.as_posix() == "out/sweep-cpu.jsonl"
     monkeypatch.setattr(sweeping, "free_bytes", lambda device: 100 << 20)
-    assert plan_sweep(Options(device="cpu")).points[0].case.tokens == 64
+    assert resolve_sweep(Options(device="cpu")).points[0].case.tokens == 64
     assert 0 < sweeping.default_tokens("cuda", 80 << 30, 76032 * 4) < 205280
 
 

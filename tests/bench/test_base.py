@@ -60,11 +60,11 @@ def git(folder, *words):
 def write_package(
     root, tree, speed, cases=(GRAD, VALUE), status="ok", providers=("torch", "logitless"), extra="", **changes
 ):
-    bench = root / "src" / "logitless" / "bench"
+    bench = root / "src" / "logitless" / "tools" / "bench"
     bench.mkdir(parents=True, exist_ok=True)
     known = {name: asdict(CASES[name]) | changes for name in cases}
-    (bench.parent / "__init__.py").write_text("")
-    (bench / "__init__.py").write_text("")
+    for folder in (bench.parent.parent, bench.parent, bench):
+        (folder / "__init__.py").write_text("")
     (bench / "cases.py").write_text(CASES_FILE.format(known=known))
     (bench / "providers.py").write_text(f"PROVIDERS = {dict.fromkeys(providers)!r}\n")
     log = str(root.parent / "log")
@@ -194,7 +194,7 @@ def test_what_cannot_be_compared_is_refused_in_words(repository, tmp_path, monke
     root = repository()
     with pytest.raises(LogitlessError, match="--base 'nowhere' is not a commit of this repository"):
         against.compare_with("nowhere", request(), root=root)
-    (root / "src" / "logitless" / "bench" / "cases.py").unlink()
+    (root / "src" / "logitless" / "tools" / "bench" / "cases.py").unlink()
     git(root, "commit", "--quiet", "-am", "no cases")
     with pytest.raises(LogitlessError, match="cannot be measured: ModuleNotFoundError"):
         against.compare_with("HEAD", request(), root=root)
@@ -208,6 +208,13 @@ def test_what_cannot_be_compared_is_refused_in_words(repository, tmp_path, monke
         against.compare_with("HEAD", request(), root=alone)
 
 
+def test_commits_before_the_move_have_their_benchmark_elsewhere(tmp_path):
+    tree = against.Tree("old", tmp_path, "")
+    assert tree.bench == "logitless.bench"
+    (tmp_path / "logitless" / "tools" / "bench").mkdir(parents=True)
+    assert tree.bench == "logitless.tools.bench"
+
+
 def test_the_real_package_is_checked_before_it_is_timed(tmp_path, monkeypatch):
     """A checkout whose entropy is off by 1 %: wrong, without a time, where the commit is right."""
     root = tmp_path / "repository"
@@ -217,7 +224,7 @@ def test_the_real_package_is_checked_before_it_is_timed(tmp_path, monkeypatch):
     git(root.parent, "init", "--quiet", str(root))
     git(root, "add", "src")
     git(root, "commit", "--quiet", "-m", "right")
-    results = root / "src" / "logitless" / "bench" / "providers.py"
+    results = root / "src" / "logitless" / "tools" / "bench" / "providers.py"
     text = results.read_text()
     assert "return Scores(out.logprob, out.entropy)" in text
     results.write_text(

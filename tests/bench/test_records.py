@@ -15,7 +15,7 @@ from logitless.tools.bench.records import (
     footnotes,
     newest,
     read_records,
-    text_table,
+    records_table,
     unsteady,
 )
 
@@ -70,16 +70,16 @@ def test_records_from_before_hidden_states_are_read(tmp_path):
     path.write_text(json.dumps(old) + "\n")
     (back,) = read_records(path)
     assert back.gemm_ms is None
-    assert "floor 3.47 ms at 4300 GB/s" in " ".join(text_table([back]).split())
+    assert "floor 3.47 ms at 4300 GB/s" in " ".join(records_table([back]).split())
 
 
 def test_a_case_from_hidden_states_says_so_and_what_its_floor_is():
-    text = " ".join(text_table([LINEAR]).split())
+    text = " ".join(records_table([LINEAR]).split())
     assert "T=16384 V=151936 D=4096 bfloat16 gaussian, forward + backward, 6.5GiB allowed, entropy grad" in text
     assert "floor 89.2 ms, that of 3 full products (1 to 4: 28.1, 58.6, 89.2, 120 ms)" in text
     assert "logitless-overwrite mean loss" in text
     assert text.endswith("1e-06 3e-03")
-    assert "no floor" in text_table([replace(LINEAR, floor_ms=None, gemm_ms=None)])
+    assert "no floor" in records_table([replace(LINEAR, floor_ms=None, gemm_ms=None)])
 
 
 def test_nan_becomes_null():
@@ -99,7 +99,7 @@ def test_cases_are_grouped_in_order_of_appearance():
 
 
 def test_the_table_fits_in_100_columns_and_names_everyone():
-    table = text_table([RECORD, LOST, ABSENT])
+    table = records_table([RECORD, LOST, ABSENT])
     assert max(len(line) for line in table.splitlines()) <= 100
     assert "torch: out of memory, CUDA out of memory." in table
     assert table.count("verl: absent, No module named 'verl'") == 1

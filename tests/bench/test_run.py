@@ -10,7 +10,7 @@ from logitless.tools.bench.__main__ import main
 from logitless.tools.bench.cases import CASES
 from logitless.tools.bench.linear_providers import LINEAR_PROVIDERS
 from logitless.tools.bench.providers import PROVIDERS, Provider, Scores
-from logitless.tools.bench.run import Plan, Request, run
+from logitless.tools.bench.run import Request, Selection, run
 
 CPU = torch.device("cpu")
 GOOD = ("torch", "logitless", "logitless-overwrite")
@@ -22,7 +22,7 @@ def _small_bandwidth_buffer(monkeypatch):
 
 
 def measure(case, providers):
-    (records,) = run(Plan([CASES[case]], providers, CPU, repeats=2, linear_providers=providers))
+    (records,) = run(Selection([CASES[case]], providers, CPU, repeats=2, linear_providers=providers))
     return {record.provider: record for record in records}
 
 
@@ -131,7 +131,7 @@ def test_a_mean_loss_is_checked_as_one():
 
 
 def test_a_case_without_providers_of_its_kind_is_left_out():
-    assert list(run(Plan([CASES["linear-smoke-grad"]], PROVIDERS, CPU, repeats=1))) == []
+    assert list(run(Selection([CASES["linear-smoke-grad"]], PROVIDERS, CPU, repeats=1))) == []
 
 
 def test_overwriting_one_does_not_spoil_the_next():

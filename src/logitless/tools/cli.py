@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,20 +25,17 @@ try:
     import typer
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.table import Table
 except ImportError as error:
     raise SystemExit(f"logitless: {error}. Install the command line with pip install 'logitless[bench]'.") from None
 
 from logitless.errors import LogitlessError
 from logitless.spec import format_bytes, parse_memory
-from logitless.tools.bench import records as rec
-from logitless.tools.bench.cases import select_names
-from logitless.tools.bench.run import Request, execute, listing
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 Names = Annotated[list[str] | None, typer.Option(help="Name or shell pattern; may be repeated.")]
 OutFile = Annotated[Path | None, typer.Option(help="File to append to; default benchmarks/results/<device>.jsonl.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Peers = Annotated[Path | None, typer.Option(help="Folder of unpacked packages to import peers from.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")]
 
 
@@ -171,10 +169,10 @@ def doctor(device: Device = None, as_json: AsJson = False) -> None:
 def bench(
     case: Names = None,
     provider: Names = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
+    device: Device = None,
     out: OutFile = None,
     repeats: Annotated[int, typer.Option(help="Timed repeats per provider.")] = 10,
-    peers: Annotated[Path | None, typer.Option(help="Folder of unpacked packages to import peers from.")] = None,
+    peers: Peers = None,
     commit: Annotated[str | None, typer.Option(help="What to record where the code has no git history.")] = None,
     base: Annotated[str | None, typer.Option(help="Commit to compare this checkout with.")] = None,
     show_list: Annotated[bool, typer.Option("--list", help="List cases and providers, measure nothing.")] = False,
@@ -186,6 +184,9 @@ def bench(
     ours unless told otherwise. Records are then kept only with --out, and exit
     code 1 says that this checkout is wrong or fails where the commit did not.
     """
+    from logitless.tools.bench.records import records_table
+    from logitless.tools.bench.run import Request, execute, listing
+
     if show_list:
         print(listing())
         return
@@ -199,7 +200,7 @@ def bench(
     if as_json:
         print("\n".join(record.to_json() for record in results))
     else:
-        _print_table(results)
+        _print_records(records_table(results))
 
 
 @app.command()
@@ -213,9 +214,9 @@ def sweep(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     forward_only: Annotated[bool, typer.Option("--forward-only", help="No backward.")] = False,
     provider: Names = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
+    device: Device = None,
     repeats: Annotated[int, typer.Option(help="Timed repeats per point.")] = 3,
-    peers: Annotated[Path | None, typer.Option(help="Folder of unpacked packages to import peers from.")] = None,
+    peers: Peers = None,
     out: Annotated[Path | None, typer.Option(help="Records; default out/sweep-DEVICE.jsonl.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -246,14 +247,14 @@ def sweep(
         repeats,
         peers,
     )
-    plan = sweeping.plan_sweep(options, out)
+    wanted = sweeping.resolve_sweep(options, out)
     try:
-        with _progress(len(plan.points)) as report:
-            results = sweeping.run_sweep(plan, report)
+        with _progress(len(wanted.points)) as report:
+            results = sweeping.run_sweep(wanted, report)
     except KeyboardInterrupt:
-        print(f"\nStopped. Finished points are in {plan.out}; the same command goes on from there.", file=sys.stderr)
+        print(f"\nStopped. Finished points are in {wanted.out}; the same command goes on from there.", file=sys.stderr)
         raise typer.Exit(130) from None
-    _print_sweep(results, plan.out, as_json)
+    _print_sweep(results, wanted.out, as_json)
     raise typer.Exit(sweeping.exit_code(results))
 
 
@@ -267,9 +268,11 @@ def plot(
 ) -> None:
     """Draw time and peak memory from records, light and dark."""
     _require_matplotlib()
+    from logitless.tools.bench.cases import select_names
+    from logitless.tools.bench.records import read_records
     from logitless.tools.plots import draw_records
 
-    results = rec.read_records(file)
+    results = read_records(file)
     cases = select_names(case or ["*"], list(dict.fromkeys(r.case["name"] for r in results)), "case")
     names = select_names(provider or ["*"], list(dict.fromkeys(r.provider for r in results)), "provider")
     chosen = [r for r in results if r.case["name"] in cases and r.provider in names]
@@ -391,49 +394,51 @@ def _print_summary(summary: Any, as_json: bool) -> None:
         print(f"{summary.scored_tokens} response tokens in {summary.seconds:.1f} s, {speed:.0f} tokens/s")
 
 
+def _console() -> Console:
+    """What is printed comes out as it is, never wrapped; on a terminal, in colour."""
+    return Console(highlight=False, markup=False, soft_wrap=True)
+
+
 def _print_plan(answer: Any) -> None:
+    from logitless.tools.bench.tables import text_table
     from logitless.tools.plan import headline, summary_rows
 
-    console = Console(width=None if sys.stdout.isatty() else 80, highlight=False)
-    console.print(headline(answer.step), style="bold", markup=False)
+    console = _console()
+    console.print(headline(answer.step), style="bold")
     console.print("\nPeak bytes of the loss step, beyond hidden states and the head's weight\n")
-    table = Table(box=None, pad_edge=False)
-    for name in ("way", "peak", "of plain", *(("fits", "most tokens") if answer.free is not None else ())):
-        table.add_column(name, justify="left" if name == "way" else "right", no_wrap=True)
-    for forecast, cells in zip(answer.forecasts, summary_rows(answer), strict=True):
-        table.add_row(*cells[: len(table.columns)], style="green" if forecast.way.ours else None)
-    console.print(table)
+    columns = ("way", "peak", "of plain", *(("fits", "most tokens") if answer.free is not None else ()))
+    lines = text_table(columns, [cells[: len(columns)] for cells in summary_rows(answer)]).splitlines()
+    for line, ours in zip(lines, (False, False, *(f.way.ours for f in answer.forecasts)), strict=True):
+        console.print(line, style="green" if ours else None)
     for forecast in answer.forecasts:
         # The first line names the call; the way's own name says more.
-        items = str(forecast.estimate).split("\n", 1)[1]
         console.print(f"\n{forecast.way.name}", style="bold")
-        console.print(items, markup=False, soft_wrap=True)
+        console.print(str(forecast.estimate).split("\n", 1)[1])
     console.print("\nRecommended", style="bold")
-    console.print(f"{answer.call.plan}\nPeak {format_bytes(answer.call.peak)}.", markup=False)
+    console.print(textwrap.fill(str(answer.call.plan), 80))
+    console.print(f"Peak {format_bytes(answer.call.peak)}.")
     if not answer.fits:
         lack = f"It does not fit: {format_bytes(answer.free or 0)} are free. Take fewer tokens, or more ranks."
-        console.print(lack, style="red", markup=False)
-    console.print(f"\n{answer.snippet}", markup=False, soft_wrap=True)
+        console.print(lack, style="red")
+    console.print(f"\n{answer.snippet}")
 
 
 def _print_findings(findings: Any) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 80, highlight=False)
-    for name, version in findings.versions.items():
-        console.print(f"{name:14}{version or 'not installed'}", markup=False)
-    console.print(f"{'device':14}{findings.device}\n{'auto':14}{findings.chosen}\n", markup=False)
-    for backend in findings.backends:
-        answer = "runs" if backend.runs else "does not run:"
-        console.print(f"{'backend':14}{backend.name:12}{answer} {backend.reason}", markup=False)
-    console.print("\nLargest error against float64: values, gradients (relative)", style="bold")
-    for found in findings.exactness:
-        errors = found.failure or f"{found.value:.1e}  {found.gradient:.1e}"
-        verdict, style = ("ok", "green") if found.ok else ("WRONG", "bold red")
-        line = f"{found.path:18}{found.backend:12}{found.dtype:10}  {errors}  {verdict}"
-        console.print(line, style=style, markup=False)
+    from logitless.tools.bench.tables import text_table
+
+    console = _console()
+    facts = [*findings.versions.items(), ("device", findings.device), ("auto", findings.chosen)]
+    console.print(text_table((), [(name, value or "not installed") for name, value in facts]))
+    console.print("\nBackends", style="bold")
+    console.print(text_table((), [(b.name, "runs" if b.runs else "does not run", b.reason) for b in findings.backends]))
+    console.print("\nLargest error against float64; of gradients, relative to their size", style="bold")
+    tried = [(f.path, f.backend, f.dtype, *f.errors, "ok" if f.ok else "WRONG") for f in findings.exactness]
+    lines = text_table(("path", "backend", "dtype", "values", "gradients", ""), tried).splitlines()
+    for line, ok in zip(lines, (None, None, *(f.ok for f in findings.exactness)), strict=True):
+        console.print(line, style={None: None, True: "green", False: "bold red"}[ok])
     console.print("\nAdapters", style="bold")
-    for host in findings.hosts:
-        tested = f"tested with {', '.join(host.tested)}" if host.tested else "no version is pinned"
-        console.print(f"{host.name:14}{host.found or 'not installed'} ({tested})", markup=False)
+    hosts = [(h.name, h.found or "not installed", ", ".join(h.tested) or "no version") for h in findings.hosts]
+    console.print(text_table((), [(name, found, f"tested with {tested}") for name, found, tested in hosts]))
     verdict = "All that runs here is exact." if findings.ok else "Something that runs here is wrong."
     console.print(f"\n{verdict}", style="green" if findings.ok else "bold red")
 
@@ -453,30 +458,27 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
         yield lambda text: bar.update(task, description=text, advance=1, refresh=True)
 
 
-def _print_table(results: list[rec.Record]) -> None:
-    """The plain table; on a terminal with our own lines in colour."""
-    console = Console(width=None if sys.stdout.isatty() else rec.WIDTH)
-    for line in rec.text_table(results).splitlines():
-        style = "green" if line.startswith("logitless") else "bold" if ": T=" in line else None
-        console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+def _print_records(table: str) -> None:
+    """On a terminal, headlines in bold and our lines in green."""
+    for line in table.splitlines():
+        ours = line.startswith("logitless") or " logitless" in line
+        _console().print(line, style="bold" if ": T=" in line else "green" if ours else None)
 
 
-def _print_sweep(results: list[rec.Record], out: Path, as_json: bool) -> None:
+def _print_sweep(results: list[Any], out: Path, as_json: bool) -> None:
     from logitless.tools.bench.sweep import sweep_table
     from logitless.tools.plots import draw_sweep
 
     if as_json:
         print("\n".join(record.to_json() for record in results))
     else:
-        console = Console(width=None if sys.stdout.isatty() else rec.WIDTH)
-        for line in sweep_table(results).splitlines():
-            console.print(line, style="green" if " logitless" in line else None, highlight=False, markup=False)
+        _print_records(sweep_table(results))
     if any(record.total_ms is not None for record in results):
         drawn = draw_sweep(results, out.parent, out.stem)
         print(f"\nRecords in {out}, figures in {', '.join(map(str, drawn))}", file=sys.stderr)
 
 
-def _bench_against(base: str, request: Request, as_json: bool) -> None:
+def _bench_against(base: str, request: Any, as_json: bool) -> None:
     from logitless.tools.bench import base as against
 
     with _progress(against.num_steps(request)) as report:

@@ -60,6 +60,13 @@ class ExactnessFinding:
     failure: str | None
 
     @property
+    def errors(self) -> tuple[str, str]:
+        """Both errors as texts, or the failure."""
+        if self.value is None or self.gradient is None:
+            return self.failure or "", ""
+        return f"{self.value:.1e}", f"{self.gradient:.1e}"
+
+    @property
     def ok(self) -> bool:
         if self.value is None or self.gradient is None:
             return False

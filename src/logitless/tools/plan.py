@@ -10,21 +10,29 @@ Bytes of a call are ``estimate``'s; here are only the logits around it, and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
 from logitless.errors import LogitlessError
 from logitless.from_hidden.plan import LinearPlan
 from logitless.memory import Estimate, Item, estimate
 from logitless.objectives import Objective
-from logitless.spec import EntropyMode, format_bytes
+from logitless.spec import EntropyMode, format_bytes, parse_memory
 from logitless.tools.presets import ModelShape
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PRODUCTS = {"forward": 1, "frozen": 2, "keep": 3, "recompute": 4}
 BUDGETS = ("256MiB", "512MiB", *(f"{1 << n}GiB" for n in range(8)))
 """Values of ``memory=`` that are tried, smallest first."""
+UNIT = 256
+"""Tokens that the largest micro-batch is counted in."""
+MOST_UNITS = 1 << 32
+"""Where the search for it stops: a trillion tokens are no micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +165,8 @@ def plan_model(step: LossStep, free: int | None = None) -> ModelPlan:
     ['plain torch', 'slime-style']
     """
     forecasts = tuple(_forecast(way, step, free) for way in WAYS)
-    memory, call = _recommend(step, free)
+    asked = next(forecast.estimate for forecast in forecasts if forecast.way.predict is _from_hidden)
+    memory, call = (step.memory, asked) if free is None else _recommend(step, free, asked)
     return ModelPlan(step, free, forecasts, memory, call, snippet(step, memory))
 
 
@@ -165,26 +174,41 @@ def _forecast(way: Way, step: LossStep, free: int | None) -> Forecast:
     predicted = way.predict(step)
     if free is None:
         return Forecast(way, predicted, None, None)
-    return Forecast(way, predicted, predicted.peak <= free, _most_tokens(way, step, free))
+    # The gradient of the head is as large for one token as for a million.
+    fixed = [item for item in _fullest(predicted.forward, predicted.backward) if item.name.startswith("d_weight")]
+
+    def peak(units: int) -> int:
+        return way.predict(replace(step, tokens=units * UNIT)).peak
+
+    most = largest_fitting(peak, free, (step.tokens / UNIT, predicted.peak), _bytes(fixed))
+    return Forecast(way, predicted, predicted.peak <= free, most * UNIT)
 
 
-def _most_tokens(way: Way, step: LossStep, free: int, unit: int = 256) -> int:
-    """By doubling and halving: more tokens never need less."""
+def largest_fitting(peak: Callable[[int], int], free: int, known: tuple[float, int], fixed: int = 0) -> int:
+    """The largest n with ``peak(n) <= free``, by few calls of a ``peak`` that is costly and close to a straight line.
 
-    def fits(units: int) -> bool:
-        return way.predict(replace(step, tokens=units * unit)).peak <= free
+    Each probe is where the line through the last two points reaches ``free``. The answer fits and one more does not:
+    a bent line costs probes, not exactness. More must not need less; where it does (one more chunk makes all chunks
+    smaller), there are several such answers, and this is one of them.
 
-    if not fits(1):
-        return 0
-    low = 1
-    # A trillion tokens is no longer a micro-batch: where only O(D) bytes per token are needed, stop somewhere.
-    while low < 1 << 32 and fits(2 * low):
-        low *= 2
-    high = 2 * low
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * unit
+    Args:
+        known: n, whole or not, and its peak.
+        fixed: what the peak of n = 0 may be, for the first line.
+    """
+    low, high = (int(known[0]), MOST_UNITS) if known[1] <= free else (0, math.ceil(known[0]))
+    before, last = (0.0, fixed), known
+    for turn in itertools.count():
+        if high - low <= 1:
+            break
+        middle = (low + high) // 2 if high < MOST_UNITS else 2 * low + 1
+        rise = (last[1] - before[1]) / (last[0] - before[0])
+        crossing = last[0] + (free - last[1]) / rise if rise > 0 else middle
+        # Along steps lines can creep: after five probes, every other one halves what is left.
+        guess = middle if turn > 4 and turn % 2 else crossing
+        probe = min(max(int(guess), low + 1), high - 1)
+        before, last = last, (probe, peak(probe))
+        low, high = (probe, high) if last[1] <= free else (low, probe)
+    return low
 
 
 # The ways.
@@ -208,11 +232,11 @@ def _slime(step: LossStep) -> Estimate:
     narrow = () if BYTES[step.dtype] == 4 else (step.item(f"logits in {step.dtype}", *shape),)
     softmax = step.item("softmax, then its gradient", *shape, width=4)
     more = (step.item("entropy's gradient", *shape, width=4),) if step.entropy == "grad" else ()
-    d_narrow = tuple(item._replace(name=f"d_{item.name}") for item in narrow)
-    d_logits = softmax if not narrow else d_narrow[0]
+    d_narrow = (step.item(f"d_logits in {step.dtype}", *shape),) if narrow else ()
+    d_logits = d_narrow or (softmax,)
     forward = _fullest((held, *narrow), (held, softmax))
-    backward = _fullest((held, softmax, *more), (held, softmax, *d_narrow), (held, d_logits, *step.gradients()))
-    return Estimate("torch", None, None, forward, backward)
+    backward = _fullest((held, softmax, *more), (held, softmax, *d_narrow), (held, *d_logits, *step.gradients()))
+    return Estimate(path="torch", backend=None, plan=None, forward=forward, backward=backward)
 
 
 def _from_logits(step: LossStep, overwrite: bool) -> Estimate:
@@ -236,7 +260,11 @@ def _policy_loss(step: LossStep) -> Estimate:
 
 
 def _fullest(*moments: tuple[Item, ...]) -> tuple[Item, ...]:
-    return max(moments, key=lambda items: sum(item.bytes for item in items))
+    return max(moments, key=_bytes)
+
+
+def _bytes(items: Iterable[Item]) -> int:
+    return sum(item.bytes for item in items)
 
 
 WAYS = (
@@ -252,14 +280,30 @@ WAYS = (
 # The recommendation.
 
 
-def _recommend(step: LossStep, free: int | None) -> tuple[int | str, Estimate]:
-    """The fewest matrix products that fit the card, and the smallest memory that gives them; as asked without one."""
-    asked = (step.memory, _from_hidden(step))
-    if free is None:
-        return asked
-    tried = [(memory, _from_hidden(replace(step, memory=memory))) for memory in (step.memory, *BUDGETS)]
-    fitting = [entry for entry in tried if entry[1].peak <= free]
-    return min(fitting, key=lambda entry: (_products(entry[1]), entry[1].peak), default=asked)
+def _recommend(step: LossStep, free: int, asked: Estimate) -> tuple[int | str, Estimate]:
+    """The fewest matrix products that fit the card, and the smallest memory that gives them.
+
+    More memory never means more products or a lower peak, so the smallest memory of a number of products is found by
+    halving, and if that does not fit, none of this number does.
+    """
+
+    @cache
+    def call(memory: int | str) -> Estimate:
+        return asked if memory == step.memory else _from_hidden(replace(step, memory=memory))
+
+    def cost(memory: int | str) -> tuple[bool, int, int]:
+        return call(memory).peak > free, _products(call(memory)), call(memory).peak
+
+    best, budgets = step.memory, sorted({*BUDGETS, step.memory}, key=parse_memory)
+    while budgets:
+        fewest = _products(call(budgets[-1]))
+        most = budgets.index(step.memory) if _products(asked) == fewest and step.memory in budgets else len(budgets) - 1
+        first = bisect_left(budgets, True, hi=most, key=lambda memory: _products(call(memory)) == fewest)
+        if call(budgets[first]).peak <= free:
+            best = min(best, budgets[first], key=cost)
+            break
+        budgets = budgets[:first]
+    return best, call(best)
 
 
 def _products(call: Estimate) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from logitless.errors import LogitlessError
 from logitless.tools.bench.base import compare_with, comparison_table
-from logitless.tools.bench.records import text_table
+from logitless.tools.bench.records import records_table
 from logitless.tools.bench.run import Request, execute, listing
 
 
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     sys.stderr.write(f"{len(records)} records appended to {out}\n\n")
-    sys.stdout.write("\n".join(r.to_json() for r in records) + "\n" if options.json else text_table(records) + "\n")
+    sys.stdout.write("\n".join(r.to_json() for r in records) + "\n" if options.json else records_table(records) + "\n")
     return 0
 
 

@@ -30,7 +30,8 @@ from logitless.errors import LogitlessError
 from logitless.spec import format_bytes
 from logitless.tools.bench.cases import Case
 from logitless.tools.bench.records import Record, append_records, read_records
-from logitless.tools.bench.run import Plan, Request
+from logitless.tools.bench.run import Request, Selection
+from logitless.tools.bench.tables import text_table
 
 Report = Callable[[str], None]
 ROUNDS = 2
@@ -166,14 +167,14 @@ def compare_with(
 
     Records are appended to ``request.out`` if that is given, and to nothing otherwise.
     """
-    plan = _with_defaults(request).resolve()
+    selection = _with_defaults(request).resolve()
     source = root / "src" if root is not None else Path(logitless.__file__).parent.parent
     with terminable(), worktree(base, source) as old:
         new = Tree("new", source, "")
         known = ask(old)
         compared: list[Compared] = []
-        for case in plan.cases:
-            compared += _compare_case(case, plan, request, known, (old, new), report)
+        for case in selection.cases:
+            compared += _compare_case(case, selection, request, known, (old, new), report)
     return Comparison(base, old.commit, compared)
 
 
@@ -242,10 +243,10 @@ def _git(folder: Path, *words: str, wanted: str | None = None) -> str:
 
 
 def _compare_case(
-    case: Case, plan: Plan, request: Request, known: Known, trees: tuple[Tree, Tree], report: Report
+    case: Case, selection: Selection, request: Request, known: Known, trees: tuple[Tree, Tree], report: Report
 ) -> list[Compared]:
     remark = known.lacks(case)
-    names = list(plan.providers_of(case))
+    names = list(selection.providers_of(case))
     both = [] if remark else [name for name in names if name in known.providers_of(case)]
     records: dict[str, dict[str, list[Record]]] = {tree.name: {name: [] for name in names} for tree in trees}
     for number in range(ROUNDS):
@@ -254,7 +255,7 @@ def _compare_case(
             wanted = both if tree.name == "old" else names
             if wanted:
                 report(f"{case.name}: {tree.name}, round {number + 1} of {ROUNDS}")
-                for record in _measure(tree, case, wanted, request, plan.device):
+                for record in _measure(tree, case, wanted, request, selection.device):
                     records[tree.name][record.provider].append(record)
     lost = {name: remark or ("" if name in both else "not a provider of the old commit") for name in names}
     return [Compared(case.name, name, records["old"][name], records["new"][name], lost[name]) for name in names]
@@ -302,12 +303,7 @@ def comparison_table(comparison: Comparison) -> str:
     lines = [f"old: {comparison.commit[:12]} ({comparison.base}), new: this checkout; ratio: new over old"]
     for name in dict.fromkeys(c.case for c in comparison.compared):
         group = [c for c in comparison.compared if c.case == name and _status(c.new) != "absent"]
-        cells = [COLUMNS, *(_cells(c) for c in group)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(COLUMNS))]
-        lines += ["", name]
-        for row in cells:
-            sized = enumerate(zip(row, widths, strict=True))
-            lines.append("  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in sized).rstrip())
+        lines += ["", name, text_table(COLUMNS, map(_cells, group))]
         notes = [(c.provider, c.remark) for c in group if c.remark]
         notes += [(c.provider, r.detail) for c in group for r in [*c.new, *c.old] if r.status != "ok"]
         remarks = {c.remark for c in group}

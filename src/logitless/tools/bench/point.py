@@ -26,7 +26,7 @@ from logitless.tools.bench.cases import Case
 from logitless.tools.bench.linear_providers import LINEAR_PROVIDERS
 from logitless.tools.bench.providers import PROVIDERS, add_peers
 from logitless.tools.bench.records import Environment, Record, Status
-from logitless.tools.bench.run import Plan, run
+from logitless.tools.bench.run import Selection, run
 
 # What torch says when it cannot allocate on a CPU, in an error of no class of its own.
 CPU_FULL = "DefaultCPUAllocator"
@@ -113,7 +113,7 @@ def measure_here(point: Point) -> Record:
     if point.limit is not None and device.type == "cpu":
         bound_memory(point.limit)
     try:
-        ((record,),) = run(Plan([point.case], chosen, device, point.repeats, linear_providers=chosen))
+        ((record,),) = run(Selection([point.case], chosen, device, point.repeats, linear_providers=chosen))
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         # A provider's own failures are in its record: this comes from what is made before it begins.
         if type(error) is RuntimeError and CPU_FULL not in str(error):

@@ -16,6 +16,7 @@ from logitless.memory import Estimate, estimate
 from logitless.memory.step import Step
 from logitless.spec import VocabShard, format_bytes
 from logitless.tools.bench.measure import peak_bytes
+from logitless.tools.bench.tables import text_table
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,5 @@ def compare(case: PeakCase, device: torch.device, group: Any = None) -> Compared
 
 def table(results: Iterable[Compared]) -> str:
     """One line per case."""
-    lines = [f"{'case':44}{'forward':>12}{'measured':>12}{'step':>12}{'measured':>12}{'error':>8}"]
-    for r in results:
-        sizes = "".join(f"{format_bytes(n):>12}" for n in r[1:])
-        lines.append(f"{r.name[:43]:44}{sizes}{r.error:8.2%}")
-    return "\n".join(lines)
+    rows = [(r.name, *map(format_bytes, r[1:]), f"{r.error:.2%}") for r in results]
+    return text_table(("case", "forward", "measured", "step", "measured", "error"), rows)

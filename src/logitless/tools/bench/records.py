@@ -24,6 +24,7 @@ import torch
 import logitless
 from logitless.spec import format_bytes
 from logitless.tools.bench.cases import Computed
+from logitless.tools.bench.tables import text_table
 
 Status = Literal["ok", "wrong", "out of memory", "failed", "absent"]
 COLUMNS = ("provider", "computes", "forward ms", "total ms", "x floor", "peak", "value err", "grad err")
@@ -160,8 +161,8 @@ def table_rows(records: Iterable[Record]) -> list[tuple[str, ...]]:
             _number(record.total_ms),
             _number(record.ratio),
             "-" if record.peak_bytes is None else format_bytes(record.peak_bytes),
-            _error(record, "logprob", "entropy"),
-            _error(record, "gradient", "weight", "weight_rest"),
+            worst(record, "logprob", "entropy"),
+            worst(record, "gradient", "weight", "weight_rest"),
         )
         for record in timed
     ]
@@ -185,7 +186,7 @@ def footnotes(records: Iterable[Record]) -> list[str]:
     return list(dict.fromkeys(f"{r.provider}: {text}" for r, text in parts if text and r.status in ("ok", "absent")))
 
 
-def text_table(records: Sequence[Record]) -> str:
+def records_table(records: Sequence[Record]) -> str:
     """The whole table in plain text, at most 100 columns wide."""
     groups = [line for group in by_case(records) for line in _text_group(group)]
     return "\n".join([*groups, *_wrapped(footnotes(records))])
@@ -203,17 +204,9 @@ def _floor(record: Record) -> str:
 
 
 def _text_group(group: Sequence[Record]) -> list[str]:
-    cells = [COLUMNS, *table_rows(group)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(COLUMNS))]
-    cells.insert(1, tuple("-" * width for width in widths))
-    lines = ["  ".join(_aligned(row, widths)) for row in cells] if len(cells) > 2 else []
+    rows = table_rows(group)
+    lines = text_table(COLUMNS, rows).splitlines() if rows else []
     return [*_wrapped([headline(group[0])]), "", *lines, *_wrapped([*failures(group), *unsteady(group)]), ""]
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    """Words to the left, numbers to the right."""
-    sized = enumerate(zip(row, widths, strict=True))
-    return [cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in sized]
 
 
 def _wrapped(texts: Iterable[str]) -> list[str]:
@@ -229,7 +222,8 @@ def _digits(x: float) -> str:
     return f"{x:.3g}" if x < 1000 else f"{x:.0f}"
 
 
-def _error(record: Record, *names: str) -> str:
+def worst(record: Record, *names: str) -> str:
+    """The largest of some errors."""
     values = [v for name in names if (v := record.errors.get(name)) is not None]
     return f"{max(values):.0e}" if values else "-"
 

@@ -43,6 +43,7 @@ from logitless.tools.bench.measure import (
 )
 from logitless.tools.bench.providers import PROVIDERS, Provider, Score, Scores, add_peers
 from logitless.tools.bench.records import Environment, Record, append_records
+from logitless.tools.bench.tables import text_table
 
 Report = Callable[[str], None]
 """Told what is about to happen, at most ``count_steps`` times."""
@@ -71,7 +72,7 @@ class Request:
     peers: Path | None = None
     commit: str | None = None
 
-    def resolve(self) -> Plan:
+    def resolve(self) -> Selection:
         """The cases, providers and device this names; raises if it names none."""
         if self.repeats < 1:
             raise LogitlessError(f"bench: repeats must be 1 or more but is {self.repeats}.")
@@ -83,7 +84,7 @@ class Request:
             add_peers(self.peers)
         device = torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         names = select_names(self.providers or ["*"], list(PROVIDERS | LINEAR_PROVIDERS), "provider")
-        return Plan(
+        return Selection(
             select_cases(self.cases, device.type),
             {n: PROVIDERS[n] for n in names if n in PROVIDERS},
             device,
@@ -94,7 +95,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Selection:
     """A resolved request: ``providers`` score logits, ``linear_providers`` hidden states."""
 
     cases: Sequence[Case]
@@ -176,10 +177,11 @@ class Contender:
 
 def execute(request: Request, report: Report) -> tuple[list[Record], Path]:
     """Run a request and append its records, case by case, to the file whose path comes back with them."""
-    plan = request.resolve()
-    out = request.out or Path("benchmarks/results") / f"{Environment.here(plan.device, plan.commit).slug}.jsonl"
+    selection = request.resolve()
+    here = Environment.here(selection.device, selection.commit)
+    out = request.out or Path("benchmarks/results") / f"{here.slug}.jsonl"
     records: list[Record] = []
-    for of_case in run(plan, report):
+    for of_case in run(selection, report):
         append_records(out, of_case)
         records += of_case
     return records, out
@@ -187,41 +189,32 @@ def execute(request: Request, report: Report) -> tuple[list[Record], Path]:
 
 def listing() -> str:
     """Cases and providers, one per line."""
-    sizes = {c.name: f"T={c.tokens} V={c.vocab}" + (f" D={c.hidden}" if c.hidden else "") for c in CASES.values()}
-    cases = [f"  {c.name:<30} {sizes[c.name]} {c.dtype} {c.logits}" for c in CASES.values()]
-    return "\n".join(
-        [
-            "cases",
-            *cases,
-            "providers and the most they compute, from logits",
-            *_provider_lines(PROVIDERS),
-            "from hidden states",
-            *_provider_lines(LINEAR_PROVIDERS),
-        ]
-    )
+    sizes = ("case", "T", "V", "D", "dtype", "logits")
+    cases = [(c.name, str(c.tokens), str(c.vocab), str(c.hidden or ""), c.dtype, c.logits) for c in CASES.values()]
+    parts = [text_table(sizes, cases)]
+    for start, providers in (("logits", PROVIDERS), ("hidden states", LINEAR_PROVIDERS)):
+        rows = [(name, p.computes, "CUDA only" if p.cuda_only else "") for name, p in providers.items()]
+        parts.append(text_table((f"provider from {start}", "computes at most", ""), rows))
+    return "\n\n".join(parts)
 
 
-def _provider_lines(providers: Mapping[str, Provider]) -> list[str]:
-    return [f"  {n:<30} {p.computes}{', CUDA only' if p.cuda_only else ''}" for n, p in providers.items()]
-
-
-def run(plan: Plan, report: Report = lambda text: None) -> Iterator[list[Record]]:
+def run(selection: Selection, report: Report = lambda text: None) -> Iterator[list[Record]]:
     """Measure every provider on every case; yields the records of one case at a time."""
-    environment = Environment.here(plan.device, plan.commit)
+    environment = Environment.here(selection.device, selection.commit)
     report(f"copy bandwidth of {environment.device}")
-    bandwidth = copy_bandwidth(plan.device)
-    for case in plan.cases:
-        providers = plan.providers_of(case)
+    bandwidth = copy_bandwidth(selection.device)
+    for case in selection.cases:
+        providers = selection.providers_of(case)
         if not providers:
             continue
         report(f"{case.name}: making its inputs")
-        space = _make_workspace(case, plan.device)
+        space = _make_workspace(case, selection.device)
         if space is None:
             blank = _blank_record(case, round(case.tokens * case.response), bandwidth, environment)
             lost = replace(blank, status="out of memory", detail="the inputs themselves do not fit")
             yield [replace(lost, provider=name) for name in providers]
             continue
-        yield _run_case(space, plan, _blank_record(case, len(space.batch.rows), bandwidth, environment), report)
+        yield _run_case(space, selection, _blank_record(case, len(space.batch.rows), bandwidth, environment), report)
         del space
         _release()
 
@@ -285,20 +278,20 @@ def _make_workspace(case: Case, device: torch.device) -> Workspace | None:
         return None
 
 
-def _run_case(space: Workspace, plan: Plan, blank: Record, report: Report) -> list[Record]:
+def _run_case(space: Workspace, selection: Selection, blank: Record, report: Report) -> list[Record]:
     case = space.batch.case
     # Before anyone can overwrite anything.
     _ = space.truth
     records: dict[str, Record] = {}
     contenders: dict[str, Contender] = {}
-    for name, provider in plan.providers_of(case).items():
+    for name, provider in selection.providers_of(case).items():
         report(f"{case.name}: checking {name}")
         start = replace(blank, provider=name, computes=provider.entropy_of(case.entropy), detail=provider.note)
         outcome = _qualify(provider, start, space)
         records[name] = outcome.record if isinstance(outcome, Contender) else outcome
         if isinstance(outcome, Contender):
             contenders[name] = outcome
-    timed, gemm_ms = _time_interleaved(contenders, space, plan.repeats, report)
+    timed, gemm_ms = _time_interleaved(contenders, space, selection.repeats, report)
     return [_with_floor(record, case, gemm_ms) for record in (records | timed).values()]
 
 

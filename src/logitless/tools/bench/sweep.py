@@ -32,8 +32,10 @@ from logitless.tools.bench.records import (
     failures,
     footnotes,
     read_records,
+    worst,
 )
 from logitless.tools.bench.run import Report, Request
+from logitless.tools.bench.tables import text_table
 
 T = TypeVar("T")
 
@@ -185,7 +187,7 @@ class Options:
     peers: Path | None = None
 
 
-def plan_sweep(options: Options, out: Path | None = None) -> Sweep:
+def resolve_sweep(options: Options, out: Path | None = None) -> Sweep:
     """The points that the options name, sized for this machine where they do not say."""
     # The same checks of device and repeats as the benchmark's own.
     device = Request(device=options.device, repeats=options.repeats).resolve().device
@@ -286,29 +288,18 @@ def fixed_text(records: Sequence[Record]) -> str:
 def sweep_table(records: Sequence[Record]) -> str:
     """One line per point, in plain text: what varies, who, time, peak, peak over the logits, errors; then failures."""
     axes, run_ = varying(records), [r for r in records if r.status != "absent"]
-    cells = [[*(AXES[n] for n in axes), "provider", "total ms", "peak", "of logits", "value err", "grad err"]]
+    columns = [*(AXES[n] for n in axes), "provider", "total ms", "peak", "of logits", "value err", "grad err"]
+    cells = []
     for r in run_:
         line = [*(value_text(n, r.case[n]) for n in axes), r.provider]
         if r.total_ms is None or r.peak_bytes is None:
             cells.append([*line, r.status, *["-"] * 4])
             continue
-        errors = [_worst(r, "logprob", "entropy"), _worst(r, "gradient", "weight", "weight_rest")]
+        errors = [worst(r, "logprob", "entropy"), worst(r, "gradient", "weight", "weight_rest")]
         share = f"{100 * r.peak_bytes / r.logits_bytes:.1f}%"
         cells.append([*line, f"{r.total_ms:.2f}", format_bytes(r.peak_bytes), share, *errors])
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    # Who did it is a word among numbers.
-    aligned = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in cells]
-    for line in aligned:
-        line[len(axes)] = line[len(axes)].strip().ljust(widths[len(axes)])
-    lines = ["  ".join(line) for line in aligned]
-    lines.insert(1, "  ".join("-" * width for width in widths))
     notes = [*dict.fromkeys(failures(r for r in run_ if r.status != "out of memory")), *footnotes(records)]
     unsteady = sum(r.total_range_ms is not None and r.total_range_ms[1] > UNSTEADY * r.total_range_ms[0] for r in run_)
     if unsteady:
         notes.append(f"unsteady machine: repeats vary by over half at {unsteady} of {len(run_)} points")
-    return "\n".join([fixed_text(records), "", *(line.rstrip() for line in lines), "", *notes]).rstrip()
-
-
-def _worst(record: Record, *names: str) -> str:
-    values = [v for name in names if (v := record.errors.get(name)) is not None]
-    return f"{max(values):.0e}" if values else "-"
+    return "\n".join([fixed_text(records), "", text_table(columns, cells), "", *notes]).rstrip()

@@ -47,9 +47,9 @@ def _draw_curves(axis: Axes, demo: Demo) -> None:
 
 
 def _draw_memory(axis: Axes, demo: Demo) -> None:
-    sweep = demo.sweep
-    percent = [100 * fraction for fraction in sweep.fractions]
-    for name, peaks in sweep.peaks.items():
+    measured = demo.by_fraction
+    percent = [100 * fraction for fraction in measured.fractions]
+    for name, peaks in measured.peaks.items():
         colour = LIGHT.ours if name == "logitless" else LIGHT.others
         marker, point, offset = LINES[name]
         mib = [peak / 2**20 for peak in peaks]
@@ -58,7 +58,8 @@ def _draw_memory(axis: Axes, demo: Demo) -> None:
         axis.annotate(
             text, (percent[point], mib[point]), offset, textcoords="offset points", fontsize=8, color=LIGHT.text
         )
-    axis.set_ylim(bottom=0, top=1.15 * max(max(peaks) for peaks in sweep.peaks.values()) / 2**20)
+    axis.set_ylim(bottom=0, top=1.15 * max(max(peaks) for peaks in measured.peaks.values()) / 2**20)
     axis.set_xlabel("response tokens, % of all", color=LIGHT.text, fontsize=9)
     axis.set_ylabel("peak of the loss step, MiB", color=LIGHT.text, fontsize=9)
-    axis.set_title(f"Memory, {sweep.tokens} tokens x {sweep.vocab} ids", color=LIGHT.text, fontsize=10, loc="left")
+    title = f"Memory, {measured.tokens} tokens x {measured.vocab} ids"
+    axis.set_title(title, color=LIGHT.text, fontsize=10, loc="left")

@@ -21,7 +21,7 @@ FRACTIONS = (0.125, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
-class Sweep:
+class PeaksByFraction:
     """Peaks of every way at every response fraction.
 
     Attributes:
@@ -49,7 +49,7 @@ def step_peak(step: LossStep, hidden: Tensor, weight: Tensor, rows: Rows, advant
     return peak
 
 
-def sweep_fractions(
+def peaks_by_fraction(
     report: Callable[[str], None],
     *,
     samples: int = 4,
@@ -57,7 +57,7 @@ def sweep_fractions(
     vocab: int = 16384,
     width: int = 64,
     fractions: Sequence[float] = FRACTIONS,
-) -> Sweep:
+) -> PeaksByFraction:
     """Every way on random batches of one size and growing responses."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocab, (samples, length), generator=generator)
@@ -70,4 +70,4 @@ def sweep_fractions(
         rows = Rows.packed(list(tokens), [response] * samples)
         for name, step in WAYS.items():
             peaks[name].append(step_peak(step, hidden, weight, rows, torch.ones(len(rows))))
-    return Sweep(samples * length, vocab, tuple(fractions), {name: tuple(x) for name, x in peaks.items()})
+    return PeaksByFraction(samples * length, vocab, tuple(fractions), {name: tuple(x) for name, x in peaks.items()})

@@ -6,49 +6,39 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.panel import Panel
-from rich.table import Table
 
 from logitless.spec import format_bytes
+from logitless.tools.bench.tables import text_table
 from logitless.tools.demo.run import Demo, verdict
 
 
 def show_demo(demo: Demo, figure: Path, console: Console) -> None:
     """Everything, within 80 columns."""
-    setting, sweep = demo.setting, demo.sweep
+    setting, measured = demo.setting, demo.by_fraction
     lines = (
         f"\nGRPO, {setting.steps} steps of {setting.samples} samples: repeat {setting.length} digits.",
         f"Two-layer Qwen3 from scratch, vocabulary {setting.vocab}, seed {setting.seed}. Reward by step:\n",
     )
     console.print("\n".join(lines), highlight=False)
     console.print(_runs(demo), highlight=False)
-    console.print(f"\nPeak of a loss step of {sweep.tokens} tokens, vocabulary {sweep.vocab}:\n", highlight=False)
+    console.print(f"\nPeak of a loss step of {measured.tokens} tokens, vocabulary {measured.vocab}:\n", highlight=False)
     console.print(_peaks(demo), highlight=False)
     console.print()
     console.print(Panel(verdict(demo), border_style="green" if demo.ok else "red"), highlight=False)
     console.print(f"Figure saved to {figure}", highlight=False)
 
 
-def _runs(demo: Demo) -> Table:
+def _runs(demo: Demo) -> str:
     steps = demo.setting.steps
     marks = sorted({1, *(round(steps * part / 4) for part in range(1, 5))} - {0})
-    table = _table("", *map(str, marks), "time", "loss step")
+    rows = []
     peaks = format_bytes(demo.plain_peak), format_bytes(demo.our_peak), ""
     for run, peak in zip((demo.plain, demo.ours, demo.control), peaks, strict=True):
         rewards = [f"{run.rewards[step - 1]:.3f}" for step in marks]
-        table.add_row(run.name, *rewards, f"{run.seconds:.0f} s", peak)
-    return table
+        rows.append((run.name, *rewards, f"{run.seconds:.0f} s", peak))
+    return text_table(("", *map(str, marks), "time", "loss step"), rows)
 
 
-def _peaks(demo: Demo) -> Table:
-    table = _table("response rows", *(f"{fraction:.0%}" for fraction in demo.sweep.fractions))
-    for name, peaks in demo.sweep.peaks.items():
-        table.add_row(name, *map(format_bytes, peaks))
-    return table
-
-
-def _table(first: str, *rest: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column(first, no_wrap=True)
-    for name in rest:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+def _peaks(demo: Demo) -> str:
+    columns = ("response rows", *(f"{fraction:.0%}" for fraction in demo.by_fraction.fractions))
+    return text_table(columns, [(name, *map(format_bytes, peaks)) for name, peaks in demo.by_fraction.peaks.items()])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from logitless.tools.demo import train as training
 from logitless.tools.demo.grid import Grid
-from logitless.tools.demo.memory import FRACTIONS, Sweep, step_peak, sweep_fractions
+from logitless.tools.demo.memory import FRACTIONS, PeaksByFraction, peaks_by_fraction, step_peak
 from logitless.tools.demo.policy import check_transformers, new_policy
 from logitless.tools.demo.steps import logitless_step, plain_step, plain_step_by_halves
 from logitless.tools.demo.train import Curve, Setting, train, warm_start
@@ -44,7 +44,7 @@ class Demo:
         plain, ours: the two runs.
         control: plain torch again, with other roundings: each half of the vocabulary by itself.
         plain_peak, our_peak: bytes of their loss steps, on one rank.
-        sweep: peaks over response fractions.
+        by_fraction: peaks of loss steps at growing response fractions.
     """
 
     setting: Setting
@@ -54,7 +54,7 @@ class Demo:
     control: Curve
     plain_peak: int
     our_peak: int
-    sweep: Sweep
+    by_fraction: PeaksByFraction
 
     @property
     def rose(self) -> bool:
@@ -119,10 +119,10 @@ class Demo:
             "changed_tokens": self.changed_tokens,
             "same_steps": self.same_steps,
             "sweep": {
-                "tokens": self.sweep.tokens,
-                "vocab": self.sweep.vocab,
-                "fractions": self.sweep.fractions,
-                "peak_bytes": self.sweep.peaks,
+                "tokens": self.by_fraction.tokens,
+                "vocab": self.by_fraction.vocab,
+                "fractions": self.by_fraction.fractions,
+                "peak_bytes": self.by_fraction.peaks,
             },
         }
 
@@ -138,13 +138,13 @@ def num_reports(setting: Setting) -> int:
     return 2 + 3 * training.num_reports(setting) + len(FRACTIONS)
 
 
-def run_demo(setting: Setting, grid: Grid, report: Callable[[str], None], **sweep: Any) -> Demo | None:
+def run_demo(setting: Setting, grid: Grid, report: Callable[[str], None], **sizes: Any) -> Demo | None:
     """All of it; on ranks other than the first, their part of our run, and None.
 
     Plain torch trains on the first rank, whole, twice, while the others wait; then all of them train together.
 
     Args:
-        sweep: sizes of the memory sweep, as for :func:`sweep_fractions`.
+        sizes: of the batches whose memory is measured, as for :func:`peaks_by_fraction`.
     """
     check_ready(setting, grid)
     first = grid.rank == 0
@@ -163,7 +163,7 @@ def run_demo(setting: Setting, grid: Grid, report: Callable[[str], None], **swee
     if plain is None or control is None:
         return None
     peaks = step_peak(*plain.last), our_peak
-    return Demo(setting, grid, plain, ours, control, *peaks, sweep_fractions(report, **sweep))
+    return Demo(setting, grid, plain, ours, control, *peaks, peaks_by_fraction(report, **sizes))
 
 
 def verdict(demo: Demo) -> str:
