@@ -86,12 +86,13 @@ def test_what_is_raised_is_a_finding(monkeypatch):
 
 
 def test_a_backend_that_cannot_be_imported_says_why(monkeypatch):
-    monkeypatch.setattr(backends, "_has_triton", lambda: False)
-    backends.load.cache_clear()
+    kernels = backends.load("triton")._kernels
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    kernels.cache_clear()
     try:
         found = doctor._backend("triton", CPU)
     finally:
-        backends.load.cache_clear()
+        kernels.cache_clear()
     assert (found.runs, found.reason) == (
         False,
         'backend="triton": Triton is not installed. Run pip install "logitless[triton]".',

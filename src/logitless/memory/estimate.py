@@ -138,7 +138,9 @@ def estimate(
         # Gloo, which CPUs use, works on copies.
         group, columns = DryGroup(tensor_parallel, copies=not on_gpu), -(-vocab // tensor_parallel)
         shard = SimpleNamespace(start=0, stop=columns, vocab_size=vocab, group=group, check_calls=False)
-    running = step.on(torch.device("meta"), shard, machine)
+    with Ledger():
+        # What the caller holds, which is not counted.
+        running = step.on(torch.device("meta"), shard, machine)
     ledger = Ledger()
     with ledger:
         out = running.forward()

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from logitless.memory.shapes import result_of
+
 NAMES = {
     "from_hidden.projection:Projection.empty_tile": "tile of logits",
     "from_hidden.projection:Projection.padded": "hidden rows, padded",
@@ -78,7 +80,7 @@ class Entry:
 
 
 class Ledger(TorchDispatchMode):
-    """Writes down every storage that is made while it is on; those made before are not counted."""
+    """Writes down every storage that is made while it is on; those made before are not counted. All are on meta."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +95,7 @@ class Ledger(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = IN_PLACE.get(func, func)(*args, **(kwargs or {}))
+        out = result_of(IN_PLACE.get(func) or func, args, kwargs or {})
         for x in _tensors(out):
             storage = x.untyped_storage()
             key = storage._cdata

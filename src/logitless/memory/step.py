@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -135,14 +135,12 @@ class Step:
         """Targets of all tokens; or rows of some of them, of samples that have ``counts`` rows each."""
         if self.rows is None and self.counts is None:
             return torch.zeros(self.tokens, dtype=torch.int64, device=device)
-        count = self.num_rows
-        rows = Rows.at(torch.arange(count), torch.zeros(count, dtype=torch.int64), num_tokens=self.tokens)
-        if self.counts is not None:
-            counts, lengths = tuple(self.counts), torch.tensor(self.counts, dtype=torch.int64)
-            sample = torch.repeat_interleave(torch.arange(len(counts)), lengths)
-            rows = replace(rows, sample=sample, counts=counts, held=counts, totals=lengths)
-        tensors = {f.name: x.to(device) for f in fields(rows) if isinstance(x := getattr(rows, f.name), Tensor)}
-        return replace(rows, **tensors)
+        counts = (self.num_rows,) if self.counts is None else tuple(self.counts)
+        lengths = torch.tensor(counts, dtype=torch.int64, device=device)
+        index = torch.arange(self.num_rows, device=device)
+        sample = torch.repeat_interleave(torch.arange(len(counts), device=device), lengths, output_size=self.num_rows)
+        shape = (self.tokens,)
+        return Rows(index, torch.zeros_like(index), sample, index, shape, held=counts, counts=counts, totals=lengths)
 
     def _kept(self, device: torch.device) -> Kept | None:
         if self.kept_ids is None:

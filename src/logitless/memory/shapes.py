@@ -1,0 +1,125 @@
+"""Results of common operators on the meta device: their shape and dtype, and nothing else.
+
+Torch's own meta functions are Python too, take ten times as long, and import the compiler, which takes longer than an
+estimate. Whatever is not here is theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def result_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``func(*args, **kwargs)`` returns where all tensors are on the meta device."""
+    if func in SHAPES:
+        return SHAPES[func](*args, **kwargs)
+    if torch.Tag.pointwise in func.tags and args and isinstance(args[0], Tensor):
+        return _pointwise(func, args, kwargs)
+    return func(*args, **kwargs)
+
+
+def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The broadcast shape, in the dtype that the operator gives to no elements at all."""
+    if func._schema.is_mutable:
+        return kwargs.get("out", args[0])
+    return _empty(_broadcast([x.shape for x in args if isinstance(x, Tensor)]), func(*map(_without_elements, args), **kwargs).dtype)
+
+
+def _broadcast(shapes: Sequence[torch.Size]) -> list[int]:
+    """Of shapes that go together. Torch's own function imports sympy."""
+    out = [1] * max(map(len, shapes))
+    for shape in shapes:
+        for i, size in enumerate(reversed(shape), 1):
+            out[-i] = out[-i] if size == 1 else size
+    return out
+
+
+def _without_elements(x: Any) -> Any:
+    """A tensor of as many dimensions on the CPU. One without dimensions stays one: it promotes dtypes otherwise."""
+    if not isinstance(x, Tensor):
+        return x
+    return torch.ones([0] * x.dim(), dtype=x.dtype) if x.dim() else torch.ones((), dtype=x.dtype)
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+def _like(x: Tensor, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Tensor:
+    return _empty(x.shape, dtype or x.dtype)
+
+
+def _new(x: Tensor, shape: Sequence[int], *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Tensor:
+    return _empty(shape, dtype or x.dtype)
+
+
+def _filled(shape: Sequence[int], *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Tensor:
+    return _empty(shape, dtype or torch.get_default_dtype())
+
+
+def _arange(start: int, stop: int | None = None, step: int = 1, **kwargs: Any) -> Tensor:
+    first, last = (0, start) if stop is None else (start, stop)
+    return _empty((max(0, math.ceil((last - first) / step)),), kwargs.get("dtype") or torch.int64)
+
+
+def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    shape = list(tensors[0].shape)
+    shape.insert(dim % (len(shape) + 1), len(tensors))
+    return _empty(shape, tensors[0].dtype)
+
+
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(x.shape[dim] for x in tensors)
+    return _empty(shape, tensors[0].dtype)
+
+
+def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+    """One run of integer indices, as all of ours are."""
+    given = [i for i in indices if i is not None]
+    first = next(n for n, i in enumerate(indices) if i is not None)
+    return _empty([*x.shape[:first], *_broadcast([i.shape for i in given]), *x.shape[first + len(given) :]], x.dtype)
+
+
+def _reduced(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = 1
+    return _empty(shape if keepdim else [*shape[:dim], *shape[dim:][1:]], torch.bool)
+
+
+def _log_softmax(x: Tensor, *_: Any) -> Tensor:
+    return _empty(x.shape, x.dtype)
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    return _empty((a.shape[0], b.shape[1]), a.dtype)
+
+
+SHAPES: dict[Any, Callable[..., Tensor]] = {
+    aten.empty_like.default: _like,
+    aten.zeros_like.default: _like,
+    aten.ones_like.default: _like,
+    aten.full_like.default: _like,
+    aten.new_empty.default: _new,
+    aten.new_zeros.default: _new,
+    aten.new_ones.default: _new,
+    aten.zeros.default: _filled,
+    aten.ones.default: _filled,
+    aten.arange.default: _arange,
+    aten.arange.start: _arange,
+    aten.arange.start_step: _arange,
+    aten.stack.default: _stack,
+    aten.cat.default: _cat,
+    aten.index.Tensor: _index,
+    aten.all.dim: _reduced,
+    aten.mm.default: _mm,
+    aten._log_softmax.default: _log_softmax,
+    aten._log_softmax_backward_data.default: _log_softmax,
+}
