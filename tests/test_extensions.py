@@ -22,7 +22,7 @@ from logitless.from_hidden.plan import choose_plan
 from logitless.from_hidden.projection import Projection
 from logitless.from_hidden.statistics import row_statistics
 from logitless.memory.ledger import NAMES
-from logitless.results import whole_vocabulary
+from logitless.results import target_column, whole_vocabulary
 from logitless.rows.layouts import Scheme, ragged_arange
 from logitless.softmax import FURTHER, Statistic, Sum, merge
 
@@ -161,7 +161,7 @@ def test_a_statistic_of_logits(squares: str, backend: str):
 def test_a_statistic_from_hidden_states(squares: str):
     hidden, weight, target = torch.randn(T, D), torch.randn(V, D), torch.randint(V, (T,))
     call = replace(resolve_hidden(hidden, weight, target, Options(memory=4000)), further=(squares,))
-    p = Projection.of(hidden, weight, None, call.target_column(), call)
+    p = Projection.of(hidden, weight, None, target_column(target, call.start, call.columns), call)
     tiles = choose_plan(call, (False, False, False)).forward
     assert tiles.columns < V
     lines, _ = row_statistics(p, tiles)

@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 
 from logitless.backends import choose_backend
-from logitless.backends.contract import accumulation_dtype
 from logitless.collectives import agree_over
 from logitless.errors import LogitlessError
 from logitless.kept import Kept, Support
 from logitless.machine import CPU, Machine
-from logitless.results import target_column
 from logitless.rows import Rows
-from logitless.spec import IGNORE, EntropyMode, Head, VocabShard, parse_memory
+from logitless.spec import IGNORE, EntropyMode, Head, VocabShard, accumulation_dtype, parse_memory
 
 T = TypeVar("T")
+
+PLAIN = Head()
+"""The distribution where none is given."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -58,12 +59,17 @@ class Call:
     Attributes:
         asked: the options.
         rows: the rows to score.
+        num_rows: R.
+        index: ``[R]`` rows among the tokens; None for all of them in order.
         shape: in which results are returned.
         dtype: of the logits, or of hidden states and weight.
         tracked: whether the logits or hidden states need a gradient.
-        gain: ``[R]`` factor of each row's logits.
+        entropy: whether entropy is wanted, with a gradient or without.
+        gain, squash: factor of each row's logits ``[R]``, and the one inside a softcap's tanh, 0 without one.
         vocab_size: true size of the vocabulary.
-        columns: how many of its columns are here.
+        start, columns: the part of it that is here.
+        group: process group that holds the rest; None if unsharded.
+        logits_dtype: of logits that are computed here: wide, or what they are rounded to on request.
         backend: name of the backend.
         memory: bytes of working memory.
         machine: which table of sizes applies. The path from logits does not ask.
@@ -74,61 +80,25 @@ class Call:
 
     asked: Options
     rows: Rows
+    num_rows: int
+    index: Tensor | None
     shape: tuple[int, ...]
     dtype: torch.dtype
     tracked: bool
+    entropy: bool
     gain: Tensor
+    squash: float
     vocab_size: int
+    start: int
     columns: int
+    group: Any
+    logits_dtype: torch.dtype
     backend: str
     memory: int
     machine: Machine = CPU
     overwrite: bool = False
     further: tuple[str, ...] = ()
     dropped: float = 0.0
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.rows)
-
-    @property
-    def index(self) -> Tensor | None:
-        """``[R]`` rows among the tokens; None for all of them in order."""
-        return None if self.rows.in_order else self.rows.index
-
-    @property
-    def entropy(self) -> bool:
-        """Whether entropy is wanted, with a gradient or without."""
-        return self.asked.entropy is not None
-
-    @property
-    def squash(self) -> float:
-        """Factor inside the softcap's tanh; 0 without one."""
-        return 0.0 if self.asked.head is None else self.asked.head.squash
-
-    @property
-    def group(self) -> Any:
-        """Process group of the vocabulary; None if unsharded."""
-        return None if self.asked.shard is None else self.asked.shard.group
-
-    @property
-    def start(self) -> int:
-        """First column of the vocabulary that is here."""
-        return 0 if self.asked.shard is None else self.asked.shard.start
-
-    @property
-    def logits_dtype(self) -> torch.dtype:
-        """Of logits that are computed here: wide, or what they are rounded to on request."""
-        return accumulation_dtype(self.dtype) if self.asked.match is None else getattr(torch, self.asked.match)
-
-    @property
-    def ignored(self) -> Tensor:
-        """``[R]`` whether a row is left out."""
-        return self.rows.target == IGNORE
-
-    def target_column(self) -> Tensor:
-        """``[R]`` column of each target here, ``ELSEWHERE`` or ``SKIP``."""
-        return target_column(self.rows.target, self.start, self.columns)
 
     def support(self) -> Support | None:
         """The sampler's support of each row, if there is one."""
@@ -151,13 +121,12 @@ class Call:
         return facts | ({"whether hidden needs a gradient": self.tracked} if from_hidden else {})
 
 
-def together(
-    shard: VocabShard | None, caller: str, resolve: Callable[[], T], facts_of: Callable[[T], dict[str, Any]]
-) -> T:
+def together(asked: Options, resolve: Callable[[], T], facts_of: Callable[[T], dict[str, Any]]) -> T:
     """``resolve()``; if the shard asks for it, compared over its group, so that all ranks raise or none does."""
+    shard = asked.shard
     if shard is None or shard.group is None or not shard.check_calls:
         return resolve()
-    return agree_over(shard.group, caller, resolve, facts_of)
+    return agree_over(shard.group, asked.caller, resolve, facts_of)
 
 
 def resolve_logits(logits: Tensor, rows: Any, asked: Options, overwrite: bool) -> Call:
@@ -185,21 +154,29 @@ def resolve_hidden(hidden: Tensor, weight: Tensor, rows: Any, asked: Options, ma
 def _resolve(
     x: Tensor, width: int, rows: Rows, shape: tuple[int, ...], asked: Options, machine: Machine, overwrite: bool
 ) -> Call:
-    head = asked.head or Head()
+    head = asked.head or PLAIN
     vocab_size, columns = vocabulary(asked.caller, width, head, asked.shard)
     if not torch.compiler.is_compiling():
         check_targets(asked.caller, rows, vocab_size)
     if asked.kept is not None:
         check_kept(asked.caller, asked.kept, rows, vocab_size, x.device)
+    num_rows, wide = rows.index.numel(), accumulation_dtype(x.dtype)
     return Call(
         asked=asked,
         rows=rows,
+        num_rows=num_rows,
+        index=None if rows.in_order else rows.index,
         shape=shape,
         dtype=x.dtype,
         tracked=x.requires_grad,
-        gain=head.gain(len(rows), accumulation_dtype(x.dtype), x.device),
+        entropy=asked.entropy is not None,
+        gain=head.gain(num_rows, wide, x.device),
+        squash=head.squash,
         vocab_size=vocab_size,
+        start=0 if asked.shard is None else asked.shard.start,
         columns=columns,
+        group=None if asked.shard is None else asked.shard.group,
+        logits_dtype=wide if asked.match is None else getattr(torch, asked.match),
         backend=choose_backend(x, asked.backend).name,
         memory=parse_memory(asked.memory),
         machine=machine,

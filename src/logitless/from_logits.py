@@ -9,6 +9,7 @@ The autograd Function at the end is a seam: what it computes is in ``softmax``, 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -76,9 +77,7 @@ def logprobs(
     options = Options(
         entropy=entropy, head=head, shard=shard, kept=kept, backend=backend, memory=memory, caller="logprobs"
     )
-    call = together(
-        shard, "logprobs", lambda: resolve_logits(logits, rows, options, overwrite_logits), lambda call: call.facts()
-    )
+    call = together(options, partial(resolve_logits, logits, rows, options, overwrite_logits), Call.facts)
     return in_shape(score_logits(logits, call), call.shape)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,11 +93,6 @@ class Machine:
         """Rows and columns of a tile on the way to a chunk of exponentials within so many bytes."""
         return next(tile for least, tile in self.chunk_tiles if memory >= least)
 
-    def columns_for(self, tile: tuple[int, int], rows: int) -> int:
-        """Columns of a tile that has only so many rows."""
-        tall, wide = tile
-        return wide * tall // max(1, rows) if self.stretch else wide
-
 
 def _gpu(name: str, multiprocessors: int, costs: Costs | None) -> Machine:
     # 2048 rows are 16 output tiles of 128 x 128. With 33 * 128 columns they are four for each of 132 multiprocessors.
@@ -148,7 +142,7 @@ def _card(index: int | None) -> Machine:
     return H200 if same else _gpu(facts.name, facts.multi_processor_count, H200.costs)
 
 
-def pieces(whole: int, step: int, dry: bool = False) -> Iterator[slice]:
+def pieces(whole: int, step: int, dry: bool = False) -> list[slice]:
     """The ranges of at most ``step`` that a loop works through.
 
     On the meta device nothing is computed and only allocations count: in such a ``dry`` run the first two and the last
@@ -160,7 +154,7 @@ def pieces(whole: int, step: int, dry: bool = False) -> Iterator[slice]:
     starts = range(0, whole, step)
     if dry and len(starts) > 3:
         starts = (starts[0], starts[1], starts[-1])
-    return (slice(start, min(start + step, whole)) for start in starts)
+    return [slice(start, min(start + step, whole)) for start in starts]
 
 
 # Blocks of the Triton kernels. They depend on dtype and columns, never on the number of rows.

@@ -194,6 +194,11 @@ def format_bytes(size: int) -> str:
     return f"{size} B"
 
 
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 stays float64; every other float is summed in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def _is_finite_number(x: object) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
 

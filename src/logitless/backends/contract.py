@@ -104,8 +104,3 @@ def over(logits: Tensor, dtype: torch.dtype) -> Tensor:
     (10, 1)
     """
     return logits.view(dtype)[:, : logits.shape[1]]
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 stays float64; every other float is summed in float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

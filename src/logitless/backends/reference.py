@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from logitless.backends.contract import Problem, Running, accumulation_dtype, over
+from logitless.backends.contract import Problem, Running, over
 from logitless.machine import pieces
 from logitless.softmax import FLOOR, FURTHER, SKIP, TINY, Coefficients, Normaliser, Statistic
 
@@ -56,7 +56,7 @@ def gradient_over(problem: Problem, norm: Normaliser, coef: Coefficients, dtype:
 def transformed(problem: Problem) -> tuple[Tensor, Tensor]:
     """``z`` of the selected rows over the true columns, and ``dz/dx``."""
     rows = problem.logits if problem.index is None else problem.logits[problem.index]
-    x = rows[:, : problem.columns].to(accumulation_dtype(problem.logits.dtype))
+    x = rows[:, : problem.columns].to(problem.gain.dtype)
     gain = problem.gain[:, None]
     if not problem.squash:
         return x * gain, gain.expand_as(x)

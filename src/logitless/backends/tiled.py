@@ -7,13 +7,11 @@ dtype are alive at a time (three under a softcap), reused in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from logitless.backends import reference as whole
-from logitless.backends.contract import Problem, Running, accumulation_dtype, over
+from logitless.backends.contract import Problem, Running, over
 from logitless.machine import BLOCK, pieces
 from logitless.softmax import FLOOR, FURTHER, SKIP, Coefficients, Normaliser, Statistic, merge
 
@@ -21,7 +19,7 @@ from logitless.softmax import FLOOR, FURTHER, SKIP, Coefficients, Normaliser, St
 def tile_shape(problem: Problem) -> tuple[int, int]:
     """Rows and columns of a tile: as much as fits in the memory budget, at least one element."""
     buffers = 3 if problem.squash else 2
-    elements = max(1, problem.memory // (buffers * accumulation_dtype(problem.logits.dtype).itemsize))
+    elements = max(1, problem.memory // (buffers * problem.gain.itemsize))
     width = max(1, min(problem.columns, elements))
     return max(1, min(problem.num_rows, elements // width)), width
 
@@ -32,10 +30,13 @@ def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
     height, width = tile_shape(problem)
     dry = problem.logits.is_meta
     for rows in pieces(problem.num_rows, height, dry):
-        parts = out.new_empty((-(-max(problem.columns, 1) // width), *out[:, rows].shape))
-        for columns in pieces(max(problem.columns, 1), width, dry):
+        if width >= problem.columns:
+            out[:, rows] = _tile_statistics(problem, rows, slice(0, width))
+            continue
+        parts = out.new_empty((-(-problem.columns // width), *out[:, rows].shape))
+        for columns in pieces(problem.columns, width, dry):
             parts[columns.start // width] = _tile_statistics(problem, rows, columns)
-        out[:, rows] = parts[0] if len(parts) == 1 else merge(parts, problem.further)
+        out[:, rows] = merge(parts, problem.further)
     return out
 
 
@@ -96,7 +97,7 @@ def _tile(problem: Problem, rows: slice, columns: slice) -> tuple[Tensor, Tensor
     x = problem.logits[:, columns.start : min(columns.stop, problem.columns)]
     x = x[rows] if problem.index is None else x.index_select(0, problem.index[rows])
     # A copy even where the dtype is right already: the tile is worked on in place.
-    x = x.to(accumulation_dtype(x.dtype), copy=problem.index is None)
+    x = x.to(problem.gain.dtype, copy=problem.index is None)
     gain = problem.gain[rows, None]
     if not problem.squash:
         return x.mul_(gain), None
@@ -158,7 +159,7 @@ def mix(x: Tensor, by: Tensor, y: Tensor, index: Tensor, times: Tensor, out: Ten
         whole.mix(x[rows], by[rows], y, index[rows], times[rows], out[rows])
 
 
-def _row_pieces(problem: Problem, width: int) -> Iterator[slice]:
+def _row_pieces(problem: Problem, width: int) -> list[slice]:
     """Rows such that the half dozen temporaries of the whole-tensor twin, so wide, stay within the budget."""
     rows = max(1, problem.memory // (6 * max(1, width) * problem.gain.element_size()))
     return pieces(problem.num_rows, rows, problem.logits.is_meta)

@@ -34,8 +34,8 @@ class Exponentials:
 
     @staticmethod
     def empty(p: Projection, rows: int, columns: int) -> Exponentials:
-        slabs = -(-p.columns // columns)
-        return Exponentials(p.empty((rows, p.columns), p.hidden.dtype), p.gain.new_zeros((slabs, rows)), columns)
+        slabs = -(-p.call.columns // columns)
+        return Exponentials(p.empty((rows, p.call.columns), p.hidden.dtype), p.gain.new_zeros((slabs, rows)), columns)
 
     @property
     def rows(self) -> int:

@@ -41,17 +41,17 @@ class Unit(NamedTuple):
 
 def statistics_with_unit(p: Projection, tiles: Tiles) -> tuple[Tensor, Unit]:
     """``[4, R]`` statistic, and the unit gradients."""
-    out, others = p.gain.new_empty((WIDTH, p.num_rows)), torch.empty_like(p.hidden)
+    out, others = p.gain.new_empty((WIDTH, len(p.hidden))), torch.empty_like(p.hidden)
     memory, e = p.empty_tile(tiles), p.empty((tiles.rows * tiles.columns,), p.hidden.dtype)
-    total = p.gain.new_empty((min(tiles.rows, max(p.num_rows, 1)), p.hidden.shape[1]))
-    backend, slabs = p.backend, -(-max(p.columns, 1) // tiles.columns)
-    for rows in pieces(p.num_rows, tiles.rows, p.dry):
+    total = p.gain.new_empty((min(tiles.rows, max(len(p.hidden), 1)), p.hidden.shape[1]))
+    backend, slabs = p.backend, -(-max(p.call.columns, 1) // tiles.columns)
+    for rows in pieces(len(p.hidden), tiles.rows, p.hidden.is_meta):
         part = p.cut(rows.start, rows.stop)
-        parts = p.gain.new_empty((slabs, WIDTH, part.num_rows))
-        sums, reference = total[: part.num_rows], p.gain.new_zeros(part.num_rows)
-        for columns in pieces(max(p.columns, 1), tiles.columns, p.dry):
+        parts = p.gain.new_empty((slabs, WIDTH, len(part.hidden)))
+        sums, reference = total[: len(part.hidden)], p.gain.new_zeros(len(part.hidden))
+        for columns in pieces(max(p.call.columns, 1), tiles.columns, p.hidden.is_meta):
             tile = part.tile(memory, tiles, columns.start)
-            exponentials = e[: part.num_rows * tile.columns].view(part.num_rows, tile.columns)
+            exponentials = e[: len(part.hidden) * tile.columns].view(len(part.hidden), tile.columns)
             running = Running(reference, reference)
             if columns.start:
                 # Later tiles far below the reference have nothing to add: only the first may move it down.
@@ -92,7 +92,7 @@ def unit_gradient(
     a = torch.where(here, at_target * slope, 0.0)
     b = torch.where(read, (g_z - g_logprob) * slope * share, 0.0)
     out = torch.empty_like(unit.others)
-    if p.columns:
+    if p.call.columns:
         p.backend.mix(unit.others, b, p.weight, p.column.clamp_min(0), a, out)
     else:
         p.backend.rescale(unit.others, b, out)

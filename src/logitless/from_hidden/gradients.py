@@ -24,6 +24,7 @@ from logitless.from_hidden.projection import Projection
 from logitless.kept import Support, kept_gradient, write_kept
 from logitless.machine import pieces
 from logitless.softmax import ELSEWHERE, Coefficients, Normaliser
+from logitless.spec import IGNORE
 
 
 class Gradients(NamedTuple):
@@ -71,7 +72,7 @@ class Terms:
             return
         support, kept_norm, logprob, g_logprob = self.support
         gathered = support.logits(tile)
-        values = kept_gradient(gathered, kept_norm, logprob, g_logprob, norm, coef, p.call.ignored)
+        values = kept_gradient(gathered, kept_norm, logprob, g_logprob, norm, coef, support.target == IGNORE)
         p.backend.gradient(replace(tile, column=tile.column.clamp_max(ELSEWHERE)), norm, coef, out, None)
         write_kept(gathered, values, out, None)
 
@@ -86,7 +87,7 @@ def gradients(
         want: which of the three are wanted.
         weight_grad: float32 buffer ``[V, D]`` to add the weight's gradient to; then none is returned for it.
     """
-    if p.num_rows == 0 or p.columns == 0 or not any(want):
+    if len(p.hidden) == 0 or p.call.columns == 0 or not any(want):
         return _no_gradients(p, want, weight_grad)
     loop = _by_slabs if tiles.slabs else _by_blocks
     hidden, weight, bias = loop(p, tiles, terms, want, weight_grad)
@@ -104,13 +105,13 @@ def _by_slabs(
     d_bias = p.gain.new_zeros(p.weight.shape[0]) if want_bias else None
     # One block writes a slab of dW once, in its own dtype. Several add up in float32 first.
     slab = None
-    if d_weight is not None and p.num_rows > tiles.block:
+    if d_weight is not None and len(p.hidden) > tiles.block:
         slab = p.gain.new_empty((tiles.columns, p.weight.shape[1]))
-    for columns in pieces(p.columns, tiles.columns, p.dry):
+    for columns in pieces(p.call.columns, tiles.columns, p.hidden.is_meta):
         into = weight_grad if weight_grad is not None else d_weight
         if into is not None:
             into = into[columns] if slab is None else slab[: columns.stop - columns.start]
-        for rows in pieces(p.num_rows, tiles.block, p.dry):
+        for rows in pieces(len(p.hidden), tiles.block, p.hidden.is_meta):
             d_z = block.fill(rows, columns)
             if want_weight and into is not None:
                 p.multiply(d_z.T, p.hidden[rows], into, add=weight_grad is not None or rows.start > 0)
@@ -121,7 +122,7 @@ def _by_slabs(
         if slab is not None and d_weight is not None and into is not None:
             d_weight[columns] = into
     if d_weight is not None:
-        d_weight[p.columns :].zero_()
+        d_weight[p.call.columns :].zero_()
     return Gradients(d_hidden, d_weight, d_bias)
 
 
@@ -133,13 +134,13 @@ def _by_blocks(
     d_hidden = torch.empty_like(p.hidden, memory_format=torch.contiguous_format) if want_hidden else None
     # Slabs add up in float32, in place where that is the dtype of d_hidden.
     narrow = d_hidden is not None and d_hidden.dtype != p.gain.dtype
-    sums = p.gain.new_empty((min(tiles.block, p.num_rows), p.hidden.shape[1])) if narrow else None
+    sums = p.gain.new_empty((min(tiles.block, len(p.hidden)), p.hidden.shape[1])) if narrow else None
     # Float32 over all blocks, unless the caller's buffer is.
     d_weight = p.gain.new_empty(p.weight.shape) if want_weight and weight_grad is None else weight_grad
     d_bias = p.gain.new_zeros(p.weight.shape[0]) if want_bias else None
-    for rows in pieces(p.num_rows, tiles.block, p.dry):
+    for rows in pieces(len(p.hidden), tiles.block, p.hidden.is_meta):
         into = d_hidden if d_hidden is None else d_hidden[rows] if sums is None else sums[: rows.stop - rows.start]
-        for columns in pieces(p.columns, tiles.columns, p.dry):
+        for columns in pieces(p.call.columns, tiles.columns, p.hidden.is_meta):
             d_z = block.fill(rows, columns)
             if into is not None:
                 p.multiply(d_z, p.weight[columns], into, add=columns.start > 0)
@@ -151,7 +152,7 @@ def _by_blocks(
         if sums is not None and d_hidden is not None and into is not None:
             d_hidden[rows] = into
     if want_weight and d_weight is not None and weight_grad is None:
-        d_weight[p.columns :].zero_()
+        d_weight[p.call.columns :].zero_()
     return Gradients(d_hidden, d_weight if weight_grad is None else None, d_bias)
 
 
@@ -179,7 +180,7 @@ class _Block:
         def cut(start: int, stop: int) -> tuple[Projection, Normaliser, Coefficients]:
             return p.cut(start, stop), terms.norm.cut(slice(start, stop)), terms.coef.cut(slice(start, stop))
 
-        d_z = p.empty((min(tiles.block, p.num_rows), tiles.columns), p.hidden.dtype)
+        d_z = p.empty((min(tiles.block, len(p.hidden)), tiles.columns), p.hidden.dtype)
         return _Block(p, tiles, terms, p.empty_tile(tiles), d_z, functools.cache(cut))
 
     def fill(self, rows: slice, columns: slice) -> Tensor:
@@ -192,11 +193,11 @@ class _Block:
             into = out[: start - rows.start]
             memory = self.tiles.elementwise
             stored.cut(rows.start, start).write_gradient(p, norm, coef, memory, columns.start, into)
-        for some in pieces(rows.stop - start, self.tiles.rows, self.p.dry):
+        for some in pieces(rows.stop - start, self.tiles.rows, self.p.hidden.is_meta):
             p, norm, coef = self.cut(start + some.start, start + some.stop)
             tile = p.tile(self.logits, self.tiles, columns.start)
             first = start - rows.start + some.start
-            self.terms.write(p, tile, norm, coef, out[first : first + p.num_rows])
+            self.terms.write(p, tile, norm, coef, out[first : first + len(p.hidden)])
         return out
 
 

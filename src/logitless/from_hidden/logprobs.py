@@ -9,6 +9,7 @@ The autograd Function is a seam: what it computes is in ``statistics``, ``gradie
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,10 +24,10 @@ from logitless.from_hidden.plan import FIXED_ROWS, LinearPlan, choose_plan
 from logitless.from_hidden.projection import Projection, hidden_gradient, selected_rows
 from logitless.from_hidden.statistics import row_statistics
 from logitless.kept import Kept
-from logitless.results import in_shape, row_results
+from logitless.results import in_shape, row_results, target_column
 from logitless.rows import Rows
 from logitless.softmax import Normaliser, coefficients
-from logitless.spec import EntropyMode, Head, TokenStats, VocabShard
+from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard
 
 
 def linear_logprobs(
@@ -99,9 +100,7 @@ def linear_logprobs(
         memory=memory,
     )
     hidden, weight, options = as_products_take(hidden, weight, options)
-    call = together(
-        shard, options.caller, lambda: resolve_hidden(hidden, weight, rows, options), lambda call: call.facts()
-    )
+    call = together(options, partial(resolve_hidden, hidden, weight, rows, options), Call.facts)
     return in_shape(score(hidden, weight, call), call.shape)
 
 
@@ -147,7 +146,8 @@ class _LinearLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        column = call.target_column()
+        target = call.rows.target
+        column = target_column(target, call.start, call.columns)
         p = Projection.of(selected_rows(hidden, call), weight, bias, column, call)
         plan = choose_plan(call, ctx.needs_input_grad)
         if call.asked.batch_invariant:
@@ -161,7 +161,7 @@ class _LinearLogProbs(torch.autograd.Function):
             statistic, support = row_statistics(p, plan.forward, call.support(), stored)
             if stored is not None:
                 for_backward = {"exponentials": stored.values, "exponentials_reference": stored.reference}
-        results = row_results(statistic[:, : call.num_rows], support, call.ignored, call.entropy, call.group)
+        results = row_results(statistic[:, : call.num_rows], support, target == IGNORE, call.entropy, call.group)
         ctx.set_materialize_grads(False)
         if call.asked.entropy == "value":
             ctx.mark_non_differentiable(results.entropy)

@@ -167,7 +167,7 @@ def _divide(machine: Machine, memory: int) -> tuple[int, int]:
 def _fit(shape: Shape, budget: int, tile: tuple[int, int], rows: int, per_column: int) -> tuple[int, int]:
     """Rows and columns such that a column costs ``rows * logits_bytes + per_column`` and all fit the budget."""
     rows = max(1, rows)
-    wide = shape.machine.columns_for(tile, rows)
+    wide = tile[1] * tile[0] // rows if shape.machine.stretch else tile[1]
     columns = budget // (rows * shape.logits_bytes + per_column)
     while columns < min(256, shape.columns) and rows > 64:
         rows = rows // 2

@@ -32,6 +32,7 @@ class Projection:
         column: ``[R]`` as in :class:`~logitless.backends.contract.Problem`.
         gain: ``[R]`` factor of each row's logits.
         call: what is to be done with them.
+        backend: the module of the call's backend.
     """
 
     hidden: Tensor
@@ -40,28 +41,12 @@ class Projection:
     column: Tensor
     gain: Tensor
     call: Call
+    backend: Any
 
     @staticmethod
     def of(rows: Tensor, weight: Tensor, bias: Tensor | None, column: Tensor, call: Call) -> Projection:
-        return Projection(rows, weight.detach(), None if bias is None else bias.detach(), column, call.gain, call)
-
-    @property
-    def num_rows(self) -> int:
-        return self.hidden.shape[0]
-
-    @property
-    def columns(self) -> int:
-        """True columns here."""
-        return self.call.columns
-
-    @property
-    def backend(self) -> Any:
-        return load(self.call.backend)
-
-    @property
-    def dry(self) -> bool:
-        """Whether nothing is computed: the tensors are on the meta device."""
-        return self.hidden.is_meta
+        bias = None if bias is None else bias.detach()
+        return Projection(rows, weight.detach(), bias, column, call.gain, call, load(call.backend))
 
     def cut(self, start: int, stop: int) -> Projection:
         """Rows ``start .. stop`` of it."""
@@ -69,7 +54,7 @@ class Projection:
 
     def padded(self, multiple: int) -> Projection:
         """The same rows, and as many rows to be skipped as make a multiple."""
-        pad, missing = torch.nn.functional.pad, -self.num_rows % multiple
+        pad, missing = torch.nn.functional.pad, -len(self.hidden) % multiple
         return replace(
             self,
             hidden=pad(self.hidden, (0, 0, 0, missing)),
@@ -117,8 +102,8 @@ class Projection:
 
     def tile(self, memory: Tensor, tiles: Tiles, first: int) -> Problem:
         """The tile of all rows and of the columns from ``first`` on, computed into the memory of a tile."""
-        width = min(tiles.columns, self.columns - first)
-        logits = memory[: self.num_rows * width].view(self.num_rows, width)
+        rows, width = len(self.hidden), min(tiles.columns, self.call.columns - first)
+        logits = memory[: rows * width].view(rows, width)
         self.project(first, logits)
         return self.problem(logits, tiles.elementwise, first)
 

@@ -25,15 +25,15 @@ def row_statistics(
         support: tiles then hold all rows at once.
         exponentials: to be filled for the first rows.
     """
-    lines, slabs = WIDTH + len(p.call.further), -(-max(p.columns, 1) // tiles.columns)
-    out = p.gain.new_empty((lines, p.num_rows))
-    support_out = None if support is None else p.gain.new_empty((2, p.num_rows))
+    lines, slabs = WIDTH + len(p.call.further), -(-max(p.call.columns, 1) // tiles.columns)
+    out = p.gain.new_empty((lines, len(p.hidden)))
+    support_out = None if support is None else p.gain.new_empty((2, len(p.hidden)))
     memory, backend = p.empty_tile(tiles), p.backend
-    for rows in pieces(p.num_rows, tiles.rows, p.dry):
+    for rows in pieces(len(p.hidden), tiles.rows, p.hidden.is_meta):
         part = p.cut(rows.start, rows.stop)
-        parts = p.gain.new_empty((slabs, lines, part.num_rows))
-        support_parts = None if support is None else p.gain.new_empty((slabs, 2, part.num_rows))
-        for columns in pieces(max(p.columns, 1), tiles.columns, p.dry):
+        parts = p.gain.new_empty((slabs, lines, len(part.hidden)))
+        support_parts = None if support is None else p.gain.new_empty((slabs, 2, len(part.hidden)))
+        for columns in pieces(max(p.call.columns, 1), tiles.columns, p.hidden.is_meta):
             tile, slab = part.tile(memory, tiles, columns.start), columns.start // tiles.columns
             if exponentials is None:
                 backend.statistics(tile, parts[slab])

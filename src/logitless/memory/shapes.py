@@ -29,7 +29,8 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
     """The broadcast shape, in the dtype that the operator gives to no elements at all."""
     if func._schema.is_mutable:
         return kwargs.get("out", args[0])
-    return _empty(_broadcast([x.shape for x in args if isinstance(x, Tensor)]), func(*map(_without_elements, args), **kwargs).dtype)
+    shape = _broadcast([x.shape for x in args if isinstance(x, Tensor)])
+    return _empty(shape, func(*map(_without_elements, args), **kwargs).dtype)
 
 
 def _broadcast(shapes: Sequence[torch.Size]) -> list[int]:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from logitless.backends import choose_backend
-from logitless.backends.contract import accumulation_dtype
 from logitless.call import Options, recorded, resolve_hidden, resolve_logits
 from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import score
@@ -23,7 +22,7 @@ from logitless.objectives import Objective
 from logitless.policy_loss.loss import MEMORY, evaluate
 from logitless.policy_loss.plan import LossPlan, plan_of
 from logitless.rows import Rows
-from logitless.spec import EntropyMode, Head
+from logitless.spec import EntropyMode, Head, accumulation_dtype
 
 PATHS = ("logprobs", "linear_logprobs", "linear_policy_loss", "torch")
 FROM_HIDDEN = ("linear_logprobs", "linear_policy_loss")

@@ -43,7 +43,7 @@ def empty_chunk(p: Projection, plan: LossPlan) -> Chunk:
     """Room for the largest chunk of a plan."""
     if plan.tiles is not None:
         return ExponentialsChunk(p, Exponentials.empty(p, plan.rows, plan.tiles.columns), plan.tiles)
-    logits = p.empty((plan.rows, p.columns), p.call.logits_dtype)
+    logits = p.empty((plan.rows, p.call.columns), p.call.logits_dtype)
     return LogitsChunk(p, logits.view(-1), plan.columns, plan.elementwise)
 
 
@@ -65,7 +65,7 @@ class LogitsChunk:
 
     def statistics(self, start: int, stop: int) -> Tensor:
         rows, logits = self._rows(start, stop)
-        for columns in pieces(rows.columns, self.columns, rows.dry):
+        for columns in pieces(rows.call.columns, self.columns, rows.hidden.is_meta):
             rows.project(columns.start, logits[:, columns])
         return rows.backend.statistics(rows.problem(logits, self.elementwise))
 
@@ -77,7 +77,7 @@ class LogitsChunk:
     def _rows(self, start: int, stop: int) -> tuple[Projection, Tensor]:
         """Those rows, and the place of their logits."""
         rows = self.p.cut(start, stop)
-        return rows, self.logits[: rows.num_rows * rows.columns].view(rows.num_rows, rows.columns)
+        return rows, self.logits[: len(rows.hidden) * rows.call.columns].view(len(rows.hidden), rows.call.columns)
 
 
 @dataclass(frozen=True, eq=False)

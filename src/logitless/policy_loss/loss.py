@@ -23,6 +23,7 @@ from logitless.kept import Kept
 from logitless.objectives import Inputs, Metrics, Objective
 from logitless.policy_loss.one_pass import OnePass
 from logitless.policy_loss.plan import LossPlan, plan_of, two_pass_memory
+from logitless.results import target_column
 from logitless.rows import Rows
 from logitless.spec import Head, TokenStats, VocabShard
 
@@ -117,7 +118,7 @@ def linear_policy_loss(
         return call, plan, objective.inputs(None, call.rows, fields, **batch)
 
     needed = any(recorded(hidden, weight, asked.bias))
-    call, plan, inputs = together(shard, NAME, resolve, lambda made: _facts(made[0], made[1], needed))
+    call, plan, inputs = together(asked, resolve, lambda made: _facts(made[0], made[1], needed))
     loss, metrics, stats = evaluate(hidden, weight, call, plan, objective, inputs, grad_scale, drop_zeros)
     return (loss, metrics, stats) if return_stats else (loss, metrics)
 
@@ -194,7 +195,8 @@ class _OnePass(torch.autograd.Function):
         inputs: Inputs,
         drop_zeros: bool,
     ) -> Any:
-        p = Projection.of(selected_rows(hidden, call), weight, bias, call.target_column(), call)
+        column = target_column(call.rows.target, call.start, call.columns)
+        p = Projection.of(selected_rows(hidden, call), weight, bias, column, call)
         # Only gradients that go to a buffer have their factor in advance.
         buffer = None if scale is None else call.asked.weight_grad
         boost = _boost(hidden.dtype, inputs) if scale is None else scale

@@ -81,7 +81,7 @@ class OnePass:
         into = weight_grad
         if weight and weight_grad is None:
             into = p.gain.new_empty(p.weight.shape)
-            into[p.columns :].zero_()
+            into[p.call.columns :].zero_()
         gradients = Gradients(
             # Kernels take rows whose last dimension is contiguous, which those of the caller need not be.
             torch.empty_like(p.hidden, memory_format=torch.contiguous_format) if hidden else None,
@@ -93,11 +93,11 @@ class OnePass:
     def run(self) -> Outcome:
         """The objective of all rows, and the gradients."""
         p, chunks = self.p, self.plan.chunks
-        if p.dry:
+        if p.hidden.is_meta:
             # Nothing is computed and only allocations count: the two largest chunks and the last stand for all.
             chunks = (*sorted(chunks, key=lambda c: c[0] - c[1])[:2], *chunks[-1:])
         chunk = empty_chunk(p, self.plan)
-        stats = TokenStats(*(p.gain.new_empty(p.num_rows) for _ in range(3)))
+        stats = TokenStats(*(p.gain.new_empty(len(p.hidden)) for _ in range(3)))
         for i, (start, stop) in enumerate(chunks):
             results = self._work_off(chunk, start, stop, first=i == 0)
             for whole, part in zip(stats, results[:3], strict=True):
@@ -119,7 +119,7 @@ class OnePass:
         if self.scale is not None:
             g_logprob, g_entropy = g_logprob * self.scale, None if g_entropy is None else g_entropy * self.scale
         coef = coefficients(results.logprob, results.norm, results.mean, g_logprob, g_entropy, None)
-        if not self.p.columns:
+        if not self.p.call.columns:
             self._zero(None if self.into.hidden is None else self.into.hidden[start:stop])
             return results
         counted, staying = part.counted, None
@@ -162,7 +162,7 @@ class OnePass:
             if overwrite and into.weight is not None:
                 into.weight.zero_()
             return
-        for columns in pieces(p.columns, self.plan.columns, p.dry):
+        for columns in pieces(p.call.columns, self.plan.columns, p.hidden.is_meta):
             if into.weight is not None:
                 p.multiply(d_z[:, columns].T, x, into.weight[columns], add=not overwrite)
             if into.bias is not None:
@@ -171,11 +171,11 @@ class OnePass:
     def _times_weight(self, d_z: Tensor, out: Tensor) -> None:
         """``out = d_z @ W``: in one product, or over slabs of columns in float32."""
         p = self.p
-        if self.plan.columns >= p.columns:
-            p.multiply(d_z, p.weight[: p.columns], out)
+        if self.plan.columns >= p.call.columns:
+            p.multiply(d_z, p.weight[: p.call.columns], out)
             return
         total = p.gain.new_empty(out.shape)
-        for columns in pieces(p.columns, self.plan.columns, p.dry):
+        for columns in pieces(p.call.columns, self.plan.columns, p.hidden.is_meta):
             p.multiply(d_z[:, columns], p.weight[columns], total, add=columns.start > 0)
         out.copy_(total)
 
@@ -188,7 +188,7 @@ class OnePass:
 
     def _dry_number(self, num_rows: int) -> int | None:
         """In a dry run no value says how many rows have a gradient; the call does."""
-        return round(num_rows * (1 - self.p.call.dropped)) if self.p.dry else None
+        return round(num_rows * (1 - self.p.call.dropped)) if self.p.hidden.is_meta else None
 
 
 def row_gradients(objective: Objective, inputs: Inputs, results: RowResults) -> tuple[Tensor, Tensor | None]:

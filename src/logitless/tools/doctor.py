@@ -137,10 +137,10 @@ def _describe(device: torch.device) -> str:
 def _backend(name: str, device: torch.device) -> BackendFinding:
     try:
         module = load(name)
+        reason = module.unavailable(torch.zeros(1, 1, device=device)) if name == "triton" else None
     # A broken installation of Triton can raise anything when it is imported; here that is the finding.
     except Exception as error:
         return BackendFinding(name, False, str(error).strip() or type(error).__name__)
-    reason = module.unavailable(torch.zeros(1, 1, device=device)) if name == "triton" else None
     if reason is not None:
         return BackendFinding(name, False, reason)
     interpreted = name == "triton" and module.interpreted()
