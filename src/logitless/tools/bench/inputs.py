@@ -4,9 +4,9 @@ Peaked logits imitate a trained model. Column k of a shuffled vocabulary gets th
 in most rows the target is lifted to a chosen log-odds over all other columns together, so that p(target) runs from 0.3
 to 0.999999. Confident rows are where gradients lose digits and where a softmax kernel meets mostly zeros.
 
-From hidden states the same is done with the operands: one coordinate of every hidden state is constant and carries the
-bias, and hidden states are moved along the weight of their target. The log-odds are then right up to the chance
-products of that weight with the others.
+From hidden states the operands make such logits: one coordinate of every hidden state is constant and carries the bias,
+and each hidden state is moved along the weight of its target. The log-odds are then right up to the chance products of
+that weight with the other weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BOOSTED = 0.85
 P_RANGE = (0.3, 0.999999)
 # The constant coordinate of peaked hidden states: a power of two, so that half precision holds it exactly.
 CARRIER = 4.0
-# Of a case that is a loss: bounds of the ratio, and the entropy's coefficient.
+# In a case that is a loss: bounds of the ratio, and the entropy's coefficient.
 CLIP = (0.2, 0.28)
 BONUS = 0.01
 
@@ -39,13 +39,13 @@ class Batch:
 
     Attributes:
         case: the case.
-        rows: plan of the scored rows.
+        rows: the scored rows.
         labels: ``[T]`` target of every row, ``-100`` for rows that are not scored.
         g_logprob: ``[R]`` upstream gradient of the log-probs, random.
         g_entropy: ``[R]`` upstream gradient of the entropies, random.
-        seed: what the logits, or the hidden states and the weight, are drawn from.
-        advantage: ``[R]`` of a loss, random.
-        old_logprob: ``[R]`` of a loss; the upstream gradients are then those of the loss.
+        seed: seed of the logits, or of the hidden states and the weight.
+        advantage: ``[R]`` random advantages, for a loss.
+        old_logprob: ``[R]`` for a loss; the upstream gradients are then those of the loss.
     """
 
     case: Case
@@ -59,12 +59,12 @@ class Batch:
 
     @property
     def index(self) -> Tensor | None:
-        """``[R]`` scored rows, or None where all of them are."""
+        """``[R]`` scored rows, or None where every token is scored."""
         return None if len(self.rows) == self.case.tokens else self.rows.index
 
     @property
     def objective(self) -> Objective:
-        """What the case minimises, if it is a loss."""
+        """The objective of a case that is a loss."""
         return Objective(policy="ppo_clip", clip=CLIP, entropy_coef=BONUS if self.case.entropy == "grad" else 0.0)
 
     def loss_of(self, logprob: Tensor, entropy: Tensor | None) -> Tensor:
@@ -74,10 +74,10 @@ class Batch:
         return objective(stats, self.rows, old_logprob=self.old_logprob, advantage=self.advantage)[0]
 
     def with_loss(self, logprob: Tensor, entropy: Tensor) -> Batch:
-        """The same batch, some updates after its samples were drawn: old log-probs around the true ones given.
+        """The same batch, some updates after its samples were drawn: its old log-probs scatter around ``logprob``.
 
         No ratio lies within a thousandth of a bound, so that rounding decides nothing. The upstream gradients become
-        the loss's own, for the truth to use.
+        those of the loss, for the truth to use.
         """
         generator = torch.Generator().manual_seed(self.seed + 5)
         ratio = torch.exp(0.2 * torch.randn(len(logprob), generator=generator))
@@ -90,7 +90,7 @@ class Batch:
         return replace(batch, g_logprob=g[0], g_entropy=torch.zeros_like(g[0]) if g[1] is None else g[1])
 
     def with_mean_loss(self) -> Batch:
-        """The same batch with the upstream gradients that a mean cross entropy has."""
+        """The same batch with the upstream gradients of a mean cross entropy."""
         share = torch.full_like(self.g_logprob, -1 / max(1, len(self.rows)))
         return replace(self, g_logprob=share, g_entropy=torch.zeros_like(share))
 
@@ -184,7 +184,7 @@ class _HandOver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, *grads: Tensor) -> tuple[None, None]:
-        # The gradient is taken at the output; what lies before it does not matter here.
+        # The gradient is taken at the output, so nothing before it needs one.
         return None, None
 
 
@@ -202,7 +202,7 @@ def _draw_targets(case: Case, count: int, generator: torch.Generator, seed: int)
 
 
 def _log_odds(batch: Batch) -> Tensor:
-    """``[T]`` log-odds to give the target of each row, NaN for the rows left as they are."""
+    """``[T]`` log-odds that the target of each row gets, NaN for rows that stay as they are."""
     generator = torch.Generator().manual_seed(batch.seed + 2)
     low, high = (math.log(p) - math.log1p(-p) for p in P_RANGE)
     odds = low + (high - low) * torch.rand(batch.case.tokens, generator=generator)
@@ -213,7 +213,7 @@ def _log_odds(batch: Batch) -> Tensor:
 def _lift_targets(z: Tensor, labels: Tensor, odds: Tensor) -> None:
     lifted = ((labels != IGNORE) & ~odds.isnan()).nonzero().squeeze(1)
     column = labels[lifted]
-    # The target is taken out of its row, so that the odds are over all other columns together.
+    # Without its target, a row's logsumexp is over all other columns.
     z[lifted, column] = -torch.inf
     others = torch.cat([part.logsumexp(1) for part in z.split(256)])
     z[lifted, column] = others[lifted] + odds[lifted]

@@ -30,7 +30,7 @@ from logitless.tools.bench.tables import text_table
 
 @dataclass(frozen=True)
 class PeakCase:
-    """Arguments of :func:`~logitless.memory.estimate` but the device, under a name."""
+    """A name, and all arguments of :func:`~logitless.memory.estimate` but the device."""
 
     name: str
     options: dict[str, Any]
@@ -56,7 +56,7 @@ class Compared(NamedTuple):
 
 
 def compare(case: PeakCase, device: torch.device, group: Any = None) -> Compared:
-    """Run a case once to warm up (workspaces, compiled kernels), then measure forward and the whole step."""
+    """Measure forward and the whole step of a case, after one step to warm up (workspaces, compiled kernels)."""
     predicted = case.predicted(device)
     forward, backward = _step(case.options, device, group)
 
@@ -80,7 +80,7 @@ def table(results: Iterable[Compared]) -> str:
 def _step(
     options: dict[str, Any], device: torch.device, group: Any
 ) -> tuple[Callable[[], list[Tensor]], Callable[[list[Tensor]], object]]:
-    """Forward, giving what is differentiated, and backward from that."""
+    """Two functions: forward, which returns the outputs, and backward from those outputs."""
     asked = dict(options)
     path, tokens, vocab = asked.pop("path"), asked.pop("tokens"), asked.pop("vocab")
     dtype, count = getattr(torch, asked.pop("dtype", "bfloat16")), asked.pop("rows", None)
@@ -96,7 +96,7 @@ def _step(
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     upstream = torch.randn(num_rows, device=device, dtype=wide)
     if path == "linear_policy_loss":
-        # As grad_scale says, where there is a buffer for the weight's gradient.
+        # With a buffer for the weight's gradient, the upstream gradient must be grad_scale, which is 1.
         upstream = torch.ones((), device=device, dtype=wide)
 
     def forward() -> Any:
@@ -111,7 +111,7 @@ def _step(
 
 
 def _rows(tokens: int, vocab: int, count: int | None, counts: tuple[int, ...] | None, device: torch.device) -> Any:
-    """Targets of all tokens; or a plan of ``count`` of them, of samples that have ``counts`` rows each."""
+    """Targets of all tokens; or :class:`Rows` at ``count`` of them, or of samples with ``counts`` rows each."""
     if counts is not None:
         prompt = (tokens - sum(counts)) // len(counts)
         samples = [torch.randint(vocab, (prompt + length,)) for length in counts]
@@ -186,8 +186,8 @@ def _call(
 
 
 def _fields(objective: Objective, num_rows: int, dropped: float, device: torch.device) -> dict[str, Any]:
-    """What the objective needs, such that no row is clipped, and as many as asked for have no advantage."""
+    """Fields of the objective that clip no row and give a share ``dropped`` of the rows no advantage."""
     fields: dict[str, Any] = {name: torch.zeros(num_rows, device=device) for name in objective.required}
-    # Spread evenly, so that every chunk has its share.
+    # Spread evenly, so that every chunk has the same share.
     so_far = torch.arange(num_rows + 1, device=device).mul(dropped).floor()
     return {**fields, "old_logprob": "current", "advantage": (so_far[1:] == so_far[:-1]).float()}
