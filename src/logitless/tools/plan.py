@@ -32,8 +32,6 @@ BUDGETS = ("256MiB", "512MiB", *(f"{1 << n}GiB" for n in range(8)))
 """Values of ``memory=`` that are tried, smallest first."""
 UNIT = 256
 """Tokens that the largest micro-batch is counted in."""
-MOST_UNITS = 1 << 32
-"""Where the search for the largest micro-batch stops: a trillion tokens."""
 
 
 @dataclass(frozen=True)
@@ -177,15 +175,17 @@ def _forecast(way: Way, step: LossStep, free: int | None) -> Forecast:
         return Forecast(way, predicted, None, None)
     # The head's gradient is as large for one token as for a million.
     fixed = [item for item in _fullest(predicted.forward, predicted.backward) if item.name.startswith("d_weight")]
+    # Whatever the way, the gradient of all hidden states must fit.
+    limit = free * step.cp // (UNIT * step.model.hidden * BYTES[step.dtype]) + 1
 
     def peak(units: int) -> int:
         return way.predict(replace(step, tokens=units * UNIT)).peak
 
-    most = largest_fitting(peak, free, (step.tokens / UNIT, predicted.peak), _bytes(fixed))
+    most = largest_fitting(peak, free, limit, (step.tokens / UNIT, predicted.peak), _bytes(fixed))
     return Forecast(way, predicted, predicted.peak <= free, most * UNIT)
 
 
-def largest_fitting(peak: Callable[[int], int], free: int, known: tuple[float, int], fixed: int = 0) -> int:
+def largest_fitting(peak: Callable[[int], int], free: int, limit: int, known: tuple[float, int], fixed: int = 0) -> int:
     """The largest n with ``peak(n) <= free``, by few calls of a ``peak`` that is costly and close to a straight line.
 
     Each probe is where the line through the last two points reaches ``free``. The answer n fits and n + 1 does not: a
@@ -193,15 +193,16 @@ def largest_fitting(peak: Callable[[int], int], free: int, known: tuple[float, i
     smaller), several n are of that kind, and the answer is one of them.
 
     Args:
+        limit: an n that does not fit.
         known: an n, whole or not, and its peak.
         fixed: a guess of the peak at n = 0, for the first line.
     """
-    low, high = (int(known[0]), MOST_UNITS) if known[1] <= free else (0, math.ceil(known[0]))
+    low, high = (int(known[0]), limit) if known[1] <= free else (0, min(limit, math.ceil(known[0])))
     before, last = (0.0, fixed), known
     for turn in itertools.count():
         if high - low <= 1:
             break
-        middle = (low + high) // 2 if high < MOST_UNITS else 2 * low + 1
+        middle = (low + high) // 2
         rise = (last[1] - before[1]) / (last[0] - before[0])
         crossing = last[0] + (free - last[1]) / rise if rise > 0 else middle
         # On a staircase, lines can creep: after five probes, every other probe halves the interval.

@@ -30,10 +30,9 @@ from logitless.errors import LogitlessError
 from logitless.spec import format_bytes
 from logitless.tools.bench.cases import Case
 from logitless.tools.bench.records import Record, append_records, read_records
-from logitless.tools.bench.run import Request, Selection
+from logitless.tools.bench.run import Report, Request, Selection
 from logitless.tools.bench.tables import text_table
 
-Report = Callable[[str], None]
 ROUNDS = 2
 # Ours, and plain torch, which no commit changes: its ratio tells what a ratio of ours is worth on this machine.
 DEFAULT_PROVIDERS = ("torch", "logitless*")
