@@ -1,7 +1,6 @@
 """``docs/benchmarks.md`` from the benchmark records: run by ``python docs/make_figures.py``, held by a test.
 
-Of each case and provider the newest record counts. A cell never mixes two records: a multiple of the floor is that of
-the run which measured the time.
+The newest record of each case and provider counts. A cell never mixes two records: time and floor are of one run.
 """
 
 from __future__ import annotations
@@ -74,28 +73,28 @@ INTRODUCTION = """# Benchmarks
 Made from the records in `benchmarks/results/h200.jsonl` by `python docs/make_figures.py`; not written by hand. What is
 measured and how: `benchmarks/README.md`. Which commit measured what, and with which versions: [at the end](#runs).
 
-A cell is milliseconds of one step, how many times that is the floor of the same run, and the peak of memory beyond the
+A cell is milliseconds of one step, that time as a multiple of the floor of the same run, and peak memory beyond the
 inputs, gradients included. The step is forward and backward from given upstream gradients; `forward` is forward alone.
 Entropy is a metric in `forward` and `value`, and part of the loss in `grad`. Every provider was first compared with
 float64; a wrong one has no time.
 
-* `*` computes less than the case asks for: the log-prob without entropy.
-* `**` computes a mean loss alone.
-* `-` was not run in that case.
+* `*` marks a provider that computes less than the case asks for: the log-prob without entropy.
+* `**` marks a provider that computes a mean loss alone.
+* `-` marks a provider that was not run in that case.
 """
 
 FROM_LOGITS = """## From logits
 
 T = 16384 and V = 151936 unless said otherwise. The floor is one read of the scored rows in forward, and in backward one
-more and one write of every gradient, at the bandwidth of a plain copy in the same run.
+more read and one write of the gradient of every token, at the bandwidth of a plain copy in the same run.
 """
 
 FROM_HIDDEN = """## From hidden states
 
 T = 16384, V = 151936, D = 4096 in bfloat16 unless said otherwise. The floor is the products of scored rows, hidden size
-and vocabulary that nobody avoids who stores no logits: four; three where memory is allowed to keep what the logits
-leave; two with a frozen head; one in forward. Whoever stores the logits makes three, and may be below four: read the
-time and the peak together.
+and vocabulary that must be made without storing logits: four; three where memory is allowed to store exponentials; two
+with a frozen head; one in forward. A provider that stores the logits makes three, and may be below four: read time and
+peak together.
 
 These records were taken after a pause, on a cool chip, on which the first products run faster than in a long run.
 """
@@ -103,7 +102,7 @@ These records were taken after a pause, on a cool chip, on which the first produ
 POLICY_LOSS = """## Policy loss
 
 PPO's clipped loss with an entropy bonus, from hidden states to the gradients of hidden states and head: T = 16384,
-V = 151936, D = 4096, bfloat16, 2.5 GiB allowed to those who take a bound. The floor is three products.
+V = 151936, D = 4096, bfloat16, 2.5 GiB for providers that take a bound. The floor is three products.
 """
 
 GROWING = """## Growth
@@ -114,8 +113,8 @@ four products; plain torch makes three, and stores the logits.
 
 RESPONSE = """## Memory against the response fraction
 
-From logits, all but the call that overwrites them allocate a gradient of every row, prompts included. From hidden
-states there is the gradient of hidden states and head, and whatever the scored rows take.
+From logits, every provider but the one that overwrites them allocates a gradient of every token, prompts included. From
+hidden states, the peak is the gradients of hidden states and head, and what the scored rows take.
 """
 
 
@@ -144,7 +143,7 @@ def figure(name: str, alt: str) -> str:
 
 
 def cell(record: Record | None) -> str:
-    """Time, multiple of the floor and peak; or why there is none."""
+    """Time, multiple of the floor and peak; or why there is no time."""
     if record is None or record.status == "absent":
         return "-"
     if record.total_ms is None or record.peak_bytes is None:
@@ -155,7 +154,7 @@ def cell(record: Record | None) -> str:
 
 
 def group(found: Found, title: str, cases: Mapping[str, str], providers: Sequence[str], show: Cell = cell) -> str:
-    """Providers by cases. A case nobody ran and a provider that ran nowhere are left out."""
+    """A table of providers by cases, without cases that have no record and providers that ran in no case."""
     there = {name: text for name, text in cases.items() if any((name, p) in found for p in providers)}
     lines = [[heading(p), *(show(found.get((name, p))) for name in there)] for p in providers]
     return f"### {title}\n\n" + markdown(["", *there.values()], [line for line in lines if set(line[1:]) != {"-"}])
@@ -194,7 +193,7 @@ def runs_table(records: Sequence[Record]) -> str:
         cases = list(dict.fromkeys(r.case["name"] for r in own))
         shown = ", ".join(f"`{name}`" for name in cases[:3]) + (f" and {len(cases) - 3} more" if len(cases) > 3 else "")
         lines.append([f"`{commit}`", date.replace("T", " "), device, versions, str(len(own)), shown])
-    text = "## Runs\n\nRecords that are the newest of their case and provider.\n\n"
+    text = "## Runs\n\nThe newest record of each case and provider.\n\n"
     return text + markdown(["commit", "date (UTC)", "device", "versions", "records", "cases"], lines)
 
 
@@ -215,6 +214,6 @@ def number(x: float) -> str:
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table, words to the left and the rest to the right."""
+    """A table, its first column to the left and the others to the right."""
     rows = [header, ["---", *["---:"] * (len(header) - 1)], *lines]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"

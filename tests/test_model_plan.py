@@ -159,6 +159,7 @@ def test_the_most_tokens_fit_and_no_more():
     assert plan_model(replace(STEP, device="cuda"), 1000).forecasts[0].most_tokens == 0
 
 
+LIMIT = 1 << 32
 PEAKS = {
     "straight": lambda n: 7 + 3 * n,
     "bent": lambda n: max(1000 + n, 40 * n - 5000),
@@ -173,9 +174,8 @@ PEAKS = {
 @pytest.mark.parametrize("free", [0, 6, 7, 999, 12345, 10**6])
 def test_the_search_is_exact_on_any_rising_peak(peak, start, free):
     probes = []
-    found = planner.largest_fitting(lambda n: probes.append(n) or peak(n), free, (start, peak(start)))
-    fitting = bisect_right(range(planner.MOST_UNITS), free, key=peak)
-    assert found == max(0, fitting - 1)
+    found = planner.largest_fitting(lambda n: probes.append(n) or peak(n), free, LIMIT, (start, peak(start)))
+    assert found == max(0, bisect_right(range(LIMIT), free, key=peak) - 1)
     assert len(probes) == len(set(probes)) <= (4 if peak is PEAKS["straight"] else 70)
 
 

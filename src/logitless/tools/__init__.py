@@ -1,1 +1,1 @@
-"""The commands: ``plan``, ``doctor``, ``score``, ``bench``, ``sweep``, ``demo``. Nothing below imports these."""
+"""The commands: ``plan``, ``score``, ``doctor``, ``bench``, ``sweep``, ``plot``, ``demo``. The library imports none."""

@@ -1,11 +1,11 @@
 """The ``logitless`` command.
 
-    plan, score, doctor     for users: what a model will need, log-probs of a file, whether all is well here
-    demo, sweep             what it is worth on this machine, and at which sizes
+    plan, score, doctor     for users: memory a model will need, log-probs of a file, whether this machine is right
+    demo, sweep             what the library is worth on this machine, and at which sizes
     bench, plot             the committed cases, measured and drawn; --base compares two commits
 
-The work is in modules of those names; this file only parses, shows progress and formats. What only one command needs is
-imported when it runs.
+The modules of those names do the work; this file parses arguments, shows progress and prints. A module that one command
+needs is imported when that command runs.
 """
 
 from __future__ import annotations
@@ -68,8 +68,10 @@ def plan(
     entropy: Annotated[str, typer.Option(help="none, value, or grad if it is part of the loss.")] = "value",
     frozen_head: Annotated[bool, typer.Option("--frozen-head", help="The head needs no gradient (LoRA).")] = False,
     card: Annotated[str | None, typer.Option(help="A size such as 80GiB, or a name such as h100-80g.")] = None,
-    in_use: Annotated[str | None, typer.Option(help="What weights, optimizer, activations take of it.")] = None,
-    memory: Annotated[str, typer.Option(help="Working memory of the ways from hidden states.")] = "256MiB",
+    in_use: Annotated[
+        str | None, typer.Option(help="What weights, optimizer and activations take of the card.")
+    ] = None,
+    memory: Annotated[str, typer.Option(help="Working memory of calls from hidden states.")] = "256MiB",
     as_json: AsJson = False,
 ) -> None:
     """What the loss step of a model will need, and the call to write.
@@ -98,7 +100,7 @@ def score(
     model: Annotated[Path, typer.Argument(help="Hugging Face model directory.")],
     data: Annotated[Path, typer.Argument(help="JSONL or Parquet file of prompts and responses.")],
     out: Annotated[Path, typer.Option(help="JSONL or Parquet file to write.")],
-    temperature: Annotated[float, typer.Option(help="That the responses were sampled at.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="Temperature at which the responses were sampled.")] = 1.0,
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16, float16 or float32.")] = "auto",
     device: Device = None,
     tokens_per_batch: Annotated[int, typer.Option(help="Most tokens of a micro-batch, with padding.")] = 16384,
@@ -109,48 +111,42 @@ def score(
         bool, typer.Option("--plain-text", help="Do not open text prompts with special tokens.")
     ] = False,
     memory: Annotated[str, typer.Option(help="Working memory of the head.")] = "256MiB",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew, whatever is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew, and replace the output.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Log-prob and entropy of every response token of a file.
 
-    Run again after a kill, it goes on where it stopped. Under torchrun the ranks share the work.
+    The same command, run again after a kill, goes on where it stopped. Under torchrun the ranks share the work.
     """
     from logitless.tools.score import Job, score_file
 
-    with _ranks() as (rank, local_rank, group):
-        try:
-            job = Job(
-                model=model,
-                data=data,
-                out=out,
-                temperature=temperature,
-                dtype=dtype,
-                device=_pick_device(device, local_rank),
-                tokens_per_batch=tokens_per_batch,
-                records_per_part=records_per_part,
-                prompt_key=prompt_key,
-                response_key=response_key,
-                special_tokens=not plain_text,
-                memory=memory,
-                overwrite=overwrite,
-            )
-            with _score_progress(shown=rank == 0) as report:
-                summary = score_file(job, report, group)
-        except LogitlessError:
-            if rank == 0:
-                raise
-            # Every rank fails alike; one of them says why.
-            raise typer.Exit(1) from None
+    with _ranks() as (rank, local_rank, group), _first_explains(rank):
+        job = Job(
+            model=model,
+            data=data,
+            out=out,
+            temperature=temperature,
+            dtype=dtype,
+            device=_pick_device(device, local_rank),
+            tokens_per_batch=tokens_per_batch,
+            records_per_part=records_per_part,
+            prompt_key=prompt_key,
+            response_key=response_key,
+            special_tokens=not plain_text,
+            memory=memory,
+            overwrite=overwrite,
+        )
+        with _score_progress(shown=rank == 0) as report:
+            summary = score_file(job, report, group)
     if rank == 0:
         _print_summary(summary, as_json)
 
 
 @app.command()
 def doctor(device: Device = None, as_json: AsJson = False) -> None:
-    """What is installed, what runs here and why not, and is it exact.
+    """Installed versions, backends that run here, and how exact each is.
 
-    Exit code 1 says that something runs here and is wrong.
+    Exit code 1 says that a backend runs here and is wrong.
     """
     import torch
 
@@ -173,16 +169,16 @@ def bench(
     out: OutFile = None,
     repeats: Annotated[int, typer.Option(help="Timed repeats per provider.")] = 10,
     peers: Peers = None,
-    commit: Annotated[str | None, typer.Option(help="What to record where the code has no git history.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit to record where the code has no git history.")] = None,
     base: Annotated[str | None, typer.Option(help="Commit to compare this checkout with.")] = None,
     show_list: Annotated[bool, typer.Option("--list", help="List cases and providers, measure nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records instead of the table.")] = False,
 ) -> None:
     """Time, peak memory and exactness of every provider on every case.
 
-    With --base REF: in that commit and in this checkout, of plain torch and
-    ours unless told otherwise. Records are then kept only with --out, and exit
-    code 1 says that this checkout is wrong or fails where the commit did not.
+    --base REF measures that commit and this checkout, plain torch and ours
+    unless --provider says otherwise. Records are then kept only with --out, and
+    exit code 1 says that this checkout is wrong or fails where REF did not.
     """
     from logitless.tools.bench.records import records_table
     from logitless.tools.bench.run import Request, execute, listing
@@ -206,7 +202,7 @@ def bench(
 @app.command()
 def sweep(
     response: Annotated[str, typer.Option(help="Shares of the tokens that are response.")] = "1,0.5,0.25,0.1,0.03",
-    tokens: Annotated[str | None, typer.Option(help="T; default 205280, or what fits here.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="T; default 205280, or as many as fit.")] = None,
     vocab: Annotated[str, typer.Option(help="V.")] = "76032",
     entropy: Annotated[str, typer.Option(help="none, value, grad.")] = "grad",
     hidden: Annotated[str, typer.Option(help="D: start from hidden states instead of logits.")] = "",
@@ -222,31 +218,19 @@ def sweep(
 ) -> None:
     """Peak memory and time over sizes, each point in a process of its own.
 
-    Sizes are lists, as 1024,2048; every combination is measured. By default
-    the sizes at which training runs out of memory, over the response fraction;
-    on a CPU, as much of that as takes about a minute. Run again, it goes on
-    where it stopped.
+    Sizes are lists, as 1024,2048; every combination is measured. The default
+    is the sizes at which training runs out of memory, over the response
+    fraction; on a CPU, as many tokens as take about a minute. The same command,
+    run again, goes on where it stopped.
 
-    Exit code 1 says that a provider was wrong or failed, 130 that it was
+    Exit code 1 says that a provider was wrong or failed, 130 that the sweep was
     interrupted. Running out of memory is an answer, not a failure.
     """
     from logitless.tools.bench import sweep as sweeping
 
     _require_matplotlib()
-    options = sweeping.Options(
-        tokens,
-        vocab,
-        response,
-        entropy,
-        hidden,
-        memory,
-        dtype,
-        not forward_only,
-        provider or (),
-        device,
-        repeats,
-        peers,
-    )
+    sizes = (tokens, vocab, response, entropy, hidden, memory, dtype, not forward_only)
+    options = sweeping.Options(*sizes, provider or (), device, repeats, peers)
     wanted = sweeping.resolve_sweep(options, out)
     try:
         with _progress(len(wanted.points)) as report:
@@ -283,10 +267,10 @@ def plot(
 @app.command()
 def demo(
     steps: Annotated[int, typer.Option(help="GRPO steps of each run.")] = 100,
-    seed: Annotated[int, typer.Option(help="Of weights, prompts and samples.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights, prompts and samples.")] = 0,
     tp: Annotated[int, typer.Option(help="Ranks that share the vocabulary; under torchrun.")] = 1,
     cp: Annotated[int, typer.Option(help="Ranks that share the tokens; under torchrun.")] = 1,
-    out: Annotated[Path, typer.Option(help="Where to save the figure.")] = Path("out/demo.png"),
+    out: Annotated[Path, typer.Option(help="File of the figure.")] = Path("out/demo.png"),
     as_json: AsJson = False,
 ) -> None:
     """Train a tiny transformer with plain torch's loss step and with ours.
@@ -302,14 +286,9 @@ def demo(
     from logitless.tools.demo.report import show_demo
 
     with _ranks() as (rank, _, group):
-        try:
+        with _first_explains(rank):
             setting, grid = show.Setting(steps=steps, seed=seed), make_grid(tp, cp, group)
             show.check_ready(setting, grid)
-        except LogitlessError:
-            if rank == 0:
-                raise
-            # Every rank fails alike; one of them says why.
-            raise typer.Exit(1) from None
         with _progress(show.num_reports(setting)) if rank == 0 else nullcontext(lambda text: None) as report:
             result = show.run_demo(setting, grid, report)
     if result is None:
@@ -341,6 +320,17 @@ def _ranks() -> Iterator[tuple[int, int, Any]]:
         dist.destroy_process_group()
 
 
+@contextmanager
+def _first_explains(rank: int) -> Iterator[None]:
+    """Where every rank fails alike, the first one says why."""
+    try:
+        yield
+    except LogitlessError:
+        if rank == 0:
+            raise
+        raise typer.Exit(1) from None
+
+
 def _pick_device(device: str | None, local_rank: int) -> str:
     import torch
 
@@ -356,7 +346,7 @@ def _pick_device(device: str | None, local_rank: int) -> str:
 
 @contextmanager
 def _score_progress(*, shown: bool) -> Iterator[Callable[[Any], None]]:
-    """Parts and tokens per second of this rank on stderr: a bar, or a line every ten seconds where there is none."""
+    """Parts and tokens per second of this rank on stderr: a bar, or off a terminal a line every ten seconds."""
     console, start = Console(stderr=True), time.monotonic()
 
     def text(progress: Any) -> str:
@@ -395,7 +385,7 @@ def _print_summary(summary: Any, as_json: bool) -> None:
 
 
 def _console() -> Console:
-    """What is printed comes out as it is, never wrapped; on a terminal, in colour."""
+    """Prints text as it is, never wrapped; on a terminal, in colour."""
     return Console(highlight=False, markup=False, soft_wrap=True)
 
 
@@ -411,7 +401,7 @@ def _print_plan(answer: Any) -> None:
     for line, ours in zip(lines, (False, False, *(f.way.ours for f in answer.forecasts)), strict=True):
         console.print(line, style="green" if ours else None)
     for forecast in answer.forecasts:
-        # The first line names the call; the way's own name says more.
+        # The first line names the call; the name of the way says more.
         console.print(f"\n{forecast.way.name}", style="bold")
         console.print(str(forecast.estimate).split("\n", 1)[1])
     console.print("\nRecommended", style="bold")
@@ -445,14 +435,14 @@ def _print_findings(findings: Any) -> None:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar on stderr; plain lines where that is not a terminal."""
+    """A progress bar on stderr; plain lines where stderr is no terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda text: print(text, file=sys.stderr, flush=True)
         return
     columns = (BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
     shown = (*columns, TextColumn("{task.description}"))
-    # Drawn only between measurements: a bar that redraws itself in a thread would be timed along with the rest.
+    # Drawn only between measurements: a thread that redraws the bar would disturb the times.
     with Progress(*shown, console=console, transient=True, auto_refresh=False) as bar:
         task = bar.add_task("starting", total=total)
         yield lambda text: bar.update(task, description=text, advance=1, refresh=True)

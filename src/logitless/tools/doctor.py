@@ -1,7 +1,7 @@
-"""``logitless doctor``: what is installed, what runs here and why not, and whether it is right on this machine.
+"""``logitless doctor``: which packages are installed, which backends run here, and whether their results are right.
 
-Exactness is tried on small random inputs, forward and backward, against float64 from the same rounded operands:
-``logprobs`` and ``linear_logprobs`` with a temperature and a softcap, each backend that runs, in float32 and bfloat16.
+Each backend that runs is tried on small random inputs, forward and backward, in float32 and bfloat16: ``logprobs`` and
+``linear_logprobs`` with a temperature and a softcap, compared with float64 from the same rounded operands.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HEAD = Head(temperature=0.7, softcap=25.0)
 
 VALUE_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
-"""Largest error of a log-prob or entropy, and error of a gradient relative to its size: what the library promises."""
+"""The library's promise: largest error of a log-prob or entropy, and error of a gradient relative to its size."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ExactnessFinding:
     Attributes:
         value: largest error of log-probs and entropies, relative to their size where that is above 1.
         gradient: largest error of a gradient, relative to its size.
-        failure: what was raised instead, or None.
+        failure: the error that was raised instead, or None.
     """
 
     path: str
@@ -76,7 +76,7 @@ class ExactnessFinding:
 
 @dataclass(frozen=True)
 class HostFinding:
-    """A framework with an adapter: the version found here, or None, and those it was tested with."""
+    """A framework with an adapter: its version here, or None, and the versions that the adapter was tested with."""
 
     name: str
     found: str | None
@@ -85,7 +85,7 @@ class HostFinding:
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything that was found."""
+    """All findings about this machine."""
 
     versions: dict[str, str | None]
     device: str
@@ -96,7 +96,7 @@ class Findings:
 
     @property
     def ok(self) -> bool:
-        """Whether whatever runs here is right."""
+        """Whether every backend that runs here is right."""
         return all(finding.ok for finding in self.exactness)
 
     def as_json(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class Findings:
 
 
 def examine(device: torch.device) -> Findings:
-    """Look at this machine and try the library on one of its devices."""
+    """Look at this machine and try the library on a device."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise LogitlessError('doctor: device is "cuda" but torch sees no CUDA device. Use --device cpu.')
     choice = choose_backend(torch.zeros(1, 1, device=device))
@@ -152,7 +152,7 @@ def _exactness(path: str, backend: str, dtype: torch.dtype, device: torch.device
     name = str(dtype).removeprefix("torch.")
     try:
         ours, truth = _results(path, backend, dtype, device), _results(path, None, dtype, device)
-    # Whatever a compiler or driver raises is what the user asked to be told.
+    # A compiler or driver can raise anything, and the user asked to be told.
     except Exception as error:
         text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         return ExactnessFinding(path, backend, name, None, None, text)

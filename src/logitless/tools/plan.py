@@ -1,11 +1,12 @@
-"""``logitless plan``: what the loss step of a model will need, in every way to write it, before anything runs.
+"""``logitless plan``: the memory that the loss step of a model will need, in every way to write it.
 
 A loss step starts where the model ends, with hidden states ``[T, D]`` and the head's weight ``[V, D]``, and ends with
-their gradients. Ways that build logits are made of three: the head, the call on its logits, the head's backward.
+their gradients. Ways that build logits have three parts: the head, the call on its logits, the head's backward.
 
     peak of a step = most bytes alive at once beyond hidden states, weight and what the model itself holds
 
-Bytes of a call are ``estimate``'s; here are only the logits around it, and the step of frameworks that upcast them.
+``estimate`` gives the bytes of a call. This file adds the logits around it, and the step of frameworks that
+upcast logits.
 """
 
 from __future__ import annotations
@@ -31,8 +32,6 @@ BUDGETS = ("256MiB", "512MiB", *(f"{1 << n}GiB" for n in range(8)))
 """Values of ``memory=`` that are tried, smallest first."""
 UNIT = 256
 """Tokens that the largest micro-batch is counted in."""
-MOST_UNITS = 1 << 32
-"""Where the search for it stops: a trillion tokens are no micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,8 @@ class LossStep:
 
     Args:
         model: shape of the head.
-        tokens: of the micro-batch, all context-parallel ranks together.
-        response_fraction: part of them that is response, the rest being prompt and tool output.
+        tokens: size of the micro-batch, all context-parallel ranks together.
+        response_fraction: part of the tokens that is response; the rest is prompt and tool output.
         tp, cp: tensor-parallel (vocabulary) and context-parallel (sequence) ranks.
         dtype: of hidden states and weight.
         entropy: as ``linear_logprobs`` takes it.
@@ -91,8 +90,8 @@ class LossStep:
         return ("hidden",) if self.frozen_head else ("hidden", "weight")
 
     def predict(self, path: Any, **more: Any) -> Estimate:
-        """``estimate`` of a call of this step."""
-        # On the card it plans for, Triton is there, whether or not it is here.
+        """``estimate`` of a call in this step."""
+        # Triton runs on the card that the step is meant for, whether or not it runs here.
         backend = "triton" if self.device == "cuda" else "tiled"
         chosen = {"rows": self.rows, "tensor_parallel": self.tp, "vocab": self.model.vocab, "backend": backend, **more}
         softcap = self.model.softcap is not None
@@ -105,7 +104,7 @@ class LossStep:
         return Item(f"{name} [{rows}, {columns}]", size, "backward" if output else "kept", output)
 
     def gradients(self) -> tuple[Item, ...]:
-        """What the step is for: d_hidden, and d_weight unless the head is frozen."""
+        """The gradients that the step makes: d_hidden, and d_weight unless the head is frozen."""
         d_hidden = self.item("d_hidden", self.local_tokens, self.model.hidden, output=True)
         d_weight = self.item("d_weight", self.columns, self.model.hidden, output=True)
         return (d_hidden,) if self.frozen_head else (d_hidden, d_weight)
@@ -122,10 +121,10 @@ class Way:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a way needs for a step, and on a card.
+    """The memory that a way needs for a step, and whether a card has it.
 
     Attributes:
-        most_tokens: largest micro-batch that fits the card, to the nearest 256 tokens; None without a card.
+        most_tokens: largest micro-batch that fits the card, in multiples of 256 tokens; None without a card.
     """
 
     way: Way
@@ -141,8 +140,8 @@ class ModelPlan:
     Attributes:
         free: bytes that the card has for the step; None without a card.
         memory: the ``memory=`` to use.
-        call: forecast of the recommended call.
-        snippet: it as code.
+        call: estimate of the recommended call.
+        snippet: the recommended call as code.
     """
 
     step: LossStep
@@ -174,36 +173,39 @@ def _forecast(way: Way, step: LossStep, free: int | None) -> Forecast:
     predicted = way.predict(step)
     if free is None:
         return Forecast(way, predicted, None, None)
-    # The gradient of the head is as large for one token as for a million.
+    # The head's gradient is as large for one token as for a million.
     fixed = [item for item in _fullest(predicted.forward, predicted.backward) if item.name.startswith("d_weight")]
+    # Whatever the way, the gradient of all hidden states must fit.
+    limit = free * step.cp // (UNIT * step.model.hidden * BYTES[step.dtype]) + 1
 
     def peak(units: int) -> int:
         return way.predict(replace(step, tokens=units * UNIT)).peak
 
-    most = largest_fitting(peak, free, (step.tokens / UNIT, predicted.peak), _bytes(fixed))
+    most = largest_fitting(peak, free, limit, (step.tokens / UNIT, predicted.peak), _bytes(fixed))
     return Forecast(way, predicted, predicted.peak <= free, most * UNIT)
 
 
-def largest_fitting(peak: Callable[[int], int], free: int, known: tuple[float, int], fixed: int = 0) -> int:
+def largest_fitting(peak: Callable[[int], int], free: int, limit: int, known: tuple[float, int], fixed: int = 0) -> int:
     """The largest n with ``peak(n) <= free``, by few calls of a ``peak`` that is costly and close to a straight line.
 
-    Each probe is where the line through the last two points reaches ``free``. The answer fits and one more does not:
-    a bent line costs probes, not exactness. More must not need less; where it does (one more chunk makes all chunks
-    smaller), there are several such answers, and this is one of them.
+    Each probe is where the line through the last two points reaches ``free``. The answer n fits and n + 1 does not: a
+    bent line costs probes, not exactness. ``peak`` should not fall. Where it does (one more chunk makes all chunks
+    smaller), several n are of that kind, and the answer is one of them.
 
     Args:
-        known: n, whole or not, and its peak.
-        fixed: what the peak of n = 0 may be, for the first line.
+        limit: an n that does not fit.
+        known: an n, whole or not, and its peak.
+        fixed: a guess of the peak at n = 0, for the first line.
     """
-    low, high = (int(known[0]), MOST_UNITS) if known[1] <= free else (0, math.ceil(known[0]))
+    low, high = (int(known[0]), limit) if known[1] <= free else (0, min(limit, math.ceil(known[0])))
     before, last = (0.0, fixed), known
     for turn in itertools.count():
         if high - low <= 1:
             break
-        middle = (low + high) // 2 if high < MOST_UNITS else 2 * low + 1
+        middle = (low + high) // 2
         rise = (last[1] - before[1]) / (last[0] - before[0])
         crossing = last[0] + (free - last[1]) / rise if rise > 0 else middle
-        # Along steps lines can creep: after five probes, every other one halves what is left.
+        # On a staircase, lines can creep: after five probes, every other probe halves the interval.
         guess = middle if turn > 4 and turn % 2 else crossing
         probe = min(max(int(guess), low + 1), high - 1)
         before, last = last, (probe, peak(probe))
@@ -215,7 +217,7 @@ def largest_fitting(peak: Callable[[int], int], free: int, known: tuple[float, i
 
 
 def _plain_torch(step: LossStep) -> Estimate:
-    """Logits of all tokens, one float32 log_softmax of them, entropy from it."""
+    """Logits of all tokens, their float32 log_softmax, and entropy from it."""
     return step.predict(
         "torch", rows=None, vocab=step.columns, tensor_parallel=1, hidden=step.model.hidden, needs_grad=step.needs_grad
     )
@@ -224,8 +226,8 @@ def _plain_torch(step: LossStep) -> Estimate:
 def _slime(step: LossStep) -> Estimate:
     """Logits of all tokens, upcast and held; one float32 softmax that becomes the gradient.
 
-    Beyond the float32 logits that is one more of them, two where entropy is differentiated: as measured of its fused
-    function on an H200 (9.3 and 18.6 GiB beyond logits of 9.27 GiB).
+    Beyond the float32 logits that is one tensor of their size, or two where entropy is differentiated. slime's fused
+    function was measured on an H200: 9.3 and 18.6 GiB beyond logits of 9.27 GiB.
     """
     shape = (step.local_tokens, step.columns)
     held = step.item("logits in float32", *shape, width=4)
@@ -240,7 +242,7 @@ def _slime(step: LossStep) -> Estimate:
 
 
 def _from_logits(step: LossStep, overwrite: bool) -> Estimate:
-    """The head's logits of all tokens, ``logprobs`` on the response rows, the head's backward."""
+    """The head's logits of all tokens, ``logprobs`` on the response rows, then the head's backward."""
     call = step.predict("logprobs", overwrite_logits=overwrite)
     logits = step.item("logits", step.local_tokens, step.columns)
     given = tuple(item for item in call.backward if item.output)
@@ -253,7 +255,7 @@ def _from_hidden(step: LossStep) -> Estimate:
 
 
 def _policy_loss(step: LossStep) -> Estimate:
-    """A token-level objective, evaluated while the logits of a chunk are there; no row is dropped."""
+    """A token-level objective, evaluated chunk by chunk; every row has a gradient."""
     objective = Objective(entropy_coef=1.0 if step.entropy == "grad" else 0.0)
     sizes = {"hidden": step.model.hidden, "memory": step.memory, "needs_grad": step.needs_grad}
     return step.predict("linear_policy_loss", **sizes, entropy=None, objective=objective)
@@ -283,8 +285,8 @@ WAYS = (
 def _recommend(step: LossStep, free: int, asked: Estimate) -> tuple[int | str, Estimate]:
     """The fewest matrix products that fit the card, and the smallest memory that gives them.
 
-    More memory never means more products or a lower peak, so the smallest memory of a number of products is found by
-    halving, and if that does not fit, none of this number does.
+    More memory never means more products or a lower peak. So halving finds the smallest memory for a number of
+    products, and if that call does not fit, no call with as many products does.
     """
 
     @cache
@@ -312,7 +314,7 @@ def _products(call: Estimate) -> int:
 
 
 def snippet(step: LossStep, memory: int | str) -> str:
-    """The call as a function of what a training loop has."""
+    """The call, as a function of the tensors and groups that a training loop has."""
     groups = [name for name, size in (("tp_group", step.tp), ("cp_group", step.cp)) if size > 1]
     split = ["cp=ll.Zigzag(cp_group.rank(), cp_group.size())"] if step.cp > 1 else []
     options = [f'entropy="{step.entropy}"'] if step.entropy else []
@@ -355,7 +357,7 @@ def headline(step: LossStep) -> str:
 
 
 def summary_rows(plan: ModelPlan) -> list[tuple[str, str, str, str, str]]:
-    """Way, peak, peak against plain torch, whether it fits, most tokens."""
+    """For each way: name, peak, share of plain torch's peak, whether it fits, most tokens."""
     plain = plan.forecasts[0].estimate.peak
     lines = []
     for forecast in plan.forecasts:
@@ -368,7 +370,7 @@ def summary_rows(plan: ModelPlan) -> list[tuple[str, str, str, str, str]]:
 
 
 def as_json(plan: ModelPlan) -> dict[str, Any]:
-    """Everything, as JSON values."""
+    """The whole plan, as JSON values."""
 
     def items(call: Estimate) -> dict[str, Any]:
         sides = {"forward": call.forward, "backward": call.backward}

@@ -1,6 +1,6 @@
-"""What the loss step needs to know of a model, for models that people train, and of the cards they train on.
+"""Heads of models that people train, and sizes of the cards they train on.
 
-The numbers are those of the published ``config.json`` files; any other model is read from its own.
+The numbers are those of the published ``config.json`` files; any other model is read from its ``config.json``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class ModelShape:
     """The head of a model.
 
     Attributes:
-        name: for people.
+        name: name of the model, for people.
         hidden: D, size of a hidden state.
         vocab: V, rows of the head's weight.
-        softcap: of the logits, or None.
+        softcap: softcap of the logits, or None.
         scale: factor of the logits.
         tied: whether the head's weight is the embedding's.
     """
@@ -67,7 +67,7 @@ CARDS = {
     "rtx4090-24g": 24564,
     "rtx5090-32g": 32607,
 }
-"""MiB, as nvidia-smi says."""
+"""Memory in MiB, as nvidia-smi shows it."""
 
 
 def find_model(model: str) -> ModelShape:
@@ -112,7 +112,7 @@ def _read_config(path: Path) -> ModelShape:
         raise LogitlessError(f"plan: {path} is not JSON: {error}.") from None
     if not isinstance(fields, dict):
         raise LogitlessError(f"plan: {path} must hold a JSON object but holds {type(fields).__name__}.")
-    # A model of several kinds of input keeps its language model apart.
+    # A model for images and text has a config of its own for the language model.
     text = {**fields, **fields.get("text_config", {})}
     sizes: dict[str, Any] = {
         "hidden_size": text.get("hidden_size", text.get("n_embd")),

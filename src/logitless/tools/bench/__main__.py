@@ -24,7 +24,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="file to append to; default benchmarks/results/<device>.jsonl")
     parser.add_argument("--repeats", type=int, default=10, help="timed repeats per provider (default 10)")
     parser.add_argument("--peers", type=Path, help="folder of unpacked packages to import peers from")
-    parser.add_argument("--commit", help="what to record where the code was copied without its git history")
+    parser.add_argument("--commit", help="commit to record where the code has no git history")
     parser.add_argument("--base", help="commit to compare this checkout with")
     parser.add_argument("--list", action="store_true", help="list cases and providers, measure nothing")
     parser.add_argument("--json", action="store_true", help="print the records instead of the table")

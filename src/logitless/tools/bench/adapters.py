@@ -1,7 +1,7 @@
-"""Hosts through their own entry points, without and with ours: ``python -m logitless.tools.bench.adapters``.
+"""Training steps of hosts, before and after installing our adapter: ``python -m logitless.tools.bench.adapters``.
 
     entry.prepare(device)  ->  before(), after(): one training step each, returning log-probs
-    measured: peak bytes, median time, and how far the log-probs of the two are apart
+    measured: peak bytes, median time, and the largest difference between the log-probs of the two steps
 
 One record per host and run goes to ``benchmarks/results/adapters.jsonl``; the tables of ``docs/adapters`` are made from
 these records alone (``--docs docs/adapters``), and a test compares them. A host is one entry of ``ENTRIES``.
@@ -40,7 +40,7 @@ START, END = "<!-- table: python -m logitless.tools.bench.adapters -->\n", "<!--
 
 
 class Steps(NamedTuple):
-    """One training step of the host without ours and with, and what must be around the second."""
+    """One training step of the host before and after installing ours, and the context that the second runs in."""
 
     before: Callable[[], Tensor]
     after: Callable[[], Tensor]
@@ -52,10 +52,10 @@ class Entry:
     """A host and how to run one step through it.
 
     Args:
-        host: its name in ``install``, and of its page in ``docs/adapters``.
-        package: whose version is recorded.
-        prepare: from a device and its sizes to the steps.
-        point: the entry point, for the table.
+        host: name of the host in ``install``, and of its page in ``docs/adapters``.
+        package: the package whose version is recorded.
+        point: the host's entry point, for the table.
+        prepare: makes the steps, from a device and sizes.
     """
 
     host: str
@@ -66,7 +66,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the batch and of the model around the head; the model is one small layer, so that the head is what is seen."""
+    """Sizes of the batch and of the model. The model has one small layer, so that the head dominates."""
 
     samples: int
     length: int
@@ -87,7 +87,7 @@ SMOKE = Sizes(samples=2, length=12, prompt=4, vocab=300, hidden=16, dtype="float
 
 @dataclass(frozen=True)
 class AdapterRecord:
-    """Peak bytes beyond what was alive before the step, median milliseconds, and the largest log-prob difference."""
+    """Peak bytes beyond those alive before the step, median milliseconds, and the largest log-prob difference."""
 
     host: str
     version: str
@@ -103,7 +103,7 @@ class AdapterRecord:
 
 @contextmanager
 def installed(host: str, **options: Any) -> Iterator[None]:
-    """``install`` on the way in and ``uninstall`` on the way out."""
+    """``install`` when entered and ``uninstall`` when left."""
     logitless.install(host, **options)
     try:
         yield
@@ -189,7 +189,7 @@ def _transformers(device: torch.device, sizes: Sizes) -> Steps:
         return logprob.reshape(-1)
 
     def before() -> Tensor:
-        # What a trainer does with a model's logits: the response rows, in float32.
+        # As trainers do with a model's logits: the response rows, in float32.
         logits = model(tokens, use_cache=False).logits[:, sizes.prompt - 1 : -1].float()
         logp = torch.log_softmax(logits, -1)
         target = tokens[:, sizes.prompt :, None]
@@ -225,7 +225,7 @@ def _trl(device: torch.device, sizes: Sizes) -> Steps:
 
 
 def _grpo_trainer(device: torch.device, sizes: Sizes) -> Any:
-    """A trainer around a model made here; the tokenizer is never asked for anything."""
+    """A trainer around a model made here; its tokenizer is never used."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -270,7 +270,7 @@ def _megatron(device: torch.device, sizes: Sizes) -> Steps:
 
 
 def _same_step(host: str, step: Callable[[Any, Tensor], Callable[[], Tensor]]) -> Callable[..., Steps]:
-    """An entry whose two steps are the same calls: what they reach is what is installed."""
+    """An entry whose two steps are the same calls; installing replaces the functions that they reach."""
 
     def prepare(device: torch.device, sizes: Sizes) -> Steps:
         tokens = torch.randint(2, sizes.vocab, (sizes.samples, sizes.length), device=device)
@@ -346,7 +346,7 @@ def table(host: str, records: Sequence[AdapterRecord]) -> str:
 
 
 def with_table(text: str, host: str, records: Sequence[AdapterRecord]) -> str:
-    """A page with its table made again."""
+    """The text of a page with its table made anew."""
     head, rest = text.split(START)
     return head + START + table(host, records) + END + rest.split(END)[1]
 
@@ -354,11 +354,11 @@ def with_table(text: str, host: str, records: Sequence[AdapterRecord]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m logitless.tools.bench.adapters", description=__doc__)
-    parser.add_argument("--host", action="extend", nargs="+", default=[], help="default: all whose package is here")
+    parser.add_argument("--host", action="extend", nargs="+", default=[], help="default: all hosts")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, default=RESULTS, help="file to append to")
-    parser.add_argument("--docs", type=Path, help="folder of pages whose tables are made again; measures nothing")
-    parser.add_argument("--commit", help="what to record where the code was copied without its git history")
+    parser.add_argument("--docs", type=Path, help="folder of pages whose tables are made anew; measures nothing")
+    parser.add_argument("--commit", help="commit to record where the code has no git history")
     options = parser.parse_args(arguments)
     if options.docs is not None:
         for page in sorted(options.docs.glob("*.md")):

@@ -1,11 +1,11 @@
 """Two commits on the same cases: ``logitless bench --base REF``.
 
     REF in a temporary git worktree ("old") and the files of this checkout as they are ("new")
-    per case: old, new, new, old, ...  each a process of the same interpreter that imports its own tree
+    per case: old, new, new, old, ...  each a process of the same interpreter that imports one of the two trees
 
-Each process checks its providers against float64 before it times them, so what is wrong has no time here either. The
-worktree is removed whatever happens. A case or provider that the old commit does not have, or has with other sizes, is
-measured in the new tree alone, and said.
+Each process checks its providers against float64 before it times them, so a wrong provider has no time here either.
+The worktree is removed whatever happens. A case or provider that the old commit does not have, or has with other sizes,
+is measured in the new tree alone, and the table says so.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from logitless.errors import LogitlessError
 from logitless.spec import format_bytes
 from logitless.tools.bench.cases import Case
 from logitless.tools.bench.records import Record, append_records, read_records
-from logitless.tools.bench.run import Request, Selection
+from logitless.tools.bench.run import Report, Request, Selection
 from logitless.tools.bench.tables import text_table
 
-Report = Callable[[str], None]
 ROUNDS = 2
 # Ours, and plain torch, which no commit changes: its ratio tells what a ratio of ours is worth on this machine.
 DEFAULT_PROVIDERS = ("torch", "logitless*")
@@ -57,9 +56,9 @@ class Tree:
     """A checkout that can be measured.
 
     Attributes:
-        name: what it is called in reports.
-        source: the folder that ``import logitless`` is to find.
-        commit: what it is a checkout of.
+        name: ``"old"`` or ``"new"``.
+        source: the folder that holds the package.
+        commit: the commit that is checked out.
     """
 
     name: str
@@ -68,7 +67,7 @@ class Tree:
 
     @property
     def bench(self) -> str:
-        """The package of the benchmark, which earlier commits have elsewhere."""
+        """Name of the benchmark's package, which was another in earlier commits."""
         return "logitless.tools.bench" if (self.source / "logitless/tools/bench").exists() else "logitless.bench"
 
     def python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -86,7 +85,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Known:
-    """The cases and providers of a commit, by name, cases as their fields; and the file that its package is in."""
+    """What a commit can measure: fields of its cases by name, names of its providers, and the file of its package."""
 
     cases: Mapping[str, Mapping[str, Any]]
     logits: Sequence[str]
@@ -94,7 +93,7 @@ class Known:
     package: str
 
     def lacks(self, case: Case) -> str:
-        """Why the case cannot be compared; nothing if it can. A field that the commit lacks has its default there."""
+        """Why the case cannot be compared; empty if it can. A field that the commit lacks counts as its default."""
         old = self.cases.get(case.name)
         if old is None:
             return "not a case of the old commit"
@@ -114,7 +113,7 @@ class Compared:
     Attributes:
         case, provider: their names.
         old, new: records; ``old`` is empty where the old commit has no such case or provider.
-        remark: why it is empty.
+        remark: why ``old`` is empty.
     """
 
     case: str
@@ -129,7 +128,7 @@ class Compared:
         return _status(self.new) in ("wrong", "failed", "out of memory") and _status(self.old) in ("", "ok")
 
     def values(self, name: str) -> tuple[float | None, float | None]:
-        """Median over the rounds of a field, old and new."""
+        """A field's median over the rounds, old and new."""
         return _median(self.old, name), _median(self.new, name)
 
     def ratio(self, name: str) -> float | None:
@@ -149,7 +148,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything compared, and what was compared with."""
+    """The commit that this checkout was compared with, and every comparison."""
 
     base: str
     commit: str
@@ -189,7 +188,7 @@ def _with_defaults(request: Request) -> Request:
 
 @contextmanager
 def worktree(ref: str, source: Path) -> Iterator[Tree]:
-    """The commit in a folder of its own for a while. It is removed, and git forgets it, however the work ends."""
+    """The commit, checked out in a temporary folder. However the work ends, the folder goes and git forgets it."""
     top = Path(_git(source, "rev-parse", "--show-toplevel"))
     found = _git(source, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}", wanted=ref)
     with tempfile.TemporaryDirectory(prefix="logitless-base-") as folder:
@@ -203,7 +202,7 @@ def worktree(ref: str, source: Path) -> Iterator[Tree]:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Let a request to terminate end the work as an exception does, so that what was made is removed."""
+    """Turn SIGTERM into an exception, so that the worktree is removed."""
 
     def stop(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -216,7 +215,7 @@ def terminable() -> Iterator[None]:
 
 
 def ask(tree: Tree) -> Known:
-    """What the tree can measure, from its own code."""
+    """What the tree can measure, as its code says."""
     ran = tree.python("-c", ASK.replace("BENCH", tree.bench))
     if ran.returncode:
         lines = ran.stderr.strip().splitlines() or ["no message"]
@@ -250,7 +249,7 @@ def _compare_case(
     both = [] if remark else [name for name in names if name in known.providers_of(case)]
     records: dict[str, dict[str, list[Record]]] = {tree.name: {name: [] for name in names} for tree in trees}
     for number in range(ROUNDS):
-        # Who begins changes, so that a machine that slows down does not favour one of them.
+        # The trees take turns to begin, so that a machine that slows down favours neither.
         for tree in trees if number % 2 == 0 else trees[::-1]:
             wanted = both if tree.name == "old" else names
             if wanted:
@@ -278,7 +277,7 @@ def _measure(tree: Tree, case: Case, providers: Sequence[str], request: Request,
 
 
 def _status(records: Sequence[Record]) -> str:
-    """The first status that is not ok, if any."""
+    """The first status that is not ok; ok if all are; empty without records."""
     found = [r.status for r in records]
     return next((status for status in found if status != "ok"), "ok" if found else "")
 
@@ -299,7 +298,7 @@ COLUMNS = ("provider", "correct", "value err", "grad err", "old ms", "new ms", "
 
 
 def comparison_table(comparison: Comparison) -> str:
-    """Case by case: is it right, how far off, then time and peak, old and new."""
+    """Case by case: is each provider right, how far off, then time and peak, old and new."""
     lines = [f"old: {comparison.commit[:12]} ({comparison.base}), new: this checkout; ratio: new over old"]
     for name in dict.fromkeys(c.case for c in comparison.compared):
         group = [c for c in comparison.compared if c.case == name and _status(c.new) != "absent"]

@@ -1,8 +1,8 @@
-"""What is measured: every benchmark case is a line of data.
+"""The problems that are measured: every benchmark case is a line of data.
 
 Names read ``shape-dtype-work[-variant]``: ``reference-fp32-grad-peaked`` is the reference shape in float32, forward and
-backward with an entropy gradient, on peaked logits. ``linear-*`` start from hidden states and the head's weight instead
-of logits; those on CUDA are in bfloat16.
+backward with an entropy gradient, on peaked logits. Cases named ``linear-*`` start from hidden states and the head's
+weight instead of logits; on CUDA these are in bfloat16.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from logitless.errors import LogitlessError
 from logitless.spec import EntropyMode
 
-# Run only if named: for tests, of a size of their own, or many of a kind.
+# Cases with these words run only if named: for tests, too large for most cards, or points of one figure.
 SET_ASIDE = ("smoke", "huge", "growth")
 Computed = EntropyMode | Literal["mean"]
-"""What a provider computed beside the log-prob; or a mean loss alone."""
+"""The entropy that a provider computed beside the log-prob; or a mean loss alone."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -36,11 +36,11 @@ class Case:
         dtype: name of the dtype of the logits, or of the hidden states and the weight.
         entropy: None, ``"value"`` or ``"grad"``.
         backward: forward and backward, or forward alone without a graph.
-        response: share of the rows that is scored; the others are prompt.
+        response: share of the tokens that is scored; the others are prompt.
         logits: ``"gaussian"``, or ``"peaked"`` like a trained model's.
         hidden: D, size of the hidden states that the case starts from; None where it starts from logits.
         frozen: the weight needs no gradient.
-        memory: working memory allowed to those who take a bound, such as ``"6.5GiB"``; None for their default.
+        memory: working memory for providers that take a bound, such as ``"6.5GiB"``; None for their default.
         loss: the case is a whole policy loss, PPO's with clipping, and with an entropy bonus if entropy is ``"grad"``.
         zero_advantage: share of the rows whose advantage is exactly zero, in a loss.
     """
@@ -72,27 +72,27 @@ class Case:
 
     @property
     def logits_bytes(self) -> int:
-        """Size of the logits, there or not."""
+        """Size of the logits, stored or not."""
         return self.tokens * self.vocab * self.torch_dtype.itemsize
 
     @property
     def num_gemms(self) -> int:
-        """Products of [T, D] by [D, V] that nobody can avoid, from hidden states.
+        """Products of [T, D] by [D, V] that no provider can avoid, from hidden states.
 
-        Forward takes one. Backward takes one for each gradient, and one to have the logits again unless they, or what
-        is needed of them, were kept. With a frozen weight and no entropy gradient, d_hidden is known up to a factor per
+        Forward takes one. Backward takes one for each gradient, and one to recompute the logits unless these, or their
+        exponentials, were stored. With a frozen weight and no entropy gradient, d_hidden is known up to a factor per
         row before backward begins.
         """
         if not self.backward:
             return 1
         if self.loss:
-            # A loss known in forward leaves nothing to come back for.
+            # With the loss known in forward, gradients are made there, and logits are not needed again.
             return 3 - self.frozen
         kept = self.memory is not None or (self.frozen and self.entropy != "grad")
         return 4 - self.frozen - kept
 
     def bytes_moved(self, num_rows: int) -> tuple[int, int]:
-        """Bytes that no implementation can avoid moving: in forward, and in forward and backward together.
+        """Bytes that no provider can avoid moving: in forward, and in forward and backward together.
 
         Forward reads the scored rows once. Backward reads them once more and writes the gradient of every row.
         """
@@ -184,9 +184,9 @@ CASES: dict[str, Case] = {case.name: case for case in _all_cases()}
 
 
 def select_cases(patterns: Iterable[str], device: str) -> list[Case]:
-    """Cases by name or shell pattern (``reference-*-grad``); none named means all of the device.
+    """Cases by name or shell pattern (``reference-*-grad``); no pattern means all cases of the device.
 
-    A pattern finds cases of the device alone, and those set aside (smoke, huge, growth) only if it says that word.
+    A pattern finds cases of the device alone, and smoke, huge and growth cases only if it says that word.
 
     >>> [case.name for case in select_cases(["cpu-fp32-*-peaked"], "cpu")]
     ['cpu-fp32-grad-peaked']
@@ -207,7 +207,7 @@ def _finds(pattern: str, case: Case, device: str) -> bool:
 
 
 def select_names(patterns: Sequence[str], names: Sequence[str], what: str) -> list[str]:
-    """The names that match any pattern, in their own order. A pattern that matches nothing raises."""
+    """The names that match any pattern, in the order of ``names``. A pattern that matches nothing raises."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise LogitlessError(f"bench: no {what} matches {pattern!r}. There are {', '.join(names)}.")

@@ -1,7 +1,7 @@
-"""One training step of a host's own functions on a causal LM: what it runs is ours once the host is installed.
+"""One training step on a causal LM through a host's functions, which are ours once ``install(host)`` was called.
 
-Each maker gives a function that runs forward and backward and returns the log-probs of all next tokens. It finds the
-host's functions as the host's trainers do, by name and at every call.
+Each maker returns a function that runs forward and backward and gives the log-probs of all next tokens. It looks the
+host's functions up as the host's trainers do, by name and at every call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _learn(model: Any, logprob: Tensor, entropy: Tensor) -> Tensor:
 
 
 def verl(model: Any, tokens: Tensor) -> Callable[[], Tensor]:
-    """What verl's FSDP engine does without fused kernels."""
+    """The step of verl's FSDP engine without fused kernels."""
     functional = importlib.import_module("verl.utils.torch_functional")
 
     def step() -> Tensor:
@@ -37,7 +37,7 @@ def verl(model: Any, tokens: Tensor) -> Callable[[], Tensor]:
 
 
 def skyrl(model: Any, tokens: Tensor) -> Callable[[], Tensor]:
-    """What SkyRL's FSDP worker does with an entropy bonus."""
+    """The step of SkyRL's FSDP worker with an entropy bonus."""
     torch_utils = importlib.import_module("skyrl.backends.skyrl_train.utils.torch_utils")
 
     def step() -> Tensor:
@@ -50,7 +50,7 @@ def skyrl(model: Any, tokens: Tensor) -> Callable[[], Tensor]:
 
 
 def openrlhf(model: Any, tokens: Tensor) -> Callable[[], Tensor]:
-    """OpenRLHF's actor around the model, all of it."""
+    """The whole forward of OpenRLHF's actor around the model."""
     actor = importlib.import_module("openrlhf.models.actor").Actor(model, temperature=TEMPERATURE)
     actor.packing_samples = False
     mask = torch.ones_like(tokens)

@@ -1,4 +1,4 @@
-"""What counts as wrong: a provider whose numbers are off by more than this gets no time."""
+"""When a provider counts as wrong: off by more than these tolerances, it gets no time."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from logitless.tools.bench.providers import Scores
 VALUE_TOLERANCE = 1e-4
 # Half precision rounds up to three times on the way: the upstream gradient, an intermediate and the result.
 GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-# Of those who sum up hundreds of parts in half precision.
+# For providers that sum up hundreds of parts in half precision.
 ROUNDED_TOLERANCE = 0.1
-# Of a clipped loss on top: a log-prob from a half-precision logit carries rows across the bounds of the ratio. How far
-# off that makes the gradient is in the table; only nonsense is refused.
+# For those providers in a clipped loss: a log-prob from a half-precision logit can carry a row across a bound of the
+# ratio. The table shows how far off that makes the gradient; only nonsense is refused.
 ROUNDED_LOSS_TOLERANCE = 0.5
-# Float32 sums of half-precision products, as tensor cores make them, are off by this much of the largest.
+# Error of float32 sums of half-precision products on tensor cores, relative to the largest sum.
 TENSOR_CORE = 2.0**-16
 
 
 def complaint_of(errors: Errors, scores: Scores, truth: Truth, case: Case, rounds: bool) -> str:
-    """What is wrong with the numbers, or nothing. Results in half precision are held to their own rounding.
+    """What is wrong with a provider's numbers; empty if nothing is.
 
-    Whoever rounds the logits is held to that of the largest one, and may lose the small gradients of ``weight_rest``.
+    Results in half precision are held to the rounding of their dtype. A provider that rounds the logits is held to the
+    rounding of the largest one, and may lose the small gradients of ``weight_rest``.
     """
     slack = torch.finfo(case.torch_dtype).eps * truth.largest if rounds else 0.0
     gradient = max(GRADIENT_TOLERANCE[dtype] for dtype in (case.torch_dtype, scores.logprob.dtype))

@@ -1,7 +1,7 @@
-"""Who computes the numbers from hidden states: ``score(batch, hidden, weight) -> Scores``.
+"""Providers from hidden states: ``score(batch, hidden, weight) -> Scores``.
 
 Most keep their logits, or the gradients they sum up, in the operands' half precision: those are marked ``rounds``, and
-held to that. Peers are imported in ``load`` alone, as in ``providers``.
+held to that precision. Peers are imported in ``load`` alone, as in ``providers``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _with_plain(function: Callable[..., tuple[Tensor, Tensor | None]]) -> Score:
 
 
 def _load_compiled() -> Score:
-    # Past a number of shapes and modes the compiler would fall back to eager without a word; start afresh instead.
+    # Past a number of shapes and modes the compiler would silently fall back to eager: forget the earlier ones.
     torch.compiler.reset()
     return _with_plain(torch.compile(plain_linear, dynamic=False))
 
@@ -52,7 +52,7 @@ def _load_logitless() -> Score:
 
 def _load_logitless_loss(into_buffer: bool) -> Callable[[], Score]:
     def load() -> Score:
-        # Made in the first call, which is the one whose gradients are checked, and added to ever after.
+        # Made in the first call, whose gradients are checked; later calls add to it.
         buffers: list[Tensor] = []
 
         def score(batch: Batch, hidden: Tensor, weight: Tensor) -> Scores:
@@ -102,7 +102,7 @@ def _load_liger_flce(reduction: str) -> Callable[[], Score]:
 
 
 def _load_liger_scaled(module: str, name: str, *options: Any) -> Callable[[], Score]:
-    """Liger's scaled cross entropy with entropy: the chunked torch one, or the one for Hopper."""
+    """Liger's scaled cross entropy with entropy: the chunked torch function, or the kernel for Hopper."""
 
     def load() -> Score:
         function = getattr(importlib.import_module(module), name)
@@ -144,8 +144,8 @@ def _load_cce(filter_eps: str | None) -> Callable[[], Score]:
 
 
 def _load_verl_kernel() -> Score:
-    # Importing the package pulls in Ray. Its two kernel files ask the rest only about the device: that is answered
-    # here, and they are imported as a package of their own, since one imports the other when it is called.
+    # Importing verl pulls in Ray. Its two kernel files ask the rest of verl only about the device: a stand-in answers,
+    # and the files are imported as a package, since one imports the other when it is called.
     folder = peer_file("verl", "utils/kernel/kernels.py").parent
     package = sys.modules[VERL_KERNEL] = ModuleType(VERL_KERNEL)
     package.__path__ = [os.fspath(folder)]
@@ -170,7 +170,7 @@ def _load_verl_kernel() -> Score:
 
 @contextlib.contextmanager
 def _standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
-    """Let ``modules`` be what their names import, for a while."""
+    """For a while, let the names of ``modules`` import them."""
     before = {name: sys.modules.get(name) for name in modules}
     sys.modules.update(modules)
     try:

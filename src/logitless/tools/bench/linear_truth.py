@@ -1,8 +1,8 @@
 """The truth from hidden states, without a float64 copy of anything large.
 
-Sampled rows and sampled rows of the weight are float64 throughout. The gradient of a row of the weight is a sum over
-all tokens, whose log Z and entropy it needs: those are plain float32 sums over float32 products, made here in row
-blocks and independently of the library. They are good to a few 1e-6, and enter that gradient only.
+Results of sampled rows, and gradients of sampled rows of the weight, are float64 throughout. The gradient of a row of
+the weight is a sum over all scored rows, and needs the log Z and entropy of each: plain float32 sums over float32
+products, made here in blocks of rows and independently of the library. Those are good to a few 1e-6.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from logitless.tools.bench.inputs import BLOCK_ELEMENTS, Batch
 from logitless.tools.bench.measure import LinearTruth, Truth, sampled_tokens, truth_of
 
 
-class _Statistics(NamedTuple):
-    """``[R]`` of every scored row, summed in float32."""
+class _Results(NamedTuple):
+    """Results of every scored row, ``[R]`` each, summed in float32."""
 
     log_z: Tensor
     logprob: Tensor
@@ -28,8 +28,8 @@ class _Statistics(NamedTuple):
 @torch.no_grad()
 def with_loss(batch: Batch, hidden: Tensor, weight: Tensor) -> Batch:
     """The batch of a case that is a loss, with old log-probs around the true ones."""
-    statistics = _statistics(batch, hidden, weight)
-    return batch.with_loss(statistics.logprob, statistics.entropy)
+    results = _results(batch, hidden, weight)
+    return batch.with_loss(results.logprob, results.entropy)
 
 
 @torch.no_grad()
@@ -39,23 +39,23 @@ def sample_linear_truth(batch: Batch, hidden: Tensor, weight: Tensor, count: int
     chosen = hidden[token].double()
     truth = truth_of(batch, torch.cat([chosen @ part.double().T for part in _blocks(weight)], dim=1), token)
     column = _sampled_columns(batch, count)
-    statistics = _statistics(batch, hidden, weight)
+    results = _results(batch, hidden, weight)
     linear = LinearTruth(
-        float(statistics.logprob.double().mean()) if len(batch.rows) else 0.0,
+        float(results.logprob.double().mean()) if len(batch.rows) else 0.0,
         column,
         torch.isin(column, batch.rows.target),
-        *_weight_gradients(batch, hidden, weight[column].double(), column, statistics),
+        *_weight_gradients(batch, hidden, weight[column].double(), column, results),
     )
     back = (_times_weight(d_logits, weight) for d_logits in (truth.by_logprob, truth.by_entropy))
     return truth._replace(by_logprob=next(back), by_entropy=next(back), linear=linear)
 
 
 def _weight_gradients(
-    batch: Batch, hidden: Tensor, weight: Tensor, column: Tensor, statistics: _Statistics
+    batch: Batch, hidden: Tensor, weight: Tensor, column: Tensor, results: _Results
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the given rows of the weight that either upstream gradient causes, summed over all rows."""
+    """Gradients of rows of the weight, by each upstream gradient alone, summed over all scored rows."""
     by_logprob, by_entropy = torch.zeros_like(weight), torch.zeros_like(weight)
-    vectors = (batch.rows.index, batch.rows.target, batch.g_logprob, batch.g_entropy, *statistics)
+    vectors = (batch.rows.index, batch.rows.target, batch.g_logprob, batch.g_entropy, *results)
     for parts in zip(*(vector.split(_block_rows(hidden)) for vector in vectors), strict=True):
         index, target, g_logprob, g_entropy, log_z, _, entropy = (part[:, None] for part in parts)
         rows = hidden[index.squeeze(1)].double()
@@ -66,7 +66,7 @@ def _weight_gradients(
     return by_logprob, by_entropy
 
 
-def _statistics(batch: Batch, hidden: Tensor, weight: Tensor) -> _Statistics:
+def _results(batch: Batch, hidden: Tensor, weight: Tensor) -> _Results:
     parts = []
     size = max(1, BLOCK_ELEMENTS // weight.shape[0])
     for index, target in zip(batch.rows.index.split(size), batch.rows.target.split(size), strict=True):
@@ -75,11 +75,11 @@ def _statistics(batch: Batch, hidden: Tensor, weight: Tensor) -> _Statistics:
         logp = z.sub_(log_z[:, None])
         logprob = logp.gather(1, target[:, None]).squeeze(1)
         parts.append((log_z, logprob, -(logp.exp() * logp).sum(1)))
-    return _Statistics(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    return _Results(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def _product(rows: Tensor, weight: Tensor) -> Tensor:
-    """``rows @ weight.T`` in float32 from the operands as they are."""
+    """``rows @ weight.T`` in float32, whatever the dtype of the operands."""
     if rows.device.type == "cuda" and rows.dtype != torch.float32:
         return torch.mm(rows, weight.T, out_dtype=torch.float32)
     return rows.float() @ weight.float().T
@@ -101,7 +101,7 @@ def _block_rows(x: Tensor) -> int:
 
 
 def _sampled_columns(batch: Batch, count: int) -> Tensor:
-    """Half of them targets, half of them any, and the last one."""
+    """``count`` columns, half of them targets and half of them any, and the last column."""
     generator = torch.Generator().manual_seed(batch.seed + 4)
     targets = batch.rows.target.unique().cpu()
     picked = targets[torch.randperm(len(targets), generator=generator)[: count // 2]]

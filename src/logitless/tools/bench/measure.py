@@ -1,7 +1,7 @@
-"""How things are measured: time, peak memory, the floors of the machine, and the distance to float64.
+"""How to measure: time, peak memory, the floors of the machine, and the distance to float64.
 
-Peak memory counts bytes allocated beyond what was there before: on CUDA by the allocator's own counter, on CPU by
-adding up every allocation and release that torch's profiler saw, so both are exact and neither is sampled.
+Peak memory is bytes allocated beyond those alive before: on CUDA by the allocator's counter, on CPU by adding up every
+allocation and release that torch's profiler saw. Both are exact, and neither is sampled.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Truth(NamedTuple):
     """Float64 results at sampled rows.
 
     Attributes:
-        token: ``[S]`` sampled rows of the logits, prompt rows among them.
-        slot: ``[S]`` place of each in the scored rows, -1 for prompt rows.
-        logprob, entropy: ``[S]``, zero for prompt rows.
-        by_logprob, by_entropy: ``[S, V]`` gradients caused by the upstream gradient of either alone.
-        g_logprob, g_entropy: ``[S]`` sizes of those upstream gradients.
-        largest: the largest logit in size.
-        linear: what there is only from hidden states; ``by_logprob`` and ``by_entropy`` are then ``[S, D]``.
+        token: ``[S]`` sampled tokens, prompt among them.
+        slot: ``[S]`` place of each token among the scored rows, -1 for prompt.
+        logprob, entropy: ``[S]``, zero for prompt.
+        by_logprob, by_entropy: ``[S, V]`` gradients by the upstream gradient of either alone.
+        g_logprob, g_entropy: ``[S]`` absolute values of the upstream gradients.
+        largest: the largest absolute value of a logit.
+        linear: truth about the weight, from hidden states; ``by_logprob`` and ``by_entropy`` are then ``[S, D]``.
     """
 
     token: Tensor
@@ -55,12 +55,12 @@ class Truth(NamedTuple):
 
 
 class LinearTruth(NamedTuple):
-    """What the truth holds from hidden states beside the sampled rows.
+    """The truth from hidden states that is not about sampled tokens.
 
     Attributes:
         mean: mean log-prob of all scored rows.
         column: ``[C]`` sampled rows of the weight.
-        is_target: ``[C]`` whether any row has it as its target. The others have far smaller gradients.
+        is_target: ``[C]`` whether it is the target of any row. If not, its gradient is far smaller.
         by_logprob, by_entropy: ``[C, D]`` gradients of the weight.
     """
 
@@ -72,14 +72,14 @@ class LinearTruth(NamedTuple):
 
 
 class Errors(NamedTuple):
-    """Largest distance to float64 over the sampled rows; None for what was not computed.
+    """Largest distance to float64 over the sampled tokens; None for a result that was not computed.
 
     ``gradient`` is relative to the upstream gradients of its row, ``gradient_row`` to the row's largest element: the
-    second is the harder one, for rows whose target is nearly certain.
+    second is the harder test, for rows whose target is nearly certain.
 
-    From hidden states ``gradient`` is the error of all sampled rows of d_hidden over their own size (as vectors), and
-    ``gradient_row`` the same of the worst row. ``weight`` and ``weight_rest`` are those of d_weight, at sampled tokens
-    that are some row's target and at others.
+    From hidden states, errors of gradients are norms relative to the norm of the gradient: ``gradient`` over all
+    sampled rows of d_hidden together, ``gradient_row`` over the worst row, ``weight`` over sampled rows of d_weight
+    that are the target of a row, ``weight_rest`` over sampled rows of d_weight that are not.
     """
 
     logprob: float
@@ -134,7 +134,7 @@ def _peak_bytes_cpu(fn: Callable[[], object]) -> int:
 
 @contextlib.contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """Drop what native code writes to stderr: the profiler announces its start and stop there at any log level."""
+    """Drop what native code writes to stderr: the profiler announces its start and stop at any log level."""
     sys.stderr.flush()
     kept = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -148,7 +148,7 @@ def _quiet_stderr() -> Iterator[None]:
 
 
 def copy_bandwidth(device: torch.device, repeats: int = 10) -> float:
-    """Bytes per second, reads and writes together, of a plain device copy larger than any cache."""
+    """Bytes per second, reads and writes together, of a plain copy that is larger than any cache."""
     source = torch.zeros(CUDA_COPY_BYTES if device.type == "cuda" else CPU_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
@@ -163,10 +163,10 @@ def copy_bandwidth(device: torch.device, repeats: int = 10) -> float:
 
 
 def warm_up(hidden: Tensor, weight: Tensor) -> None:
-    """Some hundred milliseconds of plain products, so that what is timed next finds the chip as training leaves it.
+    """Some hundred milliseconds of plain products, so that the next step finds the chip as training leaves it.
 
     After a pause the first products run a sixth faster than later ones, until power runs out; and a queue of work hides
-    what the host does before its first launch, as a model's forward does.
+    the CPU's work before its first launch, as a model's forward does.
     """
     rows = hidden[: min(len(hidden), 4096)]
     out = torch.empty((len(rows), weight.shape[0]), dtype=hidden.dtype, device=hidden.device)
@@ -179,7 +179,7 @@ def gemm_times(hidden: Tensor, weight: Tensor) -> list[float]:
     """Milliseconds to the end of the first, second, third and fourth of four full products, back to back.
 
     They are logits, d_hidden, d_weight and logits again, by the vendor library in the operands' dtype, into buffers
-    that are there before the clock starts.
+    made before the clock starts.
     """
     logits = torch.empty((hidden.shape[0], weight.shape[0]), dtype=hidden.dtype, device=hidden.device)
     d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
@@ -199,7 +199,7 @@ def gemm_times(hidden: Tensor, weight: Tensor) -> list[float]:
 
 
 class StopWatch:
-    """Time between marks: CUDA events on a GPU, so that nothing waits in between, the wall clock on CPU."""
+    """Time between marks: by CUDA events on a GPU, so that no mark waits, and by the wall clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -224,18 +224,18 @@ class StopWatch:
 
 
 def sample_truth(batch: Batch, logits: Tensor, count: int = 64) -> Truth:
-    """The truth at ``count`` random rows, a quarter of them prompt if there is any, and at the last row."""
+    """The truth at ``count`` random tokens, a quarter of them prompt if there is any, and at the last token."""
     return truth_at(batch, logits, sampled_tokens(batch, count))
 
 
 def truth_at(batch: Batch, logits: Tensor, token: Tensor) -> Truth:
-    """Float64 log-probs, entropies and gradients of the given rows of the logits."""
+    """Float64 log-probs, entropies and gradients of the given tokens."""
     return truth_of(batch, logits[token].double(), token)
 
 
 @torch.enable_grad()
 def truth_of(batch: Batch, z: Tensor, token: Tensor) -> Truth:
-    """The truth from float64 logits of the given rows."""
+    """The truth from float64 logits of the given tokens."""
     slot = torch.full((batch.case.tokens,), -1, device=z.device)
     slot = slot.index_copy_(0, batch.rows.index, torch.arange(len(batch.rows), device=z.device))[token]
     scored = (slot >= 0)[:, None]
@@ -268,7 +268,7 @@ def compare(
     mode: Computed,
     d_weight: Tensor | None = None,
 ) -> Errors:
-    """Distance of a provider's results to the truth; ``mode`` is the entropy it computed.
+    """Distance of a provider's results to the truth; ``mode`` is the entropy that the provider computed.
 
     From hidden states ``gradient`` is d_hidden, and a log-prob without dimensions is compared with the mean.
     """
@@ -314,13 +314,13 @@ def _largest(x: Tensor) -> float:
 
 
 def sampled_tokens(batch: Batch, count: int) -> Tensor:
-    """``count`` random rows, a quarter of them prompt if there is any, and the last one."""
+    """``count`` random tokens, a quarter of them prompt if there is any, and the last token."""
     generator = torch.Generator().manual_seed(batch.seed + 3)
     labels = batch.labels.cpu()
     prompt, scored = (labels < 0).nonzero().squeeze(1), (labels >= 0).nonzero().squeeze(1)
     parts = [(prompt, min(count // 4, len(prompt)))]
     parts.append((scored, min(count - parts[0][1], len(scored))))
     picked = [part[torch.randperm(len(part), generator=generator)[:n]] for part, n in parts]
-    # The last row is where an offset that wrapped around would first be seen.
+    # An offset that wrapped around would first show in the last row.
     last = torch.tensor([batch.case.tokens - 1])
     return torch.cat([*picked, last]).unique().to(batch.labels.device)

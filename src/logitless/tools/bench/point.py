@@ -1,10 +1,10 @@
-"""One case and one provider, measured in a process of its own: what ends that process does not end the sweep.
+"""One case and one provider, measured in a separate process: if that process dies, the sweep goes on.
 
     parent    measure_apart(point)  ->  python -m logitless.tools.bench.point, the point as JSON on stdin
-    child     bounds its own memory, runs the case  ->  its record as the last line of stdout
+    child     bounds its memory, runs the case  ->  its record as the last line of stdout
 
-A GPU that is full raises. A machine that is full ends some process, and not always the one that asked for too much; so
-on a CPU the child may allocate only what the point allows, and what is beyond that raises there too.
+A full GPU raises. A full machine kills some process, and not always the one that asked for too much; so on a CPU the
+child may allocate only as much as the point allows, and raises beyond that.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from logitless.tools.bench.providers import PROVIDERS, add_peers
 from logitless.tools.bench.records import Environment, Record, Status
 from logitless.tools.bench.run import Selection, run
 
-# What torch says when it cannot allocate on a CPU, in an error of no class of its own.
+# Torch raises a plain RuntimeError with this word when it cannot allocate on a CPU.
 CPU_FULL = "DefaultCPUAllocator"
 NO_ROOM = "no room for the inputs, the truth in float64 or the copy that measures bandwidth"
 
 
 @dataclass(frozen=True)
 class Point:
-    """What one process measures.
+    """The case and provider that one process measures.
 
     Attributes:
-        case: the problem; its device is where it runs.
+        case: the problem, which runs on the case's device.
         provider: a name in ``PROVIDERS``, or in ``LINEAR_PROVIDERS`` where the case starts from hidden states.
         repeats: timed repeats.
-        limit: bytes that the process may allocate on a CPU beyond what it has when it begins; None for no bound.
+        limit: bytes that the process may allocate on a CPU beyond those it starts with; None for no bound.
         peers: folder of unpacked packages to import peers from.
     """
 
@@ -61,8 +61,8 @@ class Point:
 
 
 def measure_apart(point: Point, environment: Environment) -> Record:
-    """The record of a point, from a process of its own; one that died is recorded too."""
-    # The child imports the package that is running here, installed or not.
+    """The record of a point, from a separate process; if that process died, the record says so."""
+    # The child imports the same package as this process, installed or not.
     paths = [str(Path(logitless.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     ran = subprocess.run(
         [sys.executable, "-m", "logitless.tools.bench.point"],
@@ -76,7 +76,7 @@ def measure_apart(point: Point, environment: Environment) -> Record:
 
 
 def outcome(point: Point, environment: Environment, code: int, out: str, err: str) -> Record:
-    """What the end of a child says: its record, or why there is none."""
+    """The record that a child printed, or one that says why there is none."""
     if code == 0:
         return Record(**json.loads(out.splitlines()[-1]))
     if code == -9:
@@ -115,7 +115,7 @@ def measure_here(point: Point) -> Record:
     try:
         ((record,),) = run(Selection([point.case], chosen, device, point.repeats, linear_providers=chosen))
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        # A provider's own failures are in its record: this comes from what is made before it begins.
+        # A provider's failures are in its record; this error comes from inputs or truth, made before it runs.
         if type(error) is RuntimeError and CPU_FULL not in str(error):
             raise
         return lost_record(point, Environment.here(device), "out of memory", NO_ROOM)
@@ -125,7 +125,7 @@ def measure_here(point: Point) -> Record:
 
 
 def bound_memory(limit: int) -> None:
-    """Let this process allocate ``limit`` bytes beyond what it has, and no more. Does nothing but on Linux."""
+    """Let this process allocate at most ``limit`` bytes more. Linux only; elsewhere, no bound."""
     status = Path("/proc/self/status")
     if not status.exists():
         return

@@ -1,11 +1,11 @@
-"""Who computes the numbers from logits: one entry per contender, each saying what it does and does not compute.
+"""Providers from logits: one entry per implementation, each saying what it does and does not compute.
 
-A provider's ``load`` imports what it needs and returns ``score(batch, logits) -> Scores``. Peers are imported there and
-nowhere else; one that is not installed is reported as absent with the reason. ``linear_providers`` has those who start
-from hidden states.
+A provider's ``load`` imports its package and returns ``score(batch, logits) -> Scores``. Peers are imported there and
+nowhere else; a peer that is not installed is reported as absent, with the reason. ``linear_providers`` has the
+providers that start from hidden states.
 
-Peers that know no row selection are given what their own callers give them: masks or ``-100`` labels where they take
-those, the gathered rows otherwise.
+Peers that cannot select rows get the inputs that their usual callers give them: masks or ``-100`` labels where they
+take those, the gathered rows otherwise.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from logitless.tools.bench.inputs import Batch
 class Scores(NamedTuple):
     """What a provider returns: ``[R]`` log-probs, and ``[R]`` entropies if it computes any.
 
-    One that knows only the mean cross entropy returns it, negated, without dimensions. One that computes the case's
-    loss itself returns that too, and the buffer that the weight's gradient was added to, if it was.
+    A provider that knows only the mean cross entropy returns that, negated, as a log-prob without dimensions. A
+    provider that computes the loss of the case returns the loss too, and the buffer, if it added d_weight to one.
     """
 
     logprob: Tensor
@@ -49,16 +49,16 @@ Score = Callable[..., Scores]
 
 @dataclass(frozen=True)
 class Provider:
-    """A contender.
+    """An implementation that is measured.
 
     Attributes:
         load: imports and returns the scoring function; raises ImportError where the package is missing.
         computes: the most it can compute; a case that asks for more is run without the rest.
         cuda_only: whether it runs on NVIDIA GPUs only.
         note: one remark for the table.
-        rounds: whether logits or running sums are in the operands' half precision, or small gradients are dropped. It
-            is then held to that, and its errors tell.
-        cases: whether it takes part in cases that are not a loss, and in those that are.
+        rounds: whether logits or running sums are in the operands' half precision, or small gradients are dropped.
+            Larger errors are then allowed, and the table shows them.
+        cases: kinds of case that it takes part in, by ``case.loss``.
     """
 
     load: Callable[[], Score]
@@ -82,7 +82,7 @@ def _load_plain() -> Score:
 
 
 def _load_compiled() -> Score:
-    # Past a number of shapes and modes the compiler would fall back to eager without a word; start afresh instead.
+    # Past a number of shapes and modes the compiler would silently fall back to eager: forget the earlier ones.
     torch.compiler.reset()
     compiled = torch.compile(plain, dynamic=False)
     return lambda batch, logits: Scores(*compiled(logits, batch.index, batch.rows.target, batch.case.entropy))
@@ -121,7 +121,7 @@ def _load_trl() -> Score:
 
 
 def _load_trl_kernel() -> Score:
-    # Importing the package pulls in a training framework; the kernel's own file needs torch and Triton alone.
+    # Importing TRL pulls in a training framework; the file of the kernel needs torch and Triton alone.
     function = _module_from_file("trl", "kernels/logprob_entropy.py").selective_log_softmax_and_entropy
 
     def score(batch: Batch, logits: Tensor) -> Scores:
@@ -184,12 +184,12 @@ def add_peers(folder: Path) -> None:
 
 
 def take_rows(x: Tensor, batch: Batch) -> Tensor:
-    """The scored rows of what has one row per token."""
+    """The scored rows of a tensor with one row per token."""
     return x if batch.index is None else x[batch.index]
 
 
 def peer_file(package: str, path: str) -> Path:
-    """One file of a package, without running the package."""
+    """Path of one file of a package, without importing the package."""
     found = importlib.util.find_spec(package)
     roots = (found.submodule_search_locations if found else None) or []
     file = next((Path(root) / path for root in roots if (Path(root) / path).exists()), None)
@@ -200,7 +200,7 @@ def peer_file(package: str, path: str) -> Path:
 
 
 def _module_from_file(package: str, path: str) -> ModuleType:
-    """One file of a package as a module of its own."""
+    """One file of a package, imported as a module by itself."""
     file = peer_file(package, path)
     name = f"_bench_{package}_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)

@@ -1,7 +1,7 @@
-"""What a measurement leaves behind: one JSON line each, and a table that fits in 100 columns.
+"""Records of measurements: one JSON line each, and a table that fits in 100 columns.
 
-Figures and tables are made from these records alone, so that every published number can be traced to a commit, a
-device and the versions that produced it.
+Figures and tables are made from records alone, so that every published number can be traced to a commit, a device and
+the versions that produced it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Environment:
 
     @staticmethod
     def here(device: torch.device, commit: str | None = None) -> Environment:
-        """Of this process, this checkout and the given device. A copy without history is told its commit."""
+        """This process, this checkout and the given device; ``commit`` is for code without its git history."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
         slug = _slug(name) if device.type == "cuda" else "cpu"
         versions = {"torch": torch.__version__, "triton": _version("triton"), "python": platform.python_version()}
@@ -61,18 +61,19 @@ class Record:
 
     Attributes:
         case: the fields of the :class:`~logitless.tools.bench.cases.Case`.
-        provider: its name in ``PROVIDERS``.
-        computes: the entropy it computed: None, ``"value"`` or ``"grad"``; or ``"mean"``, a mean loss alone.
+        provider: name of the provider.
+        computes: the entropy that the provider computed: None, ``"value"`` or ``"grad"``; or ``"mean"``, a mean loss
+            alone.
         status: ``"ok"``, or why there is no time.
         detail: the error, or a remark.
-        rows: how many rows were scored.
-        logits_bytes: size of the logits, there or not.
-        errors: largest distance to float64 over sampled rows, by quantity.
-        peak_bytes: most memory alive beyond the inputs: the logits, or the hidden states and the weight.
+        rows: number of scored rows.
+        logits_bytes: size of the logits, stored or not.
+        errors: fields of :class:`~logitless.tools.bench.measure.Errors`.
+        peak_bytes: most bytes alive beyond the inputs: the logits, or the hidden states and the weight.
         forward_ms, total_ms: medians, to the end of forward and of backward.
         total_range_ms: fastest and slowest repeat.
-        forward_floor_ms, floor_ms: bytes that must move over the copy bandwidth measured in the same run; from hidden
-            states, the products that must be made.
+        forward_floor_ms, floor_ms: time to move the bytes that must move, at the copy bandwidth of the same run; from
+            hidden states, time of the products that must be made.
         ratio: ``total_ms / floor_ms``.
         bandwidth: bytes per second of a plain copy, reads and writes together.
         repeats: timed repeats.
@@ -108,7 +109,7 @@ class Record:
 
 
 def append_records(path: Path, records: Iterable[Record]) -> None:
-    """Add one line per record to ``path``, making it and its folder if need be."""
+    """Add one line per record to the file, which is made, with its folder, if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.writelines(record.to_json() + "\n" for record in records)
@@ -134,7 +135,7 @@ def by_case(records: Iterable[Record]) -> list[list[Record]]:
 
 
 def headline(record: Record) -> str:
-    """What the case is and where its floor lies, in one sentence."""
+    """Sizes, work and floor of a record's case, in one sentence."""
     c = record.case
     work = "forward + backward" if c["backward"] else "forward only"
     entropy = "no entropy" if c["entropy"] is None else f"entropy {c['entropy']}"
@@ -174,26 +175,26 @@ def failures(records: Iterable[Record]) -> list[str]:
 
 
 def unsteady(records: Iterable[Record]) -> list[str]:
-    """One line if some repeats took far longer than others: someone else was using the machine."""
+    """One line if some repeats took far longer than others: other work was on the machine."""
     spans = ((r.provider, *r.total_range_ms) for r in records if r.total_range_ms is not None)
     noisy = [f"{name} {low:.1f} to {high:.1f} ms" for name, low, high in spans if high > UNSTEADY * low]
     return [f"unsteady machine, repeats vary: {', '.join(noisy)}"] if noisy else []
 
 
 def footnotes(records: Iterable[Record]) -> list[str]:
-    """Remarks on providers that hold for the whole table, each once; absent ones are named with the reason."""
+    """Remarks on providers, each once; absent providers are named with the reason."""
     parts = ((r, f"absent, {r.detail}" if r.status == "absent" else r.detail) for r in records)
     return list(dict.fromkeys(f"{r.provider}: {text}" for r, text in parts if text and r.status in ("ok", "absent")))
 
 
 def records_table(records: Sequence[Record]) -> str:
-    """The whole table in plain text, at most 100 columns wide."""
+    """All records as text, case by case, at most 100 columns wide."""
     groups = [line for group in by_case(records) for line in _text_group(group)]
     return "\n".join([*groups, *_wrapped(footnotes(records))])
 
 
 def _floor(record: Record) -> str:
-    """The floor and what it is made of."""
+    """The floor, and the bandwidth or products that set it."""
     if record.floor_ms is None:
         return "no floor"
     if record.gemm_ms is None:
@@ -255,7 +256,7 @@ def _cpu_name() -> str:
 
 
 def _git_state(folder: Path) -> tuple[str, bool | None]:
-    """Commit of the checkout, and whether tracked files differ from it; unknown outside of one."""
+    """Commit of the checkout, and whether tracked files differ from it; unknown outside of a checkout."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()

@@ -3,9 +3,10 @@
     fill inputs  ->  float64 truth at sampled rows  ->  per provider: run, compare, peak memory
                  ->  repeats x providers: restore the inputs (untimed), time forward and backward
 
-The inputs are logits, or hidden states and the head's weight; there each round also times the products nobody avoids.
+The inputs are logits, or hidden states and the head's weight; from hidden states each round also times the products
+that no provider avoids.
 
-A wrong provider gets no time. One that runs out of memory or raises is recorded as such, and the run goes on.
+A wrong provider gets no time. If a provider runs out of memory or raises, its record says so, and the run goes on.
 """
 
 from __future__ import annotations
@@ -46,22 +47,22 @@ from logitless.tools.bench.records import Environment, Record, append_records
 from logitless.tools.bench.tables import text_table
 
 Report = Callable[[str], None]
-"""Told what is about to happen, at most ``count_steps`` times."""
+"""Told what is about to happen, at most ``Selection.num_steps`` times."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asked for.
+    """The options of ``logitless bench``.
 
     Attributes:
         cases, providers: names or shell patterns; none means all that suit the device.
-        device: ``"cuda"`` or ``"cpu"``; None takes CUDA where there is one.
+        device: ``"cuda"`` or ``"cpu"``; None takes CUDA where torch sees a device.
         out: file to append to; None means ``benchmarks/results/<device>.jsonl``.
         repeats: timed repeats per provider.
         peers: folder of unpacked packages to import peers from.
-        commit: what to record where the code was copied without its git history.
+        commit: commit to record where the code has no git history.
     """
 
     cases: Sequence[str] = ()
@@ -73,7 +74,7 @@ class Request:
     commit: str | None = None
 
     def resolve(self) -> Selection:
-        """The cases, providers and device this names; raises if it names none."""
+        """The cases, providers and device that the options name; raises if a name fits nothing."""
         if self.repeats < 1:
             raise LogitlessError(f"bench: repeats must be 1 or more but is {self.repeats}.")
         if self.device not in (None, "cuda", "cpu"):
@@ -96,7 +97,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Selection:
-    """A resolved request: ``providers`` score logits, ``linear_providers`` hidden states."""
+    """The cases and providers of a request: ``providers`` score logits, ``linear_providers`` hidden states."""
 
     cases: Sequence[Case]
     providers: Mapping[str, Provider]
@@ -111,7 +112,7 @@ class Selection:
         return 1 + sum(1 + len(self.providers_of(case)) + 1 + self.repeats for case in self.cases)
 
     def providers_of(self, case: Case) -> Mapping[str, Provider]:
-        """Those who start from what the case starts from."""
+        """The providers that start from logits or from hidden states, as the case does."""
         if case.hidden is None:
             return self.providers
         return {n: p for n, p in self.linear_providers.items() if case.loss in p.cases}
@@ -123,8 +124,8 @@ class Workspace:
 
     Attributes:
         batch: rows, targets and upstream gradients.
-        inputs: what providers work on: the logits; or the hidden states and the weight.
-        master: what they were.
+        inputs: the logits, or the hidden states and the weight, which providers may overwrite.
+        master: copies of the inputs.
     """
 
     batch: Batch
@@ -158,12 +159,12 @@ class Workspace:
 
     @cached_property
     def truth(self) -> Truth:
-        """What is right at sampled rows."""
+        """Float64 results and gradients at sampled tokens."""
         return _truth(self.batch, self.inputs)
 
     @cached_property
     def mean_truth(self) -> Truth:
-        """The same for those who compute a mean loss."""
+        """The truth for providers that compute a mean loss."""
         return _truth(self.batch.with_mean_loss(), self.inputs)
 
 
@@ -176,7 +177,7 @@ class Contender:
 
 
 def execute(request: Request, report: Report) -> tuple[list[Record], Path]:
-    """Run a request and append its records, case by case, to the file whose path comes back with them."""
+    """Run a request; append its records to a file, case by case; return the records and the file's path."""
     selection = request.resolve()
     here = Environment.here(selection.device, selection.commit)
     out = request.out or Path("benchmarks/results") / f"{here.slug}.jsonl"
@@ -188,7 +189,7 @@ def execute(request: Request, report: Report) -> tuple[list[Record], Path]:
 
 
 def listing() -> str:
-    """Cases and providers, one per line."""
+    """Tables of all cases and providers."""
     sizes = ("case", "T", "V", "D", "dtype", "logits")
     cases = [(c.name, str(c.tokens), str(c.vocab), str(c.hidden or ""), c.dtype, c.logits) for c in CASES.values()]
     parts = [text_table(sizes, cases)]
@@ -220,7 +221,7 @@ def run(selection: Selection, report: Report = lambda text: None) -> Iterator[li
 
 
 def step(score: Score, batch: Batch, buffer: Tensor, clock: StopWatch | None = None) -> tuple[Scores, Tensor | None]:
-    """:func:`take_step` on logits alone, with their gradient or None."""
+    """:func:`take_step` on logits: the scores, and the gradient of the logits or None."""
     scores, gradients = take_step(score, batch, (buffer,), clock)
     return scores, gradients[0] if gradients else None
 
@@ -230,7 +231,8 @@ def take_step(
 ) -> tuple[Scores, tuple[Tensor, ...]]:
     """Forward and, if the case asks for it, backward from given upstream gradients.
 
-    The gradients of the inputs come last: all of them, or without that of a frozen weight, or none.
+    Returns:
+        The scores, and the gradients of all inputs but a frozen weight; no gradients without backward.
     """
     mark = clock.mark if clock else lambda: None
     if not batch.case.backward:
@@ -249,7 +251,7 @@ def take_step(
         gradients = torch.autograd.grad(loss, wanted, allow_unused=scores.weight_grad is not None)
         mark()
         return scores, gradients if scores.weight_grad is None else (gradients[0], scores.weight_grad)
-    # A mean loss is asked for its own gradient, which is the one its authors save for it.
+    # For a mean loss, the gradient of the loss itself, which its authors make in forward.
     g_logprob = batch.g_logprob if scores.logprob.dim() else -torch.ones((), device=scores.logprob.device)
     outputs, upstream = [scores.logprob], [g_logprob.to(scores.logprob.dtype)]
     if scores.entropy is not None and scores.entropy.requires_grad:
@@ -280,7 +282,7 @@ def _make_workspace(case: Case, device: torch.device) -> Workspace | None:
 
 def _run_case(space: Workspace, selection: Selection, blank: Record, report: Report) -> list[Record]:
     case = space.batch.case
-    # Before anyone can overwrite anything.
+    # The truth comes first: providers may overwrite the inputs.
     _ = space.truth
     records: dict[str, Record] = {}
     contenders: dict[str, Contender] = {}
@@ -296,7 +298,7 @@ def _run_case(space: Workspace, selection: Selection, blank: Record, report: Rep
 
 
 def _qualify(provider: Provider, record: Record, space: Workspace) -> Contender | Record:
-    """Load, run once against the truth, run again for peak memory. What fails comes back as its record."""
+    """Load, compare one run with the truth, measure the peak of another; a provider that fails gives its record."""
     if provider.cuda_only and space.device.type != "cuda":
         return replace(record, status="absent", detail="runs on CUDA devices only")
     try:
@@ -328,7 +330,7 @@ def _check(score: Score, record: Record, space: Workspace, rounds: bool) -> Cont
 def _time_interleaved(
     contenders: Mapping[str, Contender], space: Workspace, repeats: int, report: Report
 ) -> tuple[dict[str, Record], list[float] | None]:
-    """Rounds over all contenders, so that clocks and caches drift over all of them alike. The first round warms up.
+    """Rounds over all contenders, so that clocks and caches drift alike for all. The first round warms up.
 
     From hidden states, the times of one to four products come with the records.
     """
@@ -338,7 +340,7 @@ def _time_interleaved(
     laps: dict[str, list[Times]] = {name: [] for name in contenders}
     for turn in range(repeats + 1):
         report(f"{space.batch.case.name}: " + (f"timing, round {turn} of {repeats}" if turn else "warming up"))
-        # Another order every round, the products (None) among them: whoever follows a gentle one finds a cooler chip.
+        # Another order every round, with the products (None) among them: after light work the chip is cooler.
         for name in random.Random(turn).sample(turns, len(turns)):
             if name is None:
                 gemms += _products(space) if turn else []
@@ -356,7 +358,7 @@ def _time_interleaved(
 
 
 def _products(space: Workspace) -> list[list[float]]:
-    """One measurement of the products, or none where the case has no products or no room for their results."""
+    """Times of the products, once; nothing where the case has no products or no room for their results."""
     if space.batch.case.hidden is None:
         return []
     hidden, weight = space.inputs
@@ -369,8 +371,8 @@ def _products(space: Workspace) -> list[list[float]]:
 
 def _lap(score: Score, space: Workspace) -> Times:
     clock = StopWatch(space.device)
-    # On a GPU the copy is still running while the host launches what follows: launch costs hide behind it, as they do
-    # behind a model's forward. Without a master copy the inputs keep what the last provider left: floats either way.
+    # On a GPU the copy still runs while the CPU launches the step: launch costs hide behind it, as they do behind a
+    # model's forward. Without a master copy the inputs keep what the last provider wrote: floats either way.
     if space.master is not None:
         space.restore()
     if space.batch.case.hidden is not None and space.device.type == "cuda":
@@ -386,7 +388,7 @@ def _guarded(record: Record, work: Callable[[], T]) -> T | Record:
         return work()
     except torch.OutOfMemoryError as error:
         outcome = replace(record, status="out of memory", detail=_first_line(error))
-    # Peers are other people's code and may raise anything; the record says what, and the run goes on.
+    # Peers may raise anything; the record holds the error, and the run goes on.
     except Exception as error:
         outcome = replace(record, status="failed", detail=f"{type(error).__name__}: {_first_line(error)}")
     _release()
@@ -412,7 +414,7 @@ def _with_times(record: Record, laps: Sequence[Times], space: Workspace) -> Reco
 
 
 def _with_floor(record: Record, case: Case, gemm_ms: list[float] | None) -> Record:
-    """The record with the floor that products set, if any, and its time as a multiple of its floor."""
+    """The record with the floor that products set, if any, and its time as a multiple of the floor."""
     if gemm_ms is not None:
         floor = gemm_ms[case.num_gemms - 1]
         record = replace(record, gemm_ms=gemm_ms, forward_floor_ms=gemm_ms[0], floor_ms=floor)

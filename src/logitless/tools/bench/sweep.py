@@ -1,10 +1,10 @@
-"""Peak memory and time over a grid of sizes: ``logitless sweep``. (``logitless.sweep`` is the sweep over tiles.)
+"""Peak memory and time over a grid of sizes: ``logitless sweep``.
 
     Grid    lists of tokens, vocabulary, response fraction, entropy, hidden size, memory: every combination is a case
-    Sweep   cases x providers, each measured in a process of its own (``point``), each record appended when it is there
+    Sweep   cases x providers, each point measured in a separate process (``point``), each record appended at once
 
-A point that is in the file, from this device, commit and these versions, is not measured again: a sweep that was
-stopped goes on where it was. Running out of memory is an answer and is kept; what failed is tried again.
+A point whose record is in the file, from this device, commit and these versions, is not measured again: a sweep that
+was stopped goes on where it was. Running out of memory is an answer and is kept; a point that failed is tried again.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from logitless.tools.bench.tables import text_table
 
 T = TypeVar("T")
 
-# Where training is known to run out of memory, and the shares of response at which it is looked at.
+# Sizes at which training is known to run out of memory, and shares of response to measure.
 KNOWN_TOKENS, KNOWN_VOCAB = 205280, 76032
 FRACTIONS = (1.0, 0.5, 0.25, 0.1, 0.03)
-# On a GPU the logits and a gradient of their size must fit; on a CPU plain torch's five more too, and a minute.
+# A GPU must hold the logits and a gradient of their size; a CPU also five more such tensors of plain torch, and finish
+# in a minute.
 CUDA_SHARE, CPU_SHARE, CPU_LOGITS = 0.47, 0.1, 128 << 20
-# On a CPU, what a point may take of the memory that is free.
+# Share of the free memory that a point may take on a CPU.
 LIMIT_SHARE = 0.8
 ENTROPIES: dict[str, EntropyMode] = {"none": None, "value": "value", "grad": "grad"}
 FINISHED = ("ok", "wrong", "out of memory")
@@ -53,13 +54,13 @@ SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 @dataclass(frozen=True)
 class Grid:
-    """What is swept. Every combination is a case.
+    """Lists of sizes. Every combination is a case.
 
     Attributes:
         tokens, vocab, response, entropy: as in :class:`~logitless.tools.bench.cases.Case`.
         hidden: sizes of the hidden states to start from; empty where the cases start from logits.
-        memory: working memory of those who take a bound, from hidden states; empty for their default.
-        dtype: of the logits, or of the hidden states and the weight.
+        memory: working memory for providers that take a bound, from hidden states; empty for their default.
+        dtype: dtype of the logits, or of the hidden states and the weight.
         backward: forward and backward, or forward alone.
     """
 
@@ -99,14 +100,14 @@ class Grid:
 
 
 def _name(case: Case) -> str:
-    """All that a grid can vary, so that two cases of one name are the same."""
+    """A name with every size that a grid can vary, so that cases of one name are the same."""
     parts = [f"sweep-t{case.tokens}-v{case.vocab}", f"d{case.hidden}" if case.hidden else "", SHORT[case.dtype]]
     parts += [case.memory or "", "" if case.backward else "forward", case.entropy or "logprob"]
     return "-".join(filter(None, [*parts, f"{case.response * 100:g}pct"]))
 
 
 def default_tokens(device: Literal["cuda", "cpu"], free: int, row_bytes: int) -> int:
-    """The known T, or what the machine takes of it: logits in under half of a GPU, or a tenth of a CPU's free memory.
+    """The known T, or fewer: logits take under half of a GPU, or a tenth of a CPU's free memory.
 
     >>> default_tokens("cuda", 139 << 30, 76032 * 4), default_tokens("cpu", 23 << 30, 76032 * 4)
     (205280, 384)
@@ -117,7 +118,7 @@ def default_tokens(device: Literal["cuda", "cpu"], free: int, row_bytes: int) ->
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can be had on the device now; all of the machine's where that is not known."""
+    """Free memory of the device; all memory of the machine where the free part is not known."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -133,9 +134,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def choose_providers(patterns: Sequence[str], grid: Grid, device: str) -> list[str]:
-    """Names by pattern, of those who start from what the grid starts from and run on the device.
+    """Providers by pattern, out of those that start from logits or hidden states as the grid does, on the device.
 
-    None named means all of them on a GPU. On a CPU loading a peer outlasts many points: there, plain torch and ours.
+    No pattern means all on a GPU. On a CPU it means plain torch and ours: loading a peer takes longer than many points.
     """
     known: Mapping[str, Provider] = LINEAR_PROVIDERS if grid.hidden else PROVIDERS
     names = [n for n, p in known.items() if False in p.cases and (device == "cuda" or not p.cuda_only)]
@@ -144,7 +145,7 @@ def choose_providers(patterns: Sequence[str], grid: Grid, device: str) -> list[s
 
 @dataclass(frozen=True)
 class Sweep:
-    """The points of a sweep and the file that their records are in."""
+    """The points of a sweep, and the file of their records."""
 
     points: Sequence[Point]
     environment: Environment
@@ -152,13 +153,13 @@ class Sweep:
 
     @staticmethod
     def of(grid: Grid, providers: Sequence[str], device: torch.device, out: Path, **options: Any) -> Sweep:
-        """Every case of the grid with every provider; ``options`` are those of a point."""
+        """Every case of the grid with every provider; ``options`` go to :class:`Point`."""
         kind = "cuda" if device.type == "cuda" else "cpu"
         points = [Point(case, name, **options) for case in grid.cases(kind) for name in providers]
         return Sweep(points, Environment.here(device), out)
 
     def finished(self) -> dict[tuple[str, str], Record]:
-        """Records of the file that this sweep would otherwise make, by case and provider."""
+        """Records in the file that need not be measured again, by case and provider."""
         here = self.environment
         found = {}
         for record in read_records(self.out) if self.out.exists() else []:
@@ -171,7 +172,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Options:
-    """A sweep as it is asked for: lists are texts such as ``"1024,2048"``; what is None follows from the machine."""
+    """The options of ``logitless sweep``: lists are texts such as ``"1024,2048"``; None means a size that fits."""
 
     tokens: str | None = None
     vocab: str = str(KNOWN_VOCAB)
@@ -188,8 +189,8 @@ class Options:
 
 
 def resolve_sweep(options: Options, out: Path | None = None) -> Sweep:
-    """The points that the options name, sized for this machine where they do not say."""
-    # The same checks of device and repeats as the benchmark's own.
+    """The points that the options name, with default sizes that suit this machine."""
+    # Checks device and repeats as ``logitless bench`` does.
     device = Request(device=options.device, repeats=options.repeats).resolve().device
     kind, free = "cuda" if device.type == "cuda" else "cpu", free_bytes(device)
     if options.dtype not in SHORT:
@@ -225,9 +226,9 @@ def parse_list(text: str, name: str, read: Callable[[str], T]) -> list[T]:
 
 
 def run_sweep(sweep: Sweep, report: Report = lambda text: None) -> list[Record]:
-    """Measure what the file does not have yet, appending each record; returns those of all points.
+    """Measure the points that the file lacks, appending each record; returns the records of all points.
 
-    A provider that is absent at its first point is not tried at the others, and is not written down.
+    A provider that is absent at its first point is not tried again, and has no record in the file.
     """
     mend(sweep.out)
     finished, absent = sweep.finished(), set()
@@ -246,7 +247,7 @@ def run_sweep(sweep: Sweep, report: Report = lambda text: None) -> list[Record]:
 
 
 def mend(path: Path) -> None:
-    """Drop a last line that was cut off in the middle by a kill."""
+    """Drop the last line of the file if a kill cut it off."""
     if not path.exists():
         return
     text = path.read_bytes()
@@ -277,7 +278,7 @@ def value_text(name: str, value: Any) -> str:
 
 
 def fixed_text(records: Sequence[Record]) -> str:
-    """What all the records have in common, in words."""
+    """The sizes and options that all records share, in words."""
     case, free = records[0].case, varying(records)
     sizes = [f"{AXES[n]}={value_text(n, case[n])}" for n in ("tokens", "vocab", "hidden") if n not in free and case[n]]
     work = "forward + backward" if case["backward"] else "forward only"
@@ -286,7 +287,7 @@ def fixed_text(records: Sequence[Record]) -> str:
 
 
 def sweep_table(records: Sequence[Record]) -> str:
-    """One line per point, in plain text: what varies, who, time, peak, peak over the logits, errors; then failures."""
+    """One line per point: sizes that vary, provider, time, peak, peak over logits, errors; then failures."""
     axes, run_ = varying(records), [r for r in records if r.status != "absent"]
     columns = [*(AXES[n] for n in axes), "provider", "total ms", "peak", "of logits", "value err", "grad err"]
     cells = []

@@ -24,12 +24,12 @@ from logitless.spec import VocabShard
 
 @dataclass(frozen=True)
 class Grid:
-    """A rank's place and its groups; None where it is alone.
+    """The place of a rank, and its process groups.
 
     Attributes:
         tp, cp: ranks that share the vocabulary, ranks that share the tokens.
-        rank: this rank among all of them.
-        tp_group, cp_group, world: their process groups.
+        rank: this rank among all ranks.
+        tp_group, cp_group, world: process groups; None for a single rank.
     """
 
     tp: int = 1
@@ -45,15 +45,15 @@ class Grid:
 
     @property
     def scheme(self) -> Zigzag | None:
-        """How tokens are split."""
+        """Which tokens this rank holds; None if all."""
         return None if self.cp == 1 else Zigzag(self.rank // self.tp, self.cp)
 
     def shard(self, vocab: int) -> VocabShard | None:
-        """Which ids of the head live here. Making it is a collective."""
+        """The ids whose head is on this rank. Making the shard is a collective."""
         return None if self.tp == 1 else VocabShard.even(vocab, self.tp_group)
 
     def columns(self, vocab: int) -> slice:
-        """The same as a slice."""
+        """The ids whose head is on this rank, as a slice."""
         here = self.rank % self.tp
         return slice(here * vocab // self.tp, (here + 1) * vocab // self.tp)
 
@@ -62,7 +62,7 @@ class Grid:
         return slice(self.rank * num // self.size, (self.rank + 1) * num // self.size)
 
     def gather_shares(self, x: Tensor) -> Tensor:
-        """All samples from everyone's share."""
+        """All samples, from the shares of all ranks."""
         return x if self.size == 1 else gather_rows_over(self.world, x)
 
     def gather_head(self, head: Tensor) -> Tensor:
@@ -77,12 +77,12 @@ class Grid:
                 g.copy_(part.view_as(g))
 
     def sum_shards(self, x: Tensor) -> Tensor:
-        """A number that each part of the vocabulary adds to."""
+        """The sum of a number over the ranks that share the vocabulary."""
         return x if self.tp == 1 else sum_over(self.tp_group, x)
 
 
 def make_grid(tp: int, cp: int, world: Any) -> Grid:
-    """The grid of this rank. A collective where there is more than one."""
+    """The grid of this rank. A collective where there are several ranks."""
     size = 1 if world is None else dist.get_world_size(world)
     for name, value in (("tp", tp), ("cp", cp)):
         if value < 1:
@@ -95,7 +95,7 @@ def make_grid(tp: int, cp: int, world: Any) -> Grid:
     if size == 1:
         return Grid()
     rank, ranks = dist.get_rank(world), torch.arange(size).view(cp, tp)
-    # Every rank makes every group, in the same order, and keeps the two it is in.
+    # Every rank makes every group, in the same order, and keeps the two that it belongs to.
     groups = [(line, dist.new_group(line)) for line in [*ranks.tolist(), *ranks.T.tolist()]]
     tp_group = next(group for line, group in groups[:cp] if rank in line)
     cp_group = next(group for line, group in groups[cp:] if rank in line)

@@ -25,9 +25,9 @@ class PeaksByFraction:
     """Peaks of every way at every response fraction.
 
     Attributes:
-        tokens, vocab: of the batch.
-        fractions: part of the tokens that is response.
-        peaks: bytes by way, one for each fraction.
+        tokens, vocab: sizes of the batch.
+        fractions: parts of the tokens that are response.
+        peaks: bytes by way, one number for each fraction.
     """
 
     tokens: int
@@ -58,14 +58,14 @@ def peaks_by_fraction(
     width: int = 64,
     fractions: Sequence[float] = FRACTIONS,
 ) -> PeaksByFraction:
-    """Every way on random batches of one size and growing responses."""
+    """Measure every way on random batches of one size with growing responses."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocab, (samples, length), generator=generator)
     hidden, weight = (torch.randn(n, width, generator=generator) for n in (samples * length, vocab))
     peaks: dict[str, list[int]] = {name: [] for name in WAYS}
     for fraction in fractions:
         report(f"memory at {fraction:.0%} response")
-        # The first token is predicted by nothing.
+        # No token predicts the first one.
         response = min(round(fraction * length), length - 1)
         rows = Rows.packed(list(tokens), [response] * samples)
         for name, step in WAYS.items():

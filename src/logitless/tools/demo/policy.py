@@ -1,7 +1,7 @@
 """The policy: a tiny Qwen3 from scratch, and a head that may be split over the vocabulary.
 
-Training under context parallelism splits tokens zigzag: each rank embeds, attends from and transforms its own part, and
-attention gathers keys and values. Rollouts are dealt to all ranks by samples, with the whole head.
+Training under context parallelism splits tokens zigzag: each rank runs the transformer on its tokens, and attention
+gathers keys and values. For rollouts each rank has the whole head and a share of the samples.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ class Policy:
         return [*self.body.parameters(), self.head]
 
     def copy(self, columns: slice = slice(None)) -> Policy:
-        """The same numbers in new parameters, with some ids of the head."""
+        """New parameters with the same values; of the head, only the given ids."""
         twin = _new_body(self.head.shape[0])
         twin.load_state_dict(self.body.state_dict())
         return Policy(twin, nn.Parameter(self.head.detach()[columns].clone()))
 
 
 def check_transformers() -> None:
-    """Raise unless transformers is there."""
+    """Raise unless transformers is installed."""
     if importlib.util.find_spec("transformers") is None:
         raise LogitlessError("demo: transformers is not installed. Run pip install 'logitless[demo]'.")
 
 
 def new_policy(vocab: int, seed: int) -> Policy:
-    """Random weights by seed, whatever the caller's generator is at."""
+    """Random weights from a seed; the caller's generator is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Policy(_new_body(vocab), nn.Parameter(0.02 * torch.randn(vocab, WIDTH)))
 
 
 def hidden_states(policy: Policy, tokens: Tensor, grid: Grid) -> Tensor:
-    """``[N, S, D]``; of a rank's part of the tokens, padded, under context parallelism."""
+    """``[N, S, D]``; under context parallelism, for this rank's tokens, padded."""
     if grid.scheme is None:
         return policy.body(input_ids=tokens, use_cache=False).last_hidden_state
     multiple = grid.scheme.multiple
@@ -75,8 +75,8 @@ def hidden_states(policy: Policy, tokens: Tensor, grid: Grid) -> Tensor:
 def sample_responses(policy: Policy, prompts: Tensor, seeds: Tensor, length: int, grid: Grid) -> Tensor:
     """Prompts ``[N, P]`` with sampled responses behind, ``[N, P + length]``, the same on every rank.
 
-    Each sample has a seed of its own, ``[N]``, and with it one waiting time per id and token: the id sampled is the one
-    that comes first at the rate of its probability. Policies that differ a little then sample differently as rarely.
+    Each sample has a seed, ``[N]``, and from it one random waiting time per id and token. The sampled id has
+    the shortest waiting time over its probability, so policies that differ little seldom sample different ids.
     """
     head, share, cache = grid.gather_head(policy.head.detach()), grid.share(len(prompts)), None
     waits = torch.stack([_waiting_times(int(seed), length, head.shape[0]) for seed in seeds[share]], 1)
@@ -115,10 +115,10 @@ def _new_body(vocab: int) -> nn.Module:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, cp_group: Any = None, **_: Any
 ) -> tuple[Tensor, None]:
-    """Causal attention ``[N, heads, S, D]``, over the keys and values of all ranks of a group if there is one."""
+    """Causal attention ``[N, heads, S, D]``; with a group, over the keys and values of all its ranks."""
     if cp_group is not None:
         key, value = (_Gathered.apply(x, cp_group) for x in (key, value))
-    # Without a mask there are either all tokens, or one that is the last.
+    # Without a mask the query is either all tokens, or the last token alone.
     causal = mask is None and query.shape[2] > 1
     out = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
     return out.transpose(1, 2), None

@@ -1,4 +1,4 @@
-"""What the demo prints: the runs, memory over response fractions, the verdict."""
+"""The text that the demo prints: the runs, memory over response fractions, the verdict."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from logitless.tools.demo.run import Demo, verdict
 
 
 def show_demo(demo: Demo, figure: Path, console: Console) -> None:
-    """Everything, within 80 columns."""
+    """Print the outcome, within 80 columns."""
     setting, measured = demo.setting, demo.by_fraction
     lines = (
         f"\nGRPO, {setting.steps} steps of {setting.samples} samples: repeat {setting.length} digits.",

@@ -25,7 +25,7 @@ Gradients that are wrong by a hundredth sample another token before that; other 
 """
 
 SAME = 2.0
-"""How much further than from itself plain torch may be from ours, by the largest difference of a step's mean reward.
+"""How many times ``own_difference`` our run may differ from plain torch, by the largest difference of a mean reward.
 
 Sooner or later a sample falls between two roundings, and from there the runs part. So do two runs of plain torch that
 round differently: over seeds 0 to 3, by 0.01, 0.24, 0.10 and 0.22, where ours differ by 0.01, 0.22, 0.12 and 0.06.
@@ -37,13 +37,13 @@ NOISE = 0.05
 
 @dataclass(frozen=True, eq=False)
 class Demo:
-    """What came of it.
+    """The outcome.
 
     Attributes:
-        setting, grid: what ran, and our run's ranks.
+        setting, grid: what was trained, and the ranks of our run.
         plain, ours: the two runs.
         control: plain torch again, with other roundings: each half of the vocabulary by itself.
-        plain_peak, our_peak: bytes of their loss steps, on one rank.
+        plain_peak, our_peak: peak bytes of a loss step of the two runs, on one rank.
         by_fraction: peaks of loss steps at growing response fractions.
     """
 
@@ -67,17 +67,17 @@ class Demo:
 
     @property
     def own_difference(self) -> float:
-        """The same between plain torch and itself."""
+        """Largest difference of a step's mean reward between plain torch and its control run."""
         return self.plain.difference(self.control)
 
     @property
     def changed_tokens(self) -> int:
-        """Sampled tokens that are not the same in both runs."""
+        """Number of sampled tokens that differ between the runs."""
         return int((self.plain.tokens != self.ours.tokens).sum())
 
     @property
     def same_steps(self) -> int:
-        """Steps before the first at which a sampled token differs."""
+        """Number of steps before the first sampled token that differs."""
         differs = (self.plain.tokens != self.ours.tokens).flatten(1).any(1).nonzero()
         return int(differs[0]) if len(differs) else self.setting.steps
 
@@ -128,7 +128,7 @@ class Demo:
 
 
 def check_ready(setting: Setting, grid: Grid) -> None:
-    """Raise before anything runs if it could not run to the end."""
+    """Raise now if the demo could not run to its end."""
     check_transformers()
     setting.check_grid(grid)
 
@@ -139,12 +139,12 @@ def num_reports(setting: Setting) -> int:
 
 
 def run_demo(setting: Setting, grid: Grid, report: Callable[[str], None], **sizes: Any) -> Demo | None:
-    """All of it; on ranks other than the first, their part of our run, and None.
+    """Train, measure and return the outcome; ranks other than the first take part in our run and return None.
 
-    Plain torch trains on the first rank, whole, twice, while the others wait; then all of them train together.
+    Plain torch trains twice on the first rank alone, while the others wait; then all ranks train together.
 
     Args:
-        sizes: of the batches whose memory is measured, as for :func:`peaks_by_fraction`.
+        sizes: options of :func:`peaks_by_fraction`.
     """
     check_ready(setting, grid)
     first = grid.rank == 0
@@ -167,7 +167,7 @@ def run_demo(setting: Setting, grid: Grid, report: Callable[[str], None], **size
 
 
 def verdict(demo: Demo) -> str:
-    """What the numbers say, in words."""
+    """The outcome in words."""
     first, last = demo.ours.first_reward, demo.ours.last_reward
     rise = (
         f"The reward rose from {first:.2f} to {last:.2f}"

@@ -1,7 +1,7 @@
-"""The loss steps under comparison: from hidden states and the head's weight to one number, and its gradients.
+"""The loss steps that the demo compares: from hidden states and the head's weight to a loss and its gradients.
 
-All are PPO's clipped loss with an entropy bonus over the response tokens of a batch; what differs is what they keep.
-The first three are plain torch as frameworks write it. The last is one call.
+All are PPO's clipped loss with an entropy bonus over the response tokens of a batch; they differ in the tensors they
+store. The first three are plain torch as frameworks write it. The last is one call of ours.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from logitless.spec import VocabShard
 LossStep = Callable[[Tensor, Tensor, Rows, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """``f(hidden, weight, rows, advantage, old_logprob)`` returns the loss and the ``[R]`` log-probs without graph.
 
-Old log-probs of None are those being computed: the first update after a rollout."""
+``old_logprob=None`` stands for the log-probs of this very call: the first update after a rollout."""
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 ENTROPY_COEF = 0.001
 OBJECTIVE = Objective(clip=(CLIP_LOW, CLIP_HIGH), entropy_coef=ENTROPY_COEF)
 
 MEMORY = "4MiB"
-"""What our step may take for a chunk of logits."""
+"""Bytes that our step may take for a chunk of logits."""
 
 
 def plain_step(hidden: Tensor, weight: Tensor, rows: Rows, advantage: Tensor, old: Tensor | None) -> Any:
@@ -47,7 +47,7 @@ def plain_step_by_halves(hidden: Tensor, weight: Tensor, rows: Rows, advantage: 
 
 
 def plain_step_of_all_rows(hidden: Tensor, weight: Tensor, rows: Rows, advantage: Tensor, old: Tensor | None) -> Any:
-    """Plain torch on every token, prompts included, as where logits come from the model's own forward."""
+    """Plain torch on every token, prompts included, as with logits from the model's forward."""
     target = torch.zeros(rows.token_shape or (), dtype=torch.int64).flatten().index_copy(0, rows.index, rows.target)
     logprob, entropy = _plain_stats((hidden @ weight.T).flatten(0, -2), target)
     return _clipped_loss(logprob[rows.index], entropy[rows.index], advantage, old)
@@ -63,7 +63,7 @@ def logitless_step(
     shard: VocabShard | None = None,
     denominator: Tensor | None = None,
 ) -> Any:
-    """Ours: the same loss and gradients, with a chunk of logits at a time."""
+    """Ours: the same loss and gradients, from one chunk of logits at a time."""
     loss, _, stats = linear_policy_loss(
         hidden,
         weight,
@@ -92,7 +92,7 @@ def _plain_stats(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _clipped_loss(logprob: Tensor, entropy: Tensor, advantage: Tensor, old: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Written out in torch, and not with :class:`Objective`, so that the comparison covers that too."""
+    """The loss in plain torch, without :class:`Objective`, so that the comparison covers ``Objective`` too."""
     ratio = (logprob - (logprob.detach() if old is None else old)).exp()
     clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
     loss = torch.maximum(-advantage * ratio, -advantage * clipped).mean()

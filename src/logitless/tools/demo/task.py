@@ -3,8 +3,8 @@
     prompt  4 0 9 9 2 7 :     response  4 0 9 9 2 7     reward 1
                               response  4 0 1 9 3 7     reward 4 / 6
 
-Token ids 0 .. 9 are the digits and 10 is the separator; all other ids of the vocabulary are of no use, and a policy has
-to learn to leave them alone, as it does with most of a real vocabulary.
+Token ids 0 .. 9 are the digits and 10 is the separator. The task needs no other id of the vocabulary, and a policy has
+to learn to avoid them, like most of a real vocabulary.
 """
 
 from __future__ import annotations

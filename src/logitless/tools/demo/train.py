@@ -1,7 +1,7 @@
 """GRPO: sample groups of responses, compare rewards within each group, take two updates on every batch.
 
-A run starts from a policy that has learned to answer with digits, any digits: chance is a reward of 0.1. Prompts and
-the seeds of samples come from one generator, so two runs differ only by how their loss step rounds.
+A run starts from a policy that has learned to answer with random digits, which earn a reward of 0.1. Prompts and the
+seeds of samples come from one generator, so two runs differ only by how their loss step rounds.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Setting:
 
     Attributes:
         steps: rollouts, each followed by ``updates`` updates.
-        seed: of weights, prompts and samples.
-        vocab: token ids, of which the task uses eleven.
-        length: digits to repeat.
+        seed: seed of weights, prompts and samples.
+        vocab: number of token ids, of which the task uses eleven.
+        length: number of digits to repeat.
         prompts, group: prompts of a batch, responses to each.
-        updates: on each batch.
-        warm_steps, warm_rate: supervised updates before, towards random digits, and their learning rate.
+        updates: updates on each batch.
+        warm_steps, warm_rate: supervised updates before GRPO, towards random digits, and their learning rate.
         learning_rate: low enough that a rounding error grows slowly; at three times as much, runs soon part.
-        clip_norm: of the gradient.
+        clip_norm: largest norm of the gradient.
     """
 
     steps: int = 100
@@ -73,11 +73,11 @@ class Curve:
     """A training run.
 
     Attributes:
-        name: whose loss step.
+        name: name of the run.
         rewards: mean reward of each step's rollout.
-        tokens: ``[steps, N, S]`` all that was sampled, prompts included.
-        seconds: of the whole run.
-        last: the loss step's inputs at the end, to measure it with.
+        tokens: ``[steps, N, S]`` prompts and sampled tokens.
+        seconds: duration of the whole run.
+        last: the loss step and its inputs at the end, to measure its memory.
     """
 
     name: str
@@ -118,7 +118,7 @@ def warm_start(setting: Setting) -> Policy:
 def train(
     name: str, start: Policy, step: LossStep, setting: Setting, report: Callable[[str], None], grid: Grid | None = None
 ) -> Curve:
-    """GRPO from ``start``, which stays as it is. Over a grid only with :func:`logitless_step`."""
+    """GRPO from ``start``, which stays as it is. A grid of several ranks needs :func:`logitless_step`."""
     grid = grid or Grid()
     policy = start.copy(grid.columns(setting.vocab))
     if grid.size > 1:
@@ -161,7 +161,7 @@ def _optimizer(policy: Policy, rate: float) -> torch.optim.Optimizer:
 
 
 def _update(policy: Policy, adam: torch.optim.Optimizer, loss: Tensor, setting: Setting, grid: Grid) -> None:
-    """One step of Adam on gradients of all ranks, clipped by their common norm."""
+    """One step of Adam on the gradients of all ranks, clipped by their joint norm."""
     adam.zero_grad()
     loss.backward()
     gradients = [p.grad for p in policy.parameters() if p.grad is not None]

@@ -1,9 +1,9 @@
 """Figures, drawn from records and nothing else, in a light and a dark style.
 
-style     colours, sizes, where the records come from
-bars      one panel per case, one bar per provider: time and memory against peers
+style     colours, sizes, device and commits of the records
+bars      one panel per case, one bar per provider: time and memory
 curves    one line per provider: growth with T, V and D, and memory against the response fraction
-sweeps    the points of ``logitless sweep``, along whatever it swept
+sweeps    the points of ``logitless sweep``, against the size that varies most
 """
 
 from logitless.tools.plots.bars import Bar, draw_case, draw_records

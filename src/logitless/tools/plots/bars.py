@@ -1,9 +1,9 @@
 """Bars: one panel per case, one bar per provider, fastest or leanest first. Ours are in colour.
 
-A line marks the floor: the time of the bytes or the products nobody avoids, or the size of the logits. A hatched bar
-computed less than was asked.
+A line marks the floor: the time of the bytes or products that no provider avoids, or the size of the logits. A hatched
+bar is a provider that computed less than the case asks for.
 
-Cases named ``linear-growth-*`` are points of ``curves`` instead.
+Cases named ``linear-growth-*`` are points of curves instead.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _grid(groups: Sequence[Sequence[Record]], panel: Panel, style: Style) -> Fig
 
 
 def _shown(group: Sequence[Record]) -> list[Record]:
-    """All that were run: those without a time show why."""
+    """Records of providers that ran; without a time, the bar says why."""
     return [record for record in group if record.status != "absent"]
 
 
@@ -101,7 +101,7 @@ def _time_panel(axis: Axes, records: Sequence[Record], style: Style) -> None:
     ordered = sorted(records, key=lambda r: math.inf if r.total_ms is None else r.total_ms)
     _draw_bars(axis, [_bar(r, r.total_ms, f"{_short(r.total_ms or 0.0)} ms") for r in ordered], style)
     if (floor := records[0].floor_ms) is not None:
-        # Whoever stores logits makes fewer products and may be below: the mark says what it stands for.
+        # A provider that stores logits makes fewer products and may be below the mark, which says how many it counts.
         gemms = records[0].gemm_ms
         products = f" ({gemms.index(floor) + 1} products)" if gemms and floor in gemms else ""
         _draw_mark(axis, floor, f"floor {_short(floor)} ms{products}", style)
@@ -130,7 +130,7 @@ def _bar(record: Record, value: float | None, text: str) -> Bar:
 def _draw_bars(axis: Axes, bars: Sequence[Bar], style: Style) -> None:
     axis.set_facecolor(style.background)
     longest = max(bar.value for bar in bars) or 1.0
-    # Labels stand on the background colour, so that the mark does not run through them.
+    # Labels have the background's colour behind them, so that the mark does not run through them.
     behind = {"facecolor": style.background, "edgecolor": "none", "pad": 1.0}
     label: dict[str, Any] = {"va": "center", "fontsize": 8.5, "zorder": 4}
     for place, bar in enumerate(bars):
@@ -148,7 +148,7 @@ def _draw_bars(axis: Axes, bars: Sequence[Bar], style: Style) -> None:
 
 
 def _draw_mark(axis: Axes, value: float, text: str, style: Style) -> None:
-    """A line across all bars, named below them, where no bar's own label can be."""
+    """A line across all bars, with its name below them, clear of their labels."""
     low, high = axis.get_xlim()
     axis.set_xlim(low, max(high, 1.2 * value))
     axis.axvline(value, color=style.mark, linewidth=1.2, linestyle=(0, (4, 2)), zorder=3)

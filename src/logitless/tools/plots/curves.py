@@ -56,7 +56,7 @@ def draw_response(
 ) -> None:
     """Peak memory against the share of the tokens that is response, one panel per group of records.
 
-    A provider measured at one share alone has no line, and is left out.
+    A provider that was measured at one share alone is left out.
     """
     figure, axes = plt.subplots(1, len(groups), figsize=(WIDTH_INCHES, 3.9), layout="constrained", squeeze=False)
     field, label = MEMORY
@@ -76,7 +76,7 @@ def draw_response(
 
 
 def draw_curves(axis: Axes, records: Sequence[Record], x: Callable[[Record], float], field: str, style: Style) -> None:
-    """One line per provider of ``field`` against ``x``, both logarithmic; with times, their floor."""
+    """``field`` against ``x``, both logarithmic, one line per provider; times also have a line for the floor."""
     axis.set_facecolor(style.background)
     ours = 0
     for place, name in enumerate(dict.fromkeys(r.provider for r in records)):
@@ -120,7 +120,7 @@ def draw_curves(axis: Axes, records: Sequence[Record], x: Callable[[Record], flo
 
 
 def name_lines(axis: Axes, style: Style) -> None:
-    """Every line's name at its right end, moved apart where lines meet."""
+    """Write the name of every line at its right end, names moved apart where lines meet."""
     axis.autoscale_view()
     into = axis.transData + axis.transAxes.inverted()
     lines: list[Any] = list(axis.lines)
@@ -133,19 +133,19 @@ def name_lines(axis: Axes, style: Style) -> None:
 
 
 def label_sizes(axis: Axes, sizes: Sequence[float]) -> None:
-    """Ticks at the sizes themselves, in thousands where they are round."""
+    """Ticks at the sizes, in units of 1024 where those are whole."""
     axis.set_xticks(sorted(set(sizes)), minor=False)
     axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k" if x % 1024 == 0 else f"{x:g}")
 
 
 def label_shares(axis: Axes, shares: Sequence[float]) -> None:
-    """Ticks at the shares themselves, in per cent."""
+    """Ticks at the shares, in per cent."""
     axis.set_xticks(sorted(set(shares)), minor=False)
     axis.xaxis.set_major_formatter(lambda x, _: f"{100 * x:.3g}%")
 
 
 def draw_legend(figure: Figure, axes: Sequence[Axes], style: Style) -> None:
-    """One legend for all panels, below them."""
+    """One legend below all panels."""
     found = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     look = {"fontsize": 8, "frameon": False, "labelcolor": style.text, "loc": "outside lower left"}
     figure.legend(found.values(), found.keys(), ncols=min(6, len(found)), **look)

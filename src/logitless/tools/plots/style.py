@@ -1,4 +1,4 @@
-"""What all figures share: a width that reads well in a README, two sets of colours, and where the records come from."""
+"""For all figures: a width that reads well in a README, two sets of colours, and the origin of the records."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def where(records: Sequence[Record]) -> str:
 
 
 def save(figure: Figure, path: Path, style: Style) -> None:
-    """Write the figure on its style's background, and forget it."""
+    """Write the figure on the style's background, and close it."""
     figure.set_facecolor(style.background)
     figure.savefig(path, dpi=DPI, facecolor=style.background)
     plt.close(figure)

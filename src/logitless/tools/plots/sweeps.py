@@ -1,6 +1,6 @@
-"""The points of ``logitless sweep``: peak memory above, time below, along the size that was swept most finely.
+"""The points of ``logitless sweep``: peak memory above, time below, against the size with the most values.
 
-What else varies, such as entropy, makes columns. A sweep of one size alone has nothing to run along: it becomes bars.
+Other options that vary, such as entropy, make columns. A sweep of a single size is drawn as bars.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TITLES = {"response": "share of the tokens that is response", "memory": "memory 
 
 
 def draw_sweep(records: Sequence[Record], folder: Path, stem: str) -> list[Path]:
-    """Both styles as PNG files: curves along what was swept, or bars where nothing was."""
+    """PNG files in both styles: curves against the size that varies most, or bars where no size varies."""
     if not any(r.total_ms is not None for r in records):
         raise LogitlessError("plots: no point of the sweep has a time, so there is nothing to draw.")
     along = max(NUMBERS, key=lambda name: len({r.case[name] for r in records}))

@@ -1,7 +1,7 @@
 """Records in, results out: JSONL and Parquet, read and written as streams.
 
-A record holds a prompt and a response, each a list of token ids or a text. Rows of a file are parsed only when their
-part is wanted: passing over what is already scored costs reading it, nothing more.
+A record holds a prompt and a response, each a list of token ids or a text. A record is parsed only if its part is
+wanted: records that are already scored are read and skipped.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from logitless.errors import LogitlessError
 SUFFIXES = (".jsonl", ".parquet")
 
 ROW_GROUP = 4096
-"""Records of a row group of the Parquet output: what is held in memory while it is written."""
+"""Records of a row group of the Parquet output, which are held in memory while it is written."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One sample: its number in the file, where that is, and the token ids of its two parts."""
+    """One sample: its number in the file, its place there for people, and the token ids of prompt and response."""
 
     index: int
     place: str
@@ -38,10 +38,10 @@ class Record:
 
 
 Encode = Callable[[str, bool], list[int]]
-"""``encode(text, opens)``: token ids of a text; ``opens`` says that it opens the sequence."""
+"""``encode(text, opens)``: token ids of a text; ``opens`` says that the text opens the sequence."""
 
 Row = tuple[str, Callable[[], dict[str, Any]]]
-"""Where a row is, and how to parse it."""
+"""Place of a record in the file, and a function that parses it."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Source:
         check_format("the input", self.path)
 
     def count(self) -> int:
-        """How many records there are; a JSONL file is read through for that."""
+        """Number of records; a JSONL file is read through to count them."""
         if self.path.suffix == ".parquet":
             return _parquet().ParquetFile(self.path).metadata.num_rows
         return sum(1 for _ in _lines(self.path))
@@ -86,7 +86,7 @@ class Source:
 
 
 def check_format(what: str, path: Path) -> None:
-    """Raise unless the file's name says JSONL, or Parquet with pyarrow installed."""
+    """Raise unless the file's name ends in .jsonl, or in .parquet with pyarrow installed."""
     if path.suffix not in SUFFIXES:
         raise LogitlessError(f"score: {what} must end in {' or '.join(SUFFIXES)} but is {path.name}.")
     if path.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
@@ -97,7 +97,7 @@ def check_format(what: str, path: Path) -> None:
 
 
 def write_results(lines: Iterable[bytes], path: Path, suffix: str) -> None:
-    """Result lines as they are, or as the columns of a Parquet file."""
+    """Write result lines as they are, or as the columns of a Parquet file."""
     if suffix == ".parquet":
         _write_parquet(lines, path)
         return

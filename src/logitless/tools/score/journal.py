@@ -1,11 +1,11 @@
-"""What is on disk while a file is scored, and what a kill leaves of it.
+"""The files on disk while a job runs, from which it goes on after a kill.
 
-    OUT.score.json     what was asked for, and of which files; written first, stays
+    OUT.score.json     settings of the job, sizes and times of its input files; written first, stays
     OUT.parts/         one file per finished part
-    OUT                appears when all parts are there; the parts then go
+    OUT                appears when all parts are finished; the parts are then removed
 
-Every file is written under another name, flushed to disk and renamed, so that it is there as a whole or not at all. At
-any kill the three together say how far the job came: there is no other state to lose.
+Every file is written under another name, flushed to disk and renamed, so that it appears as a whole or not at all. At
+any kill the three together say how far the job came: no other state is lost.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Journal:
     """The state of one job.
 
     Attributes:
-        out: where the results go.
+        out: file of the results.
         settings: everything that decides about the results, as JSON values.
-        num_records: in the input.
+        num_records: records of the input.
         part_size: records per part.
     """
 
@@ -58,10 +58,10 @@ class Journal:
         """Begin, or go on where an earlier run with the same settings stopped.
 
         Raises:
-            LogitlessError: something is there that was made in another way, and is not to be overwritten.
+            LogitlessError: the output exists and was made with other settings, or nobody knows how.
         """
         if overwrite:
-            # The old sheet goes last: until then, what is there is still known for what it is.
+            # The old sheet goes last: until then it describes the files that are left.
             self.out.unlink(missing_ok=True)
             if self.folder.exists():
                 shutil.rmtree(self.folder)
@@ -87,18 +87,18 @@ class Journal:
         return min(self.part_size, self.num_records - part * self.part_size)
 
     def commit(self, part: int, lines: list[bytes]) -> None:
-        """Keep the results of a part for good."""
+        """Write the results of a part to its file."""
         assert len(lines) == self.size_of(part), f"part {part} has {len(lines)} lines"
         self._commit(self._part(part), lambda path: path.write_bytes(b"".join(lines)))
 
     def finish(self) -> None:
-        """All parts, in order, become the output."""
+        """Write all parts, in order, to the output, and remove them."""
         self._commit(self.out, lambda path: write_results(self._lines(), path, self.out.suffix))
         shutil.rmtree(self.folder)
 
     def _commit(self, path: Path, write: Callable[[Path], object]) -> None:
-        """``path`` appears with all that ``write`` writes, or not at all."""
-        # The number of the process keeps two jobs that were started by mistake out of each other's way.
+        """Make ``path`` appear with all that ``write`` writes, or not at all."""
+        # With the number of the process, two jobs started by mistake write different drafts.
         draft = self.folder / f"{path.name}.{os.getpid()}.draft"
         write(draft)
         _flush(draft)
@@ -137,10 +137,10 @@ MODEL_FILES = (".safetensors", ".bin", ".json", ".model", ".txt", ".tiktoken", "
 
 
 def facts(path: Path) -> dict[str, list[int]]:
-    """Size and time of change of a file, or of a model's files: what tells a changed one from the same."""
+    """Size and time of change of a file, or of a model's files, to notice changes."""
     files = [path]
     if path.is_dir():
-        # Inputs and results may lie beside the model.
+        # Inputs and results may lie in the model's folder.
         mine = (file for file in path.iterdir() if not file.name.endswith(".score.json"))
         files = sorted(file for file in mine if file.suffix in MODEL_FILES)
     return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
@@ -154,7 +154,7 @@ def _difference(name: str, before: Any, now: Any) -> str:
 
 
 def _flush(path: Path) -> None:
-    """To the disk itself: a rename that outlives a power cut must not find its file empty."""
+    """Flush to disk: after a power cut a renamed file must not be empty."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

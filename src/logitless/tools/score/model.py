@@ -1,7 +1,7 @@
 """A Hugging Face model directory as a function from records to results.
 
 Samples are padded on the right and the model is given no mask: a causal model never looks to the right, and attention
-without a mask is the fast kind. That it is causal is tried out once, when it is loaded.
+without a mask is faster. Whether the model is causal is tried once, when it is loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 def check_model(folder: Path) -> None:
-    """Raise unless this looks like a model directory and transformers is there to read it."""
+    """Raise unless the folder looks like a model directory and transformers is installed."""
     if not (folder / "config.json").is_file():
         raise LogitlessError(f"score: {folder} is no model directory: there is no config.json in it.")
     if importlib.util.find_spec("transformers") is None:
@@ -34,7 +34,7 @@ def check_model(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Texts:
-    """Token ids of texts, by the tokenizer of the model directory, which is loaded when the first text comes."""
+    """Token ids of texts, by the tokenizer of the model directory, which is loaded for the first text."""
 
     folder: Path
     special_tokens: bool = True
@@ -69,7 +69,7 @@ class Scorer:
 
     Attributes:
         model: patched by :func:`logitless.adapters.transformers.patch`.
-        temperature: that the responses were sampled at.
+        temperature: temperature at which the responses were sampled.
     """
 
     model: Any
@@ -77,13 +77,13 @@ class Scorer:
 
     @staticmethod
     def load(folder: Path, *, device: str, dtype: str, temperature: float, memory: int | str) -> Scorer:
-        """Load the model in evaluation mode, and make sure that it may be scored in this way."""
+        """Load the model in evaluation mode, and make sure that it is causal."""
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         from logitless.adapters.transformers import patch
 
-        # Its bar would be drawn over ours.
+        # The bar of transformers would be drawn over ours.
         logging.disable_progress_bar()
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
@@ -110,7 +110,7 @@ class Scorer:
         tokens = [[*record.prompt, *record.response] for record in batch]
         lengths = [len(record.response) for record in batch]
         width = max(map(len, tokens))
-        # The filler is a sample's own last token: an id that the model knows, and not its padding id.
+        # Padding repeats the sample's last token: an id that the model knows, and no special padding id.
         ids = torch.tensor([[*x, *x[-1:] * (width - len(x))] for x in tokens], device=self.model.device)
         rows = Rows.padded(tokens, lengths, max_length=width, device=ids.device)
         out = self.model(input_ids=ids, rows=rows, entropy="value", temperature=self.temperature)
@@ -133,7 +133,7 @@ class Scorer:
             )
 
     def _check_causal(self) -> None:
-        """What follows a sample in its line of the batch must not change its results."""
+        """Raise if padding behind a sample changes its results."""
         vocabulary = self.model.get_input_embeddings().num_embeddings
         ids = torch.randint(vocabulary, (9,), generator=torch.Generator().manual_seed(0)).tolist()
         short = Record(0, "a trial", ids[:2], ids[2:4])
@@ -149,9 +149,9 @@ class Scorer:
 
 
 def batches(records: Sequence[Record], tokens_per_batch: int) -> Iterator[list[Record]]:
-    """Micro-batches of similar lengths, each at most so many tokens with its padding, or one record.
+    """Micro-batches of records of similar lengths: one record, or at most ``tokens_per_batch`` tokens with padding.
 
-    Longest first, so that a batch which does not fit the device is the first one. Empty responses need no model.
+    Longest first, so that a batch too large for the device comes first. Records with empty responses are left out.
     """
     ordered = sorted((r for r in records if r.response), key=lambda r: (-r.num_tokens, r.index))
     batch: list[Record] = []

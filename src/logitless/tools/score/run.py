@@ -1,4 +1,4 @@
-"""The job: which parts are missing, whose they are, and the output when none is."""
+"""The job: find the parts that are missing, score them on their ranks, and write the output when none is missing."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ CHANGED = (
 
 @dataclass(frozen=True)
 class Job:
-    """What is scored, how, and where the results go.
+    """The options of ``logitless score``.
 
     Args:
         model: Hugging Face model directory.
         data: .jsonl or .parquet file of records.
         out: .jsonl or .parquet file of results.
-        temperature: that the responses were sampled at.
-        dtype: ``"auto"`` for that of the checkpoint, or a name.
-        device: of this rank, for example ``"cuda:1"``.
-        tokens_per_batch: most tokens of a micro-batch, padding included; a longer record is a batch of its own.
-        records_per_part: how much is lost by a kill at most, per rank.
+        temperature: temperature at which the responses were sampled.
+        dtype: ``"auto"`` for the checkpoint's dtype, or a name.
+        device: device of this rank, for example ``"cuda:1"``.
+        tokens_per_batch: most tokens of a micro-batch, padding included; a longer record is a batch by itself.
+        records_per_part: most records that a kill loses, per rank.
         prompt_key, response_key: names of the fields.
         special_tokens: whether the tokenizer may open a prompt that is text with its special tokens.
         memory: working memory of the head.
-        overwrite: start anew, whatever is there.
+        overwrite: start anew, and replace the output.
     """
 
     model: Path
@@ -71,7 +71,7 @@ class Job:
         parse_memory(self.memory)
 
     def settings(self) -> dict[str, Any]:
-        """What decides about the results. The number of ranks does not."""
+        """The options and files that decide about the results. The number of ranks does not."""
         chosen = ("temperature", "dtype", "tokens_per_batch", "records_per_part", "prompt_key", "response_key")
         return {
             **{name: getattr(self, name) for name in chosen},
@@ -84,7 +84,7 @@ class Job:
 
 
 class Progress(NamedTuple):
-    """How far this rank is, in parts, and what it has scored by now."""
+    """Progress of this rank: parts done and in all, records and response tokens scored."""
 
     done: int
     total: int
@@ -94,13 +94,13 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run did, all ranks together.
+    """Counts of a run, all ranks together.
 
     Attributes:
         out: the finished file.
-        records: in it.
-        scored_records, scored_tokens: by this run, of which response tokens; the rest was there before.
-        seconds: that it took.
+        records: records in the file.
+        scored_records, scored_tokens: records and response tokens that this run scored; the rest is from earlier runs.
+        seconds: duration of the run.
     """
 
     out: str
@@ -115,11 +115,11 @@ def score_file(job: Job, report: Callable[[Progress], None] = lambda _: None, gr
 
     Args:
         job: what to do.
-        report: told after the model is loaded and after every part.
+        report: called after the model is loaded and after every part.
         group: process group whose ranks share the work, on one file system; None for this process alone.
 
     Raises:
-        LogitlessError: on every rank, if something cannot be honoured on one of them. What was scored is kept.
+        LogitlessError: on every rank, if one of them cannot go on. Finished parts are kept.
     """
     start = time.monotonic()
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
@@ -146,7 +146,7 @@ def _open(job: Job, *, first: bool) -> Journal:
 def _score_parts(
     job: Job, journal: Journal, mine: frozenset[int], report: Callable[[Progress], None]
 ) -> tuple[int, int]:
-    """Score and commit this rank's parts; records and response tokens that these had."""
+    """Score and commit this rank's parts; returns their numbers of records and response tokens."""
     if not mine:
         return 0, 0
     scorer = Scorer.load(job.model, device=job.device, dtype=job.dtype, temperature=job.temperature, memory=job.memory)
@@ -171,7 +171,7 @@ def _finish(job: Job, journal: Journal) -> None:
 
 
 def _together(group: Any, act: Callable[[], T]) -> T:
-    """``act()`` on every rank; where one fails, all raise what the first of them raised. Waits for all."""
+    """``act()`` on every rank; if any rank raises, all raise the error of the first that did. Waits for all."""
     if group is None:
         return act()
     result, failure = None, None
