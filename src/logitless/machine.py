@@ -70,6 +70,8 @@ class Machine:
         block: rows whose dZ is held together in backward, if the budget allows.
         chunk_tiles: the same for tiles on the way to a chunk of exponentials, as pairs of the least budget and a tile.
         stretch: whether few rows get more columns: fewer launches, each with as much to do.
+        same_tiles: whether forward takes the tiles of backward. A CPU's library adds up in an order that depends on the
+            shape of a product, and a logit of 80 that is computed again with another rounding is off by 1e-5.
         costs: what work costs; None where nobody measured.
     """
 
@@ -82,6 +84,7 @@ class Machine:
     block: int
     chunk_tiles: tuple[tuple[int, tuple[int, int]], ...]
     stretch: bool
+    same_tiles: bool
     costs: Costs | None
 
     @staticmethod
@@ -111,6 +114,7 @@ def _gpu(name: str, multiprocessors: int, costs: Costs | None) -> Machine:
         # float32 logits stay in the 50 MiB of L2; in large budgets 4096 x 8448 are 2 % faster.
         chunk_tiles=((4 << 30, (4096, 2 * filling)), (0, (2048, filling))),
         stretch=True,
+        same_tiles=False,
         costs=costs,
     )
 
@@ -130,6 +134,7 @@ CPU = Machine(
     block=16384,
     chunk_tiles=((0, (1024, 4096)),),
     stretch=False,
+    same_tiles=True,
     costs=None,
 )
 

@@ -101,6 +101,8 @@ def choose_plan(call: Call, needs: Sequence[bool]) -> LinearPlan:
     # Batch-invariant tiles are those of a batch of one fixed size.
     first = shape._replace(rows=FIXED_ROWS) if asked.batch_invariant else shape
     forward, backward = forward_tiles(first, work), backward_tiles(shape, work)
+    if call.machine.same_tiles and (hidden or head) and not asked.batch_invariant:
+        forward = forward._replace(rows=backward.rows, columns=backward.columns)
     if asked.kept is not None:
         forward, backward = _all_rows(forward, shape), _all_rows(backward, shape)
     if not (hidden or head):
