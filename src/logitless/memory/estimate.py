@@ -141,7 +141,7 @@ def estimate(
     with Ledger():
         # What the caller holds, which is not counted.
         running = step.on(torch.device("meta"), shard, machine)
-    ledger = Ledger()
+    ledger = Ledger(on_gpu)
     with ledger:
         out = running.forward()
         ledger.start_backward()
