@@ -220,6 +220,9 @@ def as_products_take(hidden: Tensor, weight: Tensor, asked: Options) -> tuple[Te
     kind = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return hidden, weight, asked
+    if hidden.dtype == torch.float64:
+        # Autocast leaves float64 alone.
+        return hidden, weight, asked
     dtype = torch.get_autocast_dtype(kind)
     bias = None if asked.bias is None else asked.bias.to(dtype)
     return hidden.to(dtype), weight.to(dtype), replace(asked, bias=bias)
@@ -286,6 +289,17 @@ def _check_entropy(asked: Options) -> None:
         raise LogitlessError(f'{asked.caller}: entropy must be None, "value" or "grad" but is {asked.entropy!r}.')
 
 
+def _check_order(caller: str, what: str, lead: list[int], rows: Rows) -> None:
+    """Raise where as many tokens come in another order: the rows know lines, and the tensor has others."""
+    shape = [n for n in rows.token_shape or () if n != 1]
+    came = [n for n in lead if n != 1]
+    if len(shape) > 1 and len(came) > 1 and came != shape:
+        raise LogitlessError(
+            f"{caller}: rows were made for tokens of shape {list(rows.token_shape or ())} but {what} has leading "
+            f"dimensions {lead}. If they are [sequence, batch], transpose them: x.transpose(0, 1)."
+        )
+
+
 # Checks of logits.
 
 
@@ -304,6 +318,7 @@ def check_logits(caller: str, logits: Tensor, rows: Rows, shard: VocabShard | No
             f"{caller}: rows were made for {rows.num_tokens} tokens ({list(rows.token_shape or ())}) but logits has "
             f"{num_tokens} rows ({lead}). If the pack is padded at its end, pass num_tokens= when making the rows."
         )
+    _check_order(caller, "logits", lead, rows)
     if rows.reach > num_tokens:
         raise LogitlessError(f"{caller}: rows reach row {rows.reach - 1} but logits has {num_tokens} rows ({lead}).")
     for name, x in (("rows", rows.index), ("target", rows.target)):
@@ -342,6 +357,7 @@ def _check_tokens(hidden: Tensor, weight: Tensor, rows: Rows, asked: Options) ->
     if (rows.num_tokens is not None and rows.num_tokens != num_tokens) or rows.reach > num_tokens:
         wanted = f"at least {rows.reach}" if rows.num_tokens is None else rows.num_tokens
         raise LogitlessError(f"{asked.caller}: rows were made for {wanted} tokens but hidden holds {num_tokens}.")
+    _check_order(asked.caller, "hidden", list(hidden.shape[:-1]), rows)
     tensors = {"weight": weight, "rows": rows.index, "target": rows.target}
     for what, x in {**tensors, "bias": asked.bias, "weight_grad": asked.weight_grad}.items():
         if x is not None and x.device != hidden.device:
@@ -353,6 +369,9 @@ def _check_operands(hidden: Tensor, weight: Tensor, asked: Options) -> None:
     if not isinstance(hidden, Tensor) or hidden.dtype not in FLOATS or hidden.dim() < 1:
         came = f"{list(hidden.shape)} {hidden.dtype}" if isinstance(hidden, Tensor) else type(hidden).__name__
         raise LogitlessError(f"{name}: hidden must be [..., D] of {[str(d) for d in FLOATS]} but is {came}.")
+    for what, x in (("weight", weight), ("bias", bias), ("weight_grad", weight_grad)):
+        if not isinstance(x, Tensor) and (x is not None or what == "weight"):
+            raise LogitlessError(f"{name}: {what} must be a tensor but is {type(x).__name__}.")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         hint = " Did you pass the transposed head?" if weight.dim() == 2 and weight.shape[0] == hidden.shape[-1] else ""
         raise LogitlessError(
@@ -369,6 +388,11 @@ def _check_operands(hidden: Tensor, weight: Tensor, asked: Options) -> None:
         raise LogitlessError(
             f"{name}: weight_grad must be float32 {list(weight.shape)} but is {weight_grad.dtype} "
             f"{list(weight_grad.shape)}."
+        )
+    if asked.kept is not None and asked.batch_invariant:
+        raise LogitlessError(
+            f"{name}: kept= takes tiles of all rows, and batch_invariant=True tiles of one height whatever the batch. "
+            f"Drop one of them."
         )
     if asked.match not in (None, "bfloat16", "float16"):
         raise LogitlessError(f'{name}: match must be None, "bfloat16" or "float16" but is {asked.match!r}.')

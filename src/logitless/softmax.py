@@ -118,7 +118,8 @@ def merge(parts: Tensor, further: tuple[str, ...] = ()) -> Tensor:
     top = part.m.amax(0)
     # A row of nothing but -inf has no finite reference; 0 keeps its sums at 0 instead of NaN.
     top = torch.where(top == -torch.inf, torch.zeros_like(top), top)
-    shift = torch.where(part.s == 0, torch.zeros_like(part.m), part.m - top)
+    # Floored: next to a row masked with the dtype's lowest number, shift * s would overflow before it meets factor 0.
+    shift = torch.where(part.s == 0, torch.zeros_like(part.m), (part.m - top).clamp_min(FLOOR))
     factor = torch.where(part.s == 0, torch.zeros_like(part.m), torch.exp(shift))
     s = (factor * part.s).sum(0)
     w = (factor * (part.w + shift * part.s)).sum(0)

@@ -108,7 +108,7 @@ def gradient_from(
     """
     for piece in pieces(problem.columns, slab, problem.logits.is_meta):
         e = problem.logits[:, piece].to(problem.gain.dtype)
-        shift = (finite_or_zero(references[piece.start // slab]) - norm.reference)[:, None]
+        shift = (finite_or_zero(references[piece.start // slab]) - norm.reference).clamp_min(FLOOR)[:, None]
         dz = e * (shift - norm.log_sum[:, None]).exp()
         if coef.product is None:
             dz = dz * coef.plain[:, None]

@@ -34,7 +34,8 @@ class Exponentials:
 
     @staticmethod
     def empty(p: Projection, rows: int, columns: int) -> Exponentials:
-        slabs = -(-p.call.columns // columns)
+        # A shard of nothing but padding has a slab of no columns.
+        slabs = max(1, -(-p.call.columns // columns))
         return Exponentials(p.empty((rows, p.call.columns), p.hidden.dtype), p.gain.new_zeros((slabs, rows)), columns)
 
     @property

@@ -41,7 +41,9 @@ class Unit(NamedTuple):
 
 def statistics_with_unit(p: Projection, tiles: Tiles) -> tuple[Tensor, Unit]:
     """``[4, R]`` statistic, and the unit gradients."""
-    out, others = p.gain.new_empty((WIDTH, len(p.hidden))), torch.empty_like(p.hidden)
+    # Kernels take rows whose last dimension is contiguous, which those of the caller need not be.
+    others = torch.empty_like(p.hidden, memory_format=torch.contiguous_format)
+    out = p.gain.new_empty((WIDTH, len(p.hidden)))
     memory, e = p.empty_tile(tiles), p.empty((tiles.rows * tiles.columns,), p.hidden.dtype)
     total = p.gain.new_empty((min(tiles.rows, max(len(p.hidden), 1)), p.hidden.shape[1]))
     backend, slabs = p.backend, -(-max(p.call.columns, 1) // tiles.columns)

@@ -100,20 +100,25 @@ def linear_logprobs(
         memory=memory,
     )
     hidden, weight, options = as_products_take(hidden, weight, options)
-    call = together(options, partial(resolve_hidden, hidden, weight, rows, options), Call.facts)
-    return in_shape(score(hidden, weight, call), call.shape)
+    call, plan = together(options, partial(_resolve, hidden, weight, rows, options), lambda made: made[0].facts())
+    return in_shape(score(hidden, weight, call, plan), call.shape)
 
 
-def score(hidden: Tensor, weight: Tensor, call: Call) -> TokenStats:
+def score(hidden: Tensor, weight: Tensor, call: Call, plan: LinearPlan) -> TokenStats:
     """``[R]`` results of a call that was checked."""
     # The loop over tiles is not traced.
-    return TokenStats(*outside_of_compile(_LinearLogProbs.apply, hidden, weight, call.asked.bias, call))
+    return TokenStats(*outside_of_compile(_LinearLogProbs.apply, hidden, weight, call.asked.bias, call, plan))
 
 
 def linear_plan(hidden: Tensor, weight: Tensor, rows: Any, **options: Any) -> LinearPlan:
     """Which route :func:`linear_logprobs` takes with these arguments, and why. Computes nothing."""
     hidden, weight, asked = as_products_take(hidden, weight, Options(**options))
-    return choose_plan(resolve_hidden(hidden, weight, rows, asked), recorded(hidden, weight, asked.bias))
+    return _resolve(hidden, weight, rows, asked)[1]
+
+
+def _resolve(hidden: Tensor, weight: Tensor, rows: Any, asked: Options) -> tuple[Call, LinearPlan]:
+    call = resolve_hidden(hidden, weight, rows, asked)
+    return call, choose_plan(call, recorded(hidden, weight, asked.bias))
 
 
 class _Saved(NamedTuple):
@@ -144,12 +149,11 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, plan: LinearPlan
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         target = call.rows.target
         column = target_column(target, call.start, call.columns)
         p = Projection.of(selected_rows(hidden, call), weight, bias, column, call)
-        plan = choose_plan(call, ctx.needs_input_grad)
         if call.asked.batch_invariant:
             p = p.padded(FIXED_ROWS)
         for_backward, support = {}, None
@@ -191,13 +195,13 @@ class _LinearLogProbs(torch.autograd.Function):
             p = Projection.of(saved.others, saved.weight, saved.bias, saved.column, call)
             unit = Unit(saved.others, saved.local)
             rows = unit_gradient(p, unit, saved.norm, saved.logprob, g_logprob, g_log_z)
-            return hidden_gradient(rows, saved.hidden.shape, call), None, None, None
+            return hidden_gradient(rows, saved.hidden.shape, call), None, None, None, None
         p = Projection.of(selected_rows(saved.hidden, call), saved.weight, saved.bias, saved.column, call)
         terms = _terms(call, plan, saved, g_logprob, g_entropy, g_log_z)
         want, buffer = ctx.needs_input_grad[:3], call.asked.weight_grad
         found = gradients(p, plan.backward, terms, want=want, weight_grad=buffer)
         d_hidden = None if found.hidden is None else hidden_gradient(found.hidden, saved.hidden.shape, call)
-        return d_hidden, found.weight, found.bias, None
+        return d_hidden, found.weight, found.bias, None, None
 
 
 def _terms(

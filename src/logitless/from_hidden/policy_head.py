@@ -1,7 +1,7 @@
 """``PolicyHead``: a language-model head that answers with log-probs, as a module.
 
-It owns the linear layer it replaces, so hooks run, tied embeddings stay tied, and FSDP gathers the weight around its
-forward: inside, the weight is an ordinary tensor.
+It owns the linear layer it replaces, so tied embeddings stay tied, and FSDP gathers the weight around its forward:
+inside, the weight is an ordinary tensor. The layer's own forward is not called: hooks go on the PolicyHead.
 """
 
 from __future__ import annotations
@@ -36,10 +36,26 @@ class PolicyHead(nn.Module):
             )
         self.linear = linear
         self.options = options
+        self._check_linear()
 
     def forward(self, hidden: Tensor, rows: Any = None, **options: Any) -> TokenStats | Tensor:
         """Results for the rows, or plain logits where no rows are given (generation)."""
         if rows is None:
             return self.linear(hidden)
+        self._check_linear()
         bias = getattr(self.linear, "bias", None)
         return linear_logprobs(hidden, self.linear.weight, rows, bias=bias, **{**self.options, **options})
+
+    def _check_linear(self) -> None:
+        """Raise where the layer computes something else than its weight says."""
+        name = type(self.linear).__name__
+        if hasattr(self.linear, "base_layer"):
+            raise LogitlessError(
+                f"PolicyHead: {name} wraps another layer, as adapters on the head do, and its weight alone would leave "
+                f"the adapter out. Merge it first (peft: merge_and_unload), or keep adapters off the head."
+            )
+        if self.linear._forward_hooks or self.linear._forward_pre_hooks:
+            raise LogitlessError(
+                f"PolicyHead: {name} has forward hooks, which would not run: its weight is read and its forward is not "
+                f"called. Put the hooks on the PolicyHead."
+            )

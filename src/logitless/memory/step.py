@@ -132,14 +132,25 @@ class Step:
 
     def _rows(self, device: torch.device) -> Rows | Tensor:
         """Targets of all tokens; or rows of some of them, of samples that have ``counts`` rows each."""
-        if self.rows is None and self.counts is None:
+        objective = self.objective or Objective()
+        by_sample = objective.sequence_level or objective.reduce != "token_mean"
+        if self.rows is None and self.counts is None and not by_sample:
             return torch.zeros(self.tokens, dtype=torch.int64, device=device)
         counts = (self.num_rows,) if self.counts is None else tuple(self.counts)
         lengths = torch.tensor(counts, dtype=torch.int64, device=device)
         index = torch.arange(self.num_rows, device=device)
         sample = torch.repeat_interleave(torch.arange(len(counts), device=device), lengths, output_size=self.num_rows)
-        shape = (self.tokens,)
-        return Rows(index, torch.zeros_like(index), sample, index, shape, held=counts, counts=counts, totals=lengths)
+        return Rows(
+            index=index,
+            target=torch.zeros_like(index),
+            sample=sample,
+            position=index,
+            token_shape=(self.tokens,),
+            held=counts,
+            counts=counts,
+            totals=lengths,
+            response_lengths=counts,
+        )
 
     def _kept(self, device: torch.device) -> Kept | None:
         if self.kept_ids is None:
@@ -217,7 +228,7 @@ class RunningStep:
         hidden, weight = self.leaves["hidden"], self.leaves["weight"]
         call = resolve_hidden(hidden, weight, self.scored, self.options, self.machine)
         self.plan = choose_plan(call, recorded(hidden, weight, self.options.bias))
-        return score(hidden, weight, call)
+        return score(hidden, weight, call, self.plan)
 
     def _policy_loss(self) -> tuple[Any, ...]:
         hidden, weight, objective = self.leaves["hidden"], self.leaves["weight"], self.step.objective or Objective()

@@ -46,6 +46,10 @@ RECIPES: dict[str, dict[str, Any]] = {
 """What each recipe changes of the defaults. Advantages are the caller's; coefficients of KL and entropy stay 0."""
 
 
+OWN_METRICS = ("loss", "policy_loss", "kl_loss", "entropy_loss")
+"""Sums that every objective reports, or may report."""
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Objective:
     """The terms of a policy loss. Validated when made.
@@ -159,6 +163,7 @@ class Objective:
             rows, denominator, prompt_tokens, group: as for :meth:`__call__`.
             fields: ``[R]`` tensors by name; None is the same as absent.
         """
+        self._check_samples(rows)
         given = {name: x for name, x in fields.items() if x is not None}
         on_policy = isinstance(given.get("old_logprob"), str)
         if on_policy and given.pop("old_logprob") != CURRENT:
@@ -244,6 +249,9 @@ class Objective:
         function = POLICY_TERMS[self.policy].function if isinstance(self.policy, str) else self.policy
         result = function(x, **self._policy_keywords())
         loss, values = result if isinstance(result, tuple) else (result, {})
+        for name in values:
+            if name in OWN_METRICS:
+                raise LogitlessError(f"Objective: policy names a metric {name!r}, which the objective has itself.")
         for name, value in {"its loss": loss, **values}.items():
             if not isinstance(value, Tensor) or value.shape != x.logprob.shape:
                 came = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -314,6 +322,14 @@ class Objective:
             if not own and name not in (*KNOWN_FIELDS, *self.needs):
                 hint = did_you_mean(name, (*KNOWN_FIELDS, *self.needs))
                 raise LogitlessError(f"Objective: no part of it reads the field {name}.{hint}")
+
+    def _check_samples(self, rows: Rows) -> None:
+        if rows.response_lengths is None and (self.sequence_level or self.reduce != "token_mean"):
+            what = "its policy or correction" if self.sequence_level else f"reduce={self.reduce!r}"
+            raise LogitlessError(
+                f"Objective: {what} works on whole samples, but rows given as targets or (index, target) know of no "
+                f"samples. Make them with Rows.packed or Rows.padded."
+            )
 
     def _check_stats(self, stats: TokenStats, num_rows: int) -> None:
         for name, x in (("logprob", stats.logprob), ("entropy", stats.entropy)):

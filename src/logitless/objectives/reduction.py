@@ -173,6 +173,9 @@ def _denominator(rows: Rows, reduce: Reduction, denominator: float | Tensor | No
                 f"Objective: denominator must be a number or a 0-dim tensor without gradient but has shape "
                 f"{list(denominator.shape)}{' and requires grad' if denominator.requires_grad else ''}."
             )
+        # On an accelerator this check would stall the stream.
+        if denominator.device.type == "cpu" and not 0 <= float(denominator) < math.inf:
+            raise LogitlessError(f"Objective: denominator must be a count of 0 or more but is {float(denominator)}.")
         return denominator.to(rows.target.device, torch.float64)
     if isinstance(denominator, bool) or not isinstance(denominator, int | float) or not 0 <= denominator < math.inf:
         raise LogitlessError(

@@ -18,6 +18,7 @@ from logitless.backends import load
 from logitless.call import Call, Options, as_products_take, outside_of_compile, recorded, resolve_hidden, together
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.from_hidden.logprobs import score
+from logitless.from_hidden.plan import choose_plan
 from logitless.from_hidden.projection import Projection, hidden_gradient, selected_rows
 from logitless.kept import Kept
 from logitless.objectives import Inputs, Metrics, Objective
@@ -144,7 +145,8 @@ def evaluate(
         loss, *values, metrics = values
         return loss, metrics, TokenStats(*values)
     # The first of two passes; backward is the second. The budget is that of log-probs.
-    stats = score(hidden, weight, replace(call, memory=two_pass_memory(call.memory)))
+    call = replace(call, memory=two_pass_memory(call.memory))
+    stats = score(hidden, weight, call, choose_plan(call, recorded(hidden, weight, call.asked.bias)))
     loss, metrics = objective.evaluate(replace(inputs, logprob=stats.logprob, entropy=stats.entropy))
     assert stats.entropy is not None
     return loss, metrics, TokenStats(stats.logprob.detach(), stats.entropy.detach(), stats.log_z.detach())

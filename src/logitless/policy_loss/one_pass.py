@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from logitless.errors import LogitlessError
 from logitless.from_hidden.gradients import Gradients
 from logitless.from_hidden.projection import Projection
 from logitless.machine import FEW, MOVED, pieces
@@ -115,7 +116,7 @@ class OnePass:
         column = self.p.column[start:stop]
         results = row_results(chunk.statistics(start, stop), None, column == SKIP, True, self.p.call.group)
         part = self.inputs.cut(start, stop, self.plan.whole_samples)
-        g_logprob, g_entropy = row_gradients(self.objective, part, results)
+        g_logprob, g_entropy = row_gradients(self.objective, part, results, check=first)
         if self.scale is not None:
             g_logprob, g_entropy = g_logprob * self.scale, None if g_entropy is None else g_entropy * self.scale
         coef = coefficients(results.logprob, results.norm, results.mean, g_logprob, g_entropy, None)
@@ -191,8 +192,14 @@ class OnePass:
         return round(num_rows * (1 - self.p.call.dropped)) if self.p.hidden.is_meta else None
 
 
-def row_gradients(objective: Objective, inputs: Inputs, results: RowResults) -> tuple[Tensor, Tensor | None]:
-    """Gradients of some rows' loss by log-prob and, if the objective has an entropy term, by entropy."""
+def row_gradients(
+    objective: Objective, inputs: Inputs, results: RowResults, check: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of some rows' loss by log-prob and, if the objective has an entropy term, by entropy.
+
+    Args:
+        check: raise if the loss depends on anything else that needs a gradient, and would not get it here.
+    """
     with torch.enable_grad():
         logprob = results.logprob.detach().requires_grad_()
         entropy = results.entropy
@@ -203,11 +210,31 @@ def row_gradients(objective: Objective, inputs: Inputs, results: RowResults) -> 
             leaves.append(entropy)
         loss = objective.loss(replace(inputs, logprob=logprob, entropy=entropy))
         grads = [None] * len(leaves)
+        if check and _depends_on_others(loss, leaves):
+            raise LogitlessError(
+                "linear_policy_loss: a term of the objective has parameters of its own, which get no gradient in one "
+                "pass. Make the term a torch.nn.Module, or call objective(linear_logprobs(...), rows, ...)."
+            )
         if loss.requires_grad:
             grads = list(torch.autograd.grad(loss, leaves, allow_unused=True))
     by_logprob = torch.zeros_like(logprob) if grads[0] is None else grads[0].contiguous()
     by_entropy = grads[1].contiguous() if len(grads) > 1 and grads[1] is not None else None
     return by_logprob, by_entropy
+
+
+def _depends_on_others(loss: Tensor, leaves: list[Tensor]) -> bool:
+    """Whether the graph of a loss ends in a leaf that is none of these."""
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and all(leaf is not x for x in leaves):
+            return True
+        nodes += [following for following, _ in node.next_functions]
+    return False
 
 
 def _read_later(number: Tensor, dry: int | None) -> Callable[[], int]:

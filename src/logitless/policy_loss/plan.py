@@ -135,6 +135,8 @@ def _obstacle(call: Call, objective: Objective) -> str | None:
     cp = call.rows.cp
     if call.asked.kept is not None:
         return "log-probs over kept ids are not made chunk by chunk"
+    if any(isinstance(term, torch.nn.Module) for term in (objective.policy, objective.correction, objective.kl)):
+        return "a term of the objective is a module, whose parameters get their gradient in backward"
     if call.asked.batch_invariant:
         return "batch_invariant=True fixes the tiles, and a chunk is none of them"
     if call.logits_dtype.itemsize < call.dtype.itemsize:

@@ -5,9 +5,11 @@ Nothing here knows about rows of logits. Errors name the sample.
 
 from __future__ import annotations
 
+import operator
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +71,7 @@ class Samples:
         loss_masks: Sequence[Tensor | Sequence[int]] | None,
         loss_mask_only: bool,
     ) -> Samples:
-        responses = [int(r) for r in response_lengths]
+        responses = [_whole_number(caller, sample, r) for sample, r in enumerate(response_lengths)]
         for sample, ids in enumerate(tokens):
             if isinstance(ids, Tensor) and (ids.dim() != 1 or ids.is_floating_point() or ids.dtype in NOT_IDS):
                 raise LogitlessError(
@@ -98,6 +100,15 @@ class Samples:
         lengths_N = torch.tensor(lengths, dtype=torch.int64)
         responses_N = torch.tensor(responses, dtype=torch.int64)
         return Samples(_concatenate(tokens), lengths_N, responses_N, mask, loss_mask_only)
+
+
+def _whole_number(caller: str, sample: int, length: Any) -> int:
+    try:
+        return operator.index(length)
+    except TypeError:
+        raise LogitlessError(
+            f"{caller}: response_lengths must be whole numbers but sample {sample} has {length!r}."
+        ) from None
 
 
 def _check_masks(caller: str, masks: Sequence[Tensor | Sequence[int]], responses: Sequence[int]) -> None:

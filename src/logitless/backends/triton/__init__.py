@@ -211,6 +211,7 @@ def mix(x: Tensor, by: Tensor, y: Tensor, index: Tensor, times: Tensor, out: Ten
         out=out,
         x_stride=x.stride(0),
         y_stride=y.stride(0),
+        y_step=y.stride(1),
         out_stride=out.stride(0),
         columns=x.shape[1],
         BLOCK=1024,

@@ -46,7 +46,7 @@ def accumulate(b_z, m, b_s, b_w, ENTROPY: tl.constexpr):
     # A new maximum is rare after the first blocks, so the rescaling is branched around rather than multiplied by 1.
     if top > m:
         # Nothing finite so far means that the sums are still zero, and any finite shift will do.
-        shift = tl.where(m == float("-inf"), 0.0, m - top)
+        shift = tl.where(m == float("-inf"), 0.0, tl.maximum(m - top, FLOOR))
         factor = tl.exp2(shift * LOG2E)
         if ENTROPY:
             b_w = factor * (b_w + shift * b_s)
@@ -420,7 +420,7 @@ def gradient_from_kernel(
             tl.store(out + i_r * out_stride + o_c, tl.zeros([BLOCK], dtype=out.dtype.element_ty), mask=o_c < stop)
     else:
         a = tl.load(gain + i_r)
-        shift = finite_or_zero(tl.load(moved + i_s * moved_stride + i_r)) - tl.load(reference + i_r)
+        shift = tl.maximum(finite_or_zero(tl.load(moved + i_s * moved_stride + i_r)) - tl.load(reference + i_r), FLOOR)
         scale = tl.exp2((shift - tl.load(log_sum + i_r)) * LOG2E) * a
         k, target = tl.load(plain + i_r), tl.load(at_target + i_r) * a
         k_z = 0.0
@@ -453,7 +453,7 @@ def rescale_kernel(x, factor, out, row_stride, out_stride, columns, ROWS: tl.con
 
 
 @triton.jit
-def mix_kernel(x, by, y, index, times, out, x_stride, y_stride, out_stride, columns, BLOCK: tl.constexpr):
+def mix_kernel(x, by, y, index, times, out, x_stride, y_stride, y_step, out_stride, columns, BLOCK: tl.constexpr):
     """``out[i] = x[i] * by[i] + y[index[i]] * times[i]``, one row per program."""
     i_r = tl.program_id(0).to(tl.int64)
     i_y = tl.load(index + i_r).to(tl.int64)
@@ -462,7 +462,7 @@ def mix_kernel(x, by, y, index, times, out, x_stride, y_stride, out_stride, colu
         o_c = c + tl.arange(0, BLOCK)
         m_c = o_c < columns
         b_x = tl.load(x + i_r * x_stride + o_c, mask=m_c, other=0.0).to(tl.float32)
-        b_y = tl.load(y + i_y * y_stride + o_c, mask=m_c, other=0.0).to(tl.float32)
+        b_y = tl.load(y + i_y * y_stride + o_c * y_step, mask=m_c, other=0.0).to(tl.float32)
         tl.store(out + i_r * out_stride + o_c, (b_x * b + b_y * t).to(out.dtype.element_ty), mask=m_c)
 
 
