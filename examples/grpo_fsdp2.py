@@ -1,13 +1,13 @@
 """``grpo_plain.py`` with FSDP2: ``torchrun --nproc-per-node 2 examples/grpo_fsdp2.py``, on CPU over gloo.
 
-What is different, and all that is:
+All that is different:
 
     the head becomes a PolicyHead   FSDP gathers the weight around it; rows go in, log-probs come out
     fully_shard                     every block, the head, and the rest
     micro-batches                   one denominator for all of them, on all ranks
     loss * world size               FSDP averages gradients, and these losses are parts of a sum
 
-Every rank draws the prompts and the chance of the whole batch and takes its share, so that the curve is the same on any
+Every rank draws prompts and random numbers of the whole batch and takes its share, so that the curve is the same on any
 number of ranks.
 """
 
@@ -28,7 +28,7 @@ MICRO = 2  # micro-batches of a rank
 
 
 def sharded_policy() -> Policy:
-    """The same weights on every number of ranks, each rank holding its share."""
+    """A policy whose weights are the same on any number of ranks, each rank with its share of them."""
     torch.manual_seed(0)
     policy = Policy()
     policy.head = ll.PolicyHead(policy.head, entropy=OBJECTIVE.entropy, head=HEAD)

@@ -24,7 +24,7 @@ OBJECTIVE = ll.Objective.recipe("dapo", entropy_coef=0.003)
 
 
 class Policy(nn.Module):
-    """A causal transformer; ``forward`` is its head on its hidden states."""
+    """A causal transformer; ``forward`` applies the head to the hidden states."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Policy(nn.Module):
 def sample(policy: nn.Module, prompts: Tensor, uniform: Tensor) -> tuple[Tensor, list[int]]:
     """``[N, S]`` prompts with responses, and the length of each response, END included.
 
-    ``uniform`` ``[N, RESPONSE, VOCAB]`` is all the chance there is: who brings the same numbers gets the same tokens.
+    All randomness is in ``uniform`` ``[N, RESPONSE, VOCAB]``: the same numbers give the same tokens.
     """
     tokens = prompts
     for step in range(RESPONSE):
@@ -71,7 +71,7 @@ def reward(tokens: Tensor, response_lengths: list[int]) -> Tensor:
 
 
 def new_prompts(chance: torch.Generator) -> tuple[Tensor, Tensor]:
-    """The prompts of a step, each GROUP times, side by side, and the chance that their responses are drawn with."""
+    """The prompts of a step, each GROUP times, side by side, and the random numbers that draw their responses."""
     prompts = torch.randint(1, VOCAB, (PROMPTS, PROMPT), generator=chance).repeat_interleave(GROUP, 0)
     return prompts, torch.rand(len(prompts), RESPONSE, VOCAB, generator=chance)
 
@@ -93,7 +93,7 @@ def train(steps: int) -> list[float]:
         rows = ll.Rows.padded(tokens, response_lengths, lengths=[PROMPT + n for n in response_lengths])
         advantage = grpo_advantages(rewards, groups=GROUP)[rows.sample]
 
-        old = "current"  # the first update is on policy: its old log-probs are its own
+        old = "current"  # the first update is on policy: its old log-probs are the ones it computes
         for _ in range(2):
             loss, metrics, stats = ll.linear_policy_loss(
                 policy.hidden(tokens),

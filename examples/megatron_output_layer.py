@@ -1,8 +1,8 @@
 """A policy loss from Megatron-Core's output layer: ``torchrun --nproc-per-node 2 examples/megatron_output_layer.py``.
 
-The vocabulary of a ``ColumnParallelLinear`` is split over all processes (tensor parallelism); ``python`` alone is one.
-Megatron would multiply hidden states ``[s, b, h]`` with the head and hand out logits. The output processor takes the
-same two and hands out log-probs and entropy of the response tokens. In a real model:
+The vocabulary of a ``ColumnParallelLinear`` is split over all processes (tensor parallelism); without torchrun there is
+one. Megatron would multiply hidden states ``[s, b, h]`` with the head and return logits. The output processor takes the
+hidden states and the head, and returns log-probs and entropy of the response tokens. In a real model:
 
     model(tokens, ..., output_processor=output_processor, output_processor_context=Scoring(rows, ...))    from 0.18 on
     with scoring(model, Scoring(rows, ...)): model(tokens, ...)                                           before that
@@ -23,7 +23,7 @@ from logitless.objectives import grpo_advantages
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron asks for it
 with warnings.catch_warnings():
-    # Without CUDA packages Megatron warns of each that is missing.
+    # Megatron warns of every CUDA package that is missing.
     warnings.simplefilter("ignore")
     from megatron.core import ModelParallelConfig, parallel_state, tensor_parallel
 
@@ -32,7 +32,7 @@ PROMPTS, RESPONSES = [9, 9, 4, 4], [11, 15, 20, 7]  # two prompts, two samples o
 
 
 def output_layer() -> tensor_parallel.ColumnParallelLinear:
-    """The last layer of a ``GPTModel``; the same weights however many ranks share them."""
+    """The last layer of a ``GPTModel``, with the same weights on any number of ranks."""
     config = ModelParallelConfig(
         tensor_model_parallel_size=dist.get_world_size(), use_cpu_initialization=True, perform_initialization=False
     )
@@ -45,7 +45,7 @@ def output_layer() -> tensor_parallel.ColumnParallelLinear:
 
 
 def plain_logprob(layer: tensor_parallel.ColumnParallelLinear, hidden: Tensor, rows: ll.Rows, tokens: Tensor) -> Tensor:
-    """What Megatron does: the logits of every token, and its cross entropy. ``[R]``"""
+    """``[R]`` as Megatron computes them: the logits of every token, and its cross entropy."""
     logits, _ = layer(hidden)
     following = tokens.roll(-1, dims=1).T.contiguous()
     every = -tensor_parallel.vocab_parallel_cross_entropy(logits.float(), following)

@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer with logitless inside: ``python examples/trl_trainer.py``. Nothing is downloaded.
 
 One line is ours, ``install("trl")``; the rest is a GRPO run as TRL documents it, on a model and a tokenizer that are
-made here: a one-layer Qwen3 over 64 words, rewarded for saying even ones.
+made here: a one-layer Qwen3 over 64 words, rewarded for even numbers.
 """
 
 from __future__ import annotations

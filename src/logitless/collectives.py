@@ -1,13 +1,13 @@
-"""The communication this library does, and what its backward is.
+"""The communication of this library, and its backward.
 
 Two kinds of group exist and they follow opposite rules:
 
-* Across a *vocabulary* group every rank holds a copy of the same loss. Each rank differentiates its
-  own copy with respect to its own shard, so the backward of the gather below is local: nothing is sent.
-* Across a *sequence* group every rank holds a part of the loss and parts add up.
+* Across a *vocabulary* group every rank computes the same loss. Each rank differentiates it with respect to
+  its own shard, so the backward of the gather below is local: nothing is sent.
+* Across a *sequence* group every rank computes a part of the loss, and the parts add up.
 
 Every collective here is unconditional: each rank of the group makes the same calls in the same order,
-ranks that own no rows included. ``group=None`` means "not sharded" and never communicates.
+ranks without rows included. ``group=None`` means "not sharded" and never communicates.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DryGroup:
     """Stands in for a group on the meta device, where nothing is sent and only allocations count.
 
     Attributes:
-        ranks: how many.
+        ranks: how many ranks.
         copies: whether the real group works on a copy, as gloo does.
     """
 
@@ -41,7 +41,7 @@ class DryGroup:
         return self.ranks
 
     def pretend(self, copied: Tensor, out: Tensor) -> Tensor:
-        """``out``, after what the collective would have copied."""
+        """``out``, after allocating the copy that the collective would make."""
         if self.copies:
             torch.empty_like(copied)
         return out
@@ -74,8 +74,8 @@ def resolve_group(group: Any, argument: str) -> dist.ProcessGroup | None:
 def gather_over(group: Group, x: Tensor) -> Tensor:
     """``x`` of every rank, stacked in rank order: ``[...]`` becomes ``[world, ...]``.
 
-    One ``all_gather``. Same bits on every rank. Carries no gradient: callers differentiate their own
-    part only (see the rule for vocabulary groups above).
+    One ``all_gather``. Same bits on every rank. Carries no gradient: each rank differentiates its own
+    shard only (see the rule for vocabulary groups above).
     """
     out = x.new_empty((group.size(), *x.shape))
     if isinstance(group, DryGroup):
@@ -92,7 +92,7 @@ def gather_rows_over(group: Group, x: Tensor) -> Tensor:
 
 
 def scatter_sum_over(group: Group, x: Tensor) -> Tensor:
-    """``[T, ...]`` summed over ranks, of which each keeps its part: ``[T / n, ...]``."""
+    """``[T, ...]`` summed over ranks; each rank gets its part of the sum: ``[T / n, ...]``."""
     out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
     if isinstance(group, DryGroup):
         return group.pretend(x, out)
@@ -110,7 +110,7 @@ def sum_over(group: Group, x: Tensor) -> Tensor:
 
 
 def table_over(group: dist.ProcessGroup, row: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """The small tuple of plain values of every rank, in rank order. Host only; for set-up and checks."""
+    """A small tuple of plain values from every rank, in rank order. On the CPU; for set-up and checks."""
     table: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(table, row, group=group)
     return table
@@ -121,7 +121,7 @@ def agree_over(
 ) -> T:
     """``prepare()``, unless it fails on some rank or its facts differ between ranks: then every rank raises.
 
-    One small collective, so that one rank's bad input is an error on all of them and not a hang in the next collective.
+    One small collective, so that bad input on one rank is an error on all ranks and not a hang in the next collective.
     """
     prepared, facts, failure = None, {}, None
     try:

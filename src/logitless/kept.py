@@ -1,4 +1,4 @@
-"""The sampler's support: log-probs over the token ids that it had kept (top-p, top-k, min-p).
+"""The sampler's support: log-probs over the token ids that a sampler kept (top-p, top-k, min-p).
 
 A rollout engine that truncates its distribution sampled from ``softmax(z[support])``. Training on the full softmax
 would compare two different distributions, so the log-prob is normalised over the support, with the target forced
@@ -29,7 +29,7 @@ class Kept:
 
     Args:
         ids: ``[K]`` token ids of the whole vocabulary, in any order; an id twice in a row counts once.
-        lengths: ``[R]`` how many of them belong to each row. A row may have none: then only its target is kept.
+        lengths: ``[R]`` how many ids each row has. A row may have none: its support is then the target alone.
 
     >>> Kept(torch.tensor([5, 7, 9]), torch.tensor([2, 1])).lengths.tolist()
     [2, 1]
@@ -54,7 +54,7 @@ class Kept:
 
     @staticmethod
     def from_responses(rows: Rows, ids: Sequence[Tensor], lengths: Sequence[Tensor]) -> Kept:
-        """The kept ids of the rows that are scored, out of those recorded for every response token.
+        """The kept ids of the scored rows, out of the ids that were recorded for every response token.
 
         Args:
             rows: the rows that are scored.
@@ -96,9 +96,9 @@ class KeptLogits(NamedTuple):
     row: Tensor
     """Which row, ascending."""
     column: Tensor
-    """Column here; 0 for ids that live elsewhere."""
+    """Column of the problem's logits; 0 for ids that are not among its columns."""
     z: Tensor
-    """-inf for ids that live elsewhere, NaN for ids outside the vocabulary."""
+    """-inf for ids that are not among these columns, NaN for ids outside the vocabulary."""
     slope: Tensor
     """dz / dx."""
     here: Tensor
@@ -126,7 +126,7 @@ class Support:
     vocab_size: int
 
     def logits(self, problem: Problem) -> KeptLogits:
-        """Gather the support's logits out of a problem, which holds all rows."""
+        """Gather the support's logits out of a problem that has all rows."""
         kept, target = self.kept, self.target
         arange = torch.arange(target.numel(), device=target.device)
         row = torch.cat([torch.repeat_interleave(arange, kept.lengths, output_size=kept.ids.numel()), arange])
@@ -154,7 +154,7 @@ class Support:
 
 
 def kept_statistics(k: KeptLogits) -> Tensor:
-    """``[2, R]`` (m, s) of the part of the support that is here."""
+    """``[2, R]`` (m, s) of the ids of the support that are here."""
     m = _segment(k.z, "max", k.lengths)
     reference = torch.where(m == -torch.inf, torch.zeros_like(m), m)
     e = torch.where(k.first, (k.z - reference[k.row]).exp(), 0.0)
@@ -170,7 +170,7 @@ def kept_gradient(
     coef: Coefficients | None,
     ignored: Tensor,
 ) -> Tensor:
-    """``[K + R]`` whole gradient at each kept logit: ``g_l (onehot - p_kept)`` plus the dense terms, if any."""
+    """``[K + R]`` whole gradient at each logit of the support: ``g_l (onehot - p_support)``, plus dense terms."""
     log_p = (k.z - kept_norm.reference[k.row]) - kept_norm.log_sum[k.row]
     dz = -g_logprob[k.row] * torch.where(k.is_target, torch.expm1(logprob)[k.row], log_p.exp())
     if coef is not None:
@@ -188,10 +188,10 @@ def _segment(x: Tensor, how: str, lengths: Tensor) -> Tensor:
 
 
 def write_kept(k: KeptLogits, values: Tensor, out: Tensor, out_index: Tensor | None) -> None:
-    """Write finished gradients at the kept logits that live here; ``out`` holds the dense part already.
+    """Write finished gradients at the logits of the support that are here; ``out`` has the dense terms already.
 
-    Ids that live on another shard must not write. Without asking the device how many there are, each of them repeats
-    the write of an id of its row that lives here, or, where there is none, puts back what column 0 holds.
+    Ids that are elsewhere must not write. Because their number is not fetched from the device, each of them repeats the
+    write of an id of its row that is here, or, where there is none, writes the value of column 0 once more.
     """
     if not out.shape[1] or not len(values):
         return

@@ -1,9 +1,9 @@
-"""What is asked for: the distribution, the vocabulary shard, the memory budget, and the answer's type.
+"""The distribution, the vocabulary shard, the memory budget, and the type of the results.
 
 Letters used throughout the package:
 
     R  rows scored here          N  samples here            T  local tokens (rows of the logits)
-    V  vocabulary columns here   K  kept token ids          D  hidden size
+    V  vocabulary columns here   K  token ids in ``Kept``   D  hidden size
 
 Small frozen carriers, validated when made, so that everything below can trust them.
 """
@@ -101,16 +101,16 @@ class Head:
 
 @dataclass(frozen=True, eq=False)
 class VocabShard:
-    """Columns ``start .. stop`` of the vocabulary live here; the other ranks of ``group`` hold the rest.
+    """Columns ``start .. stop`` of the vocabulary are here; the other ranks of ``group`` have the rest.
 
     Making one is a collective: the ranks exchange their bounds once and all raise the same error unless the
-    shards tile the vocabulary, in any rank order and in any sizes.
+    shards cover the vocabulary without gap or overlap, in any rank order and in any sizes.
 
     Args:
-        start: first column held here.
-        stop: one past the last column held here; ``start == stop`` is an empty shard.
-        group: process group, or one-dimensional DeviceMesh, that holds the whole vocabulary. None means that
-            this process does, and no collective is ever issued.
+        start: first column here.
+        stop: one past the last column here; ``start == stop`` is an empty shard.
+        group: process group, or one-dimensional DeviceMesh, whose ranks share the vocabulary. None means that
+            this process has all of it, and no collective is ever issued.
         check_calls: compare row count, options and dtypes over the group before every call. One more small
             collective per call turns a disagreement between ranks into an error instead of a hang.
 
@@ -134,7 +134,7 @@ class VocabShard:
 
     @staticmethod
     def even(vocab_size: int, group: Any) -> VocabShard:
-        """This rank's part when the vocabulary is cut into equal shards in rank order, as Megatron does."""
+        """This rank's shard where the vocabulary is cut into equal shards in rank order, as Megatron does."""
         group = resolve_group(group, "VocabShard.group")
         world, rank = (1, 0) if group is None else (group.size(), group.rank())
         if vocab_size % world:
@@ -149,7 +149,8 @@ class VocabShard:
 def shard_of(weight: Any) -> VocabShard:
     """The shard that a tensor-parallel DTensor weight describes: ``Shard(0)`` over a one-dimensional mesh.
 
-    Saying so is the caller's part: FSDP shards its parameters in the same words but means something else.
+    Only the caller knows that the weight is tensor-parallel: FSDP's parameters have the same placements, but are
+    gathered before use.
     """
     placements, mesh = getattr(weight, "placements", None), getattr(weight, "device_mesh", None)
     if placements is None or mesh is None:

@@ -26,7 +26,7 @@ NAMES = ("reference", "tiled", "triton")
 """The backends of this package."""
 
 OTHERS: dict[str, Any] = {}
-"""Backends from elsewhere by name: a module, or any object with the functions of :mod:`logitless.backends.contract`."""
+"""Backends from outside, by name: a module, or any object with the functions of :mod:`logitless.backends.contract`."""
 
 
 class BackendChoice(NamedTuple):
@@ -56,7 +56,7 @@ def choose_backend(logits: Tensor, backend: str = "auto") -> BackendChoice:
 
 
 def load(name: str) -> Any:
-    """The backend's module. That of Triton imports Triton with the first kernel that it launches."""
+    """The backend's module. ``triton`` imports Triton when it launches its first kernel."""
     return OTHERS[name] if name in OTHERS else _load(name)
 
 
@@ -67,7 +67,7 @@ def _load(name: str) -> Any:
 
 @functools.cache
 def _has_triton() -> bool:
-    """Looked for once: a search of the import path costs as much as a kernel launch."""
+    """Searched for once: a search of the import path costs as much as a kernel launch."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -125,7 +125,7 @@ def run_statistics(backend: str, problem: Problem) -> Tensor:
     """``statistics`` of the named backend: ``[4, R]``."""
     p = problem
     if p.logits.is_meta:
-        # An operator allocates nothing there but its result, and allocations are what such a call is made for.
+        # A dry run counts allocations, and an operator's fake would allocate the result alone.
         return load(backend).statistics(p)
     return _statistics(p.logits, p.index, p.column, p.gain, p.squash, p.columns, p.first, p.entropy, p.memory, backend)
 

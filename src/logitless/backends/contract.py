@@ -9,7 +9,7 @@ and five for the paths from hidden states:
 
     gradient_over(problem, norm, coef, dtype) -> [R, V]         d logits in a narrower dtype, over the logits themselves
     exponentials(problem, stats, running, out, slope) -> None   the statistic, and e^(z - reference), 0 at the target
-    gradient_from(problem, references, slab, norm, coef, out)   d logits from those, which are the problem's logits
+    gradient_from(problem, references, slab, norm, coef, out)   d logits where problem.logits are such exponentials
     rescale(x, factor, out) -> None                             out = x * factor, row by row
     mix(x, by, y, index, times, out) -> None                    out = x * by + y[index] * times, row by row
 
@@ -44,7 +44,7 @@ class Problem:
             as elsewhere.
         entropy: whether w is wanted (otherwise it may be anything finite).
         memory: bytes of working space allowed, for backends that need any.
-        further: names of further sums (:data:`logitless.softmax.FURTHER`), each a line more of the statistic.
+        further: names of further sums (:data:`logitless.softmax.FURTHER`), each one more line of the statistic.
     """
 
     logits: Tensor
@@ -74,20 +74,21 @@ class Problem:
 
 
 SLACK = 8.0
-"""How far a tile's maximum may lie from its reference: e^8 is in range for float16 too, and moves are rare."""
+"""How far a row's maximum may lie from its reference: e^8 is in range for float16 too, and moves are rare."""
 
 
 class Running(NamedTuple):
     """A reference for exponentials that follows the rows' maximum from tile to tile.
 
-    It only has to keep exponentials in range, so it is guessed from the tile before, and a tile is read twice only
-    where the guess was wrong: its rows' maximum more than ``slack`` above it, or more than ``drop`` below.
+    The reference only has to keep exponentials in range, so it is guessed from the tile before. A row is read twice
+    only where the guess was wrong: its maximum lies more than ``slack`` above the guess, or more than ``drop`` below.
 
     Attributes:
-        before: ``[R]`` the guess; -inf where there was nothing but -inf so far.
+        before: ``[R]`` the guess; -inf where all logits so far were -inf.
         reference: ``[R]`` receives the guess or, where it was wrong, the tile's maximum. May be ``before``.
-        slack, drop: how wrong it may be.
-        sums: ``[R, D]`` relative to the guess; multiplied by ``e^(before - reference)`` where that moved. Or None.
+        slack, drop: how wrong the guess may be.
+        sums: ``[R, D]`` relative to the guess; multiplied by ``e^(before - reference)`` where the reference moved. Or
+            None.
     """
 
     before: Tensor
@@ -98,7 +99,7 @@ class Running(NamedTuple):
 
 
 def over(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """``[R, V]`` of ``dtype`` in the memory of contiguous ``[R, V]`` logits, each row at the start of its own.
+    """``[R, V]`` of ``dtype`` in the memory of contiguous ``[R, V]`` logits, each row at the start of the logits' row.
 
     >>> over(torch.zeros(2, 5), torch.bfloat16).stride()
     (10, 1)

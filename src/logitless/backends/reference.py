@@ -1,7 +1,7 @@
 """The readable twin of every kernel: whole tensors, plain torch, any float dtype.
 
-Float64 logits are computed in float64, everything else in float32. Copies the selected rows several times over;
-use it to check, not to train.
+Float64 logits are computed in float64, all others in float32. Copies the selected rows several times over; use it to
+check, not to train.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def exponentials(problem: Problem, stats: Tensor, running: Running, out: Tensor,
     """The statistic into ``stats``, and ``e^(z - reference)`` of every element into ``out``, but 0 at the target.
 
     The reference is moved first. ``slope`` multiplies by ``1 - tanh^2`` under a softcap. The target is left out because
-    its gradient is formed in float32 and must not be rounded with the others.
+    its gradient is formed in float32 and must not be rounded to 16 bits.
     """
     statistics(problem, stats)
     move(running, Statistic.of(stats).m, problem.column == SKIP)
@@ -92,7 +92,7 @@ def move(running: Running, maximum: Tensor, skip: Tensor) -> None:
 
 
 def finite_or_zero(reference: Tensor) -> Tensor:
-    """0 for the reference of a row that had nothing but -inf so far."""
+    """The reference; 0 for a row whose logits so far were all -inf."""
     return torch.where(reference == -torch.inf, 0.0, reference)
 
 

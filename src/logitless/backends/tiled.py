@@ -1,8 +1,8 @@
 """Plain torch in tiles: any device, working space bounded by ``memory``.
 
-A tile is some rows by some columns. Whole rows are preferred (``[r, V]``); when the budget is below one row,
-columns are cut too and the parts go through the same merge as tensor-parallel ranks. Two tiles in the accumulation
-dtype are alive at a time (three under a softcap), reused in place.
+A tile is some rows by some columns. Whole rows are preferred (``[r, V]``); when one row does not fit the budget,
+columns are cut too, and the parts are merged like those of tensor-parallel ranks. Two buffers of a tile's size in the
+accumulation dtype are alive at a time (three under a softcap), reused in place.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _zero_the_rest(out: Tensor, out_index: Tensor | None, columns: int) -> None:
     out[:, columns:].zero_()
 
 
-# What follows runs the whole-tensor twin on some rows at a time. The problem's rows are all in order.
+# The functions below run the whole-tensor twin on some rows at a time. The problem's rows are all in order.
 
 
 def exponentials(problem: Problem, stats: Tensor, running: Running, out: Tensor, slope: bool) -> None:
@@ -160,6 +160,6 @@ def mix(x: Tensor, by: Tensor, y: Tensor, index: Tensor, times: Tensor, out: Ten
 
 
 def _row_pieces(problem: Problem, width: int) -> list[slice]:
-    """Rows such that the half dozen temporaries of the whole-tensor twin, so wide, stay within the budget."""
+    """Ranges of rows for which the half dozen temporaries of the whole-tensor twin, of this width, fit the budget."""
     rows = max(1, problem.memory // (6 * max(1, width) * problem.gain.element_size()))
     return pieces(problem.num_rows, rows, problem.logits.is_meta)

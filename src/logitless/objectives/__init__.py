@@ -1,9 +1,9 @@
 """Policy losses for reinforcement learning, on one value per row. See docs/objectives.md.
 
-Objective      which terms, with which numbers; called with results and fields, gives loss and metrics
+Objective      terms and their coefficients; called with results and fields, gives loss and metrics
 terms          POLICY_TERMS, CORRECTIONS, KL_TERMS: plain functions by name
 batches        count_over, prompt_tokens_over: the denominators that a micro-batch cannot know
-advantages     from rewards of groups, or along time from values (gae); whitening; the loss of the values
+advantages     from rewards of groups, or along time from values (gae); whitening; the loss of a value model
 """
 
 from logitless.objectives.advantages import (

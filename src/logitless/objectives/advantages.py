@@ -1,16 +1,16 @@
-"""Advantages from rewards of whole samples, without a value model: what a sample did better than others.
+"""Advantages from rewards of whole samples, without a value model: how much better a sample did than others.
 
-``rewards`` is ``[N]``; samples of one prompt form a group, named by ``groups``: an integer if they lie side by side,
-that many each, or one id per sample in any order. A group must be whole: gather rewards of a prompt that is spread over
-ranks first. Results are ``[N]``; ``advantage[rows.sample]`` is one per row.
+``rewards`` is ``[N]``; samples of one prompt form a group. ``groups`` is the size of a group if its samples lie side by
+side, or one id per sample in any order. A group must be whole: first gather the rewards of a prompt that is spread over
+ranks. Results are ``[N]``; ``advantage[rows.sample]`` is one per row.
 
     grpo_advantages      (r - mean) / (std + eps) of the group
     dr_grpo_advantages   r - mean of the group
-    rloo_advantages      r - mean of the others of the group
+    rloo_advantages      r - mean of the other samples of the group
     reinforce_pp_advantages            returns per token, whitened over the batch
     reinforce_pp_baseline_advantages   r - mean of the group, per token, whitened over the batch
 
-A group of equal rewards has nothing to tell: its advantages are exactly 0, as is that of a sample alone.
+In a group of equal rewards, or of one sample, advantages are exactly 0.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def reinforce_pp_advantages(
         penalty: ``[R]`` subtracted from each token's reward, for example ``0.01 * kl_penalty(...)``.
         gamma: discount, in 0 .. 1.
         cp_group: context-parallel group; None if the rows are not split.
-        group: all ranks that hold a part of the batch (DP x CP); None if this process holds all of it.
+        group: all ranks that have a part of the batch (DP x CP); None if this process has all of it.
 
     Returns:
         ``[R]``.
@@ -78,7 +78,7 @@ def reinforce_pp_advantages(
 def reinforce_pp_baseline_advantages(rewards: Tensor, groups: int | Tensor, rows: Rows, *, group: Any = None) -> Tensor:
     """REINFORCE++ with the group's mean as baseline, whitened over all tokens of the batch: ``[R]``. Hu 2025.
 
-    Arguments as above.
+    Arguments as for :func:`grpo_advantages` and :func:`reinforce_pp_advantages`.
     """
     if tuple(rewards.shape) != (len(rows.counts),):
         raise LogitlessError(
@@ -89,7 +89,7 @@ def reinforce_pp_baseline_advantages(rewards: Tensor, groups: int | Tensor, rows
 
 
 class _Grouped(NamedTuple):
-    """Rewards in float64, ordered so that groups lie side by side, and what each entry needs of its group."""
+    """Rewards in float64, ordered so that groups lie side by side, and the group of each entry."""
 
     rewards: Tensor
     order: Tensor
@@ -130,7 +130,7 @@ def _grouped(rewards: Tensor, groups: int | Tensor) -> _Grouped:
                 f"advantages: groups must be a size or integer ids of shape [{num}] but are {list(groups.shape)} "
                 f"{groups.dtype}."
             )
-        # The number of groups decides a shape, so this reads the ids; they and the rewards are best kept on the host.
+        # The number of groups decides a shape, so this waits for the ids: groups and rewards are best on the CPU.
         _, inverse, lengths = torch.unique(groups.to(device), return_inverse=True, return_counts=True)
         order = torch.argsort(inverse, stable=True)
         return _Grouped(wide[order], order, lengths, inverse[order], rewards.dtype)

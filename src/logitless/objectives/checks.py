@@ -13,7 +13,7 @@ from logitless.errors import LogitlessError, did_you_mean
 
 
 def unknown(argument: str, value: object, known: Iterable[str]) -> LogitlessError:
-    """The error for a name that is in no table."""
+    """The error for a name that is not known."""
     names = list(known)
     return LogitlessError(
         f"{argument} {value!r} is not known.{did_you_mean(str(value), names)} Known: {', '.join(names)}."

@@ -1,7 +1,7 @@
 """Off-policy corrections: a constant weight per row, by which the policy term is multiplied.
 
-The engine that sampled the tokens is never quite the policy that trains on them. With w = pi_old / pi_rollout, the
-probability that the trainer gave a token over what the rollout engine gave it:
+The rollout engine that sampled the tokens is never quite the policy that trains on them. With w = pi_old / pi_rollout,
+the trainer's probability of a token over the engine's:
 
     tis              clip(w, low, high)                                      truncated importance sampling
     icepop           w inside [low, high], 0 outside
@@ -29,7 +29,7 @@ TRAINER_FIELDS = ("old_logprob", "rollout_logprob")
 
 
 def rollout_log_ratio(inputs: Inputs) -> Tensor:
-    """``old_logprob - rollout_logprob``: what the trainer thought of a token against the engine that sampled it."""
+    """``old_logprob - rollout_logprob``: log-ratio of the trainer to the engine that sampled the tokens."""
     return (inputs.old_logprob - inputs.rollout_logprob).detach()
 
 
@@ -59,7 +59,7 @@ def geometric_tis(inputs: Inputs, low: float, high: float) -> Tensor:
 
 
 def geometric_mask(inputs: Inputs, low: float, high: float) -> Tensor:
-    """Drop samples whose geometric mean ratio is outside the bounds; leave the others as they are."""
+    """0 for samples whose geometric mean ratio is outside the bounds, 1 for all other samples."""
     ratio = bounded_exp(inputs.mean_by_sample(rollout_log_ratio(inputs)))
     return ((ratio >= low) & (ratio <= high)).to(ratio.dtype)
 

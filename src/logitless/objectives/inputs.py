@@ -1,12 +1,12 @@
-"""What the terms of an objective see: ``[C]`` vectors of some rows, and means over whole samples.
+"""The inputs of an objective's terms: ``[C]`` vectors of some rows, and means over whole samples.
 
 A term is a plain function of :class:`Inputs` that returns one value per row. It sees no logits, ranks or micro-batches:
 
     def advantage_times_ratio(inputs):
         return -inputs.advantage * bounded_exp(inputs.log_ratio)
 
-Rows that are not counted hold zeros by the time a term sees them, so that nothing they held can reach the loss or its
-gradient. ``C`` is the number of rows at hand: all R of them, or one chunk.
+Terms see zeros at rows that are not counted, so that their values reach neither the loss nor its gradient. ``C`` is the
+number of rows: all R of them, or those of one chunk.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Inputs:
         counted: bool, whether the row counts in the loss.
         weight: of each row in the loss, 0 where it is not counted: the loss is ``sum(weight * row loss)``.
         sample: number of the row's sample.
-        totals: ``[N]`` counted response tokens of each sample, on whatever rank or in whatever chunk.
-        counts: rows of each sample among these, on the host; None if these rows may cut through a sample, or if no part
-            of the objective said that it takes means over samples.
-        group: process group that per-sample sums run over, or None where every sample is whole here.
+        totals: ``[N]`` counted response tokens of each sample, over all ranks and chunks.
+        counts: rows of each sample among these, on the CPU; None if these rows may cut through a sample, or if no term
+            of the objective takes means over samples.
+        group: process group that per-sample sums run over, or None if samples are not split.
         on_policy: the old log-probs are these log-probs: the ratio is 1, its gradient is not.
     """
 
@@ -91,8 +91,8 @@ class Inputs:
     def mean_by_sample(self, x: Tensor) -> Tensor:
         """Mean of ``x`` over the counted tokens of each row's sample, at every counted row; 0 at the others.
 
-        Differentiable. Over a sequence group: one all-reduce of ``[N]``, and one in backward, because there each rank
-        holds a part of the loss. Same bits on every run: segment sums, no atomics, forward and backward.
+        Differentiable. Over a sequence group: one all-reduce of ``[N]``, and one in backward, because each rank has a
+        part of the loss. Same bits on every run: segment sums, no atomics, forward and backward.
         """
         if self.counts is None:
             raise LogitlessError(
@@ -103,7 +103,7 @@ class Inputs:
         return _MeanBySample.apply(x, self.counted, self.sample, self.totals, lengths, self.group)  # pyright: ignore[reportReturnType]
 
     def sum_by_sample(self, x: Tensor) -> Tensor:
-        """As :meth:`mean_by_sample`, but the sum."""
+        """As :meth:`mean_by_sample`, but a sum."""
         return self.mean_by_sample(x) * self.totals[self.sample].to(x.dtype)
 
     def cut(self, start: int, stop: int, whole_samples: bool) -> Inputs:
@@ -160,7 +160,7 @@ def _cut_counts(counts: tuple[int, ...] | None, start: int, stop: int) -> tuple[
 
 
 class _MeanBySample(torch.autograd.Function):
-    """Its own adjoint, because it reads counted rows only and writes to counted rows only."""
+    """Backward is the same function, because it reads counted rows only and writes to counted rows only."""
 
     @staticmethod
     def forward(

@@ -5,7 +5,7 @@
     k2     d^2 / 2                biased value, unbiased gradient
     k3     exp(-d) - 1 + d        unbiased, never negative, little variance
 
-``NAME_straight_through`` has the value of one estimator and the gradient of k2. ``NAME_weighted`` is multiplied by
+``NAME_straight_through`` has the value of its estimator and the gradient of k2. ``NAME_weighted`` is multiplied by
 pi / pi_old, with gradient through it, which makes value and gradient unbiased for tokens sampled from an older policy.
 Schulman 2020 for k1, k2, k3; DeepSeek-V3.2 for the weighted form.
 """
@@ -40,7 +40,7 @@ def k2(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
 def k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
     """``exp(-d) - 1 + d``, for differences up to 20 either way; beyond, constant."""
     d = (logprob - ref_logprob).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-    # For a small d all there is is d^2 / 2, of which exp(-d) - 1 would round most digits away.
+    # For small d the value is about d^2 / 2, of which exp(-d) - 1 would round most digits away.
     return torch.expm1(-d) + d
 
 

@@ -1,12 +1,12 @@
-"""What is logged of a loss, kept as sums and counts until somebody asks for numbers.
+"""Metrics of a loss, as sums and counts until :meth:`Metrics.compute` makes numbers of them.
 
-A mean of means is wrong as soon as micro-batches differ in size, and reading a number stalls the device. So a metric is
-kept in a form that adds up over chunks, micro-batches and ranks; :meth:`Metrics.compute` alone waits for the device.
+A mean of means is wrong as soon as micro-batches differ in size, and reading a number stalls the device. So a metric
+has a form that adds up over chunks, micro-batches and ranks; :meth:`Metrics.compute` alone waits for the device.
 
     sums       add up                       the loss and its parts
     means      (sum, count)                 clip fraction, approximate KL, entropy, ...
-    maxima     largest, -inf if of nothing
-    minima     smallest, inf if of nothing
+    maxima     largest, -inf without rows
+    minima     smallest, inf without rows
     weights    (sum w, sum w^2, count)      effective sample size as a fraction: (sum w)^2 / sum w^2 / count
 """
 
@@ -88,12 +88,12 @@ class Metrics:
         return several[0]._from_parts(torch.stack([one._flat() for one in several]))
 
     def reduce(self, group: Any) -> Metrics:
-        """The metrics of all ranks of the group, which hold different rows (DP x CP). One ``all_gather`` in all."""
+        """The metrics of all ranks of the group, which have different rows (DP x CP). One ``all_gather`` in all."""
         group = resolve_group(group, "Metrics.reduce: group")
         return self if group is None else self._from_parts(gather_over(group, self._flat()))
 
     def compute(self) -> dict[str, float]:
-        """Plain numbers: the one place that waits for the device. Of no counted row, a mean or extreme is NaN."""
+        """Plain numbers: the one place that waits for the device. Without counted rows a mean or extreme is NaN."""
         numbers = iter(self._flat().tolist())
         out: dict[str, float] = {}
         for kind, name in self._names():
@@ -108,7 +108,7 @@ class Metrics:
         return torch.cat(values) if values else torch.zeros(0, dtype=torch.float64)
 
     def _from_parts(self, parts: Tensor) -> Metrics:
-        """``[P, K]`` flat metrics of P parts, all named as these are."""
+        """One from ``[P, K]`` flat metrics of P micro-batches or ranks, all with the names of these."""
         if not parts.shape[1]:
             return self
         added, largest, smallest = parts.sum(0), parts.amax(0), parts.amin(0)
@@ -125,8 +125,8 @@ class Metrics:
 def _table(values: Mapping[str, Tensor], counted: Tensor, other: float) -> Tensor:
     """``[K, C + 1]`` float64: values at the counted rows, ``other`` elsewhere and in one more column.
 
-    All values in one table, because on a GPU vectors this short are launches and no work. The last column is for
-    maxima, which do not exist of nothing.
+    All values in one table, because on a GPU vectors this short cost launches and little else. The last column is for
+    maxima, which torch does not take over no elements.
     """
     if not values:
         return torch.full((0, 1), other, dtype=torch.float64, device=counted.device)
@@ -144,6 +144,6 @@ _NUMBER: dict[str, Callable[..., float]] = {
     "means": _ratio,
     "maxima": lambda x: math.nan if x == -math.inf else x,
     "minima": lambda x: math.nan if x == math.inf else x,
-    # Weights that are all 0 have no effect: 0, not 0 / 0.
+    # The effective sample size of weights that are all 0 is 0, not 0 / 0.
     "weights": lambda w, w2, count: _ratio(w * w, w2 * count) if w2 or not count else 0.0,
 }

@@ -1,9 +1,10 @@
-"""``Objective``: which terms make the loss, with which numbers. It lists its parts and adds them up, nothing else.
+"""``Objective``: the terms of a policy loss and their coefficients. It lists its parts and adds them up, nothing else.
 
     loss = sum over rows of  weight * (correction * policy + kl_coef * KL - entropy_coef * entropy)
 
-It knows what it needs (fields, entropy with or without a graph, whole samples), so that what is missing is said before
-anything is computed. :meth:`Objective.evaluate` works on any rows, all or a chunk; chunks and micro-batches add up.
+An objective knows what it needs (fields, entropy with or without a graph, whole samples), so that a missing field is an
+error before anything is computed. :meth:`Objective.evaluate` works on all rows or on a chunk of them; chunks and
+micro-batches add up.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from logitless.rows import Rows
 from logitless.spec import TokenStats
 
 CURRENT = "current"
-"""``old_logprob="current"``: the first step on fresh samples, whose old log-probs are the ones being computed."""
+"""``old_logprob="current"``: on the first step after a rollout the old log-probs are the ones being computed."""
 
 RECIPES: dict[str, dict[str, Any]] = {
     "ppo": {},
@@ -43,7 +44,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "reinforce++": {},
     "reinforce++_baseline": {"kl": "k2"},
 }
-"""What each recipe changes of the defaults. Advantages are the caller's; coefficients of KL and entropy stay 0."""
+"""How each recipe differs from the defaults. Advantages are the caller's; coefficients of KL and entropy stay 0."""
 
 
 OWN_METRICS = ("loss", "policy_loss", "kl_loss", "entropy_loss")
@@ -60,7 +61,7 @@ class Objective:
         clip: bounds of the ratio, ``1 - low`` and ``1 + high``: one number for both, or ``(low, high)``. None leaves
             them to the term: 0.2 for ``ppo_clip``.
         dual_clip: largest loss over ``-A`` where A < 0, above 1; None for none.
-        policy_options: further keywords of the term.
+        policy_options: further keyword arguments of the term.
         level: "sequence" if a function of yours takes means over samples; named terms say so themselves.
         needs: fields that a function of yours reads.
         correction: a name in ``CORRECTIONS``, or a function ``f(inputs)`` that returns ``[C]`` weights.
@@ -136,7 +137,7 @@ class Objective:
 
     @property
     def sequence_level(self) -> bool:
-        """Whether a part takes means over whole samples."""
+        """Whether a term takes means over whole samples."""
         policy = isinstance(self.policy, str) and POLICY_TERMS[self.policy].level == "sequence"
         correction = isinstance(self.correction, str) and CORRECTIONS[self.correction].level == "sequence"
         return self.level == "sequence" or policy or correction
@@ -156,7 +157,7 @@ class Objective:
         prompt_tokens: Tensor | None = None,
         group: Any = None,
     ) -> Inputs:
-        """What the terms see of these rows. All checks are made here.
+        """The vectors of these rows that the terms see. All checks are made here.
 
         Args:
             stats: results of the rows; None if log-probs and entropy are put in later with ``dataclasses.replace``.
@@ -186,7 +187,7 @@ class Objective:
             ),
             sample=rows.sample,
             totals=rows.totals,
-            # A term that does not say it takes means over samples gets none: its chunks may cut through them.
+            # Only a sequence-level objective gets counts: the chunks of others may cut through samples.
             counts=rows.counts if self.sequence_level else None,
             group=self._sequence_group(rows, group),
             on_policy=on_policy,
@@ -236,7 +237,7 @@ class Objective:
         Args:
             stats: results of ``logprobs`` or ``linear_logprobs`` for these rows, with ``entropy=objective.entropy``.
             rows: the rows.
-            denominator: tokens, samples or prompts of the whole batch; default of these samples alone.
+            denominator: tokens, samples or prompts of the whole batch; default: counted over these samples alone.
             prompt_tokens: ``[N]``, for ``reduce="prompt_mean"``.
             group: context-parallel group, for objectives that take means over samples; None if not split.
             **fields: ``[R]`` tensors: ``old_logprob`` (or ``"current"``), ``advantage``, ``ref_logprob``,
@@ -298,7 +299,7 @@ class Objective:
         return Metrics.of_rows(means, x.counted, extremes=extremes, weights=weights, sums=sums)
 
     def _reasons(self) -> dict[str, str]:
-        """Each field that must be given, and which part wants it."""
+        """Each field that must be given, and the term that needs it."""
         reasons: dict[str, str] = {}
         if isinstance(self.policy, str):
             reasons |= {name: f"policy={self.policy!r} needs" for name in POLICY_TERMS[self.policy].needs}
@@ -368,7 +369,7 @@ class Objective:
             )
 
     def _policy_keywords(self) -> dict[str, Any]:
-        """Keywords of the policy term, each one it takes."""
+        """Keyword arguments of the policy term; raises for one that it does not take."""
         named = isinstance(self.policy, str)
         term = POLICY_TERMS[self.policy].function if isinstance(self.policy, str) else self.policy
         keywords = dict(self.policy_options)

@@ -3,7 +3,7 @@
 With r = pi / pi_old the probability ratio of a token and A its advantage:
 
     ppo_clip    max(-A r, -A clip(r, 1 - low, 1 + high)), at most -A c where A < 0 (dual clip)
-    gspo        the same with s, the geometric mean of r over the sample, in the place of r
+    gspo        the same with s, the geometric mean of r over the sample, in place of r
     cispo       -A log pi * constant(clip(r, 1 - low, 1 + high))
     sapo        -A (4 / tau) sigmoid(tau (r - 1)), tau one number where A > 0 and another elsewhere
     reinforce   -A log pi
@@ -47,7 +47,7 @@ def gspo(inputs: Inputs, *, clip: Bounds = (3e-4, 4e-4)) -> tuple[Tensor, Values
 def cispo(inputs: Inputs, *, clip: Bounds = (1.0, 4.0)) -> tuple[Tensor, Values]:
     """REINFORCE with a clipped, constant importance weight: no token loses its gradient. MiniMax-M1, 2025.
 
-    A low bound of 1 is none.
+    A low bound of 1 means no low bound.
     """
     low, high = clip
     ratio = bounded_exp(inputs.log_ratio.detach())
@@ -57,10 +57,10 @@ def cispo(inputs: Inputs, *, clip: Bounds = (1.0, 4.0)) -> tuple[Tensor, Values]
 
 
 def sapo(inputs: Inputs, *, positive: float = 1.0, negative: float = 1.05) -> tuple[Tensor, Values]:
-    """A sigmoid gate around r = 1 in the place of a hard clip. Gao et al. 2025 (SAPO).
+    """A sigmoid gate around r = 1 in place of a hard clip. Gao et al. 2025 (SAPO).
 
     Args:
-        positive, negative: temperatures of tokens whose advantage is above 0, and of all others.
+        positive, negative: temperatures of tokens whose advantage is above 0, and of all other tokens.
     """
     advantage = inputs.advantage
     ratio = bounded_exp(inputs.log_ratio)

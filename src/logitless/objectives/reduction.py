@@ -41,8 +41,8 @@ def row_weights(
         rows: the rows of this micro-batch on this rank.
         reduce: one of the four above.
         length: the fixed length of ``sample_sum``.
-        denominator: tokens (``token_mean``), samples or prompts of the whole batch, see :func:`count_over`; default
-            those of these samples, on whatever rank their tokens are.
+        denominator: tokens (``token_mean``), samples or prompts of the whole batch, see :func:`count_over`; default:
+            counted over these samples alone, their tokens on all ranks included.
         prompt_tokens: ``[N]`` counted tokens of all samples of each sample's prompt, for ``prompt_mean``; see
             :func:`prompt_tokens_over`.
     """
@@ -72,8 +72,8 @@ def count_over(rows: Rows | Sequence[Rows], reduce: Reduction, group: Any = None
     Args:
         rows: the micro-batches of this rank.
         reduce: the reduction of the objective.
-        group: all ranks that hold a part of the batch, data-parallel and context-parallel together; None if this
-            process holds all of it. Under context parallelism each sample is seen by every rank of its group and is
+        group: all ranks that have a part of the batch, data-parallel and context-parallel together; None if this
+            process has all of it. Under context parallelism each sample is seen by every rank of its group and is
             counted once. One all-reduce of one number.
 
     Returns:
@@ -102,7 +102,7 @@ def count_over(rows: Rows | Sequence[Rows], reduce: Reduction, group: Any = None
 def prompt_tokens_over(
     rows: Rows | Sequence[Rows], prompts: Tensor | Sequence[Tensor], num_prompts: int, group: Any = None
 ) -> list[Tensor]:
-    """Counted tokens of all samples of each sample's prompt, wherever they are: ``[N]`` per micro-batch.
+    """Counted tokens of all samples of each sample's prompt, on all ranks: ``[N]`` per micro-batch.
 
     The denominator that goes with them is ``num_prompts`` itself.
 
@@ -147,7 +147,7 @@ def _batches(caller: str, rows: Rows | Sequence[Rows]) -> list[Rows]:
 
 
 def _once_over(caller: str, count: Tensor, batches: list[Rows], group: Any) -> Tensor:
-    """Sum over ranks of what every context-parallel rank of a sample holds alike, counted once."""
+    """Sum of a count over ranks; the context-parallel ranks of a sample have the same count, which is taken once."""
     group = resolve_group(group, f"{caller}: group")
     if group is None:
         return count
@@ -194,5 +194,5 @@ def _check_prompt_tokens(prompt_tokens: Tensor, num_samples: int, device: torch.
 
 
 def _inverse(x: Tensor) -> Tensor:
-    """``1 / x``, and 0 where there is nothing to divide by: a mean over nothing is 0."""
+    """``1 / x``, and 0 where x is 0: a mean over nothing is 0."""
     return torch.where(x > 0, 1 / x.clamp_min(1e-30), 0.0)

@@ -1,13 +1,13 @@
-"""Along time: advantages from values (GAE), discounted returns, whitening, and the loss of the values themselves.
+"""Advantages along time from a value model (GAE), discounted returns, whitening, and the loss of the value model.
 
-Both recurrences are one: ``y_t = a_t y_{t+1} + b_t``, solved for all t at once by doubling. After k rounds ``y_t`` has
-seen the 2^k tokens from t on; where a sample ends, ``a`` is 0, so samples of any length lie end to end:
+GAE and returns are one recurrence, ``y_t = a_t y_{t+1} + b_t``, solved for all t at once by doubling. After k rounds
+``y_t`` covers the 2^k tokens from t on; where a sample ends, ``a`` is 0, so samples of any length lie end to end:
 
     b0 + a0 b1 | b1 + a1 b2 | b2 + a2 b3 | b3          round 1, then the same with steps of 2, 4, ...
 
-Tokens that do not count in the loss (tool output, for example) are stepped over, as if they were not there, whether
-their rows were masked or left out. Under context parallelism the rows of all ranks are gathered first (one collective
-of a few values per response token), and each rank keeps the results of its own rows.
+Tokens that do not count in the loss (tool output, for example) are skipped, whether their rows were masked or left out.
+Under context parallelism the rows of all ranks are gathered first (one collective of a few values per response token),
+and each rank takes the results of its own rows.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def gae(
     _check_rate("gae", "lam", lam)
     reward, value, counted, ends = _whole(rows, (rewards, values), group, "gae")
     step = (~ends).double()
-    # Of each token, the value at the next one that counts; of the last one, 0.
+    # For each token, the value of the next one that counts; 0 for the last one.
     skipping = step.masked_fill(counted, 0.0)
     from_here = _scan(skipping, torch.where(counted, value, 0.0), rows)
     following = torch.where(ends, 0.0, _shift(from_here, 1))
@@ -99,13 +99,13 @@ def token_rewards(rewards: Tensor, rows: Rows, *, penalty: Tensor | None = None,
 def whiten(x: Tensor, counted: Tensor, *, group: Any = None, shift: bool = True, eps: float = 1e-8) -> Tensor:
     """``(x - mean) / sqrt(var + eps)`` over the counted entries of all ranks of a group; 0 at the others.
 
-    The variance is the unbiased one, merged from each rank's own mean and deviations: exact, whatever the mean.
-    One collective of three numbers.
+    The variance is the unbiased one, merged from the mean and the squared deviations of each rank: exact, whatever the
+    mean. One collective of three numbers.
 
     Args:
         x: values.
         counted: bool, of the same shape.
-        group: all ranks that hold a part of the batch (DP x CP); None if this process holds all of it.
+        group: all ranks that have a part of the batch (DP x CP); None if this process has all of it.
         shift: False puts the mean back, so that only the scale changes.
     """
     if x.shape != counted.shape or counted.dtype != torch.bool:
@@ -128,7 +128,7 @@ def whiten(x: Tensor, counted: Tensor, *, group: Any = None, shift: bool = True,
 
 
 class ValueLoss(NamedTuple):
-    """``[R]`` losses, and ``[R]`` 1 where the clipped branch is the one that counts, else 0."""
+    """``[R]`` losses, and ``[R]`` 1 where the loss is that of the clipped value, else 0."""
 
     loss: Tensor
     clip_fraction: Tensor
@@ -137,7 +137,7 @@ class ValueLoss(NamedTuple):
 def value_loss(
     values: Tensor, returns: Tensor, *, old_values: Tensor | None = None, clip: float | None = None
 ) -> ValueLoss:
-    """Half the squared error of each value, or of the value kept within ``clip`` of the old one if that is worse.
+    """Half the squared error of each value, or of the value clipped to ``clip`` around the old one if that is larger.
 
     Reduce it with :func:`~logitless.objectives.reduction.row_weights`: ``(weight * loss).sum()``.
 
@@ -162,7 +162,7 @@ def value_loss(
 
 
 def _whole(rows: Rows, given: tuple[Tensor, ...], group: Any, caller: str) -> tuple[Tensor, ...]:
-    """Fields of all response tokens in float64; then which of them count, and which are the last of a sample."""
+    """Fields of all response tokens in float64; then which tokens count, and which are the last of a sample."""
     for x in given:
         if tuple(x.shape) != (len(rows),):
             raise LogitlessError(f"{caller}: wanted one value per row, [{len(rows)}], but got {list(x.shape)}.")

@@ -23,7 +23,7 @@ from logitless.objectives import Objective
 from logitless.spec import parse_memory
 
 WORTHWHILE = 0.97
-"""Exponentials instead of logits cost dZ a second rounding, and two passes a second product: neither is chosen for less
+"""Exponentials instead of logits cost dZ a second rounding, and two passes a fourth product: neither is chosen for less
 than 3 % of the time."""
 
 

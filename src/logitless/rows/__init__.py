@@ -1,6 +1,6 @@
 """Which rows of the logits matter, and where each result belongs.
 
-samples    a batch of samples, checked and joined          layouts   which token each context-parallel rank holds
+samples    a batch of samples, checked and joined          layouts   which tokens each context-parallel rank has
 rows       ``Rows``: the rows to score, and the way back   exchange  per-row results between ranks
 """
 

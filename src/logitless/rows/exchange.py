@@ -1,13 +1,13 @@
 """Per-row results between ranks of a sequence group: one collective for all samples and all fields.
 
 Every response token has one place in a vector of all responses, sample after sample. Each rank puts its rows there,
-zeros elsewhere; the sum over ranks is the whole, exactly, because each place is held by one rank; each rank then
-reads the places it wants. What backward does is the caller's choice, because it depends on what the ranks do next:
+zeros elsewhere; the sum over ranks is the whole, exactly, because one rank writes each place; each rank then reads
+the places it wants. What backward does is the caller's choice, because it depends on what the ranks do next:
 
-    grad="sum"    every rank goes on to a loss of its own and the losses add up: gradients are summed over ranks
-    grad="slice"  every rank goes on to the same loss, so each keeps the gradient of its own rows and nothing is sent;
+    grad="sum"    each rank computes a part of the loss and the parts add up: gradients are summed over ranks
+    grad="slice"  every rank computes the same loss, so each takes the gradient of its own rows and nothing is sent;
                   values that came from another rank are constants
-    grad=None     values only, whatever the input
+    grad=None     values only, without graph
 
 Backward with "sum" is a collective, so all ranks must use the result in the loss they differentiate.
 """

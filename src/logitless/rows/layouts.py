@@ -1,12 +1,12 @@
-"""Context-parallel schemes: which ``(sample, offset)`` each local token holds. One short generator per scheme.
+"""Context-parallel schemes: the sample and the offset of each local token. One short class per scheme.
 
-Samples are padded to ``spans`` and laid end to end; a scheme then says which part of that stream a rank holds.
+Samples are padded to ``spans`` and laid end to end; a scheme then says which tokens of that stream a rank has.
 With two ranks and one sample of eight tokens:
 
     Zigzag       rank 0: 0 1 | 6 7     rank 1: 2 3 | 4 5      (each sample cut into 2 x ranks chunks, folded)
     Contiguous   rank 0: 0 1 2 3       rank 1: 4 5 6 7        (the whole stream cut into one window per rank)
 
-Padding is not special: it carries an offset past the end of its sample, and the filter in ``rows`` drops it.
+Padding is not special: its offset lies past the end of its sample, and the filter in ``rows`` drops it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from logitless.errors import LogitlessError
 
 @runtime_checkable
 class Scheme(Protocol):
-    """How a stream of padded samples is split over context-parallel ranks. Any object with these will do."""
+    """How a stream of padded samples is split over context-parallel ranks. Any object with these members will do."""
 
     @property
     def rank(self) -> int:
@@ -49,13 +49,13 @@ class Scheme(Protocol):
 
         Args:
             spans: ``[N]`` padded length of each sample.
-            num_tokens: how many tokens a rank holds.
+            num_tokens: how many tokens a rank has.
         """
         ...
 
 
 SCHEME = ("rank", "size", "multiple", "by_sample", "tokens")
-"""What a scheme of one's own must have."""
+"""The members of a scheme."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class _Split:
 
 
 class Zigzag(_Split):
-    """Rank r holds chunk r and chunk 2 * size - 1 - r of every sample, for a causal mask's balance.
+    """Rank r has chunk r and chunk 2 * size - 1 - r of every sample: a causal mask gives all ranks the same work.
 
     As in slime, Megatron, SkyRL, verl and NeMo-RL. Every sample's padded length is a multiple of ``2 * size``.
 
@@ -101,7 +101,7 @@ class Zigzag(_Split):
 
 
 class Contiguous(_Split):
-    """Rank r holds the r-th equal window of the whole stream, wherever sample borders fall.
+    """Rank r has the r-th equal window of the whole stream, wherever sample borders fall.
 
     As in slime's all-gather context parallelism and verl's contiguous split. The stream is padded at its end until it
     divides; ``num_tokens`` of :meth:`Rows.packed` is the window's length after that padding.

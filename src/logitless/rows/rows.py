@@ -1,4 +1,4 @@
-"""Which rows of the logits matter, and where each result belongs. Built once per micro-batch, on the host.
+"""Which rows of the logits matter, and where each result belongs. Built once per micro-batch, on the CPU.
 
 Logit row t predicts token t+1, so a sample of prompt length P and total length L needs rows P-1 .. L-2:
 
@@ -6,9 +6,8 @@ Logit row t predicts token t+1, so a sample of prompt length P and total length 
     rows           ^  ^  ^            index  2 3 4
     target         r0 r1 r2           position 0 1 2
 
-A layout only decides which ``(sample, offset)`` each local token holds; everything after that is one filter
-(``_select``). Packed and padded batches differ in the few lines that lay their tokens out, and a parallel split
-of the sequence is one more such function: nothing below it changes.
+A layout only decides the sample and the offset of each local token; one filter (``_select``) does the rest. Packed
+batches, padded batches and context-parallel schemes differ in nothing else.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ class Rows:
         token_shape: leading shape of the logits these rows were made for: ``(T,)``, ``(N, S)``, or None for any.
         held: response tokens of each sample that have a row here, masked ones included.
         counts: rows of each sample that are scored here.
-        totals: ``[N]`` response tokens of each sample that count in the loss, on whatever rank they are: the mask is
+        totals: ``[N]`` response tokens of each sample that count in the loss, on all ranks together: the mask is
             nonzero and the target is not ``-100``.
-        slot: ``[R]`` place of each row among the held ones, or None where all of them are scored.
+        slot: ``[R]`` place of each row among the held response tokens, or None where all of them are scored.
         mask: ``[R]`` loss mask of each row, or None if there are no masks.
         response: ``[R]`` place of each row's target among all response tokens of the batch, sample after sample.
-        response_lengths: response tokens of each sample in all, on whatever rank.
-        spans: padded length of each sample in all.
+        response_lengths: response tokens of each sample, on all ranks together.
+        spans: padded length of each whole sample.
         cp: how the sequence is split, or None.
         in_order: whether the rows are all rows of the logits, in order.
         reach: one past the largest index, where the shape alone does not say it.
@@ -95,14 +94,13 @@ class Rows:
             response_lengths: how many tokens at the end of each sample are response.
             loss_masks: one mask per sample, as long as its response; nonzero means "counts".
             loss_mask_only: score only the rows whose mask is nonzero. :meth:`split` and :meth:`gather` still return
-                every response token, with zeros at the others.
+                every response token, with zeros where the mask is 0.
             cp: :class:`Zigzag`, :class:`Contiguous`, or a :class:`~logitless.rows.layouts.Scheme` of your own; None if
                 the sequence is not split.
             align: each sample is padded to a multiple of this; default 1, and ``2 * size`` for zigzag.
-            cu_seqlens: ``[N + 1]`` starts of the padded samples, the whole sequence's, instead of ``align``; one more
+            cu_seqlens: ``[N + 1]`` starts of the padded samples in the whole sequence, instead of ``align``; one more
                 entry means padding after the last sample.
-            num_tokens: rows of the local logits if padding follows at their end; default as many as the samples (or
-                ``cu_seqlens``) need.
+            num_tokens: rows of the local logits, padding included; default as many as samples or ``cu_seqlens`` need.
             device: where the rows will be used; default the device of the tokens.
 
         >>> rows = Rows.packed([[7, 8, 9], [4, 5, 6, 7]], [1, 2])
@@ -181,7 +179,7 @@ class Rows:
     def at(index: Tensor | Sequence[int], target: Tensor | Sequence[int], num_tokens: int | None = None) -> Rows:
         """Rows from a plain pair of lists: score ``target[i]`` under logits row ``index[i]``.
 
-        The index is checked once, here (one device-to-host copy if it lives on an accelerator).
+        The index is checked once, here (one copy to the CPU if it is on an accelerator).
 
         Args:
             index: ``[R]`` distinct rows of the flattened logits.
@@ -237,14 +235,14 @@ class Rows:
         return x.flatten(0, len(shape) - 1).index_select(0, self.index)
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """Per-sample results: ``[R]`` becomes one tensor per sample, as long as the response held here.
+        """Per-sample results: ``[R]`` becomes one tensor per sample, with an entry for each response token held here.
 
-        Where rows were dropped by ``loss_mask_only`` their places hold zero. Differentiable.
+        Rows that ``loss_mask_only`` left out are zero. Differentiable.
         """
         return list(self._hold(x, "split").split(self.held))
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The inverse of :meth:`split`: one tensor per sample, as long as its held response, becomes ``[R]``."""
+        """The inverse of :meth:`split`: ``[R]`` from one tensor per sample, an entry for each held response token."""
         if len(parts) != len(self.held):
             raise LogitlessError(f"Rows.join: got {len(parts)} tensors for {len(self.held)} samples.")
         for sample, (part, held) in enumerate(zip(parts, self.held, strict=True)):
@@ -295,7 +293,7 @@ class Rows:
         return lists[0] if isinstance(x, Tensor) else lists
 
     def redistribute(self, x: Tensor | Sequence[Tensor], to: Rows, group: Any, *, grad: GradRule) -> Any:
-        """The same values in another split's order: ``[R]`` of these rows becomes ``[R']`` of ``to``.
+        """The same values in the order of another split: ``[R]`` of these rows becomes ``[R']`` of ``to``.
 
         For example from contiguous to zigzag. One collective for all samples and all fields; arguments as
         for :meth:`gather`. Rows of ``to`` that no rank scored are zero.
@@ -313,9 +311,9 @@ class Rows:
         return fields[0] if isinstance(x, Tensor) else fields
 
     def check_over(self, group: Any) -> None:
-        """Raise on every rank unless the ranks of the sequence group have rows of one batch, each its own part.
+        """Raise on every rank unless the ranks of the sequence group made their rows from one batch, each its own part.
 
-        One small collective, to be used once at start-up or while debugging.
+        One small collective, for start-up or debugging.
         """
         process_group = resolve_group(group, "Rows.check_over: group")
         if process_group is None:
@@ -384,7 +382,7 @@ def _select(
     cp: Scheme | None,
     device: torch.device | str | None,
 ) -> Rows:
-    """The one filter: of the local tokens, holding ``(sample, offset)``, keep those that predict a response token."""
+    """The one filter: of the local tokens, given by sample and offset, pick those that predict a response token."""
     position = offset - (batch.prompts - 1).index_select(0, sample)
     place = ((position >= 0) & (position < batch.responses.index_select(0, sample))).nonzero().squeeze(1)
     sample, position = sample.index_select(0, place), position.index_select(0, place)
@@ -402,7 +400,7 @@ def _select(
     on_host = target.device.type == "cpu" and target.numel() > 0
     target_range = (int(target.min()), int(target.max())) if on_host else None
     device = torch.device(device) if device is not None else batch.ids.device
-    # One copy for what was computed on the host.
+    # One copy for all that was computed on the CPU.
     place, sample, position, response = torch.stack([place, sample, position, response]).to(device, non_blocking=True)
     return Rows(
         index=place,
@@ -465,7 +463,7 @@ def _check_agreement(table: Sequence[tuple[Any, ...]]) -> None:
             raise LogitlessError(f"Rows.check_over: ranks disagree about {name}: rank by rank it is {list(values)}.")
     if list(ranks) != list(range(len(table))):
         raise LogitlessError(
-            f"Rows.check_over: ranks 0 .. {len(table) - 1} of the group planned as ranks {list(ranks)} of the split."
+            f"Rows.check_over: ranks 0 .. {len(table) - 1} of the group made rows of ranks {list(ranks)} of the split."
         )
     if schemes[0][1] != len(table):
         raise LogitlessError(

@@ -1,4 +1,4 @@
-"""A batch of samples, checked and joined on the host: what every layout starts from.
+"""A batch of samples, checked and joined on the CPU: what every layout starts from.
 
 Nothing here knows about rows of logits. Errors name the sample.
 """
@@ -27,8 +27,8 @@ class Samples:
 
     Attributes:
         ids: all token ids, sample after sample, on the device they came on.
-        lengths: ``[N]`` tokens of each sample, on the host.
-        responses: ``[N]`` response tokens at the end of each, on the host.
+        lengths: ``[N]`` tokens of each sample, on the CPU.
+        responses: ``[N]`` response tokens at the end of each sample, on the CPU.
         mask: loss mask of every response token, sample after sample, or None.
         mask_only: whether rows with a zero mask are to be left out.
     """
@@ -51,7 +51,7 @@ class Samples:
     def totals(self) -> Tensor:
         """``[N]`` response tokens of each sample that count in the loss: mask nonzero, id not ``-100``.
 
-        Differences of running sums, so that nothing waits for the device the ids or the masks are on.
+        Differences of running sums, so that nothing waits for the device of the ids or the masks.
         """
         stop, counted = self.lengths.cumsum(0), self.ids != IGNORE
         if self.mask is not None:

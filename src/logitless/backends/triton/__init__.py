@@ -219,7 +219,7 @@ def mix(x: Tensor, by: Tensor, y: Tensor, index: Tensor, times: Tensor, out: Ten
 
 
 def _of_rows(problem: Problem, norm: Normaliser, coef: Coefficients) -> dict[str, Any]:
-    """What every gradient kernel reads of a row and of its columns."""
+    """Arguments of every gradient kernel that concern a row and its columns."""
     return {
         "column": problem.column,
         "gain": problem.gain,
@@ -236,16 +236,16 @@ def _of_rows(problem: Problem, norm: Normaliser, coef: Coefficients) -> dict[str
 
 @functools.cache
 def _kernels() -> Any:
-    """The kernels' module. A dry run on the meta device launches none of them and needs no Triton."""
+    """The kernels' module. A dry run launches no kernel and needs no Triton."""
     if importlib.util.find_spec("triton") is None:
         raise LogitlessError('backend="triton": Triton is not installed. Run pip install "logitless[triton]".')
     return importlib.import_module("logitless.backends.triton.kernels")
 
 
 def _launch(kernel: str, programs: int, *, on: Tensor, **arguments: Any) -> None:
-    """So many programs of a kernel, on the device of a tensor, which need not be the current one.
+    """Launch a kernel with so many programs, on the device of a tensor, which need not be the current one.
 
-    The meta device has nothing to compute, and no programs are no launch.
+    Nothing is launched on the meta device, nor for 0 programs.
     """
     if programs == 0 or on.is_meta:
         return

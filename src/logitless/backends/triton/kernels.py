@@ -186,7 +186,7 @@ def gradient_kernel(
     """One block of one row of ``out`` per program: ``dz = p * (plain + product * (z - m))``, ``at_target`` there.
 
     The block is read before the same place is written, so ``out`` may be ``logits``. Rows without a slot, skipped
-    rows and padding columns get zero. Without an index nothing has to arrive before the block itself can be asked for.
+    rows and padding columns get zero. Without an index the load of the block waits for no other load.
     """
     num_blocks = tl.cdiv(width, BLOCK)
     i_t = (tl.program_id(0) // num_blocks).to(tl.int64)
@@ -201,7 +201,7 @@ def gradient_kernel(
             i_c = tl.load(column + i_r)
         if i_c != SKIP:
             i_t = tl.load(index + i_r).to(tl.int64)
-        # The rows of others are neither read nor written as anything but zero.
+        # Rows that are not scored are not read, and get zeros.
         m_c = m_c & (i_c != SKIP)
         i_r = tl.maximum(i_r, 0)
     else:
@@ -246,7 +246,7 @@ def narrowing_kernel(
 ):
     """One row per program: its gradient, in fewer bytes per element, over the start of the row's own memory.
 
-    Blocks ascend, and a block is in registers before it is written: where it goes lies within what was read by then.
+    Blocks ascend, and a block is in registers before it is written: its place was read by then.
     """
     i_r = tl.program_id(0).to(tl.int64)
     i_c = tl.load(column + i_r)
@@ -283,7 +283,7 @@ def row_exponentials(
 ):
     """One read and one write of a row: with ``d = z - base``, but ``most`` at most, ``(max z, sum e^d, sum e^d d)``.
 
-    What is written is ``e^d``, times ``1 - tanh^2`` if asked for, and 0 at column ``i_c``.
+    Writes ``e^d``, times ``1 - tanh^2`` if asked for, and 0 at column ``i_c``.
     """
     b_m = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
     b_s = tl.zeros([BLOCK], dtype=tl.float32)
@@ -309,7 +309,7 @@ def row_exponentials(
 
 @triton.jit
 def finite_or_zero(x):
-    """0 for the reference of a row that had nothing but -inf so far."""
+    """The reference; 0 for a row whose logits so far were all -inf."""
     return tl.where(x == float("-inf"), 0.0, x)
 
 
@@ -340,10 +340,10 @@ def exponentials_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One row per program: its statistics, and ``e^(z - reference)`` of it, in one read where the reference holds.
+    """One row per program: its statistic and ``e^(z - reference)``, in one read if the reference is near enough.
 
-    The reference is what the row's earlier tiles left. Only where the row turns out to lie too far from it is the row
-    done again, with its own maximum. The target's place gets 0, and so does all of a skipped row.
+    The reference comes from the row's earlier tiles. Where the row's maximum lies too far from it, the row is done
+    again with that maximum. The target's place gets 0, and so does all of a skipped row.
     """
     i_r = tl.program_id(0).to(tl.int64)
     i_c = tl.load(column + i_r)
@@ -376,7 +376,7 @@ def exponentials_kernel(
                     b_sum = tl.load(p_sum, mask=d + o_d < sums_columns, other=0.0)
                     tl.store(p_sum, b_sum * factor, mask=d + o_d < sums_columns)
         tl.store(reference + i_r, new)
-        # Statistics are told relative to the maximum; those of a tile too far below to matter, to the reference.
+        # The statistic is relative to the maximum, or to the reference if the tile lies too far below it to matter.
         shift = tl.where(base - m <= FAR, base - m, 0.0)
         factor = tl.exp2(shift * LOG2E)
         top = tl.where(base - m <= FAR, m, new)
