@@ -5,7 +5,8 @@
     keep        3 products    16-bit exponentials of all rows fit the budget: backward need not recompute logits
     recompute   4 products    everything else; with the exponentials of some rows stored, between 3 and 4
 
-Decided from shapes, options and one memory budget, before anything runs. How large a tile should be is in ``machine``.
+One product fewer where only hidden, or only the head, needs a gradient. Decided from shapes, options and one memory
+budget, before anything runs. How large a tile should be is in ``machine``.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class LinearPlan:
         forward, backward: sizes of the two tile loops.
         kept_rows: how many rows' exponentials are stored for backward.
         reason: why, in a sentence.
+        products: matrix products of forward and backward together, of the size of the logits.
     """
 
     kind: Literal["forward", "frozen", "keep", "recompute"]
@@ -77,11 +79,12 @@ class LinearPlan:
     backward: Tiles
     kept_rows: int
     reason: str
+    products: int
 
     def __str__(self) -> str:
-        products = {"forward": "1", "frozen": "2", "keep": "3", "recompute": "4"}[self.kind]
+        products = str(self.products)
         if self.kind == "recompute" and self.kept_rows:
-            products = "between 3 and 4"
+            products = f"between {self.products - 1} and {self.products}"
         return (
             f"{self.kind}: {products} matrix products, because {self.reason}. Forward in tiles of {self.forward.rows} "
             f"x {self.forward.columns} logits, backward in tiles of {self.backward.rows} x {self.backward.columns} and "
@@ -106,13 +109,13 @@ def choose_plan(call: Call, needs: Sequence[bool]) -> LinearPlan:
     if asked.kept is not None:
         forward, backward = _all_rows(forward, shape), _all_rows(backward, shape)
     if not (hidden or head):
-        return LinearPlan("forward", forward, backward, 0, "nothing needs a gradient")
+        return LinearPlan("forward", forward, backward, 0, "nothing needs a gradient", 1)
     if hidden and not head and asked.entropy != "grad" and asked.kept is None:
         reason = "the head needs no gradient and entropy is not differentiated"
         # The tile shares its budget with its exponentials in the operands' dtype.
         forward = forward_tiles(first._replace(logits_bytes=shape.logits_bytes + shape.operand_bytes), work)
-        return LinearPlan("frozen", forward, backward, 0, reason)
-    kept_rows = 0
+        return LinearPlan("frozen", forward, backward, 0, reason, 2)
+    kept_rows, gradients = 0, hidden + head
     if asked.kept is None and not asked.batch_invariant and shape.operand_bytes == 2 and not call.squash:
         kept_rows = min(shape.rows, spare // max(1, exponentials_row(shape, backward.columns)))
     if kept_rows:
@@ -120,9 +123,9 @@ def choose_plan(call: Call, needs: Sequence[bool]) -> LinearPlan:
         forward = forward._replace(columns=backward.columns)
     if kept_rows and kept_rows == shape.rows:
         reason = f"the exponentials of all {kept_rows} rows fit the budget"
-        return LinearPlan("keep", forward, backward, kept_rows, reason)
+        return LinearPlan("keep", forward, backward, kept_rows, reason, 1 + gradients)
     reason = f"gradients are needed, and the budget holds the exponentials of {kept_rows} of {shape.rows} rows"
-    return LinearPlan("recompute", forward, backward, kept_rows, reason)
+    return LinearPlan("recompute", forward, backward, kept_rows, reason, 2 + gradients)
 
 
 def forward_tiles(shape: Shape, memory: int) -> Tiles:

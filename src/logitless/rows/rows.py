@@ -170,9 +170,9 @@ class Rows:
             sample = int(batch.lengths.argmax())
             raise LogitlessError(f"Rows.padded: sample {sample} has {longest} tokens but max_length is {width}.")
         lead = width - batch.lengths if padding == "left" else torch.zeros_like(batch.lengths)
-        spans = torch.full_like(batch.lengths, _round_up(width, cp.multiple) if cp else width)
-        sample, place = cp.tokens(spans, width) if cp else ragged_arange(spans)
-        token_shape = (len(batch), _round_up(width, cp.multiple) // cp.size if cp else width)
+        spans = torch.full_like(batch.lengths, _round_up(width, 1 if cp is None else cp.multiple))
+        sample, place = ragged_arange(spans) if cp is None else cp.tokens(spans, width)
+        token_shape = (len(batch), width if cp is None else _round_up(width, cp.multiple) // cp.size)
         return _select(batch, sample, place - lead[sample], token_shape, spans, cp, device)
 
     @staticmethod

@@ -27,7 +27,6 @@ from logitless.spec import EntropyMode, format_bytes, parse_memory
 from logitless.tools.presets import ModelShape
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-PRODUCTS = {"forward": 1, "frozen": 2, "keep": 3, "recompute": 4}
 BUDGETS = ("256MiB", "512MiB", *(f"{1 << n}GiB" for n in range(8)))
 """Values of ``memory=`` that are tried, smallest first."""
 UNIT = 256
@@ -310,7 +309,7 @@ def _recommend(step: LossStep, free: int, asked: Estimate) -> tuple[int | str, E
 
 def _products(call: Estimate) -> int:
     assert isinstance(call.plan, LinearPlan)
-    return PRODUCTS[call.plan.kind]
+    return call.plan.products
 
 
 def snippet(step: LossStep, memory: int | str) -> str:
