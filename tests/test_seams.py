@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -265,3 +267,68 @@ def refuse_on_one_rank(rank: int, world: int) -> str:
 def test_what_one_rank_refuses_all_refuse(ranks):
     texts = ranks(refuse_on_one_rank, 2, timeout=30)
     assert all("do not hold one column" in text for text in texts), texts
+
+
+# Groups that a host wraps.
+
+
+class Wrapped(dist.ProcessGroup):
+    """A group inside another, as slime has them so that groups can be taken down and made again."""
+
+    def __init__(self, inner) -> None:
+        super().__init__(dist.get_rank(inner), dist.get_world_size(inner))
+        self.inner = inner
+
+    def rank(self) -> int:
+        return self.inner.rank()
+
+    def size(self) -> int:
+        return self.inner.size()
+
+
+def unwrapping(function):
+    def call(*args, **kwargs):
+        args = [x.inner if isinstance(x, Wrapped) else x for x in args]
+        return function(*args, **{k: x.inner if isinstance(x, Wrapped) else x for k, x in kwargs.items()})
+
+    return call
+
+
+UNWRAPPED = ("get_rank", "get_world_size", "all_reduce", "all_gather_into_tensor", "all_gather_object")
+
+
+def score_over_a_wrapped_group(rank: int, world: int) -> list[list[torch.Tensor]]:
+    """Sharded and sequence parallel, by the functions that the host replaced; then again over a group made anew."""
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(s, generator=generator) for s in ((6, 8), (20, 8)))
+    target, found = torch.arange(6), []
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        # The host calls the old names of torch 2.13's collectives, too.
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        for name in (*UNWRAPPED, "reduce_scatter_tensor"):
+            patch.setattr(dist, name, unwrapping(getattr(dist, name)))
+        group = Wrapped(dist.new_group([0, 1]))
+        shard = ll.VocabShard(10 * rank, 10 * rank + 10, group)
+        for _ in range(2):
+            leaf = hidden.chunk(2)[rank].clone().requires_grad_()
+            part = weight.chunk(2)[rank].clone().requires_grad_()
+            out = ll.linear_logprobs(leaf, part, target, shard=shard, sequence_parallel=True, entropy="grad")
+            (out.logprob.sum() + out.entropy.sum()).backward()
+            found.append([out.logprob.detach(), leaf.grad, part.grad])
+            dist.destroy_process_group(group.inner)
+            group.inner = dist.new_group([0, 1])
+    return found
+
+
+def test_groups_that_a_host_wraps(ranks):
+    results = ranks(score_over_a_wrapped_group, 2, timeout=60)
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(s, generator=generator).double().requires_grad_() for s in ((6, 8), (20, 8)))
+    right = truth(hidden @ weight.T, torch.arange(6), torch.arange(6))
+    (right.logprob.sum() + right.entropy.sum()).backward()
+    for rank, times in enumerate(results):
+        for logprob, d_hidden, d_weight in times:
+            torch.testing.assert_close(logprob.double(), right.logprob.detach(), atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(d_hidden.double(), hidden.grad.chunk(2)[rank], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(d_weight.double(), weight.grad.chunk(2)[rank], atol=1e-5, rtol=1e-5)

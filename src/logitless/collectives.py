@@ -80,9 +80,7 @@ def gather_over(group: Group, x: Tensor) -> Tensor:
     out = x.new_empty((group.size(), *x.shape))
     if isinstance(group, DryGroup):
         return group.pretend(out, out)
-    # torch 2.13 renamed the collective and warns about the old name, which is the only one before it.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(out.flatten(0, 1), x.contiguous(), group=group)
+    _named(group, "all_gather_single", "all_gather_into_tensor")(out.flatten(0, 1), x.contiguous(), group=group)
     return out
 
 
@@ -96,10 +94,16 @@ def scatter_sum_over(group: Group, x: Tensor) -> Tensor:
     out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
     if isinstance(group, DryGroup):
         return group.pretend(x, out)
-    # As above: renamed in torch 2.13.
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(out, x.contiguous(), group=group)
+    _named(group, "reduce_scatter_single", "reduce_scatter_tensor")(out, x.contiguous(), group=group)
     return out
+
+
+def _named(group: Group, new: str, old: str) -> Callable[..., Any]:
+    """A collective that torch 2.13 renamed, warning about the old name.
+
+    A host whose groups are a class of its own, as slime's are, replaces the functions of the old names to unwrap them.
+    """
+    return getattr(dist, new if type(group) is dist.ProcessGroup and hasattr(dist, new) else old)
 
 
 def sum_over(group: Group, x: Tensor) -> Tensor:

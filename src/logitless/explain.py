@@ -1,4 +1,4 @@
-"""``explain``: which way a call from hidden states will go, asked before it is made."""
+"""``explain``: which route a call from hidden states will take, asked before it is made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from logitless.policy_loss.plan import LossPlan
 def explain(
     hidden: Tensor, weight: Tensor, rows: Any, *, objective: Objective | None = None, **options: Any
 ) -> LinearPlan | LossPlan:
-    """Which way :func:`linear_logprobs` goes with these arguments, and why; with an objective,
+    """Which route :func:`linear_logprobs` takes with these arguments, and why; with an objective,
     :func:`linear_policy_loss`. Computes nothing.
 
     Args:

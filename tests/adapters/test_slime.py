@@ -375,6 +375,48 @@ def test_every_mesh(ranks):
     ranks(run_everything, 4, timeout=TIMEOUT)
 
 
+def score_without_a_group(rank: int, world: int) -> Tensor:
+    """To slime, as to torch, no group is the default group; and its parallel state is what its module binds."""
+    with megatron(2):
+        loss = slime()
+        logits = torch.arange(24.0).reshape(2, 12).sin() * 3
+        logitless.install("slime")
+        try:
+            return loss.calculate_log_probs_and_entropy(logits.chunk(2, -1)[rank], torch.tensor([1, 8]), None)[0]
+        finally:
+            logitless.uninstall("slime")
+
+
+def test_no_group_is_the_world(ranks):
+    """It was taken for unsharded: each rank normalised over its own half."""
+    logits = torch.arange(24.0).reshape(2, 12).sin() * 3
+    right = torch.log_softmax(logits, -1)[torch.arange(2), torch.tensor([1, 8])][:, None]
+    for logprob in ranks(score_without_a_group, 2, timeout=TIMEOUT):
+        torch.testing.assert_close(logprob, right)
+
+
+def test_the_parallel_state_is_the_one_slime_binds(alone, monkeypatch):
+    batch = BATCHES[0]
+    here = here_alone(alone)
+    asked = []
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            asked.append(name)
+            return getattr(parallel_state, name)
+
+    from megatron.core import parallel_state
+
+    monkeypatch.setattr(alone, "mpu", Watched())
+    logitless.install("slime")
+    try:
+        logits = torch.randn(1, sum(batch.lengths), V)
+        alone.get_log_probs_and_entropy(logits, args=here.args, **here.inputs)
+    finally:
+        logitless.uninstall("slime")
+    assert {"get_context_parallel_rank", "get_tensor_model_parallel_group"} <= set(asked)
+
+
 def here_alone(loss: Any, batch: Batch = BATCHES[0], **more: Any) -> Here:
     inputs = {"unconcat_tokens": batch.tokens(), "total_lengths": batch.lengths, "response_lengths": batch.responses}
     return Here(loss, arguments(**more), batch, inputs, 1, 0, 1, 0)

@@ -12,11 +12,13 @@ token has no recorded support.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from logitless.adapters.audit import Audit
@@ -45,6 +47,11 @@ def custom_megatron_init(args: Any) -> Installed:
     return install_host(HOST, options)
 
 
+def _parallel_state() -> Any:
+    """Megatron's parallel state as slime's loss has it: its tests bind another one there."""
+    return sys.modules["slime.backends.megatron_utils.loss"].mpu
+
+
 # One row per logit row.
 
 
@@ -68,7 +75,9 @@ def make_calculate(original: Callable[..., Any], options: Mapping[str, Any]) -> 
             # Empty, but with a graph, as on ranks that have rows.
             nothing = logits.sum(-1)
             return nothing, nothing if with_entropy and with_entropy_grad else _detached(nothing, with_entropy)
-        logits, shard = logits.contiguous(), even_shard(tp_group, logits.shape[1])
+        # To slime, as to torch, no group is the default group.
+        group = dist.group.WORLD if tp_group is None and dist.is_initialized() else tp_group
+        logits, shard = logits.contiguous(), even_shard(group, logits.shape[1])
         shared: dict[str, Any] = {"shard": shard, "memory": _memory(options, chunk_size, logits.shape[1])}
         entropy = _entropy_mode(with_entropy, with_entropy_grad)
         if log_prob_keep_mask is None:
@@ -195,8 +204,7 @@ class _Batch(NamedTuple):
         response_lengths: Sequence[int],
         masks: Sequence[Tensor] | None,
     ) -> _Batch:
-        from megatron.core import parallel_state
-
+        parallel_state = _parallel_state()
         _check_lengths(tokens, total_lengths)
         size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
         window: dict[str, Any] = {"num_tokens": outputs.shape[1], "device": outputs.device}
@@ -223,8 +231,7 @@ def _score(
     logits: Tensor, rows: Rows, kept: Kept | None, entropy: EntropyMode, args: Any, options: Mapping[str, Any]
 ) -> list[Tensor]:
     """``[R]`` log-probs, and entropies if asked for."""
-    from megatron.core import parallel_state
-
+    parallel_state = _parallel_state()
     audit: Audit = options["audit"]
     shard = even_shard(parallel_state.get_tensor_model_parallel_group(), logits.shape[1])
     head = Head(temperature=getattr(args, "rollout_temperature", 1.0))

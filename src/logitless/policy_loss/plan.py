@@ -64,8 +64,8 @@ class LossPlan:
         if self.tiles is not None:
             content = f"16-bit exponentials, by tiles of {self.tiles.rows} x {self.tiles.columns} logits"
         return (
-            f"one pass: {self.products} matrix products, because {self.reason}. {len(self.chunks)} chunks{samples}, of at "
-            f"most {self.rows} rows of {content}."
+            f"one pass: {self.products} matrix products, because {self.reason}. {len(self.chunks)} chunks{samples}, "
+            f"of at most {self.rows} rows of {content}."
         )
 
 
