@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
 
+import logitless
 from logitless import backends
 from logitless.backends import tiled
 from logitless.errors import LogitlessError
@@ -105,6 +107,23 @@ def test_hosts_have_a_version_or_none(monkeypatch):
     assert found.tested
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     assert doctor._host("transformers").found is None
+
+
+def test_a_host_whose_parent_package_is_missing(monkeypatch):
+    """``find_spec("megatron.core")`` raises where there is no megatron, and took the whole report down with it."""
+    real = doctor.importlib.util.find_spec
+
+    def without_megatron(name, package=None):
+        if name.startswith("megatron."):
+            raise ModuleNotFoundError("No module named 'megatron'", name="megatron")
+        return None if name == "megatron" else real(name, package)
+
+    monkeypatch.setattr("importlib.util.find_spec", without_megatron)
+    for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert doctor._host("megatron").found is None
+    with pytest.raises(LogitlessError, match="the package megatron-core is not installed in this environment"):
+        logitless.install("megatron")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

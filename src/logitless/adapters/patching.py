@@ -303,8 +303,16 @@ def _report(installation: _Installation) -> Installed:
 # Versions and signatures.
 
 
+def is_there(package: str) -> bool:
+    """Whether a package can be imported. Where its parent is missing, so is the package."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def _check_version(host: Host, any_version: bool) -> str:
-    if host.package not in sys.modules and importlib.util.find_spec(host.package) is None:
+    if host.package not in sys.modules and not is_there(host.package):
         name = host.distribution or host.package
         raise LogitlessError(f'install("{host.name}"): the package {name} is not installed in this environment.')
     found = _version(host)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from logitless.adapters import HOSTS
+from logitless.adapters.patching import is_there
 from logitless.backends import NAMES, choose_backend, load
 from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import linear_logprobs
@@ -193,7 +194,7 @@ def _truth(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 def _host(name: str) -> HostFinding:
     host = importlib.import_module(f"logitless.adapters.{name}").HOST
     found = None
-    if importlib.util.find_spec(host.package) is not None:
+    if is_there(host.package):
         found = _version(host.distribution or host.package) or "of unknown version"
     return HostFinding(name, found, tuple(host.versions))
 
