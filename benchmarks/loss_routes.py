@@ -42,10 +42,10 @@ def routes(shape: plans.LossShape, memory: int) -> dict[str, plans.LossPlan]:
         "exponentials": (plans.even_chunks(sizes.rows, room), tiles),
     }
     found = {
-        name: plans.LossPlan("one pass", cut, False, sizes.columns, some, memory, "", 3)
+        name: plans.LossPlan("one pass", cut, False, sizes.columns, some, memory, "")
         for name, (cut, some) in chunks.items()
     }
-    return {**found, "two passes": plans.LossPlan("two passes", (), False, 0, None, 0, "", 4)}
+    return {**found, "two passes": plans.LossPlan("two passes", (), False, 0, None, 0, "")}
 
 
 def milliseconds(step: Callable[[], object], repeats: int = 5) -> float:

@@ -477,7 +477,8 @@ def test_a_term_that_takes_means_without_saying_so():
         "Objective: a term takes a mean over samples, but may be given rows that cut through them. Declare Objective(le"
     ):
         bad_call(hidden=torch.randn(5, 8).requires_grad_(), objective=ll.Objective(policy=shy))
-    bad_call(hidden=torch.randn(5, 8).requires_grad_(), objective=ll.Objective(policy=shy, level="sequence"))
+    rows = ll.Rows.packed([torch.arange(6)], [5])
+    bad_call(hidden=torch.randn(6, 8).requires_grad_(), rows=rows, objective=ll.Objective(policy=shy, level="sequence"))
 
 
 def test_explain_takes_no_part_of_the_objective():

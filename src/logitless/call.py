@@ -357,7 +357,8 @@ def _check_tokens(hidden: Tensor, weight: Tensor, rows: Rows, asked: Options) ->
     if (rows.num_tokens is not None and rows.num_tokens != num_tokens) or rows.reach > num_tokens:
         wanted = f"at least {rows.reach}" if rows.num_tokens is None else rows.num_tokens
         raise LogitlessError(f"{asked.caller}: rows were made for {wanted} tokens but hidden holds {num_tokens}.")
-    _check_order(asked.caller, "hidden", list(hidden.shape[:-1]), rows)
+    first, *more = hidden.shape[:-1] or (1,)
+    _check_order(asked.caller, "hidden", [first * ranks, *more], rows)
     tensors = {"weight": weight, "rows": rows.index, "target": rows.target}
     for what, x in {**tensors, "bias": asked.bias, "weight_grad": asked.weight_grad}.items():
         if x is not None and x.device != hidden.device:

@@ -151,14 +151,14 @@ def pieces(whole: int, step: int, dry: bool = False) -> list[slice]:
     """The ranges of at most ``step`` that a loop works through.
 
     On the meta device nothing is computed and only allocations count: in such a ``dry`` run the first two and the last
-    range stand for all of them.
+    two ranges stand for all of them.
 
     >>> [(s.start, s.stop) for s in pieces(10, 4)]
     [(0, 4), (4, 8), (8, 10)]
     """
     starts = range(0, whole, step)
-    if dry and len(starts) > 3:
-        starts = (starts[0], starts[1], starts[-1])
+    if dry and len(starts) > 4:
+        starts = (starts[0], starts[1], starts[-2], starts[-1])
     return [slice(start, min(start + step, whole)) for start in starts]
 
 

@@ -39,7 +39,6 @@ class LossPlan:
         tiles: of logits, by which a chunk of exponentials is filled; None where the chunk holds the logits.
         elementwise: bytes of working space for the plain-torch backend.
         reason: why, in a sentence.
-        products: matrix products of forward and backward together, of the size of the logits.
     """
 
     kind: Literal["one pass", "two passes"]
@@ -49,7 +48,6 @@ class LossPlan:
     tiles: Tiles | None
     elementwise: int
     reason: str
-    products: int
 
     @property
     def rows(self) -> int:
@@ -58,13 +56,13 @@ class LossPlan:
 
     def __str__(self) -> str:
         if self.kind == "two passes":
-            return f"two passes: {self.products} matrix products, because {self.reason}."
+            return f"two passes: 4 matrix products, because {self.reason}."
         samples = " of whole samples" if self.whole_samples else ""
         content = "logits"
         if self.tiles is not None:
             content = f"16-bit exponentials, by tiles of {self.tiles.rows} x {self.tiles.columns} logits"
         return (
-            f"one pass: {self.products} matrix products, because {self.reason}. {len(self.chunks)} chunks{samples}, "
+            f"one pass: 3 matrix products, because {self.reason}. {len(self.chunks)} chunks{samples}, "
             f"of at most {self.rows} rows of {content}."
         )
 
@@ -167,7 +165,7 @@ def choose_loss_plan(shape: LossShape, sequence_level: bool, obstacle: str | Non
     def one_pass(rows: int, tiles: Tiles | None) -> LossPlan:
         chunks = whole_samples(shape.counts, rows) if sequence_level else even_chunks(sum(shape.counts), rows)
         columns = SLAB if shape.widened else max(1, sizes.columns)
-        return LossPlan("one pass", chunks, sequence_level, columns, tiles, elementwise, reason, 2 + shape.trained)
+        return LossPlan("one pass", chunks, sequence_level, columns, tiles, elementwise, reason)
 
     rows = max(1, work // (max(1, sizes.columns) * sizes.logits_bytes))
     plan = one_pass(rows, None)
@@ -189,7 +187,7 @@ def choose_loss_plan(shape: LossShape, sequence_level: bool, obstacle: str | Non
             obstacle = (
                 f"one pass in the {len(plan.chunks)} chunks that memory= holds takes {one / two:.2f} times as long"
             )
-    return plan if obstacle is None else LossPlan("two passes", (), False, 0, None, 0, obstacle, 3 + shape.trained)
+    return plan if obstacle is None else LossPlan("two passes", (), False, 0, None, 0, obstacle)
 
 
 def _is_worthwhile(shape: LossShape, logits: LossPlan, exponentials: LossPlan, rows: int) -> bool:
