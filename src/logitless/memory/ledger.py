@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from logitless.memory.shapes import result_of
 
@@ -160,7 +159,14 @@ def _item(group: list[Entry]) -> Item:
 
 
 def _tensors(x: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor))
+    """Tensors in what an operator takes or returns: at most lists, and keyword arguments."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, list | tuple):
+        for part in x:
+            yield from _tensors(part)
+    elif isinstance(x, dict):
+        yield from _tensors(list(x.values()))
 
 
 def _is_one_of(storage: Any, inputs: Any) -> bool:

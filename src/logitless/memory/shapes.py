@@ -20,6 +20,10 @@ def result_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What ``func(*args, **kwargs)`` returns where all tensors are on the meta device."""
     if func in SHAPES:
         return SHAPES[func](*args, **kwargs)
+    name = func._schema.name
+    if name.endswith("_") and not name.endswith("__"):
+        # In place: nothing is computed, and nothing is made.
+        return args[0]
     if torch.Tag.pointwise in func.tags and args and isinstance(args[0], Tensor):
         return _pointwise(func, args, kwargs)
     return func(*args, **kwargs)
@@ -27,8 +31,8 @@ def result_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The broadcast shape, in the dtype that the operator gives to no elements at all."""
-    if func._schema.is_mutable:
-        return kwargs.get("out", args[0])
+    if "out" in kwargs:
+        return kwargs["out"]
     shape = _broadcast([x.shape for x in args if isinstance(x, Tensor)])
     return _empty(shape, func(*map(_without_elements, args), **kwargs).dtype)
 
@@ -89,10 +93,19 @@ def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     return _empty([*x.shape[:first], *_broadcast([i.shape for i in given]), *x.shape[first + len(given) :]], x.dtype)
 
 
-def _reduced(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    shape = list(x.shape)
-    shape[dim] = 1
-    return _empty(shape if keepdim else [*shape[:dim], *shape[dim:][1:]], torch.bool)
+def _reduced(
+    x: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, **_: Any
+) -> Tensor:
+    """A sum or an extreme over some dimensions; none named are all."""
+    named = range(x.dim()) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
+    gone = {dim % max(x.dim(), 1) for dim in named}
+    shape = [1 if i in gone else n for i, n in enumerate(x.shape) if keepdim or i not in gone]
+    return _empty(shape, dtype or x.dtype)
+
+
+def _summed(x: Tensor, *args: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """Sums of integers and truth values are int64."""
+    return _reduced(x, *args, dtype=dtype or (x.dtype if x.is_floating_point() else torch.int64))
 
 
 def _log_softmax(x: Tensor, *_: Any) -> Tensor:
@@ -120,6 +133,10 @@ SHAPES: dict[Any, Callable[..., Tensor]] = {
     aten.cat.default: _cat,
     aten.index.Tensor: _index,
     aten.all.dim: _reduced,
+    aten.amax.default: _reduced,
+    aten.amin.default: _reduced,
+    aten.sum.default: _summed,
+    aten.sum.dim_IntList: _summed,
     aten.mm.default: _mm,
     aten._log_softmax.default: _log_softmax,
     aten._log_softmax_backward_data.default: _log_softmax,

@@ -211,7 +211,7 @@ class RunningStep:
         if not wanted:
             return {}
         outputs = out[: 2 if self.step.entropy == "grad" else 1]
-        found = torch.autograd.grad(outputs, list(wanted.values()), [self.upstream] * len(outputs), allow_unused=True)
+        found = torch.autograd.grad(_Root.apply(self.upstream, *outputs), list(wanted.values()), allow_unused=True)
         return {name: x for name, x in zip(wanted, found, strict=True) if x is not None}
 
     def _plain(self) -> tuple[Any, ...]:
@@ -240,6 +240,19 @@ class RunningStep:
         loss, metrics, _ = evaluate(hidden, weight, call, self.plan, objective, inputs, 1.0, True)
         self.metrics = metrics
         return (loss,)
+
+
+class _Root(torch.autograd.Function):
+    """A number that hands every output the same upstream gradient. Handing them to autograd itself imports sympy."""
+
+    @staticmethod
+    def forward(ctx: Any, upstream: Tensor, *outputs: Tensor) -> Tensor:
+        ctx.upstream, ctx.count = upstream, len(outputs)
+        return upstream.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return None, *(ctx.upstream,) * ctx.count
 
 
 def hand_over(buffer: Tensor) -> Tensor:
