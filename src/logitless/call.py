@@ -9,8 +9,8 @@ inspected, which would stall the stream; a bad one makes its own row NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -50,6 +50,14 @@ class Options:
     backend: str = "auto"
     memory: int | str = "256MiB"
     caller: str = "linear_logprobs"
+
+    @staticmethod
+    def of(arguments: Mapping[str, Any], caller: str) -> Options:
+        """Those of a function's arguments that are options, each under its own name."""
+        return Options(**{name: arguments[name] for name in _OPTIONS if name in arguments}, caller=caller)
+
+
+_OPTIONS = tuple(f.name for f in fields(Options) if f.name != "caller")
 
 
 @dataclass(frozen=True, eq=False)

@@ -74,9 +74,7 @@ def logprobs(
     tensor([-1.3863,  0.0000])
     """
 
-    options = Options(
-        entropy=entropy, head=head, shard=shard, kept=kept, backend=backend, memory=memory, caller="logprobs"
-    )
+    options = Options.of(locals(), "logprobs")
     call = together(options, partial(resolve_logits, logits, rows, options, overwrite_logits), Call.facts)
     return in_shape(score_logits(logits, call), call.shape)
 

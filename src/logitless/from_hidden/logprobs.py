@@ -84,21 +84,7 @@ def linear_logprobs(
     >>> out.logprob
     tensor([-1.3863,  0.0000])
     """
-    options = Options(
-        bias=bias,
-        entropy=entropy,
-        head=head,
-        shard=shard,
-        kept=kept,
-        hidden_grad=hidden_grad,
-        sequence_parallel=sequence_parallel,
-        weight_grad=weight_grad,
-        match=match,
-        tf32=tf32,
-        batch_invariant=batch_invariant,
-        backend=backend,
-        memory=memory,
-    )
+    options = Options.of(locals(), "linear_logprobs")
     hidden, weight, options = as_products_take(hidden, weight, options)
     call, plan = together(options, partial(_resolve, hidden, weight, rows, options), lambda made: made[0].facts())
     return in_shape(score(hidden, weight, call, plan), call.shape)

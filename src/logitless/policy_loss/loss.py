@@ -94,21 +94,7 @@ def linear_policy_loss(
     >>> float(loss)
     -1.0
     """
-    asked = Options(
-        bias=bias,
-        head=head,
-        shard=shard,
-        kept=kept,
-        hidden_grad=hidden_grad,
-        sequence_parallel=sequence_parallel,
-        weight_grad=weight_grad,
-        match=match,
-        tf32=tf32,
-        batch_invariant=batch_invariant,
-        backend=backend,
-        memory=memory,
-        caller=NAME,
-    )
+    asked = Options.of(locals(), NAME)
     hidden, weight, asked = as_products_take(hidden, weight, asked)
 
     def resolve() -> tuple[Call, LossPlan, Inputs]:
