@@ -21,7 +21,9 @@ def show_demo(demo: Demo, figure: Path, console: Console) -> None:
     )
     console.print("\n".join(lines), highlight=False)
     console.print(_runs(demo), highlight=False)
-    console.print(f"\nPeak of a loss step of {measured.tokens} tokens, vocabulary {measured.vocab}:\n", highlight=False)
+    console.print(
+        f"\nPeak of a loss step of {measured.tokens} tokens, vocabulary {measured.vocab}, in MiB:\n", highlight=False
+    )
     console.print(_peaks(demo), highlight=False)
     console.print()
     console.print(Panel(verdict(demo), border_style="green" if demo.ok else "red"), highlight=False)
@@ -41,4 +43,6 @@ def _runs(demo: Demo) -> str:
 
 def _peaks(demo: Demo) -> str:
     columns = ("response rows", *(f"{fraction:.0%}" for fraction in demo.by_fraction.fractions))
-    return text_table(columns, [(name, *map(format_bytes, peaks)) for name, peaks in demo.by_fraction.peaks.items()])
+    # The unit is in the title: with it in every cell the table is wider than a terminal.
+    rows = [(name, *(f"{peak / 2**20:.1f}" for peak in peaks)) for name, peaks in demo.by_fraction.peaks.items()]
+    return text_table(columns, rows)
