@@ -48,6 +48,13 @@ def main() -> None:
     """Entry point of the ``logitless`` command: an error is one line, and exit code 1."""
     try:
         app()
+    except SystemExit as end:
+        if not end.code and "TORCHELASTIC_RUN_ID" in os.environ:
+            # All ranks are done. Gloo's threads sometimes abort a process that takes its group down beside its peers.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+        raise
     except Exception as error:
         if "--debug" in sys.argv:
             raise
@@ -314,10 +321,9 @@ def _ranks() -> Iterator[tuple[int, int, Any]]:
 
     # Ranks wait for the slowest one, however long it takes; if one dies, torchrun ends the others.
     dist.init_process_group("gloo", timeout=timedelta(days=30))
-    try:
-        yield dist.get_rank(), int(os.environ.get("LOCAL_RANK", "0")), dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
+    yield dist.get_rank(), int(os.environ.get("LOCAL_RANK", "0")), dist.group.WORLD
+    # Nobody leaves before all are done; the group goes with the process.
+    dist.barrier()
 
 
 @contextmanager
