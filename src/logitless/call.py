@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from logitless.backends import choose_backend
-from logitless.collectives import agree_over
-from logitless.errors import LogitlessError
+from logitless.collectives import agree_over, fingerprint
+from logitless.errors import LogitlessError, did_you_mean
 from logitless.kept import Kept, Support
 from logitless.machine import CPU, Machine
 from logitless.rows import Rows
@@ -55,6 +55,18 @@ class Options:
     def of(arguments: Mapping[str, Any], caller: str) -> Options:
         """Those of a function's arguments that are options, each under its own name."""
         return Options(**{name: arguments[name] for name in _OPTIONS if name in arguments}, caller=caller)
+
+    @staticmethod
+    def named(given: Mapping[str, Any], caller: str) -> Options:
+        """Options by name; raises for a name that is none."""
+        for name in given:
+            if name not in _OPTIONS:
+                known = ", ".join(_OPTIONS)
+                raise LogitlessError(
+                    f"{caller}: {name} is no option that the route depends on.{did_you_mean(name, _OPTIONS)} "
+                    f"Options are: {known}."
+                )
+        return Options(**given, caller=caller)
 
 
 _OPTIONS = tuple(f.name for f in fields(Options) if f.name != "caller")
@@ -115,15 +127,24 @@ class Call:
 
     def facts(self) -> dict[str, Any]:
         """What the ranks of a vocabulary group must agree on."""
-        from_hidden = self.asked.caller != "logprobs"
+        asked, head = self.asked, self.asked.head or PLAIN
+        from_hidden, kept = asked.caller != "logprobs", asked.kept
         facts = {
             "the number of rows": self.num_rows,
             f"the dtype of {'hidden' if from_hidden else 'the logits'}": str(self.dtype),
-            "entropy": self.asked.entropy,
-            "whether there are kept ids": self.asked.kept is not None,
+            "which rows are scored": fingerprint(self.rows.index),
+            "the targets": fingerprint(self.rows.target),
+            "entropy": asked.entropy,
+            "whether there are kept ids": kept is not None,
+            "the kept ids": None if kept is None else (fingerprint(kept.ids), fingerprint(kept.lengths)),
             "the vocabulary size": self.vocab_size,
-            "hidden_grad": self.asked.hidden_grad,
-            "sequence_parallel": self.asked.sequence_parallel,
+            "temperature": fingerprint(head.temperature),
+            "scale": head.scale,
+            "softcap": head.softcap,
+            "match": asked.match,
+            "whether there is a bias": asked.bias is not None,
+            "hidden_grad": asked.hidden_grad,
+            "sequence_parallel": asked.sequence_parallel,
         }
         # Backward of hidden states is a collective; that of logits is not.
         return facts | ({"whether hidden needs a gradient": self.tracked} if from_hidden else {})
@@ -132,13 +153,14 @@ class Call:
 def together(asked: Options, resolve: Callable[[], T], facts_of: Callable[[T], dict[str, Any]]) -> T:
     """``resolve()``; if the shard asks for it, compared over its group, so that all ranks raise or none does."""
     shard = asked.shard
-    if shard is None or shard.group is None or not shard.check_calls:
+    if shard is None or not getattr(shard, "check_calls", False) or shard.group is None:
         return resolve()
     return agree_over(shard.group, asked.caller, resolve, facts_of)
 
 
 def resolve_logits(logits: Tensor, rows: Any, asked: Options, overwrite: bool) -> Call:
     """The call of :func:`logitless.logprobs`."""
+    _check_kinds(asked)
     chosen, shape = resolve_rows(asked.caller, rows)
     _check_entropy(asked)
     check_logits(asked.caller, logits, chosen, asked.shard)
@@ -150,6 +172,7 @@ def resolve_logits(logits: Tensor, rows: Any, asked: Options, overwrite: bool) -
 
 def resolve_hidden(hidden: Tensor, weight: Tensor, rows: Any, asked: Options, machine: Machine | None = None) -> Call:
     """The call of a path from hidden states. The machine is that of the tensors, unless a dry run names another."""
+    _check_kinds(asked)
     _check_operands(hidden, weight, asked)
     _check_parallel(asked)
     chosen, shape = resolve_rows(asked.caller, rows)
@@ -176,7 +199,7 @@ def _resolve(
         index=None if rows.in_order else rows.index,
         shape=shape,
         dtype=x.dtype,
-        tracked=x.requires_grad,
+        tracked=recorded(x)[0],
         entropy=asked.entropy is not None,
         gain=head.gain(num_rows, wide, x.device),
         squash=head.squash,
@@ -290,6 +313,18 @@ def check_kept(caller: str, kept: Kept, rows: Rows, vocab_size: int, device: tor
             raise LogitlessError(
                 f"{caller}: kept ids run from {low} to {high}, outside the vocabulary of {vocab_size}."
             )
+
+
+def _check_kinds(asked: Options) -> None:
+    for name, x, kind in (("head", asked.head, Head), ("kept", asked.kept, Kept)):
+        if x is not None and not isinstance(x, kind):
+            raise LogitlessError(f"{asked.caller}: {name} must be a {kind.__name__} or None but is {_kind(x)}.")
+    if asked.shard is not None and not hasattr(asked.shard, "vocab_size"):
+        raise LogitlessError(f"{asked.caller}: shard must be a VocabShard or None but is {_kind(asked.shard)}.")
+
+
+def _kind(x: Any) -> str:
+    return type(x).__name__
 
 
 def _check_entropy(asked: Options) -> None:

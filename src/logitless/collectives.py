@@ -120,6 +120,25 @@ def table_over(group: dist.ProcessGroup, row: tuple[Any, ...]) -> list[tuple[Any
     return table
 
 
+def fingerprint(x: Any) -> Any:
+    """A short text that differs, all but surely, where two tensors do; anything else as it is. Waits for the device.
+
+    >>> fingerprint(torch.tensor([1, 2])) == fingerprint(torch.tensor([2, 1]))
+    False
+    """
+    if not isinstance(x, Tensor):
+        return x
+    bits = x.detach().contiguous().flatten()
+    bits = bits.view(_INTEGERS[bits.element_size()]) if bits.dtype != torch.bool else bits
+    # Sums of 64-bit integers wrap around, so that any order of adding gives the same.
+    mixed = bits.to(torch.int64) * 0x5851F42D4C957F2D + torch.arange(len(bits), device=x.device) * 0x14057B7EF767814F
+    mixed = (mixed ^ (mixed >> 29)) * 0x3C6EF372FE94F82B
+    return f"{list(x.shape)} {int((mixed ^ (mixed >> 32)).sum()) & 0xFFFFFFFFFFFFFFFF:016x}"
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def agree_over(
     group: dist.ProcessGroup, caller: str, prepare: Callable[[], T], facts_of: Callable[[T], dict[str, Any]]
 ) -> T:
@@ -131,7 +150,8 @@ def agree_over(
     try:
         prepared = prepare()
         facts = facts_of(prepared)
-    except LogitlessError as error:
+    except Exception as error:
+        # Also what is nobody's fault here (a model's own tensor class, say): the peers wait below.
         failure = error
     table = table_over(group, (None if failure is None else str(failure), facts))
     if failure is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,10 @@ class Kept:
 
     def __post_init__(self) -> None:
         for name, x in (("ids", self.ids), ("lengths", self.lengths)):
+            if not isinstance(x, Tensor):
+                raise LogitlessError(
+                    f"Kept: {name} must be a 1-D integer tensor but is a {type(x).__name__}. Pass torch.tensor(...)."
+                )
             if x.dim() != 1 or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
                 raise LogitlessError(f"Kept: {name} must be a 1-D integer tensor but is {list(x.shape)} {x.dtype}.")
         if self.lengths.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -90,6 +95,22 @@ class Kept:
         return Kept(flat[starts_R[row] + within].to(rows.index.device), lengths_R.to(rows.index.device))
 
 
+class Entries(NamedTuple):
+    """The ids of all supports, targets included, sorted by row and id: flat ``[K + R]`` vectors.
+
+    Attributes:
+        row: ascending.
+        ids: of the whole vocabulary.
+        first: False for the second and later copies of an id within its row.
+        is_target: whether the id is the row's target.
+    """
+
+    row: Tensor
+    ids: Tensor
+    first: Tensor
+    is_target: Tensor
+
+
 class KeptLogits(NamedTuple):
     """Transformed logits of each row's support, sorted by row and id, on flat ``[K + R]`` vectors."""
 
@@ -125,8 +146,9 @@ class Support:
     start: int
     vocab_size: int
 
-    def logits(self, problem: Problem) -> KeptLogits:
-        """Gather the support's logits out of a problem that has all rows."""
+    @cached_property
+    def entries(self) -> Entries:
+        """All ids, sorted once for all tiles."""
         kept, target = self.kept, self.target
         arange = torch.arange(target.numel(), device=target.device)
         row = torch.cat([torch.repeat_interleave(arange, kept.lengths, output_size=kept.ids.numel()), arange])
@@ -137,6 +159,11 @@ class Support:
         row, ids = row[order], ids[order]
         same = (row[1:] == row[:-1]) & (ids[1:] == ids[:-1])
         first = torch.cat([same.new_ones(min(1, row.numel())), ~same])
+        return Entries(row, ids, first, ids == target[row])
+
+    def logits(self, problem: Problem) -> KeptLogits:
+        """Gather the support's logits out of a problem that has all rows."""
+        row, ids, first, is_target = self.entries
         column = ids - (self.start + problem.first)
         here = (column >= 0) & (column < problem.columns)
         column = torch.where(here, column, 0)
@@ -150,7 +177,7 @@ class Support:
             z, slope = x * gain, gain
         z = torch.where(here, z, -torch.inf)
         z = torch.where((ids >= 0) & (ids < self.vocab_size), z, torch.nan)
-        return KeptLogits(row, column, z, slope, here, first, ids == target[row], kept.lengths + 1)
+        return KeptLogits(row, column, z, slope, here, first, is_target, self.kept.lengths + 1)
 
 
 def kept_statistics(k: KeptLogits) -> Tensor:
@@ -172,7 +199,10 @@ def kept_gradient(
 ) -> Tensor:
     """``[K + R]`` whole gradient at each logit of the support: ``g_l (onehot - p_support)``, plus dense terms."""
     log_p = (k.z - kept_norm.reference[k.row]) - kept_norm.log_sum[k.row]
-    dz = -g_logprob[k.row] * torch.where(k.is_target, torch.expm1(logprob)[k.row], log_p.exp())
+    upstream = g_logprob[k.row]
+    dz = -upstream * torch.where(k.is_target, torch.expm1(logprob)[k.row], log_p.exp())
+    # Not the product alone: a row whose log-prob is NaN may have entropy and log Z, and gradients of those.
+    dz = torch.where(upstream != 0, dz, 0.0)
     if coef is not None:
         d = k.z - norm.reference[k.row]
         dense = coef.plain[k.row]

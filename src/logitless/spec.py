@@ -84,7 +84,13 @@ class Head:
         """
         numerator = self.scale if self.softcap is None else self.softcap
         if not isinstance(self.temperature, Tensor):
-            return torch.full((num_rows,), numerator / self.temperature, dtype=dtype, device=device)
+            factor = numerator / self.temperature
+            if abs(factor) > torch.finfo(dtype).max:
+                raise LogitlessError(
+                    f"Head: a temperature of {self.temperature!r} makes the factor of the logits {factor:g}, which "
+                    f"{dtype} does not hold. For the most likely token take argmax."
+                )
+            return torch.full((num_rows,), factor, dtype=dtype, device=device)
         if self.temperature.numel() != num_rows:
             raise LogitlessError(
                 f"Head: temperature has shape {list(self.temperature.shape)} but there are {num_rows} rows. "

@@ -98,7 +98,7 @@ def score(hidden: Tensor, weight: Tensor, call: Call, plan: LinearPlan) -> Token
 
 def linear_plan(hidden: Tensor, weight: Tensor, rows: Any, **options: Any) -> LinearPlan:
     """Which route :func:`linear_logprobs` takes with these arguments, and why. Computes nothing."""
-    hidden, weight, asked = as_products_take(hidden, weight, Options(**options))
+    hidden, weight, asked = as_products_take(hidden, weight, Options.named(options, "linear_logprobs"))
     return _resolve(hidden, weight, rows, asked)[1]
 
 
@@ -185,6 +185,7 @@ class _LinearLogProbs(torch.autograd.Function):
         p = Projection.of(selected_rows(saved.hidden, call), saved.weight, saved.bias, saved.column, call)
         terms = _terms(call, plan, saved, g_logprob, g_entropy, g_log_z)
         want, buffer = ctx.needs_input_grad[:3], call.asked.weight_grad
+        assert plan.backward is not None
         found = gradients(p, plan.backward, terms, want=want, weight_grad=buffer)
         d_hidden = None if found.hidden is None else hidden_gradient(found.hidden, saved.hidden.shape, call)
         return d_hidden, found.weight, found.bias, None, None

@@ -68,7 +68,7 @@ class LinearPlan:
 
     Attributes:
         kind: which of the four routes.
-        forward, backward: sizes of the two tile loops.
+        forward, backward: sizes of the two tile loops; no backward where nothing is multiplied there.
         kept_rows: how many rows' exponentials are stored for backward.
         reason: why, in a sentence.
         products: matrix products of forward and backward together, of the size of the logits.
@@ -76,7 +76,7 @@ class LinearPlan:
 
     kind: Literal["forward", "frozen", "keep", "recompute"]
     forward: Tiles
-    backward: Tiles
+    backward: Tiles | None
     kept_rows: int
     reason: str
     products: int
@@ -85,11 +85,12 @@ class LinearPlan:
         products = str(self.products)
         if self.kind == "recompute" and self.kept_rows:
             products = f"between {self.products - 1} and {self.products}"
-        return (
-            f"{self.kind}: {products} matrix products, because {self.reason}. Forward in tiles of {self.forward.rows} "
-            f"x {self.forward.columns} logits, backward in tiles of {self.backward.rows} x {self.backward.columns} and "
-            f"blocks of {self.backward.block} rows."
-        )
+        tiles = f"Forward in tiles of {self.forward.rows} x {self.forward.columns} logits"
+        if self.backward is not None:
+            rows, columns, block, *_ = self.backward
+            tiles += f", backward in tiles of {rows} x {columns} and blocks of {block} rows"
+        noun = "product" if products == "1" else "products"
+        return f"{self.kind}: {products} matrix {noun}, because {self.reason}. {tiles}."
 
 
 def choose_plan(call: Call, needs: Sequence[bool]) -> LinearPlan:
@@ -103,18 +104,20 @@ def choose_plan(call: Call, needs: Sequence[bool]) -> LinearPlan:
     spare, work = max(0, call.memory - WORK), min(call.memory, WORK)
     # Batch-invariant tiles are those of a batch of one fixed size.
     first = shape._replace(rows=FIXED_ROWS) if asked.batch_invariant else shape
-    forward, backward = forward_tiles(first, work), backward_tiles(shape, work)
-    if call.machine.same_tiles and (hidden or head) and not asked.batch_invariant:
-        forward = forward._replace(rows=backward.rows, columns=backward.columns)
-    if asked.kept is not None:
-        forward, backward = _all_rows(forward, shape), _all_rows(backward, shape)
     if not (hidden or head):
-        return LinearPlan("forward", forward, backward, 0, "nothing needs a gradient", 1)
+        forward = forward_tiles(first, work)
+        forward = forward if asked.kept is None else _all_rows(forward, shape)
+        return LinearPlan("forward", forward, None, 0, "nothing needs a gradient", 1)
     if hidden and not head and asked.entropy != "grad" and asked.kept is None:
         reason = "the head needs no gradient and entropy is not differentiated"
         # The tile shares its budget with its exponentials in the operands' dtype.
         forward = forward_tiles(first._replace(logits_bytes=shape.logits_bytes + shape.operand_bytes), work)
-        return LinearPlan("frozen", forward, backward, 0, reason, 2)
+        return LinearPlan("frozen", forward, None, 0, reason, 2)
+    forward, backward = forward_tiles(first, work), backward_tiles(shape, work)
+    if call.machine.same_tiles and not asked.batch_invariant:
+        forward = forward._replace(rows=backward.rows, columns=backward.columns)
+    if asked.kept is not None:
+        forward, backward = _all_rows(forward, shape), _all_rows(backward, shape)
     kept_rows, gradients = 0, hidden + head
     if asked.kept is None and not asked.batch_invariant and shape.operand_bytes == 2 and not call.squash:
         kept_rows = min(shape.rows, spare // max(1, exponentials_row(shape, backward.columns)))

@@ -135,6 +135,17 @@ class Objective:
         """Which entropy to compute: with a graph only if the loss has an entropy term."""
         return "grad" if self.entropy_coef != 0 else "value"
 
+    def described(self) -> str:
+        """The settings that differ from the defaults, the same on every rank: functions by name.
+
+        >>> Objective.recipe("dapo").described()
+        'Objective(clip=(0.2, 0.28))'
+        """
+        settings = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain = {name: x for name, x in settings.items() if x != getattr(_PLAIN, name)}
+        shown = {name: getattr(x, "__qualname__", repr(x)) for name, x in plain.items()}
+        return f"Objective({', '.join(f'{name}={x}' for name, x in shown.items())})"
+
     @property
     def sequence_level(self) -> bool:
         """Whether a term takes means over whole samples."""
@@ -411,3 +422,6 @@ class Objective:
                 f"samples run over the context-parallel group, and nothing else does: pass that one as group=."
             )
         return group
+
+
+_PLAIN = Objective()

@@ -53,7 +53,7 @@ def cispo(inputs: Inputs, *, clip: Bounds = (1.0, 4.0)) -> tuple[Tensor, Values]
     ratio = bounded_exp(inputs.log_ratio.detach())
     weight = ratio.clamp(1 - low, 1 + high)
     values = _shares(below=ratio < 1 - low, above=ratio > 1 + high, dtype=ratio.dtype)
-    return -inputs.advantage * weight * inputs.logprob, values
+    return _weighed(-inputs.advantage * weight, inputs.logprob), values
 
 
 def sapo(inputs: Inputs, *, positive: float = 1.0, negative: float = 1.05) -> tuple[Tensor, Values]:
@@ -73,7 +73,7 @@ def sapo(inputs: Inputs, *, positive: float = 1.0, negative: float = 1.05) -> tu
 
 def reinforce(inputs: Inputs) -> Tensor:
     """``-A log pi``, without a ratio. Williams 1992."""
-    return -inputs.advantage * inputs.logprob
+    return _weighed(-inputs.advantage, inputs.logprob)
 
 
 class PolicyTerm(NamedTuple):
@@ -115,6 +115,11 @@ def _clipped_surrogate(
         loss = torch.where(capped, bound, loss)
         values["dual_clip_fraction"] = capped.to(ratio.dtype)
     return loss, values
+
+
+def _weighed(weight: Tensor, logprob: Tensor) -> Tensor:
+    """The product, and 0 where the weight is: a log-prob may be -inf there."""
+    return torch.where(weight != 0, weight * logprob, 0.0)
 
 
 def _shares(*, below: Tensor, above: Tensor, dtype: torch.dtype) -> Values:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from logitless.backends import load
 from logitless.call import Call, Options, as_products_take, outside_of_compile, recorded, resolve_hidden, together
+from logitless.collectives import fingerprint
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.from_hidden.logprobs import score
 from logitless.from_hidden.plan import choose_plan
@@ -105,7 +106,7 @@ def linear_policy_loss(
         return call, plan, objective.inputs(None, call.rows, fields, **batch)
 
     needed = any(recorded(hidden, weight, asked.bias))
-    call, plan, inputs = together(asked, resolve, lambda made: _facts(made[0], made[1], needed))
+    call, plan, inputs = together(asked, resolve, lambda made: _facts(*made, objective, needed))
     loss, metrics, stats = evaluate(hidden, weight, call, plan, objective, inputs, grad_scale, drop_zeros)
     return (loss, metrics, stats) if return_stats else (loss, metrics)
 
@@ -141,7 +142,7 @@ def evaluate(
 def loss_plan(hidden: Tensor, weight: Tensor, rows: Any, objective: Objective, **options: Any) -> LossPlan:
     """Which route :func:`linear_policy_loss` takes with these arguments, and why. Computes nothing."""
     _check_objective(objective)
-    asked = Options(**{"memory": MEMORY, **options}, caller=NAME)
+    asked = Options.named({"memory": MEMORY, **options}, NAME)
     hidden, weight, asked = as_products_take(hidden, weight, asked)
     return _resolve(hidden, weight, rows, objective, asked)[1]
 
@@ -151,10 +152,17 @@ def _resolve(hidden: Tensor, weight: Tensor, rows: Any, objective: Objective, as
     return call, plan_of(call, weight.shape[1], weight.requires_grad, objective)
 
 
-def _facts(call: Call, plan: LossPlan, needed: bool) -> dict[str, Any]:
-    """What the ranks of a vocabulary group must agree on: each chunk is a collective."""
+def _facts(call: Call, plan: LossPlan, inputs: Inputs, objective: Objective, needed: bool) -> dict[str, Any]:
+    """What the ranks of a vocabulary group must agree on: each chunk is a collective, and all compute one loss."""
     chunks = f"{plan.kind} in {len(plan.chunks)} chunks of at most {plan.rows} rows"
-    return call.facts() | {"how to go (memory=, objective)": chunks, "whether a gradient is recorded": needed}
+    facts = {
+        "the objective": objective.described(),
+        "the fields": ", ".join(sorted(inputs.fields)),
+        "the weights of the rows (denominator=, masks)": fingerprint(inputs.weight),
+        "how to go (memory=, objective)": chunks,
+        "whether a gradient is recorded": needed,
+    }
+    return call.facts() | facts | {name: fingerprint(x) for name, x in sorted(inputs.fields.items())}
 
 
 class _Saved(NamedTuple):
@@ -163,7 +171,7 @@ class _Saved(NamedTuple):
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
-    boost: Tensor | None
+    scale: Tensor | None
     mark: Tensor
 
 
@@ -187,17 +195,16 @@ class _OnePass(torch.autograd.Function):
         p = Projection.of(selected_rows(hidden, call), weight, bias, column, call)
         # Only gradients that go to a buffer have their factor in advance.
         buffer = None if scale is None else call.asked.weight_grad
-        boost = _boost(hidden.dtype, inputs) if scale is None else scale
         want = ctx.needs_input_grad[:3]
         loop = OnePass.over(
-            p, plan, objective, inputs, want=want, weight_grad=buffer, scale=boost, drop_zeros=drop_zeros
+            p, plan, objective, inputs, want=want, weight_grad=buffer, scale=scale, drop_zeros=drop_zeros
         )
         out = loop.run()
         d_hidden, d_weight, d_bias = out.gradients
         # Whoever runs forward again for backward (a checkpoint) brings the mark of that run, and not of this one.
         ctx.run = object()
         mark = torch.tensor(id(ctx.run))
-        ctx.save_for_backward(*_Saved(d_hidden, d_weight if buffer is None else None, d_bias, boost, mark))
+        ctx.save_for_backward(*_Saved(d_hidden, d_weight if buffer is None else None, d_bias, out.scale, mark))
         ctx.call, ctx.shape = call, hidden.shape
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
         ctx.into_buffer, ctx.spent = buffer is not None, False
@@ -220,7 +227,7 @@ class _OnePass(torch.autograd.Function):
                 f"{NAME}: forward ran again in backward, as torch.utils.checkpoint with use_reentrant=False does, and "
                 f"weight_grad was added to both times. Call it outside of the checkpoint, or leave weight_grad out."
             )
-        factor = _factor(g_loss, saved.boost, ctx.into_buffer)
+        factor = _factor(g_loss, saved.scale, ctx.into_buffer)
         d_hidden, d_weight, d_bias = (
             None if x is None else _scaled(ctx.call.backend, x, factor, dtype)
             for x, dtype in zip(saved[:3], ctx.dtypes, strict=True)
@@ -230,25 +237,17 @@ class _OnePass(torch.autograd.Function):
         return (d_hidden, d_weight, d_bias, *(None,) * 6)
 
 
-def _boost(dtype: torch.dtype, inputs: Inputs) -> Tensor | None:
-    """A power of two that brings float16 gradients, small by the number of tokens, into that format's range."""
-    if dtype != torch.float16 or not len(inputs.weight):
-        return None
-    largest = inputs.weight.abs().max().float()
-    return torch.where(largest > 0, torch.exp2(-torch.log2(largest).floor()), 1.0)
-
-
-def _factor(g_loss: Tensor, boost: Tensor | None, into_buffer: bool) -> Tensor:
+def _factor(g_loss: Tensor, scale: Tensor | None, into_buffer: bool) -> Tensor:
     """What the gradients made in forward are to be multiplied by."""
     if not into_buffer:
-        return g_loss if boost is None else g_loss / boost
-    assert boost is not None
+        return g_loss if scale is None else g_loss / scale
+    assert scale is not None
     # The same factor may have been rounded on the way through the loss.
-    same = (g_loss - boost).abs() <= 1e-5 * boost.abs()
+    same = (g_loss - scale).abs() <= 1e-5 * scale.abs()
     if g_loss.device.type == "cpu" and not bool(same):
         raise LogitlessError(
             f"{NAME}: the gradient {float(g_loss)} arrived at the loss, but weight_grad was added to with grad_scale "
-            f"{float(boost)}. Pass grad_scale= the factor that the loss is multiplied by before backward."
+            f"{float(scale)}. Pass grad_scale= the factor that the loss is multiplied by before backward."
         )
     return torch.where(same, torch.ones_like(g_loss), torch.nan)
 

@@ -13,7 +13,7 @@ dropped between the statistic and the last two products.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,12 +33,13 @@ from logitless.spec import TokenStats
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """Loss, metrics, the rows' results, and the gradients for an upstream gradient of 1 (times the scale)."""
+    """Loss, metrics, the rows' results, and the gradients for an upstream gradient of 1 (times the scale, if any)."""
 
     loss: Tensor
     metrics: Metrics
     stats: TokenStats
     gradients: Gradients
+    scale: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +54,7 @@ class OnePass:
             weight ``[V, D]`` and the bias ``[V]`` in float32, added to.
         fresh: whether the weight's gradient holds nothing yet, so that the first product may overwrite it.
         scale: factor of all gradients, or None for 1.
+        float16: the factor that float16 gradients are held by while they are made, or None.
         drop_zeros: ask the device which rows have a gradient at all, and multiply only those.
     """
 
@@ -63,6 +65,7 @@ class OnePass:
     into: Gradients
     fresh: bool
     scale: Tensor | None
+    float16: Float16Scale | None
     drop_zeros: bool
 
     @staticmethod
@@ -89,7 +92,9 @@ class OnePass:
             into if weight else None,
             p.gain.new_zeros(p.weight.shape[0]) if bias else None,
         )
-        return OnePass(p, plan, objective, inputs, gradients, weight_grad is None, scale, drop_zeros)
+        # A buffer's factor is the caller's, who scales losses in float16 and looks for overflow.
+        float16 = Float16Scale(gradients) if p.hidden.dtype == torch.float16 and weight_grad is None else None
+        return OnePass(p, plan, objective, inputs, gradients, weight_grad is None, scale, float16, drop_zeros)
 
     def run(self) -> Outcome:
         """The objective of all rows, and the gradients."""
@@ -109,7 +114,8 @@ class OnePass:
         # Once more on all rows, for the value and the metrics: on vectors, and the same bits however rows were chunked.
         inputs = replace(self.inputs, logprob=stats.logprob, entropy=stats.entropy)
         loss, metrics = self.objective.evaluate(inputs)
-        return Outcome(loss.detach(), metrics, stats, self.into)
+        scale = self.scale if self.float16 is None else self.float16.settle(chunks)
+        return Outcome(loss.detach(), metrics, stats, self.into, scale)
 
     def _work_off(self, chunk: Chunk, start: int, stop: int, first: bool) -> RowResults:
         """Results of a chunk of rows; their gradients go where gradients go."""
@@ -117,8 +123,9 @@ class OnePass:
         results = row_results(chunk.statistics(start, stop), None, column == SKIP, True, self.p.call.group)
         part = self.inputs.cut(start, stop, self.plan.whole_samples)
         g_logprob, g_entropy = row_gradients(self.objective, part, results, check=first)
-        if self.scale is not None:
-            g_logprob, g_entropy = g_logprob * self.scale, None if g_entropy is None else g_entropy * self.scale
+        scale = self.scale if self.float16 is None else self.float16.lower(g_logprob, g_entropy)
+        if scale is not None:
+            g_logprob, g_entropy = g_logprob * scale, None if g_entropy is None else g_entropy * scale
         coef = coefficients(results.logprob, results.norm, results.mean, g_logprob, g_entropy, None)
         if not self.p.call.columns:
             self._zero(None if self.into.hidden is None else self.into.hidden[start:stop])
@@ -133,6 +140,8 @@ class OnePass:
             count = number()
             staying = _places(stays, count) if count <= (1 - FEW) * (stop - start) else None
             counted = None if count == stop - start else counted
+        if self.float16 is not None and not first:
+            self.float16.catch_up()
         self._multiply(d_z, slice(start, stop), staying, counted, overwrite=first and self.fresh)
         return results
 
@@ -190,6 +199,42 @@ class OnePass:
     def _dry_number(self, num_rows: int) -> int | None:
         """In a dry run no value says how many rows have a gradient; the call does."""
         return round(num_rows * (1 - self.p.call.dropped)) if self.p.hidden.is_meta else None
+
+
+class Float16Scale:
+    """The power of two that float16 gradients are held by: the largest upstream gradient so far is near 1.
+
+    Weights of rows are as small as the number of tokens is large, ratios and advantages have no bound, and what a chunk
+    brings is known only when it is there. So the factor falls where a chunk brings larger gradients, and what was made
+    before is brought down to it.
+    """
+
+    def __init__(self, into: Gradients) -> None:
+        self.into = into
+        self.by_chunk: list[Tensor] = []
+
+    def lower(self, *upstream: Tensor | None) -> Tensor:
+        """The factor for a chunk with these upstream gradients."""
+        sizes = torch.cat([x.abs().nan_to_num(0, 0, 0) for x in upstream if x is not None])
+        # Also of no rows at all; and of rows without a gradient, which any factor will do for.
+        largest = torch.nn.functional.pad(sizes, (0, 1), value=2.0**-100).max()
+        scale = torch.exp2(-torch.log2(largest).floor())
+        self.by_chunk.append(torch.minimum(scale, self.by_chunk[-1]) if self.by_chunk else scale)
+        return self.by_chunk[-1]
+
+    def catch_up(self) -> None:
+        """Bring sums over the chunks before down to the factor of this one."""
+        before, now = self.by_chunk[-2:]
+        for total in (self.into.weight, self.into.bias):
+            if total is not None and (now.is_meta or bool(now != before)):
+                total.mul_(now / before)
+
+    def settle(self, chunks: Sequence[tuple[int, int]]) -> Tensor | None:
+        """The factor of all gradients, after bringing the rows of every chunk down to it."""
+        for (start, stop), scale in zip(chunks, self.by_chunk, strict=True):
+            if self.into.hidden is not None:
+                self.into.hidden[start:stop] *= self.by_chunk[-1] / scale
+        return self.by_chunk[-1] if self.by_chunk else None
 
 
 def row_gradients(

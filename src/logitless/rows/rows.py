@@ -22,10 +22,13 @@ from torch import Tensor
 
 from logitless.collectives import resolve_group, table_over
 from logitless.errors import LogitlessError
+from logitless.rows.agreement import check_parts, check_same, check_samples
 from logitless.rows.exchange import GradRule, exchange_over
 from logitless.rows.layouts import SCHEME, Scheme, ragged_arange
 from logitless.rows.samples import Samples, Tokens, integer_vector, unpad
 from logitless.spec import IGNORE
+
+_COMPARED = ("padded length", "response length", "tokens", "loss mask")
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +56,7 @@ class Rows:
         in_order: whether the rows are all rows of the logits, in order.
         reach: one past the largest index, where the shape alone does not say it.
         target_range: smallest and largest target, if they were known before the rows went to an accelerator.
+        batch: the samples that the rows were cut from, for comparing; None where there are none.
     """
 
     index: Tensor
@@ -72,6 +76,7 @@ class Rows:
     in_order: bool = False
     reach: int = 0
     target_range: tuple[int, int] | None = None
+    batch: Samples | None = None
 
     @staticmethod
     def packed(
@@ -207,7 +212,9 @@ class Rows:
     @staticmethod
     def every(target: Tensor) -> Rows:
         """Every row of ``[..., V]`` logits, for targets of shape ``[...]``; ``-100`` leaves a row out."""
-        flat = integer_vector(target.reshape(-1) if isinstance(target, Tensor) else target, "Rows.every: target")
+        if not isinstance(target, Tensor):
+            raise LogitlessError(f"Rows.every: target must be a tensor but is a {type(target).__name__}.")
+        flat = integer_vector(target.reshape(-1), "Rows.every: target")
         index = torch.arange(flat.numel(), device=flat.device)
         return replace(_single_sample(index, flat, tuple(target.shape)), in_order=True)
 
@@ -321,7 +328,13 @@ class Rows:
         scheme = (type(self.cp).__name__, 1 if self.cp is None else self.cp.size)
         rank = 0 if self.cp is None else self.cp.rank
         lengths = self._whole_lengths("check_over")
-        _check_agreement(table_over(process_group, (rank, scheme, self.num_tokens, self.spans, lengths)))
+        assert self.batch is not None
+        mine = (rank, scheme, self.num_tokens, self.spans, lengths, *self.batch.fingerprints())
+        ranks, schemes, num_tokens, *by_sample = zip(*table_over(process_group, mine), strict=True)
+        check_parts(ranks, schemes, process_group.size())
+        for what, values in zip(_COMPARED, by_sample, strict=True):
+            check_samples(what, values)
+        check_same("num_tokens", num_tokens)
 
     def expand(self, x: Tensor) -> Tensor:
         """Scatter ``[R]`` back to one value per token, zeros elsewhere: ``[T]``, or ``[N, S]`` if padded."""
@@ -418,6 +431,7 @@ def _select(
         spans=tuple(spans.tolist()),
         cp=cp,
         target_range=target_range,
+        batch=batch,
     )
 
 
@@ -452,34 +466,6 @@ def _spans(
     if starts[0] != 0 or starts[-1] < starts[len(batch)]:
         raise LogitlessError(f"Rows.packed: cu_seqlens must start at 0 and never fall but is {starts.tolist()}.")
     return spans, int(starts[-1])
-
-
-def _check_agreement(table: Sequence[tuple[Any, ...]]) -> None:
-    """Every rank sees the same table, so every rank raises the same error, or none does."""
-    ranks, schemes, num_tokens, spans, responses = zip(*table, strict=True)
-    counts = [len(r) for r in responses]
-    for name, values in (("the scheme", schemes), ("the number of samples", counts)):
-        if len(set(values)) > 1:
-            raise LogitlessError(f"Rows.check_over: ranks disagree about {name}: rank by rank it is {list(values)}.")
-    if list(ranks) != list(range(len(table))):
-        raise LogitlessError(
-            f"Rows.check_over: ranks 0 .. {len(table) - 1} of the group made rows of ranks {list(ranks)} of the split."
-        )
-    if schemes[0][1] != len(table):
-        raise LogitlessError(
-            f"Rows.check_over: these rows are split over {schemes[0][1]} ranks but group has {len(table)}."
-        )
-    for name, lengths in (("padded length", spans), ("response length", responses)):
-        for sample, values in enumerate(zip(*lengths, strict=True)):
-            if len(set(values)) > 1:
-                raise LogitlessError(
-                    f"Rows.check_over: ranks disagree about the {name} of sample {sample}: rank by rank it is "
-                    f"{list(values)}."
-                )
-    if len(set(num_tokens)) > 1:
-        raise LogitlessError(
-            f"Rows.check_over: ranks disagree about num_tokens: rank by rank it is {list(num_tokens)}."
-        )
 
 
 def _round_up(n: Any, multiple: int) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from logitless.collectives import fingerprint
 from logitless.errors import LogitlessError
 from logitless.spec import IGNORE
 
@@ -62,6 +63,12 @@ class Samples:
             stop = response_stop
         running = torch.nn.functional.pad(counted.cumsum(0), (1, 0))
         return running[stop.to(running.device)] - running[(stop - self.responses).to(running.device)]
+
+    def fingerprints(self) -> tuple[list[str], list[str]]:
+        """Of each sample's tokens, and of its loss mask: what ranks compare. Waits for the device."""
+        lengths, responses = self.lengths.tolist(), self.responses.tolist()
+        masks = [""] * len(self) if self.mask is None else [fingerprint(x) for x in self.mask.split(responses)]
+        return [fingerprint(x) for x in self.ids.split(lengths)], masks
 
     @staticmethod
     def check(
