@@ -37,6 +37,36 @@ def test_compiled_whole(inputs):
         assert torch.allclose(mine, eager, rtol=1e-6, atol=1e-6)
 
 
+ROWS = ll.Rows.packed([[1, 2, 3, 4], [1, 2, 3]], [2, 1])
+TARGET, KEPT = torch.arange(7), ll.Kept(torch.arange(7), torch.ones(7, dtype=torch.int64))
+WHOLE = {
+    "no entropy": lambda x: ll.logprobs(2 * x, TARGET).logprob,
+    "entropy as a value": lambda x: ll.logprobs(2 * x, TARGET, entropy="value").logprob,
+    "a leaf": lambda x: ll.logprobs(x, TARGET).log_z,
+    "rows": lambda x: ll.logprobs(2 * x, ROWS, entropy="grad").entropy,
+    "gaps between rows": lambda x: ll.logprobs((2 * x)[:, :9], TARGET).logprob,
+    "kept ids": lambda x: ll.logprobs(2 * x, TARGET, kept=KEPT).logprob,
+    "a head made inside": lambda x: (
+        ll.logprobs(2 * x, TARGET, head=ll.Head(temperature=torch.full((7,), 0.7), softcap=3.0)).logprob
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", WHOLE)
+def test_compiled_whole_with_every_option(name: str):
+    """Only logits of a product with entropy "grad" went without a break."""
+    torch._dynamo.reset()
+    found = []
+    x = torch.randn(7, 10)
+    for function in (torch.compile(WHOLE[name], fullgraph=True, backend="aot_eager"), WHOLE[name]):
+        leaf = x.clone().requires_grad_()
+        out = function(leaf)
+        found.append((out.detach(), *torch.autograd.grad(out.sum(), leaf)))
+    for mine, eager in zip(*found, strict=True):
+        assert torch.allclose(mine, eager, rtol=1e-6, atol=1e-6)
+
+
 # At a graph break the compiler itself looks at the .grad of the non-leaf logits.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:The .grad attribute")
 def test_overwriting_breaks_the_graph_but_not_the_caller(inputs):

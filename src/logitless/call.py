@@ -22,7 +22,16 @@ from logitless.errors import LogitlessError, did_you_mean
 from logitless.kept import Kept, Support
 from logitless.machine import CPU, Machine
 from logitless.rows import Rows
-from logitless.spec import IGNORE, EntropyMode, Head, VocabShard, accumulation_dtype, parse_memory
+from logitless.spec import (
+    IGNORE,
+    EntropyMode,
+    Head,
+    VocabShard,
+    accumulation_dtype,
+    has_values,
+    inspectable,
+    parse_memory,
+)
 
 T = TypeVar("T")
 
@@ -123,7 +132,7 @@ class Call:
     def support(self) -> Support | None:
         """The sampler's support of each row, if there is one."""
         kept = self.asked.kept
-        return None if kept is None else Support(kept, self.rows.target, self.start, self.vocab_size)
+        return None if kept is None else Support.of(kept, self.rows.target, self.start, self.vocab_size)
 
     def facts(self) -> dict[str, Any]:
         """What the ranks of a vocabulary group must agree on."""
@@ -187,8 +196,7 @@ def _resolve(
 ) -> Call:
     head = asked.head or PLAIN
     vocab_size, columns = vocabulary(asked.caller, width, head, asked.shard)
-    if not torch.compiler.is_compiling():
-        check_targets(asked.caller, rows, vocab_size)
+    check_targets(asked.caller, rows, vocab_size)
     if asked.kept is not None:
         check_kept(asked.caller, asked.kept, rows, vocab_size, x.device)
     num_rows, wide = rows.index.numel(), accumulation_dtype(x.dtype)
@@ -247,7 +255,10 @@ def recorded(*tensors: Tensor | None) -> tuple[bool, ...]:
 
 def as_products_take(hidden: Tensor, weight: Tensor, asked: Options) -> tuple[Tensor, Tensor, Options]:
     """Operands as a linear layer would take them: in autocast's dtype where it is on, the local part of a DTensor."""
-    weight = local_weight(weight, asked.shard, asked.caller)
+    hidden = local_part(asked, "hidden", hidden, 0 if asked.sequence_parallel else None)
+    weight = local_part(asked, "weight", weight, 0)
+    bias, weight_grad = (local_part(asked, name, getattr(asked, name), 0) for name in ("bias", "weight_grad"))
+    asked = replace(asked, bias=bias, weight_grad=weight_grad)
     kind = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return hidden, weight, asked
@@ -255,23 +266,38 @@ def as_products_take(hidden: Tensor, weight: Tensor, asked: Options) -> tuple[Te
         # Autocast leaves float64 alone.
         return hidden, weight, asked
     dtype = torch.get_autocast_dtype(kind)
-    bias = None if asked.bias is None else asked.bias.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
     return hidden.to(dtype), weight.to(dtype), replace(asked, bias=bias)
 
 
-def local_weight(weight: Tensor, shard: VocabShard | None, caller: str) -> Tensor:
-    """The rows of the weight that live here, out of a DTensor whose meaning is clear."""
-    placements = getattr(weight, "placements", None)
+def local_part(asked: Options, name: str, x: Any, dim: int | None) -> Any:
+    """What lives here of an argument, out of a DTensor whose meaning is clear; anything else as it is.
+
+    Args:
+        dim: along which it may be sharded over the group of ``shard=``; None if it must be whole.
+    """
+    placements = getattr(x, "placements", None)
     if placements is None:
-        return weight
-    mesh = weight.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
-    over_group = mesh.ndim == 1 and shard is not None and mesh.get_group() == shard.group
-    if all(p.is_replicate() for p in placements) or (over_group and placements[0].is_shard(0)):
-        return weight.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+        return x
+    mesh, group = x.device_mesh, getattr(asked.shard, "group", None)
+    over_group = mesh.ndim == 1 and group is not None and mesh.get_group() == group
+    if all(p.is_replicate() for p in placements) or (over_group and dim is not None and placements[0].is_shard(dim)):
+        return x.to_local()
+    came = f"{asked.caller}: {name} is a DTensor with placements {placements}"
+    if name == "hidden":
+        raise LogitlessError(
+            f"{came}, but hidden must be whole on every rank: pass hidden.full_tensor() or redistribute it. Only with "
+            f"sequence_parallel=True may it be sharded by tokens, over the group of shard=."
+        )
+    if name == "logits":
+        raise LogitlessError(
+            f"{came}. Logits may be sharded by their last dimension over the group of shard=, as "
+            f"VocabShard.even(vocab_size, mesh) makes it; otherwise pass logits.full_tensor()."
+        )
     raise LogitlessError(
-        f"{caller}: weight is a DTensor with placements {placements}, as tensor parallelism and FSDP both make. For "
-        f"tensor parallelism pass shard=logitless.shard_of(weight); for FSDP use a PolicyHead, or call inside the "
-        f"forward of the module that owns the weight, where FSDP has gathered it."
+        f"{came}, as tensor parallelism and FSDP both make. For tensor parallelism pass "
+        f"shard=logitless.shard_of(weight); for FSDP use a PolicyHead, or call inside the forward of the module that "
+        f"owns the weight, where FSDP has gathered it."
     )
 
 
@@ -289,7 +315,9 @@ def vocabulary(caller: str, width: int, head: Head, shard: VocabShard | None) ->
 
 def check_targets(caller: str, rows: Rows, vocab_size: int) -> None:
     """Raise for a target outside the vocabulary, where that can be seen without a device sync."""
-    if rows.target.device.type != "cpu":
+    if not has_values(rows.target):
+        return
+    if not inspectable(rows.target):
         low, high = rows.target_range or (0, 0)
         if low >= 0 and high < vocab_size:
             return
@@ -307,7 +335,7 @@ def check_kept(caller: str, kept: Kept, rows: Rows, vocab_size: int, device: tor
         raise LogitlessError(f"{caller}: kept has {kept.lengths.numel()} rows but rows has {len(rows)}.")
     if kept.ids.device != device or kept.lengths.device != device:
         raise LogitlessError(f"{caller}: kept is on {kept.ids.device} but logits is on {device}.")
-    if device.type == "cpu" and kept.ids.numel() and not torch.compiler.is_compiling():
+    if inspectable(kept.ids) and kept.ids.numel():
         low, high = int(kept.ids.min()), int(kept.ids.max())
         if low < 0 or high >= vocab_size:
             raise LogitlessError(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from logitless.backends import run_gradient, run_statistics
 from logitless.backends.contract import Problem
-from logitless.call import Call, Options, outside_of_compile, resolve_logits, together
+from logitless.call import Call, Options, local_part, outside_of_compile, resolve_logits, together
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.kept import Kept, KeptLogits, Support, kept_gradient, kept_statistics, write_kept
 from logitless.results import in_shape, row_results, target_column
@@ -75,6 +75,7 @@ def logprobs(
     """
 
     options = Options.of(locals(), "logprobs")
+    logits = local_part(options, "logits", logits, logits.dim() - 1 if isinstance(logits, Tensor) else None)
     call = together(options, partial(resolve_logits, logits, rows, options, overwrite_logits), Call.facts)
     return in_shape(score_logits(logits, call), call.shape)
 
@@ -85,9 +86,12 @@ def score_logits(logits: Tensor, call: Call) -> TokenStats:
     ids, lengths = (None, None) if kept is None else (kept.ids, kept.lengths)
     arguments = (logits, call.rows.index, call.rows.target, call.gain, ids, lengths, call)
     if call.group is None and not call.overwrite:
-        return TokenStats(*_LogProbs.apply(*arguments))
-    # Collectives and the bookkeeping of overwriting are not traced.
-    return TokenStats(*outside_of_compile(_LogProbs.apply, *arguments))
+        found = _LogProbs.apply(*arguments)
+    else:
+        # Collectives and the bookkeeping of overwriting are not traced.
+        found = outside_of_compile(_LogProbs.apply, *arguments)
+    logprob, log_z, *entropy = found
+    return TokenStats(logprob, entropy[0] if entropy else None, log_z)
 
 
 class _Saved(NamedTuple):
@@ -121,7 +125,8 @@ class _LogProbs(torch.autograd.Function):
         kept_ids: Tensor | None,
         kept_lengths: Tensor | None,
         call: Call,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+    ) -> tuple[Tensor, ...]:
+        """Log-prob, log Z and, if wanted, entropy: the compiler takes no None among the results."""
         column = target_column(target, call.start, call.columns)
         problem = _problem(logits, index, column, gain, call)
         statistic = run_statistics(call.backend, problem)
@@ -150,12 +155,14 @@ class _LogProbs(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.call, ctx.spent = call, False
         # A leaf may ask for its gradient in another dtype; for anything else autograd keeps the tensor's own.
-        ctx.grad_dtype = (getattr(logits, "grad_dtype", None) if logits.is_leaf else None) or logits.dtype
-        return results[:3]
+        asks = logits.is_leaf and not torch.compiler.is_compiling()
+        ctx.grad_dtype = (getattr(logits, "grad_dtype", None) if asks else None) or logits.dtype
+        entropy = () if results.entropy is None else (results.entropy,)
+        return results.logprob, results.log_z, *entropy
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, g_logprob: Tensor | None, g_entropy: Tensor | None, g_log_z: Tensor | None
+        ctx: Any, g_logprob: Tensor | None, g_log_z: Tensor | None, g_entropy: Tensor | None = None
     ) -> Any:
         call: Call = ctx.call
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -172,6 +179,8 @@ class _LogProbs(torch.autograd.Function):
         problem = _problem(logits, saved.rows, saved.column, saved.gain, call)
         out, out_index = _gradient_buffer(logits, saved.rows, problem, ctx.grad_dtype, call.overwrite)
         g_logprob = torch.zeros_like(logprob) if g_logprob is None else g_logprob.contiguous()
+        # The compiler passes zeros for a result that has no gradient.
+        g_entropy = None if saved.mean is None else g_entropy
         if saved.kept_reference is None or saved.kept_log_sum is None:
             coef = coefficients(logprob, norm, saved.mean, g_logprob, g_entropy, g_log_z)
             run_gradient(call.backend, problem, norm, coef, out, out_index)
@@ -210,7 +219,7 @@ def _as_matrix(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         return logits.view(lead.numel(), width), index
     strides = logits.stride()[:-1]
     long = [n for n, size in zip(strides, lead, strict=True) if size > 1]
-    row_stride = min((n for n in long if n > 0), default=max(width, 1))
+    row_stride = min([n for n in long if n > 0] or [max(width, 1)])
     if any(n % row_stride for n in long):
         raise LogitlessError(
             f"logprobs: logits of shape {list(logits.shape)} have strides {list(logits.stride())}, which are not whole "
@@ -228,7 +237,7 @@ def _gather_support(
 ) -> KeptLogits | None:
     if ids is None or lengths is None:
         return None
-    return Support(Kept(ids, lengths), target, call.start, call.vocab_size).logits(problem)
+    return Support.of(Kept(ids, lengths), target, call.start, call.vocab_size).logits(problem)
 
 
 def _gradient_buffer(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from logitless.backends.contract import Problem
 from logitless.errors import LogitlessError
 from logitless.rows import Rows
 from logitless.softmax import FLOOR, Coefficients, Normaliser
+from logitless.spec import inspectable, tracked_by_autograd
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,15 +47,15 @@ class Kept:
                 )
             if x.dim() != 1 or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
                 raise LogitlessError(f"Kept: {name} must be a 1-D integer tensor but is {list(x.shape)} {x.dtype}.")
-        if self.lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+        if inspectable(self.lengths):
             total, low = int(self.lengths.sum()), int(self.lengths.min()) if self.lengths.numel() else 0
             if low < 0 or total != self.ids.numel():
                 raise LogitlessError(
                     f"Kept: lengths must be 0 or more and add up to the {self.ids.numel()} ids, "
                     f"but the smallest is {low} and they add up to {total}."
                 )
-        object.__setattr__(self, "ids", self.ids.to(torch.int64))
-        object.__setattr__(self, "lengths", self.lengths.to(torch.int64))
+        object.__setattr__(self, "ids", tracked_by_autograd(self.ids.to(torch.int64)))
+        object.__setattr__(self, "lengths", tracked_by_autograd(self.lengths.to(torch.int64)))
 
     @staticmethod
     def from_responses(rows: Rows, ids: Sequence[Tensor], lengths: Sequence[Tensor]) -> Kept:
@@ -135,21 +135,22 @@ class Support:
     """The support of every row, its target included, and which columns of the vocabulary are here.
 
     Attributes:
-        kept: ids that the sampler kept.
         target: ``[R]`` token id of each row.
+        entries: all ids, sorted once for all tiles.
+        lengths: ``[R]`` entries of each row.
         start: first column here.
         vocab_size: true size of the vocabulary.
     """
 
-    kept: Kept
     target: Tensor
+    entries: Entries
+    lengths: Tensor
     start: int
     vocab_size: int
 
-    @cached_property
-    def entries(self) -> Entries:
-        """All ids, sorted once for all tiles."""
-        kept, target = self.kept, self.target
+    @staticmethod
+    def of(kept: Kept, target: Tensor, start: int, vocab_size: int) -> Support:
+        """The ids that the sampler kept, and the targets."""
         arange = torch.arange(target.numel(), device=target.device)
         row = torch.cat([torch.repeat_interleave(arange, kept.lengths, output_size=kept.ids.numel()), arange])
         ids = torch.cat([kept.ids, target])
@@ -159,7 +160,8 @@ class Support:
         row, ids = row[order], ids[order]
         same = (row[1:] == row[:-1]) & (ids[1:] == ids[:-1])
         first = torch.cat([same.new_ones(min(1, row.numel())), ~same])
-        return Entries(row, ids, first, ids == target[row])
+        entries = Entries(row, ids, first, ids == target[row])
+        return Support(target, entries, kept.lengths + 1, start, vocab_size)
 
     def logits(self, problem: Problem) -> KeptLogits:
         """Gather the support's logits out of a problem that has all rows."""
@@ -177,7 +179,7 @@ class Support:
             z, slope = x * gain, gain
         z = torch.where(here, z, -torch.inf)
         z = torch.where((ids >= 0) & (ids < self.vocab_size), z, torch.nan)
-        return KeptLogits(row, column, z, slope, here, first, is_target, self.kept.lengths + 1)
+        return KeptLogits(row, column, z, slope, here, first, is_target, self.lengths)
 
 
 def kept_statistics(k: KeptLogits) -> Tensor:

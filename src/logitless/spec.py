@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from logitless.collectives import resolve_group, table_over
 from logitless.errors import LogitlessError
@@ -138,6 +139,21 @@ class VocabShard:
         object.__setattr__(self, "group", group)
         object.__setattr__(self, "vocab_size", _tiled_size(bounds))
 
+    def __copy__(self) -> VocabShard:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> VocabShard:
+        """Itself: nothing in it changes, and a copy of a module works over the same ranks."""
+        return self
+
+    def __reduce__(self) -> Any:
+        if self.group is None:
+            return VocabShard, (self.start, self.stop)
+        raise LogitlessError(
+            "VocabShard: its process group lives in this process and cannot be pickled. Save a module's state_dict(), "
+            "and make the shard again where it is loaded."
+        )
+
     @staticmethod
     def even(vocab_size: int, group: Any) -> VocabShard:
         """This rank's shard where the vocabulary is cut into equal shards in rank order, as Megatron does."""
@@ -206,6 +222,24 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def tracked_by_autograd(x: Tensor) -> Tensor:
+    """``x``, or its copy if it was made in inference mode: autograd would refuse to save it for backward."""
+    if torch.compiler.is_compiling() or not x.is_inference():
+        return x
+    with torch.inference_mode(False):
+        return x.clone()
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether there are numbers in it: not on the meta device, not fake, not being traced."""
+    return not (x.is_meta or torch.compiler.is_compiling() or isinstance(x, FakeTensor))
+
+
+def inspectable(x: Tensor) -> bool:
+    """Whether its numbers may be looked at: on an accelerator that would stall the stream."""
+    return x.device.type == "cpu" and has_values(x)
+
+
 def _is_finite_number(x: object) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
 
@@ -216,7 +250,7 @@ def _check_temperature_tensor(t: Tensor) -> None:
     if t.requires_grad:
         raise LogitlessError("Head: temperature requires grad, but no gradient flows to it. Pass temperature.detach().")
     # On an accelerator this check would stall the stream; there a bad value makes its own row NaN.
-    if t.device.type == "cpu" and not bool(((t > 0) & t.isfinite()).all()):
+    if inspectable(t) and not bool(((t > 0) & t.isfinite()).all()):
         row = int((~((t > 0) & t.isfinite())).flatten().nonzero()[0])
         value = float(t.flatten()[row])
         raise LogitlessError(f"Head: temperature must be positive and finite but row {row} has {value}.")

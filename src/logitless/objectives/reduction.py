@@ -22,6 +22,7 @@ from torch import Tensor
 from logitless.collectives import resolve_group, sum_over
 from logitless.errors import LogitlessError
 from logitless.rows import Rows
+from logitless.spec import inspectable
 
 Reduction = Literal["token_mean", "sample_mean", "sample_sum", "prompt_mean"]
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
@@ -122,7 +123,7 @@ def prompt_tokens_over(
                 f"prompt_tokens_over: prompts of micro-batch {place} must be integers of shape [{len(batch.counts)}], "
                 f"one per sample, but are {list(of_samples.shape)} {of_samples.dtype}."
             )
-        if of_samples.device.type == "cpu" and bool(((of_samples < 0) | (of_samples >= num_prompts)).any()):
+        if inspectable(of_samples) and bool(((of_samples < 0) | (of_samples >= num_prompts)).any()):
             raise LogitlessError(
                 f"prompt_tokens_over: prompts of micro-batch {place} must be in 0 .. {num_prompts - 1} but reach "
                 f"{int(of_samples.min())} .. {int(of_samples.max())}."
@@ -174,7 +175,7 @@ def _denominator(rows: Rows, reduce: Reduction, denominator: float | Tensor | No
                 f"{list(denominator.shape)}{' and requires grad' if denominator.requires_grad else ''}."
             )
         # On an accelerator this check would stall the stream.
-        if denominator.device.type == "cpu" and not 0 <= float(denominator) < math.inf:
+        if inspectable(denominator) and not 0 <= float(denominator) < math.inf:
             raise LogitlessError(f"Objective: denominator must be a count of 0 or more but is {float(denominator)}.")
         return denominator.to(rows.target.device, torch.float64)
     if isinstance(denominator, bool) or not isinstance(denominator, int | float) or not 0 <= denominator < math.inf:

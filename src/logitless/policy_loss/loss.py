@@ -27,7 +27,7 @@ from logitless.policy_loss.one_pass import OnePass
 from logitless.policy_loss.plan import LossPlan, plan_of, two_pass_memory
 from logitless.results import target_column
 from logitless.rows import Rows
-from logitless.spec import Head, TokenStats, VocabShard
+from logitless.spec import Head, TokenStats, VocabShard, inspectable
 
 NAME = "linear_policy_loss"
 
@@ -244,7 +244,7 @@ def _factor(g_loss: Tensor, scale: Tensor | None, into_buffer: bool) -> Tensor:
     assert scale is not None
     # The same factor may have been rounded on the way through the loss.
     same = (g_loss - scale).abs() <= 1e-5 * scale.abs()
-    if g_loss.device.type == "cpu" and not bool(same):
+    if inspectable(g_loss) and not bool(same):
         raise LogitlessError(
             f"{NAME}: the gradient {float(g_loss)} arrived at the loss, but weight_grad was added to with grad_scale "
             f"{float(scale)}. Pass grad_scale= the factor that the loss is multiplied by before backward."

@@ -28,7 +28,7 @@ from logitless.policy_loss.chunks import Chunk, empty_chunk
 from logitless.policy_loss.plan import LossPlan
 from logitless.results import RowResults, row_results
 from logitless.softmax import SKIP, coefficients
-from logitless.spec import TokenStats
+from logitless.spec import TokenStats, has_values
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +198,7 @@ class OnePass:
 
     def _dry_number(self, num_rows: int) -> int | None:
         """In a dry run no value says how many rows have a gradient; the call does."""
-        return round(num_rows * (1 - self.p.call.dropped)) if self.p.hidden.is_meta else None
+        return round(num_rows * (1 - self.p.call.dropped)) if not has_values(self.p.hidden) else None
 
 
 class Float16Scale:
@@ -226,7 +226,7 @@ class Float16Scale:
         """Bring sums over the chunks before down to the factor of this one."""
         before, now = self.by_chunk[-2:]
         for total in (self.into.weight, self.into.bias):
-            if total is not None and (now.is_meta or bool(now != before)):
+            if total is not None and (not has_values(now) or bool(now != before)):
                 total.mul_(now / before)
 
     def settle(self, chunks: Sequence[tuple[int, int]]) -> Tensor | None:
@@ -301,7 +301,7 @@ def _read_later(number: Tensor, dry: int | None) -> Callable[[], int]:
 
 def _places(stays: Tensor, count: int) -> Tensor:
     """``[count]`` places at which ``stays`` is true."""
-    if stays.is_meta:
+    if not has_values(stays):
         return stays.new_empty(count, dtype=torch.int64)
     return stays.nonzero().squeeze(1)
 

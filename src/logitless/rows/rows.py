@@ -26,7 +26,7 @@ from logitless.rows.agreement import check_parts, check_same, check_samples
 from logitless.rows.exchange import GradRule, exchange_over
 from logitless.rows.layouts import SCHEME, Scheme, ragged_arange
 from logitless.rows.samples import Samples, Tokens, integer_vector, unpad
-from logitless.spec import IGNORE
+from logitless.spec import IGNORE, inspectable, tracked_by_autograd
 
 _COMPARED = ("padded length", "response length", "tokens", "loss mask")
 
@@ -77,6 +77,12 @@ class Rows:
     reach: int = 0
     target_range: tuple[int, int] | None = None
     batch: Samples | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("index", "target", "sample", "position", "totals", "slot", "mask", "response"):
+            x = getattr(self, name)
+            if x is not None:
+                object.__setattr__(self, name, tracked_by_autograd(x))
 
     @staticmethod
     def packed(
@@ -410,7 +416,7 @@ def _select(
     counts = held if slot is None else tuple(torch.bincount(sample, minlength=len(batch)).tolist())
     source = (batch.lengths.cumsum(0) - batch.responses).index_select(0, sample) + position
     target = batch.ids[source.to(batch.ids.device)]
-    on_host = target.device.type == "cpu" and target.numel() > 0
+    on_host = inspectable(target) and target.numel() > 0
     target_range = (int(target.min()), int(target.max())) if on_host else None
     device = torch.device(device) if device is not None else batch.ids.device
     # One copy for all that was computed on the CPU.

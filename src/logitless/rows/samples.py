@@ -153,6 +153,8 @@ def unpad(
 
 def integer_vector(x: Tensor | Sequence[int], argument: str) -> Tensor:
     x = x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int64)
+    if hasattr(x, "placements"):
+        raise LogitlessError(f"{argument} is a DTensor. Rows are plain tensors, the same on every rank of a shard.")
     if x.dim() != 1:
         raise LogitlessError(f"{argument} must be one-dimensional but has shape {list(x.shape)}.")
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:

@@ -29,6 +29,7 @@ from logitless.machine import (
     statistics_sizes,
 )
 from logitless.softmax import Coefficients, Normaliser
+from logitless.spec import has_values
 
 NOTHING = contextlib.nullcontext()
 
@@ -245,9 +246,9 @@ def _kernels() -> Any:
 def _launch(kernel: str, programs: int, *, on: Tensor, **arguments: Any) -> None:
     """Launch a kernel with so many programs, on the device of a tensor, which need not be the current one.
 
-    Nothing is launched on the meta device, nor for 0 programs.
+    Nothing is launched where there are no values, nor for 0 programs.
     """
-    if programs == 0 or on.is_meta:
+    if programs == 0 or not has_values(on):
         return
     elsewhere = on.is_cuda and on.device.index != torch.cuda.current_device()
     with torch.cuda.device(on.device) if elsewhere else NOTHING:
