@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 
+import interpreter
 import poison
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     # Read by Triton when it is first imported, which the library leaves to the first use of its kernels.
     os.environ["TRITON_INTERPRET"] = "1"
+    interpreter.quicken()
 
 poison.install()
 
