@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import zlib
 
@@ -41,6 +42,12 @@ def device(request) -> torch.device:
 def seed(request) -> None:
     """A seed of its own for every test and parameter, the same on every run."""
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_is_there_stays() -> None:
+    """Garbage is collected before every measurement of memory; not in torch and all else that is imported by then."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
