@@ -14,6 +14,7 @@ number of ranks.
 from __future__ import annotations
 
 import argparse
+import time
 
 import torch
 import torch.distributed as dist
@@ -89,3 +90,4 @@ if __name__ == "__main__":
     train(asked.steps)
     dist.barrier()  # nobody leaves while another still talks to it
     dist.destroy_process_group()
+    time.sleep(0.2)  # gloo's threads let go of the last collective; one that does so while Python ends aborts it

@@ -11,6 +11,7 @@ hidden states and the head, and returns log-probs and entropy of the response to
 from __future__ import annotations
 
 import os
+import time
 import warnings
 
 import torch
@@ -83,3 +84,4 @@ if __name__ == "__main__":
     dist.barrier()  # nobody leaves while another still talks to it
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+    time.sleep(0.2)  # gloo's threads let go of the last collective; one that does so while Python ends aborts it

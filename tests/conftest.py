@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import zlib
 
+import interpreter
 import poison
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     # Read by Triton when it is first imported, which the library leaves to the first use of its kernels.
     os.environ["TRITON_INTERPRET"] = "1"
+    interpreter.quicken()
 
 poison.install()
 
@@ -39,6 +42,12 @@ def device(request) -> torch.device:
 def seed(request) -> None:
     """A seed of its own for every test and parameter, the same on every run."""
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_is_there_stays() -> None:
+    """Garbage is collected before every measurement of memory; not in torch and all else that is imported by then."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

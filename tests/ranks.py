@@ -30,14 +30,25 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import interpreter
 import poison
 import torch
 import torch.distributed as dist
 
-# The server imports torch once and forks, so that further workers cost nothing. It never runs a tensor operation, so
-# there are no threads to lose in the fork.
+# The server imports once what most jobs need, and forks, so that a new worker costs nothing. It never runs a tensor
+# operation, so there are no threads to lose in the fork. What is not installed is left out.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "logitless"])
+_context.set_forkserver_preload(
+    [
+        "logitless",
+        "torch.distributed.tensor",
+        "torch.distributed.fsdp",
+        "torch._inductor.compile_fx",
+        "triton",
+        "transformers.models.qwen3.modeling_qwen3",
+        "megatron.core",
+    ]
+)
 
 
 class RankFailed(AssertionError):
@@ -88,10 +99,16 @@ def close_ranks() -> None:
         worker.pipe.close()
 
 
+def new_process(function: Callable, args: tuple) -> Any:
+    """A process of its own that calls the function and ends with it; what most jobs need is imported."""
+    process = _context.Process(target=function, args=args, daemon=True)
+    process.start()
+    return process
+
+
 def _start() -> _Worker:
     ours, theirs = _context.Pipe()
-    process = _context.Process(target=_serve, args=(theirs,), daemon=True)
-    process.start()
+    process = new_process(_serve, (theirs,))
     theirs.close()
     return _Worker(process, ours)
 
@@ -135,6 +152,8 @@ def _obituary(team: list[_Worker], rank: int) -> str:
 def _serve(pipe: Any) -> None:
     torch.set_num_threads(1)
     poison.install()
+    if "TRITON_INTERPRET" in os.environ:
+        interpreter.quicken()
     while True:
         try:
             rank, world, store, timeout, job = pickle.loads(pipe.recv_bytes())

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from programs import run_program
 from typer.testing import CliRunner
 
 from logitless import LogitlessError, Rows
@@ -292,14 +291,10 @@ cli.main()
 def test_under_torchrun(tmp_path):
     """The command itself on four ranks; its exit code is 1, because nothing is learned in two steps."""
     (tmp_path / "tiny.py").write_text(TORCHRUN)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    arguments = ["tiny.py", "--tp", "2", "--cp", "2", "--json", "--out", "demo.png"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [*launch, *arguments], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=240
-    )
-    assert ran.returncode == 1, ran.stderr
-    answer = json.loads(next(line for line in ran.stdout.splitlines() if line.startswith("{")))
+    arguments = ["--tp", "2", "--cp", "2", "--json", "--out", "demo.png"]
+    ended = run_program(tmp_path / "tiny.py", *arguments, folder=tmp_path, ranks=4)
+    assert ended.codes == [1, 0, 0, 0], ended.err
+    answer = json.loads(next(line for line in ended.out.splitlines() if line.startswith("{")))
     assert (answer["tp"], answer["cp"]) == (2, 2)
     assert answer["changed_tokens"] == 0
     assert answer["runs"]["logitless, TP 2 x CP 2"]["rewards"] == answer["runs"]["plain torch"]["rewards"]

@@ -43,14 +43,6 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def what_is_there_stays():
-    """A measurement collects garbage first, which takes longer than most cases: not in torch itself."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def assert_promise(result: Compared) -> None:
     assert result.measured_step > 0
     assert result.error <= PROMISE, "\n" + table([result])

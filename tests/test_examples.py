@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 STEP = re.compile(r"^step +(\d+)  reward ([\d.]+)  entropy ([\d.]+)  gradient ([\d.]+)$", re.MULTILINE)
 
 
 def run(folder: Path, name: str, *arguments: str, ranks: int = 0) -> str:
-    """What the example prints; under torchrun if ranks are asked for."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
-    command = [sys.executable, *launcher, str(EXAMPLES / name), *arguments]
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "COV"))}
-    ran = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, cwd=folder, env=kept | {"OMP_NUM_THREADS": "1"}
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+    """What the example prints; as under torchrun if ranks are asked for."""
+    ended = run_program(EXAMPLES / name, *arguments, folder=folder, ranks=ranks)
+    assert ended.codes == [0] * max(ranks, 1), ended.err
+    return ended.out
 
 
 def test_every_example_is_run_and_listed():

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -51,7 +52,11 @@ def test_a_sweep_that_is_interrupted_leaves_a_valid_file_and_goes_on(tmp_path, m
     """With real processes: Ctrl-C while a point is measured, then the same command again."""
     out = tmp_path / "s.jsonl"
     command = [*SMALL, "--provider", "torch", "--out", str(out)]
-    run = subprocess.Popen([sys.executable, "-m", "logitless", *command], stderr=subprocess.PIPE, text=True)
+    # A shell's background jobs, these tests perhaps among them, ignore SIGINT, and so would their children.
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    run = subprocess.Popen(
+        [sys.executable, "-m", "logitless", *command], stderr=subprocess.PIPE, text=True, preexec_fn=heeds
+    )
     until = time.monotonic() + 120
     while not (out.exists() and out.read_text().endswith("\n")) and time.monotonic() < until and run.poll() is None:
         time.sleep(0.02)

@@ -13,6 +13,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -169,8 +170,8 @@ class Batch(NamedTuple):
 BATCHES = [Batch([9, 14, 6], [4, 13, 2], 5), Batch([9, 3], [1, 1], 0)]
 """Ragged; and so short that a rank holds no row."""
 
-MESHES = [(2, 2, False), (2, 2, True), (2, 1, False), (1, 2, False), (1, 2, True)]
-"""Tensor-parallel size, context-parallel size, all-gather split."""
+MESHES = [(2, 2, (False, True)), (2, 1, (False,)), (1, 2, (False, True))]
+"""Tensor-parallel size, context-parallel size, all-gather splits."""
 
 
 def local(stream: Tensor, batch: Batch, cp: int, rank: int, allgather: bool) -> Tensor:
@@ -213,19 +214,18 @@ class Here(NamedTuple):
         return [x.long() for x in self.loss.get_values(outputs, args=self.args, **self.inputs)[1]["values"]]
 
 
-def everywhere(rank: int, check: Any, *more: Any) -> None:
-    """Call ``check(here, ...)`` on every mesh and batch, nothing installed."""
-    for tp, cp, allgather in MESHES:
+def run_everything(rank: int, world: int) -> None:
+    """Every check on every mesh and batch, nothing installed. Setting Megatron up makes fifty groups: once per mesh."""
+    for tp, cp, splits in MESHES:
         with megatron(tp, cp) as state:
-            for batch in BATCHES:
+            for allgather, batch, check in product(splits, BATCHES, CHECKS):
                 inputs = {
                     "unconcat_tokens": batch.tokens(),
                     "total_lengths": batch.lengths,
                     "response_lengths": batch.responses,
                 }
                 cp_rank, tp_rank = state.get_context_parallel_rank(), state.get_tensor_model_parallel_rank()
-                args = arguments(allgather_cp=allgather)
-                check(Here(slime(), args, batch, inputs, cp, cp_rank, tp, tp_rank), *more)
+                check(Here(slime(), arguments(allgather_cp=allgather), batch, inputs, cp, cp_rank, tp, tp_rank))
 
 
 def check_scores(here: Here) -> None:
@@ -365,9 +365,7 @@ def check_calculate(here: Here) -> None:
     assert_gradient_close_to_truth(ours[2], leaf.grad.chunk(here.tp, -1)[here.tp_rank], theirs[2])
 
 
-def run_everything(rank: int, world: int) -> None:
-    for check in (check_scores, check_values, check_losses, check_calculate):
-        everywhere(rank, check)
+CHECKS = (check_scores, check_values, check_losses, check_calculate)
 
 
 def test_every_mesh(ranks):

@@ -48,13 +48,6 @@ def main() -> None:
     """Entry point of the ``logitless`` command: an error is one line, and exit code 1."""
     try:
         app()
-    except SystemExit as end:
-        if not end.code and "TORCHELASTIC_RUN_ID" in os.environ:
-            # All ranks are done. Gloo's threads sometimes abort a process that takes its group down beside its peers.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
-        raise
     except Exception as error:
         if "--debug" in sys.argv:
             raise
@@ -322,8 +315,11 @@ def _ranks() -> Iterator[tuple[int, int, Any]]:
     # Ranks wait for the slowest one, however long it takes; if one dies, torchrun ends the others.
     dist.init_process_group("gloo", timeout=timedelta(days=30))
     yield dist.get_rank(), int(os.environ.get("LOCAL_RANK", "0")), dist.group.WORLD
-    # Nobody leaves before all are done; the group goes with the process.
+    # Nobody leaves before all are done. A gloo thread that lets go of its last collective while Python shuts down would
+    # abort the process, so they get the time to do so before.
     dist.barrier()
+    dist.destroy_process_group()
+    time.sleep(0.2)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 from logitless.tools.bench.cases import Computed
 from logitless.tools.bench.inputs import Batch
@@ -115,15 +115,16 @@ def peak_bytes(fn: Callable[[], object], device: torch.device | str) -> int:
 
 
 def _peak_bytes_cpu(fn: Callable[[], object]) -> int:
-    session = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+    # Not torch.profiler, which makes a tree of all events when it stops: that takes longer than most functions here.
+    session = profile(profile_memory=True)
     with _quiet_stderr():
-        session.start()
+        session.__enter__()
     try:
         fn()
     finally:
         with _quiet_stderr():
-            session.stop()
-    results: Any = session.profiler.kineto_results if session.profiler else None
+            session.__exit__(None, None, None)
+    results: Any = session.kineto_results
     changes = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
     alive = peak = 0
     for _, change in changes:
