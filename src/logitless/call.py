@@ -9,9 +9,10 @@ inspected, which would stall the stream; a bad one makes its own row NaN.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from logitless.spec import (
 )
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 PLAIN = Head()
 """The distribution where none is given."""
@@ -124,7 +126,7 @@ class Call:
     logits_dtype: torch.dtype
     backend: str
     memory: int
-    machine: Machine = CPU
+    machine: Machine
     overwrite: bool = False
     further: tuple[str, ...] = ()
     dropped: float = 0.0
@@ -237,15 +239,22 @@ def resolve_rows(caller: str, rows: Any) -> tuple[Rows, tuple[int, ...]]:
     )
 
 
-def outside_of_compile(function: Callable[..., T], *args: Any) -> T:
-    """``function(*args)``; where torch.compile is tracing, behind a graph break."""
-    return _graph_break(function, *args) if torch.compiler.is_compiling() else function(*args)
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """The function; where torch.compile is tracing, behind a graph break."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            return _graph_break(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 # The public torch.compiler.disable is the same, but imports the compiler, and with it Triton, when applied.
 @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
-def _graph_break(function: Callable[..., T], *args: Any) -> T:
-    return function(*args)
+def _graph_break(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    return function(*args, **kwargs)
 
 
 def recorded(*tensors: Tensor | None) -> tuple[bool, ...]:

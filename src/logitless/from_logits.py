@@ -17,7 +17,7 @@ from torch import Tensor
 
 from logitless.backends import run_gradient, run_statistics
 from logitless.backends.contract import Problem
-from logitless.call import Call, Options, local_part, outside_of_compile, resolve_logits, together
+from logitless.call import Call, Options, local_part, resolve_logits, together, untraced
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.kept import Kept, KeptLogits, Support, kept_gradient, kept_statistics, write_kept
 from logitless.results import in_shape, row_results, target_column
@@ -73,8 +73,10 @@ def logprobs(
     >>> out.logprob
     tensor([-1.3863,  0.0000])
     """
-
-    options = Options.of(locals(), "logprobs")
+    # By name, since torch.compile up to 2.12 does not trace locals().
+    options = Options(
+        entropy=entropy, head=head, shard=shard, kept=kept, backend=backend, memory=memory, caller="logprobs"
+    )
     logits = local_part(options, "logits", logits, logits.dim() - 1 if isinstance(logits, Tensor) else None)
     call = together(options, partial(resolve_logits, logits, rows, options, overwrite_logits), Call.facts)
     return in_shape(score_logits(logits, call), call.shape)
@@ -85,12 +87,9 @@ def score_logits(logits: Tensor, call: Call) -> TokenStats:
     kept = call.asked.kept
     ids, lengths = (None, None) if kept is None else (kept.ids, kept.lengths)
     arguments = (logits, call.rows.index, call.rows.target, call.gain, ids, lengths, call)
-    if call.group is None and not call.overwrite:
-        found = _LogProbs.apply(*arguments)
-    else:
-        # Collectives and the bookkeeping of overwriting are not traced.
-        found = outside_of_compile(_LogProbs.apply, *arguments)
-    logprob, log_z, *entropy = found
+    # Collectives and the bookkeeping of overwriting are not traced.
+    traced = call.group is None and not call.overwrite
+    logprob, log_z, *entropy = (_LogProbs.apply if traced else untraced(_LogProbs.apply))(*arguments)
     return TokenStats(logprob, entropy[0] if entropy else None, log_z)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.call import Call, Options, as_products_take, outside_of_compile, recorded, resolve_hidden, together
+from logitless.call import Call, Options, as_products_take, recorded, resolve_hidden, together, untraced
 from logitless.errors import no_second_derivative
 from logitless.from_hidden.exponentials import Exponentials
 from logitless.from_hidden.frozen_head import Unit, statistics_with_unit, unit_gradient
@@ -30,6 +30,7 @@ from logitless.softmax import Normaliser, coefficients
 from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard
 
 
+@untraced
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -92,8 +93,7 @@ def linear_logprobs(
 
 def score(hidden: Tensor, weight: Tensor, call: Call, plan: LinearPlan) -> TokenStats:
     """``[R]`` results of a call that was checked."""
-    # The loop over tiles is not traced.
-    return TokenStats(*outside_of_compile(_LinearLogProbs.apply, hidden, weight, call.asked.bias, call, plan))
+    return TokenStats(*_LinearLogProbs.apply(hidden, weight, call.asked.bias, call, plan))
 
 
 def linear_plan(hidden: Tensor, weight: Tensor, rows: Any, **options: Any) -> LinearPlan:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from logitless.backends import load
-from logitless.call import Call, Options, as_products_take, outside_of_compile, recorded, resolve_hidden, together
+from logitless.call import Call, Options, as_products_take, recorded, resolve_hidden, together, untraced
 from logitless.collectives import fingerprint
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.from_hidden.logprobs import score
@@ -35,6 +35,7 @@ MEMORY = "1GiB"
 """What a chunk of rows may take unless told otherwise."""
 
 
+@untraced
 def linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -127,8 +128,7 @@ def evaluate(
         into_buffer = call.asked.weight_grad is not None and weight.requires_grad
         scale = torch.as_tensor(grad_scale).to(call.gain) if into_buffer else None
         work = (call, plan, objective, inputs, drop_zeros)
-        # The loop over chunks is not traced.
-        values = outside_of_compile(_OnePass.apply, hidden, weight, call.asked.bias, scale, *work)
+        values = _OnePass.apply(hidden, weight, call.asked.bias, scale, *work)
         loss, *values, metrics = values
         return loss, metrics, TokenStats(*values)
     # The first of two passes; backward is the second. The budget is that of log-probs.
