@@ -253,7 +253,7 @@ def test_errors_name_what_was_wanted(tmp_path):
     for text, said in (
         ("{", "config.json is not JSON"),
         ("[]", "must hold a JSON object but holds list"),
-        ('{"vocab_size": 3}', "hidden_size must be a positive integer but is None"),
+        ('{"vocab_size": 3}', "hidden_size must be a positive integer of at most 2147483648 but is None"),
     ):
         broken.write_text(text)
         with pytest.raises(LogitlessError, match=said):

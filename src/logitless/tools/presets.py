@@ -5,13 +5,17 @@ The numbers are those of the published ``config.json`` files; any other model is
 
 from __future__ import annotations
 
-import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from logitless.errors import LogitlessError, did_you_mean
 from logitless.spec import parse_memory
+from logitless.tools.untrusted import read_object
+
+LARGEST_SIZE = 1 << 31
+"""Of a hidden state or a vocabulary that is taken for one."""
 
 
 @dataclass(frozen=True)
@@ -106,21 +110,23 @@ def find_card(card: str) -> int:
 
 
 def _read_config(path: Path) -> ModelShape:
-    try:
-        fields = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise LogitlessError(f"plan: {path} is not JSON: {error}.") from None
-    if not isinstance(fields, dict):
-        raise LogitlessError(f"plan: {path} must hold a JSON object but holds {type(fields).__name__}.")
+    fields = read_object("plan", path)
     # A model for images and text has a config of its own for the language model.
-    text = {**fields, **fields.get("text_config", {})}
+    own = fields.get("text_config", {})
+    text = {**fields, **(own if isinstance(own, dict) else {})}
     sizes: dict[str, Any] = {
         "hidden_size": text.get("hidden_size", text.get("n_embd")),
         "vocab_size": text.get("vocab_size"),
     }
     for name, value in sizes.items():
-        if type(value) is not int or value < 1:
-            raise LogitlessError(f"plan: {path}: {name} must be a positive integer but is {value!r}.")
+        if type(value) is not int or not 1 <= value <= LARGEST_SIZE:
+            raise LogitlessError(
+                f"plan: {path}: {name} must be a positive integer of at most {LARGEST_SIZE} but is {value!r}."
+            )
+    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        value = text.get(name)
+        if value is not None and (type(value) not in (int, float) or not 0 <= value < math.inf):
+            raise LogitlessError(f"plan: {path}: {name} must be a number of 0 or more but is {value!r}.")
     return ModelShape(
         name=str(text.get("_name_or_path") or text.get("model_type") or path.parent.name),
         hidden=sizes["hidden_size"],

@@ -133,7 +133,7 @@ class Journal:
             )
 
 
-MODEL_FILES = (".safetensors", ".bin", ".json", ".model", ".txt", ".tiktoken", ".jinja")
+MODEL_FILES = (".safetensors", ".json", ".model", ".txt", ".tiktoken", ".jinja")
 
 
 def facts(path: Path) -> dict[str, list[int]]:

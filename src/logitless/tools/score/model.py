@@ -20,6 +20,7 @@ import torch
 from logitless.errors import LogitlessError
 from logitless.rows import Rows
 from logitless.tools.score.files import Record
+from logitless.tools.untrusted import check_weights
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -28,6 +29,7 @@ def check_model(folder: Path) -> None:
     """Raise unless the folder looks like a model directory and transformers is installed."""
     if not (folder / "config.json").is_file():
         raise LogitlessError(f"score: {folder} is no model directory: there is no config.json in it.")
+    check_weights("score", folder)
     if importlib.util.find_spec("transformers") is None:
         raise LogitlessError("score: transformers is not installed. Run pip install 'logitless[score]'.")
 
@@ -47,7 +49,7 @@ class Texts:
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
             raise self._missing(str(error).strip().splitlines()[0]) from error
         names = list(tokenizer.vocab_files_names.values())
@@ -86,7 +88,9 @@ class Scorer:
         # The bar of transformers would be drawn over ours.
         logging.disable_progress_bar()
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, local_files_only=True, use_safetensors=True, trust_remote_code=False
+            )
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).strip().splitlines()[0]
             raise LogitlessError(f"score: the model in {folder} could not be loaded: {reason}") from error
