@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from logitless import LogitlessError
+from logitless.collectives import table_over
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -55,3 +58,9 @@ def test_a_report_is_counted(tmp_path):
     (tmp_path / "report.xml").write_text(REPORT)
     found = versions.record(tmp_path / "report.xml")
     assert (found["passed"], found["skipped"], found["failed"]) == (1, 1, ["tests.test_a::test_c"])
+
+
+def test_without_numpy_ranks_say_what_they_need(monkeypatch):
+    monkeypatch.setattr("logitless.collectives.find_spec", lambda name: None)
+    with pytest.raises(LogitlessError, match=r"all_gather_object, which needs numpy. Install numpy\."):
+        table_over(None, (1,))  # pyright: ignore[reportArgumentType]
