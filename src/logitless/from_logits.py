@@ -74,9 +74,7 @@ def logprobs(
     tensor([-1.3863,  0.0000])
     """
 
-    # By name, because torch.compile before 2.13 cannot see through locals().
-    given = {"entropy": entropy, "head": head, "shard": shard, "kept": kept, "backend": backend, "memory": memory}
-    options = Options.of(given, "logprobs")
+    options = Options.of(locals(), "logprobs")
     call = together(options, partial(resolve_logits, logits, rows, options, overwrite_logits), Call.facts)
     return in_shape(score_logits(logits, call), call.shape)
 
@@ -153,7 +151,7 @@ class _LogProbs(torch.autograd.Function):
         ctx.call, ctx.spent = call, False
         # A leaf may ask for its gradient in another dtype; for anything else autograd keeps the tensor's own.
         ctx.grad_dtype = (getattr(logits, "grad_dtype", None) if logits.is_leaf else None) or logits.dtype
-        return results.logprob, results.entropy, results.log_z
+        return results[:3]
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -165,10 +165,6 @@ def shard_of(weight: Any) -> VocabShard:
     return VocabShard(start, start + lengths[group.rank()], group)
 
 
-# Compiled here, because torch.compile before 2.13 cannot see through that.
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B\s*")
-
-
 def parse_memory(memory: int | str) -> int:
     """Bytes from a number of bytes or a string such as ``"512MiB"``, ``"1.5GB"`` or ``"64 KiB"``.
 
@@ -177,7 +173,7 @@ def parse_memory(memory: int | str) -> int:
     """
     if type(memory) is int and memory > 0:
         return memory
-    match = _SIZE.fullmatch(memory) if isinstance(memory, str) else None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B\s*", memory) if isinstance(memory, str) else None
     if match:
         unit = match[2] or ""
         base = 1024 if unit.endswith("i") else 1000

@@ -162,7 +162,7 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         # The buffer for the weight's gradient is in the call and not saved: others may add to it before backward does.
         ctx.call, ctx.plan = call, plan
-        return results.logprob, results.entropy, results.log_z
+        return results[:3]
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
