@@ -185,4 +185,5 @@ def _run(rank: int, world: int, store: str, timeout: float, job: bytes) -> Any:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "Conversion of an array with ndim", DeprecationWarning)
         return function(rank, world, *args)

@@ -11,6 +11,7 @@ group losses are parts, over the vocabulary group they are copies; hidden-produc
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ class Problem:
     seed: int = 0
     dtype: torch.dtype = torch.float64
 
-    @property
+    @cached_property
     def ids(self) -> list[list[int]]:
         draw = self._generator(1)
         return [torch.randint(0, VOCAB, (n,), generator=draw).tolist() for n in self.batch.lengths]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
@@ -115,6 +116,10 @@ def sum_over(group: Group, x: Tensor) -> Tensor:
 
 def table_over(group: dist.ProcessGroup, row: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     """A small tuple of plain values from every rank, in rank order. On the CPU; for set-up and checks."""
+    if find_spec("numpy") is None:
+        raise LogitlessError(
+            "ranks compare their calls with torch's all_gather_object, which needs numpy. Install numpy."
+        )
     table: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(table, row, group=group)
     return table

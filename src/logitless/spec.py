@@ -244,7 +244,7 @@ def inspectable(x: Tensor) -> bool:
 
 
 def _is_finite_number(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
 
 
 def _check_temperature_tensor(t: Tensor) -> None:

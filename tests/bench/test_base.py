@@ -221,6 +221,9 @@ def test_the_real_package_is_checked_before_it_is_timed(tmp_path, monkeypatch):
     shutil.copytree(
         Path(logitless.__file__).parent, root / "src" / "logitless", ignore=shutil.ignore_patterns("__pycache__")
     )
+    # The bandwidth of memory is not what this is about.
+    measure = root / "src" / "logitless" / "tools" / "bench" / "measure.py"
+    measure.write_text(measure.read_text().replace("CPU_COPY_BYTES = 384 << 20", "CPU_COPY_BYTES = 1 << 20"))
     git(root.parent, "init", "--quiet", str(root))
     git(root, "add", "src")
     git(root, "commit", "--quiet", "-m", "right")

@@ -22,7 +22,7 @@ def unknown(argument: str, value: object, known: Iterable[str]) -> LogitlessErro
 
 def finite(name: str, value: Any) -> float:
     """The number, if it is one."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise LogitlessError(f"Objective: {name} must be a finite number but is {value!r}.")
     return value
 
@@ -50,7 +50,7 @@ def resolve_bounds(name: str, bounds: Any, default: tuple[float, ...]) -> tuple[
         wanted = "one number" if len(default) == 1 else "(low, high) or the high bound alone"
         raise LogitlessError(f"Objective: correction_bounds of {name!r} must be {wanted} but is {bounds!r}.")
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value) or value < 0:
             raise LogitlessError(f"Objective: correction_bounds must be numbers of 0 or more but are {bounds!r}.")
     if values[0] > values[-1]:
         raise LogitlessError(f"Objective: correction_bounds must be (low, high) with low <= high but are {bounds!r}.")

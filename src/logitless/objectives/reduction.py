@@ -178,7 +178,7 @@ def _denominator(rows: Rows, reduce: Reduction, denominator: float | Tensor | No
         if inspectable(denominator) and not 0 <= float(denominator) < math.inf:
             raise LogitlessError(f"Objective: denominator must be a count of 0 or more but is {float(denominator)}.")
         return denominator.to(rows.target.device, torch.float64)
-    if isinstance(denominator, bool) or not isinstance(denominator, int | float) or not 0 <= denominator < math.inf:
+    if isinstance(denominator, bool) or not isinstance(denominator, (int, float)) or not 0 <= denominator < math.inf:
         raise LogitlessError(
             f"Objective: denominator must be a count of 0 or more, a number or a 0-dim tensor, but is {denominator!r}."
         )

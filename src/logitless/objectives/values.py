@@ -200,5 +200,5 @@ def _sequence_group(caller: str, rows: Rows, group: Any) -> dist.ProcessGroup | 
 
 
 def _check_rate(caller: str, name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise LogitlessError(f"{caller}: {name} must be a number in 0 .. 1 but is {value!r}.")

@@ -191,7 +191,7 @@ def gradient_kernel(
     num_blocks = tl.cdiv(width, BLOCK)
     i_t = (tl.program_id(0) // num_blocks).to(tl.int64)
     o_c = (tl.program_id(0) % num_blocks) * BLOCK + tl.arange(0, BLOCK)
-    m_out, m_c = o_c < width, o_c < columns
+    m_out = o_c < width
     p_out = out + i_t * out_stride + o_c
     i_r = i_t
     if INDEXED:
@@ -201,11 +201,12 @@ def gradient_kernel(
             i_c = tl.load(column + i_r)
         if i_c != SKIP:
             i_t = tl.load(index + i_r).to(tl.int64)
-        # Rows that are not scored are not read, and get zeros.
-        m_c = m_c & (i_c != SKIP)
         i_r = tl.maximum(i_r, 0)
     else:
         i_c = tl.load(column + i_r)
+    # Rows that are not scored get zeros and, where that is known before, are not read.
+    num_c = tl.where(i_c != SKIP, columns, 0)
+    m_c = o_c < (num_c if INDEXED else columns)
     b_x = tl.load(logits + i_t * row_stride + o_c, mask=m_c, other=0.0, eviction_policy="evict_first").to(tl.float32)
     b_dz = gradient_block(
         b_x,
@@ -220,7 +221,7 @@ def gradient_kernel(
         PRODUCT,
         SOFTCAP,
     )
-    b_dz = tl.where(m_c & (i_c != SKIP), b_dz, 0.0)
+    b_dz = tl.where(o_c < num_c, b_dz, 0.0)
     tl.store(p_out, b_dz.to(out.dtype.element_ty), mask=m_out, eviction_policy="evict_first")
 
 
