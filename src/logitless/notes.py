@@ -39,12 +39,13 @@ class Noting:
 
 
 def explained(
-    caller: str, memory: int | str, **written: Tensor | None
+    caller: str, memory: int | str, already: str | None = None, **written: Tensor | None
 ) -> contextlib.AbstractContextManager[None, bool | None]:
     """A block whose errors tell how to take less memory, and which of these tensors of the caller's were written to.
 
     Args:
         memory: the budget, as it was given.
+        already: name in :data:`WRITTEN` of a tensor that was written to before the block.
         written: tensors that the block writes to, by a name in :data:`WRITTEN`.
     """
     if torch.compiler.is_compiling():
@@ -52,7 +53,8 @@ def explained(
     before = {name: _version(x) for name, x in written.items()}
 
     def text_of(error: BaseException) -> str | None:
-        texts = [WRITTEN[name] for name, x in written.items() if _version(x) != before[name]]
+        changed = [name for name, x in written.items() if _version(x) != before[name]]
+        texts = [WRITTEN[name] for name in ([] if already is None else [already]) + changed]
         if is_out_of_memory(error) and not hasattr(error, "__notes__"):
             texts.append(
                 f"no room for working memory. Pass a smaller memory= (it was {memory!r}), or ask logitless.estimate "

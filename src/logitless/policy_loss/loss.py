@@ -222,7 +222,7 @@ class _OnePass(torch.autograd.Function):
                 f"{NAME}: forward ran again in backward, as torch.utils.checkpoint with use_reentrant=False does, and "
                 f"weight_grad was added to both times. Call it outside of the checkpoint, or leave weight_grad out."
             )
-        with explained(NAME, ctx.call.asked.memory):
+        with explained(NAME, ctx.call.asked.memory, already="weight_grad" if ctx.into_buffer else None):
             factor = _factor(g_loss, saved.boost, ctx.into_buffer)
             d_hidden, d_weight, d_bias = (
                 None if x is None else _scaled(ctx.call.backend, x, factor, dtype)

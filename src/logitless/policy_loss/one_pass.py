@@ -185,10 +185,12 @@ class OnePass:
                 into.weight.zero_()
             return
         slabs = pieces(p.call.columns, self.plan.columns, p.hidden.is_meta)
-        for columns in slabs if into.bias is not None else ():
-            p.add_rows(d_z[:, columns], into.bias[columns])
-        for columns in slabs if into.weight is not None else ():
-            p.multiply(d_z[:, columns].T, x, into.weight[columns], add=not overwrite)
+        if into.bias is not None:
+            for columns in slabs:
+                p.add_rows(d_z[:, columns], into.bias[columns])
+        if into.weight is not None:
+            for columns in slabs:
+                p.multiply(d_z[:, columns].T, x, into.weight[columns], add=not overwrite)
 
     def _times_weight(self, d_z: Tensor, out: Tensor) -> None:
         """``out = d_z @ W``: in one product, or over slabs of columns in float32."""
