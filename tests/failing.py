@@ -70,7 +70,9 @@ class Allocations(TorchDispatchMode):
                 self.places.append(place_of(sys._getframe()) if self.fail in (0, self.count + 1) else None)
                 self.alive.append(weakref.ref(x.untyped_storage()))
                 if self.count == self.fail:
-                    raise torch.OutOfMemoryError(f"allocation {self.fail}, of {list(x.shape)} by {func}, was made to fail")
+                    raise torch.OutOfMemoryError(
+                        f"allocation {self.fail}, of {list(x.shape)} by {func}, was made to fail"
+                    )
         return out
 
 

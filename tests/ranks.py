@@ -37,7 +37,8 @@ import torch.distributed as dist
 # The server imports torch once and forks, so that further workers cost nothing. It never runs a tensor operation, so
 # there are no threads to lose in the fork.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "logitless"])
+# The compiler is what the first call of a registered operator imports, for seconds, in every worker.
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "logitless"])
 
 
 class RankFailed(AssertionError):
