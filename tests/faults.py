@@ -282,8 +282,14 @@ PATHS: dict[str, Callable] = {
 }
 
 
-PRELUDE = {"linear_logprobs": 4, "linear_logprobs, sequence parallel": 4, "linear_policy_loss": 4}
-"""Collectives that a path begins with and that ``logprobs`` has, too: two of the shard, two of the agreement."""
+PRELUDE = {
+    "linear_logprobs": 4,
+    "linear_logprobs, sequence parallel": 4,
+    "linear_policy_loss": 4,
+    "Rows.gather, Rows.redistribute": 2,
+    "Metrics.reduce": 2,
+}
+"""Collectives that a path begins with and that ``logprobs`` has, too: of plain values, two each time."""
 
 
 def is_right(outcome: Outcome, right: Outcome) -> bool:
@@ -303,9 +309,7 @@ def is_named(outcome: Outcome) -> bool:
 def call_of(path: str, rank: int, group: Any, **changes: Any) -> list[Tensor]:
     """A call of one of the three paths and its backward, with some things changed."""
     shape, dtype = changes.pop("rows", TOKENS), changes.pop("dtype", torch.float32)
-    head = Head(
-        **{name: changes.pop(name) for name in ("temperature", "softcap", "scale", "vocab_size") if name in changes}
-    )
+    head = Head(**{name: changes.pop(name) for name in HEAD if name in changes})
     target = (torch.arange(shape) + changes.pop("shift", 0)) % SHARD
     recording = contextlib.nullcontext() if changes.pop("grad_mode", True) else torch.no_grad()
     needs = changes.pop("needs", {"hidden": True, "weight": True})
@@ -351,23 +355,17 @@ DISAGREEMENTS: dict[str, dict[str, Any]] = {
     "hidden_grad": {"hidden_grad": "partial"},
     "sequence_parallel": {"sequence_parallel": True},
     "objective": {"objective": {"policy": "reinforce"}},
-    "a number of the objective": {"objective": {"clip_low": 0.1}},
+    "a number of the objective": {"objective": {"clip": 0.1}},
     "entropy bonus": {"objective": {"entropy_coef": 0.1}},
     "denominator": {"denominator": 99.0},
     "advantages": {"advantage": torch.zeros(TOKENS)},
-    "a field of another length": {"advantage": torch.zeros(TOKENS - 1)},
+    "a short field": {"advantage": torch.zeros(TOKENS - 1)},
 }
 """What rank 1 does differently, by what it is about."""
 
 HIDDEN = ("gradient of weight", "match", "bias", "hidden_grad", "sequence_parallel")
-LOSS = (
-    "objective",
-    "a number of the objective",
-    "entropy bonus",
-    "denominator",
-    "advantages",
-    "a field of another length",
-)
+LOSS = ("objective", "a number of the objective", "entropy bonus", "denominator", "advantages", "a short field")
+HEAD = ("temperature", "softcap", "scale", "vocab_size")
 
 
 def abouts(path: str) -> list[str]:

@@ -1,11 +1,13 @@
 """Out of memory at an allocation, or an error in a term: a clean error, nothing half done, and the next step exact.
 
 Here every line of the library that allocates fails in one step of its path, at its first allocation in float32 and at
-its last in bfloat16; ``make faults`` lets every allocation of every step fail, and its record is on the page docs/reliability.md.
+its last in bfloat16; ``make faults`` lets every allocation of every step fail, and its record is on the page
+docs/reliability.md.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
 import pytest
@@ -50,10 +52,8 @@ def test_one_chunk_leaves_the_buffer_alone():
     touched = []
     for k in range(1, len(places) + 1, 3):
         run, fresh = Run(step, torch.float32), Run(step, torch.float32)
-        with Allocations(k), pytest.raises(torch.OutOfMemoryError):
+        with Allocations(k), contextlib.suppress(torch.OutOfMemoryError):
             run.forward()
-            run.loss = None
-            raise torch.OutOfMemoryError("forward is over")
         touched.append(not torch.equal(run.buffer, fresh.buffer))
     # Points past the end of forward let it finish, which adds.
     first = touched.index(True)

@@ -86,8 +86,8 @@ def raise_on_one_rank(rank: int, world: int, group: Any, what: str) -> str:
     if what == "a term":
 
         def term(inputs):
-            # In the second of two chunks, on one rank alone.
-            if rank == 1 and float(inputs.advantage[0]) == 3.0:
+            # In the first of two chunks, on one rank alone: the other waits in the second.
+            if rank == 1 and float(inputs.advantage[0]) == 0.0:
                 raise ArithmeticError("a term of mine")
             return -inputs.advantage * inputs.log_ratio.exp()
 
