@@ -5,7 +5,7 @@ VENV := .venv
 RUN := $(VENV)/bin/
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint format bench docs clean
+.PHONY: demo test lint format bench faults docs clean
 
 demo: $(STAMP)
 	$(RUN)logitless demo
@@ -23,6 +23,10 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(RUN)logitless bench
+
+# Every fault of the tests, injected everywhere; writes the record and the tables of docs/reliability.md.
+faults: $(STAMP)
+	$(RUN)python benchmarks/faults.py
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(RUN)mkdocs build --strict
