@@ -17,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from failing import STEPS, check_failure, reference_of  # noqa: E402
 from faults import MARGIN, MOMENTS, PATHS, TIMEOUT, Fault, Team, abouts, disagree, is_named, is_right  # noqa: E402
 
-from logitless.tools.bench.records import _git_state, _version  # noqa: E402
+from logitless.tools.bench.records import Environment  # noqa: E402
 
 RECORD = ROOT / "benchmarks" / "results" / "faults.json"
 PAGE = ROOT / "docs" / "reliability.md"
@@ -95,7 +96,7 @@ def tables(record: dict[str, Any]) -> str:
     """What the page says of a record."""
     made = record["made"]
     lines = [
-        f"Commit `{made['commit']}`, torch {made['torch']}, on CPU over gloo; `make faults` makes the record anew.",
+        f"Commit `{made['commit']}`, torch {made['versions']['torch']}, on CPU over gloo; `make faults` makes the record anew.",
         "",
         "| step whose allocations fail, one after the other | allocations | buffer untouched | buffer holds a part |",
         "|---|---:|---:|---:|",
@@ -154,7 +155,7 @@ def main() -> None:
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     for part in parser.parse_args().parts:
         record[part] = PARTS[part]()
-    record["made"] = {"commit": _git_state(ROOT)[0], "torch": _version("torch")}
+    record["made"] = asdict(Environment.here(torch.device("cpu")))
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
     PAGE.write_text(with_tables(PAGE.read_text(), tables(record)))
 
