@@ -96,7 +96,7 @@ def tables(record: dict[str, Any]) -> str:
     """What the page says of a record."""
     made = record["made"]
     lines = [
-        f"Commit `{made['commit']}`, torch {made['versions']['torch']}, on CPU over gloo; `make faults` makes the record anew.",
+        f"Commit `{made['commit']}`, torch {made['versions']['torch']}, on CPU over gloo. `make faults` does it again.",
         "",
         "| step whose allocations fail, one after the other | allocations | buffer untouched | buffer holds a part |",
         "|---|---:|---:|---:|",

@@ -348,6 +348,7 @@ DISAGREEMENTS: dict[str, dict[str, Any]] = {
     "targets": {"shift": 1},
     "memory": {"memory": 300},
     "gradient mode": {"grad_mode": False},
+    "gradient mode, frozen head": {"both": {"needs": {"hidden": True, "weight": False}}, "grad_mode": False},
     "gradient of hidden": {"needs": {"hidden": False, "weight": True}},
     "gradient of weight": {"needs": {"hidden": True, "weight": False}},
     "match": {"match": "bfloat16"},
@@ -361,9 +362,9 @@ DISAGREEMENTS: dict[str, dict[str, Any]] = {
     "advantages": {"advantage": torch.zeros(TOKENS)},
     "a short field": {"advantage": torch.zeros(TOKENS - 1)},
 }
-"""What rank 1 does differently, by what it is about."""
+"""What rank 1 does differently, by what it is about; what both do is under "both"."""
 
-HIDDEN = ("gradient of weight", "match", "bias", "hidden_grad", "sequence_parallel")
+HIDDEN = ("gradient mode, frozen head", "gradient of weight", "match", "bias", "hidden_grad", "sequence_parallel")
 LOSS = ("objective", "a number of the objective", "entropy bonus", "denominator", "advantages", "a short field")
 HEAD = ("temperature", "softcap", "scale", "vocab_size")
 
@@ -380,7 +381,9 @@ def disagree(rank: int, world: int, group: Any, path: str, timeout: float) -> di
     for about in abouts(path):
         own = dist.new_group(timeout=timedelta(seconds=timeout))
         try:
-            found[about] = "returned", call_of(path, rank, own, **(DISAGREEMENTS[about] if rank == 1 else {}))
+            odd = {**DISAGREEMENTS[about]}
+            both = odd.pop("both", {})
+            found[about] = "returned", call_of(path, rank, own, **both, **(odd if rank == 1 else {}))
         except Exception as error:
             found[about] = type(error).__name__, str(error)
         dist.barrier()
