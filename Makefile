@@ -26,7 +26,7 @@ bench: $(STAMP)
 
 # Every fault of the tests, injected everywhere; writes the record and the tables of docs/reliability.md.
 faults: $(STAMP)
-	$(RUN)python benchmarks/faults.py
+	$(RUN)python benchmarks/inject_faults.py
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(RUN)mkdocs build --strict

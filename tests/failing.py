@@ -5,7 +5,7 @@
     with Allocations() as seen:     counts what torch allocates; ``Allocations(fail=k)`` raises at the k-th
         run.go()
 
-Both the tests and ``benchmarks/faults.py``, which makes the record, take their steps from here.
+Both the tests and ``benchmarks/inject_faults.py``, which makes the record, take their steps from here.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     parent   <--- outcome ----   workers      returned what, or raised what, after how long; or died
 
 A team lives on between jobs: only a worker that died is replaced. Nothing here can hang: a worker that is not done long
-after the group's timeout prints its stack and ends. Both the tests and ``benchmarks/faults.py`` run these.
+after the group's timeout prints its stack and ends. Both the tests and ``benchmarks/inject_faults.py`` run these.
 """
 
 from __future__ import annotations

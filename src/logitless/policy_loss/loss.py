@@ -71,7 +71,8 @@ def linear_policy_loss(
             backend: as for :func:`linear_logprobs`. Kept ids and batch invariance take two passes.
         objective: what to minimise.
         weight_grad: float32 ``[V, D]`` buffer that the weight's gradient is added to, *in forward*, times
-            ``grad_scale``. ``weight.grad`` is then left alone. Not added to where no gradient is recorded.
+            ``grad_scale``. ``weight.grad`` is then left alone. Not added to where no gradient is recorded. An
+            error on the way carries a note if a part has been added.
         grad_scale: with ``weight_grad``, the gradient that will arrive at the loss in backward (a loss scale over the
             number of micro-batches, say), a number or a 0-dim tensor. Another one arriving raises on CPU and makes the
             gradient of hidden NaN on an accelerator, where comparing would stall it.

@@ -1,7 +1,7 @@
 """Every fault that the tests inject a sample of, injected everywhere: the record behind docs/reliability.md.
 
-    make faults                                         python benchmarks/faults.py
-    python benchmarks/faults.py --parts disagreements   one part anew, the others as they are on record
+    make faults                                         python benchmarks/inject_faults.py
+    python benchmarks/inject_faults.py --parts disagreements   one part anew, the others as they are on record
 
 Allocations: every storage that torch makes in every step of ``tests/failing.py``, in two dtypes, fails once; the next
 step has to have the bits of a run that nothing happened to. Ranks: every collective of every path of
