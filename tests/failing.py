@@ -10,6 +10,7 @@ Both the tests and ``benchmarks/inject_faults.py``, which makes the record, take
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -63,9 +64,8 @@ class Allocations(TorchDispatchMode):
             with self:
                 return OPENED[func](*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
-        for x in tensors(out):
-            if x.untyped_storage()._cdata not in given:
+        for x in tensors(out) if makes_storage(func) else ():
+            if x.untyped_storage().nbytes():
                 # Walking up the stack takes longer than most operators.
                 self.places.append(place_of(sys._getframe()) if self.fail in (0, self.count + 1) else None)
                 self.alive.append(weakref.ref(x.untyped_storage()))
@@ -74,6 +74,12 @@ class Allocations(TorchDispatchMode):
                         f"allocation {self.fail}, of {list(x.shape)} by {func}, was made to fail"
                     )
         return out
+
+
+@functools.cache
+def makes_storage(func: Any) -> bool:
+    """Whether an operator's results are new: it neither returns a view nor writes in place."""
+    return all(result.alias_info is None for result in func._schema.returns)
 
 
 def place_of(frame: FrameType | None) -> tuple[str, int] | None:

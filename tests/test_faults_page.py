@@ -27,7 +27,7 @@ def test_the_page_is_what_the_record_says():
 
 def test_another_record_changes_the_page():
     other = deepcopy(RECORD)
-    other["allocations"]["linear, buffer"]["float32"]["points"] += 1000
+    other["allocations"]["linear, buffer"]["points"] += 1000
     other["ranks"]["count_over"]["raised"] += 1000
     other["disagreements"]["logprobs"]["dtype"] = "never heard of"
     ours, theirs = (inject_faults.tables(x).splitlines() for x in (RECORD, other))
