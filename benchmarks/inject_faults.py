@@ -4,9 +4,9 @@
     python benchmarks/inject_faults.py --parts disagreements   one part anew, the others as they are on record
 
 Allocations: every storage that torch makes in every step of ``tests/failing.py`` fails once, in float32, or in bfloat16
-where the route is one of 16 bits; the next step has to have the bits of a run that nothing happened to. Ranks: every collective of every path of
-``tests/faults.py`` is cut short by every rank of two and of three, at three moments. A fault that is not survived as
-promised ends the command, and nothing is written.
+where the route is one of 16 bits; the next step has to have the bits of a run that nothing happened to. Ranks: every
+collective of every path of ``tests/faults.py`` is cut short by every rank of two and of three, at three moments. A
+fault that is not survived as promised ends the command, and its part is not written.
 """
 
 from __future__ import annotations
@@ -98,20 +98,19 @@ def tables(record: dict[str, Any]) -> str:
     lines = [
         f"Commit `{made['commit']}`, torch {made['versions']['torch']}, on CPU over gloo. `make faults` does it again.",
         "",
-        "| step whose allocations fail, one after the other | allocations | buffer untouched | buffer holds a part |",
-        "|---|---:|---:|---:|",
+        "| step whose allocations fail, one by one | allocations | not ours | buffer untouched | buffer holds a part |",
+        "|---|---:|---:|---:|---:|",
     ]
     total: Counter[str] = Counter()
     for name, counts in record["allocations"].items():
         kinds = Counter(counts)
         total.update(kinds)
         has = STEPS[name].buffer
-        part = kinds["buffer holds a part"]
-        cells = (kinds["points"] - part, part) if has else ("-", "-")
-        lines.append(f"| {name} | {kinds['points']} | {cells[0]} | {cells[1]} |")
+        cells = (kinds["untouched"], kinds["buffer holds a part"]) if has else ("-", "-")
+        lines.append(f"| {name} | {kinds['points']} | {kinds['outside']} | {cells[0]} | {cells[1]} |")
     killed = Counter()
     lines += [
-        f"| all | {total['points']} | | |",
+        f"| all | {total['points']} | {total['outside']} | | |",
         "",
         "| path in which a rank is killed | collectives | kills | peers that raised | peers that were right |",
         "|---|---:|---:|---:|---:|",
