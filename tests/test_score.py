@@ -21,7 +21,8 @@ from logitless.errors import LogitlessError
 from logitless.tools.score import Job, score_file
 from logitless.tools.score import journal as journal_module
 from logitless.tools.score import run as run_module
-from logitless.tools.score.files import Record, Source
+from logitless.tools.score.files import Record, Source, count_results, write_results
+from logitless.tools.score.journal import Journal
 from logitless.tools.score.model import Scorer, batches
 
 VOCAB = 211
@@ -352,6 +353,63 @@ def test_a_damaged_part_is_an_error(job, monkeypatch):
         score_file(job)
     part.unlink()
     assert score_file(job).scored_records == 7
+
+
+def written(tmp_path, monkeypatch, lines: list[bytes]) -> Journal:
+    """A journal whose one part has been written, and whose output has not."""
+    journal = Journal(tmp_path / "out.jsonl", {"temperature": 1.0}, len(lines), len(lines))
+    monkeypatch.setattr(journal_module, "_flush", lambda path: None)
+    journal.open(overwrite=False)
+    journal.commit(0, lines)
+    return journal
+
+
+def test_a_torn_line_is_found_wherever_it_is_torn(tmp_path, monkeypatch):
+    """A process that is killed tears a draft, which nobody reads; a disk may tear anything."""
+    lines = [b'{"index":0,"tokens":[5]}\n', b'{"index":1,"tokens":[7],"logprob":[-0.25],"entropy":[1.5]}\n']
+    whole, points = b"".join(lines), range(len(lines[0]), len(lines[0] + lines[1]))
+    journal = written(tmp_path, monkeypatch, lines)
+    part = journal._part(0)
+    for point in points:
+        draft = part.with_name(f"{part.name}.{point}.draft")
+        draft.write_bytes(whole[:point])
+        assert journal.has(0)
+        assert b"".join(journal._lines()) == whole
+        part.write_bytes(whole[:point])
+        with pytest.raises(LogitlessError, match=r"00000000.jsonl holds 1 results but its part has 2 records"):
+            journal.finish()
+        assert not journal.out.exists()
+        part.write_bytes(whole)
+    journal.finish()
+    assert journal.out.read_bytes() == whole
+    for point in range(len(whole)):
+        journal.out.write_bytes(whole[:point])
+        with pytest.raises(LogitlessError, match=r"out.jsonl holds [01] whole results but the input has 2 records"):
+            journal.open(overwrite=False)
+    journal.out.write_bytes(whole)
+    journal.open(overwrite=False)
+
+
+def test_a_torn_parquet_file_holds_nothing(tmp_path):
+    path = tmp_path / "out.parquet"
+    write_results([b'{"index":0,"tokens":[5],"logprob":[-0.25],"entropy":[1.5]}\n'], path, ".parquet")
+    whole = path.read_bytes()
+    assert count_results(path) == 1
+    for point in (*range(0, len(whole), 97), *range(len(whole) - 9, len(whole))):
+        path.write_bytes(whole[:point])
+        assert count_results(path) == 0
+
+
+def test_a_torn_sheet_is_found_wherever_it_is_torn(tmp_path, monkeypatch):
+    journal = written(tmp_path, monkeypatch, [b"{}\n"])
+    whole = journal.sheet.read_bytes()
+    # The newline at its end says nothing.
+    for point in range(len(whole) - 1):
+        journal.sheet.write_bytes(whole[:point])
+        with pytest.raises(LogitlessError, match=r"out.jsonl.score.json is no JSON"):
+            journal.open(overwrite=False)
+    journal.sheet.write_bytes(whole[:-1])
+    journal.open(overwrite=False)
 
 
 def test_an_empty_file_gives_an_empty_file(job):

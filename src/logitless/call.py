@@ -94,7 +94,7 @@ class Call:
         index: ``[R]`` rows among the tokens; None for all of them in order.
         shape: in which results are returned.
         dtype: of the logits, or of hidden states and weight.
-        tracked: whether the logits or hidden states need a gradient.
+        tracked: whether a gradient of the logits or hidden states is recorded.
         entropy: whether entropy is wanted, with a gradient or without.
         gain, squash: factor of each row's logits ``[R]``, and the one inside a softcap's tanh, 0 without one.
         vocab_size: true size of the vocabulary.

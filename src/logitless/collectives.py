@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from logitless.errors import LogitlessError
+from logitless.notes import Noting
 
 T = TypeVar("T")
 
@@ -81,7 +82,8 @@ def gather_over(group: Group, x: Tensor) -> Tensor:
     out = x.new_empty((group.size(), *x.shape))
     if isinstance(group, DryGroup):
         return group.pretend(out, out)
-    _named(group, "all_gather_single", "all_gather_into_tensor")(out.flatten(0, 1), x.contiguous(), group=group)
+    with _said("all_gather", x, group):
+        _named(group, "all_gather_single", "all_gather_into_tensor")(out.flatten(0, 1), x.contiguous(), group=group)
     return out
 
 
@@ -95,7 +97,8 @@ def scatter_sum_over(group: Group, x: Tensor) -> Tensor:
     out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
     if isinstance(group, DryGroup):
         return group.pretend(x, out)
-    _named(group, "reduce_scatter_single", "reduce_scatter_tensor")(out, x.contiguous(), group=group)
+    with _said("reduce_scatter", x, group):
+        _named(group, "reduce_scatter_single", "reduce_scatter_tensor")(out, x.contiguous(), group=group)
     return out
 
 
@@ -110,7 +113,8 @@ def _named(group: Group, new: str, old: str) -> Callable[..., Any]:
 def sum_over(group: Group, x: Tensor) -> Tensor:
     """``x`` summed over ranks, in place."""
     if not isinstance(group, DryGroup):
-        dist.all_reduce(x, group=group)
+        with _said("all_reduce", x, group):
+            dist.all_reduce(x, group=group)
     return x
 
 
@@ -121,7 +125,8 @@ def table_over(group: dist.ProcessGroup, row: tuple[Any, ...]) -> list[tuple[Any
             "ranks compare their calls with torch's all_gather_object, which needs numpy. Install numpy."
         )
     table: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(table, row, group=group)
+    with _said("all_gather", row, group):
+        dist.all_gather_object(table, row, group=group)
     return table
 
 
@@ -142,6 +147,18 @@ def fingerprint(x: Any) -> Any:
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+def _said(what: str, sent: Any, group: Group) -> Noting:
+    """A collective whose error, which torch words by sockets or by a watchdog, says what was waited for, and why."""
+
+    def text_of(error: BaseException) -> str:
+        size = f"{list(sent.shape)} {sent.dtype}" if isinstance(sent, Tensor) else "a few plain values"
+        return (
+            f"logitless: {what} of {size} over {group.size()} ranks stopped here. Another rank of the group died, came "
+            f"later than the group's timeout, raised before it got here, or made another call. "
+            f"VocabShard(check_calls=True), Rows.check_over and Metrics.reduce(check=True) compare calls first."
+        )
+
+    return Noting(text_of)
 
 
 def agree_over(

@@ -20,6 +20,7 @@ from logitless.backends.contract import Problem
 from logitless.call import Call, Options, local_part, resolve_logits, together, untraced
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.kept import Kept, KeptLogits, Support, kept_gradient, kept_statistics, write_kept
+from logitless.notes import explained
 from logitless.results import in_shape, row_results, target_column
 from logitless.rows import Rows
 from logitless.softmax import ELSEWHERE, Normaliser, coefficients
@@ -77,9 +78,10 @@ def logprobs(
     options = Options(
         entropy=entropy, head=head, shard=shard, kept=kept, backend=backend, memory=memory, caller="logprobs"
     )
-    logits = local_part(options, "logits", logits, logits.dim() - 1 if isinstance(logits, Tensor) else None)
-    call = together(options, partial(resolve_logits, logits, rows, options, overwrite_logits), Call.facts)
-    return in_shape(score_logits(logits, call), call.shape)
+    with explained(options.caller, memory):
+        logits = local_part(options, "logits", logits, logits.dim() - 1 if isinstance(logits, Tensor) else None)
+        call = together(options, partial(resolve_logits, logits, rows, options, overwrite_logits), Call.facts)
+        return in_shape(score_logits(logits, call), call.shape)
 
 
 def score_logits(logits: Tensor, call: Call) -> TokenStats:
@@ -169,37 +171,48 @@ class _LogProbs(torch.autograd.Function):
         if ctx.spent:
             raise LogitlessError(
                 "logprobs: second backward through a call with overwrite_logits=True, but the first one has replaced "
-                "the logits by their gradient. Use overwrite_logits=False to keep the graph, or run forward again."
+                "the logits by their gradient, or begun to. Use overwrite_logits=False to keep the graph, or run "
+                "forward again."
             )
         if not ctx.needs_input_grad[0]:
             return (None,) * 7
         saved = _Saved(*ctx.saved_tensors)
-        logits, logprob, norm = saved.logits, saved.logprob, Normaliser(saved.reference, saved.log_sum)
-        problem = _problem(logits, saved.rows, saved.column, saved.gain, call)
-        out, out_index = _gradient_buffer(logits, saved.rows, problem, ctx.grad_dtype, call.overwrite)
-        g_logprob = torch.zeros_like(logprob) if g_logprob is None else g_logprob.contiguous()
-        # The compiler passes zeros for a result that has no gradient.
-        g_entropy = None if saved.mean is None else g_entropy
-        if saved.kept_reference is None or saved.kept_log_sum is None:
-            coef = coefficients(logprob, norm, saved.mean, g_logprob, g_entropy, g_log_z)
-            run_gradient(call.backend, problem, norm, coef, out, out_index)
+        with explained(call.asked.caller, call.asked.memory, logits=saved.logits if call.overwrite else None):
+            # From here on the logits may be half overwritten, should it fail.
+            ctx.spent = call.overwrite
+            return (_logits_gradient(call, saved, ctx.grad_dtype, g_logprob, g_entropy, g_log_z), *(None,) * 6)
+
+
+def _logits_gradient(
+    call: Call,
+    saved: _Saved,
+    dtype: torch.dtype,
+    g_logprob: Tensor | None,
+    g_entropy: Tensor | None,
+    g_log_z: Tensor | None,
+) -> Tensor:
+    """Gradient of the logits, in a buffer of its own or over them."""
+    logits, logprob, norm = saved.logits, saved.logprob, Normaliser(saved.reference, saved.log_sum)
+    problem = _problem(logits, saved.rows, saved.column, saved.gain, call)
+    out, out_index = _gradient_buffer(logits, saved.rows, problem, dtype, call.overwrite)
+    g_logprob = torch.zeros_like(logprob) if g_logprob is None else g_logprob.contiguous()
+    if saved.kept_reference is None or saved.kept_log_sum is None:
+        coef = coefficients(logprob, norm, saved.mean, g_logprob, g_entropy, g_log_z)
+        run_gradient(call.backend, problem, norm, coef, out, out_index)
+    else:
+        gathered = _gather_support(saved.kept_ids, saved.kept_lengths, saved.target, problem, call)
+        assert gathered is not None
+        coef = coefficients(logprob, norm, saved.mean, torch.zeros_like(g_logprob), g_entropy, g_log_z)
+        dense = coef if g_entropy is not None or g_log_z is not None else None
+        kept_norm, ignored = Normaliser(saved.kept_reference, saved.kept_log_sum), saved.target == IGNORE
+        values = kept_gradient(gathered, kept_norm, logprob, g_logprob, norm, dense, ignored)
+        if dense is None:
+            out.zero_()
         else:
-            gathered = _gather_support(saved.kept_ids, saved.kept_lengths, saved.target, problem, call)
-            assert gathered is not None
-            coef = coefficients(logprob, norm, saved.mean, torch.zeros_like(g_logprob), g_entropy, g_log_z)
-            dense = coef if g_entropy is not None or g_log_z is not None else None
-            kept_norm, ignored = Normaliser(saved.kept_reference, saved.kept_log_sum), saved.target == IGNORE
-            values = kept_gradient(gathered, kept_norm, logprob, g_logprob, norm, dense, ignored)
-            if dense is None:
-                out.zero_()
-            else:
-                no_target = replace(problem, column=problem.column.clamp_max(ELSEWHERE))
-                run_gradient(call.backend, no_target, norm, dense, out, out_index)
-            write_kept(gathered, values, out, out_index)
-        if call.overwrite:
-            ctx.spent = True
-            return (logits.detach(), *(None,) * 6)
-        return (out.view(logits.shape), *(None,) * 6)
+            no_target = replace(problem, column=problem.column.clamp_max(ELSEWHERE))
+            run_gradient(call.backend, no_target, norm, dense, out, out_index)
+        write_kept(gathered, values, out, out_index)
+    return logits.detach() if call.overwrite else out.view(logits.shape)
 
 
 def _problem(logits: Tensor, index: Tensor, column: Tensor, gain: Tensor, call: Call) -> Problem:

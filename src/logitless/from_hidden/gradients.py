@@ -113,12 +113,13 @@ def _by_slabs(
             into = into[columns] if slab is None else slab[: columns.stop - columns.start]
         for rows in pieces(len(p.hidden), tiles.block, p.hidden.is_meta):
             d_z = block.fill(rows, columns)
-            if want_weight and into is not None:
-                p.multiply(d_z.T, p.hidden[rows], into, add=weight_grad is not None or rows.start > 0)
             if d_hidden is not None:
                 p.multiply(d_z, p.weight[columns], d_hidden[rows], add=columns.start > 0)
             if d_bias is not None:
                 p.add_rows(d_z, d_bias[columns])
+            # Last, because into may be the caller's: what fails before leaves it alone.
+            if want_weight and into is not None:
+                p.multiply(d_z.T, p.hidden[rows], into, add=weight_grad is not None or rows.start > 0)
         if slab is not None and d_weight is not None and into is not None:
             d_weight[columns] = into
     if d_weight is not None:
@@ -144,11 +145,11 @@ def _by_blocks(
             d_z = block.fill(rows, columns)
             if into is not None:
                 p.multiply(d_z, p.weight[columns], into, add=columns.start > 0)
+            if d_bias is not None:
+                p.add_rows(d_z, d_bias[columns])
             if want_weight and d_weight is not None:
                 add = weight_grad is not None or rows.start > 0
                 p.multiply(d_z.T, p.hidden[rows], d_weight[columns], add=add)
-            if d_bias is not None:
-                p.add_rows(d_z, d_bias[columns])
         if sums is not None and d_hidden is not None and into is not None:
             d_hidden[rows] = into
     if want_weight and d_weight is not None and weight_grad is None:

@@ -24,6 +24,7 @@ from logitless.from_hidden.plan import FIXED_ROWS, LinearPlan, choose_plan
 from logitless.from_hidden.projection import Projection, hidden_gradient, selected_rows
 from logitless.from_hidden.statistics import row_statistics
 from logitless.kept import Kept
+from logitless.notes import explained
 from logitless.results import in_shape, row_results, target_column
 from logitless.rows import Rows
 from logitless.softmax import Normaliser, coefficients
@@ -86,14 +87,23 @@ def linear_logprobs(
     tensor([-1.3863,  0.0000])
     """
     options = Options.of(locals(), "linear_logprobs")
-    hidden, weight, options = as_products_take(hidden, weight, options)
-    call, plan = together(options, partial(_resolve, hidden, weight, rows, options), lambda made: made[0].facts())
-    return in_shape(score(hidden, weight, call, plan), call.shape)
+    with explained(options.caller, memory):
+        hidden, weight, options = as_products_take(hidden, weight, options)
+        trained = any(recorded(weight, options.bias))
+        call, plan = together(
+            options, partial(_resolve, hidden, weight, rows, options), lambda made: made[0].facts() | head_fact(trained)
+        )
+        return in_shape(score(hidden, weight, call, plan), call.shape)
 
 
 def score(hidden: Tensor, weight: Tensor, call: Call, plan: LinearPlan) -> TokenStats:
     """``[R]`` results of a call that was checked."""
     return TokenStats(*_LinearLogProbs.apply(hidden, weight, call.asked.bias, call, plan))
+
+
+def head_fact(trained: bool) -> dict[str, bool]:
+    """What ranks must agree on besides: where the head is frozen, backward gathers no hidden states."""
+    return {"whether weight or bias needs a gradient": trained}
 
 
 def linear_plan(hidden: Tensor, weight: Tensor, rows: Any, **options: Any) -> LinearPlan:
@@ -173,22 +183,29 @@ class _LinearLogProbs(torch.autograd.Function):
         call: Call = ctx.call
         plan: LinearPlan = ctx.plan
         saved = _Saved(*ctx.saved_tensors)
-        g_logprob = torch.zeros_like(saved.logprob) if g_logprob is None else g_logprob.contiguous()
-        if plan.kind == "frozen":
-            assert saved.others is not None
-            assert saved.local is not None
-            # Hidden rows are neither gathered nor selected again: the unit gradients stand in, and are not multiplied.
-            p = Projection.of(saved.others, saved.weight, saved.bias, saved.column, call)
-            unit = Unit(saved.others, saved.local)
-            rows = unit_gradient(p, unit, saved.norm, saved.logprob, g_logprob, g_log_z)
-            return hidden_gradient(rows, saved.hidden.shape, call), None, None, None, None
-        p = Projection.of(selected_rows(saved.hidden, call), saved.weight, saved.bias, saved.column, call)
-        terms = _terms(call, plan, saved, g_logprob, g_entropy, g_log_z)
-        want, buffer = ctx.needs_input_grad[:3], call.asked.weight_grad
-        assert plan.backward is not None
-        found = gradients(p, plan.backward, terms, want=want, weight_grad=buffer)
-        d_hidden = None if found.hidden is None else hidden_gradient(found.hidden, saved.hidden.shape, call)
-        return d_hidden, found.weight, found.bias, None, None
+        buffer = call.asked.weight_grad
+        with explained(call.asked.caller, call.asked.memory, weight_grad=buffer):
+            g_logprob = torch.zeros_like(saved.logprob) if g_logprob is None else g_logprob.contiguous()
+            if plan.kind == "frozen":
+                d_hidden = _frozen_gradient(call, saved, g_logprob, g_log_z)
+                return d_hidden, None, None, None, None
+            p = Projection.of(selected_rows(saved.hidden, call), saved.weight, saved.bias, saved.column, call)
+            terms = _terms(call, plan, saved, g_logprob, g_entropy, g_log_z)
+            assert plan.backward is not None
+            found = gradients(p, plan.backward, terms, want=ctx.needs_input_grad[:3], weight_grad=buffer)
+            d_hidden = None if found.hidden is None else hidden_gradient(found.hidden, saved.hidden.shape, call)
+            return d_hidden, found.weight, found.bias, None, None
+
+
+def _frozen_gradient(call: Call, saved: _Saved, g_logprob: Tensor, g_log_z: Tensor | None) -> Tensor:
+    """Gradient of hidden where forward made unit gradients."""
+    assert saved.others is not None
+    assert saved.local is not None
+    # Hidden rows are neither gathered nor selected again: the unit gradients stand in, and are not multiplied.
+    p = Projection.of(saved.others, saved.weight, saved.bias, saved.column, call)
+    unit = Unit(saved.others, saved.local)
+    rows = unit_gradient(p, unit, saved.norm, saved.logprob, g_logprob, g_log_z)
+    return hidden_gradient(rows, saved.hidden.shape, call)
 
 
 def _terms(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.collectives import gather_over, resolve_group
+from logitless.collectives import gather_over, resolve_group, table_over
 from logitless.errors import LogitlessError
 
 KINDS = ("sums", "means", "maxima", "minima", "weights")
@@ -87,10 +87,20 @@ class Metrics:
                 )
         return several[0]._from_parts(torch.stack([one._flat() for one in several]))
 
-    def reduce(self, group: Any) -> Metrics:
-        """The metrics of all ranks of the group, which have different rows (DP x CP). One ``all_gather`` in all."""
+    def reduce(self, group: Any, *, check: bool = False) -> Metrics:
+        """The metrics of all ranks of the group, which have different rows (DP x CP). One ``all_gather`` in all.
+
+        Args:
+            check: compare the names over the group first. Ranks with other metrics (another objective, a field that
+                one rank lacks) end in an error on all of them, where a gather of other sizes would hang or abort. One
+                more small collective.
+        """
         group = resolve_group(group, "Metrics.reduce: group")
-        return self if group is None else self._from_parts(gather_over(group, self._flat()))
+        if group is None:
+            return self
+        if check:
+            _check_names(table_over(group, tuple(self._names())))
+        return self._from_parts(gather_over(group, self._flat()))
 
     def compute(self) -> dict[str, float]:
         """Plain numbers: the one place that waits for the device. Without counted rows a mean or extreme is NaN."""
@@ -120,6 +130,17 @@ class Metrics:
             kinds[kind][name] = values[0] if _WIDTH[kind] == 1 else values
             place += _WIDTH[kind]
         return Metrics(**kinds)
+
+
+def _check_names(table: Sequence[tuple[tuple[str, str], ...]]) -> None:
+    """Every rank sees the same table, so every rank raises the same error, or none does."""
+    for rank, names in enumerate(table):
+        if names != table[0]:
+            odd = sorted({n for _, n in names} ^ {n for _, n in table[0]})
+            raise LogitlessError(
+                f"Metrics.reduce: rank {rank} has other metrics than rank 0: they differ in {odd or 'their order'}. "
+                f"Every rank reduces metrics of one objective with the same fields."
+            )
 
 
 def _table(values: Mapping[str, Tensor], counted: Tensor, other: float) -> Tensor:

@@ -18,10 +18,11 @@ from logitless.backends import load
 from logitless.call import Call, Options, as_products_take, recorded, resolve_hidden, together, untraced
 from logitless.collectives import fingerprint
 from logitless.errors import LogitlessError, no_second_derivative
-from logitless.from_hidden.logprobs import score
+from logitless.from_hidden.logprobs import head_fact, score
 from logitless.from_hidden.plan import choose_plan
 from logitless.from_hidden.projection import Projection, hidden_gradient, selected_rows
 from logitless.kept import Kept
+from logitless.notes import explained
 from logitless.objectives import Inputs, Metrics, Objective
 from logitless.policy_loss.one_pass import OnePass
 from logitless.policy_loss.plan import LossPlan, plan_of, two_pass_memory
@@ -72,7 +73,8 @@ def linear_policy_loss(
             backend: as for :func:`linear_logprobs`. Kept ids and batch invariance take two passes.
         objective: what to minimise.
         weight_grad: float32 ``[V, D]`` buffer that the weight's gradient is added to, *in forward*, times
-            ``grad_scale``. ``weight.grad`` is then left alone. Not added to where no gradient is recorded.
+            ``grad_scale``. ``weight.grad`` is then left alone. Not added to where no gradient is recorded. An
+            error on the way carries a note if a part has been added.
         grad_scale: with ``weight_grad``, the gradient that will arrive at the loss in backward (a loss scale over the
             number of micro-batches, say), a number or a 0-dim tensor. Another one arriving raises on CPU and makes the
             gradient of hidden NaN on an accelerator, where comparing would stall it.
@@ -97,7 +99,6 @@ def linear_policy_loss(
     -1.0
     """
     asked = Options.of(locals(), NAME)
-    hidden, weight, asked = as_products_take(hidden, weight, asked)
 
     def resolve() -> tuple[Call, LossPlan, Inputs]:
         _check_objective(objective)
@@ -106,9 +107,12 @@ def linear_policy_loss(
         batch = {"denominator": denominator, "prompt_tokens": prompt_tokens, "group": group}
         return call, plan, objective.inputs(None, call.rows, fields, **batch)
 
-    needed = any(recorded(hidden, weight, asked.bias))
-    call, plan, inputs = together(asked, resolve, lambda made: _facts(*made, objective, needed))
-    loss, metrics, stats = evaluate(hidden, weight, call, plan, objective, inputs, grad_scale, drop_zeros)
+    with explained(NAME, memory, weight_grad=weight_grad):
+        hidden, weight, asked = as_products_take(hidden, weight, asked)
+        needed, trained = (any(recorded(*x)) for x in ((hidden, weight, asked.bias), (weight, asked.bias)))
+        facts = {"whether a gradient is recorded": needed} | head_fact(trained)
+        call, plan, inputs = together(asked, resolve, lambda made: _facts(*made, objective) | facts)
+        loss, metrics, stats = evaluate(hidden, weight, call, plan, objective, inputs, grad_scale, drop_zeros)
     return (loss, metrics, stats) if return_stats else (loss, metrics)
 
 
@@ -152,7 +156,7 @@ def _resolve(hidden: Tensor, weight: Tensor, rows: Any, objective: Objective, as
     return call, plan_of(call, weight.shape[1], weight.requires_grad, objective)
 
 
-def _facts(call: Call, plan: LossPlan, inputs: Inputs, objective: Objective, needed: bool) -> dict[str, Any]:
+def _facts(call: Call, plan: LossPlan, inputs: Inputs, objective: Objective) -> dict[str, Any]:
     """What the ranks of a vocabulary group must agree on: each chunk is a collective, and all compute one loss."""
     chunks = f"{plan.kind} in {len(plan.chunks)} chunks of at most {plan.rows} rows"
     facts = {
@@ -160,7 +164,6 @@ def _facts(call: Call, plan: LossPlan, inputs: Inputs, objective: Objective, nee
         "the fields": ", ".join(sorted(inputs.fields)),
         "the weights of the rows (denominator=, masks)": fingerprint(inputs.weight),
         "how to go (memory=, objective)": chunks,
-        "whether a gradient is recorded": needed,
     }
     return call.facts() | facts | {name: fingerprint(x) for name, x in sorted(inputs.fields.items())}
 
@@ -220,20 +223,22 @@ class _OnePass(torch.autograd.Function):
                 f"{NAME}: second backward through a call with weight_grad=, whose buffer was added to in forward, "
                 f"once. Leave weight_grad out to keep the graph, or run forward again."
             )
-        ctx.spent = ctx.into_buffer
         saved = _Saved(*ctx.saved_tensors)
         if ctx.into_buffer and int(saved.mark) != id(ctx.run):
             raise LogitlessError(
                 f"{NAME}: forward ran again in backward, as torch.utils.checkpoint with use_reentrant=False does, and "
                 f"weight_grad was added to both times. Call it outside of the checkpoint, or leave weight_grad out."
             )
-        factor = _factor(g_loss, saved.scale, ctx.into_buffer)
-        d_hidden, d_weight, d_bias = (
-            None if x is None else _scaled(ctx.call.backend, x, factor, dtype)
-            for x, dtype in zip(saved[:3], ctx.dtypes, strict=True)
-        )
-        if d_hidden is not None:
-            d_hidden = hidden_gradient(d_hidden, ctx.shape, ctx.call)
+        with explained(NAME, ctx.call.asked.memory, already="weight_grad" if ctx.into_buffer else None):
+            factor = _factor(g_loss, saved.scale, ctx.into_buffer)
+            d_hidden, d_weight, d_bias = (
+                None if x is None else _scaled(ctx.call.backend, x, factor, dtype)
+                for x, dtype in zip(saved[:3], ctx.dtypes, strict=True)
+            )
+            if d_hidden is not None:
+                d_hidden = hidden_gradient(d_hidden, ctx.shape, ctx.call)
+        # Not before: a backward that ran out of memory may come again.
+        ctx.spent = ctx.into_buffer
         return (d_hidden, d_weight, d_bias, *(None,) * 6)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +41,13 @@ class Outcome:
     stats: TokenStats
     gradients: Gradients
     scale: Tensor | None
+
+
+class Factors(NamedTuple):
+    """dZ ``[C, V]`` of the rows of a chunk that are multiplied, in the chunk's memory, and their hidden states."""
+
+    d_z: Tensor
+    x: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +112,13 @@ class OnePass:
             chunks = (*sorted(chunks, key=lambda c: c[0] - c[1])[:2], *chunks[-1:])
         chunk = empty_chunk(p, self.plan)
         stats = TokenStats(*(p.gain.new_empty(len(p.hidden)) for _ in range(3)))
+        last = None
         for i, (start, stop) in enumerate(chunks):
-            results = self._work_off(chunk, start, stop, first=i == 0)
+            if last is not None:
+                # The memory of its dZ is needed again.
+                self._multiply_head(*last, overwrite=self.fresh and i == 1)
+                last = None
+            results, last = self._work_off(chunk, start, stop, first=i == 0)
             for whole, part in zip(stats, results[:3], strict=True):
                 if whole is not None and part is not None:
                     whole[start:stop] = part
@@ -114,11 +127,14 @@ class OnePass:
         # Once more on all rows, for the value and the metrics: on vectors, and the same bits however rows were chunked.
         inputs = replace(self.inputs, logprob=stats.logprob, entropy=stats.entropy)
         loss, metrics = self.objective.evaluate(inputs)
+        # As late as can be: in one chunk, nothing that fails leaves a part of a gradient in the caller's buffer.
+        if last is not None:
+            self._multiply_head(*last, overwrite=self.fresh and len(chunks) == 1)
         scale = self.scale if self.float16 is None else self.float16.settle(chunks)
         return Outcome(loss.detach(), metrics, stats, self.into, scale)
 
-    def _work_off(self, chunk: Chunk, start: int, stop: int, first: bool) -> RowResults:
-        """Results of a chunk of rows; their gradients go where gradients go."""
+    def _work_off(self, chunk: Chunk, start: int, stop: int, first: bool) -> tuple[RowResults, Factors | None]:
+        """Results of a chunk of rows, whose hidden states get their gradient; the factors of the head's gradient."""
         column = self.p.column[start:stop]
         results = row_results(chunk.statistics(start, stop), None, column == SKIP, True, self.p.call.group)
         part = self.inputs.cut(start, stop, self.plan.whole_samples)
@@ -129,7 +145,7 @@ class OnePass:
         coef = coefficients(results.logprob, results.norm, results.mean, g_logprob, g_entropy, None)
         if not self.p.call.columns:
             self._zero(None if self.into.hidden is None else self.into.hidden[start:stop])
-            return results
+            return results, None
         counted, staying = part.counted, None
         matters = g_logprob != 0 if g_entropy is None else (g_logprob != 0) | (g_entropy != 0)
         stays = counted & matters
@@ -140,20 +156,14 @@ class OnePass:
             count = number()
             staying = _places(stays, count) if count <= (1 - FEW) * (stop - start) else None
             counted = None if count == stop - start else counted
-        if self.float16 is not None and not first:
-            self.float16.catch_up()
-        self._multiply(d_z, slice(start, stop), staying, counted, overwrite=first and self.fresh)
-        return results
+        return results, self._multiply(d_z, slice(start, stop), staying, counted)
 
-    def _multiply(
-        self, d_z: Tensor, chunk: slice, staying: Tensor | None, counted: Tensor | None, overwrite: bool
-    ) -> None:
-        """The two products of a chunk.
+    def _multiply(self, d_z: Tensor, chunk: slice, staying: Tensor | None, counted: Tensor | None) -> Factors:
+        """The product for a chunk's hidden states; returns the factors of that for the head.
 
         Args:
             staying: the rows to multiply, or None for all.
             counted: ``[C]`` which rows count, or None if all do. Hidden states of the others are not read.
-            overwrite: whether d_weight holds nothing yet.
         """
         p, into = self.p, self.into
         x = p.hidden[chunk]
@@ -168,15 +178,28 @@ class OnePass:
                 self._times_weight(d_z, rows)
             if staying is not None:
                 d_x.zero_().index_copy_(0, staying, rows)
+        return Factors(d_z, x)
+
+    def _multiply_head(self, d_z: Tensor, x: Tensor, overwrite: bool) -> None:
+        """The product for the head. The weight comes last: its gradient may go to the caller's buffer.
+
+        Args:
+            overwrite: whether d_weight holds nothing yet.
+        """
+        p, into = self.p, self.into
+        if self.float16 is not None and not overwrite:
+            self.float16.catch_up()
         if not len(x):
             if overwrite and into.weight is not None:
                 into.weight.zero_()
             return
-        for columns in pieces(p.call.columns, self.plan.columns, p.hidden.is_meta):
-            if into.weight is not None:
-                p.multiply(d_z[:, columns].T, x, into.weight[columns], add=not overwrite)
-            if into.bias is not None:
+        slabs = pieces(p.call.columns, self.plan.columns, p.hidden.is_meta)
+        if into.bias is not None:
+            for columns in slabs:
                 p.add_rows(d_z[:, columns], into.bias[columns])
+        if into.weight is not None:
+            for columns in slabs:
+                p.multiply(d_z[:, columns].T, x, into.weight[columns], add=not overwrite)
 
     def _times_weight(self, d_z: Tensor, out: Tensor) -> None:
         """``out = d_z @ W``: in one product, or over slabs of columns in float32."""

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from logitless.collectives import sum_over
 from logitless.errors import LogitlessError, no_second_derivative
 
 GradRule = Literal["sum", "slice"] | None
@@ -51,7 +52,7 @@ class _Exchange(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         whole = _scatter(fields, place, total)
         if group is not None:
-            dist.all_reduce(whole, group=group)
+            sum_over(group, whole)
         ctx.save_for_backward(place, *(() if wanted is None else (wanted,)))
         ctx.total, ctx.group, ctx.grad = total, group, grad
         out = tuple((whole if wanted is None else whole[:, wanted]).unbind(0))
@@ -67,7 +68,7 @@ class _Exchange(torch.autograd.Function):
         used = tuple(g for g, need in zip(gradients, needed, strict=True) if need)
         whole = _scatter(used, wanted[0], ctx.total) if wanted else torch.stack(used)
         if ctx.group is not None and ctx.grad == "sum":
-            dist.all_reduce(whole, group=ctx.group)
+            sum_over(ctx.group, whole)
         parts = iter(whole[:, place].unbind(0))
         return (None,) * 5 + tuple(next(parts) if need else None for need in needed)
 

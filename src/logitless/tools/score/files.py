@@ -105,6 +105,17 @@ def write_results(lines: Iterable[bytes], path: Path, suffix: str) -> None:
         file.writelines(lines)
 
 
+def count_results(path: Path) -> int:
+    """Whole records in a file of results: a line without its end is none, nor is anything in Parquet without its."""
+    if path.suffix == ".jsonl":
+        with path.open("rb") as file:
+            return sum(line.endswith(b"\n") for line in file)
+    try:
+        return _parquet().ParquetFile(path).metadata.num_rows
+    except ValueError:
+        return 0
+
+
 def _write_parquet(lines: Iterable[bytes], path: Path) -> None:
     import pyarrow as pa
 

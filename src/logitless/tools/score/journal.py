@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from logitless.errors import LogitlessError
-from logitless.tools.score.files import write_results
+from logitless.tools.score.files import count_results, write_results
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class Journal:
             text = json.dumps(self.settings, indent=1) + "\n"
             self._commit(self.sheet, lambda path: path.write_text(text))
         if self.finished:
+            self._check_output()
             shutil.rmtree(self.folder)
 
     def has(self, part: int) -> bool:
@@ -113,16 +114,31 @@ class Journal:
             with self._part(part).open("rb") as file:
                 count = 0
                 for line in file:
-                    count += 1
+                    count += line.endswith(b"\n")
                     yield line
             if count != self.size_of(part):
                 raise LogitlessError(
                     f"score: {self._part(part)} holds {count} results but its part has {self.size_of(part)} records. "
-                    f"It was changed after it was written: delete it and run again."
+                    f"It was changed after it was written, or the disk lost its end: delete it and run again."
                 )
 
+    def _check_output(self) -> None:
+        """Raise where the output is not whole, as a kill cannot leave it."""
+        count = count_results(self.out)
+        if count != self.num_records:
+            raise LogitlessError(
+                f"score: {self.out} holds {count} whole results but the input has {self.num_records} records. It was "
+                f"changed after it was written, or the disk lost its end: delete it and run again, or --overwrite."
+            )
+
     def _check_settings(self) -> None:
-        before = json.loads(self.sheet.read_bytes())
+        try:
+            before = json.loads(self.sheet.read_bytes())
+        except ValueError:
+            raise LogitlessError(
+                f"score: {self.sheet} is no JSON: it was changed after it was written, or the disk lost its end. "
+                f"--overwrite starts anew."
+            ) from None
         wanted = json.loads(json.dumps(self.settings))
         other = [name for name in {**before, **wanted} if before.get(name) != wanted.get(name)]
         if other:

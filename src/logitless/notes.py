@@ -1,0 +1,75 @@
+"""What an error says besides when it leaves a call: what to do about it, and what is no longer as it was.
+
+Nothing is caught and nothing is retried (docs/decisions/0011): the error goes on as it came, with notes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NOTHING = contextlib.nullcontext()
+
+WRITTEN = {
+    "weight_grad": "weight_grad holds a part of this call's gradient, or all of it. Zero it, together with the other "
+    "gradients of this optimizer step, before the next one.",
+    "logits": "the logits, which overwrite_logits=True gives up to backward, hold a part of their gradient. Run "
+    "forward again.",
+}
+"""What to do about a tensor of the caller's that was being written when the error came."""
+
+
+class Noting:
+    """``with Noting(text_of):`` adds the note ``text_of(error)``, unless that is None, to an error that leaves it."""
+
+    def __init__(self, text_of: Callable[[BaseException], str | None]) -> None:
+        self.text_of = text_of
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        text = None if error is None else self.text_of(error)
+        if error is not None and text is not None and text not in getattr(error, "__notes__", ()):
+            error.add_note(text)
+
+
+def explained(
+    caller: str, memory: int | str, already: str | None = None, **written: Tensor | None
+) -> contextlib.AbstractContextManager[None, bool | None]:
+    """A block whose errors tell how to take less memory, and which of these tensors of the caller's were written to.
+
+    Args:
+        memory: the budget, as it was given.
+        already: name in :data:`WRITTEN` of a tensor that was written to before the block.
+        written: tensors that the block writes to, by a name in :data:`WRITTEN`.
+    """
+    if torch.compiler.is_compiling():
+        return NOTHING
+    before = {name: _version(x) for name, x in written.items()}
+
+    def text_of(error: BaseException) -> str | None:
+        changed = [name for name, x in written.items() if _version(x) != before[name]]
+        texts = [WRITTEN[name] for name in ([] if already is None else [already]) + changed]
+        if is_out_of_memory(error) and not hasattr(error, "__notes__"):
+            texts.append(
+                f"no room for working memory. Pass a smaller memory= (it was {memory!r}), or ask logitless.estimate "
+                f"what fits."
+            )
+        return f"{caller}: {' '.join(texts)}" if texts else None
+
+    return Noting(text_of)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the CPU, for which torch has no class of errors, has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def _version(x: Any) -> int | None:
+    """How often a tensor was written to; None where torch does not count, or where there is no tensor."""
+    return x._version if isinstance(x, Tensor) and not x.is_inference() else None
