@@ -462,7 +462,8 @@ def mix_kernel(x, by, y, index, times, out, x_stride, y_stride, y_step, out_stri
         o_c = c + tl.arange(0, BLOCK)
         m_c = o_c < columns
         b_x = tl.load(x + i_r * x_stride + o_c, mask=m_c, other=0.0).to(tl.float32)
-        b_y = tl.load(y + i_y * y_stride + o_c * y_step, mask=m_c, other=0.0).to(tl.float32)
+        # In a weight that is stored the other way round, columns are as far apart as rows are elsewhere.
+        b_y = tl.load(y + i_y * y_stride + o_c.to(tl.int64) * y_step, mask=m_c, other=0.0).to(tl.float32)
         tl.store(out + i_r * out_stride + o_c, (b_x * b + b_y * t).to(out.dtype.element_ty), mask=m_c)
 
 
