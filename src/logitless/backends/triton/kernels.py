@@ -420,7 +420,9 @@ def gradient_from_kernel(
             tl.store(out + i_r * out_stride + o_c, tl.zeros([BLOCK], dtype=out.dtype.element_ty), mask=o_c < stop)
     else:
         a = tl.load(gain + i_r)
-        shift = tl.maximum(finite_or_zero(tl.load(moved + i_s * moved_stride + i_r)) - tl.load(reference + i_r), FLOOR)
+        base = tl.load(moved + i_s * moved_stride + i_r)
+        # Where all of a slab was -inf its exponentials are 0, and any shift will do that does not overflow.
+        shift = tl.where(base == float("-inf"), 0.0, tl.maximum(base - tl.load(reference + i_r), FLOOR))
         scale = tl.exp2((shift - tl.load(log_sum + i_r)) * LOG2E) * a
         k, target = tl.load(plain + i_r), tl.load(at_target + i_r) * a
         k_z = 0.0
