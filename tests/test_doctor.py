@@ -62,6 +62,35 @@ def test_a_wrong_gradient_is_found(monkeypatch):
     assert not findings.ok
 
 
+class _Scaled(torch.autograd.Function):
+    """A tensor unchanged, and its gradient a little off."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 1.02
+
+
+@pytest.mark.usefixtures("_plain_torch_only")
+@pytest.mark.parametrize("which", [0, 1], ids=["hidden", "weight"])
+def test_the_worst_gradient_counts(monkeypatch, which: int):
+    """Wrong in one operand alone, whether it comes first or last."""
+    right = doctor.linear_logprobs
+
+    def wrong(*operands, **options):
+        given = [_Scaled.apply(x) if i == which else x for i, x in enumerate(operands)]
+        return right(*given, **options)
+
+    monkeypatch.setattr(doctor, "linear_logprobs", wrong)
+    found = {f.path: f for f in examine(CPU).exactness if f.dtype == "float32"}
+    assert found["logprobs"].ok
+    assert not found["linear_logprobs"].ok
+    assert found["linear_logprobs"].gradient == pytest.approx(0.02, rel=1e-2)
+
+
 @pytest.mark.usefixtures("_plain_torch_only")
 def test_a_wrong_value_is_found(monkeypatch):
     right = doctor.logprobs

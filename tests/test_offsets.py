@@ -83,9 +83,9 @@ def test_gradient_over_the_logits():
 
 def test_exponentials():
     def run(backend, x, out, sums):
-        stats, reference = torch.zeros(4, ROWS), torch.zeros(ROWS)
         # Every row exceeds its guess, so that the sums move with it.
-        backend.exponentials(problem_of(x), stats, Running(torch.full((ROWS,), -30.0), reference, sums=sums), out, False)
+        stats, before, reference = torch.zeros(4, ROWS), torch.full((ROWS,), -30.0), torch.zeros(ROWS)
+        backend.exponentials(problem_of(x), stats, Running(before, reference, sums=sums), out, False)
         return stats, reference, out, sums
 
     assert_same(run, torch.randn(ROWS, COLUMNS), torch.zeros(ROWS, COLUMNS), 1e12 * torch.randn(ROWS, COLUMNS))

@@ -207,6 +207,22 @@ def test_dropping_rows_without_a_gradient_changes_nothing(case: str, buffered: b
 # One pass or two.
 
 
+def test_staying_rows_move_a_few_at_a_time(monkeypatch):
+    """Each move writes where later moves have read, and never where they have yet to read."""
+    hidden, weight, target = torch.randn(60, 8), torch.randn(50, 8), torch.randint(50, (60,))
+    # Gaps of two and three rows, so that what stays moves further and further up.
+    advantage = torch.randn(60).where(torch.arange(60) % 5 > 2, torch.zeros(60))
+    gradients = []
+    for at_a_time in (60, 7, 1):
+        monkeypatch.setattr("logitless.policy_loss.one_pass.MOVED", at_a_time * 50 * 4)
+        x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        fields = {"old_logprob": "current", "advantage": advantage}
+        ll.linear_policy_loss(x, w, target, ll.Objective(), **fields)[0].backward()
+        gradients.append((x.grad, w.grad))
+    for others in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(others, gradients[0], strict=True))
+
+
 def test_samples_that_fit_a_chunk_go_in_one_pass():
     problem, objective = make(), ll.Objective(policy="gspo", clip=(0.03, 0.05))
     rows = problem.batch.rows()
