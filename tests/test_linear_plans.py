@@ -98,6 +98,17 @@ def test_kept_exponentials_give_the_recomputed_gradient(small_work, backend: str
         assert (mine.grad.double() - theirs.grad).norm() <= allowed * theirs.grad.norm()
 
 
+def test_a_softcap_stores_no_exponentials(small_work):
+    """Its slope cannot be told from them: the gradient would be that of a head without a cap."""
+    hidden, weight, target = make(torch.bfloat16)
+    options = {"head": ll.Head(softcap=3.0), "memory": "1MiB"}
+    assert ll.explain(hidden, weight, target, **options).kept_rows == 0
+    ll.linear_logprobs(hidden, weight, target, **options).logprob.sum().backward()
+    exact = hidden.detach().double().requires_grad_()
+    truth(exact @ weight.detach().double().T, torch.arange(T), target, softcap=3.0).logprob.sum().backward()
+    assert (hidden.grad.double() - exact.grad).norm() <= 4e-3 * exact.grad.norm()
+
+
 @pytest.mark.parametrize("softcap", [None, 8.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", ["reference", "tiled"])

@@ -146,6 +146,9 @@ def test_ppo_clip_by_hand():
     loss, gradient, metrics = by_hand(objective, ratios, advantages)
     assert math.isclose(loss, -1.1 - 1.3 + 2.0 - 0.5 + 0.8 + 3.0)
     assert gradient == pytest.approx([-1.1, 0.0, 2.0, -0.5, 0.0, 0.0])
+    # One by one, where errors of the two bounds cannot cancel.
+    assert by_hand(objective, [2.0], [1.0])[0] == pytest.approx(-1.3)
+    assert by_hand(objective, [0.5], [-1.0])[0] == pytest.approx(0.8)
     assert metrics["clip_fraction"] == pytest.approx(2 / 6)
     assert metrics["clip_fraction_high"] == metrics["clip_fraction_low"] == pytest.approx(1 / 6)
     assert metrics["dual_clip_fraction"] == pytest.approx(1 / 6)

@@ -204,7 +204,27 @@ def test_dropping_rows_without_a_gradient_changes_nothing(case: str, buffered: b
             assert (runs[0].gradients[name].double() - g).norm() <= limit * max(float(g.norm()), 1e-3), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_rows_of_zero_advantage_keep_their_entropy_bonus(dtype: torch.dtype):
+    """They have no gradient by their log-prob, and one by their entropy."""
+    problem, objective = make(dtype), ll.Objective(entropy_coef=0.05)
+    given = {"advantage": zero_cases()["all but one"].double()}
+    dropped, kept = (ran(problem, objective, given=given, drop_zeros=drop) for drop in (True, False))
+    assert_same(dropped, kept, 1e-12 if dtype == torch.float64 else GRADIENT_PROMISE)
+    assert int((kept.gradients["hidden"] != 0).any(1).sum()) == int(problem.batch.rows().counted.sum())
+
+
 # One pass or two.
+
+
+def test_samples_split_over_ranks_go_in_two_passes():
+    """A rank that went in one pass would take means over its own part of a sample."""
+    rows = ll.Rows.packed([[1] * 8], [5], cp=ll.Zigzag(0, 2))
+    hidden, weight = torch.zeros(4, 3, requires_grad=True), torch.zeros(7, 3, requires_grad=True)
+    plan = ll.explain(hidden, weight, rows, objective=ll.Objective(policy="gspo"))
+    assert plan.kind == "two passes"
+    assert "split over context-parallel ranks" in str(plan)
+    assert ll.explain(hidden, weight, rows, objective=ll.Objective()).kind == "one pass"
 
 
 def test_staying_rows_move_a_few_at_a_time(monkeypatch):

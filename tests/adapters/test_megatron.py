@@ -439,6 +439,18 @@ def test_output_processor_with_bias_and_kept_ids(alone):
     assert out.entropy is None
 
 
+def test_output_processor_scales_as_the_model_and_the_head_say(alone):
+    """A model's own scale, and one that the caller knows of: their product."""
+    layer, hidden = fake_layer(), torch.randn(5, 1, D)
+    rows = Rows.packed([[1, 2, 3, 4, 5]], [3])
+    context = Scoring(rows, head=Head(scale=0.5))
+    out = output_processor(
+        hidden_states=hidden, output_layer=layer, context=context, scale_logits=lambda x: x * 3.0
+    ).logprob
+    exact = truth((hidden[:, 0] @ layer.weight.T).double(), rows.index, rows.target, scale=1.5)
+    torch.testing.assert_close(out.double(), exact.logprob, atol=1e-5, rtol=0)
+
+
 def test_output_processor_rounds_as_megatron_does_if_asked(alone):
     """A half-precision head rounds its logits; ours do not unless told."""
     layer = fake_layer(weight=torch.randn(10, 64).bfloat16())
