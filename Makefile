@@ -5,7 +5,7 @@ VENV := .venv
 RUN := $(VENV)/bin/
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint format bench docs clean
+.PHONY: demo test lint format bench mutants docs clean
 
 demo: $(STAMP)
 	$(RUN)logitless demo
@@ -23,6 +23,10 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(RUN)logitless bench
+
+# Bugs seeded into a copy of the source, one at a time: the tests must notice each.
+mutants: $(STAMP)
+	$(RUN)python tests/mutants/run.py --json benchmarks/results/mutants.jsonl
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(RUN)mkdocs build --strict
