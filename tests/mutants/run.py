@@ -41,7 +41,7 @@ PYTEST = (
     "-W",
     "ignore::pytest.PytestAssertRewriteWarning",
 )
-FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
