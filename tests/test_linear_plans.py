@@ -136,18 +136,18 @@ def test_frozen_head(backend: str, dtype: torch.dtype, softcap: float | None):
 
 @pytest.mark.parametrize("descending", [False, True])
 @pytest.mark.parametrize("backend", ["reference", "tiled", "triton"])
-def test_a_reference_that_must_move(backend: str, descending: bool):
+def test_a_reference_that_must_move(backend: str, descending: bool, device: torch.device):
     """Columns in order of logit: every tile exceeds the one before, or falls below it, by up to 100."""
-    hidden = torch.ones(3, 4, requires_grad=True)
+    hidden, target = torch.ones(3, 4, device=device, requires_grad=True), torch.tensor([0, 300, 599])
     weight = (torch.arange(600.0) / 4)[:, None].expand(600, 4)
     weight = weight.flip(0) if descending else weight.contiguous()
-    out = ll.linear_logprobs(hidden, weight, torch.tensor([0, 300, 599]), memory=2000, backend=backend)
+    out = ll.linear_logprobs(hidden, weight.to(device), target.to(device), memory=2000, backend=backend)
     out.logprob.sum().backward()
     exact = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
-    right = truth(exact @ weight.double().T, torch.arange(3), torch.tensor([0, 300, 599])).logprob
+    right = truth(exact @ weight.double().T, torch.arange(3), target).logprob
     right.sum().backward()
-    assert torch.allclose(out.logprob.double(), right, rtol=1e-6)
-    assert torch.allclose(hidden.grad.double(), exact.grad, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(out.logprob.double().cpu(), right, rtol=1e-6)
+    assert torch.allclose(hidden.grad.double().cpu(), exact.grad, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
