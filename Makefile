@@ -11,7 +11,7 @@ export PIP_NO_COMPILE := 1
 # Each part of the library against float64, once; no hosts, no commands.
 QUICK := architecture errors kept layouts linear_plans logprobs objective_terms policy_head rows special_values exchange
 
-.PHONY: demo test check lint format bench faults docs clean
+.PHONY: demo test check lint format bench faults mutants docs clean
 
 demo: $(STAMP)
 	$(RUN)logitless demo
@@ -37,6 +37,10 @@ bench: $(STAMP)
 # Every fault of the tests, injected everywhere; writes the record and the tables of docs/reliability.md.
 faults: $(STAMP)
 	$(RUN)python benchmarks/inject_faults.py
+
+# Bugs seeded into a copy of the source, one at a time: the tests must notice each.
+mutants: $(STAMP)
+	$(RUN)python tests/mutants/run.py --json benchmarks/results/mutants.jsonl
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(RUN)mkdocs build --strict

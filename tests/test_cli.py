@@ -91,6 +91,10 @@ def test_plan_as_json_and_its_exit_code(monkeypatch):
     answer = json.loads(invoke(*PLAN, "--json").stdout)
     assert answer["step"]["rows"] == 16384
     assert answer["free"] is None
+    busy = json.loads(invoke(*PLAN, "--json", "--card", "80GiB", "--in-use", "60GiB").stdout)
+    assert busy["free"] == 20 << 30
+    assert busy["call"]["peak"] <= 20 << 30
+    assert run_main(monkeypatch, *PLAN, "--json", "--card", "80GiB", "--in-use", "79.99GiB") == 1
     assert run_main(monkeypatch, *PLAN, "--json", "--card", "80GiB") == 0
     assert run_main(monkeypatch, *PLAN, "--json", "--card", "1MiB") == 1
 

@@ -62,13 +62,46 @@ def test_a_wrong_gradient_is_found(monkeypatch):
     assert not findings.ok
 
 
+class _Scaled(torch.autograd.Function):
+    """A tensor unchanged, and its gradient multiplied."""
+
+    @staticmethod
+    def forward(ctx, x, by):
+        ctx.by = by
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.by, None
+
+
 @pytest.mark.usefixtures("_plain_torch_only")
-def test_a_wrong_value_is_found(monkeypatch):
+@pytest.mark.parametrize("by", [1.02, float("nan")])
+@pytest.mark.parametrize("which", [0, 1], ids=["hidden", "weight"])
+def test_the_worst_gradient_counts(monkeypatch, which: int, by: float):
+    """Wrong in one operand alone, whether it comes first or last."""
+    right = doctor.linear_logprobs
+
+    def wrong(*operands, **options):
+        given = [_Scaled.apply(x, by) if i == which else x for i, x in enumerate(operands)]
+        return right(*given, **options)
+
+    monkeypatch.setattr(doctor, "linear_logprobs", wrong)
+    found = {f.path: f for f in examine(CPU).exactness if f.dtype == "float32"}
+    assert found["logprobs"].ok
+    assert not found["linear_logprobs"].ok
+    assert found["linear_logprobs"].gradient == pytest.approx(by - 1, rel=1e-2, nan_ok=True)
+
+
+@pytest.mark.usefixtures("_plain_torch_only")
+@pytest.mark.parametrize("off", [0.01, float("nan")])
+@pytest.mark.parametrize("which", ["logprob", "entropy"])
+def test_a_wrong_value_is_found(monkeypatch, which: str, off: float):
     right = doctor.logprobs
 
     def shifted(*args, **kwargs):
         out = right(*args, **kwargs)
-        return out._replace(logprob=out.logprob + 0.01)
+        return out._replace(**{which: getattr(out, which) + off})
 
     monkeypatch.setattr(doctor, "logprobs", shifted)
     wrong = [f for f in examine(CPU).exactness if not f.ok]

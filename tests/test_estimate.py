@@ -167,6 +167,18 @@ def test_triton_needs_vectors_alone(rows: int | None, overwrite: bool):
         assert abs(predicted - measured) <= 16
 
 
+@pytest.mark.parametrize("path", ["logprobs", "linear_logprobs"])
+def test_ranks_share_the_columns(path: str):
+    """The gradient of a rank's shard of the logits, or of the weight, is as large as the shard."""
+    sizes = {"tokens": 64, "vocab": 1000, "dtype": "float32", "device": "cpu"}
+    sizes |= {} if path == "logprobs" else {"hidden": 32}
+    name, height = ("d_logits", 64) if path == "logprobs" else ("d_weight", 32)
+    for ranks in (1, 2, 3):
+        items = ll.estimate(path, **sizes, tensor_parallel=ranks).backward
+        (found,) = (item for item in items if item.name.startswith(name))
+        assert found.bytes == 4 * height * -(-1000 // ranks)
+
+
 def compare_on_rank(rank: int, world: int, cases: list[PeakCase]) -> list[Compared]:
     """The smallest of three: a thread of gloo may let go of its copies late, which can only add."""
     gc.freeze()

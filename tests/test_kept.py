@@ -41,6 +41,15 @@ def test_with_every_option(backend: str, device: torch.device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_kept_logit_of_minus_infinity(backend: str, device: torch.device):
+    """A mask over an id that the sampler kept: probability 0, and no gradient, entropy's included."""
+    logits, index = make_logits(6, 101, torch.float32), torch.arange(6)
+    logits[:, 40:60] = -torch.inf
+    kept = [[41, 3, 59], [45], [7, 8], [], [40, 99], [0, 41]]
+    check(logits, index, torch.tensor([3, 5, 7, 99, 8, 0]), kept=kept, backend=backend, device=device)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_keeping_everything_is_the_plain_softmax(backend: str, device: torch.device):
     logits = make_logits(4, 101, torch.float64).to(device, torch.float32)
     target = torch.randint(101, (4,), device=device)

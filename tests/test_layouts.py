@@ -147,6 +147,12 @@ def test_slime_contiguous(size, num_tokens, index):
     assert [r.num_tokens for r in rows] == [window] * size
 
 
+def test_a_window_that_begins_with_a_prompt_of_one_token():
+    """The row of that token predicts a response: it belongs to its own sample, and not to the one before."""
+    rows = Rows.packed([[1, 2, 3], [4, 5, 6]], [2, 2], cp=Contiguous(1, 2))
+    assert (rows.index.tolist(), rows.target.tolist(), rows.sample.tolist()) == ([0, 1], [5, 6], [1, 1])
+
+
 def test_slime_contiguous_held():
     """A window of 5 leaves the last of four ranks with padding only."""
     rows = [Rows.packed(SLIME_STREAM.tokens, [3, 1, 4], cp=Contiguous(r, 4), num_tokens=5) for r in range(4)]

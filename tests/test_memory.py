@@ -60,6 +60,15 @@ def test_forward_needs_one_tile(backend: str, dtype: torch.dtype, entropy: str |
     assert peak <= (TILE if backend == "tiled" else 0) + VECTORS
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_softcap_has_a_third_buffer_within_the_tile(dtype: torch.dtype):
+    leaf, target = logits_of(dtype).requires_grad_(), torch.randint(V, (T,))
+    options = {"entropy": "grad", "backend": "tiled", "memory": TILE, "head": ll.Head(softcap=20.0)}
+    with torch.no_grad():
+        assert peak_bytes(lambda: ll.logprobs(leaf, target, **options), "cpu") <= TILE + VECTORS
+    assert backward_peak(leaf, target, True, **options) <= TILE + VECTORS
+
+
 @pytest.mark.parametrize("entropy", ["value", "grad"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("overwrite", [False, True])

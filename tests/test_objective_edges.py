@@ -310,6 +310,13 @@ def test_metrics_of_nothing_do_not_spoil_a_merge():
     assert all(math.isnan(x) for x in none.compute().values())
 
 
+def test_extremes_of_several():
+    parts = ([1.0, 5.0], [3.0, -2.0], [0.0, 4.0])
+    both = torch.tensor([True, True])
+    several = [Metrics.of_rows({}, both, extremes={"a": torch.tensor(part)}) for part in parts]
+    assert Metrics.merge(several).compute() == {"a_max": 5.0, "a_min": -2.0}
+
+
 def test_weights_that_are_all_zero_have_no_effective_sample():
     weights = {"w": torch.zeros(3)}
     assert Metrics.of_rows({}, torch.ones(3, dtype=torch.bool), weights=weights).compute() == {"w": 0.0}

@@ -146,6 +146,9 @@ def test_ppo_clip_by_hand():
     loss, gradient, metrics = by_hand(objective, ratios, advantages)
     assert math.isclose(loss, -1.1 - 1.3 + 2.0 - 0.5 + 0.8 + 3.0)
     assert gradient == pytest.approx([-1.1, 0.0, 2.0, -0.5, 0.0, 0.0])
+    # One by one, where errors of the two bounds cannot cancel.
+    assert by_hand(objective, [2.0], [1.0])[0] == pytest.approx(-1.3)
+    assert by_hand(objective, [0.5], [-1.0])[0] == pytest.approx(0.8)
     assert metrics["clip_fraction"] == pytest.approx(2 / 6)
     assert metrics["clip_fraction_high"] == metrics["clip_fraction_low"] == pytest.approx(1 / 6)
     assert metrics["dual_clip_fraction"] == pytest.approx(1 / 6)
@@ -165,6 +168,17 @@ def test_cispo_by_hand():
     loss, gradient, _ = by_hand(Objective(policy="cispo", clip=(0.2, 0.3)), [2.0, 0.5], [1.0, -1.0])
     assert math.isclose(loss, -1.3 * math.log(2) + 0.8 * math.log(0.5))
     assert gradient == pytest.approx([-1.3, 0.8])
+    # Whatever the sign of the advantage: the weight is clipped, and not the loss.
+    ratios = [2.0, 1.4, 1.2, 0.9, 0.5, 1.0, 3.0, 1.0]
+    _, _, metrics = by_hand(Objective(policy="cispo", clip=(0.2, 0.3)), ratios, [1.0, -1.0] * 4)
+    assert metrics["clip_fraction_high"] == pytest.approx(3 / 8)
+    assert metrics["clip_fraction_low"] == pytest.approx(1 / 8)
+    assert metrics["clip_fraction"] == pytest.approx(4 / 8)
+    # By default no lower bound, and an upper one of 5.
+    _, gradient, metrics = by_hand(Objective(policy="cispo"), [0.01, 4.9, 6.0], [1.0] * 3)
+    assert gradient == pytest.approx([-0.01, -4.9, -5.0])
+    assert metrics["clip_fraction_low"] == 0
+    assert metrics["clip_fraction_high"] == pytest.approx(1 / 3)
 
 
 def test_sapo_by_hand():
@@ -190,6 +204,11 @@ def test_corrections_by_hand():
     _, gradient, metrics = by_hand(icepop, [1.0] * 3, [1.0] * 3, **fields)
     assert gradient == pytest.approx([0.0, -2.0, 0.0])
     assert metrics["correction_masked"] == pytest.approx(2 / 3)
+    # The bounds themselves are inside; by default they are 0.5 and 5.
+    exact = {"rollout_logprob": [-math.log(w) for w in (0.4, 0.5, 2.0, 5.0, 6.0)]}
+    _, gradient, metrics = by_hand(Objective(policy="reinforce", correction="icepop"), [1.0] * 5, [1.0] * 5, **exact)
+    assert gradient == pytest.approx([0.0, -0.5, -2.0, -5.0, 0.0])
+    assert metrics["correction_masked"] == pytest.approx(2 / 5)
     sequence = Objective(policy="reinforce", correction="sequence_tis", correction_bounds=10.0)
     _, gradient, _ = by_hand(sequence, [1.0] * 3, [1.0] * 3, **fields)
     assert gradient == pytest.approx([-6.4] * 3)

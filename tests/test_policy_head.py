@@ -138,6 +138,28 @@ def test_tensor_parallel_dtensor(ranks, world: int):
         assert torch.allclose(d_weight, weight.grad, atol=1e-5)
 
 
+def shard_with_an_empty_last(rank: int, world: int) -> tuple[int, int, int, torch.Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.manual_seed(0)
+    weight, hidden = torch.randn(5, D), torch.randn(T, D)
+    sharded = distribute_tensor(weight, init_device_mesh("cpu", (world,)), [Shard(0)])
+    shard = ll.shard_of(sharded)
+    out = ll.linear_logprobs(hidden, sharded, torch.arange(T) % 5, shard=shard)
+    return shard.start, shard.stop, shard.vocab_size, out.logprob
+
+
+def test_a_last_shard_of_nothing(ranks):
+    """Five rows over four ranks are 2, 2, 1 and none: torch rounds the size of a shard up."""
+    results = ranks(shard_with_an_empty_last, 4)
+    assert [bounds for *bounds, _ in results] == [[0, 2, 5], [2, 4, 5], [4, 5, 5], [5, 5, 5]]
+    torch.manual_seed(0)
+    weight, hidden = torch.randn(5, D), torch.randn(T, D)
+    right = ll.logprobs(hidden @ weight.T, torch.arange(T) % 5).logprob
+    assert all(torch.allclose(logprob, right, atol=1e-5) for *_, logprob in results)
+
+
 def test_shard_of_wants_a_dtensor():
     with pytest.raises(ll.LogitlessError, match="shard_of: weight must be a DTensor but is Tensor"):
         ll.shard_of(torch.zeros(3, 2))

@@ -33,6 +33,7 @@ from test_policy_loss import (
 )
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from truth import truth
 
 import logitless as ll
 
@@ -76,6 +77,22 @@ def test_a_loss_scale_past_the_range_of_float16():
     counted = int(problem.batch.rows().counted.sum())
     right = exact.gradients["hidden"] * counted * upstream / 2**12
     assert (leaf.hidden.grad.double() - right).norm() <= GRADIENT_PROMISE * right.norm()
+
+
+def test_float16_gradients_of_a_large_batch():
+    """A token of a million has a gradient of 1e-6 p, below float16's range until the loss scale arrives."""
+    hidden, weight = torch.randn(40, 16).half(), (torch.randn(300, 16) / 4).half()
+    target, advantage = torch.randint(300, (40,)), torch.randn(40)
+    scale, tokens = 2.0**17, 1e6
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+    fields = {"old_logprob": "current", "advantage": advantage, "denominator": tokens}
+    loss, _ = ll.linear_policy_loss(*leaves, target, ll.Objective(), **fields)
+    (loss * scale).backward()
+    exact = [x.double().requires_grad_() for x in (hidden, weight)]
+    right = truth(exact[0] @ exact[1].T, torch.arange(40), target).logprob
+    (-(advantage * (right - right.detach()).exp()).sum() * scale / tokens).backward()
+    for mine, theirs in zip(leaves, exact, strict=True):
+        assert (mine.grad.double() - theirs.grad).norm() <= GRADIENT_PROMISE * theirs.grad.norm()
 
 
 def test_a_loss_used_twice():

@@ -204,7 +204,43 @@ def test_dropping_rows_without_a_gradient_changes_nothing(case: str, buffered: b
             assert (runs[0].gradients[name].double() - g).norm() <= limit * max(float(g.norm()), 1e-3), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_rows_of_zero_advantage_keep_their_entropy_bonus(dtype: torch.dtype):
+    """They have no gradient by their log-prob, and one by their entropy."""
+    problem, objective = make(dtype), ll.Objective(entropy_coef=0.05)
+    given = {"advantage": zero_cases()["all but one"].double()}
+    dropped, kept = (ran(problem, objective, given=given, drop_zeros=drop) for drop in (True, False))
+    assert_same(dropped, kept, 1e-12 if dtype == torch.float64 else GRADIENT_PROMISE)
+    assert int((kept.gradients["hidden"] != 0).any(1).sum()) == int(problem.batch.rows().counted.sum())
+
+
 # One pass or two.
+
+
+def test_samples_split_over_ranks_go_in_two_passes():
+    """A rank that went in one pass would take means over its own part of a sample."""
+    rows = ll.Rows.packed([[1] * 8], [5], cp=ll.Zigzag(0, 2))
+    hidden, weight = torch.zeros(4, 3, requires_grad=True), torch.zeros(7, 3, requires_grad=True)
+    plan = ll.explain(hidden, weight, rows, objective=ll.Objective(policy="gspo"))
+    assert plan.kind == "two passes"
+    assert "split over context-parallel ranks" in str(plan)
+    assert ll.explain(hidden, weight, rows, objective=ll.Objective()).kind == "one pass"
+
+
+def test_staying_rows_move_a_few_at_a_time(monkeypatch):
+    """Each move writes where later moves have read, and never where they have yet to read."""
+    hidden, weight, target = torch.randn(60, 8), torch.randn(50, 8), torch.randint(50, (60,))
+    # Gaps of two and three rows, so that what stays moves further and further up.
+    advantage = torch.randn(60).where(torch.arange(60) % 5 > 2, torch.zeros(60))
+    gradients = []
+    for at_a_time in (60, 7, 1):
+        monkeypatch.setattr("logitless.policy_loss.one_pass.MOVED", at_a_time * 50 * 4)
+        x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        fields = {"old_logprob": "current", "advantage": advantage}
+        ll.linear_policy_loss(x, w, target, ll.Objective(), **fields)[0].backward()
+        gradients.append((x.grad, w.grad))
+    for others in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(others, gradients[0], strict=True))
 
 
 def test_samples_that_fit_a_chunk_go_in_one_pass():

@@ -69,6 +69,10 @@ def test_counted_and_totals():
     assert Rows.packed(tokens, RESPONSES).totals.tolist() == [1, 2, 0, 2]
     assert Rows.packed(tokens, RESPONSES, [[1], [1, 1, 0], [], [0, 1]]).totals.tolist() == [1, 1, 0, 1]
     assert Rows.packed(tokens, RESPONSES).counted.tolist() == [True, True, False, True, True, True]
+    for mask_only in (False, True):
+        masked = Rows.packed(tokens, RESPONSES, [[1], [0, 1, 1], [], [0, 1]], loss_mask_only=mask_only)
+        assert masked.counted[masked.target == -100].tolist() == [False]
+        assert int(masked.counted.sum()) == int(masked.totals.sum()) == 3
     assert Rows.packed([], []).totals.tolist() == []
     assert Rows.at([4, 2], [7, -100]).totals.tolist() == [1]
     assert Rows.every(torch.tensor([[1, -100], [2, 3]])).totals.tolist() == [3]

@@ -23,7 +23,7 @@ from logitless.tools.score import journal as journal_module
 from logitless.tools.score import run as run_module
 from logitless.tools.score.files import Record, Source, count_results, write_results
 from logitless.tools.score.journal import Journal
-from logitless.tools.score.model import Scorer, batches
+from logitless.tools.score.model import Scorer, _line, batches
 
 VOCAB = 211
 
@@ -121,6 +121,15 @@ def own_results(model, prompt, response):
     logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1] / 0.7
     logp = torch.log_softmax(logits, -1)
     return logp[torch.arange(len(response)), response], -(logp.exp() * logp).sum(-1)
+
+
+def test_numbers_are_written_with_all_their_digits():
+    """What is read back is the same float32, whatever its size."""
+    numbers = torch.cat([-torch.rand(200) * 10.0 ** -(torch.arange(200) % 30), torch.tensor([-16777217.0, -1 / 3])])
+    record = Record(0, "here", [1], [2] * len(numbers))
+    fields = json.loads(_line(record, numbers.tolist(), (-numbers).tolist()))
+    assert torch.equal(torch.tensor(fields["logprob"]), numbers)
+    assert torch.equal(torch.tensor(fields["entropy"]), -numbers)
 
 
 def test_batches_keep_the_budget_and_lose_nobody():
@@ -302,6 +311,7 @@ def test_a_finished_job_is_left_alone(job, expected, monkeypatch):
         ({"temperature": 1.0}, "temperature was 0.7 and is 1.0"),
         ({"tokens_per_batch": 91}, "tokens_per_batch was 90 and is 91"),
         ({"memory": "1MiB"}, "memory was 268435456 and is 1048576"),
+        ({"special_tokens": False}, "special_tokens was True and is False"),
     ],
 )
 def test_other_settings_are_refused_unless_overwriting(job, expected, change, text):
@@ -348,9 +358,12 @@ def test_a_damaged_part_is_an_error(job, monkeypatch):
     score_file(job)
     monkeypatch.undo()
     part = job.out.with_name("out.jsonl.parts") / "00000001.jsonl"
-    part.write_bytes(b"".join(part.read_bytes().splitlines(keepends=True)[:-1]))
-    with pytest.raises(LogitlessError, match=r"00000001.jsonl holds 6 results but its part has 7 records"):
-        score_file(job)
+    lines = part.read_bytes().splitlines(keepends=True)
+    for damaged in (lines[:-1], [*lines, lines[-1]]):
+        part.write_bytes(b"".join(damaged))
+        wanted = rf"00000001.jsonl holds {len(damaged)} results but its part has 7 records"
+        with pytest.raises(LogitlessError, match=wanted):
+            score_file(job)
     part.unlink()
     assert score_file(job).scored_records == 7
 

@@ -6,8 +6,12 @@ import math
 
 import pytest
 import torch
+from truth import truth
 
 import logitless as ll
+from logitless.backends import load
+from logitless.backends.contract import Problem
+from logitless.softmax import SKIP, Coefficients, Normaliser
 
 BACKENDS = ("reference", "tiled", "triton")
 INF = math.inf
@@ -100,6 +104,62 @@ def test_values_nobody_could_check_make_their_own_row_nan(backend: str, monkeypa
         assert x.isnan().tolist() == [False, True, True, True, True, False]
     assert grad[[0, 5]].isfinite().all()
     assert grad[[1, 2, 3, 4]].isnan().any(-1).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_skipped_rows_are_zeroed_where_the_gradient_goes_over_the_logits(backend: str, device: torch.device):
+    """Products read all rows of a chunk: what a skipped one held must not be left there."""
+    logits = torch.randn(4, 300, device=device)
+    logits[1], logits[3] = math.nan, INF
+    column = torch.tensor([3, SKIP, 299, SKIP], device=device)
+    ones = torch.ones(4, device=device)
+    problem = Problem(logits, None, column, ones, 0.0, 300, True, 1 << 14)
+    coef = Coefficients(ones, ones, ones)
+    out = load(backend).gradient_over(problem, Normaliser(ones, ones), coef, torch.bfloat16)
+    assert (out[[1, 3]] == 0).all()
+    assert out[[0, 2]].isfinite().all()
+    assert (out[[0, 2]] != 0).any(1).all()
+
+
+# The interpreter's own arithmetic warns of lanes past the last column, whose exponential is not used.
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("vocab", [5, 5000])
+def test_nothing_but_minus_infinity_before_logits_near_minus_300(backend: str, vocab: int, device: torch.device):
+    """Whatever stands in for the maximum of nothing must not outrank what comes: e^-300 is 0 in float32."""
+    logits = torch.full((3, vocab), -INF, device=device)
+    logits[:, -2:] = torch.tensor([[-300.0, -301.0], [-88.0, -90.0], [-1000.0, -1000.0]], device=device)
+    target = torch.full((3,), vocab - 1, device=device)
+    out, grad = score(logits, target, backend, memory=64)
+    exact = logits.double().cpu()[:, -2:]
+    assert out.logprob.tolist() == pytest.approx(torch.log_softmax(exact, 1)[:, 1].tolist(), abs=1e-6)
+    assert out.log_z.tolist() == pytest.approx(torch.logsumexp(exact, 1).tolist(), rel=1e-6)
+    assert grad.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("route", ["frozen", "recompute", "keep"])
+def test_tiles_of_nothing_but_minus_infinity_before_logits_near_minus_300(backend, route, monkeypatch, device):
+    """The same from hidden states, where a masking bias fills the first tiles, and a reference runs through them."""
+    monkeypatch.setattr("logitless.from_hidden.plan.WORK", 4000)
+    hidden, weight = torch.randn(3, 4).bfloat16(), torch.randn(600, 4).bfloat16()
+    bias = torch.full((600,), -300.0)
+    bias[:500] = -INF
+    leaf = hidden.to(device, copy=True).requires_grad_()
+    trained = weight.to(device, copy=True).requires_grad_(route != "frozen")
+    target, options = torch.tensor([500, 550, 599]), {"memory": "1MiB" if route == "keep" else 4000, "backend": backend}
+    plan = ll.explain(leaf, trained, target.to(device), bias=bias.to(device), **options)
+    assert plan.kind == route
+    assert plan.forward.columns < 250
+    out = ll.linear_logprobs(leaf, trained, target.to(device), bias=bias.to(device), **options)
+    out.logprob.sum().backward()
+    exact = hidden.double().requires_grad_()
+    right = truth(exact @ weight.double().T + bias.double(), torch.arange(3), target)
+    right.logprob.sum().backward()
+    assert out.logprob.tolist() == pytest.approx(right.logprob.tolist(), abs=1e-4)
+    # Two roundings to bfloat16, which Triton's interpreter cuts off.
+    assert (leaf.grad.double().cpu() - exact.grad).norm() <= 1e-2 * exact.grad.norm()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -373,6 +373,17 @@ def test_audit_warns_once_and_keeps_the_worst():
     assert "ABOVE TOLERANCE" in str(report)
 
 
+@pytest.mark.parametrize("off", [0.25, -0.25])
+def test_audit_sees_too_much_and_too_little(off):
+    logits, target = rows_of()
+    logprob = logitless.logprobs(logits, target).logprob
+    audit = Audit(rows=37)
+    with pytest.warns(RuntimeWarning, match="differs from float64 by"):
+        audit.of_logits("f", logits, target, logprob=logprob + off)
+    assert not audit.report().passed
+    assert audit.report().worst > 0.02
+
+
 def test_audit_sees_what_is_not_finite():
     logits, target = rows_of()
     logprob = logitless.logprobs(logits, target).logprob

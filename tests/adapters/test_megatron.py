@@ -406,6 +406,27 @@ def fake_layer(**more: Any) -> Any:
     return SimpleNamespace(**(settings | more))
 
 
+def score_without_reduction(rank: int, world: int, hidden: Tensor, weight: Tensor, off: bool | None) -> Tensor:
+    """d_hidden of a rank whose layer leaves the sum over ranks to its caller, does not, or knows of no choice."""
+    choice = {} if off is None else {"disable_grad_reduce": off}
+    layer, leaf = fake_layer(weight=weight.chunk(world)[rank], **choice), hidden.clone().requires_grad_()
+    labels = torch.arange(len(hidden))[None] % len(weight)
+    output_processor(hidden_states=leaf, output_layer=layer, labels=labels).logprob.sum().backward()
+    return leaf.grad
+
+
+@pytest.mark.parametrize("off", [True, False, None])
+def test_output_processor_leaves_the_reduction_to_whoever_disabled_it(ranks, off):
+    """Summed twice, the gradient of the hidden states would be as many times too large as there are ranks."""
+    hidden, weight = torch.randn(7, 1, D), torch.randn(10, D)
+    parts = ranks(score_without_reduction, 2, hidden, weight, off, timeout=TIMEOUT)
+    exact = hidden.double().requires_grad_()
+    truth((exact @ weight.double().T)[:, 0], range(7), torch.arange(7)).logprob.sum().backward()
+    assert torch.equal(*parts) is not bool(off)
+    total = sum(parts) if off else parts[0]
+    torch.testing.assert_close(total.double(), exact.grad, atol=1e-5, rtol=1e-5)
+
+
 def test_output_processor_with_bias_and_kept_ids(alone):
     layer = fake_layer(bias=torch.randn(10))
     hidden = torch.randn(5, 1, D)
@@ -416,6 +437,18 @@ def test_output_processor_with_bias_and_kept_ids(alone):
     exact = truth(logits, rows.index, rows.target, kept=[[4], [5], [1]])
     torch.testing.assert_close(out.logprob.double(), exact.logprob, atol=1e-5, rtol=0)
     assert out.entropy is None
+
+
+def test_output_processor_scales_as_the_model_and_the_head_say(alone):
+    """A model's own scale, and one that the caller knows of: their product."""
+    layer, hidden = fake_layer(), torch.randn(5, 1, D)
+    rows = Rows.packed([[1, 2, 3, 4, 5]], [3])
+    context = Scoring(rows, head=Head(scale=0.5))
+    out = output_processor(
+        hidden_states=hidden, output_layer=layer, context=context, scale_logits=lambda x: x * 3.0
+    ).logprob
+    exact = truth((hidden[:, 0] @ layer.weight.T).double(), rows.index, rows.target, scale=1.5)
+    torch.testing.assert_close(out.double(), exact.logprob, atol=1e-5, rtol=0)
 
 
 def test_output_processor_rounds_as_megatron_does_if_asked(alone):

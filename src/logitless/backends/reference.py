@@ -108,7 +108,9 @@ def gradient_from(
     """
     for piece in pieces(problem.columns, slab, problem.logits.is_meta):
         e = problem.logits[:, piece].to(problem.gain.dtype)
-        shift = (finite_or_zero(references[piece.start // slab]) - norm.reference).clamp_min(FLOOR)[:, None]
+        reference = references[piece.start // slab]
+        # Where all of a slab was -inf its exponentials are 0, and any shift will do that does not overflow.
+        shift = torch.where(reference == -torch.inf, 0.0, reference - norm.reference).clamp_min(FLOOR)[:, None]
         dz = e * (shift - norm.log_sum[:, None]).exp()
         if coef.product is None:
             dz = dz * coef.plain[:, None]

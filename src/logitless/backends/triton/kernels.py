@@ -421,7 +421,9 @@ def gradient_from_kernel(
             tl.store(out + i_r * out_stride + o_c, tl.zeros([BLOCK], dtype=out.dtype.element_ty), mask=o_c < stop)
     else:
         a = tl.load(gain + i_r)
-        shift = tl.maximum(finite_or_zero(tl.load(moved + i_s * moved_stride + i_r)) - tl.load(reference + i_r), FLOOR)
+        base = tl.load(moved + i_s * moved_stride + i_r)
+        # Where all of a slab was -inf its exponentials are 0, and any shift will do that does not overflow.
+        shift = tl.where(base == float("-inf"), 0.0, tl.maximum(base - tl.load(reference + i_r), FLOOR))
         scale = tl.exp2((shift - tl.load(log_sum + i_r)) * LOG2E) * a
         k, target = tl.load(plain + i_r), tl.load(at_target + i_r) * a
         k_z = 0.0
@@ -463,7 +465,8 @@ def mix_kernel(x, by, y, index, times, out, x_stride, y_stride, y_step, out_stri
         o_c = c + tl.arange(0, BLOCK)
         m_c = o_c < columns
         b_x = tl.load(x + i_r * x_stride + o_c, mask=m_c, other=0.0).to(tl.float32)
-        b_y = tl.load(y + i_y * y_stride + o_c * y_step, mask=m_c, other=0.0).to(tl.float32)
+        # In a weight that is stored the other way round, columns are as far apart as rows are elsewhere.
+        b_y = tl.load(y + i_y * y_stride + o_c.to(tl.int64) * y_step, mask=m_c, other=0.0).to(tl.float32)
         tl.store(out + i_r * out_stride + o_c, (b_x * b + b_y * t).to(out.dtype.element_ty), mask=m_c)
 
 
