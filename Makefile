@@ -5,13 +5,20 @@ VENV := .venv
 RUN := $(VENV)/bin/
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint format bench docs clean
+.PHONY: demo test fuzz soak lint format bench docs clean
 
 demo: $(STAMP)
 	$(RUN)logitless demo
 
 test: $(STAMP)
 	$(RUN)python -m pytest -n 2 --dist loadfile
+
+# Random calls against float64; FUZZ="--seconds 600 --jobs 8" and the like, see docs/reliability.md.
+fuzz: $(STAMP)
+	PYTHONPATH=src $(RUN)python tests/fuzz/run.py $(FUZZ)
+
+soak: $(STAMP)
+	PYTHONPATH=src $(RUN)python tests/fuzz/run.py --soak 1000 $(FUZZ)
 
 # The hooks of .pre-commit-config.yaml, on all committed files.
 lint: $(STAMP)

@@ -49,6 +49,7 @@ class Case:
         values: what kind of numbers.
         poison: NaN in rows that nobody asked for.
         frozen: of which tensors no gradient is wanted.
+        autocast: float32 operands are rounded to bfloat16 on the way in, float64 ones are not.
         upstream: which results have a gradient.
         twice: backward twice over one graph.
         shards: vocabulary shards, merged in this process; 1 is a process group of one rank.
@@ -92,6 +93,7 @@ class Case:
     grad_scale: float = 1.0
     overwrite: bool = False
     keep_zeros: bool = False
+    autocast: bool = False
     upstream: str = "all"
     twice: bool = False
     shards: int = 0
@@ -224,6 +226,7 @@ FEATURES = {
     "backend": Feature(("backend",), one_of("backend", "reference", "tiled")),
     "match": Feature(("match",), one_of("match", "bfloat16", "float16"), LINEAR),
     "batch_invariant": Feature(("batch_invariant",), one_of("batch_invariant", True), LINEAR),
+    "autocast": Feature(("autocast",), one_of("autocast", True), LINEAR),
     "frozen": Feature(
         ("frozen",),
         one_of("frozen", ("weight", "bias"), ("weight", "bias"), ("hidden",), ("bias",), ("weight",)),
@@ -324,6 +327,8 @@ def settled(case: Case) -> Case:
     if case.match is not None and case.values not in ("zeros", "normal"):
         # Both sides must round the same logits, so they are numbers whose products are exact.
         changes["values"] = "normal"
+    if half or not linear:
+        changes["autocast"] = False
     if not case.weight_grad or case.path != LOSS:
         changes["grad_scale"] = 1.0
     return replace(case, **changes)

@@ -193,7 +193,7 @@ def _policy(
     r = ratio.detach()
     if name == "sapo":
         tau = dict(o.get("policy_options", ()))
-        tau = torch.where(a > 0, tau.get("positive", 1.0), tau.get("negative", 1.05)).to(lp)
+        tau = torch.full_like(a, tau.get("negative", 1.05)).masked_fill(a > 0, tau.get("positive", 1.0))
         gate = torch.sigmoid(tau * (ratio - 1))
         open_ = (gate * (1 - gate)).detach()
         return -a * gate * 4 / tau, w * a.abs() * r * (4 + 4 * open_ * tau * r)

@@ -13,6 +13,7 @@ so that an element that is nothing but cancellation is not asked for digits that
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -28,9 +29,15 @@ ROUNDINGS = {torch.float32: 8 * 2.0**-24, torch.float64: 16 * 2.0**-53}
 HALF = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-11}
 """Half a unit in the last place."""
 
+BUFFER = 0.25
+"""What a buffer for the weight's gradient holds before, so that it is seen whether it is added to."""
+
 STORED = {LOGITS: 1.0, LOSS: 4.0}
 """Roundings to 16 bits on the way: the stored gradient; from hidden states also dZ and the stored exponentials (3), and
 in one pass the gradient before it is scaled (4)."""
+
+
+NAMES = ("logprob", "entropy", "log_z")
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,10 +105,9 @@ def _answer(inputs: Inputs, wide: torch.dtype, stored: torch.dtype | None, field
         found = torch.autograd.grad(results, list(wanted.values()), list(g), retain_graph=True, allow_unused=True)
         pairs = zip(wanted.items(), found, strict=True)
         gradients = {name: torch.zeros_like(x) if d is None else d for (name, x), d in pairs}
-    values = (
-        {"loss": told.loss} if told is not None else dict(zip(("logprob", "entropy", "log_z"), results, strict=True))
-    )
-    values = {name: x.detach() if name == "loss" else _full(x, active, inputs) for name, x in values.items()}
+    values = {name: _full(x, active, inputs) for name, x in zip(NAMES, results, strict=True)}
+    if told is not None:
+        values["loss"] = told.loss
     units, gradient_units, blur = {}, {}, 0.0
     if stored is None:
         units, gradient_units, blur = _units(inputs, active, s, slack, told, wanted)
@@ -125,15 +131,19 @@ def _score(inputs: Inputs, active: Tensor, wide: torch.dtype, stored: torch.dtyp
         name: x.to(stored or wide, copy=True).requires_grad_(inputs.wanted(name)) for name, x in inputs.leaves.items()
     }
     last = case.width if case.path in LINEAR else inputs.num_columns
-    flat = [inputs.views[p.leaf](leaves[p.leaf]).reshape(len_of(p.lead), last) for p in inputs.parts]
+    taken = leaves
+    if case.autocast and case.dtype == "float32":
+        # Rounded on the way in; the gradient passes through.
+        taken = {name: x + (x.detach().bfloat16().to(x) - x.detach()) for name, x in leaves.items()}
+    flat = [inputs.views[p.leaf](taken[p.leaf]).reshape(len_of(p.lead), last) for p in inputs.parts]
     tokens = flat[0] if len(flat) == 1 else torch.cat(flat)
     rows = tokens[inputs.index[active]].to(wide)
     weight = None
     if case.path in LINEAR:
-        weight = inputs.views["weight"](leaves["weight"])[: case.vocab].to(wide)
+        weight = inputs.views["weight"](taken["weight"])[: case.vocab].to(wide)
         logits = rows @ weight.T
         if case.bias:
-            logits = logits + leaves["bias"][: case.vocab].to(wide)
+            logits = logits + taken["bias"][: case.vocab].to(wide)
         if case.match is not None:
             rounded = logits.detach().to(getattr(torch, case.match)).to(wide)
             logits = logits + (rounded - logits.detach())
@@ -165,17 +175,16 @@ def _units(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
     """What rounding may do to each value, to each element of each gradient, and at most to a log-prob."""
     case, dtype = inputs.case, getattr(torch, inputs.case.dtype)
+    dtype = torch.bfloat16 if case.autocast and dtype == torch.float32 else dtype
     unit = ROUNDINGS[torch.float64 if dtype == torch.float64 else torch.float32]
     p, log_p = s.log_p.exp(), s.log_p.masked_fill(s.log_p == -torch.inf, 0.0).abs()
     gain, size = _sizes(inputs, active, s, p)
     entropy = s.entropy.abs()
     of_entropy, of_logprob = size * (1 + 2 * entropy), size + s.logprob.abs()
+    found = {"logprob": of_logprob, "entropy": of_entropy, "log_z": size + s.log_z.abs()}
+    values = {name: unit * _full(x, active, inputs) for name, x in found.items()}
     if told is not None:
-        terms = told.terms + (slack[0] * of_logprob).sum() + (slack[1] * of_entropy).sum()
-        values = {"loss": unit * terms}
-    else:
-        found = {"logprob": of_logprob, "entropy": of_entropy, "log_z": size + s.log_z.abs()}
-        values = {name: unit * _full(x, active, inputs) for name, x in found.items()}
+        values["loss"] = unit * (told.terms + (slack[0] * of_logprob).sum() + (slack[1] * of_entropy).sum())
     blur = float((unit * of_logprob).amax()) if len(active) else 0.0
     if not wanted:
         return values, {}, blur
@@ -190,7 +199,8 @@ def _units(
     # An error of a logit is a factor of its probability.
     d_z = torch.expm1((unit * size).clamp_max(50.0))[:, None] * core * gain + 1e-37 * every
     if dtype in HALF:
-        times = STORED.get(case.path, 3.0) + case.ranks - 1
+        # Gradients of several parts or ranks are added up in 16 bits, outside of the library.
+        times = STORED.get(case.path, 3.0) + case.ranks - 1 + len(inputs.parts) - 1
         least = torch.finfo(dtype).smallest_normal
         d_z = d_z + times * HALF[dtype] * (core * s.slope.abs() + least * (1 + every))
     return values, _through(inputs, active, s, d_z, wanted, dtype), blur
@@ -216,7 +226,8 @@ def _sizes(inputs: Inputs, active: Tensor, s: Scored, p: Tensor) -> tuple[Tensor
     z = torch.where(p > 1e-30, z, 0.0).scatter_reduce(1, inputs.target[active][:, None], z, "amax")
     z = torch.where(z.isfinite(), z, 0.0)
     size = z.amax(1) if z.shape[1] else z.sum(1)
-    return gain, size.clamp_min(1.0)
+    # The sum of so many exponentials has a logarithm of its own, however small the logits are.
+    return gain, size.clamp_min(1.0 + math.log(case.vocab))
 
 
 def _through(
@@ -227,7 +238,7 @@ def _through(
     xs = {name: x for name, x in wanted.items() if name.startswith("x")}
     if xs:
         of_rows = d_z if s.weight is None else d_z @ s.weight.abs()
-        if len(xs) == 1 and not case.stride and not case.extra_columns:
+        if len(xs) == 1 and not case.stride and not case.extra_columns and not case.autocast:
             (x,) = xs.values()
             units["x0"] = torch.zeros_like(x)
             units["x0"].view(-1, x.shape[-1])[inputs.index[active]] = of_rows
@@ -236,7 +247,9 @@ def _through(
             units |= {n: torch.zeros_like(x) if u is None else u for (n, x), u in zip(xs.items(), found, strict=True)}
     if "weight" in wanted and s.weight is not None:
         of_weight = d_z.T @ s.rows.abs()
-        direct = not case.weight_stride and not case.extra_columns
+        if case.weight_grad:
+            of_weight = of_weight + ROUNDINGS[torch.float32] * BUFFER
+        direct = not case.weight_stride and not case.extra_columns and not case.autocast
         units["weight"] = of_weight if direct else torch.autograd.grad(s.weight, wanted["weight"], of_weight)[0]
         if case.weight_grad and dtype == torch.float64:
             # The buffer is float32, whatever the operands are.

@@ -13,7 +13,7 @@ import logitless as ll
 from fuzz.build import IGNORE, Inputs, Part, kept_of, rows_of
 from fuzz.cases import HEAD, LOGITS, LOSS, LOSSES, MODULE, SAMPLES, TWO_CALLS
 from fuzz.losses import FACTOR, Fields, prompts_of
-from fuzz.oracle import Answer
+from fuzz.oracle import BUFFER, NAMES, Answer
 from logitless.backends import choose_backend, run_gradient, run_statistics
 from logitless.backends.contract import Problem
 from logitless.results import row_results, target_column
@@ -48,13 +48,15 @@ def answer(inputs: Inputs, fields: Fields | None, device: str = "cpu", rank: int
             # Neither a leaf nor a view, as a model's own output is.
             x = x * 1
         if case.path in LOSSES:
-            loss = _loss(inputs, part, x, views, rows, options, fields, device)
-            found.append({"loss": loss.detach()})
+            with _autocast(inputs, device):
+                loss, out = _loss(inputs, part, x, views, rows, options, fields, device)
+            found.append({"loss": loss.detach(), **_values(out)})
             outputs.append(loss)
             upstream.append(torch.full_like(loss.detach(), FACTOR * case.grad_scale))
             continue
-        out = _stats(inputs, x, views, rows, options)
-        found.append({n: v.detach().reshape(-1) for n, v in out._asdict().items() if v is not None})
+        with _autocast(inputs, device):
+            out = _stats(inputs, x, views, rows, options)
+        found.append(_values(out))
         _check_graph(inputs, out, case.entropy)
         pairs = [
             (v, g) for v, g in zip(out, inputs.upstream[:, part.rows], strict=True) if v is not None and v.requires_grad
@@ -73,9 +75,18 @@ def answer(inputs: Inputs, fields: Fields | None, device: str = "cpu", rank: int
 
 def _joined(found: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Losses of the parts add up; rows follow each other."""
+    joined = {name: torch.cat([x[name] for x in found]) for name in found[0] if name != "loss"}
     if "loss" in found[0]:
-        return {"loss": torch.stack([x["loss"] for x in found]).sum()}
-    return {name: torch.cat([x[name] for x in found]) for name in found[0]}
+        joined["loss"] = torch.stack([x["loss"] for x in found]).sum()
+    return joined
+
+
+def _values(out: ll.TokenStats) -> dict[str, Tensor]:
+    return {n: v.detach().reshape(-1) for n, v in zip(NAMES, out, strict=True) if v is not None}
+
+
+def _autocast(inputs: Inputs, device: str) -> Any:
+    return torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=inputs.case.autocast)
 
 
 def _gradients(inputs: Inputs, leaves: dict[str, Tensor], outputs: list, upstream: list) -> dict[str, Tensor]:
@@ -174,9 +185,8 @@ def _options(inputs: Inputs, views: dict[str, Tensor], device: str, rank: int) -
     if case.path != MODULE:
         given["bias"] = views.get("bias")
     if case.weight_grad:
-        # Float32 sums on top of what is there: zeros, so that nothing is lost against what was there before.
-        buffer = torch.zeros(views["weight"].shape, device=device)
-        given["weight_grad"], start = buffer, torch.zeros_like(buffer)
+        buffer = torch.full(views["weight"].shape, BUFFER, device=device)
+        given["weight_grad"], start = buffer, buffer.clone()
     return given, start
 
 
@@ -218,7 +228,7 @@ class _Layer(torch.nn.Module):
 
 def _loss(
     inputs: Inputs, part: Part, x: Tensor, views: dict, rows: Any, options: dict, fields: Fields | None, device: str
-) -> Tensor:
+) -> tuple[Tensor, ll.TokenStats]:
     case = inputs.case
     assert fields is not None
     own = {name: v[part.rows].to(device) for name, v in vars(fields).items()}
@@ -238,15 +248,15 @@ def _loss(
     if case.path == LOSS:
         if case.weight_grad:
             options = options | {"grad_scale": FACTOR * case.grad_scale}
-        return ll.linear_policy_loss(
-            x, views["weight"], rows, objective, drop_zeros=not case.keep_zeros, **options, **batch, **own
-        )[0]
+        options = options | {"drop_zeros": not case.keep_zeros, "return_stats": True}
+        loss, _, stats = ll.linear_policy_loss(x, views["weight"], rows, objective, **options, **batch, **own)
+        return loss, stats
     assert case.path == TWO_CALLS
     stats = ll.linear_logprobs(x, views["weight"], rows, entropy=objective.entropy, **options)
     if not isinstance(rows, ll.Rows):
         stats = ll.TokenStats(*(None if v is None else v.reshape(-1) for v in stats))
         rows = ll.Rows.every(rows) if isinstance(rows, Tensor) else ll.Rows.at(*rows)
-    return objective(stats, rows, **batch, **own)[0]
+    return objective(stats, rows, **batch, **own)[0], stats
 
 
 def _merged(inputs: Inputs, leaves: dict[str, Tensor], views: dict[str, Tensor], device: str) -> Answer:

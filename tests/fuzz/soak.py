@@ -123,8 +123,8 @@ def losses(n: int, weight: Tensor, device: str, digest: Any) -> tuple[Tensor, Te
     advantage = torch.randn(len(rows), generator=g).to(device)
     given = {"old_logprob": "current", "advantage": advantage}
     objective = ll.Objective.recipe("dapo", entropy_coef=0.01)
-    loss, metrics = ll.linear_policy_loss(hidden, weight, rows, objective, memory="16KiB", **given)
-    stats = ll.linear_logprobs(hidden, weight, rows, entropy="grad", memory="16KiB")
+    loss, metrics = ll.linear_policy_loss(hidden, weight, rows, objective, memory="64KiB", **given)
+    stats = ll.linear_logprobs(hidden, weight, rows, entropy="grad", memory="64KiB")
     loss = loss - 0.1 * stats.logprob.mean() - 0.01 * stats.entropy.mean()  # pyright: ignore
     logits = hidden @ weight.T
     out = ll.logprobs(logits, rows, entropy="grad", overwrite_logits=True)

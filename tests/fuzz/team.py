@@ -117,4 +117,10 @@ def _own(inputs: Inputs, right: Answer, rank: int) -> Answer:
             return {n: x for n, x in found.items() if not n.startswith("x") or n == f"x{rank}"}
         return {n: ours.cut(x, n, inputs, rank) for n, x in found.items()}
 
-    return Answer(right.values, own(right.gradients), right.value_units, own(right.gradient_units), right.fields)
+    def rows(found: dict[str, Tensor]) -> dict[str, Tensor]:
+        if case.parallel != "sequence":
+            return found
+        return {n: x if n == "loss" else x[inputs.parts[rank].rows] for n, x in found.items()}
+
+    values, units = rows(right.values), rows(right.value_units)
+    return Answer(values, own(right.gradients), units, own(right.gradient_units), right.fields)
