@@ -26,8 +26,8 @@ from fuzz.losses import Fields, Told, fields_of, tell
 ROUNDINGS = {torch.float32: 8 * 2.0**-24, torch.float64: 16 * 2.0**-53}
 """Eight roundings. In float64 the truth has as many of its own, and there is no yardstick."""
 
-HALF = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-11}
-"""Half a unit in the last place."""
+HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""The most that one rounding does: half a unit in the last place of a number just above a power of two."""
 
 BUFFER = 0.25
 """What a buffer for the weight's gradient holds before, so that it is seen whether it is added to."""
@@ -125,6 +125,12 @@ def len_of(lead: tuple[int, ...]) -> int:
     return torch.Size(lead).numel()
 
 
+def _rounded(x: Tensor) -> Tensor:
+    """As bfloat16 has it. An infinity stays one."""
+    step = (x.bfloat16().to(x) - x).detach()
+    return x + torch.where(step.isnan(), 0.0, step)
+
+
 def _score(inputs: Inputs, active: Tensor, wide: torch.dtype, stored: torch.dtype | None) -> Scored:
     case = inputs.case
     leaves = {
@@ -134,7 +140,7 @@ def _score(inputs: Inputs, active: Tensor, wide: torch.dtype, stored: torch.dtyp
     taken = leaves
     if case.autocast and case.dtype == "float32":
         # Rounded on the way in; the gradient passes through.
-        taken = {name: x + (x.detach().bfloat16().to(x) - x.detach()) for name, x in leaves.items()}
+        taken = {name: _rounded(x) for name, x in leaves.items()}
     flat = [inputs.views[p.leaf](taken[p.leaf]).reshape(len_of(p.lead), last) for p in inputs.parts]
     tokens = flat[0] if len(flat) == 1 else torch.cat(flat)
     rows = tokens[inputs.index[active]].to(wide)
