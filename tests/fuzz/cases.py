@@ -317,8 +317,9 @@ def settled(case: Case) -> Case:
     if linear and case.values in ("lowest", "lowest first", "minus infinity"):
         # Logits that are products are masked by the bias.
         changes["bias"] = True
-    if case.values == "minus infinity" and case.scale < 0:
-        # Minus infinity times minus one leaves no distribution.
+    endless = case.values == "minus infinity" or (case.values.startswith("lowest") and case.autocast)
+    if endless and case.scale < 0:
+        # Minus infinity times minus one leaves no distribution; to bfloat16, float32's lowest number is minus infinity.
         changes["scale"] = 1.0
     if half and case.path in LOSSES:
         # Known to overflow: ratios or advantages in the thousands over float16's range.

@@ -63,7 +63,7 @@ REFUSALS = {
         "kept= takes tiles of all rows", lambda c: bool(c.kept) and c.batch_invariant
     ),
     "memory holds no column": Refusal(
-        "do not hold one column", lambda c: isinstance(c.memory, int) and c.path in LINEAR
+        "do not hold one column", lambda c: c.memory not in (None, "1MiB", "1GiB") and c.path in LINEAR
     ),
     "logits that are not contiguous": Refusal(
         "contiguous last dimension|not whole steps of one row", lambda c: c.path == LOGITS and bool(c.stride)

@@ -194,10 +194,11 @@ _groups: list[Any] = []
 
 
 def _group_of_one() -> Any:
-    """A real gloo group of this process alone, made once."""
+    """A real process group of this process alone, made once."""
     if not _groups:
         if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         _groups.append(dist.group.WORLD if dist.get_world_size() == 1 else dist.new_group([dist.get_rank()]))
     return _groups[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 from collections import Counter
@@ -79,11 +80,11 @@ def as_record(tally: Tally, seconds: float, **run: Any) -> dict[str, Any]:
         "refusals": dict(sorted(tally.refusals.items())),
         "pairs": {path: sum(p == path for p, *_ in tally.pairs) for path in PATHS},
         "failures": [{"seed": seed, "case": str(case), "reason": why[:300]} for seed, case, why in tally.failures[:50]],
-        **environment(),
+        **environment(run.get("device", "cpu")),
     }
 
 
-def environment() -> dict[str, Any]:
+def environment(device: str) -> dict[str, Any]:
     """Versions, machine and commit."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     try:
@@ -98,7 +99,7 @@ def environment() -> dict[str, Any]:
     ]
     return {
         "versions": versions,
-        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}" if device == "cpu" else torch.cuda.get_device_name(),
         "commit": told[0].stdout.strip()[:12],
         "dirty": bool(told[1].stdout.strip()),
     }

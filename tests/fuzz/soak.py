@@ -91,7 +91,7 @@ def run(steps: int, device: str = "cpu") -> dict[str, Any]:
         "same": fresh == seen[middle].digest,
         "first_loss": seen[0].loss,
         "last_loss": seen[-1].loss,
-        **environment(),
+        **environment(device),
     }
 
 
