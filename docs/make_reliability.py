@@ -34,7 +34,7 @@ def _title(r: dict) -> str:
 
 
 def _soak(r: dict) -> str:
-    grown = f"the process grew by {r['resident_growth_bytes'] / 2**20:.1f} MiB after the first tenth of them"
+    grown = f"in the second half of them the process grew by {r['resident_growth_bytes'] // 1024} KiB"
     memory = f"{r['live_tensors'][0]} live tensors whenever they were counted, and {grown}"
     if r["device"] != "cpu":
         memory = f"{r['allocated_bytes'][0]:,} bytes allocated after every one of them"

@@ -105,8 +105,8 @@ def refusal(case: Case, error: LogitlessError) -> Verdict:
     return Verdict("wrong", torch.inf, f"refused: {error}")
 
 
-def judged(inputs: Inputs, mine: Answer, right: Answer) -> Verdict:
-    """Compare all values and gradients."""
+def judged(inputs: Inputs, mine: Answer, right: Answer, own: Callable[[Answer], Answer] = lambda a: a) -> Verdict:
+    """Compare all values and gradients. Of plain torch's answer, ``own`` is the part that is judged here."""
     usual: Answer | None = None
     worst = 0.0
     for kind in ("values", "gradients"):
@@ -121,7 +121,7 @@ def judged(inputs: Inputs, mine: Answer, right: Answer) -> Verdict:
                     return Verdict("wrong", torch.inf, f"{name}: {wrong}")
                 error = in_units(x, exact[name], units[name], finite=True)
             if error > 1.0:
-                usual = usual or plain(inputs, right.fields)
+                usual = usual or own(plain(inputs, right.fields))
                 error /= 1.0 + FACTOR * in_units(getattr(usual, kind)[name], exact[name], units[name], finite=True)
             if not error <= 1.0:
                 return Verdict("wrong", error, f"{name}: {error:.3g} times what is allowed\n{_shown(x, exact[name])}")

@@ -83,7 +83,11 @@ def _verdict(inputs: Inputs, rank: int) -> Verdict:
     if mine is None:
         assert found is not None
         return found
-    return judged(inputs, _summed(inputs, mine), _own(inputs, right, rank))
+
+    def own(whole: Answer) -> Answer:
+        return _own(inputs, whole, rank)
+
+    return judged(inputs, _summed(inputs, mine), own(right), own)
 
 
 def _summed(inputs: Inputs, mine: Answer) -> Answer:
