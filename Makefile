@@ -11,7 +11,7 @@ export PIP_NO_COMPILE := 1
 # Each part of the library against float64, once; no hosts, no commands.
 QUICK := architecture errors kept layouts linear_plans logprobs objective_terms policy_head rows special_values exchange
 
-.PHONY: demo test check lint format bench faults mutants docs clean
+.PHONY: demo test check fuzz soak lint format bench faults mutants docs clean
 
 demo: $(STAMP)
 	$(RUN)logitless demo
@@ -22,6 +22,13 @@ test: $(STAMP)
 # While working: two minutes.
 check: lint
 	$(RUN)python -m pytest -n 2 --dist worksteal $(QUICK:%=tests/test_%.py)
+
+# Random calls against float64; FUZZ="--seconds 600 --jobs 8" and the like, see docs/reliability.md.
+fuzz: $(STAMP)
+	PYTHONPATH=src $(RUN)python tests/fuzz/run.py $(FUZZ)
+
+soak: $(STAMP)
+	PYTHONPATH=src $(RUN)python tests/fuzz/run.py --soak 1000 $(FUZZ)
 
 # The hooks of .pre-commit-config.yaml, on all committed files.
 lint: $(STAMP)

@@ -1,0 +1,66 @@
+"""Cases that were once wrong, crashed or hung, smallest form each, with what was the matter. All are right now.
+
+New failures of the fuzzer come here, shrunk, with one line of what it was.
+"""
+
+from __future__ import annotations
+
+from fuzz.cases import Case
+
+CORPUS = {
+    "a mask over a whole tile gave NaN entropy and gradient": [
+        Case(values="lowest first", vocab=60, entropy="grad", memory=memory, backend=backend)
+        for memory in (64, "1MiB")
+        for backend in ("reference", "tiled")
+    ],
+    "the same in the kernels": [
+        Case(values="lowest first", vocab=101, tokens=2, entropy="grad", backend="triton"),
+    ],
+    "a mask over a whole tile by the bias, and with exponentials stored": [
+        Case(
+            path="linear_logprobs",
+            dtype=dtype,
+            values="lowest first",
+            bias=True,
+            vocab=60,
+            entropy="grad",
+            memory=memory,
+        )
+        for dtype in ("float32", "bfloat16")
+        for memory in (3000, "1MiB", "1GiB")
+    ],
+    "a frozen head of a transposed weight or hidden states": [
+        Case(path="linear_logprobs", frozen=("weight", "bias"), backend=backend, **{name: "transposed"})
+        for name in ("stride", "weight_stride")
+        for backend in ("reference", "tiled")
+    ],
+    "kept ids and batch invariance crashed unless the rows were a multiple of 1024": [
+        Case(path="linear_logprobs", kept="some", batch_invariant=True),
+    ],
+    "reductions over samples of rows that know of none were silently wrong": [
+        Case(path="linear_policy_loss", layout=layout, objective=(("reduce", "sample_mean"),))
+        for layout in ("every", "pair")
+    ],
+    "rows of a split whose samples' means run over ranks": [
+        Case(path="linear_policy_loss", layout="zigzag", cp=2, recipe="gspo"),
+    ],
+    "a batch without a single row": [
+        Case(
+            path=path,
+            layout="packed",
+            samples=((3, 0), (1, 0)),
+            entropy="grad" if path[-1] == "s" and path[0] == "l" else None,
+        )
+        for path in ("logprobs", "linear_logprobs", "linear_policy_loss", "objective")
+    ],
+    "stored exponentials and entropy of a peaked row": [
+        Case(
+            path="linear_logprobs", dtype="float16", values="peaked", entropy="grad", vocab=33, width=8, memory="1GiB"
+        ),
+    ],
+    "kernels in the interpreter, forward and backward of every path": [
+        Case(path="logprobs", backend="triton", entropy="grad", dtype="bfloat16", ignore=True),
+        Case(path="linear_logprobs", backend="triton", entropy="grad", bias=True, softcap=5.0),
+        Case(path="linear_policy_loss", backend="triton", layout="packed", dtype="float16", recipe="dapo"),
+    ],
+}

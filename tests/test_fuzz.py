@@ -1,0 +1,230 @@
+"""The fuzzer's bounded run, the corpus of past failures, and the fuzzer itself: what is wrong is found and shrunk."""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fuzz import judge, record, shrink, soak
+from fuzz.build import build
+from fuzz.cases import DEFAULTS, FEATURES, LOSSES, NAMES, PATHS, Case, draw, features_on
+from fuzz.corpus import CORPUS
+from fuzz.judge import Verdict, verdict
+from fuzz.oracle import truth
+
+import logitless as ll
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "docs"))
+
+import make_reliability
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def wrong(seeds) -> list[tuple[Case, Verdict]]:
+    found = ((case, verdict(case)) for case in map(draw, seeds))
+    return [(case, v) for case, v in found if v.kind == "wrong"]
+
+
+@pytest.mark.parametrize("first", range(0, 300, 100))
+def test_a_bounded_run(first: int):
+    """``make fuzz`` runs as many as there is time for; ``--case SEED`` shrinks one."""
+    assert not wrong(range(first, first + 100))
+
+
+# The interpreter's own arithmetic warns of products below the range, whose exponential is 0.
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
+@pytest.mark.parametrize("story", CORPUS)
+def test_past_failures(story: str):
+    for case in CORPUS[story]:
+        found = verdict(case)
+        assert found.kind != "wrong", f"{case}: {found.reason}"
+
+
+def test_cases_over_two_ranks(ranks):
+    from fuzz.team import judge_over_ranks
+
+    found = judge_over_ranks(range(12), 2)
+    assert not found.failures, found.failures[0]
+    assert found.cases == 12
+
+
+# The fuzzer itself.
+
+
+def test_a_seed_is_one_case():
+    assert [draw(s) for s in range(50)] == [draw(s) for s in range(50)]
+    case = next(c for c in map(draw, range(100)) if c.path == "linear_policy_loss" and c.layout == "packed")
+    assert torch.equal(build(case).leaves["x0"], build(case).leaves["x0"])
+
+
+def test_every_feature_is_drawn_on_every_path_that_has_it():
+    seen = {(case.path, name) for case in map(draw, range(4000)) for name in features_on(case)}
+    assert {(path, name) for path in PATHS for name in NAMES[path]} <= seen
+
+
+def test_two_features_are_on_in_most_cases():
+    """Some draws are the default, and some have no meaning in their case."""
+    counts = [len(features_on(draw(s))) for s in range(500)]
+    assert sum(n >= 2 for n in counts) > 400
+
+
+BUGS = {
+    # Where it is seeded, the features without which it cannot be seen, and a seed not far from one that sees it.
+    "entropy gradient off by 1e-4": ("logitless.from_logits.coefficients", {"entropy"}, 10),
+    "a row's temperature is another row's": ("logitless.spec.Head.gain", {"temperature"}, 120),
+    "the last row of a chunk has no gradient": ("logitless.policy_loss.one_pass.row_gradients", set(), 0),
+}
+
+
+def seeded(name: str, original):
+    def coefficients(*args):
+        coef = original(*args)
+        return coef if coef.product is None else coef._replace(product=coef.product * (1 + 1e-4))
+
+    def gain(self, *args):
+        found = original(self, *args)
+        return found.roll(1) if isinstance(self.temperature, torch.Tensor) else found
+
+    def row_gradients(*args, **kwargs):
+        by_logprob, by_entropy = original(*args, **kwargs)
+        by_logprob[-1:] = 0.0
+        return by_logprob, by_entropy
+
+    return {f.__name__: f for f in (coefficients, gain, row_gradients)}[name]
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_seeded_bug_is_found_and_shrunk(bug: str, monkeypatch):
+    where, wanted, first = BUGS[bug]
+    name = where.rpartition(".")[2]
+    monkeypatch.setattr(where, seeded(name, pkgutil.resolve_name(where)))
+    case = next((c for c in map(draw, range(first, first + 100)) if verdict(c).kind == "wrong"), None)
+    assert case is not None, "the bug was not seen in 100 cases"
+    small = shrink.shrink(case, lambda c: verdict(c).kind == "wrong")
+    on = set(features_on(small))
+    assert wanted <= on
+    assert len(on) <= len(wanted) + 2, small
+    pasted, scope = shrink.as_test(small, verdict(small).reason), {}
+    exec(pasted, scope)
+    with pytest.raises(AssertionError):
+        scope[f"test_case_{small.seed}"]()
+    monkeypatch.undo()
+    scope[f"test_case_{small.seed}"]()
+
+
+def test_a_digit_too_few_is_wrong():
+    """An error of three units fails, one of half a unit does not; plain torch's own error is allowed twice."""
+    inputs = build(Case(entropy="grad", vocab=33))
+    right = truth(inputs)
+    for times, kind in ((0.5, "right"), (50.0, "wrong")):
+        values = {n: x + times * right.value_units[n] for n, x in right.values.items()}
+        mine = judge.Answer(values, right.gradients, {}, {})
+        assert judge.judged(inputs, mine, right).kind == kind
+        gradients = {n: x + times * right.gradient_units[n] for n, x in right.gradients.items()}
+        assert judge.judged(inputs, judge.Answer(right.values, gradients, {}, {}), right).kind == kind
+    poisoned = {n: x.index_fill(0, torch.tensor([0]), torch.nan) for n, x in right.values.items()}
+    assert judge.judged(inputs, judge.Answer(poisoned, right.gradients, {}, {}), right).kind == "wrong"
+    assert judge.judged(inputs, judge.Answer(right.values, {}, {}, {}), right).kind == "wrong"
+
+
+def test_units_are_digits_and_not_more():
+    """Float32 logits of ordinary size: a unit is a millionth of the value at most, and of the largest gradient."""
+    right = truth(build(Case(entropy="grad", vocab=33, tokens=13)))
+    for name, unit in right.value_units.items():
+        assert float(unit.max()) <= 1e-5 * float(right.values[name].abs().max().clamp_min(1.0))
+    assert float(right.gradient_units["x0"].max()) <= 1e-5 * float(right.gradients["x0"].abs().max())
+
+
+def test_an_exception_is_wrong_and_so_is_a_refusal_without_reason(monkeypatch):
+    case = Case(path="linear_logprobs")
+    for error, words in ((IndexError("off by one"), "IndexError"), (ll.LogitlessError("no."), "refused: no.")):
+
+        def fail(*_, error=error, **__):
+            raise error
+
+        monkeypatch.setattr(ll, "linear_logprobs", fail)
+        assert verdict(case).kind == "wrong"
+        assert words in verdict(case).reason
+    monkeypatch.setattr(judge, "REFUSALS", {"never": judge.Refusal("no", lambda c: c.kept == "some")})
+    assert verdict(case).kind == "wrong"
+
+
+def test_losses_at_a_bound_are_not_judged():
+    """A ratio of exactly 1 - low: either side of the clip is right."""
+    case = Case(path="linear_policy_loss", on_policy=True, objective=(("clip", (0.0, 0.3)),))
+    assert verdict(case).kind == "at a bound"
+    share = sum(verdict(c).kind == "at a bound" for c in map(draw, range(150)) if c.path in LOSSES)
+    assert share <= 6
+
+
+def test_features_and_fields_agree():
+    for name, feature in FEATURES.items():
+        assert set(feature.names) <= set(DEFAULTS), name
+
+
+# The record and the page.
+
+
+def test_the_page_shows_the_records():
+    """Run ``python docs/make_reliability.py`` after a new record."""
+    page, records = make_reliability.PAGE.read_text(encoding="utf-8"), make_reliability.records()
+    assert page == make_reliability.filled(page, records)
+    assert {r["kind"] for r in records} == {"fuzz", "soak"}
+    for r in records:
+        assert f"commit `{r['commit']}`" in page
+        if r["kind"] == "fuzz":
+            assert record.table(r) in page
+            assert sum(sum(kinds.values()) for kinds in r["paths"].values()) == r["cases"]
+            assert not r["failures"]
+        else:
+            assert r["flat"] is True
+            assert r["same"] is True
+
+
+def test_another_record_is_another_page():
+    page, records = make_reliability.PAGE.read_text(encoding="utf-8"), make_reliability.records()
+    more = make_reliability.filled(page, [*records, {**records[0], "cases": 7_654_321}])
+    assert "7,654,321 cases" in more
+    assert more.startswith(page[: page.index(make_reliability.BEGIN)])
+    assert more.endswith(page[page.index(make_reliability.END) :])
+
+
+def test_a_soak_tells_what_grows_and_what_differs(monkeypatch):
+    """A short one, and in this process; ``make soak`` is a thousand steps, and one of them in a fresh process."""
+    monkeypatch.setattr(soak, "again", lambda saved, n, device: soak.replay(str(saved), n, device))
+    monkeypatch.setattr(soak, "WARM", 2)
+    found = soak.run(6)
+    assert found["same"] is True
+    assert len(found["live_tensors"]) == 1
+    hoard, replay = [], soak.replay
+    monkeypatch.setattr(soak, "allocated_bytes", lambda device: hoard.append(torch.zeros(1)) or 0)
+    monkeypatch.setattr(soak, "replay", lambda saved, n, device: replay(saved, n + 1, device))
+    found = soak.run(6)
+    assert found["flat"] is False
+    assert found["same"] is False
+
+
+def test_a_tally_is_what_was_added():
+    tally, other = record.Tally(), record.Tally()
+    tally.add(Case(kept="some", ignore=True), Verdict("right", 0.25))
+    other.add(Case(dtype="bfloat16"), Verdict("wrong", 3.0, "why"))
+    other.add(Case(), Verdict("refused", reason="no samples"))
+    other.add(Case(), Verdict("right", 0.5))
+    tally.merge(other)
+    made = record.as_record(tally, 2.0)
+    assert made["cases"] == 4
+    assert made["paths"]["logprobs"] == {"right": 2, "refused": 1, "at a bound": 0, "wrong": 1}
+    assert made["worst"]["logprobs"]["float32"] == 0.5
+    assert made["pairs"]["logprobs"] == 1
+    assert "| `logprobs` | 4 | 2 | 1 | 0 | 1 | 1 | 0.50 |" in record.table(made)
+    assert [f["reason"] for f in made["failures"]] == ["why"]
