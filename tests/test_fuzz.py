@@ -110,7 +110,7 @@ def test_a_seeded_bug_is_found_and_shrunk(bug: str, monkeypatch):
     monkeypatch.setattr(where, seeded(name, pkgutil.resolve_name(where)))
     case = next((c for c in map(draw, range(first, first + 100)) if verdict(c).kind == "wrong"), None)
     assert case is not None, "the bug was not seen in 100 cases"
-    small = shrink.shrink(case, lambda c: verdict(c).kind == "wrong")
+    small = shrink.shrink(case, lambda c: verdict(c).kind == "wrong", most=120)
     on = set(features_on(small))
     assert wanted <= on
     assert len(on) <= len(wanted) + 2, small

@@ -54,7 +54,7 @@ class Fields:
 
 @dataclass(frozen=True)
 class Told:
-    """A loss, its gradients by (log-prob, entropy, log Z), their sensitivity, and the sum of its terms' sizes."""
+    """A loss, its gradients by (log-prob, entropy, log Z), their sensitivity, and how large each row's terms are."""
 
     loss: Tensor
     upstream: Tensor
@@ -134,14 +134,14 @@ def tell(inputs: Inputs, active: Tensor, fields: Fields, logprob: Tensor, entrop
     far: list[Tensor] = []
     weight = _correction(o, old - rollout, lp.detach() - old, a, mean, far)
     policy, slack = _policy(o, lp, old, a, mean, far, w * weight)
-    loss, terms = w * weight * policy, (w * weight * policy).abs().sum()
+    loss, terms = w * weight * policy, (w * weight * policy).abs()
     if o.get("kl_coef"):
         kl, slack_kl = _kl(o["kl"], lp, ref, old, far)
         loss, slack = loss + w * o["kl_coef"] * kl, slack + w * abs(o["kl_coef"]) * slack_kl
-        terms = terms + (w * o["kl_coef"] * kl).abs().sum()
+        terms = terms + (w * o["kl_coef"] * kl).abs()
     coef = o.get("entropy_coef", 0.0)
     loss = (loss - w * coef * ent).sum()
-    terms = (terms + (w * coef * ent).abs().sum()).detach()
+    terms = terms + (w * coef * ent).abs()
     g_l, g_h = torch.autograd.grad(loss, [lp, ent], allow_unused=True) if loss.requires_grad else (None, None)
     places = here.nonzero().squeeze(1)
 
@@ -154,7 +154,7 @@ def tell(inputs: Inputs, active: Tensor, fields: Fields, logprob: Tensor, entrop
     slacks = torch.stack([spread(slack + g_l.abs() if g_l is not None else slack), spread(w * abs(coef)), zero])
     distances = torch.cat([x.reshape(-1) for x in far]) if far else torch.ones(1)
     margin = float(distances.abs().min()) if distances.numel() else 1.0
-    return Told(loss.detach(), upstream, slacks * FACTOR * inputs.case.grad_scale, terms, margin)
+    return Told(loss.detach(), upstream, slacks * FACTOR * inputs.case.grad_scale, spread(terms), margin)
 
 
 FACTOR = 1.75

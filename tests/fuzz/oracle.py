@@ -190,7 +190,9 @@ def _units(
     found = {"logprob": of_logprob, "entropy": of_entropy, "log_z": size + s.log_z.abs()}
     values = {name: unit * _full(x, active, inputs) for name, x in found.items()}
     if told is not None:
-        values["loss"] = unit * (told.terms + (slack[0] * of_logprob).sum() + (slack[1] * of_entropy).sum())
+        # Ratios are exponentials of log-probs: an error there is a factor of the row's terms.
+        by_logprob = told.terms * (1 + of_logprob) + slack[0] * of_logprob
+        values["loss"] = unit * (by_logprob + slack[1] * of_entropy).sum()
     blur = float((unit * of_logprob).amax()) if len(active) else 0.0
     if not wanted:
         return values, {}, blur
