@@ -321,8 +321,8 @@ def settled(case: Case) -> Case:
     if endless and case.scale < 0:
         # Minus infinity times minus one leaves no distribution; to bfloat16, float32's lowest number is minus infinity.
         changes["scale"] = 1.0
-    if half and case.path in LOSSES:
-        # Known to overflow: ratios or advantages in the thousands over float16's range.
+    if case.dtype == "float16" and case.path in LOSSES:
+        # Gradients past the range of float16 are infinite however they are computed.
         changes["ratios"] = "near" if case.ratios == "far" else case.ratios
         changes["advantage"] = "ones" if case.advantage == "large" else case.advantage
     if case.match is not None and case.values not in ("zeros", "normal"):
