@@ -121,3 +121,25 @@ def test_nccl_group(tmp_path):
         assert [p.tolist() for p in parts] == [[0.0, 1.0], [2.0]]
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("match", ["bfloat16", "float16", None])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_operands_and_logits_of_any_two_dtypes(dtype: torch.dtype, match: str | None):
+    """The library writes its results in the operands' dtype or in float32, and in no other."""
+    hidden, weight = torch.randn(40, 16, device="cuda", dtype=dtype), torch.randn(70, 16, device="cuda", dtype=dtype)
+    target = torch.randint(70, (40,), device="cuda")
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    buffer = torch.zeros(70, 16, device="cuda")
+    out = ll.linear_logprobs(hidden, weight, target, match=match, entropy="grad", weight_grad=buffer)
+    (out.logprob.sum() + out.entropy.sum()).backward()
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    z = exact[0] @ exact[1].T
+    z = z if match is None else z + (z.to(getattr(torch, match)) - z).detach()
+    log_p = torch.log_softmax(z, -1)
+    (log_p[range(40), target].sum() - (log_p.exp() * log_p).sum()).backward()
+    eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    # A logit on the edge between two 16-bit numbers is rounded to either.
+    edge = 0.0 if match is None else torch.finfo(getattr(torch, match)).eps
+    for ours, theirs in ((hidden.grad, exact[0].grad), (buffer, exact[1].grad)):
+        assert (ours.double() - theirs).norm() <= (16 * eps + edge) * theirs.norm()

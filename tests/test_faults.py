@@ -143,6 +143,7 @@ HARMLESS = {
 }
 """Tiles are a rank's own business, and backward from logits sends nothing."""
 
+
 def disagreements() -> list[Any]:
     paths = ("logprobs", "linear_logprobs", "linear_policy_loss")
     return [(path, about) for path in paths for about in abouts(path)]

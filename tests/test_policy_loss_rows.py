@@ -130,10 +130,12 @@ def test_strided_hidden(cut, in_order: bool):
 
 @pytest.mark.parametrize("backend", ["reference", "tiled", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_hidden_stored_the_other_way_round(dtype: torch.dtype, backend: str):
+def test_hidden_stored_the_other_way_round(dtype: torch.dtype, backend: str, device: torch.device):
     """Columns, not rows, are contiguous; the gradient has a layout of its own."""
-    hidden, weight = torch.randn(17, 9).to(dtype).T.requires_grad_(), torch.randn(63, 17).to(dtype).requires_grad_()
-    target, given = torch.randint(63, (9,)), {"old_logprob": "current", "advantage": torch.randn(9)}
+    hidden, weight = torch.randn(17, 9).to(device, dtype).T, torch.randn(63, 17).to(device, dtype)
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    target = torch.randint(63, (9,), device=device)
+    given = {"old_logprob": "current", "advantage": torch.randn(9, device=device)}
     runs = []
     for x in (hidden, hidden.detach().contiguous().requires_grad_()):
         loss, _ = ll.linear_policy_loss(x, weight, target, ll.Objective(), backend=backend, **given)

@@ -259,7 +259,7 @@ def _graph_break(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 def recorded(*tensors: Tensor | None) -> tuple[bool, ...]:
     """For which of them a gradient is recorded."""
-    return tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors)
+    return tuple(torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
 def as_products_take(hidden: Tensor, weight: Tensor, asked: Options) -> tuple[Tensor, Tensor, Options]:

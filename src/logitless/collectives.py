@@ -147,6 +147,8 @@ def fingerprint(x: Any) -> Any:
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def _said(what: str, sent: Any, group: Group) -> Noting:
     """A collective whose error, which torch words by sockets or by a watchdog, says what was waited for, and why."""
 

@@ -196,6 +196,8 @@ def _logits_gradient(
     problem = _problem(logits, saved.rows, saved.column, saved.gain, call)
     out, out_index = _gradient_buffer(logits, saved.rows, problem, dtype, call.overwrite)
     g_logprob = torch.zeros_like(logprob) if g_logprob is None else g_logprob.contiguous()
+    # The compiler passes zeros for a result that has no gradient.
+    g_entropy = None if saved.mean is None else g_entropy
     if saved.kept_reference is None or saved.kept_log_sum is None:
         coef = coefficients(logprob, norm, saved.mean, g_logprob, g_entropy, g_log_z)
         run_gradient(call.backend, problem, norm, coef, out, out_index)

@@ -22,11 +22,19 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, wide: bool, add: bool = False
     Args:
         wide: whether the library writes float32 sums of 16-bit operands.
     """
+    # What the library writes itself: results in the operands' dtype, and float32 sums of 16-bit operands.
+    written = a.dtype == out.dtype or (a.dtype.itemsize == 2 and out.dtype == torch.float32)
     if wide and a.is_meta:
-        # Nothing is computed there, and the library allocates nothing.
+        # Nothing is computed there, and the library allocates nothing but what has to be rounded or widened after it.
+        if not written:
+            torch.empty((a.shape[0], b.shape[1]), dtype=_wide(a.dtype), device=a.device)
         return
     with _no_autocast(a), _float32_products(a, tf32):
-        if wide and out.dtype != a.dtype:
+        if wide and not written:
+            product = torch.empty((a.shape[0], b.shape[1]), dtype=_wide(a.dtype), device=a.device)
+            multiply(a, b, product, wide=True, tf32=tf32)
+            out.add_(product) if add else out.copy_(product)
+        elif wide and out.dtype != a.dtype:
             _multiply_wide(a, b, out, add)
         elif wide or a.dtype == out.dtype == _wide(out.dtype):
             torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
