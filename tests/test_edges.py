@@ -73,6 +73,23 @@ def test_forward_alone_is_not_refused_for_the_tiles_of_backward():
     assert "backward" not in str(ll.explain(hidden, weight.detach(), target))
 
 
+def test_a_frozen_head_and_an_ignored_row_far_below():
+    """Its logits are near -95, where e^-z is past float32; what it must give is a gradient of 0, and it gave NaN."""
+    hidden, weight = torch.full((2, 4), -5.0), torch.full((6, 4), 4.75)
+    for dtype in (torch.float32, torch.bfloat16):
+        leaf = hidden.to(dtype, copy=True).requires_grad_()
+        ll.linear_logprobs(leaf, weight.to(dtype), torch.tensor([-100, 1])).logprob.sum().backward()
+        assert leaf.grad.tolist() == [[0.0] * 4] * 2
+
+
+def test_kernels_in_float64_are_refused_before_anything_runs():
+    """Rounded logits hid the operands' dtype from the kernels, and a frozen head did not ask: compiler errors."""
+    hidden, weight = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True), torch.zeros(4, 3, dtype=torch.float64)
+    for options in ({"match": "float16"}, {}):
+        with pytest.raises(ll.LogitlessError, match=r"its kernels take float32, .* not torch\.float64"):
+            ll.linear_logprobs(hidden, weight, torch.tensor([1, 2]), backend="triton", **options)
+
+
 # Rows whose log-prob is not a number, or infinite.
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from logitless.backends import choose_backend
+from logitless.backends import choose_backend, require_backend
 from logitless.collectives import agree_over, fingerprint
 from logitless.errors import LogitlessError, did_you_mean
 from logitless.kept import Kept, Support
@@ -202,6 +202,8 @@ def _resolve(
     if asked.kept is not None:
         check_kept(asked.caller, asked.kept, rows, vocab_size, x.device)
     num_rows, wide = rows.index.numel(), accumulation_dtype(x.dtype)
+    backend = choose_backend(x, asked.backend).name
+    require_backend(backend, x)
     return Call(
         asked=asked,
         rows=rows,
@@ -218,7 +220,7 @@ def _resolve(
         columns=columns,
         group=None if asked.shard is None else asked.shard.group,
         logits_dtype=wide if asked.match is None else getattr(torch, asked.match),
-        backend=choose_backend(x, asked.backend).name,
+        backend=backend,
         memory=parse_memory(asked.memory),
         machine=machine,
         overwrite=overwrite,

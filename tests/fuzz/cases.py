@@ -317,10 +317,13 @@ def settled(case: Case) -> Case:
     if linear and case.values in ("lowest", "lowest first", "minus infinity"):
         # Logits that are products are masked by the bias.
         changes["bias"] = True
-    endless = case.values == "minus infinity" or (case.values.startswith("lowest") and case.autocast)
+    endless = case.values == "minus infinity" or case.values.startswith("lowest")
     if endless and case.scale < 0:
-        # Minus infinity times minus one leaves no distribution; to bfloat16, float32's lowest number is minus infinity.
+        # Minus infinity times minus one leaves no distribution, nor does the lowest number over a temperature below 1.
         changes["scale"] = 1.0
+    if case.dtype == "float16" and case.values == "tiny":
+        # Below 2^-14 float16 has fewer digits, and every rounding on the way counts in full.
+        changes["values"] = "normal"
     if case.dtype == "float16" and case.path in LOSSES:
         # Gradients past the range of float16 are infinite however they are computed.
         changes["ratios"] = "near" if case.ratios == "far" else case.ratios

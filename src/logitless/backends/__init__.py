@@ -55,6 +55,13 @@ def choose_backend(logits: Tensor, backend: str = "auto") -> BackendChoice:
     return BackendChoice("triton", f"CUDA tensor of {logits.dtype} with Triton installed")
 
 
+def require_backend(name: str, x: Tensor) -> None:
+    """Raise, before anything runs, if the named backend cannot take tensors of this dtype and on this device."""
+    # The compiler need not look into it: the operators below ask again.
+    if name == "triton" and not torch.compiler.is_compiling():
+        load(name).require(x)
+
+
 def load(name: str) -> Any:
     """The backend's module. ``triton`` imports Triton when it launches its first kernel."""
     return OTHERS[name] if name in OTHERS else _load(name)

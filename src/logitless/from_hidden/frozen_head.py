@@ -64,8 +64,10 @@ def statistics_with_unit(p: Projection, tiles: Tiles) -> tuple[Tensor, Unit]:
             )
         out[:, rows] = parts[0] if slabs == 1 else merge(parts)
         local = _log_normaliser(out[:, rows])
-        # A shard of nothing but padding has no Z of its own, and no gradient to share.
-        backend.rescale(sums, torch.where(local == -torch.inf, 0.0, (reference - local).exp()), others[rows])
+        # A shard of nothing but padding has no Z of its own, and no gradient to share; nor has a row that is left out,
+        # whose reference never moved.
+        nothing = (local == -torch.inf) | (part.column == SKIP)
+        backend.rescale(sums, torch.where(nothing, 0.0, (reference - local).exp()), others[rows])
     return out, Unit(others, _log_normaliser(out))
 
 

@@ -255,10 +255,17 @@ def _launch(kernel: str, programs: int, *, on: Tensor, **arguments: Any) -> None
         getattr(_kernels(), kernel)[(programs,)](**arguments)
 
 
+def require(x: Tensor) -> None:
+    """Raise if this backend cannot take logits, or operands, such as these."""
+    _refuse(unavailable(x))
+
+
 def _require_available(problem: Problem) -> None:
-    reason = unavailable(problem.logits)
-    if problem.further:
-        reason = f"its kernels know of no further sums such as {problem.further[0]!r}"
+    further = f"its kernels know of no further sums such as {problem.further[0]!r}" if problem.further else None
+    _refuse(further or unavailable(problem.logits))
+
+
+def _refuse(reason: str | None) -> None:
     if reason is not None:
         raise LogitlessError(
             f'backend="triton" cannot run here: {reason}. Use backend="auto" or "tiled"; to run the kernels on CPU, '
