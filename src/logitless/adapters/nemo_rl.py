@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from logitless.adapters.audit import Audit
+from logitless.adapters.host import Host, Option, PassOn, Replacement
 from logitless.adapters.packs import packed_batch, padded_batch, ranks_in, with_target
-from logitless.adapters.patching import Host, Option, Replacement
 from logitless.adapters.scoring import entropy_of_logits, every_target, without_outside
 from logitless.adapters.shards import check_ids, even_shard, shard_between, vocabulary_of
 from logitless.collectives import gather_over
@@ -111,7 +111,7 @@ def make_next_token(original: Callable[..., Any], options: Mapping[str, Any]) ->
         chunk_size: int | None = None,
     ) -> Any:
         if vocab_parallel_group is None and hasattr(next_token_logits, "device_mesh"):
-            return NotImplemented
+            return PassOn("DTensor")
         columns, shard, cp_group = next_token_logits.shape[-1], None, None
         if vocab_parallel_group is not None:
             if vocab_parallel_rank is None:
@@ -254,7 +254,9 @@ def make_hidden(original: Callable[..., Any], options: Mapping[str, Any]) -> Cal
         inference_only: bool = False,
         cp_group: Any = None,
         chunk_size: int | None = None,
+        output_weight: Any = None,
     ) -> Tensor:
+        # output_weight of 0.6 says that the weight is tied; NeMo-RL itself does not read it.
         hidden, weight = tensor_parallel_hidden_states, output_weight_layer
         if ranks_in(cp_group) > 1:
             raise LogitlessError("the fused head knows no context parallelism: cp_group must be None or of one rank.")
@@ -286,7 +288,7 @@ def make_temperature(original: Callable[..., Any], options: Mapping[str, Any]) -
 
     def apply_temperature_scaling(logits: Tensor, sampling_params: Any) -> Any:
         if logits.dim() != 2:
-            return NotImplemented
+            return PassOn("logits")
         asked = 1.0 if sampling_params is None else sampling_params.temperature
         if asked != options["fused_temperature"]:
             raise LogitlessError(
@@ -336,6 +338,11 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
     )
     bounds = "vocab_start_index, vocab_end_index"
     tail = "inference_only=False, cp_group=None, chunk_size=None"
+    head = "tensor_parallel_hidden_states, output_weight_layer"
+    next_token = (
+        "input_ids, next_token_logits, seq_index=None, vocab_parallel_rank=None, vocab_parallel_group=None, "
+        "context_parallel_group=None, sampling_params=None"
+    )
     return [
         Replacement(
             module=module,
@@ -355,8 +362,7 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
         Replacement(
             module=module,
             name="get_next_token_logprobs_from_logits",
-            signature="(input_ids, next_token_logits, seq_index=None, vocab_parallel_rank=None, "
-            "vocab_parallel_group=None, context_parallel_group=None, sampling_params=None, chunk_size=None)",
+            signature={"0.7": f"({next_token}, chunk_size=None)", "0.6": f"({next_token})"},
             make=make_next_token,
             also_in=(losses,),
         ),
@@ -370,8 +376,10 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
         Replacement(
             module=module,
             name="from_parallel_hidden_states_to_logprobs",
-            signature="(tensor_parallel_hidden_states, output_weight_layer, runtime_gather_output, target, "
-            f"{bounds}, tp_group, {tail})",
+            signature={
+                "0.7": f"({head}, runtime_gather_output, target, {bounds}, tp_group, {tail})",
+                "0.6": f"({head}, output_weight, runtime_gather_output, target, {bounds}, tp_group, {tail})",
+            },
             make=make_hidden,
         ),
         Replacement(
@@ -394,7 +402,7 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
 HOST = Host(
     name="nemo_rl",
     package="nemo_rl",
-    versions=("0.6",),
+    versions=("0.6 - 0.7",),
     replacements=_replacements,
     options={
         "accurate": Option(False, "float32 logits of half-precision hidden states instead of NeMo-RL's rounding"),

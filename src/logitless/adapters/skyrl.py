@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from logitless.adapters.host import Host, Option, Replacement
 from logitless.adapters.packs import Batch, packed_batch, padded_batch, ranks_in, with_target
-from logitless.adapters.patching import Host, Option, Replacement
 from logitless.adapters.scoring import (
     entropy_mode,
     entropy_of_logits,
@@ -229,7 +229,9 @@ def make_hidden_packed(original: Callable[..., Any], options: Mapping[str, Any])
 def make_entropy(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Stands in for ``vocab_parallel_entropy``. Backward does not overwrite the logits."""
 
-    def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
+    def vocab_parallel_entropy(
+        vocab_parallel_logits: Tensor, chunk_size: int | None = None, chunk_memory_mb: int = 512
+    ) -> Tensor:
         logits, shard = vocab_parallel_logits, even_shard(_tensor_group(), vocab_parallel_logits.shape[-1])
         return entropy_of_logits("vocab_parallel_entropy", logits, options["audit"], shard=shard).to(logits.dtype)
 
@@ -249,6 +251,8 @@ def make_entropy_packed(original: Callable[..., Any], options: Mapping[str, Any]
         loss_mask: Tensor | None,
         cp_group: Any,
         sub_seq_lengths: list[list[int]] | None = None,
+        chunk_size: int | None = None,
+        chunk_memory_mb: int = 512,
     ) -> tuple[Tensor, Tensor]:
         logits = vocab_parallel_logits
         _check_packed_tokens("vocab_parallel_logits", logits)
@@ -419,7 +423,8 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
     )
     actions = "cu_seqlens_padded, unpacked_seqlen, num_actions, attention_mask, loss_mask, cp_group"
     fused = "temperature=1.0, fused_backend='torch'"
-    megatron = {
+    chunks = "chunk_size=None, chunk_memory_mb=512"
+    megatron: dict[str, tuple[str | dict[str, str | None], Callable[..., Any]]] = {
         "from_parallel_logits_to_logprobs": (f"(vocab_parallel_logits, {padded})", make_logits_padded),
         "from_parallel_logits_to_logprobs_packed_sequences": (f"(vocab_parallel_logits, {packed})", make_logits_packed),
         "from_parallel_hidden_to_logprobs": (f"(hidden, lm_head_weight, {padded}, {fused})", make_hidden_padded),
@@ -427,9 +432,15 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
             f"(hidden, lm_head_weight, {packed}, {fused})",
             make_hidden_packed,
         ),
-        "vocab_parallel_entropy": ("(vocab_parallel_logits)", make_entropy),
+        "vocab_parallel_entropy": (
+            {"main": f"(vocab_parallel_logits, {chunks})", "0.3": "(vocab_parallel_logits)"},
+            make_entropy,
+        ),
         "vocab_parallel_entropy_packed_sequences": (
-            f"(vocab_parallel_logits, {actions}, sub_seq_lengths=None)",
+            {
+                "main": f"(vocab_parallel_logits, {actions}, sub_seq_lengths=None, {chunks})",
+                "0.3": f"(vocab_parallel_logits, {actions}, sub_seq_lengths=None)",
+            },
             make_entropy_packed,
         ),
         "_fused_vocab_parallel_entropy_from_hidden": (
@@ -449,7 +460,10 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
         ),
     }
     return [
-        *(Replacement(MODEL_UTILS, name, *how, (MEGATRON_WRAPPER,), optional=True) for name, how in megatron.items()),
+        *(
+            Replacement(MODEL_UTILS, name, signature, make, (MEGATRON_WRAPPER,), optional=True)
+            for name, (signature, make) in megatron.items()
+        ),
         *(Replacement(TORCH_UTILS, name, *how, (FSDP_WRAPPER,)) for name, how in fsdp.items()),
     ]
 

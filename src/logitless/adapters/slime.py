@@ -7,7 +7,7 @@
 The flag ``--custom-megatron-init-path logitless.adapters.slime.custom_megatron_init`` installs it, without a source
 edit. slime's logits are never written to, its lists keep their lengths and zigzag order on every rank, and temperature
 and top-p replay make no copy of the logits. Calls left to slime and counted as passed on: replay in which some response
-token has no recorded support.
+token has no recorded support, and slime 0.3.0's padded batches (``max_seq_lens``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from logitless.adapters.audit import Audit
-from logitless.adapters.patching import Host, Installed, Option, Replacement, install_host
+from logitless.adapters.host import Host, Installed, Option, PassOn, Replacement
+from logitless.adapters.patching import install_host
 from logitless.adapters.scoring import every_target
 from logitless.adapters.shards import check_ids, even_shard
 from logitless.errors import LogitlessError
@@ -134,8 +135,8 @@ def make_get_log_probs(original: Callable[..., Any], options: Mapping[str, Any])
         top_p_token_offsets: Sequence[Any] | None = None,
     ) -> Any:
         replay = _recorded(top_p_token_ids, top_p_token_offsets, response_lengths)
-        if replay is NotImplemented:
-            return NotImplemented
+        if isinstance(replay, PassOn):
+            return replay
         _check_outputs(logits, "V'")
         marked = _marked.get()
         batch = _Batch.make(args, logits, unconcat_tokens, total_lengths, response_lengths, marked and marked.masks)
@@ -261,7 +262,7 @@ def _filled(batch: _Batch, log_probs: list[Tensor], old: Sequence[Tensor]) -> li
 
 
 def _recorded(ids: Sequence[Any] | None, offsets: Sequence[Any] | None, response_lengths: Sequence[int]) -> Any:
-    """Per sample, the supports of its response tokens and their sizes; NotImplemented if a token has no record."""
+    """Per sample, the supports of its response tokens and their sizes; passed on if a token has no record."""
     if ids is None or offsets is None:
         return None
     if not len(ids) == len(offsets) == len(response_lengths):
@@ -271,7 +272,7 @@ def _recorded(ids: Sequence[Any] | None, offsets: Sequence[Any] | None, response
         )
     starts = [torch.as_tensor(x, dtype=torch.int64).cpu() for x in offsets]
     if any(len(start) != length + 1 for start, length in zip(starts, response_lengths, strict=True)):
-        return NotImplemented
+        return PassOn("replay without a record")
     flat = [torch.as_tensor(x, dtype=torch.int64).cpu()[s[0] : s[-1]] for x, s in zip(ids, starts, strict=True)]
     return flat, [start.diff() for start in starts]
 
@@ -310,6 +311,7 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
             'install("slime"): loss_mask_only=True selects among response rows: response_only=True too.'
         )
     backend = "slime.backends.megatron_utils"
+    rows = "logits, tokens, tp_group, with_entropy=False, chunk_size=-1"
     keywords = (
         "(logits, *, args, unconcat_tokens, total_lengths, response_lengths, with_entropy=False, non_loss_data=True"
     )
@@ -317,22 +319,27 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
         Replacement(
             module="slime.utils.ppo_utils",
             name="calculate_log_probs_and_entropy",
-            signature="(logits, tokens, tp_group, with_entropy=False, chunk_size=-1, log_prob_keep_mask=None, "
-            "with_entropy_grad=True)",
+            signature={
+                "0.3.1": f"({rows}, log_prob_keep_mask=None, with_entropy_grad=True)",
+                "0.3.0": f"({rows})",
+            },
             make=make_calculate,
             also_in=(f"{backend}.loss",),
         ),
         Replacement(
             module=f"{backend}.loss",
             name="get_log_probs_and_entropy",
-            signature=f"{keywords}, top_p_token_ids=None, top_p_token_offsets=None)",
+            signature={
+                "0.3.1": f"{keywords}, top_p_token_ids=None, top_p_token_offsets=None)",
+                "0.3.0": f"{keywords}, max_seq_lens=None)",
+            },
             make=make_get_log_probs,
             also_in=(f"{backend}.actor", f"{backend}.server.logprob_utils"),
         ),
         Replacement(
             module=f"{backend}.loss",
             name="get_values",
-            signature=f"{keywords})",
+            signature={"0.3.1": f"{keywords})", "0.3.0": f"{keywords}, max_seq_lens=None)"},
             make=make_get_values,
             also_in=(f"{backend}.actor",),
         ),

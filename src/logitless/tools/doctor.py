@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from logitless.adapters import HOSTS
-from logitless.adapters.patching import is_there
+from logitless.adapters.signatures import is_there
 from logitless.backends import NAMES, choose_backend, load
 from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import linear_logprobs
