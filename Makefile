@@ -5,13 +5,18 @@ VENV := .venv
 RUN := $(VENV)/bin/
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint format bench docs clean
+.PHONY: demo test hosts lint format bench docs clean
 
 demo: $(STAMP)
 	$(RUN)logitless demo
 
 test: $(STAMP)
 	$(RUN)python -m pytest -n 2 --dist loadfile
+
+# The adapters' tests on every host that is found: LOGITLESS_HOSTS names a folder of checkouts.
+hosts: $(STAMP)
+	$(RUN)python tests/adapters/matrix.py
+	$(RUN)python docs/make_hosts.py
 
 # The hooks of .pre-commit-config.yaml, on all committed files.
 lint: $(STAMP)

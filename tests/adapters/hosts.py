@@ -71,6 +71,10 @@ FIRST = {
 """Real packages that look around for others when they are imported, and should not see a stand-in."""
 
 
+ABSENT = {"nemo_rl": ("nemo_rl.models.megatron.train",)}
+"""Modules of a checkout whose imports want all of the host's requirements; an adapter reports them as missing."""
+
+
 MODULES = {
     "miles": ("miles.backends.training_utils.loss_hub.logit_processors",),
     "nemo_rl": ("nemo_rl.algorithms.logits_sampling_utils", "nemo_rl.distributed.model_utils"),
@@ -141,6 +145,8 @@ def load(host: str, *modules: str) -> list[ModuleType]:
         warnings.filterwarnings("ignore", "Using a non-tuple sequence for multidimensional indexing", UserWarning)
         if not torch.cuda.is_available():
             _stay_on_cpu()
+        for name in ABSENT.get(host, ()):
+            sys.modules[name] = None  # pyright: ignore
     else:
         if not (FOLDER / host).is_dir():
             raise RuntimeError(f"{host} is not in {FOLDER}: run `make` to install what constraints-hosts.txt lists.")

@@ -9,8 +9,6 @@ import json
 import os
 from typing import Any
 
-import close
-
 from logitless.adapters import patching
 
 FILE = "LOGITLESS_RECORD"
@@ -24,7 +22,11 @@ def _write(**line: Any) -> None:
 
 def start() -> None:
     """Watch the tolerance rule, the counters and what is installed, in this process."""
-    if not os.environ.get(FILE) or close.watchers:
+    if not os.environ.get(FILE):
+        return
+    import close
+
+    if close.watchers:
         return
     close.watchers.append(lambda kind, ours, theirs, dtype: _write(kind=kind, ours=ours, theirs=theirs, dtype=dtype))
     called, passed_on, resolve = patching.Counter.called, patching.Counter.passed_on, patching._resolve_all

@@ -389,6 +389,19 @@ def test_inference_only(alone):
     run(lambda h: fused(h, weight, ids, 0, V, group, inference_only=True), [hidden], None)
 
 
+def test_classes_that_are_called_directly(alone):
+    """Targets are shifted by the caller."""
+    logits, ids, upstream = torch.randn(B, S, V) * 3, torch.randint(V, (B, S)), torch.randn(B, S)
+    ids[1, 4] = V + 3
+    group = dist.group.WORLD
+    calls = {
+        "DistributedLogprob": lambda x: alone.DistributedLogprob.apply(x, ids, 0, V, group, False),
+        "ChunkedDistributedLogprob": lambda x: alone.ChunkedDistributedLogprob.apply(x, ids, 0, V, 5, group, False),
+    }
+    for function in calls.values():
+        compare(function, lambda x: true_scores(x, ids), [logits], upstream, upstream, lambda x: x)
+
+
 def test_sequences_of_one_token(alone):
     logitless.install("nemo_rl")
     logits = torch.randn(B, 1, V, requires_grad=True)
@@ -428,7 +441,7 @@ def test_temperature_divides_logits_and_not_log_probs(alone):
     assert (ours - exact).abs().max() < 1e-5
     logits = torch.ones(B, S, V)
     assert torch.equal(train.post_process(logits, params), torch.full((B, S, V), 2.0))
-    assert logitless.status().hosts[0].replaced[6].passed_on == 1
+    assert logitless.status().hosts[0].replaced[-1].passed_on == 1
     logitless.uninstall("nemo_rl")
     logitless.install("nemo_rl")
     with pytest.raises(LogitlessError, match=r"scored at temperature 1.0 but this run samples at 0.5"):

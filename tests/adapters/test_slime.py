@@ -506,6 +506,37 @@ def test_memory(alone, replay):
     assert peak_bytes(score, logits.device) < slack
 
 
+@pytest.mark.parametrize("strided", [False, True])
+def test_the_logits_are_overwritten_if_asked(alone, strided):
+    """Megatron's output of a pack is a transposed view of the head's output; the gradient goes into that memory."""
+    here = here_alone(alone)
+    T = sum(here.batch.lengths)
+    hidden, weight = torch.randn(T, 16, requires_grad=True), torch.randn(V, 16)
+    seen = []
+
+    def run() -> tuple[Tensor, int]:
+        made = (hidden @ weight.T)[:, None] if strided else (hidden @ weight.T)[None]
+        whole = made._base if made._base is not None else made
+        logits = made.transpose(0, 1) if strided else made
+        results = alone.get_log_probs_and_entropy(logits, args=here.args, **here.inputs, with_entropy=True)[1]
+        whole.register_hook(lambda g: seen.append(g.data_ptr() == whole.data_ptr()))
+        loss = torch.cat(results["log_probs"]).sum() + torch.cat(results["entropy"]).sum()
+        return torch.autograd.grad(loss, hidden)[0], 0
+
+    logitless.install("slime")
+    plain, _ = run()
+    logitless.uninstall("slime")
+    logitless.install("slime", overwrite_logits=True, audit=3)
+    over, _ = run()
+    assert seen == [False, True]
+    assert torch.equal(plain, over)
+    assert logitless.status().hosts[0].audit.passed
+    with pytest.raises(LogitlessError, match="entropy: overwrite_logits=True, but these logits are a leaf"):
+        alone.get_log_probs_and_entropy(torch.randn(1, T, V, requires_grad=True), args=here.args, **here.inputs)
+    with torch.no_grad():
+        alone.get_log_probs_and_entropy(torch.randn(1, T, V), args=here.args, **here.inputs)
+
+
 def _skip_without_replay(loss: Any, replay: bool = True) -> None:
     if replay and not takes(loss.get_log_probs_and_entropy, "top_p_token_ids"):
         pytest.skip("not in this release")

@@ -4,6 +4,7 @@
     get_next_token_logprobs_from_logits                         the same values, also without process groups
     dtensor_from_parallel_logits_to_logprobs                    the order of torch's context parallelism (seq_index)
     from_parallel_hidden_states_to_logprobs                     [S / TP, B, H] hidden states, without logits
+    DistributedLogprob.apply, ChunkedDistributedLogprob.apply   the classes behind these, for direct calls
     ChunkedDistributedEntropy.apply                             sum of p log p: minus the entropy
     apply_temperature_scaling                                   leaves log-probs unchanged
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from torch import Tensor
 from logitless.adapters.audit import Audit
 from logitless.adapters.host import Host, Option, PassOn, Replacement
 from logitless.adapters.packs import packed_batch, padded_batch, ranks_in, with_target
-from logitless.adapters.scoring import entropy_of_logits, every_target, without_outside
+from logitless.adapters.scoring import HALF, entropy_of_logits, every_target, without_outside
 from logitless.adapters.shards import check_ids, even_shard, shard_between, vocabulary_of
 from logitless.collectives import gather_over
 from logitless.errors import LogitlessError
@@ -34,8 +35,6 @@ from logitless.from_logits import logprobs
 from logitless.kept import Kept
 from logitless.rows import Rows
 from logitless.spec import Head, TokenStats, VocabShard
-
-HALF: dict[torch.dtype, Literal["bfloat16", "float16"]] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 FILTERED_ROWS = 256
 """Rows that are sorted at a time under top-k or top-p, as NeMo-RL does."""
@@ -300,6 +299,48 @@ def make_temperature(original: Callable[..., Any], options: Mapping[str, Any]) -
     return apply_temperature_scaling
 
 
+# The autograd classes behind these functions, for code that calls them directly: targets are shifted already.
+
+
+def make_class(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``DistributedLogprob.apply``: ``[B, S]`` log-probs."""
+    chunked = make_chunked_class(original, options)
+
+    def apply(
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        vocab_start_index: int,
+        vocab_end_index: int,
+        group: Any,
+        inference_only: bool = False,
+    ) -> Tensor:
+        return chunked(vocab_parallel_logits, target, vocab_start_index, vocab_end_index, None, group, inference_only)
+
+    return apply
+
+
+def make_chunked_class(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``ChunkedDistributedLogprob.apply``."""
+
+    def apply(
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        vocab_start_index: int,
+        vocab_end_index: int,
+        chunk_size: int | None,
+        tp_group: Any,
+        inference_only: bool = False,
+    ) -> Tensor:
+        check_ids("target", target, tuple(vocab_parallel_logits.shape[:-1]))
+        shard = shard_between(tp_group, vocab_start_index, vocab_end_index)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+            rows = Rows.every(target)
+            values = _score("classes", vocab_parallel_logits, rows, shard, chunk_size, None, options)
+            return values.view(target.shape)
+
+    return apply
+
+
 # Entropy.
 
 
@@ -388,6 +429,20 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
             signature="(ctx, vocab_parallel_logits, chunk_size, tp_group, inference_only=False)",
             signature_of="ChunkedDistributedEntropy.forward",
             make=make_entropy,
+        ),
+        Replacement(
+            module=module,
+            name="DistributedLogprob.apply",
+            signature=f"(ctx, vocab_parallel_logits, target, {bounds}, group, inference_only=False)",
+            signature_of="DistributedLogprob.forward",
+            make=make_class,
+        ),
+        Replacement(
+            module=module,
+            name="ChunkedDistributedLogprob.apply",
+            signature=f"(ctx, vocab_parallel_logits, target, {bounds}, chunk_size, tp_group, inference_only=False)",
+            signature_of="ChunkedDistributedLogprob.forward",
+            make=make_chunked_class,
         ),
         Replacement(
             module=train,

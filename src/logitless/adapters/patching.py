@@ -133,6 +133,9 @@ def install_host(host: Host, given: Mapping[str, Any]) -> Installed:
 
 def try_host(host: Host) -> Installed:
     """What :func:`install_host` would report, with nothing replaced; raises where it would raise."""
+    with _lock:
+        if host.name in _installations:
+            return _report(_installations[host.name])
     installation = _resolve_all(host, resolve_options(host, {}))
     _by_value(host, installation.prepared)
     return _report(installation)
@@ -203,7 +206,7 @@ def _report(installation: _Installation) -> Installed:
 
 def _resolve_all(host: Host, options: Mapping[str, Any]) -> _Installation:
     """The whole installation, checked. Imports the host, changes nothing."""
-    if not is_there(host.package):
+    if host.package not in sys.modules and not is_there(host.package):
         name = host.distribution or host.package
         raise LogitlessError(f'install("{host.name}"): the package {name} is not installed in this environment.')
     version, audit = version_of(host), Audit(options["audit"])
@@ -349,7 +352,8 @@ def _by_value(host: Host, prepared: Sequence[_Prepared], ours: bool = False) -> 
     inside = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == top and module is not None]
     for entry in prepared:
         wanted, own = entry.site.ours if ours else entry.site.before, entry.site.attribute
-        named = [sys.modules[name] for name in entry.replacement.also_in if name in sys.modules]
+        # None marks a module whose import is blocked.
+        named = [x for x in (sys.modules.get(name) for name in entry.replacement.also_in) if x is not None]
         for module in named if not ours else ():
             found = vars(module).get(own)
             if found is not wanted and found is not None:

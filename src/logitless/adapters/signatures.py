@@ -32,8 +32,6 @@ UNKNOWN = "unknown"
 
 def is_there(package: str) -> bool:
     """Whether a package can be imported. Where its parent is missing, so is the package."""
-    if package in sys.modules:
-        return True
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:
