@@ -28,7 +28,10 @@ import logitless
 from logitless import Head, Kept, LogitlessError, Rows, Zigzag
 from logitless.adapters.megatron import Scoring, output_processor, scoring
 
-put_first("megatron")
+if put_first("megatron"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import megatron.core  # noqa: F401
 
 pytestmark = pytest.mark.skipif(
     not find_spec("megatron") or not find_spec("megatron.core"), reason="megatron-core is not installed"

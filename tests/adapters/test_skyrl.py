@@ -203,7 +203,7 @@ def scores(rank: int, world: int, tp: int, cp: int, batch: Batch) -> dict[str, A
         results = {name: (theirs[name], run(*call)) for name, call in calls.items()}
         (status,) = logitless.status().hosts
         functions = [entry for entry in status.replaced if MODEL_UTILS in entry.name and ".apply" not in entry.name]
-    assert all(entry.calls for entry in functions), status
+        assert all(entry.calls for entry in functions), status
         assert status.audit is not None
         assert status.audit.passed, status.audit
         assert status.audit.rows > 30
@@ -512,9 +512,7 @@ def test_wrong_operands_are_named(alone):
     entropy = module.from_parallel_hidden_to_entropy_packed_sequences
     with pytest.raises(LogitlessError, match="num_actions must be between 1 and 12 but is 0"):
         entropy(torch.randn(1, 40, D), torch.randn(V, D), bounds, 13, 0, MASK, None, alone, alone)
-    with pytest.raises(
-        LogitlessError, match=r"mask shape \[2, 4\] does not match logits shape \[2, 3, 507\]"
-    ):
+    with pytest.raises(LogitlessError, match=r"mask shape \[2, 4\] does not match logits shape \[2, 3, 507\]"):
         functional().chunked_entropy_from_logits(logits_of(2, 3), attention_mask=torch.ones(2, 4))
 
 
