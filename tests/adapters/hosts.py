@@ -38,18 +38,7 @@ CHECKOUTS = "LOGITLESS_HOSTS"
 record.start()
 
 MISSING = {
-    "areal": (
-        "ray",
-        "uvloop",
-        "omegaconf",
-        "hydra",
-        "tensordict",
-        "torchdata",
-        "sglang",
-        "vllm",
-        "aiohttp",
-        "colorlog",
-    ),
+    "areal": ("aiohttp", "colorlog", "ray"),
     "megatron": (),
     "miles": ("httpx", "ray", "megatron.training", "torch_memory_saver"),
     "nemo_rl": (),
@@ -70,6 +59,9 @@ FIRST = {
 }
 """Real packages that look around for others when they are imported, and should not see a stand-in."""
 
+
+BARE = {"areal": ("areal", "areal.infra", "areal.utils", "areal.utils.functional")}
+"""Packages of a checkout whose ``__init__`` imports the whole host: their modules are imported without it."""
 
 ABSENT = {"nemo_rl": ("nemo_rl.models.megatron.train",)}
 """Modules of a checkout whose imports want all of the host's requirements; an adapter reports them as missing."""
@@ -147,6 +139,8 @@ def load(host: str, *modules: str) -> list[ModuleType]:
             _stay_on_cpu()
         for name in ABSENT.get(host, ()):
             sys.modules[name] = None  # pyright: ignore
+        for name in BARE.get(host, ()):
+            _bare(name, checkout(host))
     else:
         if not (FOLDER / host).is_dir():
             raise RuntimeError(f"{host} is not in {FOLDER}: run `make` to install what constraints-hosts.txt lists.")
@@ -160,6 +154,13 @@ def load(host: str, *modules: str) -> list[ModuleType]:
             importlib.import_module(name)
         with standing_in(MISSING[host]):
             return [importlib.import_module(name) for name in modules or MODULES[host]]
+
+
+def _bare(name: str, folder: Path | None) -> None:
+    if name not in sys.modules and folder is not None:
+        package = ModuleType(name)
+        package.__path__ = [str(folder.joinpath(*name.split(".")))]
+        sys.modules[name] = package
 
 
 _tensor = torch.tensor

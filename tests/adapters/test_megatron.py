@@ -31,7 +31,7 @@ from logitless.adapters.megatron import Scoring, output_processor, scoring
 if put_first("megatron"):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import megatron.core  # noqa: F401
+        import megatron.core
 
 pytestmark = pytest.mark.skipif(
     not find_spec("megatron") or not find_spec("megatron.core"), reason="megatron-core is not installed"

@@ -164,7 +164,7 @@ def check_lines(mesh: Mesh, filters: dict | None, dtype: torch.dtype, through: s
     def function(x: Tensor) -> Tensor:
         if through == "direct":
             return utils().from_parallel_logits_to_logprobs(
-                x, target, *mesh.bounds, mesh.tp, cp_group=mesh.cp, chunk_size=5, sampling_params=params
+                x, target, *mesh.bounds, mesh.tp, cp_group=mesh.cp, chunk_size=4, sampling_params=params
             )
         return utils().get_next_token_logprobs_from_logits(
             target,
@@ -328,7 +328,7 @@ def run_rest(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("job", [run_lines, run_packs, run_rest])
 def test_every_mesh(ranks, job):
-    ranks(job, 4)
+    ranks(job, 4, timeout=180)
 
 
 # One process.
