@@ -1,4 +1,4 @@
-"""The table of tested hosts in ``docs/adapters/index.md`` from benchmarks/results/hosts.jsonl, which ``make hosts`` writes.
+"""The table of tested hosts in ``docs/adapters/index.md`` from the record that ``make hosts`` writes.
 
 Run by ``python docs/make_hosts.py``, held by a test.
 """

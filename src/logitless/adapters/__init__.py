@@ -58,8 +58,8 @@ def install(host: str | Host, **options: Any) -> Installed:
 
     >>> install("trll")
     Traceback (most recent call last):
-    logitless.errors.LogitlessError: install: there is no host 'trll'. Did you mean 'trl'? Known: areal, megatron, nemo_rl,
-    openrlhf, skyrl, slime, transformers, trl, verl.
+    logitless.errors.LogitlessError: install: there is no host 'trll'. Did you mean 'trl'? Known: areal, megatron,
+    nemo_rl, openrlhf, skyrl, slime, transformers, trl, verl.
 
     A framework that is not in the list needs no change of this package. Describe its function and the replacement::
 

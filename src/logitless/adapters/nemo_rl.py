@@ -423,6 +423,19 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
             },
             make=make_hidden,
         ),
+        *_classes(module, bounds),
+        Replacement(
+            module=train,
+            name="apply_temperature_scaling",
+            signature="(logits, sampling_params)",
+            make=make_temperature,
+            optional=True,
+        ),
+    ]
+
+
+def _classes(module: str, bounds: str) -> list[Replacement]:
+    return [
         Replacement(
             module=module,
             name="ChunkedDistributedEntropy.apply",
@@ -443,13 +456,6 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
             signature=f"(ctx, vocab_parallel_logits, target, {bounds}, chunk_size, tp_group, inference_only=False)",
             signature_of="ChunkedDistributedLogprob.forward",
             make=make_chunked_class,
-        ),
-        Replacement(
-            module=train,
-            name="apply_temperature_scaling",
-            signature="(logits, sampling_params)",
-            make=make_temperature,
-            optional=True,
         ),
     ]
 

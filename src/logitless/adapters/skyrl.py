@@ -412,6 +412,24 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
             make_entropy_from_hidden_packed,
         ),
     }
+    fsdp = {
+        "logprobs_from_logits": ("(logits, labels, inplace_backward=True)", make_logprobs_from_logits),
+        "chunked_entropy_from_logits": (
+            "(logits, requires_grad=False, attention_mask=None, chunk_size=1024)",
+            make_chunked_entropy,
+        ),
+    }
+    return [
+        *(
+            Replacement(MODEL_UTILS, name, signature, make, (MEGATRON_WRAPPER,), optional=True)
+            for name, (signature, make) in megatron.items()
+        ),
+        *_classes(),
+        *(Replacement(TORCH_UTILS, name, *how, (FSDP_WRAPPER,)) for name, how in fsdp.items()),
+    ]
+
+
+def _classes() -> list[Replacement]:
     tail = "vocab_start_index, vocab_end_index"
     classes = {
         "DistributedLogprob": (
@@ -427,23 +445,9 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
             make_fused_class,
         ),
     }
-    fsdp = {
-        "logprobs_from_logits": ("(logits, labels, inplace_backward=True)", make_logprobs_from_logits),
-        "chunked_entropy_from_logits": (
-            "(logits, requires_grad=False, attention_mask=None, chunk_size=1024)",
-            make_chunked_entropy,
-        ),
-    }
     return [
-        *(
-            Replacement(MODEL_UTILS, name, signature, make, (MEGATRON_WRAPPER,), optional=True)
-            for name, (signature, make) in megatron.items()
-        ),
-        *(
-            Replacement(MODEL_UTILS, f"{name}.apply", *how, optional=True, signature_of=f"{name}.forward")
-            for name, how in classes.items()
-        ),
-        *(Replacement(TORCH_UTILS, name, *how, (FSDP_WRAPPER,)) for name, how in fsdp.items()),
+        Replacement(MODEL_UTILS, f"{name}.apply", *how, optional=True, signature_of=f"{name}.forward")
+        for name, how in classes.items()
     ]
 
 
