@@ -304,7 +304,8 @@ def test_verl_itself_can_install_us(tmp_path):
     """``VERL_USE_EXTERNAL_MODULES`` names a module that verl imports wherever it is imported: in every worker."""
     (tmp_path / "with_logitless.py").write_text("import logitless\nlogitless.install('verl')\n")
     program = "from hosts import load; load('verl', 'verl'); import logitless; print(len(logitless.status().hosts))"
-    paths = [str(tmp_path), str(Path(__file__).parent), str(Path(logitless.__file__).parents[1])]
+    tests, source = Path(__file__).parent, Path(logitless.__file__).parents[1]
+    paths = [str(path) for path in (tmp_path, tests, tests.parent, source)]
     environment = {**os.environ, "VERL_USE_EXTERNAL_MODULES": "with_logitless", "PYTHONPATH": os.pathsep.join(paths)}
     ran = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
