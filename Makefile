@@ -11,7 +11,7 @@ export PIP_NO_COMPILE := 1
 # Each part of the library against float64, once; no hosts, no commands.
 QUICK := architecture errors kept layouts linear_plans logprobs objective_terms policy_head rows special_values exchange
 
-.PHONY: demo test check fuzz soak lint format bench faults mutants docs clean
+.PHONY: demo test check hosts fuzz soak lint format bench faults mutants docs clean
 
 demo: $(STAMP)
 	$(RUN)logitless demo
@@ -29,6 +29,11 @@ fuzz: $(STAMP)
 
 soak: $(STAMP)
 	PYTHONPATH=src $(RUN)python tests/fuzz/run.py --soak 1000 $(FUZZ)
+
+# The adapters' tests on every host that is found: LOGITLESS_HOSTS names a folder of checkouts.
+hosts: $(STAMP)
+	$(RUN)python tests/adapters/matrix.py
+	$(RUN)python docs/make_hosts.py
 
 # The hooks of .pre-commit-config.yaml, on all committed files.
 lint: $(STAMP)

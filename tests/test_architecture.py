@@ -29,7 +29,7 @@ ORDER = [
 # Besides the standard library, torch and the package itself. Nothing else is imported anywhere: no framework.
 THIRD_PARTY = {
     "adapters.megatron": {"megatron"},
-    "adapters.skyrl": {"megatron"},
+    "adapters.skyrl_rows": {"megatron"},
     "adapters.slime": {"megatron"},
     "adapters.verl": {"megatron"},
     "backends.triton": {"triton"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,11 +21,13 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def _plain_torch_only(monkeypatch):
-    """Triton's interpreter takes seconds."""
+    """Triton's interpreter takes seconds, and so do the imports of frameworks."""
     monkeypatch.setattr(doctor, "NAMES", ("reference", "tiled"))
+    monkeypatch.setattr(doctor, "HOSTS", ())
 
 
-def test_every_backend_that_runs_is_exact_here():
+def test_every_backend_that_runs_is_exact_here(monkeypatch):
+    monkeypatch.setattr(doctor, "HOSTS", ())
     findings = examine(CPU)
     # The suite runs Triton's kernels in its interpreter.
     assert [(b.name, b.runs) for b in findings.backends] == [("reference", True), ("tiled", True), ("triton", True)]
@@ -138,8 +141,23 @@ def test_hosts_have_a_version_or_none(monkeypatch):
     found = doctor._host("transformers")
     assert found.found == pytest.importorskip("transformers").__version__
     assert found.tested
+    assert found.installs
+    assert found.verdict.startswith("would install")
+    assert not logitless.status().hosts
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     assert doctor._host("transformers").found is None
+
+
+def test_a_host_that_would_be_refused_says_why(monkeypatch):
+    from logitless.adapters import transformers
+
+    pytest.importorskip("transformers")
+    changed = [replace(x, signature="(nothing)") for x in transformers.HOST.replacements({"audit": 0})]
+    host = replace(transformers.HOST, replacements=lambda options: changed)
+    monkeypatch.setattr(transformers, "HOST", host)
+    found = doctor._host("transformers")
+    assert found.installs is False
+    assert "has a signature that this adapter does not know" in found.verdict
 
 
 def test_a_host_whose_parent_package_is_missing(monkeypatch):

@@ -79,7 +79,8 @@ def test_a_frozen_head_and_an_ignored_row_far_below():
     for dtype in (torch.float32, torch.bfloat16):
         leaf = hidden.to(dtype, copy=True).requires_grad_()
         ll.linear_logprobs(leaf, weight.to(dtype), torch.tensor([-100, 1])).logprob.sum().backward()
-        assert leaf.grad.tolist() == [[0.0] * 4] * 2
+        assert leaf.grad[0].tolist() == [0.0] * 4
+        assert leaf.grad[1].abs().max() <= 4 * torch.finfo(dtype).eps * 4.75
 
 
 def test_kernels_in_float64_are_refused_before_anything_runs():

@@ -42,6 +42,8 @@ NOISE = [
     (UserWarning, "When using async grad allreduce it is recommended to set .* CUDA_DEVICE_MAX_CONNECTIONS"),
     # Newer torch has renamed what sequence parallelism calls.
     (FutureWarning, "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"),
+    # So do hosts that build on it.
+    (FutureWarning, "torch.distributed.nn.functional"),
 ]
 
 TIMEOUT = 180.0

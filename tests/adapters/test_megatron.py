@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from close import assert_close_to_truth, assert_gradient_close_to_truth
+from hosts import put_first, takes
 from ranks import close_ranks
 from test_megatron_groups import NOISE, TIMEOUT
 from torch import Tensor
@@ -26,6 +27,11 @@ from truth import float64_leaf, truth
 import logitless
 from logitless import Head, Kept, LogitlessError, Rows, Zigzag
 from logitless.adapters.megatron import Scoring, output_processor, scoring
+
+if put_first("megatron"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import megatron.core
 
 pytestmark = pytest.mark.skipif(
     not find_spec("megatron") or not find_spec("megatron.core"), reason="megatron-core is not installed"
@@ -98,7 +104,8 @@ def cross_entropy(name: str, logits: Tensor, target: Tensor, upstream: Tensor, g
         if name == "fused":
             loss = language_module.fused_vocab_parallel_cross_entropy(given, target, group)
         else:
-            loss = tensor_parallel.vocab_parallel_cross_entropy(given, target)
+            plain = tensor_parallel.vocab_parallel_cross_entropy
+            loss = plain(given, target, **({"tp_group": group} if takes(plain, "tp_group") else {}))
         loss.backward(upstream)
     assert leaf.grad is not None
     return loss.detach(), leaf.grad

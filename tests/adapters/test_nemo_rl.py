@@ -1,13 +1,15 @@
-"""NeMo-RL's functions with and without ours, on a double of NeMo-RL.
+"""NeMo-RL's functions with and without ours, on a double of NeMo-RL or on NeMo-RL itself.
 
     one process       shapes, dtypes, temperature, errors
     four ranks        tensor and context parallel, packed and not, filters, hidden states, torch's own order
 
-The tolerance rule with the double as the yardstick: at most twice its error to float64.
+The tolerance rule with the host as the yardstick: at most twice its error to float64. ``LOGITLESS_HOSTS`` names
+checkouts of NeMo-RL (see hosts.py).
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from close import assert_close_to_truth, assert_gradient_close_to_truth
+from hosts import load, put_first, takes
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -24,7 +27,12 @@ import logitless
 from logitless import LogitlessError
 from logitless.tools.bench.measure import peak_bytes
 
-sys.path.append(str(Path(__file__).parent / "doubles"))
+DOUBLE = not put_first("nemo_rl")
+if DOUBLE:
+    sys.path.append(str(Path(__file__).parent / "doubles"))
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional:FutureWarning")
+on_the_double = pytest.mark.skipif(not DOUBLE, reason="needs modules of the host that do not import here")
 
 V, B, S = 506, 3, 13
 MESHES = [(2, 2), (2, 1), (1, 2)]
@@ -32,6 +40,8 @@ MESHES = [(2, 2), (2, 1), (1, 2)]
 
 
 def utils() -> Any:
+    if not DOUBLE:
+        return load("nemo_rl")[-1]
     for name in ("nemo_rl.algorithms.loss.utils", "nemo_rl.models.megatron.train"):
         importlib.import_module(name)
     return importlib.import_module("nemo_rl.distributed.model_utils")
@@ -61,6 +71,13 @@ def true_scores(logits: Tensor, target: Tensor, filters: dict | None = None) -> 
         else:
             rows.append(log_p[0].detach() * 0 - (row.logsumexp(0) - row.logsumexp(0).detach()))
     return torch.stack(rows).view(target.shape)
+
+
+def fused(hidden: Tensor, weight: Tensor, *more: Any, **options: Any) -> Tensor:
+    """The fused head; the release of 0.6 takes the tied weight as well."""
+    function = utils().from_parallel_hidden_states_to_logprobs
+    tied = [None] if takes(function, "output_weight") else []
+    return function(hidden, weight, *tied, False, *more, **options)
 
 
 class Ran(NamedTuple):
@@ -147,7 +164,7 @@ def check_lines(mesh: Mesh, filters: dict | None, dtype: torch.dtype, through: s
     def function(x: Tensor) -> Tensor:
         if through == "direct":
             return utils().from_parallel_logits_to_logprobs(
-                x, target, *mesh.bounds, mesh.tp, cp_group=mesh.cp, chunk_size=5, sampling_params=params
+                x, target, *mesh.bounds, mesh.tp, cp_group=mesh.cp, chunk_size=4, sampling_params=params
             )
         return utils().get_next_token_logprobs_from_logits(
             target,
@@ -214,9 +231,7 @@ def check_hidden(mesh: Mesh, dtype: torch.dtype, temperature: float) -> None:
     upstream, _ = mesh.upstream(B, 11)
 
     def function(h: Tensor, w: Tensor, cp_group: Any = None) -> Tensor:
-        return utils().from_parallel_hidden_states_to_logprobs(
-            h, w, False, target, *mesh.bounds, mesh.tp, cp_group=cp_group, chunk_size=4
-        )
+        return fused(h, w, target, *mesh.bounds, mesh.tp, cp_group=cp_group, chunk_size=4)
 
     def exact(h: Tensor, w: Tensor) -> Tensor:
         logits = (h @ w.T).transpose(0, 1) / temperature
@@ -313,7 +328,7 @@ def run_rest(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("job", [run_lines, run_packs, run_rest])
 def test_every_mesh(ranks, job):
-    ranks(job, 4)
+    ranks(job, 4, timeout=180)
 
 
 # One process.
@@ -329,14 +344,16 @@ def alone():
 @pytest.mark.parametrize("filters", FILTERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_without_any_group(filters, dtype):
-    logits, ids = (torch.randn(B, S, V) * 3).to(dtype), torch.randint(V, (B, S))
+    # NeMo-RL itself filters one sequence at a time, or none.
+    b = B if DOUBLE or filters is None else 1
+    logits, ids = (torch.randn(b, S, V) * 3).to(dtype), torch.randint(V, (b, S))
     if filters is not None and dtype == torch.bfloat16:
         # Equal logits at the edge of a filter may go either way: these are neighbours in bfloat16, all different.
-        bits = torch.stack([torch.randperm(V) for _ in range(B * S)]).view(B, S, V) + 0x3F00
+        bits = torch.stack([torch.randperm(V) for _ in range(b * S)]).view(b, S, V) + 0x3F00
         logits = bits.to(torch.int16).view(dtype)
     ids[:, 1::2] = logits.argmax(-1)[:, : S - 1 : 2]
     params = None if filters is None else sampling(**filters)
-    upstream = torch.randn(B, S - 1)
+    upstream = torch.randn(b, S - 1)
     compare(
         lambda x: utils().get_next_token_logprobs_from_logits(ids, x, sampling_params=params),
         lambda x: true_scores(x[:, :-1], ids[:, 1:], filters),
@@ -347,6 +364,7 @@ def test_without_any_group(filters, dtype):
     )
 
 
+@on_the_double
 def test_filtered_targets_are_found_by_the_host(alone):
     losses = importlib.import_module("nemo_rl.algorithms.loss.utils")
     logits, ids = torch.randn(B, S, V, requires_grad=True), torch.randint(V, (B, S))
@@ -368,8 +386,20 @@ def test_inference_only(alone):
     packed = alone.from_parallel_logits_to_logprobs_packed_sequences
     run(lambda x: packed(x[:1], ids[:1], cu, S, 0, V, group, inference_only=True), [logits], None)
     hidden, weight = torch.randn(S, B, 9), torch.randn(V, 9)
-    fused = alone.from_parallel_hidden_states_to_logprobs
-    run(lambda h: fused(h, weight, False, ids, 0, V, group, inference_only=True), [hidden], None)
+    run(lambda h: fused(h, weight, ids, 0, V, group, inference_only=True), [hidden], None)
+
+
+def test_classes_that_are_called_directly(alone):
+    """Targets are shifted by the caller."""
+    logits, ids, upstream = torch.randn(B, S, V) * 3, torch.randint(V, (B, S)), torch.randn(B, S)
+    ids[1, 4] = V + 3
+    group = dist.group.WORLD
+    calls = {
+        "DistributedLogprob": lambda x: alone.DistributedLogprob.apply(x, ids, 0, V, group, False),
+        "ChunkedDistributedLogprob": lambda x: alone.ChunkedDistributedLogprob.apply(x, ids, 0, V, 5, group, False),
+    }
+    for function in calls.values():
+        compare(function, lambda x: true_scores(x, ids), [logits], upstream, upstream, lambda x: x)
 
 
 def test_sequences_of_one_token(alone):
@@ -384,18 +414,20 @@ def test_sequences_of_one_token(alone):
 def test_the_rounding_of_half_precision_is_kept_unless_accurate(alone):
     hidden, weight, ids = torch.randn(S, B, 64).bfloat16(), torch.randn(V, 64).bfloat16(), torch.randint(V, (B, S))
     exact = true_scores((hidden.double() @ weight.double().T).transpose(0, 1)[:, :-1], ids[:, 1:])
-    arguments = (hidden, weight, False, ids, 0, V, dist.group.WORLD)
-    theirs = alone.from_parallel_hidden_states_to_logprobs(*arguments)
+    arguments = (hidden, weight, ids, 0, V, dist.group.WORLD)
+    score = functools.partial(fused, *arguments, chunk_size=5)
+    theirs = score()
     logitless.install("nemo_rl")
-    ours = alone.from_parallel_hidden_states_to_logprobs(*arguments)
+    ours = score()
     logitless.uninstall("nemo_rl")
     logitless.install("nemo_rl", accurate=True)
-    accurate = alone.from_parallel_hidden_states_to_logprobs(*arguments)
+    accurate = score()
     assert (ours - theirs).abs().max() < 1e-5
     assert (theirs - exact).abs().max() > 1e-2
     assert (accurate - exact).abs().max() < 1e-5
 
 
+@on_the_double
 def test_temperature_divides_logits_and_not_log_probs(alone):
     train = importlib.import_module("nemo_rl.models.megatron.train")
     hidden, weight, ids = torch.randn(S, B, 9), torch.randn(V, 9), torch.randint(V, (B, S))
@@ -409,7 +441,7 @@ def test_temperature_divides_logits_and_not_log_probs(alone):
     assert (ours - exact).abs().max() < 1e-5
     logits = torch.ones(B, S, V)
     assert torch.equal(train.post_process(logits, params), torch.full((B, S, V), 2.0))
-    assert logitless.status().hosts[0].replaced[6].passed_on == 1
+    assert logitless.status().hosts[0].replaced[-1].passed_on == 1
     logitless.uninstall("nemo_rl")
     logitless.install("nemo_rl")
     with pytest.raises(LogitlessError, match=r"scored at temperature 1.0 but this run samples at 0.5"):
@@ -431,12 +463,13 @@ def test_memory(alone, dtype):
         alone.from_parallel_logits_to_logprobs(logits, *arguments, inference_only=True, chunk_size=8)
 
     size = logits.numel() * logits.element_size()
-    assert peak_bytes(train, logits.device) > 2 * size
+    assert peak_bytes(train, logits.device) > 1.3 * size
     logitless.install("nemo_rl")
     assert peak_bytes(train, logits.device) < size + 2**20
     assert peak_bytes(score, logits.device) < 2**20
 
 
+@on_the_double
 def test_names_held_by_value(alone):
     losses = importlib.import_module("nemo_rl.algorithms.loss.utils")
     train = importlib.import_module("nemo_rl.models.megatron.train")
@@ -479,7 +512,7 @@ def test_names_held_by_value(alone):
         ),
         (lambda u, z, i: u.ChunkedDistributedEntropy.apply(z[0], 2, None), r"must be \[B, S, V'\] but is \[13, 506\]"),
         (
-            lambda u, z, i: u.from_parallel_hidden_states_to_logprobs(z, z[0], False, i, 0, S, None),
+            lambda u, z, i: fused(z, z[0], i, 0, S, None),
             r"target must be \[13, 3\] but is \[3, 13\]",
         ),
     ],

@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 from close import assert_close_to_truth, assert_gradient_close_to_truth
+from hosts import put_first
 from tiny import qwen3, trainer
 from truth import truth
 
@@ -18,6 +19,7 @@ import logitless
 from logitless import LogitlessError
 from logitless.tools.bench.measure import peak_bytes
 
+put_first("trl")
 pytest.importorskip("trl")
 
 N, D, V = 61, 24, 507
@@ -31,9 +33,7 @@ BOTH = ("log_probs", "entropy")
 
 
 def chunked():
-    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
-
-    return ChunkedLogProbFunction
+    return pytest.importorskip("trl.kernels.chunked_logprob").ChunkedLogProbFunction
 
 
 def utils():
@@ -216,6 +216,30 @@ def test_functions_on_logits(dtype, temperature, masked):
     if temperature == 1.0 and mask is None:
         assert torch.equal(utils().entropy_from_logits(logits), ours[1])
     assert logitless.status().hosts[0].audit.passed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_two_functions_that_every_release_has(dtype):
+    exact = (torch.randn(3, 21, V, dtype=torch.float64) * 3).to(dtype).double().requires_grad_()
+    logits = exact.detach().to(dtype).requires_grad_()
+    index, upstream = torch.randint(V, (3, 21)), torch.randn(2, 3, 21)
+    flat = truth(exact.reshape(-1, V), torch.arange(63), index.flatten())
+    wanted = [flat.logprob.reshape(3, 21), flat.entropy.reshape(3, 21)]
+
+    def both():
+        return utils().selective_log_softmax(logits, index), utils().entropy_from_logits(logits)
+
+    theirs = both()
+    their_gradient = gradients(theirs, [logits], upstream)[0]
+    logitless.install("trl", audit=4)
+    ours = both()
+    for i in range(2):
+        assert_close_to_truth(ours[i], wanted[i], theirs[i], BOTH[i])
+    right = gradients(wanted, [exact], upstream)[0]
+    assert_gradient_close_to_truth(gradients(ours, [logits], upstream)[0], right, their_gradient)
+    report = logitless.status().hosts[0]
+    assert (report.calls, report.passed_on) == (2, 0)
+    assert report.audit.passed
 
 
 def test_entropy_without_a_graph():

@@ -3,8 +3,8 @@
 A host is a framework that an adapter plugs into. Each has one file, imported on install; no code outside this folder
 knows a host. Users describe further frameworks with a ``Host``.
 
-    install("trl")       check version and signatures, then replace functions: all or none
-    status()             the replaced functions, and how often each was called
+    install("trl")       check the signatures of the functions, then replace them: all or none
+    status()             the replaced functions, how often each was called, and which calls were left to the host
     uninstall("trl")     put the host's functions back
 
 Installing is per process: in a framework with workers, call it in each worker.
@@ -17,21 +17,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from logitless.adapters.patching import (
-    Host,
-    Installed,
-    Option,
-    Replacement,
-    install_host,
-    installed,
-    suggestion,
-    uninstall_host,
-)
+from logitless.adapters.host import Host, Installed, Option, PassOn, Replacement, suggestion
+from logitless.adapters.patching import install_host, installed, uninstall_host
 from logitless.errors import LogitlessError
 
-__all__ = ["HOSTS", "Host", "Installed", "Option", "Replacement", "Status", "install", "status", "uninstall"]
+__all__ = ["HOSTS", "Host", "Installed", "Option", "PassOn", "Replacement", "Status", "install", "status", "uninstall"]
 
-HOSTS = ("megatron", "nemo_rl", "openrlhf", "skyrl", "slime", "transformers", "trl", "verl")
+HOSTS = ("areal", "megatron", "nemo_rl", "openrlhf", "skyrl", "slime", "transformers", "trl", "verl")
 
 
 @dataclass(frozen=True)
@@ -47,25 +39,27 @@ class Status:
 def install(host: str | Host, **options: Any) -> Installed:
     """Make a framework use this library.
 
-    Checks the framework's version and the signature of every function to replace, then replaces all of them.
-    Installing twice with the same options is harmless.
+    Checks the signature of every function to replace, then replaces all of them. A version that was not tested gives a
+    warning; a parameter that is new, with a default, is honoured at its default, and calls that set it are left to the
+    framework and counted. Installing twice with the same options is harmless.
 
     Args:
-        host: ``"megatron"``, ``"nemo_rl"``, ``"openrlhf"``, ``"skyrl"``, ``"slime"``, ``"transformers"``, ``"trl"`` or
-            ``"verl"``; or a :class:`Host`, for any other framework.
-        options: ``audit=k`` compares k random rows of every call with float64; ``any_version=True`` skips the version
-            check, not the signature checks; the host's page lists its further options.
+        host: ``"areal"``, ``"megatron"``, ``"nemo_rl"``, ``"openrlhf"``, ``"skyrl"``, ``"slime"``,
+            ``"transformers"``, ``"trl"`` or ``"verl"``; or a :class:`Host`, for any other framework.
+        options: ``audit=k`` compares k random rows of every call with float64; ``any_version=True`` silences the
+            warning about the version; the host's page lists its further options.
 
     Returns:
         The host's entry of :func:`status`.
 
     Raises:
-        LogitlessError: the host or an option is unknown, or the host differs from the tested one; nothing was replaced.
+        LogitlessError: the host or an option is unknown, or a function of the host has a signature that the adapter
+            does not know (the text has the difference); nothing was replaced.
 
     >>> install("trll")
     Traceback (most recent call last):
-    logitless.errors.LogitlessError: install: there is no host 'trll'. Did you mean 'trl'? Known: megatron, nemo_rl,
-    openrlhf, skyrl, slime, transformers, trl, verl.
+    logitless.errors.LogitlessError: install: there is no host 'trll'. Did you mean 'trl'? Known: areal, megatron,
+    nemo_rl, openrlhf, skyrl, slime, transformers, trl, verl.
 
     A framework that is not in the list needs no change of this package. Describe its function and the replacement::
 

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from logitless.adapters.audit import Audit
-from logitless.adapters.patching import Host, Option, Replacement, plain_signature
+from logitless.adapters.host import Host, Option, PassOn, Replacement
 from logitless.adapters.shards import check_ids, even_shard
+from logitless.adapters.signatures import plain_signature
 from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.from_logits import logprobs
@@ -36,17 +37,18 @@ OVERWRITE = ("float32", "always", "never")
 
 
 def make_cross_entropy(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``vocab_parallel_cross_entropy``, over the group of ``parallel_state``."""
+    """Stands in for ``vocab_parallel_cross_entropy``; without a group, over that of ``parallel_state``."""
 
     def vocab_parallel_cross_entropy(
-        vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0
+        vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Any = None
     ) -> Any:
         if label_smoothing != 0.0:
-            return NotImplemented
-        from megatron.core import parallel_state
+            return PassOn("label smoothing")
+        if tp_group is None:
+            from megatron.core import parallel_state
 
-        group = parallel_state.get_tensor_model_parallel_group()
-        return _cross_entropy("cross entropy", vocab_parallel_logits, target, group, options)
+            tp_group = parallel_state.get_tensor_model_parallel_group()
+        return _cross_entropy("cross entropy", vocab_parallel_logits, target, tp_group, options)
 
     return vocab_parallel_cross_entropy
 
@@ -192,6 +194,7 @@ POSTPROCESS = (
     "packed_seq_params=None, sequence_len_offset=None, runtime_gather_output=None, extra_block_kwargs=None, "
     "inference_context=None)"
 )
+"""Of 0.16; 0.17 has one more parameter."""
 
 
 def _check_model(gpt: Any) -> None:
@@ -203,7 +206,7 @@ def _check_model(gpt: Any) -> None:
             "scoring: this Megatron-Core has the hook itself. Call the model with output_processor=output_processor, "
             "output_processor_context=context instead."
         )
-    if plain_signature(method) != POSTPROCESS:
+    if plain_signature(method) not in (POSTPROCESS, POSTPROCESS.replace(")", ", is_spec_decode=None)")):
         raise LogitlessError(
             f"scoring: {type(gpt).__name__}._postprocess has the signature {plain_signature(method)}, but this stands "
             f"in for {POSTPROCESS}. Tested with Megatron-Core {', '.join(HOST.versions)}."
@@ -290,7 +293,10 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
         Replacement(
             module="megatron.core.tensor_parallel.cross_entropy",
             name="vocab_parallel_cross_entropy",
-            signature="(vocab_parallel_logits, target, label_smoothing=0.0)",
+            signature={
+                "0.19 - 0.20": "(vocab_parallel_logits, target, label_smoothing=0.0, tp_group=None)",
+                "0.16 - 0.18": "(vocab_parallel_logits, target, label_smoothing=0.0)",
+            },
             make=make_cross_entropy,
             also_in=("megatron.core.tensor_parallel",),
         ),
@@ -307,7 +313,7 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
 HOST = Host(
     name="megatron",
     package="megatron.core",
-    versions=("0.16",),
+    versions=("0.16 - 0.20",),
     replacements=_replacements,
     options={
         "overwrite_logits": Option(

@@ -4,6 +4,7 @@
     get_next_token_logprobs_from_logits                         the same values, also without process groups
     dtensor_from_parallel_logits_to_logprobs                    the order of torch's context parallelism (seq_index)
     from_parallel_hidden_states_to_logprobs                     [S / TP, B, H] hidden states, without logits
+    DistributedLogprob.apply, ChunkedDistributedLogprob.apply   the classes behind these, for direct calls
     ChunkedDistributedEntropy.apply                             sum of p log p: minus the entropy
     apply_temperature_scaling                                   leaves log-probs unchanged
 
@@ -17,15 +18,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from logitless.adapters.audit import Audit
+from logitless.adapters.host import Host, Option, PassOn, Replacement
 from logitless.adapters.packs import packed_batch, padded_batch, ranks_in, with_target
-from logitless.adapters.patching import Host, Option, Replacement
-from logitless.adapters.scoring import entropy_of_logits, every_target, without_outside
+from logitless.adapters.scoring import HALF, entropy_of_logits, every_target, without_outside
 from logitless.adapters.shards import check_ids, even_shard, shard_between, vocabulary_of
 from logitless.collectives import gather_over
 from logitless.errors import LogitlessError
@@ -34,8 +35,6 @@ from logitless.from_logits import logprobs
 from logitless.kept import Kept
 from logitless.rows import Rows
 from logitless.spec import Head, TokenStats, VocabShard
-
-HALF: dict[torch.dtype, Literal["bfloat16", "float16"]] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 FILTERED_ROWS = 256
 """Rows that are sorted at a time under top-k or top-p, as NeMo-RL does."""
@@ -111,7 +110,7 @@ def make_next_token(original: Callable[..., Any], options: Mapping[str, Any]) ->
         chunk_size: int | None = None,
     ) -> Any:
         if vocab_parallel_group is None and hasattr(next_token_logits, "device_mesh"):
-            return NotImplemented
+            return PassOn("DTensor")
         columns, shard, cp_group = next_token_logits.shape[-1], None, None
         if vocab_parallel_group is not None:
             if vocab_parallel_rank is None:
@@ -254,7 +253,9 @@ def make_hidden(original: Callable[..., Any], options: Mapping[str, Any]) -> Cal
         inference_only: bool = False,
         cp_group: Any = None,
         chunk_size: int | None = None,
+        output_weight: Any = None,
     ) -> Tensor:
+        # output_weight of 0.6 says that the weight is tied; NeMo-RL itself does not read it.
         hidden, weight = tensor_parallel_hidden_states, output_weight_layer
         if ranks_in(cp_group) > 1:
             raise LogitlessError("the fused head knows no context parallelism: cp_group must be None or of one rank.")
@@ -286,7 +287,7 @@ def make_temperature(original: Callable[..., Any], options: Mapping[str, Any]) -
 
     def apply_temperature_scaling(logits: Tensor, sampling_params: Any) -> Any:
         if logits.dim() != 2:
-            return NotImplemented
+            return PassOn("logits")
         asked = 1.0 if sampling_params is None else sampling_params.temperature
         if asked != options["fused_temperature"]:
             raise LogitlessError(
@@ -296,6 +297,48 @@ def make_temperature(original: Callable[..., Any], options: Mapping[str, Any]) -
         return logits
 
     return apply_temperature_scaling
+
+
+# The autograd classes behind these functions, for code that calls them directly: targets are shifted already.
+
+
+def make_class(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``DistributedLogprob.apply``: ``[B, S]`` log-probs."""
+    chunked = make_chunked_class(original, options)
+
+    def apply(
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        vocab_start_index: int,
+        vocab_end_index: int,
+        group: Any,
+        inference_only: bool = False,
+    ) -> Tensor:
+        return chunked(vocab_parallel_logits, target, vocab_start_index, vocab_end_index, None, group, inference_only)
+
+    return apply
+
+
+def make_chunked_class(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``ChunkedDistributedLogprob.apply``."""
+
+    def apply(
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        vocab_start_index: int,
+        vocab_end_index: int,
+        chunk_size: int | None,
+        tp_group: Any,
+        inference_only: bool = False,
+    ) -> Tensor:
+        check_ids("target", target, tuple(vocab_parallel_logits.shape[:-1]))
+        shard = shard_between(tp_group, vocab_start_index, vocab_end_index)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+            rows = Rows.every(target)
+            values = _score("classes", vocab_parallel_logits, rows, shard, chunk_size, None, options)
+            return values.view(target.shape)
+
+    return apply
 
 
 # Entropy.
@@ -336,6 +379,11 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
     )
     bounds = "vocab_start_index, vocab_end_index"
     tail = "inference_only=False, cp_group=None, chunk_size=None"
+    head = "tensor_parallel_hidden_states, output_weight_layer"
+    next_token = (
+        "input_ids, next_token_logits, seq_index=None, vocab_parallel_rank=None, vocab_parallel_group=None, "
+        "context_parallel_group=None, sampling_params=None"
+    )
     return [
         Replacement(
             module=module,
@@ -355,8 +403,7 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
         Replacement(
             module=module,
             name="get_next_token_logprobs_from_logits",
-            signature="(input_ids, next_token_logits, seq_index=None, vocab_parallel_rank=None, "
-            "vocab_parallel_group=None, context_parallel_group=None, sampling_params=None, chunk_size=None)",
+            signature={"0.7": f"({next_token}, chunk_size=None)", "0.6": f"({next_token})"},
             make=make_next_token,
             also_in=(losses,),
         ),
@@ -370,17 +417,13 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
         Replacement(
             module=module,
             name="from_parallel_hidden_states_to_logprobs",
-            signature="(tensor_parallel_hidden_states, output_weight_layer, runtime_gather_output, target, "
-            f"{bounds}, tp_group, {tail})",
+            signature={
+                "0.7": f"({head}, runtime_gather_output, target, {bounds}, tp_group, {tail})",
+                "0.6": f"({head}, output_weight, runtime_gather_output, target, {bounds}, tp_group, {tail})",
+            },
             make=make_hidden,
         ),
-        Replacement(
-            module=module,
-            name="ChunkedDistributedEntropy.apply",
-            signature="(ctx, vocab_parallel_logits, chunk_size, tp_group, inference_only=False)",
-            signature_of="ChunkedDistributedEntropy.forward",
-            make=make_entropy,
-        ),
+        *_classes(module, bounds),
         Replacement(
             module=train,
             name="apply_temperature_scaling",
@@ -391,10 +434,36 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
     ]
 
 
+def _classes(module: str, bounds: str) -> list[Replacement]:
+    return [
+        Replacement(
+            module=module,
+            name="ChunkedDistributedEntropy.apply",
+            signature="(ctx, vocab_parallel_logits, chunk_size, tp_group, inference_only=False)",
+            signature_of="ChunkedDistributedEntropy.forward",
+            make=make_entropy,
+        ),
+        Replacement(
+            module=module,
+            name="DistributedLogprob.apply",
+            signature=f"(ctx, vocab_parallel_logits, target, {bounds}, group, inference_only=False)",
+            signature_of="DistributedLogprob.forward",
+            make=make_class,
+        ),
+        Replacement(
+            module=module,
+            name="ChunkedDistributedLogprob.apply",
+            signature=f"(ctx, vocab_parallel_logits, target, {bounds}, chunk_size, tp_group, inference_only=False)",
+            signature_of="ChunkedDistributedLogprob.forward",
+            make=make_chunked_class,
+        ),
+    ]
+
+
 HOST = Host(
     name="nemo_rl",
     package="nemo_rl",
-    versions=("0.6",),
+    versions=("0.6 - 0.7",),
     replacements=_replacements,
     options={
         "accurate": Option(False, "float32 logits of half-precision hidden states instead of NeMo-RL's rounding"),

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from logitless.adapters.patching import Host, Option, Replacement
+from logitless.adapters.host import Host, Option, Replacement
 from logitless.adapters.scoring import entropy_of_logits, score_logits
 from logitless.adapters.shards import check_ids
 from logitless.errors import LogitlessError

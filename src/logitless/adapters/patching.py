@@ -4,8 +4,9 @@
     place:   replace the functions under one lock, all or none
     restore: put them back under the same lock, if none was replaced again by other code
 
-A host's file describes the host with ``Host`` and ``Replacement``; the mechanics are all here. Our function counts its
-calls, and puts the name of the host's function before the text of a ``LogitlessError``.
+A host's file describes the host with ``Host`` and ``Replacement`` (host.py); which versions and signatures will do is
+said in signatures.py. Our function counts its calls, and puts the name of the host's function before the text of a
+``LogitlessError``.
 
 Imports happen outside the lock: a thread with the lock never waits for another thread's import.
 """
@@ -13,142 +14,53 @@ Imports happen outside the lock: a thread with the lock never waits for another 
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.metadata
-import importlib.util
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections import Counter as Tally
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from logitless.adapters.audit import Audit, AuditReport
-from logitless.errors import LogitlessError, did_you_mean
-
-
-class Option(NamedTuple):
-    """A keyword of ``install``: its default and one line of help. Values have the default's type, unless it is None."""
-
-    default: Any
-    help: str
-
-
-COMMON = {
-    "audit": Option(0, "rows of every call that are compared with float64; see status()"),
-    "any_version": Option(False, "install into a version of the host that was not tested"),
-}
-
-
-@dataclass(frozen=True)
-class Replacement:
-    """One function of the host, and how to make the function that replaces it.
-
-    Args:
-        module: dotted name of the module that defines the function.
-        name: attribute of the module, or ``"Class.method"``.
-        signature: the function's signature, without annotations: ``"(logits, index)"``. The signature of a method
-            starts with self; that of a class method does not name the class.
-        make: ``make(original, options)`` returns our function. ``options`` has every declared option, and
-            ``options["audit"]`` is an :class:`~logitless.adapters.audit.Audit`. Our function may return NotImplemented,
-            before it has done anything, for calls that the documented contract leaves to the host: the original is
-            then called, and ``status`` counts the call as passed on.
-        also_in: modules that import the function by name. Modules that are already imported get our function now, the
-            others when they are imported; ``uninstall`` puts the original back in both.
-        optional: the host may lack this module; ``status`` then reports it.
-        signature_of: attribute whose signature is checked instead, where the replaced function takes any arguments:
-            ``"Function.forward"`` for ``"Function.apply"``.
-    """
-
-    module: str
-    name: str
-    signature: str
-    make: Callable[[Callable[..., Any], Mapping[str, Any]], Callable[..., Any]]
-    also_in: tuple[str, ...] = ()
-    optional: bool = False
-    signature_of: str | None = None
-
-    @property
-    def path(self) -> str:
-        return f"{self.module}.{self.name}"
-
-
-@dataclass(frozen=True)
-class Host:
-    """A framework: its package, the tested versions, and the functions to replace.
-
-    Args:
-        name: the host's name in ``install``, ``uninstall`` and ``status``.
-        package: name that the framework is imported by.
-        versions: tested releases, as leading parts: ``"1.16"`` covers 1.16 and 1.16.3, not 1.17.
-        replacements: ``replacements(options)`` lists the replacements. May raise for options that do not go together.
-        options: keywords of ``install`` for this host, beyond the common ones.
-        distribution: name that the framework is installed by, where it differs from ``package``.
-    """
-
-    name: str
-    package: str
-    versions: tuple[str, ...]
-    replacements: Callable[[Mapping[str, Any]], Sequence[Replacement]]
-    options: Mapping[str, Option] = field(default_factory=dict)
-    distribution: str | None = None
-
-
-@dataclass(frozen=True)
-class Replaced:
-    """One replaced function: its name, its calls, and how many of these calls were left to the host."""
-
-    name: str
-    calls: int
-    passed_on: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.calls} calls" + (f", {self.passed_on} passed on" if self.passed_on else "")
-
-
-@dataclass(frozen=True)
-class Installed:
-    """An installed host.
-
-    Attributes:
-        host, version: the host's name, and the version found.
-        replaced: every replaced function with its calls so far.
-        missing: optional modules that this installation of the host lacks, as ``"module: why"``.
-        options: options of the installation, defaults included.
-        audit: the audit's report, or None without ``audit=``.
-    """
-
-    host: str
-    version: str
-    replaced: tuple[Replaced, ...]
-    missing: tuple[str, ...]
-    options: Mapping[str, Any]
-    audit: AuditReport | None
-
-    def __str__(self) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-        lines = [f"{self.host} {self.version} ({given})"]
-        lines += [f"  {entry}" for entry in self.replaced]
-        lines += [f"  not there: {text}" for text in self.missing]
-        lines += [] if self.audit is None else [f"  audit: {self.audit}"]
-        return "\n".join(lines)
+from logitless.adapters.audit import Audit
+from logitless.adapters.host import Host, Installed, PassOn, Replaced, Replacement, resolve_options
+from logitless.adapters.signatures import (
+    UNKNOWN,
+    Binding,
+    covers,
+    difference,
+    import_part,
+    is_there,
+    new_parameters,
+    version_of,
+)
+from logitless.errors import LogitlessError
 
 
 class Counter:
     """Calls of one replacement, counted from any thread."""
 
     def __init__(self) -> None:
-        self._lock, self.calls, self.passed_on = threading.Lock(), 0, 0
+        self._lock, self.calls, self._why = threading.Lock(), 0, Tally[str]()
 
     # A compiled caller breaks its graph here: traced, the count would be frozen at its first value.
     @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
-    def add(self, calls: int = 0, passed_on: int = 0) -> None:
+    def called(self) -> None:
         with self._lock:
-            self.calls += calls
-            self.passed_on += passed_on
+            self.calls += 1
+
+    @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+    def passed_on(self, why: str) -> None:
+        with self._lock:
+            self._why[why] += 1
+
+    def report(self, name: str) -> Replaced:
+        with self._lock:
+            return Replaced(name, self.calls, self._why.total(), dict(self._why))
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,6 +95,7 @@ class _Prepared:
     replacement: Replacement
     site: _Site
     counter: Counter
+    new: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,6 +105,7 @@ class _Installation:
     options: Mapping[str, Any]
     prepared: tuple[_Prepared, ...]
     missing: tuple[str, ...]
+    notes: tuple[str, ...]
     audit: Audit
 
 
@@ -205,16 +119,26 @@ def install_host(host: Host, given: Mapping[str, Any]) -> Installed:
     with _lock:
         if host.name in _installations:
             return _same_again(_installations[host.name], host, options)
-    version = _check_version(host, options["any_version"])
-    audit = Audit(options["audit"])
-    prepared, missing = _prepare(host, MappingProxyType({**options, "audit": audit}))
+    installation = _resolve_all(host, options)
+    prepared, version = installation.prepared, installation.version
+    if version != UNKNOWN and not (options["any_version"] or covers(host.versions, version)):
+        warnings.warn(f'install("{host.name}"): {installation.notes[0]}', UserWarning, stacklevel=3)
     with _lock:
         if host.name in _installations:
             return _same_again(_installations[host.name], host, options)
-        installation = _Installation(host, version, options, tuple(prepared), tuple(missing), audit)
         _place(host, [*(entry.site for entry in prepared), *_by_value(host, prepared)])
         _installations[host.name] = installation
         return _report(installation)
+
+
+def try_host(host: Host) -> Installed:
+    """What :func:`install_host` would report, with nothing replaced; raises where it would raise."""
+    with _lock:
+        if host.name in _installations:
+            return _report(_installations[host.name])
+    installation = _resolve_all(host, resolve_options(host, {}))
+    _by_value(host, installation.prepared)
+    return _report(installation)
 
 
 def uninstall_host(name: str) -> None:
@@ -245,27 +169,6 @@ def installed() -> tuple[Installed, ...]:
         return tuple(_report(_installations[name]) for name in sorted(_installations))
 
 
-def resolve_options(host: Host, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Every option of the host with its value; unknown names and wrong types are refused."""
-    known = {**COMMON, **host.options}
-    for name, value in given.items():
-        if name not in known:
-            raise LogitlessError(f'install("{host.name}"): there is no option {name!r}.{suggestion(name, known)}')
-        default = known[name].default
-        wanted = (int, float) if type(default) is float else type(default)
-        if default is not None and (not isinstance(value, wanted) or isinstance(value, bool) != (wanted is bool)):
-            raise LogitlessError(
-                f'install("{host.name}"): {name} must be of type {type(default).__name__} but is {value!r}. '
-                f"It means: {known[name].help}."
-            )
-    return {name: given.get(name, option.default) for name, option in known.items()}
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """`` Did you mean 'x'? Known: ...`` for a name that is not known."""
-    return f"{did_you_mean(name, known)} Known: {', '.join(sorted(known))}."
-
-
 def _same_again(installation: _Installation, host: Host, options: Mapping[str, Any]) -> Installed:
     name, there = host.name, installation.host
     if dict(installation.options) != dict(options):
@@ -290,113 +193,105 @@ def _report(installation: _Installation) -> Installed:
     return Installed(
         host=installation.host.name,
         version=installation.version,
-        replaced=tuple(
-            Replaced(entry.replacement.path, entry.counter.calls, entry.counter.passed_on)
-            for entry in installation.prepared
-        ),
+        replaced=tuple(entry.counter.report(entry.replacement.path) for entry in installation.prepared),
         missing=installation.missing,
         options=MappingProxyType(dict(installation.options)),
         audit=installation.audit.report() if installation.audit else None,
+        notes=installation.notes,
     )
 
 
-# Versions and signatures.
+# Resolving.
 
 
-def is_there(package: str) -> bool:
-    """Whether a package can be imported. Where its parent is missing, so is the package."""
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:
-        return False
-
-
-def _check_version(host: Host, any_version: bool) -> str:
+def _resolve_all(host: Host, options: Mapping[str, Any]) -> _Installation:
+    """The whole installation, checked. Imports the host, changes nothing."""
     if host.package not in sys.modules and not is_there(host.package):
         name = host.distribution or host.package
         raise LogitlessError(f'install("{host.name}"): the package {name} is not installed in this environment.')
-    found = _version(host)
-    if any_version or any(_covers(release, found) for release in host.versions):
-        return found
-    raise LogitlessError(
-        f'install("{host.name}"): found version {found} of {host.distribution or host.package}, tested are '
-        f"{', '.join(host.versions)}. Signatures are checked in any case: pass any_version=True to go on with this one."
-    )
+    version, audit = version_of(host), Audit(options["audit"])
+    prepared, missing = _prepare(host, version, MappingProxyType({**options, "audit": audit}))
+    notes = tuple(_notes(host, version, prepared))
+    return _Installation(host, version, options, tuple(prepared), tuple(missing), notes, audit)
 
 
-def _version(host: Host) -> str:
-    """The version in the package's metadata; ``__version__`` for a source tree without metadata."""
-    try:
-        return importlib.metadata.version(host.distribution or host.package)
-    except importlib.metadata.PackageNotFoundError:
-        return str(getattr(importlib.import_module(host.package), "__version__", "unknown"))
+def _notes(host: Host, version: str, prepared: Sequence[_Prepared]) -> list[str]:
+    notes = []
+    if not covers(host.versions, version):
+        tested = ", ".join(host.versions) or "none"
+        found = "the version is unknown" if version == UNKNOWN else f"version {version} was not tested"
+        notes.append(f"{found} (tested: {tested}). All signatures fit; audit=16 compares the numbers with float64.")
+    for entry in prepared:
+        if entry.new:
+            names = ", ".join(entry.new)
+            notes.append(f"{entry.replacement.path} has new parameters: {names}. Calls that set one are passed on.")
+    return notes
 
 
-def _covers(release: str, found: str) -> bool:
-    """
-    >>> _covers("1.16", "1.16.3"), _covers("1.16", "1.160")
-    (True, False)
-    """
-    return found == release or found.startswith((f"{release}.", f"{release}+"))
-
-
-def plain_signature(function: Callable[..., Any]) -> str:
-    """The signature without annotations.
-
-    >>> def f(logits: int, *, chunk: int = 128) -> None: ...
-    >>> plain_signature(f)
-    '(logits, *, chunk=128)'
-    """
-    signature = inspect.signature(function)
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
-
-
-def _prepare(host: Host, options: Mapping[str, Any]) -> tuple[list[_Prepared], list[str]]:
+def _prepare(host: Host, version: str, options: Mapping[str, Any]) -> tuple[list[_Prepared], list[str]]:
     """All replacements, resolved and checked, and the missing optional modules. Imports the host, changes nothing."""
     prepared, missing = [], []
     for replacement in host.replacements(options):
-        try:
-            module = importlib.import_module(replacement.module)
-        except ModuleNotFoundError as error:
-            if not replacement.optional:
-                raise LogitlessError(
-                    f'install("{host.name}"): cannot import {replacement.module}: {error}. Nothing was replaced.'
-                ) from error
-            missing.append(f"{replacement.module}: {error}")
-            continue
-        prepared.append(_resolve(host, module, replacement, options))
+        reason = _left_out(host, version, replacement)
+        if reason:
+            missing.append(reason)
+        else:
+            module = sys.modules[replacement.module]
+            prepared.append(_resolve(host, version, module, replacement, options))
     if not prepared:
         raise LogitlessError(f'install("{host.name}"): none of its parts can be imported: {"; ".join(missing)}.')
     return prepared, missing
 
 
-def _resolve(host: Host, module: ModuleType, replacement: Replacement, options: Mapping[str, Any]) -> _Prepared:
+def _left_out(host: Host, version: str, replacement: Replacement) -> str | None:
+    """Why this installation of the host lacks the function, if it may lack it. Imports the module otherwise."""
+    absent = [ranges for ranges, signature in replacement.forms.items() if signature is None]
+    may_lack = bool(absent) and (not covers(host.versions, version) or covers(absent, version))
+    try:
+        module = import_part(host, replacement.module)
+    except LogitlessError as error:
+        if not replacement.optional and not (may_lack and isinstance(error.__cause__, ModuleNotFoundError)):
+            raise
+        return f"{replacement.module}: {error.__cause__}"
+    if may_lack and _find(module, replacement.name)[2] is None:
+        return f"{replacement.path}: not in {', '.join(absent)}"
+    return None
+
+
+def _resolve(
+    host: Host, version: str, module: ModuleType, replacement: Replacement, options: Mapping[str, Any]
+) -> _Prepared:
     owner, attribute, stored = _look_up(host, module, replacement.name)
     inherited = attribute not in vars(owner)
     bound = isinstance(stored, classmethod | staticmethod)
     original = getattr(owner, attribute) if bound else stored
     _check_owner(host, replacement, original, inherited)
-    _check_signature(host, module, replacement)
-    counter = Counter()
-    ours: Any = _counted(replacement.make(original, options), original, replacement.path, counter)
+    checked, new = _check_signature(host, version, module, replacement)
+    function = replacement.make(original, options)
+    assert inspect.isroutine(function), f"{replacement.path}: make must return a function but returned {function!r}"
+    counter, binding = Counter(), Binding.between(checked, function, replacement.path)
+    ours: Any = _counted(function, original, binding, replacement.path, counter)
     ours = staticmethod(ours) if bound else ours
-    return _Prepared(replacement, _Site(owner, attribute, replacement.path, stored, inherited, ours), counter)
+    return _Prepared(replacement, _Site(owner, attribute, replacement.path, stored, inherited, ours), counter, new)
 
 
 def _look_up(host: Host, module: ModuleType, name: str) -> tuple[Any, str, Any]:
     """Owner, attribute name and stored value; a descriptor is not resolved."""
-    *holders, attribute = name.split(".")
-    owner: Any = module
-    for holder in holders:
-        owner = getattr(owner, holder, None)
-    stored = inspect.getattr_static(owner, attribute, None) if owner is not None else None
+    owner, attribute, stored = _find(module, name)
     if stored is None:
         raise LogitlessError(
             f'install("{host.name}"): {module.__name__} has no {name}, so this is not the {host.package} we know. '
             f"Nothing was replaced."
         )
     return owner, attribute, stored
+
+
+def _find(module: ModuleType, name: str) -> tuple[Any, str, Any]:
+    *holders, attribute = name.split(".")
+    owner: Any = module
+    for holder in holders:
+        owner = getattr(owner, holder, None)
+    return owner, attribute, inspect.getattr_static(owner, attribute, None) if owner is not None else None
 
 
 def _check_owner(host: Host, replacement: Replacement, original: Any, inherited: bool) -> None:
@@ -410,33 +305,38 @@ def _check_owner(host: Host, replacement: Replacement, original: Any, inherited:
         )
 
 
-def _check_signature(host: Host, module: ModuleType, replacement: Replacement) -> None:
+def _check_signature(
+    host: Host, version: str, module: ModuleType, replacement: Replacement
+) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """The function whose signature counts, and its new parameters."""
     name = replacement.signature_of or replacement.name
     owner, attribute, stored = _look_up(host, module, name)
-    bound = isinstance(stored, classmethod | staticmethod)
-    found = plain_signature(getattr(owner, attribute) if bound else stored)
-    if found != replacement.signature:
-        raise LogitlessError(
-            f'install("{host.name}"): {module.__name__}.{name} has the signature {found}, but this adapter stands in '
-            f"for {replacement.signature}. Nothing was replaced. Use a tested version: {', '.join(host.versions)}."
-        )
+    function = getattr(owner, attribute) if isinstance(stored, classmethod | staticmethod) else stored
+    new = new_parameters(function, replacement)
+    if new is None:
+        raise LogitlessError(difference(host, f"{module.__name__}.{name}", function, replacement, version))
+    return function, new
 
 
-def _counted(function: Callable[..., Any], original: Any, path: str, counter: Counter) -> Callable[..., Any]:
-    assert inspect.isroutine(function), f"{path}: make must return a function but returned {function!r}"
-
+def _counted(
+    function: Callable[..., Any], original: Any, binding: Binding, path: str, counter: Counter
+) -> Callable[..., Any]:
     @functools.wraps(original)
     def logitless_replacement(*args: Any, **kwargs: Any) -> Any:
-        counter.add(calls=1)
+        counter.called()
+        bound = binding.bind(args, kwargs) if not binding.direct else None
+        if isinstance(bound, str):
+            counter.passed_on(bound)
+            return original(*args, **kwargs)
         try:
-            answer = function(*args, **kwargs)
+            answer = function(*args, **kwargs) if bound is None else function(**bound)
         except LogitlessError as error:
             if str(error).startswith(path):
                 raise
             raise LogitlessError(f"{path}: {error}") from error
-        if answer is not NotImplemented:
+        if answer is not NotImplemented and not isinstance(answer, PassOn):
             return answer
-        counter.add(passed_on=1)
+        counter.passed_on(answer.why if isinstance(answer, PassOn) else "")
         return original(*args, **kwargs)
 
     return logitless_replacement
@@ -448,21 +348,25 @@ def _counted(function: Callable[..., Any], original: Any, path: str, counter: Co
 def _by_value(host: Host, prepared: Sequence[_Prepared], ours: bool = False) -> list[_Site]:
     """Attributes of imported modules that are the same function: the host's, or ours."""
     sites = []
+    top = host.package.split(".")[0]
+    inside = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == top and module is not None]
     for entry in prepared:
-        wanted = entry.site.ours if ours else entry.site.before
-        for name in entry.replacement.also_in:
-            module = sys.modules.get(name)
-            if module is None:
-                continue
-            found = vars(module).get(entry.site.attribute)
-            if found is not wanted and not ours:
+        wanted, own = entry.site.ours if ours else entry.site.before, entry.site.attribute
+        # None marks a module whose import is blocked.
+        named = [x for x in (sys.modules.get(name) for name in entry.replacement.also_in) if x is not None]
+        for module in named if not ours else ():
+            found = vars(module).get(own)
+            if found is not wanted and found is not None:
                 raise LogitlessError(
-                    f'install("{host.name}"): {name}.{entry.site.attribute} is not {entry.replacement.path} but '
+                    f'install("{host.name}"): {module.__name__}.{own} is not {entry.replacement.path} but '
                     f"{_describe(found)}, so part of the host would not use our function. Nothing was replaced."
                 )
-            if found is wanted:
-                path = f"{name}.{entry.site.attribute}"
-                sites.append(_Site(module, entry.site.attribute, path, entry.site.before, False, entry.site.ours))
+        for module in {id(module): module for module in (*inside, *named)}.values():
+            if module is entry.site.owner:
+                continue
+            for attribute in [name for name, value in list(vars(module).items()) if value is wanted]:
+                path = f"{module.__name__}.{attribute}"
+                sites.append(_Site(module, attribute, path, entry.site.before, False, entry.site.ours))
     return sites
 
 

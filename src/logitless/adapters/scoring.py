@@ -13,7 +13,7 @@ No function here depends on a host; the host's file chooses rows, dtypes and gra
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.from_logits import logprobs
 from logitless.rows import Rows
 from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard
+
+HALF: dict[torch.dtype, Literal["bfloat16", "float16"]] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def tracked(*tensors: Tensor | None) -> bool:
@@ -50,7 +52,7 @@ def score_logits(where: str, logits: Tensor, target: Tensor, audit: Audit, **ask
 def score_hidden(where: str, hidden: Tensor, weight: Tensor, target: Tensor, audit: Audit, **asked: Any) -> TokenStats:
     """:func:`logitless.linear_logprobs` of every row; ``asked`` are its keywords."""
     out = linear_logprobs(hidden, weight, target.long(), **asked)
-    distribution = {name: asked[name] for name in ("head", "shard", "bias") if name in asked}
+    distribution = {name: asked[name] for name in ("head", "shard", "bias", "match") if name in asked}
     audit.of_hidden(where, hidden, weight, target, logprob=out.logprob, entropy=out.entropy, **distribution)
     return out
 
@@ -87,6 +89,9 @@ def make_logprobs_from_logits(original: Callable[..., Any], options: Mapping[str
     where = "logprobs_from_logits"
 
     def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+        if labels.shape != logits.shape[:-1] and labels.numel() == logits.shape[:-1].numel():
+            # The hosts flatten both, and results have the shape of the logits.
+            labels = labels.reshape(logits.shape[:-1])
         check_ids("labels", labels, logits.shape[:-1])
         whole = taken_over(logits) if inplace_backward and options["inplace_backward"] else None
         if whole is None:

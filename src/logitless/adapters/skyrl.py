@@ -15,30 +15,31 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from logitless.adapters.packs import Batch, packed_batch, padded_batch, ranks_in, with_target
-from logitless.adapters.patching import Host, Option, Replacement
-from logitless.adapters.scoring import (
-    entropy_mode,
-    entropy_of_logits,
-    every_target,
-    make_logprobs_from_logits,
-    score_hidden,
-    without_outside,
+from logitless.adapters.host import Host, Option, Replacement
+from logitless.adapters.packs import Batch, packed_batch, padded_batch
+from logitless.adapters.scoring import entropy_mode, entropy_of_logits, make_logprobs_from_logits, score_hidden
+from logitless.adapters.shards import even_shard
+from logitless.adapters.skyrl_rows import (
+    Scorer,
+    check_batch,
+    check_pack,
+    check_packed_tokens,
+    logprob_of_every,
+    logprobs_of_batch,
+    rounding,
+    rows_of_hidden,
+    rows_of_logits,
+    tensor_group,
+    vocabulary_between,
 )
-from logitless.adapters.shards import check_ids, even_shard, shard_between, vocabulary_of
 from logitless.errors import LogitlessError
-from logitless.from_hidden.logprobs import linear_logprobs
-from logitless.from_logits import logprobs
-from logitless.rows import Rows
-from logitless.rows.exchange import GradRule
-from logitless.spec import Head, TokenStats, VocabShard
+from logitless.spec import Head, VocabShard
 
 MODEL_UTILS = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 TORCH_UTILS = "skyrl.backends.skyrl_train.utils.torch_utils"
@@ -46,71 +47,7 @@ MEGATRON_WRAPPER = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_w
 FSDP_WRAPPER = "skyrl.backends.skyrl_train.workers.model_wrapper"
 
 
-# Scoring rows.
-
-
-def _from_logits(
-    where: str,
-    logits: Tensor,
-    rows: Rows,
-    shard: VocabShard | None,
-    entropy: Any,
-    options: Mapping[str, Any],
-) -> TokenStats:
-    logits = logits if logits.shape[-1] < 2 or logits.stride(-1) == 1 else logits.contiguous()
-    out = logprobs(logits, rows, shard=shard, entropy=entropy)
-    if options["audit"]:
-        options["audit"].of_logits(where, logits, every_target(rows), **_every_result(rows, out), shard=shard)
-    return out
-
-
-def _from_hidden(
-    where: str,
-    operands: tuple[Tensor, Tensor, float],
-    rows: Rows,
-    shard: VocabShard | None,
-    entropy: Any,
-    options: Mapping[str, Any],
-) -> TokenStats:
-    hidden, weight, temperature = operands
-    # As Megatron's output layer does: the head's dtype decides.
-    hidden, head = hidden.to(weight.dtype), Head(temperature=temperature)
-    out = linear_logprobs(
-        hidden,
-        weight,
-        rows,
-        entropy=entropy,
-        head=head,
-        shard=shard,
-        hidden_grad="partial",
-        memory=options["memory"],
-    )
-    if options["audit"]:
-        results = _every_result(rows, out)
-        options["audit"].of_hidden(where, hidden, weight, every_target(rows), **results, shard=shard, head=head)
-    return out
-
-
-def _every_result(rows: Rows, out: TokenStats) -> dict[str, Any]:
-    """Results with one entry per local token, for the audit."""
-    entropy = None if out.entropy is None else rows.expand(out.entropy.detach())
-    return {"logprob": rows.expand(out.logprob.detach()), "entropy": entropy}
-
-
-Scorer = Callable[..., TokenStats]
-"""``score(rows, shard, entropy)``: results of the rows, from the logits or hidden states of the call."""
-
-Vocabulary = tuple[VocabShard | None, int]
-"""This rank's shard, and the number of columns over all ranks."""
-
-
-def _logprobs(score: Scorer, batch: Batch, vocabulary: Vocabulary, grad: GradRule, no_graph: bool) -> Tensor:
-    """``[B, S - 1]`` float32 log-probs of the next tokens."""
-    shard, size = vocabulary
-    rows = batch.rows
-    with torch.no_grad() if no_graph else nullcontext():
-        values = without_outside(rows.target, size, lambda ids: score(with_target(rows, ids), shard, None))
-        return batch.spread(values.float(), grad)
+# Log-probs.
 
 
 def make_logits_padded(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -127,11 +64,11 @@ def make_logits_padded(original: Callable[..., Any], options: Mapping[str, Any])
         cp_group: Any = None,
         chunk_size: int | None = None,
     ) -> Tensor:
-        logits = _check_batch("vocab_parallel_logits", vocab_parallel_logits, target)
+        logits = check_batch("vocab_parallel_logits", vocab_parallel_logits, target)
         batch = padded_batch(target, logits.shape[1], cp_group, logits.device)
-        vocabulary = _vocabulary(tp_group, vocab_start_index, vocab_end_index, logits.shape[-1])
-        score = functools.partial(_from_logits, where, logits, options=options)
-        return _logprobs(score, batch, vocabulary, "sum", inference_only)
+        vocabulary = vocabulary_between(tp_group, vocab_start_index, vocab_end_index, logits.shape[-1])
+        score = functools.partial(rows_of_logits, where, logits, options=options)
+        return logprobs_of_batch(score, batch, vocabulary, "sum", inference_only)
 
     return from_parallel_logits_to_logprobs
 
@@ -154,12 +91,12 @@ def make_logits_packed(original: Callable[..., Any], options: Mapping[str, Any])
         attention_mask: Tensor | None = None,
         sub_seq_lengths: list[list[int]] | None = None,
     ) -> Tensor:
-        logits = _check_pack("vocab_parallel_logits", vocab_parallel_logits, target, cp_group)
+        logits = check_pack("vocab_parallel_logits", vocab_parallel_logits, target, cp_group)
         layout = (logits.shape[1], unpacked_seqlen, cp_group, logits.device, attention_mask, sub_seq_lengths)
         batch = packed_batch(target, cu_seqlens_padded, *layout)
-        vocabulary = _vocabulary(group, vocab_start_index, vocab_end_index, logits.shape[-1])
-        score = functools.partial(_from_logits, where, logits, options=options)
-        return _logprobs(score, batch, vocabulary, "slice", inference_only)
+        vocabulary = vocabulary_between(group, vocab_start_index, vocab_end_index, logits.shape[-1])
+        score = functools.partial(rows_of_logits, where, logits, options=options)
+        return logprobs_of_batch(score, batch, vocabulary, "slice", inference_only)
 
     return from_parallel_logits_to_logprobs_packed_sequences
 
@@ -181,12 +118,12 @@ def make_hidden_padded(original: Callable[..., Any], options: Mapping[str, Any])
         temperature: float = 1.0,
         fused_backend: str = "torch",
     ) -> Tensor:
-        hidden = _check_batch("hidden", hidden, target)
+        hidden = check_batch("hidden", hidden, target)
         batch = padded_batch(target, hidden.shape[1], cp_group, hidden.device)
-        vocabulary = _vocabulary(tp_group, vocab_start_index, vocab_end_index, lm_head_weight.shape[0])
+        vocabulary = vocabulary_between(tp_group, vocab_start_index, vocab_end_index, lm_head_weight.shape[0])
         operands = (hidden, lm_head_weight, temperature)
-        score = functools.partial(_from_hidden, where, operands, options=options)
-        return _logprobs(score, batch, vocabulary, "sum", inference_only)
+        score = functools.partial(rows_of_hidden, where, operands, options=options)
+        return logprobs_of_batch(score, batch, vocabulary, "sum", inference_only)
 
     return from_parallel_hidden_to_logprobs
 
@@ -212,15 +149,76 @@ def make_hidden_packed(original: Callable[..., Any], options: Mapping[str, Any])
         temperature: float = 1.0,
         fused_backend: str = "torch",
     ) -> Tensor:
-        hidden = _check_pack("hidden", hidden, target, cp_group)
+        hidden = check_pack("hidden", hidden, target, cp_group)
         layout = (hidden.shape[1], unpacked_seqlen, cp_group, hidden.device, attention_mask, sub_seq_lengths)
         batch = packed_batch(target, cu_seqlens_padded, *layout)
-        vocabulary = _vocabulary(group, vocab_start_index, vocab_end_index, lm_head_weight.shape[0])
+        vocabulary = vocabulary_between(group, vocab_start_index, vocab_end_index, lm_head_weight.shape[0])
         operands = (hidden, lm_head_weight, temperature)
-        score = functools.partial(_from_hidden, where, operands, options=options)
-        return _logprobs(score, batch, vocabulary, "slice", inference_only)
+        score = functools.partial(rows_of_hidden, where, operands, options=options)
+        return logprobs_of_batch(score, batch, vocabulary, "slice", inference_only)
 
     return from_parallel_hidden_to_logprobs_packed_sequences
+
+
+# The autograd classes behind these functions, for code that calls them directly: targets are shifted already.
+
+
+def make_class(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``DistributedLogprob.apply``: ``[B, S]`` log-probs."""
+    score = functools.partial(rows_of_logits, "DistributedLogprob")
+
+    def apply(
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        vocab_start_index: int,
+        vocab_end_index: int,
+        group: Any,
+        inference_only: bool = False,
+    ) -> Tensor:
+        logits = vocab_parallel_logits
+        vocabulary = vocabulary_between(group, vocab_start_index, vocab_end_index, logits.shape[-1])
+        return logprob_of_every(functools.partial(score, logits, options=options), target, vocabulary, inference_only)
+
+    return apply
+
+
+def make_chunked_class(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``ChunkedDistributedLogprob.apply``."""
+    plain = make_class(original, options)
+
+    def apply(
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        vocab_start_index: int,
+        vocab_end_index: int,
+        chunk_size: int,
+        tp_group: Any,
+        inference_only: bool = False,
+    ) -> Tensor:
+        return plain(vocab_parallel_logits, target, vocab_start_index, vocab_end_index, tp_group, inference_only)
+
+    return apply
+
+
+def make_fused_class(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``FusedLinearChunkedDistributedLogprob.apply``: from hidden states."""
+    score = functools.partial(rows_of_hidden, "FusedLinearChunkedDistributedLogprob")
+
+    def apply(
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        vocab_start_index: int,
+        vocab_end_index: int,
+        chunk_size: int,
+        tp_group: Any,
+        inference_only: bool = False,
+    ) -> Tensor:
+        vocabulary = vocabulary_between(tp_group, vocab_start_index, vocab_end_index, weight.shape[0])
+        bound = functools.partial(score, (hidden, weight, 1.0), options=options)
+        return logprob_of_every(bound, target, vocabulary, inference_only)
+
+    return apply
 
 
 # Entropy.
@@ -229,8 +227,10 @@ def make_hidden_packed(original: Callable[..., Any], options: Mapping[str, Any])
 def make_entropy(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Stands in for ``vocab_parallel_entropy``. Backward does not overwrite the logits."""
 
-    def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
-        logits, shard = vocab_parallel_logits, even_shard(_tensor_group(), vocab_parallel_logits.shape[-1])
+    def vocab_parallel_entropy(
+        vocab_parallel_logits: Tensor, chunk_size: int | None = None, chunk_memory_mb: int = 512
+    ) -> Tensor:
+        logits, shard = vocab_parallel_logits, even_shard(tensor_group(), vocab_parallel_logits.shape[-1])
         return entropy_of_logits("vocab_parallel_entropy", logits, options["audit"], shard=shard).to(logits.dtype)
 
     return vocab_parallel_entropy
@@ -249,14 +249,16 @@ def make_entropy_packed(original: Callable[..., Any], options: Mapping[str, Any]
         loss_mask: Tensor | None,
         cp_group: Any,
         sub_seq_lengths: list[list[int]] | None = None,
+        chunk_size: int | None = None,
+        chunk_memory_mb: int = 512,
     ) -> tuple[Tensor, Tensor]:
         logits = vocab_parallel_logits
-        _check_packed_tokens("vocab_parallel_logits", logits)
+        check_packed_tokens("vocab_parallel_logits", logits)
         layout = (logits.shape[1], unpacked_seqlen, cp_group, logits.device, attention_mask, sub_seq_lengths)
         weigh = functools.partial(_action_weights, num_actions, loss_mask, logits.device)
         batch = packed_batch(None, cu_seqlens_padded, *layout, weigh)
-        score = functools.partial(_from_logits, where, logits, options=options)
-        shard = even_shard(_tensor_group(), logits.shape[-1])
+        score = functools.partial(rows_of_logits, where, logits, options=options)
+        shard = even_shard(tensor_group(), logits.shape[-1])
         return _mean_entropy(score, batch, shard, logits)
 
     return vocab_parallel_entropy_packed_sequences
@@ -283,6 +285,7 @@ def make_entropy_from_hidden(original: Callable[..., Any], options: Mapping[str,
             head=Head(temperature=temperature),
             shard=even_shard(tp_group, lm_head_weight.shape[0]),
             hidden_grad="partial",
+            match=rounding(lm_head_weight, options),
             memory=options["memory"],
         )
         assert out.entropy is not None
@@ -309,12 +312,12 @@ def make_entropy_from_hidden_packed(original: Callable[..., Any], options: Mappi
         chunk_size: int | None = None,
         temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        _check_packed_tokens("hidden", hidden)
+        check_packed_tokens("hidden", hidden)
         layout = (hidden.shape[1], unpacked_seqlen, cp_group, hidden.device, attention_mask, sub_seq_lengths)
         weigh = functools.partial(_action_weights, num_actions, loss_mask, hidden.device)
         batch = packed_batch(None, cu_seqlens_padded, *layout, weigh)
         operands = (hidden, lm_head_weight, temperature)
-        score = functools.partial(_from_hidden, where, operands, options=options)
+        score = functools.partial(rows_of_hidden, where, operands, options=options)
         shard = even_shard(tp_group, lm_head_weight.shape[0])
         return _mean_entropy(score, batch, shard, hidden, lm_head_weight)
 
@@ -359,8 +362,8 @@ def make_chunked_entropy(original: Callable[..., Any], options: Mapping[str, Any
             raise LogitlessError(f"logits must be [B, S, V] but is {list(logits.shape)}.")
         if attention_mask is not None and attention_mask.shape != logits.shape[:-1]:
             raise LogitlessError(
-                f"attention_mask must be {list(logits.shape[:-1])} to go with logits of shape {list(logits.shape)} but "
-                f"is {list(attention_mask.shape)}."
+                f"attention_mask shape {list(attention_mask.shape)} does not match logits shape {list(logits.shape)}: "
+                f"it must be {list(logits.shape[:-1])}."
             )
         left_out = None if attention_mask is None else attention_mask == 0
         where = "chunked_entropy_from_logits"
@@ -368,45 +371,6 @@ def make_chunked_entropy(original: Callable[..., Any], options: Mapping[str, Any
         return (entropy if attention_mask is None else entropy * attention_mask).to(logits.dtype)
 
     return chunked_entropy_from_logits
-
-
-# Checks.
-
-
-def _check_batch(name: str, x: Tensor, target: Tensor) -> Tensor:
-    if x.dim() != 3 or target.dim() != 2 or x.shape[0] != target.shape[0]:
-        raise LogitlessError(
-            f"{name} must be [B, S / CP, ...] and target [B, S] but they are {list(x.shape)} and {list(target.shape)}."
-        )
-    check_ids("target", target, target.shape)
-    return x
-
-
-def _check_pack(name: str, x: Tensor, target: Tensor, cp_group: Any) -> Tensor:
-    _check_packed_tokens(name, x)
-    check_ids("target", target, (1, x.shape[1] * ranks_in(cp_group)))
-    return x
-
-
-def _check_packed_tokens(name: str, x: Tensor) -> None:
-    if x.dim() != 3 or x.shape[0] != 1:
-        raise LogitlessError(f"{name} must be [1, T / CP, ...], one pack, but is {list(x.shape)}.")
-
-
-def _vocabulary(group: Any, start: int, stop: int, width: int) -> Vocabulary:
-    if stop - start != width:
-        raise LogitlessError(
-            f"vocab_start_index {start} and vocab_end_index {stop} describe {stop - start} columns, not {width}."
-        )
-    # To SkyRL, as to torch, None is the default group.
-    shard = shard_between(dist.group.WORLD if group is None else group, start, stop)
-    return shard, vocabulary_of(shard, width)
-
-
-def _tensor_group() -> Any:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_tensor_model_parallel_group()
 
 
 def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
@@ -419,7 +383,8 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
     )
     actions = "cu_seqlens_padded, unpacked_seqlen, num_actions, attention_mask, loss_mask, cp_group"
     fused = "temperature=1.0, fused_backend='torch'"
-    megatron = {
+    chunks = "chunk_size=None, chunk_memory_mb=512"
+    megatron: dict[str, tuple[str | dict[str, str | None], Callable[..., Any]]] = {
         "from_parallel_logits_to_logprobs": (f"(vocab_parallel_logits, {padded})", make_logits_padded),
         "from_parallel_logits_to_logprobs_packed_sequences": (f"(vocab_parallel_logits, {packed})", make_logits_packed),
         "from_parallel_hidden_to_logprobs": (f"(hidden, lm_head_weight, {padded}, {fused})", make_hidden_padded),
@@ -427,9 +392,15 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
             f"(hidden, lm_head_weight, {packed}, {fused})",
             make_hidden_packed,
         ),
-        "vocab_parallel_entropy": ("(vocab_parallel_logits)", make_entropy),
+        "vocab_parallel_entropy": (
+            {"main": f"(vocab_parallel_logits, {chunks})", "0.3": "(vocab_parallel_logits)"},
+            make_entropy,
+        ),
         "vocab_parallel_entropy_packed_sequences": (
-            f"(vocab_parallel_logits, {actions}, sub_seq_lengths=None)",
+            {
+                "main": f"(vocab_parallel_logits, {actions}, sub_seq_lengths=None, {chunks})",
+                "0.3": f"(vocab_parallel_logits, {actions}, sub_seq_lengths=None)",
+            },
             make_entropy_packed,
         ),
         "_fused_vocab_parallel_entropy_from_hidden": (
@@ -449,8 +420,34 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
         ),
     }
     return [
-        *(Replacement(MODEL_UTILS, name, *how, (MEGATRON_WRAPPER,), optional=True) for name, how in megatron.items()),
+        *(
+            Replacement(MODEL_UTILS, name, signature, make, (MEGATRON_WRAPPER,), optional=True)
+            for name, (signature, make) in megatron.items()
+        ),
+        *_classes(),
         *(Replacement(TORCH_UTILS, name, *how, (FSDP_WRAPPER,)) for name, how in fsdp.items()),
+    ]
+
+
+def _classes() -> list[Replacement]:
+    tail = "vocab_start_index, vocab_end_index"
+    classes = {
+        "DistributedLogprob": (
+            f"(ctx, vocab_parallel_logits, target, {tail}, group, inference_only=False)",
+            make_class,
+        ),
+        "ChunkedDistributedLogprob": (
+            f"(ctx, vocab_parallel_logits, target, {tail}, chunk_size, tp_group, inference_only=False)",
+            make_chunked_class,
+        ),
+        "FusedLinearChunkedDistributedLogprob": (
+            f"(ctx, hidden, weight, target, {tail}, chunk_size, tp_group, inference_only=False)",
+            make_fused_class,
+        ),
+    }
+    return [
+        Replacement(MODEL_UTILS, f"{name}.apply", *how, optional=True, signature_of=f"{name}.forward")
+        for name, how in classes.items()
     ]
 
 
@@ -460,6 +457,7 @@ HOST = Host(
     versions=("0.3",),
     replacements=_replacements,
     options={
+        "accurate": Option(False, "float32 logits of half-precision hidden states instead of SkyRL's rounding"),
         "inplace_backward": Option(
             False, "True: FSDP's backward may write the gradient over the logits; for runs without an entropy bonus"
         ),

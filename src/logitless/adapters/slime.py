@@ -5,9 +5,10 @@
     loss.policy_loss_function, loss.sft_loss_function   only with loss_mask_only, to read the loss masks
 
 The flag ``--custom-megatron-init-path logitless.adapters.slime.custom_megatron_init`` installs it, without a source
-edit. slime's logits are never written to, its lists keep their lengths and zigzag order on every rank, and temperature
-and top-p replay make no copy of the logits. Calls left to slime and counted as passed on: replay in which some response
-token has no recorded support.
+edit. slime's logits are not written to unless ``overwrite_logits`` asks for it, its lists keep their lengths and zigzag
+order on every rank, and temperature and top-p replay make no copy of the logits. Calls left to slime and counted as
+passed on: replay in which some response token has no recorded support, and slime 0.3.0's padded batches
+(``max_seq_lens``).
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from logitless.adapters.audit import Audit
-from logitless.adapters.patching import Host, Installed, Option, Replacement, install_host
-from logitless.adapters.scoring import every_target
+from logitless.adapters.host import Host, Installed, Option, PassOn, Replacement
+from logitless.adapters.patching import install_host
+from logitless.adapters.scoring import every_target, taken_over, tracked
 from logitless.adapters.shards import check_ids, even_shard
 from logitless.errors import LogitlessError
 from logitless.from_logits import logprobs
@@ -36,12 +38,14 @@ from logitless.spec import EntropyMode, Head, VocabShard
 def custom_megatron_init(args: Any) -> Installed:
     """Install, as slime's ``--custom-megatron-init-path``.
 
-    ``args.log_probs_response_only`` (default True), ``args.log_probs_loss_mask_only`` and ``args.logitless_audit`` are
-    honoured where they are set, for example by ``--custom-config-path``.
+    ``args.log_probs_response_only`` (default True), ``args.log_probs_loss_mask_only``,
+    ``args.logitless_overwrite_logits`` and ``args.logitless_audit`` are honoured where they are set, for example by
+    ``--custom-config-path``.
     """
     options = {
         "response_only": getattr(args, "log_probs_response_only", True),
         "loss_mask_only": getattr(args, "log_probs_loss_mask_only", False),
+        "overwrite_logits": getattr(args, "logitless_overwrite_logits", False),
         "audit": getattr(args, "logitless_audit", 0),
     }
     return install_host(HOST, options)
@@ -134,15 +138,16 @@ def make_get_log_probs(original: Callable[..., Any], options: Mapping[str, Any])
         top_p_token_offsets: Sequence[Any] | None = None,
     ) -> Any:
         replay = _recorded(top_p_token_ids, top_p_token_offsets, response_lengths)
-        if replay is NotImplemented:
-            return NotImplemented
+        if isinstance(replay, PassOn):
+            return replay
         _check_outputs(logits, "V'")
         marked = _marked.get()
         batch = _Batch.make(args, logits, unconcat_tokens, total_lengths, response_lengths, marked and marked.masks)
         kept = None if replay is None else Kept.from_responses(batch.rows, *replay)
         entropy = _entropy_mode(with_entropy, getattr(args, "entropy_coef", 0.0) != 0)
         # Squeezed, not indexed: the gradient of an index is a copy.
-        fields = _score(logits.squeeze(0), batch.rows, kept, entropy, args, options)
+        given = _overwritten(logits) if options["overwrite_logits"] else logits.squeeze(0)
+        fields = _score(given, batch.rows, kept, entropy, args, options)
         per_sample = batch.split(fields)
         if marked is not None and marked.old is not None:
             per_sample[0] = _filled(batch, per_sample[0], marked.old)
@@ -233,16 +238,20 @@ def _score(
     """``[R]`` log-probs, and entropies if asked for."""
     parallel_state = _parallel_state()
     audit: Audit = options["audit"]
-    shard = even_shard(parallel_state.get_tensor_model_parallel_group(), logits.shape[1])
+    shard = even_shard(parallel_state.get_tensor_model_parallel_group(), logits.shape[-1])
     head = Head(temperature=getattr(args, "rollout_temperature", 1.0))
-    memory = _memory(options, args.log_probs_chunk_size, logits.shape[1])
+    memory = _memory(options, args.log_probs_chunk_size, logits.shape[-1])
     shared: dict[str, Any] = {"entropy": entropy, "head": head, "shard": shard, "memory": memory}
+    shared["overwrite_logits"] = options["overwrite_logits"] and tracked(logits)
     if options["response_only"]:
         out = logprobs(logits, rows, kept=kept, **shared)
     else:
         lengths = None if kept is None else rows.expand(kept.lengths)
         whole = None if kept is None or lengths is None else Kept(kept.ids, lengths)
-        out = logprobs(logits, rows.expand(rows.target), kept=whole, **shared)
+        out = logprobs(logits, rows.expand(rows.target).view(logits.shape[:-1]), kept=whole, **shared)
+        out = out._replace(
+            logprob=out.logprob.flatten(), entropy=None if out.entropy is None else out.entropy.flatten()
+        )
     fields = [x for x in (out.logprob, out.entropy) if x is not None]
     fields = fields if options["response_only"] else [rows.take(x) for x in fields]
     if audit:
@@ -253,6 +262,17 @@ def _score(
     return fields
 
 
+def _overwritten(logits: Tensor) -> Tensor:
+    """The tensor that backward writes the gradient over; an error where others may read it."""
+    whole = taken_over(logits)
+    if whole is None and tracked(logits):
+        raise LogitlessError(
+            "overwrite_logits=True, but these logits are a leaf or a view of a part of another tensor, so their memory "
+            'belongs to others. Use install("slime") without the option.'
+        )
+    return logits if whole is None else whole
+
+
 def _filled(batch: _Batch, log_probs: list[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
     """Old log-probs where no row was scored, so that a ratio that the mask drops is 1 and not an overflow."""
     scored = batch.wanted.split(torch.ones(len(batch.wanted), device=log_probs[0].device)) if log_probs else []
@@ -261,7 +281,7 @@ def _filled(batch: _Batch, log_probs: list[Tensor], old: Sequence[Tensor]) -> li
 
 
 def _recorded(ids: Sequence[Any] | None, offsets: Sequence[Any] | None, response_lengths: Sequence[int]) -> Any:
-    """Per sample, the supports of its response tokens and their sizes; NotImplemented if a token has no record."""
+    """Per sample, the supports of its response tokens and their sizes; passed on if a token has no record."""
     if ids is None or offsets is None:
         return None
     if not len(ids) == len(offsets) == len(response_lengths):
@@ -271,7 +291,7 @@ def _recorded(ids: Sequence[Any] | None, offsets: Sequence[Any] | None, response
         )
     starts = [torch.as_tensor(x, dtype=torch.int64).cpu() for x in offsets]
     if any(len(start) != length + 1 for start, length in zip(starts, response_lengths, strict=True)):
-        return NotImplemented
+        return PassOn("replay without a record")
     flat = [torch.as_tensor(x, dtype=torch.int64).cpu()[s[0] : s[-1]] for x, s in zip(ids, starts, strict=True)]
     return flat, [start.diff() for start in starts]
 
@@ -310,6 +330,7 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
             'install("slime"): loss_mask_only=True selects among response rows: response_only=True too.'
         )
     backend = "slime.backends.megatron_utils"
+    rows = "logits, tokens, tp_group, with_entropy=False, chunk_size=-1"
     keywords = (
         "(logits, *, args, unconcat_tokens, total_lengths, response_lengths, with_entropy=False, non_loss_data=True"
     )
@@ -317,22 +338,27 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
         Replacement(
             module="slime.utils.ppo_utils",
             name="calculate_log_probs_and_entropy",
-            signature="(logits, tokens, tp_group, with_entropy=False, chunk_size=-1, log_prob_keep_mask=None, "
-            "with_entropy_grad=True)",
+            signature={
+                "0.3.1": f"({rows}, log_prob_keep_mask=None, with_entropy_grad=True)",
+                "0.3.0": f"({rows})",
+            },
             make=make_calculate,
             also_in=(f"{backend}.loss",),
         ),
         Replacement(
             module=f"{backend}.loss",
             name="get_log_probs_and_entropy",
-            signature=f"{keywords}, top_p_token_ids=None, top_p_token_offsets=None)",
+            signature={
+                "0.3.1": f"{keywords}, top_p_token_ids=None, top_p_token_offsets=None)",
+                "0.3.0": f"{keywords}, max_seq_lens=None)",
+            },
             make=make_get_log_probs,
             also_in=(f"{backend}.actor", f"{backend}.server.logprob_utils"),
         ),
         Replacement(
             module=f"{backend}.loss",
             name="get_values",
-            signature=f"{keywords})",
+            signature={"0.3.1": f"{keywords})", "0.3.0": f"{keywords}, max_seq_lens=None)"},
             make=make_get_values,
             also_in=(f"{backend}.actor",),
         ),
@@ -350,6 +376,7 @@ HOST = Host(
     options={
         "response_only": Option(True, "score response rows only; False: every row of the pack, as slime does"),
         "loss_mask_only": Option(False, "in training, score only rows whose loss mask is nonzero"),
+        "overwrite_logits": Option(False, "backward writes the gradient over the logits, which nobody may read again"),
         "chunk_size": Option(-1, "rows of logits worked on at a time; -1: args.log_probs_chunk_size"),
     },
 )

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from logitless.adapters.audit import Audit, AuditReport
-from logitless.adapters.patching import Host, Option, Replacement, suggestion
+from logitless.adapters.host import Host, Option, Replacement, suggestion
 from logitless.call import resolve_rows
 from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import linear_logprobs

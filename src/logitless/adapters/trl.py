@@ -14,19 +14,19 @@ ZeRO-3, which partitions the weight again before backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from logitless.adapters.audit import Audit
-from logitless.adapters.patching import Host, Option, Replacement
+from logitless.adapters.host import Host, Option, PassOn, Replacement
+from logitless.adapters.scoring import HALF
 from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.from_logits import logprobs
 from logitless.spec import IGNORE, EntropyMode, Head, TokenStats
 
-HALF: dict[torch.dtype, Literal["bfloat16", "float16"]] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 EXTRA_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
@@ -45,8 +45,10 @@ def make_fused_head(original: Callable[..., Any], options: Mapping[str, Any]) ->
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = EXTRA_OUTPUTS,
     ) -> Any:
-        if set(outputs) - {"log_probs", "entropy"} or hasattr(weight, "ds_id"):
-            return NotImplemented
+        if set(outputs) - {"log_probs", "entropy"}:
+            return PassOn("further outputs")
+        if hasattr(weight, "ds_id"):
+            return PassOn("ZeRO-3")
         if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
             raise LogitlessError(
                 f"hidden must be [N, H] and targets [N] but they are {list(hidden.shape)} and {list(targets.shape)}."
@@ -73,7 +75,7 @@ def make_selective_log_softmax(original: Callable[..., Any], options: Mapping[st
         logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
     ) -> Any:
         if logits.dtype in HALF and not options["accurate"]:
-            return NotImplemented
+            return PassOn("half precision")
         _check_index(logits, index, row_mask)
         if index.dim() == logits.dim():
             return _several(logits, index, temperature, row_mask, options)
@@ -87,7 +89,7 @@ def make_entropy_from_logits(original: Callable[..., Any], options: Mapping[str,
 
     def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Any:
         if logits.dtype in HALF and not options["accurate"]:
-            return NotImplemented
+            return PassOn("half precision")
         index = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
         return _one_pass(logits, index, 1.0, None, _entropy_mode(_tracked(logits)), options).entropy
 
@@ -105,7 +107,7 @@ def make_both(original: Callable[..., Any], options: Mapping[str, Any]) -> Calla
         row_mask: Tensor | None = None,
     ) -> Any:
         if logits.dtype in HALF and not options["accurate"]:
-            return NotImplemented
+            return PassOn("half precision")
         _check_index(logits, index, row_mask)
         if index.dim() == logits.dim():
             raise LogitlessError(f"index must be {list(logits.shape[:-1])}, one per row, but is {list(index.shape)}.")
@@ -184,15 +186,21 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
         Replacement(
             module="trl.kernels.chunked_logprob",
             name="ChunkedLogProbFunction.apply",
-            signature="(ctx, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None, "
-            f"logit_scale=1.0, outputs={EXTRA_OUTPUTS!r})",
+            signature={
+                "1.15 - 1.16": "(ctx, hidden, weight, bias, targets, temperature, chunk_size, "
+                f"final_logit_softcapping=None, logit_scale=1.0, outputs={EXTRA_OUTPUTS!r})",
+                "0.24 - 1.14": None,
+            },
             signature_of="ChunkedLogProbFunction.forward",
             make=make_fused_head,
         ),
         Replacement(
             module=utils,
             name="selective_log_softmax",
-            signature="(logits, index, temperature=1.0, row_mask=None)",
+            signature={
+                "1.14 - 1.16": "(logits, index, temperature=1.0, row_mask=None)",
+                "0.24 - 1.13": "(logits, index)",
+            },
             make=make_selective_log_softmax,
             also_in=(
                 f"{experimental}.a2po.a2po_trainer",
@@ -213,7 +221,10 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
         Replacement(
             module=utils,
             name="selective_log_softmax_and_entropy",
-            signature="(logits, index, entropy_requires_grad=True, temperature=1.0, row_mask=None)",
+            signature={
+                "1.14 - 1.16": "(logits, index, entropy_requires_grad=True, temperature=1.0, row_mask=None)",
+                "0.24 - 1.13": None,
+            },
             make=make_both,
             also_in=(f"{experimental}.tpo.tpo_trainer",),
         ),
@@ -223,7 +234,7 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
 HOST = Host(
     name="trl",
     package="trl",
-    versions=("1.16",),
+    versions=("0.24 - 1.16",),
     replacements=_replacements,
     options={
         "accurate": Option(False, "float32 results for half-precision inputs instead of TRL's rounding"),

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.adapters.patching import Host, Option, Replacement
+from logitless.adapters.host import Host, Option, PassOn, Replacement
 from logitless.adapters.scoring import (
     entropy_mode,
     entropy_of_logits,
@@ -68,7 +68,7 @@ def make_linear_cross_entropy(original: Callable[..., Any], options: Mapping[str
         dist_process_group: Any = None,
     ) -> Any:
         if reduction.lower() != "none":
-            return NotImplemented
+            return PassOn("reduction")
         tokens, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
         check_ids("labels", labels, tokens.shape[:1])
         shard = None if dist_process_group is None else even_shard(dist_process_group, weight.shape[0])
@@ -246,10 +246,10 @@ def _on_logits() -> list[Replacement]:
 
 def _on_parallel_logits() -> list[Replacement]:
     engine = "verl.workers.engine.megatron.transformer_impl"
-    makes: dict[str, tuple[str, Make]] = {
+    makes: dict[str, tuple[str | dict[str, str | None], Make]] = {
         "vocab_parallel_entropy": ("(vocab_parallel_logits)", make_parallel_entropy("vocab_parallel_entropy", None)),
         "vocab_parallel_entropy_with_chunking": (
-            "(vocab_parallel_logits, chunk_size=2048)",
+            {"0.9 - 0.10": "(vocab_parallel_logits, chunk_size=2048)", "0.8": None},
             make_parallel_entropy("vocab_parallel_entropy_with_chunking", torch.float32),
         ),
         "vocab_parallel_sum_pi_squared": ("(vocab_parallel_logits)", make_parallel_sum_pi_squared),
@@ -271,7 +271,7 @@ def _on_parallel_logits() -> list[Replacement]:
 HOST = Host(
     name="verl",
     package="verl",
-    versions=("0.9",),
+    versions=("0.8 - 0.10",),
     replacements=_replacements,
     options={
         "bias": Option(None, "function that returns the bias of the LM head, for the fused heads"),

@@ -430,7 +430,9 @@ def _print_findings(findings: Any) -> None:
         console.print(line, style={None: None, True: "green", False: "bold red"}[ok])
     console.print("\nAdapters", style="bold")
     hosts = [(h.name, h.found or "not installed", ", ".join(h.tested) or "no version") for h in findings.hosts]
-    console.print(text_table((), [(name, found, f"tested with {tested}") for name, found, tested in hosts]))
+    verdicts = [h.verdict for h in findings.hosts]
+    lines = [(*host[:2], f"tested with {host[2]}", verdict) for host, verdict in zip(hosts, verdicts, strict=True)]
+    console.print(text_table((), lines))
     verdict = "All that runs here is exact." if findings.ok else "Something that runs here is wrong."
     console.print(f"\n{verdict}", style="green" if findings.ok else "bold red")
 

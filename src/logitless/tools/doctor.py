@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import platform
+import warnings
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from logitless.adapters import HOSTS
-from logitless.adapters.patching import is_there
+from logitless.adapters.patching import try_host
+from logitless.adapters.signatures import is_there
 from logitless.backends import NAMES, choose_backend, load
 from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import linear_logprobs
@@ -77,11 +79,26 @@ class ExactnessFinding:
 
 @dataclass(frozen=True)
 class HostFinding:
-    """A framework with an adapter: its version here, or None, and the versions that the adapter was tested with."""
+    """A framework with an adapter.
+
+    Attributes:
+        found: its version here, or None.
+        tested: versions that the adapter was tested with.
+        installs: whether ``install`` would succeed here; None where the framework is not found.
+        remarks: why it would not; or how this installation differs from the tested ones.
+    """
 
     name: str
     found: str | None
     tested: tuple[str, ...]
+    installs: bool | None = None
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        if self.installs is None:
+            return ""
+        return "; ".join(["would install" if self.installs else "would be refused", *self.remarks])
 
 
 @dataclass(frozen=True)
@@ -197,11 +214,20 @@ def _truth(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _host(name: str) -> HostFinding:
+    """The host is imported, and nothing of it replaced."""
     host = importlib.import_module(f"logitless.adapters.{name}").HOST
-    found = None
-    if is_there(host.package):
-        found = _version(host.distribution or host.package) or "of unknown version"
-    return HostFinding(name, found, tuple(host.versions))
+    if not is_there(host.package):
+        return HostFinding(name, None, tuple(host.versions))
+    found = _version(host.distribution or host.package) or "of unknown version"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            report = try_host(host)
+    # A framework can raise anything when it is imported; here that is the finding.
+    except Exception as error:
+        why = str(error).strip().splitlines() or [type(error).__name__]
+        return HostFinding(name, found, tuple(host.versions), False, (why[0],))
+    return HostFinding(name, report.version, tuple(host.versions), True, (*report.notes, *report.missing))
 
 
 def _version(distribution: str) -> str | None:

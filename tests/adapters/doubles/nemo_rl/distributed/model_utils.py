@@ -205,6 +205,54 @@ def from_parallel_hidden_states_to_logprobs(
     return _scored(logits, target.roll(-1, dims=-1), tp_group, None, inference_only)[:, :-1]
 
 
+def _saved(ctx, logits, target, start, group, inference_only):
+    rows = _whole_rows(logits.float(), group)
+    outside = (target < 0) | (target >= rows.shape[-1])
+    log_p = rows.log_softmax(-1)
+    chosen = log_p.gather(-1, target.masked_fill(outside, 0).unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0.0)
+    if inference_only:
+        ctx.mark_non_differentiable(chosen)
+    else:
+        columns = torch.arange(start, start + logits.shape[-1])
+        one = (columns == target.unsqueeze(-1)).float()
+        ctx.save_for_backward(one - log_p[..., start : start + logits.shape[-1]].exp())
+        ctx.dtype = logits.dtype
+    return chosen
+
+
+class DistributedLogprob(torch.autograd.Function):
+    """Log-probs of targets that the caller has shifted."""
+
+    @staticmethod
+    def forward(ctx, vocab_parallel_logits, target, vocab_start_index, vocab_end_index, group, inference_only=False):
+        return _saved(ctx, vocab_parallel_logits, target, vocab_start_index, group, inference_only)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return (ctx.saved_tensors[0] * gradient.unsqueeze(-1)).to(ctx.dtype), *[None] * 5
+
+
+class ChunkedDistributedLogprob(torch.autograd.Function):
+    """The same, some positions at a time."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        vocab_parallel_logits,
+        target,
+        vocab_start_index,
+        vocab_end_index,
+        chunk_size,
+        tp_group,
+        inference_only=False,
+    ):
+        return _saved(ctx, vocab_parallel_logits, target, vocab_start_index, tp_group, inference_only)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return (ctx.saved_tensors[0] * gradient.unsqueeze(-1)).to(ctx.dtype), *[None] * 6
+
+
 class ChunkedDistributedEntropy(torch.autograd.Function):
     """Sum of p log p: minus the entropy."""
 

@@ -1,0 +1,88 @@
+"""AReaL: log-probs and entropies of its FSDP, Megatron and Archon engines, from logits.
+
+    gather_logprobs(logits, labels, temperature, tp_group)             [..., V'] logits  ->  float32 [...]
+    gather_logprobs_entropy(logits, labels, temperature, tp_group)     the same, and entropies
+
+One pass over the logits for both results; the temperature makes no copy, and AReaL's chunk of rows bounds the working
+memory in backward too. No call is left to AReaL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from logitless.adapters.host import Host, Option, Replacement
+from logitless.adapters.scoring import entropy_mode, score_logits
+from logitless.adapters.shards import check_ids, even_shard
+from logitless.spec import Head, TokenStats
+
+MODULE = "areal.utils.functional.vocab_parallel"
+
+
+def make_logprobs(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``gather_logprobs``."""
+
+    def gather_logprobs(
+        logits: Tensor, labels: Tensor, temperature: float = 1.0, tp_group: Any = None, chunk_size: int = 1024
+    ) -> Tensor:
+        return _score(
+            "gather_logprobs", logits, labels, temperature, tp_group, chunk_size, options, None
+        ).logprob.float()
+
+    return gather_logprobs
+
+
+def make_logprobs_entropy(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``gather_logprobs_entropy``."""
+
+    def gather_logprobs_entropy(
+        logits: Tensor, labels: Tensor, temperature: float = 1.0, tp_group: Any = None, chunk_size: int = 1024
+    ) -> tuple[Tensor, Tensor]:
+        entropy = entropy_mode(options["entropy_grad"], logits)
+        where = "gather_logprobs_entropy"
+        out = _score(where, logits, labels, temperature, tp_group, chunk_size, options, entropy)
+        assert out.entropy is not None
+        return out.logprob.float(), out.entropy.float()
+
+    return gather_logprobs_entropy
+
+
+def _score(
+    where: str,
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float,
+    tp_group: Any,
+    chunk_size: int,
+    options: Mapping[str, Any],
+    entropy: Any,
+) -> TokenStats:
+    check_ids("labels", labels, tuple(logits.shape[:-1]))
+    width = logits.shape[-1]
+    # AReaL's chunk of rows, as bytes of float32 logits.
+    shared: dict[str, Any] = {"memory": 4 * chunk_size * width, "shard": even_shard(tp_group, width)}
+    return score_logits(
+        where, logits, labels, options["audit"], entropy=entropy, head=Head(temperature=temperature), **shared
+    )
+
+
+def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
+    signature = "(logits, labels, temperature=1.0, tp_group=None, chunk_size=1024)"
+    return [
+        Replacement(MODULE, "gather_logprobs", signature, make_logprobs),
+        Replacement(MODULE, "gather_logprobs_entropy", signature, make_logprobs_entropy),
+    ]
+
+
+HOST = Host(
+    name="areal",
+    package="areal",
+    versions=("1.0",),
+    replacements=_replacements,
+    options={
+        "entropy_grad": Option(True, "False: no entropy bonus is trained, so entropy is a metric without a graph"),
+    },
+)

@@ -1,0 +1,179 @@
+"""How a host is described: its versions, its functions and their signatures, its options; and the report on it.
+
+Host(versions=("0.16 - 0.19",), replacements=...)              a framework
+Replacement(signature={"0.19": "(a, b=None)", "0.16 - 0.18": "(a)"}, make=...)      one of its functions
+Installed, Replaced                                            what ``status`` tells
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from logitless.adapters.audit import AuditReport
+from logitless.errors import LogitlessError, did_you_mean
+
+
+class Option(NamedTuple):
+    """A keyword of ``install``: its default and one line of help. Values have the default's type, unless it is None."""
+
+    default: Any
+    help: str
+
+
+COMMON = {
+    "audit": Option(0, "rows of every call that are compared with float64; see status()"),
+    "any_version": Option(False, "no warning where the version of the host was not tested"),
+}
+
+
+@dataclass(frozen=True)
+class PassOn:
+    """What our function returns, before it has done anything, for a call that is left to the host, and why."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One function of the host, and how to make the function that replaces it.
+
+    Args:
+        module: dotted name of the module that defines the function.
+        name: attribute of the module, or ``"Class.method"``.
+        signature: the function's signature, without annotations: ``"(logits, index)"``; or one for each range of
+            versions, None for versions without the function. The signature of a method starts with self; that of a
+            class method does not name the class.
+        make: ``make(original, options)`` returns our function. ``options`` has every declared option, and
+            ``options["audit"]`` is an :class:`~logitless.adapters.audit.Audit`. Our function may return a
+            :class:`PassOn` for calls that the documented contract leaves to the host: the original is then called, and
+            ``status`` counts the call as passed on.
+        also_in: modules outside the host's package, or of the host, that import the function by name. Every imported
+            module of the host's package that holds the function gets ours in any case, and later ones when they are
+            imported; modules named here must hold it.
+        optional: the host may lack this module; ``status`` then reports it.
+        signature_of: attribute whose signature is checked instead, where the replaced function takes any arguments:
+            ``"Function.forward"`` for ``"Function.apply"``.
+
+    A parameter of the host's function that ours lacks must have a default: a call that gives it another value is
+    passed on.
+    """
+
+    module: str
+    name: str
+    signature: str | Mapping[str, str | None]
+    make: Callable[[Callable[..., Any], Mapping[str, Any]], Callable[..., Any]]
+    also_in: tuple[str, ...] = ()
+    optional: bool = False
+    signature_of: str | None = None
+
+    @property
+    def path(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    @property
+    def forms(self) -> Mapping[str, str | None]:
+        """Signature for each range of versions; the range is empty where all versions have one signature."""
+        return {"": self.signature} if isinstance(self.signature, str) else self.signature
+
+
+@dataclass(frozen=True)
+class Host:
+    """A framework: its package, the tested versions, and the functions to replace.
+
+    Args:
+        name: the host's name in ``install``, ``uninstall`` and ``status``.
+        package: name that the framework is imported by.
+        versions: tested releases, by their leading parts: ``"1.16"`` covers 1.16 and 1.16.3, not 1.17, and
+            ``"0.24 - 1.16"`` all releases between these two, with both.
+        replacements: ``replacements(options)`` lists the replacements. May raise for options that do not go together.
+        options: keywords of ``install`` for this host, beyond the common ones.
+        distribution: name that the framework is installed by, where it differs from ``package``.
+    """
+
+    name: str
+    package: str
+    versions: tuple[str, ...]
+    replacements: Callable[[Mapping[str, Any]], Sequence[Replacement]]
+    options: Mapping[str, Option] = field(default_factory=dict)
+    distribution: str | None = None
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """One replaced function: its name, its calls, how many of these calls were left to the host, and why."""
+
+    name: str
+    calls: int
+    passed_on: int = 0
+    why: Mapping[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        text = f"{self.name}: {self.calls} calls"
+        if not self.passed_on:
+            return text
+        reasons = ", ".join(f"{reason} {count}" for reason, count in self.why.items() if reason)
+        return f"{text}, {self.passed_on} passed on" + (f" ({reasons})" if reasons else "")
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An installed host.
+
+    Attributes:
+        host, version: the host's name, and the version found.
+        replaced: every replaced function with its calls so far.
+        missing: optional modules that this installation of the host lacks, as ``"module: why"``.
+        options: options of the installation, defaults included.
+        audit: the audit's report, or None without ``audit=``.
+        notes: where this installation of the host differs from the tested ones.
+    """
+
+    host: str
+    version: str
+    replaced: tuple[Replaced, ...]
+    missing: tuple[str, ...]
+    options: Mapping[str, Any]
+    audit: AuditReport | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def calls(self) -> int:
+        """Calls of all replaced functions, those that were passed on included."""
+        return sum(entry.calls for entry in self.replaced)
+
+    @property
+    def passed_on(self) -> int:
+        return sum(entry.passed_on for entry in self.replaced)
+
+    def __str__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        ours = self.calls - self.passed_on
+        lines = [f"{self.host} {self.version} ({given}): {ours} of {self.calls} calls ours"]
+        lines += [f"  {entry}" for entry in self.replaced]
+        lines += [f"  not there: {text}" for text in self.missing]
+        lines += [f"  note: {text}" for text in self.notes]
+        lines += [] if self.audit is None else [f"  audit: {self.audit}"]
+        return "\n".join(lines)
+
+
+def resolve_options(host: Host, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Every option of the host with its value; unknown names and wrong types are refused."""
+    known = {**COMMON, **host.options}
+    for name, value in given.items():
+        if name not in known:
+            raise LogitlessError(f'install("{host.name}"): there is no option {name!r}.{suggestion(name, known)}')
+        default = known[name].default
+        wanted = (int, float) if type(default) is float else type(default)
+        if default is not None and (not isinstance(value, wanted) or isinstance(value, bool) != (wanted is bool)):
+            raise LogitlessError(
+                f'install("{host.name}"): {name} must be of type {type(default).__name__} but is {value!r}. '
+                f"It means: {known[name].help}."
+            )
+    return {name: given.get(name, option.default) for name, option in known.items()}
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """`` Did you mean 'x'? Known: ...`` for a name that is not known."""
+    return f"{did_you_mean(name, known)} Known: {', '.join(sorted(known))}."

@@ -1,0 +1,203 @@
+"""Versions and signatures of a host: what is known, what can be served all the same, and what is refused.
+
+    known     the signature of some version in the table                                served
+    longer    a known one with further parameters, all with defaults                    served; calls that set one are
+                                                                                        passed on
+    other     a parameter gone, renamed, without a default, or with another default     refused, with the difference
+
+Calls are bound by the host's signature and handed to our function by name, so one function of ours serves versions
+whose parameters come in another order.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from logitless.adapters.host import Host, Replacement
+from logitless.errors import LogitlessError
+
+UNKNOWN = "unknown"
+
+
+# Versions.
+
+
+def is_there(package: str) -> bool:
+    """Whether a package can be imported. Where its parent is missing, so is the package."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def covers(ranges: Iterable[str], version: str) -> bool:
+    """Whether a version is one of the tested ones. A name of a branch covers no version.
+
+    >>> covers(["1.16"], "1.16.3"), covers(["1.16"], "1.160"), covers(["0.24 - 1.16"], "1.9.0+cpu")
+    (True, False, True)
+    >>> covers(["0.8 - 0.9"], "0.10.0.dev0"), covers(["0.8 - 0.9"], "unknown"), covers(["main"], "0.3.0")
+    (False, False, False)
+    """
+    found = _numbers(version)
+    for text in ranges:
+        first, _, last = text.partition(" - ")
+        low, high = _numbers(first), _numbers(last or first)
+        if found and low and low <= found[: len(low)] and found[: len(high)] <= high:
+            return True
+    return False
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: (1, 16, 3) of 1.16.3rc1."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def version_of(host: Host) -> str:
+    """The version of the package that is imported, or ``"unknown"`` for a source tree that does not tell it.
+
+    Metadata beside the package come first, then its ``__version__``, then metadata elsewhere: those of an editable
+    installation, or of another copy of the package.
+    """
+    try:
+        distribution = importlib.metadata.distribution(host.distribution or host.package)
+    except importlib.metadata.PackageNotFoundError:
+        distribution = None
+    if distribution is not None and _beside(distribution, host.package):
+        return distribution.version
+    told = getattr(import_part(host, host.package), "__version__", None)
+    return str(told or (distribution.version if distribution else UNKNOWN))
+
+
+def _beside(distribution: importlib.metadata.Distribution, package: str) -> bool:
+    folder = Path(str(distribution.locate_file(""))).resolve()
+    top = package.split(".")[0]
+    found = sys.modules.get(top) or importlib.util.find_spec(top)
+    paths = getattr(found, "__path__", None) or getattr(found, "submodule_search_locations", None) or ()
+    return any(Path(path).resolve().parent == folder for path in paths)
+
+
+def import_part(host: Host, module: str) -> Any:
+    """Import a module of the host; an import that fails is an error that names the host."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise LogitlessError(
+            f'install("{host.name}"): cannot import {module}: {error}. Nothing was replaced.'
+        ) from error
+
+
+# Signatures.
+
+
+def plain_signature(function: Callable[..., Any]) -> str:
+    """The signature without annotations.
+
+    >>> def f(logits: int, *, chunk: int = 128) -> None: ...
+    >>> plain_signature(f)
+    '(logits, *, chunk=128)'
+    """
+    return str(_bare(inspect.signature(function)))
+
+
+def _bare(signature: inspect.Signature) -> inspect.Signature:
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)
+
+
+def new_parameters(function: Callable[..., Any], replacement: Replacement) -> tuple[str, ...] | None:
+    """Parameters of the host's function beyond a known signature, all with defaults; None if it is another one."""
+    found = _bare(inspect.signature(function))
+    known = [text for text in replacement.forms.values() if text is not None]
+    if str(found) in known:
+        return ()
+    best: tuple[str, ...] | None = None
+    for text in known:
+        more = set(found.parameters) - set(_names(text))
+        defaults = all(found.parameters[name].default is not inspect.Parameter.empty for name in more)
+        rest = found.replace(parameters=[p for name, p in found.parameters.items() if name not in more])
+        if defaults and str(rest) == text and (best is None or len(more) < len(best)):
+            best = tuple(name for name in found.parameters if name in more)
+    return best
+
+
+def _names(text: str) -> list[str]:
+    """Parameters of a written signature.
+
+    >>> _names("(self, a, *, chunk=(1, 2), **more)")
+    ['self', 'a', 'chunk', 'more']
+    """
+    code = eval(f"lambda {text[1:-1]}: None", {}).__code__
+    return list(code.co_varnames)
+
+
+def difference(host: Host, path: str, function: Callable[..., Any], replacement: Replacement, version: str) -> str:
+    """The text of a refusal: known and found signature, what is gone and new, and what to do."""
+    found = _bare(inspect.signature(function)).parameters
+    lines, nearest = [f'install("{host.name}"): {path} has a signature that this adapter does not know.'], None
+    for versions, text in replacement.forms.items():
+        if text is None:
+            continue
+        lines.append(f"  known{f' ({versions})' if versions else ''}: {text}")
+        names = _names(text)
+        gone, new = [n for n in names if n not in found], [n for n in found if n not in names]
+        if nearest is None or len(gone) + len(new) < len(nearest[0]) + len(nearest[1]):
+            nearest = gone, new
+    lines.append(f"  found ({version}): {plain_signature(function)}")
+    gone, new = nearest or ([], [])
+    changes = [f"{word} {', '.join(names)}" for word, names in (("gone:", gone), ("new:", new)) if names]
+    lines.append(f"  {'; '.join(changes) or 'the order, a kind or a default changed'}")
+    return "\n".join(lines) + (
+        f"\nNothing was replaced. Use a tested version ({', '.join(host.versions) or 'none'}), or report these lines "
+        f"as an issue of logitless, with the commit of {host.package}."
+    )
+
+
+# Calls.
+
+
+class Binding(NamedTuple):
+    """How a call of the host's function becomes a call of ours.
+
+    Attributes:
+        names: parameters of the host's function, in order; the first ``positional`` of them may come by position.
+        unknown: parameters that our function lacks, with their defaults.
+        direct: our function takes the call as it is.
+    """
+
+    names: tuple[str, ...]
+    positional: int
+    unknown: Mapping[str, Any]
+    direct: bool
+
+    @staticmethod
+    def between(host_function: Callable[..., Any], ours: Callable[..., Any], path: str) -> Binding:
+        theirs = dict(inspect.signature(host_function).parameters)
+        theirs.pop("ctx", None)
+        mine = inspect.signature(ours).parameters
+        by_position = [p for p in theirs.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        takes_any = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in (*mine.values(), *theirs.values()))
+        unknown = {} if takes_any else {name: p.default for name, p in theirs.items() if name not in mine}
+        without = [name for name, default in unknown.items() if default is inspect.Parameter.empty]
+        assert not without, f"{path}: our function must take {', '.join(without)}, which the host's requires"
+        direct = takes_any or list(theirs) == list(mine)[: len(theirs)]
+        return Binding(tuple(theirs), len(by_position), unknown, direct)
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | str | None:
+        """Keywords for our function; or why the call is passed on; or None for a call that the host refuses as well."""
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        if len(args) > self.positional or len(given) < len(args) + len(kwargs) or not given.keys() <= set(self.names):
+            return None
+        for name, default in self.unknown.items():
+            value = given.pop(name, default)
+            if value is not default and not (type(value) is type(default) and value == default):
+                return f"{name} is given"
+        return given

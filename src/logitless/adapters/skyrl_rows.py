@@ -1,0 +1,131 @@
+"""SkyRL's rows: scored from logits or hidden states, checked, and put where SkyRL wants the results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from logitless.adapters.packs import Batch, ranks_in, with_target
+from logitless.adapters.scoring import HALF, every_target, without_outside
+from logitless.adapters.shards import check_ids, shard_between, vocabulary_of
+from logitless.errors import LogitlessError
+from logitless.from_hidden.logprobs import linear_logprobs
+from logitless.from_logits import logprobs
+from logitless.rows import Rows
+from logitless.rows.exchange import GradRule
+from logitless.spec import Head, TokenStats, VocabShard
+
+
+def rows_of_logits(
+    where: str,
+    logits: Tensor,
+    rows: Rows,
+    shard: VocabShard | None,
+    entropy: Any,
+    options: Mapping[str, Any],
+) -> TokenStats:
+    logits = logits if logits.shape[-1] < 2 or logits.stride(-1) == 1 else logits.contiguous()
+    out = logprobs(logits, rows, shard=shard, entropy=entropy)
+    if options["audit"]:
+        options["audit"].of_logits(where, logits, every_target(rows), **_every_result(rows, out), shard=shard)
+    return out
+
+
+def rows_of_hidden(
+    where: str,
+    operands: tuple[Tensor, Tensor, float],
+    rows: Rows,
+    shard: VocabShard | None,
+    entropy: Any,
+    options: Mapping[str, Any],
+) -> TokenStats:
+    hidden, weight, temperature = operands
+    # As Megatron's output layer does: the head's dtype decides.
+    hidden = hidden.to(weight.dtype)
+    shared: dict[str, Any] = {"head": Head(temperature=temperature), "shard": shard, "match": rounding(weight, options)}
+    out = linear_logprobs(
+        hidden, weight, rows, entropy=entropy, hidden_grad="partial", memory=options["memory"], **shared
+    )
+    if options["audit"]:
+        results = _every_result(rows, out)
+        options["audit"].of_hidden(where, hidden, weight, every_target(rows), **results, **shared)
+    return out
+
+
+def rounding(weight: Tensor, options: Mapping[str, Any]) -> Literal["bfloat16", "float16"] | None:
+    """The dtype that SkyRL's fused head rounds logits to."""
+    return None if options["accurate"] else HALF.get(weight.dtype)
+
+
+def _every_result(rows: Rows, out: TokenStats) -> dict[str, Any]:
+    """Results with one entry per local token, for the audit."""
+    entropy = None if out.entropy is None else rows.expand(out.entropy.detach())
+    return {"logprob": rows.expand(out.logprob.detach()), "entropy": entropy}
+
+
+Scorer = Callable[..., TokenStats]
+"""``score(rows, shard, entropy)``: results of the rows, from the logits or hidden states of the call."""
+
+Vocabulary = tuple[VocabShard | None, int]
+"""This rank's shard, and the number of columns over all ranks."""
+
+
+def logprobs_of_batch(score: Scorer, batch: Batch, vocabulary: Vocabulary, grad: GradRule, no_graph: bool) -> Tensor:
+    """``[B, S - 1]`` float32 log-probs of the next tokens."""
+    shard, size = vocabulary
+    rows = batch.rows
+    with torch.no_grad() if no_graph else nullcontext():
+        values = without_outside(rows.target, size, lambda ids: score(with_target(rows, ids), shard, None))
+        return batch.spread(values.float(), grad)
+
+
+def logprob_of_every(score: Scorer, target: Tensor, vocabulary: Vocabulary, no_graph: bool) -> Tensor:
+    check_ids("target", target, target.shape)
+    rows, (shard, size) = Rows.every(target), vocabulary
+    with torch.no_grad() if no_graph else nullcontext():
+        values = without_outside(rows.target, size, lambda ids: score(with_target(rows, ids), shard, None))
+        return values.float().view(target.shape)
+
+
+# Checks.
+
+
+def check_batch(name: str, x: Tensor, target: Tensor) -> Tensor:
+    if x.dim() != 3 or target.dim() != 2 or x.shape[0] != target.shape[0]:
+        raise LogitlessError(
+            f"{name} must be [B, S / CP, ...] and target [B, S] but they are {list(x.shape)} and {list(target.shape)}."
+        )
+    check_ids("target", target, target.shape)
+    return x
+
+
+def check_pack(name: str, x: Tensor, target: Tensor, cp_group: Any) -> Tensor:
+    check_packed_tokens(name, x)
+    check_ids("target", target, (1, x.shape[1] * ranks_in(cp_group)))
+    return x
+
+
+def check_packed_tokens(name: str, x: Tensor) -> None:
+    if x.dim() != 3 or x.shape[0] != 1:
+        raise LogitlessError(f"{name} must be [1, T / CP, ...], one pack, but is {list(x.shape)}.")
+
+
+def vocabulary_between(group: Any, start: int, stop: int, width: int) -> Vocabulary:
+    if stop - start != width:
+        raise LogitlessError(
+            f"vocab_start_index {start} and vocab_end_index {stop} describe {stop - start} columns, not {width}."
+        )
+    # To SkyRL, as to torch, None is the default group.
+    shard = shard_between(dist.group.WORLD if group is None else group, start, stop)
+    return shard, vocabulary_of(shard, width)
+
+
+def tensor_group() -> Any:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group()

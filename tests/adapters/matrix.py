@@ -1,0 +1,134 @@
+"""The matrix of hosts: every adapter's parity tests on the installed host or its double, and on each checkout found.
+
+    make hosts                       on what is installed
+    make hosts LOGITLESS_HOSTS=F     also on the checkouts in the folder F: slime-0.3.0, nemo_rl-main, verl-0.8.0, ...
+
+Each run is a process of its own, because a process can import one version of a host. The record of each run goes to
+benchmarks/results/hosts.jsonl, in place of the record of the same host and version; ``docs/make_hosts.py`` makes the
+table of docs/adapters/index.md from them. A checkout is named by its folder; a file ``COMMIT`` in it, or git, tells
+its commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+RECORDS = ROOT / "benchmarks" / "results" / "hosts.jsonl"
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from hosts import CHECKOUTS, checkouts  # noqa: E402
+from record import FILE  # noqa: E402
+
+import logitless  # noqa: E402
+from logitless.adapters import HOSTS  # noqa: E402
+
+ON_CHECKOUTS = {
+    "megatron": "cross_entrop or install or label_smoothing or overwritten or ignored or host_function",
+    "trl": "every_release or half_precision or strided or (fused_head and not trainers)",
+}
+"""Tests that checkouts run, where others need the packages that this release was written for."""
+
+
+def run(host: str, folder: Path | None) -> dict[str, Any]:
+    """Run the tests of one host on a checkout, or on the installed host or its double."""
+    with tempfile.TemporaryDirectory() as scratch:
+        lines, report = Path(scratch) / "lines", Path(scratch) / "report.xml"
+        lines.touch()
+        environment = {**os.environ, FILE: str(lines), "OMP_NUM_THREADS": "1"}
+        environment.pop(CHECKOUTS, None)
+        environment |= {} if folder is None else {CHECKOUTS: str(folder)}
+        chosen = ["-k", ON_CHECKOUTS[host]] if folder is not None and host in ON_CHECKOUTS else []
+        tests = [str(HERE / f"test_{host}.py"), *chosen]
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *tests]
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+        if not report.exists():
+            raise RuntimeError(f"{host} {folder or ''}: pytest wrote no report.\n{done.stdout[-2000:]}\n{done.stderr}")
+        suite = ElementTree.parse(report).getroot()[0]
+        noted = [json.loads(line) for line in lines.read_text().splitlines()]
+    return {
+        "host": host,
+        "on": _kind(host, folder),
+        "version": next((x["version"] for x in noted if x.get("host") == host), None),
+        "commit": None if folder is None else _commit(folder),
+        **_tests(suite),
+        **_differences(noted),
+        "calls": sum("calls" in x for x in noted),
+        "passed_on": dict(Counter(x["passed_on"] or "not said" for x in noted if "passed_on" in x)),
+        "logitless": logitless.__version__,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _kind(host: str, folder: Path | None) -> str:
+    if folder is not None:
+        return folder.name.removeprefix(f"{host}-")
+    return "double" if (HERE / "doubles" / host).is_dir() else "installed"
+
+
+def _tests(suite: ElementTree.Element) -> dict[str, int]:
+    failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+    skipped, total = int(suite.get("skipped", 0)), int(suite.get("tests", 0))
+    return {"passed": total - failed - skipped, "skipped": skipped, "failed": failed}
+
+
+def _differences(noted: list[dict[str, Any]]) -> dict[str, Any]:
+    """Largest error to float64 of ours and of the host, for float32 results and gradients."""
+    found: dict[str, Any] = {"compared": sum("kind" in x for x in noted)}
+    for kind in ("value", "gradient"):
+        of = [x for x in noted if x.get("kind") == kind and x["dtype"] == "float32"]
+        found[kind] = max((x["ours"] for x in of), default=None)
+        found[f"host_{kind}"] = max((x["theirs"] for x in of), default=None)
+    return found
+
+
+def _commit(folder: Path) -> str | None:
+    if (folder / "COMMIT").is_file():
+        return (folder / "COMMIT").read_text().strip()
+    if not (folder / ".git").exists():
+        return None
+    command = ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def keep(record: dict[str, Any], file: Path) -> None:
+    """Put the record in place of the one of the same host and version."""
+    there = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    there = [x for x in there if (x["host"], x["on"]) != (record["host"], record["on"])]
+    ordered = sorted([*there, record], key=lambda x: (x["host"], x["on"]))
+    file.write_text("".join(json.dumps(x) + "\n" for x in ordered))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run the adapters' tests on every host that is found.")
+    parser.add_argument("hosts", nargs="*", default=[], help="hosts or checkouts: slime, slime-0.3.0; all if none")
+    asked = set(parser.parse_args().hosts)
+    failed = 0
+    for host in HOSTS:
+        # A new host may have no installable package and no double: it is tested on checkouts alone.
+        places = [None] if (HERE / f"test_{host}.py").exists() else []
+        for folder in [*places, *checkouts(host)]:
+            if asked and not asked & {host, folder.name if folder else ""}:
+                continue
+            record = run(host, folder)
+            if record["passed"]:
+                keep(record, RECORDS)
+            failed += record["failed"]
+            shown = {name: record[name] for name in ("passed", "skipped", "failed", "calls")}
+            print(host, record["on"], shown, flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

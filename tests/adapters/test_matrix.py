@@ -1,0 +1,70 @@
+"""The record of ``make hosts`` and the table that is made from it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import hosts
+import matrix
+import pytest
+
+from logitless.adapters import HOSTS
+from logitless.adapters.signatures import covers
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "docs"))
+
+import make_hosts  # noqa: E402
+
+RECORDS = make_hosts.read()
+
+
+def test_the_table_is_what_the_records_say():
+    """Run ``python docs/make_hosts.py`` after new records."""
+    text = make_hosts.PAGE.read_text(encoding="utf-8")
+    assert make_hosts.page(text, RECORDS) == text
+    changed = [RECORDS[0] | {"passed": 4711}, *RECORDS[1:]]
+    assert "4711" in make_hosts.page(text, changed) != text
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda x: f"{x['host']} {x['on']}")
+def test_nothing_recorded_has_failed(record):
+    assert record["failed"] == 0
+    assert record["passed"] > 0
+    assert record["calls"] > 0
+    # Hosts that round half-precision logits are followed, so their own error is the yardstick.
+    assert record["value"] <= 2 * record["host_value"] + 5e-7
+    host = importlib.import_module(f"logitless.adapters.{record['host']}").HOST
+    assert record["version"] == "unknown" or covers(host.versions, record["version"])
+
+
+def test_a_record_takes_the_place_of_the_older_one(tmp_path):
+    file = tmp_path / "hosts.jsonl"
+    for host, on, passed in (("verl", "main", 1), ("slime", "0.3.0", 2), ("verl", "main", 3)):
+        matrix.keep({"host": host, "on": on, "passed": passed}, file)
+    kept = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(x["host"], x["on"], x["passed"]) for x in kept] == [("slime", "0.3.0", 2), ("verl", "main", 3)]
+
+
+def test_checkouts_are_found_newest_last(tmp_path, monkeypatch):
+    for name in ("verl-0.10.0", "verl-main", "verl-0.9.1", "slime-0.3.0", "verl-empty"):
+        (tmp_path / name).mkdir()
+        if name != "verl-empty":
+            (tmp_path / name / name.split("-")[0]).mkdir()
+    monkeypatch.setenv(hosts.CHECKOUTS, str(tmp_path))
+    assert [x.name for x in hosts.checkouts("verl")] == ["verl-0.9.1", "verl-0.10.0", "verl-main"]
+    assert hosts.checkout("verl").name == "verl-main"
+    assert hosts.checkout("skyrl") is None
+    monkeypatch.setenv(hosts.CHECKOUTS, str(tmp_path / "slime-0.3.0"))
+    assert hosts.checkout("slime").name == "slime-0.3.0"
+    assert hosts.checkout("verl") is None
+    monkeypatch.setenv(hosts.CHECKOUTS, str(tmp_path / "gone"))
+    with pytest.raises(RuntimeError, match="is not a folder"):
+        hosts.checkout("verl")
+
+
+def test_only_hosts_are_recorded():
+    assert {record["host"] for record in RECORDS} <= set(HOSTS)
