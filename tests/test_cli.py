@@ -123,6 +123,7 @@ def test_doctor_says_whether_all_is_well(monkeypatch):
 def test_score_prints_a_summary(tmp_path, monkeypatch):
     """What is scored is tested in test_score; here a job that has nothing to score."""
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
     (tmp_path / "in.jsonl").write_text("")
     arguments = ["score", tmp_path, tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl", "--device", "cpu"]
     assert "out.jsonl: 0 records" in invoke(*arguments).stdout

@@ -52,8 +52,8 @@ IN_PLACE = {
 """Into zeros of their own, autograd's formulas write in place; only under a dispatch mode they make a copy."""
 
 
-SCRATCH = {torch.ops.aten.sort.stable: 24}
-"""Bytes per element that an operator takes on a GPU besides its results; measured on an H200."""
+SCRATCH = {torch.ops.aten.sort.stable: {"cpu": 8, "gpu": 24}}
+"""Bytes per element that an operator takes besides its results, measured; the GPU is an H200."""
 
 
 class Item(NamedTuple):
@@ -87,7 +87,7 @@ class Ledger(TorchDispatchMode):
 
     def __init__(self, on_gpu: bool = False) -> None:
         super().__init__()
-        self._scratch = SCRATCH if on_gpu else {}
+        self._scratch = {op: by_device["gpu" if on_gpu else "cpu"] for op, by_device in SCRATCH.items()}
         self._entries: dict[int, Entry] = {}
         self._bytes = 0
         self._phase: Literal["forward", "backward"] = "forward"
