@@ -118,8 +118,9 @@ class VocabShard:
         stop: one past the last column here; ``start == stop`` is an empty shard.
         group: process group, or one-dimensional DeviceMesh, whose ranks share the vocabulary. None means that
             this process has all of it, and no collective is ever issued.
-        check_calls: compare row count, options and dtypes over the group before every call. One more small
-            collective per call turns a disagreement between ranks into an error instead of a hang.
+        check_calls: compare rows, targets, options, dtypes and a loss's fields over the group before every call. One
+            more small collective per call, which waits for the device, turns a disagreement between ranks into an
+            error instead of a hang or wrong numbers.
 
     Attributes:
         vocab_size: columns in all shards together, padding included.
