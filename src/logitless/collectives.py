@@ -175,7 +175,7 @@ def agree_over(
         prepared = prepare()
         facts = facts_of(prepared)
     except Exception as error:
-        # Also what is nobody's fault here (a model's own tensor class, say): the peers wait below.
+        # Raised again below, where the peers wait: also what is no error of ours, such as a tensor class's own.
         failure = error
     table = table_over(group, (None if failure is None else str(failure), facts))
     if failure is not None:

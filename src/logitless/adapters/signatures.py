@@ -193,7 +193,7 @@ class Binding(NamedTuple):
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | str | None:
         """Keywords for our function; or why the call is passed on; or None for a call that the host refuses as well."""
-        given = dict(zip(self.names, args, strict=False)) | kwargs
+        given = dict(zip(self.names[: len(args)], args[: len(self.names)], strict=True)) | kwargs
         if len(args) > self.positional or len(given) < len(args) + len(kwargs) or not given.keys() <= set(self.names):
             return None
         for name, default in self.unknown.items():
