@@ -57,6 +57,15 @@ def what_is_there_stays() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def one_thread():
+    """For tests of small tensors, whose threads would spend their time waiting for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """``ranks(function, world, *args)``: see :func:`ranks.run_ranks`. The processes live as long as the session."""

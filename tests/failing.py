@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless as ll
 from logitless import backends
+from logitless.memory.ledger import tensors_in
 from logitless.notes import WRITTEN
 
 TOKENS, VOCAB, WIDTH = 12, 33, 5
@@ -64,7 +65,7 @@ class Allocations(TorchDispatchMode):
             with self:
                 return OPENED[func](*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
-        for x in tensors(out) if makes_storage(func) else ():
+        for x in tensors_in(out) if makes_storage(func) else ():
             if x.untyped_storage().nbytes():
                 # Walking up the stack takes longer than most operators.
                 self.places.append(place_of(sys._getframe()) if self.fail in (0, self.count + 1) else None)
@@ -89,17 +90,6 @@ def place_of(frame: FrameType | None) -> tuple[str, int] | None:
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
     return None
-
-
-def tensors(x: Any) -> Iterator[Tensor]:
-    """Tensors in what an operator takes or returns."""
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, list | tuple):
-        for part in x:
-            yield from tensors(part)
-    elif isinstance(x, dict):
-        yield from tensors(list(x.values()))
 
 
 @dataclass(frozen=True)

@@ -34,13 +34,7 @@ EVERYTHING = ll.Objective(entropy_coef=0.01, kl="k3", kl_coef=0.1, correction="t
 BY_SAMPLE = {"objective": ll.Objective(policy="gspo"), "tokens": 301, "rows": 257, "counts": (50, 3, 70, 0, 61, 40, 33)}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors are small: threads would spend their time waiting for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def assert_promise(result: Compared) -> None:

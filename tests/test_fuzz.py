@@ -21,13 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "docs"))
 
 import make_reliability
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def wrong(seeds) -> list[tuple[Case, Verdict]]:

@@ -26,12 +26,7 @@ PATHS = ("logits", "hidden")
 on_both = pytest.mark.parametrize("path", PATHS)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @dataclass(frozen=True)

@@ -269,7 +269,8 @@ def as_products_take(hidden: Tensor, weight: Tensor, asked: Options) -> tuple[Te
     hidden = local_part(asked, "hidden", hidden, 0 if asked.sequence_parallel else None)
     weight = local_part(asked, "weight", weight, 0)
     bias, weight_grad = (local_part(asked, name, getattr(asked, name), 0) for name in ("bias", "weight_grad"))
-    asked = replace(asked, bias=bias, weight_grad=weight_grad)
+    if bias is not asked.bias or weight_grad is not asked.weight_grad:
+        asked = replace(asked, bias=bias, weight_grad=weight_grad)
     kind = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return hidden, weight, asked
@@ -357,13 +358,10 @@ def check_kept(caller: str, kept: Kept, rows: Rows, vocab_size: int, device: tor
 def _check_kinds(asked: Options) -> None:
     for name, x, kind in (("head", asked.head, Head), ("kept", asked.kept, Kept)):
         if x is not None and not isinstance(x, kind):
-            raise LogitlessError(f"{asked.caller}: {name} must be a {kind.__name__} or None but is {_kind(x)}.")
+            raise LogitlessError(f"{asked.caller}: {name} must be a {kind.__name__} or None but is {type(x).__name__}.")
     if asked.shard is not None and not hasattr(asked.shard, "vocab_size"):
-        raise LogitlessError(f"{asked.caller}: shard must be a VocabShard or None but is {_kind(asked.shard)}.")
-
-
-def _kind(x: Any) -> str:
-    return type(x).__name__
+        came = type(asked.shard).__name__
+        raise LogitlessError(f"{asked.caller}: shard must be a VocabShard or None but is {came}.")
 
 
 def _check_entropy(asked: Options) -> None:

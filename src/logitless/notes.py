@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NOTHING = contextlib.nullcontext()
-
 WRITTEN = {
     "weight_grad": "weight_grad holds a part of this call's gradient, or all of it. Zero it, together with the other "
     "gradients of this optimizer step, before the next one.",
@@ -49,7 +47,7 @@ def explained(
         written: tensors that the block writes to, by a name in :data:`WRITTEN`.
     """
     if torch.compiler.is_compiling():
-        return NOTHING
+        return contextlib.nullcontext()
     before = {name: _version(x) for name, x in written.items()}
 
     def text_of(error: BaseException) -> str | None:

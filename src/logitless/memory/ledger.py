@@ -100,7 +100,7 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = result_of(IN_PLACE.get(func) or func, args, kwargs or {})
-        for x in _tensors(out):
+        for x in tensors_in(out):
             storage = x.untyped_storage()
             key = storage._cdata
             if key not in self._entries and not _is_one_of(storage, (args, kwargs)):
@@ -158,20 +158,20 @@ def _item(group: list[Entry]) -> Item:
     return Item(first.name + shape + saved, sum(entry.bytes for entry in group), first.phase, first.output)
 
 
-def _tensors(x: Any) -> Iterator[Tensor]:
+def tensors_in(x: Any) -> Iterator[Tensor]:
     """Tensors in what an operator takes or returns: at most lists, and keyword arguments."""
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, list | tuple):
         for part in x:
-            yield from _tensors(part)
+            yield from tensors_in(part)
     elif isinstance(x, dict):
-        yield from _tensors(list(x.values()))
+        yield from tensors_in(list(x.values()))
 
 
 def _is_one_of(storage: Any, inputs: Any) -> bool:
     """Whether the storage came in with the inputs: a view, or something written in place."""
-    return any(x.untyped_storage()._cdata == storage._cdata for x in _tensors(inputs))
+    return any(x.untyped_storage()._cdata == storage._cdata for x in tensors_in(inputs))
 
 
 def _purpose() -> str:
