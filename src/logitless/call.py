@@ -20,7 +20,7 @@ from torch import Tensor
 from logitless.backends import choose_backend, require_backend
 from logitless.collectives import agree_over, fingerprint
 from logitless.errors import LogitlessError, did_you_mean
-from logitless.kept import Kept, Support
+from logitless.kept import Kept
 from logitless.machine import CPU, Machine
 from logitless.rows import Rows
 from logitless.spec import (
@@ -33,6 +33,7 @@ from logitless.spec import (
     inspectable,
     parse_memory,
 )
+from logitless.support import Support
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -19,12 +19,13 @@ from logitless.backends import run_gradient, run_statistics
 from logitless.backends.contract import Problem
 from logitless.call import Call, Options, local_part, resolve_logits, together, untraced
 from logitless.errors import LogitlessError, no_second_derivative
-from logitless.kept import Kept, KeptLogits, Support, kept_gradient, kept_statistics, write_kept
+from logitless.kept import Kept
 from logitless.notes import explained
 from logitless.results import in_shape, row_results, target_column
 from logitless.rows import Rows
 from logitless.softmax import ELSEWHERE, Normaliser, coefficients
 from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard
+from logitless.support import KeptLogits, Support, kept_gradient, kept_statistics, write_kept
 
 
 def logprobs(

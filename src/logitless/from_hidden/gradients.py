@@ -21,10 +21,10 @@ from logitless.backends.contract import Problem
 from logitless.from_hidden.exponentials import Exponentials
 from logitless.from_hidden.plan import Tiles
 from logitless.from_hidden.projection import Projection
-from logitless.kept import Support, kept_gradient, write_kept
 from logitless.machine import pieces
 from logitless.softmax import ELSEWHERE, Coefficients, Normaliser
 from logitless.spec import IGNORE
+from logitless.support import Support, kept_gradient, write_kept
 
 
 class Gradients(NamedTuple):

@@ -10,10 +10,10 @@ from torch import Tensor
 from logitless.from_hidden.exponentials import Exponentials
 from logitless.from_hidden.plan import Tiles
 from logitless.from_hidden.projection import Projection
-from logitless.kept import Support, kept_statistics
 from logitless.machine import pieces
 from logitless.results import merge_support
 from logitless.softmax import WIDTH, Statistic, merge
+from logitless.support import Support, kept_statistics
 
 
 def row_statistics(

@@ -36,6 +36,7 @@ NAMES = {
     "objectives": "vectors of the objective",
     "collectives": "between ranks",
     "kept": "support",
+    "support": "support",
     "backends": "work of the backend",
     "from_logits:_gradient_buffer": "d_logits",
     "memory.step:plain": "plain torch",
