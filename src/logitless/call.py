@@ -1,38 +1,41 @@
 """A call from its arguments to what they mean: checked and resolved once, before anything runs.
 
-    Options   keyword arguments as the caller gave them
+    Options   keyword arguments as the caller gave them (``options``), to be checked (``checks``)
     Call      the same call, checked: which rows, which columns, which backend, which machine
 
-Every path makes one ``Call`` and hands it on; nothing below asks again. Values that live on an accelerator are not
-inspected, which would stall the stream; a bad one makes its own row NaN.
+Every path makes one ``Call`` and hands it on; nothing below asks again.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, ParamSpec, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from logitless.backends import choose_backend, require_backend
-from logitless.collectives import agree_over, fingerprint
-from logitless.errors import LogitlessError, did_you_mean
-from logitless.kept import Kept
-from logitless.machine import CPU, Machine
-from logitless.rows import Rows
-from logitless.spec import (
-    IGNORE,
-    EntropyMode,
-    Head,
-    VocabShard,
-    accumulation_dtype,
-    has_values,
-    inspectable,
-    parse_memory,
+from logitless.checks import (
+    check_entropy,
+    check_kept,
+    check_kinds,
+    check_logits,
+    check_operands,
+    check_overwrite,
+    check_parallel,
+    check_scope,
+    check_targets,
+    check_tokens,
+    vocabulary,
 )
+from logitless.collectives import agree_over, fingerprint
+from logitless.errors import LogitlessError
+from logitless.machine import CPU, Machine
+from logitless.options import Options
+from logitless.rows import Rows
+from logitless.spec import Head, accumulation_dtype, parse_memory
 from logitless.support import Support
 
 T = TypeVar("T")
@@ -40,48 +43,6 @@ P = ParamSpec("P")
 
 PLAIN = Head()
 """The distribution where none is given."""
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-@dataclass(frozen=True, eq=False)
-class Options:
-    """Keyword arguments as the caller gave them, and the name to call the function by in errors."""
-
-    bias: Tensor | None = None
-    entropy: EntropyMode = None
-    head: Head | None = None
-    shard: VocabShard | None = None
-    kept: Kept | None = None
-    hidden_grad: Literal["reduced", "partial"] = "reduced"
-    sequence_parallel: bool = False
-    weight_grad: Tensor | None = None
-    match: Literal["bfloat16", "float16"] | None = None
-    tf32: bool = False
-    batch_invariant: bool = False
-    backend: str = "auto"
-    memory: int | str = "256MiB"
-    caller: str = "linear_logprobs"
-
-    @staticmethod
-    def of(arguments: Mapping[str, Any], caller: str) -> Options:
-        """Those of a function's arguments that are options, each under its own name."""
-        return Options(**{name: arguments[name] for name in _OPTIONS if name in arguments}, caller=caller)
-
-    @staticmethod
-    def named(given: Mapping[str, Any], caller: str) -> Options:
-        """Options by name; raises for a name that is none."""
-        for name in given:
-            if name not in _OPTIONS:
-                known = ", ".join(_OPTIONS)
-                raise LogitlessError(
-                    f"{caller}: {name} is no option that the route depends on.{did_you_mean(name, _OPTIONS)} "
-                    f"Options are: {known}."
-                )
-        return Options(**given, caller=caller)
-
-
-_OPTIONS = tuple(f.name for f in fields(Options) if f.name != "caller")
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +93,11 @@ class Call:
     further: tuple[str, ...] = ()
     dropped: float = 0.0
 
+    @property
+    def over_support(self) -> bool:
+        """Whether everything is over the support, and nothing over the vocabulary."""
+        return self.asked.scope == "support"
+
     def support(self) -> Support | None:
         """The sampler's support of each row, if there is one."""
         kept = self.asked.kept
@@ -149,6 +115,7 @@ class Call:
             "entropy": asked.entropy,
             "whether there are kept ids": kept is not None,
             "the kept ids": None if kept is None else (fingerprint(kept.ids), fingerprint(kept.lengths)),
+            "scope": asked.scope,
             "the vocabulary size": self.vocab_size,
             "temperature": fingerprint(head.temperature),
             "scale": head.scale,
@@ -172,9 +139,10 @@ def together(asked: Options, resolve: Callable[[], T], facts_of: Callable[[T], d
 
 def resolve_logits(logits: Tensor, rows: Any, asked: Options, overwrite: bool) -> Call:
     """The call of :func:`logitless.logprobs`."""
-    _check_kinds(asked)
+    check_kinds(asked)
     chosen, shape = resolve_rows(asked.caller, rows)
-    _check_entropy(asked)
+    check_entropy(asked)
+    check_scope(asked)
     check_logits(asked.caller, logits, chosen, asked.shard)
     call = _resolve(logits, logits.shape[-1], chosen, shape, asked, CPU, overwrite)
     if overwrite and not torch.compiler.is_compiling():
@@ -184,12 +152,13 @@ def resolve_logits(logits: Tensor, rows: Any, asked: Options, overwrite: bool) -
 
 def resolve_hidden(hidden: Tensor, weight: Tensor, rows: Any, asked: Options, machine: Machine | None = None) -> Call:
     """The call of a path from hidden states. The machine is that of the tensors, unless a dry run names another."""
-    _check_kinds(asked)
-    _check_operands(hidden, weight, asked)
-    _check_parallel(asked)
+    check_kinds(asked)
+    check_operands(hidden, weight, asked)
+    check_parallel(asked)
     chosen, shape = resolve_rows(asked.caller, rows)
-    _check_entropy(asked)
-    _check_tokens(hidden, weight, chosen, asked)
+    check_entropy(asked)
+    check_scope(asked)
+    check_tokens(hidden, weight, chosen, asked)
     machine = Machine.of(hidden.device) if machine is None else machine
     return _resolve(hidden, weight.shape[0], chosen, shape, asked, machine, False)
 
@@ -312,187 +281,3 @@ def local_part(asked: Options, name: str, x: Any, dim: int | None) -> Any:
         f"shard=logitless.shard_of(weight); for FSDP use a PolicyHead, or call inside the forward of the module that "
         f"owns the weight, where FSDP has gathered it."
     )
-
-
-# Checks that all paths share.
-
-
-def vocabulary(caller: str, width: int, head: Head, shard: VocabShard | None) -> tuple[int, int]:
-    """True vocabulary size, and how many columns of it are here."""
-    start, padded = (0, width) if shard is None else (shard.start, shard.vocab_size)
-    size = padded if head.vocab_size is None else head.vocab_size
-    if size > padded:
-        raise LogitlessError(f"{caller}: head.vocab_size is {size} but the logits have only {padded} columns in all.")
-    return size, min(max(size - start, 0), width)
-
-
-def check_targets(caller: str, rows: Rows, vocab_size: int) -> None:
-    """Raise for a target outside the vocabulary, where that can be seen without a device sync."""
-    if not has_values(rows.target):
-        return
-    if not inspectable(rows.target):
-        low, high = rows.target_range or (0, 0)
-        if low >= 0 and high < vocab_size:
-            return
-    bad = ((rows.target < 0) | (rows.target >= vocab_size)) & (rows.target != IGNORE)
-    if bool(bad.any()):
-        row = int(bad.nonzero()[0])
-        raise LogitlessError(
-            f"{caller}: target {int(rows.target[row])} of row {row} (sample {int(rows.sample[row])}, position "
-            f"{int(rows.position[row])}) is outside the vocabulary of {vocab_size}. Use -100 to leave a row out."
-        )
-
-
-def check_kept(caller: str, kept: Kept, rows: Rows, vocab_size: int, device: torch.device) -> None:
-    if kept.lengths.numel() != len(rows):
-        raise LogitlessError(f"{caller}: kept has {kept.lengths.numel()} rows but rows has {len(rows)}.")
-    if kept.ids.device != device or kept.lengths.device != device:
-        raise LogitlessError(f"{caller}: kept is on {kept.ids.device} but logits is on {device}.")
-    if inspectable(kept.ids) and kept.ids.numel():
-        low, high = int(kept.ids.min()), int(kept.ids.max())
-        if low < 0 or high >= vocab_size:
-            raise LogitlessError(
-                f"{caller}: kept ids run from {low} to {high}, outside the vocabulary of {vocab_size}."
-            )
-
-
-def _check_kinds(asked: Options) -> None:
-    for name, x, kind in (("head", asked.head, Head), ("kept", asked.kept, Kept)):
-        if x is not None and not isinstance(x, kind):
-            raise LogitlessError(f"{asked.caller}: {name} must be a {kind.__name__} or None but is {type(x).__name__}.")
-    if asked.shard is not None and not hasattr(asked.shard, "vocab_size"):
-        came = type(asked.shard).__name__
-        raise LogitlessError(f"{asked.caller}: shard must be a VocabShard or None but is {came}.")
-
-
-def _check_entropy(asked: Options) -> None:
-    if asked.entropy not in (None, "value", "grad"):
-        raise LogitlessError(f'{asked.caller}: entropy must be None, "value" or "grad" but is {asked.entropy!r}.')
-
-
-def _check_order(caller: str, what: str, lead: list[int], rows: Rows) -> None:
-    """Raise where as many tokens come in another order: the rows know lines, and the tensor has others."""
-    shape = [n for n in rows.token_shape or () if n != 1]
-    came = [n for n in lead if n != 1]
-    if len(shape) > 1 and len(came) > 1 and came != shape:
-        raise LogitlessError(
-            f"{caller}: rows were made for tokens of shape {list(rows.token_shape or ())} but {what} has leading "
-            f"dimensions {lead}. If they are [sequence, batch], transpose them: x.transpose(0, 1)."
-        )
-
-
-# Checks of logits.
-
-
-def check_logits(caller: str, logits: Tensor, rows: Rows, shard: VocabShard | None) -> None:
-    if not isinstance(logits, Tensor) or logits.dtype not in FLOATS:
-        came = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
-        raise LogitlessError(f"{caller}: logits must be a tensor of {[str(d) for d in FLOATS]} but is {came}.")
-    if logits.dim() < 1 or (logits.shape[-1] > 1 and logits.stride(-1) != 1):
-        raise LogitlessError(
-            f"{caller}: logits must be [..., V] with a contiguous last dimension but has shape {list(logits.shape)} "
-            f"and strides {list(logits.stride())}. Pass logits.contiguous(), which copies, or avoid the transpose."
-        )
-    num_tokens, lead = logits.shape[:-1].numel(), list(logits.shape[:-1])
-    if rows.num_tokens is not None and rows.num_tokens != num_tokens:
-        raise LogitlessError(
-            f"{caller}: rows were made for {rows.num_tokens} tokens ({list(rows.token_shape or ())}) but logits has "
-            f"{num_tokens} rows ({lead}). If the pack is padded at its end, pass num_tokens= when making the rows."
-        )
-    _check_order(caller, "logits", lead, rows)
-    if rows.reach > num_tokens:
-        raise LogitlessError(f"{caller}: rows reach row {rows.reach - 1} but logits has {num_tokens} rows ({lead}).")
-    for name, x in (("rows", rows.index), ("target", rows.target)):
-        if x.device != logits.device:
-            raise LogitlessError(f"{caller}: {name} is on {x.device} but logits is on {logits.device}.")
-    if shard is not None and shard.stop - shard.start != logits.shape[-1]:
-        raise LogitlessError(
-            f"{caller}: shard holds columns {shard.start} to {shard.stop} ({shard.stop - shard.start} of them) but "
-            f"logits has {logits.shape[-1]} columns."
-        )
-
-
-def check_overwrite(logits: Tensor) -> None:
-    if not (torch.is_grad_enabled() and logits.requires_grad):
-        return
-    problem, advice = None, "Pass the model's own output"
-    if logits.is_leaf:
-        problem = "are a leaf, whose data backward must not replace by its gradient"
-    elif logits._is_view():
-        problem = "are a view, so that whoever holds the base would read gradients in place of logits"
-        advice = "Pass the tensor it was cut from (any [..., V] shape will do)"
-    elif not logits.is_contiguous():
-        problem = "are not contiguous"
-    if problem:
-        raise LogitlessError(
-            f"logprobs: overwrite_logits=True, but the logits {problem}. {advice}, or drop the option."
-        )
-
-
-# Checks of hidden states and weight.
-
-
-def _check_tokens(hidden: Tensor, weight: Tensor, rows: Rows, asked: Options) -> None:
-    ranks = asked.shard.group.size() if asked.sequence_parallel and asked.shard is not None else 1
-    num_tokens = hidden.shape[:-1].numel() * ranks
-    if (rows.num_tokens is not None and rows.num_tokens != num_tokens) or rows.reach > num_tokens:
-        wanted = f"at least {rows.reach}" if rows.num_tokens is None else rows.num_tokens
-        raise LogitlessError(f"{asked.caller}: rows were made for {wanted} tokens but hidden holds {num_tokens}.")
-    first, *more = hidden.shape[:-1] or (1,)
-    _check_order(asked.caller, "hidden", [first * ranks, *more], rows)
-    tensors = {"weight": weight, "rows": rows.index, "target": rows.target}
-    for what, x in {**tensors, "bias": asked.bias, "weight_grad": asked.weight_grad}.items():
-        if x is not None and x.device != hidden.device:
-            raise LogitlessError(f"{asked.caller}: {what} is on {x.device} but hidden is on {hidden.device}.")
-
-
-def _check_operands(hidden: Tensor, weight: Tensor, asked: Options) -> None:
-    name, bias, weight_grad, shard = asked.caller, asked.bias, asked.weight_grad, asked.shard
-    if not isinstance(hidden, Tensor) or hidden.dtype not in FLOATS or hidden.dim() < 1:
-        came = f"{list(hidden.shape)} {hidden.dtype}" if isinstance(hidden, Tensor) else type(hidden).__name__
-        raise LogitlessError(f"{name}: hidden must be [..., D] of {[str(d) for d in FLOATS]} but is {came}.")
-    for what, x in (("weight", weight), ("bias", bias), ("weight_grad", weight_grad)):
-        if not isinstance(x, Tensor) and (x is not None or what == "weight"):
-            raise LogitlessError(f"{name}: {what} must be a tensor but is {type(x).__name__}.")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        hint = " Did you pass the transposed head?" if weight.dim() == 2 and weight.shape[0] == hidden.shape[-1] else ""
-        raise LogitlessError(
-            f"{name}: weight must be [V, {hidden.shape[-1]}] to go with hidden of size {hidden.shape[-1]} but is "
-            f"{list(weight.shape)}.{hint}"
-        )
-    if weight.dtype != hidden.dtype:
-        raise LogitlessError(
-            f"{name}: weight is {weight.dtype} but hidden is {hidden.dtype}. Cast one of them, or call under autocast."
-        )
-    if bias is not None and (tuple(bias.shape) != (weight.shape[0],) or not bias.is_floating_point()):
-        raise LogitlessError(f"{name}: bias must be [{weight.shape[0]}] floats but is {list(bias.shape)} {bias.dtype}.")
-    if weight_grad is not None and (weight_grad.shape != weight.shape or weight_grad.dtype != torch.float32):
-        raise LogitlessError(
-            f"{name}: weight_grad must be float32 {list(weight.shape)} but is {weight_grad.dtype} "
-            f"{list(weight_grad.shape)}."
-        )
-    if asked.kept is not None and asked.batch_invariant:
-        raise LogitlessError(
-            f"{name}: kept= takes tiles of all rows, and batch_invariant=True tiles of one height whatever the batch. "
-            f"Drop one of them."
-        )
-    if asked.match not in (None, "bfloat16", "float16"):
-        raise LogitlessError(f'{name}: match must be None, "bfloat16" or "float16" but is {asked.match!r}.')
-    if shard is not None and shard.stop - shard.start != weight.shape[0]:
-        raise LogitlessError(
-            f"{name}: shard holds columns {shard.start} to {shard.stop} ({shard.stop - shard.start} of them) but "
-            f"weight has {weight.shape[0]} rows."
-        )
-
-
-def _check_parallel(asked: Options) -> None:
-    name = asked.caller
-    if asked.hidden_grad not in ("reduced", "partial"):
-        raise LogitlessError(f'{name}: hidden_grad must be "reduced" or "partial" but is {asked.hidden_grad!r}.')
-    if asked.sequence_parallel and (asked.shard is None or asked.shard.group is None):
-        raise LogitlessError(f"{name}: sequence_parallel=True needs a shard with a group to gather over.")
-    if asked.sequence_parallel and asked.hidden_grad == "partial":
-        raise LogitlessError(
-            f"{name}: sequence_parallel=True gathers hidden here, so its gradient is summed and scattered here too. "
-            f'hidden_grad="partial" is for callers that gather hidden themselves and pass it whole.'
-        )

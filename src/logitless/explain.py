@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from logitless.from_hidden.logprobs import linear_plan
-from logitless.from_hidden.plan import LinearPlan
+from logitless.from_hidden.plan import LinearPlan, SupportPlan
 from logitless.objectives import Objective
 from logitless.policy_loss.loss import loss_plan
 from logitless.policy_loss.plan import LossPlan
@@ -15,7 +15,7 @@ from logitless.policy_loss.plan import LossPlan
 
 def explain(
     hidden: Tensor, weight: Tensor, rows: Any, *, objective: Objective | None = None, **options: Any
-) -> LinearPlan | LossPlan:
+) -> LinearPlan | SupportPlan | LossPlan:
     """Which route :func:`linear_logprobs` takes with these arguments, and why; with an objective,
     :func:`linear_policy_loss`. Computes nothing.
 

@@ -17,15 +17,24 @@ from torch import Tensor
 
 from logitless.backends import run_gradient, run_statistics
 from logitless.backends.contract import Problem
-from logitless.call import Call, Options, local_part, resolve_logits, together, untraced
+from logitless.call import Call, local_part, resolve_logits, together, untraced
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.kept import Kept
 from logitless.notes import explained
+from logitless.options import Options, Scope
 from logitless.results import in_shape, row_results, target_column
 from logitless.rows import Rows
 from logitless.softmax import ELSEWHERE, Normaliser, coefficients
 from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard
-from logitless.support import KeptLogits, Support, kept_gradient, kept_statistics, write_kept
+from logitless.support import (
+    KeptLogits,
+    Support,
+    kept_gradient,
+    kept_statistics,
+    support_gradient,
+    support_statistic,
+    write_kept,
+)
 
 
 def logprobs(
@@ -36,6 +45,7 @@ def logprobs(
     head: Head | None = None,
     shard: VocabShard | None = None,
     kept: Kept | None = None,
+    scope: Scope = "vocabulary",
     overwrite_logits: bool = False,
     backend: str = "auto",
     memory: int | str = "16MiB",
@@ -56,6 +66,8 @@ def logprobs(
         shard: which columns live here, and the group that holds the rest. One ``all_gather`` in forward, nothing in
             backward: every rank of the group must go on to compute the same loss.
         kept: ids the sampler kept; the log-prob is normalised over them.
+        scope: what entropy and log Z are over. ``"support"``: like the log-prob, over the kept ids and the target.
+            Their logits are all that is read, and there is no log Z.
         overwrite_logits: write the gradient over the logits in backward instead of into a new buffer. The logits
             must be neither a leaf nor a view, and are lost after backward.
         backend: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see :func:`choose_backend`.
@@ -77,7 +89,14 @@ def logprobs(
     """
     # By name, since torch.compile up to 2.12 does not trace locals().
     options = Options(
-        entropy=entropy, head=head, shard=shard, kept=kept, backend=backend, memory=memory, caller="logprobs"
+        entropy=entropy,
+        head=head,
+        shard=shard,
+        kept=kept,
+        scope=scope,
+        backend=backend,
+        memory=memory,
+        caller="logprobs",
     )
     with explained(options.caller, memory):
         logits = local_part(options, "logits", logits, logits.dim() - 1 if isinstance(logits, Tensor) else None)
@@ -93,7 +112,7 @@ def score_logits(logits: Tensor, call: Call) -> TokenStats:
     # Collectives and the bookkeeping of overwriting are not traced.
     traced = call.group is None and not call.overwrite
     logprob, log_z, *entropy = (_LogProbs.apply if traced else untraced(_LogProbs.apply))(*arguments)
-    return TokenStats(logprob, entropy[0] if entropy else None, log_z)
+    return TokenStats(logprob, entropy[0] if entropy else None, None if call.over_support else log_z)
 
 
 class _Saved(NamedTuple):
@@ -131,9 +150,13 @@ class _LogProbs(torch.autograd.Function):
         """Log-prob, log Z and, if wanted, entropy: the compiler takes no None among the results."""
         column = target_column(target, call.start, call.columns)
         problem = _problem(logits, index, column, gain, call)
-        statistic = run_statistics(call.backend, problem)
         gathered = _gather_support(kept_ids, kept_lengths, target, problem, call)
-        support = None if gathered is None else kept_statistics(gathered)
+        support = None
+        if gathered is not None and call.over_support:
+            statistic = support_statistic(gathered)
+        else:
+            statistic = run_statistics(call.backend, problem)
+            support = None if gathered is None else kept_statistics(gathered)
         results = row_results(statistic, support, target == IGNORE, call.entropy, call.group)
         ctx.set_materialize_grads(False)
         if call.asked.entropy == "value":
@@ -199,15 +222,20 @@ def _logits_gradient(
     g_logprob = torch.zeros_like(logprob) if g_logprob is None else g_logprob.contiguous()
     # The compiler passes zeros for a result that has no gradient.
     g_entropy = None if saved.mean is None else g_entropy
-    if saved.kept_reference is None or saved.kept_log_sum is None:
+    gathered = _gather_support(saved.kept_ids, saved.kept_lengths, saved.target, problem, call)
+    ignored = saved.target == IGNORE
+    if gathered is not None and call.over_support:
+        coef = coefficients(logprob, norm, saved.mean, g_logprob, g_entropy, None)
+        out.zero_()
+        write_kept(gathered, support_gradient(gathered, norm, coef, ignored), out, out_index)
+    elif saved.kept_reference is None or saved.kept_log_sum is None:
         coef = coefficients(logprob, norm, saved.mean, g_logprob, g_entropy, g_log_z)
         run_gradient(call.backend, problem, norm, coef, out, out_index)
     else:
-        gathered = _gather_support(saved.kept_ids, saved.kept_lengths, saved.target, problem, call)
         assert gathered is not None
         coef = coefficients(logprob, norm, saved.mean, torch.zeros_like(g_logprob), g_entropy, g_log_z)
         dense = coef if g_entropy is not None or g_log_z is not None else None
-        kept_norm, ignored = Normaliser(saved.kept_reference, saved.kept_log_sum), saved.target == IGNORE
+        kept_norm = Normaliser(saved.kept_reference, saved.kept_log_sum)
         values = kept_gradient(gathered, kept_norm, logprob, g_logprob, norm, dense, ignored)
         if dense is None:
             out.zero_()

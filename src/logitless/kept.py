@@ -2,7 +2,7 @@
 
 A rollout engine that truncates its distribution sampled from ``softmax(z[support])``. Training on the full softmax
 would compare two different distributions, so the log-prob is normalised over the support, with the target forced
-in. Entropy and log Z stay those of the whole row.
+in. Entropy and log Z stay those of the whole row, unless the call's scope is the support.
 
 Engines report such ids in several forms; each has a constructor here that checks it.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +55,85 @@ class Kept:
         object.__setattr__(self, "lengths", tracked_by_autograd(self.lengths.to(torch.int64)))
 
     @staticmethod
+    def from_offsets(ids: Tensor, offsets: Tensor) -> Kept:
+        """From ids end to end and ``[R + 1]`` offsets: row r has ``ids[offsets[r] : offsets[r + 1]]``.
+
+        >>> Kept.from_offsets(torch.tensor([5, 7, 9]), torch.tensor([0, 2, 2, 3])).lengths.tolist()
+        [2, 0, 1]
+        """
+        _check_integers("from_offsets", "offsets", offsets, 1)
+        if not len(offsets):
+            raise LogitlessError("Kept.from_offsets: offsets must have an entry more than there are rows but has none.")
+        if inspectable(offsets) and int(offsets[0]) != 0:
+            raise LogitlessError(f"Kept.from_offsets: offsets must begin with 0 but begin with {int(offsets[0])}.")
+        return Kept(ids, offsets.diff())
+
+    @staticmethod
+    def from_lists(lists: Sequence[Sequence[int]], device: torch.device | str | None = None) -> Kept:
+        """From one list of ids for each row.
+
+        >>> Kept.from_lists([[5, 7], [], [9]]).lengths.tolist()
+        [2, 0, 1]
+        """
+        lengths = [len(ids) for ids in lists]
+        flat = torch.tensor([i for ids in lists for i in ids], dtype=torch.int64, device=device)
+        return Kept(flat, torch.tensor(lengths, dtype=torch.int64, device=device))
+
+    @staticmethod
+    def from_padded(ids: Tensor) -> Kept:
+        """From ``[R, K]`` ids, as top-k returns them; negative ids are padding, wherever they stand.
+
+        >>> Kept.from_padded(torch.tensor([[5, 7], [9, -1]])).ids.tolist()
+        [5, 7, 9]
+        """
+        _check_integers("from_padded", "ids", ids, 2)
+        real = ids >= 0
+        return Kept(ids[real], real.sum(1))
+
+    @staticmethod
+    def from_mask(mask: Tensor) -> Kept:
+        """From a ``[R, V]`` boolean mask, True at ids that were kept (min-p, a grammar).
+
+        >>> Kept.from_mask(torch.tensor([[True, False, True], [False, True, False]])).ids.tolist()
+        [0, 2, 1]
+        """
+        if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype != torch.bool:
+            came = f"{list(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+            raise LogitlessError(f"Kept.from_mask: mask must be [R, V] torch.bool but is {came}.")
+        return Kept(mask.nonzero()[:, 1], mask.sum(1))
+
+    @staticmethod
+    def from_bits(words: Tensor, vocab_size: int) -> Kept:
+        """From ``[R, W]`` integers whose bits are such a mask: bit b of word w is id ``b + w * bits``, lowest first.
+
+        >>> Kept.from_bits(torch.tensor([[0b101], [0b010]], dtype=torch.int32), 3).ids.tolist()
+        [0, 2, 1]
+        """
+        _check_integers("from_bits", "words", words, 2)
+        bits = 8 * words.element_size()
+        if not 0 <= words.shape[1] * bits - vocab_size < bits:
+            raise LogitlessError(
+                f"Kept.from_bits: words of {bits} bits must be [R, {-(-vocab_size // bits)}] for a vocabulary of "
+                f"{vocab_size} but are {list(words.shape)}."
+            )
+        places = torch.arange(bits, device=words.device, dtype=words.dtype)
+        mask = (words[:, :, None] >> places) & 1
+        return Kept.from_mask(mask.bool().flatten(1)[:, :vocab_size])
+
+    @staticmethod
+    def from_engine(rows: Rows, supports: Sequence[Any]) -> Kept:
+        """The kept ids of the scored rows, out of what a rollout engine returned for every response.
+
+        Args:
+            rows: the rows that are scored.
+            supports: one for each sample, for all its response tokens: an object with ``token_ids`` and ``offsets``
+                (vLLM's ``SamplingMask``) or ``token_ids`` and ``lengths``; or one list of ids per token (SGLang's
+                ``output_token_sampling_mask``).
+        """
+        runs = [_response(sample, support) for sample, support in enumerate(supports)]
+        return Kept.from_responses(rows, [ids for ids, _ in runs], [lengths for _, lengths in runs])
+
+    @staticmethod
     def from_responses(rows: Rows, ids: Sequence[Tensor], lengths: Sequence[Tensor]) -> Kept:
         """The kept ids of the scored rows, out of the ids that were recorded for every response token.
 
@@ -89,3 +169,33 @@ class Kept:
         row = torch.repeat_interleave(torch.arange(len(response), device=runs.device), lengths_R)
         within = torch.arange(len(row), device=runs.device) - (lengths_R.cumsum(0) - lengths_R)[row]
         return Kept(flat[starts_R[row] + within].to(rows.index.device), lengths_R.to(rows.index.device))
+
+
+def _response(sample: int, support: Any) -> tuple[Tensor, Tensor]:
+    """Ids and lengths of one response, from whichever form an engine has for it."""
+    ids = getattr(support, "token_ids", None)
+    if ids is not None:
+        ids, offsets = torch.as_tensor(ids), getattr(support, "offsets", None)
+        lengths = getattr(support, "lengths", None) if offsets is None else torch.as_tensor(offsets).diff()
+        if lengths is not None:
+            return ids.to(torch.int64), torch.as_tensor(lengths).to(torch.int64)
+    elif isinstance(support, Sequence) and not isinstance(support, str):
+        for position, token in enumerate(support):
+            if not isinstance(token, Sequence):
+                raise LogitlessError(
+                    f"Kept.from_engine: sample {sample} has no list of ids for response token {position} but "
+                    f"{type(token).__name__}. An engine that recorded nothing there sampled from the whole vocabulary: "
+                    f"leave that row out, or score it without kept."
+                )
+        kept = Kept.from_lists(support)
+        return kept.ids, kept.lengths
+    raise LogitlessError(
+        f"Kept.from_engine: sample {sample} must have token_ids with offsets or lengths, or a list of ids for each "
+        f"response token, but is {type(support).__name__}."
+    )
+
+
+def _check_integers(caller: str, name: str, x: Any, dims: int) -> None:
+    if not isinstance(x, Tensor) or x.dim() != dims or x.is_floating_point() or x.dtype == torch.bool:
+        came = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise LogitlessError(f"Kept.{caller}: {name} must be a {dims}-D integer tensor but is {came}.")

@@ -221,6 +221,16 @@ def narrowing_sizes(columns: int) -> dict[str, Any]:
     return {"BLOCK": min(2048, _power_of_two(columns)), "num_warps": 16 if columns > TILE else 4}
 
 
+def dots_sizes(width: int) -> dict[str, Any]:
+    """Pairs per program, columns per step, loads in flight and warps of the kernel of listed dot products."""
+    return {"ENTRIES": 16, "BLOCK": min(256, _power_of_two(width)), "STAGES": 3, "num_warps": 4}
+
+
+def sums_sizes(width: int) -> dict[str, Any]:
+    """Entries per step, columns per program, loads in flight and warps of the kernel of listed sums."""
+    return {"ENTRIES": 8, "BLOCK": min(512, _power_of_two(width)), "STAGES": 3, "num_warps": 4}
+
+
 def _power_of_two(n: int) -> int:
     """Smallest power of two that is at least ``n`` and 16."""
     return max(16, 1 << max(n - 1, 0).bit_length())

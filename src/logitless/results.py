@@ -80,5 +80,5 @@ def in_shape(stats: TokenStats, shape: tuple[int, ...]) -> TokenStats:
     """``[R]`` results in the caller's shape. Vectors stay as they are: FSDP warns of modules that return views."""
     if len(shape) == 1:
         return stats
-    reshaped = None if stats.entropy is None else stats.entropy.reshape(shape)
-    return TokenStats(stats.logprob.reshape(shape), reshaped, stats.log_z.reshape(shape))
+    entropy, log_z = (None if x is None else x.reshape(shape) for x in (stats.entropy, stats.log_z))
+    return TokenStats(stats.logprob.reshape(shape), entropy, log_z)

@@ -34,12 +34,13 @@ class TokenStats(NamedTuple):
     Attributes:
         logprob: ``[R]`` log-probability of each target; differentiable.
         entropy: ``[R]`` entropy in nats, or None. Differentiable only if ``"grad"`` was asked for.
-        log_z: ``[R]`` log of the normaliser over the whole vocabulary; differentiable.
+        log_z: ``[R]`` log of the normaliser over the whole vocabulary; differentiable. None with ``scope="support"``,
+            where a row with one id is not even multiplied.
     """
 
     logprob: Tensor
     entropy: Tensor | None
-    log_z: Tensor
+    log_z: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)

@@ -168,13 +168,13 @@ def support_statistic(k: KeptLogits) -> Tensor:
 
 
 def support_gradient(k: KeptLogits, norm: Normaliser, coef: Coefficients, ignored: Tensor) -> Tensor:
-    """``[K + R]`` gradient of the raw logits of such rows: once per id, 0 for ids that are elsewhere."""
+    """``[K + R]`` gradient at each raw logit of such rows; an id that stands there twice has it twice."""
     d = k.z - norm.reference[k.row]
     dz = coef.plain[k.row]
     if coef.product is not None:
         dz = dz + coef.product[k.row] * d.clamp_min(FLOOR)
     dz = torch.where(k.is_target, coef.at_target[k.row], (d - norm.log_sum[k.row]).exp() * dz)
-    return torch.where(k.first & k.here & ~ignored[k.row], dz * k.slope, 0.0)
+    return (dz * k.slope).masked_fill(ignored[k.row], 0.0)
 
 
 def _segment(x: Tensor, how: str, lengths: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.from_logits import logprobs
 from logitless.kept import Kept
+from logitless.options import Scope
 from logitless.rows import Rows
 from logitless.spec import EntropyMode, Head, TokenStats
 
@@ -88,7 +89,7 @@ class Scoring:
     Args:
         rows: the rows to score, made for the local ``[b, s]`` batch (``Rows.padded``) or pack (``Rows.packed``);
             None scores every position against the ``labels`` given to the model.
-        entropy, head, kept, match, memory: as for :func:`logitless.linear_logprobs`.
+        entropy, head, kept, scope, match, memory: as for :func:`logitless.linear_logprobs`.
 
     >>> Scoring(head=Head(temperature=0.7), entropy="value").entropy
     'value'
@@ -98,6 +99,7 @@ class Scoring:
     entropy: EntropyMode = None
     head: Head | None = None
     kept: Kept | None = None
+    scope: Scope = "vocabulary"
     match: Literal["bfloat16", "float16"] | None = None
     memory: int | str = "256MiB"
 
@@ -149,6 +151,7 @@ def output_processor(
         head=_scaled(asked.head or Head(), scale_logits),
         shard=shard,
         kept=asked.kept,
+        scope=asked.scope,
         hidden_grad="partial" if getattr(output_layer, "disable_grad_reduce", False) else "reduced",
         sequence_parallel=split,
         weight_grad=main_grad,

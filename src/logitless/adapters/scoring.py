@@ -115,6 +115,7 @@ def without_outside(target: Tensor, vocab_size: int, score: Callable[[Tensor], T
     """
     outside = (target < 0) | (target >= vocab_size)
     out = score(target.masked_fill(outside, 0))
+    assert out.log_z is not None
     # Zero, with the gradient of -log Z.
     nothing = out.log_z.detach() - out.log_z
     return torch.where(outside, nothing, out.logprob)

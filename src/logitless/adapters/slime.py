@@ -242,6 +242,8 @@ def _score(
     head = Head(temperature=getattr(args, "rollout_temperature", 1.0))
     memory = _memory(options, args.log_probs_chunk_size, logits.shape[-1])
     shared: dict[str, Any] = {"entropy": entropy, "head": head, "shard": shard, "memory": memory}
+    # Where nothing over the whole vocabulary is asked for, nothing of it is read.
+    shared["scope"] = "support" if kept is not None and entropy is None else "vocabulary"
     shared["overwrite_logits"] = options["overwrite_logits"] and tracked(logits)
     if options["response_only"]:
         out = logprobs(logits, rows, kept=kept, **shared)

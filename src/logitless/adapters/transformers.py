@@ -31,6 +31,7 @@ from logitless.call import resolve_rows
 from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.kept import Kept
+from logitless.options import Scope
 from logitless.spec import EntropyMode, Head, TokenStats, VocabShard, shard_of
 
 TESTED = (
@@ -71,7 +72,7 @@ class CausalLMScores(NamedTuple):
 
     logprob: Tensor
     entropy: Tensor | None
-    log_z: Tensor
+    log_z: Tensor | None
     backbone: Any
 
 
@@ -93,13 +94,14 @@ class _Question:
     rows: Any
     entropy: EntropyMode
     kept: Kept | None
+    scope: Scope
     head: Head
     shard: VocabShard | None
     options: Mapping[str, Any]
 
 
 def patch(model: Any, *, verify: bool = True, audit: int | Audit = 0, **options: Any) -> Any:
-    """Teach a causal LM's forward the keywords ``rows``, ``entropy``, ``temperature`` and ``kept``.
+    """Teach a causal LM's forward the keywords ``rows``, ``entropy``, ``temperature``, ``kept`` and ``scope``.
 
     Same as ``logprobs(model(...).logits, rows, entropy=entropy, head=Head(temperature))``, without the logits.
 
@@ -174,7 +176,7 @@ def _wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, rows: Any = None, **kwargs: Any) -> Any:
         if rows is not None:
             return _score(self, rows, args, kwargs)
-        for name in ("entropy", "temperature", "kept"):
+        for name, _ in _KEYWORDS:
             if name in kwargs:
                 raise LogitlessError(f"{type(self).__name__}.forward: {name} was given without rows.")
         return self._logitless.original(*args, **kwargs)
@@ -191,7 +193,7 @@ def _score(
 ) -> CausalLMScores:
     """Run the backbone, then score the rows with the head."""
     name, patched = f"{type(model).__name__}.forward", model._logitless
-    entropy, temperature, kept = (kwargs.pop(key, default) for key, default in _KEYWORDS)
+    entropy, temperature, kept, scope = (kwargs.pop(key, default) for key, default in _KEYWORDS)
     inputs = {**_by_name(name, type(model).forward, args), **kwargs}
     for refused in ("labels", "logits_to_keep", "shift_labels"):
         # Callers may pass logits_to_keep by name with its default, 0.
@@ -207,7 +209,7 @@ def _score(
         )
     hidden = hidden.to(layer.weight.device)
     question = _Question(
-        rows, entropy, kept, replace(patched.head, temperature=temperature), patched.shard, patched.options
+        rows, entropy, kept, scope, replace(patched.head, temperature=temperature), patched.shard, patched.options
     )
     stats = _ask(name, layer, hidden, question)
     _audit(name, patched.audit, layer, hidden, question, stats)
@@ -222,7 +224,7 @@ def _by_name(name: str, forward: Callable[..., Any], args: tuple[Any, ...]) -> d
     return {parameter.name: value for parameter, value in zip(parameters[: len(args)], args, strict=True)}
 
 
-_KEYWORDS = (("entropy", None), ("temperature", 1.0), ("kept", None))
+_KEYWORDS = (("entropy", None), ("temperature", 1.0), ("kept", None), ("scope", "vocabulary"))
 
 
 def _ask(name: str, layer: Any, hidden: Tensor, question: _Question) -> TokenStats:
@@ -251,6 +253,7 @@ def _answer(layer: Any, hidden: Tensor, question: _Question) -> TokenStats:
         head=question.head,
         shard=question.shard,
         kept=question.kept,
+        scope=question.scope,
         **question.options,
     )
 
@@ -271,7 +274,7 @@ def _audit(name: str, audit: Audit, layer: Any, hidden: Tensor, question: _Quest
         rows.target,
         bias=_local(layer.bias),
         logprob=stats.logprob if question.kept is None else None,
-        entropy=stats.entropy,
+        entropy=stats.entropy if question.scope == "vocabulary" else None,
         head=question.head,
         shard=question.shard,
         match=question.options.get("match"),

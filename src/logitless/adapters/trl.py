@@ -140,6 +140,7 @@ def _several(
     """K log-probs per row, all with the log Z of the row."""
     first = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     log_z = _one_pass(logits, first, temperature, None, None, options).log_z
+    assert log_z is not None
     chosen = logits.gather(-1, index.long()).to(log_z.dtype) / temperature - log_z.unsqueeze(-1)
     return chosen if row_mask is None else chosen.masked_fill(row_mask == 0, 0.0)
 

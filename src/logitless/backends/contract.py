@@ -5,13 +5,18 @@ A backend is a module with two functions that every path needs:
     statistics(problem, out=None) -> [4, R]                     the statistic of each row, into ``out`` if given
     gradient(problem, norm, coef, out, out_index) -> None       d logits, written over all of ``out``
 
-and five for the paths from hidden states:
+five for the paths from hidden states:
 
     gradient_over(problem, norm, coef, dtype) -> [R, V]         d logits in a narrower dtype, over the logits themselves
     exponentials(problem, stats, running, out, slope) -> None   the statistic, and e^(z - reference), 0 at the target
     gradient_from(problem, references, slab, norm, coef, out)   d logits where problem.logits are such exponentials
     rescale(x, factor, out) -> None                             out = x * factor, row by row
     mix(x, by, y, index, times, out) -> None                    out = x * by + y[index] * times, row by row
+
+and two for supports from hidden states, where there are no logits, on flat lists of pairs of rows:
+
+    dots(x, at_x, y, at_y, out, memory) -> None                 out[e] = x[at_x[e]] . y[at_y[e]]
+    sums(factor, x, at, starts, out, place, add, memory)        out[place[i]] = sum of factor[e] x[at[e]], e in part i
 
 Backends know nothing of samples, masks, shards or autograd. ``out`` may be the logits themselves, with
 ``out_index is problem.index``: a backend reads what it needs of a row before it writes there. An index of None means

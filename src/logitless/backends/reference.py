@@ -131,3 +131,48 @@ def mix(x: Tensor, by: Tensor, y: Tensor, index: Tensor, times: Tensor, out: Ten
     """``out[i] = x[i] * by[i] + y[index[i]] * times[i]``, summed in the dtype of ``by`` and rounded once."""
     wide = by.dtype
     out.copy_(x.to(wide) * by[:, None] + y.index_select(0, index).to(wide) * times[:, None])
+
+
+def dots(x: Tensor, at_x: Tensor, y: Tensor, at_y: Tensor, out: Tensor, memory: int) -> None:
+    """``out[e] = x[at_x[e]] . y[at_y[e]]``, summed in ``out``'s dtype; 0 where ``at_y`` is negative."""
+    product = x[at_x].to(out.dtype) * y[at_y.clamp_min(0)].to(out.dtype)
+    out.copy_(product.sum(-1).masked_fill(at_y < 0, 0.0))
+
+
+def sums(
+    factor: Tensor,
+    x: Tensor,
+    at: Tensor,
+    starts: Tensor,
+    out: Tensor,
+    place: Tensor | None = None,
+    *,
+    add: bool,
+    memory: int,
+) -> None:
+    """Row ``place[i]`` of ``out`` is the sum of ``factor[e] x[at[e]]`` over ``e`` in ``starts[i] .. starts[i + 1]``.
+
+    Summed in ``factor``'s dtype and in the order of the entries, and rounded once. With ``add`` the sum is added to
+    what is there; otherwise rows that have no sum become 0.
+    """
+    total = torch.zeros(out.shape, dtype=factor.dtype, device=out.device)
+    add_entries(factor, x, at, segments(starts, len(factor), place), total)
+    out.add_(total) if add else out.copy_(total)
+
+
+def segments(starts: Tensor, count: int, place: Tensor | None) -> Tensor:
+    """``[count]`` row that each entry is added to; -1 for entries behind the last sum."""
+    entry = torch.arange(count, device=starts.device)
+    segment = torch.searchsorted(starts, entry, right=True) - 1
+    inside = segment < len(starts) - 1
+    segment = segment.clamp_max(max(len(starts) - 2, 0))
+    return torch.where(inside, segment if place is None else place[segment], -1)
+
+
+def add_entries(factor: Tensor, x: Tensor, at: Tensor, to: Tensor, out: Tensor) -> None:
+    """``out[to[e]] += factor[e] x[at[e]]`` in order. Where the factor is 0, x is not looked at."""
+    rows = x[at].to(factor.dtype)
+    terms = torch.where((factor == 0)[:, None], 0.0, rows * factor[:, None])
+    # Neither adds in parallel: index_put on a GPU sorts first, where index_add is atomic; on a CPU it is the other way.
+    into = to.clamp_min(0)
+    out.index_put_((into,), terms, accumulate=True) if out.is_cuda else out.index_add_(0, into, terms)

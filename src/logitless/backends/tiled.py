@@ -159,6 +159,41 @@ def mix(x: Tensor, by: Tensor, y: Tensor, index: Tensor, times: Tensor, out: Ten
         whole.mix(x[rows], by[rows], y, index[rows], times[rows], out[rows])
 
 
+def dots(x: Tensor, at_x: Tensor, y: Tensor, at_y: Tensor, out: Tensor, memory: int) -> None:
+    """Same as :func:`logitless.backends.reference.dots`, some entries at a time."""
+    for some in _entry_pieces(x, out, memory):
+        whole.dots(x, at_x[some], y, at_y[some], out[some], memory)
+
+
+def sums(
+    factor: Tensor,
+    x: Tensor,
+    at: Tensor,
+    starts: Tensor,
+    out: Tensor,
+    place: Tensor | None = None,
+    *,
+    add: bool,
+    memory: int,
+) -> None:
+    """Same as :func:`logitless.backends.reference.sums`, some entries at a time."""
+    direct = out.dtype == factor.dtype
+    total = out if direct else torch.zeros(out.shape, dtype=factor.dtype, device=out.device)
+    if direct and not add:
+        out.zero_()
+    to = whole.segments(starts, len(factor), place)
+    for some in _entry_pieces(x, factor, memory):
+        whole.add_entries(factor[some], x, at[some], to[some], total)
+    if not direct:
+        out.add_(total) if add else out.copy_(total)
+
+
+def _entry_pieces(x: Tensor, entries: Tensor, memory: int) -> list[slice]:
+    """Ranges of entries whose rows of x, gathered, widened and multiplied, fit the budget."""
+    each = x.shape[1] * (2 * x.element_size() + 3 * entries.element_size())
+    return pieces(len(entries), max(1, memory // max(1, each)), x.is_meta)
+
+
 def _row_pieces(problem: Problem, width: int) -> list[slice]:
     """Ranges of rows for which the half dozen temporaries of the whole-tensor twin, of this width, fit the budget."""
     rows = max(1, problem.memory // (6 * max(1, width) * problem.gain.element_size()))

@@ -15,16 +15,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.call import Call, Options, as_products_take, recorded, resolve_hidden, together, untraced
+from logitless.call import Call, as_products_take, recorded, resolve_hidden, together, untraced
 from logitless.errors import no_second_derivative
 from logitless.from_hidden.exponentials import Exponentials
 from logitless.from_hidden.frozen_head import Unit, statistics_with_unit, unit_gradient
 from logitless.from_hidden.gradients import SupportTerms, Terms, gradients
-from logitless.from_hidden.plan import FIXED_ROWS, LinearPlan, choose_plan
+from logitless.from_hidden.plan import FIXED_ROWS, LinearPlan, SupportPlan, choose_plan
 from logitless.from_hidden.projection import Projection, hidden_gradient, selected_rows
 from logitless.from_hidden.statistics import row_statistics
+from logitless.from_hidden.support import score_support
 from logitless.kept import Kept
 from logitless.notes import explained
+from logitless.options import Options, Scope
 from logitless.results import in_shape, row_results, target_column
 from logitless.rows import Rows
 from logitless.softmax import Normaliser, coefficients
@@ -42,9 +44,11 @@ def linear_logprobs(
     head: Head | None = None,
     shard: VocabShard | None = None,
     kept: Kept | None = None,
+    scope: Scope = "vocabulary",
     hidden_grad: Literal["reduced", "partial"] = "reduced",
     sequence_parallel: bool = False,
     weight_grad: Tensor | None = None,
+    sparse_weight_grad: bool = False,
     match: Literal["bfloat16", "float16"] | None = None,
     tf32: bool = False,
     batch_invariant: bool = False,
@@ -60,6 +64,9 @@ def linear_logprobs(
         weight: ``[V, D]`` of the language-model head, in hidden's dtype. Under a shard, V is the shard's part. A
             DTensor is taken if replicated, or if sharded by rows over the group of ``shard=shard_of(weight)``.
         rows, entropy, head, kept: as for :func:`logprobs`.
+        scope: what entropy and log Z are over. ``"support"``: like the log-prob, over the kept ids and the target, from
+            dot products with those rows of the weight alone. No product with the vocabulary, no log Z; vectors over all
+            ids are all it takes.
         bias: ``[V]`` of the head, or None.
         shard: which rows of the weight live here, and the group that holds the rest. One ``all_gather`` in forward.
         hidden_grad: under a shard, ``"reduced"`` sums the gradient of hidden over the group; ``"partial"`` leaves this
@@ -68,6 +75,8 @@ def linear_logprobs(
             gradient comes back summed and scattered.
         weight_grad: float32 ``[V, D]`` buffer that the weight's gradient is added to in backward (Megatron's
             ``main_grad``). ``weight.grad`` is then left alone.
+        sparse_weight_grad: with ``scope="support"``, the weight's gradient as a sparse tensor of the rows that have
+            one, as ``torch.optim.SparseAdam`` takes it. Counting them makes the device wait.
         match: round the logits to this dtype, as a rollout engine with a half-precision head does; the softmax stays in
             float32 and the gradient passes through the rounding.
         tf32: allow TF32 products of float32 operands.
@@ -96,8 +105,10 @@ def linear_logprobs(
         return in_shape(score(hidden, weight, call, plan), call.shape)
 
 
-def score(hidden: Tensor, weight: Tensor, call: Call, plan: LinearPlan) -> TokenStats:
+def score(hidden: Tensor, weight: Tensor, call: Call, plan: LinearPlan | SupportPlan) -> TokenStats:
     """``[R]`` results of a call that was checked."""
+    if isinstance(plan, SupportPlan):
+        return score_support(hidden, weight, call)
     return TokenStats(*_LinearLogProbs.apply(hidden, weight, call.asked.bias, call, plan))
 
 
@@ -106,13 +117,13 @@ def head_fact(trained: bool) -> dict[str, bool]:
     return {"whether weight or bias needs a gradient": trained}
 
 
-def linear_plan(hidden: Tensor, weight: Tensor, rows: Any, **options: Any) -> LinearPlan:
+def linear_plan(hidden: Tensor, weight: Tensor, rows: Any, **options: Any) -> LinearPlan | SupportPlan:
     """Which route :func:`linear_logprobs` takes with these arguments, and why. Computes nothing."""
     hidden, weight, asked = as_products_take(hidden, weight, Options.named(options, "linear_logprobs"))
     return _resolve(hidden, weight, rows, asked)[1]
 
 
-def _resolve(hidden: Tensor, weight: Tensor, rows: Any, asked: Options) -> tuple[Call, LinearPlan]:
+def _resolve(hidden: Tensor, weight: Tensor, rows: Any, asked: Options) -> tuple[Call, LinearPlan | SupportPlan]:
     call = resolve_hidden(hidden, weight, rows, asked)
     return call, choose_plan(call, recorded(hidden, weight, asked.bias))
 

@@ -4,6 +4,7 @@
     frozen      2 products    only hidden does, and entropy is not differentiated: unit gradients in forward
     keep        3 products    16-bit exponentials of all rows fit the budget: backward need not recompute logits
     recompute   4 products    everything else; with the exponentials of some rows stored, between 3 and 4
+    support     0 products    scope="support": the sampler kept few ids, and nothing else is asked for
 
 One product fewer where only hidden, or only the head, needs a gradient. Decided from shapes, options and one memory
 budget, before anything runs. How large a tile should be is in ``machine``.
@@ -93,12 +94,36 @@ class LinearPlan:
         return f"{self.kind}: {products} matrix {noun}, because {self.reason}. {tiles}."
 
 
-def choose_plan(call: Call, needs: Sequence[bool]) -> LinearPlan:
+ONLY_SUPPORT = "only the ids that the sampler kept and the targets are asked for"
+
+
+@dataclass(frozen=True)
+class SupportPlan:
+    """The route that multiplies single rows of the weight.
+
+    Attributes:
+        ids: kept ids and targets of all rows together.
+        reason: why, in a sentence.
+    """
+
+    ids: int
+    reason: str = ONLY_SUPPORT
+    kind: Literal["support"] = "support"
+    products: int = 0
+
+    def __str__(self) -> str:
+        return f"support: no matrix product, because {self.reason}. {self.ids} dot products."
+
+
+def choose_plan(call: Call, needs: Sequence[bool]) -> LinearPlan | SupportPlan:
     """The route with the fewest products that the call and its budget allow.
 
     Args:
         needs: whether hidden, weight and bias need a gradient.
     """
+    if call.over_support:
+        assert call.asked.kept is not None
+        return SupportPlan(call.asked.kept.ids.numel() + call.num_rows)
     asked, shape = call.asked, Shape.of(call)
     hidden, head = needs[0], any(needs[1:3])
     spare, work = max(0, call.memory - WORK), min(call.memory, WORK)

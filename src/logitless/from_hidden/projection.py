@@ -119,22 +119,30 @@ class Projection:
             raise
 
 
+def gathered_tokens(hidden: Tensor, call: Call) -> Tensor:
+    """``[T, D]`` hidden states of all tokens: a view, or gathered over the group under sequence parallelism."""
+    tokens = hidden.detach().reshape(-1, hidden.shape[-1])
+    return gather_rows_over(call.group, tokens) if call.asked.sequence_parallel else tokens
+
+
 def selected_rows(hidden: Tensor, call: Call) -> Tensor:
     """``[R, D]`` hidden states of the rows: a copy, small beside what it saves, unless the rows are all in order."""
-    tokens = hidden.reshape(-1, hidden.shape[-1])
-    if call.asked.sequence_parallel:
-        tokens = gather_rows_over(call.group, tokens)
+    tokens = gathered_tokens(hidden, call)
     return tokens if call.index is None else tokens.index_select(0, call.index)
 
 
 def hidden_gradient(rows: Tensor, shape: torch.Size, call: Call) -> Tensor:
     """Gradient of the tokens from that of the selected rows, summed over the group as the call asks."""
-    split = call.asked.sequence_parallel
     tokens = rows
     if call.index is not None:
-        num_tokens = shape[:-1].numel() * (call.group.size() if split else 1)
+        num_tokens = shape[:-1].numel() * (call.group.size() if call.asked.sequence_parallel else 1)
         tokens = rows.new_zeros((num_tokens, shape[-1])).index_copy_(0, call.index, rows)
-    if split:
+    return reduced_gradient(tokens, shape, call)
+
+
+def reduced_gradient(tokens: Tensor, shape: torch.Size, call: Call) -> Tensor:
+    """This shard's gradient of all tokens, summed over the group as the call asks, in the shape of hidden."""
+    if call.asked.sequence_parallel:
         tokens = scatter_sum_over(call.group, tokens)
     elif call.asked.hidden_grad == "reduced" and call.group is not None:
         tokens = sum_over(call.group, tokens)

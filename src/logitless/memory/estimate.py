@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from logitless.collectives import DryGroup
-from logitless.from_hidden.plan import LinearPlan
+from logitless.from_hidden.plan import LinearPlan, SupportPlan
 from logitless.machine import CPU, H200, Machine
 from logitless.memory.ledger import Item, Ledger
 from logitless.memory.step import Step
@@ -37,7 +37,7 @@ class Estimate:
 
     path: str
     backend: str | None
-    plan: LinearPlan | LossPlan | None
+    plan: LinearPlan | SupportPlan | LossPlan | None
     forward: tuple[Item, ...]
     backward: tuple[Item, ...]
 
@@ -85,6 +85,7 @@ def estimate(
     bias: bool = False,
     softcap: bool = False,
     kept_ids: int | None = None,
+    scope: Literal["vocabulary", "support"] = "vocabulary",
     overwrite_logits: bool = False,
     weight_grad: bool = False,
     match: Literal["bfloat16", "float16"] | None = None,
@@ -113,6 +114,7 @@ def estimate(
             alone. Names of what the path does not have are passed over.
         bias, softcap, weight_grad: whether there is one.
         kept_ids: kept ids of all rows together; None for none.
+        scope: as the path takes it; ``"support"`` goes with ``kept_ids``.
         tensor_parallel: ranks that share the vocabulary in equal parts.
         objective: of ``linear_policy_loss``, default ``Objective()``. It decides on ``entropy`` there.
         counts: rows of each sample (``rows.counts``), which an objective that takes means over samples asks for;

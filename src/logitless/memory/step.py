@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from logitless.backends import choose_backend
-from logitless.call import Options, recorded, resolve_hidden, resolve_logits
+from logitless.call import recorded, resolve_hidden, resolve_logits
 from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import score
-from logitless.from_hidden.plan import LinearPlan, choose_plan
+from logitless.from_hidden.plan import LinearPlan, SupportPlan, choose_plan
 from logitless.from_logits import score_logits
 from logitless.kept import Kept
 from logitless.machine import Machine
 from logitless.objectives import Objective
+from logitless.options import Options
 from logitless.policy_loss.loss import MEMORY, evaluate
 from logitless.policy_loss.plan import LossPlan, plan_of
 from logitless.rows import Rows
@@ -69,6 +70,7 @@ class Step:
     bias: bool = False
     softcap: bool = False
     kept_ids: int | None = None
+    scope: Literal["vocabulary", "support"] = "vocabulary"
     overwrite_logits: bool = False
     weight_grad: bool = False
     match: Literal["bfloat16", "float16"] | None = None
@@ -120,6 +122,7 @@ class Step:
             head=Head(softcap=20.0) if self.softcap else None,
             shard=shard,
             kept=self._kept(device),
+            scope=self.scope,
             sequence_parallel=self.sequence_parallel,
             weight_grad=weight_grad,
             match=self.match,
@@ -188,7 +191,7 @@ class RunningStep:
     options: Options
     fields: dict[str, Any]
     machine: Machine | None
-    plan: LinearPlan | LossPlan | None = None
+    plan: LinearPlan | SupportPlan | LossPlan | None = None
 
     def __post_init__(self) -> None:
         first, step = next(iter(self.leaves.values())), self.step
@@ -292,6 +295,7 @@ def _check_choices(step: Step) -> None:
         ("device", ("cuda", "cpu")),
         ("entropy", (None, "value", "grad")),
         ("match", (None, "bfloat16", "float16")),
+        ("scope", ("vocabulary", "support")),
     ):
         if getattr(step, name) not in choices:
             raise LogitlessError(f"estimate: {name} must be one of {list(choices)} but is {getattr(step, name)!r}.")
@@ -314,6 +318,8 @@ def _check_combination(step: Step) -> None:
         raise LogitlessError(f'estimate: path "{path}" {wanted}.')
     if step.rows is not None and step.rows > step.tokens:
         raise LogitlessError(f"estimate: rows must be at most tokens, {step.tokens}, but is {step.rows}.")
+    if step.scope == "support" and step.kept_ids is None:
+        raise LogitlessError('estimate: scope="support" needs kept_ids=, the kept ids of all rows together.')
     if path == "torch" and ranks > 1:
         raise LogitlessError(
             'estimate: path "torch" is the log_softmax of one rank. Give the vocabulary of one, and tensor_parallel=1.'

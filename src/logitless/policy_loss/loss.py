@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from logitless.backends import load
-from logitless.call import Call, Options, as_products_take, recorded, resolve_hidden, together, untraced
+from logitless.call import Call, as_products_take, recorded, resolve_hidden, together, untraced
 from logitless.collectives import fingerprint
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.from_hidden.logprobs import head_fact, score
@@ -24,6 +24,7 @@ from logitless.from_hidden.projection import Projection, hidden_gradient, select
 from logitless.kept import Kept
 from logitless.notes import explained
 from logitless.objectives import Inputs, Metrics, Objective
+from logitless.options import Options, Scope
 from logitless.policy_loss.one_pass import OnePass
 from logitless.policy_loss.plan import LossPlan, plan_of, two_pass_memory
 from logitless.results import target_column
@@ -47,9 +48,11 @@ def linear_policy_loss(
     head: Head | None = None,
     shard: VocabShard | None = None,
     kept: Kept | None = None,
+    scope: Scope = "vocabulary",
     hidden_grad: Literal["reduced", "partial"] = "reduced",
     sequence_parallel: bool = False,
     weight_grad: Tensor | None = None,
+    sparse_weight_grad: bool = False,
     grad_scale: float | Tensor = 1.0,
     match: Literal["bfloat16", "float16"] | None = None,
     tf32: bool = False,
@@ -69,8 +72,9 @@ def linear_policy_loss(
     Gradients are made in forward, for an upstream gradient of 1; backward multiplies them by the one that arrives.
 
     Args:
-        hidden, weight, rows, bias, head, shard, kept, hidden_grad, sequence_parallel, match, tf32, batch_invariant,
-            backend: as for :func:`linear_logprobs`. Kept ids and batch invariance take two passes.
+        hidden, weight, rows, bias, head, shard, kept, scope, hidden_grad, sequence_parallel, sparse_weight_grad, match,
+            tf32, batch_invariant, backend: as for :func:`linear_logprobs`. Kept ids and batch invariance take two
+            passes; ``scope="support"`` takes no product at all, and the objective's entropy is that of the support.
         objective: what to minimise.
         weight_grad: float32 ``[V, D]`` buffer that the weight's gradient is added to, *in forward*, times
             ``grad_scale``. ``weight.grad`` is then left alone. Not added to where no gradient is recorded. An
@@ -139,8 +143,8 @@ def evaluate(
     call = replace(call, memory=two_pass_memory(call.memory))
     stats = score(hidden, weight, call, choose_plan(call, recorded(hidden, weight, call.asked.bias)))
     loss, metrics = objective.evaluate(replace(inputs, logprob=stats.logprob, entropy=stats.entropy))
-    assert stats.entropy is not None
-    return loss, metrics, TokenStats(stats.logprob.detach(), stats.entropy.detach(), stats.log_z.detach())
+    entropy, log_z = (None if x is None else x.detach() for x in (stats.entropy, stats.log_z))
+    return loss, metrics, TokenStats(stats.logprob.detach(), entropy, log_z)
 
 
 def loss_plan(hidden: Tensor, weight: Tensor, rows: Any, objective: Objective, **options: Any) -> LossPlan:

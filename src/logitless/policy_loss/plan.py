@@ -2,6 +2,7 @@
 
     one pass      3 products     the objective is evaluated on a chunk of rows while their logits are there
     two passes    4 products     log-probs of all rows first, then the objective, then the logits again
+    support       0 products     log-probs over the sampler's support alone, then the objective
 
 One pass needs every row that a row's loss depends on in the same chunk: any chunk will do for a token-level objective,
 whole samples for a sequence-level one. A chunk holds logits, or 16-bit exponentials of twice as many rows. Decided from
@@ -16,10 +17,11 @@ from typing import Literal
 
 import torch
 
-from logitless.call import Call, Options
-from logitless.from_hidden.plan import Shape, Tiles, chunk_tiles, exponentials_row
+from logitless.call import Call
+from logitless.from_hidden.plan import ONLY_SUPPORT, Shape, Tiles, chunk_tiles, exponentials_row
 from logitless.machine import ALIGNED, ENOUGH, SLAB, Costs, Machine
 from logitless.objectives import Objective
+from logitless.options import Options
 from logitless.spec import parse_memory
 
 WORTHWHILE = 0.97
@@ -32,8 +34,8 @@ class LossPlan:
     """The decision.
 
     Attributes:
-        kind: which of the two routes.
-        chunks: ``(start, stop)`` of each chunk of rows; none in two passes.
+        kind: which of the three routes.
+        chunks: ``(start, stop)`` of each chunk of rows; none but in one pass.
         whole_samples: whether chunks are whole samples.
         columns: of one product.
         tiles: of logits, by which a chunk of exponentials is filled; None where the chunk holds the logits.
@@ -41,7 +43,7 @@ class LossPlan:
         reason: why, in a sentence.
     """
 
-    kind: Literal["one pass", "two passes"]
+    kind: Literal["one pass", "two passes", "support"]
     chunks: tuple[tuple[int, int], ...]
     whole_samples: bool
     columns: int
@@ -57,6 +59,8 @@ class LossPlan:
     def __str__(self) -> str:
         if self.kind == "two passes":
             return f"two passes: 4 matrix products, because {self.reason}."
+        if self.kind == "support":
+            return f"support: no matrix product, because {self.reason}."
         samples = " of whole samples" if self.whole_samples else ""
         content = "logits"
         if self.tiles is not None:
@@ -114,6 +118,8 @@ class LossShape:
 
 def plan_of(call: Call, hidden: int, trained: bool, objective: Objective) -> LossPlan:
     """The decision for a checked call from hidden states of a size."""
+    if call.over_support:
+        return LossPlan("support", (), False, 0, None, 0, ONLY_SUPPORT)
     # Chunks must be the same on every rank of a vocabulary group, each of which takes part in one all_gather per chunk.
     columns = call.columns if call.group is None else -(-call.vocab_size // call.group.size())
     shape = LossShape.of(

@@ -22,11 +22,13 @@ from torch import Tensor
 from logitless.backends.contract import Problem, Running, over
 from logitless.errors import LogitlessError
 from logitless.machine import (
+    dots_sizes,
     exponentials_sizes,
     gradient_from_sizes,
     gradient_sizes,
     narrowing_sizes,
     statistics_sizes,
+    sums_sizes,
 )
 from logitless.softmax import Coefficients, Normaliser
 from logitless.spec import has_values
@@ -219,6 +221,67 @@ def mix(x: Tensor, by: Tensor, y: Tensor, index: Tensor, times: Tensor, out: Ten
     )
 
 
+def dots(x: Tensor, at_x: Tensor, y: Tensor, at_y: Tensor, out: Tensor, memory: int) -> None:
+    """Same as :func:`logitless.backends.reference.dots`; takes no working memory."""
+    sizes = dots_sizes(x.shape[1])
+    _launch(
+        "dots_kernel",
+        -(-len(out) // sizes["ENTRIES"]),
+        on=out,
+        module="gather_kernels",
+        x=x,
+        at_x=at_x,
+        y=y,
+        at_y=at_y,
+        out=out,
+        count=len(out),
+        x_stride=x.stride(0),
+        y_stride=y.stride(0),
+        x_step=x.stride(1),
+        y_step=y.stride(1),
+        width=x.shape[1],
+        **sizes,
+    )
+
+
+def sums(
+    factor: Tensor,
+    x: Tensor,
+    at: Tensor,
+    starts: Tensor,
+    out: Tensor,
+    place: Tensor | None = None,
+    *,
+    add: bool,
+    memory: int,
+) -> None:
+    """Same as :func:`logitless.backends.reference.sums`; takes no working memory."""
+    if place is not None and not add:
+        out.zero_()
+    sizes = sums_sizes(x.shape[1])
+    blocks = -(-x.shape[1] // sizes["BLOCK"])
+    _launch(
+        "sums_kernel",
+        (len(starts) - 1) * blocks,
+        on=out,
+        module="gather_kernels",
+        factor=factor,
+        x=x,
+        at=at,
+        starts=starts,
+        place=place,
+        out=out,
+        x_stride=x.stride(0),
+        x_step=x.stride(1),
+        out_stride=out.stride(0),
+        width=x.shape[1],
+        blocks=blocks,
+        PLACED=place is not None,
+        ADD=add,
+        **sizes,
+    )
+
+
 def _of_rows(problem: Problem, norm: Normaliser, coef: Coefficients) -> dict[str, Any]:
     """Arguments of every gradient kernel that concern a row and its columns."""
     return {
@@ -236,14 +299,14 @@ def _of_rows(problem: Problem, norm: Normaliser, coef: Coefficients) -> dict[str
 
 
 @functools.cache
-def _kernels() -> Any:
-    """The kernels' module. A dry run launches no kernel and needs no Triton."""
+def _kernels(module: str = "kernels") -> Any:
+    """A module of kernels. A dry run launches no kernel and needs no Triton."""
     if importlib.util.find_spec("triton") is None:
         raise LogitlessError('backend="triton": Triton is not installed. Run pip install "logitless[triton]".')
-    return importlib.import_module("logitless.backends.triton.kernels")
+    return importlib.import_module(f"logitless.backends.triton.{module}")
 
 
-def _launch(kernel: str, programs: int, *, on: Tensor, **arguments: Any) -> None:
+def _launch(kernel: str, programs: int, *, on: Tensor, module: str = "kernels", **arguments: Any) -> None:
     """Launch a kernel with so many programs, on the device of a tensor, which need not be the current one.
 
     Nothing is launched where there are no values, nor for 0 programs.
@@ -252,7 +315,7 @@ def _launch(kernel: str, programs: int, *, on: Tensor, **arguments: Any) -> None
         return
     elsewhere = on.is_cuda and on.device.index != torch.cuda.current_device()
     with torch.cuda.device(on.device) if elsewhere else NOTHING:
-        getattr(_kernels(), kernel)[(programs,)](**arguments)
+        getattr(_kernels(module), kernel)[(programs,)](**arguments)
 
 
 def require(x: Tensor) -> None:

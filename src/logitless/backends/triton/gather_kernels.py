@@ -1,0 +1,95 @@
+"""Kernels over listed pairs of rows: dot products of them, and sums of rows with factors.
+
+Written as those of ``kernels.py``. A list is cut into programs by its entries, or by what its entries are summed into,
+and each sum runs over its entries in their order: the same bits on every run, and whatever else is in the list.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def dots_kernel(
+    x,
+    at_x,
+    y,
+    at_y,
+    out,
+    count,
+    x_stride,
+    y_stride,
+    x_step,
+    y_step,
+    width,
+    ENTRIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """``out[e] = x[at_x[e]] . y[at_y[e]]``; a negative ``at_y`` reads nothing and gives 0. One program: ENTRIES."""
+    o_e = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
+    i_x = tl.load(at_x + o_e, mask=o_e < count, other=-1)
+    i_y = tl.load(at_y + o_e, mask=o_e < count, other=-1)
+    m_e = i_y >= 0
+    # Entries are sorted by row, so that neighbours mostly read the same row of x, from the cache.
+    p_x = x + i_x[:, None] * x_stride
+    p_y = y + i_y[:, None] * y_stride
+    o_c = tl.arange(0, BLOCK)
+    b_sum = tl.zeros([ENTRIES, BLOCK], dtype=tl.float32)
+    if tl.max(i_y, axis=0) >= 0:
+        for c in tl.range(0, width, BLOCK, num_stages=STAGES):
+            mask = m_e[:, None] & (c + o_c < width)[None, :]
+            b_x = tl.load(p_x + (c + o_c)[None, :] * x_step, mask=mask, other=0.0).to(tl.float32)
+            b_y = tl.load(p_y + (c + o_c)[None, :] * y_step, mask=mask, other=0.0).to(tl.float32)
+            b_sum += b_x * b_y
+    tl.store(out + o_e, tl.sum(b_sum, axis=1), mask=o_e < count)
+
+
+@triton.jit
+def sums_kernel(
+    factor,
+    x,
+    at,
+    starts,
+    place,
+    out,
+    x_stride,
+    x_step,
+    out_stride,
+    width,
+    blocks,
+    PLACED: tl.constexpr,
+    ADD: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """``out[place[i]]`` is, or gets, the sum of ``factor[e] x[at[e]]`` over ``e`` in ``starts[i] .. starts[i + 1]``.
+
+    One program: one sum, BLOCK columns of it. Entries whose factor is 0 read nothing.
+    """
+    i_p = tl.program_id(0).to(tl.int64)
+    i, i_b = i_p // blocks, i_p % blocks
+    start = tl.load(starts + i)
+    stop = tl.load(starts + i + 1)
+    if (start < stop) | (not ADD):
+        o_c = i_b * BLOCK + tl.arange(0, BLOCK)
+        o_e = tl.arange(0, ENTRIES)
+        m_c = (o_c < width)[None, :]
+        b_sum = tl.zeros([ENTRIES, BLOCK], dtype=tl.float32)
+        for e in tl.range(start, stop, ENTRIES, num_stages=STAGES):
+            m_e = e + o_e < stop
+            b_f = tl.load(factor + e + o_e, mask=m_e, other=0.0)
+            i_x = tl.load(at + e + o_e, mask=m_e, other=0)
+            p_x = x + i_x[:, None] * x_stride + o_c[None, :] * x_step
+            b_x = tl.load(p_x, mask=(b_f != 0.0)[:, None] & m_c, other=0.0).to(tl.float32)
+            b_sum += b_f[:, None] * b_x
+        b_out = tl.sum(b_sum, axis=0)
+        i_out = i
+        if PLACED:
+            i_out = tl.load(place + i)
+        p_out = out + i_out * out_stride + o_c
+        if ADD:
+            b_out += tl.load(p_out, mask=o_c < width, other=0.0)
+        tl.store(p_out, b_out.to(out.dtype.element_ty), mask=o_c < width)
