@@ -17,12 +17,11 @@ from truth import plain, truth
 import logitless as ll
 from logitless.backends import OTHERS, tiled
 from logitless.backends.contract import Problem
-from logitless.call import resolve_hidden
+from logitless.call import Options, resolve_hidden
 from logitless.from_hidden.plan import choose_plan
 from logitless.from_hidden.projection import Projection
 from logitless.from_hidden.statistics import row_statistics
 from logitless.memory.ledger import NAMES
-from logitless.options import Options
 from logitless.results import target_column, whole_vocabulary
 from logitless.rows.layouts import Scheme, ragged_arange
 from logitless.softmax import FURTHER, Statistic, Sum, merge

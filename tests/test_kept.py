@@ -86,7 +86,7 @@ def test_overwriting(device: torch.device):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ids_nobody_could_check_make_their_own_row_nan(backend: str, monkeypatch, device: torch.device):
-    monkeypatch.setattr("logitless.call.check_kept", lambda caller, kept, *_: (kept.ids, kept.lengths))
+    monkeypatch.setattr("logitless.call.call.check_kept", lambda caller, kept, *_: (kept.ids, kept.lengths))
     logits = torch.randn(3, 40, device=device).requires_grad_()
     kept = ll.Kept(torch.tensor([1, 2, 40, 3], device=device), torch.tensor([1, 2, 1], device=device))
     out = ll.logprobs(logits, torch.tensor([1, 2, 3], device=device), kept=kept, backend=backend)

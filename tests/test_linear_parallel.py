@@ -106,7 +106,8 @@ def backward_of(out: Any, upstream: Tensor) -> None:
 
 
 def with_gradients(oracle, leaf: Operands, case: Case) -> tuple[Scores, dict[str, Tensor]]:
-    out = oracle(leaf.logits(), case.index, case.target, **case.head, kept=case.kept)
+    scope = case.options.get("scope", "vocabulary")
+    out = oracle(leaf.logits(), case.index, case.target, **case.head, kept=case.kept, scope=scope)
     counted = case.upstream if case.entropy == "grad" else case.upstream * torch.tensor([[1.0], [0], [1]])
     backward_of(out, counted)
     return out, {name: x.grad for name, x in leaf._asdict().items() if x.grad is not None}

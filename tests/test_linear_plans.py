@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from truth import truth
 
 import logitless as ll
+from logitless.call import Options
 from logitless.from_hidden import plan as plans
-from logitless.options import Options
 
 T, V, D = 96, 1000, 32
 

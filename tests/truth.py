@@ -21,7 +21,7 @@ class Scores(NamedTuple):
 
     logprob: Tensor
     entropy: Tensor
-    log_z: Tensor
+    log_z: Tensor | None
 
 
 def truth(logits: Tensor, index, target, **head_and_kept) -> Scores:
@@ -32,6 +32,7 @@ def truth(logits: Tensor, index, target, **head_and_kept) -> Scores:
         index, target: ``[R]`` tensors or lists; target ``-100`` gives zeros.
         temperature, scale, softcap, vocab_size: as in ``Head``; the temperature a number or ``[R]``.
         kept: one list of ids per row; the log-prob is then over those ids and the target.
+        scope: with ``"support"`` the entropy is over them too, and there is no log Z.
     """
     return _score(logits.double(), index, target, **head_and_kept)
 
@@ -56,6 +57,7 @@ def _score(
     softcap: float | None = None,
     vocab_size: int | None = None,
     kept: Sequence[Sequence[int]] | None = None,
+    scope: str = "vocabulary",
 ) -> Scores:
     index = torch.as_tensor(index, dtype=torch.int64, device=x.device)
     target = torch.as_tensor(target, dtype=torch.int64, device=x.device)
@@ -73,11 +75,16 @@ def _score(
         logprob = log_p.gather(-1, wanted[:, None]).squeeze(-1)
     else:
         rows = zip(z.unbind(0), wanted.tolist(), kept, strict=True)
-        logprob = torch.stack([_over_kept(row, t, ids) for row, t, ids in rows]) if len(z) else z.sum(-1)
-    results = (logprob, entropy, torch.logsumexp(z, -1))
-    return Scores(*(r.masked_fill(ignored, 0.0) for r in results))
+        pairs = [_over_kept(row, t, ids) for row, t, ids in rows]
+        logprob, of_kept = (torch.stack(x) for x in zip(*pairs, strict=True)) if pairs else (z.sum(-1), z.sum(-1))
+        entropy = of_kept if scope == "support" else entropy
+    results = (logprob, entropy, None if scope == "support" else torch.logsumexp(z, -1))
+    return Scores(*(None if r is None else r.masked_fill(ignored, 0.0) for r in results))
 
 
-def _over_kept(z: Tensor, target: int, ids: Sequence[int]) -> Tensor:
+def _over_kept(z: Tensor, target: int, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Log-prob of the target and entropy over the kept ids."""
     ids = sorted({target, *ids})
-    return torch.log_softmax(z[ids], -1)[ids.index(target)]
+    log_p = torch.log_softmax(z[ids], -1)
+    p = log_p.exp()
+    return log_p[ids.index(target)], -(p * log_p.masked_fill(p == 0, 0.0)).sum()

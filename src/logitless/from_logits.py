@@ -17,11 +17,10 @@ from torch import Tensor
 
 from logitless.backends import run_gradient, run_statistics
 from logitless.backends.contract import Problem
-from logitless.call import Call, local_part, resolve_logits, together, untraced
+from logitless.call import Call, Options, Scope, local_part, resolve_logits, together, untraced
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.kept import Kept
 from logitless.notes import explained
-from logitless.options import Options, Scope
 from logitless.results import in_shape, row_results, target_column
 from logitless.rows import Rows
 from logitless.softmax import ELSEWHERE, Normaliser, coefficients

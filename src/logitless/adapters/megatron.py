@@ -23,11 +23,11 @@ from logitless.adapters.audit import Audit
 from logitless.adapters.host import Host, Option, PassOn, Replacement
 from logitless.adapters.shards import check_ids, even_shard
 from logitless.adapters.signatures import plain_signature
+from logitless.call import Scope
 from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.from_logits import logprobs
 from logitless.kept import Kept
-from logitless.options import Scope
 from logitless.rows import Rows
 from logitless.spec import EntropyMode, Head, TokenStats
 

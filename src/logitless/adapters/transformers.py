@@ -27,11 +27,10 @@ from torch import Tensor, nn
 
 from logitless.adapters.audit import Audit, AuditReport
 from logitless.adapters.host import Host, Option, Replacement, suggestion
-from logitless.call import resolve_rows
+from logitless.call import Scope, resolve_rows
 from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.kept import Kept
-from logitless.options import Scope
 from logitless.spec import EntropyMode, Head, TokenStats, VocabShard, shard_of
 
 TESTED = (

@@ -189,9 +189,9 @@ def sums(
 
 
 def _entry_pieces(x: Tensor, entries: Tensor, memory: int) -> list[slice]:
-    """Ranges of entries whose rows of x, gathered, widened and multiplied, fit the budget."""
+    """Ranges of entries whose rows of x, gathered, widened and multiplied, fit the budget, and mostly a cache."""
     each = x.shape[1] * (2 * x.element_size() + 3 * entries.element_size())
-    return pieces(len(entries), max(1, memory // max(1, each)), x.is_meta)
+    return pieces(len(entries), min(BLOCK, max(1, memory // max(1, each))), x.is_meta)
 
 
 def _row_pieces(problem: Problem, width: int) -> list[slice]:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.call import Call, as_products_take, recorded, resolve_hidden, together, untraced
+from logitless.call import Call, Options, Scope, as_products_take, recorded, resolve_hidden, together, untraced
 from logitless.errors import no_second_derivative
 from logitless.from_hidden.exponentials import Exponentials
 from logitless.from_hidden.frozen_head import Unit, statistics_with_unit, unit_gradient
@@ -26,7 +26,6 @@ from logitless.from_hidden.statistics import row_statistics
 from logitless.from_hidden.support import score_support
 from logitless.kept import Kept
 from logitless.notes import explained
-from logitless.options import Options, Scope
 from logitless.results import in_shape, row_results, target_column
 from logitless.rows import Rows
 from logitless.softmax import Normaliser, coefficients

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from logitless.backends import choose_backend
-from logitless.call import recorded, resolve_hidden, resolve_logits
+from logitless.call import Options, recorded, resolve_hidden, resolve_logits
 from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import score
 from logitless.from_hidden.plan import LinearPlan, SupportPlan, choose_plan
@@ -19,7 +19,6 @@ from logitless.from_logits import score_logits
 from logitless.kept import Kept
 from logitless.machine import Machine
 from logitless.objectives import Objective
-from logitless.options import Options
 from logitless.policy_loss.loss import MEMORY, evaluate
 from logitless.policy_loss.plan import LossPlan, plan_of
 from logitless.rows import Rows

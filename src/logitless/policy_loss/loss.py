@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from logitless.backends import load
-from logitless.call import Call, as_products_take, recorded, resolve_hidden, together, untraced
+from logitless.call import Call, Options, Scope, as_products_take, recorded, resolve_hidden, together, untraced
 from logitless.collectives import fingerprint
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.from_hidden.logprobs import head_fact, score
@@ -24,7 +24,6 @@ from logitless.from_hidden.projection import Projection, hidden_gradient, select
 from logitless.kept import Kept
 from logitless.notes import explained
 from logitless.objectives import Inputs, Metrics, Objective
-from logitless.options import Options, Scope
 from logitless.policy_loss.one_pass import OnePass
 from logitless.policy_loss.plan import LossPlan, plan_of, two_pass_memory
 from logitless.results import target_column

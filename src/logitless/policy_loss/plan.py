@@ -17,11 +17,10 @@ from typing import Literal
 
 import torch
 
-from logitless.call import Call
+from logitless.call import Call, Options
 from logitless.from_hidden.plan import ONLY_SUPPORT, Shape, Tiles, chunk_tiles, exponentials_row
 from logitless.machine import ALIGNED, ENOUGH, SLAB, Costs, Machine
 from logitless.objectives import Objective
-from logitless.options import Options
 from logitless.spec import parse_memory
 
 WORTHWHILE = 0.97

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from logitless.backends import choose_backend, require_backend
-from logitless.checks import (
+from logitless.call.checks import (
     check_entropy,
     check_kept,
     check_kinds,
@@ -30,10 +30,10 @@ from logitless.checks import (
     check_tokens,
     vocabulary,
 )
+from logitless.call.options import Options
 from logitless.collectives import agree_over, fingerprint
 from logitless.errors import LogitlessError
 from logitless.machine import CPU, Machine
-from logitless.options import Options
 from logitless.rows import Rows
 from logitless.spec import Head, accumulation_dtype, parse_memory
 from logitless.support import Support

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from logitless.call.options import Options
 from logitless.errors import LogitlessError
 from logitless.kept import Kept
-from logitless.options import Options
 from logitless.rows import Rows
 from logitless.spec import IGNORE, Head, VocabShard, has_values, inspectable
 

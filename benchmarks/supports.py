@@ -1,0 +1,304 @@
+"""Log-probs over the sampler's support, by dot products with its ids: beside the whole product, plain torch and floors.
+
+    python benchmarks/supports.py --out benchmarks/results/supports.jsonl            the GPU's cases, or the CPU's
+    python benchmarks/supports.py --case mix-4096 --sizes                            one case, over sizes of the kernels
+
+Supports are drawn with the sizes that were reported of real ones (mean 8, median 2, p99 82, 46 % of one id), or all
+with as many ids. The ids of a row are drawn by Zipf's law, so that some ids are in very many supports. Every contender
+is compared with float64 at sampled rows first: log-probs, entropies, d_hidden and d_weight. Two floors are in the same
+run: the bytes that have to move at the speed of a copy, and torch's own gather of the same rows (``embedding_bag``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import logitless as ll
+from logitless.backends import triton as kernels
+from logitless.spec import format_bytes
+from logitless.tools.bench.measure import StopWatch, copy_bandwidth, peak_bytes, warm_up
+from logitless.tools.bench.records import Environment
+from logitless.tools.bench.tables import text_table
+
+SAMPLED = 64
+SIZES = ((4, 1024), (8, 512), (8, 1024), (16, 256), (16, 512), (32, 128), (32, 256))
+"""Entries and columns of a block that ``--sizes`` tries."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem: ``ids`` in every support, or None for a heavy-tailed mix."""
+
+    name: str
+    tokens: int
+    vocab: int
+    hidden: int
+    ids: int | None
+    dtype: str = "bfloat16"
+
+
+def cases(device: str) -> list[Case]:
+    if device == "cpu":
+        return [Case(f"cpu-{n or 'mix'}", 2048, 32768, 512, n, "float32") for n in (None, 1, 8, 64)]
+    sizes = [(4096, n) for n in (None, 1, 8, 64, 1024)] + [(2048, None)]
+    return [Case(f"{n or 'mix'}-{d}", 16384, 151936, d, n) for d, n in sizes]
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    kept: ll.Kept
+    g_logprob: Tensor
+    g_entropy: Tensor
+
+
+def draw(case: Case, device: torch.device) -> Inputs:
+    generator = torch.Generator().manual_seed(0)
+    if case.ids is None:
+        lengths = torch.empty(case.tokens).log_normal_(1.93, 1.19, generator=generator).round().clamp_min(2)
+        lengths[torch.rand(case.tokens, generator=generator) < 0.46] = 1
+    else:
+        lengths = torch.full((case.tokens,), case.ids)
+    lengths = lengths.to(torch.int64)
+    share = (-1.1 * torch.log1p(torch.arange(case.vocab, dtype=torch.float64))).exp().cumsum(0)
+    spot = torch.rand(int(lengths.sum()), generator=generator, dtype=torch.float64) * share[-1]
+    name = torch.randperm(case.vocab, generator=generator)
+    ids = name[torch.searchsorted(share, spot).clamp_max(case.vocab - 1)]
+    target = ids[lengths.cumsum(0) - 1]
+    on_device = torch.Generator(device).manual_seed(1)
+    dtype = getattr(torch, case.dtype)
+    hidden, weight = (
+        torch.empty(n, case.hidden, device=device).normal_(generator=on_device).mul_(scale).to(dtype)
+        for n, scale in ((case.tokens, 1.0), (case.vocab, 2 * case.hidden**-0.5))
+    )
+    g = torch.randn(2, case.tokens, generator=generator).to(device)
+    kept = ll.Kept(ids.to(device), lengths.to(device))
+    return Inputs(hidden.requires_grad_(), weight.requires_grad_(), target.to(device), kept, *g)
+
+
+Scores = tuple[Tensor, Tensor | None]
+
+
+def support(x: Inputs) -> Scores:
+    out = ll.linear_logprobs(x.hidden, x.weight, x.target, kept=x.kept, scope="support", entropy="grad")
+    return out.logprob, out.entropy
+
+
+def vocabulary(x: Inputs) -> Scores:
+    """The whole product, and log-probs over the support gathered out of it; entropy is that of the whole row."""
+    return ll.linear_logprobs(x.hidden, x.weight, x.target, kept=x.kept).logprob, None
+
+
+def masked(x: Inputs) -> Scores:
+    """As trainers do it: all logits, everything outside of the support filled with -inf, one log_softmax."""
+    logits = (x.hidden @ x.weight.T).float()
+    row = torch.repeat_interleave(torch.arange(len(x.target), device=logits.device), x.kept.lengths)
+    outside = torch.ones(logits.shape, dtype=torch.bool, device=logits.device)
+    outside[row, x.kept.ids] = False
+    outside.scatter_(1, x.target[:, None], False)
+    logp = torch.log_softmax(logits.masked_fill(outside, -torch.inf), -1)
+    return logp.gather(1, x.target[:, None]).squeeze(1), None
+
+
+CONTENDERS: dict[str, Callable[[Inputs], Scores]] = {
+    'scope="support"': support,
+    'scope="vocabulary"': vocabulary,
+    "plain torch, masked": masked,
+}
+
+
+def step(score: Callable[[Inputs], Scores], x: Inputs, clock: StopWatch | None = None) -> tuple[Scores, list[Tensor]]:
+    mark = clock.mark if clock else lambda: None
+    mark()
+    scores = score(x)
+    mark()
+    pairs = [(s, g) for s, g in zip(scores, (x.g_logprob, x.g_entropy), strict=True) if s is not None]
+    gradients = torch.autograd.grad([s for s, _ in pairs], (x.hidden, x.weight), [g.to(s) for s, g in pairs])
+    mark()
+    return scores, list(gradients)
+
+
+def errors(x: Inputs, scores: Scores, gradients: list[Tensor]) -> dict[str, float]:
+    """Largest error of log-probs and entropies, relative norms of the errors of gradients, at sampled rows and ids."""
+    ends = x.kept.lengths.cumsum(0).tolist()
+    starts, ids, target = [0, *ends[:-1]], x.kept.ids.tolist(), x.target.tolist()
+    rows = random.Random(0).sample(range(len(target)), min(SAMPLED, len(target)))
+    worst = {"logprob": 0.0, "entropy": 0.0, "d_hidden": 0.0, "d_weight": 0.0}
+    with torch.no_grad():
+        hidden, weight = x.hidden, x.weight
+        some = random.Random(1).sample(sorted(set(ids)), min(SAMPLED, len(set(ids))))
+        d_weight = dict.fromkeys(some, 0.0)
+        needed = {r for r in range(len(target)) if set(ids[starts[r] : ends[r]]) & set(some) or target[r] in set(some)}
+        for r in sorted({*rows, *needed}):
+            here = sorted({*ids[starts[r] : ends[r]], target[r]})
+            w = weight[here].double()
+            logp = torch.log_softmax(w @ hidden[r].double(), 0)
+            entropy, onehot = -(logp.exp() * logp).sum(), torch.tensor([i == target[r] for i in here]).to(w)
+            dz = x.g_logprob[r].double() * (onehot - logp.exp())
+            if scores[1] is not None:
+                dz -= x.g_entropy[r].double() * logp.exp() * (logp + entropy)
+            for i in set(here) & set(some):
+                d_weight[i] = d_weight[i] + dz[here.index(i)] * hidden[r].double()
+            if r in rows:
+                value = float((scores[0][r].double() - logp[here.index(target[r])]).abs())
+                worst["logprob"] = max(worst["logprob"], value)
+                if scores[1] is not None:
+                    worst["entropy"] = max(worst["entropy"], float((scores[1][r].double() - entropy).abs()))
+                truth = dz @ w
+                far = (gradients[0][r].double() - truth).norm() / truth.norm().clamp_min(1e-6)
+                worst["d_hidden"] = max(worst["d_hidden"], float(far))
+        for i, truth in d_weight.items():
+            if isinstance(truth, Tensor) and float(truth.norm()) > 1e-6:
+                far = (gradients[1][i].double() - truth).norm() / truth.norm()
+                worst["d_weight"] = max(worst["d_weight"], float(far))
+    return worst
+
+
+def floors(x: Inputs) -> tuple[tuple[int, int], Callable[[], object]]:
+    """Bytes that forward, and the whole step, have to move; and torch's gather of the same rows of a whole step."""
+    arange = torch.arange(len(x.target), device=x.target.device)
+    row = torch.cat([torch.repeat_interleave(arange, x.kept.lengths), arange])
+    pairs = torch.stack([row, torch.cat([x.kept.ids, x.target])], 1).unique(dim=0)
+    several = (torch.bincount(pairs[:, 0], minlength=len(arange)) > 1)[pairs[:, 0]]
+    row, ids = pairs[several].unbind(1)
+    size = x.hidden.shape[1] * x.hidden.element_size()
+    touched = len(row.unique()) * size
+    forward = len(ids) * size + touched
+    # Backward reads the weight's rows for d_hidden and the hidden rows for d_weight, and writes both gradients.
+    total = forward + 2 * len(ids) * size + x.hidden.nbytes + x.weight.nbytes
+    order = ids.argsort(stable=True)
+    by_row = torch.searchsorted(row.contiguous(), arange)
+    by_id = torch.searchsorted(ids[order], torch.arange(len(x.weight), device=ids.device))
+    hidden, weight, of_id = x.hidden.detach(), x.weight.detach(), row[order]
+
+    def gather() -> None:
+        torch.nn.functional.embedding_bag(ids, weight, by_row, mode="sum")
+        torch.nn.functional.embedding_bag(ids, weight, by_row, mode="sum")
+        torch.nn.functional.embedding_bag(of_id, hidden, by_id, mode="sum")
+
+    return (forward, total), gather
+
+
+def times(x: Inputs, contenders: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    laps: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(repeats + 1):
+        for name in random.Random(turn).sample(list(contenders), len(contenders)):
+            if x.hidden.is_cuda:
+                warm_up(x.hidden.detach(), x.weight.detach())
+            clock = StopWatch(x.hidden.device)
+            clock.mark()
+            contenders[name]()
+            clock.mark()
+            if turn:
+                laps[name] += clock.laps_ms()
+    return laps
+
+
+def run(case: Case, device: torch.device, repeats: int, bandwidth: float, commit: str | None) -> Iterator[dict]:
+    x = draw(case, device)
+    (forward_bytes, total_bytes), gather = floors(x)
+    timed: dict[str, Callable[[], object]] = {"torch's gather": gather}
+    found: dict[str, dict] = {"torch's gather": {}}
+    for name, score in CONTENDERS.items():
+        try:
+            scores, gradients = step(score, x)
+            wrong = errors(x, scores, gradients)
+            del scores, gradients
+            peak = peak_bytes(lambda score=score: step(score, x), device)
+        except torch.OutOfMemoryError:
+            found[name] = {"status": "out of memory"}
+            continue
+        found[name] = {"errors": wrong, "peak_bytes": peak}
+        timed[name] = lambda score=score: step(score, x)
+        timed[f"{name}, forward"] = lambda score=score: torch.no_grad()(score)(x)
+    laps = times(x, timed, repeats)
+    for name, facts in found.items():
+        line = {"case": asdict(case), "contender": name, "ids": x.kept.ids.numel(), **facts, "repeats": repeats}
+        if name in laps:
+            line |= {"total_ms": statistics.median(laps[name]), "range_ms": [min(laps[name]), max(laps[name])]}
+        if f"{name}, forward" in laps:
+            line["forward_ms"] = statistics.median(laps[f"{name}, forward"])
+        line |= {"floor_ms": total_bytes / bandwidth * 1e3, "forward_floor_ms": forward_bytes / bandwidth * 1e3}
+        line["gradients_bytes"] = x.hidden.nbytes + x.weight.nbytes
+        yield line | {"environment": asdict(Environment.here(device, commit))}
+
+
+def table(lines: list[dict]) -> str:
+    rows = []
+    for line in lines:
+        beyond = line.get("peak_bytes", 0) - line["gradients_bytes"] if "peak_bytes" in line else None
+        worst = line.get("errors", {})
+        rows.append(
+            (
+                line["case"]["name"],
+                line["contender"],
+                f"{line['forward_ms']:.2f}" if "forward_ms" in line else "",
+                f"{line['total_ms']:.2f}" if "total_ms" in line else line.get("status", ""),
+                f"{line['total_ms'] / line['floor_ms']:.2f}" if "total_ms" in line else "",
+                "" if beyond is None else format_bytes(beyond),
+                " ".join(f"{worst[k]:.1e}" for k in ("logprob", "d_hidden", "d_weight")) if worst else "",
+            )
+        )
+    names = ("case", "contender", "forward ms", "total ms", "x bytes", "beyond gradients", "errors: value, dX, dW")
+    return text_table(names, rows)
+
+
+def try_sizes(case: Case, device: torch.device) -> str:
+    """The whole step under sizes of the two kernels, for whoever sets those of ``machine.py``."""
+    x = draw(case, device)
+    rows = []
+    for (entries, block), warps in itertools.product(SIZES, (4, 8)):
+        sizes = {"ENTRIES": entries, "BLOCK": block, "STAGES": 3, "num_warps": warps}
+        found = []
+        for kernel in ("dots_sizes", "sums_sizes"):
+            with mock.patch.object(kernels, kernel, lambda width, sizes=sizes: sizes):
+                try:
+                    contender = (lambda: torch.no_grad()(support)(x)) if kernel == "dots_sizes" else lambda: step(support, x)
+                    found.append(statistics.median(times(x, {"it": contender}, 3)["it"]))
+                except Exception as error:  # noqa: BLE001 - a size that does not compile is a result
+                    found.append(float("nan"))
+                    print(sizes, str(error).splitlines()[0][:100])
+        rows.append((str(entries), str(block), str(warps), *(f"{t:.3f}" for t in found)))
+    rows.sort(key=lambda row: float(row[-1]))
+    return text_table(("entries", "block", "warps", "forward ms by dots", "step ms by sums"), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="file to append records to")
+    parser.add_argument("--case", action="extend", nargs="+", default=[])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--commit")
+    parser.add_argument("--sizes", action="store_true", help="try sizes of the kernels instead")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    chosen = [c for c in cases(options.device) if not options.case or c.name in options.case]
+    if options.sizes:
+        print("\n\n".join(try_sizes(case, device) for case in chosen))
+        return
+    bandwidth, lines = copy_bandwidth(device), []
+    for case in chosen:
+        for line in run(case, device, options.repeats, bandwidth, options.commit):
+            lines.append(line)
+            if options.out is not None:
+                with options.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+    print(table(lines))
+
+
+if __name__ == "__main__":
+    main()

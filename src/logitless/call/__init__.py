@@ -1,0 +1,28 @@
+"""A call from its arguments to what they mean: options as they were given, checks, and the resolved call."""
+
+from logitless.call.call import (
+    Call,
+    as_products_take,
+    local_part,
+    recorded,
+    resolve_hidden,
+    resolve_logits,
+    resolve_rows,
+    together,
+    untraced,
+)
+from logitless.call.options import Options, Scope
+
+__all__ = [
+    "Call",
+    "Options",
+    "Scope",
+    "as_products_take",
+    "local_part",
+    "recorded",
+    "resolve_hidden",
+    "resolve_logits",
+    "resolve_rows",
+    "together",
+    "untraced",
+]
