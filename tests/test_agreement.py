@@ -30,6 +30,10 @@ CALLS = {
     "softcap": lambda x: {"head": ll.Head(softcap=30.0 + x)},
     "the vocabulary size": lambda x: {"head": ll.Head(vocab_size=V - x)},
     "entropy": lambda x: {"entropy": (None, "grad")[x]},
+    "scope": lambda x: {
+        "kept": ll.Kept(torch.tensor([1, 2] * R), torch.full((R,), 2)),
+        "scope": ("vocabulary", "support")[x],
+    },
     "the kept ids": lambda x: {"kept": ll.Kept(torch.tensor([1, 2 + x] * R), torch.full((R,), 2))},
 }
 """What the ranks must agree on, and arguments of either rank."""

@@ -64,6 +64,7 @@ PUBLIC = [
     "linear_logprobs",
     "linear_policy_loss",
     "logprobs",
+    "sampled_entropy",
     "shard_of",
     "status",
     "uninstall",

@@ -28,6 +28,7 @@ LOSS = {**SLABS, "path": "linear_policy_loss"}
 PLAIN = {"path": "torch", "tokens": 251, "vocab": 1031}
 FROZEN = {"needs_grad": ("hidden",)}
 F32, GRAD = {"dtype": "float32"}, {"entropy": "grad"}
+FEW_IDS = {"kept_ids": 1009, "scope": "support"}
 SELECTED = {"tokens": 1031, "rows": 257}
 BONUS = {"objective": ll.Objective(entropy_coef=0.01)}
 EVERYTHING = ll.Objective(entropy_coef=0.01, kl="k3", kl_coef=0.1, correction="tis")
@@ -79,6 +80,10 @@ CASES = {
     "batch-invariant, rows": {**SLABS, **GRAD, "tokens": 1031, "rows": 257, "batch_invariant": True, "memory": "4MiB"},
     "kept ids": {**SLABS, **F32, **GRAD, "kept_ids": 9001},
     "kept ids, blocks": {**BLOCKS, **GRAD, "kept_ids": 30011},
+    "support": {**SLABS, **F32, **GRAD, "kept_ids": 9001, "scope": "support"},
+    "support, bf16, rows, bias": {**BLOCKS, "tokens": 3001, "rows": 2003, "bias": True, **FEW_IDS},
+    "support, a buffer for d_weight": {**SLABS, **FEW_IDS, "weight_grad": True},
+    "support, from logits": {**LOGITS, **GRAD, **FEW_IDS},
     "float64": {**SLABS, **GRAD, "dtype": "float64"},
     "loss": {**LOSS, **F32},
     "loss, bf16, rows": {**LOSS, **SELECTED},
@@ -98,6 +103,7 @@ CASES = {
     "loss, two passes": {**LOSS, **BY_SAMPLE, "memory": "600KiB"},
     "loss, two passes, metrics": {**LOSS, **F32, "tokens": 5003, "vocab": 31, "objective": BY_SAMPLE["objective"]},
     "loss, two passes, kept ids": {**LOSS, **F32, "tokens": 5003, "vocab": 31, "kept_ids": 9001},
+    "loss, support": {**LOSS, **F32, "tokens": 5003, "vocab": 31, "kept_ids": 9001, "scope": "support"},
     "loss, no rows": {**LOSS, "rows": 0},
     "torch": {**PLAIN, **F32, **GRAD},
     "torch, rows, bf16": {**PLAIN, "rows": 127, "entropy": "value"},
@@ -194,6 +200,7 @@ def test_the_peak_of_a_rank(ranks):
         "logits, kept ids": {**LOGITS, **F32, "vocab": 4, "tokens": 5003, "tensor_parallel": 2, "kept_ids": 90001},
         "sharded": shape,
         "sharded, kept ids": {**shape, "kept_ids": 9001},
+        "sharded, support": {**shape, "kept_ids": 9001, "scope": "support"},
         "sequence parallel": {**shape, "sequence_parallel": True, "hidden": 514},
         "sequence parallel, rows": {**shape, "sequence_parallel": True, "hidden": 514, "rows": 257},
         "sequence parallel, frozen": {**shape, **FROZEN, "entropy": None, "sequence_parallel": True, "hidden": 514},
@@ -237,6 +244,9 @@ CUDA_CASES = {
     "softcap": {**BIG, "softcap": True},
     "batch-invariant, rows": {**BIG, "rows": 4097, "batch_invariant": True},
     "kept ids": {**BIG, "kept_ids": 700_001},
+    "support": {**BIG, "kept_ids": 131_072, "scope": "support"},
+    "support, many ids, rows, bias": {**BIG, "rows": 4097, "kept_ids": 700_001, "scope": "support", "bias": True},
+    "support, a buffer for d_weight": {**BIG, "kept_ids": 131_072, "scope": "support", "weight_grad": True},
     "loss, 2.5 GiB": {**BIG_LOSS, "memory": "2.5GiB"},
     "loss, 1 GiB": BIG_LOSS,
     "loss, a buffer for d_weight, 2.5 GiB": {**BIG_LOSS, "memory": "2.5GiB", "weight_grad": True},

@@ -4,6 +4,7 @@ from logitless.adapters import install, status, uninstall
 from logitless.backends import choose_backend
 from logitless.errors import LogitlessError
 from logitless.explain import explain
+from logitless.from_hidden.entropy_sample import sampled_entropy
 from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.from_hidden.policy_head import PolicyHead
 from logitless.from_logits import logprobs
@@ -37,6 +38,7 @@ __all__ = [
     "linear_logprobs",
     "linear_policy_loss",
     "logprobs",
+    "sampled_entropy",
     "shard_of",
     "status",
     "uninstall",
