@@ -168,7 +168,7 @@ def command(tool: str, sanitizer: str, described: str) -> list[str]:
 
 
 def verdict(tool: str, said: str, kernels: list[str]) -> dict[str, Any]:
-    """What a tool said: errors of ``ours`` and ``others`` by kernel, ``unknown`` ones, its own count; and the launches."""
+    """What a tool said: errors of ``ours`` and ``others`` by kernel, ``unknown`` ones, its own count; the launches."""
     reports = _reports(said)
     ours: Counter[str] = Counter()
     others: Counter[str] = Counter()

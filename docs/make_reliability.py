@@ -85,9 +85,9 @@ def gpu_section(records: list[dict]) -> str:
     if "tests" in newest:
         r = newest["tests"]
         told = (
-            f"All {r['passed']} tests of `tests/test_cuda_trust.py` passed: a hundred runs of each call have the same bits, "
-            f"and so have runs on two streams at once, in four threads with a stream each, and on a stream that waits for "
-            f"its inputs"
+            f"All {r['passed']} tests of `tests/test_cuda_trust.py` passed: a hundred runs of each call have the same "
+            f"bits, and so have runs on two streams at once, in four threads with a stream each, and on a stream that "
+            f"waits for its inputs"
         )
         if r["failed"]:
             told = (
