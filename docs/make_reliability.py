@@ -1,12 +1,15 @@
-"""The recorded runs on ``docs/reliability.md``, from ``benchmarks/results/fuzz-*.jsonl``: held by a test.
+"""Recorded runs on ``docs/reliability.md``, held by tests: of the fuzzer, and of the checks on the GPU.
+
+They come from ``fuzz-*.jsonl`` and from ``sanitizer.jsonl`` in ``benchmarks/results``.
 
     python docs/make_reliability.py
 
-Only what stands between the two marks is written; the rest of the page is by hand.
+Only what stands between two marks is written; the rest of the page is by hand.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -17,6 +20,8 @@ from fuzz.record import read, table  # noqa: E402
 
 PAGE = Path(__file__).parent / "reliability.md"
 BEGIN, END = "<!-- runs of the fuzzer: begin -->", "<!-- runs of the fuzzer: end -->"
+GPU = "<!-- on the GPU: begin -->", "<!-- on the GPU: end -->"
+GPU_RECORDS = ROOT / "benchmarks" / "results" / "sanitizer.jsonl"
 
 
 def section(records: list[dict]) -> str:
@@ -51,10 +56,66 @@ def _where(r: dict) -> str:
 
 def filled(page: str, records: list[dict]) -> str:
     """The page with the runs between its marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, found, after = rest.partition(END)
+    return _between(page, BEGIN, END, section(records))
+
+
+def _between(page: str, begin: str, end: str, text: str) -> str:
+    before, _, rest = page.partition(begin)
+    _, found, after = rest.partition(end)
     assert found, f"{PAGE.name} has lost its marks"
-    return f"{before}{BEGIN}\n\n{section(records)}\n\n{END}{after}"
+    return f"{before}{begin}\n\n{text}\n\n{end}{after}" if text else f"{before}{begin}\n{end}{after}"
+
+
+# On the GPU: the newest record of each kind.
+
+
+def gpu_section(records: list[dict]) -> str:
+    """What the sanitizer and the tests of streams and threads said; nothing without a record."""
+    newest = {r["kind"]: r for r in records}
+    parts = []
+    if "sanitizer" in newest:
+        r = newest["sanitizer"]
+        lines = "\n".join(_tool(tool, r["kernels"]) for tool in r["tools"])
+        parts.append(
+            f"`benchmarks/sanitize.py` launches every Triton kernel under compute-sanitizer, at odd sizes in float32, "
+            f"bfloat16 and float16. A kernel that is not launched is an error. {_on(r)}:\n\n"
+            f"| tool | kernels | launches | errors | in other libraries | time |\n"
+            f"|---|---:|---:|---:|---:|---:|\n{lines}"
+        )
+    if "tests" in newest:
+        r = newest["tests"]
+        told = (
+            f"All {r['passed']} tests of `tests/test_cuda_trust.py` passed: a hundred runs of each call have the same "
+            f"bits, and so have runs on two streams at once, in four threads with a stream each, and on a stream that "
+            f"waits for its inputs"
+        )
+        if r["failed"]:
+            told = (
+                f"Of `tests/test_cuda_trust.py` {r['passed']} tests passed, and these failed: {', '.join(r['failed'])}"
+            )
+        parts.append(f"{told}. {_on(r)}.")
+    return "\n\n".join(["## On the GPU", *parts]) if parts else ""
+
+
+def _tool(found: dict, kernels: list[str]) -> str:
+    launched = found["launched"]
+    errors = "; ".join(found["failures"]) or "0"
+    numbers = f"{len(set(launched) & set(kernels))} of {len(kernels)} | {sum(launched.values())}"
+    return f"| {found['tool']} | {numbers} | {errors} | {sum(found['others'].values())} | {found['seconds']:.0f} s |"
+
+
+def _on(r: dict) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in r["versions"].items())
+    return f"{r['device']}, {versions}, {r['date'][:10]}, commit `{r['commit'][:12]}`"
+
+
+def with_gpu(page: str, records: list[dict]) -> str:
+    """The page with the section between its marks; without a record there is none."""
+    return _between(page, *GPU, gpu_section(records))
+
+
+def gpu_records() -> list[dict]:
+    return [json.loads(x) for x in GPU_RECORDS.read_text("utf-8").splitlines()] if GPU_RECORDS.exists() else []
 
 
 def records() -> list[dict]:
@@ -62,4 +123,5 @@ def records() -> list[dict]:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), records()), encoding="utf-8")
+    text = filled(PAGE.read_text(encoding="utf-8"), records())
+    PAGE.write_text(with_gpu(text, gpu_records()), encoding="utf-8")

@@ -574,6 +574,55 @@ def check_good_plans(rank: int, world: int) -> None:
     Layout("packed").rows(BATCH, 0).check_over(None)
 
 
+# Fields that differ between ranks.
+
+FIELDS: dict[str, tuple[dict[str, Any], str]] = {
+    "number": ({"count": 3}, "the number of fields: rank by rank it is [2, 3]."),
+    "dtype": ({"dtype": torch.float64}, "their dtype: rank by rank it is ['torch.float32', 'torch.float64']."),
+    "grad": ({"grad": None}, "grad: rank by rank it is ['sum', None]."),
+    "graph": ({"graph": False}, "which fields have a graph: rank by rank it is [(True, True), (False, False)]."),
+    "lengths": ({"responses": [6, 1, 1]}, "the response lengths: rank by rank it is [(6, 2, 1), (6, 1, 1)]."),
+}
+"""What rank 1 does differently, and what every rank says."""
+
+
+def exchange_checked(rank: int, world: int, odd: dict[str, Any], to: bool) -> str:
+    mine = {"count": 2, "dtype": torch.float32, "grad": "sum", "graph": True, "responses": None, "short": 0}
+    mine |= odd if rank == 1 else {}
+    rows = plan(Contiguous(rank, world), responses=mine["responses"] or [6, 2, 1])
+    shape, dtype = len(rows) - mine["short"], mine["dtype"]
+    fields = [torch.ones(shape, dtype=dtype, requires_grad=mine["graph"]) for _ in range(mine["count"])]
+    options = {"grad": mine["grad"], "check": True}
+    try:
+        group = dist.group.WORLD
+        out = rows.redistribute(fields, rows, group, **options) if to else rows.gather(fields, group, **options)
+        return str(len(out))
+    except LogitlessError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("to", [False, True], ids=["gather", "redistribute"])
+@pytest.mark.parametrize("name", FIELDS)
+def test_checked_fields_that_differ_are_an_error_on_every_rank(ranks, name, to):
+    odd, text = FIELDS[name]
+    caller = "redistribute" if to else "gather"
+    for came in ranks(exchange_checked, 2, odd, to, timeout=20):
+        assert came == (
+            f"Rows.{caller}: ranks of one sequence group disagree about {text} Every rank of the group must make the "
+            f"same call, with its own part of the rows."
+        )
+
+
+def test_checked_fields_that_one_rank_refuses_all_refuse(ranks):
+    other, own = ranks(exchange_checked, 2, {"short": 1}, False, timeout=20)
+    assert own.startswith("Rows.gather: wanted fields of shape [")
+    assert other == f"Rows.gather: rank 1 of this rank's sequence group stopped with: {own}"
+
+
+def test_checked_fields_that_agree(ranks):
+    assert ranks(exchange_checked, 2, {}, True, timeout=20) == ["2", "2"]
+
+
 # Peers that are gone.
 
 TIMEOUT = 2.0

@@ -139,6 +139,19 @@ def test_units_are_digits_and_not_more():
     assert float(right.gradient_units["x0"].max()) <= 1e-5 * float(right.gradients["x0"].abs().max())
 
 
+@pytest.mark.parametrize(("below", "kind"), [(2.0**-126, "right"), (2.0**-120, "wrong")])
+@pytest.mark.parametrize("seed", [326, 840])
+def test_a_probability_below_the_normal_numbers_may_be_zero(seed: int, below: float, kind: str):
+    """The exponential of an accelerator flushes it, and in an entropy's gradient it is a factor of log p."""
+    inputs = build(draw(seed, 0.3))
+    right = truth(inputs)
+    log_p = torch.log_softmax(inputs.leaves["x0"].double() / inputs.case.temperature, -1)
+    target = torch.nn.functional.one_hot(inputs.target, log_p.shape[1]).bool()
+    flushed = right.gradients["x0"].masked_fill((log_p.exp() < below) & ~target, 0.0)
+    mine = judge.Answer(right.values, {"x0": flushed}, {}, {})
+    assert judge.judged(inputs, mine, right).kind == kind
+
+
 def test_an_exception_is_wrong_and_so_is_a_refusal_without_reason(monkeypatch):
     case = Case(path="linear_logprobs")
     for error, words in ((IndexError("off by one"), "IndexError"), (ll.LogitlessError("no."), "refused: no.")):

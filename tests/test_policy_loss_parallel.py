@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import cuts
@@ -22,7 +23,18 @@ from test_policy_loss import Problem, Ran, assert_right, make, room, told
 from test_shards import Collectives
 from torch import Tensor
 
-from logitless import LogitlessError, Metrics, Objective, VocabShard, count_over, linear_policy_loss
+from logitless import (
+    Contiguous,
+    Kept,
+    LogitlessError,
+    Metrics,
+    Objective,
+    Rows,
+    VocabShard,
+    count_over,
+    linear_logprobs,
+    linear_policy_loss,
+)
 from logitless.from_hidden.projection import Projection
 
 COLUMNS = {
@@ -328,6 +340,12 @@ def disagree(rank: int, world: int, about: str) -> str:
     if odd and about == "graph":
         hidden = hidden.detach()
     memory = 2 * 4 * 10 if odd and about == "memory" else "1MiB"
+    if about == "first pass":
+        # Kept ids take two passes, whose tiles rank 1 has no room for.
+        given["kept"], memory = (
+            Kept(torch.zeros(5, dtype=torch.int64), torch.ones(5, dtype=torch.int64)),
+            1 if odd else "1MiB",
+        )
     policy = {"policy": "gspo"} if odd and about == "objective" else {}
     rows = (torch.arange(num_rows), torch.arange(num_rows))
     try:
@@ -360,6 +378,7 @@ def test_checked_calls_turn_disagreement_into_an_error(ranks, about, text):
     [
         ("weight", "linear_policy_loss: shard holds columns 10 to 20 (10 of them) but weight has 9 rows."),
         ("field", "Objective: policy='ppo_clip' needs the field advantage, a tensor of one value per row, but it was "),
+        ("first pass", "memory: 1 bytes of working space do not hold one column of 5 rows, which takes 20. Give more."),
     ],
 )
 def test_checked_calls_stop_together_when_one_rank_cannot_start(ranks, about, local):
@@ -397,3 +416,73 @@ def run_out_of_memory(rank: int, world: int) -> tuple[str, int]:
 
 def test_out_of_memory_under_a_vocabulary_group(ranks):
     assert ranks(run_out_of_memory, 2, timeout=20) == [("none left", 1)] * 2
+
+
+# Samples that are split over context-parallel ranks.
+
+
+def refuse_on_one(rank: int, world: int, about: str, calls: str, check_group: bool, seconds: float) -> tuple[str, str]:
+    """What a rank of a context-parallel group returns or raises where rank 0 differs, and the notes of its error."""
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    odd = rank == 0
+    rows = Rows.packed([list(range(8))], [5], cp=Contiguous(rank, world), num_tokens=4)
+    hidden, weight = torch.zeros(4, 4, requires_grad=True), torch.zeros(20, 4)
+    given: dict[str, Any] = {"old_logprob": "current", "advantage": torch.ones(len(rows) - (odd and about == "field"))}
+    given["denominator"] = 6.0 if odd and about == "denominator" else 5.0
+    memory = 1 if odd and about == "memory" else "1MiB"
+    objective = Objective(policy="gspo", clip=0.1 if odd and about == "objective" else 0.2)
+    given |= {"group": group, "check_group": check_group}
+    try:
+        with torch.set_grad_enabled(not (odd and about == "graph")):
+            if calls == "one":
+                loss, _ = linear_policy_loss(hidden, weight, rows, objective, memory=memory, **given)
+            else:
+                loss, _ = objective(linear_logprobs(hidden, weight, rows, entropy="value"), rows, **given)
+        loss.backward()
+        return f"{float(loss.detach()):.4f}", ""
+    except Exception as error:
+        return str(error), "".join(getattr(error, "__notes__", ()))
+
+
+@pytest.mark.parametrize("calls", ["one", "two"])
+@pytest.mark.parametrize(
+    ("about", "text"),
+    [
+        ("denominator", "denominator: rank by rank it is [6.0, 5.0]."),
+        ("objective", """the objective: rank by rank it is ["Objective(policy='gspo', clip=0.1)", "Objective("""),
+        ("graph", "whether a gradient is recorded: rank by rank it is [False, True]."),
+    ],
+)
+def test_split_samples_turn_disagreement_into_an_error(ranks, about, text, calls):
+    name = {"one": "linear_policy_loss", "two": "Objective"}[calls]
+    for came, _ in ranks(refuse_on_one, 2, about, calls, True, 20.0, timeout=20):
+        assert came.startswith(f"{name}: ranks of one sequence group disagree about {text}"), came
+
+
+@pytest.mark.parametrize(
+    ("about", "calls", "local"),
+    [
+        ("memory", "one", "memory: 1 bytes of working space do not hold one column of 2 rows"),
+        ("field", "one", "Objective: advantage"),
+        ("field", "two", "Objective: advantage"),
+    ],
+)
+def test_ranks_with_split_samples_stop_together(ranks, about, calls, local):
+    (own, _), (other, _) = ranks(refuse_on_one, 2, about, calls, True, 20.0, timeout=20)
+    assert own.startswith(local)
+    name = {"one": "linear_policy_loss", "two": "Objective"}[calls]
+    assert other == f"{name}: rank 0 of this rank's sequence group stopped with: {own}"
+
+
+def test_unchecked_ranks_with_split_samples_wait_for_the_timeout_and_say_for_what(ranks):
+    (own, _), (other, notes) = ranks(refuse_on_one, 2, "memory", "one", False, 0.5, timeout=20)
+    assert own.startswith("memory: 1 bytes")
+    assert "500ms" in other
+    assert notes.startswith("logitless: all_reduce of [1] torch.float32 over 2 ranks stopped here.")
+    assert "check_group=True" in notes
+
+
+@pytest.mark.parametrize("calls", ["one", "two"])
+def test_split_samples_that_agree(ranks, calls):
+    parts = [float(loss) for loss, _ in ranks(refuse_on_one, 2, "nothing", calls, True, 20.0, timeout=20)]
+    assert sum(parts) == pytest.approx(-1.0)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -157,14 +157,26 @@ def _said(what: str, sent: Any, group: Group) -> Noting:
         return (
             f"logitless: {what} of {size} over {group.size()} ranks stopped here. Another rank of the group died, came "
             f"later than the group's timeout, raised before it got here, or made another call. "
-            f"VocabShard(check_calls=True), Rows.check_over and Metrics.reduce(check=True) compare calls first."
+            f"Calls are compared first with VocabShard(check_calls=True), with check_group=True of a loss, with "
+            f"check=True of Rows.gather, Rows.redistribute and Metrics.reduce, and by Rows.check_over."
         )
 
     return Noting(text_of)
 
 
+SAME = {
+    "vocabulary": "Every rank of the group must score the same rows with the same options.",
+    "sequence": "Every rank of the group must make the same call, with its own part of the rows.",
+}
+"""What the ranks of a group owe each other, by the kind of group."""
+
+
 def agree_over(
-    group: dist.ProcessGroup, caller: str, prepare: Callable[[], T], facts_of: Callable[[T], dict[str, Any]]
+    group: dist.ProcessGroup,
+    caller: str,
+    prepare: Callable[[], T],
+    facts_of: Callable[[T], dict[str, Any]],
+    kind: Literal["vocabulary", "sequence"] = "vocabulary",
 ) -> T:
     """``prepare()``, unless it fails on some rank or its facts differ between ranks: then every rank raises.
 
@@ -182,13 +194,20 @@ def agree_over(
         raise failure
     for rank, (text, _) in enumerate(table):
         if text is not None:
-            raise LogitlessError(f"{caller}: rank {rank} of this rank's vocabulary group stopped with: {text}")
+            raise LogitlessError(f"{caller}: rank {rank} of this rank's {kind} group stopped with: {text}")
     for name in facts:
         values = [theirs[name] for _, theirs in table]
         if len(set(values)) > 1:
             raise LogitlessError(
-                f"{caller}: ranks of one vocabulary group disagree about {name}: rank by rank it is {values}. "
-                f"Every rank of the group must score the same rows with the same options."
+                f"{caller}: ranks of one {kind} group disagree about {name}: rank by rank it is {values}. {SAME[kind]}"
             )
     assert prepared is not None
     return prepared
+
+
+def agree_if(
+    check: bool, group: Any, caller: str, prepare: Callable[[], T], facts_of: Callable[[T], dict[str, Any]]
+) -> T:
+    """``prepare()``; if asked for, compared over the ranks of a sequence group, where there is one."""
+    process_group = resolve_group(group, f"{caller}: group") if check else None
+    return prepare() if process_group is None else agree_over(process_group, caller, prepare, facts_of, "sequence")

@@ -5,7 +5,8 @@ working precision are the yardstick (*plain torch*). Next to each number stands 
 it, from the sizes of the terms that are added up there:
 
     a value      8 roundings at the size of the row's logits
-    dZ           8 roundings at that size of  |g| (onehot + p) slope, and for 16-bit operands the roundings of dZ itself
+    dZ           8 roundings at that size of  |g| (onehot + p) slope, for 16-bit operands the roundings of dZ itself;
+                 a p below the smallest normal number may be 0, as accelerators have it, with all that it is a factor of
     a gradient   those of dZ through |W|, |X| and the views, as errors travel
 
 so that an element that is nothing but cancellation is not asked for digits that no order of summation has.
@@ -202,10 +203,17 @@ def _units(
         own = s.z.masked_fill(~inputs.support[active], -torch.inf)
         over = torch.softmax(own, -1)
     g_l, g_h, g_z = slack[:, :, None]
-    core = g_l * (onehot + over) + g_z * p + g_h * p * (1 + log_p + entropy[:, None])
+
+    def terms(most: float) -> Tensor:
+        """The terms that a probability is a factor of, for so much of it at most."""
+        q = p.clamp_max(most)
+        return g_l * over.clamp_max(most) + g_z * q + g_h * q * (1 + log_p + entropy[:, None])
+
+    core = g_l * onehot + terms(1.0)
     every = (g_l + g_h + g_z) * gain
     # An error of a logit is a factor of its probability.
     d_z = torch.expm1((unit * size).clamp_max(50.0))[:, None] * core * gain + 1e-37 * every
+    d_z = d_z + terms(torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).smallest_normal) * gain
     if dtype in HALF:
         # Gradients of several parts or ranks are added up in 16 bits, outside of the library.
         times = STORED.get(case.path, 3.0) + case.ranks - 1 + len(inputs.parts) - 1

@@ -245,7 +245,7 @@ def _loss(
             "denominator": num if case.denominator is None else case.denominator,
         }
     if case.parallel == "sequence":
-        batch["group"] = dist.group.WORLD
+        batch |= {"group": dist.group.WORLD, "check_group": case.seed % 2 == 0}
     if case.path == LOSS:
         if case.weight_grad:
             options = options | {"grad_scale": FACTOR * case.grad_scale}

@@ -86,9 +86,7 @@ def _draw(rows: Rows, sample: int | float, seed: int) -> tuple[Tensor, int]:
     if isinstance(sample, bool) or not isinstance(sample, int | float) or not sample > 0:
         raise LogitlessError(f"{NAME}: sample must be a number of rows, or a share below 1, but is {sample!r}.")
     if isinstance(sample, float) and sample >= 1:
-        raise LogitlessError(
-            f"{NAME}: sample is {sample}, but a share is below 1. Pass whole rows as an int."
-        )
+        raise LogitlessError(f"{NAME}: sample is {sample}, but a share is below 1. Pass whole rows as an int.")
     ignored = rows.target == IGNORE
     low = (rows.target_range or (IGNORE, 0))[0]
     # Only where rows may be left out is the device asked which.

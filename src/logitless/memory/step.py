@@ -237,7 +237,7 @@ class RunningStep:
         options = replace(self.options, entropy=objective.entropy)
         call = resolve_hidden(hidden, weight, self.scored, options, self.machine)
         call = replace(call, dropped=self.step.dropped)
-        self.plan = plan_of(call, hidden.shape[-1], weight.requires_grad, objective)
+        self.plan = plan_of(call, hidden, weight, objective)
         inputs = objective.inputs(None, call.rows, self.fields)
         loss, metrics, _ = evaluate(hidden, weight, call, self.plan, objective, inputs, 1.0, True)
         self.metrics = metrics

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from logitless.collectives import sum_over
 from logitless.errors import LogitlessError, no_second_derivative
 
 KNOWN_FIELDS = ("old_logprob", "advantage", "ref_logprob", "rollout_logprob")
@@ -184,5 +185,5 @@ def _mean_by_sample(
     x = torch.where(counted, x, 0.0)
     sums = torch.segment_reduce(x, "sum", lengths=lengths, unsafe=True, initial=0)
     if group is not None:
-        dist.all_reduce(sums, group=group)
+        sum_over(group, sums)
     return torch.where(counted, (sums / totals.clamp_min(1))[sample], 0.0)

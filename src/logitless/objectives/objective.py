@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from logitless.collectives import resolve_group
+from logitless.collectives import agree_if, fingerprint, resolve_group
 from logitless.errors import LogitlessError, did_you_mean
 from logitless.objectives.checks import check_field, finite, resolve_bounds, resolve_clip, unknown
 from logitless.objectives.corrections import CORRECTIONS, rollout_log_ratio
@@ -241,6 +241,7 @@ class Objective:
         denominator: float | Tensor | None = None,
         prompt_tokens: Tensor | None = None,
         group: Any = None,
+        check_group: bool = False,
         **fields: Tensor | str | None,
     ) -> tuple[Tensor, Metrics]:
         """Loss of a micro-batch on this rank, a part of the batch's loss, and its metrics.
@@ -251,11 +252,32 @@ class Objective:
             denominator: tokens, samples or prompts of the whole batch; default: counted over these samples alone.
             prompt_tokens: ``[N]``, for ``reduce="prompt_mean"``.
             group: context-parallel group, for objectives that take means over samples; None if not split.
+            check_group: compare objective, fields, samples and denominator over the group first, so that what one rank
+                refuses all refuse. One more small collective.
             **fields: ``[R]`` tensors: ``old_logprob`` (or ``"current"``), ``advantage``, ``ref_logprob``,
                 ``rollout_logprob``, and those that a function of yours needs.
         """
-        inputs = self.inputs(stats, rows, fields, denominator=denominator, prompt_tokens=prompt_tokens, group=group)
-        return self.evaluate(inputs)
+
+        def prepare() -> Inputs:
+            batch = {"denominator": denominator, "prompt_tokens": prompt_tokens, "group": group}
+            return self.inputs(stats, rows, fields, **batch)
+
+        def facts(inputs: Inputs) -> dict[str, Any]:
+            return self.facts_over_samples(inputs, denominator) | {
+                "whether a gradient is recorded": inputs.logprob.requires_grad,
+                "the dtype of logprob": str(inputs.logprob.dtype),
+            }
+
+        return self.evaluate(agree_if(check_group, group, "Objective", prepare, facts))
+
+    def facts_over_samples(self, inputs: Inputs, denominator: float | Tensor | None) -> dict[str, Any]:
+        """What the ranks that share samples must agree on: each sends as many sums, and has a part of one loss."""
+        return {
+            "the objective": self.described(),
+            "the fields": ", ".join(sorted(inputs.fields)),
+            "the tokens of each sample that count": fingerprint(inputs.totals),
+            "denominator": fingerprint(denominator),
+        }
 
     def _policy(self, x: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
         function = POLICY_TERMS[self.policy].function if isinstance(self.policy, str) else self.policy

@@ -16,16 +16,15 @@ from torch import Tensor
 
 from logitless.backends import load
 from logitless.call import Call, Options, Scope, as_products_take, recorded, resolve_hidden, together, untraced
-from logitless.collectives import fingerprint
+from logitless.collectives import agree_if, fingerprint
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.from_hidden.logprobs import head_fact, score
-from logitless.from_hidden.plan import choose_plan
 from logitless.from_hidden.projection import Projection, hidden_gradient, selected_rows
 from logitless.kept import Kept
 from logitless.notes import explained
 from logitless.objectives import Inputs, Metrics, Objective
 from logitless.policy_loss.one_pass import OnePass
-from logitless.policy_loss.plan import LossPlan, plan_of, two_pass_memory
+from logitless.policy_loss.plan import LossPlan, first_pass, plan_of
 from logitless.results import target_column
 from logitless.rows import Rows
 from logitless.spec import Head, TokenStats, VocabShard, inspectable
@@ -62,6 +61,7 @@ def linear_policy_loss(
     denominator: float | Tensor | None = None,
     prompt_tokens: Tensor | None = None,
     group: Any = None,
+    check_group: bool = False,
     return_stats: bool = False,
     **fields: Tensor | str | None,
 ) -> Any:
@@ -85,7 +85,7 @@ def linear_policy_loss(
             products. Their number is fetched per chunk while the device goes on.
         memory: bound on what is held of a chunk of rows: its logits or, where that makes for short chunks, 16-bit
             exponentials of them. Gradients and their accumulators come on top.
-        denominator, prompt_tokens, group, fields: as for :meth:`Objective.__call__`.
+        denominator, prompt_tokens, group, check_group, fields: as for :meth:`Objective.__call__`.
 
     Returns:
         ``(loss, metrics)`` as from the objective: a part of the batch's loss, 0-dim, and :class:`Metrics`. With
@@ -110,11 +110,21 @@ def linear_policy_loss(
         batch = {"denominator": denominator, "prompt_tokens": prompt_tokens, "group": group}
         return call, plan, objective.inputs(None, call.rows, fields, **batch)
 
+    def shared(call: Call, plan: LossPlan, inputs: Inputs) -> dict[str, Any]:
+        """Over the ranks that have parts of the same samples."""
+        return objective.facts_over_samples(inputs, denominator) | {"the dtype of hidden": str(call.dtype)}
+
     with explained(NAME, memory, weight_grad=weight_grad):
         hidden, weight, asked = as_products_take(hidden, weight, asked)
         needed, trained = (any(recorded(*x)) for x in ((hidden, weight, asked.bias), (weight, asked.bias)))
         facts = {"whether a gradient is recorded": needed} | head_fact(trained)
-        call, plan, inputs = together(asked, resolve, lambda made: _facts(*made, objective) | facts)
+        call, plan, inputs = agree_if(
+            check_group,
+            group,
+            NAME,
+            lambda: together(asked, resolve, lambda made: _facts(*made, objective) | facts),
+            lambda made: shared(*made) | facts,
+        )
         loss, metrics, stats = evaluate(hidden, weight, call, plan, objective, inputs, grad_scale, drop_zeros)
     return (loss, metrics, stats) if return_stats else (loss, metrics)
 
@@ -130,7 +140,7 @@ def evaluate(
     drop_zeros: bool,
 ) -> tuple[Tensor, Metrics, TokenStats]:
     """Loss, metrics and results without graph of a call that was checked."""
-    if plan.kind == "one pass" and any(recorded(hidden, weight, call.asked.bias)):
+    if plan.first is None:
         # A frozen weight has no gradient to add, so its buffer binds nobody to a factor known in advance.
         into_buffer = call.asked.weight_grad is not None and weight.requires_grad
         scale = torch.as_tensor(grad_scale).to(call.gain) if into_buffer else None
@@ -139,8 +149,7 @@ def evaluate(
         loss, *values, metrics = values
         return loss, metrics, TokenStats(*values)
     # The first of two passes; backward is the second. The budget is that of log-probs.
-    call = replace(call, memory=two_pass_memory(call.memory))
-    stats = score(hidden, weight, call, choose_plan(call, recorded(hidden, weight, call.asked.bias)))
+    stats = score(hidden, weight, first_pass(call), plan.first)
     loss, metrics = objective.evaluate(replace(inputs, logprob=stats.logprob, entropy=stats.entropy))
     entropy, log_z = (None if x is None else x.detach() for x in (stats.entropy, stats.log_z))
     return loss, metrics, TokenStats(stats.logprob.detach(), entropy, log_z)
@@ -156,7 +165,7 @@ def loss_plan(hidden: Tensor, weight: Tensor, rows: Any, objective: Objective, *
 
 def _resolve(hidden: Tensor, weight: Tensor, rows: Any, objective: Objective, asked: Options) -> tuple[Call, LossPlan]:
     call = resolve_hidden(hidden, weight, rows, replace(asked, entropy=objective.entropy))
-    return call, plan_of(call, weight.shape[1], weight.requires_grad, objective)
+    return call, plan_of(call, hidden, weight, objective)
 
 
 def _facts(call: Call, plan: LossPlan, inputs: Inputs, objective: Objective) -> dict[str, Any]:

@@ -12,13 +12,23 @@ shapes, options, one memory budget and what work costs on the machine, the same 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from logitless.call import Call, Options
-from logitless.from_hidden.plan import ONLY_SUPPORT, Shape, Tiles, chunk_tiles, exponentials_row
+from logitless.call import Call, Options, recorded
+from logitless.from_hidden.plan import (
+    ONLY_SUPPORT,
+    LinearPlan,
+    Shape,
+    SupportPlan,
+    Tiles,
+    choose_plan,
+    chunk_tiles,
+    exponentials_row,
+)
 from logitless.machine import ALIGNED, ENOUGH, SLAB, Costs, Machine
 from logitless.objectives import Objective
 from logitless.spec import parse_memory
@@ -40,6 +50,7 @@ class LossPlan:
         tiles: of logits, by which a chunk of exponentials is filled; None where the chunk holds the logits.
         elementwise: bytes of working space for the plain-torch backend.
         reason: why, in a sentence.
+        first: how log-probs are made where they come first: in two passes, or where no gradient is recorded.
     """
 
     kind: Literal["one pass", "two passes", "support"]
@@ -49,6 +60,7 @@ class LossPlan:
     tiles: Tiles | None
     elementwise: int
     reason: str
+    first: LinearPlan | SupportPlan | None = None
 
     @property
     def rows(self) -> int:
@@ -115,24 +127,31 @@ class LossShape:
         )
 
 
-def plan_of(call: Call, hidden: int, trained: bool, objective: Objective) -> LossPlan:
-    """The decision for a checked call from hidden states of a size."""
+def plan_of(call: Call, hidden: Tensor, weight: Tensor, objective: Objective) -> LossPlan:
+    """The decision for a checked call. What a budget cannot hold is refused here, before anything is sent."""
+    needs = recorded(hidden, weight, call.asked.bias)
     if call.over_support:
-        return LossPlan("support", (), False, 0, None, 0, ONLY_SUPPORT)
+        return LossPlan("support", (), False, 0, None, 0, ONLY_SUPPORT, choose_plan(call, needs))
     # Chunks must be the same on every rank of a vocabulary group, each of which takes part in one all_gather per chunk.
     columns = call.columns if call.group is None else -(-call.vocab_size // call.group.size())
     shape = LossShape.of(
         call.rows.counts,
         columns,
-        hidden,
+        weight.shape[1],
         dtype=call.dtype,
         logits_dtype=call.logits_dtype,
         machine=call.machine,
         bias=call.asked.bias is not None,
         capped=bool(call.squash),
-        trained=trained,
+        trained=weight.requires_grad,
     )
-    return choose_loss_plan(shape, objective.sequence_level, _obstacle(call, objective), call.memory)
+    plan = choose_loss_plan(shape, objective.sequence_level, _obstacle(call, objective), call.memory)
+    return plan if plan.kind == "one pass" and any(needs) else replace(plan, first=choose_plan(first_pass(call), needs))
+
+
+def first_pass(call: Call) -> Call:
+    """The call for log-probs alone, with the budget that is theirs."""
+    return replace(call, memory=two_pass_memory(call.memory))
 
 
 def _obstacle(call: Call, objective: Objective) -> str | None:

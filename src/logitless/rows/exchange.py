@@ -14,6 +14,7 @@ Backward with "sum" is a collective, so all ranks must use the result in the los
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -43,6 +44,28 @@ def exchange_over(
     if grad is None:
         fields = tuple(x.detach() for x in fields)
     return _Exchange.apply(place, total, wanted, group, grad, *fields)  # pyright: ignore[reportReturnType]
+
+
+def check_fields(caller: str, x: Tensor | Sequence[Tensor], num_rows: int) -> tuple[Tensor, ...]:
+    """The fields, each ``[R]`` and all of one dtype."""
+    fields = (x,) if isinstance(x, Tensor) else tuple(x)
+    if not fields:
+        raise LogitlessError(f"Rows.{caller}: x is empty; wanted a tensor or at least one field.")
+    for field in fields:
+        if field.dim() != 1 or field.shape[0] != num_rows or field.dtype != fields[0].dtype:
+            raise LogitlessError(
+                f"Rows.{caller}: wanted fields of shape [{num_rows}] and one dtype but got "
+                f"{[(list(f.shape), str(f.dtype)) for f in fields]}."
+            )
+    return fields
+
+
+def exchange_facts(fields: tuple[Tensor, ...], lengths: tuple[int, ...], grad: GradRule) -> dict[str, Any]:
+    """What ranks must agree on before they exchange these."""
+    facts = {"the number of fields": len(fields), "their dtype": str(fields[0].dtype), "grad": grad}
+    # Backward sends something with "sum" alone, and then of those that have a graph.
+    with_graph = tuple(grad == "sum" and torch.is_grad_enabled() and x.requires_grad for x in fields)
+    return facts | {"which fields have a graph": with_graph, "the response lengths": lengths}
 
 
 class _Exchange(torch.autograd.Function):

@@ -20,10 +20,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from logitless.collectives import resolve_group, table_over
+from logitless.collectives import agree_if, resolve_group, table_over
 from logitless.errors import LogitlessError
 from logitless.rows.agreement import check_parts, check_same, check_samples
-from logitless.rows.exchange import GradRule, exchange_over
+from logitless.rows.exchange import GradRule, check_fields, exchange_facts, exchange_over
 from logitless.rows.layouts import SCHEME, Scheme, ragged_arange
 from logitless.rows.samples import Samples, Tokens, integer_vector, unpad
 from logitless.spec import IGNORE, inspectable, tracked_by_autograd
@@ -286,7 +286,7 @@ class Rows:
         whole = torch.cat(list(responses))
         return whole.index_select(0, self.response.to(whole.device))  # pyright: ignore[reportOptionalMemberAccess]
 
-    def gather(self, x: Tensor | Sequence[Tensor], group: Any, *, grad: GradRule) -> Any:
+    def gather(self, x: Tensor | Sequence[Tensor], group: Any, *, grad: GradRule, check: bool = False) -> Any:
         """Whole responses on every rank of the sequence group: ``[R]`` becomes one full-length tensor per sample.
 
         One collective for all samples and all fields; rows that no rank scored are zero.
@@ -296,31 +296,25 @@ class Rows:
             group: process group or one-dimensional DeviceMesh of the context-parallel ranks; None if not split.
             grad: what backward does, see :mod:`logitless.rows.exchange`: ``"sum"`` if the ranks' losses add up,
                 ``"slice"`` if every rank computes the same loss, None for values only.
+            check: compare fields over the group first, so that what one rank refuses all refuse, where a sum of other
+                sizes would hang or abort. One more small collective.
 
         Returns:
             A list of ``[response length]`` tensors, or one such list per field.
         """
-        lengths = self._whole_lengths("gather")
-        whole = self._exchange(x, group, None, grad, "gather")
-        lists = [list(field.split(lengths)) for field in whole]
+        whole = self._exchange(x, group, None, grad, "gather", check)
+        lists = [list(field.split(self._whole_lengths("gather"))) for field in whole]
         return lists[0] if isinstance(x, Tensor) else lists
 
-    def redistribute(self, x: Tensor | Sequence[Tensor], to: Rows, group: Any, *, grad: GradRule) -> Any:
+    def redistribute(
+        self, x: Tensor | Sequence[Tensor], to: Rows, group: Any, *, grad: GradRule, check: bool = False
+    ) -> Any:
         """The same values in the order of another split: ``[R]`` of these rows becomes ``[R']`` of ``to``.
 
         For example from contiguous to zigzag. One collective for all samples and all fields; arguments as
         for :meth:`gather`. Rows of ``to`` that no rank scored are zero.
         """
-        if self._whole_lengths("redistribute") != to.response_lengths:
-            raise LogitlessError(
-                f"Rows.redistribute: to= was made for responses of {list(to.response_lengths or ())} tokens but these "
-                f"rows for {list(self.response_lengths or ())}. Both must describe the same samples."
-            )
-        if to.cp is not None and self.cp is not None and to.cp.size != self.cp.size:
-            raise LogitlessError(
-                f"Rows.redistribute: these rows are split over {self.cp.size} ranks but to= over {to.cp.size} ranks."
-            )
-        fields = self._exchange(x, group, to.response, grad, "redistribute")
+        fields = self._exchange(x, group, to, grad, "redistribute", check)
         return fields[0] if isinstance(x, Tensor) else fields
 
     def check_over(self, group: Any) -> None:
@@ -363,24 +357,38 @@ class Rows:
         return x.new_zeros((sum(self.held), *x.shape[1:])).index_copy(0, self.slot, x)
 
     def _exchange(
-        self, x: Tensor | Sequence[Tensor], group: Any, wanted: Tensor | None, grad: GradRule, caller: str
+        self, x: Tensor | Sequence[Tensor], group: Any, to: Rows | None, grad: GradRule, caller: str, check: bool
     ) -> tuple[Tensor, ...]:
-        fields = (x,) if isinstance(x, Tensor) else tuple(x)
-        if not fields:
-            raise LogitlessError(f"Rows.{caller}: x is empty; wanted a tensor or at least one field.")
-        for field in fields:
-            if field.dim() != 1 or field.shape[0] != len(self) or field.dtype != fields[0].dtype:
-                raise LogitlessError(
-                    f"Rows.{caller}: wanted fields of shape [{len(self)}] and one dtype but got "
-                    f"{[(list(f.shape), str(f.dtype)) for f in fields]}."
-                )
-        size = 1 if self.cp is None else self.cp.size
         process_group = resolve_group(group, f"Rows.{caller}: group")
-        world = 1 if process_group is None else process_group.size()
-        if size != world:
-            raise LogitlessError(f"Rows.{caller}: these rows are split over {size} ranks but group has {world}.")
+
+        def prepare() -> tuple[Tensor, ...]:
+            self._check_target(to, caller)
+            fields = check_fields(caller, x, len(self))
+            size, world = 1 if self.cp is None else self.cp.size, 1 if process_group is None else process_group.size()
+            if size != world:
+                raise LogitlessError(f"Rows.{caller}: these rows are split over {size} ranks but group has {world}.")
+            return fields
+
+        def facts(fields: tuple[Tensor, ...]) -> dict[str, Any]:
+            return exchange_facts(fields, self._whole_lengths(caller), grad)
+
+        fields = agree_if(check, process_group, f"Rows.{caller}", prepare, facts)
         assert self.response is not None
+        wanted = None if to is None else to.response
         return exchange_over(process_group, fields, self.response, sum(self.response_lengths or ()), wanted, grad)
+
+    def _check_target(self, to: Rows | None, caller: str) -> None:
+        """Raise unless these rows know of samples, and ``to``, if there is one, of the same."""
+        lengths = self._whole_lengths(caller)
+        if to is not None and lengths != to.response_lengths:
+            raise LogitlessError(
+                f"Rows.redistribute: to= was made for responses of {list(to.response_lengths or ())} tokens but these "
+                f"rows for {list(lengths)}. Both must describe the same samples."
+            )
+        if to is not None and to.cp is not None and self.cp is not None and to.cp.size != self.cp.size:
+            raise LogitlessError(
+                f"Rows.redistribute: these rows are split over {self.cp.size} ranks but to= over {to.cp.size} ranks."
+            )
 
     def _whole_lengths(self, caller: str) -> tuple[int, ...]:
         if self.response_lengths is None:
