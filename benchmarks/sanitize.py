@@ -8,7 +8,7 @@
 The program makes the calls of ``CALLS`` at odd sizes in three dtypes and says which kernels they launched. It runs once
 by itself, so that all kernels are compiled, and then under each tool. The exit code is 1 if a tool reports an error in
 a kernel of ours, or one that it attributes to nobody, if it does not come to its end, or if a kernel of
-``kernels.py`` was not launched. Hazards in kernels of other libraries are counted, and told.
+``backends/triton`` was not launched. Hazards in kernels of other libraries are counted, and told.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from logitless.backends import triton as backend
 from logitless.tools.bench.records import Environment
 
 ROOT = Path(__file__).parent.parent
-KERNELS = ROOT / "src" / "logitless" / "backends" / "triton" / "kernels.py"
+KERNELS = ROOT / "src" / "logitless" / "backends" / "triton"
 RECORDS = ROOT / "benchmarks" / "results" / "sanitizer.jsonl"
 TOOLS = ("memcheck", "racecheck")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -116,6 +116,7 @@ CALLS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
 KEPT: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "logprobs, kept ids": (from_logits, {"entropy": "grad"}),
     "linear, kept ids": (from_hidden, {"entropy": "grad"}),
+    "linear, kept ids alone": (from_hidden, {"entropy": "grad", "scope": "support"}),
 }
 
 
@@ -138,6 +139,11 @@ def launched_by(device: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> dict[s
     finally:
         backend._launch = launch
     return dict(sorted(counts.items()))
+
+
+def kernel_source() -> str:
+    """Of all files of kernels."""
+    return "\n".join(path.read_text() for path in sorted(KERNELS.glob("*kernels.py")))
 
 
 def all_kernels(source: str) -> list[str]:
@@ -278,7 +284,7 @@ def main(words: list[str] | None = None) -> int:
     # Compiles every kernel, which takes far longer under a tool.
     subprocess.run([sys.executable, __file__, "--program"], check=True)
     described = subprocess.run([sanitizer, "--help"], capture_output=True, text=True).stdout
-    kernels = all_kernels(KERNELS.read_text())
+    kernels = all_kernels(kernel_source())
     found = [run(tool, sanitizer, described, kernels) for tool in arguments.tools]
     say("\n".join(show(x) for x in found))
     write({"kind": "sanitizer", "tools": found, "kernels": kernels}, arguments.json)

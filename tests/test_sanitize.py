@@ -15,7 +15,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "docs")]
 import make_reliability  # noqa: E402
 import sanitize  # noqa: E402
 
-NAMES = sanitize.all_kernels(sanitize.KERNELS.read_text())
+NAMES = sanitize.all_kernels(sanitize.kernel_source())
 LAUNCHED = f"{sanitize.SAID}{json.dumps(dict.fromkeys(NAMES, 3))}\n"
 OUT_OF_BOUNDS = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ read of size 4 bytes
@@ -59,7 +59,7 @@ def test_the_program_launches_every_kernel(monkeypatch):
 
 
 def test_kernels_are_those_that_no_other_kernel_calls():
-    source = sanitize.KERNELS.read_text() + "\n\n@triton.jit\ndef new_kernel(x):\n    tl.store(x, tanh(0.0))\n"
+    source = sanitize.kernel_source() + "\n\n@triton.jit\ndef new_kernel(x):\n    tl.store(x, tanh(0.0))\n"
     assert sanitize.all_kernels(source) == sorted([*NAMES, "new_kernel"])
     assert [name for name in NAMES if not name.endswith("_kernel")] == []
 
