@@ -266,7 +266,9 @@ def try_sizes(case: Case, device: torch.device) -> str:
         for kernel in ("dots_sizes", "sums_sizes"):
             with mock.patch.object(kernels, kernel, lambda width, sizes=sizes: sizes):
                 try:
-                    contender = (lambda: torch.no_grad()(support)(x)) if kernel == "dots_sizes" else lambda: step(support, x)
+                    contender = (
+                        (lambda: torch.no_grad()(support)(x)) if kernel == "dots_sizes" else lambda: step(support, x)
+                    )
                     found.append(statistics.median(times(x, {"it": contender}, 3)["it"]))
                 except Exception as error:  # noqa: BLE001 - a size that does not compile is a result
                     found.append(float("nan"))

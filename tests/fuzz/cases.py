@@ -83,6 +83,7 @@ class Case:
     extra_columns: int = 0
     bias: bool = False
     kept: str = ""
+    scope: str = "vocabulary"
     entropy: str | None = None
     memory: int | str | None = None
     backend: str = "auto"
@@ -221,6 +222,9 @@ FEATURES = {
     "padding": Feature(("extra_columns",), one_of("extra_columns", 1, 3)),
     "bias": Feature(("bias",), one_of("bias", True), LINEAR),
     "kept": Feature(("kept",), one_of("kept", "some", "none", "all", "twice")),
+    "scope": Feature(
+        ("kept", "scope"), lambda r: {"kept": r.choice(("some", "none", "all", "twice")), "scope": "support"}
+    ),
     "entropy": Feature(("entropy",), one_of("entropy", "value", "grad", "grad"), (LOGITS, HEAD, MODULE)),
     "memory": Feature(("memory",), one_of("memory", *MEMORY)),
     "backend": Feature(("backend",), one_of("backend", "reference", "tiled")),
@@ -331,6 +335,12 @@ def settled(case: Case) -> Case:
     if case.match is not None and case.values not in ("zeros", "normal"):
         # Both sides must round the same logits, so they are numbers whose products are exact.
         changes["values"] = "normal"
+    if not case.kept:
+        changes["scope"] = "vocabulary"
+    elif case.scope == "support":
+        # There is no log Z. A row of one id has the log-prob 0, and what its logit is nobody asks.
+        changes["upstream"] = "all" if case.upstream == "log_z" else case.upstream
+        changes["values"] = "normal" if case.values == "minus infinity" else case.values
     if half or not linear:
         changes["autocast"] = False
     if not case.weight_grad or case.path != LOSS:

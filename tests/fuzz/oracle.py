@@ -100,6 +100,9 @@ def _answer(inputs: Inputs, wide: torch.dtype, stored: torch.dtype | None, field
     elif case.entropy != "grad":
         g = g * torch.tensor([[1.0], [0.0], [1.0]], dtype=wide)
         slack = g.abs()
+    if case.scope == "support" and case.path not in LOSSES:
+        # There is no log Z to be differentiated.
+        g, slack = (x * torch.tensor([[1.0], [1.0], [0.0]], dtype=wide) for x in (g, slack))
     wanted = {name: x for name, x in s.leaves.items() if x.requires_grad}
     results, gradients = [s.logprob, s.entropy, s.log_z], {}
     if wanted and s.logprob.requires_grad:
@@ -165,6 +168,8 @@ def _score(inputs: Inputs, active: Tensor, wide: torch.dtype, stored: torch.dtyp
         y = torch.tanh(z / case.softcap)
         z, slope = case.softcap * y, case.scale * (1 - y.detach() ** 2)
     z, slope = z / temperature, slope / temperature
+    if case.scope == "support":
+        z = z.masked_fill(~inputs.support[active], -torch.inf)
     log_p = torch.log_softmax(z, -1)
     p = log_p.exp()
     entropy = -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)

@@ -167,7 +167,7 @@ def bounds(inputs: Inputs, rank: int) -> tuple[int, int]:
 def _options(inputs: Inputs, views: dict[str, Tensor], device: str, rank: int) -> tuple[dict[str, Any], Tensor | None]:
     """Keyword arguments that all parts share, and what the gradient buffer holds before."""
     case = inputs.case
-    given: dict[str, Any] = {"backend": case.backend}
+    given: dict[str, Any] = {"backend": case.backend, "scope": case.scope}
     if case.memory is not None:
         given["memory"] = case.memory
     if case.path not in LOSSES:
