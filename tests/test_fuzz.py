@@ -139,11 +139,18 @@ def test_units_are_digits_and_not_more():
     assert float(right.gradient_units["x0"].max()) <= 1e-5 * float(right.gradients["x0"].abs().max())
 
 
+FLUSHED = [
+    Case(seed=326, tokens=3, vocab=64, width=16, samples=((3, 3),), temperature=0.05, entropy="grad", twice=True),
+    Case(seed=840, temperature=0.05, kept="none", entropy="grad"),
+]
+"""Cases that a GPU had wrong, of runs before results over the support were drawn."""
+
+
 @pytest.mark.parametrize(("below", "kind"), [(2.0**-126, "right"), (2.0**-120, "wrong")])
-@pytest.mark.parametrize("seed", [326, 840])
-def test_a_probability_below_the_normal_numbers_may_be_zero(seed: int, below: float, kind: str):
+@pytest.mark.parametrize("case", FLUSHED, ids=["326", "840"])
+def test_a_probability_below_the_normal_numbers_may_be_zero(case: Case, below: float, kind: str):
     """The exponential of an accelerator flushes it, and in an entropy's gradient it is a factor of log p."""
-    inputs = build(draw(seed, 0.3))
+    inputs = build(case)
     right = truth(inputs)
     log_p = torch.log_softmax(inputs.leaves["x0"].double() / inputs.case.temperature, -1)
     target = torch.nn.functional.one_hot(inputs.target, log_p.shape[1]).bool()

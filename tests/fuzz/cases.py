@@ -222,9 +222,7 @@ FEATURES = {
     "padding": Feature(("extra_columns",), one_of("extra_columns", 1, 3)),
     "bias": Feature(("bias",), one_of("bias", True), LINEAR),
     "kept": Feature(("kept",), one_of("kept", "some", "none", "all", "twice")),
-    "scope": Feature(
-        ("kept", "scope"), lambda r: {"kept": r.choice(("some", "none", "all", "twice")), "scope": "support"}
-    ),
+    "scope": Feature(("scope",), lambda r: {"kept": r.choice(("some", "none", "all", "twice")), "scope": "support"}),
     "entropy": Feature(("entropy",), one_of("entropy", "value", "grad", "grad"), (LOGITS, HEAD, MODULE)),
     "memory": Feature(("memory",), one_of("memory", *MEMORY)),
     "backend": Feature(("backend",), one_of("backend", "reference", "tiled")),
