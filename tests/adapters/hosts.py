@@ -73,7 +73,11 @@ ABSENT = {"nemo_rl": ("nemo_rl.models.megatron.train",)}
 
 
 MODULES = {
-    "miles": ("miles.backends.training_utils.loss_hub.logit_processors",),
+    "miles": (
+        "miles.backends.training_utils.loss_hub.logit_processors",
+        "miles.backends.training_utils.loss_hub.losses",
+        "miles.backends.training_utils.parallel",
+    ),
     "nemo_rl": ("nemo_rl.algorithms.logits_sampling_utils", "nemo_rl.distributed.model_utils"),
     "openrlhf": ("openrlhf.models.actor",),
     "prime_rl": ("prime_rl.trainer.models.layers.lm_head", "prime_rl.trainer.models.layers.lm_head_gemma"),
