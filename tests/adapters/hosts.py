@@ -40,12 +40,14 @@ record.start()
 MISSING = {
     "areal": ("aiohttp", "colorlog", "ray"),
     "megatron": (),
+    "ms_swift": (),
     "miles": ("httpx", "ray", "megatron.training", "torch_memory_saver"),
     "nemo_rl": (),
     "openrlhf": ("deepspeed", "flash_attn", "peft", "pylatexenc"),
     "prime_rl": ("loguru",),
     "skyrl": ("cloudpathlib", "jaxtyping"),
     "slime": ("httpx", "ray", "megatron.training", "torch_memory_saver"),
+    "torchtitan": ("spmd_types", "torchdata", "tyro"),
     "trl": (),
     "verl": ("codetiming", "hydra", "omegaconf", "prefix_grouper", "ray", "tensordict"),
 }
@@ -64,6 +66,7 @@ FIRST = {
 
 BARE = {
     "areal": ("areal", "areal.infra", "areal.utils", "areal.utils.functional"),
+    "ms_swift": ("swift", "swift.megatron", "swift.megatron.trainers"),
     "prime_rl": ("prime_rl.trainer", "prime_rl.trainer.models"),
 }
 """Packages of a checkout whose ``__init__`` imports the whole host: their modules are imported without it."""
@@ -78,6 +81,7 @@ MODULES = {
         "miles.backends.training_utils.loss_hub.losses",
         "miles.backends.training_utils.parallel",
     ),
+    "ms_swift": ("swift.megatron.trainers.vocab_parallel_utils",),
     "nemo_rl": ("nemo_rl.algorithms.logits_sampling_utils", "nemo_rl.distributed.model_utils"),
     "openrlhf": ("openrlhf.models.actor",),
     "prime_rl": ("prime_rl.trainer.models.layers.lm_head", "prime_rl.trainer.models.layers.lm_head_gemma"),
@@ -86,6 +90,7 @@ MODULES = {
         "skyrl.backends.skyrl_train.distributed.megatron.model_utils",
     ),
     "slime": ("slime.backends.megatron_utils.loss", "slime.backends.megatron_utils.initialize"),
+    "torchtitan": ("torchtitan.components.loss",),
     "verl": (
         "verl.utils.torch_functional",
         "verl.utils.experimental.torch_functional",
@@ -94,6 +99,10 @@ MODULES = {
     ),
 }
 """Where the functions are that an adapter replaces."""
+
+
+PACKAGES = {"ms_swift": "swift"}
+"""Names that hosts are imported by, where these are not the names of their adapters."""
 
 
 def checkout(host: str) -> Path | None:
@@ -113,12 +122,15 @@ def checkouts(host: str) -> list[Path]:
 
 
 def _is_of(host: str, folder: Path) -> bool:
-    return re.fullmatch(rf"{host}(-.*)?", folder.name) is not None and (_sources(folder, host) / host).is_dir()
+    return (
+        re.fullmatch(rf"{host}(-.*)?", folder.name) is not None
+        and (_sources(folder, host) / PACKAGES.get(host, host)).is_dir()
+    )
 
 
 def _sources(folder: Path, host: str) -> Path:
     """Where a checkout has its package: at the top, or under ``src``."""
-    return folder / "src" if (folder / "src" / host).is_dir() else folder
+    return folder / "src" if (folder / "src" / PACKAGES.get(host, host)).is_dir() else folder
 
 
 def _age(folder: Path) -> tuple[int, tuple[int, ...]]:
@@ -230,10 +242,19 @@ class _StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (_Nothing,), {})
+        return _Names(name, (_Nothing,), {})
 
 
-class _Nothing:
+class _Names(type):
+    """A class whose attributes are such classes too: hosts annotate with ``package.module.Name``."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Names(name, (_Nothing,), {})
+
+
+class _Nothing(metaclass=_Names):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
