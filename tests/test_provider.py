@@ -7,6 +7,7 @@ import inspect
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -260,9 +261,10 @@ def applied(served: Any) -> dict[str, Any]:
     functions: dict[str, Any] = {}
     for diff in DIFF.findall(PAGE):
         namespace = {"torch": torch, "DTensor": DTensor, "LinearCrossEntropy": LinearCrossEntropy, "provider": served}
-        namespace["get_tensor_model_parallel_group"] = lambda: None
+        namespace |= {"get_tensor_model_parallel_group": lambda: None, "spmd_mesh_size": lambda axis: 1}
+        namespace["mpu"] = SimpleNamespace(get_tensor_model_parallel_group=lambda: None)
         exec(patched(diff), namespace)
-        functions |= {name: x for name, x in namespace.items() if inspect.isfunction(x) and x.__name__ == name}
+        functions |= {name: x for name, x in namespace.items() if f"def {name}(" in diff}
     return functions
 
 
@@ -294,6 +296,17 @@ def calls() -> dict[str, tuple[Any, Any, list[Tensor]]]:
         ),
         "selective_log_softmax": (lambda f, z: [f(z, ids)], lambda z: [truth(z, ids)[0]], [lines]),
         "log_probs_from_logits": (lambda f, z: [f(z, ids, 0.7)], lambda z: [truth(z, ids, 0.7)[0]], [lines]),
+        "forward": (
+            lambda f, h, w: [f(SimpleNamespace(weight=w), h, ids, torch.full((4, 6), 0.7))["logprobs"]],
+            lambda h, w: [truth(h @ w.T, ids, 0.7)[0]],
+            [heads, weight],
+        ),
+        "compute_logps_and_entropy_from_logits": (
+            lambda f, z: [f(z, ids)[0]],
+            lambda z: [truth(z, ids)[0]],
+            [lines],
+        ),
+        "compute_logprobs": (lambda f, z: [f(z, target)], lambda z: [truth(z, target)[0]], [logits]),
         "vocab_parallel_cross_entropy": (lambda f, z: [f(z, ids)], lambda z: [-truth(z, ids)[0]], [lines]),
     }
 
