@@ -22,7 +22,7 @@ ORDER = [
     *("softmax", "backends", "kept", "support", "results", "call"),
     *("from_logits", "from_hidden", "objectives", "policy_loss"),
     *("explain", "memory"),
-    "adapters",
+    *("adapters", "provider"),
     *("", "tools", "__main__"),
 ]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fuzz import judge, record, shrink, soak
+from fuzz import judge, ours, record, shrink, soak
 from fuzz.build import build
 from fuzz.cases import DEFAULTS, FEATURES, LOSSES, NAMES, PATHS, Case, draw, features_on
 from fuzz.corpus import CORPUS
@@ -22,6 +22,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "docs"))
 import make_reliability
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_group_is_left():
+    """Some cases make a process group of one, which other tests of the same process would find in their way."""
+    yield
+    ours.leave_group()
 
 
 def wrong(seeds) -> list[tuple[Case, Verdict]]:

@@ -1,5 +1,6 @@
 """Logitless: per-token log-probabilities and entropy for LLM reinforcement learning, without paying for the logits."""
 
+from logitless import provider as provider
 from logitless.adapters import install, status, uninstall
 from logitless.backends import choose_backend
 from logitless.errors import LogitlessError

@@ -40,11 +40,14 @@ record.start()
 MISSING = {
     "areal": ("aiohttp", "colorlog", "ray"),
     "megatron": (),
+    "ms_swift": (),
     "miles": ("httpx", "ray", "megatron.training", "torch_memory_saver"),
     "nemo_rl": (),
     "openrlhf": ("deepspeed", "flash_attn", "peft", "pylatexenc"),
+    "prime_rl": ("loguru",),
     "skyrl": ("cloudpathlib", "jaxtyping"),
     "slime": ("httpx", "ray", "megatron.training", "torch_memory_saver"),
+    "torchtitan": ("spmd_types", "torchdata", "tyro"),
     "trl": (),
     "verl": ("codetiming", "hydra", "omegaconf", "prefix_grouper", "ray", "tensordict"),
 }
@@ -54,13 +57,18 @@ FIRST = {
     "openrlhf": ("transformers.integrations.deepspeed",),
     "miles": ("megatron.core.models.gpt",),
     "nemo_rl": ("megatron.core.models.gpt", "megatron.core.models.multimodal.llava_model"),
+    "prime_rl": ("transformers",),
     "slime": ("megatron.core.models.gpt",),
     "verl": ("transformers",),
 }
 """Real packages that look around for others when they are imported, and should not see a stand-in."""
 
 
-BARE = {"areal": ("areal", "areal.infra", "areal.utils", "areal.utils.functional")}
+BARE = {
+    "areal": ("areal", "areal.infra", "areal.utils", "areal.utils.functional"),
+    "ms_swift": ("swift", "swift.megatron", "swift.megatron.trainers"),
+    "prime_rl": ("prime_rl.trainer", "prime_rl.trainer.models"),
+}
 """Packages of a checkout whose ``__init__`` imports the whole host: their modules are imported without it."""
 
 ABSENT = {"nemo_rl": ("nemo_rl.models.megatron.train",)}
@@ -68,14 +76,21 @@ ABSENT = {"nemo_rl": ("nemo_rl.models.megatron.train",)}
 
 
 MODULES = {
-    "miles": ("miles.backends.training_utils.loss_hub.logit_processors",),
+    "miles": (
+        "miles.backends.training_utils.loss_hub.logit_processors",
+        "miles.backends.training_utils.loss_hub.losses",
+        "miles.backends.training_utils.parallel",
+    ),
+    "ms_swift": ("swift.megatron.trainers.vocab_parallel_utils",),
     "nemo_rl": ("nemo_rl.algorithms.logits_sampling_utils", "nemo_rl.distributed.model_utils"),
     "openrlhf": ("openrlhf.models.actor",),
+    "prime_rl": ("prime_rl.trainer.models.layers.lm_head", "prime_rl.trainer.models.layers.lm_head_gemma"),
     "skyrl": (
         "skyrl.backends.skyrl_train.utils.torch_utils",
         "skyrl.backends.skyrl_train.distributed.megatron.model_utils",
     ),
     "slime": ("slime.backends.megatron_utils.loss", "slime.backends.megatron_utils.initialize"),
+    "torchtitan": ("torchtitan.components.loss",),
     "verl": (
         "verl.utils.torch_functional",
         "verl.utils.experimental.torch_functional",
@@ -84,6 +99,10 @@ MODULES = {
     ),
 }
 """Where the functions are that an adapter replaces."""
+
+
+PACKAGES = {"ms_swift": "swift"}
+"""Names that hosts are imported by, where these are not the names of their adapters."""
 
 
 def checkout(host: str) -> Path | None:
@@ -103,7 +122,15 @@ def checkouts(host: str) -> list[Path]:
 
 
 def _is_of(host: str, folder: Path) -> bool:
-    return re.fullmatch(rf"{host}(-.*)?", folder.name) is not None and (folder / host).is_dir()
+    return (
+        re.fullmatch(rf"{host}(-.*)?", folder.name) is not None
+        and (_sources(folder, host) / PACKAGES.get(host, host)).is_dir()
+    )
+
+
+def _sources(folder: Path, host: str) -> Path:
+    """Where a checkout has its package: at the top, or under ``src``."""
+    return folder / "src" if (folder / "src" / PACKAGES.get(host, host)).is_dir() else folder
 
 
 def _age(folder: Path) -> tuple[int, tuple[int, ...]]:
@@ -115,8 +142,8 @@ def _age(folder: Path) -> tuple[int, tuple[int, ...]]:
 def put_first(host: str) -> bool:
     """Whether there is a checkout of the host; its package is then the one that is imported."""
     folder = checkout(host)
-    if folder is not None and str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+    if folder is not None and str(_sources(folder, host)) not in sys.path:
+        sys.path.insert(0, str(_sources(folder, host)))
         # Hosts compile parts of their losses; there is no compiler to count on, and the numbers are the same. The
         # variable is for worker processes.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -140,7 +167,7 @@ def load(host: str, *modules: str) -> list[ModuleType]:
         for name in ABSENT.get(host, ()):
             sys.modules[name] = None  # pyright: ignore
         for name in BARE.get(host, ()):
-            _bare(name, checkout(host))
+            _bare(name, host)
     else:
         if not (FOLDER / host).is_dir():
             raise RuntimeError(f"{host} is not in {FOLDER}: run `make` to install what constraints-hosts.txt lists.")
@@ -156,10 +183,11 @@ def load(host: str, *modules: str) -> list[ModuleType]:
             return [importlib.import_module(name) for name in modules or MODULES[host]]
 
 
-def _bare(name: str, folder: Path | None) -> None:
+def _bare(name: str, host: str) -> None:
+    folder = checkout(host)
     if name not in sys.modules and folder is not None:
         package = ModuleType(name)
-        package.__path__ = [str(folder.joinpath(*name.split(".")))]
+        package.__path__ = [str(_sources(folder, host).joinpath(*name.split(".")))]
         sys.modules[name] = package
 
 
@@ -214,10 +242,19 @@ class _StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (_Nothing,), {})
+        return _Names(name, (_Nothing,), {})
 
 
-class _Nothing:
+class _Names(type):
+    """A class whose attributes are such classes too: hosts annotate with ``package.module.Name``."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Names(name, (_Nothing,), {})
+
+
+class _Nothing(metaclass=_Names):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 

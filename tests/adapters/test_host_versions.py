@@ -136,8 +136,9 @@ def test_an_untested_version_warns_before_anything_is_replaced(fakehost):
     install_host(host(versions=("2.50", "3")), {"any_version": True})
 
 
-def test_a_source_tree_without_a_version_installs_by_its_signatures(fakehost):
-    del sys.modules["fakehost"].__version__
+@pytest.mark.parametrize("told", [None, "0.0.0+unknown"])
+def test_a_source_tree_without_a_version_installs_by_its_signatures(fakehost, told):
+    sys.modules["fakehost"].__version__ = told
     report = install_host(host(), {})
     assert report.version == "unknown"
     assert report.notes[0].startswith("the version is unknown (tested: 1 - 2.5)")

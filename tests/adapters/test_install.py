@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import subprocess
 import sys
@@ -294,11 +295,12 @@ def test_unknown_hosts_are_refused_with_a_suggestion():
 
 
 def test_import_loads_no_host():
-    packages = sorted({"transformers", "trl", "verl", "skyrl", "openrlhf", "megatron", "slime", "nemo_rl", "ray"})
+    hosts = [importlib.import_module(f"logitless.adapters.{name}").HOST for name in HOSTS]
+    packages = sorted({host.package.split(".")[0] for host in hosts} | {"ray"})
+    assert {"transformers", "trl", "megatron", "slime"} < set(packages)
     program = f"import sys, logitless; print(sorted(set({packages!r}) & set(sys.modules)), logitless.status())"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout.strip() == "[] logitless: nothing is installed"
-    assert len(HOSTS) == 9
 
 
 # The audit.

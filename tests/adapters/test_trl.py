@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -321,6 +322,17 @@ def test_errors_name_the_host_function(call, message):
     logits, index = torch.randn(3, 4, V), torch.zeros(3, 4, dtype=torch.int64)
     with pytest.raises(LogitlessError, match=rf"^trl\.[a-z_.]+\.[A-Za-z_.]+: .*{message}"):
         call(logits, index)
+
+
+def test_another_framework_that_holds_a_name_by_value(monkeypatch):
+    """ms-swift's trainers import the function from TRL."""
+    holder = ModuleType("swift.rlhf_trainers.grpo_trainer")
+    holder.selective_log_softmax = before = utils().selective_log_softmax
+    monkeypatch.setitem(sys.modules, holder.__name__, holder)
+    logitless.install("trl")
+    assert holder.selective_log_softmax is utils().selective_log_softmax is not before
+    logitless.uninstall("trl")
+    assert holder.selective_log_softmax is utils().selective_log_softmax is before
 
 
 @pytest.mark.filterwarnings("ignore::trl.import_utils.TRLExperimentalWarning")

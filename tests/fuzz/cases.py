@@ -337,8 +337,8 @@ def settled(case: Case) -> Case:
         changes["scope"] = "vocabulary"
     elif case.scope == "support":
         # There is no log Z. A row of one id has the log-prob 0, and what its logit is nobody asks.
-        changes["upstream"] = "all" if case.upstream == "log_z" else case.upstream
-        changes["values"] = "normal" if case.values == "minus infinity" else case.values
+        changes |= {"upstream": "all"} if case.upstream == "log_z" else {}
+        changes |= {"values": "normal"} if case.values == "minus infinity" else {}
     if half or not linear:
         changes["autocast"] = False
     if not case.weight_grad or case.path != LOSS:

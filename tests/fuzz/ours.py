@@ -203,6 +203,13 @@ def _group_of_one() -> Any:
     return _groups[0]
 
 
+def leave_group() -> None:
+    """Let go of the group of one, so that others may make theirs."""
+    if _groups and dist.is_initialized():
+        dist.destroy_process_group()
+    _groups.clear()
+
+
 def _head(inputs: Inputs, part: Part, device: str) -> ll.Head:
     case, t = inputs.case, inputs.temperature
     t = t[part.rows].to(device) if isinstance(t, Tensor) else t

@@ -23,7 +23,10 @@ from logitless.errors import LogitlessError
 
 __all__ = ["HOSTS", "Host", "Installed", "Option", "PassOn", "Replacement", "Status", "install", "status", "uninstall"]
 
-HOSTS = ("areal", "megatron", "nemo_rl", "openrlhf", "skyrl", "slime", "transformers", "trl", "verl")
+HOSTS = (
+    *("areal", "megatron", "miles", "ms_swift", "nemo_rl", "openrlhf", "prime_rl"),
+    *("skyrl", "slime", "torchtitan", "transformers", "trl", "verl"),
+)
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,9 @@ def install(host: str | Host, **options: Any) -> Installed:
     framework and counted. Installing twice with the same options is harmless.
 
     Args:
-        host: ``"areal"``, ``"megatron"``, ``"nemo_rl"``, ``"openrlhf"``, ``"skyrl"``, ``"slime"``,
-            ``"transformers"``, ``"trl"`` or ``"verl"``; or a :class:`Host`, for any other framework.
+        host: ``"areal"``, ``"megatron"``, ``"miles"``, ``"ms_swift"``, ``"nemo_rl"``, ``"openrlhf"``,
+            ``"prime_rl"``, ``"skyrl"``, ``"slime"``, ``"torchtitan"``, ``"transformers"``, ``"trl"`` or ``"verl"``;
+            or a :class:`Host`, for any other framework.
         options: ``audit=k`` compares k random rows of every call with float64; ``any_version=True`` silences the
             warning about the version; the host's page lists its further options.
 
@@ -59,7 +63,7 @@ def install(host: str | Host, **options: Any) -> Installed:
     >>> install("trll")
     Traceback (most recent call last):
     logitless.errors.LogitlessError: install: there is no host 'trll'. Did you mean 'trl'? Known: areal, megatron,
-    nemo_rl, openrlhf, skyrl, slime, transformers, trl, verl.
+    miles, ms_swift, nemo_rl, openrlhf, prime_rl, skyrl, slime, torchtitan, transformers, trl, verl.
 
     A framework that is not in the list needs no change of this package. Describe its function and the replacement::
 

@@ -1,6 +1,7 @@
 """Functions that the adapters of several hosts share.
 
     score_logits, score_hidden   one call of this library, audited
+    score_with_all_entropies     log-probs of the targets, entropies of rows without one too
     taken_over                   logits that a caller allows backward to overwrite
     make_logprobs_from_logits    replaces a function that verl and SkyRL share
     every_target                 the target of every local token, for the audit
@@ -55,6 +56,13 @@ def score_hidden(where: str, hidden: Tensor, weight: Tensor, target: Tensor, aud
     distribution = {name: asked[name] for name in ("head", "shard", "bias", "match") if name in asked}
     audit.of_hidden(where, hidden, weight, target, logprob=out.logprob, entropy=out.entropy, **distribution)
     return out
+
+
+def score_with_all_entropies(where: str, logits: Tensor, target: Tensor, audit: Audit, **asked: Any) -> TokenStats:
+    """:func:`score_logits`; a row whose target is -100 has log-prob 0, and its entropy, as in hosts that mask later."""
+    ignored = target == IGNORE
+    out = score_logits(where, logits, target.masked_fill(ignored, 0), audit, **asked)
+    return out._replace(logprob=out.logprob.masked_fill(ignored, 0.0))
 
 
 def entropy_of_logits(

@@ -73,8 +73,10 @@ def version_of(host: Host) -> str:
         distribution = None
     if distribution is not None and _beside(distribution, host.package):
         return distribution.version
-    told = getattr(import_part(host, host.package), "__version__", None)
-    return str(told or (distribution.version if distribution else UNKNOWN))
+    told = str(getattr(import_part(host, host.package), "__version__", None) or "")
+    # Some packages tell "0.0.0+unknown" where they find no metadata.
+    told = "" if UNKNOWN in told else told
+    return told or (distribution.version if distribution else UNKNOWN)
 
 
 def _beside(distribution: importlib.metadata.Distribution, package: str) -> bool:

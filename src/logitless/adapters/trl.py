@@ -183,6 +183,8 @@ def _entropy_mode(grad: bool) -> EntropyMode:
 
 def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
     utils, experimental = "trl.trainer.utils", "trl.experimental"
+    # ms-swift's trainers hold TRL's functions by name.
+    swift = ("swift.rlhf_trainers.grpo_trainer", "swift.rlhf_trainers.rlhf_mixin")
     return [
         Replacement(
             module="trl.kernels.chunked_logprob",
@@ -211,6 +213,7 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
                 f"{experimental}.sdft.sdft_trainer",
                 f"{experimental}.sdpo.loss_utils",
                 f"{experimental}.sdpo.sdpo_trainer",
+                *swift,
             ),
         ),
         Replacement(

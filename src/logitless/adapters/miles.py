@@ -1,0 +1,175 @@
+"""miles: log-probs, entropy and values of its Megatron and FSDP backends, from response rows only.
+
+    logit_processors.get_log_probs_and_entropy, get_values     packs [1, T, V'], or lines [N, S, V'], per sample
+    math_utils.calculate_log_probs_and_entropy                 [N, V'] logits  ->  [N, 1] and [N]
+    losses.policy_loss_function, sft_loss_function             only with loss_mask_only, to read the loss masks
+
+miles is kin to slime, and so are the rows (slime_rows.py). It has lines of padded samples besides packs, bfloat16
+logits besides float32, and returns dictionaries. The flag ``--custom-megatron-init-path
+logitless.adapters.miles.custom_megatron_init`` installs it. Calls left to miles and counted as passed on: its
+true-on-policy mode, and lines of different lengths or under all-gather context parallelism.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.adapters.host import Host, Installed, PassOn, Replacement
+from logitless.adapters.patching import install_host
+from logitless.adapters.slime_rows import (
+    OPTIONS,
+    Batch,
+    Parallel,
+    check_options,
+    entropy_asked,
+    make_loss,
+    marked,
+    options_of,
+    score_every_row,
+)
+from logitless.errors import LogitlessError
+
+HUB = "miles.backends.training_utils.loss_hub"
+
+
+def custom_megatron_init(args: Any) -> Installed:
+    """Install, as miles's ``--custom-megatron-init-path``; the arguments are those of slime's adapter."""
+    return install_host(HOST, options_of(args))
+
+
+def make_calculate(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``calculate_log_probs_and_entropy``: ``[N, 1]`` log-probs, ``(0,)`` for no rows."""
+
+    def calculate_log_probs_and_entropy(
+        logits: Tensor,
+        tokens: Tensor,
+        tp_group: Any,
+        with_entropy: bool = False,
+        entropy_requires_grad: bool = True,
+        chunk_size: int = -1,
+        true_on_policy: bool = False,
+        vocab_size: int | None = None,
+    ) -> Any:
+        if true_on_policy:
+            return PassOn("true on policy")
+        # Outside its true-on-policy mode miles does not read vocab_size either.
+        entropy = entropy_asked(with_entropy, entropy_requires_grad)
+        return score_every_row(logits, tokens, tp_group, entropy, chunk_size, options)
+
+    return calculate_log_probs_and_entropy
+
+
+def make_get_log_probs(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``get_log_probs_and_entropy``: lists in zigzag order, as long as the responses held here."""
+
+    def get_log_probs_and_entropy(
+        logits: Tensor,
+        *,
+        args: Any,
+        unconcat_tokens: Sequence[Tensor],
+        total_lengths: Sequence[int],
+        response_lengths: Sequence[int],
+        with_entropy: bool = False,
+        entropy_requires_grad: bool = True,
+        non_loss_data: bool = True,
+        max_seq_lens: Sequence[int] | None = None,
+    ) -> Any:
+        if args.true_on_policy_mode:
+            return PassOn("true on policy")
+        samples = (unconcat_tokens, total_lengths, response_lengths)
+        batch = _batch(logits, args, samples, max_seq_lens)
+        if isinstance(batch, PassOn):
+            return batch
+        temperature = args.rollout_temperature if args.rollout_temperature > 0 else 1.0
+        entropy = entropy_asked(with_entropy, entropy_requires_grad)
+        old = (marked.get() or (None, None))[1]
+        return batch.scores(logits, entropy, temperature, args.log_probs_chunk_size, options, old=old)
+
+    return get_log_probs_and_entropy
+
+
+def make_get_values(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``get_values``: response rows of the value head."""
+
+    def get_values(
+        logits: Tensor,
+        *,
+        args: Any,
+        unconcat_tokens: Sequence[Tensor],
+        total_lengths: Sequence[int],
+        response_lengths: Sequence[int],
+        with_entropy: bool = False,
+        non_loss_data: bool = True,
+        max_seq_lens: Sequence[int] | None = None,
+    ) -> Any:
+        if logits.shape[-1] != 1:
+            raise LogitlessError(f"logits of a value head must be [..., 1] but is {list(logits.shape)}.")
+        if args.true_on_policy_mode:
+            return PassOn("true on policy")
+        samples = (unconcat_tokens, total_lengths, response_lengths)
+        batch = _batch(logits, args, samples, max_seq_lens, masked=False)
+        return batch if isinstance(batch, PassOn) else {"values": batch.values(logits)}
+
+    return get_values
+
+
+def _batch(
+    outputs: Tensor, args: Any, samples: tuple[Any, Any, Any], lines: Sequence[int] | None, masked: bool = True
+) -> Batch | PassOn:
+    """The rows of a pack or of padded lines; or why the call is left to miles."""
+    packed = args.qkv_format == "thd"
+    if outputs.dim() != 3 or (packed and outputs.shape[0] != 1) or outputs.dtype not in (torch.float32, torch.bfloat16):
+        wanted = "[1, T, V'], one pack" if packed else "[N, S, V']"
+        raise LogitlessError(
+            f"logits must be float32 or bfloat16 {wanted}, but is {outputs.dtype} {list(outputs.shape)}."
+        )
+    if not packed and (lines is None or len({int(n) for n in lines}) != 1):
+        return PassOn("lines of different lengths")
+    if not packed and args.allgather_cp:
+        return PassOn("lines under all-gather CP")
+    # As miles's module has it: its tests bind another one there.
+    state = sys.modules[f"{HUB}.logit_processors"].get_parallel_state()
+    parallel = Parallel(state.tp.group, state.cp.rank, state.cp.size, state.cp.group)
+    masks = (marked.get() or (None, None))[0] if masked else None
+    line = None if packed or lines is None else int(lines[0])
+    return Batch.make(parallel, outputs, *samples, masks=masks, allgather=args.allgather_cp, line=line)
+
+
+def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
+    check_options("miles", options)
+    lists = "(logits, *, args, unconcat_tokens, total_lengths, response_lengths, with_entropy=False"
+    replacements = [
+        Replacement(
+            module=f"{HUB}.math_utils",
+            name="calculate_log_probs_and_entropy",
+            signature="(logits, tokens, tp_group, with_entropy=False, entropy_requires_grad=True, chunk_size=-1, "
+            "true_on_policy=False, vocab_size=None)",
+            make=make_calculate,
+            also_in=(f"{HUB}.logit_processors",),
+        ),
+        Replacement(
+            module=f"{HUB}.logit_processors",
+            name="get_log_probs_and_entropy",
+            signature=f"{lists}, entropy_requires_grad=True, non_loss_data=True, max_seq_lens=None)",
+            make=make_get_log_probs,
+            also_in=(f"{HUB}.losses",),
+        ),
+        Replacement(
+            module=f"{HUB}.logit_processors",
+            name="get_values",
+            signature=f"{lists}, non_loss_data=True, max_seq_lens=None)",
+            make=make_get_values,
+            also_in=(f"{HUB}.losses",),
+        ),
+    ]
+    masked = ("policy_loss_function", "sft_loss_function") if options["loss_mask_only"] else ()
+    signature = "(args, batch, logits, sum_of_sample_mean)"
+    return replacements + [Replacement(f"{HUB}.losses", name, signature, make_loss) for name in masked]
+
+
+HOST = Host(name="miles", package="miles", versions=("0.1",), replacements=_replacements, options=OPTIONS)

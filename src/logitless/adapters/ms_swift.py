@@ -1,0 +1,60 @@
+"""ms-swift: log-probs and entropies of its Megatron trainers, from vocabulary-parallel logits.
+
+    compute_logps_and_entropy_from_logits(logits [..., V'], labels [...])     float32 [...], and entropies on request
+
+One collective instead of three or four, no copy of the logits, and a gradient that is right on every rank of the
+tensor-parallel group. No call is left to ms-swift. Its other trainers score with TRL's functions: ``install("trl")``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from logitless.adapters.host import Host, Option, Replacement
+from logitless.adapters.scoring import entropy_mode, score_logits, score_with_all_entropies
+from logitless.adapters.shards import check_ids, even_shard
+
+MODULE = "swift.megatron.trainers.vocab_parallel_utils"
+
+
+def make_logps(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``compute_logps_and_entropy_from_logits``. Labels of -100 have log-prob 0, and an entropy."""
+
+    def compute_logps_and_entropy_from_logits(
+        logits: Tensor, labels: Tensor, compute_entropy: bool = False, entropy_chunk_size: int = 512
+    ) -> tuple[Tensor, Tensor | None]:
+        check_ids("labels", labels, tuple(logits.shape[:-1]))
+        # As ms-swift's module has it. A group of one rank is none.
+        group, width = sys.modules[MODULE].mpu.get_tensor_model_parallel_group(), logits.shape[-1]
+        # ms-swift's chunk of rows, as bytes of float32 logits.
+        shared: dict[str, Any] = {"shard": even_shard(group, width), "memory": 4 * entropy_chunk_size * width}
+        where, audit = "compute_logps_and_entropy_from_logits", options["audit"]
+        if not compute_entropy:
+            return score_logits(where, logits, labels, audit, **shared).logprob.float(), None
+        entropy = entropy_mode(options["entropy_grad"], logits)
+        out = score_with_all_entropies(where, logits, labels, audit, entropy=entropy, **shared)
+        assert out.entropy is not None
+        return out.logprob.float(), out.entropy.to(logits.dtype)
+
+    return compute_logps_and_entropy_from_logits
+
+
+def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
+    signature = "(logits, labels, compute_entropy=False, entropy_chunk_size=512)"
+    return [Replacement(MODULE, "compute_logps_and_entropy_from_logits", signature, make_logps)]
+
+
+HOST = Host(
+    name="ms_swift",
+    package="swift",
+    versions=("4.4 - 4.6",),
+    replacements=_replacements,
+    options={
+        "entropy_grad": Option(False, "True: entropy has a graph. ms-swift logs it and selects tokens by it"),
+    },
+    distribution="ms-swift",
+)

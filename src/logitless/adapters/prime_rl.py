@@ -1,0 +1,84 @@
+"""prime-rl: the fused LM heads of its RL trainer, which are given labels and a temperature per token.
+
+    FusedOutputLinear.forward(hidden [b, s, h], labels [b, s], temperature [b, s])    log-probs and entropy, [b, s]
+    GemmaFusedOutputLinear.forward                                                    the same under Gemma's softcap
+
+The weight is the module's own, read inside its forward, where FSDP has gathered it. The weight's gradient is summed in
+float32. Calls without labels or temperature are left to prime-rl, which refuses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from logitless.adapters.host import Host, Option, PassOn, Replacement
+from logitless.adapters.scoring import HALF, entropy_mode, score_hidden
+from logitless.adapters.shards import check_ids
+from logitless.errors import LogitlessError
+from logitless.spec import Head
+
+LAYERS = "prime_rl.trainer.models.layers"
+
+VOCABULARY_CHUNK = 8192
+"""Columns of prime-rl's tile of logits; ``chunk_size`` of the head is its rows."""
+
+
+def make_forward(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``forward`` of a fused head; the Gemma head has a softcap, the other none."""
+
+    def forward(
+        self: Any, hidden_states: Tensor, labels: Tensor | None = None, temperature: Tensor | float | None = None
+    ) -> Any:
+        if labels is None or temperature is None:
+            return PassOn("no labels" if labels is None else "no temperature")
+        lead = tuple(hidden_states.shape[:-1])
+        check_ids("labels", labels, lead)
+        if isinstance(temperature, Tensor) and temperature.shape != labels.shape:
+            raise LogitlessError(f"temperature must be {list(lead)} but is {list(temperature.shape)}.")
+        weight = self.weight
+        out = score_hidden(
+            type(self).__name__,
+            hidden_states,
+            weight,
+            labels,
+            options["audit"],
+            head=Head(temperature=temperature, softcap=getattr(self, "softcap", None)),
+            entropy=entropy_mode(options["entropy_grad"], hidden_states, weight),
+            match=None if options["accurate"] else HALF.get(hidden_states.dtype),
+            # prime-rl's tile, as bytes of float32 logits.
+            memory=4 * self.chunk_size * min(weight.shape[0], VOCABULARY_CHUNK),
+        )
+        assert out.entropy is not None
+        # FSDP warns of modules that return views, as results in the shape of the labels are.
+        return {"logprobs": out.logprob.float().clone(), "entropy": out.entropy.float().clone()}
+
+    return forward
+
+
+def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
+    heads = {"lm_head": "FusedOutputLinear", "lm_head_gemma": "GemmaFusedOutputLinear"}
+    return [
+        Replacement(
+            module=f"{LAYERS}.{module}",
+            name=f"{name}.forward",
+            signature="(self, hidden_states, labels=None, temperature=None)",
+            make=make_forward,
+        )
+        for module, name in heads.items()
+    ]
+
+
+HOST = Host(
+    name="prime_rl",
+    package="prime_rl",
+    versions=("0.4 - 0.8",),
+    replacements=_replacements,
+    options={
+        "accurate": Option(False, "float32 logits of half-precision hidden states instead of prime-rl's rounding"),
+        "entropy_grad": Option(False, "True: entropy has a graph, for a bonus in a loss of your own"),
+    },
+    distribution="prime-rl",
+)

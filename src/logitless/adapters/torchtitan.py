@@ -1,0 +1,78 @@
+"""torchtitan: the log-probs and entropies of its RL losses, without gathering the vocabulary.
+
+    compute_logprobs(logits [T, V], labels [T], return_entropy)     float32 [T] and, as a metric, entropies [T]
+
+Logits are whole; or a DTensor whose columns are sharded; or, under the spmd_types backend, a plain shard of columns.
+The loss must be the same on every rank of the tensor-parallel group, as torchtitan's is. Calls left to torchtitan and
+counted as passed on: DTensors with other placements, and runs that check spmd types, which our results do not have.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from logitless.adapters.host import Host, PassOn, Replacement
+from logitless.adapters.scoring import score_logits, score_with_all_entropies
+from logitless.adapters.shards import check_ids, even_shard, shard_between
+from logitless.spec import VocabShard
+
+MODULE = "torchtitan.components.loss"
+
+
+def make_logprobs(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``compute_logprobs``."""
+
+    def compute_logprobs(logits: Tensor, labels: Tensor, *, return_entropy: bool = False) -> Any:
+        part = _part(logits)
+        if isinstance(part, PassOn):
+            return part
+        columns, shard = part
+        check_ids("labels", labels, tuple(columns.shape[:-1]))
+        where, audit = "compute_logprobs", options["audit"]
+        if not return_entropy:
+            return score_logits(where, columns, labels, audit, shard=shard).logprob.float()
+        out = score_with_all_entropies(where, columns, labels, audit, shard=shard, entropy="value")
+        assert out.entropy is not None
+        return out.logprob.float(), out.entropy.float()
+
+    return compute_logprobs
+
+
+def _part(logits: Tensor) -> tuple[Tensor, VocabShard | None] | PassOn:
+    """This rank's columns and which they are; or why torchtitan's own function is to be called."""
+    titan = sys.modules[MODULE]
+    if isinstance(logits, DTensor):
+        return _part_of_dtensor(logits)
+    if titan.get_spmd_backend() != "spmd_types":
+        return logits, None
+    if titan.spmd.is_type_checking():
+        return PassOn("spmd types are checked")
+    if titan.spmd_mesh_size("tp") == 1:
+        return logits, None
+    return logits, even_shard(titan.current_spmd_mesh().get_group("tp"), logits.shape[-1])
+
+
+def _part_of_dtensor(logits: DTensor) -> tuple[Tensor, VocabShard | None] | PassOn:
+    mesh, width = logits.device_mesh, logits.shape[-1]
+    over = [i for i, p in enumerate(logits.placements) if p.is_shard() and p.dim in (-1, logits.ndim - 1)]  # pyright: ignore[reportAttributeAccessIssue]
+    plain = all(type(logits.placements[i]) is Shard for i in over)
+    if len(over) > 1 or not plain or any(isinstance(p, Partial) for p in logits.placements):
+        return PassOn("placements")
+    if not over:
+        return logits.to_local(), None
+    # As DTensor cuts: equal parts, the last ones shorter or empty.
+    group, part = mesh.get_group(over[0]), -(-width // mesh.size(over[0]))
+    local, start = logits.to_local(), min(mesh.get_local_rank(over[0]) * part, width)
+    return local, shard_between(group, start, start + local.shape[-1])
+
+
+def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
+    return [Replacement(MODULE, "compute_logprobs", "(logits, labels, *, return_entropy=False)", make_logprobs)]
+
+
+HOST = Host(name="torchtitan", package="torchtitan", versions=("0.2",), replacements=_replacements)

@@ -1,0 +1,333 @@
+"""A table of functions for frameworks that want this library where it is installed, and their own code where it is not.
+
+    provider = logitless.provider.get(version=1)        also found as an entry point of the group "logprobs.provider"
+    provider.logprobs_from_logits(logits, target, temperature=0.7, vocab_group=group)
+    provider.logprobs_from_hidden(hidden, weight, target, ...)
+    provider.policy_loss(hidden, weight, rows, old_logprob=..., advantage=...)
+    provider.rows(tokens, response_lengths, ...)         response rows of a pack, in place of targets
+    provider.capabilities()                              what runs here
+
+Arguments are tensors, numbers, names and process groups: a framework needs no class of ours. Nothing is patched.
+docs/maintainers.md says what version 1 promises.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from logitless.adapters.shards import even_shard, shard_between
+from logitless.backends import NAMES, OTHERS
+from logitless.errors import LogitlessError
+from logitless.from_hidden.logprobs import linear_logprobs
+from logitless.from_logits import logprobs
+from logitless.kept import Kept
+from logitless.objectives import Metrics, Objective
+from logitless.policy_loss import linear_policy_loss
+from logitless.rows import Rows
+from logitless.rows.layouts import Contiguous, Zigzag
+from logitless.spec import EntropyMode, Head, TokenStats, VocabShard
+
+VERSIONS = (1,)
+"""Versions of the interface that this release serves."""
+
+GROUP = "logprobs.provider"
+"""Entry point group. The entry's value is :func:`get`; other libraries may register under the same group."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DEVICES = ("cpu", "cuda")
+PARALLEL = ("vocabulary", "sequence", "zigzag", "contiguous")
+FUNCTIONS = ("logprobs_from_logits", "logprobs_from_hidden", "policy_loss", "rows")
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What this release serves on this machine.
+
+    Attributes:
+        version: of the interface.
+        dtypes: of logits, hidden states and weights.
+        devices: types of device that are tested.
+        backends: values of ``backend=``, besides ``"auto"``.
+        parallel: the vocabulary over a group; Megatron's sequence parallelism; context-parallel cuts of ``rows``.
+        options: the keywords of each function.
+    """
+
+    version: int
+    dtypes: tuple[torch.dtype, ...]
+    devices: tuple[str, ...]
+    backends: tuple[str, ...]
+    parallel: tuple[str, ...]
+    options: Mapping[str, tuple[str, ...]]
+
+    def why_not(self, function: str, x: Tensor | None = None, options: Iterable[str] = ()) -> str | None:
+        """Why a call cannot be served, asked before it is made; None if it can be. A framework falls back on a reason.
+
+        >>> get(version=1).capabilities().why_not("logprobs_from_logits", torch.zeros(2, 3, dtype=torch.int64))
+        'the dtype torch.int64 is not served'
+        """
+        if function not in self.options:
+            return f"there is no function {function}"
+        missing = sorted(set(options) - set(self.options[function]))
+        if missing:
+            return f"{function} has no option {', '.join(missing)}"
+        if x is not None and x.dtype not in self.dtypes:
+            return f"the dtype {x.dtype} is not served"
+        if x is not None and x.device.type not in self.devices:
+            return f"the device {x.device.type} is not served"
+        return None
+
+
+@dataclass(frozen=True)
+class Provider:
+    """The functions of one version of the interface."""
+
+    name: str
+    version: int
+    logprobs_from_logits: Callable[..., TokenStats]
+    logprobs_from_hidden: Callable[..., TokenStats]
+    policy_loss: Callable[..., tuple[Tensor, Metrics]]
+    rows: Callable[..., Rows]
+
+    def capabilities(self) -> Capabilities:
+        """What can be asked for here."""
+        return Capabilities(
+            version=self.version,
+            dtypes=DTYPES,
+            devices=DEVICES,
+            backends=(*NAMES, *OTHERS),
+            parallel=PARALLEL,
+            options=MappingProxyType({name: _keywords(getattr(self, name)) for name in FUNCTIONS}),
+        )
+
+
+def get(version: int = 1) -> Provider:
+    """The provider of this version of the interface.
+
+    Raises:
+        LogitlessError: a ``ValueError``: this release does not serve the version.
+
+    >>> get(version=1).version
+    1
+    """
+    if version not in VERSIONS:
+        raise LogitlessError(
+            f"provider.get: version {version!r} is not served; this release has {', '.join(map(str, VERSIONS))}. "
+            f"Ask for one of these, or use your own code."
+        )
+    return _FIRST
+
+
+def logprobs_from_logits(
+    logits: Tensor,
+    target: Tensor | Rows,
+    *,
+    temperature: float | Tensor = 1.0,
+    entropy: EntropyMode = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    vocab_size: int | None = None,
+    vocab_group: Any = None,
+    vocab_range: tuple[int, int] | None = None,
+    support: tuple[Tensor, Tensor] | None = None,
+    overwrite_logits: bool = False,
+    backend: str = "auto",
+    memory: int | str = "16MiB",
+) -> TokenStats:
+    """Log-prob, entropy and log Z of each target.
+
+    Args:
+        logits: ``[..., V]``; this rank's columns under ``vocab_group``.
+        target: ``[...]`` ids, -100 to leave a row out; or what ``rows`` returned.
+        temperature: a number, or one per row.
+        entropy: None, ``"value"`` (without a graph) or ``"grad"``.
+        scale, softcap: of the logits, before the temperature.
+        vocab_size: true size of a padded vocabulary.
+        vocab_group: process group over which the vocabulary is split; None if it is not, and no collective is made.
+        vocab_range: ``(start, stop)`` of this rank's columns; None for equal parts in rank order.
+        support: ids that the sampler kept and how many of them each row has; log-probs are normalised over these.
+        overwrite_logits: write the gradient over the logits in backward.
+        backend, memory: as for :func:`logitless.logprobs`.
+    """
+    return logprobs(
+        logits,
+        target,
+        entropy=entropy,
+        head=Head(temperature, scale, softcap, vocab_size),
+        shard=_shard(vocab_group, vocab_range, logits.shape[-1]),
+        kept=None if support is None else Kept(*support),
+        overwrite_logits=overwrite_logits,
+        backend=backend,
+        memory=memory,
+    )
+
+
+def logprobs_from_hidden(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor | Rows,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    entropy: EntropyMode = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    vocab_size: int | None = None,
+    vocab_group: Any = None,
+    vocab_range: tuple[int, int] | None = None,
+    support: tuple[Tensor, Tensor] | None = None,
+    hidden_grad: Literal["reduced", "partial"] = "reduced",
+    sequence_parallel: bool = False,
+    weight_grad: Tensor | None = None,
+    match: Literal["bfloat16", "float16"] | None = None,
+    backend: str = "auto",
+    memory: int | str = "256MiB",
+) -> TokenStats:
+    """The same from hidden states ``[..., D]`` and the head's weight ``[V, D]``; no logits are stored.
+
+    ``hidden_grad="partial"`` leaves the sum of hidden's gradient over ``vocab_group`` to the caller. The other keywords
+    are those of :func:`logprobs_from_logits` and :func:`logitless.linear_logprobs`.
+    """
+    return linear_logprobs(
+        hidden,
+        weight,
+        target,
+        bias=bias,
+        entropy=entropy,
+        head=Head(temperature, scale, softcap, vocab_size),
+        shard=_shard(vocab_group, vocab_range, weight.shape[0]),
+        kept=None if support is None else Kept(*support),
+        hidden_grad=hidden_grad,
+        sequence_parallel=sequence_parallel,
+        weight_grad=weight_grad,
+        match=match,
+        backend=backend,
+        memory=memory,
+    )
+
+
+def policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor | Rows,
+    *,
+    old_logprob: Tensor | Literal["current"],
+    advantage: Tensor,
+    ref_logprob: Tensor | None = None,
+    rollout_logprob: Tensor | None = None,
+    objective: Mapping[str, Any] = MappingProxyType({}),
+    denominator: float | Tensor | None = None,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    vocab_size: int | None = None,
+    vocab_group: Any = None,
+    vocab_range: tuple[int, int] | None = None,
+    hidden_grad: Literal["reduced", "partial"] = "reduced",
+    sequence_parallel: bool = False,
+    backend: str = "auto",
+    memory: int | str = "1GiB",
+) -> tuple[Tensor, Metrics]:
+    """Loss and metrics of a policy update from hidden states, gradients included.
+
+    Args:
+        old_logprob, advantage, ref_logprob, rollout_logprob: one number per row: ``[R]`` of ``rows``, or as many as
+            there are targets. ``old_logprob="current"`` on the first step after a rollout.
+        objective: settings of :class:`logitless.Objective`: ``{"policy": "ppo_clip", "clip": (0.2, 0.28)}``.
+        denominator: divides the sum of the loss; None for this batch's own.
+        hidden, weight, target: and the other keywords, as for :func:`logprobs_from_hidden`.
+    """
+    given = {
+        "old_logprob": old_logprob,
+        "advantage": advantage,
+        "ref_logprob": ref_logprob,
+        "rollout_logprob": rollout_logprob,
+    }
+    fields: dict[str, Any] = {name: x.reshape(-1) if isinstance(x, Tensor) else x for name, x in given.items()}
+    return linear_policy_loss(
+        hidden,
+        weight,
+        target,
+        Objective(**objective),
+        bias=bias,
+        head=Head(temperature, scale, softcap, vocab_size),
+        shard=_shard(vocab_group, vocab_range, weight.shape[0]),
+        hidden_grad=hidden_grad,
+        sequence_parallel=sequence_parallel,
+        denominator=denominator,
+        backend=backend,
+        memory=memory,
+        **fields,
+    )
+
+
+def rows(
+    tokens: Sequence[Tensor],
+    response_lengths: Sequence[int],
+    *,
+    loss_masks: Sequence[Tensor] | None = None,
+    loss_mask_only: bool = False,
+    context_parallel: Literal["zigzag", "contiguous"] | None = None,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    num_tokens: int | None = None,
+    device: torch.device | str | None = None,
+) -> Rows:
+    """Rows of a pack that predict a response token; the results' ``split`` gives one tensor per sample.
+
+    Args:
+        tokens: ids of each sample, prompt and response together; the whole sample on every rank.
+        response_lengths: tokens at the end of each sample that are response.
+        loss_masks: one mask per response. With ``loss_mask_only`` rows of mask 0 are not scored.
+        context_parallel: how the pack is cut over ``cp_size`` ranks, of which this is ``cp_rank``.
+        num_tokens: rows of the local logits, padding included.
+        device: where the rows will be used.
+    """
+    schemes = {"zigzag": Zigzag, "contiguous": Contiguous}
+    if context_parallel is not None and context_parallel not in schemes:
+        raise LogitlessError(
+            f'rows: context_parallel must be "zigzag", "contiguous" or None but is {context_parallel!r}.'
+        )
+    if context_parallel is None and cp_size != 1:
+        raise LogitlessError(f'rows: cp_size is {cp_size} but context_parallel is None. Say "zigzag" or "contiguous".')
+    cp = schemes[context_parallel](cp_rank, cp_size) if context_parallel is not None and cp_size > 1 else None
+    return Rows.packed(
+        tokens,
+        response_lengths,
+        loss_masks,
+        loss_mask_only=loss_mask_only,
+        cp=cp,
+        num_tokens=num_tokens,
+        device=device,
+    )
+
+
+def _shard(group: Any, bounds: tuple[int, int] | None, columns: int) -> VocabShard | None:
+    """The shard of a group; cached, because making one is a collective."""
+    if group is None:
+        if bounds is not None and tuple(bounds) != (0, columns):
+            raise LogitlessError(f"vocab_range is {tuple(bounds)} but vocab_group is None. Pass the group as well.")
+        return None
+    return even_shard(group, columns) if bounds is None else shard_between(group, *bounds)
+
+
+def _keywords(function: Callable[..., Any]) -> tuple[str, ...]:
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+
+
+_FIRST = Provider(
+    name="logitless",
+    version=1,
+    logprobs_from_logits=logprobs_from_logits,
+    logprobs_from_hidden=logprobs_from_hidden,
+    policy_loss=policy_loss,
+    rows=rows,
+)

@@ -1,0 +1,147 @@
+"""prime-rl's fused heads with and without ours, on a double or on prime-rl itself (see hosts.py)."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from close import assert_close_to_truth, assert_gradient_close_to_truth
+from hosts import load, put_first
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+
+import logitless
+from logitless import LogitlessError
+
+DOUBLE = not put_first("prime_rl")
+if DOUBLE:
+    sys.path.append(str(Path(__file__).parent / "doubles"))
+
+V, D, B, S = 211, 16, 2, 13
+SOFTCAP = 4.0
+
+
+def heads(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """One head of each kind, with one weight."""
+    layers = "prime_rl.trainer.models.layers"
+    names = [f"{layers}.lm_head", f"{layers}.lm_head_gemma"]
+    plain, gemma = [importlib.import_module(name) for name in names] if DOUBLE else load("prime_rl")
+    made = {
+        "plain": plain.FusedOutputLinear(D, V, 8),
+        "gemma": gemma.GemmaFusedOutputLinear(D, V, 8, SOFTCAP),
+    }
+    torch.manual_seed(3)
+    weight = torch.randn(V, D)
+    for head in made.values():
+        head.weight = torch.nn.Parameter(weight.clone())
+        head.to(dtype)
+    return made
+
+
+def batch(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(4)
+    hidden, labels, temperature = torch.randn(B, S, D), torch.randint(V, (B, S)), torch.rand(B, S) + 0.5
+    return hidden.to(dtype), labels, temperature, torch.randn(2, B, S)
+
+
+def truth(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor, softcap: float | None, dtype: Any):
+    """In float64, on logits that are rounded as the host rounds them; the gradient passes through the rounding."""
+    logits = hidden @ weight.T
+    logits = logits + (logits.detach().to(dtype).double() - logits.detach())
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    log_p = (logits / temperature[..., None].double()).log_softmax(-1)
+    return log_p.gather(-1, labels[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def run(head: Any, hidden: Tensor, labels: Tensor, temperature: Tensor, upstream: Tensor) -> tuple[dict, list[Tensor]]:
+    leaf = hidden.clone().requires_grad_()
+    out = head(leaf, labels, temperature)
+    assert set(out) == {"logprobs", "entropy"}
+    return out, list(torch.autograd.grad(out["logprobs"], [leaf, head.weight], upstream))
+
+
+@pytest.mark.parametrize("kind", ["plain", "gemma"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("accurate", [False, True], ids=["", "accurate"])
+def test_parity(kind, dtype, accurate):
+    head = heads(dtype)[kind]
+    hidden, labels, temperature, upstream = batch(dtype)
+    theirs, their_gradients = run(head, hidden, labels, temperature, upstream[0])
+    logitless.install("prime_rl", audit=5, accurate=accurate)
+    ours, our_gradients = run(head, hidden, labels, temperature, upstream[0])
+    (report,) = logitless.status().hosts
+    assert (report.calls, report.passed_on) == (1, 0)
+    assert report.audit.passed
+    assert report.audit.rows == 10
+    leaves = [x.detach().double().requires_grad_() for x in (hidden, head.weight)]
+    rounded = torch.float64 if accurate else dtype
+    exact = truth(*leaves, labels, temperature, SOFTCAP if kind == "gemma" else None, rounded)
+    gradients = torch.autograd.grad(exact[0], leaves, upstream[0].double())
+    assert not ours["entropy"].requires_grad
+    for mine, right, other in zip((ours["logprobs"], ours["entropy"]), exact, theirs.values(), strict=True):
+        assert mine.dtype == other.dtype == torch.float32
+        assert_close_to_truth(mine, right, other)
+    for mine, right, other in zip(our_gradients, gradients, their_gradients, strict=True):
+        assert mine.dtype == other.dtype == dtype
+        assert_gradient_close_to_truth(mine, right, other)
+
+
+def test_entropy_is_trained_on_request():
+    """prime-rl refuses a gradient of entropy; with entropy_grad=True there is one, and it is right."""
+    head = heads()["plain"]
+    hidden, labels, temperature, upstream = batch(torch.float32)
+    with pytest.raises(AssertionError):
+        head(hidden, labels, temperature)["entropy"].sum().backward()
+    logitless.install("prime_rl", entropy_grad=True)
+    plain = heads()["plain"].weight
+    found, wanted = [], []
+    for weight, results in ((head.weight, found), (plain, wanted)):
+        if results is found:
+            entropy = head(hidden, labels, temperature)["entropy"]
+        else:
+            entropy = truth(hidden, weight, labels, temperature, None, torch.float32)[1]
+        results += torch.autograd.grad(entropy, [weight], upstream[1].to(entropy))
+    leaf = plain.detach().double().requires_grad_()
+    exact = truth(hidden.double(), leaf, labels, temperature, None, torch.float64)[1]
+    (right,) = torch.autograd.grad(exact, [leaf], upstream[1].double())
+    assert_gradient_close_to_truth(found[0], right, wanted[0])
+
+
+def test_what_is_left_to_the_host_and_what_is_refused():
+    head = heads()["plain"]
+    hidden, labels, temperature, _ = batch(torch.float32)
+    before = type(head).forward
+    logitless.install("prime_rl")
+    for given, why in (((), "no labels"), ((labels,), "no temperature")):
+        with pytest.raises(AssertionError):
+            head(hidden, *given)
+        assert logitless.status().hosts[0].replaced[0].why[why] == 1
+    with pytest.raises(LogitlessError, match=r"FusedOutputLinear\.forward: labels must be \[2, 13\] but is \[2, 12\]"):
+        head(hidden, labels[:, 1:], temperature)
+    with pytest.raises(LogitlessError, match=r"temperature must be \[2, 13\] but is \[13\]"):
+        head(hidden, labels, temperature[0])
+    assert head(hidden[:, :0], labels[:, :0], temperature[:, :0])["logprobs"].shape == (B, 0)
+    logitless.uninstall("prime_rl")
+    assert type(head).forward is before
+
+
+def run_sharded(rank: int, world: int) -> None:
+    """FSDP2, as prime-rl shards its heads: the weight is whole inside forward, its gradient comes back in parts."""
+    hidden, labels, temperature, upstream = batch(torch.float32)
+    alone, head = heads()["plain"], fully_shard(heads()["plain"])
+    logitless.install("prime_rl")
+    _, gradients = run(alone, hidden, labels, temperature, upstream[0])
+    out = head(hidden, labels, temperature)
+    (out["logprobs"] * upstream[0]).sum().backward()
+    assert logitless.status().hosts[0].calls == 2
+    logitless.uninstall("prime_rl")
+    # Both ranks have the same batch, and the mean of two equal gradients is that gradient.
+    assert torch.equal(head.weight.grad.full_tensor(), gradients[1])
+
+
+def test_sharded_by_fsdp(ranks):
+    ranks(run_sharded, 2)
