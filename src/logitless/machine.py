@@ -228,7 +228,13 @@ def dots_sizes(width: int) -> dict[str, Any]:
 
 def sums_sizes(width: int) -> dict[str, Any]:
     """Entries per step, columns per program, loads in flight and warps of the kernel of listed sums."""
-    return {"ENTRIES": 8, "BLOCK": min(512, _power_of_two(width)), "STAGES": 3, "num_warps": 4}
+    return {"ENTRIES": 8, "BLOCK": min(1024, _power_of_two(width)), "STAGES": 3, "num_warps": 4}
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a card. Elsewhere there are none, and few programs show that each works off several units."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def _power_of_two(n: int) -> int:

@@ -79,14 +79,14 @@ class Support:
         """The ids that the sampler kept, and the targets."""
         arange = torch.arange(target.numel(), device=target.device)
         row = torch.cat([torch.repeat_interleave(arange, kept.lengths, output_size=kept.ids.numel()), arange])
-        ids = torch.cat([kept.ids, target])
-        # Sorting by (row, id) makes the rows contiguous and puts copies of an id side by side, without a device sync.
-        order = ids.argsort(stable=True)
-        order = order[row[order].argsort(stable=True)]
-        row, ids = row[order], ids[order]
-        same = (row[1:] == row[:-1]) & (ids[1:] == ids[:-1])
-        first = torch.cat([same.new_ones(min(1, row.numel())), ~same])
-        entries = Entries(row, ids, first, ids == target[row])
+        # One number for row and id, so that one sort makes the rows contiguous and puts copies of an id side by side,
+        # without a device sync. Ids outside the vocabulary are -1 or its size.
+        ids = torch.cat([kept.ids, target]).clamp(-1, vocab_size)
+        key = ((vocab_size + 2) * row + (ids + 1)).sort(stable=True).values
+        row = key // (vocab_size + 2)
+        ids = key - (vocab_size + 2) * row - 1
+        first = torch.cat([key.new_ones(min(1, len(key)), dtype=torch.bool), key[1:] != key[:-1]])
+        entries = Entries(row, ids, first, ids == target.clamp(-1, vocab_size)[row])
         return Support(target, entries, kept.lengths + 1, start, vocab_size)
 
     def logits(self, problem: Problem) -> KeptLogits:
@@ -119,8 +119,9 @@ class Support:
 
     def lone(self) -> Tensor:
         """``[K + R]`` whether an entry's row has one id alone: its log-prob is 0 whatever the logit."""
-        different = _segment(self.entries.first.to(torch.float32), "sum", self.lengths)
-        return (different == 1)[self.entries.row]
+        ids, ends = self.entries.ids, self.lengths.cumsum(0)
+        # Every row has an entry, and they are sorted.
+        return (ids[ends - 1] == ids[ends - self.lengths])[self.entries.row]
 
 
 def kept_statistics(k: KeptLogits) -> Tensor:
@@ -157,14 +158,16 @@ def kept_gradient(
 
 def support_statistic(k: KeptLogits) -> Tensor:
     """``[4, R]`` statistic of rows that are nothing but their support, of the ids that are here."""
-    m, s = kept_statistics(k)
-    reference = torch.where(m == -torch.inf, torch.zeros_like(m), m)
+    m = _segment(k.z, "max", k.lengths)
+    reference = torch.where(m == -torch.inf, 0.0, m)
     d = (k.z - reference[k.row]).clamp_min(FLOOR)
-    w = _segment(torch.where(k.first, d.exp() * d, 0.0), "sum", k.lengths)
-    held = k.is_target & k.here
-    t = _segment(torch.where(held, k.z, -torch.inf), "max", k.lengths)
-    holds = _segment(held.to(k.z.dtype), "max", k.lengths) > 0
-    return Statistic(m, s, w, torch.where(holds, t, torch.nan)).stacked()
+    e = torch.where(k.first, d.exp(), 0.0)
+    # The target is one of the entries, here or elsewhere; every other one adds nothing.
+    t = torch.where(k.is_target & k.here & k.first, k.z, 0.0)
+    elsewhere = torch.where(k.is_target & k.here & k.first, 0.0, 1.0)
+    sums = _segment(torch.stack([e, e * d, t, elsewhere], 1), "sum", k.lengths)
+    s, w, t, elsewhere = sums.unbind(1)
+    return Statistic(m, s, w, torch.where(elsewhere == k.lengths, torch.nan, t)).stacked()
 
 
 def support_gradient(k: KeptLogits, norm: Normaliser, coef: Coefficients, ignored: Tensor) -> Tensor:

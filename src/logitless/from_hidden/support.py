@@ -199,7 +199,7 @@ class _ById(NamedTuple):
             values = torch.empty((len(ids), weight.shape[1]), dtype=weight.dtype, device=weight.device)
             if len(ids):
                 backend.sums(self.d_raw, tokens, at, starts, values, add=False, memory=call.memory)
-            return torch.sparse_coo_tensor(ids[None], values, weight.shape, is_coalesced=True, check_invariants=False)
+            return torch.sparse_coo_tensor(ids[None], values, weight.shape, is_coalesced=True, check_invariants=True)
         out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
         if call.columns:
             backend.sums(self.d_raw, tokens, at, self.starts, out[: call.columns], add=False, memory=call.memory)

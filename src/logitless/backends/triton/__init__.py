@@ -26,6 +26,7 @@ from logitless.machine import (
     exponentials_sizes,
     gradient_from_sizes,
     gradient_sizes,
+    multiprocessors,
     narrowing_sizes,
     statistics_sizes,
     sums_sizes,
@@ -34,6 +35,9 @@ from logitless.softmax import Coefficients, Normaliser
 from logitless.spec import has_values
 
 NOTHING = contextlib.nullcontext()
+
+RESIDENT = 8
+"""Programs per multiprocessor of a kernel that works off a list."""
 
 
 def interpreted() -> bool:
@@ -260,9 +264,10 @@ def sums(
         out.zero_()
     sizes = sums_sizes(x.shape[1])
     blocks = -(-x.shape[1] // sizes["BLOCK"])
+    items = (len(starts) - 1) * blocks
     _launch(
         "sums_kernel",
-        (len(starts) - 1) * blocks,
+        min(items, RESIDENT * multiprocessors(x.device)),
         on=out,
         module="gather_kernels",
         factor=factor,
@@ -276,6 +281,7 @@ def sums(
         out_stride=out.stride(0),
         width=x.shape[1],
         blocks=blocks,
+        items=items,
         PLACED=place is not None,
         ADD=add,
         **sizes,

@@ -59,6 +59,7 @@ def sums_kernel(
     out_stride,
     width,
     blocks,
+    items,
     PLACED: tl.constexpr,
     ADD: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -67,29 +68,29 @@ def sums_kernel(
 ):
     """``out[place[i]]`` is, or gets, the sum of ``factor[e] x[at[e]]`` over ``e`` in ``starts[i] .. starts[i + 1]``.
 
-    One program: one sum, BLOCK columns of it. Entries whose factor is 0 read nothing.
+    An item is one sum, BLOCK columns of it, and a program takes every so-manieth: most sums of a vocabulary are empty,
+    and a program for each would take longer to start than to run. Entries whose factor is 0 read nothing.
     """
-    i_p = tl.program_id(0).to(tl.int64)
-    i, i_b = i_p // blocks, i_p % blocks
-    start = tl.load(starts + i)
-    stop = tl.load(starts + i + 1)
-    if (start < stop) | (not ADD):
-        o_c = i_b * BLOCK + tl.arange(0, BLOCK)
-        o_e = tl.arange(0, ENTRIES)
-        m_c = (o_c < width)[None, :]
-        b_sum = tl.zeros([ENTRIES, BLOCK], dtype=tl.float32)
-        for e in tl.range(start, stop, ENTRIES, num_stages=STAGES):
-            m_e = e + o_e < stop
-            b_f = tl.load(factor + e + o_e, mask=m_e, other=0.0)
-            i_x = tl.load(at + e + o_e, mask=m_e, other=0)
-            p_x = x + i_x[:, None] * x_stride + o_c[None, :] * x_step
-            b_x = tl.load(p_x, mask=(b_f != 0.0)[:, None] & m_c, other=0.0).to(tl.float32)
-            b_sum += b_f[:, None] * b_x
-        b_out = tl.sum(b_sum, axis=0)
-        i_out = i
-        if PLACED:
-            i_out = tl.load(place + i)
-        p_out = out + i_out * out_stride + o_c
-        if ADD:
-            b_out += tl.load(p_out, mask=o_c < width, other=0.0)
-        tl.store(p_out, b_out.to(out.dtype.element_ty), mask=o_c < width)
+    o_e = tl.arange(0, ENTRIES)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        i = item // blocks
+        start = tl.load(starts + i)
+        stop = tl.load(starts + i + 1)
+        if (start < stop) | (not ADD):
+            o_c = (item % blocks) * BLOCK + tl.arange(0, BLOCK)
+            b_sum = tl.zeros([ENTRIES, BLOCK], dtype=tl.float32)
+            for e in tl.range(start, stop, ENTRIES, num_stages=STAGES):
+                m_e = e + o_e < stop
+                b_f = tl.load(factor + e + o_e, mask=m_e, other=0.0)
+                i_x = tl.load(at + e + o_e, mask=m_e, other=0)
+                p_x = x + i_x[:, None] * x_stride + o_c[None, :] * x_step
+                b_x = tl.load(p_x, mask=(b_f != 0.0)[:, None] & (o_c < width)[None, :], other=0.0).to(tl.float32)
+                b_sum += b_f[:, None] * b_x
+            b_out = tl.sum(b_sum, axis=0)
+            i_out = i.to(tl.int64)
+            if PLACED:
+                i_out = tl.load(place + i)
+            p_out = out + i_out * out_stride + o_c
+            if ADD:
+                b_out += tl.load(p_out, mask=o_c < width, other=0.0)
+            tl.store(p_out, b_out.to(out.dtype.element_ty), mask=o_c < width)
