@@ -12,7 +12,6 @@ run: the bytes that have to move at the speed of a copy, and torch's own gather 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import random
 import statistics
@@ -33,8 +32,8 @@ from logitless.tools.bench.records import Environment
 from logitless.tools.bench.tables import text_table
 
 SAMPLED = 64
-SIZES = ((4, 1024), (8, 512), (8, 1024), (16, 256), (16, 512), (32, 128), (32, 256))
-"""Entries and columns of a block that ``--sizes`` tries."""
+SIZES = ((4, 1024, 4), (8, 1024, 4), (16, 1024, 4), (8, 512, 2), (16, 512, 2), (8, 256, 1), (16, 256, 1), (8, 2048, 8))
+"""Entries and columns of a block, and warps, that ``--sizes`` tries."""
 
 
 @dataclass(frozen=True)
@@ -262,7 +261,7 @@ def try_sizes(case: Case, device: torch.device) -> str:
     x = draw(case, device)
     rows = []
     tried = {"dots_sizes": lambda: torch.no_grad()(support)(x), "sums_sizes": lambda: step(support, x)}
-    for (entries, block), warps in itertools.product(SIZES, (4, 8)):
+    for entries, block, warps in SIZES:
         sizes = {"ENTRIES": entries, "BLOCK": block, "STAGES": 3, "num_warps": warps}
         found = []
         for kernel, contender in tried.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -187,6 +188,26 @@ def test_sums_do_not_look_where_the_factor_is_zero(backend: str, device: torch.d
     assert out.tolist() == [[1.0] * 5, [5.0] * 5]
     load(backend).sums(factor, x, at, starts, out, torch.tensor([1, 0], device=device), add=True, memory=1000)
     assert out.tolist() == [[6.0] * 5, [6.0] * 5]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("count", [300, 1100])
+def test_sums_of_very_different_lengths(count: int, backend: str, device: torch.device):
+    """Some are made in parts: none, a short one, a part and one more, a part exactly, and a long one."""
+    lengths = torch.tensor([0, 5, 257, 0, 256, count, 1, 0])
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    total = int(starts[-1])
+    x, at = torch.randn(9, 33, dtype=torch.float64), torch.randint(9, (total + 7,))
+    factor = torch.randn(total + 7)
+    factor[total:] = 0
+    wanted = torch.stack([(factor[a:b, None].double() * x[at[a:b]]).sum(0) for a, b in pairwise(starts.tolist())])
+    given = [t.to(device) for t in (factor, x.float(), at, starts)]
+    out = torch.full((8, 33), 7.0, device=device)
+    load(backend).sums(*given, out, add=False, memory=1 << 20, uneven=True)
+    torch.testing.assert_close(out.double().cpu(), wanted, rtol=1e-5, atol=1e-4)
+    place = torch.tensor([3, 1, 0, 2, 7, 5, 4, 6], device=device)
+    load(backend).sums(*given, out, place, add=True, memory=1 << 20, uneven=True)
+    torch.testing.assert_close(out.double().cpu()[place.cpu()], wanted + wanted[place.cpu()], rtol=1e-5, atol=1e-4)
 
 
 # Where the weight's gradient goes.

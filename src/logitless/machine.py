@@ -228,7 +228,9 @@ def dots_sizes(width: int) -> dict[str, Any]:
 
 def sums_sizes(width: int) -> dict[str, Any]:
     """Entries per step, columns per program, loads in flight and warps of the kernel of listed sums."""
-    return {"ENTRIES": 8, "BLOCK": min(1024, _power_of_two(width)), "STAGES": 3, "num_warps": 4}
+    # A thread holds its columns of all entries, so that nothing is exchanged: 8 columns to a thread.
+    block = min(1024, _power_of_two(width))
+    return {"ENTRIES": 8, "BLOCK": block, "STAGES": 3, "num_warps": max(1, block // 256)}
 
 
 @functools.cache

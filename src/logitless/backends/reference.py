@@ -149,11 +149,12 @@ def sums(
     *,
     add: bool,
     memory: int,
+    uneven: bool = False,
 ) -> None:
     """Row ``place[i]`` of ``out`` is the sum of ``factor[e] x[at[e]]`` over ``e`` in ``starts[i] .. starts[i + 1]``.
 
     Summed in ``factor``'s dtype and in the order of the entries, and rounded once. With ``add`` the sum is added to
-    what is there; otherwise rows that have no sum become 0.
+    what is there; otherwise rows that have no sum become 0. ``uneven`` says that some may be far longer than others.
     """
     total = torch.zeros(out.shape, dtype=factor.dtype, device=out.device)
     add_entries(factor, x, at, segments(starts, len(factor), place), total)

@@ -175,6 +175,7 @@ def sums(
     *,
     add: bool,
     memory: int,
+    uneven: bool = False,
 ) -> None:
     """Same as :func:`logitless.backends.reference.sums`, some entries at a time."""
     direct = out.dtype == factor.dtype

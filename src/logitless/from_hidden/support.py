@@ -190,7 +190,7 @@ class _ById(NamedTuple):
         if buffer is not None:
             if call.columns:
                 out = buffer[: call.columns]
-                backend.sums(self.d_raw, tokens, at, self.starts, out, add=True, memory=call.memory)
+                backend.sums(self.d_raw, tokens, at, self.starts, out, add=True, memory=call.memory, uneven=True)
             return None
         if call.asked.sparse_weight_grad:
             # The one place that asks the device how many different ids there are.
@@ -198,10 +198,11 @@ class _ById(NamedTuple):
             starts = torch.cat([self.starts[ids], self.starts[-1:]])
             values = torch.empty((len(ids), weight.shape[1]), dtype=weight.dtype, device=weight.device)
             if len(ids):
-                backend.sums(self.d_raw, tokens, at, starts, values, add=False, memory=call.memory)
+                backend.sums(self.d_raw, tokens, at, starts, values, add=False, memory=call.memory, uneven=True)
             return torch.sparse_coo_tensor(ids[None], values, weight.shape, is_coalesced=True, check_invariants=True)
         out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
         if call.columns:
-            backend.sums(self.d_raw, tokens, at, self.starts, out[: call.columns], add=False, memory=call.memory)
+            into = out[: call.columns]
+            backend.sums(self.d_raw, tokens, at, self.starts, into, add=False, memory=call.memory, uneven=True)
         out[call.columns :].zero_()
         return out

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ NOTHING = contextlib.nullcontext()
 
 RESIDENT = 8
 """Programs per multiprocessor of a kernel that works off a list."""
+
+PART, PARTS = 256, 2048
+"""Entries that one program adds up at least before a sum is made in parts, and how many parts there are at most."""
 
 
 def interpreted() -> bool:
@@ -258,13 +261,66 @@ def sums(
     *,
     add: bool,
     memory: int,
+    uneven: bool = False,
 ) -> None:
-    """Same as :func:`logitless.backends.reference.sums`; takes no working memory."""
-    if place is not None and not add:
+    """Same as :func:`logitless.backends.reference.sums`; takes no working memory, but for parts of uneven sums.
+
+    One program would take longer for a sum of thousands of entries than all others for the rest, so that long sums are
+    made in parts of a fixed number of entries, and those are added up in order.
+    """
+    if not add:
         out.zero_()
+    begin, end = starts[:-1], starts[1:]
+    if uneven and len(factor) > PART:
+        parts = _Parts.of(begin, end, len(factor))
+        partial = torch.empty((len(parts.begin), x.shape[1]), dtype=torch.float32, device=x.device)
+        _sums(factor, x, at, parts.begin, parts.end, partial, None, False)
+        ones, slot = torch.ones_like(parts.begin, dtype=torch.float32), torch.arange(len(partial), device=x.device)
+        into = parts.sum if place is None else place[parts.sum]
+        _sums(ones, partial, slot, parts.first, parts.last, out, into, add)
+        end = torch.where(end - begin > parts.length, begin, end)
+    _sums(factor, x, at, begin, end, out, place, add)
+
+
+class _Parts(NamedTuple):
+    """Parts of the sums that are longer than one part: more of them than there can be, the rest empty.
+
+    Attributes:
+        length: entries of a part.
+        begin, end: ``[P]`` entries of each part.
+        sum: ``[P]`` which sum it is a part of.
+        first, last: ``[P]`` the parts of that sum, where this one is the first of them; otherwise none.
+    """
+
+    length: int
+    begin: Tensor
+    end: Tensor
+    sum: Tensor
+    first: Tensor
+    last: Tensor
+
+    @staticmethod
+    def of(begin: Tensor, end: Tensor, entries: int) -> _Parts:
+        length = max(PART, 2 * entries // PARTS)
+        slot = torch.arange(min(PARTS, 2 * entries // length), device=begin.device)
+        count = torch.where(end - begin > length, (end - begin + length - 1) // length, 0)
+        offset = count.cumsum(0)
+        which = torch.searchsorted(offset, slot, right=True)
+        real = which < len(offset)
+        which = which.clamp_max(len(offset) - 1)
+        number = slot - (offset[which] - count[which])
+        first = begin[which] + length * number
+        begin, end = torch.where(real, first, 0), torch.where(real, torch.minimum(first + length, end[which]), 0)
+        opens = real & (number == 0)
+        return _Parts(length, begin, end, which, torch.where(opens, slot, 0), torch.where(opens, offset[which], 0))
+
+
+def _sums(
+    factor: Tensor, x: Tensor, at: Tensor, begin: Tensor, end: Tensor, out: Tensor, place: Tensor | None, add: bool
+) -> None:
     sizes = sums_sizes(x.shape[1])
     blocks = -(-x.shape[1] // sizes["BLOCK"])
-    items = (len(starts) - 1) * blocks
+    items = len(begin) * blocks
     _launch(
         "sums_kernel",
         min(items, RESIDENT * multiprocessors(x.device)),
@@ -273,7 +329,8 @@ def sums(
         factor=factor,
         x=x,
         at=at,
-        starts=starts,
+        starts=begin,
+        stops=end,
         place=place,
         out=out,
         x_stride=x.stride(0),

@@ -52,6 +52,7 @@ def sums_kernel(
     x,
     at,
     starts,
+    stops,
     place,
     out,
     x_stride,
@@ -66,7 +67,7 @@ def sums_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """``out[place[i]]`` is, or gets, the sum of ``factor[e] x[at[e]]`` over ``e`` in ``starts[i] .. starts[i + 1]``.
+    """``out[place[i]]`` is, or gets, the sum of ``factor[e] x[at[e]]`` over ``e`` in ``starts[i] .. stops[i]``, if any.
 
     An item is one sum, BLOCK columns of it, and a program takes every so-manieth: most sums of a vocabulary are empty,
     and a program for each would take longer to start than to run. Entries whose factor is 0 read nothing.
@@ -75,8 +76,8 @@ def sums_kernel(
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         i = item // blocks
         start = tl.load(starts + i)
-        stop = tl.load(starts + i + 1)
-        if (start < stop) | (not ADD):
+        stop = tl.load(stops + i)
+        if start < stop:
             o_c = (item % blocks) * BLOCK + tl.arange(0, BLOCK)
             b_sum = tl.zeros([ENTRIES, BLOCK], dtype=tl.float32)
             for e in tl.range(start, stop, ENTRIES, num_stages=STAGES):
