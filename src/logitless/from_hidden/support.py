@@ -67,8 +67,9 @@ class _SupportLogProbs(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor, ...]:
         support = call.support()
         assert support is not None
-        raw = _raw_logits(gathered_tokens(hidden, call), weight, bias, support, call)
-        statistic = support_statistic(_transformed(raw, support, call))
+        place = _place(support, call)
+        raw = _raw_logits(gathered_tokens(hidden, call), weight, bias, support, place, call)
+        statistic = support_statistic(support.transformed(raw, *place, call.gain, call.squash))
         results = row_results(statistic, None, call.rows.target == IGNORE, call.entropy, call.group)
         ctx.set_materialize_grads(False)
         if call.asked.entropy == "value":
@@ -90,7 +91,8 @@ class _SupportLogProbs(torch.autograd.Function):
         saved = _Saved(*ctx.saved_tensors)
         want_hidden, want_weight, want_bias, _ = ctx.needs_input_grad
         with explained(call.asked.caller, call.asked.memory, weight_grad=call.asked.weight_grad):
-            logits = _transformed(saved.raw, saved.support(call), call)
+            support = saved.support(call)
+            logits = support.transformed(saved.raw, *_place(support, call), call.gain, call.squash)
             d_raw = _raw_gradient(logits, saved, call, g_logprob, g_entropy)
             d_hidden = _hidden_gradient(logits, d_raw, saved, call) if want_hidden else None
             d_weight, d_bias = None, None
@@ -102,22 +104,25 @@ class _SupportLogProbs(torch.autograd.Function):
             return d_hidden, d_weight, d_bias, None
 
 
-def _raw_logits(tokens: Tensor, weight: Tensor, bias: Tensor | None, support: Support, call: Call) -> Tensor:
+def _raw_logits(
+    tokens: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    support: Support,
+    place: tuple[Tensor, Tensor],
+    call: Call,
+) -> Tensor:
     """``[E]`` logits of all entries as the head's product would have them; 0 where nobody asks."""
-    column, here = _place(support, call)
+    column, here = place
     asked = here & ~support.lone()
     raw = call.gain.new_zeros(len(column))
     if call.columns:
         at = support.entries.row if call.index is None else call.index[support.entries.row]
-        place = torch.where(asked, column, -1)
-        load(call.backend).dots(tokens, at, weight.detach(), place, raw, memory=call.memory)
+        read = torch.where(asked, column, -1)
+        load(call.backend).dots(tokens, at, weight.detach(), read, raw, memory=call.memory)
         if bias is not None:
             raw += torch.where(asked, bias.detach()[column].to(raw.dtype), 0.0)
     return raw.to(call.logits_dtype).to(call.gain.dtype)
-
-
-def _transformed(raw: Tensor, support: Support, call: Call) -> KeptLogits:
-    return support.transformed(raw, *_place(support, call), call.gain, call.squash)
 
 
 def _place(support: Support, call: Call) -> tuple[Tensor, Tensor]:
@@ -168,9 +173,11 @@ class _ById(NamedTuple):
 
     @staticmethod
     def of(logits: KeptLogits, d_raw: Tensor, call: Call) -> _ById:
-        column = torch.where(logits.here, logits.column, call.columns)
+        # Half the bits take half the passes of a sort.
+        column = torch.where(logits.here, logits.column, call.columns).to(torch.int32)
         column, order = column.sort(stable=True)
-        starts = torch.searchsorted(column, torch.arange(call.columns + 1, device=column.device))
+        bounds = torch.arange(call.columns + 1, device=column.device, dtype=torch.int32)
+        starts = torch.searchsorted(column, bounds)
         return _ById(d_raw[order], logits.row[order], column, starts, call)
 
     def bias_gradient(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -194,7 +201,7 @@ class _ById(NamedTuple):
             return None
         if call.asked.sparse_weight_grad:
             # The one place that asks the device how many different ids there are.
-            ids = self.column[: int(self.starts[-1])].unique_consecutive()
+            ids = self.column[: int(self.starts[-1])].unique_consecutive().to(torch.int64)
             starts = torch.cat([self.starts[ids], self.starts[-1:]])
             values = torch.empty((len(ids), weight.shape[1]), dtype=weight.dtype, device=weight.device)
             if len(ids):

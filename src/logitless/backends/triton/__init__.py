@@ -36,7 +36,7 @@ from logitless.spec import has_values
 
 NOTHING = contextlib.nullcontext()
 
-RESIDENT = 8
+RESIDENT = 16
 """Programs per multiprocessor of a kernel that works off a list."""
 
 PART, PARTS = 256, 2048
