@@ -31,7 +31,7 @@ from logitless.tools.bench.measure import StopWatch, copy_bandwidth, peak_bytes,
 from logitless.tools.bench.records import Environment
 from logitless.tools.bench.tables import text_table
 
-SAMPLED = 64
+SAMPLED = 32
 SIZES = ((4, 1024, 4), (8, 1024, 4), (16, 1024, 4), (8, 512, 2), (16, 512, 2), (8, 256, 1), (16, 256, 1), (8, 2048, 8))
 """Entries and columns of a block, and warps, that ``--sizes`` tries."""
 
@@ -131,40 +131,47 @@ def step(score: Callable[[Inputs], Scores], x: Inputs, clock: StopWatch | None =
     return scores, list(gradients)
 
 
+@torch.no_grad()
 def errors(x: Inputs, scores: Scores, gradients: list[Tensor]) -> dict[str, float]:
     """Largest error of log-probs and entropies, relative norms of the errors of gradients, at sampled rows and ids."""
-    ends = x.kept.lengths.cumsum(0).tolist()
-    starts, ids, target = [0, *ends[:-1]], x.kept.ids.tolist(), x.target.tolist()
-    rows = random.Random(0).sample(range(len(target)), min(SAMPLED, len(target)))
+    ends = x.kept.lengths.cumsum(0)
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randperm(len(x.target), generator=generator)[:SAMPLED].tolist()
+    # Ids of few rows, so that the truth of their gradients needs few rows.
+    counts = torch.bincount(x.kept.ids, minlength=len(x.weight))
+    few = ((counts > 0) & (counts <= SAMPLED)).nonzero().squeeze(1).cpu()
+    some = few[torch.randperm(len(few), generator=generator)[:SAMPLED]].to(x.target.device)
+    found = torch.isin(x.kept.ids, some).nonzero().squeeze(1)
+    needed = torch.cat([torch.searchsorted(ends, found, right=True), torch.isin(x.target, some).nonzero().squeeze(1)])
+    d_weight = dict.fromkeys(some.tolist(), torch.zeros((), device=ends.device))
     worst = {"logprob": 0.0, "entropy": 0.0, "d_hidden": 0.0, "d_weight": 0.0}
-    with torch.no_grad():
-        hidden, weight = x.hidden, x.weight
-        some = random.Random(1).sample(sorted(set(ids)), min(SAMPLED, len(set(ids))))
-        d_weight = dict.fromkeys(some, 0.0)
-        needed = {r for r in range(len(target)) if set(ids[starts[r] : ends[r]]) & set(some) or target[r] in set(some)}
-        for r in sorted({*rows, *needed}):
-            here = sorted({*ids[starts[r] : ends[r]], target[r]})
-            w = weight[here].double()
-            logp = torch.log_softmax(w @ hidden[r].double(), 0)
-            entropy, onehot = -(logp.exp() * logp).sum(), torch.tensor([i == target[r] for i in here]).to(w)
-            dz = x.g_logprob[r].double() * (onehot - logp.exp())
-            if scores[1] is not None:
-                dz -= x.g_entropy[r].double() * logp.exp() * (logp + entropy)
-            for i in set(here) & set(some):
-                d_weight[i] = d_weight[i] + dz[here.index(i)] * hidden[r].double()
-            if r in rows:
-                value = float((scores[0][r].double() - logp[here.index(target[r])]).abs())
-                worst["logprob"] = max(worst["logprob"], value)
-                if scores[1] is not None:
-                    worst["entropy"] = max(worst["entropy"], float((scores[1][r].double() - entropy).abs()))
-                truth = dz @ w
-                far = (gradients[0][r].double() - truth).norm() / truth.norm().clamp_min(1e-6)
-                worst["d_hidden"] = max(worst["d_hidden"], float(far))
-        for i, truth in d_weight.items():
-            if isinstance(truth, Tensor) and float(truth.norm()) > 1e-6:
-                far = (gradients[1][i].double() - truth).norm() / truth.norm()
-                worst["d_weight"] = max(worst["d_weight"], float(far))
+    for r in sorted({*rows, *needed.tolist()}):
+        end = int(ends[r])
+        here = torch.cat([x.kept.ids[end - int(x.kept.lengths[r]) : end], x.target[r : r + 1]]).unique()
+        w, onehot = x.weight[here].double(), (here == x.target[r]).double()
+        logp = torch.log_softmax(w @ x.hidden[r].double(), 0)
+        entropy = -(logp.exp() * logp).sum()
+        dz = x.g_logprob[r].double() * (onehot - logp.exp())
+        if scores[1] is not None:
+            dz -= x.g_entropy[r].double() * logp.exp() * (logp + entropy)
+        for place, i in enumerate(here.tolist()):
+            if i in d_weight:
+                d_weight[i] = d_weight[i] + dz[place] * x.hidden[r].double()
+        if r not in rows:
+            continue
+        worst["logprob"] = max(worst["logprob"], float((scores[0][r].double() - logp @ onehot).abs()))
+        if scores[1] is not None:
+            worst["entropy"] = max(worst["entropy"], float((scores[1][r].double() - entropy).abs()))
+        worst["d_hidden"] = max(worst["d_hidden"], _relative(gradients[0][r], dz @ w))
+    for i, truth in d_weight.items():
+        worst["d_weight"] = max(worst["d_weight"], _relative(gradients[1][i], truth))
     return worst
+
+
+def _relative(gradient: Tensor, truth: Tensor) -> float:
+    """Relative norm of an error; of rows that are nothing but rounding, 0."""
+    norm = float(truth.norm())
+    return float((gradient.double() - truth).norm()) / norm if norm > 1e-6 else 0.0
 
 
 def floors(x: Inputs) -> tuple[tuple[int, int], Callable[[], object]]:
