@@ -204,6 +204,20 @@ def test_the_recommendation_takes_the_fewest_products_that_fit():
     assert not any(forecast.fits for forecast in tight.forecasts)
 
 
+def test_supports_of_few_ids_are_one_way_more():
+    step = LossStep(find_model("qwen3-8b"), tokens=16384, entropy="grad")
+    names = [forecast.way.name for forecast in plan_model(step).forecasts]
+    over = plan_model(replace(step, kept_ids=8.2)).forecasts
+    assert [forecast.way.name for forecast in over] == [*names, 'linear_logprobs, scope="support"']
+    assert over[-1].estimate.plan.kind == "support"
+    assert over[-1].estimate.plan.ids == round(8.2 * 16384) + 16384
+    # Gradients and vectors of the ids, and no tile.
+    gradients = 2 * (16384 + 151936) * 4096
+    assert gradients < over[-1].estimate.peak < gradients + (64 << 20)
+    with pytest.raises(LogitlessError, match="plan: kept_ids must be 0 or more on average but is -1"):
+        replace(step, kept_ids=-1)
+
+
 @pytest.fixture
 def group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -72,6 +72,9 @@ def plan(
         str | None, typer.Option(help="What weights, optimizer and activations take of the card.")
     ] = None,
     memory: Annotated[str, typer.Option(help="Working memory of calls from hidden states.")] = "256MiB",
+    kept_ids: Annotated[
+        float | None, typer.Option(help="Ids that the sampler kept of each response token, on average.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """What the loss step of a model will need, and the call to write.
@@ -83,7 +86,7 @@ def plan(
 
     wanted: Any = None if entropy == "none" else entropy
     step = planner.LossStep(
-        find_model(model), tokens, response_fraction, tp, cp, dtype, wanted, frozen_head, memory=memory
+        find_model(model), tokens, response_fraction, tp, cp, dtype, wanted, frozen_head, memory, kept_ids
     )
     free = None if card is None else max(0, find_card(card) - (parse_memory(in_use) if in_use else 0))
     answer = planner.plan_model(step, free)

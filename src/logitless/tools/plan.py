@@ -46,6 +46,7 @@ class LossStep:
         entropy: as ``linear_logprobs`` takes it.
         frozen_head: whether the head's weight needs no gradient.
         memory: working memory of ``linear_logprobs`` and ``linear_policy_loss``.
+        kept_ids: ids that the sampler kept of each response token, on average; None where it kept all.
         device: ``"cuda"``, or ``"cpu"``.
     """
 
@@ -58,6 +59,7 @@ class LossStep:
     entropy: EntropyMode = "value"
     frozen_head: bool = False
     memory: int | str = "256MiB"
+    kept_ids: float | None = None
     device: Literal["cuda", "cpu"] = "cuda"
 
     def __post_init__(self) -> None:
@@ -69,6 +71,8 @@ class LossStep:
             raise LogitlessError(
                 f"plan: response_fraction must be above 0 and at most 1 but is {self.response_fraction!r}."
             )
+        if self.kept_ids is not None and not self.kept_ids >= 0:
+            raise LogitlessError(f"plan: kept_ids must be 0 or more on average but is {self.kept_ids!r}.")
         if self.dtype not in BYTES:
             raise LogitlessError(f"plan: dtype must be one of {list(BYTES)} but is {self.dtype!r}.")
 
@@ -162,7 +166,8 @@ def plan_model(step: LossStep, free: int | None = None) -> ModelPlan:
     >>> [forecast.way.name for forecast in plan_model(step).forecasts][:2]
     ['plain torch', 'slime-style']
     """
-    forecasts = tuple(_forecast(way, step, free) for way in WAYS)
+    ways = WAYS if step.kept_ids is None else (*WAYS, OVER_SUPPORT)
+    forecasts = tuple(_forecast(way, step, free) for way in ways)
     asked = next(forecast.estimate for forecast in forecasts if forecast.way.predict is _from_hidden)
     memory, call = (step.memory, asked) if free is None else _recommend(step, free, asked)
     return ModelPlan(step, free, forecasts, memory, call, snippet(step, memory))
@@ -260,6 +265,13 @@ def _policy_loss(step: LossStep) -> Estimate:
     return step.predict("linear_policy_loss", **sizes, entropy=None, objective=objective)
 
 
+def _over_support(step: LossStep) -> Estimate:
+    """Log-probs over the ids that the sampler kept, and nothing else."""
+    ids = round((step.kept_ids or 0) * step.rows)
+    sizes = {"hidden": step.model.hidden, "memory": step.memory, "needs_grad": step.needs_grad}
+    return step.predict("linear_logprobs", **sizes, kept_ids=ids, scope="support")
+
+
 def _fullest(*moments: tuple[Item, ...]) -> tuple[Item, ...]:
     return max(moments, key=_bytes)
 
@@ -276,6 +288,9 @@ WAYS = (
     Way("linear_logprobs", True, _from_hidden),
     Way("linear_policy_loss", True, _policy_loss),
 )
+
+OVER_SUPPORT = Way('linear_logprobs, scope="support"', True, _over_support)
+"""Where the sampler kept some ids of each token."""
 
 
 # The recommendation.
