@@ -12,7 +12,7 @@ Padding is not special: its offset lies past the end of its sample, and the filt
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -137,3 +137,13 @@ def ragged_arange(lengths: Tensor) -> tuple[Tensor, Tensor]:
     sample = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     starts = lengths.cumsum(0) - lengths
     return sample, torch.arange(len(sample)) - starts.index_select(0, sample)
+
+
+def round_up(n: Any, multiple: int) -> Any:
+    """The next multiple, of a number or a tensor."""
+    return -(-n // multiple) * multiple
+
+
+def here(cp: Scheme | None) -> str:
+    """The rank, for an error."""
+    return "" if cp is None else f" on rank {cp.rank} of {cp.size} ({type(cp).__name__})"

@@ -24,8 +24,9 @@ from logitless.collectives import agree_if, resolve_group, table_over
 from logitless.errors import LogitlessError
 from logitless.rows.agreement import check_parts, check_same, check_samples
 from logitless.rows.exchange import GradRule, check_fields, exchange_facts, exchange_over
-from logitless.rows.layouts import SCHEME, Scheme, ragged_arange
-from logitless.rows.samples import Samples, Tokens, integer_vector, unpad
+from logitless.rows.layouts import SCHEME, Scheme, here, ragged_arange, round_up
+from logitless.rows.masks import samples_of_mask
+from logitless.rows.samples import Samples, Tokens, integer_vector, spans_of, unpad
 from logitless.spec import IGNORE, inspectable, tracked_by_autograd
 
 _COMPARED = ("padded length", "response length", "tokens", "loss mask")
@@ -35,7 +36,7 @@ _COMPARED = ("padded length", "response length", "tokens", "loss mask")
 class Rows:
     """The rows to score, their targets, and the way back to samples.
 
-    Make one with :meth:`packed`, :meth:`padded`, :meth:`at` or :meth:`every`.
+    Make one with :meth:`from_mask`, :meth:`packed`, :meth:`padded`, :meth:`at` or :meth:`every`.
 
     Attributes:
         index: ``[R]`` row of the (flattened) logits, each at most once.
@@ -85,6 +86,40 @@ class Rows:
                 object.__setattr__(self, name, tracked_by_autograd(x))
 
     @staticmethod
+    def from_mask(
+        input_ids: Tensor,
+        mask: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        position_ids: Tensor | None = None,
+        device: torch.device | str | None = None,
+    ) -> Rows:
+        """Rows of a batch as Hugging Face, TRL and verl make it: any padding, and a mask of the tokens to score.
+
+        Args:
+            input_ids: ``[N, S]``, one sample per line, padded on either side or on both; or ``[T]`` or ``[1, T]``,
+                samples end to end, with ``cu_seqlens`` or ``position_ids``.
+            mask: of the same shape, nonzero at the tokens to score (TRL's completion mask, verl's response mask in the
+                shape of ``input_ids``). A sample's response is what lies between the first and the last of them;
+                :meth:`split` and its kin have zeros at tokens in between that are not scored.
+            attention_mask: of the same shape; a check that nothing scored is padding, or follows on it.
+            cu_seqlens: ``[N + 1]`` starts of the samples of a pack.
+            position_ids: of the pack, counting from 0 in each sample.
+            device: where the rows will be used; default the device of ``input_ids``.
+
+        The mask is read once, here, which waits for an accelerator that it is on.
+
+        >>> ids = torch.tensor([[0, 0, 5, 6, 7, 8], [0, 3, 4, 9, 0, 0]])  # 0 is padding, on both sides
+        >>> rows = Rows.from_mask(ids, torch.tensor([[0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 0, 0]]))
+        >>> rows.index.tolist(), rows.target.tolist(), rows.counts
+        ([3, 4, 8], [7, 8, 9], (2, 1))
+        """
+        batch, spans = samples_of_mask(input_ids, mask, attention_mask, cu_seqlens, position_ids)
+        sample, offset = ragged_arange(spans)
+        return _select(batch, sample, offset, tuple(input_ids.shape), spans, None, device)
+
+    @staticmethod
     def packed(
         tokens: Sequence[Tokens],
         response_lengths: Sequence[int],
@@ -124,13 +159,13 @@ class Rows:
                 f"{', '.join(SCHEME)}."
             )
         batch = Samples.check("Rows.packed", tokens, response_lengths, loss_masks, loss_mask_only)
-        spans, total = _spans(batch, cp, align, cu_seqlens)
+        spans, total = spans_of(batch, cp, align, cu_seqlens)
         size = 1 if cp is None else cp.size
         num_tokens = -(-total // size) if num_tokens is None else num_tokens
         sample, offset = ragged_arange(spans) if cp is None else cp.tokens(spans, num_tokens)
         if num_tokens < len(sample):
             raise LogitlessError(
-                f"Rows.packed: num_tokens is {num_tokens} but the samples need {len(sample)} tokens{_here(cp)}. "
+                f"Rows.packed: num_tokens is {num_tokens} but the samples need {len(sample)} tokens{here(cp)}. "
                 f"Pass the padded length of the local pack, or leave it out."
             )
         return _select(batch, sample, offset, (num_tokens,), spans, cp, device)
@@ -181,9 +216,9 @@ class Rows:
             sample = int(batch.lengths.argmax())
             raise LogitlessError(f"Rows.padded: sample {sample} has {longest} tokens but max_length is {width}.")
         lead = width - batch.lengths if padding == "left" else torch.zeros_like(batch.lengths)
-        spans = torch.full_like(batch.lengths, _round_up(width, 1 if cp is None else cp.multiple))
+        spans = torch.full_like(batch.lengths, round_up(width, 1 if cp is None else cp.multiple))
         sample, place = ragged_arange(spans) if cp is None else cp.tokens(spans, width)
-        token_shape = (len(batch), width if cp is None else _round_up(width, cp.multiple) // cp.size)
+        token_shape = (len(batch), width if cp is None else round_up(width, cp.multiple) // cp.size)
         return _select(batch, sample, place - lead[sample], token_shape, spans, cp, device)
 
     @staticmethod
@@ -447,48 +482,6 @@ def _select(
         target_range=target_range,
         batch=batch,
     )
-
-
-def _spans(
-    batch: Samples, cp: Scheme | None, align: int | None, cu_seqlens: Tensor | Sequence[int] | None
-) -> tuple[Tensor, int]:
-    """Padded length of each sample, and of all of them with the padding after the last, checked against the scheme."""
-    multiple = 1 if cp is None else cp.multiple
-    if cu_seqlens is None:
-        align = multiple if align is None else align
-        if type(align) is not int or align < 1 or align % multiple:
-            raise LogitlessError(
-                f"Rows.packed: align must be a positive multiple of {multiple}{_here(cp)} but is {align!r}."
-            )
-        spans = _round_up(batch.lengths, align)
-        return spans, int(spans.sum())
-    if align is not None:
-        raise LogitlessError("Rows.packed: give align or cu_seqlens, not both.")
-    starts = torch.as_tensor(cu_seqlens, dtype=torch.int64).cpu()
-    if len(starts) not in (len(batch) + 1, len(batch) + 2):
-        raise LogitlessError(
-            f"Rows.packed: cu_seqlens has {len(starts)} entries for {len(batch)} samples; wanted {len(batch) + 1}, or "
-            f"{len(batch) + 2} with padding after the last sample."
-        )
-    spans = starts.diff()[: len(batch)]
-    for sample, (span, length) in enumerate(zip(spans.tolist(), batch.lengths.tolist(), strict=True)):
-        if span < length or span % multiple:
-            raise LogitlessError(
-                f"Rows.packed: cu_seqlens gives sample {sample} {span} places, but it has {length} tokens and its "
-                f"places must be a multiple of {multiple}{_here(cp)}."
-            )
-    if starts[0] != 0 or starts[-1] < starts[len(batch)]:
-        raise LogitlessError(f"Rows.packed: cu_seqlens must start at 0 and never fall but is {starts.tolist()}.")
-    return spans, int(starts[-1])
-
-
-def _round_up(n: Any, multiple: int) -> Any:
-    """The next multiple, of a number or a tensor."""
-    return -(-n // multiple) * multiple
-
-
-def _here(cp: Scheme | None) -> str:
-    return "" if cp is None else f" on rank {cp.rank} of {cp.size} ({type(cp).__name__})"
 
 
 def _single_sample(index: Tensor, target: Tensor, token_shape: tuple[int, ...] | None, reach: int = 0) -> Rows:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from logitless.collectives import fingerprint
 from logitless.errors import LogitlessError
-from logitless.spec import IGNORE
+from logitless.rows.layouts import Scheme, here, round_up
+from logitless.spec import IGNORE, inspectable
 
 Tokens = Tensor | Sequence[int]
 NOT_IDS = (torch.bool, torch.complex64, torch.complex128)
@@ -147,8 +148,57 @@ def unpad(
     for sample, length in enumerate(lengths):
         if not 0 <= int(length) <= width:
             raise LogitlessError(f"Rows.padded: sample {sample} has length {length} but tokens is {width} wide.")
+    _check_padding(tokens, [int(n) for n in lengths], padding)
     lines = zip(tokens, lengths, strict=True)
     return [line[width - int(n) :] if padding == "left" else line[: int(n)] for line, n in lines], width
+
+
+def _check_padding(tokens: Tensor, lengths: Sequence[int], padding: str) -> None:
+    """Raise where the places that should be padding hold different ids, as lines padded on both sides have them."""
+    if not inspectable(tokens):
+        return
+    width = tokens.shape[1]
+    left = torch.arange(width, device=tokens.device) < width - torch.tensor(lengths, device=tokens.device)[:, None]
+    pads = tokens[left if padding == "left" else left.flip(1)]
+    if pads.numel() and bool((pads != pads[0]).any()):
+        raise LogitlessError(
+            f'Rows.padded: with padding="{padding}" and these lengths the padding holds ids from {int(pads.min())} to '
+            f"{int(pads.max())}, so that tokens would be taken for padding and padding for tokens. Lines that are "
+            f"padded on both sides, as left-padded prompts with right-padded completions are, go to Rows.from_mask."
+        )
+
+
+def spans_of(
+    batch: Samples, cp: Scheme | None, align: int | None, cu_seqlens: Tensor | Sequence[int] | None
+) -> tuple[Tensor, int]:
+    """Padded length of each sample, and of all of them with the padding after the last, checked against the scheme."""
+    multiple = 1 if cp is None else cp.multiple
+    if cu_seqlens is None:
+        align = multiple if align is None else align
+        if type(align) is not int or align < 1 or align % multiple:
+            raise LogitlessError(
+                f"Rows.packed: align must be a positive multiple of {multiple}{here(cp)} but is {align!r}."
+            )
+        spans = round_up(batch.lengths, align)
+        return spans, int(spans.sum())
+    if align is not None:
+        raise LogitlessError("Rows.packed: give align or cu_seqlens, not both.")
+    starts = torch.as_tensor(cu_seqlens, dtype=torch.int64).cpu()
+    if len(starts) not in (len(batch) + 1, len(batch) + 2):
+        raise LogitlessError(
+            f"Rows.packed: cu_seqlens has {len(starts)} entries for {len(batch)} samples; wanted {len(batch) + 1}, or "
+            f"{len(batch) + 2} with padding after the last sample."
+        )
+    spans = starts.diff()[: len(batch)]
+    for sample, (span, length) in enumerate(zip(spans.tolist(), batch.lengths.tolist(), strict=True)):
+        if span < length or span % multiple:
+            raise LogitlessError(
+                f"Rows.packed: cu_seqlens gives sample {sample} {span} places, but it has {length} tokens and its "
+                f"places must be a multiple of {multiple}{here(cp)}."
+            )
+    if starts[0] != 0 or starts[-1] < starts[len(batch)]:
+        raise LogitlessError(f"Rows.packed: cu_seqlens must start at 0 and never fall but is {starts.tolist()}.")
+    return spans, int(starts[-1])
 
 
 def integer_vector(x: Tensor | Sequence[int], argument: str) -> Tensor:
