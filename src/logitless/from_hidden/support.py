@@ -206,7 +206,9 @@ class _ById(NamedTuple):
             values = torch.empty((len(ids), weight.shape[1]), dtype=weight.dtype, device=weight.device)
             if len(ids):
                 backend.sums(self.d_raw, tokens, at, starts, values, add=False, memory=call.memory, uneven=True)
-            return torch.sparse_coo_tensor(ids[None], values, weight.shape, is_coalesced=True, check_invariants=True)
+            # In so many words, or torch warns that nobody said whether to check.
+            with torch.sparse.check_sparse_tensor_invariants(False):
+                return torch.sparse_coo_tensor(ids[None], values, weight.shape, is_coalesced=True)
         out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
         if call.columns:
             into = out[: call.columns]
