@@ -167,9 +167,9 @@ def test_arguments_of_a_wrong_kind(call, text: str):
 def test_supports_are_sorted_once_for_all_tiles(monkeypatch):
     """They were sorted again for every slab of columns: 22 s where 2.4 would do."""
     sorts = []
-    plain = torch.Tensor.argsort
-    monkeypatch.setattr(torch.Tensor, "argsort", lambda x, **kwargs: sorts.append(1) or plain(x, **kwargs))
+    plain = torch.Tensor.sort
+    monkeypatch.setattr(torch.Tensor, "sort", lambda x, **kwargs: sorts.append(1) or plain(x, **kwargs))
     kept = ll.Kept(torch.tensor([1, 2]), torch.tensor([1, 1]))
     weight = torch.randn(4000, 3, requires_grad=True)
     ll.linear_logprobs(X, weight, TARGET, kept=kept, memory=4096).logprob.sum().backward()
-    assert len(sorts) == 4  # by id and by row, in forward and in backward
+    assert len(sorts) == 2  # in forward and in backward

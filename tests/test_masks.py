@@ -82,16 +82,6 @@ def test_it_scores_what_a_model_of_padded_lines_means():
     torch.testing.assert_close(ll.logprobs(logits, rows).logprob, logp[mask[:, 1:].bool()])
 
 
-def test_padded_lines_that_rows_padded_cannot_mean_are_refused():
-    ids = torch.tensor([[0, 0, 5, 6, 7, 8], [0, 3, 4, 9, 0, 0]])
-    lengths = (ids != 0).sum(1).tolist()
-    for padding in ("left", "right"):
-        with raises(
-            "padded on both sides, as left-padded prompts with right-padded completions are, go to Rows.from_mask."
-        ):
-            ll.Rows.padded(ids, [2, 1], lengths=lengths, padding=padding)
-
-
 BATCH = torch.tensor([[0, 5, 6, 7], [3, 4, 9, 0]])
 
 

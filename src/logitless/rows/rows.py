@@ -183,7 +183,10 @@ class Rows:
         cp: Scheme | None = None,
         device: torch.device | str | None = None,
     ) -> Rows:
-        """Rows of one sample per line, every line padded to the same length ("bshd").
+        """Rows of one sample per line, every line padded to the same length ("bshd"), on one side.
+
+        Lines that are padded on both sides, as left-padded prompts with right-padded completions are, have no such
+        lengths: they go to :meth:`from_mask`.
 
         Args:
             tokens: ``[N, S]`` tensor with ``lengths`` given, or one unpadded list of ids per sample.

@@ -17,7 +17,7 @@ from torch import Tensor
 from logitless.collectives import fingerprint
 from logitless.errors import LogitlessError
 from logitless.rows.layouts import Scheme, here, round_up
-from logitless.spec import IGNORE, inspectable
+from logitless.spec import IGNORE
 
 Tokens = Tensor | Sequence[int]
 NOT_IDS = (torch.bool, torch.complex64, torch.complex128)
@@ -148,24 +148,8 @@ def unpad(
     for sample, length in enumerate(lengths):
         if not 0 <= int(length) <= width:
             raise LogitlessError(f"Rows.padded: sample {sample} has length {length} but tokens is {width} wide.")
-    _check_padding(tokens, [int(n) for n in lengths], padding)
     lines = zip(tokens, lengths, strict=True)
     return [line[width - int(n) :] if padding == "left" else line[: int(n)] for line, n in lines], width
-
-
-def _check_padding(tokens: Tensor, lengths: Sequence[int], padding: str) -> None:
-    """Raise where the places that should be padding hold different ids, as lines padded on both sides have them."""
-    if not inspectable(tokens):
-        return
-    width = tokens.shape[1]
-    left = torch.arange(width, device=tokens.device) < width - torch.tensor(lengths, device=tokens.device)[:, None]
-    pads = tokens[left if padding == "left" else left.flip(1)]
-    if pads.numel() and bool((pads != pads[0]).any()):
-        raise LogitlessError(
-            f'Rows.padded: with padding="{padding}" and these lengths the padding holds ids from {int(pads.min())} to '
-            f"{int(pads.max())}, so that tokens would be taken for padding and padding for tokens. Lines that are "
-            f"padded on both sides, as left-padded prompts with right-padded completions are, go to Rows.from_mask."
-        )
 
 
 def spans_of(
