@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -219,6 +219,55 @@ def gradient_sizes(dtype: torch.dtype, width: int) -> dict[str, Any]:
 def narrowing_sizes(columns: int) -> dict[str, Any]:
     """Columns per step and warps of the kernel that writes a row over its own start."""
     return {"BLOCK": min(2048, _power_of_two(columns)), "num_warps": 16 if columns > TILE else 4}
+
+
+class ProductSizes(NamedTuple):
+    """Sizes of a matrix product that ends in a softmax.
+
+    Attributes:
+        rows, columns, depth: of a tile of logits, and of its operands at a time.
+        tiles: column tiles whose statistic stays in registers, to be stored as one part of the row.
+        band: row blocks that are worked on side by side, sharing their columns in L2.
+        residents: programs on a multiprocessor at the same time.
+        warps, stages: of a program, and of its loads.
+        flatten: whether loads of the next tile start before a tile ends.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    tiles: int
+    band: int = 8
+    residents: int = 1
+    warps: int = 8
+    stages: int = 3
+    flatten: bool = True
+
+
+def product_sizes(columns: int, width: int) -> ProductSizes:
+    """Sizes for operands of this width. The number of rows has no say: a row has the same bits in every batch."""
+    # H200, bfloat16, forward at D = 2048 in multiples of the bare product: 256 x 128 x 64 with 8 warps and 3 stages
+    # 1.08, not flattened 1.10, 128 x 128 with 4 warps 1.11, 128 x 256 1.14. What benchmarks/epilogues.py says of these
+    # kernels goes here.
+    return ProductSizes(256, 128, 64, tiles_per_part(-(-columns // 128)))
+
+
+def tiles_per_part(num_tiles: int) -> int:
+    """How many column tiles make a part: about 16, such that little of the last part lies past the last column.
+
+    Few columns make smaller parts, so that there is work for all multiprocessors.
+
+    >>> [tiles_per_part(n) for n in (1187, 594, 250, 40, 3)]
+    [18, 18, 14, 5, 1]
+    """
+    most = max(1, min(20, num_tiles // 8))
+    return min(range(max(1, most * 3 // 5), most + 1), key=lambda n: (-num_tiles % n, abs(n - 16)))
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a card. Elsewhere there are none, and few programs show that each works off several units."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def _power_of_two(n: int) -> int:

@@ -52,7 +52,7 @@ def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
     """Same as :func:`logitless.backends.reference.statistics`, in one read of the rows."""
     _require_available(problem)
     stats = problem.empty_statistic() if out is None else out
-    _launch(
+    launch(
         "statistics_kernel",
         problem.num_rows,
         on=problem.logits,
@@ -86,7 +86,7 @@ def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor
         slot = torch.full((num_tokens,), -1, dtype=torch.int64, device=out.device)
         slot.index_copy_(0, out_index, torch.arange(num_rows, device=out.device))
     sizes = gradient_sizes(problem.logits.dtype, width)
-    _launch(
+    launch(
         "gradient_kernel",
         num_tokens * -(-width // sizes["BLOCK"]),
         on=problem.logits,
@@ -112,7 +112,7 @@ def gradient_over(problem: Problem, norm: Normaliser, coef: Coefficients, dtype:
         gradient(problem, norm, coef, out, None)
         return out
     _require_available(problem)
-    _launch(
+    launch(
         "narrowing_kernel",
         problem.num_rows if problem.columns else 0,
         on=out,
@@ -131,7 +131,7 @@ def gradient_over(problem: Problem, norm: Normaliser, coef: Coefficients, dtype:
 def exponentials(problem: Problem, stats: Tensor, running: Running, out: Tensor, slope: bool) -> None:
     """Same as :func:`logitless.backends.reference.exponentials`, in one launch."""
     sums = running.sums
-    _launch(
+    launch(
         "exponentials_kernel",
         problem.num_rows,
         on=out,
@@ -165,7 +165,7 @@ def gradient_from(
     problem: Problem, references: Tensor, slab: int, norm: Normaliser, coef: Coefficients, out: Tensor
 ) -> None:
     """Same as :func:`logitless.backends.reference.gradient_from`, in one launch for all slabs."""
-    _launch(
+    launch(
         "gradient_from_kernel",
         problem.num_rows * -(-problem.columns // slab),
         on=out,
@@ -183,7 +183,7 @@ def gradient_from(
 
 def rescale(x: Tensor, factor: Tensor, out: Tensor) -> None:
     """Same as :func:`logitless.backends.reference.rescale`."""
-    _launch(
+    launch(
         "rescale_kernel",
         len(x) if x.numel() else 0,
         on=x,
@@ -200,7 +200,7 @@ def rescale(x: Tensor, factor: Tensor, out: Tensor) -> None:
 
 def mix(x: Tensor, by: Tensor, y: Tensor, index: Tensor, times: Tensor, out: Tensor) -> None:
     """Same as :func:`logitless.backends.reference.mix`."""
-    _launch(
+    launch(
         "mix_kernel",
         len(x) if x.numel() else 0,
         on=x,
@@ -236,14 +236,14 @@ def _of_rows(problem: Problem, norm: Normaliser, coef: Coefficients) -> dict[str
 
 
 @functools.cache
-def _kernels() -> Any:
-    """The kernels' module. A dry run launches no kernel and needs no Triton."""
+def _kernels(module: str = "kernels") -> Any:
+    """A module of kernels. A dry run launches no kernel and needs no Triton."""
     if importlib.util.find_spec("triton") is None:
         raise LogitlessError('backend="triton": Triton is not installed. Run pip install "logitless[triton]".')
-    return importlib.import_module("logitless.backends.triton.kernels")
+    return importlib.import_module(f"logitless.backends.triton.{module}")
 
 
-def _launch(kernel: str, programs: int, *, on: Tensor, **arguments: Any) -> None:
+def launch(kernel: str, programs: int, *, on: Tensor, module: str = "kernels", **arguments: Any) -> None:
     """Launch a kernel with so many programs, on the device of a tensor, which need not be the current one.
 
     Nothing is launched where there are no values, nor for 0 programs.
@@ -252,7 +252,7 @@ def _launch(kernel: str, programs: int, *, on: Tensor, **arguments: Any) -> None
         return
     elsewhere = on.is_cuda and on.device.index != torch.cuda.current_device()
     with torch.cuda.device(on.device) if elsewhere else NOTHING:
-        getattr(_kernels(), kernel)[(programs,)](**arguments)
+        getattr(_kernels(module), kernel)[(programs,)](**arguments)
 
 
 def require(x: Tensor) -> None:
