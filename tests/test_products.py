@@ -105,9 +105,9 @@ def test_statistics(options: dict, device: torch.device):
 def test_logits_are_rounded_once_and_after_the_bias(match: torch.dtype, device: torch.device):
     """Operands of few bits, so that products are exact, and every logit is rounded to the same number."""
     p = make(device, bias=True, logits_dtype=match)
-    coarse = {name: (getattr(p, name) * 8).round() / 8 for name in ("hidden", "weight", "bias")}
-    p = replace(p, **coarse)
-    assert not torch.equal(twin(p, torch.float32).logits, twin(replace(p, bias=p.bias * 0), torch.float32).logits)
+    p = replace(p, **{name: (getattr(p, name) * 32).round() / 32 for name in ("hidden", "weight", "bias")})
+    exact = twin(replace(p, logits_dtype=torch.float32), torch.float32).logits
+    assert (twin(p, torch.float32).logits != exact).float().mean() > 0.5
     assert_statistic(p, products.statistics(p, sizes=SIZES))
     out = torch.full((p.rows, p.columns), torch.nan, device=device, dtype=p.hidden.dtype)
     assert_gradient(p, out, entropy=True)
@@ -161,6 +161,18 @@ def test_gradient_into_part_of_a_buffer(stride: int, start: int, described: bool
     assert (buffer == 7.0).all()
 
 
+def assert_exponentials(p: Product, values: Tensor, references: Tensor) -> None:
+    """References are maxima of tiles; exponentials are rounded once, and 0 at targets and in skipped rows."""
+    z, _ = reference.transformed(twin(p, torch.float64))
+    tops = torch.stack([tile.amax(1) for tile in z.split(SIZES.columns, 1)])
+    read = p.column != SKIP
+    torch.testing.assert_close(references[:, read].double(), tops[:, read], rtol=1e-6, atol=1e-6)
+    wanted = (z - references.double().repeat_interleave(SIZES.columns, 0)[: p.columns].T).exp()
+    at = torch.arange(p.first, p.first + p.columns, device=z.device) == p.column[:, None]
+    wanted = wanted.masked_fill(at | ~read[:, None], 0.0)
+    assert_gradient_close_to_truth(values, wanted, wanted.to(values.dtype), "exponentials")
+
+
 @pytest.mark.parametrize(
     ("options", "aligned"), [({}, True), ({"dtype": torch.float16, "first": 50}, False)], ids=["bfloat16", "float16"]
 )
@@ -173,6 +185,7 @@ def test_exponentials_become_gradients(options: dict, aligned: bool, device: tor
     references = torch.full((-(-COLUMNS // slab), ROWS), torch.nan, device=device)
     stats = products.exponentials(p, values, references, sizes=SIZES)
     assert_statistic(p, stats)
+    assert_exponentials(p, values, references)
     norm, coef = terms(p, torch.float32, True)
     truth = torch.empty(ROWS, COLUMNS, device=device, dtype=torch.float64)
     wide = Normaliser(*(x.double() for x in norm)), Coefficients(*(x.double() for x in coef))
@@ -224,8 +237,9 @@ def test_rows_without_a_distribution_are_nan_and_alone(bad: float, device: torch
 
 def test_a_row_has_the_same_bits_in_every_batch(device: torch.device):
     rows, sizes = 130, SIZES._replace(rows=32, depth=32)
-    p = make(device, rows, columns=70)
-    values, references = torch.empty(rows, 70, device=device, dtype=torch.bfloat16), torch.empty(3, rows, device=device)
+    p = make(device, rows)
+    values = torch.empty(rows, COLUMNS, device=device, dtype=torch.bfloat16)
+    references = torch.empty(4, rows, device=device)
     whole = products.exponentials(p, values, references, sizes=sizes)
     norm, coef = terms(p, torch.float32, True)
     d_z = torch.empty_like(values)
