@@ -106,13 +106,14 @@ def test_gradient_from_exponentials():
 def test_gradient_of_a_product():
     """By pointers, which is what rows get that do not begin at multiples of 16 bytes."""
     norm, coef = coefficients()
-    hidden, weight = torch.randn(ROWS, 16).half(), torch.randn(COLUMNS, 16).half()
+    hidden, weight = torch.randn(ROWS, 16).bfloat16(), torch.randn(COLUMNS, 16).bfloat16()
     problem = problem_of(hidden.float() @ weight.float().T)
-    out, right = far(torch.zeros(ROWS, COLUMNS + 1).half())[:, 1:], torch.zeros(ROWS, COLUMNS).half()
+    out, right = far(torch.zeros(ROWS, COLUMNS + 1).bfloat16())[:, 1:], torch.zeros(ROWS, COLUMNS)
     product = products.Product(hidden, weight, None, problem.column, problem.gain)
     products.gradient(product, norm, coef, out, ProductSizes(16, 64, 16, 1))
     load("reference").gradient(problem, norm, coef, right, None)
-    torch.testing.assert_close(out.contiguous(), right, rtol=2e-3, atol=1e-5)
+    # Triton's interpreter cuts bfloat16 off.
+    torch.testing.assert_close(out.float(), right, rtol=2**-7, atol=1e-5)
 
 
 def test_rescale():
