@@ -8,6 +8,7 @@ import pytest
 import torch
 from close import assert_close_to_truth, assert_gradient_close_to_truth
 from torch import Tensor
+from truth import plain, truth
 
 from logitless.backends import load, reference
 from logitless.backends.contract import Problem, Running
@@ -23,7 +24,7 @@ INF = torch.inf
 ROWS, COLUMNS, WIDTH = 37, 101, 40
 SIZES = ProductSizes(rows=16, columns=32, depth=16, tiles=2, band=2)
 """Three blocks of rows, four tiles in two groups, three steps of a product; the last of each goes over the edge."""
-LINES = ("m", "s", "w", "t")
+LINES = ("m", "s", "w", "t - m")
 
 
 def make(device, rows=ROWS, columns=COLUMNS, dtype=torch.bfloat16, bias=False, first=0, **options) -> Product:
@@ -61,10 +62,14 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def assert_statistic(p: Product, ours: Tensor) -> None:
-    """Each line as close to float64 as the twin's in float32, and what a skipped row has by definition."""
+    """Each line as close to float64 as the twin's in float32, and what a skipped row has by definition.
+
+    Of t it is what everyone asks for, t - m: it comes to the kernels as a distance from a maximum, too.
+    """
     skipped = p.column == SKIP
     exact, plain = (reference.statistics(twin(p, dtype)) for dtype in (torch.float64, torch.float32))
-    for name, *lines in zip(LINES, ours, exact, plain, strict=True):
+    relative = [torch.stack([*x[:3], x[3] - x[0]]) for x in (ours, exact, plain)]
+    for name, *lines in zip(LINES, *relative, strict=True):
         if name != "w" or p.entropy:
             assert_close_to_truth(*(line[~skipped] for line in lines), name=name)
     nothing = torch.tensor([0.0, 1.0, 0.0, 0.0], device=ours.device)[:, None]
@@ -99,6 +104,22 @@ OPTIONS = {
 def test_statistics(options: dict, device: torch.device):
     p = make(device, **options)
     assert_statistic(p, products.statistics(p, sizes=SIZES))
+
+
+@pytest.mark.parametrize("spread", [1.0, 8.0])
+def test_results_of_rows(spread: float, device: torch.device):
+    """By an oracle that knows of no statistic, also where logits are tens apart."""
+    p = make(device)
+    index = torch.arange(ROWS, device=device)[p.column.clamp(0, COLUMNS - 1) == p.column]
+    p = replace(p, weight=p.weight * spread)
+    row = Statistic.of(products.statistics(p, sizes=SIZES)[:, index])
+    norm = normaliser(row)
+    ours = (row.t - row.m - norm.log_sum, norm.log_sum - row.w / row.s, norm.reference + norm.log_sum)
+    given = index, p.column[index]
+    right = truth(twin(p, torch.float64).logits, *given, temperature=1 / p.gain[index].double())
+    theirs = plain(twin(p, torch.float32).logits, *given, temperature=1 / p.gain[index])
+    for name, *values in zip(right._fields, ours, right, theirs, strict=True):
+        assert_close_to_truth(*values, name=name)
 
 
 @pytest.mark.parametrize("match", [torch.bfloat16, torch.float16], ids=str)

@@ -120,16 +120,25 @@ def merged(m, s, w, part_m, part_s, part_w, a):
 
 
 @triton.jit
-def tile_part(b_x, a, ENTROPY: tl.constexpr):
-    """``(m, s, w)`` of a tile, m and w before the gain, and its exponentials."""
+def tile_part(b_x, a, b_at, o_c, ENTROPY: tl.constexpr):
+    """``(m, s, w, t)`` of a tile, m, w and t before the gain, and its exponentials.
+
+    ``t - m`` is as exact as a float32 can be; t itself is rounded at the size of m.
+    """
     top = tl.max(b_x, axis=1)
-    b_d = b_x - finite_or_zero(top)[:, None]
+    base = finite_or_zero(top)
+    b_d = b_x - base[:, None]
+    t = base
+    # Of d and not of x: a branch that reads the sums of a product would make the next product wait for the whole tile.
+    if any_of(b_at != NO_TARGET):
+        t += tl.sum(tl.where(o_c[None, :] == b_at[:, None], b_d, 0.0), axis=1)
+    t = tl.where(b_at == NO_TARGET, float("nan"), t)
     b_e = tl.exp2(b_d * (a * LOG2E)[:, None])
     s = tl.sum(b_e, axis=1)
     w = s * 0.0
     if ENTROPY:
         w = tl.sum(b_e * tl.maximum(b_d, FLOOR), axis=1)
-    return top, s, w, b_e
+    return top, s, w, t, b_e
 
 
 @triton.jit
@@ -209,17 +218,17 @@ def product_statistics_kernel(
         b_at = target_within(b_target, first, c, columns, BC)
         b_x, a = shaped(b_x, a, squash, SOFTCAP, NEGATIVE)
         if not EVEN:
-            if c + BC > columns:
-                b_x = tl.where((c + o_c < columns)[None, :], b_x, float("-inf"))
+            b_x = tl.where((c + o_c < columns)[None, :], b_x, float("-inf"))
+        top, part_s, part_w, part_t, b_e = tile_part(b_x, a, b_at, o_c, ENTROPY)
         # From the second tile of a unit on, the sums so far are those of the same rows.
         fresh = i_f == 0
         b_m, b_s = tl.where(fresh, float("-inf"), b_m), tl.where(fresh, 0.0, b_s)
         b_w, b_t = tl.where(fresh, 0.0, b_w), tl.where(fresh, float("nan"), b_t)
-        if any_of(b_at != NO_TARGET):
-            at = o_c[None, :] == b_at[:, None]
-            b_t = tl.where(b_at == NO_TARGET, b_t, tl.sum(tl.where(at, b_x, 0.0), axis=1))
-        top, part_s, part_w, b_e = tile_part(b_x, a, ENTROPY)
-        b_m, b_s, b_w = merged(b_m, b_s, b_w, top, part_s, part_w, a)
+        b_t = tl.where(part_t == part_t, part_t, b_t)
+        # The last unit may have tiles past the last column.
+        here = i_c < num_tiles
+        part_m, part_s = tl.where(here, top, float("-inf")), tl.where(here, part_s, 0.0)
+        b_m, b_s, b_w = merged(b_m, b_s, b_w, part_m, part_s, tl.where(here, part_w, 0.0), a)
         store_part(parts + i_g.to(tl.int64) * 4 * rows + o_r, rows, b_m, b_s, b_w, b_t, m_r & (i_f == TILES - 1))
         if EXPONENTIALS:
             skipped = b_target == SKIP
@@ -227,7 +236,7 @@ def product_statistics_kernel(
                 b_e = tl.where((o_c[None, :] == b_at[:, None]) | skipped[:, None], 0.0, b_e)
             store_tile(out, b_e, r, c, rows, columns, out_stride, BR, BC, DESCRIBED)
             p_reference = references + i_c.to(tl.int64) * rows + o_r
-            tl.store(p_reference, tl.where(skipped, 0.0, top * a), mask=m_r & (i_c < num_tiles))
+            tl.store(p_reference, tl.where(skipped, 0.0, top * a), mask=m_r & here)
 
 
 @triton.jit(do_not_specialize=["rows", "num_groups", "part_stride"])

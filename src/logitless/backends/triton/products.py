@@ -123,7 +123,7 @@ def statistic_parts(
         references=references,
         TILES=sizes.tiles,
         ENTROPY=p.entropy,
-        EVEN=p.columns == num_groups * sizes.tiles * sizes.columns,
+        EVEN=p.columns % sizes.columns == 0,
         NEGATIVE=p.negative,
         EXPONENTIALS=values is not None,
     )
