@@ -311,6 +311,17 @@ def test_nothing_to_multiply(rows: int, columns: int, device: torch.device):
     products.gradient(p, Normaliser(numbers, numbers), Coefficients(numbers, None, numbers), out)
 
 
+def test_a_dry_run_allocates_the_parts_and_no_more():
+    """20 MB where float32 logits would be 10 GB; no kernel is launched, and none of its sizes depends on the rows."""
+    rows, columns, width = 16384, 151936, 4096
+    operands = (torch.empty(n, width, dtype=torch.bfloat16, device="meta") for n in (rows, columns))
+    column, gain = torch.empty(rows, dtype=torch.int64, device="meta"), torch.empty(rows, device="meta")
+    p = Product(*operands, None, column, gain)
+    assert products.takes(p.hidden, p.weight) is None
+    assert products.statistic_parts(p).shape == (66, 4, rows)
+    assert products.statistics(p).shape == (4, rows)
+
+
 def test_operands_that_are_refused(device: torch.device):
     x = torch.zeros(5, 64, device=device, dtype=torch.bfloat16)
     assert products.takes(x, x) is None
