@@ -97,6 +97,7 @@ OPTIONS = {
     "one row": {"rows": 1},
     "one column": {"columns": 1},
     "even": {"rows": 32, "columns": 128},
+    "whole tiles, half a unit": {"columns": 96},
 }
 
 
