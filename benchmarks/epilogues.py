@@ -192,7 +192,7 @@ def report(text: str) -> None:
 
 def measure(hidden: int, tried: dict[str, ProductSizes]) -> None:
     case = Case(hidden)
-    with ThreadPoolExecutor(12) as threads:
+    with ThreadPoolExecutor(12, initializer=lambda: torch.ones(1, device="cuda").item()) as threads:
         refused = dict(zip(tried, threads.map(lambda sizes: runnable(case, sizes), tried.values()), strict=True))
     steps: dict[str, Step] = {"bare": case.bare}
     for name, sizes in tried.items():
