@@ -123,13 +123,13 @@ KEPT: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
 def launched_by(device: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> dict[str, int]:
     """How often each kernel was launched by all calls in all dtypes."""
     counts: Counter[str] = Counter()
-    launch = backend._launch
+    launch = backend.launch
 
     def counting(kernel: str, programs: int, **arguments: Any) -> None:
         counts[kernel] += programs > 0
         launch(kernel, programs, **arguments)
 
-    backend._launch = counting
+    backend.launch = counting
     try:
         for dtype in dtypes:
             for call, options in CALLS.values():
@@ -137,7 +137,7 @@ def launched_by(device: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> dict[s
             for call, options in KEPT.values():
                 call(device, dtype, kept=kept_of(device), **options)
     finally:
-        backend._launch = launch
+        backend.launch = launch
     return dict(sorted(counts.items()))
 
 

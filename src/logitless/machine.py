@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -229,6 +229,57 @@ def dots_sizes(width: int) -> dict[str, Any]:
 def sums_sizes(width: int) -> dict[str, Any]:
     """Entries per step, columns per program, loads in flight and warps of the kernel of listed sums."""
     return {"ENTRIES": 8, "BLOCK": min(512, _power_of_two(width)), "STAGES": 3, "num_warps": 4}
+
+
+class ProductSizes(NamedTuple):
+    """Sizes of a matrix product that ends in a softmax.
+
+    Attributes:
+        rows, columns, depth: of a tile of logits, and of its operands at a time.
+        tiles: column tiles whose statistic stays in registers, to be stored as one part of the row.
+        band: row blocks that are worked on side by side, sharing their columns in L2.
+        residents: programs on a multiprocessor at the same time.
+        warps, stages: of a program, and of its loads.
+        flatten: whether loads of the next tile start before a tile ends.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    tiles: int
+    band: int = 8
+    residents: int = 1
+    warps: int = 8
+    stages: int = 3
+    flatten: bool = True
+
+
+def product_sizes(columns: int, width: int) -> ProductSizes:
+    """Sizes for operands of this width. The number of rows has no say: a row has the same bits in every batch."""
+    # H200, bfloat16, T = 16384, V = 151936, in multiples of the bare product (benchmarks/epilogues.py): the statistic
+    # with its merge, dZ, exponentials. 256 x 128 x 64, 8 warps, 3 stages: 1.09, 1.27, 1.30 at D = 1024; 1.06, 1.12, 1.19
+    # at 2048; 1.02, 1.05, 1.13 at 4096. Others at 2048: not flattened 1.09, 1.18, 1.17; 16 row blocks side by side 1.04,
+    # 1.16, 1.20; 8 tiles to a part 1.07, 1.17, 1.20; 128 x 256 1.10, 1.13, 1.22; 128 x 128 with 4 warps, two at a time,
+    # 1.12, 1.44, 1.50. A fourth stage is 1.03 for the statistic, and more shared memory than there is for the others.
+    return ProductSizes(256, 128, 64, tiles_per_part(-(-columns // 128)))
+
+
+def tiles_per_part(num_tiles: int) -> int:
+    """How many column tiles make a part: about 16, such that little of the last part lies past the last column.
+
+    Few columns make smaller parts, so that there is work for all multiprocessors.
+
+    >>> [tiles_per_part(n) for n in (1187, 594, 250, 40, 3)]
+    [18, 18, 14, 5, 1]
+    """
+    most = max(1, min(20, num_tiles // 8))
+    return min(range(max(1, most * 3 // 5), most + 1), key=lambda n: (-num_tiles % n, abs(n - 16)))
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a card. Elsewhere there are none, and few programs show that each works off several units."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def _power_of_two(n: int) -> int:

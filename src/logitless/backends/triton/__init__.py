@@ -54,7 +54,7 @@ def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
     """Same as :func:`logitless.backends.reference.statistics`, in one read of the rows."""
     _require_available(problem)
     stats = problem.empty_statistic() if out is None else out
-    _launch(
+    launch(
         "statistics_kernel",
         problem.num_rows,
         on=problem.logits,
@@ -88,7 +88,7 @@ def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor
         slot = torch.full((num_tokens,), -1, dtype=torch.int64, device=out.device)
         slot.index_copy_(0, out_index, torch.arange(num_rows, device=out.device))
     sizes = gradient_sizes(problem.logits.dtype, width)
-    _launch(
+    launch(
         "gradient_kernel",
         num_tokens * -(-width // sizes["BLOCK"]),
         on=problem.logits,
@@ -114,7 +114,7 @@ def gradient_over(problem: Problem, norm: Normaliser, coef: Coefficients, dtype:
         gradient(problem, norm, coef, out, None)
         return out
     _require_available(problem)
-    _launch(
+    launch(
         "narrowing_kernel",
         problem.num_rows if problem.columns else 0,
         on=out,
@@ -133,7 +133,7 @@ def gradient_over(problem: Problem, norm: Normaliser, coef: Coefficients, dtype:
 def exponentials(problem: Problem, stats: Tensor, running: Running, out: Tensor, slope: bool) -> None:
     """Same as :func:`logitless.backends.reference.exponentials`, in one launch."""
     sums = running.sums
-    _launch(
+    launch(
         "exponentials_kernel",
         problem.num_rows,
         on=out,
@@ -167,7 +167,7 @@ def gradient_from(
     problem: Problem, references: Tensor, slab: int, norm: Normaliser, coef: Coefficients, out: Tensor
 ) -> None:
     """Same as :func:`logitless.backends.reference.gradient_from`, in one launch for all slabs."""
-    _launch(
+    launch(
         "gradient_from_kernel",
         problem.num_rows * -(-problem.columns // slab),
         on=out,
@@ -185,7 +185,7 @@ def gradient_from(
 
 def rescale(x: Tensor, factor: Tensor, out: Tensor) -> None:
     """Same as :func:`logitless.backends.reference.rescale`."""
-    _launch(
+    launch(
         "rescale_kernel",
         len(x) if x.numel() else 0,
         on=x,
@@ -202,7 +202,7 @@ def rescale(x: Tensor, factor: Tensor, out: Tensor) -> None:
 
 def mix(x: Tensor, by: Tensor, y: Tensor, index: Tensor, times: Tensor, out: Tensor) -> None:
     """Same as :func:`logitless.backends.reference.mix`."""
-    _launch(
+    launch(
         "mix_kernel",
         len(x) if x.numel() else 0,
         on=x,
@@ -224,7 +224,7 @@ def mix(x: Tensor, by: Tensor, y: Tensor, index: Tensor, times: Tensor, out: Ten
 def dots(x: Tensor, at_x: Tensor, y: Tensor, at_y: Tensor, out: Tensor, memory: int) -> None:
     """Same as :func:`logitless.backends.reference.dots`; takes no working memory."""
     sizes = dots_sizes(x.shape[1])
-    _launch(
+    launch(
         "dots_kernel",
         -(-len(out) // sizes["ENTRIES"]),
         on=out,
@@ -260,7 +260,7 @@ def sums(
         out.zero_()
     sizes = sums_sizes(x.shape[1])
     blocks = -(-x.shape[1] // sizes["BLOCK"])
-    _launch(
+    launch(
         "sums_kernel",
         (len(starts) - 1) * blocks,
         on=out,
@@ -306,7 +306,7 @@ def _kernels(module: str = "kernels") -> Any:
     return importlib.import_module(f"logitless.backends.triton.{module}")
 
 
-def _launch(kernel: str, programs: int, *, on: Tensor, module: str = "kernels", **arguments: Any) -> None:
+def launch(kernel: str, programs: int, *, on: Tensor, module: str = "kernels", **arguments: Any) -> None:
     """Launch a kernel with so many programs, on the device of a tensor, which need not be the current one.
 
     Nothing is launched where there are no values, nor for 0 programs.
