@@ -9,7 +9,7 @@ bits in every batch. Where the loops are flattened, loads of the next tile are u
 
 Each multiprocessor's matrix units wait while a tile ends, so every operation per logit counts. The statistic is that of
 ``y = x`` (or ``tanh(squash x)``), with exponentials of ``gain (y - max y)``: the gain meets m, w and t when parts are
-merged. Targets and rows to skip are looked for per tile, and few tiles have any.
+merged. Rows to skip, and targets in what is written, are looked for per tile, and few tiles have any.
 
 Names as in ``kernels.py``. Operands come by descriptors, which fill what lies outside with zeros. Columns outside are
 then logits of 0, and masked.
@@ -121,18 +121,14 @@ def merged(m, s, w, part_m, part_s, part_w, a):
 
 @triton.jit
 def tile_part(b_x, a, b_at, o_c, ENTROPY: tl.constexpr):
-    """``(m, s, w, t)`` of a tile, m, w and t before the gain, and its exponentials.
-
-    ``t - m`` is as exact as a float32 can be; t itself is rounded at the size of m.
-    """
+    """``(m, s, w, t)`` of a tile, m, w and t before the gain, and its exponentials."""
     top = tl.max(b_x, axis=1)
+    # In every tile, though few have a target: a branch that reads the sums of a product would make the next product
+    # wait for the whole tile, and what is derived from them, x - max x, was rounded at the size of that difference.
+    t = tl.sum(tl.where(o_c[None, :] == b_at[:, None], b_x, 0.0), axis=1)
+    t = tl.where(b_at == NO_TARGET, float("nan"), t)
     base = finite_or_zero(top)
     b_d = b_x - base[:, None]
-    t = base
-    # Of d and not of x: a branch that reads the sums of a product would make the next product wait for the whole tile.
-    if any_of(b_at != NO_TARGET):
-        t += tl.sum(tl.where(o_c[None, :] == b_at[:, None], b_d, 0.0), axis=1)
-    t = tl.where(b_at == NO_TARGET, float("nan"), t)
     b_e = tl.exp2(b_d * (a * LOG2E)[:, None])
     s = tl.sum(b_e, axis=1)
     w = s * 0.0

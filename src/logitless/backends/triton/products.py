@@ -205,7 +205,8 @@ def _operands(p: Product, sizes: ProductSizes) -> dict[str, Any]:
 
 def _output(out: Tensor | None, sizes: ProductSizes) -> dict[str, Any]:
     """Arguments of what a tile is written to: through a descriptor where there can be one."""
-    described = out is not None and describable(out)
+    # A descriptor stores whole chunks of 16 bytes: the last of a row would go over what lies beside.
+    described = out is not None and describable(out) and out.shape[1] * out.element_size() % 16 == 0
     return {
         "out": _described(out, sizes.rows, sizes.columns) if out is not None and described else out,
         "out_stride": 0 if out is None else out.stride(0),
