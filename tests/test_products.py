@@ -330,8 +330,8 @@ def test_operands_that_are_refused(device: torch.device):
     assert products.takes(x.half(), x.half()) is None
     assert products.takes(x.to("meta"), x.to("meta")) is None
     refused = {
-        "not torch.float32 and torch.float32": (x.float(), x.float()),
-        "not torch.bfloat16 and torch.float16": (x, x.half()),
+        "not torch.float32": (x.float(), x.float()),
+        "hidden is torch.bfloat16 and weight torch.float16": (x, x.half()),
         "hidden has 63 columns, not a multiple of 8": (x[:, :63], x[:, :63]),
         "rows of hidden are not contiguous": (x[:, ::2], x[:, :32]),
         "rows of weight are not contiguous or do not begin at multiples of 16 bytes": (x[:, :32], x[:, 1:33]),

@@ -94,7 +94,7 @@ def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor
         on=problem.logits,
         logits=problem.logits,
         index=problem.index,
-        **_of_rows(problem, norm, coef),
+        **of_rows(problem, norm, coef),
         slot=slot,
         out=out,
         row_stride=problem.logits.stride(0),
@@ -119,7 +119,7 @@ def gradient_over(problem: Problem, norm: Normaliser, coef: Coefficients, dtype:
         problem.num_rows if problem.columns else 0,
         on=out,
         logits=problem.logits,
-        **_of_rows(problem, norm, coef),
+        **of_rows(problem, norm, coef),
         out=out,
         row_stride=problem.logits.stride(0),
         out_stride=out.stride(0),
@@ -173,7 +173,7 @@ def gradient_from(
         on=out,
         exponentials=problem.logits,
         moved=references,
-        **_of_rows(problem, norm, coef),
+        **of_rows(problem, norm, coef),
         out=out,
         row_stride=problem.logits.stride(0),
         out_stride=out.stride(0),
@@ -282,7 +282,7 @@ def sums(
     )
 
 
-def _of_rows(problem: Problem, norm: Normaliser, coef: Coefficients) -> dict[str, Any]:
+def of_rows(problem: Problem, norm: Normaliser, coef: Coefficients) -> dict[str, Any]:
     """Arguments of every gradient kernel that concern a row and its columns."""
     return {
         "column": problem.column,

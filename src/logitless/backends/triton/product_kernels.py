@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from logitless.backends.triton.kernels import FLOOR, LOG2E, SKIP, finite_or_zero, gradient_block, tanh
+from logitless.backends.triton.kernels import FLOOR, LN2, LOG2E, SKIP, TINY, finite_or_zero, gradient_block, tanh
 
 NO_TARGET: tl.constexpr = tl.constexpr(-1)  # softmax.ELSEWHERE, within a tile
 
@@ -160,7 +160,7 @@ def store_part(p_part, part_stride, m, s, w, t, mask):
     tl.store(p_part + 3 * part_stride, t, mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "first"])
+@triton.jit(do_not_specialize=["rows", "columns", "first", "references_stride"])
 def product_statistics_kernel(
     hidden,
     weight,
@@ -174,6 +174,7 @@ def product_statistics_kernel(
     columns,
     first,
     out_stride,
+    references_stride,
     squash,
     WIDTH: tl.constexpr,
     BR: tl.constexpr,
@@ -231,7 +232,7 @@ def product_statistics_kernel(
             if any_of(skipped | (b_at != NO_TARGET)):
                 b_e = tl.where((o_c[None, :] == b_at[:, None]) | skipped[:, None], 0.0, b_e)
             store_tile(out, b_e, r, c, rows, columns, out_stride, BR, BC, DESCRIBED)
-            p_reference = references + i_c.to(tl.int64) * rows + o_r
+            p_reference = references + i_c.to(tl.int64) * references_stride + o_r
             tl.store(p_reference, tl.where(skipped, 0.0, top * a), mask=m_r & here)
 
 
@@ -341,3 +342,55 @@ def product_gradient_kernel(
                 b_dz = tl.where(at, b_y * a, b_dz)
             b_dz = tl.where(skipped[:, None], 0.0, b_dz)
         store_tile(out, b_dz, r, c, rows, columns, out_stride, BR, BC, DESCRIBED)
+
+
+@triton.jit(do_not_specialize=["first", "columns", "moved_stride"])
+def gradient_from_tiles_kernel(
+    exponentials,
+    column,
+    gain,
+    moved,
+    reference,
+    log_sum,
+    plain,
+    product,
+    at_target,
+    out,
+    row_stride,
+    out_stride,
+    moved_stride,
+    columns,
+    first,
+    PRODUCT: tl.constexpr,
+    SLAB: tl.constexpr,
+    TILES: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Some of a row's columns per program: the gradient from ``e^(z - moved)``, with a ``moved`` for each SLAB of them.
+
+    As ``gradient_from_kernel``, which reads one such number for all of its columns.
+    """
+    num_parts = tl.cdiv(columns, SLAB * TILES * STEPS)
+    i_r = (tl.program_id(0) // num_parts).to(tl.int64)
+    begin = (tl.program_id(0) % num_parts) * TILES * STEPS
+    end = tl.minimum(begin + TILES * STEPS, tl.cdiv(columns, SLAB))
+    i_c = tl.load(column + i_r)
+    read = i_c != SKIP
+    a, m, log_s = tl.load(gain + i_r), tl.load(reference + i_r), tl.load(log_sum + i_r)
+    k, target = tl.load(plain + i_r), tl.load(at_target + i_r) * a
+    k_z = tl.load(product + i_r) if PRODUCT else 0.0
+    for tile in range(begin, end, TILES):
+        o_t = tile + tl.arange(0, TILES)
+        o_c = o_t[:, None] * SLAB + tl.arange(0, SLAB)[None, :]  # [TILES, SLAB]
+        m_c = o_c < columns
+        base = tl.load(moved + o_t.to(tl.int64) * moved_stride + i_r, mask=o_t * SLAB < columns, other=0.0)
+        b_e = tl.load(exponentials + i_r * row_stride + o_c, mask=m_c & read, other=0.0).to(tl.float32)
+        # Where all of a tile was -inf its exponentials are 0, and any shift will do that does not overflow.
+        shift = tl.where(base == float("-inf"), 0.0, tl.maximum(base - m, FLOOR))
+        scale = tl.exp2((shift - log_s) * LOG2E) * a
+        b_k = ((k + k_z * shift) * scale)[:, None]
+        if PRODUCT:
+            b_k = b_k + (k_z * LN2 * scale)[:, None] * tl.log2(tl.maximum(b_e, TINY))
+        b_dz = tl.where(o_c + first == i_c, target, b_e * b_k)
+        b_dz = tl.where(read, b_dz, 0.0)
+        tl.store(out + i_r * out_stride + o_c, b_dz.to(out.dtype.element_ty), mask=m_c)

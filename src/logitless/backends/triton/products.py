@@ -2,8 +2,8 @@
 
     statistics      -> [4, R]                      as ``statistics`` of a backend says of the logits
     gradient        -> dZ [R, C] in 16 bits        as ``gradient`` does
-    exponentials    -> [4, R] and e^(z - reference) [R, C] in 16 bits, with one reference per row and column tile, as
-                       ``gradient_from`` reads them
+    exponentials    -> [4, R] and e^(z - reference) [R, C] in 16 bits, with one reference per row and column tile
+    gradient_from   -> dZ [R, C] of such exponentials
 
 The twin of each is the product in float32, then the function of that name in ``backends/reference.py``. What cannot be
 had this way is told by :func:`takes` before anything runs.
@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.backends.triton import interpreted, launch
-from logitless.machine import ProductSizes, multiprocessors, product_sizes
+from logitless.backends.contract import Problem
+from logitless.backends.triton import interpreted, launch, of_rows
+from logitless.machine import ProductSizes, gradient_from_tiles_sizes, multiprocessors, product_sizes
 from logitless.softmax import WIDTH, Coefficients, Normaliser
 from logitless.spec import has_values
 
@@ -61,18 +62,28 @@ class Product:
         return self.weight.shape[0]
 
 
-def takes(hidden: Tensor, weight: Tensor) -> str | None:
-    """Why these operands cannot be multiplied here, or None if they can."""
-    if hidden.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != hidden.dtype:
-        return f"operands are both bfloat16 or both float16, and not {hidden.dtype} and {weight.dtype}"
-    if hidden.device.type not in ("cuda", "meta") and not interpreted():
-        return f"the kernels run on CUDA devices, and hidden is on {hidden.device.type}"
-    for name, x in (("hidden", hidden), ("weight", weight)):
-        if x.shape[1] % 8:
-            return f"{name} has {x.shape[1]} columns, not a multiple of 8"
-        if not describable(x):
-            return f"rows of {name} are not contiguous or do not begin at multiples of 16 bytes"
-    return None
+def takes(hidden: Tensor, weight: Tensor, copied: bool = False) -> str | None:
+    """Why these operands cannot be multiplied here, or None if they can.
+
+    Args:
+        copied: whether rows of hidden are to be copied first, and may lie where they like.
+    """
+    refused = takes_sizes(hidden.dtype, hidden.shape[-1])
+    if refused is None and weight.dtype != hidden.dtype:
+        refused = f"hidden is {hidden.dtype} and weight {weight.dtype}"
+    if refused is None and hidden.device.type not in ("cuda", "meta") and not interpreted():
+        refused = f"the kernels run on CUDA devices, and hidden is on {hidden.device.type}"
+    for name, x in (("hidden", hidden), ("weight", weight))[copied:]:
+        if refused is None and not describable(x):
+            refused = f"rows of {name} are not contiguous or do not begin at multiples of 16 bytes"
+    return refused
+
+
+def takes_sizes(dtype: torch.dtype, width: int) -> str | None:
+    """The same of what all ranks of a group have in common."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"operands are bfloat16 or float16, and not {dtype}"
+    return f"hidden has {width} columns, not a multiple of 8" if width % 8 else None
 
 
 def describable(x: Tensor) -> bool:
@@ -106,14 +117,13 @@ def statistic_parts(
     The parts are for :func:`merge` alone: m, w and t of each are before the gain, and skipped rows hold anything.
     """
     sizes = sizes or product_sizes(*p.weight.shape)
-    num_tiles = -(-p.columns // sizes.columns)
-    num_groups = -(-num_tiles // sizes.tiles)
+    num_groups = sizes.groups(p.columns)
     parts = p.gain.new_empty((num_groups, WIDTH, p.rows))
     if not has_values(p.hidden) or not parts.numel():
         return parts
     if references is not None:
-        assert references.shape == (num_tiles, p.rows)
-        assert references.is_contiguous()
+        assert references.shape == (-(-p.columns // sizes.columns), p.rows)
+        assert references.stride(1) == 1
     launch(
         "product_statistics_kernel",
         _programs(p, -(-p.rows // sizes.rows) * num_groups, sizes),
@@ -121,6 +131,7 @@ def statistic_parts(
         **_output(values, sizes),
         parts=parts,
         references=references,
+        references_stride=0 if references is None else references.stride(0),
         TILES=sizes.tiles,
         ENTROPY=p.entropy,
         EVEN=p.columns % sizes.columns == 0,
@@ -167,6 +178,29 @@ def gradient(p: Product, norm: Normaliser, coef: Coefficients, out: Tensor, size
         product=coef.product,
         at_target=coef.at_target,
         PRODUCT=coef.product is not None,
+    )
+
+
+def gradient_from(
+    problem: Problem, references: Tensor, slab: int, norm: Normaliser, coef: Coefficients, out: Tensor
+) -> None:
+    """Same as :func:`logitless.backends.reference.gradient_from`, for slabs as narrow as a tile of a product."""
+    sizes = gradient_from_tiles_sizes(slab)
+    steps = -(-problem.columns // (slab * sizes["TILES"] * sizes["STEPS"]))
+    launch(
+        "gradient_from_tiles_kernel",
+        problem.num_rows * steps,
+        on=out,
+        module="product_kernels",
+        exponentials=problem.logits,
+        moved=references,
+        **of_rows(problem, norm, coef),
+        out=out,
+        row_stride=problem.logits.stride(0),
+        out_stride=out.stride(0),
+        moved_stride=references.stride(0),
+        SLAB=slab,
+        **sizes,
     )
 
 
