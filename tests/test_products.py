@@ -196,31 +196,43 @@ def assert_exponentials(p: Product, values: Tensor, references: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "aligned"), [({}, True), ({"dtype": torch.float16, "first": 50}, False)], ids=["bfloat16", "float16"]
+    ("options", "aligned", "steps"),
+    [({}, True, 1), ({"dtype": torch.float16, "first": 50}, False, 16)],
+    ids=["bfloat16", "float16"],
 )
-def test_exponentials_become_gradients(options: dict, aligned: bool, device: torch.device):
+def test_exponentials_become_gradients(options: dict, aligned: bool, steps: int, monkeypatch, device: torch.device):
     """By the kernel that there is, and by its twin; as good as exponentials of logits that exist."""
-    p = make(device, **options)
+    # Whole chunks of 16 bytes, which are stored through a descriptor, or not.
+    columns, width = (104, 128) if aligned else (COLUMNS, COLUMNS)
+    p = make(device, columns=columns, **options)
     dtype, slab = p.hidden.dtype, SIZES.columns
-    width = 128 if aligned else COLUMNS
-    values = torch.full((ROWS, width), torch.nan, device=device, dtype=dtype)[:, :COLUMNS]
-    references = torch.full((-(-COLUMNS // slab), ROWS), torch.nan, device=device)
+    values = torch.full((ROWS, width), torch.nan, device=device, dtype=dtype)[:, :columns]
+    references = torch.full((-(-columns // slab), ROWS), torch.nan, device=device)
     stats = products.exponentials(p, values, references, sizes=SIZES)
     assert_statistic(p, stats)
     assert_exponentials(p, values, references)
     norm, coef = terms(p, torch.float32, True)
-    truth = torch.empty(ROWS, COLUMNS, device=device, dtype=torch.float64)
+    truth = torch.empty(ROWS, columns, device=device, dtype=torch.float64)
     wide = Normaliser(*(x.double() for x in norm)), Coefficients(*(x.double() for x in coef))
     reference.gradient(twin(p, torch.float64), *wide, truth, None)
     problem, plain = twin(p, torch.float32), torch.empty_like(values)
     running = Running(*torch.zeros(2, ROWS, device=device))
     reference.exponentials(problem, torch.empty(4, ROWS, device=device), running, plain, False)
-    reference.gradient_from(replace(problem, logits=plain), running.reference[None], COLUMNS, norm, coef, plain)
-    for backend in ("reference", "triton"):
+    reference.gradient_from(replace(problem, logits=plain), running.reference[None], columns, norm, coef, plain)
+    # Two programs to a row, of which the second has tiles past the last column.
+    monkeypatch.setattr(products, "gradient_from_tiles_sizes", lambda _: {"TILES": 2, "STEPS": steps})
+    for name, write in (
+        ("reference", reference.gradient_from),
+        ("wide slabs", load("triton").gradient_from),
+        ("tiles", products.gradient_from),
+    ):
         out = torch.full_like(values, torch.nan)
-        load(backend).gradient_from(replace(problem, logits=values), references, slab, norm, coef, out)
-        assert_gradient_close_to_truth(out, truth, plain, backend)
+        write(replace(problem, logits=values), references, slab, norm, coef, out)
+        assert_gradient_close_to_truth(out, truth, plain, name)
         assert (out[p.column == SKIP] == 0).all()
+    over = values.clone()
+    products.gradient_from(replace(problem, logits=over), references, slab, norm, coef, over)
+    assert torch.equal(over, out)
 
 
 def test_tiles_and_rows_of_minus_infinity(device: torch.device):
