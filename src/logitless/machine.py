@@ -148,6 +148,7 @@ H200 = _gpu(
 of them the kernel; where D = 1024 makes the product 25 us, a tile takes 90. What epilogues add is the mean over D =
 1024, 2048 and 4096 of what :func:`product_sizes` tells."""
 
+# Epilogues are of Triton's interpreter, where they are as slow as all else: tests go the way that the H200 goes.
 CPU = Machine(
     name="cpu",
     wide_products=False,

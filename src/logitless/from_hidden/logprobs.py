@@ -79,8 +79,8 @@ def linear_logprobs(
         match: round the logits to this dtype, as a rollout engine with a half-precision head does; the softmax stays in
             float32 and the gradient passes through the rounding.
         tf32: allow TF32 products of float32 operands.
-        batch_invariant: tiles of one fixed height with padded tails, so that a token's results have the same bits
-            whatever else is in the batch.
+        batch_invariant: tiles of one fixed height with padded tails, or kernels that know of no other row, so that a
+            token's results have the same bits whatever else is in the batch.
         backend: as for :func:`logprobs`; it works on tiles.
         memory: bound on the working memory of forward and of backward. Gradients and their accumulators come on top.
 
