@@ -84,11 +84,13 @@ def test_what_ends_in_its_softmax(device: torch.device):
         ((meta(12, 33), meta(40, 33)), {}, "hidden has 33 columns, not a multiple of 8."),
         ((meta(12, 41)[:, :40], meta(50, 40)), {}, "rows of hidden are not contiguous or do not begin at multiples"),
         ((meta(12, 32), meta(32, 40).T), {}, "rows of weight are not contiguous"),
+        ((meta(1, 32).expand(12, 32), meta(40, 32)), {}, "rows of hidden are not contiguous"),
+        ((meta(12, 32), meta(40, 32)), {"bias": meta(40, 2)[:, 0]}, "bias is not contiguous."),
         ((meta(12, 32), meta(40, 32)), {"needs": (True, False, False)}, "the sum over the head's rows follows one"),
     ],
 )
 def test_what_does_not(operands, options: dict, why: str):
-    asked = {"backend": options.pop("backend", "triton")}
+    asked = {"backend": "triton"} | {name: options[name] for name in ("backend", "bias") if name in options}
     rows = meta(12, dtype=torch.int64)
     on, needs = options.get("on", H200), options.get("needs", (True, True, False))
     plan = plans.choose_plan(resolve_hidden(*operands, rows, Options(**asked), on), needs)

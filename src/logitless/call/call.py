@@ -185,6 +185,8 @@ def apart_everywhere(call: Call) -> str | None:
 
 def _apart_here(hidden: Tensor, weight: Tensor, call: Call) -> str | None:
     """The same, from how the operands lie in memory."""
+    if call.asked.bias is not None and call.asked.bias.stride(0) != 1:
+        return "bias is not contiguous"
     lead = [(n, step) for n, step in zip(hidden.shape[:-1], hidden.stride()[:-1], strict=True) if n != 1]
     flat = all(step == n * below for (_, step), (n, below) in itertools.pairwise(lead))
     if flat and call.index is None and not call.asked.sequence_parallel:

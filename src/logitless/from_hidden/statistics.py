@@ -61,9 +61,9 @@ def _fused_statistics(p: Projection, tiles: Tiles, exponentials: Exponentials | 
         for rows in pieces(stop - start, tiles.rows, p.hidden.is_meta):
             first, last = start + rows.start, start + rows.stop
             product = p.cut(first, last).product(slice(0, p.call.columns))
-            if exponentials is None or not stop == stored:
-                products.statistics(product, out[:, first:last])
-            else:
+            if exponentials is not None and last <= stored:
                 here = exponentials.cut(first, last)
                 products.exponentials(product, here.values, here.reference, out[:, first:last])
+            else:
+                products.statistics(product, out[:, first:last])
     return out

@@ -83,13 +83,14 @@ def takes_sizes(dtype: torch.dtype, width: int) -> str | None:
     """The same of what all ranks of a group have in common."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"operands are bfloat16 or float16, and not {dtype}"
-    return f"hidden has {width} columns, not a multiple of 8" if width % 8 else None
+    return f"hidden has {width} columns, not a multiple of 8" if width % 8 or not width else None
 
 
 def describable(x: Tensor) -> bool:
     """Whether a descriptor can stand for a matrix: rows contiguous, each beginning at a multiple of 16 bytes."""
     begins = x.stride(0) * x.element_size() % 16 == 0 and (not has_values(x) or x.data_ptr() % 16 == 0)
-    return begins and x.stride(1) == 1
+    # One row that stands for many is none of several.
+    return begins and x.stride(1) == 1 and x.stride(0) >= x.shape[1]
 
 
 def statistics(p: Product, out: Tensor | None = None, sizes: ProductSizes | None = None) -> Tensor:
