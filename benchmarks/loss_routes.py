@@ -68,6 +68,7 @@ def measure(tokens: int, hidden: int, memory: str) -> dict[str, object]:
     target, advantage = torch.randint(VOCAB, (tokens,), device=device), torch.randn(tokens, device=device)
     objective, machine = ll.Objective(entropy_coef=0.01), Machine.of(device)
     given = {"logits_dtype": torch.float32, "machine": machine, "bias": False, "capped": False}
+    given["fused"] = machine.epilogues and hidden % 8 == 0
     shape = plans.LossShape.of((tokens,), VOCAB, hidden, dtype=dtype, **given)
     z, d_z = torch.empty(4096, VOCAB, device=device, dtype=dtype), torch.randn(4096, VOCAB, device=device, dtype=dtype)
 

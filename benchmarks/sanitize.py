@@ -32,6 +32,7 @@ import versions
 
 import logitless as ll
 from logitless.backends import triton as backend
+from logitless.backends.triton import products
 from logitless.tools.bench.records import Environment
 
 ROOT = Path(__file__).parent.parent
@@ -40,6 +41,9 @@ RECORDS = ROOT / "benchmarks" / "results" / "sanitizer.jsonl"
 TOOLS = ("memcheck", "racecheck")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS, WIDTH, COLUMNS = 7, 24, 1037
+ODD = 20
+"""A width that products with epilogues do not take: logits go through memory."""
+
 WIDE = 16384 + 331
 """Past one tile, where loads are in flight while a step is computed."""
 
@@ -74,13 +78,15 @@ def from_logits(device: str, dtype: torch.dtype, *, columns: int = COLUMNS, **op
         finish(ll.logprobs(leaf * 1.0, rows, backend="triton", **options))
 
 
-def operands(device: str, dtype: torch.dtype, frozen: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    hidden = torch.randn(ROWS, WIDTH, device=device).to(dtype).requires_grad_()
-    return hidden, torch.randn(COLUMNS, WIDTH, device=device).to(dtype).requires_grad_(not frozen)
+def operands(
+    device: str, dtype: torch.dtype, frozen: bool = False, width: int = WIDTH
+) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden = torch.randn(ROWS, width, device=device).to(dtype).requires_grad_()
+    return hidden, torch.randn(COLUMNS, width, device=device).to(dtype).requires_grad_(not frozen)
 
 
-def from_hidden(device: str, dtype: torch.dtype, *, frozen: bool = False, **options: Any) -> None:
-    hidden, weight = operands(device, dtype, frozen)
+def from_hidden(device: str, dtype: torch.dtype, *, frozen: bool = False, width: int = WIDTH, **options: Any) -> None:
+    hidden, weight = operands(device, dtype, frozen, width)
     finish(ll.linear_logprobs(hidden, weight, target_of(COLUMNS, device), backend="triton", **options))
 
 
@@ -105,6 +111,8 @@ CALLS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "linear, softcap": (from_hidden, {"entropy": "grad", "memory": 64 << 10, "head": ll.Head(softcap=20.0)}),
     # Exponentials are stored in what is left of a budget past half a gibibyte.
     "linear, stored exponentials": (from_hidden, {"entropy": "grad", "memory": "513MiB"}),
+    "linear, stored exponentials of logits": (from_hidden, {"entropy": "grad", "memory": "513MiB", "width": ODD}),
+    "linear, logits again, through memory": (from_hidden, {"entropy": "grad", "memory": 64 << 10, "width": ODD}),
     "linear, frozen head": (from_hidden, {"frozen": True, "memory": 64 << 10}),
     "linear, frozen head, softcap": (
         from_hidden,
@@ -123,13 +131,14 @@ KEPT: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
 def launched_by(device: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> dict[str, int]:
     """How often each kernel was launched by all calls in all dtypes."""
     counts: Counter[str] = Counter()
-    launch = backend._launch
+    launch = backend.launch
 
     def counting(kernel: str, programs: int, **arguments: Any) -> None:
         counts[kernel] += programs > 0
         launch(kernel, programs, **arguments)
 
-    backend._launch = counting
+    for module in (backend, products):
+        module.launch = counting
     try:
         for dtype in dtypes:
             for call, options in CALLS.values():
@@ -137,7 +146,8 @@ def launched_by(device: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> dict[s
             for call, options in KEPT.values():
                 call(device, dtype, kept=kept_of(device), **options)
     finally:
-        backend._launch = launch
+        for module in (backend, products):
+            module.launch = launch
     return dict(sorted(counts.items()))
 
 

@@ -64,6 +64,13 @@ def what_is_there_stays() -> None:
 
 
 @pytest.fixture
+def interpreted() -> None:
+    """For tests of kernels on CPU tensors."""
+    if torch.cuda.is_available():
+        pytest.skip("runs in Triton's interpreter, on machines without a GPU")
+
+
+@pytest.fixture
 def one_thread():
     """For tests of small tensors, whose threads would spend their time waiting for each other."""
     before = torch.get_num_threads()

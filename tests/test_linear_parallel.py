@@ -215,6 +215,11 @@ def test_every_backend(ranks, backend):
         make_case(bounds, tokens=6, rows=5, options=options),
         make_case(bounds, tokens=6, rows=5, options=options, kept=[[3, 30], [], [21, 22], [0], [29, 1, 1]]),
         make_case(bounds, tokens=6, rows=5, options=options | {"entropy": None}, wanted=("hidden",)),
+        # Of a width and dtype whose products end in the softmax, where a backend has such.
+        make_case(bounds, tokens=6, rows=5, width=16, dtype=torch.float16, options=options),
+        make_case(
+            bounds, tokens=6, rows=5, width=16, dtype=torch.float16, options=options | {"sequence_parallel": True}
+        ),
     ]
     run(ranks, 3, cases)
 

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from logitless.backends import load
 from logitless.backends.contract import Problem, Running, over
+from logitless.backends.triton import products
+from logitless.machine import ProductSizes
 from logitless.softmax import Coefficients, Normaliser
 
 ROWS, COLUMNS = 3, 40
@@ -99,6 +101,19 @@ def test_gradient_from_exponentials():
         return [out]
 
     assert_same(run, torch.rand(ROWS, COLUMNS) + 0.1, torch.zeros(ROWS, COLUMNS))
+
+
+def test_gradient_of_a_product():
+    """By pointers, which is what rows get that do not begin at multiples of 16 bytes."""
+    norm, coef = coefficients()
+    hidden, weight = torch.randn(ROWS, 16).bfloat16(), torch.randn(COLUMNS, 16).bfloat16()
+    problem = problem_of(hidden.float() @ weight.float().T)
+    out, right = far(torch.zeros(ROWS, COLUMNS + 1).bfloat16())[:, 1:], torch.zeros(ROWS, COLUMNS)
+    product = products.Product(hidden, weight, None, problem.column, problem.gain)
+    products.gradient(product, norm, coef, out, ProductSizes(16, 64, 16, 1))
+    load("reference").gradient(problem, norm, coef, right, None)
+    # Triton's interpreter cuts bfloat16 off.
+    torch.testing.assert_close(out.float(), right, rtol=2**-7, atol=1e-5)
 
 
 def test_rescale():

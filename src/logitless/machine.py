@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,6 +48,8 @@ class Costs:
         adding: bytes per second of a float32 accumulator that a product reads and writes once more.
         launch: time that the device idles around a tile's product and kernel.
         tile: time that the CPU takes to launch a tile with its exponentials; a device that is faster waits.
+        statistic, gradient, exponentials: time per logit that a product takes longer if it ends in the statistic, in
+            dZ, or in the exponentials.
     """
 
     flops: float
@@ -55,6 +57,9 @@ class Costs:
     adding: float
     launch: float
     tile: float
+    statistic: float
+    gradient: float
+    exponentials: float
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,8 @@ class Machine:
     Attributes:
         name: of the card, or "cpu".
         wide_products: a product of 16-bit operands writes its float32 sums. Otherwise operands are widened in copies.
+        epilogues: whether Triton's products that end in a softmax were measured to be faster than a product and a
+            kernel after it.
         elementwise: share of a budget that elementwise work on a tile needs besides the tile: none in a kernel.
         filling: columns that fill all multiprocessors a whole number of times with ``2048`` rows.
         forward_tile, backward_tile: rows and columns of a tile of logits, if the budget allows.
@@ -77,6 +84,7 @@ class Machine:
 
     name: str
     wide_products: bool
+    epilogues: bool
     elementwise: float
     filling: int
     forward_tile: tuple[int, int]
@@ -97,13 +105,14 @@ class Machine:
         return next(tile for least, tile in self.chunk_tiles if memory >= least)
 
 
-def _gpu(name: str, multiprocessors: int, costs: Costs | None) -> Machine:
+def _gpu(name: str, multiprocessors: int, costs: Costs | None, epilogues: bool) -> Machine:
     # 2048 rows are 16 output tiles of 128 x 128. With 33 * 128 columns they are four for each of 132 multiprocessors.
     least = ALIGNED * multiprocessors // math.gcd(2048 // ALIGNED, multiprocessors)
     filling = least * max(1, round(4096 / least))
     return Machine(
         name=name,
         wide_products=True,
+        epilogues=epilogues,
         elementwise=0.0,
         filling=filling,
         # H200: 4096 x 8448 are fastest forward. Backward, 2048 rows leave more of the budget to dZ.
@@ -119,14 +128,31 @@ def _gpu(name: str, multiprocessors: int, costs: Costs | None) -> Machine:
     )
 
 
-H200 = _gpu("NVIDIA H200", 132, Costs(flops=685e12, bandwidth=4.0e12, adding=2.8e12, launch=10e-6, tile=90e-6))
+H200 = _gpu(
+    "NVIDIA H200",
+    132,
+    Costs(
+        flops=685e12,
+        bandwidth=4.0e12,
+        adding=2.8e12,
+        launch=10e-6,
+        tile=90e-6,
+        statistic=0.3e-12,
+        gradient=0.7e-12,
+        exponentials=1.2e-12,
+    ),
+    epilogues=True,
+)
 """Products: 29.1 ms for T = 16384, V = 151936, D = 4096. Statistics and dZ of those logits: 2.5e-12 s per element for
 10 bytes. A chunk's dW, [V, D]: 1.8 ms more for each further chunk. 2048 x 4224 logits: 24 us beyond their product, 14
-of them the kernel; where D = 1024 makes the product 25 us, a tile takes 90."""
+of them the kernel; where D = 1024 makes the product 25 us, a tile takes 90. What epilogues add is the mean over D =
+1024, 2048 and 4096 of what :func:`product_sizes` tells."""
 
+# Epilogues are of Triton's interpreter, where they are as slow as all else: tests go the way that the H200 goes.
 CPU = Machine(
     name="cpu",
     wide_products=False,
+    epilogues=True,
     elementwise=0.5,
     filling=4224,
     forward_tile=(1024, 4096),
@@ -144,7 +170,8 @@ def _card(index: int | None) -> Machine:
     facts = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
     # What work costs relative to other work is taken from the card that was measured.
     same = facts.multi_processor_count == 132 and facts.major == 9
-    return H200 if same else _gpu(facts.name, facts.multi_processor_count, H200.costs)
+    # Products with epilogues are made of what came with capability 9; what they cost elsewhere nobody knows.
+    return H200 if same else _gpu(facts.name, facts.multi_processor_count, H200.costs, facts.major == 9)
 
 
 def pieces(whole: int, step: int, dry: bool = False) -> list[slice]:
@@ -207,6 +234,12 @@ def gradient_from_sizes(columns: int) -> dict[str, Any]:
     return {"BLOCK": min(256, _power_of_two(columns)), "num_warps": 1}
 
 
+def gradient_from_tiles_sizes(slab: int) -> dict[str, Any]:
+    """Slabs per step, steps per program and warps of the kernel that does so for slabs of few columns."""
+    # Not measured: as many columns per step, and about as many per program, as in the kernel for wide slabs.
+    return {"TILES": max(1, 256 // slab), "STEPS": 16, "num_warps": 1}
+
+
 def gradient_sizes(dtype: torch.dtype, width: int) -> dict[str, Any]:
     """Columns per program and warps of the gradient kernels."""
     block, warps = (1024, 4) if dtype == torch.float32 else (4096, 4)
@@ -232,6 +265,56 @@ def sums_sizes(width: int) -> dict[str, Any]:
     block = min(1024, _power_of_two(width))
     # 4 entries a step 0.83 ms less than 8 in all sums of a mix of supports at D = 4096, 1.7 ms less than 16.
     return {"ENTRIES": 4, "BLOCK": block, "STAGES": 3, "num_warps": max(1, block // 256)}
+
+
+class ProductSizes(NamedTuple):
+    """Sizes of a matrix product that ends in a softmax.
+
+    Attributes:
+        rows, columns, depth: of a tile of logits, and of its operands at a time.
+        tiles: column tiles whose statistic stays in registers, to be stored as one part of the row.
+        band: row blocks that are worked on side by side, sharing their columns in L2.
+        residents: programs on a multiprocessor at the same time.
+        warps, stages: of a program, and of its loads.
+        flatten: whether loads of the next tile start before a tile ends.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    tiles: int
+    band: int = 8
+    residents: int = 1
+    warps: int = 8
+    stages: int = 3
+    flatten: bool = True
+
+    def groups(self, columns: int) -> int:
+        """How many parts the statistic of a row has."""
+        return -(-columns // (self.columns * self.tiles))
+
+
+def product_sizes(columns: int, width: int) -> ProductSizes:
+    """Sizes for operands of this width. The number of rows has no say: a row has the same bits in every batch."""
+    # H200, bfloat16, T = 16384, V = 151936, in multiples of the bare product (benchmarks/epilogues.py): the statistic
+    # with its merge, dZ, exponentials. 256 x 128 x 64, 8 warps, 3 stages: 1.09, 1.27, 1.30 at D = 1024; 1.06, 1.12,
+    # 1.19 at 2048; 1.02, 1.05, 1.13 at 4096. Others at 2048: not flattened 1.09, 1.18, 1.17; 16 row blocks side by side
+    # 1.04, 1.16, 1.20; 8 tiles to a part 1.07, 1.17, 1.20; 128 x 256 1.10, 1.13, 1.22; 128 x 128 with 4 warps, two at a
+    # time, 1.12, 1.44, 1.50. A fourth stage is 1.03 for the statistic, and more shared memory than there is for the
+    # others.
+    return ProductSizes(256, 128, 64, tiles_per_part(-(-columns // 128)))
+
+
+def tiles_per_part(num_tiles: int) -> int:
+    """How many column tiles make a part: about 16, such that little of the last part lies past the last column.
+
+    Few columns make smaller parts, so that there is work for all multiprocessors.
+
+    >>> [tiles_per_part(n) for n in (1187, 594, 250, 40, 3)]
+    [18, 18, 14, 5, 1]
+    """
+    most = max(1, min(20, num_tiles // 8))
+    return min(range(max(1, most * 3 // 5), most + 1), key=lambda n: (-num_tiles % n, abs(n - 16)))
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from logitless.call.call import (
     Call,
+    apart_everywhere,
     as_products_take,
     local_part,
     recorded,
@@ -17,6 +18,7 @@ __all__ = [
     "Call",
     "Options",
     "Scope",
+    "apart_everywhere",
     "as_products_take",
     "local_part",
     "recorded",

@@ -9,6 +9,7 @@ Every path makes one ``Call`` and hands it on; nothing below asks again.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from logitless.backends import choose_backend, require_backend
+from logitless.backends.triton import products
 from logitless.call.checks import (
     check_entropy,
     check_kept,
@@ -66,6 +68,9 @@ class Call:
         backend: name of the backend.
         memory: bytes of working memory.
         machine: which table of sizes applies. The path from logits does not ask.
+        width: D, of hidden states; 0 where logits are given.
+        apart: why a product and the softmax of its logits are apart, with logits in memory between them; None where
+            one kernel does both.
         overwrite: whether backward may write over the logits.
         further: names of further sums of the statistic.
         dropped: in a dry run, where no value can tell, the share of rows without a gradient.
@@ -89,6 +94,8 @@ class Call:
     backend: str
     memory: int
     machine: Machine
+    width: int = 0
+    apart: str | None = "logits are given"
     overwrite: bool = False
     further: tuple[str, ...] = ()
     dropped: float = 0.0
@@ -160,7 +167,31 @@ def resolve_hidden(hidden: Tensor, weight: Tensor, rows: Any, asked: Options, ma
     check_scope(asked)
     check_tokens(hidden, weight, chosen, asked)
     machine = Machine.of(hidden.device) if machine is None else machine
-    return _resolve(hidden, weight.shape[0], chosen, shape, asked, machine, False)
+    call = _resolve(hidden, weight.shape[0], chosen, shape, asked, machine, False)
+    call = replace(call, width=weight.shape[1])
+    return replace(call, apart=apart_everywhere(call) or _apart_here(hidden, weight, call))
+
+
+def apart_everywhere(call: Call) -> str | None:
+    """Why products and softmax are apart on every rank of a vocabulary group, or None: from sizes and options alone."""
+    if call.backend != "triton":
+        return f"the {call.backend} backend works on logits"
+    if not call.machine.epilogues:
+        return "kernels that do both were not measured on this machine"
+    if call.asked.kept is not None:
+        return "kept ids are looked up in logits"
+    return products.takes_sizes(call.dtype, call.width)
+
+
+def _apart_here(hidden: Tensor, weight: Tensor, call: Call) -> str | None:
+    """The same, from how the operands lie in memory."""
+    if call.asked.bias is not None and call.asked.bias.stride(0) != 1:
+        return "bias is not contiguous"
+    lead = [(n, step) for n, step in zip(hidden.shape[:-1], hidden.stride()[:-1], strict=True) if n != 1]
+    flat = all(step == n * below for (_, step), (n, below) in itertools.pairwise(lead))
+    if flat and call.index is None and not call.asked.sequence_parallel:
+        return products.takes(hidden.detach().reshape(-1, call.width), weight)
+    return products.takes(hidden, weight, copied=True)
 
 
 def _resolve(

@@ -9,12 +9,15 @@ rounded to 16 bits is off by 6 % in its probability. The target's place holds 0;
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from logitless.backends.contract import Problem, Running
+from logitless.backends.triton import products
+from logitless.from_hidden.plan import Tiles
 from logitless.from_hidden.projection import Projection
+from logitless.machine import product_sizes
 from logitless.softmax import Coefficients, Normaliser
 
 
@@ -26,17 +29,27 @@ class Exponentials:
         values: ``[K, V]`` in the operands' dtype.
         reference: ``[number of slabs, K]`` near the maximum of each row's part of a slab.
         columns: columns of a slab, in forward and backward alike.
+        fused: whether the product itself writes them: a slab is then one of its tiles.
     """
 
     values: Tensor
     reference: Tensor
     columns: int
+    fused: bool = False
 
     @staticmethod
-    def empty(p: Projection, rows: int, columns: int) -> Exponentials:
+    def empty(p: Projection, rows: int, tiles: Tiles) -> Exponentials:
+        """Room for so many rows, to be filled in those tiles."""
+        columns = _slab(p, tiles)
         # A shard of nothing but padding has a slab of no columns.
-        slabs = max(1, -(-p.call.columns // columns))
-        return Exponentials(p.empty((rows, p.call.columns), p.hidden.dtype), p.gain.new_zeros((slabs, rows)), columns)
+        slabs = -(-p.call.columns // columns) if tiles.fused else max(1, -(-p.call.columns // columns))
+        values = p.empty((rows, p.call.columns), p.hidden.dtype)
+        return Exponentials(values, p.gain.new_zeros((slabs, rows)), columns, tiles.fused)
+
+    @staticmethod
+    def of(p: Projection, values: Tensor, reference: Tensor, tiles: Tiles) -> Exponentials:
+        """Those that were filled in those tiles."""
+        return Exponentials(values, reference, _slab(p, tiles), tiles.fused)
 
     @property
     def rows(self) -> int:
@@ -57,7 +70,7 @@ class Exponentials:
 
     def cut(self, start: int, stop: int) -> Exponentials:
         """Rows ``start .. stop`` of them."""
-        return Exponentials(self.values[start:stop], self.reference[:, start:stop], self.columns)
+        return replace(self, values=self.values[start:stop], reference=self.reference[:, start:stop])
 
     def write_gradient(
         self, p: Projection, norm: Normaliser, coef: Coefficients, memory: int, first: int, out: Tensor
@@ -71,4 +84,10 @@ class Exponentials:
         """
         problem = p.problem(self.values[:, first : first + out.shape[1]], memory, first)
         references = self.reference[first // self.columns :]
-        p.backend.gradient_from(problem, references, self.columns, norm, coef, out)
+        write = products.gradient_from if self.fused else p.backend.gradient_from
+        write(problem, references, self.columns, norm, coef, out)
+
+
+def _slab(p: Projection, tiles: Tiles) -> int:
+    """Columns that share a reference."""
+    return product_sizes(p.call.columns, p.call.width).columns if tiles.fused else tiles.columns

@@ -2,6 +2,8 @@
 
     tile = X[rows] @ W[columns].T  ->  gradient kernel  ->  dZ in the operands' dtype  ->  dW and dX by two products
 
+Where one kernel makes the logits and their dZ, there is no tile.
+
 dZ of a block of rows and a slab of columns exists at a time. Where there are fewer rows than columns, one slab of dW
 after the other is finished while dX accumulates in float32 (``[R, D]``); otherwise one block of dX after the other
 while dW accumulates (``[V, D]``). Whichever accumulator is smaller is the one that exists.
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from logitless.backends.contract import Problem
+from logitless.backends.triton import products
 from logitless.from_hidden.exponentials import Exponentials
 from logitless.from_hidden.plan import Tiles
 from logitless.from_hidden.projection import Projection
@@ -163,7 +166,7 @@ class _Block:
 
     Attributes:
         p, tiles, terms: of the loop.
-        logits: memory of a tile.
+        logits: memory of a tile; None where there is none.
         d_z: memory of the block.
         cut: ``(start, stop)`` to those rows of ``p``, normaliser and coefficients. Remembered: cutting takes the CPU
             as long as a launch, and the same rows come again with every slab.
@@ -172,7 +175,7 @@ class _Block:
     p: Projection
     tiles: Tiles
     terms: Terms
-    logits: Tensor
+    logits: Tensor | None
     d_z: Tensor
     cut: Callable[[int, int], tuple[Projection, Normaliser, Coefficients]]
 
@@ -182,7 +185,8 @@ class _Block:
             return p.cut(start, stop), terms.norm.cut(slice(start, stop)), terms.coef.cut(slice(start, stop))
 
         d_z = p.empty((min(tiles.block, len(p.hidden)), tiles.columns), p.hidden.dtype)
-        return _Block(p, tiles, terms, p.empty_tile(tiles), d_z, functools.cache(cut))
+        logits = None if tiles.fused else p.empty_tile(tiles)
+        return _Block(p, tiles, terms, logits, d_z, functools.cache(cut))
 
     def fill(self, rows: slice, columns: slice) -> Tensor:
         """dZ of those rows and columns: first from stored exponentials, then from logits."""
@@ -196,9 +200,12 @@ class _Block:
             stored.cut(rows.start, start).write_gradient(p, norm, coef, memory, columns.start, into)
         for some in pieces(rows.stop - start, self.tiles.rows, self.p.hidden.is_meta):
             p, norm, coef = self.cut(start + some.start, start + some.stop)
-            tile = p.tile(self.logits, self.tiles, columns.start)
             first = start - rows.start + some.start
-            self.terms.write(p, tile, norm, coef, out[first : first + len(p.hidden)])
+            into = out[first : first + len(p.hidden)]
+            if self.logits is None:
+                products.gradient(p.product(columns), norm, coef, into)
+            else:
+                self.terms.write(p, p.tile(self.logits, self.tiles, columns.start), norm, coef, into)
         return out
 
 

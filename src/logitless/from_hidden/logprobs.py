@@ -79,8 +79,8 @@ def linear_logprobs(
         match: round the logits to this dtype, as a rollout engine with a half-precision head does; the softmax stays in
             float32 and the gradient passes through the rounding.
         tf32: allow TF32 products of float32 operands.
-        batch_invariant: tiles of one fixed height with padded tails, so that a token's results have the same bits
-            whatever else is in the batch.
+        batch_invariant: tiles of one fixed height with padded tails, or kernels that know of no other row, so that a
+            token's results have the same bits whatever else is in the batch.
         backend: as for :func:`logprobs`; it works on tiles.
         memory: bound on the working memory of forward and of backward. Gradients and their accumulators come on top.
 
@@ -160,14 +160,14 @@ class _LinearLogProbs(torch.autograd.Function):
         target = call.rows.target
         column = target_column(target, call.start, call.columns)
         p = Projection.of(selected_rows(hidden, call), weight, bias, column, call)
-        if call.asked.batch_invariant:
+        if call.asked.batch_invariant and not plan.forward.fused:
             p = p.padded(FIXED_ROWS)
         for_backward, support = {}, None
         if plan.kind == "frozen":
             statistic, unit = statistics_with_unit(p, plan.forward)
             for_backward = {"others": unit.others[: call.num_rows], "local": unit.local[: call.num_rows]}
         else:
-            stored = Exponentials.empty(p, plan.kept_rows, plan.forward.columns) if plan.kept_rows else None
+            stored = Exponentials.empty(p, plan.kept_rows, plan.forward) if plan.kept_rows else None
             statistic, support = row_statistics(p, plan.forward, call.support(), stored)
             if stored is not None:
                 for_backward = {"exponentials": stored.values, "exponentials_reference": stored.reference}
@@ -200,7 +200,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 d_hidden = _frozen_gradient(call, saved, g_logprob, g_log_z)
                 return d_hidden, None, None, None, None
             p = Projection.of(selected_rows(saved.hidden, call), saved.weight, saved.bias, saved.column, call)
-            terms = _terms(call, plan, saved, g_logprob, g_entropy, g_log_z)
+            terms = _terms(p, plan, saved, g_logprob, g_entropy, g_log_z)
             assert plan.backward is not None
             found = gradients(p, plan.backward, terms, want=ctx.needs_input_grad[:3], weight_grad=buffer)
             d_hidden = None if found.hidden is None else hidden_gradient(found.hidden, saved.hidden.shape, call)
@@ -219,7 +219,7 @@ def _frozen_gradient(call: Call, saved: _Saved, g_logprob: Tensor, g_log_z: Tens
 
 
 def _terms(
-    call: Call,
+    p: Projection,
     plan: LinearPlan,
     saved: _Saved,
     g_logprob: Tensor,
@@ -227,7 +227,7 @@ def _terms(
     g_log_z: Tensor | None,
 ) -> Terms:
     """What turns a tile of logits into a tile of dZ, from the upstream gradients."""
-    ids, support = call.support(), None
+    ids, support = p.call.support(), None
     dense = g_logprob
     if ids is not None:
         assert saved.kept_reference is not None
@@ -237,6 +237,6 @@ def _terms(
         support = SupportTerms(ids, Normaliser(saved.kept_reference, saved.kept_log_sum), saved.logprob, g_logprob)
     stored = None
     if saved.exponentials is not None and saved.exponentials_reference is not None:
-        stored = Exponentials(saved.exponentials, saved.exponentials_reference, plan.forward.columns)
+        stored = Exponentials.of(p, saved.exponentials, saved.exponentials_reference, plan.forward)
     coef = coefficients(saved.logprob, saved.norm, saved.mean, dense, g_entropy, g_log_z)
     return Terms(saved.norm, coef, support, stored)

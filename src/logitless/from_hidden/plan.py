@@ -20,7 +20,8 @@ import torch
 
 from logitless.call import Call
 from logitless.errors import LogitlessError
-from logitless.machine import ALIGNED, WORK, Machine
+from logitless.machine import ALIGNED, WORK, Machine, ProductSizes, product_sizes
+from logitless.softmax import WIDTH
 
 FIXED_ROWS = 1024
 """Rows of a tile in batch-invariant mode, whatever the batch."""
@@ -34,6 +35,7 @@ class Tiles(NamedTuple):
         block: rows whose dZ is held together in backward, as wide as a tile.
         elementwise: bytes of working space for the plain-torch backend inside a tile.
         slabs: whether backward finishes one slab of columns after the other (otherwise one block of rows).
+        fused: whether the logits of a tile stay in the kernel that makes them, and the tile takes no memory.
     """
 
     rows: int
@@ -41,6 +43,7 @@ class Tiles(NamedTuple):
     block: int
     elementwise: int
     slabs: bool = True
+    fused: bool = False
 
 
 class Shape(NamedTuple):
@@ -50,6 +53,7 @@ class Shape(NamedTuple):
         rows, columns: R and the true columns V of the logits that are never stored.
         logits_bytes, operand_bytes: bytes of one logit of the tile, and of one element of dZ.
         machine: which table of sizes applies.
+        product: of products that end in a softmax; None where product and softmax are apart.
     """
 
     rows: int
@@ -57,10 +61,13 @@ class Shape(NamedTuple):
     logits_bytes: int
     operand_bytes: int
     machine: Machine
+    product: ProductSizes | None = None
 
     @staticmethod
     def of(call: Call) -> Shape:
-        return Shape(call.num_rows, call.columns, call.logits_dtype.itemsize, call.dtype.itemsize, call.machine)
+        product = product_sizes(call.columns, call.width) if call.apart is None and not call.further else None
+        sizes = (call.logits_dtype.itemsize, call.dtype.itemsize)
+        return Shape(call.num_rows, call.columns, *sizes, call.machine, product)
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,7 @@ class LinearPlan:
         kept_rows: how many rows' exponentials are stored for backward.
         reason: why, in a sentence.
         products: matrix products of forward and backward together, of the size of the logits.
+        apart: why logits go through memory between a product and its softmax; None where one kernel does both.
     """
 
     kind: Literal["forward", "frozen", "keep", "recompute"]
@@ -81,17 +89,22 @@ class LinearPlan:
     kept_rows: int
     reason: str
     products: int
+    apart: str | None = None
 
     def __str__(self) -> str:
         products = str(self.products)
         if self.kind == "recompute" and self.kept_rows:
             products = f"between {self.products - 1} and {self.products}"
-        tiles = f"Forward in tiles of {self.forward.rows} x {self.forward.columns} logits"
+        what = "products" if self.forward.fused else "tiles"
+        tiles = f"Forward in {what} of {self.forward.rows} x {self.forward.columns} logits"
         if self.backward is not None:
             rows, columns, block, *_ = self.backward
-            tiles += f", backward in tiles of {rows} x {columns} and blocks of {block} rows"
+            tiles += f", backward in {what} of {rows} x {columns} and blocks of {block} rows"
         noun = "product" if products == "1" else "products"
-        return f"{self.kind}: {products} matrix {noun}, because {self.reason}. {tiles}."
+        logits = f"Logits go through memory, because {self.apart}"
+        if self.apart is None:
+            logits = "Logits stay in the kernels that make them"
+        return f"{self.kind}: {products} matrix {noun}, because {self.reason}. {tiles}. {logits}."
 
 
 ONLY_SUPPORT = "only the ids that the sampler kept and the targets are asked for"
@@ -127,41 +140,49 @@ def choose_plan(call: Call, needs: Sequence[bool]) -> LinearPlan | SupportPlan:
     asked, shape = call.asked, Shape.of(call)
     hidden, head = needs[0], any(needs[1:3])
     spare, work = max(0, call.memory - WORK), min(call.memory, WORK)
-    # Batch-invariant tiles are those of a batch of one fixed size.
-    first = shape._replace(rows=FIXED_ROWS) if asked.batch_invariant else shape
+    # Batch-invariant tiles are those of a batch of one fixed size; kernels that multiply have no others.
+    apart = shape._replace(rows=FIXED_ROWS if asked.batch_invariant else shape.rows, product=None)
+    first = apart if shape.product is None else shape
     if not (hidden or head):
         forward = forward_tiles(first, work)
         forward = forward if asked.kept is None else _all_rows(forward, shape)
-        return LinearPlan("forward", forward, None, 0, "nothing needs a gradient", 1)
+        return LinearPlan("forward", forward, None, 0, "nothing needs a gradient", 1, call.apart)
     if hidden and not head and asked.entropy != "grad" and asked.kept is None:
         reason = "the head needs no gradient and entropy is not differentiated"
         # The tile shares its budget with its exponentials in the operands' dtype.
-        forward = forward_tiles(first._replace(logits_bytes=shape.logits_bytes + shape.operand_bytes), work)
-        return LinearPlan("frozen", forward, None, 0, reason, 2)
+        forward = forward_tiles(apart._replace(logits_bytes=shape.logits_bytes + shape.operand_bytes), work)
+        why = call.apart or "the sum over the head's rows follows one reference per row"
+        return LinearPlan("frozen", forward, None, 0, reason, 2, why)
     forward, backward = forward_tiles(first, work), backward_tiles(shape, work)
-    if call.machine.same_tiles and not asked.batch_invariant:
+    if call.machine.same_tiles and not asked.batch_invariant and not forward.fused:
         forward = forward._replace(rows=backward.rows, columns=backward.columns)
     if asked.kept is not None:
         forward, backward = _all_rows(forward, shape), _all_rows(backward, shape)
     kept_rows, gradients = 0, hidden + head
     if asked.kept is None and not asked.batch_invariant and shape.operand_bytes == 2 and not call.squash:
         kept_rows = min(shape.rows, spare // max(1, exponentials_row(shape, backward.columns)))
-    if kept_rows:
+    if kept_rows and not forward.fused:
         # Stored exponentials have one reference per slab, so both loops cut the columns alike.
         forward = forward._replace(columns=backward.columns)
     if kept_rows and kept_rows == shape.rows:
         reason = f"the exponentials of all {kept_rows} rows fit the budget"
-        return LinearPlan("keep", forward, backward, kept_rows, reason, 1 + gradients)
+        return LinearPlan("keep", forward, backward, kept_rows, reason, 1 + gradients, call.apart)
     reason = f"gradients are needed, and the budget holds the exponentials of {kept_rows} of {shape.rows} rows"
-    return LinearPlan("recompute", forward, backward, kept_rows, reason, 2 + gradients)
+    return LinearPlan("recompute", forward, backward, kept_rows, reason, 2 + gradients, call.apart)
 
 
 def forward_tiles(shape: Shape, memory: int) -> Tiles:
-    """A tile of logits within the budget, as tall and as wide as pays."""
+    """A tile of logits within the budget, as tall and as wide as pays; or rows whose parts of the statistic fit it."""
     budget, elementwise = _divide(shape.machine, memory)
     tile = shape.machine.forward_tile
     rows, columns = _fit(shape, budget, tile, min(tile[0], shape.rows), per_column=0)
-    return Tiles(rows, columns, rows, elementwise)
+    if shape.product is None:
+        return Tiles(rows, columns, rows, elementwise)
+    # No more bytes than a tile of logits, and whole blocks of rows where there is more than one.
+    room = rows * columns * shape.logits_bytes // max(1, parts_row(shape.columns, shape.product))
+    rows = max(1, min(room, shape.rows))
+    rows -= rows % shape.product.rows if shape.product.rows < rows < shape.rows else 0
+    return Tiles(rows, max(1, shape.columns), rows, elementwise, fused=True)
 
 
 def backward_tiles(shape: Shape, memory: int) -> Tiles:
@@ -172,8 +193,13 @@ def backward_tiles(shape: Shape, memory: int) -> Tiles:
     if not slabs:
         # Blocks may be as low as leaves room for a slab of dZ that is worth a product.
         block = max(1, min(block, budget // 2 // (min(256, max(1, shape.columns)) * shape.operand_bytes)))
-    rows, columns = _fit(shape, budget, tile, min(tile[0], block), per_column=block * shape.operand_bytes)
-    return Tiles(rows, columns, block, elementwise, slabs)
+    per_column = block * shape.operand_bytes
+    rows, columns = _fit(shape, budget, tile, min(tile[0], block), per_column)
+    if shape.product is None:
+        return Tiles(rows, columns, block, elementwise, slabs)
+    # No more bytes than with a tile of logits: dZ gets what that would have taken.
+    columns = _whole(shape, columns * (rows * shape.logits_bytes + per_column) // per_column)
+    return Tiles(block, columns, block, elementwise, slabs, fused=True)
 
 
 def chunk_tiles(shape: Shape, memory: int) -> Tiles:
@@ -185,8 +211,15 @@ def chunk_tiles(shape: Shape, memory: int) -> Tiles:
 
 
 def exponentials_row(shape: Shape, slab: int) -> int:
-    """Bytes of a row of exponentials: in the operands' dtype, with a float32 reference per slab of so many columns."""
+    """Bytes of a row of exponentials: in the operands' dtype, with a float32 reference per slab of so many columns, or
+    per tile of a product that writes them."""
+    slab = slab if shape.product is None else shape.product.columns
     return shape.columns * shape.operand_bytes + torch.float32.itemsize * -(-shape.columns // max(1, slab))
+
+
+def parts_row(columns: int, sizes: ProductSizes) -> int:
+    """Bytes of the parts of a row's statistic that a product leaves behind."""
+    return torch.float32.itemsize * WIDTH * sizes.groups(columns)
 
 
 def _divide(machine: Machine, memory: int) -> tuple[int, int]:
@@ -211,12 +244,15 @@ def _fit(shape: Shape, budget: int, tile: tuple[int, int], rows: int, per_column
             f"memory: {budget} bytes of working space do not hold one column of {rows} rows, which takes {needed}. "
             f"Give more."
         )
-    columns = min(columns, wide, max(shape.columns, 1))
-    # Whole multiples of what fills the machine, or at least of what a matrix unit takes at a time.
-    if columns < shape.columns:
-        step = next((step for step in (shape.machine.filling, ALIGNED) if columns >= step), 1)
-        columns -= columns % step
-    return rows, columns
+    return rows, _whole(shape, min(columns, wide))
+
+
+def _whole(shape: Shape, columns: int) -> int:
+    """All columns; or whole multiples of what fills the machine, or at least of what a matrix unit takes at a time."""
+    if columns >= shape.columns:
+        return max(shape.columns, 1)
+    step = next((step for step in (shape.machine.filling, ALIGNED) if columns >= step), 1)
+    return columns - columns % step
 
 
 def _all_rows(tiles: Tiles, shape: Shape) -> Tiles:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from logitless.backends import load
 from logitless.backends.contract import Problem
+from logitless.backends.triton.products import Product
 from logitless.call import Call
 from logitless.collectives import gather_rows_over, scatter_sum_over, sum_over
 from logitless.from_hidden.gemm import add_rows, multiply
@@ -75,6 +76,22 @@ class Projection:
             memory=memory,
             first=first,
             further=self.call.further,
+        )
+
+    def product(self, columns: slice) -> Product:
+        """All rows and those columns, for a kernel that multiplies them itself."""
+        head = self.call.asked.head
+        return Product(
+            self.hidden,
+            self.weight[columns],
+            None if self.bias is None else self.bias[columns],
+            self.column,
+            self.gain,
+            squash=self.call.squash,
+            first=columns.start,
+            negative=head is not None and head.scale < 0,
+            entropy=self.call.entropy,
+            logits_dtype=self.call.logits_dtype,
         )
 
     def multiply(self, a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:

@@ -1,12 +1,15 @@
 """Forward: the statistic of every row of ``hidden @ weight.T``, one tile of logits at a time.
 
 tile = X[rows] @ W[columns].T  ->  statistics kernel  ->  one part per slab of columns, merged at the end
+
+Where one kernel makes the logits and their statistic, there is no tile, and parts are of what stays in its registers.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from logitless.backends.triton import products
 from logitless.from_hidden.exponentials import Exponentials
 from logitless.from_hidden.plan import Tiles
 from logitless.from_hidden.projection import Projection
@@ -25,6 +28,9 @@ def row_statistics(
         support: tiles then hold all rows at once.
         exponentials: to be filled for the first rows.
     """
+    if tiles.fused:
+        assert support is None
+        return _fused_statistics(p, tiles, exponentials), None
     lines, slabs = WIDTH + len(p.call.further), -(-max(p.call.columns, 1) // tiles.columns)
     out = p.gain.new_empty((lines, len(p.hidden)))
     support_out = None if support is None else p.gain.new_empty((2, len(p.hidden)))
@@ -45,3 +51,19 @@ def row_statistics(
         if support_out is not None and support_parts is not None:
             support_out[:, rows] = merge_support(support_parts, Statistic.of(out).t[rows])[:2]
     return out, support_out
+
+
+def _fused_statistics(p: Projection, tiles: Tiles, exponentials: Exponentials | None) -> Tensor:
+    """``[4, R]`` statistic from products that end in it; those of stored rows write the exponentials, too."""
+    out = p.gain.new_empty((WIDTH, len(p.hidden)))
+    stored = 0 if exponentials is None else min(exponentials.rows, len(p.hidden))
+    for start, stop in ((0, stored), (stored, len(p.hidden))):
+        for rows in pieces(stop - start, tiles.rows, p.hidden.is_meta):
+            first, last = start + rows.start, start + rows.stop
+            product = p.cut(first, last).product(slice(0, p.call.columns))
+            if exponentials is not None and last <= stored:
+                here = exponentials.cut(first, last)
+                products.exponentials(product, here.values, here.reference, out[:, first:last])
+            else:
+                products.statistics(product, out[:, first:last])
+    return out

@@ -37,6 +37,7 @@ NAMES = {
     "collectives": "between ranks",
     "kept": "support",
     "support": "support",
+    "backends.triton.products:statistic_parts": "parts of the statistic",
     "backends": "work of the backend",
     "from_logits:_gradient_buffer": "d_logits",
     "memory.step:plain": "plain torch",

@@ -1,7 +1,8 @@
 """The memory of a chunk of rows: whole rows of the vocabulary, of which first the statistic is taken, then dZ is made.
 
     LogitsChunk          float32 (or wider): one product. 16-bit rows of dZ go over the start of their own float32 rows
-    ExponentialsChunk    e^(z - reference) in the operands' 16 bits, filled tile by tile. dZ goes over them
+    ExponentialsChunk    e^(z - reference) in the operands' 16 bits, filled tile by tile, or by the product itself. dZ
+                         goes over them
 
 Exponentials take half the memory, so twice the rows share one product for dW; and the float32 logits of a tile are
 read once while they are warm. They cost dZ a second rounding of 2^-9.
@@ -42,7 +43,7 @@ class Chunk(Protocol):
 def empty_chunk(p: Projection, plan: LossPlan) -> Chunk:
     """Room for the largest chunk of a plan."""
     if plan.tiles is not None:
-        return ExponentialsChunk(p, Exponentials.empty(p, plan.rows, plan.tiles.columns), plan.tiles)
+        return ExponentialsChunk(p, Exponentials.empty(p, plan.rows, plan.tiles), plan.tiles)
     logits = p.empty((plan.rows, p.call.columns), p.call.logits_dtype)
     return LogitsChunk(p, logits.view(-1), plan.columns, plan.elementwise)
 

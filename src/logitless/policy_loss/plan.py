@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from logitless.call import Call, Options, recorded
+from logitless.call import Call, Options, apart_everywhere, recorded
 from logitless.from_hidden.plan import (
     ONLY_SUPPORT,
     LinearPlan,
@@ -29,7 +29,7 @@ from logitless.from_hidden.plan import (
     chunk_tiles,
     exponentials_row,
 )
-from logitless.machine import ALIGNED, ENOUGH, SLAB, Costs, Machine
+from logitless.machine import ALIGNED, ENOUGH, SLAB, Costs, Machine, product_sizes
 from logitless.objectives import Objective
 from logitless.spec import parse_memory
 
@@ -47,7 +47,8 @@ class LossPlan:
         chunks: ``(start, stop)`` of each chunk of rows; none but in one pass.
         whole_samples: whether chunks are whole samples.
         columns: of one product.
-        tiles: of logits, by which a chunk of exponentials is filled; None where the chunk holds the logits.
+        tiles: of logits, by which a chunk of exponentials is filled; None where the chunk holds the logits. Those of a
+            kernel that multiplies are all rows at once.
         elementwise: bytes of working space for the plain-torch backend.
         reason: why, in a sentence.
         first: how log-probs are made where they come first: in two passes, or where no gradient is recorded.
@@ -76,6 +77,8 @@ class LossPlan:
         content = "logits"
         if self.tiles is not None:
             content = f"16-bit exponentials, by tiles of {self.tiles.rows} x {self.tiles.columns} logits"
+        if self.tiles is not None and self.tiles.fused:
+            content = "16-bit exponentials, written by the product itself"
         return (
             f"one pass: 3 matrix products, because {self.reason}. {len(self.chunks)} chunks{samples}, "
             f"of at most {self.rows} rows of {content}."
@@ -115,12 +118,21 @@ class LossShape:
         bias: bool,
         capped: bool,
         trained: bool = True,
+        fused: bool = False,
     ) -> LossShape:
-        """From what a call is asked for: operands of ``dtype``, with a bias or without, with a softcap or without."""
+        """From what a call is asked for: operands of ``dtype``, with a bias or without, with a softcap or without, and
+        products that end in a softmax or do not."""
         return LossShape(
             counts=counts,
             hidden=hidden,
-            sizes=Shape(sum(counts), columns, logits_dtype.itemsize, dtype.itemsize, machine),
+            sizes=Shape(
+                sum(counts),
+                columns,
+                logits_dtype.itemsize,
+                dtype.itemsize,
+                machine,
+                product_sizes(columns, hidden) if fused else None,
+            ),
             exponentials=dtype.itemsize < logits_dtype.itemsize and not capped,
             widened=(dtype.itemsize == 2 and not machine.wide_products) or (bias and logits_dtype.itemsize == 2),
             trained=trained,
@@ -144,8 +156,12 @@ def plan_of(call: Call, hidden: Tensor, weight: Tensor, objective: Objective) ->
         bias=call.asked.bias is not None,
         capped=bool(call.squash),
         trained=weight.requires_grad,
+        # Not from how the operands lie in memory, which the other ranks do not know.
+        fused=apart_everywhere(call) is None,
     )
     plan = choose_loss_plan(shape, objective.sequence_level, _obstacle(call, objective), call.memory)
+    if plan.tiles is not None and call.apart is None:
+        plan = replace(plan, tiles=plan.tiles._replace(rows=plan.rows, columns=max(1, call.columns), fused=True))
     return plan if plan.kind == "one pass" and any(needs) else replace(plan, first=choose_plan(first_pass(call), needs))
 
 
@@ -235,24 +251,29 @@ def one_pass_seconds(costs: Costs, shape: LossShape, plan: LossPlan) -> float:
         # Logits are read for the statistic, then read and overwritten by dZ.
         moved = elements * (2 * sizes.logits_bytes + sizes.operand_bytes)
         return product + moved / costs.bandwidth + gradients
+    overwritten = elements * 2 * sizes.operand_bytes / costs.bandwidth
+    if sizes.product is not None:
+        return product + elements * costs.exponentials + overwritten + gradients
     # A tile is read and its exponentials written; those are read and overwritten by dZ.
     filled = elements * (sizes.logits_bytes + sizes.operand_bytes) / costs.bandwidth
     count = sum(-(-(stop - start) // plan.tiles.rows) for start, stop in plan.chunks)
     count *= -(-sizes.columns // plan.tiles.columns)
     filling = max(product + filled + count * costs.launch, count * costs.tile)
-    return filling + elements * 2 * sizes.operand_bytes / costs.bandwidth + gradients
+    return filling + overwritten + gradients
 
 
 def two_pass_seconds(costs: Costs, shape: LossShape, memory: int) -> float:
     sizes, machine = shape.sizes, shape.sizes.machine
     elements, work = sizes.rows * sizes.columns, two_pass_memory(memory)
+    products = (4 if shape.trained else 3) * _product_seconds(costs, shape)
+    if sizes.product is not None:
+        return products + elements * (costs.statistic + costs.gradient)
     # About as many tiles as there will be; in backward, half of the budget is for dZ.
     tiles = ((machine.forward_tile, work), (machine.backward_tile, work // 2))
     per_tile = [max(1, min(rows * columns, room // sizes.logits_bytes)) for (rows, columns), room in tiles]
     count = sum(-(-elements // size) for size in per_tile)
     moved = elements * (2 * sizes.logits_bytes + sizes.operand_bytes)
-    products = 4 if shape.trained else 3
-    return products * _product_seconds(costs, shape) + moved / costs.bandwidth + count * costs.launch
+    return products + moved / costs.bandwidth + count * costs.launch
 
 
 def _product_seconds(costs: Costs, shape: LossShape) -> float:

@@ -61,7 +61,7 @@ def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
     """Same as :func:`logitless.backends.reference.statistics`, in one read of the rows."""
     _require_available(problem)
     stats = problem.empty_statistic() if out is None else out
-    _launch(
+    launch(
         "statistics_kernel",
         problem.num_rows,
         on=problem.logits,
@@ -95,13 +95,13 @@ def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor
         slot = torch.full((num_tokens,), -1, dtype=torch.int64, device=out.device)
         slot.index_copy_(0, out_index, torch.arange(num_rows, device=out.device))
     sizes = gradient_sizes(problem.logits.dtype, width)
-    _launch(
+    launch(
         "gradient_kernel",
         num_tokens * -(-width // sizes["BLOCK"]),
         on=problem.logits,
         logits=problem.logits,
         index=problem.index,
-        **_of_rows(problem, norm, coef),
+        **of_rows(problem, norm, coef),
         slot=slot,
         out=out,
         row_stride=problem.logits.stride(0),
@@ -121,12 +121,12 @@ def gradient_over(problem: Problem, norm: Normaliser, coef: Coefficients, dtype:
         gradient(problem, norm, coef, out, None)
         return out
     _require_available(problem)
-    _launch(
+    launch(
         "narrowing_kernel",
         problem.num_rows if problem.columns else 0,
         on=out,
         logits=problem.logits,
-        **_of_rows(problem, norm, coef),
+        **of_rows(problem, norm, coef),
         out=out,
         row_stride=problem.logits.stride(0),
         out_stride=out.stride(0),
@@ -140,7 +140,7 @@ def gradient_over(problem: Problem, norm: Normaliser, coef: Coefficients, dtype:
 def exponentials(problem: Problem, stats: Tensor, running: Running, out: Tensor, slope: bool) -> None:
     """Same as :func:`logitless.backends.reference.exponentials`, in one launch."""
     sums = running.sums
-    _launch(
+    launch(
         "exponentials_kernel",
         problem.num_rows,
         on=out,
@@ -174,13 +174,13 @@ def gradient_from(
     problem: Problem, references: Tensor, slab: int, norm: Normaliser, coef: Coefficients, out: Tensor
 ) -> None:
     """Same as :func:`logitless.backends.reference.gradient_from`, in one launch for all slabs."""
-    _launch(
+    launch(
         "gradient_from_kernel",
         problem.num_rows * -(-problem.columns // slab),
         on=out,
         exponentials=problem.logits,
         moved=references,
-        **_of_rows(problem, norm, coef),
+        **of_rows(problem, norm, coef),
         out=out,
         row_stride=problem.logits.stride(0),
         out_stride=out.stride(0),
@@ -192,7 +192,7 @@ def gradient_from(
 
 def rescale(x: Tensor, factor: Tensor, out: Tensor) -> None:
     """Same as :func:`logitless.backends.reference.rescale`."""
-    _launch(
+    launch(
         "rescale_kernel",
         len(x) if x.numel() else 0,
         on=x,
@@ -209,7 +209,7 @@ def rescale(x: Tensor, factor: Tensor, out: Tensor) -> None:
 
 def mix(x: Tensor, by: Tensor, y: Tensor, index: Tensor, times: Tensor, out: Tensor) -> None:
     """Same as :func:`logitless.backends.reference.mix`."""
-    _launch(
+    launch(
         "mix_kernel",
         len(x) if x.numel() else 0,
         on=x,
@@ -231,7 +231,7 @@ def mix(x: Tensor, by: Tensor, y: Tensor, index: Tensor, times: Tensor, out: Ten
 def dots(x: Tensor, at_x: Tensor, y: Tensor, at_y: Tensor, out: Tensor, memory: int) -> None:
     """Same as :func:`logitless.backends.reference.dots`; takes no working memory."""
     sizes = dots_sizes(x.shape[1])
-    _launch(
+    launch(
         "dots_kernel",
         -(-len(out) // sizes["ENTRIES"]),
         on=out,
@@ -321,7 +321,7 @@ def _sums(
     sizes = sums_sizes(x.shape[1])
     blocks = -(-x.shape[1] // sizes["BLOCK"])
     items = len(begin) * blocks
-    _launch(
+    launch(
         "sums_kernel",
         min(items, RESIDENT * multiprocessors(x.device)),
         on=out,
@@ -345,7 +345,7 @@ def _sums(
     )
 
 
-def _of_rows(problem: Problem, norm: Normaliser, coef: Coefficients) -> dict[str, Any]:
+def of_rows(problem: Problem, norm: Normaliser, coef: Coefficients) -> dict[str, Any]:
     """Arguments of every gradient kernel that concern a row and its columns."""
     return {
         "column": problem.column,
@@ -369,7 +369,7 @@ def _kernels(module: str = "kernels") -> Any:
     return importlib.import_module(f"logitless.backends.triton.{module}")
 
 
-def _launch(kernel: str, programs: int, *, on: Tensor, module: str = "kernels", **arguments: Any) -> None:
+def launch(kernel: str, programs: int, *, on: Tensor, module: str = "kernels", **arguments: Any) -> None:
     """Launch a kernel with so many programs, on the device of a tensor, which need not be the current one.
 
     Nothing is launched where there are no values, nor for 0 programs.

@@ -150,10 +150,11 @@ def gradient_block(
     if SOFTCAP:
         b_y = tanh(b_x * squash)
     b_d = b_y * a - m
-    b_k = plain
+    # The gain goes to the row's numbers, and not to each of its elements.
+    b_k = plain * a
     if PRODUCT:
-        b_k = plain + product * tl.maximum(b_d, FLOOR)
-    b_dz = tl.where(at, at_target, tl.exp2((b_d - log_sum) * LOG2E) * b_k) * a
+        b_k = b_k + product * a * tl.maximum(b_d, FLOOR)
+    b_dz = tl.where(at, at_target * a, tl.exp2((b_d - log_sum) * LOG2E) * b_k)
     if SOFTCAP:
         b_dz = b_dz * (squash * (1.0 - b_y * b_y))
     return b_dz

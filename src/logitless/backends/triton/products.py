@@ -1,0 +1,255 @@
+"""Products with epilogues: ``hidden @ weight.T`` whose float32 logits never reach memory.
+
+    statistics      -> [4, R]                      as ``statistics`` of a backend says of the logits
+    gradient        -> dZ [R, C] in 16 bits        as ``gradient`` does
+    exponentials    -> [4, R] and e^(z - reference) [R, C] in 16 bits, with one reference per row and column tile
+    gradient_from   -> dZ [R, C] of such exponentials
+
+The twin of each is the product in float32, then the function of that name in ``backends/reference.py``. What cannot be
+had this way is told by :func:`takes` before anything runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.backends.contract import Problem
+from logitless.backends.triton import interpreted, launch, of_rows
+from logitless.machine import ProductSizes, gradient_from_tiles_sizes, multiprocessors, product_sizes
+from logitless.softmax import WIDTH, Coefficients, Normaliser
+from logitless.spec import has_values
+
+MERGED = {"BLOCK": 32, "AHEAD": 4, "num_warps": 1}
+"""Rows per program of the merge, and parts that are loaded at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """Rows, some columns of the head, and the transformation that makes a distribution of their logits.
+
+    Attributes:
+        hidden: ``[R, D]`` bfloat16 or float16.
+        weight: ``[C, D]`` of the same dtype.
+        bias: ``[C]`` or None.
+        column, gain, squash, first: as in :class:`~logitless.backends.contract.Problem`.
+        negative: whether gains are negative, as a head's negative scale makes them.
+        entropy: whether w is wanted.
+        logits_dtype: what logits are rounded to, after the bias; float32 leaves them as they are.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    column: Tensor
+    gain: Tensor
+    squash: float = 0.0
+    first: int = 0
+    negative: bool = False
+    entropy: bool = True
+    logits_dtype: torch.dtype = torch.float32
+
+    @property
+    def rows(self) -> int:
+        return self.hidden.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return self.weight.shape[0]
+
+
+def takes(hidden: Tensor, weight: Tensor, copied: bool = False) -> str | None:
+    """Why these operands cannot be multiplied here, or None if they can.
+
+    Args:
+        copied: whether rows of hidden are to be copied first, and may lie where they like.
+    """
+    refused = takes_sizes(hidden.dtype, hidden.shape[-1])
+    if refused is None and weight.dtype != hidden.dtype:
+        refused = f"hidden is {hidden.dtype} and weight {weight.dtype}"
+    if refused is None and hidden.device.type not in ("cuda", "meta") and not interpreted():
+        refused = f"the kernels run on CUDA devices, and hidden is on {hidden.device.type}"
+    for name, x in (("hidden", hidden), ("weight", weight))[copied:]:
+        if refused is None and not describable(x):
+            refused = f"rows of {name} are not contiguous or do not begin at multiples of 16 bytes"
+    return refused
+
+
+def takes_sizes(dtype: torch.dtype, width: int) -> str | None:
+    """The same of what all ranks of a group have in common."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"operands are bfloat16 or float16, and not {dtype}"
+    return f"hidden has {width} columns, not a multiple of 8" if width % 8 or not width else None
+
+
+def describable(x: Tensor) -> bool:
+    """Whether a descriptor can stand for a matrix: rows contiguous, each beginning at a multiple of 16 bytes."""
+    begins = x.stride(0) * x.element_size() % 16 == 0 and (not has_values(x) or x.data_ptr() % 16 == 0)
+    # One row that stands for many is none of several.
+    return begins and x.stride(1) == 1 and x.stride(0) >= x.shape[1]
+
+
+def statistics(p: Product, out: Tensor | None = None, sizes: ProductSizes | None = None) -> Tensor:
+    """``[4, R]`` statistic of the rows over these columns, into ``out`` if given."""
+    return merge(p, statistic_parts(p, sizes), out)
+
+
+def exponentials(
+    p: Product, values: Tensor, references: Tensor, out: Tensor | None = None, sizes: ProductSizes | None = None
+) -> Tensor:
+    """The statistic, and ``e^(z - reference)`` of every element into ``values``, but 0 at the target.
+
+    Args:
+        values: ``[R, C]`` of the operands' dtype.
+        references: ``[number of column tiles, R]`` receives each row's maximum within a tile.
+    """
+    return merge(p, statistic_parts(p, sizes, values, references), out)
+
+
+def statistic_parts(
+    p: Product, sizes: ProductSizes | None = None, values: Tensor | None = None, references: Tensor | None = None
+) -> Tensor:
+    """``[groups, 4, R]`` parts of the statistic, and the exponentials where there is room for them.
+
+    The parts are for :func:`merge` alone: m, w and t of each are before the gain, and skipped rows hold anything.
+    """
+    sizes = sizes or product_sizes(*p.weight.shape)
+    num_groups = sizes.groups(p.columns)
+    parts = p.gain.new_empty((num_groups, WIDTH, p.rows))
+    if not has_values(p.hidden) or not parts.numel():
+        return parts
+    if references is not None:
+        assert references.shape == (-(-p.columns // sizes.columns), p.rows)
+        assert references.stride(1) == 1
+    launch(
+        "product_statistics_kernel",
+        _programs(p, -(-p.rows // sizes.rows) * num_groups, sizes),
+        **_operands(p, sizes),
+        **_output(values, sizes),
+        parts=parts,
+        references=references,
+        references_stride=0 if references is None else references.stride(0),
+        TILES=sizes.tiles,
+        ENTROPY=p.entropy,
+        EVEN=p.columns % sizes.columns == 0,
+        NEGATIVE=p.negative,
+        EXPONENTIALS=values is not None,
+    )
+    return parts
+
+
+def merge(p: Product, parts: Tensor, out: Tensor | None = None) -> Tensor:
+    """``[4, R]`` statistic of the rows from its parts ``[groups, 4, R]``, added in order."""
+    stats = p.gain.new_empty((WIDTH, p.rows)) if out is None else out
+    launch(
+        "merge_kernel",
+        -(-p.rows // MERGED["BLOCK"]),
+        on=p.hidden,
+        module="product_kernels",
+        parts=parts,
+        column=p.column,
+        gain=p.gain,
+        stats=stats,
+        rows=p.rows,
+        num_groups=len(parts),
+        part_stride=stats.stride(0),
+        NEGATIVE=p.negative,
+        **MERGED,
+    )
+    return stats
+
+
+def gradient(p: Product, norm: Normaliser, coef: Coefficients, out: Tensor, sizes: ProductSizes | None = None) -> None:
+    """d logits of these rows and columns over all of ``out``, ``[R, C]`` of the operands' dtype, rows at any stride."""
+    if not has_values(p.hidden) or not out.numel():
+        return
+    sizes = sizes or product_sizes(*p.weight.shape)
+    launch(
+        "product_gradient_kernel",
+        _programs(p, -(-p.rows // sizes.rows) * -(-p.columns // sizes.columns), sizes),
+        **_operands(p, sizes),
+        **_output(out, sizes),
+        reference=norm.reference,
+        log_sum=norm.log_sum,
+        plain=coef.plain,
+        product=coef.product,
+        at_target=coef.at_target,
+        PRODUCT=coef.product is not None,
+    )
+
+
+def gradient_from(
+    problem: Problem, references: Tensor, slab: int, norm: Normaliser, coef: Coefficients, out: Tensor
+) -> None:
+    """Same as :func:`logitless.backends.reference.gradient_from`, for slabs as narrow as a tile of a product."""
+    sizes = gradient_from_tiles_sizes(slab)
+    steps = -(-problem.columns // (slab * sizes["TILES"] * sizes["STEPS"]))
+    launch(
+        "gradient_from_tiles_kernel",
+        problem.num_rows * steps,
+        on=out,
+        module="product_kernels",
+        exponentials=problem.logits,
+        moved=references,
+        **of_rows(problem, norm, coef),
+        out=out,
+        row_stride=problem.logits.stride(0),
+        out_stride=out.stride(0),
+        moved_stride=references.stride(0),
+        SLAB=slab,
+        **sizes,
+    )
+
+
+def _programs(p: Product, units: int, sizes: ProductSizes) -> int:
+    return min(units, sizes.residents * multiprocessors(p.hidden.device))
+
+
+def _operands(p: Product, sizes: ProductSizes) -> dict[str, Any]:
+    """Arguments of both products."""
+    return {
+        "on": p.hidden,
+        "module": "product_kernels",
+        "hidden": _described(p.hidden, sizes.rows, sizes.depth),
+        "weight": _described(p.weight, sizes.columns, sizes.depth),
+        "bias": p.bias,
+        "column": p.column,
+        "gain": p.gain,
+        "rows": p.rows,
+        "columns": p.columns,
+        "first": p.first,
+        "squash": p.squash,
+        "WIDTH": p.hidden.shape[1],
+        "BR": sizes.rows,
+        "BC": sizes.columns,
+        "BD": sizes.depth,
+        "BAND": sizes.band,
+        "BIASED": p.bias is not None,
+        "MATCH": str(p.logits_dtype).removeprefix("torch."),
+        "SOFTCAP": bool(p.squash),
+        "FLATTEN": sizes.flatten,
+        "WIDEN": interpreted(),
+        "num_warps": sizes.warps,
+        "num_stages": sizes.stages,
+    }
+
+
+def _output(out: Tensor | None, sizes: ProductSizes) -> dict[str, Any]:
+    """Arguments of what a tile is written to: through a descriptor where there can be one."""
+    # A descriptor stores whole chunks of 16 bytes: the last of a row would go over what lies beside.
+    described = out is not None and describable(out) and out.shape[1] * out.element_size() % 16 == 0
+    return {
+        "out": _described(out, sizes.rows, sizes.columns) if out is not None and described else out,
+        "out_stride": 0 if out is None else out.stride(0),
+        "DESCRIBED": described,
+    }
+
+
+def _described(x: Tensor, rows: int, columns: int) -> Any:
+    """A descriptor by which blocks of a matrix are loaded or stored."""
+    descriptors = importlib.import_module("triton.tools.tensor_descriptor")
+    return descriptors.TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
