@@ -4,9 +4,10 @@
     python benchmarks/epilogues.py --hidden 1024 --only 128x128
 
 Each number is a multiple of the bare bfloat16 product in the same run, which the library makes in slabs of columns: the
-statistic's kernel alone, the same with its merge, dZ slab by slab, exponentials of all rows. Beside them the errors to
-float64 of 64 rows: of log-probs, and relative ones of dZ and of exponentials. What a configuration cannot have, for
-want of shared memory say, is reported and left out. At the end, whether a row has the same bits in every batch.
+statistic's kernel alone, the same with its merge, dZ slab by slab, exponentials of all rows, and dZ over those, which
+multiplies nothing. Beside them the errors to float64 of 64 rows: of log-probs, and relative ones of dZ and of
+exponentials. What a configuration cannot have, for want of shared memory say, is reported and left out. At the end,
+whether a row has the same bits in every batch.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from logitless.backends.contract import Problem
 from logitless.backends.triton import products
 from logitless.backends.triton.products import Product
 from logitless.machine import ProductSizes, product_sizes, tiles_per_part
 from logitless.softmax import Coefficients, Normaliser, Statistic, coefficients, normaliser
 
 TOKENS, VOCAB, SLAB, SAMPLED, REPEATS = 16384, 151936, 8448, 64, 5
-KERNELS = ("statistic", "merged", "gradient", "exponentials")
+KERNELS = ("statistic", "merged", "gradient", "exponentials", "dZ from them")
 
 Step = Callable[[], object]
 
@@ -84,11 +86,20 @@ class Case:
             part = dataclasses.replace(p, weight=self.w[c : c + SLAB], first=c)
             products.gradient(part, norm, coef, self.d_z[: p.rows, : part.columns], sizes)
 
-    def exponentials(self, p: Product, sizes: ProductSizes) -> Tensor:
+    def references_of(self, p: Product, sizes: ProductSizes) -> Tensor:
         tiles = -(-VOCAB // sizes.columns)
-        references = self.references.view(-1)[: tiles * p.rows].view(tiles, p.rows)
+        return self.references.view(-1)[: tiles * p.rows].view(tiles, p.rows)
+
+    def exponentials(self, p: Product, sizes: ProductSizes) -> Tensor:
+        references = self.references_of(p, sizes)
         products.statistic_parts(p, sizes, self.values[: p.rows], references)
         return references
+
+    def gradient_from(self, p: Product, sizes: ProductSizes) -> None:
+        """Over whatever is in the place of the exponentials: what it takes does not depend on that."""
+        norm, coef, values = self.norm.cut(slice(p.rows)), self.coef.cut(slice(p.rows)), self.values[: p.rows]
+        problem = Problem(values, None, p.column, p.gain, 0.0, VOCAB, entropy=True, memory=0)
+        products.gradient_from(problem, self.references_of(p, sizes), sizes.columns, norm, coef, values)
 
     def steps(self, p: Product, sizes: ProductSizes) -> dict[str, Step]:
         return {
@@ -96,6 +107,7 @@ class Case:
             "merged": lambda: products.statistics(p, sizes=sizes),
             "gradient": lambda: self.gradient(p, sizes),
             "exponentials": lambda: self.exponentials(p, sizes),
+            "dZ from them": lambda: self.gradient_from(p, sizes),
         }
 
     def some(self, rows: slice) -> Product:
