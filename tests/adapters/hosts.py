@@ -49,7 +49,7 @@ MISSING = {
     "slime": ("httpx", "ray", "megatron.training", "torch_memory_saver"),
     "torchtitan": ("spmd_types", "torchdata", "tyro"),
     "trl": (),
-    "verl": ("codetiming", "hydra", "omegaconf", "prefix_grouper", "ray", "tensordict"),
+    "verl": ("codetiming", "hydra", "omegaconf", "orjson", "peft", "prefix_grouper", "ray", "tensordict"),
 }
 """Third-party packages that a host imports at its top level and that are stood in for."""
 
