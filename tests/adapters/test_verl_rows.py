@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -13,15 +14,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import logitless
 
-V, D, TEMPERATURE = 211, 12, 0.8
+V, D, TEMPERATURE = 210, 12, 0.8
 FSDP, DENSE = "verl.workers.engine.fsdp.transformer_impl", "verl.models.transformers.dense_common"
 PADDING, LOSSES = "verl.workers.utils.padding", "verl.workers.utils.losses"
+MEGATRON, FUSED = "verl.workers.engine.megatron.transformer_impl", "verl.models.mcore.model_forward_fused"
+MODULES = ("verl", FSDP, DENSE, PADDING, LOSSES, MEGATRON, FUSED)
 PROMPTS, RESPONSES = [3, 7, 1, 4], [5, 2, 6, 0]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def verl():
-    return load("verl", "verl", FSDP, DENSE, PADDING, LOSSES)
+    return load("verl", *MODULES)
 
 
 class Batch(dict):
@@ -116,13 +119,17 @@ def results_and_gradients(engine, batch):
     return whole, [x.detach() for x in read], list(torch.autograd.grad(loss, weights))
 
 
-def products(engine, batch):
-    """How many rows a pass without gradients multiplies with the head."""
+def counted(function, columns=V):
+    """What a function returns without gradients, and how many rows it multiplies with a head of so many columns."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        scores(engine, batch)
-    rows, rest = divmod(counter.get_total_flops(), 2 * V * D)
+        results = function()
+    rows, rest = divmod(counter.get_total_flops(), 2 * columns * D)
     assert not rest
-    return rows
+    return results, rows
+
+
+def products(engine, batch):
+    return counted(lambda: scores(engine, batch))[1]
 
 
 @pytest.mark.parametrize("pad", [0, 8])
@@ -149,3 +156,95 @@ def test_what_verl_reads_is_the_same(kind, pad):
         logitless.uninstall("verl")
         logitless.install("verl", **options)
         assert products(engine, batch) == count
+
+
+def test_other_batches_are_left_alone():
+    """Without fused heads there are no labels to change, and without responses or a loss mask every row is scored."""
+    batch = batch_of("nested", fused=False)
+    engine = engine_of(Body())
+    before, _ = engine.prepare_model_inputs(batch)
+    logitless.install("verl", rows_before_head=True)
+    after, _ = engine.prepare_model_inputs(batch)
+    assert "shift_labels" not in after
+    assert torch.equal(after["input_ids"], before["input_ids"])
+    plain = batch_of("supervised")
+    plain["loss_mask"] = torch.ones(4, 3)
+    labels = engine.prepare_model_inputs(plain)[0]["shift_labels"]
+    assert torch.equal(labels, plain["input_ids"].values().roll(-1)[None])
+
+
+# Over ranks: Ulysses in the FSDP engine, context and tensor parallelism in Megatron's.
+
+
+class Stage:
+    """The last stage of a Megatron model that hands its hidden states to an output processor, as verl asks it to."""
+
+    pre_process = post_process = True
+    _verl_fused_forward_mode = "hook"
+    config = SimpleNamespace(fp8=None, sequence_parallel=False, config_logger_dir="")
+
+    def __init__(self, body, weight):
+        self.body, self.weight = body, weight
+
+    def __call__(self, input_ids, labels, output_processor, output_processor_context, **_):
+        hidden = self.body.model(input_ids)[0].transpose(0, 1)
+        layer = SimpleNamespace(weight=self.weight)
+        return output_processor(
+            hidden_states=hidden, output_layer=layer, output_weight=None, labels=labels,
+            context=output_processor_context, config=self.config,
+        )  # fmt: skip
+
+
+def megatron_scores(batch, weight):
+    """Inputs and fused forward as ``forward_step`` of verl's Megatron engine chains them."""
+    from verl.models.mcore import get_mcore_forward_fused_model_engine_fn
+
+    engine = object.__new__(sys.modules[MEGATRON].MegatronEngineWithLMHead)
+    ids = engine.prepare_model_inputs(batch)["input_ids"]
+    forward = get_mcore_forward_fused_model_engine_fn(SimpleNamespace(architectures=["Qwen3ForCausalLM"]))
+    output = forward(
+        model=Stage(Body(), weight), input_ids=ids, labels=ids.clone(), multi_modal_inputs={},
+        temperature=TEMPERATURE, calculate_entropy=True, pad_token_id=0,
+    )  # fmt: skip
+    return [sys.modules[PADDING].no_padding_2_padding(output[name], batch) for name in ("log_probs", "entropy")]
+
+
+def on_two_ranks(rank, world):
+    """What verl reads on this rank and the rows that it multiplied, for each way of splitting the work."""
+    import torch.distributed as dist
+
+    load("verl", *MODULES)
+    ulysses, parallel_state = load("verl", "verl.utils.ulysses", "megatron.core.parallel_state")
+    batch, engine = batch_of("nested"), engine_of(Body(), use_ulysses_sp=True, ulysses_sequence_parallel_size=world)
+    weight, found = engine.module.lm_head.weight.detach(), {}
+    logitless.install("verl", rows_before_head=True)
+    try:
+        ulysses.set_ulysses_sequence_parallel_group(dist.group.WORLD)
+        with warnings.catch_warnings():
+            # verl calls what newer torch has renamed.
+            warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
+            found["ulysses"] = counted(lambda: scores(engine, batch)[1], V)
+        ulysses.set_ulysses_sequence_parallel_group(None)
+        for kind, own in {"context_parallel_size": weight, "tensor_model_parallel_size": weight.chunk(2)[rank]}.items():
+            parallel_state.initialize_model_parallel(**{kind: world})
+            found[kind] = counted(lambda own=own: megatron_scores(batch, own), own.shape[0])
+            parallel_state.destroy_model_parallel()
+    finally:
+        logitless.uninstall("verl")
+    return found
+
+
+def test_over_ranks(ranks):
+    exact = scores(engine_of(Body(torch.float64)), batch_of("nested"))[1]
+    plain = scores(engine_of(Body()), batch_of("nested"))[1]
+    found = ranks(on_two_ranks, 2, timeout=120)
+    for kind in found[0]:
+        for results, _ in (rank[kind] for rank in found):
+            for mine, truth, other in zip(results, exact, plain, strict=True):
+                assert_close_to_truth(mine, truth, other, kind)
+    counts = {kind: [rank[kind][1] for rank in found] for kind in found[0]}
+    assert sum(counts["ulysses"]) == sum(RESPONSES)
+    # The engine pads sequences of 8, 9, 7 and 4 tokens to multiples of 2, or of 4 where they are cut zigzag. Padding
+    # has a label.
+    assert counts["tensor_model_parallel_size"] == [sum(RESPONSES) + 2] * 2
+    assert sum(counts["context_parallel_size"]) == sum(RESPONSES) + 4

@@ -10,6 +10,7 @@ in supervised training. The fused heads multiply the other rows alone, and put z
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -75,9 +76,7 @@ def _local(rows: Tensor, labels: Tensor) -> Tensor:
     here = labels.shape[-1]
     if rows.shape[0] == here:
         return rows
-    from verl.utils.ulysses import get_ulysses_sequence_parallel_rank
-
-    start = get_ulysses_sequence_parallel_rank() * here
+    start = importlib.import_module("verl.utils.ulysses").get_ulysses_sequence_parallel_rank() * here
     if rows.shape[0] % here or start + here > rows.shape[0]:
         raise LogitlessError(f"rows_before_head: shift_labels has {here} labels, of a batch of {rows.shape[0]}.")
     return rows[start : start + here]
@@ -105,7 +104,7 @@ def make_fused_forward(original: Callable[..., Any], options: Mapping[str, Any])
     def get_mcore_forward_fused_model_engine_fn(hf_config: Any) -> Callable[..., Any]:
         forward = original(hf_config)
 
-        def fused_forward(*args: Any, input_ids: Tensor, labels: Tensor, **others: Any) -> Any:
+        def fused_forward(*args: Any, input_ids: Any, labels: Any, **others: Any) -> Any:
             read = getattr(input_ids, READ, None)
             if read is not None:
                 values = labels.values().masked_fill(~read, IGNORE)
