@@ -45,7 +45,7 @@ MISSING = {
     "nemo_rl": (),
     "openrlhf": ("deepspeed", "flash_attn", "peft", "pylatexenc"),
     "prime_rl": ("loguru",),
-    "skyrl": ("cloudpathlib", "jaxtyping"),
+    "skyrl": ("cloudpathlib", "cloudpickle", "jaxtyping", "loguru", "omegaconf", "ray", "skyrl_gym"),
     "slime": ("httpx", "ray", "megatron.training", "torch_memory_saver"),
     "torchtitan": ("spmd_types", "torchdata", "tyro"),
     "trl": (),
@@ -259,6 +259,11 @@ class _Nothing(metaclass=_Names):
         pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         return self
 
     def __class_getitem__(cls, item: Any) -> Any:
