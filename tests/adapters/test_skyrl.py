@@ -465,6 +465,7 @@ def test_a_pass_of_the_worker_multiplies_response_rows_alone(alone, monkeypatch,
     def log_probs():
         positions = (MASK.long().cumsum(1) - 1).clamp(min=0)
         batch = {"sequences": ids, "attention_mask": MASK.long(), "position_ids": positions, "num_actions": 6}
+        batch["rollout_expert_indices"] = None
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             out = worker.forward([batch], MASK.shape[1], 3, temperature=TEMPERATURE)
         return out, counter.get_total_flops() / (2 * V * D)
