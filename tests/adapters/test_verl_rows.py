@@ -13,6 +13,7 @@ from hosts import load
 from torch.utils.flop_counter import FlopCounterMode
 
 import logitless
+from logitless.adapters.verl_rows import make_fused_forward
 
 V, D, TEMPERATURE = 210, 12, 0.8
 FSDP, DENSE = "verl.workers.engine.fsdp.transformer_impl", "verl.models.transformers.dense_common"
@@ -171,6 +172,18 @@ def test_other_batches_are_left_alone():
     plain["loss_mask"] = torch.ones(4, 3)
     labels = engine.prepare_model_inputs(plain)[0]["shift_labels"]
     assert torch.equal(labels, plain["input_ids"].values().roll(-1)[None])
+
+
+@pytest.mark.parametrize("layers", [None, 1])
+def test_labels_stay_whole_for_layers_that_predict_further_tokens(layers):
+    engine = object.__new__(sys.modules[MEGATRON].MegatronEngineWithLMHead)
+    engine.tf_config = SimpleNamespace(mtp_num_layers=layers)
+    logitless.install("verl", rows_before_head=True)
+    ids = engine.prepare_model_inputs(batch_of("nested"))["input_ids"]
+    seen = []
+    forward = make_fused_forward(lambda _: lambda labels, **__: seen.append(labels.values()), {})
+    forward(None)(input_ids=ids, labels=ids.clone())
+    assert int((seen[0] == -100).sum()) == (sum(PROMPTS) if layers is None else 0)
 
 
 # Over ranks: Ulysses in the FSDP engine, context and tensor parallelism in Megatron's.
