@@ -145,8 +145,8 @@ H200 = _gpu(
 )
 """Products: 29.1 ms for T = 16384, V = 151936, D = 4096. Statistics and dZ of those logits: 2.5e-12 s per element for
 10 bytes. A chunk's dW, [V, D]: 1.8 ms more for each further chunk. 2048 x 4224 logits: 24 us beyond their product, 14
-of them the kernel; where D = 1024 makes the product 25 us, a tile takes 90. Epilogues, in whole calls: forward takes 0.8
-to 0.9e-12 s per logit more than a product at D = 1024, 2048 and 4096, forward with exponentials 2.2e-12 at 4096."""
+of them the kernel; where D = 1024 makes the product 25 us, a tile takes 90. Epilogues, in whole calls: forward takes
+0.8 to 0.9e-12 s per logit more than a product at D = 1024, 2048 and 4096, with exponentials 2.2e-12 at 4096."""
 
 # Epilogues are of Triton's interpreter, where they are as slow as all else: tests go the way that the H200 goes.
 CPU = Machine(

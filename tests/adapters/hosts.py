@@ -45,11 +45,11 @@ MISSING = {
     "nemo_rl": (),
     "openrlhf": ("deepspeed", "flash_attn", "peft", "pylatexenc"),
     "prime_rl": ("loguru",),
-    "skyrl": ("cloudpathlib", "jaxtyping"),
+    "skyrl": ("cloudpathlib", "cloudpickle", "jaxtyping", "loguru", "omegaconf", "ray", "skyrl_gym"),
     "slime": ("httpx", "ray", "megatron.training", "torch_memory_saver"),
     "torchtitan": ("spmd_types", "torchdata", "tyro"),
     "trl": (),
-    "verl": ("codetiming", "hydra", "omegaconf", "prefix_grouper", "ray", "tensordict"),
+    "verl": ("codetiming", "hydra", "omegaconf", "orjson", "peft", "prefix_grouper", "ray", "tensordict"),
 }
 """Third-party packages that a host imports at its top level and that are stood in for."""
 
@@ -259,6 +259,11 @@ class _Nothing(metaclass=_Names):
         pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         return self
 
     def __class_getitem__(cls, item: Any) -> Any:

@@ -9,10 +9,12 @@ and sends both back. The truth is one float64 pass over the whole batch, with Sk
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,13 +23,16 @@ from close import assert_close_to_truth, assert_gradient_close_to_truth
 from hosts import checkout, load
 from parity import assert_parity, run
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import logitless
 from logitless import LogitlessError
+from logitless.adapters.skyrl_rows import make_with_actions
 from logitless.tools.bench.adapters import ENTRIES, SMOKE, measure
 
 MODEL_UTILS = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 TORCH_UTILS = "skyrl.backends.skyrl_train.utils.torch_utils"
+WRAPPER = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
 V, D, TEMPERATURE, SCALE = 62, 8, 0.7, 1.3
 MASK = torch.tensor([[0] * 4 + [1] * 9, [1] * 13, [1] * 5 + [0] * 8]).bool()
 """Three sequences: padded on the left, full, padded on the right."""
@@ -201,6 +206,7 @@ def scores(rank: int, world: int, tp: int, cp: int, batch: Batch) -> dict[str, A
                     theirs[name] = run(function, operands, upstream)
         logitless.install("skyrl", audit=3)
         results = {name: (theirs[name], run(*call)) for name, call in calls.items()}
+        assert_same_at_actions({name: call for name, call in calls.items() if name.split()[0] in ("logits", "hidden")})
         (status,) = logitless.status().hosts
         functions = [entry for entry in status.replaced if MODEL_UTILS in entry.name and ".apply" not in entry.name]
         assert all(entry.calls for entry in functions), status
@@ -212,6 +218,22 @@ def scores(rank: int, world: int, tp: int, cp: int, batch: Batch) -> dict[str, A
             logitless.uninstall(entry.host)
         state.destroy_model_parallel()
     return {"tp": rank % tp, "cp": rank // tp, "scores": results}
+
+
+def assert_same_at_actions(calls: dict[str, Any]) -> None:
+    """Where only the last six results of a line are read, they and their gradients are the same. The others are 0."""
+    pass_of = make_with_actions(lambda _, __, call: run(*call), {})
+    for name, (function, operands, (upstream,)) in calls.items():
+        upstream = upstream.clone()
+        upstream[:, :-6] = 0
+        (whole,), gradients = run(function, operands, [upstream])
+        (read,), read_gradients = pass_of(
+            None, [{"num_actions": 6}, {"num_actions": 4}], (function, operands, [upstream])
+        )
+        torch.testing.assert_close(read[:, -6:], whole[:, -6:], atol=1e-6, rtol=1e-6, msg=name)
+        assert not read[:, :-6].any(), name
+        for mine, other in zip(read_gradients, gradients, strict=True):
+            torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-5, msg=name)
 
 
 # The truth.
@@ -301,7 +323,7 @@ def test_over_ranks(ranks, tp, cp):
 
 @pytest.fixture(scope="module", autouse=True)
 def skyrl():
-    return load("skyrl", TORCH_UTILS, MODEL_UTILS)
+    return load("skyrl", TORCH_UTILS, MODEL_UTILS, WRAPPER)
 
 
 def functional():
@@ -404,6 +426,73 @@ def test_rows_that_reach_no_result_are_not_computed(alone):
     assert not metric.requires_grad
     assert hidden.grad[:, ~used].abs().max() == 0
     assert hidden.grad[:, used].abs().min() > 0
+
+
+class Stage:
+    """The last stage of a Megatron model that hands its hidden states to an output processor, as SkyRL asks it to."""
+
+    config = SimpleNamespace(fp8=None)
+
+    def __init__(self):
+        torch.manual_seed(3)
+        self.embed, self.layer = torch.randn(V, D), SimpleNamespace(weight=torch.randn(V, D))
+
+    def __call__(self, ids, *_, output_processor, output_processor_context, **__):
+        hidden = self.embed[ids].transpose(0, 1)
+        return output_processor(hidden_states=hidden, output_layer=self.layer, context=output_processor_context)
+
+
+def in_turn(forward_step_func, data_iterator, model, num_microbatches, **_):
+    """Megatron's schedule of a forward pass without a pipeline, which wants a GPU."""
+    steps = (forward_step_func(data_iterator, model[0]) for _ in range(num_microbatches))
+    return [collect(output)[1] for output, collect in steps]
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_a_pass_of_the_worker_multiplies_response_rows_alone(alone, monkeypatch, packed):
+    """SkyRL's own pass for old and reference log-probs, with the fused head."""
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    module = sys.modules[WRAPPER]
+    newer = "total_tokens=" in inspect.getsource(module.preprocess_packed_seqs)
+    if packed and newer and "total_tokens" not in PackedSeqParams.__dataclass_fields__:
+        pytest.skip("this SkyRL packs for a newer Megatron-Core")
+    monkeypatch.setattr(module, "get_forward_backward_func", lambda: in_turn)
+    monkeypatch.setattr(module, "get_model_config", lambda model: model.config)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    worker = object.__new__(module.MegatronModelWrapper)
+    cfg = SimpleNamespace(logprobs_chunk_size=5)
+    facts = {"_fused_lm_head": True, "_fused_lm_head_backend": "torch", "is_vlm": False, "cfg": cfg}
+    vars(worker).update({**facts, "remove_microbatch_padding": packed, "actor_module": [Stage()]})
+    ids = torch.randint(V, MASK.shape)
+
+    def log_probs():
+        positions = (MASK.long().cumsum(1) - 1).clamp(min=0)
+        batch = {"sequences": ids, "attention_mask": MASK.long(), "position_ids": positions, "num_actions": 6}
+        batch["rollout_expert_indices"] = None
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            out = worker.forward([batch], MASK.shape[1], 3, temperature=TEMPERATURE)
+        return out, counter.get_total_flops() / (2 * V * D)
+
+    parallel_state.initialize_model_parallel()
+    try:
+        with on_cpu():
+            theirs, their_rows = log_probs()
+        logitless.install("skyrl", rows_before_head=False)
+        every, all_rows = log_probs()
+        logitless.uninstall("skyrl")
+        logitless.install("skyrl")
+        ours, rows = log_probs()
+    finally:
+        parallel_state.destroy_model_parallel()
+    stage, follows = worker.actor_module[0], MASK[:, :-1] & MASK[:, 1:]
+    truth = (stage.embed.double()[ids[:, :-1]] @ stage.layer.weight.double().T / TEMPERATURE).log_softmax(-1)
+    truth = truth.gather(-1, ids[:, 1:, None])[..., 0]
+    for mine in (ours, every):
+        assert_close_to_truth(*(x[:, -6:][follows[:, -6:]] for x in (mine, truth, theirs)))
+    # The last six of each line's twelve results are read; packed lines have none for padding.
+    assert (their_rows, all_rows, rows) == ((27, 24, 12) if packed else (39, 36, 18))
 
 
 def test_sequences_without_a_result(alone):
@@ -521,7 +610,7 @@ def test_everything_is_replaced_and_put_back():
     before = module.from_parallel_logits_to_logprobs, functional().logprobs_from_logits
     report = logitless.install("skyrl")
     assert checkout("skyrl") or report.version == "0.3.0"
-    assert len(report.replaced) == 13
+    assert len(report.replaced) == 15
     assert not report.missing
     assert module.from_parallel_logits_to_logprobs is not before[0]
     logitless.uninstall("skyrl")

@@ -302,7 +302,7 @@ def test_options_are_checked():
 
 def test_verl_itself_can_install_us(tmp_path):
     """``VERL_USE_EXTERNAL_MODULES`` names a module that verl imports wherever it is imported: in every worker."""
-    (tmp_path / "with_logitless.py").write_text("import logitless\nlogitless.install('verl')\n")
+    (tmp_path / "with_logitless.py").write_text("import logitless\nlogitless.install('verl', rows_before_head=True)\n")
     program = "from hosts import load; load('verl', 'verl'); import logitless; print(len(logitless.status().hosts))"
     tests, source = Path(__file__).parent, Path(logitless.__file__).parents[1]
     paths = [str(path) for path in (tmp_path, tests, tests.parent, source)]

@@ -47,8 +47,11 @@ class Batch:
         return values.new_zeros(self.shape[0] * self.shape[1]).index_copy(0, self.place, whole).view(self.shape)
 
 
-def padded_batch(target: Tensor, local: int, cp_group: Any, device: torch.device) -> Batch:
-    """``[B, S]`` sequences that are padded to the ranks' ``local`` tokens and cut zigzag."""
+def padded_batch(target: Tensor, local: int, cp_group: Any, device: torch.device, last: int | None = None) -> Batch:
+    """``[B, S]`` sequences that are padded to the ranks' ``local`` tokens and cut zigzag.
+
+    With ``last`` only so many results at the end of every line are scored.
+    """
     lines, length = target.shape
     ranks = ranks_in(cp_group)
     if local * ranks < length or (ranks > 1 and local % 2):
@@ -57,10 +60,11 @@ def padded_batch(target: Tensor, local: int, cp_group: Any, device: torch.device
             f"least as many, in {2 * ranks} equal chunks where there is context parallelism."
         )
     predicted = max(length - 1, 0)
+    scored = predicted if last is None else min(last, predicted)
     rows = Rows.padded(
-        target.detach().unbind(), [predicted] * lines, max_length=local * ranks, cp=_split(cp_group), device=device
+        target.detach().unbind(), [scored] * lines, max_length=local * ranks, cp=_split(cp_group), device=device
     )
-    place = torch.arange(lines * predicted, device=device)
+    place = torch.arange(lines * predicted, device=device).view(lines, predicted)[:, predicted - scored :].flatten()
     return Batch(rows, place, (lines, predicted), cp_group if ranks > 1 else None)
 
 

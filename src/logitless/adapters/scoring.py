@@ -50,12 +50,27 @@ def score_logits(where: str, logits: Tensor, target: Tensor, audit: Audit, **ask
     return out
 
 
-def score_hidden(where: str, hidden: Tensor, weight: Tensor, target: Tensor, audit: Audit, **asked: Any) -> TokenStats:
-    """:func:`logitless.linear_logprobs` of every row; ``asked`` are its keywords."""
-    out = linear_logprobs(hidden, weight, target.long(), **asked)
+def score_hidden(
+    where: str, hidden: Tensor, weight: Tensor, target: Tensor, audit: Audit, *, skip: bool = False, **asked: Any
+) -> TokenStats:
+    """:func:`logitless.linear_logprobs` of every row; ``asked`` are its keywords.
+
+    A row whose target is -100 gets zeros; with ``skip`` it is not multiplied with the head either.
+    """
+    target = target.long()
+    out = _of_labelled(hidden, weight, target, asked) if skip else linear_logprobs(hidden, weight, target, **asked)
     distribution = {name: asked[name] for name in ("head", "shard", "bias", "match") if name in asked}
     audit.of_hidden(where, hidden, weight, target, logprob=out.logprob, entropy=out.entropy, **distribution)
     return out
+
+
+def _of_labelled(hidden: Tensor, weight: Tensor, target: Tensor, asked: Mapping[str, Any]) -> TokenStats:
+    flat = target.reshape(-1)
+    index = (flat != IGNORE).nonzero().squeeze(1)
+    rows = Rows.at(index, flat[index], flat.numel())
+    out = linear_logprobs(hidden.reshape(-1, hidden.shape[-1]), weight, rows, **asked)
+    whole = [None if x is None else rows.expand(x).view(target.shape) for x in out]
+    return TokenStats(*whole)  # pyright: ignore[reportArgumentType]
 
 
 def score_with_all_entropies(where: str, logits: Tensor, target: Tensor, audit: Audit, **asked: Any) -> TokenStats:

@@ -4,7 +4,8 @@
     FSDP                                   logprobs_from_logits, chunked_entropy_from_logits              (replaced)
 
 Only rows with a result are computed: none for the last token of a sequence, none for padding, and for the mean entropy
-none with loss mask 0. SkyRL's conventions are followed:
+none with loss mask 0. In Megatron's workers log-probs of prompts are left out too: they read those of the last
+``num_actions`` tokens alone. SkyRL's conventions are followed:
 
 * An id outside the vocabulary has log-prob 0 and pulls on the logits with -p g.
 * The gradient of hidden states is this rank's part; the sequence-parallel gather's backward adds the parts up.
@@ -32,11 +33,14 @@ from logitless.adapters.skyrl_rows import (
     check_packed_tokens,
     logprob_of_every,
     logprobs_of_batch,
+    make_with_actions,
+    read_results,
     rounding,
     rows_of_hidden,
     rows_of_logits,
     tensor_group,
     vocabulary_between,
+    weigh_read,
 )
 from logitless.errors import LogitlessError
 from logitless.spec import Head, VocabShard
@@ -65,7 +69,7 @@ def make_logits_padded(original: Callable[..., Any], options: Mapping[str, Any])
         chunk_size: int | None = None,
     ) -> Tensor:
         logits = check_batch("vocab_parallel_logits", vocab_parallel_logits, target)
-        batch = padded_batch(target, logits.shape[1], cp_group, logits.device)
+        batch = padded_batch(target, logits.shape[1], cp_group, logits.device, read_results())
         vocabulary = vocabulary_between(tp_group, vocab_start_index, vocab_end_index, logits.shape[-1])
         score = functools.partial(rows_of_logits, where, logits, options=options)
         return logprobs_of_batch(score, batch, vocabulary, "sum", inference_only)
@@ -93,7 +97,7 @@ def make_logits_packed(original: Callable[..., Any], options: Mapping[str, Any])
     ) -> Tensor:
         logits = check_pack("vocab_parallel_logits", vocab_parallel_logits, target, cp_group)
         layout = (logits.shape[1], unpacked_seqlen, cp_group, logits.device, attention_mask, sub_seq_lengths)
-        batch = packed_batch(target, cu_seqlens_padded, *layout)
+        batch = packed_batch(target, cu_seqlens_padded, *layout, weigh_read(logits.device))
         vocabulary = vocabulary_between(group, vocab_start_index, vocab_end_index, logits.shape[-1])
         score = functools.partial(rows_of_logits, where, logits, options=options)
         return logprobs_of_batch(score, batch, vocabulary, "slice", inference_only)
@@ -119,7 +123,7 @@ def make_hidden_padded(original: Callable[..., Any], options: Mapping[str, Any])
         fused_backend: str = "torch",
     ) -> Tensor:
         hidden = check_batch("hidden", hidden, target)
-        batch = padded_batch(target, hidden.shape[1], cp_group, hidden.device)
+        batch = padded_batch(target, hidden.shape[1], cp_group, hidden.device, read_results())
         vocabulary = vocabulary_between(tp_group, vocab_start_index, vocab_end_index, lm_head_weight.shape[0])
         operands = (hidden, lm_head_weight, temperature)
         score = functools.partial(rows_of_hidden, where, operands, options=options)
@@ -151,7 +155,7 @@ def make_hidden_packed(original: Callable[..., Any], options: Mapping[str, Any])
     ) -> Tensor:
         hidden = check_pack("hidden", hidden, target, cp_group)
         layout = (hidden.shape[1], unpacked_seqlen, cp_group, hidden.device, attention_mask, sub_seq_lengths)
-        batch = packed_batch(target, cu_seqlens_padded, *layout)
+        batch = packed_batch(target, cu_seqlens_padded, *layout, weigh_read(hidden.device))
         vocabulary = vocabulary_between(group, vocab_start_index, vocab_end_index, lm_head_weight.shape[0])
         operands = (hidden, lm_head_weight, temperature)
         score = functools.partial(rows_of_hidden, where, operands, options=options)
@@ -425,7 +429,21 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
             for name, (signature, make) in megatron.items()
         ),
         *_classes(),
+        *(_passes() if options["rows_before_head"] else ()),
         *(Replacement(TORCH_UTILS, name, *how, (FSDP_WRAPPER,)) for name, how in fsdp.items()),
+    ]
+
+
+def _passes() -> list[Replacement]:
+    head = "(self, micro_batches, seq_len, micro_batch_size, temperature=1.0"
+    both = f"{head}, loss_fn=None, loss_fn_config=None, forward_only=False"
+    signatures: dict[str, str | dict[str, str | None]] = {
+        "forward": f"{head})",
+        "forward_backward_mini_batch": {"main": f"{both}, return_per_token_outputs=True)", "0.3": f"{both})"},
+    }
+    return [
+        Replacement(MEGATRON_WRAPPER, f"MegatronModelWrapper.{name}", signature, make_with_actions, optional=True)
+        for name, signature in signatures.items()
     ]
 
 
@@ -462,5 +480,6 @@ HOST = Host(
             False, "True: FSDP's backward may write the gradient over the logits; for runs without an entropy bonus"
         ),
         "memory": Option("256MiB", "working memory of the functions that take hidden states"),
+        "rows_before_head": Option(True, "False: Megatron workers score prompts too, whose results they cut away"),
     },
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,36 @@ from logitless.from_logits import logprobs
 from logitless.rows import Rows
 from logitless.rows.exchange import GradRule
 from logitless.spec import Head, TokenStats, VocabShard
+
+_actions: ContextVar[int | None] = ContextVar("num_actions", default=None)
+"""How many results at the end of every line SkyRL's Megatron worker reads, while it runs."""
+
+
+def make_with_actions(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for a pass of ``MegatronModelWrapper``, which cuts the last ``num_actions`` out of every log-prob."""
+
+    def with_actions(self: Any, micro_batches: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Any:
+        read = [int(batch["num_actions"]) for batch in micro_batches]
+        before = _actions.set(max(read, default=None))
+        try:
+            return original(self, micro_batches, *args, **kwargs)
+        finally:
+            _actions.reset(before)
+
+    return with_actions
+
+
+def read_results() -> int | None:
+    """Results at the end of every line that are read; None for all."""
+    return _actions.get()
+
+
+def weigh_read(device: torch.device) -> Callable[[tuple[int, int]], Tensor] | None:
+    """Weights for :func:`~logitless.adapters.packs.packed_batch`: 1 for results that are read; None for all."""
+    last = _actions.get()
+    if last is None:
+        return None
+    return lambda shape: (torch.arange(shape[1], device=device) >= shape[1] - last).float().expand(shape)
 
 
 def rows_of_logits(

@@ -7,6 +7,8 @@
               otherwise             vocab_parallel_{entropy[_with_chunking], sum_pi_squared,
                                     log_probs_from_logits}                                               (replaced)
 
+Under ``rows_before_head`` the engines' labels are replaced too: verl_rows.py.
+
 verl passes its fused heads hidden states and a weight, nothing else of the model: a final softcap, a logit scale or a
 bias of the head must be passed to ``install``. Calls left to verl and counted as passed on: ``linear_cross_entropy``
 with a reduction, which verl itself never asks for.
@@ -30,6 +32,7 @@ from logitless.adapters.scoring import (
     squared_probabilities,
 )
 from logitless.adapters.shards import check_ids, even_shard
+from logitless.adapters.verl_rows import before_the_head
 from logitless.errors import LogitlessError
 from logitless.spec import Head, TokenStats, VocabShard
 
@@ -88,8 +91,10 @@ def _from_hidden(
     options: Mapping[str, Any],
     shard: VocabShard | None = None,
 ) -> TokenStats:
+    skip = options["rows_before_head"]
     if isinstance(temperature, Tensor) and temperature.numel() == 1:
-        temperature = temperature.detach().reshape(1).expand(ids.numel())
+        # Counting the rows waits for the device anyway; otherwise nothing does.
+        temperature = temperature.item() if skip else temperature.detach().reshape(1).expand(ids.numel())
     head = Head(temperature=temperature, scale=options["scale"], softcap=options["softcap"])
     bias = None if options["bias"] is None else options["bias"]()
     return score_hidden(
@@ -98,6 +103,7 @@ def _from_hidden(
         weight,
         ids,
         options["audit"],
+        skip=skip,
         bias=bias,
         head=head,
         shard=shard,
@@ -186,7 +192,8 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
             'install("verl"): bias must be a function that returns the bias of the head, for example '
             "lambda: model.lm_head.bias, so that it is read where FSDP has gathered it."
         )
-    return [*_fused(), *_on_logits(), *_on_parallel_logits()]
+    rows = before_the_head() if options["rows_before_head"] else []
+    return [*_fused(), *_on_logits(), *_on_parallel_logits(), *rows]
 
 
 def _fused() -> list[Replacement]:
@@ -279,6 +286,7 @@ HOST = Host(
         "hidden_grad": Option("partial", '"reduced": linear_cross_entropy sums the gradient of hidden over its group'),
         "inplace_backward": Option(True, "False: never write a gradient over the logits, whatever the caller allows"),
         "memory": Option("256MiB", "working memory of the fused heads"),
+        "rows_before_head": Option(False, "True: fused heads multiply response rows alone, with zeros at prompt rows"),
         "scale": Option(1.0, "factor on the logits of the fused heads, before softcap and temperature"),
         "softcap": Option(None, "final logit softcapping of the fused heads"),
     },
