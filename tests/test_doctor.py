@@ -26,6 +26,7 @@ def _plain_torch_only(monkeypatch):
     monkeypatch.setattr(doctor, "HOSTS", ())
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_every_backend_that_runs_is_exact_here(monkeypatch):
     monkeypatch.setattr(doctor, "HOSTS", ())
     findings = examine(CPU)

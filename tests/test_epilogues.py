@@ -268,7 +268,9 @@ def test_confident_rows(kept: int, monkeypatch, device: torch.device):
         assert (out.logprob <= 0).all()
         torch.testing.assert_close(out.logprob.double(), right, rtol=1e-5, atol=1e-6)
         errors.append((hidden.grad.double() - exact.grad).norm(dim=1) / exact.grad.norm(dim=1))
-    assert (errors[0] <= 2 * errors[1] + 4e-3).all()
+    # s is 1 and a little, and rounded once: half a unit in the last place of 1 is then that much of the little.
+    once = 2.0**-24 / -torch.expm1(right.detach())
+    assert (errors[0] <= 2 * errors[1] + 4e-3 + once).all()
 
 
 # Batches, and memory.

@@ -45,9 +45,9 @@ def test_a_bounded_run(first: int):
 # The interpreter's own arithmetic warns of products below the range, whose exponential is 0.
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
 @pytest.mark.parametrize("story", CORPUS)
-def test_past_failures(story: str):
+def test_past_failures(story: str, device: torch.device):
     for case in CORPUS[story]:
-        found = verdict(case)
+        found = verdict(case, device.type)
         assert found.kind != "wrong", f"{case}: {found.reason}"
 
 

@@ -72,15 +72,17 @@ def test_it_is_found_as_an_entry_point(tmp_path, monkeypatch):
     assert entry.load()(version=1) is PROVIDER
 
 
-def test_capabilities_are_true():
+def test_capabilities_are_true(device: torch.device):
     """Every dtype and backend that is listed runs here, or says before the call why it does not."""
     can = PROVIDER.capabilities()
     assert can.version == 1
-    target = torch.tensor([1, 2, 0])
+    target = torch.tensor([1, 2, 0], device=device)
     for dtype in can.dtypes:
-        assert PROVIDER.logprobs_from_logits(torch.zeros(3, 4, dtype=dtype), target).logprob.isfinite().all()
+        logits = torch.zeros(3, 4, dtype=dtype, device=device)
+        assert PROVIDER.logprobs_from_logits(logits, target).logprob.isfinite().all()
     for backend in can.backends:
-        assert PROVIDER.logprobs_from_logits(torch.zeros(3, 4), target, backend=backend).logprob.isfinite().all()
+        logits = torch.zeros(3, 4, device=device)
+        assert PROVIDER.logprobs_from_logits(logits, target, backend=backend).logprob.isfinite().all()
     assert set(can.devices) == {"cpu", "cuda"}
     assert can.parallel == ("vocabulary", "sequence", "zigzag", "contiguous")
     assert can.why_not("policy_loss", torch.zeros(2, 2), ["advantage"]) is None

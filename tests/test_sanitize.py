@@ -47,13 +47,13 @@ CLEAN = {
 
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
 @pytest.mark.usefixtures("one_thread")
-def test_the_program_launches_every_kernel(monkeypatch):
+def test_the_program_launches_every_kernel(monkeypatch, device: torch.device):
     """A new kernel that no call of the program launches fails here, and on the GPU."""
     # The interpreter is slow, and what is launched does not depend on the width.
     monkeypatch.setattr(sanitize, "COLUMNS", 67)
     small = {name: entry for name, entry in sanitize.CALLS.items() if "tile" not in name and "padding" not in name}
     monkeypatch.setattr(sanitize, "CALLS", small)
-    launched = sanitize.launched_by("cpu", (torch.bfloat16,))
+    launched = sanitize.launched_by(device.type, (torch.bfloat16,))
     assert sorted(launched) == NAMES
     assert min(launched.values()) > 0
 
