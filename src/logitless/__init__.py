@@ -3,6 +3,10 @@
 from logitless import provider as provider
 from logitless.adapters import install, status, uninstall
 from logitless.backends import choose_backend
+from logitless.backends.divergences import Divergence
+from logitless.distill import Teacher, Teachers
+from logitless.distill.divergence import DivergenceStats, linear_divergence
+from logitless.distill.from_logits import divergence
 from logitless.errors import LogitlessError
 from logitless.explain import explain
 from logitless.from_hidden.entropy_sample import sampled_entropy
@@ -21,6 +25,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Contiguous",
+    "Divergence",
+    "DivergenceStats",
     "Head",
     "Kept",
     "LogitlessError",
@@ -28,14 +34,18 @@ __all__ = [
     "Objective",
     "PolicyHead",
     "Rows",
+    "Teacher",
+    "Teachers",
     "TokenStats",
     "VocabShard",
     "Zigzag",
     "choose_backend",
     "count_over",
+    "divergence",
     "estimate",
     "explain",
     "install",
+    "linear_divergence",
     "linear_logprobs",
     "linear_policy_loss",
     "logprobs",

@@ -217,7 +217,7 @@ def _logits_gradient(
     """Gradient of the logits, in a buffer of its own or over them."""
     logits, logprob, norm = saved.logits, saved.logprob, Normaliser(saved.reference, saved.log_sum)
     problem = _problem(logits, saved.rows, saved.column, saved.gain, call)
-    out, out_index = _gradient_buffer(logits, saved.rows, problem, dtype, call.overwrite)
+    out, out_index = gradient_buffer(logits, saved.rows, problem, dtype, call.overwrite)
     g_logprob = torch.zeros_like(logprob) if g_logprob is None else g_logprob.contiguous()
     # The compiler passes zeros for a result that has no gradient.
     g_entropy = None if saved.mean is None else g_entropy
@@ -246,11 +246,11 @@ def _logits_gradient(
 
 
 def _problem(logits: Tensor, index: Tensor, column: Tensor, gain: Tensor, call: Call) -> Problem:
-    matrix, index = _as_matrix(logits, index)
+    matrix, index = as_matrix(logits, index)
     return Problem(matrix, index, column, gain, call.squash, call.columns, call.entropy, call.memory)
 
 
-def _as_matrix(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+def as_matrix(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """``[T, V]`` view of ``[..., V]`` logits, and the index into it. Never a copy.
 
     Leading dimensions that do not collapse, as in ``x[:, :-1]``, become rows with gaps between them: the view spans the
@@ -282,7 +282,7 @@ def _gather_support(
     return Support.of(Kept(ids, lengths), target, call.start, call.vocab_size).logits(problem)
 
 
-def _gradient_buffer(
+def gradient_buffer(
     logits: Tensor, index: Tensor, problem: Problem, dtype: torch.dtype, overwrite: bool
 ) -> tuple[Tensor, Tensor]:
     """The matrix that receives the gradient, and the rows of it that correspond to the problem's rows."""

@@ -254,6 +254,16 @@ def narrowing_sizes(columns: int) -> dict[str, Any]:
     return {"BLOCK": min(2048, _power_of_two(columns)), "num_warps": 16 if columns > TILE else 4}
 
 
+def divergence_sizes(columns: int) -> dict[str, Any]:
+    """Columns per step, warps, and loads in flight of the kernel that reads a student and its teacher."""
+    return {"BLOCK": min(2048, _power_of_two(columns)), "STAGES": 3, "num_warps": 8 if columns > TILE else 4}
+
+
+def divergence_gradient_sizes(columns: int) -> dict[str, Any]:
+    """Columns per step and warps of the kernel that writes the gradient of their divergence."""
+    return {"BLOCK": min(2048, _power_of_two(columns)), "num_warps": 8 if columns > TILE else 4}
+
+
 def dots_sizes(width: int) -> dict[str, Any]:
     """Pairs per program, columns per step, loads in flight and warps of the kernel of listed dot products."""
     return {"ENTRIES": 16, "BLOCK": min(256, _power_of_two(width)), "STAGES": 3, "num_warps": 4}

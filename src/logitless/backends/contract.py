@@ -13,6 +13,11 @@ five for the paths from hidden states:
     rescale(x, factor, out) -> None                             out = x * factor, row by row
     mix(x, by, y, index, times, out) -> None                    out = x * by + y[index] * times, row by row
 
+two for a student beside its teacher:
+
+    divergence(pair, out) -> None                               [2, R] divergence, and mean slope, over these columns
+    divergence_gradient(pair, mean, by, coef, out, out_index)   d of the student's logits, written over all of ``out``
+
 and two for supports from hidden states, where there are no logits, on flat lists of pairs of rows:
 
     dots(x, at_x, y, at_y, out, memory) -> None                 out[e] = x[at_x[e]] . y[at_y[e]]
@@ -31,7 +36,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.softmax import WIDTH
+from logitless.backends.divergences import Divergence
+from logitless.softmax import WIDTH, Normaliser
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,14 +74,43 @@ class Problem:
         return self.column.numel()
 
     def cut(self, start: int, stop: int) -> Problem:
-        """Rows ``start .. stop`` of a problem whose rows are all in order."""
-        assert self.index is None
-        rows = {name: getattr(self, name)[start:stop] for name in ("logits", "column", "gain")}
-        return replace(self, **rows)
+        """Rows ``start .. stop`` of the problem."""
+        where = "logits" if self.index is None else "index"
+        return replace(self, **{name: getattr(self, name)[start:stop] for name in (where, "column", "gain")})
 
     def empty_statistic(self) -> Tensor:
         """``[4 + number of further sums, R]``, to be filled."""
         return self.gain.new_empty((WIDTH + len(self.further), self.num_rows))
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """Logits of a student and of its teacher for the same rows and columns, both normalised.
+
+    Attributes:
+        student: with the target's column; a row to skip has no divergence.
+        teacher: the same number of rows. It may have fewer columns: the rest have probability 0.
+        norm, teacher_norm: of the two, over the whole vocabulary.
+        kind: which divergence.
+    """
+
+    student: Problem
+    teacher: Problem
+    norm: Normaliser
+    teacher_norm: Normaliser
+    kind: Divergence
+
+    def cut(self, start: int, stop: int) -> Pair:
+        """Rows ``start .. stop`` of it."""
+        rows = slice(start, stop)
+        norms = (self.norm.cut(rows), self.teacher_norm.cut(rows))
+        return Pair(self.student.cut(start, stop), self.teacher.cut(start, stop), *norms, self.kind)
+
+    @property
+    def shift(self) -> Tensor:
+        """``[R]`` what ``log q - log p`` is less than the difference of the two logits."""
+        (m, log_sum), (teacher_m, teacher_log_sum) = self.norm, self.teacher_norm
+        return (teacher_m - m) + (teacher_log_sum - log_sum)
 
 
 SLACK = 8.0

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from logitless.backends.contract import Problem, Running, over
+from logitless.backends.contract import Pair, Problem, Running, over
+from logitless.backends.divergences import Element, elements
 from logitless.machine import pieces
 from logitless.softmax import FLOOR, FURTHER, SKIP, TINY, Coefficients, Normaliser, Statistic
 
@@ -119,6 +120,51 @@ def gradient_from(
         columns = torch.arange(problem.first + piece.start, problem.first + piece.stop, device=e.device)
         dz = torch.where(columns == problem.column[:, None], coef.at_target[:, None], dz) * problem.gain[:, None]
         out[:, piece] = dz.masked_fill((problem.column == SKIP)[:, None], 0.0)
+
+
+def divergence(pair: Pair, out: Tensor) -> None:
+    """The divergence of each row over these columns, and the sum of ``p slope``; 0 of a row to skip."""
+    element, _, _ = _compared(pair)
+    skipped = pair.student.column == SKIP
+    for line, x in zip(out, element, strict=True):
+        line.copy_(x.sum(-1).masked_fill(skipped, 0.0))
+
+
+def divergence_gradient(
+    pair: Pair, mean: Tensor, by: Tensor, coef: Coefficients | None, out: Tensor, out_index: Tensor | None
+) -> None:
+    """d logits of the student: ``by`` times that of the divergence, and what ``coef`` says, as in :func:`gradient`.
+
+    Args:
+        mean, by: ``[R]`` sum of ``p slope`` over the whole vocabulary, and the gradient of the row's divergence.
+        coef: for log-prob, entropy and log Z, or None.
+        out: may lie over the student's logits, in a narrower dtype too.
+    """
+    problem = pair.student
+    element, p, slope = _compared(pair)
+    # By selection: of a row that has no gradient not even an infinite slope arrives.
+    dz = torch.where((by == 0)[:, None], 0.0, by[:, None] * (element.weighted_slope - p * mean[:, None]))
+    if coef is not None:
+        z, _ = transformed(problem)
+        inner = coef.plain[:, None]
+        if coef.product is not None:
+            inner = inner + coef.product[:, None] * (z - pair.norm.reference[:, None]).clamp_min(FLOOR)
+        columns = torch.arange(problem.first, problem.first + problem.columns, device=z.device)
+        dz = dz + torch.where(columns == problem.column[:, None], coef.at_target[:, None], p * inner)
+    dz = dz * slope
+    dz = dz.masked_fill((problem.column == SKIP)[:, None], 0.0).to(out.dtype)
+    out.zero_()
+    out[slice(None) if out_index is None else out_index, : problem.columns] = dz
+
+
+def _compared(pair: Pair) -> tuple[Element, Tensor, Tensor]:
+    """Every element's share of the divergence, p, and ``dz/dx``."""
+    (z, slope), (y, _) = transformed(pair.student), transformed(pair.teacher)
+    y = torch.nn.functional.pad(y, (0, z.shape[1] - y.shape[1]), value=-torch.inf)
+    log_p = (z - pair.norm.reference[:, None]) - pair.norm.log_sum[:, None]
+    log_q = (y - pair.teacher_norm.reference[:, None]) - pair.teacher_norm.log_sum[:, None]
+    d = (y - z) - pair.shift[:, None]
+    return elements(log_p, log_q, d, pair.kind), log_p.exp(), slope
 
 
 def rescale(x: Tensor, factor: Tensor, out: Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from logitless.backends import reference as whole
-from logitless.backends.contract import Problem, Running, over
+from logitless.backends.contract import Pair, Problem, Running, over
 from logitless.machine import BLOCK, pieces
 from logitless.softmax import FLOOR, FURTHER, SKIP, Coefficients, Normaliser, Statistic, merge
 
@@ -49,7 +49,7 @@ def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor
         for columns in pieces(problem.columns, width, dry):
             # Passed on unnamed: a name would keep this tile alive while the next one is computed.
             _write_tile(out, into, columns.start, _tile_gradient(problem, norm, coef, rows, columns))
-    _zero_the_rest(out, out_index, problem.columns)
+    zero_the_rest(out, out_index, problem.columns)
 
 
 def gradient_over(problem: Problem, norm: Normaliser, coef: Coefficients, dtype: torch.dtype) -> Tensor:
@@ -120,7 +120,8 @@ def _place_targets(dz: Tensor, column: Tensor, value: Tensor) -> None:
     dz.scatter_(1, column, torch.where(inside, value[:, None], dz.gather(1, column)))
 
 
-def _zero_the_rest(out: Tensor, out_index: Tensor | None, columns: int) -> None:
+def zero_the_rest(out: Tensor, out_index: Tensor | None, columns: int) -> None:
+    """Zeros in the rows that have no gradient, and in the columns from ``columns`` on."""
     if out_index is not None and out_index.numel() < out.shape[0]:
         rest = torch.ones(out.shape[0], dtype=torch.bool, device=out.device).index_fill_(0, out_index, False)
         out.masked_fill_(rest[:, None], 0.0)
@@ -145,6 +146,33 @@ def gradient_from(
     for rows in _row_pieces(problem, min(slab, problem.columns)):
         part, norm_part, coef_part = problem.cut(rows.start, rows.stop), norm.cut(rows), coef.cut(rows)
         whole.gradient_from(part, references[:, rows], slab, norm_part, coef_part, out[rows])
+
+
+def divergence(pair: Pair, out: Tensor) -> None:
+    """Same as :func:`logitless.backends.reference.divergence`, some rows at a time."""
+    for rows in _pair_pieces(pair):
+        whole.divergence(pair.cut(rows.start, rows.stop), out[:, rows])
+
+
+def divergence_gradient(
+    pair: Pair, mean: Tensor, by: Tensor, coef: Coefficients | None, out: Tensor, out_index: Tensor | None
+) -> None:
+    """Same as :func:`logitless.backends.reference.divergence_gradient`, some rows at a time."""
+    columns = pair.student.columns
+    for rows in _pair_pieces(pair):
+        some = out[rows, :columns] if out_index is None else out.new_empty((rows.stop - rows.start, columns))
+        coef_part = None if coef is None else coef.cut(rows)
+        whole.divergence_gradient(pair.cut(rows.start, rows.stop), mean[rows], by[rows], coef_part, some, None)
+        if out_index is not None:
+            _write_tile(out, out_index[rows], 0, some)
+    zero_the_rest(out, out_index, columns)
+
+
+def _pair_pieces(pair: Pair) -> list[slice]:
+    """Ranges of rows for which two dozen temporaries of the whole-tensor twin fit the budget."""
+    problem = pair.student
+    rows = max(1, problem.memory // (24 * max(1, problem.columns) * problem.gain.element_size()))
+    return pieces(problem.num_rows, rows, problem.logits.is_meta)
 
 
 def rescale(x: Tensor, factor: Tensor, out: Tensor) -> None:

@@ -68,8 +68,14 @@ class Terms:
     support: SupportTerms | None = None
     exponentials: Exponentials | None = None
 
-    def write(self, p: Projection, tile: Problem, norm: Normaliser, coef: Coefficients, out: Tensor) -> None:
-        """dZ of a tile into ``out``. With a support, the tile holds all rows."""
+    def cut(self, start: int, stop: int) -> Terms:
+        """Those of rows ``start .. stop``. A support, and stored exponentials, stay those of all rows."""
+        rows = slice(start, stop)
+        return replace(self, norm=self.norm.cut(rows), coef=self.coef.cut(rows))
+
+    def write(self, p: Projection, tile: Problem, out: Tensor) -> None:
+        """dZ of a tile, whose rows these terms are of, into ``out``. With a support, the tile holds all rows."""
+        norm, coef = self.norm, self.coef
         if self.support is None:
             p.backend.gradient(tile, norm, coef, out, None)
             return
@@ -168,7 +174,7 @@ class _Block:
         p, tiles, terms: of the loop.
         logits: memory of a tile; None where there is none.
         d_z: memory of the block.
-        cut: ``(start, stop)`` to those rows of ``p``, normaliser and coefficients. Remembered: cutting takes the CPU
+        cut: ``(start, stop)`` to those rows of ``p``, and their terms. Remembered: cutting takes the CPU
             as long as a launch, and the same rows come again with every slab.
     """
 
@@ -177,12 +183,12 @@ class _Block:
     terms: Terms
     logits: Tensor | None
     d_z: Tensor
-    cut: Callable[[int, int], tuple[Projection, Normaliser, Coefficients]]
+    cut: Callable[[int, int], tuple[Projection, Terms]]
 
     @staticmethod
     def make(p: Projection, tiles: Tiles, terms: Terms) -> _Block:
-        def cut(start: int, stop: int) -> tuple[Projection, Normaliser, Coefficients]:
-            return p.cut(start, stop), terms.norm.cut(slice(start, stop)), terms.coef.cut(slice(start, stop))
+        def cut(start: int, stop: int) -> tuple[Projection, Terms]:
+            return p.cut(start, stop), terms.cut(start, stop)
 
         d_z = p.empty((min(tiles.block, len(p.hidden)), tiles.columns), p.hidden.dtype)
         logits = None if tiles.fused else p.empty_tile(tiles)
@@ -194,18 +200,18 @@ class _Block:
         stored, start = self.terms.exponentials, rows.start
         if stored is not None and start < stored.rows:
             start = min(rows.stop, stored.rows)
-            p, norm, coef = self.cut(rows.start, start)
+            p, terms = self.cut(rows.start, start)
             into = out[: start - rows.start]
             memory = self.tiles.elementwise
-            stored.cut(rows.start, start).write_gradient(p, norm, coef, memory, columns.start, into)
+            stored.cut(rows.start, start).write_gradient(p, terms.norm, terms.coef, memory, columns.start, into)
         for some in pieces(rows.stop - start, self.tiles.rows, self.p.hidden.is_meta):
-            p, norm, coef = self.cut(start + some.start, start + some.stop)
+            p, terms = self.cut(start + some.start, start + some.stop)
             first = start - rows.start + some.start
             into = out[first : first + len(p.hidden)]
             if self.logits is None:
-                products.gradient(p.product(columns), norm, coef, into)
+                products.gradient(p.product(columns), terms.norm, terms.coef, into)
             else:
-                self.terms.write(p, p.tile(self.logits, self.tiles, columns.start), norm, coef, into)
+                terms.write(p, p.tile(self.logits, self.tiles, columns.start), into)
         return out
 
 

@@ -210,6 +210,20 @@ def chunk_tiles(shape: Shape, memory: int) -> Tiles:
     return Tiles(rows, columns, rows, _divide(shape.machine, memory)[1])
 
 
+def even_chunks(num_rows: int, most: int) -> tuple[tuple[int, int], ...]:
+    """As few chunks of at most ``most`` rows as will do, all about as long.
+
+    >>> even_chunks(1000, 300)
+    ((0, 256), (256, 512), (512, 768), (768, 1000))
+    """
+    if num_rows == 0:
+        return ()
+    rows = -(-num_rows // -(-num_rows // most))
+    filled = -(-rows // ALIGNED) * ALIGNED
+    rows = filled if filled <= most else max(1, most - most % ALIGNED) if most >= ALIGNED else rows
+    return tuple((start, min(start + rows, num_rows)) for start in range(0, num_rows, rows))
+
+
 def exponentials_row(shape: Shape, slab: int) -> int:
     """Bytes of a row of exponentials: in the operands' dtype, with a float32 reference per slab of so many columns, or
     per tile of a product that writes them."""

@@ -39,7 +39,7 @@ NAMES = {
     "support": "support",
     "backends.triton.products:statistic_parts": "parts of the statistic",
     "backends": "work of the backend",
-    "from_logits:_gradient_buffer": "d_logits",
+    "from_logits:gradient_buffer": "d_logits",
     "memory.step:plain": "plain torch",
     "memory.step:plain_linear": "plain torch",
     "": "vectors of each row",

@@ -27,9 +27,10 @@ from logitless.from_hidden.plan import (
     Tiles,
     choose_plan,
     chunk_tiles,
+    even_chunks,
     exponentials_row,
 )
-from logitless.machine import ALIGNED, ENOUGH, SLAB, Costs, Machine, product_sizes
+from logitless.machine import ENOUGH, SLAB, Costs, Machine, product_sizes
 from logitless.objectives import Objective
 from logitless.spec import parse_memory
 
@@ -278,20 +279,6 @@ def two_pass_seconds(costs: Costs, shape: LossShape, memory: int) -> float:
 
 def _product_seconds(costs: Costs, shape: LossShape) -> float:
     return 2 * shape.sizes.rows * shape.sizes.columns * shape.hidden / costs.flops
-
-
-def even_chunks(num_rows: int, most: int) -> tuple[tuple[int, int], ...]:
-    """As few chunks of at most ``most`` rows as will do, all about as long.
-
-    >>> even_chunks(1000, 300)
-    ((0, 256), (256, 512), (512, 768), (768, 1000))
-    """
-    if num_rows == 0:
-        return ()
-    rows = -(-num_rows // -(-num_rows // most))
-    filled = -(-rows // ALIGNED) * ALIGNED
-    rows = filled if filled <= most else max(1, most - most % ALIGNED) if most >= ALIGNED else rows
-    return tuple((start, min(start + rows, num_rows)) for start in range(0, num_rows, rows))
 
 
 def whole_samples(counts: Sequence[int], most: int) -> tuple[tuple[int, int], ...]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.backends.contract import Problem, Running, over
+from logitless.backends.contract import Pair, Problem, Running, over
 from logitless.errors import LogitlessError
 from logitless.machine import (
     dots_sizes,
@@ -397,3 +397,20 @@ def _refuse(reason: str | None) -> None:
             f'backend="triton" cannot run here: {reason}. Use backend="auto" or "tiled"; to run the kernels on CPU, '
             f"set TRITON_INTERPRET=1 before Python starts."
         )
+
+
+def divergence(pair: Pair, out: Tensor) -> None:
+    """Same as :func:`logitless.backends.reference.divergence`."""
+    _pairs().divergence(pair, out)
+
+
+def divergence_gradient(
+    pair: Pair, mean: Tensor, by: Tensor, coef: Coefficients | None, out: Tensor, out_index: Tensor | None
+) -> None:
+    """Same as :func:`logitless.backends.reference.divergence_gradient`."""
+    _pairs().divergence_gradient(pair, mean, by, coef, out, out_index)
+
+
+@functools.cache
+def _pairs() -> Any:
+    return importlib.import_module("logitless.backends.triton.divergences")

@@ -1,0 +1,169 @@
+"""Divergences of two distributions over the same columns, element by element.
+
+With p the student's probability of a column, q the teacher's, and ``d = log q - log p``:
+
+                              what a column adds                               slope
+    forward_kl    KL(q || p)  q d - q + p                                      1 - q / p
+    reverse_kl    KL(p || q)  -p d - p + q                                     -d
+    alpha         Amari's     (a p + (1-a) q - p^a q^(1-a)) / (a (1-a))        (1 - (q/p)^(1-a)) / (1-a)
+    hellinger     squared     (sqrt p - sqrt q)^2 / 2                          (1 - sqrt(q/p)) / 2
+    jsd           to a mix    b q log(q / m) + (1-b) p log(p / m)              (1-b) log(p / m)
+    tv            variation   |p - q| / 2                                      sign(p - q) / 2
+
+where the mix is ``m = b q + (1 - b) p``.
+
+Each term is 0 where p = q and never negative, so that nothing cancels in their sum: what the textbook's form leaves out
+(``- q + p``) adds up to 0 over the row. The first four are one family, with ``c = 1 - a`` of 1, 0, 1 - a and 1/2. Near
+d = 0 its terms are ``p sum_k d^k / k! (1 + c + ... + c^(k-2))``; evaluating the formula there would round d^2 away.
+
+The gradient by the student's logits is ``p slope - p mean``, with ``mean`` the sum of ``p slope`` over the row.
+
+Where both probabilities are 0 a column adds nothing. Where only the other's is, ``forward_kl`` (p = 0) and
+``reverse_kl`` (q = 0) are infinite, as defined, and the others finite.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.errors import LogitlessError, did_you_mean
+
+Kind = Literal["forward_kl", "reverse_kl", "jsd", "tv", "hellinger", "alpha"]
+
+KINDS = ("forward_kl", "reverse_kl", "jsd", "tv", "hellinger", "alpha")
+
+ORDER = 9
+"""Of the polynomials near 0."""
+
+NEAR = {torch.float32: (0.5, 0.1), torch.float64: (0.02, 0.005)}
+"""Up to which ``|d|`` they stand in, for the family and for jsd: there they are exact to the last digits."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Which divergence, with its number.
+
+    Args:
+        kind: ``"forward_kl"`` is the teacher's over the student's, ``"reverse_kl"`` the student's over the teacher's.
+        beta: of ``"jsd"``: the teacher's share of the mixture, between 0 and 1.
+        alpha: of ``"alpha"``, between 0, where it tends to the forward KL, and 1, where it tends to the reverse one.
+
+    >>> Divergence("reverse-kl")
+    Traceback (most recent call last):
+    logitless.errors.LogitlessError: divergence: kind 'reverse-kl' is not known. Did you mean 'reverse_kl'?
+    Known: forward_kl, reverse_kl, jsd, tv, hellinger, alpha.
+    """
+
+    kind: Kind = "reverse_kl"
+    beta: float = 0.5
+    alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            hint = did_you_mean(str(self.kind), KINDS)
+            raise LogitlessError(f"divergence: kind {self.kind!r} is not known.{hint}\nKnown: {', '.join(KINDS)}.")
+        mixture = "the teacher's share of the mixture"
+        for name, x, what in (("beta", self.beta, mixture), ("alpha", self.alpha, "a power")):
+            if isinstance(x, bool) or not isinstance(x, (int, float)) or not 0 < x < 1:
+                raise LogitlessError(
+                    f"divergence: {name} is {what}, between 0 and 1, but is {x!r}. At the ends use "
+                    f'kind="forward_kl" or "reverse_kl".'
+                )
+
+    @staticmethod
+    def of(given: Divergence | str, beta: float = 0.5, alpha: float = 0.5) -> Divergence:
+        """From a name, or as it is."""
+        return given if isinstance(given, Divergence) else Divergence(given, beta, alpha)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def power(self) -> float | None:
+        """``c`` of the family; None for the two that are not of it."""
+        powers = {"forward_kl": 1.0, "reverse_kl": 0.0, "hellinger": 0.5, "alpha": 1.0 - self.alpha}
+        return powers.get(self.kind)
+
+    @property
+    def factor(self) -> float:
+        """What the family's terms are multiplied by."""
+        return 0.25 if self.kind == "hellinger" else 1.0
+
+
+class Element(NamedTuple):
+    """Of every element: what it adds to the divergence, and ``p slope``."""
+
+    term: Tensor
+    weighted_slope: Tensor
+
+
+def elements(log_p: Tensor, log_q: Tensor, d: Tensor, what: Divergence) -> Element:
+    """Terms and weighted slopes. ``d`` is ``log q - log p``, which the caller knows better than the difference of two
+    rounded numbers does."""
+    nowhere = (log_p == -torch.inf) & (log_q == -torch.inf)
+    d = d.masked_fill(nowhere, 0.0)
+    p, q = log_p.exp(), log_q.exp()
+    if what.kind == "tv":
+        found = _total_variation(p, q, d)
+    elif what.power is None:
+        found = _jensen_shannon(p, q, d, what.beta)
+    else:
+        found = _family(log_p, log_q, d, what.power, what.factor)
+    return found
+
+
+def series(d: Tensor, c: float) -> Tensor:
+    """``sum over k of d^k / k! (1 + c + ... + c^(k-2))``, from k = 2 to ORDER."""
+    factorial, sums, coefficients = 1.0, 0.0, []
+    for k in range(2, ORDER + 1):
+        factorial, sums = factorial * k, sums + c ** (k - 2)
+        coefficients.append(sums / factorial)
+    total = torch.zeros_like(d)
+    for coefficient in reversed(coefficients):
+        total = total * d + coefficient
+    return total * d * d
+
+
+def _family(log_p: Tensor, log_q: Tensor, d: Tensor, c: float, factor: float) -> Element:
+    p, q = log_p.exp(), log_q.exp()
+    near = d.abs() < NEAR[d.dtype][0]
+    small = torch.where(near, d, 0.0)
+    if c == 1.0:
+        far, slope = torch.where(q > 0, q * d, 0.0) - (q - p), p - q
+    elif c == 0.0:
+        slope = torch.where(p > 0, -p * d, 0.0)
+        far = slope - (p - q)
+    else:
+        between = ((1 - c) * log_p + c * log_q).exp().masked_fill((p == 0) | (q == 0), 0.0)
+        far, slope = ((1 - c) * p + c * q - between) / (c * (1 - c)), (p - between) / c
+    if c != 0.0:
+        slope = torch.where(near, -p * torch.expm1(c * small) / c, slope)
+    return Element(factor * torch.where(near, p * series(small, c), far), factor * slope)
+
+
+def _jensen_shannon(p: Tensor, q: Tensor, d: Tensor, beta: float) -> Element:
+    near = d.abs() < NEAR[d.dtype][1]
+    x = torch.expm1(torch.where(near, d, 0.0))
+    # log(m / p) and log(q / m), by whichever of p and q is larger.
+    ratio = torch.exp(-d.abs())
+    to_p = torch.log((1 - beta) + beta * ratio)
+    to_q = torch.log(beta + (1 - beta) * ratio)
+    over_p, over_q = torch.where(d > 0, d + to_q, to_p), torch.where(d > 0, -to_q, d - to_p)
+    far = torch.where(q > 0, beta * q * over_q, 0.0) - torch.where(p > 0, (1 - beta) * p * over_p, 0.0)
+    slope = torch.where(p > 0, -(1 - beta) * p * torch.where(near, torch.log1p(beta * x), over_p), 0.0)
+    return Element(torch.where(near, p * (beta * _h(x) - _h(beta * x)), far), slope)
+
+
+def _h(x: Tensor) -> Tensor:
+    """``(1 + x) log(1 + x) - x`` for small x."""
+    total = torch.zeros_like(x)
+    for k in range(ORDER, 1, -1):
+        total = total * x + (-1.0) ** k / (k * (k - 1))
+    return total * x * x
+
+
+def _total_variation(p: Tensor, q: Tensor, d: Tensor) -> Element:
+    near = d.abs() < NEAR[d.dtype][0]
+    difference = torch.where(near, p * torch.expm1(torch.where(near, d, 0.0)), q - p)
+    return Element(0.5 * difference.abs(), -0.5 * p * d.sign())

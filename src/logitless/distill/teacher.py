@@ -1,0 +1,121 @@
+"""``Teacher``: where the other distribution of each row comes from. No gradient flows to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from logitless.errors import LogitlessError
+from logitless.spec import Head, inspectable
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class Teacher:
+    """A model's hidden states and head, whose distribution the student's is compared with.
+
+    Args:
+        hidden: ``[..., E]`` of the same tokens as the student's; the size E and the dtype are its own.
+        weight: ``[W, E]`` of its head. Under a shard, the rows of the columns that are here, as the student's.
+        bias: ``[W]`` or None.
+        head: its own temperature, scale, softcap and true vocabulary size; default ``Head()``.
+        ids: ``[W]`` the student's id of each of its columns, where the vocabularies differ; -1 for a column that the
+            student does not have. Without, column i is the student's column i, and there may be fewer.
+
+    >>> Teacher(torch.zeros(2, 3), torch.zeros(4, 5))
+    Traceback (most recent call last):
+    logitless.errors.LogitlessError: Teacher: weight must be [W, 3] to go with hidden of size 3 but is [4, 5].
+    """
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None = None
+    head: Head | None = None
+    ids: Tensor | None = None
+    logits: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("logits",) if self.logits is not None else ("hidden", "weight"):
+            x = getattr(self, name)
+            if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.dim() < (2 if name == "weight" else 1):
+                came = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+                raise LogitlessError(f"Teacher: {name} must be a tensor of floats but is {came}.")
+        if self.head is not None and not isinstance(self.head, Head):
+            raise LogitlessError(f"Teacher: head must be a Head or None but is {type(self.head).__name__}.")
+        if self.hidden is not None and self.weight is not None:
+            self._check_head(self.hidden, self.weight)
+        if self.ids is not None:
+            self._check_ids(self.ids)
+
+    @staticmethod
+    def from_logits(logits: Tensor, head: Head | None = None, ids: Tensor | None = None) -> Teacher:
+        """From logits ``[..., W]`` of the same tokens, which exist already."""
+        return Teacher(None, None, head=head, ids=ids, logits=logits)
+
+    @property
+    def width(self) -> int:
+        """Its columns, padding included."""
+        x = self.weight if self.logits is None else self.logits.mT
+        assert x is not None
+        return x.shape[-2]
+
+    @property
+    def tokens(self) -> Tensor:
+        """Whichever has one row per token, without graph."""
+        x = self.hidden if self.logits is None else self.logits
+        assert x is not None
+        return x.detach()
+
+    def _check_head(self, hidden: Tensor, weight: Tensor) -> None:
+        if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+            raise LogitlessError(
+                f"Teacher: weight must be [W, {hidden.shape[-1]}] to go with hidden of size {hidden.shape[-1]} but is "
+                f"{list(weight.shape)}."
+            )
+        if weight.dtype != hidden.dtype or weight.device != hidden.device:
+            raise LogitlessError(
+                f"Teacher: hidden is {hidden.dtype} on {hidden.device} but weight {weight.dtype} on {weight.device}. "
+                f"Bring them together."
+            )
+        if self.bias is not None and tuple(self.bias.shape) != (weight.shape[0],):
+            raise LogitlessError(f"Teacher: bias must be [{weight.shape[0]}] but is {list(self.bias.shape)}.")
+
+    def _check_ids(self, ids: Tensor) -> None:
+        if ids.dtype != torch.int64 or tuple(ids.shape) != (self.width,):
+            raise LogitlessError(
+                f"Teacher: ids must be int64 [{self.width}], the student's id of each column, but are {ids.dtype} "
+                f"{list(ids.shape)}."
+            )
+        if inspectable(ids):
+            real = ids[ids >= 0]
+            if len(real.unique()) != len(real):
+                raise LogitlessError("Teacher: ids name one of the student's ids twice. Give each column its own.")
+
+
+@dataclass(frozen=True, eq=False)
+class Teachers:
+    """Several teachers in one batch, one for each row.
+
+    Args:
+        members: each with hidden states (or logits) of all tokens, of which those of its own rows are read.
+        which: ``[R]`` int64 number of each row's teacher. A teacher per sample is ``per_sample[rows.sample]``.
+    """
+
+    members: Sequence[Teacher]
+    which: Tensor
+
+    def __post_init__(self) -> None:
+        if not self.members or not all(isinstance(x, Teacher) for x in self.members):
+            raise LogitlessError("Teachers: members must be a sequence of at least one Teacher.")
+        if not isinstance(self.which, Tensor) or self.which.dim() != 1 or self.which.dtype != torch.int64:
+            raise LogitlessError("Teachers: which must be an int64 tensor of one number per row.")
+        if inspectable(self.which) and self.which.numel():
+            low, high = int(self.which.min()), int(self.which.max())
+            if low < 0 or high >= len(self.members):
+                raise LogitlessError(
+                    f"Teachers: which runs from {low} to {high}, but there are {len(self.members)} members."
+                )
