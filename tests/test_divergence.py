@@ -9,8 +9,8 @@ import torch
 from close import assert_close_to_truth, assert_gradient_close_to_truth
 from torch import Tensor
 
-from logitless.distill import Teacher
-from logitless.distill.divergence import linear_divergence
+import logitless as ll
+from logitless import Teacher, Teachers, linear_divergence
 
 # NumPy, which runs the kernels in Triton's interpreter, reports what a selection then leaves out.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered")
@@ -153,3 +153,70 @@ def test_float64(kind: str, device: torch.device):
     exact = right(batch, kind, torch.float64, **KINDS[kind])
     teacher = Teacher(batch.teacher_hidden, batch.teacher_weight)
     assert_right(ours(batch, teacher, kind, **KINDS[kind]), exact, exact)
+
+
+# As a loss.
+
+
+def loss_of(batch: Batch, teacher: Any, objective: ll.Objective, dtype: torch.dtype, **options) -> Outcome:
+    hidden, weight, bias = batch.leaves(dtype)
+    loss, metrics, stats = ll.linear_policy_loss(
+        hidden, weight, batch.target, objective, bias=bias, teacher=teacher, return_stats=True, **options
+    )
+    loss.backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert bias.grad is not None
+    assert "divergence_loss" in metrics.compute()
+    values = (loss.detach(), stats.divergence, stats.logprob, stats.teacher_entropy)
+    return Outcome(values, (hidden.grad, weight.grad, bias.grad))
+
+
+def loss_truth(batch: Batch, kind: str, dtype: torch.dtype, advantage: Tensor, **numbers) -> Outcome:
+    """REINFORCE with an entropy bonus and a divergence, in plain torch."""
+    hidden, weight, bias = batch.leaves(dtype)
+    z = hidden @ weight.T + bias
+    y = batch.teacher_hidden.to(dtype) @ batch.teacher_weight.to(dtype).T
+    counted, at = batch.target != -100, batch.target.clamp_min(0)[:, None]
+    log_p, log_q = z.log_softmax(-1), y.log_softmax(-1)
+    apart, logprob = textbook(z, y, kind, **numbers), log_p.gather(1, at)[:, 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    rows = -advantage.to(dtype) * logprob - 0.1 * entropy + 0.7 * apart
+    loss = torch.where(counted, rows, 0.0).sum() / counted.sum()
+    loss.backward()
+    values = [torch.where(counted, x, 0.0).detach() for x in (apart, logprob, -(log_q.exp() * log_q).sum(-1))]
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert bias.grad is not None
+    return Outcome((loss.detach(), *values), (hidden.grad, weight.grad, bias.grad))
+
+
+def assert_loss_right(found: Outcome, exact: Outcome, plain: Outcome) -> None:
+    for i, x in enumerate(zip(found.values, exact.values, plain.values, strict=True)):
+        assert_close_to_truth(*(torch.atleast_1d(y) for y in x), name=f"value {i}")
+    for name, *x in zip(("hidden", "weight", "bias"), found.gradients, exact.gradients, plain.gradients, strict=True):
+        assert_gradient_close_to_truth(*x, name=f"d_{name}")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["forward_kl", "jsd"])
+@pytest.mark.parametrize("route", ["one pass", "two passes"])
+def test_as_a_term_of_an_objective(route: str, kind: str, backend: str, device: torch.device, monkeypatch):
+    batch, advantage = Batch.draw(device), torch.randn(11, device=device)
+    advantage[5] = 0.0
+    what = ll.Divergence(kind, **KINDS[kind])  # pyright: ignore[reportArgumentType]
+    objective = ll.Objective(policy="reinforce", entropy_coef=0.1, divergence=what, divergence_coef=0.7)
+    teacher = Teacher(batch.teacher_hidden, batch.teacher_weight)
+    options: dict[str, Any] = {"backend": backend, "memory": 6000}
+    if route == "two passes":
+        monkeypatch.setattr("logitless.policy_loss.plan._obstacle", lambda *_: "the test says so")
+    plan = ll.explain(*batch[:2], batch.target, objective=objective, teacher=teacher, bias=batch.bias, **options)
+    hidden = batch.hidden.clone().requires_grad_()
+    plan = ll.explain(hidden, batch.weight, batch.target, objective=objective, teacher=teacher, **options)
+    assert plan.kind == route
+    assert ("4 matrix" in str(plan)) == (route == "one pass")
+    found = loss_of(batch, teacher, objective, torch.float32, advantage=advantage, **options)
+    exact, plain = (
+        loss_truth(batch, kind, dtype, advantage, **KINDS[kind]) for dtype in (torch.float64, torch.float32)
+    )
+    assert_loss_right(found, exact, plain)

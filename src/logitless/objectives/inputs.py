@@ -51,6 +51,7 @@ class Inputs:
             of the objective takes means over samples.
         group: process group that per-sample sums run over, or None if samples are not split.
         on_policy: the old log-probs are these log-probs: the ratio is 1, its gradient is not.
+        divergence: of the row's distribution from its teacher's, differentiable; None where there is no teacher.
     """
 
     logprob: Tensor
@@ -63,6 +64,7 @@ class Inputs:
     counts: tuple[int, ...] | None
     group: dist.ProcessGroup | None = None
     on_policy: bool = False
+    divergence: Tensor | None = None
 
     def __getattr__(self, name: str) -> Tensor:
         if name.startswith("_"):
@@ -120,12 +122,18 @@ class Inputs:
             self,
             logprob=self.logprob[part],
             entropy=None if self.entropy is None else self.entropy[part],
+            divergence=None if self.divergence is None else self.divergence[part],
             fields={name: x[part] for name, x in self.fields.items()},
             counted=self.counted[part],
             weight=self.weight[part],
             sample=self.sample[part],
             counts=counts,
         )
+
+    def ordered(self, order: Tensor) -> Inputs:
+        """The same rows in another order, which may cut through samples."""
+        vectors = {name: getattr(self, name)[order] for name in ("logprob", "counted", "weight", "sample")}
+        return replace(self, **vectors, fields={name: x[order] for name, x in self.fields.items()}, counts=None)
 
     def cleaned(self) -> Inputs:
         """The same rows with zeros where they are not counted, floating-point fields in the dtype of the log-probs.
@@ -138,6 +146,7 @@ class Inputs:
             self,
             logprob=torch.where(counted, self.logprob, 0.0),
             entropy=None if self.entropy is None else torch.where(counted, self.entropy, 0.0),
+            divergence=None if self.divergence is None else torch.where(counted, self.divergence, 0.0),
             fields={name: torch.where(counted, x, torch.zeros_like(x)) for name, x in fields.items()},
             weight=self.weight.to(dtype),
         )

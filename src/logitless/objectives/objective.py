@@ -1,6 +1,7 @@
 """``Objective``: the terms of a policy loss and their coefficients. It lists its parts and adds them up, nothing else.
 
-    loss = sum over rows of  weight * (correction * policy + kl_coef * KL - entropy_coef * entropy)
+    loss = sum over rows of  weight * (correction * policy + kl_coef * KL - entropy_coef * entropy
+                                       + divergence_coef * divergence)
 
 An objective knows what it needs (fields, entropy with or without a graph, whole samples), so that a missing field is an
 error before anything is computed. :meth:`Objective.evaluate` works on all rows or on a chunk of them; chunks and
@@ -17,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from logitless.backends.divergences import Divergence
 from logitless.collectives import agree_if, fingerprint, resolve_group
 from logitless.errors import LogitlessError, did_you_mean
 from logitless.objectives.checks import check_field, finite, resolve_bounds, resolve_clip, unknown
@@ -43,11 +45,12 @@ RECIPES: dict[str, dict[str, Any]] = {
     "reinforce": {"policy": "reinforce"},
     "reinforce++": {},
     "reinforce++_baseline": {"kl": "k2"},
+    "distill": {"policy": "none", "divergence": "reverse_kl", "divergence_coef": 1.0},
 }
 """How each recipe differs from the defaults. Advantages are the caller's; coefficients of KL and entropy stay 0."""
 
 
-OWN_METRICS = ("loss", "policy_loss", "kl_loss", "entropy_loss")
+OWN_METRICS = ("loss", "policy_loss", "kl_loss", "entropy_loss", "divergence_loss")
 """Sums that every objective reports, or may report."""
 
 
@@ -69,6 +72,8 @@ class Objective:
         kl: a name in ``KL_TERMS``, or a function ``f(logprob, ref_logprob)`` that returns ``[C]``.
         kl_coef: coefficient of the KL against ``ref_logprob`` in the loss.
         entropy_coef: coefficient of the entropy, which is subtracted from the loss.
+        divergence: from a teacher, by name or as a :class:`Divergence`; goes with ``teacher=`` of the loss.
+        divergence_coef: its coefficient in the loss.
         reduce: how rows become one number, see :mod:`logitless.objectives.reduction`.
         length: the fixed length of ``reduce="sample_sum"``.
 
@@ -89,6 +94,8 @@ class Objective:
     kl: str | Callable[[Tensor, Tensor], Tensor] | None = None
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
+    divergence: str | Divergence | None = None
+    divergence_coef: float = 0.0
     reduce: Reduction = "token_mean"
     length: int | None = None
 
@@ -101,6 +108,13 @@ class Objective:
                 raise LogitlessError(f"Objective: {name} must be a name or a function but is {value!r}.")
         finite("kl_coef", self.kl_coef)
         finite("entropy_coef", self.entropy_coef)
+        if finite("divergence_coef", self.divergence_coef) != 0 and self.divergence is None:
+            raise LogitlessError(
+                f"Objective: divergence_coef is {self.divergence_coef} but divergence is None. Name one, as "
+                f'divergence="reverse_kl".'
+            )
+        if self.divergence is not None:
+            Divergence.of(self.divergence)
         if self.kl_coef != 0 and self.kl is None:
             raise LogitlessError(f'Objective: kl_coef is {self.kl_coef} but kl is None. Name an estimator, as kl="k3".')
         if isinstance(self.needs, str) or not all(isinstance(name, str) for name in self.needs):
@@ -191,6 +205,7 @@ class Objective:
         return Inputs(
             logprob=placeholder if stats is None else stats.logprob,
             entropy=None if stats is None else stats.entropy,
+            divergence=getattr(stats, "divergence", None),
             fields=tensors,
             counted=rows.counted,
             weight=row_weights(
@@ -230,6 +245,13 @@ class Objective:
         if self.entropy_coef != 0:
             assert x.entropy is not None
             parts["entropy_loss"] = -self.entropy_coef * x.entropy
+        if self.divergence_coef != 0:
+            if x.divergence is None:
+                raise LogitlessError(
+                    "Objective: divergence_coef is set, but there is no divergence. Pass teacher= to "
+                    "linear_policy_loss, or results of linear_divergence."
+                )
+            parts["divergence_loss"] = self.divergence_coef * x.divergence
         sums = {name: torch.where(x.counted, x.weight * part, 0.0).sum() for name, part in parts.items()}
         return torch.stack(list(sums.values())).sum(), sums, values, correction
 
@@ -318,6 +340,8 @@ class Objective:
             means["advantage"] = x.advantage
         if x.entropy is not None:
             means["entropy"] = x.entropy
+        if x.divergence is not None:
+            means["divergence"] = x.divergence
         if x.has("old_logprob"):
             means["ratio"] = extremes["ratio"] = bounded_exp(x.log_ratio)
             means["approx_kl_k1"], means["approx_kl_k3"] = -x.log_ratio, k3(x.old_logprob, x.logprob)

@@ -76,6 +76,11 @@ def reinforce(inputs: Inputs) -> Tensor:
     return _weighed(-inputs.advantage, inputs.logprob)
 
 
+def none(inputs: Inputs) -> Tensor:
+    """0: for objectives of other terms alone, such as a divergence from a teacher."""
+    return torch.zeros_like(inputs.logprob)
+
+
 class PolicyTerm(NamedTuple):
     """A named policy term.
 
@@ -98,6 +103,7 @@ POLICY_TERMS = {
     "cispo": PolicyTerm(cispo),
     "sapo": PolicyTerm(sapo, numbers=("positive", "negative")),
     "reinforce": PolicyTerm(reinforce, needs=("advantage",)),
+    "none": PolicyTerm(none, needs=()),
 }
 
 

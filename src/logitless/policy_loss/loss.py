@@ -15,8 +15,13 @@ import torch
 from torch import Tensor
 
 from logitless.backends import load
+from logitless.backends.divergences import Divergence
 from logitless.call import Call, Options, Scope, as_products_take, recorded, resolve_hidden, together, untraced
 from logitless.collectives import agree_if, fingerprint
+from logitless.distill import Teacher, Teachers
+from logitless.distill.divergence import DivergenceStats, check_pair, pair_facts, score_pair
+from logitless.distill.pair import PairPlan
+from logitless.distill.source import Source, grouped
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.from_hidden.logprobs import head_fact, score
 from logitless.from_hidden.projection import Projection, hidden_gradient, selected_rows
@@ -62,6 +67,7 @@ def linear_policy_loss(
     prompt_tokens: Tensor | None = None,
     group: Any = None,
     check_group: bool = False,
+    teacher: Teacher | Teachers | None = None,
     return_stats: bool = False,
     **fields: Tensor | str | None,
 ) -> Any:
@@ -86,10 +92,12 @@ def linear_policy_loss(
         memory: bound on what is held of a chunk of rows: its logits or, where that makes for short chunks, 16-bit
             exponentials of them. Gradients and their accumulators come on top.
         denominator, prompt_tokens, group, check_group, fields: as for :meth:`Objective.__call__`.
+        teacher: for an objective with a ``divergence``, as for :func:`linear_divergence`. Four products instead of six.
 
     Returns:
         ``(loss, metrics)`` as from the objective: a part of the batch's loss, 0-dim, and :class:`Metrics`. With
-        ``return_stats`` also the rows' :class:`TokenStats` without graph: the old log-probs of later epochs, say.
+        ``return_stats`` also the rows' :class:`TokenStats` without graph (with a teacher :class:`DivergenceStats`): the
+        old log-probs of later epochs, say.
         ``explain(hidden, weight, rows, objective=...)`` tells whether it goes in one pass.
 
     Raises:
@@ -106,7 +114,7 @@ def linear_policy_loss(
     def resolve() -> tuple[Call, LossPlan, Inputs]:
         _check_objective(objective)
         _check_grad_scale(grad_scale, weight_grad)
-        call, plan = _resolve(hidden, weight, rows, objective, asked)
+        call, plan = _resolve(hidden, weight, rows, objective, asked, teacher)
         batch = {"denominator": denominator, "prompt_tokens": prompt_tokens, "group": group}
         return call, plan, objective.inputs(None, call.rows, fields, **batch)
 
@@ -122,10 +130,11 @@ def linear_policy_loss(
             check_group,
             group,
             NAME,
-            lambda: together(asked, resolve, lambda made: _facts(*made, objective) | facts),
+            lambda: together(asked, resolve, lambda made: _facts(*made, objective, teacher) | facts),
             lambda made: shared(*made) | facts,
         )
-        loss, metrics, stats = evaluate(hidden, weight, call, plan, objective, inputs, grad_scale, drop_zeros)
+        work = (call, plan, objective, inputs, grad_scale, drop_zeros, teacher)
+        loss, metrics, stats = evaluate(hidden, weight, *work)
     return (loss, metrics, stats) if return_stats else (loss, metrics)
 
 
@@ -138,37 +147,73 @@ def evaluate(
     inputs: Inputs,
     grad_scale: float | Tensor,
     drop_zeros: bool,
-) -> tuple[Tensor, Metrics, TokenStats]:
+    teacher: Teacher | Teachers | None = None,
+) -> tuple[Tensor, Metrics, TokenStats | DivergenceStats]:
     """Loss, metrics and results without graph of a call that was checked."""
     if plan.first is None:
         # A frozen weight has no gradient to add, so its buffer binds nobody to a factor known in advance.
         into_buffer = call.asked.weight_grad is not None and weight.requires_grad
         scale = torch.as_tensor(grad_scale).to(call.gain) if into_buffer else None
-        work = (call, plan, objective, inputs, drop_zeros)
-        values = _OnePass.apply(hidden, weight, call.asked.bias, scale, *work)
-        loss, *values, metrics = values
-        return loss, metrics, TokenStats(*values)
+        order, taught = None, None
+        if teacher is not None:
+            call, order = grouped(teacher, call)
+            inputs = inputs if order is None else inputs.ordered(order)
+            taught = Source.of(teacher, call), Divergence.of(objective.divergence or "reverse_kl")
+        work = (call, plan, objective, inputs, drop_zeros, taught)
+        loss, *values, metrics = _OnePass.apply(hidden, weight, call.asked.bias, scale, *work)
+        if order is not None:
+            values = [x[order.argsort()] for x in values]
+        return loss, metrics, TokenStats(*values) if taught is None else DivergenceStats(*values)
     # The first of two passes; backward is the second. The budget is that of log-probs.
-    stats = score(hidden, weight, first_pass(call), plan.first)
-    loss, metrics = objective.evaluate(replace(inputs, logprob=stats.logprob, entropy=stats.entropy))
-    entropy, log_z = (None if x is None else x.detach() for x in (stats.entropy, stats.log_z))
-    return loss, metrics, TokenStats(stats.logprob.detach(), entropy, log_z)
+    if isinstance(plan.first, PairPlan):
+        assert teacher is not None
+        stats = score_pair(hidden, weight, call, teacher, Divergence.of(objective.divergence or "reverse_kl"))
+    else:
+        stats = score(hidden, weight, first_pass(call), plan.first)
+    given = {"logprob": stats.logprob, "entropy": stats.entropy, "divergence": getattr(stats, "divergence", None)}
+    loss, metrics = objective.evaluate(replace(inputs, **given))
+    return loss, metrics, stats._make(None if x is None else x.detach() for x in stats)
 
 
-def loss_plan(hidden: Tensor, weight: Tensor, rows: Any, objective: Objective, **options: Any) -> LossPlan:
+def loss_plan(
+    hidden: Tensor,
+    weight: Tensor,
+    rows: Any,
+    objective: Objective,
+    teacher: Teacher | Teachers | None = None,
+    **options: Any,
+) -> LossPlan:
     """Which route :func:`linear_policy_loss` takes with these arguments, and why. Computes nothing."""
     _check_objective(objective)
     asked = Options.named({"memory": MEMORY, **options}, NAME)
     hidden, weight, asked = as_products_take(hidden, weight, asked)
-    return _resolve(hidden, weight, rows, objective, asked)[1]
+    return _resolve(hidden, weight, rows, objective, asked, teacher)[1]
 
 
-def _resolve(hidden: Tensor, weight: Tensor, rows: Any, objective: Objective, asked: Options) -> tuple[Call, LossPlan]:
+def _resolve(
+    hidden: Tensor,
+    weight: Tensor,
+    rows: Any,
+    objective: Objective,
+    asked: Options,
+    teacher: Teacher | Teachers | None = None,
+) -> tuple[Call, LossPlan]:
+    if (teacher is None) != (objective.divergence is None):
+        came = "no teacher" if teacher is None else "a teacher"
+        raise LogitlessError(
+            f"{NAME}: the objective has divergence={objective.divergence!r} and the call {came}. They go together."
+        )
     call = resolve_hidden(hidden, weight, rows, replace(asked, entropy=objective.entropy))
-    return call, plan_of(call, hidden, weight, objective)
+    if teacher is not None and objective.divergence is not None:
+        if asked.kept is not None or asked.batch_invariant:
+            raise LogitlessError(f"{NAME}: teacher= does not go with kept= or batch_invariant=True.")
+        check_pair(call, hidden, teacher, Divergence.of(objective.divergence))
+    return call, plan_of(call, hidden, weight, objective, teacher)
 
 
-def _facts(call: Call, plan: LossPlan, inputs: Inputs, objective: Objective) -> dict[str, Any]:
+def _facts(
+    call: Call, plan: LossPlan, inputs: Inputs, objective: Objective, teacher: Teacher | Teachers | None
+) -> dict[str, Any]:
     """What the ranks of a vocabulary group must agree on: each chunk is a collective, and all compute one loss."""
     chunks = f"{plan.kind} in {len(plan.chunks)} chunks of at most {plan.rows} rows"
     facts = {
@@ -177,6 +222,8 @@ def _facts(call: Call, plan: LossPlan, inputs: Inputs, objective: Objective) -> 
         "the weights of the rows (denominator=, masks)": fingerprint(inputs.weight),
         "how to go (memory=, objective)": chunks,
     }
+    if teacher is not None and objective.divergence is not None:
+        facts |= pair_facts(teacher, Divergence.of(objective.divergence))
     return call.facts() | facts | {name: fingerprint(x) for name, x in sorted(inputs.fields.items())}
 
 
@@ -205,6 +252,7 @@ class _OnePass(torch.autograd.Function):
         objective: Objective,
         inputs: Inputs,
         drop_zeros: bool,
+        taught: tuple[Source, Divergence] | None,
     ) -> Any:
         column = target_column(call.rows.target, call.start, call.columns)
         p = Projection.of(selected_rows(hidden, call), weight, bias, column, call)
@@ -212,7 +260,15 @@ class _OnePass(torch.autograd.Function):
         buffer = None if scale is None else call.asked.weight_grad
         want = ctx.needs_input_grad[:3]
         loop = OnePass.over(
-            p, plan, objective, inputs, want=want, weight_grad=buffer, scale=scale, drop_zeros=drop_zeros
+            p,
+            plan,
+            objective,
+            inputs,
+            want=want,
+            weight_grad=buffer,
+            scale=scale,
+            drop_zeros=drop_zeros,
+            taught=taught,
         )
         out = loop.run()
         d_hidden, d_weight, d_bias = out.gradients
@@ -251,7 +307,7 @@ class _OnePass(torch.autograd.Function):
                 d_hidden = hidden_gradient(d_hidden, ctx.shape, ctx.call)
         # Not before: a backward that ran out of memory may come again.
         ctx.spent = ctx.into_buffer
-        return (d_hidden, d_weight, d_bias, *(None,) * 6)
+        return (d_hidden, d_weight, d_bias, *(None,) * 7)
 
 
 def _factor(g_loss: Tensor, scale: Tensor | None, into_buffer: bool) -> Tensor:

@@ -20,6 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from logitless.backends.divergences import Divergence
+from logitless.distill.divergence import DivergenceStats
+from logitless.distill.pair import PairChunk
+from logitless.distill.source import Source
 from logitless.errors import LogitlessError
 from logitless.from_hidden.gradients import Gradients
 from logitless.from_hidden.projection import Projection
@@ -38,7 +42,7 @@ class Outcome:
 
     loss: Tensor
     metrics: Metrics
-    stats: TokenStats
+    stats: TokenStats | DivergenceStats
     gradients: Gradients
     scale: Tensor | None
 
@@ -64,6 +68,7 @@ class OnePass:
         scale: factor of all gradients, or None for 1.
         float16: the factor that float16 gradients are held by while they are made, or None.
         drop_zeros: ask the device which rows have a gradient at all, and multiply only those.
+        taught: the teacher's logits, and the divergence from them; None without a teacher.
     """
 
     p: Projection
@@ -75,6 +80,7 @@ class OnePass:
     scale: Tensor | None
     float16: Float16Scale | None
     drop_zeros: bool
+    taught: tuple[Source, Divergence] | None = None
 
     @staticmethod
     def over(
@@ -87,6 +93,7 @@ class OnePass:
         weight_grad: Tensor | None,
         scale: Tensor | None,
         drop_zeros: bool,
+        taught: tuple[Source, Divergence] | None = None,
     ) -> OnePass:
         """With room for the gradients that are wanted; the weight's goes to ``weight_grad`` where that is given."""
         hidden, weight, bias = want
@@ -102,7 +109,7 @@ class OnePass:
         )
         # A buffer's factor is the caller's, who scales losses in float16 and looks for overflow.
         float16 = Float16Scale(gradients) if p.hidden.dtype == torch.float16 and weight_grad is None else None
-        return OnePass(p, plan, objective, inputs, gradients, weight_grad is None, scale, float16, drop_zeros)
+        return OnePass(p, plan, objective, inputs, gradients, weight_grad is None, scale, float16, drop_zeros, taught)
 
     def run(self) -> Outcome:
         """The objective of all rows, and the gradients."""
@@ -110,8 +117,9 @@ class OnePass:
         if p.hidden.is_meta:
             # Nothing is computed and only allocations count: the two largest chunks and the last stand for all.
             chunks = (*sorted(chunks, key=lambda c: c[0] - c[1])[:2], *chunks[-1:])
-        chunk = empty_chunk(p, self.plan)
-        stats = TokenStats(*(p.gain.new_empty(len(p.hidden)) for _ in range(3)))
+        chunk = self._empty_chunk()
+        # Log-prob, entropy and log Z; with a teacher, also what is about the two.
+        stats = [p.gain.new_empty(len(p.hidden)) for _ in range(len(DivergenceStats._fields) if self.taught else 3)]
         last = None
         for i, (start, stop) in enumerate(chunks):
             if last is not None:
@@ -119,13 +127,15 @@ class OnePass:
                 self._multiply_head(*last, overwrite=self.fresh and i == 1)
                 last = None
             results, last = self._work_off(chunk, start, stop, first=i == 0)
-            for whole, part in zip(stats, results[:3], strict=True):
-                if whole is not None and part is not None:
+            for whole, part in zip(stats, results, strict=True):
+                if part is not None:
                     whole[start:stop] = part
         if not chunks:
             self._zero(self.into.hidden)
         # Once more on all rows, for the value and the metrics: on vectors, and the same bits however rows were chunked.
-        inputs = replace(self.inputs, logprob=stats.logprob, entropy=stats.entropy)
+        stats = DivergenceStats(*stats) if self.taught else TokenStats(*stats)
+        divergence = getattr(stats, "divergence", None)
+        inputs = replace(self.inputs, logprob=stats.logprob, entropy=stats.entropy, divergence=divergence)
         loss, metrics = self.objective.evaluate(inputs)
         # As late as can be: in one chunk, nothing that fails leaves a part of a gradient in the caller's buffer.
         if last is not None:
@@ -133,30 +143,49 @@ class OnePass:
         scale = self.scale if self.float16 is None else self.float16.settle(chunks)
         return Outcome(loss.detach(), metrics, stats, self.into, scale)
 
-    def _work_off(self, chunk: Chunk, start: int, stop: int, first: bool) -> tuple[RowResults, Factors | None]:
+    def _empty_chunk(self) -> Chunk | PairChunk:
+        """Room for the largest chunk."""
+        p, plan = self.p, self.plan
+        if self.taught is None:
+            return empty_chunk(p, plan)
+        return PairChunk.empty(p, *self.taught, plan.rows, plan.columns, plan.elementwise)
+
+    def _work_off(
+        self, chunk: Chunk | PairChunk, start: int, stop: int, first: bool
+    ) -> tuple[tuple[Tensor | None, ...], Factors | None]:
         """Results of a chunk of rows, whose hidden states get their gradient; the factors of the head's gradient."""
-        column = self.p.column[start:stop]
-        results = row_results(chunk.statistics(start, stop), None, column == SKIP, True, self.p.call.group)
-        part = self.inputs.cut(start, stop, self.plan.whole_samples)
-        g_logprob, g_entropy = row_gradients(self.objective, part, results, check=first)
-        scale = self.scale if self.float16 is None else self.float16.lower(g_logprob, g_entropy)
+        column, pair = self.p.column[start:stop], None
+        if isinstance(chunk, PairChunk):
+            pair = chunk.results(start, stop)
+            row, divergence, values = pair.row, pair.divergence, pair.vectors()[: len(DivergenceStats._fields)]
+        else:
+            row = row_results(chunk.statistics(start, stop), None, column == SKIP, True, self.p.call.group)
+            divergence, values = None, row[:3]
+        part = replace(self.inputs.cut(start, stop, self.plan.whole_samples), divergence=divergence)
+        upstream = row_gradients(self.objective, part, row, check=first)
+        scale = self.scale if self.float16 is None else self.float16.lower(*upstream)
         if scale is not None:
-            g_logprob, g_entropy = g_logprob * scale, None if g_entropy is None else g_entropy * scale
-        coef = coefficients(results.logprob, results.norm, results.mean, g_logprob, g_entropy, None)
+            upstream = upstream.times(scale)
+        coef = coefficients(row.logprob, row.norm, row.mean, upstream.logprob, upstream.entropy, None)
         if not self.p.call.columns:
             self._zero(None if self.into.hidden is None else self.into.hidden[start:stop])
-            return results, None
+            return values, None
         counted, staying = part.counted, None
-        matters = g_logprob != 0 if g_entropy is None else (g_logprob != 0) | (g_entropy != 0)
-        stays = counted & matters
+        stays = counted & upstream.matter()
         number = _read_later(stays.sum(), self._dry_number(stop - start)) if self.drop_zeros else None
         # Rows that do not count may hold anything: without a target they have no gradient, rather than 0 * NaN.
-        d_z = chunk.gradient(start, stop, torch.where(counted, column, SKIP), results.norm, coef)
+        column = torch.where(counted, column, SKIP)
+        if isinstance(chunk, PairChunk) and pair is not None:
+            by = torch.zeros_like(row.logprob) if upstream.divergence is None else upstream.divergence
+            d_z = chunk.gradient(start, stop, column, pair, by, coef)
+        else:
+            assert not isinstance(chunk, PairChunk)
+            d_z = chunk.gradient(start, stop, column, row.norm, coef)
         if number is not None:
             count = number()
             staying = _places(stays, count) if count <= (1 - FEW) * (stop - start) else None
             counted = None if count == stop - start else counted
-        return results, self._multiply(d_z, slice(start, stop), staying, counted)
+        return values, self._multiply(d_z, slice(start, stop), staying, counted)
 
     def _multiply(self, d_z: Tensor, chunk: slice, staying: Tensor | None, counted: Tensor | None) -> Factors:
         """The product for a chunk's hidden states; returns the factors of that for the head.
@@ -260,34 +289,49 @@ class Float16Scale:
         return self.by_chunk[-1] if self.by_chunk else None
 
 
-def row_gradients(
-    objective: Objective, inputs: Inputs, results: RowResults, check: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of some rows' loss by log-prob and, if the objective has an entropy term, by entropy.
+class Upstream(NamedTuple):
+    """``[C]`` gradients of a loss by what it depends on; None where it does not."""
+
+    logprob: Tensor
+    entropy: Tensor | None = None
+    divergence: Tensor | None = None
+
+    def times(self, factor: Tensor) -> Upstream:
+        entropy, divergence = (None if x is None else x * factor for x in self[1:])
+        return Upstream(self.logprob * factor, entropy, divergence)
+
+    def matter(self) -> Tensor:
+        """Whether a row has any gradient."""
+        some = self.logprob != 0
+        for x in self[1:]:
+            some = some if x is None else some | (x != 0)
+        return some
+
+
+def row_gradients(objective: Objective, inputs: Inputs, results: RowResults, check: bool = False) -> Upstream:
+    """Gradients of some rows' loss by log-prob and, if the objective has such terms, by entropy and divergence.
 
     Args:
+        inputs: with the rows' divergence, if there is a teacher.
         check: raise if the loss depends on anything else that needs a gradient, and would not get it here.
     """
     with torch.enable_grad():
-        logprob = results.logprob.detach().requires_grad_()
-        entropy = results.entropy
+        logprob, entropy, divergence = results.logprob.detach().requires_grad_(), results.entropy, inputs.divergence
         assert entropy is not None
-        leaves = [logprob]
         if objective.entropy == "grad":
             entropy = entropy.detach().requires_grad_()
-            leaves.append(entropy)
-        loss = objective.loss(replace(inputs, logprob=logprob, entropy=entropy))
-        grads = [None] * len(leaves)
+        if divergence is not None:
+            divergence = divergence.detach().requires_grad_()
+        leaves = [x for x in (logprob, entropy, divergence) if x is not None and x.requires_grad]
+        loss = objective.loss(replace(inputs, logprob=logprob, entropy=entropy, divergence=divergence))
         if check and _depends_on_others(loss, leaves):
             raise LogitlessError(
                 "linear_policy_loss: a term of the objective has parameters of its own, which get no gradient in one "
                 "pass. Make the term a torch.nn.Module, or call objective(linear_logprobs(...), rows, ...)."
             )
-        if loss.requires_grad:
-            grads = list(torch.autograd.grad(loss, leaves, allow_unused=True))
-    by_logprob = torch.zeros_like(logprob) if grads[0] is None else grads[0].contiguous()
-    by_entropy = grads[1].contiguous() if len(grads) > 1 and grads[1] is not None else None
-    return by_logprob, by_entropy
+        found = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else [None] * len(leaves)
+    by = {id(leaf): x.contiguous() for leaf, x in zip(leaves, found, strict=True) if x is not None}
+    return Upstream(by.get(id(logprob), torch.zeros_like(logprob)), by.get(id(entropy)), by.get(id(divergence)))
 
 
 def _depends_on_others(loss: Tensor, leaves: list[Tensor]) -> bool:

@@ -4,6 +4,8 @@
     two passes    4 products     log-probs of all rows first, then the objective, then the logits again
     support       0 products     log-probs over the sampler's support alone, then the objective
 
+A teacher's logits are one product more in one pass, and two in two.
+
 One pass needs every row that a row's loss depends on in the same chunk: any chunk will do for a token-level objective,
 whole samples for a sequence-level one. A chunk holds logits, or 16-bit exponentials of twice as many rows. Decided from
 shapes, options, one memory budget and what work costs on the machine, the same on every rank.
@@ -19,6 +21,8 @@ import torch
 from torch import Tensor
 
 from logitless.call import Call, Options, apart_everywhere, recorded
+from logitless.distill import Teacher, Teachers
+from logitless.distill.pair import PairPlan, pair_plan
 from logitless.from_hidden.plan import (
     ONLY_SUPPORT,
     LinearPlan,
@@ -53,6 +57,7 @@ class LossPlan:
         elementwise: bytes of working space for the plain-torch backend.
         reason: why, in a sentence.
         first: how log-probs are made where they come first: in two passes, or where no gradient is recorded.
+        taught: whether there is a teacher, whose logits lie beside the student's.
     """
 
     kind: Literal["one pass", "two passes", "support"]
@@ -62,7 +67,8 @@ class LossPlan:
     tiles: Tiles | None
     elementwise: int
     reason: str
-    first: LinearPlan | SupportPlan | None = None
+    first: LinearPlan | SupportPlan | PairPlan | None = None
+    taught: bool = False
 
     @property
     def rows(self) -> int:
@@ -71,17 +77,18 @@ class LossPlan:
 
     def __str__(self) -> str:
         if self.kind == "two passes":
-            return f"two passes: 4 matrix products, because {self.reason}."
+            return f"two passes: {6 if self.taught else 4} matrix products, because {self.reason}."
         if self.kind == "support":
             return f"support: no matrix product, because {self.reason}."
         samples = " of whole samples" if self.whole_samples else ""
-        content = "logits"
+        content = "both models' logits" if self.taught else "logits"
         if self.tiles is not None:
             content = f"16-bit exponentials, by tiles of {self.tiles.rows} x {self.tiles.columns} logits"
         if self.tiles is not None and self.tiles.fused:
             content = "16-bit exponentials, written by the product itself"
         return (
-            f"one pass: 3 matrix products, because {self.reason}. {len(self.chunks)} chunks{samples}, "
+            f"one pass: {4 if self.taught else 3} matrix products, because {self.reason}. "
+            f"{len(self.chunks)} chunks{samples}, "
             f"of at most {self.rows} rows of {content}."
         )
 
@@ -98,6 +105,8 @@ class LossShape:
         exponentials: whether a chunk may hold 16-bit exponentials instead of wider logits. Not under a softcap.
         widened: whether a product copies its operands.
         trained: whether the head's weight needs a gradient.
+        beside: bytes of the teacher's logit beside each of the student's; 0 without a teacher.
+        teacher: the teacher's hidden size; 0 where its logits exist.
     """
 
     counts: tuple[int, ...]
@@ -106,6 +115,8 @@ class LossShape:
     exponentials: bool
     widened: bool
     trained: bool = True
+    beside: int = 0
+    teacher: int = 0
 
     @staticmethod
     def of(
@@ -140,7 +151,9 @@ class LossShape:
         )
 
 
-def plan_of(call: Call, hidden: Tensor, weight: Tensor, objective: Objective) -> LossPlan:
+def plan_of(
+    call: Call, hidden: Tensor, weight: Tensor, objective: Objective, teacher: Teacher | Teachers | None = None
+) -> LossPlan:
     """The decision for a checked call. What a budget cannot hold is refused here, before anything is sent."""
     needs = recorded(hidden, weight, call.asked.bias)
     if call.over_support:
@@ -160,7 +173,16 @@ def plan_of(call: Call, hidden: Tensor, weight: Tensor, objective: Objective) ->
         # Not from how the operands lie in memory, which the other ranks do not know.
         fused=apart_everywhere(call) is None,
     )
-    plan = choose_loss_plan(shape, objective.sequence_level, _obstacle(call, objective), call.memory)
+    if teacher is not None:
+        members = (teacher,) if isinstance(teacher, Teacher) else teacher.members
+        sizes = [x.hidden.shape[-1] for x in members if x.hidden is not None]
+        shape = replace(
+            shape, exponentials=False, beside=call.gain.dtype.itemsize, teacher=sum(sizes) // max(1, len(sizes))
+        )
+    plan = choose_loss_plan(shape, objective.sequence_level, _obstacle(call, objective, teacher), call.memory)
+    if teacher is not None:
+        first = None if plan.kind == "one pass" and any(needs) else pair_plan(call, needs)
+        return replace(plan, taught=True, first=first)
     if plan.tiles is not None and call.apart is None:
         plan = replace(plan, tiles=plan.tiles._replace(rows=plan.rows, columns=max(1, call.columns), fused=True))
     return plan if plan.kind == "one pass" and any(needs) else replace(plan, first=choose_plan(first_pass(call), needs))
@@ -171,7 +193,7 @@ def first_pass(call: Call) -> Call:
     return replace(call, memory=two_pass_memory(call.memory))
 
 
-def _obstacle(call: Call, objective: Objective) -> str | None:
+def _obstacle(call: Call, objective: Objective, teacher: Teacher | Teachers | None) -> str | None:
     """Why it must be two passes, whatever the sizes; or None."""
     cp = call.rows.cp
     if call.asked.kept is not None:
@@ -184,6 +206,8 @@ def _obstacle(call: Call, objective: Objective) -> str | None:
         return f"match= rounds the logits to {call.logits_dtype}, whose rows hold no gradient in {call.dtype}"
     if objective.sequence_level and cp is not None and cp.size > 1:
         return "the objective takes means over samples, and those are split over context-parallel ranks"
+    if objective.sequence_level and isinstance(teacher, Teachers):
+        return "the objective takes means over samples, and rows are grouped by their teachers"
     return None
 
 
@@ -208,7 +232,7 @@ def choose_loss_plan(shape: LossShape, sequence_level: bool, obstacle: str | Non
         columns = SLAB if shape.widened else max(1, sizes.columns)
         return LossPlan("one pass", chunks, sequence_level, columns, tiles, elementwise, reason)
 
-    rows = max(1, work // (max(1, sizes.columns) * sizes.logits_bytes))
+    rows = max(1, work // (max(1, sizes.columns) * (sizes.logits_bytes + shape.beside)))
     plan = one_pass(rows, None)
     if shape.exponentials and len(plan.chunks) > 1:
         tiles = chunk_tiles(sizes, memory)
@@ -251,6 +275,10 @@ def one_pass_seconds(costs: Costs, shape: LossShape, plan: LossPlan) -> float:
     if plan.tiles is None:
         # Logits are read for the statistic, then read and overwritten by dZ.
         moved = elements * (2 * sizes.logits_bytes + sizes.operand_bytes)
+        if shape.beside:
+            # Both are read once more, for their divergence.
+            moved += elements * (sizes.logits_bytes + 3 * shape.beside)
+            product += _product_seconds(costs, shape, shape.teacher)
         return product + moved / costs.bandwidth + gradients
     overwritten = elements * 2 * sizes.operand_bytes / costs.bandwidth
     if sizes.product is not None:
@@ -267,6 +295,10 @@ def two_pass_seconds(costs: Costs, shape: LossShape, memory: int) -> float:
     sizes, machine = shape.sizes, shape.sizes.machine
     elements, work = sizes.rows * sizes.columns, two_pass_memory(memory)
     products = (4 if shape.trained else 3) * _product_seconds(costs, shape)
+    if shape.beside:
+        products += 2 * _product_seconds(costs, shape, shape.teacher)
+        moved = elements * (3 * (sizes.logits_bytes + shape.beside) + sizes.operand_bytes)
+        return products + moved / costs.bandwidth
     if sizes.product is not None:
         return products + elements * (costs.statistic + costs.gradient)
     # About as many tiles as there will be; in backward, half of the budget is for dZ.
@@ -277,8 +309,8 @@ def two_pass_seconds(costs: Costs, shape: LossShape, memory: int) -> float:
     return products + moved / costs.bandwidth + count * costs.launch
 
 
-def _product_seconds(costs: Costs, shape: LossShape) -> float:
-    return 2 * shape.sizes.rows * shape.sizes.columns * shape.hidden / costs.flops
+def _product_seconds(costs: Costs, shape: LossShape, width: int | None = None) -> float:
+    return 2 * shape.sizes.rows * shape.sizes.columns * (shape.hidden if width is None else width) / costs.flops
 
 
 def whole_samples(counts: Sequence[int], most: int) -> tuple[tuple[int, int], ...]:
