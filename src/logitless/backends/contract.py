@@ -106,6 +106,19 @@ class Pair:
         norms = (self.norm.cut(rows), self.teacher_norm.cut(rows))
         return Pair(self.student.cut(start, stop), self.teacher.cut(start, stop), *norms, self.kind)
 
+    def within(self, columns: slice) -> Pair:
+        """Those columns of it."""
+        student, teacher = (
+            replace(
+                x,
+                logits=x.logits[:, columns],
+                columns=min(max(x.columns - columns.start, 0), columns.stop - columns.start),
+                first=x.first + columns.start,
+            )
+            for x in (self.student, self.teacher)
+        )
+        return replace(self, student=student, teacher=teacher)
+
     @property
     def shift(self) -> Tensor:
         """``[R]`` what ``log q - log p`` is less than the difference of the two logits."""

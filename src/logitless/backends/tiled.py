@@ -15,6 +15,9 @@ from logitless.backends.contract import Pair, Problem, Running, over
 from logitless.machine import BLOCK, pieces
 from logitless.softmax import FLOOR, FURTHER, SKIP, Coefficients, Normaliser, Statistic, merge
 
+PAIR_TILE = 1 << 15
+"""Elements of a tile in which a student is compared with its teacher."""
+
 
 def tile_shape(problem: Problem) -> tuple[int, int]:
     """Rows and columns of a tile: as much as fits in the memory budget, at least one element."""
@@ -149,30 +152,37 @@ def gradient_from(
 
 
 def divergence(pair: Pair, out: Tensor) -> None:
-    """Same as :func:`logitless.backends.reference.divergence`, some rows at a time."""
-    for rows in _pair_pieces(pair):
-        whole.divergence(pair.cut(rows.start, rows.stop), out[:, rows])
+    """Same as :func:`logitless.backends.reference.divergence`, one tile at a time."""
+    height, width = _pair_tile(pair)
+    for rows in pieces(pair.student.num_rows, height, pair.student.logits.is_meta):
+        some, sums = pair.cut(rows.start, rows.stop), out[:, rows].zero_()
+        part = torch.empty_like(sums)
+        for columns in pieces(pair.student.columns, width, pair.student.logits.is_meta):
+            whole.divergence(some.within(columns), part)
+            sums.add_(part)
 
 
 def divergence_gradient(
     pair: Pair, mean: Tensor, by: Tensor, coef: Coefficients | None, out: Tensor, out_index: Tensor | None
 ) -> None:
-    """Same as :func:`logitless.backends.reference.divergence_gradient`, some rows at a time."""
-    columns = pair.student.columns
-    for rows in _pair_pieces(pair):
-        some = out[rows, :columns] if out_index is None else out.new_empty((rows.stop - rows.start, columns))
-        coef_part = None if coef is None else coef.cut(rows)
-        whole.divergence_gradient(pair.cut(rows.start, rows.stop), mean[rows], by[rows], coef_part, some, None)
-        if out_index is not None:
-            _write_tile(out, out_index[rows], 0, some)
-    zero_the_rest(out, out_index, columns)
+    """Same as :func:`logitless.backends.reference.divergence_gradient`, one tile at a time. Tiles ascend, so that what
+    is written was read before."""
+    height, width = _pair_tile(pair)
+    for rows in pieces(pair.student.num_rows, height, pair.student.logits.is_meta):
+        some, coef_part = pair.cut(rows.start, rows.stop), None if coef is None else coef.cut(rows)
+        for columns in pieces(pair.student.columns, width, pair.student.logits.is_meta):
+            tile = pair.norm.reference.new_empty((rows.stop - rows.start, columns.stop - columns.start))
+            whole.divergence_gradient(some.within(columns), mean[rows], by[rows], coef_part, tile, None)
+            _write_tile(out, rows if out_index is None else out_index[rows], columns.start, tile)
+    zero_the_rest(out, out_index, pair.student.columns)
 
 
-def _pair_pieces(pair: Pair) -> list[slice]:
-    """Ranges of rows for which two dozen temporaries of the whole-tensor twin fit the budget."""
+def _pair_tile(pair: Pair) -> tuple[int, int]:
+    """Rows and columns for which two dozen temporaries of the whole-tensor twin fit the budget, and mostly a cache."""
     problem = pair.student
-    rows = max(1, problem.memory // (24 * max(1, problem.columns) * problem.gain.element_size()))
-    return pieces(problem.num_rows, rows, problem.logits.is_meta)
+    elements = max(1, min(PAIR_TILE, problem.memory // (24 * problem.gain.element_size())))
+    width = max(1, min(problem.columns, elements))
+    return max(1, min(problem.num_rows, elements // width)), width
 
 
 def rescale(x: Tensor, factor: Tensor, out: Tensor) -> None:

@@ -1,0 +1,284 @@
+"""Distillation from two heads: divergences forward and backward, beside bare products and whoever else has them.
+
+    python benchmarks/divergences.py --out benchmarks/results/divergences.jsonl [--peers FOLDER]
+    python benchmarks/divergences.py --case D4096 --only ours
+
+Every contender is given the same operands and the mean over rows as its loss, and is compared with float64 at sampled
+rows first: the divergence, where it tells it by row, and d_hidden. Bare products are of the same shapes, in the same
+run: student and teacher forward, the same again in backward, d_hidden and d_weight, six in all; four where the loss is
+known in forward. A peak counts everything beyond the operands, gradients included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import random
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import logitless as ll
+from logitless.spec import format_bytes
+from logitless.tools.bench.measure import StopWatch, peak_bytes, warm_up
+from logitless.tools.bench.providers import add_peers
+from logitless.tools.bench.records import Environment
+from logitless.tools.bench.tables import text_table
+
+SAMPLED = 24
+KINDS = ("reverse_kl", "forward_kl", "jsd")
+BETAS = {"reverse_kl": 1.0, "forward_kl": 0.0, "jsd": 0.5}
+"""As TRL and Liger name the same three by one number."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem: hidden sizes of student and teacher."""
+
+    name: str
+    tokens: int
+    vocab: int
+    hidden: int
+    teacher: int
+    dtype: str = "bfloat16"
+
+
+def cases(device: str) -> list[Case]:
+    if device == "cpu":
+        return [Case("cpu", 512, 8192, 256, 512, "float32")]
+    sizes = ((4096, 4096), (2048, 2048), (2048, 5120))
+    return [Case(f"D{s}" if s == t else f"D{s}-{t}", 16384, 151936, s, t) for s, t in sizes]
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    hidden: Tensor
+    weight: Tensor
+    teacher_hidden: Tensor
+    teacher_weight: Tensor
+    target: Tensor
+
+    @property
+    def teacher(self) -> ll.Teacher:
+        return ll.Teacher(self.teacher_hidden, self.teacher_weight)
+
+
+def draw(case: Case, device: torch.device) -> Inputs:
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = getattr(torch, case.dtype)
+
+    def normal(rows: int, width: int, scale: float) -> Tensor:
+        return torch.empty(rows, width, device=device).normal_(generator=generator).mul_(scale).to(dtype)
+
+    operands = [
+        normal(rows, width, scale)
+        for width in (case.hidden, case.teacher)
+        for rows, scale in ((case.tokens, 1.0), (case.vocab, 2 * width**-0.5))
+    ]
+    target = torch.randint(case.vocab, (case.tokens,), device=device, generator=generator)
+    x = Inputs(*operands, target)
+    x.hidden.requires_grad_()
+    x.weight.requires_grad_()
+    return x
+
+
+# Contenders: (inputs, kind) to the loss, and the divergence of each row if it is told.
+
+Scored = tuple[Tensor, Tensor | None]
+
+
+def two_passes(x: Inputs, kind: str) -> Scored:
+    rows = ll.linear_divergence(x.hidden, x.weight, x.teacher, x.target, kind=kind).divergence  # pyright: ignore[reportArgumentType]
+    return rows.mean(), rows.detach()
+
+
+def as_a_loss(x: Inputs, kind: str, memory: str = "2560MiB") -> Scored:
+    objective = ll.Objective.recipe("distill", divergence=kind)
+    loss, _, stats = ll.linear_policy_loss(
+        x.hidden, x.weight, x.target, objective, teacher=x.teacher, memory=memory, return_stats=True
+    )
+    return loss, stats.divergence
+
+
+def plain(x: Inputs, kind: str) -> Scored:
+    z, y = (x.hidden @ x.weight.T).float(), (x.teacher_hidden @ x.teacher_weight.T).float()
+    return _of_logits(z, y, kind)
+
+
+def _of_logits(z: Tensor, y: Tensor, kind: str) -> Scored:
+    log_p, log_q = z.log_softmax(-1), y.log_softmax(-1)
+    if kind == "forward_kl":
+        rows = (log_q.exp() * (log_q - log_p)).sum(-1)
+    elif kind == "reverse_kl":
+        rows = (log_p.exp() * (log_p - log_q)).sum(-1)
+    else:
+        mixture = torch.logaddexp(log_p, log_q) - torch.log(torch.tensor(2.0, device=z.device))
+        rows = 0.5 * ((log_p.exp() * (log_p - mixture)).sum(-1) + (log_q.exp() * (log_q - mixture)).sum(-1))
+    return rows.mean(), rows.detach()
+
+
+def compiled(x: Inputs, kind: str) -> Scored:
+    return _compiled(x.hidden, x.weight, x.teacher_hidden, x.teacher_weight, kind)
+
+
+@torch.compile
+def _compiled(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, kind: str) -> Scored:
+    return _of_logits((hidden @ weight.T).float(), (teacher_hidden @ teacher_weight.T).float(), kind)
+
+
+def trl(x: Inputs, kind: str) -> Scored:
+    function = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
+    rows, _ = function.apply(x.hidden, x.weight, None, x.teacher_hidden, x.teacher_weight, None, BETAS[kind])
+    return rows.mean(), rows.detach()
+
+
+def liger(x: Inputs, kind: str) -> Scored:
+    function = importlib.import_module("liger_kernel.transformers.fused_linear_jsd").LigerFusedLinearJSD(BETAS[kind])
+    return function(x.hidden, x.weight, x.teacher_hidden, x.teacher_weight, x.target), None
+
+
+CONTENDERS: dict[str, tuple[Callable[[Inputs, str], Scored], int]] = {
+    "ours, two passes": (two_passes, 6),
+    "ours, as a loss": (as_a_loss, 4),
+    "TRL": (trl, 6),
+    "Liger": (liger, 4),
+    "torch.compile": (compiled, 4),
+    "plain torch": (plain, 4),
+}
+"""Each with the products it needs at least."""
+
+
+def step(score: Callable[[Inputs, str], Scored], x: Inputs, kind: str) -> tuple[Tensor | None, list[Tensor]]:
+    loss, rows = score(x, kind)
+    return rows, list(torch.autograd.grad(loss, (x.hidden, x.weight)))
+
+
+def products(x: Inputs, backward: bool) -> None:
+    """The bare products: four, and with ``backward`` the first two again. Of as many rows as keep logits in memory."""
+    hidden, weight, other, other_weight = (y.detach() for y in (x.hidden, x.weight, x.teacher_hidden, x.teacher_weight))
+    for _ in range(2 if backward else 1):
+        d_z = hidden @ weight.T
+        torch.mm(other, other_weight.T)
+    torch.mm(d_z, weight)
+    torch.mm(d_z.T, hidden)
+
+
+@torch.no_grad()
+def errors(x: Inputs, kind: str, rows: Tensor | None, d_hidden: Tensor) -> dict[str, float]:
+    """Largest relative error of the divergences, and relative norm of that of d_hidden, at sampled rows."""
+    some = torch.randperm(len(x.target), generator=torch.Generator().manual_seed(1))[:SAMPLED].to(x.target.device)
+    weight = x.weight.detach().double()
+    z = x.hidden.detach()[some].double() @ weight.T
+    y = x.teacher_hidden[some].double() @ x.teacher_weight.double().T
+    with torch.enable_grad():
+        z.requires_grad_()
+        loss, right = _of_logits(z, y, kind)
+        (d_z,) = torch.autograd.grad(loss * SAMPLED / len(x.target), z)
+    truth = d_z @ weight
+    worst = {"d_hidden": float((d_hidden[some].double() - truth).norm() / truth.norm())}
+    if rows is not None and right is not None:
+        worst["divergence"] = float(((rows[some].double() - right) / right).abs().max())
+    return worst
+
+
+def times(x: Inputs, contenders: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    laps: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(repeats + 1):
+        for name in random.Random(turn).sample(list(contenders), len(contenders)):
+            if x.hidden.is_cuda:
+                warm_up(x.hidden.detach(), x.weight.detach())
+            clock = StopWatch(x.hidden.device)
+            clock.mark()
+            contenders[name]()
+            clock.mark()
+            if turn:
+                laps[name] += clock.laps_ms()
+    return laps
+
+
+def run(case: Case, device: torch.device, options: argparse.Namespace) -> Iterator[dict]:
+    x = draw(case, device)
+    found: dict[tuple[str, str], dict] = {}
+    timed: dict[str, Callable[[], object]] = {
+        "4 products": lambda: products(x, backward=False),
+        "6 products": lambda: products(x, backward=True),
+    }
+    for name, (score, _) in CONTENDERS.items():
+        for kind in options.kind or KINDS:
+            if options.only and not any(word in name for word in options.only):
+                continue
+            try:
+                rows, gradients = step(score, x, kind)
+                wrong = errors(x, kind, rows, gradients[0])
+                del rows, gradients
+                peak = peak_bytes(lambda score=score, kind=kind: step(score, x, kind), device)
+            except (torch.OutOfMemoryError, ImportError, RuntimeError) as error:
+                found[name, kind] = {"status": type(error).__name__, "text": str(error)[:200]}
+                torch.cuda.empty_cache()
+                continue
+            found[name, kind] = {"errors": wrong, "peak_bytes": peak}
+            timed[f"{name} {kind}"] = lambda score=score, kind=kind: step(score, x, kind)
+    laps = times(x, timed, options.repeats)
+    floors = {n: statistics.median(laps[f"{n} products"]) for n in (4, 6)}
+    for (name, kind), facts in found.items():
+        line = {"case": asdict(case), "contender": name, "kind": kind, **facts, "repeats": options.repeats}
+        if f"{name} {kind}" in laps:
+            here = laps[f"{name} {kind}"]
+            line |= {"ms": statistics.median(here), "range_ms": [min(here), max(here)]}
+        line |= {"products": CONTENDERS[name][1], "products_ms": floors[CONTENDERS[name][1]]}
+        line["gradients_bytes"] = x.hidden.nbytes + x.weight.nbytes
+        yield line | {"environment": asdict(Environment.here(device, options.commit))}
+
+
+def table(lines: list[dict]) -> str:
+    rows = []
+    for line in lines:
+        worst = line.get("errors", {})
+        rows.append(
+            (
+                line["case"]["name"],
+                line["contender"],
+                line["kind"],
+                f"{line['ms']:.1f}" if "ms" in line else line.get("status", ""),
+                f"{line['ms'] / line['products_ms']:.2f} of {line['products']}" if "ms" in line else "",
+                format_bytes(line["peak_bytes"]) if "peak_bytes" in line else "",
+                f"{worst['divergence']:.1e}" if "divergence" in worst else "",
+                f"{worst['d_hidden']:.1e}" if worst else "",
+            )
+        )
+    return text_table(("case", "contender", "kind", "ms", "products", "peak", "value error", "dX error"), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="file to append records to")
+    parser.add_argument("--case", action="extend", nargs="+", default=[])
+    parser.add_argument("--kind", action="extend", nargs="+", default=[])
+    parser.add_argument("--only", action="extend", nargs="+", default=[], help="contenders whose name has this word")
+    parser.add_argument("--peers", type=Path, help="folder of unpacked packages to import peers from")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--commit")
+    options = parser.parse_args()
+    if options.peers is not None:
+        add_peers(options.peers)
+    device, lines = torch.device(options.device), []
+    for case in cases(options.device):
+        if options.case and case.name not in options.case:
+            continue
+        for line in run(case, device, options):
+            lines.append(line)
+            if options.out is not None:
+                with options.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+    sys.stdout.write(table(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
