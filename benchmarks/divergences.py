@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import random
 import statistics
 import sys
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -133,6 +135,15 @@ def _compiled(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_we
 
 
 def trl(x: Inputs, kind: str) -> Scored:
+    for name in ("trl", "trl.kernels", "trl.trainer", "trl.models"):
+        # The packages alone: what they import besides is not needed, nor installed everywhere.
+        if name not in sys.modules:
+            spec = importlib.util.find_spec("trl") if name == "trl" else None
+            paths = (
+                spec.submodule_search_locations if spec else [f"{p}/{name[4:]}" for p in sys.modules["trl"].__path__]
+            )
+            sys.modules[name] = types.ModuleType(name)
+            sys.modules[name].__path__ = list(paths or [])
     function = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
     rows, _ = function.apply(x.hidden, x.weight, None, x.teacher_hidden, x.teacher_weight, None, BETAS[kind])
     return rows.mean(), rows.detach()

@@ -70,7 +70,7 @@ def assert_statistic(p: Product, ours: Tensor) -> None:
     exact, plain = (reference.statistics(twin(p, dtype)) for dtype in (torch.float64, torch.float32))
     # Both are float32 numbers of the size of m, and so is what their difference can be off by.
     size = exact[0].abs().clamp_min(1.0)
-    relative = [torch.stack([*x, (x[3] - x[0]) / size]) for x in (ours, exact, plain)]
+    relative = [torch.stack([*x, (x[3] - x[0]) / size.to(x.dtype)]) for x in (ours, exact, plain)]
     for name, *lines in zip(LINES, *relative, strict=True):
         if name != "w" or p.entropy:
             assert_close_to_truth(*(line[~skipped] for line in lines), name=name)
