@@ -12,6 +12,8 @@ known in forward. A peak counts everything beyond the operands, gradients includ
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import importlib
 import importlib.util
 import json
@@ -22,6 +24,7 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,18 +138,24 @@ def _compiled(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_we
 
 
 def trl(x: Inputs, kind: str) -> Scored:
-    for name in ("trl", "trl.kernels", "trl.trainer", "trl.models"):
-        # The packages alone: what they import besides is not needed, nor installed everywhere.
-        if name not in sys.modules:
-            spec = importlib.util.find_spec("trl") if name == "trl" else None
-            paths = (
-                spec.submodule_search_locations if spec else [f"{p}/{name[4:]}" for p in sys.modules["trl"].__path__]
-            )
-            sys.modules[name] = types.ModuleType(name)
-            sys.modules[name].__path__ = list(paths or [])
-    function = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
+    function = _trl_kernel().ChunkedDivergenceFunction
     rows, _ = function.apply(x.hidden, x.weight, None, x.teacher_hidden, x.teacher_weight, None, BETAS[kind])
     return rows.mean(), rows.detach()
+
+
+@functools.cache
+def _trl_kernel() -> Any:
+    """The kernel's module. Without what its package imports besides, which is not needed, nor installed everywhere."""
+    if importlib.util.find_spec("datasets") is None:
+        spec = importlib.util.find_spec("trl")
+        if spec is None:
+            raise ImportError("trl is not installed")
+        for name in ("trl", "trl.kernels", "trl.trainer", "trl.trainer.utils"):
+            sys.modules[name] = types.ModuleType(name)
+            folders = [f"{folder}/{name[4:]}" for folder in spec.submodule_search_locations or []]
+            sys.modules[name].__path__ = folders
+        sys.modules["trl.trainer.utils"].maybe_gather_lm_head_ctx = lambda *_: contextlib.nullcontext()  # pyright: ignore[reportAttributeAccessIssue]
+    return importlib.import_module("trl.kernels.chunked_divergence")
 
 
 def liger(x: Inputs, kind: str) -> Scored:

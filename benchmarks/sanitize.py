@@ -24,15 +24,18 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import versions
 
 import logitless as ll
 from logitless.backends import triton as backend
-from logitless.backends.triton import products
+from logitless.backends.triton import divergences, products
+from logitless.machine import Machine
 from logitless.tools.bench.records import Environment
 
 ROOT = Path(__file__).parent.parent
@@ -94,8 +97,23 @@ def policy_loss(device: str, dtype: torch.dtype, **options: Any) -> None:
     hidden, weight = operands(device, dtype)
     given: dict[str, Any] = {"old_logprob": "current", "advantage": torch.ones(ROWS, device=device)}
     rows, objective = target_of(COLUMNS, device), ll.Objective(entropy_coef=0.01)
-    loss, _ = ll.linear_policy_loss(hidden, weight, rows, objective, backend="triton", **options, **given)
+    # At these sizes two passes would cost less everywhere.
+    machine = replace(Machine.of(torch.device(device)), costs=None)
+    with mock.patch.object(Machine, "of", return_value=machine):
+        loss, _ = ll.linear_policy_loss(hidden, weight, rows, objective, backend="triton", **options, **given)
     (2 * loss).backward()
+
+
+def divergence(device: str, dtype: torch.dtype, **options: Any) -> None:
+    """Of hidden states of two models, of which the teacher's has a smaller vocabulary; then of their logits."""
+    hidden, weight = operands(device, dtype)
+    teacher = ll.Teacher(hidden.detach() + 1, weight.detach()[:-9])
+    rows = target_of(COLUMNS - 9, device)
+    ll.linear_divergence(hidden, weight, teacher, rows, backend="triton", **options).divergence.sum().backward()
+    logits = torch.randn(ROWS + 3, COLUMNS, device=device).to(dtype).requires_grad_()
+    rows = (torch.arange(ROWS, device=device) + 2, rows)
+    teacher = torch.randn(ROWS + 3, COLUMNS - 9, device=device)
+    ll.divergence(logits, teacher, rows, backend="triton", **options).divergence.sum().backward()
 
 
 CALLS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
@@ -120,6 +138,9 @@ CALLS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     ),
     "loss in one pass": (policy_loss, {}),
     "loss in one pass, chunks": (policy_loss, {"memory": 4 * COLUMNS * 4}),
+    "divergence, forward": (divergence, {"kind": "forward_kl"}),
+    "divergence, mixed": (divergence, {"kind": "jsd", "head": ll.Head(softcap=20.0)}),
+    "divergence, variation": (divergence, {"kind": "tv"}),
 }
 KEPT: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "logprobs, kept ids": (from_logits, {"entropy": "grad"}),
@@ -137,7 +158,7 @@ def launched_by(device: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> dict[s
         counts[kernel] += programs > 0
         launch(kernel, programs, **arguments)
 
-    for module in (backend, products):
+    for module in (backend, products, divergences):
         module.launch = counting
     try:
         for dtype in dtypes:
@@ -146,7 +167,7 @@ def launched_by(device: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> dict[s
             for call, options in KEPT.values():
                 call(device, dtype, kept=kept_of(device), **options)
     finally:
-        for module in (backend, products):
+        for module in (backend, products, divergences):
             module.launch = launch
     return dict(sorted(counts.items()))
 

@@ -10,7 +10,7 @@ from close import assert_close_to_truth, assert_gradient_close_to_truth
 from torch import Tensor
 
 import logitless as ll
-from logitless import Teacher, Teachers, linear_divergence
+from logitless import Teacher, linear_divergence
 
 # NumPy, which runs the kernels in Triton's interpreter, reports what a selection then leaves out.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered")

@@ -268,9 +268,10 @@ def test_confident_rows(kept: int, monkeypatch, device: torch.device):
         assert (out.logprob <= 0).all()
         torch.testing.assert_close(out.logprob.double(), right, rtol=1e-5, atol=1e-6)
         errors.append((hidden.grad.double() - exact.grad).norm(dim=1) / exact.grad.norm(dim=1))
-    # s is 1 and a little, and rounded once: half a unit in the last place of 1 is then that much of the little.
+    # s is 1 and a little. Adding up a tile rounds it a few times by half a unit in the last place of 1, which is that
+    # much of the little; what parts lose of it when they are merged is kept.
     once = 2.0**-24 / -torch.expm1(right.detach())
-    assert (errors[0] <= 2 * errors[1] + 4e-3 + once).all()
+    assert (errors[0] <= 2 * errors[1] + 4e-3 + 3 * once).all()
 
 
 # Batches, and memory.

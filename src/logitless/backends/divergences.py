@@ -147,9 +147,8 @@ def _jensen_shannon(p: Tensor, q: Tensor, d: Tensor, beta: float) -> Element:
     x = torch.expm1(torch.where(near, d, 0.0))
     # log(m / p) and log(q / m), by whichever of p and q is larger.
     ratio = torch.exp(-d.abs())
-    to_p = torch.log((1 - beta) + beta * ratio)
-    to_q = torch.log(beta + (1 - beta) * ratio)
-    over_p, over_q = torch.where(d > 0, d + to_q, to_p), torch.where(d > 0, -to_q, d - to_p)
+    rest = torch.log(torch.where(d > 0, beta + (1 - beta) * ratio, (1 - beta) + beta * ratio))
+    over_p, over_q = torch.where(d > 0, d + rest, rest), torch.where(d > 0, -rest, d - rest)
     far = torch.where(q > 0, beta * q * over_q, 0.0) - torch.where(p > 0, (1 - beta) * p * over_p, 0.0)
     slope = torch.where(p > 0, -(1 - beta) * p * torch.where(near, torch.log1p(beta * x), over_p), 0.0)
     return Element(torch.where(near, p * (beta * _h(x) - _h(beta * x)), far), slope)

@@ -88,8 +88,9 @@ def jensen_shannon(p, q, d, B: tl.constexpr):
     near = tl.abs(d) < NEAR_MIXED
     x = expm1_near(tl.where(near, d, 0.0))
     ratio = exp(-tl.abs(d))
-    to_p, to_q = log((1 - B) + B * ratio), log(B + (1 - B) * ratio)
-    over_p, over_q = tl.where(d > 0, d + to_q, to_p), tl.where(d > 0, -to_q, d - to_p)
+    # log(m / p) and log(q / m), by whichever of p and q is larger.
+    rest = log(tl.where(d > 0, B + (1 - B) * ratio, (1 - B) + B * ratio))
+    over_p, over_q = tl.where(d > 0, d + rest, rest), tl.where(d > 0, -rest, d - rest)
     far = tl.where(q > 0, B * q * over_q, 0.0) - tl.where(p > 0, (1 - B) * p * over_p, 0.0)
     term = tl.where(near, p * (B * h_near(x) - h_near(B * x)), far)
     slope = tl.where(p > 0, (B - 1) * p * tl.where(near, log1p_near(B * x), over_p), 0.0)
