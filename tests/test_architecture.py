@@ -49,6 +49,7 @@ PUBLIC = [
     "Head",
     "Kept",
     "LogitlessError",
+    "Loss",
     "Metrics",
     "Objective",
     "PolicyHead",

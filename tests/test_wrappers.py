@@ -1,0 +1,121 @@
+"""The page about wrappers, on two ranks: each recipe's gradient is that of the whole batch in one process, in float64.
+
+The truth is the model's own logits, ``log_softmax`` and the clipped loss written out; nothing of the library is in it.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from close import assert_gradient_close_to_truth
+from torch import Tensor, nn
+
+from test_docs import snippets
+
+PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "wrappers.md"
+
+
+def whole_loss(logits: Tensor, page: dict[str, Any], lines: slice = slice(None)) -> Tensor:
+    """PPO with clip (0.2, 0.28) and an entropy bonus of 0.01, a mean over all response tokens of the batch."""
+    logp = torch.log_softmax(logits[:, :-1], -1)
+    taken = logp.gather(-1, page["tokens"][lines, 1:, None]).squeeze(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    ratio = (taken - page["old_logprob"][lines, :-1]).exp()
+    advantage = page["advantage"][lines, None]
+    policy = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+    counted = page["mask"][:, 1:]
+    return ((policy - 0.01 * entropy) * counted[lines]).sum() / counted.sum()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {name: x.grad for name, x in model.named_parameters()}
+    return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in found.items() if x is not None}
+
+
+def true_gradients(model: nn.Module, page: dict[str, Any], lines: slice = slice(None)) -> dict[str, Tensor]:
+    model.zero_grad()
+    out = model(page["tokens"][lines])
+    whole_loss(getattr(out, "logits", out), page, lines).backward()
+    return gradients(model)
+
+
+def run_page(rank: int, world: int) -> dict[str, Any]:
+    """The page's snippets, and of each recipe the gradients that it left and those of the whole batch."""
+    # As torchrun sets it; accelerate asks for an address, and finds the group that is there.
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    torch.set_default_dtype(torch.float64)
+    page: dict[str, Any] = {"__name__": "snippet"}
+    try:
+        for line, code in snippets(PAGE):
+            exec(compile(ast.increment_lineno(ast.parse(code), line), str(PAGE), "exec"), page)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    found = {name: gradients(page[name]) for name in ("ddp", "sharded", "prepared", "wrapped", "bypassed")}
+    # One step of size 1: the change of each parameter is its gradient.
+    pairs = zip(page["model"].named_parameters(), page["trained"].parameters(), strict=True)
+    found["trained"] = {name: (before - after).detach() for (name, before), after in pairs}
+    own = slice(2 * rank, 2 * rank + 2)
+    return {
+        "found": {kind: {k.removeprefix("module."): x for k, x in some.items()} for kind, some in found.items()},
+        "model": true_gradients(page["model"], page),
+        "policy": true_gradients(page["policy"], page),
+        "part": true_gradients(page["policy"], page, own),
+        "lora": lora(page),
+    }
+
+
+def lora(page: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of the page's adapter, and those of the product written out; each rank has its part of the loss."""
+    ours = [page[name].grad for name in ("lora_A", "lora_B")]
+    a, b = (page[name].detach().requires_grad_() for name in ("lora_A", "lora_B"))
+    logits = page["hidden"] @ (page["weight"] + page["s"] * b @ a).T
+    whole_loss(logits, page, page["mine"]).backward()
+    return ours, [a.grad, b.grad]
+
+
+@pytest.fixture(scope="module")
+def results(ranks) -> list[dict[str, Any]]:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    return ranks(run_page, 2)
+
+
+def assert_same(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
+    assert sorted(ours) == sorted(truth)
+    for name, exact in truth.items():
+        assert_gradient_close_to_truth(ours[name], exact, exact, name)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "of"),
+    [("ddp", "model"), ("sharded", "model"), ("prepared", "model"), ("trained", "model"), ("wrapped", "policy")],
+)
+def test_each_recipe_has_the_gradient_of_the_whole_batch(results, recipe, of):
+    for result in results:
+        assert_same(result["found"][recipe], result[of])
+
+
+def test_the_bypass_leaves_each_rank_its_own_gradient(results):
+    """What the page warns of: twice the gradient of the rank's part, and so another one on every rank."""
+    for result in results:
+        assert_same(result["found"]["bypassed"], {name: 2 * x for name, x in result["part"].items()})
+    one, other = (result["found"]["bypassed"]["head.linear.weight"] for result in results)
+    assert not torch.allclose(one, other)
+
+
+def test_an_adapter_of_the_head_as_further_columns(results):
+    for result in results:
+        ours, truth = result["lora"]
+        for name, mine, exact in zip(("lora_A", "lora_B"), ours, truth, strict=True):
+            assert_gradient_close_to_truth(mine, exact, exact, name)
