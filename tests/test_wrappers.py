@@ -5,20 +5,17 @@ The truth is the model's own logits, ``log_softmax`` and the clipped loss writte
 
 from __future__ import annotations
 
-import ast
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from close import assert_gradient_close_to_truth
+from pages import ON_RANKS, compiled
 from torch import Tensor, nn
 
-from test_docs import snippets
-
-PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "wrappers.md"
+PAGE = Path(__file__).parent.parent / ON_RANKS[0]
 
 
 def whole_loss(logits: Tensor, page: dict[str, Any], lines: slice = slice(None)) -> Tensor:
@@ -53,8 +50,8 @@ def run_page(rank: int, world: int) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     page: dict[str, Any] = {"__name__": "snippet"}
     try:
-        for line, code in snippets(PAGE):
-            exec(compile(ast.increment_lineno(ast.parse(code), line), str(PAGE), "exec"), page)
+        for code in compiled(PAGE):
+            exec(code, page)
     finally:
         torch.set_default_dtype(torch.float32)
         from accelerate.state import AcceleratorState, GradientState

@@ -31,12 +31,20 @@ def adapted(name: str) -> str:
     )
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`` Did you mean 'x'?`` with the known name that is closest, or nothing where none is close."""
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is closest, itself first; None where none is close."""
     name, names = str(name), list(known)
+    if name in names:
+        return name
     # The library's ratio counts letters in common, and so prefers 'gspo' to 'grpo' for 'gpro'.
     close = [x for x in names if _one_slip(name.lower(), x.lower())] or difflib.get_close_matches(name, names, n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    return close[0] if close else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` with the known name that is closest, or nothing where none is close."""
+    close = closest(name, known)
+    return f" Did you mean {close!r}?" if close is not None else ""
 
 
 def _one_slip(a: str, b: str) -> bool:

@@ -7,7 +7,7 @@
 
 Without ``rows`` the model's own forward runs. With ``rows`` the backbone runs, and then the head module, which scores
 the rows instead of multiplying: called as a module, FSDP gathers its weight. Of a head that tensor parallelism has
-sharded, the weight is read directly. All of it is in the model's forward, so that the hooks of DDP, FSDP and others run.
+sharded, the weight is read directly. All of it is in the model's forward, so that the hooks of wrappers run.
 
 Scale and softcap of the logits are read from the model's configuration and checked: ``verify`` enlarges the hidden
 states and compares with the model's own logits. A head that does more is refused.
@@ -126,7 +126,7 @@ class _Question:
 
 
 def patch(model: Any, *, verify: bool = True, audit: int | Audit = 0, **options: Any) -> Any:
-    """Teach a causal LM's forward the keywords ``rows``, ``entropy``, ``temperature``, ``kept``, ``scope`` and ``loss``.
+    """Teach a causal LM's forward the keywords ``rows``, ``loss``, ``entropy``, ``temperature``, ``kept``, ``scope``.
 
     Same as ``logprobs(model(...).logits, rows, entropy=entropy, head=Head(temperature))``, without the logits; with a
     :class:`logitless.Loss`, the policy loss of these rows.
@@ -162,7 +162,8 @@ def patch(model: Any, *, verify: bool = True, audit: int | Audit = 0, **options:
     model._logitless = _Patch(model.forward, _head_of(model), options, shard)
     model.forward = MethodType(_wrap_forward(type(model).forward), model)
     if shard is None:
-        layer.forward = MethodType(_layer_forward, layer)
+        for linear in _linears(layer):
+            linear.forward = MethodType(_layer_forward, linear)
     if verify:
         try:
             _verify(model)
@@ -188,7 +189,8 @@ def unpatch(model: Any) -> None:
         # The original was an attribute of this model object, as TRL's fused head is.
         model.forward = patched.original
     if patched.shard is None:
-        vars(model.get_output_embeddings()).pop("forward", None)
+        for linear in _linears(model.get_output_embeddings()):
+            vars(linear).pop("forward", None)
 
 
 def audit_of(model: Any) -> AuditReport:
@@ -279,7 +281,7 @@ def _ask(name: str, layer: Any, hidden: Tensor, question: _Question) -> TokenSta
         return question.answer(layer, hidden)
     if hasattr(layer, "base_layer"):
         raise LogitlessError(f"{name}: {adapted(f'the head is now a {type(layer).__name__}, which')}")
-    if getattr(layer.forward, "__func__", None) is not _layer_forward:
+    if any(getattr(linear.forward, "__func__", None) is not _layer_forward for linear in _linears(layer)):
         raise LogitlessError(
             f"{name}: the head is now {type(layer).__name__}, not the linear layer that was patched. An adapter on the "
             f"head changes the logits in ways that are not followed here: leave the head out of it."
@@ -332,7 +334,7 @@ def _causal_lm(caller: str, model: Any) -> Any:
     return model.get_base_model()
 
 
-def _check_model(model: Any) -> nn.Linear:
+def _check_model(model: Any) -> Any:
     missing = [name for name in ("base_model", "get_output_embeddings", "config") if not hasattr(model, name)]
     if missing:
         inner = "patch(model.module)" if isinstance(getattr(model, "module", None), nn.Module) else "patch(model)"
@@ -345,13 +347,21 @@ def _check_model(model: Any) -> nn.Linear:
         raise LogitlessError(f"patch: {type(model).__name__} has no language-model head on top of a backbone.")
     if hasattr(layer, "base_layer"):
         raise LogitlessError(f"patch: {adapted(f'the head is a {type(layer).__name__}, which')}")
-    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
-        raise LogitlessError(
-            f"patch: the head must be a torch.nn.Linear but is {type(layer).__name__}, which may change the logits."
-        )
-    if "forward" in vars(layer) and not _is_tensor_parallel(model, layer):
-        raise LogitlessError("patch: the forward of the head was replaced by someone else. Undo that first.")
+    for linear in _linears(layer):
+        if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
+            raise LogitlessError(
+                f"patch: the head must be a torch.nn.Linear but is {type(linear).__name__}, which may change the "
+                f"logits. Compute its logits and pass them to logitless.logprobs."
+            )
+        if "forward" in vars(linear) and not _is_tensor_parallel(model, linear):
+            raise LogitlessError("patch: the forward of the head was replaced by someone else. Undo that first.")
     return layer
+
+
+def _linears(layer: Any) -> list[Any]:
+    """The head; or, where peft trains copies of it (modules_to_save), the original and the copies it chooses from."""
+    copies = getattr(layer, "modules_to_save", None)
+    return [layer] if copies is None else [layer.original_module, *copies.values()]
 
 
 def _is_tensor_parallel(model: Any, layer: nn.Linear) -> bool:

@@ -272,7 +272,10 @@ def as_products_take(hidden: Tensor, weight: Tensor, asked: Options) -> tuple[Te
     bias, weight_grad = (local_part(asked, name, getattr(asked, name), 0) for name in ("bias", "weight_grad"))
     if bias is not asked.bias or weight_grad is not asked.weight_grad:
         asked = replace(asked, bias=bias, weight_grad=weight_grad)
-    kind = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
+    if not isinstance(hidden, Tensor) or not isinstance(weight, Tensor):
+        # The checks will say so. Nothing is cast before: a module's ``to`` would cast the module itself.
+        return hidden, weight, asked
+    kind = hidden.device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return hidden, weight, asked
     if hidden.dtype == torch.float64:

@@ -20,8 +20,8 @@ class PolicyHead(nn.Module):
 
     Args:
         linear: the head it stands in for; its weight and bias are used as they are.
-        options: keyword arguments of :func:`linear_logprobs` for every call, such as ``head`` or ``memory``. A call with
-            a loss leaves ``entropy`` to its objective.
+        options: keyword arguments of :func:`linear_logprobs` for every call, such as ``head`` or ``memory``. In a call
+            with a loss, ``entropy`` is left to its objective.
 
     >>> import torch
     >>> head = PolicyHead(nn.Linear(4, 10), entropy="value")

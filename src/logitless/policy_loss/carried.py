@@ -1,7 +1,7 @@
 """``Loss``: an objective and its inputs for one micro-batch, as one argument of a module's forward.
 
-    ddp(input_ids, rows=rows, loss=Loss(objective, advantage=..., old_logprob=...))
-      the wrapper's forward: its hooks run  ->  the model's forward  ->  the head's forward: linear_policy_loss
+ddp(input_ids, rows=rows, loss=Loss(objective, advantage=..., old_logprob=...))
+  the wrapper's forward: its hooks run  ->  the model's forward  ->  the head's forward: linear_policy_loss
 """
 
 from __future__ import annotations

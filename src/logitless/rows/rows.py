@@ -27,6 +27,7 @@ from logitless.rows.exchange import GradRule, check_fields, exchange_facts, exch
 from logitless.rows.layouts import SCHEME, Scheme, here, ragged_arange, round_up
 from logitless.rows.masks import samples_of_mask
 from logitless.rows.samples import Samples, Tokens, integer_vector, spans_of, unpad
+from logitless.rows.shown import shown
 from logitless.spec import IGNORE, inspectable, tracked_by_autograd
 
 _COMPARED = ("padded length", "response length", "tokens", "loss mask")
@@ -261,6 +262,9 @@ class Rows:
         flat = integer_vector(target.reshape(-1), "Rows.every: target")
         index = torch.arange(flat.numel(), device=flat.device)
         return replace(_single_sample(index, flat, tuple(target.shape)), in_order=True)
+
+    def __repr__(self) -> str:
+        return shown(self)
 
     def __len__(self) -> int:
         return self.index.numel()
