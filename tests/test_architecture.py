@@ -169,6 +169,9 @@ def test_third_parties_only_where_they_belong(path):
 
 def test_public_names():
     assert logitless.__all__ == PUBLIC
+    shown = [name for name in dir(logitless) if not name.startswith("_")]
+    assert shown == sorted([*PUBLIC, "adapters", "objectives", "provider"])
+    assert all(hasattr(logitless, name) for name in dir(logitless))
     assert sorted(logitless.__all__) == logitless.__all__
     assert all(getattr(logitless, name).__module__.startswith("logitless.") for name in PUBLIC)
 

@@ -34,10 +34,10 @@ def adapted(name: str) -> str:
 def closest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is closest, itself first; None where none is close."""
     name, names = str(name), list(known)
-    if name in names:
-        return name
-    # The library's ratio counts letters in common, and so prefers 'gspo' to 'grpo' for 'gpro'.
-    close = [x for x in names if _one_slip(name.lower(), x.lower())] or difflib.get_close_matches(name, names, n=1)
+    slips = [x for x in names if _one_slip(name.lower(), x.lower())]
+    same = [x for x in slips if x.lower() == name.lower()]
+    # difflib counts letters in common, and so prefers 'gspo' to 'grpo' for 'gpro'.
+    close = same or slips or difflib.get_close_matches(name, names, n=1)
     return close[0] if close else None
 
 

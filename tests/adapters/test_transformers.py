@@ -157,6 +157,34 @@ def test_masks_and_other_inputs_reach_the_backbone():
     assert len(routed(tokens, rows=rows, output_router_logits=True).backbone.router_logits) == 2
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_loss_in_the_forward(family):
+    """Loss and gradients of everything, against the objective on the model's own logits in float64."""
+    model = build(family)
+    exact = copy.deepcopy(model).double()
+    tokens, rows = batch()
+    advantage, old = torch.randn(2, len(rows))
+    objective = logitless.Objective(entropy_coef=0.1, clip=0.5)
+    fields = {"advantage": advantage, "old_logprob": old - 4}
+    found = []
+    for scored, one, to in ((truth, exact, torch.float64), (plain, model, torch.float32)):
+        out = scored(one(tokens).logits.reshape(-1, V), rows.index, rows.target, temperature=0.8)
+        stats = logitless.TokenStats(out.logprob, out.entropy, None)
+        value, _ = objective(stats, rows, **{name: x.to(to) for name, x in fields.items()})
+        found.append((value, torch.autograd.grad(value, list(one.parameters()))))
+    patch(model, memory="8KiB", audit=4)
+    out = model(tokens, rows=rows, loss=logitless.Loss(objective, temperature=0.8, **fields))
+    ours = (out[0], torch.autograd.grad(out.loss, list(model.parameters())))
+    assert_close_to_truth(out.loss[None], found[0][0][None], found[1][0][None], "loss")
+    for (name, _), *three in zip(model.named_parameters(), ours[1], found[0][1], found[1][1], strict=True):
+        assert_gradient_close_to_truth(*three, name)
+    assert audit_of(model).passed
+    assert audit_of(model).rows == 8  # log-prob and entropy of four rows
+    torch.testing.assert_close(out.stats.logprob, model(tokens, rows=rows, temperature=0.8).logprob)
+    by_keyword = model(tokens, rows=rows, temperature=0.8, loss=logitless.Loss(objective, **fields))
+    assert torch.equal(by_keyword.loss, out.loss)
+
+
 def test_targets_kept_and_no_rows():
     model = build()
     tokens, rows = batch()
@@ -311,6 +339,17 @@ def test_errors():
         model(tokens, rows=rows, logits_to_keep=3)
     with pytest.raises(LogitlessError, match="entropy was given without rows"):
         model(tokens, entropy="value")
+    loss = logitless.Loss(logitless.Objective(policy="reinforce"), advantage=torch.ones(len(rows)))
+    with pytest.raises(LogitlessError, match=r"loss was given without rows. Pass rows=, which say what is scored."):
+        model(tokens, loss=loss)
+    with pytest.raises(LogitlessError, match=r"forward: loss must be a logitless.Loss.* but is Tensor. Pass loss=Loss"):
+        model(tokens, rows=rows, loss=torch.zeros(()))
+    with pytest.raises(LogitlessError, match="entropy cannot go with loss, whose objective asks for it"):
+        model(tokens, rows=rows, loss=loss, entropy="grad")
+    with pytest.raises(
+        LogitlessError, match=r"DataParallel has no base_model. .* wrapped: patch\(model.module\). Then"
+    ):
+        patch(nn.DataParallel(model))
     with pytest.raises(LogitlessError, match="rows were made for 33 tokens"):
         model(tokens[:, :-1], rows=rows)
     model.lm_head = nn.Linear(32, V)  # as an adapter on the head would do
