@@ -440,6 +440,20 @@ class TestTensors:
         with raises("but is list. Pass torch.tensor(logits)."):
             logprobs([[0.0, 1.0]], torch.tensor([0]))
 
+    def test_other_kinds(self):
+        zeros = torch.zeros(2, 3), torch.zeros(7, 3)
+        text = (
+            "rows must be a Rows, a tensor of targets or a pair (index, target) but is list. A list of targets, one per"
+        )
+        with raises(f"linear_logprobs: {text} row of the logits, goes in as torch.tensor(rows)."):
+            linear_logprobs(*zeros, [0, 1])
+        with raises("logprobs: head must be a Head or None but is float. A temperature is Head(temperature=0.7)."):
+            logprobs(torch.zeros(2, 7), self.TARGET, head=0.7)
+        with raises("linear_policy_loss: objective must be an Objective but is str. Pass Objective.recipe('grpo')."):
+            linear_policy_loss(*zeros, self.TARGET, "grpo")
+        with raises("Rows.every: target must be a tensor but is a list. Pass torch.tensor(target)."):
+            Rows.every([1, 2])
+
     def test_a_models_output(self):
         out = SimpleNamespace(last_hidden_state=torch.zeros(2, 3), logits=torch.zeros(2, 7))
         with raises("linear_logprobs: hidden must be ... but is SimpleNamespace. Pass its last_hidden_state."):

@@ -453,3 +453,32 @@ def test_fsdp_gathers_the_head(ranks, own_group):
     for logprob, d_weight in ranks(score_under_fsdp, 2, own_group):
         torch.testing.assert_close(logprob, whole.logprob.detach(), atol=1e-5, rtol=0)
         torch.testing.assert_close(d_weight, model.lm_head.weight.grad, atol=1e-4, rtol=1e-4)
+
+
+def temperatures_under_mixed_precision(rank, world, in_a_loss):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh, half = init_device_mesh("cpu", (world,)), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = patch(build())
+    fully_shard(model.lm_head, mesh=mesh, mp_policy=half)
+    fully_shard(model, mesh=mesh, mp_policy=half if in_a_loss else MixedPrecisionPolicy())
+    torch.manual_seed(1)
+    tokens, rows = batch()
+    temperatures = 0.7, torch.full((len(rows),), 0.7), 0.69921875
+    if not in_a_loss:
+        return [model(tokens, rows=rows, temperature=t).logprob.detach() for t in temperatures]
+    objective, advantage = logitless.Objective(policy="reinforce"), torch.ones(len(rows))
+    losses = [logitless.Loss(objective, advantage=advantage, temperature=t) for t in temperatures]
+    return [model(tokens, rows=rows, loss=loss).stats.logprob for loss in losses]
+
+
+@pytest.mark.parametrize("in_a_loss", [False, True], ids=["keyword", "loss"])
+def test_mixed_precision_does_not_round_temperatures(ranks, in_a_loss):
+    """One number and the same for every row give the same bits; 0.7 in bfloat16 is 0.69921875.
+
+    The head's unit casts what the model hands to it; of the model's own unit a Loss alone is safe.
+    """
+    for number, per_row, rounded in ranks(temperatures_under_mixed_precision, 2, in_a_loss):
+        assert torch.equal(number, per_row)
+        assert not torch.equal(number, rounded)

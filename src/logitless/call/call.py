@@ -237,8 +237,10 @@ def resolve_rows(caller: str, rows: Any) -> tuple[Rows, tuple[int, ...]]:
     if isinstance(rows, tuple) and len(rows) == 2:
         chosen = Rows.at(*rows)
         return chosen, (len(chosen),)
+    came = type(rows).__name__
+    hint = " A list of targets, one per row of the logits, goes in as torch.tensor(rows)." if came == "list" else ""
     raise LogitlessError(
-        f"{caller}: rows must be a Rows, a tensor of targets or a pair (index, target) but is {type(rows).__name__}."
+        f"{caller}: rows must be a Rows, a tensor of targets or a pair (index, target) but is {came}.{hint}"
     )
 
 

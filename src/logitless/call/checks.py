@@ -64,7 +64,11 @@ def check_kept(caller: str, kept: Kept, rows: Rows, vocab_size: int, device: tor
 def check_kinds(asked: Options) -> None:
     for name, x, kind in (("head", asked.head, Head), ("kept", asked.kept, Kept)):
         if x is not None and not isinstance(x, kind):
-            raise LogitlessError(f"{asked.caller}: {name} must be a {kind.__name__} or None but is {type(x).__name__}.")
+            hint = (
+                f" A temperature is Head(temperature={x!r})." if name == "head" and isinstance(x, int | float) else ""
+            )
+            came = f"{type(x).__name__}.{hint}"
+            raise LogitlessError(f"{asked.caller}: {name} must be a {kind.__name__} or None but is {came}")
     if asked.shard is not None and not hasattr(asked.shard, "vocab_size"):
         came = type(asked.shard).__name__
         raise LogitlessError(f"{asked.caller}: shard must be a VocabShard or None but is {came}.")

@@ -68,7 +68,8 @@ class Loss:
         self.arguments: dict[str, Any] = {**fields, **batch, "check_group": check_group}
 
     def __repr__(self) -> str:
-        given = [name for name, x in self.arguments.items() if x is not None and x is not False]
+        everything = {**self.arguments, "temperature": self.temperature}
+        given = [name for name, x in everything.items() if x is not None and x is not False]
         return f"Loss({', '.join([repr(self.objective), *given])})"
 
     def of(self, hidden: Tensor, weight: Tensor, rows: Any, *, head: Head | None = None, **options: Any) -> LossResult:

@@ -258,13 +258,13 @@ class Rows:
     def every(target: Tensor) -> Rows:
         """Every row of ``[..., V]`` logits, for targets of shape ``[...]``; ``-100`` leaves a row out."""
         if not isinstance(target, Tensor):
-            raise LogitlessError(f"Rows.every: target must be a tensor but is a {type(target).__name__}.")
+            came = type(target).__name__
+            raise LogitlessError(f"Rows.every: target must be a tensor but is a {came}. Pass torch.tensor(target).")
         flat = integer_vector(target.reshape(-1), "Rows.every: target")
         index = torch.arange(flat.numel(), device=flat.device)
         return replace(_single_sample(index, flat, tuple(target.shape)), in_order=True)
 
-    def __repr__(self) -> str:
-        return shown(self)
+    __repr__ = shown
 
     def __len__(self) -> int:
         return self.index.numel()
