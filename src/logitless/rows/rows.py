@@ -264,7 +264,8 @@ class Rows:
         index = torch.arange(flat.numel(), device=flat.device)
         return replace(_single_sample(index, flat, tuple(target.shape)), in_order=True)
 
-    __repr__ = shown
+    def __repr__(self) -> str:
+        return shown(self)
 
     def __len__(self) -> int:
         return self.index.numel()
