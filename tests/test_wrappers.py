@@ -72,47 +72,32 @@ def run_page(rank: int, world: int) -> dict[str, Any]:
     }
 
 
-def lora(page: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+def lora(page: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Gradients of the page's adapter, and those of the product written out; each rank has its part of the loss."""
-    ours = [page[name].grad for name in ("lora_A", "lora_B")]
     a, b = (page[name].detach().requires_grad_() for name in ("lora_A", "lora_B"))
     logits = page["hidden"] @ (page["weight"] + page["s"] * b @ a).T
     whole_loss(logits, page, page["mine"]).backward()
-    return ours, [a.grad, b.grad]
+    return {"A": page["lora_A"].grad, "B": page["lora_B"].grad}, {"A": a.grad, "B": b.grad}
 
 
-@pytest.fixture(scope="module")
-def results(ranks) -> list[dict[str, Any]]:
+def assert_same(recipe: str, ours: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
+    assert sorted(ours) == sorted(truth), recipe
+    for name, exact in truth.items():
+        assert_gradient_close_to_truth(ours[name], exact, exact, f"{recipe}: {name}")
+
+
+def test_the_page_on_two_ranks(ranks):
+    """One test, because its ranks import a Trainer, which takes longer than all the rest."""
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    return ranks(run_page, 2)
-
-
-def assert_same(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
-    assert sorted(ours) == sorted(truth)
-    for name, exact in truth.items():
-        assert_gradient_close_to_truth(ours[name], exact, exact, name)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "of"),
-    [("ddp", "model"), ("sharded", "model"), ("prepared", "model"), ("trained", "model"), ("wrapped", "policy")],
-)
-def test_each_recipe_has_the_gradient_of_the_whole_batch(results, recipe, of):
+    results = ranks(run_page, 2)
     for result in results:
-        assert_same(result["found"][recipe], result[of])
-
-
-def test_the_bypass_leaves_each_rank_its_own_gradient(results):
-    """What the page warns of: twice the gradient of the rank's part, and so another one on every rank."""
-    for result in results:
-        assert_same(result["found"]["bypassed"], {name: 2 * x for name, x in result["part"].items()})
+        found = result["found"]
+        for recipe in ("ddp", "sharded", "prepared", "trained"):
+            assert_same(recipe, found[recipe], result["model"])
+        assert_same("wrapped", found["wrapped"], result["policy"])
+        assert_same("lora", *result["lora"])
+        # What the page warns of: the gradient of the rank's own part, times two.
+        assert_same("bypassed", found["bypassed"], {name: 2 * x for name, x in result["part"].items()})
     one, other = (result["found"]["bypassed"]["head.linear.weight"] for result in results)
     assert not torch.allclose(one, other)
-
-
-def test_an_adapter_of_the_head_as_further_columns(results):
-    for result in results:
-        ours, truth = result["lora"]
-        for name, mine, exact in zip(("lora_A", "lora_B"), ours, truth, strict=True):
-            assert_gradient_close_to_truth(mine, exact, exact, name)
