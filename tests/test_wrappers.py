@@ -90,7 +90,7 @@ def test_the_page_on_two_ranks(ranks):
     """One test, because its ranks import a Trainer, which takes longer than all the rest."""
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    results = ranks(run_page, 2)
+    results = ranks(run_page, 2, timeout=120)
     for result in results:
         found = result["found"]
         for recipe in ("ddp", "sharded", "prepared", "trained"):
