@@ -51,6 +51,7 @@ PUBLIC = [
     "Head",
     "Kept",
     "LogitlessError",
+    "Loss",
     "Metrics",
     "Objective",
     "PolicyHead",
@@ -174,6 +175,9 @@ def test_third_parties_only_where_they_belong(path):
 
 def test_public_names():
     assert logitless.__all__ == PUBLIC
+    shown = [name for name in dir(logitless) if not name.startswith("_")]
+    assert shown == sorted([*PUBLIC, "adapters", "objectives", "provider"])
+    assert all(hasattr(logitless, name) for name in dir(logitless))
     assert sorted(logitless.__all__) == logitless.__all__
     assert all(getattr(logitless, name).__module__.startswith("logitless.") for name in PUBLIC)
 

@@ -8,11 +8,25 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from logitless import Head, Kept, LogitlessError, Rows, VocabShard, choose_backend, logprobs
+from logitless import (
+    Head,
+    Kept,
+    LogitlessError,
+    Objective,
+    Rows,
+    TokenStats,
+    VocabShard,
+    choose_backend,
+    linear_logprobs,
+    linear_policy_loss,
+    logprobs,
+)
+from logitless.errors import did_you_mean
 from logitless.spec import parse_memory
 
 NAN, INF = math.nan, math.inf
@@ -363,6 +377,202 @@ class TestKept:
         ids = [torch.tensor([1, 2]), torch.tensor([3])]
         with raises("Kept.from_responses: sample 0..."):
             Kept.from_responses(rows, ids, [torch.tensor([2]), torch.tensor([1])])
+
+
+# One thing where another is wanted.
+
+
+class TestRowsOfOneSample:
+    TAIL = ". One sample is [tokens]; samples that are already end to end in one tensor are tokens.split(lengths)."
+
+    @pytest.mark.parametrize(
+        ("tokens", "came"),
+        [
+            (torch.tensor([1, 2, 3]), "one tensor of shape [3]"),
+            (torch.tensor(3), "one tensor of shape []"),
+            ([1, 2, 3], "one list of ids"),
+            (5, "int"),
+        ],
+    )
+    def test_tokens(self, tokens, came):
+        text = f"Rows.packed: tokens must be a list of samples, each a list or 1-D tensor of ids, but is {came}"
+        with raises(text + self.TAIL):
+            Rows.packed(tokens, [2])
+
+    def test_a_list_of_ids_that_is_padded(self):
+        with raises("Rows.padded: tokens must be a list of samples"):
+            Rows.padded([1, 2, 3], [2])
+
+    @pytest.mark.parametrize("lengths", [2, torch.tensor(2)])
+    def test_response_lengths(self, lengths):
+        text = f"Rows.packed: response_lengths must be a list, the response tokens of each sample, but is {lengths!r}."
+        with raises(f"{text} The same for all is [n] * len(tokens)."):
+            Rows.packed([[1, 2, 3]], lengths)
+
+    def test_a_padded_tensor_without_lengths(self):
+        text = (
+            "Rows.padded: tokens is one tensor of 2 lines but there are no lengths. Pass lengths=attention_mask.sum(1)"
+        )
+        with raises(f"{text}.tolist(), ... or use Rows.from_mask(input_ids, completion_mask)."):
+            Rows.padded(torch.tensor([[1, 2, 3], [1, 2, 0]]), [1, 1])
+
+
+class TestTensors:
+    LINEAR, TARGET = torch.nn.Linear(3, 7), torch.tensor([0, 1])
+
+    @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["plain", "autocast"])
+    def test_a_layer_for_its_weight(self, dtype):
+        text = (
+            "linear_logprobs: weight must be a tensor but is Linear. Pass the layer's weight and bias: layer.weight, "
+        )
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            with raises(f"{text}bias=layer.bias. Under DDP or FSDP use a PolicyHead."):
+                linear_logprobs(torch.zeros(2, 3), self.LINEAR, self.TARGET)
+        assert self.LINEAR.weight.dtype == torch.float32
+
+    def test_lists(self):
+        with raises("linear_logprobs: hidden must be [..., D] of ... but is list. Pass torch.tensor(hidden)."):
+            linear_logprobs([[0.0] * 3], self.LINEAR.weight, self.TARGET)
+        with raises("linear_logprobs: hidden must be [..., D] of ... but is list. Pass torch.stack(hidden)."):
+            linear_logprobs([torch.zeros(3)], self.LINEAR.weight, self.TARGET)
+        with raises("linear_logprobs: bias must be a tensor but is list. Pass torch.tensor(bias)."):
+            linear_logprobs(torch.zeros(2, 3), self.LINEAR.weight, self.TARGET, bias=[0.0] * 7)
+        with raises("but is list. Pass torch.tensor(logits)."):
+            logprobs([[0.0, 1.0]], torch.tensor([0]))
+
+    def test_other_kinds(self):
+        zeros = torch.zeros(2, 3), torch.zeros(7, 3)
+        text = (
+            "rows must be a Rows, a tensor of targets or a pair (index, target) but is list. A list of targets, one per"
+        )
+        with raises(f"linear_logprobs: {text} row of the logits, goes in as torch.tensor(rows)."):
+            linear_logprobs(*zeros, [0, 1])
+        with raises("logprobs: head must be a Head or None but is float. A temperature is Head(temperature=0.7)."):
+            logprobs(torch.zeros(2, 7), self.TARGET, head=0.7)
+        with raises("linear_policy_loss: objective must be an Objective but is str. Pass Objective.recipe('grpo')."):
+            linear_policy_loss(*zeros, self.TARGET, "grpo")
+        with raises("Rows.every: target must be a tensor but is a list. Pass torch.tensor(target)."):
+            Rows.every([1, 2])
+
+    def test_a_models_output(self):
+        out = SimpleNamespace(last_hidden_state=torch.zeros(2, 3), logits=torch.zeros(2, 7))
+        with raises("linear_logprobs: hidden must be ... but is SimpleNamespace. Pass its last_hidden_state."):
+            linear_logprobs(out, self.LINEAR.weight, self.TARGET)
+        del out.last_hidden_state
+        with raises("logprobs: logits must be a tensor of ... but is SimpleNamespace. Pass its logits."):
+            logprobs(out, self.TARGET)
+
+    @pytest.mark.parametrize("shape", [(0,), (21,)])
+    def test_a_weight_that_is_sharded(self, shape):
+        text = f"linear_logprobs: weight must be [V, 3] to go with hidden of size 3 but is {list(shape)}."
+        with raises(
+            f"{text} Sharded parameters look like this outside of their module's forward (FSDP1, ZeRO-3): use a Pol"
+        ):
+            linear_logprobs(torch.zeros(2, 3), torch.zeros(shape), self.TARGET)
+
+    def test_flat_logits(self):
+        text = (
+            "logprobs: logits must be [T, V], one row per token, but has shape [14], one row, and there are 2 rows to"
+        )
+        with raises(f"{text} score. Do not flatten them, or take logits.view(-1, V)."):
+            logprobs(torch.zeros(14), self.TARGET)
+
+    def test_one_row_of_logits_is_fine(self):
+        assert logprobs(torch.zeros(7), torch.tensor(3)).logprob.shape == ()
+        assert logprobs(torch.zeros(7), (torch.tensor([0]), torch.tensor([3]))).logprob.shape == (1,)
+
+
+# Names that are nearly right, or right elsewhere.
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "found"),
+    [
+        ("gpro", ["gspo", "grpo", "ppo"], "grpo"),  # two letters that changed places
+        ("GRPO", ["gspo", "grpo"], "grpo"),
+        ("grp", ["gspo", "grpo"], "grpo"),
+        ("grrpo", ["gspo", "grpo"], "grpo"),
+        ("dappo", ["ppo", "dapo"], "dapo"),
+        ("grpo", ["gspo", "grpo"], "grpo"),
+        ("old_log_probs", ["advantage", "old_logprob"], "old_logprob"),
+        ("zzz", ["gspo", "grpo"], None),
+    ],
+)
+def test_the_closest_name(name, known, found):
+    assert did_you_mean(name, known) == ("" if found is None else f" Did you mean {found!r}?")
+
+
+class TestObjectiveNames:
+    KL = "Here it is called 'kl_coef'. It goes with an estimator, as kl=\"k3\"."
+
+    def test_recipe(self):
+        with raises("Objective.recipe: name 'gpro' is not known. Did you mean 'grpo'? Known: ppo, grpo, dapo"):
+            Objective.recipe("gpro")
+
+    @pytest.mark.parametrize("name", ["grpo", "gpro", "GRPO"])
+    def test_a_recipe_for_a_term(self, name):
+        text = (
+            f"Objective: policy {name!r} is not a term but the name of a recipe, or close to one. Take Objective.recipe"
+        )
+        with raises(f"{text}('grpo'). Terms: ppo_clip, gspo"):
+            Objective(policy=name)
+
+    def test_a_term(self):
+        with raises("Objective: policy 'ppo_clp' is not known. Did you mean 'ppo_clip'?"):
+            Objective(policy="ppo_clp")
+
+    def test_beta(self):
+        with raises(f"Objective: argument 'beta' is not known. {self.KL} Known: policy, clip"):
+            Objective(beta=0.1)
+        with raises(f"Objective.recipe: argument 'beta' is not known. {self.KL} Known: policy, clip"):
+            Objective.recipe("grpo", beta=0.1)
+        with raises(
+            f"Objective: no part of it reads the field beta. {self.KL} It is an argument of Objective(...), not"
+        ):
+            given = {"old_logprob": "current", "advantage": torch.ones(1), "beta": 0.1}
+            linear_policy_loss(torch.zeros(1, 3), torch.zeros(7, 3), torch.tensor([0]), Objective(), **given)
+
+    @pytest.mark.parametrize(
+        ("name", "ours"), [("epsilon", "clip"), ("loss_agg_mode", "reduce"), ("clip_ratio", "clip")]
+    )
+    def test_names_of_others(self, name, ours):
+        with raises(f"Objective: argument {name!r} is not known. Here it is called {ours!r}. Known"):
+            Objective(**{name: 0.2})
+
+    def test_a_setting_in_the_call(self):
+        rows = Rows.at([0], [1])
+        with raises(
+            "Objective: no part of it reads the field kl_coef. It is an argument of Objective(...), not of the"
+        ):
+            stats = TokenStats(torch.zeros(1), None, None)
+            Objective()(stats, rows, old_logprob=torch.zeros(1), advantage=torch.zeros(1), kl_coef=0.1)
+
+    def test_a_spelling(self):
+        with raises("Objective: argument 'entropy_coeff' is not known. Did you mean 'entropy_coef'?"):
+            Objective(entropy_coeff=0.1)
+
+    @pytest.mark.parametrize(("given", "came"), [("grpo", "'grpo'"), (torch.zeros(2), "Tensor")])
+    def test_positional(self, given, came):
+        text = (
+            f'Objective: wanted keyword arguments but got {came}. Name the term, as policy="ppo_clip", or take a recipe'
+        )
+        with raises(f'{text} by name, as Objective.recipe("grpo"). Tensors go with the call: objective(stats, rows, '):
+            Objective(given)
+
+    def test_a_tensor_for_stats(self):
+        rows = Rows.at([0], [1])
+        text = "Objective: stats must be the TokenStats of logprobs or linear_logprobs but is Tensor."
+        with raises(f"{text} Log-probs of your own go in as TokenStats(logprob, entropy, None)."):
+            Objective()(torch.zeros(1), rows, old_logprob=torch.zeros(1), advantage=torch.zeros(1))
+
+    @pytest.mark.parametrize(
+        ("given", "way"),
+        [([1.0, 2.0], "torch.tensor(advantage)"), ([[1.0], [2.0]], "rows.from_responses(advantage)")],
+    )
+    def test_a_list_for_a_field(self, given, way):
+        rows, stats = Rows.packed([[1, 2], [3, 4]], [1, 1]), TokenStats(torch.zeros(2), None, None)
+        with raises(f"Objective: advantage must be a tensor of shape [2] but is list. Pass {way}."):
+            Objective()(stats, rows, old_logprob=torch.zeros(2), advantage=given)
 
 
 # Logits and targets.

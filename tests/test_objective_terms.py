@@ -276,3 +276,28 @@ def test_a_function_of_the_users_own():
         expected[own] = (-0.5 * x["advantage"] * bonus * ratio**2 + 1.5)[own] / counts.sum()
     torch.testing.assert_close(gradient, expected, atol=1e-14, rtol=0)
     assert {"sharpened", "correction", "ref_kl"} <= metrics.compute().keys()
+
+
+def own(inputs, clip=0.5):
+    return -inputs.advantage * inputs.logprob
+
+
+@pytest.mark.parametrize(
+    ("objective", "text"),
+    [
+        (Objective(), "policy='ppo_clip', clip=(0.2, 0.2), reduce='token_mean'"),
+        (Objective(clip=0.1), "policy='ppo_clip', clip=(0.1, 0.1), reduce='token_mean'"),
+        (
+            Objective.recipe("dapo", entropy_coef=0.01),
+            "policy='ppo_clip', clip=(0.2, 0.28), entropy_coef=0.01, reduce='token_mean'",
+        ),
+        (Objective.recipe("gspo"), "policy='gspo', clip=(0.0003, 0.0004), reduce='sample_mean'"),
+        (Objective(policy="reinforce"), "policy='reinforce', reduce='token_mean'"),
+        (
+            Objective(policy=own, kl="k3", kl_coef=0.1),
+            "policy=own, clip=0.5, kl='k3', kl_coef=0.1, reduce='token_mean'",
+        ),
+    ],
+)
+def test_repr_has_the_clip_in_effect(objective, text):
+    assert repr(objective) == f"Objective({text})"

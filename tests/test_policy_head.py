@@ -58,6 +58,52 @@ def test_options_of_the_call_win():
     assert torch.allclose(head(hidden, target).logprob, direct.logprob, atol=1e-5)
 
 
+def loss_of(rows: ll.Rows, **more) -> ll.Loss:
+    drawn = torch.Generator().manual_seed(len(rows))
+    advantage, old = torch.randn(2, len(rows), generator=drawn)
+    return ll.Loss(ll.Objective(entropy_coef=0.1), advantage=advantage, old_logprob=old - 3, denominator=20, **more)
+
+
+def test_a_loss_in_its_forward_is_the_call():
+    """Same bits as the call with the layer's tensors; options of the head and of the loss both count."""
+    head = ll.PolicyHead(nn.Linear(D, V), entropy="value", head=ll.Head(softcap=5.0), memory="64KiB")
+    hidden, rows = torch.randn(7, D), ll.Rows.packed([[1, 2, 3], [4, 5, 6, 7]], [2, 3])
+    temperature = torch.linspace(0.5, 1.5, 5)
+    loss = loss_of(rows, temperature=temperature)
+    found = head(hidden, rows, loss=loss)
+    wanted = ll.linear_policy_loss(
+        hidden,
+        head.linear.weight,
+        rows,
+        loss.objective,
+        bias=head.linear.bias,
+        head=ll.Head(softcap=5.0, temperature=temperature),
+        memory="64KiB",
+        return_stats=True,
+        **loss.arguments,
+    )
+    assert torch.equal(found.loss, wanted[0])
+    assert found.metrics.compute() == wanted[1].compute()
+    assert torch.equal(found.stats.logprob, wanted[2].logprob)
+    parameters = list(head.parameters())
+    for mine, its in zip(*(torch.autograd.grad(x[0], parameters) for x in (found, wanted)), strict=True):
+        assert torch.equal(mine, its)
+
+
+def test_what_a_loss_refuses():
+    head, hidden, rows = ll.PolicyHead(nn.Linear(D, V)), torch.zeros(3, D), ll.Rows.packed([[1, 2, 3]], [2])
+    with pytest.raises(ll.LogitlessError, match=r"PolicyHead: loss was given without rows. Pass the rows to score."):
+        head(hidden, loss=loss_of(rows))
+    with pytest.raises(ll.LogitlessError, match=r"PolicyHead: entropy was given without rows"):
+        head(hidden, entropy="value")
+    with pytest.raises(ll.LogitlessError, match=r"PolicyHead: loss must be a logitless.Loss.* but is Objective. Pass"):
+        head(hidden, rows, loss=ll.Objective())
+    with pytest.raises(ll.LogitlessError, match=r"Loss: objective must be an Objective but is str. Make one"):
+        ll.Loss("grpo")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ll.LogitlessError, match=r"Objective: policy='ppo_clip' needs the field old_logprob"):
+        head(hidden, rows, loss=ll.Loss(ll.Objective(), advantage=torch.ones(2)))
+
+
 def test_it_must_be_given_a_layer():
     with pytest.raises(ll.LogitlessError, match="PolicyHead: linear must be a linear layer"):
         ll.PolicyHead(torch.zeros(3))  # pyright: ignore[reportArgumentType]
@@ -108,6 +154,65 @@ def test_fsdp2(ranks):
         assert of_any_layer == share
         assert torch.allclose(gradient, linear.weight.grad * share, atol=1e-5)
         assert "for FSDP use a PolicyHead" in text
+
+
+def mixed_precision(rank: int, world: int) -> tuple[float, float, float]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    head = fully_shard(ll.PolicyHead(nn.Linear(D, V)), mesh=init_device_mesh("cpu", (world,)), mp_policy=policy)
+    hidden, rows = torch.randn(T, D), ll.Rows.every(torch.randint(V, (T,)))
+    temperature = torch.linspace(0.7, 1.3, T)
+    out = head(hidden, rows, loss=loss_of(rows, temperature=temperature))
+    old = loss_of(rows).arguments["old_logprob"]
+    exact = (out.stats.logprob - old).exp().double().mean()
+    rounded = (out.stats.logprob - old.bfloat16().float()).exp().double().mean()
+    return out.metrics.compute()["ratio"], float(exact), float(rounded)
+
+
+def test_mixed_precision_does_not_round_the_inputs_of_a_loss(ranks):
+    """FSDP casts every tensor that it finds among the arguments; the old log-probs must not be among them."""
+    for found, exact, rounded in ranks(mixed_precision, 2):
+        assert abs(rounded - exact) > 1e-4
+        assert found == pytest.approx(exact, rel=1e-6)
+
+
+class Policy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Embedding(V, D)
+        self.head = ll.PolicyHead(nn.Linear(D, V))
+
+    def forward(self, tokens: torch.Tensor, rows: ll.Rows, loss: ll.Loss) -> tuple:
+        return self.head(self.body(tokens), rows, loss=loss)
+
+
+def ddp_with_an_empty_rank(rank: int, world: int, unused: bool) -> list[torch.Tensor]:
+    """Two micro-batches, the first of them without synchronisation; the last rank has no response in either."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Policy(), find_unused_parameters=unused)
+    for step, around in enumerate((ddp.no_sync, torch.enable_grad)):
+        tokens = (torch.arange(5) + 7 * step) % V
+        rows = ll.Rows.packed([tokens], [0 if rank == world - 1 else 3 + step])
+        with around():
+            (ddp(tokens, rows, loss_of(rows)).loss * world).backward()
+    return [x.grad for x in ddp.parameters()]
+
+
+@pytest.mark.parametrize("unused", [False, True], ids=["plain", "find unused"])
+def test_ddp_with_an_empty_rank_and_accumulation(ranks, unused):
+    torch.manual_seed(0)
+    model = Policy()
+    for step in range(2):
+        tokens = (torch.arange(5) + 7 * step) % V
+        rows = ll.Rows.packed([tokens], [3 + step])
+        model(tokens, rows, loss_of(rows)).loss.backward()
+    for gradients in ranks(ddp_with_an_empty_rank, 2, unused):
+        for mine, whole in zip(gradients, model.parameters(), strict=True):
+            assert torch.allclose(mine, whole.grad, rtol=1e-6, atol=1e-7)
 
 
 def tensor_parallel(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

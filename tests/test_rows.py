@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -420,3 +420,24 @@ def test_scale():
     assert torch.equal(some.target, some.index + 1)
     assert bool((some.position % 3 == 0).all())
     assert some.counts == tuple((r + 2) // 3 for r in responses)
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        (Rows.packed([[1, 2, 3], [4, 5]], [2, 1]), "Rows(3 rows of 2 samples, tokens [5], cpu)"),
+        (
+            Rows.padded([[1, 2], [3, 4, 5]], [1, 2], [[1], [0, 1]]),
+            "Rows(3 rows of 2 samples, tokens [2, 3], masked, cpu)",
+        ),
+        (Rows.at([4], [2]), "Rows(1 row, any tokens, cpu)"),
+        (
+            Rows.packed([list(range(8))], [4], cp=Zigzag(1, 2)),
+            "Rows(3 rows of 1 sample, tokens [4], part 1 of 2 (Zigzag), cpu)",
+        ),
+    ],
+)
+def test_repr(rows, text):
+    """Short, and of rows whose values nobody can see."""
+    assert repr(rows) == text
+    assert repr(replace(rows, index=rows.index.to("meta"))) == text.replace("cpu", "meta")

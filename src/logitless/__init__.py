@@ -16,7 +16,7 @@ from logitless.from_logits import logprobs
 from logitless.kept import Kept
 from logitless.memory import estimate
 from logitless.objectives import Metrics, Objective, count_over
-from logitless.policy_loss import linear_policy_loss
+from logitless.policy_loss import Loss, linear_policy_loss
 from logitless.rows import Rows
 from logitless.rows.layouts import Contiguous, Zigzag
 from logitless.spec import Head, TokenStats, VocabShard, shard_of
@@ -30,6 +30,7 @@ __all__ = [
     "Head",
     "Kept",
     "LogitlessError",
+    "Loss",
     "Metrics",
     "Objective",
     "PolicyHead",
@@ -54,3 +55,8 @@ __all__ = [
     "status",
     "uninstall",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, and the modules that have more of them."""
+    return sorted([*__all__, "__all__", "__doc__", "__version__", "adapters", "objectives", "provider"])

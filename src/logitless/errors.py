@@ -22,7 +22,34 @@ def no_second_derivative(caller: str, instead: str = "") -> LogitlessError:
     )
 
 
+def adapted(name: str) -> str:
+    """Why a layer that an adapter wraps is refused where its weight would be read, and what to do."""
+    return (
+        f"{name} wraps another layer, as adapters on the head do, and its weight alone would leave the adapter out. "
+        f"Leave the head out of the adapter (peft: target_modules), merge it (peft: merge_and_unload), or pass hidden "
+        f"states and weight with the adapter's columns added: see LoRA on the head in docs/how-to/wrappers.md."
+    )
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is closest, itself first; None where none is close."""
+    name, names = str(name), list(known)
+    slips = [x for x in names if _one_slip(name.lower(), x.lower())]
+    same = [x for x in slips if x.lower() == name.lower()]
+    # difflib counts letters in common, and so prefers 'gspo' to 'grpo' for 'gpro'.
+    close = same or slips or difflib.get_close_matches(name, names, n=1)
+    return close[0] if close else None
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`` Did you mean 'x'?`` with the known name that is closest, or nothing where none is close."""
-    close = difflib.get_close_matches(str(name), list(known), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    close = closest(name, known)
+    return f" Did you mean {close!r}?" if close is not None else ""
+
+
+def _one_slip(a: str, b: str) -> bool:
+    """Whether one letter more, less or other, or two letters that changed places, make a word of the other."""
+    start = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    a, b = a[start:], b[start:]
+    swapped = len(a) > 1 and a[1::-1] + a[2:] == b
+    return swapped or a[1:] == b[1:] or a[1:] == b or a == b[1:]

@@ -157,6 +157,34 @@ def test_masks_and_other_inputs_reach_the_backbone():
     assert len(routed(tokens, rows=rows, output_router_logits=True).backbone.router_logits) == 2
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_loss_in_the_forward(family):
+    """Loss and gradients of everything, against the objective on the model's own logits in float64."""
+    model = build(family)
+    exact = copy.deepcopy(model).double()
+    tokens, rows = batch()
+    advantage, old = torch.randn(2, len(rows))
+    objective = logitless.Objective(entropy_coef=0.1, clip=0.5)
+    fields = {"advantage": advantage, "old_logprob": old - 4}
+    found = []
+    for scored, one, to in ((truth, exact, torch.float64), (plain, model, torch.float32)):
+        out = scored(one(tokens).logits.reshape(-1, V), rows.index, rows.target, temperature=0.8)
+        stats = logitless.TokenStats(out.logprob, out.entropy, None)
+        value, _ = objective(stats, rows, **{name: x.to(to) for name, x in fields.items()})
+        found.append((value, torch.autograd.grad(value, list(one.parameters()))))
+    patch(model, memory="8KiB", audit=4)
+    out = model(tokens, rows=rows, loss=logitless.Loss(objective, temperature=0.8, **fields))
+    ours = (out[0], torch.autograd.grad(out.loss, list(model.parameters())))
+    assert_close_to_truth(out.loss[None], found[0][0][None], found[1][0][None], "loss")
+    for (name, _), *three in zip(model.named_parameters(), ours[1], found[0][1], found[1][1], strict=True):
+        assert_gradient_close_to_truth(*three, name)
+    assert audit_of(model).passed
+    assert audit_of(model).rows == 8  # log-prob and entropy of four rows
+    torch.testing.assert_close(out.stats.logprob, model(tokens, rows=rows, temperature=0.8).logprob)
+    by_keyword = model(tokens, rows=rows, temperature=0.8, loss=logitless.Loss(objective, **fields))
+    assert torch.equal(by_keyword.loss, out.loss)
+
+
 def test_targets_kept_and_no_rows():
     model = build()
     tokens, rows = batch()
@@ -311,6 +339,17 @@ def test_errors():
         model(tokens, rows=rows, logits_to_keep=3)
     with pytest.raises(LogitlessError, match="entropy was given without rows"):
         model(tokens, entropy="value")
+    loss = logitless.Loss(logitless.Objective(policy="reinforce"), advantage=torch.ones(len(rows)))
+    with pytest.raises(LogitlessError, match=r"loss was given without rows. Pass rows=, which say what is scored."):
+        model(tokens, loss=loss)
+    with pytest.raises(LogitlessError, match=r"forward: loss must be a logitless.Loss.* but is Tensor. Pass loss=Loss"):
+        model(tokens, rows=rows, loss=torch.zeros(()))
+    with pytest.raises(LogitlessError, match="entropy cannot go with loss, whose objective asks for it"):
+        model(tokens, rows=rows, loss=loss, entropy="grad")
+    with pytest.raises(
+        LogitlessError, match=r"DataParallel has no base_model. .* wrapped: patch\(model.module\). Then"
+    ):
+        patch(nn.DataParallel(model))
     with pytest.raises(LogitlessError, match="rows were made for 33 tokens"):
         model(tokens[:, :-1], rows=rows)
     model.lm_head = nn.Linear(32, V)  # as an adapter on the head would do
@@ -414,3 +453,32 @@ def test_fsdp_gathers_the_head(ranks, own_group):
     for logprob, d_weight in ranks(score_under_fsdp, 2, own_group):
         torch.testing.assert_close(logprob, whole.logprob.detach(), atol=1e-5, rtol=0)
         torch.testing.assert_close(d_weight, model.lm_head.weight.grad, atol=1e-4, rtol=1e-4)
+
+
+def temperatures_under_mixed_precision(rank, world, in_a_loss):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh, half = init_device_mesh("cpu", (world,)), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = patch(build())
+    fully_shard(model.lm_head, mesh=mesh, mp_policy=half)
+    fully_shard(model, mesh=mesh, mp_policy=half if in_a_loss else MixedPrecisionPolicy())
+    torch.manual_seed(1)
+    tokens, rows = batch()
+    temperatures = 0.7, torch.full((len(rows),), 0.7), 0.69921875
+    if not in_a_loss:
+        return [model(tokens, rows=rows, temperature=t).logprob.detach() for t in temperatures]
+    objective, advantage = logitless.Objective(policy="reinforce"), torch.ones(len(rows))
+    losses = [logitless.Loss(objective, advantage=advantage, temperature=t) for t in temperatures]
+    return [model(tokens, rows=rows, loss=loss).stats.logprob for loss in losses]
+
+
+@pytest.mark.parametrize("in_a_loss", [False, True], ids=["keyword", "loss"])
+def test_mixed_precision_does_not_round_temperatures(ranks, in_a_loss):
+    """One number and the same for every row give the same bits; 0.7 in bfloat16 is 0.69921875.
+
+    The head's unit casts what the model hands to it; of the model's own unit a Loss alone is safe.
+    """
+    for number, per_row, rounded in ranks(temperatures_under_mixed_precision, 2, in_a_loss):
+        assert torch.equal(number, per_row)
+        assert not torch.equal(number, rounded)

@@ -2,11 +2,12 @@
 
     model = patch(model)
     out = model(input_ids, attention_mask=mask, rows=rows, entropy="value")     out.logprob, out.entropy, out.log_z
+    out = model(input_ids, attention_mask=mask, rows=rows, loss=Loss(...))      out.loss, out.metrics, out.stats
     model(input_ids)                                                            unchanged: generation, evaluation
 
 Without ``rows`` the model's own forward runs. With ``rows`` the backbone runs, and then the head module, which scores
 the rows instead of multiplying: called as a module, FSDP gathers its weight. Of a head that tensor parallelism has
-sharded, the weight is read directly.
+sharded, the weight is read directly. All of it is in the model's forward, so that the hooks of wrappers run.
 
 Scale and softcap of the logits are read from the model's configuration and checked: ``verify`` enlarges the hidden
 states and compares with the model's own logits. A head that does more is refused.
@@ -28,9 +29,11 @@ from torch import Tensor, nn
 from logitless.adapters.audit import Audit, AuditReport
 from logitless.adapters.host import Host, Option, Replacement, suggestion
 from logitless.call import Scope, resolve_rows
-from logitless.errors import LogitlessError
+from logitless.errors import LogitlessError, adapted
 from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.kept import Kept
+from logitless.objectives import Metrics
+from logitless.policy_loss import Loss, LossResult
 from logitless.spec import EntropyMode, Head, TokenStats, VocabShard, shard_of
 
 TESTED = (
@@ -75,6 +78,21 @@ class CausalLMScores(NamedTuple):
     backbone: Any
 
 
+class CausalLMLoss(NamedTuple):
+    """The loss of a patched model; it comes first, where trainers look for it.
+
+    Attributes:
+        loss, metrics: as from :func:`logitless.linear_policy_loss`.
+        stats: the rows' :class:`logitless.TokenStats`, without graph.
+        backbone: as in :class:`CausalLMScores`.
+    """
+
+    loss: Tensor
+    metrics: Metrics
+    stats: TokenStats
+    backbone: Any
+
+
 @dataclass(frozen=True, eq=False)
 class _Patch:
     """Settings of a patched model."""
@@ -96,16 +114,25 @@ class _Question:
     scope: Scope
     head: Head
     shard: VocabShard | None
+    loss: Loss | None
     options: Mapping[str, Any]
+
+    def answer(self, layer: Any, hidden: Tensor) -> TokenStats | LossResult:
+        shared = {"bias": _local(layer.bias), "head": self.head, "shard": self.shard, "kept": self.kept}
+        arguments = {**shared, "scope": self.scope, **self.options}
+        if self.loss is not None:
+            return self.loss.of(hidden, layer.weight, self.rows, **arguments)
+        return linear_logprobs(hidden, layer.weight, self.rows, entropy=self.entropy, **arguments)
 
 
 def patch(model: Any, *, verify: bool = True, audit: int | Audit = 0, **options: Any) -> Any:
-    """Teach a causal LM's forward the keywords ``rows``, ``entropy``, ``temperature``, ``kept`` and ``scope``.
+    """Teach a causal LM's forward the keywords ``rows``, ``loss``, ``entropy``, ``temperature``, ``kept``, ``scope``.
 
-    Same as ``logprobs(model(...).logits, rows, entropy=entropy, head=Head(temperature))``, without the logits.
+    Same as ``logprobs(model(...).logits, rows, entropy=entropy, head=Head(temperature))``, without the logits; with a
+    :class:`logitless.Loss`, the policy loss of these rows.
 
     Args:
-        model: a transformers causal LM, before it is wrapped by PEFT, FSDP or DDP.
+        model: a transformers causal LM, before it is wrapped by FSDP or DDP; or peft's model around one.
         verify: compare with the model's own logits on a few random tokens, in evaluation mode; three small forwards.
             Without it, only the families in ``TESTED`` are accepted.
         audit: rows of every call that are compared with float64; see :func:`audit_of`.
@@ -121,6 +148,7 @@ def patch(model: Any, *, verify: bool = True, audit: int | Audit = 0, **options:
     for name in options:
         if name not in OPTIONS:
             raise LogitlessError(f"patch: there is no option {name!r}.{suggestion(name, OPTIONS)}")
+    whole, model = model, _causal_lm("patch", model)
     if "_logitless" in vars(model):
         raise LogitlessError("patch: this model is already patched. Call unpatch(model) first.")
     layer = _check_model(model)
@@ -134,7 +162,8 @@ def patch(model: Any, *, verify: bool = True, audit: int | Audit = 0, **options:
     model._logitless = _Patch(model.forward, _head_of(model), options, shard)
     model.forward = MethodType(_wrap_forward(type(model).forward), model)
     if shard is None:
-        layer.forward = MethodType(_layer_forward, layer)
+        for linear in _linears(layer):
+            linear.forward = MethodType(_layer_forward, linear)
     if verify:
         try:
             _verify(model)
@@ -143,11 +172,12 @@ def patch(model: Any, *, verify: bool = True, audit: int | Audit = 0, **options:
             raise
     # Only now: the enlarged hidden states of the verification are not audited.
     model._logitless = replace(model._logitless, audit=audit)
-    return model
+    return whole
 
 
 def unpatch(model: Any) -> None:
     """Put the original forward of a patched model back."""
+    model = _causal_lm("unpatch", model)
     if "_logitless" not in vars(model):
         raise LogitlessError("unpatch: this model is not patched.")
     ours = getattr(vars(model).get("forward"), "__func__", None)
@@ -159,11 +189,13 @@ def unpatch(model: Any) -> None:
         # The original was an attribute of this model object, as TRL's fused head is.
         model.forward = patched.original
     if patched.shard is None:
-        vars(model.get_output_embeddings()).pop("forward", None)
+        for linear in _linears(model.get_output_embeddings()):
+            vars(linear).pop("forward", None)
 
 
 def audit_of(model: Any) -> AuditReport:
     """The audit's report of a patched model."""
+    model = _causal_lm("audit_of", model)
     if "_logitless" not in vars(model):
         raise LogitlessError("audit_of: this model is not patched.")
     return model._logitless.audit.report()
@@ -177,7 +209,10 @@ def _wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             return _score(self, rows, args, kwargs)
         for name, _ in _KEYWORDS:
             if name in kwargs:
-                raise LogitlessError(f"{type(self).__name__}.forward: {name} was given without rows.")
+                raise LogitlessError(
+                    f"{type(self).__name__}.forward: {name} was given without rows. Pass rows=, which say what is "
+                    f"scored."
+                )
         return self._logitless.original(*args, **kwargs)
 
     forward._is_logitless = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -189,10 +224,11 @@ def _score(
     rows: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> CausalLMScores:
+) -> CausalLMScores | CausalLMLoss:
     """Run the backbone, then score the rows with the head."""
     name, patched = f"{type(model).__name__}.forward", model._logitless
-    entropy, temperature, kept, scope = (kwargs.pop(key, default) for key, default in _KEYWORDS)
+    entropy, temperature, kept, scope, loss = (kwargs.pop(key, default) for key, default in _KEYWORDS)
+    _check_loss(name, loss, entropy)
     inputs = {**_by_name(name, type(model).forward, args), **kwargs}
     for refused in ("labels", "logits_to_keep", "shift_labels"):
         # Callers may pass logits_to_keep by name with its default, 0.
@@ -207,12 +243,26 @@ def _score(
             f"{name}: the hidden states are a DTensor. Give the last norm a tp_plan entry that replicates them."
         )
     hidden = hidden.to(layer.weight.device)
-    question = _Question(
-        rows, entropy, kept, scope, replace(patched.head, temperature=temperature), patched.shard, patched.options
-    )
-    stats = _ask(name, layer, hidden, question)
+    if loss is not None and loss.temperature is not None:
+        temperature = loss.temperature
+    head = replace(patched.head, temperature=temperature)
+    question = _Question(rows, entropy, kept, scope, head, patched.shard, loss, patched.options)
+    result = _ask(name, layer, hidden, question)
+    stats = result.stats if isinstance(result, LossResult) else result
     _audit(name, patched.audit, layer, hidden, question, stats)
-    return CausalLMScores(*stats, backbone)
+    return CausalLMLoss(*result, backbone) if isinstance(result, LossResult) else CausalLMScores(*result, backbone)
+
+
+def _check_loss(name: str, loss: Any, entropy: EntropyMode) -> None:
+    if loss is None:
+        return
+    if not isinstance(loss, Loss):
+        raise LogitlessError(
+            f"{name}: loss must be a logitless.Loss, an objective with its inputs, but is {type(loss).__name__}. Pass "
+            f"loss=Loss(objective, advantage=..., old_logprob=...)."
+        )
+    if entropy is not None:
+        raise LogitlessError(f"{name}: entropy cannot go with loss, whose objective asks for it. Drop entropy.")
 
 
 def _by_name(name: str, forward: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
@@ -223,38 +273,26 @@ def _by_name(name: str, forward: Callable[..., Any], args: tuple[Any, ...]) -> d
     return {parameter.name: value for parameter, value in zip(parameters[: len(args)], args, strict=True)}
 
 
-_KEYWORDS = (("entropy", None), ("temperature", 1.0), ("kept", None), ("scope", "vocabulary"))
+_KEYWORDS = (("entropy", None), ("temperature", 1.0), ("kept", None), ("scope", "vocabulary"), ("loss", None))
 
 
-def _ask(name: str, layer: Any, hidden: Tensor, question: _Question) -> TokenStats:
+def _ask(name: str, layer: Any, hidden: Tensor, question: _Question) -> TokenStats | LossResult:
     if question.shard is not None:
-        return _answer(layer, hidden, question)
-    if getattr(layer.forward, "__func__", None) is not _layer_forward:
+        return question.answer(layer, hidden)
+    if hasattr(layer, "base_layer"):
+        raise LogitlessError(f"{name}: {adapted(f'the head is now a {type(layer).__name__}, which')}")
+    if any(getattr(linear.forward, "__func__", None) is not _layer_forward for linear in _linears(layer)):
         raise LogitlessError(
             f"{name}: the head is now {type(layer).__name__}, not the linear layer that was patched. An adapter on the "
             f"head changes the logits in ways that are not followed here: leave the head out of it."
         )
-    return layer(hidden, question)
+    # A bound method, because FSDP's mixed precision looks into dataclasses, and would round a temperature per row.
+    return layer(hidden, question.answer)
 
 
-def _layer_forward(self: nn.Linear, hidden: Tensor, question: _Question | None = None) -> Any:
-    """The head's forward: logits, or results for the question."""
-    return nn.Linear.forward(self, hidden) if question is None else _answer(self, hidden, question)
-
-
-def _answer(layer: Any, hidden: Tensor, question: _Question) -> TokenStats:
-    return linear_logprobs(
-        hidden,
-        layer.weight,
-        question.rows,
-        bias=_local(layer.bias),
-        entropy=question.entropy,
-        head=question.head,
-        shard=question.shard,
-        kept=question.kept,
-        scope=question.scope,
-        **question.options,
-    )
+def _layer_forward(self: nn.Linear, hidden: Tensor, answer: Callable[..., Any] | None = None) -> Any:
+    """The head's forward: logits, or the answer to a question."""
+    return nn.Linear.forward(self, hidden) if answer is None else answer(self, hidden)
 
 
 def _local(x: Any) -> Any:
@@ -283,23 +321,47 @@ def _audit(name: str, audit: Audit, layer: Any, hidden: Tensor, question: _Quest
 # Checks of the model and its head.
 
 
-def _check_model(model: Any) -> nn.Linear:
+def _causal_lm(caller: str, model: Any) -> Any:
+    """The causal LM inside of peft's model, whose forward hands every keyword on to it; any other model as it is."""
+    if not (hasattr(model, "peft_config") and hasattr(model, "get_base_model")):
+        return model
+    kinds = [type(config).__name__ for config in model.peft_config.values() if config.is_prompt_learning]
+    if kinds and caller == "patch":
+        raise LogitlessError(
+            f"patch: {kinds[0]} puts virtual tokens before those of the batch, so that rows would point to others. "
+            f"Use adapters inside of the layers, as LoRA."
+        )
+    return model.get_base_model()
+
+
+def _check_model(model: Any) -> Any:
     missing = [name for name in ("base_model", "get_output_embeddings", "config") if not hasattr(model, name)]
     if missing:
+        inner = "patch(model.module)" if isinstance(getattr(model, "module", None), nn.Module) else "patch(model)"
         raise LogitlessError(
             f"patch: model must be a transformers causal LM but {type(model).__name__} has no {missing[0]}. Patch the "
-            f"model itself, before it is wrapped."
+            f"model itself, before it is wrapped: {inner}. Then call the wrapper, which hands rows= on."
         )
     layer = model.get_output_embeddings()
     if layer is None or model.base_model is model:
         raise LogitlessError(f"patch: {type(model).__name__} has no language-model head on top of a backbone.")
-    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
-        raise LogitlessError(
-            f"patch: the head must be a torch.nn.Linear but is {type(layer).__name__}, which may change the logits."
-        )
-    if "forward" in vars(layer) and not _is_tensor_parallel(model, layer):
-        raise LogitlessError("patch: the forward of the head was replaced by someone else. Undo that first.")
+    if hasattr(layer, "base_layer"):
+        raise LogitlessError(f"patch: {adapted(f'the head is a {type(layer).__name__}, which')}")
+    for linear in _linears(layer):
+        if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
+            raise LogitlessError(
+                f"patch: the head must be a torch.nn.Linear but is {type(linear).__name__}, which may change the "
+                f"logits. Compute its logits and pass them to logitless.logprobs."
+            )
+        if "forward" in vars(linear) and not _is_tensor_parallel(model, linear):
+            raise LogitlessError("patch: the forward of the head was replaced by someone else. Undo that first.")
     return layer
+
+
+def _linears(layer: Any) -> list[Any]:
+    """The head; or, where peft trains copies of it (modules_to_save), the original and the copies it chooses from."""
+    copies = getattr(layer, "modules_to_save", None)
+    return [layer] if copies is None else [layer.original_module, *copies.values()]
 
 
 def _is_tensor_parallel(model: Any, layer: nn.Linear) -> bool:

@@ -1,6 +1,7 @@
 """A call from its arguments to what they mean: options as they were given, checks, and the resolved call."""
 
 from logitless.call.call import (
+    PLAIN,
     Call,
     apart_everywhere,
     as_products_take,
@@ -15,6 +16,7 @@ from logitless.call.call import (
 from logitless.call.options import Options, Scope
 
 __all__ = [
+    "PLAIN",
     "Call",
     "Options",
     "Scope",

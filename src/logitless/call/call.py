@@ -237,8 +237,10 @@ def resolve_rows(caller: str, rows: Any) -> tuple[Rows, tuple[int, ...]]:
     if isinstance(rows, tuple) and len(rows) == 2:
         chosen = Rows.at(*rows)
         return chosen, (len(chosen),)
+    came = type(rows).__name__
+    hint = " A list of targets, one per row of the logits, goes in as torch.tensor(rows)." if came == "list" else ""
     raise LogitlessError(
-        f"{caller}: rows must be a Rows, a tensor of targets or a pair (index, target) but is {type(rows).__name__}."
+        f"{caller}: rows must be a Rows, a tensor of targets or a pair (index, target) but is {came}.{hint}"
     )
 
 
@@ -272,7 +274,10 @@ def as_products_take(hidden: Tensor, weight: Tensor, asked: Options) -> tuple[Te
     bias, weight_grad = (local_part(asked, name, getattr(asked, name), 0) for name in ("bias", "weight_grad"))
     if bias is not asked.bias or weight_grad is not asked.weight_grad:
         asked = replace(asked, bias=bias, weight_grad=weight_grad)
-    kind = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
+    if not isinstance(hidden, Tensor) or not isinstance(weight, Tensor):
+        # The checks will say so. Nothing is cast before: a module's ``to`` would cast the module itself.
+        return hidden, weight, asked
+    kind = hidden.device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return hidden, weight, asked
     if hidden.dtype == torch.float64:

@@ -5,11 +5,13 @@ Values that live on an accelerator are not inspected, which would stall the stre
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from logitless.call.options import Options
-from logitless.errors import LogitlessError
+from logitless.errors import LogitlessError, adapted
 from logitless.kept import Kept
 from logitless.rows import Rows
 from logitless.spec import IGNORE, Head, VocabShard, has_values, inspectable
@@ -62,7 +64,11 @@ def check_kept(caller: str, kept: Kept, rows: Rows, vocab_size: int, device: tor
 def check_kinds(asked: Options) -> None:
     for name, x, kind in (("head", asked.head, Head), ("kept", asked.kept, Kept)):
         if x is not None and not isinstance(x, kind):
-            raise LogitlessError(f"{asked.caller}: {name} must be a {kind.__name__} or None but is {type(x).__name__}.")
+            hint = (
+                f" A temperature is Head(temperature={x!r})." if name == "head" and isinstance(x, int | float) else ""
+            )
+            came = f"{type(x).__name__}.{hint}"
+            raise LogitlessError(f"{asked.caller}: {name} must be a {kind.__name__} or None but is {came}")
     if asked.shard is not None and not hasattr(asked.shard, "vocab_size"):
         came = type(asked.shard).__name__
         raise LogitlessError(f"{asked.caller}: shard must be a VocabShard or None but is {came}.")
@@ -109,13 +115,19 @@ def _check_order(caller: str, what: str, lead: list[int], rows: Rows) -> None:
 def check_logits(caller: str, logits: Tensor, rows: Rows, shard: VocabShard | None) -> None:
     if not isinstance(logits, Tensor) or logits.dtype not in FLOATS:
         came = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
-        raise LogitlessError(f"{caller}: logits must be a tensor of {[str(d) for d in FLOATS]} but is {came}.")
+        hint = "" if isinstance(logits, Tensor) else instead_of_tensor(logits, "logits")
+        raise LogitlessError(f"{caller}: logits must be a tensor of {[str(d) for d in FLOATS]} but is {came}.{hint}")
     if logits.dim() < 1 or (logits.shape[-1] > 1 and logits.stride(-1) != 1):
         raise LogitlessError(
             f"{caller}: logits must be [..., V] with a contiguous last dimension but has shape {list(logits.shape)} "
             f"and strides {list(logits.stride())}. Pass logits.contiguous(), which copies, or avoid the transpose."
         )
     num_tokens, lead = logits.shape[:-1].numel(), list(logits.shape[:-1])
+    if logits.dim() == 1 and rows.num_tokens != 1 and len(rows) != 1:
+        raise LogitlessError(
+            f"{caller}: logits must be [T, V], one row per token, but has shape {list(logits.shape)}, one row, and "
+            f"there are {len(rows)} rows to score. Do not flatten them, or take logits.view(-1, V)."
+        )
     if rows.num_tokens is not None and rows.num_tokens != num_tokens:
         raise LogitlessError(
             f"{caller}: rows were made for {rows.num_tokens} tokens ({list(rows.token_shape or ())}) but logits has "
@@ -168,16 +180,44 @@ def check_tokens(hidden: Tensor, weight: Tensor, rows: Rows, asked: Options) -> 
             raise LogitlessError(f"{asked.caller}: {what} is on {x.device} but hidden is on {hidden.device}.")
 
 
-def check_operands(hidden: Tensor, weight: Tensor, asked: Options) -> None:
-    name, bias, weight_grad, shard = asked.caller, asked.bias, asked.weight_grad, asked.shard
+def instead_of_tensor(x: Any, what: str) -> str:
+    """`` What to do`` where something other than a tensor came for an argument, or nothing."""
+    if isinstance(x, list | tuple):
+        whole = "torch.stack" if x and isinstance(x[0], Tensor) else "torch.tensor"
+        return f" Pass {whole}({what})."
+    if hasattr(x, "base_layer"):
+        return f" {adapted(f'{type(x).__name__}')}"
+    if what == "weight" and isinstance(getattr(x, "weight", None), Tensor):
+        return " Pass the layer's weight and bias: layer.weight, bias=layer.bias. Under DDP or FSDP use a PolicyHead."
+    if isinstance(getattr(x, "last_hidden_state", None), Tensor):
+        return " Pass its last_hidden_state."
+    return " Pass its logits." if isinstance(getattr(x, "logits", None), Tensor) else ""
+
+
+def _check_tensors(hidden: Any, weight: Any, asked: Options) -> None:
+    name = asked.caller
     if not isinstance(hidden, Tensor) or hidden.dtype not in FLOATS or hidden.dim() < 1:
         came = f"{list(hidden.shape)} {hidden.dtype}" if isinstance(hidden, Tensor) else type(hidden).__name__
-        raise LogitlessError(f"{name}: hidden must be [..., D] of {[str(d) for d in FLOATS]} but is {came}.")
-    for what, x in (("weight", weight), ("bias", bias), ("weight_grad", weight_grad)):
+        hint = "" if isinstance(hidden, Tensor) else instead_of_tensor(hidden, "hidden")
+        raise LogitlessError(f"{name}: hidden must be [..., D] of {[str(d) for d in FLOATS]} but is {came}.{hint}")
+    for what, x in (("weight", weight), ("bias", asked.bias), ("weight_grad", asked.weight_grad)):
         if not isinstance(x, Tensor) and (x is not None or what == "weight"):
-            raise LogitlessError(f"{name}: {what} must be a tensor but is {type(x).__name__}.")
+            hint = instead_of_tensor(x, what)
+            raise LogitlessError(f"{name}: {what} must be a tensor but is {type(x).__name__}.{hint}")
+
+
+def check_operands(hidden: Tensor, weight: Tensor, asked: Options) -> None:
+    _check_tensors(hidden, weight, asked)
+    name, bias, weight_grad, shard = asked.caller, asked.bias, asked.weight_grad, asked.shard
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        hint = " Did you pass the transposed head?" if weight.dim() == 2 and weight.shape[0] == hidden.shape[-1] else ""
+        hint = ""
+        if weight.dim() == 2 and weight.shape[0] == hidden.shape[-1]:
+            hint = " Did you pass the transposed head?"
+        if weight.dim() == 1 or not weight.numel():
+            hint = (
+                " Sharded parameters look like this outside of their module's forward (FSDP1, ZeRO-3): use a "
+                "PolicyHead, and call it through its wrapper."
+            )
         raise LogitlessError(
             f"{name}: weight must be [V, {hidden.shape[-1]}] to go with hidden of size {hidden.shape[-1]} but is "
             f"{list(weight.shape)}.{hint}"

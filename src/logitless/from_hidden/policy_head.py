@@ -1,7 +1,8 @@
 """``PolicyHead``: a language-model head that answers with log-probs, as a module.
 
 It owns the linear layer it replaces, so tied embeddings stay tied, and FSDP gathers the weight around its forward:
-inside, the weight is an ordinary tensor. The layer's own forward is not called: hooks go on the PolicyHead.
+inside, the weight is an ordinary tensor. The layer's own forward is not called: hooks go on the PolicyHead. With
+``loss=`` the whole policy loss is computed in there, and the hooks of every wrapper run around it.
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from logitless.errors import LogitlessError
+from logitless.errors import LogitlessError, adapted
 from logitless.from_hidden.logprobs import linear_logprobs
-from logitless.spec import TokenStats
 
 
 class PolicyHead(nn.Module):
-    """An LM head that computes log-probs and entropy of chosen tokens and never their logits.
+    """An LM head that computes log-probs and entropy of chosen tokens, or their policy loss, and never their logits.
 
     Args:
         linear: the head it stands in for; its weight and bias are used as they are.
-        options: keyword arguments of :func:`linear_logprobs` for every call, such as ``head`` or ``memory``.
+        options: keyword arguments of :func:`linear_logprobs` for every call, such as ``head`` or ``memory``. In a call
+            with a loss, ``entropy`` is left to its objective.
 
     >>> import torch
     >>> head = PolicyHead(nn.Linear(4, 10), entropy="value")
@@ -38,22 +39,34 @@ class PolicyHead(nn.Module):
         self.options = options
         self._check_linear()
 
-    def forward(self, hidden: Tensor, rows: Any = None, **options: Any) -> TokenStats | Tensor:
-        """Results for the rows, or plain logits where no rows are given (generation)."""
+    def forward(self, hidden: Tensor, rows: Any = None, *, loss: Any = None, **options: Any) -> Any:
+        """Results for the rows; with a :class:`logitless.Loss` its loss; plain logits where no rows are given.
+
+        Returns:
+            :class:`TokenStats`, or with a loss ``(loss, metrics, stats)``, or logits.
+        """
         if rows is None:
+            given = [*options, *(() if loss is None else ("loss",))]
+            if given:
+                raise LogitlessError(f"PolicyHead: {given[0]} was given without rows. Pass the rows to score.")
             return self.linear(hidden)
         self._check_linear()
-        bias = getattr(self.linear, "bias", None)
-        return linear_logprobs(hidden, self.linear.weight, rows, bias=bias, **{**self.options, **options})
+        options = {**self.options, **options, "bias": getattr(self.linear, "bias", None)}
+        if loss is None:
+            return linear_logprobs(hidden, self.linear.weight, rows, **options)
+        if not hasattr(loss, "objective"):
+            raise LogitlessError(
+                f"PolicyHead: loss must be a logitless.Loss, an objective with its inputs, but is "
+                f"{type(loss).__name__}. Pass loss=Loss(objective, advantage=..., old_logprob=...)."
+            )
+        options.pop("entropy", None)
+        return loss.of(hidden, self.linear.weight, rows, **options)
 
     def _check_linear(self) -> None:
         """Raise where the layer computes something else than its weight says."""
         name = type(self.linear).__name__
         if hasattr(self.linear, "base_layer"):
-            raise LogitlessError(
-                f"PolicyHead: {name} wraps another layer, as adapters on the head do, and its weight alone would leave "
-                f"the adapter out. Merge it first (peft: merge_and_unload), or keep adapters off the head."
-            )
+            raise LogitlessError(f"PolicyHead: {adapted(name)}")
         if self.linear._forward_hooks or self.linear._forward_pre_hooks:
             raise LogitlessError(
                 f"PolicyHead: {name} has forward hooks, which would not run: its weight is read and its forward is not "

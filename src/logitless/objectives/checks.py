@@ -2,22 +2,74 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError, did_you_mean
 
+T = TypeVar("T")
+
 
 def unknown(argument: str, value: object, known: Iterable[str]) -> LogitlessError:
     """The error for a name that is not known."""
     names = list(known)
-    return LogitlessError(
-        f"{argument} {value!r} is not known.{did_you_mean(str(value), names)} Known: {', '.join(names)}."
-    )
+    hint = elsewhere(value, names) or did_you_mean(str(value), names)
+    return LogitlessError(f"{argument} {value!r} is not known.{hint} Known: {', '.join(names)}.")
+
+
+OTHER_NAMES = {
+    "beta": "kl_coef",
+    "kl_beta": "kl_coef",
+    "cliprange": "clip",
+    "clip_eps": "clip",
+    "clip_range": "clip",
+    "clip_ratio": "clip",
+    "eps": "clip",
+    "epsilon": "clip",
+    "ent_coef": "entropy_coef",
+    "loss_agg_mode": "reduce",
+    "loss_type": "policy",
+    "max_completion_length": "length",
+    "reduction": "reduce",
+}
+"""What others call an argument of an objective."""
+
+
+def elsewhere(name: object, known: Iterable[str]) -> str:
+    """`` This is x=`` for the name that others give to an argument, or nothing."""
+    ours = OTHER_NAMES.get(str(name), "")
+    if ours not in list(known):
+        return ""
+    kind = ' It goes with an estimator, as kl="k3".' if ours == "kl_coef" else ""
+    return f" Here it is called {ours!r}.{kind}"
+
+
+def taught(cls: type[T]) -> type[T]:
+    """A class whose keyword arguments are its fields, and that says so where it is called with others."""
+    made, known = cls.__init__, [field.name for field in fields(cls)]  # pyright: ignore[reportArgumentType]
+
+    @functools.wraps(made)
+    def init(self: Any, *args: Any, **given: Any) -> None:
+        if args:
+            came = type(args[0]).__name__ if not isinstance(args[0], str) else repr(args[0])
+            raise LogitlessError(
+                f'{cls.__name__}: wanted keyword arguments but got {came}. Name the term, as policy="ppo_clip", or '
+                f'take a recipe by name, as {cls.__name__}.recipe("grpo"). Tensors go with the call: '
+                f"objective(stats, rows, advantage=...)."
+            )
+        for name in given:
+            if name not in known:
+                raise unknown(f"{cls.__name__}: argument", name, known)
+        made(self, **given)
+
+    cls.__init__ = init
+    return cls
 
 
 def finite(name: str, value: Any) -> float:
@@ -60,7 +112,13 @@ def resolve_bounds(name: str, bounds: Any, default: tuple[float, ...]) -> tuple[
 def check_field(name: str, x: Any, num_rows: int, device: torch.device) -> Tensor:
     """A field, if it is ``[R]`` values without gradient where the rows are."""
     if not isinstance(x, Tensor):
-        raise LogitlessError(f"Objective: {name} must be a tensor of shape [{num_rows}] but is {type(x).__name__}.")
+        way = ""
+        if isinstance(x, list | tuple):
+            nested = len(x) > 0 and isinstance(x[0], list | tuple | Tensor)
+            way = f" Pass {f'rows.from_responses({name})' if nested else f'torch.tensor({name})'}."
+        raise LogitlessError(
+            f"Objective: {name} must be a tensor of shape [{num_rows}] but is {type(x).__name__}.{way}"
+        )
     if tuple(x.shape) != (num_rows,):
         raise LogitlessError(
             f"Objective: {name} has shape {list(x.shape)} but there are {num_rows} rows. Give one value per row: a "

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from logitless.backends.divergences import Divergence
 from logitless.collectives import agree_if, fingerprint, resolve_group
-from logitless.errors import LogitlessError, did_you_mean
-from logitless.objectives.checks import check_field, finite, resolve_bounds, resolve_clip, unknown
+from logitless.errors import LogitlessError, closest, did_you_mean
+from logitless.objectives.checks import check_field, elsewhere, finite, resolve_bounds, resolve_clip, taught, unknown
 from logitless.objectives.corrections import CORRECTIONS, rollout_log_ratio
 from logitless.objectives.inputs import KNOWN_FIELDS, Inputs, bounded_exp
 from logitless.objectives.kl import KL_TERMS, KLTerm, k3, kl_rows
@@ -54,6 +54,7 @@ OWN_METRICS = ("loss", "policy_loss", "kl_loss", "entropy_loss", "divergence_los
 """Sums that every objective reports, or may report."""
 
 
+@taught
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Objective:
     """The terms of a policy loss. Validated when made.
@@ -103,6 +104,12 @@ class Objective:
         for name, table in (("policy", POLICY_TERMS), ("correction", CORRECTIONS), ("kl", KL_TERMS)):
             value = getattr(self, name)
             if isinstance(value, str) and value not in table:
+                near = closest(value, [*table, *RECIPES]) if name == "policy" else None
+                if near in RECIPES and near not in table:
+                    raise LogitlessError(
+                        f"Objective: policy {value!r} is not a term but the name of a recipe, or close to one. Take "
+                        f"Objective.recipe({near!r}). Terms: {', '.join(table)}."
+                    )
                 raise unknown(f"Objective: {name}", value, table)
             if not (isinstance(value, str) or callable(value) or (value is None and name != "policy")):
                 raise LogitlessError(f"Objective: {name} must be a name or a function but is {value!r}.")
@@ -159,6 +166,14 @@ class Objective:
         plain = {name: x for name, x in settings.items() if x != getattr(_PLAIN, name)}
         shown = {name: getattr(x, "__qualname__", repr(x)) for name, x in plain.items()}
         return f"Objective({', '.join(f'{name}={x}' for name, x in shown.items())})"
+
+    def __repr__(self) -> str:
+        """Policy, clip bounds in effect and reduction, and the other settings that differ from the defaults."""
+        shown = {"policy": self.policy, "clip": self._clip(), "reduce": self.reduce}
+        differ = {f.name: x for f in fields(self) if (x := getattr(self, f.name)) != getattr(_PLAIN, f.name)}
+        parts = {f.name: {**differ, **shown}.get(f.name) for f in fields(self)}
+        texts = [f"{name}={getattr(x, '__qualname__', repr(x))}" for name, x in parts.items() if x is not None]
+        return f"Objective({', '.join(texts)})"
 
     @property
     def sequence_level(self) -> bool:
@@ -378,7 +393,10 @@ class Objective:
         own = callable(self.policy) or callable(self.correction)
         for name in given:
             if not own and name not in (*KNOWN_FIELDS, *self.needs):
-                hint = did_you_mean(name, (*KNOWN_FIELDS, *self.needs))
+                settings = [f.name for f in fields(Objective)]
+                hint = elsewhere(name, settings) or did_you_mean(name, (*KNOWN_FIELDS, *self.needs))
+                if name in settings or elsewhere(name, settings):
+                    hint += " It is an argument of Objective(...), not of the call."
                 raise LogitlessError(f"Objective: no part of it reads the field {name}.{hint}")
 
     def _check_samples(self, rows: Rows) -> None:
@@ -390,6 +408,11 @@ class Objective:
             )
 
     def _check_stats(self, stats: TokenStats, num_rows: int) -> None:
+        if not hasattr(stats, "logprob"):
+            raise LogitlessError(
+                f"Objective: stats must be the TokenStats of logprobs or linear_logprobs but is "
+                f"{type(stats).__name__}. Log-probs of your own go in as TokenStats(logprob, entropy, None)."
+            )
         for name, x in (("logprob", stats.logprob), ("entropy", stats.entropy)):
             if x is not None and tuple(x.shape) != (num_rows,):
                 raise LogitlessError(
@@ -451,6 +474,12 @@ class Objective:
                     f"Objective: policy {shown} does not take {name}. It takes: {', '.join(taken) or 'no options'}."
                 )
         return keywords
+
+    def _clip(self) -> Any:
+        """``(low, high)`` that the policy term clips with, its own where none was given; None where it has none."""
+        term = POLICY_TERMS[self.policy].function if isinstance(self.policy, str) else self.policy
+        own = inspect.signature(term).parameters.get("clip")
+        return self._policy_keywords().get("clip", None if own is None or own.default is own.empty else own.default)
 
     def _bounds(self) -> tuple[float, ...]:
         if not isinstance(self.correction, str):

@@ -335,7 +335,8 @@ def _scaled(backend: str, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tens
 
 def _check_objective(objective: Any) -> None:
     if not isinstance(objective, Objective):
-        raise LogitlessError(f"{NAME}: objective must be an Objective but is {type(objective).__name__}.")
+        hint = f" Pass Objective.recipe({objective!r})." if isinstance(objective, str) else ""
+        raise LogitlessError(f"{NAME}: objective must be an Objective but is {type(objective).__name__}.{hint}")
 
 
 def _check_grad_scale(grad_scale: float | Tensor, weight_grad: Tensor | None) -> None:

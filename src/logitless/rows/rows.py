@@ -27,6 +27,7 @@ from logitless.rows.exchange import GradRule, check_fields, exchange_facts, exch
 from logitless.rows.layouts import SCHEME, Scheme, here, ragged_arange, round_up
 from logitless.rows.masks import samples_of_mask
 from logitless.rows.samples import Samples, Tokens, integer_vector, spans_of, unpad
+from logitless.rows.shown import shown
 from logitless.spec import IGNORE, inspectable, tracked_by_autograd
 
 _COMPARED = ("padded length", "response length", "tokens", "loss mask")
@@ -257,10 +258,14 @@ class Rows:
     def every(target: Tensor) -> Rows:
         """Every row of ``[..., V]`` logits, for targets of shape ``[...]``; ``-100`` leaves a row out."""
         if not isinstance(target, Tensor):
-            raise LogitlessError(f"Rows.every: target must be a tensor but is a {type(target).__name__}.")
+            came = type(target).__name__
+            raise LogitlessError(f"Rows.every: target must be a tensor but is a {came}. Pass torch.tensor(target).")
         flat = integer_vector(target.reshape(-1), "Rows.every: target")
         index = torch.arange(flat.numel(), device=flat.device)
         return replace(_single_sample(index, flat, tuple(target.shape)), in_order=True)
+
+    def __repr__(self) -> str:
+        return shown(self)
 
     def __len__(self) -> int:
         return self.index.numel()

@@ -79,6 +79,7 @@ class Samples:
         loss_masks: Sequence[Tensor | Sequence[int]] | None,
         loss_mask_only: bool,
     ) -> Samples:
+        _check_lists(caller, tokens, response_lengths)
         responses = [_whole_number(caller, sample, r) for sample, r in enumerate(response_lengths)]
         for sample, ids in enumerate(tokens):
             if isinstance(ids, Tensor) and (ids.dim() != 1 or ids.is_floating_point() or ids.dtype in NOT_IDS):
@@ -110,6 +111,24 @@ class Samples:
         return Samples(_concatenate(tokens), lengths_N, responses_N, mask, loss_mask_only)
 
 
+def _check_lists(caller: str, tokens: Any, response_lengths: Any) -> None:
+    """Raise for one sample where a list of samples is wanted, and for one number where a list of lengths is."""
+    bare = isinstance(tokens, Tensor) and tokens.dim() < 2
+    if bare or not hasattr(tokens, "__len__") or (len(tokens) and not hasattr(tokens[0], "__len__")):
+        came = type(tokens).__name__
+        if isinstance(tokens, Tensor | list | tuple):
+            came = f"one tensor of shape {list(tokens.shape)}" if isinstance(tokens, Tensor) else f"one {came} of ids"
+        raise LogitlessError(
+            f"{caller}: tokens must be a list of samples, each a list or 1-D tensor of ids, but is {came}. One sample "
+            f"is [tokens]; samples that are already end to end in one tensor are tokens.split(lengths)."
+        )
+    if not hasattr(response_lengths, "__len__") or getattr(response_lengths, "shape", None) == ():
+        raise LogitlessError(
+            f"{caller}: response_lengths must be a list, the response tokens of each sample, but is "
+            f"{response_lengths!r}. The same for all is [n] * len(tokens)."
+        )
+
+
 def _whole_number(caller: str, sample: int, length: Any) -> int:
     try:
         return operator.index(length)
@@ -139,7 +158,11 @@ def unpad(
         )
     if lengths is None or len(lengths) != tokens.shape[0]:
         came = "no lengths" if lengths is None else f"{len(lengths)} lengths"
-        raise LogitlessError(f"Rows.padded: tokens is one tensor of {tokens.shape[0]} lines but there are {came}.")
+        raise LogitlessError(
+            f"Rows.padded: tokens is one tensor of {tokens.shape[0]} lines but there are {came}. Pass "
+            f"lengths=attention_mask.sum(1).tolist(), the tokens of each line without its padding, or use "
+            f"Rows.from_mask(input_ids, completion_mask)."
+        )
     width = tokens.shape[1]
     if max_length is not None and max_length != width:
         raise LogitlessError(
