@@ -380,7 +380,9 @@ def test_recipes(name):
 
 
 WRONG = {
-    "policy 'gsp' is not known. Did you mean 'gspo'? Known: ppo_clip, gspo, cispo, sapo, reinforce.": {"policy": "gsp"},
+    "policy 'gsp' is not known. Did you mean 'gspo'? Known: ppo_clip, gspo, cispo, sapo, reinforce, cross": {
+        "policy": "gsp"
+    },
     "policy must be a name or a function but is 3.": {"policy": 3},
     "policy must be a name or a function but is None.": {"policy": None},
     "correction 'icepap' is not known. Did you mean 'icepop'?": {"correction": "icepap"},

@@ -11,7 +11,7 @@ from logitless.from_hidden.policy_head import PolicyHead
 from logitless.from_logits import logprobs
 from logitless.kept import Kept
 from logitless.memory import estimate
-from logitless.objectives import Metrics, Objective, count_over
+from logitless.objectives import Metrics, Mismatch, Objective, Preference, count_over, mismatch
 from logitless.policy_loss import linear_policy_loss
 from logitless.rows import Rows
 from logitless.rows.layouts import Contiguous, Zigzag
@@ -25,8 +25,10 @@ __all__ = [
     "Kept",
     "LogitlessError",
     "Metrics",
+    "Mismatch",
     "Objective",
     "PolicyHead",
+    "Preference",
     "Rows",
     "TokenStats",
     "VocabShard",
@@ -39,6 +41,7 @@ __all__ = [
     "linear_logprobs",
     "linear_policy_loss",
     "logprobs",
+    "mismatch",
     "sampled_entropy",
     "shard_of",
     "status",

@@ -1,6 +1,6 @@
 """``Objective``: the terms of a policy loss and their coefficients. It lists its parts and adds them up, nothing else.
 
-    loss = sum over rows of  weight * (correction * policy + kl_coef * KL - entropy_coef * entropy)
+    loss = sum over rows of  weight * (correction * policy + kl_coef * KL - entropy_coef * entropy + z_coef * (log Z)^2)
 
 An objective knows what it needs (fields, entropy with or without a graph, whole samples), so that a missing field is an
 error before anything is computed. :meth:`Objective.evaluate` works on all rows or on a chunk of them; chunks and
@@ -17,13 +17,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from logitless.collectives import agree_if, fingerprint, resolve_group
+from logitless.collectives import agree_if, fingerprint
 from logitless.errors import LogitlessError, did_you_mean
-from logitless.objectives.checks import check_field, finite, resolve_bounds, resolve_clip, unknown
+from logitless.objectives.checks import check_field, finite, resolve_bounds, resolve_clip, sequence_group, unknown
 from logitless.objectives.corrections import CORRECTIONS, rollout_log_ratio
 from logitless.objectives.inputs import KNOWN_FIELDS, Inputs, bounded_exp
 from logitless.objectives.kl import KL_TERMS, KLTerm, k3, kl_rows
 from logitless.objectives.metrics import Metrics
+from logitless.objectives.mismatch import measures
 from logitless.objectives.policy import POLICY_TERMS
 from logitless.objectives.reduction import REDUCTIONS, Reduction, row_weights
 from logitless.rows import Rows
@@ -43,11 +44,13 @@ RECIPES: dict[str, dict[str, Any]] = {
     "reinforce": {"policy": "reinforce"},
     "reinforce++": {},
     "reinforce++_baseline": {"kl": "k2"},
+    "sft": {"policy": "cross_entropy"},
+    "dft": {"policy": "dft"},
 }
 """How each recipe differs from the defaults. Advantages are the caller's; coefficients of KL and entropy stay 0."""
 
 
-OWN_METRICS = ("loss", "policy_loss", "kl_loss", "entropy_loss")
+OWN_METRICS = ("loss", "policy_loss", "kl_loss", "entropy_loss", "z_loss")
 """Sums that every objective reports, or may report."""
 
 
@@ -69,6 +72,7 @@ class Objective:
         kl: a name in ``KL_TERMS``, or a function ``f(logprob, ref_logprob)`` that returns ``[C]``.
         kl_coef: coefficient of the KL against ``ref_logprob`` in the loss.
         entropy_coef: coefficient of the entropy, which is subtracted from the loss.
+        z_coef: coefficient of the square of log Z, which keeps logits near where their softmax needs no shift (z-loss).
         reduce: how rows become one number, see :mod:`logitless.objectives.reduction`.
         length: the fixed length of ``reduce="sample_sum"``.
 
@@ -89,6 +93,7 @@ class Objective:
     kl: str | Callable[[Tensor, Tensor], Tensor] | None = None
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
+    z_coef: float = 0.0
     reduce: Reduction = "token_mean"
     length: int | None = None
 
@@ -101,6 +106,7 @@ class Objective:
                 raise LogitlessError(f"Objective: {name} must be a name or a function but is {value!r}.")
         finite("kl_coef", self.kl_coef)
         finite("entropy_coef", self.entropy_coef)
+        finite("z_coef", self.z_coef)
         if self.kl_coef != 0 and self.kl is None:
             raise LogitlessError(f'Objective: kl_coef is {self.kl_coef} but kl is None. Name an estimator, as kl="k3".')
         if isinstance(self.needs, str) or not all(isinstance(name, str) for name in self.needs):
@@ -134,6 +140,25 @@ class Objective:
     def entropy(self) -> Literal["value", "grad"]:
         """Which entropy to compute: with a graph only if the loss has an entropy term."""
         return "grad" if self.entropy_coef != 0 else "value"
+
+    @property
+    def log_z(self) -> bool:
+        """Whether a term is on log Z, with a graph."""
+        return self.z_coef != 0
+
+    def kept_together(self, counts: tuple[int, ...]) -> tuple[int, ...]:
+        """Rows of the shortest runs of samples that depend on no sample outside: of each sample."""
+        return counts
+
+    @property
+    def modules(self) -> bool:
+        """Whether a term is a module, with parameters of its own."""
+        return any(isinstance(term, torch.nn.Module) for term in (self.policy, self.correction, self.kl))
+
+    @property
+    def by_sample(self) -> bool:
+        """Whether rows must know their samples."""
+        return self.sequence_level or self.reduce != "token_mean"
 
     def described(self) -> str:
         """The settings that differ from the defaults, the same on every rank: functions by name.
@@ -191,6 +216,7 @@ class Objective:
         return Inputs(
             logprob=placeholder if stats is None else stats.logprob,
             entropy=None if stats is None else stats.entropy,
+            log_z=stats.log_z if stats is not None and self.log_z else None,
             fields=tensors,
             counted=rows.counted,
             weight=row_weights(
@@ -200,7 +226,7 @@ class Objective:
             totals=rows.totals,
             # Only a sequence-level objective gets counts: the chunks of others may cut through samples.
             counts=rows.counts if self.sequence_level else None,
-            group=self._sequence_group(rows, group),
+            group=sequence_group("Objective", rows, group, needed=self.sequence_level),
             on_policy=on_policy,
         )
 
@@ -230,6 +256,9 @@ class Objective:
         if self.entropy_coef != 0:
             assert x.entropy is not None
             parts["entropy_loss"] = -self.entropy_coef * x.entropy
+        if self.z_coef != 0:
+            assert x.log_z is not None
+            parts["z_loss"] = self.z_coef * x.log_z.square()
         sums = {name: torch.where(x.counted, x.weight * part, 0.0).sum() for name, part in parts.items()}
         return torch.stack(list(sums.values())).sum(), sums, values, correction
 
@@ -318,14 +347,17 @@ class Objective:
             means["advantage"] = x.advantage
         if x.entropy is not None:
             means["entropy"] = x.entropy
+        if x.log_z is not None:
+            means["log_z"] = x.log_z
         if x.has("old_logprob"):
             means["ratio"] = extremes["ratio"] = bounded_exp(x.log_ratio)
             means["approx_kl_k1"], means["approx_kl_k3"] = -x.log_ratio, k3(x.old_logprob, x.logprob)
         if x.has("ref_logprob") and not (self._kl_term().weighted and not x.has("old_logprob")):
             means["ref_kl"] = kl_rows(self._kl_term(), x)
         if x.has("old_logprob") and x.has("rollout_logprob"):
-            means["rollout_kl_k1"] = -rollout_log_ratio(x)
-            means["rollout_kl_k3"] = k3(x.rollout_logprob, x.old_logprob)
+            measured = measures(rollout_log_ratio(x))
+            for into, found in zip((means, extremes, weights), measured, strict=True):
+                into |= {f"rollout_{name}": value for name, value in found.items()}
         if correction is not None:
             means["correction"] = extremes["correction"] = weights["effective_sample_size"] = correction
             means["correction_masked"] = (correction == 0).to(correction.dtype)
@@ -352,13 +384,14 @@ class Objective:
                     f"(given: {', '.join(sorted(given)) or 'none'})."
                 )
         own = callable(self.policy) or callable(self.correction)
+        read = POLICY_TERMS[self.policy].reads if isinstance(self.policy, str) else ()
         for name in given:
-            if not own and name not in (*KNOWN_FIELDS, *self.needs):
-                hint = did_you_mean(name, (*KNOWN_FIELDS, *self.needs))
+            if not own and name not in (known := (*KNOWN_FIELDS, *read, *self.needs)):
+                hint = did_you_mean(name, known)
                 raise LogitlessError(f"Objective: no part of it reads the field {name}.{hint}")
 
     def _check_samples(self, rows: Rows) -> None:
-        if rows.response_lengths is None and (self.sequence_level or self.reduce != "token_mean"):
+        if rows.response_lengths is None and self.by_sample:
             what = "its policy or correction" if self.sequence_level else f"reduce={self.reduce!r}"
             raise LogitlessError(
                 f"Objective: {what} works on whole samples, but rows given as targets or (index, target) know of no "
@@ -372,6 +405,10 @@ class Objective:
                     f"Objective: {name} has shape {list(x.shape)} but there are {num_rows} rows. Pass the results of "
                     f"these rows; results in the shape of a tensor of targets go with Rows.every(target), flattened."
                 )
+        if self.log_z and stats.log_z is None:
+            raise LogitlessError(
+                f"Objective: z_coef is {self.z_coef} but log Z was not computed. Results over a support have none."
+            )
         if self.entropy_coef == 0:
             return
         if stats.entropy is None or (stats.logprob.requires_grad and not stats.entropy.requires_grad):
@@ -413,6 +450,9 @@ class Objective:
                 raise LogitlessError(f"Objective: dual_clip must be above 1 but is {self.dual_clip!r}.")
             keywords["dual_clip"] = self.dual_clip
         if named:
+            for name, why in POLICY_TERMS[str(self.policy)].refused.items():
+                if keywords.get(name):
+                    raise LogitlessError(f"Objective: policy {self.policy!r} takes no {name}: {why}.")
             for name in POLICY_TERMS[str(self.policy)].numbers:
                 if name in keywords and finite(name, keywords[name]) <= 0:
                     raise LogitlessError(f"Objective: {name} must be above 0 but is {keywords[name]!r}.")
@@ -434,16 +474,6 @@ class Objective:
                 raise LogitlessError("Objective: correction_bounds go with a correction by name.")
             return ()
         return resolve_bounds(self.correction, self.correction_bounds, CORRECTIONS[self.correction].bounds)
-
-    def _sequence_group(self, rows: Rows, group: Any) -> Any:
-        group = resolve_group(group, "Objective: group")
-        size, world = 1 if rows.cp is None else rows.cp.size, 1 if group is None else group.size()
-        if size != world and (self.sequence_level or group is not None):
-            raise LogitlessError(
-                f"Objective: these rows are split over {size} context-parallel ranks but group has {world}. Means over "
-                f"samples run over the context-parallel group, and nothing else does: pass that one as group=."
-            )
-        return group
 
 
 _PLAIN = Objective()

@@ -22,7 +22,7 @@ from logitless.from_hidden.logprobs import head_fact, score
 from logitless.from_hidden.projection import Projection, hidden_gradient, selected_rows
 from logitless.kept import Kept
 from logitless.notes import explained
-from logitless.objectives import Inputs, Metrics, Objective
+from logitless.objectives import Inputs, Metrics, Objective, Preference
 from logitless.policy_loss.one_pass import OnePass
 from logitless.policy_loss.plan import LossPlan, first_pass, plan_of
 from logitless.results import target_column
@@ -40,7 +40,7 @@ def linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,
     rows: Rows | Tensor | tuple[Tensor, Tensor],
-    objective: Objective,
+    objective: Objective | Preference,
     *,
     bias: Tensor | None = None,
     head: Head | None = None,
@@ -134,7 +134,7 @@ def evaluate(
     weight: Tensor,
     call: Call,
     plan: LossPlan,
-    objective: Objective,
+    objective: Objective | Preference,
     inputs: Inputs,
     grad_scale: float | Tensor,
     drop_zeros: bool,
@@ -150,12 +150,13 @@ def evaluate(
         return loss, metrics, TokenStats(*values)
     # The first of two passes; backward is the second. The budget is that of log-probs.
     stats = score(hidden, weight, first_pass(call), plan.first)
-    loss, metrics = objective.evaluate(replace(inputs, logprob=stats.logprob, entropy=stats.entropy))
+    of_rows = {"logprob": stats.logprob, "entropy": stats.entropy, "log_z": stats.log_z if objective.log_z else None}
+    loss, metrics = objective.evaluate(replace(inputs, **of_rows))
     entropy, log_z = (None if x is None else x.detach() for x in (stats.entropy, stats.log_z))
     return loss, metrics, TokenStats(stats.logprob.detach(), entropy, log_z)
 
 
-def loss_plan(hidden: Tensor, weight: Tensor, rows: Any, objective: Objective, **options: Any) -> LossPlan:
+def loss_plan(hidden: Tensor, weight: Tensor, rows: Any, objective: Objective | Preference, **options: Any) -> LossPlan:
     """Which route :func:`linear_policy_loss` takes with these arguments, and why. Computes nothing."""
     _check_objective(objective)
     asked = Options.named({"memory": MEMORY, **options}, NAME)
@@ -163,12 +164,14 @@ def loss_plan(hidden: Tensor, weight: Tensor, rows: Any, objective: Objective, *
     return _resolve(hidden, weight, rows, objective, asked)[1]
 
 
-def _resolve(hidden: Tensor, weight: Tensor, rows: Any, objective: Objective, asked: Options) -> tuple[Call, LossPlan]:
+def _resolve(
+    hidden: Tensor, weight: Tensor, rows: Any, objective: Objective | Preference, asked: Options
+) -> tuple[Call, LossPlan]:
     call = resolve_hidden(hidden, weight, rows, replace(asked, entropy=objective.entropy))
     return call, plan_of(call, hidden, weight, objective)
 
 
-def _facts(call: Call, plan: LossPlan, inputs: Inputs, objective: Objective) -> dict[str, Any]:
+def _facts(call: Call, plan: LossPlan, inputs: Inputs, objective: Objective | Preference) -> dict[str, Any]:
     """What the ranks of a vocabulary group must agree on: each chunk is a collective, and all compute one loss."""
     chunks = f"{plan.kind} in {len(plan.chunks)} chunks of at most {plan.rows} rows"
     facts = {
@@ -177,7 +180,8 @@ def _facts(call: Call, plan: LossPlan, inputs: Inputs, objective: Objective) -> 
         "the weights of the rows (denominator=, masks)": fingerprint(inputs.weight),
         "how to go (memory=, objective)": chunks,
     }
-    return call.facts() | facts | {name: fingerprint(x) for name, x in sorted(inputs.fields.items())}
+    given = {**inputs.fields, **inputs.batch}
+    return call.facts() | facts | {name: fingerprint(x) for name, x in sorted(given.items())}
 
 
 class _Saved(NamedTuple):
@@ -202,7 +206,7 @@ class _OnePass(torch.autograd.Function):
         scale: Tensor | None,
         call: Call,
         plan: LossPlan,
-        objective: Objective,
+        objective: Objective | Preference,
         inputs: Inputs,
         drop_zeros: bool,
     ) -> Any:
@@ -278,8 +282,10 @@ def _scaled(backend: str, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tens
 
 
 def _check_objective(objective: Any) -> None:
-    if not isinstance(objective, Objective):
-        raise LogitlessError(f"{NAME}: objective must be an Objective but is {type(objective).__name__}.")
+    if not isinstance(objective, Objective | Preference):
+        raise LogitlessError(
+            f"{NAME}: objective must be an Objective or a Preference but is {type(objective).__name__}."
+        )
 
 
 def _check_grad_scale(grad_scale: float | Tensor, weight_grad: Tensor | None) -> None:

@@ -24,7 +24,7 @@ from logitless.errors import LogitlessError
 from logitless.from_hidden.gradients import Gradients
 from logitless.from_hidden.projection import Projection
 from logitless.machine import FEW, MOVED, pieces
-from logitless.objectives import Inputs, Metrics, Objective
+from logitless.objectives import Inputs, Metrics, Objective, Preference
 from logitless.policy_loss.chunks import Chunk, empty_chunk
 from logitless.policy_loss.plan import LossPlan
 from logitless.results import RowResults, row_results
@@ -68,7 +68,7 @@ class OnePass:
 
     p: Projection
     plan: LossPlan
-    objective: Objective
+    objective: Objective | Preference
     inputs: Inputs
     into: Gradients
     fresh: bool
@@ -80,7 +80,7 @@ class OnePass:
     def over(
         p: Projection,
         plan: LossPlan,
-        objective: Objective,
+        objective: Objective | Preference,
         inputs: Inputs,
         *,
         want: tuple[bool, bool, bool],
@@ -125,7 +125,8 @@ class OnePass:
         if not chunks:
             self._zero(self.into.hidden)
         # Once more on all rows, for the value and the metrics: on vectors, and the same bits however rows were chunked.
-        inputs = replace(self.inputs, logprob=stats.logprob, entropy=stats.entropy)
+        log_z = stats.log_z if self.objective.log_z else None
+        inputs = replace(self.inputs, logprob=stats.logprob, entropy=stats.entropy, log_z=log_z)
         loss, metrics = self.objective.evaluate(inputs)
         # As late as can be: in one chunk, nothing that fails leaves a part of a gradient in the caller's buffer.
         if last is not None:
@@ -138,17 +139,16 @@ class OnePass:
         column = self.p.column[start:stop]
         results = row_results(chunk.statistics(start, stop), None, column == SKIP, True, self.p.call.group)
         part = self.inputs.cut(start, stop, self.plan.whole_samples)
-        g_logprob, g_entropy = row_gradients(self.objective, part, results, check=first)
-        scale = self.scale if self.float16 is None else self.float16.lower(g_logprob, g_entropy)
+        found = row_gradients(self.objective, part, results, check=first)
+        scale = self.scale if self.float16 is None else self.float16.lower(*found)
         if scale is not None:
-            g_logprob, g_entropy = g_logprob * scale, None if g_entropy is None else g_entropy * scale
-        coef = coefficients(results.logprob, results.norm, results.mean, g_logprob, g_entropy, None)
+            found = found.scaled(scale)
+        coef = coefficients(results.logprob, results.norm, results.mean, *found)
         if not self.p.call.columns:
             self._zero(None if self.into.hidden is None else self.into.hidden[start:stop])
             return results, None
         counted, staying = part.counted, None
-        matters = g_logprob != 0 if g_entropy is None else (g_logprob != 0) | (g_entropy != 0)
-        stays = counted & matters
+        stays = counted & found.matters
         number = _read_later(stays.sum(), self._dry_number(stop - start)) if self.drop_zeros else None
         # Rows that do not count may hold anything: without a target they have no gradient, rather than 0 * NaN.
         d_z = chunk.gradient(start, stop, torch.where(counted, column, SKIP), results.norm, coef)
@@ -260,10 +260,26 @@ class Float16Scale:
         return self.by_chunk[-1] if self.by_chunk else None
 
 
+class RowGradients(NamedTuple):
+    """``[C]`` gradients of a loss by log-prob, entropy and log Z; None where the objective has no such term."""
+
+    logprob: Tensor
+    entropy: Tensor | None
+    log_z: Tensor | None
+
+    @property
+    def matters(self) -> Tensor:
+        """``[C]`` whether any of them is not 0."""
+        return torch.stack([x != 0 for x in self if x is not None]).any(0)
+
+    def scaled(self, factor: Tensor) -> RowGradients:
+        return RowGradients(*(x if x is None else x * factor for x in self))  # pyright: ignore[reportArgumentType]
+
+
 def row_gradients(
-    objective: Objective, inputs: Inputs, results: RowResults, check: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of some rows' loss by log-prob and, if the objective has an entropy term, by entropy.
+    objective: Objective | Preference, inputs: Inputs, results: RowResults, check: bool = False
+) -> RowGradients:
+    """Gradients of some rows' loss by what its terms are on.
 
     Args:
         check: raise if the loss depends on anything else that needs a gradient, and would not get it here.
@@ -272,22 +288,22 @@ def row_gradients(
         logprob = results.logprob.detach().requires_grad_()
         entropy = results.entropy
         assert entropy is not None
-        leaves = [logprob]
+        leaves = {"logprob": logprob}
         if objective.entropy == "grad":
-            entropy = entropy.detach().requires_grad_()
-            leaves.append(entropy)
-        loss = objective.loss(replace(inputs, logprob=logprob, entropy=entropy))
-        grads = [None] * len(leaves)
-        if check and _depends_on_others(loss, leaves):
+            leaves["entropy"] = entropy = entropy.detach().requires_grad_()
+        if objective.log_z:
+            leaves["log_z"] = results.log_z.detach().requires_grad_()
+        loss = objective.loss(replace(inputs, logprob=logprob, entropy=entropy, log_z=leaves.get("log_z")))
+        found: dict[str, Tensor | None] = {}
+        if check and _depends_on_others(loss, list(leaves.values())):
             raise LogitlessError(
                 "linear_policy_loss: a term of the objective has parameters of its own, which get no gradient in one "
                 "pass. Make the term a torch.nn.Module, or call objective(linear_logprobs(...), rows, ...)."
             )
         if loss.requires_grad:
-            grads = list(torch.autograd.grad(loss, leaves, allow_unused=True))
-    by_logprob = torch.zeros_like(logprob) if grads[0] is None else grads[0].contiguous()
-    by_entropy = grads[1].contiguous() if len(grads) > 1 and grads[1] is not None else None
-    return by_logprob, by_entropy
+            found = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True), strict=True))
+    by = {name: x.contiguous() for name, x in found.items() if x is not None}
+    return RowGradients(by.get("logprob", torch.zeros_like(logprob)), by.get("entropy"), by.get("log_z"))
 
 
 def _depends_on_others(loss: Tensor, leaves: list[Tensor]) -> bool:
