@@ -195,7 +195,7 @@ def _numbers(
     # A product over a sample may overflow. An effective size knows no scale, so the largest product is made 1.
     largest = torch.nn.functional.pad(by_sample.masked_fill(~present, -torch.inf), (0, 1), value=-torch.inf).amax()
     if group is not None:
-        largest = gather_over(group, largest).amax()
+        largest = gather_over(group, largest[None]).amax()
     means, extremes, weights = measures(ratio, bound)
     tokens = Metrics.of_rows(
         means,
