@@ -150,9 +150,12 @@ def test_errors(settings, fields, text):
 
 
 def test_z_loss_of_results_without_log_z():
-    rows, *_ = batch()
+    rows, hidden, weight, _ = batch()
     with pytest.raises(ll.LogitlessError, match=r"z_coef is 0\.1 but log Z was not computed"):
         ll.Objective(policy="cross_entropy", z_coef=0.1)(ll.TokenStats(torch.zeros(len(rows)), None, None), rows)
+    kept = ll.Kept.from_lists([[1, 2]] * len(rows))
+    with pytest.raises(ll.LogitlessError, match=r'has a z_coef, but with scope="support" there is no log Z'):
+        ours(rows, hidden, weight, ll.Objective(policy="cross_entropy", z_coef=0.1), {}, kept=kept, scope="support")
 
 
 # TRL's own loss.

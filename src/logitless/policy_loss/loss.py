@@ -168,6 +168,11 @@ def _resolve(
     hidden: Tensor, weight: Tensor, rows: Any, objective: Objective | Preference, asked: Options
 ) -> tuple[Call, LossPlan]:
     call = resolve_hidden(hidden, weight, rows, replace(asked, entropy=objective.entropy))
+    if objective.log_z and call.over_support:
+        raise LogitlessError(
+            f'{NAME}: the objective has a z_coef, but with scope="support" there is no log Z of the vocabulary. Leave '
+            f"one of them out."
+        )
     return call, plan_of(call, hidden, weight, objective)
 
 
