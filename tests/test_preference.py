@@ -124,8 +124,11 @@ def assert_right(found, exact, usual, dtype) -> None:
         assert_gradient_close_to_truth(mine, right, theirs.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("pairs", [NEXT, APART], ids=["side by side", "apart"])
+@pytest.mark.parametrize(
+    ("pairs", "dtype"),
+    [(NEXT, torch.float32), (NEXT, torch.bfloat16), (APART, torch.float32)],
+    ids=["side by side", "side by side, bfloat16", "apart"],
+)
 @pytest.mark.parametrize("name", KIND_CASES)
 def test_against_the_papers(name, pairs, dtype):
     """In chunks of whole pairs, in one piece, in two passes, and in two calls."""
@@ -253,6 +256,25 @@ def test_over_a_context_parallel_group():
         torch.testing.assert_close(sum(part[i][3] for part in parts), d_weight, rtol=1e-10, atol=1e-12)
         for part in parts:
             torch.testing.assert_close(part[i][2], d_hidden[whole.index][part[i][1]], rtol=1e-10, atol=1e-12)
+
+
+def sharded(rank, world, batch):
+    """A shard of the vocabulary, in chunks of whole pairs; calls are compared over the ranks."""
+    rows, hidden, weight, reference = batch
+    start, stop = ((0, 50), (50, VOCAB))[rank]
+    shard = ll.VocabShard(start, stop, dist.group.WORLD, check_calls=True)
+    own = (rows, hidden, weight[start:stop], reference)
+    loss, gradients, _ = ours(own, preference_of("dpo"), shard=shard, memory=2 * 12 * VOCAB * 8)
+    return loss, *gradients
+
+
+def test_over_a_vocabulary_group():
+    batch = draw(torch.float64)
+    loss, (d_hidden, d_weight) = told(batch, "dpo", NEXT, torch.float64)
+    parts = run_ranks(sharded, 2, batch)
+    for part in parts:
+        torch.testing.assert_close(part[:2], (loss, d_hidden), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(torch.cat([part[2] for part in parts]), d_weight, rtol=1e-10, atol=1e-12)
 
 
 # Errors.
