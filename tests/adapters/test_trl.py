@@ -227,6 +227,24 @@ def test_most_top_1_hits_need_no_logits(monkeypatch):
     assert asked[1] < N / 4
 
 
+def test_a_row_without_a_likeliest_token():
+    """Logits that are NaN, or all -inf: no label is a hit, and other rows are not touched."""
+    leaves, targets = operands(bias=True)
+    likeliest = (leaves[0] @ leaves[1].T + leaves[2]).argmax(1)
+    targets = likeliest.clone()
+    targets[:2] = 0
+    with torch.no_grad():
+        leaves[0][0] = torch.nan
+    theirs = fused(leaves, targets, (*BOTH, "is_top1"))
+    logitless.install("trl")
+    ours = fused(leaves, targets, (*BOTH, "is_top1"))
+    assert torch.equal(ours[4], theirs[4])
+    assert not ours[4][0]
+    with torch.no_grad():
+        leaves[2].fill_(-torch.inf)
+    assert not fused(leaves, targets, (*BOTH, "is_top1"))[4].any()
+
+
 def test_what_is_left_to_trl():
     leaves, targets = operands()
     before = fused(leaves, targets, outputs=(*BOTH, "of another release"))

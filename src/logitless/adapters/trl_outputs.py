@@ -134,6 +134,7 @@ def _by_tiles(x: Scored, rows: Tensor, wanted: set[str]) -> dict[str, Tensor]:
             if "log_sum_sq_probs" in wanted:
                 assert log_z is not None
                 squares[some] += torch.exp(2 * (z - log_z[:, None])).sum(1)
-    made = {"is_top1": at == x.targets[rows], "mean_logits": (total / columns).float()}
+    # Of a row of NaN, or of nothing but -inf, no token is the likeliest.
+    made = {"is_top1": (at == x.targets[rows]) & best.isfinite(), "mean_logits": (total / columns).float()}
     made["log_sum_sq_probs"] = squares.log().float()
     return {name: value for name, value in made.items() if name in wanted}

@@ -61,8 +61,8 @@ class Outlier:
 
     Attributes:
         sample: its number in the micro-batch.
-        tokens, beyond: its tokens that count, and those of them beyond the bound.
-        log_ratio: summed over the sample: the logarithm of its importance weight.
+        tokens, beyond: its tokens on this rank that count, and those of them beyond the bound.
+        log_ratio: summed over the whole sample: the logarithm of its importance weight.
         position, token: place of its worst token in the response, and that token's id.
         logprob, rollout_logprob: of that token.
     """

@@ -74,7 +74,7 @@ def linear_policy_loss(
         hidden, weight, rows, bias, head, shard, kept, scope, hidden_grad, sequence_parallel, sparse_weight_grad, match,
             tf32, batch_invariant, backend: as for :func:`linear_logprobs`. Kept ids and batch invariance take two
             passes; ``scope="support"`` takes no product at all, and the objective's entropy is that of the support.
-        objective: what to minimise.
+        objective: what to minimise: an :class:`Objective`, or a :class:`Preference` on pairs of samples.
         weight_grad: float32 ``[V, D]`` buffer that the weight's gradient is added to, *in forward*, times
             ``grad_scale``. ``weight.grad`` is then left alone. Not added to where no gradient is recorded. An
             error on the way carries a note if a part has been added.
