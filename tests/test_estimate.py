@@ -391,7 +391,7 @@ WRONG = {
     "sequence_parallel=True needs": {"sequence_parallel": True},
     'backend="reference" is for checking': {"backend": "reference"},
     'objective, counts and dropped go with path "linear_policy_loss"': {"dropped": 0.1},
-    "objective must be an Objective but is str": {**LOSS, "objective": "ppo"},
+    "objective must be an Objective or a Preference but is str": {**LOSS, "objective": "ppo"},
     'entropy is "grad" but the objective computes "value"': {**LOSS, **GRAD},
     "counts must be 0 or more and add up to the 257 rows but they add up to 256": {**LOSS, "counts": (256,)},
     "dropped must be a share between 0 and 1 but is 30": {**LOSS, "dropped": 30},

@@ -446,7 +446,7 @@ def test_the_good_call_is_good():
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"objective": "ppo"}, "linear_policy_loss: objective must be an Objective but is str."),
+        ({"objective": "ppo"}, "linear_policy_loss: objective must be an Objective or a Preference but is str."),
         ({"grad_scale": 2.0}, "linear_policy_loss: grad_scale goes with weight_grad, which is added to before the gra"),
         ({"grad_scale": torch.ones(())}, "linear_policy_loss: grad_scale goes with weight_grad, which is added to"),
         (
@@ -499,7 +499,7 @@ def test_a_term_that_takes_means_without_saying_so():
 
 
 def test_explain_takes_no_part_of_the_objective():
-    with raises("linear_policy_loss: objective must be an Objective but is dict."):
+    with raises("linear_policy_loss: objective must be an Objective or a Preference but is dict."):
         ll.explain(torch.zeros(2, 3), torch.zeros(4, 3), torch.tensor([1, 2]), objective={})
 
 

@@ -534,3 +534,89 @@ def test_a_model_that_looks_ahead_is_refused(job, monkeypatch):
     monkeypatch.setattr(Qwen3Model, "forward", ahead)
     with pytest.raises(LogitlessError, match="Only causal models can be scored in padded batches"):
         score_file(job)
+
+
+# Against the log-probs of the engine that sampled.
+
+
+@pytest.fixture
+def scored(tmp_path) -> tuple[Path, Path, list[dict]]:
+    """An input with the engine's log-probs, and results for it, as files; and the results."""
+    draw = random.Random(3)
+    results, records = [], []
+    for index in range(40):
+        tokens = [draw.randrange(VOCAB) for _ in range(draw.randint(0, 12))]
+        logprob = [round(-8 * draw.random(), 5) for _ in tokens]
+        engine = [x + draw.gauss(0, 0.05) for x in logprob]
+        results.append({"index": index, "tokens": tokens, "logprob": logprob, "entropy": logprob, "engine": engine})
+        records.append({"prompt": [1], "response": tokens, "engine": engine})
+    # A token of the record with the most tokens that the engine found a thousand times likelier.
+    at = max(range(40), key=lambda i: len(results[i]["tokens"]))
+    records[at]["engine"][3] = results[at]["engine"][3] = results[at]["logprob"][3] + 7.0
+    data, out = tmp_path / "data.jsonl", tmp_path / "out.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    out.write_text("".join(json.dumps({k: v for k, v in r.items() if k != "engine"}) + "\n" for r in results))
+    return data, out, results
+
+
+def test_mismatch_of_files(scored, tmp_path):
+    from logitless.tools.score.against import compare, report_text, write
+
+    data, out, results = scored
+    compared = write(compare(data, out, "engine"), out)
+    worst = max(results, key=lambda r: len(r["tokens"]))
+    report = compared.report
+    assert (report.tokens, report.samples) == (
+        sum(len(r["tokens"]) for r in results),
+        sum(bool(r["tokens"]) for r in results),
+    )
+    assert report.largest == pytest.approx(7.0)
+    assert (report.outliers[0].sample, report.outliers[0].position) == (worst["index"], 3)
+    assert report.outliers[0].token == worst["tokens"][3]
+    names = [path.name for path in compared.files]
+    assert names == ["out.jsonl.mismatch.json", "out.jsonl.mismatch-light.png", "out.jsonl.mismatch-dark.png"]
+    assert json.loads(compared.files[0].read_text())["outliers"][0]["position"] == 3
+    assert all(path.read_bytes()[:4] == b"\x89PNG" for path in compared.files[1:])
+    summary = run_module.Summary(str(out), 40, 0, 0, 1.0)
+    assert str(report) in report_text(summary, compared, False)
+    assert json.loads(report_text(summary, compared, True))["mismatch"]["tokens"] == report.tokens
+    # Parquet has the same numbers.
+    table = tmp_path / "out.parquet"
+    write_results([line + b"\n" for line in out.read_bytes().splitlines()], table, ".parquet")
+    assert compare(data, table, "engine").report.kl_k3 == pytest.approx(report.kl_k3, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"engine": [1.0]}, "'engine' has 1 log-probs but the response has"),
+        ({"engine": "none"}, "'engine' must be a list of log-probs but is none"),
+        ({"engine": [None, 1.0]}, "'engine' must be a list of log-probs"),
+        ({}, "line 1 has no field 'engine'; it has 'prompt', 'response'"),
+    ],
+)
+def test_a_bad_field_to_compare_with_is_named(scored, change, text):
+    from logitless.tools.score.against import compare
+
+    data, out, _ = scored
+    first, *rest = data.read_text().splitlines(keepends=True)
+    record = {k: v for k, v in json.loads(first).items() if k != "engine"} | change
+    data.write_text(json.dumps(record) + "\n" + "".join(rest))
+    with pytest.raises(LogitlessError, match=text):
+        compare(data, out, "engine")
+
+
+def test_the_command_compares(job, tmp_path):
+    from typer.testing import CliRunner
+
+    from logitless.tools.cli import app
+
+    records = [{"prompt": [3, 4], "response": [5, 6, 7], "engine": [-1.0, -2.0, -3.0]}] * 2
+    data, out = tmp_path / "in.jsonl", tmp_path / "scores.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    arguments = ["score", job.model, data, "--out", out, "--device", "cpu", "--against", "engine", "--json"]
+    result = CliRunner().invoke(app, [str(x) for x in arguments], catch_exceptions=False)
+    printed = json.loads(result.stdout.splitlines()[-1])
+    own = [json.loads(line)["logprob"] for line in out.read_text().splitlines()]
+    assert printed["mismatch"]["kl_k1"] == pytest.approx(sum(-2.0 - sum(x) / 3 for x in own) / 2, rel=1e-6)
+    assert printed["records"] == 2

@@ -15,7 +15,7 @@ from logitless.from_hidden.policy_head import PolicyHead
 from logitless.from_logits import logprobs
 from logitless.kept import Kept
 from logitless.memory import estimate
-from logitless.objectives import Metrics, Objective, count_over
+from logitless.objectives import Metrics, Mismatch, Objective, Preference, count_over, mismatch
 from logitless.policy_loss import Loss, linear_policy_loss
 from logitless.rows import Rows
 from logitless.rows.layouts import Contiguous, Zigzag
@@ -32,8 +32,10 @@ __all__ = [
     "LogitlessError",
     "Loss",
     "Metrics",
+    "Mismatch",
     "Objective",
     "PolicyHead",
+    "Preference",
     "Rows",
     "Teacher",
     "Teachers",
@@ -50,6 +52,7 @@ __all__ = [
     "linear_logprobs",
     "linear_policy_loss",
     "logprobs",
+    "mismatch",
     "sampled_entropy",
     "shard_of",
     "status",

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from logitless.from_hidden.logprobs import linear_plan
 from logitless.from_hidden.plan import LinearPlan, SupportPlan
-from logitless.objectives import Objective
+from logitless.objectives import Objective, Preference
 from logitless.policy_loss.loss import loss_plan
 from logitless.policy_loss.plan import LossPlan
 
 
 def explain(
-    hidden: Tensor, weight: Tensor, rows: Any, *, objective: Objective | None = None, **options: Any
+    hidden: Tensor, weight: Tensor, rows: Any, *, objective: Objective | Preference | None = None, **options: Any
 ) -> LinearPlan | SupportPlan | LossPlan:
     """Which route :func:`linear_logprobs` takes with these arguments, and why; with an objective,
     :func:`linear_policy_loss`. Computes nothing.

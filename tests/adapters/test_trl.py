@@ -13,7 +13,7 @@ import pytest
 import torch
 from close import assert_close_to_truth, assert_gradient_close_to_truth
 from hosts import put_first
-from tiny import qwen3, trainer
+from tiny import offline_trainer, qwen3, trainer
 from truth import truth
 
 import logitless
@@ -158,16 +158,102 @@ def test_entropy_as_a_metric():
     assert not entropy.requires_grad
 
 
+MORE = ("log_sum_sq_probs", "mean_logits", "is_top1")
+MORE_HEADS = HEADS | {"scale alone": {"scale": 0.25, "temperature": 0.8}}
+
+
+@pytest.mark.parametrize("name", MORE_HEADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_further_outputs(name, dtype, monkeypatch):
+    """Of likely labels and unlikely ones, and of two ids with the same logits, of which the first is the likeliest."""
+    from logitless.adapters import trl_outputs
+
+    monkeypatch.setattr(trl_outputs, "SLAB", 100)
+    bias = name in ("temperature", "softcap", "scale alone")
+    leaves, targets = operands(dtype, bias)
+    with torch.no_grad():
+        for x in leaves[1:]:
+            x[303] = x[3]
+        leaves[0][::2] *= 0.2
+        leaves[0][:8] = 4 * leaves[1][3].sign()
+    logits = sum(x.detach().double() for x in ([leaves[0] @ leaves[1].T, *leaves[2:]]))
+    targets[20:] = torch.where(torch.rand(N - 20) < 0.6, logits.argmax(1)[20:], targets[20:])
+    targets[:8] = torch.tensor([3, 303] * 4)
+    head = MORE_HEADS[name]
+    theirs = fused(leaves, targets, (*BOTH, *MORE), **head)
+    logitless.install("trl", memory="8KiB")
+    ours = fused(leaves, targets, (*BOTH, *MORE), **head)
+    assert 15 < int(ours[4].sum()) < N - 15
+    exact = [x.detach().double() for x in leaves]
+    z = exact[0] @ exact[1].T + (exact[2] if bias else 0)
+    z = (z.to(dtype) if dtype != torch.float32 else z).double() * head.get("scale", 1.0)
+    z = z if "softcap" not in head else head["softcap"] * torch.tanh(z / head["softcap"])
+    z = z / head.get("temperature", 1.0)
+    right = (2 * torch.log_softmax(z, -1)).logsumexp(-1), z.mean(-1)
+    if dtype == torch.float32 or not bias:  # TRL rounds before it adds a bias, and after
+        assert torch.equal(ours[4], theirs[4])
+    if "softcap" not in head:  # in float64 fewer logits reach the cap
+        assert torch.equal(ours[4], z.argmax(1) == targets)
+        assert ours[4][:8].tolist() == [True, False] * 4
+    # Ours of the mean is that of logits that are not rounded: each is off by half a unit at most, and they average out.
+    slack = 0.0 if dtype == torch.float32 else float(z.abs().max()) * 2**-9
+    for i, wanted in zip((2, 3), right, strict=True):
+        assert ours[i].dtype == theirs[i].dtype == torch.float32
+        assert not ours[i].requires_grad
+        off, their_off = ((x[i].double() - wanted).abs().max() for x in (ours, theirs))
+        assert off <= 2 * their_off + 5e-6 + slack, MORE[i - 2]
+    for i in (2, 3, 4):
+        alone = fused(leaves, targets, ("log_probs", MORE[i - 2]), **head)
+        torch.testing.assert_close(alone[i], ours[i], atol=1e-6, rtol=0)
+        assert [x is None for x in alone] == [False, True] + [j != i for j in (2, 3, 4)]
+    report = logitless.status().hosts[0]
+    assert (report.calls, report.passed_on) == (4, 0)
+
+
+def test_most_top_1_hits_need_no_logits(monkeypatch):
+    from logitless.adapters import trl_outputs
+
+    leaves, _ = operands()
+    asked = []
+    own = trl_outputs._by_tiles
+    monkeypatch.setattr(trl_outputs, "_by_tiles", lambda x, rows, some: asked.append(len(rows)) or own(x, rows, some))
+    likeliest = (leaves[0] @ leaves[1].T).argmax(1)
+    logitless.install("trl")
+    for target, hits in ((likeliest, N), ((likeliest + 1) % V, 0)):
+        out = fused(leaves, target, (*BOTH, "is_top1"))
+        assert int(out[4].sum()) == hits
+    # Rows whose largest probability is below 1/2, and none of the misses.
+    assert 0 < asked[0] < N / 2
+    assert asked[1] < N / 4
+
+
+def test_a_row_without_a_likeliest_token():
+    """Logits that are NaN, or all -inf: no label is a hit, and other rows are not touched."""
+    leaves, targets = operands(bias=True)
+    likeliest = (leaves[0] @ leaves[1].T + leaves[2]).argmax(1)
+    targets = likeliest.clone()
+    targets[:2] = 0
+    with torch.no_grad():
+        leaves[0][0] = torch.nan
+    theirs = fused(leaves, targets, (*BOTH, "is_top1"))
+    logitless.install("trl")
+    ours = fused(leaves, targets, (*BOTH, "is_top1"))
+    assert torch.equal(ours[4], theirs[4])
+    assert not ours[4][0]
+    with torch.no_grad():
+        leaves[2].fill_(-torch.inf)
+    assert not fused(leaves, targets, (*BOTH, "is_top1"))[4].any()
+
+
 def test_what_is_left_to_trl():
     leaves, targets = operands()
-    before = fused(leaves, targets, outputs=(*BOTH, "is_top1"))
+    before = fused(leaves, targets, outputs=(*BOTH, "of another release"))
     half = torch.randn(3, 5, V).bfloat16()
     index = torch.randint(V, (3, 5))
     alone = utils().selective_log_softmax(half, index), utils().entropy_from_logits(half)
     pair = utils().selective_log_softmax_and_entropy(half, index)
     logitless.install("trl")
-    after = fused(leaves, targets, outputs=(*BOTH, "is_top1"))
-    assert torch.equal(after[4], before[4])
+    after = fused(leaves, targets, outputs=(*BOTH, "of another release"))
     assert torch.equal(after[0], before[0])
     # Bit for bit, as TRL's own tests compare half precision.
     assert torch.equal(utils().selective_log_softmax(half, index), alone[0])
@@ -378,6 +464,42 @@ def test_a_real_run(kind, tmp_path):
     assert report.replaced[0].passed_on == 0
     assert report.audit.rows >= 24
     assert report.audit.passed
+
+
+OFFLINE = {
+    "SFT": (2, {}),
+    "SFT, dft": (2, {"loss_type": "dft"}),
+    "DPO": (4, {}),  # policy and reference, two steps
+    "DPO, several losses": (4, {"loss_type": ["sigmoid", "ipo"], "use_weighting": True}),
+    "KTO": (8, {}),  # policy and reference, of pairs and of mismatched ones
+    "Reward": (0, {}),  # no head over the vocabulary
+    "Distillation": (0, {"max_completion_length": 5}),  # two whole distributions are compared
+    "GKD": (0, {"max_new_tokens": 5}),
+}
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+@pytest.mark.filterwarnings("default")
+def test_nothing_is_passed_on_in_offline_training(name, tmp_path):
+    """The same data and seed with and without: the same numbers in the log, and every call of TRL's is answered."""
+    (calls, options), kind = OFFLINE[name], name.split(",")[0]
+    histories = []
+    # Where nothing is called, nothing can differ.
+    for installed in (False, True) if calls else (True,):
+        if installed:
+            logitless.install("trl", audit=2)
+        run = offline_trainer(kind, tmp_path, **options)
+        run.train()
+        histories.append([e for e in run.state.log_history if "loss" in e])
+    assert all(len(history) == 2 for history in histories)
+    for theirs, mine in zip(histories[0], histories[-1], strict=True):
+        assert theirs.keys() == mine.keys()
+        assert calls == 0 or {"loss", "grad_norm", "entropy"} <= mine.keys()
+        for number in mine.keys() - {"step_time"}:
+            assert math.isclose(mine[number], theirs[number], rel_tol=1e-4, abs_tol=1e-5), number
+    report = logitless.status().hosts[0]
+    assert (report.calls, report.passed_on) == (calls, 0)
+    assert calls == 0 or report.audit.passed
 
 
 @pytest.mark.filterwarnings("default")

@@ -30,6 +30,57 @@ def qwen3(vocab_size: int = len(WORDS), **more) -> Any:
     return Qwen3ForCausalLM(Qwen3Config(vocab_size=vocab_size, **settings))
 
 
+PROMPTS = ["w1 w2 w3", "w4 w5", "w6 w7 w8 w9", "w10"]
+CHOSEN, REJECTED = [" w3 w4 w5", " w7 w8", " w11 w12 w13 w14", " w15 w16"], [" w8 w9", " w1", " w2 w3 w4", " w5"]
+WHOLE = [[p + c for p, c in zip(PROMPTS, some, strict=True)] for some in (CHOSEN, REJECTED)]
+DATA = {
+    "SFT": {"prompt": PROMPTS, "completion": CHOSEN},
+    "DPO": {"prompt": PROMPTS, "chosen": CHOSEN, "rejected": REJECTED},
+    "KTO": {"prompt": PROMPTS, "completion": CHOSEN, "label": [True, False, True, False]},
+    "Reward": {"chosen": WHOLE[0], "rejected": WHOLE[1]},
+    "Distillation": {"prompt": PROMPTS},
+    "GKD": {
+        "messages": [
+            [{"role": "user", "content": p}, {"role": "assistant", "content": c}]
+            for p, c in zip(PROMPTS, CHOSEN, strict=True)
+        ]
+    },
+}
+
+
+def offline_trainer(kind: str, folder: Path, **more) -> Any:
+    """A trainer of two steps on data with answers; a teacher, where it has one, of other weights."""
+    import trl
+    from datasets import Dataset, disable_progress_bars
+    from transformers import Qwen3ForSequenceClassification
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    disable_progress_bars()
+    model, place = qwen3(), trl
+    if kind == "Reward":
+        model.config.num_labels = 1
+        model = Qwen3ForSequenceClassification(model.config)
+    model.save_pretrained(folder / "model")
+    given: dict[str, Any] = {}
+    if kind in ("Distillation", "GKD"):
+        qwen3(num_hidden_layers=2).save_pretrained(folder / "teacher")
+        given["teacher_model"] = str(folder / "teacher")
+    if kind == "GKD":
+        from trl.experimental import gkd as place
+    words = tokenizer()
+    words.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+    settings = {"learning_rate": 1e-2, "max_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 2}
+    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "bf16": False}
+    return getattr(place, f"{kind}Trainer")(
+        model=str(folder / "model"),
+        args=getattr(place, f"{kind}Config")(output_dir=str(folder), seed=3, **settings | quiet | more),
+        train_dataset=Dataset.from_dict(DATA[kind]),
+        processing_class=words,
+        **given,
+    )
+
+
 def trainer(kind: str, folder: Path, model: Any = None, **more) -> Any:
     """A GRPO or RLOO trainer of three steps on four prompts, with a reference model and a reward of its own."""
     import trl

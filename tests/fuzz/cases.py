@@ -154,7 +154,7 @@ def _layout(r: random.Random) -> dict[str, Any]:
 
 
 def _objective(r: random.Random) -> dict[str, Any]:
-    policy = r.choice(("ppo_clip", "gspo", "cispo", "sapo", "reinforce"))
+    policy = r.choice(("ppo_clip", "gspo", "cispo", "sapo", "reinforce", "cross_entropy", "dft"))
     found: dict[str, Any] = {"policy": policy}
     if policy in ("ppo_clip", "gspo", "cispo") and r.random() < 0.5:
         found["clip"] = r.choice(((0.2, 0.28), (0.1, 0.1), (0.0, 0.3), (1.0, 4.0)))
@@ -171,6 +171,8 @@ def _objective(r: random.Random) -> dict[str, Any]:
         found["entropy_coef"] = r.choice((0.05, -0.3, 2.0))
     reduce = r.choice(("token_mean", "sample_mean", "sample_sum", "prompt_mean"))
     found |= {"reduce": reduce, **({"length": r.choice((1, 7))} if reduce == "sample_sum" else {})}
+    if r.random() < 0.3:
+        found["z_coef"] = r.choice((0.01, -0.1, 1.0))
     return {"objective": tuple(found.items()), "recipe": ""}
 
 
@@ -199,6 +201,8 @@ RECIPES = (
     "reinforce",
     "reinforce++",
     "reinforce++_baseline",
+    "sft",
+    "dft",
 )
 VALUES = ("peaked", "zeros", "huge", "offset", "lowest", "minus infinity", "lowest first", "large", "tiny")
 MEMORY = (1, 64, 200, 500, 1000, 3000, "16KiB", "64KiB", "1MiB", "1GiB")
@@ -339,6 +343,7 @@ def settled(case: Case) -> Case:
         # There is no log Z. A row of one id has the log-prob 0, and what its logit is nobody asks.
         changes |= {"upstream": "all"} if case.upstream == "log_z" else {}
         changes |= {"values": "normal"} if case.values == "minus infinity" else {}
+        changes["objective"] = tuple((name, x) for name, x in case.objective if name != "z_coef")
     if half or not linear:
         changes["autocast"] = False
     if not case.weight_grad or case.path != LOSS:

@@ -28,6 +28,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "reinforce": {"policy": "reinforce"},
     "reinforce++": {},
     "reinforce++_baseline": {"kl": "k2"},
+    "sft": {"policy": "cross_entropy"},
+    "dft": {"policy": "dft"},
 }
 """As documented."""
 
@@ -116,12 +118,20 @@ def row_weights(inputs: Inputs, o: dict[str, Any]) -> Tensor:
     return inverse[inputs.sample] * inputs.counted
 
 
-def tell(inputs: Inputs, active: Tensor, fields: Fields, logprob: Tensor, entropy: Tensor, wide: torch.dtype) -> Told:
-    """Loss and gradients. ``logprob`` and ``entropy`` are those of the active rows, with graph."""
+def tell(
+    inputs: Inputs,
+    active: Tensor,
+    fields: Fields,
+    logprob: Tensor,
+    entropy: Tensor,
+    log_z: Tensor,
+    wide: torch.dtype,
+) -> Told:
+    """Loss and gradients. ``logprob``, ``entropy`` and ``log_z`` are those of the active rows, with graph."""
     o = options_of(inputs)
     here = inputs.counted[active]
     w = row_weights(inputs, o)[active][here].to(wide)
-    lp, ent = (x.detach()[here].requires_grad_() for x in (logprob, entropy))
+    lp, ent, lz = (x.detach()[here].requires_grad_() for x in (logprob, entropy, log_z))
     old, ref, rollout, a = (
         x[active][here].to(wide)
         for x in (fields.old_logprob, fields.ref_logprob, fields.rollout_logprob, fields.advantage)
@@ -140,18 +150,22 @@ def tell(inputs: Inputs, active: Tensor, fields: Fields, logprob: Tensor, entrop
         loss, slack = loss + w * o["kl_coef"] * kl, slack + w * abs(o["kl_coef"]) * slack_kl
         terms = terms + (w * o["kl_coef"] * kl).abs()
     coef = o.get("entropy_coef", 0.0)
-    loss = (loss - w * coef * ent).sum()
-    terms = terms + (w * coef * ent).abs()
-    g_l, g_h = torch.autograd.grad(loss, [lp, ent], allow_unused=True) if loss.requires_grad else (None, None)
+    z_coef = o.get("z_coef", 0.0)
+    loss = (loss - w * coef * ent + w * z_coef * lz * lz).sum()
+    terms = terms + (w * coef * ent).abs() + (w * z_coef * lz * lz).abs()
+    leaves = [lp, ent, lz]
+    g_l, g_h, g_z = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else (None,) * 3
     places = here.nonzero().squeeze(1)
 
     def spread(x: Tensor | None) -> Tensor:
         out = torch.zeros(len(active), dtype=wide)
         return out if x is None else out.index_copy_(0, places, x.detach().to(wide))
 
-    zero = spread(None)
-    upstream = torch.stack([spread(g_l), spread(g_h), zero]) * FACTOR * inputs.case.grad_scale
-    slacks = torch.stack([spread(slack + g_l.abs() if g_l is not None else slack), spread(w * abs(coef)), zero])
+    upstream = torch.stack([spread(g_l), spread(g_h), spread(g_z)]) * FACTOR * inputs.case.grad_scale
+    # A z-loss is a square, so its gradient is as sensitive as log Z is large.
+    of_log_z = 2 * w * abs(z_coef) * (1 + lz.detach().abs())
+    of_logprob = slack + g_l.abs() if g_l is not None else slack
+    slacks = torch.stack([spread(of_logprob), spread(w * abs(coef)), spread(of_log_z)])
     distances = torch.cat([x.reshape(-1) for x in far]) if far else torch.ones(1)
     margin = float(distances.abs().min()) if distances.numel() else 1.0
     return Told(loss.detach(), upstream, slacks * FACTOR * inputs.case.grad_scale, spread(terms), margin)
@@ -188,6 +202,11 @@ def _policy(
     name = o.get("policy", "ppo_clip")
     if name == "reinforce":
         return -a * lp, w * a.abs()
+    if name == "cross_entropy":
+        return -lp, w
+    if name == "dft":
+        p = lp.detach().exp()
+        return -p * lp, w * p * (1 + lp.detach().abs())
     low, high = o.get("clip", CLIPS.get(name, (0.0, 0.0)))
     ratio = _exp(mean(lp - old) if name == "gspo" else lp - old, far)
     r = ratio.detach()

@@ -95,7 +95,7 @@ def _answer(inputs: Inputs, wide: torch.dtype, stored: torch.dtype | None, field
     slack = g.abs()
     if case.path in LOSSES:
         fields = fields or fields_of(inputs, active, s.logprob.detach())
-        told = tell(inputs, active, fields, s.logprob, s.entropy, wide)
+        told = tell(inputs, active, fields, s.logprob, s.entropy, s.log_z, wide)
         g, slack = told.upstream, told.slack
     elif case.entropy != "grad":
         g = g * torch.tensor([[1.0], [0.0], [1.0]], dtype=wide)
@@ -198,7 +198,7 @@ def _units(
     if told is not None:
         # Ratios are exponentials of log-probs: an error there is a factor of the row's terms.
         by_logprob = told.terms * (1 + of_logprob) + slack[0] * of_logprob
-        values["loss"] = unit * (by_logprob + slack[1] * of_entropy).sum()
+        values["loss"] = unit * (by_logprob + slack[1] * of_entropy + slack[2] * found["log_z"]).sum()
     blur = float((unit * of_logprob).amax()) if len(active) else 0.0
     if not wanted:
         return values, {}, blur

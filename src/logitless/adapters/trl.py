@@ -7,8 +7,8 @@
 
 TRL rounds half-precision logits to their own dtype. So does this adapter, to make runs comparable with earlier runs,
 unless ``accurate=True`` asks for float32. Calls left to TRL and counted as passed on: half-precision logits without
-``accurate``, fused heads that must also report the largest, mean or squared probabilities, and heads under DeepSpeed
-ZeRO-3, which partitions the weight again before backward.
+``accurate``, and heads under DeepSpeed ZeRO-3, which partitions the weight again before backward. The reward model's
+trainer has no such head, and distillation compares two whole distributions: neither calls anything of this.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from logitless.adapters.audit import Audit
 from logitless.adapters.host import Host, Option, PassOn, Replacement
 from logitless.adapters.scoring import HALF
+from logitless.adapters.trl_outputs import Scored, further_outputs
 from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.from_logits import logprobs
@@ -45,7 +46,7 @@ def make_fused_head(original: Callable[..., Any], options: Mapping[str, Any]) ->
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = EXTRA_OUTPUTS,
     ) -> Any:
-        if set(outputs) - {"log_probs", "entropy"}:
+        if set(outputs) - {"log_probs", *EXTRA_OUTPUTS}:
             return PassOn("further outputs")
         if hasattr(weight, "ds_id"):
             return PassOn("ZeRO-3")
@@ -63,7 +64,9 @@ def make_fused_head(original: Callable[..., Any], options: Mapping[str, Any]) ->
         entropy = _entropy_mode(wanted) if "entropy" in outputs else None
         out = linear_logprobs(*operands, **shared, entropy=entropy, memory=options["memory"])
         audit.of_hidden("fused LM head", *operands, **shared, logprob=out.logprob, entropy=out.entropy)
-        return out.logprob.float(), None if out.entropy is None else out.entropy.float(), None, None, None
+        scored = Scored(operands, shared["bias"], head, match is not None, out, options["memory"])
+        further = further_outputs(scored, outputs)
+        return out.logprob.float(), None if out.entropy is None else out.entropy.float(), *further
 
     return apply
 

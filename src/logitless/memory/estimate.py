@@ -19,7 +19,7 @@ from logitless.from_hidden.plan import LinearPlan, SupportPlan
 from logitless.machine import CPU, H200, Machine
 from logitless.memory.ledger import Item, Ledger
 from logitless.memory.step import Step
-from logitless.objectives import Objective
+from logitless.objectives import Objective, Preference
 from logitless.policy_loss.plan import LossPlan
 from logitless.spec import EntropyMode, format_bytes
 
@@ -94,7 +94,7 @@ def estimate(
     sequence_parallel: bool = False,
     backend: str = "auto",
     memory: int | str | None = None,
-    objective: Objective | None = None,
+    objective: Objective | Preference | None = None,
     counts: Sequence[int] | None = None,
     dropped: float = 0.0,
 ) -> Estimate:

@@ -18,7 +18,7 @@ from logitless.from_hidden.plan import LinearPlan, SupportPlan, choose_plan
 from logitless.from_logits import score_logits
 from logitless.kept import Kept
 from logitless.machine import Machine
-from logitless.objectives import Objective
+from logitless.objectives import Objective, Preference
 from logitless.policy_loss.loss import MEMORY, evaluate
 from logitless.policy_loss.plan import LossPlan, plan_of
 from logitless.rows import Rows
@@ -78,7 +78,7 @@ class Step:
     sequence_parallel: bool = False
     backend: str = "auto"
     memory: int | str | None = None
-    objective: Objective | None = None
+    objective: Objective | Preference | None = None
     counts: Sequence[int] | None = None
     dropped: float = 0.0
 
@@ -135,10 +135,11 @@ class Step:
     def _rows(self, device: torch.device) -> Rows | Tensor:
         """Targets of all tokens; or rows of some of them, of samples that have ``counts`` rows each."""
         objective = self.objective or Objective()
-        by_sample = objective.sequence_level or objective.reduce != "token_mean"
-        if self.rows is None and self.counts is None and not by_sample:
+        if self.rows is None and self.counts is None and not objective.by_sample:
             return torch.zeros(self.tokens, dtype=torch.int64, device=device)
-        counts = (self.num_rows,) if self.counts is None else tuple(self.counts)
+        half = self.num_rows // 2
+        samples = (self.num_rows - half, half) if isinstance(objective, Preference) else (self.num_rows,)
+        counts = samples if self.counts is None else tuple(self.counts)
         lengths = torch.tensor(counts, dtype=torch.int64, device=device)
         index = torch.arange(self.num_rows, device=device)
         sample = torch.repeat_interleave(torch.arange(len(counts), device=device), lengths, output_size=self.num_rows)
@@ -166,6 +167,8 @@ class Step:
         """What the objective needs, such that no row is clipped, and as many as asked for have no advantage."""
         objective = self.objective or Objective()
         needed: dict[str, Any] = {name: torch.zeros(self.num_rows, device=device) for name in objective.required}
+        if isinstance(objective, Preference):
+            return needed
         # Spread evenly, so that every chunk has its share.
         so_far = torch.arange(self.num_rows + 1, device=device).mul(self.dropped).floor()
         return {**needed, "old_logprob": "current", "advantage": (so_far[1:] == so_far[:-1]).float()}
@@ -338,8 +341,10 @@ def _check_loss(step: Step) -> None:
                 f'estimate: objective, counts and dropped go with path "linear_policy_loss" but path is "{step.path}".'
             )
         return
-    if not isinstance(objective, Objective | None):
-        raise LogitlessError(f"estimate: objective must be an Objective but is {type(objective).__name__}.")
+    if not isinstance(objective, Objective | Preference | None):
+        raise LogitlessError(
+            f"estimate: objective must be an Objective or a Preference but is {type(objective).__name__}."
+        )
     computed = (objective or Objective()).entropy
     if step.entropy not in (None, computed):
         raise LogitlessError(

@@ -2,6 +2,8 @@
 
 Objective      terms and their coefficients; called with results and fields, gives loss and metrics
 terms          POLICY_TERMS, CORRECTIONS, KL_TERMS: plain functions by name
+Preference     a loss on samples that were preferred to others: dpo, ipo, kto, orpo, simpo, ...
+mismatch       how far the engine that sampled is from the policy that trains
 batches        count_over, prompt_tokens_over: the denominators that a micro-batch cannot know
 advantages     from rewards of groups, or along time from values (gae); whitening; the loss of a value model
 """
@@ -17,8 +19,11 @@ from logitless.objectives.corrections import CORRECTIONS
 from logitless.objectives.inputs import Inputs, bounded_exp
 from logitless.objectives.kl import KL_TERMS, kl_penalty
 from logitless.objectives.metrics import Metrics
+from logitless.objectives.mismatch import Mismatch, Outlier, mismatch
 from logitless.objectives.objective import RECIPES, Objective
 from logitless.objectives.policy import POLICY_TERMS
+from logitless.objectives.preference import Preference
+from logitless.objectives.preference_terms import KINDS
 from logitless.objectives.reduction import count_over, prompt_tokens_over, row_weights
 from logitless.objectives.values import (
     Returns,
@@ -32,12 +37,16 @@ from logitless.objectives.values import (
 
 __all__ = [
     "CORRECTIONS",
+    "KINDS",
     "KL_TERMS",
     "POLICY_TERMS",
     "RECIPES",
     "Inputs",
     "Metrics",
+    "Mismatch",
     "Objective",
+    "Outlier",
+    "Preference",
     "Returns",
     "ValueLoss",
     "bounded_exp",
@@ -47,6 +56,7 @@ __all__ = [
     "gae",
     "grpo_advantages",
     "kl_penalty",
+    "mismatch",
     "prompt_tokens_over",
     "reinforce_pp_advantages",
     "reinforce_pp_baseline_advantages",

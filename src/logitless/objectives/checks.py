@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from logitless.collectives import resolve_group
 from logitless.errors import LogitlessError, did_you_mean
+from logitless.rows import Rows
 
 T = TypeVar("T")
 
@@ -72,10 +74,10 @@ def taught(cls: type[T]) -> type[T]:
     return cls
 
 
-def finite(name: str, value: Any) -> float:
+def finite(name: str, value: Any, caller: str = "Objective") -> float:
     """The number, if it is one."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise LogitlessError(f"Objective: {name} must be a finite number but is {value!r}.")
+        raise LogitlessError(f"{caller}: {name} must be a finite number but is {value!r}.")
     return value
 
 
@@ -109,23 +111,33 @@ def resolve_bounds(name: str, bounds: Any, default: tuple[float, ...]) -> tuple[
     return tuple(float(value) for value in values)
 
 
-def check_field(name: str, x: Any, num_rows: int, device: torch.device) -> Tensor:
+def sequence_group(caller: str, rows: Rows, group: Any, *, needed: bool) -> Any:
+    """The process group that sums over samples run over, if these rows are split over its ranks."""
+    group = resolve_group(group, f"{caller}: group")
+    size, world = 1 if rows.cp is None else rows.cp.size, 1 if group is None else group.size()
+    if size != world and (needed or group is not None):
+        raise LogitlessError(
+            f"{caller}: these rows are split over {size} context-parallel ranks but group has {world}. Means over "
+            f"samples run over the context-parallel group, and nothing else does: pass that one as group=."
+        )
+    return group
+
+
+def check_field(name: str, x: Any, num_rows: int, device: torch.device, caller: str = "Objective") -> Tensor:
     """A field, if it is ``[R]`` values without gradient where the rows are."""
     if not isinstance(x, Tensor):
         way = ""
         if isinstance(x, list | tuple):
             nested = len(x) > 0 and isinstance(x[0], list | tuple | Tensor)
             way = f" Pass {f'rows.from_responses({name})' if nested else f'torch.tensor({name})'}."
-        raise LogitlessError(
-            f"Objective: {name} must be a tensor of shape [{num_rows}] but is {type(x).__name__}.{way}"
-        )
+        raise LogitlessError(f"{caller}: {name} must be a tensor of shape [{num_rows}] but is {type(x).__name__}.{way}")
     if tuple(x.shape) != (num_rows,):
         raise LogitlessError(
-            f"Objective: {name} has shape {list(x.shape)} but there are {num_rows} rows. Give one value per row: a "
+            f"{caller}: {name} has shape {list(x.shape)} but there are {num_rows} rows. Give one value per row: a "
             f"value per sample is per_sample[rows.sample], values of whole responses are rows.from_responses(...)."
         )
     if x.device != device:
-        raise LogitlessError(f"Objective: {name} is on {x.device} but the rows are on {device}. Move it there.")
+        raise LogitlessError(f"{caller}: {name} is on {x.device} but the rows are on {device}. Move it there.")
     if x.requires_grad:
-        raise LogitlessError(f"Objective: {name} requires grad, but no gradient flows to it. Pass {name}.detach().")
+        raise LogitlessError(f"{caller}: {name} requires grad, but no gradient flows to it. Pass {name}.detach().")
     return x

@@ -12,7 +12,7 @@ number of rows: all R of them, or those of one chunk.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,8 @@ class Inputs:
         group: process group that per-sample sums run over, or None if samples are not split.
         on_policy: the old log-probs are these log-probs: the ratio is 1, its gradient is not.
         divergence: of the row's distribution from its teacher's, differentiable; None where there is no teacher.
+        log_z: differentiable; None unless the objective has a term on it.
+        batch: tensors by name that belong to samples or pairs of them, which no cut shortens.
     """
 
     logprob: Tensor
@@ -65,6 +67,8 @@ class Inputs:
     group: dist.ProcessGroup | None = None
     on_policy: bool = False
     divergence: Tensor | None = None
+    log_z: Tensor | None = None
+    batch: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Tensor:
         if name.startswith("_"):
@@ -97,17 +101,25 @@ class Inputs:
         Differentiable. Over a sequence group: one all-reduce of ``[N]``, and one in backward, because each rank has a
         part of the loss. Same bits on every run: segment sums, no atomics, forward and backward.
         """
+        return _MeanBySample.apply(x, self.counted, self.sample, self.totals, self._lengths(x), self.group)  # pyright: ignore[reportReturnType]
+
+    def sum_by_sample(self, x: Tensor) -> Tensor:
+        """As :meth:`mean_by_sample`, but a sum."""
+        return self.mean_by_sample(x) * self.totals[self.sample].to(x.dtype)
+
+    def sums(self, x: Tensor) -> Tensor:
+        """``[N]`` sum of ``x`` over the counted tokens of each sample: what compares samples, where a term on rows does
+        not. Differentiable, over the group and with the same bits on every run, as :meth:`mean_by_sample`."""
+        return _Sums.apply(x, self.counted, self.sample, self._lengths(x), self.group)  # pyright: ignore[reportReturnType]
+
+    def _lengths(self, x: Tensor) -> Tensor:
+        """``[N]`` rows of each sample."""
         if self.counts is None:
             raise LogitlessError(
                 "Objective: a term takes a mean over samples, but may be given rows that cut through them. "
                 'Declare Objective(level="sequence"), and it will see whole samples.'
             )
-        lengths = torch.tensor(self.counts, dtype=torch.int64).to(x.device, non_blocking=True)
-        return _MeanBySample.apply(x, self.counted, self.sample, self.totals, lengths, self.group)  # pyright: ignore[reportReturnType]
-
-    def sum_by_sample(self, x: Tensor) -> Tensor:
-        """As :meth:`mean_by_sample`, but a sum."""
-        return self.mean_by_sample(x) * self.totals[self.sample].to(x.dtype)
+        return torch.tensor(self.counts, dtype=torch.int64).to(x.device, non_blocking=True)
 
     def cut(self, start: int, stop: int, whole_samples: bool) -> Inputs:
         """The rows ``start .. stop``.
@@ -123,6 +135,7 @@ class Inputs:
             logprob=self.logprob[part],
             entropy=None if self.entropy is None else self.entropy[part],
             divergence=None if self.divergence is None else self.divergence[part],
+            log_z=None if self.log_z is None else self.log_z[part],
             fields={name: x[part] for name, x in self.fields.items()},
             counted=self.counted[part],
             weight=self.weight[part],
@@ -147,6 +160,7 @@ class Inputs:
             logprob=torch.where(counted, self.logprob, 0.0),
             entropy=None if self.entropy is None else torch.where(counted, self.entropy, 0.0),
             divergence=None if self.divergence is None else torch.where(counted, self.divergence, 0.0),
+            log_z=None if self.log_z is None else torch.where(counted, self.log_z, 0.0),
             fields={name: torch.where(counted, x, torch.zeros_like(x)) for name, x in fields.items()},
             weight=self.weight.to(dtype),
         )
@@ -191,8 +205,31 @@ class _MeanBySample(torch.autograd.Function):
 def _mean_by_sample(
     x: Tensor, counted: Tensor, sample: Tensor, totals: Tensor, lengths: Tensor, group: dist.ProcessGroup | None
 ) -> Tensor:
+    sums = _segment_sums(x, counted, lengths, group)
+    return torch.where(counted, (sums / totals.clamp_min(1))[sample], 0.0)
+
+
+class _Sums(torch.autograd.Function):
+    """Backward hands every counted row the gradient of its sample, summed over the group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counted: Tensor, sample: Tensor, lengths: Tensor, group: Any) -> Tensor:
+        ctx.save_for_backward(counted, sample)
+        ctx.group = group
+        return _segment_sums(x, counted, lengths, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if torch.is_grad_enabled():
+            raise no_second_derivative("Inputs.sums")
+        counted, sample = ctx.saved_tensors
+        if ctx.group is not None:
+            gradient = sum_over(ctx.group, gradient.clone())
+        return torch.where(counted, gradient[sample], 0.0), None, None, None, None
+
+
+def _segment_sums(x: Tensor, counted: Tensor, lengths: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """``[N]`` over the counted rows of each sample, on all ranks of the group."""
     x = torch.where(counted, x, 0.0)
     sums = torch.segment_reduce(x, "sum", lengths=lengths, unsafe=True, initial=0)
-    if group is not None:
-        sum_over(group, sums)
-    return torch.where(counted, (sums / totals.clamp_min(1))[sample], 0.0)
+    return sums if group is None else sum_over(group, sums)

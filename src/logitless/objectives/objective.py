@@ -1,6 +1,6 @@
 """``Objective``: the terms of a policy loss and their coefficients. It lists its parts and adds them up, nothing else.
 
-    loss = sum over rows of  weight * (correction * policy + kl_coef * KL - entropy_coef * entropy
+    loss = sum over rows of  weight * (correction * policy + kl_coef * KL - entropy_coef * entropy + z_coef * (log Z)^2
                                        + divergence_coef * divergence)
 
 An objective knows what it needs (fields, entropy with or without a graph, whole samples), so that a missing field is an
@@ -10,7 +10,6 @@ micro-batches add up.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -19,38 +18,30 @@ import torch
 from torch import Tensor
 
 from logitless.backends.divergences import Divergence
-from logitless.collectives import agree_if, fingerprint, resolve_group
-from logitless.errors import LogitlessError, closest, did_you_mean
-from logitless.objectives.checks import check_field, elsewhere, finite, resolve_bounds, resolve_clip, taught, unknown
+from logitless.collectives import agree_if, fingerprint
+from logitless.errors import LogitlessError, did_you_mean
+from logitless.objectives.checks import (
+    check_field,
+    elsewhere,
+    sequence_group,
+    taught,
+    unknown,
+)
 from logitless.objectives.corrections import CORRECTIONS, rollout_log_ratio
 from logitless.objectives.inputs import KNOWN_FIELDS, Inputs, bounded_exp
 from logitless.objectives.kl import KL_TERMS, KLTerm, k3, kl_rows
 from logitless.objectives.metrics import Metrics
+from logitless.objectives.mismatch import measures
 from logitless.objectives.policy import POLICY_TERMS
-from logitless.objectives.reduction import REDUCTIONS, Reduction, row_weights
+from logitless.objectives.reduction import Reduction, row_weights
+from logitless.objectives.settings import RECIPES, bounds_of, check_settings, clip_of, policy_keywords
 from logitless.rows import Rows
 from logitless.spec import TokenStats
 
 CURRENT = "current"
 """``old_logprob="current"``: on the first step after a rollout the old log-probs are the ones being computed."""
 
-RECIPES: dict[str, dict[str, Any]] = {
-    "ppo": {},
-    "grpo": {"reduce": "sample_mean", "kl": "k3"},
-    "dapo": {"clip": (0.2, 0.28)},
-    "dr_grpo": {"reduce": "sample_sum"},
-    "gspo": {"policy": "gspo", "reduce": "sample_mean"},
-    "cispo": {"policy": "cispo"},
-    "sapo": {"policy": "sapo", "reduce": "sample_mean"},
-    "reinforce": {"policy": "reinforce"},
-    "reinforce++": {},
-    "reinforce++_baseline": {"kl": "k2"},
-    "distill": {"policy": "none", "divergence": "reverse_kl", "divergence_coef": 1.0},
-}
-"""How each recipe differs from the defaults. Advantages are the caller's; coefficients of KL and entropy stay 0."""
-
-
-OWN_METRICS = ("loss", "policy_loss", "kl_loss", "entropy_loss", "divergence_loss")
+OWN_METRICS = ("loss", "policy_loss", "kl_loss", "entropy_loss", "z_loss", "divergence_loss")
 """Sums that every objective reports, or may report."""
 
 
@@ -75,6 +66,7 @@ class Objective:
         entropy_coef: coefficient of the entropy, which is subtracted from the loss.
         divergence: from a teacher, by name or as a :class:`Divergence`; goes with ``teacher=`` of the loss.
         divergence_coef: its coefficient in the loss.
+        z_coef: coefficient of the square of log Z, which keeps logits near where their softmax needs no shift (z-loss).
         reduce: how rows become one number, see :mod:`logitless.objectives.reduction`.
         length: the fixed length of ``reduce="sample_sum"``.
 
@@ -97,39 +89,12 @@ class Objective:
     entropy_coef: float = 0.0
     divergence: str | Divergence | None = None
     divergence_coef: float = 0.0
+    z_coef: float = 0.0
     reduce: Reduction = "token_mean"
     length: int | None = None
 
     def __post_init__(self) -> None:
-        for name, table in (("policy", POLICY_TERMS), ("correction", CORRECTIONS), ("kl", KL_TERMS)):
-            value = getattr(self, name)
-            if isinstance(value, str) and value not in table:
-                near = closest(value, [*table, *RECIPES]) if name == "policy" else None
-                if near in RECIPES and near not in table:
-                    raise LogitlessError(
-                        f"Objective: policy {value!r} is not a term but the name of a recipe, or close to one. Take "
-                        f"Objective.recipe({near!r}). Terms: {', '.join(table)}."
-                    )
-                raise unknown(f"Objective: {name}", value, table)
-            if not (isinstance(value, str) or callable(value) or (value is None and name != "policy")):
-                raise LogitlessError(f"Objective: {name} must be a name or a function but is {value!r}.")
-        finite("kl_coef", self.kl_coef)
-        finite("entropy_coef", self.entropy_coef)
-        if finite("divergence_coef", self.divergence_coef) != 0 and self.divergence is None:
-            raise LogitlessError(
-                f"Objective: divergence_coef is {self.divergence_coef} but divergence is None. Name one, as "
-                f'divergence="reverse_kl".'
-            )
-        if self.divergence is not None:
-            Divergence.of(self.divergence)
-        if self.kl_coef != 0 and self.kl is None:
-            raise LogitlessError(f'Objective: kl_coef is {self.kl_coef} but kl is None. Name an estimator, as kl="k3".')
-        if isinstance(self.needs, str) or not all(isinstance(name, str) for name in self.needs):
-            raise LogitlessError(f"Objective: needs must be a tuple of field names but is {self.needs!r}.")
-        self._check_reduction()
-        self._check_level()
-        self._policy_keywords()
-        self._bounds()
+        check_settings(self)
 
     @staticmethod
     def recipe(name: str, **changes: Any) -> Objective:
@@ -156,6 +121,25 @@ class Objective:
         """Which entropy to compute: with a graph only if the loss has an entropy term."""
         return "grad" if self.entropy_coef != 0 else "value"
 
+    @property
+    def log_z(self) -> bool:
+        """Whether a term is on log Z, with a graph."""
+        return self.z_coef != 0
+
+    def kept_together(self, counts: tuple[int, ...]) -> tuple[int, ...]:
+        """Rows of the shortest runs of samples that depend on no sample outside: of each sample."""
+        return counts
+
+    @property
+    def modules(self) -> bool:
+        """Whether a term is a module, with parameters of its own."""
+        return any(isinstance(term, torch.nn.Module) for term in (self.policy, self.correction, self.kl))
+
+    @property
+    def by_sample(self) -> bool:
+        """Whether rows must know their samples."""
+        return self.sequence_level or self.reduce != "token_mean"
+
     def described(self) -> str:
         """The settings that differ from the defaults, the same on every rank: functions by name.
 
@@ -169,7 +153,7 @@ class Objective:
 
     def __repr__(self) -> str:
         """Policy, clip bounds in effect and reduction, and the other settings that differ from the defaults."""
-        shown = {"policy": self.policy, "clip": self._clip(), "reduce": self.reduce}
+        shown = {"policy": self.policy, "clip": clip_of(self), "reduce": self.reduce}
         differ = {f.name: x for f in fields(self) if (x := getattr(self, f.name)) != getattr(_PLAIN, f.name)}
         parts = {f.name: {**differ, **shown}.get(f.name) for f in fields(self)}
         texts = [f"{name}={getattr(x, '__qualname__', repr(x))}" for name, x in parts.items() if x is not None]
@@ -221,6 +205,7 @@ class Objective:
             logprob=placeholder if stats is None else stats.logprob,
             entropy=None if stats is None else stats.entropy,
             divergence=getattr(stats, "divergence", None),
+            log_z=stats.log_z if stats is not None and self.log_z else None,
             fields=tensors,
             counted=rows.counted,
             weight=row_weights(
@@ -230,7 +215,7 @@ class Objective:
             totals=rows.totals,
             # Only a sequence-level objective gets counts: the chunks of others may cut through samples.
             counts=rows.counts if self.sequence_level else None,
-            group=self._sequence_group(rows, group),
+            group=sequence_group("Objective", rows, group, needed=self.sequence_level),
             on_policy=on_policy,
         )
 
@@ -267,6 +252,9 @@ class Objective:
                     "linear_policy_loss, or results of linear_divergence."
                 )
             parts["divergence_loss"] = self.divergence_coef * x.divergence
+        if self.z_coef != 0:
+            assert x.log_z is not None
+            parts["z_loss"] = self.z_coef * x.log_z.square()
         sums = {name: torch.where(x.counted, x.weight * part, 0.0).sum() for name, part in parts.items()}
         return torch.stack(list(sums.values())).sum(), sums, values, correction
 
@@ -318,7 +306,7 @@ class Objective:
 
     def _policy(self, x: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
         function = POLICY_TERMS[self.policy].function if isinstance(self.policy, str) else self.policy
-        result = function(x, **self._policy_keywords())
+        result = function(x, **policy_keywords(self))
         loss, values = result if isinstance(result, tuple) else (result, {})
         for name in values:
             if name in OWN_METRICS:
@@ -333,7 +321,7 @@ class Objective:
 
     def _correction(self, x: Inputs) -> Tensor:
         if isinstance(self.correction, str):
-            return CORRECTIONS[self.correction].function(x, *self._bounds()).detach()
+            return CORRECTIONS[self.correction].function(x, *bounds_of(self)).detach()
         assert self.correction is not None
         weight = self.correction(x)
         if weight.shape != x.logprob.shape:
@@ -357,14 +345,17 @@ class Objective:
             means["entropy"] = x.entropy
         if x.divergence is not None:
             means["divergence"] = x.divergence
+        if x.log_z is not None:
+            means["log_z"] = x.log_z
         if x.has("old_logprob"):
             means["ratio"] = extremes["ratio"] = bounded_exp(x.log_ratio)
             means["approx_kl_k1"], means["approx_kl_k3"] = -x.log_ratio, k3(x.old_logprob, x.logprob)
         if x.has("ref_logprob") and not (self._kl_term().weighted and not x.has("old_logprob")):
             means["ref_kl"] = kl_rows(self._kl_term(), x)
         if x.has("old_logprob") and x.has("rollout_logprob"):
-            means["rollout_kl_k1"] = -rollout_log_ratio(x)
-            means["rollout_kl_k3"] = k3(x.rollout_logprob, x.old_logprob)
+            measured = measures(rollout_log_ratio(x))
+            for into, found in zip((means, extremes, weights), measured, strict=True):
+                into |= {f"rollout_{name}": value for name, value in found.items()}
         if correction is not None:
             means["correction"] = extremes["correction"] = weights["effective_sample_size"] = correction
             means["correction_masked"] = (correction == 0).to(correction.dtype)
@@ -391,16 +382,17 @@ class Objective:
                     f"(given: {', '.join(sorted(given)) or 'none'})."
                 )
         own = callable(self.policy) or callable(self.correction)
+        read = POLICY_TERMS[self.policy].reads if isinstance(self.policy, str) else ()
         for name in given:
-            if not own and name not in (*KNOWN_FIELDS, *self.needs):
+            if not own and name not in (known := (*KNOWN_FIELDS, *read, *self.needs)):
                 settings = [f.name for f in fields(Objective)]
-                hint = elsewhere(name, settings) or did_you_mean(name, (*KNOWN_FIELDS, *self.needs))
+                hint = elsewhere(name, settings) or did_you_mean(name, known)
                 if name in settings or elsewhere(name, settings):
                     hint += " It is an argument of Objective(...), not of the call."
                 raise LogitlessError(f"Objective: no part of it reads the field {name}.{hint}")
 
     def _check_samples(self, rows: Rows) -> None:
-        if rows.response_lengths is None and (self.sequence_level or self.reduce != "token_mean"):
+        if rows.response_lengths is None and self.by_sample:
             what = "its policy or correction" if self.sequence_level else f"reduce={self.reduce!r}"
             raise LogitlessError(
                 f"Objective: {what} works on whole samples, but rows given as targets or (index, target) know of no "
@@ -419,6 +411,10 @@ class Objective:
                     f"Objective: {name} has shape {list(x.shape)} but there are {num_rows} rows. Pass the results of "
                     f"these rows; results in the shape of a tensor of targets go with Rows.every(target), flattened."
                 )
+        if self.log_z and stats.log_z is None:
+            raise LogitlessError(
+                f"Objective: z_coef is {self.z_coef} but log Z was not computed. Results over a support have none."
+            )
         if self.entropy_coef == 0:
             return
         if stats.entropy is None or (stats.logprob.requires_grad and not stats.entropy.requires_grad):
@@ -427,76 +423,6 @@ class Objective:
                 f"Objective: entropy_coef is {self.entropy_coef} but the entropy {came}. "
                 f"Compute the results with entropy=objective.entropy."
             )
-
-    def _check_reduction(self) -> None:
-        if self.reduce not in REDUCTIONS:
-            raise unknown("Objective: reduce", self.reduce, REDUCTIONS)
-        if (self.reduce == "sample_sum") != (self.length is not None):
-            raise LogitlessError(
-                f'Objective: length goes with reduce="sample_sum" and with no other, but reduce is {self.reduce!r} and '
-                f"length is {self.length!r}."
-            )
-        if self.length is not None and (type(self.length) is not int or self.length < 1):
-            raise LogitlessError(f"Objective: length must be a positive integer but is {self.length!r}.")
-
-    def _check_level(self) -> None:
-        if self.level not in ("token", "sequence", None):
-            raise LogitlessError(f'Objective: level must be "token", "sequence" or None but is {self.level!r}.')
-        if self.level == "token" and self.sequence_level:
-            raise LogitlessError(
-                f'Objective: level is "token" but policy={self.policy!r} with correction={self.correction!r} takes '
-                f"means over samples. Leave level out."
-            )
-
-    def _policy_keywords(self) -> dict[str, Any]:
-        """Keyword arguments of the policy term; raises for one that it does not take."""
-        named = isinstance(self.policy, str)
-        term = POLICY_TERMS[self.policy].function if isinstance(self.policy, str) else self.policy
-        keywords = dict(self.policy_options)
-        if self.clip is not None:
-            keywords["clip"] = resolve_clip(self.clip)
-        if self.dual_clip is not None:
-            if finite("dual_clip", self.dual_clip) <= 1:
-                raise LogitlessError(f"Objective: dual_clip must be above 1 but is {self.dual_clip!r}.")
-            keywords["dual_clip"] = self.dual_clip
-        if named:
-            for name in POLICY_TERMS[str(self.policy)].numbers:
-                if name in keywords and finite(name, keywords[name]) <= 0:
-                    raise LogitlessError(f"Objective: {name} must be above 0 but is {keywords[name]!r}.")
-        parameters = inspect.signature(term).parameters
-        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            return keywords
-        taken = [name for name, p in list(parameters.items())[1:] if p.kind is not p.VAR_POSITIONAL]
-        for name in keywords:
-            if name not in taken:
-                shown = repr(self.policy) if named else getattr(term, "__name__", repr(term))
-                raise LogitlessError(
-                    f"Objective: policy {shown} does not take {name}. It takes: {', '.join(taken) or 'no options'}."
-                )
-        return keywords
-
-    def _clip(self) -> Any:
-        """``(low, high)`` that the policy term clips with, its own where none was given; None where it has none."""
-        term = POLICY_TERMS[self.policy].function if isinstance(self.policy, str) else self.policy
-        own = inspect.signature(term).parameters.get("clip")
-        return self._policy_keywords().get("clip", None if own is None or own.default is own.empty else own.default)
-
-    def _bounds(self) -> tuple[float, ...]:
-        if not isinstance(self.correction, str):
-            if self.correction_bounds is not None:
-                raise LogitlessError("Objective: correction_bounds go with a correction by name.")
-            return ()
-        return resolve_bounds(self.correction, self.correction_bounds, CORRECTIONS[self.correction].bounds)
-
-    def _sequence_group(self, rows: Rows, group: Any) -> Any:
-        group = resolve_group(group, "Objective: group")
-        size, world = 1 if rows.cp is None else rows.cp.size, 1 if group is None else group.size()
-        if size != world and (self.sequence_level or group is not None):
-            raise LogitlessError(
-                f"Objective: these rows are split over {size} context-parallel ranks but group has {world}. Means over "
-                f"samples run over the context-parallel group, and nothing else does: pass that one as group=."
-            )
-        return group
 
 
 _PLAIN = Objective()

@@ -7,6 +7,8 @@ With r = pi / pi_old the probability ratio of a token and A its advantage:
     cispo       -A log pi * constant(clip(r, 1 - low, 1 + high))
     sapo        -A (4 / tau) sigmoid(tau (r - 1)), tau one number where A > 0 and another elsewhere
     reinforce   -A log pi
+    cross_entropy   -w log pi                  of supervised training; w is a weight of the token, or 1
+    dft             -w constant(pi) log pi     the same, by the probability that the token has already
 
 A term returns ``[C]`` losses, or those and a dictionary of ``[C]`` values to be averaged as metrics. GRPO, DAPO,
 Dr.GRPO and REINFORCE++ are not terms: they are ``ppo_clip`` with other advantages and reductions.
@@ -14,7 +16,8 @@ Dr.GRPO and REINFORCE++ are not terms: they are ``ppo_clip`` with other advantag
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +84,16 @@ def none(inputs: Inputs) -> Tensor:
     return torch.zeros_like(inputs.logprob)
 
 
+def cross_entropy(inputs: Inputs) -> Tensor:
+    """``-log pi``, times ``token_weight`` where that is given."""
+    return _weighed(-inputs.token_weight, inputs.logprob) if inputs.has("token_weight") else -inputs.logprob
+
+
+def dft(inputs: Inputs) -> Tensor:
+    """Cross-entropy times the token's probability, a constant: unlikely tokens pull less. Wu et al. 2025 (DFT)."""
+    return _weighed(inputs.logprob.detach().exp(), cross_entropy(inputs))
+
+
 class PolicyTerm(NamedTuple):
     """A named policy term.
 
@@ -89,13 +102,22 @@ class PolicyTerm(NamedTuple):
         needs: fields it reads.
         level: "sequence" if it takes means over samples.
         numbers: its options that are positive numbers, besides the clip bounds.
+        reads: fields it reads where they are given.
+        refused: options that users would look for, and why there are none.
     """
 
     function: Callable[..., Any]
     needs: tuple[str, ...] = ("old_logprob", "advantage")
     level: str = "token"
     numbers: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    refused: Mapping[str, str] = MappingProxyType({})
 
+
+NO_SMOOTHING = {
+    "label_smoothing": "it spreads a part of the target over the whole vocabulary, so its loss needs the mean logit of "
+    "a row, and terms see the log-prob of the target and log Z alone"
+}
 
 POLICY_TERMS = {
     "ppo_clip": PolicyTerm(ppo_clip),
@@ -104,6 +126,8 @@ POLICY_TERMS = {
     "sapo": PolicyTerm(sapo, numbers=("positive", "negative")),
     "reinforce": PolicyTerm(reinforce, needs=("advantage",)),
     "none": PolicyTerm(none, needs=()),
+    "cross_entropy": PolicyTerm(cross_entropy, needs=(), reads=("token_weight",), refused=NO_SMOOTHING),
+    "dft": PolicyTerm(dft, needs=(), reads=("token_weight",), refused=NO_SMOOTHING),
 }
 
 
@@ -123,9 +147,9 @@ def _clipped_surrogate(
     return loss, values
 
 
-def _weighed(weight: Tensor, logprob: Tensor) -> Tensor:
+def _weighed(weight: Tensor, x: Tensor) -> Tensor:
     """The product, and 0 where the weight is: a log-prob may be -inf there."""
-    return torch.where(weight != 0, weight * logprob, 0.0)
+    return torch.where(weight != 0, weight * x, 0.0)
 
 
 def _shares(*, below: Tensor, above: Tensor, dtype: torch.dtype) -> Values:

@@ -27,7 +27,7 @@ from logitless.from_hidden.logprobs import head_fact, score
 from logitless.from_hidden.projection import Projection, hidden_gradient, selected_rows
 from logitless.kept import Kept
 from logitless.notes import explained
-from logitless.objectives import Inputs, Metrics, Objective
+from logitless.objectives import Inputs, Metrics, Objective, Preference
 from logitless.policy_loss.one_pass import OnePass
 from logitless.policy_loss.plan import LossPlan, first_pass, plan_of
 from logitless.results import target_column
@@ -45,7 +45,7 @@ def linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,
     rows: Rows | Tensor | tuple[Tensor, Tensor],
-    objective: Objective,
+    objective: Objective | Preference,
     *,
     bias: Tensor | None = None,
     head: Head | None = None,
@@ -80,7 +80,7 @@ def linear_policy_loss(
         hidden, weight, rows, bias, head, shard, kept, scope, hidden_grad, sequence_parallel, sparse_weight_grad, match,
             tf32, batch_invariant, backend: as for :func:`linear_logprobs`. Kept ids and batch invariance take two
             passes; ``scope="support"`` takes no product at all, and the objective's entropy is that of the support.
-        objective: what to minimise.
+        objective: what to minimise: an :class:`Objective`, or a :class:`Preference` on pairs of samples.
         weight_grad: float32 ``[V, D]`` buffer that the weight's gradient is added to, *in forward*, times
             ``grad_scale``. ``weight.grad`` is then left alone. Not added to where no gradient is recorded. An
             error on the way carries a note if a part has been added.
@@ -143,7 +143,7 @@ def evaluate(
     weight: Tensor,
     call: Call,
     plan: LossPlan,
-    objective: Objective,
+    objective: Objective | Preference,
     inputs: Inputs,
     grad_scale: float | Tensor,
     drop_zeros: bool,
@@ -158,7 +158,7 @@ def evaluate(
         if teacher is not None:
             call, order = grouped(teacher, call)
             inputs = inputs if order is None else inputs.ordered(order)
-            taught = Source.of(teacher, call), Divergence.of(objective.divergence or "reverse_kl")
+            taught = Source.of(teacher, call), _kind(objective)
         work = (call, plan, objective, inputs, drop_zeros, taught)
         loss, *values, metrics = _OnePass.apply(hidden, weight, call.asked.bias, scale, *work)
         if order is not None:
@@ -167,19 +167,25 @@ def evaluate(
     # The first of two passes; backward is the second. The budget is that of log-probs.
     if isinstance(plan.first, PairPlan):
         assert teacher is not None
-        stats = score_pair(hidden, weight, call, teacher, Divergence.of(objective.divergence or "reverse_kl"))
+        stats = score_pair(hidden, weight, call, teacher, _kind(objective))
     else:
         stats = score(hidden, weight, first_pass(call), plan.first)
-    given = {"logprob": stats.logprob, "entropy": stats.entropy, "divergence": getattr(stats, "divergence", None)}
-    loss, metrics = objective.evaluate(replace(inputs, **given))
+    log_z = stats.log_z if objective.log_z else None
+    of_rows = {"logprob": stats.logprob, "entropy": stats.entropy, "log_z": log_z}
+    loss, metrics = objective.evaluate(replace(inputs, **of_rows, divergence=getattr(stats, "divergence", None)))
     return loss, metrics, stats._make(None if x is None else x.detach() for x in stats)
+
+
+def _kind(objective: Objective | Preference) -> Divergence:
+    """The divergence of an objective that goes with a teacher."""
+    return Divergence.of(getattr(objective, "divergence", None) or "reverse_kl")
 
 
 def loss_plan(
     hidden: Tensor,
     weight: Tensor,
     rows: Any,
-    objective: Objective,
+    objective: Objective | Preference,
     teacher: Teacher | Teachers | None = None,
     **options: Any,
 ) -> LossPlan:
@@ -194,25 +200,31 @@ def _resolve(
     hidden: Tensor,
     weight: Tensor,
     rows: Any,
-    objective: Objective,
+    objective: Objective | Preference,
     asked: Options,
     teacher: Teacher | Teachers | None = None,
 ) -> tuple[Call, LossPlan]:
-    if (teacher is None) != (objective.divergence is None):
+    divergence = getattr(objective, "divergence", None)
+    if (teacher is None) != (divergence is None):
         came = "no teacher" if teacher is None else "a teacher"
         raise LogitlessError(
-            f"{NAME}: the objective has divergence={objective.divergence!r} and the call {came}. They go together."
+            f"{NAME}: the objective has divergence={divergence!r} and the call {came}. They go together."
         )
     call = resolve_hidden(hidden, weight, rows, replace(asked, entropy=objective.entropy))
-    if teacher is not None and objective.divergence is not None:
+    if objective.log_z and call.over_support:
+        raise LogitlessError(
+            f'{NAME}: the objective has a z_coef, but with scope="support" there is no log Z of the vocabulary. Leave '
+            f"one of them out."
+        )
+    if teacher is not None:
         if asked.kept is not None or asked.batch_invariant:
             raise LogitlessError(f"{NAME}: teacher= does not go with kept= or batch_invariant=True.")
-        check_pair(call, hidden, teacher, Divergence.of(objective.divergence))
+        check_pair(call, hidden, teacher, _kind(objective))
     return call, plan_of(call, hidden, weight, objective, teacher)
 
 
 def _facts(
-    call: Call, plan: LossPlan, inputs: Inputs, objective: Objective, teacher: Teacher | Teachers | None
+    call: Call, plan: LossPlan, inputs: Inputs, objective: Objective | Preference, teacher: Teacher | Teachers | None
 ) -> dict[str, Any]:
     """What the ranks of a vocabulary group must agree on: each chunk is a collective, and all compute one loss."""
     chunks = f"{plan.kind} in {len(plan.chunks)} chunks of at most {plan.rows} rows"
@@ -222,9 +234,10 @@ def _facts(
         "the weights of the rows (denominator=, masks)": fingerprint(inputs.weight),
         "how to go (memory=, objective)": chunks,
     }
-    if teacher is not None and objective.divergence is not None:
-        facts |= pair_facts(teacher, Divergence.of(objective.divergence))
-    return call.facts() | facts | {name: fingerprint(x) for name, x in sorted(inputs.fields.items())}
+    if teacher is not None:
+        facts |= pair_facts(teacher, _kind(objective))
+    given = {**inputs.fields, **inputs.batch}
+    return call.facts() | facts | {name: fingerprint(x) for name, x in sorted(given.items())}
 
 
 class _Saved(NamedTuple):
@@ -249,7 +262,7 @@ class _OnePass(torch.autograd.Function):
         scale: Tensor | None,
         call: Call,
         plan: LossPlan,
-        objective: Objective,
+        objective: Objective | Preference,
         inputs: Inputs,
         drop_zeros: bool,
         taught: tuple[Source, Divergence] | None,
@@ -334,9 +347,11 @@ def _scaled(backend: str, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tens
 
 
 def _check_objective(objective: Any) -> None:
-    if not isinstance(objective, Objective):
+    if not isinstance(objective, Objective | Preference):
         hint = f" Pass Objective.recipe({objective!r})." if isinstance(objective, str) else ""
-        raise LogitlessError(f"{NAME}: objective must be an Objective but is {type(objective).__name__}.{hint}")
+        raise LogitlessError(
+            f"{NAME}: objective must be an Objective or a Preference but is {type(objective).__name__}.{hint}"
+        )
 
 
 def _check_grad_scale(grad_scale: float | Tensor, weight_grad: Tensor | None) -> None:

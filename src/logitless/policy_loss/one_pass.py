@@ -28,7 +28,7 @@ from logitless.errors import LogitlessError
 from logitless.from_hidden.gradients import Gradients
 from logitless.from_hidden.projection import Projection
 from logitless.machine import FEW, MOVED, pieces
-from logitless.objectives import Inputs, Metrics, Objective
+from logitless.objectives import Inputs, Metrics, Objective, Preference
 from logitless.policy_loss.chunks import Chunk, empty_chunk
 from logitless.policy_loss.plan import LossPlan
 from logitless.results import RowResults, row_results
@@ -73,7 +73,7 @@ class OnePass:
 
     p: Projection
     plan: LossPlan
-    objective: Objective
+    objective: Objective | Preference
     inputs: Inputs
     into: Gradients
     fresh: bool
@@ -86,7 +86,7 @@ class OnePass:
     def over(
         p: Projection,
         plan: LossPlan,
-        objective: Objective,
+        objective: Objective | Preference,
         inputs: Inputs,
         *,
         want: tuple[bool, bool, bool],
@@ -134,8 +134,9 @@ class OnePass:
             self._zero(self.into.hidden)
         # Once more on all rows, for the value and the metrics: on vectors, and the same bits however rows were chunked.
         stats = DivergenceStats(*stats) if self.taught else TokenStats(*stats)
-        divergence = getattr(stats, "divergence", None)
-        inputs = replace(self.inputs, logprob=stats.logprob, entropy=stats.entropy, divergence=divergence)
+        log_z, divergence = stats.log_z if self.objective.log_z else None, getattr(stats, "divergence", None)
+        of_rows = {"logprob": stats.logprob, "entropy": stats.entropy, "log_z": log_z, "divergence": divergence}
+        inputs = replace(self.inputs, **of_rows)
         loss, metrics = self.objective.evaluate(inputs)
         # As late as can be: in one chunk, nothing that fails leaves a part of a gradient in the caller's buffer.
         if last is not None:
@@ -162,21 +163,21 @@ class OnePass:
             row = row_results(chunk.statistics(start, stop), None, column == SKIP, True, self.p.call.group)
             divergence, values = None, row[:3]
         part = replace(self.inputs.cut(start, stop, self.plan.whole_samples), divergence=divergence)
-        upstream = row_gradients(self.objective, part, row, check=first)
-        scale = self.scale if self.float16 is None else self.float16.lower(*upstream)
+        found = row_gradients(self.objective, part, row, check=first)
+        scale = self.scale if self.float16 is None else self.float16.lower(*found)
         if scale is not None:
-            upstream = upstream.times(scale)
-        coef = coefficients(row.logprob, row.norm, row.mean, upstream.logprob, upstream.entropy, None)
+            found = found.scaled(scale)
+        coef = coefficients(row.logprob, row.norm, row.mean, *found[:3])
         if not self.p.call.columns:
             self._zero(None if self.into.hidden is None else self.into.hidden[start:stop])
             return values, None
         counted, staying = part.counted, None
-        stays = counted & upstream.matter()
+        stays = counted & found.matters
         number = _read_later(stays.sum(), self._dry_number(stop - start)) if self.drop_zeros else None
         # Rows that do not count may hold anything: without a target they have no gradient, rather than 0 * NaN.
         column = torch.where(counted, column, SKIP)
         if isinstance(chunk, PairChunk) and pair is not None:
-            by = torch.zeros_like(row.logprob) if upstream.divergence is None else upstream.divergence
+            by = torch.zeros_like(row.logprob) if found.divergence is None else found.divergence
             d_z = chunk.gradient(start, stop, column, pair, by, coef)
         else:
             assert not isinstance(chunk, PairChunk)
@@ -289,27 +290,27 @@ class Float16Scale:
         return self.by_chunk[-1] if self.by_chunk else None
 
 
-class Upstream(NamedTuple):
-    """``[C]`` gradients of a loss by what it depends on; None where it does not."""
+class RowGradients(NamedTuple):
+    """``[C]`` gradients of a loss by what its terms are on; None where the objective has no such term."""
 
     logprob: Tensor
-    entropy: Tensor | None = None
+    entropy: Tensor | None
+    log_z: Tensor | None
     divergence: Tensor | None = None
 
-    def times(self, factor: Tensor) -> Upstream:
-        entropy, divergence = (None if x is None else x * factor for x in self[1:])
-        return Upstream(self.logprob * factor, entropy, divergence)
+    @property
+    def matters(self) -> Tensor:
+        """``[C]`` whether any of them is not 0."""
+        return torch.stack([x != 0 for x in self if x is not None]).any(0)
 
-    def matter(self) -> Tensor:
-        """Whether a row has any gradient."""
-        some = self.logprob != 0
-        for x in self[1:]:
-            some = some if x is None else some | (x != 0)
-        return some
+    def scaled(self, factor: Tensor) -> RowGradients:
+        return RowGradients(*(x if x is None else x * factor for x in self))  # pyright: ignore[reportArgumentType]
 
 
-def row_gradients(objective: Objective, inputs: Inputs, results: RowResults, check: bool = False) -> Upstream:
-    """Gradients of some rows' loss by log-prob and, if the objective has such terms, by entropy and divergence.
+def row_gradients(
+    objective: Objective | Preference, inputs: Inputs, results: RowResults, check: bool = False
+) -> RowGradients:
+    """Gradients of some rows' loss by what its terms are on.
 
     Args:
         inputs: with the rows' divergence, if there is a teacher.
@@ -318,20 +319,25 @@ def row_gradients(objective: Objective, inputs: Inputs, results: RowResults, che
     with torch.enable_grad():
         logprob, entropy, divergence = results.logprob.detach().requires_grad_(), results.entropy, inputs.divergence
         assert entropy is not None
+        leaves = {"logprob": logprob}
         if objective.entropy == "grad":
-            entropy = entropy.detach().requires_grad_()
+            leaves["entropy"] = entropy = entropy.detach().requires_grad_()
+        if objective.log_z:
+            leaves["log_z"] = results.log_z.detach().requires_grad_()
         if divergence is not None:
-            divergence = divergence.detach().requires_grad_()
-        leaves = [x for x in (logprob, entropy, divergence) if x is not None and x.requires_grad]
-        loss = objective.loss(replace(inputs, logprob=logprob, entropy=entropy, divergence=divergence))
-        if check and _depends_on_others(loss, leaves):
+            leaves["divergence"] = divergence.detach().requires_grad_()
+        loss = objective.loss(replace(inputs, **{"entropy": entropy, **leaves}))
+        found: dict[str, Tensor | None] = {}
+        if check and _depends_on_others(loss, list(leaves.values())):
             raise LogitlessError(
                 "linear_policy_loss: a term of the objective has parameters of its own, which get no gradient in one "
                 "pass. Make the term a torch.nn.Module, or call objective(linear_logprobs(...), rows, ...)."
             )
-        found = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else [None] * len(leaves)
-    by = {id(leaf): x.contiguous() for leaf, x in zip(leaves, found, strict=True) if x is not None}
-    return Upstream(by.get(id(logprob), torch.zeros_like(logprob)), by.get(id(entropy)), by.get(id(divergence)))
+        if loss.requires_grad:
+            found = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True), strict=True))
+    by = {name: x.contiguous() for name, x in found.items() if x is not None}
+    rest = (by.get(name) for name in ("entropy", "log_z", "divergence"))
+    return RowGradients(by.get("logprob", torch.zeros_like(logprob)), *rest)
 
 
 def _depends_on_others(loss: Tensor, leaves: list[Tensor]) -> bool:

@@ -7,8 +7,9 @@
 A teacher's logits are one product more in one pass, and two in two.
 
 One pass needs every row that a row's loss depends on in the same chunk: any chunk will do for a token-level objective,
-whole samples for a sequence-level one. A chunk holds logits, or 16-bit exponentials of twice as many rows. Decided from
-shapes, options, one memory budget and what work costs on the machine, the same on every rank.
+whole samples for a sequence-level one, whole pairs for one that compares samples. A chunk holds logits, or 16-bit
+exponentials of twice as many rows. Decided from shapes, options, one memory budget and what work costs on the machine,
+the same on every rank.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from logitless.from_hidden.plan import (
     exponentials_row,
 )
 from logitless.machine import ENOUGH, SLAB, Costs, Machine, product_sizes
-from logitless.objectives import Objective
+from logitless.objectives import Objective, Preference
 from logitless.spec import parse_memory
 
 WORTHWHILE = 0.97
@@ -98,7 +99,7 @@ class LossShape:
     """What the decision depends on.
 
     Attributes:
-        counts: rows of each sample.
+        counts: rows of each sample, or of each run of samples that depend on each other.
         hidden: D.
         sizes: of the logits that are never stored. Its columns are those of the vocabulary here, or the mean over a
             vocabulary group: the same on all of its ranks.
@@ -152,7 +153,11 @@ class LossShape:
 
 
 def plan_of(
-    call: Call, hidden: Tensor, weight: Tensor, objective: Objective, teacher: Teacher | Teachers | None = None
+    call: Call,
+    hidden: Tensor,
+    weight: Tensor,
+    objective: Objective | Preference,
+    teacher: Teacher | Teachers | None = None,
 ) -> LossPlan:
     """The decision for a checked call. What a budget cannot hold is refused here, before anything is sent."""
     needs = recorded(hidden, weight, call.asked.bias)
@@ -160,8 +165,9 @@ def plan_of(
         return LossPlan("support", (), False, 0, None, 0, ONLY_SUPPORT, choose_plan(call, needs))
     # Chunks must be the same on every rank of a vocabulary group, each of which takes part in one all_gather per chunk.
     columns = call.columns if call.group is None else -(-call.vocab_size // call.group.size())
+    counts = objective.kept_together(call.rows.counts)
     shape = LossShape.of(
-        call.rows.counts,
+        counts,
         columns,
         weight.shape[1],
         dtype=call.dtype,
@@ -176,10 +182,10 @@ def plan_of(
     if teacher is not None:
         members = (teacher,) if isinstance(teacher, Teacher) else teacher.members
         sizes = [x.hidden.shape[-1] for x in members if x.hidden is not None]
-        shape = replace(
-            shape, exponentials=False, beside=call.gain.dtype.itemsize, teacher=sum(sizes) // max(1, len(sizes))
-        )
-    plan = choose_loss_plan(shape, objective.sequence_level, _obstacle(call, objective, teacher), call.memory)
+        width = sum(sizes) // max(1, len(sizes))
+        shape = replace(shape, exponentials=False, beside=call.gain.dtype.itemsize, teacher=width)
+    unit = "sample" if len(counts) == len(call.rows.counts) else "pair"
+    plan = choose_loss_plan(shape, objective.sequence_level, _obstacle(call, objective, teacher), call.memory, unit)
     if teacher is not None:
         first = None if plan.kind == "one pass" and any(needs) else pair_plan(call, needs)
         return replace(plan, taught=True, first=first)
@@ -193,12 +199,12 @@ def first_pass(call: Call) -> Call:
     return replace(call, memory=two_pass_memory(call.memory))
 
 
-def _obstacle(call: Call, objective: Objective, teacher: Teacher | Teachers | None) -> str | None:
+def _obstacle(call: Call, objective: Objective | Preference, teacher: Teacher | Teachers | None) -> str | None:
     """Why it must be two passes, whatever the sizes; or None."""
     cp = call.rows.cp
     if call.asked.kept is not None:
         return "log-probs over kept ids are not made chunk by chunk"
-    if any(isinstance(term, torch.nn.Module) for term in (objective.policy, objective.correction, objective.kl)):
+    if objective.modules:
         return "a term of the objective is a module, whose parameters get their gradient in backward"
     if call.asked.batch_invariant:
         return "batch_invariant=True fixes the tiles, and a chunk is none of them"
@@ -216,16 +222,19 @@ def two_pass_memory(memory: int) -> int:
     return min(memory, parse_memory(Options().memory))
 
 
-def choose_loss_plan(shape: LossShape, sequence_level: bool, obstacle: str | None, memory: int) -> LossPlan:
+def choose_loss_plan(
+    shape: LossShape, sequence_level: bool, obstacle: str | None, memory: int, unit: str = "sample"
+) -> LossPlan:
     """One pass if nothing stands in its way, and the chunks that cost least.
 
     Args:
         obstacle: why it must be two passes, or None.
+        unit: what a sequence-level objective needs whole.
     """
     sizes, longest = shape.sizes, max(shape.counts, default=0)
     work = int(memory * (1 - sizes.machine.elementwise))
     elementwise = max(1, int(memory * sizes.machine.elementwise)) if sizes.machine.elementwise else memory
-    reason = "the loss of a row depends on " + ("its own sample" if sequence_level else "nothing but its own log-prob")
+    reason = "the loss of a row depends on " + (f"its own {unit}" if sequence_level else "nothing but its own log-prob")
 
     def one_pass(rows: int, tiles: Tiles | None) -> LossPlan:
         chunks = whole_samples(shape.counts, rows) if sequence_level else even_chunks(sum(shape.counts), rows)
@@ -244,6 +253,9 @@ def choose_loss_plan(shape: LossShape, sequence_level: bool, obstacle: str | Non
     if obstacle is None and sequence_level and longest > rows:
         obstacle = (
             f"the objective takes means over samples, and the longest has {longest} rows where memory= holds {rows}"
+            if unit == "sample"
+            else f"the objective compares the samples of a pair, and the longest stretch of rows with whole pairs has "
+            f"{longest} where memory= holds {rows}; it is shortest where the samples of a pair lie side by side"
         )
     costs = sizes.machine.costs
     if obstacle is None and costs is not None:

@@ -114,6 +114,9 @@ def score(
         bool, typer.Option("--plain-text", help="Do not open text prompts with special tokens.")
     ] = False,
     memory: Annotated[str, typer.Option(help="Working memory of the head.")] = "256MiB",
+    against: Annotated[
+        str | None, typer.Option(help="Field of the rollout engine's log-probs, to compare with.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew, and replace the output.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -122,6 +125,7 @@ def score(
     The same command, run again after a kill, goes on where it stopped. Under torchrun the ranks share the work.
     """
     from logitless.tools.score import Job, score_file
+    from logitless.tools.score.against import compare, report_text, write
 
     with _ranks() as (rank, local_rank, group), _first_explains(rank):
         job = Job(
@@ -142,7 +146,8 @@ def score(
         with _score_progress(shown=rank == 0) as report:
             summary = score_file(job, report, group)
     if rank == 0:
-        _print_summary(summary, as_json)
+        found = None if against is None else write(compare(data, out, against), out)
+        print(report_text(summary, found, as_json))
 
 
 @app.command()
@@ -375,18 +380,6 @@ def _score_progress(*, shown: bool) -> Iterator[Callable[[Any], None]]:
                 print(f"{progress.done}/{progress.total} parts, {text(progress)}", file=sys.stderr, flush=True)
 
         yield line
-
-
-def _print_summary(summary: Any, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(vars(summary)))
-        return
-    before = summary.records - summary.scored_records
-    there = f" ({before} were there)" if before else ""
-    speed = summary.scored_tokens / max(1e-9, summary.seconds)
-    print(f"{summary.out}: {summary.records} records{there}")
-    if summary.scored_records:
-        print(f"{summary.scored_tokens} response tokens in {summary.seconds:.1f} s, {speed:.0f} tokens/s")
 
 
 def _console() -> Console:

@@ -40,6 +40,8 @@ class Record:
 Encode = Callable[[str, bool], list[int]]
 """``encode(text, opens)``: token ids of a text; ``opens`` says that the text opens the sequence."""
 
+NAMED = " Name the fields with --prompt-key and --response-key."
+
 Row = tuple[str, Callable[[], dict[str, Any]]]
 """Place of a record in the file, and a function that parses it."""
 
@@ -65,7 +67,7 @@ class Source:
 
     def parts(self, size: int, wanted: Callable[[int], bool], encode: Encode) -> Iterator[tuple[int, list[Record]]]:
         """Number and records of every wanted part: ``size`` consecutive records, fewer in the last part."""
-        rows = _parquet_rows(self) if self.path.suffix == ".parquet" else _lines(self.path)
+        rows = _rows(self.path, (self.prompt_key, self.response_key), NAMED)
         for part in itertools.count():
             chunk = list(itertools.islice(rows, size))
             if not chunk:
@@ -83,6 +85,16 @@ class Source:
                 f"response. Give at least one, for example the id that opens a sequence."
             )
         return Record(index, place, prompt, response)
+
+
+def read_fields(path: Path, keys: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Place and fields of every record, each of which must have these."""
+    for place, parse in _rows(path, keys, ""):
+        fields, place = parse(), f"{path.name}, {place}"
+        for key in keys:
+            if key not in fields:
+                raise LogitlessError(_missing(place, key, list(fields), ""))
+        yield place, fields
 
 
 def check_format(what: str, path: Path) -> None:
@@ -144,12 +156,15 @@ def _parse_line(line: bytes, place: str) -> dict[str, Any]:
     return fields
 
 
-def _parquet_rows(source: Source) -> Iterator[Row]:
-    file = _parquet().ParquetFile(source.path)
-    keys = (source.prompt_key, source.response_key)
+def _rows(path: Path, keys: tuple[str, ...], hint: str) -> Iterator[Row]:
+    return _parquet_rows(path, keys, hint) if path.suffix == ".parquet" else _lines(path)
+
+
+def _parquet_rows(path: Path, keys: tuple[str, ...], hint: str) -> Iterator[Row]:
+    file = _parquet().ParquetFile(path)
     for key in keys:
         if key not in file.schema_arrow.names:
-            raise LogitlessError(_missing(source.path.name, key, file.schema_arrow.names))
+            raise LogitlessError(_missing(path.name, key, file.schema_arrow.names, hint))
     first = 0
     for batch in file.iter_batches(batch_size=256, columns=list(dict.fromkeys(keys))):
         for i in range(batch.num_rows):
@@ -165,7 +180,7 @@ def _parquet() -> Any:
 
 def _token_ids(fields: dict[str, Any], key: str, place: str, encode: Callable[[str], list[int]]) -> list[int]:
     if key not in fields:
-        raise LogitlessError(_missing(place, key, list(fields)))
+        raise LogitlessError(_missing(place, key, list(fields), NAMED))
     value = fields[key]
     if isinstance(value, str):
         return encode(value)
@@ -178,8 +193,5 @@ def _token_ids(fields: dict[str, Any], key: str, place: str, encode: Callable[[s
     )
 
 
-def _missing(place: str, key: str, names: list[str]) -> str:
-    return (
-        f"score: {place} has no field {key!r}; it has {', '.join(map(repr, names)) or 'none'}. Name the fields with "
-        f"--prompt-key and --response-key."
-    )
+def _missing(place: str, key: str, names: list[str], hint: str) -> str:
+    return f"score: {place} has no field {key!r}; it has {', '.join(map(repr, names)) or 'none'}.{hint}"

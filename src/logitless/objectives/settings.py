@@ -1,0 +1,135 @@
+"""What an objective is made of, before any tensor: recipes by name, and the settings that terms take."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from logitless.backends.divergences import Divergence
+from logitless.errors import LogitlessError, closest
+from logitless.objectives.checks import finite, resolve_bounds, resolve_clip, unknown
+from logitless.objectives.corrections import CORRECTIONS
+from logitless.objectives.kl import KL_TERMS
+from logitless.objectives.policy import POLICY_TERMS
+from logitless.objectives.reduction import REDUCTIONS
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "ppo": {},
+    "grpo": {"reduce": "sample_mean", "kl": "k3"},
+    "dapo": {"clip": (0.2, 0.28)},
+    "dr_grpo": {"reduce": "sample_sum"},
+    "gspo": {"policy": "gspo", "reduce": "sample_mean"},
+    "cispo": {"policy": "cispo"},
+    "sapo": {"policy": "sapo", "reduce": "sample_mean"},
+    "reinforce": {"policy": "reinforce"},
+    "reinforce++": {},
+    "reinforce++_baseline": {"kl": "k2"},
+    "distill": {"policy": "none", "divergence": "reverse_kl", "divergence_coef": 1.0},
+    "sft": {"policy": "cross_entropy"},
+    "dft": {"policy": "dft"},
+}
+"""How each recipe differs from the defaults. Advantages are the caller's; coefficients of KL and entropy stay 0."""
+
+
+def check_settings(objective: Any) -> None:
+    """Raise for a setting of an :class:`Objective` that cannot be honoured."""
+    for name, table in (("policy", POLICY_TERMS), ("correction", CORRECTIONS), ("kl", KL_TERMS)):
+        value = getattr(objective, name)
+        if isinstance(value, str) and value not in table:
+            near = closest(value, [*table, *RECIPES]) if name == "policy" else None
+            if near in RECIPES and near not in table:
+                raise LogitlessError(
+                    f"Objective: policy {value!r} is not a term but the name of a recipe, or close to one. Take "
+                    f"Objective.recipe({near!r}). Terms: {', '.join(table)}."
+                )
+            raise unknown(f"Objective: {name}", value, table)
+        if not (isinstance(value, str) or callable(value) or (value is None and name != "policy")):
+            raise LogitlessError(f"Objective: {name} must be a name or a function but is {value!r}.")
+    finite("kl_coef", objective.kl_coef)
+    finite("entropy_coef", objective.entropy_coef)
+    if finite("divergence_coef", objective.divergence_coef) != 0 and objective.divergence is None:
+        raise LogitlessError(
+            f"Objective: divergence_coef is {objective.divergence_coef} but divergence is None. Name one, as "
+            f'divergence="reverse_kl".'
+        )
+    if objective.divergence is not None:
+        Divergence.of(objective.divergence)
+    finite("z_coef", objective.z_coef)
+    if objective.kl_coef != 0 and objective.kl is None:
+        raise LogitlessError(
+            f'Objective: kl_coef is {objective.kl_coef} but kl is None. Name an estimator, as kl="k3".'
+        )
+    if isinstance(objective.needs, str) or not all(isinstance(name, str) for name in objective.needs):
+        raise LogitlessError(f"Objective: needs must be a tuple of field names but is {objective.needs!r}.")
+    _check_reduction(objective)
+    _check_level(objective)
+    policy_keywords(objective)
+    bounds_of(objective)
+
+
+def _check_reduction(objective: Any) -> None:
+    if objective.reduce not in REDUCTIONS:
+        raise unknown("Objective: reduce", objective.reduce, REDUCTIONS)
+    if (objective.reduce == "sample_sum") != (objective.length is not None):
+        raise LogitlessError(
+            f'Objective: length goes with reduce="sample_sum" and with no other, but reduce is {objective.reduce!r} '
+            f"and length is {objective.length!r}."
+        )
+    if objective.length is not None and (type(objective.length) is not int or objective.length < 1):
+        raise LogitlessError(f"Objective: length must be a positive integer but is {objective.length!r}.")
+
+
+def _check_level(objective: Any) -> None:
+    if objective.level not in ("token", "sequence", None):
+        raise LogitlessError(f'Objective: level must be "token", "sequence" or None but is {objective.level!r}.')
+    if objective.level == "token" and objective.sequence_level:
+        raise LogitlessError(
+            f'Objective: level is "token" but policy={objective.policy!r} with correction={objective.correction!r} '
+            f"takes means over samples. Leave level out."
+        )
+
+
+def policy_keywords(objective: Any) -> dict[str, Any]:
+    """Keyword arguments of the policy term; raises for one that it does not take."""
+    named = isinstance(objective.policy, str)
+    term = POLICY_TERMS[objective.policy].function if isinstance(objective.policy, str) else objective.policy
+    keywords = dict(objective.policy_options)
+    if objective.clip is not None:
+        keywords["clip"] = resolve_clip(objective.clip)
+    if objective.dual_clip is not None:
+        if finite("dual_clip", objective.dual_clip) <= 1:
+            raise LogitlessError(f"Objective: dual_clip must be above 1 but is {objective.dual_clip!r}.")
+        keywords["dual_clip"] = objective.dual_clip
+    if named:
+        for name, why in POLICY_TERMS[str(objective.policy)].refused.items():
+            if keywords.get(name):
+                raise LogitlessError(f"Objective: policy {objective.policy!r} takes no {name}: {why}.")
+        for name in POLICY_TERMS[str(objective.policy)].numbers:
+            if name in keywords and finite(name, keywords[name]) <= 0:
+                raise LogitlessError(f"Objective: {name} must be above 0 but is {keywords[name]!r}.")
+    parameters = inspect.signature(term).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return keywords
+    taken = [name for name, p in list(parameters.items())[1:] if p.kind is not p.VAR_POSITIONAL]
+    for name in keywords:
+        if name not in taken:
+            shown = repr(objective.policy) if named else getattr(term, "__name__", repr(term))
+            raise LogitlessError(
+                f"Objective: policy {shown} does not take {name}. It takes: {', '.join(taken) or 'no options'}."
+            )
+    return keywords
+
+
+def clip_of(objective: Any) -> Any:
+    """``(low, high)`` that the policy term clips with, its own where none was given; None where it has none."""
+    term = POLICY_TERMS[objective.policy].function if isinstance(objective.policy, str) else objective.policy
+    own = inspect.signature(term).parameters.get("clip")
+    return policy_keywords(objective).get("clip", None if own is None or own.default is own.empty else own.default)
+
+
+def bounds_of(objective: Any) -> tuple[float, ...]:
+    if not isinstance(objective.correction, str):
+        if objective.correction_bounds is not None:
+            raise LogitlessError("Objective: correction_bounds go with a correction by name.")
+        return ()
+    return resolve_bounds(objective.correction, objective.correction_bounds, CORRECTIONS[objective.correction].bounds)
