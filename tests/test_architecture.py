@@ -181,8 +181,7 @@ def test_names_are_loaded_from_where_type_checkers_look_for_them():
     # A file of the package under the name of a function would take the function's place when it is imported.
     assert not set(PUBLIC) & {path.stem for path in PACKAGE.iterdir()}
     assert set(PUBLIC) <= set(dir(logitless))
-    with pytest.raises(AttributeError, match="module 'logitless' has no attribute 'nothing'"):
-        logitless.nothing
+    assert not hasattr(logitless, "nothing")
 
 
 # An import that needs torch alone. The blocked packages look as if they were not installed: no finder finds them.
@@ -262,8 +261,9 @@ def test_import_and_use_need_torch_alone():
 def test_import_does_not_load_what_it_may_not_need():
     """Nor torch before something is used, so that the command answers --help at once."""
     wanted = [name for name in OPTIONAL if name != "numpy"]
-    loaded = f"print(*sorted({{'torch', *{wanted!r}}} & set(sys.modules)))"
-    assert run_python(f"import sys, logitless; {loaded}; logitless.logprobs; {loaded}").splitlines() == ["", "torch"]
+    loaded = f"print('loaded', *sorted({{'torch', *{wanted!r}}} & set(sys.modules)))"
+    told = run_python(f"import sys, logitless; {loaded}; logitless.logprobs; {loaded}")
+    assert told.splitlines() == ["loaded", "loaded torch"]
 
 
 # Sizes. A public docstring has its arguments and an example, so a function is measured without it.
