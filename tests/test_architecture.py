@@ -40,6 +40,8 @@ THIRD_PARTY = {
     "tools.demo.report": {"rich"},
     "tools.score.files": {"pyarrow"},
     "tools.score.model": {"transformers"},
+    "tools.score.results": {"pyarrow"},
+    "tools.score.texts": {"jinja2", "transformers"},
     "tools.bench": {"rich", "typer"},
     "tools.bench.adapters": {"datasets", "tokenizers", "transformers", "trl"},
 }

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from logitless.tools.cli.options import AsJson, Device
+from logitless.tools.cli.options import AsJson, Device, full_dtype
 from logitless.tools.cli.ranks import first_explains, pick_device, ranks
 
 
@@ -23,7 +23,7 @@ def score(
     data: Annotated[Path, typer.Argument(help="JSONL or Parquet file of prompts and responses.")],
     out: Annotated[Path, typer.Option(help="JSONL or Parquet file to write.")],
     temperature: Annotated[float, typer.Option(help="Temperature at which the responses were sampled.")] = 1.0,
-    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16, float16 or float32.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16 (bf16), float16 or float32.")] = "auto",
     device: Device = None,
     tokens_per_batch: Annotated[int, typer.Option(help="Most tokens of a micro-batch, with padding.")] = 16384,
     records_per_part: Annotated[int, typer.Option(help="Records that are committed together.")] = 64,
@@ -33,22 +33,35 @@ def score(
         bool, typer.Option("--plain-text", help="Do not open text prompts with special tokens.")
     ] = False,
     memory: Annotated[str, typer.Option(help="Working memory of the head.")] = "256MiB",
+    messages_key: Annotated[str, typer.Option(help="Field of chat messages, in place of both.")] = "messages",
+    turns: Annotated[str, typer.Option(help="Messages of the assistant to score: all or last.")] = "all",
+    keep: Annotated[list[str] | None, typer.Option(help="Field to copy to the results; may be repeated.")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(help="Most tokens of a record; default: as many as the model has positions.")
+    ] = None,
+    too_long: Annotated[str, typer.Option(help="A longer record: stop, truncate (its response) or skip.")] = "stop",
+    on_error: Annotated[
+        str, typer.Option(help="A bad record: stop, or skip and write it to OUT.rejects.jsonl.")
+    ] = "stop",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew, and replace the output.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Log-prob and entropy of every response token of a file.
 
-    The same command, run again after a kill, goes on where it stopped. Under torchrun the ranks share the work.
+    The same command, run again after a kill or the repair of a bad record,
+    goes on where it stopped. Under torchrun the ranks share the work.
     """
     from logitless.tools.score import Job, score_file
 
+    # Checked with everything else.
+    choices: dict[str, Any] = {"turns": turns, "too_long": too_long, "on_error": on_error}
     with ranks() as (rank, local_rank, group), first_explains(rank):
         job = Job(
             model=model,
             data=data,
             out=out,
             temperature=temperature,
-            dtype=dtype,
+            dtype=full_dtype(dtype),
             device=pick_device(device, local_rank),
             tokens_per_batch=tokens_per_batch,
             records_per_part=records_per_part,
@@ -57,6 +70,10 @@ def score(
             special_tokens=not plain_text,
             memory=memory,
             overwrite=overwrite,
+            messages_key=messages_key,
+            keep=tuple(keep or ()),
+            max_length=max_length,
+            **choices,
         )
         with _score_progress(shown=rank == 0) as report:
             summary = score_file(job, report, group)
@@ -96,9 +113,11 @@ def _print_summary(summary: Any, as_json: bool) -> None:
     if as_json:
         print(json.dumps(vars(summary)))
         return
-    before = summary.records - summary.scored_records
+    before = summary.records - summary.scored_records - summary.rejected
     there = f" ({before} were there)" if before else ""
     speed = summary.scored_tokens / max(1e-9, summary.seconds)
-    print(f"{summary.out}: {summary.records} records{there}")
+    print(f"{summary.out}: {summary.records - summary.rejected} records{there}")
+    if summary.rejected:
+        print(f"{summary.rejects}: {summary.rejected} records that were rejected, and why")
     if summary.scored_records:
         print(f"{summary.scored_tokens} response tokens in {summary.seconds:.1f} s, {speed:.0f} tokens/s")
