@@ -176,7 +176,7 @@ class Journal:
         return False
 
     def _is_repaired(self, before: list[str], now: list[str]) -> bool:
-        """Whether the input is a file of the same name with some records changed, and finished parts that still hold."""
+        """Whether the input is a file of the same name with records changed, and some finished parts still hold."""
         if self.finished or not self.digests or before != now:
             return False
         return any(map(self.has, range(self.num_parts))) or not any(self.folder.glob("*.jsonl"))
