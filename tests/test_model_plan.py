@@ -235,6 +235,22 @@ def test_no_call_that_fits_beats_the_recommended_one(entropy, frozen, free):
         assert plan.best.products == fewest
 
 
+def test_a_budget_other_than_the_default_is_recommended_where_it_helps():
+    step = LossStep(find_model("llama3.2-1b"), tokens=4096)
+    peaks = {memory: POLICY_LOSS.predict(replace(step, memory=memory)).peak for memory in ("1GiB", "512MiB")}
+    assert peaks["1GiB"] > peaks["512MiB"]
+    plan = plan_model(step, peaks["1GiB"] - 1)
+    assert (plan.best.way, plan.memory, plan.best.products, plan.fits) == (POLICY_LOSS, "512MiB", 3, True)
+    assert plan.most_tokens >= 4096
+    # Few rows: the defaults take four products, and a large card has room for three, in either way.
+    step = LossStep(find_model("gemma3-1b"), tokens=4096)
+    assert plan_model(step).best.products == 4
+    plan = plan_model(step, find_card("h100-80g"))
+    calls = [way.predict(replace(step, memory=memory)) for way in (POLICY_LOSS, FROM_HIDDEN) for memory in BUDGETS[:6]]
+    three = [call.peak for call in calls if call.plan.kind in ("one pass", "keep")]
+    assert (plan.best.products, plan.call.peak) == (3, min(three))
+
+
 def test_the_answer_is_a_few_lines():
     step = LossStep(find_model("qwen3-8b"), 131072, 0.5, 2, 2, entropy="grad")
     plan = plan_model(step, find_card("h100-80g") - (60 << 30))
@@ -328,11 +344,11 @@ def test_the_recommended_loss_runs_and_is_right(group, tp, cp, entropy):
     old = [x - 0.05 for x in logprob.split([2, 5])]
     advantages = torch.tensor([1.0, -2.0], dtype=torch.float64)
     loss, metrics = namespace["policy_loss"](
-        hidden, weight, tokens, [2, 5], old, advantages, 7.0, *[group for size in (tp, cp) if size > 1]
+        hidden, weight, tokens, [2, 5], old, advantages, 9.0, *[group for size in (tp, cp) if size > 1]
     )
     ratio = (0.05 * torch.ones(7, dtype=torch.float64)).exp()
     wanted = -(ratio * advantages[torch.tensor([0] * 2 + [1] * 5)] + (0.001 * per_token if entropy == "grad" else 0))
-    torch.testing.assert_close(loss.double(), wanted.sum() / 7, atol=1e-6, rtol=0)
+    torch.testing.assert_close(loss.double(), wanted.sum() / 9, atol=1e-6, rtol=0)
     assert metrics.compute()["entropy"] == pytest.approx(float(per_token.mean()), abs=1e-5)
 
 

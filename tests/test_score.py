@@ -287,11 +287,14 @@ def test_a_part_whose_records_change_on_the_way_is_an_error(job):
     """As many records, of the same sizes: only their digest tells."""
 
     def swap(progress):
-        if progress.done == 2:
+        if progress.done == 0:
             write(job.data, [*samples(30)[:-2], *samples(30)[:-3:-1]])
 
     with pytest.raises(LogitlessError, match="changed while it was read"):
         score_file(job, swap)
+    # No results of other records under the digest of these.
+    parts = job.out.with_name("out.jsonl.parts").glob("*.jsonl")
+    assert sorted(int(part.name[:8]) for part in parts) == [0, 1, 2, 3]
 
 
 def test_long_records_are_cut_or_rejected(job, tmp_path):
@@ -317,7 +320,8 @@ def test_long_records_are_cut_or_rejected(job, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_fields_are_kept_on_request(job, tmp_path, suffix):
+def test_fields_are_kept_on_request(job, tmp_path, suffix, monkeypatch):
+    monkeypatch.setattr("logitless.tools.score.results.ROW_GROUP", 4)
     records = [
         {**s, "id": f"r{i}", "reward": i if i < 5 else 0.5, "meta": {"a": [i]}} for i, s in enumerate(samples(9))
     ]
@@ -697,8 +701,9 @@ def test_texts_without_a_tokenizer_are_an_error(job, tmp_path):
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):
         (bare / name).write_bytes((job.model / name).read_bytes())
-    with pytest.raises(LogitlessError, match="the input has texts, but no tokenizer could be loaded"):
-        score_file(replace(job, model=bare))
+    for on_error in ("stop", "skip"):
+        with pytest.raises(LogitlessError, match="the input has texts, but no tokenizer could be loaded"):
+            score_file(replace(job, model=bare, on_error=on_error))
 
 
 def test_broken_weights_are_an_error_and_not_a_number(job, monkeypatch):
