@@ -21,7 +21,7 @@ ORDER = [
     "rows",
     *("softmax", "backends", "kept", "support", "results", "call"),
     *("from_logits", "from_hidden", "distill", "objectives", "policy_loss"),
-    *("explain", "memory"),
+    *("routes", "memory"),
     *("adapters", "provider"),
     *("", "tools", "__main__"),
 ]
@@ -40,6 +40,8 @@ THIRD_PARTY = {
     "tools.demo.report": {"rich"},
     "tools.score.files": {"pyarrow"},
     "tools.score.model": {"transformers"},
+    "tools.score.results": {"pyarrow"},
+    "tools.score.texts": {"jinja2", "transformers"},
     "tools.bench": {"rich", "typer"},
     "tools.bench.adapters": {"datasets", "tokenizers", "transformers", "trl"},
 }
@@ -185,6 +187,18 @@ def test_public_names():
     assert all(getattr(logitless, name).__module__.startswith("logitless.") for name in PUBLIC)
 
 
+def test_names_are_loaded_from_where_type_checkers_look_for_them():
+    """They read the imports that never run; a name that is missing there, or elsewhere, is an error in editors."""
+    (guarded,) = [node for node in ast.parse((PACKAGE / "__init__.py").read_text()).body if isinstance(node, ast.If)]
+    read = {alias.name: node.module for node in guarded.body for alias in node.names if node.module != "logitless"}
+    assert read == {name: f"logitless.{home}" for name, home in logitless._HOME.items()}
+    assert set(read) == set(PUBLIC)
+    # A file of the package under the name of a function would take the function's place when it is imported.
+    assert not set(PUBLIC) & {path.stem for path in PACKAGE.iterdir()}
+    assert set(PUBLIC) <= set(dir(logitless))
+    assert not hasattr(logitless, "nothing")
+
+
 # An import that needs torch alone. The blocked packages look as if they were not installed: no finder finds them.
 
 OPTIONAL = ["triton", "numpy", "rich", "typer", "matplotlib", "hypothesis"]
@@ -260,9 +274,11 @@ def test_import_and_use_need_torch_alone():
 
 
 def test_import_does_not_load_what_it_may_not_need():
+    """Nor torch before something is used, so that the command answers --help at once."""
     wanted = [name for name in OPTIONAL if name != "numpy"]
-    program = f"import sys, logitless; print(*sorted(set({wanted!r}) & set(sys.modules)))"
-    assert run_python(program) == ""
+    loaded = f"print('loaded', *sorted({{'torch', *{wanted!r}}} & set(sys.modules)))"
+    told = run_python(f"import sys, logitless; {loaded}; logitless.logprobs; {loaded}")
+    assert told.splitlines() == ["loaded", "loaded torch"]
 
 
 # Sizes. A public docstring has its arguments and an example, so a function is measured without it.

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
+import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from programs import run_program
+from rich.console import Console
 from typer.testing import CliRunner
 
 from logitless import LogitlessError, Rows
@@ -20,6 +24,7 @@ from logitless.tools.demo.figure import draw_demo
 from logitless.tools.demo.grid import Grid, make_grid
 from logitless.tools.demo.memory import PeaksByFraction, peaks_by_fraction, step_peak
 from logitless.tools.demo.policy import hidden_states, new_policy, sample_responses
+from logitless.tools.demo.report import show_demo
 from logitless.tools.demo.task import SEPARATOR, draw_prompts, rewards_of
 from logitless.tools.demo.train import Curve, train, warm_start
 
@@ -218,6 +223,32 @@ def test_the_verdict_follows_the_numbers():
     assert not made([0.1, float("nan")], [0.1, float("nan")]).ok
 
 
+def test_a_busy_machine_is_told_from_a_slow_run(monkeypatch):
+    """A thread that sleeps does not run, as one that waits for the processor does not."""
+    calm = made([0.1, 0.5], [0.1, 0.5])
+    assert not calm.busy
+    busy = replace(calm, control=replace(calm.control, waited=0.4))
+    assert busy.busy
+    assert busy.ok
+    told = {}
+    for demo in (calm, busy):
+        out = io.StringIO()
+        show_demo(demo, Path("demo.png"), Console(file=out, soft_wrap=True))
+        told[demo] = out.getvalue()
+    assert "This machine was busy: a run waited 40% of its time for the processor." in told[busy]
+    assert "busy" not in told[calm]
+    assert verdict(calm) in told[calm].splitlines()
+    # Our run on several ranks waits for the others, which says nothing about the machine.
+    assert not replace(calm, grid=Grid(cp=2), ours=replace(calm.ours, waited=0.4)).busy
+    start, step = warm_start(TINY), partial(slowed, steps.plain_step)
+    assert train("slowed", start, step, replace(TINY, steps=1), silent).waited > 0.2
+
+
+def slowed(step, *arguments):
+    time.sleep(0.5)
+    return step(*arguments)
+
+
 def test_it_reports_as_often_as_it_says(tmp_path):
     told = []
     sizes = {name: size for name, size in SMALL_BATCHES.items() if name != "fractions"}
@@ -237,14 +268,15 @@ def tiny(monkeypatch):
     monkeypatch.setattr("logitless.tools.demo.run_demo", partial(whole, **SMALL_BATCHES))
 
 
-def test_the_command_prints_a_verdict_within_80_columns(tiny, tmp_path):
+def test_the_command_prints_tables_within_80_columns_and_a_verdict_in_one_line(tiny, tmp_path):
     result = CliRunner().invoke(app, ["demo", "--steps", "3", "--out", str(tmp_path / "demo.png")])
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
-    assert max(map(len, lines)) <= 80
+    (verdict_line,) = [line for line in lines if "did not rise by 0.15 in 3 steps" in line]
+    assert max(len(line) for line in lines if line not in (verdict_line, lines[-1]) and "busy" not in line) <= 80
     assert any(re.match(r"plain torch +0\.\d{3}", line) for line in lines)
     assert any(re.match(r"logitless +\d+\.\d +\d+\.\d", line) for line in lines)
-    assert "did not rise by 0.15 in 3 steps" in " ".join(result.stdout.split())
+    assert "all 144 sampled tokens are the same" in verdict_line
     assert (tmp_path / "demo.png").exists()
 
 
@@ -300,8 +332,9 @@ def test_under_torchrun(tmp_path):
     assert answer["runs"]["logitless, TP 2 x CP 2"]["rewards"] == answer["runs"]["plain torch"]["rewards"]
 
 
-def test_wrong_ranks_are_one_line(monkeypatch):
+def test_wrong_ranks_are_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["logitless", "demo", "--tp", "2"])
     with pytest.raises(SystemExit) as stop:
         main()
-    assert str(stop.value).startswith("logitless: demo: tp 2 x cp 1 needs 2 ranks but there is 1.")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("logitless: demo: tp 2 x cp 1 needs 2 ranks but there is 1.")

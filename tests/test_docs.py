@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import typer
 import yaml
 from pages import ON_RANKS, compiled, snippets
 
 import logitless
 from logitless.tools.bench.records import format_bytes, newest, read_records
+from logitless.tools.cli import app
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "tests" / "adapters")]
@@ -20,6 +23,7 @@ sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "tests" / "adapters")]
 import hosts  # noqa: E402
 import make_figures  # noqa: E402
 
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 DOCS = sorted([*ROOT.glob("*.md"), *PAGES, *(ROOT / "benchmarks").glob("*.md"), *(ROOT / "examples").glob("*.md")])
 NAMES = [str(path.relative_to(ROOT)) for path in DOCS]
@@ -133,3 +137,86 @@ def test_the_file_map_is_complete():
     modules = [path.name for path in package.glob("*.py") if not path.name.startswith("__")]
     folders = [f"{path.parent.name}/" for path in package.glob("*/__init__.py")]
     assert sorted(files) == sorted(modules + folders)
+
+
+# Commands, options and extras that the documents name.
+
+COMMANDS = typer.main.get_command(app).commands
+GLOBAL = {option for param in typer.main.get_command(app).params for option in param.opts} | {"-h", "--help"}
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+CALLED = re.compile(r"(?<![\w./-])logitless ((?:--[\w-]+ )*)([a-z]+)([^|\n]*)")
+EXTRA = re.compile(r"""(?:logitless|["'. ]\.)\[([a-z]+(?:,[a-z]+)*)\]""")
+OF_OTHERS = {"--nproc-per-node"}
+"""Options of torchrun."""
+
+
+def options(command: str) -> set[str]:
+    return {option for param in COMMANDS[command].params for option in (*param.opts, *param.secondary_opts)} | GLOBAL
+
+
+def called(text: str) -> list[tuple[str, set[str]]]:
+    """Every command that the code in a text calls, with its options; prose is left out."""
+    blocks = [block for language, block in BLOCK.findall(text) if language in ("", "sh", "text")]
+    spans = re.findall(r"`([^`\n]+)`", BLOCK.sub("", text))
+    code = re.sub(r"#.*", "", "\n".join([*blocks, *spans]).replace("\\\n", " "))
+    return [
+        (name, set(re.findall(r"(?<!\w)--?[a-z][\w-]*", first + rest))) for first, name, rest in CALLED.findall(code)
+    ]
+
+
+def test_there_are_commands_to_check():
+    block = "```sh\nlogitless --debug plan --tokens 5  # logitless is --fast\n```"
+    text = f"The `logitless nope --thing` of\n{block}\nlogitless is it.\n```python\nimport logitless as ll\n```"
+    assert called(text) == [("plan", {"--debug", "--tokens"}), ("nope", {"--thing"})]
+    page = called((ROOT / "docs" / "commands.md").read_text())
+    assert {name for name, _ in page} >= {"plan", "score", "doctor", "sweep", "bench", "plot", "demo"}
+    assert EXTRA.findall('pip install ".[cli]" or "logitless[bench,score]"') == ["cli", "bench,score"]
+
+
+@pytest.mark.parametrize("path", DOCS, ids=NAMES)
+def test_commands_options_and_extras_exist(path: Path):
+    text = path.read_text()
+    for command, given in called(text):
+        assert command in COMMANDS, f"there is no logitless {command}"
+        assert given <= options(command) | OF_OTHERS, f"logitless {command} has no {given - options(command)}"
+    for extras in EXTRA.findall(text):
+        assert set(extras.split(",")) <= set(EXTRAS), f"there is no extra {extras}"
+
+
+def test_the_page_of_commands_has_their_options_and_no_others():
+    text = (ROOT / "docs" / "commands.md").read_text()
+    sections = re.split(r"^## (\w+)$", text, flags=re.MULTILINE)
+    pages = dict(zip(sections[1::2], sections[2::2], strict=True))
+    assert set(pages) == set(COMMANDS)
+    for command, page in pages.items():
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", page))
+        assert named <= options(command) | OF_OTHERS, f"logitless {command} has no {named - options(command)}"
+    # The table at the top says what each command needs.
+    needs = dict(re.findall(r"^\| \[`(\w+)`\]\(#\w+\) \| `\[(\w+)\]` \|", sections[0], re.MULTILINE))
+    assert needs == {
+        **dict.fromkeys(("plan", "doctor", "bench"), "cli"),
+        **dict.fromkeys(("sweep", "plot"), "bench"),
+        "score": "score",
+        "demo": "demo",
+    }
+
+
+def test_every_extra_that_brings_a_command_brings_the_command_line():
+    """The one answer to how to get the command, in the documents and in the error of an installation without it."""
+    for extra in ("bench", "score", "demo"):
+        needed, left = set(), [extra]
+        while left:
+            found = {name for need in EXTRAS[left.pop()] for name in EXTRA.findall(need)}
+            left += sorted(found - needed)
+            needed |= found
+        assert "cli" in needed
+    assert {re.split(r"\W", need)[0] for need in EXTRAS["cli"]} == {"typer", "rich"}
+    for name in ("README.md", "docs/quickstart.md", "docs/commands.md"):
+        (line, *_) = [line for line in (ROOT / name).read_text().splitlines() if "the `logitless` command" in line]
+        assert EXTRA.findall(line) == ["cli"], f"{name}: {line}"
+    assert "pip install 'logitless[cli]'" in (ROOT / "src/logitless/tools/cli/__init__.py").read_text()
+
+
+def test_extras_that_errors_name_exist():
+    found = {path: EXTRA.findall(path.read_text()) for path in (ROOT / "src").rglob("*.py")}
+    assert {extra for extras in found.values() for extra in extras} == {"triton", "cli", "bench", "score", "demo"}

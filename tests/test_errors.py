@@ -449,7 +449,8 @@ class TestTensors:
             linear_logprobs(*zeros, [0, 1])
         with raises("logprobs: head must be a Head or None but is float. A temperature is Head(temperature=0.7)."):
             logprobs(torch.zeros(2, 7), self.TARGET, head=0.7)
-        with raises("linear_policy_loss: objective must be an Objective or a Preference but is str. Pass Objective.recipe('grpo')."):
+        text = "objective must be an Objective or a Preference but is str."
+        with raises(f"linear_policy_loss: {text} Pass Objective.recipe('grpo')."):
             linear_policy_loss(*zeros, self.TARGET, "grpo")
         with raises("Rows.every: target must be a tensor but is a list. Pass torch.tensor(target)."):
             Rows.every([1, 2])

@@ -87,8 +87,30 @@ def test_training_peak_falls_with_the_budget():
     target = torch.randint(V, (T,))
     peaks = [backward_peak(leaf, target, True, entropy="grad", memory=m) for m in ("64MiB", "1MiB", "256KiB", "64KiB")]
     assert peaks == sorted(peaks, reverse=True)
-    assert peaks[0] > 1.9 * leaf.nbytes
+    assert peaks[0] > 3.9 * peaks[2]
     assert peaks[-1] <= (64 << 10) + VECTORS
+
+
+def test_a_budget_is_not_filled_where_the_problem_is_small():
+    """A step of plain torch holds three tensors of the size of the logits here; ours the gradient and a quarter."""
+    leaf = torch.randn(1024, 2000, requires_grad=True)
+    peak = backward_peak(leaf, torch.randint(2000, (1024,)), False, entropy="value", backend="tiled", memory="16MiB")
+    assert peak <= 1.25 * leaf.nbytes + 16 * 8 * len(leaf)
+
+
+def test_rows_in_order_have_the_gradient_of_rows_by_number():
+    """They are written as slices; an ignored row among them is zero all the same."""
+    leaf, target = torch.randn(300, 1003, requires_grad=True), torch.randint(1003, (300,))
+    target[7] = -100
+    order = torch.randperm(300)
+    whole = ll.logprobs(leaf, target, backend="tiled")
+    mixed = ll.logprobs(leaf, ll.Rows.at(order, target[order], num_tokens=300), backend="tiled")
+    weights = torch.randn(300)
+    (ours,), (others,) = (
+        torch.autograd.grad(x.logprob, leaf, w) for x, w in ((whole, weights), (mixed, weights[order]))
+    )
+    assert torch.equal(ours, others)
+    assert not ours[7].any()
 
 
 @pytest.mark.parametrize("backend", ["tiled", "triton"])

@@ -10,14 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from logitless import Objective, linear_policy_loss, logprobs
+from logitless import Kept, Objective, linear_policy_loss, logprobs
 from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.rows import Rows
 from logitless.tools import plan as planner
 from logitless.tools.bench.linear_providers import plain_linear
 from logitless.tools.bench.measure import peak_bytes
-from logitless.tools.plan import WAYS, LossStep, as_json, headline, plan_model, snippet, summary_rows
+from logitless.tools.plan import WAYS, LossStep, answer_lines, as_json, headline, plan_model, snippet, summary_rows
+from logitless.tools.plan import step as steps
+from logitless.tools.plan.recommend import BUDGETS, LESS
+from logitless.tools.plan.ways import FROM_HIDDEN, POLICY_LOSS
 from logitless.tools.presets import CARDS, PRESETS, ModelShape, find_card, find_model
 
 TINY = ModelShape("tiny", hidden=48, vocab=5003)
@@ -130,6 +133,8 @@ def test_presets_are_the_defaults_of_their_configurations(name, config, tmp_path
     [
         ({"hidden_size": 8, "vocab_size": 9, "tie_word_embeddings": False}, ModelShape("m", 8, 9)),
         ({"n_embd": 8, "vocab_size": 9}, ModelShape("m", 8, 9, tied=True)),
+        ({"hidden_size": 8, "padded_vocab_size": 9}, ModelShape("m", 8, 9, tied=True)),
+        ({"hidden_size": 8, "vocab_size": 7, "padded_vocab_size": 9}, ModelShape("m", 8, 9, tied=True)),
         ({"hidden_size": 8, "vocab_size": 9, "logits_scaling": 4.0}, ModelShape("m", 8, 9, scale=0.25, tied=True)),
         ({"hidden_size": 8, "vocab_size": 9, "logit_scale": 0.5}, ModelShape("m", 8, 9, scale=0.5, tied=True)),
         (
@@ -182,26 +187,97 @@ def test_the_search_is_exact_on_any_rising_peak(peak, start, free):
 @pytest.mark.parametrize("model", ["qwen3-0.6b", "gemma2-27b", "llama3.1-405b"])
 def test_a_plan_takes_few_estimates(model, monkeypatch):
     """Each runs the call without a device, which takes some hundredths of a second."""
-    asked, real = [], planner.estimate
-    monkeypatch.setattr(planner, "estimate", lambda path, **sizes: asked.append(path) or real(path, **sizes))
+    asked, real = [], steps.estimate
+    monkeypatch.setattr(steps, "estimate", lambda path, **sizes: asked.append(path) or real(path, **sizes))
     step = LossStep(find_model(model), tokens=32768, response_fraction=0.5)
     plan_model(step)
     assert len(asked) == 5
     asked.clear()
     plan_model(step, find_card("h100-80g"))
-    assert len(asked) <= 25
+    assert len(asked) <= 28
 
 
 def test_the_recommendation_takes_the_fewest_products_that_fit():
     step = LossStep(find_model("qwen3-8b"), tokens=16384, response_fraction=0.5, entropy="grad")
-    assert plan_model(step).call.plan.kind == "recompute"
+    plan = plan_model(step)
+    assert (plan.best.way, plan.best.products, plan.memory) == (POLICY_LOSS, 3, "1GiB")
+    assert plan.own_loss.call.plan.kind == "recompute"
     roomy = plan_model(step, find_card("h100-80g"))
-    assert (roomy.call.plan.kind, roomy.memory, roomy.fits) == ("keep", "4GiB", True)
-    assert plan_model(step, 3 << 30).call.plan.kind == "recompute"
-    assert plan_model(replace(step, frozen_head=True, entropy="value"), 3 << 30).call.plan.kind == "frozen"
+    assert (roomy.best.way, roomy.call.plan.kind, roomy.fits) == (POLICY_LOSS, "one pass", True)
+    own = roomy.own_loss
+    assert (own.call.plan.kind, own.memory, own.products) == ("keep", "4GiB", 3)
+    assert roomy.call.peak < own.call.peak
+    small = plan_model(step, 3 << 30)
+    assert small.own_loss.call.plan.kind == "recompute"
+    frozen = plan_model(replace(step, frozen_head=True, entropy="value"), 3 << 30)
+    assert frozen.own_loss.call.plan.kind == "frozen"
+    assert frozen.best.products == 2
     tight = plan_model(step, 1 << 20)
     assert not tight.fits
     assert not any(forecast.fits for forecast in tight.forecasts)
+
+
+@pytest.mark.parametrize("entropy", ["value", "grad"])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("free", ["1.7GiB", "2.4GiB", "3GiB", "20GiB"])
+def test_no_call_that_fits_beats_the_recommended_one(entropy, frozen, free):
+    """Fewer products, or as many in less memory with the default budget: none of the calls from hidden states."""
+    free = find_card(free)
+    step = LossStep(find_model("qwen3-4b"), 16384, 0.25, entropy=entropy, frozen_head=frozen)
+    plan = plan_model(step, free)
+    tried = [(way, memory) for way in (POLICY_LOSS, FROM_HIDDEN) for memory in (*LESS[::-1], *BUDGETS[2:6])]
+    calls = [(way, way.predict(replace(step, memory=memory))) for way, memory in tried]
+    fit = [(way, call) for way, call in calls if call.peak <= free]
+    assert plan.fits == bool(fit)
+    if fit:
+        count = {"one pass": 2 if frozen else 3}
+        fewest = min(count.get(c.plan.kind) or (c.plan.first if w is POLICY_LOSS else c.plan).products for w, c in fit)
+        assert plan.best.products == fewest
+
+
+def test_a_budget_other_than_the_default_is_recommended_where_it_helps():
+    step = LossStep(find_model("llama3.2-1b"), tokens=4096)
+    peaks = {memory: POLICY_LOSS.predict(replace(step, memory=memory)).peak for memory in ("1GiB", "512MiB")}
+    assert peaks["1GiB"] > peaks["512MiB"]
+    plan = plan_model(step, peaks["1GiB"] - 1)
+    assert (plan.best.way, plan.memory, plan.best.products, plan.fits) == (POLICY_LOSS, "512MiB", 3, True)
+    assert plan.most_tokens >= 4096
+    # Few rows: the defaults take four products, and a large card has room for three, in either way.
+    step = LossStep(find_model("gemma3-1b"), tokens=4096)
+    assert plan_model(step).best.products == 4
+    plan = plan_model(step, find_card("h100-80g"))
+    calls = [way.predict(replace(step, memory=memory)) for way in (POLICY_LOSS, FROM_HIDDEN) for memory in BUDGETS[:6]]
+    three = [call.peak for call in calls if call.plan.kind in ("one pass", "keep")]
+    assert (plan.best.products, plan.call.peak) == (3, min(three))
+
+
+def test_the_answer_is_a_few_lines():
+    step = LossStep(find_model("qwen3-8b"), 131072, 0.5, 2, 2, entropy="grad")
+    plan = plan_model(step, find_card("h100-80g") - (60 << 30))
+    lines = answer_lines(plan)
+    assert (
+        lines[0] == 'Write linear_policy_loss(..., memory="1GiB"): 3 matrix products, peak 2.74 GiB of 19.65 GiB free.'
+    )
+    assert lines[1] == f"Micro-batch: 131072 tokens fit; the largest that fits has {plan.most_tokens}."
+    assert lines[2] == "Plain torch needs 92.73 GiB, 33.9 times as much."
+    assert lines[3].startswith(
+        'If the loss is not an Objective: linear_logprobs(..., memory="8GiB"), 3 matrix products'
+    )
+    # A micro-batch as large as promised fits, and one step more does not.
+    best = replace(step, memory=plan.memory)
+    assert POLICY_LOSS.predict(replace(best, tokens=plan.most_tokens)).peak <= plan.free
+    assert POLICY_LOSS.predict(replace(best, tokens=plan.most_tokens + 256)).peak > plan.free
+    crowded = answer_lines(plan_model(step, 1 << 30))
+    assert "131072 tokens DO NOT FIT; the largest that fits has" in crowded[1]
+    assert "none fits: take more ranks" in answer_lines(plan_model(step, 1 << 20))[1]
+
+
+def test_a_memory_that_is_asked_for_is_kept():
+    step = LossStep(find_model("qwen3-8b"), 16384, memory="128MiB")
+    for free in (None, find_card("h100-80g")):
+        plan = plan_model(step, free)
+        assert plan.memory == plan.own_loss.memory == "128MiB"
+        assert 'memory="128MiB"' in plan.snippet
 
 
 def test_supports_of_few_ids_are_one_way_more():
@@ -210,6 +286,11 @@ def test_supports_of_few_ids_are_one_way_more():
     over = plan_model(replace(step, kept_ids=8.2)).forecasts
     assert [forecast.way.name for forecast in over] == [*names, 'linear_logprobs, scope="support"']
     assert over[-1].estimate.plan.kind == "support"
+    best = plan_model(replace(step, kept_ids=8.2))
+    assert (best.call.plan.kind, best.best.products, best.own_loss) == ("support", 0, best.best)
+    assert answer_lines(best)[0].startswith(
+        'Write linear_logprobs(..., scope="support", memory="256MiB"): no matrix pr'
+    )
     assert over[-1].estimate.plan.ids == round(8.2 * 16384) + 16384
     # Gradients and vectors of the ids, and no tile.
     gradients = 2 * (16384 + 151936) * 4096
@@ -229,7 +310,7 @@ def group():
 @pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("shape", [TINY, replace(TINY, softcap=20.0, scale=0.5)], ids=["plain", "capped"])
 def test_the_recommended_code_runs_and_is_right(group, shape, tp, cp, entropy):
-    code = snippet(LossStep(shape, tokens=64, tp=tp, cp=cp, entropy=entropy), "1MiB")
+    code = snippet(LossStep(shape, tokens=64, tp=tp, cp=cp, entropy=entropy), "linear_logprobs", "1MiB")
     assert max(map(len, code.splitlines())) <= 80
     namespace: dict = {}
     exec(code, namespace)
@@ -246,6 +327,43 @@ def test_the_recommended_code_runs_and_is_right(group, shape, tp, cp, entropy):
     if entropy is not None:
         wanted = -(truth.exp() * truth).sum(-1)[8:13]
         torch.testing.assert_close(results[1][1].double(), wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize("entropy", ["value", "grad"])
+def test_the_recommended_loss_runs_and_is_right(group, tp, cp, entropy):
+    code = snippet(LossStep(TINY, tokens=64, tp=tp, cp=cp, entropy=entropy), "linear_policy_loss", "1MiB")
+    assert max(map(len, code.splitlines())) <= 80
+    namespace: dict = {}
+    exec(code, namespace)
+    tokens = [torch.randint(31, (n,)) for n in (6, 8)]
+    hidden, weight = torch.randn(14, 5, dtype=torch.float64), torch.randn(31, 5, dtype=torch.float64)
+    log_p = torch.log_softmax(hidden @ weight.T, -1)
+    rows, targets = torch.tensor([3, 4, 8, 9, 10, 11, 12]), torch.cat([tokens[0][-2:], tokens[1][-5:]])
+    logprob, per_token = log_p[rows, targets], -(log_p.exp() * log_p).sum(-1)[rows]
+    old = [x - 0.05 for x in logprob.split([2, 5])]
+    advantages = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    loss, metrics = namespace["policy_loss"](
+        hidden, weight, tokens, [2, 5], old, advantages, 9.0, *[group for size in (tp, cp) if size > 1]
+    )
+    ratio = (0.05 * torch.ones(7, dtype=torch.float64)).exp()
+    wanted = -(ratio * advantages[torch.tensor([0] * 2 + [1] * 5)] + (0.001 * per_token if entropy == "grad" else 0))
+    torch.testing.assert_close(loss.double(), wanted.sum() / 9, atol=1e-6, rtol=0)
+    assert metrics.compute()["entropy"] == pytest.approx(float(per_token.mean()), abs=1e-5)
+
+
+def test_the_recommended_code_over_supports_runs_and_is_right():
+    code = snippet(LossStep(TINY, tokens=64, kept_ids=2.0), 'linear_logprobs, scope="support"', "1MiB")
+    namespace: dict = {}
+    exec(code, namespace)
+    hidden, weight, tokens = torch.randn(6, 5), torch.randn(31, 5), torch.arange(6)
+    kept = Kept.from_lists([[4, 9], [5, 30, 2]])
+    (logprob,), (entropy,) = namespace["score"](hidden, weight, [tokens], [2], kept)
+    z = (hidden @ weight.T).double()
+    first, second = torch.log_softmax(z[3, [4, 9]], -1), torch.log_softmax(z[4, [5, 30, 2]], -1)
+    wanted = torch.stack([first[0], second[0]])
+    torch.testing.assert_close(logprob.double(), wanted, atol=1e-5, rtol=0)
+    torch.testing.assert_close(float(entropy[0]), float(-(first.exp() * first).sum()), atol=1e-5, rtol=0)
 
 
 def test_it_can_be_shown():
@@ -273,7 +391,7 @@ def test_errors_name_what_was_wanted(tmp_path):
         with pytest.raises(LogitlessError, match=said):
             find_model(str(broken))
     for call, said in (
-        (lambda: find_model("qwen3-9b"), "or a preset but is 'qwen3-9b'. Did you mean 'qwen3-8b'"),
+        (lambda: find_model("qwen3-9b"), "or a preset but is 'qwen3-9b'. Did you mean 'qwen3-4b'"),
         (lambda: find_card("h100"), "or a name but is 'h100'. Did you mean 'h100-80g'"),
         (lambda: replace(STEP, tokens=0), "tokens must be an integer of at least 1 but is 0"),
         (lambda: replace(STEP, response_fraction=1.5), "response_fraction must be above 0 and at most 1 but is 1.5"),

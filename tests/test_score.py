@@ -21,9 +21,11 @@ from logitless.errors import LogitlessError
 from logitless.tools.score import Job, score_file
 from logitless.tools.score import journal as journal_module
 from logitless.tools.score import run as run_module
-from logitless.tools.score.files import Record, Source, count_results, write_results
+from logitless.tools.score.files import Record, Source
 from logitless.tools.score.journal import Journal
 from logitless.tools.score.model import Scorer, _line, batches
+from logitless.tools.score.results import count_results, write_results
+from logitless.tools.score.texts import Texts
 
 VOCAB = 211
 
@@ -51,12 +53,27 @@ def model(tmp_path_factory) -> Path:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
     config = Qwen3Config(vocab_size=VOCAB, **sizes, **heads, tie_word_embeddings=False, initializer_range=0.5)
     Qwen3ForCausalLM(config).save_pretrained(folder)
-    words = {"<bos>": 0, "<unk>": 1, **{f"w{i}": i for i in range(2, VOCAB)}}
+    words = {"<bos>": 0, "<unk>": 1, "<eos>": 2, **{f"w{i}": i for i in range(3, VOCAB)}}
     plain = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     plain.pre_tokenizer = pre_tokenizers.Whitespace()
     plain.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
-    PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<bos>", unk_token="<unk>").save_pretrained(folder)
+    made = PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<bos>", unk_token="<unk>", eos_token="<eos>")
+    made.chat_template = TEMPLATE
+    made.save_pretrained(folder)
     return folder
+
+
+TEMPLATE = """{{ bos_token }}
+{%- for message in messages -%}
+{%- if loop.index0 and message.role == loop.previtem.role -%}{{ raise_exception('turns must alternate') }}{%- endif -%}
+{%- if message.role == 'user' %} w3 {% else %} w4 {% endif -%}
+{%- if message.content != 'strange' or loop.last %}{{ message.content }}{% endif %} <eos> w6
+{%- endfor -%}
+{%- if add_generation_prompt %} w4{% endif -%}"""
+"""w3 and w4 open the turns of user and assistant, <eos> ends one, and w6 is what a template adds after that."""
+
+USER, ANSWER = {"role": "user", "content": "w20 w21"}, {"role": "assistant", "content": "w30 w31 w32"}
+STRANGE = {"role": "assistant", "content": "strange"}
 
 
 def samples(count: int) -> list[dict]:
@@ -171,6 +188,173 @@ def test_special_tokens_are_left_out_on_request(job):
     with_bos = replace(job, out=job.out.with_name("bos.jsonl"))
     score_file(with_bos)
     assert read(with_bos.out)[10]["logprob"] != read(job.out)[10]["logprob"]
+
+
+# Chat messages.
+
+
+def scored_as(job, records, given, **changes):
+    """Results of the records, compared with those of the same token ids given outright."""
+    job = replace(job, data=write(job.data, records), tokens_per_batch=1, **changes)
+    score_file(job)
+    plain = replace(job, data=write(job.data.with_name("ids.jsonl"), given), out=job.out.with_name("ids.out.jsonl"))
+    score_file(plain)
+    return read(job.out), read(plain.out)
+
+
+def test_the_tokens_of_the_assistant_are_scored(job):
+    """All turns, each up to its end-of-sequence token; what the template adds after that was not sampled."""
+    opening, first, between = [0, 3, 20, 21, 2, 6, 4], [30, 31, 32, 2], [6, 3, 20, 21, 2, 6, 4]
+    records = [
+        {"messages": [USER, ANSWER, USER, ANSWER]},
+        {"messages": [USER, ANSWER]},
+        {"messages": [USER, ANSWER, USER]},
+    ]
+    whole = {"prompt": opening, "response": [*first, *between, *first]}
+    chat, ids = scored_as(job, records, [whole, {"prompt": opening, "response": first}])
+    assert [r["tokens"] for r in chat] == [first * 2, first, first]
+    for name in ("logprob", "entropy"):
+        assert chat[0][name] == [*ids[0][name][:4], *ids[0][name][-4:]]
+        assert chat[1][name] == chat[2][name] == ids[1][name]
+
+
+def test_the_last_turn_alone_and_prompts_of_messages(job):
+    records = [{"messages": [USER, STRANGE, USER, ANSWER]}, {"prompt": [USER], "response": "w30 w31 w32 <eos>"}]
+    before = [0, 3, 20, 21, 2, 6, 4, 2, 6, 3, 20, 21, 2, 6, 4]
+    given = [{"prompt": before, "response": [30, 31, 32, 2]}, {"prompt": before[:7], "response": [30, 31, 32, 2]}]
+    chat, ids = scored_as(job, records, given, turns="last")
+    assert [r["logprob"] for r in chat] == [r["logprob"] for r in ids]
+
+
+# Records that cannot be scored, or not whole.
+
+
+def spoiled() -> list[dict]:
+    """Thirty records, some of them bad: token ids, fields, lengths."""
+    made = samples(30)
+    made[3] = {"prompt": [1], "response": [VOCAB]}
+    made[8] = {"prompt": [1]}
+    made[20] = {"prompt": [5] * 40, "response": [7] * 40}
+    return made
+
+
+def test_bad_records_are_rejected_on_request_and_the_others_scored(job, expected):
+    write(job.data, spoiled())
+    with job.data.open("a") as file:
+        file.write('{"prompt": [1], "respon')
+    summary = score_file(replace(job, on_error="skip"))
+    rejects = read(job.out.with_name("out.jsonl.rejects.jsonl"))
+    assert [(r["index"], r["line"]) for r in rejects] == [(3, 4), (8, 9), (20, 21), (30, 31)]
+    for reject, reason in zip(
+        rejects, ("token id 211 is outside", "has no field", "80 tokens", "is not JSON"), strict=True
+    ):
+        assert reason in reject["reason"]
+        assert f"in.jsonl, line {reject['line']}" in reject["reason"]
+    assert "has no end: was the file cut off?" in rejects[-1]["reason"]
+    assert [r["index"] for r in read(job.out)] == [i for i in range(30) if i not in (3, 8, 20)]
+    assert (summary.records, summary.scored_records, summary.rejected) == (31, 27, 4)
+    assert summary.rejects == f"{job.out}.rejects.jsonl"
+    again = score_file(replace(job, on_error="skip"))
+    assert (again.scored_records, again.rejected) == (0, 4)
+    score_file(replace(job, data=write(job.data, samples(30)), on_error="skip", overwrite=True))
+    assert not job.out.with_name("out.jsonl.rejects.jsonl").exists()
+    assert job.out.read_bytes() == expected
+
+
+def test_finished_parts_survive_the_repair_of_later_records(job, expected, monkeypatch):
+    """Seven records to a part: those before the bad one stay, as do those that other ranks have finished."""
+    bad = samples(30)
+    bad[16] = {"prompt": [1], "response": [VOCAB]}
+    write(job.data, bad)
+    with pytest.raises(LogitlessError, match=r"in.jsonl, line 17: token id 211"):
+        score_file(job)
+    write(job.data, samples(30))
+    assert score_file(job).scored_records == 30 - 14
+    assert job.out.read_bytes() == expected
+    # An output that is finished belongs to its input, and so do parts none of which is left.
+    write(job.data, bad)
+    with pytest.raises(LogitlessError, match=r"the input has changed \(in.jsonl\)"):
+        score_file(job)
+    job.out.unlink()
+    with pytest.raises(LogitlessError, match="line 17"):
+        score_file(job)
+    write(job.data, samples(30)[::-1])
+    with pytest.raises(LogitlessError, match=r"the input has changed \(in.jsonl\)"):
+        score_file(job)
+
+
+def test_a_part_whose_records_change_on_the_way_is_an_error(job):
+    """As many records, of the same sizes: only their digest tells."""
+
+    def swap(progress):
+        if progress.done == 0:
+            write(job.data, [*samples(30)[:-2], *samples(30)[:-3:-1]])
+
+    with pytest.raises(LogitlessError, match="changed while it was read"):
+        score_file(job, swap)
+    # No results of other records under the digest of these.
+    parts = job.out.with_name("out.jsonl.parts").glob("*.jsonl")
+    assert sorted(int(part.name[:8]) for part in parts) == [0, 1, 2, 3]
+
+
+def test_long_records_are_cut_or_rejected(job, tmp_path):
+    cut = replace(job, max_length=12, too_long="truncate", tokens_per_batch=1, out=tmp_path / "cut.jsonl")
+    score_file(cut)
+    score_file(replace(job, tokens_per_batch=1))
+    given = samples(30)
+    given[10] = {"prompt": [0, 5, 6, 7], "response": [8, 9]}
+    for sample, whole, short in zip(given, read(job.out), read(cut.out), strict=True):
+        left = min(len(sample["response"]), 12 - len(sample["prompt"]))
+        assert short["truncated"] == len(sample["response"]) - left
+        assert short["tokens"] == whole["tokens"][:left]
+        torch.testing.assert_close(
+            torch.tensor(short["logprob"]), torch.tensor(whole["logprob"][:left]), atol=1e-4, rtol=0
+        )
+    skipped = replace(job, max_length=12, too_long="skip", out=tmp_path / "skip.jsonl")
+    assert score_file(skipped).rejected == sum(len(g["prompt"]) + len(g["response"]) > 12 for g in given) > 5
+    with pytest.raises(LogitlessError, match=r"more than --max-length 12. Cut the prompt, or see --too-long"):
+        score_file(replace(job, max_length=12, out=tmp_path / "stop.jsonl"))
+    write(job.data, [{"prompt": [5] * 12, "response": [7]}])
+    with pytest.raises(LogitlessError, match="and nothing of the response is left"):
+        score_file(replace(cut, out=tmp_path / "none.jsonl"))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_fields_are_kept_on_request(job, tmp_path, suffix, monkeypatch):
+    monkeypatch.setattr("logitless.tools.score.results.ROW_GROUP", 4)
+    records = [
+        {**s, "id": f"r{i}", "reward": i if i < 5 else 0.5, "meta": {"a": [i]}} for i, s in enumerate(samples(9))
+    ]
+    out = tmp_path / f"kept{suffix}"
+    kept = replace(job, data=write(job.data, records), out=out, keep=("id", "reward", "meta"))
+    score_file(kept)
+    if suffix == ".parquet":
+        results = pytest.importorskip("pyarrow.parquet").read_table(out).to_pylist()
+    else:
+        results = read(out)
+    assert [[r["id"], r["reward"], r["meta"]] for r in results] == [[s["id"], s["reward"], s["meta"]] for s in records]
+    assert list(results[0]) == ["index", "id", "reward", "meta", "tokens", "logprob", "entropy"]
+    with pytest.raises(LogitlessError, match="line 1 has no field 'ids' to keep; it has 'prompt', 'response'"):
+        score_file(replace(kept, keep=("ids",), overwrite=True))
+    with pytest.raises(LogitlessError, match="the results have a field 'tokens' of their own"):
+        replace(kept, keep=("tokens",))
+    write(job.data, [{**s, "id": i if i else "zero"} for i, s in enumerate(samples(9))])
+    mixed = replace(kept, keep=("id",), overwrite=True)
+    if suffix == ".parquet":
+        with pytest.raises(LogitlessError, match=r"have no one type, as a Parquet column must: .*Write .jsonl"):
+            score_file(mixed)
+    else:
+        score_file(mixed)
+        assert [r["id"] for r in read(out)] == ["zero", *range(1, 9)]
+
+
+def test_a_torn_parquet_input_is_named(job, tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"prompt": [[1]], "response": [[2]]}), path)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(LogitlessError, match=r"in.parquet is no whole Parquet file: .*Was it cut off\?"):
+        score_file(replace(job, data=path))
 
 
 # Kills.
@@ -357,11 +541,11 @@ def test_a_damaged_part_is_an_error(job, monkeypatch):
     monkeypatch.setattr(journal_module.Journal, "finish", lambda self: None)
     score_file(job)
     monkeypatch.undo()
-    part = job.out.with_name("out.jsonl.parts") / "00000001.jsonl"
+    (part,) = job.out.with_name("out.jsonl.parts").glob("00000001-*.jsonl")
     lines = part.read_bytes().splitlines(keepends=True)
     for damaged in (lines[:-1], [*lines, lines[-1]]):
         part.write_bytes(b"".join(damaged))
-        wanted = rf"00000001.jsonl holds {len(damaged)} results but its part has 7 records"
+        wanted = rf"{part.name} holds {len(damaged)} results but its part has 7 records"
         with pytest.raises(LogitlessError, match=wanted):
             score_file(job)
     part.unlink()
@@ -405,7 +589,8 @@ def test_a_torn_line_is_found_wherever_it_is_torn(tmp_path, monkeypatch):
 
 def test_a_torn_parquet_file_holds_nothing(tmp_path):
     path = tmp_path / "out.parquet"
-    write_results([b'{"index":0,"tokens":[5],"logprob":[-0.25],"entropy":[1.5]}\n'], path, ".parquet")
+    line = b'{"index":0,"tokens":[5],"logprob":[-0.25],"entropy":[1.5]}\n'
+    write_results(lambda: [line], path, ".parquet")
     whole = path.read_bytes()
     assert count_results(path) == 1
     for point in (*range(0, len(whole), 97), *range(len(whole) - 9, len(whole))):
@@ -431,11 +616,14 @@ def test_an_empty_file_gives_an_empty_file(job):
     assert job.out.read_bytes() == b""
 
 
-def test_memory_does_not_grow_with_the_file(tmp_path):
+def test_memory_does_not_grow_with_the_file(tmp_path, model):
+    texts = Texts(model)
+    texts.encode("w5", True)
+
     def peak(count: int) -> int:
         source = Source(write(tmp_path / f"{count}.jsonl", samples(count)))
         tracemalloc.start()
-        for _ in source.parts(16, lambda part: part % 2 == 0, lambda text, opens: [1]):
+        for _ in source.parts(16, lambda part: part % 2 == 0, texts):
             pass
         _, most = tracemalloc.get_traced_memory()
         tracemalloc.stop()
@@ -456,7 +644,16 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
         ({"prompt": [], "response": [1]}, "line 2: 'prompt' has no tokens, so nothing predicts the first token"),
         ({"prompt": [1], "response": [VOCAB]}, f"line 2: token id {VOCAB} is outside of the model's vocabulary"),
         ({"prompt": [1], "response": [1.5]}, "line 2: 'response' must be a list of token ids or a text but is [1.5]"),
-        ({"prompt": [{"role": "user"}], "response": [1]}, "Chat messages go through the tokenizer's chat template"),
+        ({"prompt": [1], "response": [{"role": "user"}]}, "A whole conversation goes into 'messages'"),
+        ({"prompt": [1], "response": None}, "line 2: 'response' must be a list of token ids or a text but is None"),
+        ({"messages": []}, "line 2: 'messages': chat messages must be a list of objects with 'role' and 'content'"),
+        ({"messages": [{"content": "w5"}]}, "line 2: 'messages': chat messages must be a list of objects with 'role'"),
+        ({"messages": [USER]}, "line 2: 'messages': no message is the assistant's"),
+        ({"messages": [ANSWER]}, "line 2: 'messages': the assistant's message comes first"),
+        ({"messages": [USER, USER, ANSWER]}, "line 2: 'messages': the chat template refuses it: turns must alternate"),
+        ({"messages": [USER, STRANGE, USER, ANSWER]}, "line 2: 'messages': the chat template renders message 1 of the"),
+        ('{"prompt": [1], "resp', "line 2 is not JSON: Invalid control character"),
+        ("[" * 100000, "line 2 is not JSON"),
         ({"prompt": [1] * 40, "response": [1] * 40}, "line 2: 80 tokens are more than the model's 64 positions"),
     ],
 )
@@ -504,8 +701,9 @@ def test_texts_without_a_tokenizer_are_an_error(job, tmp_path):
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):
         (bare / name).write_bytes((job.model / name).read_bytes())
-    with pytest.raises(LogitlessError, match="the input has texts, but no tokenizer could be loaded"):
-        score_file(replace(job, model=bare))
+    for on_error in ("stop", "skip"):
+        with pytest.raises(LogitlessError, match="the input has texts, but no tokenizer could be loaded"):
+            score_file(replace(job, model=bare, on_error=on_error))
 
 
 def test_broken_weights_are_an_error_and_not_a_number(job, monkeypatch):
@@ -582,7 +780,7 @@ def test_mismatch_of_files(scored, tmp_path):
     assert json.loads(report_text(summary, compared, True))["mismatch"]["tokens"] == report.tokens
     # Parquet has the same numbers.
     table = tmp_path / "out.parquet"
-    write_results([line + b"\n" for line in out.read_bytes().splitlines()], table, ".parquet")
+    write_results(lambda: [line + b"\n" for line in out.read_bytes().splitlines()], table, ".parquet")
     assert compare(data, table, "engine").report.kl_k3 == pytest.approx(report.kl_k3, rel=1e-4)
 
 

@@ -187,17 +187,26 @@ def test_providers_start_from_what_the_grid_starts_from_and_run_where_it_runs():
 def test_only_points_of_this_machine_commit_and_versions_count_as_finished(tmp_path, measured):
     out = tmp_path / "s.jsonl"
     sweep = Sweep.of(Grid([8], [9], [1.0, 0.5]), ["torch"], CPU, out)
-    run_sweep(sweep)
-    run_sweep(sweep)
-    assert len(measured) == 2
+    _, earlier = run_sweep(sweep)
+    assert earlier == frozenset()
+    told = []
+    records, earlier = run_sweep(
+        replace(sweep, points=[*sweep.points, replace(sweep.points[0], provider="mine")]), told.append
+    )
+    assert earlier == {0, 1}
+    assert [line.endswith("(measured before)") for line in told] == [True, True, False]
+    lines = sweep_table(records, earlier).splitlines()
+    assert ["torch *" in line for line in lines[4:7]] == [True, True, False]
+    assert lines[-1] == "* measured by an earlier run: 2 of 3 points"
+    assert len(measured) == 3
     run_sweep(replace(sweep, environment=replace(sweep.environment, commit="another")))
-    assert len(measured) == 4
+    assert len(measured) == 5
     lines = out.read_text().splitlines()
     out.write_text(
         "\n".join([lines[0].replace('"ok"', '"failed"'), lines[1].replace('"ok"', '"out of memory"')]) + "\n"
     )
     run_sweep(sweep)
-    assert measured[4:] == [(1.0, "torch")]
+    assert measured[5:] == [(1.0, "torch")]
 
 
 def test_an_absent_peer_is_tried_once_and_not_written_down(tmp_path, monkeypatch):
@@ -208,14 +217,14 @@ def test_an_absent_peer_is_tried_once_and_not_written_down(tmp_path, monkeypatch
         return points.lost_record(point, environment, "absent" if point.provider == "trl" else "ok", "no module")
 
     monkeypatch.setattr(sweeping, "measure_apart", answer)
-    records = run_sweep(Sweep.of(Grid([8], [9], [1.0, 0.5]), ["torch", "trl"], CPU, tmp_path / "s.jsonl"))
+    records, _ = run_sweep(Sweep.of(Grid([8], [9], [1.0, 0.5]), ["torch", "trl"], CPU, tmp_path / "s.jsonl"))
     assert asked == ["torch", "trl", "torch"]
     assert [r.status for r in records] == ["ok", "absent", "ok"]
     assert [r.provider for r in read_records(tmp_path / "s.jsonl")] == ["torch", "torch"]
 
 
 def test_the_table_has_what_varies_and_what_became_of_each_point(measured, tmp_path):
-    records = run_sweep(Sweep.of(Grid([8, 16], [9], [0.5]), ["torch", "logitless"], CPU, tmp_path / "s.jsonl"))
+    records, _ = run_sweep(Sweep.of(Grid([8, 16], [9], [0.5]), ["torch", "logitless"], CPU, tmp_path / "s.jsonl"))
     records[3] = replace(records[3], status="wrong", detail="off by 1", total_ms=None)
     lines = sweep_table(records).splitlines()
     assert lines[0] == "V=9 float32, forward + backward, entropy grad, response 50%"
@@ -238,4 +247,4 @@ def test_help_reads_at_80_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     printed = invoke("sweep", "--help").stdout
     assert max(len(line) for line in printed.splitlines()) <= 80
-    assert "each point in a process of its own" in printed
+    assert "each point in a process of its own" in " ".join(printed.split())

@@ -17,12 +17,18 @@ from logitless.softmax import FLOOR, FURTHER, SKIP, Coefficients, Normaliser, St
 
 PAIR_TILE = 1 << 15
 """Elements of a tile in which a student is compared with its teacher."""
+SMALL_TILE = 1 << 17
+"""Elements of a tile that is not made smaller to save memory: below, the calls of torch take longer than the work."""
 
 
 def tile_shape(problem: Problem) -> tuple[int, int]:
-    """Rows and columns of a tile: as much as fits in the memory budget, at least one element."""
+    """Rows and columns of a tile: as much as fits in the memory budget, at least one element.
+
+    Of a small problem an eighth at most, so that its tile is small beside it too, and stays in a cache.
+    """
     buffers = 3 if problem.squash else 2
-    elements = max(1, problem.memory // (buffers * problem.gain.itemsize))
+    share = max(SMALL_TILE, problem.num_rows * problem.columns // 8)
+    elements = max(1, min(problem.memory // (buffers * problem.gain.itemsize), share))
     width = max(1, min(problem.columns, elements))
     return max(1, min(problem.num_rows, elements // width)), width
 
@@ -47,8 +53,10 @@ def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor
     """Same as :func:`logitless.backends.reference.gradient`, one tile at a time."""
     height, width = tile_shape(problem)
     dry = problem.logits.is_meta
+    # Slices are written three times as fast as rows by their numbers, which need a buffer in the gradient's dtype.
+    sliced = out_index is None or (out.dtype == problem.gain.dtype and _is_in_order(out_index, len(out)))
     for rows in pieces(problem.num_rows, height, dry):
-        into = rows if out_index is None else out_index[rows]
+        into = rows if sliced or out_index is None else out_index[rows]
         for columns in pieces(problem.columns, width, dry):
             # Passed on unnamed: a name would keep this tile alive while the next one is computed.
             _write_tile(out, into, columns.start, _tile_gradient(problem, norm, coef, rows, columns))
@@ -92,7 +100,11 @@ def _tile_gradient(problem: Problem, norm: Normaliser, coef: Coefficients, rows:
     dz.mul_(problem.gain[rows, None])
     if squashed is not None:
         dz.mul_(squashed.square_().neg_().add_(1.0).mul_(problem.squash))
-    return dz.masked_fill_((problem.column[rows] == SKIP)[:, None], 0.0)
+    skipped = problem.column[rows] == SKIP
+    if dz.device.type == "cpu":
+        # By row: a mask that is broadcast takes as long as the exponentials. Elsewhere this would wait for the device.
+        return dz.index_fill_(0, skipped.nonzero().squeeze(1), 0.0)
+    return dz.masked_fill_(skipped[:, None], 0.0)
 
 
 def _tile(problem: Problem, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
@@ -106,6 +118,11 @@ def _tile(problem: Problem, rows: slice, columns: slice) -> tuple[Tensor, Tensor
         return x.mul_(gain), None
     y = x.mul_(problem.squash).tanh_()
     return y * gain, y
+
+
+def _is_in_order(index: Tensor, count: int) -> bool:
+    """Whether the index is 0, 1, ... of all rows. Asked on a CPU alone: elsewhere it would wait for the device."""
+    return index.device.type == "cpu" and len(index) == count and torch.equal(index, torch.arange(count))
 
 
 def _write_tile(out: Tensor, rows: Tensor | slice, c: int, tile: Tensor) -> None:

@@ -301,7 +301,10 @@ class RowGradients(NamedTuple):
     @property
     def matters(self) -> Tensor:
         """``[C]`` whether any of them is not 0."""
-        return torch.stack([x != 0 for x in self if x is not None]).any(0)
+        some = self.logprob != 0
+        for x in self[1:]:
+            some = some if x is None else some | (x != 0)
+        return some
 
     def scaled(self, factor: Tensor) -> RowGradients:
         return RowGradients(*(x if x is None else x * factor for x in self))  # pyright: ignore[reportArgumentType]

@@ -116,7 +116,8 @@ def _read_config(path: Path) -> ModelShape:
     text = {**fields, **(own if isinstance(own, dict) else {})}
     sizes: dict[str, Any] = {
         "hidden_size": text.get("hidden_size", text.get("n_embd")),
-        "vocab_size": text.get("vocab_size"),
+        # The rows of the head, which ChatGLM's configs have under a name of their own.
+        "vocab_size": text.get("padded_vocab_size") or text.get("vocab_size"),
     }
     for name, value in sizes.items():
         if type(value) is not int or not 1 <= value <= LARGEST_SIZE:

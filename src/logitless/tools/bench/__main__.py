@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from logitless.errors import LogitlessError
 from logitless.tools.bench.base import compare_with, comparison_table
 from logitless.tools.bench.records import records_table
-from logitless.tools.bench.run import Request, execute, listing
+from logitless.tools.bench.run import Request, execute, listing, listing_json
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -21,13 +22,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--case", action="extend", nargs="+", default=[], help="names or patterns: 'reference-*'")
     parser.add_argument("--provider", action="extend", nargs="+", default=[], help="names or patterns")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument("--out", type=Path, help="file to append to; default benchmarks/results/<device>.jsonl")
+    parser.add_argument("--out", type=Path, help="file to append to; default DEVICE.jsonl, as logitless bench has it")
     parser.add_argument("--repeats", type=int, default=10, help="timed repeats per provider (default 10)")
     parser.add_argument("--peers", type=Path, help="folder of unpacked packages to import peers from")
     parser.add_argument("--commit", help="commit to record where the code has no git history")
     parser.add_argument("--base", help="commit to compare this checkout with")
     parser.add_argument("--list", action="store_true", help="list cases and providers, measure nothing")
-    parser.add_argument("--json", action="store_true", help="print the records instead of the table")
+    parser.add_argument("--json", action="store_true", help="print records, or the list, as JSON")
     return parser.parse_args(arguments)
 
 
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     options = parse(arguments)
     if options.list:
-        sys.stdout.write(listing() + "\n")
+        sys.stdout.write((json.dumps(listing_json(), indent=1) if options.json else listing()) + "\n")
         return 0
     request = Request(
         cases=options.case,

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 
 import logitless
+from logitless.errors import LogitlessError
 from logitless.spec import format_bytes
 from logitless.tools.bench.cases import Computed
 from logitless.tools.bench.tables import text_table
@@ -117,7 +118,20 @@ def append_records(path: Path, records: Iterable[Record]) -> None:
 
 def read_records(path: Path) -> list[Record]:
     """All records of a file, oldest first."""
-    return [Record(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not path.is_file():
+        raise LogitlessError(f"there is no file of records {path}. Give one that bench or sweep wrote.")
+    records = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if line.strip():
+            records.append(_read_record(line, f"{path}, line {number}"))
+    return records
+
+
+def _read_record(line: bytes, place: str) -> Record:
+    try:
+        return Record(**json.loads(line))
+    except (ValueError, TypeError) as error:
+        raise LogitlessError(f"{place} is no record of bench or sweep: {error}. Was the file cut off?") from None
 
 
 def newest(records: Iterable[Record]) -> list[Record]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ from logitless.tools.bench.measure import (
 from logitless.tools.bench.providers import PROVIDERS, Provider, Score, Scores, add_peers
 from logitless.tools.bench.records import Environment, Record, append_records
 from logitless.tools.bench.tables import text_table
+from logitless.tools.outputs import records_folder
 
 Report = Callable[[str], None]
 """Told what is about to happen, at most ``Selection.num_steps`` times."""
@@ -59,7 +60,7 @@ class Request:
     Attributes:
         cases, providers: names or shell patterns; none means all that suit the device.
         device: ``"cuda"`` or ``"cpu"``; None takes CUDA where torch sees a device.
-        out: file to append to; None means ``benchmarks/results/<device>.jsonl``.
+        out: file to append to; None means ``<device>.jsonl`` in :func:`records_folder`.
         repeats: timed repeats per provider.
         peers: folder of unpacked packages to import peers from.
         commit: commit to record where the code has no git history.
@@ -180,7 +181,7 @@ def execute(request: Request, report: Report) -> tuple[list[Record], Path]:
     """Run a request; append its records to a file, case by case; return the records and the file's path."""
     selection = request.resolve()
     here = Environment.here(selection.device, selection.commit)
-    out = request.out or Path("benchmarks/results") / f"{here.slug}.jsonl"
+    out = request.out or records_folder() / f"{here.slug}.jsonl"
     records: list[Record] = []
     for of_case in run(selection, report):
         append_records(out, of_case)
@@ -197,6 +198,19 @@ def listing() -> str:
         rows = [(name, p.computes, "CUDA only" if p.cuda_only else "") for name, p in providers.items()]
         parts.append(text_table((f"provider from {start}", "computes at most", ""), rows))
     return "\n\n".join(parts)
+
+
+def listing_json() -> dict[str, Any]:
+    """All cases and providers, as JSON values."""
+    starts = {"logits": PROVIDERS, "hidden states": LINEAR_PROVIDERS}
+    return {
+        "cases": [asdict(case) for case in CASES.values()],
+        "providers": [
+            {"name": name, "from": start, "computes": provider.computes, "cuda_only": provider.cuda_only}
+            for start, known in starts.items()
+            for name, provider in known.items()
+        ],
+    }
 
 
 def run(selection: Selection, report: Report = lambda text: None) -> Iterator[list[Record]]:

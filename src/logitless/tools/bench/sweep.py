@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -36,6 +36,7 @@ from logitless.tools.bench.records import (
 )
 from logitless.tools.bench.run import Report, Request
 from logitless.tools.bench.tables import text_table
+from logitless.tools.outputs import default_folder
 
 T = TypeVar("T")
 
@@ -210,7 +211,7 @@ def resolve_sweep(options: Options, out: Path | None = None) -> Sweep:
     names = choose_providers(options.providers, grid, kind)
     more = {"repeats": options.repeats, "peers": None if options.peers is None else str(options.peers.resolve())}
     limit = int(LIMIT_SHARE * free) if kind == "cpu" else None
-    return Sweep.of(grid, names, device, out or Path("out") / f"sweep-{kind}.jsonl", limit=limit, **more)
+    return Sweep.of(grid, names, device, out or default_folder() / f"sweep-{kind}.jsonl", limit=limit, **more)
 
 
 def parse_list(text: str, name: str, read: Callable[[str], T]) -> list[T]:
@@ -225,17 +226,23 @@ def parse_list(text: str, name: str, read: Callable[[str], T]) -> list[T]:
         raise LogitlessError(f"sweep: {name} must be a list of {wanted} but is {text!r}.") from None
 
 
-def run_sweep(sweep: Sweep, report: Report = lambda text: None) -> list[Record]:
-    """Measure the points that the file lacks, appending each record; returns the records of all points.
+def run_sweep(sweep: Sweep, report: Report = lambda text: None) -> tuple[list[Record], frozenset[int]]:
+    """Measure the points that the file lacks, appending each record.
 
     A provider that is absent at its first point is not tried again, and has no record in the file.
+
+    Returns:
+        The records of all points, and which of them are from an earlier run, by their places in the list.
     """
     mend(sweep.out)
     finished, absent = sweep.finished(), set()
     records: list[Record] = []
+    earlier = set()
     for point in sweep.points:
-        report(f"{point.case.name}: {point.provider}")
         record = finished.get((point.case.name, point.provider))
+        report(f"{point.case.name}: {point.provider}" + ("" if record is None else " (measured before)"))
+        if record is not None:
+            earlier.add(len(records))
         if record is None and point.provider not in absent:
             record = measure_apart(point, sweep.environment)
             if record.status == "absent":
@@ -243,7 +250,7 @@ def run_sweep(sweep: Sweep, report: Report = lambda text: None) -> list[Record]:
             else:
                 append_records(sweep.out, [record])
         records += [record] if record is not None else []
-    return records
+    return records, frozenset(earlier)
 
 
 def mend(path: Path) -> None:
@@ -286,13 +293,18 @@ def fixed_text(records: Sequence[Record]) -> str:
     return ", ".join([" ".join([*sizes, case["dtype"]]), work, *rest])
 
 
-def sweep_table(records: Sequence[Record]) -> str:
-    """One line per point: sizes that vary, provider, time, peak, peak over logits, errors; then failures."""
+def sweep_table(records: Sequence[Record], earlier: Collection[int] = ()) -> str:
+    """One line per point: sizes that vary, provider, time, peak, peak over logits, errors; then failures.
+
+    Args:
+        earlier: places of the records that are from an earlier run, which get a star.
+    """
     axes, run_ = varying(records), [r for r in records if r.status != "absent"]
+    starred = [i in earlier for i, r in enumerate(records) if r.status != "absent"]
     columns = [*(AXES[n] for n in axes), "provider", "total ms", "peak", "of logits", "value err", "grad err"]
     cells = []
-    for r in run_:
-        line = [*(value_text(n, r.case[n]) for n in axes), r.provider]
+    for r, star in zip(run_, starred, strict=True):
+        line = [*(value_text(n, r.case[n]) for n in axes), f"{r.provider} *" if star else r.provider]
         if r.total_ms is None or r.peak_bytes is None:
             cells.append([*line, r.status, *["-"] * 4])
             continue
@@ -303,4 +315,6 @@ def sweep_table(records: Sequence[Record]) -> str:
     unsteady = sum(r.total_range_ms is not None and r.total_range_ms[1] > UNSTEADY * r.total_range_ms[0] for r in run_)
     if unsteady:
         notes.append(f"unsteady machine: repeats vary by over half at {unsteady} of {len(run_)} points")
+    if any(starred):
+        notes.append(f"* measured by an earlier run: {sum(starred)} of {len(run_)} points")
     return "\n".join([fixed_text(records), "", text_table(columns, cells), "", *notes]).rstrip()

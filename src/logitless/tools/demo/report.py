@@ -13,7 +13,7 @@ from logitless.tools.demo.run import Demo, verdict
 
 
 def show_demo(demo: Demo, figure: Path, console: Console) -> None:
-    """Print the outcome, within 80 columns."""
+    """Print the outcome: tables within 80 columns, sentences as wide as the terminal or, piped, in one line."""
     setting, measured = demo.setting, demo.by_fraction
     lines = (
         f"\nGRPO, {setting.steps} steps of {setting.samples} samples: repeat {setting.length} digits.",
@@ -21,12 +21,22 @@ def show_demo(demo: Demo, figure: Path, console: Console) -> None:
     )
     console.print("\n".join(lines), highlight=False)
     console.print(_runs(demo), highlight=False)
+    if demo.busy:
+        console.print(
+            f"\nThis machine was busy: a run waited {demo.waited:.0%} of its time for the processor. The times above "
+            f"mean nothing; rewards and memory do not depend on them.",
+            highlight=False,
+            style="yellow",
+        )
     console.print(
         f"\nPeak of a loss step of {measured.tokens} tokens, vocabulary {measured.vocab}, in MiB:\n", highlight=False
     )
     console.print(_peaks(demo), highlight=False)
     console.print()
-    console.print(Panel(verdict(demo), border_style="green" if demo.ok else "red"), highlight=False)
+    # A frame has lines of its own, which a pipe should not get in the middle of a sentence.
+    text = verdict(demo)
+    framed = Panel(text, border_style="green" if demo.ok else "red") if console.is_terminal else text
+    console.print(framed, highlight=False)
     console.print(f"Figure saved to {figure}", highlight=False)
 
 

@@ -35,6 +35,10 @@ NOISE = 0.05
 """A difference that counts as none: a step's reward is a mean over 16 prompts."""
 
 
+BUSY = 0.2
+"""Share of a run's time that others may take before the times of the runs are no longer worth comparing."""
+
+
 @dataclass(frozen=True, eq=False)
 class Demo:
     """The outcome.
@@ -91,6 +95,17 @@ class Demo:
         return near and self.same_steps >= min(SAME_STEPS, self.setting.steps)
 
     @property
+    def waited(self) -> float:
+        """Largest share of its time that a run of one rank waited for the processor."""
+        alone = (self.plain, self.control, *((self.ours,) if self.grid.size == 1 else ()))
+        return max(run.waited for run in alone)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the machine was too busy for the times to mean anything."""
+        return self.waited > BUSY
+
+    @property
     def leaner(self) -> bool:
         return self.our_peak < self.plain_peak
 
@@ -112,6 +127,8 @@ class Demo:
             "tp": self.grid.tp,
             "cp": self.grid.cp,
             "runs": runs,
+            "busy": self.busy,
+            "waited_for_the_processor": self.waited,
             "control_rewards": self.control.rewards,
             "largest_reward_difference": self.difference,
             "largest_reward_difference_of_plain_torch_from_itself": self.own_difference,

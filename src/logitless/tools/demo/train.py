@@ -78,6 +78,8 @@ class Curve:
         tokens: ``[steps, N, S]`` prompts and sampled tokens.
         seconds: duration of the whole run.
         last: the loss step and its inputs at the end, to measure its memory.
+        waited: share of the duration in which the thread that computes did not run. It waits for nothing but the
+            processor where the run has one rank, so this is what other programs took.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Curve:
     tokens: Tensor
     seconds: float
     last: tuple[LossStep, Tensor, Tensor, Rows, Tensor]
+    waited: float = 0.0
 
     def difference(self, other: Curve) -> float:
         """Largest difference of a step's mean reward."""
@@ -124,7 +127,7 @@ def train(
     if grid.size > 1:
         step = partial(logitless_step, shard=grid.shard(setting.vocab))
     adam, generator = _optimizer(policy, setting.learning_rate), torch.Generator().manual_seed(setting.seed + 1)
-    rewards, sampled, began = [], [], time.perf_counter()
+    rewards, sampled, began, ran = [], [], time.perf_counter(), time.thread_time()
     for turn in range(setting.steps):
         prompts = draw_prompts(setting.prompts, setting.length, generator).repeat_interleave(setting.group, 0)
         seeds = torch.randint(2**62, (len(prompts),), generator=generator)
@@ -145,7 +148,8 @@ def train(
         if (turn + 1) % REPORT_EVERY == 0 or turn + 1 == setting.steps:
             report(f"{name}: step {turn + 1} of {setting.steps}, reward {rewards[-1]:.2f}")
     last = step, hidden.detach(), policy.head.detach(), rows, advantage  # pyright: ignore[reportPossiblyUnboundVariable]
-    return Curve(name, rewards, torch.stack(sampled), time.perf_counter() - began, last)
+    seconds, ran = time.perf_counter() - began, time.thread_time() - ran
+    return Curve(name, rewards, torch.stack(sampled), seconds, last, max(0.0, 1 - ran / seconds))
 
 
 REPORT_EVERY = 5

@@ -36,8 +36,11 @@ class Compared:
 def compare(data: Path, out: Path, field: str) -> Compared:
     """Results in ``out`` against a field of the input; reads both files through."""
     tokens, trainer, rollout = [], [], []
-    results = read_fields(out, ("tokens", "logprob"))
-    for (place, own), (_, result) in zip(read_fields(data, (field,)), results, strict=True):
+    results = {result["index"]: result for _, result in read_fields(out, ("index", "tokens", "logprob"))}
+    for index, (place, own) in enumerate(read_fields(data, (field,))):
+        if (result := results.get(index)) is None:
+            # Rejected, and told of as such.
+            continue
         given = own[field]
         if not isinstance(given, list) or not all(type(x) in (int, float) for x in given):
             raise LogitlessError(f"score: {place}: {field!r} must be a list of log-probs but is {str(given)[:60]}.")
@@ -73,10 +76,12 @@ def report_text(summary: Any, compared: Compared | None, as_json: bool) -> str:
     if as_json:
         more = {} if compared is None else {"mismatch": compared.report.as_dict()}
         return json.dumps(vars(summary) | more)
-    before = summary.records - summary.scored_records
+    before = summary.records - summary.scored_records - summary.rejected
     there = f" ({before} were there)" if before else ""
     speed = summary.scored_tokens / max(1e-9, summary.seconds)
-    lines = [f"{summary.out}: {summary.records} records{there}"]
+    lines = [f"{summary.out}: {summary.records - summary.rejected} records{there}"]
+    if summary.rejected:
+        lines.append(f"{summary.rejects}: {summary.rejected} records that were rejected, and why")
     if summary.scored_records:
         lines.append(f"{summary.scored_tokens} response tokens in {summary.seconds:.1f} s, {speed:.0f} tokens/s")
     if compared is not None:

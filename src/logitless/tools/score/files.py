@@ -1,23 +1,27 @@
 """Records in, results out: JSONL and Parquet, read and written as streams.
 
-A record holds a prompt and a response, each a list of token ids or a text. A record is parsed only if its part is
-wanted: records that are already scored are read and skipped.
+A record holds a prompt and a response, each a list of token ids or a text, or chat messages. It is parsed only if its
+part is wanted: records that are already scored are read and skipped.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from logitless.errors import LogitlessError
+from logitless.tools.score.texts import Conversation, NoTokenizer, are_messages
 
 SUFFIXES = (".jsonl", ".parquet")
+RESULTS = ("index", "tokens", "logprob", "entropy", "truncated")
+"""Fields of a result, which no field of the input may be kept as."""
 
 ROW_GROUP = 4096
 """Records of a row group of the Parquet output, which are held in memory while it is written."""
@@ -25,75 +29,177 @@ ROW_GROUP = 4096
 
 @dataclass(frozen=True)
 class Record:
-    """One sample: its number in the file, its place there for people, and the token ids of prompt and response."""
+    """One sample: its number in the file, its place there for people, and the token ids of prompt and response.
+
+    Attributes:
+        scored: which tokens of the response are scored; None for all.
+        kept: fields that go into its result.
+        truncated: tokens that were cut off the response.
+    """
 
     index: int
     place: str
     prompt: list[int]
     response: list[int]
+    scored: list[bool] | None = None
+    kept: dict[str, Any] = field(default_factory=dict)
+    truncated: int = 0
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.response)
 
+    @property
+    def tokens(self) -> list[int]:
+        """Those that are scored."""
+        return self.response if self.scored is None else list(itertools.compress(self.response, self.scored))
 
-Encode = Callable[[str, bool], list[int]]
-"""``encode(text, opens)``: token ids of a text; ``opens`` says that the text opens the sequence."""
 
-NAMED = " Name the fields with --prompt-key and --response-key."
+@dataclass(frozen=True)
+class Reject:
+    """A record that cannot be scored: its number, its place in the file, and why."""
 
-Row = tuple[str, Callable[[], dict[str, Any]]]
-"""Place of a record in the file, and a function that parses it."""
+    index: int
+    place: str
+    reason: str
+
+    def line(self) -> bytes:
+        """As it stands among the results of a part."""
+        # The last words of the place are "line 7" or "row 6".
+        unit, number = self.place.split()[-2:]
+        fields = {"index": self.index, unit: int(number), "reason": self.reason}
+        return REJECTED + json.dumps(fields).encode() + b"\n"
+
+
+REJECTED = b"rejected "
+"""How the line of a record that was rejected begins; results begin with a brace."""
+
+
+class Encoder(Protocol):
+    """What turns texts and messages into ids: see :class:`logitless.tools.score.texts.Texts`."""
+
+    def encode(self, text: str, opens: bool) -> list[int]: ...
+    def opening(self, messages: Any) -> list[int]: ...
+    def conversation(self, messages: Any) -> Conversation: ...
+
+
+class Row(NamedTuple):
+    """Place of a record in the file, a function that parses it, and its bytes where it has any of its own."""
+
+    place: str
+    parse: Callable[[], dict[str, Any]]
+    raw: bytes = b""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file of records, and the names of the two fields that are read."""
+    """A file of records, and the names of the fields that are read.
+
+    Attributes:
+        keep: names of fields that go into the results.
+    """
 
     path: Path
     prompt_key: str = "prompt"
     response_key: str = "response"
+    messages_key: str = "messages"
+    keep: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if not self.path.is_file():
             raise LogitlessError(f"score: there is no file {self.path}. Give a .jsonl or .parquet file of records.")
         check_format("the input", self.path)
 
-    def count(self) -> int:
-        """Number of records; a JSONL file is read through to count them."""
+    def survey(self, size: int) -> tuple[int, tuple[str, ...]]:
+        """Number of records, and of each part of a JSONL file, which is read through, what changes with its records."""
         if self.path.suffix == ".parquet":
-            return _parquet().ParquetFile(self.path).metadata.num_rows
-        return sum(1 for _ in _lines(self.path))
+            return _open_parquet(self.path).metadata.num_rows, ()
+        found = [(len(chunk), _digest(chunk)) for chunk in _chunks(_lines(self.path), size)]
+        return sum(count for count, _ in found), tuple(digest for _, digest in found)
 
-    def parts(self, size: int, wanted: Callable[[int], bool], encode: Encode) -> Iterator[tuple[int, list[Record]]]:
-        """Number and records of every wanted part: ``size`` consecutive records, fewer in the last part."""
-        rows = _rows(self.path, (self.prompt_key, self.response_key), NAMED)
-        for part in itertools.count():
-            chunk = list(itertools.islice(rows, size))
-            if not chunk:
-                return
+    def parts(
+        self, size: int, wanted: Callable[[int], bool], texts: Encoder, *, skip: bool = False
+    ) -> Iterator[tuple[int, str, list[Record | Reject]]]:
+        """Number, digest and records of every wanted part: ``size`` consecutive records, fewer in the last part.
+
+        Args:
+            skip: give a :class:`Reject` for a record that cannot be read, and do not raise.
+        """
+        rows = _parquet_rows(self) if self.path.suffix == ".parquet" else _lines(self.path)
+        for part, chunk in enumerate(_chunks(rows, size)):
             if wanted(part):
-                yield part, [self._record(part * size + i, *row, encode) for i, row in enumerate(chunk)]
+                read = [self._read(part * size + i, row, texts, skip) for i, row in enumerate(chunk)]
+                yield part, _digest(chunk), read
 
-    def _record(self, index: int, place: str, parse: Callable[[], dict[str, Any]], encode: Encode) -> Record:
-        fields, place = parse(), f"{self.path.name}, {place}"
-        prompt = _token_ids(fields, self.prompt_key, place, lambda text: encode(text, True))
-        response = _token_ids(fields, self.response_key, place, lambda text: encode(text, False))
+    def _read(self, index: int, row: Row, texts: Encoder, skip: bool) -> Record | Reject:
+        place = f"{self.path.name}, {row.place}"
+        try:
+            return self._record(index, place, row.parse(), texts)
+        except NoTokenizer:
+            raise
+        except LogitlessError as error:
+            if not skip:
+                raise
+            return Reject(index, place, str(error))
+
+    def _record(self, index: int, place: str, fields: dict[str, Any], texts: Encoder) -> Record:
+        kept = {key: _kept_value(fields, key, place) for key in self.keep}
+        chat = fields.get(self.messages_key)
+        if chat is not None and fields.get(self.prompt_key) is None:
+            made = _named(f"{place}: {self.messages_key!r}", lambda: texts.conversation(chat))
+            return Record(index, place, *made, kept=kept)
+        prompt = self._ids(fields, self.prompt_key, place, lambda text: texts.encode(text, True), texts.opening)
+        response = self._ids(fields, self.response_key, place, lambda text: texts.encode(text, False))
         if not prompt and response:
             raise LogitlessError(
                 f"score: {place}: {self.prompt_key!r} has no tokens, so nothing predicts the first token of the "
                 f"response. Give at least one, for example the id that opens a sequence."
             )
-        return Record(index, place, prompt, response)
+        return Record(index, place, prompt, response, kept=kept)
+
+    def _ids(
+        self,
+        fields: dict[str, Any],
+        key: str,
+        place: str,
+        encode: Callable[[str], list[int]],
+        chat: Callable[[Any], list[int]] | None = None,
+    ) -> list[int]:
+        """Token ids of a field: as they are, of a text or, where ``chat`` is given, of messages."""
+        if fields.get(key) is None and (key not in fields or self.messages_key in fields):
+            raise LogitlessError(self._missing(place, key, list(fields)))
+        value = fields[key]
+        if isinstance(value, str):
+            return encode(value)
+        if isinstance(value, list) and all(type(x) is int and x >= 0 for x in value):
+            return value
+        if chat is not None and are_messages(value):
+            return _named(f"{place}: {key!r}", lambda: chat(value))
+        came = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:57]}..."
+        raise LogitlessError(
+            f"score: {place}: {key!r} must be a list of token ids or a text but is {came}. A whole conversation goes "
+            f"into {self.messages_key!r}."
+        )
+
+    def _missing(self, place: str, key: str, names: list[str]) -> str:
+        return (
+            f"score: {place} has no field {key!r}; it has {', '.join(map(repr, names)) or 'none'}. Name the fields "
+            f"with --prompt-key and --response-key, or --messages-key."
+        )
 
 
 def read_fields(path: Path, keys: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Place and fields of every record, each of which must have these."""
-    for place, parse in _rows(path, keys, ""):
-        fields, place = parse(), f"{path.name}, {place}"
+    rows = _lines(path)
+    if path.suffix == ".parquet":
+        file = _open_parquet(path)
+        rows = _parquet_columns(path, file, [key for key in keys if key in file.schema_arrow.names])
+    for row in rows:
+        fields, place = row.parse(), f"{path.name}, {row.place}"
         for key in keys:
             if key not in fields:
-                raise LogitlessError(_missing(place, key, list(fields), ""))
+                names = ", ".join(map(repr, fields))
+                raise LogitlessError(f"score: {place} has no field {key!r}; it has {names or 'none'}.")
         yield place, fields
 
 
@@ -108,90 +214,90 @@ def check_format(what: str, path: Path) -> None:
         )
 
 
-def write_results(lines: Iterable[bytes], path: Path, suffix: str) -> None:
-    """Write result lines as they are, or as the columns of a Parquet file."""
-    if suffix == ".parquet":
-        _write_parquet(lines, path)
-        return
-    with path.open("wb") as file:
-        file.writelines(lines)
+def _chunks(rows: Iterable[Row], size: int) -> Iterator[list[Row]]:
+    rows = iter(rows)
+    while chunk := list(itertools.islice(rows, size)):
+        yield chunk
 
 
-def count_results(path: Path) -> int:
-    """Whole records in a file of results: a line without its end is none, nor is anything in Parquet without its."""
-    if path.suffix == ".jsonl":
-        with path.open("rb") as file:
-            return sum(line.endswith(b"\n") for line in file)
-    try:
-        return _parquet().ParquetFile(path).metadata.num_rows
-    except ValueError:
-        return 0
-
-
-def _write_parquet(lines: Iterable[bytes], path: Path) -> None:
-    import pyarrow as pa
-
-    numbers = {"logprob": pa.list_(pa.float32()), "entropy": pa.list_(pa.float32())}
-    schema = pa.schema({"index": pa.int64(), "tokens": pa.list_(pa.int64()), **numbers})
-    lines = iter(lines)
-    with _parquet().ParquetWriter(path, schema) as writer:
-        while group := [json.loads(line) for line in itertools.islice(lines, ROW_GROUP)]:
-            writer.write_table(pa.Table.from_pylist(group, schema=schema))
+def _digest(rows: Iterable[Row]) -> str:
+    """Sixteen letters that change with the bytes of the records, but for blanks around them."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(row.raw.strip() + b"\n")
+    return digest.hexdigest()[:16]
 
 
 def _lines(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.isspace():
-                yield f"line {number}", partial(_parse_line, line, f"{path.name}, line {number}")
+                yield Row(f"line {number}", partial(_parse_line, line, f"{path.name}, line {number}"), line)
 
 
 def _parse_line(line: bytes, place: str) -> dict[str, Any]:
     try:
         fields = json.loads(line)
-    except ValueError as error:
-        raise LogitlessError(f"score: {place} is not JSON: {error}.") from None
+    except (ValueError, RecursionError) as error:
+        torn = "" if line.endswith(b"\n") else " It is the last line, and has no end: was the file cut off?"
+        raise LogitlessError(f"score: {place} is not JSON: {error}.{torn}") from None
     if not isinstance(fields, dict):
         raise LogitlessError(f"score: {place}: wanted a JSON object but got {type(fields).__name__}.")
     return fields
 
 
-def _rows(path: Path, keys: tuple[str, ...], hint: str) -> Iterator[Row]:
-    return _parquet_rows(path, keys, hint) if path.suffix == ".parquet" else _lines(path)
+def _named(place: str, act: Callable[[], Any]) -> Any:
+    """What ``act`` returns; its errors get the place in front."""
+    try:
+        return act()
+    except NoTokenizer:
+        raise
+    except LogitlessError as error:
+        raise LogitlessError(f"score: {place}: {str(error).removeprefix('score: ').removesuffix('.')}.") from None
 
 
-def _parquet_rows(path: Path, keys: tuple[str, ...], hint: str) -> Iterator[Row]:
-    file = _parquet().ParquetFile(path)
-    for key in keys:
-        if key not in file.schema_arrow.names:
-            raise LogitlessError(_missing(path.name, key, file.schema_arrow.names, hint))
-    first = 0
-    for batch in file.iter_batches(batch_size=256, columns=list(dict.fromkeys(keys))):
+def _kept_value(fields: dict[str, Any], key: str, place: str) -> Any:
+    if key not in fields:
+        names = ", ".join(map(repr, fields))
+        raise LogitlessError(f"score: {place} has no field {key!r} to keep; it has {names or 'none'}. See --keep.")
+    try:
+        json.dumps(fields[key])
+    except (TypeError, ValueError) as error:
+        raise LogitlessError(f"score: {place}: {key!r} cannot be kept: {error}. Leave it out of --keep.") from None
+    return fields[key]
+
+
+def _parquet_rows(source: Source) -> Iterator[Row]:
+    file = _open_parquet(source.path)
+    names, place = file.schema_arrow.names, source.path.name
+    wanted = [source.prompt_key, source.response_key, source.messages_key]
+    there = [key for key in dict.fromkeys([*wanted, *source.keep]) if key in names]
+    if source.messages_key not in there:
+        for key in (source.prompt_key, source.response_key):
+            if key not in there:
+                raise LogitlessError(source._missing(place, key, names))
+    for key in source.keep:
+        _kept_value(dict.fromkeys(names), key, place)
+    yield from _parquet_columns(source.path, file, there)
+
+
+def _parquet_columns(path: Path, file: Any, keys: list[str]) -> Iterator[Row]:
+    first, batches = 0, file.iter_batches(batch_size=256, columns=keys)
+    while (batch := _whole(path, lambda: next(batches, None))) is not None:
         for i in range(batch.num_rows):
-            yield f"row {first + i}", lambda batch=batch, i=i: batch.slice(i, 1).to_pylist()[0]
+            yield Row(f"row {first + i}", lambda batch=batch, i=i: batch.slice(i, 1).to_pylist()[0])
         first += batch.num_rows
 
 
-def _parquet() -> Any:
+def _open_parquet(path: Path) -> Any:
     import pyarrow.parquet
 
-    return pyarrow.parquet
+    return _whole(path, lambda: pyarrow.parquet.ParquetFile(path))
 
 
-def _token_ids(fields: dict[str, Any], key: str, place: str, encode: Callable[[str], list[int]]) -> list[int]:
-    if key not in fields:
-        raise LogitlessError(_missing(place, key, list(fields), NAMED))
-    value = fields[key]
-    if isinstance(value, str):
-        return encode(value)
-    if isinstance(value, list) and all(type(x) is int and x >= 0 for x in value):
-        return value
-    came = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:57]}..."
-    raise LogitlessError(
-        f"score: {place}: {key!r} must be a list of token ids or a text but is {came}. Chat messages go through the "
-        f"tokenizer's chat template first."
-    )
-
-
-def _missing(place: str, key: str, names: list[str], hint: str) -> str:
-    return f"score: {place} has no field {key!r}; it has {', '.join(map(repr, names)) or 'none'}.{hint}"
+def _whole(path: Path, read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except (ValueError, OSError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise LogitlessError(f"score: {path} is no whole Parquet file: {reason}. Was it cut off?") from None

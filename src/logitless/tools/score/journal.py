@@ -2,7 +2,10 @@
 
     OUT.score.json     settings of the job, sizes and times of its input files; written first, stays
     OUT.parts/         one file per finished part
+    OUT.rejects.jsonl  records that were rejected, if any; appears before OUT
     OUT                appears when all parts are finished; the parts are then removed
+
+The name of a part ends in a digest of its records, so that a part whose records have changed since is not found.
 
 Every file is written under another name, flushed to disk and renamed, so that it appears as a whole or not at all. At
 any kill the three together say how far the job came: no other state is lost.
@@ -19,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from logitless.errors import LogitlessError
-from logitless.tools.score.files import count_results, write_results
+from logitless.tools.score.files import REJECTED
+from logitless.tools.score.results import count_results, write_rejects, write_results
 
 
 @dataclass(frozen=True)
@@ -31,12 +35,14 @@ class Journal:
         settings: everything that decides about the results, as JSON values.
         num_records: records of the input.
         part_size: records per part.
+        digests: of the records of each part; empty where nothing is known of them but the file as a whole.
     """
 
     out: Path
     settings: dict[str, Any]
     num_records: int
     part_size: int
+    digests: tuple[str, ...] = ()
 
     @property
     def sheet(self) -> Path:
@@ -45,6 +51,15 @@ class Journal:
     @property
     def folder(self) -> Path:
         return self.out.with_name(f"{self.out.name}.parts")
+
+    @property
+    def rejects(self) -> Path:
+        return self.out.with_name(f"{self.out.name}.rejects.jsonl")
+
+    @property
+    def num_rejects(self) -> int:
+        """Records that a finished job rejected."""
+        return count_results(self.rejects) if self.rejects.exists() else 0
 
     @property
     def num_parts(self) -> int:
@@ -63,18 +78,20 @@ class Journal:
         if overwrite:
             # The old sheet goes last: until then it describes the files that are left.
             self.out.unlink(missing_ok=True)
+            self.rejects.unlink(missing_ok=True)
             if self.folder.exists():
                 shutil.rmtree(self.folder)
             self.sheet.unlink(missing_ok=True)
-        if self.sheet.exists():
-            self._check_settings()
+        fresh = not self.sheet.exists()
+        if not fresh:
+            fresh = self._check_settings()
         elif self.out.exists() or any(self.folder.glob("*.jsonl")):
             raise LogitlessError(
                 f"score: {self.out if self.out.exists() else self.folder} exists, and no {self.sheet.name} says how it "
                 f"was made. Give another --out, or --overwrite to replace it."
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not self.sheet.exists():
+        if fresh:
             text = json.dumps(self.settings, indent=1) + "\n"
             self._commit(self.sheet, lambda path: path.write_text(text))
         if self.finished:
@@ -94,7 +111,11 @@ class Journal:
 
     def finish(self) -> None:
         """Write all parts, in order, to the output, and remove them."""
-        self._commit(self.out, lambda path: write_results(self._lines(), path, self.out.suffix))
+        if any(line.startswith(REJECTED) for line in self._lines()):
+            self._commit(self.rejects, lambda path: write_rejects(self._lines(), path))
+        else:
+            self.rejects.unlink(missing_ok=True)
+        self._commit(self.out, lambda path: write_results(self._lines, path, self.out.suffix))
         shutil.rmtree(self.folder)
 
     def _commit(self, path: Path, write: Callable[[Path], object]) -> None:
@@ -107,7 +128,7 @@ class Journal:
         _flush(path.parent)
 
     def _part(self, part: int) -> Path:
-        return self.folder / f"{part:08d}.jsonl"
+        return self.folder / f"{part:08d}{f'-{self.digests[part]}' if self.digests else ''}.jsonl"
 
     def _lines(self) -> Iterator[bytes]:
         for part in range(self.num_parts):
@@ -124,14 +145,17 @@ class Journal:
 
     def _check_output(self) -> None:
         """Raise where the output is not whole, as a kill cannot leave it."""
-        count = count_results(self.out)
-        if count != self.num_records:
+        count, rejects = count_results(self.out), self.num_rejects
+        if count + rejects != self.num_records:
+            without = f", {rejects} of them rejected" if rejects else ""
             raise LogitlessError(
-                f"score: {self.out} holds {count} whole results but the input has {self.num_records} records. It was "
-                f"changed after it was written, or the disk lost its end: delete it and run again, or --overwrite."
+                f"score: {self.out} holds {count} whole results but the input has {self.num_records} records{without}. "
+                f"It was changed after it was written, or the disk lost its end: delete it and run again, or "
+                f"--overwrite."
             )
 
-    def _check_settings(self) -> None:
+    def _check_settings(self) -> bool:
+        """Raise where the settings are others; True where the sheet is to be written anew, for a repaired input."""
         try:
             before = json.loads(self.sheet.read_bytes())
         except ValueError:
@@ -141,12 +165,21 @@ class Journal:
             ) from None
         wanted = json.loads(json.dumps(self.settings))
         other = [name for name in {**before, **wanted} if before.get(name) != wanted.get(name)]
+        if other == ["input"] and self._is_repaired(list(before.get("input", {})), list(wanted["input"])):
+            return True
         if other:
             raise LogitlessError(
                 f"score: {self.out} was begun with other settings: "
                 f"{'; '.join(_difference(name, before.get(name), wanted.get(name)) for name in other)}. Give another "
                 f"--out, or --overwrite to start anew."
             )
+        return False
+
+    def _is_repaired(self, before: list[str], now: list[str]) -> bool:
+        """Whether the input is a file of the same name with records changed, and some finished parts still hold."""
+        if self.finished or not self.digests or before != now:
+            return False
+        return any(map(self.has, range(self.num_parts))) or not any(self.folder.glob("*.jsonl"))
 
 
 MODEL_FILES = (".safetensors", ".json", ".model", ".txt", ".tiktoken", ".jinja")

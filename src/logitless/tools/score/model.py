@@ -10,19 +10,28 @@ import importlib.util
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from logitless.errors import LogitlessError
 from logitless.rows import Rows
-from logitless.tools.score.files import Record
+from logitless.tools.score.files import REJECTED, Record, Reject
 from logitless.tools.untrusted import check_weights
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+TooLong = Literal["stop", "truncate", "skip"]
+
+
+class Scored(NamedTuple):
+    """One line per record, results or a rejection; how many have results, and for how many tokens."""
+
+    lines: list[bytes]
+    records: int
+    tokens: int
 
 
 def check_model(folder: Path) -> None:
@@ -34,37 +43,6 @@ def check_model(folder: Path) -> None:
         raise LogitlessError("score: transformers is not installed. Run pip install 'logitless[score]'.")
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Token ids of texts, by the tokenizer of the model directory, which is loaded for the first text."""
-
-    folder: Path
-    special_tokens: bool = True
-
-    def encode(self, text: str, opens: bool) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=opens and self.special_tokens)["input_ids"]
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
-            raise self._missing(str(error).strip().splitlines()[0]) from error
-        names = list(tokenizer.vocab_files_names.values())
-        # Without its files a tokenizer may still load, with an empty vocabulary: every text would be empty.
-        if names and not any((self.folder / name).is_file() for name in names):
-            raise self._missing(f"there is none of {', '.join(names)}.")
-        return tokenizer
-
-    def _missing(self, reason: str) -> LogitlessError:
-        return LogitlessError(
-            f"score: the input has texts, but no tokenizer could be loaded from {self.folder}: {reason} Put its files "
-            f"there, or give token ids."
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class Scorer:
     """A loaded model that scores batches.
@@ -72,13 +50,17 @@ class Scorer:
     Attributes:
         model: patched by :func:`logitless.adapters.transformers.patch`.
         temperature: temperature at which the responses were sampled.
+        max_length: most tokens of a record; None for as many as the model has positions.
+        too_long: what becomes of a record with more: an error, its response cut at the end, or a rejection.
     """
 
     model: Any
     temperature: float
+    max_length: int | None = None
+    too_long: TooLong = "stop"
 
     @staticmethod
-    def load(folder: Path, *, device: str, dtype: str, temperature: float, memory: int | str) -> Scorer:
+    def load(folder: Path, *, device: str, dtype: str, temperature: float, memory: int | str, **limits: Any) -> Scorer:
         """Load the model in evaluation mode, and make sure that it is causal."""
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
@@ -95,19 +77,42 @@ class Scorer:
             reason = str(error).strip().splitlines()[0]
             raise LogitlessError(f"score: the model in {folder} could not be loaded: {reason}") from error
         model = patch(model.to(device).eval(), batch_invariant=True, memory=memory)
-        scorer = Scorer(model, temperature)
+        scorer = Scorer(model, temperature, **limits)
         scorer._check_causal()
         return scorer
 
-    def score(self, records: Sequence[Record], tokens_per_batch: int) -> list[bytes]:
-        """One line of results per record, in the order of the records."""
-        for record in records:
-            self._check(record)
-        lines = {record.index: _line(record, [], []) for record in records if not record.response}
-        for batch in batches(records, tokens_per_batch):
+    def score(self, records: Sequence[Record | Reject], tokens_per_batch: int, *, skip: bool = False) -> Scored:
+        """Results of the records, in their order.
+
+        Args:
+            skip: reject a record that cannot be scored, and do not raise.
+        """
+        fitted = [r if isinstance(r, Reject) else self._fitted(r, skip) for r in records]
+        kept = [record for record in fitted if isinstance(record, Record)]
+        lines = {reject.index: reject.line() for reject in fitted if isinstance(reject, Reject)}
+        lines |= {record.index: self._result(record, [], [], skip) for record in kept if not record.response}
+        for batch in batches(kept, tokens_per_batch):
             for record, logprob, entropy in zip(batch, *self._run(batch), strict=True):
-                lines[record.index] = _line(record, logprob, entropy)
-        return [lines[record.index] for record in records]
+                lines[record.index] = self._result(record, logprob, entropy, skip)
+        scored = [record for record in kept if not lines[record.index].startswith(REJECTED)]
+        tokens = sum(len(record.tokens) for record in scored)
+        return Scored([lines[record.index] for record in records], len(scored), tokens)
+
+    def _fitted(self, record: Record, skip: bool) -> Record | Reject:
+        try:
+            return self._fit(record)
+        except LogitlessError as error:
+            if not skip and not (self.too_long == "skip" and isinstance(error, TooManyTokens)):
+                raise
+            return Reject(record.index, record.place, str(error))
+
+    def _result(self, record: Record, logprob: list[float], entropy: list[float], skip: bool) -> bytes:
+        try:
+            return _line(record, logprob, entropy, self.too_long == "truncate")
+        except LogitlessError as error:
+            if not skip:
+                raise
+            return Reject(record.index, record.place, str(error)).line()
 
     @torch.inference_mode()
     def _run(self, batch: Sequence[Record]) -> tuple[list[list[float]], list[list[float]]]:
@@ -116,12 +121,17 @@ class Scorer:
         width = max(map(len, tokens))
         # Padding repeats the sample's last token: an id that the model knows, and no special padding id.
         ids = torch.tensor([[*x, *x[-1:] * (width - len(x))] for x in tokens], device=self.model.device)
-        rows = Rows.padded(tokens, lengths, max_length=width, device=ids.device)
+        masks = [torch.tensor(record.scored or [True] * len(record.response), dtype=torch.bool) for record in batch]
+        rows = Rows.padded(tokens, lengths, masks, loss_mask_only=True, max_length=width, device=ids.device)
         out = self.model(input_ids=ids, rows=rows, entropy="value", temperature=self.temperature)
-        logprob, entropy = (rows.split(x.cpu()) for x in (out.logprob, out.entropy))
-        return [x.tolist() for x in logprob], [x.tolist() for x in entropy]
+        logprob, entropy = (
+            [of_sample[mask].tolist() for of_sample, mask in zip(rows.split(x.cpu()), masks, strict=True)]
+            for x in (out.logprob, out.entropy)
+        )
+        return logprob, entropy
 
-    def _check(self, record: Record) -> None:
+    def _fit(self, record: Record) -> Record:
+        """The record, cut to the length that is allowed; raises where it cannot be scored."""
         vocabulary = self.model.get_input_embeddings().num_embeddings
         largest = max([*record.prompt, *record.response], default=0)
         if largest >= vocabulary:
@@ -129,12 +139,23 @@ class Scorer:
                 f"score: {record.place}: token id {largest} is outside of the model's vocabulary of {vocabulary}. Was "
                 f"the file made with another tokenizer?"
             )
-        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if longest is not None and record.num_tokens > longest:
-            raise LogitlessError(
-                f"score: {record.place}: {record.num_tokens} tokens are more than the model's {longest} positions "
-                f"(max_position_embeddings). Cut the prompt."
-            )
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        limits = [limit for limit in (positions, self.max_length) if limit is not None]
+        if not limits or record.num_tokens <= min(limits):
+            return record
+        room = min(limits) - len(record.prompt)
+        if self.too_long == "truncate" and room > 0:
+            mask = None if record.scored is None else record.scored[:room]
+            cut = replace(record, response=record.response[:room], scored=mask, truncated=len(record.response) - room)
+            if cut.tokens:
+                return cut
+        whose = f"the model's {positions} positions (max_position_embeddings)"
+        whose = whose if min(limits) == positions else f"--max-length {self.max_length}"
+        rest = ", and nothing of the response is left" if self.too_long == "truncate" else ""
+        raise TooManyTokens(
+            f"score: {record.place}: {record.num_tokens} tokens are more than {whose}{rest}. Cut the prompt, or see "
+            f"--too-long."
+        )
 
     def _check_causal(self) -> None:
         """Raise if padding behind a sample changes its results."""
@@ -168,14 +189,19 @@ def batches(records: Sequence[Record], tokens_per_batch: int) -> Iterator[list[R
         yield batch
 
 
-def _line(record: Record, logprob: list[float], entropy: list[float]) -> bytes:
+class TooManyTokens(LogitlessError):
+    """A record that is longer than it may be."""
+
+
+def _line(record: Record, logprob: list[float], entropy: list[float], truncated: bool = False) -> bytes:
     if not all(map(math.isfinite, [*logprob, *entropy])):
         raise LogitlessError(
             f"score: {record.place}: a log-prob or entropy is not finite. The model overflows here or its weights are "
             f"broken; float16 overflows easily, --dtype bfloat16 or float32 do not."
         )
     numbers = {"logprob": [_short(x) for x in logprob], "entropy": [_short(x) for x in entropy]}
-    fields = {"index": record.index, "tokens": record.response, **numbers}
+    fields = {"index": record.index, **record.kept, "tokens": record.tokens, **numbers}
+    fields |= {"truncated": record.truncated} if truncated else {}
     return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
 

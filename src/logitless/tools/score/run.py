@@ -7,14 +7,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from logitless.collectives import table_over
 from logitless.errors import LogitlessError
 from logitless.spec import parse_memory
-from logitless.tools.score.files import Source, check_format
+from logitless.tools.score.files import RESULTS, Source, check_format
 from logitless.tools.score.journal import Journal, facts
-from logitless.tools.score.model import DTYPES, Scorer, Texts, check_model
+from logitless.tools.score.model import DTYPES, Scorer, TooLong, check_model
+from logitless.tools.score.texts import Texts, Turns
 
 T = TypeVar("T")
 
@@ -22,6 +23,10 @@ CHANGED = (
     "score: the input or the model was changed while it was read, so that the results belong to neither. Run again "
     "with --overwrite."
 )
+
+
+CHOICES = {"dtype": DTYPES, "turns": ("all", "last"), "too_long": ("stop", "truncate", "skip")}
+CHOICES |= {"on_error": ("stop", "skip")}
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,13 @@ class Job:
         special_tokens: whether the tokenizer may open a prompt that is text with its special tokens.
         memory: working memory of the head.
         overwrite: start anew, and replace the output.
+        messages_key: name of the field of chat messages.
+        turns: which messages of the assistant are scored: ``"all"``, or the ``"last"``.
+        keep: names of fields that go into the results.
+        max_length: most tokens of a record; None for as many as the model has positions.
+        too_long: a longer record is an error (``"stop"``), loses the end of its response (``"truncate"``), or is
+            rejected (``"skip"``).
+        on_error: a record that cannot be scored ends the job (``"stop"``), or is rejected (``"skip"``).
     """
 
     model: Path
@@ -56,23 +68,37 @@ class Job:
     special_tokens: bool = True
     memory: int | str = "256MiB"
     overwrite: bool = False
+    messages_key: str = "messages"
+    turns: Turns = "all"
+    keep: tuple[str, ...] = ()
+    max_length: int | None = None
+    too_long: TooLong = "stop"
+    on_error: Literal["stop", "skip"] = "stop"
 
     def __post_init__(self) -> None:
         if not (isinstance(self.temperature, int | float) and 0 < self.temperature < math.inf):
             raise LogitlessError(f"score: temperature must be a positive finite number but is {self.temperature!r}.")
-        if self.dtype not in DTYPES:
-            raise LogitlessError(f"score: dtype must be one of {list(DTYPES)} but is {self.dtype!r}.")
-        for name in ("tokens_per_batch", "records_per_part"):
-            if getattr(self, name) < 1:
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise LogitlessError(f"score: {name} must be one of {list(known)} but is {getattr(self, name)!r}.")
+        for name in self.keep:
+            if name in RESULTS:
+                raise LogitlessError(f"score: the results have a field {name!r} of their own, so it cannot be kept.")
+        for name in ("tokens_per_batch", "records_per_part", "max_length"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise LogitlessError(f"score: {name} must be 1 or more but is {getattr(self, name)}.")
         if self.out == self.data:
             raise LogitlessError("score: the output would replace the input. Give another --out.")
         check_format("the output", self.out)
         parse_memory(self.memory)
 
+    def source(self) -> Source:
+        return Source(self.data, self.prompt_key, self.response_key, self.messages_key, self.keep)
+
     def settings(self) -> dict[str, Any]:
         """The options and files that decide about the results. The number of ranks does not."""
         chosen = ("temperature", "dtype", "tokens_per_batch", "records_per_part", "prompt_key", "response_key")
+        chosen += ("messages_key", "turns", "keep", "max_length", "too_long")
         return {
             **{name: getattr(self, name) for name in chosen},
             "special_tokens": self.special_tokens,
@@ -101,6 +127,8 @@ class Summary:
         records: records in the file.
         scored_records, scored_tokens: records and response tokens that this run scored; the rest is from earlier runs.
         seconds: duration of the run.
+        rejected: records that have no results, of all runs.
+        rejects: file that says why; None where there are none.
     """
 
     out: str
@@ -108,6 +136,8 @@ class Summary:
     scored_records: int
     scored_tokens: int
     seconds: float
+    rejected: int = 0
+    rejects: str | None = None
 
 
 def score_file(job: Job, report: Callable[[Progress], None] = lambda _: None, group: Any = None) -> Summary:
@@ -131,13 +161,15 @@ def score_file(job: Job, report: Callable[[Progress], None] = lambda _: None, gr
     if not finished:
         _together(group, lambda: _finish(job, journal) if rank == 0 else None)
     records, tokens = (sum(column) for column in zip(*table, strict=True))
-    return Summary(str(job.out), journal.num_records, records, tokens, time.monotonic() - start)
+    rejected = journal.num_rejects
+    told = (rejected, str(journal.rejects) if rejected else None)
+    return Summary(str(job.out), journal.num_records, records, tokens, time.monotonic() - start, *told)
 
 
 def _open(job: Job, *, first: bool) -> Journal:
     check_model(job.model)
-    source = Source(job.data, job.prompt_key, job.response_key)
-    journal = Journal(job.out, job.settings(), source.count(), job.records_per_part)
+    num_records, digests = job.source().survey(job.records_per_part)
+    journal = Journal(job.out, job.settings(), num_records, job.records_per_part, digests)
     if first:
         journal.open(overwrite=job.overwrite)
     return journal
@@ -149,17 +181,17 @@ def _score_parts(
     """Score and commit this rank's parts; returns their numbers of records and response tokens."""
     if not mine:
         return 0, 0
-    scorer = Scorer.load(job.model, device=job.device, dtype=job.dtype, temperature=job.temperature, memory=job.memory)
-    texts = Texts(job.model, job.special_tokens)
-    source = Source(job.data, job.prompt_key, job.response_key)
+    options = {"device": job.device, "dtype": job.dtype, "temperature": job.temperature, "memory": job.memory}
+    scorer = Scorer.load(job.model, **options, max_length=job.max_length, too_long=job.too_long)
+    texts, skip = Texts(job.model, job.special_tokens, job.turns), job.on_error == "skip"
     num_records = num_tokens = done = 0
     report(Progress(0, len(mine), 0, 0))
-    for part, records in source.parts(job.records_per_part, mine.__contains__, texts.encode):
-        if len(records) != journal.size_of(part):
+    for part, digest, records in job.source().parts(job.records_per_part, mine.__contains__, texts, skip=skip):
+        if len(records) != journal.size_of(part) or (journal.digests and journal.digests[part] != digest):
             raise LogitlessError(CHANGED)
-        journal.commit(part, scorer.score(records, job.tokens_per_batch))
-        done, num_records = done + 1, num_records + len(records)
-        num_tokens += sum(len(record.response) for record in records)
+        scored = scorer.score(records, job.tokens_per_batch, skip=skip)
+        journal.commit(part, scored.lines)
+        done, num_records, num_tokens = done + 1, num_records + scored.records, num_tokens + scored.tokens
         report(Progress(done, len(mine), num_records, num_tokens))
     return num_records, num_tokens
 

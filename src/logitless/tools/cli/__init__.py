@@ -1,0 +1,28 @@
+"""The ``logitless`` command.
+
+    plan, score, doctor     for users: memory a model will need, log-probs of a file, whether this machine is right
+    demo, sweep             what the library is worth on this machine, and at which sizes
+    bench, plot             the committed cases, measured and drawn; --base compares two commits
+
+    app         the command and its exit codes
+    options     options that several commands have
+    output      text, tables and progress
+    ranks       the process group under torchrun, and the device of a rank
+    plan, score, doctor, demo, measure    the commands: arguments in, text out
+
+The modules of those names in ``tools`` do the work. A module that one command needs is imported when that command runs,
+and torch with it: help and usage errors need neither.
+"""
+
+import sys
+
+try:
+    import rich
+    import typer
+except ImportError as error:
+    sys.stderr.write(f"logitless: {error}. Install the command line with pip install 'logitless[cli]'.\n")
+    raise SystemExit(2) from None
+
+from logitless.tools.cli.app import app, main
+
+__all__ = ["app", "main", "rich", "typer"]

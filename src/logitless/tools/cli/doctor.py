@@ -1,0 +1,52 @@
+"""``logitless doctor``: the findings as text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import typer
+
+from logitless.tools.cli.options import NO, AsJson, Device
+from logitless.tools.cli.output import console
+from logitless.tools.cli.ranks import pick_device
+
+
+def doctor(device: Device = None, as_json: AsJson = False) -> None:
+    """Installed versions, backends that run here, and how exact each is.
+
+    Exit code 1 says that a backend runs here and is wrong.
+    """
+    import torch
+
+    from logitless.tools.doctor import examine
+
+    findings = examine(torch.device(pick_device(device, 0)))
+    if as_json:
+        print(json.dumps(findings.as_json(), indent=1))
+    else:
+        _print_findings(findings)
+    if not findings.ok:
+        raise typer.Exit(NO)
+
+
+def _print_findings(findings: Any) -> None:
+    from logitless.tools.bench.tables import text_table
+
+    out = console()
+    facts = [*findings.versions.items(), ("device", findings.device), ("auto", findings.chosen)]
+    out.print(text_table((), [(name, value or "not installed") for name, value in facts]))
+    out.print("\nBackends", style="bold")
+    out.print(text_table((), [(b.name, "runs" if b.runs else "does not run", b.reason) for b in findings.backends]))
+    out.print("\nLargest error against float64; of gradients, relative to their size", style="bold")
+    tried = [(f.path, f.backend, f.dtype, *f.errors, "ok" if f.ok else "WRONG") for f in findings.exactness]
+    lines = text_table(("path", "backend", "dtype", "values", "gradients", ""), tried).splitlines()
+    for line, ok in zip(lines, (None, None, *(f.ok for f in findings.exactness)), strict=True):
+        out.print(line, style={None: None, True: "green", False: "bold red"}[ok])
+    out.print("\nAdapters", style="bold")
+    hosts = [(h.name, h.found or "not installed", ", ".join(h.tested) or "no version") for h in findings.hosts]
+    verdicts = [h.verdict for h in findings.hosts]
+    lines = [(*host[:2], f"tested with {host[2]}", verdict) for host, verdict in zip(hosts, verdicts, strict=True)]
+    out.print(text_table((), lines))
+    verdict = "All that runs here is exact." if findings.ok else "Something that runs here is wrong."
+    out.print(f"\n{verdict}", style="green" if findings.ok else "bold red")

@@ -1,0 +1,82 @@
+"""``logitless plan``: arguments, and the answer as text."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from logitless.errors import LogitlessError
+from logitless.tools.cli.options import NO, AsJson, full_dtype
+from logitless.tools.cli.output import console
+
+
+def plan(
+    model: Annotated[str, typer.Option(help="A config.json, its folder, or a preset such as qwen3-8b.")],
+    tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch, all CP ranks together.")],
+    response_fraction: Annotated[float, typer.Option(help="Part of the tokens that is response.")] = 1.0,
+    tp: Annotated[int, typer.Option(help="Ranks that share the vocabulary.")] = 1,
+    cp: Annotated[int, typer.Option(help="Ranks that share the sequence.")] = 1,
+    dtype: Annotated[str, typer.Option(help="bfloat16 (bf16), float16 (fp16) or float32 (fp32).")] = "bfloat16",
+    entropy: Annotated[str, typer.Option(help="none, value, or grad if it is part of the loss.")] = "value",
+    frozen_head: Annotated[bool, typer.Option("--frozen-head", help="The head needs no gradient (LoRA).")] = False,
+    card: Annotated[str | None, typer.Option(help="A size such as 80GiB, or a name such as h100-80g.")] = None,
+    in_use: Annotated[
+        str | None, typer.Option(help="What weights, optimizer and activations take of the card; with --card.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Working memory of calls from hidden states; default: that of each call.")
+    ] = None,
+    kept_ids: Annotated[
+        float | None, typer.Option(help="Ids that the sampler kept of each response token, on average.")
+    ] = None,
+    brief: Annotated[bool, typer.Option("--brief", help="Print the answer alone, without code and reasons.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What the loss step of a model will need, and the call to write.
+
+    With --card, exit code 1 says that the recommended call does not fit.
+    """
+    from logitless.spec import parse_memory
+    from logitless.tools import plan as planner
+    from logitless.tools.presets import find_card, find_model
+
+    if in_use is not None and card is None:
+        raise LogitlessError("plan: --in-use is a part of the card, and there is no --card. Give one, or leave it out.")
+    wanted: Any = None if entropy == "none" else entropy
+    step = planner.LossStep(
+        find_model(model), tokens, response_fraction, tp, cp, full_dtype(dtype), wanted, frozen_head, memory, kept_ids
+    )
+    free = None if card is None else max(0, find_card(card) - (parse_memory(in_use) if in_use else 0))
+    answer = planner.plan_model(step, free)
+    if as_json:
+        print(json.dumps(planner.as_json(answer), indent=1))
+    else:
+        _print_plan(answer, brief)
+    if not answer.fits:
+        raise typer.Exit(NO)
+
+
+def _print_plan(answer: Any, brief: bool) -> None:
+    """The answer, the code to paste; then why: the route, every way, and what each peak is made of."""
+    from logitless.tools.bench.tables import text_table
+    from logitless.tools.plan import answer_lines, headline, summary_rows
+
+    out = console()
+    for line in answer_lines(answer):
+        out.print(line, style="bold" if line.startswith("Write") else "red" if "DO NOT FIT" in line else None)
+    if brief:
+        return
+    out.print(f"\n{answer.snippet}")
+    out.print("Why", style="bold")
+    out.print(f"{headline(answer.step)}\n{answer.call.plan}")
+    out.print("\nPeak bytes of the loss step, beyond hidden states and the head's weight\n")
+    columns = ("way", "peak", "of plain", *(("fits", "most tokens") if answer.free is not None else ()))
+    lines = text_table(columns, [cells[: len(columns)] for cells in summary_rows(answer)]).splitlines()
+    for line, ours in zip(lines, (False, False, *(f.way.ours for f in answer.forecasts)), strict=True):
+        out.print(line, style="green" if ours else None)
+    for forecast in answer.forecasts:
+        # The first line names the call; the name of the way says more.
+        out.print(f"\n{forecast.way.name}", style="bold")
+        out.print(str(forecast.estimate).split("\n", 1)[1])

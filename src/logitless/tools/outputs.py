@@ -1,0 +1,26 @@
+"""Where files go that no option names: never into whatever folder a command happens to be started in."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+RECORDS = Path("benchmarks/results")
+"""Committed records, in a checkout of the project."""
+
+
+def in_checkout() -> bool:
+    """Whether the working directory is a checkout of the project."""
+    return RECORDS.is_dir() and Path("src/logitless/__init__.py").is_file()
+
+
+def default_folder() -> Path:
+    """``out`` in a checkout of the project, elsewhere the user's cache, ``~/.cache/logitless``."""
+    if in_checkout():
+        return Path("out")
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "logitless"
+
+
+def records_folder() -> Path:
+    """Where ``bench`` appends: the committed records in a checkout, elsewhere the default folder."""
+    return RECORDS if in_checkout() else default_folder()

@@ -1,0 +1,32 @@
+"""``logitless plan``: the memory that the loss step of a model will need, in every way to write it, and the best one.
+
+    step        a micro-batch by its sizes
+    ways        the ways to write the step, what each needs, the largest micro-batch of each
+    recommend   the call to write, and its ``memory=``
+    snippet     that call as code
+    show        the answer as text and JSON
+
+A loss step starts where the model ends, with hidden states ``[T, D]`` and the head's weight ``[V, D]``, and ends with
+their gradients. Ways that build logits have three parts: the head, the call on its logits, the head's backward.
+
+    peak of a step = most bytes alive at once beyond hidden states, weight and what the model itself holds
+"""
+
+from logitless.tools.plan.recommend import ModelPlan, plan_model
+from logitless.tools.plan.show import answer_lines, as_json, headline, summary_rows
+from logitless.tools.plan.snippet import snippet
+from logitless.tools.plan.step import LossStep
+from logitless.tools.plan.ways import WAYS, largest_fitting
+
+__all__ = [
+    "WAYS",
+    "LossStep",
+    "ModelPlan",
+    "answer_lines",
+    "as_json",
+    "headline",
+    "largest_fitting",
+    "plan_model",
+    "snippet",
+    "summary_rows",
+]

@@ -1,0 +1,173 @@
+"""The call to write: the fewest matrix products that fit the card, and the memory that gives them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from functools import cache
+
+from logitless.call import Options
+from logitless.from_hidden.plan import LinearPlan
+from logitless.memory import Estimate
+from logitless.policy_loss.loss import MEMORY
+from logitless.policy_loss.plan import LossPlan
+from logitless.spec import parse_memory
+from logitless.tools.plan.snippet import snippet
+from logitless.tools.plan.step import LossStep
+from logitless.tools.plan.ways import FROM_HIDDEN, OVER_SUPPORT, POLICY_LOSS, WAYS, Forecast, Way, forecast
+
+BUDGETS = ("256MiB", "512MiB", *(f"{1 << n}GiB" for n in range(8)))
+"""Values of ``memory=`` that are tried, smallest first."""
+
+LESS = ("512MiB", "256MiB", "128MiB", "64MiB")
+"""Values for ``linear_policy_loss`` where its default does not fit."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A call to write.
+
+    Attributes:
+        way: which call.
+        memory: the ``memory=`` to use.
+        call: its estimate.
+        products: matrix products of forward and backward.
+    """
+
+    way: Way
+    memory: int | str
+    call: Estimate
+    products: int
+
+    def cost(self, free: int | None) -> tuple[bool, int, int]:
+        """What fits comes first, then few products, then little memory; of what does not fit, the smallest."""
+        over = free is not None and self.call.peak > free
+        return over, self.call.peak if over else self.products, self.call.peak
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """The answer: every way, and the call to write.
+
+    Attributes:
+        free: bytes that the card has for the step; None without a card.
+        best: the recommended call.
+        own_loss: the call for a loss that is no ``Objective``, from log-probs.
+        most_tokens: largest micro-batch of the recommended call that fits the card; None without a card.
+        snippet: the recommended call as code.
+    """
+
+    step: LossStep
+    free: int | None
+    forecasts: tuple[Forecast, ...]
+    best: Choice
+    own_loss: Choice
+    most_tokens: int | None
+    snippet: str
+
+    @property
+    def call(self) -> Estimate:
+        """Estimate of the recommended call."""
+        return self.best.call
+
+    @property
+    def memory(self) -> int | str:
+        """The ``memory=`` of the recommended call."""
+        return self.best.memory
+
+    @property
+    def fits(self) -> bool:
+        return self.free is None or self.call.peak <= self.free
+
+
+def plan_model(step: LossStep, free: int | None = None) -> ModelPlan:
+    """Forecasts of all ways, and the recommended call.
+
+    >>> from logitless.tools.presets import ModelShape
+    >>> step = LossStep(ModelShape("tiny", hidden=64, vocab=1000), tokens=4096, response_fraction=0.5)
+    >>> plan = plan_model(step)
+    >>> plan.best.way.name, plan.best.products
+    ('linear_policy_loss', 3)
+    """
+    ways = WAYS if step.kept_ids is None else (*WAYS, OVER_SUPPORT)
+    forecasts = {way.name: forecast(way, step, free) for way in ways}
+    if step.kept_ids is not None:
+        asked = step.memory or Options().memory
+        best = own = _choice(OVER_SUPPORT, step, asked, forecasts[OVER_SUPPORT.name].estimate)
+    else:
+        loss = _for_objective(step, free, forecasts[POLICY_LOSS.name].estimate)
+        own = _for_own_loss(step, free, forecasts[FROM_HIDDEN.name].estimate)
+        best = min(loss, own, key=lambda choice: choice.cost(free))
+    known = forecasts[best.way.name]
+    if best.call is not known.estimate:
+        known = forecast(best.way, replace(step, memory=best.memory), free)
+    code = snippet(step, best.way.name, best.memory)
+    return ModelPlan(step, free, tuple(forecasts.values()), best, own, known.most_tokens, code)
+
+
+def _choice(way: Way, step: LossStep, memory: int | str, call: Estimate | None = None) -> Choice:
+    call = call or way.predict(replace(step, memory=memory))
+    return Choice(way, memory, call, _products(call, step))
+
+
+def _products(call: Estimate, step: LossStep) -> int:
+    plan = call.plan
+    assert plan is not None
+    if not isinstance(plan, LossPlan):
+        return plan.products
+    if plan.kind == "one pass":
+        return 2 if step.frozen_head else 3
+    assert isinstance(plan.first, LinearPlan)
+    return plan.first.products
+
+
+def _for_objective(step: LossStep, free: int | None, asked: Estimate) -> Choice:
+    """``linear_policy_loss`` with its default memory, less where that does not fit, more where one pass needs it."""
+    first = _choice(POLICY_LOSS, step, step.memory or MEMORY, asked)
+    if step.memory is not None or free is None:
+        return first
+    if first.call.peak > free:
+        smaller = first
+        for memory in LESS:
+            smaller = _choice(POLICY_LOSS, step, memory)
+            if smaller.call.peak <= free:
+                break
+        return smaller
+    if _is_one_pass(first):
+        return first
+    for memory in BUDGETS[BUDGETS.index(MEMORY) + 1 :]:
+        larger = _choice(POLICY_LOSS, step, memory)
+        if larger.call.peak > free or _is_one_pass(larger):
+            return min(first, larger, key=lambda choice: choice.cost(free))
+    return first
+
+
+def _is_one_pass(choice: Choice) -> bool:
+    assert isinstance(choice.call.plan, LossPlan)
+    return choice.call.plan.kind == "one pass"
+
+
+def _for_own_loss(step: LossStep, free: int | None, asked: Estimate) -> Choice:
+    """``linear_logprobs`` with the fewest matrix products that fit the card, and the smallest memory that gives them.
+
+    More memory never means more products or a lower peak. So halving finds the smallest memory for a number of
+    products, and if that call does not fit, no call with as many products does.
+    """
+    given: int | str = step.memory or Options().memory
+    if step.memory is not None or free is None:
+        return _choice(FROM_HIDDEN, step, given, asked)
+
+    @cache
+    def choice(memory: int | str) -> Choice:
+        return _choice(FROM_HIDDEN, step, memory, asked if memory == given else None)
+
+    best, budgets = choice(given), sorted({*BUDGETS, given}, key=parse_memory)
+    while budgets:
+        fewest = choice(budgets[-1]).products
+        hint = best.products == fewest and given in budgets
+        most = budgets.index(given) if hint else len(budgets) - 1
+        first = bisect_left(budgets, True, hi=most, key=lambda memory: choice(memory).products == fewest)
+        if choice(budgets[first]).call.peak <= free:
+            return min(best, choice(budgets[first]), key=lambda found: found.cost(free))
+        budgets = budgets[:first]
+    return best

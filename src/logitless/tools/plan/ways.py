@@ -1,0 +1,165 @@
+"""The ways to write a loss step, what each needs, and the largest micro-batch that it can take.
+
+``estimate`` gives the bytes of a call. This file adds the logits around it, and the step of frameworks that upcast
+logits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from logitless.memory import Estimate, Item
+from logitless.objectives import Objective
+from logitless.tools.plan.step import BYTES, LossStep
+
+UNIT = 256
+"""Tokens that the largest micro-batch is counted in."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to write the step."""
+
+    name: str
+    ours: bool
+    predict: Callable[[LossStep], Estimate]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The memory that a way needs for a step, and whether a card has it.
+
+    Attributes:
+        most_tokens: largest micro-batch that fits the card, in multiples of 256 tokens; None without a card.
+    """
+
+    way: Way
+    estimate: Estimate
+    fits: bool | None
+    most_tokens: int | None
+
+
+def forecast(way: Way, step: LossStep, free: int | None) -> Forecast:
+    """What a way needs for a step and, with the free bytes of a card, its largest micro-batch."""
+    predicted = way.predict(step)
+    if free is None:
+        return Forecast(way, predicted, None, None)
+    # The head's gradient is as large for one token as for a million.
+    fixed = [item for item in _fullest(predicted.forward, predicted.backward) if item.name.startswith("d_weight")]
+    # Whatever the way, the gradient of all hidden states must fit.
+    limit = free * step.cp // (UNIT * step.model.hidden * BYTES[step.dtype]) + 1
+
+    def peak(units: int) -> int:
+        return way.predict(replace(step, tokens=units * UNIT)).peak
+
+    most = largest_fitting(peak, free, limit, (step.tokens / UNIT, predicted.peak), _bytes(fixed))
+    return Forecast(way, predicted, predicted.peak <= free, most * UNIT)
+
+
+def largest_fitting(peak: Callable[[int], int], free: int, limit: int, known: tuple[float, int], fixed: int = 0) -> int:
+    """The largest n with ``peak(n) <= free``, by few calls of a ``peak`` that is costly and close to a straight line.
+
+    Each probe is where the line through the last two points reaches ``free``. The answer n fits and n + 1 does not: a
+    bent line costs probes, not exactness. ``peak`` should not fall. Where it does (one more chunk makes all chunks
+    smaller), several n are of that kind, and the answer is one of them.
+
+    Args:
+        limit: an n that does not fit.
+        known: an n, whole or not, and its peak.
+        fixed: a guess of the peak at n = 0, for the first line.
+    """
+    low, high = (int(known[0]), limit) if known[1] <= free else (0, min(limit, math.ceil(known[0])))
+    before, last = (0.0, fixed), known
+    for turn in itertools.count():
+        if high - low <= 1:
+            break
+        middle = (low + high) // 2
+        rise = (last[1] - before[1]) / (last[0] - before[0])
+        crossing = last[0] + (free - last[1]) / rise if rise > 0 else middle
+        # On a staircase, lines can creep: after five probes, every other probe halves the interval.
+        guess = middle if turn > 4 and turn % 2 else crossing
+        probe = min(max(int(guess), low + 1), high - 1)
+        before, last = last, (probe, peak(probe))
+        low, high = (probe, high) if last[1] <= free else (low, probe)
+    return low
+
+
+# The ways.
+
+
+def _plain_torch(step: LossStep) -> Estimate:
+    """Logits of all tokens, their float32 log_softmax, and entropy from it."""
+    return step.predict(
+        "torch", rows=None, vocab=step.columns, tensor_parallel=1, hidden=step.model.hidden, needs_grad=step.needs_grad
+    )
+
+
+def _slime(step: LossStep) -> Estimate:
+    """Logits of all tokens, upcast and held; one float32 softmax that becomes the gradient.
+
+    Beyond the float32 logits that is one tensor of their size, or two where entropy is differentiated. slime's fused
+    function was measured on an H200: 9.3 and 18.6 GiB beyond logits of 9.27 GiB.
+    """
+    shape = (step.local_tokens, step.columns)
+    held = step.item("logits in float32", *shape, width=4)
+    narrow = () if BYTES[step.dtype] == 4 else (step.item(f"logits in {step.dtype}", *shape),)
+    softmax = step.item("softmax, then its gradient", *shape, width=4)
+    more = (step.item("entropy's gradient", *shape, width=4),) if step.entropy == "grad" else ()
+    d_narrow = (step.item(f"d_logits in {step.dtype}", *shape),) if narrow else ()
+    d_logits = d_narrow or (softmax,)
+    forward = _fullest((held, *narrow), (held, softmax))
+    backward = _fullest((held, softmax, *more), (held, softmax, *d_narrow), (held, *d_logits, *step.gradients()))
+    return Estimate(path="torch", backend=None, plan=None, forward=forward, backward=backward)
+
+
+def _from_logits(step: LossStep, overwrite: bool) -> Estimate:
+    """The head's logits of all tokens, ``logprobs`` on the response rows, then the head's backward."""
+    call = step.predict("logprobs", overwrite_logits=overwrite)
+    logits = step.item("logits", step.local_tokens, step.columns)
+    given = tuple(item for item in call.backward if item.output)
+    backward = _fullest((logits, *call.backward), (logits, *given, *step.gradients()))
+    return replace(call, forward=(logits, *call.forward), backward=backward)
+
+
+def from_hidden(step: LossStep) -> Estimate:
+    return step.predict("linear_logprobs", hidden=step.model.hidden, memory=step.memory, needs_grad=step.needs_grad)
+
+
+def policy_loss(step: LossStep) -> Estimate:
+    """A token-level objective, evaluated chunk by chunk; every row has a gradient."""
+    objective = Objective(entropy_coef=1.0 if step.entropy == "grad" else 0.0)
+    sizes = {"hidden": step.model.hidden, "memory": step.memory, "needs_grad": step.needs_grad}
+    return step.predict("linear_policy_loss", **sizes, entropy=None, objective=objective)
+
+
+def over_support(step: LossStep) -> Estimate:
+    """Log-probs over the ids that the sampler kept, and nothing else."""
+    ids = round((step.kept_ids or 0) * step.rows)
+    sizes = {"hidden": step.model.hidden, "memory": step.memory, "needs_grad": step.needs_grad}
+    return step.predict("linear_logprobs", **sizes, kept_ids=ids, scope="support")
+
+
+def _fullest(*moments: tuple[Item, ...]) -> tuple[Item, ...]:
+    return max(moments, key=_bytes)
+
+
+def _bytes(items: Iterable[Item]) -> int:
+    return sum(item.bytes for item in items)
+
+
+FROM_HIDDEN = Way("linear_logprobs", True, from_hidden)
+POLICY_LOSS = Way("linear_policy_loss", True, policy_loss)
+WAYS = (
+    Way("plain torch", False, _plain_torch),
+    Way("slime-style", False, _slime),
+    Way("logprobs", True, lambda step: _from_logits(step, False)),
+    Way("logprobs, overwrite_logits", True, lambda step: _from_logits(step, True)),
+    FROM_HIDDEN,
+    POLICY_LOSS,
+)
+
+OVER_SUPPORT = Way('linear_logprobs, scope="support"', True, over_support)
+"""Where the sampler kept some ids of each token."""
