@@ -36,11 +36,37 @@ class TokenStats(NamedTuple):
         entropy: ``[R]`` entropy in nats, or None. Differentiable only if ``"grad"`` was asked for.
         log_z: ``[R]`` log of the normaliser over the whole vocabulary; differentiable. None with ``scope="support"``,
             where a row with one id is not even multiplied.
+
+    What else was asked for, over the whole vocabulary; None what was not. With ``stats=``:
+
+    Attributes:
+        top1_id, top1_logprob, top1_hit: ``[R]`` the most likely token, its log-prob, and whether it is the target.
+        collision: ``[R]`` sum of the squared probabilities; differentiable.
+        mean_logit, logit_variance: ``[R]`` over the columns that are not -inf; the mean is differentiable.
+        max_logit: ``[R]`` largest logit.
+        rank: ``[R]`` int64, how many tokens are more likely than the target, or as likely with a smaller id.
+
+    With ``top_k=`` and with ``further_ids=``:
+
+    Attributes:
+        top_k_ids, top_k_logprobs: ``[R, K]`` the most likely tokens, the first first; of equal ones the smaller id.
+        further_logprobs: ``[R, K]`` of the ids given; differentiable.
     """
 
     logprob: Tensor
     entropy: Tensor | None
     log_z: Tensor | None
+    top1_id: Tensor | None = None
+    top1_logprob: Tensor | None = None
+    top1_hit: Tensor | None = None
+    collision: Tensor | None = None
+    mean_logit: Tensor | None = None
+    logit_variance: Tensor | None = None
+    max_logit: Tensor | None = None
+    rank: Tensor | None = None
+    top_k_ids: Tensor | None = None
+    top_k_logprobs: Tensor | None = None
+    further_logprobs: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

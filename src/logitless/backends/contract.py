@@ -13,6 +13,12 @@ five for the paths from hidden states:
     rescale(x, factor, out) -> None                             out = x * factor, row by row
     mix(x, by, y, index, times, out) -> None                    out = x * by + y[index] * times, row by row
 
+three for statistics beyond the softmax:
+
+    best(problem, k, negative) -> [2, k, R]                     keys and columns of the k best columns of each row
+    ahead(problem, key, place, negative) -> [R]                 how many columns come before that key and column
+    moments(problem) -> [5, R]                                  maximum, sum of e^(2 (z - it)); count, mean, squares
+
 and two for supports from hidden states, where there are no logits, on flat lists of pairs of rows:
 
     dots(x, at_x, y, at_y, out, memory) -> None                 out[e] = x[at_x[e]] . y[at_y[e]]
@@ -73,9 +79,19 @@ class Problem:
         rows = {name: getattr(self, name)[start:stop] for name in ("logits", "column", "gain")}
         return replace(self, **rows)
 
+    def some(self, rows: slice) -> Problem:
+        """Those rows, also where an index says which they are."""
+        if self.index is None:
+            return self.cut(rows.start, rows.stop)
+        return replace(self, index=self.index[rows], column=self.column[rows], gain=self.gain[rows])
+
     def empty_statistic(self) -> Tensor:
         """``[4 + number of further sums, R]``, to be filled."""
         return self.gain.new_empty((WIDTH + len(self.further), self.num_rows))
+
+
+NO_COLUMN = float(1 << 24)
+"""Where there are fewer columns than asked for: behind all others, and the last integer that float32 counts up to."""
 
 
 SLACK = 8.0

@@ -1,0 +1,323 @@
+"""What a call can be asked for beyond log-prob, entropy and log Z: ``stats=``, ``top_k=`` and ``further_ids=``.
+
+    Extras        what is asked for, and which lines of numbers that takes
+    lines         of some columns of every row, from a backend  ->  merged over tiles and ranks  ->  results
+    coefficients  what the upstream gradients of such results add to those of backward
+
+All are over the whole vocabulary, whatever the sampler kept. Columns are ordered by their logits before the head's
+transformation, which keeps that order, and where equal by their ids: so ``top_k_ids``, ``top1_id`` and ``rank`` agree.
+Lines are numbers of the accumulation dtype, ids included, which float32 counts up to 2^24.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.backends.contract import Problem
+from logitless.softmax import ELSEWHERE, SKIP, AtIds, Coefficients, Normaliser, merge_targets
+from logitless.spec import IGNORE
+
+STATS = ("top1", "collision", "mean_logit", "logit_variance", "max_logit", "rank")
+"""What ``stats=`` may name."""
+
+MOST = 128
+"""Largest ``top_k``."""
+
+LARGEST = 1 << 24
+"""Columns that float32 can count."""
+
+DIFFERENTIABLE = ("collision", "mean_logit", "further_logprobs")
+"""Results with a gradient."""
+
+MOMENTS = 5
+"""Lines that a backend's ``moments`` has."""
+
+
+class Row(NamedTuple):
+    """What results are made of besides the lines: ``[R]`` each, of the whole vocabulary.
+
+    Attributes:
+        norm: pieces of log Z.
+        target: token id.
+        gain, squash: of the head.
+    """
+
+    norm: Normaliser
+    target: Tensor
+    gain: Tensor
+    squash: float
+
+
+class SavedExtras(NamedTuple):
+    """What backward needs of the results; None what it does not.
+
+    Attributes:
+        collision: ``[R]`` sum of p^2.
+        counted: ``[R]`` columns that are not -inf.
+        x: ``[R, K]`` logits of the further ids.
+    """
+
+    collision: Tensor | None = None
+    counted: Tensor | None = None
+    x: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Extras:
+    """What is asked for.
+
+    Attributes:
+        stats: names out of :data:`STATS`.
+        top_k: how many of the most likely tokens; 0 for none.
+        ids: ``[R, K]`` further ids, or None.
+        negative: whether the head turns the order of the logits around.
+        start: first column here.
+    """
+
+    stats: tuple[str, ...]
+    top_k: int
+    ids: Tensor | None
+    negative: bool
+    start: int
+
+    @property
+    def best(self) -> int:
+        """How many of the best columns are looked for."""
+        return max(self.top_k, 1 if {"top1", "max_logit"} & set(self.stats) else 0)
+
+    @property
+    def sums(self) -> bool:
+        return bool({"collision", "mean_logit", "logit_variance"} & set(self.stats))
+
+    @property
+    def ranked(self) -> bool:
+        return "rank" in self.stats
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Fields of :class:`~logitless.spec.TokenStats`, in their order."""
+        named = []
+        for stat in STATS:
+            if stat in self.stats:
+                named += ["top1_id", "top1_logprob", "top1_hit"] if stat == "top1" else [stat]
+        named += ["top_k_ids", "top_k_logprobs"] if self.top_k else []
+        return (*named, *(() if self.ids is None else ("further_logprobs",)))
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        return tuple(name for name in self.names if name in DIFFERENTIABLE)
+
+    @property
+    def counts(self) -> tuple[int, int, int, int, int]:
+        """Lines of the best keys, of their ids, of the moments, of the target's key and of the further logits."""
+        further = 0 if self.ids is None else self.ids.shape[1]
+        return self.best, self.best, MOMENTS * self.sums, int(self.ranked), further
+
+    def lines(self, backend: Any, problem: Problem, rows: slice) -> Tensor:
+        """``[L, R]`` lines of those columns of every row; ``rows`` says which rows of the call these are."""
+        found = []
+        if self.best:
+            key, column = backend.best(problem, self.best, self.negative)
+            found += [key, column + self.start]
+        if self.sums:
+            found.append(backend.moments(problem))
+        if self.ranked:
+            key = _at(problem, problem.column[:, None] - problem.first)
+            found.append((-key if self.negative else key).T)
+        if self.ids is not None:
+            found.append(_at(problem, _padded(self.ids[rows], problem.num_rows) - self.start - problem.first).T)
+        return torch.cat(found) if found else problem.gain.new_empty((0, problem.num_rows))
+
+    def merge(self, parts: Tensor) -> Tensor:
+        """Lines of all columns from those of parts of them: ``[P, L, R]`` becomes ``[L, R]``, added in order."""
+        keys, ids, moments, target, further = parts.split(self.counts, 1)
+        found = []
+        if self.best:
+            found += _merge_best(keys, ids, self.best)
+        if self.sums:
+            found.append(_merge_moments(moments))
+        return torch.cat([*found, merge_targets(target), merge_targets(further)])
+
+    def target_key(self, lines: Tensor) -> Tensor:
+        """``[R]`` what ``rank`` counts columns against."""
+        return lines.split(self.counts)[3][0]
+
+    def results(self, lines: Tensor, row: Row, ahead: Tensor | None) -> dict[str, Tensor]:
+        """Every result by name, from the lines of the whole vocabulary.
+
+        Args:
+            ahead: ``[R]`` columns before the target, if ranks are asked for.
+        """
+        keys, ids, moments, _, x = lines.split(self.counts)
+        # A row without a distribution: NaN or +inf among its logits, nothing but -inf, or a target that is no id.
+        valid, ignored = row.norm.log_sum.isfinite(), row.target == IGNORE
+        found: dict[str, Tensor] = {}
+        if self.best:
+            best = ids.T.to(torch.int64)
+            z = _transformed(-keys.T if self.negative else keys.T, row)
+            logprob = _logprob(z, row.norm)
+            found |= {"top1_id": best[:, 0], "top1_logprob": logprob[:, 0], "max_logit": z[:, 0]}
+            found["top1_hit"] = (best[:, 0] == row.target) & valid
+            found |= {"top_k_ids": best[:, : self.top_k], "top_k_logprobs": logprob[:, : self.top_k]}
+        if self.sums:
+            m, q, count, mean, squares = moments
+            found["collision"] = q * (2 * ((m - row.norm.reference) - row.norm.log_sum)).exp()
+            found |= {"mean_logit": mean, "logit_variance": squares / count}
+        if ahead is not None:
+            found["rank"] = ahead.to(torch.int64)
+        if self.ids is not None:
+            logprob = _logprob(_transformed(x.T, row), row.norm)
+            found["further_logprobs"] = logprob.masked_fill(self.ids == IGNORE, 0.0)
+        return {name: _told(found[name], valid, ignored) for name in self.names}
+
+    def saved(self, lines: Tensor, results: dict[str, Tensor]) -> SavedExtras:
+        """What backward needs."""
+        *_, moments, _, x = lines.split(self.counts)
+        return SavedExtras(
+            results.get("collision"),
+            moments[2] if "mean_logit" in self.stats else None,
+            None if self.ids is None else x.T.contiguous(),
+        )
+
+    def coefficients(
+        self, coef: Coefficients, saved: SavedExtras, row: Row, logprob: Tensor, g_logprob: Tensor, upstream: Any
+    ) -> Coefficients:
+        """``coef`` with what the upstream gradients of these results add.
+
+        Args:
+            logprob, g_logprob: ``[R]`` of the target over the vocabulary, as ``coef`` was made from them.
+            upstream: gradient of each of :attr:`names` or None, in their order.
+        """
+        given = {name: g for name, g in zip(self.names, upstream, strict=True) if g is not None}
+        plain, at_target, p = coef.plain, coef.at_target, logprob.exp()
+        square = constant = at_ids = None
+        if "collision" in given:
+            assert saved.collision is not None
+            square, less = 2 * given["collision"], 2 * given["collision"] * saved.collision
+            plain, at_target = plain - less, at_target + p * (square * p - less)
+        if "mean_logit" in given:
+            assert saved.counted is not None
+            constant = given["mean_logit"] / saved.counted
+            at_target = at_target + torch.where(logprob == -torch.inf, 0.0, constant)
+        if "further_logprobs" in given:
+            assert self.ids is not None
+            assert saved.x is not None
+            g = given["further_logprobs"].masked_fill(self.ids == IGNORE, 0.0)
+            total = g.sum(1)
+            plain, at_target = plain - total, at_target - p * total
+            own = _total_by_id(self.ids, g)
+            own = own + torch.where(self.ids == row.target[:, None], g_logprob[:, None], 0.0)
+            at_ids = AtIds((self.ids - self.start).clamp_min(ELSEWHERE), saved.x, own)
+        return Coefficients(plain, coef.product, at_target, square, constant, at_ids)
+
+
+def write_at_ids(
+    problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor | None = None
+) -> None:
+    """Write finished gradients at the columns of the further ids that are here; ``out`` has all others already.
+
+    Ids that are elsewhere must not write. Because their number is not fetched from the device, each of them repeats the
+    write of an id of its row that is here, or, where there is none, writes the value of column 0 once more.
+    """
+    at = coef.at_ids
+    if at is None or not problem.columns or not at.column.numel():
+        return
+    column = at.column - problem.first
+    here = (column >= 0) & (column < problem.columns)
+    slope = problem.gain[:, None]
+    z = at.x * slope
+    if problem.squash:
+        y = torch.tanh(at.x * problem.squash)
+        z, slope = y * slope, slope * problem.squash * (1 - y * y)
+    d = z - norm.reference[:, None]
+    log_p = d - norm.log_sum[:, None]
+    value = coef.elsewhere(d, log_p.exp(), (slice(None), None), at.upstream) - at.upstream * torch.expm1(log_p)
+    value = (value * slope).masked_fill((problem.column == SKIP)[:, None], 0.0).to(out.dtype)
+    row = torch.arange(problem.num_rows, device=out.device) if out_index is None else out_index
+    some = here.any(1, keepdim=True)
+    place = torch.where(here, torch.arange(here.shape[1], device=out.device), here.int().argmax(1, keepdim=True))
+    column = torch.where(some, column.gather(1, place), 0)
+    out[row[:, None], column] = torch.where(some, value.gather(1, place), out[row, 0][:, None])
+
+
+def upstream_at(coef: Coefficients | None, row: Tensor, column: Tensor) -> Tensor | None:
+    """``[E]`` upstream gradient of the log-probs of listed columns of this shard; 0 where none is asked for."""
+    at = None if coef is None else coef.at_ids
+    if at is None or not at.column.numel():
+        return None
+    # One number for row and column, so that one sort and a binary search find all.
+    wide = 1 << 32
+    first = torch.arange(len(at.column), device=row.device)[:, None] * wide
+    key, order = (first + at.column + 1).flatten().sort(stable=True)
+    wanted = row * wide + column + 1
+    place = torch.searchsorted(key, wanted).clamp_max(len(key) - 1)
+    return torch.where(key[place] == wanted, at.upstream.flatten()[order[place]], 0.0)
+
+
+def _at(problem: Problem, column: Tensor) -> Tensor:
+    """``[R, K]`` logits at the columns ``[R, K]`` of the problem; NaN where they are not among them."""
+    inside = (column >= 0) & (column < problem.columns)
+    if not problem.columns:
+        return torch.full_like(column, torch.nan, dtype=problem.gain.dtype)
+    row = torch.arange(problem.num_rows, device=column.device) if problem.index is None else problem.index
+    x = problem.logits[row[:, None], column.clamp(0, problem.columns - 1)].to(problem.gain.dtype)
+    return torch.where(inside, x, torch.nan)
+
+
+def _padded(ids: Tensor, num_rows: int) -> Tensor:
+    """As many rows as a padded tile has."""
+    return ids if len(ids) == num_rows else torch.nn.functional.pad(ids, (0, 0, 0, num_rows - len(ids)))
+
+
+def _merge_best(keys: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The best k of ``[P, k, R]`` lists, each best first: by key, and where equal by id."""
+    keys, ids = keys.flatten(0, 1), ids.flatten(0, 1)
+    order = ids.argsort(0)
+    order = order.gather(0, keys.gather(0, order).argsort(dim=0, descending=True, stable=True))[:k]
+    return keys.gather(0, order), ids.gather(0, order)
+
+
+def _merge_moments(parts: Tensor) -> Tensor:
+    """``[P, 5, R]`` to ``[5, R]``: means by their counts, and squares about the new mean."""
+    m, q, count, mean, squares = parts.unbind(1)
+    top = m.amax(0)
+    shift = torch.where(m == -torch.inf, 0.0, m - top)
+    total = count.sum(0)
+    weight = count / total.clamp_min(1.0)
+    # About the first mean and not about 0, of which logits that lie far away would leave few digits.
+    base = mean[:1]
+    center = base[0] + (weight * (mean - base)).sum(0)
+    squares = (squares + count * (mean - center).square()).sum(0)
+    return torch.stack([top, (q * (2 * shift).exp()).sum(0), total, center, squares])
+
+
+def _transformed(x: Tensor, row: Row) -> Tensor:
+    """``[R, K]`` z from logits as they were."""
+    gain = row.gain[:, None]
+    return gain * torch.tanh(x * row.squash) if row.squash else gain * x
+
+
+def _logprob(z: Tensor, norm: Normaliser) -> Tensor:
+    return (z - norm.reference[:, None]) - norm.log_sum[:, None]
+
+
+def _told(x: Tensor, valid: Tensor, ignored: Tensor) -> Tensor:
+    """A result with what stands for rows without one: 0 and id -1 for ignored rows, NaN and -1 where undefined."""
+    valid, ignored = (flag[:, None] if x.dim() == 2 else flag for flag in (valid, ignored))
+    if x.dtype == torch.bool:
+        return x & ~ignored
+    if x.dtype == torch.int64:
+        return torch.where(valid & ~ignored, x, -1)
+    return torch.where(valid, x, torch.nan).masked_fill(ignored, 0.0)
+
+
+def _total_by_id(ids: Tensor, g: Tensor) -> Tensor:
+    """``[R, K]`` sum of g over all places of a row that have the same id, in order: nothing is added atomically."""
+    total = torch.zeros_like(g)
+    for k in range(ids.shape[1]):
+        total = total + torch.where(ids == ids[:, k : k + 1], g[:, k : k + 1], 0.0)
+    return total
