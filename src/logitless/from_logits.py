@@ -20,7 +20,7 @@ from logitless.backends import load, run_gradient, run_statistics
 from logitless.backends.contract import Problem
 from logitless.call import Call, Options, Scope, local_part, resolve_logits, together, untraced
 from logitless.errors import LogitlessError, no_second_derivative
-from logitless.extras import DIFFERENTIABLE, SavedExtras, upstream_at, write_at_ids
+from logitless.extras import DIFFERENTIABLE, SavedExtras, extended, upstream_at, write_at_ids
 from logitless.kept import Kept
 from logitless.notes import explained
 from logitless.results import RowResults, extra_results, in_shape, row_results, target_column
@@ -299,7 +299,7 @@ def _with_extras(
     if call.extras is None:
         return coef
     results, row = SavedExtras(*saved[-3:]), call.row(Normaliser(saved.reference, saved.log_sum))
-    return call.extras.coefficients(coef, results, row, saved.logprob, g_logprob, g_extras)
+    return extended(coef, call.extras, results, row, saved.logprob, g_logprob, g_extras)
 
 
 def _problem(logits: Tensor, index: Tensor, column: Tensor, gain: Tensor, call: Call) -> Problem:

@@ -105,7 +105,7 @@ def extra_results(
         ahead = count(extras.target_key(lines), row.target - extras.start)
         ahead = ahead if group is None else sum_over(group, ahead)
     found = extras.results(lines, row, ahead)
-    return found, extras.saved(lines, found)
+    return found, SavedExtras.of(extras, lines, found)
 
 
 def merge_support(parts: Tensor, target: Tensor) -> Tensor:

@@ -212,7 +212,7 @@ def _score(
     )
     stats = _ask(name, layer, hidden, question)
     _audit(name, patched.audit, layer, hidden, question, stats)
-    return CausalLMScores(*stats[:3], backbone)
+    return CausalLMScores(*stats, backbone)
 
 
 def _by_name(name: str, forward: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from logitless.call import Call, Options, Scope, as_products_take, recorded, resolve_hidden, together, untraced
 from logitless.errors import no_second_derivative
-from logitless.extras import DIFFERENTIABLE, SavedExtras
+from logitless.extras import DIFFERENTIABLE, SavedExtras, extended
 from logitless.from_hidden.exponentials import Exponentials
 from logitless.from_hidden.extra_lines import ExtraLines, count_ahead
 from logitless.from_hidden.frozen_head import Unit, statistics_with_unit, unit_gradient
@@ -277,5 +277,5 @@ def _terms(
     if p.call.extras is not None:
         results = SavedExtras(saved.collision, saved.counted, saved.further_x)
         row = p.call.row(saved.norm)
-        coef = p.call.extras.coefficients(coef, results, row, saved.logprob, dense, g_extras)
+        coef = extended(coef, p.call.extras, results, row, saved.logprob, dense, g_extras)
     return Terms(saved.norm, coef, support, stored)

@@ -37,6 +37,8 @@ NAMES = {
     "collectives": "between ranks",
     "kept": "support",
     "support": "support",
+    "extras": "extras",
+    "from_hidden.extra_lines": "extras",
     "backends.triton.products:statistic_parts": "parts of the statistic",
     "backends": "work of the backend",
     "from_logits:_gradient_buffer": "d_logits",

@@ -163,9 +163,11 @@ def moments_kernel(
             b_q += tl.exp2((b_z - finite_or_zero(m)) * (2.0 * LOG2E))
             there = b_z != float("-inf")
             b_n += tl.where(there, 1.0, 0.0)
-            b_off = tl.where(there, b_z - b_mean, 0.0)
+            # What is not there is no way off the mean.
+            b_z = tl.where(there, b_z, b_mean)
+            b_off = b_z - b_mean
             b_mean += b_off / tl.maximum(b_n, 1.0)
-            b_squares += tl.where(there, b_off * (b_z - b_mean), 0.0)
+            b_squares += b_off * (b_z - b_mean)
     n = tl.sum(b_n, axis=0)
     base = finite_or_zero(m)
     # Lanes without a column have a mean of 0, and weigh nothing.
