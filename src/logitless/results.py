@@ -119,4 +119,4 @@ def in_shape(stats: TokenStats, shape: tuple[int, ...]) -> TokenStats:
     if len(shape) == 1:
         return stats
     # Lists of ids, and what belongs to them, keep their last dimension.
-    return TokenStats(*(None if x is None else x.reshape(*shape, *x.shape[1:]) for x in stats))  # pyright: ignore[reportArgumentType]
+    return TokenStats(*(None if x is None else x.reshape((*shape, *x.shape[1:])) for x in stats))  # pyright: ignore[reportArgumentType]

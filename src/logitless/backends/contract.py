@@ -17,7 +17,7 @@ three for statistics beyond the softmax:
 
     best(problem, k, negative) -> [2, k, R]                     keys and columns of the k best columns of each row
     ahead(problem, key, place, negative) -> [R]                 how many columns come before that key and column
-    moments(problem) -> [5, R]                                  maximum, sum of e^(2 (z - it)); count, mean, squares
+    moments(problem) -> [6, R]                                  maximum, sum of e^(2 (z - it)); count, mean, squares
 
 and two for supports from hidden states, where there are no logits, on flat lists of pairs of rows:
 
@@ -92,6 +92,10 @@ class Problem:
 
 NO_COLUMN = float(1 << 24)
 """Where there are fewer columns than asked for: behind all others, and the last integer that float32 counts up to."""
+
+
+MOMENTS = 6
+"""Lines of ``moments``: maximum and sum of squared exponentials; count, center, mean less the center, squares."""
 
 
 SLACK = 8.0

@@ -85,17 +85,21 @@ def ahead(problem: Problem, key: Tensor, place: Tensor, negative: bool) -> Tenso
 
 
 def moments(problem: Problem) -> Tensor:
-    """``[5, R]``: the largest z, the sum of ``e^(2 (z - it))``; number, mean and squares about the mean of all z but
-    those at -inf."""
+    """``[6, R]``: the largest z, the sum of ``e^(2 (z - it))``; and of all z but those at -inf their number, a center,
+    the mean less the center, and the squares about the mean.
+
+    Two numbers for the mean: where logits lie far from 0, one would leave few digits to the differences of means.
+    """
     z, _ = transformed(problem)
     m = z.amax(-1) if z.shape[-1] else z.new_full(z.shape[:1], -torch.inf)
-    d = z - finite_or_zero(m)[:, None]
-    there = d != -torch.inf
+    there = z != -torch.inf
     count = there.sum(-1).to(z.dtype)
-    # About the largest z and not about 0: logits that lie far from 0 would leave few digits to their differences.
-    mean = torch.where(there, d, 0.0).sum(-1) / count.clamp_min(1.0)
-    squares = torch.where(there, d - mean[:, None], 0.0).square().sum(-1)
-    return torch.stack([m, (2 * d).exp().sum(-1), count, mean + finite_or_zero(m), squares])
+    center = torch.where(there, z, 0.0).sum(-1) / count.clamp_min(1.0)
+    off = torch.where(there, z - center[:, None], 0.0)
+    mean = off.sum(-1) / count.clamp_min(1.0)
+    squares = torch.where(there, off - mean[:, None], 0.0).square().sum(-1)
+    doubled = (2 * (z - finite_or_zero(m)[:, None])).exp().sum(-1)
+    return torch.stack([m, doubled, count, center, mean, squares])
 
 
 def keys(problem: Problem, negative: bool) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from logitless.backends import reference as whole
-from logitless.backends.contract import NO_COLUMN, Problem, Running, over
+from logitless.backends.contract import MOMENTS, NO_COLUMN, Problem, Running, over
 from logitless.backends.selection import best_columns
 from logitless.machine import BLOCK, pieces
 from logitless.softmax import FLOOR, FURTHER, SKIP, Coefficients, Normaliser, Statistic, merge
@@ -154,7 +154,7 @@ def ahead(problem: Problem, key: Tensor, place: Tensor, negative: bool) -> Tenso
 
 def moments(problem: Problem) -> Tensor:
     """Same as :func:`logitless.backends.reference.moments`, some rows at a time."""
-    out = problem.gain.new_empty((5, problem.num_rows))
+    out = problem.gain.new_empty((MOMENTS, problem.num_rows))
     for rows in _row_pieces(problem, problem.columns):
         out[:, rows] = whole.moments(problem.some(rows))
     return out

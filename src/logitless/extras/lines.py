@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.backends.contract import Problem
+from logitless.backends.contract import MOMENTS, Problem
 from logitless.softmax import Normaliser, merge_targets
 from logitless.spec import IGNORE
 
@@ -31,9 +31,6 @@ LARGEST = 1 << 24
 
 DIFFERENTIABLE = ("collision", "mean_logit", "further_logprobs")
 """Results with a gradient."""
-
-MOMENTS = 5
-"""Lines that a backend's ``moments`` has."""
 
 
 class Row(NamedTuple):
@@ -149,9 +146,9 @@ class Extras:
             found["top1_hit"] = (best[:, 0] == row.target) & valid
             found |= {"top_k_ids": best[:, : self.top_k], "top_k_logprobs": logprob[:, : self.top_k]}
         if self.sums:
-            m, q, count, mean, squares = moments
+            m, q, count, center, mean, squares = moments
             found["collision"] = q * (2 * ((m - row.norm.reference) - row.norm.log_sum)).exp()
-            found |= {"mean_logit": mean, "logit_variance": squares / count}
+            found |= {"mean_logit": center + mean, "logit_variance": squares / count}
         if ahead is not None:
             found["rank"] = ahead.to(torch.int64)
         if self.ids is not None:
@@ -184,17 +181,17 @@ def _merge_best(keys: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _merge_moments(parts: Tensor) -> Tensor:
-    """``[P, 5, R]`` to ``[5, R]``: means by their counts, and squares about the new mean."""
-    m, q, count, mean, squares = parts.unbind(1)
+    """``[P, 6, R]`` to ``[6, R]``: means by their counts about one of the centers, and squares about the new mean."""
+    m, q, count, center, mean, squares = parts.unbind(1)
     top = m.amax(0)
     shift = torch.where(m == -torch.inf, 0.0, m - top)
     total = count.sum(0)
-    weight = count / total.clamp_min(1.0)
-    # About the first mean and not about 0, of which logits that lie far away would leave few digits.
-    base = mean[:1]
-    center = base[0] + (weight * (mean - base)).sum(0)
-    squares = (squares + count * (mean - center).square()).sum(0)
-    return torch.stack([top, (q * (2 * shift).exp()).sum(0), total, center, squares])
+    # Of a part with columns: the center of an empty one is 0, and may be far away.
+    base = center.gather(0, count.argmax(0, keepdim=True))
+    mean = torch.where(count == 0, 0.0, (center - base) + mean)
+    new = (count / total.clamp_min(1.0) * mean).sum(0)
+    squares = torch.where(count == 0, 0.0, squares + count * (mean - new).square()).sum(0)
+    return torch.stack([top, (q * (2 * shift).exp()).sum(0), total, base[0], new, squares])
 
 
 def _transformed(x: Tensor, row: Row) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.backends.contract import Problem, Running, over
+from logitless.backends.contract import MOMENTS, Problem, Running, over
 from logitless.errors import LogitlessError
 from logitless.machine import (
     best_sizes,
@@ -169,7 +169,7 @@ def ahead(problem: Problem, key: Tensor, place: Tensor, negative: bool) -> Tenso
 
 def moments(problem: Problem) -> Tensor:
     """Same as :func:`logitless.backends.reference.moments`, in one read of the rows."""
-    out = problem.gain.new_empty((5, problem.num_rows))
+    out = problem.gain.new_empty((MOMENTS, problem.num_rows))
     _of_logits(
         "moments_kernel",
         problem,

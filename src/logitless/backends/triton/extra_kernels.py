@@ -12,6 +12,7 @@ import triton.language as tl
 from logitless.backends.triton.kernels import LOG2E, SKIP, finite_or_zero, transform
 
 NO_COLUMN: tl.constexpr = tl.constexpr(16777216.0)  # contract.NO_COLUMN
+FAR_OFF: tl.constexpr = tl.constexpr(16.0)  # from here on a mean loses digits that its differences need
 NOWHERE: tl.constexpr = tl.constexpr(2147483647)  # beyond every column
 
 
@@ -137,13 +138,15 @@ def moments_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One row per program: ``m = max z; sum e^(2 (z - m))``; count, mean and squares about it of all z but -inf.
+    """One row per program: ``m = max z; sum e^(2 (z - m))``; count, center, mean and squares of all z but -inf.
 
-    Each lane keeps a mean of its own and corrects it with every z, so that logits far from 0 lose nothing.
+    Each lane keeps a mean of its own and corrects it with every z. Where logits lie far from 0, it is relative to the
+    largest of the first block: differences of such logits are exact, and their means keep all digits.
     """
     i_r = tl.program_id(0).to(tl.int64)
     o_b = tl.arange(0, BLOCK)
     m = float("-inf")
+    center = 0.0
     b_q = tl.zeros([BLOCK], dtype=tl.float32)
     b_n = tl.zeros([BLOCK], dtype=tl.float32)
     b_mean = tl.zeros([BLOCK], dtype=tl.float32)
@@ -156,6 +159,8 @@ def moments_kernel(
             b_x = tl.load(p_row + c + o_b, mask=m_c, other=0.0, eviction_policy="evict_first").to(tl.float32)
             b_z = tl.where(m_c, transform(b_x, a, squash, SOFTCAP), float("-inf"))
             top = tl.max(b_z, axis=0)
+            if (c == 0) & (tl.abs(top) >= FAR_OFF) & (top != float("-inf")):
+                center = top
             if top > m:
                 # Nothing finite so far means that the sums are still zero, and any finite shift will do.
                 b_q *= tl.exp2(tl.where(m == float("-inf"), 0.0, m - top) * (2.0 * LOG2E))
@@ -164,17 +169,17 @@ def moments_kernel(
             there = b_z != float("-inf")
             b_n += tl.where(there, 1.0, 0.0)
             # What is not there is no way off the mean.
-            b_z = tl.where(there, b_z, b_mean)
-            b_off = b_z - b_mean
+            b_d = tl.where(there, b_z - center, b_mean)
+            b_off = b_d - b_mean
             b_mean += b_off / tl.maximum(b_n, 1.0)
-            b_squares += b_off * (b_z - b_mean)
+            b_squares += b_off * (b_d - b_mean)
     n = tl.sum(b_n, axis=0)
-    base = finite_or_zero(m)
     # Lanes without a column have a mean of 0, and weigh nothing.
-    off = tl.sum(b_n * (b_mean - base), axis=0) / tl.maximum(n, 1.0)
-    b_off = (b_mean - base) - off
+    mean = tl.sum(b_n * b_mean, axis=0) / tl.maximum(n, 1.0)
+    b_off = b_mean - mean
     tl.store(out + i_r, m)
     tl.store(out + i_r + part_stride, tl.sum(b_q, axis=0))
     tl.store(out + i_r + 2 * part_stride, n)
-    tl.store(out + i_r + 3 * part_stride, base + off)
-    tl.store(out + i_r + 4 * part_stride, tl.sum(b_squares + b_n * b_off * b_off, axis=0))
+    tl.store(out + i_r + 3 * part_stride, center)
+    tl.store(out + i_r + 4 * part_stride, mean)
+    tl.store(out + i_r + 5 * part_stride, tl.sum(b_squares + b_n * b_off * b_off, axis=0))
