@@ -83,12 +83,12 @@ def _ignoring(x: Tensor, ignored: Tensor) -> Tensor:
     return x.masked_fill(ignored, False if x.dtype == torch.bool else -1 if x.dtype == torch.int64 else 0)
 
 
-def draw(vocab: int = V) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def draw(vocab: int = V, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Hidden states and weight of small integers, targets of which one is ignored, and further ids."""
     hidden, weight = torch.randint(-2, 3, (T, D)).float(), torch.randint(-2, 3, (V, D)).float()
     target, ids = torch.randint(vocab, (T,)), torch.randint(vocab, (T, F))
     target[3], ids[0, 1], ids[1, 2], ids[2, 0] = -100, ids[0, 0], -100, target[2]
-    return hidden, weight, target, ids
+    return hidden.to(device), weight.to(device), target.to(device), ids.to(device)
 
 
 def upstream_of(results: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -108,7 +108,7 @@ def gradients_of(results: dict[str, Tensor], leaves: list[Tensor]) -> list[Tenso
 def check(ours: dict[str, Tensor], right: dict[str, Tensor], usual: dict[str, Tensor]) -> None:
     for name, mine in ours.items():
         if name in WHOLE:
-            assert torch.equal(mine, right[name]), name
+            assert torch.equal(mine.cpu(), right[name].cpu()), name
         else:
             assert_close_to_truth(mine, right[name], usual[name], name)
 
@@ -120,9 +120,9 @@ def named(out: ll.TokenStats) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_from_logits(backend: str, head: str):
+def test_from_logits(backend: str, head: str, device: torch.device):
     options = HEADS[head]
-    hidden, weight, target, ids = draw(options.get("vocab_size") or V)
+    hidden, weight, target, ids = draw(options.get("vocab_size") or V, device)
     logits = 0.5 * hidden @ weight.T
     leaf, exact, usual = (logits.to(d).requires_grad_() for d in (torch.float32, torch.float64, torch.float32))
     asked = {"stats": STATS, "top_k": K, "further_ids": ids, "entropy": "grad", "backend": backend, "memory": 4000}
@@ -136,10 +136,10 @@ def test_from_logits(backend: str, head: str):
 
 @pytest.mark.parametrize("head", ["temperatures", "softcap", "turned"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_from_hidden_states(backend: str, head: str):
+def test_from_hidden_states(backend: str, head: str, device: torch.device):
     """In tiles of a few columns: lines are merged, and targets counted against all tiles."""
     options = HEADS[head]
-    hidden, weight, target, ids = draw(options.get("vocab_size") or V)
+    hidden, weight, target, ids = draw(options.get("vocab_size") or V, device)
     leaves, exact, usual = (
         [x.to(d).requires_grad_() for x in (hidden, weight)] for d in (torch.float32, torch.float64, torch.float32)
     )
@@ -177,12 +177,12 @@ def test_gradcheck(path: str, kept: bool):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ties_and_minus_infinity(backend: str):
+def test_ties_and_minus_infinity(backend: str, device: torch.device):
     """Equal logits are ordered by id, -inf last; rank, top-1 and top-k agree; -inf has no part in mean and variance."""
-    logits = torch.randint(-1, 2, (T, V)).float()
+    logits = torch.randint(-1, 2, (T, V), device=device).float()
     logits[0], logits[1, :], logits[1, 40:50] = 0.0, -INF, 2.0
     logits[2, 5:] = -INF
-    target, ids = torch.randint(V, (T,)), torch.zeros((T, 1), dtype=torch.int64)
+    target, ids = torch.randint(V, (T,), device=device), torch.zeros((T, 1), dtype=torch.int64, device=device)
     target[1], target[2] = 44, 66
     out = ll.logprobs(logits, target, stats=STATS, top_k=K, further_ids=ids, backend=backend)
     right = expected(logits.double(), target, ids)
@@ -197,25 +197,25 @@ def test_ties_and_minus_infinity(backend: str):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_logits_far_from_zero(backend: str):
+def test_logits_far_from_zero(backend: str, device: torch.device):
     """An offset of a thousand leaves mean and variance the digits that the logits have."""
-    logits = torch.randn(T, 503) + 1000
-    target, ids = torch.randint(503, (T,)), torch.zeros((T, 1), dtype=torch.int64)
+    logits = torch.randn(T, 503, device=device) + 1000
+    target, ids = torch.randint(503, (T,), device=device), torch.zeros((T, 1), dtype=torch.int64, device=device)
     wanted = ("collision", "mean_logit", "logit_variance", "max_logit")
     out = ll.logprobs(logits, target, stats=wanted, backend=backend)
     right, plain = expected(logits.double(), target, ids), expected(logits, target, ids)
     check({name: getattr(out, name) for name in wanted}, right, plain)
-    weight, hidden = logits[0].double()[:, None].float(), torch.ones(2, 1)
+    weight, hidden = logits[0][:, None], torch.ones(2, 1, device=device)
     tiles = ll.linear_logprobs(hidden, weight, target[:2], stats=wanted, backend=backend, memory=3000)
     assert_close_to_truth(tiles.logit_variance, right["logit_variance"][[0, 0]], plain["logit_variance"][[0, 0]])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_without_a_distribution(backend: str):
+def test_rows_without_a_distribution(backend: str, device: torch.device):
     """Ignored rows are 0 and -1, whatever they hold; a row with NaN is NaN and -1. Neither reaches another row."""
-    logits = torch.randn(5, V)
+    logits = torch.randn(5, V, device=device)
     logits[1], logits[3, 7], logits[4] = NAN, NAN, -INF
-    target, ids = torch.tensor([3, -100, 5, 6, 7]), torch.full((5, 2), 9)
+    target, ids = torch.tensor([3, -100, 5, 6, 7], device=device), torch.full((5, 2), 9, device=device)
     out = ll.logprobs(logits, target, stats=STATS, top_k=2, further_ids=ids, backend=backend)
     for name in EXTRA_RESULTS:
         x = getattr(out, name)
@@ -237,10 +237,10 @@ def test_rows_without_a_distribution(backend: str):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_from_stored_exponentials(backend: str, monkeypatch):
+def test_from_stored_exponentials(backend: str, device: torch.device, monkeypatch):
     """Where 16-bit exponentials of forward are differentiated, collision and further ids are too."""
     monkeypatch.setattr("logitless.from_hidden.plan.WORK", 1 << 14)
-    hidden, weight, target, ids = draw()
+    hidden, weight, target, ids = draw(device=device)
     asked = {"stats": ("collision",), "top_k": 2, "further_ids": ids, "backend": backend, "memory": "1MiB"}
     both = [x.bfloat16().requires_grad_() for x in (0.5 * hidden, weight)]
     assert ll.explain(*both, target, **asked).kind == "keep"
@@ -253,7 +253,7 @@ def test_from_stored_exponentials(backend: str, monkeypatch):
         else:
             right = expected(leaves[0] @ leaves[1].T, target, ids)
             results = [right[name] for name in ("logprob", "collision", "further_logprobs")]
-        g = [torch.linspace(-1, 2, x.numel()).view(x.shape).to(x) for x in results]
+        g = [torch.linspace(-1, 2, x.numel(), device=device).view(x.shape).to(x) for x in results]
         found.append(torch.autograd.grad(results, leaves, g))
     for mine, truth in zip(*found, strict=True):
         # Three roundings to 16 bits on the way: the exponentials, dZ and the gradient.

@@ -94,9 +94,11 @@ def moments(problem: Problem) -> Tensor:
     m = z.amax(-1) if z.shape[-1] else z.new_full(z.shape[:1], -torch.inf)
     there = z != -torch.inf
     count = there.sum(-1).to(z.dtype)
-    center = torch.where(there, z, 0.0).sum(-1) / count.clamp_min(1.0)
+    # Divided before they are added up: a few logits masked with the dtype's lowest number have no finite sum.
+    share = 1 / count.clamp_min(1.0)[:, None]
+    center = torch.where(there, z * share, 0.0).sum(-1)
     off = torch.where(there, z - center[:, None], 0.0)
-    mean = off.sum(-1) / count.clamp_min(1.0)
+    mean = (off * share).sum(-1)
     squares = torch.where(there, off - mean[:, None], 0.0).square().sum(-1)
     doubled = (2 * (z - finite_or_zero(m)[:, None])).exp().sum(-1)
     return torch.stack([m, doubled, count, center, mean, squares])

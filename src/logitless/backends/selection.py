@@ -24,9 +24,11 @@ def best_columns(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if group == 1:
         return _first(x, k)
     whole = width // group * group
-    tops = x[:, :whole].unflatten(1, (-1, group)).amax(2)
+    # Filled and not put together: autocast would have its say in that.
+    tops = x.new_empty((len(x), -(-width // group)))
+    tops[:, : whole // group] = x[:, :whole].unflatten(1, (-1, group)).amax(2)
     if whole < width:
-        tops = torch.cat([tops, x[:, whole:].amax(1, keepdim=True)], 1)
+        tops[:, -1] = x[:, whole:].amax(1)
     # In order of columns again, so that a stable sort leaves equal candidates in that order.
     groups = _first(tops, k)[1].sort(1).values
     column = (groups[:, :, None] * group + torch.arange(group, device=x.device)).flatten(1)

@@ -175,7 +175,7 @@ def moments_kernel(
             b_squares += b_off * (b_d - b_mean)
     n = tl.sum(b_n, axis=0)
     # Lanes without a column have a mean of 0, and weigh nothing.
-    mean = tl.sum(b_n * b_mean, axis=0) / tl.maximum(n, 1.0)
+    mean = tl.sum(b_mean * (b_n / tl.maximum(n, 1.0)), axis=0)
     b_off = b_mean - mean
     tl.store(out + i_r, m)
     tl.store(out + i_r + part_stride, tl.sum(b_q, axis=0))
