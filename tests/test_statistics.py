@@ -337,6 +337,19 @@ def test_selection_is_exact():
     assert group_size(1031, 20) > 1
 
 
+def test_long_rows_in_few_lanes(monkeypatch):
+    """The kernel with four lanes of many columns each, in its interpreter, full of ties."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels run on CPU tensors in Triton's interpreter alone")
+    sizes = {"BLOCK": 4, "DEEP": 16, "num_warps": 1}
+    monkeypatch.setattr("logitless.backends.triton.best_sizes", lambda columns: sizes)
+    logits = torch.randint(-1, 2, (3, 61)).float()
+    logits[1] = 0.0
+    out = ll.logprobs(logits, torch.zeros(3, dtype=torch.int64), top_k=20, backend="triton")
+    right = logits.sort(dim=1, descending=True, stable=True).indices[:, :20]
+    assert torch.equal(out.top_k_ids, right)
+
+
 def test_results_in_the_shape_of_the_targets_and_of_samples():
     logits, target = torch.randn(2, 3, V), torch.randint(V, (2, 3))
     ids = torch.randint(V, (2, 3, F))
