@@ -329,7 +329,7 @@ def test_selection_is_exact():
     """Groups of any size, tails included, against a stable sort of whole rows."""
     for width, k in ((1, 1), (7, 2), (64, 1), (67, 5), (300, 3), (1031, 20), (513, 128)):
         x = torch.randint(-3, 4, (5, width)).float()
-        x[0], x[1, width // 2 :] = 0.0, -INF
+        x[0], x[1, width // 2 :], x[2, -1] = 0.0, -INF, 9.0
         value, column = best_columns(x, k)
         right = x.sort(dim=1, descending=True, stable=True)
         assert torch.equal(value, right.values[:, :k]), (width, k)

@@ -49,7 +49,8 @@ def told(inputs: Inputs, active: Tensor, s: Scored) -> dict[str, Tensor]:
     order = (s.logits if case.scale > 0 else -s.logits).sort(dim=1, descending=True, stable=True).indices
     own = inputs.target[active][:, None]
     count = there.sum(1)
-    mean = torch.where(there, s.z, 0.0).sum(1) / count
+    # Divided first: a few logits at the lowest number of float64 have no sum.
+    mean = torch.where(there, s.z / count[:, None], 0.0).sum(1)
     found = {
         "top1_id": order[:, 0].to(s.z.dtype) if case.vocab else count,
         "top1_logprob": s.log_p.amax(1),
