@@ -27,6 +27,7 @@ from logitless.machine import (
     exponentials_sizes,
     gradient_from_sizes,
     gradient_sizes,
+    moments_sizes,
     multiprocessors,
     narrowing_sizes,
     statistics_sizes,
@@ -178,7 +179,7 @@ def moments(problem: Problem) -> Tensor:
         part_stride=out.stride(0),
         squash=problem.squash,
         SOFTCAP=bool(problem.squash),
-        **statistics_sizes(problem.logits.dtype, problem.columns),
+        **moments_sizes(problem.columns),
     )
     return out
 
