@@ -161,7 +161,9 @@ def merge(parts: Tensor, further: tuple[str, ...] = ()) -> Tensor:
     the same bits wherever this runs.
     """
     part = Statistic.of(parts, 1)
-    top = part.m.amax(0)
+    # A part with nothing in it may have been merged before, and then has the 0 of the next line for a reference, which
+    # must not outweigh logits far below.
+    top = torch.where(part.s == 0, -torch.inf, part.m).amax(0)
     # A row of nothing but -inf has no finite reference; 0 keeps its sums at 0 instead of NaN.
     top = torch.where(top == -torch.inf, torch.zeros_like(top), top)
     # Floored: next to a row masked with the dtype's lowest number, shift * s would overflow before it meets factor 0.
