@@ -35,6 +35,7 @@ import versions
 import logitless as ll
 from logitless.backends import triton as backend
 from logitless.backends.triton import divergences, products
+from logitless.extras import STATS
 from logitless.machine import Machine
 from logitless.tools.bench.records import Environment
 
@@ -68,8 +69,8 @@ def kept_of(device: str) -> ll.Kept:
 
 
 def finish(out: ll.TokenStats) -> None:
-    total = out.logprob.sum() if out.entropy is None else out.logprob.sum() + out.entropy.sum()
-    total.backward()
+    graded = (out.logprob, out.entropy, out.collision, out.mean_logit, out.further_logprobs)
+    torch.stack([x.sum() for x in graded if x is not None]).sum().backward()
 
 
 def from_logits(device: str, dtype: torch.dtype, *, columns: int = COLUMNS, **options: Any) -> None:
@@ -125,6 +126,10 @@ CALLS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
         from_logits,
         {"entropy": "grad", "head": ll.Head(temperature=0.7, softcap=20.0, vocab_size=COLUMNS - 9)},
     ),
+    "logprobs, statistics": (from_logits, {"stats": STATS, "top_k": 5}),
+    "logprobs, statistics, more than a tile": (from_logits, {"stats": STATS, "top_k": 5, "columns": WIDE}),
+    "linear, statistics": (from_hidden, {"stats": STATS, "top_k": 40, "memory": 64 << 10}),
+    "linear, collision of stored exponentials": (from_hidden, {"stats": ("collision",), "memory": "513MiB"}),
     "linear, logits again": (from_hidden, {"entropy": "grad", "memory": 64 << 10}),
     "linear, softcap": (from_hidden, {"entropy": "grad", "memory": 64 << 10, "head": ll.Head(softcap=20.0)}),
     # Exponentials are stored in what is left of a budget past half a gibibyte.

@@ -19,7 +19,7 @@ PACKAGE = Path(logitless.__file__).parent
 ORDER = [
     *("errors", "notes", "collectives", "spec", "machine"),
     "rows",
-    *("softmax", "backends", "kept", "support", "results", "call"),
+    *("softmax", "backends", "kept", "support", "extras", "results", "call"),
     *("from_logits", "from_hidden", "distill", "objectives", "policy_loss"),
     *("routes", "memory"),
     *("adapters", "provider"),

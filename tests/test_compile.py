@@ -81,7 +81,7 @@ def test_operators_pass_torch_checks():
     gain, index = torch.ones(3), torch.tensor([0, 2, 3])
     arguments = (torch.randn(5, 9), index, torch.tensor([1, 0, 8]), gain, 0.0, 9, 0, True, 1 << 20, "tiled")
     torch.library.opcheck(torch.ops.logitless.statistics.default, arguments)
-    rows = [torch.randn(3) for _ in range(5)]
+    rows = [torch.randn(3) for _ in range(7)]
     torch.library.opcheck(
         torch.ops.logitless.gradient.default,
         (*arguments[:7], 1 << 20, "tiled", *rows, torch.empty(5, 9), index),

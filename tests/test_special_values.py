@@ -11,7 +11,7 @@ from truth import truth
 import logitless as ll
 from logitless.backends import load
 from logitless.backends.contract import Problem
-from logitless.softmax import SKIP, Coefficients, Normaliser
+from logitless.softmax import SKIP, Coefficients, Normaliser, merge
 
 BACKENDS = ("reference", "tiled", "triton")
 INF = math.inf
@@ -169,3 +169,11 @@ def test_one_hot_row(backend: str, device: torch.device):
     assert out.logprob.item() == 0.0
     assert out.entropy.item() == 0.0
     assert grad[0].tolist() == pytest.approx([0.0, 1.0, 0.0], abs=1e-6)
+
+
+def test_parts_of_nothing_but_minus_infinity_have_no_say_however_often_they_are_merged():
+    """Tiles of a shard without a finite logit, and then another shard's logits near -300."""
+    nothing = torch.tensor([-INF, 0.0, 0.0, math.nan])[:, None]
+    far = torch.tensor([-300.0, 1.5, -0.5, -300.0])[:, None]
+    shard = merge(torch.stack([nothing, nothing]))
+    assert torch.equal(merge(torch.stack([shard, far])), far)

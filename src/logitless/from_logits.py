@@ -8,6 +8,7 @@ The autograd Function at the end is a seam: what it computes is in ``softmax``, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,15 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.backends import run_gradient, run_statistics
+from logitless.backends import load, run_gradient, run_statistics
 from logitless.backends.contract import Problem
 from logitless.call import Call, Options, Scope, local_part, resolve_logits, together, untraced
 from logitless.errors import LogitlessError, no_second_derivative
+from logitless.extras import DIFFERENTIABLE, SavedExtras, extended, upstream_at, write_at_ids
 from logitless.kept import Kept
 from logitless.notes import explained
-from logitless.results import in_shape, row_results, target_column
+from logitless.results import RowResults, extra_results, in_shape, row_results, target_column
 from logitless.rows import Rows
-from logitless.softmax import ELSEWHERE, Normaliser, coefficients
+from logitless.softmax import ELSEWHERE, Coefficients, Normaliser, coefficients
 from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard
 from logitless.support import (
     KeptLogits,
@@ -45,6 +47,9 @@ def logprobs(
     shard: VocabShard | None = None,
     kept: Kept | None = None,
     scope: Scope = "vocabulary",
+    stats: tuple[str, ...] = (),
+    top_k: int | None = None,
+    further_ids: Tensor | None = None,
     overwrite_logits: bool = False,
     backend: str = "auto",
     memory: int | str = "16MiB",
@@ -67,6 +72,12 @@ def logprobs(
         kept: ids the sampler kept; the log-prob is normalised over them.
         scope: what entropy and log Z are over. ``"support"``: like the log-prob, over the kept ids and the target.
             Their logits are all that is read, and there is no log Z.
+        stats: more results over the whole vocabulary, whatever was kept: any of ``"top1"``, ``"collision"``,
+            ``"mean_logit"``, ``"logit_variance"``, ``"max_logit"`` and ``"rank"``. A rank takes one more collective
+            under a shard.
+        top_k: ids and log-probs of the K most likely tokens, K up to 128.
+        further_ids: ``[..., K]`` int64, ids of every row whose log-probs are wanted besides; they have a gradient. An
+            id may come twice, and -100 leaves a place out.
         overwrite_logits: write the gradient over the logits in backward instead of into a new buffer. The logits
             must be neither a leaf nor a view, and are lost after backward.
         backend: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see :func:`choose_backend`.
@@ -93,6 +104,9 @@ def logprobs(
         shard=shard,
         kept=kept,
         scope=scope,
+        stats=stats,
+        top_k=top_k,
+        further_ids=further_ids,
         backend=backend,
         memory=memory,
         caller="logprobs",
@@ -108,10 +122,12 @@ def score_logits(logits: Tensor, call: Call) -> TokenStats:
     kept = call.asked.kept
     ids, lengths = (None, None) if kept is None else (kept.ids, kept.lengths)
     arguments = (logits, call.rows.index, call.rows.target, call.gain, ids, lengths, call)
-    # Collectives and the bookkeeping of overwriting are not traced.
-    traced = call.group is None and not call.overwrite
-    logprob, log_z, *entropy = (_LogProbs.apply if traced else untraced(_LogProbs.apply))(*arguments)
-    return TokenStats(logprob, entropy[0] if entropy else None, None if call.over_support else log_z)
+    # Collectives, the bookkeeping of overwriting and extras are not traced.
+    traced = call.group is None and not call.overwrite and call.extras is None
+    logprob, log_z, *more = (_LogProbs.apply if traced else untraced(_LogProbs.apply))(*arguments)
+    entropy = more.pop(0) if call.entropy else None
+    extras = {} if call.extras is None else dict(zip(call.extras.names, more, strict=True))
+    return TokenStats(logprob, entropy, None if call.over_support else log_z, **extras)
 
 
 class _Saved(NamedTuple):
@@ -130,6 +146,9 @@ class _Saved(NamedTuple):
     kept_lengths: Tensor | None
     kept_reference: Tensor | None
     kept_log_sum: Tensor | None
+    collision: Tensor | None
+    counted: Tensor | None
+    further_x: Tensor | None
 
 
 class _LogProbs(torch.autograd.Function):
@@ -146,7 +165,7 @@ class _LogProbs(torch.autograd.Function):
         kept_lengths: Tensor | None,
         call: Call,
     ) -> tuple[Tensor, ...]:
-        """Log-prob, log Z and, if wanted, entropy: the compiler takes no None among the results."""
+        """Log-prob, log Z and, if wanted, entropy and extras: the compiler takes no None among the results."""
         column = target_column(target, call.start, call.columns)
         problem = _problem(logits, index, column, gain, call)
         gathered = _gather_support(kept_ids, kept_lengths, target, problem, call)
@@ -156,10 +175,14 @@ class _LogProbs(torch.autograd.Function):
         else:
             statistic = run_statistics(call.backend, problem)
             support = None if gathered is None else kept_statistics(gathered)
-        results = row_results(statistic, support, target == IGNORE, call.entropy, call.group)
+        lines = None if call.extras is None else call.extras.lines(load(call.backend), problem, slice(None))
+        results = row_results(statistic, support, target == IGNORE, call.entropy, call.group, call.extras, lines)
+        extras, saved_extras = _extra_results(results, problem, call)
         ctx.set_materialize_grads(False)
-        if call.asked.entropy == "value":
-            ctx.mark_non_differentiable(results.entropy)
+        fixed = [results.entropy] if call.asked.entropy == "value" else []
+        fixed += [x for name, x in extras.items() if name not in DIFFERENTIABLE]
+        if fixed:
+            ctx.mark_non_differentiable(*fixed)
         mean = results.mean if call.asked.entropy == "grad" else None
         saved = _Saved(
             logits=logits,
@@ -175,6 +198,9 @@ class _LogProbs(torch.autograd.Function):
             kept_lengths=kept_lengths,
             kept_reference=None if support is None else results.kept_norm.reference,
             kept_log_sum=None if support is None else results.kept_norm.log_sum,
+            collision=saved_extras.collision,
+            counted=saved_extras.counted,
+            further_x=saved_extras.x,
         )
         ctx.save_for_backward(*saved)
         ctx.call, ctx.spent = call, False
@@ -182,13 +208,14 @@ class _LogProbs(torch.autograd.Function):
         asks = logits.is_leaf and not torch.compiler.is_compiling()
         ctx.grad_dtype = (getattr(logits, "grad_dtype", None) if asks else None) or logits.dtype
         entropy = () if results.entropy is None else (results.entropy,)
-        return results.logprob, results.log_z, *entropy
+        return results.logprob, results.log_z, *entropy, *extras.values()
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, g_logprob: Tensor | None, g_log_z: Tensor | None, g_entropy: Tensor | None = None
+        ctx: Any, g_logprob: Tensor | None, g_log_z: Tensor | None, *more: Tensor | None
     ) -> Any:
         call: Call = ctx.call
+        g_entropy, g_extras = (more[0], more[1:]) if call.entropy else (None, more)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise no_second_derivative("logprobs", ", or use torch.log_softmax for this term")
         if ctx.spent:
@@ -203,7 +230,20 @@ class _LogProbs(torch.autograd.Function):
         with explained(call.asked.caller, call.asked.memory, logits=saved.logits if call.overwrite else None):
             # From here on the logits may be half overwritten, should it fail.
             ctx.spent = call.overwrite
-            return (_logits_gradient(call, saved, ctx.grad_dtype, g_logprob, g_entropy, g_log_z), *(None,) * 6)
+            found = _logits_gradient(call, saved, ctx.grad_dtype, g_logprob, g_entropy, g_log_z, g_extras)
+            return (found, *(None,) * 6)
+
+
+def _extra_results(results: RowResults, problem: Problem, call: Call) -> tuple[dict[str, Tensor], SavedExtras]:
+    """Results of the extras by name, and what backward needs of them; nothing where none are asked for."""
+    extras = call.extras
+    if extras is None or results.extras is None:
+        return {}, SavedExtras()
+
+    def count(key: Tensor, place: Tensor) -> Tensor:
+        return load(call.backend).ahead(problem, key, place, extras.negative)
+
+    return extra_results(extras, results.extras, call.row(results.norm), call.group, count)
 
 
 def _logits_gradient(
@@ -213,6 +253,7 @@ def _logits_gradient(
     g_logprob: Tensor | None,
     g_entropy: Tensor | None,
     g_log_z: Tensor | None,
+    g_extras: Sequence[Tensor | None],
 ) -> Tensor:
     """Gradient of the logits, in a buffer of its own or over them."""
     logits, logprob, norm = saved.logits, saved.logprob, Normaliser(saved.reference, saved.log_sum)
@@ -229,20 +270,36 @@ def _logits_gradient(
         write_kept(gathered, support_gradient(gathered, norm, coef, ignored), out, out_index)
     elif saved.kept_reference is None or saved.kept_log_sum is None:
         coef = coefficients(logprob, norm, saved.mean, g_logprob, g_entropy, g_log_z)
+        coef = _with_extras(coef, call, saved, g_logprob, g_extras)
         run_gradient(call.backend, problem, norm, coef, out, out_index)
+        write_at_ids(problem, norm, coef, out, out_index)
     else:
         assert gathered is not None
-        coef = coefficients(logprob, norm, saved.mean, torch.zeros_like(g_logprob), g_entropy, g_log_z)
-        dense = coef if g_entropy is not None or g_log_z is not None else None
+        nothing = torch.zeros_like(g_logprob)
+        coef = coefficients(logprob, norm, saved.mean, nothing, g_entropy, g_log_z)
+        coef = _with_extras(coef, call, saved, nothing, g_extras)
+        dense = coef if any(g is not None for g in (g_entropy, g_log_z, *g_extras)) else None
         kept_norm = Normaliser(saved.kept_reference, saved.kept_log_sum)
-        values = kept_gradient(gathered, kept_norm, logprob, g_logprob, norm, dense, ignored)
+        further = upstream_at(dense, gathered.row, gathered.column)
+        values = kept_gradient(gathered, kept_norm, logprob, g_logprob, norm, dense, ignored, further)
         if dense is None:
             out.zero_()
         else:
             no_target = replace(problem, column=problem.column.clamp_max(ELSEWHERE))
             run_gradient(call.backend, no_target, norm, dense, out, out_index)
+            write_at_ids(problem, norm, dense, out, out_index)
         write_kept(gathered, values, out, out_index)
     return logits.detach() if call.overwrite else out.view(logits.shape)
+
+
+def _with_extras(
+    coef: Coefficients, call: Call, saved: _Saved, g_logprob: Tensor, g_extras: Sequence[Tensor | None]
+) -> Coefficients:
+    """The coefficients with what the upstream gradients of extras add, if there are any."""
+    if call.extras is None:
+        return coef
+    results, row = SavedExtras(*saved[-3:]), call.row(Normaliser(saved.reference, saved.log_sum))
+    return extended(coef, call.extras, results, row, saved.logprob, g_logprob, g_extras)
 
 
 def _problem(logits: Tensor, index: Tensor, column: Tensor, gain: Tensor, call: Call) -> Problem:

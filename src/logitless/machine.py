@@ -222,6 +222,20 @@ def statistics_sizes(dtype: torch.dtype, columns: int) -> dict[str, Any]:
     return {"BLOCK": min(block, _power_of_two(columns)), "STAGES": stages, "num_warps": warps}
 
 
+def best_sizes(columns: int) -> dict[str, Any]:
+    """Lanes, columns of each, and warps of the kernel that finds the best columns of a row."""
+    # Not measured: lanes as in the statistics of a tile.
+    block = min(1024, _power_of_two(columns))
+    return {"BLOCK": block, "DEEP": _power_of_two(-(-columns // block)), "num_warps": 4}
+
+
+def moments_sizes(columns: int) -> dict[str, Any]:
+    """Columns per step, warps, and loads in flight of the kernel of sums beyond the softmax."""
+    # Not measured: it keeps four numbers a lane where the statistic has two, so that a step has a quarter of the lanes.
+    block, warps, stages = (1024, 4, 1) if columns <= TILE else (2048, 8, 3)
+    return {"BLOCK": min(block, _power_of_two(columns)), "STAGES": stages, "num_warps": warps}
+
+
 def exponentials_sizes(columns: int) -> dict[str, Any]:
     """Columns per step, warps, and loads in flight of the kernel that also writes exponentials."""
     # The larger tile comes from memory, the smaller one from L2.

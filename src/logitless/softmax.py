@@ -27,7 +27,7 @@ same rows (:data:`FURTHER`) are lines after those four.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,16 +96,62 @@ class Normaliser(NamedTuple):
         return Normaliser(self.reference[rows], self.log_sum[rows])
 
 
+class AtIds(NamedTuple):
+    """Columns with an upstream gradient of their own log-prob: ``[R, K]``, a column more than once if asked so.
+
+    Attributes:
+        column: number of each among the columns of this shard, or ``ELSEWHERE``.
+        x: logit, before the head's transformation.
+        upstream: gradient of the log-prob, the same total at every copy of a column.
+    """
+
+    column: Tensor
+    x: Tensor
+    upstream: Tensor
+
+    def cut(self, rows: slice) -> AtIds:
+        return AtIds(self.column[rows], self.x[rows], self.upstream[rows])
+
+
 class Coefficients(NamedTuple):
-    """``[R]`` numbers a backward kernel needs: ``dz = p (plain + product (z - m))``, but ``at_target`` there."""
+    """``[R]`` numbers a backward kernel needs: ``dz = p (plain + product (z - m))``, but ``at_target`` there.
+
+    Attributes:
+        plain, product, at_target: of that formula; no product, no such term.
+        square: adds ``square p^2`` to dz, or None.
+        constant: adds itself to dz of every column but those at -inf, or None.
+        at_ids: columns whose dz is finished after the kernel, or None; kernels do not see them.
+    """
 
     plain: Tensor
     product: Tensor | None
     at_target: Tensor
+    square: Tensor | None = None
+    constant: Tensor | None = None
+    at_ids: AtIds | None = None
 
     def cut(self, rows: slice) -> Coefficients:
-        product = None if self.product is None else self.product[rows]
-        return Coefficients(self.plain[rows], product, self.at_target[rows])
+        product, square, constant = (None if x is None else x[rows] for x in (self.product, self.square, self.constant))
+        at_ids = None if self.at_ids is None else self.at_ids.cut(rows)
+        return Coefficients(self.plain[rows], product, self.at_target[rows], square, constant, at_ids)
+
+    def elsewhere(self, d: Tensor, p: Tensor, row: Any, own: Tensor | float = 0.0) -> Tensor:
+        """dz of columns other than the target, from ``d = z - m`` and p.
+
+        Args:
+            row: indexes the numbers of their rows.
+            own: upstream gradient of the columns' own log-probs, which ``plain`` has in its sum. The caller then adds
+                ``own (1 - p)`` as ``-own expm1(log p)``, which stays small where p is nearly 1.
+        """
+        factor = self.plain[row] + own
+        if self.product is not None:
+            factor = factor + self.product[row] * d.clamp_min(FLOOR)
+        if self.square is not None:
+            factor = factor + self.square[row] * p
+        dz = p * factor
+        if self.constant is not None:
+            dz = dz + torch.where(d == -torch.inf, 0.0, self.constant[row])
+        return dz
 
 
 def merge(parts: Tensor, further: tuple[str, ...] = ()) -> Tensor:
@@ -115,7 +161,9 @@ def merge(parts: Tensor, further: tuple[str, ...] = ()) -> Tensor:
     the same bits wherever this runs.
     """
     part = Statistic.of(parts, 1)
-    top = part.m.amax(0)
+    # A part with nothing in it may have been merged before, and then has the 0 of the next line for a reference, which
+    # must not outweigh logits far below.
+    top = torch.where(part.s == 0, -torch.inf, part.m).amax(0)
     # A row of nothing but -inf has no finite reference; 0 keeps its sums at 0 instead of NaN.
     top = torch.where(top == -torch.inf, torch.zeros_like(top), top)
     # Floored: next to a row masked with the dtype's lowest number, shift * s would overflow before it meets factor 0.

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -25,22 +26,113 @@ from logitless.errors import LogitlessError
 IGNORE = -100
 """Target id of a row to leave out: log-prob 0, entropy 0, log Z 0, gradient 0."""
 
+EXTRA_RESULTS = (
+    *("top1_id", "top1_logprob", "top1_hit", "collision", "mean_logit", "logit_variance", "max_logit", "rank"),
+    *("top_k_ids", "top_k_logprobs", "further_logprobs"),
+)
+"""Results that are there only if asked for."""
+
 EntropyMode = Literal["value", "grad"] | None
 
 
-class TokenStats(NamedTuple):
+class _ThreeResults(NamedTuple):
+    """What every call returns, in this order."""
+
+    logprob: Tensor
+    entropy: Tensor | None
+    log_z: Tensor | None
+
+
+class TokenStats(_ThreeResults):
     """Per-row results, float32 (float64 for float64 logits).
+
+    A tuple of log-prob, entropy and log Z; where more was asked for, of all that follow too. Whatever was not asked for
+    is None.
 
     Attributes:
         logprob: ``[R]`` log-probability of each target; differentiable.
         entropy: ``[R]`` entropy in nats, or None. Differentiable only if ``"grad"`` was asked for.
         log_z: ``[R]`` log of the normaliser over the whole vocabulary; differentiable. None with ``scope="support"``,
             where a row with one id is not even multiplied.
+        top1_id, top1_logprob, top1_hit: ``[R]`` the most likely token, its log-prob, and whether it is the target.
+        collision: ``[R]`` sum of the squared probabilities; differentiable.
+        mean_logit, logit_variance: ``[R]`` over the columns that are not -inf; the mean is differentiable.
+        max_logit: ``[R]`` largest logit.
+        rank: ``[R]`` int64, how many tokens are more likely than the target, or as likely with a smaller id.
+        top_k_ids, top_k_logprobs: ``[R, K]`` the most likely tokens, the first first; of equal ones the smaller id.
+        further_logprobs: ``[R, K]`` of the ids given; differentiable.
     """
 
-    logprob: Tensor
-    entropy: Tensor | None
-    log_z: Tensor | None
+    __slots__ = ()
+
+    def __new__(cls, logprob: Tensor, entropy: Tensor | None, log_z: Tensor | None, *more: Any, **named: Any) -> Self:
+        if not more and not named:
+            return tuple.__new__(cls, (logprob, entropy, log_z))
+        given = dict(zip(EXTRA_RESULTS, more, strict=False)) | named
+        if len(more) > len(EXTRA_RESULTS) or not set(named) <= set(EXTRA_RESULTS):
+            raise TypeError(
+                f"TokenStats: wanted no more than {list(EXTRA_RESULTS)} but got {len(more)} more and {[*named]}."
+            )
+        return tuple.__new__(cls, (logprob, entropy, log_z, *(given.get(name) for name in EXTRA_RESULTS)))
+
+    # What a named tuple has, for either length.
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return cls(*iterable)
+
+    def _asdict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return dict(zip((*self._fields, *EXTRA_RESULTS), self, strict=False))
+
+    def _replace(self, **changes: Any) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return type(self)(**(self._asdict() | changes))
+
+    def _extra(self, place: int) -> Tensor | None:
+        return self[place] if len(self) > place else None
+
+    @property
+    def top1_id(self) -> Tensor | None:
+        return self._extra(3)
+
+    @property
+    def top1_logprob(self) -> Tensor | None:
+        return self._extra(4)
+
+    @property
+    def top1_hit(self) -> Tensor | None:
+        return self._extra(5)
+
+    @property
+    def collision(self) -> Tensor | None:
+        return self._extra(6)
+
+    @property
+    def mean_logit(self) -> Tensor | None:
+        return self._extra(7)
+
+    @property
+    def logit_variance(self) -> Tensor | None:
+        return self._extra(8)
+
+    @property
+    def max_logit(self) -> Tensor | None:
+        return self._extra(9)
+
+    @property
+    def rank(self) -> Tensor | None:
+        return self._extra(10)
+
+    @property
+    def top_k_ids(self) -> Tensor | None:
+        return self._extra(11)
+
+    @property
+    def top_k_logprobs(self) -> Tensor | None:
+        return self._extra(12)
+
+    @property
+    def further_logprobs(self) -> Tensor | None:
+        return self._extra(13)
 
 
 @dataclass(frozen=True, eq=False)

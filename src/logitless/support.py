@@ -140,8 +140,13 @@ def kept_gradient(
     norm: Normaliser,
     coef: Coefficients | None,
     ignored: Tensor,
+    further: Tensor | None = None,
 ) -> Tensor:
-    """``[K + R]`` whole gradient at each logit of the support: ``g_l (onehot - p_support)``, plus dense terms."""
+    """``[K + R]`` whole gradient at each logit of the support: ``g_l (onehot - p_support)``, plus dense terms.
+
+    Args:
+        further: ``[K + R]`` upstream gradient of each logit's own log-prob over the vocabulary, or None.
+    """
     log_p = (k.z - kept_norm.reference[k.row]) - kept_norm.log_sum[k.row]
     upstream = g_logprob[k.row]
     dz = -upstream * torch.where(k.is_target, torch.expm1(logprob)[k.row], log_p.exp())
@@ -149,10 +154,11 @@ def kept_gradient(
     dz = torch.where(upstream != 0, dz, 0.0)
     if coef is not None:
         d = k.z - norm.reference[k.row]
-        dense = coef.plain[k.row]
-        if coef.product is not None:
-            dense = dense + coef.product[k.row] * d.clamp_min(FLOOR)
-        dz = dz + (d - norm.log_sum[k.row]).exp() * dense
+        log_p = d - norm.log_sum[k.row]
+        if further is None:
+            dz = dz + coef.elsewhere(d, log_p.exp(), k.row)
+        else:
+            dz = dz + coef.elsewhere(d, log_p.exp(), k.row, further) - further * torch.expm1(log_p)
     return (dz * k.slope).masked_fill(ignored[k.row], 0.0)
 
 

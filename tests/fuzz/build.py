@@ -54,6 +54,7 @@ class Inputs:
         support: ``[R, V]`` ids each row's log-prob is normalised over, or None.
         kept: one list of ids per row, or None.
         upstream: gradients of log-prob, entropy and log Z.
+        further: ``[R, K]`` further ids, some of them twice, the target, or left out.
     """
 
     case: Case
@@ -72,6 +73,7 @@ class Inputs:
     kept: list[list[int]] | None
     upstream: Tensor
     noise: Tensor
+    further: Tensor
 
     def wanted(self, name: str) -> bool:
         """Whether a leaf has a gradient."""
@@ -112,7 +114,7 @@ def build(case: Case) -> Inputs:
     noise = torch.randn(5, max(count, num_samples), generator=g)
     return Inputs(
         case, parts, leaves, views, index, target, sample, counted, totals, tokens, masks, temperature, support, kept,
-        upstream, noise,
+        upstream, noise, _further(case, target, g),
     )  # fmt: skip
 
 
@@ -250,6 +252,13 @@ def _kept(case: Case, target: Tensor, g: torch.Generator) -> tuple[list[list[int
         kept = [ids + ids[::-1] for ids in kept]
     support = chosen.scatter(1, target.clamp_min(0)[:, None], True)
     return kept, support
+
+
+def _further(case: Case, target: Tensor, g: torch.Generator) -> Tensor:
+    ids = torch.randint(case.vocab, (len(target), case.further), generator=g)
+    kind = torch.rand(ids.shape, generator=g)
+    ids = torch.where(kind < 0.1, IGNORE, torch.where(kind < 0.3, target.clamp_min(0)[:, None], ids))
+    return torch.where(kind > 0.8, ids[:, :1], ids)
 
 
 # How tensors lie in memory.

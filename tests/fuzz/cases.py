@@ -48,6 +48,7 @@ class Case:
         stride, weight_stride: how the tensors lie in memory.
         values: what kind of numbers.
         poison: NaN in rows that nobody asked for.
+        stats, top_k, further: statistics beyond the softmax, of so many best and so many further ids.
         frozen: of which tensors no gradient is wanted.
         autocast: float32 operands are rounded to bfloat16 on the way in, float64 ones are not.
         upstream: which results have a gradient.
@@ -85,6 +86,9 @@ class Case:
     kept: str = ""
     scope: str = "vocabulary"
     entropy: str | None = None
+    stats: tuple[str, ...] = ()
+    top_k: int = 0
+    further: int = 0
     memory: int | str | None = None
     backend: str = "auto"
     match: str | None = None
@@ -207,6 +211,8 @@ RECIPES = (
 VALUES = ("peaked", "zeros", "huge", "offset", "lowest", "minus infinity", "lowest first", "large", "tiny")
 MEMORY = (1, 64, 200, 500, 1000, 3000, "16KiB", "64KiB", "1MiB", "1GiB")
 
+STATS = ("top1", "collision", "mean_logit", "logit_variance", "max_logit", "rank")
+
 FEATURES = {
     "dtype": Feature(("dtype",), one_of("dtype", "float64", "bfloat16", "float16", "bfloat16", "float16")),
     "sizes": Feature(("tokens", "vocab", "width", "samples"), _sizes),
@@ -228,6 +234,9 @@ FEATURES = {
     "kept": Feature(("kept",), one_of("kept", "some", "none", "all", "twice")),
     "scope": Feature(("scope",), lambda r: {"kept": r.choice(("some", "none", "all", "twice")), "scope": "support"}),
     "entropy": Feature(("entropy",), one_of("entropy", "value", "grad", "grad"), (LOGITS, HEAD, MODULE)),
+    "stats": Feature(("stats",), lambda r: {"stats": tuple(r.sample(STATS, r.randint(1, 6)))}, (LOGITS, HEAD, MODULE)),
+    "top_k": Feature(("top_k",), one_of("top_k", 1, 2, 5, 128), (LOGITS, HEAD, MODULE)),
+    "further": Feature(("further",), one_of("further", 1, 3, 8), (LOGITS, HEAD, MODULE)),
     "memory": Feature(("memory",), one_of("memory", *MEMORY)),
     "backend": Feature(("backend",), one_of("backend", "reference", "tiled")),
     "match": Feature(("match",), one_of("match", "bfloat16", "float16"), LINEAR),
@@ -318,6 +327,8 @@ def settled(case: Case) -> Case:
         changes |= {"mask": False, "mask_only": False}
     if case.shards > 1 and (case.path != LOGITS or case.kept or case.overwrite or case.twice or case.cp > 1):
         changes["shards"] = 1
+    if case.stats or case.top_k or case.further:
+        changes |= {"top_k": min(case.top_k, case.vocab), "shards": min(changes.get("shards", case.shards), 1)}
     if case.batch_invariant and not linear:
         changes["batch_invariant"] = False
     if linear and case.values in ("lowest", "lowest first", "minus infinity"):

@@ -58,6 +58,17 @@ CORPUS = {
             path="linear_logprobs", dtype="float16", values="peaked", entropy="grad", vocab=33, width=8, memory="1GiB"
         ),
     ],
+    "the mean of a few logits at the lowest number, which have no finite sum": [
+        Case(path=path, values="lowest first", stats=("mean_logit", "rank"), bias=path != "logprobs", backend=backend)
+        for path in ("logprobs", "linear_logprobs")
+        for backend in ("reference", "tiled")
+    ],
+    "the best of logits in another 16-bit dtype than autocast's": [
+        Case(path="linear_logprobs", stats=("rank",), top_k=2, match="float16", autocast=True),
+    ],
+    "statistics in the interpreter": [
+        Case(backend="triton", stats=("top1", "collision", "mean_logit", "rank"), top_k=5, further=3, kept="some"),
+    ],
     "kernels in the interpreter, forward and backward of every path": [
         Case(path="logprobs", backend="triton", entropy="grad", dtype="bfloat16", ignore=True),
         Case(path="linear_logprobs", backend="triton", entropy="grad", bias=True, softcap=5.0),

@@ -62,6 +62,9 @@ REFUSALS = {
     "kept ids with batch_invariant": Refusal(
         "kept= takes tiles of all rows", lambda c: bool(c.kept) and c.batch_invariant
     ),
+    "statistics over a support": Refusal(
+        "are never made with", lambda c: c.scope == "support" and bool(c.stats or c.top_k or c.further)
+    ),
     "memory holds no column": Refusal(
         "do not hold one column", lambda c: c.memory not in (None, "1MiB", "1GiB") and c.path in LINEAR
     ),

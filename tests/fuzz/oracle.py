@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fuzz import extras
 from fuzz.build import IGNORE, Inputs
 from fuzz.cases import LINEAR, LOGITS, LOSS, LOSSES
 from fuzz.losses import Fields, Told, fields_of, tell
@@ -105,11 +106,17 @@ def _answer(inputs: Inputs, wide: torch.dtype, stored: torch.dtype | None, field
         g, slack = (x * torch.tensor([[1.0], [1.0], [0.0]], dtype=wide) for x in (g, slack))
     wanted = {name: x for name, x in s.leaves.items() if x.requires_grad}
     results, gradients = [s.logprob, s.entropy, s.log_z], {}
+    told_extras = {} if case.path in LOSSES else extras.told(inputs, active, s)
+    graded = [name for name in extras.GRADED if name in told_extras]
     if wanted and s.logprob.requires_grad:
-        found = torch.autograd.grad(results, list(wanted.values()), list(g), retain_graph=True, allow_unused=True)
+        outputs = [*results, *(told_extras[name] for name in graded)]
+        g = [*g, *(extras.upstream(inputs, name)[active].to(wide) for name in graded)]
+        found = torch.autograd.grad(outputs, list(wanted.values()), g, retain_graph=True, allow_unused=True)
         pairs = zip(wanted.items(), found, strict=True)
         gradients = {name: torch.zeros_like(x) if d is None else d for (name, x), d in pairs}
     values = {name: _full(x, active, inputs) for name, x in zip(NAMES, results, strict=True)}
+    nothing = {name: -1.0 if name in extras.IDS else 0.0 for name in told_extras}
+    values |= {name: _full(x, active, inputs, nothing[name]) for name, x in told_extras.items()}
     if told is not None:
         values["loss"] = told.loss
     units, gradient_units, blur = {}, {}, 0.0
@@ -118,9 +125,9 @@ def _answer(inputs: Inputs, wide: torch.dtype, stored: torch.dtype | None, field
     return Answer(values, gradients, units, gradient_units, fields, 1.0 if told is None else told.margin, blur)
 
 
-def _full(x: Tensor, active: Tensor, inputs: Inputs) -> Tensor:
-    """A value for every row, 0 where it is ignored."""
-    out = torch.zeros(len(inputs.target), dtype=x.dtype)
+def _full(x: Tensor, active: Tensor, inputs: Inputs, nothing: float = 0.0) -> Tensor:
+    """A value for every row, that of nothing where it is ignored."""
+    out = torch.full((len(inputs.target), *x.shape[1:]), nothing, dtype=x.dtype)
     return out.index_copy_(0, active, x.detach())
 
 
@@ -190,10 +197,12 @@ def _units(
     dtype = torch.bfloat16 if case.autocast and dtype == torch.float32 else dtype
     unit = ROUNDINGS[torch.float64 if dtype == torch.float64 else torch.float32]
     p, log_p = s.log_p.exp(), s.log_p.masked_fill(s.log_p == -torch.inf, 0.0).abs()
-    gain, size = _sizes(inputs, active, s, p)
+    gain, size, sizes = _sizes(inputs, active, s, p)
     entropy = s.entropy.abs()
     of_entropy, of_logprob = size * (1 + 2 * entropy), size + s.logprob.abs()
     found = {"logprob": of_logprob, "entropy": of_entropy, "log_z": size + s.log_z.abs()}
+    asked = case.path not in LOSSES and bool(case.stats or case.top_k or case.further)
+    found |= extras.value_sizes(inputs, active, s, sizes, size) if asked else {}
     values = {name: unit * _full(x, active, inputs) for name, x in found.items()}
     if told is not None:
         # Ratios are exponentials of log-probs: an error there is a factor of the row's terms.
@@ -212,9 +221,10 @@ def _units(
     def terms(most: float) -> Tensor:
         """The terms that a probability is a factor of, for so much of it at most."""
         q = p.clamp_max(most)
-        return g_l * over.clamp_max(most) + g_z * q + g_h * q * (1 + log_p + entropy[:, None])
+        small = extras.terms(inputs, active, s, p, most)[0] if asked else 0.0
+        return g_l * over.clamp_max(most) + g_z * q + g_h * q * (1 + log_p + entropy[:, None]) + small
 
-    core = g_l * onehot + terms(1.0)
+    core = g_l * onehot + terms(1.0) + (extras.terms(inputs, active, s, p, 1.0)[1] if asked else 0.0)
     every = (g_l + g_h + g_z) * gain
     # An error of a logit is a factor of its probability.
     d_z = torch.expm1((unit * size).clamp_max(50.0))[:, None] * core * gain + 1e-37 * every
@@ -227,8 +237,8 @@ def _units(
     return values, _through(inputs, active, s, d_z, wanted, dtype), blur
 
 
-def _sizes(inputs: Inputs, active: Tensor, s: Scored, p: Tensor) -> tuple[Tensor, Tensor]:
-    """``[R, 1]`` factor of each row's logits, and ``[R]`` how large the numbers are of which its z is made."""
+def _sizes(inputs: Inputs, active: Tensor, s: Scored, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``[R, 1]`` factor of each row's logits, how large the numbers are of which its z is made, and those of each z."""
     case = inputs.case
     t = inputs.temperature
     t = (
@@ -244,11 +254,12 @@ def _sizes(inputs: Inputs, active: Tensor, s: Scored, p: Tensor) -> tuple[Tensor
             x = x + inputs.leaves["bias"][: case.vocab].double().abs()
     z = x * gain if case.softcap is None else case.softcap / t + x * s.slope.abs()
     # A logit without probability has no say, however large it is, unless it is the target's.
+    sizes = torch.where(z.isfinite(), z, 0.0)
     z = torch.where(p > 1e-30, z, 0.0).scatter_reduce(1, inputs.target[active][:, None], z, "amax")
     z = torch.where(z.isfinite(), z, 0.0)
     size = z.amax(1) if z.shape[1] else z.sum(1)
     # The sum of so many exponentials has a logarithm of its own, however small the logits are.
-    return gain, size.clamp_min(1.0 + math.log(case.vocab))
+    return gain, size.clamp_min(1.0 + math.log(case.vocab)), sizes
 
 
 def _through(

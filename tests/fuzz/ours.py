@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import logitless as ll
+from fuzz import extras
 from fuzz.build import IGNORE, Inputs, Part, kept_of, rows_of
 from fuzz.cases import HEAD, LOGITS, LOSS, LOSSES, MODULE, SAMPLES, TWO_CALLS
 from fuzz.losses import FACTOR, Fields, prompts_of
@@ -44,6 +45,7 @@ def answer(inputs: Inputs, fields: Fields | None, device: str = "cpu", rank: int
         rows = rows_of(inputs, part, k, device)
         _check_rows(inputs, part, rows)
         options = given | {"head": _head(inputs, part, device), "kept": kept_of(inputs, part, device)}
+        options |= extras.asked(inputs, part, device)
         x = views[part.leaf]
         if case.overwrite:
             # Neither a leaf nor a view, as a model's own output is.
@@ -57,11 +59,12 @@ def answer(inputs: Inputs, fields: Fields | None, device: str = "cpu", rank: int
             continue
         with _autocast(inputs, device):
             out = _stats(inputs, x, views, rows, options)
-        found.append(_values(out))
+        found.append(_values(out) | _extra_values(inputs, out))
         _check_graph(inputs, out, case.entropy)
-        pairs = [
-            (v, g) for v, g in zip(out, inputs.upstream[:, part.rows], strict=True) if v is not None and v.requires_grad
-        ]
+        extras.check(out, torch.tensor(part.target, dtype=torch.int64, device=device))
+        both = [*zip(out[:3], inputs.upstream[:, part.rows], strict=True)]
+        both += [(getattr(out, name), extras.upstream(inputs, name)[part.rows]) for name in extras.GRADED]
+        pairs = [(v, g) for v, g in both if v is not None and v.requires_grad]
         outputs += [v for v, _ in pairs]
         upstream += [g.to(v).view(v.shape) for v, g in pairs]
     if case.parallel == "sequence":
@@ -83,7 +86,15 @@ def _joined(found: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _values(out: ll.TokenStats) -> dict[str, Tensor]:
-    return {n: v.detach().reshape(-1) for n, v in zip(NAMES, out, strict=True) if v is not None}
+    return {n: v.detach().reshape(-1) for n, v in zip(NAMES, out[:3], strict=True) if v is not None}
+
+
+def _extra_values(inputs: Inputs, out: ll.TokenStats) -> dict[str, Tensor]:
+    """Whatever else came, in rows; ids only where there is one right answer."""
+    left_out = {"top1_hit", *(() if inputs.case.path == LOGITS else extras.IDS)}
+    came = {n: v.detach() for n, v in out._asdict().items() if v is not None and n not in (*NAMES, *left_out)}
+    wide = {n: v if v.is_floating_point() else v.double() for n, v in came.items()}
+    return {n: v.flatten(0, -2) if n.endswith("s") else v.reshape(-1) for n, v in wide.items()}
 
 
 def _autocast(inputs: Inputs, device: str) -> Any:

@@ -120,11 +120,13 @@ def _gradient(
     plain: Tensor,
     product: Tensor | None,
     at_target: Tensor,
+    square: Tensor | None,
+    constant: Tensor | None,
     out: Tensor,
     out_index: Tensor,
 ) -> None:
     problem = Problem(logits, index, column, gain, squash, columns, product is not None, memory, first)
-    coef = Coefficients(plain, product, at_target)
+    coef = Coefficients(plain, product, at_target, square, constant)
     load(backend).gradient(problem, Normaliser(reference, log_sum), coef, out, out_index)
 
 
@@ -140,7 +142,7 @@ def run_statistics(backend: str, problem: Problem) -> Tensor:
 def run_gradient(
     backend: str, problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor
 ) -> None:
-    """``gradient`` of the named backend, written over all of ``out``."""
+    """``gradient`` of the named backend, written over all of ``out``; what ``coef.at_ids`` says is not its business."""
     p = problem
     if p.logits.is_meta:
         return load(backend).gradient(p, norm, coef, out, out_index)
@@ -155,7 +157,7 @@ def run_gradient(
         p.memory,
         backend,
         *norm,
-        *coef,
+        *coef[:5],
         out,
         out_index,
     )

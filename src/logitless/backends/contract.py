@@ -18,6 +18,12 @@ two for a student beside its teacher:
     divergence(pair, out) -> None                               [2, R] divergence, and mean slope, over these columns
     divergence_gradient(pair, mean, by, coef, out, out_index)   d of the student's logits, written over all of ``out``
 
+three for statistics beyond the softmax:
+
+    best(problem, k, negative) -> [2, k, R]                     keys and columns of the k best columns of each row
+    ahead(problem, key, place, negative) -> [R]                 how many columns come before that key and column
+    moments(problem) -> [6, R]                                  maximum, sum of e^(2 (z - it)); count, mean, squares
+
 and two for supports from hidden states, where there are no logits, on flat lists of pairs of rows:
 
     dots(x, at_x, y, at_y, out, memory) -> None                 out[e] = x[at_x[e]] . y[at_y[e]]
@@ -78,6 +84,12 @@ class Problem:
         where = "logits" if self.index is None else "index"
         return replace(self, **{name: getattr(self, name)[start:stop] for name in (where, "column", "gain")})
 
+    def some(self, rows: slice) -> Problem:
+        """Those rows, also where an index says which they are."""
+        if self.index is None:
+            return self.cut(rows.start, rows.stop)
+        return replace(self, index=self.index[rows], column=self.column[rows], gain=self.gain[rows])
+
     def empty_statistic(self) -> Tensor:
         """``[4 + number of further sums, R]``, to be filled."""
         return self.gain.new_empty((WIDTH + len(self.further), self.num_rows))
@@ -124,6 +136,14 @@ class Pair:
         """``[R]`` what ``log q - log p`` is less than the difference of the two logits."""
         (m, log_sum), (teacher_m, teacher_log_sum) = self.norm, self.teacher_norm
         return (teacher_m - m) + (teacher_log_sum - log_sum)
+
+
+NO_COLUMN = float(1 << 24)
+"""Where there are fewer columns than asked for: behind all others, and the last integer that float32 counts up to."""
+
+
+MOMENTS = 6
+"""Lines of ``moments``: maximum and sum of squared exponentials; count, center, mean less the center, squares."""
 
 
 SLACK = 8.0

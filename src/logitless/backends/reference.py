@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from logitless.backends.contract import Pair, Problem, Running, over
+from logitless.backends.contract import NO_COLUMN, Pair, Problem, Running, over
 from logitless.backends.divergences import Element, elements
 from logitless.machine import pieces
 from logitless.softmax import FLOOR, FURTHER, SKIP, TINY, Coefficients, Normaliser, Statistic
@@ -37,9 +37,7 @@ def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor
     z, slope = transformed(problem)
     d = z - norm.reference[:, None]
     p = (d - norm.log_sum[:, None]).exp()
-    dz = p * coef.plain[:, None]
-    if coef.product is not None:
-        dz = p * (coef.plain[:, None] + coef.product[:, None] * d.clamp_min(FLOOR))
+    dz = coef.elsewhere(d, p, (slice(None), None))
     columns = torch.arange(problem.first, problem.first + problem.columns, device=z.device)
     dz = torch.where(columns == problem.column[:, None], coef.at_target[:, None], dz)
     dz = torch.where((problem.column == SKIP)[:, None], torch.zeros_like(dz), dz * slope)
@@ -63,6 +61,55 @@ def transformed(problem: Problem) -> tuple[Tensor, Tensor]:
         return x * gain, gain.expand_as(x)
     y = torch.tanh(x * problem.squash)
     return y * gain, gain * problem.squash * (1 - y * y)
+
+
+def best(problem: Problem, k: int, negative: bool) -> Tensor:
+    """``[2, k, R]``: the k best keys of each row, descending, and their columns, ascending where keys are equal.
+
+    A key is the logit before the head's transformation, with its sign changed if ``negative``: all that the head does
+    keeps that order, and equal logits are equal bits. Places without a column have key -inf and column ``NO_COLUMN``.
+    """
+    key, column = keys(problem, negative).sort(dim=1, descending=True, stable=True)
+    found = min(k, problem.columns)
+    out = key.new_empty((2, k, problem.num_rows))
+    out[0, found:], out[1, found:] = -torch.inf, NO_COLUMN
+    out[0, :found], out[1, :found] = key[:, :found].T, column[:, :found].T + problem.first
+    return out
+
+
+def ahead(problem: Problem, key: Tensor, place: Tensor, negative: bool) -> Tensor:
+    """``[R]`` columns that come before one with this key and this number: those with a larger key, or an equal one and
+    a smaller number."""
+    columns = torch.arange(problem.first, problem.first + problem.columns, device=key.device)
+    x, key = keys(problem, negative), key[:, None]
+    return ((x > key) | ((x == key) & (columns < place[:, None]))).sum(1).to(key.dtype)
+
+
+def moments(problem: Problem) -> Tensor:
+    """``[6, R]``: the largest z, the sum of ``e^(2 (z - it))``; and of all z but those at -inf their number, a center,
+    the mean less the center, and the squares about the mean.
+
+    Two numbers for the mean: where logits lie far from 0, one would leave few digits to the differences of means.
+    """
+    z, _ = transformed(problem)
+    m = z.amax(-1) if z.shape[-1] else z.new_full(z.shape[:1], -torch.inf)
+    there = z != -torch.inf
+    count = there.sum(-1).to(z.dtype)
+    # Divided before they are added up: a few logits masked with the dtype's lowest number have no finite sum.
+    share = 1 / count.clamp_min(1.0)[:, None]
+    center = torch.where(there, z * share, 0.0).sum(-1)
+    off = torch.where(there, z - center[:, None], 0.0)
+    mean = (off * share).sum(-1)
+    squares = torch.where(there, off - mean[:, None], 0.0).square().sum(-1)
+    doubled = (2 * (z - finite_or_zero(m)[:, None])).exp().sum(-1)
+    return torch.stack([m, doubled, count, center, mean, squares])
+
+
+def keys(problem: Problem, negative: bool) -> Tensor:
+    """``[R, V]`` what columns are ordered by."""
+    rows = problem.logits if problem.index is None else problem.logits[problem.index]
+    x = rows[:, : problem.columns].to(problem.gain.dtype)
+    return -x if negative else x
 
 
 def exponentials(problem: Problem, stats: Tensor, running: Running, out: Tensor, slope: bool) -> None:
@@ -112,11 +159,11 @@ def gradient_from(
         reference = references[piece.start // slab]
         # Where all of a slab was -inf its exponentials are 0, and any shift will do that does not overflow.
         shift = torch.where(reference == -torch.inf, 0.0, reference - norm.reference).clamp_min(FLOOR)[:, None]
-        dz = e * (shift - norm.log_sum[:, None]).exp()
-        if coef.product is None:
-            dz = dz * coef.plain[:, None]
-        else:
-            dz = dz * (coef.plain[:, None] + coef.product[:, None] * (e.clamp_min(TINY).log() + shift))
+        p = e * (shift - norm.log_sum[:, None]).exp()
+        # Where an exponential is 0, a logit at -inf cannot be told from one far below: there is no constant here.
+        assert coef.constant is None
+        d = p if coef.product is None else e.clamp_min(TINY).log() + shift
+        dz = coef.elsewhere(d, p, (slice(None), None))
         columns = torch.arange(problem.first + piece.start, problem.first + piece.stop, device=e.device)
         dz = torch.where(columns == problem.column[:, None], coef.at_target[:, None], dz) * problem.gain[:, None]
         out[:, piece] = dz.masked_fill((problem.column == SKIP)[:, None], 0.0)

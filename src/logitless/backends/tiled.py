@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from logitless.backends import reference as whole
-from logitless.backends.contract import Pair, Problem, Running, over
+from logitless.backends.contract import MOMENTS, NO_COLUMN, Pair, Problem, Running, over
+from logitless.backends.selection import best_columns
 from logitless.machine import BLOCK, pieces
 from logitless.softmax import FLOOR, FURTHER, SKIP, Coefficients, Normaliser, Statistic, merge
 
@@ -21,12 +22,12 @@ SMALL_TILE = 1 << 17
 """Elements of a tile that is not made smaller to save memory: below, the calls of torch take longer than the work."""
 
 
-def tile_shape(problem: Problem) -> tuple[int, int]:
-    """Rows and columns of a tile: as much as fits in the memory budget, at least one element.
+def tile_shape(problem: Problem, more: int = 0) -> tuple[int, int]:
+    """Rows and columns of a tile: as much as fits in the memory budget, with so many more buffers; at least one.
 
     Of a small problem an eighth at most, so that its tile is small beside it too, and stays in a cache.
     """
-    buffers = 3 if problem.squash else 2
+    buffers = more + (3 if problem.squash else 2)
     share = max(SMALL_TILE, problem.num_rows * problem.columns // 8)
     elements = max(1, min(problem.memory // (buffers * problem.gain.itemsize), share))
     width = max(1, min(problem.columns, elements))
@@ -51,7 +52,7 @@ def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
 
 def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor | None) -> None:
     """Same as :func:`logitless.backends.reference.gradient`, one tile at a time."""
-    height, width = tile_shape(problem)
+    height, width = tile_shape(problem, 0 if coef.square is None and coef.constant is None else 3)
     dry = problem.logits.is_meta
     # Slices are written three times as fast as rows by their numbers, which need a buffer in the gradient's dtype.
     sliced = out_index is None or (out.dtype == problem.gain.dtype and _is_in_order(out_index, len(out)))
@@ -91,7 +92,9 @@ def _tile_gradient(problem: Problem, norm: Normaliser, coef: Coefficients, rows:
     z, squashed = _tile(problem, rows, columns)
     d = z.sub_(norm.reference[rows, None])
     p = (d - norm.log_sum[rows, None]).exp_()
-    if coef.product is None:
+    if coef.square is not None or coef.constant is not None:
+        dz = coef.elsewhere(d, p, (rows, None))
+    elif coef.product is None:
         dz = p.mul_(coef.plain[rows, None])
     else:
         inner = d.clamp_min_(FLOOR).mul_(coef.product[rows, None]).add_(coef.plain[rows, None])
@@ -146,6 +149,36 @@ def zero_the_rest(out: Tensor, out_index: Tensor | None, columns: int) -> None:
         rest = torch.ones(out.shape[0], dtype=torch.bool, device=out.device).index_fill_(0, out_index, False)
         out.masked_fill_(rest[:, None], 0.0)
     out[:, columns:].zero_()
+
+
+def best(problem: Problem, k: int, negative: bool) -> Tensor:
+    """Same as :func:`logitless.backends.reference.best`, some rows at a time, and without sorting all of them."""
+    found = min(k, problem.columns)
+    out = problem.gain.new_empty((2, k, problem.num_rows))
+    out[0, found:], out[1, found:] = -torch.inf, NO_COLUMN
+    for rows in _row_pieces(problem, problem.columns):
+        x = problem.logits[rows] if problem.index is None else problem.logits.index_select(0, problem.index[rows])
+        x = x[:, : problem.columns]
+        if found:
+            key, column = best_columns(-x if negative else x, found)
+            out[0, :found, rows], out[1, :found, rows] = key.T, column.T + problem.first
+    return out
+
+
+def ahead(problem: Problem, key: Tensor, place: Tensor, negative: bool) -> Tensor:
+    """Same as :func:`logitless.backends.reference.ahead`, some rows at a time."""
+    out = torch.empty_like(key)
+    for rows in _row_pieces(problem, problem.columns):
+        out[rows] = whole.ahead(problem.some(rows), key[rows], place[rows], negative)
+    return out
+
+
+def moments(problem: Problem) -> Tensor:
+    """Same as :func:`logitless.backends.reference.moments`, some rows at a time."""
+    out = problem.gain.new_empty((MOMENTS, problem.num_rows))
+    for rows in _row_pieces(problem, problem.columns):
+        out[:, rows] = whole.moments(problem.some(rows))
+    return out
 
 
 # The functions below run the whole-tensor twin on some rows at a time. The problem's rows are all in order.

@@ -21,6 +21,7 @@ from logitless.backends import choose_backend, require_backend
 from logitless.backends.triton import products
 from logitless.call.checks import (
     check_entropy,
+    check_extras,
     check_kept,
     check_kinds,
     check_logits,
@@ -35,8 +36,10 @@ from logitless.call.checks import (
 from logitless.call.options import Options
 from logitless.collectives import agree_over, fingerprint
 from logitless.errors import LogitlessError
+from logitless.extras import Extras, Row
 from logitless.machine import CPU, Machine
 from logitless.rows import Rows
+from logitless.softmax import Normaliser
 from logitless.spec import Head, accumulation_dtype, parse_memory
 from logitless.support import Support
 
@@ -73,6 +76,7 @@ class Call:
             one kernel does both.
         overwrite: whether backward may write over the logits.
         further: names of further sums of the statistic.
+        extras: what is asked for beyond log-prob, entropy and log Z; None for nothing.
         dropped: in a dry run, where no value can tell, the share of rows without a gradient.
     """
 
@@ -98,6 +102,7 @@ class Call:
     apart: str | None = "logits are given"
     overwrite: bool = False
     further: tuple[str, ...] = ()
+    extras: Extras | None = None
     dropped: float = 0.0
 
     @property
@@ -109,6 +114,10 @@ class Call:
         """The sampler's support of each row, if there is one."""
         kept = self.asked.kept
         return None if kept is None else Support.of(kept, self.rows.target, self.start, self.vocab_size)
+
+    def row(self, norm: Normaliser) -> Row:
+        """What results of extras are made of, of all rows."""
+        return Row(norm, self.rows.target, self.gain, self.squash)
 
     def facts(self) -> dict[str, Any]:
         """What the ranks of a vocabulary group must agree on."""
@@ -123,6 +132,9 @@ class Call:
             "whether there are kept ids": kept is not None,
             "the kept ids": None if kept is None else (fingerprint(kept.ids), fingerprint(kept.lengths)),
             "scope": asked.scope,
+            "stats": tuple(asked.stats),
+            "top_k": asked.top_k,
+            "the further ids": fingerprint(asked.further_ids),
             "the vocabulary size": self.vocab_size,
             "temperature": fingerprint(head.temperature),
             "scale": head.scale,
@@ -180,6 +192,8 @@ def apart_everywhere(call: Call) -> str | None:
         return "kernels that do both were not measured on this machine"
     if call.asked.kept is not None:
         return "kept ids are looked up in logits"
+    if call.extras is not None:
+        return "stats=, top_k= and further_ids= are taken from logits"
     return products.takes_sizes(call.dtype, call.width)
 
 
@@ -225,7 +239,20 @@ def _resolve(
         memory=parse_memory(asked.memory),
         machine=machine,
         overwrite=overwrite,
+        extras=_extras(asked, head, x.device, num_rows, shape, vocab_size),
     )
+
+
+def _extras(
+    asked: Options, head: Head, device: torch.device, num_rows: int, shape: tuple[int, ...], vocab_size: int
+) -> Extras | None:
+    """What is asked for beyond log-prob, entropy and log Z; None for nothing."""
+    check_extras(asked, device, num_rows, shape, vocab_size)
+    if not asked.stats and asked.top_k is None and asked.further_ids is None:
+        return None
+    start = 0 if asked.shard is None else asked.shard.start
+    ids = None if asked.further_ids is None else asked.further_ids.reshape(num_rows, asked.further_ids.shape[-1])
+    return Extras(tuple(asked.stats), asked.top_k or 0, ids, head.scale < 0, start)
 
 
 def resolve_rows(caller: str, rows: Any) -> tuple[Rows, tuple[int, ...]]:

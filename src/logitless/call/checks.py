@@ -12,6 +12,7 @@ from torch import Tensor
 
 from logitless.call.options import Options
 from logitless.errors import LogitlessError, adapted
+from logitless.extras import LARGEST, MOST, STATS
 from logitless.kept import Kept
 from logitless.rows import Rows
 from logitless.spec import IGNORE, Head, VocabShard, has_values, inspectable
@@ -95,6 +96,42 @@ def check_scope(asked: Options) -> None:
         raise LogitlessError(
             f"{asked.caller}: weight_grad= is a dense buffer and sparse_weight_grad=True asks for a list of rows. Pass "
             f"one of them."
+        )
+
+
+def check_extras(asked: Options, device: torch.device, num_rows: int, shape: tuple[int, ...], vocab_size: int) -> None:
+    name, stats, top_k, ids = asked.caller, asked.stats, asked.top_k, asked.further_ids
+    if isinstance(stats, str) or not set(stats) <= set(STATS):
+        raise LogitlessError(f"{name}: stats must be a tuple of names out of {list(STATS)} but is {stats!r}.")
+    if not stats and top_k is None and ids is None:
+        return
+    if asked.scope == "support":
+        raise LogitlessError(
+            f"{name}: stats=, top_k= and further_ids= are over the whole vocabulary, whose logits are never made with "
+            f'scope="support". Ask for them with scope="vocabulary".'
+        )
+    if vocab_size > LARGEST:
+        raise LogitlessError(f"{name}: stats=, top_k= and further_ids= take up to {LARGEST} columns, not {vocab_size}.")
+    if top_k is not None and (type(top_k) is not int or not 1 <= top_k <= min(MOST, vocab_size)):
+        raise LogitlessError(
+            f"{name}: top_k must be between 1 and {min(MOST, vocab_size)}, which is the smaller of {MOST} and the "
+            f"vocabulary, but is {top_k!r}."
+        )
+    if ids is None:
+        return
+    if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
+        came = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise LogitlessError(f"{name}: further_ids must be an int64 tensor but is {came}.")
+    if not ids.dim() or tuple(ids.shape[:-1]) not in (shape, (num_rows,)):
+        raise LogitlessError(
+            f"{name}: further_ids must be {[*shape, 'K']}, K ids for every row, but is {list(ids.shape)}."
+        )
+    if ids.device != device:
+        raise LogitlessError(f"{name}: further_ids is on {ids.device} but the rows are on {device}.")
+    if inspectable(ids) and bool((((ids < 0) & (ids != IGNORE)) | (ids >= vocab_size)).any()):
+        raise LogitlessError(
+            f"{name}: further_ids run from {int(ids.min())} to {int(ids.max())}, outside the vocabulary of "
+            f"{vocab_size}. Use -100 for places that are to stay empty."
         )
 
 

@@ -26,6 +26,9 @@ class Options:
     shard: VocabShard | None = None
     kept: Kept | None = None
     scope: Scope = "vocabulary"
+    stats: tuple[str, ...] = ()
+    top_k: int | None = None
+    further_ids: Tensor | None = None
     hidden_grad: Literal["reduced", "partial"] = "reduced"
     sequence_parallel: bool = False
     weight_grad: Tensor | None = None

@@ -99,11 +99,11 @@ class PairResults(NamedTuple):
 
     def vectors(self) -> tuple[Tensor, ...]:
         """All of them: the results in the order of ``DivergenceStats``, then what backward needs."""
-        logprob, entropy, log_z, norm, _, shift = self.row
-        assert entropy is not None
-        assert shift is not None
-        results = (self.divergence, logprob, entropy, log_z, self.teacher_logprob, self.teacher_entropy)
-        return *results, *norm, shift, *self.teacher_norm, self.mean
+        row = self.row
+        assert row.entropy is not None
+        assert row.mean is not None
+        own = (self.divergence, row.logprob, row.entropy, row.log_z)
+        return *own, self.teacher_logprob, self.teacher_entropy, *row.norm, row.mean, *self.teacher_norm, self.mean
 
 
 @dataclass(frozen=True, eq=False)

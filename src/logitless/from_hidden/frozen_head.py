@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from logitless.backends.contract import Running
+from logitless.from_hidden.extra_lines import ExtraLines
 from logitless.from_hidden.plan import Tiles
 from logitless.from_hidden.projection import Projection
 from logitless.machine import pieces
@@ -39,8 +40,8 @@ class Unit(NamedTuple):
     local: Tensor
 
 
-def statistics_with_unit(p: Projection, tiles: Tiles) -> tuple[Tensor, Unit]:
-    """``[4, R]`` statistic, and the unit gradients."""
+def statistics_with_unit(p: Projection, tiles: Tiles, extras: ExtraLines | None = None) -> tuple[Tensor, Unit]:
+    """``[4, R]`` statistic, and the unit gradients; extras are filled."""
     # Kernels take rows whose last dimension is contiguous, which those of the caller need not be.
     others = torch.empty_like(p.hidden, memory_format=torch.contiguous_format)
     out = p.gain.new_empty((WIDTH, len(p.hidden)))
@@ -59,6 +60,8 @@ def statistics_with_unit(p: Projection, tiles: Tiles) -> tuple[Tensor, Unit]:
                 # Later tiles far below the reference have nothing to add: only the first may move it down.
                 running = running._replace(drop=torch.inf, sums=sums)
             backend.exponentials(tile, parts[columns.start // tiles.columns], running, exponentials, slope=True)
+            if extras is not None:
+                extras.add(tile, rows)
             p.multiply(
                 exponentials, p.weight[columns.start : columns.start + tile.columns], sums, add=columns.start > 0
             )

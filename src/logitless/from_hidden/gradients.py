@@ -21,6 +21,7 @@ from torch import Tensor
 
 from logitless.backends.contract import Problem
 from logitless.backends.triton import products
+from logitless.extras import upstream_at, write_at_ids
 from logitless.from_hidden.exponentials import Exponentials
 from logitless.from_hidden.plan import Tiles
 from logitless.from_hidden.projection import Projection
@@ -78,11 +79,14 @@ class Terms:
         norm, coef = self.norm, self.coef
         if self.support is None:
             p.backend.gradient(tile, norm, coef, out, None)
+            write_at_ids(tile, norm, coef, out)
             return
         support, kept_norm, logprob, g_logprob = self.support
         gathered = support.logits(tile)
-        values = kept_gradient(gathered, kept_norm, logprob, g_logprob, norm, coef, support.target == IGNORE)
+        further, ignored = upstream_at(coef, gathered.row, gathered.column + tile.first), support.target == IGNORE
+        values = kept_gradient(gathered, kept_norm, logprob, g_logprob, norm, coef, ignored, further)
         p.backend.gradient(replace(tile, column=tile.column.clamp_max(ELSEWHERE)), norm, coef, out, None)
+        write_at_ids(tile, norm, coef, out)
         write_kept(gathered, values, out, None)
 
 

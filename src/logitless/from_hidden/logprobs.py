@@ -9,6 +9,7 @@ The autograd Function is a seam: what it computes is in ``statistics``, ``gradie
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -17,16 +18,18 @@ from torch import Tensor
 
 from logitless.call import Call, Options, Scope, as_products_take, recorded, resolve_hidden, together, untraced
 from logitless.errors import no_second_derivative
+from logitless.extras import DIFFERENTIABLE, SavedExtras, extended
 from logitless.from_hidden.exponentials import Exponentials
+from logitless.from_hidden.extra_lines import ExtraLines, count_ahead
 from logitless.from_hidden.frozen_head import Unit, statistics_with_unit, unit_gradient
 from logitless.from_hidden.gradients import SupportTerms, Terms, gradients
-from logitless.from_hidden.plan import FIXED_ROWS, LinearPlan, SupportPlan, choose_plan
+from logitless.from_hidden.plan import FIXED_ROWS, LinearPlan, SupportPlan, Tiles, choose_plan
 from logitless.from_hidden.projection import Projection, hidden_gradient, selected_rows
 from logitless.from_hidden.statistics import row_statistics
 from logitless.from_hidden.support import score_support
 from logitless.kept import Kept
 from logitless.notes import explained
-from logitless.results import in_shape, row_results, target_column
+from logitless.results import RowResults, extra_results, in_shape, row_results, target_column
 from logitless.rows import Rows
 from logitless.softmax import Normaliser, coefficients
 from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard
@@ -44,6 +47,9 @@ def linear_logprobs(
     shard: VocabShard | None = None,
     kept: Kept | None = None,
     scope: Scope = "vocabulary",
+    stats: tuple[str, ...] = (),
+    top_k: int | None = None,
+    further_ids: Tensor | None = None,
     hidden_grad: Literal["reduced", "partial"] = "reduced",
     sequence_parallel: bool = False,
     weight_grad: Tensor | None = None,
@@ -66,6 +72,8 @@ def linear_logprobs(
         scope: what entropy and log Z are over. ``"support"``: like the log-prob, over the kept ids and the target, from
             dot products with those rows of the weight alone. No product with the vocabulary, no log Z; vectors over all
             ids are all it takes.
+        stats, top_k, further_ids: as for :func:`logprobs`. With them logits go through memory, tile by tile, and a rank
+            takes one more product with the vocabulary.
         bias: ``[V]`` of the head, or None.
         shard: which rows of the weight live here, and the group that holds the rest. One ``all_gather`` in forward.
         hidden_grad: under a shard, ``"reduced"`` sums the gradient of hidden over the group; ``"partial"`` leaves this
@@ -108,7 +116,9 @@ def score(hidden: Tensor, weight: Tensor, call: Call, plan: LinearPlan | Support
     """``[R]`` results of a call that was checked."""
     if isinstance(plan, SupportPlan):
         return score_support(hidden, weight, call)
-    return TokenStats(*_LinearLogProbs.apply(hidden, weight, call.asked.bias, call, plan))
+    results = _LinearLogProbs.apply(hidden, weight, call.asked.bias, call, plan)
+    extras = {} if call.extras is None else dict(zip(call.extras.names, results[3:], strict=True))
+    return TokenStats(*results[:3], **extras)
 
 
 def head_fact(trained: bool) -> dict[str, bool]:
@@ -144,6 +154,9 @@ class _Saved(NamedTuple):
     local: Tensor | None = None
     exponentials: Tensor | None = None
     exponentials_reference: Tensor | None = None
+    collision: Tensor | None = None
+    counted: Tensor | None = None
+    further_x: Tensor | None = None
 
     @property
     def norm(self) -> Normaliser:
@@ -156,37 +169,46 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, plan: LinearPlan
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+    ) -> tuple[Tensor | None, ...]:
+        """Log-prob, entropy, log Z and extras."""
         target = call.rows.target
         column = target_column(target, call.start, call.columns)
         p = Projection.of(selected_rows(hidden, call), weight, bias, column, call)
         if call.asked.batch_invariant and not plan.forward.fused:
             p = p.padded(FIXED_ROWS)
-        for_backward, support = {}, None
+        for_backward, support, lines = {}, None, ExtraLines.empty(p)
         if plan.kind == "frozen":
-            statistic, unit = statistics_with_unit(p, plan.forward)
+            statistic, unit = statistics_with_unit(p, plan.forward, lines)
             for_backward = {"others": unit.others[: call.num_rows], "local": unit.local[: call.num_rows]}
         else:
             stored = Exponentials.empty(p, plan.kept_rows, plan.forward) if plan.kept_rows else None
-            statistic, support = row_statistics(p, plan.forward, call.support(), stored)
+            statistic, support = row_statistics(p, plan.forward, call.support(), stored, lines)
             if stored is not None:
                 for_backward = {"exponentials": stored.values, "exponentials_reference": stored.reference}
-        results = row_results(statistic[:, : call.num_rows], support, target == IGNORE, call.entropy, call.group)
+        own = None if lines is None else lines.values[:, : call.num_rows]
+        statistic = statistic[:, : call.num_rows]
+        results = row_results(statistic, support, target == IGNORE, call.entropy, call.group, call.extras, own)
+        extras, saved_extras = _extra_results(p, plan.forward, results)
         ctx.set_materialize_grads(False)
-        if call.asked.entropy == "value":
-            ctx.mark_non_differentiable(results.entropy)
+        fixed = [x for name, x in extras.items() if name not in DIFFERENTIABLE]
+        ctx.mark_non_differentiable(*fixed, *([results.entropy] if call.asked.entropy == "value" else []))
         if support is not None:
             for_backward = {"kept_reference": results.kept_norm.reference, "kept_log_sum": results.kept_norm.log_sum}
+        for_backward |= {
+            "collision": saved_extras.collision,
+            "counted": saved_extras.counted,
+            "further_x": saved_extras.x,
+        }
         mean = results.mean if call.asked.entropy == "grad" else None
         saved = _Saved(hidden, weight, bias, column, *results.norm, results.logprob, mean, **for_backward)
         ctx.save_for_backward(*saved)
         # The buffer for the weight's gradient is in the call and not saved: others may add to it before backward does.
         ctx.call, ctx.plan = call, plan
-        return results[:3]
+        return *results[:3], *extras.values()
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, g_logprob: Tensor | None, g_entropy: Tensor | None, g_log_z: Tensor | None
+        ctx: Any, g_logprob: Tensor | None, g_entropy: Tensor | None, g_log_z: Tensor | None, *g_extras: Tensor | None
     ) -> Any:
         if torch.is_grad_enabled():
             raise no_second_derivative("linear_logprobs", ", or use torch.log_softmax for this term")
@@ -200,11 +222,23 @@ class _LinearLogProbs(torch.autograd.Function):
                 d_hidden = _frozen_gradient(call, saved, g_logprob, g_log_z)
                 return d_hidden, None, None, None, None
             p = Projection.of(selected_rows(saved.hidden, call), saved.weight, saved.bias, saved.column, call)
-            terms = _terms(p, plan, saved, g_logprob, g_entropy, g_log_z)
+            terms = _terms(p, plan, saved, g_logprob, g_entropy, g_log_z, g_extras)
             assert plan.backward is not None
             found = gradients(p, plan.backward, terms, want=ctx.needs_input_grad[:3], weight_grad=buffer)
             d_hidden = None if found.hidden is None else hidden_gradient(found.hidden, saved.hidden.shape, call)
             return d_hidden, found.weight, found.bias, None, None
+
+
+def _extra_results(p: Projection, tiles: Tiles, results: RowResults) -> tuple[dict[str, Tensor], SavedExtras]:
+    """Results of the extras by name, and what backward needs of them; nothing where none are asked for."""
+    extras = p.call.extras
+    if extras is None or results.extras is None:
+        return {}, SavedExtras()
+
+    def count(key: Tensor, place: Tensor) -> Tensor:
+        return count_ahead(p, tiles, key, place, extras.negative)
+
+    return extra_results(extras, results.extras, p.call.row(results.norm), p.call.group, count)
 
 
 def _frozen_gradient(call: Call, saved: _Saved, g_logprob: Tensor, g_log_z: Tensor | None) -> Tensor:
@@ -225,6 +259,7 @@ def _terms(
     g_logprob: Tensor,
     g_entropy: Tensor | None,
     g_log_z: Tensor | None,
+    g_extras: Sequence[Tensor | None],
 ) -> Terms:
     """What turns a tile of logits into a tile of dZ, from the upstream gradients."""
     ids, support = p.call.support(), None
@@ -239,4 +274,8 @@ def _terms(
     if saved.exponentials is not None and saved.exponentials_reference is not None:
         stored = Exponentials.of(p, saved.exponentials, saved.exponentials_reference, plan.forward)
     coef = coefficients(saved.logprob, saved.norm, saved.mean, dense, g_entropy, g_log_z)
+    if p.call.extras is not None:
+        results = SavedExtras(saved.collision, saved.counted, saved.further_x)
+        row = p.call.row(saved.norm)
+        coef = extended(coef, p.call.extras, results, row, saved.logprob, dense, g_extras)
     return Terms(saved.norm, coef, support, stored)

@@ -13,7 +13,7 @@ budget, before anything runs. How large a tile should be is in ``machine``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -81,6 +81,7 @@ class LinearPlan:
         reason: why, in a sentence.
         products: matrix products of forward and backward together, of the size of the logits.
         apart: why logits go through memory between a product and its softmax; None where one kernel does both.
+        ranked: whether all logits are made once more, to count those above the target's.
     """
 
     kind: Literal["forward", "frozen", "keep", "recompute"]
@@ -90,6 +91,7 @@ class LinearPlan:
     reason: str
     products: int
     apart: str | None = None
+    ranked: bool = False
 
     def __str__(self) -> str:
         products = str(self.products)
@@ -104,6 +106,8 @@ class LinearPlan:
         logits = f"Logits go through memory, because {self.apart}"
         if self.apart is None:
             logits = "Logits stay in the kernels that make them"
+        if self.ranked:
+            logits += ". They are made once more to count those above the target's"
         return f"{self.kind}: {products} matrix {noun}, because {self.reason}. {tiles}. {logits}."
 
 
@@ -134,11 +138,20 @@ def choose_plan(call: Call, needs: Sequence[bool]) -> LinearPlan | SupportPlan:
     Args:
         needs: whether hidden, weight and bias need a gradient.
     """
+    plan = _choose(call, needs)
+    if call.extras is None or not call.extras.ranked or isinstance(plan, SupportPlan):
+        return plan
+    return replace(plan, products=plan.products + 1, ranked=True)
+
+
+def _choose(call: Call, needs: Sequence[bool]) -> LinearPlan | SupportPlan:
+    """The route but for ranks."""
     if call.over_support:
         assert call.asked.kept is not None
         return SupportPlan(call.asked.kept.ids.numel() + call.num_rows)
     asked, shape = call.asked, Shape.of(call)
     hidden, head = needs[0], any(needs[1:3])
+    differentiated = () if call.extras is None else call.extras.differentiable
     spare, work = max(0, call.memory - WORK), min(call.memory, WORK)
     # Batch-invariant tiles are those of a batch of one fixed size; kernels that multiply have no others.
     apart = shape._replace(rows=FIXED_ROWS if asked.batch_invariant else shape.rows, product=None)
@@ -147,7 +160,7 @@ def choose_plan(call: Call, needs: Sequence[bool]) -> LinearPlan | SupportPlan:
         forward = forward_tiles(first, work)
         forward = forward if asked.kept is None else _all_rows(forward, shape)
         return LinearPlan("forward", forward, None, 0, "nothing needs a gradient", 1, call.apart)
-    if hidden and not head and asked.entropy != "grad" and asked.kept is None:
+    if hidden and not head and asked.entropy != "grad" and asked.kept is None and not differentiated:
         reason = "the head needs no gradient and entropy is not differentiated"
         # The tile shares its budget with its exponentials in the operands' dtype.
         forward = forward_tiles(apart._replace(logits_bytes=shape.logits_bytes + shape.operand_bytes), work)
@@ -159,7 +172,9 @@ def choose_plan(call: Call, needs: Sequence[bool]) -> LinearPlan | SupportPlan:
     if asked.kept is not None:
         forward, backward = _all_rows(forward, shape), _all_rows(backward, shape)
     kept_rows, gradients = 0, hidden + head
-    if asked.kept is None and not asked.batch_invariant and shape.operand_bytes == 2 and not call.squash:
+    # The gradient of a mean logit is the same for all columns but those at -inf, which exponentials do not tell.
+    storable = shape.operand_bytes == 2 and not call.squash and "mean_logit" not in differentiated
+    if asked.kept is None and not asked.batch_invariant and storable:
         kept_rows = min(shape.rows, spare // max(1, exponentials_row(shape, backward.columns)))
     if kept_rows and not forward.fused:
         # Stored exponentials have one reference per slab, so both loops cut the columns alike.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from logitless.backends.triton import products
 from logitless.from_hidden.exponentials import Exponentials
+from logitless.from_hidden.extra_lines import ExtraLines
 from logitless.from_hidden.plan import Tiles
 from logitless.from_hidden.projection import Projection
 from logitless.machine import pieces
@@ -20,16 +21,22 @@ from logitless.support import Support, kept_statistics
 
 
 def row_statistics(
-    p: Projection, tiles: Tiles, support: Support | None = None, exponentials: Exponentials | None = None
+    p: Projection,
+    tiles: Tiles,
+    support: Support | None = None,
+    exponentials: Exponentials | None = None,
+    extras: ExtraLines | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """``[4, R]`` statistic over all columns here, and ``[2, R]`` (m, s) of the support if there is one.
 
     Args:
         support: tiles then hold all rows at once.
         exponentials: to be filled for the first rows.
+        extras: to be filled.
     """
     if tiles.fused:
         assert support is None
+        assert extras is None
         return _fused_statistics(p, tiles, exponentials), None
     lines, slabs = WIDTH + len(p.call.further), -(-max(p.call.columns, 1) // tiles.columns)
     out = p.gain.new_empty((lines, len(p.hidden)))
@@ -45,6 +52,8 @@ def row_statistics(
                 backend.statistics(tile, parts[slab])
             else:
                 exponentials.store(p, tile, parts[slab], rows.start)
+            if extras is not None:
+                extras.add(tile, rows)
             if support is not None and support_parts is not None:
                 support_parts[slab] = kept_statistics(support.logits(tile))
         out[:, rows] = parts[0] if slabs == 1 else merge(parts, p.call.further)

@@ -86,6 +86,9 @@ def estimate(
     softcap: bool = False,
     kept_ids: int | None = None,
     scope: Literal["vocabulary", "support"] = "vocabulary",
+    stats: tuple[str, ...] = (),
+    top_k: int | None = None,
+    further_ids: int | None = None,
     overwrite_logits: bool = False,
     weight_grad: bool = False,
     match: Literal["bfloat16", "float16"] | None = None,
@@ -115,6 +118,8 @@ def estimate(
         bias, softcap, weight_grad: whether there is one.
         kept_ids: kept ids of all rows together; None for none.
         scope: as the path takes it; ``"support"`` goes with ``kept_ids``.
+        stats, top_k: as the path takes them.
+        further_ids: how many further ids every row has; None for none.
         tensor_parallel: ranks that share the vocabulary in equal parts.
         objective: of ``linear_policy_loss``, default ``Objective()``. It decides on ``entropy`` there.
         counts: rows of each sample (``rows.counts``), which an objective that takes means over samples asks for;

@@ -37,6 +37,8 @@ NAMES = {
     "collectives": "between ranks",
     "kept": "support",
     "support": "support",
+    "extras": "extras",
+    "from_hidden.extra_lines": "extras",
     "backends.triton.products:statistic_parts": "parts of the statistic",
     "backends": "work of the backend",
     "from_logits:gradient_buffer": "d_logits",
@@ -55,7 +57,8 @@ IN_PLACE = {
 
 
 SCRATCH = {torch.ops.aten.sort.stable: {"cpu": 8, "gpu": 24}}
-"""Bytes per element that an operator takes besides its results, measured; the GPU is an H200."""
+"""Bytes per element that an operator takes besides its results, measured; the GPU is an H200. A CPU sorts floats in
+place."""
 
 
 class Item(NamedTuple):
@@ -89,6 +92,7 @@ class Ledger(TorchDispatchMode):
 
     def __init__(self, on_gpu: bool = False) -> None:
         super().__init__()
+        self._on_gpu = on_gpu
         self._scratch = {op: by_device["gpu" if on_gpu else "cpu"] for op, by_device in SCRATCH.items()}
         self._entries: dict[int, Entry] = {}
         self._bytes = 0
@@ -107,7 +111,7 @@ class Ledger(TorchDispatchMode):
             key = storage._cdata
             if key not in self._entries and not _is_one_of(storage, (args, kwargs)):
                 self._write_down(key, storage, x.shape)
-        if func in self._scratch:
+        if func in self._scratch and (self._on_gpu or not args[0].is_floating_point()):
             # Alive with the results, and gone when this function returns.
             work = torch.empty(self._scratch[func] * args[0].numel(), dtype=torch.uint8, device="meta")
             self._write_down(work.untyped_storage()._cdata, work.untyped_storage(), work.shape)

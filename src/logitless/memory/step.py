@@ -70,6 +70,9 @@ class Step:
     softcap: bool = False
     kept_ids: int | None = None
     scope: Literal["vocabulary", "support"] = "vocabulary"
+    stats: tuple[str, ...] = ()
+    top_k: int | None = None
+    further_ids: int | None = None
     overwrite_logits: bool = False
     weight_grad: bool = False
     match: Literal["bfloat16", "float16"] | None = None
@@ -122,6 +125,9 @@ class Step:
             shard=shard,
             kept=self._kept(device),
             scope=self.scope,
+            stats=self.stats,
+            top_k=self.top_k,
+            further_ids=self._further(device),
             sequence_parallel=self.sequence_parallel,
             weight_grad=weight_grad,
             match=self.match,
@@ -163,6 +169,11 @@ class Step:
         lengths[:more] += 1
         return Kept(torch.arange(self.kept_ids, device=device) % self.vocab, lengths)
 
+    def _further(self, device: torch.device) -> Tensor | None:
+        if self.further_ids is None:
+            return None
+        return torch.zeros((self.num_rows, self.further_ids), dtype=torch.int64, device=device)
+
     def _fields(self, device: torch.device) -> dict[str, Any]:
         """What the objective needs, such that no row is clipped, and as many as asked for have no advantage."""
         objective = self.objective or Objective()
@@ -199,24 +210,29 @@ class RunningStep:
         first, step = next(iter(self.leaves.values())), self.step
         shape = () if step.path == "linear_policy_loss" else (step.num_rows,)
         self.upstream = torch.ones(shape, dtype=accumulation_dtype(first.dtype), device=first.device)
+        # Of the log-probs of further ids, whose shape is another.
+        self.further_upstream = self.upstream[..., None].expand(*shape, step.further_ids or 1).contiguous()
 
     def forward(self) -> tuple[Tensor, ...]:
-        """What the call returns; the first one or two are differentiated."""
+        """What the call returns; the first one or two are differentiated, and extras that can be."""
         paths: dict[str, Callable[[], tuple[Any, ...]]] = {
             "torch": self._plain,
             "logprobs": self._from_logits,
             "linear_logprobs": self._from_hidden,
             "linear_policy_loss": self._policy_loss,
         }
-        return tuple(x for x in paths[self.step.path]() if x is not None)
+        results = paths[self.step.path]()
+        self.extras = tuple(x for x in results[3:] if x is not None and x.requires_grad)
+        return tuple(x for x in results if x is not None)
 
     def backward(self, out: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Gradients of what needs one, by name."""
         wanted = {name: x for name, x in self.leaves.items() if x.requires_grad}
         if not wanted:
             return {}
-        outputs = out[: 2 if self.step.entropy == "grad" else 1]
-        found = torch.autograd.grad(_Root.apply(self.upstream, *outputs), list(wanted.values()), allow_unused=True)
+        outputs = (*out[: 2 if self.step.entropy == "grad" else 1], *self.extras)
+        upstream = tuple(self.further_upstream if x.dim() == 2 else self.upstream for x in outputs)
+        found = torch.autograd.grad(_Root.apply(upstream, *outputs), list(wanted.values()), allow_unused=True)
         return {name: x for name, x in zip(wanted, found, strict=True) if x is not None}
 
     def _plain(self) -> tuple[Any, ...]:
@@ -248,16 +264,16 @@ class RunningStep:
 
 
 class _Root(torch.autograd.Function):
-    """A number that hands every output the same upstream gradient. Handing them to autograd itself imports sympy."""
+    """A number that hands every output its upstream gradient. Handing them to autograd itself imports sympy."""
 
     @staticmethod
-    def forward(ctx: Any, upstream: Tensor, *outputs: Tensor) -> Tensor:
-        ctx.upstream, ctx.count = upstream, len(outputs)
-        return upstream.new_empty(())
+    def forward(ctx: Any, upstream: tuple[Tensor, ...], *outputs: Tensor) -> Tensor:
+        ctx.upstream = upstream
+        return upstream[0].new_empty(())
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        return None, *(ctx.upstream,) * ctx.count
+        return None, *ctx.upstream
 
 
 def hand_over(buffer: Tensor) -> Tensor:
@@ -281,10 +297,11 @@ class _HandOver(torch.autograd.Function):
 
 
 def _check_sizes(step: Step) -> None:
-    least_of = {"tokens": 0, "vocab": 1, "rows": 0, "hidden": 1, "kept_ids": 0, "tensor_parallel": 1}
+    optional = {"rows": 0, "hidden": 1, "kept_ids": 0, "further_ids": 1}
+    least_of = {"tokens": 0, "vocab": 1, **optional, "tensor_parallel": 1}
     for name, least in least_of.items():
         size = getattr(step, name)
-        if size is None and name in ("rows", "hidden", "kept_ids"):
+        if size is None and name in optional:
             continue
         if type(size) is not int or size < least:
             raise LogitlessError(f"estimate: {name} must be an integer of at least {least} but is {size!r}.")
@@ -320,6 +337,11 @@ def _check_combination(step: Step) -> None:
         raise LogitlessError(f'estimate: path "{path}" {wanted}.')
     if step.rows is not None and step.rows > step.tokens:
         raise LogitlessError(f"estimate: rows must be at most tokens, {step.tokens}, but is {step.rows}.")
+    extras = bool(step.stats) or step.top_k is not None or step.further_ids is not None
+    if extras and path not in ("logprobs", "linear_logprobs"):
+        raise LogitlessError(
+            f'estimate: stats, top_k and further_ids go with "logprobs" and "linear_logprobs" but path is "{path}".'
+        )
     if step.scope == "support" and step.kept_ids is None:
         raise LogitlessError('estimate: scope="support" needs kept_ids=, the kept ids of all rows together.')
     if path == "torch" and ranks > 1:

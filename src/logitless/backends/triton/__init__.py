@@ -19,13 +19,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.backends.contract import Pair, Problem, Running, over
+from logitless.backends.contract import MOMENTS, Pair, Problem, Running, over
 from logitless.errors import LogitlessError
 from logitless.machine import (
+    best_sizes,
     dots_sizes,
     exponentials_sizes,
     gradient_from_sizes,
     gradient_sizes,
+    moments_sizes,
     multiprocessors,
     narrowing_sizes,
     statistics_sizes,
@@ -108,8 +110,12 @@ def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor
         out_stride=out.stride(0),
         width=width,
         squash=problem.squash,
+        square=coef.square,
+        constant=coef.constant,
         INDEXED=slot is not None,
         SOFTCAP=bool(problem.squash),
+        SQUARE=coef.square is not None,
+        CONSTANT=coef.constant is not None,
         **sizes,
     )
 
@@ -135,6 +141,65 @@ def gradient_over(problem: Problem, norm: Normaliser, coef: Coefficients, dtype:
         **narrowing_sizes(problem.columns),
     )
     return out
+
+
+def best(problem: Problem, k: int, negative: bool) -> Tensor:
+    """Same as :func:`logitless.backends.reference.best`: one read of the rows, and of a lane's columns per place."""
+    out = problem.gain.new_empty((2, k, problem.num_rows))
+    _of_logits(
+        "best_kernel",
+        problem,
+        out=out,
+        k_stride=out.stride(1),
+        half_stride=out.stride(0),
+        k=k,
+        first=problem.first,
+        NEGATIVE=negative,
+        **best_sizes(problem.columns),
+    )
+    return out
+
+
+def ahead(problem: Problem, key: Tensor, place: Tensor, negative: bool) -> Tensor:
+    """Same as :func:`logitless.backends.reference.ahead`, in one read of the rows."""
+    out = torch.empty_like(key)
+    sizes = statistics_sizes(problem.logits.dtype, problem.columns)
+    _of_logits("ahead_kernel", problem, key=key, place=place, out=out, first=problem.first, NEGATIVE=negative, **sizes)
+    return out
+
+
+def moments(problem: Problem) -> Tensor:
+    """Same as :func:`logitless.backends.reference.moments`, in one read of the rows."""
+    out = problem.gain.new_empty((MOMENTS, problem.num_rows))
+    _of_logits(
+        "moments_kernel",
+        problem,
+        gain=problem.gain,
+        out=out,
+        part_stride=out.stride(0),
+        squash=problem.squash,
+        SOFTCAP=bool(problem.squash),
+        **moments_sizes(problem.columns),
+    )
+    return out
+
+
+def _of_logits(kernel: str, problem: Problem, **arguments: Any) -> None:
+    """Launch a kernel with a program for every row."""
+    _require_available(problem)
+    launch(
+        kernel,
+        problem.num_rows,
+        on=problem.logits,
+        module="extra_kernels",
+        logits=problem.logits,
+        index=problem.index,
+        column=problem.column,
+        row_stride=problem.logits.stride(0),
+        columns=problem.columns,
+        INDEXED=problem.index is not None,
+        **arguments,
+    )
 
 
 def exponentials(problem: Problem, stats: Tensor, running: Running, out: Tensor, slope: bool) -> None:
@@ -186,6 +251,8 @@ def gradient_from(
         out_stride=out.stride(0),
         moved_stride=references.stride(0),
         slab=slab,
+        square=coef.square,
+        SQUARE=coef.square is not None,
         **gradient_from_sizes(min(slab, problem.columns)),
     )
 
@@ -196,6 +263,7 @@ def rescale(x: Tensor, factor: Tensor, out: Tensor) -> None:
         "rescale_kernel",
         len(x) if x.numel() else 0,
         on=x,
+        module="gather_kernels",
         x=x,
         factor=factor,
         out=out,
@@ -213,6 +281,7 @@ def mix(x: Tensor, by: Tensor, y: Tensor, index: Tensor, times: Tensor, out: Ten
         "mix_kernel",
         len(x) if x.numel() else 0,
         on=x,
+        module="gather_kernels",
         x=x,
         by=by,
         y=y,

@@ -1,4 +1,4 @@
-"""Kernels over listed pairs of rows: dot products of them, and sums of rows with factors.
+"""Kernels over listed pairs of rows: dot products of them, and sums of rows with factors, of two rows included.
 
 Written as those of ``kernels.py``. A list is cut into programs by its entries, or by what its entries are summed into,
 and each sum runs over its entries in their order: the same bits on every run, and whatever else is in the list.
@@ -95,3 +95,30 @@ def sums_kernel(
             if ADD:
                 b_out += tl.load(p_out, mask=o_c < width, other=0.0)
             tl.store(p_out, b_out.to(out.dtype.element_ty), mask=o_c < width)
+
+
+@triton.jit
+def rescale_kernel(x, factor, out, row_stride, out_stride, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """``out[i] = x[i] * factor[i]``, one row per program."""
+    i_r = tl.program_id(0).to(tl.int64)
+    f = tl.load(factor + i_r) if ROWS else tl.load(factor)
+    for c in range(0, columns, BLOCK):
+        o_c = c + tl.arange(0, BLOCK)
+        m_c = o_c < columns
+        b_x = tl.load(x + i_r * row_stride + o_c, mask=m_c, other=0.0).to(tl.float32)
+        tl.store(out + i_r * out_stride + o_c, (b_x * f).to(out.dtype.element_ty), mask=m_c)
+
+
+@triton.jit
+def mix_kernel(x, by, y, index, times, out, x_stride, y_stride, y_step, out_stride, columns, BLOCK: tl.constexpr):
+    """``out[i] = x[i] * by[i] + y[index[i]] * times[i]``, one row per program."""
+    i_r = tl.program_id(0).to(tl.int64)
+    i_y = tl.load(index + i_r).to(tl.int64)
+    b, t = tl.load(by + i_r), tl.load(times + i_r)
+    for c in range(0, columns, BLOCK):
+        o_c = c + tl.arange(0, BLOCK)
+        m_c = o_c < columns
+        b_x = tl.load(x + i_r * x_stride + o_c, mask=m_c, other=0.0).to(tl.float32)
+        # In a weight that is stored the other way round, columns are as far apart as rows are elsewhere.
+        b_y = tl.load(y + i_y * y_stride + o_c.to(tl.int64) * y_step, mask=m_c, other=0.0).to(tl.float32)
+        tl.store(out + i_r * out_stride + o_c, (b_x * b + b_y * t).to(out.dtype.element_ty), mask=m_c)

@@ -143,9 +143,26 @@ def statistics_kernel(
 
 @triton.jit
 def gradient_block(
-    b_x, at, a, m, log_sum, plain, product, at_target, squash, PRODUCT: tl.constexpr, SOFTCAP: tl.constexpr
+    b_x,
+    at,
+    a,
+    m,
+    log_sum,
+    plain,
+    product,
+    at_target,
+    square,
+    constant,
+    squash,
+    PRODUCT: tl.constexpr,
+    SQUARE: tl.constexpr,
+    CONSTANT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
-    """``dz = p * (plain + product * (z - m))`` of a block of logits, ``at_target`` at the target, times the slope."""
+    """``dz = p * (plain + product * (z - m) + square * p) + constant`` of a block of logits, times the slope.
+
+    At the target it is ``at_target``; where z is -inf there is no constant.
+    """
     b_y = b_x
     if SOFTCAP:
         b_y = tanh(b_x * squash)
@@ -154,7 +171,13 @@ def gradient_block(
     b_k = plain * a
     if PRODUCT:
         b_k = b_k + product * a * tl.maximum(b_d, FLOOR)
-    b_dz = tl.where(at, at_target * a, tl.exp2((b_d - log_sum) * LOG2E) * b_k)
+    b_p = tl.exp2((b_d - log_sum) * LOG2E)
+    if SQUARE:
+        b_k = b_k + square * a * b_p
+    b_dz = b_p * b_k
+    if CONSTANT:
+        b_dz += tl.where(b_d == float("-inf"), 0.0, constant * a)
+    b_dz = tl.where(at, at_target * a, b_dz)
     if SOFTCAP:
         b_dz = b_dz * (squash * (1.0 - b_y * b_y))
     return b_dz
@@ -171,6 +194,8 @@ def gradient_kernel(
     plain,
     product,
     at_target,
+    square,
+    constant,
     slot,
     out,
     row_stride,
@@ -181,6 +206,8 @@ def gradient_kernel(
     squash,
     INDEXED: tl.constexpr,
     PRODUCT: tl.constexpr,
+    SQUARE: tl.constexpr,
+    CONSTANT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -218,8 +245,12 @@ def gradient_kernel(
         tl.load(plain + i_r),
         tl.load(product + i_r) if PRODUCT else 0.0,
         tl.load(at_target + i_r),
+        tl.load(square + i_r) if SQUARE else 0.0,
+        tl.load(constant + i_r) if CONSTANT else 0.0,
         squash,
         PRODUCT,
+        SQUARE,
+        CONSTANT,
         SOFTCAP,
     )
     b_dz = tl.where(o_c < num_c, b_dz, 0.0)
@@ -260,7 +291,8 @@ def narrowing_kernel(
         o_c = c + o_b
         m_c = o_c < columns
         b_x = tl.load(logits + i_r * row_stride + o_c, mask=m_c, other=0.0).to(tl.float32)
-        b_dz = gradient_block(b_x, o_c + first == i_c, a, m, s, k, k_z, target, squash, PRODUCT, SOFTCAP)
+        at = o_c + first == i_c
+        b_dz = gradient_block(b_x, at, a, m, s, k, k_z, target, 0.0, 0.0, squash, PRODUCT, False, False, SOFTCAP)
         b_dz = tl.where(i_c == SKIP, 0.0, b_dz)
         # All of the block's threads must have read before any of them writes.
         tl.debug_barrier()
@@ -404,7 +436,9 @@ def gradient_from_kernel(
     columns,
     slab,
     first,
+    square,
     PRODUCT: tl.constexpr,
+    SQUARE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One slab of one row per program: the gradient from ``e^(z - moved)``, ``at_target`` at the target.
@@ -433,6 +467,9 @@ def gradient_from_kernel(
             k += k_z * shift
             k_z *= LN2 * scale
         k *= scale
+        k_p = 0.0
+        if SQUARE:
+            k_p = tl.load(square + i_r) * scale * tl.exp2((shift - tl.load(log_sum + i_r)) * LOG2E)
         for c in range(start, stop, BLOCK):
             o_c = c + tl.arange(0, BLOCK)
             m_c = o_c < stop
@@ -440,35 +477,10 @@ def gradient_from_kernel(
             b_k = k
             if PRODUCT:
                 b_k = k + k_z * tl.log2(tl.maximum(b_e, TINY))
+            if SQUARE:
+                b_k = b_k + k_p * b_e
             b_dz = tl.where(o_c + first == i_c, target, b_e * b_k)
             tl.store(out + i_r * out_stride + o_c, b_dz.to(out.dtype.element_ty), mask=m_c)
-
-
-@triton.jit
-def rescale_kernel(x, factor, out, row_stride, out_stride, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """``out[i] = x[i] * factor[i]``, one row per program."""
-    i_r = tl.program_id(0).to(tl.int64)
-    f = tl.load(factor + i_r) if ROWS else tl.load(factor)
-    for c in range(0, columns, BLOCK):
-        o_c = c + tl.arange(0, BLOCK)
-        m_c = o_c < columns
-        b_x = tl.load(x + i_r * row_stride + o_c, mask=m_c, other=0.0).to(tl.float32)
-        tl.store(out + i_r * out_stride + o_c, (b_x * f).to(out.dtype.element_ty), mask=m_c)
-
-
-@triton.jit
-def mix_kernel(x, by, y, index, times, out, x_stride, y_stride, y_step, out_stride, columns, BLOCK: tl.constexpr):
-    """``out[i] = x[i] * by[i] + y[index[i]] * times[i]``, one row per program."""
-    i_r = tl.program_id(0).to(tl.int64)
-    i_y = tl.load(index + i_r).to(tl.int64)
-    b, t = tl.load(by + i_r), tl.load(times + i_r)
-    for c in range(0, columns, BLOCK):
-        o_c = c + tl.arange(0, BLOCK)
-        m_c = o_c < columns
-        b_x = tl.load(x + i_r * x_stride + o_c, mask=m_c, other=0.0).to(tl.float32)
-        # In a weight that is stored the other way round, columns are as far apart as rows are elsewhere.
-        b_y = tl.load(y + i_y * y_stride + o_c.to(tl.int64) * y_step, mask=m_c, other=0.0).to(tl.float32)
-        tl.store(out + i_r * out_stride + o_c, (b_x * b + b_y * t).to(out.dtype.element_ty), mask=m_c)
 
 
 INTERPRETED = isinstance(statistics_kernel, InterpretedFunction)

@@ -338,8 +338,12 @@ def product_gradient_kernel(
             row_number(plain, o_r, m_r),
             row_number(product, o_r, m_r) if PRODUCT else 0.0,
             b_y,
+            0.0,
+            0.0,
             squash,
             PRODUCT,
+            False,
+            False,
             SOFTCAP,
         )
         skipped = b_target == SKIP
