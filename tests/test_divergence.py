@@ -10,7 +10,7 @@ from close import assert_close_to_truth, assert_gradient_close_to_truth
 from torch import Tensor
 
 import logitless as ll
-from logitless import Teacher, linear_divergence
+from logitless import Teacher, Teachers, linear_divergence
 
 # NumPy, which runs the kernels in Triton's interpreter, reports what a selection then leaves out.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered")
@@ -40,7 +40,7 @@ def textbook(z: Tensor, y: Tensor, kind: str, beta: float = 0.5, alpha: float = 
     elif kind == "tv":
         terms = 0.5 * (p - q).abs()
     elif kind == "hellinger":
-        return 1 - (p * q).sqrt().sum(-1)
+        return 1 - torch.where(q > 0, ((log_p + log_q.clamp_min(-1e4)) / 2).exp(), 0.0).sum(-1)
     else:
         return (1 - (p**alpha * q ** (1 - alpha)).sum(-1)) / (alpha * (1 - alpha))
     return terms.sum(-1)
@@ -220,3 +220,280 @@ def test_as_a_term_of_an_objective(route: str, kind: str, backend: str, device: 
         loss_truth(batch, kind, dtype, advantage, **KINDS[kind]) for dtype in (torch.float64, torch.float32)
     )
     assert_loss_right(found, exact, plain)
+
+
+# Heads, vocabularies and teachers.
+
+
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+def test_heads_of_their_own(backend: str, device: torch.device):
+    """Temperature by row, scale and softcap of either; the student's bias."""
+    batch = Batch.draw(device)
+    heat = torch.rand(11, 1, device=device) + 0.5
+    head, other = ll.Head(scale=0.7, softcap=9.0), ll.Head(temperature=heat[:, 0], scale=1.3)
+    truths = []
+    for dtype in (torch.float64, torch.float32):
+        cooled = batch._replace(teacher_hidden=batch.teacher_hidden.to(dtype) / heat.to(dtype))
+        truths.append(right(cooled, "jsd", dtype, head, ll.Head(scale=1.3), **KINDS["jsd"]))
+    teacher = Teacher(batch.teacher_hidden, batch.teacher_weight, head=other)
+    assert_right(ours(batch, teacher, "jsd", head=head, backend=backend, memory=6000, **KINDS["jsd"]), *truths)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "reverse_kl"])
+def test_a_smaller_vocabulary(kind: str, backend: str, device: torch.device):
+    """The teacher lacks the last ids, one of which is a target."""
+    batch = Batch.draw(device)
+    batch.target[4] = 82
+    batch = batch._replace(teacher_weight=batch.teacher_weight[:71])
+    check(batch, kind, {"backend": backend, "memory": 6000}, **KINDS[kind])
+
+
+def test_another_vocabulary(device: torch.device):
+    """Columns of the teacher in another order, some of which the student does not have, nor the teacher some of its."""
+    batch = Batch.draw(device)
+    ids = torch.randperm(83, device=device)[:60]
+    ids[7] = ids[31] = -1
+    sparse = torch.full((11, 83), -torch.inf, dtype=torch.float64, device=device)
+    logits = batch.teacher_hidden.double() @ batch.teacher_weight[:60].double().T
+    sparse[:, ids[ids >= 0]] = logits[:, ids >= 0]
+    for teacher in (
+        Teacher(batch.teacher_hidden, batch.teacher_weight[:60], ids=ids),
+        Teacher.from_logits(logits.float(), ids=ids),
+    ):
+        out = linear_divergence(*batch[:2], teacher, batch.target, bias=batch.bias, kind="forward_kl", memory=6000)
+        z = batch.hidden.double() @ batch.weight.double().T + batch.bias.double()
+        truth = textbook(z, sparse, "forward_kl").masked_fill(batch.target == -100, 0.0)
+        torch.testing.assert_close(out.divergence.double(), truth, rtol=1e-5, atol=1e-6)
+
+
+def test_several_teachers(device: torch.device):
+    """Rows keep their order, and each its own teacher, in one pass and in two."""
+    batch, other = Batch.draw(device), Batch.draw(device)
+    which = torch.tensor([0, 1, 2, 1, 0, 0, 2, 1, 0, 2, 2], device=device)
+    logits = torch.randn(11, 83, device=device)
+    members = [
+        Teacher(batch.teacher_hidden, batch.teacher_weight),
+        Teacher(other.hidden, other.weight, head=ll.Head(temperature=2.0)),
+        Teacher.from_logits(logits),
+    ]
+    teachers = Teachers(members, which)
+    objective = ll.Objective.recipe("distill", divergence="forward_kl")
+    each = [
+        linear_divergence(*batch[:2], teacher, batch.target, bias=batch.bias, kind="forward_kl") for teacher in members
+    ]
+    wanted = torch.stack([x.divergence for x in each]).gather(0, which[None])[0]
+    assert wanted.std() > 0.1
+    hidden, weight, bias = batch.leaves(torch.float32)
+    out = linear_divergence(hidden, weight, teachers, batch.target, bias=bias, kind="forward_kl", memory=6000)
+    torch.testing.assert_close(out.divergence, wanted, rtol=1e-5, atol=1e-6)
+    loss = out.divergence.sum() / 10
+    apart = torch.autograd.grad(loss, (hidden, weight, bias))
+    for memory in (6000, "1MiB"):
+        once, _, stats = ll.linear_policy_loss(
+            hidden, weight, batch.target, objective, bias=bias, teacher=teachers, memory=memory, return_stats=True
+        )
+        torch.testing.assert_close(once, loss)
+        torch.testing.assert_close(stats.divergence, wanted, rtol=1e-5, atol=1e-6)
+        for a, b in zip(torch.autograd.grad(once, (hidden, weight, bias)), apart, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_from_logits(backend: str, overwrite: bool, device: torch.device):
+    """Some rows of strided logits, bfloat16 beside float32, and a teacher with fewer columns."""
+    whole = torch.randn(3, 8, 57, device=device).bfloat16()
+    teacher = torch.randn(3, 7, 41, device=device)
+    index = torch.tensor([20, 0, 3, 11, 7], device=device)
+    target = torch.tensor([1, 40, -100, 56, 9], device=device)
+    grads = []
+    for dtype in (torch.float64, torch.bfloat16):
+        leaf = whole.clone().to(dtype).requires_grad_()
+        z = leaf[:, :7].reshape(21, 57).float() if dtype == torch.bfloat16 else leaf[:, :7].reshape(21, 57)
+        y = torch.nn.functional.pad(teacher.reshape(21, 41).to(z.dtype), (0, 16), value=-torch.inf)
+        rows = textbook(z[index], y[index], "jsd", beta=0.3)[target != -100]
+        rows.sum().backward()
+        grads.append((rows.detach(), leaf.grad))
+    leaf = whole.clone().requires_grad_()
+    view = leaf * 1.0 if overwrite else leaf
+    given = view if overwrite else view[:, :7]
+    where = index + index // 7 if overwrite else index
+    wide = torch.nn.functional.pad(teacher, (0, 0, 0, 1)) if overwrite else teacher
+    options = {"backend": backend, "memory": 3000, "overwrite_logits": overwrite}
+    out = ll.divergence(given, wide, (where, target), kind="jsd", beta=0.3, **options)
+    out.divergence.sum().backward()
+    (exact, right_grad), (plain, plain_grad) = grads
+    assert_close_to_truth(out.divergence.detach()[target != -100], exact, plain)
+    assert leaf.grad is not None
+    assert right_grad is not None
+    assert plain_grad is not None
+    assert_gradient_close_to_truth(leaf.grad, right_grad, plain_grad)
+    assert out.teacher_logprob[3] == -torch.inf
+
+
+def test_close_distributions_keep_their_digits(device: torch.device):
+    """Of float32 logits that differ by 1e-4, a KL of 1e-8 to three digits; the textbook's form has none there."""
+    z = torch.randn(16, 4000, device=device) * 3
+    y = z + 1.4e-4 * torch.randn(16, 4000, device=device)
+    target = torch.zeros(16, dtype=torch.int64, device=device)
+    log_p, log_q = z.double().log_softmax(-1), y.double().log_softmax(-1)
+    d, p, q = log_q - log_p, log_p.exp(), log_q.exp()
+    truth = {
+        "forward_kl": (q * d - (q - p)).sum(-1),
+        "reverse_kl": (-p * d - (p - q)).sum(-1),
+        "hellinger": (0.5 * p * torch.expm1(d / 2).square()).sum(-1),
+        "tv": 0.5 * (p - q).abs().sum(-1),
+    }
+    assert 3e-9 < float(truth["forward_kl"].mean()) < 3e-8
+    for kind, exact in truth.items():
+        found = ll.divergence(z, y, target, kind=kind).divergence.double()  # pyright: ignore[reportArgumentType]
+        assert ((found - exact).abs() <= 1e-3 * exact).all(), kind
+        assert (found >= 0).all()
+    mixed = ll.divergence(z, y, target, kind="jsd").divergence.double()
+    # A quarter of the other's quarter, to first order.
+    torch.testing.assert_close(mixed, truth["forward_kl"] / 4, rtol=2e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_special_values(backend: str, device: torch.device):
+    """Excluded tokens, infinite divergences, and NaN that stays in its row."""
+    inf = torch.inf
+    z = torch.tensor([[0.0, 0.0, -inf], [0.0, 1.0, -inf], [0.0, 0.0, 0.0], [torch.nan, 0.0, 0.0]], device=device)
+    y = torch.tensor([[0.0, 0.0, -inf], [0.0, 1.0, 2.0], [0.0, 0.0, -inf], [0.0, 0.0, 0.0]], device=device)
+    target, log = torch.zeros(4, dtype=torch.int64, device=device), torch.log
+    forward, reverse, jsd, tv = (
+        ll.divergence(z, y, target, kind=kind, backend=backend).divergence  # pyright: ignore[reportArgumentType]
+        for kind in ("forward_kl", "reverse_kl", "jsd", "tv")
+    )
+    for x in (forward, reverse, jsd, tv):
+        assert x[0] == 0
+        assert x[3].isnan()
+    assert forward[1] == inf
+    assert reverse[2] == inf
+    torch.testing.assert_close(forward[2], log(torch.tensor(1.5, device=device)))
+    assert 0 < jsd[1] < 0.7
+    assert 0 < tv[2] < 1
+    # The gradient of an infinite forward KL is finite, as its formula is.
+    leaf = z[:3].clone().requires_grad_()
+    ll.divergence(leaf, y[:3], target[:3], kind="forward_kl", backend=backend).divergence.sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.isfinite().all()
+
+
+def test_second_derivatives_of_float64_are_refused_and_first_ones_checked(device: torch.device):
+    hidden = torch.randn(3, 4, dtype=torch.float64, device=device, requires_grad=True)
+    weight = torch.randn(7, 4, dtype=torch.float64, device=device, requires_grad=True)
+    teacher = Teacher(torch.randn(3, 5, device=device).double(), torch.randn(7, 5, device=device).double())
+    target = torch.tensor([1, 0, 6], device=device)
+    for kind, numbers in KINDS.items():
+        if kind == "tv":
+            continue
+
+        def score(h: Tensor, w: Tensor, kind: Any = kind, numbers: Any = numbers) -> Tensor:
+            return linear_divergence(h, w, teacher, target, kind=kind, **numbers).divergence
+
+        assert torch.autograd.gradcheck(score, (hidden, weight))
+    total = linear_divergence(hidden, weight, teacher, target).divergence.sum()
+    with pytest.raises(ll.LogitlessError, match="create_graph=True"):
+        torch.autograd.grad(total, hidden, create_graph=True)
+
+
+def test_frozen_head_and_buffers(device: torch.device):
+    """Only hidden needs a gradient; then the weight's goes to a buffer, on top of what is there."""
+    batch = Batch.draw(device, dtype=torch.bfloat16)
+    teacher = Teacher(batch.teacher_hidden, batch.teacher_weight)
+    hidden, weight, bias = batch.leaves(torch.bfloat16)
+    linear_divergence(hidden, weight, teacher, batch.target, bias=bias).divergence.sum().backward()
+    again, frozen = batch.hidden.detach().requires_grad_(), weight.detach()
+    linear_divergence(again, frozen, teacher, batch.target, bias=bias.detach()).divergence.sum().backward()
+    assert torch.equal(hidden.grad, again.grad)
+    buffer = torch.ones(83, 16, device=device)
+    other = weight.detach().clone().requires_grad_()
+    linear_divergence(
+        again, other, teacher, batch.target, bias=bias.detach(), weight_grad=buffer
+    ).divergence.sum().backward()
+    assert other.grad is None
+    torch.testing.assert_close((buffer - 1).bfloat16(), weight.grad, rtol=2e-2, atol=1e-2)
+
+
+# Ranks.
+
+
+def sharded(rank: int, world: int, batch: Batch, teacher_columns: int, sequence_parallel: bool) -> Outcome:
+    """One rank's call, with its columns of both heads and, under sequence parallelism, its tokens."""
+    start, stop = [(0, 30), (30, 83)][rank]
+    shard = ll.VocabShard(start, stop, torch.distributed.group.WORLD)
+    size = len(batch.hidden) // world
+    tokens = slice(rank * size, (rank + 1) * size) if sequence_parallel else slice(None)
+    part = batch._replace(hidden=batch.hidden[tokens], weight=batch.weight[start:stop], bias=batch.bias[start:stop])
+    teacher = Teacher(batch.teacher_hidden[tokens], batch.teacher_weight[start : min(stop, teacher_columns)])
+    options = {"shard": shard, "memory": 4000, "sequence_parallel": sequence_parallel}
+    return ours(part, teacher, "jsd", **KINDS["jsd"], **options)
+
+
+@pytest.mark.parametrize(("columns", "sequence_parallel"), [(83, False), (71, True)])
+def test_shards_give_the_unsharded_answer(ranks, columns: int, sequence_parallel: bool):
+    batch = Batch.draw("cpu", rows=12)
+    whole = batch._replace(teacher_weight=batch.teacher_weight[:columns])
+    exact, plain = (right(whole, "jsd", dtype, **KINDS["jsd"]) for dtype in (torch.float64, torch.float32))
+    first, second = ranks(sharded, 2, batch, columns, sequence_parallel)
+    assert all(torch.equal(a, b) for a, b in zip(first.values, second.values, strict=True))
+    hidden = torch.cat([first.gradients[0], second.gradients[0]]) if sequence_parallel else first.gradients[0]
+    joined = (hidden, *(torch.cat(x) for x in zip(first.gradients[1:], second.gradients[1:], strict=True)))
+    assert_right(Outcome(first.values, joined), exact, plain)
+
+
+# What is refused.
+
+
+def test_what_does_not_go_together_is_refused(device: torch.device):
+    batch = Batch.draw(device)
+    teacher = Teacher(batch.teacher_hidden, batch.teacher_weight)
+    call = (*batch[:2], teacher, batch.target)
+    wrong: dict[str, Any] = {
+        "kind 'kl' is not known": lambda: linear_divergence(*call, kind="kl"),  # pyright: ignore[reportArgumentType]
+        "beta is the teacher's share of the mixture, between 0 and 1, but is 1.0": lambda: linear_divergence(
+            *call, kind="jsd", beta=1.0
+        ),
+        "teacher must be a Teacher or Teachers but is Tensor": lambda: linear_divergence(
+            *batch[:2],
+            batch.teacher_hidden,  # pyright: ignore[reportArgumentType]
+            batch.target,
+        ),
+        "They must be of the same tokens": lambda: linear_divergence(
+            *batch[:2], Teacher(batch.teacher_hidden[:5], batch.teacher_weight), batch.target
+        ),
+        "KL(student || teacher) is infinite": lambda: linear_divergence(
+            *batch[:2], Teacher(batch.teacher_hidden, batch.teacher_weight[:80]), batch.target
+        ),
+        "the teacher has 83 columns here and the student 60": lambda: linear_divergence(
+            batch.hidden, batch.weight[:60], teacher, batch.target.clamp_max(59)
+        ),
+        "divergence='reverse_kl' and the call no teacher": lambda: ll.linear_policy_loss(
+            *batch[:2], batch.target, ll.Objective.recipe("distill")
+        ),
+        "divergence=None and the call a teacher": lambda: ll.linear_policy_loss(
+            *batch[:2], batch.target, ll.Objective(policy="none"), teacher=teacher
+        ),
+        "divergence_coef is 0.5 but divergence is None": lambda: ll.Objective(divergence_coef=0.5),
+        "which runs from 0 to 3, but there are 1 members": lambda: Teachers([teacher], torch.tensor([0, 3])),
+        "ids name one of the student's ids twice": lambda: Teacher(
+            batch.teacher_hidden, batch.teacher_weight, ids=torch.zeros(83, dtype=torch.int64)
+        ),
+    }
+    for text, act in wrong.items():
+        with pytest.raises(ll.LogitlessError) as caught:
+            act()
+        assert text in str(caught.value)
+
+
+def test_no_rows(device: torch.device):
+    batch = Batch.draw(device)
+    hidden = batch.hidden.detach().requires_grad_()
+    teacher = Teacher(batch.teacher_hidden, batch.teacher_weight)
+    none = (torch.zeros(0, dtype=torch.int64, device=device),) * 2
+    out = linear_divergence(hidden, batch.weight, teacher, none)
+    out.divergence.sum().backward()
+    assert hidden.grad is not None
+    assert not hidden.grad.any()
