@@ -348,7 +348,8 @@ def test_close_distributions_keep_their_digits(device: torch.device):
     assert 3e-9 < float(truth["forward_kl"].mean()) < 3e-8
     for kind, exact in truth.items():
         found = ll.divergence(z, y, target, kind=kind).divergence.double()  # pyright: ignore[reportArgumentType]
-        assert ((found - exact).abs() <= 1e-3 * exact).all(), kind
+        # A variation is of first order in d, and feels the rounding of log Z itself; the others are of second order.
+        assert ((found - exact).abs() <= (5e-3 if kind == "tv" else 1e-3) * exact).all(), kind
         assert (found >= 0).all()
     mixed = ll.divergence(z, y, target, kind="jsd").divergence.double()
     # A quarter of the other's quarter, to first order.

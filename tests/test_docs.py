@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "tests" / "adapters")]
 
 import hosts  # noqa: E402
+import make_costs  # noqa: E402
 import make_figures  # noqa: E402
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -105,6 +106,12 @@ def test_the_api_reference_has_every_public_name():
 @pytest.mark.parametrize("path", DOCS, ids=NAMES)
 def test_prose_is_ascii(path: Path):
     assert path.read_text().isascii()
+
+
+@pytest.mark.parametrize("page", make_costs.PAGES, ids=lambda page: page.path)
+def test_costs_are_what_the_records_say(page: make_costs.Page):
+    """Run ``python docs/make_costs.py`` after new records."""
+    assert page.made() == page.file.read_text(encoding="utf-8")
 
 
 def test_the_table_is_what_the_records_say():

@@ -953,7 +953,9 @@ def test_transposed_head():
     wanted = "linear_logprobs: weight must be [V, 8] to go with hidden of size 8 but is "
     with raises(f"{wanted}[8, 7]. Did you pass the transposed head?"):
         call(weight=torch.randn(8, 7))
-    for shape in ((7, 9), (8,), (7, 8, 1)):
+    with raises(f"{wanted}[8]. Sharded parameters look like this outside of their module's forward"):
+        call(weight=torch.randn(8))
+    for shape in ((7, 9), (7, 8, 1)):
         with pytest.raises(ll.LogitlessError) as error:
             call(weight=torch.randn(shape))
         assert str(error.value) == f"{wanted}{list(shape)}."

@@ -143,7 +143,9 @@ def test_from_hidden_states(backend: str, head: str, device: torch.device):
     leaves, exact, usual = (
         [x.to(d).requires_grad_() for x in (hidden, weight)] for d in (torch.float32, torch.float64, torch.float32)
     )
-    asked = {"stats": STATS, "top_k": K, "further_ids": ids, "entropy": "grad", "backend": backend, "memory": 6000}
+    asked = {"stats": STATS, "top_k": K, "further_ids": ids, "entropy": "grad", "backend": backend}
+    # Kernels need no room beside a tile.
+    asked["memory"] = 6000 if device.type == "cpu" else 3000
     asked["head"] = ll.Head(**options)
     plan = ll.explain(*leaves, target, **asked)
     assert plan.forward.columns < V

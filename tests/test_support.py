@@ -21,7 +21,6 @@ from logitless.backends import OTHERS, load, tiled
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "docs"))
 
-import make_supports
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -319,15 +318,6 @@ def test_what_does_not_go_together():
     out = ll.linear_logprobs(x.hidden, x.weight.requires_grad_(), target, kept=kept, scope="support")
     with raises("linear_logprobs: "):
         torch.autograd.grad(out.logprob.sum(), x.weight, create_graph=True)
-
-
-# What the page says.
-
-
-def test_the_table_is_what_the_records_say():
-    """Run ``python docs/make_supports.py`` after new records."""
-    page = make_supports.PAGE.read_text(encoding="utf-8")
-    assert make_supports.with_tables(page, make_supports.read()) == page
 
 
 # What engines return.
