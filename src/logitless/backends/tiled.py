@@ -15,6 +15,7 @@ from logitless.backends.contract import MOMENTS, NO_COLUMN, Pair, Problem, Runni
 from logitless.backends.selection import best_columns
 from logitless.machine import BLOCK, pieces
 from logitless.softmax import FLOOR, FURTHER, SKIP, Coefficients, Normaliser, Statistic, merge
+from logitless.spec import inspectable
 
 PAIR_TILE = 1 << 15
 """Elements of a tile in which a student is compared with its teacher."""
@@ -104,7 +105,7 @@ def _tile_gradient(problem: Problem, norm: Normaliser, coef: Coefficients, rows:
     if squashed is not None:
         dz.mul_(squashed.square_().neg_().add_(1.0).mul_(problem.squash))
     skipped = problem.column[rows] == SKIP
-    if dz.device.type == "cpu":
+    if inspectable(skipped):
         # By row: a mask that is broadcast takes as long as the exponentials. Elsewhere this would wait for the device.
         return dz.index_fill_(0, skipped.nonzero().squeeze(1), 0.0)
     return dz.masked_fill_(skipped[:, None], 0.0)

@@ -84,7 +84,7 @@ def plan_model(step: LossStep, free: int | None = None) -> ModelPlan:
     """Forecasts of all ways, and the recommended call.
 
     >>> from logitless.tools.presets import ModelShape
-    >>> step = LossStep(ModelShape("tiny", hidden=64, vocab=1000), tokens=4096, response_fraction=0.5)
+    >>> step = LossStep(ModelShape("some", hidden=4096, vocab=128000), tokens=8192, response_fraction=0.5)
     >>> plan = plan_model(step)
     >>> plan.best.way.name, plan.best.products
     ('linear_policy_loss', 3)
