@@ -106,15 +106,15 @@ def raise_on_one_rank(rank: int, world: int, group: Any, what: str) -> str:
 
 
 def test_one_rank_raises_in_the_middle(team):
-    survivor, guilty = team.run(2, raise_on_one_rank, "a term", timeout=0.6)
+    survivor, guilty = team.run(2, raise_on_one_rank, "a term", timeout=2.0)
     assert guilty.error == "ArithmeticError: a term of mine"
     assert is_named(survivor)
-    assert survivor.seconds < 0.6 + MARGIN
+    assert survivor.seconds < 2.0 + MARGIN
 
 
 def test_a_gradient_on_one_rank_only(team):
     """Backward of ``grad="sum"`` is a collective that the other rank has no reason to join."""
-    waiting, other = team.run(2, raise_on_one_rank, "a gradient on one rank", timeout=0.6)
+    waiting, other = team.run(2, raise_on_one_rank, "a gradient on one rank", timeout=2.0)
     assert is_named(waiting)
     assert other.kind == "returned"
 
