@@ -88,7 +88,8 @@ def linear_policy_loss(
             number of micro-batches, say), a number or a 0-dim tensor. Another one arriving raises on CPU and makes the
             gradient of hidden NaN on an accelerator, where comparing would stall it.
         drop_zeros: leave rows whose gradient is exactly zero (clipped, zero advantage, masked) out of the last two
-            products. Their number is fetched per chunk while the device goes on.
+            products. Their number is fetched per chunk while the device goes on. A CUDA graph can fetch nothing, and
+            multiplies all rows.
         memory: bound on what is held of a chunk of rows: its logits or, where that makes for short chunks, 16-bit
             exponentials of them. Gradients and their accumulators come on top.
         denominator, prompt_tokens, group, check_group, fields: as for :meth:`Objective.__call__`.

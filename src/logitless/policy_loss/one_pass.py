@@ -67,7 +67,8 @@ class OnePass:
         fresh: whether the weight's gradient holds nothing yet, so that the first product may overwrite it.
         scale: factor of all gradients, or None for 1.
         float16: the factor that float16 gradients are held by while they are made, or None.
-        drop_zeros: ask the device which rows have a gradient at all, and multiply only those.
+        drop_zeros: ask the device which rows have a gradient at all, and multiply only those. Not while a CUDA graph is
+            captured, whose replays may have others.
         taught: the teacher's logits, and the divergence from them; None without a teacher.
     """
 
@@ -173,7 +174,8 @@ class OnePass:
             return values, None
         counted, staying = part.counted, None
         stays = counted & found.matters
-        number = _read_later(stays.sum(), self._dry_number(stop - start)) if self.drop_zeros else None
+        drop = self.drop_zeros and not (stays.is_cuda and torch.cuda.is_current_stream_capturing())
+        number = _read_later(stays.sum(), self._dry_number(stop - start)) if drop else None
         # Rows that do not count may hold anything: without a target they have no gradient, rather than 0 * NaN.
         column = torch.where(counted, column, SKIP)
         if isinstance(chunk, PairChunk) and pair is not None:
