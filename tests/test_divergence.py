@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any, NamedTuple
 
 import pytest
@@ -498,3 +499,42 @@ def test_no_rows(device: torch.device):
     out.divergence.sum().backward()
     assert hidden.grad is not None
     assert not hidden.grad.any()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_pairs_of_features(seed: int):
+    """Drawn at random: kind, dtype, sizes, budget, heads of both, a smaller vocabulary, distances and offsets."""
+    r, kinds = random.Random(seed), list(KINDS)
+    torch.manual_seed(seed)
+    kind, dtype = r.choice(kinds), r.choice((torch.float32, torch.float64))
+    rows, vocab = r.choice((4, 5, 9, 17)), r.choice((2, 3, 17, 64, 101))
+    batch = Batch.draw("cpu", rows, vocab, dtype, near=r.choice((None, None, 1e-2)))
+    if r.random() < 0.3 and kind != "reverse_kl" and vocab > 2:
+        batch = batch._replace(teacher_weight=batch.teacher_weight[: r.randint(2, vocab)])
+    if r.random() < 0.3:
+        batch = batch._replace(bias=batch.bias + r.choice((-300.0, 300.0)))
+    if r.random() < 0.3:
+        batch = batch._replace(hidden=batch.hidden * 8)
+    heads = [None, ll.Head(temperature=0.6, scale=-1.5), ll.Head(softcap=7.0), ll.Head(scale=0.3)]
+    head, other = r.choice(heads), r.choice(heads)
+    memory = r.choice((2000, 9000, "1MiB"))
+    options = {"head": head, "backend": r.choice(("reference", "tiled")), "memory": memory, **KINDS[kind]}
+    exact, plain = (right(batch, kind, d, head, other, **KINDS[kind]) for d in (torch.float64, dtype))
+    found = ours(batch, Teacher(batch.teacher_hidden, batch.teacher_weight, head=other), kind, **options)
+    # Logits are rounded at their own size, before anything is computed of them.
+    logits = shaped(batch.hidden @ batch.weight.T + batch.bias, head)
+    unit = 4 * torch.finfo(dtype).eps * max(1.0, float(logits.abs().max()))
+    for mine, truth, theirs in zip(
+        [*found.values, *found.gradients],
+        [*exact.values, *exact.gradients],
+        [*plain.values, *plain.gradients],
+        strict=True,
+    ):
+        finite = truth.isfinite()
+        assert torch.equal(mine[~finite].double(), truth[~finite])
+        size = truth[finite].abs().max().clamp_min(1.0) if finite.any() else 1.0
+        error, usual = (
+            float((x.double() - truth)[finite].abs().max() / size) if finite.any() else 0.0 for x in (mine, theirs)
+        )
+        # Plain torch has NaN where float32 does not hold a probability.
+        assert error <= 8 * (usual if usual == usual else 0.0) + unit

@@ -156,7 +156,7 @@ class PairChunk:
         student = self._student(rows, column)
         source, size = self.source.cut(start, stop), student.num_rows * student.columns
         logits = self.teacher[:size].view(student.num_rows, student.columns)
-        teacher = replace(student, logits=logits, gain=source.gain, squash=source.squash)
+        teacher = source.of_written(logits, student)
         pair = Pair(student, teacher, results.row.norm, results.teacher_norm, self.kind)
         out = over(student.logits, rows.hidden.dtype)
         rows.backend.divergence_gradient(pair, results.mean, by, coef, out, None)

@@ -33,6 +33,7 @@ class Part:
         logits, index: logits of all tokens, and which of them the rows are; None where there is a head.
         source: ``[V]`` column of the teacher for each of the student's columns here, -1 for none; None for the same.
         columns: the student's columns here that have one of the teacher's, where ``source`` is None.
+        nothing: the raw logit of a column that the teacher has not: its gain makes -inf of it.
     """
 
     rows: slice
@@ -41,30 +42,42 @@ class Part:
     index: Tensor | None
     source: Tensor | None
     columns: int
+    nothing: float
 
     def write(self, rows: slice, first: int, out: Tensor) -> None:
-        """The raw logits of some of its rows, and of as many columns from ``first`` on as ``out`` has."""
+        """The raw logits of some of its rows, and of as many columns from ``first`` on as ``out`` has.
+
+        Anything where the teacher has no such column.
+        """
         if self.source is not None:
-            self._write_mapped(rows, first, out, self.source[first : first + out.shape[1]])
+            self._write_mapped(rows, out, self.source[first : first + out.shape[1]].clamp_min(0))
             return
-        here = min(max(self.columns - first, 0), out.shape[1])
+        here = self._here(first, out)
         if self.projection is not None:
             p = self.projection.cut(rows.start, rows.stop)
             for columns in pieces(here, SLAB if not p.call.machine.wide_products else max(here, 1), out.is_meta):
                 p.project(first + columns.start, out[:, columns])
         elif self.logits is not None:
             out[:, :here] = self._given(rows, slice(first, first + here))
-        if here < out.shape[1]:
-            out[:, here:] = -torch.inf
+
+    def leave_out(self, first: int, out: Tensor) -> None:
+        """Nothing in the columns that the teacher has not."""
+        if self.source is not None:
+            out.masked_fill_((self.source[first : first + out.shape[1]] < 0)[None, :], self.nothing)
+        else:
+            out[:, self._here(first, out) :] = self.nothing
+
+    def _here(self, first: int, out: Tensor) -> int:
+        """How many columns of ``out`` the teacher has, where it has the first ones."""
+        return min(max(self.columns - first, 0), out.shape[1])
 
     def _given(self, rows: slice, columns: slice) -> Tensor:
         assert self.logits is not None
         assert self.index is not None
         return self.logits[:, columns].index_select(0, self.index[rows])
 
-    def _write_mapped(self, rows: slice, first: int, out: Tensor, source: Tensor) -> None:
+    def _write_mapped(self, rows: slice, out: Tensor, taken: Tensor) -> None:
         """Columns are looked up, a slab of them at a time."""
-        taken = source.clamp_min(0)
         for columns in pieces(out.shape[1], SLAB, out.is_meta):
             if self.projection is not None:
                 p = self.projection.cut(rows.start, rows.stop)
@@ -72,7 +85,6 @@ class Part:
                 replace(p, weight=p.weight[taken[columns]], bias=bias).project(0, out[:, columns])
             else:
                 out[:, columns] = self._given(rows, slice(None))[:, taken[columns]]
-        out.masked_fill_((source < 0)[None, :], -torch.inf)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +143,17 @@ class Source:
         logits = memory[: rows * width].view(rows, width)
         for part in self.parts:
             part.write(slice(0, part.rows.stop - part.rows.start), first, logits[part.rows])
-        return replace(like, logits=logits, index=None, gain=self.gain, squash=self.squash)
+        if self.missing:
+            # Before anything is left out: there is no logit that a softcap makes -inf of.
+            if self.squash:
+                logits.mul_(self.squash).tanh_()
+            for part in self.parts:
+                part.leave_out(first, logits[part.rows])
+        return self.of_written(logits, like)
+
+    def of_written(self, logits: Tensor, like: Problem) -> Problem:
+        """The problem of logits that were written."""
+        return replace(like, logits=logits, index=None, gain=self.gain, squash=0.0 if self.missing else self.squash)
 
 
 def grouped(given: Teacher | Teachers, call: Call) -> tuple[Call, Tensor | None]:
@@ -203,10 +225,12 @@ def _part(teacher: Teacher, call: Call, rows: slice, gain: Tensor) -> Part:
         # What the student does not have goes to a place of its own.
         place = torch.where(ids < 0, call.columns, ids)
         source = source.scatter_(0, place, torch.arange(columns, device=ids.device))[: call.columns]
+    head = teacher.head or Head()
+    nothing = torch.inf if head.scale < 0 and head.softcap is None else -torch.inf
     index = call.rows.index[rows]
     if teacher.logits is not None:
         logits = teacher.logits.detach()
-        return Part(rows, None, logits.reshape(-1, logits.shape[-1]), index, source, columns)
+        return Part(rows, None, logits.reshape(-1, logits.shape[-1]), index, source, columns, nothing)
     assert teacher.weight is not None
     tokens = gathered_tokens(teacher.tokens, call)
     hidden = tokens if call.index is None and len(tokens) == rows.stop - rows.start else tokens.index_select(0, index)
@@ -219,4 +243,4 @@ def _part(teacher: Teacher, call: Call, rows: slice, gain: Tensor) -> Part:
         logits_dtype=accumulation_dtype(call.dtype),
     )
     p = Projection.of(hidden, teacher.weight, teacher.bias, call.rows.target[rows], own)
-    return Part(rows, p, None, None, source, columns)
+    return Part(rows, p, None, None, source, columns, nothing)
