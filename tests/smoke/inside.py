@@ -18,12 +18,12 @@ SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def command(*arguments: str, expect: int = 0) -> str:
-    """Output of ``logitless ARGUMENTS``, in a process of its own, which must end with this exit code."""
+    """What ``logitless ARGUMENTS`` prints, or its error; it must end with this exit code."""
     script = Path(sys.executable).with_name("logitless")
     done = subprocess.run([script, *arguments], capture_output=True, text=True, timeout=300)
-    said = done.stdout + done.stderr
-    assert done.returncode == expect, f"logitless {' '.join(arguments)}: exit code {done.returncode}\n{said}"
-    return said
+    said = f"logitless {' '.join(arguments)}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
+    assert done.returncode == expect, said
+    return done.stdout or done.stderr
 
 
 def library(checkout: Path) -> None:
@@ -97,8 +97,7 @@ def bench(checkout: Path) -> None:
 def demo(checkout: Path) -> None:
     """Two steps of the run, too few for the reward to rise: the answer is "no", and nothing else went wrong."""
     with tempfile.TemporaryDirectory() as folder:
-        said = command("demo", "--steps", "2", "--json", "--out", str(Path(folder) / "demo.png"), expect=1)
-        assert json.loads(said[said.index("{") : said.rindex("}") + 1])
+        assert json.loads(command("demo", "--steps", "2", "--json", "--out", str(Path(folder) / "demo.png"), expect=1))
 
 
 def score(checkout: Path) -> None:
