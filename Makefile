@@ -11,13 +11,17 @@ export PIP_NO_COMPILE := 1
 # Each part of the library against float64, once; no hosts, no commands.
 QUICK := architecture errors kept layouts linear_plans logprobs objective_terms policy_head rows special_values exchange
 
-.PHONY: demo test check hosts fuzz soak lint format bench faults mutants docs clean
+.PHONY: demo test gpu check hosts fuzz soak lint format bench faults mutants docs serve dist smoke release-tag clean
 
 demo: $(STAMP)
 	$(RUN)logitless demo
 
 test: $(STAMP)
 	$(RUN)python -m pytest -n 2 --dist worksteal
+
+# On a machine with a GPU, whose environment has a CUDA build of torch: kernels compiled, not interpreted.
+gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest --device cuda
 
 # While working: two minutes.
 check: lint
@@ -57,6 +61,23 @@ mutants: $(STAMP)
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(RUN)mkdocs build --strict
 
+# The same site while writing: every saved change is shown.
+serve: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(RUN)mkdocs serve
+
+# Wheel and source distribution, into dist; the wheel is built from the latter, so that it too is known to build.
+dist: $(STAMP)
+	rm -rf dist
+	$(RUN)python -m build --no-isolation
+
+# The wheel in fresh environments with nothing but what each extra declares; EXTRAS="none cli" for some of them.
+smoke: dist
+	$(RUN)python tests/smoke/environments.py $(EXTRAS)
+
+# Before a release: the tag that was pushed is the version that will be built.
+release-tag:
+	test "$(TAG)" = "v$$(sed -n 's/^__version__ = "\(.*\)"$$/\1/p' src/logitless/__init__.py)"
+
 # Nothing else needs these packages, so they are installed when the site is first built.
 $(VENV)/.docs: $(STAMP)
 	$(RUN)python -m pip install --quiet -c constraints.txt -e ".[docs]"
@@ -71,4 +92,4 @@ $(STAMP): pyproject.toml constraints.txt constraints-hosts.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) out site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) out site dist .pytest_cache .ruff_cache .hypothesis

@@ -102,7 +102,8 @@ These records were taken after a pause, on a cool chip, on which the first produ
 POLICY_LOSS = """## Policy loss
 
 PPO's clipped loss with an entropy bonus, from hidden states to the gradients of hidden states and head: T = 16384,
-V = 151936, D = 4096, bfloat16, 2.5 GiB for providers that take a bound. The floor is three products.
+V = 151936, D = 4096, bfloat16. `linear_policy_loss` (`logitless-loss`) may use 2.5 GiB, `linear_logprobs` with an
+objective (`logitless`) its default of 256 MiB. The floor is three products.
 """
 
 GROWING = """## Growth

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 import tomllib
@@ -59,6 +60,15 @@ def test_snippets_run(name: str):
         # A snippet that fails must not leave its process group to the next file.
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def test_code_of_others_is_at_least_code():
+    """Blocks marked ``py`` show calls of packages that the tests do not install, each before a block that runs."""
+    text = (ROOT / "docs" / "how-to" / "migrate.md").read_text()
+    theirs = [block for language, block in BLOCK.findall(text) if language == "py"]
+    assert len(theirs) == 4
+    for block in theirs:
+        assert isinstance(ast.parse(block).body[0], ast.ImportFrom)
 
 
 @pytest.mark.parametrize("path", DOCS, ids=NAMES)
