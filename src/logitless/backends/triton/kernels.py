@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -483,5 +483,5 @@ def gradient_from_kernel(
             tl.store(out + i_r * out_stride + o_c, b_dz.to(out.dtype.element_ty), mask=m_c)
 
 
-INTERPRETED = isinstance(statistics_kernel, InterpretedFunction)
+INTERPRETED = not isinstance(statistics_kernel, JITFunction)
 """Whether the kernels run on CPU, in Triton's interpreter."""
