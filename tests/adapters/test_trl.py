@@ -473,8 +473,7 @@ OFFLINE = {
     "DPO, several losses": (4, {"loss_type": ["sigmoid", "ipo"], "use_weighting": True}),
     "KTO": (8, {}),  # policy and reference, of pairs and of mismatched ones
     "Reward": (0, {}),  # no head over the vocabulary
-    "Distillation": (0, {"max_completion_length": 5}),  # two whole distributions are compared
-    "GKD": (0, {"max_new_tokens": 5}),
+    "GKD": (0, {"max_new_tokens": 5}),  # two whole distributions are compared, from logits
 }
 
 
