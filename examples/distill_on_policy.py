@@ -1,6 +1,6 @@
 """On-policy distillation in one file of plain torch: ``python examples/distill_on_policy.py``.
 
-A transformer of width 96 learns a task from examples. One of width 24, which knows nothing, then learns from it alone:
+A transformer of width 64 learns a task from examples. One of width 16, which knows nothing, then learns from it alone:
 
     the student samples responses  ->  the teacher reads them  ->  KL(student || teacher) of every response token
     ->  linear_policy_loss(teacher=...), backward. Logits of neither model are stored.
@@ -21,7 +21,7 @@ from torch import Tensor
 
 import logitless as ll
 
-BATCH, SENT = 64, 4  # responses of a step; log-probs that a server sends of each token
+BATCH, SENT = 48, 4  # responses of a step; log-probs that a server sends of each token
 SFT, DISTILL = ll.Objective.recipe("sft"), ll.Objective.recipe("distill", divergence="reverse_kl")
 
 
@@ -50,7 +50,7 @@ def batch(model: Policy, chance: torch.Generator) -> tuple[Tensor, ll.Rows, Tens
 def trained_teacher(steps: int = 60) -> Policy:
     """From examples: the last token of the prompt, over and over, and now and then any other."""
     torch.manual_seed(0)
-    teacher, chance = Policy(width=96), torch.Generator().manual_seed(2)
+    teacher, chance = Policy(width=64), torch.Generator().manual_seed(2)
     optimizer = torch.optim.AdamW(teacher.parameters(), lr=3e-3)
     for _ in range(steps):
         prompts = torch.randint(1, VOCAB, (BATCH, PROMPT), generator=chance)
@@ -75,7 +75,7 @@ def server(teacher: Policy, tokens: Tensor, rows: ll.Rows) -> ll.Teacher:
 def distil(teacher: Policy, steps: int, top_k: bool) -> Curve:
     """Train a student on what it writes itself."""
     torch.manual_seed(1)
-    student, chance = Policy(width=24), torch.Generator().manual_seed(3)
+    student, chance = Policy(width=16), torch.Generator().manual_seed(3)
     optimizer = torch.optim.AdamW(student.parameters(), lr=5e-3)
     read, read_rows, _ = batch(teacher, torch.Generator().manual_seed(4))
     known = ll.Teacher(teacher.hidden(read), teacher.head.weight)

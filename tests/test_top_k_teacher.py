@@ -257,7 +257,8 @@ def test_as_a_term_of_an_objective(tail: str, device: torch.device):
 def sharded(rank: int, world: int, batch: Batch, tail: str, sequence_parallel: bool) -> Outcome:
     bounds = ((0, 30), (30, VOCAB))[rank]
     part = slice(*bounds)
-    hidden = batch.hidden.chunk(world)[rank] if sequence_parallel else batch.hidden
+    # As many tokens on either, the last of which is not scored.
+    hidden = torch.cat([batch.hidden, torch.zeros(1, 16)]).chunk(world)[rank] if sequence_parallel else batch.hidden
     leaves = [x.detach().requires_grad_() for x in (hidden, batch.weight[part], batch.bias[part])]
     out = ll.linear_divergence(
         *leaves[:2],
@@ -283,6 +284,23 @@ def test_shards(tail: str, ranks):
     assert torch.equal(here.gradients[0], there.gradients[0])
     whole = [torch.cat(x) for x in zip(here.gradients[1:], there.gradients[1:], strict=True)]
     assert_right(Outcome(here.values, (here.gradients[0], *whole)), exact, plain)
+    here, there = ranks(sharded, 2, batch, tail, True)
+    whole = [torch.cat(x) for x in zip(here.gradients, there.gradients, strict=True)]
+    assert_right(Outcome(here.values, (whole[0][:ROWS], *whole[1:])), exact, plain)
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_no_rows(tail: str, device: torch.device):
+    batch = Batch.draw(device)
+    hidden, weight, _ = batch.leaves(torch.float32)
+    none = Teacher.from_top_k(batch.logprobs[:0], batch.ids[:0], tail)  # pyright: ignore[reportArgumentType]
+    out = ll.linear_divergence(hidden, weight, none, ll.Rows.at(batch.target[:0], batch.target[:0]))
+    assert out.divergence.shape == (0,)
+    out.divergence.sum().backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert not hidden.grad.any()
+    assert not weight.grad.any()
 
 
 def test_renormalised_takes_memory_of_its_ids_alone():

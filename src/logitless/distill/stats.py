@@ -13,7 +13,7 @@ class DivergenceStats(NamedTuple):
     Attributes:
         divergence: of student and teacher, 0 at rows that are left out; differentiable.
         logprob, entropy, log_z: the student's, as in :class:`TokenStats`; differentiable.
-        teacher_logprob: of the target; -inf where the teacher's vocabulary does not have it.
+        teacher_logprob: of the target; -inf where the teacher's vocabulary does not have it, NaN where it did not say.
         teacher_entropy: in nats.
     """
 
