@@ -40,6 +40,18 @@ def test_grpo_learns_and_fsdp2_gives_the_same_curve(tmp_path):
         assert [float(x) for x in ours] == pytest.approx([float(x) for x in theirs], abs=2e-3)
 
 
+def test_distillation_on_policy(tmp_path):
+    """Both students get closer to the teacher, on what they write and on what they never see; curves are drawn."""
+    text = run(tmp_path, "distill_on_policy.py", "--steps", "30", "--figure", "drawn/curves")
+    step = re.compile(r"^step +(\d+)  loss ([\d.]+)  kl ([\d.]+)  reward ([\d.]+)$", re.MULTILINE)
+    whole, sent = (step.findall(part) for part in text.split("from its ")[1:])
+    for found in (whole, sent):
+        assert [int(x[0]) for x in found] == [0, 20, 29]
+        assert float(found[-1][1]) < 0.95 * float(found[0][1])
+        assert float(found[-1][2]) < 0.8 * float(found[0][2])
+    assert sorted(path.name for path in (tmp_path / "drawn").iterdir()) == ["curves-dark.png", "curves-light.png"]
+
+
 @pytest.mark.skipif(not find_spec("megatron"), reason="megatron-core is not installed")
 def test_megatron_output_layer(tmp_path):
     """Over two ranks; its own message compares with Megatron's cross entropy."""

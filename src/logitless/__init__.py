@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from logitless.backends import choose_backend
     from logitless.backends.divergences import Divergence
     from logitless.distill import Teacher, Teachers
-    from logitless.distill.divergence import DivergenceStats, linear_divergence
+    from logitless.distill.divergence import linear_divergence
     from logitless.distill.from_logits import divergence
+    from logitless.distill.stats import DivergenceStats
     from logitless.errors import LogitlessError
     from logitless.from_hidden.entropy_sample import sampled_entropy
     from logitless.from_hidden.logprobs import linear_logprobs
@@ -74,8 +75,9 @@ _HOMES = {
     "backends": ("choose_backend",),
     "backends.divergences": ("Divergence",),
     "distill": ("Teacher", "Teachers"),
-    "distill.divergence": ("DivergenceStats", "linear_divergence"),
+    "distill.divergence": ("linear_divergence",),
     "distill.from_logits": ("divergence",),
+    "distill.stats": ("DivergenceStats",),
     "errors": ("LogitlessError",),
     "from_hidden.entropy_sample": ("sampled_entropy",),
     "from_hidden.logprobs": ("linear_logprobs",),

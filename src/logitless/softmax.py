@@ -103,14 +103,17 @@ class AtIds(NamedTuple):
         column: number of each among the columns of this shard, or ``ELSEWHERE``.
         x: logit, before the head's transformation.
         upstream: gradient of the log-prob, the same total at every copy of a column.
+        plain: ``[R]`` of the coefficients, where that of these columns is not that of all others; or None.
     """
 
     column: Tensor
     x: Tensor
     upstream: Tensor
+    plain: Tensor | None = None
 
     def cut(self, rows: slice) -> AtIds:
-        return AtIds(self.column[rows], self.x[rows], self.upstream[rows])
+        plain = None if self.plain is None else self.plain[rows]
+        return AtIds(self.column[rows], self.x[rows], self.upstream[rows], plain)
 
 
 class Coefficients(NamedTuple):

@@ -129,14 +129,34 @@ class Audit:
             return
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
         chosen = self._choose(target, _vocab_size(weight.shape[0], head, shard))
-        rows = flat[chosen].double()
-        step = max(1, SLAB_BYTES // (8 * max(1, weight.shape[1])))
-        with torch.autocast(flat.device.type, enabled=False):
-            logits = torch.cat([rows @ slab.double().T for slab in weight.detach().split(step)], dim=1)
-        if bias is not None:
-            logits += bias.detach().double()
+        logits = _product(flat[chosen], weight, bias)
         slack = 0.0 if match is None else _rounding(logits, getattr(torch, match), head or Head())
         self._judge(where, logits, target, chosen, logprob, entropy, head, shard, slack)
+
+    def of_pair(
+        self,
+        where: str,
+        student: tuple[Tensor, Tensor, Tensor | None, Head],
+        teacher: tuple[Tensor, Tensor, Tensor | None, Head],
+        beta: float,
+        divergence: Tensor,
+        entropy: Tensor,
+    ) -> None:
+        """Compare a divergence and the student's entropy with the float64 truth.
+
+        Args:
+            student, teacher: hidden states, weight, bias and head.
+            beta: 0 for KL(teacher || student), 1 for KL(student || teacher), else the teacher's share of a mixture.
+        """
+        if not self:
+            return
+        chosen = self._choose(torch.zeros_like(divergence, dtype=torch.int64), 1)
+        log_p, log_q = (
+            _shaped(_product(hidden.detach()[chosen], weight, bias), head).log_softmax(1)
+            for hidden, weight, bias, head in (student, teacher)
+        )
+        self.compare(f"{where} divergence", divergence[chosen], _beta_divergence(log_p, log_q, beta))
+        self.compare(f"{where} entropy", entropy[chosen], _mean(log_p, -log_p))
 
     def compare(self, where: str, ours: Tensor, truth: Tensor, slack: float = 0.0) -> None:
         """Compare our result with a float64 tensor of the same shape; ``slack`` is added to the tolerance."""
@@ -215,17 +235,44 @@ def _rows_of(head: Head, chosen: Tensor) -> Head:
 def _truth(logits: Tensor, target: Tensor, head: Head, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
     """``[k]`` log-probs and entropies in float64 from ``[k, V]`` raw logits; a group's shards are gathered first."""
     start = 0 if shard is None else shard.start
-    here = max(0, min(_vocab_size(logits.shape[1], head, shard) - start, logits.shape[1]))
-    z = logits[:, :here] * head.scale
-    z = z if head.softcap is None else head.softcap * torch.tanh(z / head.softcap)
-    t = head.temperature
-    z = z / (t.to(z)[:, None] if isinstance(t, Tensor) else t)
+    z = _shaped(logits, head, shard)
     if shard is not None and shard.group is not None:
         z = _whole_rows(z, shard)
         start = 0
     logp = torch.log_softmax(z, dim=1)
-    entropy = -torch.where(logp == -torch.inf, 0.0, logp.exp() * logp).sum(1)
-    return logp.gather(1, (target - start)[:, None]).squeeze(1), entropy
+    return logp.gather(1, (target - start)[:, None]).squeeze(1), _mean(logp, -logp)
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``[k, V]`` float64 logits of a few hidden states."""
+    step = max(1, SLAB_BYTES // (8 * max(1, weight.shape[1])))
+    with torch.autocast(rows.device.type, enabled=False):
+        logits = torch.cat([rows.double() @ slab.double().T for slab in weight.detach().split(step)], dim=1)
+    return logits if bias is None else logits + bias.detach().double()
+
+
+def _shaped(logits: Tensor, head: Head, shard: VocabShard | None = None) -> Tensor:
+    """What the softmax is over, without padding."""
+    start = 0 if shard is None else shard.start
+    here = max(0, min(_vocab_size(logits.shape[1], head, shard) - start, logits.shape[1]))
+    z = logits[:, :here] * head.scale
+    z = z if head.softcap is None else head.softcap * torch.tanh(z / head.softcap)
+    t = head.temperature
+    return z / (t.to(z)[:, None] if isinstance(t, Tensor) else t)
+
+
+def _mean(log_p: Tensor, x: Tensor) -> Tensor:
+    """Of x over each row; what has no probability has no say."""
+    return torch.where(log_p == -torch.inf, 0.0, log_p.exp() * x).sum(1)
+
+
+def _beta_divergence(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    if beta == 0:
+        return _mean(log_q, log_q - log_p)
+    if beta == 1:
+        return _mean(log_p, log_p - log_q)
+    mix = torch.logaddexp(log_q + math.log(beta), log_p + math.log(1 - beta))
+    return beta * _mean(log_q, log_q - mix) + (1 - beta) * _mean(log_p, log_p - mix)
 
 
 def _whole_rows(z: Tensor, shard: VocabShard) -> Tensor:

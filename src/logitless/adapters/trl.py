@@ -2,13 +2,16 @@
 
     GRPOTrainer, RLOOTrainer, AsyncGRPOTrainer, DPOTrainer, ...
       _get_per_token_logps_and_entropies -> model(..., fused_lm_head=True) -> ChunkedLogProbFunction.apply   (replaced)
+    DistillationTrainer
+      _chunked_divergence_loss -> ChunkedDivergenceFunction.apply                                           (replaced)
     trainers with logits
       selective_log_softmax, entropy_from_logits, selective_log_softmax_and_entropy                         (replaced)
 
 TRL rounds half-precision logits to their own dtype. So does this adapter, to make runs comparable with earlier runs,
 unless ``accurate=True`` asks for float32. Calls left to TRL and counted as passed on: half-precision logits without
 ``accurate``, and heads under DeepSpeed ZeRO-3, which partitions the weight again before backward. The reward model's
-trainer has no such head, and distillation compares two whole distributions: neither calls anything of this.
+trainer has no such head, and GKD compares whole logits: neither calls anything of this. Divergences are in float32 in
+TRL as well.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from logitless.adapters.audit import Audit
 from logitless.adapters.host import Host, Option, PassOn, Replacement
 from logitless.adapters.scoring import HALF
 from logitless.adapters.trl_outputs import Scored, further_outputs
+from logitless.distill import Teacher
+from logitless.distill.divergence import linear_divergence
 from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.from_logits import logprobs
@@ -67,6 +72,60 @@ def make_fused_head(original: Callable[..., Any], options: Mapping[str, Any]) ->
         scored = Scored(operands, shared["bias"], head, match is not None, out, options["memory"])
         further = further_outputs(scored, outputs)
         return out.logprob.float(), None if out.entropy is None else out.entropy.float(), *further
+
+    return apply
+
+
+def make_divergence(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``ChunkedDivergenceFunction.apply``: divergence from the teacher, and the student's entropy."""
+
+    def apply(
+        student_hidden: Tensor,
+        student_weight: Tensor,
+        student_bias: Tensor | None,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        teacher_bias: Tensor | None,
+        beta: float,
+        temperature: float = 1.0,
+        student_logit_scale: float = 1.0,
+        student_final_logit_softcapping: float | None = None,
+        teacher_logit_scale: float = 1.0,
+        teacher_final_logit_softcapping: float | None = None,
+    ) -> Any:
+        if hasattr(student_weight, "ds_id") or hasattr(teacher_weight, "ds_id"):
+            return PassOn("ZeRO-3")
+        vocab, others = len(student_weight), len(teacher_weight)
+        if others < vocab:
+            raise LogitlessError(f"the teacher's head has {others} rows and the student's {vocab}.")
+        # As in TRL, autocast rounds what is multiplied, and not the bias.
+        dtype, their_dtype = _compute_dtype(student_hidden), _compute_dtype(teacher_hidden)
+        operands = student_hidden.to(dtype), student_weight.to(dtype), student_bias
+        theirs = teacher_hidden.to(their_dtype), teacher_weight.to(their_dtype), teacher_bias
+        head = Head(temperature=temperature, scale=student_logit_scale, softcap=student_final_logit_softcapping)
+        their_head = Head(
+            temperature=temperature,
+            scale=teacher_logit_scale,
+            softcap=teacher_final_logit_softcapping,
+            # As TRL: rows of the teacher's head beyond the student's are padding.
+            vocab_size=vocab if others > vocab else None,
+        )
+        kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(beta), "jsd")
+        with torch.autocast(student_hidden.device.type, enabled=False):
+            out = linear_divergence(
+                *operands[:2],
+                Teacher(*theirs, head=their_head),
+                # No token is singled out.
+                torch.zeros(len(student_hidden), dtype=torch.int64, device=student_hidden.device),
+                kind=kind,  # pyright: ignore[reportArgumentType]
+                beta=beta if kind == "jsd" else 0.5,
+                bias=operands[2],
+                head=head,
+                memory=options["memory"],
+            )
+        audit: Audit = options["audit"]
+        audit.of_pair("divergence", (*operands, head), (*theirs, their_head), beta, out.divergence, out.entropy)
+        return out.divergence.float(), out.entropy.detach().float()
 
     return apply
 
@@ -201,6 +260,18 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
             make=make_fused_head,
         ),
         Replacement(
+            module="trl.kernels.chunked_divergence",
+            name="ChunkedDivergenceFunction.apply",
+            signature={
+                "1.16": "(ctx, student_hidden, student_weight, student_bias, teacher_hidden, teacher_weight, "
+                "teacher_bias, beta, temperature=1.0, student_logit_scale=1.0, student_final_logit_softcapping=None, "
+                "teacher_logit_scale=1.0, teacher_final_logit_softcapping=None)",
+                "0.24 - 1.15": None,
+            },
+            signature_of="ChunkedDivergenceFunction.forward",
+            make=make_divergence,
+        ),
+        Replacement(
             module=utils,
             name="selective_log_softmax",
             signature={
@@ -246,6 +317,6 @@ HOST = Host(
     options={
         "accurate": Option(False, "float32 results for half-precision inputs instead of TRL's rounding"),
         "entropy_grad": Option(True, "False: no entropy bonus is trained, so entropy is a metric without a graph"),
-        "memory": Option("256MiB", "working memory of the fused LM head"),
+        "memory": Option("256MiB", "working memory of the fused LM head, and of a divergence"),
     },
 )

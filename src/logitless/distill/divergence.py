@@ -19,7 +19,9 @@ from logitless.call import Call, Options, as_products_take, recorded, resolve_hi
 from logitless.collectives import fingerprint
 from logitless.distill.pair import PairChunk, PairPlan, PairTerms, pair_plan
 from logitless.distill.source import Source, check_teacher, grouped
+from logitless.distill.stats import DivergenceStats, in_shape
 from logitless.distill.teacher import Teacher, Teachers
+from logitless.distill.top_k import check_top_k, score_top_k
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.from_hidden.gradients import gradients
 from logitless.from_hidden.projection import Projection, hidden_gradient, selected_rows
@@ -31,24 +33,6 @@ from logitless.spec import Head, VocabShard
 
 MEMORY = "1GiB"
 """What the logits of both may take unless told otherwise."""
-
-
-class DivergenceStats(NamedTuple):
-    """Per-row results, float32 (float64 for float64 operands), in the shape of the targets if those were given.
-
-    Attributes:
-        divergence: of student and teacher, 0 at rows that are left out; differentiable.
-        logprob, entropy, log_z: the student's, as in :class:`TokenStats`; differentiable.
-        teacher_logprob: of the target; -inf where the teacher's vocabulary does not have it.
-        teacher_entropy: in nats.
-    """
-
-    divergence: Tensor
-    logprob: Tensor
-    entropy: Tensor
-    log_z: Tensor
-    teacher_logprob: Tensor
-    teacher_entropy: Tensor
 
 
 @untraced
@@ -81,7 +65,8 @@ def linear_divergence(
         hidden, weight, rows, bias, head, shard, hidden_grad, sequence_parallel, weight_grad, match, tf32, backend: the
             student's, as for :func:`linear_logprobs`. Under a shard the teacher's weight is cut likewise, and there are
             two ``all_gather`` of a few vectors for every chunk of rows.
-        teacher: a :class:`Teacher`, or :class:`Teachers` for several in one batch. It gets no gradient.
+        teacher: a :class:`Teacher`, or :class:`Teachers` for several in one batch. It gets no gradient. One that sent K
+            log-probs (:meth:`Teacher.from_top_k`) takes no product, or none but the student's own.
         kind: ``"forward_kl"``, KL(teacher || student); ``"reverse_kl"``, KL(student || teacher); ``"jsd"``, ``"tv"``,
             ``"hellinger"``, ``"alpha"``; see docs/distillation.md.
         beta: the teacher's share of the mixture of ``"jsd"``.
@@ -119,6 +104,9 @@ def resolve_pair(
 
 def check_pair(call: Call, hidden: Tensor, teacher: Teacher | Teachers, kind: Divergence) -> None:
     """Raise for a teacher that does not go with the call, or with the divergence."""
+    if isinstance(teacher, Teacher) and teacher.top_k is not None:
+        check_top_k(call, teacher.top_k)
+        return
     check_teacher(teacher, hidden, call)
     members = (teacher,) if isinstance(teacher, Teacher) else teacher.members
     sizes = [min(x.width, (x.head or Head()).vocab_size or x.width) for x in members]
@@ -134,13 +122,15 @@ def check_pair(call: Call, hidden: Tensor, teacher: Teacher | Teachers, kind: Di
 def pair_facts(teacher: Teacher | Teachers, kind: Divergence) -> dict[str, Any]:
     """What the ranks of a vocabulary group must agree on besides."""
     members = (teacher,) if isinstance(teacher, Teacher) else tuple(teacher.members)
+    sent = [x.top_k for x in members if x.top_k is not None]
     heads = [x.head or Head() for x in members]
     return {
         "the divergence": str(kind),
         "the number of teachers": len(members),
         "which row has which teacher": fingerprint(getattr(teacher, "which", None)),
-        "the teacher's temperature": [fingerprint(x.temperature) for x in heads],
-        "the teacher's scale and softcap": [(x.scale, x.softcap, x.vocab_size) for x in heads],
+        "the teacher's temperature": tuple(fingerprint(x.temperature) for x in heads),
+        "the teacher's log-probs": tuple((x.tail, fingerprint(x.ids), fingerprint(x.logprobs)) for x in sent),
+        "the teacher's scale and softcap": tuple((x.scale, x.softcap, x.vocab_size) for x in heads),
     }
 
 
@@ -148,6 +138,8 @@ def score_pair(
     hidden: Tensor, weight: Tensor, call: Call, teacher: Teacher | Teachers, kind: Divergence
 ) -> DivergenceStats:
     """``[R]`` results of a call that was checked."""
+    if isinstance(teacher, Teacher) and teacher.top_k is not None:
+        return score_top_k(hidden, weight, call, teacher.top_k, kind)
     ordered, order = grouped(teacher, call)
     source = Source.of(teacher, ordered)
     plan = pair_plan(ordered, recorded(hidden, weight, call.asked.bias))
@@ -229,8 +221,3 @@ class _LinearDivergence(torch.autograd.Function):
             found = gradients(p, plan.backward, terms, want=ctx.needs_input_grad[:3], weight_grad=buffer)
             d_hidden = None if found.hidden is None else hidden_gradient(found.hidden, saved.hidden.shape, call)
             return d_hidden, found.weight, found.bias, None, None, None, None
-
-
-def in_shape(stats: DivergenceStats, shape: tuple[int, ...]) -> DivergenceStats:
-    """``[R]`` results in the caller's shape."""
-    return stats if len(shape) == 1 else DivergenceStats(*(x.reshape(shape) for x in stats))

@@ -14,8 +14,9 @@ from logitless.backends.contract import Pair, Problem
 from logitless.backends.divergences import Divergence, Kind
 from logitless.call import Call, Options, local_part, resolve_logits, together, untraced
 from logitless.call.checks import vocabulary
-from logitless.distill.divergence import DivergenceStats, check_pair, in_shape, pair_facts
+from logitless.distill.divergence import check_pair, pair_facts
 from logitless.distill.pair import pair_results
+from logitless.distill.stats import DivergenceStats, in_shape
 from logitless.distill.teacher import Teacher
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.from_logits import as_matrix, gradient_buffer

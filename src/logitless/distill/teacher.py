@@ -4,14 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from logitless.errors import LogitlessError
+from logitless.errors import LogitlessError, did_you_mean
 from logitless.spec import Head, inspectable
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+Tail = Literal["bucket", "renormalise"]
+"""What becomes of the ids that a teacher sent no log-probs of."""
+
+TAILS = ("bucket", "renormalise")
+
+SURPLUS = 0.01
+"""By how much rounded log-probs may add up to more than 1."""
+
+
+@dataclass(frozen=True, eq=False)
+class TopK:
+    """What a teacher sent of each row: K ids and their log-probs; see :meth:`Teacher.from_top_k`."""
+
+    logprobs: Tensor
+    ids: Tensor
+    tail: Tail = "bucket"
+
+    def __post_init__(self) -> None:
+        name, logprobs, ids = "Teacher.from_top_k", self.logprobs, self.ids
+        if not isinstance(logprobs, Tensor) or logprobs.dtype not in FLOATS or logprobs.dim() < 2:
+            came = f"{list(logprobs.shape)} {logprobs.dtype}" if isinstance(logprobs, Tensor) else type(logprobs)
+            raise LogitlessError(f"{name}: logprobs must be [R, K] floats but are {came}.")
+        if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.shape != logprobs.shape:
+            came = f"{list(ids.shape)} {ids.dtype}" if isinstance(ids, Tensor) else type(ids)
+            raise LogitlessError(f"{name}: ids must be int64 {list(logprobs.shape)} like logprobs but are {came}.")
+        if not ids.shape[-1]:
+            raise LogitlessError(f"{name}: there is no id in a row. Give at least one; -1 is padding.")
+        if self.tail not in TAILS:
+            hint = did_you_mean(str(self.tail), TAILS)
+            raise LogitlessError(f"{name}: tail must be 'bucket' or 'renormalise' but is {self.tail!r}.{hint}")
+        if inspectable(ids):
+            self._check_values()
+
+    def _check_values(self) -> None:
+        ordered = self.ids.sort(-1).values
+        if bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()):
+            raise LogitlessError("Teacher.from_top_k: a row names an id twice. Leave one of them out, with -1.")
+        total = self.logprobs.double().exp().masked_fill(self.ids < 0, 0.0).sum(-1)
+        if self.tail == "bucket" and bool((total > 1 + SURPLUS).any()):
+            raise LogitlessError(
+                f"Teacher.from_top_k: the probabilities of a row add up to {float(total.max()):.4g}. Log-probs are "
+                f'wanted, over the whole vocabulary; other numbers only go with tail="renormalise".'
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +83,11 @@ class Teacher:
     head: Head | None = None
     ids: Tensor | None = None
     logits: Tensor | None = None
+    top_k: TopK | None = None
 
     def __post_init__(self) -> None:
+        if self.top_k is not None:
+            return
         for name in ("logits",) if self.logits is not None else ("hidden", "weight"):
             x = getattr(self, name)
             if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.dim() < (2 if name == "weight" else 1):
@@ -55,6 +104,23 @@ class Teacher:
     def from_logits(logits: Tensor, head: Head | None = None, ids: Tensor | None = None) -> Teacher:
         """From logits ``[..., W]`` of the same tokens, which exist already."""
         return Teacher(None, None, head=head, ids=ids, logits=logits)
+
+    @staticmethod
+    def from_top_k(logprobs: Tensor, ids: Tensor, tail: Tail = "bucket") -> Teacher:
+        """From what a teacher sent instead of its head: log-probs of K ids of every row.
+
+        Args:
+            logprobs: ``[R, K]`` over its whole vocabulary, for every scored row; no temperature is applied to them.
+            ids: ``[R, K]`` int64, each at most once in a row; -1 is padding, wherever it stands.
+            tail: ``"bucket"``: all other ids are one outcome more, of both distributions. ``"renormalise"``: both are
+                normalised over the K ids, so that log-probs may be logits, too.
+
+        >>> Teacher.from_top_k(torch.tensor([[0.7, 0.6]]).log(), torch.tensor([[3, 5]]))
+        Traceback (most recent call last):
+        logitless.errors.LogitlessError: Teacher.from_top_k: the probabilities of a row add up to 1.3. Log-probs are
+        wanted, over the whole vocabulary; other numbers only go with tail="renormalise".
+        """
+        return Teacher(None, None, top_k=TopK(logprobs, ids, tail))
 
     @property
     def width(self) -> int:
@@ -111,6 +177,11 @@ class Teachers:
     def __post_init__(self) -> None:
         if not self.members or not all(isinstance(x, Teacher) for x in self.members):
             raise LogitlessError("Teachers: members must be a sequence of at least one Teacher.")
+        if any(x.top_k is not None for x in self.members):
+            raise LogitlessError(
+                "Teachers: a member has log-probs of K ids. Those are of single rows: put each row's own into one "
+                "Teacher.from_top_k."
+            )
         if not isinstance(self.which, Tensor) or self.which.dim() != 1 or self.which.dtype != torch.int64:
             raise LogitlessError("Teachers: which must be an int64 tensor of one number per row.")
         if inspectable(self.which) and self.which.numel():

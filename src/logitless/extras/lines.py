@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from logitless.backends.contract import MOMENTS, Problem
-from logitless.softmax import Normaliser, merge_targets
+from logitless.extras.rest import rest_statistic
+from logitless.softmax import WIDTH, Normaliser, Statistic, merge, merge_targets
 from logitless.spec import IGNORE
 
 STATS = ("top1", "collision", "mean_logit", "logit_variance", "max_logit", "rank")
@@ -58,6 +59,7 @@ class Extras:
         ids: ``[R, K]`` further ids, or None.
         negative: whether the head turns the order of the logits around.
         start: first column here.
+        rest: whether the log-prob of all other ids together stands behind those of the further ids.
     """
 
     stats: tuple[str, ...]
@@ -65,6 +67,7 @@ class Extras:
     ids: Tensor | None
     negative: bool
     start: int
+    rest: bool = False
 
     @property
     def best(self) -> int:
@@ -94,10 +97,11 @@ class Extras:
         return tuple(name for name in self.names if name in DIFFERENTIABLE)
 
     @property
-    def counts(self) -> tuple[int, int, int, int, int]:
-        """Lines of the best keys, of their ids, of the moments, of the target's key and of the further logits."""
+    def counts(self) -> tuple[int, int, int, int, int, int]:
+        """Lines of the best keys, of their ids, of the moments, of the target's key, of the further logits and of the
+        statistic of all other columns."""
         further = 0 if self.ids is None else self.ids.shape[1]
-        return self.best, self.best, MOMENTS * self.sums, int(self.ranked), further
+        return self.best, self.best, MOMENTS * self.sums, int(self.ranked), further, WIDTH * self.rest
 
     def lines(self, backend: Any, problem: Problem, rows: slice) -> Tensor:
         """``[L, R]`` lines of those columns of every row; ``rows`` says which rows of the call these are."""
@@ -111,18 +115,22 @@ class Extras:
             key = _at(problem, problem.column[:, None] - problem.first)
             found.append((-key if self.negative else key).T)
         if self.ids is not None:
-            found.append(_at(problem, _padded(self.ids[rows], problem.num_rows) - self.start - problem.first).T)
+            column = _padded(self.ids[rows], problem.num_rows) - self.start - problem.first
+            found.append(_at(problem, column).T)
+            if self.rest:
+                found.append(rest_statistic(backend, problem, column, self.negative))
         return torch.cat(found) if found else problem.gain.new_empty((0, problem.num_rows))
 
     def merge(self, parts: Tensor) -> Tensor:
         """Lines of all columns from those of parts of them: ``[P, L, R]`` becomes ``[L, R]``, added in order."""
-        keys, ids, moments, target, further = parts.split(self.counts, 1)
+        keys, ids, moments, target, further, rest = parts.split(self.counts, 1)
         found = []
         if self.best:
             found += _merge_best(keys, ids, self.best)
         if self.sums:
             found.append(_merge_moments(moments))
-        return torch.cat([*found, merge_targets(target), merge_targets(further)])
+        found += [merge_targets(target), merge_targets(further)]
+        return torch.cat([*found, merge(rest)] if self.rest else found)
 
     def target_key(self, lines: Tensor) -> Tensor:
         """``[R]`` what ``rank`` counts columns against."""
@@ -134,7 +142,7 @@ class Extras:
         Args:
             ahead: ``[R]`` columns before the target, if ranks are asked for.
         """
-        keys, ids, moments, _, x = lines.split(self.counts)
+        keys, ids, moments, _, x, rest = lines.split(self.counts)
         # A row without a distribution: NaN or +inf among its logits, nothing but -inf, or a target that is no id.
         valid, ignored = row.norm.log_sum.isfinite(), row.target == IGNORE
         found: dict[str, Tensor] = {}
@@ -153,7 +161,12 @@ class Extras:
             found["rank"] = ahead.to(torch.int64)
         if self.ids is not None:
             logprob = _logprob(_transformed(x.T, row), row.norm)
-            found["further_logprobs"] = logprob.masked_fill(self.ids == IGNORE, 0.0)
+            logprob = logprob.masked_fill(self.ids == IGNORE, 0.0)
+            if self.rest:
+                other = Statistic.of(rest)
+                together = ((other.m - row.norm.reference) + other.s.log()) - row.norm.log_sum
+                logprob = torch.cat([logprob, torch.where(other.s == 0, -torch.inf, together)[:, None]], 1)
+            found["further_logprobs"] = logprob
         return {name: _told(found[name], valid, ignored) for name in self.names}
 
 

@@ -173,7 +173,9 @@ def _choose(call: Call, needs: Sequence[bool]) -> LinearPlan | SupportPlan:
         forward, backward = _all_rows(forward, shape), _all_rows(backward, shape)
     kept_rows, gradients = 0, hidden + head
     # The gradient of a mean logit is the same for all columns but those at -inf, which exponentials do not tell.
-    storable = shape.operand_bytes == 2 and not call.squash and "mean_logit" not in differentiated
+    # What all columns but a few have of a gradient is divided by their probability, which may be below 16 bits.
+    exact = "mean_logit" in differentiated or (call.extras is not None and call.extras.rest)
+    storable = shape.operand_bytes == 2 and not call.squash and not exact
     if asked.kept is None and not asked.batch_invariant and storable:
         kept_rows = min(shape.rows, spare // max(1, exponentials_row(shape, backward.columns)))
     if kept_rows and not forward.fused:

@@ -67,8 +67,9 @@ class _SupportLogProbs(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor, ...]:
         support = call.support()
         assert support is not None
-        place = _place(support, call)
-        raw = _raw_logits(gathered_tokens(hidden, call), weight, bias, support, place, call)
+        place = place_of(support, call)
+        asked = place[0], place[1] & ~support.lone()
+        raw = raw_logits(gathered_tokens(hidden, call), weight, bias, support, asked, call)
         statistic = support_statistic(support.transformed(raw, *place, call.gain, call.squash))
         results = row_results(statistic, None, call.rows.target == IGNORE, call.entropy, call.group)
         ctx.set_materialize_grads(False)
@@ -92,19 +93,19 @@ class _SupportLogProbs(torch.autograd.Function):
         want_hidden, want_weight, want_bias, _ = ctx.needs_input_grad
         with explained(call.asked.caller, call.asked.memory, weight_grad=call.asked.weight_grad):
             support = saved.support(call)
-            logits = support.transformed(saved.raw, *_place(support, call), call.gain, call.squash)
+            logits = support.transformed(saved.raw, *place_of(support, call), call.gain, call.squash)
             d_raw = _raw_gradient(logits, saved, call, g_logprob, g_entropy)
-            d_hidden = _hidden_gradient(logits, d_raw, saved, call) if want_hidden else None
+            d_hidden = tokens_gradient(logits, d_raw, saved.hidden, saved.weight, call) if want_hidden else None
             d_weight, d_bias = None, None
             if want_weight or want_bias:
-                by_id = _ById.of(logits, d_raw, call)
+                by_id = ById.of(logits, d_raw, call)
                 # The bias first: where it fails, the caller's buffer is as it was.
                 d_bias = by_id.bias_gradient(saved.weight, ctx.bias_dtype) if want_bias else None
                 d_weight = by_id.weight_gradient(saved.hidden, saved.weight) if want_weight else None
             return d_hidden, d_weight, d_bias, None
 
 
-def _raw_logits(
+def raw_logits(
     tokens: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -112,9 +113,8 @@ def _raw_logits(
     place: tuple[Tensor, Tensor],
     call: Call,
 ) -> Tensor:
-    """``[E]`` logits of all entries as the head's product would have them; 0 where nobody asks."""
-    column, here = place
-    asked = here & ~support.lone()
+    """``[E]`` logits of all entries as the head's product would have them; 0 where ``place`` says they are not here."""
+    column, asked = place
     raw = call.gain.new_zeros(len(column))
     if call.columns:
         at = support.entries.row if call.index is None else call.index[support.entries.row]
@@ -125,7 +125,7 @@ def _raw_logits(
     return raw.to(call.logits_dtype).to(call.gain.dtype)
 
 
-def _place(support: Support, call: Call) -> tuple[Tensor, Tensor]:
+def place_of(support: Support, call: Call) -> tuple[Tensor, Tensor]:
     """Each id's place among the columns here, and whether it is one of them. A second copy of an id is nowhere."""
     column, here = support.place(0, call.columns)
     return column, here & support.entries.first
@@ -141,21 +141,22 @@ def _raw_gradient(
     return torch.where(logits.here, d_raw, 0.0)
 
 
-def _hidden_gradient(logits: KeptLogits, d_raw: Tensor, saved: _Saved, call: Call) -> Tensor:
-    shape, split = saved.hidden.shape, call.asked.sequence_parallel
+def tokens_gradient(logits: KeptLogits, d_raw: Tensor, hidden: Tensor, weight: Tensor, call: Call) -> Tensor:
+    """Of hidden, in its shape, from that of the entries' logits."""
+    shape, split = hidden.shape, call.asked.sequence_parallel
     num_tokens = shape[:-1].numel() * (call.group.size() if split else 1)
-    tokens = torch.empty((num_tokens, shape[-1]), dtype=saved.hidden.dtype, device=saved.hidden.device)
+    tokens = torch.empty((num_tokens, shape[-1]), dtype=hidden.dtype, device=hidden.device)
     ends = torch.nn.functional.pad(logits.lengths.cumsum(0), (1, 0))
     if call.columns and call.num_rows:
         load(call.backend).sums(
-            d_raw, saved.weight.detach(), logits.column, ends, tokens, call.index, add=False, memory=call.memory
+            d_raw, weight.detach(), logits.column, ends, tokens, call.index, add=False, memory=call.memory
         )
     else:
         tokens.zero_()
     return reduced_gradient(tokens, shape, call)
 
 
-class _ById(NamedTuple):
+class ById(NamedTuple):
     """Entries sorted by the id's column here; those that are elsewhere, second copies or left out come last.
 
     Attributes:
@@ -172,13 +173,13 @@ class _ById(NamedTuple):
     call: Call
 
     @staticmethod
-    def of(logits: KeptLogits, d_raw: Tensor, call: Call) -> _ById:
+    def of(logits: KeptLogits, d_raw: Tensor, call: Call) -> ById:
         # Half the bits take half the passes of a sort.
         column = torch.where(logits.here, logits.column, call.columns).to(torch.int32)
         column, order = column.sort(stable=True)
         bounds = torch.arange(call.columns + 1, device=column.device, dtype=torch.int32)
         starts = torch.searchsorted(column, bounds)
-        return _ById(d_raw[order], logits.row[order], column, starts, call)
+        return ById(d_raw[order], logits.row[order], column, starts, call)
 
     def bias_gradient(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         d_bias = self.d_raw.new_zeros(len(weight))

@@ -19,9 +19,11 @@ from logitless.backends.divergences import Divergence
 from logitless.call import Call, Options, Scope, as_products_take, recorded, resolve_hidden, together, untraced
 from logitless.collectives import agree_if, fingerprint
 from logitless.distill import Teacher, Teachers
-from logitless.distill.divergence import DivergenceStats, check_pair, pair_facts, score_pair
+from logitless.distill.divergence import check_pair, pair_facts, score_pair
 from logitless.distill.pair import PairPlan
 from logitless.distill.source import Source, grouped
+from logitless.distill.stats import DivergenceStats
+from logitless.distill.top_k import listing, score_listed
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.from_hidden.logprobs import head_fact, score
 from logitless.from_hidden.projection import Projection, hidden_gradient, selected_rows
@@ -94,6 +96,7 @@ def linear_policy_loss(
             exponentials of them. Gradients and their accumulators come on top.
         denominator, prompt_tokens, group, check_group, fields: as for :meth:`Objective.__call__`.
         teacher: for an objective with a ``divergence``, as for :func:`linear_divergence`. Four products instead of six.
+            With K log-probs of a teacher, two passes of the student alone.
 
     Returns:
         ``(loss, metrics)`` as from the objective: a part of the batch's loss, 0-dim, and :class:`Metrics`. With
@@ -169,6 +172,8 @@ def evaluate(
     if isinstance(plan.first, PairPlan):
         assert teacher is not None
         stats = score_pair(hidden, weight, call, teacher, _kind(objective))
+    elif isinstance(teacher, Teacher) and teacher.top_k is not None:
+        stats = score_listed(hidden, weight, first_pass(call), plan.first, teacher.top_k, _kind(objective))
     else:
         stats = score(hidden, weight, first_pass(call), plan.first)
     log_z = stats.log_z if objective.log_z else None
@@ -221,6 +226,9 @@ def _resolve(
         if asked.kept is not None or asked.batch_invariant:
             raise LogitlessError(f"{NAME}: teacher= does not go with kept= or batch_invariant=True.")
         check_pair(call, hidden, teacher, _kind(objective))
+        if isinstance(teacher, Teacher) and teacher.top_k is not None:
+            # The other terms of the objective are over the vocabulary, and so are the log-probs that go with them.
+            call, teacher = listing(call, teacher.top_k), None
     return call, plan_of(call, hidden, weight, objective, teacher)
 
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from logitless.backends.divergences import Divergence
-from logitless.distill.divergence import DivergenceStats
 from logitless.distill.pair import PairChunk
 from logitless.distill.source import Source
+from logitless.distill.stats import DivergenceStats
 from logitless.errors import LogitlessError
 from logitless.from_hidden.gradients import Gradients
 from logitless.from_hidden.projection import Projection

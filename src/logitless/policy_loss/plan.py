@@ -204,6 +204,8 @@ def _obstacle(call: Call, objective: Objective | Preference, teacher: Teacher | 
     cp = call.rows.cp
     if call.asked.kept is not None:
         return "log-probs over kept ids are not made chunk by chunk"
+    if call.extras is not None:
+        return "the teacher sent log-probs of a few ids, and the student's are looked up in all tiles"
     if objective.modules:
         return "a term of the objective is a module, whose parameters get their gradient in backward"
     if call.asked.batch_invariant:

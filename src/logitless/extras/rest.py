@@ -1,0 +1,56 @@
+"""The statistic of all columns but those listed: what is left of a row beside its further ids.
+
+Subtracting the listed probabilities from 1 would leave nothing but rounding where they are nearly all there is. So the
+listed columns of a copy, a few rows at a time, are set to -inf, and a backend reads what is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.backends.contract import Problem
+from logitless.machine import pieces
+from logitless.softmax import WIDTH
+
+
+def rest_statistic(backend: Any, problem: Problem, column: Tensor, negative: bool) -> Tensor:
+    """``[4, R]`` statistic of the columns other than ``column`` ``[R, K]``, which may be outside of the problem.
+
+    Args:
+        negative: whether the head turns the order of the logits around.
+    """
+    wide, out = problem.gain.dtype, problem.gain.new_empty((WIDTH, problem.num_rows))
+    step = max(1, problem.memory // max(1, problem.columns * wide.itemsize))
+    for rows in pieces(problem.num_rows, step, problem.logits.is_meta):
+        part = problem.some(rows)
+        x = part.logits if part.index is None else part.logits[part.index]
+        x = x[:, : part.columns].to(wide, copy=True)
+        part = replace(part, logits=x, index=None, entropy=False, further=())
+        if part.squash or negative:
+            # A head that makes another number of -inf has its say first.
+            y = x.mul_(part.squash).tanh_() if part.squash else x
+            part = replace(part, logits=y.mul_(part.gain[:, None]), gain=torch.ones_like(part.gain), squash=0.0)
+        at = column[rows]
+        here = (at >= 0) & (at < part.columns)
+        each = torch.arange(len(at), device=x.device)
+        write_here(part.logits, each, at, here, torch.full_like(at, -torch.inf, dtype=wide))
+        out[:, rows] = backend.statistics(part)
+    return out
+
+
+def write_here(out: Tensor, row: Tensor, column: Tensor, here: Tensor, value: Tensor) -> None:
+    """``out[row[r], column[r, k]] = value[r, k]`` where ``here``; equal columns of a row have equal values.
+
+    Others must not write. Because their number is not fetched from the device, each of them repeats the write of a
+    column of its row that is here, or, where there is none, writes the value of column 0 once more.
+    """
+    if not out.shape[1] or not column.numel():
+        return
+    some = here.any(1, keepdim=True)
+    place = torch.where(here, torch.arange(here.shape[1], device=out.device), here.int().argmax(1, keepdim=True))
+    column = torch.where(some, column.gather(1, place), 0)
+    out[row[:, None], column] = torch.where(some, value.gather(1, place), out[row, 0][:, None])
