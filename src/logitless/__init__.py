@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from logitless.from_hidden.policy_head import PolicyHead
     from logitless.from_logits import logprobs
     from logitless.kept import Kept
+    from logitless.lora import LoRA
     from logitless.memory import estimate
     from logitless.objectives import Metrics, Mismatch, Objective, Preference, count_over, mismatch
     from logitless.policy_loss import Loss, linear_policy_loss
@@ -39,6 +40,7 @@ __all__ = [
     "DivergenceStats",
     "Head",
     "Kept",
+    "LoRA",
     "LogitlessError",
     "Loss",
     "Metrics",
@@ -82,6 +84,7 @@ _HOMES = {
     "from_hidden.policy_head": ("PolicyHead",),
     "from_logits": ("logprobs",),
     "kept": ("Kept",),
+    "lora": ("LoRA",),
     "memory": ("estimate",),
     "objectives": ("Metrics", "Mismatch", "Objective", "Preference", "count_over", "mismatch"),
     "policy_loss": ("Loss", "linear_policy_loss"),
