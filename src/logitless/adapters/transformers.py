@@ -32,6 +32,7 @@ from logitless.call import Scope, resolve_rows
 from logitless.errors import LogitlessError, adapted
 from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.kept import Kept
+from logitless.lora import head_weight
 from logitless.objectives import Metrics
 from logitless.policy_loss import Loss, LossResult
 from logitless.spec import EntropyMode, Head, TokenStats, VocabShard, shard_of
@@ -118,11 +119,12 @@ class _Question:
     options: Mapping[str, Any]
 
     def answer(self, layer: Any, hidden: Tensor) -> TokenStats | LossResult:
-        shared = {"bias": _local(layer.bias), "head": self.head, "shard": self.shard, "kept": self.kept}
+        weight, base = head_weight("patch", layer), getattr(layer, "base_layer", layer)
+        shared = {"bias": _local(base.bias), "head": self.head, "shard": self.shard, "kept": self.kept}
         arguments = {**shared, "scope": self.scope, **self.options}
         if self.loss is not None:
-            return self.loss.of(hidden, layer.weight, self.rows, **arguments)
-        return linear_logprobs(hidden, layer.weight, self.rows, entropy=self.entropy, **arguments)
+            return self.loss.of(hidden, weight, self.rows, **arguments)
+        return linear_logprobs(hidden, weight, self.rows, entropy=self.entropy, **arguments)
 
 
 def patch(model: Any, *, verify: bool = True, audit: int | Audit = 0, **options: Any) -> Any:
@@ -159,6 +161,10 @@ def patch(model: Any, *, verify: bool = True, audit: int | Audit = 0, **options:
         )
     shard = shard_of(layer.weight) if _is_tensor_parallel(model, layer) else None
     audit = audit if isinstance(audit, Audit) else Audit(audit)
+    if audit and hasattr(layer, "base_layer"):
+        raise LogitlessError(
+            "patch: audit= compares with the head's weight alone, and the head has a LoRA. Drop audit."
+        )
     model._logitless = _Patch(model.forward, _head_of(model), options, shard)
     model.forward = MethodType(_wrap_forward(type(model).forward), model)
     if shard is None:
@@ -279,9 +285,13 @@ _KEYWORDS = (("entropy", None), ("temperature", 1.0), ("kept", None), ("scope", 
 def _ask(name: str, layer: Any, hidden: Tensor, question: _Question) -> TokenStats | LossResult:
     if question.shard is not None:
         return question.answer(layer, hidden)
-    if hasattr(layer, "base_layer"):
-        raise LogitlessError(f"{name}: {adapted(f'the head is now a {type(layer).__name__}, which')}")
-    if any(getattr(linear.forward, "__func__", None) is not _layer_forward for linear in _linears(layer)):
+    ours = all(getattr(linear.forward, "__func__", None) is _layer_forward for linear in _linears(layer))
+    if hasattr(layer, "base_layer") and not ours:
+        raise LogitlessError(
+            f"{name}: {adapted(f'the head is now a {type(layer).__name__}, which')} A LoRA that is there first is "
+            f"followed: call patch after peft."
+        )
+    if not ours:
         raise LogitlessError(
             f"{name}: the head is now {type(layer).__name__}, not the linear layer that was patched. An adapter on the "
             f"head changes the logits in ways that are not followed here: leave the head out of it."
@@ -290,9 +300,9 @@ def _ask(name: str, layer: Any, hidden: Tensor, question: _Question) -> TokenSta
     return layer(hidden, question.answer)
 
 
-def _layer_forward(self: nn.Linear, hidden: Tensor, answer: Callable[..., Any] | None = None) -> Any:
+def _layer_forward(self: nn.Module, hidden: Tensor, answer: Callable[..., Any] | None = None) -> Any:
     """The head's forward: logits, or the answer to a question."""
-    return nn.Linear.forward(self, hidden) if answer is None else answer(self, hidden)
+    return type(self).forward(self, hidden) if answer is None else answer(self, hidden)
 
 
 def _local(x: Any) -> Any:
@@ -346,8 +356,11 @@ def _check_model(model: Any) -> Any:
     if layer is None or model.base_model is model:
         raise LogitlessError(f"patch: {type(model).__name__} has no language-model head on top of a backbone.")
     if hasattr(layer, "base_layer"):
-        raise LogitlessError(f"patch: {adapted(f'the head is a {type(layer).__name__}, which')}")
-    for linear in _linears(layer):
+        # Raises for any adapter but a LoRA of two matrices.
+        head_weight("patch", layer)
+        if _is_tensor_parallel(model, layer):
+            raise LogitlessError(f"patch: {adapted(f'the head is sharded, and {type(layer).__name__}')}")
+    for linear in _linears(getattr(layer, "base_layer", layer)):
         if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
             raise LogitlessError(
                 f"patch: the head must be a torch.nn.Linear but is {type(linear).__name__}, which may change the "
