@@ -253,7 +253,7 @@ class RunningStep:
 
     def _policy_loss(self) -> tuple[Any, ...]:
         hidden, weight, objective = self.leaves["hidden"], self.leaves["weight"], self.step.objective or Objective()
-        options = replace(self.options, entropy=objective.entropy)
+        options = replace(self.options, entropy=objective.entropy, stats=objective.stats)
         call = resolve_hidden(hidden, weight, self.scored, options, self.machine)
         call = replace(call, dropped=self.step.dropped)
         self.plan = plan_of(call, hidden, weight, objective)

@@ -173,7 +173,8 @@ def evaluate(
     else:
         stats = score(hidden, weight, first_pass(call), plan.first)
     log_z = stats.log_z if objective.log_z else None
-    of_rows = {"logprob": stats.logprob, "entropy": stats.entropy, "log_z": log_z}
+    mean_logit = stats.mean_logit if objective.stats and isinstance(stats, TokenStats) else None
+    of_rows = {"logprob": stats.logprob, "entropy": stats.entropy, "log_z": log_z, "mean_logit": mean_logit}
     loss, metrics = objective.evaluate(replace(inputs, **of_rows, divergence=getattr(stats, "divergence", None)))
     return loss, metrics, stats._make(None if x is None else x.detach() for x in stats)
 
@@ -212,7 +213,12 @@ def _resolve(
         raise LogitlessError(
             f"{NAME}: the objective has divergence={divergence!r} and the call {came}. They go together."
         )
-    call = resolve_hidden(hidden, weight, rows, replace(asked, entropy=objective.entropy))
+    if objective.stats and (asked.kept is not None or teacher is not None):
+        given = "teacher=" if asked.kept is None else "kept="
+        raise LogitlessError(
+            f"{NAME}: label_smoothing spreads the target over the whole vocabulary, and does not go with {given}."
+        )
+    call = resolve_hidden(hidden, weight, rows, replace(asked, entropy=objective.entropy, stats=objective.stats))
     if objective.log_z and call.over_support:
         raise LogitlessError(
             f'{NAME}: the objective has a z_coef, but with scope="support" there is no log Z of the vocabulary. Leave '

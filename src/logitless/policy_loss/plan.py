@@ -204,6 +204,8 @@ def _obstacle(call: Call, objective: Objective | Preference, teacher: Teacher | 
     cp = call.rows.cp
     if call.asked.kept is not None:
         return "log-probs over kept ids are not made chunk by chunk"
+    if objective.stats:
+        return "label smoothing needs the mean logit, which is not made chunk by chunk"
     if objective.modules:
         return "a term of the objective is a module, whose parameters get their gradient in backward"
     if call.asked.batch_invariant:
