@@ -38,20 +38,8 @@ from logitless.policy_loss import Loss, LossResult
 from logitless.spec import EntropyMode, Head, TokenStats, VocabShard, shard_of
 
 TESTED = (
-    "cohere",
-    "cohere2",
-    "deepseek_v3",
-    "gemma2",
-    "gemma3_text",
-    "gpt2",
-    "granite",
-    "llama",
-    "mistral",
-    "mixtral",
-    "phi",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
+    *("cohere", "cohere2", "deepseek_v3", "gemma2", "gemma3_text", "gpt2", "granite"),
+    *("llama", "mistral", "mixtral", "phi", "qwen2", "qwen3", "qwen3_moe"),
 )
 """Values of ``config.model_type`` that may be patched without ``verify``."""
 
@@ -71,12 +59,14 @@ class CausalLMScores(NamedTuple):
     Attributes:
         logprob, entropy, log_z: as in :class:`logitless.TokenStats`.
         backbone: the backbone's output: hidden states, router logits, and other outputs that were asked for.
+        stats: all results, where ``stats=`` asked for more than those three; None otherwise.
     """
 
     logprob: Tensor
     entropy: Tensor | None
     log_z: Tensor | None
     backbone: Any
+    stats: TokenStats | None = None
 
 
 class CausalLMLoss(NamedTuple):
@@ -116,6 +106,7 @@ class _Question:
     head: Head
     shard: VocabShard | None
     loss: Loss | None
+    stats: tuple[str, ...]
     options: Mapping[str, Any]
 
     def answer(self, layer: Any, hidden: Tensor) -> TokenStats | LossResult:
@@ -124,11 +115,11 @@ class _Question:
         arguments = {**shared, "scope": self.scope, **self.options}
         if self.loss is not None:
             return self.loss.of(hidden, weight, self.rows, **arguments)
-        return linear_logprobs(hidden, weight, self.rows, entropy=self.entropy, **arguments)
+        return linear_logprobs(hidden, weight, self.rows, entropy=self.entropy, stats=self.stats, **arguments)
 
 
 def patch(model: Any, *, verify: bool = True, audit: int | Audit = 0, **options: Any) -> Any:
-    """Teach a causal LM's forward the keywords ``rows``, ``loss``, ``entropy``, ``temperature``, ``kept``, ``scope``.
+    """Teach a causal LM's forward ``rows``, ``loss``, ``entropy``, ``temperature``, ``kept``, ``scope`` and ``stats``.
 
     Same as ``logprobs(model(...).logits, rows, entropy=entropy, head=Head(temperature))``, without the logits; with a
     :class:`logitless.Loss`, the policy loss of these rows.
@@ -233,8 +224,8 @@ def _score(
 ) -> CausalLMScores | CausalLMLoss:
     """Run the backbone, then score the rows with the head."""
     name, patched = f"{type(model).__name__}.forward", model._logitless
-    entropy, temperature, kept, scope, loss = (kwargs.pop(key, default) for key, default in _KEYWORDS)
-    _check_loss(name, loss, entropy)
+    entropy, temperature, kept, scope, loss, more = (kwargs.pop(key, default) for key, default in _KEYWORDS)
+    _check_loss(name, loss, entropy, more)
     inputs = {**_by_name(name, type(model).forward, args), **kwargs}
     for refused in ("labels", "logits_to_keep", "shift_labels"):
         # Callers may pass logits_to_keep by name with its default, 0.
@@ -252,14 +243,16 @@ def _score(
     if loss is not None and loss.temperature is not None:
         temperature = loss.temperature
     head = replace(patched.head, temperature=temperature)
-    question = _Question(rows, entropy, kept, scope, head, patched.shard, loss, patched.options)
+    question = _Question(rows, entropy, kept, scope, head, patched.shard, loss, more, patched.options)
     result = _ask(name, layer, hidden, question)
     stats = result.stats if isinstance(result, LossResult) else result
     _audit(name, patched.audit, layer, hidden, question, stats)
-    return CausalLMLoss(*result, backbone) if isinstance(result, LossResult) else CausalLMScores(*result, backbone)
+    if isinstance(result, LossResult):
+        return CausalLMLoss(*result, backbone)
+    return CausalLMScores(*result[:3], backbone, result if more else None)
 
 
-def _check_loss(name: str, loss: Any, entropy: EntropyMode) -> None:
+def _check_loss(name: str, loss: Any, entropy: EntropyMode, more: tuple[str, ...]) -> None:
     if loss is None:
         return
     if not isinstance(loss, Loss):
@@ -267,8 +260,8 @@ def _check_loss(name: str, loss: Any, entropy: EntropyMode) -> None:
             f"{name}: loss must be a logitless.Loss, an objective with its inputs, but is {type(loss).__name__}. Pass "
             f"loss=Loss(objective, advantage=..., old_logprob=...)."
         )
-    if entropy is not None:
-        raise LogitlessError(f"{name}: entropy cannot go with loss, whose objective asks for it. Drop entropy.")
+    for given in (*(("entropy",) if entropy is not None else ()), *(("stats",) if more else ())):
+        raise LogitlessError(f"{name}: {given} cannot go with loss, whose objective asks for it. Drop {given}.")
 
 
 def _by_name(name: str, forward: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
@@ -279,7 +272,10 @@ def _by_name(name: str, forward: Callable[..., Any], args: tuple[Any, ...]) -> d
     return {parameter.name: value for parameter, value in zip(parameters[: len(args)], args, strict=True)}
 
 
-_KEYWORDS = (("entropy", None), ("temperature", 1.0), ("kept", None), ("scope", "vocabulary"), ("loss", None))
+_KEYWORDS = (
+    *(("entropy", None), ("temperature", 1.0), ("kept", None)),
+    *(("scope", "vocabulary"), ("loss", None), ("stats", ())),
+)
 
 
 def _ask(name: str, layer: Any, hidden: Tensor, question: _Question) -> TokenStats | LossResult:
