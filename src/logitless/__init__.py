@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from logitless.adapters import install, status, uninstall
     from logitless.backends import choose_backend
     from logitless.backends.divergences import Divergence
+    from logitless.call.lora import LoRA
     from logitless.distill import Teacher, Teachers
     from logitless.distill.divergence import DivergenceStats, linear_divergence
     from logitless.distill.from_logits import divergence
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from logitless.from_hidden.policy_head import PolicyHead
     from logitless.from_logits import logprobs
     from logitless.kept import Kept
-    from logitless.lora import LoRA
     from logitless.memory import estimate
     from logitless.objectives import Metrics, Mismatch, Objective, Preference, count_over, mismatch
     from logitless.policy_loss import Loss, linear_policy_loss
@@ -84,7 +84,7 @@ _HOMES = {
     "from_hidden.policy_head": ("PolicyHead",),
     "from_logits": ("logprobs",),
     "kept": ("Kept",),
-    "lora": ("LoRA",),
+    "call.lora": ("LoRA",),
     "memory": ("estimate",),
     "objectives": ("Metrics", "Mismatch", "Objective", "Preference", "count_over", "mismatch"),
     "policy_loss": ("Loss", "linear_policy_loss"),

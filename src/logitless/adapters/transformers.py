@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from logitless.adapters.audit import Audit, AuditReport
 from logitless.adapters.host import Host, Option, Replacement, suggestion
 from logitless.call import Scope, resolve_rows
+from logitless.call.lora import head_weight
 from logitless.errors import LogitlessError, adapted
 from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.kept import Kept
-from logitless.lora import head_weight
 from logitless.objectives import Metrics
 from logitless.policy_loss import Loss, LossResult
 from logitless.spec import EntropyMode, Head, TokenStats, VocabShard, shard_of

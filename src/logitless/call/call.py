@@ -34,11 +34,11 @@ from logitless.call.checks import (
     check_tokens,
     vocabulary,
 )
+from logitless.call.lora import LoRA, LowRank
 from logitless.call.options import Options
 from logitless.collectives import agree_over, fingerprint
 from logitless.errors import LogitlessError
 from logitless.extras import Extras, Row
-from logitless.lora import LoRA, LowRank
 from logitless.machine import CPU, Machine
 from logitless.rows import Rows
 from logitless.softmax import Normaliser

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from logitless.call.lora import LoRA
 from logitless.call.options import Options
 from logitless.errors import LogitlessError, adapted
 from logitless.extras import LARGEST, MOST, STATS
 from logitless.kept import Kept
-from logitless.lora import LoRA
 from logitless.rows import Rows
 from logitless.spec import IGNORE, Head, VocabShard, has_values, inspectable
 

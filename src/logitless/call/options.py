@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from logitless.call.lora import LowRank
 from logitless.errors import LogitlessError, did_you_mean
 from logitless.kept import Kept
-from logitless.lora import LowRank
 from logitless.spec import EntropyMode, Head, VocabShard
 
 Scope = Literal["vocabulary", "support"]

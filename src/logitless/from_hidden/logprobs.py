@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from logitless.call import Call, Options, Scope, as_products_take, needs_gradient, resolve_hidden, together, untraced
+from logitless.call.lora import LoRA
 from logitless.errors import no_second_derivative
 from logitless.extras import DIFFERENTIABLE, SavedExtras, extended
 from logitless.from_hidden.exponentials import Exponentials
@@ -28,7 +29,6 @@ from logitless.from_hidden.projection import Projection, hidden_gradient, hidden
 from logitless.from_hidden.statistics import row_statistics
 from logitless.from_hidden.support import score_support
 from logitless.kept import Kept
-from logitless.lora import LoRA
 from logitless.notes import explained
 from logitless.results import RowResults, extra_results, in_shape, row_results, target_column
 from logitless.rows import Rows

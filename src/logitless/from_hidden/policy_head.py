@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from logitless.call.lora import head_weight
 from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import linear_logprobs
-from logitless.lora import head_weight
 
 
 class PolicyHead(nn.Module):

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from logitless.call import PLAIN
+from logitless.call.lora import LoRA
 from logitless.errors import LogitlessError
-from logitless.lora import LoRA
 from logitless.objectives import Metrics, Objective
 from logitless.policy_loss.loss import linear_policy_loss
 from logitless.spec import Head, TokenStats

@@ -17,6 +17,7 @@ from torch import Tensor
 from logitless.backends import load
 from logitless.backends.divergences import Divergence
 from logitless.call import Call, Options, Scope, as_products_take, needs_gradient, resolve_hidden, together, untraced
+from logitless.call.lora import LoRA
 from logitless.collectives import agree_if, fingerprint
 from logitless.distill import Teacher, Teachers
 from logitless.distill.divergence import DivergenceStats, check_pair, pair_facts, score_pair
@@ -26,7 +27,6 @@ from logitless.errors import LogitlessError, no_second_derivative
 from logitless.from_hidden.logprobs import head_fact, score
 from logitless.from_hidden.projection import Projection, hidden_gradients, selected_rows
 from logitless.kept import Kept
-from logitless.lora import LoRA
 from logitless.notes import explained
 from logitless.objectives import Inputs, Metrics, Objective, Preference
 from logitless.policy_loss.one_pass import OnePass
