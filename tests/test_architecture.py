@@ -52,6 +52,7 @@ PUBLIC = [
     "DivergenceStats",
     "Head",
     "Kept",
+    "LoRA",
     "LogitlessError",
     "Loss",
     "Metrics",

@@ -140,11 +140,43 @@ def own_results(model, prompt, response):
     return logp[torch.arange(len(response)), response], -(logp.exp() * logp).sum(-1)
 
 
+def test_statistics_on_request(job, tmp_path):
+    """Columns of JSONL and of Parquet, against the model's own logits in float64."""
+    from transformers import AutoModelForCausalLM
+
+    pq = pytest.importorskip("pyarrow.parquet")
+    given = [record for record in samples(8) if isinstance(record["response"], list)][:4]
+    job = replace(job, data=write(tmp_path / "few.jsonl", given), stats=("rank", "top1", "collision"))
+    score_file(job)
+    results, model = read(job.out), AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float64)
+    assert list(results[0])[2:] == ["logprob", "entropy", "top1_id", "top1_logprob", "top1_hit", "collision", "rank"]
+    for result, record in zip(results, given, strict=True):
+        prompt, response = record["prompt"], torch.tensor(record["response"])
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *response.tolist()]])).logits[0, len(prompt) - 1 : -1] / 0.7
+        p, own = torch.softmax(logits, -1), logits.gather(1, response[:, None])
+        assert result["top1_id"] == logits.argmax(-1).tolist()
+        assert result["top1_hit"] == (logits.argmax(-1) == response).tolist()
+        assert result["rank"] == (logits > own).sum(1).tolist()
+        assert result["collision"] == pytest.approx(p.square().sum(1).tolist(), rel=1e-5)
+        assert result["top1_logprob"] == pytest.approx(p.max(1).values.log().tolist(), rel=1e-5)
+    score_file(replace(job, out=tmp_path / "out.parquet"))
+    table = pq.read_table(tmp_path / "out.parquet")
+    assert [str(table.schema.field(n).type) for n in ("top1_hit", "rank", "collision")] == [
+        f"list<element: {kind}>" for kind in ("bool", "int64", "float")
+    ]
+    assert table.column("rank").to_pylist() == [r["rank"] for r in results]
+    with pytest.raises(LogitlessError, match=r"stats are out of top1.*, but 'top' is none\. Did you mean 'top1'"):
+        replace(job, stats=("top",))
+    with pytest.raises(LogitlessError, match="the results have a field 'rank' of their own"):
+        replace(job, keep=("rank",))
+
+
 def test_numbers_are_written_with_all_their_digits():
     """What is read back is the same float32, whatever its size."""
     numbers = torch.cat([-torch.rand(200) * 10.0 ** -(torch.arange(200) % 30), torch.tensor([-16777217.0, -1 / 3])])
     record = Record(0, "here", [1], [2] * len(numbers))
-    fields = json.loads(_line(record, numbers.tolist(), (-numbers).tolist()))
+    fields = json.loads(_line(record, {"logprob": numbers.tolist(), "entropy": (-numbers).tolist()}))
     assert torch.equal(torch.tensor(fields["logprob"]), numbers)
     assert torch.equal(torch.tensor(fields["entropy"]), -numbers)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from close import assert_close_to_truth, assert_gradient_close_to_truth
 from ranks import run_ranks
-from torch.nn.functional import log_softmax
+from torch.nn.functional import cross_entropy, log_softmax
 
 import logitless as ll
 
@@ -29,12 +29,13 @@ def batch(dtype=torch.float32, spread=2.0):
     return rows, hidden.to(dtype), weight.to(dtype), torch.rand(len(rows))
 
 
-def told(rows, hidden, weight, token_weight, dtype, *, policy="cross_entropy", z=0.0):
+def told(rows, hidden, weight, token_weight, dtype, *, policy="cross_entropy", z=0.0, smoothing=0.0):
     """Loss and gradients by log-softmax over all logits."""
     leaves = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight)]
     logits = leaves[0][rows.index] @ leaves[1].T
     logp = log_softmax(logits, -1).gather(1, rows.target[:, None]).squeeze(1)
-    nll = -logp if token_weight is None else -token_weight.to(dtype) * logp
+    nll = cross_entropy(logits, rows.target, reduction="none", label_smoothing=smoothing)
+    nll = nll if token_weight is None else token_weight.to(dtype) * nll
     nll = nll * logp.detach().exp() if policy == "dft" else nll
     losses = nll + z * torch.logsumexp(logits, -1).square()
     loss = losses[rows.counted].sum() / rows.counted.sum()
@@ -52,20 +53,23 @@ CASES = {
     "weighted": dict(weighted=True),
     "z-loss": dict(z=Z),
     "dft, z-loss, weighted": dict(policy="dft", weighted=True, z=Z),
+    "smoothed": dict(smoothing=0.1),
+    "smoothed, z-loss, weighted": dict(smoothing=0.3, weighted=True, z=Z),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_against_float64(name, dtype):
-    case = {"policy": "cross_entropy", "weighted": False, "z": 0.0} | CASES[name]
+    case = {"policy": "cross_entropy", "weighted": False, "z": 0.0, "smoothing": 0.0} | CASES[name]
     rows, hidden, weight, token_weight = batch(dtype)
     given = token_weight if case["weighted"] else None
     exact, usual = (
-        told(rows, hidden, weight, given, wide, policy=case["policy"], z=case["z"])
+        told(rows, hidden, weight, given, wide, **{k: x for k, x in case.items() if k != "weighted"})
         for wide in (torch.float64, torch.float32)
     )
-    objective = ll.Objective(policy=case["policy"], z_coef=case["z"])
+    more = {"policy_options": {"label_smoothing": case["smoothing"]}} if case["smoothing"] else {}
+    objective = ll.Objective(policy=case["policy"], z_coef=case["z"], **more)
     # In chunks, in one piece, in two passes, and in two calls.
     for options in ({"memory": 2 * 4 * VOCAB * 4}, {}, {"batch_invariant": True}):
         loss, gradients, _ = ours(rows, hidden, weight, objective, {"token_weight": given}, **options)
@@ -73,11 +77,24 @@ def test_against_float64(name, dtype):
         for mine, right, theirs in zip(gradients, exact[1], usual[1], strict=True):
             assert_gradient_close_to_truth(mine, right, theirs.to(dtype))
     leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    stats = ll.linear_logprobs(*leaves, rows, entropy=objective.entropy)
+    stats = ll.linear_logprobs(*leaves, rows, entropy=objective.entropy, stats=objective.stats)
     loss, _ = objective(stats, rows, token_weight=given)
     assert_close_to_truth(loss, exact[0], usual[0], "loss")
     for mine, right, theirs in zip(torch.autograd.grad(loss, leaves), exact[1], usual[1], strict=True):
         assert_gradient_close_to_truth(mine, right, theirs.to(dtype))
+
+
+def test_label_smoothing_with_what_it_does_not_go_with():
+    rows, hidden, weight, _ = batch()
+    objective = ll.Objective(policy="cross_entropy", policy_options={"label_smoothing": 0.1})
+    kept = ll.Kept.from_lists([[1, 2]] * len(rows))
+    with pytest.raises(ll.LogitlessError, match=r"label_smoothing spreads the target .* does not go with kept="):
+        ours(rows, hidden, weight, objective, {}, kept=kept)
+    with pytest.raises(ll.LogitlessError, match=r"label_smoothing needs the mean logit.* stats=objective.stats"):
+        objective(ll.linear_logprobs(hidden, weight, rows), rows)
+    plan = ll.explain(hidden.requires_grad_(), weight, rows, objective=objective)
+    assert plan.kind == "two passes"
+    assert "label smoothing needs the mean logit" in str(plan)
 
 
 def test_one_pass_and_its_metrics():
@@ -137,7 +154,8 @@ def test_over_a_vocabulary_group():
 @pytest.mark.parametrize(
     ("settings", "fields", "text"),
     [
-        (dict(policy_options={"label_smoothing": 0.1}), {}, "takes no label_smoothing: .* needs the mean logit"),
+        (dict(policy="dft", policy_options={"label_smoothing": 0.1}), {}, "takes no label_smoothing: .* Take policy="),
+        (dict(policy_options={"label_smoothing": 1.0}), {}, "label_smoothing must be in 0 .. 1 but is 1.0"),
         (dict(policy="ppo_clip"), {"token_weight": 1}, "no part of it reads the field token_weight"),
         (dict(z_coef=float("nan")), {}, "z_coef must be a finite number but is nan"),
     ],

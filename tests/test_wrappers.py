@@ -75,7 +75,7 @@ def run_page(rank: int, world: int) -> dict[str, Any]:
 def lora(page: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Gradients of the page's adapter, and those of the product written out; each rank has its part of the loss."""
     a, b = (page[name].detach().requires_grad_() for name in ("lora_A", "lora_B"))
-    logits = page["hidden"] @ (page["weight"] + page["s"] * b @ a).T
+    logits = page["hidden"] @ (page["weight"] + 2.0 * b @ a).T
     whole_loss(logits, page, page["mine"]).backward()
     return {"A": page["lora_A"].grad, "B": page["lora_B"].grad}, {"A": a.grad, "B": b.grad}
 

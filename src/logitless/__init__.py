@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from logitless.adapters import install, status, uninstall
     from logitless.backends import choose_backend
     from logitless.backends.divergences import Divergence
+    from logitless.call.lora import LoRA
     from logitless.distill import Teacher, Teachers
     from logitless.distill.divergence import linear_divergence
     from logitless.distill.from_logits import divergence
@@ -40,6 +41,7 @@ __all__ = [
     "DivergenceStats",
     "Head",
     "Kept",
+    "LoRA",
     "LogitlessError",
     "Loss",
     "Metrics",
@@ -84,6 +86,7 @@ _HOMES = {
     "from_hidden.policy_head": ("PolicyHead",),
     "from_logits": ("logprobs",),
     "kept": ("Kept",),
+    "call.lora": ("LoRA",),
     "memory": ("estimate",),
     "objectives": ("Metrics", "Mismatch", "Objective", "Preference", "count_over", "mismatch"),
     "policy_loss": ("Loss", "linear_policy_loss"),

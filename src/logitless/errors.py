@@ -26,8 +26,8 @@ def adapted(name: str) -> str:
     """Why a layer that an adapter wraps is refused where its weight would be read, and what to do."""
     return (
         f"{name} wraps another layer, as adapters on the head do, and its weight alone would leave the adapter out. "
-        f"Leave the head out of the adapter (peft: target_modules), merge it (peft: merge_and_unload), or pass hidden "
-        f"states and weight with the adapter's columns added: see LoRA on the head in docs/how-to/wrappers.md."
+        f"Leave the head out of the adapter (peft: target_modules), merge it (peft: merge_and_unload), or pass a "
+        f"logitless.LoRA for the weight: see LoRA on the head in docs/how-to/wrappers.md."
     )
 
 

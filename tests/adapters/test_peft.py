@@ -1,4 +1,4 @@
-"""Models under peft: adapters inside of the layers, copies of the head, and adapters on the head, which are refused.
+"""Models under peft: adapters inside of the layers, copies of the head, LoRA on it, and others, which are refused.
 
 Every test runs with peft where it is installed, and with doubles of its shape: a model that hands keywords on, layers
 around a ``base_layer``, and a wrapper that chooses among copies of a module.
@@ -39,6 +39,28 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base_layer(x) + 2.0 * self.lora_B(self.lora_A(x))
+
+
+class LoraOfPeft(nn.Module):
+    """As peft's own: matrices, scale and dropout by the name of the adapter."""
+
+    merged = disable_adapters = fan_in_fan_out = False
+    active_adapters = ("default",)
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer, self.scaling = base_layer, {"default": 2.0}
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, 4, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(4, base_layer.out_features, bias=False)})
+        self.lora_dropout = nn.ModuleDict({"default": nn.Dropout(0.5)})
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lora_B["default"](self.lora_A["default"](self.lora_dropout["default"](x)))
+        return self.base_layer(x) + 0.0 * y if self.disable_adapters else self.base_layer(x) + 2.0 * y
 
 
 class Copies(nn.Module):
@@ -173,11 +195,81 @@ def test_a_copy_of_the_head_that_is_switched_off(kind):
     assert not torch.allclose(on, off)
 
 
+def adapted_head(kind: str, **more):
+    """A model with LoRA on its head."""
+    if kind == "peft":
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False, lora_dropout=0.5, **more)
+        return peft.get_peft_model(causal_lm(), config).double()
+    model = causal_lm().requires_grad_(False)
+    model.lm_head = LoraOfPeft(model.lm_head).double()
+    return PeftDouble(model)
+
+
 @both
-def test_adapters_on_the_head_are_refused(kind):
+@pytest.mark.parametrize("route", ["patch", "PolicyHead"])
+def test_lora_on_the_head(kind, route):
+    """Values and gradients of the adapter, against the model's own logits, on and switched off."""
+    model = adapted_head(kind).eval()
+    tokens, rows = batch()
+    wanted = truth(model(tokens).logits.reshape(-1, V), rows.index, rows.target)
+    head = model.get_base_model().lm_head
+    trained = {name: x for name, x in head.named_parameters() if x.requires_grad}
+    assert any("lora_A" in name for name in trained)
+    assert route == "PolicyHead" or patch(model) is model
+    hidden = model.get_base_model().model(tokens).last_hidden_state
+
+    def score():
+        return model(tokens, rows=rows).logprob if route == "patch" else ll.PolicyHead(head)(hidden, rows).logprob
+
+    exact = wanted.logprob.detach()
+    assert_close_to_truth(score().detach(), exact, exact)
+    ours = torch.autograd.grad(score().sum(), list(trained.values()))
+    theirs = torch.autograd.grad(wanted.logprob.sum(), list(trained.values()))
+    for name, mine, true in zip(trained, ours, theirs, strict=True):
+        assert_gradient_close_to_truth(mine, true, true, name)
+    head.train()
+    assert not torch.allclose(score().detach(), exact), "the adapter's dropout did not act"
+    head.eval()
+    if kind == "peft":
+        model.base_model.disable_adapter_layers()
+    else:
+        head.disable_adapters = True
+    off, own = score().detach(), ll.logprobs(model(tokens).logits, rows).logprob.detach()
+    assert_close_to_truth(off, own, own)
+    assert not torch.allclose(off, exact)
+    if route == "patch":
+        unpatch(model)
+        assert "forward" not in vars(head)
+
+
+def test_more_than_two_matrices_is_refused():
+    model = adapted_head("double").get_base_model()
+    head, text = model.lm_head, r"LoraOfPeft has {}, and only weight \+ scale \* b @ a is computed here"
+    for name, value, what in (
+        ("use_dora", {"default": True}, "DoRA's magnitudes"),
+        ("lora_variant", {"default": object()}, "the variant object"),
+        ("fan_in_fan_out", True, "a transposed weight"),
+    ):
+        setattr(head, name, value)
+        with pytest.raises(ll.LogitlessError, match=f"PolicyHead: {text.format(what)}"):
+            ll.PolicyHead(head)
+        delattr(head, name)
+    head.lora_A["second"], head.active_adapters = head.lora_A["default"], ("default", "second")
+    with pytest.raises(ll.LogitlessError, match=r"patch: LoraOfPeft has 2 active adapters \(default, second\)"):
+        patch(model)
+    head.active_adapters = ("default",)
+    with pytest.raises(ll.LogitlessError, match="patch: audit= compares with the head's weight alone"):
+        patch(model, audit=2)
+    head.base_layer.register_forward_hook(lambda *_: None)
+    with pytest.raises(ll.LogitlessError, match="PolicyHead: Linear has forward hooks, which would not run"):
+        ll.PolicyHead(head)
+
+
+def test_other_adapters_on_the_head_are_refused():
     text = r"wraps another layer, as adapters on the head do, and its weight alone would leave the adapter out. Leave"
-    model = adapt(kind, causal_lm(), "q_proj", "lm_head")
-    with pytest.raises(ll.LogitlessError, match=rf"patch: the head is a \w+, which {text}"):
+    model = adapt("double", causal_lm(), "q_proj", "lm_head")
+    with pytest.raises(ll.LogitlessError, match=rf"patch: LoraLinear {text}"):
         patch(model)
     assert "_logitless" not in vars(model.get_base_model())
     head = model.get_base_model().lm_head
@@ -185,9 +277,13 @@ def test_adapters_on_the_head_are_refused(kind):
         ll.PolicyHead(head)
     with pytest.raises(ll.LogitlessError, match=f"linear_logprobs: weight must be a tensor but is .*{text}"):
         ll.linear_logprobs(torch.zeros(2, 16), head, torch.tensor([1, 2]))
+
+
+@both
+def test_an_adapter_that_comes_after_the_patch_is_refused(kind):
     later = adapt(kind, patch(causal_lm()), "lm_head")
     tokens, rows = batch()
-    with pytest.raises(ll.LogitlessError, match=rf"LlamaForCausalLM.forward: the head is now a \w+, which {text}"):
+    with pytest.raises(ll.LogitlessError, match=r"the head is now a \w+, which wraps.* call patch after peft"):
         later(tokens, rows=rows)
 
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from logitless.adapters.audit import Audit, AuditReport
 from logitless.adapters.host import Host, Option, Replacement, suggestion
 from logitless.call import Scope, resolve_rows
+from logitless.call.lora import head_weight
 from logitless.errors import LogitlessError, adapted
 from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.kept import Kept
@@ -37,20 +38,8 @@ from logitless.policy_loss import Loss, LossResult
 from logitless.spec import EntropyMode, Head, TokenStats, VocabShard, shard_of
 
 TESTED = (
-    "cohere",
-    "cohere2",
-    "deepseek_v3",
-    "gemma2",
-    "gemma3_text",
-    "gpt2",
-    "granite",
-    "llama",
-    "mistral",
-    "mixtral",
-    "phi",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
+    *("cohere", "cohere2", "deepseek_v3", "gemma2", "gemma3_text", "gpt2", "granite"),
+    *("llama", "mistral", "mixtral", "phi", "qwen2", "qwen3", "qwen3_moe"),
 )
 """Values of ``config.model_type`` that may be patched without ``verify``."""
 
@@ -70,12 +59,14 @@ class CausalLMScores(NamedTuple):
     Attributes:
         logprob, entropy, log_z: as in :class:`logitless.TokenStats`.
         backbone: the backbone's output: hidden states, router logits, and other outputs that were asked for.
+        stats: all results, where ``stats=`` asked for more than those three; None otherwise.
     """
 
     logprob: Tensor
     entropy: Tensor | None
     log_z: Tensor | None
     backbone: Any
+    stats: TokenStats | None = None
 
 
 class CausalLMLoss(NamedTuple):
@@ -115,18 +106,20 @@ class _Question:
     head: Head
     shard: VocabShard | None
     loss: Loss | None
+    stats: tuple[str, ...]
     options: Mapping[str, Any]
 
     def answer(self, layer: Any, hidden: Tensor) -> TokenStats | LossResult:
-        shared = {"bias": _local(layer.bias), "head": self.head, "shard": self.shard, "kept": self.kept}
+        weight, base = head_weight("patch", layer), getattr(layer, "base_layer", layer)
+        shared = {"bias": _local(base.bias), "head": self.head, "shard": self.shard, "kept": self.kept}
         arguments = {**shared, "scope": self.scope, **self.options}
         if self.loss is not None:
-            return self.loss.of(hidden, layer.weight, self.rows, **arguments)
-        return linear_logprobs(hidden, layer.weight, self.rows, entropy=self.entropy, **arguments)
+            return self.loss.of(hidden, weight, self.rows, **arguments)
+        return linear_logprobs(hidden, weight, self.rows, entropy=self.entropy, stats=self.stats, **arguments)
 
 
 def patch(model: Any, *, verify: bool = True, audit: int | Audit = 0, **options: Any) -> Any:
-    """Teach a causal LM's forward the keywords ``rows``, ``loss``, ``entropy``, ``temperature``, ``kept``, ``scope``.
+    """Teach a causal LM's forward ``rows``, ``loss``, ``entropy``, ``temperature``, ``kept``, ``scope`` and ``stats``.
 
     Same as ``logprobs(model(...).logits, rows, entropy=entropy, head=Head(temperature))``, without the logits; with a
     :class:`logitless.Loss`, the policy loss of these rows.
@@ -159,6 +152,10 @@ def patch(model: Any, *, verify: bool = True, audit: int | Audit = 0, **options:
         )
     shard = shard_of(layer.weight) if _is_tensor_parallel(model, layer) else None
     audit = audit if isinstance(audit, Audit) else Audit(audit)
+    if audit and hasattr(layer, "base_layer"):
+        raise LogitlessError(
+            "patch: audit= compares with the head's weight alone, and the head has a LoRA. Drop audit."
+        )
     model._logitless = _Patch(model.forward, _head_of(model), options, shard)
     model.forward = MethodType(_wrap_forward(type(model).forward), model)
     if shard is None:
@@ -227,8 +224,8 @@ def _score(
 ) -> CausalLMScores | CausalLMLoss:
     """Run the backbone, then score the rows with the head."""
     name, patched = f"{type(model).__name__}.forward", model._logitless
-    entropy, temperature, kept, scope, loss = (kwargs.pop(key, default) for key, default in _KEYWORDS)
-    _check_loss(name, loss, entropy)
+    entropy, temperature, kept, scope, loss, more = (kwargs.pop(key, default) for key, default in _KEYWORDS)
+    _check_loss(name, loss, entropy, more)
     inputs = {**_by_name(name, type(model).forward, args), **kwargs}
     for refused in ("labels", "logits_to_keep", "shift_labels"):
         # Callers may pass logits_to_keep by name with its default, 0.
@@ -246,14 +243,16 @@ def _score(
     if loss is not None and loss.temperature is not None:
         temperature = loss.temperature
     head = replace(patched.head, temperature=temperature)
-    question = _Question(rows, entropy, kept, scope, head, patched.shard, loss, patched.options)
+    question = _Question(rows, entropy, kept, scope, head, patched.shard, loss, more, patched.options)
     result = _ask(name, layer, hidden, question)
     stats = result.stats if isinstance(result, LossResult) else result
     _audit(name, patched.audit, layer, hidden, question, stats)
-    return CausalLMLoss(*result, backbone) if isinstance(result, LossResult) else CausalLMScores(*result, backbone)
+    if isinstance(result, LossResult):
+        return CausalLMLoss(*result, backbone)
+    return CausalLMScores(*result[:3], backbone, result if more else None)
 
 
-def _check_loss(name: str, loss: Any, entropy: EntropyMode) -> None:
+def _check_loss(name: str, loss: Any, entropy: EntropyMode, more: tuple[str, ...]) -> None:
     if loss is None:
         return
     if not isinstance(loss, Loss):
@@ -261,8 +260,8 @@ def _check_loss(name: str, loss: Any, entropy: EntropyMode) -> None:
             f"{name}: loss must be a logitless.Loss, an objective with its inputs, but is {type(loss).__name__}. Pass "
             f"loss=Loss(objective, advantage=..., old_logprob=...)."
         )
-    if entropy is not None:
-        raise LogitlessError(f"{name}: entropy cannot go with loss, whose objective asks for it. Drop entropy.")
+    for given in (*(("entropy",) if entropy is not None else ()), *(("stats",) if more else ())):
+        raise LogitlessError(f"{name}: {given} cannot go with loss, whose objective asks for it. Drop {given}.")
 
 
 def _by_name(name: str, forward: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
@@ -273,15 +272,22 @@ def _by_name(name: str, forward: Callable[..., Any], args: tuple[Any, ...]) -> d
     return {parameter.name: value for parameter, value in zip(parameters[: len(args)], args, strict=True)}
 
 
-_KEYWORDS = (("entropy", None), ("temperature", 1.0), ("kept", None), ("scope", "vocabulary"), ("loss", None))
+_KEYWORDS = (
+    *(("entropy", None), ("temperature", 1.0), ("kept", None)),
+    *(("scope", "vocabulary"), ("loss", None), ("stats", ())),
+)
 
 
 def _ask(name: str, layer: Any, hidden: Tensor, question: _Question) -> TokenStats | LossResult:
     if question.shard is not None:
         return question.answer(layer, hidden)
-    if hasattr(layer, "base_layer"):
-        raise LogitlessError(f"{name}: {adapted(f'the head is now a {type(layer).__name__}, which')}")
-    if any(getattr(linear.forward, "__func__", None) is not _layer_forward for linear in _linears(layer)):
+    ours = all(getattr(linear.forward, "__func__", None) is _layer_forward for linear in _linears(layer))
+    if hasattr(layer, "base_layer") and not ours:
+        raise LogitlessError(
+            f"{name}: {adapted(f'the head is now a {type(layer).__name__}, which')} A LoRA that is there first is "
+            f"followed: call patch after peft."
+        )
+    if not ours:
         raise LogitlessError(
             f"{name}: the head is now {type(layer).__name__}, not the linear layer that was patched. An adapter on the "
             f"head changes the logits in ways that are not followed here: leave the head out of it."
@@ -290,9 +296,9 @@ def _ask(name: str, layer: Any, hidden: Tensor, question: _Question) -> TokenSta
     return layer(hidden, question.answer)
 
 
-def _layer_forward(self: nn.Linear, hidden: Tensor, answer: Callable[..., Any] | None = None) -> Any:
+def _layer_forward(self: nn.Module, hidden: Tensor, answer: Callable[..., Any] | None = None) -> Any:
     """The head's forward: logits, or the answer to a question."""
-    return nn.Linear.forward(self, hidden) if answer is None else answer(self, hidden)
+    return type(self).forward(self, hidden) if answer is None else answer(self, hidden)
 
 
 def _local(x: Any) -> Any:
@@ -346,8 +352,11 @@ def _check_model(model: Any) -> Any:
     if layer is None or model.base_model is model:
         raise LogitlessError(f"patch: {type(model).__name__} has no language-model head on top of a backbone.")
     if hasattr(layer, "base_layer"):
-        raise LogitlessError(f"patch: {adapted(f'the head is a {type(layer).__name__}, which')}")
-    for linear in _linears(layer):
+        # Raises for any adapter but a LoRA of two matrices.
+        head_weight("patch", layer)
+        if _is_tensor_parallel(model, layer):
+            raise LogitlessError(f"patch: {adapted(f'the head is sharded, and {type(layer).__name__}')}")
+    for linear in _linears(getattr(layer, "base_layer", layer)):
         if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
             raise LogitlessError(
                 f"patch: the head must be a torch.nn.Linear but is {type(linear).__name__}, which may change the "

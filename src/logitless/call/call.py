@@ -25,6 +25,7 @@ from logitless.call.checks import (
     check_kept,
     check_kinds,
     check_logits,
+    check_lora,
     check_operands,
     check_overwrite,
     check_parallel,
@@ -33,6 +34,7 @@ from logitless.call.checks import (
     check_tokens,
     vocabulary,
 )
+from logitless.call.lora import LoRA, LowRank
 from logitless.call.options import Options
 from logitless.collectives import agree_over, fingerprint
 from logitless.errors import LogitlessError
@@ -141,6 +143,7 @@ class Call:
             "softcap": head.softcap,
             "match": asked.match,
             "whether there is a bias": asked.bias is not None,
+            "the rank of a LoRA": 0 if asked.low_rank is None else asked.low_rank.b.shape[1],
             "hidden_grad": asked.hidden_grad,
             "sequence_parallel": asked.sequence_parallel,
         }
@@ -192,6 +195,8 @@ def apart_everywhere(call: Call) -> str | None:
         return "kernels that do both were not measured on this machine"
     if call.asked.kept is not None:
         return "kept ids are looked up in logits"
+    if call.asked.low_rank is not None:
+        return "a LoRA's product is added to logits"
     if call.extras is not None:
         return "stats=, top_k= and further_ids= are taken from logits"
     return products.takes_sizes(call.dtype, call.width)
@@ -294,25 +299,35 @@ def recorded(*tensors: Tensor | None) -> tuple[bool, ...]:
     return tuple(torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
-def as_products_take(hidden: Tensor, weight: Tensor, asked: Options) -> tuple[Tensor, Tensor, Options]:
-    """Operands as a linear layer would take them: in autocast's dtype where it is on, the local part of a DTensor."""
+def needs_gradient(hidden: Tensor, weight: Tensor, asked: Options) -> tuple[bool, ...]:
+    """Whether hidden states (or a LoRA's part of them), weight, bias and a LoRA's b need a gradient."""
+    y, b = asked.low_rank or (None, None)
+    return (any(recorded(hidden, y)), *recorded(weight, asked.bias, b))
+
+
+def as_products_take(hidden: Tensor, weight: Tensor | LoRA, asked: Options) -> tuple[Tensor, Tensor, Options]:
+    """Operands as a linear layer would take them: in autocast's dtype where it is on, the local part of a DTensor, the
+    adapter of a LoRA apart."""
     hidden = local_part(asked, "hidden", hidden, 0 if asked.sequence_parallel else None)
-    weight = local_part(asked, "weight", weight, 0)
+    lora = weight if isinstance(weight, LoRA) else None
+    own: Tensor = local_part(asked, "weight", weight.weight if isinstance(weight, LoRA) else weight, 0)
     bias, weight_grad = (local_part(asked, name, getattr(asked, name), 0) for name in ("bias", "weight_grad"))
     if bias is not asked.bias or weight_grad is not asked.weight_grad:
         asked = replace(asked, bias=bias, weight_grad=weight_grad)
-    if not isinstance(hidden, Tensor) or not isinstance(weight, Tensor):
+    if not isinstance(hidden, Tensor) or not isinstance(own, Tensor):
         # The checks will say so. Nothing is cast before: a module's ``to`` would cast the module itself.
-        return hidden, weight, asked
-    kind = hidden.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return hidden, weight, asked
-    if hidden.dtype == torch.float64:
-        # Autocast leaves float64 alone.
-        return hidden, weight, asked
-    dtype = torch.get_autocast_dtype(kind)
-    bias = None if bias is None else bias.to(dtype)
-    return hidden.to(dtype), weight.to(dtype), replace(asked, bias=bias)
+        return hidden, own, asked
+    kind, wide = hidden.device.type, hidden
+    # Autocast leaves float64 alone.
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+        bias = None if bias is None else bias.to(dtype)
+        hidden, own, asked = hidden.to(dtype), own.to(dtype), replace(asked, bias=bias)
+    if lora is not None:
+        check_lora(wide, lora, asked)
+        b = local_part(asked, "b of the LoRA", lora.b, 0)
+        asked = replace(asked, low_rank=LowRank(lora.inner(wide).to(hidden.dtype), b.to(hidden.dtype)))
+    return hidden, own, asked
 
 
 def local_part(asked: Options, name: str, x: Any, dim: int | None) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from logitless.call.lora import LoRA
 from logitless.call.options import Options
 from logitless.errors import LogitlessError, adapted
 from logitless.extras import LARGEST, MOST, STATS
@@ -241,6 +242,36 @@ def _check_tensors(hidden: Any, weight: Any, asked: Options) -> None:
         if not isinstance(x, Tensor) and (x is not None or what == "weight"):
             hint = instead_of_tensor(x, what)
             raise LogitlessError(f"{name}: {what} must be a tensor but is {type(x).__name__}.{hint}")
+
+
+def check_lora(hidden: Tensor, lora: LoRA, asked: Options) -> None:
+    """Raise where a LoRA does not go with hidden, or with what else is asked for."""
+    name, merged = asked.caller, "Merge it into one weight, weight + scale * b @ a, and pass that"
+    if name not in ("linear_logprobs", "linear_policy_loss"):
+        raise LogitlessError(f"{name}: weight is a LoRA, which is not followed here. {merged}.")
+    if asked.scope == "support":
+        raise LogitlessError(
+            f'{name}: weight is a LoRA, and scope="support" takes dot products with rows of one weight. {merged}, or '
+            f'take scope="vocabulary".'
+        )
+    if asked.hidden_grad == "partial" or asked.sequence_parallel:
+        given = "sequence_parallel=True" if asked.sequence_parallel else 'hidden_grad="partial"'
+        raise LogitlessError(
+            f"{name}: weight is a LoRA, and with {given} the gradient of its a would be a part on every rank. Pass "
+            f'whole hidden states and hidden_grad="reduced".'
+        )
+    if lora.a.shape[1] != hidden.shape[-1]:
+        raise LogitlessError(
+            f"{name}: weight is a LoRA for hidden size {lora.a.shape[1]} but hidden has {hidden.shape[-1]}."
+        )
+    for what, x in (("a", lora.a), ("b", lora.b)):
+        if x.device != hidden.device:
+            raise LogitlessError(f"{name}: {what} of the LoRA is on {x.device} but hidden is on {hidden.device}.")
+    if hasattr(lora.a, "placements"):
+        raise LogitlessError(
+            f"{name}: a of the LoRA is a DTensor with placements {lora.a.placements}, and must be whole on every rank. "  # pyright: ignore[reportAttributeAccessIssue]
+            f"For FSDP use a PolicyHead, or call inside the forward of the module that owns it."
+        )
 
 
 def check_operands(hidden: Tensor, weight: Tensor, asked: Options) -> None:

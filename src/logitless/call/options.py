@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from logitless.call.lora import LowRank
 from logitless.errors import LogitlessError, did_you_mean
 from logitless.kept import Kept
 from logitless.spec import EntropyMode, Head, VocabShard
@@ -18,7 +19,8 @@ Scope = Literal["vocabulary", "support"]
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """Keyword arguments as the caller gave them, and the name to call the function by in errors."""
+    """Keyword arguments as the caller gave them, the adapter that came with the weight, and the name to call the
+    function by in errors."""
 
     bias: Tensor | None = None
     entropy: EntropyMode = None
@@ -38,6 +40,7 @@ class Options:
     batch_invariant: bool = False
     backend: str = "auto"
     memory: int | str = "256MiB"
+    low_rank: LowRank | None = None
     caller: str = "linear_logprobs"
 
     @staticmethod
@@ -58,4 +61,4 @@ class Options:
         return Options(**given, caller=caller)
 
 
-_OPTIONS = tuple(f.name for f in fields(Options) if f.name != "caller")
+_OPTIONS = tuple(f.name for f in fields(Options) if f.name not in ("low_rank", "caller"))

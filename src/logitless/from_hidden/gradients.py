@@ -32,11 +32,12 @@ from logitless.support import Support, kept_gradient, write_kept
 
 
 class Gradients(NamedTuple):
-    """Of hidden rows ``[R, D]``, weight ``[V, D]`` and bias ``[V]``; None where not wanted."""
+    """Of hidden rows ``[R, D]``, weight ``[V, D]``, bias ``[V]`` and a LoRA's b ``[V, r]``; None where not wanted."""
 
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
+    low: Tensor | None = None
 
 
 class SupportTerms(NamedTuple):
@@ -97,15 +98,15 @@ def gradients(
 
     Args:
         terms: what turns a tile of logits into a tile of dZ.
-        want: which of the three are wanted.
+        want: which of the three are wanted. A LoRA's b has its gradient in any case, which is small.
         weight_grad: float32 buffer ``[V, D]`` to add the weight's gradient to; then none is returned for it.
     """
-    if len(p.hidden) == 0 or p.call.columns == 0 or not any(want):
+    if len(p.hidden) == 0 or p.call.columns == 0 or not (any(want) or p.low is not None):
         return _no_gradients(p, want, weight_grad)
     loop = _by_slabs if tiles.slabs else _by_blocks
-    hidden, weight, bias = loop(p, tiles, terms, want, weight_grad)
+    hidden, weight, bias, low = loop(p, tiles, terms, want, weight_grad)
     # Accumulators are rounded here, where the working memory of the loop is free again.
-    return Gradients(_as(hidden, p.hidden), _as(weight, p.weight), _as(bias, p.bias))
+    return Gradients(_as(hidden, p.hidden), _as(weight, p.weight), _as(bias, p.bias), _as(low, p.low))
 
 
 def _by_slabs(
@@ -116,6 +117,7 @@ def _by_slabs(
     d_hidden = p.gain.new_empty(p.hidden.shape) if want_hidden else None
     d_weight = torch.empty_like(p.weight) if want_weight and weight_grad is None else None
     d_bias = p.gain.new_zeros(p.weight.shape[0]) if want_bias else None
+    d_low = None if p.low is None else p.gain.new_zeros(p.low.shape)
     # One block writes a slab of dW once, in its own dtype. Several add up in float32 first.
     slab = None
     if d_weight is not None and len(p.hidden) > tiles.block:
@@ -127,17 +129,18 @@ def _by_slabs(
         for rows in pieces(len(p.hidden), tiles.block, p.hidden.is_meta):
             d_z = block.fill(rows, columns)
             if d_hidden is not None:
-                p.multiply(d_z, p.weight[columns], d_hidden[rows], add=columns.start > 0)
+                p.times_weight(d_z, columns, d_hidden[rows], add=columns.start > 0)
             if d_bias is not None:
                 p.add_rows(d_z, d_bias[columns])
+            p.add_low(d_z, p.hidden[rows], None if d_low is None else d_low[columns])
             # Last, because into may be the caller's: what fails before leaves it alone.
             if want_weight and into is not None:
-                p.multiply(d_z.T, p.hidden[rows], into, add=weight_grad is not None or rows.start > 0)
+                p.multiply(d_z.T, p.parts(p.hidden[rows])[0], into, add=weight_grad is not None or rows.start > 0)
         if slab is not None and d_weight is not None and into is not None:
             d_weight[columns] = into
     if d_weight is not None:
         d_weight[p.call.columns :].zero_()
-    return Gradients(d_hidden, d_weight, d_bias)
+    return Gradients(d_hidden, d_weight, d_bias, d_low)
 
 
 def _by_blocks(
@@ -152,22 +155,24 @@ def _by_blocks(
     # Float32 over all blocks, unless the caller's buffer is.
     d_weight = p.gain.new_empty(p.weight.shape) if want_weight and weight_grad is None else weight_grad
     d_bias = p.gain.new_zeros(p.weight.shape[0]) if want_bias else None
+    d_low = None if p.low is None else p.gain.new_zeros(p.low.shape)
     for rows in pieces(len(p.hidden), tiles.block, p.hidden.is_meta):
         into = d_hidden if d_hidden is None else d_hidden[rows] if sums is None else sums[: rows.stop - rows.start]
         for columns in pieces(p.call.columns, tiles.columns, p.hidden.is_meta):
             d_z = block.fill(rows, columns)
             if into is not None:
-                p.multiply(d_z, p.weight[columns], into, add=columns.start > 0)
+                p.times_weight(d_z, columns, into, add=columns.start > 0)
             if d_bias is not None:
                 p.add_rows(d_z, d_bias[columns])
+            p.add_low(d_z, p.hidden[rows], None if d_low is None else d_low[columns])
             if want_weight and d_weight is not None:
                 add = weight_grad is not None or rows.start > 0
-                p.multiply(d_z.T, p.hidden[rows], d_weight[columns], add=add)
+                p.multiply(d_z.T, p.parts(p.hidden[rows])[0], d_weight[columns], add=add)
         if sums is not None and d_hidden is not None and into is not None:
             d_hidden[rows] = into
     if want_weight and d_weight is not None and weight_grad is None:
         d_weight[p.call.columns :].zero_()
-    return Gradients(d_hidden, d_weight if weight_grad is None else None, d_bias)
+    return Gradients(d_hidden, d_weight if weight_grad is None else None, d_bias, d_low)
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,6 +230,7 @@ def _no_gradients(p: Projection, want: tuple[bool, bool, bool], weight_grad: Ten
         torch.zeros_like(p.hidden) if hidden else None,
         torch.zeros_like(p.weight) if weight and weight_grad is None else None,
         torch.zeros_like(p.bias) if bias and p.bias is not None else None,
+        None if p.low is None else torch.zeros_like(p.low),
     )
 
 

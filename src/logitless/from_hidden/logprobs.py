@@ -16,7 +16,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.call import Call, Options, Scope, as_products_take, recorded, resolve_hidden, together, untraced
+from logitless.call import Call, Options, Scope, as_products_take, needs_gradient, resolve_hidden, together, untraced
+from logitless.call.lora import LoRA
 from logitless.errors import no_second_derivative
 from logitless.extras import DIFFERENTIABLE, SavedExtras, extended
 from logitless.from_hidden.exponentials import Exponentials
@@ -24,7 +25,7 @@ from logitless.from_hidden.extra_lines import ExtraLines, count_ahead
 from logitless.from_hidden.frozen_head import Unit, statistics_with_unit, unit_gradient
 from logitless.from_hidden.gradients import SupportTerms, Terms, gradients
 from logitless.from_hidden.plan import FIXED_ROWS, LinearPlan, SupportPlan, Tiles, choose_plan
-from logitless.from_hidden.projection import Projection, hidden_gradient, selected_rows
+from logitless.from_hidden.projection import Projection, hidden_gradient, hidden_gradients, selected_rows
 from logitless.from_hidden.statistics import row_statistics
 from logitless.from_hidden.support import score_support
 from logitless.kept import Kept
@@ -38,7 +39,7 @@ from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard
 @untraced
 def linear_logprobs(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | LoRA,
     rows: Rows | Tensor | tuple[Tensor, Tensor],
     *,
     bias: Tensor | None = None,
@@ -67,7 +68,8 @@ def linear_logprobs(
     Args:
         hidden: ``[..., D]`` hidden states; ``[T / n, D]`` with ``sequence_parallel``.
         weight: ``[V, D]`` of the language-model head, in hidden's dtype. Under a shard, V is the shard's part. A
-            DTensor is taken if replicated, or if sharded by rows over the group of ``shard=shard_of(weight)``.
+            DTensor is taken if replicated, or if sharded by rows over the group of ``shard=shard_of(weight)``. A
+            :class:`LoRA` is a weight with a low-rank adapter.
         rows, entropy, head, kept: as for :func:`logprobs`.
         scope: what entropy and log Z are over. ``"support"``: like the log-prob, over the kept ids and the target, from
             dot products with those rows of the weight alone. No product with the vocabulary, no log Z; vectors over all
@@ -105,7 +107,7 @@ def linear_logprobs(
     options = Options.of(locals(), "linear_logprobs")
     with explained(options.caller, memory):
         hidden, weight, options = as_products_take(hidden, weight, options)
-        trained = any(recorded(weight, options.bias))
+        trained = any(needs_gradient(hidden, weight, options)[1:])
         call, plan = together(
             options, partial(_resolve, hidden, weight, rows, options), lambda made: made[0].facts() | head_fact(trained)
         )
@@ -116,7 +118,7 @@ def score(hidden: Tensor, weight: Tensor, call: Call, plan: LinearPlan | Support
     """``[R]`` results of a call that was checked."""
     if isinstance(plan, SupportPlan):
         return score_support(hidden, weight, call)
-    results = _LinearLogProbs.apply(hidden, weight, call.asked.bias, call, plan)
+    results = _LinearLogProbs.apply(hidden, weight, call.asked.bias, *(call.asked.low_rank or (None, None)), call, plan)
     extras = {} if call.extras is None else dict(zip(call.extras.names, results[3:], strict=True))
     return TokenStats(*results[:3], **extras)
 
@@ -134,7 +136,7 @@ def linear_plan(hidden: Tensor, weight: Tensor, rows: Any, **options: Any) -> Li
 
 def _resolve(hidden: Tensor, weight: Tensor, rows: Any, asked: Options) -> tuple[Call, LinearPlan | SupportPlan]:
     call = resolve_hidden(hidden, weight, rows, asked)
-    return call, choose_plan(call, recorded(hidden, weight, asked.bias))
+    return call, choose_plan(call, needs_gradient(hidden, weight, asked))
 
 
 class _Saved(NamedTuple):
@@ -143,6 +145,8 @@ class _Saved(NamedTuple):
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
+    y: Tensor | None
+    b: Tensor | None
     column: Tensor
     reference: Tensor
     log_sum: Tensor
@@ -168,7 +172,14 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, plan: LinearPlan
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        y: Tensor | None,
+        b: Tensor | None,
+        call: Call,
+        plan: LinearPlan,
     ) -> tuple[Tensor | None, ...]:
         """Log-prob, entropy, log Z and extras."""
         target = call.rows.target
@@ -200,7 +211,7 @@ class _LinearLogProbs(torch.autograd.Function):
             "further_x": saved_extras.x,
         }
         mean = results.mean if call.asked.entropy == "grad" else None
-        saved = _Saved(hidden, weight, bias, column, *results.norm, results.logprob, mean, **for_backward)
+        saved = _Saved(hidden, weight, bias, y, b, column, *results.norm, results.logprob, mean, **for_backward)
         ctx.save_for_backward(*saved)
         # The buffer for the weight's gradient is in the call and not saved: others may add to it before backward does.
         ctx.call, ctx.plan = call, plan
@@ -220,13 +231,15 @@ class _LinearLogProbs(torch.autograd.Function):
             g_logprob = torch.zeros_like(saved.logprob) if g_logprob is None else g_logprob.contiguous()
             if plan.kind == "frozen":
                 d_hidden = _frozen_gradient(call, saved, g_logprob, g_log_z)
-                return d_hidden, None, None, None, None
+                return d_hidden, *(None,) * 6
             p = Projection.of(selected_rows(saved.hidden, call), saved.weight, saved.bias, saved.column, call)
             terms = _terms(p, plan, saved, g_logprob, g_entropy, g_log_z, g_extras)
             assert plan.backward is not None
-            found = gradients(p, plan.backward, terms, want=ctx.needs_input_grad[:3], weight_grad=buffer)
-            d_hidden = None if found.hidden is None else hidden_gradient(found.hidden, saved.hidden.shape, call)
-            return d_hidden, found.weight, found.bias, None, None
+            needs = ctx.needs_input_grad
+            want = (needs[0] or needs[3], *needs[1:3])
+            found = gradients(p, plan.backward, terms, want=want, weight_grad=buffer)
+            d_hidden, d_y = hidden_gradients(found.hidden, saved.hidden.shape, call, (needs[0], needs[3]))
+            return d_hidden, found.weight, found.bias, d_y, found.low, None, None
 
 
 def _extra_results(p: Projection, tiles: Tiles, results: RowResults) -> tuple[dict[str, Tensor], SavedExtras]:

@@ -136,7 +136,7 @@ def choose_plan(call: Call, needs: Sequence[bool]) -> LinearPlan | SupportPlan:
     """The route with the fewest products that the call and its budget allow.
 
     Args:
-        needs: whether hidden, weight and bias need a gradient.
+        needs: whether hidden, weight, bias and a LoRA's b need a gradient.
     """
     plan = _choose(call, needs)
     if call.extras is None or not call.extras.ranked or isinstance(plan, SupportPlan):
@@ -150,7 +150,7 @@ def _choose(call: Call, needs: Sequence[bool]) -> LinearPlan | SupportPlan:
         assert call.asked.kept is not None
         return SupportPlan(call.asked.kept.ids.numel() + call.num_rows)
     asked, shape = call.asked, Shape.of(call)
-    hidden, head = needs[0], any(needs[1:3])
+    hidden, head = needs[0], any(needs[1:])
     differentiated = () if call.extras is None else call.extras.differentiable
     spare, work = max(0, call.memory - WORK), min(call.memory, WORK)
     # Batch-invariant tiles are those of a batch of one fixed size; kernels that multiply have no others.
@@ -160,7 +160,8 @@ def _choose(call: Call, needs: Sequence[bool]) -> LinearPlan | SupportPlan:
         forward = forward_tiles(first, work)
         forward = forward if asked.kept is None else _all_rows(forward, shape)
         return LinearPlan("forward", forward, None, 0, "nothing needs a gradient", 1, call.apart)
-    if hidden and not head and asked.entropy != "grad" and asked.kept is None and not differentiated:
+    plain = asked.kept is None and asked.low_rank is None and not differentiated
+    if hidden and not head and asked.entropy != "grad" and plain:
         reason = "the head needs no gradient and entropy is not differentiated"
         # The tile shares its budget with its exponentials in the operands' dtype.
         forward = forward_tiles(apart._replace(logits_bytes=shape.logits_bytes + shape.operand_bytes), work)
@@ -171,7 +172,8 @@ def _choose(call: Call, needs: Sequence[bool]) -> LinearPlan | SupportPlan:
         forward = forward._replace(rows=backward.rows, columns=backward.columns)
     if asked.kept is not None:
         forward, backward = _all_rows(forward, shape), _all_rows(backward, shape)
-    kept_rows, gradients = 0, hidden + head
+    # The products for a LoRA's b are not of the size of the logits.
+    kept_rows, gradients = 0, hidden + any(needs[1:3])
     # The gradient of a mean logit is the same for all columns but those at -inf, which exponentials do not tell.
     # What all columns but a few have of a gradient is divided by their probability, which may be below 16 bits.
     exact = "mean_logit" in differentiated or (call.extras is not None and call.extras.rest)

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from logitless.errors import LogitlessError, adapted
+from logitless.call.lora import head_weight
+from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import linear_logprobs
 
 
@@ -19,7 +20,8 @@ class PolicyHead(nn.Module):
     """An LM head that computes log-probs and entropy of chosen tokens, or their policy loss, and never their logits.
 
     Args:
-        linear: the head it stands in for; its weight and bias are used as they are.
+        linear: the head it stands in for; its weight and bias are used as they are. With peft's LoRA around it, as a
+            :class:`LoRA`, its dropout included.
         options: keyword arguments of :func:`linear_logprobs` for every call, such as ``head`` or ``memory``. In a call
             with a loss, ``entropy`` is left to its objective.
 
@@ -51,23 +53,24 @@ class PolicyHead(nn.Module):
                 raise LogitlessError(f"PolicyHead: {given[0]} was given without rows. Pass the rows to score.")
             return self.linear(hidden)
         self._check_linear()
-        options = {**self.options, **options, "bias": getattr(self.linear, "bias", None)}
+        weight, base = head_weight("PolicyHead", self.linear), getattr(self.linear, "base_layer", self.linear)
+        options = {**self.options, **options, "bias": getattr(base, "bias", None)}
         if loss is None:
-            return linear_logprobs(hidden, self.linear.weight, rows, **options)
+            return linear_logprobs(hidden, weight, rows, **options)
         if not hasattr(loss, "objective"):
             raise LogitlessError(
                 f"PolicyHead: loss must be a logitless.Loss, an objective with its inputs, but is "
                 f"{type(loss).__name__}. Pass loss=Loss(objective, advantage=..., old_logprob=...)."
             )
         options.pop("entropy", None)
-        return loss.of(hidden, self.linear.weight, rows, **options)
+        return loss.of(hidden, weight, rows, **options)
 
     def _check_linear(self) -> None:
         """Raise where the layer computes something else than its weight says."""
-        name = type(self.linear).__name__
-        if hasattr(self.linear, "base_layer"):
-            raise LogitlessError(f"PolicyHead: {adapted(name)}")
-        if self.linear._forward_hooks or self.linear._forward_pre_hooks:
+        head_weight("PolicyHead", self.linear)
+        inner = (x for x in self.linear.modules() if x._forward_hooks or x._forward_pre_hooks)
+        if (hooked := next(inner, None)) is not None:
+            name = type(hooked).__name__
             raise LogitlessError(
                 f"PolicyHead: {name} has forward hooks, which would not run: its weight is read and its forward is not "
                 f"called. Put the hooks on the PolicyHead."

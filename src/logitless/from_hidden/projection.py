@@ -6,6 +6,7 @@ d_rows [R, D]  ->  d_hidden [T, D], summed over the vocabulary group as the call
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +30,7 @@ class Projection:
     Attributes:
         hidden: ``[R, D]`` selected rows.
         weight: ``[V, D]``, hidden's dtype.
+        low: ``[V, r]`` further columns of the weight, and then hidden is ``[R, D + r]``: a LoRA; or None.
         bias: ``[V]`` or None.
         column: ``[R]`` as in :class:`~logitless.backends.contract.Problem`.
         gain: ``[R]`` factor of each row's logits.
@@ -43,11 +45,13 @@ class Projection:
     gain: Tensor
     call: Call
     backend: Any
+    low: Tensor | None = None
 
     @staticmethod
     def of(rows: Tensor, weight: Tensor, bias: Tensor | None, column: Tensor, call: Call) -> Projection:
         bias = None if bias is None else bias.detach()
-        return Projection(rows, weight.detach(), bias, column, call.gain, call, load(call.backend))
+        low = None if call.asked.low_rank is None else call.asked.low_rank.b.detach()
+        return Projection(rows, weight.detach(), bias, column, call.gain, call, load(call.backend), low)
 
     def cut(self, start: int, stop: int) -> Projection:
         """Rows ``start .. stop`` of it."""
@@ -107,11 +111,34 @@ class Projection:
         if not out.numel():
             return
         columns = slice(first, first + out.shape[1])
-        # Logits that are rounded to half precision are rounded once, after the bias.
-        wide = out if self.bias is None else out.to(self.gain.dtype)
-        self.multiply(self.hidden, self.weight[columns].T, wide)
+        # Logits that are rounded to half precision are rounded once, after all sums.
+        wide = out if self.bias is None and self.low is None else out.to(self.gain.dtype)
+        x, y = self.parts(self.hidden)
+        self.multiply(x, self.weight[columns].T, wide)
+        if self.low is not None and y is not None:
+            self.multiply(y, self.low[columns].T, wide, add=True)
         if self.bias is not None:
-            out.copy_(wide.add_(self.bias[columns]))
+            wide.add_(self.bias[columns])
+        if wide is not out:
+            out.copy_(wide)
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Of hidden rows, or their gradient: the columns that belong to the weight, and those of a LoRA."""
+        size = self.weight.shape[1]
+        return (x, None) if self.low is None else (x[:, :size], x[:, size:])
+
+    def times_weight(self, d_z: Tensor, columns: slice, out: Tensor, add: bool = False) -> None:
+        """``out = d_z @ weight[columns]``, or added to it; with a LoRA's columns."""
+        x, y = self.parts(out)
+        self.multiply(d_z, self.weight[columns], x, add=add)
+        if self.low is not None and y is not None:
+            self.multiply(d_z, self.low[columns], y, add=add)
+
+    def add_low(self, d_z: Tensor, rows: Tensor, out: Tensor | None) -> None:
+        """``out += d_z.T @ y``, where there is a LoRA and y is its part of hidden rows."""
+        y = self.parts(rows)[1]
+        if out is not None and y is not None:
+            self.multiply(d_z.T, y, out, add=True)
 
     def empty_tile(self, tiles: Tiles) -> Tensor:
         """Flat memory of one tile of logits."""
@@ -143,9 +170,35 @@ def gathered_tokens(hidden: Tensor, call: Call) -> Tensor:
 
 
 def selected_rows(hidden: Tensor, call: Call) -> Tensor:
-    """``[R, D]`` hidden states of the rows: a copy, small beside what it saves, unless the rows are all in order."""
+    """``[R, D]`` hidden states of the rows: a copy, small beside what it saves, unless the rows are all in order. With
+    a LoRA ``[R, D + r]``, and always a copy."""
     tokens = gathered_tokens(hidden, call)
-    return tokens if call.index is None else tokens.index_select(0, call.index)
+    rows = tokens if call.index is None else tokens.index_select(0, call.index)
+    if call.asked.low_rank is None:
+        return rows
+    y = call.asked.low_rank.y.detach().reshape(-1, call.asked.low_rank.y.shape[-1])
+    return torch.cat([rows, y if call.index is None else y.index_select(0, call.index)], 1)
+
+
+def hidden_gradients(
+    rows: Tensor | None, shape: torch.Size, call: Call, want: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the tokens' hidden states and of a LoRA's part of them, from those of the selected rows.
+
+    Args:
+        want: which of the two are wanted.
+    """
+    if rows is None:
+        return None, None
+    if call.asked.low_rank is None:
+        return hidden_gradient(rows, shape, call), None
+    found = rows[:, : shape[-1]], rows[:, shape[-1] :]
+    shapes = shape, call.asked.low_rank.y.shape
+    d_hidden, d_y = (
+        hidden_gradient(x.contiguous(), of, call) if wanted else None
+        for x, of, wanted in zip(found, shapes, want, strict=True)
+    )
+    return d_hidden, d_y
 
 
 def hidden_gradient(rows: Tensor, shape: torch.Size, call: Call) -> Tensor:

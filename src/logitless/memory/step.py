@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from logitless.backends import choose_backend
-from logitless.call import Options, recorded, resolve_hidden, resolve_logits
+from logitless.call import Options, needs_gradient, resolve_hidden, resolve_logits
 from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import score
 from logitless.from_hidden.plan import LinearPlan, SupportPlan, choose_plan
@@ -248,12 +248,12 @@ class RunningStep:
     def _from_hidden(self) -> tuple[Any, ...]:
         hidden, weight = self.leaves["hidden"], self.leaves["weight"]
         call = resolve_hidden(hidden, weight, self.scored, self.options, self.machine)
-        self.plan = choose_plan(call, recorded(hidden, weight, self.options.bias))
+        self.plan = choose_plan(call, needs_gradient(hidden, weight, self.options))
         return score(hidden, weight, call, self.plan)
 
     def _policy_loss(self) -> tuple[Any, ...]:
         hidden, weight, objective = self.leaves["hidden"], self.leaves["weight"], self.step.objective or Objective()
-        options = replace(self.options, entropy=objective.entropy)
+        options = replace(self.options, entropy=objective.entropy, stats=objective.stats)
         call = resolve_hidden(hidden, weight, self.scored, options, self.machine)
         call = replace(call, dropped=self.step.dropped)
         self.plan = plan_of(call, hidden, weight, objective)

@@ -52,7 +52,7 @@ class Inputs:
         group: process group that per-sample sums run over, or None if samples are not split.
         on_policy: the old log-probs are these log-probs: the ratio is 1, its gradient is not.
         divergence: of the row's distribution from its teacher's, differentiable; None where there is no teacher.
-        log_z: differentiable; None unless the objective has a term on it.
+        log_z, mean_logit: differentiable; None unless the objective has a term on them.
         batch: tensors by name that belong to samples or pairs of them, which no cut shortens.
     """
 
@@ -68,6 +68,7 @@ class Inputs:
     on_policy: bool = False
     divergence: Tensor | None = None
     log_z: Tensor | None = None
+    mean_logit: Tensor | None = None
     batch: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Tensor:
@@ -136,6 +137,7 @@ class Inputs:
             entropy=None if self.entropy is None else self.entropy[part],
             divergence=None if self.divergence is None else self.divergence[part],
             log_z=None if self.log_z is None else self.log_z[part],
+            mean_logit=None if self.mean_logit is None else self.mean_logit[part],
             fields={name: x[part] for name, x in self.fields.items()},
             counted=self.counted[part],
             weight=self.weight[part],
@@ -161,6 +163,7 @@ class Inputs:
             entropy=None if self.entropy is None else torch.where(counted, self.entropy, 0.0),
             divergence=None if self.divergence is None else torch.where(counted, self.divergence, 0.0),
             log_z=None if self.log_z is None else torch.where(counted, self.log_z, 0.0),
+            mean_logit=None if self.mean_logit is None else torch.where(counted, self.mean_logit, 0.0),
             fields={name: torch.where(counted, x, torch.zeros_like(x)) for name, x in fields.items()},
             weight=self.weight.to(dtype),
         )

@@ -124,7 +124,13 @@ class Objective:
     @property
     def log_z(self) -> bool:
         """Whether a term is on log Z, with a graph."""
-        return self.z_coef != 0
+        return self.z_coef != 0 or bool(self.stats)
+
+    @property
+    def stats(self) -> tuple[str, ...]:
+        """``stats=`` of the results that terms are on: with label smoothing, the mean logit."""
+        smoothed = self.policy == "cross_entropy" and self.policy_options.get("label_smoothing", 0.0) != 0
+        return ("mean_logit",) if smoothed else ()
 
     def kept_together(self, counts: tuple[int, ...]) -> tuple[int, ...]:
         """Rows of the shortest runs of samples that depend on no sample outside: of each sample."""
@@ -206,6 +212,7 @@ class Objective:
             entropy=None if stats is None else stats.entropy,
             divergence=getattr(stats, "divergence", None),
             log_z=stats.log_z if stats is not None and self.log_z else None,
+            mean_logit=stats.mean_logit if stats is not None and self.stats else None,
             fields=tensors,
             counted=rows.counted,
             weight=row_weights(
@@ -272,7 +279,8 @@ class Objective:
         """Loss of a micro-batch on this rank, a part of the batch's loss, and its metrics.
 
         Args:
-            stats: results of ``logprobs`` or ``linear_logprobs`` for these rows, with ``entropy=objective.entropy``.
+            stats: results of ``logprobs`` or ``linear_logprobs`` for these rows, with ``entropy=objective.entropy``
+                and, under label smoothing, ``stats=objective.stats``.
             rows: the rows.
             denominator: tokens, samples or prompts of the whole batch; default: counted over these samples alone.
             prompt_tokens: ``[N]``, for ``reduce="prompt_mean"``.
@@ -412,8 +420,12 @@ class Objective:
                     f"these rows; results in the shape of a tensor of targets go with Rows.every(target), flattened."
                 )
         if self.log_z and stats.log_z is None:
+            term = "it has label smoothing" if self.stats else f"z_coef is {self.z_coef}"
+            raise LogitlessError(f"Objective: {term} but log Z was not computed. Results over a support have none.")
+        if self.stats and getattr(stats, "mean_logit", None) is None:
             raise LogitlessError(
-                f"Objective: z_coef is {self.z_coef} but log Z was not computed. Results over a support have none."
+                "Objective: label_smoothing needs the mean logit, which was not computed. Compute the results with "
+                "stats=objective.stats."
             )
         if self.entropy_coef == 0:
             return

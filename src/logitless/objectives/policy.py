@@ -84,9 +84,19 @@ def none(inputs: Inputs) -> Tensor:
     return torch.zeros_like(inputs.logprob)
 
 
-def cross_entropy(inputs: Inputs) -> Tensor:
-    """``-log pi``, times ``token_weight`` where that is given."""
-    return _weighed(-inputs.token_weight, inputs.logprob) if inputs.has("token_weight") else -inputs.logprob
+def cross_entropy(inputs: Inputs, *, label_smoothing: float = 0.0) -> Tensor:
+    """``-log pi``, times ``token_weight`` where that is given.
+
+    Args:
+        label_smoothing: the share of the target that is spread evenly over the vocabulary: the mean of ``-log pi`` over
+            all tokens is log Z less the mean logit.
+    """
+    loss = -inputs.logprob
+    if label_smoothing:
+        assert inputs.log_z is not None
+        assert inputs.mean_logit is not None
+        loss = (1 - label_smoothing) * loss + label_smoothing * (inputs.log_z - inputs.mean_logit)
+    return _weighed(inputs.token_weight, loss) if inputs.has("token_weight") else loss
 
 
 def dft(inputs: Inputs) -> Tensor:
@@ -115,8 +125,8 @@ class PolicyTerm(NamedTuple):
 
 
 NO_SMOOTHING = {
-    "label_smoothing": "it spreads a part of the target over the whole vocabulary, so its loss needs the mean logit of "
-    "a row, and terms see the log-prob of the target and log Z alone"
+    "label_smoothing": "it spreads a part of the target over the whole vocabulary, and this loss is weighed by the "
+    "probability of the target alone. Take policy='cross_entropy'"
 }
 
 POLICY_TERMS = {
@@ -126,7 +136,7 @@ POLICY_TERMS = {
     "sapo": PolicyTerm(sapo, numbers=("positive", "negative")),
     "reinforce": PolicyTerm(reinforce, needs=("advantage",)),
     "none": PolicyTerm(none, needs=()),
-    "cross_entropy": PolicyTerm(cross_entropy, needs=(), reads=("token_weight",), refused=NO_SMOOTHING),
+    "cross_entropy": PolicyTerm(cross_entropy, needs=(), reads=("token_weight",)),
     "dft": PolicyTerm(dft, needs=(), reads=("token_weight",), refused=NO_SMOOTHING),
 }
 

@@ -69,6 +69,7 @@ class Preference:
     # What a route asks of an objective.
     entropy: ClassVar[Literal["value"]] = "value"
     log_z: ClassVar[bool] = False
+    stats: ClassVar[tuple[str, ...]] = ()
     sequence_level: ClassVar[bool] = True
     by_sample: ClassVar[bool] = True
     modules: ClassVar[bool] = False

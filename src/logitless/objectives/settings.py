@@ -104,6 +104,9 @@ def policy_keywords(objective: Any) -> dict[str, Any]:
         for name, why in POLICY_TERMS[str(objective.policy)].refused.items():
             if keywords.get(name):
                 raise LogitlessError(f"Objective: policy {objective.policy!r} takes no {name}: {why}.")
+        smoothing = keywords.get("label_smoothing", 0.0)
+        if objective.policy == "cross_entropy" and not 0 <= finite("label_smoothing", smoothing) < 1:
+            raise LogitlessError(f"Objective: label_smoothing must be in 0 .. 1 but is {smoothing!r}.")
         for name in POLICY_TERMS[str(objective.policy)].numbers:
             if name in keywords and finite(name, keywords[name]) <= 0:
                 raise LogitlessError(f"Objective: {name} must be above 0 but is {keywords[name]!r}.")

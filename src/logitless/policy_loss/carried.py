@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from logitless.call import PLAIN
+from logitless.call.lora import LoRA
 from logitless.errors import LogitlessError
 from logitless.objectives import Metrics, Objective
 from logitless.policy_loss.loss import linear_policy_loss
@@ -72,7 +73,9 @@ class Loss:
         given = [name for name, x in everything.items() if x is not None and x is not False]
         return f"Loss({', '.join([repr(self.objective), *given])})"
 
-    def of(self, hidden: Tensor, weight: Tensor, rows: Any, *, head: Head | None = None, **options: Any) -> LossResult:
+    def of(
+        self, hidden: Tensor, weight: Tensor | LoRA, rows: Any, *, head: Head | None = None, **options: Any
+    ) -> LossResult:
         """The loss of these rows; options are those of :func:`linear_policy_loss`."""
         if self.temperature is not None:
             head = replace(head or PLAIN, temperature=self.temperature)

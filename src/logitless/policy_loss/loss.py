@@ -16,7 +16,8 @@ from torch import Tensor
 
 from logitless.backends import load
 from logitless.backends.divergences import Divergence
-from logitless.call import Call, Options, Scope, as_products_take, recorded, resolve_hidden, together, untraced
+from logitless.call import Call, Options, Scope, as_products_take, needs_gradient, resolve_hidden, together, untraced
+from logitless.call.lora import LoRA
 from logitless.collectives import agree_if, fingerprint
 from logitless.distill import Teacher, Teachers
 from logitless.distill.divergence import check_pair, pair_facts, score_pair
@@ -26,7 +27,7 @@ from logitless.distill.stats import DivergenceStats
 from logitless.distill.top_k import listing, score_listed
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.from_hidden.logprobs import head_fact, score
-from logitless.from_hidden.projection import Projection, hidden_gradient, selected_rows
+from logitless.from_hidden.projection import Projection, hidden_gradients, selected_rows
 from logitless.kept import Kept
 from logitless.notes import explained
 from logitless.objectives import Inputs, Metrics, Objective, Preference
@@ -45,7 +46,7 @@ MEMORY = "1GiB"
 @untraced
 def linear_policy_loss(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | LoRA,
     rows: Rows | Tensor | tuple[Tensor, Tensor],
     objective: Objective | Preference,
     *,
@@ -118,7 +119,7 @@ def linear_policy_loss(
     def resolve() -> tuple[Call, LossPlan, Inputs]:
         _check_objective(objective)
         _check_grad_scale(grad_scale, weight_grad)
-        call, plan = _resolve(hidden, weight, rows, objective, asked, teacher)
+        call, plan = _resolve(hidden, own, rows, objective, asked, teacher)
         batch = {"denominator": denominator, "prompt_tokens": prompt_tokens, "group": group}
         return call, plan, objective.inputs(None, call.rows, fields, **batch)
 
@@ -127,9 +128,9 @@ def linear_policy_loss(
         return objective.facts_over_samples(inputs, denominator) | {"the dtype of hidden": str(call.dtype)}
 
     with explained(NAME, memory, weight_grad=weight_grad):
-        hidden, weight, asked = as_products_take(hidden, weight, asked)
-        needed, trained = (any(recorded(*x)) for x in ((hidden, weight, asked.bias), (weight, asked.bias)))
-        facts = {"whether a gradient is recorded": needed} | head_fact(trained)
+        hidden, own, asked = as_products_take(hidden, weight, asked)
+        needs = needs_gradient(hidden, own, asked)
+        facts = {"whether a gradient is recorded": any(needs)} | head_fact(any(needs[1:]))
         call, plan, inputs = agree_if(
             check_group,
             group,
@@ -138,7 +139,7 @@ def linear_policy_loss(
             lambda made: shared(*made) | facts,
         )
         work = (call, plan, objective, inputs, grad_scale, drop_zeros, teacher)
-        loss, metrics, stats = evaluate(hidden, weight, *work)
+        loss, metrics, stats = evaluate(hidden, own, *work)
     return (loss, metrics, stats) if return_stats else (loss, metrics)
 
 
@@ -164,7 +165,8 @@ def evaluate(
             inputs = inputs if order is None else inputs.ordered(order)
             taught = Source.of(teacher, call), _kind(objective)
         work = (call, plan, objective, inputs, drop_zeros, taught)
-        loss, *values, metrics = _OnePass.apply(hidden, weight, call.asked.bias, scale, *work)
+        low_rank = call.asked.low_rank or (None, None)
+        loss, *values, metrics = _OnePass.apply(hidden, weight, call.asked.bias, *low_rank, scale, *work)
         if order is not None:
             values = [x[order.argsort()] for x in values]
         return loss, metrics, TokenStats(*values) if taught is None else DivergenceStats(*values)
@@ -177,7 +179,8 @@ def evaluate(
     else:
         stats = score(hidden, weight, first_pass(call), plan.first)
     log_z = stats.log_z if objective.log_z else None
-    of_rows = {"logprob": stats.logprob, "entropy": stats.entropy, "log_z": log_z}
+    mean_logit = stats.mean_logit if objective.stats and isinstance(stats, TokenStats) else None
+    of_rows = {"logprob": stats.logprob, "entropy": stats.entropy, "log_z": log_z, "mean_logit": mean_logit}
     loss, metrics = objective.evaluate(replace(inputs, **of_rows, divergence=getattr(stats, "divergence", None)))
     return loss, metrics, stats._make(None if x is None else x.detach() for x in stats)
 
@@ -216,7 +219,12 @@ def _resolve(
         raise LogitlessError(
             f"{NAME}: the objective has divergence={divergence!r} and the call {came}. They go together."
         )
-    call = resolve_hidden(hidden, weight, rows, replace(asked, entropy=objective.entropy))
+    if objective.stats and (asked.kept is not None or teacher is not None):
+        given = "teacher=" if asked.kept is None else "kept="
+        raise LogitlessError(
+            f"{NAME}: label_smoothing spreads the target over the whole vocabulary, and does not go with {given}."
+        )
+    call = resolve_hidden(hidden, weight, rows, replace(asked, entropy=objective.entropy, stats=objective.stats))
     if objective.log_z and call.over_support:
         raise LogitlessError(
             f'{NAME}: the objective has a z_coef, but with scope="support" there is no log Z of the vocabulary. Leave '
@@ -225,6 +233,10 @@ def _resolve(
     if teacher is not None:
         if asked.kept is not None or asked.batch_invariant:
             raise LogitlessError(f"{NAME}: teacher= does not go with kept= or batch_invariant=True.")
+        if asked.low_rank is not None:
+            raise LogitlessError(
+                f"{NAME}: teacher= does not go with a LoRA. Merge it into one weight, weight + scale * b @ a."
+            )
         check_pair(call, hidden, teacher, _kind(objective))
         if isinstance(teacher, Teacher) and teacher.top_k is not None:
             # The other terms of the objective are over the vocabulary, and so are the log-probs that go with them.
@@ -255,6 +267,7 @@ class _Saved(NamedTuple):
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
+    low: Tensor | None
     scale: Tensor | None
     mark: Tensor
 
@@ -268,6 +281,8 @@ class _OnePass(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        y: Tensor | None,
+        b: Tensor | None,
         scale: Tensor | None,
         call: Call,
         plan: LossPlan,
@@ -280,7 +295,8 @@ class _OnePass(torch.autograd.Function):
         p = Projection.of(selected_rows(hidden, call), weight, bias, column, call)
         # Only gradients that go to a buffer have their factor in advance.
         buffer = None if scale is None else call.asked.weight_grad
-        want = ctx.needs_input_grad[:3]
+        needs = ctx.needs_input_grad
+        want = (needs[0] or needs[3], *needs[1:3])
         loop = OnePass.over(
             p,
             plan,
@@ -293,13 +309,13 @@ class _OnePass(torch.autograd.Function):
             taught=taught,
         )
         out = loop.run()
-        d_hidden, d_weight, d_bias = out.gradients
+        d_hidden, d_weight, d_bias, d_low = out.gradients
         # Whoever runs forward again for backward (a checkpoint) brings the mark of that run, and not of this one.
         ctx.run = object()
         mark = torch.tensor(id(ctx.run))
-        ctx.save_for_backward(*_Saved(d_hidden, d_weight if buffer is None else None, d_bias, out.scale, mark))
+        ctx.save_for_backward(*_Saved(d_hidden, d_weight if buffer is None else None, d_bias, d_low, out.scale, mark))
         ctx.call, ctx.shape = call, hidden.shape
-        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias, b)]
         ctx.into_buffer, ctx.spent = buffer is not None, False
         ctx.mark_non_differentiable(*out.stats)
         return out.loss, *out.stats, out.metrics
@@ -321,15 +337,15 @@ class _OnePass(torch.autograd.Function):
             )
         with explained(NAME, ctx.call.asked.memory, already="weight_grad" if ctx.into_buffer else None):
             factor = _factor(g_loss, saved.scale, ctx.into_buffer)
-            d_hidden, d_weight, d_bias = (
+            d_rows, d_weight, d_bias, d_low = (
                 None if x is None else _scaled(ctx.call.backend, x, factor, dtype)
-                for x, dtype in zip(saved[:3], ctx.dtypes, strict=True)
+                for x, dtype in zip(saved[:4], ctx.dtypes, strict=True)
             )
-            if d_hidden is not None:
-                d_hidden = hidden_gradient(d_hidden, ctx.shape, ctx.call)
+            needs = ctx.needs_input_grad
+            d_hidden, d_y = hidden_gradients(d_rows, ctx.shape, ctx.call, (needs[0], needs[3]))
         # Not before: a backward that ran out of memory may come again.
         ctx.spent = ctx.into_buffer
-        return (d_hidden, d_weight, d_bias, *(None,) * 7)
+        return (d_hidden, d_weight, d_bias, d_y, d_low, *(None,) * 7)
 
 
 def _factor(g_loss: Tensor, scale: Tensor | None, into_buffer: bool) -> Tensor:

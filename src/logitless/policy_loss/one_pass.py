@@ -63,7 +63,7 @@ class OnePass:
         plan: the chunks.
         objective, inputs: what is minimised, without log-probs and entropies.
         into: where the gradients go. Of hidden rows ``[R, D]`` in the operands' dtype, each row written once; of the
-            weight ``[V, D]`` and the bias ``[V]`` in float32, added to.
+            weight ``[V, D]``, the bias ``[V]`` and a LoRA's b ``[V, r]`` in float32, added to.
         fresh: whether the weight's gradient holds nothing yet, so that the first product may overwrite it.
         scale: factor of all gradients, or None for 1.
         float16: the factor that float16 gradients are held by while they are made, or None.
@@ -107,6 +107,7 @@ class OnePass:
             torch.empty_like(p.hidden, memory_format=torch.contiguous_format) if hidden else None,
             into if weight else None,
             p.gain.new_zeros(p.weight.shape[0]) if bias else None,
+            None if p.low is None else p.gain.new_zeros(p.low.shape),
         )
         # A buffer's factor is the caller's, who scales losses in float16 and looks for overflow.
         float16 = Float16Scale(gradients) if p.hidden.dtype == torch.float16 and weight_grad is None else None
@@ -229,19 +230,22 @@ class OnePass:
         if into.bias is not None:
             for columns in slabs:
                 p.add_rows(d_z[:, columns], into.bias[columns])
+        if into.low is not None:
+            for columns in slabs:
+                p.add_low(d_z[:, columns], x, into.low[columns])
         if into.weight is not None:
             for columns in slabs:
-                p.multiply(d_z[:, columns].T, x, into.weight[columns], add=not overwrite)
+                p.multiply(d_z[:, columns].T, p.parts(x)[0], into.weight[columns], add=not overwrite)
 
     def _times_weight(self, d_z: Tensor, out: Tensor) -> None:
         """``out = d_z @ W``: in one product, or over slabs of columns in float32."""
         p = self.p
         if self.plan.columns >= p.call.columns:
-            p.multiply(d_z, p.weight[: p.call.columns], out)
+            p.times_weight(d_z, slice(0, p.call.columns), out)
             return
         total = p.gain.new_empty(out.shape)
         for columns in pieces(p.call.columns, self.plan.columns, p.hidden.is_meta):
-            p.multiply(d_z[:, columns], p.weight[columns], total, add=columns.start > 0)
+            p.times_weight(d_z[:, columns], columns, total, add=columns.start > 0)
         out.copy_(total)
 
     def _zero(self, hidden: Tensor | None) -> None:
@@ -280,7 +284,7 @@ class Float16Scale:
     def catch_up(self) -> None:
         """Bring sums over the chunks before down to the factor of this one."""
         before, now = self.by_chunk[-2:]
-        for total in (self.into.weight, self.into.bias):
+        for total in (self.into.weight, self.into.bias, self.into.low):
             if total is not None and (not has_values(now) or bool(now != before)):
                 total.mul_(now / before)
 

@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from logitless.call import Call, Options, apart_everywhere, recorded
+from logitless.call import Call, Options, apart_everywhere, needs_gradient
 from logitless.distill import Teacher, Teachers
 from logitless.distill.pair import PairPlan, pair_plan
 from logitless.from_hidden.plan import (
@@ -160,7 +160,7 @@ def plan_of(
     teacher: Teacher | Teachers | None = None,
 ) -> LossPlan:
     """The decision for a checked call. What a budget cannot hold is refused here, before anything is sent."""
-    needs = recorded(hidden, weight, call.asked.bias)
+    needs = needs_gradient(hidden, weight, call.asked)
     if call.over_support:
         return LossPlan("support", (), False, 0, None, 0, ONLY_SUPPORT, choose_plan(call, needs))
     # Chunks must be the same on every rank of a vocabulary group, each of which takes part in one all_gather per chunk.
@@ -204,6 +204,8 @@ def _obstacle(call: Call, objective: Objective | Preference, teacher: Teacher | 
     cp = call.rows.cp
     if call.asked.kept is not None:
         return "log-probs over kept ids are not made chunk by chunk"
+    if objective.stats:
+        return "label smoothing needs the mean logit, which is not made chunk by chunk"
     if call.extras is not None:
         return "the teacher sent log-probs of a few ids, and the student's are looked up in all tiles"
     if objective.modules:

@@ -42,6 +42,10 @@ def score(
     on_error: Annotated[
         str, typer.Option(help="A bad record: stop, or skip and write it to OUT.rejects.jsonl.")
     ] = "stop",
+    stats: Annotated[
+        str | None,
+        typer.Option(help="More columns, as top1,rank: also collision, mean_logit, logit_variance, max_logit."),
+    ] = None,
     against: Annotated[
         str | None, typer.Option(help="Field of the rollout engine's log-probs, to compare with.")
     ] = None,
@@ -76,6 +80,7 @@ def score(
             messages_key=messages_key,
             keep=tuple(keep or ()),
             max_length=max_length,
+            stats=tuple(name.strip() for name in stats.split(",")) if stats else (),
             **choices,
         )
         with _score_progress(shown=rank == 0) as report:

@@ -20,7 +20,19 @@ from logitless.errors import LogitlessError
 from logitless.tools.score.texts import Conversation, NoTokenizer, are_messages
 
 SUFFIXES = (".jsonl", ".parquet")
-RESULTS = ("index", "tokens", "logprob", "entropy", "truncated")
+STATISTICS = {
+    "top1_id": int,
+    "top1_logprob": float,
+    "top1_hit": bool,
+    "collision": float,
+    "mean_logit": float,
+    "logit_variance": float,
+    "max_logit": float,
+    "rank": int,
+}
+"""Fields that ``--stats`` adds to a result, a number for each token, and what kind of number."""
+
+RESULTS = ("index", "tokens", "logprob", "entropy", *STATISTICS, "truncated")
 """Fields of a result, which no field of the input may be kept as."""
 
 ROW_GROUP = 4096

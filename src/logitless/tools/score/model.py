@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from logitless.errors import LogitlessError
+from logitless.extras import Extras
 from logitless.rows import Rows
 from logitless.tools.score.files import REJECTED, Record, Reject
 from logitless.tools.untrusted import check_weights
@@ -52,12 +53,14 @@ class Scorer:
         temperature: temperature at which the responses were sampled.
         max_length: most tokens of a record; None for as many as the model has positions.
         too_long: what becomes of a record with more: an error, its response cut at the end, or a rejection.
+        stats: statistics besides, as of :func:`logitless.linear_logprobs`.
     """
 
     model: Any
     temperature: float
     max_length: int | None = None
     too_long: TooLong = "stop"
+    stats: tuple[str, ...] = ()
 
     @staticmethod
     def load(folder: Path, *, device: str, dtype: str, temperature: float, memory: int | str, **limits: Any) -> Scorer:
@@ -90,10 +93,11 @@ class Scorer:
         fitted = [r if isinstance(r, Reject) else self._fitted(r, skip) for r in records]
         kept = [record for record in fitted if isinstance(record, Record)]
         lines = {reject.index: reject.line() for reject in fitted if isinstance(reject, Reject)}
-        lines |= {record.index: self._result(record, [], [], skip) for record in kept if not record.response}
+        nothing = {name: [] for name in self._columns}
+        lines |= {record.index: self._result(record, nothing, skip) for record in kept if not record.response}
         for batch in batches(kept, tokens_per_batch):
-            for record, logprob, entropy in zip(batch, *self._run(batch), strict=True):
-                lines[record.index] = self._result(record, logprob, entropy, skip)
+            for record, numbers in zip(batch, self._run(batch), strict=True):
+                lines[record.index] = self._result(record, numbers, skip)
         scored = [record for record in kept if not lines[record.index].startswith(REJECTED)]
         tokens = sum(len(record.tokens) for record in scored)
         return Scored([lines[record.index] for record in records], len(scored), tokens)
@@ -106,16 +110,22 @@ class Scorer:
                 raise
             return Reject(record.index, record.place, str(error))
 
-    def _result(self, record: Record, logprob: list[float], entropy: list[float], skip: bool) -> bytes:
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        """Fields of a result that have a number for each token."""
+        return ("logprob", "entropy", *Extras(self.stats, 0, None, False, 0).names)
+
+    def _result(self, record: Record, numbers: dict[str, list[Any]], skip: bool) -> bytes:
         try:
-            return _line(record, logprob, entropy, self.too_long == "truncate")
+            return _line(record, numbers, self.too_long == "truncate")
         except LogitlessError as error:
             if not skip:
                 raise
             return Reject(record.index, record.place, str(error)).line()
 
     @torch.inference_mode()
-    def _run(self, batch: Sequence[Record]) -> tuple[list[list[float]], list[list[float]]]:
+    def _run(self, batch: Sequence[Record]) -> list[dict[str, list[Any]]]:
+        """Of each record, the numbers of its tokens by name."""
         tokens = [[*record.prompt, *record.response] for record in batch]
         lengths = [len(record.response) for record in batch]
         width = max(map(len, tokens))
@@ -123,12 +133,9 @@ class Scorer:
         ids = torch.tensor([[*x, *x[-1:] * (width - len(x))] for x in tokens], device=self.model.device)
         masks = [torch.tensor(record.scored or [True] * len(record.response), dtype=torch.bool) for record in batch]
         rows = Rows.padded(tokens, lengths, masks, loss_mask_only=True, max_length=width, device=ids.device)
-        out = self.model(input_ids=ids, rows=rows, entropy="value", temperature=self.temperature)
-        logprob, entropy = (
-            [of_sample[mask].tolist() for of_sample, mask in zip(rows.split(x.cpu()), masks, strict=True)]
-            for x in (out.logprob, out.entropy)
-        )
-        return logprob, entropy
+        out = self.model(input_ids=ids, rows=rows, entropy="value", temperature=self.temperature, stats=self.stats)
+        split = {name: rows.split(getattr(out.stats or out, name).cpu()) for name in self._columns}
+        return [{name: x[i][mask].tolist() for name, x in split.items()} for i, mask in enumerate(masks)]
 
     def _fit(self, record: Record) -> Record:
         """The record, cut to the length that is allowed; raises where it cannot be scored."""
@@ -162,8 +169,8 @@ class Scorer:
         vocabulary = self.model.get_input_embeddings().num_embeddings
         ids = torch.randint(vocabulary, (9,), generator=torch.Generator().manual_seed(0)).tolist()
         short = Record(0, "a trial", ids[:2], ids[2:4])
-        (alone,), _ = self._run([short])
-        (beside, _), _ = self._run([short, Record(1, "a trial", ids[:2], ids[2:])])
+        longer = Record(1, "a trial", ids[:2], ids[2:])
+        alone, beside = (self._run(batch)[0]["logprob"] for batch in ([short], [short, longer]))
         off = max(abs(a - b) for a, b in zip(alone, beside, strict=True))
         allowed = 64 * torch.finfo(self.model.dtype).eps * max(1.0, *map(abs, alone))
         if not off <= allowed:
@@ -193,14 +200,14 @@ class TooManyTokens(LogitlessError):
     """A record that is longer than it may be."""
 
 
-def _line(record: Record, logprob: list[float], entropy: list[float], truncated: bool = False) -> bytes:
-    if not all(map(math.isfinite, [*logprob, *entropy])):
+def _line(record: Record, numbers: dict[str, list[Any]], truncated: bool = False) -> bytes:
+    if not all(map(math.isfinite, [*numbers["logprob"], *numbers["entropy"]])):
         raise LogitlessError(
             f"score: {record.place}: a log-prob or entropy is not finite. The model overflows here or its weights are "
             f"broken; float16 overflows easily, --dtype bfloat16 or float32 do not."
         )
-    numbers = {"logprob": [_short(x) for x in logprob], "entropy": [_short(x) for x in entropy]}
-    fields = {"index": record.index, **record.kept, "tokens": record.tokens, **numbers}
+    short = {name: [_short(x) if type(x) is float else x for x in values] for name, values in numbers.items()}
+    fields = {"index": record.index, **record.kept, "tokens": record.tokens, **short}
     fields |= {"truncated": record.truncated} if truncated else {}
     return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from logitless.errors import LogitlessError
-from logitless.tools.score.files import REJECTED, RESULTS, ROW_GROUP
+from logitless.tools.score.files import REJECTED, RESULTS, ROW_GROUP, STATISTICS
 
 
 def write_results(lines: Callable[[], Iterable[bytes]], path: Path, suffix: str) -> None:
@@ -54,8 +54,10 @@ def _write_parquet(lines: Callable[[], Iterable[bytes]], path: Path) -> None:
 
     own = {"index": pa.int64(), "tokens": pa.list_(pa.int64())}
     own |= {"logprob": pa.list_(pa.float32()), "entropy": pa.list_(pa.float32()), "truncated": pa.int64()}
+    kinds = {int: pa.int64(), float: pa.float32(), bool: pa.bool_()}
+    own |= {name: pa.list_(kinds[kind]) for name, kind in STATISTICS.items()}
     kept = _kept_schema(lines())
-    order = next((list(json.loads(line)) for line in lines()), [name for name in own if name != "truncated"])
+    order = next((list(json.loads(line)) for line in lines()), ["index", "tokens", "logprob", "entropy"])
     schema = pa.schema([pa.field(name, own[name]) if name in own else kept.field(name) for name in order])
     with pyarrow.parquet.ParquetWriter(path, schema) as writer:
         for group in _groups(lines()):

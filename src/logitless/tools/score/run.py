@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from logitless.collectives import table_over
-from logitless.errors import LogitlessError
+from logitless.errors import LogitlessError, did_you_mean
+from logitless.extras import STATS
 from logitless.spec import parse_memory
 from logitless.tools.score.files import RESULTS, Source, check_format
 from logitless.tools.score.journal import Journal, facts
@@ -53,6 +54,7 @@ class Job:
         too_long: a longer record is an error (``"stop"``), loses the end of its response (``"truncate"``), or is
             rejected (``"skip"``).
         on_error: a record that cannot be scored ends the job (``"stop"``), or is rejected (``"skip"``).
+        stats: further columns, as ``stats=`` of :func:`logitless.linear_logprobs` names them.
     """
 
     model: Path
@@ -74,6 +76,7 @@ class Job:
     max_length: int | None = None
     too_long: TooLong = "stop"
     on_error: Literal["stop", "skip"] = "stop"
+    stats: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not (isinstance(self.temperature, int | float) and 0 < self.temperature < math.inf):
@@ -81,6 +84,10 @@ class Job:
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise LogitlessError(f"score: {name} must be one of {list(known)} but is {getattr(self, name)!r}.")
+        for name in self.stats:
+            if name not in STATS:
+                hint = did_you_mean(name, STATS)
+                raise LogitlessError(f"score: stats are out of {', '.join(STATS)}, but {name!r} is none.{hint}")
         for name in self.keep:
             if name in RESULTS:
                 raise LogitlessError(f"score: the results have a field {name!r} of their own, so it cannot be kept.")
@@ -99,6 +106,8 @@ class Job:
         """The options and files that decide about the results. The number of ranks does not."""
         chosen = ("temperature", "dtype", "tokens_per_batch", "records_per_part", "prompt_key", "response_key")
         chosen += ("messages_key", "turns", "keep", "max_length", "too_long")
+        # Not where none are asked for: jobs of earlier versions go on.
+        chosen += ("stats",) if self.stats else ()
         return {
             **{name: getattr(self, name) for name in chosen},
             "special_tokens": self.special_tokens,
@@ -182,7 +191,8 @@ def _score_parts(
     if not mine:
         return 0, 0
     options = {"device": job.device, "dtype": job.dtype, "temperature": job.temperature, "memory": job.memory}
-    scorer = Scorer.load(job.model, **options, max_length=job.max_length, too_long=job.too_long)
+    limits = {"max_length": job.max_length, "too_long": job.too_long, "stats": job.stats}
+    scorer = Scorer.load(job.model, **options, **limits)
     texts, skip = Texts(job.model, job.special_tokens, job.turns), job.on_error == "skip"
     num_records = num_tokens = done = 0
     report(Progress(0, len(mine), 0, 0))

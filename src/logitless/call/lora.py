@@ -1,0 +1,118 @@
+"""``LoRA``: a head's weight with a low-rank adapter, ``weight + scale * b @ a``, which is never made.
+
+    logits = X W.T + Y B.T      with  Y = scale * X A.T, [T, r], once per call
+
+Y is made here, outside of the calls' autograd Functions: they return its gradient, and torch's own products make those
+of A and of X from it. Inside, B is further columns of the weight, which belong to Y as those of the weight to X.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.errors import LogitlessError, adapted
+
+
+class LowRank(NamedTuple):
+    """An adapter as products take it.
+
+    Attributes:
+        y: ``[..., r]`` hidden states times A and the scale, in hidden's dtype.
+        b: ``[V, r]``, in hidden's dtype.
+    """
+
+    y: Tensor
+    b: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LoRA:
+    """A head with a low-rank adapter, to be passed for ``weight``: the same as ``weight + scale * b @ a``.
+
+    Gradients go to whichever of hidden states, weight, a and b need one; where the weight needs none, its product is
+    not made. Logits take one small product more per tile. Neither a merged weight nor one with more columns exists.
+
+    Args:
+        weight: ``[V, D]`` of the head, frozen or not; under a shard, the shard's part.
+        a: ``[r, D]``, the same on all ranks of a shard's group.
+        b: ``[V, r]``; under a shard, the shard's part.
+        scale: of the adapter: peft's ``lora_alpha / r``, or over the root of r.
+        dropout: applied to the hidden states that a sees, in training; None for none.
+
+    >>> weight, a, b = torch.zeros(10, 4), torch.ones(2, 4), torch.zeros(10, 2)
+    >>> LoRA(weight, a, b, scale=2.0)
+    LoRA(10 x 4, rank 2, scale=2.0)
+    """
+
+    weight: Tensor
+    a: Tensor
+    b: Tensor
+    scale: float = 1.0
+    dropout: Callable[[Tensor], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("weight", "a", "b"):
+            x = getattr(self, name)
+            if not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point():
+                came = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+                hint = " A layer goes in as its weight." if isinstance(getattr(x, "weight", None), Tensor) else ""
+                raise LogitlessError(f"LoRA: {name} must be a matrix of floats but is {came}.{hint}")
+        (columns, size), rank = self.weight.shape, self.a.shape[0]
+        if tuple(self.a.shape) != (rank, size) or tuple(self.b.shape) != (columns, rank):
+            raise LogitlessError(
+                f"LoRA: a must be [r, {size}] and b [{columns}, r] to go with weight {[columns, size]}, but they are "
+                f"{list(self.a.shape)} and {list(self.b.shape)}. As in peft, a comes first: b @ a."
+            )
+
+    def __repr__(self) -> str:
+        columns, size = self.weight.shape
+        return f"LoRA({columns} x {size}, rank {self.a.shape[0]}, scale={self.scale})"
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        """``[..., r]`` ``scale * hidden @ a.T``, in the wider of both dtypes, as peft computes it."""
+        x = hidden if self.dropout is None else self.dropout(hidden)
+        dtype = torch.promote_types(x.dtype, self.a.dtype)
+        return torch.nn.functional.linear(x.to(dtype), self.a.to(dtype)) * self.scale
+
+
+def head_weight(caller: str, layer: Any) -> Any:
+    """The weight of a layer, or its :class:`LoRA` where peft has put one around it. Any other adapter is refused."""
+    if not hasattr(layer, "base_layer"):
+        return layer.weight
+    base, a, b = layer.base_layer, getattr(layer, "lora_A", None), getattr(layer, "lora_B", None)
+    active = getattr(layer, "active_adapters", None)
+    if a is None or b is None or active is None or hasattr(base, "base_layer"):
+        raise LogitlessError(f"{caller}: {adapted(type(layer).__name__)}")
+    names = [name for name in active if name in a]
+    if getattr(layer, "disable_adapters", False) or getattr(layer, "merged", False) or not names:
+        # Merged, the weight has the adapter in it.
+        return base.weight
+    _check_plain(caller, layer, names)
+    (name,) = names
+    dropout = layer.lora_dropout[name] if name in getattr(layer, "lora_dropout", {}) else None
+    return LoRA(base.weight, a[name].weight, b[name].weight, float(layer.scaling[name]), dropout)
+
+
+def _check_plain(caller: str, layer: Any, names: list[str]) -> None:
+    """Raise where the adapter is more than two matrices, a scale and a dropout."""
+    name, kind = names[0], type(layer).__name__
+    more = None
+    if len(names) > 1:
+        more = f"{len(names)} active adapters ({', '.join(names)})"
+    elif getattr(layer, "use_dora", {}).get(name, False):
+        more = "DoRA's magnitudes"
+    elif name in getattr(layer, "lora_variant", {}):
+        more = f"the variant {type(layer.lora_variant[name]).__name__}"
+    elif getattr(layer.lora_B[name], "bias", None) is not None:
+        more = "a bias of its own"
+    elif getattr(layer, "fan_in_fan_out", False):
+        more = "a transposed weight"
+    if more is not None:
+        raise LogitlessError(
+            f"{caller}: {kind} has {more}, and only weight + scale * b @ a is computed here. {adapted(kind)}"
+        )
