@@ -238,7 +238,7 @@ def run(case: Case, device: torch.device, options: argparse.Namespace) -> Iterat
                 wrong = errors(x, kind, rows, gradients[0])
                 del rows, gradients
                 peak = peak_bytes(lambda score=score, kind=kind: step(score, x, kind), device)
-            except (torch.OutOfMemoryError, ImportError, RuntimeError) as error:
+            except (torch.OutOfMemoryError, ImportError) as error:
                 found[name, kind] = {"status": type(error).__name__, "text": str(error)[:200]}
                 torch.cuda.empty_cache()
                 continue

@@ -49,7 +49,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def _one_slip(a: str, b: str) -> bool:
     """Whether one letter more, less or other, or two letters that changed places, make a word of the other."""
-    start = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    shorter = min(len(a), len(b))
+    start = next((i for i in range(shorter) if a[i] != b[i]), shorter)
     a, b = a[start:], b[start:]
     swapped = len(a) > 1 and a[1::-1] + a[2:] == b
     return swapped or a[1:] == b[1:] or a[1:] == b or a == b[1:]

@@ -68,11 +68,11 @@ class TokenStats(_ThreeResults):
     def __new__(cls, logprob: Tensor, entropy: Tensor | None, log_z: Tensor | None, *more: Any, **named: Any) -> Self:
         if not more and not named:
             return tuple.__new__(cls, (logprob, entropy, log_z))
-        given = dict(zip(EXTRA_RESULTS, more, strict=False)) | named
         if len(more) > len(EXTRA_RESULTS) or not set(named) <= set(EXTRA_RESULTS):
             raise TypeError(
                 f"TokenStats: wanted no more than {list(EXTRA_RESULTS)} but got {len(more)} more and {[*named]}."
             )
+        given = dict(zip(EXTRA_RESULTS[: len(more)], more, strict=True)) | named
         return tuple.__new__(cls, (logprob, entropy, log_z, *(given.get(name) for name in EXTRA_RESULTS)))
 
     # What a named tuple has, for either length.
@@ -82,7 +82,8 @@ class TokenStats(_ThreeResults):
         return cls(*iterable)
 
     def _asdict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return dict(zip((*self._fields, *EXTRA_RESULTS), self, strict=False))
+        names = (*self._fields, *EXTRA_RESULTS)
+        return dict(zip(names[: len(self)], self, strict=True))
 
     def _replace(self, **changes: Any) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
         return type(self)(**(self._asdict() | changes))
