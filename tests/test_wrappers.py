@@ -46,7 +46,7 @@ def run_page(rank: int, world: int) -> dict[str, Any]:
     """The page's snippets, and of each recipe the gradients that it left and those of the whole batch."""
     # As torchrun sets it; accelerate asks for an address, and finds the group that is there.
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
     torch.set_default_dtype(torch.float64)
     page: dict[str, Any] = {"__name__": "snippet"}
     try:
