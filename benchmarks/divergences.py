@@ -17,7 +17,6 @@ import functools
 import importlib
 import importlib.util
 import json
-import random
 import statistics
 import sys
 import types
@@ -31,7 +30,7 @@ from torch import Tensor
 
 import logitless as ll
 from logitless.spec import format_bytes
-from logitless.tools.bench.measure import StopWatch, peak_bytes, warm_up
+from logitless.tools.bench.measure import interleaved, peak_bytes
 from logitless.tools.bench.providers import add_peers
 from logitless.tools.bench.records import Environment
 from logitless.tools.bench.tables import text_table
@@ -207,21 +206,6 @@ def errors(x: Inputs, kind: str, rows: Tensor | None, d_hidden: Tensor) -> dict[
     return worst
 
 
-def times(x: Inputs, contenders: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    laps: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(repeats + 1):
-        for name in random.Random(turn).sample(list(contenders), len(contenders)):
-            if x.hidden.is_cuda:
-                warm_up(x.hidden.detach(), x.weight.detach())
-            clock = StopWatch(x.hidden.device)
-            clock.mark()
-            contenders[name]()
-            clock.mark()
-            if turn:
-                laps[name] += clock.laps_ms()
-    return laps
-
-
 def run(case: Case, device: torch.device, options: argparse.Namespace) -> Iterator[dict]:
     x = draw(case, device)
     found: dict[tuple[str, str], dict] = {}
@@ -244,7 +228,7 @@ def run(case: Case, device: torch.device, options: argparse.Namespace) -> Iterat
                 continue
             found[name, kind] = {"errors": wrong, "peak_bytes": peak}
             timed[f"{name} {kind}"] = lambda score=score, kind=kind: step(score, x, kind)
-    laps = times(x, timed, options.repeats)
+    laps = interleaved(timed, x.hidden, x.weight, options.repeats)
     floors = {n: statistics.median(laps[f"{n} products"]) for n in (4, 6)}
     for (name, kind), facts in found.items():
         line = {"case": asdict(case), "contender": name, "kind": kind, **facts, "repeats": options.repeats}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import sys
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from torch import Tensor
 
 import logitless as ll
 from logitless.spec import format_bytes
-from logitless.tools.bench.measure import StopWatch, peak_bytes, warm_up
+from logitless.tools.bench.measure import interleaved, peak_bytes
 from logitless.tools.bench.records import Environment
 from logitless.tools.bench.tables import text_table
 
@@ -115,21 +114,6 @@ def worst(x: Inputs, asked: dict[str, Any]) -> float:
     return found
 
 
-def times(x: Inputs, timed: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    laps: dict[str, list[float]] = {name: [] for name in timed}
-    for turn in range(repeats + 1):
-        for name in random.Random(turn).sample(list(timed), len(timed)):
-            if x.hidden.is_cuda:
-                warm_up(x.hidden.detach(), x.weight.detach())
-            clock = StopWatch(x.hidden.device)
-            clock.mark()
-            timed[name]()
-            clock.mark()
-            if turn:
-                laps[name] += clock.laps_ms()
-    return laps
-
-
 def run(case: Case, device: torch.device, repeats: int, commit: str | None) -> list[dict[str, Any]]:
     x = draw(case, device)
     forward = torch.no_grad()(ll.linear_logprobs)
@@ -142,7 +126,7 @@ def run(case: Case, device: torch.device, repeats: int, commit: str | None) -> l
         timed[f"{name}, hidden"] = lambda asked=asked: forward(x.hidden, x.weight, x.target, **asked)
         timed[f"{name}, logits"] = lambda asked=asked: from_logits(x.logits, x.target, **asked)
         timed[f"{name}, step"] = lambda asked=asked: step(x, asked)
-    laps = {name: statistics.median(found) for name, found in times(x, timed, repeats).items()}
+    laps = {name: statistics.median(found) for name, found in interleaved(timed, x.hidden, x.weight, repeats).items()}
     for name, line in lines.items():
         line |= {
             f"{kind}_ms": laps[f"{name}, {kind}"] for kind in ("hidden", "logits", "step") if f"{name}, {kind}" in laps

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from torch import Tensor
 import logitless as ll
 from logitless.backends import triton as kernels
 from logitless.spec import format_bytes
-from logitless.tools.bench.measure import StopWatch, copy_bandwidth, peak_bytes, warm_up
+from logitless.tools.bench.measure import StopWatch, copy_bandwidth, interleaved, peak_bytes
 from logitless.tools.bench.records import Environment
 from logitless.tools.bench.tables import text_table
 
@@ -199,21 +198,6 @@ def floors(x: Inputs) -> tuple[tuple[int, int], Callable[[], object]]:
     return (forward, total), gather
 
 
-def times(x: Inputs, contenders: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    laps: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(repeats + 1):
-        for name in random.Random(turn).sample(list(contenders), len(contenders)):
-            if x.hidden.is_cuda:
-                warm_up(x.hidden.detach(), x.weight.detach())
-            clock = StopWatch(x.hidden.device)
-            clock.mark()
-            contenders[name]()
-            clock.mark()
-            if turn:
-                laps[name] += clock.laps_ms()
-    return laps
-
-
 def run(case: Case, device: torch.device, repeats: int, bandwidth: float, commit: str | None) -> Iterator[dict]:
     x = draw(case, device)
     (forward_bytes, total_bytes), gather = floors(x)
@@ -231,7 +215,7 @@ def run(case: Case, device: torch.device, repeats: int, bandwidth: float, commit
         found[name] = {"errors": wrong, "peak_bytes": peak}
         timed[name] = lambda score=score: step(score, x)
         timed[f"{name}, forward"] = lambda score=score: torch.no_grad()(score)(x)
-    laps = times(x, timed, repeats)
+    laps = interleaved(timed, x.hidden, x.weight, repeats)
     for name, facts in found.items():
         line = {"case": asdict(case), "contender": name, "ids": x.kept.ids.numel(), **facts, "repeats": repeats}
         if name in laps:
@@ -273,7 +257,7 @@ def try_sizes(case: Case, device: torch.device) -> str:
         found = []
         for kernel, contender in tried.items():
             with mock.patch.object(kernels, kernel, lambda width, sizes=sizes: sizes):
-                found.append(statistics.median(times(x, {"it": contender}, 3)["it"]))
+                found.append(statistics.median(interleaved({"it": contender}, x.hidden, x.weight, 3)["it"]))
         rows.append((str(entries), str(block), str(warps), *(f"{t:.3f}" for t in found)))
     rows.sort(key=lambda row: float(row[-1]))
     return text_table(("entries", "block", "warps", "forward ms by dots", "step ms by sums"), rows)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from close import assert_close_to_truth, assert_gradient_close_to_truth
+from test_divergence import KINDS
 from torch import Tensor
 
 import logitless as ll
@@ -17,14 +18,6 @@ from logitless.tools.bench.measure import peak_bytes
 # NumPy, which runs the kernels in Triton's interpreter, reports what a selection then leaves out.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered")
 
-KINDS: dict[str, dict[str, Any]] = {
-    "forward_kl": {},
-    "reverse_kl": {},
-    "jsd": {"beta": 0.3},
-    "tv": {},
-    "hellinger": {},
-    "alpha": {"alpha": 0.7},
-}
 TAILS = ("bucket", "renormalise")
 ROWS, VOCAB, K = 13, 83, 6
 

@@ -80,15 +80,9 @@ class Problem:
         return self.column.numel()
 
     def cut(self, start: int, stop: int) -> Problem:
-        """Rows ``start .. stop`` of the problem."""
+        """Rows ``start .. stop`` of the problem, also where an index says which they are."""
         where = "logits" if self.index is None else "index"
         return replace(self, **{name: getattr(self, name)[start:stop] for name in (where, "column", "gain")})
-
-    def some(self, rows: slice) -> Problem:
-        """Those rows, also where an index says which they are."""
-        if self.index is None:
-            return self.cut(rows.start, rows.stop)
-        return replace(self, index=self.index[rows], column=self.column[rows], gain=self.gain[rows])
 
     def empty_statistic(self) -> Tensor:
         """``[4 + number of further sums, R]``, to be filled."""

@@ -105,12 +105,13 @@ def elements(log_p: Tensor, log_q: Tensor, d: Tensor, what: Divergence) -> Eleme
     d = d.masked_fill(nowhere, 0.0)
     p, q = log_p.exp(), log_q.exp()
     if what.kind == "tv":
-        found = _total_variation(p, q, d)
-    elif what.power is None:
-        found = _jensen_shannon(p, q, d, what.beta)
-    else:
-        found = _family(log_p, log_q, d, what.power, what.factor)
-    return found
+        return _total_variation(p, q, d)
+    if what.power is None:
+        return _jensen_shannon(p, q, d, what.beta)
+    between = None
+    if what.power not in (0.0, 1.0):
+        between = ((1 - what.power) * log_p + what.power * log_q).exp().masked_fill((p == 0) | (q == 0), 0.0)
+    return _family(p, q, d, between, what)
 
 
 def series(d: Tensor, c: float) -> Tensor:
@@ -125,18 +126,19 @@ def series(d: Tensor, c: float) -> Tensor:
     return total * d * d
 
 
-def _family(log_p: Tensor, log_q: Tensor, d: Tensor, c: float, factor: float) -> Element:
-    p, q = log_p.exp(), log_q.exp()
+def _family(p: Tensor, q: Tensor, d: Tensor, between: Tensor | None, what: Divergence) -> Element:
+    """``between`` is ``p^(1 - c) q^c``, where that is neither p nor q."""
+    c, factor = what.power, what.factor
+    assert c is not None
     near = d.abs() < NEAR[d.dtype][0]
     small = torch.where(near, d, 0.0)
-    if c == 1.0:
+    if between is not None:
+        far, slope = ((1 - c) * p + c * q - between) / (c * (1 - c)), (p - between) / c
+    elif c == 1.0:
         far, slope = torch.where(q > 0, q * d, 0.0) - (q - p), p - q
-    elif c == 0.0:
+    else:
         slope = torch.where(p > 0, -p * d, 0.0)
         far = slope - (p - q)
-    else:
-        between = ((1 - c) * log_p + c * log_q).exp().masked_fill((p == 0) | (q == 0), 0.0)
-        far, slope = ((1 - c) * p + c * q - between) / (c * (1 - c)), (p - between) / c
     if c != 0.0:
         slope = torch.where(near, -p * torch.expm1(c * small) / c, slope)
     return Element(factor * torch.where(near, p * series(small, c), far), factor * slope)

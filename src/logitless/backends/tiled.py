@@ -170,7 +170,7 @@ def ahead(problem: Problem, key: Tensor, place: Tensor, negative: bool) -> Tenso
     """Same as :func:`logitless.backends.reference.ahead`, some rows at a time."""
     out = torch.empty_like(key)
     for rows in _row_pieces(problem, problem.columns):
-        out[rows] = whole.ahead(problem.some(rows), key[rows], place[rows], negative)
+        out[rows] = whole.ahead(problem.cut(rows.start, rows.stop), key[rows], place[rows], negative)
     return out
 
 
@@ -178,7 +178,7 @@ def moments(problem: Problem) -> Tensor:
     """Same as :func:`logitless.backends.reference.moments`, some rows at a time."""
     out = problem.gain.new_empty((MOMENTS, problem.num_rows))
     for rows in _row_pieces(problem, problem.columns):
-        out[:, rows] = whole.moments(problem.some(rows))
+        out[:, rows] = whole.moments(problem.cut(rows.start, rows.stop))
     return out
 
 

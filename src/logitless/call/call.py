@@ -112,6 +112,11 @@ class Call:
         """Whether everything is over the support, and nothing over the vocabulary."""
         return self.asked.scope == "support"
 
+    @property
+    def mean_columns(self) -> int:
+        """Columns of a shard on average over the vocabulary group: the same on every rank of it."""
+        return self.columns if self.group is None else -(-self.vocab_size // self.group.size())
+
     def support(self) -> Support | None:
         """The sampler's support of each row, if there is one."""
         kept = self.asked.kept

@@ -18,7 +18,7 @@ from logitless.backends.divergences import Divergence, Kind
 from logitless.call import Call, Options, as_products_take, recorded, resolve_hidden, together, untraced
 from logitless.collectives import fingerprint
 from logitless.distill.pair import PairChunk, PairPlan, PairTerms, pair_plan
-from logitless.distill.source import Source, check_teacher, grouped
+from logitless.distill.source import Source, check_teacher, grouped, ungrouped
 from logitless.distill.stats import DivergenceStats, in_shape
 from logitless.distill.teacher import Teacher, Teachers
 from logitless.distill.top_k import check_top_k, score_top_k
@@ -144,9 +144,7 @@ def score_pair(
     source = Source.of(teacher, ordered)
     plan = pair_plan(ordered, recorded(hidden, weight, call.asked.bias))
     values = _LinearDivergence.apply(hidden, weight, call.asked.bias, ordered, plan, source, kind)
-    if order is not None:
-        values = [x[order.argsort()] for x in values]
-    return DivergenceStats(*values)
+    return DivergenceStats(*ungrouped(values, order))
 
 
 class _Saved(NamedTuple):

@@ -63,8 +63,7 @@ class PairPlan:
 def pair_plan(call: Call, needs: tuple[bool, ...]) -> PairPlan:
     """The chunks that the budget holds, the same on every rank of a vocabulary group."""
     machine, wide = call.machine, call.gain.dtype.itemsize
-    columns = call.columns if call.group is None else -(-call.vocab_size // call.group.size())
-    row = max(1, columns) * (call.logits_dtype.itemsize + wide)
+    row = max(1, call.mean_columns) * (call.logits_dtype.itemsize + wide)
     share = max(1, int(call.memory * machine.elementwise)) if machine.elementwise else call.memory
     rows = max(1, int(call.memory * (1 - machine.elementwise)) // row)
     widened = call.dtype.itemsize == 2 and not machine.wide_products

@@ -7,6 +7,7 @@ Whatever a teacher is (a head, logits that exist, another vocabulary) ends here:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -168,6 +169,14 @@ def grouped(given: Teacher | Teachers, call: Call) -> tuple[Call, Tensor | None]
     index = call.rows.index[order]
     rows = Rows.at(index, call.rows.target[order])
     return replace(call, rows=rows, index=index, gain=call.gain[order]), order
+
+
+def ungrouped(values: Sequence[Tensor], order: Tensor | None) -> list[Tensor]:
+    """Values of rows in the order of :func:`grouped`, in that of the caller's rows again."""
+    if order is None:
+        return list(values)
+    place = order.argsort()
+    return [x[place] for x in values]
 
 
 def check_teacher(given: Teacher | Teachers, hidden: Tensor, call: Call) -> None:

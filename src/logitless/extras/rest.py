@@ -26,7 +26,7 @@ def rest_statistic(backend: Any, problem: Problem, column: Tensor, negative: boo
     wide, out = problem.gain.dtype, problem.gain.new_empty((WIDTH, problem.num_rows))
     step = max(1, problem.memory // max(1, problem.columns * wide.itemsize))
     for rows in pieces(problem.num_rows, step, problem.logits.is_meta):
-        part = problem.some(rows)
+        part = problem.cut(rows.start, rows.stop)
         x = part.logits if part.index is None else part.logits[part.index]
         x = x[:, : part.columns].to(wide, copy=True)
         part = replace(part, logits=x, index=None, entropy=False, further=())

@@ -22,7 +22,7 @@ from logitless.collectives import agree_if, fingerprint
 from logitless.distill import Teacher, Teachers
 from logitless.distill.divergence import check_pair, pair_facts, score_pair
 from logitless.distill.pair import PairPlan
-from logitless.distill.source import Source, grouped
+from logitless.distill.source import Source, grouped, ungrouped
 from logitless.distill.stats import DivergenceStats
 from logitless.distill.top_k import listing, score_listed
 from logitless.errors import LogitlessError, no_second_derivative
@@ -167,9 +167,7 @@ def evaluate(
         work = (call, plan, objective, inputs, drop_zeros, taught)
         low_rank = call.asked.low_rank or (None, None)
         loss, *values, metrics = _OnePass.apply(hidden, weight, call.asked.bias, *low_rank, scale, *work)
-        if order is not None:
-            values = [x[order.argsort()] for x in values]
-        return loss, metrics, TokenStats(*values) if taught is None else DivergenceStats(*values)
+        return loss, metrics, TokenStats(*values) if taught is None else DivergenceStats(*ungrouped(values, order))
     # The first of two passes; backward is the second. The budget is that of log-probs.
     if isinstance(plan.first, PairPlan):
         assert teacher is not None

@@ -163,12 +163,11 @@ def plan_of(
     needs = needs_gradient(hidden, weight, call.asked)
     if call.over_support:
         return LossPlan("support", (), False, 0, None, 0, ONLY_SUPPORT, choose_plan(call, needs))
-    # Chunks must be the same on every rank of a vocabulary group, each of which takes part in one all_gather per chunk.
-    columns = call.columns if call.group is None else -(-call.vocab_size // call.group.size())
     counts = objective.kept_together(call.rows.counts)
     shape = LossShape.of(
         counts,
-        columns,
+        # The same chunks on every rank of a vocabulary group: all take part in the all_gather of each.
+        call.mean_columns,
         weight.shape[1],
         dtype=call.dtype,
         logits_dtype=call.logits_dtype,

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import itertools
 import os
+import random
 import statistics
 import sys
 import time
@@ -222,6 +223,27 @@ class StopWatch:
             return [(b - a) * 1e3 for a, b in pairs]
         torch.cuda.synchronize()
         return [a.elapsed_time(b) for a, b in pairs]
+
+
+def interleaved(
+    contenders: dict[str, Callable[[], object]], hidden: Tensor, weight: Tensor, repeats: int
+) -> dict[str, list[float]]:
+    """Milliseconds of each contender, taken in turns of random order, the chip warmed up by products before each.
+
+    The first turn does not count.
+    """
+    laps: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(repeats + 1):
+        for name in random.Random(turn).sample(list(contenders), len(contenders)):
+            if hidden.is_cuda:
+                warm_up(hidden.detach(), weight.detach())
+            clock = StopWatch(hidden.device)
+            clock.mark()
+            contenders[name]()
+            clock.mark()
+            if turn:
+                laps[name] += clock.laps_ms()
+    return laps
 
 
 def sample_truth(batch: Batch, logits: Tensor, count: int = 64) -> Truth:
