@@ -42,15 +42,12 @@ def configurations() -> dict[str, ProductSizes]:
         return ProductSizes(rows, columns, depth, tiles_per_part(-(-VOCAB // columns)))._replace(**more)
 
     return {
-        "256x128x64 w8 s3": sizes(256, 128, 64),
-        "256x128x64 w8 s3, not flattened": sizes(256, 128, 64, flatten=False),
-        "256x128x64 w8 s3, band 16": sizes(256, 128, 64, band=16),
-        "256x128x64 w8 s3, 8 tiles": sizes(256, 128, 64, tiles=8),
-        "256x128x64 w8 s4": sizes(256, 128, 64, stages=4),
         "128x256x64 w8 s3": sizes(128, 256, 64),
+        "128x256x64 w8 s3, not flattened": sizes(128, 256, 64, flatten=False),
+        "128x256x64 w8 s3, band 8": sizes(128, 256, 64, band=8),
+        "128x256x64 w8 s3, 18 tiles": sizes(128, 256, 64, tiles=18),
+        "256x128x64 w8 s3": sizes(256, 128, 64, band=8),
         "128x128x64 w4 s3, two": sizes(128, 128, 64, warps=4, residents=2),
-        "128x128x64 w4 s2, two": sizes(128, 128, 64, warps=4, stages=2, residents=2),
-        "128x128x64 w4 s2, two, band 16": sizes(128, 128, 64, warps=4, stages=2, residents=2, band=16),
     }
 
 

@@ -1,8 +1,9 @@
-"""Triton's interpreter at twice its speed: the same kernels, the same numbers.
+"""Triton's interpreter at twice its speed, and rounding to bfloat16 as hardware does: the same kernels.
 
 On every call of a device function (and ``tl.max`` and ``tl.where`` are such) the interpreter looks through all names of
 ``triton.language`` for those it has to replace. Within one launch they stay replaced, so once per launch and module is
-enough. It also makes a table of all dtypes whenever it looks one up.
+enough. It also makes a table of all dtypes whenever it looks one up. From float32 to bfloat16 it cuts bits off: twice
+the error of rounding to the nearest.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ def quicken() -> None:
     """For this process, where Triton is installed."""
     if importlib.util.find_spec("triton") is None:
         return
+    import numpy as np
     from triton.runtime import interpreter
 
     function, executor = interpreter.InterpretedFunction, interpreter.GridExecutor
@@ -43,3 +45,13 @@ def quicken() -> None:
         return known[name]
 
     interpreter._get_np_dtype = look_up
+    convert = interpreter._convert_float
+
+    def to_nearest(x: Any, source: Any, target: Any, mode: Any) -> Any:
+        if source.name != "fp32" or target.name != "bf16":
+            return convert(x, source, target, mode)
+        bits = np.ascontiguousarray(x).view(np.uint32)
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        return np.where(np.isnan(x), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+
+    interpreter._convert_float = to_nearest

@@ -243,7 +243,7 @@ def test_a_budget_other_than_the_default_is_recommended_where_it_helps():
     assert (plan.best.way, plan.memory, plan.best.products, plan.fits) == (POLICY_LOSS, "512MiB", 3, True)
     assert plan.most_tokens >= 4096
     # Few rows: the defaults take four products, and a large card has room for three, in either way.
-    step = LossStep(find_model("gemma3-1b"), tokens=4096)
+    step = LossStep(find_model("gemma3-1b"), tokens=1024)
     assert plan_model(step).best.products == 4
     plan = plan_model(step, find_card("h100-80g"))
     calls = [way.predict(replace(step, memory=memory)) for way in (POLICY_LOSS, FROM_HIDDEN) for memory in BUDGETS[:6]]

@@ -53,15 +53,8 @@ def twin(p: Product, dtype: torch.dtype) -> Problem:
         logits = p.hidden.to(dtype) @ p.weight.to(dtype).T
     logits = logits if p.bias is None else logits + p.bias.to(dtype)
     if p.logits_dtype != torch.float32:
-        logits = rounded(logits, p.logits_dtype)
+        logits = logits.to(p.logits_dtype).to(dtype)
     return Problem(logits, None, p.column, p.gain.to(dtype), p.squash, p.columns, p.entropy, 1 << 20, p.first)
-
-
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """To nearest on a GPU; Triton's interpreter cuts bfloat16 off."""
-    if dtype == torch.bfloat16 and not x.is_cuda:
-        return (x.float().view(torch.int32) & -65536).view(torch.float32).to(x.dtype)
-    return x.to(dtype).to(x.dtype)
 
 
 def assert_statistic(p: Product, ours: Tensor) -> None:

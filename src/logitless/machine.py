@@ -137,16 +137,17 @@ H200 = _gpu(
         adding=2.8e12,
         launch=10e-6,
         tile=90e-6,
-        statistic=0.8e-12,
-        gradient=1.0e-12,
-        exponentials=2.2e-12,
+        statistic=0.5e-12,
+        gradient=0.7e-12,
+        exponentials=0.9e-12,
     ),
     epilogues=True,
 )
 """Products: 29.1 ms for T = 16384, V = 151936, D = 4096. Statistics and dZ of those logits: 2.5e-12 s per element for
 10 bytes. A chunk's dW, [V, D]: 1.8 ms more for each further chunk. 2048 x 4224 logits: 24 us beyond their product, 14
-of them the kernel; where D = 1024 makes the product 25 us, a tile takes 90. Epilogues, in whole calls: forward takes
-0.8 to 0.9e-12 s per logit more than a product at D = 1024, 2048 and 4096, with exponentials 2.2e-12 at 4096."""
+of them the kernel; where D = 1024 makes the product 25 us, a tile takes 90. Epilogues, in whole calls at D = 4096, 2048
+and 1024: the statistic takes 0.3, 0.35 and 0.5e-12 s per logit more than a product, dZ 0.75, 0.6 and 0.65e-12,
+exponentials 0.9, 0.75 and 1.0e-12."""
 
 # Epilogues are of Triton's interpreter, where they are as slow as all else: tests go the way that the H200 goes.
 CPU = Machine(
@@ -307,7 +308,7 @@ class ProductSizes(NamedTuple):
     columns: int
     depth: int
     tiles: int
-    band: int = 8
+    band: int = 16
     residents: int = 1
     warps: int = 8
     stages: int = 3
@@ -321,24 +322,23 @@ class ProductSizes(NamedTuple):
 def product_sizes(columns: int, width: int) -> ProductSizes:
     """Sizes for operands of this width. The number of rows has no say: a row has the same bits in every batch."""
     # H200, bfloat16, T = 16384, V = 151936, in multiples of the bare product (benchmarks/epilogues.py): the statistic
-    # with its merge, dZ, exponentials. 256 x 128 x 64, 8 warps, 3 stages: 1.09, 1.27, 1.30 at D = 1024; 1.06, 1.12,
-    # 1.19 at 2048; 1.02, 1.05, 1.13 at 4096. Others at 2048: not flattened 1.09, 1.18, 1.17; 16 row blocks side by side
-    # 1.04, 1.16, 1.20; 8 tiles to a part 1.07, 1.17, 1.20; 128 x 256 1.10, 1.13, 1.22; 128 x 128 with 4 warps, two at a
-    # time, 1.12, 1.44, 1.50. A fourth stage is 1.03 for the statistic, and more shared memory than there is for the
-    # others.
-    return ProductSizes(256, 128, 64, tiles_per_part(-(-columns // 128)))
+    # with its merge, dZ, exponentials. 128 x 256 x 64, 8 warps, 3 stages: 1.09, 1.12, 1.28 at D = 1024; 1.06, 1.07,
+    # 1.15 at 2048; 1.04, 1.05, 1.07 at 4096. 256 x 128, whose numbers per row have to be exchanged between warps: 1.10,
+    # 1.21, 1.26; 1.05, 1.14, 1.16; 1.03, 1.08, 1.09. A fourth stage, for which tiles are stored in halves, gains
+    # nothing: 1.11, 1.14, 1.26 at 1024. Not flattened 1.21, 1.27, 1.39 there.
+    return ProductSizes(128, 256, 64, tiles_per_part(-(-columns // 256)))
 
 
 def tiles_per_part(num_tiles: int) -> int:
-    """How many column tiles make a part: about 16, such that little of the last part lies past the last column.
+    """How many column tiles make a part: about 8, such that little of the last part lies past the last column.
 
     Few columns make smaller parts, so that there is work for all multiprocessors.
 
-    >>> [tiles_per_part(n) for n in (1187, 594, 250, 40, 3)]
-    [18, 18, 14, 5, 1]
+    >>> [tiles_per_part(n) for n in (1024, 594, 125, 40, 3)]
+    [8, 9, 7, 5, 1]
     """
-    most = max(1, min(20, num_tiles // 8))
-    return min(range(max(1, most * 3 // 5), most + 1), key=lambda n: (-num_tiles % n, abs(n - 16)))
+    most = max(1, min(10, num_tiles // 8))
+    return min(range(max(1, most * 3 // 5), most + 1), key=lambda n: (-num_tiles % n, abs(n - 8)))
 
 
 @functools.cache

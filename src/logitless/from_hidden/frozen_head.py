@@ -14,12 +14,14 @@ left out of the sum and formed in float32: a confident row would otherwise be no
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from logitless.backends.contract import Running
+from logitless.backends.triton import products
 from logitless.from_hidden.extra_lines import ExtraLines
 from logitless.from_hidden.plan import Tiles
 from logitless.from_hidden.projection import Projection
@@ -42,6 +44,9 @@ class Unit(NamedTuple):
 
 def statistics_with_unit(p: Projection, tiles: Tiles, extras: ExtraLines | None = None) -> tuple[Tensor, Unit]:
     """``[4, R]`` statistic, and the unit gradients; extras are filled."""
+    if tiles.fused:
+        assert extras is None
+        return _fused_statistics_with_unit(p, tiles)
     # Kernels take rows whose last dimension is contiguous, which those of the caller need not be.
     others = torch.empty_like(p.hidden, memory_format=torch.contiguous_format)
     out = p.gain.new_empty((WIDTH, len(p.hidden)))
@@ -66,12 +71,39 @@ def statistics_with_unit(p: Projection, tiles: Tiles, extras: ExtraLines | None 
                 exponentials, p.weight[columns.start : columns.start + tile.columns], sums, add=columns.start > 0
             )
         out[:, rows] = parts[0] if slabs == 1 else merge(parts)
-        local = _log_normaliser(out[:, rows])
-        # A shard of nothing but padding has no Z of its own, and no gradient to share; nor has a row that is left out,
-        # whose reference never moved.
-        nothing = (local == -torch.inf) | (part.column == SKIP)
-        backend.rescale(sums, torch.where(nothing, 0.0, (reference - local).exp()), others[rows])
+        _normalise(part, sums, reference, out[:, rows], others[rows])
     return out, Unit(others, _log_normaliser(out))
+
+
+def _fused_statistics_with_unit(p: Projection, tiles: Tiles) -> tuple[Tensor, Unit]:
+    """The same from products that write the exponentials."""
+    others = torch.empty_like(p.hidden, memory_format=torch.contiguous_format)
+    out = p.gain.new_empty((WIDTH, len(p.hidden)))
+    e = p.empty((tiles.rows * tiles.columns,), p.hidden.dtype)
+    total = p.gain.new_zeros((min(tiles.rows, max(len(p.hidden), 1)), p.hidden.shape[1]))
+    width, slabs = p.call.width, pieces(p.call.columns, tiles.columns)
+    ends = list(itertools.accumulate((products.num_parts(c.stop - c.start, width) for c in slabs), initial=0))
+    for rows in pieces(len(p.hidden), tiles.rows, p.hidden.is_meta):
+        part = p.cut(rows.start, rows.stop)
+        parts = p.gain.new_empty((ends[-1], WIDTH, len(part.hidden)))
+        sums, reference = total[: len(part.hidden)], p.gain.new_zeros(len(part.hidden))
+        for columns, (first, last) in zip(slabs, itertools.pairwise(ends), strict=True):
+            product = part.product(columns)
+            exponentials = e[: product.rows * product.columns].view(product.rows, product.columns)
+            products.towards(product, parts[first:last], exponentials, reference, sums if first else None)
+            p.multiply(exponentials, product.weight, sums, add=first > 0)
+        products.merge(part.product(slice(0, p.call.columns)), parts, out[:, rows])
+        _normalise(part, sums, reference, out[:, rows], others[rows])
+    return out, Unit(others, _log_normaliser(out))
+
+
+def _normalise(part: Projection, sums: Tensor, reference: Tensor, lines: Tensor, others: Tensor) -> None:
+    """The unit gradients of some rows from their sums, which are relative to the reference."""
+    local = _log_normaliser(lines)
+    # A shard of nothing but padding has no Z of its own, and no gradient to share; nor has a row that is left out,
+    # whose reference never moved.
+    nothing = (local == -torch.inf) | (part.column == SKIP)
+    part.backend.rescale(sums, torch.where(nothing, 0.0, (reference - local).exp()), others)
 
 
 def _log_normaliser(lines: Tensor) -> Tensor:

@@ -165,8 +165,7 @@ def _choose(call: Call, needs: Sequence[bool]) -> LinearPlan | SupportPlan:
         reason = "the head needs no gradient and entropy is not differentiated"
         # The tile shares its budget with its exponentials in the operands' dtype.
         forward = forward_tiles(apart._replace(logits_bytes=shape.logits_bytes + shape.operand_bytes), work)
-        why = call.apart or "the sum over the head's rows follows one reference per row"
-        return LinearPlan("frozen", forward, None, 0, reason, 2, why)
+        return LinearPlan("frozen", _exponentials_alone(forward, shape), None, 0, reason, 2, call.apart)
     forward, backward = forward_tiles(first, work), backward_tiles(shape, work)
     if call.machine.same_tiles and not asked.batch_invariant and not forward.fused:
         forward = forward._replace(rows=backward.rows, columns=backward.columns)
@@ -216,9 +215,14 @@ def backward_tiles(shape: Shape, memory: int) -> Tiles:
     rows, columns = _fit(shape, budget, tile, min(tile[0], block), per_column)
     if shape.product is None:
         return Tiles(rows, columns, block, elementwise, slabs)
-    # No more bytes than with a tile of logits: dZ gets what that would have taken.
-    columns = _whole(shape, columns * (rows * shape.logits_bytes + per_column) // per_column)
-    return Tiles(block, columns, block, elementwise, slabs, fused=True)
+    # No more bytes than with a tile of logits: dZ gets what that would have taken, in whole tiles of the product.
+    columns = min(shape.columns, columns * (rows * shape.logits_bytes + per_column) // per_column)
+    least = min(shape.product.columns, shape.columns)
+    if columns < least:
+        # Fewer columns than a tile would be a tile all the same: fewer rows instead.
+        columns, block = least, max(1, block * columns // least)
+    columns -= columns % least if columns < shape.columns else 0
+    return Tiles(block, max(1, columns), block, elementwise, slabs, fused=True)
 
 
 def chunk_tiles(shape: Shape, memory: int) -> Tiles:
@@ -286,6 +290,15 @@ def _whole(shape: Shape, columns: int) -> int:
         return max(shape.columns, 1)
     step = next((step for step in (shape.machine.filling, ALIGNED) if columns >= step), 1)
     return columns - columns % step
+
+
+def _exponentials_alone(tiles: Tiles, shape: Shape) -> Tiles:
+    """Where no logits are stored, exponentials of more columns in the bytes of both; whole tiles of the product."""
+    if shape.product is None:
+        return tiles
+    columns = tiles.columns * (shape.logits_bytes + shape.operand_bytes) // shape.operand_bytes
+    columns -= columns % shape.product.columns if columns > shape.product.columns else 0
+    return tiles._replace(columns=max(1, min(columns, shape.columns)), fused=True)
 
 
 def _all_rows(tiles: Tiles, shape: Shape) -> Tiles:

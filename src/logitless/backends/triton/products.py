@@ -4,6 +4,7 @@
     gradient        -> dZ [R, C] in 16 bits        as ``gradient`` does
     exponentials    -> [4, R] and e^(z - reference) [R, C] in 16 bits, with one reference per row and column tile
     gradient_from   -> dZ [R, C] of such exponentials
+    towards         -> [4, R] in parts, and e^(z - reference) with one reference per row, which follows its maximum
 
 The twin of each is the product in float32, then the function of that name in ``backends/reference.py``. What cannot be
 had this way is told by :func:`takes` before anything runs.
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.backends.contract import Problem
+from logitless.backends.contract import SLACK, Problem
 from logitless.backends.triton import interpreted, launch, of_rows
 from logitless.machine import ProductSizes, gradient_from_tiles_sizes, multiprocessors, product_sizes
 from logitless.softmax import WIDTH, Coefficients, Normaliser
@@ -26,6 +27,9 @@ from logitless.spec import has_values
 
 MERGED = {"BLOCK": 32, "AHEAD": 4, "num_warps": 1}
 """Rows per program of the merge, and parts that are loaded at a time."""
+
+SLACKS = {torch.bfloat16: 60.0, torch.float16: SLACK}
+"""How far a row's maximum may lie from the reference of its exponentials: e^60 squared is in range of bfloat16."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,36 +114,104 @@ def exponentials(
     return merge(p, statistic_parts(p, sizes, values, references), out)
 
 
+def num_parts(columns: int, width: int) -> int:
+    """How many parts the statistic of so many columns has."""
+    return product_sizes(columns, width).groups(columns)
+
+
+def towards(
+    p: Product,
+    parts: Tensor,
+    values: Tensor,
+    reference: Tensor,
+    sums: Tensor | None,
+    sizes: ProductSizes | None = None,
+) -> None:
+    """The statistic in parts, and ``e^(z - reference)``, times the slope under a softcap.
+
+    Where a row's maximum leaves the range of 16 bits its reference moves there, its sums with it, and the exponentials
+    are made again: decided on the device, which goes on.
+
+    Args:
+        parts: ``[groups, 4, R]`` for :func:`merge`.
+        values: ``[R, C]`` of the operands' dtype, 0 at the target.
+        reference: ``[R]`` of the exponentials so far, and afterwards of these.
+        sums: ``[R, D]`` relative to the reference; None before the first columns.
+    """
+    if not has_values(p.hidden) or not parts.numel():
+        return
+    sizes = sizes or product_sizes(*p.weight.shape)
+    assert len(parts) == sizes.groups(p.columns)
+    moved = torch.zeros((), dtype=torch.int32, device=p.hidden.device)
+    _launch_statistics(p, sizes, parts, values, reference, given=True)
+    launch(
+        "follow_kernel",
+        p.rows,
+        on=p.hidden,
+        module="product_kernels",
+        parts=parts,
+        column=p.column,
+        gain=p.gain,
+        references=reference,
+        sums=sums,
+        moved=moved,
+        rows=p.rows,
+        num_groups=len(parts),
+        sums_stride=0 if sums is None else sums.stride(0),
+        WIDTH=p.hidden.shape[1],
+        SLACK=SLACKS[p.hidden.dtype],
+        NEGATIVE=p.negative,
+        FIRST=sums is None,
+        BLOCK=1024,
+        num_warps=4,
+    )
+    _launch_statistics(p, sizes, parts, values, reference, given=True, moved=moved)
+
+
 def statistic_parts(
     p: Product, sizes: ProductSizes | None = None, values: Tensor | None = None, references: Tensor | None = None
 ) -> Tensor:
     """``[groups, 4, R]`` parts of the statistic, and the exponentials where there is room for them.
 
-    The parts are for :func:`merge` alone: m, w and t of each are before the gain, and skipped rows hold anything.
+    The parts are for :func:`merge` alone: m and t of each are before the gain, and skipped rows hold anything.
     """
     sizes = sizes or product_sizes(*p.weight.shape)
-    num_groups = sizes.groups(p.columns)
-    parts = p.gain.new_empty((num_groups, WIDTH, p.rows))
-    if not has_values(p.hidden) or not parts.numel():
-        return parts
+    parts = p.gain.new_empty((sizes.groups(p.columns), WIDTH, p.rows))
     if references is not None:
         assert references.shape == (-(-p.columns // sizes.columns), p.rows)
         assert references.stride(1) == 1
+    if has_values(p.hidden) and parts.numel():
+        _launch_statistics(p, sizes, parts, values, references)
+    return parts
+
+
+def _launch_statistics(
+    p: Product,
+    sizes: ProductSizes,
+    parts: Tensor,
+    values: Tensor | None,
+    references: Tensor | None,
+    given: bool = False,
+    moved: Tensor | None = None,
+) -> None:
     launch(
         "product_statistics_kernel",
-        _programs(p, -(-p.rows // sizes.rows) * num_groups, sizes),
+        _programs(p, -(-p.rows // sizes.rows) * len(parts), sizes),
         **_operands(p, sizes),
         **_output(values, sizes),
         parts=parts,
         references=references,
         references_stride=0 if references is None else references.stride(0),
+        moved=moved,
         TILES=sizes.tiles,
         ENTROPY=p.entropy,
         EVEN=p.columns % sizes.columns == 0,
         NEGATIVE=p.negative,
         EXPONENTIALS=values is not None,
+        GIVEN=given,
+        AGAIN=moved is not None,
+        SLACK=SLACKS[p.hidden.dtype],
     )
-    return parts
 
 
 def merge(p: Product, parts: Tensor, out: Tensor | None = None) -> Tensor:
@@ -231,11 +303,17 @@ def _operands(p: Product, sizes: ProductSizes) -> dict[str, Any]:
         "BIASED": p.bias is not None,
         "MATCH": str(p.logits_dtype).removeprefix("torch."),
         "SOFTCAP": bool(p.squash),
+        "FINITE": _finite(p, sizes),
         "FLATTEN": sizes.flatten,
         "WIDEN": interpreted(),
         "num_warps": sizes.warps,
         "num_stages": sizes.stages,
     }
+
+
+def _finite(p: Product, sizes: ProductSizes) -> bool:
+    """Whether no logit of a tile is -inf: by a bias, by an overflow of float16, or past the last column."""
+    return p.bias is None and p.logits_dtype != torch.float16 and p.columns % sizes.columns == 0
 
 
 def _output(out: Tensor | None, sizes: ProductSizes) -> dict[str, Any]:
