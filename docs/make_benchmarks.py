@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import make_whole_step
+
 from logitless.spec import format_bytes
 from logitless.tools.bench.records import Record, newest, worst
 
@@ -119,7 +121,7 @@ hidden states, the peak is the gradients of hidden states and head, and what the
 """
 
 
-def page(records: Sequence[Record]) -> str:
+def page(records: Sequence[Record], whole_steps: Sequence[make_whole_step.Line] = ()) -> str:
     """The whole page, as Markdown."""
     found = {(r.case["name"], r.provider): r for r in newest(records)}
     parts = [INTRODUCTION, FROM_LOGITS, figure("h200-reference", "Time and peak memory from float32 logits")]
@@ -131,6 +133,9 @@ def page(records: Sequence[Record]) -> str:
     parts += [POLICY_LOSS, loss_table(found)]
     parts += [GROWING, figure("h200-growth", "Time and peak memory against T, V and D"), growth_table(found)]
     parts += [RESPONSE, figure("h200-response", "Peak memory against the share of response tokens")]
+    if whole_steps:
+        steps = make_whole_step.section(whole_steps)
+        parts += [steps[0], figure(make_whole_step.NAME, make_whole_step.ALT), *steps[1:]]
     parts += [runs_table(list(found.values()))]
     return "\n".join(parts)
 

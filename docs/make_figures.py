@@ -6,10 +6,12 @@ by hand.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 import make_benchmarks
+import make_whole_step
 from layout_figures import figures
 
 from logitless.tools.bench.records import Record, format_bytes, newest, read_records
@@ -20,6 +22,7 @@ README = ROOT / "README.md"
 FIGURES = ROOT / "docs" / "figures"
 RECORDS = ROOT / "benchmarks" / "results" / "h200.jsonl"
 FP32, BF16 = "reference-fp32-grad", "reference-bf16-grad"
+HUGE, LOSS, OVER = "huge-fp32-grad", "linear-reference-loss", "logitless-overwrite"
 LINEAR = "linear-reference-grad"
 # In the figure over the response fraction, besides ours: those who compute all that the case asks for.
 PEERS = ("torch", "torch.compile", "trl-kernel", "verl-kernel", "liger-chunked")
@@ -40,15 +43,18 @@ def main() -> None:
     """All figures, the table and the page, over those that are there."""
     for name, text in figures().items():
         (FIGURES / name).write_text(text, encoding="utf-8")
-    records = read_records(RECORDS)
+    records, steps = read_records(RECORDS), make_whole_step.read()
     for style in (LIGHT, DARK):
         draw_case(_of(records, FP32), FIGURES / f"h200-reference-{style.name}.png", style)
         draw_case(_of(records, LINEAR), FIGURES / f"h200-linear-{style.name}.png", style)
         draw_growth(records, FIGURES / f"h200-growth-{style.name}.png", style)
         response_figure(records, FIGURES / f"h200-response-{style.name}.png", style)
+        if steps:
+            make_whole_step.draw(steps, FIGURES / f"{make_whole_step.NAME}-{style.name}.png", style)
     draw_records(_of(records, FP32) + _of(records, BF16), FIGURES, "h200")
-    README.write_text(with_table(README.read_text(encoding="utf-8"), table(records)), encoding="utf-8")
-    make_benchmarks.PAGE.write_text(make_benchmarks.page(records), encoding="utf-8")
+    text = with_table(README.read_text(encoding="utf-8"), table(records))
+    README.write_text(make_whole_step.with_readme(text, steps), encoding="utf-8")
+    make_benchmarks.PAGE.write_text(make_benchmarks.page(records, steps), encoding="utf-8")
 
 
 def response_figure(records: Sequence[Record], path: Path, style: Style) -> None:
@@ -76,7 +82,60 @@ def table(records: Sequence[Record]) -> str:
     ]
     for provider, name in LINES.items():
         lines.append(f"| {name} | {_cells(fp32[provider])} | {_cells(bf16[provider])} |")
-    return "\n".join(lines) + "\n\n"
+    return "\n".join(lines) + "\n\n" + notes(records)
+
+
+def notes(records: Sequence[Record]) -> str:
+    """What is not in the table, and what its columns mean, with numbers from the same records."""
+    found = {(r.case["name"], r.provider): r for r in newest(records)}
+    ours, theirs = (
+        {name: found[name, provider] for name in (FP32, BF16, f"{FP32}-peaked")}
+        for provider in ("logitless", "trl-kernel")
+    )
+    behind = [
+        _behind(theirs[FP32].forward_ms, ours[FP32].forward_ms),
+        *(_behind(theirs[name].total_ms, ours[name].total_ms) for name in (FP32, BF16)),
+    ]
+    errors = [x[f"{FP32}-peaked"].errors["entropy"] for x in (theirs, ours)]
+    huge = {provider: found[HUGE, provider] for provider in ("torch", "torch.compile", "trl-kernel", "liger", OVER)}
+    assert {huge[name].status for name in ("torch", "torch.compile")} == {"out of memory"}
+    more = {_gigabytes(huge[name].peak_bytes) for name in ("trl-kernel", "liger")}
+    assert more == {_gigabytes(huge[OVER].logits_bytes)}
+    providers = ("torch", "torch.compile", "verl-kernel", "logitless-loss", "logitless")
+    loss = {name: found[LOSS, name] for name in providers}
+    costs = {name: f"{r.total_ms:.0f} ms and {format_bytes(r.peak_bytes or 0)}" for name, r in loss.items()}
+    case, of_loss = huge[OVER].case, loss["logitless-loss"]
+    lines = [
+        "The floor is one read of the logits in forward, one read and one write in backward, at the bandwidth of a "
+        "plain copy in the same run. Peak is beyond the logits, gradient included; there is no memory budget. Not in "
+        "the table:",
+        "",
+        f"* TRL's fused kernel is close: {behind[0]} behind in float32 forward and {behind[1]} with backward, "
+        f"{behind[2]} in bfloat16. On peaked logits its entropy is off by up to {errors[0]:.1e}, ours by "
+        f"{errors[1]:.1e}.",
+        f"* {_gigabytes(huge[OVER].logits_bytes)} of float32 logits (T = {case['tokens']:,}, V = {case['vocab']:,}) "
+        f"take {huge[OVER].total_ms:.1f} ms forward and backward with {format_bytes(huge[OVER].peak_bytes or 0)} "
+        f"beyond the logits. Plain torch and `torch.compile` run out of memory there; the kernels of TRL and Liger "
+        f"need another {more.pop()}.",
+        f"* From bfloat16 hidden states of size {of_loss.case['hidden']} (commit `{of_loss.environment['commit']}`), "
+        f"PPO's loss with an entropy bonus and all gradients: plain torch {costs['torch']}, `torch.compile` "
+        f"{costs['torch.compile']} (both round the logits to bfloat16), verl's kernel {costs['verl-kernel']}; "
+        f'`linear_policy_loss` under `memory="{of_loss.case["memory"]}"` {costs["logitless-loss"]}, `linear_logprobs` '
+        f"and the objective under the default of 256 MiB {costs['logitless']}. Three bare products take "
+        f"{of_loss.floor_ms:.0f} ms.",
+    ]
+    return "\n".join(textwrap.fill(line, 120, subsequent_indent="  " * line.startswith("*")) for line in lines) + "\n\n"
+
+
+def _behind(theirs: float | None, ours: float | None) -> str:
+    assert theirs is not None
+    assert ours is not None
+    return f"{100 * (theirs / ours - 1):.0f} %"
+
+
+def _gigabytes(size: int | None) -> str:
+    assert size is not None
+    return f"{size / 1e9:.0f} GB"
 
 
 def with_table(text: str, new: str) -> str:

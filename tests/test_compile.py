@@ -76,15 +76,17 @@ def test_overwriting_breaks_the_graph_but_not_the_caller(inputs):
         assert torch.allclose(mine, eager, rtol=1e-6, atol=1e-6)
 
 
-def test_operators_pass_torch_checks():
+@pytest.mark.parametrize("index", [torch.tensor([0, 2, 3]), None], ids=["some rows", "all rows"])
+def test_operators_pass_torch_checks(index: torch.Tensor | None):
     """Schema, fake tensors and aliasing of the two registered operators."""
-    gain, index = torch.ones(3), torch.tensor([0, 2, 3])
-    arguments = (torch.randn(5, 9), index, torch.tensor([1, 0, 8]), gain, 0.0, 9, 0, True, 1 << 20, "tiled")
+    gain, logits = torch.ones(3), torch.randn(3 if index is None else 5, 9)
+    unit = index is None
+    arguments = (logits, index, torch.tensor([1, 0, 8]), gain, 0.0, 9, 0, True, 1 << 20, unit, "tiled")
     torch.library.opcheck(torch.ops.logitless.statistics.default, arguments)
     rows = [torch.randn(3) for _ in range(7)]
     torch.library.opcheck(
         torch.ops.logitless.gradient.default,
-        (*arguments[:7], 1 << 20, "tiled", *rows, torch.empty(5, 9), index),
+        (*arguments[:7], 1 << 20, unit, "tiled", *rows, torch.empty_like(logits), index),
     )
 
 

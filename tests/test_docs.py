@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "tests" / "adapters")]
 import hosts  # noqa: E402
 import make_costs  # noqa: E402
 import make_figures  # noqa: E402
+import make_whole_step  # noqa: E402
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -130,16 +132,25 @@ def test_the_table_is_what_the_records_say():
     assert make_figures.with_table(text, make_figures.table(read_records(make_figures.RECORDS))) == text
 
 
-def test_the_policy_loss_costs_what_the_records_say():
-    """The README's sentence about ``linear_policy_loss``, number by number."""
-    text = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+def test_notes_under_the_table_say_what_its_records_say():
+    """Changed records change the notes: each number is made, none is written."""
     records = newest(read_records(make_figures.RECORDS))
+    before = make_figures.notes(records)
+    longer = [replace(r, total_ms=None if r.total_ms is None else 1.5 * r.total_ms) for r in records]
+    after = make_figures.notes([replace(r, case=r.case | {"memory": "3GiB"}) for r in longer])
     found = {r.provider: r for r in records if r.case["name"] == "linear-reference-loss"}
     for provider in ("torch", "torch.compile", "verl-kernel", "logitless-loss", "logitless"):
-        record = found[provider]
-        assert f"{record.total_ms:.0f} ms and {format_bytes(record.peak_bytes)}" in text, provider
-        assert f"(commit `{record.environment['commit']}`)" in text
-    assert f"Three bare products take {found['torch'].floor_ms:.0f} ms" in text
+        ms, peak = found[provider].total_ms, format_bytes(found[provider].peak_bytes)
+        assert f"{ms:.0f} ms and {peak}" in re.sub(r"\s+", " ", before), provider
+        assert f"{1.5 * ms:.0f} ms and {peak}" in re.sub(r"\s+", " ", after), provider
+    assert 'memory="2.5GiB"' in before
+    assert 'memory="3GiB"' in after
+
+
+def test_the_whole_step_is_what_its_records_say():
+    """Run ``python docs/make_figures.py`` after new records."""
+    text = (ROOT / "README.md").read_text()
+    assert make_whole_step.with_readme(text, make_whole_step.read()) == text
 
 
 @pytest.mark.parametrize(("name", "most"), [("README.md", 150), ("CONTRIBUTING.md", 100)])

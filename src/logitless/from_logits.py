@@ -121,7 +121,7 @@ def score_logits(logits: Tensor, call: Call) -> TokenStats:
     """``[R]`` results of a call that was checked."""
     kept = call.asked.kept
     ids, lengths = (None, None) if kept is None else (kept.ids, kept.lengths)
-    arguments = (logits, call.rows.index, call.rows.target, call.gain, ids, lengths, call)
+    arguments = (logits, call.index, call.rows.target, call.gain, ids, lengths, call)
     # Collectives, the bookkeeping of overwriting and extras are not traced.
     traced = call.group is None and not call.overwrite and call.extras is None
     logprob, log_z, *more = (_LogProbs.apply if traced else untraced(_LogProbs.apply))(*arguments)
@@ -134,7 +134,7 @@ class _Saved(NamedTuple):
     """What backward needs, by name."""
 
     logits: Tensor
-    rows: Tensor
+    rows: Tensor | None
     target: Tensor
     column: Tensor
     gain: Tensor
@@ -158,7 +158,7 @@ class _LogProbs(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits: Tensor,
-        index: Tensor,
+        index: Tensor | None,
         target: Tensor,
         gain: Tensor,
         kept_ids: Tensor | None,
@@ -302,13 +302,14 @@ def _with_extras(
     return extended(coef, call.extras, results, row, saved.logprob, g_logprob, g_extras)
 
 
-def _problem(logits: Tensor, index: Tensor, column: Tensor, gain: Tensor, call: Call) -> Problem:
+def _problem(logits: Tensor, index: Tensor | None, column: Tensor, gain: Tensor, call: Call) -> Problem:
     matrix, index = as_matrix(logits, index)
-    return Problem(matrix, index, column, gain, call.squash, call.columns, call.entropy, call.memory)
+    sizes = (call.squash, call.columns, call.entropy, call.memory)
+    return Problem(matrix, index, column, gain, *sizes, unit=call.unit)
 
 
-def as_matrix(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """``[T, V]`` view of ``[..., V]`` logits, and the index into it. Never a copy.
+def as_matrix(logits: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """``[T, V]`` view of ``[..., V]`` logits, and the index into it, None for all rows in order. Never a copy.
 
     Leading dimensions that do not collapse, as in ``x[:, :-1]``, become rows with gaps between them: the view spans the
     gaps and the index steps over them.
@@ -324,7 +325,8 @@ def as_matrix(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
             f"logprobs: logits of shape {list(logits.shape)} have strides {list(logits.stride())}, which are not whole "
             f"steps of one row. Pass logits.contiguous() (a copy), or the tensor this view was cut from."
         )
-    row, rest = torch.zeros_like(index), index
+    rest = torch.arange(lead.numel(), device=logits.device) if index is None else index
+    row = torch.zeros_like(rest)
     for size, stride in zip(reversed(lead), reversed(strides), strict=True):
         row, rest = row + rest % size * (stride // row_stride), rest // size
     last = sum((size - 1) * (stride // row_stride) for size, stride in zip(lead, strides, strict=True) if size > 1)
@@ -340,11 +342,13 @@ def _gather_support(
 
 
 def gradient_buffer(
-    logits: Tensor, index: Tensor, problem: Problem, dtype: torch.dtype, overwrite: bool
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, index: Tensor | None, problem: Problem, dtype: torch.dtype, overwrite: bool
+) -> tuple[Tensor, Tensor | None]:
     """The matrix that receives the gradient, and the rows of it that correspond to the problem's rows."""
     if overwrite:
-        assert problem.index is not None
         return problem.logits, problem.index
     shape = (logits.shape[:-1].numel(), logits.shape[-1])
+    if index is None and problem.index is not None:
+        # Rows in order, but with gaps between those of the logits.
+        index = torch.arange(shape[0], device=logits.device)
     return torch.empty(shape, dtype=dtype, device=logits.device), index

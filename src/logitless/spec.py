@@ -195,6 +195,11 @@ class Head:
         return torch.where((t > 0) & t.isfinite(), numerator / t, torch.nan)
 
     @property
+    def unit(self) -> bool:
+        """Whether every gain is 1 and there is no softcap; a tensor of temperatures is not asked."""
+        return self.softcap is None and not isinstance(self.temperature, Tensor) and self.scale == self.temperature
+
+    @property
     def squash(self) -> float:
         """``scale / softcap``: the factor inside tanh, or 0 where there is no softcap."""
         return 0.0 if self.softcap is None else self.scale / self.softcap

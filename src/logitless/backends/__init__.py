@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from logitless.backends.contract import Problem
 from logitless.errors import LogitlessError
@@ -85,7 +86,7 @@ def _has_triton() -> bool:
 @torch.library.custom_op("logitless::statistics", mutates_args=())
 def _statistics(
     logits: Tensor,
-    index: Tensor,
+    index: Tensor | None,
     column: Tensor,
     gain: Tensor,
     squash: float,
@@ -93,27 +94,29 @@ def _statistics(
     first: int,
     entropy: bool,
     memory: int,
+    unit: bool,
     backend: str,
 ) -> Tensor:
-    problem = Problem(logits, index, column, gain, squash, columns, entropy, memory, first)
+    problem = Problem(logits, index, column, gain, squash, columns, entropy, memory, first, unit=unit)
     return load(backend).statistics(problem)
 
 
 @_statistics.register_fake
-def _(logits: Tensor, index: Tensor, column: Tensor, gain: Tensor, *rest: Any) -> Tensor:
-    return gain.new_empty((WIDTH, index.shape[0]))
+def _(logits: Tensor, index: Tensor | None, column: Tensor, gain: Tensor, *rest: Any) -> Tensor:
+    return gain.new_empty((WIDTH, column.shape[0]))
 
 
 @torch.library.custom_op("logitless::gradient", mutates_args=("out",))
 def _gradient(
     logits: Tensor,
-    index: Tensor,
+    index: Tensor | None,
     column: Tensor,
     gain: Tensor,
     squash: float,
     columns: int,
     first: int,
     memory: int,
+    unit: bool,
     backend: str,
     reference: Tensor,
     log_sum: Tensor,
@@ -123,28 +126,36 @@ def _gradient(
     square: Tensor | None,
     constant: Tensor | None,
     out: Tensor,
-    out_index: Tensor,
+    out_index: Tensor | None,
 ) -> None:
-    problem = Problem(logits, index, column, gain, squash, columns, product is not None, memory, first)
+    problem = Problem(logits, index, column, gain, squash, columns, product is not None, memory, first, unit=unit)
     coef = Coefficients(plain, product, at_target, square, constant)
     load(backend).gradient(problem, Normaliser(reference, log_sum), coef, out, out_index)
+
+
+def _through_operators(problem: Problem) -> bool:
+    """Whether a compiler traces the call, or its tensors are fake: an operator costs as much as a small problem.
+
+    A dry run counts allocations, and an operator's fake would allocate the result alone.
+    """
+    return torch.compiler.is_compiling() or isinstance(problem.logits, FakeTensor)
 
 
 def run_statistics(backend: str, problem: Problem) -> Tensor:
     """``statistics`` of the named backend: ``[4, R]``."""
     p = problem
-    if p.logits.is_meta:
-        # A dry run counts allocations, and an operator's fake would allocate the result alone.
+    if not _through_operators(p):
         return load(backend).statistics(p)
-    return _statistics(p.logits, p.index, p.column, p.gain, p.squash, p.columns, p.first, p.entropy, p.memory, backend)
+    sizes = (p.squash, p.columns, p.first, p.entropy, p.memory, p.unit)
+    return _statistics(p.logits, p.index, p.column, p.gain, *sizes, backend)
 
 
 def run_gradient(
-    backend: str, problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor
+    backend: str, problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor | None
 ) -> None:
     """``gradient`` of the named backend, written over all of ``out``; what ``coef.at_ids`` says is not its business."""
     p = problem
-    if p.logits.is_meta:
+    if not _through_operators(p):
         return load(backend).gradient(p, norm, coef, out, out_index)
     _gradient(
         p.logits,
@@ -155,6 +166,7 @@ def run_gradient(
         p.columns,
         p.first,
         p.memory,
+        p.unit,
         backend,
         *norm,
         *coef[:5],

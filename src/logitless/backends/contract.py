@@ -62,6 +62,7 @@ class Problem:
         entropy: whether w is wanted (otherwise it may be anything finite).
         memory: bytes of working space allowed, for backends that need any.
         further: names of further sums (:data:`logitless.softmax.FURTHER`), each one more line of the statistic.
+        unit: whether z is x itself, because every gain is 1 and there is no softcap. Nobody has to make use of it.
     """
 
     logits: Tensor
@@ -74,6 +75,7 @@ class Problem:
     memory: int
     first: int = 0
     further: tuple[str, ...] = ()
+    unit: bool = False
 
     @property
     def num_rows(self) -> int:

@@ -54,12 +54,15 @@ def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
 def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor | None) -> None:
     """Same as :func:`logitless.backends.reference.gradient`, one tile at a time."""
     height, width = tile_shape(problem, 0 if coef.square is None and coef.constant is None else 3)
-    dry = problem.logits.is_meta
+    dry, wide = problem.logits.is_meta, out.dtype == problem.gain.dtype
     # Slices are written three times as fast as rows by their numbers, which need a buffer in the gradient's dtype.
-    sliced = out_index is None or (out.dtype == problem.gain.dtype and _is_in_order(out_index, len(out)))
+    sliced = out_index is None or (wide and _is_in_order(out_index, len(out)))
     for rows in pieces(problem.num_rows, height, dry):
-        into = rows if sliced or out_index is None else out_index[rows]
         for columns in pieces(problem.columns, width, dry):
+            if sliced and wide:
+                _tile_gradient(problem, norm, coef, rows, columns, out[rows, columns])
+                continue
+            into = rows if sliced or out_index is None else out_index[rows]
             # Passed on unnamed: a name would keep this tile alive while the next one is computed.
             _write_tile(out, into, columns.start, _tile_gradient(problem, norm, coef, rows, columns))
     zero_the_rest(out, out_index, problem.columns)
@@ -73,7 +76,7 @@ def gradient_over(problem: Problem, norm: Normaliser, coef: Coefficients, dtype:
 
 
 def _tile_statistics(problem: Problem, rows: slice, columns: slice) -> Tensor:
-    z, _ = _tile(problem, rows, columns)
+    z, _, owned = _tile(problem, rows, columns)
     column = problem.column[rows] - (problem.first + columns.start)
     inside = (column >= 0) & (column < z.shape[1])
     if not z.shape[1]:
@@ -81,19 +84,32 @@ def _tile_statistics(problem: Problem, rows: slice, columns: slice) -> Tensor:
         return Statistic(none - torch.inf, none, none, none + torch.nan, (none,) * len(problem.further)).stacked()
     at_target = z.gather(1, column.clamp(0, z.shape[1] - 1)[:, None]).squeeze(1)
     m = z.amax(1)
-    z.sub_(torch.where(m == -torch.inf, torch.zeros_like(m), m)[:, None])
-    e = z.exp()
+    reference = torch.where(m == -torch.inf, 0.0, m)[:, None]
+    d = torch.sub(z, reference, out=z if owned else None)
+    # Without the sum of e (z - m) the exponentials take the place of the differences.
+    e = d.exp() if problem.entropy or problem.further else d.exp_()
     s = e.sum(1)
-    further = tuple(FURTHER[name].term(e, z).sum(1) for name in problem.further)
-    w = e.mul_(z.clamp_min_(FLOOR)).sum(1) if problem.entropy else torch.zeros_like(s)
+    further = tuple(FURTHER[name].term(e, d).sum(1) for name in problem.further)
+    w = e.mul_(d.clamp_min_(FLOOR)).sum(1) if problem.entropy else torch.zeros_like(s)
     return Statistic(m, s, w, torch.where(inside, at_target, torch.nan), further).stacked()
 
 
-def _tile_gradient(problem: Problem, norm: Normaliser, coef: Coefficients, rows: slice, columns: slice) -> Tensor:
-    z, squashed = _tile(problem, rows, columns)
-    d = z.sub_(norm.reference[rows, None])
-    p = (d - norm.log_sum[rows, None]).exp_()
-    if coef.square is not None or coef.constant is not None:
+def _tile_gradient(
+    problem: Problem,
+    norm: Normaliser,
+    coef: Coefficients,
+    rows: slice,
+    columns: slice,
+    out: Tensor | None = None,
+) -> Tensor:
+    """d logits of a tile, in ``out`` if given, which may be where its logits are."""
+    z, squashed, owned = _tile(problem, rows, columns)
+    further = coef.square is not None or coef.constant is not None
+    alone = coef.product is None and not further
+    d = torch.sub(z, norm.reference[rows, None], out=z if owned else out if alone else None)
+    # Without a product, probabilities take the place of the differences.
+    p = torch.sub(d, norm.log_sum[rows, None], out=d if alone else out).exp_()
+    if further:
         dz = coef.elsewhere(d, p, (rows, None))
     elif coef.product is None:
         dz = p.mul_(coef.plain[rows, None])
@@ -101,27 +117,33 @@ def _tile_gradient(problem: Problem, norm: Normaliser, coef: Coefficients, rows:
         inner = d.clamp_min_(FLOOR).mul_(coef.product[rows, None]).add_(coef.plain[rows, None])
         dz = p.mul_(inner)
     _place_targets(dz, problem.column[rows] - (problem.first + columns.start), coef.at_target[rows])
-    dz.mul_(problem.gain[rows, None])
+    if not problem.unit:
+        dz.mul_(problem.gain[rows, None])
     if squashed is not None:
         dz.mul_(squashed.square_().neg_().add_(1.0).mul_(problem.squash))
     skipped = problem.column[rows] == SKIP
     if inspectable(skipped):
         # By row: a mask that is broadcast takes as long as the exponentials. Elsewhere this would wait for the device.
-        return dz.index_fill_(0, skipped.nonzero().squeeze(1), 0.0)
-    return dz.masked_fill_(skipped[:, None], 0.0)
+        dz.index_fill_(0, skipped.nonzero().squeeze(1), 0.0)
+    else:
+        dz.masked_fill_(skipped[:, None], 0.0)
+    return dz if out is None or dz is out else out.copy_(dz)
 
 
-def _tile(problem: Problem, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
-    """``z`` of a tile in a buffer of its own, and under a softcap ``tanh(squash x)``."""
+def _tile(problem: Problem, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None, bool]:
+    """``z`` of a tile, under a softcap ``tanh(squash x)``, and whether z is a buffer that may be worked on in place:
+    otherwise it is the logits themselves."""
     x = problem.logits[:, columns.start : min(columns.stop, problem.columns)]
     x = x[rows] if problem.index is None else x.index_select(0, problem.index[rows])
-    # A copy even where the dtype is right already: the tile is worked on in place.
-    x = x.to(problem.gain.dtype, copy=problem.index is None)
+    owned = problem.index is not None or x.dtype != problem.gain.dtype
+    x = x.to(problem.gain.dtype)
+    if problem.unit:
+        return x, None, owned
     gain = problem.gain[rows, None]
     if not problem.squash:
-        return x.mul_(gain), None
-    y = x.mul_(problem.squash).tanh_()
-    return y * gain, y
+        return torch.mul(x, gain, out=x if owned else None), None, True
+    y = torch.mul(x, problem.squash, out=x if owned else None).tanh_()
+    return y * gain, y, True
 
 
 def _is_in_order(index: Tensor, count: int) -> bool:
@@ -149,7 +171,8 @@ def zero_the_rest(out: Tensor, out_index: Tensor | None, columns: int) -> None:
     if out_index is not None and out_index.numel() < out.shape[0]:
         rest = torch.ones(out.shape[0], dtype=torch.bool, device=out.device).index_fill_(0, out_index, False)
         out.masked_fill_(rest[:, None], 0.0)
-    out[:, columns:].zero_()
+    if columns < out.shape[1]:
+        out[:, columns:].zero_()
 
 
 def best(problem: Problem, k: int, negative: bool) -> Tensor:

@@ -113,6 +113,12 @@ class Call:
         return self.asked.scope == "support"
 
     @property
+    def unit(self) -> bool:
+        """Whether the head leaves logits as they are, as far as can be told without asking a device."""
+        head = self.asked.head
+        return head is None or head.unit
+
+    @property
     def mean_columns(self) -> int:
         """Columns of a shard on average over the vocabulary group: the same on every rank of it."""
         return self.columns if self.group is None else -(-self.vocab_size // self.group.size())

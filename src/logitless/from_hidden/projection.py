@@ -80,6 +80,7 @@ class Projection:
             memory=memory,
             first=first,
             further=self.call.further,
+            unit=self.call.unit,
         )
 
     def product(self, columns: slice) -> Product:

@@ -7,7 +7,7 @@ mismatch  log-probs of a trainer against those of the engine that sampled
 sweeps    the points of ``logitless sweep``, against the size that varies most
 """
 
-from logitless.tools.plots.bars import Bar, draw_case, draw_records
+from logitless.tools.plots.bars import Bar, draw_bars, draw_case, draw_records
 from logitless.tools.plots.curves import draw_growth, draw_response
 from logitless.tools.plots.mismatch import draw_mismatch
 from logitless.tools.plots.style import DARK, LIGHT, Style
@@ -18,6 +18,7 @@ __all__ = [
     "LIGHT",
     "Bar",
     "Style",
+    "draw_bars",
     "draw_case",
     "draw_growth",
     "draw_mismatch",

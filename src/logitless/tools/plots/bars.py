@@ -99,7 +99,7 @@ def _shown(group: Sequence[Record]) -> list[Record]:
 
 def _time_panel(axis: Axes, records: Sequence[Record], style: Style) -> None:
     ordered = sorted(records, key=lambda r: math.inf if r.total_ms is None else r.total_ms)
-    _draw_bars(axis, [_bar(r, r.total_ms, f"{_short(r.total_ms or 0.0)} ms") for r in ordered], style)
+    draw_bars(axis, [_bar(r, r.total_ms, f"{_short(r.total_ms or 0.0)} ms") for r in ordered], style)
     if (floor := records[0].floor_ms) is not None:
         # A provider that stores logits makes fewer products and may be below the mark, which says how many it counts.
         gemms = records[0].gemm_ms
@@ -109,7 +109,7 @@ def _time_panel(axis: Axes, records: Sequence[Record], style: Style) -> None:
 
 def _memory_panel(axis: Axes, records: Sequence[Record], style: Style) -> None:
     ordered = sorted(records, key=lambda r: math.inf if r.peak_bytes is None else r.peak_bytes)
-    _draw_bars(axis, [_bar(r, r.peak_bytes, "+" + format_bytes(r.peak_bytes or 0)) for r in ordered], style)
+    draw_bars(axis, [_bar(r, r.peak_bytes, "+" + format_bytes(r.peak_bytes or 0)) for r in ordered], style)
     _draw_mark(axis, records[0].logits_bytes, f"logits {format_bytes(records[0].logits_bytes)}", style)
 
 
@@ -127,7 +127,8 @@ def _bar(record: Record, value: float | None, text: str) -> Bar:
     return Bar(record.provider, value, text, ours, partial)
 
 
-def _draw_bars(axis: Axes, bars: Sequence[Bar], style: Style) -> None:
+def draw_bars(axis: Axes, bars: Sequence[Bar], style: Style) -> None:
+    """Bars from top to bottom, each with its name before it and its text behind it."""
     axis.set_facecolor(style.background)
     longest = max(bar.value for bar in bars) or 1.0
     # Labels have the background's colour behind them, so that the mark does not run through them.
