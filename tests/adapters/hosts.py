@@ -7,9 +7,30 @@ from typing import Any
 
 import record
 
-from logitless.tools.bench.checkouts import CHECKOUTS, FOLDER, checkout, checkouts, commit, load, named, put_first
+from logitless.tools.bench.checkouts import (
+    CHECKOUTS,
+    FOLDER,
+    checkout,
+    checkouts,
+    commit,
+    load,
+    named,
+    put_first,
+    standing_in,
+)
 
-__all__ = ["CHECKOUTS", "FOLDER", "checkout", "checkouts", "commit", "load", "named", "put_first", "takes"]
+__all__ = [
+    "CHECKOUTS",
+    "FOLDER",
+    "checkout",
+    "checkouts",
+    "commit",
+    "load",
+    "named",
+    "put_first",
+    "standing_in",
+    "takes",
+]
 
 record.start()
 

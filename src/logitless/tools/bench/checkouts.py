@@ -46,7 +46,7 @@ MISSING = {
     "nemo_rl": (),
     "openrlhf": ("deepspeed", "flash_attn", "peft", "pylatexenc"),
     "prime_rl": ("loguru",),
-    "skyrl": ("cloudpathlib", "cloudpickle", "jaxtyping", "loguru", "omegaconf", "ray", "skyrl_gym"),
+    "skyrl": ("cloudpathlib", "cloudpickle", "jaxtyping", "loguru", "omegaconf", "peft", "ray", "skyrl_gym"),
     "slime": ("httpx", "ray", "megatron.training", "torch_memory_saver"),
     "torchtitan": ("spmd_types", "torchdata", "tyro"),
     "trl": (),
@@ -58,6 +58,7 @@ FIRST = {
     "openrlhf": ("transformers.integrations.deepspeed",),
     "miles": ("megatron.core.models.gpt",),
     "prime_rl": ("transformers",),
+    "skyrl": ("transformers",),
     "slime": ("megatron.core.models.gpt",),
     "verl": ("transformers",),
 }
