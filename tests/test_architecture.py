@@ -43,6 +43,7 @@ THIRD_PARTY = {
     "tools.score.results": {"pyarrow"},
     "tools.score.texts": {"jinja2", "transformers"},
     "tools.bench": {"rich", "typer"},
+    "tools.bench.checkouts": {"typing_extensions"},
     "tools.bench.adapters": {"datasets", "tokenizers", "transformers", "trl"},
 }
 

@@ -1,270 +1,40 @@
-"""Frameworks that are installed without their requirements: the real host code, imported on a plain CPU machine.
-
-    .venv/hosts                    the hosts of constraints-hosts.txt, put there by ``make``
-    LOGITLESS_HOSTS=checkouts      a folder with ``slime-0.3.0``, ``verl-main``, ...; the last of a host is taken
-    LOGITLESS_HOSTS=checkouts/slime-0.3.0      one checkout; for every other host the usual place
-
-A checkout comes before what is installed, and in place of a double. A host's package imports third-party packages that
-are not there and that the functions under test never call (ray, tensordict, peft, ...). While the host's modules are
-imported, and no longer, each of these is stood in for by an empty module; the host's own code is always the real one.
-"""
+"""The hosts that the adapters' tests run on: their real code (``logitless.tools.bench.checkouts``), watched."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.abc
-import importlib.machinery
 import inspect
-import os
-import re
-import sys
-import typing
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import record
-import torch
-import torch._dynamo
-import typing_extensions
 
-FOLDER = Path(sys.prefix) / "hosts"
+from logitless.tools.bench.checkouts import (
+    CHECKOUTS,
+    FOLDER,
+    checkout,
+    checkouts,
+    commit,
+    load,
+    named,
+    put_first,
+    standing_in,
+)
 
-CHECKOUTS = "LOGITLESS_HOSTS"
+__all__ = [
+    "CHECKOUTS",
+    "FOLDER",
+    "checkout",
+    "checkouts",
+    "commit",
+    "load",
+    "named",
+    "put_first",
+    "standing_in",
+    "takes",
+]
 
 record.start()
-
-MISSING = {
-    "areal": ("aiohttp", "colorlog", "ray"),
-    "megatron": (),
-    "ms_swift": (),
-    "miles": ("httpx", "ray", "megatron.training", "torch_memory_saver"),
-    "nemo_rl": (),
-    "openrlhf": ("deepspeed", "flash_attn", "peft", "pylatexenc"),
-    "prime_rl": ("loguru",),
-    "skyrl": ("cloudpathlib", "cloudpickle", "jaxtyping", "loguru", "omegaconf", "ray", "skyrl_gym"),
-    "slime": ("httpx", "ray", "megatron.training", "torch_memory_saver"),
-    "torchtitan": ("spmd_types", "torchdata", "tyro"),
-    "trl": (),
-    "verl": ("codetiming", "hydra", "omegaconf", "orjson", "peft", "prefix_grouper", "ray", "tensordict"),
-}
-"""Third-party packages that a host imports at its top level and that are stood in for."""
-
-FIRST = {
-    "openrlhf": ("transformers.integrations.deepspeed",),
-    "miles": ("megatron.core.models.gpt",),
-    "nemo_rl": ("megatron.core.models.gpt", "megatron.core.models.multimodal.llava_model"),
-    "prime_rl": ("transformers",),
-    "slime": ("megatron.core.models.gpt",),
-    "verl": ("transformers",),
-}
-"""Real packages that look around for others when they are imported, and should not see a stand-in."""
-
-
-BARE = {
-    "areal": ("areal", "areal.infra", "areal.utils", "areal.utils.functional"),
-    "ms_swift": ("swift", "swift.megatron", "swift.megatron.trainers"),
-    "prime_rl": ("prime_rl.trainer", "prime_rl.trainer.models"),
-}
-"""Packages of a checkout whose ``__init__`` imports the whole host: their modules are imported without it."""
-
-ABSENT = {"nemo_rl": ("nemo_rl.models.megatron.train",)}
-"""Modules of a checkout whose imports want all of the host's requirements; an adapter reports them as missing."""
-
-
-MODULES = {
-    "miles": (
-        "miles.backends.training_utils.loss_hub.logit_processors",
-        "miles.backends.training_utils.loss_hub.losses",
-        "miles.backends.training_utils.parallel",
-    ),
-    "ms_swift": ("swift.megatron.trainers.vocab_parallel_utils",),
-    "nemo_rl": ("nemo_rl.algorithms.logits_sampling_utils", "nemo_rl.distributed.model_utils"),
-    "openrlhf": ("openrlhf.models.actor",),
-    "prime_rl": ("prime_rl.trainer.models.layers.lm_head", "prime_rl.trainer.models.layers.lm_head_gemma"),
-    "skyrl": (
-        "skyrl.backends.skyrl_train.utils.torch_utils",
-        "skyrl.backends.skyrl_train.distributed.megatron.model_utils",
-    ),
-    "slime": ("slime.backends.megatron_utils.loss", "slime.backends.megatron_utils.initialize"),
-    "torchtitan": ("torchtitan.components.loss",),
-    "verl": (
-        "verl.utils.torch_functional",
-        "verl.utils.experimental.torch_functional",
-        "verl.utils.kernel.linear_cross_entropy",
-        "verl.utils.megatron.tensor_parallel",
-    ),
-}
-"""Where the functions are that an adapter replaces."""
-
-
-PACKAGES = {"ms_swift": "swift"}
-"""Names that hosts are imported by, where these are not the names of their adapters."""
-
-
-def checkout(host: str) -> Path | None:
-    """The checkout of a host that ``LOGITLESS_HOSTS`` names: the newest one of a folder; or None."""
-    return next(iter(reversed(checkouts(host))), None)
-
-
-def checkouts(host: str) -> list[Path]:
-    """All checkouts of a host, oldest first."""
-    if not os.environ.get(CHECKOUTS):
-        return []
-    root = Path(os.environ[CHECKOUTS]).resolve()
-    if not root.is_dir():
-        raise RuntimeError(f"{CHECKOUTS}={root} is not a folder.")
-    folders = [root] if _is_of(host, root) else [folder for folder in root.iterdir() if _is_of(host, folder)]
-    return sorted(folders, key=_age)
-
-
-def _is_of(host: str, folder: Path) -> bool:
-    return (
-        re.fullmatch(rf"{host}(-.*)?", folder.name) is not None
-        and (_sources(folder, host) / PACKAGES.get(host, host)).is_dir()
-    )
-
-
-def _sources(folder: Path, host: str) -> Path:
-    """Where a checkout has its package: at the top, or under ``src``."""
-    return folder / "src" if (folder / "src" / PACKAGES.get(host, host)).is_dir() else folder
-
-
-def _age(folder: Path) -> tuple[int, tuple[int, ...]]:
-    """Releases by their numbers, then branches."""
-    numbers = tuple(map(int, re.findall(r"\d+", folder.name)))
-    return (0 if numbers else 1), numbers
-
-
-def put_first(host: str) -> bool:
-    """Whether there is a checkout of the host; its package is then the one that is imported."""
-    folder = checkout(host)
-    if folder is not None and str(_sources(folder, host)) not in sys.path:
-        sys.path.insert(0, str(_sources(folder, host)))
-        # Hosts compile parts of their losses; there is no compiler to count on, and the numbers are the same. The
-        # variable is for worker processes.
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        torch._dynamo.config.disable = True
-    return folder is not None
 
 
 def takes(function: Any, name: str) -> bool:
     """Whether this release of the host has the parameter."""
     return name in inspect.signature(function).parameters
-
-
-def load(host: str, *modules: str) -> list[ModuleType]:
-    """The real modules of a host: those that are named, or all that its adapter replaces something in."""
-    if put_first(host):
-        # Hosts call what newer torch has renamed.
-        warnings.filterwarnings("ignore", "torch.distributed.nn.functional", FutureWarning)
-        warnings.filterwarnings("ignore", "Using a non-tuple sequence for multidimensional indexing", UserWarning)
-        if not torch.cuda.is_available():
-            _stay_on_cpu()
-        for name in ABSENT.get(host, ()):
-            sys.modules[name] = None  # pyright: ignore
-        for name in BARE.get(host, ()):
-            _bare(name, host)
-    else:
-        if not (FOLDER / host).is_dir():
-            raise RuntimeError(f"{host} is not in {FOLDER}: run `make` to install what constraints-hosts.txt lists.")
-        if str(FOLDER) not in sys.path:
-            # Last, so that nothing of ours is hidden by what a host brings along.
-            sys.path.append(str(FOLDER))
-    with warnings.catch_warnings():
-        # What a host's imports warn of is the host's business.
-        warnings.simplefilter("ignore")
-        for name in FIRST.get(host, ()):
-            importlib.import_module(name)
-        with standing_in(MISSING[host]):
-            return [importlib.import_module(name) for name in modules or MODULES[host]]
-
-
-def _bare(name: str, host: str) -> None:
-    folder = checkout(host)
-    if name not in sys.modules and folder is not None:
-        package = ModuleType(name)
-        package.__path__ = [str(_sources(folder, host).joinpath(*name.split(".")))]
-        sys.modules[name] = package
-
-
-_tensor = torch.tensor
-
-
-def _stay_on_cpu() -> None:
-    """NeMo-RL moves ids to a device, and indices through pinned memory, that it knows it has."""
-    torch.Tensor.cuda = lambda self, *_, **__: self  # pyright: ignore
-    torch.tensor = lambda *args, pin_memory=False, **more: _tensor(*args, **more)
-
-
-@contextmanager
-def standing_in(packages: tuple[str, ...]) -> Iterator[None]:
-    """Within, the packages and everything below them can be imported, and hold whatever is asked of them."""
-    finder = _Finder(packages)
-    sys.meta_path.insert(0, finder)
-    plain = typing.TypedDict
-    # Pydantic refuses typing.TypedDict before Python 3.12, which skyrl is written for.
-    typing.TypedDict = typing_extensions.TypedDict  # pyright: ignore
-    try:
-        yield
-    finally:
-        typing.TypedDict = plain  # pyright: ignore
-        sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if finder.covers(name)]:
-            del sys.modules[name]
-
-
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def __init__(self, packages: tuple[str, ...]) -> None:
-        self.packages = packages
-
-    def covers(self, name: str) -> bool:
-        return any(name == package or name.startswith(f"{package}.") for package in self.packages)
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if self.covers(fullname) else None
-
-    def create_module(self, spec: Any) -> ModuleType:
-        return _StandIn(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
-
-
-class _StandIn(ModuleType):
-    """A module in which every name is a class that takes anything and does nothing."""
-
-    __version__ = "0.0"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Names(name, (_Nothing,), {})
-
-
-class _Names(type):
-    """A class whose attributes are such classes too: hosts annotate with ``package.module.Name``."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Names(name, (_Nothing,), {})
-
-
-class _Nothing(metaclass=_Names):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __class_getitem__(cls, item: Any) -> Any:
-        return cls

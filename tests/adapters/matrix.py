@@ -28,7 +28,7 @@ ROOT = HERE.parents[1]
 RECORDS = ROOT / "benchmarks" / "results" / "hosts.jsonl"
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from hosts import CHECKOUTS, checkouts  # noqa: E402
+from hosts import CHECKOUTS, checkouts, commit, named  # noqa: E402
 from record import FILE  # noqa: E402
 
 import logitless  # noqa: E402
@@ -61,7 +61,7 @@ def run(host: str, folder: Path | None) -> dict[str, Any]:
         "host": host,
         "on": _kind(host, folder),
         "version": next((x["version"] for x in noted if x.get("host") == host), None),
-        "commit": None if folder is None else _commit(folder),
+        "commit": None if folder is None else commit(folder),
         **_tests(suite),
         **_differences(noted),
         "calls": sum("calls" in x for x in noted),
@@ -73,7 +73,7 @@ def run(host: str, folder: Path | None) -> dict[str, Any]:
 
 def _kind(host: str, folder: Path | None) -> str:
     if folder is not None:
-        return folder.name.removeprefix(f"{host}-")
+        return named(host, folder)
     return "double" if (HERE / "doubles" / host).is_dir() else "installed"
 
 
@@ -91,15 +91,6 @@ def _differences(noted: list[dict[str, Any]]) -> dict[str, Any]:
         found[kind] = max((x["ours"] for x in of), default=None)
         found[f"host_{kind}"] = max((x["theirs"] for x in of), default=None)
     return found
-
-
-def _commit(folder: Path) -> str | None:
-    if (folder / "COMMIT").is_file():
-        return (folder / "COMMIT").read_text().strip()
-    if not (folder / ".git").exists():
-        return None
-    command = ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def keep(record: dict[str, Any], file: Path) -> None:

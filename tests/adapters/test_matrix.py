@@ -11,6 +11,7 @@ import hosts
 import matrix
 import pytest
 
+from logitless import LogitlessError
 from logitless.adapters import HOSTS
 from logitless.adapters.signatures import covers
 
@@ -62,7 +63,7 @@ def test_checkouts_are_found_newest_last(tmp_path, monkeypatch):
     assert hosts.checkout("slime").name == "slime-0.3.0"
     assert hosts.checkout("verl") is None
     monkeypatch.setenv(hosts.CHECKOUTS, str(tmp_path / "gone"))
-    with pytest.raises(RuntimeError, match="is not a folder"):
+    with pytest.raises(LogitlessError, match="is not a folder"):
         hosts.checkout("verl")
 
 

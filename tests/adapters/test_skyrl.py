@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from close import assert_close_to_truth, assert_gradient_close_to_truth
-from hosts import checkout, load
+from hosts import checkout, load, standing_in
 from parity import assert_parity, run
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -32,6 +32,7 @@ from logitless.tools.bench.adapters import ENTRIES, SMOKE, measure
 
 MODEL_UTILS = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 TORCH_UTILS = "skyrl.backends.skyrl_train.utils.torch_utils"
+FSDP_WRAPPER = "skyrl.backends.skyrl_train.workers.model_wrapper"
 WRAPPER = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
 V, D, TEMPERATURE, SCALE = 62, 8, 0.7, 1.3
 MASK = torch.tensor([[0] * 4 + [1] * 9, [1] * 13, [1] * 5 + [0] * 8]).bool()
@@ -323,7 +324,10 @@ def test_over_ranks(ranks, tp, cp):
 
 @pytest.fixture(scope="module", autouse=True)
 def skyrl():
-    return load("skyrl", TORCH_UTILS, MODEL_UTILS, WRAPPER)
+    load("skyrl", TORCH_UTILS, MODEL_UTILS, WRAPPER)
+    # Only now: without the package, SkyRL's log-probs are plain torch.
+    with standing_in(("flash_attn",)):
+        load("skyrl", FSDP_WRAPPER)
 
 
 def functional():
@@ -610,7 +614,7 @@ def test_everything_is_replaced_and_put_back():
     before = module.from_parallel_logits_to_logprobs, functional().logprobs_from_logits
     report = logitless.install("skyrl")
     assert checkout("skyrl") or report.version == "0.3.0"
-    assert len(report.replaced) == 15
+    assert len(report.replaced) == 16
     assert not report.missing
     assert module.from_parallel_logits_to_logprobs is not before[0]
     logitless.uninstall("skyrl")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,19 @@ import torch
 
 import logitless
 from logitless import LogitlessError
-from logitless.tools.bench.adapters import ENTRIES, SMOKE, START, append, main, measure, read, table, with_table
+from logitless.tools.bench.adapters import (
+    ENTRIES,
+    SMOKE,
+    START,
+    append,
+    installed,
+    main,
+    measure,
+    read,
+    table,
+    with_table,
+)
+from logitless.tools.bench.checkouts import PACKAGES
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "adapters.jsonl"
@@ -23,9 +36,11 @@ import hosts  # noqa: E402
 
 @pytest.mark.parametrize("host", ENTRIES)
 @pytest.mark.filterwarnings("default")
-def test_entries_run(host, tmp_path):
-    if (hosts.FOLDER / host).is_dir():
-        hosts.load(host)
+def test_entries_run(host, tmp_path, monkeypatch):
+    if not hosts.put_first(host):
+        monkeypatch.syspath_prepend(str(ROOT / "tests" / "adapters" / "doubles"))
+    if not find_spec(PACKAGES.get(host, host)) and not (hosts.FOLDER / host).is_dir():
+        pytest.skip(f"{host} has no double, and LOGITLESS_HOSTS names no checkout")
     record = measure(ENTRIES[host], torch.device("cpu"), SMOKE, repeats=1)
     assert record.difference < 1e-4
     assert record.before_bytes > 0
@@ -48,3 +63,10 @@ def test_tables_are_what_the_records_say(page):
 def test_unknown_entries_are_refused(tmp_path):
     with pytest.raises(LogitlessError, match="there is no entry 'trll'"):
         main(["--host", "trll", "--out", str(tmp_path / "a.jsonl")])
+
+
+def test_a_step_that_the_host_served_itself_is_an_error(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "adapters" / "doubles"))
+    with pytest.raises(LogitlessError, match="prime_rl ran its own code with ours installed"), installed("prime_rl"):
+        pass
+    assert not logitless.status().hosts

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from logitless.adapters.host import Host, Option, Replacement
 from logitless.adapters.packs import Batch, packed_batch, padded_batch
-from logitless.adapters.scoring import entropy_mode, entropy_of_logits, make_logprobs_from_logits, score_hidden
+from logitless.adapters.scoring import entropy_mode, entropy_of_logits, score_hidden
 from logitless.adapters.shards import even_shard
+from logitless.adapters.skyrl_fsdp import fsdp_replacements
 from logitless.adapters.skyrl_rows import (
     Scorer,
     check_batch,
@@ -46,9 +47,7 @@ from logitless.errors import LogitlessError
 from logitless.spec import Head, VocabShard
 
 MODEL_UTILS = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
-TORCH_UTILS = "skyrl.backends.skyrl_train.utils.torch_utils"
 MEGATRON_WRAPPER = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
-FSDP_WRAPPER = "skyrl.backends.skyrl_train.workers.model_wrapper"
 
 
 # Log-probs.
@@ -356,27 +355,6 @@ def _mean_entropy(score: Scorer, batch: Batch, shard: VocabShard | None, *source
 # FSDP.
 
 
-def make_chunked_entropy(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``chunked_entropy_from_logits``: positions with mask 0 are not computed."""
-
-    def chunked_entropy_from_logits(
-        logits: Tensor, requires_grad: bool = False, attention_mask: Tensor | None = None, chunk_size: int = 1024
-    ) -> Tensor:
-        if logits.dim() != 3:
-            raise LogitlessError(f"logits must be [B, S, V] but is {list(logits.shape)}.")
-        if attention_mask is not None and attention_mask.shape != logits.shape[:-1]:
-            raise LogitlessError(
-                f"attention_mask shape {list(attention_mask.shape)} does not match logits shape {list(logits.shape)}: "
-                f"it must be {list(logits.shape[:-1])}."
-            )
-        left_out = None if attention_mask is None else attention_mask == 0
-        where = "chunked_entropy_from_logits"
-        entropy = entropy_of_logits(where, logits, options["audit"], grad=requires_grad, leave_out=left_out)
-        return (entropy if attention_mask is None else entropy * attention_mask).to(logits.dtype)
-
-    return chunked_entropy_from_logits
-
-
 def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
     padded = (
         "target, vocab_start_index, vocab_end_index, tp_group, inference_only=False, cp_group=None, chunk_size=None"
@@ -416,13 +394,6 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
             make_entropy_from_hidden_packed,
         ),
     }
-    fsdp = {
-        "logprobs_from_logits": ("(logits, labels, inplace_backward=True)", make_logprobs_from_logits),
-        "chunked_entropy_from_logits": (
-            "(logits, requires_grad=False, attention_mask=None, chunk_size=1024)",
-            make_chunked_entropy,
-        ),
-    }
     return [
         *(
             Replacement(MODEL_UTILS, name, signature, make, (MEGATRON_WRAPPER,), optional=True)
@@ -430,7 +401,7 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
         ),
         *_classes(),
         *(_passes() if options["rows_before_head"] else ()),
-        *(Replacement(TORCH_UTILS, name, *how, (FSDP_WRAPPER,)) for name, how in fsdp.items()),
+        *fsdp_replacements(options),
     ]
 
 
@@ -480,6 +451,6 @@ HOST = Host(
             False, "True: FSDP's backward may write the gradient over the logits; for runs without an entropy bonus"
         ),
         "memory": Option("256MiB", "working memory of the functions that take hidden states"),
-        "rows_before_head": Option(True, "False: Megatron workers score prompts too, whose results they cut away"),
+        "rows_before_head": Option(True, "False: workers score prompts too, whose results they cut away"),
     },
 )

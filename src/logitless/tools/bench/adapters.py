@@ -4,7 +4,8 @@
     measured: peak bytes, median time, and the largest difference between the log-probs of the two steps
 
 One record per host and run goes to ``benchmarks/results/adapters.jsonl``; the tables of ``docs/adapters`` are made from
-these records alone (``--docs docs/adapters``), and a test compares them. A host is one entry of ``ENTRIES``.
+these records alone (``--docs docs/adapters``), and a test compares them. A host is one entry of ``ENTRIES``. Hosts that
+are not installed are imported from the sources that ``LOGITLESS_HOSTS`` names (``checkouts.py``).
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,9 +29,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import logitless
+from logitless.adapters.signatures import version_of
 from logitless.errors import LogitlessError
 from logitless.spec import format_bytes
-from logitless.tools.bench import host_steps
+from logitless.tools.bench import checkouts, host_steps
 from logitless.tools.bench.measure import peak_bytes
 from logitless.tools.bench.records import Environment
 
@@ -53,15 +54,15 @@ class Entry:
 
     Args:
         host: name of the host in ``install``, and of its page in ``docs/adapters``.
-        package: the package whose version is recorded.
         point: the host's entry point, for the table.
         prepare: makes the steps, from a device and sizes.
+        world: the process group that the host expects, on a device.
     """
 
     host: str
-    package: str
     point: str
     prepare: Callable[[torch.device, Sizes], Steps]
+    world: Callable[[torch.device], AbstractContextManager[Any]] = nullcontext
 
 
 @dataclass(frozen=True)
@@ -103,24 +104,30 @@ class AdapterRecord:
 
 @contextmanager
 def installed(host: str, **options: Any) -> Iterator[None]:
-    """``install`` when entered and ``uninstall`` when left."""
+    """``install`` when entered and ``uninstall`` when left; an error if a call was not served by us."""
     logitless.install(host, **options)
     try:
         yield
+        report = next(entry for entry in logitless.status().hosts if entry.host == host)
+        if report.passed_on or not report.calls:
+            raise LogitlessError(f"bench.adapters: {host} ran its own code with ours installed.\n{report}")
     finally:
         logitless.uninstall(host)
 
 
 def measure(entry: Entry, device: torch.device, sizes: Sizes, repeats: int = 5) -> AdapterRecord:
     """Both steps of an entry, warmed up, on the same model and batch."""
-    torch.manual_seed(0)
-    steps = entry.prepare(device, sizes)
-    before, before_bytes, before_ms = _run(steps.before, device, repeats)
-    with steps.inside:
-        after, after_bytes, after_ms = _run(steps.after, device, repeats)
+    with entry.world(device):
+        if entry.host in checkouts.MODULES:
+            checkouts.load(entry.host)
+        torch.manual_seed(0)
+        steps = entry.prepare(device, sizes)
+        before, before_bytes, before_ms = _run(steps.before, device, repeats)
+        with steps.inside:
+            after, after_bytes, after_ms = _run(steps.after, device, repeats)
     return AdapterRecord(
         host=entry.host,
-        version=version(entry.package),
+        version=_version(entry.host),
         point=entry.point,
         sizes=str(sizes),
         before_bytes=before_bytes,
@@ -130,6 +137,15 @@ def measure(entry: Entry, device: torch.device, sizes: Sizes, repeats: int = 5) 
         difference=float((after.double() - before.double()).abs().max()),
         environment=asdict(Environment.here(device)),
     )
+
+
+def _version(host: str) -> str:
+    """The checkout and its commit, or the version that is installed."""
+    folder = checkouts.checkout(host)
+    if folder is None:
+        return version_of(importlib.import_module(f"logitless.adapters.{host}").HOST)
+    commit = checkouts.commit(folder)
+    return checkouts.named(host, folder) + (f" `{commit}`" if commit else "")
 
 
 def _run(step: Callable[[], Tensor], device: torch.device, repeats: int) -> tuple[Tensor, int, float]:
@@ -245,67 +261,85 @@ def _grpo_trainer(device: torch.device, sizes: Sizes) -> Any:
     )
 
 
-def _megatron(device: torch.device, sizes: Sizes) -> Steps:
-    dtype = getattr(torch, sizes.dtype)
-    hidden = torch.randn(sizes.length, sizes.samples, sizes.hidden, device=device).to(dtype).requires_grad_()
-    labels = torch.randint(sizes.vocab, (sizes.samples, sizes.length), device=device)
-    if not dist.is_initialized():
-        backend = "gloo" if device.type == "cpu" else "nccl"
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    state = importlib.import_module("megatron.core.parallel_state")
-    if not state.model_parallel_is_initialized():
-        state.initialize_model_parallel()
-    before, after = host_steps.megatron(hidden, labels, sizes.vocab)
+@contextmanager
+def alone(device: torch.device) -> Iterator[None]:
+    """A process group of one rank."""
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
-    @contextmanager
-    def alone() -> Iterator[None]:
+
+@contextmanager
+def megatron_alone(device: torch.device) -> Iterator[None]:
+    """Megatron's groups of one rank."""
+    checkouts.put_first("megatron")
+    state = importlib.import_module("megatron.core.parallel_state")
+    with alone(device):
+        state.initialize_model_parallel()
         try:
             yield
         finally:
             state.destroy_model_parallel()
-            dist.destroy_process_group()
-
-    return Steps(before, after, alone())
 
 
-def _same_step(host: str, step: Callable[[Any, Tensor], Callable[[], Tensor]]) -> Callable[..., Steps]:
+def _megatron(device: torch.device, sizes: Sizes) -> Steps:
+    dtype = getattr(torch, sizes.dtype)
+    hidden = torch.randn(sizes.length, sizes.samples, sizes.hidden, device=device).to(dtype).requires_grad_()
+    labels = torch.randint(sizes.vocab, (sizes.samples, sizes.length), device=device)
+    before, after = host_steps.megatron(hidden, labels, sizes.vocab)
+    return Steps(before, after, nullcontext())
+
+
+def _same_step(host: str) -> Callable[..., Steps]:
     """An entry whose two steps are the same calls; installing replaces the functions that they reach."""
 
     def prepare(device: torch.device, sizes: Sizes) -> Steps:
         tokens = torch.randint(2, sizes.vocab, (sizes.samples, sizes.length), device=device)
-        run = step(_model(device, sizes), tokens)
+        run = getattr(host_steps, host)(host_steps.Batch(_model(device, sizes), tokens, sizes.prompt))
         return Steps(run, run, installed(host))
 
     return prepare
 
 
+def _entry(host: str, point: str, world: Callable[..., AbstractContextManager[Any]] = nullcontext) -> Entry:
+    return Entry(host, point, _same_step(host), world)
+
+
 ENTRIES = {
     entry.host: entry
     for entry in (
-        Entry(
-            "transformers", "transformers", "`model(...)`, log-softmax and entropy of the response rows", _transformers
-        ),
-        Entry("trl", "trl", "`GRPOTrainer._get_per_token_logps_and_entropies`", _trl),
+        Entry("transformers", "`model(...)`, log-softmax and entropy of the response rows", _transformers),
+        Entry("trl", "`GRPOTrainer._get_per_token_logps_and_entropies`", _trl),
         Entry(
             "megatron",
-            "megatron.core",
             "`ColumnParallelLinear` and `vocab_parallel_cross_entropy`, then `output_processor`",
             _megatron,
+            megatron_alone,
         ),
-        Entry("openrlhf", "openrlhf", "`Actor.forward`", _same_step("openrlhf", host_steps.openrlhf)),
-        Entry(
-            "skyrl",
+        _entry("openrlhf", "`Actor.forward`"),
+        _entry(
             "skyrl",
             "`logprobs_from_logits` and `chunked_entropy_from_logits` on a model's logits, as FSDP workers call them",
-            _same_step("skyrl", host_steps.skyrl),
         ),
-        Entry(
-            "verl",
+        _entry(
             "verl",
             "`logprobs_from_logits` and `entropy_from_logits` on a model's logits, as the FSDP engine calls them",
-            _same_step("verl", host_steps.verl),
         ),
+        _entry("slime", "`get_log_probs_and_entropy` on a model's logits in float32, with entropies", megatron_alone),
+        _entry("miles", "`get_log_probs_and_entropy` on a model's logits, with entropies", megatron_alone),
+        _entry("nemo_rl", "`get_next_token_logprobs_from_logits` on a model's logits, in a group of one rank", alone),
+        _entry("areal", "`gather_logprobs_entropy` on a model's logits"),
+        _entry("prime_rl", "`FusedOutputLinear.forward` on a model's hidden states"),
+        _entry(
+            "ms_swift",
+            "`compute_logps_and_entropy_from_logits` on a model's logits, with entropies as a metric",
+            megatron_alone,
+        ),
+        _entry("torchtitan", "`compute_logprobs` on a model's logits, with entropies as a metric"),
     )
 }
 
@@ -356,6 +390,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m logitless.tools.bench.adapters", description=__doc__)
     parser.add_argument("--host", action="extend", nargs="+", default=[], help="default: all hosts")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--samples", type=int, help="samples of the batch, where the device holds no more")
     parser.add_argument("--out", type=Path, default=RESULTS, help="file to append to")
     parser.add_argument("--docs", type=Path, help="folder of pages whose tables are made anew; measures nothing")
     parser.add_argument("--commit", help="commit to record where the code has no git history")
@@ -367,10 +402,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 page.write_text(with_table(text, page.stem, read(options.out)), encoding="utf-8")
         return 0
     device = torch.device(options.device)
+    sizes = CUDA if device.type == "cuda" else CPU
+    sizes = sizes if options.samples is None else replace(sizes, samples=options.samples)
     for name in options.host or ENTRIES:
         if name not in ENTRIES:
             raise LogitlessError(f"bench.adapters: there is no entry {name!r}. Known: {', '.join(sorted(ENTRIES))}.")
-        record = measure(ENTRIES[name], device, CUDA if device.type == "cuda" else CPU)
+        record = measure(ENTRIES[name], device, sizes)
         if options.commit is not None:
             record = replace(record, environment={**record.environment, "commit": options.commit, "dirty": None})
         append(options.out, record)

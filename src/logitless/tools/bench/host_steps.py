@@ -1,19 +1,49 @@
 """One training step on a causal LM through a host's functions, which are ours once ``install(host)`` was called.
 
-Each maker returns a function that runs forward and backward and gives the log-probs of all next tokens. It looks the
-host's functions up as the host's trainers do, by name and at every call.
+Each maker returns a function that runs forward and backward and gives the log-probs of all next tokens, or of those
+of the responses where the host scores no others. It looks the host's functions up as the host's trainers do, by name
+and at every call.
 """
 
 from __future__ import annotations
 
 import importlib
+from argparse import Namespace
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 TEMPERATURE = 0.7
+
+
+class Batch(NamedTuple):
+    """A causal LM and what it is trained on.
+
+    Args:
+        model: a causal LM of transformers.
+        tokens: ``[samples, length]``, no padding.
+        prompt: tokens of each sample that are prompt.
+    """
+
+    model: Any
+    tokens: Tensor
+    prompt: int
+
+    def logits(self) -> Tensor:
+        return self.model(self.tokens, use_cache=False).logits
+
+    def pack(self) -> dict[str, Any]:
+        """Lists of one entry per sample, as slime and its kin name them."""
+        samples, length = self.tokens.shape
+        return {
+            "unconcat_tokens": list(self.tokens),
+            "total_lengths": [length] * samples,
+            "response_lengths": [length - self.prompt] * samples,
+        }
 
 
 def _learn(model: Any, logprob: Tensor, entropy: Tensor) -> Tensor:
@@ -22,42 +52,141 @@ def _learn(model: Any, logprob: Tensor, entropy: Tensor) -> Tensor:
     return logprob.detach().reshape(-1)
 
 
-def verl(model: Any, tokens: Tensor) -> Callable[[], Tensor]:
+def verl(batch: Batch) -> Callable[[], Tensor]:
     """The step of verl's FSDP engine without fused kernels."""
     functional = importlib.import_module("verl.utils.torch_functional")
 
     def step() -> Tensor:
-        logits = model(tokens, use_cache=False).logits
+        logits = batch.logits()
         logits = logits / torch.tensor(TEMPERATURE, dtype=logits.dtype, device=logits.device)
         entropy = functional.entropy_from_logits(logits)
-        labels = tokens.roll(-1, 1)
-        return _learn(model, functional.logprobs_from_logits(logits, labels, inplace_backward=False), entropy)
+        labels = batch.tokens.roll(-1, 1)
+        return _learn(batch.model, functional.logprobs_from_logits(logits, labels, inplace_backward=False), entropy)
 
     return step
 
 
-def skyrl(model: Any, tokens: Tensor) -> Callable[[], Tensor]:
+def skyrl(batch: Batch) -> Callable[[], Tensor]:
     """The step of SkyRL's FSDP worker with an entropy bonus."""
     torch_utils = importlib.import_module("skyrl.backends.skyrl_train.utils.torch_utils")
 
     def step() -> Tensor:
-        logits = model(tokens, use_cache=False).logits
+        logits = batch.logits()
         logits.div_(TEMPERATURE)
-        logprob = torch_utils.logprobs_from_logits(logits, tokens.roll(-1, 1), inplace_backward=True)
-        return _learn(model, logprob, torch_utils.chunked_entropy_from_logits(logits, requires_grad=True))
+        logprob = torch_utils.logprobs_from_logits(logits, batch.tokens.roll(-1, 1), inplace_backward=True)
+        return _learn(batch.model, logprob, torch_utils.chunked_entropy_from_logits(logits, requires_grad=True))
 
     return step
 
 
-def openrlhf(model: Any, tokens: Tensor) -> Callable[[], Tensor]:
+def openrlhf(batch: Batch) -> Callable[[], Tensor]:
     """The whole forward of OpenRLHF's actor around the model."""
-    actor = importlib.import_module("openrlhf.models.actor").Actor(model, temperature=TEMPERATURE)
+    actor = importlib.import_module("openrlhf.models.actor").Actor(batch.model, temperature=TEMPERATURE)
     actor.packing_samples = False
-    mask = torch.ones_like(tokens)
+    mask = torch.ones_like(batch.tokens)
 
     def step() -> Tensor:
-        logprob, output = actor(tokens, None, mask, return_output=True, return_logprobs=True, return_entropy=True)
-        return _learn(model, logprob, output.entropy)
+        asked = {"return_output": True, "return_logprobs": True, "return_entropy": True}
+        logprob, output = actor(batch.tokens, None, mask, **asked)
+        return _learn(batch.model, logprob, output.entropy)
+
+    return step
+
+
+def slime(batch: Batch) -> Callable[[], Tensor]:
+    """A pack through slime's loss, on float32 logits as its Megatron models give them, with an entropy bonus."""
+    loss = importlib.import_module("slime.backends.megatron_utils.loss")
+    more = {"qkv_format": "thd", "log_probs_chunk_size": -1, "allgather_cp": False}
+    args = Namespace(rollout_temperature=TEMPERATURE, entropy_coef=0.01, **more)
+
+    def step() -> Tensor:
+        logits = batch.logits().flatten(0, 1)[None].float()
+        found = loss.get_log_probs_and_entropy(logits, args=args, **batch.pack(), with_entropy=True)
+        # Newer releases put an empty loss before the lists.
+        lists = found[1] if isinstance(found, tuple) else found
+        return _learn(batch.model, torch.cat(lists["log_probs"]), torch.cat(lists["entropy"]))
+
+    return step
+
+
+def miles(batch: Batch) -> Callable[[], Tensor]:
+    """A pack through miles's loss, with an entropy bonus."""
+    processors = importlib.import_module("miles.backends.training_utils.loss_hub.logit_processors")
+    alone = SimpleNamespace(rank=0, size=1, group=dist.group.WORLD)
+    importlib.import_module("miles.backends.training_utils.parallel").set_parallel_state(
+        SimpleNamespace(tp=alone, cp=alone)
+    )
+    more = {"qkv_format": "thd", "log_probs_chunk_size": -1, "allgather_cp": False, "true_on_policy_mode": False}
+    args = Namespace(rollout_temperature=TEMPERATURE, **more)
+
+    def step() -> Tensor:
+        logits = batch.logits().flatten(0, 1)[None]
+        lists = processors.get_log_probs_and_entropy(logits, args=args, **batch.pack(), with_entropy=True)
+        return _learn(batch.model, torch.cat(lists["log_probs"]), torch.cat(lists["entropy"]))
+
+    return step
+
+
+def nemo_rl(batch: Batch) -> Callable[[], Tensor]:
+    """The log-probs of NeMo-RL's Megatron worker, of logits that it has divided by the temperature."""
+    utils = importlib.import_module("nemo_rl.distributed.model_utils")
+    shard = {"vocab_parallel_rank": 0, "vocab_parallel_group": dist.group.WORLD}
+
+    def step() -> Tensor:
+        logits = batch.logits().div_(TEMPERATURE)
+        logprob = utils.get_next_token_logprobs_from_logits(batch.tokens, logits, **shard)
+        return _learn(batch.model, logprob, logprob.new_zeros(()))
+
+    return step
+
+
+def areal(batch: Batch) -> Callable[[], Tensor]:
+    """The log-probs and entropies of AReaL's FSDP engine, which packs."""
+    functional = importlib.import_module("areal.utils.functional.vocab_parallel")
+
+    def step() -> Tensor:
+        logits, labels = batch.logits().flatten(0, 1), batch.tokens.roll(-1, 1).flatten()
+        return _learn(batch.model, *functional.gather_logprobs_entropy(logits, labels, TEMPERATURE))
+
+    return step
+
+
+def prime_rl(batch: Batch) -> Callable[[], Tensor]:
+    """prime-rl's fused head in the place of the model's, with its default chunk."""
+    module = importlib.import_module("prime_rl.trainer.models.layers.lm_head")
+    weight = batch.model.lm_head.weight
+    head = module.FusedOutputLinear(weight.shape[1], weight.shape[0], 1024)
+    head.weight = weight
+    temperature = torch.full(batch.tokens.shape, TEMPERATURE, device=batch.tokens.device)
+
+    def step() -> Tensor:
+        hidden = batch.model.model(batch.tokens, use_cache=False).last_hidden_state
+        out = head(hidden, batch.tokens.roll(-1, 1), temperature)
+        # Entropy is a metric there.
+        return _learn(batch.model, out["logprobs"], out["entropy"].detach())
+
+    return step
+
+
+def ms_swift(batch: Batch) -> Callable[[], Tensor]:
+    """The log-probs of ms-swift's Megatron trainers, with entropies as a metric."""
+    utils = importlib.import_module("swift.megatron.trainers.vocab_parallel_utils")
+
+    def step() -> Tensor:
+        logits = batch.logits().div_(TEMPERATURE)
+        logprob, entropy = utils.compute_logps_and_entropy_from_logits(logits, batch.tokens.roll(-1, 1), True)
+        return _learn(batch.model, logprob, entropy.detach())
+
+    return step
+
+
+def torchtitan(batch: Batch) -> Callable[[], Tensor]:
+    """The log-probs of torchtitan's RL losses, with entropies as a metric; whole rows, no chunks."""
+    loss = importlib.import_module("torchtitan.components.loss")
+
+    def step() -> Tensor:
+        logits, labels = batch.logits().flatten(0, 1), batch.tokens.roll(-1, 1).flatten()
+        return _learn(batch.model, *loss.compute_logprobs(logits, labels, return_entropy=True))
 
     return step
 
