@@ -239,7 +239,8 @@ def test_a_reference_that_must_move(reach: float, descending: bool, dtype: torch
     weight[:, 1:] *= torch.randn(7, device=device).to(dtype) / 64
     hidden = torch.tensor([1.0, 0.5, -1.0], device=device)[:, None].expand(3, 8).to(dtype).contiguous().requires_grad_()
     target = torch.tensor([0, 300, VOCAB - 1], device=device)
-    options = {"memory": 2 * 3 * 6 * 150, "backend": "triton"}
+    # A CPU keeps half of it for elementwise work.
+    options = {"memory": 3 * 6 * 150 * (2 if device.type == "cpu" else 1), "backend": "triton"}
     plan = ll.explain(hidden, weight, target, **options)
     assert (plan.kind, plan.apart, plan.forward.columns) == ("frozen", None, 256)
     out = ll.linear_logprobs(hidden, weight, target, **options)
@@ -248,7 +249,8 @@ def test_a_reference_that_must_move(reach: float, descending: bool, dtype: torch
     right = torch.log_softmax(exact @ weight.double().T, 1).gather(1, target[:, None]).squeeze(1)
     right.sum().backward()
     torch.testing.assert_close(out.logprob.double(), right.detach(), rtol=1e-6, atol=2e-5)
-    allowed = 4e-3 * weight.double().abs().amax()
+    # The gradient is rounded to 16 bits, and so are the exponentials that the rows of the weight are multiplied by.
+    allowed = 2**-9 * (exact.grad.abs().max() + weight.double().abs().max())
     assert (hidden.grad.double() - exact.grad).abs().max() <= allowed
 
 

@@ -334,10 +334,10 @@ def tiles_per_part(num_tiles: int) -> int:
 
     Few columns make smaller parts, so that there is work for all multiprocessors.
 
-    >>> [tiles_per_part(n) for n in (1024, 594, 125, 40, 3)]
-    [8, 9, 7, 5, 1]
+    >>> [tiles_per_part(n) for n in (1024, 594, 125, 99, 3)]
+    [8, 9, 5, 3, 1]
     """
-    most = max(1, min(10, num_tiles // 8))
+    most = max(1, min(10, num_tiles // 24))
     return min(range(max(1, most * 3 // 5), most + 1), key=lambda n: (-num_tiles % n, abs(n - 8)))
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 from logitless.backends.triton.kernels import FLOOR, LN2, LOG2E, SKIP, TINY, finite_or_zero, gradient_block, tanh
 
@@ -461,6 +462,7 @@ def gradient_from_tiles_kernel(
     SLAB: tl.constexpr,
     TILES: tl.constexpr,
     STEPS: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):
     """Some of a row's columns per program: the gradient from ``e^(z - moved)``, with a ``moved`` for each SLAB of them.
 
@@ -487,7 +489,10 @@ def gradient_from_tiles_kernel(
         scale = tl.exp2((shift - log_s) * LOG2E) * a
         b_k = ((k + k_z * shift) * scale)[:, None]
         if PRODUCT:
-            b_k = b_k + (k_z * LN2 * scale)[:, None] * tl.log2(tl.maximum(b_e, TINY))
+            b_e = tl.maximum(b_e, TINY)
+            # What the hardware has, a few units of 2^-24 off: e has 2^-9 or 2^-12.
+            b_log = tl.log2(b_e) if WIDEN else libdevice.fast_log2f(b_e)
+            b_k = b_k + (k_z * LN2 * scale)[:, None] * b_log
         b_dz = tl.where(o_c == i_at, target, b_e * b_k)
         b_dz = tl.where(read, b_dz, 0.0)
         tl.store(out + i_r * out_stride + o_c, b_dz.to(out.dtype.element_ty), mask=m_c)

@@ -273,6 +273,7 @@ def gradient_from(
         out_stride=out.stride(0),
         moved_stride=references.stride(0),
         SLAB=slab,
+        WIDEN=interpreted(),
         **sizes,
     )
 
