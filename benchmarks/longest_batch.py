@@ -36,7 +36,7 @@ def attempt(trainer: Trainer, name: str, sequences: int, budget: int) -> Tried:
     device = trainer.device
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), torch.cuda.current_device())
     start = time.perf_counter()
     try:
         batch = draw(trainer.shape, sequences, device)
@@ -48,7 +48,7 @@ def attempt(trainer: Trainer, name: str, sequences: int, budget: int) -> Tried:
         peak = None
     trainer.clear()
     if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0, torch.cuda.current_device())
     return Tried(peak if peak is not None and peak <= budget else None, time.perf_counter() - start)
 
 

@@ -176,8 +176,8 @@ def trl(hidden: Tensor, weight: Tensor, batch: Batch) -> Tensor:
 OBJECTIVE = ll.Objective(policy="ppo_clip", clip=CLIP, reduce="token_mean")
 
 
-def ours(hidden: Tensor, weight: Tensor, batch: Batch) -> Tensor:
-    return ll.linear_policy_loss(hidden, weight, batch.rows(), OBJECTIVE, **batch.fields())[0]
+def ours(hidden: Tensor, weight: Tensor, batch: Batch, rows: ll.Rows | None = None) -> Tensor:
+    return ll.linear_policy_loss(hidden, weight, rows or batch.rows(), OBJECTIVE, **batch.fields())[0]
 
 
 CONTENDERS: dict[str, Callable[[Tensor, Tensor, Batch], Tensor]] = {
@@ -233,13 +233,15 @@ class Trainer:
             torch.cuda.empty_cache()
 
     def loss_alone(self, contender: str, batch: Batch) -> Callable[[], None]:
-        """Forward and backward of the loss, from hidden states that are there."""
+        """Forward and backward of the loss, from hidden states and rows that are there."""
         with torch.no_grad():
             hidden = self.model.model(batch.tokens, use_cache=False).last_hidden_state
-        hidden, weight = hidden.requires_grad_(), self.model.lm_head.weight
+        hidden, weight, loss = hidden.requires_grad_(), self.model.lm_head.weight, CONTENDERS[contender]
+        if contender == "ours":
+            loss = functools.partial(ours, rows=batch.rows())
 
         def part() -> None:
-            torch.autograd.grad(CONTENDERS[contender](hidden, weight, batch), (hidden, weight))
+            torch.autograd.grad(loss(hidden, weight, batch), (hidden, weight))
 
         return part
 
