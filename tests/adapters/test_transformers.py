@@ -20,6 +20,9 @@ from logitless.tools.bench.measure import peak_bytes
 
 transformers = pytest.importorskip("transformers")
 
+# Releases of transformers 4 tell themselves so.
+pytestmark = pytest.mark.filterwarnings("ignore:The `sliding_window_pattern` attribute is deprecated:FutureWarning")
+
 V = 101
 SIZES = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {
