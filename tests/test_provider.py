@@ -338,7 +338,10 @@ def applied(served: Any) -> dict[str, Any]:
         namespace |= {"get_tensor_model_parallel_group": lambda: None, "spmd_mesh_size": lambda axis: 1}
         namespace["mpu"] = SimpleNamespace(get_tensor_model_parallel_group=lambda: None)
         exec(patched(diff), namespace)
-        functions |= {name: x for name, x in namespace.items() if f"def {name}(" in diff}
+        for name, x in namespace.items():
+            if f"def {name}(" in diff:
+                # slime's function and miles's have one name.
+                functions[f"{name} of miles" if "true_on_policy" in diff else name] = x
     return functions
 
 
@@ -353,6 +356,12 @@ def calls() -> dict[str, tuple[Any, Any, list[Tensor]]]:
             lambda z: truth(z, target),
             [logits],
         ),
+        "calculate_log_probs_and_entropy of miles": (
+            lambda f, z: [x.reshape(N) for x in f(z, target, None, with_entropy=True)],
+            lambda z: truth(z, target),
+            [logits],
+        ),
+        "gather_logprobs_entropy": (lambda f, z: f(z, target, 0.7), lambda z: truth(z, target, 0.7), [logits]),
         "get_next_token_logprobs_from_logits": (
             lambda f, z: [f(ids, z)],
             lambda z: [truth(z[:, :-1], ids[:, 1:])[0]],
