@@ -1,6 +1,8 @@
-"""The table of tested hosts in ``docs/adapters/index.md`` from the record that ``make hosts`` writes.
+"""The tables of hosts from their records: those tested, in ``docs/adapters/index.md``, those measured, in README.md
+and ``docs/maintainers.md``.
 
-Run by ``python docs/make_hosts.py``, held by a test.
+Run by ``python docs/make_hosts.py``, held by tests. ``make hosts`` writes the record of the tests, and
+``python -m logitless.tools.bench.adapters`` that of memory and time.
 """
 
 from __future__ import annotations
@@ -11,11 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from logitless.adapters import HOSTS
+from logitless.spec import format_bytes
+from logitless.tools.bench.adapters import RESULTS, AdapterRecord
+from logitless.tools.bench.adapters import read as read_measured
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "adapters" / "index.md"
 RECORDS = ROOT / "benchmarks" / "results" / "hosts.jsonl"
 BEGIN, END = "<!-- table: make hosts -->\n", "<!-- end of table -->\n"
+README, MAINTAINERS = ROOT / "README.md", ROOT / "docs" / "maintainers.md"
+MEASURED_BEGIN = "<!-- table: python docs/make_hosts.py -->\n"
+TITLES = {"areal": "AReaL", "megatron": "Megatron-Core", "ms_swift": "ms-swift", "nemo_rl": "NeMo-RL"}
+TITLES |= {
+    "openrlhf": "OpenRLHF",
+    "prime_rl": "prime-rl",
+    "skyrl": "SkyRL",
+    "transformers": "Transformers",
+    "trl": "TRL",
+}
 
 
 def read() -> list[dict[str, Any]]:
@@ -61,10 +76,48 @@ def _errors(*errors: float | None) -> str:
 
 def page(text: str, records: list[dict[str, Any]]) -> str:
     """The page with the table of these records."""
-    before, _, rest = text.partition(BEGIN)
+    return _between(text, BEGIN, f"{table(records)}\n")
+
+
+def measured() -> list[AdapterRecord]:
+    """The newest record of each host on a GPU, by name."""
+    newest = {record.host: record for record in read_measured(ROOT / RESULTS) if record.sizes.endswith("bfloat16")}
+    return [newest[host] for host in HOSTS if host in newest]
+
+
+def readme(text: str, records: list[AdapterRecord]) -> str:
+    """The README with peak and time of a step of each host, before and after."""
+    gib = 2**30
+    columns = [
+        (
+            f"[{TITLES.get(x.host, x.host)}](docs/adapters/{x.host}.md)",
+            "---",
+            f"{x.before_bytes / gib:.1f} to {x.after_bytes / gib:.1f}",
+            f"{x.before_ms:.0f} to {x.after_ms:.0f}",
+        )
+        for x in records
+    ]
+    lines = zip(("", "---", "peak, GiB", "time, ms"), *columns, strict=True)
+    return _between(text, MEASURED_BEGIN, "".join(f"| {' | '.join(line)} |\n" for line in lines) + "\n")
+
+
+def maintainers(text: str, records: list[AdapterRecord]) -> str:
+    """The page for maintainers with the same figures, one line for each host."""
+    lines = ["| | peak before | peak after | time before | time after |", "|---|---:|---:|---:|---:|"]
+    for x in records:
+        peaks = f"{format_bytes(x.before_bytes)} | {format_bytes(x.after_bytes)}"
+        name = f"[{TITLES.get(x.host, x.host)}](adapters/{x.host}.md)"
+        lines.append(f"| {name} | {peaks} | {x.before_ms:,.0f} ms | {x.after_ms:,.0f} ms |")
+    return _between(text, MEASURED_BEGIN, "\n".join(lines) + "\n\n")
+
+
+def _between(text: str, begin: str, new: str) -> str:
+    before, _, rest = text.partition(begin)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{table(records)}\n{END}{after}"
+    return f"{before}{begin}{new}{END}{after}"
 
 
 if __name__ == "__main__":
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), read()), encoding="utf-8")
+    README.write_text(readme(README.read_text(encoding="utf-8"), measured()), encoding="utf-8")
+    MAINTAINERS.write_text(maintainers(MAINTAINERS.read_text(encoding="utf-8"), measured()), encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import re
+import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,10 @@ from logitless import LogitlessError, provider
 from logitless.adapters.signatures import plain_signature
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "adapters"))
+
+from hosts import checkout, load  # noqa: E402
+
 PROVIDER = provider.get(version=1)
 V, D, N = 101, 8, 24
 
@@ -212,6 +217,9 @@ def run_parallel(rank: int, world: int) -> None:
         )
         for found, wanted, plain in zip(mine, exact, truth(logits, target), strict=True):
             assert_close_to_truth(found, wanted, plain)
+        if bounds is None:
+            request = asked(logits[:, start:stop], target, "value", group=dist.group.WORLD)
+            assert torch.equal(provider.vime(request).logp[:, 0], mine[0])
         _, (wide,) = run(lambda z: truth(z, target), [logits.double()])
         _, (plain,) = run(lambda z: truth(z, target), [logits])
         assert_gradient_close_to_truth(gradient, wide[:, start:stop], plain[:, start:stop])
@@ -237,6 +245,70 @@ def test_a_range_without_a_group_is_refused():
     with pytest.raises(LogitlessError, match=r"vocab_range is \(2, 6\) but vocab_group is None"):
         PROVIDER.logprobs_from_logits(torch.zeros(2, 4), torch.tensor([3, 3]), vocab_range=(2, 6))
     assert PROVIDER.logprobs_from_logits(torch.zeros(2, 4), torch.tensor([3, 3]), vocab_range=(0, 4)).logprob.sum() < 0
+
+
+# vime's interface.
+
+
+def asked(logits: Tensor, target: Tensor, entropy: str | None = None, keep: Tensor | None = None, group: Any = None):
+    """A request as vime makes it: these fields, whatever its class."""
+    wanted = {"with_entropy": entropy is not None, "with_entropy_grad": entropy == "grad", "chunk_size": 5}
+    return SimpleNamespace(
+        logits=logits, target_ids=target, tensor_parallel_group=group, log_prob_keep_mask=keep, context=None, **wanted
+    )
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["", "mask"])
+def test_vime(masked):
+    logits, target, _, _ = drawn()
+    keep = torch.rand(N, V) > 0.7 if masked else None
+    # The target is always kept.
+    shown = None if keep is None else keep | (torch.arange(V) == target[:, None])
+
+    def plain(z: Tensor) -> tuple[Tensor, Tensor]:
+        kept = z if shown is None else z.masked_fill(~shown, -torch.inf)
+        return truth(kept, target)[0], truth(z, target)[1]
+
+    def ours(z: Tensor) -> tuple[Tensor, Tensor]:
+        out = provider.vime(asked(z, target, "grad", keep))
+        assert out.logp.shape == (N, 1)
+        return out.logp[:, 0], out.entropy
+
+    check(ours, plain, [logits])
+    leaf = logits.requires_grad_()
+    assert provider.vime(asked(leaf, target)).entropy is None
+    assert not provider.vime(asked(leaf, target, "value")).entropy.requires_grad
+    nothing = provider.vime(asked(leaf[:0], target[:0], "grad"))
+    assert (nothing.logp.shape, nothing.entropy.shape, nothing.logp.requires_grad) == ((0, 1), (0,), True)
+
+
+def test_vime_falls_back_on_what_is_not_served():
+    with pytest.raises(provider.Unavailable, match=r"provider\.vime: the dtype torch\.int64 is not served") as caught:
+        provider.vime(asked(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2)))
+    assert caught.value.linear_logp_provider_unavailable
+
+
+@pytest.mark.skipif(checkout("vime") is None, reason="LOGITLESS_HOSTS names no checkout of vime")
+def test_vime_itself():
+    """vime's own dispatch, in both of its modes."""
+    (module,) = load("vime")
+    logits, target, _, _ = drawn()
+    layout = module.TokenLayout(world_size=1, rank=0, layout="single")
+    settings = {"token_layout": layout, "with_entropy": True, "with_entropy_grad": True, "chunk_size": -1}
+
+    def native(*_: Any, **__: Any) -> Any:
+        return "vime's own"
+
+    def run_vime(z: Tensor, mode: str) -> Any:
+        args = SimpleNamespace(linear_logp_provider="logitless.provider.vime", linear_logp_provider_mode=mode)
+        request = module.LinearLogpRequest(logits=z, target_ids=target, tensor_parallel_group=None, **settings)
+        return module.compute_linear_logp(args=args, request=request, native=native)
+
+    for mode in ("auto", "strict"):
+        check(lambda z, mode=mode: [x.reshape(N) for x in run_vime(z, mode)], lambda z: truth(z, target), [logits])
+    assert run_vime(logits.long(), "auto") == "vime's own"
+    with pytest.raises(RuntimeError, match=r"is unavailable: provider\.vime: the dtype torch\.int64 is not served"):
+        run_vime(logits.long(), "strict")
 
 
 # The diffs of the page, applied.
@@ -266,7 +338,10 @@ def applied(served: Any) -> dict[str, Any]:
         namespace |= {"get_tensor_model_parallel_group": lambda: None, "spmd_mesh_size": lambda axis: 1}
         namespace["mpu"] = SimpleNamespace(get_tensor_model_parallel_group=lambda: None)
         exec(patched(diff), namespace)
-        functions |= {name: x for name, x in namespace.items() if f"def {name}(" in diff}
+        for name, x in namespace.items():
+            if f"def {name}(" in diff:
+                # slime's function and miles's have one name.
+                functions[f"{name} of miles" if "true_on_policy" in diff else name] = x
     return functions
 
 
@@ -281,6 +356,12 @@ def calls() -> dict[str, tuple[Any, Any, list[Tensor]]]:
             lambda z: truth(z, target),
             [logits],
         ),
+        "calculate_log_probs_and_entropy of miles": (
+            lambda f, z: [x.reshape(N) for x in f(z, target, None, with_entropy=True)],
+            lambda z: truth(z, target),
+            [logits],
+        ),
+        "gather_logprobs_entropy": (lambda f, z: f(z, target, 0.7), lambda z: truth(z, target, 0.7), [logits]),
         "get_next_token_logprobs_from_logits": (
             lambda f, z: [f(ids, z)],
             lambda z: [truth(z[:, :-1], ids[:, 1:])[0]],

@@ -6,6 +6,7 @@
     provider.policy_loss(hidden, weight, rows, old_logprob=..., advantage=...)
     provider.rows(tokens, response_lengths, ...)         response rows of a pack, in place of targets
     provider.capabilities()                              what runs here
+    --linear-logp-provider logitless.provider.vime       the same for vime, in the form of its own interface
 
 Arguments are tensors, numbers, names and process groups: a framework needs no class of ours. Nothing is patched.
 docs/maintainers.md says what version 1 promises.
@@ -15,14 +16,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from logitless.adapters.audit import Audit
 from logitless.adapters.shards import even_shard, shard_between
+from logitless.adapters.slime_rows import entropy_asked, score_every_row
 from logitless.backends import NAMES, OTHERS
 from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import linear_logprobs
@@ -307,6 +310,47 @@ def rows(
         num_tokens=num_tokens,
         device=device,
     )
+
+
+class Unavailable(LogitlessError):
+    """What is not served of a request of vime's, whose mode ``auto`` then takes its own code."""
+
+    linear_logp_provider_unavailable = True
+
+
+@dataclass(frozen=True)
+class LinearLogp:
+    """Results in the form that vime reads: ``[T, 1]`` log-probs, ``[T]`` entropies or None, and who made them."""
+
+    logp: Tensor
+    entropy: Tensor | None
+    backend_id: str = "logitless"
+    contract_id: str = "logitless.provider.1"
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+
+def vime(request: Any) -> LinearLogp:
+    """Serve vime's ``--linear-logp-provider``: the log-probs of ``request.target_ids``, and entropies where asked for.
+
+    ``request.logits`` are ``[T, V']``, divided by the temperature already, as vime's own code gets them; its chunk of
+    rows bounds the working memory. Hidden states of the request are not read: their logits exist.
+
+    Raises:
+        Unavailable: a dtype or device that is not served, before anything was computed.
+    """
+    why = _FIRST.capabilities().why_not("logprobs_from_logits", request.logits)
+    if why is not None:
+        raise Unavailable(f"provider.vime: {why}.")
+    logp, entropy = score_every_row(
+        request.logits,
+        request.target_ids,
+        request.tensor_parallel_group,
+        entropy_asked(request.with_entropy, request.with_entropy_grad),
+        request.chunk_size,
+        {"audit": Audit(0), "chunk_size": -1},
+        request.log_prob_keep_mask,
+    )
+    return LinearLogp(logp.reshape(-1, 1), entropy)
 
 
 def _shard(group: Any, bounds: tuple[int, int] | None, columns: int) -> VocabShard | None:

@@ -36,9 +36,13 @@ from logitless.adapters import HOSTS  # noqa: E402
 
 ON_CHECKOUTS = {
     "megatron": "cross_entrop or install or label_smoothing or overwritten or ignored or host_function",
-    "trl": "every_release or half_precision or strided or (fused_head and not trainers)",
+    "trl": "every_release or half_precision or strided or (fused_head and not trainers) or real_run",
 }
 """Tests that checkouts run, where others need the packages that this release was written for."""
+
+WHOLE = ("transformers", "trl")
+"""Hosts whose folder is what ``pip install --target`` made, with all that differs from what is installed here: it comes
+first in every process, also in those that import hosts before a test asks for one."""
 
 
 def run(host: str, folder: Path | None) -> dict[str, Any]:
@@ -49,6 +53,8 @@ def run(host: str, folder: Path | None) -> dict[str, Any]:
         environment = {**os.environ, FILE: str(lines), "OMP_NUM_THREADS": "1"}
         environment.pop(CHECKOUTS, None)
         environment |= {} if folder is None else {CHECKOUTS: str(folder)}
+        if folder is not None and host in WHOLE:
+            environment["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [environment.get("PYTHONPATH")])])
         chosen = ["-k", ON_CHECKOUTS[host]] if folder is not None and host in ON_CHECKOUTS else []
         tests = [str(HERE / f"test_{host}.py"), *chosen]
         command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *tests]

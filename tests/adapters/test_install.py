@@ -66,6 +66,27 @@ def test_calls_left_to_the_host_are_counted_apart(fakehost):
     assert "fakehost.maths.score: 2 calls, 1 passed on" in str(logitless.status())
 
 
+def test_what_was_saved_is_an_estimate_by_count(fakehost, monkeypatch):
+    """Of the largest call in training that was ours, where the benchmark has a figure for the host."""
+    make = lambda original, options: lambda logits, index, **_: NotImplemented if index < 0 else "ours"  # noqa: E731
+    install_host(host(replacement(make=make)), {})
+    few, many, most = (torch.zeros(2, n, requires_grad=True) for n in (3, 10**6, 10**7))
+    maths().score(few, 0)
+    maths().score(logits=many, index=0)
+    maths().score(most, -1)  # the host's
+    maths().score(most.detach(), 0)  # no graph
+    with torch.no_grad():
+        maths().score(most, 0)
+    assert installed()[0].replaced[0].logits == 2 * 10**6
+    assert installed()[0].peak_saved is None
+    assert "saved" not in str(logitless.status())
+    monkeypatch.setattr("logitless.adapters.host._saved", lambda: {"fake": 6.5})
+    assert installed()[0].peak_saved == 13 * 10**6
+    told = str(logitless.status())
+    assert "peak saved in training: about 12.4 MiB, an estimate: 6.5 bytes, as measured on a GPU" in told
+    assert "for each of the 2,000,000 logits of the largest call" in told
+
+
 def test_the_signature_of_another_attribute_may_be_checked(fakehost):
     class Function(torch.autograd.Function):
         @staticmethod

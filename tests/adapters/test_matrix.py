@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import hosts
@@ -29,6 +30,20 @@ def test_the_table_is_what_the_records_say():
     assert make_hosts.page(text, RECORDS) == text
     changed = [RECORDS[0] | {"passed": 4711}, *RECORDS[1:]]
     assert "4711" in make_hosts.page(text, changed) != text
+
+
+@pytest.mark.parametrize(
+    ("path", "made", "shown"),
+    [(make_hosts.README, make_hosts.readme, "to 4711"), (make_hosts.MAINTAINERS, make_hosts.maintainers, "4,711 ms")],
+    ids=["README", "maintainers"],
+)
+def test_first_pages_say_what_was_measured(path, made, shown):
+    """Run ``python docs/make_hosts.py`` after new records of the benchmark."""
+    text, records = path.read_text(encoding="utf-8"), make_hosts.measured()
+    assert made(text, records) == text
+    assert len(records) >= 5
+    slower = [replace(records[0], after_ms=4711.0), *records[1:]]
+    assert shown in made(text, slower) != text
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda x: f"{x['host']} {x['on']}")

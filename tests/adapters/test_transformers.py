@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from close import assert_close_to_truth, assert_gradient_close_to_truth
+from hosts import takes
 from torch import nn
 from truth import plain, truth
 
@@ -17,7 +18,10 @@ from logitless import Kept, LogitlessError, Rows
 from logitless.adapters.transformers import TESTED, audit_of, patch, unpatch
 from logitless.tools.bench.measure import peak_bytes
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
+
+# Releases of transformers 4 tell themselves so.
+pytestmark = pytest.mark.filterwarnings("ignore:The `sliding_window_pattern` attribute is deprecated:FutureWarning")
 
 V = 101
 SIZES = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -59,7 +63,7 @@ def build(family: str = "llama", **more):
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter), alpha=0.1)  # norms and biases too
-    if family in ("deepseek_v3", "mixtral", "qwen3_moe"):
+    if family in ("deepseek_v3", "mixtral", "qwen3_moe") and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the grouped products know no float64
     return model.eval()
 
@@ -76,6 +80,8 @@ def test_every_tested_family_is_tested():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_and_gradients(family):
     """Against the model's own logits in float64, and with its own float32 logits as the yardstick."""
+    if family == "deepseek_v3" and transformers.__version__.startswith("4."):
+        pytest.skip("the experts of transformers 4 do not run in float64")
     model = build(family)
     exact = copy.deepcopy(model).double()
     tokens, rows = batch()
@@ -386,14 +392,20 @@ def test_install_patches_what_the_auto_class_makes(tmp_path):
 # Real ranks.
 
 
+def split_over(world):
+    """How a model is split over ranks; None for releases that would leave its head whole."""
+    distributed = pytest.importorskip("transformers.distributed")
+    config = distributed.DistributedConfig
+    return {"distributed_config": config(tp_size=world)} if takes(config, "tp_size") else None
+
+
 def score_a_shard(rank, world, folder, family):
     import os
 
     from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=world))
+    model = AutoModelForCausalLM.from_pretrained(folder, **split_over(world))
     weight = model.get_output_embeddings().weight
     patch(model, audit=5)
     torch.manual_seed(1)
@@ -408,6 +420,8 @@ def score_a_shard(rank, world, folder, family):
 
 @pytest.mark.parametrize("family", ["llama", "phi"])
 def test_a_tensor_parallel_plan_makes_the_head_a_shard(ranks, tmp_path, family):
+    if split_over(2) is None:
+        pytest.skip("transformers 4 leaves the head whole")
     model = build(family)
     model.save_pretrained(tmp_path)
     torch.manual_seed(1)

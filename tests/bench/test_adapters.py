@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -12,6 +13,7 @@ import torch
 
 import logitless
 from logitless import LogitlessError
+from logitless.adapters.host import SAVED
 from logitless.tools.bench.adapters import (
     ENTRIES,
     SMOKE,
@@ -21,6 +23,7 @@ from logitless.tools.bench.adapters import (
     main,
     measure,
     read,
+    saved,
     table,
     with_table,
 )
@@ -58,6 +61,16 @@ def test_tables_are_what_the_records_say(page):
     text = page.read_text()
     assert START in text
     assert with_table(text, page.stem, read(RESULTS)) == text
+
+
+def test_status_says_what_the_records_say():
+    """The same command writes what ``status()`` estimates by."""
+    numbers = json.loads(SAVED.read_text())
+    assert numbers == saved(read(RESULTS))
+    # 72,641,219,584 bytes before and 42,769,385,984 after, for 8 x 4096 x 151,936 logits.
+    assert numbers["verl"] == 6.0
+    # Nothing of a head that builds no logits.
+    assert not numbers.keys() & {"megatron", "prime_rl", "transformers", "trl"}
 
 
 def test_unknown_entries_are_refused(tmp_path):

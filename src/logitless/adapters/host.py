@@ -7,12 +7,18 @@ Installed, Replaced                                            what ``status`` t
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from logitless.adapters.audit import AuditReport
 from logitless.errors import LogitlessError, did_you_mean
+from logitless.spec import format_bytes
+
+SAVED = Path(__file__).with_name("saved.json")
 
 
 class Option(NamedTuple):
@@ -102,12 +108,16 @@ class Host:
 
 @dataclass(frozen=True)
 class Replaced:
-    """One replaced function: its name, its calls, how many of these calls were left to the host, and why."""
+    """One replaced function: its name, its calls, how many of these calls were left to the host, and why.
+
+    ``logits`` is the largest number of logits that a call with a graph got; 0 for functions that get none.
+    """
 
     name: str
     calls: int
     passed_on: int = 0
     why: Mapping[str, int] = field(default_factory=dict)
+    logits: int = 0
 
     def __str__(self) -> str:
         text = f"{self.name}: {self.calls} calls"
@@ -115,6 +125,12 @@ class Replaced:
             return text
         reasons = ", ".join(f"{reason} {count}" for reason, count in self.why.items() if reason)
         return f"{text}, {self.passed_on} passed on" + (f" ({reasons})" if reasons else "")
+
+
+@functools.cache
+def _saved() -> Mapping[str, float]:
+    """Bytes per logit by which a step's peak fell, of each host; ``tools.bench.adapters --docs`` writes the file."""
+    return json.loads(SAVED.read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -147,11 +163,25 @@ class Installed:
     def passed_on(self) -> int:
         return sum(entry.passed_on for entry in self.replaced)
 
+    @property
+    def peak_saved(self) -> int | None:
+        """An estimate of the bytes by which the peak of a training step fell; None where nothing is known.
+
+        By count: the largest logits of a training call so far, times the bytes per logit that the benchmark of hosts
+        measured in a step of this host, with bfloat16 on a GPU. Of functions on logits alone.
+        """
+        per_logit, most = _saved().get(self.host), max((entry.logits for entry in self.replaced), default=0)
+        return round(per_logit * most) if per_logit is not None and most else None
+
     def __str__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         ours = self.calls - self.passed_on
         lines = [f"{self.host} {self.version} ({given}): {ours} of {self.calls} calls ours"]
         lines += [f"  {entry}" for entry in self.replaced]
+        if self.peak_saved is not None:
+            most, per_logit = max(entry.logits for entry in self.replaced), _saved()[self.host]
+            how = f"{per_logit:.1f} bytes, as measured on a GPU, for each of the {most:,} logits of the largest call"
+            lines.append(f"  peak saved in training: about {format_bytes(self.peak_saved)}, an estimate: {how}")
         lines += [f"  not there: {text}" for text in self.missing]
         lines += [f"  note: {text}" for text in self.notes]
         lines += [] if self.audit is None else [f"  audit: {self.audit}"]

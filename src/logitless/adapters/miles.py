@@ -27,6 +27,7 @@ from logitless.adapters.slime_rows import (
     Parallel,
     check_options,
     entropy_asked,
+    group_of,
     make_loss,
     marked,
     options_of,
@@ -59,7 +60,7 @@ def make_calculate(original: Callable[..., Any], options: Mapping[str, Any]) -> 
             return PassOn("true on policy")
         # Outside its true-on-policy mode miles does not read vocab_size either.
         entropy = entropy_asked(with_entropy, entropy_requires_grad)
-        return score_every_row(logits, tokens, tp_group, entropy, chunk_size, options)
+        return score_every_row(logits, tokens, group_of(tp_group), entropy, chunk_size, options)
 
     return calculate_log_probs_and_entropy
 

@@ -45,7 +45,7 @@ class Counter:
     """Calls of one replacement, counted from any thread."""
 
     def __init__(self) -> None:
-        self._lock, self.calls, self._why = threading.Lock(), 0, Tally[str]()
+        self._lock, self.calls, self._why, self._logits = threading.Lock(), 0, Tally[str](), 0
 
     # A compiled caller breaks its graph here: traced, the count would be frozen at its first value.
     @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
@@ -58,9 +58,16 @@ class Counter:
         with self._lock:
             self._why[why] += 1
 
+    @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+    def answered(self, logits: Any) -> None:
+        """Remember the largest logits of a call with a graph."""
+        if isinstance(logits, torch.Tensor) and torch.is_grad_enabled() and logits.requires_grad:
+            with self._lock:
+                self._logits = max(self._logits, logits.numel())
+
     def report(self, name: str) -> Replaced:
         with self._lock:
-            return Replaced(name, self.calls, self._why.total(), dict(self._why))
+            return Replaced(name, self.calls, self._why.total(), dict(self._why), self._logits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -335,6 +342,7 @@ def _counted(
                 raise
             raise LogitlessError(f"{path}: {error}") from error
         if answer is not NotImplemented and not isinstance(answer, PassOn):
+            counter.answered(binding.logits(args, kwargs))
             return answer
         counter.passed_on(answer.why if isinstance(answer, PassOn) else "")
         return original(*args, **kwargs)

@@ -193,6 +193,14 @@ class Binding(NamedTuple):
         direct = takes_any or list(theirs) == list(mine)[: len(theirs)]
         return Binding(tuple(theirs), len(by_position), unknown, direct)
 
+    def logits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The argument of a call that is logits by its name; None for functions without one."""
+        name = next((name for name in self.names if name.endswith("logits")), None)
+        if name is None:
+            return None
+        at = self.names.index(name)
+        return args[at] if at < len(args) else kwargs.get(name)
+
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | str | None:
         """Keywords for our function; or why the call is passed on; or None for a call that the host refuses as well."""
         given = dict(zip(self.names[: len(args)], args[: len(self.names)], strict=True)) | kwargs

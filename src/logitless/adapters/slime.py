@@ -28,6 +28,7 @@ from logitless.adapters.slime_rows import (
     Parallel,
     check_options,
     entropy_asked,
+    group_of,
     make_loss,
     marked,
     options_of,
@@ -68,7 +69,7 @@ def make_calculate(original: Callable[..., Any], options: Mapping[str, Any]) -> 
         with_entropy_grad: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         entropy = entropy_asked(with_entropy, with_entropy_grad)
-        return score_every_row(logits, tokens, tp_group, entropy, chunk_size, options, log_prob_keep_mask)
+        return score_every_row(logits, tokens, group_of(tp_group), entropy, chunk_size, options, log_prob_keep_mask)
 
     return calculate_log_probs_and_entropy
 

@@ -68,7 +68,10 @@ def score_every_row(
     options: Mapping[str, Any],
     keep: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``[N, 1]`` log-probs, ``(0,)`` for no rows, and ``[N]`` entropies. ``keep`` is a mask of the logits' shape."""
+    """``[N, 1]`` log-probs, ``(0,)`` for no rows, and ``[N]`` entropies. ``keep`` is a mask of the logits' shape.
+
+    Without a ``tp_group`` the logits are whole; see :func:`group_of` for hosts that mean the default group.
+    """
     if logits.dim() != 2:
         raise LogitlessError(f"logits must be [N, V'] but is {list(logits.shape)}.")
     check_ids("tokens", tokens, (logits.shape[0],))
@@ -77,9 +80,7 @@ def score_every_row(
         # Empty, but with a graph, as on ranks that have rows.
         nothing = logits.sum(-1)
         return nothing, {None: None, "value": nothing.detach(), "grad": nothing}[entropy]
-    # To the hosts, as to torch, no group is the default group.
-    group = dist.group.WORLD if tp_group is None and dist.is_initialized() else tp_group
-    logits, shard = logits.contiguous(), even_shard(group, logits.shape[1])
+    logits, shard = logits.contiguous(), even_shard(tp_group, logits.shape[1])
     shared: dict[str, Any] = {"shard": shard, "memory": memory_of(options, chunk_size, logits.shape[1])}
     if keep is None:
         out = logprobs(logits, tokens, entropy=entropy, **shared)
@@ -90,6 +91,11 @@ def score_every_row(
     audit.of_logits("calculate with mask", kept, tokens, logprob=logprob, shard=shard)
     whole = None if entropy is None else logprobs(logits, tokens, entropy=entropy, **shared).entropy
     return logprob.unsqueeze(-1), whole
+
+
+def group_of(tp_group: Any) -> Any:
+    """To slime and miles, as to torch, no group is the default group."""
+    return dist.group.WORLD if tp_group is None and dist.is_initialized() else tp_group
 
 
 def _kept_columns(keep: Tensor, tokens: Tensor, logits: Tensor, shard: VocabShard | None) -> Tensor:

@@ -232,7 +232,7 @@ def _score(
         given = inputs.pop(refused, None)
         if given is not None and not (type(given) is int and given == 0):
             raise LogitlessError(f"{name}: {refused} cannot go with rows, which say what is scored. Drop {refused}.")
-    backbone = model.base_model(**{"use_cache": False, **inputs})
+    backbone = _backbone(model)(**{"use_cache": False, **inputs})
     layer = model.get_output_embeddings()
     hidden = backbone.last_hidden_state
     if hasattr(hidden, "full_tensor"):
@@ -349,7 +349,7 @@ def _check_model(model: Any) -> Any:
             f"model itself, before it is wrapped: {inner}. Then call the wrapper, which hands rows= on."
         )
     layer = model.get_output_embeddings()
-    if layer is None or model.base_model is model:
+    if layer is None or _backbone(model) is model:
         raise LogitlessError(f"patch: {type(model).__name__} has no language-model head on top of a backbone.")
     if hasattr(layer, "base_layer"):
         # Raises for any adapter but a LoRA of two matrices.
@@ -365,6 +365,11 @@ def _check_model(model: Any) -> Any:
         if "forward" in vars(linear) and not _is_tensor_parallel(model, linear):
             raise LogitlessError("patch: the forward of the head was replaced by someone else. Undo that first.")
     return layer
+
+
+def _backbone(model: Any) -> Any:
+    """What is below the head. Gemma 3 of transformers 4 calls it by another name than the prefix that it tells."""
+    return model.base_model if model.base_model is not model else getattr(model, "get_decoder", lambda: model)()
 
 
 def _linears(layer: Any) -> list[Any]:
@@ -398,7 +403,7 @@ def _verify(model: Any) -> None:
         raise LogitlessError("patch: the weights are on the meta device, so that nothing can be verified. Load them.")
     generator = torch.Generator().manual_seed(0)
     draw = functools.partial(torch.randint, model.config.get_text_config().vocab_size, (2, 7), generator=generator)
-    ids, target = (draw().to(model.base_model.get_input_embeddings().weight.device) for _ in range(2))
+    ids, target = (draw().to(_backbone(model).get_input_embeddings().weight.device) for _ in range(2))
     target = target.to(layer.weight.device)
     with torch.no_grad(), _in_evaluation(model):
         spread = float(_own_logits(model, ids, 1.0).float().std())
@@ -434,7 +439,7 @@ def _scaled(model: Any, factor: float) -> Iterator[None]:
         output.last_hidden_state = output.last_hidden_state * factor
         return output
 
-    handle = model.base_model.register_forward_hook(hook)
+    handle = _backbone(model).register_forward_hook(hook)
     try:
         yield
     finally:
@@ -485,7 +490,7 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
 HOST = Host(
     name="transformers",
     package="transformers",
-    versions=("5.22",),
+    versions=("4.51", "4.53", "4.55", "4.57", "5.0", "5.10", "5.22"),
     replacements=_replacements,
     options={
         "verify": Option(True, "check our results for every model against its own logits"),

@@ -14,6 +14,7 @@ import argparse
 import gc
 import importlib
 import json
+import re
 import statistics
 import sys
 import tempfile
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import logitless
+from logitless.adapters.host import SAVED
 from logitless.adapters.signatures import version_of
 from logitless.errors import LogitlessError
 from logitless.spec import format_bytes
@@ -57,12 +59,14 @@ class Entry:
         point: the host's entry point, for the table.
         prepare: makes the steps, from a device and sizes.
         world: the process group that the host expects, on a device.
+        on_logits: the step makes logits with and without ours, so that what was saved can be counted by them.
     """
 
     host: str
     point: str
     prepare: Callable[[torch.device, Sizes], Steps]
     world: Callable[[torch.device], AbstractContextManager[Any]] = nullcontext
+    on_logits: bool = False
 
 
 @dataclass(frozen=True)
@@ -306,7 +310,7 @@ def _same_step(host: str) -> Callable[..., Steps]:
 
 
 def _entry(host: str, point: str, world: Callable[..., AbstractContextManager[Any]] = nullcontext) -> Entry:
-    return Entry(host, point, _same_step(host), world)
+    return Entry(host, point, _same_step(host), world, on_logits=host != "prime_rl")
 
 
 ENTRIES = {
@@ -379,6 +383,17 @@ def table(host: str, records: Sequence[AdapterRecord]) -> str:
     return "\n".join(lines) + "\n\n" + "\n\n".join(notes) + "\n\n"
 
 
+def saved(records: Sequence[AdapterRecord]) -> dict[str, float]:
+    """Bytes per logit by which the peak of each host's step on logits fell, in its newest record with bfloat16."""
+    found = {}
+    for record in records:
+        read = re.match(r"(\d+) x (\d+) tokens .*, vocabulary (\d+), .*, bfloat16$", record.sizes)
+        if read is not None and ENTRIES[record.host].on_logits:
+            samples, length, vocab = map(int, read.groups())
+            found[record.host] = round((record.before_bytes - record.after_bytes) / (samples * length * vocab), 1)
+    return {host: found[host] for host in sorted(found) if found[host] > 0}
+
+
 def with_table(text: str, host: str, records: Sequence[AdapterRecord]) -> str:
     """The text of a page with its table made anew."""
     head, rest = text.split(START)
@@ -392,7 +407,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--samples", type=int, help="samples of the batch, where the device holds no more")
     parser.add_argument("--out", type=Path, default=RESULTS, help="file to append to")
-    parser.add_argument("--docs", type=Path, help="folder of pages whose tables are made anew; measures nothing")
+    parser.add_argument("--docs", type=Path, help="pages whose tables are made anew, and what status() says")
     parser.add_argument("--commit", help="commit to record where the code has no git history")
     options = parser.parse_args(arguments)
     if options.docs is not None:
@@ -400,6 +415,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text = page.read_text(encoding="utf-8")
             if START in text:
                 page.write_text(with_table(text, page.stem, read(options.out)), encoding="utf-8")
+        SAVED.write_text(json.dumps(saved(read(options.out)), indent=2) + "\n", encoding="utf-8")
         return 0
     device = torch.device(options.device)
     sizes = CUDA if device.type == "cuda" else CPU

@@ -50,6 +50,7 @@ MISSING = {
     "slime": ("httpx", "ray", "megatron.training", "torch_memory_saver"),
     "torchtitan": ("spmd_types", "torchdata", "tyro"),
     "trl": (),
+    "vime": (),
     "verl": ("codetiming", "hydra", "omegaconf", "orjson", "peft", "prefix_grouper", "ray", "tensordict"),
 }
 """Third-party packages that a host imports at its top level and that are stood in for."""
@@ -69,6 +70,7 @@ BARE = {
     "areal": ("areal", "areal.infra", "areal.utils", "areal.utils.functional"),
     "ms_swift": ("swift", "swift.megatron", "swift.megatron.trainers"),
     "prime_rl": ("prime_rl.trainer", "prime_rl.trainer.models"),
+    "vime": ("vime", "vime.backends", "vime.backends.megatron_utils"),
 }
 """Packages of a checkout whose ``__init__`` imports the whole host: their modules are imported without it."""
 
@@ -104,8 +106,9 @@ MODULES = {
         "verl.utils.kernel.linear_cross_entropy",
         "verl.utils.megatron.tensor_parallel",
     ),
+    "vime": ("vime.backends.megatron_utils.linear_logp_provider",),
 }
-"""Where the functions are that an adapter replaces."""
+"""Where the functions are that an adapter replaces, or that call ours."""
 
 
 PACKAGES = {"ms_swift": "swift"}
