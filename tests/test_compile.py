@@ -80,13 +80,12 @@ def test_overwriting_breaks_the_graph_but_not_the_caller(inputs):
 def test_operators_pass_torch_checks(index: torch.Tensor | None):
     """Schema, fake tensors and aliasing of the two registered operators."""
     gain, logits = torch.ones(3), torch.randn(3 if index is None else 5, 9)
-    unit = index is None
-    arguments = (logits, index, torch.tensor([1, 0, 8]), gain, 0.0, 9, 0, True, 1 << 20, unit, "tiled")
+    arguments = (logits, index, torch.tensor([1, 0, 8]), gain, 0.0, 9, 0, True, 1 << 20, "tiled")
     torch.library.opcheck(torch.ops.logitless.statistics.default, arguments)
     rows = [torch.randn(3) for _ in range(7)]
     torch.library.opcheck(
         torch.ops.logitless.gradient.default,
-        (*arguments[:7], 1 << 20, unit, "tiled", *rows, torch.empty_like(logits), index),
+        (*arguments[:7], 1 << 20, "tiled", *rows, torch.empty_like(logits), index),
     )
 
 

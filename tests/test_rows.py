@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from logitless import Contiguous, Rows, Zigzag
 
@@ -441,3 +442,30 @@ def test_repr(rows, text):
     """Short, and of rows whose values nobody can see."""
     assert repr(rows) == text
     assert repr(replace(rows, index=rows.index.to("meta"))) == text.replace("cpu", "meta")
+
+
+class _Copies(TorchDispatchMode):
+    """Counts copies from the CPU to another device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default:
+            self.count += args[0].device.type == "cpu" and torch.device(kwargs.get("device", "cpu")).type != "cpu"
+        return func(*args, **(kwargs or {}))
+
+
+def test_rows_go_to_a_device_in_one_copy():
+    """The meta device stands for any other: it has no values, but each tensor's place in the one buffer."""
+    masks = [[1, 0, 1, 1], [0, 1, 1]]
+    made = {"tokens": [list(range(9)), list(range(6))], "response_lengths": [4, 3], "loss_masks": masks}
+    here = Rows.packed(**made, loss_mask_only=True)
+    with _Copies() as copies:
+        there = Rows.packed(**made, loss_mask_only=True, device="meta")
+    assert copies.count == 1
+    place = 0
+    for name in ("index", "target", "sample", "position", "response", "totals", "slot", "mask"):
+        mine, its = getattr(here, name), getattr(there, name)
+        assert (its.shape, its.dtype, its.device.type) == (mine.shape, mine.dtype, "meta"), name
+        assert name == "mask" or its.storage_offset() == place, name
+        place += mine.numel()

@@ -166,7 +166,7 @@ class _LogProbs(torch.autograd.Function):
         call: Call,
     ) -> tuple[Tensor, ...]:
         """Log-prob, log Z and, if wanted, entropy and extras: the compiler takes no None among the results."""
-        column = target_column(target, call.start, call.columns)
+        column = target if call.inside else target_column(target, call.start, call.columns)
         problem = _problem(logits, index, column, gain, call)
         gathered = _gather_support(kept_ids, kept_lengths, target, problem, call)
         support = None
@@ -176,7 +176,7 @@ class _LogProbs(torch.autograd.Function):
             statistic = run_statistics(call.backend, problem)
             support = None if gathered is None else kept_statistics(gathered)
         lines = None if call.extras is None else call.extras.lines(load(call.backend), problem, slice(None))
-        results = row_results(statistic, support, target == IGNORE, call.entropy, call.group, call.extras, lines)
+        results = row_results(statistic, support, call.ignored(), call.entropy, call.group, call.extras, lines)
         extras, saved_extras = _extra_results(results, problem, call)
         ctx.set_materialize_grads(False)
         fixed = [results.entropy] if call.asked.entropy == "value" else []
@@ -263,11 +263,10 @@ def _logits_gradient(
     # The compiler passes zeros for a result that has no gradient.
     g_entropy = None if saved.mean is None else g_entropy
     gathered = _gather_support(saved.kept_ids, saved.kept_lengths, saved.target, problem, call)
-    ignored = saved.target == IGNORE
     if gathered is not None and call.over_support:
         coef = coefficients(logprob, norm, saved.mean, g_logprob, g_entropy, None)
         out.zero_()
-        write_kept(gathered, support_gradient(gathered, norm, coef, ignored), out, out_index)
+        write_kept(gathered, support_gradient(gathered, norm, coef, saved.target == IGNORE), out, out_index)
     elif saved.kept_reference is None or saved.kept_log_sum is None:
         coef = coefficients(logprob, norm, saved.mean, g_logprob, g_entropy, g_log_z)
         coef = _with_extras(coef, call, saved, g_logprob, g_extras)
@@ -281,11 +280,11 @@ def _logits_gradient(
         dense = coef if any(g is not None for g in (g_entropy, g_log_z, *g_extras)) else None
         kept_norm = Normaliser(saved.kept_reference, saved.kept_log_sum)
         further = upstream_at(dense, gathered.row, gathered.column)
-        values = kept_gradient(gathered, kept_norm, logprob, g_logprob, norm, dense, ignored, further)
+        values = kept_gradient(gathered, kept_norm, logprob, g_logprob, norm, dense, saved.target == IGNORE, further)
         if dense is None:
             out.zero_()
         else:
-            no_target = replace(problem, column=problem.column.clamp_max(ELSEWHERE))
+            no_target = replace(problem, column=problem.column.clamp_max(ELSEWHERE), inside=False)
             run_gradient(call.backend, no_target, norm, dense, out, out_index)
             write_at_ids(problem, norm, dense, out, out_index)
         write_kept(gathered, values, out, out_index)
@@ -305,7 +304,7 @@ def _with_extras(
 def _problem(logits: Tensor, index: Tensor | None, column: Tensor, gain: Tensor, call: Call) -> Problem:
     matrix, index = as_matrix(logits, index)
     sizes = (call.squash, call.columns, call.entropy, call.memory)
-    return Problem(matrix, index, column, gain, *sizes, unit=call.unit)
+    return Problem(matrix, index, column, gain, *sizes, unit=call.unit, inside=call.inside)
 
 
 def as_matrix(logits: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor | None]:

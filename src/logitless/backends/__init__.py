@@ -94,10 +94,9 @@ def _statistics(
     first: int,
     entropy: bool,
     memory: int,
-    unit: bool,
     backend: str,
 ) -> Tensor:
-    problem = Problem(logits, index, column, gain, squash, columns, entropy, memory, first, unit=unit)
+    problem = Problem(logits, index, column, gain, squash, columns, entropy, memory, first)
     return load(backend).statistics(problem)
 
 
@@ -116,7 +115,6 @@ def _gradient(
     columns: int,
     first: int,
     memory: int,
-    unit: bool,
     backend: str,
     reference: Tensor,
     log_sum: Tensor,
@@ -128,7 +126,7 @@ def _gradient(
     out: Tensor,
     out_index: Tensor | None,
 ) -> None:
-    problem = Problem(logits, index, column, gain, squash, columns, product is not None, memory, first, unit=unit)
+    problem = Problem(logits, index, column, gain, squash, columns, product is not None, memory, first)
     coef = Coefficients(plain, product, at_target, square, constant)
     load(backend).gradient(problem, Normaliser(reference, log_sum), coef, out, out_index)
 
@@ -146,8 +144,7 @@ def run_statistics(backend: str, problem: Problem) -> Tensor:
     p = problem
     if not _through_operators(p):
         return load(backend).statistics(p)
-    sizes = (p.squash, p.columns, p.first, p.entropy, p.memory, p.unit)
-    return _statistics(p.logits, p.index, p.column, p.gain, *sizes, backend)
+    return _statistics(p.logits, p.index, p.column, p.gain, p.squash, p.columns, p.first, p.entropy, p.memory, backend)
 
 
 def run_gradient(
@@ -166,7 +163,6 @@ def run_gradient(
         p.columns,
         p.first,
         p.memory,
-        p.unit,
         backend,
         *norm,
         *coef[:5],

@@ -77,12 +77,12 @@ def gradient_over(problem: Problem, norm: Normaliser, coef: Coefficients, dtype:
 
 def _tile_statistics(problem: Problem, rows: slice, columns: slice) -> Tensor:
     z, _, owned = _tile(problem, rows, columns)
-    column = problem.column[rows] - (problem.first + columns.start)
-    inside = (column >= 0) & (column < z.shape[1])
     if not z.shape[1]:
         none = z.new_zeros(z.shape[0])
         return Statistic(none - torch.inf, none, none, none + torch.nan, (none,) * len(problem.further)).stacked()
-    at_target = z.gather(1, column.clamp(0, z.shape[1] - 1)[:, None]).squeeze(1)
+    column, inside = _target_columns(problem, rows, columns)
+    t = z.gather(1, column[:, None]).squeeze(1)
+    t = t if inside is None else torch.where(inside, t, torch.nan)
     m = z.amax(1)
     reference = torch.where(m == -torch.inf, 0.0, m)[:, None]
     d = torch.sub(z, reference, out=z if owned else None)
@@ -91,7 +91,7 @@ def _tile_statistics(problem: Problem, rows: slice, columns: slice) -> Tensor:
     s = e.sum(1)
     further = tuple(FURTHER[name].term(e, d).sum(1) for name in problem.further)
     w = e.mul_(d.clamp_min_(FLOOR)).sum(1) if problem.entropy else torch.zeros_like(s)
-    return Statistic(m, s, w, torch.where(inside, at_target, torch.nan), further).stacked()
+    return Statistic(m, s, w, t, further).stacked()
 
 
 def _tile_gradient(
@@ -116,18 +116,33 @@ def _tile_gradient(
     else:
         inner = d.clamp_min_(FLOOR).mul_(coef.product[rows, None]).add_(coef.plain[rows, None])
         dz = p.mul_(inner)
-    _place_targets(dz, problem.column[rows] - (problem.first + columns.start), coef.at_target[rows])
+    column, inside = _target_columns(problem, rows, columns)
+    _place_targets(dz, column[:, None], inside, coef.at_target[rows, None])
     if not problem.unit:
         dz.mul_(problem.gain[rows, None])
     if squashed is not None:
         dz.mul_(squashed.square_().neg_().add_(1.0).mul_(problem.squash))
-    skipped = problem.column[rows] == SKIP
+    if not problem.inside:
+        _zero_skipped(dz, problem.column[rows] == SKIP)
+    return dz if out is None or dz is out else out.copy_(dz)
+
+
+def _zero_skipped(dz: Tensor, skipped: Tensor) -> None:
     if inspectable(skipped):
         # By row: a mask that is broadcast takes as long as the exponentials. Elsewhere this would wait for the device.
         dz.index_fill_(0, skipped.nonzero().squeeze(1), 0.0)
     else:
         dz.masked_fill_(skipped[:, None], 0.0)
-    return dz if out is None or dz is out else out.copy_(dz)
+
+
+def _target_columns(problem: Problem, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
+    """Column of each row's target in a tile, and whether it is there; None where all are."""
+    width = min(columns.stop, problem.columns) - columns.start
+    column = problem.column[rows]
+    if problem.inside and width == problem.columns:
+        return column, None
+    column = column - (problem.first + columns.start)
+    return column.clamp(0, width - 1), (column >= 0) & (column < width)
 
 
 def _tile(problem: Problem, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None, bool]:
@@ -159,11 +174,10 @@ def _write_tile(out: Tensor, rows: Tensor | slice, c: int, tile: Tensor) -> None
         columns.index_copy_(0, rows, tile.to(out.dtype))
 
 
-def _place_targets(dz: Tensor, column: Tensor, value: Tensor) -> None:
+def _place_targets(dz: Tensor, column: Tensor, inside: Tensor | None, value: Tensor) -> None:
     """``dz[i, column[i]] = value[i]`` for the columns inside the tile, with no device sync."""
-    inside = ((column >= 0) & (column < dz.shape[1]))[:, None]
-    column = column.clamp(0, dz.shape[1] - 1)[:, None]
-    dz.scatter_(1, column, torch.where(inside, value[:, None], dz.gather(1, column)))
+    value = value if inside is None else torch.where(inside[:, None], value, dz.gather(1, column))
+    dz.scatter_(1, column, value)
 
 
 def zero_the_rest(out: Tensor, out_index: Tensor | None, columns: int) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -26,7 +26,7 @@ from logitless.rows.agreement import check_parts, check_same, check_samples
 from logitless.rows.exchange import GradRule, check_fields, exchange_facts, exchange_over
 from logitless.rows.layouts import SCHEME, Scheme, here, ragged_arange, round_up
 from logitless.rows.masks import samples_of_mask
-from logitless.rows.samples import Samples, Tokens, integer_vector, spans_of, unpad
+from logitless.rows.samples import Samples, Tokens, integer_vector, moved, spans_of, unpad
 from logitless.rows.shown import shown
 from logitless.spec import IGNORE, inspectable, tracked_by_autograd
 
@@ -262,7 +262,7 @@ class Rows:
             raise LogitlessError(f"Rows.every: target must be a tensor but is a {came}. Pass torch.tensor(target).")
         flat = integer_vector(target.reshape(-1), "Rows.every: target")
         index = torch.arange(flat.numel(), device=flat.device)
-        return replace(_single_sample(index, flat, tuple(target.shape)), in_order=True)
+        return _single_sample(index, flat, tuple(target.shape), in_order=True)
 
     def __repr__(self) -> str:
         return shown(self)
@@ -470,19 +470,19 @@ def _select(
     on_host = inspectable(target) and target.numel() > 0
     target_range = (int(target.min()), int(target.max())) if on_host else None
     device = torch.device(device) if device is not None else batch.ids.device
-    # One copy for all that was computed on the CPU.
-    place, sample, position, response = torch.stack([place, sample, position, response]).to(device, non_blocking=True)
+    computed = moved([place, target, sample, position, response, batch.totals, slot, mask], device)
+    place, target, sample, position, response, totals, slot, mask = computed
     return Rows(
         index=place,
-        target=target.to(device),
+        target=target,
         sample=sample,
         position=position,
         token_shape=token_shape,
         held=held,
         counts=counts,
-        totals=batch.totals.to(device),
-        slot=None if slot is None else slot.to(device),
-        mask=None if mask is None else mask.to(device),
+        totals=totals,
+        slot=slot,
+        mask=mask,
         response=response,
         response_lengths=tuple(batch.responses.tolist()),
         spans=tuple(spans.tolist()),
@@ -492,8 +492,7 @@ def _select(
     )
 
 
-def _single_sample(index: Tensor, target: Tensor, token_shape: tuple[int, ...] | None, reach: int = 0) -> Rows:
-    count = index.numel()
-    position = torch.arange(count, device=index.device)
-    totals = (target != IGNORE).sum().reshape(1)
-    return Rows(index, target, torch.zeros_like(index), position, token_shape, (count,), (count,), totals, reach=reach)
+def _single_sample(index: Tensor, target: Tensor, shape: tuple[int, ...] | None, **more: Any) -> Rows:
+    count, totals = index.numel(), (target != IGNORE).sum().reshape(1)
+    position = index if more.get("in_order") else torch.arange(count, device=index.device)
+    return Rows(index, target, torch.zeros_like(index), position, shape, (count,), (count,), totals, **more)

@@ -233,3 +233,16 @@ def _concatenate(parts: Sequence[Tensor | Sequence[int]]) -> Tensor:
 def _join(parts: Sequence[Tensor | Sequence[int]]) -> Tensor:
     """Tensors or lists of numbers, end to end in one tensor."""
     return torch.cat([x if isinstance(x, Tensor) else torch.tensor(x) for x in parts]) if len(parts) else torch.zeros(0)
+
+
+def moved(tensors: Sequence[Tensor | None], device: torch.device) -> list[Any]:
+    """Integers and masks on a device: what has to go there from a CPU goes in one copy, in the order given."""
+    going = [x for x in tensors if x is not None and x.device.type == "cpu" and device.type != "cpu"]
+    if not going:
+        return [None if x is None else x.to(device) for x in tensors]
+    sent = torch.cat([x.reshape(-1).to(torch.int64) for x in going]).to(device, non_blocking=True)
+    parts = iter(sent.split([x.numel() for x in going]))
+    return [
+        None if x is None else next(parts).view(x.shape).to(x.dtype) if any(x is y for y in going) else x.to(device)
+        for x in tensors
+    ]
