@@ -15,16 +15,19 @@ import torch
 from torch import Tensor
 
 from logitless.backends.divergences import Divergence, Kind
-from logitless.call import Call, Options, as_products_take, recorded, resolve_hidden, together, untraced
+from logitless.call import Call, Options, Scope, as_products_take, recorded, resolve_hidden, together, untraced
 from logitless.collectives import fingerprint
 from logitless.distill.pair import PairChunk, PairPlan, PairTerms, pair_plan
 from logitless.distill.source import Source, check_teacher, grouped, ungrouped
 from logitless.distill.stats import DivergenceStats, in_shape
+from logitless.distill.support import check_supports, score_kept
 from logitless.distill.teacher import Teacher, Teachers
 from logitless.distill.top_k import check_top_k, score_top_k
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.from_hidden.gradients import gradients
+from logitless.from_hidden.plan import choose_plan
 from logitless.from_hidden.projection import Projection, hidden_gradient, selected_rows
+from logitless.kept import Kept
 from logitless.notes import explained
 from logitless.results import target_column
 from logitless.rows import Rows
@@ -48,6 +51,8 @@ def linear_divergence(
     bias: Tensor | None = None,
     head: Head | None = None,
     shard: VocabShard | None = None,
+    kept: Kept | None = None,
+    scope: Scope = "vocabulary",
     hidden_grad: Literal["reduced", "partial"] = "reduced",
     sequence_parallel: bool = False,
     weight_grad: Tensor | None = None,
@@ -67,6 +72,10 @@ def linear_divergence(
             two ``all_gather`` of a few vectors for every chunk of rows.
         teacher: a :class:`Teacher`, or :class:`Teachers` for several in one batch. It gets no gradient. One that sent K
             log-probs (:meth:`Teacher.from_top_k`) takes no product, or none but the student's own.
+        kept: ids that the sampler kept: log-prob and divergence are over them and the target, the teacher's
+            distribution over the same, or over its own ``kept``: dot products with a few rows of both heads.
+        scope: with ``kept``, what entropy and log Z are over, as for :func:`linear_logprobs`. ``"support"`` takes no
+            product at all.
         kind: ``"forward_kl"``, KL(teacher || student); ``"reverse_kl"``, KL(student || teacher); ``"jsd"``, ``"tv"``,
             ``"hellinger"``, ``"alpha"``; see docs/distillation.md.
         beta: the teacher's share of the mixture of ``"jsd"``.
@@ -104,11 +113,15 @@ def resolve_pair(
 
 def check_pair(call: Call, hidden: Tensor, teacher: Teacher | Teachers, kind: Divergence) -> None:
     """Raise for a teacher that does not go with the call, or with the divergence."""
+    members = (teacher,) if isinstance(teacher, Teacher) else getattr(teacher, "members", ())
+    if call.asked.kept is not None or any(x.kept is not None for x in members):
+        check_supports(call, members)
+        check_teacher(teacher, hidden, call)
+        return
     if isinstance(teacher, Teacher) and teacher.top_k is not None:
         check_top_k(call, teacher.top_k)
         return
     check_teacher(teacher, hidden, call)
-    members = (teacher,) if isinstance(teacher, Teacher) else teacher.members
     sizes = [min(x.width, (x.head or Head()).vocab_size or x.width) for x in members]
     whole = call.asked.shard is None
     if kind.kind == "reverse_kl" and whole and min(sizes) < call.columns:
@@ -130,6 +143,9 @@ def pair_facts(teacher: Teacher | Teachers, kind: Divergence) -> dict[str, Any]:
         "which row has which teacher": fingerprint(getattr(teacher, "which", None)),
         "the teacher's temperature": tuple(fingerprint(x.temperature) for x in heads),
         "the teacher's log-probs": tuple((x.tail, fingerprint(x.ids), fingerprint(x.logprobs)) for x in sent),
+        "the ids that the teacher kept": tuple(
+            (fingerprint(x.kept.ids), fingerprint(x.kept.lengths)) for x in members if x.kept is not None
+        ),
         "the teacher's scale and softcap": tuple((x.scale, x.softcap, x.vocab_size) for x in heads),
     }
 
@@ -138,6 +154,9 @@ def score_pair(
     hidden: Tensor, weight: Tensor, call: Call, teacher: Teacher | Teachers, kind: Divergence
 ) -> DivergenceStats:
     """``[R]`` results of a call that was checked."""
+    if call.asked.kept is not None:
+        plan = choose_plan(call, recorded(hidden, weight, call.asked.bias))
+        return score_kept(hidden, weight, call, plan, teacher, kind)
     if isinstance(teacher, Teacher) and teacher.top_k is not None:
         return score_top_k(hidden, weight, call, teacher.top_k, kind)
     ordered, order = grouped(teacher, call)
