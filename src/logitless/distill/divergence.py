@@ -58,6 +58,7 @@ def linear_divergence(
     weight_grad: Tensor | None = None,
     match: Literal["bfloat16", "float16"] | None = None,
     tf32: bool = False,
+    batch_invariant: bool = False,
     backend: str = "auto",
     memory: int | str = MEMORY,
 ) -> DivergenceStats:
@@ -67,9 +68,9 @@ def linear_divergence(
     :func:`linear_policy_loss` with ``teacher=`` takes four.
 
     Args:
-        hidden, weight, rows, bias, head, shard, hidden_grad, sequence_parallel, weight_grad, match, tf32, backend: the
-            student's, as for :func:`linear_logprobs`. Under a shard the teacher's weight is cut likewise, and there are
-            two ``all_gather`` of a few vectors for every chunk of rows.
+        hidden, weight, rows, bias, head, shard, hidden_grad, sequence_parallel, weight_grad, match, tf32,
+            batch_invariant, backend: the student's, as for :func:`linear_logprobs`. Under a shard the teacher's weight
+            is cut likewise, and there are two ``all_gather`` of a few vectors for every chunk of rows.
         teacher: a :class:`Teacher`, or :class:`Teachers` for several in one batch. It gets no gradient. One that sent K
             log-probs (:meth:`Teacher.from_top_k`) takes no product, or none but the student's own.
         kept: ids that the sampler kept: log-prob and divergence are over them and the target, the teacher's
@@ -114,6 +115,11 @@ def resolve_pair(
 def check_pair(call: Call, hidden: Tensor, teacher: Teacher | Teachers, kind: Divergence) -> None:
     """Raise for a teacher that does not go with the call, or with the divergence."""
     members = (teacher,) if isinstance(teacher, Teacher) else getattr(teacher, "members", ())
+    if call.asked.batch_invariant and isinstance(teacher, Teachers) and call.asked.kept is None:
+        raise LogitlessError(
+            f"{call.asked.caller}: batch_invariant=True goes with one Teacher. With several, how many rows a product "
+            f"has depends on who else is in the batch: call once for each of them."
+        )
     if call.asked.kept is not None or any(x.kept is not None for x in members):
         check_supports(call, members)
         check_teacher(teacher, hidden, call)
@@ -198,10 +204,12 @@ class _LinearDivergence(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         column = target_column(call.rows.target, call.start, call.columns)
         p = Projection.of(selected_rows(hidden, call), weight, bias, column, call)
-        chunk = PairChunk.empty(p, source, kind, plan.rows, plan.columns, plan.elementwise)
+        fixed = call.asked.batch_invariant and bool(plan.chunks)
+        both = (p.padded(plan.rows), source.padded(plan.rows)) if fixed else (p, source)
+        chunk = PairChunk.empty(*both, kind, plan.rows, plan.columns, plan.elementwise)
         found = [chunk.results(start, stop) for start, stop in plan.chunks]
         vectors = [x.vectors() for x in found] or [(p.gain.new_empty(0),) * 12]
-        whole = [torch.cat(lines) for lines in zip(*vectors, strict=True)]
+        whole = [torch.cat(lines)[: call.num_rows] for lines in zip(*vectors, strict=True)]
         results, (reference, log_sum, shift, *rest) = whole[:6], whole[6:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*results[4:])

@@ -138,6 +138,14 @@ class Source:
                 parts.append(replace(part, rows=slice(low - start, high - start), projection=p, index=index))
         return replace(self, parts=tuple(parts), gain=self.gain[start:stop])
 
+    def padded(self, multiple: int) -> Source:
+        """The same rows of one teacher, and as many further ones as make a multiple."""
+        (part,), pad, missing = self.parts, torch.nn.functional.pad, -len(self.gain) % multiple
+        p = None if part.projection is None else part.projection.padded(multiple)
+        index = None if part.index is None else pad(part.index, (0, missing))
+        part = replace(part, rows=slice(0, len(self.gain) + missing), projection=p, index=index)
+        return replace(self, parts=(part,), gain=pad(self.gain, (0, missing), value=1.0))
+
     def problem(self, memory: Tensor, first: int, like: Problem) -> Problem:
         """Its logits for the rows and columns of a problem of the student's, written into flat memory."""
         rows, width = like.num_rows, like.columns

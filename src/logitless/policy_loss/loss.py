@@ -232,8 +232,6 @@ def _resolve(
             f"one of them out."
         )
     if teacher is not None:
-        if asked.batch_invariant:
-            raise LogitlessError(f"{NAME}: teacher= does not go with batch_invariant=True.")
         if asked.low_rank is not None:
             raise LogitlessError(
                 f"{NAME}: teacher= does not go with a LoRA. Merge it into one weight, weight + scale * b @ a."
