@@ -22,10 +22,10 @@ from logitless.distill.source import Source, check_teacher, grouped, ungrouped
 from logitless.distill.stats import DivergenceStats, in_shape
 from logitless.distill.support import check_supports, score_kept
 from logitless.distill.teacher import Teacher, Teachers
-from logitless.distill.top_k import check_top_k, score_top_k
+from logitless.distill.top_k import check_top_k, listing, score_top_k
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.from_hidden.gradients import gradients
-from logitless.from_hidden.plan import choose_plan
+from logitless.from_hidden.plan import LinearPlan, SupportPlan, choose_plan
 from logitless.from_hidden.projection import Projection, hidden_gradient, selected_rows
 from logitless.kept import Kept
 from logitless.notes import explained
@@ -110,6 +110,28 @@ def resolve_pair(
     call = resolve_hidden(hidden, weight, rows, asked)
     check_pair(call, hidden, teacher, kind)
     return call
+
+
+def divergence_plan(
+    hidden: Tensor, weight: Tensor, rows: Any, teacher: Teacher | Teachers, kind: Kind | Divergence, **options: Any
+) -> PairPlan | LinearPlan | SupportPlan:
+    """Which route :func:`linear_divergence` takes with these arguments, and why. Computes nothing."""
+    asked = Options.named({"memory": MEMORY, "entropy": "grad", **options}, "linear_divergence")
+    hidden, weight, asked = as_products_take(hidden, weight, asked)
+    call = resolve_pair(hidden, weight, rows, teacher, Divergence.of(kind), asked)
+    return route_of(call, recorded(hidden, weight, asked.bias), teacher)
+
+
+def route_of(call: Call, needs: tuple[bool, ...], teacher: Teacher | Teachers) -> PairPlan | LinearPlan | SupportPlan:
+    """The route of a call that was checked."""
+    sent = teacher.top_k if isinstance(teacher, Teacher) else None
+    if call.asked.kept is not None:
+        return choose_plan(call, needs)
+    if sent is None:
+        return pair_plan(call, needs)
+    if sent.tail == "renormalise":
+        return SupportPlan(sent.ids.numel(), "both distributions are over the ids that the teacher sent")
+    return choose_plan(listing(call, sent), needs)
 
 
 def check_pair(call: Call, hidden: Tensor, teacher: Teacher | Teachers, kind: Divergence) -> None:

@@ -68,9 +68,21 @@ def divergence(
         logits = local_part(options, "logits", logits, logits.dim() - 1 if isinstance(logits, Tensor) else None)
         resolve = partial(_resolve, logits, rows, other, what, options, overwrite_logits)
         call = together(options, resolve, lambda made: made.facts() | pair_facts(other, what))
-        if other.top_k is not None:
-            return in_shape(score_logits_top_k(logits, call, other.top_k, what), call.shape)
-        return in_shape(DivergenceStats(*_Divergence.apply(logits, call, other, what)), call.shape)
+        return in_shape(_score(logits, call, other, what), call.shape)
+
+
+def score_pair_of_logits(
+    logits: Tensor, rows: Any, teacher: Teacher, kind: Divergence, asked: Options, overwrite: bool
+) -> DivergenceStats:
+    """``[R]`` results, with the call checked here: for a dry run."""
+    return _score(logits, _resolve(logits, rows, teacher, kind, asked, overwrite), teacher, kind)
+
+
+def _score(logits: Tensor, call: Call, teacher: Teacher, kind: Divergence) -> DivergenceStats:
+    """``[R]`` results of a call that was checked."""
+    if teacher.top_k is not None:
+        return score_logits_top_k(logits, call, teacher.top_k, kind)
+    return DivergenceStats(*_Divergence.apply(logits, call, teacher, kind))
 
 
 def _resolve(logits: Tensor, rows: Any, teacher: Teacher, kind: Divergence, asked: Options, overwrite: bool) -> Call:

@@ -110,8 +110,9 @@ def _over_ids(hidden: Tensor, weight: Tensor, call: Call, sent: TopK, kind: Dive
 def _within(z: Tensor, log_z: Tensor, other: _Sent, kind: Divergence) -> DivergenceStats:
     """All results over the K ids, from their logits or anything that differs from those by a number per row."""
     log_p = _normalised(z, other.empty)
-    present = log_p.masked_fill(other.empty, 0.0)
-    entropy = -(present.exp() * present).sum(-1)
+    # Padding, and ids that the student excludes.
+    present = log_p.masked_fill(log_p == -torch.inf, 0.0)
+    entropy = -torch.where(log_p == -torch.inf, 0.0, present.exp() * present).sum(-1)
     hit = other.hit
     logprob = torch.where(hit.any(-1), torch.where(hit, log_p, 0.0).sum(-1), -torch.inf)
     logprob, entropy, log_z = (torch.where(other.ignored, 0.0, x) for x in (logprob, entropy, log_z))

@@ -232,19 +232,27 @@ def _resolve(
             f"one of them out."
         )
     if teacher is not None:
-        if asked.low_rank is not None:
-            raise LogitlessError(
-                f"{NAME}: teacher= does not go with a LoRA. Merge it into one weight, weight + scale * b @ a."
-            )
-        check_pair(call, hidden, teacher, _kind(objective))
-        if isinstance(teacher, Teacher) and teacher.top_k is not None:
-            # The other terms of the objective are over the vocabulary, and so are the log-probs that go with them.
-            call, teacher = listing(call, teacher.top_k), None
-        elif asked.kept is not None:
-            # Of the teacher there are dot products alone, and an entropy is among the results of two models.
-            asked = replace(call.asked, entropy=objective.entropy or "value")
-            call, teacher = replace(call, asked=asked, entropy=True), None
+        call, teacher = with_teacher(call, hidden, objective, teacher)
     return call, plan_of(call, hidden, weight, objective, teacher)
+
+
+def with_teacher(
+    call: Call, hidden: Tensor, objective: Objective | Preference, teacher: Teacher | Teachers
+) -> tuple[Call, Teacher | Teachers | None]:
+    """The student's call, with its teacher checked; and the teacher, if its head is multiplied chunk by chunk."""
+    if call.asked.low_rank is not None:
+        raise LogitlessError(
+            f"{NAME}: teacher= does not go with a LoRA. Merge it into one weight, weight + scale * b @ a."
+        )
+    check_pair(call, hidden, teacher, _kind(objective))
+    if isinstance(teacher, Teacher) and teacher.top_k is not None:
+        # The other terms of the objective are over the vocabulary, and so are the log-probs that go with them.
+        return listing(call, teacher.top_k), None
+    if call.asked.kept is None:
+        return call, teacher
+    # Of the teacher there are dot products alone, and an entropy is among the results of two models.
+    asked = replace(call.asked, entropy=objective.entropy or "value")
+    return replace(call, asked=asked, entropy=True), None
 
 
 def _facts(
