@@ -44,12 +44,12 @@ def test_a_bounded_run(first: int):
 
 def test_students_and_teachers(monkeypatch):
     """``tests/fuzz/teachers.py`` runs as many as one likes; what it found first is among these."""
-    found = {seed: teachers.verdict(teachers.draw(seed)) for seed in (*range(120), 68)}
+    found = {seed: teachers.verdict(teachers.draw(seed)) for seed in range(70)}
     assert not [said for said in found.values() if said is not None and not said.startswith("refused")]
-    assert sum(said is None for said in found.values()) > 80
+    assert sum(said is None for said in found.values()) > 45
     # It can fail.
     monkeypatch.setattr("logitless.distill.pair.mean_slope", lambda kind, divergence, mean: 1.01 * mean)
-    assert any((teachers.verdict(teachers.draw(seed)) or "").startswith("d_") for seed in range(40))
+    assert any((teachers.verdict(teachers.draw(seed)) or "").startswith("d_") for seed in range(15))
 
 
 # The interpreter's own arithmetic warns of products below the range, whose exponential is 0.

@@ -391,15 +391,16 @@ def verdict(case: Case) -> str | None:
             continue
         truth, usual = ((a.gradients[name[2:]] if gradient else a.values[name]) for a in (exact, plain))
         more = 6 * 2.0**-8 if gradient and dtype == torch.bfloat16 else 0.0
-        said = _differs(mine, truth, usual, unit, more)
+        said = _differs(mine, truth, usual, unit, more, gradient)
         if said is not None:
             return f"{name}: {said}"
     return None
 
 
-def _differs(mine: Tensor, truth: Tensor, usual: Tensor, unit: float, more: float) -> str | None:
+def _differs(mine: Tensor, truth: Tensor, usual: Tensor, unit: float, more: float, gradient: bool) -> str | None:
     finite = truth.isfinite()
-    if not torch.equal(mine[~finite].double().nan_to_num(7.0), truth[~finite].nan_to_num(7.0)):
+    # Autograd has no gradient where everything that it sums is -inf: there the oracle does not know.
+    if not gradient and not torch.equal(mine[~finite].double().nan_to_num(7.0), truth[~finite].nan_to_num(7.0)):
         return f"{mine[~finite].tolist()[:4]} where {truth[~finite].tolist()[:4]} is right"
     if not finite.any():
         return None
