@@ -2,11 +2,15 @@
 
     python benchmarks/divergences.py --out benchmarks/results/divergences.jsonl [--peers FOLDER]
     python benchmarks/divergences.py --case D4096 --only ours
+    python benchmarks/divergences.py --case D2048-4096 --only "top 64" linear_logprobs --kind reverse_kl
 
 Every contender is given the same operands and the mean over rows as its loss, and is compared with float64 at sampled
 rows first: the divergence, where it tells it by row, and d_hidden. Bare products are of the same shapes, in the same
 run: student and teacher forward, the same again in backward, d_hidden and d_weight, six in all; four where the loss is
 known in forward. A peak counts everything beyond the operands, gradients included.
+
+A teacher that sent its best log-probs takes no product of its own. Those contenders stand beside ``linear_logprobs`` of
+the same student and beside its bare products.
 """
 
 from __future__ import annotations
@@ -22,8 +26,9 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +44,8 @@ SAMPLED = 24
 KINDS = ("reverse_kl", "forward_kl", "jsd")
 BETAS = {"reverse_kl": 1.0, "forward_kl": 0.0, "jsd": 0.5}
 """As TRL and Liger name the same three by one number."""
+BEST = 64
+"""Log-probs of each token that a teacher behind a server sends."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,7 @@ class Case:
 def cases(device: str) -> list[Case]:
     if device == "cpu":
         return [Case("cpu", 512, 8192, 256, 512, "float32")]
-    sizes = ((4096, 4096), (2048, 2048), (2048, 5120))
+    sizes = ((4096, 4096), (2048, 2048), (2048, 4096), (2048, 5120))
     return [Case(f"D{s}" if s == t else f"D{s}-{t}", 16384, 151936, s, t) for s, t in sizes]
 
 
@@ -71,6 +78,16 @@ class Inputs:
     @property
     def teacher(self) -> ll.Teacher:
         return ll.Teacher(self.teacher_hidden, self.teacher_weight)
+
+    @cached_property
+    @torch.no_grad()
+    def sent(self) -> tuple[Tensor, Tensor]:
+        """Log-probs and ids that the teacher would send, made in chunks of rows."""
+        found = []
+        for hidden in self.teacher_hidden.split(1024):
+            found.append((hidden @ self.teacher_weight.T).float().log_softmax(-1).topk(BEST))
+        logprobs, ids = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return logprobs, ids
 
 
 def draw(case: Case, device: torch.device) -> Inputs:
@@ -110,19 +127,41 @@ def as_a_loss(x: Inputs, kind: str, memory: str = "2560MiB") -> Scored:
     return loss, stats.divergence
 
 
+def best_and_rest(x: Inputs, kind: str) -> Scored:
+    return _of_sent(x, kind, "bucket")
+
+
+def best_alone(x: Inputs, kind: str) -> Scored:
+    return _of_sent(x, kind, "renormalise")
+
+
+def _of_sent(x: Inputs, kind: str, tail: str) -> Scored:
+    teacher = ll.Teacher.from_top_k(*x.sent, tail=tail)  # pyright: ignore[reportArgumentType]
+    rows = ll.linear_divergence(x.hidden, x.weight, teacher, x.target, kind=kind).divergence  # pyright: ignore[reportArgumentType]
+    return rows.mean(), rows.detach()
+
+
+def logprobs_alone(x: Inputs, kind: str) -> Scored:
+    rows = -ll.linear_logprobs(x.hidden, x.weight, x.target, memory="1GiB").logprob
+    return rows.mean(), rows.detach()
+
+
 def plain(x: Inputs, kind: str) -> Scored:
     z, y = (x.hidden @ x.weight.T).float(), (x.teacher_hidden @ x.teacher_weight.T).float()
     return _of_logits(z, y, kind)
 
 
 def _of_logits(z: Tensor, y: Tensor, kind: str) -> Scored:
-    log_p, log_q = z.log_softmax(-1), y.log_softmax(-1)
+    return _of_logprobs(z.log_softmax(-1), y.log_softmax(-1), kind)
+
+
+def _of_logprobs(log_p: Tensor, log_q: Tensor, kind: str) -> Scored:
     if kind == "forward_kl":
         rows = (log_q.exp() * (log_q - log_p)).sum(-1)
     elif kind == "reverse_kl":
         rows = (log_p.exp() * (log_p - log_q)).sum(-1)
     else:
-        mixture = torch.logaddexp(log_p, log_q) - torch.log(torch.tensor(2.0, device=z.device))
+        mixture = torch.logaddexp(log_p, log_q) - torch.log(torch.tensor(2.0, device=log_p.device))
         rows = 0.5 * ((log_p.exp() * (log_p - mixture)).sum(-1) + (log_q.exp() * (log_q - mixture)).sum(-1))
     return rows.mean(), rows.detach()
 
@@ -162,15 +201,52 @@ def liger(x: Inputs, kind: str) -> Scored:
     return function(x.hidden, x.weight, x.teacher_hidden, x.teacher_weight, x.target), None
 
 
-CONTENDERS: dict[str, tuple[Callable[[Inputs, str], Scored], int]] = {
-    "ours, two passes": (two_passes, 6),
-    "ours, as a loss": (as_a_loss, 4),
-    "TRL": (trl, 6),
-    "Liger": (liger, 4),
-    "torch.compile": (compiled, 4),
-    "plain torch": (plain, 4),
+# What each is compared with: of float64 logits of some rows, what it makes of them.
+
+
+def truth_of_both(x: Inputs, some: Tensor, z: Tensor, kind: str) -> Scored:
+    return _of_logits(z, x.teacher_hidden[some].double() @ x.teacher_weight.double().T, kind)
+
+
+def truth_of_best(x: Inputs, some: Tensor, z: Tensor, kind: str) -> Scored:
+    log_q, ids = x.sent[0][some].double(), x.sent[1][some]
+    return _of_logprobs(z.gather(1, ids).log_softmax(-1), log_q.log_softmax(-1), kind)
+
+
+def truth_of_rest(x: Inputs, some: Tensor, z: Tensor, kind: str) -> Scored:
+    log_q, ids = x.sent[0][some].double(), x.sent[1][some]
+    others = z.scatter(1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+    log_p = torch.cat([z.gather(1, ids), others], -1).log_softmax(-1)
+    return _of_logprobs(log_p, torch.cat([log_q, (1 - log_q.exp().sum(-1, keepdim=True)).log()], -1), kind)
+
+
+def truth_of_target(x: Inputs, some: Tensor, z: Tensor, kind: str) -> Scored:
+    rows = -z.log_softmax(-1).gather(1, x.target[some, None])[:, 0]
+    return rows.mean(), rows.detach()
+
+
+class Contender(NamedTuple):
+    """How it scores, the products that it needs at least, what is right, and the kinds that it has."""
+
+    score: Callable[[Inputs, str], Scored]
+    products: int | str
+    truth: Callable[[Inputs, Tensor, Tensor, str], Scored] = truth_of_both
+    kinds: tuple[str, ...] = KINDS
+
+
+OWN = "the student's 4"
+
+CONTENDERS = {
+    "ours, two passes": Contender(two_passes, 6),
+    "ours, as a loss": Contender(as_a_loss, 4),
+    "TRL": Contender(trl, 6),
+    "Liger": Contender(liger, 4),
+    "torch.compile": Contender(compiled, 4),
+    "plain torch": Contender(plain, 4),
+    "linear_logprobs": Contender(logprobs_alone, OWN, truth_of_target, ("log-prob",)),
+    f"top {BEST}, bucket": Contender(best_and_rest, OWN, truth_of_rest),
+    f"top {BEST}, renormalised": Contender(best_alone, OWN, truth_of_best),
 }
-"""Each with the products it needs at least."""
 
 
 def step(score: Callable[[Inputs, str], Scored], x: Inputs, kind: str) -> tuple[Tensor | None, list[Tensor]]:
@@ -188,16 +264,24 @@ def products(x: Inputs, backward: bool) -> None:
     torch.mm(d_z.T, hidden)
 
 
+def own_products(x: Inputs) -> None:
+    """The student's four: its logits twice, d_hidden and d_weight."""
+    hidden, weight = x.hidden.detach(), x.weight.detach()
+    for _ in range(2):
+        d_z = hidden @ weight.T
+    torch.mm(d_z, weight)
+    torch.mm(d_z.T, hidden)
+
+
 @torch.no_grad()
-def errors(x: Inputs, kind: str, rows: Tensor | None, d_hidden: Tensor) -> dict[str, float]:
+def errors(x: Inputs, who: Contender, kind: str, rows: Tensor | None, d_hidden: Tensor) -> dict[str, float]:
     """Largest relative error of the divergences, and relative norm of that of d_hidden, at sampled rows."""
     some = torch.randperm(len(x.target), generator=torch.Generator().manual_seed(1))[:SAMPLED].to(x.target.device)
     weight = x.weight.detach().double()
     z = x.hidden.detach()[some].double() @ weight.T
-    y = x.teacher_hidden[some].double() @ x.teacher_weight.double().T
     with torch.enable_grad():
         z.requires_grad_()
-        loss, right = _of_logits(z, y, kind)
+        loss, right = who.truth(x, some, z, kind)
         (d_z,) = torch.autograd.grad(loss * SAMPLED / len(x.target), z)
     truth = d_z @ weight
     worst = {"d_hidden": float((d_hidden[some].double() - truth).norm() / truth.norm())}
@@ -212,14 +296,16 @@ def run(case: Case, device: torch.device, options: argparse.Namespace) -> Iterat
     timed: dict[str, Callable[[], object]] = {
         "4 products": lambda: products(x, backward=False),
         "6 products": lambda: products(x, backward=True),
+        f"{OWN} products": lambda: own_products(x),
     }
-    for name, (score, _) in CONTENDERS.items():
-        for kind in options.kind or KINDS:
-            if options.only and not any(word in name for word in options.only):
-                continue
+    for name, who in CONTENDERS.items():
+        if options.only and not any(word in name for word in options.only):
+            continue
+        score = who.score
+        for kind in [kind for kind in who.kinds if who.kinds != KINDS or not options.kind or kind in options.kind]:
             try:
                 rows, gradients = step(score, x, kind)
-                wrong = errors(x, kind, rows, gradients[0])
+                wrong = errors(x, who, kind, rows, gradients[0])
                 del rows, gradients
                 peak = peak_bytes(lambda score=score, kind=kind: step(score, x, kind), device)
             except (torch.OutOfMemoryError, ImportError) as error:
@@ -229,13 +315,13 @@ def run(case: Case, device: torch.device, options: argparse.Namespace) -> Iterat
             found[name, kind] = {"errors": wrong, "peak_bytes": peak}
             timed[f"{name} {kind}"] = lambda score=score, kind=kind: step(score, x, kind)
     laps = interleaved(timed, x.hidden, x.weight, options.repeats)
-    floors = {n: statistics.median(laps[f"{n} products"]) for n in (4, 6)}
+    floors = {n: statistics.median(laps[f"{n} products"]) for n in (4, 6, OWN)}
     for (name, kind), facts in found.items():
         line = {"case": asdict(case), "contender": name, "kind": kind, **facts, "repeats": options.repeats}
         if f"{name} {kind}" in laps:
             here = laps[f"{name} {kind}"]
             line |= {"ms": statistics.median(here), "range_ms": [min(here), max(here)]}
-        line |= {"products": CONTENDERS[name][1], "products_ms": floors[CONTENDERS[name][1]]}
+        line |= {"products": CONTENDERS[name].products, "products_ms": floors[CONTENDERS[name].products]}
         line["gradients_bytes"] = x.hidden.nbytes + x.weight.nbytes
         yield line | {"environment": asdict(Environment.here(device, options.commit))}
 

@@ -501,6 +501,58 @@ def test_no_rows(device: torch.device):
     assert not hidden.grad.any()
 
 
+@pytest.mark.parametrize("sort", ["head", "logits", "bucket", "renormalise", "kept"])
+def test_batch_invariant_bits(sort: str):
+    """A token's results do not depend on how many or which others come with it, nor on where it stands."""
+    rows = 61
+    hidden, weight = torch.randn(rows, 48), torch.randn(301, 48)
+    other, other_weight = torch.randn(rows, 40), torch.randn(301, 40)
+    target, (best, ids) = torch.randint(301, (rows,)), torch.randn(rows, 301).log_softmax(-1).topk(5)
+
+    def score(index: Tensor) -> Any:
+        teachers = {
+            "logits": lambda: Teacher.from_logits(other @ other_weight.T),
+            "bucket": lambda: Teacher.from_top_k(best[index], ids[index]),
+            "renormalise": lambda: Teacher.from_top_k(best[index], ids[index], "renormalise"),
+        }
+        teacher = teachers.get(sort, lambda: Teacher(other, other_weight))()
+        options: dict[str, Any] = {"batch_invariant": True, "memory": 40_000}
+        if sort == "kept":
+            options |= {"kept": ll.Kept(ids[index].flatten(), torch.full_like(index, 5)), "scope": "support"}
+        return linear_divergence(hidden, weight, teacher, (index, target[index]), kind="jsd", **options)
+
+    full = score(torch.arange(rows))
+    # What is fixed is the order of sums, and not the result.
+    loose = linear_divergence(hidden, weight, Teacher(other, other_weight), target, kind="jsd")
+    if sort in ("head", "logits"):
+        torch.testing.assert_close(full.divergence, loose.divergence)
+    for index in (torch.tensor([7]), torch.arange(40, 57), torch.randperm(rows)):
+        for name, whole, part in zip(full._fields, full, score(index), strict=True):
+            if whole is None:
+                continue
+            assert torch.equal(whole[index].nan_to_num(7.0), part.nan_to_num(7.0)), name
+
+
+def test_batch_invariance_as_a_loss_and_with_several_teachers():
+    batch = Batch.draw("cpu")
+    teacher, objective = Teacher(*batch[3:5]), ll.Objective.recipe("distill", divergence="forward_kl")
+    hidden = batch.hidden.clone().requires_grad_()
+    given: dict[str, Any] = {"teacher": teacher, "batch_invariant": True, "memory": 6000}
+    plan = ll.explain(hidden, batch.weight, batch.target, objective=objective, **given)
+    assert str(plan).startswith("two passes: 6 matrix products, because batch_invariant=True fixes the tiles")
+    loss, _, stats = ll.linear_policy_loss(hidden, batch.weight, batch.target, objective, return_stats=True, **given)
+    each = linear_divergence(
+        hidden, batch.weight, teacher, batch.target, kind="forward_kl", batch_invariant=True, memory=6000
+    )
+    assert torch.equal(stats.divergence, each.divergence)
+    (found,) = torch.autograd.grad(loss, hidden)
+    (wanted,) = torch.autograd.grad(each.divergence.sum() / 10, hidden)
+    torch.testing.assert_close(found, wanted)
+    several = Teachers([teacher], torch.zeros(11, dtype=torch.int64))
+    with pytest.raises(ll.LogitlessError, match="batch_invariant=True goes with one Teacher"):
+        linear_divergence(*batch[:2], several, batch.target, batch_invariant=True)
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_pairs_of_features(seed: int):
     """Drawn at random: kind, dtype, sizes, budget, heads of both, a smaller vocabulary, distances and offsets."""

@@ -29,6 +29,9 @@ LOSS = {**SLABS, "path": "linear_policy_loss"}
 PLAIN = {"path": "torch", "tokens": 251, "vocab": 1031}
 FROZEN = {"needs_grad": ("hidden",)}
 F32, GRAD = {"dtype": "float32"}, {"entropy": "grad"}
+PAIR = {**SLABS, "path": "linear_divergence", "teacher_hidden": 66}
+SENT = {"teacher_hidden": None, "teacher_top_k": 8}
+TAUGHT = {"objective": ll.Objective.recipe("distill")}
 FEW_IDS = {"kept_ids": 1009, "scope": "support"}
 SELECTED = {"tokens": 1031, "rows": 257}
 BONUS = {"objective": ll.Objective(entropy_coef=0.01)}
@@ -109,6 +112,22 @@ CASES = {
     "loss, two passes, kept ids": {**LOSS, **F32, "tokens": 5003, "vocab": 31, "kept_ids": 9001},
     "loss, support": {**LOSS, **F32, "tokens": 5003, "vocab": 31, "kept_ids": 9001, "scope": "support"},
     "loss, no rows": {**LOSS, "rows": 0},
+    "divergence": {**PAIR, **F32},
+    "divergence, bf16, rows": {**PAIR, **SELECTED, "teacher_hidden": 130},
+    "divergence, more rows than columns": {**PAIR, **F32, "tokens": 2003, "vocab": 257},
+    "divergence, batch-invariant": {**PAIR, **F32, "batch_invariant": True},
+    "divergence, a bucket": {**PAIR, **F32, **SENT, "tail": "bucket"},
+    "divergence, K ids": {**PAIR, **F32, **SENT, "tail": "renormalise", "tokens": 2003, "vocab": 257},
+    "divergence, support": {**PAIR, **F32, **FEW_IDS},
+    "divergence, kept ids": {**PAIR, **F32, "kept_ids": 9001},
+    "divergence, from logits": {**LOGITS, "path": "divergence"},
+    "divergence, from logits, overwritten": {**LOGITS, **F32, "path": "divergence", "overwrite_logits": True},
+    "divergence, from logits, a bucket": {**LOGITS, **F32, "path": "divergence", "teacher_top_k": 8},
+    "loss, a teacher": {**LOSS, **F32, **TAUGHT, "teacher_hidden": 130},
+    "loss, a teacher, bf16, rows": {**LOSS, **SELECTED, **TAUGHT, "teacher_hidden": 66},
+    "loss, a teacher, two passes": {**LOSS, **F32, **TAUGHT, "teacher_hidden": 66, "batch_invariant": True},
+    "loss, a teacher's K log-probs": {**LOSS, **F32, **TAUGHT, **SENT},
+    "loss, a teacher, support": {**LOSS, **F32, **TAUGHT, **FEW_IDS, "teacher_hidden": 66},
     "torch": {**PLAIN, **F32, **GRAD},
     "torch, rows, bf16": {**PLAIN, "rows": 127, "entropy": "value"},
     "torch, from hidden": {**PLAIN, **GRAD, "hidden": 66},

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fuzz import judge, ours, record, shrink, soak
+from fuzz import judge, ours, record, shrink, soak, teachers
 from fuzz.build import build
 from fuzz.cases import DEFAULTS, FEATURES, LOSSES, NAMES, PATHS, Case, draw, features_on
 from fuzz.corpus import CORPUS
@@ -40,6 +40,16 @@ def wrong(seeds) -> list[tuple[Case, Verdict]]:
 def test_a_bounded_run(first: int):
     """``make fuzz`` runs as many as there is time for; ``--case SEED`` shrinks one."""
     assert not wrong(range(first, first + 100))
+
+
+def test_students_and_teachers(monkeypatch):
+    """``tests/fuzz/teachers.py`` runs as many as one likes; what it found first is among these."""
+    found = {seed: teachers.verdict(teachers.draw(seed)) for seed in range(70)}
+    assert not [said for said in found.values() if said is not None and not said.startswith("refused")]
+    assert sum(said is None for said in found.values()) > 45
+    # It can fail.
+    monkeypatch.setattr("logitless.distill.pair.mean_slope", lambda kind, divergence, mean: 1.01 * mean)
+    assert any((teachers.verdict(teachers.draw(seed)) or "").startswith("d_") for seed in range(15))
 
 
 # The interpreter's own arithmetic warns of products below the range, whose exponential is 0.

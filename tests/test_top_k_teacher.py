@@ -217,6 +217,37 @@ def test_what_else_is_returned(device: torch.device):
     assert over["bucket"].divergence[5] == 0
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("tail", TAILS)
+def test_from_logits(tail: Any, overwrite: bool, device: torch.device):
+    """Divergence, and over the ids what belongs to the student; some rows of them, in another order."""
+    batch = Batch.draw(device)
+    order = torch.randperm(ROWS + 4, device=device)[:ROWS]
+    logits = torch.randn(ROWS + 4, VOCAB, device=device)
+
+    def both(dtype: torch.dtype) -> Outcome:
+        leaf = logits.detach().to(dtype).requires_grad_()
+        log_p, log_q = outcomes(leaf[order], batch, tail, dtype)
+        found = torch.where(batch.target != -100, textbook(log_p, log_q, "jsd", beta=0.3), 0.0)
+        (found * torch.arange(1, ROWS + 1, device=device)).sum().backward()
+        return Outcome((found.detach(),), (leaf.grad,))  # pyright: ignore[reportArgumentType]
+
+    leaf = logits.detach().requires_grad_()
+    given = leaf * 1.0 if overwrite else leaf
+    out = ll.divergence(
+        given, batch.teacher(tail), (order, batch.target), kind="jsd", beta=0.3, overwrite_logits=overwrite
+    )
+    (out.divergence * torch.arange(1, ROWS + 1, device=device)).sum().backward()
+    exact, plain = both(torch.float64), both(torch.float32)
+    assert_close_to_truth(out.divergence.detach(), exact.values[0], plain.values[0])
+    assert leaf.grad is not None
+    assert_gradient_close_to_truth(leaf.grad, exact.gradients[0], plain.gradients[0])
+    eye = torch.eye(VOCAB, device=device)
+    same = ll.linear_divergence(logits[order], eye, batch.teacher(tail), batch.target, kind="jsd", beta=0.3)
+    for name in ("logprob", "entropy", "log_z", "teacher_logprob", "teacher_entropy"):
+        torch.testing.assert_close(getattr(out, name).detach(), getattr(same, name), equal_nan=True, msg=name)
+
+
 @pytest.mark.parametrize("tail", TAILS)
 def test_as_a_term_of_an_objective(tail: str, device: torch.device):
     batch, advantage = Batch.draw(device), torch.randn(ROWS, device=device)
@@ -333,5 +364,3 @@ def test_errors_of_the_call():
         ll.linear_divergence(*operands, beyond, batch.target)
     with pytest.raises(LogitlessError, match="Teachers: a member has log-probs of K ids"):
         ll.Teachers([batch.teacher("bucket")], torch.zeros(ROWS, dtype=torch.int64))
-    with pytest.raises(LogitlessError, match="divergence: teacher must be logits"):
-        ll.divergence(torch.randn(ROWS, VOCAB), batch.teacher("bucket"), batch.target)

@@ -6,6 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from logitless.backends.divergences import Divergence, Kind
+from logitless.distill import Teacher, Teachers
+from logitless.distill.divergence import divergence_plan
+from logitless.distill.pair import PairPlan
 from logitless.from_hidden.logprobs import linear_plan
 from logitless.from_hidden.plan import LinearPlan, SupportPlan
 from logitless.objectives import Objective, Preference
@@ -14,14 +18,22 @@ from logitless.policy_loss.plan import LossPlan
 
 
 def explain(
-    hidden: Tensor, weight: Tensor, rows: Any, *, objective: Objective | Preference | None = None, **options: Any
-) -> LinearPlan | SupportPlan | LossPlan:
+    hidden: Tensor,
+    weight: Tensor,
+    rows: Any,
+    *,
+    objective: Objective | Preference | None = None,
+    teacher: Teacher | Teachers | None = None,
+    kind: Kind | Divergence = "reverse_kl",
+    **options: Any,
+) -> LinearPlan | SupportPlan | LossPlan | PairPlan:
     """Which route :func:`linear_logprobs` takes with these arguments, and why; with an objective,
-    :func:`linear_policy_loss`. Computes nothing.
+    :func:`linear_policy_loss`; with a teacher alone, :func:`linear_divergence`. Computes nothing.
 
     Args:
         hidden, weight, rows: as for the call.
         objective: of the policy loss, or None.
+        teacher, kind: of a divergence. The kind says what is refused, and not the route.
         **options: keyword arguments of the call that concern the operands (memory, shard, entropy, ...).
 
     >>> import torch
@@ -29,5 +41,7 @@ def explain(
     forward
     """
     if objective is not None:
-        return loss_plan(hidden, weight, rows, objective, **options)
+        return loss_plan(hidden, weight, rows, objective, teacher, **options)
+    if teacher is not None:
+        return divergence_plan(hidden, weight, rows, teacher, kind, **options)
     return linear_plan(hidden, weight, rows, **options)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -301,6 +302,53 @@ def check_torch_order(mesh: Mesh) -> None:
     torch.testing.assert_close(values, run(function, [cut(logits)], upstream).values, atol=1e-5, rtol=0)
 
 
+def check_distillation(mesh: Mesh, zero: bool, dtype: torch.dtype, cp: bool) -> None:
+    """K logits of a teacher: the student's log-probs of its ids and, with the tail, the negative entropy besides."""
+    torch.manual_seed(6)
+    logits, ids = (torch.randn(B, 16, V) * 3).to(dtype), torch.randn(B, S if cp else 16, V).topk(5).indices
+    teacher, size = torch.randn(*ids.shape), ids.shape[1]
+    upstream, total = mesh.upstream(B, size - 1, 6)
+    upstream = upstream if cp else total
+
+    def joined(own: Tensor, other: Tensor, entropy: Tensor | None) -> Tensor:
+        assert torch.equal(other, teacher.log_softmax(-1)[:, :-1])
+        return torch.cat([own, own[..., :1] * 0 if entropy is None else entropy[..., None]], -1)
+
+    def function(x: Tensor) -> Tensor:
+        where = (mesh.tp.rank(), mesh.tp, mesh.cp if cp else None)
+        return joined(*utils().get_distillation_topk_logprobs_from_logits(x, teacher, ids, zero, zero, *where))
+
+    def exact(x: Tensor) -> Tensor:
+        x, at = x[:, : size - 1], ids[:, :-1]
+        log_p = x.log_softmax(-1)
+        own = log_p.gather(-1, at) if zero else x.gather(-1, at).log_softmax(-1)
+        last = (log_p.exp() * log_p).sum(-1, keepdim=True) if zero else own[..., :1] * 0
+        return torch.cat([own, last], -1)
+
+    def cut(x: Tensor) -> Tensor:
+        return (mesh.zigzag(x, 1) if cp else x)[..., mesh.columns].contiguous()
+
+    if not cp:
+        with warnings.catch_warnings():
+            # NeMo-RL sums logits over ranks in a way that autograd warns of.
+            warnings.filterwarnings("ignore", "c10d::allreduce_", UserWarning)
+            compare(function, exact, [logits], upstream, total, cut)
+        return
+    # NeMo-RL cuts the sequence itself, and calls the classes.
+    theirs = run(function, [cut(logits)], upstream)
+    logitless.install("nemo_rl")
+    try:
+        ours = run(function, [cut(logits)], upstream)
+        counts = {entry.name.split(".", 3)[-1]: entry for entry in logitless.status().hosts[0].replaced}
+    finally:
+        logitless.uninstall("nemo_rl")
+    truth = run(exact, [logits.double()], total.double())
+    assert_close_to_truth(ours.values, truth.values, theirs.values)
+    assert_gradient_close_to_truth(ours.gradients[0], cut(truth.gradients[0]), theirs.gradients[0])
+    assert counts["get_distillation_topk_logprobs_from_logits"].why == {"context parallelism": 1}
+    assert counts["ChunkedDistributedGatherLogprob.apply"].calls == 1
+
+
 def run_lines(rank: int, world: int) -> None:
     for mesh in meshes():
         for filters in FILTERS:
@@ -322,7 +370,10 @@ def run_rest(rank: int, world: int) -> None:
             check_entropy(mesh, dtype)
             check_hidden(mesh, dtype, 1.0)
         check_hidden(mesh, torch.bfloat16, 0.7)
+        for zero in (False, True):
+            check_distillation(mesh, zero, torch.bfloat16 if zero else torch.float32, cp=False)
         if mesh.cp.size() > 1:
+            check_distillation(mesh, True, torch.float32, cp=True)
             check_torch_order(mesh)
 
 
@@ -527,3 +578,23 @@ def test_errors_name_the_host_function(alone, call, message):
 def test_a_temperature_that_is_none():
     with pytest.raises(LogitlessError, match="temperature must be a positive finite number but is 0"):
         logitless.install("nemo_rl", fused_temperature=0.0)
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_distillation_of_one_process(zero: bool):
+    """Half-precision logits of one process; the last token is not scored."""
+    logits, ids = (torch.randn(B, S, V) * 3).bfloat16(), torch.randn(B, S, V).topk(7).indices
+    teacher = torch.randn(B, S, 7)
+
+    def function(x: Tensor) -> Tensor:
+        own, other, entropy = utils().get_distillation_topk_logprobs_from_logits(x, teacher, ids, zero, zero)
+        assert torch.equal(other, teacher.log_softmax(-1)[:, :-1])
+        return own if entropy is None else torch.cat([own, entropy[..., None]], -1)
+
+    def exact(x: Tensor) -> Tensor:
+        log_p, at = x[:, :-1].log_softmax(-1), ids[:, :-1]
+        own = log_p.gather(-1, at)
+        return torch.cat([own, (log_p.exp() * log_p).sum(-1, keepdim=True)], -1) if zero else own.log_softmax(-1)
+
+    upstream = torch.randn(B, S - 1, 8 if zero else 7)
+    compare(function, exact, [logits], upstream, upstream, lambda x: x)

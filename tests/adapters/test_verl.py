@@ -21,12 +21,13 @@ from logitless.tools.bench.adapters import ENTRIES, SMOKE, measure
 V, D = 507, 24
 FUNCTIONAL, FUSED = "verl.utils.torch_functional", "verl.utils.experimental.torch_functional"
 KERNEL, PARALLEL = "verl.utils.kernel.linear_cross_entropy", "verl.utils.megatron.tensor_parallel"
+DISTILLATION = "verl.trainer.distillation.losses"
 FLOATS = [torch.float32, torch.bfloat16, torch.float64]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def verl():
-    return load("verl", "verl", FUNCTIONAL, FUSED, KERNEL, PARALLEL)
+    return load("verl", "verl", FUNCTIONAL, FUSED, KERNEL, PARALLEL, DISTILLATION)
 
 
 def functional():
@@ -280,7 +281,7 @@ def test_everything_is_replaced_and_put_back():
     before = functional().logprobs_from_logits, sys.modules[KERNEL].linear_cross_entropy
     report = logitless.install("verl")
     assert checkout("verl") or report.version == "0.9.1"
-    assert len(report.replaced) + len(report.missing) == 10
+    assert len(report.replaced) + len(report.missing) == 11
     assert checkout("verl") or not report.missing
     assert holder.logprobs_from_logits is functional().logprobs_from_logits is not before[0]
     logitless.uninstall("verl")

@@ -11,7 +11,8 @@
 NeMo-RL's filter makes the support of top-k and top-p, for 256 rows at a time; a target outside it has log-prob -inf.
 NeMo-RL divides the log-probs of its fused head by the temperature. This adapter divides the logits instead, by
 ``fused_temperature``, and refuses a run with another temperature. Calls left to NeMo-RL and counted as passed on: the
-scaling of logits, and DTensor logits on their way to ``dtensor_from_parallel_logits_to_logprobs``.
+scaling of logits, and DTensor logits on their way to ``dtensor_from_parallel_logits_to_logprobs``. Distillation from K
+logits of a teacher is in nemo_rl_distillation.py.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from logitless.adapters.audit import Audit
 from logitless.adapters.host import Host, Option, PassOn, Replacement
+from logitless.adapters.nemo_rl_distillation import distillation
 from logitless.adapters.packs import packed_batch, padded_batch, ranks_in, with_target
 from logitless.adapters.scoring import HALF, entropy_of_logits, every_target, without_outside
 from logitless.adapters.shards import check_ids, even_shard, shard_between, vocabulary_of
@@ -424,6 +426,7 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
             make=make_hidden,
         ),
         *_classes(module, bounds),
+        *distillation(module, losses),
         Replacement(
             module=train,
             name="apply_temperature_scaling",

@@ -1,6 +1,7 @@
 """Functions that the adapters of several hosts share.
 
     score_logits, score_hidden   one call of this library, audited
+    score_ids                    log-probs of several ids of every row
     score_with_all_entropies     log-probs of the targets, entropies of rows without one too
     taken_over                   logits that a caller allows backward to overwrite
     make_logprobs_from_logits    replaces a function that verl and SkyRL share
@@ -48,6 +49,15 @@ def score_logits(where: str, logits: Tensor, target: Tensor, audit: Audit, **ask
     distribution = {name: asked[name] for name in ("head", "shard") if name in asked}
     audit.of_logits(where, logits, target, logprob=out.logprob, entropy=out.entropy, **distribution)
     return out
+
+
+def score_ids(
+    where: str, logits: Tensor, ids: Tensor, audit: Audit, *, target: Tensor | None = None, **asked: Any
+) -> TokenStats:
+    """:func:`score_logits` with ``further_logprobs`` of ``[..., K]`` ids, the first of which is audited as the row's
+    target, unless there is another."""
+    target = ids[..., 0] if target is None else target
+    return score_logits(where, logits, target, audit, further_ids=ids.long(), **asked)
 
 
 def score_hidden(

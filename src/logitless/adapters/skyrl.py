@@ -26,6 +26,7 @@ from logitless.adapters.host import Host, Option, Replacement
 from logitless.adapters.packs import Batch, packed_batch, padded_batch
 from logitless.adapters.scoring import entropy_mode, entropy_of_logits, score_hidden
 from logitless.adapters.shards import even_shard
+from logitless.adapters.skyrl_draft import draft
 from logitless.adapters.skyrl_fsdp import fsdp_replacements
 from logitless.adapters.skyrl_rows import (
     Scorer,
@@ -400,6 +401,7 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
             for name, (signature, make) in megatron.items()
         ),
         *_classes(),
+        *draft(MEGATRON_WRAPPER),
         *(_passes() if options["rows_before_head"] else ()),
         *fsdp_replacements(options),
     ]

@@ -7,7 +7,7 @@
               otherwise             vocab_parallel_{entropy[_with_chunking], sum_pi_squared,
                                     log_probs_from_logits}                                               (replaced)
 
-Under ``rows_before_head`` the engines' labels are replaced too: verl_rows.py.
+Under ``rows_before_head`` the engines' labels are replaced too: verl_rows.py. Distillation is in verl_distillation.py.
 
 verl passes its fused heads hidden states and a weight, nothing else of the model: a final softcap, a logit scale or a
 bias of the head must be passed to ``install``. Calls left to verl and counted as passed on: ``linear_cross_entropy``
@@ -32,6 +32,7 @@ from logitless.adapters.scoring import (
     squared_probabilities,
 )
 from logitless.adapters.shards import check_ids, even_shard
+from logitless.adapters.verl_distillation import distillation
 from logitless.adapters.verl_rows import before_the_head
 from logitless.errors import LogitlessError
 from logitless.spec import Head, TokenStats, VocabShard
@@ -193,7 +194,7 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
             "lambda: model.lm_head.bias, so that it is read where FSDP has gathered it."
         )
     rows = before_the_head() if options["rows_before_head"] else []
-    return [*_fused(), *_on_logits(), *_on_parallel_logits(), *rows]
+    return [*_fused(), *_on_logits(), *_on_parallel_logits(), *distillation(), *rows]
 
 
 def _fused() -> list[Replacement]:

@@ -15,16 +15,19 @@ import torch
 from torch import Tensor
 
 from logitless.backends.divergences import Divergence, Kind
-from logitless.call import Call, Options, as_products_take, recorded, resolve_hidden, together, untraced
+from logitless.call import Call, Options, Scope, as_products_take, recorded, resolve_hidden, together, untraced
 from logitless.collectives import fingerprint
 from logitless.distill.pair import PairChunk, PairPlan, PairTerms, pair_plan
 from logitless.distill.source import Source, check_teacher, grouped, ungrouped
 from logitless.distill.stats import DivergenceStats, in_shape
+from logitless.distill.support import check_supports, score_kept
 from logitless.distill.teacher import Teacher, Teachers
-from logitless.distill.top_k import check_top_k, score_top_k
+from logitless.distill.top_k import check_top_k, listing, score_top_k
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.from_hidden.gradients import gradients
+from logitless.from_hidden.plan import LinearPlan, SupportPlan, choose_plan
 from logitless.from_hidden.projection import Projection, hidden_gradient, selected_rows
+from logitless.kept import Kept
 from logitless.notes import explained
 from logitless.results import target_column
 from logitless.rows import Rows
@@ -48,11 +51,14 @@ def linear_divergence(
     bias: Tensor | None = None,
     head: Head | None = None,
     shard: VocabShard | None = None,
+    kept: Kept | None = None,
+    scope: Scope = "vocabulary",
     hidden_grad: Literal["reduced", "partial"] = "reduced",
     sequence_parallel: bool = False,
     weight_grad: Tensor | None = None,
     match: Literal["bfloat16", "float16"] | None = None,
     tf32: bool = False,
+    batch_invariant: bool = False,
     backend: str = "auto",
     memory: int | str = MEMORY,
 ) -> DivergenceStats:
@@ -62,11 +68,15 @@ def linear_divergence(
     :func:`linear_policy_loss` with ``teacher=`` takes four.
 
     Args:
-        hidden, weight, rows, bias, head, shard, hidden_grad, sequence_parallel, weight_grad, match, tf32, backend: the
-            student's, as for :func:`linear_logprobs`. Under a shard the teacher's weight is cut likewise, and there are
-            two ``all_gather`` of a few vectors for every chunk of rows.
+        hidden, weight, rows, bias, head, shard, hidden_grad, sequence_parallel, weight_grad, match, tf32,
+            batch_invariant, backend: the student's, as for :func:`linear_logprobs`. Under a shard the teacher's weight
+            is cut likewise, and there are two ``all_gather`` of a few vectors for every chunk of rows.
         teacher: a :class:`Teacher`, or :class:`Teachers` for several in one batch. It gets no gradient. One that sent K
             log-probs (:meth:`Teacher.from_top_k`) takes no product, or none but the student's own.
+        kept: ids that the sampler kept: log-prob and divergence are over them and the target, the teacher's
+            distribution over the same, or over its own ``kept``: dot products with a few rows of both heads.
+        scope: with ``kept``, what entropy and log Z are over, as for :func:`linear_logprobs`. ``"support"`` takes no
+            product at all.
         kind: ``"forward_kl"``, KL(teacher || student); ``"reverse_kl"``, KL(student || teacher); ``"jsd"``, ``"tv"``,
             ``"hellinger"``, ``"alpha"``; see docs/distillation.md.
         beta: the teacher's share of the mixture of ``"jsd"``.
@@ -102,13 +112,44 @@ def resolve_pair(
     return call
 
 
+def divergence_plan(
+    hidden: Tensor, weight: Tensor, rows: Any, teacher: Teacher | Teachers, kind: Kind | Divergence, **options: Any
+) -> PairPlan | LinearPlan | SupportPlan:
+    """Which route :func:`linear_divergence` takes with these arguments, and why. Computes nothing."""
+    asked = Options.named({"memory": MEMORY, "entropy": "grad", **options}, "linear_divergence")
+    hidden, weight, asked = as_products_take(hidden, weight, asked)
+    call = resolve_pair(hidden, weight, rows, teacher, Divergence.of(kind), asked)
+    return route_of(call, recorded(hidden, weight, asked.bias), teacher)
+
+
+def route_of(call: Call, needs: tuple[bool, ...], teacher: Teacher | Teachers) -> PairPlan | LinearPlan | SupportPlan:
+    """The route of a call that was checked."""
+    sent = teacher.top_k if isinstance(teacher, Teacher) else None
+    if call.asked.kept is not None:
+        return choose_plan(call, needs)
+    if sent is None:
+        return pair_plan(call, needs)
+    if sent.tail == "renormalise":
+        return SupportPlan(sent.ids.numel(), "both distributions are over the ids that the teacher sent")
+    return choose_plan(listing(call, sent), needs)
+
+
 def check_pair(call: Call, hidden: Tensor, teacher: Teacher | Teachers, kind: Divergence) -> None:
     """Raise for a teacher that does not go with the call, or with the divergence."""
+    members = (teacher,) if isinstance(teacher, Teacher) else getattr(teacher, "members", ())
+    if call.asked.batch_invariant and isinstance(teacher, Teachers) and call.asked.kept is None:
+        raise LogitlessError(
+            f"{call.asked.caller}: batch_invariant=True goes with one Teacher. With several, how many rows a product "
+            f"has depends on who else is in the batch: call once for each of them."
+        )
+    if call.asked.kept is not None or any(x.kept is not None for x in members):
+        check_supports(call, members)
+        check_teacher(teacher, hidden, call)
+        return
     if isinstance(teacher, Teacher) and teacher.top_k is not None:
         check_top_k(call, teacher.top_k)
         return
     check_teacher(teacher, hidden, call)
-    members = (teacher,) if isinstance(teacher, Teacher) else teacher.members
     sizes = [min(x.width, (x.head or Head()).vocab_size or x.width) for x in members]
     whole = call.asked.shard is None
     if kind.kind == "reverse_kl" and whole and min(sizes) < call.columns:
@@ -130,6 +171,9 @@ def pair_facts(teacher: Teacher | Teachers, kind: Divergence) -> dict[str, Any]:
         "which row has which teacher": fingerprint(getattr(teacher, "which", None)),
         "the teacher's temperature": tuple(fingerprint(x.temperature) for x in heads),
         "the teacher's log-probs": tuple((x.tail, fingerprint(x.ids), fingerprint(x.logprobs)) for x in sent),
+        "the ids that the teacher kept": tuple(
+            (fingerprint(x.kept.ids), fingerprint(x.kept.lengths)) for x in members if x.kept is not None
+        ),
         "the teacher's scale and softcap": tuple((x.scale, x.softcap, x.vocab_size) for x in heads),
     }
 
@@ -138,6 +182,9 @@ def score_pair(
     hidden: Tensor, weight: Tensor, call: Call, teacher: Teacher | Teachers, kind: Divergence
 ) -> DivergenceStats:
     """``[R]`` results of a call that was checked."""
+    if call.asked.kept is not None:
+        plan = choose_plan(call, recorded(hidden, weight, call.asked.bias))
+        return score_kept(hidden, weight, call, plan, teacher, kind)
     if isinstance(teacher, Teacher) and teacher.top_k is not None:
         return score_top_k(hidden, weight, call, teacher.top_k, kind)
     ordered, order = grouped(teacher, call)
@@ -179,10 +226,12 @@ class _LinearDivergence(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         column = target_column(call.rows.target, call.start, call.columns)
         p = Projection.of(selected_rows(hidden, call), weight, bias, column, call)
-        chunk = PairChunk.empty(p, source, kind, plan.rows, plan.columns, plan.elementwise)
+        fixed = call.asked.batch_invariant and bool(plan.chunks)
+        both = (p.padded(plan.rows), source.padded(plan.rows)) if fixed else (p, source)
+        chunk = PairChunk.empty(*both, kind, plan.rows, plan.columns, plan.elementwise)
         found = [chunk.results(start, stop) for start, stop in plan.chunks]
         vectors = [x.vectors() for x in found] or [(p.gain.new_empty(0),) * 12]
-        whole = [torch.cat(lines) for lines in zip(*vectors, strict=True)]
+        whole = [torch.cat(lines)[: call.num_rows] for lines in zip(*vectors, strict=True)]
         results, (reference, log_sum, shift, *rest) = whole[:6], whole[6:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*results[4:])

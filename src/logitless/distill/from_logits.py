@@ -18,6 +18,7 @@ from logitless.distill.divergence import check_pair, pair_facts
 from logitless.distill.pair import pair_results
 from logitless.distill.stats import DivergenceStats, in_shape
 from logitless.distill.teacher import Teacher
+from logitless.distill.top_k import score_logits_top_k
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.from_logits import as_matrix, gradient_buffer
 from logitless.notes import explained
@@ -49,7 +50,8 @@ def divergence(
     Args:
         logits, rows, head, shard, overwrite_logits, backend, memory: the student's, as for :func:`logprobs`.
         teacher: logits ``[..., W]`` of the same tokens, or ``Teacher.from_logits`` with a head of its own. They may be
-            of another dtype, and of fewer columns. They get no gradient.
+            of another dtype, and of fewer columns. They get no gradient. Or ``Teacher.from_top_k``, with K log-probs
+            of every row.
         kind, beta, alpha: as for :func:`linear_divergence`.
 
     Returns:
@@ -66,12 +68,28 @@ def divergence(
         logits = local_part(options, "logits", logits, logits.dim() - 1 if isinstance(logits, Tensor) else None)
         resolve = partial(_resolve, logits, rows, other, what, options, overwrite_logits)
         call = together(options, resolve, lambda made: made.facts() | pair_facts(other, what))
-        return in_shape(DivergenceStats(*_Divergence.apply(logits, call, other, what)), call.shape)
+        return in_shape(_score(logits, call, other, what), call.shape)
+
+
+def score_pair_of_logits(
+    logits: Tensor, rows: Any, teacher: Teacher, kind: Divergence, asked: Options, overwrite: bool
+) -> DivergenceStats:
+    """``[R]`` results, with the call checked here: for a dry run."""
+    return _score(logits, _resolve(logits, rows, teacher, kind, asked, overwrite), teacher, kind)
+
+
+def _score(logits: Tensor, call: Call, teacher: Teacher, kind: Divergence) -> DivergenceStats:
+    """``[R]`` results of a call that was checked."""
+    if teacher.top_k is not None:
+        return score_logits_top_k(logits, call, teacher.top_k, kind)
+    return DivergenceStats(*_Divergence.apply(logits, call, teacher, kind))
 
 
 def _resolve(logits: Tensor, rows: Any, teacher: Teacher, kind: Divergence, asked: Options, overwrite: bool) -> Call:
     call = resolve_logits(logits, rows, asked, overwrite)
     check_pair(call, logits, teacher, kind)
+    if teacher.top_k is not None:
+        return call
     if teacher.logits is None or teacher.ids is not None:
         raise LogitlessError(
             "divergence: teacher must be logits in the order of the student's columns. From hidden states and a head, "

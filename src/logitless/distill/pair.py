@@ -21,7 +21,7 @@ from logitless.call import Call
 from logitless.collectives import gather_over
 from logitless.distill.source import Source
 from logitless.from_hidden.gradients import Terms
-from logitless.from_hidden.plan import Shape, Tiles, backward_tiles, even_chunks
+from logitless.from_hidden.plan import FIXED_ROWS, Shape, Tiles, backward_tiles, even_chunks
 from logitless.from_hidden.projection import Projection
 from logitless.machine import SLAB, WORK, pieces
 from logitless.results import RowResults, row_results
@@ -33,7 +33,8 @@ class PairPlan:
     """In which chunks and tiles.
 
     Attributes:
-        chunks: ``(start, stop)`` of each chunk of rows in forward.
+        chunks: ``(start, stop)`` of each chunk of rows in forward. Batch-invariant ones are all of one length, the last
+            beyond the rows.
         backward: sizes of its tile loop; None where nothing needs a gradient.
         columns: of one product in forward.
         elementwise: bytes of working space for the plain-torch backend.
@@ -66,11 +67,15 @@ def pair_plan(call: Call, needs: tuple[bool, ...]) -> PairPlan:
     row = max(1, call.mean_columns) * (call.logits_dtype.itemsize + wide)
     share = max(1, int(call.memory * machine.elementwise)) if machine.elementwise else call.memory
     rows = max(1, int(call.memory * (1 - machine.elementwise)) // row)
+    chunks = even_chunks(call.num_rows, rows)
+    if call.asked.batch_invariant:
+        rows = min(rows, FIXED_ROWS)
+        chunks = tuple((start, start + rows) for start in range(0, call.num_rows, rows))
     widened = call.dtype.itemsize == 2 and not machine.wide_products
     shape = Shape.of(call)._replace(logits_bytes=call.logits_dtype.itemsize + wide, product=None)
     gradients = needs[0] + any(needs[1:3])
     return PairPlan(
-        chunks=even_chunks(call.num_rows, rows),
+        chunks=chunks,
         backward=backward_tiles(shape, min(call.memory, WORK)) if gradients else None,
         columns=SLAB if widened else max(1, call.columns),
         elementwise=share,

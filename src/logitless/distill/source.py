@@ -138,6 +138,14 @@ class Source:
                 parts.append(replace(part, rows=slice(low - start, high - start), projection=p, index=index))
         return replace(self, parts=tuple(parts), gain=self.gain[start:stop])
 
+    def padded(self, multiple: int) -> Source:
+        """The same rows of one teacher, and as many further ones as make a multiple."""
+        (part,), pad, missing = self.parts, torch.nn.functional.pad, -len(self.gain) % multiple
+        p = None if part.projection is None else part.projection.padded(multiple)
+        index = None if part.index is None else pad(part.index, (0, missing))
+        part = replace(part, rows=slice(0, len(self.gain) + missing), projection=p, index=index)
+        return replace(self, parts=(part,), gain=pad(self.gain, (0, missing), value=1.0))
+
     def problem(self, memory: Tensor, first: int, like: Problem) -> Problem:
         """Its logits for the rows and columns of a problem of the student's, written into flat memory."""
         rows, width = like.num_rows, like.columns
@@ -227,13 +235,7 @@ def _counted(given: Teachers, call: Call) -> tuple[tuple[Teacher, ...], tuple[in
 def _part(teacher: Teacher, call: Call, rows: slice, gain: Tensor) -> Part:
     """Rows of one teacher, with all that its logits take."""
     _, columns = vocabulary(call.asked.caller, teacher.width, teacher.head or Head(), call.asked.shard)
-    source = None
-    if teacher.ids is not None:
-        ids = teacher.ids[:columns]
-        source = torch.full((call.columns + 1,), -1, dtype=torch.int64, device=ids.device)
-        # What the student does not have goes to a place of its own.
-        place = torch.where(ids < 0, call.columns, ids)
-        source = source.scatter_(0, place, torch.arange(columns, device=ids.device))[: call.columns]
+    source = source_columns(teacher, call, columns)
     head = teacher.head or Head()
     nothing = torch.inf if head.scale < 0 and head.softcap is None else -torch.inf
     index = call.rows.index[rows]
@@ -243,13 +245,29 @@ def _part(teacher: Teacher, call: Call, rows: slice, gain: Tensor) -> Part:
     assert teacher.weight is not None
     tokens = gathered_tokens(teacher.tokens, call)
     hidden = tokens if call.index is None and len(tokens) == rows.stop - rows.start else tokens.index_select(0, index)
-    own = replace(
+    own = own_call(teacher, call, columns, gain)
+    p = Projection.of(hidden, teacher.weight, teacher.bias, call.rows.target[rows], own)
+    return Part(rows, p, None, None, source, columns, nothing)
+
+
+def source_columns(teacher: Teacher, call: Call, columns: int) -> Tensor | None:
+    """``[V]`` column of the teacher for each of the student's columns, -1 for none; None where they are the same."""
+    if teacher.ids is None:
+        return None
+    ids = teacher.ids[:columns]
+    source = torch.full((call.columns + 1,), -1, dtype=torch.int64, device=ids.device)
+    # What the student does not have goes to a place of its own.
+    place = torch.where(ids < 0, call.columns, ids)
+    return source.scatter_(0, place, torch.arange(columns, device=ids.device))[: call.columns]
+
+
+def own_call(teacher: Teacher, call: Call, columns: int, gain: Tensor) -> Call:
+    """The call as it would be for the teacher, who multiplies its own hidden states."""
+    return replace(
         call,
         asked=replace(call.asked, bias=teacher.bias, head=teacher.head),
         gain=gain,
         columns=columns,
-        dtype=hidden.dtype,
+        dtype=teacher.tokens.dtype,
         logits_dtype=accumulation_dtype(call.dtype),
     )
-    p = Projection.of(hidden, teacher.weight, teacher.bias, call.rows.target[rows], own)
-    return Part(rows, p, None, None, source, columns, nothing)

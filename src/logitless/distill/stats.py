@@ -12,7 +12,8 @@ class DivergenceStats(NamedTuple):
 
     Attributes:
         divergence: of student and teacher, 0 at rows that are left out; differentiable.
-        logprob, entropy, log_z: the student's, as in :class:`TokenStats`; differentiable.
+        logprob, entropy, log_z: the student's, as in :class:`TokenStats`; differentiable. No log_z with
+            ``scope="support"``.
         teacher_logprob: of the target; -inf where the teacher's vocabulary does not have it, NaN where it did not say.
         teacher_entropy: in nats.
     """
@@ -20,11 +21,11 @@ class DivergenceStats(NamedTuple):
     divergence: Tensor
     logprob: Tensor
     entropy: Tensor
-    log_z: Tensor
+    log_z: Tensor | None
     teacher_logprob: Tensor
     teacher_entropy: Tensor
 
 
 def in_shape(stats: DivergenceStats, shape: tuple[int, ...]) -> DivergenceStats:
     """``[R]`` results in the caller's shape."""
-    return stats if len(shape) == 1 else DivergenceStats(*(x.reshape(shape) for x in stats))
+    return stats if len(shape) == 1 else stats._make(None if x is None else x.reshape(shape) for x in stats)

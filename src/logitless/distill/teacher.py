@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError, did_you_mean
+from logitless.kept import Kept
 from logitless.spec import Head, inspectable
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -71,6 +72,8 @@ class Teacher:
         head: its own temperature, scale, softcap and true vocabulary size; default ``Head()``.
         ids: ``[W]`` the student's id of each of its columns, where the vocabularies differ; -1 for a column that the
             student does not have. Without, column i is the student's column i, and there may be fewer.
+        kept: ids that it samples from in every scored row, where the student has ``kept=``, too; they are the student's
+            ids, and the target is not forced in. Without, it is taken over the student's.
 
     >>> Teacher(torch.zeros(2, 3), torch.zeros(4, 5))
     Traceback (most recent call last):
@@ -84,8 +87,11 @@ class Teacher:
     ids: Tensor | None = None
     logits: Tensor | None = None
     top_k: TopK | None = None
+    kept: Kept | None = None
 
     def __post_init__(self) -> None:
+        if self.kept is not None and not isinstance(self.kept, Kept):
+            raise LogitlessError(f"Teacher: kept must be a Kept or None but is {type(self.kept).__name__}.")
         if self.top_k is not None:
             return
         for name in ("logits",) if self.logits is not None else ("hidden", "weight"):
@@ -101,9 +107,11 @@ class Teacher:
             self._check_ids(self.ids)
 
     @staticmethod
-    def from_logits(logits: Tensor, head: Head | None = None, ids: Tensor | None = None) -> Teacher:
+    def from_logits(
+        logits: Tensor, head: Head | None = None, ids: Tensor | None = None, kept: Kept | None = None
+    ) -> Teacher:
         """From logits ``[..., W]`` of the same tokens, which exist already."""
-        return Teacher(None, None, head=head, ids=ids, logits=logits)
+        return Teacher(None, None, head=head, ids=ids, logits=logits, kept=kept)
 
     @staticmethod
     def from_top_k(logprobs: Tensor, ids: Tensor, tail: Tail = "bucket") -> Teacher:

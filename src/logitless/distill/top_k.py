@@ -1,8 +1,8 @@
 """Divergence from a teacher that sent K log-probs of every row: ``Teacher.from_top_k``.
 
     bucket         the student's K log-probs over the vocabulary, and that of all other ids: K + 1 outcomes of both
-    renormalise    both over the K ids: from dot products with those rows of the weight, or, in a loss that has other
-                   terms over the vocabulary, from the K log-probs
+    renormalise    both over the K ids: from dot products with those rows of the weight; from the K log-probs in a loss
+                   that has other terms over the vocabulary, and where logits exist
 
 The terms are those of ``backends/divergences.py``, on ``[R, K]`` instead of ``[R, V]``.
 """
@@ -24,8 +24,9 @@ from logitless.extras import LARGEST, Extras
 from logitless.from_hidden.id_logits import id_logits
 from logitless.from_hidden.logprobs import score
 from logitless.from_hidden.plan import LinearPlan, SupportPlan, choose_plan
+from logitless.from_logits import score_logits
 from logitless.softmax import FLOOR
-from logitless.spec import IGNORE, Head, inspectable
+from logitless.spec import IGNORE, Head, TokenStats, inspectable
 
 
 def check_top_k(call: Call, sent: TopK) -> None:
@@ -68,8 +69,26 @@ def score_listed(
     hidden: Tensor, weight: Tensor, call: Call, plan: LinearPlan | SupportPlan, sent: TopK, kind: Divergence
 ) -> DivergenceStats:
     """``[R]`` results of a call of :func:`listing`; log-prob, entropy and log Z are over the vocabulary."""
-    own, other = score(hidden, weight, call, plan), _Sent.of(sent, call)
+    return _compared(score(hidden, weight, call, plan), call, sent, kind)
+
+
+def score_logits_top_k(logits: Tensor, call: Call, sent: TopK, kind: Divergence) -> DivergenceStats:
+    """``[R]`` results from logits that exist, over what ``sent.tail`` says."""
+    call = listing(call, sent)
+    own = score_logits(logits, call)
+    if sent.tail == "bucket":
+        return _compared(own, call, sent, kind)
+    assert own.further_logprobs is not None
+    assert own.log_z is not None
+    other = _Sent.of(sent, call)
     log_p = own.further_logprobs
+    # Over the ids they have another normaliser, which is what is left of log Z.
+    return _within(log_p, own.log_z + log_p.masked_fill(other.empty, FLOOR).logsumexp(-1), other, kind)
+
+
+def _compared(own: TokenStats, call: Call, sent: TopK, kind: Divergence) -> DivergenceStats:
+    """The student's results over the vocabulary, beside the divergence."""
+    log_p, other = own.further_logprobs, _Sent.of(sent, call)
     assert log_p is not None
     assert own.entropy is not None
     assert own.log_z is not None
@@ -85,10 +104,15 @@ def _over_ids(hidden: Tensor, weight: Tensor, call: Call, sent: TopK, kind: Dive
     other = _Sent.of(sent, call)
     x, gain = id_logits(hidden, weight, other.ids, call), call.gain[:, None]
     z = gain * torch.tanh(x * call.squash) if call.squash else gain * x
+    return _within(z, z.masked_fill(other.empty, FLOOR).logsumexp(-1), other, kind)
+
+
+def _within(z: Tensor, log_z: Tensor, other: _Sent, kind: Divergence) -> DivergenceStats:
+    """All results over the K ids, from their logits or anything that differs from those by a number per row."""
     log_p = _normalised(z, other.empty)
-    log_z = z.masked_fill(other.empty, FLOOR).logsumexp(-1)
-    present = log_p.masked_fill(other.empty, 0.0)
-    entropy = -(present.exp() * present).sum(-1)
+    # Padding, and ids that the student excludes.
+    present = log_p.masked_fill(log_p == -torch.inf, 0.0)
+    entropy = -torch.where(log_p == -torch.inf, 0.0, present.exp() * present).sum(-1)
     hit = other.hit
     logprob = torch.where(hit.any(-1), torch.where(hit, log_p, 0.0).sum(-1), -torch.inf)
     logprob, entropy, log_z = (torch.where(other.ignored, 0.0, x) for x in (logprob, entropy, log_z))

@@ -1,6 +1,6 @@
 """Logits of a few ids of every row, by dot products with those rows of the weight: no product with the vocabulary.
 
-forward     x[r, k] = hidden[row r] . weight[ids[r, k]], one all_reduce if sharded
+forward     x[e] = hidden[row[e]] . weight[id[e]] for all entries, one all_reduce if sharded
 backward    d_hidden and d_weight from the entries' gradients, as over a sampler's support
 """
 
@@ -23,7 +23,14 @@ from logitless.support import Entries, Support
 
 def id_logits(hidden: Tensor, weight: Tensor, ids: Tensor, call: Call) -> Tensor:
     """``[R, K]`` raw logits of ``ids``, each at most once in a row, with a graph; 0 where an id is negative."""
-    return _IdLogits.apply(hidden, weight, call.asked.bias, ids, call)
+    support = _entries(ids, call)
+    return entry_logits(hidden, weight, support, support.entries.first, call).view(ids.shape)
+
+
+def entry_logits(hidden: Tensor, weight: Tensor, support: Support, read: Tensor, call: Call) -> Tensor:
+    """``[E]`` raw logits of a support's entries, with a graph; 0 for second copies and where ``read`` is False."""
+    vectors = (*support.entries, support.lengths, read)
+    return _EntryLogits.apply(hidden, weight, call.asked.bias, *vectors, call)
 
 
 class _Saved(NamedTuple):
@@ -31,21 +38,36 @@ class _Saved(NamedTuple):
 
     hidden: Tensor
     weight: Tensor
+    row: Tensor
     ids: Tensor
+    first: Tensor
+    is_target: Tensor
+    lengths: Tensor
+    read: Tensor
+
+    def support(self, call: Call) -> Support:
+        entries = Entries(self.row, self.ids, self.first, self.is_target)
+        return Support(call.rows.target, entries, self.lengths, call.start, call.vocab_size)
+
+    def place(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Of each entry among the columns here, and whether it is one of them and read."""
+        column, here = place_of(self.support(call), call)
+        return column, here & self.read
 
 
-class _IdLogits(torch.autograd.Function):
+class _EntryLogits(torch.autograd.Function):
     """The seam to autograd: plain functions of ``support`` do the work."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, call: Call) -> Tensor:
-        support = _entries(ids, call)
-        raw = raw_logits(gathered_tokens(hidden, call), weight, bias, support, place_of(support, call), call)
-        ctx.save_for_backward(*_Saved(hidden, weight, ids))
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, *vectors: Any) -> Tensor:
+        *entries, call = vectors
+        saved = _Saved(hidden, weight, *entries)
+        raw = raw_logits(gathered_tokens(hidden, call), weight, bias, saved.support(call), saved.place(call), call)
+        ctx.save_for_backward(*saved)
         # The buffer for the weight's gradient is in the call and not saved: others may add to it before backward does.
         ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
         # One rank has each id, and all others a 0.
-        return (raw if call.group is None else sum_over(call.group, raw)).view(ids.shape)
+        return raw if call.group is None else sum_over(call.group, raw)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -55,17 +77,18 @@ class _IdLogits(torch.autograd.Function):
         saved = _Saved(*ctx.saved_tensors)
         want_hidden, want_weight, want_bias, *_ = ctx.needs_input_grad
         with explained(call.asked.caller, call.asked.memory, weight_grad=call.asked.weight_grad):
-            support = _entries(saved.ids, call)
-            d_raw = upstream.to(call.gain.dtype).masked_fill((call.rows.target == IGNORE)[:, None], 0.0).flatten()
-            logits = support.transformed(d_raw, *place_of(support, call), call.gain, 0.0)
+            ignored = (call.rows.target == IGNORE)[saved.row]
+            d_raw = upstream.to(call.gain.dtype).masked_fill(ignored, 0.0)
+            logits = saved.support(call).transformed(d_raw, *saved.place(call), call.gain, 0.0)
             d_raw = torch.where(logits.here, d_raw, 0.0)
             d_hidden = tokens_gradient(logits, d_raw, saved.hidden, saved.weight, call) if want_hidden else None
             d_weight, d_bias = None, None
             if want_weight or want_bias:
                 by_id = ById.of(logits, d_raw, call)
+                # The bias first: where it fails, the caller's buffer is as it was.
                 d_bias = by_id.bias_gradient(saved.weight, ctx.bias_dtype) if want_bias else None
                 d_weight = by_id.weight_gradient(saved.hidden, saved.weight) if want_weight else None
-            return d_hidden, d_weight, d_bias, None, None
+            return d_hidden, d_weight, d_bias, *(None,) * 7
 
 
 def _entries(ids: Tensor, call: Call) -> Support:

@@ -15,6 +15,8 @@ from typing import Literal
 import torch
 
 from logitless.collectives import DryGroup
+from logitless.distill.pair import PairPlan
+from logitless.distill.teacher import Tail
 from logitless.from_hidden.plan import LinearPlan, SupportPlan
 from logitless.machine import CPU, H200, Machine
 from logitless.memory.ledger import Item, Ledger
@@ -31,13 +33,13 @@ class Estimate:
     Attributes:
         path: which call.
         backend: which backend works on the logits; None for plain torch.
-        plan: which route ``linear_logprobs`` or ``linear_policy_loss`` takes; None for other paths.
+        plan: which route a path from hidden states takes; None for other paths.
         forward, backward: items that are alive at the fullest moment of each; no backward, no items.
     """
 
     path: str
     backend: str | None
-    plan: LinearPlan | SupportPlan | LossPlan | None
+    plan: LinearPlan | SupportPlan | LossPlan | PairPlan | None
     forward: tuple[Item, ...]
     backward: tuple[Item, ...]
 
@@ -72,7 +74,7 @@ class Estimate:
 
 
 def estimate(
-    path: Literal["logprobs", "linear_logprobs", "linear_policy_loss", "torch"],
+    path: Literal["logprobs", "linear_logprobs", "linear_policy_loss", "linear_divergence", "divergence", "torch"],
     *,
     tokens: int,
     vocab: int,
@@ -100,12 +102,16 @@ def estimate(
     objective: Objective | Preference | None = None,
     counts: Sequence[int] | None = None,
     dropped: float = 0.0,
+    teacher_hidden: int | None = None,
+    teacher_top_k: int | None = None,
+    tail: Tail = "bucket",
 ) -> Estimate:
     """Peak bytes of a call and of its backward, item by item. Computes nothing and needs no device.
 
     Args:
-        path: ``"logprobs"``, ``"linear_logprobs"``, ``"linear_policy_loss"``; or ``"torch"``, the log_softmax that
-            frameworks write, from logits or, with ``hidden``, from hidden states.
+        path: ``"logprobs"``, ``"linear_logprobs"``, ``"linear_policy_loss"``, ``"linear_divergence"``,
+            ``"divergence"``; or ``"torch"``, the log_softmax that frameworks write, from logits or, with ``hidden``,
+            from hidden states.
         tokens: T, rows of the logits or of hidden; under ``sequence_parallel`` of all ranks together.
         vocab: V, columns of all ranks together.
         rows: R, selected rows (:class:`Rows`); None where targets of all tokens are given in order.
@@ -126,6 +132,9 @@ def estimate(
             default one sample. Where such samples are split over context-parallel ranks, ask for ``linear_logprobs``.
         dropped: share of the rows without a gradient (clipped, or of zero advantage). Above 5 % the others are moved
             together, which takes up to 128 MiB, and their hidden states copied.
+        teacher_hidden: hidden size of a teacher with a head, for ``linear_divergence`` and for an objective with a
+            divergence. Its operands are the caller's, as the student's are.
+        teacher_top_k, tail: instead, how many log-probs of every row it sent, and what becomes of the rest.
 
     Returns:
         :class:`Estimate`, which prints as a table.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -11,7 +12,14 @@ import torch
 from torch import Tensor
 
 from logitless.backends import choose_backend
+from logitless.backends.divergences import Divergence
 from logitless.call import Options, needs_gradient, resolve_hidden, resolve_logits
+from logitless.distill import Teacher
+from logitless.distill.divergence import MEMORY as PAIR_MEMORY
+from logitless.distill.divergence import check_pair, route_of, score_pair
+from logitless.distill.from_logits import score_pair_of_logits
+from logitless.distill.pair import PairPlan
+from logitless.distill.teacher import TAILS, Tail
 from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import score
 from logitless.from_hidden.plan import LinearPlan, SupportPlan, choose_plan
@@ -19,15 +27,25 @@ from logitless.from_logits import score_logits
 from logitless.kept import Kept
 from logitless.machine import Machine
 from logitless.objectives import Objective, Preference
-from logitless.policy_loss.loss import MEMORY, evaluate
+from logitless.policy_loss.loss import MEMORY, evaluate, with_teacher
 from logitless.policy_loss.plan import LossPlan, plan_of
 from logitless.rows import Rows
 from logitless.spec import EntropyMode, Head, accumulation_dtype
 
-PATHS = ("logprobs", "linear_logprobs", "linear_policy_loss", "torch")
-FROM_HIDDEN = ("linear_logprobs", "linear_policy_loss")
+FROM_HIDDEN = ("linear_logprobs", "linear_policy_loss", "linear_divergence")
+PATHS = ("logprobs", "divergence", *FROM_HIDDEN, "torch")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-DEFAULT_MEMORY = {"logprobs": "16MiB", "linear_logprobs": "256MiB", "linear_policy_loss": MEMORY, "torch": "1B"}
+DEFAULT_MEMORY = {
+    "logprobs": "16MiB",
+    "divergence": "16MiB",
+    "linear_logprobs": "256MiB",
+    "linear_policy_loss": MEMORY,
+    "linear_divergence": PAIR_MEMORY,
+    "torch": "1B",
+}
+
+PAIR = Divergence("forward_kl")
+"""What kind it is makes no difference to memory."""
 
 
 def plain(logits: Tensor, index: Tensor | None, target: Tensor, entropy: EntropyMode) -> tuple[Tensor, Tensor | None]:
@@ -84,12 +102,16 @@ class Step:
     objective: Objective | Preference | None = None
     counts: Sequence[int] | None = None
     dropped: float = 0.0
+    teacher_hidden: int | None = None
+    teacher_top_k: int | None = None
+    tail: Tail = "bucket"
 
     def __post_init__(self) -> None:
         _check_sizes(self)
         _check_choices(self)
         _check_combination(self)
         _check_loss(self)
+        _check_teacher(self)
 
     @property
     def num_rows(self) -> int:
@@ -136,7 +158,7 @@ class Step:
             memory=DEFAULT_MEMORY[self.path] if self.memory is None else self.memory,
             caller=self.path,
         )
-        return RunningStep(self, leaves, rows, options, self._fields(device), machine)
+        return RunningStep(self, leaves, rows, options, self._fields(device), machine, self._teacher(device))
 
     def _rows(self, device: torch.device) -> Rows | Tensor:
         """Targets of all tokens; or rows of some of them, of samples that have ``counts`` rows each."""
@@ -174,6 +196,20 @@ class Step:
             return None
         return torch.zeros((self.num_rows, self.further_ids), dtype=torch.int64, device=device)
 
+    def _teacher(self, device: torch.device) -> Teacher | None:
+        """With a head as large as the student's, or logits, or so many log-probs of every row."""
+        columns, dtype = -(-self.vocab // self.tensor_parallel), getattr(torch, self.dtype)
+        here = self.tokens // self.tensor_parallel if self.sequence_parallel else self.tokens
+        if self.teacher_top_k is not None:
+            ids = torch.arange(self.teacher_top_k, device=device).repeat(self.num_rows, 1)
+            return Teacher.from_top_k(torch.full(ids.shape, -math.log(self.vocab), device=device), ids, self.tail)
+        if self.path == "divergence":
+            return Teacher.from_logits(torch.zeros(self.tokens, columns, dtype=dtype, device=device))
+        if self.teacher_hidden is None:
+            return None
+        hidden, weight = (torch.zeros(n, self.teacher_hidden, dtype=dtype, device=device) for n in (here, columns))
+        return Teacher(hidden, weight)
+
     def _fields(self, device: torch.device) -> dict[str, Any]:
         """What the objective needs, such that no row is clipped, and as many as asked for have no advantage."""
         objective = self.objective or Objective()
@@ -195,6 +231,7 @@ class RunningStep:
         options: of the call.
         fields: of the objective.
         machine: whose sizes apply; None for that of the device.
+        teacher: of a divergence.
         plan: the route, once forward ran.
     """
 
@@ -204,7 +241,8 @@ class RunningStep:
     options: Options
     fields: dict[str, Any]
     machine: Machine | None
-    plan: LinearPlan | SupportPlan | LossPlan | None = None
+    teacher: Teacher | None = None
+    plan: LinearPlan | SupportPlan | LossPlan | PairPlan | None = None
 
     def __post_init__(self) -> None:
         first, step = next(iter(self.leaves.values())), self.step
@@ -220,9 +258,13 @@ class RunningStep:
             "logprobs": self._from_logits,
             "linear_logprobs": self._from_hidden,
             "linear_policy_loss": self._policy_loss,
+            "divergence": self._pair_of_logits,
+            "linear_divergence": self._pair,
         }
         results = paths[self.step.path]()
-        self.extras = tuple(x for x in results[3:] if x is not None and x.requires_grad)
+        # Of two models the divergence alone is differentiated.
+        more = () if "divergence" in self.step.path else results[3:]
+        self.extras = tuple(x for x in more if x is not None and x.requires_grad)
         return tuple(x for x in results if x is not None)
 
     def backward(self, out: tuple[Tensor, ...]) -> dict[str, Tensor]:
@@ -251,14 +293,29 @@ class RunningStep:
         self.plan = choose_plan(call, needs_gradient(hidden, weight, self.options))
         return score(hidden, weight, call, self.plan)
 
+    def _pair(self) -> tuple[Any, ...]:
+        hidden, weight = self.leaves["hidden"], self.leaves["weight"]
+        call = resolve_hidden(hidden, weight, self.scored, replace(self.options, entropy="grad"), self.machine)
+        assert self.teacher is not None
+        check_pair(call, hidden, self.teacher, PAIR)
+        self.plan = route_of(call, needs_gradient(hidden, weight, self.options)[:3], self.teacher)
+        return score_pair(hidden, weight, call, self.teacher, PAIR)
+
+    def _pair_of_logits(self) -> tuple[Any, ...]:
+        logits, teacher = self.leaves["logits"], self.teacher
+        assert teacher is not None
+        options = replace(self.options, entropy="grad")
+        return score_pair_of_logits(logits, self.scored, teacher, PAIR, options, self.step.overwrite_logits)
+
     def _policy_loss(self) -> tuple[Any, ...]:
         hidden, weight, objective = self.leaves["hidden"], self.leaves["weight"], self.step.objective or Objective()
         options = replace(self.options, entropy=objective.entropy, stats=objective.stats)
         call = resolve_hidden(hidden, weight, self.scored, options, self.machine)
         call = replace(call, dropped=self.step.dropped)
-        self.plan = plan_of(call, hidden, weight, objective)
+        call, multiplied = (call, None) if self.teacher is None else with_teacher(call, hidden, objective, self.teacher)
+        self.plan = plan_of(call, hidden, weight, objective, multiplied)
         inputs = objective.inputs(None, call.rows, self.fields)
-        loss, metrics, _ = evaluate(hidden, weight, call, self.plan, objective, inputs, 1.0, True)
+        loss, metrics, _ = evaluate(hidden, weight, call, self.plan, objective, inputs, 1.0, True, self.teacher)
         self.metrics = metrics
         return (loss,)
 
@@ -297,7 +354,7 @@ class _HandOver(torch.autograd.Function):
 
 
 def _check_sizes(step: Step) -> None:
-    optional = {"rows": 0, "hidden": 1, "kept_ids": 0, "further_ids": 1}
+    optional = {"rows": 0, "hidden": 1, "kept_ids": 0, "further_ids": 1, "teacher_hidden": 1, "teacher_top_k": 1}
     least_of = {"tokens": 0, "vocab": 1, **optional, "tensor_parallel": 1}
     for name, least in least_of.items():
         size = getattr(step, name)
@@ -315,6 +372,7 @@ def _check_choices(step: Step) -> None:
         ("entropy", (None, "value", "grad")),
         ("match", (None, "bfloat16", "float16")),
         ("scope", ("vocabulary", "support")),
+        ("tail", TAILS),
     ):
         if getattr(step, name) not in choices:
             raise LogitlessError(f"estimate: {name} must be one of {list(choices)} but is {getattr(step, name)!r}.")
@@ -380,3 +438,15 @@ def _check_loss(step: Step) -> None:
         )
     if not 0 <= step.dropped <= 1:
         raise LogitlessError(f"estimate: dropped must be a share between 0 and 1 but is {step.dropped!r}.")
+
+
+def _check_teacher(step: Step) -> None:
+    given = [name for name in ("teacher_hidden", "teacher_top_k") if getattr(step, name) is not None]
+    taught = getattr(step.objective, "divergence", None) is not None
+    may = {"linear_divergence": 1, "linear_policy_loss": int(taught)}.get(step.path, 0)
+    if len(given) != may and not (step.path == "divergence" and given in ([], ["teacher_top_k"])):
+        wanted = "one of teacher_hidden and teacher_top_k" if may else "none of teacher_hidden and teacher_top_k"
+        raise LogitlessError(
+            f'estimate: path "{step.path}"{" with this objective" if step.objective is not None else ""} takes '
+            f"{wanted} but got {given}."
+        )

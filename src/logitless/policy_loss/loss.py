@@ -24,6 +24,7 @@ from logitless.distill.divergence import check_pair, pair_facts, score_pair
 from logitless.distill.pair import PairPlan
 from logitless.distill.source import Source, grouped, ungrouped
 from logitless.distill.stats import DivergenceStats
+from logitless.distill.support import score_kept
 from logitless.distill.top_k import listing, score_listed
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.from_hidden.logprobs import head_fact, score
@@ -172,6 +173,8 @@ def evaluate(
     if isinstance(plan.first, PairPlan):
         assert teacher is not None
         stats = score_pair(hidden, weight, call, teacher, _kind(objective))
+    elif teacher is not None and call.asked.kept is not None:
+        stats = score_kept(hidden, weight, first_pass(call), plan.first, teacher, _kind(objective))
     elif isinstance(teacher, Teacher) and teacher.top_k is not None:
         stats = score_listed(hidden, weight, first_pass(call), plan.first, teacher.top_k, _kind(objective))
     else:
@@ -229,17 +232,27 @@ def _resolve(
             f"one of them out."
         )
     if teacher is not None:
-        if asked.kept is not None or asked.batch_invariant:
-            raise LogitlessError(f"{NAME}: teacher= does not go with kept= or batch_invariant=True.")
-        if asked.low_rank is not None:
-            raise LogitlessError(
-                f"{NAME}: teacher= does not go with a LoRA. Merge it into one weight, weight + scale * b @ a."
-            )
-        check_pair(call, hidden, teacher, _kind(objective))
-        if isinstance(teacher, Teacher) and teacher.top_k is not None:
-            # The other terms of the objective are over the vocabulary, and so are the log-probs that go with them.
-            call, teacher = listing(call, teacher.top_k), None
+        call, teacher = with_teacher(call, hidden, objective, teacher)
     return call, plan_of(call, hidden, weight, objective, teacher)
+
+
+def with_teacher(
+    call: Call, hidden: Tensor, objective: Objective | Preference, teacher: Teacher | Teachers
+) -> tuple[Call, Teacher | Teachers | None]:
+    """The student's call, with its teacher checked; and the teacher, if its head is multiplied chunk by chunk."""
+    if call.asked.low_rank is not None:
+        raise LogitlessError(
+            f"{NAME}: teacher= does not go with a LoRA. Merge it into one weight, weight + scale * b @ a."
+        )
+    check_pair(call, hidden, teacher, _kind(objective))
+    if isinstance(teacher, Teacher) and teacher.top_k is not None:
+        # The other terms of the objective are over the vocabulary, and so are the log-probs that go with them.
+        return listing(call, teacher.top_k), None
+    if call.asked.kept is None:
+        return call, teacher
+    # Of the teacher there are dot products alone, and an entropy is among the results of two models.
+    asked = replace(call.asked, entropy=objective.entropy or "value")
+    return replace(call, asked=asked, entropy=True), None
 
 
 def _facts(

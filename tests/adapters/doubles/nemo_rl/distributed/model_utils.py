@@ -272,3 +272,68 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return (ctx.saved_tensors[0] * gradient.unsqueeze(-1)).to(ctx.dtype), None, None, None
+
+
+class ChunkedDistributedGatherLogprob(torch.autograd.Function):
+    """Log-probs over the vocabulary of several ids of every position."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        vocab_parallel_logits,
+        global_indices,
+        vocab_start_index,
+        vocab_end_index,
+        chunk_size,
+        tp_group,
+        inference_only=False,
+    ):
+        log_p = _whole_rows(vocab_parallel_logits.float(), tp_group).log_softmax(-1)
+        if not inference_only:
+            ctx.save_for_backward(log_p[..., vocab_start_index:vocab_end_index].exp(), global_indices)
+            ctx.start, ctx.stop = vocab_start_index, vocab_end_index
+        return log_p.gather(-1, global_indices)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        p, ids = ctx.saved_tensors
+        here = (ids >= ctx.start) & (ids < ctx.stop)
+        found = -p * gradient.sum(-1, keepdim=True)
+        found.scatter_add_(-1, (ids - ctx.start).clamp(0, p.shape[-1] - 1), gradient * here)
+        return found, *[None] * 6
+
+
+def get_distillation_topk_logprobs_from_logits(
+    student_logits,
+    teacher_topk_logits,
+    teacher_topk_indices,
+    zero_outside_topk,
+    calculate_entropy,
+    vocab_parallel_rank=None,
+    vocab_parallel_group=None,
+    context_parallel_group=None,
+):
+    """Of the ids that a teacher sent: the student's and the teacher's log-probs, and the student's sum of p log p."""
+    logits, ids, negative_entropy = student_logits.to(torch.float32), teacher_topk_indices, None
+    group, cp, width = vocab_parallel_group, context_parallel_group, logits.shape[-1]
+    size = 1 if cp is None else cp.size()
+    missing = logits.shape[1] * size - ids.shape[1]
+    local = _mine(torch.nn.functional.pad(ids, (0, 0, 0, missing)), cp, 1) if size > 1 else ids
+    if group is None:
+        log_p = logits.log_softmax(-1)
+        own = (log_p if zero_outside_topk else logits).gather(-1, local)
+        negative_entropy = (log_p.exp() * log_p).sum(-1) if calculate_entropy else None
+    elif zero_outside_topk:
+        start = vocab_parallel_rank * width
+        own = ChunkedDistributedGatherLogprob.apply(logits, local, start, start + width, 1024, group, False)
+        if calculate_entropy:
+            negative_entropy = ChunkedDistributedEntropy.apply(logits, 1024, group, False)
+    else:
+        own = _whole_rows(logits, group).gather(-1, local)
+    if size > 1:
+        own = _Gather.apply(own, cp, 1)[:, : ids.shape[1]]
+        if negative_entropy is not None:
+            negative_entropy = _Gather.apply(negative_entropy, cp, 1)[:, : ids.shape[1]]
+    own = own if zero_outside_topk else own.log_softmax(-1)
+    other = teacher_topk_logits.to(own.dtype).log_softmax(-1)
+    return own[:, :-1], other[:, :-1], None if negative_entropy is None else negative_entropy[:, :-1]

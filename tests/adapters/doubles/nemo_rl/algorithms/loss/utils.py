@@ -3,10 +3,15 @@
 from nemo_rl.algorithms.logits_sampling_utils import need_top_k_or_top_p_filtering
 from nemo_rl.distributed.model_utils import (
     from_parallel_logits_to_logprobs_packed_sequences,
+    get_distillation_topk_logprobs_from_logits,
     get_next_token_logprobs_from_logits,
 )
 
-__all__ = ["from_parallel_logits_to_logprobs_packed_sequences", "next_token_logprobs"]
+__all__ = [
+    "from_parallel_logits_to_logprobs_packed_sequences",
+    "get_distillation_topk_logprobs_from_logits",
+    "next_token_logprobs",
+]
 
 
 def next_token_logprobs(data, logits, sampling_params=None):

@@ -1,0 +1,130 @@
+"""NeMo-RL's distillation: the student's log-probs of the K ids that its teacher sent, and its negative entropy.
+
+    get_distillation_topk_logprobs_from_logits    [B, S, V'] logits, [B, S, K] ids  ->  float32 [B, S - 1, K]
+        zero_outside_topk=True                    over the vocabulary, and sum of p log p
+        zero_outside_topk=False                   normalised over the K ids
+    ChunkedDistributedGatherLogprob.apply         the class behind the first, for direct calls
+
+``DistillationLossFn`` itself reads K numbers of each token, and stays NeMo-RL's. Calls left to NeMo-RL and counted as
+passed on: DTensor logits, and context parallelism; those reach the classes, which are replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.adapters.host import PassOn, Replacement
+from logitless.adapters.packs import ranks_in
+from logitless.adapters.scoring import entropy_mode, score_ids
+from logitless.adapters.shards import check_ids, shard_between
+from logitless.collectives import sum_over
+from logitless.errors import LogitlessError
+from logitless.spec import IGNORE, VocabShard
+
+
+def make_distillation(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``get_distillation_topk_logprobs_from_logits``."""
+
+    def get_distillation_topk_logprobs_from_logits(
+        student_logits: Tensor,
+        teacher_topk_logits: Tensor,
+        teacher_topk_indices: Tensor,
+        zero_outside_topk: bool,
+        calculate_entropy: bool,
+        vocab_parallel_rank: int | None = None,
+        vocab_parallel_group: Any = None,
+        context_parallel_group: Any = None,
+    ) -> Any:
+        if vocab_parallel_group is None and hasattr(student_logits, "device_mesh"):
+            return PassOn("DTensor")
+        if ranks_in(context_parallel_group) > 1:
+            return PassOn("context parallelism")
+        if not teacher_topk_indices.shape[-1] or teacher_topk_indices.shape[:-1] != student_logits.shape[:-1]:
+            return PassOn("ids of another shape")
+        columns, shard = student_logits.shape[-1], None
+        if vocab_parallel_group is not None:
+            if vocab_parallel_rank is None:
+                raise LogitlessError("vocab_parallel_rank must be given with vocab_parallel_group but is None.")
+            start = vocab_parallel_rank * columns
+            shard = shard_between(vocab_parallel_group, start, start + columns)
+        ids, negative_entropy = teacher_topk_indices.to(student_logits.device), None
+        if zero_outside_topk:
+            own, negative_entropy = _over_vocabulary(student_logits, ids, shard, calculate_entropy, options)
+        else:
+            own = _logits_at(student_logits, ids, shard).log_softmax(-1)
+        other = teacher_topk_logits.to(own.device, own.dtype).log_softmax(-1)
+        return own[:, :-1], other[:, :-1], None if negative_entropy is None else negative_entropy[:, :-1]
+
+    return get_distillation_topk_logprobs_from_logits
+
+
+def make_gather_class(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``ChunkedDistributedGatherLogprob.apply``: ``[B, S, K]`` log-probs over the vocabulary."""
+
+    def apply(
+        vocab_parallel_logits: Tensor,
+        global_indices: Tensor,
+        vocab_start_index: int,
+        vocab_end_index: int,
+        chunk_size: int,
+        tp_group: Any,
+        inference_only: bool = False,
+    ) -> Tensor:
+        logits = vocab_parallel_logits
+        check_ids("global_indices", global_indices, (*logits.shape[:-1], global_indices.shape[-1]))
+        shard = shard_between(tp_group, vocab_start_index, vocab_end_index)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+            found = score_ids("ids", logits, global_indices, options["audit"], shard=shard).further_logprobs
+        assert found is not None
+        return found.float()
+
+    return apply
+
+
+def _over_vocabulary(
+    logits: Tensor, ids: Tensor, shard: VocabShard | None, with_entropy: bool, options: Mapping[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs of the ids and, if wanted, sum of p log p. The last token of a line is left out."""
+    target = ids[..., 0].clone()
+    target[:, -1] = IGNORE
+    entropy = entropy_mode(True, logits) if with_entropy else None
+    out = score_ids("distillation", logits, ids, options["audit"], target=target, shard=shard, entropy=entropy)
+    assert out.further_logprobs is not None
+    return out.further_logprobs.float(), None if out.entropy is None else -out.entropy.float()
+
+
+def _logits_at(logits: Tensor, ids: Tensor, shard: VocabShard | None) -> Tensor:
+    """``[B, S, K]`` float32 logits of the ids; nothing of the size of the logits but their gradient."""
+    start, columns = 0 if shard is None else shard.start, logits.shape[-1]
+    here = (ids >= start) & (ids < start + columns)
+    own = torch.where(here, logits.gather(-1, (ids - start).clamp(0, columns - 1)).float(), 0.0)
+    if shard is None:
+        return own
+    # One rank has each id. The others' part has no graph here: the ranks compute the same loss.
+    return own + (sum_over(shard.group, own.detach().clone()) - own).detach()
+
+
+def distillation(module: str, losses: str) -> list[Replacement]:
+    bounds = "vocab_start_index, vocab_end_index"
+    return [
+        Replacement(
+            module=module,
+            name="get_distillation_topk_logprobs_from_logits",
+            signature="(student_logits, teacher_topk_logits, teacher_topk_indices, zero_outside_topk, "
+            "calculate_entropy, vocab_parallel_rank=None, vocab_parallel_group=None, context_parallel_group=None)",
+            make=make_distillation,
+            also_in=(losses,),
+        ),
+        Replacement(
+            module=module,
+            name="ChunkedDistributedGatherLogprob.apply",
+            signature=f"(ctx, vocab_parallel_logits, global_indices, {bounds}, chunk_size, tp_group, "
+            "inference_only=False)",
+            signature_of="ChunkedDistributedGatherLogprob.forward",
+            make=make_gather_class,
+        ),
+    ]

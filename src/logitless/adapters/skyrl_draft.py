@@ -1,0 +1,80 @@
+"""SkyRL's draft heads: cross-entropy of a multi-token-prediction head against the policy's own distribution.
+
+    draft_soft_ce    -sum of q log p, q the detached policy's probability     KL(q, p) + entropy of q     (replaced)
+
+SkyRL holds the probabilities of both until backward, or makes them again in chunks; here nothing of the size of the
+logits is held but their gradient. ``draft_soft_ce_topk`` has no such work, and stays SkyRL's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.adapters.host import Replacement
+from logitless.adapters.shards import check_ids
+from logitless.collectives import resolve_group, table_over
+from logitless.distill.from_logits import divergence
+from logitless.errors import LogitlessError
+from logitless.spec import IGNORE, VocabShard
+
+SOFT_CE = "skyrl.backends.skyrl_train.mtp.soft_ce"
+
+
+def make_draft_soft_ce(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``draft_soft_ce``: the masked mean, of rows whose mask is not 0."""
+
+    def draft_soft_ce(
+        student_logits: Tensor,
+        teacher_logits: Tensor,
+        mask: Tensor,
+        global_normalization_factor: Tensor | None = None,
+        vocab_parallel_group: Any = None,
+        chunk_size: int | None = None,
+    ) -> Tensor:
+        if teacher_logits.requires_grad:
+            raise LogitlessError("teacher_logits must be detached: the draft head's loss is not the policy's.")
+        student, teacher = (x if x.stride(-1) == 1 else x.contiguous() for x in (student_logits, teacher_logits))
+        target = torch.where(mask == 0, IGNORE, 0)
+        check_ids("mask", target, student.shape[:-1])
+        shard = _shard(vocab_parallel_group, student.shape[-1])
+        out = divergence(student, teacher, target, kind="forward_kl", shard=shard)
+        options["audit"].of_logits(
+            "draft_soft_ce", student, target, logprob=out.logprob, entropy=out.entropy, shard=shard
+        )
+        total = ((out.divergence + out.teacher_entropy) * mask).sum()
+        count = mask.sum() if global_normalization_factor is None else global_normalization_factor
+        return total / count.clamp(min=1.0)
+
+    return draft_soft_ce
+
+
+def _shard(group: Any, columns: int) -> VocabShard | None:
+    group = resolve_group(group, "vocab_parallel_group")
+    return None if group is None or group.size() == 1 else _packed_shard(group, columns)
+
+
+@functools.lru_cache(maxsize=64)
+def _packed_shard(group: Any, columns: int) -> VocabShard:
+    """This rank's columns, where SkyRL has cut the padding off the last ranks' parts."""
+    widths = [width for (width,) in table_over(group, (columns,))]
+    start = sum(widths[: group.rank()])
+    return VocabShard(start, start + columns, group)
+
+
+def draft(wrapper: str) -> list[Replacement]:
+    return [
+        Replacement(
+            SOFT_CE,
+            "draft_soft_ce",
+            "(student_logits, teacher_logits, mask, global_normalization_factor=None, vocab_parallel_group=None, "
+            "chunk_size=None)",
+            make_draft_soft_ce,
+            (wrapper,),
+            optional=True,
+        )
+    ]
