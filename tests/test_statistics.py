@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.utils import _pytree
 
 import logitless as ll
+from logitless.backends import load
+from logitless.backends.contract import Listed
 from logitless.backends.selection import best_columns, group_size
 from logitless.spec import EXTRA_RESULTS
 
@@ -236,6 +238,43 @@ def test_rows_without_a_distribution(backend: str, device: torch.device):
     (out.collision[:3].sum() + out.mean_logit[:3].sum() + out.further_logprobs[:3].sum()).backward()
     assert leaf.grad[[0, 2]].isfinite().all()
     assert (leaf.grad[1] == 0).all()
+
+
+@pytest.mark.parametrize("vocab", [V, 9])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_many_copies_of_an_id(backend: str, vocab: int, device: torch.device):
+    """A dozen places for five ids, the target among them and some left out: in slabs of columns, in blocks of rows."""
+    hidden, weight, target, _ = draw(9, device)
+    weight, memory = weight[:vocab], 3000 if vocab == V else 700
+    ids = torch.randint(5, (T, 12), device=device)
+    ids[:, 3], ids[2], ids[4, ::2] = target.clamp_min(0), 7, -100
+    found = []
+    for d in (torch.float32, torch.float64, torch.float32):
+        leaves = [(x * 0.7).to(d).requires_grad_() for x in (hidden, weight)]
+        if found:
+            results = expected(leaves[0] @ leaves[1].T, target, ids)["further_logprobs"]
+        else:
+            asked = {"further_ids": ids, "memory": memory, "backend": backend}
+            backward = ll.explain(*leaves, target, **asked).backward
+            assert backward.columns < vocab if vocab == V else backward.block < T
+            results = ll.linear_logprobs(*leaves, target, **asked).further_logprobs
+        g = torch.randn((T, 12), generator=torch.Generator().manual_seed(1)).to(results)
+        found.append(torch.autograd.grad(results, leaves, g))
+    for mine, truth, theirs in zip(*found, strict=True):
+        assert_gradient_close_to_truth(mine, truth, theirs)
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_listed_columns_are_written_and_no_others(backend: str, indexed: bool, device: torch.device):
+    column = torch.tensor([[5, 9, 5], [-1, 4, 10], [10, 3, -1], [6, 6, 9]], device=device)
+    value = torch.tensor([[1.0, 2, 1], [3, 4, 5], [6, 7, 8], [9, 9, 11]], device=device)
+    out, right = (torch.zeros(7, 8, device=device, dtype=torch.bfloat16) for _ in range(2))
+    rows = torch.tensor([6, 0, 3, 2], device=device) if indexed else torch.arange(4, device=device)
+    for r, k, written in ((0, 1, 1.0), (0, 5, 2.0), (1, 0, 4.0), (3, 2, 9.0), (3, 5, 11.0)):
+        right[rows[r], k] = written
+    load(backend).write(Listed(column, value, first=4, columns=6), out, rows if indexed else None)
+    assert torch.equal(out, right)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.backends.contract import MOMENTS, Pair, Problem, Running, over
+from logitless.backends.contract import MOMENTS, Listed, Pair, Problem, Running, over
 from logitless.errors import LogitlessError
 from logitless.machine import (
     best_sizes,
@@ -43,6 +43,10 @@ RESIDENT = 16
 
 PART, PARTS = 256, 2048
 """Entries that one program adds up at least before a sum is made in parts, and how many parts there are at most."""
+
+
+WRITTEN = 1024
+"""Entries of a list that one program writes."""
 
 
 def interpreted() -> bool:
@@ -182,6 +186,28 @@ def moments(problem: Problem) -> Tensor:
         **moments_sizes(problem.columns),
     )
     return out
+
+
+def write(listed: Listed, out: Tensor, out_index: Tensor | None) -> None:
+    """Same as :func:`logitless.backends.reference.write`, in one launch that reads the list once."""
+    column, value = listed.column, listed.value
+    launch(
+        "write_kernel",
+        -(-column.numel() // WRITTEN) if listed.columns else 0,
+        on=out,
+        module="extra_kernels",
+        column=column.contiguous(),
+        value=value.contiguous(),
+        index=out_index,
+        out=out,
+        out_stride=out.stride(0),
+        count=column.numel(),
+        k=column.shape[1],
+        first=listed.first,
+        columns=listed.columns,
+        INDEXED=out_index is not None,
+        BLOCK=WRITTEN,
+    )
 
 
 def _of_logits(kernel: str, problem: Problem, **arguments: Any) -> None:
