@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from logitless.backends import choose_backend
-from logitless.call import Options, needs_gradient, resolve_hidden, resolve_logits
+from logitless.call import Options, as_products_take, needs_gradient, resolve_hidden, resolve_logits
+from logitless.call.lora import LoRA
 from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import score
 from logitless.from_hidden.plan import LinearPlan, SupportPlan, choose_plan
@@ -26,6 +27,9 @@ from logitless.spec import EntropyMode, Head, accumulation_dtype
 
 PATHS = ("logprobs", "linear_logprobs", "linear_policy_loss", "torch")
 FROM_HIDDEN = ("linear_logprobs", "linear_policy_loss")
+NAMES = ("logits", "hidden", "weight", "bias", "a", "b")
+"""What may need a gradient."""
+
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 DEFAULT_MEMORY = {"logprobs": "16MiB", "linear_logprobs": "256MiB", "linear_policy_loss": MEMORY, "torch": "1B"}
 
@@ -65,9 +69,10 @@ class Step:
     dtype: str = "bfloat16"
     device: str = "cuda"
     entropy: EntropyMode = None
-    needs_grad: tuple[str, ...] = ("logits", "hidden", "weight", "bias")
+    needs_grad: tuple[str, ...] = NAMES
     bias: bool = False
     softcap: bool = False
+    lora_rank: int | None = None
     kept_ids: int | None = None
     scope: Literal["vocabulary", "support"] = "vocabulary"
     stats: tuple[str, ...] = ()
@@ -113,7 +118,10 @@ class Step:
         else:
             here = self.tokens // ranks if self.sequence_parallel else self.tokens
             shapes = {"hidden": (here, self.hidden), "weight": (columns, self.hidden)}
-            for name, shape in {**shapes, **({"bias": (columns,)} if self.bias else {})}.items():
+            shapes |= {"bias": (columns,)} if self.bias else {}
+            if self.lora_rank is not None:
+                shapes |= {"a": (self.lora_rank, self.hidden), "b": (columns, self.lora_rank)}
+            for name, shape in shapes.items():
                 leaves[name] = torch.zeros(shape, dtype=dtype, device=device, requires_grad=name in self.needs_grad)
         weight_grad = None
         if self.weight_grad:
@@ -245,15 +253,22 @@ class RunningStep:
         logits = self.leaves["logits"]
         return score_logits(logits, resolve_logits(logits, self.scored, self.options, self.step.overwrite_logits))
 
-    def _from_hidden(self) -> tuple[Any, ...]:
+    def _operands(self) -> tuple[Tensor, Tensor, Options]:
+        """Hidden states, weight and options; of a LoRA with the product that a call makes first."""
         hidden, weight = self.leaves["hidden"], self.leaves["weight"]
-        call = resolve_hidden(hidden, weight, self.scored, self.options, self.machine)
-        self.plan = choose_plan(call, needs_gradient(hidden, weight, self.options))
+        if self.step.lora_rank is None:
+            return hidden, weight, self.options
+        return as_products_take(hidden, LoRA(weight, self.leaves["a"], self.leaves["b"]), self.options)
+
+    def _from_hidden(self) -> tuple[Any, ...]:
+        hidden, weight, options = self._operands()
+        call = resolve_hidden(hidden, weight, self.scored, options, self.machine)
+        self.plan = choose_plan(call, needs_gradient(hidden, weight, options))
         return score(hidden, weight, call, self.plan)
 
     def _policy_loss(self) -> tuple[Any, ...]:
-        hidden, weight, objective = self.leaves["hidden"], self.leaves["weight"], self.step.objective or Objective()
-        options = replace(self.options, entropy=objective.entropy, stats=objective.stats)
+        (hidden, weight, options), objective = self._operands(), self.step.objective or Objective()
+        options = replace(options, entropy=objective.entropy, stats=objective.stats)
         call = resolve_hidden(hidden, weight, self.scored, options, self.machine)
         call = replace(call, dropped=self.step.dropped)
         self.plan = plan_of(call, hidden, weight, objective)
@@ -297,7 +312,7 @@ class _HandOver(torch.autograd.Function):
 
 
 def _check_sizes(step: Step) -> None:
-    optional = {"rows": 0, "hidden": 1, "kept_ids": 0, "further_ids": 1}
+    optional = {"rows": 0, "hidden": 1, "kept_ids": 0, "further_ids": 1, "lora_rank": 1}
     least_of = {"tokens": 0, "vocab": 1, **optional, "tensor_parallel": 1}
     for name, least in least_of.items():
         size = getattr(step, name)
@@ -318,9 +333,9 @@ def _check_choices(step: Step) -> None:
     ):
         if getattr(step, name) not in choices:
             raise LogitlessError(f"estimate: {name} must be one of {list(choices)} but is {getattr(step, name)!r}.")
-    names, known = step.needs_grad, ("logits", "hidden", "weight", "bias")
-    if isinstance(names, str) or not set(names) <= set(known):
-        raise LogitlessError(f"estimate: needs_grad must be a tuple of names out of {list(known)} but is {names!r}.")
+    names = step.needs_grad
+    if isinstance(names, str) or not set(names) <= set(NAMES):
+        raise LogitlessError(f"estimate: needs_grad must be a tuple of names out of {list(NAMES)} but is {names!r}.")
     if step.path != "torch" and step.chosen_backend == "reference":
         raise LogitlessError(
             'estimate: backend="reference" is for checking results, and its memory is not predicted. Ask for "auto", '
@@ -342,6 +357,8 @@ def _check_combination(step: Step) -> None:
         raise LogitlessError(
             f'estimate: stats, top_k and further_ids go with "logprobs" and "linear_logprobs" but path is "{path}".'
         )
+    if step.lora_rank is not None and path not in FROM_HIDDEN:
+        raise LogitlessError(f'estimate: lora_rank goes with paths from hidden states but path is "{path}".')
     if step.scope == "support" and step.kept_ids is None:
         raise LogitlessError('estimate: scope="support" needs kept_ids=, the kept ids of all rows together.')
     if path == "torch" and ranks > 1:
