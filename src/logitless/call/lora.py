@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from logitless.errors import LogitlessError, adapted
+from logitless.errors import ELSEWHERE, LogitlessError, adapted
 
 
 class LowRank(NamedTuple):
@@ -62,6 +62,7 @@ class LoRA:
             if not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point():
                 came = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
                 hint = " A layer goes in as its weight." if isinstance(getattr(x, "weight", None), Tensor) else ""
+                hint = f" {ELSEWHERE}" if isinstance(x, Tensor) and x.dim() == 1 else hint
                 raise LogitlessError(f"LoRA: {name} must be a matrix of floats but is {came}.{hint}")
         (columns, size), rank = self.weight.shape, self.a.shape[0]
         if tuple(self.a.shape) != (rank, size) or tuple(self.b.shape) != (columns, rank):

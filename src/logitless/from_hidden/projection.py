@@ -18,6 +18,7 @@ from logitless.backends.contract import Problem
 from logitless.backends.triton.products import Product
 from logitless.call import Call
 from logitless.collectives import gather_rows_over, scatter_sum_over, sum_over
+from logitless.errors import released
 from logitless.from_hidden.gemm import add_rows, multiply
 from logitless.from_hidden.plan import Tiles
 from logitless.softmax import SKIP
@@ -49,6 +50,7 @@ class Projection:
 
     @staticmethod
     def of(rows: Tensor, weight: Tensor, bias: Tensor | None, column: Tensor, call: Call) -> Projection:
+        require_weight(weight, call)
         bias = None if bias is None else bias.detach()
         low = None if call.asked.low_rank is None else call.asked.low_rank.b.detach()
         return Projection(rows, weight.detach(), bias, column, call.gain, call, load(call.backend), low)
@@ -161,6 +163,12 @@ class Projection:
                 f"memory= (it was {self.call.memory} bytes), or ask logitless.estimate what fits."
             )
             raise
+
+
+def require_weight(weight: Tensor, call: Call) -> None:
+    """Raise where a weight that forward had is gone."""
+    if weight.dim() != 2:
+        raise released(call.asked.caller, list(weight.shape))
 
 
 def gathered_tokens(hidden: Tensor, call: Call) -> Tensor:
