@@ -452,3 +452,27 @@ def test_the_same_log_probs_and_no_more_work_without_them():
     more = ll.linear_logprobs(hidden, weight, target, stats=STATS, top_k=K, further_ids=ids, **options)
     for a, b in zip(plain, more[:3], strict=True):
         assert torch.equal(a, b)
+
+
+def test_statistics_among_the_metrics_of_a_loss():
+    """Means over the tokens that count, of whatever the results bring; what an objective asks for itself is no metric."""
+    tokens, lengths = [torch.randint(V, (n,)) for n in (6, 7, 5, 8)], [3, 4, 2, 5]
+    masks = [(torch.arange(n) % 3 > 0).long() for n in lengths]
+    rows = ll.Rows.packed(tokens, lengths, masks)
+    hidden, weight, *_ = draw()
+    hidden = hidden.repeat(2, 1)
+    names = ("top1_hit", "top1_logprob", "collision", "mean_logit", "logit_variance", "max_logit", "rank")
+    right = expected((hidden.double() @ weight.double().T)[rows.index], rows.target, rows.target[:, None])
+    given = {"old_logprob": "current", "advantage": torch.ones(len(rows))}
+    out = ll.linear_logprobs(hidden, weight, rows, stats=STATS)
+    pairs = ll.Preference("simpo")
+    for metrics in (ll.Objective()(out, rows, **given)[1], pairs(out, rows)[1]):
+        found = metrics.compute()
+        for name in names:
+            assert found[name] == pytest.approx(float(right[name][rows.counted].double().mean()), rel=1e-5), name
+    bare = ll.linear_logprobs(hidden, weight, rows)
+    assert not set(names) & {*ll.Objective()(bare, rows, **given)[1].compute(), *pairs(bare, rows)[1].compute()}
+    smooth = ll.Objective.recipe("sft", policy_options={"label_smoothing": 0.1})
+    asked = {"entropy": smooth.entropy, "stats": smooth.stats}
+    by_two = smooth(ll.linear_logprobs(hidden, weight, rows, **asked), rows)[1]
+    assert by_two.compute().keys() == ll.linear_policy_loss(hidden, weight, rows, smooth)[1].compute().keys()
