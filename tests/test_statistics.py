@@ -455,7 +455,7 @@ def test_the_same_log_probs_and_no_more_work_without_them():
 
 
 def test_statistics_among_the_metrics_of_a_loss():
-    """Means over the tokens that count, of whatever the results bring; what an objective asks for itself is no metric."""
+    """Means over the tokens that count, of whatever the results bring, but not of what an objective asks for itself."""
     tokens, lengths = [torch.randint(V, (n,)) for n in (6, 7, 5, 8)], [3, 4, 2, 5]
     masks = [(torch.arange(n) % 3 > 0).long() for n in lengths]
     rows = ll.Rows.packed(tokens, lengths, masks)

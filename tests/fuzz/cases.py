@@ -280,12 +280,22 @@ MORE = 0.05
 DEFAULTS = {f.name: f.default for f in fields(Case)}
 
 
+CROWD = (
+    *("stats", "top_k", "further", "lora", "kept", "entropy", "upstream", "layout", "ignore", "frozen"),
+    *("temperature", "scale", "softcap", "padding", "bias", "memory", "shards", "batch_invariant"),
+)
+"""What meets in one row: what is asked of it, its logits, its head and its layout."""
+
+
 def draw(seed: int, triton_share: float = 0.0, ranks: int = 1) -> Case:
-    """The case of a seed. Kernels in Triton's interpreter are slow, so that how many cases have them is an argument."""
+    """The case of a seed: of a negative one a call for log-probs with six features of a row at once.
+
+    Kernels in Triton's interpreter are slow, so that how many cases have them is an argument.
+    """
     r = random.Random(seed)
-    path = r.choices(PATHS, WEIGHTS)[0]
+    path = r.choices(PATHS, WEIGHTS)[0] if seed >= 0 else r.choice((LOGITS, HEAD, HEAD))
     names = NAMES[path]
-    pair = r.sample(names, 2)
+    pair = r.sample(names, 2) if seed >= 0 else r.sample([name for name in CROWD if name in names], 6)
     on = [name for name in names if r.random() < MORE]
     made: dict[str, Any] = {"seed": seed, "path": path}
     if path in LOSSES:
