@@ -22,6 +22,8 @@ import logitless as ll
 from logitless.backends import load
 from logitless.backends.contract import Listed
 from logitless.backends.selection import best_columns, group_size
+from logitless.extras import Extras
+from logitless.from_hidden.extra_lines import ExtraLines
 from logitless.spec import EXTRA_RESULTS
 
 INF, NAN = torch.inf, torch.nan
@@ -476,3 +478,38 @@ def test_statistics_among_the_metrics_of_a_loss():
     asked = {"entropy": smooth.entropy, "stats": smooth.stats}
     by_two = smooth(ll.linear_logprobs(hidden, weight, rows, **asked), rows)[1]
     assert by_two.compute().keys() == ll.linear_policy_loss(hidden, weight, rows, smooth)[1].compute().keys()
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["step", "forward"])
+@pytest.mark.parametrize("memory", ["256MiB", "20KiB"])
+def test_the_best_token_from_products_that_end_in_their_softmax(memory: str, trained: bool, device: torch.device):
+    """Of 16-bit operands that are whole numbers: ties are ties, and logits stay in the kernels that make them."""
+    hidden, weight = (torch.randint(-2, 3, (n, 16), device=device).bfloat16() for n in (T, 300))
+    weight[150:] = weight[:150]
+    target = torch.randint(150, (T,), device=device)
+    target[3] = -100
+    leaves = [x.requires_grad_(trained) for x in (hidden, weight)]
+    asked = {"stats": ("top1", "max_logit"), "backend": "triton", "memory": memory, "head": ll.Head(temperature=0.7)}
+    plan = ll.explain(*leaves, target, **asked)
+    assert plan.forward.fused
+    assert plan.apart is None
+    for more, why in (({"top_k": 2}, "top1 and max_logit alone"), ({"head": ll.Head(softcap=3.0)}, "a softcap")):
+        other = ll.explain(*leaves, target, **{**asked, **more})
+        assert not other.forward.fused
+        assert why in str(other)
+    ours = named(ll.linear_logprobs(*leaves, target, **asked))
+    both = [[x.detach().to(d) for x in leaves] for d in (torch.float64, torch.float32)]
+    right, usual = (expected(x @ w.T, target, target[:, None], temperature=0.7) for x, w in both)
+    check({name: x for name, x in ours.items() if name != "further_logprobs"}, right, usual)
+    assert {"top1_id", "top1_logprob", "top1_hit", "max_logit"} <= ours.keys()
+    if trained:
+        plain = ll.linear_logprobs(*leaves, target, backend="triton", memory=memory, head=asked["head"])
+        found = [torch.autograd.grad(x.sum(), leaves) for x in (ours["logprob"], plain.logprob)]
+        assert all(map(torch.equal, *found))
+
+
+def test_lines_of_a_product_count_from_the_shards_first_column():
+    extras = Extras(("top1",), 0, None, False, start=41)
+    lines = ExtraLines(None, extras, torch.zeros(2, 3))  # pyright: ignore[reportArgumentType]
+    lines.take(torch.tensor([[0.5, 1.0, 2.0], [0.0, 7.0, 25.0]]))
+    assert lines.values.tolist() == [[0.5, 1.0, 2.0], [41.0, 48.0, 66.0]]

@@ -97,6 +97,7 @@ class Projection:
             first=columns.start,
             negative=head is not None and head.scale < 0,
             entropy=self.call.entropy,
+            top=self.call.extras is not None,
             logits_dtype=self.call.logits_dtype,
         )
 

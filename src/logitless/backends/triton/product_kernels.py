@@ -105,6 +105,13 @@ def empty_part(BLOCK: tl.constexpr):
 
 
 @triton.jit
+def begun(fresh, m, s, lost, w):
+    """The sums so far, or those of no columns where a unit is ``fresh``."""
+    m, s = tl.where(fresh, float("-inf"), m), tl.where(fresh, 0.0, s)
+    return m, s, tl.where(fresh, 0.0, lost), tl.where(fresh, 0.0, w)
+
+
+@triton.jit
 def merged(m, s, lost, w, part_m, part_s, part_w, a):
     """``(m, s, lost, w)`` of two parts of a row, m and w before the gain ``a``.
 
@@ -143,6 +150,14 @@ def tile_part(b_x, a, b_at, o_c, ENTROPY: tl.constexpr):
 
 
 @triton.jit
+def best_column(b_best, wins, b_x, top, c, o_c, BC: tl.constexpr, TOP: tl.constexpr):
+    """``[BR]`` column of each row's maximum so far, the first of several: where this tile ``wins``, its own."""
+    if TOP:
+        b_best = tl.where(wins, c + tl.min(tl.where(b_x == top[:, None], o_c[None, :], BC), axis=1), b_best)
+    return b_best
+
+
+@triton.jit
 def store_tile(
     out, b_out, r, c, rows, columns, out_stride, BR: tl.constexpr, BC: tl.constexpr, DESCRIBED: tl.constexpr
 ):
@@ -163,6 +178,22 @@ def store_part(p_part, part_stride, m, s, w, t, mask):
     tl.store(p_part + part_stride, s, mask=mask)
     tl.store(p_part + 2 * part_stride, w, mask=mask)
     tl.store(p_part + 3 * part_stride, t, mask=mask)
+
+
+@triton.jit
+def store_lines(p_part, part_stride, m, s, w, t, best, mask, TOP: tl.constexpr):
+    """A part and, if it has one, its fifth line: the number of the column that m is of."""
+    store_part(p_part, part_stride, m, s, w, t, mask)
+    if TOP:
+        tl.store(p_part + 4 * part_stride, best.to(tl.float32), mask=mask)
+
+
+@triton.jit
+def without_targets(b_e, b_at, skipped, o_c):
+    """Exponentials with 0 at the target, and in rows to skip."""
+    if any_of(skipped | (b_at != NO_TARGET)):
+        b_e = tl.where((o_c[None, :] == b_at[:, None]) | skipped[:, None], 0.0, b_e)
+    return b_e
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "first", "references_stride"])
@@ -196,16 +227,16 @@ def product_statistics_kernel(
     NEGATIVE: tl.constexpr,
     EVEN: tl.constexpr,
     EXPONENTIALS: tl.constexpr,
+    TOP: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):
-    """Part ``[4, R]`` of each group of TILES column tiles; and, if asked for, ``e^(z - reference)``, 0 at the target.
-
-    The reference is the row's maximum within a tile; -inf where there is nothing else.
-    """
+    """Part ``[4, R]`` of each group of TILES column tiles, ``[5, R]`` with TOP; if asked for, ``e^(z - reference)``, 0
+    at the target. The reference is the row's maximum within a tile; -inf where there is nothing else."""
     num_blocks, num_tiles = tl.cdiv(rows, BR), tl.cdiv(columns, BC)
     num_groups = tl.cdiv(num_tiles, TILES)
     num_units = tl.cdiv(num_blocks * num_groups - tl.program_id(0), tl.num_programs(0))
     b_m, b_s, b_lost, b_w, b_t = empty_part(BR)
+    b_best = tl.zeros([BR], dtype=tl.int32)
     # One loop over units and their tiles: a second one between this and that of the product would not be flattened.
     for step in tl.range(0, num_units * TILES, flatten=FLATTEN):
         i_f = step % TILES
@@ -223,22 +254,20 @@ def product_statistics_kernel(
         top, part_s, part_w, part_t, b_e = tile_part(b_x, a, b_at, o_c, ENTROPY)
         # From the second tile of a unit on, the sums so far are those of the same rows.
         fresh = i_f == 0
-        b_m, b_w = tl.where(fresh, float("-inf"), b_m), tl.where(fresh, 0.0, b_w)
-        b_s, b_lost = tl.where(fresh, 0.0, b_s), tl.where(fresh, 0.0, b_lost)
+        b_m, b_s, b_lost, b_w = begun(fresh, b_m, b_s, b_lost, b_w)
         b_t = tl.where(part_t == part_t, part_t, tl.where(fresh, float("nan"), b_t))
         # The last unit may have tiles past the last column.
         here = i_c < num_tiles
         part_m, part_s = tl.where(here, top, float("-inf")), tl.where(here, part_s, 0.0)
+        b_best = best_column(b_best, fresh | (part_m > b_m), b_x, top, c, o_c, BC, TOP)
         b_m, b_s, b_lost, b_w = merged(b_m, b_s, b_lost, b_w, part_m, part_s, tl.where(here, part_w, 0.0), a)
-        b_sum, m_last = b_s + b_lost, m_r & (i_f == TILES - 1)
-        store_part(parts + i_g.to(tl.int64) * 4 * rows + o_r, rows, b_m, b_sum, b_w, b_t, m_last)
+        p_part = parts + i_g.to(tl.int64) * (4 + TOP) * rows + o_r
+        store_lines(p_part, rows, b_m, b_s + b_lost, b_w, b_t, first + b_best, m_r & (i_f == TILES - 1), TOP)
         if EXPONENTIALS:
-            skipped = b_target == SKIP
-            if any_of(skipped | (b_at != NO_TARGET)):
-                b_e = tl.where((o_c[None, :] == b_at[:, None]) | skipped[:, None], 0.0, b_e)
+            b_e = without_targets(b_e, b_at, b_target == SKIP, o_c)
             store_tile(out, b_e, r, c, rows, columns, out_stride, BR, BC, DESCRIBED)
             p_reference = references + i_c.to(tl.int64) * references_stride + o_r
-            tl.store(p_reference, tl.where(skipped, 0.0, top * a), mask=m_r & here)
+            tl.store(p_reference, tl.where(b_target == SKIP, 0.0, top * a), mask=m_r & here)
 
 
 @triton.jit(do_not_specialize=["rows", "num_groups", "part_stride"])
@@ -251,16 +280,19 @@ def merge_kernel(
     num_groups,
     part_stride,
     NEGATIVE: tl.constexpr,
+    TOP: tl.constexpr,
     BLOCK: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """The statistic of some rows from their parts, first to last; AHEAD parts are loaded at a time."""
+    """The statistic of some rows from their parts, first to last; AHEAD parts are loaded at a time. With TOP two lines
+    follow: m before the gain, and the number of its column."""
     o_r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_r = o_r < rows
     a = tl.load(gain + o_r, mask=m_r, other=1.0)
     if NEGATIVE:
         a = tl.abs(a)
     b_m, b_s, b_lost, b_w, b_t = empty_part(BLOCK)
+    b_best = tl.zeros([BLOCK], dtype=tl.float32)
     p_part = parts + o_r
     for g in range(0, num_groups, AHEAD):
         for i in tl.static_range(AHEAD):
@@ -269,14 +301,19 @@ def merge_kernel(
             part_s = tl.load(p_part + rows, mask=m_part, other=0.0)
             part_w = tl.load(p_part + 2 * rows, mask=m_part, other=0.0)
             part_t = tl.load(p_part + 3 * rows, mask=m_part, other=float("nan"))
+            if TOP:
+                b_best = tl.where(part_m > b_m, tl.load(p_part + 4 * rows, mask=m_part, other=0.0), b_best)
             b_m, b_s, b_lost, b_w = merged(b_m, b_s, b_lost, b_w, part_m, part_s, part_w, a)
             b_t = tl.where(part_t == part_t, part_t, b_t)
-            p_part += 4 * rows
+            p_part += (4 + TOP) * rows
     # What a row to be left out was multiplied to does not matter.
     read = tl.load(column + o_r, mask=m_r, other=SKIP) != SKIP
     m, s = tl.where(read, b_m * a, 0.0), tl.where(read, b_s + b_lost, 1.0)
     w, t = tl.where(read, b_w * a, 0.0), b_t * a
     store_part(stats + o_r, part_stride, m, s, w, tl.where(read, t, 0.0), m_r)
+    if TOP:
+        tl.store(stats + o_r + 4 * part_stride, tl.where(read, b_m, 0.0), mask=m_r)
+        tl.store(stats + o_r + 5 * part_stride, b_best, mask=m_r)
 
 
 @triton.jit

@@ -39,6 +39,8 @@ class Product:
         column, gain, squash, first: as in :class:`~logitless.backends.contract.Problem`.
         negative: whether gains are negative, as a head's negative scale makes them.
         entropy: whether w is wanted.
+        top: whether two lines follow the statistic: the largest logit, or minus the smallest where gains are negative,
+            and the number of its column, the first of several.
         logits_dtype: what logits are rounded to, after the bias; float32 leaves them as they are.
     """
 
@@ -51,6 +53,7 @@ class Product:
     first: int = 0
     negative: bool = False
     entropy: bool = True
+    top: bool = False
     logits_dtype: torch.dtype = torch.float32
 
     @property
@@ -119,7 +122,7 @@ def statistic_parts(
     """
     sizes = sizes or product_sizes(*p.weight.shape)
     num_groups = sizes.groups(p.columns)
-    parts = p.gain.new_empty((num_groups, WIDTH, p.rows))
+    parts = p.gain.new_empty((num_groups, WIDTH + p.top, p.rows))
     if not has_values(p.hidden) or not parts.numel():
         return parts
     if references is not None:
@@ -138,13 +141,14 @@ def statistic_parts(
         EVEN=p.columns % sizes.columns == 0,
         NEGATIVE=p.negative,
         EXPONENTIALS=values is not None,
+        TOP=p.top,
     )
     return parts
 
 
 def merge(p: Product, parts: Tensor, out: Tensor | None = None) -> Tensor:
     """``[4, R]`` statistic of the rows from its parts ``[groups, 4, R]``, added in order."""
-    stats = p.gain.new_empty((WIDTH, p.rows)) if out is None else out
+    stats = p.gain.new_empty((WIDTH + 2 * p.top, p.rows)) if out is None else out
     launch(
         "merge_kernel",
         -(-p.rows // MERGED["BLOCK"]),
@@ -158,6 +162,7 @@ def merge(p: Product, parts: Tensor, out: Tensor | None = None) -> Tensor:
         num_groups=len(parts),
         part_stride=stats.stride(0),
         NEGATIVE=p.negative,
+        TOP=p.top,
         **MERGED,
     )
     return stats
