@@ -1,6 +1,7 @@
 """What statistics beyond the softmax cost: each beside the plain call, from hidden states and from logits.
 
     python benchmarks/extras.py --out benchmarks/results/extras.jsonl        the GPU's sizes, or the CPU's
+    python benchmarks/extras.py --only "further_ids of 64"                   one of them, beside "nothing"
 
 Every contender is the call with one thing more asked for, forward and, where it has a gradient, forward and backward.
 Values are compared with float64 at sampled rows first. Plain torch's ``topk`` of logits that exist is in the same run.
@@ -114,13 +115,21 @@ def worst(x: Inputs, asked: dict[str, Any]) -> float:
     return found
 
 
-def run(case: Case, device: torch.device, repeats: int, commit: str | None) -> list[dict[str, Any]]:
+def run(
+    case: Case, device: torch.device, repeats: int, commit: str | None, only: list[str] | None = None
+) -> list[dict[str, Any]]:
     x = draw(case, device)
+    asked_for = contenders(x)
+    if only is not None:
+        unknown = sorted(set(only) - set(asked_for))
+        if unknown:
+            raise SystemExit(f"--only: no {unknown[0]!r} among {', '.join(asked_for)}")
+        asked_for = {name: asked for name, asked in asked_for.items() if name in ("nothing", *only)}
     forward = torch.no_grad()(ll.linear_logprobs)
     from_logits = torch.no_grad()(ll.logprobs)
     timed: dict[str, Callable[[], object]] = {"plain torch, topk(20)": lambda: x.logits.topk(20)}
     lines: dict[str, dict[str, Any]] = {"plain torch, topk(20)": {}}
-    for name, asked in contenders(x).items():
+    for name, asked in asked_for.items():
         peak = peak_bytes(lambda asked=asked: forward(x.hidden, x.weight, x.target, **asked), device)
         lines[name] = {"error": worst(x, asked), "forward_peak_bytes": peak}
         timed[f"{name}, hidden"] = lambda asked=asked: forward(x.hidden, x.weight, x.target, **asked)
@@ -156,8 +165,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--commit")
+    parser.add_argument("--only", action="append", metavar="NAME", help="this one beside 'nothing'; may be repeated")
     options = parser.parse_args()
-    lines = run(CASES[options.device], torch.device(options.device), options.repeats, options.commit)
+    lines = run(CASES[options.device], torch.device(options.device), options.repeats, options.commit, options.only)
     if options.out is not None:
         with options.out.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)

@@ -89,8 +89,12 @@ def operands(
     return hidden, torch.randn(COLUMNS, width, device=device).to(dtype).requires_grad_(not frozen)
 
 
-def from_hidden(device: str, dtype: torch.dtype, *, frozen: bool = False, width: int = WIDTH, **options: Any) -> None:
+def from_hidden(
+    device: str, dtype: torch.dtype, *, frozen: bool = False, width: int = WIDTH, further: int = 0, **options: Any
+) -> None:
     hidden, weight = operands(device, dtype, frozen, width)
+    if further:
+        options["further_ids"] = torch.randint(COLUMNS, (ROWS, further), device=device)
     finish(ll.linear_logprobs(hidden, weight, target_of(COLUMNS, device), backend="triton", **options))
 
 
@@ -128,7 +132,7 @@ CALLS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     ),
     "logprobs, statistics": (from_logits, {"stats": STATS, "top_k": 5}),
     "logprobs, statistics, more than a tile": (from_logits, {"stats": STATS, "top_k": 5, "columns": WIDE}),
-    "linear, statistics": (from_hidden, {"stats": STATS, "top_k": 40, "memory": 64 << 10}),
+    "linear, statistics": (from_hidden, {"stats": STATS, "top_k": 40, "further": 3, "memory": 64 << 10}),
     "linear, collision of stored exponentials": (from_hidden, {"stats": ("collision",), "memory": "513MiB"}),
     "linear, logits again": (from_hidden, {"entropy": "grad", "memory": 64 << 10}),
     "linear, softcap": (from_hidden, {"entropy": "grad", "memory": 64 << 10, "head": ll.Head(softcap=20.0)}),

@@ -32,6 +32,7 @@ F32, GRAD = {"dtype": "float32"}, {"entropy": "grad"}
 PAIR = {**SLABS, "path": "linear_divergence", "teacher_hidden": 66}
 SENT = {"teacher_hidden": None, "teacher_top_k": 8}
 TAUGHT = {"objective": ll.Objective.recipe("distill")}
+ADAPTER = {"lora_rank": 16, "needs_grad": ("hidden", "a", "b")}
 FEW_IDS = {"kept_ids": 1009, "scope": "support"}
 SELECTED = {"tokens": 1031, "rows": 257}
 BONUS = {"objective": ll.Objective(entropy_coef=0.01)}
@@ -92,6 +93,9 @@ CASES = {
     "statistics": {**SLABS, "stats": ("top1", "mean_logit", "rank"), "top_k": 128, "further_ids": 40},
     "statistics, frozen, rows": {**SLABS, **F32, **FROZEN, **SELECTED, "stats": ("top1", "rank"), "top_k": 5},
     "float64": {**SLABS, **GRAD, "dtype": "float64"},
+    "adapter": {**SLABS, **GRAD, "lora_rank": 16},
+    "adapter, frozen head, rows, blocks": {**BLOCKS, **F32, **ADAPTER, "tokens": 3001, "rows": 2003, "bias": True},
+    "adapter, loss": {**LOSS, **F32, **SELECTED, **ADAPTER, "hidden": 258},
     "loss": {**LOSS, **F32},
     "loss, bf16, rows": {**LOSS, **SELECTED},
     "loss, more rows than columns": {**LOSS, **F32, **BONUS, "tokens": 2003, "vocab": 257},
@@ -418,6 +422,8 @@ WRONG = {
     "counts must be 0 or more and add up to the 257 rows but they add up to 256": {**LOSS, "counts": (256,)},
     "dropped must be a share between 0 and 1 but is 30": {**LOSS, "dropped": 30},
     "memory: wanted a positive": {"memory": "much"},
+    "lora_rank must be an integer of at least 1 but is 0": {"lora_rank": 0},
+    'lora_rank goes with paths from hidden states but path is "torch"': {"path": "torch", "lora_rank": 4},
 }
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import logitless as ll
@@ -40,12 +41,15 @@ def distributed(rank: int, world: int) -> tuple[list[torch.Tensor], list[torch.T
     logits = distribute_tensor(x @ w.T + b, mesh, [Shard(1)])
     ours.append(ll.logprobs(logits, target, shard=shard).logprob)
     theirs.append(ll.logprobs(x @ w.T + b, target).logprob)
+    layer, a, b = fully_shard(nn.Linear(D, V, bias=False), mesh=mesh), torch.randn(2, D), torch.randn(V, 2)
     texts = []
     for call in (
         lambda: ll.linear_logprobs(distribute_tensor(x, mesh, [Shard(0)]), w, target),
         lambda: ll.logprobs(logits, target),
         lambda: ll.linear_logprobs(x, spread[0], target),
         lambda: ll.logprobs(x @ w.T, distribute_tensor(target, mesh, [Replicate()])),
+        lambda: ll.linear_logprobs(x, layer.weight, target),
+        lambda: ll.linear_policy_loss(x, ll.LoRA(layer.weight, a, b), target, ll.Objective.recipe("sft")),
     ):
         with pytest.raises(ll.LogitlessError) as caught:
             call()
@@ -63,6 +67,40 @@ def test_distributed_tensors(ranks):
         assert "logits is a DTensor" in texts[1]
         assert "weight is a DTensor" in texts[2]
         assert "target is a DTensor" in texts[3]
+        for text in texts[4:]:
+            assert "weight is a DTensor" in text
+            assert "for FSDP use a PolicyHead, or call inside the forward of the module that owns the weight" in text
+
+
+def test_a_weight_that_other_ranks_hold():
+    """As DeepSpeed ZeRO-3 leaves a parameter outside of its module: no elements, and the shape beside it."""
+    x, target, weight = torch.randn(R, D, requires_grad=True), torch.randint(V, (R,)), nn.Parameter(torch.randn(V, D))
+    whole, there = weight.data, torch.empty(0)
+    given = {"old_logprob": "current", "advantage": torch.ones(R)}
+    out, loss = ll.linear_logprobs(x, weight, target), ll.linear_policy_loss(x, weight, target, ll.Objective(), **given)
+    kept = ll.Kept(target, torch.ones(R, dtype=torch.int64))
+    few = ll.linear_logprobs(x, weight, target, kept=kept, scope="support")
+    weight.data, weight.ds_shape = there, whole.shape
+    way_out = "use a PolicyHead, and call it through its wrapper"
+    for call in (
+        lambda: ll.linear_logprobs(x, weight, target),
+        lambda: ll.linear_policy_loss(x, weight, target, ll.Objective(), **given),
+        lambda: ll.LoRA(weight, torch.randn(2, D), torch.randn(V, 2)),
+    ):
+        with pytest.raises(ll.LogitlessError, match=way_out):
+            call()
+    for result in (out.logprob, few.logprob):
+        with pytest.raises(ll.LogitlessError, match=r"whole in forward and is \[0\] now: ZeRO-3 .* linear_policy_loss"):
+            result.sum().backward()
+    # Gathered again, as its module's wrapper does; and a loss in one pass needs it in forward alone.
+    (found,) = torch.autograd.grad(loss[0], x)
+    assert found.isfinite().all()
+    weight.data = whole
+    out = ll.linear_logprobs(x, weight, target)
+    weight.data = there
+    weight.data = whole.clone()
+    out.logprob.sum().backward()
+    assert weight.grad.shape == (V, D)
 
 
 def calls_without_values(hidden, weight, target, advantage) -> list[torch.Tensor]:

@@ -52,6 +52,13 @@ def test_students_and_teachers(monkeypatch):
     assert any((teachers.verdict(teachers.draw(seed)) or "").startswith("d_") for seed in range(15))
 
 
+def test_crowded_rows():
+    """Statistics, the K best, further ids, an adapter, kept ids, layouts and heads, six at a time."""
+    assert not wrong(range(-120, 0))
+    counts = [len(features_on(draw(s))) for s in range(-120, 0)]
+    assert sum(counts) > 5 * len(counts)
+
+
 # The interpreter's own arithmetic warns of products below the range, whose exponential is 0.
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
 @pytest.mark.parametrize("story", CORPUS)
@@ -64,9 +71,10 @@ def test_past_failures(story: str, device: torch.device):
 def test_cases_over_two_ranks(ranks):
     from fuzz.team import judge_over_ranks
 
-    found = judge_over_ranks(range(12), 2)
+    # Of negative seeds, statistics and adapters over shards of the vocabulary.
+    found = judge_over_ranks(range(-8, 8), 2)
     assert not found.failures, found.failures[0]
-    assert found.cases == 12
+    assert found.cases == 16
 
 
 # The fuzzer itself.

@@ -64,7 +64,7 @@ ALL, FROZEN = NAMES, ("hidden", "a", "b")
         (torch.float64, ALL, {"memory": "16KiB"}),
         (torch.float32, FROZEN, {"memory": "16KiB"}),
         # Blocks of rows instead of slabs of columns: more rows than columns are left of the vocabulary.
-        (torch.float32, FROZEN, {"head": ll.Head(vocab_size=20)}),
+        (torch.float32, FROZEN, {"head": ll.Head(vocab_size=20), "memory": 2000}),
         # Exponentials of all rows are stored.
         (torch.bfloat16, FROZEN, {}),
         (torch.bfloat16, ALL, {"memory": "16KiB"}),
@@ -75,11 +75,12 @@ ALL, FROZEN = NAMES, ("hidden", "a", "b")
     ],
     ids=["float64", "frozen", "blocks", "kept", "bfloat16", "only b", "only a", "frozen head"],
 )
-def test_results_and_gradients(dtype, trained, options, request):
-    if options.get("backend") == "triton":
-        request.getfixturevalue("interpreted")
-    ours, index = operands(dtype, trained), torch.randperm(T)[: T - 6]
-    target = torch.randint(20, (len(index),))
+def test_results_and_gradients(dtype, trained, options, device):
+    ours, index = operands(dtype, trained, device), torch.randperm(T, device=device)[: T - 6]
+    target = torch.randint(20, (len(index),), device=device)
+    if "head" in options:
+        plan = ll.explain(ours["hidden"], lora_of(ours), (index, target), bias=ours["bias"], **options)
+        assert plan.backward.block < len(index)
     true, plain = copies(ours, torch.float64), copies(ours, dtype)
     out = ll.linear_logprobs(
         ours["hidden"], lora_of(ours), (index, target), bias=ours["bias"], **{"entropy": "grad", **options}
@@ -109,11 +110,11 @@ def test_results_and_gradients(dtype, trained, options, request):
     ],
     ids=["float64", "frozen", "float16", "bfloat16", "two passes"],
 )
-def test_policy_loss(dtype, trained, options):
-    ours, target = operands(dtype, trained), torch.randint(V, (T,))
+def test_policy_loss(dtype, trained, options, device):
+    ours, target = operands(dtype, trained, device), torch.randint(V, (T,), device=device)
     objective = ll.Objective(policy="reinforce", entropy_coef=0.3)
     # The largest come last, so that the factor of float16 falls from chunk to chunk.
-    advantage = torch.where(torch.arange(T) % 3 == 0, 0.0, torch.linspace(-0.1, 3, T))
+    advantage = torch.where(torch.arange(T) % 3 == 0, 0.0, torch.linspace(-0.1, 3, T)).to(device)
     rows = ll.Rows.every(target)
     plan = ll.explain(ours["hidden"], lora_of(ours), rows, objective=objective, bias=ours["bias"], **options)
     assert plan.kind == ("two passes" if "batch_invariant" in options else "one pass")
@@ -123,7 +124,7 @@ def test_policy_loss(dtype, trained, options):
     true, plain = copies(ours, torch.float64), copies(ours, dtype)
     wanted = []
     for x in (true, plain):
-        wanted.append(by_torch(x, torch.arange(T), target))
+        wanted.append(by_torch(x, torch.arange(T, device=device), target))
         (3 * policy_loss(advantage, *wanted[-1])).backward()
     for name, mine, right, usual in zip(("logprob", "entropy"), stats[:2], *wanted, strict=True):
         assert_close_to_truth(mine, right, usual, name)
@@ -131,16 +132,34 @@ def test_policy_loss(dtype, trained, options):
     assert_gradients(ours, true, plain)
 
 
-def test_wide_adapter_of_a_narrow_head():
+def test_tokens_that_nobody_scored(device):
+    """Hidden states of a prompt or of padding may be anything: neither results nor gradients see them."""
+    ours, index = operands(torch.float32, ALL, device), torch.arange(3, T - 4, device=device)
+    target = torch.randint(V, (len(index),), device=device)
+    true, plain = copies(ours, torch.float64), copies(ours, torch.float32)
+    with torch.no_grad():
+        ours["hidden"][:3], ours["hidden"][-4:] = torch.nan, torch.inf
+    rows = ll.Rows.at(index, target, num_tokens=T)
+    objective = ll.Objective(policy="reinforce", entropy_coef=0.3)
+    advantage = torch.linspace(-1, 2, len(index), device=device)
+    ll.linear_policy_loss(ours["hidden"], lora_of(ours), rows, objective, advantage=advantage, bias=ours["bias"])[
+        0
+    ].backward()
+    for x in (true, plain):
+        policy_loss(advantage, *by_torch(x, index, target)).backward()
+    assert_gradients(ours, true, plain)
+
+
+def test_wide_adapter_of_a_narrow_head(device):
     """As peft keeps it: a and b in float32 on a bfloat16 model, and gradients in float32."""
-    ours = operands(torch.bfloat16, ("a", "b"))
+    ours = operands(torch.bfloat16, ("a", "b"), device)
     ours |= {name: ours[name].detach().float().requires_grad_() for name in ("a", "b")}
-    target = torch.randint(V, (T,))
+    target = torch.randint(V, (T,), device=device)
     out = ll.linear_logprobs(ours["hidden"], lora_of(ours), target, bias=ours["bias"])
     out.logprob.sum().backward()
     true, plain = copies(ours, torch.float64), copies(ours, torch.bfloat16)
     for x in (true, plain):
-        by_torch(x, torch.arange(T), target)[0].sum().backward()
+        by_torch(x, torch.arange(T, device=device), target)[0].sum().backward()
     assert ours["a"].grad.dtype == ours["b"].grad.dtype == torch.float32
     for name in ("a", "b"):
         mine = ours[name].grad.bfloat16()
@@ -180,9 +199,9 @@ def test_neither_a_merged_weight_nor_one_with_more_columns_exists():
     assert torch.allclose(buffer.double(), plain.grad, atol=1e-5)
 
 
-def test_dropout_is_on_the_adapter_alone():
-    ours, target = operands(torch.float64, ALL), torch.randint(V, (T,))
-    mask = (torch.rand(T, D) > 0.3).double() / 0.7
+def test_dropout_is_on_the_adapter_alone(device):
+    ours, target = operands(torch.float64, ALL, device), torch.randint(V, (T,), device=device)
+    mask = (torch.rand(T, D, device=device) > 0.3).double() / 0.7
     lora = ll.LoRA(ours["weight"], ours["a"], ours["b"], SCALE, dropout=lambda x: x * mask)
     out = ll.linear_logprobs(ours["hidden"], lora, target)
     dropped = SCALE * linear(linear(ours["hidden"] * mask, ours["a"]), ours["b"])
@@ -190,11 +209,11 @@ def test_dropout_is_on_the_adapter_alone():
     assert torch.allclose(out.logprob, right.squeeze(1), atol=1e-12)
 
 
-def test_statistics_and_kept_ids():
+def test_statistics_and_kept_ids(device):
     """What else is made of tiles sees the adapter, too."""
-    ours, target = operands(torch.float64, ()), torch.randint(V, (T,))
+    ours, target = operands(torch.float64, (), device), torch.randint(V, (T,), device=device)
     merged = ours["weight"] + SCALE * ours["b"] @ ours["a"]
-    kept = ll.Kept(torch.randint(V, (4 * T,)), torch.full((T,), 4))
+    kept = ll.Kept(torch.randint(V, (4 * T,), device=device), torch.full((T,), 4, device=device))
     for options in ({"stats": ("rank", "collision"), "top_k": 3}, {"kept": kept}):
         mine = ll.linear_logprobs(ours["hidden"], lora_of(ours), target, **options)
         right = ll.linear_logprobs(ours["hidden"], merged, target, **options)

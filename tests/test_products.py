@@ -355,3 +355,25 @@ def test_without_a_card_or_the_interpreter(monkeypatch):
     monkeypatch.setattr(products, "interpreted", lambda: False)
     x = torch.zeros(5, 64, dtype=torch.bfloat16)
     assert "the kernels run on CUDA devices, and hidden is on cpu" in str(products.takes(x, x))
+
+
+@pytest.mark.parametrize("negative", [False, True])
+@pytest.mark.parametrize("stored", [False, True])
+def test_the_largest_logit_and_its_column(negative: bool, stored: bool, device: torch.device):
+    """Of whole numbers, so that equal logits are equal: the first of several, in other tiles and groups too."""
+    p = make(device, negative=negative, top=True, first=7)
+    hidden, weight = (torch.randint(-2, 3, x.shape, device=device).to(x.dtype) for x in (p.hidden, p.weight))
+    weight[-20:] = weight[:20]
+    weight[40:52] = weight[:12]
+    p = replace(p, hidden=hidden, weight=weight)
+    if stored:
+        values = torch.empty(ROWS, COLUMNS, device=device, dtype=hidden.dtype)
+        references = torch.empty(-(-COLUMNS // SIZES.columns), ROWS, device=device)
+        found = products.exponentials(p, values, references, sizes=SIZES)
+    else:
+        found = products.statistics(p, sizes=SIZES)
+    assert_statistic(p, found[:4])
+    keys, columns = reference.best(twin(p, torch.float64), 1, negative)
+    read = p.column != SKIP
+    assert torch.equal(found[4, read].double(), keys[0, read])
+    assert torch.equal(found[5, read].double(), columns[0, read])

@@ -19,7 +19,11 @@ from torch import Tensor
 from torch.utils import _pytree
 
 import logitless as ll
+from logitless.backends import load
+from logitless.backends.contract import Listed
 from logitless.backends.selection import best_columns, group_size
+from logitless.extras import Extras
+from logitless.from_hidden.extra_lines import ExtraLines
 from logitless.spec import EXTRA_RESULTS
 
 INF, NAN = torch.inf, torch.nan
@@ -238,6 +242,43 @@ def test_rows_without_a_distribution(backend: str, device: torch.device):
     assert (leaf.grad[1] == 0).all()
 
 
+@pytest.mark.parametrize("vocab", [V, 9])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_many_copies_of_an_id(backend: str, vocab: int, device: torch.device):
+    """A dozen places for five ids, the target among them and some left out: in slabs of columns, in blocks of rows."""
+    hidden, weight, target, _ = draw(9, device)
+    weight, memory = weight[:vocab], 3000 if vocab == V else 700
+    ids = torch.randint(5, (T, 12), device=device)
+    ids[:, 3], ids[2], ids[4, ::2] = target.clamp_min(0), 7, -100
+    found = []
+    for d in (torch.float32, torch.float64, torch.float32):
+        leaves = [(x * 0.7).to(d).requires_grad_() for x in (hidden, weight)]
+        if found:
+            results = expected(leaves[0] @ leaves[1].T, target, ids)["further_logprobs"]
+        else:
+            asked = {"further_ids": ids, "memory": memory, "backend": backend}
+            backward = ll.explain(*leaves, target, **asked).backward
+            assert backward.columns < vocab if vocab == V else backward.block < T
+            results = ll.linear_logprobs(*leaves, target, **asked).further_logprobs
+        g = torch.randn((T, 12), generator=torch.Generator().manual_seed(1)).to(results)
+        found.append(torch.autograd.grad(results, leaves, g))
+    for mine, truth, theirs in zip(*found, strict=True):
+        assert_gradient_close_to_truth(mine, truth, theirs)
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_listed_columns_are_written_and_no_others(backend: str, indexed: bool, device: torch.device):
+    column = torch.tensor([[5, 9, 5], [-1, 4, 10], [10, 3, -1], [6, 6, 9]], device=device)
+    value = torch.tensor([[1.0, 2, 1], [3, 4, 5], [6, 7, 8], [9, 9, 11]], device=device)
+    out, right = (torch.zeros(7, 8, device=device, dtype=torch.bfloat16) for _ in range(2))
+    rows = torch.tensor([6, 0, 3, 2], device=device) if indexed else torch.arange(4, device=device)
+    for r, k, written in ((0, 1, 1.0), (0, 5, 2.0), (1, 0, 4.0), (3, 2, 9.0), (3, 5, 11.0)):
+        right[rows[r], k] = written
+    load(backend).write(Listed(column, value, first=4, columns=6), out, rows if indexed else None)
+    assert torch.equal(out, right)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_from_stored_exponentials(backend: str, device: torch.device, monkeypatch):
     """Where 16-bit exponentials of forward are differentiated, collision and further ids are too."""
@@ -413,3 +454,62 @@ def test_the_same_log_probs_and_no_more_work_without_them():
     more = ll.linear_logprobs(hidden, weight, target, stats=STATS, top_k=K, further_ids=ids, **options)
     for a, b in zip(plain, more[:3], strict=True):
         assert torch.equal(a, b)
+
+
+def test_statistics_among_the_metrics_of_a_loss():
+    """Means over the tokens that count, of whatever the results bring, but not of what an objective asks for itself."""
+    tokens, lengths = [torch.randint(V, (n,)) for n in (6, 7, 5, 8)], [3, 4, 2, 5]
+    masks = [(torch.arange(n) % 3 > 0).long() for n in lengths]
+    rows = ll.Rows.packed(tokens, lengths, masks)
+    hidden, weight, *_ = draw()
+    hidden = hidden.repeat(2, 1)
+    names = ("top1_hit", "top1_logprob", "collision", "mean_logit", "logit_variance", "max_logit", "rank")
+    right = expected((hidden.double() @ weight.double().T)[rows.index], rows.target, rows.target[:, None])
+    given = {"old_logprob": "current", "advantage": torch.ones(len(rows))}
+    out = ll.linear_logprobs(hidden, weight, rows, stats=STATS)
+    pairs = ll.Preference("simpo")
+    for metrics in (ll.Objective()(out, rows, **given)[1], pairs(out, rows)[1]):
+        found = metrics.compute()
+        for name in names:
+            assert found[name] == pytest.approx(float(right[name][rows.counted].double().mean()), rel=1e-5), name
+    bare = ll.linear_logprobs(hidden, weight, rows)
+    assert not set(names) & {*ll.Objective()(bare, rows, **given)[1].compute(), *pairs(bare, rows)[1].compute()}
+    smooth = ll.Objective.recipe("sft", policy_options={"label_smoothing": 0.1})
+    asked = {"entropy": smooth.entropy, "stats": smooth.stats}
+    by_two = smooth(ll.linear_logprobs(hidden, weight, rows, **asked), rows)[1]
+    assert by_two.compute().keys() == ll.linear_policy_loss(hidden, weight, rows, smooth)[1].compute().keys()
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["step", "forward"])
+@pytest.mark.parametrize("memory", ["256MiB", "20KiB"])
+def test_the_best_token_from_products_that_end_in_their_softmax(memory: str, trained: bool, device: torch.device):
+    """Of 16-bit operands that are whole numbers: ties are ties, and logits stay in the kernels that make them."""
+    hidden, weight = (torch.randint(-2, 3, (n, 16), device=device).bfloat16() for n in (T, 300))
+    weight[150:] = weight[:150]
+    target = torch.randint(150, (T,), device=device)
+    target[3] = -100
+    leaves = [x.requires_grad_(trained) for x in (hidden, weight)]
+    asked = {"stats": ("top1", "max_logit"), "backend": "triton", "memory": memory, "head": ll.Head(temperature=0.7)}
+    plan = ll.explain(*leaves, target, **asked)
+    assert plan.forward.fused
+    assert plan.apart is None
+    for more, why in (({"top_k": 2}, "top1 and max_logit alone"), ({"head": ll.Head(softcap=3.0)}, "a softcap")):
+        other = ll.explain(*leaves, target, **{**asked, **more})
+        assert not other.forward.fused
+        assert why in str(other)
+    ours = named(ll.linear_logprobs(*leaves, target, **asked))
+    both = [[x.detach().to(d) for x in leaves] for d in (torch.float64, torch.float32)]
+    right, usual = (expected(x @ w.T, target, target[:, None], temperature=0.7) for x, w in both)
+    check({name: x for name, x in ours.items() if name != "further_logprobs"}, right, usual)
+    assert {"top1_id", "top1_logprob", "top1_hit", "max_logit"} <= ours.keys()
+    if trained:
+        plain = ll.linear_logprobs(*leaves, target, backend="triton", memory=memory, head=asked["head"])
+        found = [torch.autograd.grad(x.sum(), leaves) for x in (ours["logprob"], plain.logprob)]
+        assert all(map(torch.equal, *found))
+
+
+def test_lines_of_a_product_count_from_the_shards_first_column():
+    extras = Extras(("top1",), 0, None, False, start=41)
+    lines = ExtraLines(None, extras, torch.zeros(2, 3))  # pyright: ignore[reportArgumentType]
+    lines.take(torch.tensor([[0.5, 1.0, 2.0], [0.0, 7.0, 25.0]]))
+    assert lines.values.tolist() == [[0.5, 1.0, 2.0], [41.0, 48.0, 66.0]]

@@ -31,6 +31,22 @@ def adapted(name: str) -> str:
     )
 
 
+ELSEWHERE = (
+    "Sharded parameters look like this outside of their module's forward (FSDP1, ZeRO-3): use a PolicyHead, and call "
+    "it through its wrapper."
+)
+"""What to do about a weight whose numbers other ranks hold."""
+
+
+def released(caller: str, shape: list[int]) -> LogitlessError:
+    """What a backward raises whose weight was there in forward."""
+    return LogitlessError(
+        f"{caller}: backward multiplies by the weight again, which was whole in forward and is {shape} now: ZeRO-3 and "
+        f"FSDP1 let go of it where their module's forward ends. Use a PolicyHead, whose wrapper gathers it for "
+        f"backward too, or linear_policy_loss, whose gradients are made in forward."
+    )
+
+
 def closest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is closest, itself first; None where none is close."""
     name, names = str(name), list(known)

@@ -271,7 +271,7 @@ def _logits_gradient(
         coef = coefficients(logprob, norm, saved.mean, g_logprob, g_entropy, g_log_z)
         coef = _with_extras(coef, call, saved, g_logprob, g_extras)
         run_gradient(call.backend, problem, norm, coef, out, out_index)
-        write_at_ids(problem, norm, coef, out, out_index)
+        write_at_ids(load(call.backend), coef, 0, call.columns, out, out_index)
     else:
         assert gathered is not None
         nothing = torch.zeros_like(g_logprob)
@@ -286,7 +286,7 @@ def _logits_gradient(
         else:
             no_target = replace(problem, column=problem.column.clamp_max(ELSEWHERE), inside=False)
             run_gradient(call.backend, no_target, norm, dense, out, out_index)
-            write_at_ids(problem, norm, dense, out, out_index)
+            write_at_ids(load(call.backend), dense, 0, call.columns, out, out_index)
         write_kept(gathered, values, out, out_index)
     return logits.detach() if call.overwrite else out.view(logits.shape)
 

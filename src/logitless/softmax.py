@@ -101,19 +101,16 @@ class AtIds(NamedTuple):
 
     Attributes:
         column: number of each among the columns of this shard, or ``ELSEWHERE``.
-        x: logit, before the head's transformation.
         upstream: gradient of the log-prob, the same total at every copy of a column.
-        plain: ``[R]`` of the coefficients, where that of these columns is not that of all others; or None.
+        value: dx, finished: of the logit before the head's transformation.
     """
 
     column: Tensor
-    x: Tensor
     upstream: Tensor
-    plain: Tensor | None = None
+    value: Tensor
 
     def cut(self, rows: slice) -> AtIds:
-        plain = None if self.plain is None else self.plain[rows]
-        return AtIds(self.column[rows], self.x[rows], self.upstream[rows], plain)
+        return AtIds(self.column[rows], self.upstream[rows], self.value[rows])
 
 
 class Coefficients(NamedTuple):

@@ -164,11 +164,8 @@ MORE_HEADS = HEADS | {"scale alone": {"scale": 0.25, "temperature": 0.8}}
 
 @pytest.mark.parametrize("name", MORE_HEADS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_further_outputs(name, dtype, monkeypatch):
+def test_further_outputs(name, dtype):
     """Of likely labels and unlikely ones, and of two ids with the same logits, of which the first is the likeliest."""
-    from logitless.adapters import trl_outputs
-
-    monkeypatch.setattr(trl_outputs, "SLAB", 100)
     bias = name in ("temperature", "softcap", "scale alone")
     leaves, targets = operands(dtype, bias)
     with torch.no_grad():
@@ -208,23 +205,6 @@ def test_further_outputs(name, dtype, monkeypatch):
         assert [x is None for x in alone] == [False, True] + [j != i for j in (2, 3, 4)]
     report = logitless.status().hosts[0]
     assert (report.calls, report.passed_on) == (4, 0)
-
-
-def test_most_top_1_hits_need_no_logits(monkeypatch):
-    from logitless.adapters import trl_outputs
-
-    leaves, _ = operands()
-    asked = []
-    own = trl_outputs._by_tiles
-    monkeypatch.setattr(trl_outputs, "_by_tiles", lambda x, rows, some: asked.append(len(rows)) or own(x, rows, some))
-    likeliest = (leaves[0] @ leaves[1].T).argmax(1)
-    logitless.install("trl")
-    for target, hits in ((likeliest, N), ((likeliest + 1) % V, 0)):
-        out = fused(leaves, target, (*BOTH, "is_top1"))
-        assert int(out[4].sum()) == hits
-    # Rows whose largest probability is below 1/2, and none of the misses.
-    assert 0 < asked[0] < N / 2
-    assert asked[1] < N / 4
 
 
 def test_a_row_without_a_likeliest_token():

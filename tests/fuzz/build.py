@@ -20,6 +20,12 @@ from logitless import Contiguous, Kept, Rows, Zigzag
 
 IGNORE = -100
 
+HEAD_LEAVES = ("weight", "bias", "a", "b")
+"""Leaves that are the head's."""
+
+SCALE = 0.5
+"""Of a LoRA."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -46,7 +52,7 @@ class Inputs:
     """A case as tensors on the CPU.
 
     Attributes:
-        leaves: by name, without gradient: ``x0`` .. of the parts, ``weight``, ``bias``.
+        leaves: by name, without gradient: ``x0`` .. of the parts, ``weight``, ``bias``, ``a`` and ``b`` of a LoRA.
         views: from a leaf to the tensor that is passed.
         index, target: of all rows, among the tokens of all parts end to end.
         sample, counted, totals: of all rows; counted tokens of each sample.
@@ -77,7 +83,7 @@ class Inputs:
 
     def wanted(self, name: str) -> bool:
         """Whether a leaf has a gradient."""
-        kind = name if name in ("weight", "bias") else "hidden" if self.case.path in LINEAR else "logits"
+        kind = name if name in HEAD_LEAVES else "hidden" if self.case.path in LINEAR else "logits"
         return kind not in self.case.frozen
 
     @property
@@ -280,6 +286,10 @@ def _leaves(
         leaves["weight"] = _numbers(case, shape, g, "weight")
         if case.bias:
             leaves["bias"], views["bias"] = _numbers(case, (columns,), g, "bias"), _same
+        if case.lora:
+            sizes = {"a": (case.lora, case.width), "b": (columns, case.lora)}
+            leaves |= {name: _numbers(case, size, g, "weight") for name, size in sizes.items()}
+            views |= dict.fromkeys(sizes, _same)
     for name, x in leaves.items():
         leaves[name] = x = x.to(dtype)
         if masked and (name == "bias" or not linear):
@@ -325,7 +335,7 @@ def _poison(case: Case, parts: list[Part], leaves: dict[str, Tensor], views: dic
         view.copy_(flat.view(keep.shape))
         if case.path not in LINEAR:
             view[..., case.vocab :] = torch.nan
-    for name in ("weight", "bias"):
+    for name in ("weight", "bias", "b"):
         if name in leaves and not (name == "weight" and case.weight_stride == "expanded"):
             views[name](leaves[name])[case.vocab :] = torch.nan
 

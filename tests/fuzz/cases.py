@@ -48,6 +48,7 @@ class Case:
         stride, weight_stride: how the tensors lie in memory.
         values: what kind of numbers.
         poison: NaN in rows that nobody asked for.
+        lora: rank of an adapter on the head; 0 for none.
         stats, top_k, further: statistics beyond the softmax, of so many best and so many further ids.
         frozen: of which tensors no gradient is wanted.
         autocast: float32 operands are rounded to bfloat16 on the way in, float64 ones are not.
@@ -83,6 +84,7 @@ class Case:
     softcap: float | None = None
     extra_columns: int = 0
     bias: bool = False
+    lora: int = 0
     kept: str = ""
     scope: str = "vocabulary"
     entropy: str | None = None
@@ -231,6 +233,7 @@ FEATURES = {
     "softcap": Feature(("softcap",), one_of("softcap", 1.0, 5.0, 30.0)),
     "padding": Feature(("extra_columns",), one_of("extra_columns", 1, 3)),
     "bias": Feature(("bias",), one_of("bias", True), LINEAR),
+    "lora": Feature(("lora",), one_of("lora", 1, 2, 4), (HEAD, *LOSSES)),
     "kept": Feature(("kept",), one_of("kept", "some", "none", "all", "twice")),
     "scope": Feature(("scope",), lambda r: {"kept": r.choice(("some", "none", "all", "twice")), "scope": "support"}),
     "entropy": Feature(("entropy",), one_of("entropy", "value", "grad", "grad"), (LOGITS, HEAD, MODULE)),
@@ -244,10 +247,10 @@ FEATURES = {
     "autocast": Feature(("autocast",), one_of("autocast", True), LINEAR),
     "frozen": Feature(
         ("frozen",),
-        one_of("frozen", ("weight", "bias"), ("weight", "bias"), ("hidden",), ("bias",), ("weight",)),
+        one_of("frozen", ("weight", "bias"), ("weight", "bias"), ("hidden",), ("bias", "b"), ("weight", "a")),
         LINEAR,
     ),
-    "no gradient": Feature(("frozen",), one_of("frozen", ("hidden", "weight", "bias", "logits"))),
+    "no gradient": Feature(("frozen",), one_of("frozen", ("hidden", "weight", "bias", "a", "b", "logits"))),
     "weight_grad": Feature(
         ("weight_grad", "grad_scale"),
         lambda r: {"weight_grad": True, "grad_scale": r.choice((1.0, 0.5, 1024.0))},
@@ -277,12 +280,22 @@ MORE = 0.05
 DEFAULTS = {f.name: f.default for f in fields(Case)}
 
 
+CROWD = (
+    *("stats", "top_k", "further", "lora", "kept", "entropy", "upstream", "layout", "ignore", "frozen"),
+    *("temperature", "scale", "softcap", "padding", "bias", "memory", "shards", "batch_invariant"),
+)
+"""What meets in one row: what is asked of it, its logits, its head and its layout."""
+
+
 def draw(seed: int, triton_share: float = 0.0, ranks: int = 1) -> Case:
-    """The case of a seed. Kernels in Triton's interpreter are slow, so that how many cases have them is an argument."""
+    """The case of a seed: of a negative one a call for log-probs with six features of a row at once.
+
+    Kernels in Triton's interpreter are slow, so that how many cases have them is an argument.
+    """
     r = random.Random(seed)
-    path = r.choices(PATHS, WEIGHTS)[0]
+    path = r.choices(PATHS, WEIGHTS)[0] if seed >= 0 else r.choice((LOGITS, HEAD, HEAD))
     names = NAMES[path]
-    pair = r.sample(names, 2)
+    pair = r.sample(names, 2) if seed >= 0 else r.sample([name for name in CROWD if name in names], 6)
     on = [name for name in names if r.random() < MORE]
     made: dict[str, Any] = {"seed": seed, "path": path}
     if path in LOSSES:
@@ -357,6 +370,9 @@ def settled(case: Case) -> Case:
         changes["objective"] = tuple((name, x) for name, x in case.objective if name != "z_coef")
     if half or not linear:
         changes["autocast"] = False
+    if half or case.autocast or case.match is not None:
+        # An adapter's inner product is rounded to such dtypes, before B meets it.
+        changes["lora"] = 0
     if not case.weight_grad or case.path != LOSS:
         changes["grad_scale"] = 1.0
     return replace(case, **changes)

@@ -65,6 +65,11 @@ REFUSALS = {
     "statistics over a support": Refusal(
         "are never made with", lambda c: c.scope == "support" and bool(c.stats or c.top_k or c.further)
     ),
+    "a LoRA over a support": Refusal("takes dot products", lambda c: bool(c.lora) and c.scope == "support"),
+    "a LoRA whose gradient would be a part": Refusal(
+        "gradient of its a would be a part",
+        lambda c: bool(c.lora) and (c.hidden_grad == "partial" or c.sequence_parallel),
+    ),
     "memory holds no column": Refusal(
         "do not hold one column", lambda c: c.memory not in (None, "1MiB", "1GiB") and c.path in LINEAR
     ),

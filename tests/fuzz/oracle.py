@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fuzz import extras
-from fuzz.build import IGNORE, Inputs
+from fuzz.build import IGNORE, SCALE, Inputs
 from fuzz.cases import LINEAR, LOGITS, LOSS, LOSSES
 from fuzz.losses import Fields, Told, fields_of, tell
 
@@ -49,6 +49,7 @@ class Scored:
     leaves: dict[str, Tensor]
     rows: Tensor
     weight: Tensor | None
+    low: tuple[Tensor, Tensor] | None
     logits: Tensor
     z: Tensor
     slope: Tensor
@@ -56,6 +57,15 @@ class Scored:
     logprob: Tensor
     entropy: Tensor
     log_z: Tensor
+
+    @property
+    def sizes_of_weight(self) -> Tensor:
+        """What each element of the weight is made of, all of it positive."""
+        assert self.weight is not None
+        if self.low is None:
+            return self.weight.abs()
+        a, b = self.low
+        return self.weight.abs() + SCALE * b.abs() @ a.abs()
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,10 +165,13 @@ def _score(inputs: Inputs, active: Tensor, wide: torch.dtype, stored: torch.dtyp
     flat = [inputs.views[p.leaf](taken[p.leaf]).reshape(len_of(p.lead), last) for p in inputs.parts]
     tokens = flat[0] if len(flat) == 1 else torch.cat(flat)
     rows = tokens[inputs.index[active]].to(wide)
-    weight = None
+    weight = low = None
     if case.path in LINEAR:
         weight = inputs.views["weight"](taken["weight"])[: case.vocab].to(wide)
         logits = rows @ weight.T
+        if case.lora:
+            low = taken["a"].to(wide), taken["b"][: case.vocab].to(wide)
+            logits = logits + SCALE * (rows @ low[0].T) @ low[1].T
         if case.bias:
             logits = logits + taken["bias"][: case.vocab].to(wide)
         if case.match is not None:
@@ -185,7 +198,7 @@ def _score(inputs: Inputs, active: Tensor, wide: torch.dtype, stored: torch.dtyp
     if inputs.support is not None:
         own = z.masked_fill(~inputs.support[active], -torch.inf)
         logprob = torch.log_softmax(own, -1).gather(-1, target).squeeze(-1)
-    return Scored(leaves, rows, weight, logits, z, slope, log_p, logprob, entropy, torch.logsumexp(z, -1))
+    return Scored(leaves, rows, weight, low, logits, z, slope, log_p, logprob, entropy, torch.logsumexp(z, -1))
 
 
 @torch.no_grad()
@@ -249,7 +262,7 @@ def _sizes(inputs: Inputs, active: Tensor, s: Scored, p: Tensor) -> tuple[Tensor
     gain = abs(case.scale) / t
     x = s.logits.abs()
     if s.weight is not None:
-        x = s.rows.abs() @ s.weight.abs().T
+        x = s.rows.abs() @ s.sizes_of_weight.T
         if case.bias:
             x = x + inputs.leaves["bias"][: case.vocab].double().abs()
     z = x * gain if case.softcap is None else case.softcap / t + x * s.slope.abs()
@@ -269,7 +282,7 @@ def _through(
     units, case = {}, inputs.case
     xs = {name: x for name, x in wanted.items() if name.startswith("x")}
     if xs:
-        of_rows = d_z if s.weight is None else d_z @ s.weight.abs()
+        of_rows = d_z if s.weight is None else d_z @ s.sizes_of_weight
         if len(xs) == 1 and not case.stride and not case.extra_columns and not case.autocast:
             (x,) = xs.values()
             units["x0"] = torch.zeros_like(x)
@@ -286,6 +299,11 @@ def _through(
         if case.weight_grad and dtype == torch.float64:
             # The buffer is float32, whatever the operands are.
             units["weight"] = units["weight"] * (ROUNDINGS[torch.float32] / ROUNDINGS[torch.float64])
+    if s.low is not None:
+        a, b = s.low
+        both = {"a": SCALE * (d_z @ b.abs()).T @ s.rows.abs(), "b": torch.zeros_like(s.leaves["b"])}
+        both["b"][: case.vocab] = SCALE * d_z.T @ (s.rows.abs() @ a.abs().T)
+        units |= {name: unit for name, unit in both.items() if name in wanted}
     if "bias" in wanted:
         units["bias"] = torch.zeros_like(wanted["bias"])
         units["bias"][: inputs.case.vocab] = d_z.sum(0)

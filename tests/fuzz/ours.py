@@ -12,7 +12,7 @@ from torch import Tensor
 
 import logitless as ll
 from fuzz import extras
-from fuzz.build import IGNORE, Inputs, Part, kept_of, rows_of
+from fuzz.build import IGNORE, SCALE, Inputs, Part, kept_of, rows_of
 from fuzz.cases import HEAD, LOGITS, LOSS, LOSSES, MODULE, SAMPLES, TWO_CALLS
 from fuzz.losses import FACTOR, Fields, prompts_of
 from fuzz.oracle import BUFFER, NAMES, Answer
@@ -156,8 +156,10 @@ def cut(x: Tensor, name: str, inputs: Inputs, rank: int) -> Tensor:
     if case.parallel != "vocabulary":
         return x
     a, b = bounds(inputs, rank)
-    if name in ("weight", "bias"):
+    if name in ("weight", "bias", "b"):
         return x[a:b]
+    if name == "a":
+        return x
     if case.path == LOGITS:
         return x[..., a:b]
     return x.chunk(case.ranks)[rank] if case.sequence_parallel else x
@@ -234,8 +236,13 @@ def _stats(inputs: Inputs, x: Tensor, views: dict[str, Tensor], rows: Any, optio
     if path == LOGITS:
         return ll.logprobs(x, rows, **options)
     if path == HEAD:
-        return ll.linear_logprobs(x, views["weight"], rows, **options)
+        return ll.linear_logprobs(x, _weight(views), rows, **options)
     return ll.PolicyHead(_Layer(views["weight"], views.get("bias")), **options)(x, rows)  # pyright: ignore
+
+
+def _weight(views: dict[str, Tensor]) -> Any:
+    """The head's weight, with its adapter if there is one."""
+    return ll.LoRA(views["weight"], views["a"], views["b"], SCALE) if "a" in views else views["weight"]
 
 
 class _Layer(torch.nn.Module):
@@ -269,17 +276,17 @@ def _loss(
         if case.weight_grad:
             options = options | {"grad_scale": FACTOR * case.grad_scale}
         options = options | {"drop_zeros": not case.keep_zeros}
-        if case.seed % 3 == 0:
+        if case.seed % 3 == 0 and not case.lora:
             # Every third through the module: the bias is its layer's, and the temperature comes with the loss.
             layer, head = _Layer(views["weight"], options.pop("bias")), options.pop("head")
             module = ll.PolicyHead(layer, head=replace(head, temperature=1.0), **options)  # pyright: ignore
             out = module(x, rows, loss=ll.Loss(objective, temperature=head.temperature, **batch, **own))
             return out.loss, out.stats
         options["return_stats"] = True
-        loss, _, stats = ll.linear_policy_loss(x, views["weight"], rows, objective, **options, **batch, **own)
+        loss, _, stats = ll.linear_policy_loss(x, _weight(views), rows, objective, **options, **batch, **own)
         return loss, stats
     assert case.path == TWO_CALLS
-    stats = ll.linear_logprobs(x, views["weight"], rows, entropy=objective.entropy, **options)
+    stats = ll.linear_logprobs(x, _weight(views), rows, entropy=objective.entropy, **options)
     if not isinstance(rows, ll.Rows):
         stats = ll.TokenStats(*(None if v is None else v.reshape(-1) for v in stats))
         rows = ll.Rows.every(rows) if isinstance(rows, Tensor) else ll.Rows.at(*rows)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fuzz import ours
-from fuzz.build import Inputs, build
+from fuzz.build import HEAD_LEAVES, Inputs, build
 from fuzz.cases import LOGITS, LOSSES, draw
 from fuzz.judge import Verdict, judged, refusal
 from fuzz.oracle import Answer, truth
@@ -97,7 +97,7 @@ def _summed(inputs: Inputs, mine: Answer) -> Answer:
     if case.parallel == "sequence":
         values["loss"] = _sum(values["loss"])
         # A rank without rows has made no gradient, but takes part in the sum.
-        for name in ("weight", "bias"):
+        for name in HEAD_LEAVES:
             if name in inputs.leaves and inputs.wanted(name):
                 part = gradients.get(name)
                 gradients[name] = _sum(torch.zeros_like(inputs.leaves[name]) if part is None else part)

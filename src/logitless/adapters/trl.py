@@ -25,7 +25,7 @@ from torch import Tensor
 from logitless.adapters.audit import Audit
 from logitless.adapters.host import Host, Option, PassOn, Replacement
 from logitless.adapters.scoring import HALF
-from logitless.adapters.trl_outputs import Scored, further_outputs
+from logitless.adapters.trl_outputs import asked_of_logits, further_outputs
 from logitless.distill import Teacher
 from logitless.distill.divergence import linear_divergence
 from logitless.errors import LogitlessError
@@ -67,10 +67,10 @@ def make_fused_head(original: Callable[..., Any], options: Mapping[str, Any]) ->
         operands = (hidden.to(dtype), weight.to(dtype), targets.long())
         shared: dict[str, Any] = {"bias": None if bias is None else bias.to(dtype), "head": head, "match": match}
         entropy = _entropy_mode(wanted) if "entropy" in outputs else None
-        out = linear_logprobs(*operands, **shared, entropy=entropy, memory=options["memory"])
+        stats = asked_of_logits(outputs, head)
+        out = linear_logprobs(*operands, **shared, entropy=entropy, stats=stats, memory=options["memory"])
         audit.of_hidden("fused LM head", *operands, **shared, logprob=out.logprob, entropy=out.entropy)
-        scored = Scored(operands, shared["bias"], head, match is not None, out, options["memory"])
-        further = further_outputs(scored, outputs)
+        further = further_outputs(outputs, out, *operands[:2], shared["bias"], head)
         return out.logprob.float(), None if out.entropy is None else out.entropy.float(), *further
 
     return apply

@@ -18,11 +18,12 @@ two for a student beside its teacher:
     divergence(pair, out) -> None                               [2, R] divergence, and mean slope, over these columns
     divergence_gradient(pair, mean, by, coef, out, out_index)   d of the student's logits, written over all of ``out``
 
-three for statistics beyond the softmax:
+four for statistics beyond the softmax:
 
     best(problem, k, negative) -> [2, k, R]                     keys and columns of the k best columns of each row
     ahead(problem, key, place, negative) -> [R]                 how many columns come before that key and column
     moments(problem) -> [6, R]                                  maximum, sum of e^(2 (z - it)); count, mean, squares
+    write(listed, out, out_index) -> None                       out[r, column[r, k]] = value[r, k] where there is one
 
 and two for supports from hidden states, where there are no logits, on flat lists of pairs of rows:
 
@@ -92,6 +93,21 @@ class Problem:
     def empty_statistic(self) -> Tensor:
         """``[4 + number of further sums, R]``, to be filled."""
         return self.gain.new_empty((WIDTH + len(self.further), self.num_rows))
+
+
+class Listed(NamedTuple):
+    """Values for a few columns of every row.
+
+    Attributes:
+        column: ``[R, K]`` int64; a column may stand there more than once, with the same value.
+        value: ``[R, K]``.
+        first, columns: which columns are there; all others are not written.
+    """
+
+    column: Tensor
+    value: Tensor
+    first: int
+    columns: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from logitless.backends.contract import NO_COLUMN, Pair, Problem, Running, over
+from logitless.backends.contract import NO_COLUMN, Listed, Pair, Problem, Running, over
 from logitless.backends.divergences import Element, elements
 from logitless.machine import pieces
 from logitless.softmax import FLOOR, FURTHER, SKIP, TINY, Coefficients, Normaliser, Statistic
@@ -212,6 +212,24 @@ def _compared(pair: Pair) -> tuple[Element, Tensor, Tensor]:
     log_q = (y - pair.teacher_norm.reference[:, None]) - pair.teacher_norm.log_sum[:, None]
     d = (y - z) - pair.shift[:, None]
     return elements(log_p, log_q, d, pair.kind), log_p.exp(), slope
+
+
+def write(listed: Listed, out: Tensor, out_index: Tensor | None) -> None:
+    """``out[out_index[r], column[r, k] - first] = value[r, k]``, but for columns that are not there.
+
+    Those must not write. Because their number is not fetched from the device, each of them repeats the write of a
+    column of its row that is there, or, where there is none, writes the value of column 0 once more.
+    """
+    if not listed.columns or not listed.column.numel():
+        return
+    column = listed.column - listed.first
+    here = (column >= 0) & (column < listed.columns)
+    some = here.any(1, keepdim=True)
+    place = torch.where(here, torch.arange(here.shape[1], device=out.device), here.int().argmax(1, keepdim=True))
+    column = torch.where(some, column.gather(1, place), 0)
+    row = torch.arange(len(column), device=out.device) if out_index is None else out_index
+    value = listed.value.to(out.dtype).gather(1, place)
+    out[row[:, None], column] = torch.where(some, value, out[row, 0][:, None])
 
 
 def rescale(x: Tensor, factor: Tensor, out: Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from logitless.backends import reference as whole
-from logitless.backends.contract import MOMENTS, NO_COLUMN, Pair, Problem, Running, over
+from logitless.backends.contract import MOMENTS, NO_COLUMN, Listed, Pair, Problem, Running, over
 from logitless.backends.selection import best_columns
 from logitless.machine import BLOCK, pieces
 from logitless.softmax import FLOOR, FURTHER, SKIP, Coefficients, Normaliser, Statistic, merge
@@ -237,6 +237,11 @@ def gradient_from(
     for rows in _row_pieces(problem, min(slab, problem.columns)):
         part, norm_part, coef_part = problem.cut(rows.start, rows.stop), norm.cut(rows), coef.cut(rows)
         whole.gradient_from(part, references[:, rows], slab, norm_part, coef_part, out[rows])
+
+
+def write(listed: Listed, out: Tensor, out_index: Tensor | None) -> None:
+    """Same as :func:`logitless.backends.reference.write`."""
+    whole.write(listed, out, out_index)
 
 
 def divergence(pair: Pair, out: Tensor) -> None:

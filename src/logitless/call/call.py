@@ -214,8 +214,9 @@ def apart_everywhere(call: Call) -> str | None:
         return "kept ids are looked up in logits"
     if call.asked.low_rank is not None:
         return "a LoRA's product is added to logits"
-    if call.extras is not None:
-        return "stats=, top_k= and further_ids= are taken from logits"
+    # Kernels compare logits after a softcap, where rounding makes ties that were none.
+    if call.extras is not None and (not call.extras.only_best or call.squash):
+        return "of stats=, top_k= and further_ids= such products tell top1 and max_logit alone, without a softcap"
     return products.takes_sizes(call.dtype, call.width)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from logitless.call.lora import LoRA
 from logitless.call.options import Options
-from logitless.errors import LogitlessError, adapted
+from logitless.errors import ELSEWHERE, LogitlessError, adapted
 from logitless.extras import LARGEST, MOST, STATS
 from logitless.kept import Kept
 from logitless.rows import Rows
@@ -287,10 +287,7 @@ def check_operands(hidden: Tensor, weight: Tensor, asked: Options) -> None:
         if weight.dim() == 2 and weight.shape[0] == hidden.shape[-1]:
             hint = " Did you pass the transposed head?"
         if weight.dim() == 1 or not weight.numel():
-            hint = (
-                " Sharded parameters look like this outside of their module's forward (FSDP1, ZeRO-3): use a "
-                "PolicyHead, and call it through its wrapper."
-            )
+            hint = f" {ELSEWHERE}"
         raise LogitlessError(
             f"{name}: weight must be [V, {hidden.shape[-1]}] to go with hidden of size {hidden.shape[-1]} but is "
             f"{list(weight.shape)}.{hint}"

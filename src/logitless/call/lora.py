@@ -2,8 +2,8 @@
 
     logits = X W.T + Y B.T      with  Y = scale * X A.T, [T, r], once per call
 
-Y is made here, outside of the calls' autograd Functions: they return its gradient, and torch's own products make those
-of A and of X from it. Inside, B is further columns of the weight, which belong to Y as those of the weight to X.
+Y is made here, outside of the calls' autograd Functions: they return its gradient, and one of its own makes those of A
+and of X from it. Inside, B is further columns of the weight, which belong to Y as those of the weight to X.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from logitless.errors import LogitlessError, adapted
+from logitless.errors import ELSEWHERE, LogitlessError, adapted
 
 
 class LowRank(NamedTuple):
@@ -61,6 +62,7 @@ class LoRA:
             if not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point():
                 came = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
                 hint = " A layer goes in as its weight." if isinstance(getattr(x, "weight", None), Tensor) else ""
+                hint = f" {ELSEWHERE}" if isinstance(x, Tensor) and x.dim() == 1 else hint
                 raise LogitlessError(f"LoRA: {name} must be a matrix of floats but is {came}.{hint}")
         (columns, size), rank = self.weight.shape, self.a.shape[0]
         if tuple(self.a.shape) != (rank, size) or tuple(self.b.shape) != (columns, rank):
@@ -75,9 +77,30 @@ class LoRA:
 
     def inner(self, hidden: Tensor) -> Tensor:
         """``[..., r]`` ``scale * hidden @ a.T``, in the wider of both dtypes, as peft computes it."""
-        x = hidden if self.dropout is None else self.dropout(hidden)
-        dtype = torch.promote_types(x.dtype, self.a.dtype)
-        return torch.nn.functional.linear(x.to(dtype), self.a.to(dtype)) * self.scale
+        return _Inner.apply(hidden if self.dropout is None else self.dropout(hidden), self.a, self.scale)
+
+
+class _Inner(torch.autograd.Function):
+    """``scale * x @ a.T``. A token that nobody scored has no part in the gradient of a, not even if it is NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x, a)
+        ctx.scale, dtype = scale, torch.promote_types(x.dtype, a.dtype)
+        return torch.nn.functional.linear(x.to(dtype), a.to(dtype)) * scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, a = ctx.saved_tensors
+        g = (upstream * ctx.scale).flatten(0, -2)
+        d_x = d_a = None
+        if ctx.needs_input_grad[0]:
+            d_x = (g @ a.to(g.dtype)).to(x.dtype).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            scored = torch.where((g != 0).any(1, keepdim=True), x.flatten(0, -2).to(g.dtype), 0.0)
+            d_a = (g.T @ scored).to(a.dtype)
+        return d_x, d_a, None
 
 
 def head_weight(caller: str, layer: Any) -> Any:

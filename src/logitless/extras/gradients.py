@@ -8,15 +8,14 @@ of all other ids     g p (1 / p_rest - 1)      but -g p at the ids
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from logitless.backends.contract import Problem
+from logitless.backends.contract import Listed
 from logitless.extras.lines import Extras, Row
-from logitless.extras.rest import write_here
-from logitless.softmax import ELSEWHERE, SKIP, AtIds, Coefficients, Normaliser
+from logitless.softmax import ELSEWHERE, AtIds, Coefficients
 from logitless.spec import IGNORE
 
 FAINT = -85.0
@@ -66,7 +65,7 @@ def extended(
     """
     given = {name: g for name, g in zip(extras.names, upstream, strict=True) if g is not None}
     plain, at_target, p = coef.plain, coef.at_target, logprob.exp()
-    square = constant = at_ids = None
+    square = constant = None
     if "collision" in given:
         assert saved.collision is not None
         square, less = 2 * given["collision"], 2 * given["collision"] * saved.collision
@@ -75,41 +74,41 @@ def extended(
         assert saved.counted is not None
         constant = given["mean_logit"] / saved.counted
         at_target = at_target + torch.where(logprob == -torch.inf, 0.0, constant)
-    if "further_logprobs" in given:
-        assert extras.ids is not None
-        assert saved.x is not None
-        g, x, count = given["further_logprobs"], saved.x, extras.ids.shape[1]
-        total, share = _shares(extras, g, x)
-        at_listed = (plain - total) if extras.rest else None
-        plain, at_target = plain + (share - total), at_target + p * (share - total)
-        g = g[:, :count].masked_fill(extras.ids == IGNORE, 0.0)
-        own = _total_by_id(extras.ids, g)
-        own = own + torch.where(extras.ids == row.target[:, None], g_logprob[:, None], 0.0)
-        at_ids = AtIds((extras.ids - extras.start).clamp_min(ELSEWHERE), x[:, :count], own, at_listed)
+    if "further_logprobs" not in given:
+        return Coefficients(plain, coef.product, at_target, square, constant)
+    assert extras.ids is not None
+    assert saved.x is not None
+    g, x, count = given["further_logprobs"], saved.x, extras.ids.shape[1]
+    total, share = _shares(extras, g, x)
+    g = g[:, :count].masked_fill(extras.ids == IGNORE, 0.0)
+    own = _total_by_id(extras.ids, g) + torch.where(extras.ids == row.target[:, None], g_logprob[:, None], 0.0)
+    # What all other ids share, these have no part in.
+    value = _at_ids(Coefficients(plain - total, coef.product, at_target, square, constant), x[:, :count], own, row)
+    at_ids = AtIds((extras.ids - extras.start).clamp_min(ELSEWHERE), own, value)
+    plain, at_target = plain + (share - total), at_target + p * (share - total)
     return Coefficients(plain, coef.product, at_target, square, constant, at_ids)
 
 
+def _at_ids(coef: Coefficients, x: Tensor, own: Tensor, row: Row) -> Tensor:
+    """``[R, K]`` finished gradient of logits ``x``, whose own log-probs have the upstream gradient ``own``."""
+    slope = row.gain[:, None]
+    z = x * slope
+    if row.squash:
+        y = torch.tanh(x * row.squash)
+        z, slope = y * slope, slope * row.squash * (1 - y * y)
+    d = z - row.norm.reference[:, None]
+    log_p = d - row.norm.log_sum[:, None]
+    value = coef.elsewhere(d, log_p.exp(), (slice(None), None), own) - own * torch.expm1(log_p)
+    return (value * slope).masked_fill((row.target == IGNORE)[:, None], 0.0)
+
+
 def write_at_ids(
-    problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor | None = None
+    backend: Any, coef: Coefficients, first: int, columns: int, out: Tensor, out_index: Tensor | None = None
 ) -> None:
-    """Write finished gradients at the columns of the further ids that are here; ``out`` has all others already."""
+    """Write finished gradients at the further ids among those columns; ``out`` has all others already."""
     at = coef.at_ids
-    if at is None or not problem.columns or not at.column.numel():
-        return
-    column = at.column - problem.first
-    here = (column >= 0) & (column < problem.columns)
-    slope = problem.gain[:, None]
-    z = at.x * slope
-    if problem.squash:
-        y = torch.tanh(at.x * problem.squash)
-        z, slope = y * slope, slope * problem.squash * (1 - y * y)
-    d = z - norm.reference[:, None]
-    log_p = d - norm.log_sum[:, None]
-    coef = coef if at.plain is None else coef._replace(plain=at.plain)
-    value = coef.elsewhere(d, log_p.exp(), (slice(None), None), at.upstream) - at.upstream * torch.expm1(log_p)
-    value = (value * slope).masked_fill((problem.column == SKIP)[:, None], 0.0).to(out.dtype)
-    row = torch.arange(problem.num_rows, device=out.device) if out_index is None else out_index
-    write_here(out, row, column, here, value)
+    if at is not None and at.column.numel():
+        backend.write(Listed(at.column, at.value, first, columns), out, out_index)
 
 
 def upstream_at(coef: Coefficients | None, row: Tensor, column: Tensor) -> Tensor | None:
@@ -139,8 +138,16 @@ def _shares(extras: Extras, g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _total_by_id(ids: Tensor, g: Tensor) -> Tensor:
-    """``[R, K]`` sum of g over all places of a row that have the same id, in order: nothing is added atomically."""
-    total = torch.zeros_like(g)
-    for k in range(ids.shape[1]):
-        total = total + torch.where(ids == ids[:, k : k + 1], g[:, k : k + 1], 0.0)
-    return total
+    """``[R, K]`` sum of g over all places of a row that have the same id: nothing is added atomically.
+
+    Sorted by id, every place adds what stands 1, 2, 4, ... before it in its run of equal ids; the last has all.
+    """
+    count = ids.shape[1]
+    ids, order = ids.sort(dim=1, stable=True)
+    total, step = g.gather(1, order), 1
+    while step < count:
+        same = ids[:, step:] == ids[:, :-step]
+        total = torch.cat([total[:, :step], total[:, step:] + torch.where(same, total[:, :-step], 0.0)], 1)
+        step *= 2
+    last = torch.searchsorted(ids, ids, right=True) - 1
+    return torch.empty_like(total).scatter_(1, order, total.gather(1, last))

@@ -75,6 +75,11 @@ class Extras:
         return max(self.top_k, 1 if {"top1", "max_logit"} & set(self.stats) else 0)
 
     @property
+    def only_best(self) -> bool:
+        """Whether the best column and its logit answer all that is asked for."""
+        return self.counts == (1, 1, 0, 0, 0, 0)
+
+    @property
     def sums(self) -> bool:
         return bool({"collision", "mean_logit", "logit_variance"} & set(self.stats))
 

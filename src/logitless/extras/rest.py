@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.backends.contract import Problem
+from logitless.backends.contract import Listed, Problem
 from logitless.machine import pieces
 from logitless.softmax import WIDTH
 
@@ -35,22 +35,6 @@ def rest_statistic(backend: Any, problem: Problem, column: Tensor, negative: boo
             y = x.mul_(part.squash).tanh_() if part.squash else x
             part = replace(part, logits=y.mul_(part.gain[:, None]), gain=torch.ones_like(part.gain), squash=0.0)
         at = column[rows]
-        here = (at >= 0) & (at < part.columns)
-        each = torch.arange(len(at), device=x.device)
-        write_here(part.logits, each, at, here, torch.full_like(at, -torch.inf, dtype=wide))
+        backend.write(Listed(at, torch.full_like(at, -torch.inf, dtype=wide), 0, part.columns), part.logits, None)
         out[:, rows] = backend.statistics(part)
     return out
-
-
-def write_here(out: Tensor, row: Tensor, column: Tensor, here: Tensor, value: Tensor) -> None:
-    """``out[row[r], column[r, k]] = value[r, k]`` where ``here``; equal columns of a row have equal values.
-
-    Others must not write. Because their number is not fetched from the device, each of them repeats the write of a
-    column of its row that is here, or, where there is none, writes the value of column 0 once more.
-    """
-    if not out.shape[1] or not column.numel():
-        return
-    some = here.any(1, keepdim=True)
-    place = torch.where(here, torch.arange(here.shape[1], device=out.device), here.int().argmax(1, keepdim=True))
-    column = torch.where(some, column.gather(1, place), 0)
-    out[row[:, None], column] = torch.where(some, value.gather(1, place), out[row, 0][:, None])

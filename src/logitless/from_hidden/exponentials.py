@@ -15,7 +15,6 @@ from torch import Tensor
 
 from logitless.backends.contract import Problem, Running
 from logitless.backends.triton import products
-from logitless.extras import write_at_ids
 from logitless.from_hidden.plan import Tiles
 from logitless.from_hidden.projection import Projection
 from logitless.machine import product_sizes
@@ -87,7 +86,6 @@ class Exponentials:
         references = self.reference[first // self.columns :]
         write = products.gradient_from if self.fused else p.backend.gradient_from
         write(problem, references, self.columns, norm, coef, out)
-        write_at_ids(problem, norm, coef, out)
 
 
 def _slab(p: Projection, tiles: Tiles) -> int:

@@ -43,6 +43,12 @@ class ExtraLines:
         found, so_far = self.extras.lines(self.p.backend, tile, rows), self.values[:, rows]
         so_far.copy_(self.extras.merge(torch.stack([so_far, found])) if tile.first else found)
 
+    def take(self, best: Tensor) -> None:
+        """``[2, R]`` key and column of the best column of all, where nothing else is asked for."""
+        assert self.extras.only_best
+        self.values.copy_(best)
+        self.values[1] += self.extras.start
+
 
 def count_ahead(p: Projection, tiles: Tiles, key: Tensor, place: Tensor, negative: bool) -> Tensor:
     """``[R]`` columns here that come before one with this key and this number, from all tiles once more."""

@@ -45,8 +45,10 @@ class Unit(NamedTuple):
 def statistics_with_unit(p: Projection, tiles: Tiles, extras: ExtraLines | None = None) -> tuple[Tensor, Unit]:
     """``[4, R]`` statistic, and the unit gradients; extras are filled."""
     if tiles.fused:
-        assert extras is None
-        return _fused_statistics_with_unit(p, tiles)
+        lines, unit = _fused_statistics_with_unit(p, tiles)
+        if extras is not None:
+            extras.take(lines[WIDTH:])
+        return lines[:WIDTH], unit
     # Kernels take rows whose last dimension is contiguous, which those of the caller need not be.
     others = torch.empty_like(p.hidden, memory_format=torch.contiguous_format)
     out = p.gain.new_empty((WIDTH, len(p.hidden)))
@@ -76,16 +78,16 @@ def statistics_with_unit(p: Projection, tiles: Tiles, extras: ExtraLines | None 
 
 
 def _fused_statistics_with_unit(p: Projection, tiles: Tiles) -> tuple[Tensor, Unit]:
-    """The same from products that write the exponentials."""
-    others = torch.empty_like(p.hidden, memory_format=torch.contiguous_format)
-    out = p.gain.new_empty((WIDTH, len(p.hidden)))
+    """The same from products that write the exponentials; with the best column's lines, where extras are asked for."""
+    others, best = torch.empty_like(p.hidden, memory_format=torch.contiguous_format), p.call.extras is not None
+    out = p.gain.new_empty((WIDTH + 2 * best, len(p.hidden)))
     e = p.empty((tiles.rows * tiles.columns,), p.hidden.dtype)
     total = p.gain.new_zeros((min(tiles.rows, max(len(p.hidden), 1)), p.hidden.shape[1]))
     width, slabs = p.call.width, pieces(p.call.columns, tiles.columns)
     ends = list(itertools.accumulate((products.num_parts(c.stop - c.start, width) for c in slabs), initial=0))
     for rows in pieces(len(p.hidden), tiles.rows, p.hidden.is_meta):
         part = p.cut(rows.start, rows.stop)
-        parts = p.gain.new_empty((ends[-1], WIDTH, len(part.hidden)))
+        parts = p.gain.new_empty((ends[-1], WIDTH + best, len(part.hidden)))
         sums, reference = total[: len(part.hidden)], p.gain.new_zeros(len(part.hidden))
         for columns, (first, last) in zip(slabs, itertools.pairwise(ends), strict=True):
             product = part.product(columns)
@@ -93,8 +95,8 @@ def _fused_statistics_with_unit(p: Projection, tiles: Tiles) -> tuple[Tensor, Un
             products.towards(product, parts[first:last], exponentials, reference, sums if first else None)
             p.multiply(exponentials, product.weight, sums, add=first > 0)
         products.merge(part.product(slice(0, p.call.columns)), parts, out[:, rows])
-        _normalise(part, sums, reference, out[:, rows], others[rows])
-    return out, Unit(others, _log_normaliser(out))
+        _normalise(part, sums, reference, out[:WIDTH, rows], others[rows])
+    return out, Unit(others, _log_normaliser(out[:WIDTH]))
 
 
 def _normalise(part: Projection, sums: Tensor, reference: Tensor, lines: Tensor, others: Tensor) -> None:

@@ -80,14 +80,13 @@ class Terms:
         norm, coef = self.norm, self.coef
         if self.support is None:
             p.backend.gradient(tile, norm, coef, out, None)
-            write_at_ids(tile, norm, coef, out)
             return
         support, kept_norm, logprob, g_logprob = self.support
         gathered = support.logits(tile)
         further, ignored = upstream_at(coef, gathered.row, gathered.column + tile.first), support.target == IGNORE
         values = kept_gradient(gathered, kept_norm, logprob, g_logprob, norm, coef, ignored, further)
         p.backend.gradient(replace(tile, column=tile.column.clamp_max(ELSEWHERE), inside=False), norm, coef, out, None)
-        write_at_ids(tile, norm, coef, out)
+        write_at_ids(p.backend, coef, tile.first, tile.columns, out)
         write_kept(gathered, values, out, None)
 
 
@@ -221,6 +220,10 @@ class _Block:
                 products.gradient(p.product(columns), terms.norm, terms.coef, into)
             else:
                 terms.write(p, p.tile(self.logits, self.tiles, columns.start), into)
+        if self.terms.support is None:
+            # Once for all tiles of the block: they are finished already, whatever the tiles hold.
+            coef = self.cut(rows.start, rows.stop)[1].coef
+            write_at_ids(self.p.backend, coef, columns.start, columns.stop - columns.start, out)
         return out
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from logitless.call import Call
 from logitless.collectives import sum_over
 from logitless.errors import no_second_derivative
-from logitless.from_hidden.projection import gathered_tokens
+from logitless.from_hidden.projection import gathered_tokens, require_weight
 from logitless.from_hidden.support import ById, place_of, raw_logits, tokens_gradient
 from logitless.notes import explained
 from logitless.spec import IGNORE
@@ -81,6 +81,7 @@ class _EntryLogits(torch.autograd.Function):
             d_raw = upstream.to(call.gain.dtype).masked_fill(ignored, 0.0)
             logits = saved.support(call).transformed(d_raw, *saved.place(call), call.gain, 0.0)
             d_raw = torch.where(logits.here, d_raw, 0.0)
+            require_weight(saved.weight, call)
             d_hidden = tokens_gradient(logits, d_raw, saved.hidden, saved.weight, call) if want_hidden else None
             d_weight, d_bias = None, None
             if want_weight or want_bias:

@@ -54,6 +54,7 @@ class Shape(NamedTuple):
         logits_bytes, operand_bytes: bytes of one logit of the tile, and of one element of dZ.
         machine: which table of sizes applies.
         product: of products that end in a softmax; None where product and softmax are apart.
+        lines: of a part of the statistic that such a product leaves behind.
     """
 
     rows: int
@@ -62,12 +63,14 @@ class Shape(NamedTuple):
     operand_bytes: int
     machine: Machine
     product: ProductSizes | None = None
+    lines: int = WIDTH
 
     @staticmethod
     def of(call: Call) -> Shape:
         product = product_sizes(call.columns, call.width) if call.apart is None and not call.further else None
         sizes = (call.logits_dtype.itemsize, call.dtype.itemsize)
-        return Shape(call.num_rows, call.columns, *sizes, call.machine, product)
+        lines = WIDTH + (call.extras is not None)
+        return Shape(call.num_rows, call.columns, *sizes, call.machine, product, lines)
 
 
 @dataclass(frozen=True)
@@ -197,7 +200,7 @@ def forward_tiles(shape: Shape, memory: int) -> Tiles:
     if shape.product is None:
         return Tiles(rows, columns, rows, elementwise)
     # No more bytes than a tile of logits, and whole blocks of rows where there is more than one.
-    room = rows * columns * shape.logits_bytes // max(1, parts_row(shape.columns, shape.product))
+    room = rows * columns * shape.logits_bytes // max(1, parts_row(shape.columns, shape.product, shape.lines))
     rows = max(1, min(room, shape.rows))
     rows -= rows % shape.product.rows if shape.product.rows < rows < shape.rows else 0
     return Tiles(rows, max(1, shape.columns), rows, elementwise, fused=True)
@@ -254,9 +257,9 @@ def exponentials_row(shape: Shape, slab: int) -> int:
     return shape.columns * shape.operand_bytes + torch.float32.itemsize * -(-shape.columns // max(1, slab))
 
 
-def parts_row(columns: int, sizes: ProductSizes) -> int:
+def parts_row(columns: int, sizes: ProductSizes, lines: int = WIDTH) -> int:
     """Bytes of the parts of a row's statistic that a product leaves behind."""
-    return torch.float32.itemsize * WIDTH * sizes.groups(columns)
+    return torch.float32.itemsize * lines * sizes.groups(columns)
 
 
 def _divide(machine: Machine, memory: int) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from logitless.backends.contract import Problem
 from logitless.backends.triton.products import Product
 from logitless.call import Call
 from logitless.collectives import gather_rows_over, scatter_sum_over, sum_over
+from logitless.errors import released
 from logitless.from_hidden.gemm import add_rows, multiply
 from logitless.from_hidden.plan import Tiles
 from logitless.softmax import SKIP
@@ -53,6 +54,7 @@ class Projection:
     def of(
         rows: Tensor, weight: Tensor, bias: Tensor | None, column: Tensor, call: Call, inside: bool = False
     ) -> Projection:
+        require_weight(weight, call)
         bias = None if bias is None else bias.detach()
         low = None if call.asked.low_rank is None else call.asked.low_rank.b.detach()
         return Projection(rows, weight.detach(), bias, column, call.gain, call, load(call.backend), low, inside)
@@ -102,6 +104,7 @@ class Projection:
             first=columns.start,
             negative=head is not None and head.scale < 0,
             entropy=self.call.entropy,
+            top=self.call.extras is not None,
             logits_dtype=self.call.logits_dtype,
         )
 
@@ -168,6 +171,12 @@ class Projection:
                 f"memory= (it was {self.call.memory} bytes), or ask logitless.estimate what fits."
             )
             raise
+
+
+def require_weight(weight: Tensor, call: Call) -> None:
+    """Raise where a weight that forward had is gone."""
+    if weight.dim() != 2:
+        raise released(call.asked.caller, list(weight.shape))
 
 
 def gathered_tokens(hidden: Tensor, call: Call) -> Tensor:

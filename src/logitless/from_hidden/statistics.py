@@ -36,8 +36,10 @@ def row_statistics(
     """
     if tiles.fused:
         assert support is None
-        assert extras is None
-        return _fused_statistics(p, tiles, exponentials), None
+        out = _fused_statistics(p, tiles, exponentials)
+        if extras is not None:
+            extras.take(out[WIDTH:])
+        return out[:WIDTH], None
     lines, slabs = WIDTH + len(p.call.further), -(-max(p.call.columns, 1) // tiles.columns)
     out = p.gain.new_empty((lines, len(p.hidden)))
     support_out = None if support is None else p.gain.new_empty((2, len(p.hidden)))
@@ -63,8 +65,9 @@ def row_statistics(
 
 
 def _fused_statistics(p: Projection, tiles: Tiles, exponentials: Exponentials | None) -> Tensor:
-    """``[4, R]`` statistic from products that end in it; those of stored rows write the exponentials, too."""
-    out = p.gain.new_empty((WIDTH, len(p.hidden)))
+    """``[4, R]`` statistic from products that end in it; those of stored rows write the exponentials, too. Where extras
+    are asked for, two lines more: the key of the best column, and its number."""
+    out = p.gain.new_empty((WIDTH + 2 * (p.call.extras is not None), len(p.hidden)))
     stored = 0 if exponentials is None else min(exponentials.rows, len(p.hidden))
     for start, stop in ((0, stored), (stored, len(p.hidden))):
         for rows in pieces(stop - start, tiles.rows, p.hidden.is_meta):

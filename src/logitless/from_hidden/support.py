@@ -20,7 +20,7 @@ from torch import Tensor
 from logitless.backends import load
 from logitless.call import Call
 from logitless.errors import no_second_derivative
-from logitless.from_hidden.projection import gathered_tokens, reduced_gradient
+from logitless.from_hidden.projection import gathered_tokens, reduced_gradient, require_weight
 from logitless.notes import explained
 from logitless.results import row_results
 from logitless.softmax import Normaliser, coefficients
@@ -95,6 +95,7 @@ class _SupportLogProbs(torch.autograd.Function):
             support = saved.support(call)
             logits = support.transformed(saved.raw, *place_of(support, call), call.gain, call.squash)
             d_raw = _raw_gradient(logits, saved, call, g_logprob, g_entropy)
+            require_weight(saved.weight, call)
             d_hidden = tokens_gradient(logits, d_raw, saved.hidden, saved.weight, call) if want_hidden else None
             d_weight, d_bias = None, None
             if want_weight or want_bias:

@@ -83,9 +83,10 @@ def estimate(
     dtype: str = "bfloat16",
     device: Literal["cuda", "cpu"] = "cuda",
     entropy: EntropyMode = None,
-    needs_grad: tuple[str, ...] = ("logits", "hidden", "weight", "bias"),
+    needs_grad: tuple[str, ...] = ("logits", "hidden", "weight", "bias", "a", "b"),
     bias: bool = False,
     softcap: bool = False,
+    lora_rank: int | None = None,
     kept_ids: int | None = None,
     scope: Literal["vocabulary", "support"] = "vocabulary",
     stats: tuple[str, ...] = (),
@@ -119,9 +120,10 @@ def estimate(
         dtype: of the logits, or of hidden and weight.
         device: kind of device that it will run on. Where there is no GPU here, ``"cuda"`` is an H200.
         entropy, overwrite_logits, match, batch_invariant, sequence_parallel, backend, memory: as the path takes them.
-        needs_grad: what needs a gradient: ``"logits"``, or ``"hidden"``, ``"weight"`` and ``"bias"``. ``()`` is forward
-            alone. Names of what the path does not have are passed over.
+        needs_grad: what needs a gradient: ``"logits"``, or ``"hidden"``, ``"weight"``, ``"bias"``, ``"a"`` and ``"b"``.
+            ``()`` is forward alone. Names of what the path does not have are passed over.
         bias, softcap, weight_grad: whether there is one.
+        lora_rank: rank of a :class:`LoRA` on the head; None for none.
         kept_ids: kept ids of all rows together; None for none.
         scope: as the path takes it; ``"support"`` goes with ``kept_ids``.
         stats, top_k: as the path takes them.

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from logitless.backends import choose_backend
 from logitless.backends.divergences import Divergence
-from logitless.call import Options, needs_gradient, resolve_hidden, resolve_logits
+from logitless.call import Options, as_products_take, needs_gradient, resolve_hidden, resolve_logits
+from logitless.call.lora import LoRA
 from logitless.distill import Teacher
 from logitless.distill.divergence import MEMORY as PAIR_MEMORY
 from logitless.distill.divergence import check_pair, route_of, score_pair
@@ -34,6 +35,9 @@ from logitless.spec import EntropyMode, Head, accumulation_dtype
 
 FROM_HIDDEN = ("linear_logprobs", "linear_policy_loss", "linear_divergence")
 PATHS = ("logprobs", "divergence", *FROM_HIDDEN, "torch")
+NAMES = ("logits", "hidden", "weight", "bias", "a", "b")
+"""What may need a gradient."""
+
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 DEFAULT_MEMORY = {
     "logprobs": "16MiB",
@@ -83,9 +87,10 @@ class Step:
     dtype: str = "bfloat16"
     device: str = "cuda"
     entropy: EntropyMode = None
-    needs_grad: tuple[str, ...] = ("logits", "hidden", "weight", "bias")
+    needs_grad: tuple[str, ...] = NAMES
     bias: bool = False
     softcap: bool = False
+    lora_rank: int | None = None
     kept_ids: int | None = None
     scope: Literal["vocabulary", "support"] = "vocabulary"
     stats: tuple[str, ...] = ()
@@ -135,7 +140,10 @@ class Step:
         else:
             here = self.tokens // ranks if self.sequence_parallel else self.tokens
             shapes = {"hidden": (here, self.hidden), "weight": (columns, self.hidden)}
-            for name, shape in {**shapes, **({"bias": (columns,)} if self.bias else {})}.items():
+            shapes |= {"bias": (columns,)} if self.bias else {}
+            if self.lora_rank is not None:
+                shapes |= {"a": (self.lora_rank, self.hidden), "b": (columns, self.lora_rank)}
+            for name, shape in shapes.items():
                 leaves[name] = torch.zeros(shape, dtype=dtype, device=device, requires_grad=name in self.needs_grad)
         weight_grad = None
         if self.weight_grad:
@@ -287,10 +295,17 @@ class RunningStep:
         logits = self.leaves["logits"]
         return score_logits(logits, resolve_logits(logits, self.scored, self.options, self.step.overwrite_logits))
 
-    def _from_hidden(self) -> tuple[Any, ...]:
+    def _operands(self) -> tuple[Tensor, Tensor, Options]:
+        """Hidden states, weight and options; of a LoRA with the product that a call makes first."""
         hidden, weight = self.leaves["hidden"], self.leaves["weight"]
-        call = resolve_hidden(hidden, weight, self.scored, self.options, self.machine)
-        self.plan = choose_plan(call, needs_gradient(hidden, weight, self.options))
+        if self.step.lora_rank is None:
+            return hidden, weight, self.options
+        return as_products_take(hidden, LoRA(weight, self.leaves["a"], self.leaves["b"]), self.options)
+
+    def _from_hidden(self) -> tuple[Any, ...]:
+        hidden, weight, options = self._operands()
+        call = resolve_hidden(hidden, weight, self.scored, options, self.machine)
+        self.plan = choose_plan(call, needs_gradient(hidden, weight, options))
         return score(hidden, weight, call, self.plan)
 
     def _pair(self) -> tuple[Any, ...]:
@@ -308,8 +323,8 @@ class RunningStep:
         return score_pair_of_logits(logits, self.scored, teacher, PAIR, options, self.step.overwrite_logits)
 
     def _policy_loss(self) -> tuple[Any, ...]:
-        hidden, weight, objective = self.leaves["hidden"], self.leaves["weight"], self.step.objective or Objective()
-        options = replace(self.options, entropy=objective.entropy, stats=objective.stats)
+        (hidden, weight, options), objective = self._operands(), self.step.objective or Objective()
+        options = replace(options, entropy=objective.entropy, stats=objective.stats)
         call = resolve_hidden(hidden, weight, self.scored, options, self.machine)
         call = replace(call, dropped=self.step.dropped)
         call, multiplied = (call, None) if self.teacher is None else with_teacher(call, hidden, objective, self.teacher)
@@ -354,7 +369,8 @@ class _HandOver(torch.autograd.Function):
 
 
 def _check_sizes(step: Step) -> None:
-    optional = {"rows": 0, "hidden": 1, "kept_ids": 0, "further_ids": 1, "teacher_hidden": 1, "teacher_top_k": 1}
+    teacher = {"teacher_hidden": 1, "teacher_top_k": 1}
+    optional = {"rows": 0, "hidden": 1, "kept_ids": 0, "further_ids": 1, "lora_rank": 1, **teacher}
     least_of = {"tokens": 0, "vocab": 1, **optional, "tensor_parallel": 1}
     for name, least in least_of.items():
         size = getattr(step, name)
@@ -376,9 +392,9 @@ def _check_choices(step: Step) -> None:
     ):
         if getattr(step, name) not in choices:
             raise LogitlessError(f"estimate: {name} must be one of {list(choices)} but is {getattr(step, name)!r}.")
-    names, known = step.needs_grad, ("logits", "hidden", "weight", "bias")
-    if isinstance(names, str) or not set(names) <= set(known):
-        raise LogitlessError(f"estimate: needs_grad must be a tuple of names out of {list(known)} but is {names!r}.")
+    names = step.needs_grad
+    if isinstance(names, str) or not set(names) <= set(NAMES):
+        raise LogitlessError(f"estimate: needs_grad must be a tuple of names out of {list(NAMES)} but is {names!r}.")
     if step.path != "torch" and step.chosen_backend == "reference":
         raise LogitlessError(
             'estimate: backend="reference" is for checking results, and its memory is not predicted. Ask for "auto", '
@@ -400,6 +416,8 @@ def _check_combination(step: Step) -> None:
         raise LogitlessError(
             f'estimate: stats, top_k and further_ids go with "logprobs" and "linear_logprobs" but path is "{path}".'
         )
+    if step.lora_rank is not None and path not in FROM_HIDDEN:
+        raise LogitlessError(f'estimate: lora_rank goes with paths from hidden states but path is "{path}".')
     if step.scope == "support" and step.kept_ids is None:
         raise LogitlessError('estimate: scope="support" needs kept_ids=, the kept ids of all rows together.')
     if path == "torch" and ranks > 1:

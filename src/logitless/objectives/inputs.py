@@ -30,6 +30,16 @@ LARGEST_LOG_RATIO = 20.0
 is 0. Without a bound float32 overflows at e^88, and the gradient of a clipped row would be 0 * inf."""
 
 
+STATISTICS = ("top1_hit", "top1_logprob", "collision", "mean_logit", "logit_variance", "max_logit", "rank")
+"""Results that are averaged as metrics where they are there."""
+
+
+def statistics_of(stats: Any, but: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """Further results of rows, for metrics; but for those that a term of the objective asks for itself."""
+    found = {name: getattr(stats, name, None) for name in STATISTICS if name not in but}
+    return {name: x.detach().to(stats.logprob.dtype) for name, x in found.items() if x is not None}
+
+
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """``exp(log_ratio)``, constant from e^20 on."""
     return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
@@ -53,6 +63,7 @@ class Inputs:
         on_policy: the old log-probs are these log-probs: the ratio is 1, its gradient is not.
         divergence: of the row's distribution from its teacher's, differentiable; None where there is no teacher.
         log_z, mean_logit: differentiable; None unless the objective has a term on them.
+        statistics: further results of the rows by name, for metrics alone.
         batch: tensors by name that belong to samples or pairs of them, which no cut shortens.
     """
 
@@ -69,6 +80,7 @@ class Inputs:
     divergence: Tensor | None = None
     log_z: Tensor | None = None
     mean_logit: Tensor | None = None
+    statistics: Mapping[str, Tensor] = field(default_factory=dict)
     batch: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Tensor:
@@ -139,6 +151,7 @@ class Inputs:
             log_z=None if self.log_z is None else self.log_z[part],
             mean_logit=None if self.mean_logit is None else self.mean_logit[part],
             fields={name: x[part] for name, x in self.fields.items()},
+            statistics={name: x[part] for name, x in self.statistics.items()},
             counted=self.counted[part],
             weight=self.weight[part],
             sample=self.sample[part],

@@ -28,7 +28,7 @@ from logitless.objectives.checks import (
     unknown,
 )
 from logitless.objectives.corrections import CORRECTIONS, rollout_log_ratio
-from logitless.objectives.inputs import KNOWN_FIELDS, Inputs, bounded_exp
+from logitless.objectives.inputs import KNOWN_FIELDS, Inputs, bounded_exp, statistics_of
 from logitless.objectives.kl import KL_TERMS, KLTerm, k3, kl_rows
 from logitless.objectives.metrics import Metrics
 from logitless.objectives.mismatch import measures
@@ -213,6 +213,7 @@ class Objective:
             divergence=getattr(stats, "divergence", None),
             log_z=stats.log_z if stats is not None and self.log_z else None,
             mean_logit=stats.mean_logit if stats is not None and self.stats else None,
+            statistics=statistics_of(stats, self.stats),
             fields=tensors,
             counted=rows.counted,
             weight=row_weights(
@@ -346,7 +347,7 @@ class Objective:
     def _metrics(
         self, x: Inputs, sums: dict[str, Tensor], values: dict[str, Tensor], correction: Tensor | None
     ) -> Metrics:
-        means, extremes, weights = dict(values), {}, {}
+        means, extremes, weights = {**x.statistics, **values}, {}, {}
         if x.has("advantage"):
             means["advantage"] = x.advantage
         if x.entropy is not None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from logitless.collectives import agree_if, fingerprint
 from logitless.errors import LogitlessError, did_you_mean
 from logitless.objectives.checks import check_field, finite, sequence_group, unknown
-from logitless.objectives.inputs import Inputs
+from logitless.objectives.inputs import Inputs, statistics_of
 from logitless.objectives.metrics import Metrics
 from logitless.objectives.preference_terms import KINDS, Scores, Settings, kto
 from logitless.rows import Rows
@@ -172,6 +172,7 @@ class Preference:
         return Inputs(
             logprob=torch.zeros(len(rows), device=device) if stats is None else stats.logprob,
             entropy=None if stats is None else stats.entropy,
+            statistics=statistics_of(stats),
             fields=of_rows,
             counted=rows.counted,
             weight=torch.where(rows.counted, scale, 0.0),
@@ -273,7 +274,8 @@ class Preference:
             margin = self.settings.beta * (scores.chosen - scores.rejected)
             values = {"reward_margin": margin, "reward_accuracy": (margin > 0).double()}
             means |= Metrics.of_rows(values, torch.ones_like(margin, dtype=torch.bool)).means
-        rows = Metrics.of_rows({} if x.entropy is None else {"entropy": x.entropy}, x.counted, sums=sums)
+        of_rows = {**x.statistics, **({} if x.entropy is None else {"entropy": x.entropy})}
+        rows = Metrics.of_rows(of_rows, x.counted, sums=sums)
         return replace(rows, means={**means, **rows.means})
 
     def _samples(self, num_samples: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

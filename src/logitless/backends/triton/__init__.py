@@ -14,12 +14,13 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from logitless.backends.contract import MOMENTS, Pair, Problem, Running, over
+from logitless.backends.contract import MOMENTS, Listed, Pair, Problem, Running, over
+from logitless.backends.triton.parts import PART, Parts
 from logitless.errors import LogitlessError
 from logitless.machine import (
     best_sizes,
@@ -41,8 +42,9 @@ NOTHING = contextlib.nullcontext()
 RESIDENT = 16
 """Programs per multiprocessor of a kernel that works off a list."""
 
-PART, PARTS = 256, 2048
-"""Entries that one program adds up at least before a sum is made in parts, and how many parts there are at most."""
+
+WRITTEN = 1024
+"""Entries of a list that one program writes."""
 
 
 def interpreted() -> bool:
@@ -182,6 +184,28 @@ def moments(problem: Problem) -> Tensor:
         **moments_sizes(problem.columns),
     )
     return out
+
+
+def write(listed: Listed, out: Tensor, out_index: Tensor | None) -> None:
+    """Same as :func:`logitless.backends.reference.write`, in one launch that reads the list once."""
+    column, value = listed.column, listed.value
+    launch(
+        "write_kernel",
+        -(-column.numel() // WRITTEN) if listed.columns else 0,
+        on=out,
+        module="extra_kernels",
+        column=column.contiguous(),
+        value=value.contiguous(),
+        index=out_index,
+        out=out,
+        out_stride=out.stride(0),
+        count=column.numel(),
+        k=column.shape[1],
+        first=listed.first,
+        columns=listed.columns,
+        INDEXED=out_index is not None,
+        BLOCK=WRITTEN,
+    )
 
 
 def _of_logits(kernel: str, problem: Problem, **arguments: Any) -> None:
@@ -341,7 +365,7 @@ def sums(
         out.zero_()
     begin, end = starts[:-1], starts[1:]
     if uneven and len(factor) > PART:
-        parts = _Parts.of(begin, end, len(factor))
+        parts = Parts.of(begin, end, len(factor))
         partial = torch.empty((len(parts.begin), x.shape[1]), dtype=torch.float32, device=x.device)
         _sums(factor, x, at, parts.begin, parts.end, partial, None, False)
         ones, slot = torch.ones_like(parts.begin, dtype=torch.float32), torch.arange(len(partial), device=x.device)
@@ -349,39 +373,6 @@ def sums(
         _sums(ones, partial, slot, parts.first, parts.last, out, into, add)
         end = torch.where(end - begin > parts.length, begin, end)
     _sums(factor, x, at, begin, end, out, place, add)
-
-
-class _Parts(NamedTuple):
-    """Parts of the sums that are longer than one part: more of them than there can be, the rest empty.
-
-    Attributes:
-        length: entries of a part.
-        begin, end: ``[P]`` entries of each part.
-        sum: ``[P]`` which sum it is a part of.
-        first, last: ``[P]`` the parts of that sum, where this one is the first of them; otherwise none.
-    """
-
-    length: int
-    begin: Tensor
-    end: Tensor
-    sum: Tensor
-    first: Tensor
-    last: Tensor
-
-    @staticmethod
-    def of(begin: Tensor, end: Tensor, entries: int) -> _Parts:
-        length = max(PART, 2 * entries // PARTS)
-        slot = torch.arange(min(PARTS, 2 * entries // length), device=begin.device)
-        count = torch.where(end - begin > length, (end - begin + length - 1) // length, 0)
-        offset = count.cumsum(0)
-        which = torch.searchsorted(offset, slot, right=True)
-        real = which < len(offset)
-        which = which.clamp_max(len(offset) - 1)
-        number = slot - (offset[which] - count[which])
-        first = begin[which] + length * number
-        begin, end = torch.where(real, first, 0), torch.where(real, torch.minimum(first + length, end[which]), 0)
-        opens = real & (number == 0)
-        return _Parts(length, begin, end, which, torch.where(opens, slot, 0), torch.where(opens, offset[which], 0))
 
 
 def _sums(

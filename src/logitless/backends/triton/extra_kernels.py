@@ -183,3 +183,31 @@ def moments_kernel(
     tl.store(out + i_r + 3 * part_stride, center)
     tl.store(out + i_r + 4 * part_stride, mean)
     tl.store(out + i_r + 5 * part_stride, tl.sum(b_squares + b_n * b_off * b_off, axis=0))
+
+
+@triton.jit(do_not_specialize=["first", "columns", "count", "k"])
+def write_kernel(
+    column,
+    value,
+    index,
+    out,
+    out_stride,
+    count,
+    k,
+    first,
+    columns,
+    INDEXED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Entry ``r k + j``: ``out[index[r], column[r, j] - first] = value[r, j]``, if that column is there.
+
+    Entries of one row and column have one value, so that it does not matter which of them writes last.
+    """
+    o_e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    o_c = tl.load(column + o_e, mask=o_e < count, other=-1) - first
+    m_e = (o_e < count) & (o_c >= 0) & (o_c < columns)
+    i_r = o_e // k
+    if INDEXED:
+        i_r = tl.load(index + i_r, mask=m_e, other=0)
+    b_x = tl.load(value + o_e, mask=m_e, other=0.0)
+    tl.store(out + i_r * out_stride + o_c, b_x.to(out.dtype.element_ty), mask=m_e)

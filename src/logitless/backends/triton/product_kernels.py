@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
-from logitless.backends.triton.kernels import FLOOR, LN2, LOG2E, SKIP, TINY, finite_or_zero, gradient_block, tanh
+from logitless.backends.triton.kernels import FLOOR, LOG2E, SKIP, finite_or_zero, gradient_block, tanh
 
 NO_TARGET: tl.constexpr = tl.constexpr(-1)  # softmax.ELSEWHERE, within a tile
 
@@ -73,13 +72,18 @@ def logits_tile(
 
 
 @triton.jit
-def shaped(b_x, a, squash, SOFTCAP: tl.constexpr, NEGATIVE: tl.constexpr):
-    """``y`` and a positive gain such that ``z = gain y``: the largest y is then the largest z."""
+def shaped(b_x, a, squash, left, o_c, SOFTCAP: tl.constexpr, NEGATIVE: tl.constexpr, EVEN: tl.constexpr):
+    """``y``, a positive gain such that ``z = gain y``, so that the largest y is the largest z, and ``gain log2 e``.
+
+    Of the columns ``left`` of the tile; those past the last are -inf.
+    """
     if SOFTCAP:
         b_x = tanh(b_x * squash)
     elif NEGATIVE:
         b_x, a = -b_x, tl.abs(a)
-    return b_x, a
+    if not EVEN:
+        b_x = tl.where((o_c < left)[None, :], b_x, float("-inf"))
+    return b_x, a, a * LOG2E
 
 
 @triton.jit
@@ -159,6 +163,70 @@ def tile_part(b_x, k, b_at, o_c, ENTROPY: tl.constexpr, FINITE: tl.constexpr, WI
 
 
 @triton.jit
+def best_column(b_best, wins, b_x, top, c, o_c, BC: tl.constexpr, TOP: tl.constexpr):
+    """``[BR]`` column of each row's maximum so far, the first of several: where this tile ``wins``, its own."""
+    if TOP:
+        b_best = tl.where(wins, c + tl.min(tl.where(b_x == top[:, None], o_c[None, :], BC), axis=1), b_best)
+    return b_best
+
+
+@triton.jit
+def with_tile(
+    b_m,
+    b_s,
+    b_lost,
+    b_w,
+    b_t,
+    b_best,
+    top,
+    part_s,
+    part_w,
+    part_t,
+    b_x,
+    k,
+    c,
+    o_c,
+    fresh,
+    here,
+    BC: tl.constexpr,
+    TOP: tl.constexpr,
+):
+    """The sums of a unit and of its next tile. Those so far do not count where the tile is the first, ``fresh``, and it
+    does not unless it is ``here``: the last unit may have tiles past the last column."""
+    b_m, b_w = tl.where(fresh, float("-inf"), b_m), tl.where(fresh, 0.0, b_w)
+    b_s, b_lost = tl.where(fresh, 0.0, b_s), tl.where(fresh, 0.0, b_lost)
+    b_t = tl.where(part_t == part_t, part_t, tl.where(fresh, float("nan"), b_t))
+    part_m, part_s = tl.where(here, top, float("-inf")), tl.where(here, part_s, 0.0)
+    b_best = best_column(b_best, fresh | (part_m > b_m), b_x, top, c, o_c, BC, TOP)
+    b_m, b_s, b_lost, b_w = merged(b_m, b_s, b_lost, b_w, part_m, part_s, tl.where(here, part_w, 0.0), k)
+    return b_m, b_s, b_lost, b_w, b_t, b_best
+
+
+@triton.jit
+def from_reference(b_e, b_x, top, k, references, o_r, m_r, SLACK: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Exponentials relative to the row's reference instead of the tile's maximum, times the slope of a softcap."""
+    given = tl.load(references + o_r, mask=m_r, other=0.0)
+    # What is further off than the slack is made again. Until then it is in range.
+    shift = tl.minimum(finite_or_zero(top) * k - given * LOG2E, SLACK * LOG2E + 1.0)
+    b_e = b_e * tl.exp2(shift)[:, None]
+    if SOFTCAP:
+        b_y = tl.maximum(b_x, -1.0)  # past the last column it is -inf
+        b_e = b_e * (1.0 - b_y * b_y)
+    return b_e
+
+
+@triton.jit
+def without_targets(b_e, b_target, b_at, column, o_r, m_r, first, c, o_c, columns, BC: tl.constexpr):
+    """Exponentials with 0 at the target, and in rows to skip."""
+    skipped = b_target == SKIP
+    if any_of(skipped | (b_at != NO_TARGET)):
+        # Loaded again, or the statistic's comparisons would be kept for these: a bit of every logit.
+        b_again = target_within(tl.load(column + o_r, mask=m_r, other=SKIP), first, c, columns, BC)
+        b_e = tl.where((o_c[None, :] == b_again[:, None]) | skipped[:, None], 0.0, b_e)
+    return b_e
+
+
+@triton.jit
 def store_tile(
     out, b_out, r, c, rows, columns, out_stride, BR: tl.constexpr, BC: tl.constexpr, DESCRIBED: tl.constexpr
 ):
@@ -179,6 +247,14 @@ def store_part(p_part, part_stride, m, s, w, t, mask):
     tl.store(p_part + part_stride, s, mask=mask)
     tl.store(p_part + 2 * part_stride, w, mask=mask)
     tl.store(p_part + 3 * part_stride, t, mask=mask)
+
+
+@triton.jit
+def store_lines(p_part, part_stride, m, s, w, t, best, mask, TOP: tl.constexpr):
+    """A part and, if it has one, its fifth line: the number of the column that m is of."""
+    store_part(p_part, part_stride, m, s, w, t, mask)
+    if TOP:
+        tl.store(p_part + 4 * part_stride, best.to(tl.float32), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "first", "references_stride"])
@@ -214,22 +290,22 @@ def product_statistics_kernel(
     EVEN: tl.constexpr,
     FINITE: tl.constexpr,
     EXPONENTIALS: tl.constexpr,
-    GIVEN: tl.constexpr,
-    AGAIN: tl.constexpr,
+    TOP: tl.constexpr,
     SLACK: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):
-    """Part ``[4, R]`` of each group of TILES column tiles; and, if asked for, ``e^(z - reference)``, 0 at the target.
+    """Part ``[4, R]`` of each group of TILES column tiles, ``[5, R]`` with TOP; if asked for, ``e^(z - reference)``, 0
+    at the target.
 
-    The reference is the row's maximum within a tile; -inf where there is nothing else. Or it is GIVEN, one for each
-    row, and exponentials are times the slope of a softcap. AGAIN: nothing is done unless a reference has ``moved``.
+    The reference is the row's maximum within a tile; -inf where there is nothing else. With a SLACK it is given, one
+    for each row, and exponentials are times the slope of a softcap. With ``moved``, nothing is done unless that is set.
     """
-    num_blocks, num_tiles = tl.cdiv(rows, BR), tl.cdiv(columns, BC)
-    num_groups = tl.cdiv(num_tiles, TILES)
+    num_blocks, num_tiles, num_groups = tl.cdiv(rows, BR), tl.cdiv(columns, BC), tl.cdiv(columns, BC * TILES)
     num_units = tl.cdiv(num_blocks * num_groups - tl.program_id(0), tl.num_programs(0))
-    if AGAIN:
+    if moved is not None:
         num_units = tl.where(tl.load(moved) != 0, num_units, 0)
     b_m, b_s, b_lost, b_w, b_t = empty_part(BR)
+    b_best = tl.zeros([BR], dtype=tl.int32)
     # One loop over units and their tiles: a second one between this and that of the product would not be flattened.
     for step in tl.range(0, num_units * TILES, flatten=FLATTEN):
         i_f = step % TILES
@@ -241,122 +317,22 @@ def product_statistics_kernel(
         m_r = o_r < rows
         a, b_target = tl.load(gain + o_r, mask=m_r, other=1.0), tl.load(column + o_r, mask=m_r, other=SKIP)
         b_at = target_within(b_target, first, c, columns, BC)
-        b_x, a = shaped(b_x, a, squash, SOFTCAP, NEGATIVE)
-        k = a * LOG2E
-        if not EVEN:
-            b_x = tl.where((c + o_c < columns)[None, :], b_x, float("-inf"))
+        b_x, a, k = shaped(b_x, a, squash, columns - c, o_c, SOFTCAP, NEGATIVE, EVEN)
         top, part_s, part_w, part_t, b_e = tile_part(b_x, k, b_at, o_c, ENTROPY, FINITE, WIDEN)
-        # From the second tile of a unit on, the sums so far are those of the same rows.
-        fresh = i_f == 0
-        b_m, b_w = tl.where(fresh, float("-inf"), b_m), tl.where(fresh, 0.0, b_w)
-        b_s, b_lost = tl.where(fresh, 0.0, b_s), tl.where(fresh, 0.0, b_lost)
-        b_t = tl.where(part_t == part_t, part_t, tl.where(fresh, float("nan"), b_t))
-        # The last unit may have tiles past the last column.
         here = i_c < num_tiles
-        part_m, part_s = tl.where(here, top, float("-inf")), tl.where(here, part_s, 0.0)
-        b_m, b_s, b_lost, b_w = merged(b_m, b_s, b_lost, b_w, part_m, part_s, tl.where(here, part_w, 0.0), k)
-        b_sum, m_last = b_s + b_lost, m_r & (i_f == TILES - 1)
-        store_part(parts + i_g.to(tl.int64) * 4 * rows + o_r, rows, b_m, b_sum, b_w, b_t, m_last)
+        b_m, b_s, b_lost, b_w, b_t, b_best = with_tile(
+            b_m, b_s, b_lost, b_w, b_t, b_best, top, part_s, part_w, part_t, b_x, k, c, o_c, i_f == 0, here, BC, TOP
+        )
+        p_part = parts + i_g.to(tl.int64) * (4 + TOP) * rows + o_r
+        store_lines(p_part, rows, b_m, b_s + b_lost, b_w, b_t, first + b_best, m_r & (i_f == TILES - 1), TOP)
         if EXPONENTIALS:
-            if GIVEN:
-                given = tl.load(references + o_r, mask=m_r, other=0.0)
-                # What is further off is made again: up to there, in range.
-                b_e = b_e * tl.exp2(tl.minimum(finite_or_zero(top) * k - given * LOG2E, SLACK * LOG2E + 1.0))[:, None]
-                if SOFTCAP:
-                    b_y = tl.maximum(b_x, -1.0)  # past the last column it is -inf
-                    b_e = b_e * (1.0 - b_y * b_y)
-            skipped = b_target == SKIP
-            if any_of(skipped | (b_at != NO_TARGET)):
-                # Loaded again, or the statistic's comparisons would be kept for these: a bit of every logit.
-                b_again = target_within(tl.load(column + o_r, mask=m_r, other=SKIP), first, c, columns, BC)
-                b_e = tl.where((o_c[None, :] == b_again[:, None]) | skipped[:, None], 0.0, b_e)
-            store_tile(out, b_e, r, c, rows, columns, out_stride, BR, BC, DESCRIBED)
-            if not GIVEN:
+            if SLACK > 0:
+                b_e = from_reference(b_e, b_x, top, k, references, o_r, m_r, SLACK, SOFTCAP)
+            else:
                 p_reference = references + i_c.to(tl.int64) * references_stride + o_r
-                tl.store(p_reference, tl.where(skipped, 0.0, top * a), mask=m_r & here)
-
-
-@triton.jit(do_not_specialize=["rows", "num_groups"])
-def follow_kernel(
-    parts,
-    column,
-    gain,
-    references,
-    sums,
-    moved,
-    rows,
-    num_groups,
-    sums_stride,
-    WIDTH: tl.constexpr,
-    SLACK: tl.constexpr,
-    NEGATIVE: tl.constexpr,
-    FIRST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """A row's reference moves to its maximum over a slab if that is out of range, and its sums with it.
-
-    Above: more than SLACK beyond the reference. Below: in the FIRST slab only, since later ones have nothing to add.
-    """
-    i_r = tl.program_id(0).to(tl.int64)
-    top = tl.full([], float("-inf"), dtype=tl.float32)
-    for g in range(num_groups):
-        top = tl.maximum(top, tl.load(parts + g * 4 * rows.to(tl.int64) + i_r))
-    a, before = tl.load(gain + i_r), tl.load(references + i_r)
-    if NEGATIVE:
-        a = tl.abs(a)
-    top = top * a
-    leaves = top > before + SLACK
-    if FIRST:
-        leaves = leaves | ((top < before - SLACK) & (top > float("-inf")))
-    if leaves & (tl.load(column + i_r) != SKIP):
-        tl.store(references + i_r, top)
-        tl.store(moved, 1)
-        if not FIRST:
-            factor = tl.exp2((before - top) * LOG2E)
-            for d in range(0, WIDTH, BLOCK):
-                o_d = d + tl.arange(0, BLOCK)
-                p_sums = sums + i_r * sums_stride + o_d
-                m_d = o_d < WIDTH
-                tl.store(p_sums, tl.load(p_sums, mask=m_d, other=0.0) * factor, mask=m_d)
-
-
-@triton.jit(do_not_specialize=["rows", "num_groups", "part_stride"])
-def merge_kernel(
-    parts,
-    column,
-    gain,
-    stats,
-    rows,
-    num_groups,
-    part_stride,
-    NEGATIVE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    """The statistic of some rows from their parts, first to last; AHEAD parts are loaded at a time."""
-    o_r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    m_r = o_r < rows
-    a = tl.load(gain + o_r, mask=m_r, other=1.0)
-    if NEGATIVE:
-        a = tl.abs(a)
-    k = a * LOG2E
-    b_m, b_s, b_lost, b_w, b_t = empty_part(BLOCK)
-    p_part = parts + o_r
-    for g in range(0, num_groups, AHEAD):
-        for i in tl.static_range(AHEAD):
-            m_part = m_r & (g + i < num_groups)
-            part_m = tl.load(p_part, mask=m_part, other=float("-inf"))
-            part_s = tl.load(p_part + rows, mask=m_part, other=0.0)
-            part_w = tl.load(p_part + 2 * rows, mask=m_part, other=0.0)
-            part_t = tl.load(p_part + 3 * rows, mask=m_part, other=float("nan"))
-            b_m, b_s, b_lost, b_w = merged(b_m, b_s, b_lost, b_w, part_m, part_s, part_w, k)
-            b_t = tl.where(part_t == part_t, part_t, b_t)
-            p_part += 4 * rows
-    # What a row to be left out was multiplied to does not matter.
-    read = tl.load(column + o_r, mask=m_r, other=SKIP) != SKIP
-    m, s = tl.where(read, b_m * a, 0.0), tl.where(read, b_s + b_lost, 1.0)
-    w, t = tl.where(read, b_w * LN2, 0.0), b_t * a
-    store_part(stats + o_r, part_stride, m, s, w, tl.where(read, t, 0.0), m_r)
+                tl.store(p_reference, tl.where(b_target == SKIP, 0.0, top * a), mask=m_r & here)
+            b_e = without_targets(b_e, b_target, b_at, column, o_r, m_r, first, c, o_c, columns, BC)
+            store_tile(out, b_e, r, c, rows, columns, out_stride, BR, BC, DESCRIBED)
 
 
 @triton.jit
@@ -438,61 +414,3 @@ def product_gradient_kernel(
                 b_dz = tl.where(at, b_there * a, b_dz)
             b_dz = tl.where(skipped[:, None], 0.0, b_dz)
         store_tile(out, b_dz, r, c, rows, columns, out_stride, BR, BC, DESCRIBED)
-
-
-# Whether columns are a multiple of 16 matters: only then are masked loads and stores as wide as they can be.
-@triton.jit(do_not_specialize=["first", "moved_stride"])
-def gradient_from_tiles_kernel(
-    exponentials,
-    column,
-    gain,
-    moved,
-    reference,
-    log_sum,
-    plain,
-    product,
-    at_target,
-    out,
-    row_stride,
-    out_stride,
-    moved_stride,
-    columns,
-    first,
-    PRODUCT: tl.constexpr,
-    SLAB: tl.constexpr,
-    TILES: tl.constexpr,
-    STEPS: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
-    """Some of a row's columns per program: the gradient from ``e^(z - moved)``, with a ``moved`` for each SLAB of them.
-
-    As ``gradient_from_kernel``, which reads one such number for all of its columns.
-    """
-    num_parts = tl.cdiv(columns, SLAB * TILES * STEPS)
-    i_r = (tl.program_id(0) // num_parts).to(tl.int64)
-    begin = (tl.program_id(0) % num_parts) * TILES * STEPS
-    end = tl.minimum(begin + TILES * STEPS, tl.cdiv(columns, SLAB))
-    i_c = tl.load(column + i_r)
-    read = i_c != SKIP
-    a, m, log_s = tl.load(gain + i_r), tl.load(reference + i_r), tl.load(log_sum + i_r)
-    k, target = tl.load(plain + i_r), tl.load(at_target + i_r) * a
-    k_z = tl.load(product + i_r) if PRODUCT else 0.0
-    i_at = tl.where((i_c >= first) & (i_c < first + columns), i_c - first, NO_TARGET).to(tl.int32)
-    for tile in range(begin, end, TILES):
-        o_t = tile + tl.arange(0, TILES)
-        o_c = o_t[:, None] * SLAB + tl.arange(0, SLAB)[None, :]  # [TILES, SLAB]
-        m_c = o_c < columns
-        base = tl.load(moved + o_t.to(tl.int64) * moved_stride + i_r, mask=o_t * SLAB < columns, other=0.0)
-        b_e = tl.load(exponentials + i_r * row_stride + o_c, mask=m_c & read, other=0.0).to(tl.float32)
-        # Where all of a tile was -inf its exponentials are 0, and any shift will do that does not overflow.
-        shift = tl.where(base == float("-inf"), 0.0, tl.maximum(base - m, FLOOR))
-        scale = tl.exp2((shift - log_s) * LOG2E) * a
-        b_k = ((k + k_z * shift) * scale)[:, None]
-        if PRODUCT:
-            b_e = tl.maximum(b_e, TINY)
-            # What the hardware has, a few units of 2^-24 off: e has 2^-9 or 2^-12.
-            b_log = tl.log2(b_e) if WIDEN else libdevice.fast_log2f(b_e)
-            b_k = b_k + (k_z * LN2 * scale)[:, None] * b_log
-        b_dz = tl.where(o_c == i_at, target, b_e * b_k)
-        b_dz = tl.where(read, b_dz, 0.0)
-        tl.store(out + i_r * out_stride + o_c, b_dz.to(out.dtype.element_ty), mask=m_c)

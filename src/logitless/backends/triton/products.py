@@ -43,6 +43,8 @@ class Product:
         column, gain, squash, first: as in :class:`~logitless.backends.contract.Problem`.
         negative: whether gains are negative, as a head's negative scale makes them.
         entropy: whether w is wanted.
+        top: whether two lines follow the statistic: the largest logit, or minus the smallest where gains are negative,
+            and the number of its column, the first of several.
         logits_dtype: what logits are rounded to, after the bias; float32 leaves them as they are.
     """
 
@@ -55,6 +57,7 @@ class Product:
     first: int = 0
     negative: bool = False
     entropy: bool = True
+    top: bool = False
     logits_dtype: torch.dtype = torch.float32
 
     @property
@@ -133,7 +136,7 @@ def towards(
     are made again: decided on the device, which goes on.
 
     Args:
-        parts: ``[groups, 4, R]`` for :func:`merge`.
+        parts: ``[groups, 4, R]`` for :func:`merge`, ``[groups, 5, R]`` with the best column.
         values: ``[R, C]`` of the operands' dtype, 0 at the target.
         reference: ``[R]`` of the exponentials so far, and afterwards of these.
         sums: ``[R, D]`` relative to the reference; None before the first columns.
@@ -143,12 +146,13 @@ def towards(
     sizes = sizes or product_sizes(*p.weight.shape)
     assert len(parts) == sizes.groups(p.columns)
     moved = torch.zeros((), dtype=torch.int32, device=p.hidden.device)
-    _launch_statistics(p, sizes, parts, values, reference, given=True)
+    slack = SLACKS[p.hidden.dtype]
+    _launch_statistics(p, sizes, parts, values, reference, slack)
     launch(
         "follow_kernel",
         p.rows,
         on=p.hidden,
-        module="product_kernels",
+        module="part_kernels",
         parts=parts,
         column=p.column,
         gain=p.gain,
@@ -159,13 +163,14 @@ def towards(
         num_groups=len(parts),
         sums_stride=0 if sums is None else sums.stride(0),
         WIDTH=p.hidden.shape[1],
-        SLACK=SLACKS[p.hidden.dtype],
+        SLACK=slack,
         NEGATIVE=p.negative,
+        TOP=p.top,
         FIRST=sums is None,
         BLOCK=1024,
         num_warps=4,
     )
-    _launch_statistics(p, sizes, parts, values, reference, given=True, moved=moved)
+    _launch_statistics(p, sizes, parts, values, reference, slack, moved)
 
 
 def statistic_parts(
@@ -176,7 +181,7 @@ def statistic_parts(
     The parts are for :func:`merge` alone: m and t of each are before the gain, and skipped rows hold anything.
     """
     sizes = sizes or product_sizes(*p.weight.shape)
-    parts = p.gain.new_empty((sizes.groups(p.columns), WIDTH, p.rows))
+    parts = p.gain.new_empty((sizes.groups(p.columns), WIDTH + p.top, p.rows))
     if references is not None:
         assert references.shape == (-(-p.columns // sizes.columns), p.rows)
         assert references.stride(1) == 1
@@ -191,7 +196,7 @@ def _launch_statistics(
     parts: Tensor,
     values: Tensor | None,
     references: Tensor | None,
-    given: bool = False,
+    slack: float = 0.0,
     moved: Tensor | None = None,
 ) -> None:
     launch(
@@ -208,20 +213,19 @@ def _launch_statistics(
         EVEN=p.columns % sizes.columns == 0,
         NEGATIVE=p.negative,
         EXPONENTIALS=values is not None,
-        GIVEN=given,
-        AGAIN=moved is not None,
-        SLACK=SLACKS[p.hidden.dtype],
+        TOP=p.top,
+        SLACK=slack,
     )
 
 
 def merge(p: Product, parts: Tensor, out: Tensor | None = None) -> Tensor:
     """``[4, R]`` statistic of the rows from its parts ``[groups, 4, R]``, added in order."""
-    stats = p.gain.new_empty((WIDTH, p.rows)) if out is None else out
+    stats = p.gain.new_empty((WIDTH + 2 * p.top, p.rows)) if out is None else out
     launch(
         "merge_kernel",
         -(-p.rows // MERGED["BLOCK"]),
         on=p.hidden,
-        module="product_kernels",
+        module="part_kernels",
         parts=parts,
         column=p.column,
         gain=p.gain,
@@ -230,6 +234,7 @@ def merge(p: Product, parts: Tensor, out: Tensor | None = None) -> Tensor:
         num_groups=len(parts),
         part_stride=stats.stride(0),
         NEGATIVE=p.negative,
+        TOP=p.top,
         **MERGED,
     )
     return stats
@@ -264,7 +269,7 @@ def gradient_from(
         "gradient_from_tiles_kernel",
         problem.num_rows * steps,
         on=out,
-        module="product_kernels",
+        module="part_kernels",
         exponentials=problem.logits,
         moved=references,
         **of_rows(problem, norm, coef),
