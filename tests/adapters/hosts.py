@@ -16,7 +16,6 @@ from logitless.tools.bench.checkouts import (
     load,
     named,
     put_first,
-    standing_in,
 )
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "load",
     "named",
     "put_first",
-    "standing_in",
     "takes",
 ]
 

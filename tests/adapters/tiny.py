@@ -16,7 +16,14 @@ def tokenizer() -> Any:
 
     plain = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     plain.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    # Named, because transformers 4 adds types of tokens, which the models do not take.
+    return PreTrainedTokenizerFast(
+        tokenizer_object=plain,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        model_input_names=["input_ids", "attention_mask"],
+    )
 
 
 def qwen3(vocab_size: int = len(WORDS), **more) -> Any:

@@ -310,7 +310,7 @@ def _same_step(host: str) -> Callable[..., Steps]:
 
 
 def _entry(host: str, point: str, world: Callable[..., AbstractContextManager[Any]] = nullcontext) -> Entry:
-    return Entry(host, point, _same_step(host), world, on_logits=host != "prime_rl")
+    return Entry(host, point, _same_step(host), world, on_logits=host not in ("prime_rl", "skyrl"))
 
 
 ENTRIES = {
@@ -325,10 +325,7 @@ ENTRIES = {
             megatron_alone,
         ),
         _entry("openrlhf", "`Actor.forward`"),
-        _entry(
-            "skyrl",
-            "`logprobs_from_logits` and `chunked_entropy_from_logits` on a model's logits, as FSDP workers call them",
-        ),
+        _entry("skyrl", "`HFModelWrapper.forward` of the FSDP worker"),
         _entry(
             "verl",
             "`logprobs_from_logits` and `entropy_from_logits` on a model's logits, as the FSDP engine calls them",

@@ -111,6 +111,10 @@ MODULES = {
 """Where the functions are that an adapter replaces, or that call ours."""
 
 
+LAST = {"skyrl": ("flash_attn", "skyrl.backends.skyrl_train.workers.model_wrapper")}
+"""A package that is stood in for when all is imported that would have used it, and the module that needs it."""
+
+
 PACKAGES = {"ms_swift": "swift"}
 """Names that hosts are imported by, where these are not the names of their adapters."""
 
@@ -205,6 +209,10 @@ def load(host: str, *modules: str) -> list[ModuleType]:
             importlib.import_module(name)
         with standing_in(MISSING[host]):
             found = [importlib.import_module(name) for name in modules or MODULES[host]]
+        if not modules and host in LAST:
+            package, name = LAST[host]
+            with standing_in((*MISSING[host], package)):
+                found.append(importlib.import_module(name))
     for module, name, value in SWITCHES.get(host, ()):
         setattr(sys.modules[module], name, value)
     return found

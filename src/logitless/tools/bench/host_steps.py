@@ -67,14 +67,15 @@ def verl(batch: Batch) -> Callable[[], Tensor]:
 
 
 def skyrl(batch: Batch) -> Callable[[], Tensor]:
-    """The step of SkyRL's FSDP worker with an entropy bonus."""
-    torch_utils = importlib.import_module("skyrl.backends.skyrl_train.utils.torch_utils")
+    """The forward of SkyRL's FSDP worker around the model, with an entropy bonus."""
+    module = importlib.import_module("skyrl.backends.skyrl_train.workers.model_wrapper")
+    wrapper, mask = module.HFModelWrapper(batch.model), torch.ones_like(batch.tokens)
+    actions = batch.tokens.shape[1] - batch.prompt
+    asked = {"temperature": TEMPERATURE, "return_output": True, "compute_entropy": True}
 
     def step() -> Tensor:
-        logits = batch.logits()
-        logits.div_(TEMPERATURE)
-        logprob = torch_utils.logprobs_from_logits(logits, batch.tokens.roll(-1, 1), inplace_backward=True)
-        return _learn(batch.model, logprob, torch_utils.chunked_entropy_from_logits(logits, requires_grad=True))
+        logprob, output = wrapper(batch.tokens, actions, mask, **asked)
+        return _learn(batch.model, logprob, output["entropy"][:, -actions - 1 : -1])
 
     return step
 
