@@ -102,10 +102,10 @@ class _Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_small_call_takes_few_operations():
-    """Each takes a microsecond or two, beside which the work on a hundred rows is small."""
+def test_a_call_that_no_compiler_traces_goes_around_the_operators():
+    """They take as long as the work on a hundred rows."""
     logits, target = torch.randn(R, V, requires_grad=True), torch.randint(V, (R,))
     with _Seen() as seen:
         torch.autograd.grad(ll.logprobs(logits, target).logprob.sum(), logits)
+    assert seen.names
     assert not [name for name in seen.names if name.startswith("logitless")]
-    assert len(seen.names) <= 90, seen.names
