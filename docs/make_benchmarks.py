@@ -11,7 +11,7 @@ from pathlib import Path
 import make_whole_step
 
 from logitless.spec import format_bytes
-from logitless.tools.bench.records import Record, newest, worst
+from logitless.tools.bench.records import PEERS, Record, newest, worst
 
 PAGE = Path(__file__).parent / "benchmarks.md"
 Cell = Callable[[Record | None], str]
@@ -193,6 +193,7 @@ def runs_table(records: Sequence[Record]) -> str:
     for r in records:
         where = r.environment
         versions = f"torch {where['versions']['torch']}, Triton {where['versions']['triton']}"
+        versions += "".join(f", {name} {where['versions'][name]}" for name in PEERS if name in where["versions"])
         runs.setdefault((where["commit"], where["date"][:16], where["device"], versions), []).append(r)
     lines = []
     for (commit, date, device, versions), own in sorted(runs.items(), key=lambda run: run[0][1]):

@@ -16,6 +16,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 
 from logitless.spec import format_bytes
+from logitless.tools.bench.records import PEERS
 from logitless.tools.plots import Bar, Style, draw_bars
 from logitless.tools.plots.style import WIDTH_INCHES, save
 
@@ -60,7 +61,8 @@ def where(lines: Sequence[Line]) -> str:
     """Device, versions and commits of the lines."""
     places = [line["environment"] for line in lines]
     devices = ", ".join(dict.fromkeys(place["device"] for place in places))
-    versions = ", ".join(dict.fromkeys(f"torch {p['versions']['torch']}" for p in places))
+    named = [{name: p["versions"][name] for name in ("torch", *PEERS) if name in p["versions"]} for p in places]
+    versions = ", ".join(dict.fromkeys(f"{name} {version}" for one in named for name, version in one.items()))
     commits = ", ".join(dict.fromkeys(f"`{place['commit']}`" for place in places))
     return f"{devices}, {versions}, commit {commits}"
 

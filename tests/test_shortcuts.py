@@ -42,7 +42,7 @@ def gradient(p: Problem, overwrite: bool) -> torch.Tensor:
 def test_shortcuts_give_the_same_bits(dtype: torch.dtype, indexed: bool, entropy: bool, memory: int):
     plain = problem(dtype, indexed, entropy, memory)
     before = plain.logits.clone()
-    short = replace(plain, unit=True, inside=True)
+    short = replace(plain, unit=True)
     assert torch.equal(tiled.statistics(short), tiled.statistics(plain))
     wanted = gradient(plain, overwrite=False)
     assert torch.equal(gradient(short, overwrite=False), wanted)
@@ -75,7 +75,7 @@ def test_heads_that_leave_logits_as_they_are(head: ll.Head | None, unit: bool):
 @pytest.mark.parametrize("ignored", [False, True])
 @pytest.mark.parametrize("from_hidden", [False, True])
 def test_targets_inside_and_one_ignored(from_hidden: bool, ignored: bool):
-    """One ignored row takes the other rows off the shortcut, and changes none of their results."""
+    """One ignored row changes nothing of the other rows."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(R, 8, requires_grad=True), torch.randn(V, 8)
     target = torch.randint(V, (R,))
@@ -102,10 +102,10 @@ class _Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_small_call_takes_few_operations():
-    """Each takes a microsecond or two, beside which the work on a hundred rows is small."""
+def test_a_call_that_no_compiler_traces_goes_around_the_operators():
+    """They take as long as the work on a hundred rows."""
     logits, target = torch.randn(R, V, requires_grad=True), torch.randint(V, (R,))
     with _Seen() as seen:
         torch.autograd.grad(ll.logprobs(logits, target).logprob.sum(), logits)
+    assert seen.names
     assert not [name for name in seen.names if name.startswith("logitless")]
-    assert len(seen.names) <= 70, seen.names

@@ -166,7 +166,7 @@ class _LogProbs(torch.autograd.Function):
         call: Call,
     ) -> tuple[Tensor, ...]:
         """Log-prob, log Z and, if wanted, entropy and extras: the compiler takes no None among the results."""
-        column = target if call.inside else target_column(target, call.start, call.columns)
+        column = target_column(target, call.start, call.columns)
         problem = _problem(logits, index, column, gain, call)
         gathered = _gather_support(kept_ids, kept_lengths, target, problem, call)
         support = None
@@ -176,7 +176,7 @@ class _LogProbs(torch.autograd.Function):
             statistic = run_statistics(call.backend, problem)
             support = None if gathered is None else kept_statistics(gathered)
         lines = None if call.extras is None else call.extras.lines(load(call.backend), problem, slice(None))
-        results = row_results(statistic, support, call.ignored(), call.entropy, call.group, call.extras, lines)
+        results = row_results(statistic, support, target == IGNORE, call.entropy, call.group, call.extras, lines)
         extras, saved_extras = _extra_results(results, problem, call)
         ctx.set_materialize_grads(False)
         fixed = [results.entropy] if call.asked.entropy == "value" else []
@@ -284,7 +284,7 @@ def _logits_gradient(
         if dense is None:
             out.zero_()
         else:
-            no_target = replace(problem, column=problem.column.clamp_max(ELSEWHERE), inside=False)
+            no_target = replace(problem, column=problem.column.clamp_max(ELSEWHERE))
             run_gradient(call.backend, no_target, norm, dense, out, out_index)
             write_at_ids(load(call.backend), dense, 0, call.columns, out, out_index)
         write_kept(gathered, values, out, out_index)
@@ -304,7 +304,7 @@ def _with_extras(
 def _problem(logits: Tensor, index: Tensor | None, column: Tensor, gain: Tensor, call: Call) -> Problem:
     matrix, index = as_matrix(logits, index)
     sizes = (call.squash, call.columns, call.entropy, call.memory)
-    return Problem(matrix, index, column, gain, *sizes, unit=call.unit, inside=call.inside)
+    return Problem(matrix, index, column, gain, *sizes, unit=call.unit)
 
 
 def as_matrix(logits: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor | None]:

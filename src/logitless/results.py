@@ -44,28 +44,24 @@ def target_column(target: Tensor, start: int, columns: int) -> Tensor:
 def row_results(
     statistic: Tensor,
     support: Tensor | None,
-    ignored: Tensor | None,
+    ignored: Tensor,
     with_entropy: bool,
     group: Any,
     extras: Extras | None = None,
     extra_lines: Tensor | None = None,
 ) -> RowResults:
     """Results of the whole vocabulary from this shard's ``[4, R]`` statistic, ``[2, R]`` (m, s) of the support, and
-    lines of the extras. Rows that are ``ignored`` have zeros; None ignores none."""
+    lines of the extras."""
     lines, support, extra_lines = whole_vocabulary(statistic, support, group, extras=extras, extra_lines=extra_lines)
     row = Statistic.of(lines)
     norm = normaliser(row)
     kept_norm = norm if support is None else normaliser(Statistic.of(support))
     logprob = (row.t - kept_norm.reference) - kept_norm.log_sum
     mean = mean_shift(row) if with_entropy else None
-
-    def scored(x: Tensor) -> Tensor:
-        return x if ignored is None else x.masked_fill(ignored, 0.0)
-
     return RowResults(
-        logprob=scored(logprob),
-        entropy=None if mean is None else scored(entropy(norm, mean)),
-        log_z=scored(norm.reference + norm.log_sum),
+        logprob=logprob.masked_fill(ignored, 0.0),
+        entropy=None if mean is None else entropy(norm, mean).masked_fill(ignored, 0.0),
+        log_z=(norm.reference + norm.log_sum).masked_fill(ignored, 0.0),
         norm=norm,
         kept_norm=kept_norm,
         mean=mean,

@@ -1,5 +1,6 @@
 """Records: strict JSON there and back, and a table that fits and hides nothing."""
 
+import importlib
 import json
 from dataclasses import asdict, replace
 
@@ -7,6 +8,7 @@ import torch
 
 from logitless.tools.bench.cases import CASES
 from logitless.tools.bench.records import (
+    PEERS,
     Environment,
     Record,
     append_records,
@@ -122,5 +124,17 @@ def test_an_unsteady_machine_is_said_to_be_one():
 def test_the_environment_names_commit_and_versions():
     here = Environment.here(torch.device("cpu"))
     assert here.slug == "cpu"
-    assert set(here.versions) == {"torch", "triton", "python", "logitless"}
+    assert set(here.versions) - set(PEERS) == {"torch", "triton", "python", "logitless"}
     assert here.commit
+
+
+def test_versions_of_peers_are_recorded_where_there_are_any(tmp_path, monkeypatch):
+    """Also of one that is only unpacked in a folder."""
+    monkeypatch.syspath_prepend(tmp_path)
+    before = Environment.here(torch.device("cpu")).versions
+    folder = tmp_path / "liger_kernel-9.8.7.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: liger-kernel\nVersion: 9.8.7\n")
+    importlib.invalidate_caches()
+    assert Environment.here(torch.device("cpu")).versions == before | {"liger-kernel": "9.8.7"}
+    assert "not installed" not in [before.get(name) for name in PEERS]

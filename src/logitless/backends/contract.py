@@ -63,9 +63,7 @@ class Problem:
         entropy: whether w is wanted (otherwise it may be anything finite).
         memory: bytes of working space allowed, for backends that need any.
         further: names of further sums (:data:`logitless.softmax.FURTHER`), each one more line of the statistic.
-        unit: whether z is x itself, because every gain is 1 and there is no softcap.
-        inside: whether every row has its target among these columns, and none is to be skipped. Neither has to be told,
-            nor made use of.
+        unit: whether z is x itself, because every gain is 1 and there is no softcap. Nobody has to make use of it.
     """
 
     logits: Tensor
@@ -79,7 +77,6 @@ class Problem:
     first: int = 0
     further: tuple[str, ...] = ()
     unit: bool = False
-    inside: bool = False
 
     @property
     def num_rows(self) -> int:

@@ -81,8 +81,7 @@ def _tile_statistics(problem: Problem, rows: slice, columns: slice) -> Tensor:
         none = z.new_zeros(z.shape[0])
         return Statistic(none - torch.inf, none, none, none + torch.nan, (none,) * len(problem.further)).stacked()
     column, inside = _target_columns(problem, rows, columns)
-    t = z.gather(1, column[:, None]).squeeze(1)
-    t = t if inside is None else torch.where(inside, t, torch.nan)
+    t = torch.where(inside, z.gather(1, column[:, None]).squeeze(1), torch.nan)
     m = z.amax(1)
     reference = torch.where(m == -torch.inf, 0.0, m)[:, None]
     d = torch.sub(z, reference, out=z if owned else None)
@@ -117,31 +116,26 @@ def _tile_gradient(
         inner = d.clamp_min_(FLOOR).mul_(coef.product[rows, None]).add_(coef.plain[rows, None])
         dz = p.mul_(inner)
     column, inside = _target_columns(problem, rows, columns)
-    _place_targets(dz, column[:, None], inside, coef.at_target[rows, None])
+    # With no device sync: where the target is in another tile, its place gets what is there.
+    column, value = column[:, None], coef.at_target[rows, None]
+    dz.scatter_(1, column, torch.where(inside[:, None], value, dz.gather(1, column)))
     if not problem.unit:
         dz.mul_(problem.gain[rows, None])
     if squashed is not None:
         dz.mul_(squashed.square_().neg_().add_(1.0).mul_(problem.squash))
-    if not problem.inside:
-        _zero_skipped(dz, problem.column[rows] == SKIP)
-    return dz if out is None or dz is out else out.copy_(dz)
-
-
-def _zero_skipped(dz: Tensor, skipped: Tensor) -> None:
+    skipped = problem.column[rows] == SKIP
     if inspectable(skipped):
         # By row: a mask that is broadcast takes as long as the exponentials. Elsewhere this would wait for the device.
         dz.index_fill_(0, skipped.nonzero().squeeze(1), 0.0)
     else:
         dz.masked_fill_(skipped[:, None], 0.0)
+    return dz if out is None or dz is out else out.copy_(dz)
 
 
-def _target_columns(problem: Problem, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
-    """Column of each row's target in a tile, and whether it is there; None where all are."""
+def _target_columns(problem: Problem, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+    """Column of each row's target in a tile, or the nearest one, and whether it is there."""
     width = min(columns.stop, problem.columns) - columns.start
-    column = problem.column[rows]
-    if problem.inside and width == problem.columns:
-        return column, None
-    column = column - (problem.first + columns.start)
+    column = problem.column[rows] - (problem.first + columns.start)
     return column.clamp(0, width - 1), (column >= 0) & (column < width)
 
 
@@ -172,12 +166,6 @@ def _write_tile(out: Tensor, rows: Tensor | slice, c: int, tile: Tensor) -> None
         columns[rows] = tile
     else:
         columns.index_copy_(0, rows, tile.to(out.dtype))
-
-
-def _place_targets(dz: Tensor, column: Tensor, inside: Tensor | None, value: Tensor) -> None:
-    """``dz[i, column[i]] = value[i]`` for the columns inside the tile, with no device sync."""
-    value = value if inside is None else torch.where(inside[:, None], value, dz.gather(1, column))
-    dz.scatter_(1, column, value)
 
 
 def zero_the_rest(out: Tensor, out_index: Tensor | None, columns: int) -> None:

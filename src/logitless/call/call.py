@@ -42,7 +42,7 @@ from logitless.extras import Extras, Row
 from logitless.machine import CPU, Machine
 from logitless.rows import Rows
 from logitless.softmax import Normaliser
-from logitless.spec import IGNORE, Head, accumulation_dtype, parse_memory
+from logitless.spec import Head, accumulation_dtype, parse_memory
 from logitless.support import Support
 
 T = TypeVar("T")
@@ -80,7 +80,6 @@ class Call:
         further: names of further sums of the statistic.
         extras: what is asked for beyond log-prob, entropy and log Z; None for nothing.
         dropped: in a dry run, where no value can tell, the share of rows without a gradient.
-        inside: whether it is known that every row has its target here: none is ignored, and no other rank has columns.
     """
 
     asked: Options
@@ -107,7 +106,6 @@ class Call:
     further: tuple[str, ...] = ()
     extras: Extras | None = None
     dropped: float = 0.0
-    inside: bool = False
 
     @property
     def over_support(self) -> bool:
@@ -124,10 +122,6 @@ class Call:
     def mean_columns(self) -> int:
         """Columns of a shard on average over the vocabulary group: the same on every rank of it."""
         return self.columns if self.group is None else -(-self.vocab_size // self.group.size())
-
-    def ignored(self) -> Tensor | None:
-        """``[R]`` whether each row is left out; None where it is known that none is."""
-        return None if self.inside else self.rows.target == IGNORE
 
     def support(self) -> Support | None:
         """The sampler's support of each row, if there is one."""
@@ -236,7 +230,7 @@ def _resolve(
 ) -> Call:
     head = asked.head or PLAIN
     vocab_size, columns = vocabulary(asked.caller, width, head, asked.shard)
-    inside = check_targets(asked.caller, rows, vocab_size) and asked.shard is None
+    check_targets(asked.caller, rows, vocab_size)
     if asked.kept is not None:
         check_kept(asked.caller, asked.kept, rows, vocab_size, x.device)
     num_rows, wide = rows.index.numel(), accumulation_dtype(x.dtype)
@@ -262,7 +256,6 @@ def _resolve(
         memory=parse_memory(asked.memory),
         machine=machine,
         overwrite=overwrite,
-        inside=inside,
         extras=_extras(asked, head, x.device, num_rows, shape, vocab_size),
     )
 

@@ -85,7 +85,7 @@ class Terms:
         gathered = support.logits(tile)
         further, ignored = upstream_at(coef, gathered.row, gathered.column + tile.first), support.target == IGNORE
         values = kept_gradient(gathered, kept_norm, logprob, g_logprob, norm, coef, ignored, further)
-        p.backend.gradient(replace(tile, column=tile.column.clamp_max(ELSEWHERE), inside=False), norm, coef, out, None)
+        p.backend.gradient(replace(tile, column=tile.column.clamp_max(ELSEWHERE)), norm, coef, out, None)
         write_at_ids(p.backend, coef, tile.first, tile.columns, out)
         write_kept(gathered, values, out, None)
 

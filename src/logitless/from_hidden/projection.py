@@ -37,7 +37,6 @@ class Projection:
         gain: ``[R]`` factor of each row's logits.
         call: what is to be done with them.
         backend: the module of the call's backend.
-        inside: whether every row has its target among the columns, and none is to be skipped.
     """
 
     hidden: Tensor
@@ -48,16 +47,13 @@ class Projection:
     call: Call
     backend: Any
     low: Tensor | None = None
-    inside: bool = False
 
     @staticmethod
-    def of(
-        rows: Tensor, weight: Tensor, bias: Tensor | None, column: Tensor, call: Call, inside: bool = False
-    ) -> Projection:
+    def of(rows: Tensor, weight: Tensor, bias: Tensor | None, column: Tensor, call: Call) -> Projection:
         require_weight(weight, call)
         bias = None if bias is None else bias.detach()
         low = None if call.asked.low_rank is None else call.asked.low_rank.b.detach()
-        return Projection(rows, weight.detach(), bias, column, call.gain, call, load(call.backend), low, inside)
+        return Projection(rows, weight.detach(), bias, column, call.gain, call, load(call.backend), low)
 
     def cut(self, start: int, stop: int) -> Projection:
         """Rows ``start .. stop`` of it."""
@@ -71,7 +67,6 @@ class Projection:
             hidden=pad(self.hidden, (0, 0, 0, missing)),
             column=pad(self.column, (0, missing), value=SKIP),
             gain=pad(self.gain, (0, missing), value=1.0),
-            inside=False,
         )
 
     def problem(self, logits: Tensor, memory: int, first: int = 0) -> Problem:
@@ -88,7 +83,6 @@ class Projection:
             first=first,
             further=self.call.further,
             unit=self.call.unit,
-            inside=self.inside and logits.shape[1] == self.call.columns,
         )
 
     def product(self, columns: slice) -> Product:

@@ -95,6 +95,8 @@ class Objective:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        # Found once: looking a signature up takes as long as the term itself does on a few hundred rows.
+        object.__setattr__(self, "_keywords", policy_keywords(self))
 
     @staticmethod
     def recipe(name: str, **changes: Any) -> Objective:
@@ -315,7 +317,7 @@ class Objective:
 
     def _policy(self, x: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
         function = POLICY_TERMS[self.policy].function if isinstance(self.policy, str) else self.policy
-        result = function(x, **policy_keywords(self))
+        result = function(x, **self._keywords)  # pyright: ignore[reportAttributeAccessIssue]
         loss, values = result if isinstance(result, tuple) else (result, {})
         for name in values:
             if name in OWN_METRICS:

@@ -31,6 +31,9 @@ Status = Literal["ok", "wrong", "out of memory", "failed", "absent"]
 COLUMNS = ("provider", "computes", "forward ms", "total ms", "x floor", "peak", "value err", "grad err")
 COMPUTES = {None: "log-prob", "value": "+ entropy", "grad": "+ entropy grad", "mean": "mean loss"}
 WIDTH = 100
+ABSENT = "not installed"
+PEERS = ("cut-cross-entropy", "liger-kernel", "megatron-core", "transformers", "trl", "verl")
+"""Packages whose versions belong to a record, where they are installed or unpacked."""
 UNSTEADY = 1.5
 
 
@@ -52,6 +55,7 @@ class Environment:
         slug = _slug(name) if device.type == "cuda" else "cpu"
         versions = {"torch": torch.__version__, "triton": _version("triton"), "python": platform.python_version()}
         versions["logitless"] = logitless.__version__
+        versions |= {name: found for name in PEERS if (found := _version(name)) != ABSENT}
         commit, dirty = _git_state(Path(__file__).parent) if commit is None else (commit, None)
         return Environment(name, slug, commit, dirty, versions, datetime.now(UTC).isoformat(timespec="seconds"))
 
@@ -259,7 +263,7 @@ def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return "not installed"
+        return ABSENT
 
 
 def _cpu_name() -> str:
