@@ -358,6 +358,19 @@ def test_close_distributions_keep_their_digits(device: torch.device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_the_slope_of_a_variation(backend: str, device: torch.device):
+    """None where two models agree but for rounding, whose sign may be another in backward; a half beyond."""
+    z, apart = torch.zeros(2, 2, device=device, requires_grad=True), torch.tensor([1e-6, 1e-3], device=device)
+    y = torch.stack([apart, torch.zeros_like(apart)], 1)
+    target = torch.zeros(2, dtype=torch.int64, device=device)
+    out = ll.divergence(z, y, target, kind="tv", backend=backend).divergence
+    out.sum().backward()
+    torch.testing.assert_close(out.detach(), apart / 4, rtol=2e-3, atol=0.0)
+    assert z.grad is not None
+    torch.testing.assert_close(z.grad, torch.tensor([[0.0, 0.0], [-0.25, 0.25]], device=device))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_special_values(backend: str, device: torch.device):
     """Excluded tokens, infinite divergences, and NaN that stays in its row."""
     inf = torch.inf

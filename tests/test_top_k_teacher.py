@@ -248,8 +248,12 @@ def test_from_logits(tail: Any, overwrite: bool, device: torch.device):
         torch.testing.assert_close(getattr(out, name).detach(), getattr(same, name), equal_nan=True, msg=name)
 
 
+@pytest.mark.parametrize("backend", ["reference", "tiled", "triton"])
 @pytest.mark.parametrize("tail", TAILS)
-def test_as_a_term_of_an_objective(tail: str, device: torch.device):
+@pytest.mark.parametrize("route", ["one pass", "two passes"])
+def test_as_a_term_of_an_objective(route: str, tail: str, backend: str, device: torch.device, monkeypatch):
+    if route == "two passes":
+        monkeypatch.setattr("logitless.policy_loss.plan._obstacle", lambda *_: "the test says so")
     batch, advantage = Batch.draw(device), torch.randn(ROWS, device=device)
     objective = ll.Objective(policy="reinforce", entropy_coef=0.1, divergence="forward_kl", divergence_coef=0.7)
 
@@ -266,9 +270,10 @@ def test_as_a_term_of_an_objective(tail: str, device: torch.device):
         return Outcome(values, tuple(x.grad for x in (hidden, weight, bias)))  # pyright: ignore
 
     hidden, weight, bias = batch.leaves(torch.float32)
-    given: dict[str, Any] = {"bias": bias, "teacher": batch.teacher(tail), "memory": 3000}
+    given: dict[str, Any] = {"bias": bias, "teacher": batch.teacher(tail), "memory": 3000, "backend": backend}
     plan = ll.explain(hidden, weight, batch.target, objective=objective, **given)
-    assert str(plan).startswith("two passes: 4 matrix products, because the teacher sent log-probs of a few ids")
+    assert str(plan).startswith(f"{route}: {3 if route == 'one pass' else 4} matrix products")
+    assert route == "two passes" or len(plan.chunks) > 1  # pyright: ignore[reportAttributeAccessIssue]
     loss, metrics, stats = ll.linear_policy_loss(
         hidden, weight, batch.target, objective, advantage=advantage, return_stats=True, **given
     )
@@ -311,6 +316,47 @@ def test_shards(tail: str, ranks):
     here, there = ranks(sharded, 2, batch, tail, True)
     whole = [torch.cat(x) for x in zip(here.gradients, there.gradients, strict=True)]
     assert_right(Outcome(here.values, (whole[0][:ROWS], *whole[1:])), exact, plain)
+
+
+def sharded_loss(rank: int, world: int, batch: Batch, tail: str, memory: int) -> Outcome:
+    bounds = ((0, 30), (30, VOCAB))[rank]
+    part = slice(*bounds)
+    leaves = [x.detach().requires_grad_() for x in (batch.hidden, batch.weight[part], batch.bias[part])]
+    objective = ll.Objective.recipe("distill", divergence=ll.Divergence("jsd", beta=0.3))
+    shard = VocabShard(*bounds, dist.group.WORLD, check_calls=True)
+    loss, _, stats = ll.linear_policy_loss(
+        *leaves[:2],
+        batch.target,
+        objective,
+        bias=leaves[2],
+        teacher=batch.teacher(tail),
+        shard=shard,
+        memory=memory,
+        return_stats=True,
+    )
+    loss.backward()
+    return Outcome((stats.divergence, stats.teacher_entropy), tuple(x.grad for x in leaves))  # pyright: ignore
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_shards_as_a_loss(tail: str, ranks):
+    """In one pass, in chunks of a few rows."""
+    batch = Batch.draw()
+
+    def plain(dtype: torch.dtype) -> Outcome:
+        hidden, weight, bias = batch.leaves(dtype)
+        log_p, log_q = outcomes(hidden @ weight.T + bias, batch, tail, dtype)
+        counted = batch.target != -100
+        found = torch.where(counted, textbook(log_p, log_q, "jsd", beta=0.3), 0.0)
+        (found.sum() / counted.sum()).backward()
+        entropy = -(log_q.exp() * log_q.masked_fill(log_q == -torch.inf, 0.0)).sum(-1)
+        values = (found.detach(), torch.where(counted, entropy, 0.0))
+        return Outcome(values, tuple(x.grad for x in (hidden, weight, bias)))  # pyright: ignore
+
+    here, there = ranks(sharded_loss, 2, batch, tail, 3000)
+    assert all(torch.equal(a, b) for a, b in zip(here.values, there.values, strict=True))
+    whole = [torch.cat(x) for x in zip(here.gradients[1:], there.gradients[1:], strict=True)]
+    assert_right(Outcome(here.values, (here.gradients[0], *whole)), plain(torch.float64), plain(torch.float32))
 
 
 @pytest.mark.parametrize("tail", TAILS)

@@ -50,7 +50,7 @@ def check_top_k(call: Call, sent: TopK) -> None:
 
 def listing(call: Call, sent: TopK) -> Call:
     """The call of log-probs, asked for those of the teacher's ids besides."""
-    ids = _Sent.of(sent, call).ids
+    ids = Sent.of(sent, call).ids
     negative, rest = (call.asked.head or Head()).scale < 0, sent.tail == "bucket"
     asked = replace(call.asked, further_ids=ids, entropy=call.asked.entropy or "value")
     call = replace(call, asked=asked, entropy=True, extras=Extras((), 0, ids, negative, call.start, rest))
@@ -80,7 +80,7 @@ def score_logits_top_k(logits: Tensor, call: Call, sent: TopK, kind: Divergence)
         return _compared(own, call, sent, kind)
     assert own.further_logprobs is not None
     assert own.log_z is not None
-    other = _Sent.of(sent, call)
+    other = Sent.of(sent, call)
     log_p = own.further_logprobs
     # Over the ids they have another normaliser, which is what is left of log Z.
     return _within(log_p, own.log_z + log_p.masked_fill(other.empty, FLOOR).logsumexp(-1), other, kind)
@@ -88,28 +88,28 @@ def score_logits_top_k(logits: Tensor, call: Call, sent: TopK, kind: Divergence)
 
 def _compared(own: TokenStats, call: Call, sent: TopK, kind: Divergence) -> DivergenceStats:
     """The student's results over the vocabulary, beside the divergence."""
-    log_p, other = own.further_logprobs, _Sent.of(sent, call)
+    log_p, other = own.further_logprobs, Sent.of(sent, call)
     assert log_p is not None
     assert own.entropy is not None
     assert own.log_z is not None
     if sent.tail == "bucket":
         log_p = log_p.masked_fill(torch.nn.functional.pad(other.empty, (0, 1)), -torch.inf)
     else:
-        log_p = _normalised(log_p, other.empty)
+        log_p = normalised(log_p, other.empty)
     return DivergenceStats(_divergence(log_p, other, kind), own.logprob, own.entropy, own.log_z, *other.own_stats())
 
 
 def _over_ids(hidden: Tensor, weight: Tensor, call: Call, sent: TopK, kind: Divergence) -> DivergenceStats:
     """All results over the K ids, and no product with the vocabulary."""
-    other = _Sent.of(sent, call)
+    other = Sent.of(sent, call)
     x, gain = id_logits(hidden, weight, other.ids, call), call.gain[:, None]
     z = gain * torch.tanh(x * call.squash) if call.squash else gain * x
     return _within(z, z.masked_fill(other.empty, FLOOR).logsumexp(-1), other, kind)
 
 
-def _within(z: Tensor, log_z: Tensor, other: _Sent, kind: Divergence) -> DivergenceStats:
+def _within(z: Tensor, log_z: Tensor, other: Sent, kind: Divergence) -> DivergenceStats:
     """All results over the K ids, from their logits or anything that differs from those by a number per row."""
-    log_p = _normalised(z, other.empty)
+    log_p = normalised(z, other.empty)
     # Padding, and ids that the student excludes.
     present = log_p.masked_fill(log_p == -torch.inf, 0.0)
     entropy = -torch.where(log_p == -torch.inf, 0.0, present.exp() * present).sum(-1)
@@ -119,7 +119,7 @@ def _within(z: Tensor, log_z: Tensor, other: _Sent, kind: Divergence) -> Diverge
     return DivergenceStats(_divergence(log_p, other, kind), logprob, entropy, log_z, *other.own_stats())
 
 
-class _Sent(NamedTuple):
+class Sent(NamedTuple):
     """A teacher's outcomes of every row.
 
     Attributes:
@@ -135,7 +135,7 @@ class _Sent(NamedTuple):
     rest: bool
 
     @staticmethod
-    def of(sent: TopK, call: Call) -> _Sent:
+    def of(sent: TopK, call: Call) -> Sent:
         count, rest = sent.ids.shape[-1], sent.tail == "bucket"
         ids = sent.ids.reshape(-1, count)
         empty, x = ids < 0, sent.logprobs.detach().reshape(-1, count).double()
@@ -144,8 +144,12 @@ class _Sent(NamedTuple):
             left = (1.0 - x.exp().masked_fill(empty, 0.0).sum(-1, keepdim=True)).clamp_min(0.0)
             log_q = torch.cat([x.masked_fill(empty, -torch.inf), left.log()], -1)
         else:
-            log_q = _normalised(x, empty)
-        return _Sent(ids.masked_fill(empty, IGNORE), log_q.to(call.gain.dtype), call.rows.target, rest)
+            log_q = normalised(x, empty)
+        return Sent(ids.masked_fill(empty, IGNORE), log_q.to(call.gain.dtype), call.rows.target, rest)
+
+    def cut(self, start: int, stop: int) -> Sent:
+        """Rows ``start .. stop`` of it."""
+        return Sent(self.ids[start:stop], self.log_q[start:stop], self.target[start:stop], self.rest)
 
     @property
     def empty(self) -> Tensor:
@@ -171,12 +175,12 @@ class _Sent(NamedTuple):
         return logprob.masked_fill(self.ignored, 0.0), entropy.masked_fill(self.ignored, 0.0)
 
 
-def _normalised(z: Tensor, empty: Tensor) -> Tensor:
+def normalised(z: Tensor, empty: Tensor) -> Tensor:
     """Log-probs over the places that have an id; -inf for the others, also in a row that has none."""
     return z.masked_fill(empty, FLOOR).log_softmax(-1).masked_fill(empty, -torch.inf)
 
 
-def _divergence(log_p: Tensor, other: _Sent, kind: Divergence) -> Tensor:
+def _divergence(log_p: Tensor, other: Sent, kind: Divergence) -> Tensor:
     """``[R]``; 0 for ignored rows, whatever they hold."""
     return torch.where(other.ignored, 0.0, _Outcomes.apply(log_p, other.log_q, kind))
 
@@ -188,7 +192,7 @@ class _Outcomes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, log_p: Tensor, log_q: Tensor, kind: Divergence) -> Tensor:
         found = elements(log_p, log_q, log_q - log_p, kind)
-        ctx.save_for_backward(_gradient(log_p, found.weighted_slope))
+        ctx.save_for_backward(outcome_gradient(log_p, found.weighted_slope))
         return found.term.sum(-1)
 
     @staticmethod
@@ -197,7 +201,7 @@ class _Outcomes(torch.autograd.Function):
         return upstream[:, None] * gradient, None, None
 
 
-def _gradient(log_p: Tensor, weighted_slope: Tensor) -> Tensor:
+def outcome_gradient(log_p: Tensor, weighted_slope: Tensor) -> Tensor:
     """``[R, O]`` gradient by each outcome's logit, ``p slope - p mean``; it adds up to 0.
 
     As ``p slope (sum of the others' p) - p (sum of the others' p slope)``: where one outcome is nearly certain, nothing

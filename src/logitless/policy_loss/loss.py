@@ -25,6 +25,7 @@ from logitless.distill.pair import PairPlan
 from logitless.distill.source import Source, grouped, ungrouped
 from logitless.distill.stats import DivergenceStats
 from logitless.distill.support import score_kept
+from logitless.distill.teacher import TopK
 from logitless.distill.top_k import listing, score_listed
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.from_hidden.logprobs import head_fact, score
@@ -98,7 +99,7 @@ def linear_policy_loss(
             exponentials of them. Gradients and their accumulators come on top.
         denominator, prompt_tokens, group, check_group, fields: as for :meth:`Objective.__call__`.
         teacher: for an objective with a ``divergence``, as for :func:`linear_divergence`. Four products instead of six.
-            With K log-probs of a teacher, two passes of the student alone.
+            With K log-probs of a teacher, three products, of the student alone.
 
     Returns:
         ``(loss, metrics)`` as from the objective: a part of the batch's loss, 0-dim, and :class:`Metrics`. With
@@ -161,7 +162,9 @@ def evaluate(
         into_buffer = call.asked.weight_grad is not None and weight.requires_grad
         scale = torch.as_tensor(grad_scale).to(call.gain) if into_buffer else None
         order, taught = None, None
-        if teacher is not None:
+        if isinstance(teacher, Teacher) and teacher.top_k is not None:
+            taught = teacher.top_k, _kind(objective)
+        elif teacher is not None:
             call, order = grouped(teacher, call)
             inputs = inputs if order is None else inputs.ordered(order)
             taught = Source.of(teacher, call), _kind(objective)
@@ -300,7 +303,7 @@ class _OnePass(torch.autograd.Function):
         objective: Objective | Preference,
         inputs: Inputs,
         drop_zeros: bool,
-        taught: tuple[Source, Divergence] | None,
+        taught: tuple[Source | TopK, Divergence] | None,
     ) -> Any:
         column = target_column(call.rows.target, call.start, call.columns)
         p = Projection.of(selected_rows(hidden, call), weight, bias, column, call)

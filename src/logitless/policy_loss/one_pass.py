@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 
 from logitless.backends.divergences import Divergence
-from logitless.distill.pair import PairChunk
+from logitless.distill.listed import ListedChunk, ListedResults
+from logitless.distill.pair import PairChunk, PairResults
 from logitless.distill.source import Source
 from logitless.distill.stats import DivergenceStats
+from logitless.distill.teacher import TopK
 from logitless.errors import LogitlessError
 from logitless.from_hidden.gradients import Gradients
 from logitless.from_hidden.projection import Projection
@@ -69,7 +71,7 @@ class OnePass:
         float16: the factor that float16 gradients are held by while they are made, or None.
         drop_zeros: ask the device which rows have a gradient at all, and multiply only those. Not while a CUDA graph is
             captured, whose replays may have others.
-        taught: the teacher's logits, and the divergence from them; None without a teacher.
+        taught: the teacher's logits or log-probs, and the divergence from them; None without a teacher.
     """
 
     p: Projection
@@ -81,7 +83,7 @@ class OnePass:
     scale: Tensor | None
     float16: Float16Scale | None
     drop_zeros: bool
-    taught: tuple[Source, Divergence] | None = None
+    taught: tuple[Source | TopK, Divergence] | None = None
 
     @staticmethod
     def over(
@@ -94,7 +96,7 @@ class OnePass:
         weight_grad: Tensor | None,
         scale: Tensor | None,
         drop_zeros: bool,
-        taught: tuple[Source, Divergence] | None = None,
+        taught: tuple[Source | TopK, Divergence] | None = None,
     ) -> OnePass:
         """With room for the gradients that are wanted; the weight's goes to ``weight_grad`` where that is given."""
         hidden, weight, bias = want
@@ -146,19 +148,22 @@ class OnePass:
         scale = self.scale if self.float16 is None else self.float16.settle(chunks)
         return Outcome(loss.detach(), metrics, stats, self.into, scale)
 
-    def _empty_chunk(self) -> Chunk | PairChunk:
+    def _empty_chunk(self) -> Chunk | PairChunk | ListedChunk:
         """Room for the largest chunk."""
         p, plan = self.p, self.plan
         if self.taught is None:
             return empty_chunk(p, plan)
-        return PairChunk.empty(p, *self.taught, plan.rows, plan.columns, plan.elementwise)
+        (teacher, kind), sizes = self.taught, (plan.rows, plan.columns, plan.elementwise)
+        if isinstance(teacher, TopK):
+            return ListedChunk.empty(p, teacher, kind, *sizes)
+        return PairChunk.empty(p, teacher, kind, *sizes)
 
     def _work_off(
-        self, chunk: Chunk | PairChunk, start: int, stop: int, first: bool
+        self, chunk: Chunk | PairChunk | ListedChunk, start: int, stop: int, first: bool
     ) -> tuple[tuple[Tensor | None, ...], Factors | None]:
         """Results of a chunk of rows, whose hidden states get their gradient; the factors of the head's gradient."""
         column, pair = self.p.column[start:stop], None
-        if isinstance(chunk, PairChunk):
+        if isinstance(chunk, PairChunk | ListedChunk):
             pair = chunk.results(start, stop)
             row, divergence, values = pair.row, pair.divergence, pair.vectors()[: len(DivergenceStats._fields)]
         else:
@@ -179,11 +184,14 @@ class OnePass:
         number = _read_later(stays.sum(), self._dry_number(stop - start)) if drop else None
         # Rows that do not count may hold anything: without a target they have no gradient, rather than 0 * NaN.
         column = torch.where(counted, column, SKIP)
-        if isinstance(chunk, PairChunk) and pair is not None:
-            by = torch.zeros_like(row.logprob) if found.divergence is None else found.divergence
+        by = torch.zeros_like(row.logprob) if found.divergence is None else found.divergence
+        if isinstance(chunk, PairChunk):
+            assert isinstance(pair, PairResults)
             d_z = chunk.gradient(start, stop, column, pair, by, coef)
+        elif isinstance(chunk, ListedChunk):
+            assert isinstance(pair, ListedResults)
+            d_z = chunk.gradient(start, stop, column, pair, by, coef, found.logprob)
         else:
-            assert not isinstance(chunk, PairChunk)
             d_z = chunk.gradient(start, stop, column, row.norm, coef)
         if number is not None:
             count = number()

@@ -44,6 +44,10 @@ WORTHWHILE = 0.97
 than 3 % of the time."""
 
 
+COPIED = 4
+"""Of a teacher's K log-probs: the share of the budget, as its inverse, that is copied to leave their ids out."""
+
+
 @dataclass(frozen=True)
 class LossPlan:
     """The decision.
@@ -183,11 +187,18 @@ def plan_of(
         sizes = [x.hidden.shape[-1] for x in members if x.hidden is not None]
         width = sum(sizes) // max(1, len(sizes))
         shape = replace(shape, exponentials=False, beside=call.gain.dtype.itemsize, teacher=width)
+    memory = call.memory
+    if call.extras is not None:
+        shape = replace(shape, exponentials=False)
+        memory -= 0 if call.machine.elementwise else memory // COPIED
     unit = "sample" if len(counts) == len(call.rows.counts) else "pair"
-    plan = choose_loss_plan(shape, objective.sequence_level, _obstacle(call, objective, teacher), call.memory, unit)
+    plan = choose_loss_plan(shape, objective.sequence_level, _obstacle(call, objective, teacher), memory, unit)
     if teacher is not None:
         first = None if plan.kind == "one pass" and any(needs) else pair_plan(call, needs)
         return replace(plan, taught=True, first=first)
+    if call.extras is not None and plan.kind == "one pass" and not call.machine.elementwise:
+        # The rest of a row is summed from a copy of some rows.
+        plan = replace(plan, elementwise=max(1, call.memory // COPIED))
     if plan.tiles is not None and call.apart is None:
         plan = replace(plan, tiles=plan.tiles._replace(rows=plan.rows, columns=max(1, call.columns), fused=True))
     return plan if plan.kind == "one pass" and any(needs) else replace(plan, first=choose_plan(first_pass(call), needs))
@@ -205,8 +216,6 @@ def _obstacle(call: Call, objective: Objective | Preference, teacher: Teacher | 
         return "log-probs over kept ids are not made chunk by chunk"
     if objective.stats:
         return "label smoothing needs the mean logit, which is not made chunk by chunk"
-    if call.extras is not None:
-        return "the teacher sent log-probs of a few ids, and the student's are looked up in all tiles"
     if objective.modules:
         return "a term of the objective is a module, whose parameters get their gradient in backward"
     if call.asked.batch_invariant:

@@ -13,6 +13,7 @@ from logitless.backends.triton.kernels import FLOOR, LN2, LOG2E, SKIP, tanh, tra
 
 NEAR: tl.constexpr = tl.constexpr(0.5)  # divergences.NEAR
 NEAR_MIXED: tl.constexpr = tl.constexpr(0.1)
+SAME: tl.constexpr = tl.constexpr(2.0**-17)  # divergences.SAME
 
 
 @triton.jit
@@ -101,7 +102,7 @@ def jensen_shannon(p, q, d, B: tl.constexpr):
 def total_variation(p, q, d):
     near = tl.abs(d) < NEAR
     difference = tl.where(near, p * expm1_near(tl.where(near, d, 0.0)), q - p)
-    sign = tl.where(d > 0, 1.0, 0.0) - tl.where(d < 0, 1.0, 0.0)
+    sign = tl.where(d >= SAME, 1.0, 0.0) - tl.where(d <= -SAME, 1.0, 0.0)
     return 0.5 * tl.abs(difference), -0.5 * p * sign
 
 
