@@ -169,4 +169,6 @@ def _problems(logits: Tensor, column: Tensor, call: Call, teacher: Teacher) -> t
     gain = head.gain(call.num_rows, call.gain.dtype, call.gain.device)
     _, columns = vocabulary(call.asked.caller, teacher.width, head, call.asked.shard)
     matrix, index = as_matrix(teacher.logits.detach(), call.rows.index)
-    return student, replace(student, logits=matrix, index=index, gain=gain, squash=head.squash, columns=columns)
+    return student, replace(
+        student, logits=matrix, index=index, gain=gain, squash=head.squash, columns=columns, unit=False
+    )

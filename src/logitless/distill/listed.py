@@ -23,7 +23,7 @@ from logitless.extras import Extras, Row, SavedExtras, extended, write_at_ids
 from logitless.from_hidden.projection import Projection
 from logitless.machine import pieces
 from logitless.results import RowResults, extra_results, row_results
-from logitless.softmax import Coefficients
+from logitless.softmax import SKIP, Coefficients
 
 
 class ListedResults(NamedTuple):
@@ -120,7 +120,10 @@ class ListedChunk:
         row = self._row(results.row, other, rows)
         coef = extended(coef, extras, results.saved, row, results.row.logprob, g_logprob, upstream)
         out = rows.backend.gradient_over(problem, norm, coef, rows.hidden.dtype)
-        write_at_ids(problem, norm, coef, out)
+        if coef.at_ids is not None:
+            at_ids = coef.at_ids._replace(value=coef.at_ids.value.masked_fill((column == SKIP)[:, None], 0.0))
+            coef = coef._replace(at_ids=at_ids)
+        write_at_ids(rows.backend, coef, 0, rows.call.columns, out)
         return out
 
     def _problem(self, rows: Projection, column: Tensor) -> Problem:

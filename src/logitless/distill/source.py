@@ -162,7 +162,8 @@ class Source:
 
     def of_written(self, logits: Tensor, like: Problem) -> Problem:
         """The problem of logits that were written."""
-        return replace(like, logits=logits, index=None, gain=self.gain, squash=0.0 if self.missing else self.squash)
+        squash = 0.0 if self.missing else self.squash
+        return replace(like, logits=logits, index=None, gain=self.gain, squash=squash, unit=False)
 
 
 def grouped(given: Teacher | Teachers, call: Call) -> tuple[Call, Tensor | None]:
