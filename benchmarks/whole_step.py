@@ -97,8 +97,8 @@ def run(shape: Shape, device: torch.device, options: argparse.Namespace, ends: f
         if "ms" in line:
             per_token = 1e-3 * line["ms"] / line["tokens"]
             searches.append(Search(shape, line["contender"], per_token, ends, functools.partial(attempt, trainer)))
-    budgets = sorted(parse_memory(x) for x in options.budget)
-    if device.type == "cuda" and not budgets:
+    budgets = [] if options.steps_only else sorted(parse_memory(x) for x in options.budget)
+    if device.type == "cuda" and not budgets and not options.steps_only:
         budgets = [80 * 10**9, 141 * 10**9]
     for one in searches if budgets else ():
         one.probe(budgets[-1])
@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, help="folder of unpacked packages to import TRL from")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--budget", nargs="+", default=[], help="memory, e.g. 80GB; default: 80GB and 141GB")
+    parser.add_argument("--steps-only", action="store_true", help="do not look for the longest micro-batch")
     parser.add_argument("--limit", type=float, default=420.0, help="seconds after which nothing long is begun")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--commit")

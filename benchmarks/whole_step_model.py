@@ -59,16 +59,11 @@ class Batch(NamedTuple):
     old: Tensor
     advantage: Tensor
     prompt: int
+    rows: ll.Rows
 
     @property
     def target(self) -> Tensor:
         return self.tokens[:, self.prompt :]
-
-    def rows(self) -> ll.Rows:
-        count, length = self.ids.shape
-        return ll.Rows.padded(
-            self.ids, [length - self.prompt] * count, lengths=[length] * count, device=self.tokens.device
-        )
 
     def fields(self) -> dict[str, Tensor]:
         return {"old_logprob": self.old.reshape(-1), "advantage": self.advantage.reshape(-1)}
@@ -115,14 +110,16 @@ def draw(shape: Shape, sequences: int, device: torch.device) -> Batch:
     ids = torch.randint(2, shape.vocab, (sequences, shape.length), generator=generator)
     response = (sequences, shape.length - shape.prompt)
     advantage = torch.randn(sequences, 1, generator=generator).expand(response)
-    return Batch(ids, ids.to(device), torch.zeros(response, device=device), advantage.to(device), shape.prompt)
+    # Where they are is part of the data, as targets are for the others.
+    rows = ll.Rows.padded(ids, [response[1]] * sequences, lengths=[shape.length] * sequences, device=device)
+    return Batch(ids, ids.to(device), torch.zeros(response, device=device), advantage.to(device), shape.prompt, rows)
 
 
 @torch.no_grad()
 def with_old(batch: Batch, model: Any) -> Batch:
     """The batch with old log-probs: those of the model, and a tenth of noise."""
     hidden = model.model(batch.tokens, use_cache=False).last_hidden_state
-    logprob = ll.linear_logprobs(hidden, model.lm_head.weight, batch.rows()).logprob.reshape(batch.old.shape)
+    logprob = ll.linear_logprobs(hidden, model.lm_head.weight, batch.rows).logprob.reshape(batch.old.shape)
     generator = torch.Generator(batch.old.device).manual_seed(2)
     return batch._replace(old=logprob + 0.1 * torch.randn(logprob.shape, generator=generator, device=logprob.device))
 
@@ -176,8 +173,8 @@ def trl(hidden: Tensor, weight: Tensor, batch: Batch) -> Tensor:
 OBJECTIVE = ll.Objective(policy="ppo_clip", clip=CLIP, reduce="token_mean")
 
 
-def ours(hidden: Tensor, weight: Tensor, batch: Batch, rows: ll.Rows | None = None) -> Tensor:
-    return ll.linear_policy_loss(hidden, weight, rows or batch.rows(), OBJECTIVE, **batch.fields())[0]
+def ours(hidden: Tensor, weight: Tensor, batch: Batch) -> Tensor:
+    return ll.linear_policy_loss(hidden, weight, batch.rows, OBJECTIVE, **batch.fields())[0]
 
 
 CONTENDERS: dict[str, Callable[[Tensor, Tensor, Batch], Tensor]] = {
@@ -205,7 +202,7 @@ class Trainer:
         if contender == "ours":
             # As users call it: the patched model's forward returns the loss.
             loss = ll.Loss(OBJECTIVE, **batch.fields())
-            return self.model(batch.tokens, rows=batch.rows(), loss=loss).loss
+            return self.model(batch.tokens, rows=batch.rows, loss=loss).loss
         hidden = self.model.model(batch.tokens, use_cache=False).last_hidden_state
         return CONTENDERS[contender](hidden, self.model.lm_head.weight, batch)
 
@@ -233,15 +230,13 @@ class Trainer:
             torch.cuda.empty_cache()
 
     def loss_alone(self, contender: str, batch: Batch) -> Callable[[], None]:
-        """Forward and backward of the loss, from hidden states and rows that are there."""
+        """Forward and backward of the loss, from hidden states that are there."""
         with torch.no_grad():
             hidden = self.model.model(batch.tokens, use_cache=False).last_hidden_state
-        hidden, weight, loss = hidden.requires_grad_(), self.model.lm_head.weight, CONTENDERS[contender]
-        if contender == "ours":
-            loss = functools.partial(ours, rows=batch.rows())
+        hidden, weight = hidden.requires_grad_(), self.model.lm_head.weight
 
         def part() -> None:
-            torch.autograd.grad(loss(hidden, weight, batch), (hidden, weight))
+            torch.autograd.grad(CONTENDERS[contender](hidden, weight, batch), (hidden, weight))
 
         return part
 

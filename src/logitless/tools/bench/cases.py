@@ -132,6 +132,7 @@ def _linear_cases() -> list[Case]:
         replace(base, name="linear-v256k-grad", vocab=262144),
         replace(base, name="linear-huge-grad", tokens=205280, vocab=76032),
         *_growth(replace(base, tokens=8192, vocab=131072)),
+        *(case for width in (2048, 1024) for case in _narrow(replace(base, hidden=width))),
         Case("linear-cpu-grad", "cpu", tokens=8192, vocab=65536, entropy="grad", hidden=256),
         *_works(smoke, "linear-smoke"),
         replace(smoke, name="linear-smoke-frozen", entropy="value", frozen=True),
@@ -150,6 +151,19 @@ def _growth(base: Case) -> list[Case]:
         *(replace(base, name=f"{name}-t{t}", tokens=t) for t in (2048, 4096, 16384, 32768, 65536)),
         *(replace(base, name=f"{name}-v{v}", vocab=v) for v in (32768, 65536, 262144)),
         *(replace(base, name=f"{name}-d{d}", hidden=d) for d in (1024, 2048, 8192)),
+    ]
+
+
+def _narrow(base: Case) -> list[Case]:
+    """The reference with smaller hidden states, where what comes after a product weighs more."""
+    name = f"linear-d{base.hidden}"
+    return [
+        replace(base, name=f"{name}-forward", entropy="value", backward=False),
+        replace(base, name=f"{name}-grad"),
+        replace(base, name=f"{name}-frozen", entropy="value", frozen=True),
+        replace(base, name=f"{name}-keep", memory="6.5GiB"),
+        replace(base, name=f"{name}-loss", loss=True, memory="2.5GiB"),
+        replace(base, name=f"{name}-loss-1gib", loss=True, memory="1GiB"),
     ]
 
 
