@@ -197,7 +197,7 @@ def test_there_are_commands_to_check():
     text = f"The `logitless nope --thing` of\n{block}\nlogitless is it.\n```python\nimport logitless as ll\n```"
     assert called(text) == [("plan", {"--debug", "--tokens"}), ("nope", {"--thing"})]
     page = called((ROOT / "docs" / "commands.md").read_text())
-    assert {name for name, _ in page} >= {"plan", "score", "doctor", "sweep", "bench", "plot", "demo"}
+    assert {name for name, _ in page} >= {"plan", "score", "doctor", "tune", "sweep", "bench", "plot", "demo"}
     assert EXTRA.findall('pip install ".[cli]" or "logitless[bench,score]"') == ["cli", "bench,score"]
 
 
@@ -222,7 +222,7 @@ def test_the_page_of_commands_has_their_options_and_no_others():
     # The table at the top says what each command needs.
     needs = dict(re.findall(r"^\| \[`(\w+)`\]\(#\w+\) \| `\[(\w+)\]` \|", sections[0], re.MULTILINE))
     assert needs == {
-        **dict.fromkeys(("plan", "doctor", "bench"), "cli"),
+        **dict.fromkeys(("plan", "doctor", "tune", "bench"), "cli"),
         **dict.fromkeys(("sweep", "plot"), "bench"),
         "score": "score",
         "demo": "demo",

@@ -4,17 +4,23 @@ Sizes follow from shapes, dtypes and the device's properties, never from content
 run an in-place kernel on its own output and make the order of summation depend on the machine's mood.
 
 One card was measured, an H200; each number says how. Other GPUs get the same rules applied to their own number of
-multiprocessors and their own L2, which nobody has measured there. CPUs get sizes that stay near the caches.
+multiprocessors and their own L2, which nobody has measured there, unless ``logitless tune`` has: what work costs is
+then read from the file that LOGITLESS_MACHINE names. CPUs get sizes that stay near the caches.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import math
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from logitless.errors import LogitlessError
 
 WORK = 512 << 20
 """Bytes that tiles get at most when the budget is large enough to store exponentials: larger tiles are not faster."""
@@ -38,8 +44,11 @@ BLOCK = 1024
 """Rows, as wide as the hidden states, that plain torch scales or mixes at a time."""
 
 
-@dataclass(frozen=True)
-class Costs:
+TABLE = "LOGITLESS_MACHINE"
+"""Environment variable that names a table of the card at hand."""
+
+
+class Costs(NamedTuple):
     """What work costs, in seconds: the model by which a policy loss chooses its route.
 
     Attributes:
@@ -169,10 +178,31 @@ CPU = Machine(
 @functools.cache
 def _card(index: int | None) -> Machine:
     facts = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    path = os.environ.get(TABLE)
+    if path:
+        return tuned(Path(path), facts.name, facts.multi_processor_count)
     # What work costs relative to other work is taken from the card that was measured.
     same = facts.multi_processor_count == 132 and facts.major == 9
     # Products with epilogues are made of what came with capability 9; what they cost elsewhere nobody knows.
     return H200 if same else _gpu(facts.name, facts.multi_processor_count, H200.costs, facts.major == 9)
+
+
+def tuned(path: Path, name: str, count: int) -> Machine:
+    """A card by that name and with so many multiprocessors, with the costs of a table that ``logitless tune`` wrote."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        card, costs, epilogues = (table["card"], table["multiprocessors"]), Costs(**table["costs"]), table["epilogues"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LogitlessError(
+            f"{TABLE}: wanted a table that logitless tune wrote, and {path} is none ({type(error).__name__}: {error}). "
+            f"Write one with logitless tune --out {path}, or unset {TABLE}."
+        ) from None
+    if card != (name, count):
+        raise LogitlessError(
+            f"{TABLE}: {path} is of {card[0]} with {card[1]} multiprocessors, and this is {name} with {count}. Write "
+            f"one here with logitless tune, or unset {TABLE}."
+        )
+    return _gpu(name, count, costs, bool(epilogues))
 
 
 def pieces(whole: int, step: int, dry: bool = False) -> list[slice]:

@@ -203,7 +203,7 @@ def apart_everywhere(call: Call) -> str | None:
     if call.backend != "triton":
         return f"the {call.backend} backend works on logits"
     if not call.machine.epilogues:
-        return "kernels that do both were not measured on this machine"
+        return "kernels that do both were not measured on this machine (logitless tune does)"
     if call.asked.kept is not None:
         return "kept ids are looked up in logits"
     if call.asked.low_rank is not None:

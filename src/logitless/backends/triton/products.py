@@ -13,6 +13,7 @@ had this way is told by :func:`takes` before anything runs.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +92,15 @@ def takes_sizes(dtype: torch.dtype, width: int) -> str | None:
     if dtype not in (torch.bfloat16, torch.float16):
         return f"operands are bfloat16 or float16, and not {dtype}"
     return f"hidden has {width} columns, not a multiple of 8" if width % 8 or not width else None
+
+
+def refusal(step: Callable[[], object]) -> str | None:
+    """Why a kernel does not run on this card, for want of shared memory say; None once it has."""
+    try:
+        step()
+    except (importlib.import_module("triton").TritonError, RuntimeError) as error:
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"
+    return None
 
 
 def describable(x: Tensor) -> bool:

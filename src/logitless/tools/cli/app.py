@@ -15,6 +15,7 @@ from logitless.tools.cli.measure import bench, plot, sweep
 from logitless.tools.cli.options import BAD_INPUT, BROKEN
 from logitless.tools.cli.plan import plan
 from logitless.tools.cli.score import score
+from logitless.tools.cli.tune import tune
 
 # Plain help: the boxes of rich call a flag a <bool> and are wrapped at 80 columns wherever they go.
 app = typer.Typer(
@@ -24,7 +25,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (plan, score, doctor, demo, sweep, bench, plot):
+for command in (plan, score, doctor, tune, demo, sweep, bench, plot):
     app.command()(command)
 
 

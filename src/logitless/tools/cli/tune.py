@@ -1,0 +1,57 @@
+"""``logitless tune``: a table of the card at hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from logitless.tools.cli.options import AsJson, Device
+from logitless.tools.cli.output import console, progress
+from logitless.tools.cli.ranks import pick_device
+
+
+def tune(
+    device: Device = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of the table; default: machine-CARD.json, in out of a checkout, or in ~/.cache/logitless."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what products cost on this card, for calls to choose by.
+
+    Takes some seconds, and writes a table. Calls read it where
+    LOGITLESS_MACHINE names it, the same file on every rank; without it, cards
+    other than an H200 never take products that end in a softmax.
+    """
+    import torch
+
+    from logitless.tools.outputs import default_folder
+    from logitless.tools.tune import measure, require_card, write
+
+    where = torch.device(pick_device(device, 0))
+    require_card(where)
+    with progress(8) as report:
+        table = measure(where, report=report)
+    path = out or default_folder() / f"machine-{table['card'].lower().replace(' ', '-')}.json"
+    write(table, path)
+    if as_json:
+        print(json.dumps(table, indent=1))
+        return
+    _print_table(table)
+    console().print(f"\nWritten. To use it: export LOGITLESS_MACHINE={path}")
+
+
+def _print_table(table: dict) -> None:
+    from logitless.tools.bench.tables import text_table
+
+    out = console()
+    out.print(text_table(("step", "ms"), [(name, f"{x:.3f}") for name, x in table["milliseconds"].items()]))
+    chosen = "are faster, and will be taken" if table["epilogues"] else "will not be taken"
+    why = f": {table['refused']}" if table["refused"] else ""
+    out.print(f"\n{table['card']}: products that end in a softmax {chosen}{why}.")
