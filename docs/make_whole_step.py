@@ -100,11 +100,11 @@ def readme(lines: Sequence[Line]) -> str:
     """The figure, and what it says of the largest model that both plain torch and we could train."""
     if not lines:
         return ""
-    most, memory = of_kind(lines, "longest"), budgets(lines)[0]
+    most, memory = of_kind([x for x in lines if x["kind"] != "longest" or "tokens" in x], "longest"), budgets(lines)[0]
     both = {
         model: [(of[name][-1], longest(most[model][name], memory)["tokens"]) for name in ("plain torch", "ours")]
         for model, of in of_kind(lines, "step").items()
-        if all("ms" in of[name][-1] and "tokens" in most[model][name][0] for name in ("plain torch", "ours"))
+        if all("ms" in of[name][-1] and name in most[model] for name in ("plain torch", "ours"))
     }
     model, ((plain, before), (ours, after)) = list(both.items())[-1]
     said = (

@@ -98,7 +98,9 @@ def test_flags_have_no_type_and_other_options_do():
     assert "bool" not in "".join(lines)
 
 
-@pytest.mark.parametrize("command", [(), ("plan",), ("score",), ("doctor",), ("tune",), ("bench",), ("plot",), ("demo",)])
+@pytest.mark.parametrize(
+    "command", [(), ("plan",), ("score",), ("doctor",), ("tune",), ("bench",), ("plot",), ("demo",)]
+)
 def test_help_reads_at_80_columns(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     result = invoke(*command, "--help")

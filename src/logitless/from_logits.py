@@ -246,6 +246,16 @@ def _extra_results(results: RowResults, problem: Problem, call: Call) -> tuple[d
     return extra_results(extras, results.extras, call.row(results.norm), call.group, count)
 
 
+def _write_gradient(
+    call: Call, problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor | None
+) -> None:
+    """dZ of all columns, and then of the further ids."""
+    run_gradient(call.backend, problem, norm, coef, out, out_index)
+    # Asked here: a compiler would trace the search for the backend.
+    if coef.at_ids is not None:
+        write_at_ids(load(call.backend), coef, 0, call.columns, out, out_index)
+
+
 def _logits_gradient(
     call: Call,
     saved: _Saved,
@@ -270,8 +280,7 @@ def _logits_gradient(
     elif saved.kept_reference is None or saved.kept_log_sum is None:
         coef = coefficients(logprob, norm, saved.mean, g_logprob, g_entropy, g_log_z)
         coef = _with_extras(coef, call, saved, g_logprob, g_extras)
-        run_gradient(call.backend, problem, norm, coef, out, out_index)
-        write_at_ids(load(call.backend), coef, 0, call.columns, out, out_index)
+        _write_gradient(call, problem, norm, coef, out, out_index)
     else:
         assert gathered is not None
         nothing = torch.zeros_like(g_logprob)
@@ -285,8 +294,7 @@ def _logits_gradient(
             out.zero_()
         else:
             no_target = replace(problem, column=problem.column.clamp_max(ELSEWHERE))
-            run_gradient(call.backend, no_target, norm, dense, out, out_index)
-            write_at_ids(load(call.backend), dense, 0, call.columns, out, out_index)
+            _write_gradient(call, no_target, norm, dense, out, out_index)
         write_kept(gathered, values, out, out_index)
     return logits.detach() if call.overwrite else out.view(logits.shape)
 

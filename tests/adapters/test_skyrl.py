@@ -611,7 +611,7 @@ def test_everything_is_replaced_and_put_back():
     before = module.from_parallel_logits_to_logprobs, functional().logprobs_from_logits
     report = logitless.install("skyrl")
     assert checkout("skyrl") or report.version == "0.3.0"
-    assert len(report.replaced) == 16
+    assert len(report.replaced) == 17
     assert not report.missing
     assert module.from_parallel_logits_to_logprobs is not before[0]
     logitless.uninstall("skyrl")

@@ -145,7 +145,7 @@ def estimate(
         LogitlessError: an argument cannot be honoured; the text says which and why.
 
     >>> estimate("logprobs", tokens=4096, vocab=1000, dtype="float32", device="cpu", overwrite_logits=True).peak >> 20
-    4
+    2
     """
     # All arguments, each under its own name: a step has the same ones.
     step = Step(**locals())
