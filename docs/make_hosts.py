@@ -31,6 +31,8 @@ TITLES |= {
     "transformers": "Transformers",
     "trl": "TRL",
 }
+SHOWN = ("megatron", "nemo_rl", "skyrl", "slime", "torchtitan", "verl")
+"""Hosts of the README's table; the others are on the page for maintainers."""
 
 
 def read() -> list[dict[str, Any]]:
@@ -86,18 +88,19 @@ def measured() -> list[AdapterRecord]:
 
 
 def readme(text: str, records: list[AdapterRecord]) -> str:
-    """The README with peak and time of a step of each host, before and after."""
-    gib = 2**30
+    """The README with peak and time of a step of some hosts, before and after."""
     columns = [
         (
             f"[{TITLES.get(x.host, x.host)}](docs/adapters/{x.host}.md)",
-            "---",
-            f"{x.before_bytes / gib:.1f} to {x.after_bytes / gib:.1f}",
-            f"{x.before_ms:.0f} to {x.after_ms:.0f}",
+            "---:",
+            *(f"{y / 2**30:.1f} GiB" for y in (x.before_bytes, x.after_bytes)),
+            *(f"{y:.0f} ms" for y in (x.before_ms, x.after_ms)),
         )
         for x in records
+        if x.host in SHOWN
     ]
-    lines = zip(("", "---", "peak, GiB", "time, ms"), *columns, strict=True)
+    names = ("", "---", "peak before", "peak after", "time before", "time after")
+    lines = zip(names, *columns, strict=True)
     return _between(text, MEASURED_BEGIN, "".join(f"| {' | '.join(line)} |\n" for line in lines) + "\n")
 
 

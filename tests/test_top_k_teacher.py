@@ -105,7 +105,7 @@ def right(batch: Batch, kind: str, tail: str, dtype: torch.dtype, head: Head | N
     log_p, log_q = outcomes(z, batch, tail, dtype)
     found = torch.where(counted, textbook(log_p, log_q, kind, **numbers), 0.0)
     entropy = torch.where(counted, -(log_q.exp() * log_q.masked_fill(log_q == -torch.inf, 0.0)).sum(-1), 0.0)
-    (found * torch.arange(1, ROWS + 1)).sum().backward()
+    (found * torch.arange(1, ROWS + 1, device=found.device)).sum().backward()
     return Outcome((found.detach(), entropy), tuple(x.grad for x in (hidden, weight, bias)))  # pyright: ignore
 
 
@@ -183,6 +183,17 @@ def test_a_student_that_is_nearly_certain(kind: str, device: torch.device):
     rest = outcomes(z, batch, "bucket", torch.float64)[0][:, -1].exp()
     assert ((rest > 0) & (rest < 6e-8)).sum() >= 4
     check(batch, kind, "bucket")
+
+
+@pytest.mark.parametrize("kind", ["tv", "forward_kl"])
+def test_a_student_that_excludes_all_ids(kind: str, device: torch.device):
+    """There is no distribution over what is left of them: NaN, and not what the padding would make of it."""
+    batch = Batch.draw(device)
+    row = int(((batch.ids < 0).any(1) & (batch.ids >= 0).any(1) & (batch.target >= 0)).nonzero()[0])
+    batch.bias[batch.ids[row][batch.ids[row] >= 0]] = -torch.inf
+    given = {"kind": kind, "bias": batch.bias}
+    out = ll.linear_divergence(batch.hidden, batch.weight, batch.teacher("renormalise"), batch.target, **given)
+    assert out.divergence[row].isnan()
 
 
 def test_what_else_is_returned(device: torch.device):

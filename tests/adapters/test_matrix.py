@@ -34,7 +34,10 @@ def test_the_table_is_what_the_records_say():
 
 @pytest.mark.parametrize(
     ("path", "made", "shown"),
-    [(make_hosts.README, make_hosts.readme, "to 4711"), (make_hosts.MAINTAINERS, make_hosts.maintainers, "4,711 ms")],
+    [
+        (make_hosts.README, make_hosts.readme, "| 4711 ms |"),
+        (make_hosts.MAINTAINERS, make_hosts.maintainers, "4,711 ms"),
+    ],
     ids=["README", "maintainers"],
 )
 def test_first_pages_say_what_was_measured(path, made, shown):
@@ -42,7 +45,7 @@ def test_first_pages_say_what_was_measured(path, made, shown):
     text, records = path.read_text(encoding="utf-8"), make_hosts.measured()
     assert made(text, records) == text
     assert len(records) >= 5
-    slower = [replace(records[0], after_ms=4711.0), *records[1:]]
+    slower = [replace(x, after_ms=4711.0) if x.host == make_hosts.SHOWN[0] else x for x in records]
     assert shown in made(text, slower) != text
 
 

@@ -176,8 +176,13 @@ class Sent(NamedTuple):
 
 
 def normalised(z: Tensor, empty: Tensor) -> Tensor:
-    """Log-probs over the places that have an id; -inf for the others, also in a row that has none."""
-    return z.masked_fill(empty, FLOOR).log_softmax(-1).masked_fill(empty, -torch.inf)
+    """Log-probs over the places that have an id; -inf for the others, also in a row that has none.
+
+    NaN where every id of a row is excluded: nothing is a distribution over nothing.
+    """
+    nothing = ((z == -torch.inf) | empty).all(-1, keepdim=True)
+    found = z.masked_fill(empty, FLOOR).log_softmax(-1)
+    return found.masked_fill(nothing, torch.nan).masked_fill(empty, -torch.inf)
 
 
 def _divergence(log_p: Tensor, other: Sent, kind: Divergence) -> Tensor:
