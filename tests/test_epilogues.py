@@ -250,7 +250,7 @@ def test_a_reference_that_must_move(reach: float, descending: bool, dtype: torch
     right.sum().backward()
     torch.testing.assert_close(out.logprob.double(), right.detach(), rtol=1e-6, atol=2e-5)
     # The gradient is rounded to 16 bits, and so are the exponentials that the rows of the weight are multiplied by.
-    allowed = 2**-9 * (exact.grad.abs().max() + weight.double().abs().max())
+    allowed = torch.finfo(dtype).eps / 4 * (exact.grad.abs().max() + weight.double().abs().max())
     assert (hidden.grad.double() - exact.grad).abs().max() <= allowed
 
 
@@ -258,7 +258,7 @@ def test_a_reference_that_must_move(reach: float, descending: bool, dtype: torch
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_chunks_of_a_loss(dtype: torch.dtype, launched: list):
     """Two chunks of exponentials, the second of them shorter, whose references another chunk had before."""
-    lengths, vocab = [11, 7, 7], 131
+    lengths, vocab = [11, 7, 7], 259
     problem = make(dtype, lengths, vocab, WIDTH, head={"temperature": torch.linspace(0.6, 1.7, sum(lengths))})
     given = (*problem.operands[:2], problem.batch.rows())
     plan = ll.explain(*given, objective=ll.Objective(**PPO), memory=room(9, vocab), backend="triton")
@@ -270,14 +270,14 @@ def test_chunks_of_a_loss(dtype: torch.dtype, launched: list):
 
 def test_chunks_of_a_loss_as_apart(monkeypatch, device: torch.device, launched: list):
     """The same loss and gradients as where logits go through memory, up to two roundings of 16 bits."""
-    drawn = draw(26, 131, WIDTH, torch.float16)
+    drawn = draw(26, 259, WIDTH, torch.float16)
     given: dict[str, Any] = {"advantage": torch.randn(26, device=device), "old_logprob": "current"}
-    target, runs = torch.randint(131, (26,), device=device), []
+    target, runs = torch.randint(259, (26,), device=device), []
     for on in (replace(Machine.of(device), costs=None), replace(Machine.of(device), costs=None, epilogues=False)):
         monkeypatch.setattr(Machine, "of", staticmethod(lambda _, on=on: on))
         leaf = drawn.leaves(device=device)
         call = (leaf.hidden, leaf.weight, target, ll.Objective(entropy_coef=0.1))
-        loss, _ = ll.linear_policy_loss(*call, bias=leaf.bias, backend="triton", memory=9500, **given)
+        loss, _ = ll.linear_policy_loss(*call, bias=leaf.bias, backend="triton", memory=18800, **given)
         runs.append((loss, *torch.autograd.grad(loss, list(leaf))))
         assert ("gradient_from_tiles_kernel" in launched) == on.epilogues
         launched.clear()
