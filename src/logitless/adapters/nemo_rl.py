@@ -466,7 +466,7 @@ def _classes(module: str, bounds: str) -> list[Replacement]:
 HOST = Host(
     name="nemo_rl",
     package="nemo_rl",
-    versions=("0.6",),
+    versions=("0.6", "0.7"),
     replacements=_replacements,
     options={
         "accurate": Option(False, "float32 logits of half-precision hidden states instead of NeMo-RL's rounding"),
