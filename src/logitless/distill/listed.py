@@ -24,6 +24,7 @@ from logitless.from_hidden.projection import Projection
 from logitless.machine import pieces
 from logitless.results import RowResults, extra_results, row_results
 from logitless.softmax import SKIP, Coefficients
+from logitless.spec import IGNORE
 
 
 class ListedResults(NamedTuple):
@@ -118,11 +119,9 @@ class ListedChunk:
         problem, norm = self._problem(rows, column), results.row.norm
         upstream = (torch.where(by[:, None] == 0, 0.0, by[:, None] * results.slope),)
         row = self._row(results.row, other, rows)
+        row = row._replace(target=row.target.masked_fill(column == SKIP, IGNORE))
         coef = extended(coef, extras, results.saved, row, results.row.logprob, g_logprob, upstream)
         out = rows.backend.gradient_over(problem, norm, coef, rows.hidden.dtype)
-        if coef.at_ids is not None:
-            at_ids = coef.at_ids._replace(value=coef.at_ids.value.masked_fill((column == SKIP)[:, None], 0.0))
-            coef = coef._replace(at_ids=at_ids)
         write_at_ids(rows.backend, coef, 0, rows.call.columns, out)
         return out
 

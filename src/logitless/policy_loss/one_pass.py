@@ -184,13 +184,12 @@ class OnePass:
         number = _read_later(stays.sum(), self._dry_number(stop - start)) if drop else None
         # Rows that do not count may hold anything: without a target they have no gradient, rather than 0 * NaN.
         column = torch.where(counted, column, SKIP)
-        by = torch.zeros_like(row.logprob) if found.divergence is None else found.divergence
         if isinstance(chunk, PairChunk):
             assert isinstance(pair, PairResults)
-            d_z = chunk.gradient(start, stop, column, pair, by, coef)
+            d_z = chunk.gradient(start, stop, column, pair, found.by_divergence, coef)
         elif isinstance(chunk, ListedChunk):
             assert isinstance(pair, ListedResults)
-            d_z = chunk.gradient(start, stop, column, pair, by, coef, found.logprob)
+            d_z = chunk.gradient(start, stop, column, pair, found.by_divergence, coef, found.logprob)
         else:
             d_z = chunk.gradient(start, stop, column, row.norm, coef)
         if number is not None:
@@ -319,6 +318,11 @@ class RowGradients(NamedTuple):
         for x in self[1:]:
             some = some if x is None else some | (x != 0)
         return some
+
+    @property
+    def by_divergence(self) -> Tensor:
+        """``[C]``, also of a loss without such a term."""
+        return torch.zeros_like(self.logprob) if self.divergence is None else self.divergence
 
     def scaled(self, factor: Tensor) -> RowGradients:
         return RowGradients(*(x if x is None else x * factor for x in self))  # pyright: ignore[reportArgumentType]

@@ -72,8 +72,7 @@ class _Case:
         self.p = Product(self.x, self.w, None, target, one)
         self.problem = Problem(self.logits, None, target, one, 0.0, columns, True, 0)
         self.norm, self.coef = Normaliser(0 * one, 10 * one), Coefficients(one, one, one)
-        self.product_sizes = product_sizes(columns, width)
-        self.references = one.new_empty(-(-columns // self.product_sizes.columns), rows)
+        self.references = one.new_empty(-(-columns // product_sizes(columns, width).columns), rows)
         self.accumulated = torch.zeros(columns, width, device=device)
 
     def apart(self) -> dict[str, Callable[[], object]]:

@@ -52,7 +52,7 @@ class Environment:
     def here(device: torch.device, commit: str | None = None) -> Environment:
         """This process, this checkout and the given device; ``commit`` is for code without its git history."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-        slug = _slug(name) if device.type == "cuda" else "cpu"
+        slug = slug_of(name) if device.type == "cuda" else "cpu"
         versions = {"torch": torch.__version__, "triton": _version("triton"), "python": platform.python_version()}
         versions["logitless"] = logitless.__version__
         versions |= {name: found for name in PEERS if (found := _version(name)) != ABSENT}
@@ -255,7 +255,8 @@ def _finite(x: Any) -> Any:
     return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
-def _slug(name: str) -> str:
+def slug_of(name: str) -> str:
+    """A card's name in the name of a file."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower().removeprefix("nvidia").strip()).strip("-")
 
 

@@ -31,6 +31,7 @@ def tune(
     """
     import torch
 
+    from logitless.tools.bench.records import slug_of
     from logitless.tools.outputs import default_folder
     from logitless.tools.tune import measure, require_card, write
 
@@ -38,7 +39,7 @@ def tune(
     require_card(where)
     with progress(8) as report:
         table = measure(where, report=report)
-    path = out or default_folder() / f"machine-{table['card'].lower().replace(' ', '-')}.json"
+    path = out or default_folder() / f"machine-{slug_of(table['card'])}.json"
     write(table, path)
     if as_json:
         print(json.dumps(table, indent=1))
