@@ -115,9 +115,9 @@ def seeded(name: str, original):
         return found.roll(1) if isinstance(self.temperature, torch.Tensor) else found
 
     def row_gradients(*args, **kwargs):
-        by_logprob, by_entropy = original(*args, **kwargs)
-        by_logprob[-1:] = 0.0
-        return by_logprob, by_entropy
+        found, evaluated = original(*args, **kwargs)
+        found.logprob[-1:] = 0.0
+        return found, evaluated
 
     return {f.__name__: f for f in (coefficients, gain, row_gradients)}[name]
 

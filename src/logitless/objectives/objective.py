@@ -232,16 +232,20 @@ class Objective:
     def evaluate(self, inputs: Inputs) -> tuple[Tensor, Metrics]:
         """Loss of these rows, a 0-dim sum, and their metrics, without graph. Nothing waits for the device."""
         x = inputs.cleaned()
-        loss, sums, values, correction = self._loss(x)
+        parts, values, correction = self._parts(x)
+        sums = {name: _weighed_sum(x, part) for name, part in parts.items()}
+        loss = torch.stack(list(sums.values())).sum()
         with torch.no_grad():
             return loss, self._metrics(x, {"loss": loss, **sums}, values, correction)
 
     def loss(self, inputs: Inputs) -> Tensor:
-        """The loss of :meth:`evaluate` alone: what a chunk's gradient is taken of."""
-        return self._loss(inputs.cleaned())[0]
+        """The loss of :meth:`evaluate` alone, up to rounding: what a chunk's gradient is taken of."""
+        x = inputs.cleaned()
+        first, *others = self._parts(x)[0].values()
+        return _weighed_sum(x, sum(others, first))
 
-    def _loss(self, x: Inputs) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Tensor | None]:
-        """Loss, its parts, the policy term's metric values, and the correction's weights."""
+    def _parts(self, x: Inputs) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+        """Losses of the rows by term, the policy term's metric values, and the correction's weights."""
         policy, values = self._policy(x)
         parts = {}
         correction = None
@@ -265,8 +269,7 @@ class Objective:
         if self.z_coef != 0:
             assert x.log_z is not None
             parts["z_loss"] = self.z_coef * x.log_z.square()
-        sums = {name: torch.where(x.counted, x.weight * part, 0.0).sum() for name, part in parts.items()}
-        return torch.stack(list(sums.values())).sum(), sums, values, correction
+        return parts, values, correction
 
     def __call__(
         self,
@@ -438,6 +441,11 @@ class Objective:
                 f"Objective: entropy_coef is {self.entropy_coef} but the entropy {came}. "
                 f"Compute the results with entropy=objective.entropy."
             )
+
+
+def _weighed_sum(x: Inputs, losses: Tensor) -> Tensor:
+    """0-dim sum of the rows' losses, each times its weight."""
+    return torch.where(x.counted, x.weight * losses, 0.0).sum()
 
 
 _PLAIN = Objective()

@@ -144,13 +144,13 @@ POLICY_TERMS = {
 def _clipped_surrogate(
     ratio: Tensor, advantage: Tensor, clip: Bounds, dual_clip: float | None
 ) -> tuple[Tensor, Values]:
-    low, high = clip
-    plain, clipped = -advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high)
+    (low, high), cost = clip, -advantage
+    plain, clipped = cost * ratio, cost * ratio.clamp(1 - low, 1 + high)
     active = clipped > plain
     loss = torch.where(active, clipped, plain)
     values = _shares(below=active & (ratio < 1 - low), above=active & (ratio > 1 + high), dtype=ratio.dtype)
     if dual_clip is not None:
-        bound = -advantage * dual_clip
+        bound = cost * dual_clip
         capped = (advantage < 0) & (loss > bound)
         loss = torch.where(capped, bound, loss)
         values["dual_clip_fraction"] = capped.to(ratio.dtype)

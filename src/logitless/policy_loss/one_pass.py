@@ -124,29 +124,32 @@ class OnePass:
         chunk = self._empty_chunk()
         # Log-prob, entropy and log Z; with a teacher, also what is about the two.
         stats = [p.gain.new_empty(len(p.hidden)) for _ in range(len(DivergenceStats._fields) if self.taught else 3)]
-        last = None
+        last, evaluated = None, None
         for i, (start, stop) in enumerate(chunks):
             if last is not None:
                 # The memory of its dZ is needed again.
                 self._multiply_head(*last, overwrite=self.fresh and i == 1)
                 last = None
-            results, last = self._work_off(chunk, start, stop, first=i == 0)
+            results, evaluated, last = self._work_off(chunk, start, stop, first=i == 0)
             for whole, part in zip(stats, results, strict=True):
                 if part is not None:
                     whole[start:stop] = part
         if not chunks:
             self._zero(self.into.hidden)
-        # Once more on all rows, for the value and the metrics: on vectors, and the same bits however rows were chunked.
         stats = DivergenceStats(*stats) if self.taught else TokenStats(*stats)
-        log_z, divergence = stats.log_z if self.objective.log_z else None, getattr(stats, "divergence", None)
-        of_rows = {"logprob": stats.logprob, "entropy": stats.entropy, "log_z": log_z, "divergence": divergence}
-        inputs = replace(self.inputs, **of_rows)
-        loss, metrics = self.objective.evaluate(inputs)
         # As late as can be: in one chunk, nothing that fails leaves a part of a gradient in the caller's buffer.
         if last is not None:
             self._multiply_head(*last, overwrite=self.fresh and len(chunks) == 1)
+        # Of several chunks, the value and the metrics once more on all rows: the same bits however rows were chunked.
+        loss, metrics = evaluated or self.objective.evaluate(self._inputs_with(stats))
         scale = self.scale if self.float16 is None else self.float16.settle(chunks)
         return Outcome(loss.detach(), metrics, stats, self.into, scale)
+
+    def _inputs_with(self, stats: TokenStats | DivergenceStats) -> Inputs:
+        """The objective's inputs, with the results of all rows."""
+        log_z, divergence = stats.log_z if self.objective.log_z else None, getattr(stats, "divergence", None)
+        of_rows = {"logprob": stats.logprob, "entropy": stats.entropy, "log_z": log_z, "divergence": divergence}
+        return replace(self.inputs, **of_rows)
 
     def _empty_chunk(self) -> Chunk | PairChunk | ListedChunk:
         """Room for the largest chunk."""
@@ -160,8 +163,9 @@ class OnePass:
 
     def _work_off(
         self, chunk: Chunk | PairChunk | ListedChunk, start: int, stop: int, first: bool
-    ) -> tuple[tuple[Tensor | None, ...], Factors | None]:
-        """Results of a chunk of rows, whose hidden states get their gradient; the factors of the head's gradient."""
+    ) -> tuple[tuple[Tensor | None, ...], Evaluated | None, Factors | None]:
+        """Results of a chunk of rows, whose hidden states get their gradient; value and metrics of the objective, if
+        the chunk is all rows; and the factors of the head's gradient."""
         column, pair = self.p.column[start:stop], None
         if isinstance(chunk, PairChunk | ListedChunk):
             pair = chunk.results(start, stop)
@@ -170,14 +174,14 @@ class OnePass:
             row = row_results(chunk.statistics(start, stop), None, column == SKIP, True, self.p.call.group)
             divergence, values = None, row[:3]
         part = replace(self.inputs.cut(start, stop, self.plan.whole_samples), divergence=divergence)
-        found = row_gradients(self.objective, part, row, check=first)
+        found, evaluated = row_gradients(self.objective, part, row, check=first, whole=stop - start == len(self.inputs))
         scale = self.scale if self.float16 is None else self.float16.lower(*found)
         if scale is not None:
             found = found.scaled(scale)
         coef = coefficients(row.logprob, row.norm, row.mean, *found[:3])
         if not self.p.call.columns:
             self._zero(None if self.into.hidden is None else self.into.hidden[start:stop])
-            return values, None
+            return values, evaluated, None
         counted, staying = part.counted, None
         stays = counted & found.matters
         drop = self.drop_zeros and not (stays.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -196,7 +200,7 @@ class OnePass:
             count = number()
             staying = _places(stays, count) if count <= (1 - FEW) * (stop - start) else None
             counted = None if count == stop - start else counted
-        return values, self._multiply(d_z, slice(start, stop), staying, counted)
+        return values, evaluated, self._multiply(d_z, slice(start, stop), staying, counted)
 
     def _multiply(self, d_z: Tensor, chunk: slice, staying: Tensor | None, counted: Tensor | None) -> Factors:
         """The product for a chunk's hidden states; returns the factors of that for the head.
@@ -328,14 +332,19 @@ class RowGradients(NamedTuple):
         return RowGradients(*(x if x is None else x * factor for x in self))  # pyright: ignore[reportArgumentType]
 
 
+Evaluated = tuple[Tensor, Metrics]
+"""Value of an objective, 0-dim, and its metrics."""
+
+
 def row_gradients(
-    objective: Objective | Preference, inputs: Inputs, results: RowResults, check: bool = False
-) -> RowGradients:
-    """Gradients of some rows' loss by what its terms are on.
+    objective: Objective | Preference, inputs: Inputs, results: RowResults, check: bool = False, whole: bool = False
+) -> tuple[RowGradients, Evaluated | None]:
+    """Gradients of some rows' loss by what its terms are on; and its value and metrics, if they are ``whole``.
 
     Args:
         inputs: with the rows' divergence, if there is a teacher.
         check: raise if the loss depends on anything else that needs a gradient, and would not get it here.
+        whole: whether these are all rows.
     """
     with torch.enable_grad():
         logprob, entropy, divergence = results.logprob.detach().requires_grad_(), results.entropy, inputs.divergence
@@ -347,7 +356,11 @@ def row_gradients(
             leaves["log_z"] = results.log_z.detach().requires_grad_()
         if divergence is not None:
             leaves["divergence"] = divergence.detach().requires_grad_()
-        loss = objective.loss(replace(inputs, **{"entropy": entropy, **leaves}))
+        inputs, evaluated = replace(inputs, **{"entropy": entropy, **leaves}), None
+        if whole:
+            loss, _ = evaluated = objective.evaluate(inputs)
+        else:
+            loss = objective.loss(inputs)
         found: dict[str, Tensor | None] = {}
         if check and _depends_on_others(loss, list(leaves.values())):
             raise LogitlessError(
@@ -357,8 +370,9 @@ def row_gradients(
         if loss.requires_grad:
             found = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True), strict=True))
     by = {name: x.contiguous() for name, x in found.items() if x is not None}
+    by_logprob = by["logprob"] if "logprob" in by else torch.zeros_like(logprob)
     rest = (by.get(name) for name in ("entropy", "log_z", "divergence"))
-    return RowGradients(by.get("logprob", torch.zeros_like(logprob)), *rest)
+    return RowGradients(by_logprob, *rest), evaluated
 
 
 def _depends_on_others(loss: Tensor, leaves: list[Tensor]) -> bool:
