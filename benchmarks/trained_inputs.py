@@ -146,6 +146,23 @@ def _spread(x: Tensor) -> dict[str, Any]:
     return found | {"quantiles": dict(zip(map(str, QUANTILES), at, strict=True))}
 
 
+def digest(line: dict[str, Any]) -> str:
+    """The facts that matter most, in a few lines."""
+    told = [
+        f"{name}: mean {found['mean']:.2f}, {found['quantiles']['0.0']:.2f} to {found['quantiles']['1.0']:.2f}"
+        for name in ("logprob", "entropy", "row_maximum", "row_range")
+        for found in (line[name],)
+    ]
+    told += [f"{name}: {line[name]:.4g}" for name in ("largest_logit", "accuracy", "targets_above_99", "rows_above_99")]
+    for way in line["guesses"]:
+        right, again = (f"{100 * way[name]:.4g} %" for name in ("right", "launches_right"))
+        told.append(
+            f"{way['name']}, slabs of {way['columns']} columns, slack {way['slack']:g}: {right} of guesses right, {again} "
+            f"of {way['launches']} launches{'' if way['used'] else ' (not used)'}"
+        )
+    return "\n".join(told)
+
+
 def cases(trained: Trained, device: torch.device, gaussian: bool) -> list[Case]:
     """From hidden states and from logits; with ``gaussian``, each also on Gaussian inputs of the same sizes."""
     tokens, vocab, hidden = trained.sizes
@@ -181,6 +198,8 @@ def make(options: argparse.Namespace, device: torch.device) -> tuple[Trained, di
     ids = tokenize(found, sizes.vocab, options.bpe_bytes, options.tokens + 1)
     took["tokenize"] = time.perf_counter() - start - took["texts"]
     say(f"{ids.known} different ids, {len(ids.train)} to train on, {len(ids.held_out)} held out")
+    if len(ids.train) <= sizes.length:
+        raise SystemExit(f"there is too little text to train on: {len(ids.train)} ids")
     model = make_model(sizes, device)
     history = train(model, ids.train, sizes, effort, say)
     trained = look(model, ids.held_out, sizes, options.tokens)
@@ -191,8 +210,8 @@ def make(options: argparse.Namespace, device: torch.device) -> tuple[Trained, di
 def obtain(options: argparse.Namespace, device: torch.device) -> tuple[Trained, dict[str, Any]]:
     """What was saved, or a model that is trained now and, if asked, saved."""
     if options.inputs is not None:
-        found = torch.load(options.inputs, weights_only=True)
-        return Trained(*(found[name].to(device) for name in Trained._fields)), found["model"]
+        found = torch.load(options.inputs, weights_only=True, map_location=device)
+        return Trained(*(found[name] for name in Trained._fields)), found["model"]
     trained, model = make(options, device)
     if options.save is not None:
         torch.save(trained._asdict() | {"model": model}, options.save)
@@ -236,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.cuda.empty_cache()
     where = asdict(Environment.here(device, options.commit))
     line = {"model": model, **facts(trained, routes(trained)), "environment": where}
-    say(json.dumps(line))
+    say(digest(line))
     if options.out is not None:
         with options.out.with_stem(f"{options.out.stem}-model").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
