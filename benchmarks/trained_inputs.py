@@ -157,8 +157,8 @@ def digest(line: dict[str, Any]) -> str:
     for way in line["guesses"]:
         right, again = (f"{100 * way[name]:.4g} %" for name in ("right", "launches_right"))
         told.append(
-            f"{way['name']}, slabs of {way['columns']} columns, slack {way['slack']:g}: {right} of guesses right, {again} "
-            f"of {way['launches']} launches{'' if way['used'] else ' (not used)'}"
+            f"{way['name']}, slabs of {way['columns']} columns, slack {way['slack']:g}: {right} of guesses right, "
+            f"{again} of {way['launches']} launches{'' if way['used'] else ' (not used)'}"
         )
     return "\n".join(told)
 

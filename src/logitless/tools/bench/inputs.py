@@ -130,8 +130,8 @@ def make_batch(case: Case, device: torch.device, seed: int = 0, trained: Trained
     rows = Rows.at(index.to(device), target.to(device), num_tokens=case.tokens)
     if len(rows) == case.tokens:
         rows = Rows.every(target.to(device))
-    vectors = (x.to(device) for x in (labels, g_logprob, g_entropy))
-    return Batch(case, rows, *vectors, seed, advantage.to(device), trained=trained)
+    labels, g_logprob, g_entropy, advantage = (x.to(device) for x in (labels, g_logprob, g_entropy, advantage))
+    return Batch(case, rows, labels, g_logprob, g_entropy, seed, advantage, trained=trained)
 
 
 def _fitting(case: Case, trained: Trained | None) -> Trained:
