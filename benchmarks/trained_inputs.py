@@ -195,7 +195,7 @@ def make(options: argparse.Namespace, device: torch.device) -> tuple[Trained, di
     size = sum(map(len, found))
     say(f"{len(found)} texts, {size / 1e6:.1f} million characters")
     took["texts"] = time.perf_counter() - start
-    ids = tokenize(found, sizes.vocab, options.bpe_bytes, options.tokens + 1)
+    ids = tokenize(found, sizes.vocab, options.bpe_bytes, options.tokens + options.tokens // sizes.length)
     took["tokenize"] = time.perf_counter() - start - took["texts"]
     say(f"{ids.known} different ids, {len(ids.train)} to train on, {len(ids.held_out)} held out")
     if len(ids.train) <= sizes.length:

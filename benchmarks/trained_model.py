@@ -27,7 +27,7 @@ import logitless as ll
 from logitless.tools.bench.inputs import Trained
 
 SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh")
-FILE_BYTES = (200, 1 << 20)
+FILE_BYTES = (200, 1 << 18)
 END = "<end>"
 LONGEST_TOKEN = 64
 HELD_OUT = 0.02
@@ -217,9 +217,9 @@ def _operands(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def look(model: Any, ids: Tensor, sizes: Sizes, tokens: int) -> Trained:
-    """What the model makes of the first so many ids, in sequences as long as those it was trained on."""
-    window = ids[: tokens + 1].long().to(model.device)
+    """What the model makes of so many ids, in sequences as long as those it was trained on, from all over the text."""
+    start = torch.linspace(0, len(ids) - sizes.length - 1, tokens // sizes.length, dtype=torch.float64).long()
+    window = ids[start[:, None] + torch.arange(sizes.length + 1)].long().to(model.device)
     model.eval()
-    sequences = window[:-1].view(-1, sizes.length)
-    hidden, weight = zip(*(_operands(model, x) for x in sequences.split(sizes.batch)), strict=True)
-    return Trained(torch.cat(hidden), weight[0], window[1:])
+    hidden, weight = zip(*(_operands(model, x[:, :-1]) for x in window.split(sizes.batch)), strict=True)
+    return Trained(torch.cat(hidden), weight[0], window[:, 1:].flatten())

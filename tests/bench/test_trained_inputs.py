@@ -109,6 +109,18 @@ def test_held_out_ids_are_of_other_texts(folder):
         trained_model.tokenize(found, 300, 1 << 20, needed=10**6)
 
 
+def test_every_hidden_state_stands_beside_the_token_that_follows_it():
+    sizes = trained_model.Sizes(vocab=50, hidden=16, layers=1, heads=2, length=4, batch=2)
+    model = trained_model.make_model(sizes, torch.device("cpu"))
+    ids = torch.randperm(50, dtype=torch.int32)
+    found = trained_model.look(model, ids, sizes, tokens=12)
+    # Three sequences of four, from the beginning, the middle and the end.
+    assert found.target.tolist() == [*ids[1:5], *ids[23:27], *ids[46:]]
+    wanted = model.model(ids[None, 22:26].long()).last_hidden_state[0]
+    torch.testing.assert_close(found.hidden[4:8].float(), wanted, atol=0.0, rtol=2**-8)
+    assert torch.equal(found.weight, model.lm_head.weight.bfloat16())
+
+
 def test_gaussian_inputs_of_the_same_sizes_are_beside_each_case():
     given = Trained(torch.zeros(6, 4), torch.zeros(9, 4), torch.zeros(6, dtype=torch.long))
     plain, both = (trained_inputs.cases(given, torch.device("cpu"), gaussian) for gaussian in (False, True))

@@ -47,7 +47,7 @@ class Trained(NamedTuple):
     @property
     def sizes(self) -> tuple[int, int, int]:
         """T, V and D."""
-        return len(self.hidden), *self.weight.shape
+        return len(self.hidden), self.weight.shape[0], self.weight.shape[1]
 
 
 @dataclass(frozen=True, eq=False)
