@@ -19,8 +19,8 @@ Found = Mapping[tuple[str, str], Record]
 
 LOGITS_PROVIDERS = ("torch", "torch.compile", "megatron", "liger", "trl-kernel", "logitless", "logitless-overwrite")
 LINEAR_PROVIDERS = (
-    *("torch", "torch.compile", "verl-kernel", "liger-flce", "liger-flce-none", "liger-chunked", "liger-selective"),
-    *("cce", "cce-exact", "logitless", "logitless-logits"),
+    *("torch", "torch.compile", "trl-head", "verl-kernel", "liger-flce", "liger-flce-none", "liger-chunked"),
+    *("liger-selective", "cce", "cce-exact", "logitless", "logitless-logits"),
 )
 LOSS_PROVIDERS = (*LINEAR_PROVIDERS, "logitless-loss", "logitless-loss-buffer")
 

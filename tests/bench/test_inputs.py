@@ -1,12 +1,15 @@
 """Inputs: reproducible, shaped like a model's output, and handed over without a copy."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import logitless as ll
+from logitless import LogitlessError
 from logitless.memory.step import hand_over
 from logitless.tools.bench.cases import Case
-from logitless.tools.bench.inputs import CARRIER, fill_logits, fill_operands, make_batch, scored_rows
+from logitless.tools.bench.inputs import CARRIER, Trained, fill_logits, fill_operands, make_batch, scored_rows
 
 CPU = torch.device("cpu")
 
@@ -98,3 +101,30 @@ def test_handed_over_logits_can_be_overwritten():
     out = ll.logprobs(logits, torch.arange(5), overwrite_logits=True)
     (gradient,) = torch.autograd.grad(out.logprob, logits, torch.ones(5))
     assert gradient.data_ptr() == buffer.data_ptr()
+
+
+def trained_model(dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    return Trained(torch.randn(37, 24).to(dtype), torch.randn(501, 24).to(dtype), torch.randint(501, (37,)))
+
+
+def test_what_a_trained_model_has_is_taken_as_it_is(monkeypatch):
+    monkeypatch.setattr("logitless.tools.bench.inputs.BLOCK_ELEMENTS", 5 * 501)
+    given = trained_model()
+    case = Case("x", "cpu", 37, 501, "bfloat16", logits="trained", hidden=24, response=0.5)
+    batch = make_batch(case, CPU, trained=given)
+    hidden, weight = fill_operands(batch, torch.empty(37, 24).bfloat16(), torch.empty(501, 24).bfloat16())
+    assert torch.equal(hidden, given.hidden)
+    assert torch.equal(weight, given.weight)
+    assert torch.equal(batch.rows.target, given.target[batch.rows.index])
+    assert 0 < len(batch.rows) < 37
+    logits = fill_logits(make_batch(replace(case, hidden=None), CPU, trained=given), torch.empty(37, 501))
+    torch.testing.assert_close(logits, given.hidden.float() @ given.weight.float().T)
+
+
+def test_a_trained_model_that_is_missing_or_of_other_sizes_is_refused():
+    case = Case("x", "cpu", 37, 501, logits="trained", hidden=24)
+    with pytest.raises(LogitlessError, match=r"case x is of a trained model, and none is given"):
+        make_batch(case, CPU)
+    with pytest.raises(LogitlessError, match=r"T, V, D = \(37, 502, 24\), the trained model \(37, 501, 24\)"):
+        make_batch(replace(case, vocab=502), CPU, trained=trained_model())

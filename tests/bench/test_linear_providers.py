@@ -7,7 +7,8 @@ import torch
 
 from logitless.tools.bench.cases import Case
 from logitless.tools.bench.inputs import fill_operands, make_batch
-from logitless.tools.bench.linear_providers import LINEAR_PROVIDERS, VERL_KERNEL
+from logitless.tools.bench.linear_providers import LINEAR_PROVIDERS, TRL_COLUMNS, TRL_HEAD, VERL_KERNEL
+from logitless.tools.bench.linear_truth import with_loss
 from logitless.tools.bench.providers import Scores, add_peers
 from logitless.tools.bench.run import take_step
 
@@ -20,6 +21,7 @@ PEERS = {
     "liger-selective": "liger_kernel",
     "cce": "cut_cross_entropy",
     "cce-exact": "cut_cross_entropy",
+    "trl-head": "trl",
     "verl-kernel": "verl",
 }
 
@@ -36,6 +38,36 @@ def linear_cross_entropy(hidden, weight, labels, temperature, reduction, group):
     from . import kernels
     assert (temperature, reduction, group) == (1.0, "none", None)
     return kernels.forward(hidden, weight, labels)
+"""
+CHUNKED_LOGPROB = """
+import torch
+
+asked = []
+
+class ChunkedLogProbFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, temperature, columns, softcap, scale, outputs):
+        assert (bias, temperature, softcap, scale) == (None, 1.0, None, 1.0)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, targets)
+        asked.append((columns, outputs))
+        logprob, entropy = both(hidden, weight, targets)
+        return logprob, entropy if "entropy" in outputs else None, None, None, None
+
+    @staticmethod
+    def backward(ctx, g_logprob, g_entropy, *_):
+        from ..trainer.utils import maybe_gather_lm_head_ctx
+
+        *leaves, targets = ctx.saved_tensors
+        with maybe_gather_lm_head_ctx(leaves[1], None), torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in leaves]
+            pairs = zip(both(*leaves, targets), (g_logprob, g_entropy))
+            loss = sum((result * g).sum() for result, g in pairs if g is not None)
+            return *torch.autograd.grad(loss, leaves), *[None] * 7
+
+def both(hidden, weight, targets):
+    logp = (hidden @ weight.T).log_softmax(-1)
+    return logp.gather(1, targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
 """
 
 
@@ -77,6 +109,44 @@ def test_a_missing_peer_says_so(name, monkeypatch):
 def test_every_peer_is_named_here():
     ours = {name for name in LINEAR_PROVIDERS if name.startswith(("torch", "logitless"))}
     assert set(LINEAR_PROVIDERS) - ours == set(PEERS)
+
+
+@pytest.fixture
+def trl(tmp_path, monkeypatch):
+    """A stand-in for TRL, of which only one file may be run."""
+    (tmp_path / "trl" / "kernels").mkdir(parents=True)
+    for package in ("trl", "trl/kernels"):
+        (tmp_path / package / "__init__.py").write_text("raise RuntimeError('the package was run')")
+    (tmp_path / "trl" / "kernels" / "chunked_logprob.py").write_text(CHUNKED_LOGPROB)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in [name for name in sys.modules if name.split(".")[0] == "trl"]:
+        monkeypatch.delitem(sys.modules, name)
+    add_peers(tmp_path)
+    yield
+    for name in [name for name in sys.modules if name.startswith(TRL_HEAD)]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"response": 1.0}, {"entropy": "value"}, {"entropy": "value", "frozen": True}, {"entropy": None},
+     {"entropy": "value", "backward": False}, {"loss": True}, {"loss": True, "entropy": "value"}],
+    ids=str,
+)  # fmt: skip
+def test_one_file_of_trl_loads_without_trl(trl, fields):
+    batch, inputs = workspace(**fields)
+    if batch.case.loss:
+        batch = with_loss(batch, *inputs)
+    wanted, got = (take_step(LINEAR_PROVIDERS[n].load(), batch, inputs) for n in ("torch", "trl-head"))
+    close(got[0].logprob, wanted[0].logprob)
+    assert (got[0].entropy is None) == (batch.case.entropy is None)
+    if batch.case.entropy is not None:
+        close(got[0].entropy, wanted[0].entropy)
+    for a, b in zip(got[1], wanted[1], strict=True):
+        close(a, b)
+    asked = sys.modules[f"{TRL_HEAD}.kernels.chunked_logprob"].asked
+    assert asked == [(TRL_COLUMNS, ("log_probs",) if batch.case.entropy is None else ("log_probs", "entropy"))]
+    assert "trl" not in sys.modules
 
 
 @pytest.fixture

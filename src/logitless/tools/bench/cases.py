@@ -37,7 +37,7 @@ class Case:
         entropy: None, ``"value"`` or ``"grad"``.
         backward: forward and backward, or forward alone without a graph.
         response: share of the tokens that is scored; the others are prompt.
-        logits: ``"gaussian"``, or ``"peaked"`` like a trained model's.
+        logits: ``"gaussian"``, ``"peaked"`` like a trained model's, or ``"trained"``: of a model that is given.
         hidden: D, size of the hidden states that the case starts from; None where it starts from logits.
         frozen: the weight needs no gradient.
         memory: working memory for providers that take a bound, such as ``"6.5GiB"``; None for their default.
@@ -53,7 +53,7 @@ class Case:
     entropy: EntropyMode = None
     backward: bool = True
     response: float = 1.0
-    logits: Literal["gaussian", "peaked"] = "gaussian"
+    logits: Literal["gaussian", "peaked", "trained"] = "gaussian"
     hidden: int | None = None
     frozen: bool = False
     memory: str | None = None

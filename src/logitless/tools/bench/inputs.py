@@ -7,16 +7,20 @@ to 0.999999. Confident rows are where gradients lose digits and where a softmax 
 From hidden states the same is done with the operands: one coordinate of every hidden state is constant and carries the
 bias, and hidden states are moved along the weight of their target. The log-odds are then right up to the chance
 products of that weight with the others.
+
+What a trained model makes of a text (``Trained``) is taken as it is.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from logitless.errors import LogitlessError
 from logitless.objectives import Objective
 from logitless.rows import Rows
 from logitless.spec import IGNORE, TokenStats
@@ -33,6 +37,19 @@ CLIP = (0.2, 0.28)
 BONUS = 0.01
 
 
+class Trained(NamedTuple):
+    """``[T, D]`` hidden states that a model has of a text, ``[V, D]`` its head, and ``[T]`` the tokens that follow."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """T, V and D."""
+        return len(self.hidden), self.weight.shape[0], self.weight.shape[1]
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """Everything about a case but its logits or hidden states.
@@ -46,6 +63,7 @@ class Batch:
         seed: what the logits, or the hidden states and the weight, are drawn from.
         advantage: ``[R]`` of a loss, random.
         old_logprob: ``[R]`` of a loss; the upstream gradients are then those of the loss.
+        trained: what the logits, or the hidden states and the weight, are taken from instead.
     """
 
     case: Case
@@ -56,6 +74,7 @@ class Batch:
     seed: int
     advantage: Tensor | None = None
     old_logprob: Tensor | None = None
+    trained: Trained | None = None
 
     @property
     def index(self) -> Tensor | None:
@@ -95,11 +114,15 @@ class Batch:
         return replace(self, g_logprob=share, g_entropy=torch.zeros_like(share))
 
 
-def make_batch(case: Case, device: torch.device, seed: int = 0) -> Batch:
-    """Rows, targets and upstream gradients of a case."""
+def make_batch(case: Case, device: torch.device, seed: int = 0, trained: Trained | None = None) -> Batch:
+    """Rows, targets and upstream gradients of a case; ``trained`` is what a case of that kind is made from."""
+    trained = _fitting(case, trained) if case.logits == "trained" else None
     generator = torch.Generator().manual_seed(seed)
     index = scored_rows(case.tokens, case.response)
-    target = _draw_targets(case, index.numel(), generator, seed)
+    if trained is None:
+        target = _draw_targets(case, index.numel(), generator, seed)
+    else:
+        target = trained.target.cpu()[index]
     g_logprob, g_entropy = torch.randn(2, index.numel(), generator=generator)
     labels = torch.full((case.tokens,), IGNORE).index_copy_(0, index, target)
     advantage = torch.randn(index.numel(), generator=generator)
@@ -107,7 +130,18 @@ def make_batch(case: Case, device: torch.device, seed: int = 0) -> Batch:
     rows = Rows.at(index.to(device), target.to(device), num_tokens=case.tokens)
     if len(rows) == case.tokens:
         rows = Rows.every(target.to(device))
-    return Batch(case, rows, labels.to(device), g_logprob.to(device), g_entropy.to(device), seed, advantage.to(device))
+    labels, g_logprob, g_entropy, advantage = (x.to(device) for x in (labels, g_logprob, g_entropy, advantage))
+    return Batch(case, rows, labels, g_logprob, g_entropy, seed, advantage, trained=trained)
+
+
+def _fitting(case: Case, trained: Trained | None) -> Trained:
+    """The same, if the case can be made from it."""
+    if trained is None:
+        raise LogitlessError(f"bench: case {case.name} is of a trained model, and none is given.")
+    wanted = (case.tokens, case.vocab, trained.sizes[2] if case.hidden is None else case.hidden)
+    if trained.sizes != wanted:
+        raise LogitlessError(f"bench: case {case.name} has T, V, D = {wanted}, the trained model {trained.sizes}.")
+    return trained
 
 
 def scored_rows(tokens: int, response: float) -> Tensor:
@@ -125,10 +159,14 @@ def scored_rows(tokens: int, response: float) -> Tensor:
 def fill_logits(batch: Batch, out: Tensor) -> Tensor:
     """Write the case's logits over ``out`` (``[T, V]``), the same values every time on the same kind of device."""
     case = batch.case
+    if batch.trained is not None:
+        for part, rows in zip(*(x.split(block_rows(case.vocab)) for x in (out, batch.trained.hidden)), strict=True):
+            part.copy_(product(rows, batch.trained.weight))
+        return out
     generator = torch.Generator(out.device).manual_seed(batch.seed)
     odds = _log_odds(batch).to(out.device)
     bias = _zipf_bias(case, batch.seed).to(out.device) if case.logits == "peaked" else None
-    block = max(1, BLOCK_ELEMENTS // case.vocab)
+    block = block_rows(case.vocab)
     for start in range(0, case.tokens, block):
         part = out[start : start + block]
         direct = part.dtype == torch.float32
@@ -145,6 +183,8 @@ def fill_logits(batch: Batch, out: Tensor) -> Tensor:
 
 def fill_operands(batch: Batch, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Write the case's hidden states (``[T, D]``) and weight (``[V, D]``), whose product has a spread like logits."""
+    if batch.trained is not None:
+        return hidden.copy_(batch.trained.hidden), weight.copy_(batch.trained.weight)
     generator = torch.Generator(hidden.device).manual_seed(batch.seed)
     hidden.normal_(generator=generator)
     weight.normal_(generator=generator)
@@ -166,6 +206,18 @@ def fill_operands(batch: Batch, hidden: Tensor, weight: Tensor) -> tuple[Tensor,
         towards[:, 0] = 0
         hidden[rows] = (state + towards * (missing / towards.square().sum(1))[:, None]).to(hidden.dtype)
     return hidden, weight
+
+
+def product(rows: Tensor, weight: Tensor) -> Tensor:
+    """``rows @ weight.T`` in float32, whatever the dtype of the operands."""
+    if rows.device.type == "cuda" and rows.dtype != torch.float32:
+        return torch.mm(rows, weight.T, out_dtype=torch.float32)
+    return rows.float() @ weight.float().T
+
+
+def block_rows(vocab: int) -> int:
+    """Rows whose float32 logits may exist at a time."""
+    return max(1, BLOCK_ELEMENTS // vocab)
 
 
 def _zipf_bias(case: Case, seed: int) -> Tensor:

@@ -26,6 +26,9 @@ from logitless.tools.bench.inputs import Batch
 from logitless.tools.bench.providers import Provider, Score, Scores, peer_file, take_rows
 
 VERL_KERNEL = "_bench_verl_kernel"
+TRL_HEAD = "_bench_trl_head"
+TRL_COLUMNS = 32768
+"""Columns at a time, as TRL's trainers have it."""
 
 
 def _with_plain(function: Callable[..., tuple[Tensor, Tensor | None]]) -> Score:
@@ -168,6 +171,26 @@ def _load_verl_kernel() -> Score:
     return score
 
 
+def _load_trl_head() -> Score:
+    # Importing TRL pulls in a training framework. Its file asks the rest of TRL, in backward, for a context in which a
+    # sharded head is whole: a stand-in answers, as TRL does where no head is sharded.
+    folder = peer_file("trl", "kernels/chunked_logprob.py").parent
+    for name in ("", ".kernels", ".trainer", ".trainer.utils"):
+        package = sys.modules[TRL_HEAD + name] = ModuleType(TRL_HEAD + name)
+        package.__path__ = [os.fspath(folder)] if name == ".kernels" else []
+    vars(sys.modules[f"{TRL_HEAD}.trainer.utils"]).update(maybe_gather_lm_head_ctx=lambda *_: contextlib.nullcontext())
+    function = importlib.import_module(f"{TRL_HEAD}.kernels.chunked_logprob").ChunkedLogProbFunction
+
+    def score(batch: Batch, hidden: Tensor, weight: Tensor) -> Scores:
+        wanted = batch.case.entropy
+        outputs = ("log_probs",) if wanted is None else ("log_probs", "entropy")
+        rows, options = take_rows(hidden, batch), (1.0, TRL_COLUMNS, None, 1.0, outputs)
+        logprob, entropy, *_ = function.apply(rows, weight, None, batch.rows.target, *options)
+        return Scores(logprob, entropy.detach() if wanted == "value" else entropy)
+
+    return score
+
+
 @contextlib.contextmanager
 def _standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
     """For a while, let the names of ``modules`` import them."""
@@ -219,5 +242,6 @@ LINEAR_PROVIDERS: dict[str, Provider] = {
     "liger-selective": Provider(_load_liger_selective, "log-prob", rounds=True),
     "cce": Provider(_load_cce("high"), "log-prob", cuda_only=True, rounds=True, note="drops blocks of small gradients"),
     "cce-exact": Provider(_load_cce(None), "log-prob", cuda_only=True, rounds=True),
+    "trl-head": Provider(_load_trl_head, rounds=True, note="logits in the operands' dtype, 32,768 columns at a time"),
     "verl-kernel": Provider(_load_verl_kernel, cuda_only=True, rounds=True, note="d_hidden summed in bfloat16"),
 }

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.tools.bench.inputs import BLOCK_ELEMENTS, Batch
+from logitless.tools.bench.inputs import BLOCK_ELEMENTS, Batch, product
 from logitless.tools.bench.measure import LinearTruth, Truth, sampled_tokens, truth_of
 
 
@@ -70,19 +70,12 @@ def _results(batch: Batch, hidden: Tensor, weight: Tensor) -> _Results:
     parts = []
     size = max(1, BLOCK_ELEMENTS // weight.shape[0])
     for index, target in zip(batch.rows.index.split(size), batch.rows.target.split(size), strict=True):
-        z = _product(hidden[index], weight)
+        z = product(hidden[index], weight)
         log_z = z.logsumexp(1)
         logp = z.sub_(log_z[:, None])
         logprob = logp.gather(1, target[:, None]).squeeze(1)
         parts.append((log_z, logprob, -(logp.exp() * logp).sum(1)))
     return _Results(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
-
-def _product(rows: Tensor, weight: Tensor) -> Tensor:
-    """``rows @ weight.T`` in float32, whatever the dtype of the operands."""
-    if rows.device.type == "cuda" and rows.dtype != torch.float32:
-        return torch.mm(rows, weight.T, out_dtype=torch.float32)
-    return rows.float() @ weight.float().T
 
 
 def _times_weight(d_logits: Tensor, weight: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor
 from logitless.errors import LogitlessError
 from logitless.memory.step import hand_over
 from logitless.tools.bench.cases import CASES, Case, select_cases, select_names
-from logitless.tools.bench.inputs import Batch, fill_logits, fill_operands, make_batch
+from logitless.tools.bench.inputs import Batch, Trained, fill_logits, fill_operands, make_batch
 from logitless.tools.bench.judgement import complaint_of
 from logitless.tools.bench.linear_providers import LINEAR_PROVIDERS
 from logitless.tools.bench.linear_truth import sample_linear_truth, with_loss
@@ -98,7 +98,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Selection:
-    """The cases and providers of a request: ``providers`` score logits, ``linear_providers`` hidden states."""
+    """The cases and providers of a request: ``providers`` score logits, ``linear_providers`` hidden states.
+
+    Cases of a trained model are made from ``trained``.
+    """
 
     cases: Sequence[Case]
     providers: Mapping[str, Provider]
@@ -106,6 +109,7 @@ class Selection:
     repeats: int
     commit: str | None = None
     linear_providers: Mapping[str, Provider] = field(default_factory=dict)
+    trained: Trained | None = None
 
     @property
     def num_steps(self) -> int:
@@ -134,8 +138,8 @@ class Workspace:
     master: tuple[Tensor, ...] | None
 
     @staticmethod
-    def make(case: Case, device: torch.device) -> Workspace:
-        batch = make_batch(case, device)
+    def make(case: Case, device: torch.device, trained: Trained | None = None) -> Workspace:
+        batch = make_batch(case, device, trained=trained)
         sizes = [(case.tokens, case.vocab)]
         if case.hidden is not None:
             sizes = [(case.tokens, case.hidden), (case.vocab, case.hidden)]
@@ -223,7 +227,7 @@ def run(selection: Selection, report: Report = lambda text: None) -> Iterator[li
         if not providers:
             continue
         report(f"{case.name}: making its inputs")
-        space = _make_workspace(case, selection.device)
+        space = _make_workspace(case, selection.device, selection.trained)
         if space is None:
             blank = _blank_record(case, round(case.tokens * case.response), bandwidth, environment)
             lost = replace(blank, status="out of memory", detail="the inputs themselves do not fit")
@@ -287,9 +291,9 @@ def _truth(batch: Batch, inputs: tuple[Tensor, ...]) -> Truth:
     return sample_linear_truth(batch, hidden, weight)
 
 
-def _make_workspace(case: Case, device: torch.device) -> Workspace | None:
+def _make_workspace(case: Case, device: torch.device, trained: Trained | None) -> Workspace | None:
     try:
-        return Workspace.make(case, device)
+        return Workspace.make(case, device, trained)
     except torch.OutOfMemoryError:
         return None
 
