@@ -104,6 +104,15 @@ def _load_liger_flce(reduction: str) -> Callable[[], Score]:
     return load
 
 
+def _load_quack() -> Score:
+    function = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+
+    def score(batch: Batch, hidden: Tensor, weight: Tensor) -> Scores:
+        return Scores(-function(hidden, weight, batch.labels, ignore_index=IGNORE, reduction="mean"), None)
+
+    return score
+
+
 def _load_liger_scaled(module: str, name: str, *options: Any) -> Callable[[], Score]:
     """Liger's scaled cross entropy with entropy: the chunked torch function, or the kernel for Hopper."""
 
@@ -243,5 +252,13 @@ LINEAR_PROVIDERS: dict[str, Provider] = {
     "cce": Provider(_load_cce("high"), "log-prob", cuda_only=True, rounds=True, note="drops blocks of small gradients"),
     "cce-exact": Provider(_load_cce(None), "log-prob", cuda_only=True, rounds=True),
     "trl-head": Provider(_load_trl_head, rounds=True, note="logits in the operands' dtype, 32,768 columns at a time"),
+    "quack": Provider(
+        _load_quack,
+        "mean loss",
+        cuda_only=True,
+        rounds=True,
+        note="gradients in forward, for a mean loss",
+        cases=(False,),
+    ),
     "verl-kernel": Provider(_load_verl_kernel, cuda_only=True, rounds=True, note="d_hidden summed in bfloat16"),
 }
