@@ -35,7 +35,6 @@ import logitless  # noqa: E402
 from logitless.adapters import HOSTS  # noqa: E402
 
 ON_CHECKOUTS = {
-    "megatron": "cross_entrop or install or label_smoothing or overwritten or ignored or host_function",
     "trl": "every_release or half_precision or strided or (fused_head and not trainers) or real_run",
 }
 """Tests that checkouts run, where others need the packages that this release was written for."""
