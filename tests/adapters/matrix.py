@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -102,8 +103,14 @@ def keep(record: dict[str, Any], file: Path) -> None:
     """Put the record in place of the one of the same host and version."""
     there = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     there = [x for x in there if (x["host"], x["on"]) != (record["host"], record["on"])]
-    ordered = sorted([*there, record], key=lambda x: (x["host"], x["on"]))
+    ordered = sorted([*there, record], key=_order)
     file.write_text("".join(json.dumps(x) + "\n" for x in ordered))
+
+
+def _order(record: dict[str, Any]) -> tuple[Any, ...]:
+    """By host; of each, releases by their numbers, then branches and what is installed."""
+    numbers = tuple(map(int, re.findall(r"\d+", record["on"])))
+    return record["host"], not numbers, numbers, record["on"]
 
 
 def main() -> int:
