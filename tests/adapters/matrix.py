@@ -40,6 +40,9 @@ ON_CHECKOUTS = {
 }
 """Tests that checkouts run, where others need the packages that this release was written for."""
 
+MORE = {"skyrl": ("skyrl_fsdp",), "verl": ("verl_rows",)}
+"""Further files of tests of a host."""
+
 WHOLE = ("transformers", "trl")
 """Hosts whose folder is what ``pip install --target`` made, with all that differs from what is installed here: it comes
 first in every process, also in those that import hosts before a test asks for one."""
@@ -56,7 +59,7 @@ def run(host: str, folder: Path | None) -> dict[str, Any]:
         if folder is not None and host in WHOLE:
             environment["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [environment.get("PYTHONPATH")])])
         chosen = ["-k", ON_CHECKOUTS[host]] if folder is not None and host in ON_CHECKOUTS else []
-        tests = [str(HERE / f"test_{host}.py"), *chosen]
+        tests = [*(str(HERE / f"test_{name}.py") for name in (host, *MORE.get(host, ()))), *chosen]
         command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *tests]
         done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
         if not report.exists():
