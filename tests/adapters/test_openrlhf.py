@@ -114,7 +114,7 @@ def actor_of(model, temperature):
 def late(actor):
     """Whether the actor takes its entropy before log_probs_from_logits divides the same logits by the temperature.
 
-    OpenRLHF before 0.11.2 does, and cannot train that entropy at a temperature other than 1: torch finds the logits
+    OpenRLHF 0.10.4 and 0.11.0 do, and cannot train that entropy at a temperature other than 1: torch finds the logits
     changed since.
     """
     return actor.temperature != 1.0 and "temperature=self.temperature" in inspect.getsource(type(actor).forward)
