@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -35,10 +36,12 @@ import logitless  # noqa: E402
 from logitless.adapters import HOSTS  # noqa: E402
 
 ON_CHECKOUTS = {
-    "megatron": "cross_entrop or install or label_smoothing or overwritten or ignored or host_function",
     "trl": "every_release or half_precision or strided or (fused_head and not trainers) or real_run",
 }
 """Tests that checkouts run, where others need the packages that this release was written for."""
+
+MORE = {"skyrl": ("skyrl_fsdp",), "verl": ("verl_rows",)}
+"""Further files of tests of a host."""
 
 WHOLE = ("transformers", "trl")
 """Hosts whose folder is what ``pip install --target`` made, with all that differs from what is installed here: it comes
@@ -56,7 +59,7 @@ def run(host: str, folder: Path | None) -> dict[str, Any]:
         if folder is not None and host in WHOLE:
             environment["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [environment.get("PYTHONPATH")])])
         chosen = ["-k", ON_CHECKOUTS[host]] if folder is not None and host in ON_CHECKOUTS else []
-        tests = [str(HERE / f"test_{host}.py"), *chosen]
+        tests = [*(str(HERE / f"test_{name}.py") for name in (host, *MORE.get(host, ()))), *chosen]
         command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *tests]
         done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
         if not report.exists():
@@ -103,8 +106,14 @@ def keep(record: dict[str, Any], file: Path) -> None:
     """Put the record in place of the one of the same host and version."""
     there = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     there = [x for x in there if (x["host"], x["on"]) != (record["host"], record["on"])]
-    ordered = sorted([*there, record], key=lambda x: (x["host"], x["on"]))
+    ordered = sorted([*there, record], key=_order)
     file.write_text("".join(json.dumps(x) + "\n" for x in ordered))
+
+
+def _order(record: dict[str, Any]) -> tuple[Any, ...]:
+    """By host; of each, releases by their numbers, then branches and what is installed."""
+    numbers = tuple(map(int, re.findall(r"\d+", record["on"])))
+    return record["host"], not numbers, numbers, record["on"]
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ import logitless
 from logitless import LogitlessError
 from logitless.adapters.host import Host, PassOn, Replacement
 from logitless.adapters.patching import install_host, installed, try_host
-from logitless.adapters.signatures import covers
+from logitless.adapters.signatures import covers, version_of
 
 KNOWN = {"2.5": "(logits, index, temperature=1.0)", "2.0 - 2.4": "(index, logits)", "1": None}
 
@@ -142,6 +142,23 @@ def test_a_source_tree_without_a_version_installs_by_its_signatures(fakehost, to
     report = install_host(host(), {})
     assert report.version == "unknown"
     assert report.notes[0].startswith("the version is unknown (tested: 1 - 2.5)")
+
+
+def test_the_version_is_that_of_the_copy_that_is_imported(tmp_path, monkeypatch):
+    """Of two copies of a namespace package, of which the other one has metadata."""
+    for name, version in (("checkout", "0.18.0"), ("installed", "0.16.1")):
+        package = tmp_path / name / "spacious" / "core"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(f"__version__ = '{version}'\n")
+    metadata = tmp_path / "installed" / "spacious_core-0.16.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: spacious-core\nVersion: 0.16.1\n")
+    made = Host("spacious", "spacious.core", ("0.16",), lambda options: [], distribution="spacious-core")
+    for first, second, version in (("checkout", "installed", "0.18.0"), ("installed", "checkout", "0.16.1")):
+        monkeypatch.setattr(sys, "path", [str(tmp_path / first), str(tmp_path / second), *sys.path])
+        assert version_of(made) == version
+        for name in ("spacious", "spacious.core"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 @pytest.mark.parametrize("error", [ImportError("libgone.so is missing"), ModuleNotFoundError("No module named 'x'")])

@@ -66,6 +66,10 @@ def test_a_record_takes_the_place_of_the_older_one(tmp_path):
         matrix.keep({"host": host, "on": on, "passed": passed}, file)
     kept = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(x["host"], x["on"], x["passed"]) for x in kept] == [("slime", "0.3.0", 2), ("verl", "main", 3)]
+    for on in ("0.10.0", "0.9.1"):
+        matrix.keep({"host": "verl", "on": on}, file)
+    kept = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [x["on"] for x in kept] == ["0.3.0", "0.9.1", "0.10.0", "main"]
 
 
 def test_checkouts_are_found_newest_last(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -111,11 +112,14 @@ def cross_entropy(name: str, logits: Tensor, target: Tensor, upstream: Tensor, g
     return loss.detach(), leaf.grad
 
 
-def run_cross_entropies(rank: int, world: int, batches: list[tuple[Tensor, Tensor, Tensor]]) -> list[list[Both]]:
+def run_cross_entropies(
+    rank: int, world: int, batches: list[tuple[Tensor, Tensor, Tensor]], home: str
+) -> list[list[Both]]:
     """For every mesh: every function on every batch, whose sequence is cut over the context-parallel ranks."""
     meshes = []
     for tp, cp in MESHES:
         with megatron(tp, cp) as state:
+            assert Path(state.__file__).parent == Path(home), "another Megatron than that of the test"
             group, part = state.get_tensor_model_parallel_group(), state.get_context_parallel_rank()
             columns = slice(group.rank() * V // tp, (group.rank() + 1) * V // tp)
             local = [
@@ -145,7 +149,8 @@ def test_cross_entropies(ranks):
         for dtype in (torch.float32, torch.bfloat16)
         for spread in (3.0, 30.0)
     ]
-    per_rank = ranks(run_cross_entropies, 4, batches, timeout=TIMEOUT)
+    home = find_spec("megatron.core").submodule_search_locations[0]
+    per_rank = ranks(run_cross_entropies, 4, batches, home, timeout=TIMEOUT)
     for mesh, (tp, cp) in enumerate(MESHES):
         for case, (logits, target, upstream) in enumerate([*batches, *batches]):
             results = [meshes[mesh][case] for meshes in per_rank]
@@ -491,7 +496,7 @@ def test_errors_of_the_output_processor(alone, given, message):
         output_processor(**({"hidden_states": torch.zeros(5, 2, D), "output_layer": fake_layer()} | given))
 
 
-# A whole model of a Megatron without the hook.
+# A whole model: by Megatron's own hook, where it has one.
 
 
 def run_model(rank: int, world: int, tied: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -534,10 +539,14 @@ def run_model(rank: int, world: int, tied: bool) -> tuple[list[Tensor], list[Ten
 
         shard = logitless.VocabShard.even(38, state.get_tensor_model_parallel_group())
         theirs = step(logitless.logprobs(model(**inputs), rows, entropy="grad", shard=shard))
-        with scoring(model, Scoring(rows, entropy="grad")):
-            ours = step(model(**inputs))
-            with pytest.raises(LogitlessError, match="being scored already"), scoring(model, Scoring(rows)):
-                pass
+        asked = Scoring(rows, entropy="grad")
+        if takes(GPTModel.forward, "output_processor"):
+            ours = step(model(**inputs, output_processor=output_processor, output_processor_context=asked))
+        else:
+            with scoring(model, asked):
+                ours = step(model(**inputs))
+                with pytest.raises(LogitlessError, match="being scored already"), scoring(model, asked):
+                    pass
         assert model(**inputs).shape == (3, 12, 19)
         return theirs, ours
 

@@ -279,9 +279,11 @@ def test_the_init_hook_and_names_held_by_value(world):
 
     here = Here("thd")
     before = here.losses.get_log_probs_and_entropy
-    report = custom_megatron_init(Namespace(log_probs_loss_mask_only=True, logitless_audit=2))
+    asked = Namespace(log_probs_loss_mask_only=True, logitless_audit=2, logitless_any_version=True)
+    report = custom_megatron_init(asked)
     assert report.options["loss_mask_only"]
     assert report.options["audit"] == 2
+    assert report.options["any_version"]
     assert here.losses.get_log_probs_and_entropy is here.processors.get_log_probs_and_entropy is not before
     logitless.uninstall("miles")
     assert here.losses.get_log_probs_and_entropy is before

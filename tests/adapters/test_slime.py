@@ -14,6 +14,7 @@ import math
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from datetime import timedelta
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -27,7 +28,7 @@ from hosts import load, put_first, takes
 from ranks import close_ranks
 from test_megatron import TIMEOUT, megatron
 from torch import Tensor
-from truth import float64_leaf, truth
+from truth import float64_leaf, plain, truth
 
 import logitless
 from logitless import LogitlessError
@@ -407,14 +408,24 @@ def test_every_mesh(ranks):
     ranks(run_everything, 4, timeout=TIMEOUT)
 
 
-def score_without_a_group(rank: int, world: int) -> Tensor:
+def by_the_page(framework: str) -> Any:
+    """The function of a framework after the diff that docs/maintainers.md has for it."""
+    page = Path(__file__).parents[2].joinpath("docs", "maintainers.md").read_text(encoding="utf-8")
+    diff = page.split(f"\n{framework}, `", 1)[1].split("```diff\n", 1)[1].split("\n```", 1)[0]
+    namespace = {"provider": logitless.provider.get(version=1), "torch": torch}
+    exec("\n".join(line[1:] for line in diff.splitlines()), namespace)
+    return namespace["calculate_log_probs_and_entropy"]
+
+
+def score_without_a_group(rank: int, world: int) -> list[Tensor]:
     """To slime, as to torch, no group is the default group; and its parallel state is what its module binds."""
     with megatron(2):
         loss = slime()
         logits = torch.arange(24.0).reshape(2, 12).sin() * 3
         logitless.install("slime")
+        functions = [loss.calculate_log_probs_and_entropy, by_the_page("slime"), by_the_page("miles")]
         try:
-            return loss.calculate_log_probs_and_entropy(logits.chunk(2, -1)[rank], torch.tensor([1, 8]), None)[0]
+            return [f(logits.chunk(2, -1)[rank], torch.tensor([1, 8]), None)[0] for f in functions]
         finally:
             logitless.uninstall("slime")
 
@@ -423,8 +434,53 @@ def test_no_group_is_the_world(ranks):
     """It was taken for unsharded: each rank normalised over its own half."""
     logits = torch.arange(24.0).reshape(2, 12).sin() * 3
     right = torch.log_softmax(logits, -1)[torch.arange(2), torch.tensor([1, 8])][:, None]
-    for logprob in ranks(score_without_a_group, 2, timeout=TIMEOUT):
-        torch.testing.assert_close(logprob, right)
+    for logprobs in ranks(score_without_a_group, 2, timeout=TIMEOUT):
+        for logprob in logprobs:
+            torch.testing.assert_close(logprob, right)
+
+
+def score_over_groups_made_anew(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
+    """Log-probs and gradients over slime's own groups, and again after it took them down and made them anew."""
+    (groups,) = load("slime", "slime.utils.reloadable_process_group")
+    groups.available_memory = lambda: {"free_GB": 99}  # of a GPU
+    groups.register_default_process_group(timedelta(seconds=TIMEOUT))
+    groups.monkey_patch_torch_dist()
+    with megatron(2) as state:
+        loss, group = slime(), state.get_tensor_model_parallel_group()
+        assert isinstance(group, groups.ReloadableProcessGroup)
+        logits = torch.arange(24.0).reshape(2, 12).sin() * 3
+        logitless.install("slime", audit=2)
+        found = []
+        for _ in range(2):
+            part = logits.chunk(2, -1)[rank].clone().requires_grad_()
+            logprob, entropy = loss.calculate_log_probs_and_entropy(part, torch.tensor([1, 8]), group, True)
+            (logprob.sum() + entropy.sum()).backward()
+            found.append((logprob.detach(), part.grad))
+            groups.destroy_process_groups()
+            groups.reload_process_groups()
+        assert logitless.status().hosts[0].audit.passed
+    return found
+
+
+@pytest.mark.skipif(DOUBLE, reason="groups that only slime itself has")
+def test_groups_that_slime_takes_down_and_makes_anew(ranks):
+    if not hasattr(load("slime", "slime.utils.reloadable_process_group")[0], "register_default_process_group"):
+        pytest.skip("groups of gloo are not wrapped in this release")
+    logits = torch.arange(24.0).reshape(2, 12).sin() * 3
+    wanted, theirs = [], []
+    for found, score, leaf in ((wanted, truth, float64_leaf(logits)), (theirs, plain, logits.requires_grad_())):
+        out = score(leaf, range(2), [1, 8])
+        (out.logprob.sum() + out.entropy.sum()).backward()
+        found += [out.logprob.detach(), leaf.grad]
+    try:
+        results = ranks(score_over_groups_made_anew, 2, timeout=TIMEOUT)
+    finally:
+        # torch.distributed is slime's in these workers.
+        close_ranks()
+    for rank, times in enumerate(results):
+        for logprob, gradient in times:
+            assert_close_to_truth(logprob[:, 0], wanted[0], theirs[0])
+            assert_gradient_close_to_truth(gradient, *(x.chunk(2, -1)[rank] for x in (wanted[1], theirs[1])))
 
 
 def test_the_parallel_state_is_the_one_slime_binds(alone, monkeypatch):
@@ -583,11 +639,14 @@ def test_the_init_hook(alone):
     path = "logitless.adapters.slime.custom_megatron_init"
     initialize.init(arguments(custom_megatron_init_path=path))
     assert dict(logitless.status().hosts[0].options)["response_only"]
+    assert not dict(logitless.status().hosts[0].options)["any_version"]
     logitless.uninstall("slime")
-    initialize.init(arguments(custom_megatron_init_path=path, log_probs_loss_mask_only=True, logitless_audit=2))
+    asked = {"log_probs_loss_mask_only": True, "logitless_audit": 2, "logitless_any_version": True}
+    initialize.init(arguments(custom_megatron_init_path=path, **asked))
     options = dict(logitless.status().hosts[0].options)
     assert options["loss_mask_only"]
     assert options["audit"] == 2
+    assert options["any_version"]
 
 
 def test_loss_mask_only_wants_response_only(alone):

@@ -440,7 +440,8 @@ def test_a_real_run(kind, tmp_path):
     for theirs, mine in zip(plain_weights, our_weights, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
     report = logitless.status().hosts[0]
-    assert report.replaced[0].calls >= 6  # policy and reference, three steps
+    # Policy and reference, three steps; some releases have a function for each.
+    assert sum(entry.calls for entry in report.replaced if not entry.name.endswith("entropy_from_logits")) >= 6
     assert report.passed_on == 0
     assert report.audit.rows >= 24
     assert report.audit.passed

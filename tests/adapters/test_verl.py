@@ -334,6 +334,8 @@ def parallel_scores(rank, world, logits, hidden, weight, labels, upstream):
         "vocab_parallel_entropy_with_chunking": lambda z: module.vocab_parallel_entropy_with_chunking(z, chunk),
         "vocab_parallel_sum_pi_squared": lambda z: module.vocab_parallel_sum_pi_squared(z),
     }
+    # An older checkout may lack some; what is installed has them all.
+    calls = {name: call for name, call in calls.items() if hasattr(module, name) or checkout("verl") is None}
     group = dist.group.WORLD
     fused_call = lambda h, w: kernel.linear_cross_entropy(h, w, labels, 0.7, "none", group)  # noqa: E731
     try:
@@ -384,6 +386,8 @@ TRUTHS = {
 @pytest.mark.parametrize("name", TRUTHS)
 def test_sharded_logits(two_ranks, name):
     logits, _, _, labels, upstream, results = two_ranks
+    if name not in results[0][0]:
+        pytest.skip("this release of verl has no such function")
     (exact,), (exact_gradient,) = run(lambda z: TRUTHS[name](z, labels), [logits.double()], upstream[:1])
     _, (plain_gradient,) = run(lambda z: TRUTHS[name](z, labels), [logits], upstream[:1])
     for rank, (theirs, ours, *_) in enumerate(results):

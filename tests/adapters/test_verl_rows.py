@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from types import SimpleNamespace
@@ -136,6 +137,8 @@ def products(engine, batch):
 @pytest.mark.parametrize("pad", [0, 8])
 @pytest.mark.parametrize("kind", ["nested", "padded", "supervised"])
 def test_what_verl_reads_is_the_same(kind, pad):
+    if pad and "pad_to_length" not in inspect.getsource(sys.modules[FSDP]):
+        pytest.skip("this release of verl does not pad to a length")
     batch, padding = batch_of(kind), {"pad_to_length": bool(pad), "pad_to_length_bucket": pad}
     total, wanted = sum(PROMPTS) + sum(RESPONSES), sum(RESPONSES) - (kind == "supervised")
     _, exact, exact_gradients = results_and_gradients(engine_of(Body(torch.float64), **padding), batch)
@@ -199,13 +202,24 @@ class Stage:
     def __init__(self, body, weight):
         self.body, self.weight = body, weight
 
-    def __call__(self, input_ids, labels, output_processor, output_processor_context, **_):
-        hidden = self.body.model(input_ids)[0].transpose(0, 1)
-        layer = SimpleNamespace(weight=self.weight)
-        return output_processor(
-            hidden_states=hidden, output_layer=layer, output_weight=None, labels=labels,
-            context=output_processor_context, config=self.config,
+    def __call__(self, **inputs):
+        if "output_processor" not in inputs:
+            # Before verl had the hook, it put a forward of its own in place of the model's.
+            return sys.modules[FUSED]._fused_GPTModel_forward(self, **inputs)
+        return inputs["output_processor"](
+            hidden_states=self._preprocess(inputs["input_ids"])[0], output_layer=self.output_layer, output_weight=None,
+            labels=inputs["labels"], context=inputs["output_processor_context"], config=self.config,
         )  # fmt: skip
+
+    @property
+    def output_layer(self):
+        return SimpleNamespace(weight=self.weight)
+
+    def _preprocess(self, input_ids, **_):
+        return self.body.model(input_ids)[0].transpose(0, 1), None, None, None, None
+
+    def decoder(self, hidden_states, **_):
+        return hidden_states
 
 
 def megatron_scores(batch, weight):

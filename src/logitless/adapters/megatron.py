@@ -316,7 +316,7 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
 HOST = Host(
     name="megatron",
     package="megatron.core",
-    versions=("0.16", "0.17", "0.19"),
+    versions=("0.16 - 0.20",),
     replacements=_replacements,
     options={
         "overwrite_logits": Option(

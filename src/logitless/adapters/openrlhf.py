@@ -56,7 +56,7 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
 HOST = Host(
     name="openrlhf",
     package="openrlhf",
-    versions=("0.11",),
+    versions=("0.10 - 0.11",),
     replacements=_replacements,
     options={
         "entropy_grad": Option(True, "False: no entropy bonus is trained, so entropy is a metric without a graph"),

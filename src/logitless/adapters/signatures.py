@@ -80,11 +80,11 @@ def version_of(host: Host) -> str:
 
 
 def _beside(distribution: importlib.metadata.Distribution, package: str) -> bool:
+    """Whether the metadata are of the copy that is imported: the folders of a namespace package hold several."""
     folder = Path(str(distribution.locate_file(""))).resolve()
-    top = package.split(".")[0]
-    found = sys.modules.get(top) or importlib.util.find_spec(top)
+    found = sys.modules.get(package) or (importlib.util.find_spec(package) if is_there(package) else None)
     paths = getattr(found, "__path__", None) or getattr(found, "submodule_search_locations", None) or ()
-    return any(Path(path).resolve().parent == folder for path in paths)
+    return any(Path(path).resolve().parents[package.count(".")] == folder for path in paths)
 
 
 def import_part(host: Host, module: str) -> Any:

@@ -279,7 +279,7 @@ def _on_parallel_logits() -> list[Replacement]:
 HOST = Host(
     name="verl",
     package="verl",
-    versions=("0.9.1", "0.10"),
+    versions=("0.8 - 0.10",),
     replacements=_replacements,
     options={
         "bias": Option(None, "function that returns the bias of the LM head, for the fused heads"),

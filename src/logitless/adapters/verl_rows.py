@@ -64,7 +64,8 @@ def make_fsdp_inputs(original: Callable[..., Any], options: Mapping[str, Any]) -
         tokens = tokens_in_loss(micro_batch) if tokens is None else tokens
         if tokens is not None:
             # A row is that of the token before; verl shifts its labels, and the loss mask, by the same roll.
-            rows = functional.pad(tokens.roll(-1), (0, output_args["pad_size"]))
+            # Without Ulysses verl 0.8 pads nothing, and says nothing of it.
+            rows = functional.pad(tokens.roll(-1), (0, output_args.get("pad_size", 0)))
             inputs["shift_labels"] = labels.masked_fill(~_local(rows, labels), IGNORE)
         return inputs, output_args
 

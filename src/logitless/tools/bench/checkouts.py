@@ -173,6 +173,9 @@ def put_first(host: str) -> bool:
     folder = checkout(host)
     if folder is not None and str(_sources(folder, host)) not in sys.path:
         sys.path.insert(0, str(_sources(folder, host)))
+        # For processes to come: a server of ranks imports some hosts before it is told of this path.
+        others = filter(None, [os.environ.get("PYTHONPATH")])
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(_sources(folder, host)), *others])
         if not torch.cuda.is_available():
             # Hosts compile parts of their losses; there is no compiler to count on, and the numbers are the same.
             # The variable is for worker processes.
