@@ -210,6 +210,9 @@ def coefficients(
     The target's own element is ``g_l (1 - p) + p (g_Z + g_H w / s + c (t - m))``, with ``1 - p = -expm1(log p)``: small
     terms stay small, whether the target is nearly certain or nearly impossible.
     """
+    if g_entropy is None and g_log_z is None:
+        plain = -g_logprob
+        return Coefficients(plain, None, plain * torch.expm1(logprob))
     rest = torch.zeros_like(g_logprob) if g_log_z is None else g_log_z
     product = None
     at_target = rest

@@ -80,6 +80,8 @@ class Call:
         further: names of further sums of the statistic.
         extras: what is asked for beyond log-prob, entropy and log Z; None for nothing.
         dropped: in a dry run, where no value can tell, the share of rows without a gradient.
+        found: whether all targets were seen to be in the vocabulary, so that no row is left out, and none is NaN for
+            want of its target.
     """
 
     asked: Options
@@ -106,6 +108,7 @@ class Call:
     further: tuple[str, ...] = ()
     extras: Extras | None = None
     dropped: float = 0.0
+    found: bool = False
 
     @property
     def over_support(self) -> bool:
@@ -117,6 +120,11 @@ class Call:
         """Whether the head leaves logits as they are, as far as can be told without asking a device."""
         head = self.asked.head
         return head is None or head.unit
+
+    @property
+    def found_here(self) -> bool:
+        """Whether all targets were seen to be among the columns that are here."""
+        return self.found and self.columns == self.vocab_size
 
     @property
     def mean_columns(self) -> int:
@@ -230,7 +238,7 @@ def _resolve(
 ) -> Call:
     head = asked.head or PLAIN
     vocab_size, columns = vocabulary(asked.caller, width, head, asked.shard)
-    check_targets(asked.caller, rows, vocab_size)
+    found = check_targets(asked.caller, rows, vocab_size)
     if asked.kept is not None:
         check_kept(asked.caller, asked.kept, rows, vocab_size, x.device)
     num_rows, wide = rows.index.numel(), accumulation_dtype(x.dtype)
@@ -257,6 +265,7 @@ def _resolve(
         machine=machine,
         overwrite=overwrite,
         extras=_extras(asked, head, x.device, num_rows, shape, vocab_size),
+        found=found,
     )
 
 

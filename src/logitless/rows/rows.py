@@ -81,9 +81,11 @@ class Rows:
     batch: Samples | None = None
 
     def __post_init__(self) -> None:
+        if torch.compiler.is_compiling():
+            return
         for name in ("index", "target", "sample", "position", "totals", "slot", "mask", "response"):
             x = getattr(self, name)
-            if x is not None:
+            if x is not None and x.is_inference():
                 object.__setattr__(self, name, tracked_by_autograd(x))
 
     @staticmethod
@@ -260,7 +262,7 @@ class Rows:
         if not isinstance(target, Tensor):
             came = type(target).__name__
             raise LogitlessError(f"Rows.every: target must be a tensor but is a {came}. Pass torch.tensor(target).")
-        flat = integer_vector(target.reshape(-1), "Rows.every: target")
+        flat = integer_vector(target.flatten(), "Rows.every: target")
         index = torch.arange(flat.numel(), device=flat.device)
         return _single_sample(index, flat, tuple(target.shape), in_order=True)
 
@@ -493,6 +495,6 @@ def _select(
 
 
 def _single_sample(index: Tensor, target: Tensor, shape: tuple[int, ...] | None, **more: Any) -> Rows:
-    count, totals = index.numel(), (target != IGNORE).sum().reshape(1)
+    count, totals = index.numel(), (target != IGNORE).sum(0, keepdim=True)
     position = index if more.get("in_order") else torch.arange(count, device=index.device)
     return Rows(index, target, torch.zeros_like(index), position, shape, (count,), (count,), totals, **more)
