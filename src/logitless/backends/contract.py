@@ -86,6 +86,8 @@ class Problem:
 
     def cut(self, start: int, stop: int) -> Problem:
         """Rows ``start .. stop`` of the problem, also where an index says which they are."""
+        if (start, stop) == (0, self.num_rows):
+            return self
         where = "logits" if self.index is None else "index"
         return replace(self, **{name: getattr(self, name)[start:stop] for name in (where, "column", "gain")})
 

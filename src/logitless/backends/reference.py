@@ -235,7 +235,7 @@ def write(listed: Listed, out: Tensor, out_index: Tensor | None) -> None:
 def rescale(x: Tensor, factor: Tensor, out: Tensor) -> None:
     """``out[i] = x[i] * factor[i]``, rounded once. ``out`` may be ``x``; ``factor`` is ``[R]``, or one for all rows."""
     # A GPU would round one factor for all to the dtype of x first, and a loss scale past 65504 to infinity.
-    out.copy_(x.to(factor.dtype) * (factor[:, None] if factor.dim() else factor))
+    torch.mul(x.to(factor.dtype), factor[:, None] if factor.dim() else factor, out=out)
 
 
 def mix(x: Tensor, by: Tensor, y: Tensor, index: Tensor, times: Tensor, out: Tensor) -> None:

@@ -7,8 +7,6 @@ accumulation dtype are alive at a time (three under a softcap), reused in place.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -23,6 +21,8 @@ PAIR_TILE = 1 << 15
 """Elements of a tile in which a student is compared with its teacher."""
 SMALL_TILE = 1 << 17
 """Elements of a tile that is not made smaller to save memory: below, the calls of torch take longer than the work."""
+FAR = -1.0e4
+"""Stands in for differences so far below that their exponential is 0 in any dtype: times a large gain, still finite."""
 
 
 def tile_shape(problem: Problem, more: int = 0) -> tuple[int, int]:
@@ -95,22 +95,22 @@ def _tile_statistics(problem: Problem, rows: slice, columns: slice, out: Tensor)
     e = d.exp() if problem.entropy or problem.further else d.exp_()
     s = e.sum(1)
     further = tuple(FURTHER[name].term(e, d).sum(1) for name in problem.further)
+    # Nobody reads w where entropy is not wanted.
     w = e.mul_(d.clamp_min_(FLOOR)).sum(1) if problem.entropy else s
     Statistic(m, s, w, t, further).stacked(out)
 
 
 def _relative(problem: Problem, norm: Normaliser, coef: Coefficients) -> Coefficients:
-    """The coefficients times the gain, and for ``e^(z - m)`` in place of p: factors of a row meet here, and not in every
-    column."""
+    """The coefficients for ``e^(z - m)`` in place of p, times the gain: what is the same for a whole row is multiplied
+    here, and not in every column."""
     share = (-norm.log_sum).exp_()
     by = share if problem.unit else share * problem.gain
-
-    def times(x: Tensor | None, factor: Tensor) -> Any:
-        return None if x is None else x * factor
-
-    square = times(coef.square, by * share)
-    at_target, constant = (x if problem.unit else times(x, problem.gain) for x in (coef.at_target, coef.constant))
-    return Coefficients(coef.plain * by, times(coef.product, by), at_target, square, constant)
+    product = None if coef.product is None else coef.product * by
+    square = None if coef.square is None else coef.square * (by * share)
+    at_target, constant = coef.at_target, coef.constant
+    if not problem.unit:
+        at_target, constant = at_target * problem.gain, None if constant is None else constant * problem.gain
+    return Coefficients(coef.plain * by, product, at_target, square, constant)
 
 
 def _tile_gradient(
@@ -128,7 +128,7 @@ def _tile_gradient(
     elif coef.product is None:
         dz = e.mul_(coef.plain[rows, None])
     else:
-        dz = e.mul_(torch.addcmul(coef.plain[rows, None], d.clamp_min_(FLOOR), coef.product[rows, None], out=d))
+        dz = e.mul_(torch.addcmul(coef.plain[rows, None], d.clamp_min_(FAR), coef.product[rows, None], out=d))
     column, inside = _target_columns(problem, rows, columns)
     value = coef.at_target[rows, None]
     # With no device sync: where the target is in another tile, its place gets what is there.
@@ -150,11 +150,11 @@ def _zero_skipped(dz: Tensor, skipped: Tensor) -> None:
 
 def _target_columns(problem: Problem, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
     """``[r, 1]`` column of each row's target in a tile, or the nearest one, and whether it is there; None for all."""
-    column = problem.column[rows, None]
     width = min(columns.stop, problem.columns) - columns.start
+    column, first = problem.column[rows, None], problem.first + columns.start
+    column = column - first if first else column
     if problem.found and width == problem.columns:
         return column, None
-    column = column - (problem.first + columns.start)
     return column.clamp(0, width - 1), (column >= 0) & (column < width)
 
 

@@ -185,7 +185,7 @@ def resolve_logits(logits: Tensor, rows: Any, asked: Options, overwrite: bool) -
     check_entropy(asked)
     check_scope(asked)
     check_logits(asked.caller, logits, chosen, asked.shard)
-    call = _resolve(logits, logits.shape[-1], chosen, shape, asked, CPU, overwrite)
+    call = _resolve(logits, logits.shape[-1], 0, chosen, shape, asked, CPU, overwrite)
     if overwrite and not torch.compiler.is_compiling():
         check_overwrite(logits)
     return call
@@ -201,8 +201,7 @@ def resolve_hidden(hidden: Tensor, weight: Tensor, rows: Any, asked: Options, ma
     check_scope(asked)
     check_tokens(hidden, weight, chosen, asked)
     machine = Machine.of(hidden.device) if machine is None else machine
-    call = _resolve(hidden, weight.shape[0], chosen, shape, asked, machine, False)
-    call = replace(call, width=weight.shape[1])
+    call = _resolve(hidden, weight.shape[0], weight.shape[1], chosen, shape, asked, machine, False)
     return replace(call, apart=apart_everywhere(call) or _apart_here(hidden, weight, call))
 
 
@@ -234,10 +233,17 @@ def _apart_here(hidden: Tensor, weight: Tensor, call: Call) -> str | None:
 
 
 def _resolve(
-    x: Tensor, width: int, rows: Rows, shape: tuple[int, ...], asked: Options, machine: Machine, overwrite: bool
+    x: Tensor,
+    columns: int,
+    width: int,
+    rows: Rows,
+    shape: tuple[int, ...],
+    asked: Options,
+    machine: Machine,
+    overwrite: bool,
 ) -> Call:
     head = asked.head or PLAIN
-    vocab_size, columns = vocabulary(asked.caller, width, head, asked.shard)
+    vocab_size, columns = vocabulary(asked.caller, columns, head, asked.shard)
     found = check_targets(asked.caller, rows, vocab_size)
     if asked.kept is not None:
         check_kept(asked.caller, asked.kept, rows, vocab_size, x.device)
@@ -263,6 +269,7 @@ def _resolve(
         backend=backend,
         memory=parse_memory(asked.memory),
         machine=machine,
+        width=width,
         overwrite=overwrite,
         extras=_extras(asked, head, x.device, num_rows, shape, vocab_size),
         found=found,

@@ -81,11 +81,9 @@ class Rows:
     batch: Samples | None = None
 
     def __post_init__(self) -> None:
-        if torch.compiler.is_compiling():
-            return
         for name in ("index", "target", "sample", "position", "totals", "slot", "mask", "response"):
             x = getattr(self, name)
-            if x is not None and x.is_inference():
+            if x is not None and not torch.compiler.is_compiling() and x.is_inference():
                 object.__setattr__(self, name, tracked_by_autograd(x))
 
     @staticmethod
@@ -118,8 +116,7 @@ class Rows:
         >>> rows.index.tolist(), rows.target.tolist(), rows.counts
         ([3, 4, 8], [7, 8, 9], (2, 1))
         """
-        batch, spans = samples_of_mask(input_ids, mask, attention_mask, cu_seqlens, position_ids)
-        sample, offset = ragged_arange(spans)
+        batch, spans, sample, offset = samples_of_mask(input_ids, mask, attention_mask, cu_seqlens, position_ids)
         return _select(batch, sample, offset, tuple(input_ids.shape), spans, None, device)
 
     @staticmethod
@@ -470,7 +467,8 @@ def _select(
     source = (batch.lengths.cumsum(0) - batch.responses).index_select(0, sample) + position
     target = batch.ids[source.to(batch.ids.device)]
     on_host = inspectable(target) and target.numel() > 0
-    target_range = (int(target.min()), int(target.max())) if on_host else None
+    low, high = target.aminmax() if on_host else (0, 0)
+    target_range = (int(low), int(high)) if on_host else None
     device = torch.device(device) if device is not None else batch.ids.device
     computed = moved([place, target, sample, position, response, batch.totals, slot, mask], device)
     place, target, sample, position, response, totals, slot, mask = computed
