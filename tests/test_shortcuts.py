@@ -42,7 +42,7 @@ def gradient(p: Problem, overwrite: bool) -> torch.Tensor:
 def test_shortcuts_give_the_same_bits(dtype: torch.dtype, indexed: bool, entropy: bool, memory: int):
     plain = problem(dtype, indexed, entropy, memory)
     before = plain.logits.clone()
-    short = replace(plain, unit=True)
+    short = replace(plain, unit=True, found=True)
     assert torch.equal(tiled.statistics(short), tiled.statistics(plain))
     wanted = gradient(plain, overwrite=False)
     assert torch.equal(gradient(short, overwrite=False), wanted)
@@ -90,6 +90,16 @@ def test_targets_inside_and_one_ignored(from_hidden: bool, ignored: bool):
     for mine, whole in zip(run(some), run(target), strict=True):
         assert torch.equal(mine[scored], whole[scored])
         assert not mine[~scored].any()
+
+
+def test_masked_logits_at_a_low_temperature_under_a_loss_scale():
+    """Factors of a row are multiplied before they meet differences, of which those at -inf must stay finite."""
+    logits, target = torch.randn(R, V), torch.randint(V, (R,))
+    logits[:, 5] = -torch.inf
+    logits.requires_grad_()
+    out = ll.logprobs(logits, target.clamp_max(4), entropy="grad", head=ll.Head(temperature=1e-3))
+    (gradient,) = torch.autograd.grad(1e6 * out.entropy.sum(), logits)
+    assert gradient.isfinite().all()
 
 
 class _Seen(TorchDispatchMode):

@@ -166,7 +166,7 @@ class _LogProbs(torch.autograd.Function):
         call: Call,
     ) -> tuple[Tensor, ...]:
         """Log-prob, log Z and, if wanted, entropy and extras: the compiler takes no None among the results."""
-        column = target_column(target, call.start, call.columns)
+        column = target if call.found_here else target_column(target, call.start, call.columns)
         problem = _problem(logits, index, column, gain, call)
         gathered = _gather_support(kept_ids, kept_lengths, target, problem, call)
         support = None
@@ -176,7 +176,8 @@ class _LogProbs(torch.autograd.Function):
             statistic = run_statistics(call.backend, problem)
             support = None if gathered is None else kept_statistics(gathered)
         lines = None if call.extras is None else call.extras.lines(load(call.backend), problem, slice(None))
-        results = row_results(statistic, support, target == IGNORE, call.entropy, call.group, call.extras, lines)
+        ignored = None if call.found else target == IGNORE
+        results = row_results(statistic, support, ignored, call.entropy, call.group, call.extras, lines)
         extras, saved_extras = _extra_results(results, problem, call)
         ctx.set_materialize_grads(False)
         fixed = [results.entropy] if call.asked.entropy == "value" else []
@@ -269,7 +270,7 @@ def _logits_gradient(
     logits, logprob, norm = saved.logits, saved.logprob, Normaliser(saved.reference, saved.log_sum)
     problem = _problem(logits, saved.rows, saved.column, saved.gain, call)
     out, out_index = gradient_buffer(logits, saved.rows, problem, dtype, call.overwrite)
-    g_logprob = torch.zeros_like(logprob) if g_logprob is None else g_logprob.contiguous()
+    g_logprob = torch.zeros_like(logprob) if g_logprob is None else g_logprob
     # The compiler passes zeros for a result that has no gradient.
     g_entropy = None if saved.mean is None else g_entropy
     gathered = _gather_support(saved.kept_ids, saved.kept_lengths, saved.target, problem, call)
@@ -293,7 +294,7 @@ def _logits_gradient(
         if dense is None:
             out.zero_()
         else:
-            no_target = replace(problem, column=problem.column.clamp_max(ELSEWHERE))
+            no_target = replace(problem, column=problem.column.clamp_max(ELSEWHERE), found=False)
             _write_gradient(call, no_target, norm, dense, out, out_index)
         write_kept(gathered, values, out, out_index)
     return logits.detach() if call.overwrite else out.view(logits.shape)
@@ -312,7 +313,7 @@ def _with_extras(
 def _problem(logits: Tensor, index: Tensor | None, column: Tensor, gain: Tensor, call: Call) -> Problem:
     matrix, index = as_matrix(logits, index)
     sizes = (call.squash, call.columns, call.entropy, call.memory)
-    return Problem(matrix, index, column, gain, *sizes, unit=call.unit)
+    return Problem(matrix, index, column, gain, *sizes, unit=call.unit, found=call.found_here)
 
 
 def as_matrix(logits: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor | None]:

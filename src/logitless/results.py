@@ -44,29 +44,37 @@ def target_column(target: Tensor, start: int, columns: int) -> Tensor:
 def row_results(
     statistic: Tensor,
     support: Tensor | None,
-    ignored: Tensor,
+    ignored: Tensor | None,
     with_entropy: bool,
     group: Any,
     extras: Extras | None = None,
     extra_lines: Tensor | None = None,
 ) -> RowResults:
     """Results of the whole vocabulary from this shard's ``[4, R]`` statistic, ``[2, R]`` (m, s) of the support, and
-    lines of the extras."""
+    lines of the extras.
+
+    Args:
+        ignored: ``[R]`` rows to leave out; None where every row is known to have a target in the vocabulary.
+    """
     lines, support, extra_lines = whole_vocabulary(statistic, support, group, extras=extras, extra_lines=extra_lines)
     row = Statistic.of(lines)
-    norm = normaliser(row)
+    norm = Normaliser(row.m, row.s.log()) if ignored is None else normaliser(row)
     kept_norm = norm if support is None else normaliser(Statistic.of(support))
     logprob = (row.t - kept_norm.reference) - kept_norm.log_sum
     mean = mean_shift(row) if with_entropy else None
     return RowResults(
-        logprob=logprob.masked_fill(ignored, 0.0),
-        entropy=None if mean is None else entropy(norm, mean).masked_fill(ignored, 0.0),
-        log_z=(norm.reference + norm.log_sum).masked_fill(ignored, 0.0),
+        logprob=_without(ignored, logprob),
+        entropy=None if mean is None else _without(ignored, entropy(norm, mean)),
+        log_z=_without(ignored, norm.reference + norm.log_sum),
         norm=norm,
         kept_norm=kept_norm,
         mean=mean,
         extras=extra_lines,
     )
+
+
+def _without(ignored: Tensor | None, x: Tensor) -> Tensor:
+    return x if ignored is None else x.masked_fill(ignored, 0.0)
 
 
 def whole_vocabulary(

@@ -210,13 +210,15 @@ def coefficients(
     The target's own element is ``g_l (1 - p) + p (g_Z + g_H w / s + c (t - m))``, with ``1 - p = -expm1(log p)``: small
     terms stay small, whether the target is nearly certain or nearly impossible.
     """
+    if g_entropy is None and g_log_z is None:
+        plain = -g_logprob
+        return Coefficients(plain, None, plain * torch.expm1(logprob))
     product, rest, at_target = None, g_log_z, g_log_z
     if g_entropy is not None:
         assert mean is not None
         product = -g_entropy
         rest = g_entropy * mean if g_log_z is None else g_log_z + g_entropy * mean
         at_target = rest + product * (logprob + norm.log_sum).clamp_min(FLOOR)
-    minus = g_logprob * torch.expm1(logprob)
-    if rest is None or at_target is None:
-        return Coefficients(-g_logprob, None, -minus)
-    return Coefficients(rest - g_logprob, product, logprob.exp() * at_target - minus)
+    assert rest is not None
+    assert at_target is not None
+    return Coefficients(rest - g_logprob, product, logprob.exp() * at_target - g_logprob * torch.expm1(logprob))

@@ -64,6 +64,7 @@ class Problem:
         memory: bytes of working space allowed, for backends that need any.
         further: names of further sums (:data:`logitless.softmax.FURTHER`), each one more line of the statistic.
         unit: whether z is x itself, because every gain is 1 and there is no softcap. Nobody has to make use of it.
+        found: whether every row is known to have its target among these columns. Nobody has to make use of it either.
     """
 
     logits: Tensor
@@ -77,6 +78,7 @@ class Problem:
     first: int = 0
     further: tuple[str, ...] = ()
     unit: bool = False
+    found: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -84,6 +86,8 @@ class Problem:
 
     def cut(self, start: int, stop: int) -> Problem:
         """Rows ``start .. stop`` of the problem, also where an index says which they are."""
+        if (start, stop) == (0, self.num_rows):
+            return self
         where = "logits" if self.index is None else "index"
         return replace(self, **{name: getattr(self, name)[start:stop] for name in (where, "column", "gain")})
 

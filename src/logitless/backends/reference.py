@@ -235,7 +235,8 @@ def write(listed: Listed, out: Tensor, out_index: Tensor | None) -> None:
 def rescale(x: Tensor, factor: Tensor, out: Tensor) -> None:
     """``out[i] = x[i] * factor[i]``, rounded once. ``out`` may be ``x``; ``factor`` is ``[R]``, or one for all rows."""
     # A GPU would round one factor for all to the dtype of x first, and a loss scale past 65504 to infinity.
-    out.copy_(x.to(factor.dtype) * (factor[:, None] if factor.dim() else factor))
+    x, factor = x.to(factor.dtype), factor[:, None] if factor.dim() else factor
+    torch.mul(x, factor, out=out) if out.dtype == x.dtype else out.copy_(x * factor)
 
 
 def mix(x: Tensor, by: Tensor, y: Tensor, index: Tensor, times: Tensor, out: Tensor) -> None:

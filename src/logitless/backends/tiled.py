@@ -21,6 +21,8 @@ PAIR_TILE = 1 << 15
 """Elements of a tile in which a student is compared with its teacher."""
 SMALL_TILE = 1 << 17
 """Elements of a tile that is not made smaller to save memory: below, the calls of torch take longer than the work."""
+FAR = -1.0e4
+"""Stands in for differences so far below that their exponential is 0 in any dtype: times a large gain, still finite."""
 
 
 def tile_shape(problem: Problem, more: int = 0) -> tuple[int, int]:
@@ -42,11 +44,11 @@ def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
     dry = problem.logits.is_meta
     for rows in pieces(problem.num_rows, height, dry):
         if width >= problem.columns:
-            out[:, rows] = _tile_statistics(problem, rows, slice(0, width))
+            _tile_statistics(problem, rows, slice(0, width), out[:, rows])
             continue
         parts = out.new_empty((-(-problem.columns // width), *out[:, rows].shape))
         for columns in pieces(problem.columns, width, dry):
-            parts[columns.start // width] = _tile_statistics(problem, rows, columns)
+            _tile_statistics(problem, rows, columns, parts[columns.start // width])
         out[:, rows] = merge(parts, problem.further)
     return out
 
@@ -55,16 +57,17 @@ def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor
     """Same as :func:`logitless.backends.reference.gradient`, one tile at a time."""
     height, width = tile_shape(problem, 0 if coef.square is None and coef.constant is None else 3)
     dry, wide = problem.logits.is_meta, out.dtype == problem.gain.dtype
+    coef, reference = _relative(problem, norm, coef), norm.reference
     # Slices are written three times as fast as rows by their numbers, which need a buffer in the gradient's dtype.
     sliced = out_index is None or (wide and _is_in_order(out_index, len(out)))
     for rows in pieces(problem.num_rows, height, dry):
         for columns in pieces(problem.columns, width, dry):
             if sliced and wide:
-                _tile_gradient(problem, norm, coef, rows, columns, out[rows, columns])
+                _tile_gradient(problem, reference, coef, rows, columns, out[rows, columns])
                 continue
             into = rows if sliced or out_index is None else out_index[rows]
             # Passed on unnamed: a name would keep this tile alive while the next one is computed.
-            _write_tile(out, into, columns.start, _tile_gradient(problem, norm, coef, rows, columns))
+            _write_tile(out, into, columns.start, _tile_gradient(problem, reference, coef, rows, columns))
     zero_the_rest(out, out_index, problem.columns)
 
 
@@ -75,75 +78,94 @@ def gradient_over(problem: Problem, norm: Normaliser, coef: Coefficients, dtype:
     return out
 
 
-def _tile_statistics(problem: Problem, rows: slice, columns: slice) -> Tensor:
+def _tile_statistics(problem: Problem, rows: slice, columns: slice, out: Tensor) -> None:
     z, _, owned = _tile(problem, rows, columns)
     if not z.shape[1]:
         none = z.new_zeros(z.shape[0])
-        return Statistic(none - torch.inf, none, none, none + torch.nan, (none,) * len(problem.further)).stacked()
+        Statistic(none - torch.inf, none, none, none + torch.nan, (none,) * len(problem.further)).stacked(out)
+        return
     column, inside = _target_columns(problem, rows, columns)
-    t = torch.where(inside, z.gather(1, column[:, None]).squeeze(1), torch.nan)
+    t = z.gather(1, column)
+    t = (t if inside is None else torch.where(inside, t, torch.nan)).squeeze(1)
     m = z.amax(1)
-    reference = torch.where(m == -torch.inf, 0.0, m)[:, None]
+    # The lowest number stands in for -inf: -inf - (-inf) would be NaN.
+    reference = m.clamp_min(torch.finfo(m.dtype).min)[:, None]
     d = torch.sub(z, reference, out=z if owned else None)
     # Without the sum of e (z - m) the exponentials take the place of the differences.
     e = d.exp() if problem.entropy or problem.further else d.exp_()
     s = e.sum(1)
     further = tuple(FURTHER[name].term(e, d).sum(1) for name in problem.further)
-    w = e.mul_(d.clamp_min_(FLOOR)).sum(1) if problem.entropy else torch.zeros_like(s)
-    return Statistic(m, s, w, t, further).stacked()
+    # Nobody reads w where entropy is not wanted.
+    w = e.mul_(d.clamp_min_(FLOOR)).sum(1) if problem.entropy else s
+    Statistic(m, s, w, t, further).stacked(out)
+
+
+def _relative(problem: Problem, norm: Normaliser, coef: Coefficients) -> Coefficients:
+    """The coefficients for ``e^(z - m)`` in place of p, times the gain: what is the same for a whole row is multiplied
+    here, and not in every column."""
+    share = (-norm.log_sum).exp_()
+    by = share if problem.unit else share * problem.gain
+    product = None if coef.product is None else coef.product * by
+    square = None if coef.square is None else coef.square * (by * share)
+    at_target, constant = coef.at_target, coef.constant
+    if not problem.unit:
+        at_target, constant = at_target * problem.gain, None if constant is None else constant * problem.gain
+    return Coefficients(coef.plain * by, product, at_target, square, constant)
 
 
 def _tile_gradient(
-    problem: Problem,
-    norm: Normaliser,
-    coef: Coefficients,
-    rows: slice,
-    columns: slice,
-    out: Tensor | None = None,
+    problem: Problem, reference: Tensor, coef: Coefficients, rows: slice, columns: slice, out: Tensor | None = None
 ) -> Tensor:
-    """d logits of a tile, in ``out`` if given, which may be where its logits are."""
+    """d logits of a tile, in ``out`` if given, which may be where its logits are; coefficients as above."""
     z, squashed, owned = _tile(problem, rows, columns)
     further = coef.square is not None or coef.constant is not None
     alone = coef.product is None and not further
-    d = torch.sub(z, norm.reference[rows, None], out=z if owned else out if alone else None)
-    # Without a product, probabilities take the place of the differences.
-    p = torch.sub(d, norm.log_sum[rows, None], out=d if alone else out).exp_()
+    d = torch.sub(z, reference[rows, None], out=z if owned else out if alone else None)
+    # Without a product, exponentials take the place of the differences.
+    e = torch.exp(d, out=d if alone else out)
     if further:
-        dz = coef.elsewhere(d, p, (rows, None))
+        dz = coef.elsewhere(d, e, (rows, None))
     elif coef.product is None:
-        dz = p.mul_(coef.plain[rows, None])
+        dz = e.mul_(coef.plain[rows, None])
     else:
-        inner = d.clamp_min_(FLOOR).mul_(coef.product[rows, None]).add_(coef.plain[rows, None])
-        dz = p.mul_(inner)
+        dz = e.mul_(torch.addcmul(coef.plain[rows, None], d.clamp_min_(FAR), coef.product[rows, None], out=d))
     column, inside = _target_columns(problem, rows, columns)
+    value = coef.at_target[rows, None]
     # With no device sync: where the target is in another tile, its place gets what is there.
-    column, value = column[:, None], coef.at_target[rows, None]
-    dz.scatter_(1, column, torch.where(inside[:, None], value, dz.gather(1, column)))
-    if not problem.unit:
-        dz.mul_(problem.gain[rows, None])
+    dz.scatter_(1, column, value if inside is None else torch.where(inside, value, dz.gather(1, column)))
     if squashed is not None:
         dz.mul_(squashed.square_().neg_().add_(1.0).mul_(problem.squash))
-    skipped = problem.column[rows] == SKIP
+    if not problem.found:
+        _zero_skipped(dz, problem.column[rows] == SKIP)
+    return dz if out is None or dz is out else out.copy_(dz)
+
+
+def _zero_skipped(dz: Tensor, skipped: Tensor) -> None:
     if inspectable(skipped):
         # By row: a mask that is broadcast takes as long as the exponentials. Elsewhere this would wait for the device.
         dz.index_fill_(0, skipped.nonzero().squeeze(1), 0.0)
     else:
         dz.masked_fill_(skipped[:, None], 0.0)
-    return dz if out is None or dz is out else out.copy_(dz)
 
 
-def _target_columns(problem: Problem, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
-    """Column of each row's target in a tile, or the nearest one, and whether it is there."""
+def _target_columns(problem: Problem, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
+    """``[r, 1]`` column of each row's target in a tile, or the nearest one, and whether it is there; None for all."""
     width = min(columns.stop, problem.columns) - columns.start
-    column = problem.column[rows] - (problem.first + columns.start)
+    column, first = problem.column[rows, None], problem.first + columns.start
+    column = column - first if first else column
+    if problem.found and width == problem.columns:
+        return column, None
     return column.clamp(0, width - 1), (column >= 0) & (column < width)
 
 
 def _tile(problem: Problem, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None, bool]:
     """``z`` of a tile, under a softcap ``tanh(squash x)``, and whether z is a buffer that may be worked on in place:
     otherwise it is the logits themselves."""
-    x = problem.logits[:, columns.start : min(columns.stop, problem.columns)]
-    x = x[rows] if problem.index is None else x.index_select(0, problem.index[rows])
+    columns = slice(columns.start, min(columns.stop, problem.columns))
+    if problem.index is None:
+        x = problem.logits[rows, columns]
+    else:
+        x = problem.logits[:, columns].index_select(0, problem.index[rows])
     owned = problem.index is not None or x.dtype != problem.gain.dtype
     x = x.to(problem.gain.dtype)
     if problem.unit:

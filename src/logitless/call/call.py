@@ -80,6 +80,8 @@ class Call:
         further: names of further sums of the statistic.
         extras: what is asked for beyond log-prob, entropy and log Z; None for nothing.
         dropped: in a dry run, where no value can tell, the share of rows without a gradient.
+        found: whether all targets were seen to be in the vocabulary, so that no row is left out, and none is NaN for
+            want of its target.
     """
 
     asked: Options
@@ -106,6 +108,7 @@ class Call:
     further: tuple[str, ...] = ()
     extras: Extras | None = None
     dropped: float = 0.0
+    found: bool = False
 
     @property
     def over_support(self) -> bool:
@@ -117,6 +120,11 @@ class Call:
         """Whether the head leaves logits as they are, as far as can be told without asking a device."""
         head = self.asked.head
         return head is None or head.unit
+
+    @property
+    def found_here(self) -> bool:
+        """Whether all targets were seen to be among the columns that are here."""
+        return self.found and self.columns == self.vocab_size
 
     @property
     def mean_columns(self) -> int:
@@ -177,7 +185,7 @@ def resolve_logits(logits: Tensor, rows: Any, asked: Options, overwrite: bool) -
     check_entropy(asked)
     check_scope(asked)
     check_logits(asked.caller, logits, chosen, asked.shard)
-    call = _resolve(logits, logits.shape[-1], chosen, shape, asked, CPU, overwrite)
+    call = _resolve(logits, logits.shape[-1], 0, chosen, shape, asked, CPU, overwrite)
     if overwrite and not torch.compiler.is_compiling():
         check_overwrite(logits)
     return call
@@ -193,8 +201,7 @@ def resolve_hidden(hidden: Tensor, weight: Tensor, rows: Any, asked: Options, ma
     check_scope(asked)
     check_tokens(hidden, weight, chosen, asked)
     machine = Machine.of(hidden.device) if machine is None else machine
-    call = _resolve(hidden, weight.shape[0], chosen, shape, asked, machine, False)
-    call = replace(call, width=weight.shape[1])
+    call = _resolve(hidden, weight.shape[0], weight.shape[1], chosen, shape, asked, machine, False)
     return replace(call, apart=apart_everywhere(call) or _apart_here(hidden, weight, call))
 
 
@@ -226,11 +233,18 @@ def _apart_here(hidden: Tensor, weight: Tensor, call: Call) -> str | None:
 
 
 def _resolve(
-    x: Tensor, width: int, rows: Rows, shape: tuple[int, ...], asked: Options, machine: Machine, overwrite: bool
+    x: Tensor,
+    columns: int,
+    width: int,
+    rows: Rows,
+    shape: tuple[int, ...],
+    asked: Options,
+    machine: Machine,
+    overwrite: bool,
 ) -> Call:
     head = asked.head or PLAIN
-    vocab_size, columns = vocabulary(asked.caller, width, head, asked.shard)
-    check_targets(asked.caller, rows, vocab_size)
+    vocab_size, columns = vocabulary(asked.caller, columns, head, asked.shard)
+    found = check_targets(asked.caller, rows, vocab_size)
     if asked.kept is not None:
         check_kept(asked.caller, asked.kept, rows, vocab_size, x.device)
     num_rows, wide = rows.index.numel(), accumulation_dtype(x.dtype)
@@ -255,8 +269,10 @@ def _resolve(
         backend=backend,
         memory=parse_memory(asked.memory),
         machine=machine,
+        width=width,
         overwrite=overwrite,
         extras=_extras(asked, head, x.device, num_rows, shape, vocab_size),
+        found=found,
     )
 
 

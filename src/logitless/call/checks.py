@@ -33,14 +33,15 @@ def vocabulary(caller: str, width: int, head: Head, shard: VocabShard | None) ->
     return size, min(max(size - start, 0), width)
 
 
-def check_targets(caller: str, rows: Rows, vocab_size: int) -> None:
-    """Raise for a target outside the vocabulary, where that can be seen without a device sync."""
+def check_targets(caller: str, rows: Rows, vocab_size: int) -> bool:
+    """Raise for a target outside the vocabulary, where that can be seen without a device sync. Whether all were seen to
+    be inside, and none is to be left out."""
     if not has_values(rows.target) or not rows.target.numel():
-        return
+        return False
     seen = inspectable(rows.target)
     low, high = (int(x) for x in torch.aminmax(rows.target)) if seen else rows.target_range or (0, 0)
     if low >= 0 and high < vocab_size:
-        return
+        return seen
     bad = ((rows.target < 0) | (rows.target >= vocab_size)) & (rows.target != IGNORE)
     if bool(bad.any()):
         row = int(bad.nonzero()[0])
@@ -48,6 +49,7 @@ def check_targets(caller: str, rows: Rows, vocab_size: int) -> None:
             f"{caller}: target {int(rows.target[row])} of row {row} (sample {int(rows.sample[row])}, position "
             f"{int(rows.position[row])}) is outside the vocabulary of {vocab_size}. Use -100 to leave a row out."
         )
+    return False
 
 
 def check_kept(caller: str, kept: Kept, rows: Rows, vocab_size: int, device: torch.device) -> None:

@@ -72,6 +72,8 @@ class Terms:
 
     def cut(self, start: int, stop: int) -> Terms:
         """Those of rows ``start .. stop``. A support, and stored exponentials, stay those of all rows."""
+        if (start, stop) == (0, len(self.coef.plain)):
+            return self
         rows = slice(start, stop)
         return replace(self, norm=self.norm.cut(rows), coef=self.coef.cut(rows))
 
@@ -85,7 +87,8 @@ class Terms:
         gathered = support.logits(tile)
         further, ignored = upstream_at(coef, gathered.row, gathered.column + tile.first), support.target == IGNORE
         values = kept_gradient(gathered, kept_norm, logprob, g_logprob, norm, coef, ignored, further)
-        p.backend.gradient(replace(tile, column=tile.column.clamp_max(ELSEWHERE)), norm, coef, out, None)
+        no_target = replace(tile, column=tile.column.clamp_max(ELSEWHERE), found=False)
+        p.backend.gradient(no_target, norm, coef, out, None)
         write_at_ids(p.backend, coef, tile.first, tile.columns, out)
         write_kept(gathered, values, out, None)
 

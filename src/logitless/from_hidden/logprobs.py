@@ -183,8 +183,8 @@ class _LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Log-prob, entropy, log Z and extras."""
         target = call.rows.target
-        column = target_column(target, call.start, call.columns)
-        p = Projection.of(selected_rows(hidden, call), weight, bias, column, call)
+        column = target if call.found_here else target_column(target, call.start, call.columns)
+        p = Projection.of(selected_rows(hidden, call), weight, bias, column, call, call.found_here)
         if call.asked.batch_invariant and not plan.forward.fused:
             p = p.padded(FIXED_ROWS)
         for_backward, support, lines = {}, None, ExtraLines.empty(p)
@@ -198,7 +198,8 @@ class _LinearLogProbs(torch.autograd.Function):
                 for_backward = {"exponentials": stored.values, "exponentials_reference": stored.reference}
         own = None if lines is None else lines.values[:, : call.num_rows]
         statistic = statistic[:, : call.num_rows]
-        results = row_results(statistic, support, target == IGNORE, call.entropy, call.group, call.extras, own)
+        ignored = None if call.found else target == IGNORE
+        results = row_results(statistic, support, ignored, call.entropy, call.group, call.extras, own)
         extras, saved_extras = _extra_results(p, plan.forward, results)
         ctx.set_materialize_grads(False)
         fixed = [x for name, x in extras.items() if name not in DIFFERENTIABLE]
@@ -232,7 +233,8 @@ class _LinearLogProbs(torch.autograd.Function):
             if plan.kind == "frozen":
                 d_hidden = _frozen_gradient(call, saved, g_logprob, g_log_z)
                 return d_hidden, *(None,) * 6
-            p = Projection.of(selected_rows(saved.hidden, call), saved.weight, saved.bias, saved.column, call)
+            rows = selected_rows(saved.hidden, call)
+            p = Projection.of(rows, saved.weight, saved.bias, saved.column, call, call.found_here)
             terms = _terms(p, plan, saved, g_logprob, g_entropy, g_log_z, g_extras)
             assert plan.backward is not None
             needs = ctx.needs_input_grad

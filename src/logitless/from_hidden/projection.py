@@ -37,6 +37,7 @@ class Projection:
         gain: ``[R]`` factor of each row's logits.
         call: what is to be done with them.
         backend: the module of the call's backend.
+        found: whether every row is known to have its target among the columns.
     """
 
     hidden: Tensor
@@ -47,16 +48,21 @@ class Projection:
     call: Call
     backend: Any
     low: Tensor | None = None
+    found: bool = False
 
     @staticmethod
-    def of(rows: Tensor, weight: Tensor, bias: Tensor | None, column: Tensor, call: Call) -> Projection:
+    def of(
+        rows: Tensor, weight: Tensor, bias: Tensor | None, column: Tensor, call: Call, found: bool = False
+    ) -> Projection:
         require_weight(weight, call)
         bias = None if bias is None else bias.detach()
         low = None if call.asked.low_rank is None else call.asked.low_rank.b.detach()
-        return Projection(rows, weight.detach(), bias, column, call.gain, call, load(call.backend), low)
+        return Projection(rows, weight.detach(), bias, column, call.gain, call, load(call.backend), low, found)
 
     def cut(self, start: int, stop: int) -> Projection:
         """Rows ``start .. stop`` of it."""
+        if (start, stop) == (0, len(self.hidden)):
+            return self
         return replace(self, **{name: getattr(self, name)[start:stop] for name in ("hidden", "column", "gain")})
 
     def padded(self, multiple: int) -> Projection:
@@ -67,6 +73,7 @@ class Projection:
             hidden=pad(self.hidden, (0, 0, 0, missing)),
             column=pad(self.column, (0, missing), value=SKIP),
             gain=pad(self.gain, (0, missing), value=1.0),
+            found=self.found and not missing,
         )
 
     def problem(self, logits: Tensor, memory: int, first: int = 0) -> Problem:
@@ -83,6 +90,7 @@ class Projection:
             first=first,
             further=self.call.further,
             unit=self.call.unit,
+            found=self.found and logits.shape[1] == self.call.columns,
         )
 
     def product(self, columns: slice) -> Product:

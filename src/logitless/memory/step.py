@@ -13,7 +13,7 @@ from torch import Tensor
 
 from logitless.backends import choose_backend
 from logitless.backends.divergences import Divergence
-from logitless.call import Options, as_products_take, needs_gradient, resolve_hidden, resolve_logits
+from logitless.call import Call, Options, as_products_take, needs_gradient, resolve_hidden, resolve_logits
 from logitless.call.lora import LoRA
 from logitless.distill import Teacher
 from logitless.distill.divergence import MEMORY as PAIR_MEMORY
@@ -26,7 +26,7 @@ from logitless.from_hidden.logprobs import score
 from logitless.from_hidden.plan import LinearPlan, SupportPlan, choose_plan
 from logitless.from_logits import score_logits
 from logitless.kept import Kept
-from logitless.machine import Machine
+from logitless.machine import CPU, Machine
 from logitless.objectives import Objective, Preference
 from logitless.policy_loss.loss import MEMORY, evaluate, with_teacher
 from logitless.policy_loss.plan import LossPlan, plan_of
@@ -293,7 +293,8 @@ class RunningStep:
 
     def _from_logits(self) -> tuple[Any, ...]:
         logits = self.leaves["logits"]
-        return score_logits(logits, resolve_logits(logits, self.scored, self.options, self.step.overwrite_logits))
+        call = resolve_logits(logits, self.scored, self.options, self.step.overwrite_logits)
+        return score_logits(logits, self._as_run(call))
 
     def _operands(self) -> tuple[Tensor, Tensor, Options]:
         """Hidden states, weight and options; of a LoRA with the product that a call makes first."""
@@ -302,9 +303,13 @@ class RunningStep:
             return hidden, weight, self.options
         return as_products_take(hidden, LoRA(weight, self.leaves["a"], self.leaves["b"]), self.options)
 
+    def _as_run(self, call: Call) -> Call:
+        """The call; of a dry run for a CPU, as if it had seen its targets."""
+        return replace(call, found=True) if self.machine == CPU else call
+
     def _from_hidden(self) -> tuple[Any, ...]:
         hidden, weight, options = self._operands()
-        call = resolve_hidden(hidden, weight, self.scored, options, self.machine)
+        call = self._as_run(resolve_hidden(hidden, weight, self.scored, options, self.machine))
         self.plan = choose_plan(call, needs_gradient(hidden, weight, options))
         return score(hidden, weight, call, self.plan)
 
@@ -325,7 +330,7 @@ class RunningStep:
     def _policy_loss(self) -> tuple[Any, ...]:
         (hidden, weight, options), objective = self._operands(), self.step.objective or Objective()
         options = replace(options, entropy=objective.entropy, stats=objective.stats)
-        call = resolve_hidden(hidden, weight, self.scored, options, self.machine)
+        call = self._as_run(resolve_hidden(hidden, weight, self.scored, options, self.machine))
         call = replace(call, dropped=self.step.dropped)
         call, multiplied = (call, None) if self.teacher is None else with_teacher(call, hidden, objective, self.teacher)
         self.plan = plan_of(call, hidden, weight, objective, multiplied)

@@ -305,7 +305,8 @@ class _OnePass(torch.autograd.Function):
         drop_zeros: bool,
         taught: tuple[Source | TopK, Divergence] | None,
     ) -> Any:
-        column = target_column(call.rows.target, call.start, call.columns)
+        target = call.rows.target
+        column = target if call.found_here else target_column(target, call.start, call.columns)
         p = Projection.of(selected_rows(hidden, call), weight, bias, column, call)
         # Only gradients that go to a buffer have their factor in advance.
         buffer = None if scale is None else call.asked.weight_grad

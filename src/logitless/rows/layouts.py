@@ -141,7 +141,7 @@ def ragged_arange(lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 def round_up(n: Any, multiple: int) -> Any:
     """The next multiple, of a number or a tensor."""
-    return -(-n // multiple) * multiple
+    return n if multiple == 1 else -(-n // multiple) * multiple
 
 
 def here(cp: Scheme | None) -> str:

@@ -21,8 +21,8 @@ def samples_of_mask(
     attention_mask: Tensor | None,
     cu_seqlens: Tensor | Sequence[int] | None,
     position_ids: Tensor | None,
-) -> tuple[Samples, Tensor]:
-    """The samples, each up to its last scored token, and how many places of the batch each has.
+) -> tuple[Samples, Tensor, Tensor, Tensor]:
+    """The samples, each up to its last scored token; how many places of the batch each has; sample and offset of each.
 
     What precedes the first scored token is the sample's prompt: padding on the left too, which nobody reads.
     """
@@ -45,13 +45,14 @@ def samples_of_mask(
             f"{NAME}: sample {int(alone[0])} is scored from its first token on, which no row predicts. Clear the mask "
             f"there, or prepend a token (BOS)."
         )
-    held = (offset < last[sample]).nonzero().squeeze(1)
-    response = ((offset >= first[sample]) & (offset < last[sample])).nonzero().squeeze(1)
+    before_end = offset < last[sample]
+    held = before_end.nonzero().squeeze(1)
+    response = (before_end & (offset >= first[sample])).nonzero().squeeze(1)
     inner = scored[response]
     some = not bool(inner.all())
     ids = input_ids.detach().reshape(-1)
     ids = ids[held.to(ids.device)].to(torch.int64)
-    return Samples(ids, last, last - first, inner if some else None, some), spans
+    return Samples(ids, last, last - first, inner if some else None, some), spans, sample, offset
 
 
 def _check_shapes(input_ids: Any, **others: Any) -> None:

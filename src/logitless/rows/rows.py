@@ -83,7 +83,7 @@ class Rows:
     def __post_init__(self) -> None:
         for name in ("index", "target", "sample", "position", "totals", "slot", "mask", "response"):
             x = getattr(self, name)
-            if x is not None:
+            if x is not None and not torch.compiler.is_compiling() and x.is_inference():
                 object.__setattr__(self, name, tracked_by_autograd(x))
 
     @staticmethod
@@ -116,8 +116,7 @@ class Rows:
         >>> rows.index.tolist(), rows.target.tolist(), rows.counts
         ([3, 4, 8], [7, 8, 9], (2, 1))
         """
-        batch, spans = samples_of_mask(input_ids, mask, attention_mask, cu_seqlens, position_ids)
-        sample, offset = ragged_arange(spans)
+        batch, spans, sample, offset = samples_of_mask(input_ids, mask, attention_mask, cu_seqlens, position_ids)
         return _select(batch, sample, offset, tuple(input_ids.shape), spans, None, device)
 
     @staticmethod
@@ -260,7 +259,7 @@ class Rows:
         if not isinstance(target, Tensor):
             came = type(target).__name__
             raise LogitlessError(f"Rows.every: target must be a tensor but is a {came}. Pass torch.tensor(target).")
-        flat = integer_vector(target.reshape(-1), "Rows.every: target")
+        flat = integer_vector(target.flatten(), "Rows.every: target")
         index = torch.arange(flat.numel(), device=flat.device)
         return _single_sample(index, flat, tuple(target.shape), in_order=True)
 
@@ -468,7 +467,8 @@ def _select(
     source = (batch.lengths.cumsum(0) - batch.responses).index_select(0, sample) + position
     target = batch.ids[source.to(batch.ids.device)]
     on_host = inspectable(target) and target.numel() > 0
-    target_range = (int(target.min()), int(target.max())) if on_host else None
+    low, high = target.aminmax() if on_host else (0, 0)
+    target_range = (int(low), int(high)) if on_host else None
     device = torch.device(device) if device is not None else batch.ids.device
     computed = moved([place, target, sample, position, response, batch.totals, slot, mask], device)
     place, target, sample, position, response, totals, slot, mask = computed
@@ -493,6 +493,6 @@ def _select(
 
 
 def _single_sample(index: Tensor, target: Tensor, shape: tuple[int, ...] | None, **more: Any) -> Rows:
-    count, totals = index.numel(), (target != IGNORE).sum().reshape(1)
+    count, totals = index.numel(), (target != IGNORE).sum(0, keepdim=True)
     position = index if more.get("in_order") else torch.arange(count, device=index.device)
     return Rows(index, target, torch.zeros_like(index), position, shape, (count,), (count,), totals, **more)
