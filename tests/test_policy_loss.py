@@ -156,7 +156,9 @@ def check(problem: Problem, options: dict, formula: Formula, wanted=NAMES, on_po
     upstream = float(torch.randn(())) or 1.0
     ours = ran(problem, objective, wanted=wanted, upstream=upstream, given=given, **call)
     assert_right(problem, ours, formula, wanted=wanted, upstream=upstream, on_policy=on_policy)
-    call.pop("drop_zeros", None)
+    # Metrics do not depend on the tiles that they come from, and two calls in the tiles of one have many more.
+    for name in ("drop_zeros", "memory", "backend"):
+        call.pop(name, None)
     assert_metrics(ours, composed(problem, objective, wanted=wanted, upstream=upstream, given=given, **call))
     return ours
 
@@ -194,7 +196,8 @@ def test_dtypes_and_backends(backend: str, dtype: torch.dtype):
         return
     check(problem, PPO, PPO_FORMULA, backend=backend)
     if backend != "triton":
-        check(problem, PPO, PPO_FORMULA, backend=backend, memory=room(4, itemsize=dtype.itemsize), drop_zeros=False)
+        memory = room(4, itemsize=max(4, dtype.itemsize))
+        check(problem, PPO, PPO_FORMULA, backend=backend, memory=memory, drop_zeros=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
