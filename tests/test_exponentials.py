@@ -109,7 +109,8 @@ def test_rows_of_nothing_and_rows_to_skip(backend: str, device):
     stats, reference, out = run(backend, problem_of(logits, column), torch.zeros(3, device=device))
     assert reference[0] == -INF
     assert out[:2].eq(0).all()
-    assert stats[1, 0] == 0
+    # A maximum of 0 here would outweigh what comes near -300.
+    assert stats[:2, 0].tolist() == [-INF, 0.0]
     assert stats[1, 2].isnan()
     later = problem_of(torch.full((3, 20), -300.0, device=device), column, first=20)
     sums = torch.zeros(3, 4, device=device)
