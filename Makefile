@@ -5,8 +5,9 @@ VENV := .venv
 RUN := $(VENV)/bin/
 STAMP := $(VENV)/.installed
 
-# Modules are compiled when they are first imported: most of what is installed never is.
-export PIP_NO_COMPILE := 1
+# Modules are compiled when they are first imported, and then once: most of what is installed never is. To pip, 0 is yes.
+export PIP_NO_COMPILE := 0
+export PYTHONDONTWRITEBYTECODE :=
 
 # Each part of the library against float64, once; no hosts, no commands.
 QUICK := architecture errors kept layouts linear_plans logprobs objective_terms policy_head rows special_values exchange
@@ -15,6 +16,9 @@ QUICK := architecture errors kept layouts linear_plans logprobs objective_terms 
 
 demo: $(STAMP)
 	$(RUN)logitless demo
+
+# Tests run side by side, one to a core: threads of theirs would wait for each other.
+test check: export OMP_NUM_THREADS := 1
 
 test: $(STAMP)
 	$(RUN)python -m pytest -n 2 --dist worksteal
@@ -83,9 +87,10 @@ $(VENV)/.docs: $(STAMP)
 	$(RUN)python -m pip install --quiet -c constraints.txt -e ".[docs]"
 	touch $(VENV)/.docs
 
-# Torch first and pinned: a looser request would pull a CUDA build.
+# Torch first and pinned: a looser request would pull a CUDA build. The pip that comes with Python resolves three times as long.
 $(STAMP): pyproject.toml constraints.txt constraints-hosts.txt
 	$(PYTHON) -m venv $(VENV)
+	$(RUN)python -m pip install --quiet --upgrade -c constraints.txt pip
 	$(RUN)python -m pip install --quiet -c constraints.txt torch==2.13.0
 	$(RUN)python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	$(RUN)python -m pip install --quiet --no-deps --upgrade --target $(VENV)/hosts -r constraints-hosts.txt

@@ -31,7 +31,7 @@ TESTS = ("logprobs", "special_values", "linear", "policy_loss", "compile", "para
 @nox.parametrize(("torch", "triton"), PAIRS)
 def versions(session: nox.Session, torch: str, triton: str) -> None:
     """One torch and one Triton on one Python: ``nox -s "versions-3.11(torch='2.8.0', triton='3.4.0')"``."""
-    session.env["PIP_NO_COMPILE"] = "1"
+    session.env["PIP_NO_COMPILE"] = "0"
     # The interpreters of Triton 3.4 to 3.6 do what numpy has since made an error.
     session.install(f"torch=={torch}", "numpy<2.3" if triton < "3.7" else "numpy", "pytest", "hypothesis")
     # Apart from torch, which asks for its own.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import zlib
 
 import interpreter
@@ -57,10 +58,19 @@ def seed(request) -> None:
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def what_is_there_stays() -> None:
+@pytest.fixture(scope="session")
+def numbers_of_modules() -> set[int]:
+    """How many modules there were whenever what they hold was set aside."""
+    return set()
+
+
+@pytest.fixture(autouse=True)
+def what_is_there_stays(numbers_of_modules: set[int]) -> None:
     """Garbage is collected before every measurement of memory; not in torch and all else that is imported by then."""
-    gc.freeze()
+    if len(sys.modules) not in numbers_of_modules:
+        numbers_of_modules.add(len(sys.modules))
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture

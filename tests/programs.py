@@ -27,15 +27,22 @@ class Ended(NamedTuple):
     err: str
 
 
-def run_program(path: Path, *arguments: str, folder: Path, ranks: int = 0, timeout: float = 240.0) -> Ended:
+def start_program(path: Path, *arguments: str, folder: Path, written: Path, launched: dict[str, str] | None = None):
+    """The process of a script in ``folder``, whose output goes to ``written`` with ``.out`` and ``.err`` added."""
+    return new_process(_run, (str(path), arguments, str(folder), launched or {}, str(written)))
+
+
+def run_program(
+    path: Path, *arguments: str, folder: Path, ranks: int = 0, timeout: float = 240.0, environment: dict | None = None
+) -> Ended:
     """Run a script to its end in ``folder``, under what torchrun sets if ranks are asked for; late ones are killed."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks else None
     with tempfile.TemporaryDirectory() as written:
         processes = []
         for rank in range(max(ranks, 1)):
-            launched = _launched(rank, ranks, store.port) if store else {}
-            given = (str(path), arguments, str(folder), launched, os.path.join(written, str(rank)))
-            processes.append(new_process(_run, given))
+            launched = (_launched(rank, ranks, store.port) if store else {}) | (environment or {})
+            here = {"folder": folder, "written": Path(written, str(rank)), "launched": launched}
+            processes.append(start_program(path, *arguments, **here))
         deadline = time.monotonic() + timeout
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))

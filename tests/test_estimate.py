@@ -29,9 +29,11 @@ LOSS = {**SLABS, "path": "linear_policy_loss"}
 PLAIN = {"path": "torch", "tokens": 251, "vocab": 1031}
 FROZEN = {"needs_grad": ("hidden",)}
 F32, GRAD = {"dtype": "float32"}, {"entropy": "grad"}
-PAIR = {**SLABS, "path": "linear_divergence", "teacher_hidden": 66}
+# Two logits of an id, and so twice the budget: the profiler takes its time per tile.
+PAIR = {**SLABS, "path": "linear_divergence", "teacher_hidden": 66, "memory": "2MiB"}
+LOGIT_PAIR = {**LOGITS, "path": "divergence", "memory": "1MiB"}
 SENT = {"teacher_hidden": None, "teacher_top_k": 8}
-TAUGHT = {"objective": ll.Objective.recipe("distill")}
+TAUGHT = {"objective": ll.Objective.recipe("distill"), "memory": "2MiB"}
 ADAPTER = {"lora_rank": 16, "needs_grad": ("hidden", "a", "b")}
 FEW_IDS = {"kept_ids": 1009, "scope": "support"}
 SELECTED = {"tokens": 1031, "rows": 257}
@@ -124,9 +126,9 @@ CASES = {
     "divergence, K ids": {**PAIR, **F32, **SENT, "tail": "renormalise", "tokens": 2003, "vocab": 257},
     "divergence, support": {**PAIR, **F32, **FEW_IDS},
     "divergence, kept ids": {**PAIR, **F32, "kept_ids": 9001},
-    "divergence, from logits": {**LOGITS, "path": "divergence"},
-    "divergence, from logits, overwritten": {**LOGITS, **F32, "path": "divergence", "overwrite_logits": True},
-    "divergence, from logits, a bucket": {**LOGITS, **F32, "path": "divergence", "teacher_top_k": 8},
+    "divergence, from logits": LOGIT_PAIR,
+    "divergence, from logits, overwritten": {**LOGIT_PAIR, **F32, "overwrite_logits": True},
+    "divergence, from logits, a bucket": {**LOGIT_PAIR, **F32, "teacher_top_k": 8},
     "loss, a teacher": {**LOSS, **F32, **TAUGHT, "teacher_hidden": 130},
     "loss, a teacher, bf16, rows": {**LOSS, **SELECTED, **TAUGHT, "teacher_hidden": 66},
     "loss, a teacher, two passes": {**LOSS, **F32, **TAUGHT, "teacher_hidden": 66, "batch_invariant": True},

@@ -12,8 +12,8 @@ from logitless.softmax import SKIP, Coefficients, Normaliser, merge
 
 BACKENDS = ("reference", "tiled", "triton")
 INF = torch.inf
-# bfloat16 rounds to 2^-9 of a number; Triton's interpreter cuts off, which is worth up to 2^-7.
-ROUNDING = 2**-8 if torch.cuda.is_available() else 2**-7
+# bfloat16 keeps 8 digits of a number, and rounds by half of the last.
+ROUNDING = 2**-8
 
 
 def problem_of(logits: Tensor, column: Tensor, first: int = 0, squash: float = 0.0, gain: float = 1.25) -> Problem:
@@ -109,7 +109,8 @@ def test_rows_of_nothing_and_rows_to_skip(backend: str, device):
     stats, reference, out = run(backend, problem_of(logits, column), torch.zeros(3, device=device))
     assert reference[0] == -INF
     assert out[:2].eq(0).all()
-    assert stats[1, 0] == 0
+    # A maximum of 0 here would outweigh what comes near -300.
+    assert stats[:2, 0].tolist() == [-INF, 0.0]
     assert stats[1, 2].isnan()
     later = problem_of(torch.full((3, 20), -300.0, device=device), column, first=20)
     sums = torch.zeros(3, 4, device=device)

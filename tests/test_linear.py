@@ -144,8 +144,7 @@ def check(
     for name in mine:
         assert mine[name].dtype == operands.hidden.dtype, name
         assert_gradient_close_to_truth(mine[name], right[name], theirs[name], f"gradient of {name}")
-        # In Triton's interpreter, which cuts bfloat16 off instead of rounding it, only the rule above holds.
-        if half and not (options.get("backend") == "triton" and torch.device(device).type == "cpu"):
+        if half:
             off = (mine[name].double().cpu() - right[name]).norm()
             assert off <= GRADIENT_PROMISE * right[name].norm(), f"gradient of {name}: {off / right[name].norm():.3g}"
     return Scored(ours, mine)
@@ -185,6 +184,8 @@ def test_one_row(memory, vocab: int, dtype: torch.dtype, device: torch.device):
 @pytest.mark.parametrize(("tile_rows", "columns", "block"), [(1, 1, 1), (3, 7, 10), (5, 200, 5), (8, 16, 200)])
 def test_any_tiles(monkeypatch, tile_rows, columns, block, num_rows, vocab, dtype):
     """Tiles that no budget gives on a CPU: several blocks of rows in both loop orders."""
+    if tile_rows == columns == 1:
+        num_rows, vocab = num_rows // 2, vocab // 2
     tiles = Tiles(min(tile_rows, num_rows), min(columns, vocab), min(block, num_rows), 4096)
     monkeypatch.setattr("logitless.from_hidden.plan.forward_tiles", lambda *_: tiles)
     monkeypatch.setattr("logitless.from_hidden.plan.backward_tiles", lambda *_: tiles)
@@ -595,8 +596,7 @@ def test_kept_exponentials_with_padding(backend: str, device: torch.device):
     assert (mine["bias"][120:] == 0).all()
     for name, g in wanted.items():
         off = (mine[name][: len(g)].double().cpu() - g).norm() / g.norm()
-        # Triton's interpreter cuts off what a GPU rounds, twice here.
-        assert off <= GRADIENT_PROMISE * (3 if backend == "triton" and device.type == "cpu" else 1), name
+        assert off <= GRADIENT_PROMISE, name
 
 
 @pytest.mark.parametrize("memory", ["192MiB", "1MiB"])

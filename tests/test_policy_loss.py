@@ -136,7 +136,7 @@ def told(problem: Problem, formula: Formula, wanted=NAMES, upstream=1.7, on_poli
     return Ran(answer.loss, dict(zip(named, gradients, strict=True)), {})
 
 
-def assert_right(problem: Problem, ours: Ran, formula: Formula, interpreted=False, **options) -> None:
+def assert_right(problem: Problem, ours: Ran, formula: Formula, **options) -> None:
     exact, usual = told(problem, formula, **options), told(problem, formula, exact=False, **options)
     assert_close_to_truth(ours.loss, exact.loss, usual.loss, "loss")
     assert ours.gradients.keys() == exact.gradients.keys()
@@ -144,10 +144,6 @@ def assert_right(problem: Problem, ours: Ran, formula: Formula, interpreted=Fals
         assert mine.dtype == getattr(problem.operands, name).dtype
         right, theirs = exact.gradients[name], usual.gradients[name]
         off = (mine.double() - right).norm() / right.norm().clamp_min(1e-30)
-        if interpreted and mine.dtype == torch.bfloat16:
-            # Triton's interpreter cuts bfloat16 off instead of rounding it, which does not average out in a sum.
-            assert off <= 3 * GRADIENT_PROMISE, name
-            continue
         assert_gradient_close_to_truth(mine, right, theirs, f"gradient of {name}")
         # In the bias' gradient the rows' 16-bit terms are added up, and may cancel.
         assert name == "bias" or mine.dtype not in HALF or off <= GRADIENT_PROMISE, f"gradient of {name}: {off:.3g}"
@@ -159,9 +155,10 @@ def check(problem: Problem, options: dict, formula: Formula, wanted=NAMES, on_po
     given = {"old_logprob": "current"} if on_policy else {}
     upstream = float(torch.randn(())) or 1.0
     ours = ran(problem, objective, wanted=wanted, upstream=upstream, given=given, **call)
-    interpreted = call.get("backend") == "triton"
-    assert_right(problem, ours, formula, interpreted, wanted=wanted, upstream=upstream, on_policy=on_policy)
-    call.pop("drop_zeros", None)
+    assert_right(problem, ours, formula, wanted=wanted, upstream=upstream, on_policy=on_policy)
+    # Metrics do not depend on the tiles that they come from, and two calls in the tiles of one have many more.
+    for name in ("drop_zeros", "memory", "backend"):
+        call.pop(name, None)
     assert_metrics(ours, composed(problem, objective, wanted=wanted, upstream=upstream, given=given, **call))
     return ours
 
@@ -199,7 +196,8 @@ def test_dtypes_and_backends(backend: str, dtype: torch.dtype):
         return
     check(problem, PPO, PPO_FORMULA, backend=backend)
     if backend != "triton":
-        check(problem, PPO, PPO_FORMULA, backend=backend, memory=room(4, itemsize=dtype.itemsize), drop_zeros=False)
+        memory = room(4, itemsize=max(4, dtype.itemsize))
+        check(problem, PPO, PPO_FORMULA, backend=backend, memory=memory, drop_zeros=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

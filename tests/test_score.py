@@ -6,8 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 import tracemalloc
 from dataclasses import replace
@@ -16,7 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from close import assert_close_to_truth
+from programs import run_program, start_program
 
+import logitless
 from logitless.errors import LogitlessError
 from logitless.tools.score import Job, score_file
 from logitless.tools.score import journal as journal_module
@@ -28,6 +28,7 @@ from logitless.tools.score.results import count_results, write_results
 from logitless.tools.score.texts import Texts
 
 VOCAB = 211
+PROGRAM = Path(logitless.__file__).parent / "__main__.py"
 
 
 @pytest.fixture(autouse=True)
@@ -436,11 +437,7 @@ def command(job: Job, *more: str) -> list[str]:
     options = {"temperature": job.temperature, "tokens-per-batch": job.tokens_per_batch, "out": job.out}
     options |= {"records-per-part": job.records_per_part, "device": "cpu"}
     flat = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
-    return ["-m", "logitless", "score", str(job.model), str(job.data), *flat, *more]
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+    return ["score", str(job.model), str(job.data), *flat, *more]
 
 
 def test_killed_for_real_it_resumes_to_the_same_bytes(job, tmp_path):
@@ -448,14 +445,14 @@ def test_killed_for_real_it_resumes_to_the_same_bytes(job, tmp_path):
     job = replace(job, data=data, tokens_per_batch=1, records_per_part=2)
     whole = replace(job, out=tmp_path / "whole.jsonl")
     score_file(whole)
-    process = subprocess.Popen([sys.executable, *command(job)], env=environment(), stderr=subprocess.PIPE)
+    process = start_program(PROGRAM, *command(job), folder=tmp_path, written=tmp_path / "said")
     parts, deadline = tmp_path / "out.jsonl.parts", time.monotonic() + 60
     while not (parts.exists() and len(list(parts.glob("*.jsonl"))) >= 3) and time.monotonic() < deadline:
-        assert process.poll() is None, process.stderr.read().decode()
+        assert process.is_alive(), (tmp_path / "said.err").read_text()
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert not job.out.exists()
     there = len(list(parts.glob("*.jsonl")))
     assert 3 <= there < 100
@@ -465,14 +462,11 @@ def test_killed_for_real_it_resumes_to_the_same_bytes(job, tmp_path):
     assert not parts.exists()
 
 
-def test_two_ranks_give_the_same_file(job, expected):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ran = subprocess.run(
-        [*launcher, *command(job, "--json")], env=environment(), capture_output=True, text=True, timeout=120
-    )
-    assert ran.returncode == 0, ran.stderr
+def test_two_ranks_give_the_same_file(job, expected, tmp_path):
+    ended = run_program(PROGRAM, *command(job, "--json"), folder=tmp_path, ranks=2)
+    assert ended.codes == [0, 0], ended.err
     assert job.out.read_bytes() == expected
-    (summary,) = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    (summary,) = [json.loads(line) for line in ended.out.splitlines() if line.startswith("{")]
     assert summary["records"] == summary["scored_records"] == 30
 
 

@@ -158,8 +158,8 @@ def test_tiles_of_nothing_but_minus_infinity_before_logits_near_minus_300(backen
     right = truth(exact @ weight.double().T + bias.double(), torch.arange(3), target)
     right.logprob.sum().backward()
     assert out.logprob.tolist() == pytest.approx(right.logprob.tolist(), abs=1e-4)
-    # Two roundings to bfloat16, which Triton's interpreter cuts off.
-    assert (leaf.grad.double().cpu() - exact.grad).norm() <= 1e-2 * exact.grad.norm()
+    # Two roundings to bfloat16, of 2^-9 each.
+    assert (leaf.grad.double().cpu() - exact.grad).norm() <= 4e-3 * exact.grad.norm()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

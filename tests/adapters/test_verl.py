@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from close import assert_close_to_truth, assert_gradient_close_to_truth
 from hosts import checkout, load
 from parity import assert_parity, run
+from programs import run_program
 
 import logitless
 from logitless import LogitlessError
@@ -305,13 +303,10 @@ def test_verl_itself_can_install_us(tmp_path):
     """``VERL_USE_EXTERNAL_MODULES`` names a module that verl imports wherever it is imported: in every worker."""
     (tmp_path / "with_logitless.py").write_text("import logitless\nlogitless.install('verl', rows_before_head=True)\n")
     program = "from hosts import load; load('verl', 'verl'); import logitless; print(len(logitless.status().hosts))"
-    tests, source = Path(__file__).parent, Path(logitless.__file__).parents[1]
-    paths = [str(path) for path in (tmp_path, tests, tests.parent, source)]
-    environment = {**os.environ, "VERL_USE_EXTERNAL_MODULES": "with_logitless", "PYTHONPATH": os.pathsep.join(paths)}
-    ran = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ran.stdout.strip() == "1", ran.stderr
+    (tmp_path / "worker.py").write_text(program)
+    given = {"VERL_USE_EXTERNAL_MODULES": "with_logitless"}
+    ended = run_program(tmp_path / "worker.py", folder=tmp_path, environment=given)
+    assert ended.out.strip() == "1", ended.err
 
 
 # Over a tensor-parallel group.
