@@ -105,7 +105,11 @@ def _load_liger_flce(reduction: str) -> Callable[[], Score]:
 
 
 def _load_quack() -> Score:
-    function = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    try:
+        function = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    except TypeError as error:
+        # QuACK 0.6.5 with CUTLASS 4.8.1.
+        raise ImportError(f"quack does not import: {str(error)[:80]}") from error
 
     def score(batch: Batch, hidden: Tensor, weight: Tensor) -> Scores:
         return Scores(-function(hidden, weight, batch.labels, ignore_index=IGNORE, reduction="mean"), None)
