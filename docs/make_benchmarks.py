@@ -5,22 +5,25 @@ The newest record of each case and provider counts. A cell never mixes two recor
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import make_whole_step
 
 from logitless.spec import format_bytes
-from logitless.tools.bench.records import PEERS, Record, newest, worst
+from logitless.tools.bench.records import PEERS, Record, newest, read_records, worst
 
 PAGE = Path(__file__).parent / "benchmarks.md"
-Cell = Callable[[Record | None], str]
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+Show = Callable[[Record], str]
 Found = Mapping[tuple[str, str], Record]
 
 LOGITS_PROVIDERS = ("torch", "torch.compile", "megatron", "liger", "trl-kernel", "logitless", "logitless-overwrite")
 LINEAR_PROVIDERS = (
-    *("torch", "torch.compile", "trl-head", "verl-kernel", "liger-flce", "liger-flce-none", "liger-chunked"),
-    *("liger-selective", "cce", "cce-exact", "logitless", "logitless-logits"),
+    *("torch", "torch.compile", "trl-head", "verl-kernel", "liger-sm90", "liger-flce", "liger-flce-none"),
+    *("liger-chunked", "liger-selective", "cce", "cce-exact", "logitless", "logitless-logits"),
 )
 LOSS_PROVIDERS = (*LINEAR_PROVIDERS, "logitless-loss", "logitless-loss-buffer")
 
@@ -49,6 +52,11 @@ LINEAR_CASES = {
         "linear-reference-frozen": "frozen head",
         "linear-reference-keep": "6.5 GiB allowed",
     },
+    "By hidden size, with an entropy gradient": {
+        "linear-reference-grad": "D = 4096",
+        "linear-d2048-grad": "D = 2048",
+        "linear-d1024-grad": "D = 1024",
+    },
     "Other inputs and shapes, with an entropy gradient": {
         "linear-reference-grad-peaked": "peaked",
         "linear-reference-grad-25pct": "25 % response",
@@ -59,15 +67,33 @@ LINEAR_CASES = {
         "linear-huge-grad": "T = 205280, V = 76032",
     },
 }
-EXACTNESS = "Largest errors to float64 {}: values, gradients"
+EXACTNESS = "Largest errors to float64 {}"
 LOGITS_ERRORS = {
     "reference-fp32-grad": "fp32",
     "reference-fp32-grad-peaked": "fp32 peaked",
     "reference-bf16-grad": "bf16",
     "reference-bf16-grad-peaked": "bf16 peaked",
 }
-LINEAR_ERRORS = {"linear-reference-grad": "gaussian", "linear-reference-grad-peaked": "peaked"}
+LINEAR_ERRORS = {
+    "linear-reference-grad": "gaussian",
+    "linear-reference-grad-peaked": "peaked",
+    "linear-d1024-grad": "D = 1024",
+}
 LOSS = "linear-reference-loss"
+LOSS_CASES = {
+    f"linear-{size}-loss{budget}": f"{text}, {allowed}"
+    for budget, allowed in (("", "2.5 GiB"), ("-1gib", "1 GiB"))
+    for size, text in (("reference", "D = 4096"), ("d2048", "D = 2048"), ("d1024", "D = 1024"))
+}
+TRAINED_CASES = {
+    "linear-trained-forward": "forward",
+    "linear-trained-grad": "grad",
+    "linear-trained-frozen": "frozen head",
+    "linear-trained-keep": "6.5 GiB allowed",
+    "linear-trained-loss": "loss, 2.5 GiB",
+    "linear-trained-loss-1gib": "loss, 1 GiB",
+}
+TRAINED_LOGITS = {"trained-fp32-grad": "fp32 grad", "trained-bf16-grad": "bf16 grad"}
 GROWTH = "linear-growth-"
 
 INTRODUCTION = """# Benchmarks
@@ -75,10 +101,10 @@ INTRODUCTION = """# Benchmarks
 Made from the records in `benchmarks/results/h200.jsonl` by `python docs/make_figures.py`; not written by hand. What is
 measured and how: `benchmarks/README.md`. Which commit measured what, and with which versions: [at the end](#runs).
 
-A cell is milliseconds of one step, that time as a multiple of the floor of the same run, and peak memory beyond the
-inputs, gradients included. The step is forward and backward from given upstream gradients; `forward` is forward alone.
-Entropy is a metric in `forward` and `value`, and part of the loss in `grad`. Every provider was first compared with
-float64; a wrong one has no time.
+A group of cases has three tables: milliseconds of one step, that time as a multiple of the floor of the same run, and
+peak memory beyond the inputs, gradients included. The step is forward and backward from given upstream gradients;
+`forward` is forward alone. Entropy is a metric in `forward` and `value`, and part of the loss in `grad`. Every provider
+was first compared with float64; a wrong one has no time.
 
 * `*` marks a provider that computes less than the case asks for: the log-prob without entropy.
 * `**` marks a provider that computes a mean loss alone.
@@ -98,7 +124,8 @@ and vocabulary that must be made without storing logits: four; three where memor
 with a frozen head; one in forward. A provider that stores the logits makes three, and may be below four: read time and
 peak together.
 
-These records were taken after a pause, on a cool chip, on which the first products run faster than in a long run.
+Records from before 2026-11-16 were taken after a pause, on a cool chip, on which the first products run faster than in
+a long run; those after it follow some hundred milliseconds of products.
 """
 
 POLICY_LOSS = """## Policy loss
@@ -106,6 +133,16 @@ POLICY_LOSS = """## Policy loss
 PPO's clipped loss with an entropy bonus, from hidden states to the gradients of hidden states and head: T = 16384,
 V = 151936, D = 4096, bfloat16. `linear_policy_loss` (`logitless-loss`) may use 2.5 GiB, `linear_logprobs` with an
 objective (`logitless`) its default of 256 MiB. The floor is three products.
+"""
+
+TRAINED = """## Inputs of a trained model
+
+A model of Qwen3's kind (D = {hidden}, {layers} layers, a vocabulary of {vocab:,}, of which {known:,} are used), trained
+for {seconds:.0f} s on Python sources that lay on the machine: the loss of a batch fell from {first:.1f} to {last:.1f}.
+Hidden states, targets and logits are of {tokens:,} tokens of other files. Their log-probs are {logprob:.2f} in the
+mean, entropies {entropy:.2f}, {confident:.1f} % of the rows have a token above 99 %, and the largest logit is
+{largest:.1f}. The reference that a frozen head's exponentials start from was right in {right:.0f} % of {launches}
+launches. Made by `benchmarks/trained_inputs.py`: {device}, commit `{commit}`.
 """
 
 GROWING = """## Growth
@@ -121,16 +158,28 @@ hidden states, the peak is the gradients of hidden states and head, and what the
 """
 
 
-def page(records: Sequence[Record], whole_steps: Sequence[make_whole_step.Line] = ()) -> str:
+def read_trained() -> tuple[list[Record], dict[str, Any]]:
+    """Records of a trained model, and the newest facts about it."""
+    facts = (RESULTS / "trained-model.jsonl").read_text(encoding="utf-8").splitlines()
+    return read_records(RESULTS / "trained.jsonl"), json.loads(facts[-1])
+
+
+def page(
+    records: Sequence[Record],
+    whole_steps: Sequence[make_whole_step.Line] = (),
+    trained: tuple[Sequence[Record], Mapping[str, Any]] | None = None,
+) -> str:
     """The whole page, as Markdown."""
     found = {(r.case["name"], r.provider): r for r in newest(records)}
     parts = [INTRODUCTION, FROM_LOGITS, figure("h200-reference", "Time and peak memory from float32 logits")]
     parts += [group(found, title, cases, LOGITS_PROVIDERS) for title, cases in LOGITS_CASES.items()]
-    parts += [group(found, EXACTNESS.format("from logits"), LOGITS_ERRORS, LOGITS_PROVIDERS, errors)]
+    parts += [group(found, EXACTNESS.format("from logits"), LOGITS_ERRORS, LOGITS_PROVIDERS, ERRORS)]
     parts += [FROM_HIDDEN, figure("h200-linear", "Time and peak memory from hidden states")]
     parts += [group(found, title, cases, LINEAR_PROVIDERS) for title, cases in LINEAR_CASES.items()]
-    parts += [group(found, EXACTNESS.format("from hidden states"), LINEAR_ERRORS, LINEAR_PROVIDERS, errors)]
+    parts += [group(found, EXACTNESS.format("from hidden states"), LINEAR_ERRORS, LINEAR_PROVIDERS, ERRORS)]
     parts += [POLICY_LOSS, loss_table(found)]
+    parts += [group(found, "By hidden size and budget", LOSS_CASES, ("logitless-loss", "logitless"))]
+    parts += [] if trained is None else trained_section(*trained)
     parts += [GROWING, figure("h200-growth", "Time and peak memory against T, V and D"), growth_table(found)]
     parts += [RESPONSE, figure("h200-response", "Peak memory against the share of response tokens")]
     if whole_steps:
@@ -138,6 +187,35 @@ def page(records: Sequence[Record], whole_steps: Sequence[make_whole_step.Line] 
         parts += [steps[0], figure(make_whole_step.NAME, make_whole_step.ALT), *steps[1:]]
     parts += [runs_table(list(found.values()))]
     return "\n".join(parts)
+
+
+def trained_section(records: Sequence[Record], facts: Mapping[str, Any]) -> list[str]:
+    """Times and errors on what a trained model makes, and what that is like."""
+    found, model = {(r.case["name"], r.provider): r for r in newest(records)}, facts["model"]
+    history, guesses = model["history"], facts["guesses"][0]
+    text = TRAINED.format(
+        **{name: model["sizes"][name] for name in ("hidden", "layers", "vocab")},
+        known=model["known_ids"],
+        seconds=model["effort"]["seconds"],
+        first=history[0]["loss"],
+        last=history[-1]["loss"],
+        tokens=next(iter(found.values())).case["tokens"],
+        logprob=facts["logprob"]["mean"],
+        entropy=facts["entropy"]["mean"],
+        confident=100 * facts["rows_above_99"],
+        largest=facts["largest_logit"],
+        right=100 * guesses["launches_right"],
+        launches=guesses["launches"],
+        device=facts["environment"]["device"],
+        commit=facts["environment"]["commit"],
+    )
+    both = TRAINED_CASES | TRAINED_LOGITS
+    return [
+        text,
+        group(found, "From its hidden states", TRAINED_CASES, LOSS_PROVIDERS),
+        group(found, "From its logits", TRAINED_LOGITS, LOGITS_PROVIDERS),
+        group(found, EXACTNESS.format("on its inputs"), both, LOSS_PROVIDERS, ERRORS),
+    ]
 
 
 def figure(name: str, alt: str) -> str:
@@ -148,32 +226,66 @@ def figure(name: str, alt: str) -> str:
     )
 
 
-def cell(record: Record | None) -> str:
-    """Time, multiple of the floor and peak; or why there is no time."""
+def milliseconds(record: Record) -> str:
+    return "" if record.total_ms is None else number(record.total_ms)
+
+
+def multiple(record: Record) -> str:
+    return "" if record.ratio is None else f"{record.ratio:.2f}"
+
+
+def peak(record: Record) -> str:
+    return "" if record.peak_bytes is None else format_bytes(record.peak_bytes)
+
+
+def error_of_values(record: Record) -> str:
+    """Largest distance of log-prob and entropy."""
+    return worst(record, "logprob", "entropy") if record.errors else ""
+
+
+def error_of_gradients(record: Record) -> str:
+    """Largest distance of the gradients, relative to their size."""
+    return worst(record, "gradient", "weight", "weight_rest") if record.errors else ""
+
+
+MEASURED = {"Milliseconds": milliseconds, "Multiples of the floor": multiple, "Peak memory": peak}
+ERRORS = {"Values": error_of_values, "Gradients": error_of_gradients}
+
+
+def cell(record: Record | None, show: Show) -> str:
+    """One number, marked where less was computed; or why there is none."""
     if record is None or record.status == "absent":
         return "-"
     if record.total_ms is None or record.peak_bytes is None:
         return record.status
     less = {None: "*", "mean": "**"}.get(record.computes, "") if record.computes != record.case["entropy"] else ""
-    ratio = "" if record.ratio is None else f", x {record.ratio:.2f}"
-    return f"{number(record.total_ms)}{ratio}, {format_bytes(record.peak_bytes)}{less.replace('*', chr(92) + '*')}"
+    return f"{show(record)}{less.replace('*', chr(92) + '*')}" if show(record) else "-"
 
 
-def group(found: Found, title: str, cases: Mapping[str, str], providers: Sequence[str], show: Cell = cell) -> str:
-    """A table of providers by cases, without cases that have no record and providers that ran in no case."""
+def group(
+    found: Found,
+    title: str,
+    cases: Mapping[str, str],
+    providers: Sequence[str],
+    measures: Mapping[str, Show] = MEASURED,
+) -> str:
+    """Tables of providers by cases, one for each measure, without cases and providers that have no record."""
     there = {name: text for name, text in cases.items() if any((name, p) in found for p in providers)}
-    lines = [[heading(p), *(show(found.get((name, p))) for name in there)] for p in providers]
-    return f"### {title}\n\n" + markdown(["", *there.values()], [line for line in lines if set(line[1:]) != {"-"}])
+    parts = [f"### {title}\n"]
+    for measure, show in measures.items():
+        lines = [[heading(p), *(cell(found.get((name, p)), show) for name in there)] for p in providers]
+        parts.append(markdown([measure, *there.values()], [line for line in lines if set(line[1:]) != {"-"}]))
+    return "\n".join(parts)
 
 
 def loss_table(found: Found) -> str:
     """One line per provider, errors included."""
-    lines = []
+    measures, lines = {**MEASURED, "Error of values": error_of_values, "Error of gradients": error_of_gradients}, []
     for provider in LOSS_PROVIDERS:
         record = found.get((LOSS, provider))
         if record is not None and record.status != "absent":
-            lines.append([heading(provider), cell(record), errors(record)])
-    return markdown(["", "ms, x floor, peak", "errors to float64: values, gradients"], lines)
+            lines.append([heading(provider), *(cell(record, show) for show in measures.values())])
+    return markdown(["", *measures], lines)
 
 
 def growth_table(found: Found) -> str:
@@ -183,8 +295,10 @@ def growth_table(found: Found) -> str:
         plain, ours = found[name, "torch"], found[name, "logitless"]
         case = ours.case
         sizes = [str(case[size]) for size in ("tokens", "vocab", "hidden")]
-        lines.append([name.removeprefix(GROWTH), *sizes, cell(plain), cell(ours)])
-    return markdown(["", "T", "V", "D", "plain torch", "**logitless**"], lines)
+        numbers = [cell(record, show) for show in MEASURED.values() for record in (plain, ours)]
+        lines.append([name.removeprefix(GROWTH), *sizes, *numbers])
+    measures = [f"{measure.lower()}, {whose}" for measure in MEASURED for whose in ("plain torch", "**logitless**")]
+    return markdown(["", "T", "V", "D", *measures], lines)
 
 
 def runs_table(records: Sequence[Record]) -> str:
@@ -207,13 +321,6 @@ def runs_table(records: Sequence[Record]) -> str:
 def heading(provider: str) -> str:
     """Ours in bold."""
     return f"**{provider}**" if provider.startswith("logitless") else provider
-
-
-def errors(record: Record | None) -> str:
-    """Largest distance to float64 of log-prob and entropy, and of the gradients relative to their size."""
-    if record is None or not record.errors:
-        return "-"
-    return f"{worst(record, 'logprob', 'entropy')}, {worst(record, 'gradient', 'weight', 'weight_rest')}"
 
 
 def number(x: float) -> str:

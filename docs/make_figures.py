@@ -54,7 +54,9 @@ def main() -> None:
     draw_records(_of(records, FP32) + _of(records, BF16), FIGURES, "h200")
     text = with_table(README.read_text(encoding="utf-8"), table(records))
     README.write_text(make_whole_step.with_readme(text, steps), encoding="utf-8")
-    make_benchmarks.PAGE.write_text(make_benchmarks.page(records, steps), encoding="utf-8")
+    make_benchmarks.PAGE.write_text(
+        make_benchmarks.page(records, steps, make_benchmarks.read_trained()), encoding="utf-8"
+    )
 
 
 def response_figure(records: Sequence[Record], path: Path, style: Style) -> None:

@@ -21,6 +21,7 @@ PEERS = {
     "liger-selective": "liger_kernel",
     "cce": "cut_cross_entropy",
     "cce-exact": "cut_cross_entropy",
+    "quack": "quack",
     "trl-head": "trl",
     "verl-kernel": "verl",
 }
