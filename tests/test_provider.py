@@ -350,6 +350,9 @@ def calls() -> dict[str, tuple[Any, Any, list[Tensor]]]:
     logits, target, hidden, weight = drawn()
     lines, heads = logits.view(4, 6, V), hidden.view(4, 6, D)
     ids = target.view(4, 6)
+    # The second token of a line is not scored.
+    partly = ids.clone()
+    partly[:, 1] = -100
     return {
         "calculate_log_probs_and_entropy": (
             lambda f, z: [x.reshape(N) for x in f(z, target, None, with_entropy=True)],
@@ -390,6 +393,11 @@ def calls() -> dict[str, tuple[Any, Any, list[Tensor]]]:
             [lines],
         ),
         "compute_logprobs": (lambda f, z: [f(z, target)], lambda z: [truth(z, target)[0]], [logits]),
+        "ForCausalLMLoss": (
+            lambda f, z: [f(z, partly, V), f(z, None, V, 7.0, shift_labels=ids)],
+            lambda z: [-truth(z[:, :-1], ids[:, 1:])[0][:, 1:].mean(), -truth(z, ids)[0].sum() / 7.0],
+            [lines],
+        ),
         "vocab_parallel_cross_entropy": (lambda f, z: [f(z, ids)], lambda z: [-truth(z, ids)[0]], [lines]),
     }
 
