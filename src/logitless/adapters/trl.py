@@ -312,7 +312,7 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
 HOST = Host(
     name="trl",
     package="trl",
-    versions=("0.24", "1.0", "1.9 - 1.16"),
+    versions=("0.24 - 1.16",),
     replacements=_replacements,
     options={
         "accurate": Option(False, "float32 results for half-precision inputs instead of TRL's rounding"),
