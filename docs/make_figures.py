@@ -23,9 +23,11 @@ FIGURES = ROOT / "docs" / "figures"
 RECORDS = ROOT / "benchmarks" / "results" / "h200.jsonl"
 FP32, BF16 = "reference-fp32-grad", "reference-bf16-grad"
 HUGE, LOSS, OVER = "huge-fp32-grad", "linear-reference-loss", "logitless-overwrite"
-LINEAR = "linear-reference-grad"
+LINEAR, NARROW = "linear-reference-grad", "linear-d2048-grad"
 # In the figure over the response fraction, besides ours: those who compute all that the case asks for.
 PEERS = ("torch", "torch.compile", "trl-kernel", "verl-kernel", "liger-chunked")
+# From hidden states, by their names in a sentence.
+HEADS = {"trl-head": "TRL's head", "liger-sm90": "Liger's Hopper kernel", "torch.compile": "`torch.compile`"}
 
 # Provider and its name in the table, slowest first.
 LINES = {
@@ -105,28 +107,35 @@ def notes(records: Sequence[Record]) -> str:
     assert more == {_gigabytes(huge[OVER].logits_bytes)}
     providers = ("torch", "torch.compile", "verl-kernel", "logitless-loss", "logitless")
     loss = {name: found[LOSS, name] for name in providers}
-    costs = {name: f"{r.total_ms:.0f} ms and {format_bytes(r.peak_bytes or 0)}" for name, r in loss.items()}
+    costs = {name: _cost(r) for name, r in loss.items()}
+    own, heads = found[NARROW, "logitless"], {text: found[NARROW, name] for name, text in HEADS.items()}
+    assert len({r.environment["commit"] for r in (own, *heads.values())}) == 1
     case, of_loss = huge[OVER].case, loss["logitless-loss"]
     lines = [
         "The floor is one read of the logits in forward, one read and one write in backward, at the bandwidth of a "
         "plain copy in the same run. Peak is beyond the logits, gradient included; there is no memory budget. Not in "
         "the table:",
         "",
-        f"* TRL's fused kernel is close: {behind[0]} behind in float32 forward and {behind[1]} with backward, "
-        f"{behind[2]} in bfloat16. On peaked logits its entropy is off by up to {errors[0]:.1e}, ours by "
-        f"{errors[1]:.1e}.",
+        f"* TRL's kernel is {behind[0]} behind in float32 forward, {behind[1]} with backward, {behind[2]} in bfloat16. "
+        f"On peaked logits its entropy is off by {errors[0]:.0e}, ours by {errors[1]:.0e}.",
         f"* {_gigabytes(huge[OVER].logits_bytes)} of float32 logits (T = {case['tokens']:,}, V = {case['vocab']:,}) "
         f"take {huge[OVER].total_ms:.1f} ms forward and backward with {format_bytes(huge[OVER].peak_bytes or 0)} "
         f"beyond the logits. Plain torch and `torch.compile` run out of memory there; the kernels of TRL and Liger "
         f"need another {more.pop()}.",
-        f"* From bfloat16 hidden states of size {of_loss.case['hidden']} (commit `{of_loss.environment['commit']}`), "
-        f"PPO's loss with an entropy bonus and all gradients: plain torch {costs['torch']}, `torch.compile` "
-        f"{costs['torch.compile']} (both round the logits to bfloat16), verl's kernel {costs['verl-kernel']}; "
-        f'`linear_policy_loss` under `memory="{of_loss.case["memory"]}"` {costs["logitless-loss"]}, `linear_logprobs` '
-        f"and the objective under the default of 256 MiB {costs['logitless']}. Three bare products take "
-        f"{of_loss.floor_ms:.0f} ms.",
+        f"* From bfloat16 hidden states of size {of_loss.case['hidden']}, PPO's loss with entropy and its gradients: "
+        f"plain torch {costs['torch']}, `torch.compile` {costs['torch.compile']} (logits in bfloat16), verl's kernel "
+        f'{costs["verl-kernel"]}; `linear_policy_loss` under `memory="{of_loss.case["memory"]}"` '
+        f"{costs['logitless-loss']}, `linear_logprobs` and the objective under 256 MiB {costs['logitless']}. The floor "
+        f"of three products is {of_loss.floor_ms:.0f} ms.",
+        f"* `linear_logprobs` of size {own.case['hidden']} with an entropy gradient: {_cost(own)}; "
+        + ", ".join(f"{text} {_cost(r)}" for text, r in heads.items())
+        + ".",
     ]
-    return "\n".join(textwrap.fill(line, 120, subsequent_indent="  " * line.startswith("*")) for line in lines) + "\n\n"
+    return "\n".join(textwrap.fill(line, 138, subsequent_indent="  " * line.startswith("*")) for line in lines) + "\n\n"
+
+
+def _cost(record: Record) -> str:
+    return f"{record.total_ms:.0f} ms and {format_bytes(record.peak_bytes or 0)}"
 
 
 def _behind(theirs: float | None, ours: float | None) -> str:
