@@ -116,8 +116,8 @@ def notes(records: Sequence[Record]) -> str:
         "plain copy in the same run. Peak is beyond the logits, gradient included; there is no memory budget. Not in "
         "the table:",
         "",
-        f"* TRL's kernel is {behind[0]} behind in float32 forward, {behind[1]} and backward, {behind[2]} in bfloat16. "
-        f"On peaked logits its entropy is off by {errors[0]:.0e}, ours {errors[1]:.0e}.",
+        f"* TRL's kernel is {behind[0]} behind in float32 forward, {behind[1]} with backward, {behind[2]} in bfloat16. "
+        f"On peaked logits its entropy is {errors[0]:.0e} off, ours {errors[1]:.0e}.",
         f"* {_gigabytes(huge[OVER].logits_bytes)} of float32 logits (T = {case['tokens']:,}, V = {case['vocab']:,}) "
         f"take {huge[OVER].total_ms:.1f} ms forward and backward with {format_bytes(huge[OVER].peak_bytes or 0)} "
         f"beyond the logits. Plain torch and `torch.compile` run out of memory there; the kernels of TRL and Liger "
