@@ -131,7 +131,7 @@ def notes(records: Sequence[Record]) -> str:
         + ", ".join(f"{text} {_cost(r)}" for text, r in heads.items())
         + ".",
     ]
-    return "\n".join(textwrap.fill(line, 138, subsequent_indent="  " * line.startswith("*")) for line in lines) + "\n\n"
+    return "\n".join(textwrap.fill(line, 142, subsequent_indent="  " * line.startswith("*")) for line in lines) + "\n\n"
 
 
 def _cost(record: Record) -> str:
