@@ -36,9 +36,9 @@ class RowResults(NamedTuple):
 
 def target_column(target: Tensor, start: int, columns: int) -> Tensor:
     """``[R]`` column of each target among the ``columns`` from ``start`` on, ``ELSEWHERE`` or ``SKIP``."""
-    column = target - start
-    inside = (column >= 0) & (column < columns)
-    return torch.where(inside, column, ELSEWHERE).masked_fill(target == IGNORE, SKIP)
+    column = target - start if start else target
+    column = column.masked_fill((column < 0) | (column >= columns), ELSEWHERE)
+    return column.masked_fill_(target == IGNORE, SKIP)
 
 
 def row_results(
@@ -74,7 +74,8 @@ def row_results(
 
 
 def _without(ignored: Tensor | None, x: Tensor) -> Tensor:
-    return x if ignored is None else x.masked_fill(ignored, 0.0)
+    """Results with 0 in rows to leave out, in place."""
+    return x if ignored is None else x.masked_fill_(ignored, 0.0)
 
 
 def whole_vocabulary(

@@ -218,7 +218,8 @@ def coefficients(
         assert mean is not None
         product = -g_entropy
         rest = g_entropy * mean if g_log_z is None else g_log_z + g_entropy * mean
-        at_target = rest + product * (logprob + norm.log_sum).clamp_min(FLOOR)
+        at_target = torch.addcmul(rest, product, (logprob + norm.log_sum).clamp_min_(FLOOR))
     assert rest is not None
     assert at_target is not None
-    return Coefficients(rest - g_logprob, product, logprob.exp() * at_target - g_logprob * torch.expm1(logprob))
+    there = torch.addcmul(logprob.exp() * at_target, g_logprob, torch.expm1(logprob), value=-1)
+    return Coefficients(rest - g_logprob, product, there)
