@@ -34,7 +34,7 @@ from logitless.backends.contract import SLACK, Running
 from logitless.backends.reference import move
 from logitless.backends.triton.products import SLACKS
 from logitless.from_hidden.plan import LinearPlan
-from logitless.tools.bench.cases import Case, select_names
+from logitless.tools.bench.cases import Case, linear_works, select_names
 from logitless.tools.bench.inputs import Trained, block_rows, product
 from logitless.tools.bench.linear_providers import LINEAR_PROVIDERS
 from logitless.tools.bench.providers import PROVIDERS, add_peers
@@ -169,14 +169,8 @@ def cases(trained: Trained, device: torch.device, gaussian: bool) -> list[Case]:
     kind = "cuda" if device.type == "cuda" else "cpu"
     linear = Case("", kind, tokens, vocab, "bfloat16", entropy="grad", hidden=hidden, logits="trained")
     logits = replace(linear, hidden=None)
-    name = "linear-trained"
     found = [
-        replace(linear, name=f"{name}-forward", entropy="value", backward=False),
-        replace(linear, name=f"{name}-grad"),
-        replace(linear, name=f"{name}-frozen", entropy="value", frozen=True),
-        replace(linear, name=f"{name}-keep", memory="6.5GiB"),
-        replace(linear, name=f"{name}-loss", loss=True, memory="2.5GiB"),
-        replace(linear, name=f"{name}-loss-1gib", loss=True, memory="1GiB"),
+        *linear_works(linear, "linear-trained"),
         replace(logits, name="trained-bf16-grad"),
         replace(logits, name="trained-fp32-grad", dtype="float32"),
     ]

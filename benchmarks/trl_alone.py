@@ -1,6 +1,6 @@
 """TRL where packages that it imports, and that nothing here uses, are not installed: pandas, pyarrow, datasets.
 
-    trl_module("trl.kernels.chunked_logprob")
+    trl_module("trl.trainer.grpo_trainer")
 
 A stand-in takes the place of each that is missing: a module whose every name is an empty class, enough for imports and
 for ``isinstance``. What is measured is TRL's own code.

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
-from trl_alone import trl_module
 
 import logitless as ll
 from logitless.adapters.transformers import patch
+from logitless.tools.bench.linear_providers import trl_head
 from logitless.tools.bench.measure import peak_bytes
 
 CLIP = 0.2
@@ -161,12 +161,13 @@ def _of_rows(rows: Tensor, weight: Tensor, target: Tensor, old: Tensor, advantag
     return clipped(log_p.gather(-1, target[:, None]).squeeze(-1), old, advantage), entropy
 
 
+_trl_head = functools.cache(trl_head)
+
+
 def trl(hidden: Tensor, weight: Tensor, batch: Batch) -> Tensor:
-    """As TRL's own fused head calls it: columns at a time, and what its GRPO asks for."""
-    function = trl_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+    """What TRL's GRPO asks of its fused head."""
     rows = hidden[:, batch.prompt - 1 : -1].reshape(-1, hidden.shape[-1])
-    asked = (1.0, 32768, None, 1.0, ("log_probs", "entropy"))
-    logprob, *_ = function.apply(rows, weight, None, batch.target.reshape(-1), *asked)
+    logprob, *_ = _trl_head()(rows, weight, batch.target.reshape(-1), ("log_probs", "entropy"))
     return clipped(logprob.view(batch.old.shape), batch.old, batch.advantage)
 
 

@@ -23,7 +23,7 @@ from logitless.errors import LogitlessError, no_second_derivative
 from logitless.extras import DIFFERENTIABLE, SavedExtras, extended, upstream_at, write_at_ids
 from logitless.kept import Kept
 from logitless.notes import explained
-from logitless.results import RowResults, extra_results, in_shape, row_results, target_column
+from logitless.results import RowResults, extra_results, in_shape, row_results
 from logitless.rows import Rows
 from logitless.softmax import ELSEWHERE, Coefficients, Normaliser, coefficients
 from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard
@@ -166,7 +166,7 @@ class _LogProbs(torch.autograd.Function):
         call: Call,
     ) -> tuple[Tensor, ...]:
         """Log-prob, log Z and, if wanted, entropy and extras: the compiler takes no None among the results."""
-        column = target if call.found_here else target_column(target, call.start, call.columns)
+        column = call.column_of(target)
         problem = _problem(logits, index, column, gain, call)
         gathered = _gather_support(kept_ids, kept_lengths, target, problem, call)
         support = None
@@ -176,7 +176,7 @@ class _LogProbs(torch.autograd.Function):
             statistic = run_statistics(call.backend, problem)
             support = None if gathered is None else kept_statistics(gathered)
         lines = None if call.extras is None else call.extras.lines(load(call.backend), problem, slice(None))
-        ignored = None if call.found else target == IGNORE
+        ignored = call.ignored(target)
         results = row_results(statistic, support, ignored, call.entropy, call.group, call.extras, lines)
         extras, saved_extras = _extra_results(results, problem, call)
         ctx.set_materialize_grads(False)

@@ -40,9 +40,10 @@ from logitless.collectives import agree_over, fingerprint
 from logitless.errors import LogitlessError
 from logitless.extras import Extras, Row
 from logitless.machine import CPU, Machine
+from logitless.results import target_column
 from logitless.rows import Rows
 from logitless.softmax import Normaliser
-from logitless.spec import Head, accumulation_dtype, parse_memory
+from logitless.spec import IGNORE, Head, accumulation_dtype, parse_memory
 from logitless.support import Support
 
 T = TypeVar("T")
@@ -125,6 +126,14 @@ class Call:
     def found_here(self) -> bool:
         """Whether all targets were seen to be among the columns that are here."""
         return self.found and self.columns == self.vocab_size
+
+    def column_of(self, target: Tensor) -> Tensor:
+        """``[R]`` column of each target among those that are here, ``ELSEWHERE`` or ``SKIP``."""
+        return target if self.found_here else target_column(target, self.start, self.columns)
+
+    def ignored(self, target: Tensor) -> Tensor | None:
+        """``[R]`` rows to leave out; None where none is known to be."""
+        return None if self.found else target == IGNORE
 
     @property
     def mean_columns(self) -> int:

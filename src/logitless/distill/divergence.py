@@ -29,7 +29,6 @@ from logitless.from_hidden.plan import LinearPlan, SupportPlan, choose_plan
 from logitless.from_hidden.projection import Projection, hidden_gradient, selected_rows
 from logitless.kept import Kept
 from logitless.notes import explained
-from logitless.results import target_column
 from logitless.rows import Rows
 from logitless.softmax import Normaliser, coefficients
 from logitless.spec import Head, VocabShard
@@ -224,7 +223,7 @@ class _LinearDivergence(torch.autograd.Function):
         source: Source,
         kind: Divergence,
     ) -> tuple[Tensor, ...]:
-        column = target_column(call.rows.target, call.start, call.columns)
+        column = call.column_of(call.rows.target)
         p = Projection.of(selected_rows(hidden, call), weight, bias, column, call)
         fixed = call.asked.batch_invariant and bool(plan.chunks)
         both = (p.padded(plan.rows), source.padded(plan.rows)) if fixed else (p, source)

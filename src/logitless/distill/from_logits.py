@@ -22,7 +22,6 @@ from logitless.distill.top_k import score_logits_top_k
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.from_logits import as_matrix, gradient_buffer
 from logitless.notes import explained
-from logitless.results import target_column
 from logitless.rows import Rows
 from logitless.softmax import Normaliser, coefficients
 from logitless.spec import Head, VocabShard
@@ -119,7 +118,7 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, call: Call, teacher: Teacher, kind: Divergence) -> tuple[Tensor, ...]:
-        column = target_column(call.rows.target, call.start, call.columns)
+        column = call.column_of(call.rows.target)
         student, other = _problems(logits, column, call, teacher)
         results = pair_results(load(call.backend), student, other, kind, call.group)
         *values, reference, log_sum, shift, teacher_reference, teacher_log_sum, mean = results.vectors()

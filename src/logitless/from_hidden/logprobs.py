@@ -30,10 +30,10 @@ from logitless.from_hidden.statistics import row_statistics
 from logitless.from_hidden.support import score_support
 from logitless.kept import Kept
 from logitless.notes import explained
-from logitless.results import RowResults, extra_results, in_shape, row_results, target_column
+from logitless.results import RowResults, extra_results, in_shape, row_results
 from logitless.rows import Rows
 from logitless.softmax import Normaliser, coefficients
-from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard
+from logitless.spec import EntropyMode, Head, TokenStats, VocabShard
 
 
 @untraced
@@ -183,7 +183,7 @@ class _LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Log-prob, entropy, log Z and extras."""
         target = call.rows.target
-        column = target if call.found_here else target_column(target, call.start, call.columns)
+        column = call.column_of(target)
         p = Projection.of(selected_rows(hidden, call), weight, bias, column, call, call.found_here)
         if call.asked.batch_invariant and not plan.forward.fused:
             p = p.padded(FIXED_ROWS)
@@ -198,7 +198,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 for_backward = {"exponentials": stored.values, "exponentials_reference": stored.reference}
         own = None if lines is None else lines.values[:, : call.num_rows]
         statistic = statistic[:, : call.num_rows]
-        ignored = None if call.found else target == IGNORE
+        ignored = call.ignored(target)
         results = row_results(statistic, support, ignored, call.entropy, call.group, call.extras, own)
         extras, saved_extras = _extra_results(p, plan.forward, results)
         ctx.set_materialize_grads(False)

@@ -35,7 +35,6 @@ from logitless.notes import explained
 from logitless.objectives import Inputs, Metrics, Objective, Preference
 from logitless.policy_loss.one_pass import OnePass
 from logitless.policy_loss.plan import LossPlan, first_pass, plan_of
-from logitless.results import target_column
 from logitless.rows import Rows
 from logitless.spec import Head, TokenStats, VocabShard, inspectable
 
@@ -305,8 +304,7 @@ class _OnePass(torch.autograd.Function):
         drop_zeros: bool,
         taught: tuple[Source | TopK, Divergence] | None,
     ) -> Any:
-        target = call.rows.target
-        column = target if call.found_here else target_column(target, call.start, call.columns)
+        column = call.column_of(call.rows.target)
         p = Projection.of(selected_rows(hidden, call), weight, bias, column, call)
         # Only gradients that go to a buffer have their factor in advance.
         buffer = None if scale is None else call.asked.weight_grad

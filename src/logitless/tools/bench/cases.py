@@ -116,14 +116,11 @@ def _linear_cases() -> list[Case]:
     smoke = Case("", "cpu", tokens=96, vocab=1000, entropy="grad", hidden=64)
     name = "linear-reference"
     return [
-        *_works(base, name),
-        replace(base, name=f"{name}-frozen", entropy="value", frozen=True),
-        replace(base, name=f"{name}-keep", memory="6.5GiB"),
+        *linear_works(base, name),
+        replace(base, name=f"{name}-value", entropy="value"),
         replace(base, name=f"{name}-grad-peaked", logits="peaked"),
         replace(base, name=f"{name}-grad-25pct", response=0.25),
         replace(base, name=f"{name}-grad-3pct", response=0.03),
-        replace(base, name=f"{name}-loss", loss=True, memory="2.5GiB"),
-        replace(base, name=f"{name}-loss-1gib", loss=True, memory="1GiB"),
         replace(base, name=f"{name}-loss-peaked", loss=True, memory="2.5GiB", logits="peaked"),
         replace(base, name=f"{name}-loss-value", loss=True, memory="2.5GiB", entropy="value"),
         replace(base, name=f"{name}-loss-zeros", loss=True, memory="2.5GiB", entropy="value", zero_advantage=0.5),
@@ -132,7 +129,8 @@ def _linear_cases() -> list[Case]:
         replace(base, name="linear-v256k-grad", vocab=262144),
         replace(base, name="linear-huge-grad", tokens=205280, vocab=76032),
         *_growth(replace(base, tokens=8192, vocab=131072)),
-        *(case for width in (2048, 1024) for case in _narrow(replace(base, hidden=width))),
+        # Smaller hidden states, where what comes after a product weighs more.
+        *(case for d in (2048, 1024) for case in linear_works(replace(base, hidden=d), f"linear-d{d}")),
         Case("linear-cpu-grad", "cpu", tokens=8192, vocab=65536, entropy="grad", hidden=256),
         *_works(smoke, "linear-smoke"),
         replace(smoke, name="linear-smoke-frozen", entropy="value", frozen=True),
@@ -154,9 +152,8 @@ def _growth(base: Case) -> list[Case]:
     ]
 
 
-def _narrow(base: Case) -> list[Case]:
-    """The reference with smaller hidden states, where what comes after a product weighs more."""
-    name = f"linear-d{base.hidden}"
+def linear_works(base: Case, name: str) -> list[Case]:
+    """The kinds of work from hidden states on one shape, each a route of its own."""
     return [
         replace(base, name=f"{name}-forward", entropy="value", backward=False),
         replace(base, name=f"{name}-grad"),

@@ -108,7 +108,7 @@ def _load_quack() -> Score:
     try:
         function = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
     except TypeError as error:
-        # QuACK 0.6.5 with CUTLASS 4.8.1.
+        # QuACK 0.6.5 with CUTLASS 4.7.0 and 4.8.1.
         raise ImportError(f"quack does not import: {str(error)[:80]}") from error
 
     def score(batch: Batch, hidden: Tensor, weight: Tensor) -> Scores:
@@ -184,7 +184,8 @@ def _load_verl_kernel() -> Score:
     return score
 
 
-def _load_trl_head() -> Score:
+def trl_head() -> Callable[[Tensor, Tensor, Tensor, tuple[str, ...]], tuple[Tensor, ...]]:
+    """TRL's fused head as its trainers call it: of hidden rows, weight, targets and the names of what is asked for."""
     # Importing TRL pulls in a training framework. Its file asks the rest of TRL, in backward, for a context in which a
     # sharded head is whole: a stand-in answers, as TRL does where no head is sharded.
     folder = peer_file("trl", "kernels/chunked_logprob.py").parent
@@ -194,11 +195,19 @@ def _load_trl_head() -> Score:
     vars(sys.modules[f"{TRL_HEAD}.trainer.utils"]).update(maybe_gather_lm_head_ctx=lambda *_: contextlib.nullcontext())
     function = importlib.import_module(f"{TRL_HEAD}.kernels.chunked_logprob").ChunkedLogProbFunction
 
+    def head(rows: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
+        return function.apply(rows, weight, None, target, 1.0, TRL_COLUMNS, None, 1.0, outputs)
+
+    return head
+
+
+def _load_trl_head() -> Score:
+    head = trl_head()
+
     def score(batch: Batch, hidden: Tensor, weight: Tensor) -> Scores:
         wanted = batch.case.entropy
         outputs = ("log_probs",) if wanted is None else ("log_probs", "entropy")
-        rows, options = take_rows(hidden, batch), (1.0, TRL_COLUMNS, None, 1.0, outputs)
-        logprob, entropy, *_ = function.apply(rows, weight, None, batch.rows.target, *options)
+        logprob, entropy, *_ = head(take_rows(hidden, batch), weight, batch.rows.target, outputs)
         return Scores(logprob, entropy.detach() if wanted == "value" else entropy)
 
     return score
