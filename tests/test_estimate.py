@@ -209,9 +209,9 @@ def test_ranks_share_the_columns(path: str):
 
 
 def compare_on_rank(rank: int, world: int, cases: list[PeakCase]) -> list[Compared]:
-    """The smallest of three: a thread of gloo may let go of its copies late, which can only add."""
+    """The smallest of six: a thread of gloo may let go of its copies late, in one try of eight, which can only add."""
     gc.freeze()
-    return [_smallest([compare(case, CPU, dist.group.WORLD) for _ in range(3)]) for case in cases]
+    return [_smallest([compare(case, CPU, dist.group.WORLD) for _ in range(6)]) for case in cases]
 
 
 def _smallest(tries: list[Compared]) -> Compared:
