@@ -72,7 +72,9 @@ class Preference:
     stats: ClassVar[tuple[str, ...]] = ()
     sequence_level: ClassVar[bool] = True
     by_sample: ClassVar[bool] = True
+    batch_level: ClassVar[bool] = False
     modules: ClassVar[bool] = False
+    own_terms: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
