@@ -16,7 +16,7 @@ import yaml
 from pages import ON_RANKS, compiled, snippets
 
 import logitless
-from logitless.tools.bench.records import format_bytes, newest, read_records
+from benchmarks.bench.records import format_bytes, newest, read_records
 from logitless.tools.cli import app
 
 ROOT = Path(__file__).parent.parent
