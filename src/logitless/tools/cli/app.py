@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -24,7 +24,7 @@ OF_CHECKOUTS = {
 
 
 class _Commands(TyperGroup):
-    def resolve_command(self, ctx, args):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] in OF_CHECKOUTS:
             raise LogitlessError(
                 f"{args[0]} is not in the installed package. In a checkout of the project, run "
