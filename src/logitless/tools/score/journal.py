@@ -6,8 +6,8 @@
     OUT                appears when all parts are finished; the parts are then removed
 
 The name of a part ends in a digest of its records, so that a part whose records have changed since is not found. Its
-first line is a digest of its name and its results, so that one which was changed, cut off or put in another's place does
-not go into the output.
+first line is a digest of its name and its results, so that one which was changed, cut off or put in another's place
+does not go into the output.
 
 Every file is written under another name, flushed to disk and renamed, so that it appears as a whole or not at all. At
 any kill the three together say how far the job came: no other state is lost.
