@@ -232,8 +232,8 @@ class TestRowsPadded:
     def test_lines_padded_on_the_other_side(self):
         tokens = torch.tensor([[4, 5, 6, 7], [0, 0, 8, 9]])
         text = (
-            "Rows.padded: the 2 places of line 1 that lengths leave out on the right are no padding: they hold ids 8, "
-            "9. Is the line padded on the other side, or on both? Pass attention_mask= in place of lengths."
+            "Rows.padded: lengths leave out 2 places of line 1 on the right, but it has 2 of padding (id 0) on the "
+            "left and 0 on the right. Pass attention_mask= in place of lengths."
         )
         with raises(text):
             Rows.padded(tokens, [1, 1], lengths=[4, 2])

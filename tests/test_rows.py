@@ -152,7 +152,7 @@ def test_lengths_of_lines_are_right_or_refused(batch):
     for padding in ("left", "right"):
         out = [line[: width - n] if padding == "left" else line[n:] for line, n in zip(tokens, lengths, strict=True)]
         if any(len(set(places.tolist())) > 1 for places in out):
-            with pytest.raises(LogitlessError, match=f"leave out on the {padding} are no padding: they hold ids"):
+            with pytest.raises(LogitlessError, match=f"on the {padding}, but it has"):
                 Rows.padded(tokens, responses, lengths=lengths, padding=padding)
         elif not any(places.any() for places in out):
             rows = Rows.padded(tokens, responses, lengths=lengths, padding=padding)
@@ -160,6 +160,17 @@ def test_lengths_of_lines_are_right_or_refused(batch):
         else:
             # One token is one id, as padding is: a line with one place of padding, on the other side. Nobody can tell.
             assert width - max(lengths) <= 1
+
+
+def test_padding_is_told_from_tokens():
+    """An end-of-sequence token that is also the padding; what a model wrote after its end; a first token as padding."""
+    both = torch.tensor([[2, 2, 5, 6, 2, 2], [2, 5, 6, 7, 8, 2]])
+    with pytest.raises(LogitlessError, match=r"leave out 3 places of line 0 on the right, but it has 2 of padding"):
+        Rows.padded(both, [1, 1], lengths=[3, 5])
+    written = torch.tensor([[2, 5, 6, 2, 8, 9], [2, 5, 6, 7, 8, 2]])
+    assert Rows.padded(written, [1, 1], lengths=[4, 6]).target.tolist() == [2, 2]
+    right = torch.tensor([[2, 5, 6, 2, 2, 2], [2, 5, 6, 7, 8, 2]])
+    assert Rows.padded(right, [1, 1], lengths=[4, 5]).target.tolist() == [2, 8]
 
 
 def test_lines_padded_on_both_sides_cut_zigzag():

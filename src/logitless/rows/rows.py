@@ -218,8 +218,8 @@ class Rows:
                 sample.
             response_lengths: how many tokens at the end of each sample are response.
             loss_masks, loss_mask_only, device: as for :meth:`packed`.
-            lengths: true length of each line when ``tokens`` is one tensor, padded on one side. What they leave out
-                must be padding, that is, hold one id in a line; which is checked where the tensor is on the CPU.
+            lengths: true length of each line when ``tokens`` is one tensor, padded on one side. On the CPU
+                a batch is refused whose lines are padded on the other side, or on both.
             attention_mask: ``[N, S]`` in place of ``lengths``, nonzero at the tokens of each line, which may be padded
                 on either side or on both, as left-padded prompts with right-padded completions are.
             max_length: padded length of a line; default ``S``, or the longest sample.

@@ -200,24 +200,32 @@ def _attended(tokens: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_one_side(tokens: Tensor, counts: Tensor, padding: str) -> None:
-    """Raise where what lengths leave out is no padding: padding holds one id.
+    """Raise where lengths leave out more than one id, and padding on both sides of every line would explain them.
 
-    Lines that are padded on both sides, or on the other one, have tokens there. On an accelerator nobody looks.
+    Lines may hold anything after their end, such as what a model went on to write. A batch is refused only if there is
+    an id of which every line has as many copies at its two ends, together, as lengths leave out, or one more (an
+    end-of-sequence token that is also the padding), and none in between. On an accelerator nobody looks.
     """
     if not inspectable(tokens) or not tokens.numel():
         return
     place, width = torch.arange(tokens.shape[1], device="cpu"), tokens.shape[1]
-    out = place >= counts[:, None] if padding == "right" else place < (width - counts)[:, None]
-    end = tokens[:, -1:] if padding == "right" else tokens[:, :1]
-    mixed = (out & (tokens != end)).any(1).nonzero()
-    if len(mixed):
-        line = int(mixed[0])
-        ids = tokens[line][out[line]].unique().tolist()
-        raise LogitlessError(
-            f"Rows.padded: the {int(out[line].sum())} places of line {line} that lengths leave out on the {padding} "
-            f"are no padding: they hold ids {ids[0]}, {ids[1]}{', ...' if len(ids) > 2 else ''}. Is the line padded on "
-            f"the other side, or on both? Pass attention_mask= in place of lengths."
-        )
+    left_out = width - counts
+    out = place >= counts[:, None] if padding == "right" else place < left_out[:, None]
+    mixed = (out & (tokens != (tokens[:, -1:] if padding == "right" else tokens[:, :1]))).any(1).nonzero()
+    if not len(mixed):
+        return
+    line = int(mixed[0])
+    for pad in {int(tokens[line, 0]), int(tokens[line, -1])}:
+        lead, tail = ((x == pad).cumprod(1).sum(1) for x in (tokens, tokens.flip(1)))
+        # A line of nothing but padding is all lead and all tail.
+        ends = (lead + tail).clamp(max=width)
+        explained = (ends >= left_out) & (ends <= left_out + 1) & (ends == (tokens == pad).sum(1))
+        if bool(explained.all()):
+            raise LogitlessError(
+                f"Rows.padded: lengths leave out {int(left_out[line])} places of line {line} on the {padding}, but it "
+                f"has {int(lead[line])} of padding (id {pad}) on the left and {int(tail[line])} on the right. Pass "
+                f"attention_mask= in place of lengths."
+            )
 
 
 def spans_of(
