@@ -81,6 +81,9 @@ class TokenStats(_ThreeResults):
     def _make(cls, iterable: Iterable[Any]) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
         return cls(*iterable)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={x!r}' for name, x in self._asdict().items())})"
+
     def _asdict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         names = (*self._fields, *EXTRA_RESULTS)
         return dict(zip(names[: len(self)], self, strict=True))

@@ -325,7 +325,7 @@ class _OnePass(torch.autograd.Function):
         d_hidden, d_weight, d_bias, d_low = out.gradients
         # Whoever runs forward again for backward (a checkpoint) brings the mark of that run, and not of this one.
         ctx.run = object()
-        mark = torch.tensor(id(ctx.run))
+        mark = torch.tensor(id(ctx.run), device="cpu")
         ctx.save_for_backward(*_Saved(d_hidden, d_weight if buffer is None else None, d_bias, d_low, out.scale, mark))
         ctx.call, ctx.shape = call, hidden.shape
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias, b)]
