@@ -13,13 +13,13 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from logitless.backends.contract import Problem
+from logitless.backends.contract import Backend, Problem
 from logitless.errors import LogitlessError
 from logitless.softmax import WIDTH, Coefficients, Normaliser
 
@@ -60,12 +60,25 @@ def require_backend(name: str, x: Tensor) -> None:
     """Raise, before anything runs, if the named backend cannot take tensors of this dtype and on this device."""
     # The compiler need not look into it: the operators below ask again.
     if name == "triton" and not torch.compiler.is_compiling():
-        load(name).require(x)
+        _load(name).require(x)
 
 
-def load(name: str) -> Any:
+def load(name: str) -> Backend:
     """The backend's module. ``triton`` imports Triton when it launches its first kernel."""
     return OTHERS[name] if name in OTHERS else _load(name)
+
+
+def products_of(backend: Backend) -> Any:
+    """The backend's products that end in a softmax (:class:`~logitless.backends.contract.Products`), or None."""
+    return getattr(backend, "products", None)
+
+
+if TYPE_CHECKING:
+    from logitless.backends import reference, tiled, triton
+    from logitless.backends.contract import Products
+
+    _HELD: tuple[Backend, ...] = (reference, tiled, triton)
+    _HELD_PRODUCTS: Products = triton.products
 
 
 @functools.cache

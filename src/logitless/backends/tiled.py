@@ -14,8 +14,10 @@ from logitless.backends import reference as whole
 from logitless.backends.contract import MOMENTS, NO_COLUMN, Listed, Pair, Problem, Running, over
 from logitless.backends.selection import best_columns
 from logitless.machine import BLOCK, pieces
-from logitless.softmax import FLOOR, FURTHER, SKIP, Coefficients, Normaliser, Statistic, merge
+from logitless.softmax import FLOOR, SKIP, Coefficients, Normaliser, Statistic, merge
 from logitless.spec import inspectable
+
+products = None
 
 PAIR_TILE = 1 << 15
 """Elements of a tile in which a student is compared with its teacher."""
@@ -49,7 +51,7 @@ def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
         parts = out.new_empty((-(-problem.columns // width), *out[:, rows].shape))
         for columns in pieces(problem.columns, width, dry):
             _tile_statistics(problem, rows, columns, parts[columns.start // width])
-        out[:, rows] = merge(parts, problem.further)
+        out[:, rows] = merge(parts)
     return out
 
 
@@ -82,7 +84,7 @@ def _tile_statistics(problem: Problem, rows: slice, columns: slice, out: Tensor)
     z, _, owned = _tile(problem, rows, columns)
     if not z.shape[1]:
         none = z.new_zeros(z.shape[0])
-        Statistic(none - torch.inf, none, none, none + torch.nan, (none,) * len(problem.further)).stacked(out)
+        Statistic(none - torch.inf, none, none, none + torch.nan).stacked(out)
         return
     column, inside = _target_columns(problem, rows, columns)
     t = z.gather(1, column)
@@ -92,12 +94,11 @@ def _tile_statistics(problem: Problem, rows: slice, columns: slice, out: Tensor)
     reference = m.clamp_min(torch.finfo(m.dtype).min)[:, None]
     d = torch.sub(z, reference, out=z if owned else None)
     # Without the sum of e (z - m) the exponentials take the place of the differences.
-    e = d.exp() if problem.entropy or problem.further else d.exp_()
+    e = d.exp() if problem.entropy else d.exp_()
     s = e.sum(1)
-    further = tuple(FURTHER[name].term(e, d).sum(1) for name in problem.further)
     # Nobody reads w where entropy is not wanted.
     w = e.mul_(d.clamp_min_(FLOOR)).sum(1) if problem.entropy else s
-    Statistic(m, s, w, t, further).stacked(out)
+    Statistic(m, s, w, t).stacked(out)
 
 
 def _relative(problem: Problem, norm: Normaliser, coef: Coefficients) -> Coefficients:

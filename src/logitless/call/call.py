@@ -1,9 +1,9 @@
 """A call from its arguments to what they mean: checked and resolved once, before anything runs.
 
-    Options   keyword arguments as the caller gave them (``options``), to be checked (``checks``)
-    Call      the same call, checked: which rows, which columns, which backend, which machine
+    Asked, Logits   options of the verb and of the head, as the caller gave them
+    Call            the same call, checked: which rows, which columns, which backend, which machine
 
-Every path makes one ``Call`` and hands it on; nothing below asks again.
+Every verb makes one ``Call`` and hands it on; nothing below asks again.
 """
 
 from __future__ import annotations
@@ -11,46 +11,64 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from logitless.backends import choose_backend, require_backend
-from logitless.backends.triton import products
-from logitless.call.checks import (
-    check_entropy,
-    check_extras,
-    check_kept,
-    check_kinds,
-    check_logits,
-    check_lora,
-    check_operands,
-    check_overwrite,
-    check_parallel,
-    check_scope,
-    check_targets,
-    check_tokens,
-    vocabulary,
-)
-from logitless.call.lora import LoRA, LowRank
-from logitless.call.options import Options
+from logitless.backends import choose_backend, load, products_of, require_backend
+from logitless.backends.contract import Backend
+from logitless.backends.divergences import Divergence
+from logitless.call import checks
+from logitless.call.asked import PLAIN, Asked
 from logitless.collectives import agree_over, fingerprint
 from logitless.errors import LogitlessError
-from logitless.extras import Extras, Row
 from logitless.machine import CPU, Machine
-from logitless.results import target_column
+from logitless.operands import Given, Kept, Linear, Logits, LoRA, Teacher, Teachers
+from logitless.readings.reading import Row
+from logitless.readings.support import Support
+from logitless.readings.table import Table
 from logitless.rows import Rows
-from logitless.softmax import Normaliser
-from logitless.spec import IGNORE, Head, accumulation_dtype, parse_memory
-from logitless.support import Support
+from logitless.softmax import Normaliser, target_column
+from logitless.spec import IGNORE, Head, VocabShard, accumulation_dtype, parse_memory
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
-PLAIN = Head()
-"""The distribution where none is given."""
+MEMORY = {"logits": "16MiB", "hidden": "256MiB", "chunk": "1GiB"}
+"""Working memory unless told otherwise: of work on logits, of tiles from hidden states, of chunks of whole rows."""
+
+
+class Operands(NamedTuple):
+    """Tensors that may need a gradient: the logits; or hidden states, weight, bias, and a LoRA's two factors.
+
+    Attributes:
+        logits: that exist; None where there is a head.
+        hidden, weight, bias: of the head.
+        y: ``[..., r]`` hidden states times a LoRA's A and its scale, in hidden's dtype.
+        b: ``[V, r]`` the LoRA's B, in hidden's dtype.
+    """
+
+    logits: Tensor | None = None
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    y: Tensor | None = None
+    b: Tensor | None = None
+
+    @property
+    def tokens(self) -> Tensor:
+        """Whichever has one row per token."""
+        x = self.hidden if self.logits is None else self.logits
+        assert x is not None
+        return x
+
+    @property
+    def needs(self) -> tuple[bool, ...]:
+        """Whether logits or hidden states (or a LoRA's part of them), weight, bias and a LoRA's b need a gradient."""
+        logits, hidden, weight, bias, y, b = recorded(*self)
+        return logits or hidden or y, weight, bias, b
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,69 +76,83 @@ class Call:
     """A checked call: what was asked for, and what it means for these tensors.
 
     Attributes:
-        asked: the options.
+        caller: the verb, for errors.
+        asked: the options of the verb.
+        linear: the options of the head; None where logits are given.
+        shard: the columns here, or None for all.
         rows: the rows to score.
         num_rows: R.
         index: ``[R]`` rows among the tokens; None for all of them in order.
         shape: in which results are returned.
         dtype: of the logits, or of hidden states and weight.
-        tracked: whether a gradient of the logits or hidden states is recorded.
-        entropy: whether entropy is wanted, with a gradient or without.
+        needs: whether logits or hidden states, weight, bias and a LoRA's b need a gradient.
         gain, squash: factor of each row's logits ``[R]``, and the one inside a softcap's tanh, 0 without one.
+        negative: whether the head turns the order of the logits around.
+        unit: whether it leaves logits as they are, as far as can be told without asking a device.
         vocab_size: true size of the vocabulary.
         start, columns: the part of it that is here.
         group: process group that holds the rest; None if unsharded.
+        table: readings beyond the softmax; None for none.
+        kind: which divergence, where there is a teacher.
         logits_dtype: of logits that are computed here: wide, or what they are rounded to on request.
-        backend: name of the backend.
+        backend: the backend, and its name.
         memory: bytes of working memory.
-        machine: which table of sizes applies. The path from logits does not ask.
-        width: D, of hidden states; 0 where logits are given.
+        machine: which table of sizes applies. Work on given logits does not ask.
+        width, rank: D of hidden states, 0 where logits are given, and the rank of a LoRA.
         apart: why a product and the softmax of its logits are apart, with logits in memory between them; None where
             one kernel does both.
         overwrite: whether backward may write over the logits.
-        further: names of further sums of the statistic.
-        extras: what is asked for beyond log-prob, entropy and log Z; None for nothing.
-        dropped: in a dry run, where no value can tell, the share of rows without a gradient.
         found: whether all targets were seen to be in the vocabulary, so that no row is left out, and none is NaN for
             want of its target.
+        dropped: in a dry run, where no value can tell, the share of rows without a gradient.
     """
 
-    asked: Options
+    caller: str
+    asked: Asked
+    linear: Linear | None
+    shard: VocabShard | None
     rows: Rows
     num_rows: int
     index: Tensor | None
     shape: tuple[int, ...]
     dtype: torch.dtype
-    tracked: bool
-    entropy: bool
+    needs: tuple[bool, ...]
     gain: Tensor
     squash: float
+    negative: bool
+    unit: bool
     vocab_size: int
     start: int
     columns: int
     group: Any
+    table: Table | None
+    kind: Divergence | None
     logits_dtype: torch.dtype
-    backend: str
+    backend: Backend
+    backend_name: str
     memory: int
     machine: Machine
     width: int = 0
+    rank: int = 0
+    lora_scale: float = 1.0
     apart: str | None = "logits are given"
     overwrite: bool = False
-    further: tuple[str, ...] = ()
-    extras: Extras | None = None
-    dropped: float = 0.0
     found: bool = False
+    dropped: float = 0.0
+
+    @property
+    def entropy(self) -> bool:
+        """Whether entropy is wanted, with a gradient or without."""
+        return self.asked.entropy is not None
+
+    @property
+    def kept(self) -> Kept | None:
+        return self.asked.kept
 
     @property
     def over_support(self) -> bool:
         """Whether everything is over the support, and nothing over the vocabulary."""
-        return self.asked.scope == "support"
-
-    @property
-    def unit(self) -> bool:
-        """Whether the head leaves logits as they are, as far as can be told without asking a device."""
-        head = self.asked.head
-        return head is None or head.unit
+        return self.asked.kept is not None and self.asked.kept.scope == "support"
 
     @property
     def found_here(self) -> bool:
@@ -146,171 +178,263 @@ class Call:
         return None if kept is None else Support.of(kept, self.rows.target, self.start, self.vocab_size)
 
     def row(self, norm: Normaliser) -> Row:
-        """What results of extras are made of, of all rows."""
+        """What results of readings are made of, of all rows."""
         return Row(norm, self.rows.target, self.gain, self.squash)
 
     def facts(self) -> dict[str, Any]:
-        """What the ranks of a vocabulary group must agree on."""
-        asked, head = self.asked, self.asked.head or PLAIN
-        from_hidden, kept = asked.caller != "logprobs", asked.kept
+        """What the ranks of a vocabulary group must agree on: every option, and what follows from the tensors.
+
+        Options are compared by walking their dataclasses, so that a new one is compared without being named here.
+        """
+        needs = ("hidden needs a gradient", "weight or bias needs a gradient") if self.linear is not None else ()
         facts = {
             "the number of rows": self.num_rows,
-            f"the dtype of {'hidden' if from_hidden else 'the logits'}": str(self.dtype),
+            f"the dtype of {'the logits' if self.linear is None else 'hidden'}": str(self.dtype),
             "which rows are scored": fingerprint(self.rows.index),
             "the targets": fingerprint(self.rows.target),
-            "entropy": asked.entropy,
-            "whether there are kept ids": kept is not None,
-            "the kept ids": None if kept is None else (fingerprint(kept.ids), fingerprint(kept.lengths)),
-            "scope": asked.scope,
-            "stats": tuple(asked.stats),
-            "top_k": asked.top_k,
-            "the further ids": fingerprint(asked.further_ids),
             "the vocabulary size": self.vocab_size,
-            "temperature": fingerprint(head.temperature),
-            "scale": head.scale,
-            "softcap": head.softcap,
-            "match": asked.match,
-            "whether there is a bias": asked.bias is not None,
-            "the rank of a LoRA": 0 if asked.low_rank is None else asked.low_rank.b.shape[1],
-            "hidden_grad": asked.hidden_grad,
-            "sequence_parallel": asked.sequence_parallel,
+            "the rank of a LoRA": self.rank,
+            "the scale of a LoRA": self.lora_scale,
         }
         # Backward of hidden states is a collective; that of logits is not.
-        return facts | ({"whether hidden needs a gradient": self.tracked} if from_hidden else {})
+        facts |= dict(zip((f"whether {x}" for x in needs), (self.needs[0], any(self.needs[1:])), strict=False))
+        return facts | _facts(self.asked) | _facts(self.asked.head or PLAIN) | ({} if self.linear is None else _facts(self.linear))
 
 
-def together(asked: Options, resolve: Callable[[], T], facts_of: Callable[[T], dict[str, Any]]) -> T:
-    """``resolve()``; if the shard asks for it, compared over its group, so that all ranks raise or none does."""
-    shard = asked.shard
+LOCAL = {"shard", "strict", "head", "grad_scale"}
+"""Options that ranks may have each for itself, or that are compared in other words."""
+
+WORDS = {"kept": "the kept ids", "ids": "the ids"}
+
+
+def _facts(options: Any) -> dict[str, Any]:
+    """Every option by name, in a form that can be sent and compared."""
+    found = {}
+    for field in fields(options):
+        x = getattr(options, field.name)
+        if field.name in ("bias", "weight_grad"):
+            found[f"whether there is a {field.name}"] = x is not None
+        elif field.name not in LOCAL:
+            found[WORDS.get(field.name, field.name)] = _fact(x)
+    return found
+
+
+def _fact(x: Any) -> Any:
+    if isinstance(x, Kept):
+        return x.scope, fingerprint(x.ids), fingerprint(x.lengths)
+    if isinstance(x, Teacher):
+        head, sent, kept = x.head or PLAIN, x.top_k, x.kept
+        of_head = (fingerprint(head.temperature), head.scale, head.softcap, head.vocab_size)
+        of_sent = None if sent is None else (sent.tail, fingerprint(sent.ids), fingerprint(sent.logprobs))
+        return of_head, of_sent, None if kept is None else _fact(kept)
+    if isinstance(x, Teachers):
+        return (*(_fact(member) for member in x.members), fingerprint(x.which))
+    if isinstance(x, Logits) or (isinstance(x, Tensor) and x.dim() > 1 and x.is_floating_point()):
+        return "logits"
+    if isinstance(x, Divergence):
+        return str(x)
+    return fingerprint(x)
+
+
+def together(call: Callable[[], T], shard: Any, caller: str, facts_of: Callable[[T], dict[str, Any]]) -> T:
+    """``call()``; if the shard asks for it, compared over its group, so that all ranks raise or none does."""
     if shard is None or not getattr(shard, "check_calls", False) or shard.group is None:
-        return resolve()
-    return agree_over(shard.group, asked.caller, resolve, facts_of)
+        return call()
+    return agree_over(shard.group, caller, call, facts_of)
 
 
-def resolve_logits(logits: Tensor, rows: Any, asked: Options, overwrite: bool) -> Call:
-    """The call of :func:`logitless.logprobs`."""
-    check_kinds(asked)
-    chosen, shape = resolve_rows(asked.caller, rows)
-    check_entropy(asked)
-    check_scope(asked)
-    check_logits(asked.caller, logits, chosen, asked.shard)
-    call = _resolve(logits, logits.shape[-1], 0, chosen, shape, asked, CPU, overwrite)
+def shard_of(logits: Any) -> Any:
+    """The shard that came with logits of any form."""
+    return logits.linear.shard if isinstance(logits, Logits) else getattr(logits, "shard", None)
+
+
+def resolve(
+    caller: str, logits: Any, rows: Any, asked: Asked, memory: str | None = None, machine: Machine | None = None
+) -> tuple[Call, Operands]:
+    """The call, and its operands as products take them.
+
+    Args:
+        memory: default of the verb; None for that of log-probs.
+        machine: whose sizes apply; None for that of the tensors.
+    """
+    checks.check_kinds(caller, asked)
+    given = logits if isinstance(logits, Given) else None
+    if isinstance(logits, Logits):
+        return _resolve_hidden(caller, logits, rows, asked, memory, machine)
+    x = checks.local_part(caller, "logits", logits if given is None else given.logits, shard_of(logits), last=True)
+    chosen, shape = checks.resolve_rows(caller, rows)
+    checks.check_logits(caller, x, chosen, shard_of(logits))
+    overwrite = given is not None and given.overwrite
+    call = _resolve(caller, x, x.shape[-1], chosen, shape, asked, None, shard_of(logits), memory or MEMORY["logits"])
     if overwrite and not torch.compiler.is_compiling():
-        check_overwrite(logits)
-    return call
+        checks.check_overwrite(caller, x)
+    needs = (*recorded(x), False, False, False)
+    return replace(call, overwrite=overwrite, needs=needs, machine=machine or CPU), Operands(x)
 
 
-def resolve_hidden(hidden: Tensor, weight: Tensor, rows: Any, asked: Options, machine: Machine | None = None) -> Call:
-    """The call of a path from hidden states. The machine is that of the tensors, unless a dry run names another."""
-    check_kinds(asked)
-    check_operands(hidden, weight, asked)
-    check_parallel(asked)
-    chosen, shape = resolve_rows(asked.caller, rows)
-    check_entropy(asked)
-    check_scope(asked)
-    check_tokens(hidden, weight, chosen, asked)
-    machine = Machine.of(hidden.device) if machine is None else machine
-    call = _resolve(hidden, weight.shape[0], weight.shape[1], chosen, shape, asked, machine, False)
-    return replace(call, apart=apart_everywhere(call) or _apart_here(hidden, weight, call))
-
-
-def apart_everywhere(call: Call) -> str | None:
-    """Why products and softmax are apart on every rank of a vocabulary group, or None: from sizes and options alone."""
-    if call.backend != "triton":
-        return f"the {call.backend} backend works on logits"
-    if not call.machine.epilogues:
-        return "kernels that do both were not measured on this machine (logitless tune does)"
-    if call.asked.kept is not None:
-        return "kept ids are looked up in logits"
-    if call.asked.low_rank is not None:
-        return "a LoRA's product is added to logits"
-    # Kernels compare logits after a softcap, where rounding makes ties that were none.
-    if call.extras is not None and (not call.extras.only_best or call.squash):
-        return "of stats=, top_k= and further_ids= such products tell top1 and max_logit alone, without a softcap"
-    return products.takes_sizes(call.dtype, call.width)
-
-
-def _apart_here(hidden: Tensor, weight: Tensor, call: Call) -> str | None:
-    """The same, from how the operands lie in memory."""
-    if call.asked.bias is not None and call.asked.bias.stride(0) != 1:
-        return "bias is not contiguous"
-    lead = [(n, step) for n, step in zip(hidden.shape[:-1], hidden.stride()[:-1], strict=True) if n != 1]
-    flat = all(step == n * below for (_, step), (n, below) in itertools.pairwise(lead))
-    if flat and call.index is None and not call.asked.sequence_parallel:
-        return products.takes(hidden.detach().reshape(-1, call.width), weight)
-    return products.takes(hidden, weight, copied=True)
+def _resolve_hidden(
+    caller: str, logits: Logits, rows: Any, asked: Asked, memory: str | None, machine: Machine | None
+) -> tuple[Call, Operands]:
+    linear, shard = logits.linear, logits.linear.shard
+    operands = as_products_take(caller, logits, asked)
+    hidden, weight = operands.hidden, operands.weight
+    assert hidden is not None
+    assert weight is not None
+    checks.check_linear(caller, hidden, weight, linear, operands, asked)
+    chosen, shape = checks.resolve_rows(caller, rows)
+    checks.check_tokens(caller, hidden, weight, chosen, linear, asked)
+    bias, buffer = (checks.local_part(caller, name, getattr(linear, name), shard) for name in ("bias", "weight_grad"))
+    linear = linear if buffer is linear.weight_grad and bias is linear.bias else replace(linear, bias=bias, weight_grad=buffer)
+    chunked = asked.teacher is not None
+    default = memory or MEMORY["chunk" if chunked else "hidden"]
+    call = _resolve(caller, hidden, weight.shape[0], chosen, shape, asked, logits, shard, default)
+    lora = logits.weight if isinstance(logits.weight, LoRA) else None
+    call = replace(
+        call,
+        linear=linear,
+        needs=operands.needs,
+        machine=Machine.of(hidden.device) if machine is None else machine,
+        width=weight.shape[1],
+        rank=0 if operands.b is None else operands.b.shape[1],
+        lora_scale=1.0 if lora is None else lora.scale,
+        logits_dtype=call.gain.dtype if linear.match is None else getattr(torch, linear.match),
+    )
+    return replace(call, apart=apart_everywhere(call) or _apart_here(operands, call)), operands
 
 
 def _resolve(
+    caller: str,
     x: Tensor,
     columns: int,
-    width: int,
     rows: Rows,
     shape: tuple[int, ...],
-    asked: Options,
-    machine: Machine,
-    overwrite: bool,
+    asked: Asked,
+    logits: Logits | None,
+    shard: VocabShard | None,
+    memory: str,
 ) -> Call:
     head = asked.head or PLAIN
-    vocab_size, columns = vocabulary(asked.caller, columns, head, asked.shard)
-    found = check_targets(asked.caller, rows, vocab_size)
-    if asked.kept is not None:
-        check_kept(asked.caller, asked.kept, rows, vocab_size, x.device)
+    vocab_size, columns = checks.vocabulary(caller, columns, head, shard)
+    found = checks.check_targets(caller, rows, vocab_size)
     num_rows, wide = rows.index.numel(), accumulation_dtype(x.dtype)
-    backend = choose_backend(x, asked.backend).name
-    require_backend(backend, x)
+    if asked.kept is not None:
+        checks.check_kept(caller, asked.kept, rows, vocab_size, x.device)
+    checks.check_readings(caller, asked, x.device, num_rows, shape, vocab_size)
+    name = choose_backend(x, asked.backend).name
+    require_backend(name, x)
+    gain, squash, negative, unit = _distribution(caller, head, logits, rows, num_rows, wide, x.device)
+    start = 0 if shard is None else shard.start
+    ids = None if asked.ids is None else asked.ids.reshape(num_rows, asked.ids.shape[-1])
     return Call(
+        caller=caller,
         asked=asked,
+        linear=None,
+        shard=shard,
         rows=rows,
         num_rows=num_rows,
         index=None if rows.in_order else rows.index,
         shape=shape,
         dtype=x.dtype,
-        tracked=recorded(x)[0],
-        entropy=asked.entropy is not None,
-        gain=head.gain(num_rows, wide, x.device),
-        squash=head.squash,
+        needs=(),
+        gain=gain,
+        squash=squash,
+        negative=negative,
+        unit=unit,
         vocab_size=vocab_size,
-        start=0 if asked.shard is None else asked.shard.start,
+        start=start,
         columns=columns,
-        group=None if asked.shard is None else asked.shard.group,
-        logits_dtype=wide if asked.match is None else getattr(torch, asked.match),
-        backend=backend,
-        memory=parse_memory(asked.memory),
-        machine=machine,
-        width=width,
-        overwrite=overwrite,
-        extras=_extras(asked, head, x.device, num_rows, shape, vocab_size),
+        group=None if shard is None else shard.group,
+        table=Table.of(asked.stats, asked.top_k or 0, ids, negative=negative, start=start),
+        kind=None if asked.teacher is None else Divergence.of(asked.divergence),
+        logits_dtype=wide,
+        backend=load(name),
+        backend_name=name,
+        memory=parse_memory(memory if asked.memory is None else asked.memory),
+        machine=CPU,
         found=found,
     )
 
 
-def _extras(
-    asked: Options, head: Head, device: torch.device, num_rows: int, shape: tuple[int, ...], vocab_size: int
-) -> Extras | None:
-    """What is asked for beyond log-prob, entropy and log Z; None for nothing."""
-    check_extras(asked, device, num_rows, shape, vocab_size)
-    if not asked.stats and asked.top_k is None and asked.further_ids is None:
-        return None
-    start = 0 if asked.shard is None else asked.shard.start
-    ids = None if asked.further_ids is None else asked.further_ids.reshape(num_rows, asked.further_ids.shape[-1])
-    return Extras(tuple(asked.stats), asked.top_k or 0, ids, head.scale < 0, start)
+def _distribution(
+    caller: str, head: Head, logits: Logits | None, rows: Rows, num_rows: int, wide: torch.dtype, device: torch.device
+) -> tuple[Tensor, float, bool, bool]:
+    """``[R]`` gain, squash, whether it turns the order around, and whether it changes nothing.
+
+    Logits that are not computed may carry a factor, and a softcap of the model's own; the head's comes after them.
+    """
+    gain = head.gain(num_rows, wide, device)
+    if logits is None or (not logits.squash and not isinstance(logits.gain, Tensor) and logits.gain == 1.0):
+        return gain, head.squash, head.scale < 0, head.unit
+    if head.softcap is not None and (logits.squash or isinstance(logits.gain, Tensor)):
+        raise LogitlessError(
+            f"{caller}: head has a softcap, and the Logits carry {'a softcap' if logits.squash else 'one factor per row'} "
+            f"already. Give both in one place."
+        )
+    if isinstance(logits.gain, Tensor):
+        factor = logits.gain.detach().reshape(-1).to(device=device, dtype=wide)
+        factor = factor if rows.in_order else factor[rows.index]
+        return gain * torch.where((factor > 0) & factor.isfinite(), factor, torch.nan), logits.squash, head.scale < 0, False
+    negative = head.scale * logits.gain < 0
+    if head.softcap is not None:
+        return gain, head.squash * logits.gain, negative, False
+    factor = logits.gain
+    unit = not logits.squash and not isinstance(head.temperature, Tensor) and head.scale * factor == head.temperature
+    return gain * factor, logits.squash, negative, unit
 
 
-def resolve_rows(caller: str, rows: Any) -> tuple[Rows, tuple[int, ...]]:
-    """The rows, and the shape that results are returned in."""
-    if isinstance(rows, Rows):
-        return rows, (len(rows),)
-    if isinstance(rows, Tensor):
-        return Rows.every(rows), tuple(rows.shape)
-    if isinstance(rows, tuple) and len(rows) == 2:
-        chosen = Rows.at(*rows)
-        return chosen, (len(chosen),)
-    came = type(rows).__name__
-    hint = " A list of targets, one per row of the logits, goes in as torch.tensor(rows)." if came == "list" else ""
-    raise LogitlessError(
-        f"{caller}: rows must be a Rows, a tensor of targets or a pair (index, target) but is {came}.{hint}"
-    )
+def apart_everywhere(call: Call) -> str | None:
+    """Why products and softmax are apart on every rank of a vocabulary group, or None: from sizes and options alone."""
+    products = products_of(call.backend)
+    if products is None:
+        return f"the {call.backend_name} backend works on logits"
+    if not call.machine.epilogues:
+        return "kernels that do both were not measured on this machine (logitless tune does)"
+    if call.kept is not None:
+        return "kept ids are looked up in logits"
+    if call.rank:
+        return "a LoRA's product is added to logits"
+    # Kernels compare logits after a softcap, where rounding makes ties that were none.
+    if call.table is not None and (not call.table.only_best or call.squash):
+        return "of stats=, top_k= and ids= such products tell top1 and max_logit alone, without a softcap"
+    return products.takes_sizes(call.dtype, call.width)
+
+
+def _apart_here(operands: Operands, call: Call) -> str | None:
+    """The same, from how the operands lie in memory."""
+    hidden, weight, bias, linear = operands.hidden, operands.weight, operands.bias, call.linear
+    assert hidden is not None
+    assert weight is not None
+    assert linear is not None
+    if bias is not None and bias.stride(0) != 1:
+        return "bias is not contiguous"
+    products = products_of(call.backend)
+    lead = [(n, step) for n, step in zip(hidden.shape[:-1], hidden.stride()[:-1], strict=True) if n != 1]
+    flat = all(step == n * below for (_, step), (n, below) in itertools.pairwise(lead))
+    if flat and call.index is None and not linear.sequence_parallel:
+        return products.takes(hidden.detach().reshape(-1, call.width), weight)
+    return products.takes(hidden, weight, copied=True)
+
+
+def as_products_take(caller: str, logits: Logits, asked: Asked) -> Operands:
+    """Operands as a linear layer would take them: in autocast's dtype where it is on, the local part of a DTensor, the
+    adapter of a LoRA apart."""
+    hidden, weight, bias = logits.read()
+    shard, linear = logits.linear.shard, logits.linear
+    hidden = checks.local_part(caller, "hidden", hidden, shard, sharded=linear.sequence_parallel)
+    lora = weight if isinstance(weight, LoRA) else None
+    own: Tensor = checks.local_part(caller, "weight", weight.weight if isinstance(weight, LoRA) else weight, shard)
+    bias = checks.local_part(caller, "bias", bias, shard)
+    kind, wide = hidden.device.type, hidden
+    # Autocast leaves float64 alone.
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+        bias = None if bias is None else bias.to(dtype)
+        hidden, own = hidden.to(dtype), own.to(dtype)
+    if lora is None:
+        return Operands(None, hidden, own, bias)
+    checks.check_lora(caller, wide, lora, linear, asked)
+    b = checks.local_part(caller, "b of the LoRA", lora.b, shard)
+    return Operands(None, hidden, own, bias, lora.inner(wide).to(hidden.dtype), b.to(hidden.dtype))
 
 
 def untraced(function: Callable[P, T]) -> Callable[P, T]:
@@ -334,65 +458,3 @@ def _graph_break(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 def recorded(*tensors: Tensor | None) -> tuple[bool, ...]:
     """For which of them a gradient is recorded."""
     return tuple(torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad for x in tensors)
-
-
-def needs_gradient(hidden: Tensor, weight: Tensor, asked: Options) -> tuple[bool, ...]:
-    """Whether hidden states (or a LoRA's part of them), weight, bias and a LoRA's b need a gradient."""
-    y, b = asked.low_rank or (None, None)
-    return (any(recorded(hidden, y)), *recorded(weight, asked.bias, b))
-
-
-def as_products_take(hidden: Tensor, weight: Tensor | LoRA, asked: Options) -> tuple[Tensor, Tensor, Options]:
-    """Operands as a linear layer would take them: in autocast's dtype where it is on, the local part of a DTensor, the
-    adapter of a LoRA apart."""
-    hidden = local_part(asked, "hidden", hidden, 0 if asked.sequence_parallel else None)
-    lora = weight if isinstance(weight, LoRA) else None
-    own: Tensor = local_part(asked, "weight", weight.weight if isinstance(weight, LoRA) else weight, 0)
-    bias, weight_grad = (local_part(asked, name, getattr(asked, name), 0) for name in ("bias", "weight_grad"))
-    if bias is not asked.bias or weight_grad is not asked.weight_grad:
-        asked = replace(asked, bias=bias, weight_grad=weight_grad)
-    if not isinstance(hidden, Tensor) or not isinstance(own, Tensor):
-        # The checks will say so. Nothing is cast before: a module's ``to`` would cast the module itself.
-        return hidden, own, asked
-    kind, wide = hidden.device.type, hidden
-    # Autocast leaves float64 alone.
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
-        bias = None if bias is None else bias.to(dtype)
-        hidden, own, asked = hidden.to(dtype), own.to(dtype), replace(asked, bias=bias)
-    if lora is not None:
-        check_lora(wide, lora, asked)
-        b = local_part(asked, "b of the LoRA", lora.b, 0)
-        asked = replace(asked, low_rank=LowRank(lora.inner(wide).to(hidden.dtype), b.to(hidden.dtype)))
-    return hidden, own, asked
-
-
-def local_part(asked: Options, name: str, x: Any, dim: int | None) -> Any:
-    """What lives here of an argument, out of a DTensor whose meaning is clear; anything else as it is.
-
-    Args:
-        dim: along which it may be sharded over the group of ``shard=``; None if it must be whole.
-    """
-    placements = getattr(x, "placements", None)
-    if placements is None:
-        return x
-    mesh, group = x.device_mesh, getattr(asked.shard, "group", None)
-    over_group = mesh.ndim == 1 and group is not None and mesh.get_group() == group
-    if all(p.is_replicate() for p in placements) or (over_group and dim is not None and placements[0].is_shard(dim)):
-        return x.to_local()
-    came = f"{asked.caller}: {name} is a DTensor with placements {placements}"
-    if name == "hidden":
-        raise LogitlessError(
-            f"{came}, but hidden must be whole on every rank: pass hidden.full_tensor() or redistribute it. Only with "
-            f"sequence_parallel=True may it be sharded by tokens, over the group of shard=."
-        )
-    if name == "logits":
-        raise LogitlessError(
-            f"{came}. Logits may be sharded by their last dimension over the group of shard=, as "
-            f"VocabShard.even(vocab_size, mesh) makes it; otherwise pass logits.full_tensor()."
-        )
-    raise LogitlessError(
-        f"{came}, as tensor parallelism and FSDP both make. For tensor parallelism pass "
-        f"shard=logitless.shard_of(weight); for FSDP use a PolicyHead, or call inside the forward of the module that "
-        f"owns the weight, where FSDP has gathered it."
-    )

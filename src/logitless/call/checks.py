@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.call.lora import LoRA
-from logitless.call.options import Options
-from logitless.errors import ELSEWHERE, LogitlessError, adapted
-from logitless.extras import LARGEST, MOST, STATS
-from logitless.kept import Kept
+from logitless.call.asked import Asked
+from logitless.errors import ELSEWHERE, LogitlessError
+from logitless.operands import Kept, Linear, LoRA
+from logitless.operands.checks import FLOATS, instead_of_tensor
+from logitless.readings.best import MOST
+from logitless.readings.reading import LARGEST
+from logitless.readings.table import STATS
 from logitless.rows import Rows
 from logitless.spec import IGNORE, Head, VocabShard, has_values, inspectable
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 # Checks that all paths share.
@@ -65,77 +65,104 @@ def check_kept(caller: str, kept: Kept, rows: Rows, vocab_size: int, device: tor
             )
 
 
-def check_kinds(asked: Options) -> None:
+def check_kinds(caller: str, asked: Asked) -> None:
+    """Raise for an option of another kind than it should be."""
     for name, x, kind in (("head", asked.head, Head), ("kept", asked.kept, Kept)):
         if x is not None and not isinstance(x, kind):
             hint = (
                 f" A temperature is Head(temperature={x!r})." if name == "head" and isinstance(x, int | float) else ""
             )
             came = f"{type(x).__name__}.{hint}"
-            raise LogitlessError(f"{asked.caller}: {name} must be a {kind.__name__} or None but is {came}")
-    if asked.shard is not None and not hasattr(asked.shard, "vocab_size"):
-        came = type(asked.shard).__name__
-        raise LogitlessError(f"{asked.caller}: shard must be a VocabShard or None but is {came}.")
-
-
-def check_entropy(asked: Options) -> None:
+            raise LogitlessError(f"{caller}: {name} must be a {kind.__name__} or None but is {came}")
     if asked.entropy not in (None, "value", "grad"):
-        raise LogitlessError(f'{asked.caller}: entropy must be None, "value" or "grad" but is {asked.entropy!r}.')
+        raise LogitlessError(f'{caller}: entropy must be None, "value" or "grad" but is {asked.entropy!r}.')
 
 
-def check_scope(asked: Options) -> None:
-    if asked.scope not in ("vocabulary", "support"):
-        raise LogitlessError(f'{asked.caller}: scope must be "vocabulary" or "support" but is {asked.scope!r}.')
-    if asked.scope == "support" and asked.kept is None:
-        raise LogitlessError(
-            f'{asked.caller}: scope="support" needs kept=, the ids that the sampler kept. Pass a logitless.Kept.'
-        )
-    if asked.sparse_weight_grad and asked.scope != "support":
-        raise LogitlessError(
-            f'{asked.caller}: sparse_weight_grad=True goes with scope="support": over the vocabulary every row of the '
-            f"weight has a gradient."
-        )
-    if asked.sparse_weight_grad and asked.weight_grad is not None:
-        raise LogitlessError(
-            f"{asked.caller}: weight_grad= is a dense buffer and sparse_weight_grad=True asks for a list of rows. Pass "
-            f"one of them."
-        )
-
-
-def check_extras(asked: Options, device: torch.device, num_rows: int, shape: tuple[int, ...], vocab_size: int) -> None:
-    name, stats, top_k, ids = asked.caller, asked.stats, asked.top_k, asked.further_ids
-    if isinstance(stats, str) or not set(stats) <= set(STATS):
-        raise LogitlessError(f"{name}: stats must be a tuple of names out of {list(STATS)} but is {stats!r}.")
+def check_readings(
+    caller: str, asked: Asked, device: torch.device, num_rows: int, shape: tuple[int, ...], vocab_size: int
+) -> None:
+    """Raise for readings beyond the softmax that cannot be had."""
+    stats, top_k, ids = asked.stats, asked.top_k, asked.ids
+    if not isinstance(stats, tuple | list) or not set(stats) <= set(STATS):
+        raise LogitlessError(f"{caller}: stats must be a tuple of names out of {list(STATS)} but is {stats!r}.")
     if not stats and top_k is None and ids is None:
         return
-    if asked.scope == "support":
+    if asked.kept is not None and asked.kept.scope == "support":
         raise LogitlessError(
-            f"{name}: stats=, top_k= and further_ids= are over the whole vocabulary, whose logits are never made with "
-            f'scope="support". Ask for them with scope="vocabulary".'
+            f"{caller}: stats=, top_k= and ids= are over the whole vocabulary, whose logits are never made where the "
+            f'scope is the support. Ask for them with Kept(..., scope="vocabulary").'
         )
     if vocab_size > LARGEST:
-        raise LogitlessError(f"{name}: stats=, top_k= and further_ids= take up to {LARGEST} columns, not {vocab_size}.")
+        raise LogitlessError(f"{caller}: stats=, top_k= and ids= take up to {LARGEST} columns, not {vocab_size}.")
     if top_k is not None and (type(top_k) is not int or not 1 <= top_k <= min(MOST, vocab_size)):
         raise LogitlessError(
-            f"{name}: top_k must be between 1 and {min(MOST, vocab_size)}, which is the smaller of {MOST} and the "
+            f"{caller}: top_k must be between 1 and {min(MOST, vocab_size)}, which is the smaller of {MOST} and the "
             f"vocabulary, but is {top_k!r}."
         )
     if ids is None:
         return
     if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
         came = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-        raise LogitlessError(f"{name}: further_ids must be an int64 tensor but is {came}.")
+        raise LogitlessError(f"{caller}: ids must be an int64 tensor but is {came}.")
     if not ids.dim() or tuple(ids.shape[:-1]) not in (shape, (num_rows,)):
-        raise LogitlessError(
-            f"{name}: further_ids must be {[*shape, 'K']}, K ids for every row, but is {list(ids.shape)}."
-        )
+        raise LogitlessError(f"{caller}: ids must be {[*shape, 'K']}, K ids for every row, but is {list(ids.shape)}.")
     if ids.device != device:
-        raise LogitlessError(f"{name}: further_ids is on {ids.device} but the rows are on {device}.")
+        raise LogitlessError(f"{caller}: ids is on {ids.device} but the rows are on {device}.")
     if inspectable(ids) and bool((((ids < 0) & (ids != IGNORE)) | (ids >= vocab_size)).any()):
         raise LogitlessError(
-            f"{name}: further_ids run from {int(ids.min())} to {int(ids.max())}, outside the vocabulary of "
+            f"{caller}: ids run from {int(ids.min())} to {int(ids.max())}, outside the vocabulary of "
             f"{vocab_size}. Use -100 for places that are to stay empty."
         )
+
+
+def resolve_rows(caller: str, rows: Any) -> tuple[Rows, tuple[int, ...]]:
+    """The rows, and the shape that results are returned in."""
+    if isinstance(rows, Rows):
+        return rows, (len(rows),)
+    if isinstance(rows, Tensor):
+        return Rows.every(rows), tuple(rows.shape)
+    if isinstance(rows, tuple) and len(rows) == 2:
+        chosen = Rows.at(*rows)
+        return chosen, (len(chosen),)
+    came = type(rows).__name__
+    hint = " A list of targets, one per row of the logits, goes in as torch.tensor(rows)." if came == "list" else ""
+    raise LogitlessError(
+        f"{caller}: rows must be a Rows, a tensor of targets or a pair (index, target) but is {came}.{hint}"
+    )
+
+
+def local_part(
+    caller: str, name: str, x: Any, shard: VocabShard | None, *, sharded: bool = True, last: bool = False
+) -> Any:
+    """What lives here of an argument, out of a DTensor whose meaning is clear; anything else as it is.
+
+    Args:
+        sharded: whether it may be sharded over the group of the shard, along its first dimension, or its last.
+    """
+    placements = getattr(x, "placements", None)
+    if placements is None:
+        return x
+    mesh, group = x.device_mesh, getattr(shard, "group", None)
+    over_group = mesh.ndim == 1 and group is not None and mesh.get_group() == group
+    dim = x.dim() - 1 if last else 0
+    if all(p.is_replicate() for p in placements) or (over_group and sharded and placements[0].is_shard(dim)):
+        return x.to_local()
+    came = f"{caller}: {name} is a DTensor with placements {placements}"
+    if name == "hidden":
+        raise LogitlessError(
+            f"{came}, but hidden must be whole on every rank: pass hidden.full_tensor() or redistribute it. Only with "
+            f"sequence_parallel=True may it be sharded by tokens, over the group of shard=."
+        )
+    if name == "logits":
+        raise LogitlessError(
+            f"{came}. Logits may be sharded by their last dimension over the group of shard=, as "
+            f"VocabShard.even(vocab_size, mesh) makes it; otherwise pass logits.full_tensor()."
+        )
+    raise LogitlessError(
+        f"{came}, as tensor parallelism and FSDP both make. For tensor parallelism pass "
+        f"shard=logitless.VocabShard.of(weight); for FSDP use a PolicyHead, or call inside the forward of the module "
+        f"that owns the weight, where FSDP has gathered it."
+    )
 
 
 def _check_order(caller: str, what: str, lead: list[int], rows: Rows) -> None:
@@ -153,6 +180,9 @@ def _check_order(caller: str, what: str, lead: list[int], rows: Rows) -> None:
 
 
 def check_logits(caller: str, logits: Tensor, rows: Rows, shard: VocabShard | None) -> None:
+    """Raise for logits that are no matrix of floats, or of other tokens than the rows'."""
+    if shard is not None and not hasattr(shard, "vocab_size"):
+        raise LogitlessError(f"{caller}: shard must be a VocabShard or None but is {type(shard).__name__}.")
     if not isinstance(logits, Tensor) or logits.dtype not in FLOATS:
         came = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
         hint = "" if isinstance(logits, Tensor) else instead_of_tensor(logits, "logits")
@@ -186,7 +216,7 @@ def check_logits(caller: str, logits: Tensor, rows: Rows, shard: VocabShard | No
         )
 
 
-def check_overwrite(logits: Tensor) -> None:
+def check_overwrite(caller: str, logits: Tensor) -> None:
     if not (torch.is_grad_enabled() and logits.requires_grad):
         return
     problem, advice = None, "Pass the model's own output"
@@ -199,86 +229,65 @@ def check_overwrite(logits: Tensor) -> None:
         problem = "are not contiguous"
     if problem:
         raise LogitlessError(
-            f"logprobs: overwrite_logits=True, but the logits {problem}. {advice}, or drop the option."
+            f"{caller}: overwrite=True, but the logits {problem}. {advice}, or drop the option."
         )
 
 
 # Checks of hidden states and weight.
 
 
-def check_tokens(hidden: Tensor, weight: Tensor, rows: Rows, asked: Options) -> None:
-    ranks = asked.shard.group.size() if asked.sequence_parallel and asked.shard is not None else 1
+def check_tokens(caller: str, hidden: Tensor, weight: Tensor, rows: Rows, linear: Linear, asked: Asked) -> None:
+    """Raise for rows of other tokens than the hidden states', or for tensors on another device."""
+    ranks = linear.shard.group.size() if linear.sequence_parallel and linear.shard is not None else 1
     num_tokens = hidden.shape[:-1].numel() * ranks
     if (rows.num_tokens is not None and rows.num_tokens != num_tokens) or rows.reach > num_tokens:
         wanted = f"at least {rows.reach}" if rows.num_tokens is None else rows.num_tokens
-        raise LogitlessError(f"{asked.caller}: rows were made for {wanted} tokens but hidden holds {num_tokens}.")
+        raise LogitlessError(f"{caller}: rows were made for {wanted} tokens but hidden holds {num_tokens}.")
     first, *more = hidden.shape[:-1] or (1,)
-    _check_order(asked.caller, "hidden", [first * ranks, *more], rows)
+    _check_order(caller, "hidden", [first * ranks, *more], rows)
     tensors = {"weight": weight, "rows": rows.index, "target": rows.target}
-    for what, x in {**tensors, "bias": asked.bias, "weight_grad": asked.weight_grad}.items():
+    for what, x in {**tensors, "bias": linear.bias, "weight_grad": linear.weight_grad}.items():
         if x is not None and x.device != hidden.device:
-            raise LogitlessError(f"{asked.caller}: {what} is on {x.device} but hidden is on {hidden.device}.")
+            raise LogitlessError(f"{caller}: {what} is on {x.device} but hidden is on {hidden.device}.")
 
 
-def instead_of_tensor(x: Any, what: str) -> str:
-    """`` What to do`` where something other than a tensor came for an argument, or nothing."""
-    if isinstance(x, list | tuple):
-        whole = "torch.stack" if x and isinstance(x[0], Tensor) else "torch.tensor"
-        return f" Pass {whole}({what})."
-    if hasattr(x, "base_layer"):
-        return f" {adapted(f'{type(x).__name__}')}"
-    if what == "weight" and isinstance(getattr(x, "weight", None), Tensor):
-        return " Pass the layer's weight and bias: layer.weight, bias=layer.bias. Under DDP or FSDP use a PolicyHead."
-    if isinstance(getattr(x, "last_hidden_state", None), Tensor):
-        return " Pass its last_hidden_state."
-    return " Pass its logits." if isinstance(getattr(x, "logits", None), Tensor) else ""
-
-
-def _check_tensors(hidden: Any, weight: Any, asked: Options) -> None:
-    name = asked.caller
-    if not isinstance(hidden, Tensor) or hidden.dtype not in FLOATS or hidden.dim() < 1:
-        came = f"{list(hidden.shape)} {hidden.dtype}" if isinstance(hidden, Tensor) else type(hidden).__name__
-        hint = "" if isinstance(hidden, Tensor) else instead_of_tensor(hidden, "hidden")
-        raise LogitlessError(f"{name}: hidden must be [..., D] of {[str(d) for d in FLOATS]} but is {came}.{hint}")
-    for what, x in (("weight", weight), ("bias", asked.bias), ("weight_grad", asked.weight_grad)):
-        if not isinstance(x, Tensor) and (x is not None or what == "weight"):
-            hint = instead_of_tensor(x, what)
-            raise LogitlessError(f"{name}: {what} must be a tensor but is {type(x).__name__}.{hint}")
-
-
-def check_lora(hidden: Tensor, lora: LoRA, asked: Options) -> None:
+def check_lora(caller: str, hidden: Tensor, lora: LoRA, linear: Linear, asked: Asked) -> None:
     """Raise where a LoRA does not go with hidden, or with what else is asked for."""
-    name, merged = asked.caller, "Merge it into one weight, weight + scale * b @ a, and pass that"
-    if name not in ("linear_logprobs", "linear_policy_loss"):
-        raise LogitlessError(f"{name}: weight is a LoRA, which is not followed here. {merged}.")
-    if asked.scope == "support":
+    merged = "Merge it into one weight, weight + scale * b @ a, and pass that"
+    if asked.teacher is not None:
+        raise LogitlessError(f"{caller}: weight is a LoRA, which does not go with teacher=. {merged}.")
+    if asked.kept is not None and asked.kept.scope == "support":
         raise LogitlessError(
-            f'{name}: weight is a LoRA, and scope="support" takes dot products with rows of one weight. {merged}, or '
+            f'{caller}: weight is a LoRA, and scope="support" takes dot products with rows of one weight. {merged}, or '
             f'take scope="vocabulary".'
         )
-    if asked.hidden_grad == "partial" or asked.sequence_parallel:
-        given = "sequence_parallel=True" if asked.sequence_parallel else 'hidden_grad="partial"'
+    if linear.hidden_grad == "partial" or linear.sequence_parallel:
+        given = "sequence_parallel=True" if linear.sequence_parallel else 'hidden_grad="partial"'
         raise LogitlessError(
-            f"{name}: weight is a LoRA, and with {given} the gradient of its a would be a part on every rank. Pass "
+            f"{caller}: weight is a LoRA, and with {given} the gradient of its a would be a part on every rank. Pass "
             f'whole hidden states and hidden_grad="reduced".'
         )
     if lora.a.shape[1] != hidden.shape[-1]:
         raise LogitlessError(
-            f"{name}: weight is a LoRA for hidden size {lora.a.shape[1]} but hidden has {hidden.shape[-1]}."
+            f"{caller}: weight is a LoRA for hidden size {lora.a.shape[1]} but hidden has {hidden.shape[-1]}."
         )
     for what, x in (("a", lora.a), ("b", lora.b)):
         if x.device != hidden.device:
-            raise LogitlessError(f"{name}: {what} of the LoRA is on {x.device} but hidden is on {hidden.device}.")
-    if hasattr(lora.a, "placements"):
+            raise LogitlessError(f"{caller}: {what} of the LoRA is on {x.device} but hidden is on {hidden.device}.")
+    placements = getattr(lora.a, "placements", None)
+    if placements is not None:
         raise LogitlessError(
-            f"{name}: a of the LoRA is a DTensor with placements {lora.a.placements}, and must be whole on every rank. "  # pyright: ignore[reportAttributeAccessIssue]
+            f"{caller}: a of the LoRA is a DTensor with placements {placements}, and must be whole on every rank. "
             f"For FSDP use a PolicyHead, or call inside the forward of the module that owns it."
         )
 
 
-def check_operands(hidden: Tensor, weight: Tensor, asked: Options) -> None:
-    _check_tensors(hidden, weight, asked)
-    name, bias, weight_grad, shard = asked.caller, asked.bias, asked.weight_grad, asked.shard
+def check_linear(caller: str, hidden: Tensor, weight: Tensor, linear: Linear, operands: Any, asked: Asked) -> None:
+    """Raise for hidden states, a weight, a bias and options that do not go together."""
+    bias, shard = operands.bias, linear.shard
+    if hidden.dtype not in FLOATS or hidden.dim() < 1:
+        came = f"{list(hidden.shape)} {hidden.dtype}"
+        raise LogitlessError(f"{caller}: hidden must be [..., D] of {[str(d) for d in FLOATS]} but is {came}.")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         hint = ""
         if weight.dim() == 2 and weight.shape[0] == hidden.shape[-1]:
@@ -286,42 +295,56 @@ def check_operands(hidden: Tensor, weight: Tensor, asked: Options) -> None:
         if weight.dim() == 1 or not weight.numel():
             hint = f" {ELSEWHERE}"
         raise LogitlessError(
-            f"{name}: weight must be [V, {hidden.shape[-1]}] to go with hidden of size {hidden.shape[-1]} but is "
+            f"{caller}: weight must be [V, {hidden.shape[-1]}] to go with hidden of size {hidden.shape[-1]} but is "
             f"{list(weight.shape)}.{hint}"
         )
     if weight.dtype != hidden.dtype:
         raise LogitlessError(
-            f"{name}: weight is {weight.dtype} but hidden is {hidden.dtype}. Cast one of them, or call under autocast."
+            f"{caller}: weight is {weight.dtype} but hidden is {hidden.dtype}. Cast one of them, or call under autocast."
         )
     if bias is not None and (tuple(bias.shape) != (weight.shape[0],) or not bias.is_floating_point()):
-        raise LogitlessError(f"{name}: bias must be [{weight.shape[0]}] floats but is {list(bias.shape)} {bias.dtype}.")
-    if weight_grad is not None and (weight_grad.shape != weight.shape or weight_grad.dtype != torch.float32):
-        raise LogitlessError(
-            f"{name}: weight_grad must be float32 {list(weight.shape)} but is {weight_grad.dtype} "
-            f"{list(weight_grad.shape)}."
-        )
-    if asked.kept is not None and asked.scope == "vocabulary" and asked.batch_invariant:
-        raise LogitlessError(
-            f"{name}: kept= takes tiles of all rows, and batch_invariant=True tiles of one height whatever the batch. "
-            f'Drop one of them, or take scope="support", which is always batch-invariant.'
-        )
-    if asked.match not in (None, "bfloat16", "float16"):
-        raise LogitlessError(f'{name}: match must be None, "bfloat16" or "float16" but is {asked.match!r}.')
+        raise LogitlessError(f"{caller}: bias must be [{weight.shape[0]}] floats but is {list(bias.shape)} {bias.dtype}.")
+    buffer = linear.weight_grad
+    if buffer is not None and not hasattr(buffer, "placements"):
+        if buffer.shape != weight.shape or buffer.dtype != torch.float32:
+            raise LogitlessError(
+                f"{caller}: weight_grad must be float32 {list(weight.shape)} but is {buffer.dtype} {list(buffer.shape)}."
+            )
+    _check_options(caller, linear, asked)
+    if shard is not None and not hasattr(shard, "vocab_size"):
+        raise LogitlessError(f"{caller}: shard must be a VocabShard or None but is {type(shard).__name__}.")
     if shard is not None and shard.stop - shard.start != weight.shape[0]:
         raise LogitlessError(
-            f"{name}: shard holds columns {shard.start} to {shard.stop} ({shard.stop - shard.start} of them) but "
+            f"{caller}: shard holds columns {shard.start} to {shard.stop} ({shard.stop - shard.start} of them) but "
             f"weight has {weight.shape[0]} rows."
         )
 
 
-def check_parallel(asked: Options) -> None:
-    name = asked.caller
-    if asked.hidden_grad not in ("reduced", "partial"):
-        raise LogitlessError(f'{name}: hidden_grad must be "reduced" or "partial" but is {asked.hidden_grad!r}.')
-    if asked.sequence_parallel and (asked.shard is None or asked.shard.group is None):
-        raise LogitlessError(f"{name}: sequence_parallel=True needs a shard with a group to gather over.")
-    if asked.sequence_parallel and asked.hidden_grad == "partial":
+def _check_options(caller: str, linear: Linear, asked: Asked) -> None:
+    support = asked.kept is not None and asked.kept.scope == "support"
+    if asked.kept is not None and not support and linear.batch_invariant:
         raise LogitlessError(
-            f"{name}: sequence_parallel=True gathers hidden here, so its gradient is summed and scattered here too. "
+            f"{caller}: kept= takes tiles of all rows, and batch_invariant=True tiles of one height whatever the batch. "
+            f'Drop one of them, or take scope="support", which is always batch-invariant.'
+        )
+    if linear.sparse_weight_grad and not support:
+        raise LogitlessError(
+            f'{caller}: sparse_weight_grad=True goes with kept ids whose scope is "support": over the vocabulary every '
+            f"row of the weight has a gradient."
+        )
+    if linear.sparse_weight_grad and linear.weight_grad is not None:
+        raise LogitlessError(
+            f"{caller}: weight_grad= is a dense buffer and sparse_weight_grad=True asks for a list of rows. Pass one of "
+            f"them."
+        )
+    if linear.match not in (None, "bfloat16", "float16"):
+        raise LogitlessError(f'{caller}: match must be None, "bfloat16" or "float16" but is {linear.match!r}.')
+    if linear.hidden_grad not in ("reduced", "partial"):
+        raise LogitlessError(f'{caller}: hidden_grad must be "reduced" or "partial" but is {linear.hidden_grad!r}.')
+    if linear.sequence_parallel and (linear.shard is None or linear.shard.group is None):
+        raise LogitlessError(f"{caller}: sequence_parallel=True needs a shard with a group to gather over.")
+    if linear.sequence_parallel and linear.hidden_grad == "partial":
+        raise LogitlessError(
+            f"{caller}: sequence_parallel=True gathers hidden here, so its gradient is summed and scattered here too. "
             f'hidden_grad="partial" is for callers that gather hidden themselves and pass it whole.'
         )

@@ -447,8 +447,7 @@ def require(x: Tensor) -> None:
 
 
 def _require_available(problem: Problem) -> None:
-    further = f"its kernels know of no further sums such as {problem.further[0]!r}" if problem.further else None
-    _refuse(further or unavailable(problem.logits))
+    _refuse(unavailable(problem.logits))
 
 
 def _refuse(reason: str | None) -> None:
@@ -474,3 +473,7 @@ def divergence_gradient(
 @functools.cache
 def _pairs() -> Any:
     return importlib.import_module("logitless.backends.triton.divergences")
+
+
+# Last, because it launches by the functions above.
+from logitless.backends.triton import products as products  # noqa: E402

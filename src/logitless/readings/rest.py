@@ -1,4 +1,4 @@
-"""The statistic of all columns but those listed: what is left of a row beside its further ids.
+"""The statistic of all columns but those listed: what is left of a row beside its ids.
 
 Subtracting the listed probabilities from 1 would leave nothing but rounding where they are nearly all there is. So the
 listed columns of a copy, a few rows at a time, are set to -inf, and a backend reads what is left.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from logitless.backends.contract import Listed, Problem
 from logitless.machine import pieces
-from logitless.softmax import WIDTH
+from logitless.softmax import WIDTH, transform
 
 
 def rest_statistic(backend: Any, problem: Problem, column: Tensor, negative: bool) -> Tensor:
@@ -29,11 +29,11 @@ def rest_statistic(backend: Any, problem: Problem, column: Tensor, negative: boo
         part = problem.cut(rows.start, rows.stop)
         x = part.logits if part.index is None else part.logits[part.index]
         x = x[:, : part.columns].to(wide, copy=True)
-        part = replace(part, logits=x, index=None, entropy=False, further=())
+        part = replace(part, logits=x, index=None, entropy=False)
         if part.squash or negative:
             # A head that makes another number of -inf has its say first.
-            y = x.mul_(part.squash).tanh_() if part.squash else x
-            part = replace(part, logits=y.mul_(part.gain[:, None]), gain=torch.ones_like(part.gain), squash=0.0)
+            z, _ = transform(x, part.gain[:, None], part.squash)
+            part = replace(part, logits=z, gain=torch.ones_like(part.gain), squash=0.0)
         at = column[rows]
         backend.write(Listed(at, torch.full_like(at, -torch.inf, dtype=wide), 0, part.columns), part.logits, None)
         out[:, rows] = backend.statistics(part)

@@ -2,7 +2,7 @@
 
 A rollout engine that truncates its distribution sampled from ``softmax(z[support])``. Training on the full softmax
 would compare two different distributions, so the log-prob is normalised over the support, with the target forced
-in. Entropy and log Z stay those of the whole row, unless the call's scope is the support.
+in. Entropy and log Z stay those of the whole row, unless ``scope`` says that they are over the support too.
 
 Engines report such ids in several forms; each has a constructor here that checks it.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from torch import Tensor
 from logitless.errors import LogitlessError
 from logitless.rows import Rows
 from logitless.spec import inspectable, tracked_by_autograd
+
+Scope = Literal["vocabulary", "support"]
+"""What a distribution is over: the whole vocabulary, or the ids that the sampler kept and the target."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +31,9 @@ class Kept:
     Args:
         ids: ``[K]`` token ids of the whole vocabulary, in any order; an id twice in a row counts once.
         lengths: ``[R]`` how many ids each row has. A row may have none: its support is then the target alone.
+        scope: what entropy and log Z are over. ``"vocabulary"``: the whole row, which is read or multiplied as without
+            kept ids. ``"support"``: like the log-prob, over the kept ids and the target. Their logits are all that is
+            read, by dot products with a few rows of the weight, and there is no log Z.
 
     >>> Kept(torch.tensor([5, 7, 9]), torch.tensor([2, 1])).lengths.tolist()
     [2, 1]
@@ -35,6 +41,7 @@ class Kept:
 
     ids: Tensor
     lengths: Tensor
+    scope: Scope = "vocabulary"
 
     def __post_init__(self) -> None:
         for name, x in (("ids", self.ids), ("lengths", self.lengths)):
@@ -51,8 +58,14 @@ class Kept:
                     f"Kept: lengths must be 0 or more and add up to the {self.ids.numel()} ids, "
                     f"but the smallest is {low} and they add up to {total}."
                 )
+        if self.scope not in ("vocabulary", "support"):
+            raise LogitlessError(f'Kept: scope must be "vocabulary" or "support" but is {self.scope!r}.')
         object.__setattr__(self, "ids", tracked_by_autograd(self.ids.to(torch.int64)))
         object.__setattr__(self, "lengths", tracked_by_autograd(self.lengths.to(torch.int64)))
+
+    def over(self, scope: Scope) -> Kept:
+        """The same ids with another scope: ``Kept.from_lists(ids).over("support")``."""
+        return Kept(self.ids, self.lengths, scope)
 
     @staticmethod
     def from_offsets(ids: Tensor, offsets: Tensor) -> Kept:

@@ -9,14 +9,14 @@ and of X from it. Inside, B is further columns of the weight, which belong to Y 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from logitless.errors import ELSEWHERE, LogitlessError, adapted
+from logitless.errors import ELSEWHERE, LogitlessError
 
 
 class LowRank(NamedTuple):
@@ -75,6 +75,10 @@ class LoRA:
         columns, size = self.weight.shape
         return f"LoRA({columns} x {size}, rank {self.a.shape[0]}, scale={self.scale})"
 
+    def detached(self) -> LoRA:
+        """The same without a graph."""
+        return replace(self, weight=self.weight.detach(), a=self.a.detach(), b=self.b.detach())
+
     def inner(self, hidden: Tensor) -> Tensor:
         """``[..., r]`` ``scale * hidden @ a.T``, in the wider of both dtypes, as peft computes it."""
         return _Inner.apply(hidden if self.dropout is None else self.dropout(hidden), self.a, self.scale)
@@ -101,41 +105,3 @@ class _Inner(torch.autograd.Function):
             scored = torch.where((g != 0).any(1, keepdim=True), x.flatten(0, -2).to(g.dtype), 0.0)
             d_a = (g.T @ scored).to(a.dtype)
         return d_x, d_a, None
-
-
-def head_weight(caller: str, layer: Any) -> Any:
-    """The weight of a layer, or its :class:`LoRA` where peft has put one around it. Any other adapter is refused."""
-    if not hasattr(layer, "base_layer"):
-        return layer.weight
-    base, a, b = layer.base_layer, getattr(layer, "lora_A", None), getattr(layer, "lora_B", None)
-    active = getattr(layer, "active_adapters", None)
-    if a is None or b is None or active is None or hasattr(base, "base_layer"):
-        raise LogitlessError(f"{caller}: {adapted(type(layer).__name__)}")
-    names = [name for name in active if name in a]
-    if getattr(layer, "disable_adapters", False) or getattr(layer, "merged", False) or not names:
-        # Merged, the weight has the adapter in it.
-        return base.weight
-    _check_plain(caller, layer, names)
-    (name,) = names
-    dropout = layer.lora_dropout[name] if name in getattr(layer, "lora_dropout", {}) else None
-    return LoRA(base.weight, a[name].weight, b[name].weight, float(layer.scaling[name]), dropout)
-
-
-def _check_plain(caller: str, layer: Any, names: list[str]) -> None:
-    """Raise where the adapter is more than two matrices, a scale and a dropout."""
-    name, kind = names[0], type(layer).__name__
-    more = None
-    if len(names) > 1:
-        more = f"{len(names)} active adapters ({', '.join(names)})"
-    elif getattr(layer, "use_dora", {}).get(name, False):
-        more = "DoRA's magnitudes"
-    elif name in getattr(layer, "lora_variant", {}):
-        more = f"the variant {type(layer.lora_variant[name]).__name__}"
-    elif getattr(layer.lora_B[name], "bias", None) is not None:
-        more = "a bias of its own"
-    elif getattr(layer, "fan_in_fan_out", False):
-        more = "a transposed weight"
-    if more is not None:
-        raise LogitlessError(
-            f"{caller}: {kind} has {more}, and only weight + scale * b @ a is computed here. {adapted(kind)}"
-        )

@@ -1,8 +1,9 @@
-"""Which route a policy loss takes from hidden states, in which chunks of rows, and why.
+"""Which route a policy loss takes, in which chunks of rows, and why.
 
     one pass      3 products     the objective is evaluated on a chunk of rows while their logits are there
     two passes    4 products     log-probs of all rows first, then the objective, then the logits again
     support       0 products     log-probs over the sampler's support alone, then the objective
+    given         0 products     logits exist, and are one chunk: looked at once
 
 A teacher's logits are one product more in one pass, and two in two.
 
@@ -15,145 +16,24 @@ the same on every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
-import torch
-from torch import Tensor
-
-from logitless.call import Call, Options, apart_everywhere, needs_gradient
-from logitless.distill import Teacher, Teachers
-from logitless.distill.pair import PairPlan, pair_plan
-from logitless.from_hidden.plan import (
-    ONLY_SUPPORT,
-    LinearPlan,
-    Shape,
-    SupportPlan,
-    Tiles,
-    choose_plan,
-    chunk_tiles,
-    even_chunks,
-    exponentials_row,
-)
-from logitless.machine import ENOUGH, SLAB, Costs, Machine, product_sizes
+from logitless.call import MEMORY, Call
+from logitless.call.call import apart_everywhere
+from logitless.machine import ENOUGH, SLAB, Tiles
 from logitless.objectives import Objective, Preference
+from logitless.operands import Teacher, Teachers
+from logitless.route.costs import LossShape, one_pass_seconds, two_pass_seconds
+from logitless.route.plan import ONLY_SUPPORT, Plan, score_plan
+from logitless.route.tiles import chunk_tiles, even_chunks, exponentials_row
 from logitless.spec import parse_memory
 
 WORTHWHILE = 0.97
 """Exponentials instead of logits cost dZ a second rounding, and two passes a fourth product: neither is chosen for less
 than 3 % of the time."""
 
-
 COPIED = 4
-"""Of a teacher's K log-probs: the share of the budget, as its inverse, that is copied to leave their ids out."""
-
-
-@dataclass(frozen=True)
-class LossPlan:
-    """The decision.
-
-    Attributes:
-        kind: which of the three routes.
-        chunks: ``(start, stop)`` of each chunk of rows; none but in one pass.
-        whole_samples: whether chunks are whole samples.
-        columns: of one product.
-        tiles: of logits, by which a chunk of exponentials is filled; None where the chunk holds the logits. Those of a
-            kernel that multiplies are all rows at once.
-        elementwise: bytes of working space for the plain-torch backend.
-        reason: why, in a sentence.
-        first: how log-probs are made where they come first: in two passes, or where no gradient is recorded.
-        taught: whether there is a teacher, whose logits lie beside the student's.
-    """
-
-    kind: Literal["one pass", "two passes", "support"]
-    chunks: tuple[tuple[int, int], ...]
-    whole_samples: bool
-    columns: int
-    tiles: Tiles | None
-    elementwise: int
-    reason: str
-    first: LinearPlan | SupportPlan | PairPlan | None = None
-    taught: bool = False
-
-    @property
-    def rows(self) -> int:
-        """Of the largest chunk."""
-        return max((stop - start for start, stop in self.chunks), default=0)
-
-    def __str__(self) -> str:
-        if self.kind == "two passes":
-            return f"two passes: {6 if self.taught else 4} matrix products, because {self.reason}."
-        if self.kind == "support":
-            return f"support: no matrix product, because {self.reason}."
-        samples = " of whole samples" if self.whole_samples else ""
-        content = "both models' logits" if self.taught else "logits"
-        if self.tiles is not None:
-            content = f"16-bit exponentials, by tiles of {self.tiles.rows} x {self.tiles.columns} logits"
-        if self.tiles is not None and self.tiles.fused:
-            content = "16-bit exponentials, written by the product itself"
-        return (
-            f"one pass: {4 if self.taught else 3} matrix products, because {self.reason}. "
-            f"{len(self.chunks)} chunks{samples}, "
-            f"of at most {self.rows} rows of {content}."
-        )
-
-
-@dataclass(frozen=True)
-class LossShape:
-    """What the decision depends on.
-
-    Attributes:
-        counts: rows of each sample, or of each run of samples that depend on each other.
-        hidden: D.
-        sizes: of the logits that are never stored. Its columns are those of the vocabulary here, or the mean over a
-            vocabulary group: the same on all of its ranks.
-        exponentials: whether a chunk may hold 16-bit exponentials instead of wider logits. Not under a softcap.
-        widened: whether a product copies its operands.
-        trained: whether the head's weight needs a gradient.
-        beside: bytes of the teacher's logit beside each of the student's; 0 without a teacher.
-        teacher: the teacher's hidden size; 0 where its logits exist.
-    """
-
-    counts: tuple[int, ...]
-    hidden: int
-    sizes: Shape
-    exponentials: bool
-    widened: bool
-    trained: bool = True
-    beside: int = 0
-    teacher: int = 0
-
-    @staticmethod
-    def of(
-        counts: tuple[int, ...],
-        columns: int,
-        hidden: int,
-        *,
-        dtype: torch.dtype,
-        logits_dtype: torch.dtype,
-        machine: Machine,
-        bias: bool,
-        capped: bool,
-        trained: bool = True,
-        fused: bool = False,
-    ) -> LossShape:
-        """From what a call is asked for: operands of ``dtype``, with a bias or without, with a softcap or without, and
-        products that end in a softmax or do not."""
-        return LossShape(
-            counts=counts,
-            hidden=hidden,
-            sizes=Shape(
-                sum(counts),
-                columns,
-                logits_dtype.itemsize,
-                dtype.itemsize,
-                machine,
-                product_sizes(columns, hidden) if fused else None,
-            ),
-            exponentials=dtype.itemsize < logits_dtype.itemsize and not capped,
-            widened=(dtype.itemsize == 2 and not machine.wide_products) or (bias and logits_dtype.itemsize == 2),
-            trained=trained,
-        )
+"""A quarter of the budget may hold copies of rows without the teacher's K ids."""
 
 
 def plan_of(
@@ -285,56 +165,6 @@ def _is_worthwhile(shape: LossShape, logits: LossPlan, exponentials: LossPlan, r
     if costs is None:
         return rows < min(shape.sizes.rows, ENOUGH)
     return one_pass_seconds(costs, shape, exponentials) < WORTHWHILE * one_pass_seconds(costs, shape, logits)
-
-
-# What a route costs: products, bytes that elementwise work moves, accumulators added to, launches.
-
-
-def one_pass_seconds(costs: Costs, shape: LossShape, plan: LossPlan) -> float:
-    sizes = shape.sizes
-    elements, product = sizes.rows * sizes.columns, _product_seconds(costs, shape)
-    # dW, read and written once more for every chunk.
-    adding = len(plan.chunks) * 8 * sizes.columns * shape.hidden / costs.adding if shape.trained else 0.0
-    gradients = (2 if shape.trained else 1) * product + adding
-    if plan.tiles is None:
-        # Logits are read for the statistic, then read and overwritten by dZ.
-        moved = elements * (2 * sizes.logits_bytes + sizes.operand_bytes)
-        if shape.beside:
-            # Both are read once more, for their divergence.
-            moved += elements * (sizes.logits_bytes + 3 * shape.beside)
-            product += _product_seconds(costs, shape, shape.teacher)
-        return product + moved / costs.bandwidth + gradients
-    overwritten = elements * 2 * sizes.operand_bytes / costs.bandwidth
-    if sizes.product is not None:
-        return product + elements * costs.exponentials + overwritten + gradients
-    # A tile is read and its exponentials written; those are read and overwritten by dZ.
-    filled = elements * (sizes.logits_bytes + sizes.operand_bytes) / costs.bandwidth
-    count = sum(-(-(stop - start) // plan.tiles.rows) for start, stop in plan.chunks)
-    count *= -(-sizes.columns // plan.tiles.columns)
-    filling = max(product + filled + count * costs.launch, count * costs.tile)
-    return filling + overwritten + gradients
-
-
-def two_pass_seconds(costs: Costs, shape: LossShape, memory: int) -> float:
-    sizes, machine = shape.sizes, shape.sizes.machine
-    elements, work = sizes.rows * sizes.columns, two_pass_memory(memory)
-    products = (4 if shape.trained else 3) * _product_seconds(costs, shape)
-    if shape.beside:
-        products += 2 * _product_seconds(costs, shape, shape.teacher)
-        moved = elements * (3 * (sizes.logits_bytes + shape.beside) + sizes.operand_bytes)
-        return products + moved / costs.bandwidth
-    if sizes.product is not None:
-        return products + elements * (costs.statistic + costs.gradient)
-    # About as many tiles as there will be; in backward, half of the budget is for dZ.
-    tiles = ((machine.forward_tile, work), (machine.backward_tile, work // 2))
-    per_tile = [max(1, min(rows * columns, room // sizes.logits_bytes)) for (rows, columns), room in tiles]
-    count = sum(-(-elements // size) for size in per_tile)
-    moved = elements * (2 * sizes.logits_bytes + sizes.operand_bytes)
-    return products + moved / costs.bandwidth + count * costs.launch
-
-
-def _product_seconds(costs: Costs, shape: LossShape, width: int | None = None) -> float:
-    return 2 * shape.sizes.rows * shape.sizes.columns * (shape.hidden if width is None else width) / costs.flops
 
 
 def whole_samples(counts: Sequence[int], most: int) -> tuple[tuple[int, int], ...]:

@@ -1,7 +1,7 @@
 """The support of every row: kept ids and target, sorted once, and their part of each formula, on flat vectors.
 
 Supports are ragged, one run of ids per row, and everything here works on flat ``[K + R]`` vectors: no ``[R, V]`` mask,
-no loop. Log-probs are normalised over the support; what entropy and log Z are over is the call's scope:
+no loop. Log-probs are normalised over the support; what entropy and log Z are over is its scope:
 
     "vocabulary"    the whole row, which is read or multiplied as without a support; the support's logits are
                     gathered out of it
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from logitless.backends.contract import Problem
-from logitless.kept import Kept
-from logitless.softmax import FLOOR, Coefficients, Normaliser, Statistic
+from logitless.operands.kept import Kept
+from logitless.softmax import FLOOR, Coefficients, Normaliser, Statistic, merge, transform
 
 
 class Entries(NamedTuple):
@@ -107,12 +107,7 @@ class Support:
     def transformed(self, x: Tensor, column: Tensor, here: Tensor, gain: Tensor, squash: float) -> KeptLogits:
         """What the head makes of the raw logits ``x`` of all entries."""
         row, ids, first, is_target = self.entries
-        slope = gain[row]
-        if squash:
-            y = torch.tanh(x * squash)
-            z, slope = y * slope, slope * squash * (1 - y * y)
-        else:
-            z = x * slope
+        z, slope = transform(x, gain[row], squash)
         z = torch.where(here, z, -torch.inf)
         z = torch.where((ids >= 0) & (ids < self.vocab_size), z, torch.nan)
         return KeptLogits(row, column, z, slope, here, first, is_target, self.lengths)
@@ -130,6 +125,12 @@ def kept_statistics(k: KeptLogits) -> Tensor:
     reference = torch.where(m == -torch.inf, torch.zeros_like(m), m)
     e = torch.where(k.first, (k.z - reference[k.row]).exp(), 0.0)
     return torch.stack([m, _segment(e, "sum", k.lengths)])
+
+
+def merge_kept(parts: Tensor, target: Tensor) -> Tensor:
+    """``[P, 2, R]`` parts of the support's (m, s) as one statistic with the given target logit."""
+    m, s = parts.unbind(1)
+    return merge(torch.stack([m, s, torch.zeros_like(s), target.expand_as(s)], dim=1))
 
 
 def kept_gradient(

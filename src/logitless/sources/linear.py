@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from logitless.backends import load
-from logitless.backends.contract import Problem
-from logitless.backends.triton.products import Product
-from logitless.call import Call
+from logitless.backends import products_of
+from logitless.backends.contract import Backend, Problem, Product, Products
+from logitless.call import Call, Operands
 from logitless.collectives import gather_rows_over, scatter_sum_over, sum_over
 from logitless.errors import released
-from logitless.from_hidden.gemm import add_rows, multiply
-from logitless.from_hidden.plan import Tiles
+from logitless.machine import Tiles
 from logitless.softmax import SKIP
+from logitless.sources.gemm import add_rows, multiply
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +34,8 @@ class Projection:
         column: ``[R]`` as in :class:`~logitless.backends.contract.Problem`.
         gain: ``[R]`` factor of each row's logits.
         call: what is to be done with them.
-        backend: the module of the call's backend.
+        backend: the call's backend.
+        tf32: whether float32 operands are multiplied in TF32.
         found: whether every row is known to have its target among the columns.
     """
 
@@ -46,18 +45,20 @@ class Projection:
     column: Tensor
     gain: Tensor
     call: Call
-    backend: Any
+    backend: Backend
     low: Tensor | None = None
+    tf32: bool = False
     found: bool = False
 
     @staticmethod
-    def of(
-        rows: Tensor, weight: Tensor, bias: Tensor | None, column: Tensor, call: Call, found: bool = False
-    ) -> Projection:
+    def of(rows: Tensor, operands: Operands, column: Tensor, call: Call, found: bool = False) -> Projection:
+        """The rows ``[R, D]`` of a call, with the head of its operands."""
+        weight, bias, low = operands.weight, operands.bias, operands.b
+        assert weight is not None
         require_weight(weight, call)
-        bias = None if bias is None else bias.detach()
-        low = None if call.asked.low_rank is None else call.asked.low_rank.b.detach()
-        return Projection(rows, weight.detach(), bias, column, call.gain, call, load(call.backend), low, found)
+        bias, low = (None if x is None else x.detach() for x in (bias, low))
+        tf32 = call.linear is not None and call.linear.tf32
+        return Projection(rows, weight.detach(), bias, column, call.gain, call, call.backend, low, tf32, found)
 
     def cut(self, start: int, stop: int) -> Projection:
         """Rows ``start .. stop`` of it."""
@@ -88,14 +89,12 @@ class Projection:
             entropy=self.call.entropy,
             memory=memory,
             first=first,
-            further=self.call.further,
             unit=self.call.unit,
             found=self.found and logits.shape[1] == self.call.columns,
         )
 
     def product(self, columns: slice) -> Product:
         """All rows and those columns, for a kernel that multiplies them itself."""
-        head = self.call.asked.head
         return Product(
             self.hidden,
             self.weight[columns],
@@ -104,15 +103,20 @@ class Projection:
             self.gain,
             squash=self.call.squash,
             first=columns.start,
-            negative=head is not None and head.scale < 0,
+            negative=self.call.negative,
             entropy=self.call.entropy,
-            top=self.call.extras is not None,
+            top=self.call.table is not None,
             logits_dtype=self.call.logits_dtype,
         )
 
+    @property
+    def products(self) -> Products:
+        """Kernels that multiply and end in a softmax; only where the plan says that they are there."""
+        return products_of(self.backend)
+
     def multiply(self, a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
         """``out = a @ b``, or ``out += a @ b``, summed in at least float32."""
-        multiply(a, b, out, add=add, tf32=self.call.asked.tf32, wide=self.call.machine.wide_products)
+        multiply(a, b, out, add=add, tf32=self.tf32, wide=self.call.machine.wide_products)
 
     def add_rows(self, x: Tensor, out: Tensor) -> None:
         """``out += x.sum(0)``, summed in at least float32."""
@@ -169,7 +173,7 @@ class Projection:
             return torch.empty(shape, dtype=dtype, device=self.hidden.device)
         except torch.OutOfMemoryError as error:
             error.add_note(
-                f"{self.call.asked.caller}: no room for working memory of {list(shape)} {dtype}. Pass a smaller "
+                f"{self.call.caller}: no room for working memory of {list(shape)} {dtype}. Pass a smaller "
                 f"memory= (it was {self.call.memory} bytes), or ask logitless.estimate what fits."
             )
             raise
@@ -178,43 +182,49 @@ class Projection:
 def require_weight(weight: Tensor, call: Call) -> None:
     """Raise where a weight that forward had is gone."""
     if weight.dim() != 2:
-        raise released(call.asked.caller, list(weight.shape))
+        raise released(call.caller, list(weight.shape))
+
+
+def is_split(call: Call) -> bool:
+    """Whether hidden states are this rank's part of the tokens."""
+    return call.linear is not None and call.linear.sequence_parallel
 
 
 def gathered_tokens(hidden: Tensor, call: Call) -> Tensor:
     """``[T, D]`` hidden states of all tokens: a view, or gathered over the group under sequence parallelism."""
     tokens = hidden.detach().reshape(-1, hidden.shape[-1])
-    return gather_rows_over(call.group, tokens) if call.asked.sequence_parallel else tokens
+    return gather_rows_over(call.group, tokens) if is_split(call) else tokens
 
 
-def selected_rows(hidden: Tensor, call: Call) -> Tensor:
+def selected_rows(operands: Operands, call: Call) -> Tensor:
     """``[R, D]`` hidden states of the rows: a copy, small beside what it saves, unless the rows are all in order. With
     a LoRA ``[R, D + r]``, and always a copy."""
-    tokens = gathered_tokens(hidden, call)
+    assert operands.hidden is not None
+    tokens = gathered_tokens(operands.hidden, call)
     rows = tokens if call.index is None else tokens.index_select(0, call.index)
-    if call.asked.low_rank is None:
+    if operands.y is None:
         return rows
-    y = call.asked.low_rank.y.detach().reshape(-1, call.asked.low_rank.y.shape[-1])
+    y = operands.y.detach().reshape(-1, operands.y.shape[-1])
     return torch.cat([rows, y if call.index is None else y.index_select(0, call.index)], 1)
 
 
 def hidden_gradients(
-    rows: Tensor | None, shape: torch.Size, call: Call, want: Sequence[bool]
+    rows: Tensor | None, operands: Operands, call: Call, want: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of the tokens' hidden states and of a LoRA's part of them, from those of the selected rows.
 
     Args:
         want: which of the two are wanted.
     """
-    if rows is None:
+    if rows is None or operands.hidden is None:
         return None, None
-    if call.asked.low_rank is None:
+    shape = operands.hidden.shape
+    if operands.y is None:
         return hidden_gradient(rows, shape, call), None
     found = rows[:, : shape[-1]], rows[:, shape[-1] :]
-    shapes = shape, call.asked.low_rank.y.shape
     d_hidden, d_y = (
         hidden_gradient(x.contiguous(), of, call) if wanted else None
-        for x, of, wanted in zip(found, shapes, want, strict=True)
+        for x, of, wanted in zip(found, (shape, operands.y.shape), want, strict=True)
     )
     return d_hidden, d_y
 
@@ -223,15 +233,15 @@ def hidden_gradient(rows: Tensor, shape: torch.Size, call: Call) -> Tensor:
     """Gradient of the tokens from that of the selected rows, summed over the group as the call asks."""
     tokens = rows
     if call.index is not None:
-        num_tokens = shape[:-1].numel() * (call.group.size() if call.asked.sequence_parallel else 1)
+        num_tokens = shape[:-1].numel() * (call.group.size() if is_split(call) else 1)
         tokens = rows.new_zeros((num_tokens, shape[-1])).index_copy_(0, call.index, rows)
     return reduced_gradient(tokens, shape, call)
 
 
 def reduced_gradient(tokens: Tensor, shape: torch.Size, call: Call) -> Tensor:
     """This shard's gradient of all tokens, summed over the group as the call asks, in the shape of hidden."""
-    if call.asked.sequence_parallel:
+    if is_split(call):
         tokens = scatter_sum_over(call.group, tokens)
-    elif call.asked.hidden_grad == "reduced" and call.group is not None:
+    elif call.linear is not None and call.linear.hidden_grad == "reduced" and call.group is not None:
         tokens = sum_over(call.group, tokens)
     return tokens.view(shape)
