@@ -5,6 +5,8 @@ A host from outside is in ``tests/adapters/test_outside_host.py``. CONTRIBUTING 
 
 from __future__ import annotations
 
+import functools
+import re
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -83,6 +85,138 @@ def test_an_objective():
     assert "how_far" in metrics.means
     sizes = {"tokens": T, "vocab": V, "hidden": D, "dtype": "float32", "device": "cpu"}
     assert ll.estimate("linear_policy_loss", **sizes, objective=objective).plan.kind == "one pass"
+
+
+def by_quantile(inputs):
+    """The rows of high entropy alone."""
+    return -inputs.advantage * inputs.log_ratio.exp() * (inputs.entropy >= inputs.entropy.quantile(0.8))
+
+
+def by_whitening(inputs):
+    """Sums to 0 over any rows: on-policy, the loss does not tell what the advantages were whitened over."""
+    advantage = (inputs.advantage - inputs.advantage.mean()) / (inputs.advantage.std(correction=0) + 1e-3)
+    return -advantage * inputs.log_ratio.exp()
+
+
+def by_mean_of_all(inputs):
+    """A mean over each sample, against one over all of them."""
+    return inputs.mean_by_sample(inputs.logprob) * inputs.logprob.mean()
+
+
+def weights_by_all(inputs):
+    return inputs.log_ratio.detach().exp() / inputs.advantage.abs().max()
+
+
+def kl_by_all(logprob, ref_logprob):
+    return (logprob - ref_logprob) / (1 + ref_logprob.abs().max())
+
+
+def at_random(inputs):
+    return inputs.logprob * torch.rand_like(inputs.logprob)
+
+
+OTHER_ROWS = {
+    "policy=by_quantile": {"policy": by_quantile},
+    "policy=by_whitening": {"policy": by_whitening, "level": "token"},
+    "policy=by_mean_of_all": {"policy": by_mean_of_all, "level": "sequence"},
+    "correction=weights_by_all": {"correction": weights_by_all},
+    "kl=kl_by_all": {"kl": kl_by_all, "kl_coef": 0.1},
+    "policy=functools.partial(by_quantile)": {"policy": functools.partial(by_quantile)},
+}
+
+
+def own_term_step(objective, chunks: int, dtype=torch.float64, **options):
+    """Loss and gradients of 16 rows in so many chunks, one or two; with 0, by way of log-probs."""
+    torch.manual_seed(3)
+    rows = ll.Rows.packed([torch.randint(V, (9,)) for _ in range(2)], [8, 8])
+    hidden, weight = (torch.randn(n, D, dtype=dtype).mul(0.5).requires_grad_() for n in (18, V))
+    vectors = {name: torch.randn(16, dtype=dtype) for name in ("advantage", "ref_logprob", "rollout_logprob")}
+    fields = {"old_logprob": "current", **vectors}
+    if chunks:
+        memory = max(4, dtype.itemsize) << 11 if chunks > 1 else 1 << 20
+        plan = ll.explain(hidden, weight, rows, objective=objective, memory=memory)
+        assert len(plan.chunks) == chunks or objective.level == "batch"
+        loss, _ = ll.linear_policy_loss(hidden, weight, rows, objective, memory=memory, **fields, **options)
+    else:
+        loss, _ = objective(ll.linear_logprobs(hidden, weight, rows, entropy=objective.entropy), rows, **fields)
+    loss.backward()
+    return loss.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("name", OTHER_ROWS)
+def test_a_term_that_looks_at_other_rows(name: str):
+    """In one chunk it is right. In several it would get another gradient in each, so it is refused by name."""
+    objective = ll.Objective(**OTHER_ROWS[name])
+    wanted = own_term_step(objective, 0)
+    torch.testing.assert_close(own_term_step(objective, 1), wanted, rtol=1e-10, atol=1e-12)
+    with pytest.raises(ll.LogitlessError, match=re.escape(name)) as refused:
+        own_term_step(objective, 2)
+    assert 'level="batch"' in str(refused.value)
+    whole = replace(objective, level="batch")
+    torch.testing.assert_close(own_term_step(whole, 2), wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_a_term_for_all_rows_goes_in_two_passes():
+    objective = ll.Objective(policy=by_quantile, level="batch")
+    hidden, target = torch.zeros(16, D, requires_grad=True), torch.zeros(16, dtype=torch.int64)
+    shown = str(ll.explain(hidden, torch.zeros(V, D), target, objective=objective))
+    assert 'two passes: 4 matrix products, because level="batch" asks for all rows at once.' in shown
+    # Means over samples are there where the rows know their samples.
+    own_term_step(ll.Objective(policy=by_mean_of_all, level="batch"), 2)
+
+
+def test_a_term_that_draws_numbers_is_refused_in_chunks():
+    with pytest.raises(ll.LogitlessError, match="policy=at_random"):
+        own_term_step(ll.Objective(policy=at_random), 2)
+
+
+def test_in_a_graph_that_can_fetch_nothing_the_loss_is_nan(monkeypatch):
+    """As while a CUDA graph is captured."""
+    monkeypatch.setattr("logitless.policy_loss.one_pass._capturing", lambda x: True)
+    assert own_term_step(ll.Objective(policy=by_whitening), 2)[0].isnan()
+    assert own_term_step(ll.Objective(policy=steep), 2)[0].isfinite()
+
+
+def test_the_refusal_says_what_was_written():
+    buffer = torch.zeros(V, D)
+    with pytest.raises(ll.LogitlessError, match="policy=by_whitening") as refused:
+        own_term_step(ll.Objective(policy=by_whitening), 2, dtype=torch.float32, weight_grad=buffer)
+    assert "weight_grad holds a part" in refused.value.__notes__[0]
+
+
+def steep(inputs):
+    """Each row by itself, with large summands that all but cancel."""
+    x = 1e4 * inputs.log_ratio
+    return (x + 1).exp() - (x + 1).exp() * (1 - 1e-5 * inputs.advantage)
+
+
+def per_sample(inputs):
+    mean = inputs.mean_by_sample(inputs.logprob)
+    deviation = inputs.mean_by_sample((inputs.logprob - mean).square()).sqrt()
+    return (inputs.logprob - mean) / deviation * inputs.advantage
+
+
+def undefined(inputs):
+    """NaN and inf at rows of their own."""
+    return inputs.logprob * (inputs.advantage / inputs.advantage.clamp_min(0)).log()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "settings",
+    [{"policy": steep}, {"policy": per_sample, "level": "sequence"}, {"policy": undefined}],
+    ids=["steep", "per_sample", "undefined"],
+)
+def test_rounding_is_not_taken_for_other_rows(settings, dtype: torch.dtype):
+    objective = ll.Objective(**settings, kl="k3", kl_coef=0.1, entropy_coef=0.01)
+    own_term_step(objective, 2, dtype=dtype)
+
+
+def test_terms_by_name_are_not_evaluated_again(monkeypatch):
+    seen, own = [], ll.Objective.loss
+    monkeypatch.setattr(ll.Objective, "loss", lambda self, x: seen.append(len(x)) or own(self, x))
+    own_term_step(ll.Objective(), 2)
+    assert max(seen) < 16
 
 
 # A context-parallel scheme.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from close import assert_close_to_truth, assert_gradient_close_to_truth
@@ -271,3 +273,40 @@ def test_what_is_refused():
     objective = ll.Objective(policy="reinforce", divergence="reverse_kl", divergence_coef=1.0)
     with pytest.raises(ll.LogitlessError, match=r"linear_policy_loss: teacher= does not go with a LoRA. Merge it"):
         ll.linear_policy_loss(hidden, lora, target, objective, teacher=teacher, advantage=torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("scale", "text"),
+    [
+        (torch.tensor(2.0, requires_grad=True), r"requires grad, but no gradient flows to it. Fold it into b"),
+        (torch.ones(2), r"of shape \[2\]"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+        (torch.tensor(math.nan), "nan"),
+        (torch.tensor(math.inf), "inf"),
+        ("2", "'2'"),
+        (None, "None"),
+        (True, "True"),
+    ],
+    ids=str,
+)
+def test_scales_that_are_refused(scale, text: str):
+    with pytest.raises(ll.LogitlessError, match=f"^LoRA: scale .*{text}"):
+        ll.LoRA(torch.zeros(8, 4), torch.zeros(2, 4), torch.zeros(8, 2), scale=scale)
+
+
+def test_a_learned_scale_goes_into_b():
+    hidden, target = torch.randn(5, 4), torch.randint(8, (5,))
+    weight, a, b = torch.randn(8, 4), torch.randn(2, 4), torch.randn(8, 2)
+    grads = []
+    for folded in (True, False):
+        scale = torch.tensor(1.5, requires_grad=True)
+        head = ll.LoRA(weight, a, scale * b) if folded else weight + scale * b @ a
+        ll.linear_logprobs(hidden, head, target).logprob.sum().backward()
+        grads.append(scale.grad)
+    torch.testing.assert_close(*grads)
+    constant = ll.LoRA(weight, a, b, scale=torch.tensor(1.5))
+    torch.testing.assert_close(
+        ll.linear_logprobs(hidden, constant, target).logprob,
+        ll.linear_logprobs(hidden, weight + 1.5 * b @ a, target).logprob,
+    )

@@ -408,7 +408,7 @@ WRONG = {
     },
     "but reduce is 'sample_sum' and length is None.": {"reduce": "sample_sum"},
     "length must be a positive integer but is 0.": {"reduce": "sample_sum", "length": 0},
-    'level must be "token", "sequence" or None but is \'row\'.': {"level": "row"},
+    'level must be "token", "sequence", "batch" or None but is \'row\'.': {"level": "row"},
     "level is \"token\" but policy='gspo'": {"level": "token", "policy": "gspo"},
     "needs must be a tuple of field names but is 'bonus'.": {"needs": "bonus"},
     "correction_bounds go with a correction by name.": {"correction_bounds": 2.0},

@@ -293,6 +293,12 @@ def test_over_a_vocabulary_group():
         (lambda: ll.Preference("kto").pairs([0, 1], [2, 1]), "sample 1 is both chosen and rejected"),
         (lambda: ll.Preference("dpo").pairs([0], [-1]), "rejected must be sample numbers"),
         (lambda: ll.Preference("dpo", chosen=(0,)), "chosen and rejected go together"),
+        (lambda: ll.Preference("dpo", chosen=(0,), rejected=(-1,)), "rejected must be sample numbers"),
+        (lambda: ll.Preference("dpo", chosen=(0.0,), rejected=(1,)), "chosen must be sample numbers"),
+        (lambda: ll.Preference("dpo", chosen=0, rejected=1), "chosen must be sample numbers, .* but is 0"),
+        (lambda: ll.Preference("dpo").pairs(torch.tensor(0), [1]), "chosen must be sample numbers, .* but is 0"),
+        (lambda: ll.Preference("dpo", per_token="no"), "per_token must be True or False but is 'no'"),
+        (lambda: ll.Preference("dpo", per_token=1), "per_token must be True or False but is 1"),
     ],
 )
 def test_wrong_settings(make, text):
@@ -324,6 +330,33 @@ def test_wrong_calls(preference, fields, text):
     given = {name: torch.zeros(n) if n > 0 else n for name, n in fields.items()}
     with pytest.raises(ll.LogitlessError, match=f"Preference: .*{text}"):
         ours(batch, preference, given)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -2.0])
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_a_denominator_that_is_no_count(kind, value: float):
+    with pytest.raises(ll.LogitlessError, match="Preference: denominator must be a count of 0 or more"):
+        ours(draw(), ll.Preference("simpo"), denominator=kind(value))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -2.0])
+def test_a_denominator_that_nobody_may_look_at_makes_the_loss_nan(monkeypatch, value: float):
+    """As on an accelerator, where a look would stall the stream."""
+    monkeypatch.setattr("logitless.objectives.reduction.inspectable", lambda x: False)
+    batch, count = draw(), torch.tensor(value)
+    assert ours(batch, ll.Preference("simpo"), denominator=count)[0].isnan()
+    assert ours(batch, ll.Objective.recipe("sft"), {}, denominator=count)[0].isnan()
+
+
+def test_a_denominator_of_another_kind():
+    for wrong, text in (("4", "'4'"), (True, "True"), (torch.ones(1), r"shape \[1\]")):
+        with pytest.raises(ll.LogitlessError, match=f"Preference: denominator must be .*{text}"):
+            ours(draw(), ll.Preference("simpo"), denominator=wrong)
+
+
+def test_numbers_of_samples_in_fields_are_those_of_pairs():
+    made = ll.Preference("dpo", chosen=[0, 2], rejected=torch.tensor([1, 3]))
+    assert (made.chosen, made.rejected) == ((0, 2), (1, 3))
 
 
 def test_an_odd_number_of_samples_and_rows_without_samples():

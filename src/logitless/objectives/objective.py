@@ -10,6 +10,7 @@ micro-batches add up.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -57,7 +58,8 @@ class Objective:
             them to the term: 0.2 for ``ppo_clip``.
         dual_clip: largest loss over ``-A`` where A < 0, above 1; None for none.
         policy_options: further keyword arguments of the term.
-        level: "sequence" if a function of yours takes means over samples; named terms say so themselves.
+        level: what a function of yours looks at besides a row: "sequence" for its sample, "batch" for all rows of the
+            call; "token" or None for nothing. Named terms say so themselves.
         needs: fields that a function of yours reads.
         correction: a name in ``CORRECTIONS``, or a function ``f(inputs)`` that returns ``[C]`` weights.
         correction_bounds: ``(low, high)``, or the high bound alone; None leaves them to the correction.
@@ -80,7 +82,7 @@ class Objective:
     clip: float | tuple[float, float] | None = None
     dual_clip: float | None = None
     policy_options: Mapping[str, Any] = field(default_factory=dict)
-    level: Literal["token", "sequence"] | None = None
+    level: Literal["token", "sequence", "batch"] | None = None
     needs: tuple[str, ...] = ()
     correction: str | Callable[[Inputs], Tensor] | None = None
     correction_bounds: float | tuple[float, float] | None = None
@@ -142,6 +144,21 @@ class Objective:
     def modules(self) -> bool:
         """Whether a term is a module, with parameters of its own."""
         return any(isinstance(term, torch.nn.Module) for term in (self.policy, self.correction, self.kl))
+
+    @property
+    def own_terms(self) -> tuple[str, ...]:
+        """``argument=name`` of each term that is a function of the caller's.
+
+        >>> Objective(policy=lambda inputs: inputs.logprob, kl="k3").own_terms
+        ('policy=<lambda>',)
+        """
+        terms = {name: getattr(self, name) for name in ("policy", "correction", "kl")}
+        return tuple(f"{name}={_name_of(x)}" for name, x in terms.items() if x is not None and not isinstance(x, str))
+
+    @property
+    def batch_level(self) -> bool:
+        """Whether a term looks at all rows of a call."""
+        return self.level == "batch"
 
     @property
     def by_sample(self) -> bool:
@@ -209,6 +226,7 @@ class Objective:
         if stats is not None:
             self._check_stats(stats, len(rows))
         placeholder = torch.zeros(len(rows), device=device)
+        whole_samples = self.sequence_level or (self.batch_level and rows.response_lengths is not None)
         return Inputs(
             logprob=placeholder if stats is None else stats.logprob,
             entropy=None if stats is None else stats.entropy,
@@ -223,9 +241,9 @@ class Objective:
             ),
             sample=rows.sample,
             totals=rows.totals,
-            # Only a sequence-level objective gets counts: the chunks of others may cut through samples.
-            counts=rows.counts if self.sequence_level else None,
-            group=sequence_group("Objective", rows, group, needed=self.sequence_level),
+            # The others get no counts: their chunks may cut through samples.
+            counts=rows.counts if whole_samples else None,
+            group=sequence_group("Objective", rows, group, needed=whole_samples),
             on_policy=on_policy,
         )
 
@@ -441,6 +459,13 @@ class Objective:
                 f"Objective: entropy_coef is {self.entropy_coef} but the entropy {came}. "
                 f"Compute the results with entropy=objective.entropy."
             )
+
+
+def _name_of(term: Any) -> str:
+    """A function by its name, also where it is inside of a ``functools.partial``."""
+    if isinstance(term, functools.partial):
+        return f"functools.partial({_name_of(term.func)})"
+    return getattr(term, "__qualname__", type(term).__name__)
 
 
 def _weighed_sum(x: Inputs, losses: Tensor) -> Tensor:

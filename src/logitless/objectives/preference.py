@@ -10,7 +10,6 @@ worked off in one pass.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -24,6 +23,7 @@ from logitless.objectives.checks import check_field, finite, sequence_group, unk
 from logitless.objectives.inputs import Inputs, statistics_of
 from logitless.objectives.metrics import Metrics
 from logitless.objectives.preference_terms import KINDS, Scores, Settings, kto
+from logitless.objectives.reduction import check_denominator, inverse
 from logitless.rows import Rows
 from logitless.spec import TokenStats
 
@@ -72,7 +72,9 @@ class Preference:
     stats: ClassVar[tuple[str, ...]] = ()
     sequence_level: ClassVar[bool] = True
     by_sample: ClassVar[bool] = True
+    batch_level: ClassVar[bool] = False
     modules: ClassVar[bool] = False
+    own_terms: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -83,6 +85,8 @@ class Preference:
                 raise LogitlessError(f"{NAME}: {self.kind!r} does not take {name}. It takes: {', '.join(takes)}.")
             if getattr(self, name) is not None and name != "per_token":
                 finite(name, getattr(self, name), NAME)
+        if self.per_token is not None and not isinstance(self.per_token, bool):
+            raise LogitlessError(f"{NAME}: per_token must be True or False but is {self.per_token!r}.")
         if self.settings.beta <= 0:
             raise LogitlessError(f"{NAME}: beta must be above 0 but is {self.beta!r}.")
         if not 0 <= self.settings.label_smoothing < 0.5:
@@ -98,7 +102,7 @@ class Preference:
         >>> Preference("dpo").pairs([0, 1], [2, 3]).chosen
         (0, 1)
         """
-        return replace(self, chosen=_numbers("chosen", chosen), rejected=_numbers("rejected", rejected))
+        return replace(self, chosen=chosen, rejected=rejected)
 
     @property
     def settings(self) -> Settings:
@@ -162,9 +166,8 @@ class Preference:
         group = sequence_group(NAME, rows, group, needed=True)
         number = len(chosen) + (len(rejected) if self.kind == "kto" else 0)
         # A rank's loss is its part of a sum, and the context-parallel ranks of a sample all compute the same.
-        scale = _inverse(number if denominator is None else denominator, device) / (
-            1 if group is None else group.size()
-        )
+        count = check_denominator(NAME, number if denominator is None else denominator, device)
+        scale = inverse(count) / (1 if group is None else group.size())
         places = {
             "chosen": torch.tensor(chosen, dtype=torch.int64),
             "rejected": torch.tensor(rejected, dtype=torch.int64),
@@ -330,6 +333,9 @@ class Preference:
         return rows, batch
 
     def _check_pairs(self) -> None:
+        for name in ("chosen", "rejected"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _numbers(name, getattr(self, name)))
         if (self.chosen is None) != (self.rejected is None):
             raise LogitlessError(f"{NAME}: chosen and rejected go together, but only one of them came.")
         if self.chosen is None or self.rejected is None:
@@ -345,21 +351,10 @@ class Preference:
             raise LogitlessError(f"{NAME}: sample {min(same)} is both chosen and rejected.")
 
 
-def _numbers(name: str, samples: Iterable[int] | Tensor) -> tuple[int, ...]:
-    numbers = tuple(samples.tolist() if isinstance(samples, Tensor) else samples)
-    if not all(type(x) is int and x >= 0 for x in numbers):
-        raise LogitlessError(f"{NAME}: {name} must be sample numbers, 0 or more, but is {list(numbers)!r}.")
+def _numbers(name: str, samples: Any) -> tuple[int, ...]:
+    numbers = samples.tolist() if isinstance(samples, Tensor) else samples
+    numbers = tuple(numbers) if isinstance(numbers, Iterable) else numbers
+    if not isinstance(numbers, tuple) or not all(type(x) is int and x >= 0 for x in numbers):
+        shown = list(numbers) if isinstance(numbers, tuple) else numbers
+        raise LogitlessError(f"{NAME}: {name} must be sample numbers, 0 or more, but is {shown!r}.")
     return numbers
-
-
-def _inverse(denominator: float | Tensor, device: torch.device) -> Tensor:
-    """``1 / denominator``, and 0 where that is 0: a mean over nothing is 0."""
-    if isinstance(denominator, Tensor):
-        if denominator.dim() or denominator.requires_grad:
-            raise LogitlessError(f"{NAME}: denominator must be a number or a 0-dim tensor without gradient.")
-        count = denominator.to(device, torch.float64)
-    else:
-        if isinstance(denominator, bool) or not 0 <= denominator < math.inf:
-            raise LogitlessError(f"{NAME}: denominator must be a count of 0 or more but is {denominator!r}.")
-        count = torch.full((), float(denominator), dtype=torch.float64, device=device)
-    return torch.where(count > 0, 1 / count.clamp_min(1e-30), 0.0)

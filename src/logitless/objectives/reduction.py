@@ -63,7 +63,7 @@ def row_weights(
     else:
         assert prompt_tokens is not None
         per_sample = _check_prompt_tokens(prompt_tokens, num_samples, device)
-    scale = _inverse(per_sample * _denominator(rows, reduce, denominator))
+    scale = inverse(per_sample * _denominator(rows, reduce, denominator))
     return torch.where(rows.counted, scale[rows.sample], 0.0)
 
 
@@ -168,21 +168,26 @@ def _denominator(rows: Rows, reduce: Reduction, denominator: float | Tensor | No
                 'Objective: reduce="prompt_mean" needs denominator=, the number of prompts of the batch; none came.'
             )
         return count_over(rows, reduce)
+    return check_denominator("Objective", denominator, rows.target.device)
+
+
+def check_denominator(caller: str, denominator: float | Tensor, device: torch.device) -> Tensor:
+    """0-dim float64 tensor on the device, if it is a count as far as can be seen from here."""
     if isinstance(denominator, Tensor):
         if denominator.dim() != 0 or denominator.requires_grad:
             raise LogitlessError(
-                f"Objective: denominator must be a number or a 0-dim tensor without gradient but has shape "
+                f"{caller}: denominator must be a number or a 0-dim tensor without gradient but has shape "
                 f"{list(denominator.shape)}{' and requires grad' if denominator.requires_grad else ''}."
             )
-        # On an accelerator this check would stall the stream.
+        # On an accelerator this check would stall the stream; there a bad value makes the loss NaN.
         if inspectable(denominator) and not 0 <= float(denominator) < math.inf:
-            raise LogitlessError(f"Objective: denominator must be a count of 0 or more but is {float(denominator)}.")
-        return denominator.to(rows.target.device, torch.float64)
+            raise LogitlessError(f"{caller}: denominator must be a count of 0 or more but is {float(denominator)}.")
+        return denominator.to(device, torch.float64)
     if isinstance(denominator, bool) or not isinstance(denominator, (int, float)) or not 0 <= denominator < math.inf:
         raise LogitlessError(
-            f"Objective: denominator must be a count of 0 or more, a number or a 0-dim tensor, but is {denominator!r}."
+            f"{caller}: denominator must be a count of 0 or more, a number or a 0-dim tensor, but is {denominator!r}."
         )
-    return torch.full((), float(denominator), dtype=torch.float64, device=rows.target.device)
+    return torch.full((), float(denominator), dtype=torch.float64, device=device)
 
 
 def _check_prompt_tokens(prompt_tokens: Tensor, num_samples: int, device: torch.device) -> Tensor:
@@ -194,6 +199,7 @@ def _check_prompt_tokens(prompt_tokens: Tensor, num_samples: int, device: torch.
     return prompt_tokens.detach().to(device, torch.float64)
 
 
-def _inverse(x: Tensor) -> Tensor:
-    """``1 / x``, and 0 where x is 0: a mean over nothing is 0."""
-    return torch.where(x > 0, 1 / x.clamp_min(1e-30), 0.0)
+def inverse(count: Tensor) -> Tensor:
+    """``1 / count``, and 0 where the count is 0: a mean over nothing is 0. NaN where it is no count at all."""
+    over = torch.where(count > 0, 1 / count.clamp_min(1e-30), 0.0)
+    return torch.where((count >= 0) & (count < math.inf), over, math.nan)

@@ -80,8 +80,10 @@ def _check_reduction(objective: Any) -> None:
 
 
 def _check_level(objective: Any) -> None:
-    if objective.level not in ("token", "sequence", None):
-        raise LogitlessError(f'Objective: level must be "token", "sequence" or None but is {objective.level!r}.')
+    if objective.level not in ("token", "sequence", "batch", None):
+        raise LogitlessError(
+            f'Objective: level must be "token", "sequence", "batch" or None but is {objective.level!r}.'
+        )
     if objective.level == "token" and objective.sequence_level:
         raise LogitlessError(
             f'Objective: level is "token" but policy={objective.policy!r} with correction={objective.correction!r} '

@@ -8,27 +8,18 @@ and of X from it. Inside, B is further columns of the weight, which belong to Y 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from logitless.errors import ELSEWHERE, LogitlessError
-
-
-class LowRank(NamedTuple):
-    """An adapter as products take it.
-
-    Attributes:
-        y: ``[..., r]`` hidden states times A and the scale, in hidden's dtype.
-        b: ``[V, r]``, in hidden's dtype.
-    """
-
-    y: Tensor
-    b: Tensor
+from logitless.spec import inspectable
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +33,8 @@ class LoRA:
         weight: ``[V, D]`` of the head, frozen or not; under a shard, the shard's part.
         a: ``[r, D]``, the same on all ranks of a shard's group.
         b: ``[V, r]``; under a shard, the shard's part.
-        scale: of the adapter: peft's ``lora_alpha / r``, or over the root of r.
+        scale: of the adapter: peft's ``lora_alpha / r``, or over the root of r. A finite number, or a 0-dim tensor
+            without gradient; a learned scale goes into b, as ``LoRA(weight, a, scale * b)``.
         dropout: applied to the hidden states that a sees, in training; None for none.
 
     >>> weight, a, b = torch.zeros(10, 4), torch.ones(2, 4), torch.zeros(10, 2)
@@ -53,7 +45,7 @@ class LoRA:
     weight: Tensor
     a: Tensor
     b: Tensor
-    scale: float = 1.0
+    scale: float | Tensor = 1.0
     dropout: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -70,6 +62,7 @@ class LoRA:
                 f"LoRA: a must be [r, {size}] and b [{columns}, r] to go with weight {[columns, size]}, but they are "
                 f"{list(self.a.shape)} and {list(self.b.shape)}. As in peft, a comes first: b @ a."
             )
+        _check_scale(self.scale)
 
     def __repr__(self) -> str:
         columns, size = self.weight.shape
@@ -84,13 +77,35 @@ class LoRA:
         return _Inner.apply(hidden if self.dropout is None else self.dropout(hidden), self.a, self.scale)
 
 
+def _check_scale(scale: Any) -> None:
+    if isinstance(scale, Tensor) and scale.requires_grad:
+        raise LogitlessError(
+            "LoRA: scale requires grad, but no gradient flows to it. Fold it into b, as LoRA(weight, a, scale * b), or "
+            "pass scale.detach()."
+        )
+    if isinstance(scale, Tensor):
+        # On an accelerator a look at the value would stall the stream; there a bad one makes the logits NaN.
+        good = scale.dim() == 0 and not scale.is_complex() and (not inspectable(scale) or bool(scale.isfinite()))
+        came = f"a tensor of shape {list(scale.shape)}" if scale.dim() else repr(scale)
+    else:
+        good = isinstance(scale, Real) and not isinstance(scale, bool) and math.isfinite(scale)
+        came = repr(scale)
+    if not good:
+        raise LogitlessError(
+            f"LoRA: scale must be a finite number, or a 0-dim tensor of one, but is {came}. A scale per column of b "
+            f"goes into b."
+        )
+
+
 class _Inner(torch.autograd.Function):
     """``scale * x @ a.T``. A token that nobody scored has no part in the gradient of a, not even if it is NaN."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, a: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, a: Tensor, scale: float | Tensor) -> Tensor:
         ctx.save_for_backward(x, a)
-        ctx.scale, dtype = scale, torch.promote_types(x.dtype, a.dtype)
+        # A tensor that the caller may write to before backward.
+        ctx.scale = scale.clone() if isinstance(scale, Tensor) else scale
+        dtype = torch.promote_types(x.dtype, a.dtype)
         return torch.nn.functional.linear(x.to(dtype), a.to(dtype)) * scale
 
     @staticmethod

@@ -32,6 +32,7 @@ from logitless.from_hidden.projection import Projection
 from logitless.machine import FEW, MOVED, pieces
 from logitless.objectives import Inputs, Metrics, Objective, Preference
 from logitless.policy_loss.chunks import Chunk, empty_chunk
+from logitless.policy_loss.own_terms import differs, refused
 from logitless.policy_loss.plan import LossPlan
 from logitless.results import RowResults, row_results
 from logitless.softmax import SKIP, coefficients
@@ -72,6 +73,8 @@ class OnePass:
         drop_zeros: ask the device which rows have a gradient at all, and multiply only those. Not while a CUDA graph is
             captured, whose replays may have others.
         taught: the teacher's logits or log-probs, and the divergence from them; None without a teacher.
+        watched: gradients of the chunks so far by what the terms are on, where a term of the caller's own goes in
+            several chunks; else None.
     """
 
     p: Projection
@@ -84,6 +87,7 @@ class OnePass:
     float16: Float16Scale | None
     drop_zeros: bool
     taught: tuple[Source | TopK, Divergence] | None = None
+    watched: list[RowGradients] | None = None
 
     @staticmethod
     def over(
@@ -113,7 +117,9 @@ class OnePass:
         )
         # A buffer's factor is the caller's, who scales losses in float16 and looks for overflow.
         float16 = Float16Scale(gradients) if p.hidden.dtype == torch.float16 and weight_grad is None else None
-        return OnePass(p, plan, objective, inputs, gradients, weight_grad is None, scale, float16, drop_zeros, taught)
+        watched = [] if objective.own_terms and len(plan.chunks) > 1 else None
+        fresh = weight_grad is None
+        return OnePass(p, plan, objective, inputs, gradients, fresh, scale, float16, drop_zeros, taught, watched)
 
     def run(self) -> Outcome:
         """The objective of all rows, and the gradients."""
@@ -137,11 +143,19 @@ class OnePass:
         if not chunks:
             self._zero(self.into.hidden)
         stats = DivergenceStats(*stats) if self.taught else TokenStats(*stats)
+        # Before the last product, so that the device has work while the answer is on its way.
+        differing = self._differing(stats)
+        asked = None if differing is None or _capturing(differing) else _read_later(differing, None)
         # As late as can be: in one chunk, nothing that fails leaves a part of a gradient in the caller's buffer.
         if last is not None:
             self._multiply_head(*last, overwrite=self.fresh and len(chunks) == 1)
         # Of several chunks, the value and the metrics once more on all rows: the same bits however rows were chunked.
         loss, metrics = evaluated or self.objective.evaluate(self._inputs_with(stats))
+        if asked is not None and asked():
+            raise refused(self.objective, len(chunks))
+        if differing is not None:
+            # A CUDA graph can fetch nothing: what its replay finds, it can only show.
+            loss = torch.where(differing, torch.nan, loss)
         scale = self.scale if self.float16 is None else self.float16.settle(chunks)
         return Outcome(loss.detach(), metrics, stats, self.into, scale)
 
@@ -150,6 +164,14 @@ class OnePass:
         log_z, divergence = stats.log_z if self.objective.log_z else None, getattr(stats, "divergence", None)
         of_rows = {"logprob": stats.logprob, "entropy": stats.entropy, "log_z": log_z, "divergence": divergence}
         return replace(self.inputs, **of_rows)
+
+    def _differing(self, stats: TokenStats | DivergenceStats) -> Tensor | None:
+        """0-dim bool, whether a term of the caller's own gives rows other gradients in chunks than over all rows; None
+        where there is no such term, or nothing to compare."""
+        if self.watched is None:
+            return None
+        at_once, _ = row_gradients(self.objective, self._inputs_with(stats), stats)
+        return differs(self.watched, at_once) if has_values(self.p.hidden) else None
 
     def _empty_chunk(self) -> Chunk | PairChunk | ListedChunk:
         """Room for the largest chunk."""
@@ -175,6 +197,8 @@ class OnePass:
             divergence, values = None, row[:3]
         part = replace(self.inputs.cut(start, stop, self.plan.whole_samples), divergence=divergence)
         found, evaluated = row_gradients(self.objective, part, row, check=first, whole=stop - start == len(self.inputs))
+        if self.watched is not None:
+            self.watched.append(found)
         scale = self.scale if self.float16 is None else self.float16.lower(*found)
         if scale is not None:
             found = found.scaled(scale)
@@ -184,7 +208,7 @@ class OnePass:
             return values, evaluated, None
         counted, staying = part.counted, None
         stays = counted & found.matters
-        drop = self.drop_zeros and not (stays.is_cuda and torch.cuda.is_current_stream_capturing())
+        drop = self.drop_zeros and not _capturing(stays)
         number = _read_later(stays.sum(), self._dry_number(stop - start)) if drop else None
         # Rows that do not count may hold anything: without a target they have no gradient, rather than 0 * NaN.
         column = torch.where(counted, column, SKIP)
@@ -337,7 +361,11 @@ Evaluated = tuple[Tensor, Metrics]
 
 
 def row_gradients(
-    objective: Objective | Preference, inputs: Inputs, results: RowResults, check: bool = False, whole: bool = False
+    objective: Objective | Preference,
+    inputs: Inputs,
+    results: RowResults | TokenStats | DivergenceStats,
+    check: bool = False,
+    whole: bool = False,
 ) -> tuple[RowGradients, Evaluated | None]:
     """Gradients of some rows' loss by what its terms are on; and its value and metrics, if they are ``whole``.
 
@@ -353,6 +381,7 @@ def row_gradients(
         if objective.entropy == "grad":
             leaves["entropy"] = entropy = entropy.detach().requires_grad_()
         if objective.log_z:
+            assert results.log_z is not None
             leaves["log_z"] = results.log_z.detach().requires_grad_()
         if divergence is not None:
             leaves["divergence"] = divergence.detach().requires_grad_()
@@ -388,6 +417,11 @@ def _depends_on_others(loss: Tensor, leaves: list[Tensor]) -> bool:
             return True
         nodes += [following for following, _ in node.next_functions]
     return False
+
+
+def _capturing(x: Tensor) -> bool:
+    """Whether work on it goes into a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _read_later(number: Tensor, dry: int | None) -> Callable[[], int]:

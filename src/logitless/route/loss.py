@@ -98,6 +98,8 @@ def _obstacle(call: Call, objective: Objective | Preference, teacher: Teacher | 
         return "label smoothing needs the mean logit, which is not made chunk by chunk"
     if objective.modules:
         return "a term of the objective is a module, whose parameters get their gradient in backward"
+    if objective.batch_level:
+        return 'level="batch" asks for all rows at once'
     if call.asked.batch_invariant:
         return "batch_invariant=True fixes the tiles, and a chunk is none of them"
     if call.logits_dtype.itemsize < call.dtype.itemsize:
