@@ -48,10 +48,10 @@ def explained(
     """
     if torch.compiler.is_compiling():
         return contextlib.nullcontext()
-    before = {name: _version(x) for name, x in written.items()}
+    before = {name: version_of(x) for name, x in written.items()}
 
     def text_of(error: BaseException) -> str | None:
-        changed = [name for name, x in written.items() if _version(x) != before[name]]
+        changed = [name for name, x in written.items() if version_of(x) != before[name]]
         texts = [WRITTEN[name] for name in ([] if already is None else [already]) + changed]
         if is_out_of_memory(error) and not hasattr(error, "__notes__"):
             texts.append(
@@ -68,6 +68,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
-def _version(x: Any) -> int | None:
+def version_of(x: Any) -> int | None:
     """How often a tensor was written to; None where torch does not count, or where there is no tensor."""
     return x._version if isinstance(x, Tensor) and not x.is_inference() else None

@@ -3,6 +3,7 @@
 from logitless.call.asked import PLAIN, Asked
 from logitless.call.call import MEMORY, Call, Operands, recorded, resolve, shard_of, together, untraced
 from logitless.call.checks import resolve_rows
+from logitless.call.unchanged import Unchanged
 
 __all__ = [
     "MEMORY",
@@ -10,6 +11,7 @@ __all__ = [
     "Asked",
     "Call",
     "Operands",
+    "Unchanged",
     "recorded",
     "resolve",
     "resolve_rows",

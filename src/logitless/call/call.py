@@ -134,7 +134,7 @@ class Call:
     machine: Machine
     width: int = 0
     rank: int = 0
-    lora_scale: float = 1.0
+    lora_scale: float | Tensor = 1.0
     apart: str | None = "logits are given"
     overwrite: bool = False
     found: bool = False
@@ -181,59 +181,94 @@ class Call:
         """What results of readings are made of, of all rows."""
         return Row(norm, self.rows.target, self.gain, self.squash)
 
+    def read_again(self) -> dict[str, Tensor | None]:
+        """What backward reads besides what autograd saves, by the argument that it is."""
+        teacher, head = self.asked.teacher, None
+        members = (
+            teacher.members if isinstance(teacher, Teachers) else (teacher,) if isinstance(teacher, Teacher) else ()
+        )
+        found: dict[str, Tensor | None] = {"rows.index": self.rows.index, "rows.target": self.rows.target}
+        found |= {"ids": self.asked.ids, "which": getattr(teacher, "which", None)}
+        if self.kept is not None:
+            found |= {"kept.ids": self.kept.ids, "kept.lengths": self.kept.lengths}
+        for number, member in enumerate(members):
+            head = member.head
+            own = member.read_again()
+            if head is not None and isinstance(head.temperature, Tensor):
+                own["teacher.head.temperature"] = head.temperature
+            found |= {name if len(members) == 1 else f"{name} {number}": x for name, x in own.items()}
+        return found
+
     def facts(self) -> dict[str, Any]:
         """What the ranks of a vocabulary group must agree on: every option, and what follows from the tensors.
 
         Options are compared by walking their dataclasses, so that a new one is compared without being named here.
         """
-        needs = ("hidden needs a gradient", "weight or bias needs a gradient") if self.linear is not None else ()
         facts = {
             "the number of rows": self.num_rows,
             f"the dtype of {'the logits' if self.linear is None else 'hidden'}": str(self.dtype),
             "which rows are scored": fingerprint(self.rows.index),
             "the targets": fingerprint(self.rows.target),
             "the vocabulary size": self.vocab_size,
+            "the hidden size": self.width,
             "the rank of a LoRA": self.rank,
-            "the scale of a LoRA": self.lora_scale,
+            "the scale of a LoRA": fingerprint(self.lora_scale),
+            "the backend": self.backend_name,
         }
-        # Backward of hidden states is a collective; that of logits is not.
-        facts |= dict(zip((f"whether {x}" for x in needs), (self.needs[0], any(self.needs[1:])), strict=False))
-        return facts | _facts(self.asked) | _facts(self.asked.head or PLAIN) | ({} if self.linear is None else _facts(self.linear))
+        head = self.asked.head or PLAIN
+        facts |= {name: fingerprint(getattr(head, name)) for name in ("temperature", "scale", "softcap")}
+        facts |= _facts(self.asked)
+        if self.linear is not None:
+            # Backward of hidden states is a collective; that of logits is not.
+            facts["whether hidden needs a gradient"] = self.needs[0]
+            facts["whether weight or bias needs a gradient"] = any(self.needs[1:])
+            facts |= _facts(self.linear)
+        return facts
 
 
-LOCAL = {"shard", "strict", "head", "grad_scale"}
-"""Options that ranks may have each for itself, or that are compared in other words."""
+NOT_COMPARED = {
+    "shard": "its bounds are compared when it is made",
+    "memory": "tiles are a rank's own; chunks between which ranks communicate are compared with the route",
+    "backend": "it is compared as it was chosen",
+    "head": "it is compared field by field",
+    "strict": "it decides on no number",
+}
+"""Options that the ranks of a vocabulary group do not compare by themselves, and why."""
 
-WORDS = {"kept": "the kept ids", "ids": "the ids"}
+PARTS = ("bias", "weight_grad")
+"""Options of which every rank has its own part."""
+
+WORDS = {"kept": "the kept ids", "ids": "the ids", "divergence": "the divergence"}
+"""Options that errors call by another name."""
 
 
 def _facts(options: Any) -> dict[str, Any]:
     """Every option by name, in a form that can be sent and compared."""
     found = {}
-    for field in fields(options):
-        x = getattr(options, field.name)
-        if field.name in ("bias", "weight_grad"):
-            found[f"whether there is a {field.name}"] = x is not None
-        elif field.name not in LOCAL:
-            found[WORDS.get(field.name, field.name)] = _fact(x)
+    for name in (field.name for field in fields(options) if field.name not in NOT_COMPARED):
+        x = getattr(options, name)
+        if name in PARTS:
+            found[f"whether there is a {name}"] = x is not None
+        elif name == "teacher":
+            found |= _teacher_facts(x)
+        elif name == "divergence":
+            found[WORDS[name]] = str(Divergence.of(x))
+        else:
+            # Names of statistics may come as a set, and in any order.
+            found[WORDS.get(name, name)] = tuple(sorted(x)) if name == "stats" else fingerprint(x)
     return found
 
 
-def _fact(x: Any) -> Any:
-    if isinstance(x, Kept):
-        return x.scope, fingerprint(x.ids), fingerprint(x.lengths)
-    if isinstance(x, Teacher):
-        head, sent, kept = x.head or PLAIN, x.top_k, x.kept
-        of_head = (fingerprint(head.temperature), head.scale, head.softcap, head.vocab_size)
-        of_sent = None if sent is None else (sent.tail, fingerprint(sent.ids), fingerprint(sent.logprobs))
-        return of_head, of_sent, None if kept is None else _fact(kept)
-    if isinstance(x, Teachers):
-        return (*(_fact(member) for member in x.members), fingerprint(x.which))
-    if isinstance(x, Logits) or (isinstance(x, Tensor) and x.dim() > 1 and x.is_floating_point()):
-        return "logits"
-    if isinstance(x, Divergence):
-        return str(x)
-    return fingerprint(x)
+def _teacher_facts(teacher: Any) -> dict[str, Any]:
+    members = teacher.members if isinstance(teacher, Teachers) else (teacher,) if isinstance(teacher, Teacher) else ()
+    return {
+        "the number of teachers": len(members),
+        "which row has which teacher": fingerprint(getattr(teacher, "which", None)),
+        **{
+            f"the teacher's {field.name}": tuple(member.facts()[number] for member in members)
+            for number, field in enumerate(fields(Teacher))
+        },
+    }
 
 
 def together(call: Callable[[], T], shard: Any, caller: str, facts_of: Callable[[T], dict[str, Any]]) -> T:
@@ -284,7 +319,11 @@ def _resolve_hidden(
     chosen, shape = checks.resolve_rows(caller, rows)
     checks.check_tokens(caller, hidden, weight, chosen, linear, asked)
     bias, buffer = (checks.local_part(caller, name, getattr(linear, name), shard) for name in ("bias", "weight_grad"))
-    linear = linear if buffer is linear.weight_grad and bias is linear.bias else replace(linear, bias=bias, weight_grad=buffer)
+    linear = (
+        linear
+        if buffer is linear.weight_grad and bias is linear.bias
+        else replace(linear, bias=bias, weight_grad=buffer)
+    )
     chunked = asked.teacher is not None
     default = memory or MEMORY["chunk" if chunked else "hidden"]
     call = _resolve(caller, hidden, weight.shape[0], chosen, shape, asked, logits, shard, default)
@@ -373,7 +412,12 @@ def _distribution(
     if isinstance(logits.gain, Tensor):
         factor = logits.gain.detach().reshape(-1).to(device=device, dtype=wide)
         factor = factor if rows.in_order else factor[rows.index]
-        return gain * torch.where((factor > 0) & factor.isfinite(), factor, torch.nan), logits.squash, head.scale < 0, False
+        return (
+            gain * torch.where((factor > 0) & factor.isfinite(), factor, torch.nan),
+            logits.squash,
+            head.scale < 0,
+            False,
+        )
     negative = head.scale * logits.gain < 0
     if head.softcap is not None:
         return gain, head.squash * logits.gain, negative, False

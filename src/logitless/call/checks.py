@@ -20,7 +20,6 @@ from logitless.readings.table import STATS
 from logitless.rows import Rows
 from logitless.spec import IGNORE, Head, VocabShard, has_values, inspectable
 
-
 # Checks that all paths share.
 
 
@@ -228,9 +227,7 @@ def check_overwrite(caller: str, logits: Tensor) -> None:
     elif not logits.is_contiguous():
         problem = "are not contiguous"
     if problem:
-        raise LogitlessError(
-            f"{caller}: overwrite=True, but the logits {problem}. {advice}, or drop the option."
-        )
+        raise LogitlessError(f"{caller}: overwrite=True, but the logits {problem}. {advice}, or drop the option.")
 
 
 # Checks of hidden states and weight.
@@ -303,7 +300,9 @@ def check_linear(caller: str, hidden: Tensor, weight: Tensor, linear: Linear, op
             f"{caller}: weight is {weight.dtype} but hidden is {hidden.dtype}. Cast one of them, or call under autocast."
         )
     if bias is not None and (tuple(bias.shape) != (weight.shape[0],) or not bias.is_floating_point()):
-        raise LogitlessError(f"{caller}: bias must be [{weight.shape[0]}] floats but is {list(bias.shape)} {bias.dtype}.")
+        raise LogitlessError(
+            f"{caller}: bias must be [{weight.shape[0]}] floats but is {list(bias.shape)} {bias.dtype}."
+        )
     buffer = linear.weight_grad
     if buffer is not None and not hasattr(buffer, "placements"):
         if buffer.shape != weight.shape or buffer.dtype != torch.float32:

@@ -67,6 +67,11 @@ class Kept:
         """The same ids with another scope: ``Kept.from_lists(ids).over("support")``."""
         return Kept(self.ids, self.lengths, scope)
 
+    def cut(self, start: int, stop: int) -> Kept:
+        """The ids of rows ``start .. stop``. Waits for an accelerator that they are on."""
+        first, last = (int(self.lengths[:row].sum()) for row in (start, stop))
+        return Kept(self.ids[first:last], self.lengths[start:stop], self.scope)
+
     @staticmethod
     def from_offsets(ids: Tensor, offsets: Tensor) -> Kept:
         """From ids end to end and ``[R + 1]`` offsets: row r has ``ids[offsets[r] : offsets[r + 1]]``.

@@ -3,7 +3,7 @@
     Logits(hidden, weight)       shape, dtype and device of the logits, memory of neither
     x[:, :-1], x.float(), x / T  another ``Logits``: acts on the hidden states, or on a factor
     logprobs(x, rows)            reads hidden states and weight, and never has logits
-    anything else                computes the logits (``real``), counts it with the place in the caller's code, warns once
+    anything else                computes the logits (``computed``), counts it with the place in the caller's code, warns once
 
 A logit is ``gain * f(x)``, where x is the head's product and f is the identity, or ``tanh(squash * x)`` under a softcap
 that a model applies itself. ``Logits.given`` says of logits that exist what ``Logits`` says of those that do not.
@@ -104,6 +104,7 @@ class Logits(Tensor):
     gain: float | Tensor
     squash: float
     hooks: list[Callable[[Tensor], Any]]
+    _versions: list[tuple[str, Tensor, int]]
 
     @staticmethod
     def __new__(
@@ -187,7 +188,7 @@ class Logits(Tensor):
             hidden, weight = _Gate.apply(self.hooks, hidden, weight)  # pyright: ignore[reportGeneralTypeIssues]
         return hidden, weight, bias
 
-    def real(self) -> Tensor:
+    def computed(self) -> Tensor:
         """The logits, computed as the head would: a plain tensor with a graph."""
         hidden, weight, bias = self.read()
         if isinstance(weight, LoRA):
@@ -225,7 +226,7 @@ class Logits(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise LogitlessError(
             f"Logits: {func} reached logits that were not computed below torch's Python functions, at {place()}. Compute "
-            f"them there with logits.real(), or keep the model's own logits (logitless.defer(model) is reversible)."
+            f"them there with logits.computed(), or keep the model's own logits (logitless.defer(model) is reversible)."
         )
 
 
@@ -242,7 +243,17 @@ ATTRIBUTES = frozenset(
 """What the wrapper itself answers."""
 
 ATTRIBUTE_NAMES = frozenset(
-    {"__len__", "is_contiguous", "stride", "_is_view", "is_inference", "nelement", "ndimension", "get_device", "__hash__"}
+    {
+        "__len__",
+        "is_contiguous",
+        "stride",
+        "_is_view",
+        "is_inference",
+        "nelement",
+        "ndimension",
+        "get_device",
+        "__hash__",
+    }
 )
 
 
@@ -315,14 +326,14 @@ def _real(x: Any, name: str) -> Any:
         if x.linear.strict:
             raise LogitlessError(
                 f"Logits: {name} at {place()} reads logits that were not computed, and strict=True forbids to compute them. "
-                f"Read them with logitless.logprobs, or compute them with logits.real()."
+                f"Read them with logitless.logprobs, or compute them with logits.computed()."
             )
         where = place()
         MADE[where] += 1
         if MADE[where] == 1:
             text = f"logits were computed, {list(x.shape)} {x.dtype}, because {name} reads them at {where}"
             warnings.warn(text, LogitsMade, stacklevel=2)
-        return x.real()
+        return x.computed()
     if isinstance(x, (list, tuple)):
         return type(x)(_real(item, name) for item in x)
     if isinstance(x, dict):

@@ -71,7 +71,11 @@ def _item(x: Any, index: Any) -> Any:
     whole = index if isinstance(index, tuple) else (index,)
     if any(isinstance(i, Logits) for i in whole):
         return NotImplemented
-    taken = sum(i.dim() if isinstance(i, Tensor) and i.dtype == torch.bool else 1 for i in whole if i is not None and i is not Ellipsis)
+    taken = sum(
+        i.dim() if isinstance(i, Tensor) and i.dtype == torch.bool else 1
+        for i in whole
+        if i is not None and i is not Ellipsis
+    )
     if Ellipsis not in [i for i in whole if not isinstance(i, Tensor)]:
         if taken < x.dim():
             return _of_rows(x, lambda h: h[index])
@@ -112,7 +116,11 @@ def _view(x: Any, *shape: Any, **kwargs: Any) -> Any:
 
 
 def _flatten(x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
-    return _of_rows(x, lambda h: h.flatten(start_dim, end_dim % x.dim())) if _row_dims(x, start_dim, end_dim) else NotImplemented
+    return (
+        _of_rows(x, lambda h: h.flatten(start_dim, end_dim % x.dim()))
+        if _row_dims(x, start_dim, end_dim)
+        else NotImplemented
+    )
 
 
 def _transpose(x: Any, *dims: int) -> Any:
@@ -255,47 +263,49 @@ def _data(x: Any, *_: Any) -> Any:
     return _detach(x)
 
 
-RULES.update({
-    "__getitem__": _item,
-    "select": _rows_first("select"),
-    "narrow": _rows_first("narrow"),
-    "index_select": _rows_first("index_select"),
-    "unsqueeze": _rows_first("unsqueeze"),
-    "squeeze": _squeeze,
-    "unbind": _unbind,
-    "split": _split("split"),
-    "chunk": _split("chunk"),
-    "view": _view,
-    "reshape": _view,
-    "flatten": _flatten,
-    "transpose": _transpose,
-    "swapaxes": _transpose,
-    "permute": _permute,
-    "contiguous": _same,
-    "clone": _same,
-    "detach": _detach,
-    "data": _data,
-    "float": _cast(torch.float32),
-    "bfloat16": _cast(torch.bfloat16),
-    "half": _cast(torch.float16),
-    "double": _cast(torch.float64),
-    "to": _to,
-    "type_as": _type_as,
-    "mul": _times,
-    "multiply": _times,
-    "__mul__": _times,
-    "__rmul__": _times,
-    "div": _divide,
-    "divide": _divide,
-    "true_divide": _divide,
-    "__truediv__": _divide,
-    "mul_": _in_place(_times),
-    "__imul__": _in_place(_times),
-    "div_": _in_place(_divide),
-    "__itruediv__": _in_place(_divide),
-    "tanh": _tanh,
-    "sum": _sum,
-    "cat": _cat,
-    "concat": _cat,
-    "concatenate": _cat,
-})
+RULES.update(
+    {
+        "__getitem__": _item,
+        "select": _rows_first("select"),
+        "narrow": _rows_first("narrow"),
+        "index_select": _rows_first("index_select"),
+        "unsqueeze": _rows_first("unsqueeze"),
+        "squeeze": _squeeze,
+        "unbind": _unbind,
+        "split": _split("split"),
+        "chunk": _split("chunk"),
+        "view": _view,
+        "reshape": _view,
+        "flatten": _flatten,
+        "transpose": _transpose,
+        "swapaxes": _transpose,
+        "permute": _permute,
+        "contiguous": _same,
+        "clone": _same,
+        "detach": _detach,
+        "data": _data,
+        "float": _cast(torch.float32),
+        "bfloat16": _cast(torch.bfloat16),
+        "half": _cast(torch.float16),
+        "double": _cast(torch.float64),
+        "to": _to,
+        "type_as": _type_as,
+        "mul": _times,
+        "multiply": _times,
+        "__mul__": _times,
+        "__rmul__": _times,
+        "div": _divide,
+        "divide": _divide,
+        "true_divide": _divide,
+        "__truediv__": _divide,
+        "mul_": _in_place(_times),
+        "__imul__": _in_place(_times),
+        "div_": _in_place(_divide),
+        "__itruediv__": _in_place(_divide),
+        "tanh": _tanh,
+        "sum": _sum,
+        "cat": _cat,
+        "concat": _cat,
+        "concatenate": _cat,
+    }
+)

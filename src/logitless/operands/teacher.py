@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from logitless.collectives import fingerprint
 from logitless.errors import LogitlessError, did_you_mean
 from logitless.operands.checks import FLOATS
 from logitless.operands.kept import Kept
@@ -128,8 +129,26 @@ class Teacher:
             members: each with hidden states (or logits) of all tokens, of which those of its own rows are read.
             which: ``[R]`` int64 number of each row's teacher. A teacher per sample is ``per_sample[rows.sample]``.
         """
-        whole = members if isinstance(members, (list, tuple)) else [None]
-        return Teachers([Teacher(x) if isinstance(x, Tensor) else x for x in whole], which)
+        return Teachers([Teacher(x) if isinstance(x, Tensor) else x for x in members], which)
+
+    def facts(self) -> tuple[Any, ...]:
+        """What ranks compare of it: every field; of logits, of which each rank has its own part, the kind and size."""
+        found = []
+        for field in fields(self):
+            x = getattr(self, field.name)
+            if field.name == "logits" and x is not None:
+                x = (str(x.dtype), "logits") if self.hidden is None else (str(self.hidden.dtype), self.hidden.shape[-1])
+            found.append(fingerprint(x or Head() if field.name == "head" else x))
+        return tuple(found)
+
+    def read_again(self) -> dict[str, Tensor | None]:
+        """What backward reads of it, by name."""
+        if not isinstance(self.logits, Logits):
+            return {"teacher.logits": self.logits, "teacher.ids": self.ids}
+        linear, weight = self.logits.linear, self.logits.weight
+        assert isinstance(weight, Tensor)
+        named = {"teacher.hidden": self.logits.hidden, "teacher.weight": weight, "teacher.bias": linear.bias}
+        return {**named, "teacher.ids": self.ids}
 
     @property
     def width(self) -> int:

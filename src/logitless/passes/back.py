@@ -13,22 +13,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from logitless.backends.contract import Problem
-from logitless.backends.triton import products
-from logitless.extras import upstream_at, write_at_ids
-from logitless.from_hidden.exponentials import Exponentials
-from logitless.from_hidden.plan import Tiles
-from logitless.from_hidden.projection import Projection
-from logitless.machine import pieces
-from logitless.softmax import ELSEWHERE, Coefficients, Normaliser
-from logitless.spec import IGNORE
-from logitless.support import Support, kept_gradient, write_kept
+from logitless.machine import Tiles, pieces
+from logitless.passes.exponentials import Exponentials
+from logitless.passes.terms import Terms
+from logitless.readings.ids import write_at_ids
+from logitless.sources.linear import Projection
+from logitless.sources.teachers import TeacherRows
 
 
 class Gradients(NamedTuple):
@@ -40,82 +36,49 @@ class Gradients(NamedTuple):
     low: Tensor | None = None
 
 
-class SupportTerms(NamedTuple):
-    """What dZ needs besides where log-probs are normalised over a support.
-
-    Attributes:
-        support: the ids.
-        norm: normaliser over them.
-        logprob, g_logprob: ``[R]`` log-prob over the support, and its upstream gradient.
-    """
-
-    support: Support
-    norm: Normaliser
-    logprob: Tensor
-    g_logprob: Tensor
-
-
 @dataclass(frozen=True, eq=False)
-class Terms:
-    """What turns a tile of logits into a tile of dZ.
+class Beside:
+    """What lies beside the tiles of logits in backward.
 
     Attributes:
-        norm, coef: as backends take them.
-        support: further terms, or None.
-        exponentials: those that forward stored of the first rows, or None.
+        terms: what turns a tile of logits into a tile of dZ.
+        stored: exponentials that forward stored of the first rows, or None.
+        teacher: the teacher's logits of these rows, and flat memory of a tile of them; None without a teacher.
     """
 
-    norm: Normaliser
-    coef: Coefficients
-    support: SupportTerms | None = None
-    exponentials: Exponentials | None = None
+    terms: Terms
+    stored: Exponentials | None = None
+    teacher: tuple[TeacherRows, Tensor] | None = None
 
-    def cut(self, start: int, stop: int) -> Terms:
-        """Those of rows ``start .. stop``. A support, and stored exponentials, stay those of all rows."""
-        if (start, stop) == (0, len(self.coef.plain)):
-            return self
-        rows = slice(start, stop)
-        return replace(self, norm=self.norm.cut(rows), coef=self.coef.cut(rows))
-
-    def write(self, p: Projection, tile: Problem, out: Tensor) -> None:
-        """dZ of a tile, whose rows these terms are of, into ``out``. With a support, the tile holds all rows."""
-        norm, coef = self.norm, self.coef
-        if self.support is None:
-            p.backend.gradient(tile, norm, coef, out, None)
-            return
-        support, kept_norm, logprob, g_logprob = self.support
-        gathered = support.logits(tile)
-        further, ignored = upstream_at(coef, gathered.row, gathered.column + tile.first), support.target == IGNORE
-        values = kept_gradient(gathered, kept_norm, logprob, g_logprob, norm, coef, ignored, further)
-        no_target = replace(tile, column=tile.column.clamp_max(ELSEWHERE), found=False)
-        p.backend.gradient(no_target, norm, coef, out, None)
-        write_at_ids(p.backend, coef, tile.first, tile.columns, out)
-        write_kept(gathered, values, out, None)
+    def cut(self, start: int, stop: int) -> Beside:
+        """Those of rows ``start .. stop``. Stored exponentials stay those of all rows."""
+        teacher = None if self.teacher is None else (self.teacher[0].cut(start, stop), self.teacher[1])
+        return Beside(self.terms.cut(start, stop), self.stored, teacher)
 
 
 def gradients(
-    p: Projection, tiles: Tiles, terms: Terms, *, want: tuple[bool, bool, bool], weight_grad: Tensor | None = None
+    p: Projection, tiles: Tiles, beside: Beside, *, want: tuple[bool, bool, bool], weight_grad: Tensor | None = None
 ) -> Gradients:
     """Gradients of hidden, weight and bias, by slabs of columns or blocks of rows.
 
     Args:
-        terms: what turns a tile of logits into a tile of dZ.
+        beside: what turns a tile of logits into a tile of dZ.
         want: which of the three are wanted. A LoRA's b has its gradient in any case, which is small.
         weight_grad: float32 buffer ``[V, D]`` to add the weight's gradient to; then none is returned for it.
     """
     if len(p.hidden) == 0 or p.call.columns == 0 or not (any(want) or p.low is not None):
         return _no_gradients(p, want, weight_grad)
     loop = _by_slabs if tiles.slabs else _by_blocks
-    hidden, weight, bias, low = loop(p, tiles, terms, want, weight_grad)
+    hidden, weight, bias, low = loop(p, tiles, beside, want, weight_grad)
     # Accumulators are rounded here, where the working memory of the loop is free again.
     return Gradients(_as(hidden, p.hidden), _as(weight, p.weight), _as(bias, p.bias), _as(low, p.low))
 
 
 def _by_slabs(
-    p: Projection, tiles: Tiles, terms: Terms, want: tuple[bool, bool, bool], weight_grad: Tensor | None
+    p: Projection, tiles: Tiles, beside: Beside, want: tuple[bool, bool, bool], weight_grad: Tensor | None
 ) -> Gradients:
     want_hidden, want_weight, want_bias = want
-    block = _Block.make(p, tiles, terms)
+    block = _Block.make(p, tiles, beside)
     d_hidden = p.gain.new_empty(p.hidden.shape) if want_hidden else None
     d_weight = torch.empty_like(p.weight) if want_weight and weight_grad is None else None
     d_bias = p.gain.new_zeros(p.weight.shape[0]) if want_bias else None
@@ -146,10 +109,10 @@ def _by_slabs(
 
 
 def _by_blocks(
-    p: Projection, tiles: Tiles, terms: Terms, want: tuple[bool, bool, bool], weight_grad: Tensor | None
+    p: Projection, tiles: Tiles, beside: Beside, want: tuple[bool, bool, bool], weight_grad: Tensor | None
 ) -> Gradients:
     want_hidden, want_weight, want_bias = want
-    block = _Block.make(p, tiles, terms)
+    block = _Block.make(p, tiles, beside)
     d_hidden = torch.empty_like(p.hidden, memory_format=torch.contiguous_format) if want_hidden else None
     # Slabs add up in float32, in place where that is the dtype of d_hidden.
     narrow = d_hidden is not None and d_hidden.dtype != p.gain.dtype
@@ -182,52 +145,59 @@ class _Block:
     """dZ of a block of rows and a slab of columns, made tile by tile.
 
     Attributes:
-        p, tiles, terms: of the loop.
+        p, tiles, beside: of the loop.
         logits: memory of a tile; None where there is none.
         d_z: memory of the block.
-        cut: ``(start, stop)`` to those rows of ``p``, and their terms. Remembered: cutting takes the CPU
+        cut: ``(start, stop)`` to those rows of ``p``, and what lies beside them. Remembered: cutting takes the CPU
             as long as a launch, and the same rows come again with every slab.
     """
 
     p: Projection
     tiles: Tiles
-    terms: Terms
+    beside: Beside
     logits: Tensor | None
     d_z: Tensor
-    cut: Callable[[int, int], tuple[Projection, Terms]]
+    cut: Callable[[int, int], tuple[Projection, Beside]]
 
     @staticmethod
-    def make(p: Projection, tiles: Tiles, terms: Terms) -> _Block:
-        def cut(start: int, stop: int) -> tuple[Projection, Terms]:
-            return p.cut(start, stop), terms.cut(start, stop)
+    def make(p: Projection, tiles: Tiles, beside: Beside) -> _Block:
+        def cut(start: int, stop: int) -> tuple[Projection, Beside]:
+            return p.cut(start, stop), beside.cut(start, stop)
 
         d_z = p.empty((min(tiles.block, len(p.hidden)), tiles.columns), p.hidden.dtype)
         logits = None if tiles.fused else p.empty_tile(tiles)
-        return _Block(p, tiles, terms, logits, d_z, functools.cache(cut))
+        return _Block(p, tiles, beside, logits, d_z, functools.cache(cut))
 
     def fill(self, rows: slice, columns: slice) -> Tensor:
         """dZ of those rows and columns: first from stored exponentials, then from logits."""
         out = self.d_z[: rows.stop - rows.start, : columns.stop - columns.start]
-        stored, start = self.terms.exponentials, rows.start
+        stored, start = self.beside.stored, rows.start
         if stored is not None and start < stored.rows:
             start = min(rows.stop, stored.rows)
-            p, terms = self.cut(rows.start, start)
-            into = out[: start - rows.start]
+            p, beside = self.cut(rows.start, start)
+            into, terms = out[: start - rows.start], beside.terms
             memory = self.tiles.elementwise
             stored.cut(rows.start, start).write_gradient(p, terms.norm, terms.coef, memory, columns.start, into)
         for some in pieces(rows.stop - start, self.tiles.rows, self.p.hidden.is_meta):
-            p, terms = self.cut(start + some.start, start + some.stop)
             first = start - rows.start + some.start
-            into = out[first : first + len(p.hidden)]
-            if self.logits is None:
-                products.gradient(p.product(columns), terms.norm, terms.coef, into)
-            else:
-                terms.write(p, p.tile(self.logits, self.tiles, columns.start), into)
-        if self.terms.support is None:
+            self._write(start + some.start, start + some.stop, columns, out[first : first + some.stop - some.start])
+        if self.beside.terms.listed and self.beside.teacher is None:
             # Once for all tiles of the block: they are finished already, whatever the tiles hold.
-            coef = self.cut(rows.start, rows.stop)[1].coef
+            coef = self.cut(rows.start, rows.stop)[1].terms.coef
             write_at_ids(self.p.backend, coef, columns.start, columns.stop - columns.start, out)
         return out
+
+    def _write(self, start: int, stop: int, columns: slice, into: Tensor) -> None:
+        """dZ of a tile."""
+        p, beside = self.cut(start, stop)
+        if self.logits is None:
+            p.products.gradient(p.product(columns), beside.terms.norm, beside.terms.coef, into)
+            return
+        tile, teacher = p.tile(self.logits, self.tiles, columns.start), None
+        if beside.teacher is not None:
+            rows, memory = beside.teacher
+            teacher = rows.problem(memory, tile.first, tile)
+        beside.terms.write(p.call, tile, into, None, teacher)
 
 
 def _no_gradients(p: Projection, want: tuple[bool, bool, bool], weight_grad: Tensor | None) -> Gradients:

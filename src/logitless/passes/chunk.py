@@ -1,8 +1,9 @@
-"""The memory of a chunk of rows: whole rows of the vocabulary, of which first the statistic is taken, then dZ is made.
+"""Chunks of whole rows: logits of some rows in memory, of which everything is found, and over which dZ is made.
 
-    LogitsChunk          float32 (or wider): one product. 16-bit rows of dZ go over the start of their own float32 rows
-    ExponentialsChunk    e^(z - reference) in the operands' 16 bits, filled tile by tile, or by the product itself. dZ
-                         goes over them
+    LogitsChunk          float32 (or wider): one product; the teacher's beside them. Any reading. 16-bit rows of dZ go
+                         over the start of their own float32 rows
+    ExponentialsChunk    e^(z - reference) in the operands' 16 bits, filled tile by tile, or by the product itself. The
+                         softmax alone. dZ goes over them
 
 Exponentials take half the memory, so twice the rows share one product for dW; and the float32 logits of a tile are
 read once while they are warm. They cost dZ a second rounding of 2^-9.
@@ -10,42 +11,57 @@ read once while they are warm. They cost dZ a second rounding of 2^-9.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from logitless.from_hidden.exponentials import Exponentials
-from logitless.from_hidden.plan import Tiles
-from logitless.from_hidden.projection import Projection
-from logitless.from_hidden.statistics import row_statistics
-from logitless.machine import pieces
-from logitless.policy_loss.plan import LossPlan
-from logitless.softmax import Coefficients, Normaliser
+from logitless.backends.contract import Problem, over
+from logitless.machine import Tiles, pieces
+from logitless.passes.exponentials import Exponentials
+from logitless.passes.look import asked_of, look_whole, tile_lines
+from logitless.passes.terms import Terms
+from logitless.readings.found import Asked, Found, find
+from logitless.readings.ids import write_at_ids
+from logitless.readings.reading import Row
+from logitless.readings.support import Support
+from logitless.route import Plan
+from logitless.softmax import SKIP
+from logitless.sources.linear import Projection
+from logitless.sources.teachers import TeacherRows
+from logitless.spec import IGNORE
 
 
 class Chunk(Protocol):
-    """Room for some rows of ``p`` at a time."""
+    """Room for some rows of a projection at a time."""
 
-    def statistics(self, start: int, stop: int) -> Tensor:
-        """``[4, C]`` statistic of rows ``start .. stop``, which are then here."""
+    def look(self, start: int, stop: int) -> Found:
+        """What is found of rows ``start .. stop``, which are then here."""
         ...
 
-    def gradient(self, start: int, stop: int, column: Tensor, norm: Normaliser, coef: Coefficients) -> Tensor:
+    def gradient(
+        self, start: int, stop: int, column: Tensor, saved: Mapping[str, Tensor], up: Mapping[str, Tensor | None]
+    ) -> Tensor:
         """``[C, V]`` dZ of the rows that are here, over them, in the operands' dtype.
 
         Args:
             column: ``[C]`` of the targets, ``SKIP`` for rows that get no gradient whatever they hold.
+            saved: what was found of them.
+            up: upstream gradients by the names of results.
         """
         ...
 
 
-def empty_chunk(p: Projection, plan: LossPlan) -> Chunk:
+def empty_chunk(p: Projection, plan: Plan, teacher: TeacherRows | None) -> Chunk:
     """Room for the largest chunk of a plan."""
     if plan.tiles is not None:
         return ExponentialsChunk(p, Exponentials.empty(p, plan.rows, plan.tiles), plan.tiles)
-    logits = p.empty((plan.rows, p.call.columns), p.call.logits_dtype)
-    return LogitsChunk(p, logits.view(-1), plan.columns, plan.elementwise)
+    shape = (plan.rows, p.call.columns)
+    logits = p.empty(shape, p.call.logits_dtype).view(-1)
+    others = None if teacher is None else p.empty(shape, p.gain.dtype).view(-1)
+    return LogitsChunk(p, logits, plan.columns, plan.elementwise, teacher, others)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,32 +69,74 @@ class LogitsChunk:
     """Logits in the dtype that they are computed in.
 
     Attributes:
-        p: the rows.
+        p: the rows; of a batch-invariant call with rows after the last, which stand for nothing.
         logits: flat memory of a chunk.
         columns: of one product.
         elementwise: bytes of working space for the plain-torch backend.
+        teacher, others: the teacher's logits of all rows, and flat memory of a chunk of them; None without a teacher.
     """
 
     p: Projection
     logits: Tensor
     columns: int
     elementwise: int
+    teacher: TeacherRows | None = None
+    others: Tensor | None = None
 
-    def statistics(self, start: int, stop: int) -> Tensor:
-        rows, logits = self._rows(start, stop)
-        for columns in pieces(rows.call.columns, self.columns, rows.hidden.is_meta):
-            rows.project(columns.start, logits[:, columns])
-        return rows.backend.statistics(rows.problem(logits, self.elementwise))
-
-    def gradient(self, start: int, stop: int, column: Tensor, norm: Normaliser, coef: Coefficients) -> Tensor:
-        rows, logits = self._rows(start, stop)
-        problem = replace(rows, column=column).problem(logits, self.elementwise)
-        return rows.backend.gradient_over(problem, norm, coef, rows.hidden.dtype)
-
-    def _rows(self, start: int, stop: int) -> tuple[Projection, Tensor]:
-        """Those rows, and the place of their logits."""
+    def look(self, start: int, stop: int) -> Found:
         rows = self.p.cut(start, stop)
-        return rows, self.logits[: len(rows.hidden) * rows.call.columns].view(len(rows.hidden), rows.call.columns)
+        problem, teacher = self._problem(rows, rows.column), None
+        for columns in pieces(rows.call.columns, self.columns, rows.hidden.is_meta):
+            rows.project(columns.start, problem.logits[:, columns])
+        if self.teacher is not None and self.others is not None:
+            teacher = self.teacher.cut(start, stop).problem(self.others, 0, problem)
+        return look_whole(rows.call, self._asked(start, stop), problem, self._support(start, stop), teacher)
+
+    def gradient(
+        self, start: int, stop: int, column: Tensor, saved: Mapping[str, Tensor], up: Mapping[str, Tensor | None]
+    ) -> Tensor:
+        rows, call = self.p.cut(start, stop), self.p.call
+        problem, asked, teacher = self._problem(rows, column), self._asked(start, stop), None
+        if self.teacher is not None and self.others is not None:
+            size = problem.num_rows * problem.columns
+            written = self.others[:size].view(problem.num_rows, problem.columns)
+            teacher = self.teacher.cut(start, stop).of_written(written, problem)
+        support, table = self._support(start, stop), asked.table
+        target = asked.target.masked_fill(column == SKIP, IGNORE)
+        if support is not None:
+            support = replace(support, target=target)
+        row = Row(Found({}, dict(saved)).norm, target, asked.gain, asked.squash)
+        terms = Terms.of(call if table is None else replace(call, table=table), saved, up, row, support)
+        if support is None and teacher is None:
+            out = call.backend.gradient_over(problem, terms.norm, terms.coef, rows.hidden.dtype)
+        else:
+            out = over(problem.logits, rows.hidden.dtype)
+            terms.write(call, problem, out, None, teacher)
+        if terms.listed and teacher is None:
+            write_at_ids(call.backend, terms.coef, 0, call.columns, out)
+        return out
+
+    def _asked(self, start: int, stop: int) -> Asked:
+        call, length = self.p.call, len(self.p.hidden)
+        if length == call.num_rows:
+            return asked_of(call, slice(start, stop))
+        pad, table = torch.nn.functional.pad, call.table
+        target = pad(call.rows.target, (0, length - call.num_rows), value=IGNORE)[start:stop]
+        table = None if table is None else table.padded(length).cut(slice(start, stop))
+        asked = Asked(target, self.p.gain[start:stop], call.squash, target == IGNORE, call.entropy, call.group, table)
+        return asked
+
+    def _support(self, start: int, stop: int) -> Support | None:
+        """The support of some rows."""
+        kept, call = self.p.call.kept, self.p.call
+        if kept is None:
+            return None
+        return Support.of(kept.cut(start, stop), call.rows.target[start:stop], call.start, call.vocab_size)
+
+    def _problem(self, rows: Projection, column: Tensor) -> Problem:
+        """Those rows, and the place of their logits."""
+        logits = self.logits[: len(rows.hidden) * rows.call.columns].view(len(rows.hidden), rows.call.columns)
+        return replace(rows, column=column).problem(logits, self.elementwise)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,14 +153,18 @@ class ExponentialsChunk:
     exponentials: Exponentials
     tiles: Tiles
 
-    def statistics(self, start: int, stop: int) -> Tensor:
+    def look(self, start: int, stop: int) -> Found:
         here = self.exponentials.cut(0, stop - start)
         # The first guess of a row is 0, and not what another row had here before it.
         here.reference[:1].zero_()
-        statistic, _ = row_statistics(self.p.cut(start, stop), self.tiles, exponentials=here)
-        return statistic
+        lines = tile_lines(self.p.cut(start, stop), self.tiles, None, None, here)
+        return find(asked_of(self.p.call, slice(start, stop)), lines)
 
-    def gradient(self, start: int, stop: int, column: Tensor, norm: Normaliser, coef: Coefficients) -> Tensor:
+    def gradient(
+        self, start: int, stop: int, column: Tensor, saved: Mapping[str, Tensor], up: Mapping[str, Tensor | None]
+    ) -> Tensor:
         here, rows = self.exponentials.cut(0, stop - start), replace(self.p.cut(start, stop), column=column)
-        here.write_gradient(rows, norm, coef, self.tiles.elementwise, 0, here.values)
+        asked, norm = asked_of(self.p.call, slice(start, stop)), Found({}, dict(saved)).norm
+        terms = Terms.of(self.p.call, saved, up, Row(norm, asked.target, asked.gain, asked.squash), None)
+        here.write_gradient(rows, norm, terms.coef, self.tiles.elementwise, 0, here.values)
         return here.values

@@ -14,11 +14,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from logitless.backends.contract import Problem, Running
-from logitless.backends.triton import products
-from logitless.from_hidden.plan import Tiles
-from logitless.from_hidden.projection import Projection
-from logitless.machine import product_sizes
+from logitless.machine import Tiles, product_sizes
 from logitless.softmax import Coefficients, Normaliser
+from logitless.sources.linear import Projection
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +82,7 @@ class Exponentials:
         """
         problem = p.problem(self.values[:, first : first + out.shape[1]], memory, first)
         references = self.reference[first // self.columns :]
-        write = products.gradient_from if self.fused else p.backend.gradient_from
+        write = p.products.gradient_from if self.fused else p.backend.gradient_from
         write(problem, references, self.columns, norm, coef, out)
 
 

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from logitless.backends.contract import Running
-from logitless.backends.triton import products
-from logitless.from_hidden.extra_lines import ExtraLines
-from logitless.from_hidden.plan import Tiles
-from logitless.from_hidden.projection import Projection
-from logitless.machine import pieces
+from logitless.machine import Tiles, pieces
+from logitless.passes.look import add_lines, best_lines
+from logitless.readings.found import Lines
+from logitless.readings.table import Table
 from logitless.softmax import SKIP, WIDTH, Normaliser, Statistic, merge
+from logitless.sources.linear import Projection
 
 
 class Unit(NamedTuple):
@@ -42,13 +42,12 @@ class Unit(NamedTuple):
     local: Tensor
 
 
-def statistics_with_unit(p: Projection, tiles: Tiles, extras: ExtraLines | None = None) -> tuple[Tensor, Unit]:
-    """``[4, R]`` statistic, and the unit gradients; extras are filled."""
+def lines_with_unit(p: Projection, tiles: Tiles, table: Table | None) -> tuple[Lines, Unit]:
+    """Lines of all columns here, and the unit gradients."""
     if tiles.fused:
-        lines, unit = _fused_statistics_with_unit(p, tiles)
-        if extras is not None:
-            extras.take(lines[WIDTH:])
-        return lines[:WIDTH], unit
+        lines, unit = _fused_lines_with_unit(p, tiles)
+        return Lines(lines[:WIDTH], None, None if table is None else best_lines(p, lines[WIDTH:])), unit
+    more = None if table is None else p.gain.new_empty((table.width, len(p.hidden)))
     # Kernels take rows whose last dimension is contiguous, which those of the caller need not be.
     others = torch.empty_like(p.hidden, memory_format=torch.contiguous_format)
     out = p.gain.new_empty((WIDTH, len(p.hidden)))
@@ -67,19 +66,20 @@ def statistics_with_unit(p: Projection, tiles: Tiles, extras: ExtraLines | None 
                 # Later tiles far below the reference have nothing to add: only the first may move it down.
                 running = running._replace(drop=torch.inf, sums=sums)
             backend.exponentials(tile, parts[columns.start // tiles.columns], running, exponentials, slope=True)
-            if extras is not None:
-                extras.add(tile, rows)
+            if table is not None and more is not None:
+                add_lines(table, p, tile, rows, more)
             p.multiply(
                 exponentials, p.weight[columns.start : columns.start + tile.columns], sums, add=columns.start > 0
             )
         out[:, rows] = parts[0] if slabs == 1 else merge(parts)
         _normalise(part, sums, reference, out[:, rows], others[rows])
-    return out, Unit(others, _log_normaliser(out))
+    return Lines(out, None, more), Unit(others, _log_normaliser(out))
 
 
-def _fused_statistics_with_unit(p: Projection, tiles: Tiles) -> tuple[Tensor, Unit]:
-    """The same from products that write the exponentials; with the best column's lines, where extras are asked for."""
-    others, best = torch.empty_like(p.hidden, memory_format=torch.contiguous_format), p.call.extras is not None
+def _fused_lines_with_unit(p: Projection, tiles: Tiles) -> tuple[Tensor, Unit]:
+    """The same from products that write the exponentials; with the best column's lines, where readings are asked for."""
+    others, best = torch.empty_like(p.hidden, memory_format=torch.contiguous_format), p.call.table is not None
+    products = p.products
     out = p.gain.new_empty((WIDTH + 2 * best, len(p.hidden)))
     e = p.empty((tiles.rows * tiles.columns,), p.hidden.dtype)
     total = p.gain.new_zeros((min(tiles.rows, max(len(p.hidden), 1)), p.hidden.shape[1]))

@@ -20,22 +20,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.backends.divergences import Divergence
-from logitless.distill.listed import ListedChunk, ListedResults
-from logitless.distill.pair import PairChunk, PairResults
-from logitless.distill.source import Source
-from logitless.distill.stats import DivergenceStats
-from logitless.distill.teacher import TopK
 from logitless.errors import LogitlessError
-from logitless.from_hidden.gradients import Gradients
-from logitless.from_hidden.projection import Projection
 from logitless.machine import FEW, MOVED, pieces
 from logitless.objectives import Inputs, Metrics, Objective, Preference
-from logitless.policy_loss.chunks import Chunk, empty_chunk
-from logitless.policy_loss.own_terms import differs, refused
-from logitless.policy_loss.plan import LossPlan
-from logitless.results import RowResults, row_results
-from logitless.softmax import SKIP, coefficients
+from logitless.passes.back import Gradients
+from logitless.passes.chunk import Chunk, empty_chunk
+from logitless.passes.own_terms import differs, refused
+from logitless.readings.outcomes import Sent
+from logitless.route import Plan
+from logitless.softmax import SKIP
+from logitless.sources.linear import Projection
+from logitless.sources.teachers import TeacherRows
 from logitless.spec import TokenStats, has_values
 
 
@@ -45,7 +40,7 @@ class Outcome:
 
     loss: Tensor
     metrics: Metrics
-    stats: TokenStats | DivergenceStats
+    stats: TokenStats
     gradients: Gradients
     scale: Tensor | None
 
@@ -72,13 +67,13 @@ class OnePass:
         float16: the factor that float16 gradients are held by while they are made, or None.
         drop_zeros: ask the device which rows have a gradient at all, and multiply only those. Not while a CUDA graph is
             captured, whose replays may have others.
-        taught: the teacher's logits or log-probs, and the divergence from them; None without a teacher.
+        teacher: the teacher's logits of all rows, what it sent of them, or None.
         watched: gradients of the chunks so far by what the terms are on, where a term of the caller's own goes in
             several chunks; else None.
     """
 
     p: Projection
-    plan: LossPlan
+    plan: Plan
     objective: Objective | Preference
     inputs: Inputs
     into: Gradients
@@ -86,13 +81,13 @@ class OnePass:
     scale: Tensor | None
     float16: Float16Scale | None
     drop_zeros: bool
-    taught: tuple[Source | TopK, Divergence] | None = None
+    teacher: TeacherRows | Sent | None = None
     watched: list[RowGradients] | None = None
 
     @staticmethod
     def over(
         p: Projection,
-        plan: LossPlan,
+        plan: Plan,
         objective: Objective | Preference,
         inputs: Inputs,
         *,
@@ -100,7 +95,7 @@ class OnePass:
         weight_grad: Tensor | None,
         scale: Tensor | None,
         drop_zeros: bool,
-        taught: tuple[Source | TopK, Divergence] | None = None,
+        teacher: TeacherRows | Sent | None = None,
     ) -> OnePass:
         """With room for the gradients that are wanted; the weight's goes to ``weight_grad`` where that is given."""
         hidden, weight, bias = want
@@ -119,7 +114,7 @@ class OnePass:
         float16 = Float16Scale(gradients) if p.hidden.dtype == torch.float16 and weight_grad is None else None
         watched = [] if objective.own_terms and len(plan.chunks) > 1 else None
         fresh = weight_grad is None
-        return OnePass(p, plan, objective, inputs, gradients, fresh, scale, float16, drop_zeros, taught, watched)
+        return OnePass(p, plan, objective, inputs, gradients, fresh, scale, float16, drop_zeros, teacher, watched)
 
     def run(self) -> Outcome:
         """The objective of all rows, and the gradients."""
@@ -127,9 +122,9 @@ class OnePass:
         if p.hidden.is_meta:
             # Nothing is computed and only allocations count: the two largest chunks and the last stand for all.
             chunks = (*sorted(chunks, key=lambda c: c[0] - c[1])[:2], *chunks[-1:])
-        chunk = self._empty_chunk()
-        # Log-prob, entropy and log Z; with a teacher, also what is about the two.
-        stats = [p.gain.new_empty(len(p.hidden)) for _ in range(len(DivergenceStats._fields) if self.taught else 3)]
+        rows = self.teacher if isinstance(self.teacher, TeacherRows) else None
+        chunk = empty_chunk(p, self.plan, rows)
+        stats: dict[str, Tensor] = {}
         last, evaluated = None, None
         for i, (start, stop) in enumerate(chunks):
             if last is not None:
@@ -137,94 +132,76 @@ class OnePass:
                 self._multiply_head(*last, overwrite=self.fresh and i == 1)
                 last = None
             results, evaluated, last = self._work_off(chunk, start, stop, first=i == 0)
-            for whole, part in zip(stats, results, strict=True):
-                if part is not None:
-                    whole[start:stop] = part
+            for name, part in results.items():
+                if name not in stats:
+                    stats[name] = part.new_empty((len(p.hidden), *part.shape[1:]))
+                stats[name][start:stop] = part
         if not chunks:
             self._zero(self.into.hidden)
-        stats = DivergenceStats(*stats) if self.taught else TokenStats(*stats)
+        none = p.gain.new_empty(0)
+        found = TokenStats(**(stats or dict.fromkeys(("logprob", "entropy", "log_z"), none)))
         # Before the last product, so that the device has work while the answer is on its way.
-        differing = self._differing(stats)
+        differing = self._differing(found)
         asked = None if differing is None or _capturing(differing) else _read_later(differing, None)
         # As late as can be: in one chunk, nothing that fails leaves a part of a gradient in the caller's buffer.
         if last is not None:
             self._multiply_head(*last, overwrite=self.fresh and len(chunks) == 1)
         # Of several chunks, the value and the metrics once more on all rows: the same bits however rows were chunked.
-        loss, metrics = evaluated or self.objective.evaluate(self._inputs_with(stats))
+        loss, metrics = evaluated or self.objective.evaluate(self._inputs_with(found))
         if asked is not None and asked():
             raise refused(self.objective, len(chunks))
         if differing is not None:
             # A CUDA graph can fetch nothing: what its replay finds, it can only show.
             loss = torch.where(differing, torch.nan, loss)
         scale = self.scale if self.float16 is None else self.float16.settle(chunks)
-        return Outcome(loss.detach(), metrics, stats, self.into, scale)
+        return Outcome(loss.detach(), metrics, found, self.into, scale)
 
-    def _inputs_with(self, stats: TokenStats | DivergenceStats) -> Inputs:
+    def _inputs_with(self, stats: TokenStats) -> Inputs:
         """The objective's inputs, with the results of all rows."""
-        log_z, divergence = stats.log_z if self.objective.log_z else None, getattr(stats, "divergence", None)
-        of_rows = {"logprob": stats.logprob, "entropy": stats.entropy, "log_z": log_z, "divergence": divergence}
-        return replace(self.inputs, **of_rows)
+        return with_results(self.objective, self.inputs, stats)
 
-    def _differing(self, stats: TokenStats | DivergenceStats) -> Tensor | None:
+    def _differing(self, stats: TokenStats) -> Tensor | None:
         """0-dim bool, whether a term of the caller's own gives rows other gradients in chunks than over all rows; None
         where there is no such term, or nothing to compare."""
         if self.watched is None:
             return None
-        at_once, _ = row_gradients(self.objective, self._inputs_with(stats), stats)
+        at_once, _ = row_gradients(self.objective, self._inputs_with(stats))
         return differs(self.watched, at_once) if has_values(self.p.hidden) else None
 
-    def _empty_chunk(self) -> Chunk | PairChunk | ListedChunk:
-        """Room for the largest chunk."""
-        p, plan = self.p, self.plan
-        if self.taught is None:
-            return empty_chunk(p, plan)
-        (teacher, kind), sizes = self.taught, (plan.rows, plan.columns, plan.elementwise)
-        if isinstance(teacher, TopK):
-            return ListedChunk.empty(p, teacher, kind, *sizes)
-        return PairChunk.empty(p, teacher, kind, *sizes)
-
     def _work_off(
-        self, chunk: Chunk | PairChunk | ListedChunk, start: int, stop: int, first: bool
-    ) -> tuple[tuple[Tensor | None, ...], Evaluated | None, Factors | None]:
+        self, chunk: Chunk, start: int, stop: int, first: bool
+    ) -> tuple[dict[str, Tensor], Evaluated | None, Factors | None]:
         """Results of a chunk of rows, whose hidden states get their gradient; value and metrics of the objective, if
         the chunk is all rows; and the factors of the head's gradient."""
-        column, pair = self.p.column[start:stop], None
-        if isinstance(chunk, PairChunk | ListedChunk):
-            pair = chunk.results(start, stop)
-            row, divergence, values = pair.row, pair.divergence, pair.vectors()[: len(DivergenceStats._fields)]
-        else:
-            row = row_results(chunk.statistics(start, stop), None, column == SKIP, True, self.p.call.group)
-            divergence, values = None, row[:3]
-        part = replace(self.inputs.cut(start, stop, self.plan.whole_samples), divergence=divergence)
-        found, evaluated = row_gradients(self.objective, part, row, check=first, whole=stop - start == len(self.inputs))
+        column, rows = self.p.column[start:stop], slice(start, stop)
+        results, saved = chunk.look(start, stop)
+        sent = self.teacher.cut(rows) if isinstance(self.teacher, Sent) else None
+        stats, log_p = _outcomes(results, sent, self.p)
+        part = with_results(self.objective, self.inputs.cut(start, stop, self.plan.whole_samples), stats)
+        found, evaluated = row_gradients(self.objective, part, check=first, whole=stop - start == len(self.inputs))
         if self.watched is not None:
             self.watched.append(found)
-        scale = self.scale if self.float16 is None else self.float16.lower(*found)
+        scale = self.scale if self.float16 is None else self.float16.lower(*found.values())
         if scale is not None:
-            found = found.scaled(scale)
-        coef = coefficients(row.logprob, row.norm, row.mean, *found[:3])
+            found = {name: None if x is None else x * scale for name, x in found.items()}
+        results = {name: x.detach() for name, x in stats._asdict().items() if x is not None}
         if not self.p.call.columns:
-            self._zero(None if self.into.hidden is None else self.into.hidden[start:stop])
-            return values, evaluated, None
+            self._zero(None if self.into.hidden is None else self.into.hidden[rows])
+            return results, evaluated, None
+        if log_p is not None:
+            found = {**found, "ids_logprobs": _through_outcomes(stats, log_p, found)}
         counted, staying = part.counted, None
-        stays = counted & found.matters
+        stays = counted & matters(found)
         drop = self.drop_zeros and not _capturing(stays)
         number = _read_later(stays.sum(), self._dry_number(stop - start)) if drop else None
         # Rows that do not count may hold anything: without a target they have no gradient, rather than 0 * NaN.
         column = torch.where(counted, column, SKIP)
-        if isinstance(chunk, PairChunk):
-            assert isinstance(pair, PairResults)
-            d_z = chunk.gradient(start, stop, column, pair, found.by_divergence, coef)
-        elif isinstance(chunk, ListedChunk):
-            assert isinstance(pair, ListedResults)
-            d_z = chunk.gradient(start, stop, column, pair, found.by_divergence, coef, found.logprob)
-        else:
-            d_z = chunk.gradient(start, stop, column, row.norm, coef)
+        d_z = chunk.gradient(start, stop, column, saved, found)
         if number is not None:
             count = number()
             staying = _places(stays, count) if count <= (1 - FEW) * (stop - start) else None
             counted = None if count == stop - start else counted
-        return values, evaluated, self._multiply(d_z, slice(start, stop), staying, counted)
+        return results, evaluated, self._multiply(d_z, rows, staying, counted)
 
     def _multiply(self, d_z: Tensor, chunk: slice, staying: Tensor | None, counted: Tensor | None) -> Factors:
         """The product for a chunk's hidden states; returns the factors of that for the head.
@@ -331,77 +308,86 @@ class Float16Scale:
         return self.by_chunk[-1] if self.by_chunk else None
 
 
-class RowGradients(NamedTuple):
-    """``[C]`` gradients of a loss by what its terms are on; None where the objective has no such term."""
+RowGradients = dict[str, Tensor | None]
+"""``[C]`` gradients of a loss by the results that its terms are on; None where nothing depends on one."""
 
-    logprob: Tensor
-    entropy: Tensor | None
-    log_z: Tensor | None
-    divergence: Tensor | None = None
-
-    @property
-    def matters(self) -> Tensor:
-        """``[C]`` whether any of them is not 0."""
-        some = self.logprob != 0
-        for x in self[1:]:
-            some = some if x is None else some | (x != 0)
-        return some
-
-    @property
-    def by_divergence(self) -> Tensor:
-        """``[C]``, also of a loss without such a term."""
-        return torch.zeros_like(self.logprob) if self.divergence is None else self.divergence
-
-    def scaled(self, factor: Tensor) -> RowGradients:
-        return RowGradients(*(x if x is None else x * factor for x in self))  # pyright: ignore[reportArgumentType]
-
+TERMS = ("logprob", "entropy", "log_z", "divergence", "mean_logit")
+"""Results that a loss may have terms on."""
 
 Evaluated = tuple[Tensor, Metrics]
 """Value of an objective, 0-dim, and its metrics."""
 
 
+def matters(found: RowGradients) -> Tensor:
+    """``[C]`` whether any of the gradients of a row is not 0."""
+    flags = [x != 0 if x.dim() == 1 else (x != 0).any(1) for x in found.values() if x is not None]
+    return torch.stack(flags).any(0) if len(flags) > 1 else flags[0]
+
+
+def with_results(objective: Objective | Preference, inputs: Inputs, stats: TokenStats) -> Inputs:
+    """The inputs of an objective, with the results that its terms are on."""
+    return replace(
+        inputs,
+        logprob=stats.logprob,
+        entropy=stats.entropy,
+        log_z=stats.log_z if objective.log_z else None,
+        mean_logit=stats.mean_logit if objective.stats else None,
+        divergence=stats.divergence,
+    )
+
+
 def row_gradients(
-    objective: Objective | Preference,
-    inputs: Inputs,
-    results: RowResults | TokenStats | DivergenceStats,
-    check: bool = False,
-    whole: bool = False,
+    objective: Objective | Preference, inputs: Inputs, check: bool = False, whole: bool = False
 ) -> tuple[RowGradients, Evaluated | None]:
     """Gradients of some rows' loss by what its terms are on; and its value and metrics, if they are ``whole``.
 
     Args:
-        inputs: with the rows' divergence, if there is a teacher.
+        inputs: with the rows' results.
         check: raise if the loss depends on anything else that needs a gradient, and would not get it here.
         whole: whether these are all rows.
     """
     with torch.enable_grad():
-        logprob, entropy, divergence = results.logprob.detach().requires_grad_(), results.entropy, inputs.divergence
-        assert entropy is not None
-        leaves = {"logprob": logprob}
-        if objective.entropy == "grad":
-            leaves["entropy"] = entropy = entropy.detach().requires_grad_()
-        if objective.log_z:
-            assert results.log_z is not None
-            leaves["log_z"] = results.log_z.detach().requires_grad_()
-        if divergence is not None:
-            leaves["divergence"] = divergence.detach().requires_grad_()
-        inputs, evaluated = replace(inputs, **{"entropy": entropy, **leaves}), None
+        # An entropy that no term is on is a value, as in two passes.
+        named = {name: getattr(inputs, name) for name in TERMS if name != "entropy" or objective.entropy == "grad"}
+        leaves = {name: x.detach().requires_grad_() for name, x in named.items() if x is not None}
+        inputs, evaluated = replace(inputs, **leaves), None
         if whole:
             loss, _ = evaluated = objective.evaluate(inputs)
         else:
             loss = objective.loss(inputs)
-        found: dict[str, Tensor | None] = {}
+        found: RowGradients = {}
         if check and _depends_on_others(loss, list(leaves.values())):
             raise LogitlessError(
-                "linear_policy_loss: a term of the objective has parameters of its own, which get no gradient in one "
-                "pass. Make the term a torch.nn.Module, or call objective(linear_logprobs(...), rows, ...)."
+                "policy_loss: a term of the objective has parameters of its own, which get no gradient in one pass. "
+                "Make the term a torch.nn.Module, or call objective(logprobs(...), rows, ...)."
             )
         if loss.requires_grad:
             found = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True), strict=True))
-    by = {name: x.contiguous() for name, x in found.items() if x is not None}
-    by_logprob = by["logprob"] if "logprob" in by else torch.zeros_like(logprob)
-    rest = (by.get(name) for name in ("entropy", "log_z", "divergence"))
-    return RowGradients(by_logprob, *rest), evaluated
+    found = {name: None if x is None else x.contiguous() for name, x in found.items()}
+    if found.get("logprob") is None:
+        found["logprob"] = torch.zeros_like(inputs.logprob)
+    return {name: found.get(name) for name in TERMS}, evaluated
+
+
+def _outcomes(results: dict[str, Tensor], sent: Sent | None, p: Projection) -> tuple[TokenStats, Tensor | None]:
+    """Results by name; of a teacher that sent K log-probs with the divergence, and the leaf that it is made from."""
+    if sent is None:
+        return TokenStats(**results), None
+    with torch.enable_grad():
+        leaf = results["ids_logprobs"].detach().requires_grad_()
+        assert p.call.kind is not None
+        divergence = sent.divergence(sent.over_outcomes(leaf), p.call.kind)
+    rest = {name: x for name, x in results.items() if name != "ids_logprobs"}
+    return TokenStats(**rest, divergence=divergence, **sent.own()), leaf
+
+
+def _through_outcomes(stats: TokenStats, leaf: Tensor, found: RowGradients) -> Tensor | None:
+    """Gradient of the student's log-probs of the outcomes, from that of the divergence."""
+    by = found.get("divergence")
+    if by is None or stats.divergence is None:
+        return None
+    (slope,) = torch.autograd.grad(stats.divergence, leaf, torch.ones_like(by), retain_graph=True)
+    return torch.where(by[:, None] == 0, 0.0, by[:, None] * slope)
 
 
 def _depends_on_others(loss: Tensor, leaves: list[Tensor]) -> bool:

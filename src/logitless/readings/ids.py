@@ -48,6 +48,9 @@ class Ids:
     def cut(self, rows: slice | Tensor) -> Ids:
         return replace(self, ids=self.ids[rows])
 
+    def padded(self, num_rows: int) -> Ids:
+        return replace(self, ids=torch.nn.functional.pad(self.ids, (0, 0, 0, num_rows - len(self.ids)), value=IGNORE))
+
     def lines(self, backend: Backend, tile: Problem, rows: slice) -> Tensor:
         ids = self.ids[rows]
         # A padded tile has more rows.

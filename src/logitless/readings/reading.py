@@ -94,6 +94,10 @@ class Reading(Protocol):
         """The reading of some of the rows."""
         ...
 
+    def padded(self, num_rows: int) -> Reading:
+        """The reading with rows after the last, up to so many, that stand for nothing."""
+        ...
+
 
 class Plain:
     """A reading without a gradient, the same for all rows."""
@@ -107,6 +111,9 @@ class Plain:
         return coef
 
     def cut(self, rows: slice | Tensor):  # noqa: ANN201
+        return self
+
+    def padded(self, num_rows: int):  # noqa: ANN201
         return self
 
 

@@ -27,7 +27,9 @@ class Table:
     readings: tuple[Reading, ...]
 
     @staticmethod
-    def of(stats: Sequence[str], top_k: int, ids: Tensor | None, *, negative: bool, start: int, rest: bool = False) -> Table | None:
+    def of(
+        stats: Sequence[str], top_k: int, ids: Tensor | None, *, negative: bool, start: int, rest: bool = False
+    ) -> Table | None:
         """What is asked for; None for nothing."""
         found: list[Reading] = []
         if top_k or {"top1", "max_logit"} & set(stats):
@@ -66,6 +68,9 @@ class Table:
 
     def cut(self, rows: slice | Tensor) -> Table:
         return Table(tuple(x.cut(rows) for x in self.readings))
+
+    def padded(self, num_rows: int) -> Table:
+        return Table(tuple(x.padded(num_rows) for x in self.readings))
 
     def lines(self, backend: Backend, tile: Problem, rows: slice) -> Tensor:
         """``[width, r]`` lines of a tile."""

@@ -68,9 +68,7 @@ class LossShape:
         )
 
 
-def one_pass_seconds(
-    costs: Costs, shape: LossShape, chunks: tuple[tuple[int, int], ...], tiles: Tiles | None
-) -> float:
+def one_pass_seconds(costs: Costs, shape: LossShape, chunks: tuple[tuple[int, int], ...], tiles: Tiles | None) -> float:
     """Of a loss in these chunks, which hold logits, or exponentials that are filled by tiles."""
     sizes = shape.sizes
     elements, product = sizes.rows * sizes.columns, _product_seconds(costs, shape)

@@ -3,7 +3,6 @@
     one pass      3 products     the objective is evaluated on a chunk of rows while their logits are there
     two passes    4 products     log-probs of all rows first, then the objective, then the logits again
     support       0 products     log-probs over the sampler's support alone, then the objective
-    given         0 products     logits exist, and are one chunk: looked at once
 
 A teacher's logits are one product more in one pass, and two in two.
 
@@ -36,89 +35,90 @@ COPIED = 4
 """A quarter of the budget may hold copies of rows without the teacher's K ids."""
 
 
-def plan_of(
-    call: Call,
-    hidden: Tensor,
-    weight: Tensor,
-    objective: Objective | Preference,
-    teacher: Teacher | Teachers | None = None,
-) -> LossPlan:
+def loss_plan(call: Call, objective: Objective | Preference) -> Plan:
     """The decision for a checked call. What a budget cannot hold is refused here, before anything is sent."""
-    needs = needs_gradient(hidden, weight, call.asked)
     if call.over_support:
-        return LossPlan("support", (), False, 0, None, 0, ONLY_SUPPORT, choose_plan(call, needs))
+        return Plan("support", ONLY_SUPPORT, first=score_plan(call))
+    teacher, linear = call.asked.teacher, call.linear
+    multiplied = teacher if call.kept is None and not _sent(teacher) else None
+    if linear is None:
+        return Plan("two passes", "logits exist, and nothing is multiplied again", first=score_plan(call))
     counts = objective.kept_together(call.rows.counts)
     shape = LossShape.of(
         counts,
         # The same chunks on every rank of a vocabulary group: all take part in the all_gather of each.
         call.mean_columns,
-        weight.shape[1],
+        call.width,
         dtype=call.dtype,
         logits_dtype=call.logits_dtype,
         machine=call.machine,
-        bias=call.asked.bias is not None,
+        bias=linear.bias is not None,
         capped=bool(call.squash),
-        trained=weight.requires_grad,
+        trained=call.needs[1],
         # Not from how the operands lie in memory, which the other ranks do not know.
         fused=apart_everywhere(call) is None,
     )
-    if teacher is not None:
-        members = (teacher,) if isinstance(teacher, Teacher) else teacher.members
+    if isinstance(multiplied, Teacher | Teachers):
+        members = (multiplied,) if isinstance(multiplied, Teacher) else multiplied.members
         sizes = [x.hidden.shape[-1] for x in members if x.hidden is not None]
         width = sum(sizes) // max(1, len(sizes))
         shape = replace(shape, exponentials=False, beside=call.gain.dtype.itemsize, teacher=width)
     memory = call.memory
-    if call.extras is not None:
+    if call.table is not None or call.kept is not None:
         shape = replace(shape, exponentials=False)
-        memory -= 0 if call.machine.elementwise else memory // COPIED
+    rest = call.table is not None and call.table.rest and not call.machine.elementwise
+    memory -= memory // COPIED if rest else 0
     unit = "sample" if len(counts) == len(call.rows.counts) else "pair"
-    plan = choose_loss_plan(shape, objective.sequence_level, _obstacle(call, objective, teacher), memory, unit)
-    if teacher is not None:
-        first = None if plan.kind == "one pass" and any(needs) else pair_plan(call, needs)
-        return replace(plan, taught=True, first=first)
-    if call.extras is not None and plan.kind == "one pass" and not call.machine.elementwise:
+    plan = choose_loss_plan(shape, objective.sequence_level, _obstacle(call, objective), memory, unit)
+    plan = replace(plan, taught=multiplied is not None, products=_products(plan, multiplied is not None))
+    if rest and plan.kind == "one pass":
         # The rest of a row is summed from a copy of some rows.
         plan = replace(plan, elementwise=max(1, call.memory // COPIED))
     if plan.tiles is not None and call.apart is None:
         plan = replace(plan, tiles=plan.tiles._replace(rows=plan.rows, columns=max(1, call.columns), fused=True))
-    return plan if plan.kind == "one pass" and any(needs) else replace(plan, first=choose_plan(first_pass(call), needs))
+    done = plan.kind == "one pass" and any(call.needs)
+    return plan if done else replace(plan, first=score_plan(first_pass(call)))
+
+
+def _sent(teacher: object) -> bool:
+    """Whether the teacher sent K log-probs of each row instead of its logits."""
+    return isinstance(teacher, Teacher) and teacher.top_k is not None
+
+
+def _products(plan: Plan, taught: bool) -> int:
+    return {"one pass": 3 + taught, "two passes": 4 + 2 * taught}[plan.kind]
 
 
 def first_pass(call: Call) -> Call:
     """The call for log-probs alone, with the budget that is theirs."""
-    return replace(call, memory=two_pass_memory(call.memory))
+    if call.linear is None or (call.asked.teacher is not None and not _sent(call.asked.teacher) and call.kept is None):
+        return call
+    return replace(call, memory=min(call.memory, parse_memory(MEMORY["hidden"])))
 
 
-def _obstacle(call: Call, objective: Objective | Preference, teacher: Teacher | Teachers | None) -> str | None:
+def _obstacle(call: Call, objective: Objective | Preference) -> str | None:
     """Why it must be two passes, whatever the sizes; or None."""
-    cp = call.rows.cp
-    if call.asked.kept is not None:
-        return "log-probs over kept ids are not made chunk by chunk"
-    if objective.stats:
-        return "label smoothing needs the mean logit, which is not made chunk by chunk"
+    cp, linear = call.rows.cp, call.linear
+    if call.kept is not None and call.asked.teacher is not None:
+        return "the divergence over kept ids is made of single logits of all rows"
     if objective.modules:
         return "a term of the objective is a module, whose parameters get their gradient in backward"
     if objective.batch_level:
         return 'level="batch" asks for all rows at once'
-    if call.asked.batch_invariant:
+    if linear is not None and linear.batch_invariant:
         return "batch_invariant=True fixes the tiles, and a chunk is none of them"
     if call.logits_dtype.itemsize < call.dtype.itemsize:
         return f"match= rounds the logits to {call.logits_dtype}, whose rows hold no gradient in {call.dtype}"
     if objective.sequence_level and cp is not None and cp.size > 1:
         return "the objective takes means over samples, and those are split over context-parallel ranks"
-    if objective.sequence_level and isinstance(teacher, Teachers):
+    if objective.sequence_level and isinstance(call.asked.teacher, Teachers):
         return "the objective takes means over samples, and rows are grouped by their teachers"
     return None
 
 
-def two_pass_memory(memory: int) -> int:
-    """Working memory of ``linear_logprobs`` where it makes the first of two passes: its own default, at most."""
-    return min(memory, parse_memory(Options().memory))
-
-
 def choose_loss_plan(
     shape: LossShape, sequence_level: bool, obstacle: str | None, memory: int, unit: str = "sample"
-) -> LossPlan:
+) -> Plan:
     """One pass if nothing stands in its way, and the chunks that cost least.
 
     Args:
@@ -130,10 +130,18 @@ def choose_loss_plan(
     elementwise = max(1, int(memory * sizes.machine.elementwise)) if sizes.machine.elementwise else memory
     reason = "the loss of a row depends on " + (f"its own {unit}" if sequence_level else "nothing but its own log-prob")
 
-    def one_pass(rows: int, tiles: Tiles | None) -> LossPlan:
+    def one_pass(rows: int, tiles: Tiles | None) -> Plan:
         chunks = whole_samples(shape.counts, rows) if sequence_level else even_chunks(sum(shape.counts), rows)
         columns = SLAB if shape.widened else max(1, sizes.columns)
-        return LossPlan("one pass", chunks, sequence_level, columns, tiles, elementwise, reason)
+        return Plan(
+            "one pass",
+            reason,
+            chunks=chunks,
+            whole_samples=sequence_level,
+            columns=columns,
+            tiles=tiles,
+            elementwise=elementwise,
+        )
 
     rows = max(1, work // (max(1, sizes.columns) * (sizes.logits_bytes + shape.beside)))
     plan = one_pass(rows, None)
@@ -153,20 +161,22 @@ def choose_loss_plan(
         )
     costs = sizes.machine.costs
     if obstacle is None and costs is not None:
-        one, two = one_pass_seconds(costs, shape, plan), two_pass_seconds(costs, shape, memory)
+        one = one_pass_seconds(costs, shape, plan.chunks, plan.tiles)
+        two = two_pass_seconds(costs, shape, memory if shape.beside else min(memory, parse_memory(MEMORY["hidden"])))
         if two < WORTHWHILE * one:
             obstacle = (
                 f"one pass in the {len(plan.chunks)} chunks that memory= holds takes {one / two:.2f} times as long"
             )
-    return plan if obstacle is None else LossPlan("two passes", (), False, 0, None, 0, obstacle)
+    return plan if obstacle is None else Plan("two passes", obstacle)
 
 
-def _is_worthwhile(shape: LossShape, logits: LossPlan, exponentials: LossPlan, rows: int) -> bool:
+def _is_worthwhile(shape: LossShape, logits: Plan, exponentials: Plan, rows: int) -> bool:
     """Whether chunks of exponentials beat chunks of so many rows of logits. Without costs, longer chunks do."""
     costs = shape.sizes.machine.costs
     if costs is None:
         return rows < min(shape.sizes.rows, ENOUGH)
-    return one_pass_seconds(costs, shape, exponentials) < WORTHWHILE * one_pass_seconds(costs, shape, logits)
+    few, many = (one_pass_seconds(costs, shape, x.chunks, x.tiles) for x in (logits, exponentials))
+    return many < WORTHWHILE * few
 
 
 def whole_samples(counts: Sequence[int], most: int) -> tuple[tuple[int, int], ...]:

@@ -17,7 +17,7 @@ budget, before anything runs. How large a tile should be is in ``tiles``, what a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from logitless.call import Call
 from logitless.machine import SLAB, WORK, Tiles
@@ -83,11 +83,18 @@ class Plan:
         """Of the largest chunk."""
         return max((stop - start for start, stop in self.chunks), default=0)
 
+    def facts(self) -> dict[str, Any]:
+        """What ranks must agree on: they communicate once for every chunk."""
+        first = {} if self.first is None else {f"{name} of the first pass": x for name, x in self.first.facts().items()}
+        return {"the route": self.kind, "the chunks of rows": self.chunks} | first
+
     def __str__(self) -> str:
         products = str(self.products)
         if self.kind == "recompute" and self.kept_rows:
             products = f"between {self.products - 1} and {self.products}"
-        noun = "no matrix product" if not self.products else f"{products} matrix product{'s' if products != '1' else ''}"
+        noun = (
+            "no matrix product" if not self.products else f"{products} matrix product{'s' if products != '1' else ''}"
+        )
         parts = [f"{self.kind}: {noun}, because {self.reason}.", *self._sizes()]
         if self.kind == "support":
             parts.append(f"{self.ids} dot products.")

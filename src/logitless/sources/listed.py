@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.call import Call, Operands
+from logitless.call import MEMORY, Call, Operands, Unchanged
 from logitless.collectives import sum_over
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.notes import explained
 from logitless.readings.support import Entries, KeptLogits, Support, write_kept
-from logitless.sources.given import as_matrix, gradient_buffer, given_problem
+from logitless.sources.given import as_matrix, given_problem, gradient_buffer
 from logitless.sources.linear import gathered_tokens, is_split, reduced_gradient, require_weight
 from logitless.spec import IGNORE
 
@@ -74,7 +74,12 @@ class _EntryLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor | None, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None, *vectors: Any
+        ctx: Any,
+        logits: Tensor | None,
+        hidden: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        *vectors: Any,
     ) -> Tensor:
         *entries, call, whole = vectors
         saved = _Saved(logits, hidden, weight, *entries)
@@ -87,6 +92,7 @@ class _EntryLogits(torch.autograd.Function):
             raw = _looked_up(logits, support, place, call)
         ctx.save_for_backward(*saved)
         # The buffer for the weight's gradient is in the call and not saved: others may add to it before backward does.
+        ctx.unchanged = Unchanged.of(call.caller, call.read_again())
         ctx.call, ctx.bias_dtype, ctx.spent = call, None if bias is None else bias.dtype, False
         return sum_over(call.group, raw) if whole and call.group is not None else raw
 
@@ -98,10 +104,10 @@ class _EntryLogits(torch.autograd.Function):
         if ctx.spent:
             raise spent(call.caller)
         saved = _Saved(*ctx.saved_tensors)
-        written = {"weight_grad": None if call.linear is None else call.linear.weight_grad}
-        if saved.logits is not None and call.overwrite:
-            written = {"logits": saved.logits}
-        with explained(call.caller, call.asked.memory, **written):
+        ctx.unchanged.check()
+        buffer = None if call.linear is None else call.linear.weight_grad
+        over, memory = saved.logits if call.overwrite else None, call.asked.memory or MEMORY["hidden"]
+        with explained(call.caller, memory, weight_grad=buffer, logits=over):
             ctx.spent = call.overwrite
             ignored = (call.rows.target == IGNORE)[saved.row]
             d_raw = upstream.to(call.gain.dtype).masked_fill(ignored, 0.0)

@@ -7,25 +7,28 @@ Whatever a teacher is (a head, logits that exist, another vocabulary) ends here:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from logitless.backends.contract import Problem
 from logitless.call import PLAIN, Call, Operands
-from logitless.call.checks import vocabulary
+from logitless.call.checks import check_kept, vocabulary
 from logitless.collectives import sum_over
 from logitless.errors import LogitlessError
 from logitless.machine import SLAB, pieces
-from logitless.operands import Kept, Logits, Teacher, Teachers
+from logitless.operands import Kept, Logits, Teacher, Teachers, TopK
 from logitless.readings.over_support import rows_of
+from logitless.readings.reading import LARGEST
 from logitless.readings.support import Support
 from logitless.rows import Rows
 from logitless.sources.given import as_matrix
 from logitless.sources.linear import Projection, gathered_tokens
 from logitless.sources.listed import raw_logits
-from logitless.spec import TokenStats, accumulation_dtype, has_values
+from logitless.spec import IGNORE, TokenStats, accumulation_dtype, has_values, inspectable
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,6 +225,76 @@ def check_teacher(given: Teacher | Teachers, tokens: Tensor, call: Call) -> None
                 f"{name}: the teacher's ids go up to {int(teacher.ids.max())}, outside of the student's vocabulary of "
                 f"{call.vocab_size}. Use -1 for columns that the student does not have."
             )
+
+
+def check_teachers(call: Call, tokens: Tensor, given: Any) -> None:
+    """Raise for a teacher that does not go with the call, or with its divergence."""
+    members = (given,) if isinstance(given, Teacher) else getattr(given, "members", ())
+    linear, name = call.linear, call.caller
+    if linear is not None and linear.batch_invariant and isinstance(given, Teachers) and call.kept is None:
+        raise LogitlessError(
+            f"{name}: batch_invariant=True goes with one Teacher. With several, how many rows a product has depends on "
+            f"who else is in the batch: call once for each of them."
+        )
+    if call.kept is not None or any(x.kept is not None for x in members):
+        _check_supports(call, members)
+        check_teacher(given, tokens, call)
+        return
+    if isinstance(given, Teacher) and given.top_k is not None:
+        _check_top_k(call, given.top_k)
+        return
+    check_teacher(given, tokens, call)
+    sizes = [min(x.width, (x.head or PLAIN).vocab_size or x.width) for x in members]
+    if call.kind is not None and call.kind.kind == "reverse_kl" and call.shard is None and min(sizes) < call.columns:
+        raise LogitlessError(
+            f"{name}: the teacher has {min(sizes)} ids and the student {call.columns}, so that KL(student || teacher) is "
+            f"infinite. Compare over the ids that both have, with head=Head(vocab_size={min(sizes)}), or take another "
+            f"divergence: all others are finite."
+        )
+
+
+def _check_supports(call: Call, members: Sequence[Teacher]) -> None:
+    """Raise for teachers whose ids do not go with the call's."""
+    name = call.caller
+    if any(x.top_k is not None for x in members):
+        raise LogitlessError(
+            f"{name}: kept= does not go with Teacher.from_top_k, which names its own ids. Leave kept= out; with "
+            f'tail="renormalise" both distributions are over those ids.'
+        )
+    supports = [x.kept for x in members if x.kept is not None]
+    if supports and (call.kept is None or len(supports) < len(members)):
+        raise LogitlessError(
+            f"{name}: Teacher(kept=) goes with kept= of the student, and of several teachers all have it or none."
+        )
+    for kept in supports:
+        check_kept(name, kept, call.rows, call.vocab_size, call.gain.device)
+        none = (kept.lengths == 0) & (call.rows.target != IGNORE)
+        if inspectable(none) and len(supports) == 1 and bool(none.any()):
+            raise LogitlessError(f"{name}: the teacher kept no id at all in a row. Give at least one id for each.")
+
+
+def _check_top_k(call: Call, sent: TopK) -> None:
+    """Raise for log-probs that do not go with the rows and the vocabulary of the call."""
+    name, ids = call.caller, sent.ids
+    if call.asked.ids is not None:
+        raise LogitlessError(
+            f"{name}: ids= does not go with a teacher that sent K log-probs, whose ids are looked up in the same way. Ask "
+            f"for the log-probs of ids in a call of their own."
+        )
+    if tuple(ids.shape[:-1]) not in (call.shape, (call.num_rows,)):
+        raise LogitlessError(
+            f"{name}: the teacher's log-probs are {list(ids.shape)} but there are {call.num_rows} rows. Give K for "
+            f"every scored row."
+        )
+    if ids.device != call.gain.device or sent.logprobs.device != call.gain.device:
+        raise LogitlessError(f"{name}: the teacher's log-probs are on {ids.device}, the student on {call.gain.device}.")
+    if inspectable(ids) and ids.numel() and int(ids.max()) >= call.vocab_size:
+        raise LogitlessError(
+            f"{name}: the teacher's ids go up to {int(ids.max())}, outside of the student's vocabulary of "
+            f"{call.vocab_size}. Use -1 for ids that the student does not have."
+        )
+    if call.vocab_size > LARGEST:
+        raise LogitlessError(f"{name}: log-probs of single ids take up to {LARGEST} columns, not {call.vocab_size}.")
 
 
 def in_place(given: Teacher | Teachers, student: Problem, call: Call) -> Problem | None:

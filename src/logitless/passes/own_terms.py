@@ -11,7 +11,7 @@ sum to 0 over any rows. So the gradients themselves are compared, which are vect
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from torch import Tensor
 from logitless.errors import LogitlessError
 from logitless.objectives import Objective, Preference
 
-Gradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""``[C]`` gradients by log-prob, entropy, log Z and divergence; None where nothing depends on it."""
+Gradients = Mapping[str, Tensor | None]
+"""``[C]`` gradients by the results that terms are on; None where nothing depends on one."""
 
 
 def differs(in_chunks: Sequence[Gradients], at_once: Gradients) -> Tensor:
@@ -30,14 +30,18 @@ def differs(in_chunks: Sequence[Gradients], at_once: Gradients) -> Tensor:
     number that is what is left of larger ones, which all but cancelled, may have lost more, so a few units in the last
     place of the largest of all are allowed besides.
     """
-    rows = [gradients[0] for gradients in in_chunks]
-    found = torch.zeros((), dtype=torch.bool, device=at_once[0].device)
-    for whole, *parts in zip(at_once, *in_chunks, strict=True):
+    like, rows = at_once["logprob"], [gradients["logprob"] for gradients in in_chunks]
+    assert like is not None
+    found = torch.zeros((), dtype=torch.bool, device=like.device)
+    for name, whole in at_once.items():
+        parts = [gradients[name] for gradients in in_chunks]
         if whole is None and all(x is None for x in parts):
             continue
         # A term may leave out of its graph what none of these rows needs.
-        whole = torch.zeros_like(at_once[0]) if whole is None else whole
-        joined = torch.cat([torch.zeros_like(row) if x is None else x for x, row in zip(parts, rows, strict=True)])
+        whole = torch.zeros_like(like) if whole is None else whole
+        joined = torch.cat(
+            [torch.zeros_like(row) if x is None else x for x, row in zip(parts, rows, strict=True) if row is not None]
+        )
         eps = torch.finfo(whole.dtype).eps
         size = torch.maximum(joined.abs(), whole.abs()).nan_to_num(0, 0, 0)
         bound = eps**0.5 * size + 64 * eps * torch.nn.functional.pad(size, (0, 1)).max()
@@ -52,7 +56,7 @@ def refused(objective: Objective | Preference, chunks: int) -> LogitlessError:
     names = " or ".join(objective.own_terms)
     others = "other samples than the row's own" if objective.sequence_level else "other rows"
     return LogitlessError(
-        f"linear_policy_loss: the gradient of a row is another one in {chunks} chunks than over all rows, so {names} "
+        f"policy_loss: the gradient of a row is another one in {chunks} chunks than over all rows, so {names} "
         f"of the Objective looks at {others}, or draws random numbers. Declare "
         f'Objective(level="batch"), and it is given all rows of the call at once, in two passes; level="sequence" is '
         f"for terms that look at their own sample alone."

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from logitless.call import resolve_rows
 from logitless.errors import LogitlessError
-from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.rows import Rows
+from logitless.score import logprobs
 from logitless.spec import IGNORE, inspectable
 
 NAME = "sampled_entropy"
@@ -38,28 +38,29 @@ class SampledEntropy(NamedTuple):
 
 
 def sampled_entropy(
-    hidden: Tensor, weight: Tensor, rows: Any, *, sample: int | float = 512, seed: int = 0, **options: Any
+    logits: Any, rows: Any, *, sample: int | float = 512, seed: int = 0, **options: Any
 ) -> SampledEntropy:
     """Mean entropy over the whole vocabulary of a random sample of the rows, with its standard error. No graph.
 
     Args:
-        hidden, weight, rows: as for :func:`linear_logprobs`. Rows with target ``-100`` are not drawn from.
+        logits, rows: as for :func:`logprobs`. Rows with target ``-100`` are not drawn from.
         sample: how many rows are taken, or which share of them if below 1. All of them where there are no more.
         seed: of the draw, without replacement. The ranks of a vocabulary group take the same rows; a step's number
             makes another draw each step.
-        options: ``bias``, ``head``, ``shard``, ``sequence_parallel``, ``match``, ``backend`` and ``memory`` of
-            :func:`linear_logprobs`. A temperature per row is given for all rows.
+        options: ``head``, ``backend`` and ``memory`` of :func:`logprobs`. A temperature per row is given for all rows.
 
     Raises:
         LogitlessError: an argument cannot be honoured; the text says which and why.
 
-    >>> out = sampled_entropy(torch.zeros(9, 2), torch.zeros(4, 2), torch.zeros(9, dtype=torch.int64), sample=5)
+    >>> from logitless.operands import Logits
+    >>> logits = Logits(torch.zeros(9, 2), torch.zeros(4, 2))
+    >>> out = sampled_entropy(logits, torch.zeros(9, dtype=torch.int64), sample=5)
     >>> out.mean, len(out.taken)
     (tensor(1.3863), 5)
     """
     for name in options:
-        if name not in ("bias", "head", "shard", "sequence_parallel", "match", "tf32", "backend", "memory"):
-            raise LogitlessError(f"{NAME}: {name} is no option of it. It takes what concerns the head and the shards.")
+        if name not in ("head", "backend", "memory"):
+            raise LogitlessError(f"{NAME}: {name} is no option of it. It takes head, backend and memory.")
     chosen, _ = resolve_rows(NAME, rows)
     taken, population = _draw(chosen, sample, seed)
     head = options.get("head")
@@ -67,7 +68,7 @@ def sampled_entropy(
         options["head"] = replace(head, temperature=head.temperature.flatten()[taken.to(head.temperature.device)])
     some = Rows.at(chosen.index[taken], chosen.target[taken], num_tokens=chosen.num_tokens)
     with torch.no_grad():
-        entropy = linear_logprobs(hidden, weight, some, entropy="value", **options).entropy
+        entropy = logprobs(logits, some, entropy="value", **options).entropy
     assert entropy is not None
     return SampledEntropy(entropy.mean(), _standard_error(entropy, population), entropy, taken)
 

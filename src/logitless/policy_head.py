@@ -7,13 +7,18 @@ inside, the weight is an ordinary tensor. The layer's own forward is not called:
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor, nn
 
-from logitless.call.lora import head_weight
 from logitless.errors import LogitlessError
-from logitless.from_hidden.logprobs import linear_logprobs
+from logitless.operands import Linear, Logits
+from logitless.operands.peft import head_weight
+from logitless.score import logprobs
+
+OF_LOGITS = tuple(field.name for field in fields(Linear))
+"""Options that say what the head is; all others are the verb's."""
 
 
 class PolicyHead(nn.Module):
@@ -22,8 +27,8 @@ class PolicyHead(nn.Module):
     Args:
         linear: the head it stands in for; its weight and bias are used as they are. With peft's LoRA around it, as a
             :class:`LoRA`, its dropout included.
-        options: keyword arguments of :func:`linear_logprobs` for every call, such as ``head`` or ``memory``. In a call
-            with a loss, ``entropy`` is left to its objective.
+        options: keyword arguments of :class:`Logits` and :func:`logprobs` for every call, such as ``match``, ``head`` or
+            ``memory``. In a call with a loss, ``entropy`` is left to its objective.
 
     >>> import torch
     >>> head = PolicyHead(nn.Linear(4, 10), entropy="value")
@@ -55,15 +60,17 @@ class PolicyHead(nn.Module):
         self._check_linear()
         weight, base = head_weight("PolicyHead", self.linear), getattr(self.linear, "base_layer", self.linear)
         options = {**self.options, **options, "bias": getattr(base, "bias", None)}
+        linear = {name: options.pop(name) for name in OF_LOGITS if name in options}
+        logits = Logits(hidden, weight, **linear)
         if loss is None:
-            return linear_logprobs(hidden, weight, rows, **options)
+            return logprobs(logits, rows, **options)
         if not hasattr(loss, "objective"):
             raise LogitlessError(
                 f"PolicyHead: loss must be a logitless.Loss, an objective with its inputs, but is "
                 f"{type(loss).__name__}. Pass loss=Loss(objective, advantage=..., old_logprob=...)."
             )
         options.pop("entropy", None)
-        return loss.of(hidden, weight, rows, **options)
+        return loss.of(logits, rows, **options)
 
     def _check_linear(self) -> None:
         """Raise where the layer computes something else than its weight says."""
