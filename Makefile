@@ -15,7 +15,7 @@ QUICK := architecture errors kept layouts linear_plans logprobs objective_terms 
 .PHONY: demo test gpu check hosts fuzz soak lint format bench faults mutants docs serve dist smoke release-tag clean
 
 demo: $(STAMP)
-	$(RUN)logitless demo
+	$(RUN)python -m examples.demo
 
 # Tests run side by side, one to a core: threads of theirs would wait for each other.
 test check: export OMP_NUM_THREADS := 1
@@ -52,7 +52,7 @@ format: $(STAMP)
 	$(RUN)ruff format .
 
 bench: $(STAMP)
-	$(RUN)logitless bench
+	$(RUN)python -m benchmarks bench
 
 # Every fault of the tests, injected everywhere; writes the record and the tables of docs/reliability.md.
 faults: $(STAMP)

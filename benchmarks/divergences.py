@@ -34,11 +34,11 @@ import torch
 from torch import Tensor
 
 import logitless as ll
+from benchmarks.bench.measure import interleaved, peak_bytes
+from benchmarks.bench.providers import add_peers
+from benchmarks.bench.records import Environment
 from logitless.spec import format_bytes
-from logitless.tools.bench.measure import interleaved, peak_bytes
-from logitless.tools.bench.providers import add_peers
-from logitless.tools.bench.records import Environment
-from logitless.tools.bench.tables import text_table
+from logitless.tools.tables import text_table
 
 SAMPLED = 24
 KINDS = ("reverse_kl", "forward_kl", "jsd")

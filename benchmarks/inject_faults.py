@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from failing import STEPS, check_failure, reference_of  # noqa: E402
 from faults import MARGIN, MOMENTS, PATHS, TIMEOUT, Fault, Team, abouts, disagree, is_named, is_right  # noqa: E402
 
-from logitless.tools.bench.records import Environment  # noqa: E402
+from benchmarks.bench.records import Environment  # noqa: E402
 
 RECORD = ROOT / "benchmarks" / "results" / "faults.json"
 PAGE = ROOT / "docs" / "reliability.md"

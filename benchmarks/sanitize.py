@@ -33,11 +33,11 @@ import torch
 import versions
 
 import logitless as ll
+from benchmarks.bench.records import Environment
 from logitless.backends import triton as backend
 from logitless.backends.triton import divergences, products
 from logitless.extras import STATS
 from logitless.machine import Machine
-from logitless.tools.bench.records import Environment
 
 ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "src" / "logitless" / "backends" / "triton"

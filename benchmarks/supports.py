@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 import logitless as ll
+from benchmarks.bench.measure import interleaved, peak_bytes
+from benchmarks.bench.records import Environment
 from logitless.backends import triton as kernels
 from logitless.spec import format_bytes
-from logitless.tools.bench.measure import StopWatch, copy_bandwidth, interleaved, peak_bytes
-from logitless.tools.bench.records import Environment
-from logitless.tools.bench.tables import text_table
+from logitless.tools.stopwatch import StopWatch, copy_bandwidth
+from logitless.tools.tables import text_table
 
 SAMPLED = 32
 SIZES = ((4, 1024, 4), (8, 1024, 4), (16, 1024, 4), (8, 512, 2), (16, 512, 2), (8, 256, 1), (16, 256, 1), (8, 2048, 8))

@@ -6,7 +6,7 @@
     python benchmarks/trained_inputs.py --device cpu --seconds 5 --vocab 2000 --tokens 256 --hidden 64 --layers 2 \\
         --heads 4 --length 64 --batch 4 --rate 0.005 --text-bytes 3000000
 
-A small model is trained on text that lies on the machine (``trained_model.py``). Cases are those of ``logitless bench``
+A small model is trained on text that lies on the machine (``trained_model.py``). Cases are those of ``bench/cases.py``
 with its sizes, on held-out text: the same providers, checks, records and table, the bare products among them. What the
 model's distributions are like goes into a file of its own, beside the records (``trained-model.jsonl``): log-probs,
 entropies and logits, and how often the reference that exponentials start from was guessed right.
@@ -30,16 +30,16 @@ from torch import Tensor
 from trained_model import Effort, Sizes, look, machine_folders, make_model, texts, tokenize, train
 
 import logitless as ll
+from benchmarks.bench.cases import Case, linear_works, select_names
+from benchmarks.bench.inputs import Trained, block_rows, product
+from benchmarks.bench.linear_providers import LINEAR_PROVIDERS
+from benchmarks.bench.providers import PROVIDERS, add_peers
+from benchmarks.bench.records import Environment, Record, append_records, records_table
+from benchmarks.bench.run import Selection, run
 from logitless.backends.contract import SLACK, Running
 from logitless.backends.reference import move
 from logitless.backends.triton.products import SLACKS
 from logitless.from_hidden.plan import LinearPlan
-from logitless.tools.bench.cases import Case, linear_works, select_names
-from logitless.tools.bench.inputs import Trained, block_rows, product
-from logitless.tools.bench.linear_providers import LINEAR_PROVIDERS
-from logitless.tools.bench.providers import PROVIDERS, add_peers
-from logitless.tools.bench.records import Environment, Record, append_records, records_table
-from logitless.tools.bench.run import Selection, run
 
 QUANTILES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0)
 CONFIDENT = 0.99

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 import logitless as ll
-from logitless.tools.bench.inputs import Trained
+from benchmarks.bench.inputs import Trained
 
 SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh")
 FILE_BYTES = (200, 1 << 18)

@@ -25,8 +25,8 @@ from trl_alone import trl_module
 from whole_step_model import MODELS, Shape, make_model
 
 import logitless as ll
-from logitless.tools.bench.providers import add_peers
-from logitless.tools.bench.records import Environment
+from benchmarks.bench.providers import add_peers
+from benchmarks.bench.records import Environment
 
 NAMES = {"TRL's trainer": None, "TRL's trainer, adapter": {}, "TRL's trainer, adapter, accurate": {"accurate": True}}
 """Contenders, with the options of ``install``; None installs nothing."""

@@ -32,11 +32,11 @@ import torch
 from longest_batch import Search, attempt, say
 from whole_step_model import CONTENDERS, FIRST, MODELS, OPTIMIZER, Shape, Trainer, draw, with_old
 
+from benchmarks.bench.providers import add_peers
+from benchmarks.bench.records import Environment
 from logitless.spec import format_bytes, parse_memory
-from logitless.tools.bench.measure import StopWatch
-from logitless.tools.bench.providers import add_peers
-from logitless.tools.bench.records import Environment
-from logitless.tools.bench.tables import text_table
+from logitless.tools.stopwatch import StopWatch
+from logitless.tools.tables import text_table
 
 
 def timed(device: torch.device, work: Callable[[], object]) -> float:

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 import logitless as ll
+from benchmarks.bench.linear_providers import trl_head
+from benchmarks.bench.measure import peak_bytes
 from logitless.adapters.transformers import patch
-from logitless.tools.bench.linear_providers import trl_head
-from logitless.tools.bench.measure import peak_bytes
 
 CLIP = 0.2
 OPTIMIZER = "AdamW, fused, state in the dtype of the weights"

@@ -12,8 +12,8 @@ from typing import Any
 
 import make_whole_step
 
+from benchmarks.bench.records import PEERS, Record, newest, read_records, worst
 from logitless.spec import format_bytes
-from logitless.tools.bench.records import PEERS, Record, newest, read_records, worst
 
 PAGE = Path(__file__).parent / "benchmarks.md"
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"

@@ -14,8 +14,8 @@ import make_benchmarks
 import make_whole_step
 from layout_figures import figures
 
-from logitless.tools.bench.records import Record, format_bytes, newest, read_records
-from logitless.tools.plots import DARK, LIGHT, Style, draw_case, draw_growth, draw_records, draw_response
+from benchmarks.bench.records import Record, format_bytes, newest, read_records
+from benchmarks.plots import DARK, LIGHT, Style, draw_case, draw_growth, draw_records, draw_response
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

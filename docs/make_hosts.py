@@ -2,7 +2,7 @@
 and ``docs/maintainers.md``.
 
 Run by ``python docs/make_hosts.py``, held by tests. ``make hosts`` writes the record of the tests, and
-``python -m logitless.tools.bench.adapters`` that of memory and time.
+``python -m benchmarks.bench.adapters`` that of memory and time.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench.adapters import RESULTS, AdapterRecord
+from benchmarks.bench.adapters import read as read_measured
 from logitless.adapters import HOSTS
 from logitless.spec import format_bytes
-from logitless.tools.bench.adapters import RESULTS, AdapterRecord
-from logitless.tools.bench.adapters import read as read_measured
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "adapters" / "index.md"

@@ -15,10 +15,10 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
+from benchmarks.bench.records import PEERS
+from benchmarks.plots import Bar, Style, draw_bars
 from logitless.spec import format_bytes
-from logitless.tools.bench.records import PEERS
-from logitless.tools.plots import Bar, Style, draw_bars
-from logitless.tools.plots.style import WIDTH_INCHES, save
+from logitless.tools.style import WIDTH_INCHES, save
 
 RECORDS = Path(__file__).parent.parent / "benchmarks" / "results" / "whole-step.jsonl"
 NAME = "h200-whole-step"

@@ -102,7 +102,7 @@ def draw(curves: dict[str, Curve], teacher_reward: float, path: Path) -> None:
     """``PATH-light.png`` and ``PATH-dark.png``."""
     import matplotlib.pyplot as plt
 
-    from logitless.tools.plots.style import DARK, LIGHT, WIDTH_INCHES, save
+    from logitless.tools.style import DARK, LIGHT, WIDTH_INCHES, save
 
     titles = ("KL(student || teacher), the loss", "KL(teacher || student), unseen text", "reward")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -33,18 +33,28 @@ THIRD_PARTY = {
     "adapters.slime": {"megatron"},
     "adapters.verl": {"megatron"},
     "backends.triton": {"triton"},
-    "tools.plots": {"matplotlib"},
     "tools.cli": {"rich", "typer"},
-    "tools.demo.figure": {"matplotlib"},
-    "tools.demo.policy": {"transformers"},
-    "tools.demo.report": {"rich"},
+    "tools.score.figure": {"matplotlib"},
+    "tools.style": {"matplotlib"},
+    "tools.tables": {"rich"},
     "tools.score.files": {"pyarrow"},
     "tools.score.model": {"transformers"},
     "tools.score.results": {"pyarrow"},
     "tools.score.texts": {"jinja2", "transformers"},
-    "tools.bench": {"rich", "typer"},
-    "tools.bench.checkouts": {"typing_extensions"},
-    "tools.bench.adapters": {"datasets", "tokenizers", "transformers", "trl"},
+}
+
+# The same for what only a checkout has, by the names under which it is imported.
+OF_CHECKOUTS = {
+    "benchmarks.bench": set(),
+    "benchmarks.bench.adapters": {"datasets", "tokenizers", "transformers", "trl"},
+    "benchmarks.bench.checkouts": {"typing_extensions"},
+    "benchmarks.commands": {"typer"},
+    "benchmarks.plots": {"matplotlib"},
+    "examples.demo": {"benchmarks"},
+    "examples.demo.__main__": {"rich", "typer"},
+    "examples.demo.figure": {"matplotlib"},
+    "examples.demo.policy": {"transformers"},
+    "examples.demo.report": {"rich"},
 }
 
 PUBLIC = [
@@ -85,11 +95,15 @@ PUBLIC = [
 ]
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("benchmarks/bench", "benchmarks/plots", "examples/demo")
+OTHERS = sorted([ROOT / "benchmarks/commands.py", *(path for name in FOLDERS for path in (ROOT / name).rglob("*.py"))])
+"""Packages of a checkout that are not in the wheel."""
 
 
 def dotted(path: Path) -> str:
     """``backends/triton/__init__.py`` becomes ``backends.triton``; the package itself is ``""``."""
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    parts = path.relative_to(PACKAGE if PACKAGE in path.parents else ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -178,6 +192,24 @@ def test_third_parties_only_where_they_belong(path):
             allowed |= names
     found = {name.split(".")[0] for name in imports(path)} - set(sys.stdlib_module_names)
     assert found <= allowed, f"{module} imports {sorted(found - allowed)}"
+
+
+@pytest.mark.parametrize("path", OTHERS, ids=ids(OTHERS))
+def test_packages_of_a_checkout_import_what_they_may(path):
+    """The benchmarks import no example, and ``benchmarks.bench`` needs torch alone."""
+    module = dotted(path)
+    allowed = {"torch", "logitless", module.split(".")[0]}
+    for place, names in OF_CHECKOUTS.items():
+        if module == place or module.startswith(f"{place}."):
+            allowed |= names
+    found = {name.split(".")[0] for name in imports(path)} - set(sys.stdlib_module_names)
+    assert found <= allowed, f"{module} imports {sorted(found - allowed)}"
+
+
+def test_nothing_in_the_wheel_imports_what_only_a_checkout_has():
+    found = {name.split(".")[0] for path in MODULES for name in imports(path)}
+    assert "torch" in found
+    assert not found & {"benchmarks", "examples", "tests"}
 
 
 def test_public_names():
@@ -288,13 +320,13 @@ def test_import_does_not_load_what_it_may_not_need():
 MOST_LINES, MOST_FUNCTION_LINES = 500, 70
 
 
-@pytest.mark.parametrize("path", MODULES, ids=ids(MODULES))
+@pytest.mark.parametrize("path", [*MODULES, *OTHERS], ids=ids([*MODULES, *OTHERS]))
 def test_files_are_short(path):
     lines = len(path.read_text().splitlines())
     assert lines < MOST_LINES, f"{dotted(path)} has {lines} lines"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=ids(MODULES))
+@pytest.mark.parametrize("path", [*MODULES, *OTHERS], ids=ids([*MODULES, *OTHERS]))
 def test_functions_are_short(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

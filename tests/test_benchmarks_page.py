@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from logitless.tools.bench.records import newest, read_records
+from benchmarks.bench.records import newest, read_records
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "docs"))

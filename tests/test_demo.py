@@ -17,16 +17,16 @@ from programs import run_program
 from rich.console import Console
 from typer.testing import CliRunner
 
+from examples.demo import Demo, Setting, num_reports, policy, run, run_demo, steps, verdict
+from examples.demo.__main__ import app, main
+from examples.demo.figure import draw_demo
+from examples.demo.grid import Grid, make_grid
+from examples.demo.memory import PeaksByFraction, peaks_by_fraction, step_peak
+from examples.demo.policy import hidden_states, new_policy, sample_responses
+from examples.demo.report import show_demo
+from examples.demo.task import SEPARATOR, draw_prompts, rewards_of
+from examples.demo.train import Curve, train, warm_start
 from logitless import LogitlessError, Rows
-from logitless.tools.cli import app, main
-from logitless.tools.demo import Demo, Setting, num_reports, policy, run, run_demo, steps, verdict
-from logitless.tools.demo.figure import draw_demo
-from logitless.tools.demo.grid import Grid, make_grid
-from logitless.tools.demo.memory import PeaksByFraction, peaks_by_fraction, step_peak
-from logitless.tools.demo.policy import hidden_states, new_policy, sample_responses
-from logitless.tools.demo.report import show_demo
-from logitless.tools.demo.task import SEPARATOR, draw_prompts, rewards_of
-from logitless.tools.demo.train import Curve, train, warm_start
 
 TINY = Setting(steps=4, vocab=128, length=3, prompts=4, group=4, warm_steps=6)
 SMALL_BATCHES = {"samples": 2, "length": 16, "vocab": 512, "width": 8, "fractions": (0.5, 1.0)}
@@ -264,12 +264,12 @@ def test_it_reports_as_often_as_it_says(tmp_path):
 def tiny(monkeypatch):
     """The command at a size for tests: four steps, so the reward does not rise."""
     whole = run_demo
-    monkeypatch.setattr("logitless.tools.demo.Setting", lambda steps, seed: replace(TINY, steps=steps, seed=seed))
-    monkeypatch.setattr("logitless.tools.demo.run_demo", partial(whole, **SMALL_BATCHES))
+    monkeypatch.setattr("examples.demo.Setting", lambda steps, seed: replace(TINY, steps=steps, seed=seed))
+    monkeypatch.setattr("examples.demo.run_demo", partial(whole, **SMALL_BATCHES))
 
 
 def test_the_command_prints_tables_within_80_columns_and_a_verdict_in_one_line(tiny, tmp_path):
-    result = CliRunner().invoke(app, ["demo", "--steps", "3", "--out", str(tmp_path / "demo.png")])
+    result = CliRunner().invoke(app, ["--steps", "3", "--out", str(tmp_path / "demo.png")])
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
     (verdict_line,) = [line for line in lines if "did not rise by 0.15 in 3 steps" in line]
@@ -281,7 +281,7 @@ def test_the_command_prints_tables_within_80_columns_and_a_verdict_in_one_line(t
 
 
 def test_the_command_as_json(tiny, tmp_path):
-    result = CliRunner().invoke(app, ["demo", "--steps", "2", "--out", str(tmp_path / "demo.png"), "--json"])
+    result = CliRunner().invoke(app, ["--steps", "2", "--out", str(tmp_path / "demo.png"), "--json"])
     answer = json.loads(result.stdout)
     assert answer["ok"] is False
     assert result.exit_code == 1
@@ -302,7 +302,7 @@ def test_errors_name_what_to_do(monkeypatch):
     with pytest.raises(LogitlessError, match="256 samples cannot be shared evenly by 3 ranks"):
         Setting().check_grid(Grid(cp=3))
     monkeypatch.setattr(policy.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(LogitlessError, match=r"transformers is not installed. Run pip install 'logitless\[demo\]'"):
+    with pytest.raises(LogitlessError, match=r"transformers is not installed. Run pip install transformers"):
         run_demo(TINY, Grid(), silent)
 
 
@@ -310,13 +310,13 @@ TORCHRUN = """
 import sys
 from dataclasses import replace
 from functools import partial
-from logitless.tools import cli
-from logitless.tools import demo
+from examples import demo
+from examples.demo.__main__ import main
 tiny = demo.Setting(steps=2, vocab=128, length=3, prompts=4, group=4, warm_steps=6)
 demo.Setting = lambda steps, seed: replace(tiny, steps=steps, seed=seed)
 demo.run_demo = partial(demo.run_demo, samples=2, length=16, vocab=512, width=8, fractions=(0.5, 1.0))
-sys.argv = ["logitless", "demo", "--steps", "2", *sys.argv[1:]]
-cli.main()
+sys.argv = ["demo", "--steps", "2", *sys.argv[1:]]
+main()
 """
 
 
@@ -333,8 +333,10 @@ def test_under_torchrun(tmp_path):
 
 
 def test_wrong_ranks_are_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["logitless", "demo", "--tp", "2"])
+    monkeypatch.setattr(sys, "argv", ["demo", "--tp", "2"])
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 2
-    assert capsys.readouterr().err.startswith("logitless: demo: tp 2 x cp 1 needs 2 ranks but there is 1.")
+    assert capsys.readouterr().err.startswith(
+        "python -m examples.demo: demo: tp 2 x cp 1 needs 2 ranks but there is 1."
+    )

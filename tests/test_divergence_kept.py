@@ -13,8 +13,8 @@ from test_top_k_teacher import shaped, textbook
 from torch import Tensor
 
 import logitless as ll
+from benchmarks.bench.measure import peak_bytes
 from logitless import Head, Kept, LogitlessError, Teacher, Teachers, VocabShard
-from logitless.tools.bench.measure import peak_bytes
 
 # NumPy, which runs the kernels in Triton's interpreter, reports what a selection then leaves out.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered")

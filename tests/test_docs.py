@@ -16,7 +16,9 @@ import yaml
 from pages import ON_RANKS, compiled, snippets
 
 import logitless
-from logitless.tools.bench.records import format_bytes, newest, read_records
+from benchmarks.bench.records import format_bytes, newest, read_records
+from benchmarks.commands import app as benchmarks_app
+from examples.demo.__main__ import app as demo_app
 from logitless.tools.cli import app
 
 ROOT = Path(__file__).parent.parent
@@ -169,11 +171,14 @@ def test_the_file_map_is_complete():
 
 # Commands, options and extras that the documents name.
 
-COMMANDS = typer.main.get_command(app).commands
+OURS, MEASURING = (typer.main.get_command(one).commands for one in (app, benchmarks_app))
+DEMO = typer.main.get_command(demo_app)
+COMMANDS = OURS | MEASURING | {"demo": DEMO}
 GLOBAL = {option for param in typer.main.get_command(app).params for option in param.opts} | {"-h", "--help"}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-CALLED = re.compile(r"(?<![\w./-])logitless ((?:--[\w-]+ )*)([a-z]+)([^|\n]*)")
+CALLED = re.compile(r"(?<![\w./-])(logitless |-m benchmarks |-m examples\.)((?:--[\w-]+ )*)([a-z]+)([^|\n]*)")
 EXTRA = re.compile(r"""(?:logitless|["'. ]\.)\[([a-z]+(?:,[a-z]+)*)\]""")
+PROGRAMS = {"logitless ": OURS, "-m benchmarks ": MEASURING, "-m examples.": {"demo"}}
 OF_OTHERS = {"--nproc-per-node"}
 """Options of torchrun."""
 
@@ -182,30 +187,35 @@ def options(command: str) -> set[str]:
     return {option for param in COMMANDS[command].params for option in (*param.opts, *param.secondary_opts)} | GLOBAL
 
 
-def called(text: str) -> list[tuple[str, set[str]]]:
-    """Every command that the code in a text calls, with its options; prose is left out."""
+def called(text: str) -> list[tuple[str, str, set[str]]]:
+    """Every command that the code in a text calls, with the program it is of and its options; prose is left out."""
     blocks = [block for language, block in BLOCK.findall(text) if language in ("", "sh", "text")]
     spans = re.findall(r"`([^`\n]+)`", BLOCK.sub("", text))
     code = re.sub(r"#.*", "", "\n".join([*blocks, *spans]).replace("\\\n", " "))
     return [
-        (name, set(re.findall(r"(?<!\w)--?[a-z][\w-]*", first + rest))) for first, name, rest in CALLED.findall(code)
+        (program, name, set(re.findall(r"(?<!\w)--?[a-z][\w-]*", first + rest)))
+        for program, first, name, rest in CALLED.findall(code)
     ]
 
 
 def test_there_are_commands_to_check():
     block = "```sh\nlogitless --debug plan --tokens 5  # logitless is --fast\n```"
     text = f"The `logitless nope --thing` of\n{block}\nlogitless is it.\n```python\nimport logitless as ll\n```"
-    assert called(text) == [("plan", {"--debug", "--tokens"}), ("nope", {"--thing"})]
+    assert called(text) == [("logitless ", "plan", {"--debug", "--tokens"}), ("logitless ", "nope", {"--thing"})]
+    assert called("`python -m benchmarks bench --list`, `torchrun -m examples.demo --tp 2`") == [
+        ("-m benchmarks ", "bench", {"--list"}),
+        ("-m examples.", "demo", {"--tp"}),
+    ]
     page = called((ROOT / "docs" / "commands.md").read_text())
-    assert {name for name, _ in page} >= {"plan", "score", "doctor", "tune", "sweep", "bench", "plot", "demo"}
-    assert EXTRA.findall('pip install ".[cli]" or "logitless[bench,score]"') == ["cli", "bench,score"]
+    assert {name for _, name, _ in page} >= {"plan", "score", "doctor", "tune", "sweep", "bench", "plot", "demo"}
+    assert EXTRA.findall('pip install ".[cli]" or "logitless[cli,score]"') == ["cli", "cli,score"]
 
 
 @pytest.mark.parametrize("path", DOCS, ids=NAMES)
 def test_commands_options_and_extras_exist(path: Path):
     text = path.read_text()
-    for command, given in called(text):
-        assert command in COMMANDS, f"there is no logitless {command}"
+    for program, command, given in called(text):
+        assert command in PROGRAMS[program], f"there is no {program}{command}"
         assert given <= options(command) | OF_OTHERS, f"logitless {command} has no {given - options(command)}"
     for extras in EXTRA.findall(text):
         assert set(extras.split(",")) <= set(EXTRAS), f"there is no extra {extras}"
@@ -221,23 +231,12 @@ def test_the_page_of_commands_has_their_options_and_no_others():
         assert named <= options(command) | OF_OTHERS, f"logitless {command} has no {named - options(command)}"
     # The table at the top says what each command needs.
     needs = dict(re.findall(r"^\| \[`(\w+)`\]\(#\w+\) \| `\[(\w+)\]` \|", sections[0], re.MULTILINE))
-    assert needs == {
-        **dict.fromkeys(("plan", "doctor", "tune", "bench"), "cli"),
-        **dict.fromkeys(("sweep", "plot"), "bench"),
-        "score": "score",
-        "demo": "demo",
-    }
+    assert needs == {**dict.fromkeys(("plan", "doctor", "tune"), "cli"), "score": "score"}
 
 
 def test_every_extra_that_brings_a_command_brings_the_command_line():
     """The one answer to how to get the command, in the documents and in the error of an installation without it."""
-    for extra in ("bench", "score", "demo"):
-        needed, left = set(), [extra]
-        while left:
-            found = {name for need in EXTRAS[left.pop()] for name in EXTRA.findall(need)}
-            left += sorted(found - needed)
-            needed |= found
-        assert "cli" in needed
+    assert "logitless[cli]" in EXTRAS["score"]
     assert {re.split(r"\W", need)[0] for need in EXTRAS["cli"]} == {"typer", "rich"}
     for name in ("README.md", "docs/quickstart.md", "docs/commands.md"):
         (line, *_) = [line for line in (ROOT / name).read_text().splitlines() if "the `logitless` command" in line]
@@ -247,4 +246,4 @@ def test_every_extra_that_brings_a_command_brings_the_command_line():
 
 def test_extras_that_errors_name_exist():
     found = {path: EXTRA.findall(path.read_text()) for path in (ROOT / "src").rglob("*.py")}
-    assert {extra for extras in found.values() for extra in extras} == {"triton", "cli", "bench", "score", "demo"}
+    assert {extra for extras in found.values() for extra in extras} == {"triton", "cli", "score"}

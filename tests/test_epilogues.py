@@ -12,13 +12,13 @@ from test_policy_loss import PPO, PPO_FORMULA, make, room
 from test_policy_loss import check as check_loss
 
 import logitless as ll
+from benchmarks.bench.predicted import PeakCase, compare
 from logitless import machine
 from logitless.backends.triton import products
 from logitless.call import Options, apart_everywhere, resolve_hidden
 from logitless.from_hidden import plan as plans
 from logitless.machine import CPU, H200, Machine, product_sizes
 from logitless.policy_loss.plan import LossShape, choose_loss_plan, plan_of
-from logitless.tools.bench.predicted import PeakCase, compare
 
 __all__ = ["one_thread"]
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from test_estimate_records import without_epilogues
 
 import logitless as ll
+from benchmarks.bench.predicted import Compared, PeakCase, compare, table
 from logitless.policy_loss import plan as loss_plans
-from logitless.tools.bench.predicted import Compared, PeakCase, compare, table
 
 PROMISE = 0.05
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import logitless as ll
+from benchmarks.bench.records import Record, newest, read_records
 from logitless.machine import H200, Machine
 from logitless.memory import Estimate
-from logitless.tools.bench.records import Record, newest, read_records
 
 ROOT = Path(__file__).parents[1]
 PATHS = {"torch": "torch", "logitless-loss": "linear_policy_loss", "logitless-loss-buffer": "linear_policy_loss"}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import logitless as ll
-from logitless.tools.bench.measure import peak_bytes
+from benchmarks.bench.measure import peak_bytes
 
 SLABS, BLOCKS = (256, 8192), (2048, 512)
 """Rows and columns: fewer rows than columns, and more."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.tools.bench.measure import peak_bytes
+from benchmarks.bench.measure import peak_bytes
 
 T, V = 64, 8192
 VECTORS = 64 * 8 * T

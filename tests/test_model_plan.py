@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.bench.linear_providers import plain_linear
+from benchmarks.bench.measure import peak_bytes
 from logitless import Kept, Objective, linear_policy_loss, logprobs
 from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.rows import Rows
 from logitless.tools import plan as planner
-from logitless.tools.bench.linear_providers import plain_linear
-from logitless.tools.bench.measure import peak_bytes
 from logitless.tools.plan import WAYS, LossStep, answer_lines, as_json, headline, plan_model, snippet, summary_rows
 from logitless.tools.plan import step as steps
 from logitless.tools.plan.recommend import BUDGETS, LESS

@@ -61,6 +61,7 @@ def test_the_wheel_has_the_files_of_the_source(built: tuple[Path, Path]):
         found = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}
     assert found == {str(path.relative_to(ROOT / "src")): path.read_bytes() for path in files}
     assert "logitless/py.typed" in found
+    assert {name.split("/")[0] for name in found} == {"logitless"}
 
 
 def test_the_wheel_answers_for_itself(built: tuple[Path, Path], tmp_path: Path):
@@ -83,6 +84,14 @@ def test_the_wheel_answers_for_itself(built: tuple[Path, Path], tmp_path: Path):
     place, said = done.stdout.split("\n", 1)
     assert place == str(tmp_path / "logitless" / "__init__.py")
     assert logitless.__version__ in said
+
+
+def test_a_checkout_installed_with_e_has_its_benchmarks_and_examples(tmp_path: Path):
+    """Nothing else makes ``python docs/make_figures.py`` find the package that draws."""
+    with zipfile.ZipFile(build("build_editable", ROOT, tmp_path)) as wheel:
+        (name,) = [name for name in wheel.namelist() if name.endswith(".pth")]
+        folders = {Path(line) for line in wheel.read(name).decode().split()}
+    assert folders == {ROOT / "src", ROOT}
 
 
 def test_the_page_of_the_package_has_links_that_work(built: tuple[Path, Path]):
@@ -117,6 +126,7 @@ def test_the_source_distribution_can_be_tested(built: tuple[Path, Path]):
         "LICENSE",
     }
     assert wanted | {".github/workflows/release.yml", "docs/index.md"} <= found
+    assert {"benchmarks/bench/cases.py", "benchmarks/commands.py", "examples/demo/run.py"} <= found
     assert not [name for name in found if "__pycache__" in name or name.startswith(("out/", "site/", ".venv"))]
 
 

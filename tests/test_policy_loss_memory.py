@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import logitless as ll
+from benchmarks.bench.measure import peak_bytes
 from logitless.policy_loss.plan import SLAB
-from logitless.tools.bench.measure import peak_bytes
 
 __all__ = ["one_thread"]
 

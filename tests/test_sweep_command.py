@@ -1,4 +1,4 @@
-"""``logitless sweep``: a process per point, records that a kill cannot spoil, and only what is missing is measured."""
+"""The ``sweep`` command: a process per point, records that a kill cannot spoil, and only what is left is measured."""
 
 import json
 import os
@@ -8,21 +8,23 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks.bench import point as points
+from benchmarks.bench import sweep as sweeping
+from benchmarks.bench.cases import Case
+from benchmarks.bench.point import NO_ROOM, Point, measure_apart, measure_here, outcome
+from benchmarks.bench.providers import PROVIDERS, Provider
+from benchmarks.bench.records import Environment, read_records
+from benchmarks.bench.sweep import Grid, Options, Sweep, choose_providers, resolve_sweep, run_sweep, sweep_table
+from benchmarks.commands import app
 from logitless import LogitlessError
-from logitless.tools.bench import point as points
-from logitless.tools.bench import sweep as sweeping
-from logitless.tools.bench.cases import Case
-from logitless.tools.bench.point import NO_ROOM, Point, measure_apart, measure_here, outcome
-from logitless.tools.bench.providers import PROVIDERS, Provider
-from logitless.tools.bench.records import Environment, read_records
-from logitless.tools.bench.sweep import Grid, Options, Sweep, choose_providers, resolve_sweep, run_sweep, sweep_table
-from logitless.tools.cli import app
 
+ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 HERE = Environment.here(CPU)
 SMALL = ["sweep", "--device", "cpu", "--tokens", "63", "--vocab", "507", "--repeats", "1", "--response", "1,0.25"]
@@ -55,7 +57,7 @@ def test_a_sweep_that_is_interrupted_leaves_a_valid_file_and_goes_on(tmp_path, m
     # A shell's background jobs, these tests perhaps among them, ignore SIGINT, and so would their children.
     heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     run = subprocess.Popen(
-        [sys.executable, "-m", "logitless", *command], stderr=subprocess.PIPE, text=True, preexec_fn=heeds
+        [sys.executable, "-m", "benchmarks", *command], cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=heeds
     )
     until = time.monotonic() + 120
     while not (out.exists() and out.read_text().endswith("\n")) and time.monotonic() < until and run.poll() is None:
@@ -108,7 +110,7 @@ def test_a_provider_that_runs_out_of_memory_on_a_cpu_is_told_from_one_that_fails
         return score
 
     monkeypatch.setitem(PROVIDERS, "torch", Provider(load))
-    monkeypatch.setattr("logitless.tools.bench.measure.CPU_COPY_BYTES", 1 << 20)
+    monkeypatch.setattr("logitless.tools.stopwatch.CPU_COPY_BYTES", 1 << 20)
     assert measure_here(Point(Case("x", "cpu", 9, 11), "torch", repeats=1)).status == status
 
 

@@ -1,4 +1,4 @@
-"""The hosts that the adapters' tests run on: their real code (``logitless.tools.bench.checkouts``), watched."""
+"""The hosts that the adapters' tests run on: their real code (``benchmarks.bench.checkouts``), watched."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import record
 
-from logitless.tools.bench.checkouts import (
+from benchmarks.bench.checkouts import (
     CHECKOUTS,
     FOLDER,
     checkout,

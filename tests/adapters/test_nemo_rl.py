@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import logitless
+from benchmarks.bench.measure import peak_bytes
 from logitless import LogitlessError
-from logitless.tools.bench.measure import peak_bytes
 
 DOUBLE = not put_first("nemo_rl")
 if DOUBLE:

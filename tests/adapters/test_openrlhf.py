@@ -12,9 +12,9 @@ from parity import assert_parity
 from tiny import qwen3
 
 import logitless
+from benchmarks.bench.adapters import ENTRIES, SMOKE, measure
+from benchmarks.bench.measure import peak_bytes
 from logitless import LogitlessError
-from logitless.tools.bench.adapters import ENTRIES, SMOKE, measure
-from logitless.tools.bench.measure import peak_bytes
 
 V = 507
 UTILS, ACTOR = "openrlhf.models.utils", "openrlhf.models.actor"

@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import logitless
+from benchmarks.bench.adapters import ENTRIES, SMOKE, measure
 from logitless import LogitlessError
 from logitless.adapters.skyrl_rows import make_with_actions
-from logitless.tools.bench.adapters import ENTRIES, SMOKE, measure
 
 MODEL_UTILS = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 TORCH_UTILS = "skyrl.backends.skyrl_train.utils.torch_utils"

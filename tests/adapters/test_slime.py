@@ -31,8 +31,8 @@ from torch import Tensor
 from truth import float64_leaf, plain, truth
 
 import logitless
+from benchmarks.bench.measure import peak_bytes
 from logitless import LogitlessError
-from logitless.tools.bench.measure import peak_bytes
 
 DOUBLE = not put_first("slime")
 if DOUBLE:

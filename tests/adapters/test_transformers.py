@@ -14,9 +14,9 @@ from torch import nn
 from truth import plain, truth
 
 import logitless
+from benchmarks.bench.measure import peak_bytes
 from logitless import Kept, LogitlessError, Rows
 from logitless.adapters.transformers import TESTED, audit_of, patch, unpatch
-from logitless.tools.bench.measure import peak_bytes
 
 transformers = pytest.importorskip("transformers")
 

@@ -17,8 +17,8 @@ from tiny import offline_trainer, qwen3, trainer
 from truth import truth
 
 import logitless
+from benchmarks.bench.measure import peak_bytes
 from logitless import LogitlessError
-from logitless.tools.bench.measure import peak_bytes
 
 put_first("trl")
 pytest.importorskip("trl")

@@ -13,8 +13,8 @@ from parity import assert_parity, run
 from programs import run_program
 
 import logitless
+from benchmarks.bench.adapters import ENTRIES, SMOKE, measure
 from logitless import LogitlessError
-from logitless.tools.bench.adapters import ENTRIES, SMOKE, measure
 
 V, D = 507, 24
 FUNCTIONAL, FUSED = "verl.utils.torch_functional", "verl.utils.experimental.torch_functional"

@@ -12,9 +12,7 @@ import pytest
 import torch
 
 import logitless
-from logitless import LogitlessError
-from logitless.adapters.host import SAVED
-from logitless.tools.bench.adapters import (
+from benchmarks.bench.adapters import (
     ENTRIES,
     SMOKE,
     START,
@@ -27,7 +25,9 @@ from logitless.tools.bench.adapters import (
     table,
     with_table,
 )
-from logitless.tools.bench.checkouts import PACKAGES
+from benchmarks.bench.checkouts import PACKAGES
+from logitless import LogitlessError
+from logitless.adapters.host import SAVED
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "adapters.jsonl"
@@ -59,7 +59,7 @@ def test_entries_run(host, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 def test_tables_are_what_the_records_say(page):
-    """Run ``python -m logitless.tools.bench.adapters --docs docs/adapters`` after new records."""
+    """Run ``python -m benchmarks.bench.adapters --docs docs/adapters`` after new records."""
     text = page.read_text()
     assert START in text
     assert with_table(text, page.stem, read(RESULTS)) == text

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 import logitless
+from benchmarks.bench import base as against
+from benchmarks.bench.cases import CASES
+from benchmarks.bench.records import read_records
+from benchmarks.bench.run import Request
 from logitless import LogitlessError
-from logitless.tools.bench import base as against
-from logitless.tools.bench.cases import CASES
-from logitless.tools.bench.records import read_records
-from logitless.tools.bench.run import Request
 
 # A package that knows the cases it is given and takes SPEED milliseconds for each, without importing torch.
 CASES_FILE = """
@@ -30,7 +30,7 @@ for name, fields in KNOWN.items():
 """
 MAIN = """
 import json, sys
-from logitless.tools.bench.cases import KNOWN
+from {bench}.cases import KNOWN
 
 words = sys.argv[1:]
 case, out = words[words.index("--case") + 1], words[words.index("--out") + 1]
@@ -58,17 +58,28 @@ def git(folder, *words):
 
 
 def write_package(
-    root, tree, speed, cases=(GRAD, VALUE), status="ok", providers=("torch", "logitless"), extra="", **changes
+    root,
+    tree,
+    speed,
+    cases=(GRAD, VALUE),
+    status="ok",
+    providers=("torch", "logitless"),
+    extra="",
+    place="benchmarks/bench",
+    **changes,
 ):
-    bench = root / "src" / "logitless" / "tools" / "bench"
+    bench, package = root / place, root / "src" / "logitless"
     bench.mkdir(parents=True, exist_ok=True)
+    package.mkdir(parents=True, exist_ok=True)
     known = {name: asdict(CASES[name]) | changes for name in cases}
-    for folder in (bench.parent.parent, bench.parent, bench):
+    for folder in (package, bench.parent, bench):
         (folder / "__init__.py").write_text("")
     (bench / "cases.py").write_text(CASES_FILE.format(known=known))
     (bench / "providers.py").write_text(f"PROVIDERS = {dict.fromkeys(providers)!r}\n")
     log = str(root.parent / "log")
-    (bench / "__main__.py").write_text(MAIN.format(log=log, tree=tree, status=status, speed=speed, extra=extra))
+    name = place.removeprefix("src/").replace("/", ".")
+    main = MAIN.format(bench=name, log=log, tree=tree, status=status, speed=speed, extra=extra)
+    (bench / "__main__.py").write_text(main)
 
 
 @pytest.fixture
@@ -80,7 +91,7 @@ def repository(tmp_path):
 
     def commit(**fields):
         write_package(root, "old", **{"speed": 4.0} | fields)
-        git(root, "add", "src")
+        git(root, "add", ".")
         git(root, "commit", "--quiet", "-m", "old")
         return root
 
@@ -194,7 +205,7 @@ def test_what_cannot_be_compared_is_refused_in_words(repository, tmp_path, monke
     root = repository()
     with pytest.raises(LogitlessError, match="--base 'nowhere' is not a commit of this repository"):
         against.compare_with("nowhere", request(), root=root)
-    (root / "src" / "logitless" / "tools" / "bench" / "cases.py").unlink()
+    (root / "benchmarks" / "bench" / "cases.py").unlink()
     git(root, "commit", "--quiet", "-am", "no cases")
     with pytest.raises(LogitlessError, match="cannot be measured: ModuleNotFoundError"):
         against.compare_with("HEAD", request(), root=root)
@@ -208,26 +219,37 @@ def test_what_cannot_be_compared_is_refused_in_words(repository, tmp_path, monke
         against.compare_with("HEAD", request(), root=alone)
 
 
-def test_commits_before_the_move_have_their_benchmark_elsewhere(tmp_path):
+def test_commits_before_the_moves_have_their_benchmark_elsewhere(tmp_path):
     tree = against.Tree("old", tmp_path, "")
     assert tree.bench == "logitless.bench"
-    (tmp_path / "logitless" / "tools" / "bench").mkdir(parents=True)
+    (tmp_path / "src" / "logitless" / "tools" / "bench").mkdir(parents=True)
     assert tree.bench == "logitless.tools.bench"
+    (tmp_path / "benchmarks" / "bench").mkdir(parents=True)
+    assert tree.bench == "benchmarks.bench"
+
+
+@pytest.mark.parametrize("place", ["src/logitless/tools/bench", "src/logitless/bench"])
+def test_a_commit_before_the_moves_is_measured_by_its_own_code(place, repository):
+    root = repository(place=place)
+    shutil.rmtree(root / "src")
+    write_package(root, "new", 2.0)
+    comparison = against.compare_with("main", request(), root=root)
+    assert [c.values("total_ms") for c in comparison.compared] == [(4.0, 2.0)] * 2
 
 
 def test_the_real_package_is_checked_before_it_is_timed(tmp_path, monkeypatch):
     """A checkout whose entropy is off by 1 %: wrong, without a time, where the commit is right."""
     root = tmp_path / "repository"
-    shutil.copytree(
-        Path(logitless.__file__).parent, root / "src" / "logitless", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    ignored = shutil.ignore_patterns("__pycache__", "results")
+    shutil.copytree(Path(logitless.__file__).parent, root / "src" / "logitless", ignore=ignored)
+    shutil.copytree(Path(__file__).parents[2] / "benchmarks", root / "benchmarks", ignore=ignored)
     # The bandwidth of memory is not what this is about.
-    measure = root / "src" / "logitless" / "tools" / "bench" / "measure.py"
-    measure.write_text(measure.read_text().replace("CPU_COPY_BYTES = 384 << 20", "CPU_COPY_BYTES = 1 << 20"))
+    watch = root / "src" / "logitless" / "tools" / "stopwatch.py"
+    watch.write_text(watch.read_text().replace("CPU_COPY_BYTES = 384 << 20", "CPU_COPY_BYTES = 1 << 20"))
     git(root.parent, "init", "--quiet", str(root))
-    git(root, "add", "src")
+    git(root, "add", ".")
     git(root, "commit", "--quiet", "-m", "right")
-    results = root / "src" / "logitless" / "tools" / "bench" / "providers.py"
+    results = root / "benchmarks" / "bench" / "providers.py"
     text = results.read_text()
     assert "return Scores(out.logprob, out.entropy)" in text
     results.write_text(

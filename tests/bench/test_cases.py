@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks.bench.cases import CASES, Case, select_cases, select_names
 from logitless import LogitlessError
-from logitless.tools.bench.cases import CASES, Case, select_cases, select_names
 
 
 def test_the_shapes_that_matter_are_named():

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import logitless as ll
+from benchmarks.bench.cases import Case
+from benchmarks.bench.inputs import CARRIER, Trained, fill_logits, fill_operands, make_batch, scored_rows
 from logitless import LogitlessError
 from logitless.memory.step import hand_over
-from logitless.tools.bench.cases import Case
-from logitless.tools.bench.inputs import CARRIER, Trained, fill_logits, fill_operands, make_batch, scored_rows
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ def test_the_same_seed_gives_the_same_logits(kind, dtype):
 
 
 def test_blocks_of_rows_cover_all_rows(monkeypatch):
-    monkeypatch.setattr("logitless.tools.bench.inputs.BLOCK_ELEMENTS", 5 * 501)
+    monkeypatch.setattr("benchmarks.bench.inputs.BLOCK_ELEMENTS", 5 * 501)
     batch = make_batch(Case("x", "cpu", 37, 501, logits="peaked"), CPU)
     logits = fill_logits(batch, torch.full((37, 501), torch.nan))
     assert logits.isfinite().all()
@@ -70,7 +70,7 @@ def test_gaussian_operands_have_products_with_a_spread_of_two():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_peaked_operands_have_targets_from_unsure_to_certain(dtype, monkeypatch):
-    monkeypatch.setattr("logitless.tools.bench.inputs.BLOCK_ELEMENTS", 8 * 256 * 100)
+    monkeypatch.setattr("benchmarks.bench.inputs.BLOCK_ELEMENTS", 8 * 256 * 100)
     batch, hidden, weight = operands(Case("x", "cpu", 1000, 997, dtype, logits="peaked", hidden=256))
     p = (hidden.double() @ weight.double().T).softmax(-1).gather(1, batch.labels[:, None]).squeeze(1)
     assert (hidden[:, 0] == CARRIER).all()
@@ -109,7 +109,7 @@ def trained_model(dtype=torch.bfloat16):
 
 
 def test_what_a_trained_model_has_is_taken_as_it_is(monkeypatch):
-    monkeypatch.setattr("logitless.tools.bench.inputs.BLOCK_ELEMENTS", 5 * 501)
+    monkeypatch.setattr("benchmarks.bench.inputs.BLOCK_ELEMENTS", 5 * 501)
     given = trained_model()
     case = Case("x", "cpu", 37, 501, "bfloat16", logits="trained", hidden=24, response=0.5)
     batch = make_batch(case, CPU, trained=given)

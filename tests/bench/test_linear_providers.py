@@ -5,12 +5,12 @@ import sys
 import pytest
 import torch
 
-from logitless.tools.bench.cases import Case
-from logitless.tools.bench.inputs import fill_operands, make_batch
-from logitless.tools.bench.linear_providers import LINEAR_PROVIDERS, TRL_COLUMNS, TRL_HEAD, VERL_KERNEL
-from logitless.tools.bench.linear_truth import with_loss
-from logitless.tools.bench.providers import Scores, add_peers
-from logitless.tools.bench.run import take_step
+from benchmarks.bench.cases import Case
+from benchmarks.bench.inputs import fill_operands, make_batch
+from benchmarks.bench.linear_providers import LINEAR_PROVIDERS, TRL_COLUMNS, TRL_HEAD, VERL_KERNEL
+from benchmarks.bench.linear_truth import with_loss
+from benchmarks.bench.providers import Scores, add_peers
+from benchmarks.bench.run import take_step
 
 CPU = torch.device("cpu")
 PEERS = {

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from logitless.tools.bench.cases import Case
-from logitless.tools.bench.inputs import fill_operands, make_batch
-from logitless.tools.bench.linear_truth import sample_linear_truth
-from logitless.tools.bench.measure import compare, gemm_times
+from benchmarks.bench.cases import Case
+from benchmarks.bench.inputs import fill_operands, make_batch
+from benchmarks.bench.linear_truth import sample_linear_truth
+from benchmarks.bench.measure import compare, gemm_times
 
 T, V, D = 60, 101, 17
 
@@ -15,7 +15,7 @@ T, V, D = 60, 101, 17
 def scored(request, monkeypatch):
     """A batch with prompt rows, its operands, and float64 results with their gradients of everything."""
     # Several blocks of rows, of columns and of logits.
-    monkeypatch.setattr("logitless.tools.bench.linear_truth.BLOCK_ELEMENTS", 4 * 7 * D)
+    monkeypatch.setattr("benchmarks.bench.linear_truth.BLOCK_ELEMENTS", 4 * 7 * D)
     case = Case("x", "cpu", T, V, entropy="grad", response=0.5, logits=request.param, hidden=D)
     batch = make_batch(case, torch.device("cpu"))
     hidden, weight = fill_operands(batch, torch.empty(T, D), torch.empty(V, D))

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from logitless.tools.bench.cases import Case
-from logitless.tools.bench.inputs import fill_logits, make_batch
-from logitless.tools.bench.measure import StopWatch, compare, copy_bandwidth, peak_bytes, sample_truth
-from logitless.tools.bench.providers import plain
+from benchmarks.bench.cases import Case
+from benchmarks.bench.inputs import fill_logits, make_batch
+from benchmarks.bench.measure import compare, peak_bytes, sample_truth
+from benchmarks.bench.providers import plain
+from logitless.tools.stopwatch import StopWatch, copy_bandwidth
 
 CPU = torch.device("cpu")
 SIZE = 4 * 1_000_000
@@ -45,7 +46,7 @@ def test_laps_are_the_times_between_marks():
 
 
 def test_bandwidth_is_positive(monkeypatch):
-    monkeypatch.setattr("logitless.tools.bench.measure.CPU_COPY_BYTES", 1 << 20)
+    monkeypatch.setattr("logitless.tools.stopwatch.CPU_COPY_BYTES", 1 << 20)
     assert copy_bandwidth(CPU, repeats=2) > 0
 
 

@@ -5,11 +5,11 @@ from dataclasses import asdict, replace
 import matplotlib.pyplot as plt
 import pytest
 
+from benchmarks.bench.cases import CASES
+from benchmarks.bench.records import Record
+from benchmarks.bench.sweep import Grid
+from benchmarks.plots import LIGHT, draw_case, draw_growth, draw_records, draw_response, draw_sweep
 from logitless import LogitlessError
-from logitless.tools.bench.cases import CASES
-from logitless.tools.bench.records import Record
-from logitless.tools.bench.sweep import Grid
-from logitless.tools.plots import LIGHT, draw_case, draw_growth, draw_records, draw_response, draw_sweep
 
 
 def record(case, provider="logitless", **fields):
@@ -45,7 +45,7 @@ def drawn(monkeypatch):
     """The figures that were saved, open."""
     figures = []
     for module in ("bars", "curves", "sweeps"):
-        monkeypatch.setattr(f"logitless.tools.plots.{module}.save", lambda figure, path, style: figures.append(figure))
+        monkeypatch.setattr(f"benchmarks.plots.{module}.save", lambda figure, path, style: figures.append(figure))
     yield figures
     plt.close("all")
 

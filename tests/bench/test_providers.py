@@ -6,9 +6,9 @@ import textwrap
 import pytest
 import torch
 
-from logitless.tools.bench.cases import Case
-from logitless.tools.bench.inputs import fill_logits, make_batch
-from logitless.tools.bench.providers import PROVIDERS, Provider, add_peers
+from benchmarks.bench.cases import Case
+from benchmarks.bench.inputs import fill_logits, make_batch
+from benchmarks.bench.providers import PROVIDERS, Provider, add_peers
 
 CASE = Case("x", "cpu", 40, 67, entropy="grad", response=0.5)
 

@@ -6,8 +6,8 @@ from dataclasses import asdict, replace
 
 import torch
 
-from logitless.tools.bench.cases import CASES
-from logitless.tools.bench.records import (
+from benchmarks.bench.cases import CASES
+from benchmarks.bench.records import (
     PEERS,
     Environment,
     Record,

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
+from benchmarks.bench.__main__ import main
+from benchmarks.bench.cases import CASES
+from benchmarks.bench.linear_providers import LINEAR_PROVIDERS
+from benchmarks.bench.providers import PROVIDERS, Provider, Scores
+from benchmarks.bench.run import Request, Selection, run
 from logitless import LogitlessError
-from logitless.tools.bench.__main__ import main
-from logitless.tools.bench.cases import CASES
-from logitless.tools.bench.linear_providers import LINEAR_PROVIDERS
-from logitless.tools.bench.providers import PROVIDERS, Provider, Scores
-from logitless.tools.bench.run import Request, Selection, run
 
 CPU = torch.device("cpu")
 GOOD = ("torch", "logitless", "logitless-overwrite")
@@ -18,7 +18,7 @@ GOOD = ("torch", "logitless", "logitless-overwrite")
 
 @pytest.fixture(autouse=True)
 def _small_bandwidth_buffer(monkeypatch):
-    monkeypatch.setattr("logitless.tools.bench.measure.CPU_COPY_BYTES", 1 << 20)
+    monkeypatch.setattr("logitless.tools.stopwatch.CPU_COPY_BYTES", 1 << 20)
 
 
 def measure(case, providers):

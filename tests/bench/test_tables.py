@@ -2,8 +2,8 @@
 
 import sys
 
-from logitless.tools.bench.__main__ import main
-from logitless.tools.bench.tables import text_table
+from benchmarks.bench.__main__ import main
+from logitless.tools.tables import text_table
 
 ROWS = [("d_weight [9, 4]", "64 B", "-"), (":smile: [bold]x[/bold]", "9.27 GiB", "ok")]
 

@@ -19,10 +19,10 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import trained_inputs  # noqa: E402
 import trained_model  # noqa: E402
 
+from benchmarks.bench.inputs import Trained  # noqa: E402
+from benchmarks.bench.records import read_records  # noqa: E402
 from logitless.backends import reference  # noqa: E402
 from logitless.backends.contract import Problem, Running  # noqa: E402
-from logitless.tools.bench.inputs import Trained  # noqa: E402
-from logitless.tools.bench.records import read_records  # noqa: E402
 
 TINY = "--vocab 300 --hidden 16 --layers 1 --heads 2 --length 16 --batch 4 --tokens 64 --device cpu".split()
 TINY += ["--steps", "12", "--rate", "0.02"]
@@ -67,7 +67,7 @@ def test_a_launch_is_made_again_for_any_of_its_rows():
 
 
 def test_facts_are_those_of_float64(monkeypatch):
-    monkeypatch.setattr("logitless.tools.bench.inputs.BLOCK_ELEMENTS", 5 * 33)
+    monkeypatch.setattr("benchmarks.bench.inputs.BLOCK_ELEMENTS", 5 * 33)
     torch.manual_seed(0)
     hidden, weight, target = 2 * torch.randn(21, 8), torch.randn(33, 8), torch.randint(33, (21,))
     # Some rows are sure, and some of those are right.
@@ -133,7 +133,7 @@ def test_gaussian_inputs_of_the_same_sizes_are_beside_each_case():
 
 
 def test_a_model_is_trained_and_measured_and_what_was_saved_is_measured_again(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("logitless.tools.bench.measure.CPU_COPY_BYTES", 1 << 20)
+    monkeypatch.setattr("logitless.tools.stopwatch.CPU_COPY_BYTES", 1 << 20)
     out, saved = tmp_path / "trained.jsonl", tmp_path / "trained.pt"
     given = [*TINY, "--out", str(out), "--repeats", "1", "--provider", "logitless", "logitless-loss"]
     trained_inputs.main([*given, "--text", str(folder), "--save", str(saved), "--case", "*-loss"])

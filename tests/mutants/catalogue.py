@@ -4,7 +4,7 @@ They are kept as data in ``entries/*.toml``, one file per part of the package:
 
     [[mutant]]
     name = "counted-without-ignored"        unique, for --only
-    file = "rows/rows.py"                   under src/logitless
+    file = "rows/rows.py"                   under src/logitless, or "benchmarks/..."
     old = "scored & self.mask"              exactly as it stands there; ``count`` times, once unless told
     new = "self.mask"
     tests = ["tests/test_rows.py::test_counted_and_totals"]
@@ -43,16 +43,16 @@ class Mutant:
 
     @property
     def path(self) -> Path:
-        """Of the changed file, relative to the source folder."""
-        return Path("logitless") / self.file
+        """Of the changed file, relative to the folder that is searched for packages."""
+        return Path(self.file) if self.file.startswith("benchmarks/") else Path("logitless") / self.file
 
-    def apply(self, source: Path) -> str:
-        """The changed text of the file in a source folder.
+    def apply(self) -> str:
+        """The changed text of the file.
 
         Raises:
             Stale: the old text does not occur as often as the entry says, or the change is none.
         """
-        path = source / self.path
+        path = (ROOT if self.file.startswith("benchmarks/") else SOURCE) / self.path
         if not path.is_file():
             raise Stale(f"{self.name}: there is no file {self.path}.")
         text = path.read_text(encoding="utf-8")
@@ -66,7 +66,7 @@ class Mutant:
 
     def check(self) -> None:
         """Raise :class:`Stale` unless the change applies, still is Python, and its tests exist."""
-        changed = self.apply(SOURCE)
+        changed = self.apply()
         try:
             ast.parse(changed)
         except SyntaxError as error:

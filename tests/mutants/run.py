@@ -1,6 +1,6 @@
 """``make mutants``: seed one bug after the other into a copy of the source, and see that the tests notice each.
 
-    copy of src  ->  one change  ->  the tests that must notice, until the first failure      caught, or survived
+    copy of src and benchmarks  ->  one change  ->  the tests that must notice, until the first failure: caught or not
 
 The checkout is never edited. A change after which the tests fail, crash or hang is caught. An entry whose text is no
 longer in the source is stale, and an error like a survivor: the catalogue is then a claim about code that is gone.
@@ -105,7 +105,8 @@ def _run_tests(tests: tuple[str, ...], folder: Path) -> None:
         sys.path.insert(0, str(folder))
         import pytest
 
-        code = int(pytest.main([*PYTEST, *tests]))
+        # Before the checkout, which alone pyproject.toml names.
+        code = int(pytest.main([*PYTEST, "-o", f"pythonpath={folder} {ROOT}", *tests]))
         import logitless
 
         if not str(logitless.__file__).startswith(str(folder)):
@@ -146,13 +147,14 @@ def is_stale(mutant: Mutant) -> str | None:
 
 
 def copy_source(folder: Path, mutant: Mutant | None = None) -> Path:
-    """A copy of the source in a new folder below, with the change made."""
+    """A copy of the source and the benchmarks in a new folder below, with the change made."""
     place = Path(tempfile.mkdtemp(dir=folder))
     # With what is compiled already, which saves each trial a second, but never of the changed file.
     shutil.copytree(SOURCE, place, dirs_exist_ok=True)
+    shutil.copytree(ROOT / "benchmarks", place / "benchmarks", ignore=shutil.ignore_patterns("results"))
     if mutant is not None:
         path = place / mutant.path
-        path.write_text(mutant.apply(SOURCE), encoding="utf-8")
+        path.write_text(mutant.apply(), encoding="utf-8")
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
             compiled.unlink()
     return place

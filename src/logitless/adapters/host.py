@@ -129,7 +129,7 @@ class Replaced:
 
 @functools.cache
 def _saved() -> Mapping[str, float]:
-    """Bytes per logit by which a step's peak fell, of each host; ``tools.bench.adapters --docs`` writes the file."""
+    """Bytes per logit by which each host's peak fell, from a file that ``benchmarks.bench.adapters --docs`` writes."""
     return json.loads(SAVED.read_text(encoding="utf-8"))
 
 

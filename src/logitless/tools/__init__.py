@@ -1,1 +1,1 @@
-"""The commands: ``plan``, ``score``, ``doctor``, ``bench``, ``sweep``, ``plot``, ``demo``. The library imports none."""
+"""The commands: ``plan``, ``score``, ``doctor``, ``tune``. The library imports none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 RECORDS = Path("benchmarks/results")
@@ -21,6 +22,6 @@ def default_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "logitless"
 
 
-def records_folder() -> Path:
-    """Where ``bench`` appends: the committed records in a checkout, elsewhere the default folder."""
-    return RECORDS if in_checkout() else default_folder()
+def slug_of(name: str) -> str:
+    """A card's name in the name of a file."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower().removeprefix("nvidia").strip()).strip("-")

@@ -25,7 +25,7 @@ from logitless.errors import LogitlessError
 from logitless.from_hidden.gemm import multiply
 from logitless.machine import H200, multiprocessors, product_sizes
 from logitless.softmax import Coefficients, Normaliser
-from logitless.tools.bench.measure import StopWatch, copy_bandwidth
+from logitless.tools.stopwatch import StopWatch, copy_bandwidth
 
 Report = Callable[[str], None]
 

@@ -2,14 +2,12 @@
 
     plan, score, doctor     for users: memory a model will need, log-probs of a file, whether this machine is right
     tune                    what products cost on this card, for calls to choose by
-    demo, sweep             what the library is worth on this machine, and at which sizes
-    bench, plot             the committed cases, measured and drawn; --base compares two commits
 
-    app         the command and its exit codes
+    app         the command and its exit codes; where commands are that only a checkout has
     options     options that several commands have
     output      text, tables and progress
     ranks       the process group under torchrun, and the device of a rank
-    plan, score, doctor, tune, demo, measure    the commands: arguments in, text out
+    plan, score, doctor, tune    the commands: arguments in, text out
 
 The modules of those names in ``tools`` do the work. A module that one command needs is imported when that command runs,
 and torch with it: help and usage errors need neither.

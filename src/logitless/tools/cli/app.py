@@ -3,29 +3,51 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import logitless
 from logitless.errors import LogitlessError
-from logitless.tools.cli.demo import demo
 from logitless.tools.cli.doctor import doctor
-from logitless.tools.cli.measure import bench, plot, sweep
-from logitless.tools.cli.options import BAD_INPUT, BROKEN
+from logitless.tools.cli.options import BAD_INPUT, BROKEN, Debug
 from logitless.tools.cli.plan import plan
 from logitless.tools.cli.score import score
 from logitless.tools.cli.tune import tune
 
-# Plain help: the boxes of rich call a flag a <bool> and are wrapped at 80 columns wherever they go.
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-for command in (plan, score, doctor, tune, demo, sweep, bench, plot):
+OF_CHECKOUTS = {
+    **{name: f"python -m benchmarks {name}" for name in ("bench", "sweep", "plot")},
+    "demo": "python -m examples.demo",
+}
+"""Commands that the package does not have, and how they are run from the top of a checkout."""
+
+
+class _Commands(TyperGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in OF_CHECKOUTS:
+            raise LogitlessError(
+                f"{args[0]} is not in the installed package. In a checkout of the project, run "
+                f"{OF_CHECKOUTS[args[0]]} from its top folder."
+            )
+        return super().resolve_command(ctx, args)
+
+
+def new_app(group: type[TyperGroup] = TyperGroup) -> typer.Typer:
+    """A command with commands of its own, none yet."""
+    # Plain help: the boxes of rich call a flag a <bool> and are wrapped at 80 columns wherever they go.
+    return typer.Typer(
+        cls=group,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+
+app = new_app(_Commands)
+for command in (plan, score, doctor, tune):
     app.command()(command)
 
 
@@ -37,7 +59,7 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def about(
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
+    debug: Debug = False,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
     ] = False,
@@ -50,18 +72,23 @@ def about(
 
 
 def main() -> None:
-    """Entry point of the ``logitless`` command: an error is one line, and an exit code that tells its kind."""
+    """Entry point of the ``logitless`` command."""
+    run(app, "logitless")
+
+
+def run(app: typer.Typer, name: str) -> None:
+    """Run a command by that name: an error is one line, and an exit code that tells its kind."""
     try:
         app()
     except Exception as error:
         if "--debug" in sys.argv:
             raise
         if isinstance(error, LogitlessError):
-            _stop(str(error), BAD_INPUT)
+            _stop(f"{name}: {error}", BAD_INPUT)
         text = (str(error).strip() or "no message").splitlines()[0]
-        _stop(f"{type(error).__name__}: {text} (logitless --debug shows where)", BROKEN)
+        _stop(f"{name}: {type(error).__name__}: {text} ({name} --debug shows where)", BROKEN)
 
 
 def _stop(text: str, code: int) -> None:
-    print(f"logitless: {text}", file=sys.stderr)
+    print(text, file=sys.stderr)
     sys.exit(code)

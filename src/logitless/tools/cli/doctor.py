@@ -31,7 +31,7 @@ def doctor(device: Device = None, as_json: AsJson = False) -> None:
 
 
 def _print_findings(findings: Any) -> None:
-    from logitless.tools.bench.tables import text_table
+    from logitless.tools.tables import text_table
 
     out = console()
     facts = [*findings.versions.items(), ("device", findings.device), ("auto", findings.chosen)]

@@ -28,10 +28,3 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
     with Progress(*shown, console=console, transient=True, auto_refresh=False) as bar:
         task = bar.add_task("starting", total=total)
         yield lambda text: bar.update(task, description=text, advance=1, refresh=True)
-
-
-def print_records(table: str) -> None:
-    """On a terminal, headlines in bold and our lines in green."""
-    for line in table.splitlines():
-        ours = line.startswith("logitless") or " logitless" in line
-        console().print(line, style="bold" if ": T=" in line else "green" if ours else None)

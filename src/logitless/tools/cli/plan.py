@@ -60,8 +60,8 @@ def plan(
 
 def _print_plan(answer: Any, brief: bool) -> None:
     """The answer, the code to paste; then why: the route, every way, and what each peak is made of."""
-    from logitless.tools.bench.tables import text_table
     from logitless.tools.plan import answer_lines, headline, summary_rows
+    from logitless.tools.tables import text_table
 
     out = console()
     for line in answer_lines(answer):

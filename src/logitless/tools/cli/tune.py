@@ -31,8 +31,7 @@ def tune(
     """
     import torch
 
-    from logitless.tools.bench.records import slug_of
-    from logitless.tools.outputs import default_folder
+    from logitless.tools.outputs import default_folder, slug_of
     from logitless.tools.tune import measure, require_card, write
 
     where = torch.device(pick_device(device, 0))
@@ -49,7 +48,7 @@ def tune(
 
 
 def _print_table(table: dict) -> None:
-    from logitless.tools.bench.tables import text_table
+    from logitless.tools.tables import text_table
 
     out = console()
     out.print(text_table(("step", "ms"), [(name, f"{x:.3f}") for name, x in table["milliseconds"].items()]))

@@ -87,14 +87,15 @@ def report_text(summary: Any, compared: Compared | None, as_json: bool) -> str:
     if compared is not None:
         lines += ["", str(compared.report), *(str(path) for path in compared.files)]
         if len(compared.files) == 1:
-            lines.append("no figure: it needs matplotlib, which pip install 'logitless[bench]' brings")
+            lines.append("no figure: it needs matplotlib. Install it with pip install matplotlib.")
     return "\n".join(lines)
 
 
 def _figures(compared: Compared, out: Path) -> Iterator[Path]:
     if importlib.util.find_spec("matplotlib") is None or not len(compared.logprob):
         return
-    from logitless.tools.plots import DARK, LIGHT, draw_mismatch
+    from logitless.tools.score.figure import draw_mismatch
+    from logitless.tools.style import DARK, LIGHT
 
     for style in (LIGHT, DARK):
         path = out.with_name(f"{out.name}.mismatch-{style.name}.png")

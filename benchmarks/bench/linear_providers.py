@@ -1,0 +1,277 @@
+"""Providers from hidden states: ``score(batch, hidden, weight) -> Scores``.
+
+Most keep their logits, or the gradients they sum up, in the operands' half precision: those are marked ``rounds``, and
+held to that precision. Peers are imported in ``load`` alone, as in ``providers``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.bench.inputs import Batch
+from benchmarks.bench.providers import Provider, Score, Scores, peer_file, take_rows
+from logitless.from_hidden.logprobs import linear_logprobs
+from logitless.from_logits import logprobs
+from logitless.memory.step import plain_linear
+from logitless.policy_loss import linear_policy_loss
+from logitless.spec import IGNORE
+
+VERL_KERNEL = "_bench_verl_kernel"
+TRL_HEAD = "_bench_trl_head"
+TRL_COLUMNS = 32768
+"""Columns at a time, as TRL's trainers have it."""
+
+
+def _with_plain(function: Callable[..., tuple[Tensor, Tensor | None]]) -> Score:
+    return lambda batch, hidden, weight: Scores(
+        *function(hidden, weight, batch.index, batch.rows.target, batch.case.entropy)
+    )
+
+
+def _load_compiled() -> Score:
+    # Past a number of shapes and modes the compiler would silently fall back to eager: forget the earlier ones.
+    torch.compiler.reset()
+    return _with_plain(torch.compile(plain_linear, dynamic=False))
+
+
+def _load_logitless() -> Score:
+    def score(batch: Batch, hidden: Tensor, weight: Tensor) -> Scores:
+        case = batch.case
+        allowed: dict[str, Any] = {} if case.memory is None or case.loss else {"memory": case.memory}
+        out = linear_logprobs(hidden, weight, batch.rows, entropy=case.entropy, **allowed)
+        return Scores(out.logprob, out.entropy)
+
+    return score
+
+
+def _load_logitless_loss(into_buffer: bool) -> Callable[[], Score]:
+    def load() -> Score:
+        # Made in the first call, whose gradients are checked; later calls add to it.
+        buffers: list[Tensor] = []
+
+        def score(batch: Batch, hidden: Tensor, weight: Tensor) -> Scores:
+            options: dict[str, Any] = {} if batch.case.memory is None else {"memory": batch.case.memory}
+            if into_buffer:
+                if not buffers:
+                    buffers.append(torch.zeros(weight.shape, device=weight.device))
+                options["weight_grad"] = buffers[0]
+            loss, _, stats = linear_policy_loss(
+                hidden,
+                weight,
+                batch.rows,
+                batch.objective,
+                return_stats=True,
+                old_logprob=batch.old_logprob,
+                advantage=batch.advantage,
+                **options,
+            )
+            return Scores(stats.logprob, stats.entropy, loss, options.get("weight_grad"))
+
+        return score
+
+    return load
+
+
+def _load_logitless_logits() -> Score:
+    def score(batch: Batch, hidden: Tensor, weight: Tensor) -> Scores:
+        logits = take_rows(hidden, batch) @ weight.T
+        out = logprobs(logits, batch.rows.target, entropy=batch.case.entropy, overwrite_logits=True)
+        return Scores(out.logprob, out.entropy)
+
+    return score
+
+
+def _load_liger_flce(reduction: str) -> Callable[[], Score]:
+    def load() -> Score:
+        module = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
+        function = module.LigerFusedLinearCrossEntropyFunction
+
+        def score(batch: Batch, hidden: Tensor, weight: Tensor) -> Scores:
+            loss = -function.apply(hidden, weight, batch.labels, None, None, IGNORE, 0.0, 0.0, reduction)[0]
+            return Scores(loss if reduction == "mean" else take_rows(loss, batch), None)
+
+        return score
+
+    return load
+
+
+def _load_quack() -> Score:
+    try:
+        function = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    except TypeError as error:
+        # QuACK 0.6.5 with CUTLASS 4.7.0 and 4.8.1.
+        raise ImportError(f"quack does not import: {str(error)[:80]}") from error
+
+    def score(batch: Batch, hidden: Tensor, weight: Tensor) -> Scores:
+        return Scores(-function(hidden, weight, batch.labels, ignore_index=IGNORE, reduction="mean"), None)
+
+    return score
+
+
+def _load_liger_scaled(module: str, name: str, *options: Any) -> Callable[[], Score]:
+    """Liger's scaled cross entropy with entropy: the chunked torch function, or the kernel for Hopper."""
+
+    def load() -> Score:
+        function = getattr(importlib.import_module(module), name)
+
+        def score(batch: Batch, hidden: Tensor, weight: Tensor) -> Scores:
+            wanted = batch.case.entropy
+            out = function.apply(hidden, weight, batch.labels, 1.0, IGNORE, *options, wanted is not None)
+            if wanted is None:
+                return Scores(take_rows(-out, batch), None)
+            loss, entropy = out
+            return Scores(take_rows(-loss, batch), take_rows(entropy.detach() if wanted == "value" else entropy, batch))
+
+        return score
+
+    return load
+
+
+def _load_liger_selective() -> Score:
+    module = importlib.import_module("liger_kernel.chunked_loss.fused_linear_ppo")
+    function, chunk = module._ChunkedSelectiveLogProbFunction, module._SELECTIVE_LOGPROB_VOCAB_CHUNK_SIZE
+
+    def score(batch: Batch, hidden: Tensor, weight: Tensor) -> Scores:
+        return Scores(function.apply(take_rows(hidden, batch), weight, batch.rows.target, None, 1.0, chunk), None)
+
+    return score
+
+
+def _load_cce(filter_eps: str | None) -> Callable[[], Score]:
+    def load() -> Score:
+        function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+
+        def score(batch: Batch, hidden: Tensor, weight: Tensor) -> Scores:
+            loss = function(hidden, weight, batch.labels, reduction="none", filter_eps=filter_eps)
+            return Scores(take_rows(-loss, batch), None)
+
+        return score
+
+    return load
+
+
+def _load_verl_kernel() -> Score:
+    # Importing verl pulls in Ray. Its two kernel files ask the rest of verl only about the device: a stand-in answers,
+    # and the files are imported as a package, since one imports the other when it is called.
+    folder = peer_file("verl", "utils/kernel/kernels.py").parent
+    package = sys.modules[VERL_KERNEL] = ModuleType(VERL_KERNEL)
+    package.__path__ = [os.fspath(folder)]
+    device = ModuleType("verl.utils.device")
+    vars(device).update(
+        get_device_capability=torch.cuda.get_device_capability,
+        get_device_name=lambda: "cuda",
+        get_torch_device=lambda: torch.cuda,
+        is_cuda_available=torch.cuda.is_available(),
+    )
+    with _standing_in({"verl": ModuleType("verl"), "verl.utils": ModuleType("verl.utils"), device.__name__: device}):
+        importlib.import_module(f"{VERL_KERNEL}.kernels")
+    function = importlib.import_module(f"{VERL_KERNEL}.linear_cross_entropy").linear_cross_entropy
+
+    def score(batch: Batch, hidden: Tensor, weight: Tensor) -> Scores:
+        wanted = batch.case.entropy
+        logprob, entropy = function(take_rows(hidden, batch), weight, batch.rows.target, 1.0, "none", None)
+        return Scores(logprob, None if wanted is None else entropy.detach() if wanted == "value" else entropy)
+
+    return score
+
+
+def trl_head() -> Callable[[Tensor, Tensor, Tensor, tuple[str, ...]], tuple[Tensor, ...]]:
+    """TRL's fused head as its trainers call it: of hidden rows, weight, targets and the names of what is asked for."""
+    # Importing TRL pulls in a training framework. Its file asks the rest of TRL, in backward, for a context in which a
+    # sharded head is whole: a stand-in answers, as TRL does where no head is sharded.
+    folder = peer_file("trl", "kernels/chunked_logprob.py").parent
+    for name in ("", ".kernels", ".trainer", ".trainer.utils"):
+        package = sys.modules[TRL_HEAD + name] = ModuleType(TRL_HEAD + name)
+        package.__path__ = [os.fspath(folder)] if name == ".kernels" else []
+    vars(sys.modules[f"{TRL_HEAD}.trainer.utils"]).update(maybe_gather_lm_head_ctx=lambda *_: contextlib.nullcontext())
+    function = importlib.import_module(f"{TRL_HEAD}.kernels.chunked_logprob").ChunkedLogProbFunction
+
+    def head(rows: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
+        return function.apply(rows, weight, None, target, 1.0, TRL_COLUMNS, None, 1.0, outputs)
+
+    return head
+
+
+def _load_trl_head() -> Score:
+    head = trl_head()
+
+    def score(batch: Batch, hidden: Tensor, weight: Tensor) -> Scores:
+        wanted = batch.case.entropy
+        outputs = ("log_probs",) if wanted is None else ("log_probs", "entropy")
+        logprob, entropy, *_ = head(take_rows(hidden, batch), weight, batch.rows.target, outputs)
+        return Scores(logprob, entropy.detach() if wanted == "value" else entropy)
+
+    return score
+
+
+@contextlib.contextmanager
+def _standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
+    """For a while, let the names of ``modules`` import them."""
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+LIGER_OPS = "liger_kernel.ops"
+
+LINEAR_PROVIDERS: dict[str, Provider] = {
+    "torch": Provider(lambda: _with_plain(plain_linear), rounds=True, note="logits in the operands' dtype"),
+    "torch.compile": Provider(_load_compiled, rounds=True),
+    "logitless": Provider(_load_logitless, note="in a loss: objective(linear_logprobs(...)), two passes"),
+    "logitless-loss": Provider(_load_logitless_loss(False), cases=(True,)),
+    "logitless-loss-buffer": Provider(
+        _load_logitless_loss(True), cases=(True,), note="d_weight added to a given float32 buffer"
+    ),
+    "logitless-logits": Provider(
+        _load_logitless_logits, rounds=True, note="logits in the operands' dtype, their gradient over them"
+    ),
+    "liger-flce": Provider(
+        _load_liger_flce("mean"),
+        "mean loss",
+        cuda_only=True,
+        rounds=True,
+        note="gradients in forward, for a mean loss",
+        cases=(False,),
+    ),
+    "liger-flce-none": Provider(_load_liger_flce("none"), "log-prob", cuda_only=True, rounds=True),
+    "liger-chunked": Provider(
+        _load_liger_scaled(f"{LIGER_OPS}.fused_linear_scaled_cross_entropy", "_FusedLinearPPOFallbackFunction"),
+        rounds=True,
+    ),
+    "liger-sm90": Provider(
+        _load_liger_scaled(
+            f"{LIGER_OPS}.cutedsl.ops.fused_scaled_cross_entropy_sm90", "LigerFusedScaledCrossEntropySM90Function", 1
+        ),
+        cuda_only=True,
+        rounds=True,
+    ),
+    "liger-selective": Provider(_load_liger_selective, "log-prob", rounds=True),
+    "cce": Provider(_load_cce("high"), "log-prob", cuda_only=True, rounds=True, note="drops blocks of small gradients"),
+    "cce-exact": Provider(_load_cce(None), "log-prob", cuda_only=True, rounds=True),
+    "trl-head": Provider(_load_trl_head, rounds=True, note="logits in the operands' dtype, 32,768 columns at a time"),
+    "quack": Provider(
+        _load_quack,
+        "mean loss",
+        cuda_only=True,
+        rounds=True,
+        note="gradients in forward, for a mean loss",
+        cases=(False,),
+    ),
+    "verl-kernel": Provider(_load_verl_kernel, cuda_only=True, rounds=True, note="d_hidden summed in bfloat16"),
+}
