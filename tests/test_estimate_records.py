@@ -10,11 +10,12 @@ import pytest
 
 import logitless as ll
 from benchmarks.bench.records import Record, newest, read_records
+from benchmarks.bench.sized_steps import SizedStep
 from logitless.machine import H200, Machine
 from logitless.memory import Estimate
 
 ROOT = Path(__file__).parents[1]
-PATHS = {"torch": "torch", "logitless-loss": "linear_policy_loss", "logitless-loss-buffer": "linear_policy_loss"}
+PATHS = {"torch": "torch", "logitless-loss": "loss", "logitless-loss-buffer": "loss"}
 # Below this a peak is a few vectors per row, which the allocator rounds up one by one.
 SMALLEST = 16 << 20
 # What was measured before this moment had tiles of logits in memory, between a product and its softmax.
@@ -33,14 +34,14 @@ RECORDS = [r for r in newest(read_records(ROOT / "benchmarks/results/h200.jsonl"
 
 
 def _estimate(record: Record) -> Estimate:
-    case, loss = record.case, PATHS.get(record.provider) == "linear_policy_loss"
+    case, loss = record.case, PATHS.get(record.provider) == "loss"
     options = {
         "tokens": case["tokens"],
         "vocab": case["vocab"],
         "rows": None if record.rows == case["tokens"] else record.rows,
         "dtype": case["dtype"],
         "needs_grad": ("logits", "hidden", "weight") if case["backward"] else (),
-        "overwrite_logits": record.provider == "logitless-overwrite",
+        "overwrite": record.provider == "logitless-overwrite",
         "weight_grad": record.provider == "logitless-loss-buffer",
     }
     if case.get("frozen"):
@@ -54,8 +55,8 @@ def _estimate(record: Record) -> Estimate:
         options["objective"] = ll.Objective(entropy_coef=0.01 if case["entropy"] == "grad" else 0.0)
     else:
         options["entropy"] = case["entropy"]
-    path = PATHS.get(record.provider, "logprobs" if case.get("hidden") is None else "linear_logprobs")
-    return ll.estimate(path, **options)
+    path = PATHS.get(record.provider, "logits" if case.get("hidden") is None else "hidden")
+    return SizedStep(path=path, **options).predicted("cuda")
 
 
 def without_epilogues(monkeypatch: pytest.MonkeyPatch) -> None:

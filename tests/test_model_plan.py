@@ -10,17 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.bench.linear_providers import plain_linear
 from benchmarks.bench.measure import peak_bytes
-from logitless import Kept, Objective, linear_policy_loss, logprobs
+from logitless import Kept, Logits, Objective, logprobs, policy_loss
 from logitless.errors import LogitlessError
-from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.rows import Rows
 from logitless.tools import plan as planner
 from logitless.tools.plan import WAYS, LossStep, answer_lines, as_json, headline, plan_model, snippet, summary_rows
 from logitless.tools.plan import step as steps
 from logitless.tools.plan.recommend import BUDGETS, LESS
-from logitless.tools.plan.ways import FROM_HIDDEN, POLICY_LOSS
+from logitless.tools.plan import ways
+from logitless.tools.plan.ways import FROM_HIDDEN, POLICY_LOSS, plain_linear
 from logitless.tools.presets import CARDS, PRESETS, ModelShape, find_card, find_model
 
 TINY = ModelShape("tiny", hidden=48, vocab=5003)
@@ -44,16 +43,16 @@ def make_step(step: LossStep, way: str, device: torch.device):
         logits = None
         if way == "plain torch":
             out = plain_linear(hidden, weight, None, target, step.entropy)
-        elif way == "linear_logprobs":
-            out = linear_logprobs(hidden, weight, rows, entropy=step.entropy, memory=step.memory)
-        elif way == "linear_policy_loss":
+        elif way == "logprobs of Logits":
+            out = logprobs(Logits(hidden, weight), rows, entropy=step.entropy, memory=step.memory)
+        elif way == "policy_loss of Logits":
             objective = Objective(entropy_coef=0.1 if step.entropy == "grad" else 0.0)
             fields = {"old_logprob": "current", "advantage": advantage}
-            loss, _ = linear_policy_loss(hidden, weight, rows, objective, memory=step.memory, **fields)
+            loss, _ = policy_loss(Logits(hidden, weight), rows, objective, memory=step.memory, **fields)
             out = (loss,)
         else:
             logits = hidden @ weight.T
-            out = logprobs(logits, rows, entropy=step.entropy, overwrite_logits="overwrite" in way)
+            out = logprobs(Logits.given(logits, overwrite="overwrite" in way), rows, entropy=step.entropy)
         outputs = [out[0], out[1]] if step.entropy == "grad" and len(out) > 1 else [out[0]]
         leaves = [hidden] if step.frozen_head else [hidden, weight]
         return torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs]), logits
@@ -188,7 +187,8 @@ def test_the_search_is_exact_on_any_rising_peak(peak, start, free):
 def test_a_plan_takes_few_estimates(model, monkeypatch):
     """Each runs the call without a device, which takes some hundredths of a second."""
     asked, real = [], steps.estimate
-    monkeypatch.setattr(steps, "estimate", lambda path, **sizes: asked.append(path) or real(path, **sizes))
+    for module in (steps, ways):
+        monkeypatch.setattr(module, "estimate", lambda *args, **sizes: asked.append(args) or real(*args, **sizes))
     step = LossStep(find_model(model), tokens=32768, response_fraction=0.5)
     plan_model(step)
     assert len(asked) == 5
@@ -256,12 +256,13 @@ def test_the_answer_is_a_few_lines():
     plan = plan_model(step, find_card("h100-80g") - (60 << 30))
     lines = answer_lines(plan)
     assert (
-        lines[0] == 'Write linear_policy_loss(..., memory="1GiB"): 3 matrix products, peak 2.74 GiB of 19.65 GiB free.'
+        lines[0] == 'Write policy_loss(ll.Logits(hidden, weight), ..., memory="1GiB"): 3 matrix products, '
+        "peak 2.74 GiB of 19.65 GiB free."
     )
     assert lines[1] == f"Micro-batch: 131072 tokens fit; the largest that fits has {plan.most_tokens}."
     assert lines[2] == "Plain torch needs 92.73 GiB, 33.9 times as much."
     assert lines[3].startswith(
-        'If the loss is not an Objective: linear_logprobs(..., memory="8GiB"), 3 matrix products'
+        'If the loss is not an Objective: logprobs(ll.Logits(hidden, weight), ..., memory="8GiB"), 3 matrix products'
     )
     # A micro-batch as large as promised fits, and one step more does not.
     best = replace(step, memory=plan.memory)
@@ -284,12 +285,12 @@ def test_supports_of_few_ids_are_one_way_more():
     step = LossStep(find_model("qwen3-8b"), tokens=16384, entropy="grad")
     names = [forecast.way.name for forecast in plan_model(step).forecasts]
     over = plan_model(replace(step, kept_ids=8.2)).forecasts
-    assert [forecast.way.name for forecast in over] == [*names, 'linear_logprobs, scope="support"']
+    assert [forecast.way.name for forecast in over] == [*names, 'logprobs of Logits, scope="support"']
     assert over[-1].estimate.plan.kind == "support"
     best = plan_model(replace(step, kept_ids=8.2))
     assert (best.call.plan.kind, best.best.products, best.own_loss) == ("support", 0, best.best)
     assert answer_lines(best)[0].startswith(
-        'Write linear_logprobs(..., scope="support", memory="256MiB"): no matrix pr'
+        'Write logprobs(ll.Logits(hidden, weight), ..., kept=kept.over("support"), memory="256MiB"): no matrix pr'
     )
     assert over[-1].estimate.plan.ids == round(8.2 * 16384) + 16384
     # Gradients and vectors of the ids, and no tile.
@@ -310,7 +311,7 @@ def group():
 @pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("shape", [TINY, replace(TINY, softcap=20.0, scale=0.5)], ids=["plain", "capped"])
 def test_the_recommended_code_runs_and_is_right(group, shape, tp, cp, entropy):
-    code = snippet(LossStep(shape, tokens=64, tp=tp, cp=cp, entropy=entropy), "linear_logprobs", "1MiB")
+    code = snippet(LossStep(shape, tokens=64, tp=tp, cp=cp, entropy=entropy), "logprobs of Logits", "1MiB")
     assert max(map(len, code.splitlines())) <= 80
     namespace: dict = {}
     exec(code, namespace)
@@ -332,7 +333,7 @@ def test_the_recommended_code_runs_and_is_right(group, shape, tp, cp, entropy):
 @pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 2)])
 @pytest.mark.parametrize("entropy", ["value", "grad"])
 def test_the_recommended_loss_runs_and_is_right(group, tp, cp, entropy):
-    code = snippet(LossStep(TINY, tokens=64, tp=tp, cp=cp, entropy=entropy), "linear_policy_loss", "1MiB")
+    code = snippet(LossStep(TINY, tokens=64, tp=tp, cp=cp, entropy=entropy), "policy_loss of Logits", "1MiB")
     assert max(map(len, code.splitlines())) <= 80
     namespace: dict = {}
     exec(code, namespace)
@@ -353,7 +354,7 @@ def test_the_recommended_loss_runs_and_is_right(group, tp, cp, entropy):
 
 
 def test_the_recommended_code_over_supports_runs_and_is_right():
-    code = snippet(LossStep(TINY, tokens=64, kept_ids=2.0), 'linear_logprobs, scope="support"', "1MiB")
+    code = snippet(LossStep(TINY, tokens=64, kept_ids=2.0), 'logprobs of Logits, scope="support"', "1MiB")
     namespace: dict = {}
     exec(code, namespace)
     hidden, weight, tokens = torch.randn(6, 5), torch.randn(31, 5), torch.arange(6)
@@ -396,7 +397,7 @@ def test_errors_name_what_was_wanted(tmp_path):
         (lambda: replace(STEP, tokens=0), "tokens must be an integer of at least 1 but is 0"),
         (lambda: replace(STEP, response_fraction=1.5), "response_fraction must be above 0 and at most 1 but is 1.5"),
         (lambda: replace(STEP, dtype="int8"), "dtype must be one of"),
-        (lambda: plan_model(replace(STEP, entropy="all")), "entropy must be one of"),
+        (lambda: plan_model(replace(STEP, entropy="all")), "entropy must be None"),
     ):
         with pytest.raises(LogitlessError) as caught:
             call()

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from logitless.call import MEMORY, PLAIN, Asked, Call, Operands, resolve, shard_of, together, untraced
+from logitless.call.dry import announce
 from logitless.collectives import agree_if, fingerprint
 from logitless.errors import LogitlessError, no_second_derivative
-from logitless.machine import Machine
 from logitless.notes import explained
 from logitless.objectives import Inputs, Metrics, Objective, Preference
 from logitless.operands import Given, Kept, Logits, Teacher, Teachers
@@ -126,6 +126,7 @@ def policy_loss(
             return together(resolving, shard_of(logits), NAME, lambda made: loss_facts(*made, batch))
 
         call, plan, operands, inputs = agree_if(check_group, group, NAME, in_group, over_samples)
+        announce(call, plan)
         loss, metrics, stats = evaluate(call, plan, operands, inputs, batch)
         return (loss, metrics, stats) if return_stats else (loss, metrics)
 
@@ -135,7 +136,7 @@ def _teacher(given: Any) -> Any:
 
 
 def resolve_loss(
-    logits: Any, rows: Any, asked: Asked, batch: Batch, machine: Machine | None = None
+    logits: Any, rows: Any, asked: Asked, batch: Batch
 ) -> tuple[Call, Plan, Operands, Inputs]:
     """The call of :func:`policy_loss`, its route, its operands and the objective's inputs, all checked."""
     objective = batch.objective
@@ -153,7 +154,7 @@ def resolve_loss(
         )
     asked = replace(asked, entropy=objective.entropy, stats=objective.stats, divergence=divergence or "reverse_kl")
     default = MEMORY["chunk"] if isinstance(logits, Logits) else MEMORY["logits"]
-    call, operands = resolve(NAME, logits, rows, asked, default, machine)
+    call, operands = resolve(NAME, logits, rows, asked, default)
     if call.linear is not None:
         _check_grad_scale(call.linear.grad_scale, call.linear.weight_grad)
     if objective.log_z and call.over_support:

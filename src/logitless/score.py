@@ -18,7 +18,7 @@ from torch import Tensor
 from logitless.backends.divergences import Divergence, Kind
 from logitless.call import MEMORY, Asked, Call, Operands, resolve, shard_of, together, untraced
 from logitless.call.call import apart_everywhere
-from logitless.machine import Machine
+from logitless.call.dry import announce
 from logitless.notes import explained
 from logitless.operands import Given, Kept, Logits, Teacher, Teachers
 from logitless.passes.look import asked_of
@@ -118,6 +118,7 @@ def _logprobs(logits: Any, rows: Any, asked: Asked) -> TokenStats:
     with explained("logprobs", asked.memory or MEMORY["hidden"]):
         resolving = partial(resolve_score, logits, rows, asked)
         call, plan, operands = together(resolving, shard_of(logits), "logprobs", _score_facts)
+        announce(call, plan)
         return score(call, plan, operands).shaped(call.shape)
 
 
@@ -126,9 +127,9 @@ def _score_facts(made: tuple[Call, Plan, Operands]) -> dict[str, Any]:
     return call.facts() | plan.facts()
 
 
-def resolve_score(logits: Any, rows: Any, asked: Asked, machine: Machine | None = None) -> tuple[Call, Plan, Operands]:
+def resolve_score(logits: Any, rows: Any, asked: Asked) -> tuple[Call, Plan, Operands]:
     """The call of :func:`logprobs`, its route and its operands, all checked. Computes nothing."""
-    call, operands = resolve("logprobs", logits, rows, asked, machine=machine)
+    call, operands = resolve("logprobs", logits, rows, asked)
     if asked.teacher is not None:
         call = with_teacher(call, operands)
     return call, score_plan(call), operands

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from logitless.collectives import resolve_group, table_over
+from logitless.collectives import DryGroup, resolve_group, table_over
 from logitless.errors import LogitlessError
 
 IGNORE = -100
@@ -215,6 +215,11 @@ class VocabShard:
         return VocabShard(rank * width, (rank + 1) * width, group)
 
     @staticmethod
+    def imagined(vocab_size: int, ranks: int) -> Any:
+        """The first of equal shards of a group that is not there, for ``explain`` and ``estimate`` alone."""
+        return ImaginedShard(0, -(-vocab_size // ranks), vocab_size, DryGroup(ranks, copies=False))
+
+    @staticmethod
     def of(weight: Any) -> VocabShard:
         """The shard that a tensor-parallel DTensor weight describes: ``Shard(0)`` over a one-dimensional mesh.
 
@@ -233,6 +238,16 @@ class VocabShard:
         lengths = [n for (n,) in table_over(group, (weight.to_local().shape[0],))]
         start = sum(lengths[: group.rank()])
         return VocabShard(start, start + lengths[group.rank()], group)
+
+
+class ImaginedShard(NamedTuple):
+    """What :class:`VocabShard` says, of a group that is not there."""
+
+    start: int
+    stop: int
+    vocab_size: int
+    group: DryGroup
+    check_calls: bool = False
 
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B\s*")

@@ -37,8 +37,11 @@ class BackendChoice(NamedTuple):
     reason: str
 
 
-def choose_backend(logits: Tensor, backend: str = "auto") -> BackendChoice:
+def choose_backend(logits: Tensor, backend: str = "auto", device: str | None = None) -> BackendChoice:
     """Which backend ``backend=`` means for these logits, and why. Runs nothing.
+
+    Args:
+        device: type of the device that logits without values stand for; None for their own.
 
     >>> choose_backend(torch.zeros(2, 3)).name
     'tiled'
@@ -47,11 +50,12 @@ def choose_backend(logits: Tensor, backend: str = "auto") -> BackendChoice:
         return BackendChoice(backend, "named by the caller")
     if backend != "auto":
         raise LogitlessError(f"backend: wanted one of {['auto', *NAMES, *OTHERS]} but got {backend!r}.")
-    if logits.device.type != "cuda":
-        return BackendChoice("tiled", f"the logits are on {logits.device.type}, and the kernels need CUDA")
+    kind = device or logits.device.type
+    if kind != "cuda":
+        return BackendChoice("tiled", f"the logits are on {kind}, and the kernels need CUDA")
     if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return BackendChoice("tiled", f"the kernels do not take {logits.dtype}")
-    if not _has_triton():
+    if not _has_triton() and device is None:
         return BackendChoice("tiled", "Triton is not installed (pip install 'logitless[triton]')")
     return BackendChoice("triton", f"CUDA tensor of {logits.dtype} with Triton installed")
 

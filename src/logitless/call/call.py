@@ -22,6 +22,7 @@ from logitless.backends.contract import Backend
 from logitless.backends.divergences import Divergence
 from logitless.call import checks
 from logitless.call.asked import PLAIN, Asked
+from logitless.call.dry import dry
 from logitless.collectives import agree_over, fingerprint
 from logitless.errors import LogitlessError
 from logitless.machine import CPU, Machine
@@ -283,19 +284,16 @@ def shard_of(logits: Any) -> Any:
     return logits.linear.shard if isinstance(logits, Logits) else getattr(logits, "shard", None)
 
 
-def resolve(
-    caller: str, logits: Any, rows: Any, asked: Asked, memory: str | None = None, machine: Machine | None = None
-) -> tuple[Call, Operands]:
+def resolve(caller: str, logits: Any, rows: Any, asked: Asked, memory: str | None = None) -> tuple[Call, Operands]:
     """The call, and its operands as products take them.
 
     Args:
         memory: default of the verb; None for that of log-probs.
-        machine: whose sizes apply; None for that of the tensors.
     """
     checks.check_kinds(caller, asked)
     given = logits if isinstance(logits, Given) else None
     if isinstance(logits, Logits):
-        return _resolve_hidden(caller, logits, rows, asked, memory, machine)
+        return _resolve_hidden(caller, logits, rows, asked, memory)
     x = checks.local_part(caller, "logits", logits if given is None else given.logits, shard_of(logits), last=True)
     chosen, shape = checks.resolve_rows(caller, rows)
     checks.check_logits(caller, x, chosen, shard_of(logits))
@@ -304,11 +302,11 @@ def resolve(
     if overwrite and not torch.compiler.is_compiling():
         checks.check_overwrite(caller, x)
     needs = (*recorded(x), False, False, False)
-    return replace(call, overwrite=overwrite, needs=needs, machine=machine or CPU), Operands(x)
+    return replace(call, overwrite=overwrite, needs=needs), Operands(x)
 
 
 def _resolve_hidden(
-    caller: str, logits: Logits, rows: Any, asked: Asked, memory: str | None, machine: Machine | None
+    caller: str, logits: Logits, rows: Any, asked: Asked, memory: str | None
 ) -> tuple[Call, Operands]:
     linear, shard = logits.linear, logits.linear.shard
     operands = as_products_take(caller, logits, asked)
@@ -327,12 +325,12 @@ def _resolve_hidden(
     chunked = asked.teacher is not None
     default = memory or MEMORY["chunk" if chunked else "hidden"]
     call = _resolve(caller, hidden, weight.shape[0], chosen, shape, asked, logits, shard, default)
-    lora = logits.weight if isinstance(logits.weight, LoRA) else None
+    lora, pretended = logits.weight if isinstance(logits.weight, LoRA) else None, dry()
     call = replace(
         call,
         linear=linear,
         needs=operands.needs,
-        machine=Machine.of(hidden.device) if machine is None else machine,
+        machine=Machine.of(hidden.device) if pretended is None or pretended.machine is None else pretended.machine,
         width=weight.shape[1],
         rank=0 if operands.b is None else operands.b.shape[1],
         lora_scale=1.0 if lora is None else lora.scale,
@@ -359,7 +357,8 @@ def _resolve(
     if asked.kept is not None:
         checks.check_kept(caller, asked.kept, rows, vocab_size, x.device)
     checks.check_readings(caller, asked, x.device, num_rows, shape, vocab_size)
-    name = choose_backend(x, asked.backend).name
+    pretended = dry()
+    name = choose_backend(x, asked.backend, None if pretended is None else pretended.device).name
     require_backend(name, x)
     gain, squash, negative, unit = _distribution(caller, head, logits, rows, num_rows, wide, x.device)
     start = 0 if shard is None else shard.start
@@ -390,7 +389,9 @@ def _resolve(
         backend_name=name,
         memory=parse_memory(memory if asked.memory is None else asked.memory),
         machine=CPU,
-        found=found,
+        # A dry call for a CPU has its targets before it, as the real one will.
+        found=found or (pretended is not None and pretended.machine is CPU),
+        dropped=0.0 if pretended is None else pretended.dropped,
     )
 
 
