@@ -229,6 +229,32 @@ class TestRowsPadded:
         with raises(f"Rows.padded: sample 2 has length {length} but tokens is 4 wide."):
             Rows.padded(self.TOKENS, [1, 1, 1], lengths=[4, 4, length])
 
+    def test_lines_padded_on_the_other_side(self):
+        tokens = torch.tensor([[4, 5, 6, 7], [0, 0, 8, 9]])
+        text = (
+            "Rows.padded: lengths leave out 2 places of line 1 on the right, but it has 2 of padding (id 0) on the "
+            "left and 0 on the right. Pass attention_mask= in place of lengths."
+        )
+        with raises(text):
+            Rows.padded(tokens, [1, 1], lengths=[4, 2])
+        assert Rows.padded(tokens, [1, 1], lengths=[4, 2], padding="left").target.tolist() == [7, 9]
+
+    def test_an_attention_mask_with_a_hole(self):
+        with raises("Rows.padded: attention_mask has padding between the tokens of line 1, so they are no one sample."):
+            Rows.padded(self.TOKENS[:2], [1, 1], attention_mask=torch.tensor([[0, 1, 1, 0], [1, 0, 1, 1]]))
+
+    def test_an_attention_mask_of_another_shape(self):
+        with raises("Rows.padded: attention_mask must be [3, 4] like tokens but is [3]."):
+            Rows.padded(self.TOKENS, [1, 1, 1], attention_mask=torch.ones(3))
+        with raises("Rows.padded: attention_mask must be [3, 4] like tokens but is list."):
+            Rows.padded(self.TOKENS, [1, 1, 1], attention_mask=[[1] * 4] * 3)
+
+    def test_an_attention_mask_and_lengths(self):
+        with raises("Rows.padded: give lengths or attention_mask, not both."):
+            Rows.padded(self.TOKENS, [1, 1, 1], attention_mask=self.TOKENS >= 0, lengths=[4, 4, 4])
+        with raises("Rows.padded: attention_mask goes with one [N, S] tensor; lists carry their own length."):
+            Rows.padded([[1, 2]], [1], attention_mask=torch.ones(1, 2))
+
     @pytest.mark.parametrize("max_length", [3, 5])
     def test_max_length_with_a_tensor(self, max_length):
         with raises(f"Rows.padded: max_length is {max_length} but tokens is 4 wide. Leave max_length out."):
@@ -411,9 +437,9 @@ class TestRowsOfOneSample:
 
     def test_a_padded_tensor_without_lengths(self):
         text = (
-            "Rows.padded: tokens is one tensor of 2 lines but there are no lengths. Pass lengths=attention_mask.sum(1)"
+            "Rows.padded: tokens is one tensor of 2 lines but there are no lengths. Pass attention_mask=, or lengths="
         )
-        with raises(f"{text}.tolist(), ... or use Rows.from_mask(input_ids, completion_mask)."):
+        with raises(f"{text}, ... or use Rows.from_mask(input_ids, completion_mask)."):
             Rows.padded(torch.tensor([[1, 2, 3], [1, 2, 0]]), [1, 1])
 
 

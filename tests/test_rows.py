@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from logitless import Contiguous, Rows, Zigzag
+from logitless import Contiguous, LogitlessError, Rows, Zigzag
 
 
 def assert_plan(rows: Rows, table: list[tuple[int, int, int, int]]) -> None:
@@ -115,6 +115,69 @@ def test_padded_tensor_equals_lists(padding):
     for name in ("index", "target", "sample", "position", "slot"):
         assert torch.equal(getattr(rows, name), getattr(twin, name)), name
     assert (rows.token_shape, rows.held, rows.counts) == (twin.token_shape, twin.held, twin.counts)
+
+
+@st.composite
+def lines(draw):
+    """``[N, S]`` lines with padding on both sides, their attention mask, and how many tokens of each are response."""
+    sizes = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(2, 5), st.integers(0, 3)), min_size=1, max_size=4))
+    width = max(sum(size) for size in sizes)
+    tokens, mask = torch.zeros(2, len(sizes), width, dtype=torch.int64)
+    for n, (left, length, _) in enumerate(sizes):
+        tokens[n, left : left + length] = 10 * (n + 1) + torch.arange(length)
+        mask[n, left : left + length] = 1
+    return tokens, mask, [draw(st.integers(0, length - 1)) for _, length, _ in sizes]
+
+
+@given(lines(), st.sampled_from([torch.int64, torch.bool, torch.float32]))
+def test_an_attention_mask_says_where_the_padding_is(batch, dtype):
+    tokens, mask, responses = batch
+    rows = Rows.padded(tokens, responses, attention_mask=mask.to(dtype))
+    index, target = [], []
+    for n, response in enumerate(responses):
+        real = mask[n].nonzero().squeeze(1).tolist()
+        for place in real[len(real) - response :]:
+            index.append(n * tokens.shape[1] + place - 1)
+            target.append(int(tokens[n, place]))
+    assert (rows.index.tolist(), rows.target.tolist()) == (index, target)
+    assert rows.response_lengths == tuple(responses)
+
+
+@given(lines())
+def test_lengths_of_lines_are_right_or_refused(batch):
+    """Wherever the padding is: the rows of the attention mask, or an error. Each id of these lines is another."""
+    tokens, mask, responses = batch
+    right = Rows.padded(tokens, responses, attention_mask=mask)
+    lengths, width = mask.sum(1).tolist(), tokens.shape[1]
+    for padding in ("left", "right"):
+        out = [line[: width - n] if padding == "left" else line[n:] for line, n in zip(tokens, lengths, strict=True)]
+        if any(len(set(places.tolist())) > 1 for places in out):
+            with pytest.raises(LogitlessError, match=f"on the {padding}, but it has"):
+                Rows.padded(tokens, responses, lengths=lengths, padding=padding)
+        elif not any(places.any() for places in out):
+            rows = Rows.padded(tokens, responses, lengths=lengths, padding=padding)
+            assert rows.index.tolist() == right.index.tolist()
+        else:
+            # One token is one id, as padding is: a line with one place of padding, on the other side. Nobody can tell.
+            assert width - max(lengths) <= 1
+
+
+def test_padding_is_told_from_tokens():
+    """An end-of-sequence token that is also the padding; what a model wrote after its end; a first token as padding."""
+    both = torch.tensor([[2, 2, 5, 6, 2, 2], [2, 5, 6, 7, 8, 2]])
+    with pytest.raises(LogitlessError, match=r"leave out 3 places of line 0 on the right, but it has 2 of padding"):
+        Rows.padded(both, [1, 1], lengths=[3, 5])
+    written = torch.tensor([[2, 5, 6, 2, 8, 9], [2, 5, 6, 7, 8, 2]])
+    assert Rows.padded(written, [1, 1], lengths=[4, 6]).target.tolist() == [2, 2]
+    right = torch.tensor([[2, 5, 6, 2, 2, 2], [2, 5, 6, 7, 8, 2]])
+    assert Rows.padded(right, [1, 1], lengths=[4, 5]).target.tolist() == [2, 8]
+
+
+def test_lines_padded_on_both_sides_cut_zigzag():
+    tokens = torch.tensor([[0, 5, 6, 7, 8, 9, 0, 0]])
+    parts = [Rows.padded(tokens, [3], attention_mask=tokens != 0, cp=Zigzag(rank, 2)) for rank in range(2)]
+    assert [part.target.tolist() for part in parts] == [[], [7, 8, 9]]
+    assert parts[1].index.tolist() == [0, 1, 2]
 
 
 def test_at_keeps_the_order_it_is_given():

@@ -268,6 +268,7 @@ def spoiled() -> list[dict]:
     made[3] = {"prompt": [1], "response": [VOCAB]}
     made[8] = {"prompt": [1]}
     made[20] = {"prompt": [5] * 40, "response": [7] * 40}
+    made[22] = {"prompt": "w5 \ud800", "response": "w6"}
     return made
 
 
@@ -277,18 +278,17 @@ def test_bad_records_are_rejected_on_request_and_the_others_scored(job, expected
         file.write('{"prompt": [1], "respon')
     summary = score_file(replace(job, on_error="skip"))
     rejects = read(job.out.with_name("out.jsonl.rejects.jsonl"))
-    assert [(r["index"], r["line"]) for r in rejects] == [(3, 4), (8, 9), (20, 21), (30, 31)]
-    for reject, reason in zip(
-        rejects, ("token id 211 is outside", "has no field", "80 tokens", "is not JSON"), strict=True
-    ):
+    assert [(r["index"], r["line"]) for r in rejects] == [(3, 4), (8, 9), (20, 21), (22, 23), (30, 31)]
+    reasons = ("token id 211 is outside", "has no field", "80 tokens", "half of a surrogate pair", "is not JSON")
+    for reject, reason in zip(rejects, reasons, strict=True):
         assert reason in reject["reason"]
         assert f"in.jsonl, line {reject['line']}" in reject["reason"]
     assert "has no end: was the file cut off?" in rejects[-1]["reason"]
-    assert [r["index"] for r in read(job.out)] == [i for i in range(30) if i not in (3, 8, 20)]
-    assert (summary.records, summary.scored_records, summary.rejected) == (31, 27, 4)
+    assert [r["index"] for r in read(job.out)] == [i for i in range(30) if i not in (3, 8, 20, 22)]
+    assert (summary.records, summary.scored_records, summary.rejected) == (31, 26, 5)
     assert summary.rejects == f"{job.out}.rejects.jsonl"
     again = score_file(replace(job, on_error="skip"))
-    assert (again.scored_records, again.rejected) == (0, 4)
+    assert (again.scored_records, again.rejected) == (0, 5)
     score_file(replace(job, data=write(job.data, samples(30)), on_error="skip", overwrite=True))
     assert not job.out.with_name("out.jsonl.rejects.jsonl").exists()
     assert job.out.read_bytes() == expected
@@ -379,6 +379,13 @@ def test_fields_are_kept_on_request(job, tmp_path, suffix, monkeypatch):
     else:
         score_file(mixed)
         assert [r["id"] for r in read(out)] == ["zero", *range(1, 9)]
+    write(job.data, [{**s, "id": "\ud800"} for s in samples(9)])
+    if suffix == ".parquet":
+        with pytest.raises(LogitlessError, match=r"half of a surrogate pair, which Parquet does not hold"):
+            score_file(mixed)
+    else:
+        score_file(mixed)
+        assert [r["id"] for r in read(out)] == ["\ud800"] * 9
 
 
 def test_a_torn_parquet_input_is_named(job, tmp_path):
@@ -563,19 +570,38 @@ def test_somebody_elses_file_is_refused(job):
     assert job.out.read_text() == "precious\n"
 
 
-def test_a_damaged_part_is_an_error(job, monkeypatch):
+def damages(whole: bytes) -> dict[str, bytes]:
+    """What may have become of a part: lines lost, lines too many, and as many lines with other bytes."""
+    first, *lines = whole.splitlines(keepends=True)
+    digit = whole.index(b"-", whole.index(b'"logprob"')) + 1
+    return {
+        "a line lost": b"".join([first, *lines[:-1]]),
+        "a line twice": b"".join([first, *lines, lines[-1]]),
+        "lines swapped": b"".join([first, *lines[1:], lines[0]]),
+        "another digit": whole[:digit] + (b"7" if whole[digit : digit + 1] != b"7" else b"8") + whole[digit + 1 :],
+        "no digest": b"".join(lines),
+        "nothing": b"",
+    }
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_damaged_part_is_an_error(job, expected, monkeypatch, suffix):
+    job = replace(job, out=job.out.with_suffix(suffix))
     monkeypatch.setattr(journal_module.Journal, "finish", lambda self: None)
     score_file(job)
     monkeypatch.undo()
-    (part,) = job.out.with_name("out.jsonl.parts").glob("00000001-*.jsonl")
-    lines = part.read_bytes().splitlines(keepends=True)
-    for damaged in (lines[:-1], [*lines, lines[-1]]):
-        part.write_bytes(b"".join(damaged))
-        wanted = rf"{part.name} holds {len(damaged)} results but its part has 7 records"
-        with pytest.raises(LogitlessError, match=wanted):
+    (part,) = job.out.with_name(f"{job.out.name}.parts").glob("00000001-*.jsonl")
+    whole = part.read_bytes()
+    (other,) = part.parent.glob("00000002-*.jsonl")
+    for damaged in (*damages(whole).values(), other.read_bytes()):
+        part.write_bytes(damaged)
+        with pytest.raises(LogitlessError, match=rf"{part.name} does not have the digest in its first line"):
             score_file(job)
+        assert not job.out.exists()
     part.unlink()
     assert score_file(job).scored_records == 7
+    if suffix == ".jsonl":
+        assert job.out.read_bytes() == expected
 
 
 def written(tmp_path, monkeypatch, lines: list[bytes]) -> Journal:
@@ -590,19 +616,20 @@ def written(tmp_path, monkeypatch, lines: list[bytes]) -> Journal:
 def test_a_torn_line_is_found_wherever_it_is_torn(tmp_path, monkeypatch):
     """A process that is killed tears a draft, which nobody reads; a disk may tear anything."""
     lines = [b'{"index":0,"tokens":[5]}\n', b'{"index":1,"tokens":[7],"logprob":[-0.25],"entropy":[1.5]}\n']
-    whole, points = b"".join(lines), range(len(lines[0]), len(lines[0] + lines[1]))
+    whole = b"".join(lines)
     journal = written(tmp_path, monkeypatch, lines)
     part = journal._part(0)
-    for point in points:
+    kept = part.read_bytes()
+    for point in range(len(kept)):
         draft = part.with_name(f"{part.name}.{point}.draft")
-        draft.write_bytes(whole[:point])
+        draft.write_bytes(kept[:point])
         assert journal.has(0)
         assert b"".join(journal._lines()) == whole
-        part.write_bytes(whole[:point])
-        with pytest.raises(LogitlessError, match=r"00000000.jsonl holds 1 results but its part has 2 records"):
+        part.write_bytes(kept[:point])
+        with pytest.raises(LogitlessError, match=r"00000000.jsonl does not have the digest in its first line"):
             journal.finish()
         assert not journal.out.exists()
-        part.write_bytes(whole)
+        part.write_bytes(kept)
     journal.finish()
     assert journal.out.read_bytes() == whole
     for point in range(len(whole)):
@@ -680,6 +707,9 @@ def test_memory_does_not_grow_with_the_file(tmp_path, model):
         ({"messages": [USER, STRANGE, USER, ANSWER]}, "line 2: 'messages': the chat template renders message 1 of the"),
         ('{"prompt": [1], "resp', "line 2 is not JSON: Invalid control character"),
         ("[" * 100000, "line 2 is not JSON"),
+        ({"prompt": "w5 \ud800", "response": "w6"}, "line 2: 'prompt': character 3 is half of a surrogate pair"),
+        ({"prompt": "w5", "response": "\udfff"}, "line 2: 'response': character 0 is half of a surrogate pair"),
+        ({"messages": [USER | {"content": "\ud800"}, ANSWER]}, "line 2: 'messages': character 0 is half of"),
         ({"prompt": [1] * 40, "response": [1] * 40}, "line 2: 80 tokens are more than the model's 64 positions"),
     ],
 )
@@ -709,7 +739,7 @@ def test_a_bad_setting_is_named(job, change, text):
 
 
 def test_what_is_not_there_is_named(job, tmp_path, monkeypatch):
-    with pytest.raises(LogitlessError, match="the output would replace the input"):
+    with pytest.raises(LogitlessError, match=r"is the input .* itself"):
         replace(job, out=job.data)
     with pytest.raises(LogitlessError, match=r"is no model directory: there is no config.json in it"):
         score_file(replace(job, model=tmp_path))
@@ -720,6 +750,44 @@ def test_what_is_not_there_is_named(job, tmp_path, monkeypatch):
         replace(job, out=tmp_path / "out.parquet")
     with pytest.raises(LogitlessError, match="transformers is not installed"):
         score_file(job)
+
+
+@pytest.mark.parametrize(
+    "spelling", ["a dot", "a way back", "a symlink", "a symlinked folder", "a hard link", "the link"]
+)
+def test_the_input_is_never_overwritten_however_it_is_spelled(job, tmp_path, spelling):
+    data, link = job.data, tmp_path / "link.jsonl"
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "other").symlink_to(tmp_path, target_is_directory=True)
+    given, before = data, data.read_bytes()
+    if spelling == "a dot":
+        out = Path(os.path.relpath(data))
+    elif spelling == "a way back":
+        out = tmp_path / "sub" / ".." / data.name
+    elif spelling == "a symlinked folder":
+        out = tmp_path / "other" / data.name
+    elif spelling == "a hard link":
+        out = link
+        os.link(data, link)
+    else:
+        link.symlink_to(data)
+        given, out = (data, link) if spelling == "a symlink" else (link, data)
+    for overwrite in (True, False):
+        with pytest.raises(LogitlessError, match=r"--out .* is the input .* itself.*Give another --out"):
+            score_file(replace(job, data=given, out=out, overwrite=overwrite))
+    assert data.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["out.jsonl.rejects.jsonl", "out.jsonl.parts/mine.jsonl"])
+def test_no_file_beside_the_output_may_be_the_input(job, name):
+    """The rejects of a job, repaired, are a likely input of the next; to overwrite is to delete the last rejects."""
+    data = job.out.with_name("out.jsonl.parts") / "mine.jsonl" if "/" in name else job.out.with_name(name)
+    data.parent.mkdir(exist_ok=True)
+    write(data, samples(30))
+    for overwrite in (True, False):
+        with pytest.raises(LogitlessError, match=r"the input .* is a file that this job writes beside .*out.jsonl"):
+            score_file(replace(job, data=data, overwrite=overwrite))
+    assert data.exists()
 
 
 def test_texts_without_a_tokenizer_are_an_error(job, tmp_path):

@@ -419,6 +419,9 @@ def test_a_tuple_of_three_unless_more_is_asked_for():
             assert len(other) == len(out)
             assert other.rank is out.rank
         assert torch.equal(pickle.loads(pickle.dumps(out)).logprob, logprob)
+        # As dataclasses and named tuples say it: a call that makes another.
+        assert repr(out) == f"TokenStats({', '.join(f'{name}={x!r}' for name, x in out._asdict().items())})"
+        assert repr(out).startswith(f"TokenStats(logprob={logprob!r}, entropy=None, log_z={log_z!r}")
     with pytest.raises(TypeError, match="ranks"):
         ll.TokenStats(logprob, None, log_z, ranks=logprob)
 

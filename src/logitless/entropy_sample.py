@@ -96,5 +96,7 @@ def _draw(rows: Rows, sample: int | float, seed: int) -> tuple[Tensor, int]:
     count = max(1, round(sample * len(scored))) if isinstance(sample, float) else min(sample, len(scored))
     if not len(scored):
         raise LogitlessError(f"{NAME}: there is no row to draw from: of {len(rows)} rows none is scored.")
-    order = torch.randperm(len(scored), generator=torch.Generator().manual_seed(seed))[:count].sort().values
+    order = (
+        torch.randperm(len(scored), generator=torch.Generator().manual_seed(seed), device="cpu")[:count].sort().values
+    )
     return scored[order.to(scored.device)], len(scored)

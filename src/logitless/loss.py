@@ -254,7 +254,7 @@ class _OnePass(torch.autograd.Function):
         d_hidden, d_weight, d_bias, d_low = out.gradients
         # Whoever runs forward again for backward (a checkpoint) brings the mark of that run, and not of this one.
         ctx.run = object()
-        mark = torch.tensor(id(ctx.run))
+        mark = torch.tensor(id(ctx.run), device="cpu")
         made = {"hidden": d_hidden, "weight": d_weight if buffer is None else None, "bias": d_bias, "low": d_low}
         ctx.save_for_backward(*made.values(), out.scale, mark)
         ctx.call, ctx.like = call, _like(operands)

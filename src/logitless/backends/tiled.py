@@ -180,7 +180,11 @@ def _tile(problem: Problem, rows: slice, columns: slice) -> tuple[Tensor, Tensor
 
 def _is_in_order(index: Tensor, count: int) -> bool:
     """Whether the index is 0, 1, ... of all rows. Asked on a CPU alone: elsewhere it would wait for the device."""
-    return index.device.type == "cpu" and len(index) == count and torch.equal(index, torch.arange(count))
+    return (
+        index.device.type == "cpu"
+        and len(index) == count
+        and torch.equal(index, torch.arange(count, device=index.device))
+    )
 
 
 def _write_tile(out: Tensor, rows: Tensor | slice, c: int, tile: Tensor) -> None:

@@ -132,7 +132,7 @@ class Inputs:
                 "Objective: a term takes a mean over samples, but may be given rows that cut through them. "
                 'Declare Objective(level="sequence"), and it will see whole samples.'
             )
-        return torch.tensor(self.counts, dtype=torch.int64).to(x.device, non_blocking=True)
+        return torch.tensor(self.counts, dtype=torch.int64, device="cpu").to(x.device, non_blocking=True)
 
     def cut(self, start: int, stop: int, whole_samples: bool) -> Inputs:
         """The rows ``start .. stop``.

@@ -115,7 +115,7 @@ class Metrics:
 
     def _flat(self) -> Tensor:
         values = [getattr(self, kind)[name].reshape(-1) for kind, name in self._names()]
-        return torch.cat(values) if values else torch.zeros(0, dtype=torch.float64)
+        return torch.cat(values) if values else torch.zeros(0, dtype=torch.float64, device="cpu")
 
     def _from_parts(self, parts: Tensor) -> Metrics:
         """One from ``[P, K]`` flat metrics of P micro-batches or ranks, all with the names of these."""

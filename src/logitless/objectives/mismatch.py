@@ -165,7 +165,7 @@ def mismatch(
     counted = rows.counted
     trainer, rollout = (torch.where(counted, x.detach().double(), 0.0) for x in (logprob, rollout_logprob))
     ratio = trainer - rollout
-    lengths = torch.tensor(rows.counts, dtype=torch.int64).to(ratio.device)
+    lengths = torch.tensor(rows.counts, dtype=torch.int64, device="cpu").to(ratio.device)
     by_sample = torch.segment_reduce(ratio, "sum", lengths=lengths, unsafe=True, initial=0)
     if cp_group is not None:
         sum_over(cp_group, by_sample)
@@ -233,7 +233,7 @@ def _outliers(
 ) -> tuple[Outlier, ...]:
     counted = rows.counted
     distance = torch.where(counted, (trainer - rollout).abs(), -1.0).nan_to_num(torch.inf, torch.inf)
-    lengths = torch.tensor(rows.counts, dtype=torch.int64)
+    lengths = torch.tensor(rows.counts, dtype=torch.int64, device="cpu")
     starts = lengths.cumsum(0) - lengths
     per_sample = torch.segment_reduce(distance, "max", lengths=lengths.to(distance.device), unsafe=True, initial=-1)
     found = []

@@ -169,8 +169,8 @@ class Preference:
         count = check_denominator(NAME, number if denominator is None else denominator, device)
         scale = inverse(count) / (1 if group is None else group.size())
         places = {
-            "chosen": torch.tensor(chosen, dtype=torch.int64),
-            "rejected": torch.tensor(rejected, dtype=torch.int64),
+            "chosen": torch.tensor(chosen, dtype=torch.int64, device="cpu"),
+            "rejected": torch.tensor(rejected, dtype=torch.int64, device="cpu"),
         }
         return Inputs(
             logprob=torch.zeros(len(rows), device=device) if stats is None else stats.logprob,

@@ -88,7 +88,7 @@ def token_rewards(rewards: Tensor, rows: Rows, *, penalty: Tensor | None = None,
     group = _sequence_group("token_rewards", rows, group)
     counted = rows.counted
     place = torch.where(counted, rows.position, -1).double()
-    lengths = torch.tensor(rows.counts, dtype=torch.int64).to(place.device, non_blocking=True)
+    lengths = torch.tensor(rows.counts, dtype=torch.int64, device="cpu").to(place.device, non_blocking=True)
     last = torch.segment_reduce(place, "max", lengths=lengths, unsafe=True, initial=-1)
     if group is not None:
         dist.all_reduce(last, op=dist.ReduceOp.MAX, group=group)
@@ -169,8 +169,8 @@ def _whole(rows: Rows, given: tuple[Tensor, ...], group: Any, caller: str) -> tu
     counted = rows.counted
     fields = [torch.where(counted, x.detach().double(), 0.0) for x in given]
     whole = rows.gather([*fields, counted.double()], group, grad=None)
-    lengths = torch.tensor(rows.response_lengths, dtype=torch.int64)
-    ends = torch.zeros(int(lengths.sum()), dtype=torch.bool)
+    lengths = torch.tensor(rows.response_lengths, dtype=torch.int64, device="cpu")
+    ends = torch.zeros(int(lengths.sum()), dtype=torch.bool, device="cpu")
     ends[lengths.cumsum(0)[lengths > 0] - 1] = True
     joined = [torch.cat(parts) if len(parts) else fields[0].new_zeros(0) for parts in whole]
     return *joined[:-1], joined[-1] != 0, ends.to(counted.device, non_blocking=True)

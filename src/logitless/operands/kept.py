@@ -18,6 +18,7 @@ from torch import Tensor
 
 from logitless.errors import LogitlessError
 from logitless.rows import Rows
+from logitless.rows.integers import holds_integers, integers, joined, whole_number
 from logitless.spec import inspectable, tracked_by_autograd
 
 Scope = Literal["vocabulary", "support"]
@@ -49,7 +50,7 @@ class Kept:
                 raise LogitlessError(
                     f"Kept: {name} must be a 1-D integer tensor but is a {type(x).__name__}. Pass torch.tensor(...)."
                 )
-            if x.dim() != 1 or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+            if x.dim() != 1 or not holds_integers(x):
                 raise LogitlessError(f"Kept: {name} must be a 1-D integer tensor but is {list(x.shape)} {x.dtype}.")
         if inspectable(self.lengths):
             total, low = int(self.lengths.sum()), int(self.lengths.min()) if self.lengths.numel() else 0
@@ -93,9 +94,10 @@ class Kept:
         >>> Kept.from_lists([[5, 7], [], [9]]).lengths.tolist()
         [2, 0, 1]
         """
-        lengths = [len(ids) for ids in lists]
-        flat = torch.tensor([i for ids in lists for i in ids], dtype=torch.int64, device=device)
-        return Kept(flat, torch.tensor(lengths, dtype=torch.int64, device=device))
+        device = torch.get_default_device() if device is None else device
+        flat = joined(lists, lambda row: f"Kept.from_lists: the ids of row {row}")
+        lengths = torch.tensor([len(ids) for ids in lists], dtype=torch.int64, device="cpu")
+        return Kept(flat.to(device), lengths.to(device))
 
     @staticmethod
     def from_padded(ids: Tensor) -> Kept:
@@ -128,6 +130,7 @@ class Kept:
         [0, 2, 1]
         """
         _check_integers("from_bits", "words", words, 2)
+        vocab_size = whole_number(vocab_size, "Kept.from_bits: vocab_size")
         bits = 8 * words.element_size()
         if not 0 <= words.shape[1] * bits - vocab_size < bits:
             raise LogitlessError(
@@ -166,6 +169,8 @@ class Kept:
                 f"but the rows have {len(rows.counts)}."
             )
         whole = rows.response_lengths or rows.counts
+        ids = [integers(x, f"Kept.from_responses: the ids of sample {i}") for i, x in enumerate(ids)]
+        lengths = [integers(x, f"Kept.from_responses: the lengths of sample {i}") for i, x in enumerate(lengths)]
         for sample, (flat, runs) in enumerate(zip(ids, lengths, strict=True)):
             if runs.numel() != whole[sample]:
                 raise LogitlessError(
@@ -178,9 +183,15 @@ class Kept:
                     f"{int(runs.sum())}."
                 )
         if not len(ids):
-            return Kept(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
-        flat, runs = torch.cat(list(ids)), torch.cat(list(lengths)).to(torch.int64)
-        first = torch.tensor([0, *[len(x) for x in lengths]]).cumsum(0)[:-1].to(runs.device)
+            nothing = torch.zeros(0, dtype=torch.int64, device=rows.index.device)
+            return Kept(nothing, nothing)
+        flat, runs = torch.cat(ids), torch.cat(lengths)
+        if len(runs) and int(runs.min()) < 0:
+            sample = next(i for i, x in enumerate(lengths) if bool((x < 0).any()))
+            raise LogitlessError(
+                f"Kept.from_responses: the lengths of sample {sample} must be 0 or more but have {int(runs.min())}."
+            )
+        first = torch.tensor([0, *[len(x) for x in lengths]], device="cpu").cumsum(0)[:-1].to(runs.device)
         response = first[rows.sample.to(runs.device)] + rows.position.to(runs.device)
         lengths_R = runs[response]
         starts_R = (runs.cumsum(0) - runs)[response]
@@ -193,20 +204,28 @@ def _response(sample: int, support: Any) -> tuple[Tensor, Tensor]:
     """Ids and lengths of one response, from whichever form an engine has for it."""
     ids = getattr(support, "token_ids", None)
     if ids is not None:
-        ids, offsets = torch.as_tensor(ids), getattr(support, "offsets", None)
-        lengths = getattr(support, "lengths", None) if offsets is None else torch.as_tensor(offsets).diff()
+        ids = integers(ids, f"Kept.from_engine: token_ids of sample {sample}")
+        offsets, lengths = getattr(support, "offsets", None), getattr(support, "lengths", None)
+        if offsets is not None:
+            offsets = integers(offsets, f"Kept.from_engine: offsets of sample {sample}")
+            lengths = offsets.diff()
+            if not len(offsets) or int(offsets[0]) != 0 or bool((lengths < 0).any()):
+                raise LogitlessError(
+                    f"Kept.from_engine: offsets of sample {sample} must begin with 0 and never fall but are "
+                    f"{_shown(offsets)}."
+                )
         if lengths is not None:
-            return ids.to(torch.int64), torch.as_tensor(lengths).to(torch.int64)
+            return ids, integers(lengths, f"Kept.from_engine: lengths of sample {sample}")
     elif isinstance(support, Sequence) and not isinstance(support, str):
         for position, token in enumerate(support):
-            if not isinstance(token, Sequence):
+            if not isinstance(token, Sequence | Tensor):
                 raise LogitlessError(
                     f"Kept.from_engine: sample {sample} has no list of ids for response token {position} but "
                     f"{type(token).__name__}. An engine that recorded nothing there sampled from the whole vocabulary: "
                     f"leave that row out, or score it without kept."
                 )
-        kept = Kept.from_lists(support)
-        return kept.ids, kept.lengths
+        flat = joined(support, lambda token: f"Kept.from_engine: the ids of sample {sample}, response token {token},")
+        return flat, torch.tensor([len(token) for token in support], dtype=torch.int64, device="cpu")
     raise LogitlessError(
         f"Kept.from_engine: sample {sample} must have token_ids with offsets or lengths, or a list of ids for each "
         f"response token, but is {type(support).__name__}."
@@ -214,6 +233,11 @@ def _response(sample: int, support: Any) -> tuple[Tensor, Tensor]:
 
 
 def _check_integers(caller: str, name: str, x: Any, dims: int) -> None:
-    if not isinstance(x, Tensor) or x.dim() != dims or x.is_floating_point() or x.dtype == torch.bool:
+    if not isinstance(x, Tensor) or x.dim() != dims or not holds_integers(x):
         came = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise LogitlessError(f"Kept.{caller}: {name} must be a {dims}-D integer tensor but is {came}.")
+
+
+def _shown(x: Tensor, most: int = 8) -> str:
+    """The first numbers of a list that may be long."""
+    return f"{x[:most].tolist()}" if len(x) <= most else f"{x[:most].tolist()} and {len(x) - most} more"

@@ -416,7 +416,7 @@ def _read_later(number: Tensor, dry: int | None) -> Callable[[], int]:
         return lambda: dry
     if not number.is_cuda:
         return lambda: int(number)
-    here = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
+    here = torch.empty((), dtype=number.dtype, device="cpu", pin_memory=True).copy_(number, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(number.device))
 

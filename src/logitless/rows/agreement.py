@@ -8,7 +8,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from logitless.collectives import table_over
 from logitless.errors import LogitlessError
+
+COMPARED = ("padded length", "response length", "tokens", "loss mask")
+"""What ranks compare of every sample."""
+
+
+def check_one_batch(rows: Any, group: Any) -> None:
+    """Raise unless the ranks made their rows from one batch, each its own part. One small collective."""
+    scheme = (type(rows.cp).__name__, 1 if rows.cp is None else rows.cp.size)
+    rank = 0 if rows.cp is None else rows.cp.rank
+    mine = (rank, scheme, rows.num_tokens, rows.spans, rows.response_lengths, *rows.batch.fingerprints())
+    ranks, schemes, num_tokens, *by_sample = zip(*table_over(group, mine), strict=True)
+    check_parts(ranks, schemes, group.size())
+    for what, values in zip(COMPARED, by_sample, strict=True):
+        check_samples(what, values)
+    check_same("num_tokens", num_tokens)
 
 
 def check_parts(ranks: Sequence[int], schemes: Sequence[tuple[str, int]], world: int) -> None:

@@ -46,6 +46,37 @@ def exchange_over(
     return _Exchange.apply(place, total, wanted, group, grad, *fields)  # pyright: ignore[reportReturnType]
 
 
+def end_to_end(caller: str, parts: Sequence[Tensor], lengths: Sequence[int], has: str) -> Tensor:
+    """One tensor per sample, of these lengths, as one. ``has`` says of a sample what its length is of."""
+    if len(parts) != len(lengths):
+        raise LogitlessError(f"Rows.{caller}: got {len(parts)} tensors for {len(lengths)} samples.")
+    for sample, (part, length) in enumerate(zip(parts, lengths, strict=True)):
+        if part.shape[0] != length:
+            raise LogitlessError(
+                f"Rows.{caller}: sample {sample} has {part.shape[0]} entries but {has.format(length)}."
+            )
+    if not parts:
+        raise LogitlessError(f"Rows.{caller}: there are no samples, so neither dtype nor device is known.")
+    return torch.cat(list(parts))
+
+
+def check_split(caller: str, rows: Any, to: Any, world: int) -> None:
+    """Raise unless ``to``, if there is one, is of the same samples and split over as many ranks, and ``rows`` over all
+    ``world`` of them."""
+    size = 1 if rows.cp is None else rows.cp.size
+    if to is not None and rows.response_lengths != to.response_lengths:
+        raise LogitlessError(
+            f"Rows.redistribute: to= was made for responses of {list(to.response_lengths or ())} tokens but these "
+            f"rows for {list(rows.response_lengths)}. Both must describe the same samples."
+        )
+    if to is not None and to.cp is not None and rows.cp is not None and to.cp.size != size:
+        raise LogitlessError(
+            f"Rows.redistribute: these rows are split over {size} ranks but to= over {to.cp.size} ranks."
+        )
+    if size != world:
+        raise LogitlessError(f"Rows.{caller}: these rows are split over {size} ranks but group has {world}.")
+
+
 def check_fields(caller: str, x: Tensor | Sequence[Tensor], num_rows: int) -> tuple[Tensor, ...]:
     """The fields, each ``[R]`` and all of one dtype."""
     fields = (x,) if isinstance(x, Tensor) else tuple(x)

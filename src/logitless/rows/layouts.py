@@ -126,7 +126,9 @@ class Contiguous(_Split):
                 f"Contiguous: {self.size} ranks of {window} tokens hold {window * self.size} but the samples need "
                 f"{total}. num_tokens is the local length after padding: at least {-(-total // self.size)}."
             )
-        position = torch.arange(min(self.rank * window, total), min((self.rank + 1) * window, total))
+        position = torch.arange(
+            min(self.rank * window, total), min((self.rank + 1) * window, total), device=spans.device
+        )
         ends = spans.cumsum(0)
         sample = torch.searchsorted(ends, position, right=True)
         return sample, position - (ends - spans)[sample]
@@ -134,9 +136,9 @@ class Contiguous(_Split):
 
 def ragged_arange(lengths: Tensor) -> tuple[Tensor, Tensor]:
     """``[2, 3]`` becomes samples ``[0, 0, 1, 1, 1]`` and offsets ``[0, 1, 0, 1, 2]``."""
-    sample = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    sample = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     starts = lengths.cumsum(0) - lengths
-    return sample, torch.arange(len(sample)) - starts.index_select(0, sample)
+    return sample, torch.arange(len(sample), device=lengths.device) - starts.index_select(0, sample)
 
 
 def round_up(n: Any, multiple: int) -> Any:

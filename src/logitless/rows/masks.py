@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError
+from logitless.rows.integers import holds_integers, integers
 from logitless.rows.layouts import ragged_arange
-from logitless.rows.samples import NOT_IDS, Samples
+from logitless.rows.samples import Samples
+from logitless.spec import IGNORE
 
-NAME = "Rows.from_mask"
+Cut = tuple[Samples, Tensor, Tensor, Tensor]
+"""Samples, each up to its last scored token; how many places of the batch each has; sample and offset of each place."""
 
 
 def samples_of_mask(
@@ -21,94 +24,110 @@ def samples_of_mask(
     attention_mask: Tensor | None,
     cu_seqlens: Tensor | Sequence[int] | None,
     position_ids: Tensor | None,
-) -> tuple[Samples, Tensor, Tensor, Tensor]:
-    """The samples, each up to its last scored token; how many places of the batch each has; sample and offset of each.
-
-    What precedes the first scored token is the sample's prompt: padding on the left too, which nobody reads.
-    """
-    _check_shapes(input_ids, mask=mask, attention_mask=attention_mask, position_ids=position_ids)
-    spans = _spans(input_ids, cu_seqlens, position_ids)
-    scored = mask.detach().reshape(-1).cpu() != 0
+) -> Cut:
+    """What precedes the first scored token is the sample's prompt: padding on the left too, which nobody reads."""
+    name = "Rows.from_mask"
+    _check_shapes(name, "input_ids", input_ids, mask=mask, attention_mask=attention_mask, position_ids=position_ids)
+    if input_ids.dim() == 1 and cu_seqlens is None and position_ids is None:
+        raise LogitlessError(f"{name}: a pack of one dimension needs cu_seqlens or position_ids.")
+    spans = _spans(name, "input_ids", input_ids, cu_seqlens, position_ids)
     sample, offset = ragged_arange(spans)
-    if bool(scored[len(sample) :].any()):
-        raise LogitlessError(f"{NAME}: the mask scores tokens after the last sample of cu_seqlens, {len(sample)} on.")
-    scored = scored[: len(sample)]
+    scored = _within(name, "mask scores", mask.detach().reshape(-1).cpu() != 0, len(sample))
     if attention_mask is not None:
-        _check_attention(scored, attention_mask.detach().reshape(-1).cpu()[: len(sample)] != 0, sample, offset)
+        _check_attention(name, scored, attention_mask.detach().reshape(-1).cpu()[: len(sample)] != 0, sample, offset)
+    alone = (scored & (offset == 0)).nonzero().squeeze(1)
+    if len(alone):
+        raise LogitlessError(
+            f"{name}: sample {int(sample[alone[0]])} is scored from its first token on, which no row predicts. Clear "
+            f"the mask there, or prepend a token (BOS)."
+        )
+    return _cut(input_ids, scored, spans, sample, offset)
+
+
+def samples_of_labels(labels: Tensor, cu_seqlens: Tensor | Sequence[int] | None, position_ids: Tensor | None) -> Cut:
+    """Every label that is not -100 is scored, but for a sample's first, which no row predicts."""
+    name = "Rows.from_labels"
+    _check_shapes(name, "labels", labels, position_ids=position_ids)
+    if labels.dim() == 1 and cu_seqlens is None and position_ids is None:
+        cu_seqlens = [0, len(labels)]
+    spans = _spans(name, "labels", labels, cu_seqlens, position_ids)
+    sample, offset = ragged_arange(spans)
+    scored = _within(name, "labels are not -100 at", labels.detach().reshape(-1).cpu() != IGNORE, len(sample))
+    return _cut(labels, scored & (offset > 0), spans, sample, offset)
+
+
+def _cut(ids: Tensor, scored: Tensor, spans: Tensor, sample: Tensor, offset: Tensor) -> Cut:
     last = torch.zeros_like(spans).scatter_reduce(0, sample, torch.where(scored, offset + 1, 0), "amax")
     far = int(spans.max()) if len(spans) else 0
     first = torch.full_like(spans, far).scatter_reduce(0, sample, torch.where(scored, offset, far), "amin")
     first = torch.minimum(first, last)
-    alone = ((first == 0) & (last > 0)).nonzero().squeeze(1)
-    if len(alone):
-        raise LogitlessError(
-            f"{NAME}: sample {int(alone[0])} is scored from its first token on, which no row predicts. Clear the mask "
-            f"there, or prepend a token (BOS)."
-        )
     before_end = offset < last[sample]
     held = before_end.nonzero().squeeze(1)
     response = (before_end & (offset >= first[sample])).nonzero().squeeze(1)
     inner = scored[response]
     some = not bool(inner.all())
-    ids = input_ids.detach().reshape(-1)
+    ids = ids.detach().reshape(-1)
     ids = ids[held.to(ids.device)].to(torch.int64)
     return Samples(ids, last, last - first, inner if some else None, some), spans, sample, offset
 
 
-def _check_shapes(input_ids: Any, **others: Any) -> None:
-    whole = isinstance(input_ids, Tensor) and not input_ids.is_floating_point() and input_ids.dtype not in NOT_IDS
-    if not whole or input_ids.dim() not in (1, 2):
-        came = (
-            f"{list(input_ids.shape)} {input_ids.dtype}" if isinstance(input_ids, Tensor) else type(input_ids).__name__
-        )
-        raise LogitlessError(f"{NAME}: input_ids must be [N, S] or [T] integers but is {came}.")
-    for name, x in others.items():
-        if x is None and name != "mask":
+def _within(name: str, what: str, scored: Tensor, count: int) -> Tensor:
+    """``[count]`` of a mask over a pack, which may have padding after its last sample."""
+    if bool(scored[count:].any()):
+        raise LogitlessError(f"{name}: the {what} tokens after the last sample of cu_seqlens, {count} on.")
+    return scored[:count]
+
+
+def _check_shapes(caller: str, name: str, ids: Any, **others: Any) -> None:
+    if not isinstance(ids, Tensor) or not holds_integers(ids) or ids.dim() not in (1, 2):
+        came = f"{list(ids.shape)} {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise LogitlessError(f"{caller}: {name} must be [N, S] or [T] integers but is {came}.")
+    for other, x in others.items():
+        if x is None and other != "mask":
             continue
-        if not isinstance(x, Tensor) or x.shape != input_ids.shape:
+        if not isinstance(x, Tensor) or x.shape != ids.shape:
             came = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             hint = ""
-            if isinstance(x, Tensor) and x.dim() == 2 and x.shape[0] == input_ids.shape[0]:
+            if isinstance(x, Tensor) and x.dim() == 2 and x.shape[0] == ids.shape[0]:
                 hint = " A mask of the completions alone is padded with zeros for the prompts first."
-            raise LogitlessError(f"{NAME}: {name} must be {list(input_ids.shape)} like input_ids but is {came}.{hint}")
+            raise LogitlessError(f"{caller}: {other} must be {list(ids.shape)} like {name} but is {came}.{hint}")
 
 
-def _spans(input_ids: Tensor, cu_seqlens: Tensor | Sequence[int] | None, position_ids: Tensor | None) -> Tensor:
+def _spans(
+    caller: str, name: str, ids: Tensor, cu_seqlens: Tensor | Sequence[int] | None, position_ids: Tensor | None
+) -> Tensor:
     """``[N]`` places of each sample: those of its line, or of its part of a pack."""
-    pack = input_ids.dim() == 1 or input_ids.shape[0] == 1
     if cu_seqlens is not None and position_ids is not None:
-        raise LogitlessError(f"{NAME}: give cu_seqlens or position_ids, not both.")
+        raise LogitlessError(f"{caller}: give cu_seqlens or position_ids, not both.")
     if cu_seqlens is None and position_ids is None:
-        if input_ids.dim() == 1:
-            raise LogitlessError(f"{NAME}: a pack of one dimension needs cu_seqlens or position_ids.")
-        return torch.full((input_ids.shape[0],), input_ids.shape[1])
-    if not pack:
+        return torch.full((ids.shape[0],), ids.shape[1], device="cpu")
+    if ids.dim() == 2 and ids.shape[0] != 1:
         raise LogitlessError(
-            f"{NAME}: cu_seqlens and position_ids are for one pack, [T] or [1, T], but input_ids is "
-            f"{list(input_ids.shape)}. For one sample per line leave them out."
+            f"{caller}: cu_seqlens and position_ids are for one pack, [T] or [1, T], but {name} is {list(ids.shape)}. "
+            f"For one sample per line leave them out."
         )
-    count = input_ids.numel()
+    count = ids.numel()
     if position_ids is not None:
-        place = position_ids.reshape(-1).cpu()
+        place = integers(position_ids.reshape(-1), f"{caller}: position_ids").cpu()
         begins = (place == 0).nonzero().squeeze(1)
-        starts = torch.cat([begins, torch.tensor([count])])
+        starts = torch.cat([begins, torch.tensor([count], device="cpu")])
         if count and (
             not len(begins) or int(begins[0]) != 0 or not torch.equal(place, ragged_arange(starts.diff())[1])
         ):
             raise LogitlessError(
-                f"{NAME}: position_ids must count 0, 1, 2, ... in each sample of the pack, without gaps. Pass "
+                f"{caller}: position_ids must count 0, 1, 2, ... in each sample of the pack, without gaps. Pass "
                 f"cu_seqlens where they do not."
             )
         return starts.diff()
-    starts = torch.as_tensor(cu_seqlens).to(torch.int64).cpu()
-    if starts.dim() != 1 or not len(starts) or int(starts[0]) != 0 or bool((starts.diff() < 0).any()):
-        raise LogitlessError(f"{NAME}: cu_seqlens must start at 0 and never fall but is {starts.tolist()}.")
+    starts = integers(cu_seqlens, f"{caller}: cu_seqlens").cpu()
+    if not len(starts) or int(starts[0]) != 0 or bool((starts.diff() < 0).any()):
+        raise LogitlessError(f"{caller}: cu_seqlens must start at 0 and never fall but is {starts.tolist()}.")
     if int(starts[-1]) > count:
-        raise LogitlessError(f"{NAME}: cu_seqlens ends at {int(starts[-1])} but input_ids has {count} tokens.")
+        raise LogitlessError(f"{caller}: cu_seqlens ends at {int(starts[-1])} but {name} has {count} tokens.")
     return starts.diff()
 
 
-def _check_attention(scored: Tensor, attended: Tensor, sample: Tensor, offset: Tensor) -> None:
+def _check_attention(caller: str, scored: Tensor, attended: Tensor, sample: Tensor, offset: Tensor) -> None:
     """Raise where a scored token is padding, or the token before it is."""
     before = torch.cat([attended.new_ones(min(1, len(attended))), attended[:-1]]) | (offset == 0)
     for bad, what in ((scored & ~attended, "is padding"), (scored & ~before, "follows on padding")):
@@ -116,6 +135,6 @@ def _check_attention(scored: Tensor, attended: Tensor, sample: Tensor, offset: T
         if len(where):
             i = int(where[0])
             raise LogitlessError(
-                f"{NAME}: token {int(offset[i])} of sample {int(sample[i])} is scored but {what} by attention_mask. "
+                f"{caller}: token {int(offset[i])} of sample {int(sample[i])} is scored but {what} by attention_mask. "
                 f"Is the mask shifted, or of another batch?"
             )

@@ -20,24 +20,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from logitless.collectives import agree_if, resolve_group, table_over
+from logitless.collectives import agree_if, resolve_group
 from logitless.errors import LogitlessError
-from logitless.rows.agreement import check_parts, check_same, check_samples
-from logitless.rows.exchange import GradRule, check_fields, exchange_facts, exchange_over
+from logitless.rows.agreement import check_one_batch
+from logitless.rows.exchange import GradRule, check_fields, check_split, end_to_end, exchange_facts, exchange_over
+from logitless.rows.integers import device_of, integers, whole_number
 from logitless.rows.layouts import SCHEME, Scheme, here, ragged_arange, round_up
-from logitless.rows.masks import samples_of_mask
-from logitless.rows.samples import Samples, Tokens, integer_vector, moved, spans_of, unpad
+from logitless.rows.masks import samples_of_labels, samples_of_mask
+from logitless.rows.samples import Samples, Tokens, moved, spans_of, unpad
 from logitless.rows.shown import shown
 from logitless.spec import IGNORE, inspectable, tracked_by_autograd
-
-_COMPARED = ("padded length", "response length", "tokens", "loss mask")
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
     """The rows to score, their targets, and the way back to samples.
 
-    Make one with :meth:`from_mask`, :meth:`packed`, :meth:`padded`, :meth:`at` or :meth:`every`.
+    Make one with :meth:`from_mask`, :meth:`from_labels`, :meth:`packed`, :meth:`padded`, :meth:`at` or :meth:`every`.
 
     Attributes:
         index: ``[R]`` row of the (flattened) logits, each at most once.
@@ -120,6 +119,34 @@ class Rows:
         return _select(batch, sample, offset, tuple(input_ids.shape), spans, None, device)
 
     @staticmethod
+    def from_labels(
+        labels: Tensor,
+        *,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        position_ids: Tensor | None = None,
+        device: torch.device | str | None = None,
+    ) -> Rows:
+        """Rows of ``labels`` as Transformers has them: in the places of ``input_ids``, not shifted.
+
+        Row t predicts ``labels[t + 1]``; labels of -100 have no row. The mean of ``-logprobs(logits, rows).logprob``
+        is the loss that a Transformers model returns. Labels given as targets would be one token off: targets stand
+        in the places of the rows that predict them.
+
+        Args:
+            labels: ``[N, S]``, one sample per line, or ``[T]``, one sample; or ``[T]`` or ``[1, T]``, samples end to
+                end, with ``cu_seqlens`` or ``position_ids``. The first label of a sample is never scored.
+            cu_seqlens, position_ids: of the pack, as for :meth:`from_mask`. Transformers knows of no borders there:
+                the labels of a pack have -100 at the first token of every sample.
+            device: where the rows will be used; default the device of ``labels``.
+
+        >>> rows = Rows.from_labels(torch.tensor([[-100, -100, 7, 8], [-100, 9, -100, -100]]))
+        >>> rows.index.tolist(), rows.target.tolist()
+        ([1, 2, 4], [7, 8, 9])
+        """
+        batch, spans, sample, offset = samples_of_labels(labels, cu_seqlens, position_ids)
+        return _select(batch, sample, offset, tuple(labels.shape), spans, None, device)
+
+    @staticmethod
     def packed(
         tokens: Sequence[Tokens],
         response_lengths: Sequence[int],
@@ -147,7 +174,7 @@ class Rows:
             cu_seqlens: ``[N + 1]`` starts of the padded samples in the whole sequence, instead of ``align``; one more
                 entry means padding after the last sample.
             num_tokens: rows of the local logits, padding included; default as many as samples or ``cu_seqlens`` need.
-            device: where the rows will be used; default the device of the tokens.
+            device: where the rows will be used; default the device of the tokens, torch's default device for lists.
 
         >>> rows = Rows.packed([[7, 8, 9], [4, 5, 6, 7]], [1, 2])
         >>> rows.index.tolist(), rows.target.tolist(), rows.position.tolist()
@@ -161,14 +188,14 @@ class Rows:
         batch = Samples.check("Rows.packed", tokens, response_lengths, loss_masks, loss_mask_only)
         spans, total = spans_of(batch, cp, align, cu_seqlens)
         size = 1 if cp is None else cp.size
-        num_tokens = -(-total // size) if num_tokens is None else num_tokens
+        num_tokens = -(-total // size) if num_tokens is None else whole_number(num_tokens, "Rows.packed: num_tokens")
         sample, offset = ragged_arange(spans) if cp is None else cp.tokens(spans, num_tokens)
         if num_tokens < len(sample):
             raise LogitlessError(
                 f"Rows.packed: num_tokens is {num_tokens} but the samples need {len(sample)} tokens{here(cp)}. "
                 f"Pass the padded length of the local pack, or leave it out."
             )
-        return _select(batch, sample, offset, (num_tokens,), spans, cp, device)
+        return _select(batch, sample, offset, (num_tokens,), spans, cp, device_of(tokens) if device is None else device)
 
     @staticmethod
     def padded(
@@ -177,24 +204,26 @@ class Rows:
         loss_masks: Sequence[Tensor | Sequence[int]] | None = None,
         *,
         lengths: Sequence[int] | None = None,
+        attention_mask: Tensor | None = None,
         max_length: int | None = None,
         padding: Literal["left", "right"] = "right",
         loss_mask_only: bool = False,
         cp: Scheme | None = None,
         device: torch.device | str | None = None,
     ) -> Rows:
-        """Rows of one sample per line, every line padded to the same length ("bshd"), on one side.
-
-        Lines that are padded on both sides, as left-padded prompts with right-padded completions are, have no such
-        lengths: they go to :meth:`from_mask`.
+        """Rows of one sample per line, every line padded to the same length ("bshd").
 
         Args:
-            tokens: ``[N, S]`` tensor with ``lengths`` given, or one unpadded list of ids per sample.
+            tokens: ``[N, S]`` tensor with ``attention_mask`` or ``lengths`` given, or one unpadded list of ids per
+                sample.
             response_lengths: how many tokens at the end of each sample are response.
             loss_masks, loss_mask_only, device: as for :meth:`packed`.
-            lengths: true length of each line when ``tokens`` is one padded tensor.
+            lengths: true length of each line when ``tokens`` is one tensor, padded on one side. On the CPU
+                a batch is refused whose lines are padded on the other side, or on both.
+            attention_mask: ``[N, S]`` in place of ``lengths``, nonzero at the tokens of each line, which may be padded
+                on either side or on both, as left-padded prompts with right-padded completions are.
             max_length: padded length of a line; default ``S``, or the longest sample.
-            padding: on which side the padding is.
+            padding: on which side the padding is; an ``attention_mask`` says it itself.
             cp: a scheme that cuts every sample by itself, such as :class:`Zigzag`, which cuts every line into
                 ``2 * size`` chunks of ``ceil(max_length / (2 * size))``.
 
@@ -208,17 +237,21 @@ class Rows:
                 f"Rows.padded: cp must be a Zigzag or None but is {type(cp).__name__}. A contiguous split of padded "
                 f"lines would give one rank all the prompts; pack the samples (Rows.packed) to split them contiguously."
             )
+        max_length = None if max_length is None else whole_number(max_length, "Rows.padded: max_length")
+        device, lead = device_of(tokens) if device is None else device, None
         if isinstance(tokens, Tensor):
-            tokens, max_length = unpad(tokens, lengths, max_length, padding)
-        elif lengths is not None:
-            raise LogitlessError("Rows.padded: lengths goes with one [N, S] tensor; lists carry their own length.")
+            tokens, max_length, lead = unpad(tokens, lengths, attention_mask, max_length, padding)
+        elif lengths is not None or attention_mask is not None:
+            name = "attention_mask" if lengths is None else "lengths"
+            raise LogitlessError(f"Rows.padded: {name} goes with one [N, S] tensor; lists carry their own length.")
         batch = Samples.check("Rows.padded", tokens, response_lengths, loss_masks, loss_mask_only)
         longest = int(batch.lengths.max()) if len(batch) else 0
         width = longest if max_length is None else max_length
         if width < longest:
             sample = int(batch.lengths.argmax())
             raise LogitlessError(f"Rows.padded: sample {sample} has {longest} tokens but max_length is {width}.")
-        lead = width - batch.lengths if padding == "left" else torch.zeros_like(batch.lengths)
+        if lead is None:
+            lead = width - batch.lengths if padding == "left" else torch.zeros_like(batch.lengths)
         spans = torch.full_like(batch.lengths, round_up(width, 1 if cp is None else cp.multiple))
         sample, place = ragged_arange(spans) if cp is None else cp.tokens(spans, width)
         token_shape = (len(batch), width if cp is None else round_up(width, cp.multiple) // cp.size)
@@ -231,11 +264,13 @@ class Rows:
         The index is checked once, here (one copy to the CPU if it is on an accelerator).
 
         Args:
-            index: ``[R]`` distinct rows of the flattened logits.
+            index: ``[R]`` distinct rows of the flattened logits, whose device is that of the rows.
             target: ``[R]`` token ids.
             num_tokens: rows of the logits; default "any number past the largest index".
         """
-        index, target = integer_vector(index, "Rows.at: index"), integer_vector(target, "Rows.at: target")
+        device = device_of(index)
+        index, target = integers(index, "Rows.at: index"), integers(target, "Rows.at: target")
+        num_tokens = None if num_tokens is None else whole_number(num_tokens, "Rows.at: num_tokens")
         if index.numel() != target.numel():
             raise LogitlessError(f"Rows.at: index has {index.numel()} entries but target has {target.numel()}.")
         ordered = index.cpu().sort().values
@@ -251,15 +286,19 @@ class Rows:
         if num_tokens is not None and num_tokens < past:
             raise LogitlessError(f"Rows.at: index reaches row {past - 1} but num_tokens is {num_tokens}.")
         shape = None if num_tokens is None else (num_tokens,)
-        return _single_sample(index, target.to(index.device), shape, reach=past)
+        return _single_sample(index.to(device), target.to(device), shape, reach=past)
 
     @staticmethod
     def every(target: Tensor) -> Rows:
-        """Every row of ``[..., V]`` logits, for targets of shape ``[...]``; ``-100`` leaves a row out."""
+        """Every row of ``[..., V]`` logits, for targets of shape ``[...]``; ``-100`` leaves a row out.
+
+        Row t is scored with ``target[t]``, the token after it. Labels of Transformers, in which that token stands at
+        t + 1, go to :meth:`from_labels`.
+        """
         if not isinstance(target, Tensor):
             came = type(target).__name__
             raise LogitlessError(f"Rows.every: target must be a tensor but is a {came}. Pass torch.tensor(target).")
-        flat = integer_vector(target.flatten(), "Rows.every: target")
+        flat = integers(target.flatten(), "Rows.every: target")
         index = torch.arange(flat.numel(), device=flat.device)
         return _single_sample(index, flat, tuple(target.shape), in_order=True)
 
@@ -298,16 +337,7 @@ class Rows:
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The inverse of :meth:`split`: ``[R]`` from one tensor per sample, an entry for each held response token."""
-        if len(parts) != len(self.held):
-            raise LogitlessError(f"Rows.join: got {len(parts)} tensors for {len(self.held)} samples.")
-        for sample, (part, held) in enumerate(zip(parts, self.held, strict=True)):
-            if part.shape[0] != held:
-                raise LogitlessError(
-                    f"Rows.join: sample {sample} has {part.shape[0]} entries but {held} response tokens here."
-                )
-        if not parts:
-            raise LogitlessError("Rows.join: there are no samples, so neither dtype nor device is known.")
-        x = torch.cat(list(parts))
+        x = end_to_end("join", parts, self.held, "{} response tokens here")
         return x if self.slot is None else x.index_select(0, self.slot)
 
     def from_responses(self, responses: Sequence[Tensor]) -> Tensor:
@@ -316,16 +346,7 @@ class Rows:
         Under context parallelism or ``loss_mask_only`` this picks the tokens that are scored here.
         """
         lengths = self._whole_lengths("from_responses")
-        if len(responses) != len(lengths):
-            raise LogitlessError(f"Rows.from_responses: got {len(responses)} tensors for {len(lengths)} samples.")
-        for sample, (x, length) in enumerate(zip(responses, lengths, strict=True)):
-            if x.shape[0] != length:
-                raise LogitlessError(
-                    f"Rows.from_responses: sample {sample} has {x.shape[0]} entries but a response of {length} tokens."
-                )
-        if not responses:
-            raise LogitlessError("Rows.from_responses: there are no samples, so neither dtype nor device is known.")
-        whole = torch.cat(list(responses))
+        whole = end_to_end("from_responses", responses, lengths, "a response of {} tokens")
         return whole.index_select(0, self.response.to(whole.device))  # pyright: ignore[reportOptionalMemberAccess]
 
     def gather(self, x: Tensor | Sequence[Tensor], group: Any, *, grad: GradRule, check: bool = False) -> Any:
@@ -365,18 +386,9 @@ class Rows:
         One small collective, for start-up or debugging.
         """
         process_group = resolve_group(group, "Rows.check_over: group")
-        if process_group is None:
-            return
-        scheme = (type(self.cp).__name__, 1 if self.cp is None else self.cp.size)
-        rank = 0 if self.cp is None else self.cp.rank
-        lengths = self._whole_lengths("check_over")
-        assert self.batch is not None
-        mine = (rank, scheme, self.num_tokens, self.spans, lengths, *self.batch.fingerprints())
-        ranks, schemes, num_tokens, *by_sample = zip(*table_over(process_group, mine), strict=True)
-        check_parts(ranks, schemes, process_group.size())
-        for what, values in zip(_COMPARED, by_sample, strict=True):
-            check_samples(what, values)
-        check_same("num_tokens", num_tokens)
+        if process_group is not None:
+            self._whole_lengths("check_over")
+            check_one_batch(self, process_group)
 
     def expand(self, x: Tensor) -> Tensor:
         """Scatter ``[R]`` back to one value per token, zeros elsewhere: ``[T]``, or ``[N, S]`` if padded."""
@@ -404,12 +416,9 @@ class Rows:
         process_group = resolve_group(group, f"Rows.{caller}: group")
 
         def prepare() -> tuple[Tensor, ...]:
-            self._check_target(to, caller)
-            fields = check_fields(caller, x, len(self))
-            size, world = 1 if self.cp is None else self.cp.size, 1 if process_group is None else process_group.size()
-            if size != world:
-                raise LogitlessError(f"Rows.{caller}: these rows are split over {size} ranks but group has {world}.")
-            return fields
+            self._whole_lengths(caller)
+            check_split(caller, self, to, 1 if process_group is None else process_group.size())
+            return check_fields(caller, x, len(self))
 
         def facts(fields: tuple[Tensor, ...]) -> dict[str, Any]:
             return exchange_facts(fields, self._whole_lengths(caller), grad)
@@ -418,19 +427,6 @@ class Rows:
         assert self.response is not None
         wanted = None if to is None else to.response
         return exchange_over(process_group, fields, self.response, sum(self.response_lengths or ()), wanted, grad)
-
-    def _check_target(self, to: Rows | None, caller: str) -> None:
-        """Raise unless these rows know of samples, and ``to``, if there is one, of the same."""
-        lengths = self._whole_lengths(caller)
-        if to is not None and lengths != to.response_lengths:
-            raise LogitlessError(
-                f"Rows.redistribute: to= was made for responses of {list(to.response_lengths or ())} tokens but these "
-                f"rows for {list(lengths)}. Both must describe the same samples."
-            )
-        if to is not None and to.cp is not None and self.cp is not None and to.cp.size != self.cp.size:
-            raise LogitlessError(
-                f"Rows.redistribute: these rows are split over {self.cp.size} ranks but to= over {to.cp.size} ranks."
-            )
 
     def _whole_lengths(self, caller: str) -> tuple[int, ...]:
         if self.response_lengths is None:

@@ -5,8 +5,6 @@ Nothing here knows about rows of logits. Errors name the sample.
 
 from __future__ import annotations
 
-import operator
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +14,11 @@ from torch import Tensor
 
 from logitless.collectives import fingerprint
 from logitless.errors import LogitlessError
+from logitless.rows.integers import holds_integers, integers, joined
 from logitless.rows.layouts import Scheme, here, round_up
-from logitless.spec import IGNORE
+from logitless.spec import IGNORE, inspectable
 
 Tokens = Tensor | Sequence[int]
-NOT_IDS = (torch.bool, torch.complex64, torch.complex128)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +57,7 @@ class Samples:
         if self.mask is not None:
             response_stop = self.responses.cumsum(0)
             before = torch.repeat_interleave(stop - response_stop, self.responses)
-            source = torch.arange(len(before)) + before
+            source = torch.arange(len(before), device=before.device) + before
             counted = counted[source.to(counted.device)].to(self.mask.device) & self.mask
             stop = response_stop
         running = torch.nn.functional.pad(counted.cumsum(0), (1, 0))
@@ -80,9 +78,9 @@ class Samples:
         loss_mask_only: bool,
     ) -> Samples:
         _check_lists(caller, tokens, response_lengths)
-        responses = [_whole_number(caller, sample, r) for sample, r in enumerate(response_lengths)]
+        responses = integers(response_lengths, f"{caller}: response_lengths").tolist()
         for sample, ids in enumerate(tokens):
-            if isinstance(ids, Tensor) and (ids.dim() != 1 or ids.is_floating_point() or ids.dtype in NOT_IDS):
+            if isinstance(ids, Tensor) and (ids.dim() != 1 or not holds_integers(ids)):
                 raise LogitlessError(
                     f"{caller}: the tokens of sample {sample} must be one-dimensional integers but are "
                     f"{list(ids.shape)} {ids.dtype}."
@@ -106,9 +104,10 @@ class Samples:
             # The number of scored rows depends on the mask, so a mask on an accelerator is read once, here.
             mask = _join(loss_masks) != 0
             mask = mask.cpu() if loss_mask_only else mask
-        lengths_N = torch.tensor(lengths, dtype=torch.int64)
-        responses_N = torch.tensor(responses, dtype=torch.int64)
-        return Samples(_concatenate(tokens), lengths_N, responses_N, mask, loss_mask_only)
+        ids = joined(tokens, lambda sample: f"{caller}: the tokens of sample {sample}")
+        lengths_N = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+        responses_N = torch.tensor(responses, dtype=torch.int64, device="cpu")
+        return Samples(ids, lengths_N, responses_N, mask, loss_mask_only)
 
 
 def _check_lists(caller: str, tokens: Any, response_lengths: Any) -> None:
@@ -129,15 +128,6 @@ def _check_lists(caller: str, tokens: Any, response_lengths: Any) -> None:
         )
 
 
-def _whole_number(caller: str, sample: int, length: Any) -> int:
-    try:
-        return operator.index(length)
-    except TypeError:
-        raise LogitlessError(
-            f"{caller}: response_lengths must be whole numbers but sample {sample} has {length!r}."
-        ) from None
-
-
 def _check_masks(caller: str, masks: Sequence[Tensor | Sequence[int]], responses: Sequence[int]) -> None:
     if len(masks) != len(responses):
         raise LogitlessError(f"{caller}: got {len(responses)} samples but {len(masks)} loss_masks.")
@@ -150,29 +140,92 @@ def _check_masks(caller: str, masks: Sequence[Tensor | Sequence[int]], responses
 
 
 def unpad(
-    tokens: Tensor, lengths: Sequence[int] | None, max_length: int | None, padding: str
-) -> tuple[list[Tensor], int]:
+    tokens: Tensor, lengths: Sequence[int] | None, attention_mask: Tensor | None, max_length: int | None, padding: str
+) -> tuple[list[Tensor], int, Tensor]:
+    """The samples of padded lines, the width of a line, and how many places of each line come before its sample."""
     if tokens.dim() != 2:
         raise LogitlessError(
             f"Rows.padded: tokens must be [N, S] or a list of samples but has shape {list(tokens.shape)}."
-        )
-    if lengths is None or len(lengths) != tokens.shape[0]:
-        came = "no lengths" if lengths is None else f"{len(lengths)} lengths"
-        raise LogitlessError(
-            f"Rows.padded: tokens is one tensor of {tokens.shape[0]} lines but there are {came}. Pass "
-            f"lengths=attention_mask.sum(1).tolist(), the tokens of each line without its padding, or use "
-            f"Rows.from_mask(input_ids, completion_mask)."
         )
     width = tokens.shape[1]
     if max_length is not None and max_length != width:
         raise LogitlessError(
             f"Rows.padded: max_length is {max_length} but tokens is {width} wide. Leave max_length out."
         )
-    for sample, length in enumerate(lengths):
-        if not 0 <= int(length) <= width:
+    if attention_mask is not None:
+        if lengths is not None:
+            raise LogitlessError("Rows.padded: give lengths or attention_mask, not both.")
+        counts, lead = _attended(tokens, attention_mask)
+    else:
+        counts = _counts(tokens, lengths)
+        lead = width - counts if padding == "left" else torch.zeros_like(counts)
+        _check_one_side(tokens, counts, padding)
+    places = zip(tokens, lead.tolist(), counts.tolist(), strict=True)
+    return [line[first : first + n] for line, first, n in places], width, lead
+
+
+def _counts(tokens: Tensor, lengths: Sequence[int] | None) -> Tensor:
+    """``[N]`` tokens of each line, as the caller gave them."""
+    num, width = tokens.shape
+    counts = None if lengths is None else integers(lengths, "Rows.padded: lengths").cpu()
+    if counts is None or len(counts) != num:
+        came = "no lengths" if counts is None else f"{len(counts)} lengths"
+        raise LogitlessError(
+            f"Rows.padded: tokens is one tensor of {num} lines but there are {came}. Pass attention_mask=, or "
+            f"lengths=, how many tokens each line has without its padding, or use "
+            f"Rows.from_mask(input_ids, completion_mask)."
+        )
+    for sample, length in enumerate(counts.tolist()):
+        if not 0 <= length <= width:
             raise LogitlessError(f"Rows.padded: sample {sample} has length {length} but tokens is {width} wide.")
-    lines = zip(tokens, lengths, strict=True)
-    return [line[width - int(n) :] if padding == "left" else line[: int(n)] for line, n in lines], width
+    return counts
+
+
+def _attended(tokens: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """``[N]`` tokens of each line, and padding before them: any number on either side, but none between them."""
+    if not isinstance(attention_mask, Tensor) or attention_mask.shape != tokens.shape:
+        came = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        raise LogitlessError(f"Rows.padded: attention_mask must be {list(tokens.shape)} like tokens but is {came}.")
+    real = attention_mask.detach().cpu() != 0
+    counts, place = real.sum(1), torch.arange(tokens.shape[1], device="cpu")
+    lead = torch.where(real, place, tokens.shape[1]).amin(1) if real.numel() else torch.zeros_like(counts)
+    lead = torch.where(counts > 0, lead, 0)
+    torn = (real != ((place >= lead[:, None]) & (place < (lead + counts)[:, None]))).any(1).nonzero()
+    if len(torn):
+        raise LogitlessError(
+            f"Rows.padded: attention_mask has padding between the tokens of line {int(torn[0])}, so they are no one "
+            f"sample. Is it a mask of the tokens to score? That goes to Rows.from_mask."
+        )
+    return counts, lead
+
+
+def _check_one_side(tokens: Tensor, counts: Tensor, padding: str) -> None:
+    """Raise where lengths leave out more than one id, and padding on both sides of every line would explain them.
+
+    Lines may hold anything after their end, such as what a model went on to write. A batch is refused only if there is
+    an id of which every line has as many copies at its two ends, together, as lengths leave out, or one more (an
+    end-of-sequence token that is also the padding), and none in between. On an accelerator nobody looks.
+    """
+    if not inspectable(tokens) or not tokens.numel():
+        return
+    place, width = torch.arange(tokens.shape[1], device="cpu"), tokens.shape[1]
+    left_out = width - counts
+    out = place >= counts[:, None] if padding == "right" else place < left_out[:, None]
+    mixed = (out & (tokens != (tokens[:, -1:] if padding == "right" else tokens[:, :1]))).any(1).nonzero()
+    if not len(mixed):
+        return
+    line = int(mixed[0])
+    for pad in {int(tokens[line, 0]), int(tokens[line, -1])}:
+        lead, tail = ((x == pad).cumprod(1).sum(1) for x in (tokens, tokens.flip(1)))
+        # A line of nothing but padding is all lead and all tail.
+        ends = (lead + tail).clamp(max=width)
+        explained = (ends >= left_out) & (ends <= left_out + 1) & (ends == (tokens == pad).sum(1))
+        if bool(explained.all()):
+            raise LogitlessError(
+                f"Rows.padded: lengths leave out {int(left_out[line])} places of line {line} on the {padding}, but it "
+                f"has {int(lead[line])} of padding (id {pad}) on the left and {int(tail[line])} on the right. Pass "
+                f"attention_mask= in place of lengths."
+            )
 
 
 def spans_of(
@@ -190,7 +243,7 @@ def spans_of(
         return spans, int(spans.sum())
     if align is not None:
         raise LogitlessError("Rows.packed: give align or cu_seqlens, not both.")
-    starts = torch.as_tensor(cu_seqlens, dtype=torch.int64).cpu()
+    starts = integers(cu_seqlens, "Rows.packed: cu_seqlens").cpu()
     if len(starts) not in (len(batch) + 1, len(batch) + 2):
         raise LogitlessError(
             f"Rows.packed: cu_seqlens has {len(starts)} entries for {len(batch)} samples; wanted {len(batch) + 1}, or "
@@ -208,31 +261,12 @@ def spans_of(
     return spans, int(starts[-1])
 
 
-def integer_vector(x: Tensor | Sequence[int], argument: str) -> Tensor:
-    x = x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int64)
-    if hasattr(x, "placements"):
-        raise LogitlessError(f"{argument} is a DTensor. Rows are plain tensors, the same on every rank of a shard.")
-    if x.dim() != 1:
-        raise LogitlessError(f"{argument} must be one-dimensional but has shape {list(x.shape)}.")
-    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-        raise LogitlessError(f"{argument} must hold integers but has dtype {x.dtype}.")
-    return x.to(torch.int64)
-
-
-def _concatenate(parts: Sequence[Tensor | Sequence[int]]) -> Tensor:
-    """Ids of all parts, end to end."""
-    if any(isinstance(part, Tensor) for part in parts):
-        return _join(parts).to(torch.int64)
-    # An array is filled at C speed; torch.tensor inspects every Python integer.
-    ids = array("q")
-    for part in parts:
-        ids.fromlist(list(part))  # pyright: ignore[reportArgumentType]
-    return torch.frombuffer(ids, dtype=torch.int64).clone() if len(ids) else torch.zeros(0, dtype=torch.int64)
-
-
-def _join(parts: Sequence[Tensor | Sequence[int]]) -> Tensor:
-    """Tensors or lists of numbers, end to end in one tensor."""
-    return torch.cat([x if isinstance(x, Tensor) else torch.tensor(x) for x in parts]) if len(parts) else torch.zeros(0)
+def _join(masks: Sequence[Tensor | Sequence[int]]) -> Tensor:
+    """Masks, end to end in one tensor."""
+    if not len(masks):
+        return torch.zeros(0, device="cpu")
+    device = next((x.device for x in masks if isinstance(x, Tensor)), "cpu")
+    return torch.cat([x if isinstance(x, Tensor) else torch.tensor(x, device=device) for x in masks])
 
 
 def moved(tensors: Sequence[Tensor | None], device: torch.device) -> list[Any]:

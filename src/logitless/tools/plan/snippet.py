@@ -36,7 +36,7 @@ def _with_objective(step: LossStep, options: list[str]) -> tuple[str, list[str],
         ["old_logprobs", "advantages", "denominator"],
         [
             f"    objective = ll.Objective({terms})  # or ll.Objective.recipe(...)",
-            "    # denominator: ll.objectives.count_over(all_rows, objective.reduce, dp_cp_group)",
+            "    # denominator: objectives.count_over(all_rows, objective.reduce, group)",
             *_call("loss, metrics", "policy_loss", call),
             "    return loss, metrics",
         ],

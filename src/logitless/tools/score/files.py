@@ -182,7 +182,7 @@ class Source:
             raise LogitlessError(self._missing(place, key, list(fields)))
         value = fields[key]
         if isinstance(value, str):
-            return encode(value)
+            return _named(f"{place}: {key!r}", lambda: encode(value))
         if isinstance(value, list) and all(type(x) is int and x >= 0 for x in value):
             return value
         if chat is not None and are_messages(value):

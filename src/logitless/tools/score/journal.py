@@ -5,7 +5,9 @@
     OUT.rejects.jsonl  records that were rejected, if any; appears before OUT
     OUT                appears when all parts are finished; the parts are then removed
 
-The name of a part ends in a digest of its records, so that a part whose records have changed since is not found.
+The name of a part ends in a digest of its records, so that a part whose records have changed since is not found. Its
+first line is a digest of its name and its results, so that one which was changed, cut off or put in another's place
+does not go into the output.
 
 Every file is written under another name, flushed to disk and renamed, so that it appears as a whole or not at all. At
 any kill the three together say how far the job came: no other state is lost.
@@ -13,6 +15,7 @@ any kill the three together say how far the job came: no other state is lost.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -46,15 +49,15 @@ class Journal:
 
     @property
     def sheet(self) -> Path:
-        return self.out.with_name(f"{self.out.name}.score.json")
+        return _beside(self.out, "score.json")
 
     @property
     def folder(self) -> Path:
-        return self.out.with_name(f"{self.out.name}.parts")
+        return _beside(self.out, "parts")
 
     @property
     def rejects(self) -> Path:
-        return self.out.with_name(f"{self.out.name}.rejects.jsonl")
+        return _beside(self.out, "rejects.jsonl")
 
     @property
     def num_rejects(self) -> int:
@@ -107,7 +110,8 @@ class Journal:
     def commit(self, part: int, lines: list[bytes]) -> None:
         """Write the results of a part to its file."""
         assert len(lines) == self.size_of(part), f"part {part} has {len(lines)} lines"
-        self._commit(self._part(part), lambda path: path.write_bytes(b"".join(lines)))
+        place, results = self._part(part), b"".join(lines)
+        self._commit(place, lambda path: path.write_bytes(_seal(place, results) + results))
 
     def finish(self) -> None:
         """Write all parts, in order, to the output, and remove them."""
@@ -132,16 +136,15 @@ class Journal:
 
     def _lines(self) -> Iterator[bytes]:
         for part in range(self.num_parts):
-            with self._part(part).open("rb") as file:
-                count = 0
-                for line in file:
-                    count += line.endswith(b"\n")
-                    yield line
-            if count != self.size_of(part):
+            place = self._part(part)
+            # A part is held in memory when it is written, too.
+            seal, end, results = place.read_bytes().partition(b"\n")
+            if seal + end != _seal(place, results):
                 raise LogitlessError(
-                    f"score: {self._part(part)} holds {count} results but its part has {self.size_of(part)} records. "
-                    f"It was changed after it was written, or the disk lost its end: delete it and run again."
+                    f"score: {place} does not have the digest in its first line: it was changed after it was written, "
+                    f"or the disk lost some of it. Delete it and run again."
                 )
+            yield from results.splitlines(keepends=True)
 
     def _check_output(self) -> None:
         """Raise where the output is not whole, as a kill cannot leave it."""
@@ -180,6 +183,33 @@ class Journal:
         if self.finished or not self.digests or before != now:
             return False
         return any(map(self.has, range(self.num_parts))) or not any(self.folder.glob("*.jsonl"))
+
+
+def check_apart(data: Path, out: Path) -> None:
+    """Raise where the input is the output, or a file beside it that a job writes or deletes, however it is spelled."""
+    if _same(data, out):
+        raise LogitlessError(
+            f"score: --out {out} is the input {data} itself, which it would replace. Give another --out."
+        )
+    if _same(data, _beside(out, "rejects.jsonl")) or data.resolve().is_relative_to(_beside(out, "parts").resolve()):
+        raise LogitlessError(
+            f"score: the input {data} is a file that this job writes beside {out}, and deletes with --overwrite. Move "
+            f"it, or give another --out."
+        )
+
+
+def _same(a: Path, b: Path) -> bool:
+    """Whether two paths, links included, lead to one file."""
+    return a.samefile(b) if a.exists() and b.exists() else a.resolve() == b.resolve()
+
+
+def _beside(out: Path, ending: str) -> Path:
+    return out.with_name(f"{out.name}.{ending}")
+
+
+def _seal(place: Path, results: bytes) -> bytes:
+    """First line of a part."""
+    return f"sha256 {hashlib.sha256(place.name.encode() + results).hexdigest()}\n".encode()
 
 
 MODEL_FILES = (".safetensors", ".json", ".model", ".txt", ".tiktoken", ".jinja")

@@ -76,6 +76,11 @@ def _kept_schema(lines: Iterable[bytes]) -> Any:
         try:
             found = pa.Table.from_pylist(kept).schema
             schema = pa.unify_schemas([schema, found], promote_options="permissive")
+        except UnicodeEncodeError as error:
+            raise LogitlessError(
+                f"score: a field to keep has half of a surrogate pair, which Parquet does not hold: {error}. Write "
+                f".jsonl."
+            ) from None
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             reason = str(error).splitlines()[0].rstrip(".")
             raise LogitlessError(

@@ -14,7 +14,7 @@ from logitless.errors import LogitlessError, did_you_mean
 from logitless.extras import STATS
 from logitless.spec import parse_memory
 from logitless.tools.score.files import RESULTS, Source, check_format
-from logitless.tools.score.journal import Journal, facts
+from logitless.tools.score.journal import Journal, check_apart, facts
 from logitless.tools.score.model import DTYPES, Scorer, TooLong, check_model
 from logitless.tools.score.texts import Texts, Turns
 
@@ -94,9 +94,8 @@ class Job:
         for name in ("tokens_per_batch", "records_per_part", "max_length"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise LogitlessError(f"score: {name} must be 1 or more but is {getattr(self, name)}.")
-        if self.out == self.data:
-            raise LogitlessError("score: the output would replace the input. Give another --out.")
         check_format("the output", self.out)
+        check_apart(self.data, self.out)
         parse_memory(self.memory)
 
     def source(self) -> Source:

@@ -44,6 +44,7 @@ class Texts:
 
     def encode(self, text: str, opens: bool) -> list[int]:
         """Ids of a text; ``opens`` says that it opens the sequence."""
+        _check_text(text)
         return self._tokenizer(text, add_special_tokens=opens and self.special_tokens)["input_ids"]
 
     def opening(self, messages: Any) -> list[int]:
@@ -125,8 +126,21 @@ def are_messages(value: Any) -> bool:
 def _checked(messages: Any) -> list[dict[str, Any]]:
     if not are_messages(messages) or not all(isinstance(message.get("role"), str) for message in messages):
         raise LogitlessError("chat messages must be a list of objects with 'role' and 'content'")
+    for text in (x for message in messages for x in message.values() if isinstance(x, str)):
+        _check_text(text)
     # A column of Parquet has every field in every row.
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def _check_text(text: str) -> None:
+    """Raise for half of a surrogate pair, which JSON can spell and no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise LogitlessError(
+            f"character {error.start} is half of a surrogate pair, \\u{ord(text[error.start]):04x}, which is no text: "
+            f"was it cut in the middle of a character?"
+        ) from None
 
 
 def _first_line(error: BaseException) -> str:
