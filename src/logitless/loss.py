@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.call import MEMORY, PLAIN, Asked, Call, Operands, resolve, shard_of, together, untraced
-from logitless.call.dry import announce
+from logitless.call import MEMORY, PLAIN, Asked, Call, Operands, resolve, together, untraced
+from logitless.call.dry import ACTIVE, announce
 from logitless.collectives import agree_if, fingerprint
 from logitless.errors import LogitlessError, no_second_derivative
-from logitless.notes import explained
+from logitless.notes import add_note, explained, version_of
 from logitless.objectives import Inputs, Metrics, Objective, Preference
 from logitless.operands import Given, Kept, Logits, Teacher, Teachers
 from logitless.passes.one_pass import OnePass, with_results
@@ -51,7 +51,6 @@ class Batch(NamedTuple):
     drop_zeros: bool = True
 
 
-@untraced
 def policy_loss(
     logits: Tensor | Given,
     rows: Rows | Tensor | tuple[Tensor, Tensor],
@@ -107,40 +106,58 @@ def policy_loss(
     -1.0
     """
     batch = Batch(objective, fields, denominator, prompt_tokens, group, drop_zeros)
-    asked = Asked(head=head, kept=kept, teacher=_teacher(teacher), memory=memory, backend=backend)
+    teacher = Teacher(teacher) if isinstance(teacher, Tensor) else teacher
+    asked = Asked(head=head, kept=kept, teacher=teacher, memory=memory, backend=backend)
+    if torch.compiler.is_compiling():
+        return untraced(_policy_loss)(logits, rows, asked, batch, check_group, return_stats)
+    return _policy_loss(logits, rows, asked, batch, check_group, return_stats)
 
-    def resolving() -> tuple[Call, Plan, Operands, Inputs]:
-        return resolve_loss(logits, rows, asked, batch)
+
+def _policy_loss(
+    logits: Any, rows: Any, asked: Asked, batch: Batch, check_group: bool, return_stats: bool
+) -> tuple[Any, ...]:
+    shard = getattr(logits, "shard", None)
+    written = logits.linear.weight_grad if isinstance(logits, Logits) else None
+    before = None if written is None else version_of(written)
+    try:
+        if check_group or (shard is not None and shard.check_calls):
+            call, plan, operands, inputs = _agreed(logits, rows, asked, batch, check_group, shard)
+        else:
+            call, plan, operands, inputs = resolve_loss(logits, rows, asked, batch)
+        if ACTIVE:
+            announce(call, plan)
+        loss, metrics, stats = evaluate(call, plan, operands, inputs, batch)
+        return (loss, metrics, stats) if return_stats else (loss, metrics)
+    except BaseException as error:
+        changed = written is not None and version_of(written) != before
+        add_note(error, NAME, asked.memory or MEMORY["chunk"], "weight_grad" if changed else None)
+        raise
+
+
+def _agreed(
+    logits: Any, rows: Any, asked: Asked, batch: Batch, check_group: bool, shard: Any
+) -> tuple[Call, Plan, Operands, Inputs]:
+    """:func:`resolve_loss`, compared over the ranks that share the vocabulary, or have parts of the same samples."""
 
     def over_samples(made: tuple[Call, Plan, Operands, Inputs]) -> dict[str, Any]:
-        """Over the ranks that have parts of the same samples."""
         call, _, _, inputs = made
-        facts = objective.facts_over_samples(inputs, denominator)
+        facts = batch.objective.facts_over_samples(inputs, batch.denominator)
         recorded = {"whether a gradient is recorded": any(call.needs)}
         return facts | {"the dtype of the logits or hidden states": str(call.dtype)} | recorded
 
-    written = logits.linear.weight_grad if isinstance(logits, Logits) else None
-    with explained(NAME, memory or MEMORY["chunk"], weight_grad=written):
+    def in_group() -> tuple[Call, Plan, Operands, Inputs]:
+        return together(
+            lambda: resolve_loss(logits, rows, asked, batch), shard, NAME, lambda made: loss_facts(*made, batch)
+        )
 
-        def in_group() -> tuple[Call, Plan, Operands, Inputs]:
-            return together(resolving, shard_of(logits), NAME, lambda made: loss_facts(*made, batch))
-
-        call, plan, operands, inputs = agree_if(check_group, group, NAME, in_group, over_samples)
-        announce(call, plan)
-        loss, metrics, stats = evaluate(call, plan, operands, inputs, batch)
-        return (loss, metrics, stats) if return_stats else (loss, metrics)
+    return agree_if(check_group, batch.group, NAME, in_group, over_samples)
 
 
-def _teacher(given: Any) -> Any:
-    return Teacher(given) if isinstance(given, Tensor) else given
-
-
-def resolve_loss(
-    logits: Any, rows: Any, asked: Asked, batch: Batch
-) -> tuple[Call, Plan, Operands, Inputs]:
+def resolve_loss(logits: Any, rows: Any, asked: Asked, batch: Batch) -> tuple[Call, Plan, Operands, Inputs]:
     """The call of :func:`policy_loss`, its route, its operands and the objective's inputs, all checked."""
     objective = batch.objective
-    _check_objective(objective)
+    if not isinstance(objective, Objective | Preference):
+        raise _no_objective(objective)
     divergence = getattr(objective, "divergence", None)
     if (asked.teacher is None) != (divergence is None):
         came = "no teacher" if asked.teacher is None else "a teacher"
@@ -155,8 +172,9 @@ def resolve_loss(
     asked = replace(asked, entropy=objective.entropy, stats=objective.stats, divergence=divergence or "reverse_kl")
     default = MEMORY["chunk"] if isinstance(logits, Logits) else MEMORY["logits"]
     call, operands = resolve(NAME, logits, rows, asked, default)
-    if call.linear is not None:
-        _check_grad_scale(call.linear.grad_scale, call.linear.weight_grad)
+    scale = 1.0 if call.linear is None else call.linear.grad_scale
+    if call.linear is not None and (isinstance(scale, Tensor) or scale != 1.0):
+        _check_grad_scale(scale, call.linear.weight_grad)
     if objective.log_z and call.over_support:
         raise LogitlessError(
             f"{NAME}: the objective has a z_coef, but where the scope is the support there is no log Z of the "
@@ -201,7 +219,7 @@ def _one_pass(
     *values, metrics, names = _OnePass.apply(*operands[1:], scale, call, plan, inputs, batch, beside)  # pyright: ignore[reportGeneralTypeIssues]
     loss, *values = values
     stats = TokenStats(**dict(zip(names, values, strict=True)))
-    return loss, metrics, ungrouped(stats, order)
+    return loss, metrics, stats if order is None else ungrouped(stats, order)
 
 
 def loss_facts(call: Call, plan: Plan, operands: Operands, inputs: Inputs, batch: Batch) -> dict[str, Any]:
@@ -234,7 +252,7 @@ class _OnePass(torch.autograd.Function):
         batch: Batch,
         teacher: TeacherRows | Sent | None,
     ) -> Any:
-        operands, column = Operands(None, hidden, weight, bias, y, b), call.column_of(call.rows.target)
+        operands, column = Operands(None, hidden, weight, bias, y, b), call.column
         p = Projection.of(selected_rows(operands, call), operands, column, call)
         # Only gradients that go to a buffer have their factor in advance.
         buffer = None if scale is None or call.linear is None else call.linear.weight_grad
@@ -321,12 +339,11 @@ def _scaled(call: Call, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor
     return out
 
 
-def _check_objective(objective: Any) -> None:
-    if not isinstance(objective, Objective | Preference):
-        hint = f" Pass Objective.recipe({objective!r})." if isinstance(objective, str) else ""
-        raise LogitlessError(
-            f"{NAME}: objective must be an Objective or a Preference but is {type(objective).__name__}.{hint}"
-        )
+def _no_objective(objective: Any) -> LogitlessError:
+    hint = f" Pass Objective.recipe({objective!r})." if isinstance(objective, str) else ""
+    return LogitlessError(
+        f"{NAME}: objective must be an Objective or a Preference but is {type(objective).__name__}.{hint}"
+    )
 
 
 def _check_grad_scale(grad_scale: float | Tensor, weight_grad: Tensor | None) -> None:

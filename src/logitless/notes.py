@@ -54,13 +54,30 @@ def explained(
         changed = [name for name, x in written.items() if version_of(x) != before[name]]
         texts = [WRITTEN[name] for name in ([] if already is None else [already]) + changed]
         if is_out_of_memory(error) and not hasattr(error, "__notes__"):
-            texts.append(
-                f"no room for working memory. Pass a smaller memory= (it was {memory!r}), or ask logitless.estimate "
-                f"what fits."
-            )
+            texts.append(_less(memory))
         return f"{caller}: {' '.join(texts)}" if texts else None
 
     return Noting(text_of)
+
+
+def add_note(error: BaseException, caller: str, memory: int | str, written: str | None = None) -> None:
+    """Add to an error that leaves a call how it would take less memory, where that was its reason.
+
+    Args:
+        written: name in :data:`WRITTEN` of a tensor of the caller's that the call has written to.
+    """
+    texts = [] if written is None else [WRITTEN[written]]
+    if is_out_of_memory(error) and not hasattr(error, "__notes__"):
+        texts.append(_less(memory))
+    text = f"{caller}: {' '.join(texts)}"
+    if texts and text not in getattr(error, "__notes__", ()):
+        error.add_note(text)
+
+
+def _less(memory: int | str) -> str:
+    return (
+        f"no room for working memory. Pass a smaller memory= (it was {memory!r}), or ask logitless.estimate what fits."
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

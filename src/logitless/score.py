@@ -13,13 +13,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from logitless.backends.divergences import Divergence, Kind
-from logitless.call import MEMORY, Asked, Call, Operands, resolve, shard_of, together, untraced
-from logitless.call.call import apart_everywhere
-from logitless.call.dry import announce
-from logitless.notes import explained
+from logitless.call import MEMORY, Asked, Call, Operands, resolve, together, untraced
+from logitless.call.dry import ACTIVE, announce
+from logitless.call.resolve import apart_everywhere
+from logitless.notes import add_note
 from logitless.operands import Given, Kept, Logits, Teacher, Teachers
 from logitless.passes.look import asked_of
 from logitless.passes.scoring import scored
@@ -89,7 +90,6 @@ def logprobs(
     Raises:
         LogitlessError: an argument cannot be honoured; the text says which and why.
 
-    >>> import torch
     >>> out = logprobs(torch.zeros(2, 4), torch.tensor([1, -100]), entropy="value")
     >>> out.logprob
     tensor([-1.3863,  0.0000])
@@ -109,17 +109,31 @@ def logprobs(
         memory=memory,
         backend=backend,
     )
-    if isinstance(logits, Logits) or teacher is not None:
+    if torch.compiler.is_compiling() and (isinstance(logits, Logits) or teacher is not None):
         return untraced(_logprobs)(logits, rows, asked)
     return _logprobs(logits, rows, asked)
 
 
 def _logprobs(logits: Any, rows: Any, asked: Asked) -> TokenStats:
-    with explained("logprobs", asked.memory or MEMORY["hidden"]):
-        resolving = partial(resolve_score, logits, rows, asked)
-        call, plan, operands = together(resolving, shard_of(logits), "logprobs", _score_facts)
+    if torch.compiler.is_compiling():
+        return _answered(logits, rows, asked)
+    try:
+        return _answered(logits, rows, asked)
+    except BaseException as error:
+        add_note(error, "logprobs", asked.memory or MEMORY["hidden"])
+        raise
+
+
+def _answered(logits: Any, rows: Any, asked: Asked) -> TokenStats:
+    shard = getattr(logits, "shard", None)
+    if shard is None or not getattr(shard, "check_calls", False):
+        call, plan, operands = resolve_score(logits, rows, asked)
+    else:
+        call, plan, operands = together(partial(resolve_score, logits, rows, asked), shard, "logprobs", _score_facts)
+    if ACTIVE:
         announce(call, plan)
-        return score(call, plan, operands).shaped(call.shape)
+    stats = score(call, plan, operands)
+    return stats if len(call.shape) == 1 else stats.shaped(call.shape)
 
 
 def _score_facts(made: tuple[Call, Plan, Operands]) -> dict[str, Any]:
@@ -148,7 +162,10 @@ def with_teacher(call: Call, operands: Operands) -> Call:
         own.stats, own.top_k or 0, ids, negative=call.negative, start=call.start, rest=sent.tail == "bucket"
     )
     call = replace(call, table=table)
-    return call if call.linear is None else replace(call, apart=apart_everywhere(call) or call.apart)
+    if call.linear is None:
+        return call
+    everywhere = apart_everywhere(call)
+    return replace(call, apart=everywhere or call.apart, apart_everywhere=everywhere)
 
 
 def score(call: Call, plan: Plan, operands: Operands) -> TokenStats:

@@ -193,6 +193,21 @@ def entropy(norm: Normaliser, mean: Tensor) -> Tensor:
     return (norm.log_sum - mean).clamp_min(0.0)
 
 
+def solved(lines: Tensor, checked: bool, wanted: bool) -> tuple[Normaliser, Tensor, Tensor | None, Tensor | None]:
+    """Pieces of log Z, the target's z and, if wanted, ``w / s`` and the entropy, from the lines of a whole row.
+
+    Args:
+        checked: whether every row is known to have a target in the vocabulary; otherwise NaN where it has none.
+        wanted: whether there is a w.
+    """
+    m, s, w, t = lines.unbind(0)
+    norm = Normaliser(m, s.log() if checked else torch.where(t.isnan(), t, s.log()))
+    if not wanted:
+        return norm, t, None, None
+    mean = w / s
+    return norm, t, mean, entropy(norm, mean)
+
+
 def coefficients(
     logprob: Tensor,
     norm: Normaliser,

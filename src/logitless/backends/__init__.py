@@ -60,21 +60,19 @@ def choose_backend(logits: Tensor, backend: str = "auto", device: str | None = N
     return BackendChoice("triton", f"CUDA tensor of {logits.dtype} with Triton installed")
 
 
-def require_backend(name: str, x: Tensor) -> None:
-    """Raise, before anything runs, if the named backend cannot take tensors of this dtype and on this device."""
+def backend_of(x: Tensor, backend: str, device: str | None) -> tuple[str, Backend]:
+    """The backend that will run, by name and as it is. Raises, before anything runs, if it cannot take such tensors."""
+    name = choose_backend(x, backend, device).name
+    found = load(name)
     # The compiler need not look into it: the operators below ask again.
     if name == "triton" and not torch.compiler.is_compiling():
         _load(name).require(x)
+    return name, found
 
 
 def load(name: str) -> Backend:
     """The backend's module. ``triton`` imports Triton when it launches its first kernel."""
     return OTHERS[name] if name in OTHERS else _load(name)
-
-
-def products_of(backend: Backend) -> Any:
-    """The backend's products that end in a softmax (:class:`~logitless.backends.contract.Products`), or None."""
-    return getattr(backend, "products", None)
 
 
 if TYPE_CHECKING:

@@ -1,8 +1,9 @@
 """A call from its arguments to what they mean: options as they were given, checks, and the resolved call."""
 
 from logitless.call.asked import PLAIN, Asked
-from logitless.call.call import MEMORY, Call, Operands, recorded, resolve, shard_of, together, untraced
+from logitless.call.call import Call, Operands, recorded, together, untraced
 from logitless.call.checks import resolve_rows
+from logitless.call.resolve import MEMORY, resolve
 from logitless.call.unchanged import Unchanged
 
 __all__ = [
@@ -15,7 +16,6 @@ __all__ = [
     "recorded",
     "resolve",
     "resolve_rows",
-    "shard_of",
     "together",
     "untraced",
 ]

@@ -9,36 +9,29 @@ Every verb makes one ``Call`` and hands it on; nothing below asks again.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from logitless.backends import choose_backend, load, products_of, require_backend
 from logitless.backends.contract import Backend
 from logitless.backends.divergences import Divergence
-from logitless.call import checks
 from logitless.call.asked import PLAIN, Asked
-from logitless.call.dry import dry
+from logitless.call.unchanged import Unchanged
 from logitless.collectives import agree_over, fingerprint
-from logitless.errors import LogitlessError
-from logitless.machine import CPU, Machine
-from logitless.operands import Given, Kept, Linear, Logits, LoRA, Teacher, Teachers
+from logitless.machine import Machine
+from logitless.operands import Kept, Linear, Teacher, Teachers
 from logitless.readings.reading import Row
 from logitless.readings.support import Support
 from logitless.readings.table import Table
 from logitless.rows import Rows
-from logitless.softmax import Normaliser, target_column
-from logitless.spec import IGNORE, Head, VocabShard, accumulation_dtype, parse_memory
+from logitless.softmax import Normaliser
+from logitless.spec import VocabShard
 
 T = TypeVar("T")
 P = ParamSpec("P")
-
-MEMORY = {"logits": "16MiB", "hidden": "256MiB", "chunk": "1GiB"}
-"""Working memory unless told otherwise: of work on logits, of tiles from hidden states, of chunks of whole rows."""
 
 
 class Operands(NamedTuple):
@@ -65,12 +58,6 @@ class Operands(NamedTuple):
         assert x is not None
         return x
 
-    @property
-    def needs(self) -> tuple[bool, ...]:
-        """Whether logits or hidden states (or a LoRA's part of them), weight, bias and a LoRA's b need a gradient."""
-        logits, hidden, weight, bias, y, b = recorded(*self)
-        return logits or hidden or y, weight, bias, b
-
 
 @dataclass(frozen=True, eq=False)
 class Call:
@@ -79,10 +66,15 @@ class Call:
     Attributes:
         caller: the verb, for errors.
         asked: the options of the verb.
+        entropy: whether entropy is wanted, with a gradient or without.
+        kept, over_support: ids that the sampler kept, and whether everything is over them and nothing over the
+            vocabulary.
         linear: the options of the head; None where logits are given.
         shard: the columns here, or None for all.
         rows: the rows to score.
         num_rows: R.
+        column: ``[R]`` of each target among the columns here, ``ELSEWHERE`` or ``SKIP``.
+        ignored: ``[R]`` rows to leave out; None where none is known to be.
         index: ``[R]`` rows among the tokens; None for all of them in order.
         shape: in which results are returned.
         dtype: of the logits, or of hidden states and weight.
@@ -100,20 +92,25 @@ class Call:
         memory: bytes of working memory.
         machine: which table of sizes applies. Work on given logits does not ask.
         width, rank: D of hidden states, 0 where logits are given, and the rank of a LoRA.
-        apart: why a product and the softmax of its logits are apart, with logits in memory between them; None where
-            one kernel does both.
+        apart, apart_everywhere: why a product and the softmax of its logits are apart, with logits in memory between
+            them; None where one kernel does both. The latter from what all ranks of a vocabulary group know.
         overwrite: whether backward may write over the logits.
-        found: whether all targets were seen to be in the vocabulary, so that no row is left out, and none is NaN for
-            want of its target.
+        found, found_here: whether all targets were seen to be in the vocabulary, so that no row is left out, and none
+            is NaN for want of its target; and whether they are among the columns here.
         dropped: in a dry run, where no value can tell, the share of rows without a gradient.
     """
 
     caller: str
     asked: Asked
+    entropy: bool
+    kept: Kept | None
+    over_support: bool
     linear: Linear | None
     shard: VocabShard | None
     rows: Rows
     num_rows: int
+    column: Tensor
+    ignored: Tensor | None
     index: Tensor | None
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -137,36 +134,11 @@ class Call:
     rank: int = 0
     lora_scale: float | Tensor = 1.0
     apart: str | None = "logits are given"
+    apart_everywhere: str | None = "logits are given"
     overwrite: bool = False
     found: bool = False
+    found_here: bool = False
     dropped: float = 0.0
-
-    @property
-    def entropy(self) -> bool:
-        """Whether entropy is wanted, with a gradient or without."""
-        return self.asked.entropy is not None
-
-    @property
-    def kept(self) -> Kept | None:
-        return self.asked.kept
-
-    @property
-    def over_support(self) -> bool:
-        """Whether everything is over the support, and nothing over the vocabulary."""
-        return self.asked.kept is not None and self.asked.kept.scope == "support"
-
-    @property
-    def found_here(self) -> bool:
-        """Whether all targets were seen to be among the columns that are here."""
-        return self.found and self.columns == self.vocab_size
-
-    def column_of(self, target: Tensor) -> Tensor:
-        """``[R]`` column of each target among those that are here, ``ELSEWHERE`` or ``SKIP``."""
-        return target if self.found_here else target_column(target, self.start, self.columns)
-
-    def ignored(self, target: Tensor) -> Tensor | None:
-        """``[R]`` rows to leave out; None where none is known to be."""
-        return None if self.found else target == IGNORE
 
     @property
     def mean_columns(self) -> int:
@@ -181,6 +153,12 @@ class Call:
     def row(self, norm: Normaliser) -> Row:
         """What results of readings are made of, of all rows."""
         return Row(norm, self.rows.target, self.gain, self.squash)
+
+    def unchanged(self) -> Unchanged:
+        """What backward reads besides what autograd saves, as it is now."""
+        read = self.read_again().items()
+        seen = [(name, x, None if x.is_inference() else x._version) for name, x in read if x is not None]
+        return Unchanged(self.caller, tuple(seen))
 
     def read_again(self) -> dict[str, Tensor | None]:
         """What backward reads besides what autograd saves, by the argument that it is."""
@@ -277,209 +255,6 @@ def together(call: Callable[[], T], shard: Any, caller: str, facts_of: Callable[
     if shard is None or not getattr(shard, "check_calls", False) or shard.group is None:
         return call()
     return agree_over(shard.group, caller, call, facts_of)
-
-
-def shard_of(logits: Any) -> Any:
-    """The shard that came with logits of any form."""
-    return logits.linear.shard if isinstance(logits, Logits) else getattr(logits, "shard", None)
-
-
-def resolve(caller: str, logits: Any, rows: Any, asked: Asked, memory: str | None = None) -> tuple[Call, Operands]:
-    """The call, and its operands as products take them.
-
-    Args:
-        memory: default of the verb; None for that of log-probs.
-    """
-    checks.check_kinds(caller, asked)
-    given = logits if isinstance(logits, Given) else None
-    if isinstance(logits, Logits):
-        return _resolve_hidden(caller, logits, rows, asked, memory)
-    x = checks.local_part(caller, "logits", logits if given is None else given.logits, shard_of(logits), last=True)
-    chosen, shape = checks.resolve_rows(caller, rows)
-    checks.check_logits(caller, x, chosen, shard_of(logits))
-    overwrite = given is not None and given.overwrite
-    call = _resolve(caller, x, x.shape[-1], chosen, shape, asked, None, shard_of(logits), memory or MEMORY["logits"])
-    if overwrite and not torch.compiler.is_compiling():
-        checks.check_overwrite(caller, x)
-    needs = (*recorded(x), False, False, False)
-    return replace(call, overwrite=overwrite, needs=needs), Operands(x)
-
-
-def _resolve_hidden(
-    caller: str, logits: Logits, rows: Any, asked: Asked, memory: str | None
-) -> tuple[Call, Operands]:
-    linear, shard = logits.linear, logits.linear.shard
-    operands = as_products_take(caller, logits, asked)
-    hidden, weight = operands.hidden, operands.weight
-    assert hidden is not None
-    assert weight is not None
-    checks.check_linear(caller, hidden, weight, linear, operands, asked)
-    chosen, shape = checks.resolve_rows(caller, rows)
-    checks.check_tokens(caller, hidden, weight, chosen, linear, asked)
-    bias, buffer = (checks.local_part(caller, name, getattr(linear, name), shard) for name in ("bias", "weight_grad"))
-    linear = (
-        linear
-        if buffer is linear.weight_grad and bias is linear.bias
-        else replace(linear, bias=bias, weight_grad=buffer)
-    )
-    chunked = asked.teacher is not None
-    default = memory or MEMORY["chunk" if chunked else "hidden"]
-    call = _resolve(caller, hidden, weight.shape[0], chosen, shape, asked, logits, shard, default)
-    lora, pretended = logits.weight if isinstance(logits.weight, LoRA) else None, dry()
-    call = replace(
-        call,
-        linear=linear,
-        needs=operands.needs,
-        machine=Machine.of(hidden.device) if pretended is None or pretended.machine is None else pretended.machine,
-        width=weight.shape[1],
-        rank=0 if operands.b is None else operands.b.shape[1],
-        lora_scale=1.0 if lora is None else lora.scale,
-        logits_dtype=call.gain.dtype if linear.match is None else getattr(torch, linear.match),
-    )
-    return replace(call, apart=apart_everywhere(call) or _apart_here(operands, call)), operands
-
-
-def _resolve(
-    caller: str,
-    x: Tensor,
-    columns: int,
-    rows: Rows,
-    shape: tuple[int, ...],
-    asked: Asked,
-    logits: Logits | None,
-    shard: VocabShard | None,
-    memory: str,
-) -> Call:
-    head = asked.head or PLAIN
-    vocab_size, columns = checks.vocabulary(caller, columns, head, shard)
-    found = checks.check_targets(caller, rows, vocab_size)
-    num_rows, wide = rows.index.numel(), accumulation_dtype(x.dtype)
-    if asked.kept is not None:
-        checks.check_kept(caller, asked.kept, rows, vocab_size, x.device)
-    checks.check_readings(caller, asked, x.device, num_rows, shape, vocab_size)
-    pretended = dry()
-    name = choose_backend(x, asked.backend, None if pretended is None else pretended.device).name
-    require_backend(name, x)
-    gain, squash, negative, unit = _distribution(caller, head, logits, rows, num_rows, wide, x.device)
-    start = 0 if shard is None else shard.start
-    ids = None if asked.ids is None else asked.ids.reshape(num_rows, asked.ids.shape[-1])
-    return Call(
-        caller=caller,
-        asked=asked,
-        linear=None,
-        shard=shard,
-        rows=rows,
-        num_rows=num_rows,
-        index=None if rows.in_order else rows.index,
-        shape=shape,
-        dtype=x.dtype,
-        needs=(),
-        gain=gain,
-        squash=squash,
-        negative=negative,
-        unit=unit,
-        vocab_size=vocab_size,
-        start=start,
-        columns=columns,
-        group=None if shard is None else shard.group,
-        table=Table.of(asked.stats, asked.top_k or 0, ids, negative=negative, start=start),
-        kind=None if asked.teacher is None else Divergence.of(asked.divergence),
-        logits_dtype=wide,
-        backend=load(name),
-        backend_name=name,
-        memory=parse_memory(memory if asked.memory is None else asked.memory),
-        machine=CPU,
-        # A dry call for a CPU has its targets before it, as the real one will.
-        found=found or (pretended is not None and pretended.machine is CPU),
-        dropped=0.0 if pretended is None else pretended.dropped,
-    )
-
-
-def _distribution(
-    caller: str, head: Head, logits: Logits | None, rows: Rows, num_rows: int, wide: torch.dtype, device: torch.device
-) -> tuple[Tensor, float, bool, bool]:
-    """``[R]`` gain, squash, whether it turns the order around, and whether it changes nothing.
-
-    Logits that are not computed may carry a factor, and a softcap of the model's own; the head's comes after them.
-    """
-    gain = head.gain(num_rows, wide, device)
-    if logits is None or (not logits.squash and not isinstance(logits.gain, Tensor) and logits.gain == 1.0):
-        return gain, head.squash, head.scale < 0, head.unit
-    if head.softcap is not None and (logits.squash or isinstance(logits.gain, Tensor)):
-        raise LogitlessError(
-            f"{caller}: head has a softcap, and the Logits carry {'a softcap' if logits.squash else 'one factor per row'} "
-            f"already. Give both in one place."
-        )
-    if isinstance(logits.gain, Tensor):
-        factor = logits.gain.detach().reshape(-1).to(device=device, dtype=wide)
-        factor = factor if rows.in_order else factor[rows.index]
-        return (
-            gain * torch.where((factor > 0) & factor.isfinite(), factor, torch.nan),
-            logits.squash,
-            head.scale < 0,
-            False,
-        )
-    negative = head.scale * logits.gain < 0
-    if head.softcap is not None:
-        return gain, head.squash * logits.gain, negative, False
-    factor = logits.gain
-    unit = not logits.squash and not isinstance(head.temperature, Tensor) and head.scale * factor == head.temperature
-    return gain * factor, logits.squash, negative, unit
-
-
-def apart_everywhere(call: Call) -> str | None:
-    """Why products and softmax are apart on every rank of a vocabulary group, or None: from sizes and options alone."""
-    products = products_of(call.backend)
-    if products is None:
-        return f"the {call.backend_name} backend works on logits"
-    if not call.machine.epilogues:
-        return "kernels that do both were not measured on this machine (logitless tune does)"
-    if call.kept is not None:
-        return "kept ids are looked up in logits"
-    if call.rank:
-        return "a LoRA's product is added to logits"
-    # Kernels compare logits after a softcap, where rounding makes ties that were none.
-    if call.table is not None and (not call.table.only_best or call.squash):
-        return "of stats=, top_k= and ids= such products tell top1 and max_logit alone, without a softcap"
-    return products.takes_sizes(call.dtype, call.width)
-
-
-def _apart_here(operands: Operands, call: Call) -> str | None:
-    """The same, from how the operands lie in memory."""
-    hidden, weight, bias, linear = operands.hidden, operands.weight, operands.bias, call.linear
-    assert hidden is not None
-    assert weight is not None
-    assert linear is not None
-    if bias is not None and bias.stride(0) != 1:
-        return "bias is not contiguous"
-    products = products_of(call.backend)
-    lead = [(n, step) for n, step in zip(hidden.shape[:-1], hidden.stride()[:-1], strict=True) if n != 1]
-    flat = all(step == n * below for (_, step), (n, below) in itertools.pairwise(lead))
-    if flat and call.index is None and not linear.sequence_parallel:
-        return products.takes(hidden.detach().reshape(-1, call.width), weight)
-    return products.takes(hidden, weight, copied=True)
-
-
-def as_products_take(caller: str, logits: Logits, asked: Asked) -> Operands:
-    """Operands as a linear layer would take them: in autocast's dtype where it is on, the local part of a DTensor, the
-    adapter of a LoRA apart."""
-    hidden, weight, bias = logits.read()
-    shard, linear = logits.linear.shard, logits.linear
-    hidden = checks.local_part(caller, "hidden", hidden, shard, sharded=linear.sequence_parallel)
-    lora = weight if isinstance(weight, LoRA) else None
-    own: Tensor = checks.local_part(caller, "weight", weight.weight if isinstance(weight, LoRA) else weight, shard)
-    bias = checks.local_part(caller, "bias", bias, shard)
-    kind, wide = hidden.device.type, hidden
-    # Autocast leaves float64 alone.
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
-        bias = None if bias is None else bias.to(dtype)
-        hidden, own = hidden.to(dtype), own.to(dtype)
-    if lora is None:
-        return Operands(None, hidden, own, bias)
-    checks.check_lora(caller, wide, lora, linear, asked)
-    b = checks.local_part(caller, "b of the LoRA", lora.b, shard)
-    return Operands(None, hidden, own, bias, lora.inner(wide).to(hidden.dtype), b.to(hidden.dtype))
 
 
 def untraced(function: Callable[P, T]) -> Callable[P, T]:

@@ -5,12 +5,13 @@ Values that live on an accelerator are not inspected, which would stall the stre
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from logitless.call.asked import Asked
+from logitless.call.asked import PLAIN, Asked
 from logitless.errors import ELSEWHERE, LogitlessError
 from logitless.operands import Kept, Linear, LoRA
 from logitless.operands.checks import FLOATS, instead_of_tensor
@@ -19,6 +20,54 @@ from logitless.readings.reading import LARGEST
 from logitless.readings.table import STATS
 from logitless.rows import Rows
 from logitless.spec import IGNORE, Head, VocabShard, has_values, inspectable
+
+
+class Checked(NamedTuple):
+    """What checks found out on their way.
+
+    Attributes:
+        rows, shape: the rows, and the shape that results are returned in.
+        vocab_size, columns: true size of the vocabulary, and how many columns of it are here.
+        found: whether all targets were seen to be in the vocabulary, and none is to be left out.
+    """
+
+    rows: Rows
+    shape: tuple[int, ...]
+    vocab_size: int
+    columns: int
+    found: bool
+
+
+def check_given(caller: str, logits: Any, rows: Any, shard: Any, asked: Asked, overwrite: bool) -> Checked:
+    """Everything that is refused of a call on logits that exist."""
+    check_kinds(caller, asked)
+    chosen, shape = resolve_rows(caller, rows)
+    check_logits(caller, logits, chosen, shard)
+    checked = _checked(caller, logits, logits.shape[-1], chosen, shape, shard, asked)
+    if overwrite and not torch.compiler.is_compiling():
+        check_overwrite(caller, logits)
+    return checked
+
+
+def check_hidden(caller: str, operands: Any, rows: Any, linear: Linear, asked: Asked) -> Checked:
+    """Everything that is refused of a call on hidden states and a head."""
+    hidden, weight = operands.hidden, operands.weight
+    check_kinds(caller, asked)
+    check_linear(caller, hidden, weight, linear, operands, asked)
+    chosen, shape = resolve_rows(caller, rows)
+    check_tokens(caller, hidden, weight, chosen, linear)
+    return _checked(caller, hidden, weight.shape[0], chosen, shape, linear.shard, asked)
+
+
+def _checked(
+    caller: str, x: Tensor, width: int, rows: Rows, shape: tuple[int, ...], shard: Any, asked: Asked
+) -> Checked:
+    vocab_size, columns = vocabulary(caller, width, asked.head or PLAIN, shard)
+    if asked.kept is not None:
+        check_kept(caller, asked.kept, rows, vocab_size, x.device)
+    check_readings(caller, asked, x.device, rows.index.numel(), shape, vocab_size)
+    return Checked(rows, shape, vocab_size, columns, check_targets(caller, rows, vocab_size))
+
 
 # Checks that all paths share.
 
@@ -35,9 +84,9 @@ def vocabulary(caller: str, width: int, head: Head, shard: VocabShard | None) ->
 def check_targets(caller: str, rows: Rows, vocab_size: int) -> bool:
     """Raise for a target outside the vocabulary, where that can be seen without a device sync. Whether all were seen to
     be inside, and none is to be left out."""
-    if not has_values(rows.target) or not rows.target.numel():
+    if not rows.target.numel() or not has_values(rows.target):
         return False
-    seen = inspectable(rows.target)
+    seen = rows.target.device.type == "cpu"
     low, high = (int(x) for x in torch.aminmax(rows.target)) if seen else rows.target_range or (0, 0)
     if low >= 0 and high < vocab_size:
         return seen
@@ -117,7 +166,7 @@ def check_readings(
 def resolve_rows(caller: str, rows: Any) -> tuple[Rows, tuple[int, ...]]:
     """The rows, and the shape that results are returned in."""
     if isinstance(rows, Rows):
-        return rows, (len(rows),)
+        return rows, (rows.index.numel(),)
     if isinstance(rows, Tensor):
         return Rows.every(rows), tuple(rows.shape)
     if isinstance(rows, tuple) and len(rows) == 2:
@@ -192,14 +241,15 @@ def check_logits(caller: str, logits: Tensor, rows: Rows, shard: VocabShard | No
             f"and strides {list(logits.stride())}. Pass logits.contiguous(), which copies, or avoid the transpose."
         )
     num_tokens, lead = logits.shape[:-1].numel(), list(logits.shape[:-1])
-    if logits.dim() == 1 and rows.num_tokens != 1 and len(rows) != 1:
+    made_for = None if rows.token_shape is None else math.prod(rows.token_shape)
+    if logits.dim() == 1 and made_for != 1 and len(rows) != 1:
         raise LogitlessError(
             f"{caller}: logits must be [T, V], one row per token, but has shape {list(logits.shape)}, one row, and "
             f"there are {len(rows)} rows to score. Do not flatten them, or take logits.view(-1, V)."
         )
-    if rows.num_tokens is not None and rows.num_tokens != num_tokens:
+    if made_for is not None and made_for != num_tokens:
         raise LogitlessError(
-            f"{caller}: rows were made for {rows.num_tokens} tokens ({list(rows.token_shape or ())}) but logits has "
+            f"{caller}: rows were made for {made_for} tokens ({list(rows.token_shape or ())}) but logits has "
             f"{num_tokens} rows ({lead}). If the pack is padded at its end, pass num_tokens= when making the rows."
         )
     _check_order(caller, "logits", lead, rows)
@@ -233,12 +283,13 @@ def check_overwrite(caller: str, logits: Tensor) -> None:
 # Checks of hidden states and weight.
 
 
-def check_tokens(caller: str, hidden: Tensor, weight: Tensor, rows: Rows, linear: Linear, asked: Asked) -> None:
+def check_tokens(caller: str, hidden: Tensor, weight: Tensor, rows: Rows, linear: Linear) -> None:
     """Raise for rows of other tokens than the hidden states', or for tensors on another device."""
     ranks = linear.shard.group.size() if linear.sequence_parallel and linear.shard is not None else 1
     num_tokens = hidden.shape[:-1].numel() * ranks
-    if (rows.num_tokens is not None and rows.num_tokens != num_tokens) or rows.reach > num_tokens:
-        wanted = f"at least {rows.reach}" if rows.num_tokens is None else rows.num_tokens
+    made_for = None if rows.token_shape is None else math.prod(rows.token_shape)
+    if (made_for is not None and made_for != num_tokens) or rows.reach > num_tokens:
+        wanted = f"at least {rows.reach}" if made_for is None else made_for
         raise LogitlessError(f"{caller}: rows were made for {wanted} tokens but hidden holds {num_tokens}.")
     first, *more = hidden.shape[:-1] or (1,)
     _check_order(caller, "hidden", [first * ranks, *more], rows)

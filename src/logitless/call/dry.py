@@ -14,7 +14,8 @@ from typing import Any
 
 from logitless.machine import Machine
 
-_ACTIVE: list[Dry] = []
+ACTIVE: list[Dry] = []
+"""Dry calls that are under way, the innermost last."""
 
 
 class Stopped(BaseException):
@@ -41,22 +42,16 @@ class Dry:
     backend: str | None = None
 
     def __enter__(self) -> Dry:
-        _ACTIVE.append(self)
+        ACTIVE.append(self)
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> bool:
-        _ACTIVE.pop()
+        ACTIVE.pop()
         return kind is Stopped
 
 
-def dry() -> Dry | None:
-    """The dry call that is under way, if one is."""
-    return _ACTIVE[-1] if _ACTIVE else None
-
-
 def announce(call: Any, plan: Any) -> None:
-    """A verb has chosen its route."""
-    if _ACTIVE:
-        _ACTIVE[-1].plan, _ACTIVE[-1].backend = plan, call.backend_name
-        if _ACTIVE[-1].stop:
-            raise Stopped
+    """A verb has chosen its route. To be called where :data:`ACTIVE` has somebody to tell."""
+    ACTIVE[-1].plan, ACTIVE[-1].backend = plan, call.backend_name
+    if ACTIVE[-1].stop:
+        raise Stopped

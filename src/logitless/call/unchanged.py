@@ -8,22 +8,12 @@ version: they cannot be written to outside of that mode, and are not compared. T
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
 from logitless.errors import LogitlessError
 from logitless.notes import version_of
-
-
-class _Seen(NamedTuple):
-    """A tensor in forward: the argument that it is, and its version."""
-
-    name: str
-    tensor: Tensor
-    version: int | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,16 +22,11 @@ class Unchanged:
 
     Attributes:
         caller: the function to name in an error.
-        seen: every tensor, with its version.
+        seen: the name of the argument that each tensor is, the tensor, and its version.
     """
 
     caller: str
-    seen: tuple[_Seen, ...]
-
-    @staticmethod
-    def of(caller: str, read: Mapping[str, Tensor | None]) -> Unchanged:
-        """From tensors by the name of their argument; None is left out."""
-        return Unchanged(caller, tuple(_Seen(name, x, version_of(x)) for name, x in read.items() if x is not None))
+    seen: tuple[tuple[str, Tensor, int | None], ...]
 
     def check(self) -> None:
         """Raise for the first that was changed in place since."""

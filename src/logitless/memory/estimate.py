@@ -71,9 +71,7 @@ class Estimate:
         return "\n".join(lines)
 
 
-def explain(
-    verb: Callable[..., Any], *args: Any, device: Literal["cuda", "cpu"] | None = None, **options: Any
-) -> Plan:
+def explain(verb: Callable[..., Any], *args: Any, device: Literal["cuda", "cpu"] | None = None, **options: Any) -> Plan:
     """Which route a call takes, and why. Computes nothing.
 
     Args:

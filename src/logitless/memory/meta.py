@@ -60,7 +60,9 @@ class Meta:
     def _leaf(self, x: Tensor | None, name: str, graded: bool = True) -> Any:
         if x is None:
             return None
-        made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta", requires_grad=graded and x.requires_grad)
+        made = torch.empty_strided(
+            x.shape, x.stride(), dtype=x.dtype, device="meta", requires_grad=graded and x.requires_grad
+        )
         if made.requires_grad:
             self.leaves[name] = made
         return made
@@ -84,7 +86,9 @@ class Meta:
 
 def _has_tensors(x: Any) -> bool:
     values = [getattr(x, f.name) for f in fields(x)]
-    return any(isinstance(v, Tensor | VocabShard | ImaginedShard) or (is_dataclass(v) and _has_tensors(v)) for v in values)
+    return any(
+        isinstance(v, Tensor | VocabShard | ImaginedShard) or (is_dataclass(v) and _has_tensors(v)) for v in values
+    )
 
 
 def hand_over(buffer: Tensor) -> Tensor:

@@ -101,6 +101,7 @@ class Logits(Tensor):
     hidden: Tensor
     weight: Tensor | LoRA
     linear: Linear
+    shard: VocabShard | None
     gain: float | Tensor
     squash: float
     hooks: list[Callable[[Tensor], Any]]
@@ -125,7 +126,10 @@ class Logits(Tensor):
         strict: bool = False,
     ) -> Logits:
         matrix = weight.weight if isinstance(weight, LoRA) else weight
-        check_tensors("Logits", hidden=hidden, weight=matrix, bias=bias, weight_grad=weight_grad)
+        if not all(isinstance(x, Tensor | None) for x in (bias, weight_grad)) or not (
+            isinstance(hidden, Tensor) and isinstance(matrix, Tensor)
+        ):
+            check_tensors("Logits", hidden=hidden, weight=matrix, bias=bias, weight_grad=weight_grad)
         linear = Linear(
             bias=bias,
             shard=shard,
@@ -286,6 +290,7 @@ def _made(cls: Any, hidden: Tensor, weight: Tensor | LoRA, linear: Linear, dtype
     shape = (*hidden.shape[:-1], matrix.shape[0] if matrix.dim() else 1)
     new = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)  # pyright: ignore[reportAttributeAccessIssue]
     new.hidden, new.weight, new.linear, new.gain, new.squash, new.hooks = hidden, weight, linear, 1.0, 0.0, []
+    new.shard = linear.shard
     read = (("hidden", hidden), ("weight", matrix), ("bias", linear.bias))
     new._versions = [(name, x, x._version) for name, x in read if x is not None and not x.is_inference()]
     return new

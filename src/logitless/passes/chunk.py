@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from logitless.backends.contract import Problem, over
+from logitless.backends.contract import over
 from logitless.machine import Tiles, pieces
 from logitless.passes.exponentials import Exponentials
 from logitless.passes.look import asked_of, look_whole, tile_lines
@@ -28,7 +28,7 @@ from logitless.readings.ids import write_at_ids
 from logitless.readings.reading import Row
 from logitless.readings.support import Support
 from logitless.route import Plan
-from logitless.softmax import SKIP
+from logitless.softmax import SKIP, Normaliser
 from logitless.sources.linear import Projection
 from logitless.sources.teachers import TeacherRows
 from logitless.spec import IGNORE
@@ -58,7 +58,7 @@ def empty_chunk(p: Projection, plan: Plan, teacher: TeacherRows | None) -> Chunk
     """Room for the largest chunk of a plan."""
     if plan.tiles is not None:
         return ExponentialsChunk(p, Exponentials.empty(p, plan.rows, plan.tiles), plan.tiles)
-    shape = (plan.rows, p.call.columns)
+    shape = (max((stop - start for start, stop in plan.chunks), default=0), p.call.columns)
     logits = p.empty(shape, p.call.logits_dtype).view(-1)
     others = None if teacher is None else p.empty(shape, p.gain.dtype).view(-1)
     return LogitsChunk(p, logits, plan.columns, plan.elementwise, teacher, others)
@@ -84,35 +84,42 @@ class LogitsChunk:
     others: Tensor | None = None
 
     def look(self, start: int, stop: int) -> Found:
-        rows = self.p.cut(start, stop)
-        problem, teacher = self._problem(rows, rows.column), None
-        for columns in pieces(rows.call.columns, self.columns, rows.hidden.is_meta):
-            rows.project(columns.start, problem.logits[:, columns])
+        rows, call, teacher = self.p.cut(start, stop), self.p.call, None
+        problem = rows.whole(self.logits, self.elementwise)
+        if self.columns >= call.columns:
+            rows.project(0, problem.logits)
+        else:
+            for columns in pieces(call.columns, self.columns, rows.hidden.is_meta):
+                rows.project(columns.start, problem.logits[:, columns])
         if self.teacher is not None and self.others is not None:
             teacher = self.teacher.cut(start, stop).problem(self.others, 0, problem)
-        return look_whole(rows.call, self._asked(start, stop), problem, self._support(start, stop), teacher)
+        support = None if call.kept is None else self._support(start, stop)
+        whole = stop - start == len(self.p.hidden) == call.num_rows
+        return look_whole(call, asked_of(call) if whole else self._asked(start, stop), problem, support, teacher)
 
     def gradient(
         self, start: int, stop: int, column: Tensor, saved: Mapping[str, Tensor], up: Mapping[str, Tensor | None]
     ) -> Tensor:
-        rows, call = self.p.cut(start, stop), self.p.call
-        problem, asked, teacher = self._problem(rows, column), self._asked(start, stop), None
+        rows, call, teacher = self.p.cut(start, stop), self.p.call, None
+        problem = rows.whole(self.logits, self.elementwise, column)
+        whole = stop - start == len(self.p.hidden) == call.num_rows
+        asked = asked_of(call) if whole else self._asked(start, stop)
         if self.teacher is not None and self.others is not None:
             size = problem.num_rows * problem.columns
             written = self.others[:size].view(problem.num_rows, problem.columns)
             teacher = self.teacher.cut(start, stop).of_written(written, problem)
-        support, table = self._support(start, stop), asked.table
+        support, table = None if call.kept is None else self._support(start, stop), asked.table
         target = asked.target.masked_fill(column == SKIP, IGNORE)
         if support is not None:
             support = replace(support, target=target)
-        row = Row(Found({}, dict(saved)).norm, target, asked.gain, asked.squash)
+        row = Row(Normaliser(saved["reference"], saved["log_sum"]), target, asked.gain, asked.squash)
         terms = Terms.of(call if table is None else replace(call, table=table), saved, up, row, support)
         if support is None and teacher is None:
             out = call.backend.gradient_over(problem, terms.norm, terms.coef, rows.hidden.dtype)
         else:
             out = over(problem.logits, rows.hidden.dtype)
             terms.write(call, problem, out, None, teacher)
-        if terms.listed and teacher is None:
+        if terms.coef.at_ids is not None and support is None and teacher is None:
             write_at_ids(call.backend, terms.coef, 0, call.columns, out)
         return out
 
@@ -132,11 +139,6 @@ class LogitsChunk:
         if kept is None:
             return None
         return Support.of(kept.cut(start, stop), call.rows.target[start:stop], call.start, call.vocab_size)
-
-    def _problem(self, rows: Projection, column: Tensor) -> Problem:
-        """Those rows, and the place of their logits."""
-        logits = self.logits[: len(rows.hidden) * rows.call.columns].view(len(rows.hidden), rows.call.columns)
-        return replace(rows, column=column).problem(logits, self.elementwise)
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +166,7 @@ class ExponentialsChunk:
         self, start: int, stop: int, column: Tensor, saved: Mapping[str, Tensor], up: Mapping[str, Tensor | None]
     ) -> Tensor:
         here, rows = self.exponentials.cut(0, stop - start), replace(self.p.cut(start, stop), column=column)
-        asked, norm = asked_of(self.p.call, slice(start, stop)), Found({}, dict(saved)).norm
+        asked, norm = asked_of(self.p.call, slice(start, stop)), Normaliser(saved["reference"], saved["log_sum"])
         terms = Terms.of(self.p.call, saved, up, Row(norm, asked.target, asked.gain, asked.squash), None)
         here.write_gradient(rows, norm, terms.coef, self.tiles.elementwise, 0, here.values)
         return here.values

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from logitless.backends import run_statistics
 from logitless.backends.contract import Pair, Problem
@@ -28,10 +29,11 @@ from logitless.sources.linear import Projection
 
 def asked_of(call: Call, rows: slice | None = None) -> Asked:
     """What is to be found of all rows, or of some."""
-    target, gain, table = call.rows.target, call.gain, call.table
+    target, gain, ignored, table = call.rows.target, call.gain, call.ignored, call.table
     if rows is not None:
         target, gain, table = target[rows], gain[rows], None if table is None else table.cut(rows)
-    return Asked(target, gain, call.squash, call.ignored(target), call.entropy, call.group, table)
+        ignored = None if ignored is None else ignored[rows]
+    return Asked(target, gain, call.squash, ignored, call.entropy, call.group, table)
 
 
 def look_whole(call: Call, asked: Asked, problem: Problem, support: Support | None, teacher: Problem | None) -> Found:
@@ -42,7 +44,7 @@ def look_whole(call: Call, asked: Asked, problem: Problem, support: Support | No
     """
     backend, table = call.backend, asked.table
     lines = Lines(
-        run_statistics(call.backend_name, problem),
+        (run_statistics(call.backend_name, problem) if _opaque(problem) else backend.statistics(problem)),
         None if support is None else kept_statistics(support.logits(problem)),
         None if table is None else table.lines(backend, problem, slice(None)),
         # The teacher's entropy costs nothing that shows.
@@ -69,6 +71,11 @@ def look_whole(call: Call, asked: Asked, problem: Problem, support: Support | No
         compare = sums_of
 
     return find(asked, lines, count, compare, call.kind)
+
+
+def _opaque(problem: Problem) -> bool:
+    """Whether a compiler traces the call, or its tensors are fake: then backends run behind operators."""
+    return torch.compiler.is_compiling() or isinstance(problem.logits, FakeTensor)
 
 
 def look_by_tiles(p: Projection, tiles: Tiles, support: Support | None, stored: Exponentials | None) -> Found:
@@ -108,11 +115,13 @@ def tile_lines(
     kept = None if support is None else p.gain.new_empty((2, len(p.hidden)))
     more = None if table is None else p.gain.new_empty((table.width, len(p.hidden)))
     memory, backend = p.empty_tile(tiles), p.backend
-    for rows in pieces(len(p.hidden), tiles.rows, p.hidden.is_meta):
+    heights = pieces(len(p.hidden), tiles.rows, p.hidden.is_meta)
+    widths = pieces(max(p.call.columns, 1), tiles.columns, p.hidden.is_meta)
+    for rows in heights:
         part = p.cut(rows.start, rows.stop)
         parts = p.gain.new_empty((slabs, WIDTH, len(part.hidden)))
         kept_parts = None if support is None else p.gain.new_empty((slabs, 2, len(part.hidden)))
-        for columns in pieces(max(p.call.columns, 1), tiles.columns, p.hidden.is_meta):
+        for columns in widths:
             tile, slab = part.tile(memory, tiles, columns.start), columns.start // tiles.columns
             if stored is None:
                 backend.statistics(tile, parts[slab])

@@ -177,8 +177,10 @@ class OnePass:
         results, saved = chunk.look(start, stop)
         sent = self.teacher.cut(rows) if isinstance(self.teacher, Sent) else None
         stats, log_p = _outcomes(results, sent, self.p)
-        part = with_results(self.objective, self.inputs.cut(start, stop, self.plan.whole_samples), stats)
-        found, evaluated = row_gradients(self.objective, part, check=first, whole=stop - start == len(self.inputs))
+        whole = stop - start == len(self.p.hidden)
+        part = self.inputs if whole else self.inputs.cut(start, stop, self.plan.whole_samples)
+        part = with_results(self.objective, part, stats)
+        found, evaluated = row_gradients(self.objective, part, check=first, whole=whole)
         if self.watched is not None:
             self.watched.append(found)
         scale = self.scale if self.float16 is None else self.float16.lower(*found.values())
@@ -193,7 +195,8 @@ class OnePass:
         counted, staying = part.counted, None
         stays = counted & matters(found)
         drop = self.drop_zeros and not _capturing(stays)
-        number = _read_later(stays.sum(), self._dry_number(stop - start)) if drop else None
+        dry = self._dry_number(stop - start) if stays.is_meta else None
+        number = _read_later(stays.sum(), dry) if drop else None
         # Rows that do not count may hold anything: without a target they have no gradient, rather than 0 * NaN.
         column = torch.where(counted, column, SKIP)
         d_z = chunk.gradient(start, stop, column, saved, found)
@@ -238,7 +241,8 @@ class OnePass:
             if overwrite and into.weight is not None:
                 into.weight.zero_()
             return
-        slabs = pieces(p.call.columns, self.plan.columns, p.hidden.is_meta)
+        step, columns = self.plan.columns, p.call.columns
+        slabs = [slice(0, columns)] if step >= columns else pieces(columns, step, p.hidden.is_meta)
         if into.bias is not None:
             for columns in slabs:
                 p.add_rows(d_z[:, columns], into.bias[columns])
@@ -267,9 +271,9 @@ class OnePass:
         if self.into.weight is not None and self.fresh:
             self.into.weight.zero_()
 
-    def _dry_number(self, num_rows: int) -> int | None:
+    def _dry_number(self, num_rows: int) -> int:
         """In a dry run no value says how many rows have a gradient; the call does."""
-        return round(num_rows * (1 - self.p.call.dropped)) if not has_values(self.p.hidden) else None
+        return round(num_rows * (1 - self.p.call.dropped))
 
 
 class Float16Scale:

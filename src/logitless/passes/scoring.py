@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from logitless.backends.contract import Problem
-from logitless.call import MEMORY, Call, Operands, Unchanged, untraced
+from logitless.call import MEMORY, Call, Operands, untraced
 from logitless.errors import no_second_derivative
 from logitless.notes import explained
 from logitless.operands import Kept, Teacher, Teachers
@@ -19,7 +19,7 @@ from logitless.passes.exponentials import Exponentials
 from logitless.passes.frozen import Unit, lines_with_unit, unit_gradient
 from logitless.passes.look import asked_of, find_rows, look_by_tiles, look_whole
 from logitless.passes.terms import Terms
-from logitless.readings.found import Found
+from logitless.readings.found import Asked, Found
 from logitless.readings.ids import write_at_ids
 from logitless.readings.reading import Row
 from logitless.readings.support import Support
@@ -45,12 +45,14 @@ def scored(call: Call, plan: Plan, operands: Operands) -> TokenStats:
     places = (call.index, call.rows.target, call.gain, *((None, None) if kept is None else (kept.ids, kept.lengths)))
     # Collectives, the bookkeeping of overwriting and readings beyond the softmax are not traced.
     plain = call.linear is None and call.group is None and not call.overwrite and call.table is None
-    apply = _Score.apply if plain and call.asked.teacher is None else untraced(_Score.apply)
-    values = apply(call, plan, *operands, *places)
-    return TokenStats(**dict(zip(_names(call), values, strict=True)))
+    traced = plain and call.asked.teacher is None
+    apply = _Score.apply if traced or not torch.compiler.is_compiling() else untraced(_Score.apply)
+    names = _names(call)
+    values = apply(call, plan, names, *operands, *places)
+    return TokenStats(**dict(zip(names, values, strict=True)))
 
 
-def _names(call: Call) -> list[str]:
+def _names(call: Call) -> tuple[str, ...]:
     """The results of a call, in the order of :class:`TokenStats`."""
     named = {"logprob", "log_z", *(("entropy",) if call.entropy else ())}
     if call.table is not None:
@@ -58,21 +60,22 @@ def _names(call: Call) -> list[str]:
     teacher = call.asked.teacher
     if teacher is not None and call.kept is None and not (isinstance(teacher, Teacher) and teacher.top_k is not None):
         named |= {"divergence", "teacher_logprob", "teacher_entropy"}
-    return [name for name in TokenStats._fields if name in named]
+    return tuple(name for name in TokenStats._fields if name in named)
 
 
 class _Score(torch.autograd.Function):
     """The seam to autograd: plain functions of this folder do the work."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, call: Call, plan: Plan, names: tuple[str, ...], *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """Results in the order of :class:`TokenStats`: the compiler takes no None among them."""
         operands, places = Operands(*tensors[:6]), dict[str, Any](zip(PLACES, tensors[6:], strict=True))
-        target = places["target"]
-        column = call.column_of(target)
+        column = call.column
         look = _look_given if operands.logits is not None else _look_hidden
         found, more = look(call, plan, operands, places, column)
-        results = {name: found.results[name] for name in _names(call)}
+        results = {name: found.results[name] for name in names}
         ctx.set_materialize_grads(False)
         graded = (*DIFFERENTIABLE, "entropy") if call.asked.entropy == "grad" else DIFFERENTIABLE
         fixed = [x for name, x in results.items() if name not in graded]
@@ -83,9 +86,9 @@ class _Score(torch.autograd.Function):
             saved.pop("mean", None)
         ctx.names = tuple(saved)
         ctx.save_for_backward(*saved.values())
-        ctx.unchanged = None if torch.compiler.is_compiling() else Unchanged.of(call.caller, call.read_again())
+        ctx.unchanged = None if torch.compiler.is_compiling() else call.unchanged()
         # The buffer for the weight's gradient is in the call and not saved: others may add to it before backward does.
-        ctx.call, ctx.plan, ctx.spent = call, plan, False
+        ctx.call, ctx.plan, ctx.results, ctx.spent = call, plan, names, False
         # A leaf may ask for its gradient in another dtype; for anything else autograd keeps the tensor's own.
         logits, grad_dtype = operands.logits, None
         if logits is not None:
@@ -101,15 +104,15 @@ class _Score(torch.autograd.Function):
             raise no_second_derivative(call.caller, ", or use torch.log_softmax for this term")
         if ctx.spent:
             raise spent(call.caller)
-        needs = ctx.needs_input_grad[2:8]
-        nothing = (None,) * (len(ctx.needs_input_grad) - 8)
+        needs = ctx.needs_input_grad[3:9]
+        nothing = (None,) * (len(ctx.needs_input_grad) - 9)
         if not any(needs):
-            return None, None, *(None,) * 6, *nothing
+            return *(None,) * 9, *nothing
         saved = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
         if ctx.unchanged is not None:
             ctx.unchanged.check()
         operands = Operands(*(saved[name] for name in Operands._fields))
-        up = dict(zip(_names(call), upstream, strict=True))
+        up = dict(zip(ctx.results, upstream, strict=True))
         buffer = None if call.linear is None else call.linear.weight_grad
         over = operands.logits if call.overwrite else None
         memory = call.asked.memory or MEMORY["hidden"]
@@ -120,7 +123,7 @@ class _Score(torch.autograd.Function):
                 found = (_given_gradient(call, ctx.plan, operands.logits, saved, up, ctx.grad_dtype), *(None,) * 5)
             else:
                 found = (None, *_hidden_gradients(call, ctx.plan, operands, saved, up, needs))
-            return None, None, *found, *nothing
+            return None, None, None, *found, *nothing
 
 
 def _support(call: Call, places: Mapping[str, Tensor | None]) -> Support | None:
@@ -143,10 +146,12 @@ def _look_given(
     logits = operands.logits
     assert logits is not None
     problem = given_problem(logits, places["index"], column, places["gain"], call)
-    asked = asked_of(call)._replace(target=places["target"], gain=places["gain"])
+    if not plan.taught:
+        asked = Asked(places["target"], places["gain"], call.squash, call.ignored, call.entropy, call.group, call.table)
+        return look_whole(call, asked, problem, None if call.kept is None else _support(call, places), None), {}
     beside = _Beside.of(call, plan, problem)
     if len(plan.chunks) == 1:
-        return look_whole(call, asked, problem, _support(call, places), beside.rows(0, call.num_rows, problem)), {}
+        return look_whole(call, asked_of(call), problem, None, beside.rows(0, call.num_rows, problem)), {}
     found = []
     for start, stop in plan.chunks:
         part, own = problem.cut(start, stop), asked_of(call, slice(start, stop))
@@ -161,7 +166,7 @@ def _given_gradient(
     problem = given_problem(logits, saved["index"], saved["column"], saved["gain"], call)
     out, out_index = gradient_buffer(logits, saved["index"], problem, dtype, call.overwrite)
     terms = Terms.of(call, saved, up, _row(call, saved), _support(call, saved))
-    beside = _Beside.of(call, plan, problem)
+    beside = _Beside.of(call, plan, problem) if plan.taught else _Beside(None, None, None)
     if len(plan.chunks) == 1:
         terms.write(call, problem, out, out_index, beside.rows(0, call.num_rows, problem))
         # Asked here: a compiler would trace the search for the backend.
@@ -223,7 +228,7 @@ def _look_hidden(
         more = {"others": unit.others[: call.num_rows], "local": unit.local[: call.num_rows]}
         return find_rows(p, plan.forward, lines), more
     stored = Exponentials.empty(p, plan.kept_rows, plan.forward) if plan.kept_rows else None
-    found = look_by_tiles(p, plan.forward, _support(call, places), stored)
+    found = look_by_tiles(p, plan.forward, None if call.kept is None else _support(call, places), stored)
     return found, {} if stored is None else {"exponentials": stored.values, "references": stored.reference}
 
 

@@ -19,7 +19,7 @@ from logitless.collectives import gather_over, sum_over
 from logitless.readings.reading import Row
 from logitless.readings.support import merge_kept
 from logitless.readings.table import Table
-from logitless.softmax import WIDTH, Normaliser, Statistic, entropy, mean_shift, merge, normaliser
+from logitless.softmax import WIDTH, Normaliser, Statistic, entropy, mean_shift, merge, normaliser, solved
 
 
 class Lines(NamedTuple):
@@ -99,16 +99,17 @@ def find(
         kind: of the divergence.
     """
     statistic, kept, more, teacher = _whole(asked, lines)
-    row = Statistic.of(statistic)
     ignored = asked.ignored
-    norm = Normaliser(row.m, row.s.log()) if ignored is None else normaliser(row)
+    norm, target, mean, own_entropy = solved(statistic, ignored is None, asked.entropy)
     kept_norm = norm if kept is None else normaliser(Statistic.of(kept))
-    logprob = _without(ignored, (row.t - kept_norm.reference) - kept_norm.log_sum)
-    results = {"logprob": logprob, "log_z": _without(ignored, norm.reference + norm.log_sum)}
+    logprob = (target - kept_norm.reference) - kept_norm.log_sum
+    results = {"logprob": logprob, "log_z": norm.reference + norm.log_sum}
     saved = {"reference": norm.reference, "log_sum": norm.log_sum, "logprob": logprob}
-    if asked.entropy:
-        saved["mean"] = mean_shift(row)
-        results["entropy"] = _without(ignored, entropy(norm, saved["mean"]))
+    if mean is not None and own_entropy is not None:
+        saved["mean"], results["entropy"] = mean, own_entropy
+    if ignored is not None:
+        for x in results.values():
+            x.masked_fill_(ignored, 0.0)
     if kept is not None:
         saved |= {"kept_reference": kept_norm.reference, "kept_log_sum": kept_norm.log_sum}
     if asked.table is not None and more is not None:

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from logitless.call import MEMORY, Call
-from logitless.call.call import apart_everywhere
 from logitless.machine import ENOUGH, SLAB, Tiles
 from logitless.objectives import Objective, Preference
 from logitless.operands import Teacher, Teachers
@@ -44,10 +43,11 @@ def loss_plan(call: Call, objective: Objective | Preference) -> Plan:
     if linear is None:
         return Plan("two passes", "logits exist, and nothing is multiplied again", first=score_plan(call))
     counts = objective.kept_together(call.rows.counts)
+    columns = call.columns if call.group is None else call.mean_columns
     shape = LossShape.of(
         counts,
         # The same chunks on every rank of a vocabulary group: all take part in the all_gather of each.
-        call.mean_columns,
+        columns,
         call.width,
         dtype=call.dtype,
         logits_dtype=call.logits_dtype,
@@ -56,7 +56,7 @@ def loss_plan(call: Call, objective: Objective | Preference) -> Plan:
         capped=bool(call.squash),
         trained=call.needs[1],
         # Not from how the operands lie in memory, which the other ranks do not know.
-        fused=apart_everywhere(call) is None,
+        fused=call.apart_everywhere is None,
     )
     if isinstance(multiplied, Teacher | Teachers):
         members = (multiplied,) if isinstance(multiplied, Teacher) else multiplied.members
@@ -70,7 +70,9 @@ def loss_plan(call: Call, objective: Objective | Preference) -> Plan:
     memory -= memory // COPIED if rest else 0
     unit = "sample" if len(counts) == len(call.rows.counts) else "pair"
     plan = choose_loss_plan(shape, objective.sequence_level, _obstacle(call, objective), memory, unit)
-    plan = replace(plan, taught=multiplied is not None, products=_products(plan, multiplied is not None))
+    taught = multiplied is not None
+    products = 3 + taught if plan.kind == "one pass" else 4 + 2 * taught
+    plan = replace(plan, taught=taught, products=products)
     if rest and plan.kind == "one pass":
         # The rest of a row is summed from a copy of some rows.
         plan = replace(plan, elementwise=max(1, call.memory // COPIED))
@@ -83,10 +85,6 @@ def loss_plan(call: Call, objective: Objective | Preference) -> Plan:
 def _sent(teacher: object) -> bool:
     """Whether the teacher sent K log-probs of each row instead of its logits."""
     return isinstance(teacher, Teacher) and teacher.top_k is not None
-
-
-def _products(plan: Plan, taught: bool) -> int:
-    return {"one pass": 3 + taught, "two passes": 4 + 2 * taught}[plan.kind]
 
 
 def first_pass(call: Call) -> Call:

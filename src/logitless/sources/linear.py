@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from logitless.backends import products_of
 from logitless.backends.contract import Backend, Problem, Product, Products
 from logitless.call import Call, Operands
 from logitless.collectives import gather_rows_over, scatter_sum_over, sum_over
@@ -93,6 +92,16 @@ class Projection:
             found=self.found and logits.shape[1] == self.call.columns,
         )
 
+    def whole(self, memory: Tensor, elementwise: int, column: Tensor | None = None) -> Problem:
+        """What a backend sees of whole rows, whose logits lie at the start of flat memory.
+
+        Args:
+            column: of the targets, where it is another than the rows' own.
+        """
+        rows, columns = len(self.hidden), self.call.columns
+        p = self if column is None else replace(self, column=column)
+        return p.problem(memory[: rows * columns].view(rows, columns), elementwise)
+
     def product(self, columns: slice) -> Product:
         """All rows and those columns, for a kernel that multiplies them itself."""
         return Product(
@@ -112,7 +121,7 @@ class Projection:
     @property
     def products(self) -> Products:
         """Kernels that multiply and end in a softmax; only where the plan says that they are there."""
-        return products_of(self.backend)
+        return self.backend.products
 
     def multiply(self, a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
         """``out = a @ b``, or ``out += a @ b``, summed in at least float32."""

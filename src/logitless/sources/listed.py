@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.call import MEMORY, Call, Operands, Unchanged
+from logitless.call import MEMORY, Call, Operands
 from logitless.collectives import sum_over
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.notes import explained
@@ -92,7 +92,7 @@ class _EntryLogits(torch.autograd.Function):
             raw = _looked_up(logits, support, place, call)
         ctx.save_for_backward(*saved)
         # The buffer for the weight's gradient is in the call and not saved: others may add to it before backward does.
-        ctx.unchanged = Unchanged.of(call.caller, call.read_again())
+        ctx.unchanged = call.unchanged()
         ctx.call, ctx.bias_dtype, ctx.spent = call, None if bias is None else bias.dtype, False
         return sum_over(call.group, raw) if whole and call.group is not None else raw
 
@@ -138,7 +138,7 @@ def _looked_up(logits: Tensor, support: Support, place: tuple[Tensor, Tensor], c
 
 def _given_gradient(entries: KeptLogits, d_raw: Tensor, logits: Tensor, call: Call) -> Tensor:
     """Of logits that exist: 0 but at the entries, in a buffer of its own or over them."""
-    problem = given_problem(logits, call.index, call.column_of(call.rows.target), call.gain, call)
+    problem = given_problem(logits, call.index, call.column, call.gain, call)
     out, out_index = gradient_buffer(logits, call.index, problem, logits.dtype, call.overwrite)
     out.zero_()
     write_kept(entries, d_raw, out, out_index)

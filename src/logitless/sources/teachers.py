@@ -181,7 +181,9 @@ def grouped(given: Teacher | Teachers, call: Call) -> tuple[Call, Tensor | None]
     index = call.rows.index[order]
     rows = Rows.at(index, call.rows.target[order])
     table = None if call.table is None else call.table.cut(order)
-    return replace(call, rows=rows, index=index, gain=call.gain[order], table=table), order
+    ignored = None if call.ignored is None else call.ignored[order]
+    places = {"index": index, "gain": call.gain[order], "column": call.column[order], "ignored": ignored}
+    return replace(call, rows=rows, table=table, **places), order
 
 
 def ungrouped(stats: TokenStats, order: Tensor | None) -> TokenStats:

@@ -73,7 +73,9 @@ class LossStep:
     def needs_grad(self) -> tuple[str, ...]:
         return ("hidden",) if self.frozen_head else ("hidden", "weight")
 
-    def predict(self, verb: Callable[..., Any], *more: Any, hidden: bool, linear: Any = None, **options: Any) -> Estimate:
+    def predict(
+        self, verb: Callable[..., Any], *more: Any, hidden: bool, linear: Any = None, **options: Any
+    ) -> Estimate:
         """``estimate`` of a verb in this step, from hidden states or from logits that exist.
 
         Args:
