@@ -190,9 +190,7 @@ class Binding(NamedTuple):
         mine = inspect.signature(ours).parameters
         by_position = [p for p in theirs.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         open_ended, takes_any = _takes_any(theirs.values()), _takes_any((*mine.values(), *theirs.values()))
-        unknown = {
-            name: p.default for name, p in theirs.items() if name in new or (name not in mine and not takes_any)
-        }
+        unknown = {name: p.default for name, p in theirs.items() if name in new or (name not in mine and not takes_any)}
         without = [name for name, default in unknown.items() if default is inspect.Parameter.empty]
         assert not without, f"{path}: our function must take {', '.join(without)}, which the host's requires"
         direct = not unknown and (takes_any or list(theirs) == list(mine)[: len(theirs)])
