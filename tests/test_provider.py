@@ -395,10 +395,11 @@ def calls() -> dict[str, tuple[Any, Any, list[Tensor]]]:
             lambda h, w: [truth(h @ w.T, ids)[0]],
             [heads, weight],
         ),
+        # As Megatron's model has them, [S, B, D] and [B, S]: verl lays both out in one line, and returns lines.
         "linear_cross_entropy": (
-            lambda f, h, w: f(h, w, target, 0.7),
-            lambda h, w: truth(h @ w.T, target, 0.7),
-            [hidden, weight],
+            lambda f, h, w: f(h, w, ids, 0.7, "None"),
+            lambda h, w: truth(h.reshape(N, D) @ w.T, target, 0.7),
+            [hidden.view(6, 4, D), weight],
         ),
         "selective_log_softmax": (lambda f, z: [f(z, ids)], lambda z: [truth(z, ids)[0]], [lines]),
         "log_probs_from_logits": (lambda f, z: [f(z, ids, 0.7)], lambda z: [truth(z, ids, 0.7)[0]], [lines]),
