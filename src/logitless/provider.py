@@ -153,7 +153,8 @@ def logprobs_from_logits(
         scale, softcap: of the logits, before the temperature.
         vocab_size: true size of a padded vocabulary.
         vocab_group: process group over which the vocabulary is split; None if it is not, and no collective is made.
-        vocab_range: ``(start, stop)`` of this rank's columns; None for equal parts in rank order.
+        vocab_range: ``(start, stop)`` of this rank's columns, which the ranks tell each other in every call; None for
+            equal parts in rank order.
         support: ids that the sampler kept and how many of them each row has; log-probs are normalised over these.
         overwrite_logits: write the gradient over the logits in backward.
         backend, memory: as for :func:`logitless.logprobs`.
@@ -354,7 +355,7 @@ def vime(request: Any) -> LinearLogp:
 
 
 def _shard(group: Any, bounds: tuple[int, int] | None, columns: int) -> VocabShard | None:
-    """The shard of a group; cached, because making one is a collective."""
+    """The shard of a group; cached, because making one is a collective. Ranges are compared in every call."""
     if group is None:
         if bounds is not None and tuple(bounds) != (0, columns):
             raise LogitlessError(f"vocab_range is {tuple(bounds)} but vocab_group is None. Pass the group as well.")

@@ -27,7 +27,7 @@ from truth import float64_leaf, truth
 
 import logitless
 from logitless import Head, Kept, LogitlessError, Rows, Zigzag
-from logitless.adapters.megatron import Scoring, output_processor, scoring
+from logitless.adapters.megatron import POSTPROCESS, Scoring, output_processor, scoring
 
 if put_first("megatron"):
     with warnings.catch_warnings():
@@ -413,6 +413,10 @@ def test_output_processor(ranks):
             assert_gradient_close_to_truth(total, *d_weight, f"d_weight {asked}")
 
 
+MXFP8 = SimpleNamespace(fp8_output_proj=True)
+"""The config of a model whose head is Transformer Engine's, in MXFP8."""
+
+
 def fake_layer(**more: Any) -> Any:
     settings = {"weight": torch.randn(10, D), "bias": None, "sequence_parallel": False, "tp_group": dist.group.WORLD}
     return SimpleNamespace(**(settings | more))
@@ -488,6 +492,10 @@ def test_output_processor_rounds_as_megatron_does_if_asked(alone):
         (
             {"labels": torch.zeros(2, 5, dtype=torch.int64), "scale_logits": lambda x: x + 1},
             "scale_logits must multiply but turns 0, 1, 2 into 1.0, 2.0, 3.0",
+        ),
+        (
+            {"labels": torch.zeros(2, 5, dtype=torch.int64), "output_layer": SimpleNamespace(config=MXFP8)},
+            "config has fp8_output_proj=True, so its head multiplies in MXFP8",
         ),
     ],
 )
@@ -580,4 +588,9 @@ def test_models_that_cannot_be_scored(alone):
         def forward(self) -> None: ...
 
     with pytest.raises(LogitlessError, match=r"has the signature \(self, x\)"), scoring(Other(), Scoring(rows)):
+        pass
+
+    known = {"_postprocess": eval(f"lambda {POSTPROCESS[1:-1]}: None"), "forward": lambda self: None, "config": MXFP8}
+    model = type("Model", (), known)()
+    with pytest.raises(LogitlessError, match=r"^scoring: .*has fp8_output_proj=True"), scoring(model, Scoring(rows)):
         pass

@@ -74,6 +74,15 @@ class Audit:
     def __bool__(self) -> bool:
         return self._rows > 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            return {"_rows": self._rows, "_report": self._report, "_generator": self._generator.get_state()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of an audit in another process: it has a lock of its own, and goes on from the same comparisons."""
+        generator = torch.Generator().set_state(state["_generator"])
+        vars(self).update({**state, "_generator": generator, "_lock": threading.Lock()})
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Audit:
         """A copy of a patched model reports to the same audit."""
         return self

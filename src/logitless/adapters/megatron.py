@@ -5,7 +5,8 @@
     with scoring(model, Scoring(...)): model(...)                                                         before that
 
 The output processor needs no install(): the model hands it the hidden states instead of multiplying them with the head,
-and returns its results. Calls with label smoothing are left to Megatron and counted as passed on.
+and returns its results. A head in MXFP8 (``fp8_output_proj``) is refused. Calls with label smoothing are left to
+Megatron and counted as passed on.
 """
 
 from __future__ import annotations
@@ -134,6 +135,7 @@ def output_processor(
     asked = Scoring() if context is None else context
     if not isinstance(asked, Scoring):
         raise LogitlessError(f"output_processor: context must be a Scoring or None but is {type(context).__name__}.")
+    check_head("output_processor", getattr(output_layer, "config", None))
     if hidden_states.dim() != 3:
         raise LogitlessError(f"output_processor: hidden_states must be [s, b, h] but is {list(hidden_states.shape)}.")
     weight = output_layer.weight if output_weight is None else output_weight
@@ -214,10 +216,21 @@ def _check_model(gpt: Any) -> None:
             f"scoring: {type(gpt).__name__}._postprocess has the signature {plain_signature(method)}, but this stands "
             f"in for {POSTPROCESS}. Tested with Megatron-Core {', '.join(HOST.versions)}."
         )
+    check_head("scoring", gpt.config)
     if getattr(gpt.config, "mtp_num_layers", None):
         raise LogitlessError("scoring: multi-token prediction is computed where scoring stands in. Turn it off.")
     if "_postprocess" in vars(gpt):
         raise LogitlessError("scoring: this model is being scored already. One block at a time.")
+
+
+def check_head(caller: str, config: Any) -> None:
+    """Raise where the model multiplies with an MXFP8 head, whose logits are not those of its weight."""
+    if getattr(config, "fp8_output_proj", False):
+        raise LogitlessError(
+            f"{caller}: the model's config has fp8_output_proj=True, so its head multiplies in MXFP8, and scores from "
+            f"hidden states and the weight would be of another distribution. Set fp8_output_proj=False, or score the "
+            f"logits that the model returns."
+        )
 
 
 def _rows_or_labels(rows: Rows | None, labels: Tensor | None, length: int, batch: int) -> Rows | Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from logitless.adapters.host import Host, Option, Replacement
-from logitless.adapters.scoring import entropy_mode, score_logits, score_with_all_entropies
+from logitless.adapters.scoring import entropy_mode, score_logits, score_with_all_entropies, untrained
 from logitless.adapters.shards import check_ids, even_shard
 
 MODULE = "swift.megatron.trainers.vocab_parallel_utils"
@@ -38,7 +38,8 @@ def make_logps(original: Callable[..., Any], options: Mapping[str, Any]) -> Call
         entropy = entropy_mode(options["entropy_grad"], logits)
         out = score_with_all_entropies(where, logits, labels, audit, entropy=entropy, **shared)
         assert out.entropy is not None
-        return out.logprob.float(), out.entropy.to(logits.dtype)
+        logprob, value = out.logprob.float(), out.entropy.to(logits.dtype)
+        return logprob, value if options["entropy_grad"] else untrained("ms_swift", value, logprob)
 
     return compute_logps_and_entropy_from_logits
 
@@ -54,7 +55,9 @@ HOST = Host(
     versions=("4.4 - 4.6",),
     replacements=_replacements,
     options={
-        "entropy_grad": Option(False, "True: entropy has a graph. ms-swift logs it and selects tokens by it"),
+        "entropy_grad": Option(
+            False, "True: entropy has a gradient; False: it raises. ms-swift logs it and selects tokens"
+        ),
     },
     distribution="ms-swift",
 )

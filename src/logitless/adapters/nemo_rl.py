@@ -117,8 +117,8 @@ def make_next_token(original: Callable[..., Any], options: Mapping[str, Any]) ->
         if vocab_parallel_group is not None:
             if vocab_parallel_rank is None:
                 raise LogitlessError("vocab_parallel_rank must be given with vocab_parallel_group but is None.")
-            start, cp_group = vocab_parallel_rank * columns, context_parallel_group
-            shard = shard_between(vocab_parallel_group, start, start + columns)
+            cp_group = context_parallel_group
+            shard = even_shard(vocab_parallel_group, columns, vocab_parallel_rank)
         return _lines(next_token_logits, input_ids, shard, cp_group, chunk_size, sampling_params, options)
 
     return get_next_token_logprobs_from_logits

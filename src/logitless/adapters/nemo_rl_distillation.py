@@ -20,7 +20,7 @@ from torch import Tensor
 from logitless.adapters.host import PassOn, Replacement
 from logitless.adapters.packs import ranks_in
 from logitless.adapters.scoring import entropy_mode, score_ids
-from logitless.adapters.shards import check_ids, shard_between
+from logitless.adapters.shards import check_ids, even_shard, shard_between
 from logitless.collectives import sum_over
 from logitless.errors import LogitlessError
 from logitless.spec import IGNORE, VocabShard
@@ -49,8 +49,7 @@ def make_distillation(original: Callable[..., Any], options: Mapping[str, Any]) 
         if vocab_parallel_group is not None:
             if vocab_parallel_rank is None:
                 raise LogitlessError("vocab_parallel_rank must be given with vocab_parallel_group but is None.")
-            start = vocab_parallel_rank * columns
-            shard = shard_between(vocab_parallel_group, start, start + columns)
+            shard = even_shard(vocab_parallel_group, columns, vocab_parallel_rank)
         ids, negative_entropy = teacher_topk_indices.to(student_logits.device), None
         if zero_outside_topk:
             own, negative_entropy = _over_vocabulary(student_logits, ids, shard, calculate_entropy, options)

@@ -6,6 +6,7 @@
     taken_over                   logits that a caller allows backward to overwrite
     make_logprobs_from_logits    replaces a function that verl and SkyRL share
     every_target                 the target of every local token, for the audit
+    untrained                    an entropy whose gradient is an error
     without_outside              log-prob 0 for an id outside the vocabulary
     squared_probabilities        sum of p^2 per row, from two log-probs
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from logitless.adapters.audit import Audit
 from logitless.adapters.shards import check_ids
 from logitless.collectives import gather_over
+from logitless.errors import LogitlessError
 from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.from_logits import logprobs
 from logitless.rows import Rows
@@ -39,6 +41,32 @@ def tracked(*tensors: Tensor | None) -> bool:
 def entropy_mode(wanted: bool, *tensors: Tensor | None) -> EntropyMode:
     """``"grad"`` where a gradient is wanted and can flow."""
     return "grad" if wanted and tracked(*tensors) else "value"
+
+
+def untrained(host: str, entropy: Tensor, logprob: Tensor) -> Tensor:
+    """A copy of the entropy, of the call that made the log-probs, whose gradient is an error.
+
+    For hosts whose own entropy has a graph, or raises. Without a graph a bonus would be lost in silence.
+    """
+    return _Untrained.apply(entropy, logprob, host) if tracked(logprob) else entropy.clone()  # pyright: ignore[reportReturnType]
+
+
+class _Untrained(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, entropy: Tensor, logprob: Tensor, host: str) -> Tensor:
+        # The log-probs are an input so that whoever asks for the gradient of their operands comes through here.
+        ctx.set_materialize_grads(False)
+        ctx.host = host
+        return entropy.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if gradient is not None:
+            raise LogitlessError(
+                f"{ctx.host}: entropy has no gradient here, but the loss asks for one. Use "
+                f'install("{ctx.host}", entropy_grad=True), or detach the entropy if it is a metric.'
+            )
+        return None, None, None
 
 
 def score_logits(where: str, logits: Tensor, target: Tensor, audit: Audit, **asked: Any) -> TokenStats:

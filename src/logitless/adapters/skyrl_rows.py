@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from logitless.adapters.megatron import check_head
 from logitless.adapters.packs import Batch, ranks_in, with_target
 from logitless.adapters.scoring import HALF, every_target, without_outside
 from logitless.adapters.shards import check_ids, shard_between, vocabulary_of
@@ -29,6 +30,8 @@ def make_with_actions(original: Callable[..., Any], options: Mapping[str, Any]) 
     """Stands in for a pass of ``MegatronModelWrapper``, which cuts the last ``num_actions`` out of every log-prob."""
 
     def with_actions(self: Any, micro_batches: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "_fused_lm_head", False):
+            check_head("fused_lm_head_logprob", getattr(self.actor_module[0], "config", None))
         read = [int(batch["num_actions"]) for batch in micro_batches]
         before = _actions.set(max(read, default=None))
         try:

@@ -157,10 +157,10 @@ def patch(model: Any, *, verify: bool = True, audit: int | Audit = 0, **options:
             "patch: audit= compares with the head's weight alone, and the head has a LoRA. Drop audit."
         )
     model._logitless = _Patch(model.forward, _head_of(model), options, shard)
-    model.forward = MethodType(_wrap_forward(type(model).forward), model)
+    model.forward = _Bound(_wrap_forward, model)
     if shard is None:
         for linear in _linears(layer):
-            linear.forward = MethodType(_layer_forward, linear)
+            linear.forward = _Bound(_wrap_layer, linear)
     if verify:
         try:
             _verify(model)
@@ -196,6 +196,25 @@ def audit_of(model: Any) -> AuditReport:
     if "_logitless" not in vars(model):
         raise LogitlessError("audit_of: this model is not patched.")
     return model._logitless.audit.report()
+
+
+class _Bound:
+    """``wrap(forward of the module's class)`` as a method of this one module.
+
+    Unlike a method it can be pickled with its module: a method is pickled as an attribute of that name, and while the
+    module is made again, there is none but its class's own.
+    """
+
+    def __init__(self, wrap: Callable[..., Any], module: nn.Module) -> None:
+        # Named as in a method, for whoever wraps the function once more, as accelerate does.
+        self._wrap, self.__self__, self.__func__ = wrap, module, wrap(type(module).forward)
+        functools.update_wrapper(self, MethodType(type(module).forward, module), updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _Bound, (self._wrap, self.__self__)
 
 
 def _wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -299,6 +318,10 @@ def _ask(name: str, layer: Any, hidden: Tensor, question: _Question) -> TokenSta
 def _layer_forward(self: nn.Module, hidden: Tensor, answer: Callable[..., Any] | None = None) -> Any:
     """The head's forward: logits, or the answer to a question."""
     return type(self).forward(self, hidden) if answer is None else answer(self, hidden)
+
+
+def _wrap_layer(original: Callable[..., Any]) -> Callable[..., Any]:
+    return _layer_forward
 
 
 def _local(x: Any) -> Any:
