@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from logitless.adapters.host import Host, Option, Replacement
-from logitless.adapters.scoring import entropy_mode, score_logits, score_with_all_entropies, untrained
+from logitless.adapters.scoring import entropy_mode, score, score_with_all_entropies, untrained
 from logitless.adapters.shards import check_ids, even_shard
 
 MODULE = "swift.megatron.trainers.vocab_parallel_utils"
@@ -34,7 +34,7 @@ def make_logps(original: Callable[..., Any], options: Mapping[str, Any]) -> Call
         shared: dict[str, Any] = {"shard": even_shard(group, width), "memory": 4 * entropy_chunk_size * width}
         where, audit = "compute_logps_and_entropy_from_logits", options["audit"]
         if not compute_entropy:
-            return score_logits(where, logits, labels, audit, **shared).logprob.float(), None
+            return score(where, logits, labels, audit, **shared).logprob.float(), None
         entropy = entropy_mode(options["entropy_grad"], logits)
         out = score_with_all_entropies(where, logits, labels, audit, entropy=entropy, **shared)
         assert out.entropy is not None

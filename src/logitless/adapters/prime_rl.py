@@ -15,9 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from logitless.adapters.host import Host, Option, PassOn, Replacement
-from logitless.adapters.scoring import HALF, entropy_mode, score_hidden, untrained
+from logitless.adapters.scoring import HALF, entropy_mode, score, untrained
 from logitless.adapters.shards import check_ids
 from logitless.errors import LogitlessError
+from logitless.operands import Logits
 from logitless.spec import Head
 
 LAYERS = "prime_rl.trainer.models.layers"
@@ -39,15 +40,14 @@ def make_forward(original: Callable[..., Any], options: Mapping[str, Any]) -> Ca
         if isinstance(temperature, Tensor) and temperature.shape != labels.shape:
             raise LogitlessError(f"temperature must be {list(lead)} but is {list(temperature.shape)}.")
         weight, trained = self.weight, options["entropy_grad"]
-        out = score_hidden(
+        match = None if options["accurate"] else HALF.get(hidden_states.dtype)
+        out = score(
             type(self).__name__,
-            hidden_states,
-            weight,
+            Logits(hidden_states, weight, match=match),
             labels,
             options["audit"],
             head=Head(temperature=temperature, softcap=getattr(self, "softcap", None)),
             entropy=entropy_mode(trained, hidden_states, weight),
-            match=None if options["accurate"] else HALF.get(hidden_states.dtype),
             # prime-rl's tile, as bytes of float32 logits.
             memory=4 * self.chunk_size * min(weight.shape[0], VOCABULARY_CHUNK),
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from logitless.adapters.host import Host, PassOn, Replacement
-from logitless.adapters.scoring import score_logits, score_with_all_entropies
+from logitless.adapters.scoring import score, score_with_all_entropies
 from logitless.adapters.shards import check_ids, cut_shard, even_shard
 from logitless.spec import VocabShard
 
@@ -35,7 +35,7 @@ def make_logprobs(original: Callable[..., Any], options: Mapping[str, Any]) -> C
         check_ids("labels", labels, tuple(columns.shape[:-1]))
         where, audit = "compute_logprobs", options["audit"]
         if not return_entropy:
-            return score_logits(where, columns, labels, audit, shard=shard).logprob.float()
+            return score(where, columns, labels, audit, shard=shard).logprob.float()
         out = score_with_all_entropies(where, columns, labels, audit, shard=shard, entropy="value")
         assert out.entropy is not None
         return out.logprob.float(), out.entropy.float()
