@@ -26,7 +26,7 @@ from torch import Tensor
 from truth import float64_leaf, truth
 
 import logitless
-from logitless import Head, Kept, LogitlessError, Rows, Zigzag
+from logitless import Head, Kept, LogitlessError, Logits, Rows, Zigzag
 from logitless.adapters.megatron import POSTPROCESS, Scoring, output_processor, scoring
 
 if put_first("megatron"):
@@ -546,7 +546,7 @@ def run_model(rank: int, world: int, tied: bool) -> tuple[list[Tensor], list[Ten
             return [out.logprob.detach(), out.entropy.detach(), *gradients]
 
         shard = logitless.VocabShard.even(38, state.get_tensor_model_parallel_group())
-        theirs = step(logitless.logprobs(model(**inputs), rows, entropy="grad", shard=shard))
+        theirs = step(logitless.logprobs(Logits.given(model(**inputs), shard=shard), rows, entropy="grad"))
         asked = Scoring(rows, entropy="grad")
         if takes(GPTModel.forward, "output_processor"):
             ours = step(model(**inputs, output_processor=output_processor, output_processor_context=asked))
