@@ -155,7 +155,7 @@ def _describe(device: torch.device) -> str:
 
 def _backend(name: str, device: torch.device) -> BackendFinding:
     try:
-        module = load(name)
+        module: Any = load(name)
         reason = module.unavailable(torch.zeros(1, 1, device=device)) if name == "triton" else None
     # A broken installation of Triton can raise anything when it is imported; here that is the finding.
     except Exception as error:
