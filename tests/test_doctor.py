@@ -84,17 +84,15 @@ class _Scaled(torch.autograd.Function):
 @pytest.mark.parametrize("which", [0, 1], ids=["hidden", "weight"])
 def test_the_worst_gradient_counts(monkeypatch, which: int, by: float):
     """Wrong in one operand alone, whether it comes first or last."""
-    right = doctor.linear_logprobs
 
-    def wrong(*operands, **options):
-        given = [_Scaled.apply(x, by) if i == which else x for i, x in enumerate(operands)]
-        return right(*given, **options)
+    def wrong(*operands):
+        return logitless.Logits(*[_Scaled.apply(x, by) if i == which else x for i, x in enumerate(operands)])
 
-    monkeypatch.setattr(doctor, "linear_logprobs", wrong)
+    monkeypatch.setattr(doctor, "Logits", wrong)
     found = {f.path: f for f in examine(CPU).exactness if f.dtype == "float32"}
-    assert found["logprobs"].ok
-    assert not found["linear_logprobs"].ok
-    assert found["linear_logprobs"].gradient == pytest.approx(by - 1, rel=1e-2, nan_ok=True)
+    assert found["logits"].ok
+    assert not found["hidden states"].ok
+    assert found["hidden states"].gradient == pytest.approx(by - 1, rel=1e-2, nan_ok=True)
 
 
 @pytest.mark.usefixtures("_plain_torch_only")
@@ -109,7 +107,7 @@ def test_a_wrong_value_is_found(monkeypatch, which: str, off: float):
 
     monkeypatch.setattr(doctor, "logprobs", shifted)
     wrong = [f for f in examine(CPU).exactness if not f.ok]
-    assert {f.path for f in wrong} == {"logprobs"}
+    assert {f.path for f in wrong} == {"logits", "hidden states"}
     # The gradient of a shift is nothing: the values alone gave it away.
     assert all(f.gradient <= doctor.GRADIENT_TOLERANCE[getattr(torch, f.dtype)] for f in wrong)
 

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 import logitless as ll
 from logitless import machine
-from logitless.call import Options, apart_everywhere, resolve_hidden
+from logitless.call import Asked, resolve
+from logitless.call.call import apart_everywhere
 from logitless.tools import tune
 from logitless.tools.cli import app
 
@@ -55,7 +56,7 @@ def test_calls_choose_by_it(table, faster: bool, tmp_path):
     assert found.costs == machine.Costs(**table["costs"])
     hidden, weight = (torch.empty(n, 32, dtype=torch.bfloat16, device="meta") for n in (12, 40))
     rows = torch.empty(12, dtype=torch.int64, device="meta")
-    call = resolve_hidden(hidden, weight, rows, Options(backend="triton"), found)
+    call, _ = resolve("logprobs", ll.Logits(hidden, weight), rows, Asked(backend="triton"), machine=found)
     why = apart_everywhere(call)
     assert why is None if faster else why is not None and "logitless tune" in why
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from truth import float64_leaf, truth
 
 import logitless
-from logitless import Head, Kept, LogitlessError, Rows, Zigzag
-from logitless.adapters.megatron import Scoring, output_processor, scoring
+from logitless import Head, Kept, LogitlessError, Logits, Rows, Zigzag
+from logitless.adapters.megatron import POSTPROCESS, Scoring, output_processor, scoring
 
 if put_first("megatron"):
     with warnings.catch_warnings():
@@ -413,6 +413,10 @@ def test_output_processor(ranks):
             assert_gradient_close_to_truth(total, *d_weight, f"d_weight {asked}")
 
 
+MXFP8 = SimpleNamespace(fp8_output_proj=True)
+"""The config of a model whose head is Transformer Engine's, in MXFP8."""
+
+
 def fake_layer(**more: Any) -> Any:
     settings = {"weight": torch.randn(10, D), "bias": None, "sequence_parallel": False, "tp_group": dist.group.WORLD}
     return SimpleNamespace(**(settings | more))
@@ -489,6 +493,10 @@ def test_output_processor_rounds_as_megatron_does_if_asked(alone):
             {"labels": torch.zeros(2, 5, dtype=torch.int64), "scale_logits": lambda x: x + 1},
             "scale_logits must multiply but turns 0, 1, 2 into 1.0, 2.0, 3.0",
         ),
+        (
+            {"labels": torch.zeros(2, 5, dtype=torch.int64), "output_layer": SimpleNamespace(config=MXFP8)},
+            "config has fp8_output_proj=True, so its head multiplies in MXFP8",
+        ),
     ],
 )
 def test_errors_of_the_output_processor(alone, given, message):
@@ -538,7 +546,7 @@ def run_model(rank: int, world: int, tied: bool) -> tuple[list[Tensor], list[Ten
             return [out.logprob.detach(), out.entropy.detach(), *gradients]
 
         shard = logitless.VocabShard.even(38, state.get_tensor_model_parallel_group())
-        theirs = step(logitless.logprobs(model(**inputs), rows, entropy="grad", shard=shard))
+        theirs = step(logitless.logprobs(Logits.given(model(**inputs), shard=shard), rows, entropy="grad"))
         asked = Scoring(rows, entropy="grad")
         if takes(GPTModel.forward, "output_processor"):
             ours = step(model(**inputs, output_processor=output_processor, output_processor_context=asked))
@@ -580,4 +588,9 @@ def test_models_that_cannot_be_scored(alone):
         def forward(self) -> None: ...
 
     with pytest.raises(LogitlessError, match=r"has the signature \(self, x\)"), scoring(Other(), Scoring(rows)):
+        pass
+
+    known = {"_postprocess": eval(f"lambda {POSTPROCESS[1:-1]}: None"), "forward": lambda self: None, "config": MXFP8}
+    model = type("Model", (), known)()
+    with pytest.raises(LogitlessError, match=r"^scoring: .*has fp8_output_proj=True"), scoring(model, Scoring(rows)):
         pass

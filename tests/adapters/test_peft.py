@@ -275,8 +275,8 @@ def test_other_adapters_on_the_head_are_refused():
     head = model.get_base_model().lm_head
     with pytest.raises(ll.LogitlessError, match=f"PolicyHead: {type(head).__name__} {text}"):
         ll.PolicyHead(head)
-    with pytest.raises(ll.LogitlessError, match=f"linear_logprobs: weight must be a tensor but is .*{text}"):
-        ll.linear_logprobs(torch.zeros(2, 16), head, torch.tensor([1, 2]))
+    with pytest.raises(ll.LogitlessError, match=f"Logits: weight must be a tensor but is .*{text}"):
+        ll.logprobs(ll.Logits(torch.zeros(2, 16), head), torch.tensor([1, 2]))
 
 
 @both

@@ -485,6 +485,9 @@ def test_a_pass_of_the_worker_multiplies_response_rows_alone(alone, monkeypatch,
         logitless.uninstall("skyrl")
         logitless.install("skyrl")
         ours, rows = log_probs()
+        monkeypatch.setattr(Stage, "config", SimpleNamespace(fp8="e4m3", fp8_output_proj=True))
+        with pytest.raises(LogitlessError, match=r"fused_lm_head_logprob: .*has fp8_output_proj=True"):
+            log_probs()
     finally:
         parallel_state.destroy_model_parallel()
     stage, follows = worker.actor_module[0], MASK[:, :-1] & MASK[:, 1:]

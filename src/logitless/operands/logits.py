@@ -16,7 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -144,6 +144,11 @@ class Logits(Tensor):
             strict=strict,
         )
         return _made(cls, hidden, weight, linear, hidden.dtype)
+
+    if TYPE_CHECKING:
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            """Nothing: for type checkers, which would otherwise take the arguments of a plain tensor's."""
 
     @staticmethod
     def given(logits: Tensor, *, shard: VocabShard | None = None, overwrite: bool = False) -> Given:
