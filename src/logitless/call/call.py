@@ -95,7 +95,7 @@ class Call:
         table: readings beyond the softmax; None for none.
         kind: which divergence, where there is a teacher.
         logits_dtype: of logits that are computed here: wide, or what they are rounded to on request.
-        backend: the backend, and its name.
+        backend_name: of the backend.
         memory: bytes of working memory.
         machine: which table of sizes applies. Work on given logits does not ask.
         width, rank: D of hidden states, 0 where logits are given, and the rank of a LoRA.
@@ -128,7 +128,6 @@ class Call:
     table: Table | None
     kind: Divergence | None
     logits_dtype: torch.dtype
-    backend: Backend
     backend_name: str
     memory: int
     machine: Machine
@@ -144,6 +143,11 @@ class Call:
     def entropy(self) -> bool:
         """Whether entropy is wanted, with a gradient or without."""
         return self.asked.entropy is not None
+
+    @property
+    def backend(self) -> Backend:
+        """Its module, loaded where it is first used: torch.compile traces the checks of a call, and no import."""
+        return load(self.backend_name)
 
     @property
     def kept(self) -> Kept | None:
@@ -386,7 +390,6 @@ def _resolve(
         table=Table.of(asked.stats, asked.top_k or 0, ids, negative=negative, start=start),
         kind=None if asked.teacher is None else Divergence.of(asked.divergence),
         logits_dtype=wide,
-        backend=load(name),
         backend_name=name,
         memory=parse_memory(memory if asked.memory is None else asked.memory),
         machine=CPU,

@@ -67,7 +67,7 @@ class _Score(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         """Results in the order of :class:`TokenStats`: the compiler takes no None among them."""
-        operands, places = Operands(*tensors[:6]), dict[str, Any](zip(PLACES, tensors[6:], strict=True))
+        operands, places = Operands(*tensors[:6]), _places(tensors[6:])
         target = places["target"]
         column = call.column_of(target)
         look = _look_given if operands.logits is not None else _look_hidden
@@ -121,6 +121,10 @@ class _Score(torch.autograd.Function):
             else:
                 found = (None, *_hidden_gradients(call, ctx.plan, operands, saved, up, needs))
             return None, None, *found, *nothing
+
+
+def _places(tensors: tuple[Any, ...]) -> dict[str, Any]:
+    return dict(zip(PLACES, tensors, strict=True))
 
 
 def _support(call: Call, places: Mapping[str, Tensor | None]) -> Support | None:
