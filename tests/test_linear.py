@@ -944,12 +944,16 @@ def test_the_good_call_is_good():
     [
         (torch.zeros(5, 8, dtype=torch.int64), "[5, 8] torch.int64"),
         (torch.zeros(()), "[] torch.float32"),
-        ([1], "list"),
     ],
 )
 def test_hidden_that_is_no_float_tensor(hidden, came):
     with raises(f"logprobs: hidden must be [..., D] of ... but is {came}."):
         call(hidden)
+
+
+def test_hidden_that_is_no_tensor():
+    with raises("Logits: hidden must be a tensor but is list. Pass torch.tensor(hidden)."):
+        call([1])
 
 
 def test_transposed_head():
