@@ -32,6 +32,8 @@ def loss_from_hidden(hidden: Any, weight: Any, rows: Any, objective: Any, **opti
     return ll.policy_loss(logits, rows, objective, **options)
 
 
-def from_logits(logits: Tensor, rows: Any, *, shard: Any = None, overwrite: bool = False, **options: Any) -> ll.TokenStats:
+def from_logits(
+    logits: Tensor, rows: Any, *, shard: Any = None, overwrite: bool = False, **options: Any
+) -> ll.TokenStats:
     """``logprobs`` of logits that exist."""
     return ll.logprobs(ll.Logits.given(logits, shard=shard, overwrite=overwrite), rows, **options)

@@ -11,7 +11,7 @@ import logitless as ll
 
 def loss_of(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, overwrite: bool = False) -> torch.Tensor:
     out = ll.logprobs(
-        hidden @ weight, target, entropy="grad", head=ll.Head(temperature=0.7), overwrite_logits=overwrite
+        ll.Logits.given(hidden @ weight, overwrite=overwrite), target, entropy="grad", head=ll.Head(temperature=0.7)
     )
     return (2 * out.logprob + out.entropy).sum()
 

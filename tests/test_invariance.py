@@ -14,7 +14,7 @@ def run(logits: torch.Tensor, rows, **options) -> tuple[torch.Tensor, ...]:
     out = ll.logprobs(leaf, rows, entropy="grad", head=ll.Head(temperature=0.8), **options)
     upstream = torch.linspace(-1, 1, out.logprob.numel(), device=logits.device).view_as(out.logprob)
     torch.autograd.backward([out.logprob, out.entropy], [upstream, 0.3 * upstream])
-    return (*out, leaf.grad)
+    return (*out[:3], leaf.grad)
 
 
 def same(a: torch.Tensor, b: torch.Tensor, backend: str, device: torch.device) -> bool:
@@ -42,7 +42,7 @@ def test_selected_rows_have_the_bits_of_the_full_path(backend: str, device: torc
     index = torch.tensor([12, 0, 7, 3], device=device)
     full = run(logits, target, backend=backend)
     some = ll.logprobs(logits, (index, target[index]), entropy="value", head=ll.Head(temperature=0.8), backend=backend)
-    for a, b in zip(full[:3], some, strict=True):
+    for a, b in zip(full[:3], some[:3], strict=True):
         assert same(a[index], b, backend, device)
 
 

@@ -1,4 +1,4 @@
-"""``linear_logprobs`` against float64: values and the gradients of hidden, weight and bias, in both loop orders.
+"""``logprobs`` of ``Logits`` against float64: values and the gradients of hidden, weight and bias, in both loop orders.
 
 The truth is ``hidden @ weight.T + bias`` in float64, from the same rounded operands, scored by the oracle; the
 yardstick is the same line in float32. Budgets are small enough that a sweep has many slabs, row tiles and blocks.
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from calls import from_hidden
 from close import assert_close_to_truth, assert_gradient_close_to_truth
 from test_errors import raises
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from truth import plain, truth
 
 import logitless as ll
-from logitless.from_hidden.plan import Tiles
+from logitless.machine import Tiles
 
 BACKENDS = ("reference", "tiled", "triton")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -92,7 +93,7 @@ class Scored(NamedTuple):
 
 def differentiate(out, leaves: Operands, upstream: list[Tensor], entropy: str | None = "grad") -> dict[str, Tensor]:
     """Gradients of the leaves that want one, for random upstream gradients of every output that has a graph."""
-    pairs = [(x, g.to(x)) for x, g in zip(out, upstream, strict=True) if x is not None and x.requires_grad]
+    pairs = [(x, g.to(x)) for x, g in zip(out[:3], upstream, strict=True) if x is not None and x.requires_grad]
     if entropy != "grad":
         pairs = [(x, g.to(x)) for x, g in ((out.logprob, upstream[0]), (out.log_z, upstream[2])) if x is not None]
     named = {name: x for name, x in leaves._asdict().items() if x is not None and x.requires_grad}
@@ -108,24 +109,25 @@ def check(
     wanted: tuple[str, ...] = ("hidden", "weight", "bias"),
     device="cpu",
     entropy: str | None = "grad",
+    scope: str = "vocabulary",
     **options,
 ) -> Scored:
     """Values and gradients of one call by the tolerance rule, and by the promise for half precision."""
     head = {k: options.pop(k) for k in ("temperature", "scale", "softcap", "vocab_size") if k in options}
     rows = ll.Rows.at(index.to(device), target.to(device), num_tokens=len(operands.hidden))
     leaf = operands.leaves(wanted, device=device)
-    ours = ll.linear_logprobs(
+    ours = from_hidden(
         leaf.hidden,
         leaf.weight,
         rows,
         bias=leaf.bias,
         entropy=entropy,
         head=ll.Head(**head),
-        kept=None if kept is None else ragged(kept, device),
+        kept=None if kept is None else ragged(kept, device).over(scope),
         **options,
     )
     exact_leaf, plain_leaf = operands.leaves(wanted, torch.float64), operands.leaves(wanted, device=device)
-    over = {"kept": kept, "scope": options.get("scope", "vocabulary"), **head}
+    over = {"kept": kept, "scope": scope, **head}
     exact = truth(exact_leaf.logits(), index, target, **over)
     usual = plain(plain_leaf.logits(), index, target, **over)
     upstream = [torch.randn(len(index), dtype=torch.float64) for _ in range(3)]
@@ -134,7 +136,7 @@ def check(
         for out, leaves in ((ours, leaf), (exact, exact_leaf), (usual, plain_leaf))
     )
     half = operands.hidden.dtype in HALF
-    for name, a, b, c in zip(ours._fields, ours, exact, usual, strict=True):
+    for name, a, b, c in zip(exact._fields, ours[:3], exact, usual, strict=True):
         if (name == "entropy" and entropy is None) or b is None:
             assert a is None
             continue
@@ -187,8 +189,8 @@ def test_any_tiles(monkeypatch, tile_rows, columns, block, num_rows, vocab, dtyp
     if tile_rows == columns == 1:
         num_rows, vocab = num_rows // 2, vocab // 2
     tiles = Tiles(min(tile_rows, num_rows), min(columns, vocab), min(block, num_rows), 4096)
-    monkeypatch.setattr("logitless.from_hidden.plan.forward_tiles", lambda *_: tiles)
-    monkeypatch.setattr("logitless.from_hidden.plan.backward_tiles", lambda *_: tiles)
+    monkeypatch.setattr("logitless.route.plan.forward_tiles", lambda *_: tiles)
+    monkeypatch.setattr("logitless.route.plan.backward_tiles", lambda *_: tiles)
     check(draw(num_rows, vocab, 17, dtype), *draw_rows(num_rows, num_rows, vocab))
 
 
@@ -200,8 +202,8 @@ def test_the_tiles_do_not_show(num_rows: int, vocab: int, dtype: torch.dtype):
     results = []
     for memory in (tiny(num_rows), "300KB", "2MB", "4GiB"):
         leaf = operands.leaves()
-        out = ll.linear_logprobs(leaf.hidden, leaf.weight, rows, bias=leaf.bias, entropy="grad", memory=memory)
-        results.append((*out, *differentiate(out, leaf, upstream).values()))
+        out = ll.logprobs(ll.Logits(leaf.hidden, leaf.weight, bias=leaf.bias), rows, entropy="grad", memory=memory)
+        results.append((*out[:3], *differentiate(out, leaf, upstream).values()))
     off = 1e-12 if dtype == torch.float64 else 1e-6
     for other in results[:-1]:
         for a, b in zip(other, results[-1], strict=True):
@@ -215,9 +217,9 @@ def test_no_rows(backend: str, memory, device: torch.device):
     leaf = draw(5, 63, 17).leaves(device=device)
     empty = torch.zeros(0, dtype=torch.int64, device=device)
     options = {"bias": leaf.bias, "entropy": "grad", "backend": backend, "memory": memory}
-    out = ll.linear_logprobs(leaf.hidden, leaf.weight, (empty, empty), **options)
-    assert [tuple(x.shape) for x in out] == [(0,)] * 3
-    sum(x.sum() for x in out).backward()
+    out = from_hidden(leaf.hidden, leaf.weight, (empty, empty), **options)
+    assert [tuple(x.shape) for x in out[:3]] == [(0,)] * 3
+    sum(x.sum() for x in out[:3]).backward()
     for x in leaf:
         assert x.grad.shape == x.shape
         assert (x.grad == 0).all()
@@ -225,7 +227,7 @@ def test_no_rows(backend: str, memory, device: torch.device):
 
 def test_no_tokens(device: torch.device):
     leaf = draw(0, 63, 17).leaves(device=device)
-    out = ll.linear_logprobs(leaf.hidden, leaf.weight, torch.zeros(0, dtype=torch.int64, device=device))
+    out = ll.logprobs(ll.Logits(leaf.hidden, leaf.weight), torch.zeros(0, dtype=torch.int64, device=device))
     out.logprob.sum().backward()
     assert leaf.hidden.grad.shape == (0, 17)
     assert (leaf.weight.grad == 0).all()
@@ -235,9 +237,9 @@ def test_no_tokens(device: torch.device):
 def test_nothing_but_ignored_rows(vocab: int, device: torch.device):
     leaf = draw(5, vocab, 17).leaves(device=device)
     ignored = torch.full((5,), -100, device=device)
-    out = ll.linear_logprobs(leaf.hidden, leaf.weight, ignored, bias=leaf.bias, entropy="grad")
-    assert all((x == 0).all() for x in out)
-    torch.autograd.backward(out, [torch.randn(5, device=device) for _ in out])
+    out = ll.logprobs(ll.Logits(leaf.hidden, leaf.weight, bias=leaf.bias), ignored, entropy="grad")
+    assert all((x == 0).all() for x in out[:3])
+    torch.autograd.backward(out[:3], [torch.randn(5, device=device) for _ in out[:3]])
     assert all((x.grad == 0).all() for x in leaf)
 
 
@@ -251,9 +253,9 @@ def test_packed_rows_and_pairs_and_whole_targets(memory, device: torch.device):
     runs = []
     for chosen in (rows, (rows.index, rows.target), whole):
         leaf = operands.leaves(device=device)
-        out = ll.linear_logprobs(leaf.hidden, leaf.weight, chosen, bias=leaf.bias, entropy="grad", memory=memory)
+        out = ll.logprobs(ll.Logits(leaf.hidden, leaf.weight, bias=leaf.bias), chosen, entropy="grad", memory=memory)
         (out.logprob.sum() + out.entropy.sum()).backward()
-        picked = [x if len(x) == len(rows) else x[rows.index] for x in out]
+        picked = [x if len(x) == len(rows) else x[rows.index] for x in out[:3]]
         runs.append((picked, [x.grad for x in leaf]))
     assert all(torch.equal(a, b) for a, b in zip(runs[0][0] + runs[0][1], runs[1][0] + runs[1][1], strict=True))
     for a, b in zip(runs[0][0] + runs[0][1], runs[2][0] + runs[2][1], strict=True):
@@ -285,10 +287,10 @@ def test_strided_hidden_in_its_own_shape(cut, device: torch.device):
     straight = view.detach().contiguous().requires_grad_()
     runs = []
     for hidden, leaf in ((view, base), (straight, straight)):
-        out = ll.linear_logprobs(hidden, weight, target, entropy="grad", memory=20_000)
+        out = ll.logprobs(ll.Logits(hidden, weight), target, entropy="grad", memory=20_000)
         assert out.logprob.shape == out.entropy.shape == out.log_z.shape == view.shape[:-1]
         loss = (out.logprob * out.logprob.detach() + out.entropy).sum()
-        runs.append((*(x.detach() for x in out), *torch.autograd.grad(loss, (leaf, weight))))
+        runs.append((*(x.detach() for x in out[:3]), *torch.autograd.grad(loss, (leaf, weight))))
     (back,) = torch.autograd.grad(view, base, runs[1][3])
     assert all(torch.equal(a, b) for a, b in zip(runs[0], (*runs[1][:3], back, runs[1][4]), strict=True))
 
@@ -302,8 +304,8 @@ def test_strided_weight(shape):
     runs = []
     for w in (weight, weight.contiguous()):
         h, w = hidden.clone().requires_grad_(), w.detach().requires_grad_()
-        out = ll.linear_logprobs(h, w, target, entropy="grad", memory=4000)
-        runs.append((*out, *torch.autograd.grad(out.logprob.sum() + out.entropy.sum(), (h, w))))
+        out = ll.logprobs(ll.Logits(h, w), target, entropy="grad", memory=4000)
+        runs.append((*out[:3], *torch.autograd.grad(out.logprob.sum() + out.entropy.sum(), (h, w))))
     for a, b in zip(*runs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
@@ -342,8 +344,8 @@ def test_padding_of_the_weight_is_never_read(backend: str, vocab_size: int, devi
     target = torch.randint(vocab_size, (21,), device=device)
     options = {"head": ll.Head(vocab_size=vocab_size), "backend": backend, "entropy": "grad", "memory": 4 * tiny(21)}
     for buffer in (None, torch.zeros(63, 17, device=device)):
-        out = ll.linear_logprobs(leaf.hidden, leaf.weight, target, bias=leaf.bias, weight_grad=buffer, **options)
-        assert all(x.isfinite().all() for x in out)
+        out = from_hidden(leaf.hidden, leaf.weight, target, bias=leaf.bias, weight_grad=buffer, **options)
+        assert all(x.isfinite().all() for x in out[:3])
         (out.logprob.sum() + out.entropy.sum()).backward()
         d_weight = leaf.weight.grad if buffer is None else buffer
         assert all(x.isfinite().all() for x in (leaf.hidden.grad, d_weight, leaf.bias.grad))
@@ -376,7 +378,7 @@ def test_kept_in_half_precision(dtype: torch.dtype):
 def test_keeping_everything_is_the_plain_softmax():
     operands, target = draw(4, 101, 17, torch.float64), torch.randint(101, (4,))
     both = [
-        ll.linear_logprobs(operands.hidden, operands.weight, target, kept=kept, memory=2000)
+        ll.logprobs(ll.Logits(operands.hidden, operands.weight), target, kept=kept, memory=2000)
         for kept in (ragged([list(range(101))] * 4), None)
     ]
     torch.testing.assert_close(both[0].logprob, both[1].logprob, rtol=1e-12, atol=1e-12)
@@ -392,7 +394,7 @@ def test_log_probs_do_not_depend_on_the_gate(backend: str, memory, device: torch
     leaf, target = draw(7, 127, 17).leaves(device=device), torch.randint(127, (7,), device=device)
     results, gradients = {}, {}
     for mode in (None, "value", "grad"):
-        out = ll.linear_logprobs(leaf.hidden, leaf.weight, target, entropy=mode, backend=backend, memory=memory)
+        out = ll.logprobs(ll.Logits(leaf.hidden, leaf.weight), target, entropy=mode, backend=backend, memory=memory)
         results[mode] = out
         gradients[mode] = torch.autograd.grad(out.logprob.sum(), leaf[:2])
     assert results[None].entropy is None
@@ -433,7 +435,7 @@ def shapes_saved(leaf: Operands, target: Tensor, **options) -> list[tuple[int, .
         return x
 
     with saved_tensors_hooks(keep, lambda x: x):
-        ll.linear_logprobs(leaf.hidden, leaf.weight, target, bias=leaf.bias, **options)
+        from_hidden(leaf.hidden, leaf.weight, target, bias=leaf.bias, **options)
     return sorted(shapes)
 
 
@@ -444,7 +446,7 @@ def test_each_output_may_be_the_only_one_used(which: str, num_rows: int, vocab: 
     operands, (index, target) = draw(num_rows, vocab, 17), draw_rows(num_rows, num_rows, vocab)
     ours, right, theirs = operands.leaves(), operands.leaves(dtype=torch.float64), operands.leaves()
     results = (
-        ll.linear_logprobs(ours.hidden, ours.weight, (index, target), bias=ours.bias, entropy="grad", memory=9000),
+        ll.logprobs(ll.Logits(ours.hidden, ours.weight, bias=ours.bias), (index, target), entropy="grad", memory=9000),
         truth(right.logits(), index, target),
         plain(theirs.logits(), index, target),
     )
@@ -457,9 +459,9 @@ def test_each_output_may_be_the_only_one_used(which: str, num_rows: int, vocab: 
 def test_no_graph_without_a_gradient_to_compute():
     leaf, target = draw(7, 63, 17).leaves(), torch.randint(63, (7,))
     with torch.no_grad():
-        assert not ll.linear_logprobs(leaf.hidden, leaf.weight, target, entropy="grad").logprob.requires_grad
-    out = ll.linear_logprobs(leaf.hidden.detach(), leaf.weight.detach(), target, entropy="grad")
-    assert not any(x.requires_grad for x in out)
+        assert not ll.logprobs(ll.Logits(leaf.hidden, leaf.weight), target, entropy="grad").logprob.requires_grad
+    out = ll.logprobs(ll.Logits(leaf.hidden.detach(), leaf.weight.detach()), target, entropy="grad")
+    assert not any(x.requires_grad for x in out[:3])
 
 
 # Against the logits path.
@@ -472,10 +474,10 @@ def test_same_as_logprobs_of_the_product(num_rows: int, vocab: int, dtype: torch
     upstream = [torch.randn(num_rows, dtype=torch.float64) for _ in range(3)]
     a, b = operands.leaves(), operands.leaves()
     options = {"entropy": "grad", "head": ll.Head(temperature=0.7, softcap=20.0)}
-    mine = ll.linear_logprobs(a.hidden, a.weight, target, bias=a.bias, memory=tiny(num_rows), **options)
+    mine = from_hidden(a.hidden, a.weight, target, bias=a.bias, memory=tiny(num_rows), **options)
     theirs = ll.logprobs(b.hidden @ b.weight.T + b.bias, target, **options)
     off = 1e-12 if dtype == torch.float64 else 2e-6
-    for x, y in zip(mine, theirs, strict=True):
+    for x, y in zip(mine[:3], theirs[:3], strict=True):
         torch.testing.assert_close(x, y, rtol=off, atol=off)
     gradients = differentiate(mine, a, upstream), differentiate(theirs, b, upstream)
     for name in gradients[0]:
@@ -495,7 +497,7 @@ def test_freezing_some_leaves_the_others_unchanged(entropy, num_rows: int, vocab
     results = {}
     for wanted in (names, names[:2], names[1:], ("hidden", "bias"), *((name,) for name in names)):
         leaf = operands.leaves(wanted)
-        out = ll.linear_logprobs(leaf.hidden, leaf.weight, rows, bias=leaf.bias, entropy=entropy, memory=40_000)
+        out = ll.logprobs(ll.Logits(leaf.hidden, leaf.weight, bias=leaf.bias), rows, entropy=entropy, memory=40_000)
         results[wanted] = differentiate(out, leaf, upstream, entropy)
         assert set(results[wanted]) == set(wanted)
     for wanted, gradients in results.items():
@@ -536,7 +538,7 @@ def test_frozen_head_with_one_output_used(entropy, which: str):
     operands, (index, target) = draw(23, 127, 17), draw_rows(23, 23, 127)
     ours, right, theirs = (operands.leaves(("hidden",), dtype) for dtype in (None, torch.float64, None))
     results = (
-        ll.linear_logprobs(ours.hidden, ours.weight, (index, target), bias=ours.bias, entropy=entropy, memory=9000),
+        ll.logprobs(ll.Logits(ours.hidden, ours.weight, bias=ours.bias), (index, target), entropy=entropy, memory=9000),
         truth(right.logits(), index, target),
         plain(theirs.logits(), index, target),
     )
@@ -552,7 +554,7 @@ def test_frozen_head_with_one_output_used(entropy, which: str):
 def test_second_backward_has_the_same_bits(num_rows: int, vocab: int, entropy, wanted):
     """Nothing that was saved is written to; another upstream gradient in between changes nothing."""
     leaf, target = draw(num_rows, vocab, 17).leaves(wanted), torch.randint(vocab, (num_rows,))
-    out = ll.linear_logprobs(leaf.hidden, leaf.weight, target, bias=leaf.bias, entropy=entropy, memory=9000)
+    out = ll.logprobs(ll.Logits(leaf.hidden, leaf.weight, bias=leaf.bias), target, entropy=entropy, memory=9000)
     outputs = [x for x in out if x is not None and x.requires_grad]
     named = [x for x in leaf if x.requires_grad]
     first, other = ([torch.randn(num_rows) for _ in outputs] for _ in range(2))
@@ -572,7 +574,7 @@ def test_kept_exponentials(monkeypatch, share: float, num_rows: int, vocab: int,
     """None, some or all of the rows are not recomputed, in one tile or in many."""
     operands, rows = draw(num_rows + 3, vocab, 17, dtype), draw_rows(num_rows + 3, num_rows, vocab)
     for work in (512 << 20, 4 * tiny(num_rows)):
-        monkeypatch.setattr("logitless.from_hidden.plan.WORK", work)
+        monkeypatch.setattr("logitless.route.plan.WORK", work)
         memory = work + int(share * num_rows * (2 * vocab + 400))
         check(operands, *rows, entropy=entropy, memory=memory, temperature=torch.linspace(0.5, 2, num_rows))
 
@@ -589,7 +591,7 @@ def test_kept_exponentials_with_padding(backend: str, device: torch.device):
     leaf, right = operands.leaves(device=device), exact.leaves(dtype=torch.float64)
     options = {"entropy": "grad", "head": ll.Head(vocab_size=120), "backend": backend, "memory": "1GiB"}
     rows = (index.to(device), target.to(device))
-    ours = ll.linear_logprobs(leaf.hidden, leaf.weight, rows, bias=leaf.bias, **options)
+    ours = from_hidden(leaf.hidden, leaf.weight, rows, bias=leaf.bias, **options)
     mine = differentiate(ours, leaf, upstream)
     wanted = differentiate(truth(right.logits(), index, target), right, upstream)
     assert (mine["weight"][120:] == 0).all()
@@ -608,10 +610,10 @@ def test_batch_invariant(dtype: torch.dtype, wanted, memory):
     check(operands, torch.arange(90), target, wanted=wanted, batch_invariant=True, memory=memory)
     leaf = operands.leaves(wanted)
     options = {"bias": leaf.bias, "entropy": "value", "batch_invariant": True, "memory": memory}
-    everything = ll.linear_logprobs(leaf.hidden, leaf.weight, target, **options)
+    everything = from_hidden(leaf.hidden, leaf.weight, target, **options)
     for index in ([7], [80, 3, 7], list(range(50))):
-        some = ll.linear_logprobs(leaf.hidden, leaf.weight, (torch.tensor(index), target[index]), **options)
-        assert all(torch.equal(a, b[index]) for a, b in zip(some, everything, strict=True))
+        some = from_hidden(leaf.hidden, leaf.weight, (torch.tensor(index), target[index]), **options)
+        assert all(torch.equal(a, b[index]) for a, b in zip(some[:3], everything[:3], strict=True))
 
 
 # A buffer for the weight's gradient.
@@ -628,7 +630,7 @@ def test_weight_gradient_into_a_buffer(num_rows: int, vocab: int, memory, dtype:
         leaf = operands.leaves()
         options = {"bias": leaf.bias, "entropy": "grad", "weight_grad": buffer_or_none, "memory": memory}
         old = buffer.clone()
-        torch.autograd.backward(ll.linear_logprobs(leaf.hidden, leaf.weight, rows, **options), upstream)
+        torch.autograd.backward(from_hidden(leaf.hidden, leaf.weight, rows, **options)[:3], upstream)
         if buffer_or_none is None:
             before = leaf
             continue
@@ -651,19 +653,20 @@ def test_one_buffer_for_several_calls_of_one_backward():
     target = [torch.randint(63, (n,)) for n in (9, 70)]
     hidden = [x.hidden.clone().requires_grad_() for x in (first, second)]
     losses = [
-        ll.linear_logprobs(h, weight, t, weight_grad=buffer).logprob.sum() for h, t in zip(hidden, target, strict=True)
+        ll.logprobs(ll.Logits(h, weight, weight_grad=buffer), t).logprob.sum()
+        for h, t in zip(hidden, target, strict=True)
     ]
     buffer.zero_()
     sum(losses).backward()
     usual = weight.detach().clone().requires_grad_()
-    sum(ll.linear_logprobs(h, usual, t).logprob.sum() for h, t in zip(hidden, target, strict=True)).backward()
+    sum(ll.logprobs(ll.Logits(h, usual), t).logprob.sum() for h, t in zip(hidden, target, strict=True)).backward()
     assert weight.grad is None
     torch.testing.assert_close(buffer, usual.grad, rtol=1e-5, atol=1e-5)
 
 
 def test_second_backward_adds_to_the_buffer_again():
     operands, buffer = draw(9, 63, 17).leaves(), torch.zeros(63, 17)
-    out = ll.linear_logprobs(operands.hidden, operands.weight, torch.randint(63, (9,)), weight_grad=buffer)
+    out = ll.logprobs(ll.Logits(operands.hidden, operands.weight, weight_grad=buffer), torch.randint(63, (9,)))
     out.logprob.sum().backward(retain_graph=True)
     once = buffer.clone()
     out.logprob.sum().backward()
@@ -674,14 +677,14 @@ def test_second_backward_adds_to_the_buffer_again():
 def test_a_frozen_weight_leaves_the_buffer_alone(num_rows: int, vocab: int):
     leaf, buffer = draw(num_rows, vocab, 17).leaves(("hidden", "bias")), torch.zeros(vocab, 17)
     target = torch.randint(vocab, (num_rows,))
-    out = ll.linear_logprobs(leaf.hidden, leaf.weight, target, bias=leaf.bias, entropy="grad", weight_grad=buffer)
+    out = ll.logprobs(ll.Logits(leaf.hidden, leaf.weight, bias=leaf.bias, weight_grad=buffer), target, entropy="grad")
     (out.logprob.sum() + out.entropy.sum()).backward()
     assert (buffer == 0).all()
 
 
 def test_no_rows_add_nothing_to_the_buffer():
     leaf, buffer, empty = draw(9, 63, 17).leaves(), torch.ones(63, 17), torch.zeros(0, dtype=torch.int64)
-    ll.linear_logprobs(leaf.hidden, leaf.weight, (empty, empty), weight_grad=buffer).logprob.sum().backward()
+    ll.logprobs(ll.Logits(leaf.hidden, leaf.weight, weight_grad=buffer), (empty, empty)).logprob.sum().backward()
     assert (buffer == 1).all()
     assert leaf.weight.grad is None
 
@@ -717,12 +720,12 @@ def test_match_rounds_the_logits_once(match: str, num_rows: int, vocab: int, dty
     head = {"temperature": 1.7}
     options = {"entropy": "grad", "head": ll.Head(**head), "match": match, "memory": 4 * tiny(num_rows)}
     results = (
-        ll.linear_logprobs(ours.hidden, ours.weight, (index, target), bias=ours.bias, **options),
+        from_hidden(ours.hidden, ours.weight, (index, target), bias=ours.bias, **options),
         # The gradient passes through the rounding.
         truth(right.logits() + rounding, index, target, **head),
         plain(theirs.logits() + rounding.float(), index, target, **head),
     )
-    for a, b, c in zip(*results, strict=True):
+    for a, b, c in zip(*(x[:3] for x in results), strict=True):
         assert_close_to_truth(a, b, c)
     upstream = [torch.randn(num_rows, dtype=torch.float64) for _ in range(3)]
     gradients = [differentiate(x, y, upstream) for x, y in zip(results, (ours, right, theirs), strict=True)]
@@ -736,7 +739,7 @@ def test_match_with_a_frozen_head():
     ours, right, theirs = (operands.leaves(("hidden",), dtype) for dtype in (None, torch.float64, None))
     rounded = right.logits() + (operands.logits().bfloat16().double() - operands.logits().double())
     results = (
-        ll.linear_logprobs(ours.hidden, ours.weight, (index, target), match="bfloat16"),
+        ll.logprobs(ll.Logits(ours.hidden, ours.weight, match="bfloat16"), (index, target)),
         truth(rounded, index, target),
         plain(theirs.logits() + (rounded.detach() - theirs.logits().detach()).float(), index, target),
     )
@@ -757,13 +760,13 @@ def test_autocast_is_a_cast_of_the_operands(dtype: torch.dtype, place_of_backwar
     options = {"entropy": "grad", "memory": 20_000}
     upstream = [torch.randn(21, dtype=torch.float64) for _ in range(3)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        mine = ll.linear_logprobs(inside.hidden, inside.weight, target, bias=inside.bias, **options)
+        mine = from_hidden(inside.hidden, inside.weight, target, bias=inside.bias, **options)
         gradients = differentiate(mine, inside, upstream) if place_of_backward == "inside" else None
     gradients = gradients or differentiate(mine, inside, upstream)
     cast = [x.bfloat16() for x in outside]
-    plainly = ll.linear_logprobs(cast[0], cast[1], target, bias=cast[2], **options)
-    assert all(x.dtype == torch.float32 for x in mine)
-    assert all(torch.equal(a, b) for a, b in zip(mine, plainly, strict=True))
+    plainly = from_hidden(cast[0], cast[1], target, bias=cast[2], **options)
+    assert all(x.dtype == torch.float32 for x in mine[:3])
+    assert all(torch.equal(a, b) for a, b in zip(mine[:3], plainly[:3], strict=True))
     for name, right in differentiate(plainly, outside, upstream).items():
         assert gradients[name].dtype == dtype
         assert torch.equal(gradients[name], right), name
@@ -772,14 +775,14 @@ def test_autocast_is_a_cast_of_the_operands(dtype: torch.dtype, place_of_backwar
 def test_autocast_that_is_off_changes_nothing():
     operands, target = draw(9, 63, 17), torch.randint(63, (9,))
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
-        inside = ll.linear_logprobs(operands.hidden, operands.weight, target, entropy="value")
-    outside = ll.linear_logprobs(operands.hidden, operands.weight, target, entropy="value")
-    assert all(torch.equal(a, b) for a, b in zip(inside, outside, strict=True))
+        inside = ll.logprobs(ll.Logits(operands.hidden, operands.weight), target, entropy="value")
+    outside = ll.logprobs(ll.Logits(operands.hidden, operands.weight), target, entropy="value")
+    assert all(torch.equal(a, b) for a, b in zip(inside[:3], outside[:3], strict=True))
 
 
 def test_tf32_changes_nothing_on_a_cpu():
     operands, target = draw(9, 63, 17), torch.randint(63, (9,))
-    a, b = (ll.linear_logprobs(operands.hidden, operands.weight, target, tf32=on).logprob for on in (False, True))
+    a, b = (ll.logprobs(ll.Logits(operands.hidden, operands.weight, tf32=on), target).logprob for on in (False, True))
     assert torch.equal(a, b)
 
 
@@ -788,7 +791,7 @@ def test_a_float32_bias_beside_bfloat16_operands():
     operands = operands._replace(bias=torch.randn(127))
     ours, right, theirs = operands.leaves(), operands.leaves(dtype=torch.float64), operands.leaves()
     results = (
-        ll.linear_logprobs(ours.hidden, ours.weight, (index, target), bias=ours.bias, memory=tiny(21)),
+        ll.logprobs(ll.Logits(ours.hidden, ours.weight, bias=ours.bias), (index, target), memory=tiny(21)),
         truth(right.logits(), index, target),
         plain(theirs.logits(), index, target),
     )
@@ -812,7 +815,7 @@ def test_gradcheck_in_float64(num_rows: int, vocab: int, wanted):
 
             def outputs(hidden, weight, bias, entropy=entropy, chosen=chosen):
                 options = {"head": head, "kept": chosen, "memory": 80 * num_rows}
-                out = ll.linear_logprobs(hidden, weight, target, bias=bias, entropy=entropy, **options)
+                out = from_hidden(hidden, weight, target, bias=bias, entropy=entropy, **options)
                 return tuple(x for x in out if x is not None)
 
             assert torch.autograd.gradcheck(outputs, tuple(leaf))
@@ -824,8 +827,8 @@ def test_same_bits_on_every_run(backend: str, device: torch.device):
     options = {"bias": leaf.bias, "entropy": "grad", "backend": backend, "memory": 4 * tiny(30)}
     runs = []
     for _ in range(3):
-        out = ll.linear_logprobs(leaf.hidden, leaf.weight, target, **options)
-        runs.append((*out, *torch.autograd.grad(out.logprob.sum() + out.entropy.sum(), leaf)))
+        out = from_hidden(leaf.hidden, leaf.weight, target, **options)
+        runs.append((*out[:3], *torch.autograd.grad(out.logprob.sum() + out.entropy.sum(), leaf)))
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
 
 
@@ -833,7 +836,7 @@ def test_same_bits_on_every_run(backend: str, device: torch.device):
 
 
 def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor, entropy: str | None = "grad") -> Tensor:
-    out = ll.linear_logprobs(hidden.tanh(), weight, target, bias=bias, entropy=entropy, memory=4000)
+    out = ll.logprobs(ll.Logits(hidden.tanh(), weight, bias=bias), target, entropy=entropy, memory=4000)
     return (2 * out.logprob + (out.log_z if entropy is None else out.entropy)).sum()
 
 
@@ -873,8 +876,8 @@ def test_checkpointed(wanted, entropy):
 @pytest.mark.parametrize("wanted", [("hidden", "weight", "bias"), ("hidden",)], ids="-".join)
 def test_second_derivative(wanted):
     leaf = draw(9, 63, 17).leaves(wanted)
-    out = ll.linear_logprobs(leaf.hidden, leaf.weight, torch.randint(63, (9,)), bias=leaf.bias)
-    with raises("linear_logprobs: backward with create_graph=True asks for a second derivative"):
+    out = ll.logprobs(ll.Logits(leaf.hidden, leaf.weight, bias=leaf.bias), torch.randint(63, (9,)))
+    with raises("logprobs: backward with create_graph=True asks for a second derivative"):
         torch.autograd.grad(out.logprob.sum(), leaf.hidden, create_graph=True)
 
 
@@ -897,12 +900,12 @@ def test_out_of_memory_is_raised_and_says_what_to_do(wanted):
     operands, (index, target) = draw(8, 1000, 3), draw_rows(8, 8, 1000)
     leaf = operands.leaves(wanted)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty", refusing(torch.empty, 3000, "logitless.from_hidden.projection"))
+        patch.setattr(torch, "empty", refusing(torch.empty, 3000, "logitless.sources.linear"))
         with pytest.raises(torch.OutOfMemoryError) as raised:
-            ll.linear_logprobs(leaf.hidden, leaf.weight, (index, target), bias=leaf.bias, memory="192MiB")
+            ll.logprobs(ll.Logits(leaf.hidden, leaf.weight, bias=leaf.bias), (index, target), memory="192MiB")
     (note,) = raised.value.__notes__
     assert note == (
-        "linear_logprobs: no room for working memory of [8, 1000] torch.float32. Pass a smaller memory= (it was "
+        "logprobs: no room for working memory of [8, 1000] torch.float32. Pass a smaller memory= (it was "
         "201326592 bytes), or ask logitless.estimate what fits."
     )
     check(operands, index, target, wanted=wanted, memory="192MiB")
@@ -911,9 +914,9 @@ def test_out_of_memory_is_raised_and_says_what_to_do(wanted):
 def test_out_of_memory_in_backward():
     operands, (index, target) = draw(8, 1000, 3), draw_rows(8, 8, 1000)
     leaf = operands.leaves(("hidden", "weight"))
-    out = ll.linear_logprobs(leaf.hidden, leaf.weight, (index, target), memory="192MiB")
+    out = ll.logprobs(ll.Logits(leaf.hidden, leaf.weight), (index, target), memory="192MiB")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty", refusing(torch.empty, 3000, "logitless.from_hidden.projection"))
+        patch.setattr(torch, "empty", refusing(torch.empty, 3000, "logitless.sources.linear"))
         with pytest.raises(torch.OutOfMemoryError, match="more than 3000"):
             out.logprob.sum().backward(retain_graph=True)
     assert leaf.hidden.grad is None
@@ -929,7 +932,7 @@ def call(hidden=None, weight=None, rows=None, **options):
     """A good call, but for what is given."""
     hidden = torch.randn(5, 8) if hidden is None else hidden
     weight = torch.randn(7, 8) if weight is None else weight
-    return ll.linear_logprobs(hidden, weight, torch.arange(5) if rows is None else rows, **options)
+    return from_hidden(hidden, weight, torch.arange(5) if rows is None else rows, **options)
 
 
 def test_the_good_call_is_good():
@@ -941,16 +944,20 @@ def test_the_good_call_is_good():
     [
         (torch.zeros(5, 8, dtype=torch.int64), "[5, 8] torch.int64"),
         (torch.zeros(()), "[] torch.float32"),
-        ([1], "list"),
     ],
 )
 def test_hidden_that_is_no_float_tensor(hidden, came):
-    with raises(f"linear_logprobs: hidden must be [..., D] of ... but is {came}."):
+    with raises(f"logprobs: hidden must be [..., D] of ... but is {came}."):
         call(hidden)
 
 
+def test_hidden_that_is_no_tensor():
+    with raises("Logits: hidden must be a tensor but is list. Pass torch.tensor(hidden)."):
+        call([1])
+
+
 def test_transposed_head():
-    wanted = "linear_logprobs: weight must be [V, 8] to go with hidden of size 8 but is "
+    wanted = "logprobs: weight must be [V, 8] to go with hidden of size 8 but is "
     with raises(f"{wanted}[8, 7]. Did you pass the transposed head?"):
         call(weight=torch.randn(8, 7))
     with raises(f"{wanted}[8]. Sharded parameters look like this outside of their module's forward"):
@@ -963,28 +970,28 @@ def test_transposed_head():
 
 def test_weight_of_another_dtype():
     text = "weight is torch.float32 but hidden is torch.bfloat16. Cast one of them, or call under autocast."
-    with raises(f"linear_logprobs: {text}"):
+    with raises(f"logprobs: {text}"):
         call(torch.randn(5, 8).bfloat16())
 
 
 @pytest.mark.parametrize("bias", [torch.zeros(8), torch.zeros(7, 1), torch.zeros(7, dtype=torch.int64)])
 def test_bias(bias):
-    with raises(f"linear_logprobs: bias must be [7] floats but is {list(bias.shape)} {bias.dtype}."):
+    with raises(f"logprobs: bias must be [7] floats but is {list(bias.shape)} {bias.dtype}."):
         call(bias=bias)
 
 
 @pytest.mark.parametrize("buffer", [torch.zeros(7, 9), torch.zeros(8, 7), torch.zeros(7, 8).bfloat16()])
 def test_weight_grad(buffer):
-    with raises(f"linear_logprobs: weight_grad must be float32 [7, 8] but is {buffer.dtype} {list(buffer.shape)}."):
+    with raises(f"logprobs: weight_grad must be float32 [7, 8] but is {buffer.dtype} {list(buffer.shape)}."):
         call(weight_grad=buffer)
 
 
 def test_rows_of_another_token_count():
-    with raises("linear_logprobs: rows were made for 4 tokens but hidden holds 5."):
+    with raises("logprobs: rows were made for 4 tokens but hidden holds 5."):
         call(rows=torch.arange(4))
-    with raises("linear_logprobs: rows were made for at least 7 tokens but hidden holds 5."):
+    with raises("logprobs: rows were made for at least 7 tokens but hidden holds 5."):
         call(rows=(torch.tensor([0, 6]), torch.tensor([1, 1])))
-    with raises("linear_logprobs: rows must be a Rows, a tensor of targets or a pair (index, target) but is str."):
+    with raises("logprobs: rows must be a Rows, a tensor of targets or a pair (index, target) but is str."):
         call(rows="all")
 
 
@@ -999,29 +1006,29 @@ def test_another_device(what: str):
     }[what]
     here, there = ("meta", "cpu") if what == "rows" else ("cpu", "meta")
     named = "rows" if what == "target" else what
-    with raises(f"linear_logprobs: {named} is on {there} but hidden is on {here}."):
+    with raises(f"logprobs: {named} is on {there} but hidden is on {here}."):
         call(**moved)
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"entropy": "both"}, 'linear_logprobs: entropy must be None, "value" or "grad" but is \'both\'.'),
-        ({"match": "float32"}, 'linear_logprobs: match must be None, "bfloat16" or "float16" but is \'float32\'.'),
-        ({"hidden_grad": "sum"}, 'linear_logprobs: hidden_grad must be "reduced" or "partial" but is \'sum\'.'),
-        ({"sequence_parallel": True}, "linear_logprobs: sequence_parallel=True needs a shard with a group to gather"),
+        ({"entropy": "both"}, 'logprobs: entropy must be None, "value" or "grad" but is \'both\'.'),
+        ({"match": "float32"}, 'logprobs: match must be None, "bfloat16" or "float16" but is \'float32\'.'),
+        ({"hidden_grad": "sum"}, 'logprobs: hidden_grad must be "reduced" or "partial" but is \'sum\'.'),
+        ({"sequence_parallel": True}, "logprobs: sequence_parallel=True needs a shard with a group to gather"),
         ({"backend": "cuda"}, "backend: wanted one of ['auto', 'reference', 'tiled', 'triton'] but got 'cuda'."),
         ({"memory": 0}, 'memory: wanted a positive number of bytes or a size such as "512MiB" but got 0.'),
         ({"memory": 4}, "memory: ... bytes of working space do not hold one column of 5 rows, which takes "),
-        ({"head": ll.Head(vocab_size=8)}, "linear_logprobs: head.vocab_size is 8 but the logits have only 7 columns"),
+        ({"head": ll.Head(vocab_size=8)}, "logprobs: head.vocab_size is 8 but the logits have only 7 columns"),
         ({"head": ll.Head(temperature=torch.ones(4))}, "Head: temperature has shape [4] but there are 5 rows."),
         (
             {"shard": ll.VocabShard(0, 6)},
-            "linear_logprobs: shard holds columns 0 to 6 (6 of them) but weight has 7 rows",
+            "logprobs: shard holds columns 0 to 6 (6 of them) but weight has 7 rows",
         ),
-        ({"rows": torch.full((5,), 7)}, "linear_logprobs: target 7 of row 0 (sample 0, position 0) is outside the"),
-        ({"kept": ragged([[1]] * 4)}, "linear_logprobs: kept has 4 rows but rows has 5."),
-        ({"kept": ragged([[9]] * 5)}, "linear_logprobs: kept ids run from 9 to 9, outside the vocabulary of 7."),
+        ({"rows": torch.full((5,), 7)}, "logprobs: target 7 of row 0 (sample 0, position 0) is outside the"),
+        ({"kept": ragged([[1]] * 4)}, "logprobs: kept has 4 rows but rows has 5."),
+        ({"kept": ragged([[9]] * 5)}, "logprobs: kept ids run from 9 to 9, outside the vocabulary of 7."),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else None,
 )
@@ -1031,5 +1038,5 @@ def test_bad_options(options, text):
 
 
 def test_sequence_parallel_with_a_shard_that_has_no_group():
-    with raises("linear_logprobs: sequence_parallel=True needs a shard with a group to gather over."):
+    with raises("logprobs: sequence_parallel=True needs a shard with a group to gather over."):
         call(sequence_parallel=True, shard=ll.VocabShard(0, 7))

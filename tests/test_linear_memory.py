@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from calls import from_hidden
 from torch import Tensor
 
 import logitless as ll
@@ -43,7 +44,7 @@ def operands(num_rows: int, vocab: int, width: int = 16, dtype=torch.float32, wa
 
 
 def forward_peak(hidden: Tensor, weight: Tensor, rows, **options) -> int:
-    return peak_bytes(lambda: ll.linear_logprobs(hidden.detach(), weight.detach(), rows, **options), "cpu")
+    return peak_bytes(lambda: from_hidden(hidden.detach(), weight.detach(), rows, **options), "cpu")
 
 
 def training_peak(hidden: Tensor, weight: Tensor, rows, **options) -> int:
@@ -51,7 +52,7 @@ def training_peak(hidden: Tensor, weight: Tensor, rows, **options) -> int:
     leaves = [x for x in (hidden, weight) if x.requires_grad]
 
     def step() -> None:
-        out = ll.linear_logprobs(hidden, weight, rows, **options)
+        out = from_hidden(hidden, weight, rows, **options)
         outputs = [out.logprob] if options.get("entropy") != "grad" else [out.logprob, out.entropy]
         torch.autograd.grad(outputs, leaves, [upstream] * len(outputs), allow_unused="weight_grad" in options)
 
@@ -147,7 +148,7 @@ def test_a_buffer_for_the_weight_gradient_saves_one(num_rows: int, vocab: int):
 
 def test_memory_to_spare_is_used_and_held_to(monkeypatch):
     """Exponentials of half of the rows, of all, and never more than was allowed."""
-    monkeypatch.setattr("logitless.from_hidden.plan.WORK", 2 << 20)
+    monkeypatch.setattr("logitless.route.plan.WORK", 2 << 20)
     num_rows, vocab = SLABS
     hidden, weight = operands(num_rows, vocab, dtype=torch.bfloat16)
     rows = torch.randint(vocab, (num_rows,))
@@ -170,7 +171,7 @@ def test_nothing_is_held_between_forward_and_backward_but_vectors():
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        held.append(ll.linear_logprobs(hidden, weight, rows, entropy="grad", memory=memory))
+        held.append(ll.logprobs(ll.Logits(hidden, weight), rows, entropy="grad", memory=memory))
     assert sum(held_bytes) <= 16 * 8 * num_rows
 
 

@@ -1,4 +1,4 @@
-"""``linear_logprobs`` over real processes: a sharded head, partial and reduced d_hidden, sequence parallelism.
+"""``logprobs`` of ``Logits`` over real processes: a sharded head, partial and reduced d_hidden, sequence parallelism.
 
 A case is made once, here; every rank cuts its own rows out of the weight and bias (and, under sequence parallelism, its
 own tokens out of hidden), and sends back its values, its gradients and the collectives it took part in.
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from calls import from_hidden
 from close import assert_close_to_truth, assert_gradient_close_to_truth
 from test_linear import GRADIENT_PROMISE, HALF, Operands, draw, draw_rows, ragged
 from test_shards import Collectives, bits
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from truth import Scores, plain, truth
 
-from logitless import Head, LogitlessError, Rows, VocabShard, Zigzag, linear_logprobs
+from logitless import Head, LogitlessError, Rows, VocabShard, Zigzag
 
 WORLDS = {
     2: [(0, 50), (50, 127)],
@@ -32,7 +33,7 @@ NAMES = ("hidden", "weight", "bias")
 
 @dataclass(frozen=True)
 class Case:
-    """One call of ``linear_logprobs``, and the upstream gradients of its three results."""
+    """One call of ``logprobs``, and the upstream gradients of its three results."""
 
     operands: Operands
     index: Tensor
@@ -47,6 +48,10 @@ class Case:
     @property
     def entropy(self) -> str | None:
         return self.options.get("entropy")
+
+    @property
+    def scope(self) -> str:
+        return self.options.get("scope", "vocabulary")
 
     @property
     def sequence_parallel(self) -> bool:
@@ -85,20 +90,21 @@ def score_one(case: Case, rank: int, shard: VocabShard) -> Scored:
         hidden = hidden.chunk(shard.group.size())[rank]
     part = slice(shard.start, shard.stop)
     leaf = Operands(hidden, weight[part], bias[part]).leaves(case.wanted)
-    kept = None if case.kept is None else ragged(case.kept)
+    kept = None if case.kept is None else ragged(case.kept).over(case.scope)
     rows = Rows.at(case.index, case.target)
     with Collectives() as forward:
-        options = {"bias": leaf.bias, "head": Head(**case.head), "shard": shard, "kept": kept, **case.options}
-        out = linear_logprobs(leaf.hidden, leaf.weight, rows, **options)
+        given = {name: x for name, x in case.options.items() if name != "scope"}
+        options = {"bias": leaf.bias, "head": Head(**case.head), "shard": shard, "kept": kept, **given}
+        out = from_hidden(leaf.hidden, leaf.weight, rows, **options)
     with Collectives() as backward:
         backward_of(out, case.upstream)
     gradients = {name: x.grad for name, x in leaf._asdict().items() if x.grad is not None}
-    values = (None if x is None else x.detach() for x in out)
+    values = (None if x is None else x.detach() for x in out[:3])
     return Scored(*values, gradients, forward.calls, backward.calls)
 
 
 def backward_of(out: Any, upstream: Tensor) -> None:
-    pairs = [(x, g.to(x)) for x, g in zip(out, upstream, strict=True) if x is not None and x.requires_grad]
+    pairs = [(x, g.to(x)) for x, g in zip(out[:3], upstream, strict=True) if x is not None and x.requires_grad]
     torch.autograd.backward(*zip(*pairs, strict=True))
 
 
@@ -106,8 +112,7 @@ def backward_of(out: Any, upstream: Tensor) -> None:
 
 
 def with_gradients(oracle, leaf: Operands, case: Case) -> tuple[Scores, dict[str, Tensor]]:
-    scope = case.options.get("scope", "vocabulary")
-    out = oracle(leaf.logits(), case.index, case.target, **case.head, kept=case.kept, scope=scope)
+    out = oracle(leaf.logits(), case.index, case.target, **case.head, kept=case.kept, scope=case.scope)
     counted = case.upstream if case.entropy == "grad" else case.upstream * torch.tensor([[1.0], [0], [1]])
     backward_of(out, counted)
     return out, {name: x.grad for name, x in leaf._asdict().items() if x.grad is not None}
@@ -357,7 +362,7 @@ def disagree(rank: int, world: int, about: str) -> str:
         options = {"entropy": {"entropy": "value"}, "hidden_grad": {"hidden_grad": "partial"}}.get(about, {})
         options |= {"kept": {"kept": ragged([[1]] * 5)}, "vocabulary": {"head": Head(vocab_size=25)}}.get(about, {})
     try:
-        out = linear_logprobs(hidden, weight, (torch.arange(num_rows), torch.arange(num_rows)), shard=shard, **options)
+        out = from_hidden(hidden, weight, (torch.arange(num_rows), torch.arange(num_rows)), shard=shard, **options)
         return f"{float(out.logprob.sum()):.4f}"
     except LogitlessError as error:
         return str(error)
@@ -369,7 +374,10 @@ def disagree(rank: int, world: int, about: str) -> str:
         ("rows", "the number of rows: rank by rank it is [5, 4, 5]."),
         ("dtype", "the dtype of hidden: rank by rank it is ['torch.float32', 'torch.bfloat16', 'torch.float32']."),
         ("entropy", "entropy: rank by rank it is [None, 'value', None]."),
-        ("kept", "whether there are kept ids: rank by rank it is [False, True, False]."),
+        (
+            "kept",
+            "the kept ids: rank by rank it is [None, ('[5] 31fa9ad6292cd860', '[5] 31fa9ad6292cd860', 'vocabulary'), ",
+        ),
         ("vocabulary", "the vocabulary size: rank by rank it is [30, 25, 30]."),
         ("hidden_grad", "hidden_grad: rank by rank it is "),
         ("gradient", "whether hidden needs a gradient: rank by rank it is [False, True, False]."),
@@ -377,12 +385,12 @@ def disagree(rank: int, world: int, about: str) -> str:
 )
 def test_checked_calls_turn_disagreement_into_an_error(ranks, about, text):
     for came in ranks(disagree, 3, about, timeout=20):
-        assert came.startswith(f"linear_logprobs: ranks of one vocabulary group disagree about {text}")
+        assert came.startswith(f"logprobs: ranks of one vocabulary group disagree about {text}")
 
 
 def test_checked_calls_stop_together_when_one_rank_cannot_start(ranks):
-    local = "linear_logprobs: shard holds columns 10 to 20 (10 of them) but weight has 9 rows."
-    elsewhere = f"linear_logprobs: rank 1 of this rank's vocabulary group stopped with: {local}"
+    local = "logprobs: shard holds columns 10 to 20 (10 of them) but weight has 9 rows."
+    elsewhere = f"logprobs: rank 1 of this rank's vocabulary group stopped with: {local}"
     assert ranks(disagree, 3, "a local error", timeout=20) == [elsewhere, local, elsewhere]
 
 
@@ -400,7 +408,7 @@ def wrong_options(rank: int, world: int) -> list[str]:
         (torch.arange(5), {}),
     ):
         try:
-            linear_logprobs(torch.zeros(6, 4), torch.zeros(10, 4), rows, shard=shard, **options)
+            from_hidden(torch.zeros(6, 4), torch.zeros(10, 4), rows, shard=shard, **options)
             texts.append("no error")
         except LogitlessError as error:
             texts.append(str(error))
@@ -409,9 +417,9 @@ def wrong_options(rank: int, world: int) -> list[str]:
 
 def test_options_that_do_not_go_together(ranks):
     for both, short, plainly in ranks(wrong_options, 2, timeout=20):
-        assert both.startswith("linear_logprobs: sequence_parallel=True gathers hidden here, so its gradient is summed")
-        assert short == "linear_logprobs: rows were made for 6 tokens but hidden holds 12."
-        assert plainly == "linear_logprobs: rows were made for 5 tokens but hidden holds 6."
+        assert both.startswith("logprobs: sequence_parallel=True gathers hidden here, so its gradient is summed")
+        assert short == "logprobs: rows were made for 6 tokens but hidden holds 12."
+        assert plainly == "logprobs: rows were made for 5 tokens but hidden holds 6."
 
 
 # Context parallelism by tensor parallelism.
@@ -431,7 +439,7 @@ def score_on_a_mesh(rank: int, world: int, operands: Operands, ids: list[list[in
     leaf = Operands(hidden, operands.weight[start:stop], operands.bias[start:stop]).leaves()
     shard = VocabShard(start, stop, mesh["tp"])
     options = {"bias": leaf.bias, "entropy": "grad", "shard": shard, "sequence_parallel": sp}
-    out = linear_logprobs(leaf.hidden, leaf.weight, rows, **options)
+    out = from_hidden(leaf.hidden, leaf.weight, rows, **options)
     (rows.from_responses(weights) * (out.logprob + 0.3 * out.entropy)).sum().backward()
     whole = rows.gather((out.logprob.detach(), out.entropy.detach()), mesh["cp"], grad=None)
     return cp, tp, whole, [x.grad for x in leaf]

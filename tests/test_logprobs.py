@@ -29,23 +29,25 @@ def make_logits(num_tokens: int, vocab: int, dtype: torch.dtype, kind: str = "ga
     return x.to(dtype)
 
 
-def check(logits: Tensor, index: Tensor, target: Tensor, kept=None, device="cpu", **options) -> ll.TokenStats:
+def check(
+    logits: Tensor, index: Tensor, target: Tensor, kept=None, device="cpu", scope="vocabulary", **options
+) -> ll.TokenStats:
     """Values and gradients of one call, with random upstream gradients for every output, by the tolerance rule."""
     head = {k: options.pop(k) for k in ("temperature", "scale", "softcap", "vocab_size") if k in options}
     leaf = logits.to(device).clone().requires_grad_()
-    ours_kept = None if kept is None else ll.Kept(*(torch.as_tensor(x).to(device) for x in ragged(kept)))
+    ours_kept = None if kept is None else ll.Kept(*(x.to(device) for x in ragged(kept)), scope=scope)
     rows = ll.Rows.at(index.to(device), target.to(device), num_tokens=len(logits))
     ours = ll.logprobs(leaf, rows, entropy="grad", head=ll.Head(**head), kept=ours_kept, **options)
     # The yardstick is torch's own error on the same device.
     exact_leaf, plain_leaf = float64_leaf(logits), logits.to(device).clone().requires_grad_()
-    over = {"kept": kept, "scope": options.get("scope", "vocabulary"), **head}
+    over = {"kept": kept, "scope": scope, **head}
     exact = truth(exact_leaf, index, target, **over)
     usual = plain(plain_leaf, index, target, **over)
     upstream = [torch.randn(len(index), dtype=torch.float64) for _ in range(3)]
     for results in (ours, exact, usual):
-        pairs = [(r, g.to(r)) for g, r in zip(upstream, results, strict=True) if r is not None]
+        pairs = [(r, g.to(r)) for g, r in zip(upstream, results[:3], strict=True) if r is not None]
         torch.autograd.backward(*zip(*pairs, strict=True))
-    for name, mine, right, theirs in zip(ours._fields, ours, exact, usual, strict=True):
+    for name, mine, right, theirs in zip(exact._fields, ours[:3], exact, usual, strict=True):
         assert (mine is None) == (right is None), name
         if mine is not None:
             assert_close_to_truth(mine, right, theirs, name)
@@ -169,7 +171,7 @@ def test_gradcheck_in_float64(backend: str):
 
     def outputs(x: Tensor, with_kept: bool) -> tuple[Tensor, ...]:
         chosen = kept if with_kept else None
-        return tuple(ll.logprobs(x, target, entropy="grad", head=head, kept=chosen, backend=backend, memory=100))
+        return ll.logprobs(x, target, entropy="grad", head=head, kept=chosen, backend=backend, memory=100)[:3]
 
     x = torch.randn(4, 9, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: outputs(x, False), (x,))
@@ -181,7 +183,7 @@ def test_no_rows(backend: str, device: torch.device):
     logits = torch.randn(5, 33, device=device, requires_grad=True)
     empty = torch.zeros(0, dtype=torch.int64, device=device)
     out = ll.logprobs(logits, (empty, empty), entropy="grad", backend=backend)
-    assert [tuple(x.shape) for x in out] == [(0,)] * 3
+    assert [tuple(x.shape) for x in out[:3]] == [(0,)] * 3
     (out.logprob.sum() + out.entropy.sum()).backward()
     assert (logits.grad == 0).all()
 
@@ -235,7 +237,7 @@ def test_strided_logits_are_read_in_place(backend: str, cut, device: torch.devic
     target = torch.randint(view.shape[-1], view.shape[:-1], device=device)
     mine = ll.logprobs(view, target, entropy="value", backend=backend)
     same = ll.logprobs(view.contiguous(), target, entropy="value", backend=backend)
-    assert all(torch.equal(a, b) for a, b in zip(mine, same, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(mine[:3], same[:3], strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -262,7 +264,7 @@ def test_same_bits_on_every_run(backend: str, device: torch.device):
     for _ in range(3):
         out = ll.logprobs(logits, target, entropy="grad", backend=backend)
         (grad,) = torch.autograd.grad(out.logprob.sum() + out.entropy.sum(), logits)
-        runs.append((*out, grad))
+        runs.append((*out[:3], grad))
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
 
 
@@ -278,4 +280,5 @@ def test_autocast_changes_nothing(device: torch.device):
     logits, target = torch.randn(4, 33, device=device), torch.tensor([1, 2, 3, 4], device=device)
     with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
         inside = ll.logprobs(logits, target, entropy="value")
-    assert all(torch.equal(a, b) for a, b in zip(inside, ll.logprobs(logits, target, entropy="value"), strict=True))
+    outside = ll.logprobs(logits, target, entropy="value")
+    assert all(torch.equal(a, b) for a, b in zip(inside[:3], outside[:3], strict=True))

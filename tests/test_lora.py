@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from calls import from_hidden, loss_from_hidden
 from close import assert_close_to_truth, assert_gradient_close_to_truth
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -81,10 +82,12 @@ def test_results_and_gradients(dtype, trained, options, device):
     ours, index = operands(dtype, trained, device), torch.randperm(T, device=device)[: T - 6]
     target = torch.randint(20, (len(index),), device=device)
     if "head" in options:
-        plan = ll.explain(ours["hidden"], lora_of(ours), (index, target), bias=ours["bias"], **options)
+        plan = ll.explain(
+            ll.logprobs, ll.Logits(ours["hidden"], lora_of(ours), bias=ours["bias"]), (index, target), **options
+        )
         assert plan.backward.block < len(index)
     true, plain = copies(ours, torch.float64), copies(ours, dtype)
-    out = ll.linear_logprobs(
+    out = from_hidden(
         ours["hidden"], lora_of(ours), (index, target), bias=ours["bias"], **{"entropy": "grad", **options}
     )
     loss_of(out.logprob, out.entropy).backward()
@@ -118,10 +121,11 @@ def test_policy_loss(dtype, trained, options, device):
     # The largest come last, so that the factor of float16 falls from chunk to chunk.
     advantage = torch.where(torch.arange(T) % 3 == 0, 0.0, torch.linspace(-0.1, 3, T)).to(device)
     rows = ll.Rows.every(target)
-    plan = ll.explain(ours["hidden"], lora_of(ours), rows, objective=objective, bias=ours["bias"], **options)
-    assert plan.kind == ("two passes" if "batch_invariant" in options else "one pass")
+    call = (ours["hidden"], lora_of(ours), rows, objective)
     given = {"advantage": advantage, "bias": ours["bias"], "return_stats": True, **options}
-    loss, _, stats = ll.linear_policy_loss(ours["hidden"], lora_of(ours), rows, objective, **given)
+    plan = ll.explain(loss_from_hidden, *call, **given)
+    assert plan.kind == ("two passes" if "batch_invariant" in options else "one pass")
+    loss, _, stats = loss_from_hidden(*call, **given)
     (3 * loss).backward()
     true, plain = copies(ours, torch.float64), copies(ours, dtype)
     wanted = []
@@ -144,9 +148,9 @@ def test_tokens_that_nobody_scored(device):
     rows = ll.Rows.at(index, target, num_tokens=T)
     objective = ll.Objective(policy="reinforce", entropy_coef=0.3)
     advantage = torch.linspace(-1, 2, len(index), device=device)
-    ll.linear_policy_loss(ours["hidden"], lora_of(ours), rows, objective, advantage=advantage, bias=ours["bias"])[
-        0
-    ].backward()
+    logits = ll.Logits(ours["hidden"], lora_of(ours), bias=ours["bias"])
+    loss, _ = ll.policy_loss(logits, rows, objective, advantage=advantage)
+    loss.backward()
     for x in (true, plain):
         policy_loss(advantage, *by_torch(x, index, target)).backward()
     assert_gradients(ours, true, plain)
@@ -157,7 +161,7 @@ def test_wide_adapter_of_a_narrow_head(device):
     ours = operands(torch.bfloat16, ("a", "b"), device)
     ours |= {name: ours[name].detach().float().requires_grad_() for name in ("a", "b")}
     target = torch.randint(V, (T,), device=device)
-    out = ll.linear_logprobs(ours["hidden"], lora_of(ours), target, bias=ours["bias"])
+    out = ll.logprobs(ll.Logits(ours["hidden"], lora_of(ours), bias=ours["bias"]), target)
     out.logprob.sum().backward()
     true, plain = copies(ours, torch.float64), copies(ours, torch.bfloat16)
     for x in (true, plain):
@@ -192,7 +196,7 @@ def test_neither_a_merged_weight_nor_one_with_more_columns_exists():
         weight.requires_grad_(trained)
         with Sizes():
             lora = ll.LoRA(weight, a, b, 2.0)
-            out = ll.linear_logprobs(hidden, lora, target, memory="64KiB", weight_grad=buffer if trained else None)
+            out = ll.logprobs(ll.Logits(hidden, lora, weight_grad=buffer if trained else None), target, memory="64KiB")
             out.logprob.sum().backward()
         assert largest < vocab * size / 2
     plain = weight.detach().double().requires_grad_()
@@ -205,7 +209,7 @@ def test_dropout_is_on_the_adapter_alone(device):
     ours, target = operands(torch.float64, ALL, device), torch.randint(V, (T,), device=device)
     mask = (torch.rand(T, D, device=device) > 0.3).double() / 0.7
     lora = ll.LoRA(ours["weight"], ours["a"], ours["b"], SCALE, dropout=lambda x: x * mask)
-    out = ll.linear_logprobs(ours["hidden"], lora, target)
+    out = ll.logprobs(ll.Logits(ours["hidden"], lora), target)
     dropped = SCALE * linear(linear(ours["hidden"] * mask, ours["a"]), ours["b"])
     right = torch.log_softmax(linear(ours["hidden"], ours["weight"]) + dropped, -1).gather(1, target[:, None])
     assert torch.allclose(out.logprob, right.squeeze(1), atol=1e-12)
@@ -217,8 +221,8 @@ def test_statistics_and_kept_ids(device):
     merged = ours["weight"] + SCALE * ours["b"] @ ours["a"]
     kept = ll.Kept(torch.randint(V, (4 * T,), device=device), torch.full((T,), 4, device=device))
     for options in ({"stats": ("rank", "collision"), "top_k": 3}, {"kept": kept}):
-        mine = ll.linear_logprobs(ours["hidden"], lora_of(ours), target, **options)
-        right = ll.linear_logprobs(ours["hidden"], merged, target, **options)
+        mine = from_hidden(ours["hidden"], lora_of(ours), target, **options)
+        right = from_hidden(ours["hidden"], merged, target, **options)
         for name, x in right._asdict().items():
             assert x is None or torch.allclose(getattr(mine, name), x, atol=1e-11), name
 
@@ -230,7 +234,7 @@ def sharded(rank: int, world: int) -> dict[str, Tensor]:
     here = slice(bounds[rank], bounds[rank + 1])
     shard = ll.VocabShard(here.start, here.stop, torch.distributed.group.WORLD, check_calls=True)
     lora = ll.LoRA(x["weight"][here], x["a"], x["b"][here], SCALE)
-    out = ll.linear_logprobs(x["hidden"], lora, target, bias=x["bias"][here], entropy="grad", shard=shard)
+    out = ll.logprobs(ll.Logits(x["hidden"], lora, bias=x["bias"][here], shard=shard), target, entropy="grad")
     loss_of(out.logprob, out.entropy).backward()
     return {"logprob": out.logprob.detach()} | {name: x[name].grad for name in NAMES}
 
@@ -259,20 +263,24 @@ def test_what_is_refused():
     lora, hidden, target = ll.LoRA(weight, a, b), torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
     kept = ll.Kept(torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.int64))
     for options, text in (
-        ({"kept": kept, "scope": "support"}, r'a LoRA, and scope="support" takes dot products.* Merge it'),
+        ({"kept": kept.over("support")}, r'a LoRA, and scope="support" takes dot products.* Merge it'),
         ({"hidden_grad": "partial"}, r'with hidden_grad="partial" the gradient of its a would be a part'),
         ({"sequence_parallel": True}, r"with sequence_parallel=True the gradient of its a would be a part"),
     ):
         with pytest.raises(ll.LogitlessError, match=text):
-            ll.linear_logprobs(hidden, lora, target, **options)
+            from_hidden(hidden, lora, target, **options)
     with pytest.raises(ll.LogitlessError, match="a LoRA for hidden size 4 but hidden has 5"):
-        ll.linear_logprobs(torch.zeros(3, 5), lora, target)
-    teacher = ll.Teacher(hidden=hidden, weight=weight)
-    with pytest.raises(ll.LogitlessError, match="linear_divergence: weight is a LoRA, which is not followed here"):
-        ll.linear_divergence(hidden, lora, target, teacher)  # pyright: ignore[reportArgumentType]
+        ll.logprobs(ll.Logits(torch.zeros(3, 5), lora), target)
+    with pytest.raises(ll.LogitlessError, match="Teacher: the weight of its Logits is a LoRA, which is not followed"):
+        ll.Teacher(ll.Logits(hidden, lora))
+    teacher = ll.Teacher(ll.Logits(hidden, weight))
+    with pytest.raises(
+        ll.LogitlessError, match="logprobs: weight is a LoRA, which does not go with teacher=. Merge it"
+    ):
+        ll.logprobs(ll.Logits(hidden, lora), target, teacher=teacher)
     objective = ll.Objective(policy="reinforce", divergence="reverse_kl", divergence_coef=1.0)
-    with pytest.raises(ll.LogitlessError, match=r"linear_policy_loss: teacher= does not go with a LoRA. Merge it"):
-        ll.linear_policy_loss(hidden, lora, target, objective, teacher=teacher, advantage=torch.ones(3))
+    with pytest.raises(ll.LogitlessError, match=r"policy_loss: weight is a LoRA, which does not go with teacher="):
+        ll.policy_loss(ll.Logits(hidden, lora), target, objective, teacher=teacher, advantage=torch.ones(3))
 
 
 @pytest.mark.parametrize(
@@ -302,11 +310,11 @@ def test_a_learned_scale_goes_into_b():
     for folded in (True, False):
         scale = torch.tensor(1.5, requires_grad=True)
         head = ll.LoRA(weight, a, scale * b) if folded else weight + scale * b @ a
-        ll.linear_logprobs(hidden, head, target).logprob.sum().backward()
+        ll.logprobs(ll.Logits(hidden, head), target).logprob.sum().backward()
         grads.append(scale.grad)
     torch.testing.assert_close(*grads)
     constant = ll.LoRA(weight, a, b, scale=torch.tensor(1.5))
     torch.testing.assert_close(
-        ll.linear_logprobs(hidden, constant, target).logprob,
-        ll.linear_logprobs(hidden, weight + 1.5 * b @ a, target).logprob,
+        ll.logprobs(ll.Logits(hidden, constant), target).logprob,
+        ll.logprobs(ll.Logits(hidden, weight + 1.5 * b @ a), target).logprob,
     )

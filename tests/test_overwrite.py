@@ -1,4 +1,4 @@
-"""``overwrite_logits=True``: the same gradient, in the logits' own memory, and no way to be surprised by it."""
+"""``Logits.given(x, overwrite=True)``: the same gradient, in the logits' own memory, and no way to be surprised by it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ def test_same_bits_in_the_same_memory(backend: str, dtype: torch.dtype, device: 
         logits = hidden @ weight.T
         logits.register_hook(lambda g: seen.append(g))
         out = ll.logprobs(
-            logits,
+            ll.Logits.given(logits, overwrite=overwrite),
             (index, target),
             entropy="grad",
             head=ll.Head(temperature=0.7, vocab_size=100),
-            overwrite_logits=overwrite,
             backend=backend,
         )
         (out.logprob.sum() + 0.1 * out.entropy.sum()).backward()
@@ -39,18 +38,18 @@ def test_refused_where_someone_else_may_read():
     leaf = torch.randn(4, 9, requires_grad=True)
     target = torch.tensor([0, 1, 2, 3])
     with pytest.raises(ll.LogitlessError, match="are a leaf"):
-        ll.logprobs(leaf, target, overwrite_logits=True)
+        ll.logprobs(ll.Logits.given(leaf, overwrite=True), target)
     base = leaf * 1.0
     for view in (base.view(2, 2, 9)[0], base[:], base.reshape(4, 9)[:, :]):
         with pytest.raises(ll.LogitlessError, match="are a view"):
-            ll.logprobs(view, target[: view.shape[0]], overwrite_logits=True)
+            ll.logprobs(ll.Logits.given(view, overwrite=True), target[: view.shape[0]])
     with torch.no_grad():
-        assert ll.logprobs(leaf, target, overwrite_logits=True).logprob.shape == (4,)
+        assert ll.logprobs(ll.Logits.given(leaf, overwrite=True), target).logprob.shape == (4,)
 
 
 def test_second_backward_is_a_clear_error():
     logits = torch.randn(4, 9, requires_grad=True) * 1.0
-    loss = ll.logprobs(logits, torch.tensor([0, 1, 2, 3]), overwrite_logits=True).logprob.sum()
+    loss = ll.logprobs(ll.Logits.given(logits, overwrite=True), torch.tensor([0, 1, 2, 3])).logprob.sum()
     loss.backward(retain_graph=True)
     with pytest.raises(ll.LogitlessError, match="second backward"):
         loss.backward()
@@ -68,7 +67,7 @@ def test_second_backward_works_when_not_overwriting():
 def test_an_operation_that_saved_the_logits_notices():
     """exp saves its output, which backward then replaces: autograd's version counter must catch it."""
     leaf = torch.randn(4, 9, requires_grad=True)
-    loss = ll.logprobs(leaf.exp(), torch.tensor([0, 1, 2, 3]), overwrite_logits=True).logprob.sum()
+    loss = ll.logprobs(ll.Logits.given(leaf.exp(), overwrite=True), torch.tensor([0, 1, 2, 3])).logprob.sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -76,7 +75,7 @@ def test_an_operation_that_saved_the_logits_notices():
 def test_two_calls_on_the_same_logits_cannot_both_overwrite():
     logits = torch.randn(4, 9, requires_grad=True) * 1.0
     target = torch.tensor([0, 1, 2, 3])
-    first, second = (ll.logprobs(logits, target, overwrite_logits=True).logprob.sum() for _ in range(2))
+    first, second = (ll.logprobs(ll.Logits.given(logits, overwrite=True), target).logprob.sum() for _ in range(2))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (first + second).backward()
 
@@ -84,7 +83,7 @@ def test_two_calls_on_the_same_logits_cannot_both_overwrite():
 def test_the_version_counter_moves_with_the_data():
     logits = torch.randn(4, 9, requires_grad=True) * 1.0
     before = logits._version
-    ll.logprobs(logits, torch.tensor([0, 1, 2, 3]), overwrite_logits=True).logprob.sum().backward()
+    ll.logprobs(ll.Logits.given(logits, overwrite=True), torch.tensor([0, 1, 2, 3])).logprob.sum().backward()
     assert logits._version > before
 
 
@@ -95,7 +94,7 @@ def test_a_second_consumer_adds_to_the_gradient():
     grads = []
     for overwrite in (False, True):
         logits = leaf * 2.0
-        loss = ll.logprobs(logits, target, overwrite_logits=overwrite).logprob.sum() + 0.5 * logits.sum()
+        loss = ll.logprobs(ll.Logits.given(logits, overwrite=overwrite), target).logprob.sum() + 0.5 * logits.sum()
         grads.append(torch.autograd.grad(loss, leaf)[0])
     assert torch.equal(*grads)
 

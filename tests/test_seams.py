@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from calls import from_hidden, loss_from_hidden
 from torch import nn
 from truth import truth
 
@@ -34,10 +35,10 @@ def test_sample_level_objectives_want_samples(objective: ll.Objective, pair: boo
     rows = (torch.arange(24), target.flatten()) if pair else target
     fields = {"old_logprob": "current", "advantage": torch.ones(24)}
     with pytest.raises(ll.LogitlessError, match=r"know of no samples\. Make them with Rows\.packed or Rows\.padded"):
-        ll.linear_policy_loss(hidden, weight, rows, objective, **fields)
+        loss_from_hidden(hidden, weight, rows, objective, **fields)
     samples = ll.Rows.padded([[0] * 7] * 4, [6] * 4)
     hidden = torch.zeros(4, 7, 8, requires_grad=True)
-    loss, _ = ll.linear_policy_loss(hidden, weight, samples, objective, **fields)
+    loss, _ = loss_from_hidden(hidden, weight, samples, objective, **fields)
     assert float(loss.detach()) == -1.0
 
 
@@ -50,10 +51,10 @@ def test_leading_dimensions_in_another_order():
         ll.logprobs(torch.randn(3, 2, 7), target)
     rows = ll.Rows.padded([[1, 2, 3, 4], [1, 2, 3]], [2, 1])
     with pytest.raises(ll.LogitlessError, match=r"\[2, 4\] but hidden has leading dimensions \[4, 2\].*transpose"):
-        ll.linear_logprobs(torch.randn(4, 2, 5), torch.randn(7, 5), rows)
+        ll.logprobs(ll.Logits(torch.randn(4, 2, 5), torch.randn(7, 5)), rows)
     # Flat tokens, and dimensions of one, say nothing about the order.
     for shape in ((8, 5), (2, 4, 5), (1, 8, 5), (2, 1, 4, 5)):
-        assert len(ll.linear_logprobs(torch.randn(shape), torch.randn(7, 5), rows).logprob) == 3
+        assert len(ll.logprobs(ll.Logits(torch.randn(shape), torch.randn(7, 5)), rows).logprob) == 3
 
 
 # Logits masked with the dtype's lowest number.
@@ -89,7 +90,7 @@ def test_a_masking_bias(memory: str, dtype: torch.dtype, device: torch.device):
     bias[:30] = torch.finfo(torch.float32).min
     leaves = [x.to(device, copy=True).requires_grad_() for x in (hidden, weight)]
     options = {"bias": bias.to(device), "entropy": "grad", "memory": memory}
-    out = ll.linear_logprobs(*leaves, target.to(device), **options)
+    out = from_hidden(*leaves, target.to(device), **options)
     (out.logprob.sum() + out.entropy.sum()).backward()
     exact = [x.double().requires_grad_() for x in (hidden, weight)]
     right = truth(exact[0] @ exact[1].T + bias.double(), torch.arange(9), target)
@@ -113,7 +114,7 @@ def test_frozen_head_of_a_transposed_tensor(backend: str, which: str, device: to
     gradients = []
     for h, w in ((hidden, weight), (other["hidden"], other["weight"])):
         leaf = h.detach().requires_grad_()
-        ll.linear_logprobs(leaf, w, target, backend=backend).logprob.sum().backward()
+        ll.logprobs(ll.Logits(leaf, w), target, backend=backend).logprob.sum().backward()
         gradients.append(leaf.grad)
     torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
 
@@ -164,12 +165,12 @@ def test_parameters_of_a_term_get_their_gradient():
 
     module = Scaled()
     objective = ll.Objective(policy=module)
-    assert ll.explain(hidden, weight, target, objective=objective).kind == "two passes"
-    ll.linear_policy_loss(hidden, weight, target, objective, **fields)[0].backward()
+    assert ll.explain(ll.policy_loss, ll.Logits(hidden, weight), target, objective).kind == "two passes"
+    loss_from_hidden(hidden, weight, target, objective, **fields)[0].backward()
     assert float(module.scale.grad) == pytest.approx(-float(fields["advantage"].mean()), rel=1e-5)
     objective = ll.Objective(policy=lambda inputs: module(inputs))
     with pytest.raises(ll.LogitlessError, match="parameters of its own, which get no gradient in one pass"):
-        ll.linear_policy_loss(hidden, weight, target, objective, **fields)
+        loss_from_hidden(hidden, weight, target, objective, **fields)
 
 
 # Numbers that mean nothing.
@@ -192,7 +193,7 @@ def test_numbers_that_mean_nothing():
 def test_autocast_leaves_float64_alone():
     hidden, weight = torch.randn(3, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
     with torch.autocast("cpu", torch.bfloat16):
-        assert ll.linear_logprobs(hidden, weight, torch.tensor([1, 2, 3])).logprob.dtype == torch.float64
+        assert ll.logprobs(ll.Logits(hidden, weight), torch.tensor([1, 2, 3])).logprob.dtype == torch.float64
 
 
 def test_kept_ids_and_batch_invariance_do_not_go_together():
@@ -200,15 +201,15 @@ def test_kept_ids_and_batch_invariance_do_not_go_together():
     kept = ll.Kept(torch.tensor([1, 2, 3]), torch.tensor([1, 1, 1]))
     target, options = torch.tensor([1, 2, 3]), {"kept": kept, "batch_invariant": True}
     with pytest.raises(ll.LogitlessError, match="kept= takes tiles of all rows, and batch_invariant=True"):
-        ll.linear_logprobs(torch.randn(3, 4), torch.randn(5, 4), target, **options)
+        from_hidden(torch.randn(3, 4), torch.randn(5, 4), target, **options)
 
 
 @pytest.mark.parametrize("wrong", [{"weight": None}, {"bias": [0.0] * 5}, {"weight_grad": 3}], ids=str)
 def test_what_is_no_tensor(wrong: dict):
     given = {"weight": torch.randn(5, 4), **wrong}
     (name,) = wrong
-    with pytest.raises(ll.LogitlessError, match=f"linear_logprobs: {name} must be a tensor but is"):
-        ll.linear_logprobs(torch.randn(3, 4), rows=torch.tensor([1, 2, 3]), **given)
+    with pytest.raises(ll.LogitlessError, match=f"Logits: {name} must be a tensor but is"):
+        from_hidden(torch.randn(3, 4), rows=torch.tensor([1, 2, 3]), **given)
 
 
 def test_no_gradient_stores_no_exponentials():
@@ -216,9 +217,9 @@ def test_no_gradient_stores_no_exponentials():
     hidden = torch.randn(6, 4).bfloat16().requires_grad_()
     weight = torch.randn(9, 4).bfloat16().requires_grad_()
     target = torch.randint(9, (6,))
-    assert ll.explain(hidden, weight, target, memory="1GiB").kind == "keep"
+    assert ll.explain(ll.logprobs, ll.Logits(hidden, weight), target, memory="1GiB").kind == "keep"
     with torch.no_grad():
-        assert ll.explain(hidden, weight, target, memory="1GiB").kind == "forward"
+        assert ll.explain(ll.logprobs, ll.Logits(hidden, weight), target, memory="1GiB").kind == "forward"
 
 
 # Shards of nothing, and refusals of one rank.
@@ -234,10 +235,10 @@ def score_with_an_empty_shard(rank: int, world: int, memory: str) -> list[torch.
     leaves = hidden.requires_grad_(), part.clone().requires_grad_()
     options = {"shard": shard, "head": ll.Head(vocab_size=20), "memory": memory}
     target = torch.arange(7)
-    out = ll.linear_logprobs(*leaves, target, entropy="grad", **options)
+    out = from_hidden(*leaves, target, entropy="grad", **options)
     (out.logprob.sum() + out.entropy.sum()).backward()
     fields = {"old_logprob": "current", "advantage": torch.ones(7)}
-    loss, _ = ll.linear_policy_loss(*leaves, target, ll.Objective(), **fields, **options)
+    loss, _ = loss_from_hidden(*leaves, target, ll.Objective(), **fields, **options)
     loss.backward()
     return [out.logprob.detach(), out.entropy.detach(), loss.detach()]
 
@@ -258,7 +259,7 @@ def refuse_on_one_rank(rank: int, world: int) -> str:
     hidden, weight = torch.zeros(20, 4, requires_grad=True), torch.zeros(bounds[1] - bounds[0], 4)
     try:
         target = torch.zeros(20, dtype=torch.int64)
-        ll.linear_logprobs(hidden, weight.requires_grad_(), target, shard=shard, memory=200)
+        ll.logprobs(ll.Logits(hidden, weight.requires_grad_(), shard=shard), target, memory=200)
         return "no error"
     except ll.LogitlessError as error:
         return str(error)
@@ -313,7 +314,7 @@ def score_over_a_wrapped_group(rank: int, world: int) -> list[list[torch.Tensor]
         for _ in range(2):
             leaf = hidden.chunk(2)[rank].clone().requires_grad_()
             part = weight.chunk(2)[rank].clone().requires_grad_()
-            out = ll.linear_logprobs(leaf, part, target, shard=shard, sequence_parallel=True, entropy="grad")
+            out = ll.logprobs(ll.Logits(leaf, part, shard=shard, sequence_parallel=True), target, entropy="grad")
             (out.logprob.sum() + out.entropy.sum()).backward()
             found.append([out.logprob.detach(), leaf.grad, part.grad])
             dist.destroy_process_group(group.inner)

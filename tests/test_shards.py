@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from calls import from_logits
 from close import assert_close_to_truth, assert_gradient_close_to_truth
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from truth import Scores, float64_leaf, plain, truth
 
-from logitless import Head, Kept, LogitlessError, Rows, VocabShard, logprobs
+from logitless import Head, Kept, LogitlessError, Logits, Rows, VocabShard, logprobs
 
 WORLDS = {
     1: [(0, 507)],
@@ -95,7 +96,7 @@ def score_one(case: Case, shard: VocabShard | None) -> Scored:
     # Kernels run in the interpreter on the CPU, or for real where there is a GPU: all ranks on it, over gloo.
     device = "cuda" if case.options.get("backend") == "triton" and torch.cuda.is_available() else "cpu"
     leaf = case.logits[:, start:stop].contiguous().to(device).requires_grad_()
-    logits = leaf * 1.0 if case.options.get("overwrite_logits") else leaf
+    logits = leaf * 1.0 if case.options.get("overwrite") else leaf
     kept = None
     if case.kept is not None:
         flat = [i for ids in case.kept for i in ids]
@@ -103,7 +104,7 @@ def score_one(case: Case, shard: VocabShard | None) -> Scored:
         kept = Kept(*(torch.tensor(x, dtype=torch.int64, device=device) for x in (flat, lengths)))
     with Collectives() as forward:
         rows = Rows.at(case.index.to(device), case.target.to(device))
-        out = logprobs(logits, rows, head=Head(**case.head), shard=shard, kept=kept, **case.options)
+        out = from_logits(logits, rows, shard=shard, head=Head(**case.head), kept=kept, **case.options)
     with Collectives() as backward:
         weighted(out, case.upstream.to(device)).backward()
     entropy = torch.zeros(len(rows)) if out.entropy is None else out.entropy
@@ -113,7 +114,7 @@ def score_one(case: Case, shard: VocabShard | None) -> Scored:
 
 def weighted(out: Any, upstream: Tensor) -> Tensor:
     """The loss: every result that carries a graph, times its upstream gradient."""
-    values = zip(out, upstream, strict=True)
+    values = zip(out[:3], upstream, strict=True)
     return sum((g.to(x.dtype) * x).sum() for x, g in values if x is not None and x.requires_grad)
 
 
@@ -320,7 +321,7 @@ def test_infinities_and_nans_stay_in_their_row(ranks, world):
 
 def test_overwriting_gives_the_same_gradient(ranks):
     plainly = make_case(WORLDS[3], head={"temperature": 0.7})
-    over = replace(plainly, options={"entropy": "grad", "overwrite_logits": True})
+    over = replace(plainly, options={"entropy": "grad", "overwrite": True})
     for rank, (first, second) in enumerate(ranks(score, 3, [plainly, over])):
         assert torch.equal(first.gradient, second.gradient), rank
         assert_same_bits([first, second])
@@ -502,7 +503,7 @@ def test_shards_that_do_not_tile_the_vocabulary(ranks, bounds, text):
 def wrong_width(rank: int, world: int) -> str:
     shard = VocabShard(rank * 10, (rank + 1) * 10, dist.group.WORLD)
     try:
-        logprobs(torch.zeros(3, 9), torch.tensor([0, 1, 2]), shard=shard)
+        logprobs(Logits.given(torch.zeros(3, 9), shard=shard), torch.tensor([0, 1, 2]))
     except LogitlessError as error:
         return str(error)
     return "no error"
@@ -518,7 +519,7 @@ def test_logits_of_another_width_than_the_shard(ranks):
 def outside_the_vocabulary(rank: int, world: int) -> str:
     shard = VocabShard(rank * 10, (rank + 1) * 10, dist.group.WORLD)
     try:
-        logprobs(torch.zeros(3, 10), torch.tensor([0, 19, 20]), shard=shard)
+        logprobs(Logits.given(torch.zeros(3, 10), shard=shard), torch.tensor([0, 19, 20]))
     except LogitlessError as error:
         return str(error)
     return "no error"
@@ -546,7 +547,7 @@ def disagree(rank: int, world: int, about: str) -> tuple[str, list[tuple[str, in
         options["kept"] = Kept(torch.arange(5), torch.ones(5, dtype=torch.int64))
     with Collectives() as seen:
         try:
-            out = logprobs(logits, (torch.arange(num_rows), target), shard=shard, **options)
+            out = from_logits(logits, (torch.arange(num_rows), target), shard=shard, **options)
             text = f"{float(out.logprob.sum()):.4f}"
         except LogitlessError as error:
             text = str(error)
@@ -559,7 +560,7 @@ def disagree(rank: int, world: int, about: str) -> tuple[str, list[tuple[str, in
         ("rows", "the number of rows", "[5, 4, 5]"),
         ("dtype", "the dtype of the logits", "['torch.float32', 'torch.bfloat16', 'torch.float32']"),
         ("entropy", "entropy", "[None, 'value', None]"),
-        ("kept", "whether there are kept ids", "[False, True, False]"),
+        ("kept", "the kept ids", "[None, ('[5] eb377da85865badb', '[5] 31fa9ad6292cd860', 'vocabulary'), None]"),
         ("vocabulary", "the vocabulary size", "[17, 18, 19]"),
     ],
 )

@@ -142,7 +142,7 @@ def estimate(
         names = _names(verb, len(args))
         positional = [meta(x, name) for x, name in zip(args, names, strict=True)]
         keywords = {name: meta(x, name) for name, x in options.items()}
-    ledger, dry = Ledger(on_gpu), Dry(kind, machine, dropped)
+    ledger, dry, gradients = Ledger(on_gpu), Dry(kind, machine, dropped), {}
     with dry:
         with ledger:
             out = list(dict.fromkeys(tensors_in(_flat(verb(*positional, **keywords)))))

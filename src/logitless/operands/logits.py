@@ -290,6 +290,8 @@ def place() -> str:
     return "nowhere in particular"
 
 
+# The public torch.compiler.disable is the same, but imports the compiler, and with it Triton, when applied.
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
 def _made(cls: Any, hidden: Tensor, weight: Tensor | LoRA, linear: Linear, dtype: torch.dtype) -> Logits:
     matrix = weight.weight if isinstance(weight, LoRA) else weight
     shape = (*hidden.shape[:-1], matrix.shape[0] if matrix.dim() else 1)

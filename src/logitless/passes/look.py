@@ -42,13 +42,14 @@ def look_whole(call: Call, asked: Asked, problem: Problem, support: Support | No
     Args:
         support: of these rows.
     """
-    backend, table = call.backend, asked.table
+    # The backend is loaded where it is used, so that torch.compile, which traces this, meets no import.
+    table = asked.table
     lines = Lines(
         (run_statistics(call.backend_name, problem) if _opaque(problem) else backend.statistics(problem)),
         None if support is None else kept_statistics(support.logits(problem)),
-        None if table is None else table.lines(backend, problem, slice(None)),
+        None if table is None else table.lines(call.backend, problem, slice(None)),
         # The teacher's entropy costs nothing that shows.
-        None if teacher is None else backend.statistics(replace(teacher, entropy=True)),
+        None if teacher is None else call.backend.statistics(replace(teacher, entropy=True)),
     )
     count: Callable[[Tensor], Tensor] | None = None
     compare: Callable[[Normaliser, Normaliser], Tensor] | None = None
@@ -56,7 +57,7 @@ def look_whole(call: Call, asked: Asked, problem: Problem, support: Support | No
     if rank is not None:
 
         def ahead(key: Tensor) -> Tensor:
-            return rank.again(backend, problem, key, asked.target)
+            return rank.again(call.backend, problem, key, asked.target)
 
         count = ahead
 
@@ -65,7 +66,7 @@ def look_whole(call: Call, asked: Asked, problem: Problem, support: Support | No
         def sums_of(norm: Normaliser, other: Normaliser) -> Tensor:
             sums = problem.gain.new_empty((2, problem.num_rows))
             assert call.kind is not None
-            backend.divergence(Pair(problem, teacher, norm, other, call.kind), sums)
+            call.backend.divergence(Pair(problem, teacher, norm, other, call.kind), sums)
             return sums
 
         compare = sums_of

@@ -71,8 +71,14 @@ class _Score(torch.autograd.Function):
         ctx: Any, call: Call, plan: Plan, names: tuple[str, ...], *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         """Results in the order of :class:`TokenStats`: the compiler takes no None among them."""
+<<<<<<< HEAD
         operands, places = Operands(*tensors[:6]), dict[str, Any](zip(PLACES, tensors[6:], strict=True))
         column = call.column
+=======
+        operands, places = Operands(*tensors[:6]), _places(tensors[6:])
+        target = places["target"]
+        column = call.column_of(target)
+>>>>>>> wt-t1
         look = _look_given if operands.logits is not None else _look_hidden
         found, more = look(call, plan, operands, places, column)
         results = {name: found.results[name] for name in names}
@@ -124,6 +130,10 @@ class _Score(torch.autograd.Function):
             else:
                 found = (None, *_hidden_gradients(call, ctx.plan, operands, saved, up, needs))
             return None, None, None, *found, *nothing
+
+
+def _places(tensors: tuple[Any, ...]) -> dict[str, Any]:
+    return dict(zip(PLACES, tensors, strict=True))
 
 
 def _support(call: Call, places: Mapping[str, Tensor | None]) -> Support | None:

@@ -163,5 +163,7 @@ class Terms:
         else:
             no_target = replace(tile, column=tile.column.clamp_max(ELSEWHERE), found=False)
             run_gradient(call.backend_name, no_target, self.norm, dense, out, out_index)
-            write_at_ids(call.backend, dense, tile.first, tile.columns, out, out_index)
+            # Asked here: a compiler would trace the search for the backend.
+            if dense.at_ids is not None:
+                write_at_ids(call.backend, dense, tile.first, tile.columns, out, out_index)
         write_kept(gathered, values, out, out_index)
