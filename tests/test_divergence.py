@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from calls import from_hidden, logits_of, loss_from_hidden
 from close import assert_close_to_truth, assert_gradient_close_to_truth
 from torch import Tensor
 
 import logitless as ll
-from logitless import Teacher, Teachers, linear_divergence
+from logitless import Teacher
+from logitless.backends.divergences import Divergence
 
 # NumPy, which runs the kernels in Triton's interpreter, reports what a selection then leaves out.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered")
@@ -111,9 +113,10 @@ def shaped(x: Tensor, head: Any) -> Tensor:
     return x / head.temperature
 
 
-def ours(batch: Batch, teacher: Any, kind: str, **options) -> Outcome:
+def ours(batch: Batch, teacher: Any, kind: Any, beta: float = 0.5, alpha: float = 0.5, **options) -> Outcome:
     hidden, weight, bias = batch.leaves(batch.hidden.dtype)
-    out = linear_divergence(hidden, weight, teacher, batch.target, kind=kind, bias=bias, **options)
+    given: dict[str, Any] = {"teacher": teacher, "divergence": Divergence(kind, beta=beta, alpha=alpha), "bias": bias}
+    out = from_hidden(hidden, weight, batch.target, entropy="grad", **given, **options)
     (out.divergence.sum() + 0.3 * out.logprob.sum() - 0.2 * out.entropy.sum()).backward()
     values = (out.divergence, out.logprob, out.entropy, out.teacher_logprob, out.teacher_entropy)
     assert hidden.grad is not None
@@ -137,7 +140,7 @@ def check(batch: Batch, kind: str, options: dict, head=None, teacher_head=None, 
     exact, plain = (
         right(batch, kind, dtype, head, teacher_head, **numbers) for dtype in (torch.float64, batch.hidden.dtype)
     )
-    teacher = Teacher(batch.teacher_hidden, batch.teacher_weight, head=teacher_head)
+    teacher = Teacher(ll.Logits(batch.teacher_hidden, batch.teacher_weight), head=teacher_head)
     assert_right(ours(batch, teacher, kind, head=head, **numbers, **options), exact, plain)
 
 
@@ -152,7 +155,7 @@ def test_every_kind(kind: str, backend: str, device: torch.device):
 def test_float64(kind: str, device: torch.device):
     batch = Batch.draw(device, rows=5, vocab=13, dtype=torch.float64)
     exact = right(batch, kind, torch.float64, **KINDS[kind])
-    teacher = Teacher(batch.teacher_hidden, batch.teacher_weight)
+    teacher = Teacher(ll.Logits(batch.teacher_hidden, batch.teacher_weight))
     assert_right(ours(batch, teacher, kind, **KINDS[kind]), exact, exact)
 
 
@@ -161,7 +164,7 @@ def test_float64(kind: str, device: torch.device):
 
 def loss_of(batch: Batch, teacher: Any, objective: ll.Objective, dtype: torch.dtype, **options) -> Outcome:
     hidden, weight, bias = batch.leaves(dtype)
-    loss, metrics, stats = ll.linear_policy_loss(
+    loss, metrics, stats = loss_from_hidden(
         hidden, weight, batch.target, objective, bias=bias, teacher=teacher, return_stats=True, **options
     )
     loss.backward()
@@ -205,15 +208,19 @@ def assert_loss_right(found: Outcome, exact: Outcome, plain: Outcome) -> None:
 def test_as_a_term_of_an_objective(route: str, kind: str, backend: str, device: torch.device, monkeypatch):
     batch, advantage = Batch.draw(device), torch.randn(11, device=device)
     advantage[5] = 0.0
-    what = ll.Divergence(kind, **KINDS[kind])  # pyright: ignore[reportArgumentType]
+    what = Divergence(kind, **KINDS[kind])  # pyright: ignore[reportArgumentType]
     objective = ll.Objective(policy="reinforce", entropy_coef=0.1, divergence=what, divergence_coef=0.7)
-    teacher = Teacher(batch.teacher_hidden, batch.teacher_weight)
+    teacher = Teacher(ll.Logits(batch.teacher_hidden, batch.teacher_weight))
     options: dict[str, Any] = {"backend": backend, "memory": 6000}
     if route == "two passes":
-        monkeypatch.setattr("logitless.policy_loss.plan._obstacle", lambda *_: "the test says so")
-    plan = ll.explain(*batch[:2], batch.target, objective=objective, teacher=teacher, bias=batch.bias, **options)
+        monkeypatch.setattr("logitless.route.loss._obstacle", lambda *_: "the test says so")
+    plan = ll.explain(
+        ll.policy_loss, ll.Logits(*batch[:2], bias=batch.bias), batch.target, objective, teacher=teacher, **options
+    )
     hidden = batch.hidden.clone().requires_grad_()
-    plan = ll.explain(hidden, batch.weight, batch.target, objective=objective, teacher=teacher, **options)
+    plan = ll.explain(
+        ll.policy_loss, ll.Logits(hidden, batch.weight), batch.target, objective, teacher=teacher, **options
+    )
     assert plan.kind == route
     assert ("4 matrix" in str(plan)) == (route == "one pass")
     found = loss_of(batch, teacher, objective, torch.float32, advantage=advantage, **options)
@@ -236,7 +243,7 @@ def test_heads_of_their_own(backend: str, device: torch.device):
     for dtype in (torch.float64, torch.float32):
         cooled = batch._replace(teacher_hidden=batch.teacher_hidden.to(dtype) / heat.to(dtype))
         truths.append(right(cooled, "jsd", dtype, head, ll.Head(scale=1.3), **KINDS["jsd"]))
-    teacher = Teacher(batch.teacher_hidden, batch.teacher_weight, head=other)
+    teacher = Teacher(ll.Logits(batch.teacher_hidden, batch.teacher_weight), head=other)
     assert_right(ours(batch, teacher, "jsd", head=head, backend=backend, memory=6000, **KINDS["jsd"]), *truths)
 
 
@@ -259,10 +266,17 @@ def test_another_vocabulary(device: torch.device):
     logits = batch.teacher_hidden.double() @ batch.teacher_weight[:60].double().T
     sparse[:, ids[ids >= 0]] = logits[:, ids >= 0]
     for teacher in (
-        Teacher(batch.teacher_hidden, batch.teacher_weight[:60], ids=ids),
-        Teacher.from_logits(logits.float(), ids=ids),
+        Teacher(ll.Logits(batch.teacher_hidden, batch.teacher_weight[:60]), ids=ids),
+        Teacher(logits.float(), ids=ids),
     ):
-        out = linear_divergence(*batch[:2], teacher, batch.target, bias=batch.bias, kind="forward_kl", memory=6000)
+        out = ll.logprobs(
+            ll.Logits(*batch[:2], bias=batch.bias),
+            batch.target,
+            teacher=teacher,
+            divergence="forward_kl",
+            entropy="grad",
+            memory=6000,
+        )
         z = batch.hidden.double() @ batch.weight.double().T + batch.bias.double()
         truth = textbook(z, sparse, "forward_kl").masked_fill(batch.target == -100, 0.0)
         torch.testing.assert_close(out.divergence.double(), truth, rtol=1e-5, atol=1e-6)
@@ -274,25 +288,44 @@ def test_several_teachers(device: torch.device):
     which = torch.tensor([0, 1, 2, 1, 0, 0, 2, 1, 0, 2, 2], device=device)
     logits = torch.randn(11, 83, device=device)
     members = [
-        Teacher(batch.teacher_hidden, batch.teacher_weight),
-        Teacher(other.hidden, other.weight, head=ll.Head(temperature=2.0)),
-        Teacher.from_logits(logits),
+        Teacher(ll.Logits(batch.teacher_hidden, batch.teacher_weight)),
+        Teacher(ll.Logits(other.hidden, other.weight), head=ll.Head(temperature=2.0)),
+        Teacher(logits),
     ]
-    teachers = Teachers(members, which)
+    teachers = Teacher.by_row(members, which)
     objective = ll.Objective.recipe("distill", divergence="forward_kl")
     each = [
-        linear_divergence(*batch[:2], teacher, batch.target, bias=batch.bias, kind="forward_kl") for teacher in members
+        ll.logprobs(
+            ll.Logits(*batch[:2], bias=batch.bias),
+            batch.target,
+            teacher=teacher,
+            divergence="forward_kl",
+            entropy="grad",
+        )
+        for teacher in members
     ]
     wanted = torch.stack([x.divergence for x in each]).gather(0, which[None])[0]
     assert wanted.std() > 0.1
     hidden, weight, bias = batch.leaves(torch.float32)
-    out = linear_divergence(hidden, weight, teachers, batch.target, bias=bias, kind="forward_kl", memory=6000)
+    out = ll.logprobs(
+        ll.Logits(hidden, weight, bias=bias),
+        batch.target,
+        teacher=teachers,
+        divergence="forward_kl",
+        entropy="grad",
+        memory=6000,
+    )
     torch.testing.assert_close(out.divergence, wanted, rtol=1e-5, atol=1e-6)
     loss = out.divergence.sum() / 10
     apart = torch.autograd.grad(loss, (hidden, weight, bias))
     for memory in (6000, "1MiB"):
-        once, _, stats = ll.linear_policy_loss(
-            hidden, weight, batch.target, objective, bias=bias, teacher=teachers, memory=memory, return_stats=True
+        once, _, stats = ll.policy_loss(
+            ll.Logits(hidden, weight, bias=bias),
+            batch.target,
+            objective,
+            teacher=teachers,
+            memory=memory,
+            return_stats=True,
         )
         torch.testing.assert_close(once, loss)
         torch.testing.assert_close(stats.divergence, wanted, rtol=1e-5, atol=1e-6)
@@ -321,8 +354,9 @@ def test_from_logits(backend: str, overwrite: bool, device: torch.device):
     given = view if overwrite else view[:, :7]
     where = index + index // 7 if overwrite else index
     wide = torch.nn.functional.pad(teacher, (0, 0, 0, 1)) if overwrite else teacher
-    options = {"backend": backend, "memory": 3000, "overwrite_logits": overwrite}
-    out = ll.divergence(given, wide, (where, target), kind="jsd", beta=0.3, **options)
+    options: dict[str, Any] = {"backend": backend, "memory": 3000}
+    what, given = Divergence("jsd", beta=0.3), ll.Logits.given(given, overwrite=overwrite)
+    out = ll.logprobs(given, (where, target), teacher=wide, divergence=what, **options)
     out.divergence.sum().backward()
     (exact, right_grad), (plain, plain_grad) = grads
     assert_close_to_truth(out.divergence.detach()[target != -100], exact, plain)
@@ -348,11 +382,11 @@ def test_close_distributions_keep_their_digits(device: torch.device):
     }
     assert 3e-9 < float(truth["forward_kl"].mean()) < 3e-8
     for kind, exact in truth.items():
-        found = ll.divergence(z, y, target, kind=kind).divergence.double()  # pyright: ignore[reportArgumentType]
+        found = ll.logprobs(z, target, teacher=y, divergence=kind).divergence.double()  # pyright: ignore[reportArgumentType]
         # A variation is of first order in d, and feels the rounding of log Z itself; the others are of second order.
         assert ((found - exact).abs() <= (5e-3 if kind == "tv" else 1e-3) * exact).all(), kind
         assert (found >= 0).all()
-    mixed = ll.divergence(z, y, target, kind="jsd").divergence.double()
+    mixed = ll.logprobs(z, target, teacher=y, divergence="jsd").divergence.double()
     # A quarter of the other's quarter, to first order.
     torch.testing.assert_close(mixed, truth["forward_kl"] / 4, rtol=2e-3, atol=0.0)
 
@@ -363,7 +397,7 @@ def test_the_slope_of_a_variation(backend: str, device: torch.device):
     z, apart = torch.zeros(2, 2, device=device, requires_grad=True), torch.tensor([1e-6, 1e-3], device=device)
     y = torch.stack([apart, torch.zeros_like(apart)], 1)
     target = torch.zeros(2, dtype=torch.int64, device=device)
-    out = ll.divergence(z, y, target, kind="tv", backend=backend).divergence
+    out = ll.logprobs(z, target, teacher=y, divergence="tv", backend=backend).divergence
     out.sum().backward()
     torch.testing.assert_close(out.detach(), apart / 4, rtol=2e-3, atol=0.0)
     assert z.grad is not None
@@ -378,7 +412,7 @@ def test_special_values(backend: str, device: torch.device):
     y = torch.tensor([[0.0, 0.0, -inf], [0.0, 1.0, 2.0], [0.0, 0.0, -inf], [0.0, 0.0, 0.0]], device=device)
     target, log = torch.zeros(4, dtype=torch.int64, device=device), torch.log
     forward, reverse, jsd, tv = (
-        ll.divergence(z, y, target, kind=kind, backend=backend).divergence  # pyright: ignore[reportArgumentType]
+        ll.logprobs(z, target, teacher=y, divergence=kind, backend=backend).divergence  # pyright: ignore[reportArgumentType]
         for kind in ("forward_kl", "reverse_kl", "jsd", "tv")
     )
     for x in (forward, reverse, jsd, tv):
@@ -391,7 +425,9 @@ def test_special_values(backend: str, device: torch.device):
     assert 0 < tv[2] < 1
     # The gradient of an infinite forward KL is finite, as its formula is.
     leaf = z[:3].clone().requires_grad_()
-    ll.divergence(leaf, y[:3], target[:3], kind="forward_kl", backend=backend).divergence.sum().backward()
+    ll.logprobs(
+        leaf, target[:3], teacher=y[:3], divergence="forward_kl", entropy="grad", backend=backend
+    ).divergence.sum().backward()
     assert leaf.grad is not None
     assert leaf.grad.isfinite().all()
 
@@ -399,17 +435,19 @@ def test_special_values(backend: str, device: torch.device):
 def test_second_derivatives_of_float64_are_refused_and_first_ones_checked(device: torch.device):
     hidden = torch.randn(3, 4, dtype=torch.float64, device=device, requires_grad=True)
     weight = torch.randn(7, 4, dtype=torch.float64, device=device, requires_grad=True)
-    teacher = Teacher(torch.randn(3, 5, device=device).double(), torch.randn(7, 5, device=device).double())
+    teacher = Teacher(ll.Logits(torch.randn(3, 5, device=device).double(), torch.randn(7, 5, device=device).double()))
     target = torch.tensor([1, 0, 6], device=device)
     for kind, numbers in KINDS.items():
         if kind == "tv":
             continue
 
         def score(h: Tensor, w: Tensor, kind: Any = kind, numbers: Any = numbers) -> Tensor:
-            return linear_divergence(h, w, teacher, target, kind=kind, **numbers).divergence
+            out = ll.logprobs(ll.Logits(h, w), target, teacher=teacher, divergence=Divergence(kind, **numbers))
+            assert out.divergence is not None
+            return out.divergence
 
         assert torch.autograd.gradcheck(score, (hidden, weight))
-    total = linear_divergence(hidden, weight, teacher, target).divergence.sum()
+    total = ll.logprobs(ll.Logits(hidden, weight), target, teacher=teacher).divergence.sum()
     with pytest.raises(ll.LogitlessError, match="create_graph=True"):
         torch.autograd.grad(total, hidden, create_graph=True)
 
@@ -417,16 +455,20 @@ def test_second_derivatives_of_float64_are_refused_and_first_ones_checked(device
 def test_frozen_head_and_buffers(device: torch.device):
     """Only hidden needs a gradient; then the weight's goes to a buffer, on top of what is there."""
     batch = Batch.draw(device, dtype=torch.bfloat16)
-    teacher = Teacher(batch.teacher_hidden, batch.teacher_weight)
+    teacher = Teacher(ll.Logits(batch.teacher_hidden, batch.teacher_weight))
     hidden, weight, bias = batch.leaves(torch.bfloat16)
-    linear_divergence(hidden, weight, teacher, batch.target, bias=bias).divergence.sum().backward()
+    ll.logprobs(
+        ll.Logits(hidden, weight, bias=bias), batch.target, teacher=teacher, entropy="grad"
+    ).divergence.sum().backward()
     again, frozen = batch.hidden.detach().requires_grad_(), weight.detach()
-    linear_divergence(again, frozen, teacher, batch.target, bias=bias.detach()).divergence.sum().backward()
+    ll.logprobs(
+        ll.Logits(again, frozen, bias=bias.detach()), batch.target, teacher=teacher, entropy="grad"
+    ).divergence.sum().backward()
     assert torch.equal(hidden.grad, again.grad)
     buffer = torch.ones(83, 16, device=device)
     other = weight.detach().clone().requires_grad_()
-    linear_divergence(
-        again, other, teacher, batch.target, bias=bias.detach(), weight_grad=buffer
+    ll.logprobs(
+        ll.Logits(again, other, bias=bias.detach(), weight_grad=buffer), batch.target, teacher=teacher, entropy="grad"
     ).divergence.sum().backward()
     assert other.grad is None
     torch.testing.assert_close((buffer - 1).bfloat16(), weight.grad, rtol=2e-2, atol=1e-2)
@@ -442,7 +484,7 @@ def sharded(rank: int, world: int, batch: Batch, teacher_columns: int, sequence_
     size = len(batch.hidden) // world
     tokens = slice(rank * size, (rank + 1) * size) if sequence_parallel else slice(None)
     part = batch._replace(hidden=batch.hidden[tokens], weight=batch.weight[start:stop], bias=batch.bias[start:stop])
-    teacher = Teacher(batch.teacher_hidden[tokens], batch.teacher_weight[start : min(stop, teacher_columns)])
+    teacher = Teacher(ll.Logits(batch.teacher_hidden[tokens], batch.teacher_weight[start : min(stop, teacher_columns)]))
     options = {"shard": shard, "memory": 4000, "sequence_parallel": sequence_parallel}
     return ours(part, teacher, "jsd", **KINDS["jsd"], **options)
 
@@ -464,37 +506,39 @@ def test_shards_give_the_unsharded_answer(ranks, columns: int, sequence_parallel
 
 def test_what_does_not_go_together_is_refused(device: torch.device):
     batch = Batch.draw(device)
-    teacher = Teacher(batch.teacher_hidden, batch.teacher_weight)
-    call = (*batch[:2], teacher, batch.target)
+    teacher = Teacher(ll.Logits(batch.teacher_hidden, batch.teacher_weight))
+    logits, target = ll.Logits(*batch[:2]), batch.target
     wrong: dict[str, Any] = {
-        "kind 'kl' is not known": lambda: linear_divergence(*call, kind="kl"),  # pyright: ignore[reportArgumentType]
-        "beta is the teacher's share of the mixture, between 0 and 1, but is 1.0": lambda: linear_divergence(
-            *call, kind="jsd", beta=1.0
-        ),
-        "teacher must be a Teacher or Teachers but is Tensor": lambda: linear_divergence(
-            *batch[:2],
-            batch.teacher_hidden,  # pyright: ignore[reportArgumentType]
+        "kind 'kl' is not known": lambda: ll.logprobs(logits, target, teacher=teacher, divergence="kl"),  # pyright: ignore[reportArgumentType]
+        "beta is the teacher's share of the mixture, between 0 and 1, but is 1.0": lambda: Divergence("jsd", beta=1.0),
+        "teacher must be logits, Logits, a Teacher or Teacher.by_row but is list": lambda: ll.logprobs(
+            logits, target, teacher=[teacher]
+        ),  # pyright: ignore[reportArgumentType]
+        "They must be of the same tokens": lambda: ll.logprobs(
+            ll.Logits(*batch[:2]),
             batch.target,
+            teacher=Teacher(ll.Logits(batch.teacher_hidden[:5], batch.teacher_weight)),
+            entropy="grad",
         ),
-        "They must be of the same tokens": lambda: linear_divergence(
-            *batch[:2], Teacher(batch.teacher_hidden[:5], batch.teacher_weight), batch.target
+        "KL(student || teacher) is infinite": lambda: ll.logprobs(
+            ll.Logits(*batch[:2]),
+            batch.target,
+            teacher=Teacher(ll.Logits(batch.teacher_hidden, batch.teacher_weight[:80])),
+            entropy="grad",
         ),
-        "KL(student || teacher) is infinite": lambda: linear_divergence(
-            *batch[:2], Teacher(batch.teacher_hidden, batch.teacher_weight[:80]), batch.target
+        "the teacher has 83 columns here and the student 60": lambda: ll.logprobs(
+            ll.Logits(batch.hidden, batch.weight[:60]), batch.target.clamp_max(59), teacher=teacher, entropy="grad"
         ),
-        "the teacher has 83 columns here and the student 60": lambda: linear_divergence(
-            batch.hidden, batch.weight[:60], teacher, batch.target.clamp_max(59)
+        "divergence='reverse_kl' and the call no teacher": lambda: ll.policy_loss(
+            ll.Logits(*batch[:2]), batch.target, ll.Objective.recipe("distill")
         ),
-        "divergence='reverse_kl' and the call no teacher": lambda: ll.linear_policy_loss(
-            *batch[:2], batch.target, ll.Objective.recipe("distill")
-        ),
-        "divergence=None and the call a teacher": lambda: ll.linear_policy_loss(
-            *batch[:2], batch.target, ll.Objective(policy="none"), teacher=teacher
+        "divergence=None and the call a teacher": lambda: ll.policy_loss(
+            ll.Logits(*batch[:2]), batch.target, ll.Objective(policy="none"), teacher=teacher
         ),
         "divergence_coef is 0.5 but divergence is None": lambda: ll.Objective(divergence_coef=0.5),
-        "which runs from 0 to 3, but there are 1 members": lambda: Teachers([teacher], torch.tensor([0, 3])),
+        "which runs from 0 to 3, but there are 1 members": lambda: Teacher.by_row([teacher], torch.tensor([0, 3])),
         "ids name one of the student's ids twice": lambda: Teacher(
-            batch.teacher_hidden, batch.teacher_weight, ids=torch.zeros(83, dtype=torch.int64)
+            ll.Logits(batch.teacher_hidden, batch.teacher_weight), ids=torch.zeros(83, dtype=torch.int64)
         ),
     }
     for text, act in wrong.items():
@@ -506,9 +550,9 @@ def test_what_does_not_go_together_is_refused(device: torch.device):
 def test_no_rows(device: torch.device):
     batch = Batch.draw(device)
     hidden = batch.hidden.detach().requires_grad_()
-    teacher = Teacher(batch.teacher_hidden, batch.teacher_weight)
+    teacher = Teacher(ll.Logits(batch.teacher_hidden, batch.teacher_weight))
     none = (torch.zeros(0, dtype=torch.int64, device=device),) * 2
-    out = linear_divergence(hidden, batch.weight, teacher, none)
+    out = ll.logprobs(ll.Logits(hidden, batch.weight), none, teacher=teacher, entropy="grad")
     out.divergence.sum().backward()
     assert hidden.grad is not None
     assert not hidden.grad.any()
@@ -524,19 +568,27 @@ def test_batch_invariant_bits(sort: str):
 
     def score(index: Tensor) -> Any:
         teachers = {
-            "logits": lambda: Teacher.from_logits(other @ other_weight.T),
+            "logits": lambda: Teacher(other @ other_weight.T),
             "bucket": lambda: Teacher.from_top_k(best[index], ids[index]),
             "renormalise": lambda: Teacher.from_top_k(best[index], ids[index], "renormalise"),
         }
-        teacher = teachers.get(sort, lambda: Teacher(other, other_weight))()
+        teacher = teachers.get(sort, lambda: Teacher(ll.Logits(other, other_weight)))()
         options: dict[str, Any] = {"batch_invariant": True, "memory": 40_000}
         if sort == "kept":
-            options |= {"kept": ll.Kept(ids[index].flatten(), torch.full_like(index, 5)), "scope": "support"}
-        return linear_divergence(hidden, weight, teacher, (index, target[index]), kind="jsd", **options)
+            options["kept"] = ll.Kept(ids[index].flatten(), torch.full_like(index, 5), "support")
+        return from_hidden(
+            hidden, weight, (index, target[index]), teacher=teacher, divergence="jsd", entropy="grad", **options
+        )
 
     full = score(torch.arange(rows))
     # What is fixed is the order of sums, and not the result.
-    loose = linear_divergence(hidden, weight, Teacher(other, other_weight), target, kind="jsd")
+    loose = ll.logprobs(
+        ll.Logits(hidden, weight),
+        target,
+        teacher=Teacher(ll.Logits(other, other_weight)),
+        divergence="jsd",
+        entropy="grad",
+    )
     if sort in ("head", "logits"):
         torch.testing.assert_close(full.divergence, loose.divergence)
     for index in (torch.tensor([7]), torch.arange(40, 57), torch.randperm(rows)):
@@ -548,22 +600,28 @@ def test_batch_invariant_bits(sort: str):
 
 def test_batch_invariance_as_a_loss_and_with_several_teachers():
     batch = Batch.draw("cpu")
-    teacher, objective = Teacher(*batch[3:5]), ll.Objective.recipe("distill", divergence="forward_kl")
+    teacher, objective = Teacher(ll.Logits(*batch[3:5])), ll.Objective.recipe("distill", divergence="forward_kl")
     hidden = batch.hidden.clone().requires_grad_()
     given: dict[str, Any] = {"teacher": teacher, "batch_invariant": True, "memory": 6000}
-    plan = ll.explain(hidden, batch.weight, batch.target, objective=objective, **given)
+    logits, options = logits_of(hidden, batch.weight, given)
+    plan = ll.explain(ll.policy_loss, logits, batch.target, objective, **options)
     assert str(plan).startswith("two passes: 6 matrix products, because batch_invariant=True fixes the tiles")
-    loss, _, stats = ll.linear_policy_loss(hidden, batch.weight, batch.target, objective, return_stats=True, **given)
-    each = linear_divergence(
-        hidden, batch.weight, teacher, batch.target, kind="forward_kl", batch_invariant=True, memory=6000
+    loss, _, stats = loss_from_hidden(hidden, batch.weight, batch.target, objective, return_stats=True, **given)
+    each = ll.logprobs(
+        ll.Logits(hidden, batch.weight, batch_invariant=True),
+        batch.target,
+        teacher=teacher,
+        divergence="forward_kl",
+        entropy="grad",
+        memory=6000,
     )
     assert torch.equal(stats.divergence, each.divergence)
     (found,) = torch.autograd.grad(loss, hidden)
     (wanted,) = torch.autograd.grad(each.divergence.sum() / 10, hidden)
     torch.testing.assert_close(found, wanted)
-    several = Teachers([teacher], torch.zeros(11, dtype=torch.int64))
+    several = Teacher.by_row([teacher], torch.zeros(11, dtype=torch.int64))
     with pytest.raises(ll.LogitlessError, match="batch_invariant=True goes with one Teacher"):
-        linear_divergence(*batch[:2], several, batch.target, batch_invariant=True)
+        ll.logprobs(ll.Logits(*batch[:2], batch_invariant=True), batch.target, teacher=several, entropy="grad")
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -585,7 +643,7 @@ def test_pairs_of_features(seed: int):
     memory = r.choice((2000, 9000, "1MiB"))
     options = {"head": head, "backend": r.choice(("reference", "tiled")), "memory": memory, **KINDS[kind]}
     exact, plain = (right(batch, kind, d, head, other, **KINDS[kind]) for d in (torch.float64, dtype))
-    found = ours(batch, Teacher(batch.teacher_hidden, batch.teacher_weight, head=other), kind, **options)
+    found = ours(batch, Teacher(ll.Logits(batch.teacher_hidden, batch.teacher_weight), head=other), kind, **options)
     # Logits are rounded at their own size, before anything is computed of them.
     logits = shaped(batch.hidden @ batch.weight.T + batch.bias, head)
     unit = 4 * torch.finfo(dtype).eps * max(1.0, float(logits.abs().max()))

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from calls import from_hidden, logits_of, loss_from_hidden
 from close import assert_close_to_truth, assert_gradient_close_to_truth
 from test_divergence import KINDS
 from test_top_k_teacher import shaped, textbook
@@ -14,7 +15,8 @@ from torch import Tensor
 
 import logitless as ll
 from benchmarks.bench.measure import peak_bytes
-from logitless import Head, Kept, LogitlessError, Teacher, Teachers, VocabShard
+from logitless import Head, Kept, LogitlessError, Teacher, VocabShard
+from logitless.backends.divergences import Divergence
 
 # NumPy, which runs the kernels in Triton's interpreter, reports what a selection then leaves out.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered")
@@ -91,10 +93,11 @@ def right(batch: Batch, kind: str, dtype: torch.dtype, scope: str, own: bool, he
     return Outcome(tuple(x.detach() for x in found), tuple(x.grad for x in (hidden, weight, bias)))  # pyright: ignore
 
 
-def ours(batch: Batch, teacher: Any, kind: str, scope: Any, head: Head | None = None, **options) -> Outcome:
+def ours(batch: Batch, teacher: Any, kind: Any, scope: Any, head: Head | None = None, **options) -> Outcome:
     hidden, weight, bias = batch.leaves(batch.hidden.dtype)
-    given = {"kind": kind, "bias": bias, "head": head, "kept": batch.kept(batch.mask), "scope": scope}
-    out = ll.linear_divergence(hidden, weight, teacher, batch.target, **given, **KINDS[kind], **options)
+    given: dict[str, Any] = {"bias": bias, "head": head, "kept": batch.kept(batch.mask).over(scope)}
+    given |= {"teacher": teacher, "divergence": Divergence(kind, **KINDS[kind])}
+    out = from_hidden(hidden, weight, batch.target, entropy="grad", **given, **options)
     scale = torch.arange(1, ROWS + 1, device=hidden.device)
     (scale * (out.divergence + 0.3 * out.logprob - 0.2 * out.entropy)).sum().backward()
     assert (out.log_z is None) == (scope == "support")
@@ -113,7 +116,7 @@ def assert_right(found: Outcome, exact: Outcome, plain: Outcome) -> None:
 def check(batch: Batch, kind: str, scope: str, own: bool, heads=(None, None), **options) -> None:
     exact, plain = (right(batch, kind, x, scope, own, heads) for x in (torch.float64, batch.hidden.dtype))
     kept = batch.kept(batch.other_mask) if own else None
-    teacher = Teacher(batch.other_hidden, batch.other_weight, head=heads[1], kept=kept)
+    teacher = Teacher(ll.Logits(batch.other_hidden, batch.other_weight), head=heads[1], kept=kept)
     assert_right(ours(batch, teacher, kind, scope, heads[0], **options), exact, plain)
 
 
@@ -141,11 +144,16 @@ def test_what_is_infinite(device: torch.device):
     more = (batch.other_mask & ~batch.mask).any(1) & (batch.target != -100)
     assert more.any()
     assert not more.all()
-    teacher = Teacher(batch.other_hidden, batch.other_weight, kept=batch.kept(batch.other_mask))
+    teacher = Teacher(ll.Logits(batch.other_hidden, batch.other_weight), kept=batch.kept(batch.other_mask))
     kept = batch.kept(batch.mask)
     weight = batch.weight.detach().requires_grad_()
-    forward = ll.linear_divergence(
-        batch.hidden, weight, teacher, batch.target, kind="forward_kl", kept=kept, scope="support"
+    forward = ll.logprobs(
+        ll.Logits(batch.hidden, weight),
+        batch.target,
+        teacher=teacher,
+        divergence="forward_kl",
+        entropy="grad",
+        kept=kept.over("support"),
     ).divergence
     assert torch.equal(forward.isinf(), more)
     # The gradient is finite, as its formula is, and reaches no id that the student has not kept.
@@ -155,8 +163,8 @@ def test_what_is_infinite(device: torch.device):
     assert weight.grad.isfinite().all()
     assert torch.equal(weight.grad.any(1), batch.mask[row])
     fewer = Kept.from_lists([[int(t)] if t >= 0 else [] for t in (batch.target + 1) % VOCAB], device)
-    alone = Teacher(batch.other_hidden, batch.other_weight, kept=fewer)
-    reverse = ll.linear_divergence(*batch[:2], alone, batch.target, kept=kept, scope="support")
+    alone = Teacher(ll.Logits(batch.other_hidden, batch.other_weight), kept=fewer)
+    reverse = ll.logprobs(ll.Logits(*batch[:2]), batch.target, teacher=alone, entropy="grad", kept=kept.over("support"))
     assert torch.equal(reverse.divergence.isinf(), batch.target != -100)
     # The target is not forced into what the teacher kept.
     assert torch.equal(reverse.teacher_logprob.isneginf(), batch.target != -100)
@@ -167,9 +175,9 @@ def test_several_teachers_and_kinds_of_them(device: torch.device):
     batch = Batch.draw(device)
     ids, logits = torch.randperm(VOCAB, device=device), torch.randn(ROWS, VOCAB, device=device)
     members = [
-        Teacher(batch.other_hidden, batch.other_weight, head=Head(temperature=0.7)),
-        Teacher.from_logits(logits),
-        Teacher(batch.other_hidden, batch.other_weight, ids=ids, head=Head(softcap=4.0)),
+        Teacher(ll.Logits(batch.other_hidden, batch.other_weight), head=Head(temperature=0.7)),
+        Teacher(logits),
+        Teacher(ll.Logits(batch.other_hidden, batch.other_weight), ids=ids, head=Head(softcap=4.0)),
     ]
     which = torch.arange(ROWS, device=device) % 3
     kept, wanted = batch.kept(batch.mask), torch.zeros(ROWS, device=device, dtype=torch.float64)
@@ -181,14 +189,31 @@ def test_several_teachers_and_kinds_of_them(device: torch.device):
         log_p, log_q = (x.to(device).masked_fill(~batch.mask, -torch.inf).log_softmax(-1) for x in (z, right_logits))
         wanted = torch.where(which == number, textbook(log_p, log_q, "forward_kl"), wanted)
     wanted = wanted.masked_fill(batch.target == -100, 0.0)
-    out = ll.linear_divergence(
-        *batch[:2], Teachers(members, which), batch.target, kind="forward_kl", kept=kept, scope="support"
+    out = ll.logprobs(
+        ll.Logits(*batch[:2]),
+        batch.target,
+        teacher=Teacher.by_row(members, which),
+        divergence="forward_kl",
+        entropy="grad",
+        kept=kept.over("support"),
     )
     assert_close_to_truth(out.divergence, wanted, wanted.float())
     supports = [batch.kept(x) for x in (batch.mask.clone(), batch.other_mask, batch.mask.clone())]
-    own = [Teacher(batch.other_hidden, batch.other_weight, kept=x) for x in supports]
-    each = [ll.linear_divergence(*batch[:2], x, batch.target, kept=kept, kind="tv").divergence for x in own]
-    joint = ll.linear_divergence(*batch[:2], Teachers(own, which), batch.target, kept=kept, kind="tv").divergence
+    own = [Teacher(ll.Logits(batch.other_hidden, batch.other_weight), kept=x) for x in supports]
+    each = [
+        ll.logprobs(
+            ll.Logits(*batch[:2]), batch.target, teacher=x, divergence="tv", entropy="grad", kept=kept
+        ).divergence
+        for x in own
+    ]
+    joint = ll.logprobs(
+        ll.Logits(*batch[:2]),
+        batch.target,
+        teacher=Teacher.by_row(own, which),
+        divergence="tv",
+        entropy="grad",
+        kept=kept,
+    ).divergence
     assert torch.equal(joint, torch.stack(each).gather(0, which[None])[0])
     assert not torch.equal(joint, each[0])
 
@@ -212,12 +237,13 @@ def test_as_a_term_of_an_objective(scope: Any, device: torch.device):
         return Outcome((loss.detach()[None],), tuple(x.grad for x in (hidden, weight, bias)))  # pyright: ignore
 
     hidden, weight, bias = batch.leaves(torch.float32)
-    teacher = Teacher(batch.other_hidden, batch.other_weight)
-    given: dict[str, Any] = {"bias": bias, "teacher": teacher, "kept": batch.kept(batch.mask), "scope": scope}
-    plan = ll.explain(hidden, weight, batch.target, objective=objective, **given)
+    teacher = Teacher(ll.Logits(batch.other_hidden, batch.other_weight))
+    given: dict[str, Any] = {"bias": bias, "teacher": teacher, "kept": batch.kept(batch.mask).over(scope)}
+    logits, options = logits_of(hidden, weight, given)
+    plan = ll.explain(ll.policy_loss, logits, batch.target, objective, **options)
     words = "support: no matrix product" if scope == "support" else "two passes: 4 matrix products"
     assert str(plan).startswith(words)
-    loss, metrics = ll.linear_policy_loss(hidden, weight, batch.target, objective, advantage=advantage, **given)
+    loss, metrics = loss_from_hidden(hidden, weight, batch.target, objective, advantage=advantage, **given)
     loss.backward()
     assert metrics.compute()["divergence"] > 0
     exact, usual = plain(torch.float64), plain(torch.float32)
@@ -232,7 +258,9 @@ def sharded(rank: int, world: int, batch: Batch, scope: str, sequence_parallel: 
     size = ROWS // world
     tokens = slice(rank * size, (rank + 1) * size) if sequence_parallel else slice(None)
     part = batch._replace(hidden=batch.hidden[tokens], weight=batch.weight[start:stop], bias=batch.bias[start:stop])
-    teacher = Teacher(batch.other_hidden[tokens], batch.other_weight[start:stop], kept=batch.kept(batch.other_mask))
+    teacher = Teacher(
+        ll.Logits(batch.other_hidden[tokens], batch.other_weight[start:stop]), kept=batch.kept(batch.other_mask)
+    )
     shard = VocabShard(start, stop, dist.group.WORLD, check_calls=True)
     return ours(part, teacher, "jsd", scope, shard=shard, sequence_parallel=sequence_parallel)
 
@@ -250,11 +278,11 @@ def test_shards(scope: str, sequence_parallel: bool, ranks):
 
 def test_memory_is_that_of_the_ids_alone():
     hidden, weight = torch.randn(64, 8, requires_grad=True), torch.randn(50_000, 8)
-    teacher, target = Teacher(torch.randn(64, 8), torch.randn(50_000, 8)), torch.randint(50_000, (64,))
+    teacher, target = Teacher(ll.Logits(torch.randn(64, 8), torch.randn(50_000, 8))), torch.randint(50_000, (64,))
     kept = Kept(torch.randint(50_000, (256,)), torch.full((64,), 4))
 
     def step() -> None:
-        out = ll.linear_divergence(hidden, weight, teacher, target, kept=kept, scope="support")
+        out = ll.logprobs(ll.Logits(hidden, weight), target, teacher=teacher, entropy="grad", kept=kept.over("support"))
         out.divergence.sum().backward()
 
     step()
@@ -263,21 +291,20 @@ def test_memory_is_that_of_the_ids_alone():
 
 def test_what_is_refused():
     batch = Batch.draw()
-    kept, teacher = batch.kept(batch.mask), Teacher(batch.other_hidden, batch.other_weight)
+    kept, teacher = batch.kept(batch.mask), Teacher(ll.Logits(batch.other_hidden, batch.other_weight))
     sent = Teacher.from_top_k(torch.randn(ROWS, 3).log_softmax(-1), torch.arange(3).expand(ROWS, 3))
-    own = Teacher(batch.other_hidden, batch.other_weight, kept=batch.kept(batch.other_mask))
-    nothing = Teacher(batch.other_hidden, batch.other_weight, kept=Kept.from_lists([[]] * ROWS))
+    own = Teacher(ll.Logits(batch.other_hidden, batch.other_weight), kept=batch.kept(batch.other_mask))
+    nothing = Teacher(ll.Logits(batch.other_hidden, batch.other_weight), kept=Kept.from_lists([[]] * ROWS))
     zeros = torch.zeros(ROWS, dtype=torch.int64)
     wrong: dict[str, tuple[Any, dict]] = {
         "kept= does not go with Teacher.from_top_k": (sent, {"kept": kept}),
         "Teacher(kept=) goes with kept= of the student": (own, {}),
-        "of several teachers all have it or none": (Teachers([own, teacher], zeros), {"kept": kept}),
+        "of several teachers all have it or none": (Teacher.by_row([own, teacher], zeros), {"kept": kept}),
         "the teacher kept no id at all in a row": (nothing, {"kept": kept}),
-        'scope="support" needs kept=': (teacher, {"scope": "support"}),
     }
     for text, (given, options) in wrong.items():
         with pytest.raises(LogitlessError) as caught:
-            ll.linear_divergence(*batch[:2], given, batch.target, **options)
+            ll.logprobs(ll.Logits(*batch[:2]), batch.target, teacher=given, **options)
         assert text in str(caught.value)
     with pytest.raises(LogitlessError, match="Teacher: kept must be a Kept or None but is list"):
-        Teacher(batch.other_hidden, batch.other_weight, kept=[[1]])  # pyright: ignore[reportArgumentType]
+        Teacher(ll.Logits(batch.other_hidden, batch.other_weight), kept=[[1]])  # pyright: ignore[reportArgumentType]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from calls import from_hidden, logits_of, loss_from_hidden
 from close import assert_close_to_truth, assert_gradient_close_to_truth
 from test_divergence import KINDS
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 import logitless as ll
 from benchmarks.bench.measure import peak_bytes
 from logitless import Head, LogitlessError, Teacher, VocabShard
+from logitless.backends.divergences import Divergence
 
 # NumPy, which runs the kernels in Triton's interpreter, reports what a selection then leaves out.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered")
@@ -109,10 +111,12 @@ def right(batch: Batch, kind: str, tail: str, dtype: torch.dtype, head: Head | N
     return Outcome((found.detach(), entropy), tuple(x.grad for x in (hidden, weight, bias)))  # pyright: ignore
 
 
-def ours(batch: Batch, kind: str, tail: str, head: Head | None = None, **options) -> Outcome:
+def ours(
+    batch: Batch, kind: Any, tail: str, head: Head | None = None, options: dict | None = None, **numbers
+) -> Outcome:
     hidden, weight, bias = batch.leaves(batch.hidden.dtype)
-    given = {"kind": kind, "bias": bias, "head": head, **options}
-    out = ll.linear_divergence(hidden, weight, batch.teacher(tail), batch.target, **given)
+    given: dict[str, Any] = {"teacher": batch.teacher(tail), "divergence": Divergence(kind, **numbers), "head": head}
+    out = from_hidden(hidden, weight, batch.target, bias=bias, entropy="grad", **given, **(options or {}))
     (out.divergence * torch.arange(1, ROWS + 1, device=out.divergence.device)).sum().backward()
     values = (out.divergence.detach(), out.teacher_entropy)
     return Outcome(values, tuple(x.grad for x in (hidden, weight, bias)))  # pyright: ignore
@@ -127,7 +131,7 @@ def assert_right(found: Outcome, exact: Outcome, plain: Outcome) -> None:
 
 def check(batch: Batch, kind: str, tail: str, head: Head | None = None, options: dict | None = None) -> None:
     exact, plain = (right(batch, kind, tail, x, head, **KINDS[kind]) for x in (torch.float64, batch.hidden.dtype))
-    assert_right(ours(batch, kind, tail, head, **KINDS[kind], **(options or {})), exact, plain)
+    assert_right(ours(batch, kind, tail, head, options, **KINDS[kind]), exact, plain)
 
 
 @pytest.mark.parametrize("tail", TAILS)
@@ -161,7 +165,7 @@ def test_heads(head: Head, tail: str, device: torch.device):
 def test_dtypes(dtype: torch.dtype, tail: str, device: torch.device):
     batch = Batch.draw(device, dtype)
     exact = right(batch, "reverse_kl", tail, torch.float64)
-    found = ours(batch, "reverse_kl", tail, memory="64MiB")
+    found = ours(batch, "reverse_kl", tail, options={"memory": "64MiB"})
     if dtype == torch.float64:
         assert_right(found, exact, exact)
         return
@@ -186,13 +190,13 @@ def test_a_student_that_is_nearly_certain(kind: str, device: torch.device):
 
 
 @pytest.mark.parametrize("kind", ["tv", "forward_kl"])
-def test_a_student_that_excludes_all_ids(kind: str, device: torch.device):
+def test_a_student_that_excludes_all_ids(kind: Any, device: torch.device):
     """There is no distribution over what is left of them: NaN, and not what the padding would make of it."""
     batch = Batch.draw(device)
     row = int(((batch.ids < 0).any(1) & (batch.ids >= 0).any(1) & (batch.target >= 0)).nonzero()[0])
     batch.bias[batch.ids[row][batch.ids[row] >= 0]] = -torch.inf
-    given = {"kind": kind, "bias": batch.bias}
-    out = ll.linear_divergence(batch.hidden, batch.weight, batch.teacher("renormalise"), batch.target, **given)
+    logits = ll.Logits(batch.hidden, batch.weight, bias=batch.bias)
+    out = ll.logprobs(logits, batch.target, teacher=batch.teacher("renormalise"), divergence=kind)
     assert out.divergence[row].isnan()
 
 
@@ -204,12 +208,14 @@ def test_what_else_is_returned(device: torch.device):
     batch.target[9] = next(i for i in range(VOCAB) if i not in batch.ids[9].tolist())
     over = {}
     for tail in TAILS:
-        over[tail] = ll.linear_divergence(batch.hidden, batch.weight, batch.teacher(tail), batch.target)
+        over[tail] = ll.logprobs(
+            ll.Logits(batch.hidden, batch.weight), batch.target, teacher=batch.teacher(tail), entropy="grad"
+        )
         listed = (batch.ids == batch.target[:, None]).any(1)
         assert listed[6]
         missing = torch.isnan if tail == "bucket" else torch.isneginf
         assert missing(over[tail].teacher_logprob).tolist() == (~listed & (batch.target != -100)).tolist()
-    whole = ll.linear_logprobs(batch.hidden, batch.weight, batch.target, entropy="value")
+    whole = ll.logprobs(ll.Logits(batch.hidden, batch.weight), batch.target, entropy="value")
     for name in ("logprob", "entropy", "log_z"):
         torch.testing.assert_close(getattr(over["bucket"], name), getattr(whole, name))
     assert over["bucket"].teacher_logprob[6] == batch.logprobs[6, 2]
@@ -245,8 +251,12 @@ def test_from_logits(tail: Any, overwrite: bool, device: torch.device):
 
     leaf = logits.detach().requires_grad_()
     given = leaf * 1.0 if overwrite else leaf
-    out = ll.divergence(
-        given, batch.teacher(tail), (order, batch.target), kind="jsd", beta=0.3, overwrite_logits=overwrite
+    out = ll.logprobs(
+        ll.Logits.given(given, overwrite=overwrite),
+        (order, batch.target),
+        teacher=batch.teacher(tail),
+        divergence=Divergence("jsd", beta=0.3),
+        entropy="grad",
     )
     (out.divergence * torch.arange(1, ROWS + 1, device=device)).sum().backward()
     exact, plain = both(torch.float64), both(torch.float32)
@@ -254,7 +264,13 @@ def test_from_logits(tail: Any, overwrite: bool, device: torch.device):
     assert leaf.grad is not None
     assert_gradient_close_to_truth(leaf.grad, exact.gradients[0], plain.gradients[0])
     eye = torch.eye(VOCAB, device=device)
-    same = ll.linear_divergence(logits[order], eye, batch.teacher(tail), batch.target, kind="jsd", beta=0.3)
+    same = ll.logprobs(
+        ll.Logits(logits[order], eye),
+        batch.target,
+        teacher=batch.teacher(tail),
+        divergence=Divergence("jsd", beta=0.3),
+        entropy="grad",
+    )
     for name in ("logprob", "entropy", "log_z", "teacher_logprob", "teacher_entropy"):
         torch.testing.assert_close(getattr(out, name).detach(), getattr(same, name), equal_nan=True, msg=name)
 
@@ -264,7 +280,7 @@ def test_from_logits(tail: Any, overwrite: bool, device: torch.device):
 @pytest.mark.parametrize("route", ["one pass", "two passes"])
 def test_as_a_term_of_an_objective(route: str, tail: str, backend: str, device: torch.device, monkeypatch):
     if route == "two passes":
-        monkeypatch.setattr("logitless.policy_loss.plan._obstacle", lambda *_: "the test says so")
+        monkeypatch.setattr("logitless.route.loss._obstacle", lambda *_: "the test says so")
     batch, advantage = Batch.draw(device), torch.randn(ROWS, device=device)
     objective = ll.Objective(policy="reinforce", entropy_coef=0.1, divergence="forward_kl", divergence_coef=0.7)
 
@@ -282,15 +298,21 @@ def test_as_a_term_of_an_objective(route: str, tail: str, backend: str, device: 
 
     hidden, weight, bias = batch.leaves(torch.float32)
     given: dict[str, Any] = {"bias": bias, "teacher": batch.teacher(tail), "memory": 3000, "backend": backend}
-    plan = ll.explain(hidden, weight, batch.target, objective=objective, **given)
+    logits, options = logits_of(hidden, weight, given)
+    plan = ll.explain(ll.policy_loss, logits, batch.target, objective, **options)
     assert str(plan).startswith(f"{route}: {3 if route == 'one pass' else 4} matrix products")
     assert route == "two passes" or len(plan.chunks) > 1  # pyright: ignore[reportAttributeAccessIssue]
-    loss, metrics, stats = ll.linear_policy_loss(
+    loss, metrics, stats = loss_from_hidden(
         hidden, weight, batch.target, objective, advantage=advantage, return_stats=True, **given
     )
     loss.backward()
     assert metrics.compute()["divergence"] > 0
     found = Outcome((loss.detach(), stats.divergence), tuple(x.grad for x in (hidden, weight, bias)))
+    assert_right(found, plain(torch.float64), plain(torch.float32))
+    del given["bias"]
+    hidden, weight, bias = leaves = batch.leaves(torch.float32)
+    once = ll.policy_loss(hidden @ weight.T + bias, batch.target, objective, advantage=advantage, **given)[0]
+    found = Outcome((once.detach(), stats.divergence), torch.autograd.grad(once, leaves))
     assert_right(found, plain(torch.float64), plain(torch.float32))
 
 
@@ -300,15 +322,17 @@ def sharded(rank: int, world: int, batch: Batch, tail: str, sequence_parallel: b
     # As many tokens on either, the last of which is not scored.
     hidden = torch.cat([batch.hidden, torch.zeros(1, 16)]).chunk(world)[rank] if sequence_parallel else batch.hidden
     leaves = [x.detach().requires_grad_() for x in (hidden, batch.weight[part], batch.bias[part])]
-    out = ll.linear_divergence(
-        *leaves[:2],
-        batch.teacher(tail),
+    out = ll.logprobs(
+        ll.Logits(
+            *leaves[:2],
+            bias=leaves[2],
+            shard=VocabShard(*bounds, dist.group.WORLD, check_calls=True),
+            sequence_parallel=sequence_parallel,
+        ),
         ll.Rows.at(torch.arange(ROWS), batch.target),
-        kind="jsd",
-        beta=0.3,
-        bias=leaves[2],
-        shard=VocabShard(*bounds, dist.group.WORLD, check_calls=True),
-        sequence_parallel=sequence_parallel,
+        teacher=batch.teacher(tail),
+        divergence=Divergence("jsd", beta=0.3),
+        entropy="grad",
     )
     (out.divergence * torch.arange(1, ROWS + 1)).sum().backward()
     return Outcome((out.divergence.detach(), out.teacher_entropy), tuple(x.grad for x in leaves))  # pyright: ignore
@@ -333,15 +357,13 @@ def sharded_loss(rank: int, world: int, batch: Batch, tail: str, memory: int) ->
     bounds = ((0, 30), (30, VOCAB))[rank]
     part = slice(*bounds)
     leaves = [x.detach().requires_grad_() for x in (batch.hidden, batch.weight[part], batch.bias[part])]
-    objective = ll.Objective.recipe("distill", divergence=ll.Divergence("jsd", beta=0.3))
+    objective = ll.Objective.recipe("distill", divergence=Divergence("jsd", beta=0.3))
     shard = VocabShard(*bounds, dist.group.WORLD, check_calls=True)
-    loss, _, stats = ll.linear_policy_loss(
-        *leaves[:2],
+    loss, _, stats = ll.policy_loss(
+        ll.Logits(*leaves[:2], bias=leaves[2], shard=shard),
         batch.target,
         objective,
-        bias=leaves[2],
         teacher=batch.teacher(tail),
-        shard=shard,
         memory=memory,
         return_stats=True,
     )
@@ -375,7 +397,9 @@ def test_no_rows(tail: str, device: torch.device):
     batch = Batch.draw(device)
     hidden, weight, _ = batch.leaves(torch.float32)
     none = Teacher.from_top_k(batch.logprobs[:0], batch.ids[:0], tail)  # pyright: ignore[reportArgumentType]
-    out = ll.linear_divergence(hidden, weight, none, ll.Rows.at(batch.target[:0], batch.target[:0]))
+    out = ll.logprobs(
+        ll.Logits(hidden, weight), ll.Rows.at(batch.target[:0], batch.target[:0]), teacher=none, entropy="grad"
+    )
     assert out.divergence.shape == (0,)
     out.divergence.sum().backward()
     assert hidden.grad is not None
@@ -389,9 +413,12 @@ def test_renormalised_takes_memory_of_its_ids_alone():
     ids = torch.randint(50_000, (64, 1)) + torch.arange(4) - 4
     teacher = Teacher.from_top_k(torch.randn(64, 4), ids.clamp_min(-1), "renormalise")
     target = torch.randint(50_000, (64,))
-    ll.linear_divergence(hidden, weight, teacher, target).divergence.sum().backward()
-    peak = peak_bytes(lambda: ll.linear_divergence(hidden, weight, teacher, target).divergence.sum().backward(), "cpu")
-    assert peak < 64 * 4 * 400
+
+    def step() -> None:
+        ll.logprobs(ll.Logits(hidden, weight), target, teacher=teacher, entropy="grad").divergence.sum().backward()
+
+    step()
+    assert peak_bytes(step, "cpu") < 64 * 4 * 400
 
 
 @pytest.mark.parametrize(
@@ -415,9 +442,45 @@ def test_errors_of_the_call():
     batch = Batch.draw()
     operands = (batch.hidden, batch.weight)
     with pytest.raises(LogitlessError, match=r"log-probs are \[13, 6\] but there are 12 rows. Give K for every scored"):
-        ll.linear_divergence(*operands, batch.teacher("bucket"), ll.Rows.at(torch.arange(12), batch.target[:12]))
+        ll.logprobs(
+            ll.Logits(*operands),
+            ll.Rows.at(torch.arange(12), batch.target[:12]),
+            teacher=batch.teacher("bucket"),
+            entropy="grad",
+        )
     beyond = Teacher.from_top_k(batch.logprobs, torch.arange(VOCAB - K + 1, VOCAB + 1).expand(ROWS, K))
     with pytest.raises(LogitlessError, match="ids go up to 83, outside of the student's vocabulary of 83"):
-        ll.linear_divergence(*operands, beyond, batch.target)
+        ll.logprobs(ll.Logits(*operands), batch.target, teacher=beyond, entropy="grad")
     with pytest.raises(LogitlessError, match="Teachers: a member has log-probs of K ids"):
-        ll.Teachers([batch.teacher("bucket")], torch.zeros(ROWS, dtype=torch.int64))
+        Teacher.by_row([batch.teacher("bucket")], torch.zeros(ROWS, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("source", ["logits", "hidden"])
+def test_other_results_stay_and_the_entropy_is_as_asked_for(source: str, tail: Any, device: torch.device):
+    """Statistics and the K best are over the vocabulary, whatever the ids that the teacher sent."""
+    batch = Batch.draw(device)
+    hidden, weight, bias = batch.leaves(torch.float32)
+    logits = ll.Logits(hidden, weight, bias=bias) if source == "hidden" else hidden @ weight.T + bias
+    asked: dict[str, Any] = {"stats": ("top1", "collision", "rank"), "top_k": 3}
+    alone = ll.logprobs(logits, batch.target, **asked)
+    for entropy in (None, "value", "grad"):
+        out = ll.logprobs(logits, batch.target, teacher=batch.teacher(tail), entropy=entropy, **asked)
+        for name in ("top1_id", "top1_logprob", "top1_hit", "rank", "top_k_ids", "top_k_logprobs", "collision"):
+            torch.testing.assert_close(getattr(out, name), getattr(alone, name))
+        assert out.ids_logprobs is None
+        bare = ll.logprobs(logits, batch.target, teacher=batch.teacher(tail), entropy=entropy)
+        for name in ("divergence", "logprob", "log_z", "entropy", "teacher_logprob", "teacher_entropy"):
+            mine, theirs = getattr(out, name), getattr(bare, name)
+            assert (mine is None) == (theirs is None) == (name == "entropy" and entropy is None)
+            if mine is not None:
+                torch.testing.assert_close(mine, theirs, equal_nan=True)
+        for found in (out, bare):
+            assert (found.entropy is not None and found.entropy.requires_grad) == (entropy == "grad")
+        grads = [
+            torch.autograd.grad(x.divergence.sum(), (hidden, weight, bias), retain_graph=True) for x in (out, bare)
+        ]
+        for mine, theirs in zip(*grads, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        (mine,) = torch.autograd.grad(out.collision.sum(), weight, retain_graph=True)
+        torch.testing.assert_close(mine, torch.autograd.grad(alone.collision.sum(), weight, retain_graph=True)[0])

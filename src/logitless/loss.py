@@ -195,7 +195,7 @@ def evaluate(
     if plan.first is None:
         return _one_pass(call, plan, operands, inputs, batch)
     # The first of two passes; backward is the second. The budget is that of log-probs.
-    stats = score(first_pass(call), plan.first, operands)
+    stats = score(first_pass(call), plan.first, operands, whole=True)
     loss, metrics = objective.evaluate(with_results(objective, inputs, stats))
     return loss, metrics, stats.each(lambda x: x.detach())
 

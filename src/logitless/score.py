@@ -168,18 +168,28 @@ def with_teacher(call: Call, operands: Operands) -> Call:
     return replace(call, apart=everywhere or call.apart, apart_everywhere=everywhere)
 
 
-def score(call: Call, plan: Plan, operands: Operands) -> TokenStats:
-    """``[R]`` results of a call that was checked."""
+def score(call: Call, plan: Plan, operands: Operands, whole: bool = False) -> TokenStats:
+    """``[R]`` results of a call that was checked.
+
+    Args:
+        whole: whether log-probs are over the vocabulary even where a teacher sent K ids to compare over: a loss's are.
+    """
     teacher = call.asked.teacher
     if teacher is None:
         return _over_support(call, operands) if call.over_support else scored(call, plan, operands)
     assert isinstance(teacher, Teacher | Teachers)
     if call.kept is not None:
-        return _over_supports(call, plan, operands, teacher)
+        return _as_asked(_over_supports(call, plan, operands, teacher), call.asked.entropy)
     if isinstance(teacher, Teacher) and teacher.top_k is not None:
-        return _over_outcomes(call, plan, operands, teacher)
+        return _as_asked(_over_outcomes(call, plan, operands, teacher, whole), call.asked.entropy)
     ordered, order = grouped(teacher, call)
     return ungrouped(scored(ordered, plan, operands), order)
+
+
+def _as_asked(found: TokenStats, entropy: EntropyMode) -> TokenStats:
+    """Results with their entropy as it was asked for: with a graph, without one, or not at all."""
+    x = None if entropy is None else found.entropy
+    return found._replace(entropy=x.detach() if x is not None and entropy == "value" else x)
 
 
 def _over_support(call: Call, operands: Operands) -> TokenStats:
@@ -203,13 +213,13 @@ def _over_supports(call: Call, plan: Plan, operands: Operands, teacher: Teacher 
     z, _ = transform(raw, call.gain.double()[support.entries.row], call.squash)
     found = divergence_over(z, others, outcomes, call.kind, call.gain.dtype)
     if call.over_support:
-        return found if call.entropy else found._replace(entropy=None)
+        return found
     own = scored(call, plan, operands)
     names = ("divergence", "teacher_logprob", "teacher_entropy")
     return own._replace(**{name: getattr(found, name) for name in names})
 
 
-def _over_outcomes(call: Call, plan: Plan, operands: Operands, teacher: Teacher) -> TokenStats:
+def _over_outcomes(call: Call, plan: Plan, operands: Operands, teacher: Teacher, whole: bool) -> TokenStats:
     """A divergence from a teacher that sent K log-probs of each row."""
     assert teacher.top_k is not None
     assert call.kind is not None
@@ -217,13 +227,13 @@ def _over_outcomes(call: Call, plan: Plan, operands: Operands, teacher: Teacher)
     if plan.kind == "support":
         x = id_logits(operands, other.ids, call)
         z, _ = transform(x, call.gain[:, None], call.squash)
-        return within(z, z.masked_fill(other.empty, FLOOR).logsumexp(-1), other, call.kind, call.entropy)
+        return within(None, z, z.masked_fill(other.empty, FLOOR).logsumexp(-1), other, call.kind)
     own = scored(call, plan, operands)
-    if other.rest or call.linear is not None:
+    if other.rest or whole:
         return compared(own, other, call.kind)
     assert own.ids_logprobs is not None
     assert own.log_z is not None
     # Over the ids they have another normaliser, which is what is left of log Z.
     log_p = own.ids_logprobs
     log_z = own.log_z + log_p.masked_fill(other.empty, FLOOR).logsumexp(-1)
-    return within(log_p, log_z, other, call.kind, call.entropy)
+    return within(own, log_p, log_z, other, call.kind)

@@ -93,17 +93,21 @@ def compared(own: TokenStats, other: Sent, kind: Divergence) -> TokenStats:
     return own._replace(ids_logprobs=None, divergence=divergence, **other.own())
 
 
-def within(z: Tensor, log_z: Tensor, other: Sent, kind: Divergence, entropy: bool) -> TokenStats:
-    """All results over the K ids, from their logits or anything that differs from those by a number per row."""
+def within(own: TokenStats | None, z: Tensor, log_z: Tensor, other: Sent, kind: Divergence) -> TokenStats:
+    """All results over the K ids, from their logits or anything that differs from those by a number per row.
+
+    Args:
+        own: results over the vocabulary, of which those that no K ids have stay; None where there are none.
+    """
     log_p = normalised(z, other.empty)
     # Padding, and ids that the student excludes.
     present = log_p.masked_fill(log_p == -torch.inf, 0.0)
-    own_entropy = -torch.where(log_p == -torch.inf, 0.0, present.exp() * present).sum(-1)
+    entropy = -torch.where(log_p == -torch.inf, 0.0, present.exp() * present).sum(-1)
     hit = other.hit
     logprob = torch.where(hit.any(-1), torch.where(hit, log_p, 0.0).sum(-1), -torch.inf)
-    logprob, own_entropy, log_z = (torch.where(other.ignored, 0.0, x) for x in (logprob, own_entropy, log_z))
-    divergence = other.divergence(log_p, kind)
-    return TokenStats(logprob, own_entropy if entropy else None, log_z, divergence=divergence, **other.own())
+    logprob, entropy, log_z = (torch.where(other.ignored, 0.0, x) for x in (logprob, entropy, log_z))
+    found = {"logprob": logprob, "entropy": entropy, "log_z": log_z, "divergence": other.divergence(log_p, kind)}
+    return (own or TokenStats(logprob))._replace(ids_logprobs=None, **found, **other.own())
 
 
 def normalised(z: Tensor, empty: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ def loss_plan(call: Call, objective: Objective | Preference) -> Plan:
     if plan.tiles is not None and call.apart is None:
         plan = replace(plan, tiles=plan.tiles._replace(rows=plan.rows, columns=max(1, call.columns), fused=True))
     done = plan.kind == "one pass" and any(call.needs)
-    return plan if done else replace(plan, first=score_plan(first_pass(call)))
+    return plan if done else replace(plan, first=score_plan(first_pass(call), whole=True))
 
 
 def _sent(teacher: object) -> bool:

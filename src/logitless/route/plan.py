@@ -129,14 +129,19 @@ class Plan:
         return f"{len(self.chunks)} chunks{samples}, of at most {self.rows} rows of {content}.{back}"
 
 
-def score_plan(call: Call) -> Plan:
-    """The route of log-probs with the fewest products that the call and its budget allow."""
+def score_plan(call: Call, whole: bool = False) -> Plan:
+    """The route of log-probs with the fewest products that the call and its budget allow.
+
+    Args:
+        whole: whether log-probs are over the vocabulary even where a teacher sent K ids to compare over: a loss's are.
+    """
     teacher, kept = call.asked.teacher, call.kept
     sent = teacher.top_k if isinstance(teacher, Teacher) else None
     if call.over_support:
         assert kept is not None
         return Plan("support", ONLY_SUPPORT, ids=kept.ids.numel() + call.num_rows)
-    if sent is not None and sent.tail == "renormalise" and call.linear is not None:
+    listed = sent is not None and sent.tail == "renormalise" and not (whole or call.asked.stats or call.asked.top_k)
+    if listed and sent is not None and call.linear is not None:
         return Plan("support", LISTED, ids=sent.ids.numel())
     paired = teacher is not None and sent is None and kept is None
     if call.linear is None:
