@@ -24,7 +24,7 @@ from test_parallel import RAGGED, SHORT, setups
 from torch import Tensor
 from truth import float64_leaf, truth
 
-from logitless import Rows, VocabShard, Zigzag, logprobs
+from logitless import Logits, Rows, VocabShard, Zigzag, logprobs
 
 pytestmark = pytest.mark.skipif(
     not find_spec("megatron") or not find_spec("megatron.core"), reason="megatron-core is not installed"
@@ -118,7 +118,7 @@ def compare_entropies(rank: int, world: int, logits: Tensor, target: Tensor, ups
         shard = VocabShard.even(logits.shape[-1], groups.tp)
         columns = logits[..., shard.start : shard.stop].contiguous()
         ours, theirs = columns.clone().requires_grad_(), columns.clone().requires_grad_()
-        loss = -logprobs(ours, target, shard=shard).logprob
+        loss = -logprobs(Logits.given(ours, shard=shard), target).logprob
         loss.backward(upstream)
         # Not a leaf: it is overwritten.
         given = theirs * 1.0
@@ -191,7 +191,7 @@ def score_with_their_head(
         logits, _ = layer(leaf)
         rows = Rows.padded(small_ids(batch), batch.responses, max_length=len(hidden))
         # Sequence first becomes a line per sample, as a view.
-        out = logprobs(logits.transpose(0, 1), rows, entropy="grad", shard=shard)
+        out = logprobs(Logits.given(logits.transpose(0, 1), shard=shard), rows, entropy="grad")
         (out.logprob**2 + out.entropy * torch.sin(out.logprob)).sum().backward()
         return Scored(out.logprob.detach(), leaf.grad, layer.weight.grad)
 

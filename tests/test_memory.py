@@ -31,7 +31,7 @@ def backward_peak(leaf: torch.Tensor, rows, overwrite: bool = False, **options) 
     upstream = [torch.randn(len(rows)) for _ in range(2)]
 
     def step() -> None:
-        out = ll.logprobs(logits, rows, overwrite_logits=overwrite, **options)
+        out = ll.logprobs(ll.Logits.given(logits, overwrite=overwrite), rows, **options)
         outputs = [out.logprob] if options.get("entropy") != "grad" else [out.logprob, out.entropy]
         torch.autograd.grad(outputs, logits, upstream[: len(outputs)])
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import logitless as ll
+from logitless.objectives import mismatch
 
 COUNTS = [7, 0, 13, 1, 5, 4]
 BOUND = 0.4
@@ -61,7 +62,7 @@ def test_every_number():
     for mask_only in (False, True):
         rows = ll.Rows.packed(tokens, COUNTS, masks, loss_mask_only=mask_only)
         given = trainer[rows.response], rollout[rows.response]
-        report = ll.mismatch(*given, rows, bound=BOUND, quantiles=quantiles, worst=3)
+        report = mismatch(*given, rows, bound=BOUND, quantiles=quantiles, worst=3)
         numbers, between, worst = told(rows, *given, quantiles)
         for name, value in numbers.items():
             assert getattr(report, name) == pytest.approx(value, rel=1e-9), name
@@ -84,7 +85,7 @@ def test_an_objective_logs_the_same_numbers():
     stats = ll.TokenStats(trainer + 0.1, None, None)
     fields = {"old_logprob": trainer, "rollout_logprob": rollout, "advantage": torch.ones(len(rows))}
     numbers = ll.Objective()(stats, rows, **fields)[1].compute()
-    report = ll.mismatch(trainer, rollout, rows)
+    report = mismatch(trainer, rollout, rows)
     assert numbers["rollout_kl_k1"] == pytest.approx(report.kl_k1)
     assert numbers["rollout_kl_k3"] == pytest.approx(report.kl_k3)
     assert numbers["rollout_beyond"] == pytest.approx(report.beyond)
@@ -94,7 +95,7 @@ def test_an_objective_logs_the_same_numbers():
 
 def test_text_and_json():
     rows = ll.Rows.packed([[0, 1, 2], [3, 4]], [2, 1])
-    report = ll.mismatch(torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -1.0, -3.5]), rows)
+    report = mismatch(torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -1.0, -3.5]), rows)
     text = str(report)
     assert text.startswith("mismatch of 3 tokens in 2 samples\n")
     assert "beyond 0.693             33.3% of the tokens" in text
@@ -109,11 +110,11 @@ def test_text_and_json():
 def test_numbers_that_are_not_finite_are_not_hidden():
     rows = ll.Rows.packed([[0, 1, 2, 3], [3, 4]], [3, 1], [[1, 1, 0], [1]])
     trainer = torch.tensor([-1.0, -torch.inf, torch.nan, -1.0])
-    report = ll.mismatch(trainer, torch.full((4,), -1.0), rows)
+    report = mismatch(trainer, torch.full((4,), -1.0), rows)
     assert (report.not_finite, report.tokens, report.largest) == (1, 3, math.inf)
     assert (report.outliers[0].sample, report.outliers[0].position) == (0, 1)
     assert "not finite               1 tokens" in str(report)
-    worse = ll.mismatch(trainer.nan_to_num(torch.nan, neginf=torch.nan), torch.full((4,), -1.0), rows)
+    worse = mismatch(trainer.nan_to_num(torch.nan, neginf=torch.nan), torch.full((4,), -1.0), rows)
     assert math.isnan(worse.kl_k1)
     assert worse.beyond == pytest.approx(1 / 3)
 
@@ -121,13 +122,13 @@ def test_numbers_that_are_not_finite_are_not_hidden():
 def test_products_over_samples_do_not_overflow():
     rows = ll.Rows.packed([[0] * 4001, [0] * 4001], [4000, 4000])
     drift = torch.full((8000,), 0.5)
-    report = ll.mismatch(drift - 2, torch.full((8000,), -2.0), rows, worst=1)
+    report = mismatch(drift - 2, torch.full((8000,), -2.0), rows, worst=1)
     assert report.effective_samples == pytest.approx(1.0)
     assert report.outliers[0].log_ratio == pytest.approx(2000.0)
 
 
 def test_no_tokens():
-    report = ll.mismatch(torch.zeros(0), torch.zeros(0), ll.Rows.packed([], []))
+    report = mismatch(torch.zeros(0), torch.zeros(0), ll.Rows.packed([], []))
     assert (report.tokens, report.samples, report.outliers) == (0, 0, ())
     assert math.isnan(report.kl_k3)
     assert str(report)
@@ -142,14 +143,14 @@ def on_ranks(rank, world, tokens, masks, trainer, rollout, cp):
     here = [torch.split(x, COUNTS) for x in (trainer, rollout)]
     given = [rows.from_responses([x[i] for i in samples]) for x in here]
     world_group = dist.group.WORLD
-    return ll.mismatch(*given, rows, bound=BOUND, cp_group=world_group if cp else None, group=world_group)
+    return mismatch(*given, rows, bound=BOUND, cp_group=world_group if cp else None, group=world_group)
 
 
 @pytest.mark.parametrize("cp", [False, True], ids=["data parallel", "context parallel"])
 def test_over_ranks(cp):
     tokens, masks, trainer, rollout = draw()
     rows = ll.Rows.packed(tokens, COUNTS, masks)
-    whole = ll.mismatch(trainer, rollout, rows, bound=BOUND)
+    whole = mismatch(trainer, rollout, rows, bound=BOUND)
     parts = run_ranks(on_ranks, 2, tokens, masks, trainer, rollout, cp)
     for part in parts:
         for name in (
@@ -180,4 +181,4 @@ def test_over_ranks(cp):
 def test_errors(change, text):
     rows = ll.Rows.packed([[0, 1, 2], [3, 4]], [2, 1])
     with pytest.raises(ll.LogitlessError, match=f"^mismatch: {text}"):
-        ll.mismatch(**{"logprob": torch.zeros(3), "rollout_logprob": torch.zeros(3), "rows": rows} | change)
+        mismatch(**{"logprob": torch.zeros(3), "rollout_logprob": torch.zeros(3), "rows": rows} | change)

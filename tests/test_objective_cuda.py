@@ -9,8 +9,8 @@ from test_cuda import no_sync  # noqa: F401
 from test_objective_edges import ALL, EVERYTHING
 from test_objective_terms import PARTS
 
-from logitless import Metrics, count_over
-from logitless.objectives import gae, prompt_tokens_over, token_rewards, value_loss, whiten
+from logitless import Metrics
+from logitless.objectives import count_over, gae, prompt_tokens_over, token_rewards, value_loss, whiten
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

@@ -18,8 +18,9 @@ from test_objective_terms import CORRECTIONS, PARTS
 from test_shards import Collectives
 from torch import Tensor
 
-from logitless import Contiguous, Metrics, Objective, Zigzag, count_over
+from logitless import Contiguous, Metrics, Objective, Zigzag
 from logitless.objectives import (
+    count_over,
     discounted_returns,
     gae,
     prompt_tokens_over,

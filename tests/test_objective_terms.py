@@ -9,8 +9,8 @@ import torch
 from close import assert_close_to_truth, assert_gradient_close_to_truth
 from objective_truth import FIELDS, PROMPT_OF, Formula, draw, stats_of, tell
 
-from logitless import Objective, Rows, TokenStats, count_over
-from logitless.objectives import KL_TERMS, Inputs, bounded_exp, kl_penalty, prompt_tokens_over
+from logitless import Objective, Rows, TokenStats
+from logitless.objectives import KL_TERMS, Inputs, bounded_exp, count_over, kl_penalty, prompt_tokens_over
 
 PARTS = [name for name in FIELDS if name not in ("logprob", "entropy")]
 BOTH = [torch.float32, torch.float64]

@@ -1,8 +1,8 @@
-"""``linear_policy_loss`` against float64: loss and gradients, whatever the objective, head, rows, chunks and dtype.
+"""``policy_loss`` from hidden states against float64: loss and gradients, whatever the objective, head, rows and chunks.
 
 The truth shares nothing with the library: logits in float64, ``log_softmax`` (truth.py), then the papers' formulas
 token by token (objective_truth.py), and autograd through all of it. The yardstick is the same in float32. What
-``objective(linear_logprobs(...))`` gives must agree too, metrics included.
+``objective(logprobs(...))`` gives must agree too, metrics included.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from calls import from_hidden, logits_of, loss_from_hidden
 from close import assert_close_to_truth, assert_gradient_close_to_truth
 from objective_truth import Batch, Formula, tell
 from objective_truth import draw as draw_batch
@@ -21,7 +22,7 @@ from torch import Tensor
 from truth import plain, truth
 
 import logitless as ll
-from logitless.objectives import KL_TERMS, RECIPES
+from logitless.objectives import KL_TERMS, RECIPES, count_over
 
 __all__ = ["one_thread"]
 
@@ -103,7 +104,7 @@ def ran(problem: Problem, objective: ll.Objective, rows=None, wanted=NAMES, upst
     leaf = problem.operands.leaves(wanted)
     given = problem.fields(rows) | (given or {})
     call = {"bias": leaf.bias, "head": problem.head_of(rows), **call}
-    loss, metrics = ll.linear_policy_loss(leaf.hidden, leaf.weight, rows, objective, **given, **call)
+    loss, metrics = loss_from_hidden(leaf.hidden, leaf.weight, rows, objective, **given, **call)
     return Ran(loss.detach(), differentiated(loss, leaf, upstream), metrics.compute())
 
 
@@ -115,7 +116,7 @@ def composed(
     leaf = problem.operands.leaves(wanted)
     of_objective = {k: call.pop(k) for k in ("denominator", "prompt_tokens", "group") if k in call}
     call = {"bias": leaf.bias, "head": problem.head_of(rows), "entropy": objective.entropy, **call}
-    stats = ll.linear_logprobs(leaf.hidden, leaf.weight, rows, **call)
+    stats = from_hidden(leaf.hidden, leaf.weight, rows, **call)
     loss, metrics = objective(stats, rows, **problem.fields(rows) | (given or {}), **of_objective)
     return Ran(loss.detach(), differentiated(loss, leaf, upstream), metrics.compute())
 
@@ -258,7 +259,7 @@ def test_prompt_mean_and_denominators():
     ours = ran(problem, objective, rows, denominator=3, prompt_tokens=tokens, memory=room(4))
     assert_right(problem, ours, replace(PPO_FORMULA, reduce="prompt_mean"))
     whole = ran(problem, ll.Objective(**PPO))
-    count = ll.count_over(rows, "token_mean")
+    count = count_over(rows, "token_mean")
     for denominator in (4 * count, 4.0 * float(count)):
         quarter = ran(problem, ll.Objective(**PPO), denominator=denominator)
         assert_same(
@@ -356,6 +357,8 @@ def test_match_rounds_the_logits_once(match: torch.dtype, dtype: torch.dtype, wi
     problem = make(dtype, operands=operands, match=match)
     wanted = NAMES if with_bias else NAMES[:2]
     options = {"match": str(match).split(".")[1], "memory": room(7)}
-    kind = ll.explain(operands.hidden, operands.weight, problem.batch.rows(), objective=ll.Objective(), **options).kind
+    logits, verb = logits_of(operands.hidden, operands.weight, options)
+    rows = problem.batch.rows()
+    kind = ll.explain(ll.policy_loss, logits, rows, ll.Objective(**PPO), **verb, **problem.fields(rows)).kind
     assert kind == ("two passes" if dtype == torch.float32 else "one pass")
     check(problem, PPO, PPO_FORMULA, wanted=wanted, **options)

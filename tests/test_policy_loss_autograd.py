@@ -1,4 +1,4 @@
-"""``linear_policy_loss`` inside the machinery of autograd, at its edges, and its errors by their text.
+"""``policy_loss`` of ``Logits`` inside the machinery of autograd, at its edges, and its errors by their text.
 
 Gradients are made in forward, so whatever happens between forward and backward is where they could be lost, doubled or
 scaled wrongly: other upstream gradients, second backwards, checkpoints, a buffer that is added to in forward.
@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from calls import loss_from_hidden
 from close import assert_gradient_close_to_truth
 from objective_truth import Formula
 from test_errors import raises
@@ -47,7 +48,7 @@ def call(problem: Problem, leaf: Operands, objective=None, **options) -> Tensor:
     rows = options.pop("rows", None)
     rows = problem.batch.rows() if rows is None else rows
     options = {"memory": room(6), "bias": leaf.bias, **problem.fields(rows), **options}
-    loss, _ = ll.linear_policy_loss(leaf.hidden, leaf.weight, rows, objective or ll.Objective(**PPO), **options)
+    loss, _ = loss_from_hidden(leaf.hidden, leaf.weight, rows, objective or ll.Objective(**PPO), **options)
     return loss
 
 
@@ -86,7 +87,7 @@ def test_float16_gradients_of_a_large_batch():
     scale, tokens = 2.0**17, 1e6
     leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
     fields = {"old_logprob": "current", "advantage": advantage, "denominator": tokens}
-    loss, _ = ll.linear_policy_loss(*leaves, target, ll.Objective(), **fields)
+    loss, _ = ll.policy_loss(ll.Logits(*leaves), target, ll.Objective(), **fields)
     (loss * scale).backward()
     exact = [x.double().requires_grad_() for x in (hidden, weight)]
     right = truth(exact[0] @ exact[1].T, torch.arange(40), target).logprob
@@ -123,7 +124,7 @@ def test_a_second_backward_is_right_again(dtype: torch.dtype):
 def test_second_derivative(policy: str):
     leaf = (problem := make()).operands.leaves()
     loss = call(problem, leaf, ll.Objective(**POLICIES[policy][0]), memory=room(13))
-    with raises("linear_policy_loss: backward with create_graph=True asks for a second derivative, which is not ..."):
+    with raises("policy_loss: backward with create_graph=True asks for a second derivative, which is not ..."):
         torch.autograd.grad(loss, leaf.hidden, create_graph=True)
 
 
@@ -205,8 +206,8 @@ def test_another_gradient_than_was_announced(arrives: float, said: float):
     leaf, buffer = (problem := make()).operands.leaves(), torch.zeros(VOCAB, WIDTH)
     loss = call(problem, leaf, weight_grad=buffer, grad_scale=said)
     with raises(
-        f"linear_policy_loss: the gradient {arrives} arrived at the loss, but weight_grad was added to with grad_scale "
-        f"{said:.3}...Pass grad_scale= the factor that the loss is multiplied by before backward."
+        f"policy_loss: the gradient {arrives} arrived at the loss, but weight_grad was added to with grad_scale "
+        f"{said:.3}...Pass Logits(grad_scale=) the factor that the loss is multiplied by before backward."
     ):
         (loss * arrives).backward()
     assert leaf.hidden.grad is None
@@ -224,7 +225,7 @@ def test_a_second_backward_with_a_buffer():
     loss = call(problem, leaf, weight_grad=buffer)
     loss.backward(retain_graph=True)
     once, hidden = buffer.clone(), leaf.hidden.grad.clone()
-    with raises("linear_policy_loss: second backward through a call with weight_grad=, whose buffer was added ..."):
+    with raises("policy_loss: second backward through a call with weight_grad=, whose buffer was added ..."):
         loss.backward()
     assert torch.equal(buffer, once)
     assert torch.equal(leaf.hidden.grad, hidden)
@@ -276,7 +277,7 @@ def test_checkpointed_with_a_buffer():
             lambda *x: call(problem, Operands(*x), objective, weight_grad=buffer), *leaf, use_reentrant=reentrant
         )
         if not reentrant:
-            with raises("linear_policy_loss: forward ran again in backward, as torch.utils.checkpoint with ..."):
+            with raises("policy_loss: forward ran again in backward, as torch.utils.checkpoint with ..."):
                 loss.backward()
             assert leaf.hidden.grad is None
             continue
@@ -304,9 +305,8 @@ def test_compiled_around():
     fields = problem.fields(rows)
 
     def loss_of(hidden, weight, bias):
-        loss, metrics = ll.linear_policy_loss(
-            hidden.tanh(), weight, rows, objective, bias=bias, memory=room(13), **fields
-        )
+        logits = ll.Logits(hidden.tanh(), weight, bias=bias)
+        loss, metrics = ll.policy_loss(logits, rows, objective, memory=room(13), **fields)
         return 1.7 * loss, metrics.means["ratio"]
 
     runs = []
@@ -329,18 +329,21 @@ def test_hardly_any_rows(lengths, policy: str):
     buffer, bias = torch.ones(7, 5), torch.randn(7, requires_grad=True)
     given = {"advantage": torch.ones(len(rows)), "old_logprob": torch.zeros(len(rows))}
     objective = ll.Objective(**POLICIES[policy][0] | {"entropy_coef": 0.1})
-    loss, metrics, stats = ll.linear_policy_loss(hidden, weight, rows, objective, bias=bias, return_stats=True, **given)
+    logits = ll.Logits(hidden, weight, bias=bias)
+    loss, metrics, stats = ll.policy_loss(logits, rows, objective, return_stats=True, **given)
     loss.backward()
-    assert [x.shape for x in stats] == [(len(rows),)] * 3
+    assert [x.shape for x in (stats.logprob, stats.entropy, stats.log_z)] == [(len(rows),)] * 3
+    assert sum(x is not None for x in stats) == 3
     assert all(x.grad.shape == x.shape for x in (hidden, weight, bias))
     assert len(rows) or (loss == 0 and not any(x.grad.any() for x in (hidden, weight, bias)))
-    stats = ll.linear_logprobs(hidden, weight, rows, bias=bias, entropy="grad")
+    stats = ll.logprobs(logits, rows, entropy="grad")
     right, logged = objective(stats, rows, **given)
     torch.testing.assert_close(loss, right)
     assert metrics.compute() == pytest.approx(logged.compute(), nan_ok=True)
     theirs = torch.autograd.grad(right, (hidden, weight, bias))
     torch.testing.assert_close([x.grad for x in (hidden, weight, bias)], list(theirs))
-    ll.linear_policy_loss(hidden, weight, rows, objective, bias=bias, weight_grad=buffer, **given)[0].backward()
+    buffered = ll.Logits(hidden, weight, bias=bias, weight_grad=buffer)
+    ll.policy_loss(buffered, rows, objective, **given)[0].backward()
     torch.testing.assert_close(buffer - 1, weight.grad, rtol=1e-5, atol=1e-6)
 
 
@@ -348,9 +351,8 @@ def test_hardly_any_rows(lengths, policy: str):
 def test_no_tokens(dtype: torch.dtype):
     hidden, weight = (torch.zeros(n, 5, dtype=dtype).requires_grad_() for n in (0, 7))
     empty = torch.zeros(0)
-    loss, _ = ll.linear_policy_loss(
-        hidden, weight, empty.long(), ll.Objective(), old_logprob="current", advantage=empty
-    )
+    given = {"old_logprob": "current", "advantage": empty}
+    loss, _ = ll.policy_loss(ll.Logits(hidden, weight), empty.long(), ll.Objective(), **given)
     loss.backward()
     assert hidden.grad.shape == (0, 5)
     assert not weight.grad.any()
@@ -391,7 +393,7 @@ def test_ignored_targets_may_have_any_hidden_state():
         x, w = hidden.index_fill(0, torch.tensor([7]), value).requires_grad_(), weight.clone().requires_grad_()
         fields = {"old_logprob": "current", "advantage": advantage.index_fill(0, torch.tensor([7]), value)}
         for drop_zeros in (True, False):
-            loss, _ = ll.linear_policy_loss(x, w, target, ll.Objective(), drop_zeros=drop_zeros, **fields)
+            loss, _ = ll.policy_loss(ll.Logits(x, w), target, ll.Objective(), drop_zeros=drop_zeros, **fields)
             runs.append((loss.detach(), *torch.autograd.grad(loss, (x, w))))
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
@@ -415,10 +417,10 @@ def test_a_bad_row_that_counts_is_seen():
 def test_out_of_memory_is_raised_and_says_what_to_do(policy: str):
     problem, objective = make(lengths=[300, 200], vocab=40, width=3), ll.Objective(policy=policy)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty", refusing(torch.empty, 260 * 40, "logitless.from_hidden.projection"))
+        patch.setattr(torch, "empty", refusing(torch.empty, 260 * 40, "logitless.sources.linear"))
         with pytest.raises(torch.OutOfMemoryError) as raised:
             ran(problem, objective)
-    assert raised.value.__notes__[0].startswith("linear_policy_loss: no room for working memory of [500, 40]")
+    assert raised.value.__notes__[0].startswith("policy_loss: no room for working memory of [500, 40]")
     ran(problem, objective)
 
 
@@ -436,7 +438,7 @@ def bad_call(**changes):
         "advantage": torch.ones(5),
         **changes,
     }
-    return ll.linear_policy_loss(**{name: x for name, x in arguments.items() if x is not None})
+    return loss_from_hidden(**{name: x for name, x in arguments.items() if x is not None})
 
 
 def test_the_good_call_is_good():
@@ -446,29 +448,29 @@ def test_the_good_call_is_good():
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"objective": "ppo"}, "linear_policy_loss: objective must be an Objective or a Preference but is str."),
-        ({"grad_scale": 2.0}, "linear_policy_loss: grad_scale goes with weight_grad, which is added to before the gra"),
-        ({"grad_scale": torch.ones(())}, "linear_policy_loss: grad_scale goes with weight_grad, which is added to"),
+        ({"objective": "ppo"}, "policy_loss: objective must be an Objective or a Preference but is str."),
+        ({"grad_scale": 2.0}, "policy_loss: grad_scale goes with weight_grad, which is added to before the gra"),
+        ({"grad_scale": torch.ones(())}, "policy_loss: grad_scale goes with weight_grad, which is added to"),
         (
             {"grad_scale": torch.ones(1), "weight_grad": torch.zeros(7, 8)},
-            "linear_policy_loss: grad_scale must be a number or 0-dim but has shape [1].",
+            "policy_loss: grad_scale must be a number or 0-dim but has shape [1].",
         ),
-        ({"weight": torch.randn(8, 7)}, "linear_policy_loss: weight must be [V, 8] ... Did you pass the transposed he"),
-        ({"weight": torch.randn(7, 8).half()}, "linear_policy_loss: weight is torch.float16 but hidden is torch.float"),
-        ({"bias": torch.zeros(8)}, "linear_policy_loss: bias must be [7] floats but is [8] torch.float32."),
-        ({"weight_grad": torch.zeros(7, 9)}, "linear_policy_loss: weight_grad must be float32 [7, 8] but is torch.flo"),
-        ({"rows": torch.arange(4)}, "linear_policy_loss: rows were made for 4 tokens but hidden holds 5."),
-        ({"rows": torch.full((5,), 7)}, "linear_policy_loss: target 7 of row 0 (sample 0, position 0) is outside the"),
-        ({"rows": "all"}, "linear_policy_loss: rows must be a Rows, a tensor of targets or a pair (index, target)"),
+        ({"weight": torch.randn(8, 7)}, "policy_loss: weight must be [V, 8] ... Did you pass the transposed he"),
+        ({"weight": torch.randn(7, 8).half()}, "policy_loss: weight is torch.float16 but hidden is torch.float"),
+        ({"bias": torch.zeros(8)}, "policy_loss: bias must be [7] floats but is [8] torch.float32."),
+        ({"weight_grad": torch.zeros(7, 9)}, "policy_loss: weight_grad must be float32 [7, 8] but is torch.flo"),
+        ({"rows": torch.arange(4)}, "policy_loss: rows were made for 4 tokens but hidden holds 5."),
+        ({"rows": torch.full((5,), 7)}, "policy_loss: target 7 of row 0 (sample 0, position 0) is outside the"),
+        ({"rows": "all"}, "policy_loss: rows must be a Rows, a tensor of targets or a pair (index, target)"),
         ({"memory": 0}, 'memory: wanted a positive number of bytes or a size such as "512MiB" but got 0.'),
         ({"memory": "much"}, "memory: wanted a positive number of bytes or a size such as"),
         ({"backend": "cuda"}, "backend: wanted one of ['auto', 'reference', 'tiled', 'triton'] but got 'cuda'."),
-        ({"match": "float32"}, 'linear_policy_loss: match must be None, "bfloat16" or "float16" but is \'float32\'.'),
-        ({"hidden_grad": "sum"}, 'linear_policy_loss: hidden_grad must be "reduced" or "partial" but is \'sum\'.'),
-        ({"sequence_parallel": True}, "linear_policy_loss: sequence_parallel=True needs a shard with a group to gathe"),
-        ({"shard": ll.VocabShard(0, 6)}, "linear_policy_loss: shard holds columns 0 to 6 (6 of them) but weight has 7"),
+        ({"match": "float32"}, 'policy_loss: match must be None, "bfloat16" or "float16" but is \'float32\'.'),
+        ({"hidden_grad": "sum"}, 'policy_loss: hidden_grad must be "reduced" or "partial" but is \'sum\'.'),
+        ({"sequence_parallel": True}, "policy_loss: sequence_parallel=True needs a shard with a group to gathe"),
+        ({"shard": ll.VocabShard(0, 6)}, "policy_loss: shard holds columns 0 to 6 (6 of them) but weight has 7"),
         ({"head": ll.Head(temperature=torch.ones(4))}, "Head: temperature has shape [4] but there are 5 rows."),
-        ({"kept": ragged([[1]] * 4)}, "linear_policy_loss: kept has 4 rows but rows has 5."),
+        ({"kept": ragged([[1]] * 4)}, "policy_loss: kept has 4 rows but rows has 5."),
         ({"advantage": None}, "Objective: policy='ppo_clip' needs the field advantage, a tensor of one value per row,"),
         ({"old_logprob": None}, "Objective: policy='ppo_clip' needs the field old_logprob, a tensor of one value per"),
         ({"old_logprob": "old"}, "Objective: old_logprob must be a tensor or \"current\" but is 'old'."),
@@ -499,8 +501,8 @@ def test_a_term_that_takes_means_without_saying_so():
 
 
 def test_explain_takes_no_part_of_the_objective():
-    with raises("linear_policy_loss: objective must be an Objective or a Preference but is dict."):
-        ll.explain(torch.zeros(2, 3), torch.zeros(4, 3), torch.tensor([1, 2]), objective={})
+    with raises("policy_loss: objective must be an Objective or a Preference but is dict."):
+        ll.explain(ll.policy_loss, ll.Logits(torch.zeros(2, 3), torch.zeros(4, 3)), torch.tensor([1, 2]), {})
 
 
 def test_the_harness_composes_what_it_says():

@@ -1,4 +1,4 @@
-"""Peak bytes and matrix products of ``linear_policy_loss``, both counted.
+"""Peak bytes and matrix products of ``policy_loss`` of ``Logits``, both counted.
 
     peak  <=  memory= (the chunk of logits, and elementwise work on it)  +  d_hidden  +  d_weight in float32  +  vectors
     or, where memory= is less than that, the gradients twice: as they were made and as backward hands them out
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from calls import loss_from_hidden
 from test_linear import one_thread
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import logitless as ll
 from benchmarks.bench.measure import peak_bytes
-from logitless.policy_loss.plan import SLAB
+from logitless.machine import SLAB
 
 __all__ = ["one_thread"]
 
@@ -35,9 +36,8 @@ def step(hidden: Tensor, weight: Tensor, objective=PPO, advantage: Tensor | None
     """Forward and backward; what is returned is gone with it."""
     target = torch.arange(len(hidden)) % len(weight)
     advantage = torch.ones(len(hidden)) if advantage is None else advantage
-    loss, _ = ll.linear_policy_loss(
-        hidden, weight, target, objective, old_logprob="current", advantage=advantage, **options
-    )
+    given = {"old_logprob": "current", "advantage": advantage}
+    loss, _ = loss_from_hidden(hidden, weight, target, objective, **given, **options)
     leaves = [x for x in (hidden, weight) if x.requires_grad]
     if loss.requires_grad:
         torch.autograd.grad(loss, leaves, torch.tensor(0.3), allow_unused="weight_grad" in options)
@@ -113,9 +113,8 @@ def test_nothing_is_held_for_backward_but_gradients():
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        ll.linear_policy_loss(
-            hidden, weight, torch.zeros(ROWS).long(), PPO, old_logprob="current", advantage=torch.ones(ROWS)
-        )
+        given = {"old_logprob": "current", "advantage": torch.ones(ROWS)}
+        ll.policy_loss(ll.Logits(hidden, weight), torch.zeros(ROWS).long(), PPO, **given)
     assert hidden.nbytes + weight.nbytes <= sum(held) <= hidden.nbytes + weight.nbytes + vectors()
 
 
@@ -175,13 +174,12 @@ def test_rows_without_a_gradient_are_not_multiplied(share: float):
 def test_clipped_rows_are_not_multiplied():
     hidden, weight = operands(vocab=1000, width=8)
     target = torch.arange(ROWS)
-    near = ll.linear_logprobs(hidden.detach(), weight.detach(), target).logprob
+    near = ll.logprobs(ll.Logits(hidden.detach(), weight.detach()), target).logprob
     # The ratio is e there, past the bound that a positive advantage is clipped at.
     old = near - (torch.arange(ROWS) % 2)
     with FlopCounterMode(display=False) as counter:
-        loss, metrics = ll.linear_policy_loss(
-            hidden, weight, target, ll.Objective(), old_logprob=old, advantage=torch.ones(ROWS)
-        )
+        given = {"old_logprob": old, "advantage": torch.ones(ROWS)}
+        loss, metrics = ll.policy_loss(ll.Logits(hidden, weight), target, ll.Objective(), **given)
         loss.backward()
     assert metrics.compute()["clip_fraction"] == 0.5
     assert counter.get_total_flops() / (2 * ROWS * weight.numel()) == pytest.approx(2.0)

@@ -1,4 +1,4 @@
-"""``linear_policy_loss`` over real processes: one batch, cut over data, context and tensor parallel ranks.
+"""``policy_loss`` of ``Logits`` over real processes: one batch, cut over data, context and tensor parallel ranks.
 
 Samples are dealt to data-parallel ranks and their micro-batches, tokens to context-parallel ranks (by the lists of
 cuts.py), columns to tensor-parallel ranks. Losses are parts of one sum and gradients add up, so every way must give the
@@ -7,6 +7,7 @@ loss and gradients of the whole batch, told in float64 by the oracle of test_pol
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -16,6 +17,7 @@ import cuts
 import pytest
 import torch
 import torch.distributed as dist
+from calls import loss_from_hidden
 from objective_truth import Batch
 from test_linear import GRADIENT_PROMISE, HALF, Operands, draw
 from test_objective_parallel import OBJECTIVES, SCHEMES
@@ -27,15 +29,19 @@ from logitless import (
     Contiguous,
     Kept,
     LogitlessError,
+    Logits,
     Metrics,
     Objective,
     Rows,
     VocabShard,
-    count_over,
-    linear_logprobs,
-    linear_policy_loss,
+    logprobs,
+    policy_loss,
 )
-from logitless.from_hidden.projection import Projection
+from logitless.call import Asked, resolve
+from logitless.machine import WORK
+from logitless.objectives import count_over
+from logitless.route import score_plan
+from logitless.sources.linear import Projection
 
 COLUMNS = {
     1: [(0, 127)],
@@ -123,7 +129,7 @@ def run_micro_batch(
         hidden, where = hidden.chunk(way.tp)[t], where.chunk(way.tp)[t]
     hidden = hidden.detach().requires_grad_()
     fields = batch.fields(rows, torch.float64, ("old_logprob", "ref_logprob", "rollout_logprob", "advantage"))
-    loss, metrics = linear_policy_loss(hidden, head.weight, rows, bias=head.bias, **fields, **call, **way.options)
+    loss, metrics = loss_from_hidden(hidden, head.weight, rows, bias=head.bias, **fields, **call, **way.options)
     (1.7 * loss).backward()
     whole = torch.zeros(problem.operands.hidden.shape, dtype=hidden.dtype)
     whole[where[where >= 0]] = hidden.grad[where >= 0]
@@ -270,10 +276,9 @@ def add_to_a_buffer(rank: int, world: int, problem: Problem) -> tuple[Tensor, An
     shard = VocabShard(start, stop, dist.group.WORLD)
     head = Operands(problem.operands.hidden, *(x[start:stop] for x in problem.operands[1:])).leaves()
     rows, buffer = problem.batch.rows(), torch.ones(stop - start, 17)
-    loss, _ = linear_policy_loss(
-        head.hidden, head.weight, rows, Objective(**OBJECTIVES["ppo"][0]), bias=head.bias, shard=shard,
-        weight_grad=buffer, grad_scale=1.7, memory=room(5, 64), **problem.fields(rows),
-    )  # fmt: skip
+    logits = Logits(head.hidden, head.weight, bias=head.bias, shard=shard, weight_grad=buffer, grad_scale=1.7)
+    objective = Objective(**OBJECTIVES["ppo"][0])
+    loss, _ = policy_loss(logits, rows, objective, memory=room(5, 64), **problem.fields(rows))
     (1.7 * loss).backward()
     return buffer - 1, head.weight.grad
 
@@ -341,16 +346,17 @@ def disagree(rank: int, world: int, about: str) -> str:
         hidden = hidden.detach()
     memory = 2 * 4 * 10 if odd and about == "memory" else "1MiB"
     if about == "first pass":
-        # Kept ids take two passes, whose tiles rank 1 has no room for.
+        # Tiles with kept ids have all rows, and rank 1 has no room for such a tile in the first of two passes.
         given["kept"], memory = (
             Kept(torch.zeros(5, dtype=torch.int64), torch.ones(5, dtype=torch.int64)),
             1 if odd else "1MiB",
         )
-    policy = {"policy": "gspo"} if odd and about == "objective" else {}
+    policy: dict[str, Any] = {"policy": "gspo"} if odd and about == "objective" else {}
+    policy |= {"level": "batch"} if about == "first pass" else {}
     rows = (torch.arange(num_rows), torch.arange(num_rows))
     try:
         objective = Objective(**policy, entropy_coef=0.1 if odd and about == "entropy" else 0.0)
-        loss, _ = linear_policy_loss(hidden, weight, rows, objective, shard=shard, memory=memory, **given)
+        loss, _ = policy_loss(Logits(hidden, weight, shard=shard), rows, objective, memory=memory, **given)
         return f"{float(loss.detach()):.4f}"
     except LogitlessError as error:
         return str(error)
@@ -370,13 +376,13 @@ def disagree(rank: int, world: int, about: str) -> str:
 )
 def test_checked_calls_turn_disagreement_into_an_error(ranks, about, text):
     for came in ranks(disagree, 2, about, timeout=20):
-        assert came.startswith(f"linear_policy_loss: ranks of one vocabulary group disagree about {text}")
+        assert came.startswith(f"policy_loss: ranks of one vocabulary group disagree about {text}")
 
 
 @pytest.mark.parametrize(
     ("about", "local"),
     [
-        ("weight", "linear_policy_loss: shard holds columns 10 to 20 (10 of them) but weight has 9 rows."),
+        ("weight", "policy_loss: shard holds columns 10 to 20 (10 of them) but weight has 9 rows."),
         ("field", "Objective: policy='ppo_clip' needs the field advantage, a tensor of one value per row, but it was "),
         ("first pass", "memory: 1 bytes of working space do not hold one column of 5 rows, which takes 20. Give more."),
     ],
@@ -384,11 +390,29 @@ def test_checked_calls_turn_disagreement_into_an_error(ranks, about, text):
 def test_checked_calls_stop_together_when_one_rank_cannot_start(ranks, about, local):
     other, own = ranks(disagree, 2, about, timeout=20)
     assert own.startswith(local)
-    assert other == f"linear_policy_loss: rank 1 of this rank's vocabulary group stopped with: {own}"
+    assert other == f"policy_loss: rank 1 of this rank's vocabulary group stopped with: {own}"
 
 
 def test_checked_calls_that_agree(ranks):
     assert ranks(disagree, 2, "nothing", timeout=20) == ["-1.0000"] * 2
+
+
+def store_what_fits(rank: int, world: int) -> tuple[str, str]:
+    """Columns of two sizes under a budget that holds the exponentials of all rows on rank 0 alone."""
+    start, stop = [(0, 10), (10, 1000)][rank]
+    shard = VocabShard(start, stop, dist.group.WORLD, check_calls=True)
+    hidden, weight = (torch.zeros(n, 4, dtype=torch.bfloat16, requires_grad=True) for n in (5, stop - start))
+    logits, target, memory = Logits(hidden, weight, shard=shard), torch.arange(5), WORK + 2000
+    call, _ = resolve("logprobs", logits, target, Asked(memory=memory))
+    value = logprobs(logits, target, memory=memory).logprob.mean()
+    value.backward()
+    return score_plan(call).kind, f"{float(value.detach()):.4f}"
+
+
+def test_checked_calls_may_store_other_exponentials(ranks):
+    """How many rows a rank stores is its own business: it sends nothing more or less for it."""
+    value = f"{-math.log(1000.0):.4f}"
+    assert ranks(store_what_fits, 2, timeout=20) == [("keep", value), ("recompute", value)]
 
 
 def run_out_of_memory(rank: int, world: int) -> tuple[str, int]:
@@ -406,7 +430,7 @@ def run_out_of_memory(rank: int, world: int) -> tuple[str, int]:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             given = {"old_logprob": "current", "advantage": torch.ones(600)}
-            linear_policy_loss(hidden, torch.zeros(10, 4), target, Objective(), shard=shard, **given)
+            policy_loss(Logits(hidden, torch.zeros(10, 4), shard=shard), target, Objective(), **given)
         return "no error", len(calls)
     except torch.OutOfMemoryError as error:
         return str(error), len(calls)
@@ -435,9 +459,9 @@ def refuse_on_one(rank: int, world: int, about: str, calls: str, check_group: bo
     try:
         with torch.set_grad_enabled(not (odd and about == "graph")):
             if calls == "one":
-                loss, _ = linear_policy_loss(hidden, weight, rows, objective, memory=memory, **given)
+                loss, _ = policy_loss(Logits(hidden, weight), rows, objective, memory=memory, **given)
             else:
-                loss, _ = objective(linear_logprobs(hidden, weight, rows, entropy="value"), rows, **given)
+                loss, _ = objective(logprobs(Logits(hidden, weight), rows, entropy="value"), rows, **given)
         loss.backward()
         return f"{float(loss.detach()):.4f}", ""
     except Exception as error:
@@ -454,7 +478,7 @@ def refuse_on_one(rank: int, world: int, about: str, calls: str, check_group: bo
     ],
 )
 def test_split_samples_turn_disagreement_into_an_error(ranks, about, text, calls):
-    name = {"one": "linear_policy_loss", "two": "Objective"}[calls]
+    name = {"one": "policy_loss", "two": "Objective"}[calls]
     for came, _ in ranks(refuse_on_one, 2, about, calls, True, 20.0, timeout=20):
         assert came.startswith(f"{name}: ranks of one sequence group disagree about {text}"), came
 
@@ -470,7 +494,7 @@ def test_split_samples_turn_disagreement_into_an_error(ranks, about, text, calls
 def test_ranks_with_split_samples_stop_together(ranks, about, calls, local):
     (own, _), (other, _) = ranks(refuse_on_one, 2, about, calls, True, 20.0, timeout=20)
     assert own.startswith(local)
-    name = {"one": "linear_policy_loss", "two": "Objective"}[calls]
+    name = {"one": "policy_loss", "two": "Objective"}[calls]
     assert other == f"{name}: rank 0 of this rank's sequence group stopped with: {own}"
 
 

@@ -1,4 +1,4 @@
-"""``linear_policy_loss``: which rows, in which chunks, with which of them dropped, in one pass or two: same numbers."""
+"""``policy_loss``: which rows, in which chunks, with which of them dropped, in one pass or two: same numbers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from test_policy_loss import (
     VOCAB,
     WIDTH,
     Ran,
+    assert_metrics,
     assert_right,
     assert_same,
     check,
@@ -31,6 +32,8 @@ from test_policy_loss import (
 from truth import truth
 
 import logitless as ll
+from logitless.call import Asked, resolve
+from logitless.route import loss_plan
 
 __all__ = ["one_thread"]
 
@@ -78,9 +81,8 @@ def test_every_way_to_name_rows():
     ):
         for memory in ("1GiB", room(5)):
             leaf = problem.operands.leaves()
-            loss, metrics = ll.linear_policy_loss(
-                leaf.hidden, leaf.weight, chosen, objective, bias=leaf.bias, memory=memory, **given
-            )
+            logits = ll.Logits(leaf.hidden, leaf.weight, bias=leaf.bias)
+            loss, metrics = ll.policy_loss(logits, chosen, objective, memory=memory, **given)
             assert_same(Ran(loss.detach(), differentiated(loss, leaf, 1.7), metrics.compute()), right, 2e-6)
     assert_right(problem, right, PPO_FORMULA)
 
@@ -95,9 +97,8 @@ def test_padded_lines(padding: str):
     hidden.view(-1, WIDTH)[rows.index] = problem.operands.hidden[problem.index]
     hidden.requires_grad_()
     weight = problem.operands.weight.clone().requires_grad_()
-    loss, _ = ll.linear_policy_loss(
-        hidden, weight, rows, ll.Objective(**PPO), bias=problem.operands.bias, memory=room(4), **problem.fields(rows)
-    )
+    logits = ll.Logits(hidden, weight, bias=problem.operands.bias)
+    loss, _ = ll.policy_loss(logits, rows, ll.Objective(**PPO), memory=room(4), **problem.fields(rows))
     d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight), torch.tensor(1.7))
     assert d_hidden.shape == hidden.shape
     picked = torch.zeros(47, WIDTH)
@@ -120,9 +121,8 @@ def test_strided_hidden(cut, in_order: bool):
     given = {"old_logprob": "current", "advantage": torch.randn(9)}
     runs = []
     for hidden in (cut(base), cut(base).contiguous()):
-        loss, _ = ll.linear_policy_loss(
-            hidden, weight, rows, ll.Objective(**PPO | {"kl_coef": 0.0}), memory=room(4, 63), **given
-        )
+        objective = ll.Objective(**PPO | {"kl_coef": 0.0})
+        loss, _ = ll.policy_loss(ll.Logits(hidden, weight), rows, objective, memory=room(4, 63), **given)
         runs.append((loss.detach(), *torch.autograd.grad(loss, (base, weight))))
     for a, b in zip(*runs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
@@ -138,7 +138,7 @@ def test_hidden_stored_the_other_way_round(dtype: torch.dtype, backend: str, dev
     given = {"old_logprob": "current", "advantage": torch.randn(9, device=device)}
     runs = []
     for x in (hidden, hidden.detach().contiguous().requires_grad_()):
-        loss, _ = ll.linear_policy_loss(x, weight, target, ll.Objective(), backend=backend, **given)
+        loss, _ = ll.policy_loss(ll.Logits(x, weight), target, ll.Objective(), backend=backend, **given)
         runs.append((loss.detach(), *torch.autograd.grad(1.7 * loss, (x, weight))))
     for a, b in zip(*runs, strict=True):
         torch.testing.assert_close(a, b)
@@ -188,10 +188,8 @@ def test_dropping_rows_without_a_gradient_changes_nothing(case: str, buffered: b
             leaf = problem.operands.leaves()
             rows = problem.batch.rows()
             fields = problem.fields(rows) | given
-            loss, metrics = ll.linear_policy_loss(
-                leaf.hidden, leaf.weight, rows, objective, bias=leaf.bias, weight_grad=buffer, drop_zeros=drop,
-                memory=memory, **fields,
-            )  # fmt: skip
+            logits = ll.Logits(leaf.hidden, leaf.weight, bias=leaf.bias, weight_grad=buffer)
+            loss, metrics = ll.policy_loss(logits, rows, objective, drop_zeros=drop, memory=memory, **fields)
             loss.backward()
             runs.append(Ran(loss.detach(), {n: getattr(leaf, n).grad for n in wanted}, metrics.compute()))
             if buffer is not None:
@@ -223,10 +221,12 @@ def test_samples_split_over_ranks_go_in_two_passes():
     """A rank that went in one pass would take means over its own part of a sample."""
     rows = ll.Rows.packed([[1] * 8], [5], cp=ll.Zigzag(0, 2))
     hidden, weight = torch.zeros(4, 3, requires_grad=True), torch.zeros(7, 3, requires_grad=True)
-    plan = ll.explain(hidden, weight, rows, objective=ll.Objective(policy="gspo"))
+    logits = ll.Logits(hidden, weight)
+    call, _ = resolve("policy_loss", logits, rows, Asked())
+    plan = loss_plan(call, ll.Objective(policy="gspo"))
     assert plan.kind == "two passes"
     assert "split over context-parallel ranks" in str(plan)
-    assert ll.explain(hidden, weight, rows, objective=ll.Objective()).kind == "one pass"
+    assert loss_plan(call, ll.Objective()).kind == "one pass"
 
 
 def test_staying_rows_move_a_few_at_a_time(monkeypatch):
@@ -236,10 +236,10 @@ def test_staying_rows_move_a_few_at_a_time(monkeypatch):
     advantage = torch.randn(60).where(torch.arange(60) % 5 > 2, torch.zeros(60))
     gradients = []
     for at_a_time in (60, 7, 1):
-        monkeypatch.setattr("logitless.policy_loss.one_pass.MOVED", at_a_time * 50 * 4)
+        monkeypatch.setattr("logitless.passes.one_pass.MOVED", at_a_time * 50 * 4)
         x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         fields = {"old_logprob": "current", "advantage": advantage}
-        ll.linear_policy_loss(x, w, target, ll.Objective(), **fields)[0].backward()
+        ll.policy_loss(ll.Logits(x, w), target, ll.Objective(), **fields)[0].backward()
         gradients.append((x.grad, w.grad))
     for others in gradients[1:]:
         assert all(torch.equal(a, b) for a, b in zip(others, gradients[0], strict=True))
@@ -248,8 +248,8 @@ def test_staying_rows_move_a_few_at_a_time(monkeypatch):
 def test_samples_that_fit_a_chunk_go_in_one_pass():
     problem, objective = make(), ll.Objective(policy="gspo", clip=(0.03, 0.05))
     rows = problem.batch.rows()
-    call = (problem.operands.hidden, problem.operands.weight, rows)
-    fits, splits = (ll.explain(*call, objective=objective, memory=room(n)) for n in (13, 12))
+    call, given = (ll.policy_loss, ll.Logits(*problem.operands[:2]), rows), problem.fields(rows)
+    fits, splits = (ll.explain(*call, objective, memory=room(n), **given) for n in (13, 12))
     assert (fits.kind, fits.chunks) == ("one pass", ((0, 7), (7, 20), (20, 29)))
     assert str(fits) == (
         "one pass: 3 matrix products, because the loss of a row depends on its own sample. 3 chunks of whole samples, "
@@ -259,26 +259,46 @@ def test_samples_that_fit_a_chunk_go_in_one_pass():
         "two passes: 4 matrix products, because the objective takes means over samples, and the longest has 13 rows "
         "where memory= holds 12."
     )
-    tokens = ll.explain(*call, objective=ll.Objective(), memory=room(12))
+    tokens = ll.explain(*call, ll.Objective(), memory=room(12), **given)
     assert (tokens.kind, tokens.rows, len(tokens.chunks)) == ("one pass", 10, 3)
     assert "depends on nothing but its own log-prob" in str(tokens)
     for memory in (room(13), room(12)):
         check(problem, POLICIES["gspo"][0], formula_of("gspo"), memory=memory)
 
 
-@pytest.mark.parametrize("what", ["kept", "batch_invariant"])
-def test_what_cannot_be_chunked_goes_in_two_passes(what: str):
+def test_what_cannot_be_chunked_goes_in_two_passes():
     problem = make(torch.float64)
-    kept = [torch.randint(VOCAB, (i % 5,)).tolist() for i in range(29)]
-    options = {"kept": ragged(kept)} if what == "kept" else {"batch_invariant": True}
     objective, rows = ll.Objective(**PPO), problem.batch.rows()
-    plan = ll.explain(problem.operands.hidden, problem.operands.weight, rows, objective=objective, **options)
+    logits = ll.Logits(*problem.operands[:2], batch_invariant=True)
+    plan = ll.explain(ll.policy_loss, logits, rows, objective, **problem.fields(rows))
     assert plan.kind == "two passes"
-    assert ("kept ids" if what == "kept" else "batch_invariant=True") in str(plan)
-    ours = ran(problem, objective, **options)
-    assert_same(ours, composed(problem, objective, **options), 1e-12)
-    if what == "batch_invariant":
-        assert_right(problem, ours, PPO_FORMULA)
+    assert "batch_invariant=True" in str(plan)
+    ours = ran(problem, objective, batch_invariant=True)
+    assert_same(ours, composed(problem, objective, batch_invariant=True), 1e-12)
+    assert_right(problem, ours, PPO_FORMULA)
+
+
+@pytest.mark.parametrize("policy", ["ppo_clip", "gspo"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_kept_ids_in_one_pass_and_in_two(dtype: torch.dtype, policy: str):
+    """Log-probs over the kept ids and the target, entropy over the vocabulary."""
+    kept = [torch.randint(VOCAB, (i % 5,)).tolist() for i in range(29)]
+    told_of = make(dtype, head={"kept": kept})
+    problem, rows = replace(told_of, head={}), told_of.batch.rows()
+    options, formula = (PPO, PPO_FORMULA) if policy == "ppo_clip" else (POLICIES["gspo"][0], formula_of("gspo"))
+    size = max(4, dtype.itemsize)
+    for call, more, kind in (
+        ({}, {}, "one pass"),
+        ({"memory": room(14, itemsize=size)}, {}, "one pass"),
+        ({"memory": room(14, itemsize=size), "drop_zeros": False}, {}, "one pass"),
+        ({}, {"level": "batch"}, "two passes"),
+    ):
+        objective, logits = ll.Objective(**options, **more), ll.Logits(*problem.operands.leaves()[:2])
+        plan = ll.explain(ll.policy_loss, logits, rows, objective, kept=ragged(kept), **call, **problem.fields(rows))
+        assert plan.kind == kind
+        ours = ran(problem, objective, kept=ragged(kept), **call)
+        assert_right(told_of, ours, formula)
+        assert_metrics(ours, composed(problem, objective, kept=ragged(kept)))
 
 
 # Results besides the loss.
@@ -293,13 +313,12 @@ def test_statistics_of_the_rows(policy: str, recorded: bool):
     leaf = problem.operands.leaves(NAMES if recorded else ())
     exact = problem.scores(truth, problem.operands.leaves((), torch.float64))
     for memory in (room(13, itemsize=8), room(12, itemsize=8)):
-        loss, _, stats = ll.linear_policy_loss(
-            leaf.hidden, leaf.weight, rows, objective, bias=leaf.bias, memory=memory, return_stats=True,
-            **problem.fields(rows),
-        )  # fmt: skip
+        logits = ll.Logits(leaf.hidden, leaf.weight, bias=leaf.bias)
+        more = {"memory": memory, "return_stats": True}
+        loss, _, stats = ll.policy_loss(logits, rows, objective, **more, **problem.fields(rows))
         assert loss.requires_grad == recorded
-        assert not any(x.requires_grad for x in stats)
-        for mine, right in zip(stats, exact, strict=True):
+        assert not any(x.requires_grad for x in stats if x is not None)
+        for mine, right in zip((stats.logprob, stats.entropy, stats.log_z), exact, strict=True):
             torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
 
 
@@ -311,9 +330,8 @@ def test_autocast_is_a_cast_of_the_operands(dtype: torch.dtype, backward_inside:
     right = ran(cast, objective, memory=room(6))
     rows, leaf = problem.batch.rows(), problem.operands.leaves()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss, metrics = ll.linear_policy_loss(
-            leaf.hidden, leaf.weight, rows, objective, bias=leaf.bias, memory=room(6), **problem.fields(rows)
-        )
+        logits = ll.Logits(leaf.hidden, leaf.weight, bias=leaf.bias)
+        loss, metrics = ll.policy_loss(logits, rows, objective, memory=room(6), **problem.fields(rows))
         gradients = differentiated(loss, leaf, 1.7) if backward_inside else {}
     gradients = gradients or differentiated(loss, leaf, 1.7)
     assert loss.dtype == torch.float32

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from calls import loss_from_hidden
 from close import assert_close_to_truth, assert_gradient_close_to_truth
 from ranks import run_ranks
 from torch import Tensor
@@ -114,7 +115,7 @@ def ours(batch, preference: ll.Preference, fields=None, **options):
     rows, hidden, weight, reference = batch
     leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
     given = fields_of(preference, reference) if fields is None else fields
-    loss, metrics = ll.linear_policy_loss(*leaves, rows, preference, **given, **options)
+    loss, metrics = loss_from_hidden(*leaves, rows, preference, **given, **options)
     return loss.detach(), torch.autograd.grad(loss, leaves), metrics.compute()
 
 
@@ -138,7 +139,7 @@ def test_against_the_papers(name, pairs, dtype):
         assert_right(ours(batch, preference, **options), exact, usual, dtype)
     rows, hidden, weight, reference = batch
     leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    loss, _ = preference(ll.linear_logprobs(*leaves, rows), rows, **fields_of(preference, reference))
+    loss, _ = preference(ll.logprobs(ll.Logits(*leaves), rows), rows, **fields_of(preference, reference))
     assert_right((loss, torch.autograd.grad(loss, leaves)), exact, usual, dtype)
 
 
@@ -172,21 +173,21 @@ def test_metrics_by_hand():
 
 
 def test_which_route():
-    rows, hidden, weight, _ = draw()
-    leaves, memory = (hidden.requires_grad_(), weight.requires_grad_(), rows), 2 * 12 * VOCAB * 4
-    near = ll.explain(*leaves, objective=ll.Preference("dpo"), memory=memory)
+    rows, hidden, weight, reference = draw()
+    logits, memory = ll.Logits(hidden.requires_grad_(), weight.requires_grad_()), 2 * 12 * VOCAB * 4
+    call, given = (ll.policy_loss, logits, rows), {"ref_logprob": reference}
+    near = ll.explain(*call, ll.Preference("dpo"), memory=memory, **given)
     assert near.kind == "one pass"
     assert near.chunks == ((0, 8), (8, 18), (18, 29), (29, 37))
     assert "depends on its own pair" in str(near)
-    far = ll.explain(*leaves, objective=ll.Preference("dpo").pairs(*APART), memory=memory)
+    far = ll.explain(*call, ll.Preference("dpo").pairs(*APART), memory=memory, **given)
     assert far.kind == "two passes"
     assert "the longest stretch of rows with whole pairs has 37 where memory= holds 12" in far.reason
-    assert ll.explain(*leaves, objective=ll.Preference("dpo").pairs(*APART)).kind == "one pass"
-    alone = ll.explain(*leaves, objective=preference_of("kto"), memory=2 * 9 * VOCAB * 4)
+    assert ll.explain(*call, ll.Preference("dpo").pairs(*APART), **given).kind == "one pass"
+    kto = preference_of("kto")
+    alone = ll.explain(*call, kto, memory=2 * 9 * VOCAB * 4, **fields_of(kto, reference))
     assert alone.chunks == ((0, 8), (8, 17), (17, 22), (22, 31), (31, 37))
-    found = ll.estimate(
-        path="linear_policy_loss", tokens=64, vocab=VOCAB, hidden=WIDTH, objective=ll.Preference("dpo"), device="cpu"
-    )
+    found = ll.estimate(*call, ll.Preference("dpo"), device="cpu", **given)
     assert found.peak > 0
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from calls import logits_of, loss_from_hidden
 from close import assert_close_to_truth, assert_gradient_close_to_truth
 from ranks import run_ranks
 from torch.nn.functional import cross_entropy, log_softmax
@@ -44,7 +45,7 @@ def told(rows, hidden, weight, token_weight, dtype, *, policy="cross_entropy", z
 
 def ours(rows, hidden, weight, objective, fields, **options):
     leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
-    loss, metrics = ll.linear_policy_loss(*leaves, rows, objective, **fields, **options)
+    loss, metrics = loss_from_hidden(*leaves, rows, objective, **fields, **options)
     return loss.detach(), torch.autograd.grad(loss, leaves), metrics.compute()
 
 
@@ -77,7 +78,7 @@ def test_against_float64(name, dtype):
         for mine, right, theirs in zip(gradients, exact[1], usual[1], strict=True):
             assert_gradient_close_to_truth(mine, right, theirs.to(dtype))
     leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    stats = ll.linear_logprobs(*leaves, rows, entropy=objective.entropy, stats=objective.stats)
+    stats = ll.logprobs(ll.Logits(*leaves), rows, entropy=objective.entropy, stats=objective.stats)
     loss, _ = objective(stats, rows, token_weight=given)
     assert_close_to_truth(loss, exact[0], usual[0], "loss")
     for mine, right, theirs in zip(torch.autograd.grad(loss, leaves), exact[1], usual[1], strict=True):
@@ -91,16 +92,34 @@ def test_label_smoothing_with_what_it_does_not_go_with():
     with pytest.raises(ll.LogitlessError, match=r"label_smoothing spreads the target .* does not go with kept="):
         ours(rows, hidden, weight, objective, {}, kept=kept)
     with pytest.raises(ll.LogitlessError, match=r"label_smoothing needs the mean logit.* stats=objective.stats"):
-        objective(ll.linear_logprobs(hidden, weight, rows), rows)
-    plan = ll.explain(hidden.requires_grad_(), weight, rows, objective=objective)
-    assert plan.kind == "two passes"
-    assert "label smoothing needs the mean logit" in str(plan)
+        objective(ll.logprobs(ll.Logits(hidden, weight), rows), rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_label_smoothing_in_one_pass_and_in_two(dtype):
+    """The mean logit is read off a chunk while its logits are there."""
+    rows, hidden, weight, _ = batch(dtype)
+    objective = ll.Objective(policy="cross_entropy", policy_options={"label_smoothing": 0.2}, z_coef=Z)
+    exact, usual = (
+        told(rows, hidden, weight, None, wide, z=Z, smoothing=0.2) for wide in (torch.float64, torch.float32)
+    )
+    for options, kind in (
+        ({}, "one pass"),
+        ({"memory": 2 * 4 * VOCAB * 4}, "one pass"),
+        ({"batch_invariant": True}, "two passes"),
+    ):
+        logits, verb = logits_of(hidden.requires_grad_(), weight.requires_grad_(), options)
+        assert ll.explain(ll.policy_loss, logits, rows, objective, **verb).kind == kind
+        loss, gradients, _ = ours(rows, hidden, weight, objective, {}, **options)
+        assert_close_to_truth(loss, exact[0], usual[0], "loss")
+        for mine, right, theirs in zip(gradients, exact[1], usual[1], strict=True):
+            assert_gradient_close_to_truth(mine, right, theirs.to(dtype))
 
 
 def test_one_pass_and_its_metrics():
     rows, hidden, weight, _ = batch()
     objective = ll.Objective.recipe("sft", z_coef=Z)
-    plan = ll.explain(hidden.requires_grad_(), weight.requires_grad_(), rows, objective=objective)
+    plan = ll.explain(ll.policy_loss, ll.Logits(hidden.requires_grad_(), weight.requires_grad_()), rows, objective)
     assert plan.kind == "one pass"
     _, _, numbers = ours(rows, hidden, weight, objective, {})
     log_z = torch.logsumexp((hidden[rows.index] @ weight.T).detach().double(), -1)[rows.counted]
@@ -115,7 +134,7 @@ def test_a_frozen_head_and_logits():
     exact = told(rows, hidden, weight, None, torch.float64, z=Z)
     objective = ll.Objective(policy="cross_entropy", z_coef=Z)
     leaf = hidden.clone().requires_grad_()
-    loss, _ = ll.linear_policy_loss(leaf, weight, rows, objective)
+    loss, _ = ll.policy_loss(ll.Logits(leaf, weight), rows, objective)
     torch.testing.assert_close(torch.autograd.grad(loss, leaf)[0], exact[1][0], rtol=1e-10, atol=1e-12)
     loss, _ = objective(ll.logprobs(leaf @ weight.T, rows), rows)
     torch.testing.assert_close(torch.autograd.grad(loss, leaf)[0], exact[1][0], rtol=1e-10, atol=1e-12)
@@ -171,9 +190,9 @@ def test_z_loss_of_results_without_log_z():
     rows, hidden, weight, _ = batch()
     with pytest.raises(ll.LogitlessError, match=r"z_coef is 0\.1 but log Z was not computed"):
         ll.Objective(policy="cross_entropy", z_coef=0.1)(ll.TokenStats(torch.zeros(len(rows)), None, None), rows)
-    kept = ll.Kept.from_lists([[1, 2]] * len(rows))
-    with pytest.raises(ll.LogitlessError, match=r'has a z_coef, but with scope="support" there is no log Z'):
-        ours(rows, hidden, weight, ll.Objective(policy="cross_entropy", z_coef=0.1), {}, kept=kept, scope="support")
+    kept = ll.Kept.from_lists([[1, 2]] * len(rows)).over("support")
+    with pytest.raises(ll.LogitlessError, match=r"has a z_coef, but where the scope is the support there is no log Z"):
+        ours(rows, hidden, weight, ll.Objective(policy="cross_entropy", z_coef=0.1), {}, kept=kept)
 
 
 # TRL's own loss.

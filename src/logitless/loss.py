@@ -231,7 +231,9 @@ def loss_facts(call: Call, plan: Plan, operands: Operands, inputs: Inputs, batch
         "whether a gradient is recorded": any(call.needs),
     }
     given = {**inputs.fields, **inputs.batch}
-    return call.facts() | plan.facts() | facts | {name: fingerprint(x) for name, x in sorted(given.items())}
+    # The objective first: it decides how to go.
+    facts |= plan.facts("memory=, objective")
+    return call.facts() | facts | {name: fingerprint(x) for name, x in sorted(given.items())}
 
 
 class _OnePass(torch.autograd.Function):

@@ -206,6 +206,9 @@ def _over_supports(call: Call, plan: Plan, operands: Operands, teacher: Teacher 
     kept, target = call.kept, call.rows.target
     assert kept is not None
     assert call.kind is not None
+    if not call.over_support:
+        # Two graphs read the logits, and whichever came first would overwrite them under the other.
+        call = replace(call, overwrite=False)
     outcomes = Outcomes.of(kept, kept_of(teacher), target, call.start, call.vocab_size)
     support, read = outcomes.support, ~outcomes.support.lone()
     others = entries_of(teacher, support, read, call)

@@ -83,10 +83,16 @@ class Plan:
         """Of the largest chunk."""
         return max((stop - start for start, stop in self.chunks), default=0)
 
-    def facts(self) -> dict[str, Any]:
-        """What ranks must agree on: they communicate once for every chunk."""
+    def facts(self, chosen_by: str = "memory=") -> dict[str, Any]:
+        """What ranks must agree on: they communicate once for every chunk. What a rank stores for backward is its own.
+
+        Args:
+            chosen_by: what a rank that goes another way has given differently.
+        """
+        kind = "by tiles" if self.kind in ("keep", "recompute") else self.kind
+        chunks = f" in {len(self.chunks)} chunks of at most {self.rows} rows" if self.chunks else ""
         first = {} if self.first is None else {f"{name} of the first pass": x for name, x in self.first.facts().items()}
-        return {"the route": self.kind, "the chunks of rows": self.chunks} | first
+        return {f"how to go ({chosen_by})": kind + chunks, "the chunks of rows": self.chunks} | first
 
     def __str__(self) -> str:
         products = str(self.products)
