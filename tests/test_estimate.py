@@ -396,7 +396,11 @@ def test_what_was_measured_of_a_loss(monkeypatch):
 
 
 def test_the_default_memory_is_that_of_the_call():
-    for path, default, more in (("logits", "logits", {}), ("hidden", "hidden", {"hidden": 66}), ("loss", "chunk", {"hidden": 66})):
+    for path, default, more in (
+        ("logits", "logits", {}),
+        ("hidden", "hidden", {"hidden": 66}),
+        ("loss", "chunk", {"hidden": 66}),
+    ):
         sizes = {"path": path, "tokens": 100_003, "vocab": 20_011, "device": "cpu", **more}
         assert predicted(**sizes) == predicted(**sizes, memory=MEMORY[default])
         assert predicted(**sizes) != predicted(**sizes, memory="3MiB")

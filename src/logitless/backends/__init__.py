@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -63,11 +63,12 @@ def choose_backend(logits: Tensor, backend: str = "auto", device: str | None = N
 def backend_of(x: Tensor, backend: str, device: str | None) -> tuple[str, Backend]:
     """The backend that will run, by name and as it is. Raises, before anything runs, if it cannot take such tensors."""
     name = choose_backend(x, backend, device).name
-    found = load(name)
-    # The compiler need not look into it: the operators below ask again.
-    if name == "triton" and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        # The compiler traces no search for a module: the operators below find it by its name.
+        return name, cast(Backend, None)
+    if name == "triton":
         _load(name).require(x)
-    return name, found
+    return name, load(name)
 
 
 def load(name: str) -> Backend:

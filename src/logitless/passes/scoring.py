@@ -30,19 +30,25 @@ from logitless.sources.given import given_problem, gradient_buffer
 from logitless.sources.linear import Projection, hidden_gradient, hidden_gradients, selected_rows
 from logitless.sources.listed import spent
 from logitless.sources.teachers import TeacherRows, in_place
-from logitless.spec import TokenStats
+from logitless.spec import IGNORE, TokenStats
 
 DIFFERENTIABLE = ("logprob", "log_z", "divergence", "collision", "mean_logit", "ids_logprobs")
 """Results with a gradient; an entropy has one if it is asked for."""
 
-PLACES = ("index", "target", "gain", "kept_ids", "kept_lengths")
+PLACES = ("index", "target", "column", "gain", "kept_ids", "kept_lengths")
 """Tensors of a call that backward reads besides the operands: saved, so that a change in place is an error."""
 
 
 def scored(call: Call, plan: Plan, operands: Operands) -> TokenStats:
     """``[R]`` results over the vocabulary of a call that was checked."""
     kept = call.kept
-    places = (call.index, call.rows.target, call.gain, *((None, None) if kept is None else (kept.ids, kept.lengths)))
+    places = (
+        call.index,
+        call.rows.target,
+        call.column,
+        call.gain,
+        *((None, None) if kept is None else (kept.ids, kept.lengths)),
+    )
     # Collectives, the bookkeeping of overwriting and readings beyond the softmax are not traced.
     plain = call.linear is None and call.group is None and not call.overwrite and call.table is None
     traced = plain and call.asked.teacher is None
@@ -71,14 +77,8 @@ class _Score(torch.autograd.Function):
         ctx: Any, call: Call, plan: Plan, names: tuple[str, ...], *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         """Results in the order of :class:`TokenStats`: the compiler takes no None among them."""
-<<<<<<< HEAD
-        operands, places = Operands(*tensors[:6]), dict[str, Any](zip(PLACES, tensors[6:], strict=True))
-        column = call.column
-=======
         operands, places = Operands(*tensors[:6]), _places(tensors[6:])
-        target = places["target"]
-        column = call.column_of(target)
->>>>>>> wt-t1
+        column = places["column"]
         look = _look_given if operands.logits is not None else _look_hidden
         found, more = look(call, plan, operands, places, column)
         results = {name: found.results[name] for name in names}
@@ -87,7 +87,7 @@ class _Score(torch.autograd.Function):
         fixed = [x for name, x in results.items() if name not in graded]
         if fixed:
             ctx.mark_non_differentiable(*fixed)
-        saved = {**found.saved, **more, "column": column, **operands._asdict(), **places}
+        saved = {**found.saved, **more, **operands._asdict(), **places}
         if call.asked.entropy != "grad":
             saved.pop("mean", None)
         ctx.names = tuple(saved)
@@ -157,7 +157,9 @@ def _look_given(
     assert logits is not None
     problem = given_problem(logits, places["index"], column, places["gain"], call)
     if not plan.taught:
-        asked = Asked(places["target"], places["gain"], call.squash, call.ignored, call.entropy, call.group, call.table)
+        # Of the tensors handed in, and not of those of the call: torch.compile traces this.
+        target, ignored = places["target"], None if call.found else places["target"] == IGNORE
+        asked = Asked(target, places["gain"], call.squash, ignored, call.entropy, call.group, call.table)
         return look_whole(call, asked, problem, None if call.kept is None else _support(call, places), None), {}
     beside = _Beside.of(call, plan, problem)
     if len(plan.chunks) == 1:
