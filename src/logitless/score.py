@@ -203,9 +203,9 @@ def _over_support(call: Call, operands: Operands) -> TokenStats:
 
 def _over_supports(call: Call, plan: Plan, operands: Operands, teacher: Teacher | Teachers) -> TokenStats:
     """A divergence over kept ids, from single logits of both; entropy and log Z are over the kept ids' scope."""
-    kept, target = call.kept, call.rows.target
+    kept, target, kind = call.kept, call.rows.target, call.kind
     assert kept is not None
-    assert call.kind is not None
+    assert kind is not None
     if not call.over_support:
         # Two graphs read the logits, and whichever came first would overwrite them under the other.
         call = replace(call, overwrite=False)
@@ -214,7 +214,7 @@ def _over_supports(call: Call, plan: Plan, operands: Operands, teacher: Teacher 
     others = entries_of(teacher, support, read, call)
     raw = entry_logits(operands, support, read, call).double()
     z, _ = transform(raw, call.gain.double()[support.entries.row], call.squash)
-    found = divergence_over(z, others, outcomes, call.kind, call.gain.dtype)
+    found = divergence_over(z, others, outcomes, kind, call.gain.dtype)
     if call.over_support:
         return found
     own = scored(call, plan, operands)

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.call import shard_of
 from logitless.collectives import gather_over
 from logitless.errors import LogitlessError
-from logitless.operands import Given, Logits, LoRA
+from logitless.operands import Given, Logits, LoRA, shard_of
 from logitless.spec import Head, VocabShard
 
 SEED = 0x106171E55

@@ -23,9 +23,8 @@ from logitless.adapters.audit import Audit
 from logitless.adapters.host import Option
 from logitless.adapters.scoring import computed, every_target, placed, taken_over, tracked
 from logitless.adapters.shards import check_ids, even_shard
-from logitless.call import shard_of
 from logitless.errors import LogitlessError
-from logitless.operands import Kept, Logits
+from logitless.operands import Kept, Logits, shard_of
 from logitless.rows import Rows
 from logitless.rows.layouts import Contiguous, Zigzag
 from logitless.score import logprobs

@@ -2,8 +2,8 @@
 
 from logitless.operands import passed_on as passed_on
 from logitless.operands.kept import Kept
-from logitless.operands.logits import Given, Linear, Logits, LogitsMade
+from logitless.operands.logits import Given, Linear, Logits, LogitsMade, shard_of
 from logitless.operands.lora import LoRA
 from logitless.operands.teacher import Teacher, Teachers, TopK
 
-__all__ = ["Given", "Kept", "Linear", "LoRA", "Logits", "LogitsMade", "Teacher", "Teachers", "TopK"]
+__all__ = ["Given", "Kept", "Linear", "LoRA", "Logits", "LogitsMade", "Teacher", "Teachers", "TopK", "shard_of"]

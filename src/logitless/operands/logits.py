@@ -266,6 +266,11 @@ ATTRIBUTE_NAMES = frozenset(
 )
 
 
+def shard_of(logits: Any) -> VocabShard | None:
+    """The shard that came with logits of any form; None for a plain tensor."""
+    return getattr(logits, "shard", None)
+
+
 def like(x: Logits, hidden: Tensor | None = None, **changes: Any) -> Logits:
     """The same logits of other hidden states, or with another dtype, gain or squash."""
     linear, weight = changes.get("linear", x.linear), changes.get("weight", x.weight)

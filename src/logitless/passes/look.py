@@ -45,7 +45,7 @@ def look_whole(call: Call, asked: Asked, problem: Problem, support: Support | No
     # The backend is loaded where it is used, so that torch.compile, which traces this, meets no import.
     table = asked.table
     lines = Lines(
-        (run_statistics(call.backend_name, problem) if _opaque(problem) else backend.statistics(problem)),
+        (run_statistics(call.backend_name, problem) if _opaque(problem) else call.backend.statistics(problem)),
         None if support is None else kept_statistics(support.logits(problem)),
         None if table is None else table.lines(call.backend, problem, slice(None)),
         # The teacher's entropy costs nothing that shows.
