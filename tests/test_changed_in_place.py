@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from logitless.memory.step import _Root, hand_over
+from logitless.tools.demo.policy import _Gathered
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,8 +21,6 @@ from torch.utils._pytree import tree_leaves
 import logitless as ll
 from logitless.adapters.megatron import _into_main_grad
 from logitless.collectives import DryGroup
-from logitless.memory.step import _Root, hand_over
-from logitless.tools.demo.policy import _Gathered
 
 PACKAGE = Path(ll.__file__).parent
 T, R, V, D, RANK = 7, 5, 20, 6, 2

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from logitless.policy_loss.plan import LossShape, choose_loss_plan
 from test_linear import GRADIENT_PROMISE, HALF, one_thread
 from test_policy_loss import PPO, PPO_FORMULA, assert_same, check, make, ran, room
 
 import logitless as ll
 from logitless.machine import CPU, H200
-from logitless.policy_loss.plan import LossShape, choose_loss_plan
 
 __all__ = ["one_thread"]
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from logitless.from_hidden import plan as plans
+from logitless.policy_loss.plan import LossShape, choose_loss_plan, plan_of
 from test_linear import HALF, check, draw, draw_rows, one_thread
 from test_policy_loss import PPO, PPO_FORMULA, make, room
 from test_policy_loss import check as check_loss
@@ -16,9 +18,7 @@ from benchmarks.bench.predicted import PeakCase, compare
 from logitless import machine
 from logitless.backends.triton import products
 from logitless.call import Options, apart_everywhere, resolve_hidden
-from logitless.from_hidden import plan as plans
 from logitless.machine import CPU, H200, Machine, product_sizes
-from logitless.policy_loss.plan import LossShape, choose_loss_plan, plan_of
 
 __all__ = ["one_thread"]
 

@@ -416,7 +416,7 @@ def test_any_function_can_be_estimated():
     found = ll.estimate(plain, hidden, weight)
     assert found.plan is None
     assert found.forward_peak >= 2 * 64 * 1000 * 4
-    assert {item.name.split(" ")[0] for item in found.backward if item.output} >= {"d_hidden", "d_weight"}
+    assert found.backward_peak >= 2 * 64 * 1000 * 4
 
 
 def test_numbers_are_not_looked_at():

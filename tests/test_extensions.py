@@ -13,6 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from close import assert_close_to_truth
+from logitless.from_hidden.plan import choose_plan
+from logitless.from_hidden.projection import Projection
+from logitless.from_hidden.statistics import row_statistics
+from logitless.results import target_column, whole_vocabulary
 from torch import Tensor
 from truth import plain, truth
 
@@ -20,11 +24,7 @@ import logitless as ll
 from logitless.backends import OTHERS, tiled
 from logitless.backends.contract import Problem
 from logitless.call import Options, resolve_hidden
-from logitless.from_hidden.plan import choose_plan
-from logitless.from_hidden.projection import Projection
-from logitless.from_hidden.statistics import row_statistics
 from logitless.memory.ledger import NAMES
-from logitless.results import target_column, whole_vocabulary
 from logitless.rows.layouts import Scheme, ragged_arange
 from logitless.softmax import FURTHER, Statistic, Sum, merge
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from logitless.results import row_results, target_column
 from torch import Tensor
 
 import logitless as ll
 from logitless.backends import run_statistics
 from logitless.backends.contract import Problem
-from logitless.results import row_results, target_column
 from logitless.softmax import merge
 
 law = settings(max_examples=12)

@@ -15,10 +15,19 @@ from logitless import Kept, Logits, Objective, logprobs, policy_loss
 from logitless.errors import LogitlessError
 from logitless.rows import Rows
 from logitless.tools import plan as planner
-from logitless.tools.plan import WAYS, LossStep, answer_lines, as_json, headline, plan_model, snippet, summary_rows
+from logitless.tools.plan import (
+    WAYS,
+    LossStep,
+    answer_lines,
+    as_json,
+    headline,
+    plan_model,
+    snippet,
+    summary_rows,
+    ways,
+)
 from logitless.tools.plan import step as steps
 from logitless.tools.plan.recommend import BUDGETS, LESS
-from logitless.tools.plan import ways
 from logitless.tools.plan.ways import FROM_HIDDEN, POLICY_LOSS, plain_linear
 from logitless.tools.presets import CARDS, PRESETS, ModelShape, find_card, find_model
 

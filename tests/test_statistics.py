@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from close import assert_close_to_truth, assert_gradient_close_to_truth
+from logitless.extras import Extras
+from logitless.from_hidden.extra_lines import ExtraLines
 from test_shards import Collectives
 from torch import Tensor
 from torch.utils import _pytree
@@ -22,8 +24,6 @@ import logitless as ll
 from logitless.backends import load
 from logitless.backends.contract import Listed
 from logitless.backends.selection import best_columns, group_size
-from logitless.extras import Extras
-from logitless.from_hidden.extra_lines import ExtraLines
 from logitless.spec import EXTRA_RESULTS
 
 INF, NAN = torch.inf, torch.nan

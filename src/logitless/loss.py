@@ -183,6 +183,9 @@ def resolve_loss(logits: Any, rows: Any, asked: Asked, batch: Batch) -> tuple[Ca
     if asked.teacher is not None:
         call = with_teacher(call, operands)
     plan = loss_plan(call, objective)
+    if ACTIVE and ACTIVE[-1].stop:
+        # The route does not depend on the fields, which need not be given to ask for it.
+        announce(call, plan)
     more = {"denominator": batch.denominator, "prompt_tokens": batch.prompt_tokens, "group": batch.group}
     return call, plan, operands, objective.inputs(None, call.rows, batch.fields, **more)
 

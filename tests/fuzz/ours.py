@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from logitless.results import row_results, target_column
 from torch import Tensor
 
 import logitless as ll
@@ -18,7 +19,6 @@ from fuzz.losses import FACTOR, Fields, prompts_of
 from fuzz.oracle import BUFFER, NAMES, Answer
 from logitless.backends import choose_backend, run_gradient, run_statistics
 from logitless.backends.contract import Problem
-from logitless.results import row_results, target_column
 from logitless.softmax import coefficients, merge
 from logitless.spec import parse_memory
 

@@ -70,7 +70,10 @@ class Kept:
 
     def cut(self, start: int, stop: int) -> Kept:
         """The ids of rows ``start .. stop``. Waits for an accelerator that they are on."""
-        first, last = (int(self.lengths[:row].sum()) for row in (start, stop))
+        if self.lengths.is_meta:
+            first, last = (self.ids.numel() * row // max(1, self.lengths.numel()) for row in (start, stop))
+        else:
+            first, last = (int(self.lengths[:row].sum()) for row in (start, stop))
         return Kept(self.ids[first:last], self.lengths[start:stop], self.scope)
 
     @staticmethod

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from logitless.backends import load
 from logitless.backends.contract import Problem
 from logitless.call import MEMORY, Call, Operands, untraced
 from logitless.errors import no_second_derivative
@@ -52,10 +54,15 @@ def scored(call: Call, plan: Plan, operands: Operands) -> TokenStats:
     # Collectives, the bookkeeping of overwriting and readings beyond the softmax are not traced.
     plain = call.linear is None and call.group is None and not call.overwrite and call.table is None
     traced = plain and call.asked.teacher is None
-    apply = _Score.apply if traced or not torch.compiler.is_compiling() else untraced(_Score.apply)
+    apply = _Score.apply if traced or not torch.compiler.is_compiling() else untraced(_with_backend)
     names = _names(call)
     values = apply(call, plan, names, *operands, *places)
     return TokenStats(**dict(zip(names, values, strict=True)))
+
+
+def _with_backend(call: Call, *rest: Any) -> Any:
+    """The Function behind a graph break: the call was resolved by a compiler, which loads no backend."""
+    return _Score.apply(replace(call, backend=load(call.backend_name)), *rest)
 
 
 def _names(call: Call) -> tuple[str, ...]:
