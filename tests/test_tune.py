@@ -49,14 +49,15 @@ def test_a_kernel_that_does_not_run_is_not_taken(monkeypatch):
 
 
 @pytest.mark.parametrize("faster", [True, False])
-def test_calls_choose_by_it(table, faster: bool, tmp_path):
+def test_calls_choose_by_it(monkeypatch, table, faster: bool, tmp_path):
     path = tmp_path / "deep" / "machine.json"
     tune.write({**table, "card": "Some card", "multiprocessors": 108, "epilogues": faster}, path)
     found = machine.tuned(path, "Some card", 108)
     assert found.costs == machine.Costs(**table["costs"])
     hidden, weight = (torch.empty(n, 32, dtype=torch.bfloat16, device="meta") for n in (12, 40))
     rows = torch.empty(12, dtype=torch.int64, device="meta")
-    call, _ = resolve("logprobs", ll.Logits(hidden, weight), rows, Asked(backend="triton"), machine=found)
+    monkeypatch.setattr(machine.Machine, "of", lambda device: found)
+    call, _ = resolve("logprobs", ll.Logits(hidden, weight), rows, Asked(backend="triton"))
     why = apart_everywhere(call)
     assert why is None if faster else why is not None and "logitless tune" in why
 

@@ -20,7 +20,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 
 from logitless.adapters.audit import Audit, AuditReport
 from logitless.adapters.host import Host, Option, Replacement, suggestion
+from logitless.adapters.modules import Bound, in_evaluation
 from logitless.adapters.scoring import in_scope
 from logitless.call import resolve_rows
 from logitless.errors import LogitlessError, adapted
@@ -166,10 +166,10 @@ def patch(model: Any, *, verify: bool = True, audit: int | Audit = 0, **options:
             "patch: audit= compares with the head's weight alone, and the head has a LoRA. Drop audit."
         )
     model._logitless = _Patch(model.forward, _head_of(model), options, shard)
-    model.forward = _Bound(_wrap_forward, model)
+    model.forward = Bound(_wrap_forward, model)
     if shard is None:
         for linear in _linears(layer):
-            linear.forward = _Bound(_wrap_layer, linear)
+            linear.forward = Bound(_wrap_layer, linear)
     if verify:
         try:
             _verify(model)
@@ -205,25 +205,6 @@ def audit_of(model: Any) -> AuditReport:
     if "_logitless" not in vars(model):
         raise LogitlessError("audit_of: this model is not patched.")
     return model._logitless.audit.report()
-
-
-class _Bound:
-    """``wrap(forward of the module's class)`` as a method of this one module.
-
-    Unlike a method it can be pickled with its module: a method is pickled as an attribute of that name, and while the
-    module is made again, there is none but its class's own.
-    """
-
-    def __init__(self, wrap: Callable[..., Any], module: nn.Module) -> None:
-        # Named as in a method, for whoever wraps the function once more, as accelerate does.
-        self._wrap, self.__self__, self.__func__ = wrap, module, wrap(type(module).forward)
-        functools.update_wrapper(self, MethodType(type(module).forward, module), updated=())
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__func__(self.__self__, *args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        return _Bound, (self._wrap, self.__self__)
 
 
 def _wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -435,7 +416,7 @@ def _verify(model: Any) -> None:
     draw = functools.partial(torch.randint, model.config.get_text_config().vocab_size, (2, 7), generator=generator)
     ids, target = (draw().to(_backbone(model).get_input_embeddings().weight.device) for _ in range(2))
     target = target.to(layer.weight.device)
-    with torch.no_grad(), _in_evaluation(model):
+    with torch.no_grad(), in_evaluation(model):
         spread = float(_own_logits(model, ids, 1.0).float().std())
         for size in SIZES if spread > 0 else ():
             logp = torch.log_softmax(_own_logits(model, ids, size / spread).double(), -1)
@@ -474,18 +455,6 @@ def _scaled(model: Any, factor: float) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-@contextmanager
-def _in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Inside the block there is no dropout; the mode of every module is put back."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 # install("transformers"): every model that the Auto class makes is patched.
