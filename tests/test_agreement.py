@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from calls import from_hidden, from_logits, loss_from_hidden
 
 import logitless as ll
 
@@ -30,9 +31,8 @@ CALLS = {
     "softcap": lambda x: {"head": ll.Head(softcap=30.0 + x)},
     "the vocabulary size": lambda x: {"head": ll.Head(vocab_size=V - x)},
     "entropy": lambda x: {"entropy": (None, "grad")[x]},
-    "scope": lambda x: {
-        "kept": ll.Kept(torch.tensor([1, 2] * R), torch.full((R,), 2)),
-        "scope": ("vocabulary", "support")[x],
+    "the kept ids ": lambda x: {
+        "kept": ll.Kept(torch.tensor([1, 2] * R), torch.full((R,), 2), ("vocabulary", "support")[x])
     },
     "the kept ids": lambda x: {"kept": ll.Kept(torch.tensor([1, 2 + x] * R), torch.full((R,), 2))},
 }
@@ -79,12 +79,12 @@ def disagree(rank: int, world: int) -> list[dict[str, str]]:
                 found[path][name] = str(error)
 
     for name, made in CALLS.items():
-        call(0, name, ll.logprobs, made(rank))
+        call(0, name, from_logits, made(rank))
     for name, made in {**CALLS, **FROM_HIDDEN}.items():
-        call(1, name, ll.linear_logprobs, made(rank))
+        call(1, name, from_hidden, made(rank))
     fields = {"old_logprob": "current", "advantage": torch.ones(R)}
     for name, made in LOSSES.items():
-        call(2, name, ll.linear_policy_loss, {**fields, **made(rank)})
+        call(2, name, loss_from_hidden, {**fields, **made(rank)})
     return found
 
 
@@ -92,7 +92,7 @@ def test_every_argument_that_changes_the_numbers(ranks):
     """Temperature, softcap, match, targets and the objective's numbers were not compared."""
     first, second = ranks(disagree, 2, timeout=60)
     for caller, wanted, ours, theirs in zip(
-        ("logprobs", "linear_logprobs", "linear_policy_loss"),
+        ("logprobs", "logprobs", "policy_loss"),
         (CALLS, {**CALLS, **FROM_HIDDEN}, LOSSES),
         first,
         second,
@@ -115,7 +115,7 @@ def fail_in_its_own_way(rank: int, world: int) -> str:
     shard = ll.VocabShard(rank * 10, (rank + 1) * 10, dist.group.WORLD, check_calls=True)
     target = LINE.as_subclass(Strange) if rank else LINE
     try:
-        ll.logprobs(torch.zeros(R, 10), (LINE, target), shard=shard)
+        ll.logprobs(ll.Logits.given(torch.zeros(R, 10), shard=shard), (LINE, target))
         return "no error"
     except (ll.LogitlessError, RuntimeError) as error:
         return str(error)

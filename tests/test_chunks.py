@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from logitless.policy_loss.plan import LossShape, choose_loss_plan
 from test_linear import GRADIENT_PROMISE, HALF, one_thread
 from test_policy_loss import PPO, PPO_FORMULA, assert_same, check, make, ran, room
 
 import logitless as ll
 from logitless.machine import CPU, H200
+from logitless.route.costs import LossShape
+from logitless.route.loss import choose_loss_plan
 
 __all__ = ["one_thread"]
 
@@ -67,7 +68,8 @@ def test_exponentials_are_right(dtype: torch.dtype, backend: str, bias: bool):
     problem = make(dtype, lengths, vocab, width, spread=8.0, head=head)
     rows = problem.batch.rows()
     wanted = ("hidden", "weight", "bias") if bias else ("hidden", "weight")
-    plan = ll.explain(*problem.operands[:2], rows, objective=ll.Objective(**PPO), memory=memory)
+    logits = ll.Logits(*problem.operands.leaves()[:2])
+    plan = ll.explain(ll.policy_loss, logits, rows, ll.Objective(**PPO), memory=memory, **problem.fields(rows))
     assert "3 chunks, of at most" in str(plan)
     assert "rows of 16-bit exponentials, by tiles of" in str(plan)
     check(problem, PPO, PPO_FORMULA, wanted=wanted, backend=backend, memory=memory)
@@ -85,9 +87,9 @@ def test_both_chunks_give_the_same_loss():
 def test_sequence_level_objectives_get_longer_samples():
     problem = make(torch.bfloat16, LENGTHS, 300, 33)
     objective = ll.Objective(policy="gspo", clip=(0.03, 0.05))
-    call = (*problem.operands[:2], problem.batch.rows())
+    logits, rows = ll.Logits(*problem.operands.leaves()[:2]), problem.batch.rows()
     # 40 rows of logits do not fit, and 40 rows of exponentials with a tile do.
-    plan = ll.explain(*call, objective=objective, memory=room(36, 300))
+    plan = ll.explain(ll.policy_loss, logits, rows, objective, memory=room(36, 300), **problem.fields(rows))
     assert (plan.kind, plan.whole_samples) == ("one pass", True)
     assert plan.tiles is not None
     one, two = (ran(problem, objective, memory=memory) for memory in (room(36, 300), room(12, 300)))
@@ -106,9 +108,9 @@ def test_rows_that_do_not_count_may_hold_anything(drop: bool):
     gradients = []
     for hidden in (clean, poisoned):
         x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        fields = {"old_logprob": "current", "advantage": advantage, "drop_zeros": drop, "memory": room(20, 200)}
-        assert ll.explain(x, w, rows, objective=objective, memory=room(20, 200)).tiles is not None
-        ll.linear_policy_loss(x, w, rows, objective, **fields)[0].backward()
+        given = {"old_logprob": "current", "advantage": advantage, "drop_zeros": drop, "memory": room(20, 200)}
+        assert ll.explain(ll.policy_loss, ll.Logits(x, w), rows, objective, **given).tiles is not None
+        ll.policy_loss(ll.Logits(x, w), rows, objective, **given)[0].backward()
         gradients.append((x.grad, w.grad))
     for ours, right in zip(*gradients, strict=True):
         assert torch.equal(ours, right)

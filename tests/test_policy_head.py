@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from calls import loss_from_hidden
 from torch import nn
 
 import logitless as ll
@@ -71,7 +72,7 @@ def test_a_loss_in_its_forward_is_the_call():
     temperature = torch.linspace(0.5, 1.5, 5)
     loss = loss_of(rows, temperature=temperature)
     found = head(hidden, rows, loss=loss)
-    wanted = ll.linear_policy_loss(
+    wanted = loss_from_hidden(
         hidden,
         head.linear.weight,
         rows,
@@ -124,7 +125,7 @@ def fsdp(rank: int, world: int) -> tuple[float, torch.Tensor, str, float]:
     (out.logprob.sum() + 0.1 * out.entropy.sum()).backward()
     gradient = head.linear.weight.grad.full_tensor()
     try:
-        ll.linear_logprobs(hidden, head.linear.weight, target)
+        ll.logprobs(ll.Logits(hidden, head.linear.weight), target)
         text = "no error"
     except ll.LogitlessError as error:
         text = str(error)
@@ -223,7 +224,7 @@ def tensor_parallel(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, 
     weight, hidden, target = torch.randn(V, D), torch.randn(T, D).requires_grad_(), torch.randint(V, (T,))
     mesh = init_device_mesh("cpu", (world,))
     sharded = distribute_tensor(weight, mesh, [Shard(0)]).detach().requires_grad_()
-    out = ll.linear_logprobs(hidden, sharded, target, shard=ll.shard_of(sharded))
+    out = ll.logprobs(ll.Logits(hidden, sharded, shard=ll.VocabShard.of(sharded)), target)
     out.logprob.sum().backward()
     assert dist.get_world_size() == world
     return out.logprob.detach(), hidden.grad, sharded.grad.full_tensor()
@@ -250,8 +251,8 @@ def shard_with_an_empty_last(rank: int, world: int) -> tuple[int, int, int, torc
     torch.manual_seed(0)
     weight, hidden = torch.randn(5, D), torch.randn(T, D)
     sharded = distribute_tensor(weight, init_device_mesh("cpu", (world,)), [Shard(0)])
-    shard = ll.shard_of(sharded)
-    out = ll.linear_logprobs(hidden, sharded, torch.arange(T) % 5, shard=shard)
+    shard = ll.VocabShard.of(sharded)
+    out = ll.logprobs(ll.Logits(hidden, sharded, shard=shard), torch.arange(T) % 5)
     return shard.start, shard.stop, shard.vocab_size, out.logprob
 
 
@@ -265,6 +266,6 @@ def test_a_last_shard_of_nothing(ranks):
     assert all(torch.allclose(logprob, right, atol=1e-5) for *_, logprob in results)
 
 
-def test_shard_of_wants_a_dtensor():
-    with pytest.raises(ll.LogitlessError, match="shard_of: weight must be a DTensor but is Tensor"):
-        ll.shard_of(torch.zeros(3, 2))
+def test_a_shard_of_what_is_no_dtensor():
+    with pytest.raises(ll.LogitlessError, match="VocabShard.of: weight must be a DTensor but is Tensor"):
+        ll.VocabShard.of(torch.zeros(3, 2))

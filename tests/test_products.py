@@ -11,9 +11,8 @@ from torch import Tensor
 from truth import plain, truth
 
 from logitless.backends import load, reference
-from logitless.backends.contract import Problem, Running
+from logitless.backends.contract import Problem, Product, Running
 from logitless.backends.triton import products
-from logitless.backends.triton.products import Product
 from logitless.machine import ProductSizes, product_sizes
 from logitless.softmax import ELSEWHERE, SKIP, Coefficients, Normaliser, Statistic, coefficients, normaliser
 

@@ -84,7 +84,7 @@ def test_targets_inside_and_one_ignored(from_hidden: bool, ignored: bool):
     scored = some != -100
 
     def run(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out = ll.linear_logprobs(hidden, weight, ids) if from_hidden else ll.logprobs(hidden @ weight.T, ids)
+        out = ll.logprobs(ll.Logits(hidden, weight), ids) if from_hidden else ll.logprobs(hidden @ weight.T, ids)
         return out.logprob.detach(), torch.autograd.grad(out.logprob.sum(), hidden)[0]
 
     for mine, whole in zip(run(some), run(target), strict=True):

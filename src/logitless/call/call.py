@@ -91,6 +91,7 @@ class Call:
         backend: the backend, and its name.
         memory: bytes of working memory.
         machine: which table of sizes applies. Work on given logits does not ask.
+        num_tokens: of hidden states here, 0 where logits are given.
         width, rank: D of hidden states, 0 where logits are given, and the rank of a LoRA.
         apart, apart_everywhere: why a product and the softmax of its logits are apart, with logits in memory between
             them; None where one kernel does both. The latter from what all ranks of a vocabulary group know.
@@ -130,6 +131,7 @@ class Call:
     backend_name: str
     memory: int
     machine: Machine
+    num_tokens: int = 0
     width: int = 0
     rank: int = 0
     lora_scale: float | Tensor = 1.0
@@ -196,10 +198,13 @@ class Call:
         }
         head = self.asked.head or PLAIN
         facts |= {name: fingerprint(getattr(head, name)) for name in ("temperature", "scale", "softcap")}
+        # Logits that are not computed may carry a factor or a softcap of their own.
+        facts["the factor of the logits"] = (fingerprint(self.gain), self.squash)
         facts |= _facts(self.asked)
         if self.linear is not None:
+            facts["the number of tokens"] = self.num_tokens
             # Backward of hidden states is a collective; that of logits is not.
-            facts["whether hidden needs a gradient"] = self.needs[0]
+            facts[f"whether hidden{' or a of a LoRA' if self.rank else ''} needs a gradient"] = self.needs[0]
             facts["whether weight or bias needs a gradient"] = any(self.needs[1:])
             facts |= _facts(self.linear)
         return facts

@@ -62,6 +62,7 @@ def _from_hidden(call: Call, operands: Operands, linear: Linear, logits: Logits)
         linear=linear,
         needs=_needs(operands),
         machine=Machine.of(hidden.device) if machine is None else machine,
+        num_tokens=hidden.shape[:-1].numel(),
         width=weight.shape[1],
         rank=0 if operands.b is None else operands.b.shape[1],
         lora_scale=logits.weight.scale if isinstance(logits.weight, LoRA) else 1.0,

@@ -136,8 +136,12 @@ class Teacher:
         found = []
         for field in fields(self):
             x = getattr(self, field.name)
-            if field.name == "logits" and x is not None:
-                x = (str(x.dtype), "logits") if self.hidden is None else (str(self.hidden.dtype), self.hidden.shape[-1])
+            if isinstance(x, Logits):
+                linear = x.linear
+                size = (str(x.hidden.dtype), x.hidden.shape[-1], "with a bias" if linear.bias is not None else "no bias")
+                x = (*size, linear.match, linear.tf32, x.gain)
+            elif field.name == "logits" and x is not None:
+                x = (str(x.dtype), "logits")
             found.append(fingerprint(x or Head() if field.name == "head" else x))
         return tuple(found)
 
