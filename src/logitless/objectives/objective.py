@@ -281,7 +281,7 @@ class Objective:
             if x.divergence is None:
                 raise LogitlessError(
                     "Objective: divergence_coef is set, but there is no divergence. Pass teacher= to "
-                    "linear_policy_loss, or results of linear_divergence."
+                    "policy_loss, or to logprobs."
                 )
             parts["divergence_loss"] = self.divergence_coef * x.divergence
         if self.z_coef != 0:
@@ -303,7 +303,7 @@ class Objective:
         """Loss of a micro-batch on this rank, a part of the batch's loss, and its metrics.
 
         Args:
-            stats: results of ``logprobs`` or ``linear_logprobs`` for these rows, with ``entropy=objective.entropy``
+            stats: results of ``logprobs`` for these rows, with ``entropy=objective.entropy``
                 and, under label smoothing, ``stats=objective.stats``.
             rows: the rows.
             denominator: tokens, samples or prompts of the whole batch; default: counted over these samples alone.
@@ -434,7 +434,7 @@ class Objective:
     def _check_stats(self, stats: TokenStats, num_rows: int) -> None:
         if not hasattr(stats, "logprob"):
             raise LogitlessError(
-                f"Objective: stats must be the TokenStats of logprobs or linear_logprobs but is "
+                f"Objective: stats must be the TokenStats of logprobs but is "
                 f"{type(stats).__name__}. Log-probs of your own go in as TokenStats(logprob, entropy, None)."
             )
         for name, x in (("logprob", stats.logprob), ("entropy", stats.entropy)):
