@@ -367,6 +367,58 @@ def test_from_logits(backend: str, overwrite: bool, device: torch.device):
     assert out.teacher_logprob[3] == -torch.inf
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sort", ["head", "fewer", "ids", "several"])
+def test_a_teacher_whose_logits_are_made_beside_those_of_the_student(
+    sort: str, backend: str, overwrite: bool, device: torch.device
+):
+    """Some rows of logits that exist, in chunks of a few: all results, and no gradient of the other rows."""
+    logits, (hidden, second) = torch.randn(17, 41, device=device), torch.randn(2, 17, 6, device=device)
+    weight, bias = torch.randn(2, 41, 6, device=device), torch.randn(41, device=device)
+    index = torch.tensor([16, 0, 3, 11, 7, 8, 9, 2, 5], device=device)
+    target = torch.tensor([1, 40, -100, 26, 9, 3, 0, 12, 40], device=device)
+    which, ids = torch.arange(9, device=device) % 2, torch.randperm(41, device=device)[:30]
+    own = ll.Logits(hidden, weight[0], bias=bias)
+    given: Any = {
+        "head": own,
+        "fewer": Teacher(ll.Logits(hidden, weight[0, :33], bias=bias[:33]), head=ll.Head(softcap=4.0)),
+        "ids": Teacher(ll.Logits(hidden, weight[0, :30], bias=bias[:30]), ids=ids),
+        "several": Teacher.by_row([own, ll.Logits(second, weight[1])], which),
+    }[sort]
+
+    def whole(dtype: torch.dtype) -> Outcome:
+        leaf = logits.to(dtype).requires_grad_()
+        z, none = leaf[index], torch.full((9, 41), -torch.inf, dtype=dtype, device=device)
+        y = hidden.to(dtype)[index] @ weight[0].to(dtype).T + bias.to(dtype)
+        other = second.to(dtype)[index] @ weight[1].to(dtype).T
+        y = {
+            "head": y,
+            "fewer": none.index_copy(1, torch.arange(33, device=device), 4 * torch.tanh(y[:, :33] / 4)),
+            "ids": none.index_copy(1, ids, y[:, :30]),
+            "several": torch.where((which == 0)[:, None], y, other),
+        }[sort]
+        counted, at = target != -100, target.clamp_min(0)[:, None]
+        log_p, log_q = z.log_softmax(-1), y.log_softmax(-1)
+        entropies = [-torch.where(x.exp() > 0, x.exp() * x.clamp_min(-1e4), 0.0).sum(-1) for x in (log_p, log_q)]
+        values = [textbook(z, y, "jsd", beta=0.3), log_p.gather(1, at)[:, 0], entropies[0]]
+        values = [torch.where(counted, x, 0.0) for x in (*values, log_q.gather(1, at)[:, 0], entropies[1])]
+        (values[0].sum() + 0.3 * values[1].sum() - 0.2 * values[2].sum()).backward()
+        assert leaf.grad is not None
+        return Outcome(tuple(x.detach() for x in values), (leaf.grad,))
+
+    leaf = logits.clone().requires_grad_()
+    student = ll.Logits.given(leaf * 1.0 if overwrite else leaf, overwrite=overwrite)
+    asked: dict[str, Any] = {"divergence": Divergence("jsd", beta=0.3), "backend": backend, "memory": 1500}
+    out = ll.logprobs(student, (index, target), teacher=given, entropy="grad", **asked)
+    (out.divergence.sum() + 0.3 * out.logprob.sum() - 0.2 * out.entropy.sum()).backward()
+    exact, plain = whole(torch.float64), whole(torch.float32)
+    for name, *others in zip(NAMES, exact.values, plain.values, strict=True):
+        assert_close_to_truth(getattr(out, name).detach(), *others, name=name)
+    assert leaf.grad is not None
+    assert_gradient_close_to_truth(leaf.grad, exact.gradients[0], plain.gradients[0])
+
+
 def test_close_distributions_keep_their_digits(device: torch.device):
     """Of float32 logits that differ by 1e-4, a KL of 1e-8 to three digits; the textbook's form has none there."""
     z = torch.randn(16, 4000, device=device) * 3
@@ -556,6 +608,10 @@ def test_no_rows(device: torch.device):
     out.divergence.sum().backward()
     assert hidden.grad is not None
     assert not hidden.grad.any()
+    logits = torch.randn(11, 83, device=device, requires_grad=True)
+    ll.logprobs(logits, none, teacher=teacher).divergence.sum().backward()
+    assert logits.grad is not None
+    assert not logits.grad.any()
 
 
 @pytest.mark.parametrize("sort", ["head", "logits", "bucket", "renormalise", "kept"])

@@ -12,20 +12,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from calls import loss_from_hidden
 
 from logitless import (
     Head,
     Kept,
     LogitlessError,
+    Logits,
     Objective,
     Rows,
     TokenStats,
     VocabShard,
-    choose_backend,
-    linear_logprobs,
-    linear_policy_loss,
     logprobs,
+    policy_loss,
 )
+from logitless.backends import choose_backend
 from logitless.errors import did_you_mean
 from logitless.spec import parse_memory
 
@@ -136,6 +137,10 @@ def test_memory(memory):
     text = f'memory: wanted a positive number of bytes or a size such as "512MiB" but got {memory!r}.'
     with raises(text):
         parse_memory(memory)
+    if memory is None:
+        # The default of the verb.
+        logprobs(logits, target, memory=memory)
+        return
     with raises(text):
         logprobs(logits, target, memory=memory)
 
@@ -448,21 +453,19 @@ class TestTensors:
 
     @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["plain", "autocast"])
     def test_a_layer_for_its_weight(self, dtype):
-        text = (
-            "linear_logprobs: weight must be a tensor but is Linear. Pass the layer's weight and bias: layer.weight, "
-        )
+        text = "Logits: weight must be a tensor but is Linear. Pass the layer's weight and bias: layer.weight, "
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
             with raises(f"{text}bias=layer.bias. Under DDP or FSDP use a PolicyHead."):
-                linear_logprobs(torch.zeros(2, 3), self.LINEAR, self.TARGET)
+                logprobs(Logits(torch.zeros(2, 3), self.LINEAR), self.TARGET)
         assert self.LINEAR.weight.dtype == torch.float32
 
     def test_lists(self):
-        with raises("linear_logprobs: hidden must be [..., D] of ... but is list. Pass torch.tensor(hidden)."):
-            linear_logprobs([[0.0] * 3], self.LINEAR.weight, self.TARGET)
-        with raises("linear_logprobs: hidden must be [..., D] of ... but is list. Pass torch.stack(hidden)."):
-            linear_logprobs([torch.zeros(3)], self.LINEAR.weight, self.TARGET)
-        with raises("linear_logprobs: bias must be a tensor but is list. Pass torch.tensor(bias)."):
-            linear_logprobs(torch.zeros(2, 3), self.LINEAR.weight, self.TARGET, bias=[0.0] * 7)
+        with raises("Logits: hidden must be a tensor but is list. Pass torch.tensor(hidden)."):
+            logprobs(Logits([[0.0] * 3], self.LINEAR.weight), self.TARGET)
+        with raises("Logits: hidden must be a tensor but is list. Pass torch.stack(hidden)."):
+            logprobs(Logits([torch.zeros(3)], self.LINEAR.weight), self.TARGET)
+        with raises("Logits: bias must be a tensor but is list. Pass torch.tensor(bias)."):
+            logprobs(Logits(torch.zeros(2, 3), self.LINEAR.weight, bias=[0.0] * 7), self.TARGET)
         with raises("but is list. Pass torch.tensor(logits)."):
             logprobs([[0.0, 1.0]], torch.tensor([0]))
 
@@ -471,31 +474,31 @@ class TestTensors:
         text = (
             "rows must be a Rows, a tensor of targets or a pair (index, target) but is list. A list of targets, one per"
         )
-        with raises(f"linear_logprobs: {text} row of the logits, goes in as torch.tensor(rows)."):
-            linear_logprobs(*zeros, [0, 1])
+        with raises(f"logprobs: {text} row of the logits, goes in as torch.tensor(rows)."):
+            logprobs(Logits(*zeros), [0, 1])
         with raises("logprobs: head must be a Head or None but is float. A temperature is Head(temperature=0.7)."):
             logprobs(torch.zeros(2, 7), self.TARGET, head=0.7)
         text = "objective must be an Objective or a Preference but is str."
-        with raises(f"linear_policy_loss: {text} Pass Objective.recipe('grpo')."):
-            linear_policy_loss(*zeros, self.TARGET, "grpo")
+        with raises(f"policy_loss: {text} Pass Objective.recipe('grpo')."):
+            policy_loss(Logits(*zeros), self.TARGET, "grpo")
         with raises("Rows.every: target must be a tensor but is a list. Pass torch.tensor(target)."):
             Rows.every([1, 2])
 
     def test_a_models_output(self):
         out = SimpleNamespace(last_hidden_state=torch.zeros(2, 3), logits=torch.zeros(2, 7))
-        with raises("linear_logprobs: hidden must be ... but is SimpleNamespace. Pass its last_hidden_state."):
-            linear_logprobs(out, self.LINEAR.weight, self.TARGET)
+        with raises("Logits: hidden must be ... but is SimpleNamespace. Pass its last_hidden_state."):
+            logprobs(Logits(out, self.LINEAR.weight), self.TARGET)
         del out.last_hidden_state
         with raises("logprobs: logits must be a tensor of ... but is SimpleNamespace. Pass its logits."):
             logprobs(out, self.TARGET)
 
     @pytest.mark.parametrize("shape", [(0,), (21,)])
     def test_a_weight_that_is_sharded(self, shape):
-        text = f"linear_logprobs: weight must be [V, 3] to go with hidden of size 3 but is {list(shape)}."
+        text = f"logprobs: weight must be [V, 3] to go with hidden of size 3 but is {list(shape)}."
         with raises(
             f"{text} Sharded parameters look like this outside of their module's forward (FSDP1, ZeRO-3): use a Pol"
         ):
-            linear_logprobs(torch.zeros(2, 3), torch.zeros(shape), self.TARGET)
+            logprobs(Logits(torch.zeros(2, 3), torch.zeros(shape)), self.TARGET)
 
     def test_flat_logits(self):
         text = (
@@ -557,7 +560,7 @@ class TestObjectiveNames:
             f"Objective: no part of it reads the field beta. {self.KL} It is an argument of Objective(...), not"
         ):
             given = {"old_logprob": "current", "advantage": torch.ones(1), "beta": 0.1}
-            linear_policy_loss(torch.zeros(1, 3), torch.zeros(7, 3), torch.tensor([0]), Objective(), **given)
+            loss_from_hidden(torch.zeros(1, 3), torch.zeros(7, 3), torch.tensor([0]), Objective(), **given)
 
     @pytest.mark.parametrize(
         ("name", "ours"), [("epsilon", "clip"), ("loss_agg_mode", "reduce"), ("clip_ratio", "clip")]
@@ -588,7 +591,7 @@ class TestObjectiveNames:
 
     def test_a_tensor_for_stats(self):
         rows = Rows.at([0], [1])
-        text = "Objective: stats must be the TokenStats of logprobs or linear_logprobs but is Tensor."
+        text = "Objective: stats must be the TokenStats of logprobs but is Tensor."
         with raises(f"{text} Log-probs of your own go in as TokenStats(logprob, entropy, None)."):
             Objective()(torch.zeros(1), rows, old_logprob=torch.zeros(1), advantage=torch.zeros(1))
 
@@ -727,7 +730,7 @@ class TestVocabShard:
     def test_columns(self):
         logits, target = logits_and_rows()
         with raises("logprobs: shard holds columns 0 to 8 (8 of them) but logits has 7 columns."):
-            logprobs(logits, target, shard=VocabShard(0, 8))
+            logprobs(Logits.given(logits, shard=VocabShard(0, 8)), target)
 
 
 # Overwriting.
@@ -738,9 +741,9 @@ class TestOverwrite:
 
     def test_leaf(self):
         logits, target = logits_and_rows()
-        text = "logprobs: overwrite_logits=True, but the logits are a leaf, whose data backward must not replace by its"
+        text = "logprobs: overwrite=True, but the logits are a leaf, whose data backward must not replace by its"
         with raises(f"{text} gradient. Pass the model's own output{self.TAIL}"):
-            logprobs(logits.requires_grad_(), target, overwrite_logits=True)
+            logprobs(Logits.given(logits.requires_grad_(), overwrite=True), target)
 
     @pytest.mark.parametrize("cut", [lambda x: x[1:], lambda x: x.view(5, 7), lambda x: x[:, :6]])
     def test_view(self, cut):
@@ -748,7 +751,7 @@ class TestOverwrite:
         view = cut(logits.requires_grad_() * 1.0)
         text = "the logits are a view, so that whoever holds the base would read gradients in place of logits."
         with raises(f"{text} Pass the tensor it was cut from (any [..., V] shape will do){self.TAIL}"):
-            logprobs(view, target[: len(view)].clamp_max(5), overwrite_logits=True)
+            logprobs(Logits.given(view, overwrite=True), target[: len(view)].clamp_max(5))
 
     def test_not_contiguous(self):
         wide = torch.randn(5, 2, 7, requires_grad=True)
@@ -756,17 +759,15 @@ class TestOverwrite:
         logits = wide.transpose(0, 1) * 1.0
         assert not logits.is_contiguous()
         with raises(f"the logits are not contiguous. Pass the model's own output{self.TAIL}"):
-            logprobs(logits, torch.zeros(2, 5, dtype=torch.int64), overwrite_logits=True)
+            logprobs(Logits.given(logits, overwrite=True), torch.zeros(2, 5, dtype=torch.int64))
 
     def test_second_backward(self):
         leaf, target = logits_and_rows()
         logits = leaf.requires_grad_() * 1.0
-        out = logprobs(logits, target, overwrite_logits=True)
+        out = logprobs(Logits.given(logits, overwrite=True), target)
         total = out.logprob.sum()
         total.backward(retain_graph=True)
-        with raises(
-            "logprobs: second backward through a call with overwrite_logits=True, but the first one has replaced"
-        ):
+        with raises("logprobs: second backward through a call with overwrite=True, but the first one has replaced"):
             total.backward()
 
     @pytest.mark.parametrize("no_graph", [torch.no_grad, torch.inference_mode])
@@ -774,7 +775,7 @@ class TestOverwrite:
         logits, target = logits_and_rows()
         before = logits.clone()
         with no_graph():
-            out = logprobs(logits.requires_grad_(), target, overwrite_logits=True)
+            out = logprobs(Logits.given(logits.requires_grad_(), overwrite=True), target)
         assert torch.equal(logits, before)
         assert torch.equal(out.logprob, logprobs(before, target).logprob)
 

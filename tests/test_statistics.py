@@ -1,4 +1,4 @@
-"""``stats=``, ``top_k=`` and ``further_ids=``: values and gradients of every backend and path against float64.
+"""``stats=``, ``top_k=`` and ``ids=``: values and gradients of every backend and path against float64.
 
 The oracle sorts, counts and sums whole rows. Operands of the path from hidden states are small integers, so that its
 logits are exact in float32, ties included: what is counted and ordered has one right answer.
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from calls import from_hidden, from_logits
 from close import assert_close_to_truth, assert_gradient_close_to_truth
-from logitless.extras import Extras
-from logitless.from_hidden.extra_lines import ExtraLines
+from test_divergence import textbook
 from test_shards import Collectives
 from torch import Tensor
 from torch.utils import _pytree
@@ -23,15 +24,21 @@ from torch.utils import _pytree
 import logitless as ll
 from logitless.backends import load
 from logitless.backends.contract import Listed
+from logitless.backends.divergences import Divergence
 from logitless.backends.selection import best_columns, group_size
-from logitless.spec import EXTRA_RESULTS
+from logitless.passes.look import best_lines
+from logitless.readings.table import Table
 
 INF, NAN = torch.inf, torch.nan
 T, V, D, K, F = 13, 67, 5, 6, 4
 BACKENDS = ("reference", "tiled", "triton")
 STATS = ("top1", "collision", "mean_logit", "logit_variance", "max_logit", "rank")
-GRADED = ("logprob", "entropy", "log_z", "collision", "mean_logit", "further_logprobs")
+GRADED = ("logprob", "entropy", "log_z", "collision", "mean_logit", "ids_logprobs")
 WHOLE = ("top1_id", "top1_hit", "rank", "top_k_ids")
+EXTRA_RESULTS = (
+    *("top1_id", "top1_logprob", "top1_hit", "collision", "mean_logit", "logit_variance", "max_logit", "rank"),
+    *("top_k_ids", "top_k_logprobs", "ids_logprobs"),
+)
 HEADS: dict[str, dict[str, Any]] = {
     "plain": {},
     "temperatures": {"temperature": torch.linspace(0.5, 2.0, T)},
@@ -77,7 +84,7 @@ def expected(
         "rank": rank,
         "top_k_ids": best[:, :k],
         "top_k_logprobs": log_p.gather(1, best[:, :k]),
-        "further_logprobs": log_p.gather(1, ids.clamp_min(0)).masked_fill(ids == -100, 0.0),
+        "ids_logprobs": log_p.gather(1, ids.clamp_min(0)).masked_fill(ids == -100, 0.0),
     }
     return {name: _ignoring(v, ignored) for name, v in found.items()}
 
@@ -88,7 +95,7 @@ def _ignoring(x: Tensor, ignored: Tensor) -> Tensor:
 
 
 def draw(vocab: int = V, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states and weight of small integers, targets of which one is ignored, and further ids."""
+    """Hidden states and weight of small integers, targets of which one is ignored, and listed ids."""
     hidden, weight = torch.randint(-2, 3, (T, D)).float(), torch.randint(-2, 3, (V, D)).float()
     target, ids = torch.randint(vocab, (T,)), torch.randint(vocab, (T, F))
     target[3], ids[0, 1], ids[1, 2], ids[2, 0] = -100, ids[0, 0], -100, target[2]
@@ -118,7 +125,6 @@ def check(ours: dict[str, Tensor], right: dict[str, Tensor], usual: dict[str, Te
 
 
 def named(out: ll.TokenStats) -> dict[str, Tensor]:
-    assert len(out) == 3 + len(EXTRA_RESULTS)
     return {name: x for name, x in out._asdict().items() if x is not None}
 
 
@@ -129,7 +135,7 @@ def test_from_logits(backend: str, head: str, device: torch.device):
     hidden, weight, target, ids = draw(options.get("vocab_size") or V, device)
     logits = 0.5 * hidden @ weight.T
     leaf, exact, usual = (logits.to(d).requires_grad_() for d in (torch.float32, torch.float64, torch.float32))
-    asked = {"stats": STATS, "top_k": K, "further_ids": ids, "entropy": "grad", "backend": backend, "memory": 4000}
+    asked = {"stats": STATS, "top_k": K, "ids": ids, "entropy": "grad", "backend": backend, "memory": 4000}
     ours = named(ll.logprobs(leaf, target, head=ll.Head(**options), **asked))
     right, plain = expected(exact, target, ids, **options), expected(usual, target, ids, **options)
     check(ours, right, plain)
@@ -147,14 +153,14 @@ def test_from_hidden_states(backend: str, head: str, device: torch.device):
     leaves, exact, usual = (
         [x.to(d).requires_grad_() for x in (hidden, weight)] for d in (torch.float32, torch.float64, torch.float32)
     )
-    asked = {"stats": STATS, "top_k": K, "further_ids": ids, "entropy": "grad", "backend": backend}
+    asked = {"stats": STATS, "top_k": K, "ids": ids, "entropy": "grad", "backend": backend}
     # Kernels need no room beside a tile.
     asked["memory"] = 6000 if device.type == "cpu" else 3000
     asked["head"] = ll.Head(**options)
-    plan = ll.explain(*leaves, target, **asked)
+    plan = ll.explain(ll.logprobs, ll.Logits(*leaves), target, **asked)
     assert plan.forward.columns < V
     assert (plan.products, plan.ranked, "made once more" in str(plan)) == (5, True, True)
-    ours = named(ll.linear_logprobs(*leaves, target, **asked))
+    ours = named(from_hidden(*leaves, target, **asked))
     right, plain = (expected(x @ w.T, target, ids, **options) for x, w in (exact, usual))
     check(ours, right, plain)
     for mine, truth, theirs in zip(
@@ -169,13 +175,11 @@ def test_gradcheck(path: str, kept: bool):
     """Second copies of an id, ids that are the target's or the sampler's, and places that are left out."""
     hidden, weight, target, ids = draw()
     support = ll.Kept(torch.cat([ids[:, :1], torch.randint(V, (T, 2))], 1).flatten().abs() % V, torch.full((T,), 3))
-    asked: dict[str, Any] = {"stats": ("collision", "mean_logit"), "further_ids": ids, "entropy": "grad"}
+    asked: dict[str, Any] = {"stats": ("collision", "mean_logit"), "ids": ids, "entropy": "grad"}
     asked |= {"kept": support if kept else None, "head": ll.Head(softcap=4.0, temperature=0.8), "memory": 6000}
 
     def results(*leaves: Tensor) -> tuple[Tensor, ...]:
-        out = (
-            ll.logprobs(*leaves, target, **asked) if path == "logits" else ll.linear_logprobs(*leaves, target, **asked)
-        )
+        out = ll.logprobs(*leaves, target, **asked) if path == "logits" else from_hidden(*leaves, target, **asked)
         return tuple(getattr(out, name) for name in GRADED)
 
     leaves = [hidden @ weight.T * 0.3] if path == "logits" else [hidden, weight]
@@ -190,7 +194,7 @@ def test_ties_and_minus_infinity(backend: str, device: torch.device):
     logits[2, 5:] = -INF
     target, ids = torch.randint(V, (T,), device=device), torch.zeros((T, 1), dtype=torch.int64, device=device)
     target[1], target[2] = 44, 66
-    out = ll.logprobs(logits, target, stats=STATS, top_k=K, further_ids=ids, backend=backend)
+    out = ll.logprobs(logits, target, stats=STATS, top_k=K, ids=ids, backend=backend)
     right = expected(logits.double(), target, ids)
     ours = named(out)
     check({name: ours[name] for name in (*WHOLE, "mean_logit", "logit_variance", "top_k_logprobs")}, right, right)
@@ -212,7 +216,7 @@ def test_logits_far_from_zero(backend: str, device: torch.device):
     right, plain = expected(logits.double(), target, ids), expected(logits, target, ids)
     check({name: getattr(out, name) for name in wanted}, right, plain)
     weight, hidden = logits[0][:, None], torch.ones(2, 1, device=device)
-    tiles = ll.linear_logprobs(hidden, weight, target[:2], stats=wanted, backend=backend, memory=3000)
+    tiles = ll.logprobs(ll.Logits(hidden, weight), target[:2], stats=wanted, backend=backend, memory=3000)
     assert_close_to_truth(tiles.logit_variance, right["logit_variance"][[0, 0]], plain["logit_variance"][[0, 0]])
 
 
@@ -222,7 +226,7 @@ def test_rows_without_a_distribution(backend: str, device: torch.device):
     logits = torch.randn(5, V, device=device)
     logits[1], logits[3, 7], logits[4] = NAN, NAN, -INF
     target, ids = torch.tensor([3, -100, 5, 6, 7], device=device), torch.full((5, 2), 9, device=device)
-    out = ll.logprobs(logits, target, stats=STATS, top_k=2, further_ids=ids, backend=backend)
+    out = ll.logprobs(logits, target, stats=STATS, top_k=2, ids=ids, backend=backend)
     for name in EXTRA_RESULTS:
         x = getattr(out, name)
         if x.dtype == torch.bool:
@@ -235,9 +239,9 @@ def test_rows_without_a_distribution(backend: str, device: torch.device):
             assert x[[3, 4]].isnan().all()
             assert x[[0, 2]].isfinite().all()
     leaf = logits[:4].clone().requires_grad_()
-    asked = {"stats": ("collision", "mean_logit"), "further_ids": ids[:4], "backend": backend}
+    asked = {"stats": ("collision", "mean_logit"), "ids": ids[:4], "backend": backend}
     out = ll.logprobs(leaf, target[:4], **asked)
-    (out.collision[:3].sum() + out.mean_logit[:3].sum() + out.further_logprobs[:3].sum()).backward()
+    (out.collision[:3].sum() + out.mean_logit[:3].sum() + out.ids_logprobs[:3].sum()).backward()
     assert leaf.grad[[0, 2]].isfinite().all()
     assert (leaf.grad[1] == 0).all()
 
@@ -254,12 +258,12 @@ def test_many_copies_of_an_id(backend: str, vocab: int, device: torch.device):
     for d in (torch.float32, torch.float64, torch.float32):
         leaves = [(x * 0.7).to(d).requires_grad_() for x in (hidden, weight)]
         if found:
-            results = expected(leaves[0] @ leaves[1].T, target, ids)["further_logprobs"]
+            results = expected(leaves[0] @ leaves[1].T, target, ids)["ids_logprobs"]
         else:
-            asked = {"further_ids": ids, "memory": memory, "backend": backend}
-            backward = ll.explain(*leaves, target, **asked).backward
+            asked = {"ids": ids, "memory": memory, "backend": backend}
+            backward = ll.explain(ll.logprobs, ll.Logits(*leaves), target, **asked).backward
             assert backward.columns < vocab if vocab == V else backward.block < T
-            results = ll.linear_logprobs(*leaves, target, **asked).further_logprobs
+            results = from_hidden(*leaves, target, **asked).ids_logprobs
         g = torch.randn((T, 12), generator=torch.Generator().manual_seed(1)).to(results)
         found.append(torch.autograd.grad(results, leaves, g))
     for mine, truth, theirs in zip(*found, strict=True):
@@ -281,21 +285,21 @@ def test_listed_columns_are_written_and_no_others(backend: str, indexed: bool, d
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_from_stored_exponentials(backend: str, device: torch.device, monkeypatch):
-    """Where 16-bit exponentials of forward are differentiated, collision and further ids are too."""
-    monkeypatch.setattr("logitless.from_hidden.plan.WORK", 1 << 14)
+    """Where 16-bit exponentials of forward are differentiated, collision and listed ids are too."""
+    monkeypatch.setattr("logitless.route.plan.WORK", 1 << 14)
     hidden, weight, target, ids = draw(device=device)
-    asked = {"stats": ("collision",), "top_k": 2, "further_ids": ids, "backend": backend, "memory": "1MiB"}
+    asked = {"stats": ("collision",), "top_k": 2, "ids": ids, "backend": backend, "memory": "1MiB"}
     both = [x.bfloat16().requires_grad_() for x in (0.5 * hidden, weight)]
-    assert ll.explain(*both, target, **asked).kind == "keep"
-    assert ll.explain(*both, target, stats=("mean_logit",), memory="1MiB").kept_rows == 0
+    assert ll.explain(ll.logprobs, ll.Logits(*both), target, **asked).kind == "keep"
+    assert ll.explain(ll.logprobs, ll.Logits(*both), target, stats=("mean_logit",), memory="1MiB").kept_rows == 0
     found = []
     for leaves in (both, [x.detach().double().requires_grad_() for x in both]):
         if leaves is both:
-            out = ll.linear_logprobs(*leaves, target, **asked)
-            results = [out.logprob, out.collision, out.further_logprobs]
+            out = from_hidden(*leaves, target, **asked)
+            results = [out.logprob, out.collision, out.ids_logprobs]
         else:
             right = expected(leaves[0] @ leaves[1].T, target, ids)
-            results = [right[name] for name in ("logprob", "collision", "further_logprobs")]
+            results = [right[name] for name in ("logprob", "collision", "ids_logprobs")]
         g = [torch.linspace(-1, 2, x.numel(), device=device).view(x.shape).to(x) for x in results]
         found.append(torch.autograd.grad(results, leaves, g))
     for mine, truth in zip(*found, strict=True):
@@ -307,13 +311,13 @@ def test_a_frozen_head_stays_frozen_unless_something_is_differentiated():
     hidden, weight, target, ids = draw()
     hidden.requires_grad_()
     best = {"stats": ("top1", "rank"), "top_k": K}
-    assert ll.explain(hidden, weight, target, **best).kind == "frozen"
-    assert ll.explain(hidden, weight, target, further_ids=ids).kind != "frozen"
-    out = ll.linear_logprobs(hidden, weight, target, **best, memory=6000)
+    assert ll.explain(ll.logprobs, ll.Logits(hidden, weight), target, **best).kind == "frozen"
+    assert ll.explain(ll.logprobs, ll.Logits(hidden, weight), target, ids=ids).kind != "frozen"
+    out = from_hidden(hidden, weight, target, **best, memory=6000)
     right = expected(hidden.detach().double() @ weight.double().T, target, ids)
     for name in ("top1_id", "rank", "top_k_ids"):
         assert torch.equal(getattr(out, name), right[name])
-    alone = ll.linear_logprobs(hidden, weight, target, memory=6000).logprob
+    alone = ll.logprobs(ll.Logits(hidden, weight), target, memory=6000).logprob
     assert all(
         torch.equal(a, b)
         for a, b in zip(
@@ -325,11 +329,58 @@ def test_a_frozen_head_stays_frozen_unless_something_is_differentiated():
 def test_whatever_was_kept_they_are_over_the_vocabulary():
     hidden, weight, target, ids = draw()
     kept = ll.Kept(torch.zeros(T, dtype=torch.int64), torch.ones(T, dtype=torch.int64))
-    asked = {"stats": STATS, "top_k": K, "further_ids": ids}
+    asked = {"stats": STATS, "top_k": K, "ids": ids}
     ours, without = (ll.logprobs(hidden @ weight.T, target, kept=k, **asked) for k in (kept, None))
     assert not torch.equal(ours.logprob, without.logprob)
     for name in EXTRA_RESULTS:
         assert torch.equal(getattr(ours, name), getattr(without, name)), name
+
+
+@pytest.mark.parametrize("teacher", ["head", "logits", "several"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("path", ["logits", "hidden", "batch invariant"])
+def test_beside_a_teacher(path: str, backend: str, teacher: str, device: torch.device):
+    """All of them, with their gradients beside that of the divergence; in chunks of a few rows."""
+    if (path, teacher) == ("batch invariant", "several"):
+        return
+    hidden, weight, target, ids = draw(device=device)
+    hidden, heat = 0.5 * hidden, torch.linspace(0.7, 2.0, T, device=device)
+    others = [(torch.randn(T, 7, device=device), torch.randn(V, 7, device=device)) for _ in range(2)]
+    logits, which = torch.randn(T, V, device=device), torch.arange(T, device=device) % 3
+    made = [ll.Teacher(ll.Logits(*others[0]), head=ll.Head(scale=0.3)), ll.Logits(*others[1]), logits]
+    given: Any = {"head": made[0], "logits": logits, "several": ll.Teacher.by_row(made, which)}[teacher]
+    asked = {"stats": STATS, "top_k": K, "ids": ids, "entropy": "grad", "backend": backend, "memory": 6000}
+    asked |= {"head": ll.Head(temperature=heat), "teacher": given, "divergence": Divergence("jsd", beta=0.3)}
+
+    def whole(dtype: torch.dtype, leaves: list[Tensor]) -> dict[str, Tensor]:
+        x = leaves[0] @ leaves[1].T if len(leaves) == 2 else leaves[0]
+        each = [others[0][0].to(dtype) @ others[0][1].to(dtype).T * 0.3]
+        each += [others[1][0].to(dtype) @ others[1][1].to(dtype).T, logits.to(dtype)]
+        picked = torch.stack(each)[which, torch.arange(T, device=device)]
+        y = {"head": each[0], "logits": each[2], "several": picked}[teacher]
+        far = textbook(x / heat.to(dtype)[:, None], y, "jsd", beta=0.3)
+        entropy = -(y.softmax(-1) * y.log_softmax(-1)).sum(-1).masked_fill(target == -100, 0.0)
+        found = expected(x, target, ids, temperature=heat)
+        return found | {"divergence": far.masked_fill(target == -100, 0.0), "teacher_entropy": entropy}
+
+    def gradients(results: dict[str, Tensor], leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        steps = torch.linspace(-1, 2, T, device=device).to(results["divergence"])
+        out, g = zip(*upstream_of(results), (results["divergence"], steps), strict=True)
+        return torch.autograd.grad(out, leaves, g)
+
+    operands = [hidden @ weight.T] if path == "logits" else [hidden, weight]
+    leaves, exact, usual = (
+        [x.to(d).requires_grad_() for x in operands] for d in (torch.float32, torch.float64, torch.float32)
+    )
+    source = leaves[0] if path == "logits" else ll.Logits(*leaves, batch_invariant=path == "batch invariant")
+    ours = named(ll.logprobs(source, target, **asked))
+    right, plain = whole(torch.float64, exact), whole(torch.float32, usual)
+    assert ours.keys() == {*GRADED, *EXTRA_RESULTS, "divergence", "teacher_logprob", "teacher_entropy"}
+    check({name: x for name, x in ours.items() if name != "teacher_logprob"}, right, plain)
+    for mine, truth, theirs in zip(
+        gradients(ours, leaves), gradients(right, exact), gradients(plain, usual), strict=True
+    ):
+        assert_gradient_close_to_truth(mine, truth, theirs)
 
 
 def score_shard(rank: int, world: int, operands: tuple, cuts: list[int], stats: tuple) -> tuple:
@@ -337,11 +388,11 @@ def score_shard(rank: int, world: int, operands: tuple, cuts: list[int], stats: 
     shard = ll.VocabShard(cuts[rank], cuts[rank + 1], dist.group.WORLD)
     leaves = [hidden.clone().requires_grad_(), weight[cuts[rank] : cuts[rank + 1]].clone().requires_grad_()]
     head = ll.Head(vocab_size=V - 2)
-    asked = {"stats": stats, "top_k": K, "further_ids": ids, "entropy": "grad", "shard": shard, "head": head}
+    asked = {"stats": stats, "top_k": K, "ids": ids, "entropy": "grad", "shard": shard, "head": head}
     with Collectives() as seen:
-        out = ll.linear_logprobs(*leaves, target, **asked, memory=6000)
+        out = from_hidden(*leaves, target, **asked, memory=6000)
     results = named(out)
-    same = ll.logprobs(hidden @ leaves[1].detach().T, target, **asked)
+    same = from_logits(hidden @ leaves[1].detach().T, target, **asked)
     for name in WHOLE:
         assert name not in results or torch.equal(results[name], getattr(same, name))
     if "mean_logit" not in stats:
@@ -396,21 +447,22 @@ def test_long_rows_in_few_lanes(monkeypatch):
 def test_results_in_the_shape_of_the_targets_and_of_samples():
     logits, target = torch.randn(2, 3, V), torch.randint(V, (2, 3))
     ids = torch.randint(V, (2, 3, F))
-    out = ll.logprobs(logits, target, stats=("top1",), top_k=K, further_ids=ids)
+    out = ll.logprobs(logits, target, stats=("top1",), top_k=K, ids=ids)
     assert out.top1_id.shape == (2, 3)
     assert out.top_k_ids.shape == out.top_k_logprobs.shape == (2, 3, K)
-    assert out.further_logprobs.shape == (2, 3, F)
+    assert out.ids_logprobs.shape == (2, 3, F)
     rows = ll.Rows.packed([torch.randint(V, (5,)), torch.randint(V, (4,))], [3, 2])
     some = ll.logprobs(torch.randn(9, V), rows, top_k=K)
     assert [tuple(x.shape) for x in rows.split(some.top_k_ids)] == [(3, K), (2, K)]
 
 
-def test_a_tuple_of_three_unless_more_is_asked_for():
+def test_one_tuple_of_all_results_whatever_is_asked_for():
     logits, target = torch.randn(2, V), torch.randint(V, (2,))
     plain, more = ll.logprobs(logits, target), ll.logprobs(logits, target, stats=("rank",))
-    logprob, entropy, log_z = plain
+    logprob, log_z = plain.logprob, plain.log_z
     assert plain.rank is None
-    assert (entropy, len(more), more.collision) == (None, 14, None)
+    assert (plain.entropy, len(plain), len(more), more.collision) == (None, 17, 17, None)
+    assert [name for name, x in more._asdict().items() if x is not None] == ["logprob", "log_z", "rank"]
     assert torch.equal(more.logprob, logprob)
     for out in (plain, more):
         moved = _pytree.tree_map(lambda x: x, out)
@@ -419,9 +471,6 @@ def test_a_tuple_of_three_unless_more_is_asked_for():
             assert len(other) == len(out)
             assert other.rank is out.rank
         assert torch.equal(pickle.loads(pickle.dumps(out)).logprob, logprob)
-        # As dataclasses and named tuples say it: a call that makes another.
-        assert repr(out) == f"TokenStats({', '.join(f'{name}={x!r}' for name, x in out._asdict().items())})"
-        assert repr(out).startswith(f"TokenStats(logprob={logprob!r}, entropy=None, log_z={log_z!r}")
     with pytest.raises(TypeError, match="ranks"):
         ll.TokenStats(logprob, None, log_z, ranks=logprob)
 
@@ -436,26 +485,26 @@ def test_refusals():
         ({"top_k": 0}, "between 1 and 67"),
         ({"top_k": V + 1}, "smaller of 128 and the vocabulary"),
         ({"top_k": True}, "but is True"),
-        ({"further_ids": [1, 2]}, "int64 tensor but is list"),
-        ({"further_ids": ids.int()}, "int64 tensor but is torch.int32"),
-        ({"further_ids": ids[:, 0]}, "K ids for every row"),
-        ({"further_ids": ids + V}, "outside the vocabulary of 67"),
-        ({"further_ids": ids - 1}, "-100 for places"),
-        ({"stats": ("rank",), "kept": kept, "scope": "support"}, 'never made with scope="support"'),
+        ({"ids": [1, 2]}, "int64 tensor but is list"),
+        ({"ids": ids.int()}, "int64 tensor but is torch.int32"),
+        ({"ids": ids[:, 0]}, "K ids for every row"),
+        ({"ids": ids + V}, "outside the vocabulary of 67"),
+        ({"ids": ids - 1}, "-100 for places"),
+        ({"stats": ("rank",), "kept": kept.over("support")}, "never made where the scope is the support"),
     ):
         with pytest.raises(ll.LogitlessError, match=words):
             ll.logprobs(logits, target, **wrong)
-    with pytest.raises(ll.LogitlessError, match="go with"):
-        ll.estimate("linear_policy_loss", tokens=2, vocab=V, hidden=3, stats=("rank",))
+    with pytest.raises(ll.LogitlessError, match="no part of it reads the field stats"):
+        ll.policy_loss(logits, target, ll.Objective.recipe("sft"), stats=("rank",))
 
 
 def test_the_same_log_probs_and_no_more_work_without_them():
     """Asking changes no bit of what is returned anyway."""
     hidden, weight, target, ids = draw()
     options = {"entropy": "value", "memory": 6000}
-    plain = ll.linear_logprobs(hidden, weight, target, **options)
-    more = ll.linear_logprobs(hidden, weight, target, stats=STATS, top_k=K, further_ids=ids, **options)
-    for a, b in zip(plain, more[:3], strict=True):
+    plain = from_hidden(hidden, weight, target, **options)
+    more = from_hidden(hidden, weight, target, stats=STATS, top_k=K, ids=ids, **options)
+    for a, b in zip(plain[:3], more[:3], strict=True):
         assert torch.equal(a, b)
 
 
@@ -469,18 +518,18 @@ def test_statistics_among_the_metrics_of_a_loss():
     names = ("top1_hit", "top1_logprob", "collision", "mean_logit", "logit_variance", "max_logit", "rank")
     right = expected((hidden.double() @ weight.double().T)[rows.index], rows.target, rows.target[:, None])
     given = {"old_logprob": "current", "advantage": torch.ones(len(rows))}
-    out = ll.linear_logprobs(hidden, weight, rows, stats=STATS)
+    out = ll.logprobs(ll.Logits(hidden, weight), rows, stats=STATS)
     pairs = ll.Preference("simpo")
     for metrics in (ll.Objective()(out, rows, **given)[1], pairs(out, rows)[1]):
         found = metrics.compute()
         for name in names:
             assert found[name] == pytest.approx(float(right[name][rows.counted].double().mean()), rel=1e-5), name
-    bare = ll.linear_logprobs(hidden, weight, rows)
+    bare = ll.logprobs(ll.Logits(hidden, weight), rows)
     assert not set(names) & {*ll.Objective()(bare, rows, **given)[1].compute(), *pairs(bare, rows)[1].compute()}
     smooth = ll.Objective.recipe("sft", policy_options={"label_smoothing": 0.1})
     asked = {"entropy": smooth.entropy, "stats": smooth.stats}
-    by_two = smooth(ll.linear_logprobs(hidden, weight, rows, **asked), rows)[1]
-    assert by_two.compute().keys() == ll.linear_policy_loss(hidden, weight, rows, smooth)[1].compute().keys()
+    by_two = smooth(from_hidden(hidden, weight, rows, **asked), rows)[1]
+    assert by_two.compute().keys() == ll.policy_loss(ll.Logits(hidden, weight), rows, smooth)[1].compute().keys()
 
 
 @pytest.mark.parametrize("trained", [True, False], ids=["step", "forward"])
@@ -493,26 +542,26 @@ def test_the_best_token_from_products_that_end_in_their_softmax(memory: str, tra
     target[3] = -100
     leaves = [x.requires_grad_(trained) for x in (hidden, weight)]
     asked = {"stats": ("top1", "max_logit"), "backend": "triton", "memory": memory, "head": ll.Head(temperature=0.7)}
-    plan = ll.explain(*leaves, target, **asked)
+    plan = ll.explain(ll.logprobs, ll.Logits(*leaves), target, **asked)
     assert plan.forward.fused
     assert plan.apart is None
     for more, why in (({"top_k": 2}, "top1 and max_logit alone"), ({"head": ll.Head(softcap=3.0)}, "a softcap")):
-        other = ll.explain(*leaves, target, **{**asked, **more})
+        other = ll.explain(ll.logprobs, ll.Logits(*leaves), target, **{**asked, **more})
         assert not other.forward.fused
         assert why in str(other)
-    ours = named(ll.linear_logprobs(*leaves, target, **asked))
+    ours = named(from_hidden(*leaves, target, **asked))
     both = [[x.detach().to(d) for x in leaves] for d in (torch.float64, torch.float32)]
     right, usual = (expected(x @ w.T, target, target[:, None], temperature=0.7) for x, w in both)
-    check({name: x for name, x in ours.items() if name != "further_logprobs"}, right, usual)
+    check({name: x for name, x in ours.items() if name != "ids_logprobs"}, right, usual)
     assert {"top1_id", "top1_logprob", "top1_hit", "max_logit"} <= ours.keys()
     if trained:
-        plain = ll.linear_logprobs(*leaves, target, backend="triton", memory=memory, head=asked["head"])
+        plain = ll.logprobs(ll.Logits(*leaves), target, backend="triton", memory=memory, head=asked["head"])
         found = [torch.autograd.grad(x.sum(), leaves) for x in (ours["logprob"], plain.logprob)]
         assert all(map(torch.equal, *found))
 
 
 def test_lines_of_a_product_count_from_the_shards_first_column():
-    extras = Extras(("top1",), 0, None, False, start=41)
-    lines = ExtraLines(None, extras, torch.zeros(2, 3))  # pyright: ignore[reportArgumentType]
-    lines.take(torch.tensor([[0.5, 1.0, 2.0], [0.0, 7.0, 25.0]]))
-    assert lines.values.tolist() == [[0.5, 1.0, 2.0], [41.0, 48.0, 66.0]]
+    table = Table.of(("top1",), 0, None, negative=False, start=41)
+    p: Any = SimpleNamespace(call=SimpleNamespace(table=table, start=41))
+    lines = best_lines(p, torch.tensor([[0.5, 1.0, 2.0], [0.0, 7.0, 25.0]]))
+    assert lines.tolist() == [[0.5, 1.0, 2.0], [41.0, 48.0, 66.0]]

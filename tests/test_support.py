@@ -1,4 +1,4 @@
-"""``scope="support"``: everything over the kept ids and the target, from single rows of the weight, against float64."""
+"""Kept ids whose scope is the support: all results over them and the target, from single rows of the weight."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import test_linear
 import test_logprobs
 import torch
+from calls import from_hidden
 from test_errors import raises
 from test_linear import BACKENDS, DTYPES, HALF, Operands, draw, draw_rows, ragged
 from test_linear_parallel import NAMES, WORLDS, make_case, run
@@ -75,10 +76,8 @@ def test_transposed_operands(backend: str, device: torch.device):
     results = []
     for some in (leaf, leaf._replace(hidden=leaf.hidden.contiguous(), weight=leaf.weight.contiguous())):
         some = Operands(*(t.detach().requires_grad_() for t in some))
-        out = ll.linear_logprobs(
-            some.hidden, some.weight, target.to(device), bias=some.bias, kept=ragged(kept, device), scope="support",
-            backend=backend,
-        )  # fmt: skip
+        logits, support = ll.Logits(some.hidden, some.weight, bias=some.bias), ragged(kept, device).over("support")
+        out = ll.logprobs(logits, target.to(device), kept=support, backend=backend)
         results.append([out.logprob, *torch.autograd.grad(out.logprob.sum(), some)])
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
@@ -89,13 +88,13 @@ def test_rounded_logits_are_those_of_the_whole_product(device: torch.device):
     x, target = draw(30, 63, 64, torch.bfloat16).leaves(device=device), torch.randint(63, (30,), device=device)
     kept = ragged(draw_ids(30, 63), device)
     ours, theirs = (
-        ll.linear_logprobs(x.hidden, x.weight, target, bias=x.bias, kept=kept, scope=scope, match="bfloat16")
+        ll.logprobs(ll.Logits(x.hidden, x.weight, bias=x.bias, match="bfloat16"), target, kept=kept.over(scope))
         for scope in ("support", "vocabulary")
     )
     # A logit that lies between two bfloat16 numbers may be rounded either way; most are not.
     same = (ours.logprob - theirs.logprob).abs() < 1e-5
     assert same.float().mean() > 0.9
-    unrounded = ll.linear_logprobs(x.hidden, x.weight, target, bias=x.bias, kept=kept, scope="support")
+    unrounded = ll.logprobs(ll.Logits(x.hidden, x.weight, bias=x.bias), target, kept=kept.over("support"))
     assert ((ours.logprob - unrounded.logprob).abs() > 1e-4).any()
 
 
@@ -116,7 +115,7 @@ def test_from_logits_reads_the_support_alone(device: torch.device):
     logits[:, :4] = 1.0
     logits = (logits * 1.0).requires_grad_()
     kept = ll.Kept.from_lists([[0, 1], [2], [3, 1, 0]], device)
-    out = ll.logprobs(logits, torch.tensor([1, 3, 3], device=device), kept=kept, scope="support", entropy="grad")
+    out = ll.logprobs(logits, torch.tensor([1, 3, 3], device=device), kept=kept.over("support"), entropy="grad")
     torch.testing.assert_close(out.logprob.cpu(), -torch.tensor([2.0, 2.0, 3.0]).log())
     out.logprob.sum().backward()
     assert (logits.grad[:, 4:] == 0).all()
@@ -132,7 +131,7 @@ def test_a_row_with_one_id_is_not_read(device: torch.device):
         x.hidden[[0, 2, 3]] = torch.nan
     target = torch.tensor([5, 6, 7, -100], device=device)
     kept = ll.Kept.from_lists([[5, 5], [1, 2], [], [3, 4]], device)
-    out = ll.linear_logprobs(x.hidden, x.weight, target, kept=kept, scope="support", entropy="grad")
+    out = ll.logprobs(ll.Logits(x.hidden, x.weight), target, kept=kept.over("support"), entropy="grad")
     (out.logprob.sum() + out.entropy.sum()).backward()
     assert out.logprob[[0, 2, 3]].tolist() == out.entropy[[0, 2, 3]].tolist() == [0, 0, 0]
     assert out.logprob[1] < 0
@@ -153,9 +152,10 @@ def test_neither_a_product_nor_a_tile(monkeypatch):
     monkeypatch.setitem(OTHERS, "counting", Counting())
     x, kept = draw(12, 50, 8).leaves(), ragged(draw_ids(12, 50))
     call = (x.hidden, x.weight, torch.randint(50, (12,)))
-    ll.linear_logprobs(*call, kept=kept, scope="support", backend="counting").logprob.sum().backward()
-    assert asked == ["dots", "sums", "sums"]
-    plan = ll.explain(*call, kept=kept, scope="support")
+    from_hidden(*call, kept=kept.over("support"), backend="counting").logprob.sum().backward()
+    # Of every backend it is asked whether it has products that end in a softmax.
+    assert [name for name in asked if name != "products"] == ["dots", "sums", "sums"]
+    plan = ll.explain(ll.logprobs, ll.Logits(*call[:2]), call[2], kept=kept.over("support"))
     assert (plan.kind, plan.products) == ("support", 0)
     assert str(plan) == (
         "support: no matrix product, because only the ids that the sampler kept and the targets are asked for. "
@@ -170,10 +170,8 @@ def test_the_same_bits_in_any_batch(backend: str, device: torch.device):
     def score(rows: slice) -> tuple:
         leaf = x.leaves(device=device)
         hidden = leaf.hidden[rows].detach().requires_grad_()
-        out = ll.linear_logprobs(
-            hidden, leaf.weight, target[rows].to(device), kept=ragged(ids[rows], device), scope="support",
-            entropy="grad", backend=backend,
-        )  # fmt: skip
+        logits, kept = ll.Logits(hidden, leaf.weight), ragged(ids[rows], device).over("support")
+        out = ll.logprobs(logits, target[rows].to(device), kept=kept, entropy="grad", backend=backend)
         out.logprob.sum().backward()
         return out.logprob.detach(), out.entropy.detach(), hidden.grad
 
@@ -226,10 +224,8 @@ def test_the_weights_gradient_as_rows_and_into_a_buffer(backend: str, dtype: tor
 
     def gradient(**options):
         leaf = x.leaves(device=device)
-        out = ll.linear_logprobs(
-            leaf.hidden, leaf.weight, target, kept=kept, scope="support", backend=backend,
-            head=ll.Head(vocab_size=60), **options,
-        )  # fmt: skip
+        logits = ll.Logits(leaf.hidden, leaf.weight, **options)
+        out = ll.logprobs(logits, target, kept=kept.over("support"), backend=backend, head=ll.Head(vocab_size=60))
         out.logprob.sum().backward()
         return leaf.weight.grad
 
@@ -248,8 +244,8 @@ def test_sparse_adam_takes_the_rows():
     weight = torch.nn.Parameter(draw(1, 40, 8).weight)
     before, hidden = weight.detach().clone(), torch.randn(6, 8)
     kept = ll.Kept.from_lists([[1, 2], [3], [], [4, 2], [9], [1]])
-    out = ll.linear_logprobs(
-        hidden, weight, torch.tensor([1, 3, 5, 4, 9, 2]), kept=kept, scope="support", sparse_weight_grad=True
+    out = ll.logprobs(
+        ll.Logits(hidden, weight, sparse_weight_grad=True), torch.tensor([1, 3, 5, 4, 9, 2]), kept=kept.over("support")
     )
     out.logprob.sum().backward()
     torch.optim.SparseAdam([weight], lr=0.1).step()
@@ -288,9 +284,13 @@ def test_shards(ranks, world):
 def test_a_policy_loss_over_the_support(name: str):
     """Same loss and gradients as the objective on log-probs over the support."""
     problem, objective = make(torch.float64), ll.Objective.recipe(name)
-    options = {"kept": ragged([torch.randint(VOCAB, (i % 5,)).tolist() for i in range(29)]), "scope": "support"}
+    options = {"kept": ragged([torch.randint(VOCAB, (i % 5,)).tolist() for i in range(29)]).over("support")}
     plan = ll.explain(
-        problem.operands.hidden, problem.operands.weight, problem.batch.rows(), objective=objective, **options
+        ll.policy_loss,
+        ll.Logits(problem.operands.hidden, problem.operands.weight),
+        problem.batch.rows(),
+        objective,
+        **options,
     )
     assert str(plan).startswith("support: no matrix product, because only the ids")
     assert_same(ran(problem, objective, **options), composed(problem, objective, **options), 1e-12)
@@ -302,20 +302,16 @@ def test_a_policy_loss_over_the_support(name: str):
 def test_what_does_not_go_together():
     x, target = draw(3, 10, 4), torch.tensor([1, 2, 3])
     kept, call = ll.Kept.from_lists([[1], [2], [3]]), (x.hidden, x.weight, target)
-    with raises('linear_logprobs: scope must be "vocabulary" or "support" but is \'row\'.'):
-        ll.linear_logprobs(*call, kept=kept, scope="row")
-    with raises('scope="support" needs kept=, the ids that the sampler kept. Pass a logitless.Kept.'):
-        ll.linear_logprobs(*call, scope="support")
-    with raises('scope="support" needs kept='):
-        ll.logprobs(torch.zeros(3, 4), target, scope="support")
-    with raises('sparse_weight_grad=True goes with scope="support"'):
-        ll.linear_logprobs(*call, kept=kept, sparse_weight_grad=True)
+    with raises('Kept: scope must be "vocabulary" or "support" but is \'row\'.'):
+        kept.over("row")
+    with raises('sparse_weight_grad=True goes with kept ids whose scope is "support"'):
+        from_hidden(*call, kept=kept, sparse_weight_grad=True)
     with raises("Pass one of them."):
-        ll.linear_logprobs(*call, kept=kept, scope="support", sparse_weight_grad=True, weight_grad=torch.zeros(10, 4))
+        from_hidden(*call, kept=kept.over("support"), sparse_weight_grad=True, weight_grad=torch.zeros(10, 4))
     with raises("kept ids run from 1 to 10, outside the vocabulary of 10."):
-        ll.linear_logprobs(*call, kept=ll.Kept.from_lists([[1], [2], [10]]), scope="support")
-    out = ll.linear_logprobs(x.hidden, x.weight.requires_grad_(), target, kept=kept, scope="support")
-    with raises("linear_logprobs: "):
+        from_hidden(*call, kept=ll.Kept.from_lists([[1], [2], [10]]).over("support"))
+    out = ll.logprobs(ll.Logits(x.hidden, x.weight.requires_grad_()), target, kept=kept.over("support"))
+    with raises("logprobs: "):
         torch.autograd.grad(out.logprob.sum(), x.weight, create_graph=True)
 
 

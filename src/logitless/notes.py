@@ -15,7 +15,7 @@ from torch import Tensor
 WRITTEN = {
     "weight_grad": "weight_grad holds a part of this call's gradient, or all of it. Zero it, together with the other "
     "gradients of this optimizer step, before the next one.",
-    "logits": "the logits, which overwrite_logits=True gives up to backward, hold a part of their gradient. Run "
+    "logits": "the logits, which overwrite=True gives up to backward, hold a part of their gradient. Run "
     "forward again.",
 }
 """What to do about a tensor of the caller's that was being written when the error came."""

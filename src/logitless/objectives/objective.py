@@ -283,8 +283,8 @@ class Objective:
         if self.divergence_coef != 0:
             if x.divergence is None:
                 raise LogitlessError(
-                    "Objective: divergence_coef is set, but there is no divergence. Pass teacher= to policy_loss, or "
-                    "results of logprobs with teacher=."
+                    "Objective: divergence_coef is set, but there is no divergence. Pass teacher= to "
+                    "policy_loss, or to logprobs."
                 )
             parts["divergence_loss"] = self.divergence_coef * x.divergence
         if self.z_coef != 0:

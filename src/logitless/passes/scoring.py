@@ -192,14 +192,18 @@ def _given_gradient(
         if terms.listed and terms.teacher is None:
             write_at_ids(call.backend, terms.coef, 0, call.columns, out, out_index)
         return logits.detach() if call.overwrite else out.view(logits.shape)
-    if out_index is not None and not call.overwrite:
-        out.zero_()
     for start, stop in plan.chunks:
-        part = problem.cut(start, stop)
-        into = out.new_empty((stop - start, out.shape[1])) if out_index is not None else out[start:stop]
-        terms.cut(start, stop).write(call, part, into, None, beside.rows(start, stop, part))
+        part, into, place = problem.cut(start, stop), out[start:stop], None
+        if out_index is not None:
+            # Rows that are looked up have a place of their own in what is written.
+            into, place = out.new_empty((stop - start, out.shape[1])), torch.arange(stop - start, device=out.device)
+        terms.cut(start, stop).write(call, part, into, place, beside.rows(start, stop, part))
         if out_index is not None:
             out.index_copy_(0, out_index[start:stop], into)
+    if out_index is not None:
+        # Rows that were not asked for have no gradient, whatever lies there: logits, where it goes over them.
+        others = torch.ones(len(out), dtype=torch.bool, device=out.device).index_fill_(0, out_index, False)
+        out.masked_fill_(others[:, None], 0.0)
     return logits.detach() if call.overwrite else out.view(logits.shape)
 
 

@@ -165,7 +165,7 @@ def _given_plan(call: Call, paired: bool) -> Plan:
     if not paired or (isinstance(teacher, Teacher) and teacher.hidden is None and teacher.ids is None):
         return Plan("given", "logits exist", chunks=whole, taught=paired)
     row = max(1, call.mean_columns) * call.gain.dtype.itemsize
-    chunks = even_chunks(call.num_rows, max(1, call.memory // 2 // row))
+    chunks = even_chunks(call.num_rows, max(1, call.memory // 2 // row)) or whole
     return Plan("given", "logits exist", chunks=chunks, taught=True, columns=SLAB, elementwise=max(1, call.memory // 2))
 
 
