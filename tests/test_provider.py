@@ -150,8 +150,9 @@ def test_options_arrive():
     assert all(torch.equal(x, y) for x, y in zip(ours[:3], own[:3], strict=True))
     bias = torch.randn(V)
     ours = PROVIDER.logprobs_from_hidden(hidden, weight, target, bias=bias, match="bfloat16", **given).logprob
-    own = ll.Logits(hidden, weight, bias=bias, match="bfloat16")
-    assert torch.equal(ours, ll.logprobs(own, target, head=head).logprob)
+    assert torch.equal(
+        ours, ll.logprobs(ll.Logits(hidden, weight, bias=bias, match="bfloat16"), target, head=head).logprob
+    )
     leaf = logits.clone().requires_grad_()
     made = leaf * 1.0
     PROVIDER.logprobs_from_logits(made, target, overwrite_logits=True).logprob.sum().backward()
