@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 import logitless as ll
 from logitless import machine
 from logitless.call import Asked, resolve
-from logitless.call.call import apart_everywhere
 from logitless.tools import tune
 from logitless.tools.cli import app
 
@@ -58,8 +57,7 @@ def test_calls_choose_by_it(monkeypatch, table, faster: bool, tmp_path):
     rows = torch.empty(12, dtype=torch.int64, device="meta")
     monkeypatch.setattr(machine.Machine, "of", lambda device: found)
     call, _ = resolve("logprobs", ll.Logits(hidden, weight), rows, Asked(backend="triton"))
-    why = apart_everywhere(call)
-    assert why is None if faster else why is not None and "logitless tune" in why
+    assert call.apart is None if faster else call.apart is not None and "logitless tune" in call.apart
 
 
 @pytest.mark.parametrize(
