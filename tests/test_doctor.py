@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import logitless
-from logitless import backends
 from logitless.backends import tiled
+from logitless.backends.triton import launch
 from logitless.errors import LogitlessError
 from logitless.tools import doctor
 from logitless.tools.doctor import examine
@@ -123,7 +123,7 @@ def test_what_is_raised_is_a_finding(monkeypatch):
 
 
 def test_a_backend_that_cannot_be_imported_says_why(monkeypatch):
-    kernels = backends.load("triton")._kernels
+    kernels = launch._kernels
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     kernels.cache_clear()
     try:

@@ -1,4 +1,5 @@
-"""``Logits.given(x, overwrite=True)``: the same gradient, in the logits' own memory, and no way to be surprised by it."""
+"""``Logits.given(x, overwrite=True)``: the same gradient, in the logits' own memory, and no way to be surprised by
+it."""
 
 from __future__ import annotations
 

@@ -208,8 +208,10 @@ class RunningStep:
         first = next(iter(self.leaves.values()))
         wide = torch.float64 if first.dtype == torch.float64 else torch.float32
         rows, more = self.step.num_rows, self.step.ids or 1
-        shapes = ((), (rows,), (rows, more))
-        self.upstream = {shape: torch.ones(shape, dtype=wide, device=first.device) for shape in shapes}
+        shapes: list[tuple[int, ...]] = [(), (rows,), (rows, more)]
+        self.upstream: dict[tuple[int, ...], Tensor] = {
+            shape: torch.ones(shape, dtype=wide, device=first.device) for shape in shapes
+        }
 
     def forward(self) -> list[Tensor]:
         """The tensors that the call returns."""

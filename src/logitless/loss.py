@@ -69,15 +69,17 @@ def policy_loss(
     check_group: bool = False,
     **fields: Tensor | str | None,
 ) -> Any:
-    """The objective's loss and its gradients. From :class:`Logits` in three matrix products, without storing the logits.
+    """The objective's loss and its gradients. From :class:`Logits` in three matrix products, without storing the
+    logits.
 
-    Same loss and gradients as ``objective(logprobs(logits, rows, ...), rows, ...)``, which takes four. Gradients are made
-    in forward, for an upstream gradient of 1; backward multiplies them by the one that arrives. From logits that exist
+    Same loss and gradients as ``objective(logprobs(logits, rows, ...), rows, ...)``, which takes four. Gradients are
+    made in forward, for an upstream gradient of 1; backward multiplies them by the one that arrives. From logits
+    that exist
     nothing is multiplied: they are read in forward and once more in backward, which writes their gradient.
 
     Args:
-        logits, rows, head, kept, backend: as for :func:`logprobs`. Batch invariance takes two passes; where the kept ids'
-            scope is the support there is no product at all, and the objective's entropy is that of the support.
+        logits, rows, head, kept, backend: as for :func:`logprobs`. Batch invariance takes two passes; where the kept
+            ids' scope is the support there is no product at all, and the objective's entropy is that of the support.
             With ``Logits(weight_grad=)`` the weight's gradient is added to the buffer *in forward*, times
             ``grad_scale``; not where no gradient is recorded. An error on the way carries a note if a part was added.
         objective: what to minimise: an :class:`Objective`, or a :class:`Preference` on pairs of samples.

@@ -27,8 +27,8 @@ class PolicyHead(nn.Module):
     Args:
         linear: the head it stands in for; its weight and bias are used as they are. With peft's LoRA around it, as a
             :class:`LoRA`, its dropout included.
-        options: keyword arguments of :class:`Logits` and :func:`logprobs` for every call, such as ``match``, ``head`` or
-            ``memory``. In a call with a loss, ``entropy`` is left to its objective.
+        options: keyword arguments of :class:`Logits` and :func:`logprobs` for every call, such as ``match``,
+            ``head`` or ``memory``. In a call with a loss, ``entropy`` is left to its objective.
 
     >>> import torch
     >>> head = PolicyHead(nn.Linear(4, 10), entropy="value")

@@ -348,7 +348,8 @@ def check_linear(caller: str, hidden: Tensor, weight: Tensor, linear: Linear, op
         )
     if weight.dtype != hidden.dtype:
         raise LogitlessError(
-            f"{caller}: weight is {weight.dtype} but hidden is {hidden.dtype}. Cast one of them, or call under autocast."
+            f"{caller}: weight is {weight.dtype} but hidden is {hidden.dtype}. Cast one of them, or call under "
+            f"autocast."
         )
     if bias is not None and (tuple(bias.shape) != (weight.shape[0],) or not bias.is_floating_point()):
         raise LogitlessError(
@@ -358,7 +359,8 @@ def check_linear(caller: str, hidden: Tensor, weight: Tensor, linear: Linear, op
     if buffer is not None and not hasattr(buffer, "placements"):
         if buffer.shape != weight.shape or buffer.dtype != torch.float32:
             raise LogitlessError(
-                f"{caller}: weight_grad must be float32 {list(weight.shape)} but is {buffer.dtype} {list(buffer.shape)}."
+                f"{caller}: weight_grad must be float32 {list(weight.shape)} but is {buffer.dtype} "
+                f"{list(buffer.shape)}."
             )
     _check_options(caller, linear, asked)
     if shard is not None and not hasattr(shard, "vocab_size"):
@@ -374,7 +376,7 @@ def _check_options(caller: str, linear: Linear, asked: Asked) -> None:
     support = asked.kept is not None and asked.kept.scope == "support"
     if asked.kept is not None and not support and linear.batch_invariant:
         raise LogitlessError(
-            f"{caller}: kept= takes tiles of all rows, and batch_invariant=True tiles of one height whatever the batch. "
+            f"{caller}: kept= takes tiles of all rows, and batch_invariant=True tiles of one height. "
             f'Drop one of them, or take scope="support", which is always batch-invariant.'
         )
     if linear.sparse_weight_grad and not support:
@@ -384,8 +386,7 @@ def _check_options(caller: str, linear: Linear, asked: Asked) -> None:
         )
     if linear.sparse_weight_grad and linear.weight_grad is not None:
         raise LogitlessError(
-            f"{caller}: weight_grad= is a dense buffer and sparse_weight_grad=True asks for a list of rows. Pass one of "
-            f"them."
+            f"{caller}: weight_grad= is a dense buffer and sparse_weight_grad=True asks for a list. Pass one of them."
         )
     if linear.match not in (None, "bfloat16", "float16"):
         raise LogitlessError(f'{caller}: match must be None, "bfloat16" or "float16" but is {linear.match!r}.')

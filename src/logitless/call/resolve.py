@@ -147,8 +147,8 @@ def _resolve(
 
 
 def _carried(caller: str, head: Head, logits: Logits, rows: Any, gain: Tensor) -> tuple[Tensor, float, bool, bool]:
-    """``[R]`` gain, squash, whether it turns the order around, and whether it changes nothing, where logits that are not
-    computed carry a factor, or a softcap of the model's own; the head's, with its gain, comes after them."""
+    """``[R]`` gain, squash, whether it turns the order around, and whether it changes nothing, where logits that are
+    not computed carry a factor, or a softcap of the model's own; the head's, with its gain, comes after them."""
     if head.softcap is not None and (logits.squash or isinstance(logits.gain, Tensor)):
         carried = "a softcap" if logits.squash else "one factor per row"
         raise LogitlessError(

@@ -3,7 +3,7 @@
     Logits(hidden, weight)       shape, dtype and device of the logits, memory of neither
     x[:, :-1], x.float(), x / T  another ``Logits``: acts on the hidden states, or on a factor
     logprobs(x, rows)            reads hidden states and weight, and never has logits
-    anything else                computes the logits (``computed``), counts it with the place in the caller's code, warns once
+    anything else                computes the logits (``computed``); it is counted, with its place, and warned about once
 
 A logit is ``gain * f(x)``, where x is the head's product and f is the identity, or ``tanh(squash * x)`` under a softcap
 that a model applies itself. ``Logits.given`` says of logits that exist what ``Logits`` says of those that do not.
@@ -66,13 +66,13 @@ class Logits(Tensor):
     """Logits of a linear head that are not computed: ``hidden @ weight.T + bias``.
 
     A tensor to whoever passes it on. Slices, views, transposes and concatenations of leading dimensions, casts,
-    multiplication and division by a number or by one number per row, ``detach``, ``clone``, ``contiguous`` and ``sum()``
-    act on the hidden states. Any other operation computes the logits, is counted with its place in the caller's code and
-    warns once for each place.
+    multiplication and division by a number or by one number per row, ``detach``, ``clone``, ``contiguous`` and
+    ``sum()`` act on the hidden states. Any other operation computes the logits, is counted with its place in the
+    caller's code and warns once for each place.
 
     Args:
-        hidden: ``[..., D]`` hidden states; a DTensor is taken if replicated, or with ``sequence_parallel`` if sharded by
-            tokens over the group of ``shard``.
+        hidden: ``[..., D]`` hidden states; a DTensor is taken if replicated, or with ``sequence_parallel`` if
+            sharded by tokens over the group of ``shard``.
         weight: ``[V, D]`` of the head, or a :class:`LoRA`. A DTensor is taken if replicated, or if sharded by rows over
             the group of ``shard=VocabShard.of(weight)``. A frozen weight takes two products instead of four.
         bias: ``[V]`` or None.
@@ -83,12 +83,12 @@ class Logits(Tensor):
             ``"partial"`` leaves that to the caller.
         weight_grad: float32 ``[V, D]`` buffer that the weight's gradient is added to, such as Megatron's ``main_grad``;
             ``weight.grad`` is then left alone.
-        grad_scale: with ``weight_grad``, the gradient that will arrive at a :func:`policy_loss` in backward (a loss scale
-            over the number of micro-batches, say), a number or a 0-dim tensor: such a loss adds to the buffer in
+        grad_scale: with ``weight_grad``, the gradient that will arrive at a :func:`policy_loss` in backward (a loss
+            scale over the number of micro-batches, say), a number or a 0-dim tensor: such a loss adds to the buffer in
             forward. Another one arriving raises on CPU and makes the gradient of hidden NaN on an accelerator.
         sparse_weight_grad: where the scope is the support, the weight's gradient as a sparse tensor of the rows read.
-        match: round the logits to ``"bfloat16"`` or ``"float16"``, as a head in that dtype does, before the softmax. None
-            keeps the float32 sums of the product.
+        match: round the logits to ``"bfloat16"`` or ``"float16"``, as a head in that dtype does, before the softmax.
+            None keeps the float32 sums of the product.
         tf32: multiply float32 operands in TF32.
         batch_invariant: tiles of one height, so that a row has the same bits in every batch.
         strict: raise where the logits would be computed.
@@ -185,7 +185,7 @@ class Logits(Tensor):
         return f"Logits({list(self.shape)}, {self.dtype})"
 
     def read(self) -> tuple[Tensor, Tensor | LoRA, Tensor | None]:
-        """Hidden states, weight and bias for a verb that reads them: unchanged since the head's forward, behind hooks."""
+        """Hidden states, weight and bias, unchanged since the head's forward, behind the hooks on the logits."""
         for name, x, version in self._versions:
             if x._version != version:
                 raise LogitlessError(
@@ -234,7 +234,8 @@ class Logits(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise LogitlessError(
-            f"Logits: {func} reached logits that were not computed below torch's Python functions, at {place()}. Compute "
+            f"Logits: {func} reached logits that were not computed, below torch's Python functions, at {place()}. "
+            f"Compute "
             f"them there with logits.computed(), or keep the model's own logits (logitless.defer(model) is reversible)."
         )
 
@@ -342,7 +343,7 @@ def _real(x: Any, name: str) -> Any:
     if isinstance(x, Logits):
         if x.linear.strict:
             raise LogitlessError(
-                f"Logits: {name} at {place()} reads logits that were not computed, and strict=True forbids to compute them. "
+                f"Logits: {name} at {place()} reads logits that were not computed, and strict=True forbids it. "
                 f"Read them with logitless.logprobs, or compute them with logits.computed()."
             )
         where = place()

@@ -67,8 +67,8 @@ class Teacher:
     """The other distribution of each row: logits of the same tokens, computed or not. No gradient flows to it.
 
     Args:
-        logits: ``[..., W]`` a tensor, or :class:`Logits` of its own hidden states and head, whose size and dtype are its
-            own. Under a shard, the columns that are here, as the student's.
+        logits: ``[..., W]`` a tensor, or :class:`Logits` of its own hidden states and head, whose size and dtype are
+            its own. Under a shard, the columns that are here, as the student's.
         head: its own temperature, scale, softcap and true vocabulary size; default ``Head()``.
         ids: ``[W]`` the student's id of each of its columns, where the vocabularies differ; -1 for a column that the
             student does not have. Without, column i is the student's column i, and there may be fewer.
@@ -138,7 +138,11 @@ class Teacher:
             x = getattr(self, field.name)
             if isinstance(x, Logits):
                 linear = x.linear
-                size = (str(x.hidden.dtype), x.hidden.shape[-1], "with a bias" if linear.bias is not None else "no bias")
+                size = (
+                    str(x.hidden.dtype),
+                    x.hidden.shape[-1],
+                    "with a bias" if linear.bias is not None else "no bias",
+                )
                 x = (*size, linear.match, linear.tf32, x.gain)
             elif field.name == "logits" and x is not None:
                 x = (str(x.dtype), "logits")

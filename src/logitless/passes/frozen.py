@@ -77,7 +77,8 @@ def lines_with_unit(p: Projection, tiles: Tiles, table: Table | None) -> tuple[L
 
 
 def _fused_lines_with_unit(p: Projection, tiles: Tiles) -> tuple[Tensor, Unit]:
-    """The same from products that write the exponentials; with the best column's lines, where readings are asked for."""
+    """The same from products that write the exponentials; with the best column's lines, where readings are asked
+    for."""
     others, best = torch.empty_like(p.hidden, memory_format=torch.contiguous_format), p.call.table is not None
     products = p.products
     out = p.gain.new_empty((WIDTH + 2 * best, len(p.hidden)))

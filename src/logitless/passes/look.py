@@ -145,7 +145,8 @@ def add_lines(table: Table, p: Projection, tile: Problem, rows: slice, more: Ten
 
 
 def best_lines(p: Projection, best: Tensor) -> Tensor:
-    """``[2, R]`` key and column of the best column of all, which products find, as lines of the one reading asked for."""
+    """``[2, R]`` key and column of the best column of all, which products find, as lines of the one reading asked
+    for."""
     table = p.call.table
     assert table is not None
     assert table.only_best

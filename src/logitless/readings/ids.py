@@ -1,7 +1,8 @@
 """Log-probs of K listed ids of every row, and of all other ids together: ``ids=``, and a teacher's K log-probs.
 
-Gradients: ``g (onehot - p)`` for the log-prob of an id, once for every time that it was asked for; for that of all other
-ids ``g p (1 / p_rest - 1)``, but ``-g p`` at the ids. Columns that are listed are finished after the kernel, in float32.
+Gradients: ``g (onehot - p)`` for the log-prob of an id, once for every time that it was asked for; for that of all
+other ids ``g p (1 / p_rest - 1)``, but ``-g p`` at the ids. Columns that are listed are finished after the kernel,
+in float32.
 """
 
 from __future__ import annotations

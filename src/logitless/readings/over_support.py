@@ -1,4 +1,5 @@
-"""Results over the sampler's support alone, from the logits of its ids: log-prob, entropy, and with a teacher divergence.
+"""Results over the sampler's support alone, from the logits of its ids: log-prob, entropy, and with a teacher
+divergence.
 
     raw logits of the entries (``sources/listed``)  ->  statistic of each row, one all_gather if sharded  ->  results
     with a teacher: logits of both, in float64  ->  log-probs over their own ids  ->  terms, summed by row

@@ -110,10 +110,10 @@ class Plain:
     def extend(self, coef: Coefficients, saved: Mapping[str, Tensor], row: Row, up: Upstream) -> Coefficients:
         return coef
 
-    def cut(self, rows: slice | Tensor):  # noqa: ANN201
+    def cut(self, rows: slice | Tensor):
         return self
 
-    def padded(self, num_rows: int):  # noqa: ANN201
+    def padded(self, num_rows: int):
         return self
 
 

@@ -249,7 +249,8 @@ def check_teachers(call: Call, tokens: Tensor, given: Any) -> None:
     sizes = [min(x.width, (x.head or PLAIN).vocab_size or x.width) for x in members]
     if call.kind is not None and call.kind.kind == "reverse_kl" and call.shard is None and min(sizes) < call.columns:
         raise LogitlessError(
-            f"{name}: the teacher has {min(sizes)} ids and the student {call.columns}, so that KL(student || teacher) is "
+            f"{name}: the teacher has {min(sizes)} ids and the student {call.columns}, so that KL(student || teacher) "
+            f"is "
             f"infinite. Compare over the ids that both have, with head=Head(vocab_size={min(sizes)}), or take another "
             f"divergence: all others are finite."
         )
@@ -280,7 +281,7 @@ def _check_top_k(call: Call, sent: TopK) -> None:
     name, ids = call.caller, sent.ids
     if call.asked.ids is not None:
         raise LogitlessError(
-            f"{name}: ids= does not go with a teacher that sent K log-probs, whose ids are looked up in the same way. Ask "
+            f"{name}: ids= does not go with a teacher that sent K log-probs, whose ids are looked up likewise. Ask "
             f"for the log-probs of ids in a call of their own."
         )
     if tuple(ids.shape[:-1]) not in (call.shape, (call.num_rows,)):

@@ -1,4 +1,4 @@
-"""How a Triton kernel is found and launched, and what it cannot take. Triton itself is imported with the first launch."""
+"""How a Triton kernel is found and launched, and what it cannot take. Triton is imported with the first launch."""
 
 from __future__ import annotations
 

@@ -141,7 +141,8 @@ def _is_one_pass(choice: Choice) -> bool:
 
 
 def _for_own_loss(step: LossStep, free: int | None, asked: Estimate) -> Choice:
-    """``logprobs`` of ``Logits`` with the fewest matrix products that fit the card, and the smallest memory that gives them.
+    """``logprobs`` of ``Logits`` with the fewest matrix products that fit the card, and the smallest memory that
+    gives them.
 
     More memory never means more products or a lower peak. So halving finds the smallest memory for a number of
     products, and if that call does not fit, no call with as many products does.
