@@ -136,8 +136,9 @@ def test_a_term_that_raises(name: str):
         begin_again(run, fresh)
         run.go()
         same(run, right)
-    # Each chunk, then the whole. In the second chunk the first has been added.
-    assert marks == {"loss in one pass, chunks": [False, True, True]}.get(name, [False] * len(marks))
+    # Each chunk, then all rows twice, for gradients that chunks do not change and for the value. In the second chunk the
+    # first has been added.
+    assert marks == {"loss in one pass, chunks": [False, True, True, True]}.get(name, [False] * len(marks))
     assert marks
 
 
@@ -187,9 +188,9 @@ def test_a_full_cpu_is_known():
     assert is_out_of_memory(raised.value)
     assert not is_out_of_memory(RuntimeError("something else"))
     with pytest.raises(RuntimeError) as raised:
-        ll.linear_logprobs(torch.zeros(2, 3), torch.zeros(4, 3), torch.tensor([0, 1]), head=Huge())
+        ll.logprobs(ll.Logits(torch.zeros(2, 3), torch.zeros(4, 3)), torch.tensor([0, 1]), head=Huge())
     assert raised.value.__notes__ == [
-        "linear_logprobs: no room for working memory. Pass a smaller memory= (it was '256MiB'), or ask "
+        "logprobs: no room for working memory. Pass a smaller memory= (it was '256MiB'), or ask "
         "logitless.estimate what fits."
     ]
 
@@ -203,4 +204,4 @@ def test_the_counter_sees_what_the_library_allocates():
     """Among them those inside the two registered operators, and those of backward."""
     _, places = reference_of(Step("logprobs"), torch.float32)
     files = {place[0].rsplit("logitless/", 1)[1] for place in places if place}
-    assert {"backends/tiled.py", "results.py", "from_logits.py", "softmax.py"} <= files
+    assert {"backends/tiled.py", "readings/found.py", "sources/given.py", "softmax.py"} <= files

@@ -172,7 +172,7 @@ HEADS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
-def test_linear_logprobs(options: dict, device: torch.device, launched: list):
+def test_values_and_gradients(options: dict, device: torch.device, launched: list):
     options = dict(options)
     dtype, vocab = options.pop("dtype", torch.bfloat16), options.pop("vocab", VOCAB)
     rows = draw_rows(TOKENS, TOKENS - 4, options.get("vocab_size", vocab))

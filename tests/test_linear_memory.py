@@ -1,4 +1,4 @@
-"""Peak bytes of ``linear_logprobs``, counted by the allocator's own events.
+"""Peak bytes of ``logprobs`` of ``Logits``, counted by the allocator's own events.
 
     peak  <=  memory=  +  d_hidden, d_weight  +  one float32 accumulator of min(R, V) x D  +  vectors
 

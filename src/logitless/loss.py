@@ -275,6 +275,8 @@ class _OnePass(torch.autograd.Function):
             drop_zeros=batch.drop_zeros,
             teacher=teacher,
         )
+        # Made before the buffer is added to: nothing that fails after that would leave it as it was.
+        like = _like(operands)
         out = loop.run()
         d_hidden, d_weight, d_bias, d_low = out.gradients
         # Whoever runs forward again for backward (a checkpoint) brings the mark of that run, and not of this one.
@@ -282,7 +284,7 @@ class _OnePass(torch.autograd.Function):
         mark = torch.tensor(id(ctx.run), device="cpu")
         made = {"hidden": d_hidden, "weight": d_weight if buffer is None else None, "bias": d_bias, "low": d_low}
         ctx.save_for_backward(*made.values(), out.scale, mark)
-        ctx.call, ctx.like = call, _like(operands)
+        ctx.call, ctx.like = call, like
         ctx.into_buffer, ctx.spent = buffer is not None, False
         stats = {name: x for name, x in out.stats._asdict().items() if x is not None}
         ctx.mark_non_differentiable(*stats.values())
