@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from logitless.call import MEMORY, PLAIN, Asked, Call, Operands, resolve, shard_of, together, untraced
+from logitless.call.unchanged import Unchanged
 from logitless.collectives import agree_if, fingerprint
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.machine import Machine
-from logitless.notes import explained
+from logitless.notes import explained, version_of
 from logitless.objectives import Inputs, Metrics, Objective, Preference
 from logitless.operands import Given, Kept, Logits, Teacher, Teachers
 from logitless.passes.one_pass import OnePass, with_results
@@ -257,6 +258,9 @@ class _OnePass(torch.autograd.Function):
         made = {"hidden": d_hidden, "weight": d_weight if buffer is None else None, "bias": d_bias, "low": d_low}
         ctx.save_for_backward(*made.values(), out.scale, mark)
         ctx.call, ctx.like = call, _like(operands)
+        # The one argument that backward reads: which tokens the rows are.
+        seen = () if call.index is None else (("rows.index", call.index, version_of(call.index)),)
+        ctx.unchanged = Unchanged(NAME, seen)
         ctx.into_buffer, ctx.spent = buffer is not None, False
         stats = {name: x for name, x in out.stats._asdict().items() if x is not None}
         ctx.mark_non_differentiable(*stats.values())
@@ -271,6 +275,7 @@ class _OnePass(torch.autograd.Function):
                 f"{NAME}: second backward through a call with weight_grad=, whose buffer was added to in forward, "
                 f"once. Leave weight_grad out to keep the graph, or run forward again."
             )
+        ctx.unchanged.check()
         *made, scale, mark = ctx.saved_tensors
         if ctx.into_buffer and int(mark) != id(ctx.run):
             raise LogitlessError(
