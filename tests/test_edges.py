@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from calls import from_hidden
 
 import logitless as ll
 
@@ -23,10 +24,11 @@ def gradients_of(hidden, weight, target, dtype: torch.dtype, one_pass: bool, mem
     objective = ll.Objective()
     if one_pass:
         # Room for a few rows at a time, so that later chunks meet larger gradients than earlier ones.
-        assert ll.explain(hidden, weight, target, objective=objective, memory=memory).kind == "one pass"
-        loss, _ = ll.linear_policy_loss(hidden, weight, target, objective, memory=memory, **fields)
+        logits = ll.Logits(hidden, weight)
+        assert ll.explain(ll.policy_loss, logits, target, objective, memory=memory).kind == "one pass"
+        loss, _ = ll.policy_loss(logits, target, objective, memory=memory, **fields)
     else:
-        loss, _ = objective(ll.linear_logprobs(hidden, weight, target), ll.Rows.every(target), **fields)
+        loss, _ = objective(ll.logprobs(ll.Logits(hidden, weight), target), ll.Rows.every(target), **fields)
     loss.backward()
     return [loss.detach(), hidden.grad, weight.grad]
 
@@ -51,7 +53,8 @@ def test_float16_gradients_of_any_size(size: float, memory):
 def test_float16_gradients_with_a_large_ratio():
     """A = -5 with a log-ratio of 10 is an upstream gradient of 1e5, past the range of float16."""
     hidden, weight, target = float16_problem()
-    old = ll.linear_logprobs(hidden, weight, target).logprob.float() - torch.where(torch.arange(24) == 20, 10.0, 0.0)
+    old = ll.logprobs(ll.Logits(hidden, weight), target).logprob.float()
+    old = old - torch.where(torch.arange(24) == 20, 10.0, 0.0)
     fields = {"old_logprob": old, "advantage": torch.full((24,), -5.0)}
     for memory in ("1GiB", 2048):
         found = gradients_of(hidden, weight, target, torch.float16, True, memory, **fields)
@@ -66,11 +69,11 @@ def test_float16_gradients_with_a_large_ratio():
 def test_forward_alone_is_not_refused_for_the_tiles_of_backward():
     hidden, weight, target = torch.randn(200, 8), torch.randn(64, 8), torch.zeros(200, dtype=torch.int64)
     with torch.no_grad():
-        narrow = ll.linear_logprobs(hidden, weight.requires_grad_(), target, memory=1000)
+        narrow = ll.logprobs(ll.Logits(hidden, weight.requires_grad_()), target, memory=1000)
     assert torch.allclose(narrow.logprob, torch.log_softmax(hidden @ weight.detach().T, -1)[:, 0], atol=1e-5)
     with pytest.raises(ll.LogitlessError, match="do not hold one column"):
-        ll.linear_logprobs(hidden, weight, target, memory=200)
-    assert "backward" not in str(ll.explain(hidden, weight.detach(), target))
+        ll.logprobs(ll.Logits(hidden, weight), target, memory=200)
+    assert "backward" not in str(ll.explain(ll.logprobs, ll.Logits(hidden, weight.detach()), target))
 
 
 def test_a_frozen_head_and_an_ignored_row_far_below():
@@ -78,7 +81,7 @@ def test_a_frozen_head_and_an_ignored_row_far_below():
     hidden, weight = torch.full((2, 4), -5.0), torch.full((6, 4), 4.75)
     for dtype in (torch.float32, torch.bfloat16):
         leaf = hidden.to(dtype, copy=True).requires_grad_()
-        ll.linear_logprobs(leaf, weight.to(dtype), torch.tensor([-100, 1])).logprob.sum().backward()
+        ll.logprobs(ll.Logits(leaf, weight.to(dtype)), torch.tensor([-100, 1])).logprob.sum().backward()
         assert leaf.grad[0].tolist() == [0.0] * 4
         assert leaf.grad[1].abs().max() <= 4 * torch.finfo(dtype).eps * 4.75
 
@@ -88,7 +91,7 @@ def test_kernels_in_float64_are_refused_before_anything_runs():
     hidden, weight = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True), torch.zeros(4, 3, dtype=torch.float64)
     for options in ({"match": "float16"}, {}):
         with pytest.raises(ll.LogitlessError, match=r"its kernels take float32, .* not torch\.float64"):
-            ll.linear_logprobs(hidden, weight, torch.tensor([1, 2]), backend="triton", **options)
+            from_hidden(hidden, weight, torch.tensor([1, 2]), backend="triton", **options)
 
 
 # Rows whose log-prob is not a number, or infinite.
@@ -145,23 +148,25 @@ X, W, TARGET = torch.zeros(2, 3), torch.zeros(4, 3), torch.tensor([1, 2])
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: ll.linear_logprobs(X, W, TARGET, head={}), "head must be a Head or None but is dict"),
+        (lambda: ll.logprobs(ll.Logits(X, W), TARGET, head={}), "head must be a Head or None but is dict"),
         (lambda: ll.logprobs(X, TARGET, head=0.7), "head must be a Head or None but is float"),
         (lambda: ll.logprobs(X, TARGET, kept=[[1], [2]]), "kept must be a Kept or None but is list"),
-        (lambda: ll.linear_logprobs(X, W, TARGET, shard=(0, 4)), "shard must be a VocabShard or None but is tuple"),
+        (lambda: ll.logprobs(ll.Logits(X, W, shard=(0, 4)), TARGET), "shard must be a VocabShard or None but is tuple"),
         (lambda: ll.Kept([1, 2], [1, 1]), r"Kept: ids must be a 1-D integer tensor but is a list\. Pass torch\.tensor"),
         (lambda: ll.Rows.every([1, 2]), "Rows.every: target must be a tensor but is a list"),
         (lambda: ll.logprobs(X, TARGET, head=ll.Head(temperature=1e-40)), "temperature of 1e-40 .* does not hold"),
-        (lambda: ll.explain(X, W, TARGET, memry="1GiB"), r"memry is no option .* Did you mean 'memory'\?"),
-        (
-            lambda: ll.explain(X, W, TARGET, objective=ll.Objective(), advantage=TARGET),
-            "linear_policy_loss: advantage is no option that the route depends on",
-        ),
     ],
 )
 def test_arguments_of_a_wrong_kind(call, text: str):
     with pytest.raises(ll.LogitlessError, match=text):
         call()
+
+
+def test_explain_takes_what_its_verb_takes():
+    logits, fields = ll.Logits(X, W), {"old_logprob": "current", "advantage": torch.ones(2)}
+    with pytest.raises(TypeError, match="memry"):
+        ll.explain(ll.logprobs, logits, TARGET, memry="1GiB")
+    assert ll.explain(ll.policy_loss, logits, TARGET, ll.Objective(), **fields).kind == "one pass"
 
 
 def test_supports_are_sorted_once_for_all_tiles(monkeypatch):
@@ -171,5 +176,5 @@ def test_supports_are_sorted_once_for_all_tiles(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "sort", lambda x, **kwargs: sorts.append(1) or plain(x, **kwargs))
     kept = ll.Kept(torch.tensor([1, 2]), torch.tensor([1, 1]))
     weight = torch.randn(4000, 3, requires_grad=True)
-    ll.linear_logprobs(X, weight, TARGET, kept=kept, memory=4096).logprob.sum().backward()
+    ll.logprobs(ll.Logits(X, weight), TARGET, kept=kept, memory=4096).logprob.sum().backward()
     assert len(sorts) == 2  # in forward and in backward

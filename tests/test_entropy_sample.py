@@ -11,6 +11,7 @@ from test_linear import draw
 from truth import plain, truth
 
 import logitless as ll
+from logitless.entropy_sample import sampled_entropy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -21,8 +22,10 @@ def test_all_rows_are_the_mean_itself(device: torch.device):
     scored = (target >= 0).nonzero().squeeze(1)
     temperature = torch.linspace(0.5, 2, 40)
     operands = [t.to(device) for t in x[:2]]
-    out = ll.sampled_entropy(
-        *operands, target.to(device), bias=x.bias.to(device), head=ll.Head(temperature=temperature.to(device))
+    out = sampled_entropy(
+        ll.Logits(*operands, bias=x.bias.to(device)),
+        target.to(device),
+        head=ll.Head(temperature=temperature.to(device)),
     )
     exact, usual = (
         oracle(x.logits(), scored, target[scored], temperature=temperature[scored]).entropy for oracle in (truth, plain)
@@ -37,9 +40,9 @@ def test_the_mean_is_unbiased_and_the_error_is_its_spread():
     """Over 400 draws of 12 out of 60 rows: the mean of the means, and their spread beside what was said of it."""
     x, target = draw(60, 63, 9, torch.float64, spread=8.0), torch.randint(63, (60,))
     target[:10] = -100
-    draws = [ll.sampled_entropy(x.hidden, x.weight, target, sample=12, seed=seed) for seed in range(400)]
+    draws = [sampled_entropy(ll.Logits(x.hidden, x.weight), target, sample=12, seed=seed) for seed in range(400)]
     means, errors = (torch.stack([getattr(out, name) for out in draws]) for name in ("mean", "error"))
-    right = ll.sampled_entropy(x.hidden, x.weight, target, sample=50)
+    right = sampled_entropy(ll.Logits(x.hidden, x.weight), target, sample=50)
     # Four standard errors of the mean of 400 means.
     assert abs(means.mean() - right.mean) < 4 * means.std() / 20
     torch.testing.assert_close(errors.square().mean().sqrt(), means.std(), rtol=0.12, atol=0)
@@ -49,35 +52,36 @@ def test_the_mean_is_unbiased_and_the_error_is_its_spread():
 
 def test_a_share_of_the_rows_and_no_graph():
     x, target = draw(100, 20, 5).leaves(), torch.randint(20, (100,))
-    out = ll.sampled_entropy(x.hidden, x.weight, target, sample=0.07)
+    out = sampled_entropy(ll.Logits(x.hidden, x.weight), target, sample=0.07)
     assert len(out.taken) == 7
     assert not out.mean.requires_grad
-    again = ll.sampled_entropy(x.hidden, x.weight, ll.Rows.every(target), sample=7)
+    again = sampled_entropy(ll.Logits(x.hidden, x.weight), ll.Rows.every(target), sample=7)
     assert torch.equal(out.entropy, again.entropy)
-    one = ll.sampled_entropy(x.hidden, x.weight, target, sample=1)
+    one = sampled_entropy(ll.Logits(x.hidden, x.weight), target, sample=1)
     assert float(one.error) != float(one.error)
 
 
 def share(rank: int, world: int, hidden, weight, target):
     shard = ll.VocabShard.even(len(weight), dist.group.WORLD)
-    return ll.sampled_entropy(hidden, weight[shard.start : shard.stop], target, sample=9, shard=shard)
+    return sampled_entropy(ll.Logits(hidden, weight[shard.start : shard.stop], shard=shard), target, sample=9)
 
 
 def test_ranks_take_the_same_rows(ranks):
     x, target = draw(30, 20, 5), torch.randint(20, (30,))
-    whole = ll.sampled_entropy(x.hidden, x.weight, target, sample=9)
+    whole = sampled_entropy(ll.Logits(x.hidden, x.weight), target, sample=9)
     for out in ranks(share, 2, x.hidden, x.weight, target):
         assert torch.equal(out.taken, whole.taken)
         torch.testing.assert_close(out.mean, whole.mean)
 
 
 def test_what_is_refused():
-    call = torch.zeros(3, 2), torch.zeros(4, 2), torch.tensor([1, 2, 3])
+    logits = ll.Logits(torch.zeros(3, 2), torch.zeros(4, 2))
+    call = logits, torch.tensor([1, 2, 3])
     with raises("sampled_entropy: sample must be a number of rows, or a share below 1, but is 0."):
-        ll.sampled_entropy(*call, sample=0)
+        sampled_entropy(*call, sample=0)
     with raises("sample is 2.5, but a share is below 1. Pass whole rows as an int."):
-        ll.sampled_entropy(*call, sample=2.5)
+        sampled_entropy(*call, sample=2.5)
     with raises("there is no row to draw from: of 3 rows none is scored."):
-        ll.sampled_entropy(*call[:2], torch.full((3,), -100))
+        sampled_entropy(logits, torch.full((3,), -100))
     with raises("sampled_entropy: entropy is no option of it."):
-        ll.sampled_entropy(*call, entropy="grad")
+        sampled_entropy(*call, entropy="grad")

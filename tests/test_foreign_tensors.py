@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from calls import from_hidden, loss_from_hidden
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
@@ -21,8 +22,8 @@ R, D, V = 6, 4, 10
 def plain_calls(hidden, weight, rows, bias=None, **options) -> list[torch.Tensor]:
     """Results of the three calls, and the gradients of hidden states and weight."""
     fields = {"old_logprob": "current", "advantage": torch.ones(R)}
-    out = ll.linear_logprobs(hidden, weight, rows, bias=bias, entropy="grad", **options)
-    loss, _ = ll.linear_policy_loss(hidden, weight, rows, ll.Objective(), bias=bias, **options, **fields)
+    out = from_hidden(hidden, weight, rows, bias=bias, entropy="grad", **options)
+    loss, _ = loss_from_hidden(hidden, weight, rows, ll.Objective(), bias=bias, **options, **fields)
     (out.logprob.sum() + out.entropy.sum() + loss).backward()
     found = [out.logprob, out.entropy, loss, hidden.grad, weight.grad]
     return [getattr(x, "full_tensor", lambda x=x: x)().detach() for x in found]
@@ -33,23 +34,23 @@ def distributed(rank: int, world: int) -> tuple[list[torch.Tensor], list[torch.T
     x, w, b, target = torch.randn(R, D), torch.randn(V, D), torch.randn(V), torch.randint(0, V, (R,))
     mesh = dist.init_device_mesh("cpu", (world,))
     spread = [distribute_tensor(y, mesh, [Shard(0)]) for y in (w, b)]
-    shard = ll.shard_of(spread[0])
+    shard = ll.VocabShard.of(spread[0])
     whole = distribute_tensor(x, mesh, [Replicate()]).requires_grad_()
     options = {"bias": spread[1], "shard": shard}
     ours = plain_calls(whole, spread[0].requires_grad_(), target, **options)
     theirs = plain_calls(x.clone().requires_grad_(), w.clone().requires_grad_(), target, bias=b)
     logits = distribute_tensor(x @ w.T + b, mesh, [Shard(1)])
-    ours.append(ll.logprobs(logits, target, shard=shard).logprob)
+    ours.append(ll.logprobs(ll.Logits.given(logits, shard=shard), target).logprob)
     theirs.append(ll.logprobs(x @ w.T + b, target).logprob)
     layer, a, b = fully_shard(nn.Linear(D, V, bias=False), mesh=mesh), torch.randn(2, D), torch.randn(V, 2)
     texts = []
     for call in (
-        lambda: ll.linear_logprobs(distribute_tensor(x, mesh, [Shard(0)]), w, target),
+        lambda: ll.logprobs(ll.Logits(distribute_tensor(x, mesh, [Shard(0)]), w), target),
         lambda: ll.logprobs(logits, target),
-        lambda: ll.linear_logprobs(x, spread[0], target),
+        lambda: ll.logprobs(ll.Logits(x, spread[0]), target),
         lambda: ll.logprobs(x @ w.T, distribute_tensor(target, mesh, [Replicate()])),
-        lambda: ll.linear_logprobs(x, layer.weight, target),
-        lambda: ll.linear_policy_loss(x, ll.LoRA(layer.weight, a, b), target, ll.Objective.recipe("sft")),
+        lambda: ll.logprobs(ll.Logits(x, layer.weight), target),
+        lambda: ll.policy_loss(ll.Logits(x, ll.LoRA(layer.weight, a, b)), target, ll.Objective.recipe("sft")),
     ):
         with pytest.raises(ll.LogitlessError) as caught:
             call()
@@ -77,26 +78,26 @@ def test_a_weight_that_other_ranks_hold():
     x, target, weight = torch.randn(R, D, requires_grad=True), torch.randint(V, (R,)), nn.Parameter(torch.randn(V, D))
     whole, there = weight.data, torch.empty(0)
     given = {"old_logprob": "current", "advantage": torch.ones(R)}
-    out, loss = ll.linear_logprobs(x, weight, target), ll.linear_policy_loss(x, weight, target, ll.Objective(), **given)
+    out, loss = ll.logprobs(ll.Logits(x, weight), target), loss_from_hidden(x, weight, target, ll.Objective(), **given)
     kept = ll.Kept(target, torch.ones(R, dtype=torch.int64))
-    few = ll.linear_logprobs(x, weight, target, kept=kept, scope="support")
+    few = ll.logprobs(ll.Logits(x, weight), target, kept=kept.over("support"))
     weight.data, weight.ds_shape = there, whole.shape
     way_out = "use a PolicyHead, and call it through its wrapper"
     for call in (
-        lambda: ll.linear_logprobs(x, weight, target),
-        lambda: ll.linear_policy_loss(x, weight, target, ll.Objective(), **given),
+        lambda: ll.logprobs(ll.Logits(x, weight), target),
+        lambda: loss_from_hidden(x, weight, target, ll.Objective(), **given),
         lambda: ll.LoRA(weight, torch.randn(2, D), torch.randn(V, 2)),
     ):
         with pytest.raises(ll.LogitlessError, match=way_out):
             call()
     for result in (out.logprob, few.logprob):
-        with pytest.raises(ll.LogitlessError, match=r"whole in forward and is \[0\] now: ZeRO-3 .* linear_policy_loss"):
+        with pytest.raises(ll.LogitlessError, match=r"whole in forward and is \[0\] now: ZeRO-3 .* policy_loss"):
             result.sum().backward()
     # Gathered again, as its module's wrapper does; and a loss in one pass needs it in forward alone.
     (found,) = torch.autograd.grad(loss[0], x)
     assert found.isfinite().all()
     weight.data = whole
-    out = ll.linear_logprobs(x, weight, target)
+    out = ll.logprobs(ll.Logits(x, weight), target)
     weight.data = there
     weight.data = whole.clone()
     out.logprob.sum().backward()
@@ -104,10 +105,12 @@ def test_a_weight_that_other_ranks_hold():
 
 
 def calls_without_values(hidden, weight, target, advantage) -> list[torch.Tensor]:
-    out = ll.linear_logprobs(hidden, weight, target, entropy="grad")
+    out = ll.logprobs(ll.Logits(hidden, weight), target, entropy="grad")
     out.logprob.sum().backward()
     ll.logprobs(hidden @ weight.T, target, entropy="grad").logprob.sum().backward()
-    loss, _ = ll.linear_policy_loss(hidden, weight, target, ll.Objective(), old_logprob="current", advantage=advantage)
+    loss, _ = ll.policy_loss(
+        ll.Logits(hidden, weight), target, ll.Objective(), old_logprob="current", advantage=advantage
+    )
     loss.backward()
     return [out.logprob, hidden.grad, weight.grad]
 
@@ -132,11 +135,11 @@ def test_rows_and_supports_made_in_inference_mode():
     hidden, weight = torch.randn(7, D, requires_grad=True), torch.randn(V, D, requires_grad=True)
     head = ll.Head(temperature=temperature)
     for options in ({}, {"kept": kept}, {"head": head}):
-        ll.linear_logprobs(hidden, weight, rows, entropy="grad", **options).logprob.sum().backward()
+        from_hidden(hidden, weight, rows, entropy="grad", **options).logprob.sum().backward()
         ll.logprobs(hidden @ weight.T, rows, entropy="grad", **options).logprob.sum().backward()
         for reduce in ("token_mean", "sample_mean"):
             objective, fields = ll.Objective(reduce=reduce), {"old_logprob": "current", "advantage": advantage}
-            loss, _ = ll.linear_policy_loss(hidden, weight, rows, objective, **options, **fields)
+            loss, _ = loss_from_hidden(hidden, weight, rows, objective, **options, **fields)
             loss.backward()
     assert hidden.grad.isfinite().all()
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from logitless.call import MEMORY, PLAIN, Asked, Call, Operands, resolve, together, untraced
 from logitless.call.dry import ACTIVE, announce
+from logitless.call.unchanged import Unchanged
 from logitless.collectives import agree_if, fingerprint
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.notes import add_note, explained, version_of
@@ -285,6 +286,9 @@ class _OnePass(torch.autograd.Function):
         made = {"hidden": d_hidden, "weight": d_weight if buffer is None else None, "bias": d_bias, "low": d_low}
         ctx.save_for_backward(*made.values(), out.scale, mark)
         ctx.call, ctx.like = call, like
+        # The one argument that backward reads: which tokens the rows are.
+        seen = () if call.index is None else (("rows.index", call.index, version_of(call.index)),)
+        ctx.unchanged = Unchanged(NAME, seen)
         ctx.into_buffer, ctx.spent = buffer is not None, False
         stats = {name: x for name, x in out.stats._asdict().items() if x is not None}
         ctx.mark_non_differentiable(*stats.values())
@@ -299,6 +303,7 @@ class _OnePass(torch.autograd.Function):
                 f"{NAME}: second backward through a call with weight_grad=, whose buffer was added to in forward, "
                 f"once. Leave weight_grad out to keep the graph, or run forward again."
             )
+        ctx.unchanged.check()
         *made, scale, mark = ctx.saved_tensors
         if ctx.into_buffer and int(mark) != id(ctx.run):
             raise LogitlessError(

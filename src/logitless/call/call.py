@@ -177,7 +177,8 @@ class Call:
             own = member.read_again()
             if head is not None and isinstance(head.temperature, Tensor):
                 own["teacher.head.temperature"] = head.temperature
-            found |= {name if len(members) == 1 else f"{name} {number}": x for name, x in own.items()}
+            place = "teacher" if len(members) == 1 else f"teacher.members[{number}]"
+            found |= {name.replace("teacher", place, 1): x for name, x in own.items()}
         return found
 
     def facts(self) -> dict[str, Any]:

@@ -121,9 +121,10 @@ class _Score(torch.autograd.Function):
         nothing = (None,) * (len(ctx.needs_input_grad) - 9)
         if not any(needs):
             return *(None,) * 9, *nothing
-        saved = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
         if ctx.unchanged is not None:
+            # Before autograd looks at what it saved, whose error names no argument.
             ctx.unchanged.check()
+        saved = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
         operands = Operands(*(saved[name] for name in Operands._fields))
         up = dict(zip(ctx.results, upstream, strict=True))
         buffer = None if call.linear is None else call.linear.weight_grad

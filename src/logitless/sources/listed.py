@@ -103,8 +103,8 @@ class _EntryLogits(torch.autograd.Function):
             raise no_second_derivative(call.caller, ", or use torch.log_softmax for this term")
         if ctx.spent:
             raise spent(call.caller)
-        saved = _Saved(*ctx.saved_tensors)
         ctx.unchanged.check()
+        saved = _Saved(*ctx.saved_tensors)
         buffer = None if call.linear is None else call.linear.weight_grad
         over, memory = saved.logits if call.overwrite else None, call.asked.memory or MEMORY["hidden"]
         with explained(call.caller, memory, weight_grad=buffer, logits=over):
