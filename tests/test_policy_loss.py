@@ -1,5 +1,4 @@
-"""``policy_loss`` from hidden states against float64: loss and gradients, whatever the objective, head, rows and
-chunks.
+"""``policy_loss`` from hidden states against float64: loss and gradients, whatever objective, head, rows and chunks.
 
 The truth shares nothing with the library: logits in float64, ``log_softmax`` (truth.py), then the papers' formulas
 token by token (objective_truth.py), and autograd through all of it. The yardstick is the same in float32. What
