@@ -287,7 +287,7 @@ class _OnePass(torch.autograd.Function):
         ctx.save_for_backward(*made.values(), out.scale, mark)
         ctx.call, ctx.like = call, like
         # The one argument that backward reads: which tokens the rows are.
-        seen = () if call.index is None else (("rows.index", call.index, version_of(call.index)),)
+        seen = () if call.index is None else (("rows.index", call.index, call.index._version),)
         ctx.unchanged = Unchanged(NAME, seen)
         ctx.into_buffer, ctx.spent = buffer is not None, False
         stats = {name: x for name, x in out.stats._asdict().items() if x is not None}
@@ -312,7 +312,7 @@ class _OnePass(torch.autograd.Function):
             )
         call: Call = ctx.call
         already = "weight_grad" if ctx.into_buffer else None
-        with explained(NAME, call.asked.memory or MEMORY["chunk"], already=already):
+        with explained(NAME, call.budget, already=already):
             factor = _factor(g_loss, scale, ctx.into_buffer)
             likes = (ctx.like.hidden, ctx.like.weight, ctx.like.bias, ctx.like.b)
             d_rows, d_weight, d_bias, d_low = (

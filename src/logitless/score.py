@@ -120,8 +120,15 @@ def _logprobs(logits: Any, rows: Any, asked: Asked) -> TokenStats:
     try:
         return _answered(logits, rows, asked)
     except BaseException as error:
-        add_note(error, "logprobs", asked.memory or MEMORY["hidden"])
+        add_note(error, "logprobs", asked.memory or _default(logits, asked))
         raise
+
+
+def _default(logits: Any, asked: Asked) -> str:
+    """The budget where none was asked for."""
+    if not isinstance(logits, Logits):
+        return MEMORY["logits"]
+    return MEMORY["hidden" if asked.teacher is None else "chunk"]
 
 
 def _answered(logits: Any, rows: Any, asked: Asked) -> TokenStats:

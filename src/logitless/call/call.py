@@ -89,7 +89,7 @@ class Call:
         kind: which divergence, where there is a teacher.
         logits_dtype: of logits that are computed here: wide, or what they are rounded to on request.
         backend: the backend, and its name.
-        memory: bytes of working memory.
+        memory, budget: bytes of working memory, and as they were asked for, or the default.
         machine: which table of sizes applies. Work on given logits does not ask.
         num_tokens: of hidden states here, 0 where logits are given.
         width, rank: D of hidden states, 0 where logits are given, and the rank of a LoRA.
@@ -130,6 +130,7 @@ class Call:
     backend: Backend
     backend_name: str
     memory: int
+    budget: int | str
     machine: Machine
     num_tokens: int = 0
     width: int = 0

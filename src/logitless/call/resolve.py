@@ -99,7 +99,8 @@ def _resolve(
     found = found or (pretended is not None and pretended.machine is CPU)
     num_rows, target, kept, head = rows.index.numel(), rows.target, asked.kept, asked.head or PLAIN
     wide = accumulation_dtype(x.dtype)
-    size = parse_memory(memory if asked.memory is None else asked.memory)
+    budget = memory if asked.memory is None else asked.memory
+    size = parse_memory(budget)
     gain, squash, negative, unit = head.gain(num_rows, wide, x.device), head.squash, head.scale < 0, head.unit
     if logits is not None and (logits.squash or isinstance(logits.gain, Tensor) or logits.gain != 1.0):
         gain, squash, negative, unit = _carried(caller, head, logits, rows, gain)
@@ -139,6 +140,7 @@ def _resolve(
         backend=backend,
         backend_name=name,
         memory=size,
+        budget=budget,
         machine=CPU,
         found=found,
         found_here=found_here,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from logitless.backends import load
 from logitless.backends.contract import Problem
-from logitless.call import MEMORY, Call, Operands, untraced
+from logitless.call import Call, Operands, untraced
 from logitless.errors import no_second_derivative
 from logitless.notes import explained
 from logitless.operands import Kept, Teacher, Teachers
@@ -129,8 +129,7 @@ class _Score(torch.autograd.Function):
         up = dict(zip(ctx.results, upstream, strict=True))
         buffer = None if call.linear is None else call.linear.weight_grad
         over = operands.logits if call.overwrite else None
-        memory = call.asked.memory or MEMORY["hidden"]
-        with explained(call.caller, memory, weight_grad=buffer, logits=over):
+        with explained(call.caller, call.budget, weight_grad=buffer, logits=over):
             # From here on the logits may be half overwritten, should it fail.
             ctx.spent = call.overwrite
             if operands.logits is not None:

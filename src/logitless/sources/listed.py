@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.call import MEMORY, Call, Operands
+from logitless.call import Call, Operands
 from logitless.collectives import sum_over
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.notes import explained
@@ -106,8 +106,8 @@ class _EntryLogits(torch.autograd.Function):
         ctx.unchanged.check()
         saved = _Saved(*ctx.saved_tensors)
         buffer = None if call.linear is None else call.linear.weight_grad
-        over, memory = saved.logits if call.overwrite else None, call.asked.memory or MEMORY["hidden"]
-        with explained(call.caller, memory, weight_grad=buffer, logits=over):
+        over = saved.logits if call.overwrite else None
+        with explained(call.caller, call.budget, weight_grad=buffer, logits=over):
             ctx.spent = call.overwrite
             ignored = (call.rows.target == IGNORE)[saved.row]
             d_raw = upstream.to(call.gain.dtype).masked_fill(ignored, 0.0)
