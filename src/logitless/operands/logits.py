@@ -3,7 +3,7 @@
     Logits(hidden, weight)       shape, dtype and device of the logits, memory of neither
     x[:, :-1], x.float(), x / T  another ``Logits``: acts on the hidden states, or on a factor
     logprobs(x, rows)            reads hidden states and weight, and never has logits
-    anything else                computes the logits (``computed``); it is counted, with its place, and warned about once
+    anything else                computes the logits (``computed``); counted, with its place, and warned about once
 
 A logit is ``gain * f(x)``, where x is the head's product and f is the identity, or ``tanh(squash * x)`` under a softcap
 that a model applies itself. ``Logits.given`` says of logits that exist what ``Logits`` says of those that do not.
