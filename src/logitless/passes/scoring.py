@@ -34,8 +34,8 @@ from logitless.sources.listed import spent
 from logitless.sources.teachers import TeacherRows, in_place
 from logitless.spec import IGNORE, TokenStats
 
-DIFFERENTIABLE = ("logprob", "log_z", "divergence", "collision", "mean_logit", "ids_logprobs")
-"""Results with a gradient; an entropy has one if it is asked for."""
+DIFFERENTIABLE = ("logprob", "log_z", "divergence")
+"""Results with a gradient; so have those of which a reading says so, and an entropy if it is asked for."""
 
 PLACES = ("index", "target", "column", "gain", "kept_ids", "kept_lengths")
 """Tensors of a call that backward reads besides the operands: saved, so that a change in place is an error."""
@@ -91,6 +91,7 @@ class _Score(torch.autograd.Function):
         results = {name: found.results[name] for name in names}
         ctx.set_materialize_grads(False)
         graded = (*DIFFERENTIABLE, "entropy") if call.asked.entropy == "grad" else DIFFERENTIABLE
+        graded = graded if call.table is None else (*graded, *call.table.differentiable)
         fixed = [x for name, x in results.items() if name not in graded]
         if fixed:
             ctx.mark_non_differentiable(*fixed)
