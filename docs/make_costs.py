@@ -96,7 +96,7 @@ class Page:
 
     def read(self) -> list[Record]:
         """The newest record of each case and contender, in the order of their first appearance."""
-        lines = [json.loads(line) for line in (RESULTS / self.records).read_text(encoding="utf-8").splitlines()]
+        lines = [_renamed(json.loads(line)) for line in (RESULTS / self.records).read_text("utf-8").splitlines()]
         return list({(x["case"]["name"], *(x[name] for name in self.names)): x for x in lines}.values())
 
     def made(self) -> str:
@@ -114,6 +114,11 @@ PAGES = (
     Page("distillation.md", "divergences.jsonl", ("contender", "kind"), divergences),
     Page("statistics.md", "extras.jsonl", ("asked",), extras),
 )
+
+
+def _renamed(record: Record) -> Record:
+    """The record with what it asked for in today's words: ``ids=`` was called ``further_ids=``."""
+    return record | {"asked": record["asked"].removeprefix("further_")} if "asked" in record else record
 
 
 def _where(record: Record) -> str:

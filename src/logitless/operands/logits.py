@@ -296,9 +296,9 @@ def place() -> str:
     return "nowhere in particular"
 
 
-# The public torch.compiler.disable is the same, but imports the compiler, and with it Triton, when applied.
-@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
 def _made(cls: Any, hidden: Tensor, weight: Tensor | LoRA, linear: Linear, dtype: torch.dtype) -> Logits:
+    if torch.compiler.is_compiling():
+        return _graph_break(cls, hidden, weight, linear, dtype)
     matrix = weight.weight if isinstance(weight, LoRA) else weight
     shape = (*hidden.shape[:-1], matrix.shape[0] if matrix.dim() else 1)
     new = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)  # pyright: ignore[reportAttributeAccessIssue]
@@ -307,6 +307,13 @@ def _made(cls: Any, hidden: Tensor, weight: Tensor | LoRA, linear: Linear, dtype
     read = (("hidden", hidden), ("weight", matrix), ("bias", linear.bias))
     new._versions = [(name, x, x._version) for name, x in read if x is not None and not x.is_inference()]
     return new
+
+
+# Only under a compiler: a call outside of one would import it, and with it Triton. Torch's public
+# torch.compiler.disable imports it as soon as it is applied.
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+def _graph_break(*arguments: Any) -> Logits:
+    return _made(*arguments)
 
 
 class _Handle:
