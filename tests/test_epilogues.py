@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from calls import from_hidden, loss_from_hidden
-from logitless.call.dry import Dry
 from test_linear import HALF, check, draw, draw_rows, one_thread
 from test_policy_loss import PPO, PPO_FORMULA, make, room
 from test_policy_loss import check as check_loss
@@ -17,11 +16,13 @@ import logitless as ll
 from benchmarks.bench.predicted import PeakCase, compare
 from logitless import machine
 from logitless.backends.triton import products
-from logitless.call import Asked, resolve
+from logitless.call import Asked
+from logitless.call.dry import Dry
+from logitless.call.resolve import apart_everywhere, resolve
 from logitless.machine import CPU, H200, Machine, product_sizes
 from logitless.route import Plan, tiles
 from logitless.route.costs import LossShape
-from logitless.route.loss import apart_everywhere, choose_loss_plan, loss_plan
+from logitless.route.loss import choose_loss_plan, loss_plan
 
 __all__ = ["one_thread"]
 
