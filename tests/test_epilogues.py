@@ -16,9 +16,9 @@ import logitless as ll
 from benchmarks.bench.predicted import PeakCase, compare
 from logitless import machine
 from logitless.backends.triton import products
-from logitless.call import Asked, resolve
+from logitless.call import Asked
 from logitless.call.dry import Dry
-from logitless.call.resolve import apart_everywhere
+from logitless.call.resolve import apart_everywhere, resolve
 from logitless.machine import CPU, H200, Machine, product_sizes
 from logitless.route import Plan, tiles
 from logitless.route.costs import LossShape

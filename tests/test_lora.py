@@ -275,7 +275,7 @@ def test_what_is_refused():
         ll.Teacher(ll.Logits(hidden, lora))
     teacher = ll.Teacher(ll.Logits(hidden, weight))
     with pytest.raises(
-        ll.LogitlessError, match="logprobs: weight is a LoRA, which does not go with teacher=. Merge it"
+        ll.LogitlessError, match=r"logprobs: weight is a LoRA, which does not go with teacher=\. Merge it"
     ):
         ll.logprobs(ll.Logits(hidden, lora), target, teacher=teacher)
     objective = ll.Objective(policy="reinforce", divergence="reverse_kl", divergence_coef=1.0)
