@@ -359,4 +359,5 @@ def test_a_teacher_beside_an_adapter(trained, computed: bool, device):
         for name in trained:
             torch.testing.assert_close(ours[name].grad, exact[name].grad, rtol=1e-10, atol=1e-11)
             ours[name].grad = exact[name].grad = None
-    assert kinds == {"one pass"}
+    # On a card, what work costs decides.
+    assert device.type != "cpu" or kinds == {"one pass"}
