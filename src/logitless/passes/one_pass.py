@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from logitless.errors import LogitlessError
 from logitless.machine import FEW, MOVED, pieces
@@ -195,7 +196,7 @@ class OnePass:
         counted, staying = part.counted, None
         stays = counted & matters(found)
         drop = self.drop_zeros and not _capturing(stays)
-        dry = self._dry_number(stop - start) if stays.is_meta else None
+        dry = self._dry_number(stop - start) if stays.is_meta or isinstance(stays, FakeTensor) else None
         number = _read_later(stays.sum(), dry) if drop else None
         # Rows that do not count may hold anything: without a target they have no gradient, rather than 0 * NaN.
         column = torch.where(counted, column, SKIP)
