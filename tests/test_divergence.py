@@ -367,6 +367,20 @@ def test_from_logits(backend: str, overwrite: bool, device: torch.device):
     assert out.teacher_logprob[3] == -torch.inf
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_target_that_a_teacher_of_fewer_columns_lacks(backend: str, device: torch.device):
+    """Every target is one of the student's columns, which says nothing of the teacher's."""
+    z, y = torch.randn(3, 9, device=device), torch.randn(3, 4, device=device)
+    target = torch.tensor([8, 2, 4], device=device)
+    out = ll.logprobs(z, target, teacher=y, divergence="forward_kl", backend=backend)
+    wanted = y.double().log_softmax(-1)[1, 2]
+    assert out.teacher_logprob.isneginf().tolist() == [True, False, True]
+    torch.testing.assert_close(out.teacher_logprob[1].double(), wanted, rtol=1e-6, atol=1e-6)
+    whole = torch.nn.functional.pad(y.double(), (0, 5), value=-torch.inf)
+    truth = textbook(z.double(), whole, "forward_kl")
+    torch.testing.assert_close(out.divergence.double(), truth, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sort", ["head", "fewer", "ids", "several"])
