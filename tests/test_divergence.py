@@ -628,6 +628,25 @@ def test_no_rows(device: torch.device):
     assert not logits.grad.any()
 
 
+@pytest.mark.parametrize("teacher", ["head", "top k", None])
+def test_no_rows_in_a_loss(teacher: str | None, device: torch.device):
+    """Whatever its terms are on: a loss of 0, and gradients of 0."""
+    batch = Batch.draw(device)
+    hidden, weight = batch.hidden.detach().requires_grad_(), batch.weight.detach().requires_grad_()
+    none = (torch.zeros(0, dtype=torch.int64, device=device),) * 2
+    sent = Teacher.from_top_k(torch.zeros(0, 2, device=device), torch.zeros(0, 2, dtype=torch.int64, device=device))
+    smooth = ll.Objective.recipe("sft", policy_options={"label_smoothing": 0.1})
+    objective = smooth if teacher is None else ll.Objective.recipe("distill")
+    given = {"head": ll.Logits(*batch[3:5]), "top k": sent}.get(str(teacher))
+    loss, _, stats = ll.policy_loss(ll.Logits(hidden, weight), none, objective, teacher=given, return_stats=True)
+    assert float(loss.detach()) == 0
+    assert teacher is None or stats.divergence.shape == (0,)
+    loss.backward()
+    for x in (hidden, weight):
+        assert x.grad is not None
+        assert not x.grad.any()
+
+
 @pytest.mark.parametrize("sort", ["head", "logits", "bucket", "renormalise", "kept"])
 def test_batch_invariant_bits(sort: str):
     """A token's results do not depend on how many or which others come with it, nor on where it stands."""
