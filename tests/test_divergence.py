@@ -367,6 +367,20 @@ def test_from_logits(backend: str, overwrite: bool, device: torch.device):
     assert out.teacher_logprob[3] == -torch.inf
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_target_that_a_teacher_of_fewer_columns_lacks(backend: str, device: torch.device):
+    """Every target is one of the student's columns, which says nothing of the teacher's."""
+    z, y = torch.randn(3, 9, device=device), torch.randn(3, 4, device=device)
+    target = torch.tensor([8, 2, 4], device=device)
+    out = ll.logprobs(z, target, teacher=y, divergence="forward_kl", backend=backend)
+    wanted = y.double().log_softmax(-1)[1, 2]
+    assert out.teacher_logprob.isneginf().tolist() == [True, False, True]
+    torch.testing.assert_close(out.teacher_logprob[1].double(), wanted, rtol=1e-6, atol=1e-6)
+    whole = torch.nn.functional.pad(y.double(), (0, 5), value=-torch.inf)
+    truth = textbook(z.double(), whole, "forward_kl")
+    torch.testing.assert_close(out.divergence.double(), truth, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sort", ["head", "fewer", "ids", "several"])
@@ -612,6 +626,25 @@ def test_no_rows(device: torch.device):
     ll.logprobs(logits, none, teacher=teacher).divergence.sum().backward()
     assert logits.grad is not None
     assert not logits.grad.any()
+
+
+@pytest.mark.parametrize("teacher", ["head", "top k", None])
+def test_no_rows_in_a_loss(teacher: str | None, device: torch.device):
+    """Whatever its terms are on: a loss of 0, and gradients of 0."""
+    batch = Batch.draw(device)
+    hidden, weight = batch.hidden.detach().requires_grad_(), batch.weight.detach().requires_grad_()
+    none = (torch.zeros(0, dtype=torch.int64, device=device),) * 2
+    sent = Teacher.from_top_k(torch.zeros(0, 2, device=device), torch.zeros(0, 2, dtype=torch.int64, device=device))
+    smooth = ll.Objective.recipe("sft", policy_options={"label_smoothing": 0.1})
+    objective = smooth if teacher is None else ll.Objective.recipe("distill")
+    given = {"head": ll.Logits(*batch[3:5]), "top k": sent}.get(str(teacher))
+    loss, _, stats = ll.policy_loss(ll.Logits(hidden, weight), none, objective, teacher=given, return_stats=True)
+    assert float(loss.detach()) == 0
+    assert teacher is None or stats.divergence.shape == (0,)
+    loss.backward()
+    for x in (hidden, weight):
+        assert x.grad is not None
+        assert not x.grad.any()
 
 
 @pytest.mark.parametrize("sort", ["head", "logits", "bucket", "renormalise", "kept"])
