@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from calls import from_hidden, loss_from_hidden
-from test_linear import HALF, check, draw, draw_rows, one_thread
-from test_policy_loss import PPO, PPO_FORMULA, make, room
-from test_policy_loss import check as check_loss
+from shared.linear import HALF, check, draw, draw_rows
+from shared.policy_loss import PPO, PPO_FORMULA, make, room
+from shared.policy_loss import check as check_loss
 
 import logitless as ll
 from benchmarks.bench.predicted import PeakCase, compare
@@ -24,7 +24,7 @@ from logitless.route import Plan, tiles
 from logitless.route.costs import LossShape
 from logitless.route.loss import choose_loss_plan, loss_plan
 
-__all__ = ["one_thread"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOKENS, VOCAB, WIDTH = 23, 523, 24
 """Three column tiles, of which the last goes over the edge."""

@@ -7,7 +7,7 @@ import torch
 from close import assert_close_to_truth
 from hypothesis import given
 from hypothesis import strategies as st
-from test_errors import raises
+from shared.errors import raises
 
 import logitless as ll
 
