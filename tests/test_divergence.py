@@ -419,6 +419,20 @@ def test_a_teacher_whose_logits_are_made_beside_those_of_the_student(
     assert_gradient_close_to_truth(leaf.grad, exact.gradients[0], plain.gradients[0])
 
 
+@pytest.mark.parametrize("verb", ["logprobs", "policy_loss"])
+def test_a_budget_holds_both_models(verb: str):
+    """Rows of a chunk of float32 logits, and as many of the teacher's."""
+    student, other = (ll.Logits(torch.randn(900, 8, requires_grad=True), torch.randn(256, 8)) for _ in range(2))
+    target, memory = torch.zeros(900, dtype=torch.int64), 1 << 20
+    if verb == "logprobs":
+        plan = ll.explain(ll.logprobs, student, target, teacher=other, memory=memory)
+    else:
+        objective = ll.Objective(divergence="reverse_kl")
+        plan = ll.explain(ll.policy_loss, student, target, objective, teacher=other, memory=memory)
+    assert len(plan.chunks) > 1
+    assert plan.rows * 256 * 8 <= memory
+
+
 def test_close_distributions_keep_their_digits(device: torch.device):
     """Of float32 logits that differ by 1e-4, a KL of 1e-8 to three digits; the textbook's form has none there."""
     z = torch.randn(16, 4000, device=device) * 3
