@@ -116,9 +116,16 @@ PAGES = (
 )
 
 
+RENAMED = {
+    **{f"further_ids of {k}": f"ids of {k}" for k in (8, 64)},
+    "linear_logprobs": "logprobs",
+}
+"""Names in records that are older than the calls that they are of."""
+
+
 def _renamed(record: Record) -> Record:
-    """The record with what it asked for in today's words: ``ids=`` was called ``further_ids=``."""
-    return record | {"asked": record["asked"].removeprefix("further_")} if "asked" in record else record
+    """The record in today's words."""
+    return {key: RENAMED.get(x, x) if isinstance(x, str) else x for key, x in record.items()}
 
 
 def _where(record: Record) -> str:

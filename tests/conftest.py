@@ -96,3 +96,12 @@ def ranks():
 
     yield run_ranks
     close_ranks()
+
+
+@pytest.fixture
+def no_sync():
+    """Any call that waits for the device raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")

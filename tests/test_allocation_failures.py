@@ -136,8 +136,8 @@ def test_a_term_that_raises(name: str):
         begin_again(run, fresh)
         run.go()
         same(run, right)
-    # Each chunk, then all rows twice, for gradients that chunks do not change and for the value. In the second chunk the
-    # first has been added.
+    # Each chunk, then all rows twice, for gradients that chunks must not change and for the value. In the second chunk
+    # the first has been added.
     assert marks == {"loss in one pass, chunks": [False, True, True, True]}.get(name, [False] * len(marks))
     assert marks
 

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_linear import GRADIENT_PROMISE, HALF, one_thread
-from test_policy_loss import PPO, PPO_FORMULA, assert_same, check, make, ran, room
+from shared.linear import GRADIENT_PROMISE, HALF
+from shared.policy_loss import PPO, PPO_FORMULA, assert_same, check, make, ran, room
 
 import logitless as ll
 from logitless.machine import CPU, H200
 from logitless.route.costs import LossShape
 from logitless.route.loss import choose_loss_plan
 
-__all__ = ["one_thread"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 LENGTHS = [40, 25, 31]
 # Chunks of 24 rows of logits, or of 40 and more of exponentials.

@@ -81,7 +81,9 @@ def test_plan_prints_ways_items_and_a_call():
     result = invoke(*arguments)
     answer, _, rest = result.stdout.partition("\n\n")
     code, _, why = rest.partition("\nWhy\n")
-    assert answer.startswith('Write policy_loss(ll.Logits(hidden, weight), ..., memory="1GiB"): 3 matrix products, peak ')
+    assert answer.startswith(
+        'Write policy_loss(ll.Logits(hidden, weight), ..., memory="1GiB"): 3 matrix products, peak '
+    )
     assert "\nMicro-batch: 32768 tokens fit; the largest that fits has " in answer
     assert invoke(*arguments, "--brief").stdout.strip() == answer
     compile(code, "plan", "exec")

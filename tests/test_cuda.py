@@ -16,15 +16,6 @@ import logitless as ll
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-@pytest.fixture
-def no_sync():
-    """Any call that waits for the device raises."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
 def make(num_tokens: int, vocab: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     logits = torch.randn(num_tokens, vocab, device="cuda").to(dtype).requires_grad_()
     return logits, torch.randint(vocab, (num_tokens,), device="cuda")

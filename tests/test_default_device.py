@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 import logitless as ll
+from logitless.entropy_sample import sampled_entropy
+from logitless.objectives import mismatch
 
 CPU = torch.device("cpu")
 TOKENS = [[7, 8, 9], [4, 5, 6, 7]]
@@ -109,7 +111,7 @@ def logits_call() -> Tensor:
 
 def hidden_call() -> Tensor:
     hidden, weight, rows = operands()
-    out = ll.linear_logprobs(hidden, weight, rows, entropy="grad", stats=("collision",))
+    out = ll.logprobs(ll.Logits(hidden, weight), rows, entropy="grad", stats=("collision",))
     (out.logprob.sum() + out.entropy.sum()).backward()
     return torch.cat([out.logprob, hidden.grad.flatten(), weight.grad.flatten()])
 
@@ -117,22 +119,22 @@ def hidden_call() -> Tensor:
 def kept_call() -> Tensor:
     hidden, weight, rows = operands()
     kept = ll.Kept.from_engine(rows, [[[1, 2]], [[3], [4, 5]]])
-    ll.linear_logprobs(hidden, weight, rows, kept=kept, scope="support").logprob.sum().backward()
+    ll.logprobs(ll.Logits(hidden, weight), rows, kept=kept.over("support")).logprob.sum().backward()
     return torch.cat([hidden.grad.flatten(), weight.grad.flatten()])
 
 
 def loss_call() -> Tensor:
     hidden, weight, rows = operands()
     fields = {"advantage": torch.tensor([1.0, -1.0, 0.5], device="cpu"), "old_logprob": "current"}
-    loss, *_ = ll.linear_policy_loss(hidden, weight, rows, ll.Objective(), **fields)
+    loss, *_ = ll.policy_loss(ll.Logits(hidden, weight), rows, ll.Objective(), **fields)
     loss.backward()
     return torch.cat([loss.detach()[None], hidden.grad.flatten(), weight.grad.flatten()])
 
 
 def divergence_call() -> Tensor:
     hidden, weight, rows = operands()
-    teacher = ll.Teacher(hidden.detach() * 0.5, weight.detach())
-    out = ll.linear_divergence(hidden, weight, teacher, rows)
+    teacher = ll.Logits(hidden.detach() * 0.5, weight.detach())
+    out = ll.logprobs(ll.Logits(hidden, weight), rows, teacher=teacher)
     out.divergence.sum().backward()
     return torch.cat([out.divergence, hidden.grad.flatten(), weight.grad.flatten()])
 
@@ -140,13 +142,13 @@ def divergence_call() -> Tensor:
 def mismatch_call() -> Tensor:
     _, _, rows = operands()
     x = torch.tensor([-1.0, -2.0, -3.0], device="cpu")
-    report = ll.mismatch(x, x * 1.1, rows)
+    report = mismatch(x, x * 1.1, rows)
     return torch.tensor([float(len(str(report)))], device="cpu")
 
 
 def sampled_call() -> Tensor:
     hidden, weight, rows = operands()
-    return torch.stack(list(ll.sampled_entropy(hidden.detach(), weight.detach(), rows, sample=2)[:2]))
+    return torch.stack(list(sampled_entropy(ll.Logits(hidden.detach(), weight.detach()), rows, sample=2)[:2]))
 
 
 CALLS = {

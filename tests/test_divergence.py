@@ -9,6 +9,7 @@ import pytest
 import torch
 from calls import from_hidden, logits_of, loss_from_hidden
 from close import assert_close_to_truth, assert_gradient_close_to_truth
+from shared.divergence import KINDS, textbook
 from torch import Tensor
 
 import logitless as ll
@@ -19,35 +20,7 @@ from logitless.machine import CPU
 # NumPy, which runs the kernels in Triton's interpreter, reports what a selection then leaves out.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered")
 
-KINDS: dict[str, dict[str, Any]] = {
-    "forward_kl": {},
-    "reverse_kl": {},
-    "jsd": {"beta": 0.3},
-    "tv": {},
-    "hellinger": {},
-    "alpha": {"alpha": 0.7},
-}
 BACKENDS = ("reference", "tiled", "triton")
-
-
-def textbook(z: Tensor, y: Tensor, kind: str, beta: float = 0.5, alpha: float = 0.5) -> Tensor:
-    """Each divergence as papers define it, of ``[R, V]`` logits of student and teacher."""
-    log_p, log_q = z.log_softmax(-1), y.log_softmax(-1)
-    p, q = log_p.exp(), log_q.exp()
-    if kind == "forward_kl":
-        terms = torch.where(q > 0, q * (log_q - log_p), 0.0)
-    elif kind == "reverse_kl":
-        terms = torch.where(p > 0, p * (log_p - log_q), 0.0)
-    elif kind == "jsd":
-        m = (beta * q + (1 - beta) * p).clamp_min(1e-300).log()
-        terms = beta * torch.where(q > 0, q * (log_q - m), 0.0) + (1 - beta) * p * (log_p - m)
-    elif kind == "tv":
-        terms = 0.5 * (p - q).abs()
-    elif kind == "hellinger":
-        return 1 - torch.where(q > 0, ((log_p + log_q.clamp_min(-1e4)) / 2).exp(), 0.0).sum(-1)
-    else:
-        return (1 - (p**alpha * q ** (1 - alpha)).sum(-1)) / (alpha * (1 - alpha))
-    return terms.sum(-1)
 
 
 class Batch(NamedTuple):
@@ -368,6 +341,20 @@ def test_from_logits(backend: str, overwrite: bool, device: torch.device):
     assert out.teacher_logprob[3] == -torch.inf
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_target_that_a_teacher_of_fewer_columns_lacks(backend: str, device: torch.device):
+    """Every target is one of the student's columns, which says nothing of the teacher's."""
+    z, y = torch.randn(3, 9, device=device), torch.randn(3, 4, device=device)
+    target = torch.tensor([8, 2, 4], device=device)
+    out = ll.logprobs(z, target, teacher=y, divergence="forward_kl", backend=backend)
+    wanted = y.double().log_softmax(-1)[1, 2]
+    assert out.teacher_logprob.isneginf().tolist() == [True, False, True]
+    torch.testing.assert_close(out.teacher_logprob[1].double(), wanted, rtol=1e-6, atol=1e-6)
+    whole = torch.nn.functional.pad(y.double(), (0, 5), value=-torch.inf)
+    truth = textbook(z.double(), whole, "forward_kl")
+    torch.testing.assert_close(out.divergence.double(), truth, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sort", ["head", "fewer", "ids", "several"])
@@ -642,6 +629,25 @@ def test_no_rows(device: torch.device):
     ll.logprobs(logits, none, teacher=teacher).divergence.sum().backward()
     assert logits.grad is not None
     assert not logits.grad.any()
+
+
+@pytest.mark.parametrize("teacher", ["head", "top k", None])
+def test_no_rows_in_a_loss(teacher: str | None, device: torch.device):
+    """Whatever its terms are on: a loss of 0, and gradients of 0."""
+    batch = Batch.draw(device)
+    hidden, weight = batch.hidden.detach().requires_grad_(), batch.weight.detach().requires_grad_()
+    none = (torch.zeros(0, dtype=torch.int64, device=device),) * 2
+    sent = Teacher.from_top_k(torch.zeros(0, 2, device=device), torch.zeros(0, 2, dtype=torch.int64, device=device))
+    smooth = ll.Objective.recipe("sft", policy_options={"label_smoothing": 0.1})
+    objective = smooth if teacher is None else ll.Objective.recipe("distill")
+    given = {"head": ll.Logits(*batch[3:5]), "top k": sent}.get(str(teacher))
+    loss, _, stats = ll.policy_loss(ll.Logits(hidden, weight), none, objective, teacher=given, return_stats=True)
+    assert float(loss.detach()) == 0
+    assert teacher is None or stats.divergence.shape == (0,)
+    loss.backward()
+    for x in (hidden, weight):
+        assert x.grad is not None
+        assert not x.grad.any()
 
 
 @pytest.mark.parametrize("sort", ["head", "logits", "bucket", "renormalise", "kept"])

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from calls import from_hidden, logits_of, loss_from_hidden
 from close import assert_close_to_truth, assert_gradient_close_to_truth
-from test_divergence import KINDS
-from test_top_k_teacher import shaped, textbook
+from shared.divergence import KINDS
+from shared.top_k_teacher import shaped, textbook
 from torch import Tensor
 
 import logitless as ll

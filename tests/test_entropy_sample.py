@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from close import assert_close_to_truth
-from test_errors import raises
-from test_linear import draw
+from shared.errors import raises
+from shared.linear import draw
 from truth import plain, truth
 
 import logitless as ll

@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 import torch
 from calls import from_hidden, loss_from_hidden
-from test_linear import HALF, check, draw, draw_rows, one_thread
-from test_policy_loss import PPO, PPO_FORMULA, make, room
-from test_policy_loss import check as check_loss
+from shared.linear import HALF, check, draw, draw_rows
+from shared.policy_loss import PPO, PPO_FORMULA, make, room
+from shared.policy_loss import check as check_loss
 
 import logitless as ll
 from benchmarks.bench.predicted import PeakCase, compare
 from logitless import machine
 from logitless.backends.triton import products
-from logitless.call import Asked, resolve
+from logitless.call import Asked
 from logitless.call.dry import Dry
-from logitless.call.resolve import apart_everywhere
+from logitless.call.resolve import apart_everywhere, resolve
 from logitless.machine import CPU, H200, Machine, product_sizes
 from logitless.route import Plan, tiles
 from logitless.route.costs import LossShape
 from logitless.route.loss import choose_loss_plan, loss_plan
 
-__all__ = ["one_thread"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOKENS, VOCAB, WIDTH = 23, 523, 24
 """Three column tiles, of which the last goes over the edge."""

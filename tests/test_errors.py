@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from calls import loss_from_hidden
+from shared.errors import raises
 
 from logitless import (
     Head,
@@ -31,11 +31,6 @@ from logitless.errors import did_you_mean
 from logitless.spec import parse_memory
 
 NAN, INF = math.nan, math.inf
-
-
-def raises(text: str):
-    """The error, by its literal text; ``...`` stands for anything."""
-    return pytest.raises(LogitlessError, match=".*".join(re.escape(part) for part in text.split("...")))
 
 
 def logits_and_rows(tokens: int = 5, vocab: int = 7) -> tuple[torch.Tensor, torch.Tensor]:

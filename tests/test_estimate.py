@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from test_estimate_records import without_epilogues
+from shared.estimate_records import without_epilogues
 
 import logitless as ll
 from benchmarks.bench.predicted import Compared, PeakCase, compare, table

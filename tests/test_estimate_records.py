@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from shared.estimate_records import without_epilogues
 
 import logitless as ll
 from benchmarks.bench.records import Record, newest, read_records
 from benchmarks.bench.sized_steps import SizedStep
-from logitless.machine import H200, Machine
 from logitless.memory import Estimate
 
 ROOT = Path(__file__).parents[1]
@@ -57,13 +55,6 @@ def _estimate(record: Record) -> Estimate:
         options["entropy"] = case["entropy"]
     path = PATHS.get(record.provider, "logits" if case.get("hidden") is None else "hidden")
     return SizedStep(path=path, **options).predicted("cuda")
-
-
-def without_epilogues(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Estimates are those of an H200 on which product and softmax are apart."""
-    apart = replace(H200, epilogues=False)
-    monkeypatch.setattr(sys.modules["logitless.memory.estimate"], "H200", apart)
-    monkeypatch.setattr(Machine, "of", staticmethod(lambda device: apart))
 
 
 def test_there_are_records_of_every_path():

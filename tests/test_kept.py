@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_logprobs import BACKENDS, check, draw_rows, make_logits
+from shared.logprobs import BACKENDS, check, draw_rows, make_logits
 
 import logitless as ll
 

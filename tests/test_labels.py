@@ -7,7 +7,7 @@ import torch
 from close import assert_close_to_truth
 from hypothesis import given
 from hypothesis import strategies as st
-from test_errors import raises
+from shared.errors import raises
 
 import logitless as ll
 
@@ -78,9 +78,9 @@ def our_loss(dtype: torch.dtype, way: str, items: int | None) -> dict[str, torch
     rows = ll.Rows.from_labels(labels)
     if way == "loss":
         objective = ll.Objective(policy="cross_entropy")
-        loss, *_ = ll.linear_policy_loss(hidden, weight, rows, objective, denominator=items or len(rows))
+        loss, *_ = ll.policy_loss(ll.Logits(hidden, weight), rows, objective, denominator=items or len(rows))
     else:
-        out = ll.logprobs(hidden @ weight.T, rows) if way == "logits" else ll.linear_logprobs(hidden, weight, rows)
+        out = ll.logprobs(hidden @ weight.T if way == "logits" else ll.Logits(hidden, weight), rows)
         loss = -out.logprob.sum() / (items or len(rows))
     loss.backward()
     return {"loss": loss.detach(), "hidden": hidden.grad, "weight": weight.grad}
@@ -101,7 +101,7 @@ def test_it_is_the_loss_of_transformers(way, items):
 def test_labels_as_targets_are_another_loss():
     """What the constructor is for: unshifted labels score every row with its own token."""
     hidden, weight, labels = batch(torch.float64)
-    off = -ll.linear_logprobs(hidden, weight, labels).logprob.sum() / (labels != -100).sum()
+    off = -ll.logprobs(ll.Logits(hidden, weight), labels).logprob.sum() / (labels != -100).sum()
     right = our_loss(torch.float64, "hidden", None)["loss"]
     assert abs(float(off.detach() - right)) > 0.1
 

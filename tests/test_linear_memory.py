@@ -16,21 +16,14 @@ from torch import Tensor
 import logitless as ll
 from benchmarks.bench.measure import peak_bytes
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SLABS, BLOCKS = (256, 8192), (2048, 512)
 """Rows and columns: fewer rows than columns, and more."""
 SHAPES = {"slabs": (*SLABS, 2 << 20), "blocks": (*BLOCKS, 1 << 20)}
 """With a budget that is a quarter of the float32 logits."""
 MODES = [("all", "grad"), ("all", None), ("hidden", "grad"), ("hidden", "value"), ("weight", "grad")]
 """What needs a gradient, and the entropy."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors are small: threads would spend their time waiting for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def vectors(num_rows: int) -> int:

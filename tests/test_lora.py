@@ -263,7 +263,7 @@ def test_what_is_refused():
     lora, hidden, target = ll.LoRA(weight, a, b), torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
     kept = ll.Kept(torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.int64))
     for options, text in (
-        ({"kept": kept.over("support")}, r'a LoRA, and scope="support" takes dot products.* Merge it'),
+        ({"kept": kept.over("support")}, r'a LoRA, and kept ids of scope "support" take dot products.* Merge it'),
         ({"hidden_grad": "partial"}, r'with hidden_grad="partial" the gradient of its a would be a part'),
         ({"sequence_parallel": True}, r"with sequence_parallel=True the gradient of its a would be a part"),
     ):
@@ -274,13 +274,11 @@ def test_what_is_refused():
     with pytest.raises(ll.LogitlessError, match="Teacher: the weight of its Logits is a LoRA, which is not followed"):
         ll.Teacher(ll.Logits(hidden, lora))
     teacher = ll.Teacher(ll.Logits(hidden, weight))
-    with pytest.raises(
-        ll.LogitlessError, match="logprobs: weight is a LoRA, which does not go with teacher=. Merge it"
-    ):
-        ll.logprobs(ll.Logits(hidden, lora), target, teacher=teacher)
-    objective = ll.Objective(policy="reinforce", divergence="reverse_kl", divergence_coef=1.0)
-    with pytest.raises(ll.LogitlessError, match=r"policy_loss: weight is a LoRA, which does not go with teacher="):
-        ll.policy_loss(ll.Logits(hidden, lora), target, objective, teacher=teacher, advantage=torch.ones(3))
+    with pytest.raises(ll.LogitlessError, match=r"a LoRA, and kept= beside a teacher takes dot products.* Merge it"):
+        ll.logprobs(ll.Logits(hidden, lora), target, teacher=teacher, kept=kept)
+    sent = ll.Teacher.from_top_k(torch.full((3, 2), -3.0), torch.tensor([[0, 1]] * 3))
+    with pytest.raises(ll.LogitlessError, match=r"a LoRA, and a teacher that sent K log-probs takes dot products"):
+        ll.logprobs(ll.Logits(hidden, lora), target, teacher=sent)
 
 
 @pytest.mark.parametrize(
@@ -318,3 +316,48 @@ def test_a_learned_scale_goes_into_b():
         ll.logprobs(ll.Logits(hidden, constant), target).logprob,
         ll.logprobs(ll.Logits(hidden, weight + 1.5 * b @ a), target).logprob,
     )
+
+
+def with_teacher(x: dict[str, Tensor], target: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs, and KL(student || teacher), in the operands' dtype."""
+    hidden = x["hidden"]
+    log_p = torch.log_softmax(linear(hidden, x["weight"]) + SCALE * linear(linear(hidden, x["a"]), x["b"]), -1)
+    log_q = torch.log_softmax(theirs, -1)
+    return log_p.gather(1, target[:, None]).squeeze(1), (log_p.exp() * (log_p - log_q)).sum(1)
+
+
+@pytest.mark.parametrize("trained", [("hidden", "weight", "a", "b"), FROZEN], ids=["all", "frozen"])
+@pytest.mark.parametrize("computed", [False, True], ids=["hidden", "logits"])
+def test_a_teacher_beside_an_adapter(trained, computed: bool, device):
+    """It was refused: the student's gradients come from tiles that have the adapter's part, as without a teacher."""
+    ours, target = operands(torch.float64, trained, device), torch.randint(V, (T,), device=device)
+    exact = copies(ours, torch.float64)
+    theirs = torch.randn(T, D, device=device, dtype=torch.float64), torch.randn(V, D, device=device).double()
+    teacher = linear(*theirs) if computed else ll.Logits(*theirs)
+    logits = ll.Logits(ours["hidden"], lora_of(ours))
+    out = ll.logprobs(logits, target, teacher=teacher, memory="32KiB")
+    loss_of(out.logprob, out.divergence).backward()
+    logprob, divergence = with_teacher(exact, target, linear(*theirs))
+    loss_of(logprob, divergence).backward()
+    torch.testing.assert_close(out.logprob, logprob, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out.divergence, divergence, rtol=1e-12, atol=1e-12)
+    for name in trained:
+        torch.testing.assert_close(ours[name].grad, exact[name].grad, rtol=1e-10, atol=1e-11)
+        ours[name].grad = exact[name].grad = None
+    objective = ll.Objective(policy="reinforce", divergence="reverse_kl", divergence_coef=0.7)
+    advantage, kinds = torch.linspace(-1, 2, T, device=device, dtype=torch.float64), set()
+    for memory in ("32KiB", 1 << 30):
+        call = (ll.policy_loss, logits, target, objective)
+        given = {"teacher": teacher, "advantage": advantage, "memory": memory}
+        kinds.add(ll.explain(*call, **given).kind)
+        loss, _ = ll.policy_loss(*call[1:], **given)
+        loss.backward()
+        logprob, divergence = with_teacher(exact, target, linear(*theirs))
+        right = (-advantage * logprob + 0.7 * divergence).mean()
+        right.backward()
+        torch.testing.assert_close(loss, right, rtol=1e-12, atol=1e-12)
+        for name in trained:
+            torch.testing.assert_close(ours[name].grad, exact[name].grad, rtol=1e-10, atol=1e-11)
+            ours[name].grad = exact[name].grad = None
+    # On a card, what work costs decides.
+    assert device.type != "cpu" or kinds == {"one pass"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_errors import raises
+from shared.errors import raises
 
 import logitless as ll
 

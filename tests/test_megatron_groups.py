@@ -19,8 +19,9 @@ import torch
 from close import assert_close_to_truth, assert_gradient_close_to_truth
 from cuts import Batch
 from ranks import close_ranks
+from shared.megatron_groups import NOISE, TIMEOUT
+from shared.parallel import RAGGED, SHORT, setups
 from split_model import LOSSES, Answer, Groups, Problem, Setup, assert_same, run_both, run_split
-from test_parallel import RAGGED, SHORT, setups
 from torch import Tensor
 from truth import float64_leaf, truth
 
@@ -29,25 +30,6 @@ from logitless import Logits, Rows, VocabShard, Zigzag, logprobs
 pytestmark = pytest.mark.skipif(
     not find_spec("megatron") or not find_spec("megatron.core"), reason="megatron-core is not installed"
 )
-
-# What Megatron 0.16 says on a machine without CUDA, about itself.
-NOISE = [
-    # It scripts functions when it is imported.
-    (DeprecationWarning, "`torch.jit.script"),
-    # Optional packages with CUDA kernels.
-    (UserWarning, "Transformer Engine and Apex are not installed"),
-    # It imports names of its own that it has deprecated.
-    (DeprecationWarning, "The following imports from `dynamic_context.py` will be removed"),
-    # Advice for CUDA streams.
-    (UserWarning, "When using async grad allreduce it is recommended to set .* CUDA_DEVICE_MAX_CONNECTIONS"),
-    # Newer torch has renamed what sequence parallelism calls.
-    (FutureWarning, "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"),
-    # So do hosts that build on it.
-    (FutureWarning, "torch.distributed.nn.functional"),
-]
-
-TIMEOUT = 180.0
-"""Seconds for a job: importing Megatron takes five of them, times four ranks on however many cores."""
 
 
 @pytest.fixture(scope="module", autouse=True)

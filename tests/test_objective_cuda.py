@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from objective_truth import PROMPT_OF, draw, stats_of
-from test_cuda import no_sync  # noqa: F401
-from test_objective_edges import ALL, EVERYTHING
-from test_objective_terms import PARTS
+from shared.objective_edges import ALL, EVERYTHING
+from shared.objective_terms import PARTS
 
 from logitless import Metrics
 from logitless.objectives import count_over, gae, prompt_tokens_over, token_rewards, value_loss, whiten

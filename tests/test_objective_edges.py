@@ -10,17 +10,14 @@ from itertools import pairwise, product
 import pytest
 import torch
 from objective_truth import FIELDS, draw, stats_of
-from test_objective_terms import CORRECTIONS, PARTS, POLICIES
+from shared.objective_edges import ALL, EVERYTHING
+from shared.objective_terms import PARTS
 
 from logitless import LogitlessError, Metrics, Objective, Rows, TokenStats
 from logitless.objectives import CORRECTIONS as NAMED_CORRECTIONS
 from logitless.objectives import POLICY_TERMS, RECIPES, Inputs, count_over, kl_penalty, prompt_tokens_over
 
 INF, NAN = math.inf, math.nan
-EVERYTHING = Objective(clip=(0.2, 0.28), correction="tis", kl="k3", kl_coef=0.1, entropy_coef=0.01, dual_clip=3.0)
-ALL_POLICIES = [Objective(**options) for options, _ in POLICIES.values()]
-ALL_CORRECTIONS = [Objective(correction=name) for name in CORRECTIONS]
-ALL = [EVERYTHING, *ALL_POLICIES, *ALL_CORRECTIONS]
 
 
 def given(x: dict, *names: str) -> dict:

@@ -14,11 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from objective_truth import PROMPT_OF, Batch, Formula, draw, stats_of, tell
-from test_objective_terms import CORRECTIONS, PARTS
-from test_shards import Collectives
+from shared.objective_parallel import OBJECTIVES, SCHEMES
+from shared.objective_terms import PARTS
+from shared.shards import Collectives
 from torch import Tensor
 
-from logitless import Contiguous, Metrics, Objective, Zigzag
+from logitless import Metrics, Objective, Zigzag
 from logitless.objectives import (
     count_over,
     discounted_returns,
@@ -30,21 +31,6 @@ from logitless.objectives import (
     whiten,
 )
 
-SCHEMES = {"zigzag": Zigzag, "contiguous": Contiguous}
-CLIP = {"clip": (0.2, 0.28)}, {"low": 0.2, "high": 0.28}
-KL = {"kl": "k3", "kl_coef": 0.1}
-OBJECTIVES = {
-    "ppo": ({**CLIP[0], **KL, "entropy_coef": 0.05}, {"options": CLIP[1], **KL, "entropy_coef": 0.05}),
-    "gspo": ({"policy": "gspo", "clip": 0.05}, {"policy": "gspo", "options": {"low": 0.05, "high": 0.05}}),
-    **{
-        name: (
-            {**CLIP[0], "correction": name, "correction_bounds": bounds if len(bounds) == 2 else bounds[0]},
-            {"options": CLIP[1], "correction": name, "bounds": bounds},
-        )
-        for name, bounds in CORRECTIONS.items()
-        if name in ("icepop", "sequence_tis", "opsm")
-    },
-}
 REDUCTIONS = ["token_mean", "sample_mean", "sample_sum", "prompt_mean"]
 
 

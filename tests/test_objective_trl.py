@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from objective_truth import FIELDS, Batch, draw, stats_of
-from test_objective_terms import PARTS
+from shared.objective_terms import PARTS
 
 from logitless import Objective
 

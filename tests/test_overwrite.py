@@ -1,5 +1,4 @@
-"""``Logits.given(x, overwrite=True)``: the same gradient, in the logits' own memory, and no way to be surprised by
-it."""
+"""``Logits.given(x, overwrite=True)``: the same gradient, in the logits' own memory, and no surprise for others."""
 
 from __future__ import annotations
 

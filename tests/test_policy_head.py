@@ -267,5 +267,5 @@ def test_a_last_shard_of_nothing(ranks):
 
 
 def test_a_shard_of_what_is_no_dtensor():
-    with pytest.raises(ll.LogitlessError, match="VocabShard.of: weight must be a DTensor but is Tensor"):
+    with pytest.raises(ll.LogitlessError, match=r"VocabShard\.of: weight must be a DTensor but is Tensor"):
         ll.VocabShard.of(torch.zeros(3, 2))

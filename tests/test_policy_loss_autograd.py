@@ -13,10 +13,10 @@ import torch
 from calls import loss_from_hidden
 from close import assert_gradient_close_to_truth
 from objective_truth import Formula
-from test_errors import raises
-from test_linear import GRADIENT_PROMISE, Operands, one_thread, ragged, refusing
-from test_objective_terms import POLICIES
-from test_policy_loss import (
+from shared.errors import raises
+from shared.linear import GRADIENT_PROMISE, Operands, ragged, refusing
+from shared.objective_terms import POLICIES
+from shared.policy_loss import (
     NAMES,
     PPO,
     PPO_FORMULA,
@@ -38,7 +38,7 @@ from truth import truth
 
 import logitless as ll
 
-__all__ = ["one_thread"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NAN, INF = float("nan"), float("inf")
 

@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from close import assert_close_to_truth, assert_gradient_close_to_truth
 from objective_truth import Formula, tell
-from test_errors import raises
-from test_linear import BACKENDS, DTYPES, one_thread, ragged
-from test_objective_terms import POLICIES, formula_of
-from test_policy_loss import KL, PPO, PPO_FORMULA, VOCAB, Problem, make
+from shared.errors import raises
+from shared.linear import BACKENDS, DTYPES, ragged
+from shared.objective_terms import POLICIES, formula_of
+from shared.policy_loss import KL, PPO, PPO_FORMULA, VOCAB, Problem, make
 from torch import Tensor
 from truth import plain, truth
 
 import logitless as ll
 
-__all__ = ["one_thread"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 BOUNDS = [(0, 60), (60, VOCAB)]
 UPSTREAM = 1.7

@@ -12,7 +12,6 @@ from __future__ import annotations
 import pytest
 import torch
 from calls import loss_from_hidden
-from test_linear import one_thread
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,7 +19,7 @@ import logitless as ll
 from benchmarks.bench.measure import peak_bytes
 from logitless.machine import SLAB
 
-__all__ = ["one_thread"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROWS, VOCAB, WIDTH = 256, 8192, 32
 MEMORY = 2 << 20

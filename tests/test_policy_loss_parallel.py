@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from calls import loss_from_hidden
 from objective_truth import Batch
-from test_linear import GRADIENT_PROMISE, HALF, Operands, draw
-from test_objective_parallel import OBJECTIVES, SCHEMES
-from test_policy_loss import Problem, Ran, assert_right, make, room, told
-from test_shards import Collectives
+from shared.linear import GRADIENT_PROMISE, HALF, Operands, draw
+from shared.objective_parallel import OBJECTIVES, SCHEMES
+from shared.policy_loss import Problem, Ran, assert_right, make, room, told
+from shared.shards import Collectives
 from torch import Tensor
 
 from logitless import (

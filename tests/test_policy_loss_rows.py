@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from objective_truth import FIELDS, Formula
-from test_linear import GRADIENT_PROMISE, Operands, one_thread, ragged
-from test_objective_terms import PARTS, POLICIES, formula_of
-from test_policy_loss import (
+from shared.linear import GRADIENT_PROMISE, Operands, ragged
+from shared.objective_terms import PARTS, POLICIES, formula_of
+from shared.policy_loss import (
     LENGTHS,
     NAMES,
     PPO,
@@ -35,7 +35,7 @@ import logitless as ll
 from logitless.call import Asked, resolve
 from logitless.route import loss_plan
 
-__all__ = ["one_thread"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 # Rows.
 

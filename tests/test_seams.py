@@ -183,7 +183,7 @@ def test_numbers_that_mean_nothing():
     for wrong in (float("nan"), -1.0, torch.tensor(float("nan")), torch.tensor(-3.0)):
         with pytest.raises(ll.LogitlessError, match="denominator must be a count of 0 or more"):
             ll.Objective()(stats, rows, denominator=wrong, **fields)
-    with pytest.raises(ll.LogitlessError, match=r"response_lengths must be whole numbers but sample 0 has 1.7"):
+    with pytest.raises(ll.LogitlessError, match=r"response_lengths must hold integers but entry 0 is 1.7"):
         ll.Rows.packed([[1, 2, 3]], [1.7])
     objective = ll.Objective(policy=lambda x: (-x.advantage * x.log_ratio.exp(), {"loss": x.advantage}))
     with pytest.raises(ll.LogitlessError, match="names a metric 'loss', which the objective has itself"):

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from calls import from_logits
 from close import assert_close_to_truth, assert_gradient_close_to_truth
+from shared.shards import Collectives, bits
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 from truth import Scores, float64_leaf, plain, truth
 
 from logitless import Head, Kept, LogitlessError, Logits, Rows, VocabShard, logprobs
@@ -54,22 +54,6 @@ class Scored(NamedTuple):
     gradient: Tensor
     forward_calls: list[tuple[str, int]]
     backward_calls: list[tuple[str, int]]
-
-
-class Collectives(TorchDispatchMode):
-    """Counts the collectives that really run: (operator, elements sent), whoever asked for them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "c10d" in func.namespace:
-            is_gather = "allgather" in func._opname
-            sent = args[1] if is_gather else args[0]
-            count = sum(x.numel() for x in ([sent] if isinstance(sent, Tensor) else sent))
-            self.calls.append(("all_gather" if is_gather else func._opname, count))
-        return func(*args, **(kwargs or {}))
 
 
 def make_case(bounds, *, tokens=29, rows=17, dtype=torch.float32, spread=3.0, **changes) -> Case:
@@ -126,10 +110,6 @@ def assert_same_bits(results: list[Scored]) -> None:
         for name in ("logprob", "entropy", "log_z"):
             mine, theirs = getattr(results[0], name), getattr(other, name)
             assert torch.equal(bits(mine), bits(theirs)), f"{name} of rank {rank} differs from rank 0"
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.view({4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 def whole_gradient(case: Case, results: list[Scored]) -> Tensor:

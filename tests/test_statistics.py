@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from calls import from_hidden, from_logits
 from close import assert_close_to_truth, assert_gradient_close_to_truth
-from test_divergence import textbook
-from test_shards import Collectives
+from shared.divergence import textbook
+from shared.shards import Collectives
 from torch import Tensor
 from torch.utils import _pytree
 

@@ -12,10 +12,10 @@ import test_linear
 import test_logprobs
 import torch
 from calls import from_hidden
-from test_errors import raises
-from test_linear import BACKENDS, DTYPES, HALF, Operands, draw, draw_rows, ragged
-from test_linear_parallel import NAMES, WORLDS, make_case, run
-from test_policy_loss_rows import VOCAB, assert_same, composed, make, ran
+from shared.errors import raises
+from shared.linear import BACKENDS, DTYPES, HALF, Operands, draw, draw_rows, ragged
+from shared.linear_parallel import NAMES, WORLDS, make_case, run
+from shared.policy_loss import VOCAB, assert_same, composed, make, ran
 
 import logitless as ll
 from logitless.backends import OTHERS, load, tiled

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from calls import from_hidden, logits_of, loss_from_hidden
 from close import assert_close_to_truth, assert_gradient_close_to_truth
-from test_divergence import KINDS
+from shared.divergence import KINDS
+from shared.top_k_teacher import shaped, textbook
 from torch import Tensor
 
 import logitless as ll
@@ -22,26 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ign
 
 TAILS = ("bucket", "renormalise")
 ROWS, VOCAB, K = 13, 83, 6
-
-
-def textbook(log_p: Tensor, log_q: Tensor, kind: str, beta: float = 0.5, alpha: float = 0.5) -> Tensor:
-    """Each divergence as papers define it, of ``[R, O]`` log-probs of outcomes; -inf in both is no outcome."""
-    none = (log_p == -torch.inf) & (log_q == -torch.inf)
-    p, q = log_p.exp(), log_q.exp()
-    log_p, log_q = log_p.masked_fill(none, 0.0), log_q.masked_fill(none, 0.0)
-    if kind == "forward_kl":
-        return (q * (log_q - log_p)).sum(-1)
-    if kind == "reverse_kl":
-        return (p * (log_p - log_q)).sum(-1)
-    if kind == "jsd":
-        m = (beta * q + (1 - beta) * p).masked_fill(none, 1.0).log()
-        return (beta * q * (log_q - m) + (1 - beta) * p * (log_p - m)).sum(-1)
-    if kind == "tv":
-        return 0.5 * (p - q).abs().sum(-1)
-    alpha = 0.5 if kind == "hellinger" else alpha
-    mixed = (alpha * log_p + (1 - alpha) * log_q).exp().masked_fill(none, 0.0)
-    less = (~none).any(-1).to(p) - mixed.sum(-1)
-    return less if kind == "hellinger" else less / (alpha * (1 - alpha))
 
 
 class Batch(NamedTuple):
@@ -75,13 +56,6 @@ class Batch(NamedTuple):
 class Outcome(NamedTuple):
     values: tuple[Tensor, ...]
     gradients: tuple[Tensor, ...]
-
-
-def shaped(x: Tensor, head: Head | None) -> Tensor:
-    head = head or Head()
-    x = x[:, : head.vocab_size] * head.scale
-    x = x if head.softcap is None else head.softcap * torch.tanh(x / head.softcap)
-    return x / head.temperature
 
 
 def outcomes(z: Tensor, batch: Batch, tail: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,8 @@ import torch.distributed as dist
 from close import assert_close_to_truth, assert_gradient_close_to_truth
 from hosts import put_first, takes
 from ranks import close_ranks
-from test_megatron_groups import NOISE, TIMEOUT
+from shared.megatron import megatron
+from shared.megatron_groups import TIMEOUT
 from torch import Tensor
 from truth import float64_leaf, truth
 
@@ -47,28 +47,6 @@ def fresh_workers() -> Iterator[None]:
     """Megatron leaves global state behind, so the workers that have imported it are not reused."""
     yield
     close_ranks()
-
-
-@contextmanager
-def megatron(tp: int = 1, cp: int = 1) -> Iterator[Any]:
-    """``parallel_state`` of this mesh, as a training script sets it up."""
-    with warnings.catch_warnings():
-        # What its imports warn of is its own business.
-        warnings.simplefilter("ignore")
-        from megatron.core import parallel_state
-        from megatron.core.models.gpt import gpt_layer_specs as _  # noqa: F401
-
-        warnings.simplefilter("error")
-        for category, message in NOISE:
-            warnings.filterwarnings("ignore", message, category)
-
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp)
-        try:
-            yield parallel_state
-        finally:
-            for entry in logitless.status().hosts:
-                logitless.uninstall(entry.host)
-            parallel_state.destroy_model_parallel()
 
 
 @pytest.fixture

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from close import assert_close_to_truth, assert_gradient_close_to_truth
 from hosts import load, put_first, takes
 from ranks import close_ranks
-from test_megatron import TIMEOUT, megatron
+from shared.megatron import megatron
+from shared.megatron_groups import TIMEOUT
 from torch import Tensor
 from truth import float64_leaf, plain, truth
 

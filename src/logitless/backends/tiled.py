@@ -65,7 +65,7 @@ def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor
     sliced = out_index is None or (wide and _is_in_order(out_index, len(out)))
     num_rows = len(problem.column)
     heights = [slice(0, num_rows)] if height >= num_rows else pieces(num_rows, height, dry)
-    widths = [slice(0, problem.columns)] if width >= problem.columns else pieces(problem.columns, width, dry)
+    widths = [slice(0, problem.columns)] if width == problem.columns else pieces(problem.columns, width, dry)
     for rows in heights:
         for columns in widths:
             if sliced and wide:

@@ -302,12 +302,16 @@ def check_tokens(caller: str, hidden: Tensor, weight: Tensor, rows: Rows, linear
 def check_lora(caller: str, hidden: Tensor, lora: LoRA, linear: Linear, asked: Asked) -> None:
     """Raise where a LoRA does not go with hidden, or with what else is asked for."""
     merged = "Merge it into one weight, weight + scale * b @ a, and pass that"
-    if asked.teacher is not None:
-        raise LogitlessError(f"{caller}: weight is a LoRA, which does not go with teacher=. {merged}.")
+    sent = getattr(asked.teacher, "top_k", None) is not None
+    if asked.teacher is not None and (sent or asked.kept is not None):
+        what = "a teacher that sent K log-probs" if sent else "kept= beside a teacher"
+        raise LogitlessError(
+            f"{caller}: weight is a LoRA, and {what} takes dot products with rows of one weight. {merged}."
+        )
     if asked.kept is not None and asked.kept.scope == "support":
         raise LogitlessError(
-            f'{caller}: weight is a LoRA, and scope="support" takes dot products with rows of one weight. {merged}, or '
-            f'take scope="vocabulary".'
+            f'{caller}: weight is a LoRA, and kept ids of scope "support" take dot products with rows of one weight. '
+            f'{merged}, or take Kept(..., scope="vocabulary").'
         )
     if linear.hidden_grad == "partial" or linear.sequence_parallel:
         given = "sequence_parallel=True" if linear.sequence_parallel else 'hidden_grad="partial"'
@@ -377,7 +381,7 @@ def _check_options(caller: str, linear: Linear, asked: Asked) -> None:
     if asked.kept is not None and not support and linear.batch_invariant:
         raise LogitlessError(
             f"{caller}: kept= takes tiles of all rows, and batch_invariant=True tiles of one height. "
-            f'Drop one of them, or take scope="support", which is always batch-invariant.'
+            f'Drop one of them, or take Kept(..., scope="support"), which is always batch-invariant.'
         )
     if linear.sparse_weight_grad and not support:
         raise LogitlessError(

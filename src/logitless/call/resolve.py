@@ -56,12 +56,10 @@ def _from_hidden(call: Call, operands: Operands, linear: Linear, logits: Logits)
     hidden, weight = operands.hidden, operands.weight
     assert hidden is not None
     assert weight is not None
-    machine = ACTIVE[-1].machine if ACTIVE else None
     call = replace(
         call,
         linear=linear,
         needs=_needs(operands),
-        machine=Machine.of(hidden.device) if machine is None else machine,
         num_tokens=hidden.shape[:-1].numel(),
         width=weight.shape[1],
         rank=0 if operands.b is None else operands.b.shape[1],
@@ -104,6 +102,10 @@ def _resolve(
     gain, squash, negative, unit = head.gain(num_rows, wide, x.device), head.squash, head.scale < 0, head.unit
     if logits is not None and (logits.squash or isinstance(logits.gain, Tensor) or logits.gain != 1.0):
         gain, squash, negative, unit = _carried(caller, head, logits, rows, gain)
+    machine = CPU
+    if logits is not None:
+        told = None if pretended is None else pretended.machine
+        machine = Machine.of(x.device) if told is None else told
     name, backend = backend_of(x, asked.backend, None if pretended is None else pretended.device)
     start, found_here = 0 if shard is None else shard.start, found and columns == vocab_size
     table = None
@@ -141,7 +143,7 @@ def _resolve(
         backend_name=name,
         memory=size,
         budget=budget,
-        machine=CPU,
+        machine=machine,
         found=found,
         found_here=found_here,
         dropped=0.0 if pretended is None else pretended.dropped,

@@ -122,7 +122,7 @@ def estimate(
 
     >>> from logitless.score import logprobs
     >>> estimate(logprobs, torch.zeros(64, 1000, requires_grad=True), torch.zeros(64, dtype=torch.int64)).peak >> 10
-    505
+    254
     """
     if isinstance(dropped, bool) or not isinstance(dropped, int | float) or not 0 <= dropped <= 1:
         raise LogitlessError(f"estimate: dropped must be a share between 0 and 1 but is {dropped!r}.")

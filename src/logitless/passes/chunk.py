@@ -18,7 +18,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from logitless.backends.contract import over
 from logitless.machine import Tiles, pieces
 from logitless.passes.exponentials import Exponentials
 from logitless.passes.look import asked_of, look_whole, tile_lines
@@ -114,11 +113,9 @@ class LogitsChunk:
             support = replace(support, target=target)
         row = Row(Normaliser(saved["reference"], saved["log_sum"]), target, asked.gain, asked.squash)
         terms = Terms.of(call if table is None else replace(call, table=table), saved, up, row, support)
-        if support is None and teacher is None:
-            out = call.backend.gradient_over(problem, terms.norm, terms.coef, rows.hidden.dtype)
-        else:
-            out = over(problem.logits, rows.hidden.dtype)
-            terms.write(call, problem, out, None, teacher)
+        # The start of each row's own memory, in the operands' dtype.
+        out = problem.logits.view(rows.hidden.dtype)[:, : call.columns]
+        terms.write(call, problem, out, None, teacher, over=True)
         if terms.coef.at_ids is not None and support is None and teacher is None:
             write_at_ids(call.backend, terms.coef, 0, call.columns, out)
         return out

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from logitless.errors import LogitlessError
 from logitless.machine import FEW, MOVED, pieces
@@ -138,8 +139,7 @@ class OnePass:
                 stats[name][start:stop] = part
         if not chunks:
             self._zero(self.into.hidden)
-        none = p.gain.new_empty(0)
-        found = TokenStats(**(stats or dict.fromkeys(("logprob", "entropy", "log_z"), none)))
+        found = TokenStats(**(stats or self._nothing()))
         # Before the last product, so that the device has work while the answer is on its way.
         differing = self._differing(found)
         asked = None if differing is None or _capturing(differing) else _read_later(differing, None)
@@ -155,6 +155,12 @@ class OnePass:
             loss = torch.where(differing, torch.nan, loss)
         scale = self.scale if self.float16 is None else self.float16.settle(chunks)
         return Outcome(loss.detach(), metrics, found, self.into, scale)
+
+    def _nothing(self) -> dict[str, Tensor]:
+        """The results of no rows, by name: those that the objective may have terms on."""
+        taught = () if self.teacher is None else ("divergence", "teacher_logprob", "teacher_entropy")
+        names = ("logprob", "entropy", "log_z", *self.objective.stats, *taught)
+        return {name: self.p.gain.new_empty(0) for name in names}
 
     def _inputs_with(self, stats: TokenStats) -> Inputs:
         """The objective's inputs, with the results of all rows."""
@@ -195,7 +201,7 @@ class OnePass:
         counted, staying = part.counted, None
         stays = counted & matters(found)
         drop = self.drop_zeros and not _capturing(stays)
-        dry = self._dry_number(stop - start) if stays.is_meta else None
+        dry = self._dry_number(stop - start) if stays.is_meta or isinstance(stays, FakeTensor) else None
         number = _read_later(stays.sum(), dry) if drop else None
         # Rows that do not count may hold anything: without a target they have no gradient, rather than 0 * NaN.
         column = torch.where(counted, column, SKIP)

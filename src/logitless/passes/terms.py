@@ -115,7 +115,13 @@ class Terms:
         return self.kept is None and self.coef.at_ids is not None
 
     def write(
-        self, call: Call, tile: Problem, out: Tensor, out_index: Tensor | None = None, teacher: Problem | None = None
+        self,
+        call: Call,
+        tile: Problem,
+        out: Tensor,
+        out_index: Tensor | None = None,
+        teacher: Problem | None = None,
+        over: bool = False,
     ) -> None:
         """dZ of a tile, whose rows these terms are of, over all of ``out``.
 
@@ -124,9 +130,10 @@ class Terms:
 
         Args:
             teacher: the teacher's tile, where there is one.
+            over: whether ``out`` lies over the tile's own logits, in fewer bytes.
         """
         if self.teacher is None:
-            self._write_own(call, tile, out, out_index)
+            self._write_own(call, tile, out, out_index, over)
             return
         assert teacher is not None
         coef, mean, by = self.coef, self.teacher.mean, self.teacher.by
@@ -138,19 +145,29 @@ class Terms:
         # the logits.
         more = torch.empty_like(out, memory_format=torch.contiguous_format)
         call.backend.divergence_gradient(pair, mean, by, None, more, out_index)
-        self._write_own(call, tile, out, out_index)
+        self._write_own(call, tile, out, out_index, over)
         if self.kept is None:
             write_at_ids(call.backend, coef, tile.first, tile.columns, out, out_index)
         out.add_(more)
 
-    def _write_own(self, call: Call, tile: Problem, out: Tensor, out_index: Tensor | None) -> None:
+    def _write_own(self, call: Call, tile: Problem, out: Tensor, out_index: Tensor | None, over: bool) -> None:
         """dZ of all but a divergence."""
         if self.kept is not None:
-            self._write_kept(call, tile, out, out_index)
+            self._write_kept(call, tile, out, out_index, over)
         else:
-            run_gradient(call.backend_name, tile, self.norm, self.coef, out, out_index)
+            self._write_dense(call, tile, self.coef, out, out_index, over)
 
-    def _write_kept(self, call: Call, tile: Problem, out: Tensor, out_index: Tensor | None) -> None:
+    def _write_dense(
+        self, call: Call, tile: Problem, coef: Coefficients, out: Tensor, out_index: Tensor | None, over: bool
+    ) -> None:
+        """dZ of every column, by one kernel."""
+        if over:
+            # Blocks of a row that are written side by side would overwrite what others have not read.
+            call.backend.gradient_over(tile, self.norm, coef, out.dtype)
+        else:
+            run_gradient(call.backend_name, tile, self.norm, coef, out, out_index)
+
+    def _write_kept(self, call: Call, tile: Problem, out: Tensor, out_index: Tensor | None, over: bool) -> None:
         """dZ where log-probs are over a support: dense terms, then finished values at the support's columns."""
         assert self.kept is not None
         support, kept_norm, logprob, g_logprob = self.kept
@@ -162,7 +179,7 @@ class Terms:
             out.zero_()
         else:
             no_target = replace(tile, column=tile.column.clamp_max(ELSEWHERE), found=False)
-            run_gradient(call.backend_name, no_target, self.norm, dense, out, out_index)
+            self._write_dense(call, no_target, dense, out, out_index, over)
             # Asked here: a compiler would trace the search for the backend.
             if dense.at_ids is not None:
                 write_at_ids(call.backend, dense, tile.first, tile.columns, out, out_index)

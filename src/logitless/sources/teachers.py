@@ -310,7 +310,10 @@ def in_place(given: Teacher | Teachers, student: Problem, call: Call) -> Problem
     head, gain = given.head or PLAIN, own_gain(given, call, call.gain.dtype)
     _, columns = vocabulary(call.caller, given.width, head, call.shard)
     matrix, index = as_matrix(given.logits.detach(), call.index, call.caller)
-    return replace(student, logits=matrix, index=index, gain=gain, squash=head.squash, columns=columns, unit=False)
+    # A target that is among the student's columns need not be among the teacher's.
+    found = student.found and columns == student.columns
+    own = {"gain": gain, "squash": head.squash, "columns": columns, "unit": False, "found": found}
+    return replace(student, logits=matrix, index=index, **own)
 
 
 def _order(given: Teacher | Teachers, call: Call) -> Tensor:

@@ -123,6 +123,10 @@ def gradient_over(problem: Problem, norm: Normaliser, coef: Coefficients, dtype:
         row_stride=problem.logits.stride(0),
         out_stride=out.stride(0),
         squash=problem.squash,
+        square=coef.square,
+        constant=coef.constant,
+        SQUARE=coef.square is not None,
+        CONSTANT=coef.constant is not None,
         SOFTCAP=bool(problem.squash),
         **narrowing_sizes(problem.columns),
     )
