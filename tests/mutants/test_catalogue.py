@@ -41,7 +41,10 @@ def test_every_part_of_the_package_has_seeded_bugs():
         ({"file": "rows/column.py"}, r"there is no file logitless/rows/column.py"),
         ({"new": "scored if self.mask is None else"}, r"is not Python"),
         ({"tests": ()}, r"names no tests"),
-        ({"tests": ("tests/test_rows.py::test_nothing",)}, r"there is no test tests/test_rows.py::test_nothing"),
+        (
+            {"tests": ("tests/rows/test_rows.py::test_nothing",)},
+            r"there is no test tests/rows/test_rows.py::test_nothing",
+        ),
     ],
 )
 def test_a_stale_entry_is_an_error(change: dict, text: str):
@@ -53,9 +56,9 @@ def test_a_stale_entry_is_an_error(change: dict, text: str):
 
 def test_what_the_end_of_pytest_means():
     assert _outcome(0, "") == (True, "")
-    assert _outcome(1, "..F\nFAILED tests/test_rows.py::test_x - assert 1 == 2\n") == (
+    assert _outcome(1, "..F\nFAILED tests/rows/test_rows.py::test_x - assert 1 == 2\n") == (
         False,
-        "tests/test_rows.py::test_x",
+        "tests/rows/test_rows.py::test_x",
     )
     assert _outcome(-11, "") == (False, "killed by SIGSEGV")
     # No such test, nothing collected, or the tests ran on another copy.

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.bench.records import newest, read_records
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
 
 import make_benchmarks  # noqa: E402

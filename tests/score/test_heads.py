@@ -11,7 +11,7 @@ from pages import compiled
 def test_streams_of_multi_token_prediction():
     """Loss and gradients of every stream, against cross-entropy written out token by token in float64."""
     page = {"__name__": "page"}
-    for code in compiled(Path(__file__).parent.parent / "docs" / "how-to" / "heads.md")[:2]:
+    for code in compiled(Path(__file__).parents[2] / "docs" / "how-to" / "heads.md")[:2]:
         exec(code, page)
     samples, lengths, streams = page["samples"], page["response_lengths"], page["streams"]
     weight, total = page["head"].weight.detach().double().requires_grad_(), 0.0

@@ -14,7 +14,7 @@ from logitless.errors import LogitlessError
 from logitless.tools.cli import app, main
 from logitless.tools.outputs import default_folder
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def invoke(*arguments):

@@ -12,7 +12,7 @@ from benchmarks.bench.records import Record, newest, read_records
 from benchmarks.bench.sized_steps import SizedStep
 from logitless.memory import Estimate
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PATHS = {"torch": "torch", "logitless-loss": "loss", "logitless-loss-buffer": "loss"}
 # Below this a peak is a few vectors per row, which the allocator rounds up one by one.
 SMALLEST = 16 << 20

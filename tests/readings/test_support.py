@@ -8,10 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import test_linear
-import test_logprobs
 import torch
 from calls import from_hidden
+from shared import linear as shared_linear
+from shared import logprobs as shared_logprobs
 from shared.errors import raises
 from shared.linear import BACKENDS, DTYPES, HALF, Operands, draw, draw_rows, ragged
 from shared.linear_parallel import NAMES, WORLDS, make_case, run
@@ -20,7 +20,7 @@ from shared.policy_loss import VOCAB, assert_same, composed, make, ran
 import logitless as ll
 from logitless.backends import OTHERS, load, tiled
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "docs"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,8 +31,8 @@ def draw_ids(num_rows: int, vocab: int) -> list[list[int]]:
     return [torch.randint(vocab, ((0, 1, 3, 25)[i % 4],)).tolist() for i in range(num_rows)]
 
 
-def check(operands: Operands, index, target, kept, **options) -> test_linear.Scored:
-    return test_linear.check(operands, index, target, kept=kept, scope="support", **options)
+def check(operands: Operands, index, target, kept, **options) -> shared_linear.Scored:
+    return shared_linear.check(operands, index, target, kept=kept, scope="support", **options)
 
 
 # Against float64.
@@ -103,11 +103,11 @@ def test_rounded_logits_are_those_of_the_whole_product(device: torch.device):
 def test_from_logits(backend: str, dtype: torch.dtype, device: torch.device):
     if backend == "triton" and dtype == torch.float64:
         return
-    logits, (index, target) = test_logprobs.make_logits(24, 107, dtype), draw_rows(24, 17, 100)
+    logits, (index, target) = shared_logprobs.make_logits(24, 107, dtype), draw_rows(24, 17, 100)
     kept = draw_ids(17, 100)
     kept[3] = [int(target[3]), *kept[3], int(target[3])]
     options = {"vocab_size": 100, "softcap": 9.0, "temperature": torch.linspace(0.5, 2, 17)}
-    test_logprobs.check(logits, index, target, kept, device, scope="support", backend=backend, **options)
+    shared_logprobs.check(logits, index, target, kept, device, scope="support", backend=backend, **options)
 
 
 def test_from_logits_reads_the_support_alone(device: torch.device):

@@ -12,7 +12,7 @@ import pytest
 from logitless import LogitlessError
 from logitless.collectives import table_over
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import versions  # noqa: E402

@@ -19,8 +19,8 @@ import pytest
 
 import logitless
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(Path(__file__).parent / "smoke"))
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(Path(__file__).parents[1] / "smoke"))
 
 import inside  # noqa: E402
 

@@ -21,7 +21,7 @@ from benchmarks.commands import app as benchmarks_app
 from examples.demo.__main__ import app as demo_app
 from logitless.tools.cli import app
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "tests" / "adapters")]
 
 import hosts  # noqa: E402

@@ -1,7 +1,7 @@
 """Predicted peaks against the allocator's own count, for every path and option; and what ``estimate`` says of itself.
 
 On CPU every case runs at odd sizes where megabytes matter. On a GPU the same comparison runs at the sizes people train
-with, and prints one table: ``pytest tests/test_estimate.py --device cuda -s``.
+with, and prints one table: ``pytest tests/memory/test_estimate.py --device cuda -s``.
 """
 
 from __future__ import annotations

@@ -367,7 +367,7 @@ def test_a_row_has_the_same_bits_in_every_batch_on_cuda(width: int, device: torc
     ],
     ids=["gradients", "forward", "batch-invariant"],
 )
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_estimate.py has its own sizes for a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/memory/test_estimate.py has its own sizes for a GPU")
 def test_the_estimate(options: dict, monkeypatch):
     """What the calls allocate. Kernels allocate nothing, but the interpreter does around them: none is launched."""
     monkeypatch.setattr(products, "launch", lambda *args, **arguments: None)
