@@ -152,3 +152,8 @@ def refusing(original, limit: int, module: str):
         return out
 
     return wrapper
+
+
+def tiny(num_rows: int) -> int:
+    """A budget of at most 20 columns of so many rows."""
+    return 320 * max(num_rows, 1)
