@@ -155,6 +155,12 @@ def test_a_term_that_looks_at_other_rows(name: str):
     torch.testing.assert_close(own_term_step(whole, 2), wanted, rtol=1e-10, atol=1e-12)
 
 
+def test_a_term_that_looks_at_other_rows_beside_one_that_does_not():
+    """The bonus on the entropy has the same gradient however rows are cut, and does not speak for the policy."""
+    with pytest.raises(ll.LogitlessError, match="policy=by_whitening"):
+        own_term_step(ll.Objective(policy=by_whitening, entropy_coef=0.1), 2)
+
+
 def test_a_term_for_all_rows_goes_in_two_passes():
     objective = ll.Objective(policy=by_quantile, level="batch")
     hidden, target = torch.zeros(16, D, requires_grad=True), torch.zeros(16, dtype=torch.int64)

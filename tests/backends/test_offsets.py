@@ -74,9 +74,10 @@ def test_gradient(index: Tensor | None):
     assert_same(run, torch.randn(ROWS, COLUMNS), torch.zeros(ROWS, COLUMNS))
 
 
-def test_gradient_over_the_logits():
+@pytest.mark.parametrize("more", [(), ("square", "constant")], ids=["softmax", "with other readings"])
+def test_gradient_over_the_logits(more: tuple[str, ...]):
     norm, coef = coefficients()
-    logits = torch.randn(ROWS, COLUMNS)
+    coef, logits = coef._replace(**{name: torch.randn(ROWS) for name in more}), torch.randn(ROWS, COLUMNS)
     out = load("triton").gradient_over(problem_of(far(logits)), norm, coef, torch.float16)
     right = load("reference").gradient_over(problem_of(logits.clone()), norm, coef, torch.float16)
     assert out.stride() == over(far(logits), torch.float16).stride() == (2 * STRIDE, 1)

@@ -27,7 +27,7 @@ def test_every_part_of_the_package_has_seeded_bugs():
     assert [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1] == []
     parts = {mutant.file.split("/")[0] for mutant in MUTANTS}
     folders = {path.parent.name for path in (SOURCE / "logitless").glob("*/__init__.py")}
-    assert parts >= {*folders, "softmax.py", "kept.py", "results.py", "spec.py", "collectives.py", "from_logits.py"}
+    assert parts >= {*folders, "softmax.py", "spec.py", "collectives.py", "score.py", "loss.py", "policy_head.py"}
     kernels = (SOURCE / "logitless/backends/triton/kernels.py").read_text()
     narrowed = [m for m in MUTANTS if m.name.startswith("32-bit-offsets")]
     assert len(narrowed) >= len(re.findall(r"^def \w+_kernel\(", kernels, re.MULTILINE))
@@ -68,9 +68,9 @@ def test_what_the_end_of_pytest_means():
 
 
 def test_survivors_are_named():
-    verdicts = [Verdict("a", "rows/rows.py", "caught", "test", 1.0), Verdict("b", "kept.py", "survived", "pain", 2.0)]
+    verdicts = [Verdict("a", "rows/rows.py", "caught", "test", 1.0), Verdict("b", "loss.py", "survived", "pain", 2.0)]
     lines = summary(verdicts).splitlines()
-    assert lines[-1] == "survived: b (kept.py): pain"
+    assert lines[-1] == "survived: b (loss.py): pain"
     assert lines[-2].split() == ["all", "2", "1", "1", "0"]
     facts, *rest = (json.loads(line) for line in record(verdicts).splitlines())
     assert (facts["seeded"], facts["caught"], facts["survived"], facts["stale"]) == (2, 1, 1, 0)

@@ -14,6 +14,7 @@ from torch import Tensor
 import logitless as ll
 from logitless import Teacher
 from logitless.backends.divergences import Divergence
+from logitless.machine import CPU
 
 # NumPy, which runs the kernels in Triton's interpreter, reports what a selection then leaves out.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered")
@@ -309,3 +310,32 @@ def test_a_teacher_whose_logits_are_made_beside_those_of_the_student(
         assert_close_to_truth(getattr(out, name).detach(), *others, name=name)
     assert leaf.grad is not None
     assert_gradient_close_to_truth(leaf.grad, exact.gradients[0], plain.gradients[0])
+
+
+def test_several_teachers_with_a_temperature_for_every_row(device: torch.device):
+    """Temperatures are in the order of the caller's rows, which work on several teachers does not keep."""
+    batch, other = Batch.draw(device), Batch.draw(device)
+    which, heat = torch.arange(11, device=device) % 2, torch.linspace(0.5, 2, 11, device=device)
+    members = [
+        Teacher(ll.Logits(x.hidden, x.weight), head=ll.Head(temperature=t))
+        for x, t in ((other, heat), (batch, heat.flip(0)))
+    ]
+    asked: dict[str, Any] = {"divergence": "forward_kl", "memory": 6000}
+    each = [ll.logprobs(ll.Logits(*batch[:2]), batch.target, teacher=x, **asked).divergence for x in members]
+    out = ll.logprobs(ll.Logits(*batch[:2]), batch.target, teacher=Teacher.by_row(members, which), **asked)
+    torch.testing.assert_close(out.divergence, torch.where(which == 0, *each), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("verb", ["logprobs", "policy_loss"])
+def test_a_budget_holds_both_models(verb: str):
+    """Rows of a chunk of float32 logits, and as many of the teacher's."""
+    student, other = (ll.Logits(torch.randn(900, 8, requires_grad=True), torch.randn(256, 8)) for _ in range(2))
+    target, memory = torch.zeros(900, dtype=torch.int64), 1 << 20
+    if verb == "logprobs":
+        plan = ll.explain(ll.logprobs, student, target, teacher=other, memory=memory)
+    else:
+        objective = ll.Objective(divergence="reverse_kl")
+        plan = ll.explain(ll.policy_loss, student, target, objective, teacher=other, memory=memory)
+    assert len(plan.chunks) > 1
+    # Plain torch works on copies, which have a share of their own.
+    assert plan.rows * 256 * 8 <= memory * (1 - CPU.elementwise)

@@ -138,6 +138,21 @@ def test_backends_and_heads(backend: str, device: torch.device):
     check(Batch.draw(device), "jsd", "support", own=True, heads=heads, backend=backend)
 
 
+@pytest.mark.parametrize("scope", SCOPES)
+def test_logits_that_may_be_overwritten(scope: Any, device: torch.device):
+    """Over the vocabulary two graphs read them, and neither may find what the other has written."""
+    batch, seen = Batch.draw(device), []
+    logits, other = batch.hidden @ batch.weight.T, batch.other_hidden @ batch.other_weight.T
+    for overwrite in (False, True):
+        leaf = logits.clone().requires_grad_()
+        given = ll.Logits.given(leaf * 1.0, overwrite=overwrite)
+        asked: dict[str, Any] = {"kept": batch.kept(batch.mask).over(scope), "entropy": "grad"}
+        out = ll.logprobs(given, batch.target, teacher=other, divergence="jsd", **asked)
+        (out.divergence + 0.3 * out.logprob - 0.2 * out.entropy).sum().backward()
+        seen.append(leaf.grad)
+    assert torch.equal(*seen)
+
+
 def test_what_is_infinite(device: torch.device):
     """Forward KL where the teacher keeps an id that the student does not; reverse KL the other way round."""
     batch = Batch.draw(device)

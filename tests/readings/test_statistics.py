@@ -383,6 +383,23 @@ def test_beside_a_teacher(path: str, backend: str, teacher: str, device: torch.d
         assert_gradient_close_to_truth(mine, truth, theirs)
 
 
+@pytest.mark.parametrize("path", ["logits", "hidden"])
+@pytest.mark.parametrize("name", ["ids_logprobs", "collision", "mean_logit"])
+def test_one_of_them_beside_a_teacher(name: str, path: str):
+    """Each takes the gradient of a divergence another way, whether others are there or not."""
+    hidden, weight, target, ids = draw()
+    other, heat = torch.randn(T, V, dtype=torch.float64), torch.linspace(0.5, 2, T, dtype=torch.float64)
+    asked: dict[str, Any] = {"ids": ids} if name == "ids_logprobs" else {"stats": (name,)}
+
+    def results(*leaves: Tensor) -> tuple[Tensor, ...]:
+        source = leaves[0] if path == "logits" else ll.Logits(*leaves)
+        out = ll.logprobs(source, target, teacher=other, divergence="jsd", memory=6000, **asked)
+        return out.logprob, getattr(out, name), heat * out.divergence
+
+    leaves = [hidden @ weight.T * 0.3] if path == "logits" else [0.5 * hidden, weight]
+    assert torch.autograd.gradcheck(results, [x.double().requires_grad_() for x in leaves], fast_mode=True)
+
+
 def score_shard(rank: int, world: int, operands: tuple, cuts: list[int], stats: tuple) -> tuple:
     hidden, weight, target, ids = operands
     shard = ll.VocabShard(cuts[rank], cuts[rank + 1], dist.group.WORLD)

@@ -96,8 +96,9 @@ def test_sequence_level_objectives_get_longer_samples():
     assert_same(one, two, off=2 * GRADIENT_PROMISE)
 
 
+@pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("drop", [False, True])
-def test_rows_that_do_not_count_may_hold_anything(drop: bool):
+def test_rows_that_do_not_count_may_hold_anything(drop: bool, kept: bool):
     """NaN in the hidden states of masked rows stays there, and so does what an earlier chunk left in the buffer."""
     clean, weight = torch.randn(91, 16).bfloat16(), torch.randn(200, 16).bfloat16()
     mask, advantage = torch.arange(90) % 3 > 0, torch.randn(90)
@@ -109,7 +110,10 @@ def test_rows_that_do_not_count_may_hold_anything(drop: bool):
     for hidden in (clean, poisoned):
         x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         given = {"old_logprob": "current", "advantage": advantage, "drop_zeros": drop, "memory": room(20, 200)}
-        assert ll.explain(ll.policy_loss, ll.Logits(x, w), rows, objective, **given).tiles is not None
+        given |= {"kept": ll.Kept(torch.arange(180) % 200, torch.full((90,), 2))} if kept else {}
+        plan = ll.explain(ll.policy_loss, ll.Logits(x, w), rows, objective, **given)
+        assert plan.kind == "one pass"
+        assert (plan.tiles is None) == kept
         ll.policy_loss(ll.Logits(x, w), rows, objective, **given)[0].backward()
         gradients.append((x.grad, w.grad))
     for ours, right in zip(*gradients, strict=True):
