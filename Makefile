@@ -10,7 +10,7 @@ export PIP_NO_COMPILE := 0
 export PYTHONDONTWRITEBYTECODE :=
 
 # Each part of the library against float64, once; no hosts, no commands.
-QUICK := architecture errors kept layouts linear_plans logprobs objective_terms policy_head rows special_values exchange
+QUICK := test_architecture call/test_errors operands/test_kept rows/test_layouts route/test_linear_plans score/test_logprobs objectives/test_objective_terms score/test_policy_head rows/test_rows score/test_special_values rows/test_exchange
 
 .PHONY: demo test gpu check hosts fuzz soak lint format bench faults mutants docs serve dist smoke release-tag clean
 
@@ -29,7 +29,7 @@ gpu:
 
 # While working: two minutes.
 check: lint
-	$(RUN)python -m pytest -n 2 --dist worksteal $(QUICK:%=tests/test_%.py)
+	$(RUN)python -m pytest -n 2 --dist worksteal $(QUICK:%=tests/%.py)
 
 # Random calls against float64; FUZZ="--seconds 600 --jobs 8" and the like, see docs/reliability.md.
 fuzz: $(STAMP)

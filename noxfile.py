@@ -24,7 +24,10 @@ PAIRS = [
     ("2.15.0", "3.9.0"),
 ]
 # Numbers, kernels, compile, both paths from hidden states, ranks and shards, the seams to hosts.
-TESTS = ("logprobs", "special_values", "linear", "policy_loss", "compile", "parallel", "shards", "seams", "policy_head")
+TESTS = (
+    *("score/test_logprobs", "score/test_special_values", "score/test_linear", "loss/test_policy_loss"),
+    *("score/test_compile", "score/test_parallel", "score/test_shards", "call/test_seams", "score/test_policy_head"),
+)
 
 
 @nox.session(python=PYTHONS, venv_backend="venv")
@@ -37,7 +40,7 @@ def versions(session: nox.Session, torch: str, triton: str) -> None:
     # Apart from torch, which asks for its own.
     session.install("--no-deps", f"triton=={triton}", "-e", ".")
     report = session.create_tmp() + "/report.xml"
-    files = [f"tests/test_{name}.py" for name in TESTS]
+    files = [f"tests/{name}.py" for name in TESTS]
     session.run(
         "python", "-m", "pytest", *files, f"--junitxml={report}", success_codes=[0, 1], env={"OMP_NUM_THREADS": "1"}
     )

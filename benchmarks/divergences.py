@@ -2,15 +2,15 @@
 
     python benchmarks/divergences.py --out benchmarks/results/divergences.jsonl [--peers FOLDER]
     python benchmarks/divergences.py --case D4096 --only ours
-    python benchmarks/divergences.py --case D2048-4096 --only "top 64" linear_logprobs --kind reverse_kl
+    python benchmarks/divergences.py --case D2048-4096 --only "top 64" logprobs --kind reverse_kl
 
 Every contender is given the same operands and the mean over rows as its loss, and is compared with float64 at sampled
 rows first: the divergence, where it tells it by row, and d_hidden. Bare products are of the same shapes, in the same
 run: student and teacher forward, the same again in backward, d_hidden and d_weight, six in all; four where the loss is
 known in forward. A peak counts everything beyond the operands, gradients included.
 
-A teacher that sent its best log-probs takes no product of its own. Those contenders stand beside ``linear_logprobs`` of
-the same student and beside its bare products.
+A teacher that sent its best log-probs takes no product of its own. Those contenders stand beside ``logprobs`` of the
+same student and beside its bare products.
 """
 
 from __future__ import annotations
@@ -76,8 +76,12 @@ class Inputs:
     target: Tensor
 
     @property
-    def teacher(self) -> ll.Teacher:
-        return ll.Teacher(self.teacher_hidden, self.teacher_weight)
+    def logits(self) -> ll.Logits:
+        return ll.Logits(self.hidden, self.weight)
+
+    @property
+    def teacher(self) -> ll.Logits:
+        return ll.Logits(self.teacher_hidden, self.teacher_weight)
 
     @cached_property
     @torch.no_grad()
@@ -115,15 +119,18 @@ Scored = tuple[Tensor, Tensor | None]
 
 
 def two_passes(x: Inputs, kind: str) -> Scored:
-    rows = ll.linear_divergence(x.hidden, x.weight, x.teacher, x.target, kind=kind).divergence  # pyright: ignore[reportArgumentType]
+    return _divergence(x, kind, x.teacher)
+
+
+def _divergence(x: Inputs, kind: Any, teacher: ll.Logits | ll.Teacher) -> Scored:
+    rows = ll.logprobs(x.logits, x.target, teacher=teacher, divergence=kind).divergence
+    assert rows is not None
     return rows.mean(), rows.detach()
 
 
 def as_a_loss(x: Inputs, kind: str, memory: str = "2560MiB") -> Scored:
     objective = ll.Objective.recipe("distill", divergence=kind)
-    loss, _, stats = ll.linear_policy_loss(
-        x.hidden, x.weight, x.target, objective, teacher=x.teacher, memory=memory, return_stats=True
-    )
+    loss, _, stats = ll.policy_loss(x.logits, x.target, objective, teacher=x.teacher, memory=memory, return_stats=True)
     return loss, stats.divergence
 
 
@@ -137,20 +144,17 @@ def best_alone(x: Inputs, kind: str) -> Scored:
 
 def _of_sent(x: Inputs, kind: str, tail: str) -> Scored:
     teacher = ll.Teacher.from_top_k(*x.sent, tail=tail)  # pyright: ignore[reportArgumentType]
-    rows = ll.linear_divergence(x.hidden, x.weight, teacher, x.target, kind=kind).divergence  # pyright: ignore[reportArgumentType]
-    return rows.mean(), rows.detach()
+    return _divergence(x, kind, teacher)
 
 
 def best_as_a_loss(x: Inputs, kind: str, memory: str = "2560MiB") -> Scored:
     objective, teacher = ll.Objective.recipe("distill", divergence=kind), ll.Teacher.from_top_k(*x.sent)
-    loss, _, stats = ll.linear_policy_loss(
-        x.hidden, x.weight, x.target, objective, teacher=teacher, memory=memory, return_stats=True
-    )
+    loss, _, stats = ll.policy_loss(x.logits, x.target, objective, teacher=teacher, memory=memory, return_stats=True)
     return loss, stats.divergence
 
 
 def logprobs_alone(x: Inputs, kind: str) -> Scored:
-    rows = -ll.linear_logprobs(x.hidden, x.weight, x.target, memory="1GiB").logprob
+    rows = -ll.logprobs(x.logits, x.target, memory="1GiB").logprob
     return rows.mean(), rows.detach()
 
 
@@ -251,7 +255,7 @@ CONTENDERS = {
     "Liger": Contender(liger, 4),
     "torch.compile": Contender(compiled, 4),
     "plain torch": Contender(plain, 4),
-    "linear_logprobs": Contender(logprobs_alone, OWN, truth_of_target, ("log-prob",)),
+    "logprobs": Contender(logprobs_alone, OWN, truth_of_target, ("log-prob",)),
     f"top {BEST}, bucket": Contender(best_and_rest, OWN, truth_of_rest),
     f"top {BEST}, bucket, as a loss": Contender(best_as_a_loss, OWN_ONCE, truth_of_rest),
     f"top {BEST}, renormalised": Contender(best_alone, OWN, truth_of_best),

@@ -23,9 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from logitless.backends.contract import Problem
+from logitless.backends.contract import Problem, Product
 from logitless.backends.triton import products
-from logitless.backends.triton.products import Product
 from logitless.machine import ProductSizes, product_sizes, tiles_per_part
 from logitless.softmax import Coefficients, Normaliser, Statistic, coefficients, normaliser
 

@@ -1,7 +1,7 @@
 """What statistics beyond the softmax cost: each beside the plain call, from hidden states and from logits.
 
     python benchmarks/extras.py --out benchmarks/results/extras.jsonl        the GPU's sizes, or the CPU's
-    python benchmarks/extras.py --only "further_ids of 64"                   one of them, beside "nothing"
+    python benchmarks/extras.py --only "ids of 64"                           one of them, beside "nothing"
 
 Every contender is the call with one thing more asked for, forward and, where it has a gradient, forward and backward.
 Values are compared with float64 at sampled rows first. Plain torch's ``topk`` of logits that exist is in the same run.
@@ -71,17 +71,17 @@ def contenders(x: Inputs) -> dict[str, dict[str, Any]]:
         "nothing": {},
         **{name: {"stats": (name,)} for name in ALL},
         **{f"top_k={k}": {"top_k": k} for k in (5, 20, 128)},
-        **{f"further_ids of {k}": {"further_ids": x.ids[:, :k].contiguous()} for k in (8, 64)},
+        **{f"ids of {k}": {"ids": x.ids[:, :k].contiguous()} for k in (8, 64)},
         "all stats, top_k=20": {"stats": ALL, "top_k": 20},
     }
 
 
 def differentiated(out: ll.TokenStats) -> list[Tensor]:
-    return [v for v in (out.logprob, out.collision, out.mean_logit, out.further_logprobs) if v is not None]
+    return [v for v in (out.logprob, out.collision, out.mean_logit, out.ids_logprobs) if v is not None]
 
 
 def step(x: Inputs, asked: dict[str, Any]) -> tuple[Tensor, ...]:
-    results = differentiated(ll.linear_logprobs(x.hidden, x.weight, x.target, **asked))
+    results = differentiated(ll.logprobs(ll.Logits(x.hidden, x.weight), x.target, **asked))
     return torch.autograd.grad(results, (x.hidden, x.weight), [torch.ones_like(v) for v in results])
 
 
@@ -104,8 +104,8 @@ def worst(x: Inputs, asked: dict[str, Any]) -> float:
     if "top_k" in asked:
         right["top_k_ids"] = best[:, : asked["top_k"]]
         right["top_k_logprobs"] = log_p.gather(1, best)[:, : asked["top_k"]]
-    if "further_ids" in asked:
-        right["further_logprobs"] = log_p.gather(1, asked["further_ids"][rows])
+    if "ids" in asked:
+        right["ids_logprobs"] = log_p.gather(1, asked["ids"][rows])
     found = 0.0
     for name, exact in right.items():
         mine = getattr(out, name)
@@ -125,15 +125,18 @@ def run(
         if unknown:
             raise SystemExit(f"--only: no {unknown[0]!r} among {', '.join(asked_for)}")
         asked_for = {name: asked for name, asked in asked_for.items() if name in ("nothing", *only)}
-    forward = torch.no_grad()(ll.linear_logprobs)
-    from_logits = torch.no_grad()(ll.logprobs)
+    forward = torch.no_grad()(ll.logprobs)
+
+    def from_hidden(asked: dict[str, Any]) -> ll.TokenStats:
+        return forward(ll.Logits(x.hidden, x.weight), x.target, **asked)
+
     timed: dict[str, Callable[[], object]] = {"plain torch, topk(20)": lambda: x.logits.topk(20)}
     lines: dict[str, dict[str, Any]] = {"plain torch, topk(20)": {}}
     for name, asked in asked_for.items():
-        peak = peak_bytes(lambda asked=asked: forward(x.hidden, x.weight, x.target, **asked), device)
+        peak = peak_bytes(lambda asked=asked: from_hidden(asked), device)
         lines[name] = {"error": worst(x, asked), "forward_peak_bytes": peak}
-        timed[f"{name}, hidden"] = lambda asked=asked: forward(x.hidden, x.weight, x.target, **asked)
-        timed[f"{name}, logits"] = lambda asked=asked: from_logits(x.logits, x.target, **asked)
+        timed[f"{name}, hidden"] = lambda asked=asked: from_hidden(asked)
+        timed[f"{name}, logits"] = lambda asked=asked: forward(x.logits, x.target, **asked)
         timed[f"{name}, step"] = lambda asked=asked: step(x, asked)
     laps = {name: statistics.median(found) for name, found in interleaved(timed, x.hidden, x.weight, repeats).items()}
     for name, line in lines.items():

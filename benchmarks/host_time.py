@@ -47,13 +47,16 @@ def steps(device: torch.device) -> dict[str, Callable[[], object]]:
 
     def policy_loss() -> None:
         fields = {"old_logprob": "current", "advantage": advantage}
-        ll.linear_policy_loss(hidden, weight, rows, objective, **fields)[0].backward()
+        ll.policy_loss(ll.Logits(hidden, weight), rows, objective, **fields)[0].backward()
+
+    def from_hidden() -> None:
+        loss_of(ll.logprobs(ll.Logits(hidden, weight), rows, entropy="grad")).backward()
 
     return {
         "plain torch from logits": plain,
         "logprobs": lambda: loss_of(ll.logprobs(logits, rows, entropy="grad")).backward(),
-        "linear_logprobs": lambda: loss_of(ll.linear_logprobs(hidden, weight, rows, entropy="grad")).backward(),
-        "linear_policy_loss": policy_loss,
+        "logprobs of Logits": from_hidden,
+        "policy_loss": policy_loss,
         "Rows.packed": lambda: ll.Rows.packed(samples, [TOKENS // 4 - 1] * 4, device=device),
     }
 
@@ -72,7 +75,7 @@ def small(device: torch.device) -> dict[str, Callable[[], object]]:
             found[f"plain torch from logits, {name}"] = partial(_plain, logits, None, **shared)
             found[f"logprobs, {name}"] = partial(_ours, logits, None, **shared)
             found[f"plain torch from hidden states, {name}"] = partial(_plain, hidden, weight, **shared)
-            found[f"linear_logprobs, {name}"] = partial(_ours, hidden, weight, **shared)
+            found[f"logprobs of Logits, {name}"] = partial(_ours, hidden, weight, **shared)
     return found
 
 
@@ -84,10 +87,7 @@ def _plain(x: torch.Tensor, weight: torch.Tensor | None, target: torch.Tensor, e
 
 
 def _ours(x: torch.Tensor, weight: torch.Tensor | None, target: torch.Tensor, entropy: Any) -> None:
-    if weight is None:
-        out = ll.logprobs(x, target, entropy=entropy)
-    else:
-        out = ll.linear_logprobs(x, weight, target, entropy=entropy)
+    out = ll.logprobs(x if weight is None else ll.Logits(x, weight), target, entropy=entropy)
     loss = out.logprob.sum() if out.entropy is None else out.logprob.sum() + out.entropy.sum()
     torch.autograd.grad(loss, x if weight is None else (x, weight))
 

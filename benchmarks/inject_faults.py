@@ -35,7 +35,7 @@ RECORD = ROOT / "benchmarks" / "results" / "faults.json"
 PAGE = ROOT / "docs" / "reliability.md"
 START, END = "<!-- faults: make faults -->\n", "<!-- end of faults -->"
 
-CALLS = ("logprobs", "linear_logprobs", "linear_policy_loss")
+CALLS = ("logprobs", "logprobs of Logits", "policy_loss")
 
 
 def allocations() -> dict[str, dict[str, int]]:

@@ -2,7 +2,7 @@
 
     python benchmarks/loss_routes.py --out benchmarks/results/h200-routes.jsonl
 
-The model (``policy_loss/plan.py``, with the numbers of ``machine.py``) chooses one of them before anything runs. Each
+The model (``route/costs.py``, with the numbers of ``machine.py``) chooses one of them before anything runs. Each
 line has the time of three bare products in the same run, the measured and the predicted time of each route, and which
 was chosen: the choice should be the fastest, or within a few percent of it.
 """
@@ -19,9 +19,12 @@ from unittest import mock
 import torch
 
 import logitless as ll
-from logitless.from_hidden.plan import chunk_tiles, exponentials_row
+from logitless.call import MEMORY
 from logitless.machine import Machine
-from logitless.policy_loss import plan as plans
+from logitless.route import loss as plans
+from logitless.route.costs import LossShape, one_pass_seconds, two_pass_seconds
+from logitless.route.plan import Plan
+from logitless.route.tiles import chunk_tiles, even_chunks, exponentials_row
 from logitless.spec import parse_memory
 
 VOCAB = 151936
@@ -32,20 +35,20 @@ CASES = [
 ]
 
 
-def routes(shape: plans.LossShape, memory: int) -> dict[str, plans.LossPlan]:
+def routes(shape: LossShape, memory: int) -> dict[str, Plan]:
     """One pass with logits, one pass with exponentials, two passes."""
     sizes = shape.sizes
     tiles = chunk_tiles(sizes, memory)
     room = (memory - tiles.rows * tiles.columns * sizes.logits_bytes) // exponentials_row(sizes, tiles.columns)
     chunks = {
-        "logits": (plans.even_chunks(sizes.rows, memory // (sizes.columns * sizes.logits_bytes)), None),
-        "exponentials": (plans.even_chunks(sizes.rows, room), tiles),
+        "logits": (even_chunks(sizes.rows, memory // (sizes.columns * sizes.logits_bytes)), None),
+        "exponentials": (even_chunks(sizes.rows, room), tiles),
     }
     found = {
-        name: plans.LossPlan("one pass", cut, False, sizes.columns, some, memory, "")
+        name: Plan("one pass", "", chunks=cut, columns=sizes.columns, tiles=some, elementwise=memory)
         for name, (cut, some) in chunks.items()
     }
-    return {**found, "two passes": plans.LossPlan("two passes", (), False, 0, None, 0, "")}
+    return {**found, "two passes": Plan("two passes", "")}
 
 
 def milliseconds(step: Callable[[], object], repeats: int = 5) -> float:
@@ -69,7 +72,7 @@ def measure(tokens: int, hidden: int, memory: str) -> dict[str, object]:
     objective, machine = ll.Objective(entropy_coef=0.01), Machine.of(device)
     given = {"logits_dtype": torch.float32, "machine": machine, "bias": False, "capped": False}
     given["fused"] = machine.epilogues and hidden % 8 == 0
-    shape = plans.LossShape.of((tokens,), VOCAB, hidden, dtype=dtype, **given)
+    shape = LossShape.of((tokens,), VOCAB, hidden, dtype=dtype, **given)
     z, d_z = torch.empty(4096, VOCAB, device=device, dtype=dtype), torch.randn(4096, VOCAB, device=device, dtype=dtype)
 
     def products() -> None:
@@ -82,16 +85,18 @@ def measure(tokens: int, hidden: int, memory: str) -> dict[str, object]:
     def step() -> None:
         x.grad = w.grad = None
         fields = {"old_logprob": "current", "advantage": advantage, "memory": memory}
-        ll.linear_policy_loss(x, w, target, objective, **fields)[0].backward()
+        ll.policy_loss(ll.Logits(x, w), target, objective, **fields)[0].backward()
 
     assert machine.costs is not None
     floor, times, told = milliseconds(products), {}, {}
     for name, plan in routes(shape, budget).items():
         with mock.patch.object(plans, "choose_loss_plan", lambda *_, plan=plan: plan):
             times[name] = milliseconds(step)
-        one = plan.kind == "one pass"
-        seconds = plans.one_pass_seconds(machine.costs, shape, plan) if one else None
-        told[name] = 1e3 * (plans.two_pass_seconds(machine.costs, shape, budget) if seconds is None else seconds)
+        if plan.kind == "one pass":
+            seconds = one_pass_seconds(machine.costs, shape, plan.chunks, plan.tiles)
+        else:
+            seconds = two_pass_seconds(machine.costs, shape, min(budget, parse_memory(MEMORY["hidden"])))
+        told[name] = 1e3 * seconds
     chosen = plans.choose_loss_plan(shape, False, None, budget)
     kind = chosen.kind if chosen.kind == "two passes" else "logits" if chosen.tiles is None else "exponentials"
     case = {"tokens": tokens, "vocab": VOCAB, "hidden": hidden, "memory": memory}

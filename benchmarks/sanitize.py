@@ -36,8 +36,8 @@ import logitless as ll
 from benchmarks.bench.records import Environment
 from logitless.backends import triton as backend
 from logitless.backends.triton import divergences, products
-from logitless.extras import STATS
 from logitless.machine import Machine
+from logitless.readings.table import STATS
 
 ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "src" / "logitless" / "backends" / "triton"
@@ -63,23 +63,26 @@ def target_of(columns: int, device: str) -> torch.Tensor:
     return torch.tensor([0, columns - 10, -100, 5, 17, 3, 1], device=device)
 
 
-def kept_of(device: str) -> ll.Kept:
+def kept_of(device: str, scope: Any = "vocabulary") -> ll.Kept:
     lengths = torch.tensor([3, 0, 2, 1, 4, 1, 2], device=device)
-    return ll.Kept(torch.arange(13, device=device) * 3, lengths)
+    return ll.Kept(torch.arange(13, device=device) * 3, lengths, scope)
 
 
 def finish(out: ll.TokenStats) -> None:
-    graded = (out.logprob, out.entropy, out.collision, out.mean_logit, out.further_logprobs)
+    graded = (out.logprob, out.entropy, out.collision, out.mean_logit, out.ids_logprobs)
     torch.stack([x.sum() for x in graded if x is not None]).sum().backward()
 
 
-def from_logits(device: str, dtype: torch.dtype, *, columns: int = COLUMNS, **options: Any) -> None:
+def from_logits(
+    device: str, dtype: torch.dtype, *, columns: int = COLUMNS, overwrite: bool = False, **options: Any
+) -> None:
     """All rows in order, and then some of them by index."""
     target = target_of(columns, device)
     for rows in (target, (torch.arange(ROWS, device=device) + 2, target)):
         leaf = torch.randn(ROWS if rows is target else ROWS + 3, columns, device=device).to(dtype).requires_grad_()
         # Only a result may be written over, not a leaf.
-        finish(ll.logprobs(leaf * 1.0, rows, backend="triton", **options))
+        logits = ll.Logits.given(leaf * 1.0, overwrite=overwrite)
+        finish(ll.logprobs(logits, rows, backend="triton", **options))
 
 
 def operands(
@@ -90,12 +93,12 @@ def operands(
 
 
 def from_hidden(
-    device: str, dtype: torch.dtype, *, frozen: bool = False, width: int = WIDTH, further: int = 0, **options: Any
+    device: str, dtype: torch.dtype, *, frozen: bool = False, width: int = WIDTH, ids: int = 0, **options: Any
 ) -> None:
     hidden, weight = operands(device, dtype, frozen, width)
-    if further:
-        options["further_ids"] = torch.randint(COLUMNS, (ROWS, further), device=device)
-    finish(ll.linear_logprobs(hidden, weight, target_of(COLUMNS, device), backend="triton", **options))
+    if ids:
+        options["ids"] = torch.randint(COLUMNS, (ROWS, ids), device=device)
+    finish(ll.logprobs(ll.Logits(hidden, weight), target_of(COLUMNS, device), backend="triton", **options))
 
 
 def policy_loss(device: str, dtype: torch.dtype, **options: Any) -> None:
@@ -105,34 +108,35 @@ def policy_loss(device: str, dtype: torch.dtype, **options: Any) -> None:
     # At these sizes two passes would cost less everywhere.
     machine = replace(Machine.of(torch.device(device)), costs=None)
     with mock.patch.object(Machine, "of", return_value=machine):
-        loss, _ = ll.linear_policy_loss(hidden, weight, rows, objective, backend="triton", **options, **given)
+        loss, _ = ll.policy_loss(ll.Logits(hidden, weight), rows, objective, backend="triton", **options, **given)
     (2 * loss).backward()
 
 
 def divergence(device: str, dtype: torch.dtype, **options: Any) -> None:
     """Of hidden states of two models, of which the teacher's has a smaller vocabulary; then of their logits."""
     hidden, weight = operands(device, dtype)
-    teacher = ll.Teacher(hidden.detach() + 1, weight.detach()[:-9])
+    options["backend"] = "triton"
+    teacher = ll.Logits(hidden.detach() + 1, weight.detach()[:-9])
     rows = target_of(COLUMNS - 9, device)
-    ll.linear_divergence(hidden, weight, teacher, rows, backend="triton", **options).divergence.sum().backward()
+    ll.logprobs(ll.Logits(hidden, weight), rows, teacher=teacher, **options).divergence.sum().backward()
     logits = torch.randn(ROWS + 3, COLUMNS, device=device).to(dtype).requires_grad_()
     rows = (torch.arange(ROWS, device=device) + 2, rows)
     teacher = torch.randn(ROWS + 3, COLUMNS - 9, device=device)
-    ll.divergence(logits, teacher, rows, backend="triton", **options).divergence.sum().backward()
+    ll.logprobs(logits, rows, teacher=teacher, **options).divergence.sum().backward()
 
 
 CALLS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "logprobs": (from_logits, {}),
     "logprobs, entropy": (from_logits, {"entropy": "grad"}),
     "logprobs, more than a tile": (from_logits, {"entropy": "grad", "columns": WIDE}),
-    "logprobs, over the logits": (from_logits, {"entropy": "grad", "overwrite_logits": True}),
+    "logprobs, over the logits": (from_logits, {"entropy": "grad", "overwrite": True}),
     "logprobs, softcap and padding": (
         from_logits,
         {"entropy": "grad", "head": ll.Head(temperature=0.7, softcap=20.0, vocab_size=COLUMNS - 9)},
     ),
     "logprobs, statistics": (from_logits, {"stats": STATS, "top_k": 5}),
     "logprobs, statistics, more than a tile": (from_logits, {"stats": STATS, "top_k": 5, "columns": WIDE}),
-    "linear, statistics": (from_hidden, {"stats": STATS, "top_k": 40, "further": 3, "memory": 64 << 10}),
+    "linear, statistics": (from_hidden, {"stats": STATS, "top_k": 40, "ids": 3, "memory": 64 << 10}),
     "linear, collision of stored exponentials": (from_hidden, {"stats": ("collision",), "memory": "513MiB"}),
     "linear, logits again": (from_hidden, {"entropy": "grad", "memory": 64 << 10}),
     "linear, softcap": (from_hidden, {"entropy": "grad", "memory": 64 << 10, "head": ll.Head(softcap=20.0)}),
@@ -147,14 +151,14 @@ CALLS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     ),
     "loss in one pass": (policy_loss, {}),
     "loss in one pass, chunks": (policy_loss, {"memory": 4 * COLUMNS * 4}),
-    "divergence, forward": (divergence, {"kind": "forward_kl"}),
-    "divergence, mixed": (divergence, {"kind": "jsd", "head": ll.Head(softcap=20.0)}),
-    "divergence, variation": (divergence, {"kind": "tv"}),
+    "divergence, forward": (divergence, {"divergence": "forward_kl"}),
+    "divergence, mixed": (divergence, {"divergence": "jsd", "head": ll.Head(softcap=20.0)}),
+    "divergence, variation": (divergence, {"divergence": "tv"}),
 }
-KEPT: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
-    "logprobs, kept ids": (from_logits, {"entropy": "grad"}),
-    "linear, kept ids": (from_hidden, {"entropy": "grad"}),
-    "linear, kept ids alone": (from_hidden, {"entropy": "grad", "scope": "support"}),
+KEPT: dict[str, tuple[Callable[..., None], str]] = {
+    "logprobs, kept ids": (from_logits, "vocabulary"),
+    "linear, kept ids": (from_hidden, "vocabulary"),
+    "linear, kept ids alone": (from_hidden, "support"),
 }
 
 
@@ -173,8 +177,8 @@ def launched_by(device: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> dict[s
         for dtype in dtypes:
             for call, options in CALLS.values():
                 call(device, dtype, **options)
-            for call, options in KEPT.values():
-                call(device, dtype, kept=kept_of(device), **options)
+            for call, scope in KEPT.values():
+                call(device, dtype, kept=kept_of(device, scope), entropy="grad")
     finally:
         for module in (backend, products, divergences):
             module.launch = launch

@@ -93,13 +93,13 @@ Scores = tuple[Tensor, Tensor | None]
 
 
 def support(x: Inputs) -> Scores:
-    out = ll.linear_logprobs(x.hidden, x.weight, x.target, kept=x.kept, scope="support", entropy="grad")
+    out = ll.logprobs(ll.Logits(x.hidden, x.weight), x.target, kept=x.kept.over("support"), entropy="grad")
     return out.logprob, out.entropy
 
 
 def vocabulary(x: Inputs) -> Scores:
     """The whole product, and log-probs over the support gathered out of it; entropy is that of the whole row."""
-    return ll.linear_logprobs(x.hidden, x.weight, x.target, kept=x.kept).logprob, None
+    return ll.logprobs(ll.Logits(x.hidden, x.weight), x.target, kept=x.kept).logprob, None
 
 
 def masked(x: Inputs) -> Scores:

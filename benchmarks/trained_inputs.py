@@ -39,7 +39,6 @@ from benchmarks.bench.run import Selection, run
 from logitless.backends.contract import SLACK, Running
 from logitless.backends.reference import move
 from logitless.backends.triton.products import SLACKS
-from logitless.from_hidden.plan import LinearPlan
 
 QUANTILES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0)
 CONFIDENT = 0.99
@@ -68,11 +67,11 @@ def routes(trained: Trained) -> list[Route]:
     Products that write exponentials for later take each tile's own maximum: nothing is guessed, and ``used`` says so.
     """
     hidden = trained.hidden.detach().requires_grad_()
-    frozen = ll.explain(hidden, trained.weight, trained.target, entropy="value")
+    frozen = ll.explain(ll.logprobs, ll.Logits(hidden, trained.weight), trained.target, entropy="value")
     weight = trained.weight.detach().requires_grad_()
-    stored = ll.explain(hidden, weight, trained.target, entropy="grad", memory="6.5GiB")
-    assert isinstance(frozen, LinearPlan)
-    assert isinstance(stored, LinearPlan)
+    stored = ll.explain(ll.logprobs, ll.Logits(hidden, weight), trained.target, entropy="grad", memory="6.5GiB")
+    assert frozen.forward is not None
+    assert stored.forward is not None
     assert stored.backward is not None
     slack = SLACKS[hidden.dtype] if frozen.forward.fused else SLACK
     return [

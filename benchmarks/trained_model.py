@@ -181,9 +181,8 @@ def train(model: Any, ids: Tensor, sizes: Sizes, effort: Effort, tell: Callable[
         for group in optimizer.param_groups:
             group["lr"] = effort.rate * _rate(share)
         window = _windows(ids, sizes, generator).to(device)
-        loss, _ = ll.linear_policy_loss(
-            *_operands(model, window[:, :-1]), window[:, 1:].reshape(-1), objective, memory="2.5GiB"
-        )
+        logits = ll.Logits(*_operands(model, window[:, :-1]))
+        loss, _ = ll.policy_loss(logits, window[:, 1:].reshape(-1), objective, memory="2.5GiB")
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -119,7 +119,7 @@ def draw(shape: Shape, sequences: int, device: torch.device) -> Batch:
 def with_old(batch: Batch, model: Any) -> Batch:
     """The batch with old log-probs: those of the model, and a tenth of noise."""
     hidden = model.model(batch.tokens, use_cache=False).last_hidden_state
-    logprob = ll.linear_logprobs(hidden, model.lm_head.weight, batch.rows).logprob.reshape(batch.old.shape)
+    logprob = ll.logprobs(ll.Logits(hidden, model.lm_head.weight), batch.rows).logprob.reshape(batch.old.shape)
     generator = torch.Generator(batch.old.device).manual_seed(2)
     return batch._replace(old=logprob + 0.1 * torch.randn(logprob.shape, generator=generator, device=logprob.device))
 
@@ -175,7 +175,7 @@ OBJECTIVE = ll.Objective(policy="ppo_clip", clip=CLIP, reduce="token_mean")
 
 
 def ours(hidden: Tensor, weight: Tensor, batch: Batch) -> Tensor:
-    return ll.linear_policy_loss(hidden, weight, batch.rows, OBJECTIVE, **batch.fields())[0]
+    return ll.policy_loss(ll.Logits(hidden, weight), batch.rows, OBJECTIVE, **batch.fields())[0]
 
 
 CONTENDERS: dict[str, Callable[[Tensor, Tensor, Batch], Tensor]] = {

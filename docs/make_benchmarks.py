@@ -131,7 +131,7 @@ a long run; those after it follow some hundred milliseconds of products.
 POLICY_LOSS = """## Policy loss
 
 PPO's clipped loss with an entropy bonus, from hidden states to the gradients of hidden states and head: T = 16384,
-V = 151936, D = 4096, bfloat16. `linear_policy_loss` (`logitless-loss`) may use 2.5 GiB, `linear_logprobs` with an
+V = 151936, D = 4096, bfloat16. `policy_loss` (`logitless-loss`) may use 2.5 GiB, `logprobs` with an
 objective (`logitless`) its default of 256 MiB. The floor is three products.
 """
 

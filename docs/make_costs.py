@@ -96,7 +96,7 @@ class Page:
 
     def read(self) -> list[Record]:
         """The newest record of each case and contender, in the order of their first appearance."""
-        lines = [json.loads(line) for line in (RESULTS / self.records).read_text(encoding="utf-8").splitlines()]
+        lines = [_renamed(json.loads(line)) for line in (RESULTS / self.records).read_text("utf-8").splitlines()]
         return list({(x["case"]["name"], *(x[name] for name in self.names)): x for x in lines}.values())
 
     def made(self) -> str:
@@ -114,6 +114,18 @@ PAGES = (
     Page("distillation.md", "divergences.jsonl", ("contender", "kind"), divergences),
     Page("statistics.md", "extras.jsonl", ("asked",), extras),
 )
+
+
+RENAMED = {
+    **{f"further_ids of {k}": f"ids of {k}" for k in (8, 64)},
+    "linear_logprobs": "logprobs",
+}
+"""Names in records that are older than the calls that they are of."""
+
+
+def _renamed(record: Record) -> Record:
+    """The record in today's words."""
+    return {key: RENAMED.get(x, x) if isinstance(x, str) else x for key, x in record.items()}
 
 
 def _where(record: Record) -> str:

@@ -124,10 +124,10 @@ def notes(records: Sequence[Record]) -> str:
         f"need another {more.pop()}.",
         f"* From bfloat16 hidden states of size {of_loss.case['hidden']}, PPO's loss with entropy and its gradients: "
         f"plain torch {costs['torch']}, `torch.compile` {costs['torch.compile']} (logits in bfloat16), verl's kernel "
-        f'{costs["verl-kernel"]}; `linear_policy_loss` under `memory="{of_loss.case["memory"]}"` '
-        f"{costs['logitless-loss']}, `linear_logprobs` and the objective under 256 MiB {costs['logitless']}. The floor "
+        f'{costs["verl-kernel"]}; `policy_loss` of `Logits` under `memory="{of_loss.case["memory"]}"` '
+        f"{costs['logitless-loss']}, `logprobs` and the objective under 256 MiB {costs['logitless']}. The floor "
         f"of three products is {of_loss.floor_ms:.0f} ms.",
-        f"* `linear_logprobs` of size {own.case['hidden']} with an entropy gradient: {_cost(own)}; "
+        f"* `logprobs` of `Logits` of size {own.case['hidden']} with an entropy gradient: {_cost(own)}; "
         + ", ".join(f"{text} {_cost(r)}" for text, r in heads.items())
         + ".",
     ]

@@ -3,7 +3,7 @@
 A transformer of width 64 learns a task from examples. One of width 16, which knows nothing, then learns from it alone:
 
     the student samples responses  ->  the teacher reads them  ->  KL(student || teacher) of every response token
-    ->  linear_policy_loss(teacher=...), backward. Logits of neither model are stored.
+    ->  policy_loss(teacher=...), backward. Logits of neither model are stored.
 
 Twice: from the teacher's hidden states and head, and from nothing but its four best log-probs of every token, as a
 server sends them. ``--figure out/distillation`` draws both (matplotlib), light and dark.
@@ -47,6 +47,11 @@ def batch(model: Policy, chance: torch.Generator) -> tuple[Tensor, ll.Rows, Tens
     return tokens, rows, reward(tokens, lengths)
 
 
+def logits_of(model: Policy, tokens: Tensor) -> ll.Logits:
+    """The model's logits, which are not computed."""
+    return ll.Logits(model.hidden(tokens), model.head.weight)
+
+
 def trained_teacher(steps: int = 60) -> Policy:
     """From examples: the last token of the prompt, over and over, and now and then any other."""
     torch.manual_seed(0)
@@ -59,7 +64,7 @@ def trained_teacher(steps: int = 60) -> Policy:
         answers = torch.where(other, torch.randint(1, VOCAB, answers.shape, generator=chance), answers)
         tokens = torch.cat([prompts, answers], 1)
         rows = ll.Rows.padded(tokens, [RESPONSE] * BATCH, lengths=[PROMPT + RESPONSE] * BATCH)
-        loss, _ = ll.linear_policy_loss(teacher.hidden(tokens), teacher.head.weight, rows, SFT)
+        loss, _ = ll.policy_loss(logits_of(teacher, tokens), rows, SFT)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -68,7 +73,7 @@ def trained_teacher(steps: int = 60) -> Policy:
 
 def server(teacher: Policy, tokens: Tensor, rows: ll.Rows) -> ll.Teacher:
     """What is left of a teacher behind a server: its best few log-probs of each response token."""
-    best = ll.linear_logprobs(teacher.hidden(tokens), teacher.head.weight, rows, top_k=SENT)
+    best = ll.logprobs(logits_of(teacher, tokens), rows, top_k=SENT)
     return ll.Teacher.from_top_k(best.top_k_logprobs, best.top_k_ids, tail="bucket")
 
 
@@ -78,19 +83,18 @@ def distil(teacher: Policy, steps: int, top_k: bool) -> Curve:
     student, chance = Policy(width=16), torch.Generator().manual_seed(3)
     optimizer = torch.optim.AdamW(student.parameters(), lr=5e-3)
     read, read_rows, _ = batch(teacher, torch.Generator().manual_seed(4))
-    known = ll.Teacher(teacher.hidden(read), teacher.head.weight)
+    known = logits_of(teacher, read)
     curve = Curve([], [], [])
     for step in range(steps):
         tokens, rows, rewards = batch(student, chance)
-        taught = server(teacher, tokens, rows) if top_k else ll.Teacher(teacher.hidden(tokens), teacher.head.weight)
-        loss, _ = ll.linear_policy_loss(student.hidden(tokens), student.head.weight, rows, DISTILL, teacher=taught)
+        taught = server(teacher, tokens, rows) if top_k else logits_of(teacher, tokens)
+        loss, _ = ll.policy_loss(logits_of(student, tokens), rows, DISTILL, teacher=taught)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
         with torch.no_grad():
-            hidden = student.hidden(read)
-            kl = ll.linear_divergence(hidden, student.head.weight, known, read_rows, kind="forward_kl").divergence
+            kl = ll.logprobs(logits_of(student, read), read_rows, teacher=known, divergence="forward_kl").divergence
         for values, value in zip(curve, (loss.detach(), kl.mean(), rewards.mean()), strict=True):
             values.append(float(value))
         if step % 20 == 0 or step == steps - 1:

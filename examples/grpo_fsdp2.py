@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import logitless as ll
-from logitless.objectives import grpo_advantages
+from logitless.objectives import count_over, grpo_advantages
 
 MICRO = 2  # micro-batches of a rank
 
@@ -58,7 +58,7 @@ def train(steps: int) -> list[float]:
             rows = ll.Rows.padded(tokens[part], response_lengths[part], lengths=lengths)
             batches.append((tokens[part], rows, advantages[part][rows.sample]))
 
-        denominator = ll.count_over([rows for _, rows, _ in batches], OBJECTIVE.reduce, dist.group.WORLD)
+        denominator = count_over([rows for _, rows, _ in batches], OBJECTIVE.reduce, dist.group.WORLD)
         old = ["current"] * MICRO
         for _ in range(2):
             optimizer.zero_grad()

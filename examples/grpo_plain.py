@@ -3,7 +3,7 @@
 A two-layer transformer, made here, learns to repeat the last token of its prompt. One step:
 
     sample a group of responses per prompt  ->  reward  ->  advantage within the group
-    ->  two updates: hidden states, linear_policy_loss, backward. Logits of the update are never stored.
+    ->  two updates: hidden states, policy_loss, backward. Logits of the update are never stored.
 """
 
 from __future__ import annotations
@@ -95,16 +95,9 @@ def train(steps: int) -> list[float]:
 
         old = "current"  # the first update is on policy: its old log-probs are the ones it computes
         for _ in range(2):
-            loss, metrics, stats = ll.linear_policy_loss(
-                policy.hidden(tokens),
-                policy.head.weight,
-                rows,
-                OBJECTIVE,
-                head=HEAD,
-                old_logprob=old,
-                advantage=advantage,
-                return_stats=True,
-            )
+            logits = ll.Logits(policy.hidden(tokens), policy.head.weight)
+            fields = {"old_logprob": old, "advantage": advantage}
+            loss, metrics, stats = ll.policy_loss(logits, rows, OBJECTIVE, head=HEAD, return_stats=True, **fields)
             old = stats.logprob if isinstance(old, str) else old
             optimizer.zero_grad()
             loss.backward()

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from calls import from_hidden, from_logits, loss_from_hidden
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -171,14 +172,14 @@ class Run:
         if self.step.path == "loss":
             assert self.objective is not None
             given = {"bias": x["bias"], **self.fields, **options}
-            loss, _ = ll.linear_policy_loss(x["hidden"], x["weight"], self.rows, self.objective, **given)
+            loss, _ = loss_from_hidden(x["hidden"], x["weight"], self.rows, self.objective, **given)
             self.results = [loss.detach()]
         else:
             if self.step.path == "logprobs":
                 logits = x["logits"] * 1.0 if self.step.overwrite else x["logits"]
-                out = ll.logprobs(logits, self.rows, overwrite_logits=self.step.overwrite, **options)
+                out = from_logits(logits, self.rows, overwrite=self.step.overwrite, **options)
             else:
-                out = ll.linear_logprobs(x["hidden"], x["weight"], self.rows, bias=x["bias"], **options)
+                out = from_hidden(x["hidden"], x["weight"], self.rows, bias=x["bias"], **options)
             loss = (out.logprob * self.upstream[0]).sum()
             if out.entropy is not None:
                 loss = loss + (out.entropy * self.upstream[1]).sum()

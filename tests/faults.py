@@ -26,14 +26,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from calls import from_hidden, from_logits, loss_from_hidden
 from ranks import _context
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from logitless import Contiguous, Head, Kept, Metrics, Objective, Rows, VocabShard, count_over
-from logitless import linear_logprobs as linear
-from logitless import linear_policy_loss as policy_loss
-from logitless import logprobs as from_logits
+from logitless import Contiguous, Head, Kept, Logits, Metrics, Objective, Rows, VocabShard, logprobs, policy_loss
+from logitless.objectives import count_over
 
 TIMEOUT = 2.0
 """Seconds that a group waits."""
@@ -218,7 +217,8 @@ def shard_of(rank: int, group: Any) -> VocabShard:
 
 def run_logprobs(rank: int, world: int, group: Any) -> list[Tensor]:
     leaf = numbers(TOKENS, SHARD, seed=rank).requires_grad_()
-    out = from_logits(leaf, torch.arange(TOKENS), entropy="grad", shard=shard_of(rank, group))
+    logits = Logits.given(leaf, shard=shard_of(rank, group))
+    out = logprobs(logits, torch.arange(TOKENS), entropy="grad")
     (out.logprob.sum() + out.entropy.sum()).backward()
     return [out.logprob.detach(), leaf.grad]
 
@@ -227,8 +227,8 @@ def run_linear(rank: int, world: int, group: Any, sequence_parallel: bool = Fals
     hidden, weight = numbers(TOKENS * world, WIDTH).requires_grad_(), numbers(SHARD, WIDTH, seed=rank).requires_grad_()
     mine = hidden.detach().chunk(world)[rank].clone().requires_grad_() if sequence_parallel else hidden
     target = torch.arange(TOKENS * world) % SHARD
-    shard = shard_of(rank, group)
-    out = linear(mine, weight, target, shard=shard, entropy="grad", sequence_parallel=sequence_parallel)
+    logits = Logits(mine, weight, shard=shard_of(rank, group), sequence_parallel=sequence_parallel)
+    out = logprobs(logits, target, entropy="grad")
     (out.logprob.sum() + out.entropy.sum()).backward()
     return [out.logprob.detach(), mine.grad, weight.grad]
 
@@ -240,10 +240,10 @@ def run_sequence_parallel(rank: int, world: int, group: Any) -> list[Tensor]:
 def run_policy_loss(rank: int, world: int, group: Any) -> list[Tensor]:
     hidden, weight = numbers(TOKENS, WIDTH).requires_grad_(), numbers(SHARD, WIDTH, seed=rank).requires_grad_()
     given = {"old_logprob": numbers(TOKENS, seed=8) - 3, "advantage": numbers(TOKENS, seed=9)}
-    shard, target = shard_of(rank, group), torch.arange(TOKENS)
+    logits, target = Logits(hidden, weight, shard=shard_of(rank, group)), torch.arange(TOKENS)
     # Room for half of the rows: two chunks, each with its collective.
     memory = TOKENS * SHARD * 4
-    loss, _ = policy_loss(hidden, weight, target, Objective(), shard=shard, memory=memory, **given)
+    loss, _ = policy_loss(logits, target, Objective(), memory=memory, **given)
     loss.backward()
     return [loss.detach(), hidden.grad, weight.grad]
 
@@ -273,9 +273,9 @@ def run_count(rank: int, world: int, group: Any) -> list[Tensor]:
 
 PATHS: dict[str, Callable] = {
     "logprobs": run_logprobs,
-    "linear_logprobs": run_linear,
-    "linear_logprobs, sequence parallel": run_sequence_parallel,
-    "linear_policy_loss": run_policy_loss,
+    "logprobs of Logits": run_linear,
+    "logprobs of Logits, sequence parallel": run_sequence_parallel,
+    "policy_loss": run_policy_loss,
     "Rows.gather, Rows.redistribute": run_exchange,
     "Metrics.reduce": run_metrics,
     "count_over": run_count,
@@ -283,9 +283,9 @@ PATHS: dict[str, Callable] = {
 
 
 PRELUDE = {
-    "linear_logprobs": 4,
-    "linear_logprobs, sequence parallel": 4,
-    "linear_policy_loss": 4,
+    "logprobs of Logits": 4,
+    "logprobs of Logits, sequence parallel": 4,
+    "policy_loss": 4,
     "Rows.gather, Rows.redistribute": 2,
     "Metrics.reduce": 2,
 }
@@ -325,12 +325,12 @@ def call_of(path: str, rank: int, group: Any, **changes: Any) -> list[Tensor]:
         if path == "logprobs":
             logits = (hidden @ weight.T).detach().requires_grad_(needs["hidden"])
             out = from_logits(logits, rows, **options, **changes).logprob
-        elif path == "linear_logprobs":
-            out = linear(hidden, weight, rows, **options, **changes).logprob
+        elif path == "logprobs of Logits":
+            out = from_hidden(hidden, weight, rows, **options, **changes).logprob
         else:
             objective = Objective(**changes.pop("objective", {}))
             given = {"old_logprob": numbers(shape, seed=8) - 3, "advantage": changes.pop("advantage", numbers(shape))}
-            out, _ = policy_loss(hidden, weight, rows, objective, **options, **given, **changes)
+            out, _ = loss_from_hidden(hidden, weight, rows, objective, **options, **given, **changes)
     if out.requires_grad:
         out.sum().backward()
     return [out.detach()]
@@ -371,7 +371,7 @@ HEAD = ("temperature", "softcap", "scale", "vocab_size")
 
 def abouts(path: str) -> list[str]:
     """What the ranks of a path can disagree about."""
-    left_out = {"logprobs": (*HIDDEN, *LOSS), "linear_logprobs": LOSS, "linear_policy_loss": ("entropy",)}[path]
+    left_out = {"logprobs": (*HIDDEN, *LOSS), "logprobs of Logits": LOSS, "policy_loss": ("entropy",)}[path]
     return [about for about in DISAGREEMENTS if about not in left_out]
 
 

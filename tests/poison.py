@@ -40,7 +40,8 @@ def _poisoned(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _fill(out: Tensor) -> Tensor:
     if out.is_floating_point():
-        return out.fill_(torch.nan)
+        out.detach().fill_(torch.nan)
+        return out
     if out.dtype in (torch.int32, torch.int64):
         return out.fill_(POISON)
     return out

@@ -22,7 +22,7 @@ from schemes import Layout
 from torch import Tensor
 from truth import plain, truth
 
-from logitless import Head, VocabShard, logprobs
+from logitless import Head, Logits, VocabShard, logprobs
 
 VOCAB, WIDTH = 11, 7
 SHARDS = {1: [(0, 11)], 2: [(0, 4), (4, 11)]}
@@ -164,7 +164,7 @@ def run_split(problem: Problem, setup: Setup, groups: Groups) -> Answer:
     hidden = local_hidden_states(problem, setup, groups, parameters)
     rows = layout.rows(batch, groups.cp_rank, tokens=problem.ids, loss_mask_only=setup.mask_only)
     logits = (hidden @ parameters["head"].T).reshape(*rows.token_shape, stop - start)
-    out = logprobs(logits, rows, entropy="grad", head=Head(temperature=TEMPERATURE), shard=shard)
+    out = logprobs(Logits.given(logits, shard=shard), rows, entropy="grad", head=Head(temperature=TEMPERATURE))
     fields = (out.logprob, out.entropy)
     a, b = zip(*problem.weights(), strict=True)
     if setup.loss == "tokens":

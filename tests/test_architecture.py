@@ -19,9 +19,10 @@ PACKAGE = Path(logitless.__file__).parent
 ORDER = [
     *("errors", "notes", "collectives", "spec", "machine"),
     "rows",
-    *("softmax", "backends", "kept", "support", "extras", "results", "call"),
-    *("from_logits", "from_hidden", "distill", "objectives", "policy_loss"),
-    *("routes", "memory"),
+    *("softmax", "operands", "backends", "readings", "call", "objectives"),
+    *("route", "sources", "passes"),
+    *("score", "loss", "policy_head", "entropy_sample"),
+    "memory",
     *("adapters", "provider"),
     *("", "tools", "__main__"),
 ]
@@ -59,37 +60,26 @@ OF_CHECKOUTS = {
 
 PUBLIC = [
     "Contiguous",
-    "Divergence",
-    "DivergenceStats",
     "Head",
     "Kept",
     "LoRA",
     "LogitlessError",
+    "Logits",
     "Loss",
     "Metrics",
-    "Mismatch",
     "Objective",
     "PolicyHead",
     "Preference",
     "Rows",
     "Teacher",
-    "Teachers",
     "TokenStats",
     "VocabShard",
     "Zigzag",
-    "choose_backend",
-    "count_over",
-    "divergence",
     "estimate",
     "explain",
     "install",
-    "linear_divergence",
-    "linear_logprobs",
-    "linear_policy_loss",
     "logprobs",
-    "mismatch",
-    "sampled_entropy",
-    "shard_of",
+    "policy_loss",
     "status",
     "uninstall",
 ]
@@ -134,9 +124,9 @@ def ids(paths: list[Path]) -> list[str]:
 
 def test_there_is_something_to_check():
     found = {dotted(path) for path in MODULES}
-    assert {"errors", "spec", "rows.rows", "from_logits", "backends.triton.kernels"} <= found
-    found = set(imports(PACKAGE / "from_logits.py"))
-    assert {"torch", "logitless.backends", "logitless.backends.contract", "logitless.errors"} <= found
+    assert {"errors", "spec", "rows.rows", "score", "backends.triton.kernels"} <= found
+    found = set(imports(PACKAGE / "passes/scoring.py"))
+    assert {"torch", "logitless.call", "logitless.backends.contract", "logitless.errors"} <= found
 
 
 def own_imports(path: Path) -> set[str]:

@@ -54,9 +54,9 @@ def logprobs(x: Batch) -> list[Tensor]:
     return gradients_of([out.logprob, out.entropy], list(x.upstream), [logits])
 
 
-def linear_logprobs(x: Batch) -> list[Tensor]:
+def from_hidden(x: Batch) -> list[Tensor]:
     hidden, weight = x.hidden.detach().requires_grad_(), x.weight.detach().requires_grad_()
-    out = ll.linear_logprobs(hidden, weight, x.rows, entropy="grad", memory="8MiB")
+    out = ll.logprobs(ll.Logits(hidden, weight), x.rows, entropy="grad", memory="8MiB")
     return gradients_of([out.logprob, out.entropy], list(x.upstream), [hidden, weight])
 
 
@@ -64,14 +64,14 @@ def policy_loss(x: Batch) -> list[Tensor]:
     hidden, weight = x.hidden.detach().requires_grad_(), x.weight.detach().requires_grad_()
     given = {"old_logprob": "current", "advantage": x.advantage}
     # Several chunks of rows.
-    loss, _ = ll.linear_policy_loss(hidden, weight, x.rows, ll.Objective(), memory="16MiB", **given)
+    loss, _ = ll.policy_loss(ll.Logits(hidden, weight), x.rows, ll.Objective(), memory="16MiB", **given)
     return gradients_of([loss], [torch.ones_like(loss)], [hidden, weight])
 
 
 CALLS: dict[str, Callable[[Batch], list[Tensor]]] = {
     "logprobs": logprobs,
-    "linear_logprobs": linear_logprobs,
-    "linear_policy_loss": policy_loss,
+    "hidden": from_hidden,
+    "loss": policy_loss,
 }
 
 
@@ -90,7 +90,7 @@ def test_a_hundred_runs_have_the_same_bits(name: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("swapped", [False, True], ids=["one first", "other first"])
-@pytest.mark.parametrize("names", [("logprobs", "linear_policy_loss"), ("linear_logprobs", "linear_logprobs")], ids=str)
+@pytest.mark.parametrize("names", [("logprobs", "loss"), ("hidden", "hidden")], ids=str)
 def test_two_streams_at_once(names: tuple[str, str], swapped: bool):
     """Neither uses memory of the other: each has the bits of a run by itself."""
     batches = Batch(1), Batch(2)
@@ -109,7 +109,7 @@ def test_two_streams_at_once(names: tuple[str, str], swapped: bool):
 
 def test_four_threads_each_with_its_stream():
     """Threads share the interpreter, the allocator and autograd's device thread, and no result."""
-    names = [*CALLS, "linear_policy_loss"]
+    names = [*CALLS, "loss"]
     batches = [Batch(seed) for seed in range(3, 7)]
     alone = [CALLS[name](batch) for name, batch in zip(names, batches, strict=True)]
     torch.cuda.synchronize()

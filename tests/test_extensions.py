@@ -1,4 +1,4 @@
-"""One of each kind of extension, added from outside the package: backend, objective, scheme, statistic.
+"""One of each kind of extension, added from outside the package: backend, objective, scheme, reading.
 
 A host from outside is in ``tests/adapters/test_outside_host.py``. CONTRIBUTING lists the files of each kind.
 """
@@ -7,26 +7,25 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from close import assert_close_to_truth
+from calls import loss_from_hidden
+from close import assert_close_to_truth, assert_gradient_close_to_truth
 from torch import Tensor
 from truth import plain, truth
 
 import logitless as ll
-from logitless.backends import OTHERS, tiled
-from logitless.backends.contract import Problem
-from logitless.call import Options, resolve_hidden
-from logitless.from_hidden.plan import choose_plan
-from logitless.from_hidden.projection import Projection
-from logitless.from_hidden.statistics import row_statistics
+from logitless.backends import OTHERS, choose_backend, tiled
+from logitless.backends.contract import Backend, Problem
 from logitless.memory.ledger import NAMES
-from logitless.results import target_column, whole_vocabulary
+from logitless.readings.reading import Plain, Row, Upstream
+from logitless.readings.table import Table
 from logitless.rows.layouts import Scheme, ragged_arange
-from logitless.softmax import FURTHER, Statistic, Sum, merge
+from logitless.softmax import Coefficients, transform
 
 T, V, D = 23, 101, 17
 
@@ -53,7 +52,7 @@ def counting(monkeypatch) -> SimpleNamespace:
 
 
 def test_a_backend(counting):
-    assert ll.choose_backend(torch.zeros(1, 1), "counting").name == "counting"
+    assert choose_backend(torch.zeros(1, 1), "counting").name == "counting"
     logits, target = torch.randn(T, V, requires_grad=True), torch.randint(V, (T,))
     out = ll.logprobs(logits, target, entropy="grad", backend="counting")
     (out.logprob.sum() + out.entropy.sum()).backward()
@@ -62,7 +61,7 @@ def test_a_backend(counting):
     assert_close_to_truth(out.logprob, right.logprob, plain(logits.detach(), torch.arange(T), target).logprob)
     hidden, weight = torch.randn(T, D, requires_grad=True), torch.randn(V, D, requires_grad=True)
     fields = {"old_logprob": "current", "advantage": torch.ones(T)}
-    ll.linear_policy_loss(hidden, weight, target, ll.Objective(), backend="counting", **fields)[0].backward()
+    loss_from_hidden(hidden, weight, target, ll.Objective(), backend="counting", **fields)[0].backward()
     assert counting.calls["gradient_over"] > 0
     with pytest.raises(ll.LogitlessError, match="'counting'"):
         ll.logprobs(logits, target, backend="none such")
@@ -80,11 +79,11 @@ def test_an_objective():
     objective = ll.Objective(policy=squared, policy_options={"power": 3.0})
     hidden, weight = torch.randn(T, D, requires_grad=True), torch.randn(V, D, requires_grad=True)
     target, fields = torch.randint(V, (T,)), {"old_logprob": "current", "advantage": torch.randn(T)}
-    loss, metrics = ll.linear_policy_loss(hidden, weight, target, objective, **fields)
+    loss, metrics = loss_from_hidden(hidden, weight, target, objective, **fields)
     assert float(loss.detach()) == pytest.approx(-float(fields["advantage"].mean()), rel=1e-5)
     assert "how_far" in metrics.means
-    sizes = {"tokens": T, "vocab": V, "hidden": D, "dtype": "float32", "device": "cpu"}
-    assert ll.estimate("linear_policy_loss", **sizes, objective=objective).plan.kind == "one pass"
+    logits = ll.Logits(hidden, weight)
+    assert ll.estimate(ll.policy_loss, logits, target, objective, **fields).plan.kind == "one pass"
 
 
 def by_quantile(inputs):
@@ -134,11 +133,11 @@ def own_term_step(objective, chunks: int, dtype=torch.float64, **options):
     fields = {"old_logprob": "current", **vectors}
     if chunks:
         memory = max(4, dtype.itemsize) << 11 if chunks > 1 else 1 << 20
-        plan = ll.explain(hidden, weight, rows, objective=objective, memory=memory)
+        plan = ll.explain(ll.policy_loss, ll.Logits(hidden, weight), rows, objective, memory=memory)
         assert len(plan.chunks) == chunks or objective.level == "batch"
-        loss, _ = ll.linear_policy_loss(hidden, weight, rows, objective, memory=memory, **fields, **options)
+        loss, _ = loss_from_hidden(hidden, weight, rows, objective, memory=memory, **fields, **options)
     else:
-        loss, _ = objective(ll.linear_logprobs(hidden, weight, rows, entropy=objective.entropy), rows, **fields)
+        loss, _ = objective(ll.logprobs(ll.Logits(hidden, weight), rows, entropy=objective.entropy), rows, **fields)
     loss.backward()
     return loss.detach(), hidden.grad, weight.grad
 
@@ -156,10 +155,16 @@ def test_a_term_that_looks_at_other_rows(name: str):
     torch.testing.assert_close(own_term_step(whole, 2), wanted, rtol=1e-10, atol=1e-12)
 
 
+def test_a_term_that_looks_at_other_rows_beside_one_that_does_not():
+    """The bonus on the entropy has the same gradient however rows are cut, and does not speak for the policy."""
+    with pytest.raises(ll.LogitlessError, match="policy=by_whitening"):
+        own_term_step(ll.Objective(policy=by_whitening, entropy_coef=0.1), 2)
+
+
 def test_a_term_for_all_rows_goes_in_two_passes():
     objective = ll.Objective(policy=by_quantile, level="batch")
     hidden, target = torch.zeros(16, D, requires_grad=True), torch.zeros(16, dtype=torch.int64)
-    shown = str(ll.explain(hidden, torch.zeros(V, D), target, objective=objective))
+    shown = str(ll.explain(ll.policy_loss, ll.Logits(hidden, torch.zeros(V, D)), target, objective))
     assert 'two passes: 4 matrix products, because level="batch" asks for all rows at once.' in shown
     # Means over samples are there where the rows know their samples.
     own_term_step(ll.Objective(policy=by_mean_of_all, level="batch"), 2)
@@ -172,7 +177,7 @@ def test_a_term_that_draws_numbers_is_refused_in_chunks():
 
 def test_in_a_graph_that_can_fetch_nothing_the_loss_is_nan(monkeypatch):
     """As while a CUDA graph is captured."""
-    monkeypatch.setattr("logitless.policy_loss.one_pass._capturing", lambda x: True)
+    monkeypatch.setattr("logitless.passes.one_pass._capturing", lambda x: True)
     assert own_term_step(ll.Objective(policy=by_whitening), 2)[0].isnan()
     assert own_term_step(ll.Objective(policy=steep), 2)[0].isfinite()
 
@@ -257,57 +262,194 @@ def test_a_scheme(padded: bool):
         ll.Rows.packed(samples, responses, cp=SimpleNamespace(rank=0, size=2))
 
 
-# A statistic.
+# A reading.
+
+
+@dataclass(frozen=True)
+class Renyi(Plain):
+    """The Renyi entropy of order 2, -log of the sum of p^2: the maximum and the sum of squared exponentials.
+
+    Attributes:
+        name: the result that it takes the place of; the package has none of its own for it.
+        trained: whether it has a gradient.
+    """
+
+    name: str
+    trained: bool = True
+
+    width = 2
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return (self.name,) if self.trained else ()
+
+    def lines(self, backend: Backend, tile: Problem, rows: slice) -> Tensor:
+        x = tile.logits if tile.index is None else tile.logits[tile.index]
+        z, _ = transform(x[:, : tile.columns].to(tile.gain.dtype), tile.gain[:, None], tile.squash)
+        m = z.amax(1)
+        return torch.stack([m, (2 * (z - m[:, None])).exp().sum(1)])
+
+    def merge(self, parts: Tensor) -> Tensor:
+        m, squares = parts.unbind(1)
+        return torch.stack([m.amax(0), (squares * (2 * (m - m.amax(0))).exp()).sum(0)])
+
+    def results(self, lines: Tensor, row: Row) -> dict[str, Tensor]:
+        m, squares = lines
+        return {self.name: -(squares.log() + 2 * ((m - row.norm.reference) - row.norm.log_sum))}
+
+    def saved(self, lines: Tensor, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"renyi": results[self.name]}
+
+    def extend(self, coef: Coefficients, saved: Mapping[str, Tensor], row: Row, up: Upstream) -> Coefficients:
+        """``-2 g p (p / c - 1)``, where c is the sum of p^2."""
+        if self.name not in up.by:
+            return coef
+        g, p = up.by[self.name], up.logprob.exp()
+        square = -2 * g * saved["renyi"].exp()
+        at_target = coef.at_target + p * (square * p + 2 * g)
+        return coef._replace(plain=coef.plain + 2 * g, at_target=at_target, square=square)
 
 
 @pytest.fixture
-def squares(monkeypatch) -> str:
-    """The sum of e^2: squared, its factor moves it with the reference."""
-    monkeypatch.setitem(FURTHER, "squares", Sum(lambda e, d: e * e, lambda x, shift, factor, part: factor**2 * x))
-    return "squares"
+def renyi(monkeypatch):
+    """Puts the reading into the table of every call that asks for the result whose place it takes."""
+
+    def install(reading: Renyi) -> None:
+        monkeypatch.setattr(Table, "of", staticmethod(lambda stats, *_, **__: Table((reading,)) if stats else None))
+
+    return install
 
 
-def collision(lines: Tensor) -> Tensor:
-    """Sum of p^2 of each row."""
-    row = Statistic.of(lines)
-    return row.further[0] / row.s**2
+def with_renyi(x: Tensor, target: Tensor, y: Tensor | None) -> tuple[Tensor, ...]:
+    """Log-prob, Renyi entropy and KL to a teacher, 0 at rows that are left out, from whole rows of logits."""
+    log_p = x.log_softmax(-1)
+    own = log_p.gather(1, target.clamp_min(0)[:, None])[:, 0]
+    found = (own, -(2 * log_p).exp().sum(-1).log())
+    if y is not None:
+        found = (*found, (y.softmax(-1) * (y.log_softmax(-1) - log_p)).sum(-1))
+    return tuple(torch.where(target == -100, 0.0, z) for z in found)
 
 
-@pytest.mark.parametrize("backend", ["reference", "tiled"])
-def test_a_statistic_of_logits(squares: str, backend: str):
-    """In tiles of a few columns and merged over parts of any width, as over ranks."""
-    logits = 5 * torch.randn(T, V)
-    gain, column = torch.ones(T), torch.zeros(T, dtype=torch.int64)
-    wanted = torch.softmax(logits.double(), -1).square().sum(-1)
-
-    def part(first: int, stop: int) -> Tensor:
-        some = logits[:, first:stop]
-        problem = Problem(some, None, column, gain, 0.0, stop - first, True, 500, first, further=(squares,))
-        return ll.backends.load(backend).statistics(problem)
-
-    whole = part(0, V)
-    torch.testing.assert_close(collision(whole).double(), wanted, rtol=1e-5, atol=0.0)
-    merged = merge(torch.stack([part(0, 40), part(40, 41), part(41, V)]), (squares,))
-    torch.testing.assert_close(collision(merged).double(), wanted, rtol=1e-5, atol=0.0)
-    assert torch.equal(whole_vocabulary(whole, None, None, (squares,))[0], whole)
+PASSES = {
+    "given": ("given", {}),
+    "given, beside a teacher": ("given", {"memory": 3000}),
+    "forward": ("forward", {"memory": 6000}),
+    "frozen": ("frozen", {"memory": 6000}),
+    "recompute": ("recompute", {"memory": 6000}),
+    "batch invariant": ("recompute", {"memory": 200_000}),
+    "keep": ("keep", {"memory": "1MiB"}),
+    "pair": ("pair", {"memory": 20_000}),
+}
+"""A route, and the options that lead to it."""
 
 
-def test_a_statistic_from_hidden_states(squares: str):
+@pytest.mark.parametrize("backend", ["reference", "tiled", "triton"])
+@pytest.mark.parametrize("way", PASSES)
+def test_a_reading(way: str, backend: str, renyi, monkeypatch):
+    """Values and gradients against float64 in every pass over rows, whether they exist or are multiplied."""
+    route, options = PASSES[way]
+    monkeypatch.setattr("logitless.route.plan.WORK", 1 << 14)
+    renyi(Renyi("collision", trained=way not in ("forward", "frozen")))
+    dtype = torch.bfloat16 if way == "keep" else torch.float32
+    hidden, weight = ((torch.randn(n, D) / 2).to(dtype) for n in (T, V))
+    operands = [hidden @ weight.T] if route == "given" else [hidden, weight]
+    target, other = torch.randint(V, (T,)), (torch.randn(T, 5), torch.randn(V, 5))
+    target[3] = -100
+    needs = {"forward": (), "frozen": (0,)}.get(way, (0, 1))
+    asked = {"stats": ("collision",), "backend": backend, **options}
+    taught = way == "pair" or "teacher" in way
+    if taught:
+        asked |= {"teacher": ll.Logits(*other), "divergence": "forward_kl"}
+    leaves = [x.detach().requires_grad_(i in needs) for i, x in enumerate(operands)]
+    logits = leaves[0] if route == "given" else ll.Logits(*leaves, batch_invariant=way == "batch invariant")
+    plan = ll.explain(ll.logprobs, logits, target, **asked)
+    assert plan.kind == route
+    assert len(plan.chunks) > 1 if taught else route == "given" or plan.forward.columns < V
+    out = ll.logprobs(logits, target, **asked)
+    ours = [out.logprob, out.collision, *([out.divergence] if taught else [])]
+    assert out.collision.requires_grad == (way not in ("forward", "frozen"))
+    found = {}
+    for wide in (torch.float64, torch.float32):
+        copies = [x.detach().to(wide).requires_grad_(x.requires_grad) for x in leaves]
+        x, y = copies[0] if route == "given" else copies[0] @ copies[1].T, None
+        y = other[0].to(wide) @ other[1].to(wide).T if taught else None
+        found[wide] = copies, with_renyi(x, target, y)
+    for mine, *both in zip(ours, *(results for _, results in found.values()), strict=True):
+        assert_close_to_truth(mine.detach(), *(x.detach() for x in both))
+    if not needs:
+        return
+    steps = torch.linspace(-1, 2, T)
+    gradients = []
+    for copies, results in ((leaves, ours), *found.values()):
+        graded = [x for x in results if x.requires_grad][: 1 if way == "frozen" else None]
+        trained = [x for x in copies if x.requires_grad]
+        gradients.append(torch.autograd.grad(graded, trained, [steps.to(x) for x in graded]))
+    for mine, right, theirs in zip(*gradients, strict=True):
+        if way == "keep":
+            # Three roundings to 16 bits on the way: the exponentials, dZ and the gradient.
+            assert float((mine.double() - right).norm() / right.norm()) < 3 * 2**-9
+        else:
+            assert_gradient_close_to_truth(mine, right, theirs)
+
+
+@pytest.mark.parametrize("source", ["one pass", "two passes", "logits"])
+def test_a_reading_in_a_loss(source: str, renyi):
+    """In the place of the mean logit, which label smoothing has a term on."""
+    renyi(Renyi("mean_logit"))
+    objective = ll.Objective.recipe("sft", policy_options={"label_smoothing": 0.1})
     hidden, weight, target = torch.randn(T, D), torch.randn(V, D), torch.randint(V, (T,))
-    call = replace(resolve_hidden(hidden, weight, target, Options(memory=4000)), further=(squares,))
-    p = Projection.of(hidden, weight, None, target_column(target, call.start, call.columns), call)
-    tiles = choose_plan(call, (False, False, False)).forward
-    assert tiles.columns < V
-    lines, _ = row_statistics(p, tiles)
-    wanted = torch.softmax((hidden.double() @ weight.double().T), -1).square().sum(-1)
-    torch.testing.assert_close(collision(lines).double(), wanted, rtol=1e-5, atol=0.0)
+    target[3] = -100
+    found = []
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
+        if found:
+            x = leaves[0] @ leaves[1].T
+            own, entropy = with_renyi(x, target, None)
+            log_z = torch.where(target == -100, 0.0, x.logsumexp(-1))
+            loss = -(0.9 * own + 0.1 * (entropy - log_z)).sum() / (T - 1)
+        else:
+            logits = ll.Logits(*leaves, batch_invariant=source == "two passes")
+            logits = leaves[0] @ leaves[1].T if source == "logits" else logits
+            if source != "logits":
+                plan = ll.explain(ll.policy_loss, logits, target, objective, memory=3000)
+                assert plan.kind == source
+                assert source == "two passes" or len(plan.chunks) > 1
+            # The tiles of batch invariance are of one size, which a small budget does not hold.
+            memory = "1MiB" if source == "two passes" else 3000
+            loss, _ = ll.policy_loss(logits, target, objective, memory=memory)
+        found.append((loss.detach()[None], *torch.autograd.grad(loss, leaves)))
+    assert_close_to_truth(*(x[0] for x in found))
+    for each in zip(*(x[1:] for x in found), strict=True):
+        assert_gradient_close_to_truth(*each)
 
 
-def test_kernels_say_what_they_do_not_know(squares: str):
-    logits, column = torch.randn(2, 8), torch.zeros(2, dtype=torch.int64)
-    problem = Problem(logits, None, column, torch.ones(2), 0.0, 8, True, 500, further=(squares,))
-    with pytest.raises(ll.LogitlessError, match="know of no further sums such as 'squares'"):
-        ll.backends.load("triton").statistics(problem)
+def read_shard(rank: int, world: int, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    start, stop = ((0, 40), (40, V))[rank]
+    own = Table.of
+    Table.of = staticmethod(lambda stats, *_, **__: Table((Renyi("collision"),)) if stats else None)
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight[start:stop])]
+    logits = ll.Logits(*leaves, shard=ll.VocabShard(start, stop, torch.distributed.group.WORLD))
+    out = ll.logprobs(logits, target, stats=("collision",), memory=6000)
+    Table.of = staticmethod(own)
+    return out.collision.detach(), *torch.autograd.grad(out.collision.sum(), leaves)
+
+
+def test_a_reading_over_shards(ranks):
+    hidden, weight, target = torch.randn(T, D) / 2, torch.randn(V, D) / 2, torch.randint(V, (T,))
+    here, there = ranks(read_shard, 2, hidden, weight, target)
+    right = []
+    for dtype in (torch.float64, torch.float32):
+        leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
+        entropy = with_renyi(leaves[0] @ leaves[1].T, target, None)[1]
+        right.append((entropy.detach(), *torch.autograd.grad(entropy.sum(), leaves)))
+    assert torch.equal(here[0], there[0])
+    assert_close_to_truth(here[0], right[0][0], right[1][0])
+    assert_gradient_close_to_truth(here[1], right[0][1], right[1][1])
+    assert_gradient_close_to_truth(torch.cat([here[2], there[2]]), right[0][2], right[1][2])
 
 
 # What the ledger calls the allocations of a function.

@@ -31,7 +31,7 @@ from faults import (
     shard_of,
 )
 
-from logitless import LogitlessError, Metrics, Objective, linear_policy_loss
+from logitless import LogitlessError, Logits, Metrics, Objective, policy_loss
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_a_rank_that_is_killed(team, path: str):
 
 def test_a_rank_of_three_is_killed(team):
     """Nobody but the victim is connected to everybody's next collective."""
-    outcomes = team.run(3, PATHS["linear_logprobs"], fault=Fault(0, 4, "before"))
+    outcomes = team.run(3, PATHS["logprobs of Logits"], fault=Fault(0, 4, "before"))
     assert [x.kind for x in outcomes] == ["died", "raised", "raised"]
     assert all(is_named(x) for x in outcomes[1:])
 
@@ -70,7 +70,7 @@ def test_a_rank_that_is_a_little_late(team, path: str):
     assert all(is_right(ours, theirs) for ours, theirs in zip(outcomes, right, strict=True)), outcomes
 
 
-@pytest.mark.parametrize(("path", "number"), [("linear_logprobs", 2), ("linear_logprobs", 5), ("count_over", 0)])
+@pytest.mark.parametrize(("path", "number"), [("logprobs of Logits", 2), ("logprobs of Logits", 5), ("count_over", 0)])
 def test_a_rank_that_is_too_late(team, path: str, number: int):
     """In the agreement, and in backward: the one that waited raises at the timeout, and the late one when it comes."""
     survivor, late = team.run(2, PATHS[path], fault=Fault(1, number, "late", 1.2), timeout=0.6)
@@ -94,8 +94,8 @@ def raise_on_one_rank(rank: int, world: int, group: Any, what: str) -> str:
 
         given = {"old_logprob": "current", "advantage": torch.arange(6.0)}
         hidden, weight = numbers(6, 4).requires_grad_(), numbers(10, 4, seed=rank).requires_grad_()
-        shard, objective = shard_of(rank, group), Objective(policy=term)
-        linear_policy_loss(hidden, weight, torch.arange(6), objective, shard=shard, memory=240, **given)
+        logits, objective = Logits(hidden, weight, shard=shard_of(rank, group)), Objective(policy=term)
+        policy_loss(logits, torch.arange(6), objective, memory=240, **given)
     if what == "a gradient on one rank":
         rows = rows_of(rank, world)
         x = torch.arange(len(rows), dtype=torch.float32).requires_grad_(rank == 0)
@@ -139,13 +139,13 @@ HARMLESS = {
     ("logprobs", "memory"),
     ("logprobs", "gradient mode"),
     ("logprobs", "gradient of hidden"),
-    ("linear_logprobs", "memory"),
+    ("logprobs of Logits", "memory"),
 }
 """Tiles are a rank's own business, and backward from logits sends nothing."""
 
 
 def disagreements() -> list[Any]:
-    paths = ("logprobs", "linear_logprobs", "linear_policy_loss")
+    paths = ("logprobs", "logprobs of Logits", "policy_loss")
     return [(path, about) for path in paths for about in abouts(path)]
 
 
@@ -173,7 +173,7 @@ def test_ranks_that_disagree(disagreed, path: str, about: str):
 
 
 def test_every_disagreement_is_about_something():
-    assert {about for path in ("logprobs", "linear_logprobs", "linear_policy_loss") for about in abouts(path)} == set(
+    assert {about for path in ("logprobs", "logprobs of Logits", "policy_loss") for about in abouts(path)} == set(
         DISAGREEMENTS
     )
 

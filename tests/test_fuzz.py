@@ -10,7 +10,7 @@ import pytest
 import torch
 from fuzz import judge, ours, record, shrink, soak, teachers
 from fuzz.build import build
-from fuzz.cases import DEFAULTS, FEATURES, LOSSES, NAMES, PATHS, Case, draw, features_on
+from fuzz.cases import DEFAULTS, FEATURES, HEAD, LOSS, LOSSES, NAMES, PATHS, Case, draw, features_on
 from fuzz.corpus import CORPUS
 from fuzz.judge import Verdict, verdict
 from fuzz.oracle import truth
@@ -44,16 +44,23 @@ def test_a_bounded_run(first: int):
 
 def test_students_and_teachers(monkeypatch):
     """``tests/fuzz/teachers.py`` runs as many as one likes; what it found first is among these."""
-    found = {seed: teachers.verdict(teachers.draw(seed)) for seed in (*range(70), 30371)}
-    assert not [said for said in found.values() if said is not None and not said.startswith("refused")]
-    assert sum(said is None for said in found.values()) > 45
+    verdicts = {seed: teachers.verdict(teachers.draw(seed)) for seed in (*range(70), 30371)}
+    assert not [said for said in verdicts.values() if said is not None and not said.startswith("refused")]
+    assert sum(said is None for said in verdicts.values()) > 45
     # It can fail.
-    monkeypatch.setattr("logitless.distill.pair.mean_slope", lambda kind, divergence, mean: 1.01 * mean)
+    where = "logitless.readings.found._add_divergence"
+    own = pkgutil.resolve_name(where)
+
+    def off(results, saved, *rest) -> None:
+        own(results, saved, *rest)
+        saved["mean_slope"] = 1.01 * saved["mean_slope"]
+
+    monkeypatch.setattr(where, off)
     assert any((teachers.verdict(teachers.draw(seed)) or "").startswith("d_") for seed in range(15))
 
 
 def test_crowded_rows():
-    """Statistics, the K best, further ids, an adapter, kept ids, layouts and heads, six at a time."""
+    """Statistics, the K best, listed ids, an adapter, kept ids, layouts and heads, six at a time."""
     assert not wrong(range(-120, 0))
     counts = [len(features_on(draw(s))) for s in range(-120, 0)]
     assert sum(counts) > 5 * len(counts)
@@ -82,7 +89,7 @@ def test_cases_over_two_ranks(ranks):
 
 def test_a_seed_is_one_case():
     assert [draw(s) for s in range(50)] == [draw(s) for s in range(50)]
-    case = next(c for c in map(draw, range(100)) if c.path == "linear_policy_loss" and c.layout == "packed")
+    case = next(c for c in map(draw, range(100)) if c.path == LOSS and c.layout == "packed")
     assert torch.equal(build(case).leaves["x0"], build(case).leaves["x0"])
 
 
@@ -99,9 +106,9 @@ def test_two_features_are_on_in_most_cases():
 
 BUGS = {
     # Where it is seeded, the features without which it cannot be seen, and a seed not far from one that sees it.
-    "entropy gradient off by 1e-4": ("logitless.from_logits.coefficients", {"entropy"}, 10),
+    "entropy gradient off by 1e-4": ("logitless.passes.terms.coefficients", {"entropy"}, 10),
     "a row's temperature is another row's": ("logitless.spec.Head.gain", {"temperature"}, 120),
-    "the last row of a chunk has no gradient": ("logitless.policy_loss.one_pass.row_gradients", set(), 0),
+    "the last row of a chunk has no gradient": ("logitless.passes.one_pass.row_gradients", set(), 0),
 }
 
 
@@ -116,7 +123,7 @@ def seeded(name: str, original):
 
     def row_gradients(*args, **kwargs):
         found, evaluated = original(*args, **kwargs)
-        found.logprob[-1:] = 0.0
+        found["logprob"][-1:] = 0.0
         return found, evaluated
 
     return {f.__name__: f for f in (coefficients, gain, row_gradients)}[name]
@@ -185,13 +192,13 @@ def test_a_probability_below_the_normal_numbers_may_be_zero(case: Case, below: f
 
 
 def test_an_exception_is_wrong_and_so_is_a_refusal_without_reason(monkeypatch):
-    case = Case(path="linear_logprobs")
+    case = Case(path=HEAD)
     for error, words in ((IndexError("off by one"), "IndexError"), (ll.LogitlessError("no."), "refused: no.")):
 
         def fail(*_, error=error, **__):
             raise error
 
-        monkeypatch.setattr(ll, "linear_logprobs", fail)
+        monkeypatch.setattr(ll, "logprobs", fail)
         assert verdict(case).kind == "wrong"
         assert words in verdict(case).reason
     monkeypatch.setattr(judge, "REFUSALS", {"never": judge.Refusal("no", lambda c: c.kept == "some")})
@@ -200,7 +207,7 @@ def test_an_exception_is_wrong_and_so_is_a_refusal_without_reason(monkeypatch):
 
 def test_losses_at_a_bound_are_not_judged():
     """A ratio of exactly 1 - low: either side of the clip is right."""
-    case = Case(path="linear_policy_loss", on_policy=True, objective=(("clip", (0.0, 0.3)),))
+    case = Case(path=LOSS, on_policy=True, objective=(("clip", (0.0, 0.3)),))
     assert verdict(case).kind == "at a bound"
     share = sum(verdict(c).kind == "at a bound" for c in map(draw, range(150)) if c.path in LOSSES)
     assert share <= 6

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from calls import from_hidden, loss_from_hidden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,8 +19,8 @@ from torch import Tensor
 import logitless as ll
 from logitless.backends import run_statistics
 from logitless.backends.contract import Problem
-from logitless.results import row_results, target_column
-from logitless.softmax import merge
+from logitless.readings.found import Asked, Lines, find
+from logitless.softmax import merge, target_column
 
 law = settings(max_examples=12)
 PATHS = ("logits", "hidden")
@@ -77,12 +78,12 @@ def score(path: str, batch: Batch, rows: Any = None, upstream: Tensor | None = N
     leaves = [given.get(n, getattr(batch, n)).detach().clone().requires_grad_() for n in names]
     given = {n: x for n, x in given.items() if n not in ("logits", "hidden", "weight")}
     options = {"entropy": "grad", "memory": batch.memory, "backend": batch.backend} | given
-    call = ll.logprobs if path == "logits" else ll.linear_logprobs
-    out = call(*leaves, batch.target if rows is None else rows, **options)
+    logits = leaves[0] if path == "logits" else ll.Logits(*leaves)
+    out = ll.logprobs(logits, batch.target if rows is None else rows, **options)
     g = batch.upstream if upstream is None else upstream
-    kept = [(x, y) for x, y in zip(out, g, strict=True) if x is not None]
+    kept = [(x, y) for x, y in zip(out[:3], g, strict=True) if x is not None]
     found = torch.autograd.grad([x for x, _ in kept], leaves, [y for _, y in kept])
-    return Found(ll.TokenStats(*(None if x is None else x.detach() for x in out)), list(found))
+    return Found(out.each(lambda x: x.detach()), list(found))
 
 
 def same(a: Tensor | None, b: Tensor | None) -> None:
@@ -93,7 +94,7 @@ def same(a: Tensor | None, b: Tensor | None) -> None:
 
 
 def all_same(a: Found, b: Found) -> None:
-    for x, y in zip([*a.out, *a.gradients], [*b.out, *b.gradients], strict=True):
+    for x, y in zip([*a.out[:3], *a.gradients], [*b.out[:3], *b.gradients], strict=True):
         same(x, y)
 
 
@@ -132,7 +133,7 @@ def test_the_order_of_the_rows_is_the_order_of_the_results(path: str, batch: Bat
     order = torch.randperm(len(batch.target), generator=torch.Generator().manual_seed(seed))
     before = score(path, batch)
     after = score(path, batch, (order, batch.target[order]), batch.upstream[:, order])
-    for x, y in zip(before.out, after.out, strict=True):
+    for x, y in zip(before.out[:3], after.out[:3], strict=True):
         same(x[order], y)
     for x, y in zip(before.gradients, after.gradients, strict=True):
         same(x, y)
@@ -147,7 +148,7 @@ def test_any_split_of_the_rows(path: str, batch: Batch, data: Any):
     parts = [
         score(path, batch, (some, batch.target[some]), batch.upstream[:, some]) for some in (rows[:cut], rows[cut:])
     ]
-    for x, y, z in zip(whole.out, parts[0].out, parts[1].out, strict=True):
+    for x, y, z in zip(whole.out[:3], parts[0].out[:3], parts[1].out[:3], strict=True):
         same(x, torch.cat([y, z]))
     for x, y, z in zip(whole.gradients, parts[0].gradients, parts[1].gradients, strict=True):
         same(x, y + z)
@@ -160,7 +161,7 @@ def test_rows_twice_are_results_twice(path: str, batch: Batch):
     once = score(path, batch)
     again = {"logits": batch.logits.repeat(2, 1), "hidden": batch.hidden.repeat(2, 1)}
     twice = score(path, batch, batch.target.repeat(2), batch.upstream.repeat(1, 2), **{path: again[path]})
-    for x, y in zip(once.out, twice.out, strict=True):
+    for x, y in zip(once.out[:3], twice.out[:3], strict=True):
         same(x.repeat(2), y)
     same(once.gradients[0].repeat(2, 1), twice.gradients[0])
     for x, y in zip(once.gradients[1:], twice.gradients[1:], strict=True):
@@ -195,7 +196,7 @@ def test_probabilities_of_all_tokens_sum_to_one(batch: Batch):
     vocab = len(batch.weight)
     options = {"memory": batch.memory, "backend": batch.backend}
     every = [
-        ll.linear_logprobs(batch.hidden, batch.weight, torch.full_like(batch.target, v), entropy="value", **options)
+        from_hidden(batch.hidden, batch.weight, torch.full_like(batch.target, v), entropy="value", **options)
         for v in range(vocab)
     ]
     log_p = torch.stack([out.logprob for out in every])
@@ -207,7 +208,7 @@ def test_probabilities_of_all_tokens_sum_to_one(batch: Batch):
 @law
 def test_logits_and_hidden_states_are_one_distribution(batch: Batch):
     a, b = score("logits", batch), score("hidden", batch)
-    for x, y in zip(a.out, b.out, strict=True):
+    for x, y in zip(a.out[:3], b.out[:3], strict=True):
         same(x, y)
     same(a.gradients[0] @ batch.weight, b.gradients[0])
     same(a.gradients[0].T @ batch.hidden, b.gradients[1])
@@ -227,9 +228,11 @@ def test_any_shards_merge_to_the_whole(batch: Batch, data: Any):
         shard = batch.logits[:, start:stop].contiguous()
         problem = Problem(shard, index, column, gain, 0.0, stop - start, True, 4096)
         parts.append(run_statistics(batch.backend, problem))
-    merged = row_results(merge(torch.stack(parts)), None, batch.target == -100, True, None)
-    for x, y in zip(score("logits", batch).out, merged[:3], strict=True):
-        same(x, y)
+    asked = Asked(batch.target, gain, 0.0, batch.target == -100, entropy=True, group=None)
+    merged = find(asked, Lines(merge(torch.stack(parts)))).results
+    whole = score("logits", batch).out
+    for name in ("logprob", "entropy", "log_z"):
+        same(getattr(whole, name), merged[name])
 
 
 @on_both
@@ -281,7 +284,7 @@ def loss_of(batch: Batch, fields: dict, objective: ll.Objective, rows: Any = Non
     leaves = [x.detach().clone().requires_grad_() for x in (batch.hidden, batch.weight)]
     rows = batch.target if rows is None else rows
     options = {"memory": batch.memory, "backend": batch.backend} | given
-    loss, _ = ll.linear_policy_loss(*leaves, rows, objective, **options, **fields)
+    loss, _ = loss_from_hidden(*leaves, rows, objective, **options, **fields)
     return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
 
@@ -303,7 +306,7 @@ def test_the_buffer_of_the_weight_is_linear_in_grad_scale(drawn: Any, factor: fl
     buffer = torch.zeros(batch.weight.shape)
     hidden, weight = (x.detach().clone().requires_grad_() for x in (batch.hidden, batch.weight))
     options = {"weight_grad": buffer, "grad_scale": factor, "memory": batch.memory, "backend": batch.backend}
-    loss, _ = ll.linear_policy_loss(hidden, weight, batch.target, objective, **options, **fields)
+    loss, _ = loss_from_hidden(hidden, weight, batch.target, objective, **options, **fields)
     (factor * loss).backward()
     same(hidden.grad, factor * d_hidden)
     # The buffer is float32.

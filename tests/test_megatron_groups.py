@@ -19,35 +19,17 @@ import torch
 from close import assert_close_to_truth, assert_gradient_close_to_truth
 from cuts import Batch
 from ranks import close_ranks
+from shared.megatron_groups import NOISE, TIMEOUT
+from shared.parallel import RAGGED, SHORT, setups
 from split_model import LOSSES, Answer, Groups, Problem, Setup, assert_same, run_both, run_split
-from test_parallel import RAGGED, SHORT, setups
 from torch import Tensor
 from truth import float64_leaf, truth
 
-from logitless import Rows, VocabShard, Zigzag, logprobs
+from logitless import Logits, Rows, VocabShard, Zigzag, logprobs
 
 pytestmark = pytest.mark.skipif(
     not find_spec("megatron") or not find_spec("megatron.core"), reason="megatron-core is not installed"
 )
-
-# What Megatron 0.16 says on a machine without CUDA, about itself.
-NOISE = [
-    # It scripts functions when it is imported.
-    (DeprecationWarning, "`torch.jit.script"),
-    # Optional packages with CUDA kernels.
-    (UserWarning, "Transformer Engine and Apex are not installed"),
-    # It imports names of its own that it has deprecated.
-    (DeprecationWarning, "The following imports from `dynamic_context.py` will be removed"),
-    # Advice for CUDA streams.
-    (UserWarning, "When using async grad allreduce it is recommended to set .* CUDA_DEVICE_MAX_CONNECTIONS"),
-    # Newer torch has renamed what sequence parallelism calls.
-    (FutureWarning, "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"),
-    # So do hosts that build on it.
-    (FutureWarning, "torch.distributed.nn.functional"),
-]
-
-TIMEOUT = 180.0
-"""Seconds for a job: importing Megatron takes five of them, times four ranks on however many cores."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -118,7 +100,7 @@ def compare_entropies(rank: int, world: int, logits: Tensor, target: Tensor, ups
         shard = VocabShard.even(logits.shape[-1], groups.tp)
         columns = logits[..., shard.start : shard.stop].contiguous()
         ours, theirs = columns.clone().requires_grad_(), columns.clone().requires_grad_()
-        loss = -logprobs(ours, target, shard=shard).logprob
+        loss = -logprobs(Logits.given(ours, shard=shard), target).logprob
         loss.backward(upstream)
         # Not a leaf: it is overwritten.
         given = theirs * 1.0
@@ -191,7 +173,7 @@ def score_with_their_head(
         logits, _ = layer(leaf)
         rows = Rows.padded(small_ids(batch), batch.responses, max_length=len(hidden))
         # Sequence first becomes a line per sample, as a view.
-        out = logprobs(logits.transpose(0, 1), rows, entropy="grad", shard=shard)
+        out = logprobs(Logits.given(logits.transpose(0, 1), shard=shard), rows, entropy="grad")
         (out.logprob**2 + out.entropy * torch.sin(out.logprob)).sum().backward()
         return Scored(out.logprob.detach(), leaf.grad, layer.weight.grad)
 

@@ -46,7 +46,10 @@ MISSING = {
     "nemo_rl": (),
     "openrlhf": ("deepspeed", "flash_attn", "peft", "pylatexenc"),
     "prime_rl": ("loguru",),
-    "skyrl": ("cloudpathlib", "cloudpickle", "jaxtyping", "loguru", "omegaconf", "peft", "ray", "skyrl_gym"),
+    "skyrl": (
+        *("cloudpathlib", "cloudpickle", "jaxtyping", "loguru", "megatron.bridge", "omegaconf", "peft", "ray"),
+        "skyrl_gym",
+    ),
     "slime": ("httpx", "ray", "megatron.training", "torch_memory_saver"),
     "torchtitan": ("spmd_types", "torchdata", "tyro"),
     "trl": (),

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from benchmarks.bench.inputs import Batch
 from benchmarks.bench.providers import Provider, Score, Scores, peer_file, take_rows
-from logitless.from_hidden.logprobs import linear_logprobs
-from logitless.from_logits import logprobs
-from logitless.memory.step import plain_linear
-from logitless.policy_loss import linear_policy_loss
+from logitless.loss import policy_loss
+from logitless.operands import Logits
+from logitless.score import logprobs
 from logitless.spec import IGNORE
+from logitless.tools.plan.ways import plain_linear
 
 VERL_KERNEL = "_bench_verl_kernel"
 TRL_HEAD = "_bench_trl_head"
@@ -46,8 +46,8 @@ def _load_compiled() -> Score:
 def _load_logitless() -> Score:
     def score(batch: Batch, hidden: Tensor, weight: Tensor) -> Scores:
         case = batch.case
-        allowed: dict[str, Any] = {} if case.memory is None or case.loss else {"memory": case.memory}
-        out = linear_logprobs(hidden, weight, batch.rows, entropy=case.entropy, **allowed)
+        memory = None if case.loss else case.memory
+        out = logprobs(Logits(hidden, weight), batch.rows, entropy=case.entropy, memory=memory)
         return Scores(out.logprob, out.entropy)
 
     return score
@@ -59,22 +59,19 @@ def _load_logitless_loss(into_buffer: bool) -> Callable[[], Score]:
         buffers: list[Tensor] = []
 
         def score(batch: Batch, hidden: Tensor, weight: Tensor) -> Scores:
-            options: dict[str, Any] = {} if batch.case.memory is None else {"memory": batch.case.memory}
-            if into_buffer:
-                if not buffers:
-                    buffers.append(torch.zeros(weight.shape, device=weight.device))
-                options["weight_grad"] = buffers[0]
-            loss, _, stats = linear_policy_loss(
-                hidden,
-                weight,
+            if into_buffer and not buffers:
+                buffers.append(torch.zeros(weight.shape, device=weight.device))
+            buffer = buffers[0] if into_buffer else None
+            loss, _, stats = policy_loss(
+                Logits(hidden, weight, weight_grad=buffer),
                 batch.rows,
                 batch.objective,
+                memory=batch.case.memory,
                 return_stats=True,
                 old_logprob=batch.old_logprob,
                 advantage=batch.advantage,
-                **options,
             )
-            return Scores(stats.logprob, stats.entropy, loss, options.get("weight_grad"))
+            return Scores(stats.logprob, stats.entropy, loss, buffer)
 
         return score
 
@@ -83,8 +80,8 @@ def _load_logitless_loss(into_buffer: bool) -> Callable[[], Score]:
 
 def _load_logitless_logits() -> Score:
     def score(batch: Batch, hidden: Tensor, weight: Tensor) -> Scores:
-        logits = take_rows(hidden, batch) @ weight.T
-        out = logprobs(logits, batch.rows.target, entropy=batch.case.entropy, overwrite_logits=True)
+        logits = Logits.given(take_rows(hidden, batch) @ weight.T, overwrite=True)
+        out = logprobs(logits, batch.rows.target, entropy=batch.case.entropy)
         return Scores(out.logprob, out.entropy)
 
     return score
@@ -233,7 +230,7 @@ LIGER_OPS = "liger_kernel.ops"
 LINEAR_PROVIDERS: dict[str, Provider] = {
     "torch": Provider(lambda: _with_plain(plain_linear), rounds=True, note="logits in the operands' dtype"),
     "torch.compile": Provider(_load_compiled, rounds=True),
-    "logitless": Provider(_load_logitless, note="in a loss: objective(linear_logprobs(...)), two passes"),
+    "logitless": Provider(_load_logitless, note="in a loss: objective(logprobs(...)), two passes"),
     "logitless-loss": Provider(_load_logitless_loss(False), cases=(True,)),
     "logitless-loss-buffer": Provider(
         _load_logitless_loss(True), cases=(True,), note="d_weight added to a given float32 buffer"

@@ -1,6 +1,6 @@
 """Predicted against measured peaks: the same step, once through ``estimate`` and once through the allocator.
 
-case = PeakCase("frozen", {"path": "linear_logprobs", "tokens": 16384, ..., "needs_grad": ("hidden",)})
+case = PeakCase("frozen", {"path": "hidden", "tokens": 16384, ..., "needs_grad": ("hidden",)})
 print(table([compare(case, torch.device("cuda"))]))
 """
 
@@ -13,21 +13,21 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.bench.measure import peak_bytes
-from logitless.memory import Estimate, estimate
-from logitless.memory.step import Step
+from benchmarks.bench.sized_steps import SizedStep
+from logitless.memory import Estimate
 from logitless.spec import VocabShard, format_bytes
 from logitless.tools.tables import text_table
 
 
 @dataclass(frozen=True)
 class PeakCase:
-    """Arguments of :func:`~logitless.estimate` but the device, under a name."""
+    """Sizes and options of a :class:`SizedStep`, under a name."""
 
     name: str
     options: dict[str, Any]
 
     def predicted(self, device: torch.device) -> Estimate:
-        return estimate(**self.options, device="cuda" if device.type == "cuda" else "cpu")
+        return SizedStep(**self.options).predicted("cuda" if device.type == "cuda" else "cpu")
 
 
 class Compared(NamedTuple):
@@ -48,7 +48,7 @@ class Compared(NamedTuple):
 
 def compare(case: PeakCase, device: torch.device, group: Any = None) -> Compared:
     """Run a case once to warm up (workspaces, compiled kernels), then measure forward and the whole step."""
-    predicted, asked = case.predicted(device), Step(**case.options, device=device.type)
+    predicted, asked = case.predicted(device), SizedStep(**case.options)
     shard = None if group is None else VocabShard.even(asked.vocab, group)
     running = asked.on(device, shard)
 

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from benchmarks.bench.cases import Computed
 from benchmarks.bench.inputs import Batch
-from logitless.from_logits import logprobs
-from logitless.memory.step import plain
+from logitless.operands import Logits
+from logitless.score import logprobs
 from logitless.spec import IGNORE, EntropyMode
+from logitless.tools.plan.ways import plain
 
 
 class Scores(NamedTuple):
@@ -90,7 +91,7 @@ def _load_compiled() -> Score:
 
 def _load_logitless(overwrite: bool) -> Callable[[], Score]:
     def score(batch: Batch, logits: Tensor) -> Scores:
-        out = logprobs(logits, batch.rows, entropy=batch.case.entropy, overwrite_logits=overwrite)
+        out = logprobs(Logits.given(logits, overwrite=overwrite), batch.rows, entropy=batch.case.entropy)
         return Scores(out.logprob, out.entropy)
 
     return lambda: score

@@ -41,7 +41,7 @@ from benchmarks.bench.measure import (
 from benchmarks.bench.providers import PROVIDERS, Provider, Score, Scores, add_peers
 from benchmarks.bench.records import Environment, Record, append_records, records_folder
 from logitless.errors import LogitlessError
-from logitless.memory.step import hand_over
+from logitless.memory.meta import hand_over
 from logitless.tools.stopwatch import StopWatch, copy_bandwidth
 from logitless.tools.tables import text_table
 

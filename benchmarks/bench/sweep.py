@@ -82,7 +82,7 @@ class Grid:
             if any(size < 1 for size in getattr(self, name)):
                 raise LogitlessError(f"sweep: {name} must be 1 or more but is {list(getattr(self, name))}.")
         if self.memory and not self.hidden:
-            raise LogitlessError("sweep: memory bounds the tiles of linear_logprobs. Give --hidden with it.")
+            raise LogitlessError("sweep: memory bounds the tiles of hidden states times weight. Give --hidden with it.")
         if not self.backward and "grad" in self.entropy:
             raise LogitlessError('sweep: entropy "grad" needs a backward. Leave --forward-only out, or take "value".')
         for text in self.memory:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from logitless.loss import policy_loss
 from logitless.objectives import Objective
-from logitless.policy_loss import linear_policy_loss
+from logitless.operands import Logits
 from logitless.rows import Rows
 from logitless.spec import VocabShard
 
@@ -64,14 +65,12 @@ def logitless_step(
     denominator: Tensor | None = None,
 ) -> Any:
     """Ours: the same loss and gradients, from one chunk of logits at a time."""
-    loss, _, stats = linear_policy_loss(
-        hidden,
-        weight,
+    loss, _, stats = policy_loss(
+        Logits(hidden, weight, shard=shard),
         rows,
         OBJECTIVE,
         old_logprob="current" if old is None else old,
         advantage=advantage,
-        shard=shard,
         denominator=denominator,
         memory=MEMORY,
         return_stats=True,

@@ -19,10 +19,11 @@ from examples.demo.policy import Policy, hidden_states, new_policy, sample_respo
 from examples.demo.steps import OBJECTIVE, LossStep, logitless_step
 from examples.demo.task import draw_digits, draw_prompts, rewards_of
 from logitless.errors import LogitlessError
-from logitless.from_hidden.logprobs import linear_logprobs
 from logitless.objectives import count_over
 from logitless.objectives.advantages import grpo_advantages
+from logitless.operands import Logits
 from logitless.rows import Rows
+from logitless.score import logprobs
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ def warm_start(setting: Setting) -> Policy:
         digits = draw_digits(num, length, generator)
         tokens = torch.cat([draw_prompts(num, length, generator), digits], 1)
         rows = Rows.padded(list(tokens), [length] * num)
-        loss = -linear_logprobs(hidden_states(policy, tokens, Grid()), policy.head, rows).logprob.mean()
+        logits = Logits(hidden_states(policy, tokens, Grid()), policy.head)
+        loss = -logprobs(logits, rows).logprob.mean()
         _update(policy, adam, loss, setting, Grid())
     return policy
 

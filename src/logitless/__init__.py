@@ -12,88 +12,83 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from logitless import provider as provider
     from logitless.adapters import install, status, uninstall
-    from logitless.backends import choose_backend
-    from logitless.backends.divergences import Divergence
-    from logitless.call.lora import LoRA
-    from logitless.distill import Teacher, Teachers
-    from logitless.distill.divergence import linear_divergence
-    from logitless.distill.from_logits import divergence
-    from logitless.distill.stats import DivergenceStats
     from logitless.errors import LogitlessError
-    from logitless.from_hidden.entropy_sample import sampled_entropy
-    from logitless.from_hidden.logprobs import linear_logprobs
-    from logitless.from_hidden.policy_head import PolicyHead
-    from logitless.from_logits import logprobs
-    from logitless.kept import Kept
-    from logitless.memory import estimate
-    from logitless.objectives import Metrics, Mismatch, Objective, Preference, count_over, mismatch
-    from logitless.policy_loss import Loss, linear_policy_loss
-    from logitless.routes import explain
+    from logitless.loss import Loss, policy_loss
+    from logitless.memory import estimate, explain
+    from logitless.objectives import Metrics, Objective, Preference
+    from logitless.operands import Kept, Logits, LoRA, Teacher
+    from logitless.policy_head import PolicyHead
     from logitless.rows import Rows
     from logitless.rows.layouts import Contiguous, Zigzag
-    from logitless.spec import Head, TokenStats, VocabShard, shard_of
+    from logitless.score import logprobs
+    from logitless.spec import Head, TokenStats, VocabShard
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Contiguous",
-    "Divergence",
-    "DivergenceStats",
     "Head",
     "Kept",
     "LoRA",
     "LogitlessError",
+    "Logits",
     "Loss",
     "Metrics",
-    "Mismatch",
     "Objective",
     "PolicyHead",
     "Preference",
     "Rows",
     "Teacher",
-    "Teachers",
     "TokenStats",
     "VocabShard",
     "Zigzag",
-    "choose_backend",
-    "count_over",
-    "divergence",
     "estimate",
     "explain",
     "install",
-    "linear_divergence",
-    "linear_logprobs",
-    "linear_policy_loss",
     "logprobs",
-    "mismatch",
-    "sampled_entropy",
-    "shard_of",
+    "policy_loss",
     "status",
     "uninstall",
 ]
 
 _HOMES = {
-    "adapters": ("install", "status", "uninstall"),
-    "backends": ("choose_backend",),
-    "backends.divergences": ("Divergence",),
-    "distill": ("Teacher", "Teachers"),
-    "distill.divergence": ("linear_divergence",),
-    "distill.from_logits": ("divergence",),
-    "distill.stats": ("DivergenceStats",),
+    "adapters": (
+        "install",
+        "status",
+        "uninstall",
+    ),
     "errors": ("LogitlessError",),
-    "from_hidden.entropy_sample": ("sampled_entropy",),
-    "from_hidden.logprobs": ("linear_logprobs",),
-    "from_hidden.policy_head": ("PolicyHead",),
-    "from_logits": ("logprobs",),
-    "kept": ("Kept",),
-    "call.lora": ("LoRA",),
-    "memory": ("estimate",),
-    "objectives": ("Metrics", "Mismatch", "Objective", "Preference", "count_over", "mismatch"),
-    "policy_loss": ("Loss", "linear_policy_loss"),
-    "routes": ("explain",),
+    "loss": (
+        "Loss",
+        "policy_loss",
+    ),
+    "memory": (
+        "estimate",
+        "explain",
+    ),
+    "objectives": (
+        "Metrics",
+        "Objective",
+        "Preference",
+    ),
+    "operands": (
+        "Kept",
+        "LoRA",
+        "Logits",
+        "Teacher",
+    ),
+    "policy_head": ("PolicyHead",),
     "rows": ("Rows",),
-    "rows.layouts": ("Contiguous", "Zigzag"),
-    "spec": ("Head", "TokenStats", "VocabShard", "shard_of"),
+    "rows.layouts": (
+        "Contiguous",
+        "Zigzag",
+    ),
+    "score": ("logprobs",),
+    "spec": (
+        "Head",
+        "TokenStats",
+        "VocabShard",
+    ),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

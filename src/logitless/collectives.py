@@ -13,7 +13,7 @@ ranks without rows included. ``group=None`` means "not sharded" and never commun
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from importlib.util import find_spec
 from typing import Any, Literal, TypeVar
 
@@ -131,11 +131,17 @@ def table_over(group: dist.ProcessGroup, row: tuple[Any, ...]) -> list[tuple[Any
 
 
 def fingerprint(x: Any) -> Any:
-    """A short text that differs, all but surely, where two tensors do; anything else as it is. Waits for the device.
+    """A short text that differs, all but surely, where two tensors do. Waits for the device.
+
+    A dataclass becomes the fingerprints of its fields, a list or a tuple those of its members; anything else stays.
 
     >>> fingerprint(torch.tensor([1, 2])) == fingerprint(torch.tensor([2, 1]))
     False
     """
+    if is_dataclass(x):
+        return tuple(fingerprint(getattr(x, field.name)) for field in fields(x))
+    if isinstance(x, list | tuple):
+        return tuple(fingerprint(y) for y in x)
     if not isinstance(x, Tensor):
         return x
     bits = x.detach().contiguous().flatten()
@@ -185,7 +191,7 @@ def agree_over(
     prepared, facts, failure = None, {}, None
     try:
         prepared = prepare()
-        facts = facts_of(prepared)
+        facts = {"the function": caller} | facts_of(prepared)
     except Exception as error:
         # Raised again below, where the peers wait: also what is no error of ours, such as a tensor class's own.
         failure = error
@@ -196,7 +202,8 @@ def agree_over(
         if text is not None:
             raise LogitlessError(f"{caller}: rank {rank} of this rank's {kind} group stopped with: {text}")
     for name in facts:
-        values = [theirs[name] for _, theirs in table]
+        # Calls of other functions, or by other routes, need not have the same facts.
+        values = [theirs.get(name) for _, theirs in table]
         if len(set(values)) > 1:
             raise LogitlessError(
                 f"{caller}: ranks of one {kind} group disagree about {name}: rank by rank it is {values}. {SAME[kind]}"

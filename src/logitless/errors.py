@@ -43,7 +43,7 @@ def released(caller: str, shape: list[int]) -> LogitlessError:
     return LogitlessError(
         f"{caller}: backward multiplies by the weight again, which was whole in forward and is {shape} now: ZeRO-3 and "
         f"FSDP1 let go of it where their module's forward ends. Use a PolicyHead, whose wrapper gathers it for "
-        f"backward too, or linear_policy_loss, whose gradients are made in forward."
+        f"backward too, or policy_loss, whose gradients are made in forward."
     )
 
 

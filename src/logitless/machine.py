@@ -48,6 +48,25 @@ TABLE = "LOGITLESS_MACHINE"
 """Environment variable that names a table of the card at hand."""
 
 
+class Tiles(NamedTuple):
+    """Sizes of a tile loop.
+
+    Attributes:
+        rows, columns: of the tile of logits that exists at a time.
+        block: rows whose dZ is held together in backward, as wide as a tile.
+        elementwise: bytes of working space for the plain-torch backend inside a tile.
+        slabs: whether backward finishes one slab of columns after the other (otherwise one block of rows).
+        fused: whether the logits of a tile stay in the kernel that makes them, and the tile takes no memory.
+    """
+
+    rows: int
+    columns: int
+    block: int
+    elementwise: int
+    slabs: bool = True
+    fused: bool = False
+
+
 class Costs(NamedTuple):
     """What work costs, in seconds: the model by which a policy loss chooses its route.
 

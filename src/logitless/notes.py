@@ -15,7 +15,7 @@ from torch import Tensor
 WRITTEN = {
     "weight_grad": "weight_grad holds a part of this call's gradient, or all of it. Zero it, together with the other "
     "gradients of this optimizer step, before the next one.",
-    "logits": "the logits, which overwrite_logits=True gives up to backward, hold a part of their gradient. Run "
+    "logits": "the logits, which overwrite=True gives up to backward, hold a part of their gradient. Run "
     "forward again.",
 }
 """What to do about a tensor of the caller's that was being written when the error came."""
@@ -48,19 +48,36 @@ def explained(
     """
     if torch.compiler.is_compiling():
         return contextlib.nullcontext()
-    before = {name: _version(x) for name, x in written.items()}
+    before = {name: version_of(x) for name, x in written.items()}
 
     def text_of(error: BaseException) -> str | None:
-        changed = [name for name, x in written.items() if _version(x) != before[name]]
+        changed = [name for name, x in written.items() if version_of(x) != before[name]]
         texts = [WRITTEN[name] for name in ([] if already is None else [already]) + changed]
         if is_out_of_memory(error) and not hasattr(error, "__notes__"):
-            texts.append(
-                f"no room for working memory. Pass a smaller memory= (it was {memory!r}), or ask logitless.estimate "
-                f"what fits."
-            )
+            texts.append(_less(memory))
         return f"{caller}: {' '.join(texts)}" if texts else None
 
     return Noting(text_of)
+
+
+def add_note(error: BaseException, caller: str, memory: int | str, written: str | None = None) -> None:
+    """Add to an error that leaves a call how it would take less memory, where that was its reason.
+
+    Args:
+        written: name in :data:`WRITTEN` of a tensor of the caller's that the call has written to.
+    """
+    texts = [] if written is None else [WRITTEN[written]]
+    if is_out_of_memory(error) and not hasattr(error, "__notes__"):
+        texts.append(_less(memory))
+    text = f"{caller}: {' '.join(texts)}"
+    if texts and text not in getattr(error, "__notes__", ()):
+        error.add_note(text)
+
+
+def _less(memory: int | str) -> str:
+    return (
+        f"no room for working memory. Pass a smaller memory= (it was {memory!r}), or ask logitless.estimate what fits."
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -68,6 +85,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
-def _version(x: Any) -> int | None:
+def version_of(x: Any) -> int | None:
     """How often a tensor was written to; None where torch does not count, or where there is no tensor."""
     return x._version if isinstance(x, Tensor) and not x.is_inference() else None

@@ -24,17 +24,17 @@ import torch
 from torch import Tensor
 
 from logitless.adapters.audit import Audit
+from logitless.adapters.scoring import placed
 from logitless.adapters.shards import even_shard, shard_between
 from logitless.adapters.slime_rows import entropy_asked, score_every_row
 from logitless.backends import NAMES, OTHERS
 from logitless.errors import LogitlessError
-from logitless.from_hidden.logprobs import linear_logprobs
-from logitless.from_logits import logprobs
-from logitless.kept import Kept
+from logitless.loss import policy_loss as loss_of_logits
 from logitless.objectives import Metrics, Objective
-from logitless.policy_loss import linear_policy_loss
+from logitless.operands import Kept, Logits
 from logitless.rows import Rows
 from logitless.rows.layouts import Contiguous, Zigzag
+from logitless.score import logprobs
 from logitless.spec import EntropyMode, Head, TokenStats, VocabShard
 
 VERSIONS = (1,)
@@ -146,26 +146,25 @@ def logprobs_from_logits(
     """Log-prob, entropy and log Z of each target.
 
     Args:
-        logits: ``[..., V]``; this rank's columns under ``vocab_group``.
+        logits: ``[..., V]``, or :class:`logitless.Logits`; this rank's columns under ``vocab_group``.
         target: ``[...]`` ids, -100 to leave a row out; or what ``rows`` returned.
         temperature: a number, or one per row.
         entropy: None, ``"value"`` (without a graph) or ``"grad"``.
         scale, softcap: of the logits, before the temperature.
         vocab_size: true size of a padded vocabulary.
         vocab_group: process group over which the vocabulary is split; None if it is not, and no collective is made.
-        vocab_range: ``(start, stop)`` of this rank's columns; None for equal parts in rank order.
+        vocab_range: ``(start, stop)`` of this rank's columns, which the ranks tell each other in every call; None for
+            equal parts in rank order.
         support: ids that the sampler kept and how many of them each row has; log-probs are normalised over these.
         overwrite_logits: write the gradient over the logits in backward.
         backend, memory: as for :func:`logitless.logprobs`.
     """
     return logprobs(
-        logits,
+        placed(logits, _shard(vocab_group, vocab_range, logits.shape[-1]), overwrite=overwrite_logits),
         target,
         entropy=entropy,
         head=Head(temperature, scale, softcap, vocab_size),
-        shard=_shard(vocab_group, vocab_range, logits.shape[-1]),
         kept=None if support is None else Kept(*support),
-        overwrite_logits=overwrite_logits,
         backend=backend,
         memory=memory,
     )
@@ -195,21 +194,24 @@ def logprobs_from_hidden(
     """The same from hidden states ``[..., D]`` and the head's weight ``[V, D]``; no logits are stored.
 
     ``hidden_grad="partial"`` leaves the sum of hidden's gradient over ``vocab_group`` to the caller. The other keywords
-    are those of :func:`logprobs_from_logits` and :func:`logitless.linear_logprobs`.
+    are those of :func:`logprobs_from_logits` and :class:`logitless.Logits`.
     """
-    return linear_logprobs(
+    logits = Logits(
         hidden,
         weight,
-        target,
         bias=bias,
-        entropy=entropy,
-        head=Head(temperature, scale, softcap, vocab_size),
         shard=_shard(vocab_group, vocab_range, weight.shape[0]),
-        kept=None if support is None else Kept(*support),
-        hidden_grad=hidden_grad,
         sequence_parallel=sequence_parallel,
+        hidden_grad=hidden_grad,
         weight_grad=weight_grad,
         match=match,
+    )
+    return logprobs(
+        logits,
+        target,
+        entropy=entropy,
+        head=Head(temperature, scale, softcap, vocab_size),
+        kept=None if support is None else Kept(*support),
         backend=backend,
         memory=memory,
     )
@@ -254,16 +256,19 @@ def policy_loss(
         "rollout_logprob": rollout_logprob,
     }
     fields: dict[str, Any] = {name: x.reshape(-1) if isinstance(x, Tensor) else x for name, x in given.items()}
-    return linear_policy_loss(
+    logits = Logits(
         hidden,
         weight,
+        bias=bias,
+        shard=_shard(vocab_group, vocab_range, weight.shape[0]),
+        sequence_parallel=sequence_parallel,
+        hidden_grad=hidden_grad,
+    )
+    return loss_of_logits(
+        logits,
         target,
         Objective(**objective),
-        bias=bias,
         head=Head(temperature, scale, softcap, vocab_size),
-        shard=_shard(vocab_group, vocab_range, weight.shape[0]),
-        hidden_grad=hidden_grad,
-        sequence_parallel=sequence_parallel,
         denominator=denominator,
         backend=backend,
         memory=memory,
@@ -354,7 +359,7 @@ def vime(request: Any) -> LinearLogp:
 
 
 def _shard(group: Any, bounds: tuple[int, int] | None, columns: int) -> VocabShard | None:
-    """The shard of a group; cached, because making one is a collective."""
+    """The shard of a group; cached, because making one is a collective. Ranges are compared in every call."""
     if group is None:
         if bounds is not None and tuple(bounds) != (0, columns):
             raise LogitlessError(f"vocab_range is {tuple(bounds)} but vocab_group is None. Pass the group as well.")

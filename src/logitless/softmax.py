@@ -20,17 +20,19 @@ z - (m + log s) would round at the size of z.
 A part that does not hold the target has t = NaN. If no part does, the target is not in the vocabulary, and the
 whole row comes out NaN: a wrong id can never look like a plausible number.
 
-Statistics of R rows travel as one ``[4, R]`` tensor, a line for each field of :class:`Statistic`; further sums over the
-same rows (:data:`FURTHER`) are lines after those four.
+Statistics of R rows travel as one ``[4, R]`` tensor, a line for each field of :class:`Statistic`.
+
+The head's transformation of a logit x, ``z = gain x`` or ``z = gain tanh(squash x)``, is :func:`transform`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from logitless.spec import IGNORE
 
 ELSEWHERE = -1
 """Target column of a row whose target is not in this part of the vocabulary."""
@@ -47,43 +49,39 @@ TINY = 2.0e-38
 
 
 class Statistic(NamedTuple):
-    """The lines of a ``[4 + number of further sums, R]`` statistic, or of the parts ``[P, ..., R]`` of one, by name."""
+    """The lines of a ``[4, R]`` statistic, or of the parts ``[P, 4, R]`` of one, by name."""
 
     m: Tensor
     s: Tensor
     w: Tensor
     t: Tensor
-    further: tuple[Tensor, ...] = ()
 
     @staticmethod
     def of(lines: Tensor, dim: int = 0) -> Statistic:
-        m, s, w, t, *further = lines.unbind(dim)
-        return Statistic(m, s, w, t, tuple(further))
+        return Statistic(*lines.unbind(dim))
 
     def stacked(self, out: Tensor | None = None) -> Tensor:
         """The lines as one tensor."""
-        return torch.stack([*self[:4], *self.further], out=out)
+        return torch.stack(list(self), out=out)
 
 
 WIDTH = 4
-"""Lines of a statistic without further sums."""
+"""Lines of a statistic."""
 
 
-class Sum(NamedTuple):
-    """A further sum over a row of a statistic.
-
-    Attributes:
-        term: ``(e, d)`` to what is added up over the row, where ``d = z - m`` and ``e = exp(d)``.
-        moved: ``(x, shift, factor, part)`` to the value of the sum x of a part when its reference falls by ``-shift``,
-            so that each ``e`` of it is multiplied by ``factor = exp(shift)``.
-    """
-
-    term: Callable[[Tensor, Tensor], Tensor]
-    moved: Callable[[Tensor, Tensor, Tensor, Statistic], Tensor]
+def transform(x: Tensor, gain: Tensor, squash: float) -> tuple[Tensor, Tensor]:
+    """``z`` of logits ``x`` and the slope ``dz/dx``; ``gain`` broadcasts over x, ``squash`` is 0 without a softcap."""
+    if not squash:
+        return x * gain, gain
+    y = torch.tanh(x * squash)
+    return y * gain, gain * squash * (1 - y * y)
 
 
-FURTHER: dict[str, Sum] = {}
-"""Sums that a backend can be asked for beyond m, s, w and t, by name."""
+def target_column(target: Tensor, start: int, columns: int) -> Tensor:
+    """``[R]`` column of each target among the ``columns`` from ``start`` on, ``ELSEWHERE`` or ``SKIP``."""
+    column = target - start if start else target
+    column = column.masked_fill((column < 0) | (column >= columns), ELSEWHERE)
+    return column.masked_fill_(target == IGNORE, SKIP)
 
 
 class Normaliser(NamedTuple):
@@ -154,8 +152,8 @@ class Coefficients(NamedTuple):
         return dz
 
 
-def merge(parts: Tensor, further: tuple[str, ...] = ()) -> Tensor:
-    """One statistic from many: ``[P, 4, R]`` becomes ``[4, R]``, with a line more for each of the further sums named.
+def merge(parts: Tensor) -> Tensor:
+    """One statistic from many: ``[P, 4, R]`` becomes ``[4, R]``.
 
     Associative up to rounding, and exact for a single part. Parts are added in order, so the same parts give
     the same bits wherever this runs.
@@ -171,9 +169,7 @@ def merge(parts: Tensor, further: tuple[str, ...] = ()) -> Tensor:
     factor = torch.where(part.s == 0, torch.zeros_like(part.m), torch.exp(shift))
     s = (factor * part.s).sum(0)
     w = (factor * (part.w + shift * part.s)).sum(0)
-    more = zip(further, part.further, strict=True)
-    sums = tuple(FURTHER[name].moved(x, shift, factor, part).sum(0) for name, x in more)
-    return Statistic(top, s, w, merge_targets(part.t), sums).stacked()
+    return Statistic(top, s, w, merge_targets(part.t)).stacked()
 
 
 def merge_targets(t: Tensor) -> Tensor:
@@ -195,6 +191,21 @@ def mean_shift(row: Statistic) -> Tensor:
 def entropy(norm: Normaliser, mean: Tensor) -> Tensor:
     """``log s - w / s``, never below zero (a one-hot row rounds to a hair below)."""
     return (norm.log_sum - mean).clamp_min(0.0)
+
+
+def solved(lines: Tensor, checked: bool, wanted: bool) -> tuple[Normaliser, Tensor, Tensor | None, Tensor | None]:
+    """Pieces of log Z, the target's z and, if wanted, ``w / s`` and the entropy, from the lines of a whole row.
+
+    Args:
+        checked: whether every row is known to have a target in the vocabulary; otherwise NaN where it has none.
+        wanted: whether there is a w.
+    """
+    m, s, w, t = lines.unbind(0)
+    norm = Normaliser(m, s.log() if checked else torch.where(t.isnan(), t, s.log()))
+    if not wanted:
+        return norm, t, None, None
+    mean = w / s
+    return norm, t, mean, entropy(norm, mean)
 
 
 def coefficients(

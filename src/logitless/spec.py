@@ -12,131 +12,75 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from logitless.collectives import resolve_group, table_over
+from logitless.collectives import DryGroup, resolve_group, table_over
 from logitless.errors import LogitlessError
 
 IGNORE = -100
 """Target id of a row to leave out: log-prob 0, entropy 0, log Z 0, gradient 0."""
 
-EXTRA_RESULTS = (
-    *("top1_id", "top1_logprob", "top1_hit", "collision", "mean_logit", "logit_variance", "max_logit", "rank"),
-    *("top_k_ids", "top_k_logprobs", "further_logprobs"),
-)
-"""Results that are there only if asked for."""
-
 EntropyMode = Literal["value", "grad"] | None
 
 
-class _ThreeResults(NamedTuple):
-    """What every call returns, in this order."""
-
-    logprob: Tensor
-    entropy: Tensor | None
-    log_z: Tensor | None
-
-
-class TokenStats(_ThreeResults):
-    """Per-row results, float32 (float64 for float64 logits).
-
-    A tuple of log-prob, entropy and log Z; where more was asked for, of all that follow too. Whatever was not asked for
-    is None.
+class TokenStats(NamedTuple):
+    """Results of each row by name, float32 (float64 for float64 logits). Whatever was not asked for is None.
 
     Attributes:
         logprob: ``[R]`` log-probability of each target; differentiable.
         entropy: ``[R]`` entropy in nats, or None. Differentiable only if ``"grad"`` was asked for.
-        log_z: ``[R]`` log of the normaliser over the whole vocabulary; differentiable. None with ``scope="support"``,
-            where a row with one id is not even multiplied.
+        log_z: ``[R]`` log of the normaliser over the whole vocabulary; differentiable. None where the scope is the
+            support, where a row with one id is not even multiplied.
         top1_id, top1_logprob, top1_hit: ``[R]`` the most likely token, its log-prob, and whether it is the target.
         collision: ``[R]`` sum of the squared probabilities; differentiable.
         mean_logit, logit_variance: ``[R]`` over the columns that are not -inf; the mean is differentiable.
         max_logit: ``[R]`` largest logit.
         rank: ``[R]`` int64, how many tokens are more likely than the target, or as likely with a smaller id.
         top_k_ids, top_k_logprobs: ``[R, K]`` the most likely tokens, the first first; of equal ones the smaller id.
-        further_logprobs: ``[R, K]`` of the ids given; differentiable.
+        ids_logprobs: ``[R, K]`` of the ids given; differentiable.
+        divergence: ``[R]`` from the teacher's distribution, 0 at rows that are left out; differentiable.
+        teacher_logprob: ``[R]`` of the target; -inf where the teacher's vocabulary does not have it, NaN where it did
+            not say.
+        teacher_entropy: ``[R]`` in nats.
     """
 
-    __slots__ = ()
-
-    def __new__(cls, logprob: Tensor, entropy: Tensor | None, log_z: Tensor | None, *more: Any, **named: Any) -> Self:
-        if not more and not named:
-            return tuple.__new__(cls, (logprob, entropy, log_z))
-        if len(more) > len(EXTRA_RESULTS) or not set(named) <= set(EXTRA_RESULTS):
-            raise TypeError(
-                f"TokenStats: wanted no more than {list(EXTRA_RESULTS)} but got {len(more)} more and {[*named]}."
-            )
-        given = dict(zip(EXTRA_RESULTS[: len(more)], more, strict=True)) | named
-        return tuple.__new__(cls, (logprob, entropy, log_z, *(given.get(name) for name in EXTRA_RESULTS)))
-
-    # What a named tuple has, for either length.
-
-    @classmethod
-    def _make(cls, iterable: Iterable[Any]) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return cls(*iterable)
+    logprob: Tensor
+    entropy: Tensor | None = None
+    log_z: Tensor | None = None
+    top1_id: Tensor | None = None
+    top1_logprob: Tensor | None = None
+    top1_hit: Tensor | None = None
+    collision: Tensor | None = None
+    mean_logit: Tensor | None = None
+    logit_variance: Tensor | None = None
+    max_logit: Tensor | None = None
+    rank: Tensor | None = None
+    top_k_ids: Tensor | None = None
+    top_k_logprobs: Tensor | None = None
+    ids_logprobs: Tensor | None = None
+    divergence: Tensor | None = None
+    teacher_logprob: Tensor | None = None
+    teacher_entropy: Tensor | None = None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={x!r}' for name, x in self._asdict().items())})"
+        """The results that are there."""
+        there = [f"{name}={x!r}" for name, x in self._asdict().items() if x is not None]
+        return f"TokenStats({', '.join(there)})"
 
-    def _asdict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        names = (*self._fields, *EXTRA_RESULTS)
-        return dict(zip(names[: len(self)], self, strict=True))
+    def each(self, change: Callable[[Tensor], Tensor]) -> TokenStats:
+        """``change`` of every result that is there."""
+        return TokenStats(*(None if x is None else change(x) for x in self))  # pyright: ignore[reportArgumentType]
 
-    def _replace(self, **changes: Any) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return type(self)(**(self._asdict() | changes))
-
-    def _extra(self, place: int) -> Tensor | None:
-        return self[place] if len(self) > place else None
-
-    @property
-    def top1_id(self) -> Tensor | None:
-        return self._extra(3)
-
-    @property
-    def top1_logprob(self) -> Tensor | None:
-        return self._extra(4)
-
-    @property
-    def top1_hit(self) -> Tensor | None:
-        return self._extra(5)
-
-    @property
-    def collision(self) -> Tensor | None:
-        return self._extra(6)
-
-    @property
-    def mean_logit(self) -> Tensor | None:
-        return self._extra(7)
-
-    @property
-    def logit_variance(self) -> Tensor | None:
-        return self._extra(8)
-
-    @property
-    def max_logit(self) -> Tensor | None:
-        return self._extra(9)
-
-    @property
-    def rank(self) -> Tensor | None:
-        return self._extra(10)
-
-    @property
-    def top_k_ids(self) -> Tensor | None:
-        return self._extra(11)
-
-    @property
-    def top_k_logprobs(self) -> Tensor | None:
-        return self._extra(12)
-
-    @property
-    def further_logprobs(self) -> Tensor | None:
-        return self._extra(13)
+    def shaped(self, shape: tuple[int, ...]) -> TokenStats:
+        """``[R]`` results in the caller's shape; lists of ids, and what belongs to them, keep their last dimension."""
+        # Vectors stay as they are: FSDP warns of modules that return views.
+        return self if len(shape) == 1 else self.each(lambda x: x.reshape((*shape, *x.shape[1:])))
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,24 +214,40 @@ class VocabShard:
         width = vocab_size // world
         return VocabShard(rank * width, (rank + 1) * width, group)
 
+    @staticmethod
+    def imagined(vocab_size: int, ranks: int) -> Any:
+        """The first of equal shards of a group that is not there, for ``explain`` and ``estimate`` alone."""
+        return ImaginedShard(0, -(-vocab_size // ranks), vocab_size, DryGroup(ranks, copies=False))
 
-def shard_of(weight: Any) -> VocabShard:
-    """The shard that a tensor-parallel DTensor weight describes: ``Shard(0)`` over a one-dimensional mesh.
+    @staticmethod
+    def of(weight: Any) -> VocabShard:
+        """The shard that a tensor-parallel DTensor weight describes: ``Shard(0)`` over a one-dimensional mesh.
 
-    Only the caller knows that the weight is tensor-parallel: FSDP's parameters have the same placements, but are
-    gathered before use.
-    """
-    placements, mesh = getattr(weight, "placements", None), getattr(weight, "device_mesh", None)
-    if placements is None or mesh is None:
-        raise LogitlessError(f"shard_of: weight must be a DTensor but is {type(weight).__name__}.")
-    if mesh.ndim != 1 or not placements[0].is_shard(0):
-        raise LogitlessError(
-            f"shard_of: weight must be sharded by rows over a one-dimensional mesh but has placements {placements}."
-        )
-    group = mesh.get_group()
-    lengths = [n for (n,) in table_over(group, (weight.to_local().shape[0],))]
-    start = sum(lengths[: group.rank()])
-    return VocabShard(start, start + lengths[group.rank()], group)
+        Only the caller knows that the weight is tensor-parallel: FSDP's parameters have the same placements, but are
+        gathered before use.
+        """
+        placements, mesh = getattr(weight, "placements", None), getattr(weight, "device_mesh", None)
+        if placements is None or mesh is None:
+            raise LogitlessError(f"VocabShard.of: weight must be a DTensor but is {type(weight).__name__}.")
+        if mesh.ndim != 1 or not placements[0].is_shard(0):
+            raise LogitlessError(
+                f"VocabShard.of: weight must be sharded by rows over a one-dimensional mesh but has placements "
+                f"{placements}."
+            )
+        group = mesh.get_group()
+        lengths = [n for (n,) in table_over(group, (weight.to_local().shape[0],))]
+        start = sum(lengths[: group.rank()])
+        return VocabShard(start, start + lengths[group.rank()], group)
+
+
+class ImaginedShard(NamedTuple):
+    """What :class:`VocabShard` says, of a group that is not there."""
+
+    start: int
+    stop: int
+    vocab_size: int
+    group: DryGroup
+    check_calls: bool = False
 
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B\s*")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 import logitless
 from logitless import LogitlessError
-from logitless.adapters.host import Host, PassOn, Replacement
+from logitless.adapters import HOSTS
+from logitless.adapters.host import Host, PassOn, Replacement, resolve_options
 from logitless.adapters.patching import install_host, installed, try_host
 from logitless.adapters.signatures import covers, version_of
 
@@ -78,6 +82,64 @@ def test_a_new_parameter_is_honoured_at_its_default_and_passed_on_otherwise(scor
     text = str(logitless.status())
     assert "fakehost.maths.score: 6 calls, 3 passed on (chunk is given 1, group is given 1, negative 1)" in text
     assert text.startswith("fake 2.5.1 (audit=0, any_version=False): 3 of 6 calls ours")
+
+
+def test_a_new_parameter_is_passed_on_also_where_ours_takes_any_argument(score):
+    """Ours hands on what it does not read, so a new parameter is missing from no signature."""
+    make = lambda original, _: lambda logits, *rest, **more: ("ours", original(logits, *rest, **more)[1])  # noqa: E731
+    maths = score("(logits, chunk=8, index=0, temperature=1.0, *, group=None)")
+    signature = "(logits, index=0, temperature=1.0)"
+    report = install_host(host(signature, make=make), {})
+    assert report.notes == ("fakehost.maths.score has new parameters: chunk, group. Calls that set one are passed on.",)
+    wanted = {"logits": 1, "chunk": 8, "index": 2, "temperature": 0.5, "group": None}
+    assert maths.score(1, 8, 2, 0.5) == maths.score(1, index=2, temperature=0.5, group=None) == ("ours", wanted)
+    assert maths.score(1, 4)[0] == maths.score(1, group=7)[0] == maths.score(1, chunk=4)[0] == "host"
+    assert installed()[0].replaced[0].why == {"chunk is given": 2, "group is given": 1}
+    with pytest.raises(TypeError):
+        maths.score(1, colour=2)
+
+
+def test_a_new_parameter_of_a_function_that_takes_any_argument(score):
+    make = lambda original, _: lambda *args, **more: ("ours", original(*args, **more)[1])  # noqa: E731
+    maths = score("(logits, chunk=8, *rest, group=None, **more)")
+    install_host(host("(logits, *rest, **more)", make=make), {})
+    wanted = {"logits": 1, "chunk": 8, "rest": (), "group": None, "more": {"index": 2}}
+    assert maths.score(1, index=2) == maths.score(1, chunk=8, group=None, index=2) == ("ours", wanted)
+    assert maths.score(1, 8, 3) == ("host", {"logits": 1, "chunk": 8, "rest": (3,), "group": None, "more": {}})
+    assert maths.score(1, group=7)[0] == maths.score(1, chunk=4)[0] == "host"
+
+
+def every_form() -> Iterator[tuple[Host, Replacement, str]]:
+    """Every known signature of every function that some host's adapter replaces."""
+    for name in HOSTS:
+        described = importlib.import_module(f"logitless.adapters.{name}").HOST
+        for made in described.replacements(resolve_options(described, {})):
+            yield from ((described, made, text) for text in made.forms.values() if text is not None)
+
+
+def longer(text: str, kind: inspect._ParameterKind) -> str:
+    """The signature with one more parameter of this kind, whose default is 0."""
+    signature = inspect.signature(eval(f"lambda {text[1:-1]}: None", {}))
+    more = inspect.Parameter("unheard_of", kind, default=0)
+    # A sort by kind keeps the order of the others.
+    return str(signature.replace(parameters=sorted([*signature.parameters.values(), more], key=lambda p: p.kind)))
+
+
+@pytest.mark.parametrize("kind", [inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY], ids=str)
+def test_a_new_parameter_of_any_function_of_any_host_is_passed_on(fakehost, kind):
+    maths = sys.modules["fakehost.maths"]
+    for described, made, text in list(every_form()):
+        exec(f"def known{longer(text, kind)}: pass", vars(maths))
+        function = Replacement("fakehost.maths", "score", made.signature, made.make, signature_of="known")
+        pretended = Host("fake", "fakehost", ("2.5",), lambda _, made=function: [made], options=described.options)
+        maths.score.__code__ = (lambda *args, **more: "host").__code__
+        report = install_host(pretended, {})
+        assert "score has new parameters: unheard_of. Calls that set one" in report.notes[0]
+        named = [p for p in inspect.signature(maths.known).parameters.values() if p.kind < p.VAR_POSITIONAL]
+        given = {p.name: None for p in named if p.default is p.empty and p.name != "ctx"}
+        assert maths.score(**given, unheard_of=1) == "host", (made.path, text)
+        assert installed()[0].replaced[0].why == {"unheard_of is given": 1}, (made.path, text)
+        logitless.uninstall("fake")
 
 
 def test_a_call_that_the_host_would_refuse_is_refused(score):

@@ -357,13 +357,14 @@ def test_audit_of_hidden_states(monkeypatch):
     monkeypatch.setattr("logitless.adapters.audit.SLAB_BYTES", 5 * 8 * 7)  # slabs of five rows of the weight
     hidden, weight, bias = torch.randn(6, 6, 7), torch.randn(53, 7), torch.randn(53)
     target = torch.randint(53, (6, 6))
-    out = logitless.linear_logprobs(hidden, weight, target, bias=bias, entropy="value")
+    logits = logitless.Logits(hidden, weight, bias=bias)
+    out = logitless.logprobs(logits, target, entropy="value")
     audit = Audit(rows=36)
-    audit.of_hidden("f", hidden, weight, target, bias=bias, logprob=out.logprob, entropy=out.entropy)
+    audit.of_logits("f", logits, target, logprob=out.logprob, entropy=out.entropy)
     assert audit.report().rows == 72
     assert audit.report().worst < 3e-6
     with pytest.warns(RuntimeWarning, match="f logprob differs from float64"):
-        audit.of_hidden("f", hidden, weight, target, logprob=out.logprob)
+        audit.of_logits("f", logitless.Logits(hidden, weight), target, logprob=out.logprob)
 
 
 def test_audit_warns_once_and_keeps_the_worst():
@@ -455,10 +456,11 @@ def audit_a_shard(rank, world):
     whole, target = torch.randn(23, 31), torch.randint(29, (23,))
     bounds = [0, 5, 31]
     shard = VocabShard(bounds[rank], bounds[rank + 1], dist.group.WORLD)
-    logits, head = whole[:, shard.start : shard.stop], Head(vocab_size=29, temperature=0.8)
-    out = logitless.logprobs(logits, target, entropy="value", head=head, shard=shard)
+    head = Head(vocab_size=29, temperature=0.8)
+    logits = logitless.Logits.given(whole[:, shard.start : shard.stop], shard=shard)
+    out = logitless.logprobs(logits, target, entropy="value", head=head)
     audit = Audit(rows=9)
-    audit.of_logits("f", logits, target, logprob=out.logprob, entropy=out.entropy, head=head, shard=shard)
+    audit.of_logits("f", logits, target, logprob=out.logprob, entropy=out.entropy, head=head)
     return audit.report()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,13 +20,14 @@ import torch.distributed as dist
 from close import assert_close_to_truth, assert_gradient_close_to_truth
 from hosts import put_first, takes
 from ranks import close_ranks
-from test_megatron_groups import NOISE, TIMEOUT
+from shared.megatron import megatron
+from shared.megatron_groups import TIMEOUT
 from torch import Tensor
 from truth import float64_leaf, truth
 
 import logitless
-from logitless import Head, Kept, LogitlessError, Rows, Zigzag
-from logitless.adapters.megatron import Scoring, output_processor, scoring
+from logitless import Head, Kept, LogitlessError, Logits, Rows, Zigzag
+from logitless.adapters.megatron import POSTPROCESS, Scoring, output_processor, scoring
 
 if put_first("megatron"):
     with warnings.catch_warnings():
@@ -47,28 +47,6 @@ def fresh_workers() -> Iterator[None]:
     """Megatron leaves global state behind, so the workers that have imported it are not reused."""
     yield
     close_ranks()
-
-
-@contextmanager
-def megatron(tp: int = 1, cp: int = 1) -> Iterator[Any]:
-    """``parallel_state`` of this mesh, as a training script sets it up."""
-    with warnings.catch_warnings():
-        # What its imports warn of is its own business.
-        warnings.simplefilter("ignore")
-        from megatron.core import parallel_state
-        from megatron.core.models.gpt import gpt_layer_specs as _  # noqa: F401
-
-        warnings.simplefilter("error")
-        for category, message in NOISE:
-            warnings.filterwarnings("ignore", message, category)
-
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp)
-        try:
-            yield parallel_state
-        finally:
-            for entry in logitless.status().hosts:
-                logitless.uninstall(entry.host)
-            parallel_state.destroy_model_parallel()
 
 
 @pytest.fixture
@@ -413,6 +391,10 @@ def test_output_processor(ranks):
             assert_gradient_close_to_truth(total, *d_weight, f"d_weight {asked}")
 
 
+MXFP8 = SimpleNamespace(fp8_output_proj=True)
+"""The config of a model whose head is Transformer Engine's, in MXFP8."""
+
+
 def fake_layer(**more: Any) -> Any:
     settings = {"weight": torch.randn(10, D), "bias": None, "sequence_parallel": False, "tp_group": dist.group.WORLD}
     return SimpleNamespace(**(settings | more))
@@ -489,6 +471,10 @@ def test_output_processor_rounds_as_megatron_does_if_asked(alone):
             {"labels": torch.zeros(2, 5, dtype=torch.int64), "scale_logits": lambda x: x + 1},
             "scale_logits must multiply but turns 0, 1, 2 into 1.0, 2.0, 3.0",
         ),
+        (
+            {"labels": torch.zeros(2, 5, dtype=torch.int64), "output_layer": SimpleNamespace(config=MXFP8)},
+            "config has fp8_output_proj=True, so its head multiplies in MXFP8",
+        ),
     ],
 )
 def test_errors_of_the_output_processor(alone, given, message):
@@ -538,7 +524,7 @@ def run_model(rank: int, world: int, tied: bool) -> tuple[list[Tensor], list[Ten
             return [out.logprob.detach(), out.entropy.detach(), *gradients]
 
         shard = logitless.VocabShard.even(38, state.get_tensor_model_parallel_group())
-        theirs = step(logitless.logprobs(model(**inputs), rows, entropy="grad", shard=shard))
+        theirs = step(logitless.logprobs(Logits.given(model(**inputs), shard=shard), rows, entropy="grad"))
         asked = Scoring(rows, entropy="grad")
         if takes(GPTModel.forward, "output_processor"):
             ours = step(model(**inputs, output_processor=output_processor, output_processor_context=asked))
@@ -580,4 +566,9 @@ def test_models_that_cannot_be_scored(alone):
         def forward(self) -> None: ...
 
     with pytest.raises(LogitlessError, match=r"has the signature \(self, x\)"), scoring(Other(), Scoring(rows)):
+        pass
+
+    known = {"_postprocess": eval(f"lambda {POSTPROCESS[1:-1]}: None"), "forward": lambda self: None, "config": MXFP8}
+    model = type("Model", (), known)()
+    with pytest.raises(LogitlessError, match=r"^scoring: .*has fp8_output_proj=True"), scoring(model, Scoring(rows)):
         pass

@@ -40,7 +40,25 @@ def swift(group: Any = None) -> Any:
         get_tensor_model_parallel_rank=lambda: rank,
         get_tensor_model_parallel_world_size=lambda: size,
     )
+    if is_repaired(module):
+        vars(sys.modules["megatron.core.tensor_parallel.cross_entropy"]).update(vars(module.mpu))
     return module
+
+
+def is_repaired(module: Any) -> bool:
+    """Whether this is 4.6 or newer, which takes its log-probs from Megatron's cross entropy."""
+    return hasattr(module, "tensor_parallel")
+
+
+@pytest.fixture
+def alone():
+    """Megatron's cross entropy reduces over its group, also if that is one rank's."""
+    if DOUBLE:
+        yield None
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 def batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,8 +84,8 @@ def graded(function: Any, logits: Tensor, upstream: Tensor, entropy_grad: bool =
 
 @pytest.mark.parametrize("entropy_grad", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_alone(dtype, entropy_grad):
-    module = swift()
+def test_alone(alone, dtype, entropy_grad):
+    module = swift(alone)
     logits, labels, upstream = batch(dtype)
     run = lambda z: getattr(module, NAME)(z, labels, True, 4)  # noqa: E731
     theirs = graded(run, logits, upstream, entropy_grad)
@@ -82,12 +100,16 @@ def test_alone(dtype, entropy_grad):
     assert_close_to_truth(ours[1], exact[1], theirs[1])
     # One rounding to the dtype of the logits is not an error of the value.
     assert_close_to_truth(ours[2].float(), exact[2].to(dtype).double(), theirs[2])
-    assert run(logits.requires_grad_())[1].requires_grad == entropy_grad
+    if not entropy_grad:
+        # ms-swift has a gradient of entropy: one that is lost is an error, not silence.
+        with pytest.raises(LogitlessError, match=r'install\("ms_swift", entropy_grad=True\)'):
+            sum(x.sum() for x in run(logits.requires_grad_())).backward()
+    assert not run(logits.detach())[1].requires_grad
     assert getattr(module, NAME)(logits, labels)[1] is None
 
 
 def run_sharded(rank: int, world: int) -> None:
-    """Values as ms-swift's; the gradient is that of whole rows, which ms-swift's own is not."""
+    """Values as ms-swift's; the gradient is that of whole rows, which ms-swift's own is from 4.6 on."""
     module = swift(dist.group.WORLD)
     logits, labels, upstream = batch()
     here = lambda x: x.chunk(2, -1)[rank]  # noqa: E731
@@ -105,11 +127,14 @@ def run_sharded(rank: int, world: int) -> None:
         assert_close_to_truth(mine, right, other)
         assert_close_to_truth(mine, right, own)
     if not DOUBLE:
-        # What the adapter's page says of ms-swift; should this fail, ms-swift has been repaired.
+        # What the adapter's page says of ms-swift's versions.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            wrong = graded(run, here(logits), upstream)[0]
-        assert float((wrong - here(exact[0])).norm() / here(exact[0]).norm()) > 0.1
+            its = graded(run, here(logits), upstream)[0]
+        if is_repaired(module):
+            assert_gradient_close_to_truth(its, here(exact[0]), here(float32[0]))
+        else:
+            assert float((its - here(exact[0])).norm() / here(exact[0]).norm()) > 0.1
 
 
 def test_over_ranks(ranks):

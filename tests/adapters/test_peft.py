@@ -243,6 +243,21 @@ def test_lora_on_the_head(kind, route):
         assert "forward" not in vars(head)
 
 
+@both
+def test_an_adapter_that_is_merged_into_the_weight(kind):
+    """The weight has it then, and its two matrices are still there."""
+    model = adapted_head(kind).eval()
+    head = model.get_base_model().lm_head
+    hidden, target = torch.randn(5, head.base_layer.in_features).double(), torch.arange(5)
+    apart = ll.PolicyHead(head)(hidden, target).logprob.detach()
+    if kind == "peft":
+        model.merge_adapter()
+    else:
+        head.base_layer.weight.data += 2.0 * (head.lora_B["default"].weight @ head.lora_A["default"].weight).detach()
+        head.merged = True
+    assert_close_to_truth(ll.PolicyHead(head)(hidden, target).logprob.detach(), apart, apart)
+
+
 def test_more_than_two_matrices_is_refused():
     model = adapted_head("double").get_base_model()
     head, text = model.lm_head, r"LoraOfPeft has {}, and only weight \+ scale \* b @ a is computed here"
@@ -275,8 +290,8 @@ def test_other_adapters_on_the_head_are_refused():
     head = model.get_base_model().lm_head
     with pytest.raises(ll.LogitlessError, match=f"PolicyHead: {type(head).__name__} {text}"):
         ll.PolicyHead(head)
-    with pytest.raises(ll.LogitlessError, match=f"linear_logprobs: weight must be a tensor but is .*{text}"):
-        ll.linear_logprobs(torch.zeros(2, 16), head, torch.tensor([1, 2]))
+    with pytest.raises(ll.LogitlessError, match=f"Logits: weight must be a tensor but is .*{text}"):
+        ll.logprobs(ll.Logits(torch.zeros(2, 16), head), torch.tensor([1, 2]))
 
 
 @both

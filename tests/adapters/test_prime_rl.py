@@ -81,13 +81,29 @@ def test_parity(kind, dtype, accurate):
     rounded = torch.float64 if accurate else dtype
     exact = truth(*leaves, labels, temperature, SOFTCAP if kind == "gemma" else None, rounded)
     gradients = torch.autograd.grad(exact[0], leaves, upstream[0].double())
-    assert not ours["entropy"].requires_grad
     for mine, right, other in zip((ours["logprobs"], ours["entropy"]), exact, theirs.values(), strict=True):
         assert mine.dtype == other.dtype == torch.float32
         assert_close_to_truth(mine, right, other)
     for mine, right, other in zip(our_gradients, gradients, their_gradients, strict=True):
         assert mine.dtype == other.dtype == dtype
         assert_gradient_close_to_truth(mine, right, other)
+
+
+def test_a_bonus_that_is_not_trained_raises():
+    """As prime-rl does: a gradient of entropy that has no way on would be lost in silence."""
+    head = heads()["plain"]
+    hidden, labels, temperature, _ = batch(torch.float32)
+    logitless.install("prime_rl")
+    out = head(hidden, labels, temperature)
+    with pytest.raises(LogitlessError, match=r'entropy has no gradient.* Use install\("prime_rl", entropy_grad=True\)'):
+        (out["logprobs"] + 0.01 * out["entropy"]).sum().backward()
+    out = head(hidden, labels, temperature)
+    with pytest.raises(LogitlessError, match="entropy has no gradient"):
+        torch.autograd.grad((out["logprobs"] + out["entropy"]).sum(), [head.weight])
+    out = head(hidden, labels, temperature)
+    (out["logprobs"] + 0.01 * out["entropy"].detach()).sum().backward()
+    with torch.no_grad():
+        assert not head(hidden, labels, temperature)["entropy"].requires_grad
 
 
 def test_entropy_is_trained_on_request():

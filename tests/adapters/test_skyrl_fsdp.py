@@ -6,6 +6,7 @@ written out here; nothing else of SkyRL's is.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from close import assert_close_to_truth, assert_gradient_close_to_truth
-from hosts import load
+from hosts import load, takes
 from tiny import qwen3
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -136,6 +137,24 @@ def test_what_is_left_to_skyrl(why):
     compare(ours, theirs, exact)
     forward = next(x for x in logitless.status().hosts[0].replaced if x.name.endswith("HFModelWrapper.forward"))
     assert forward.why == {why: 1}
+
+
+def test_a_forward_over_the_sampler_s_support_is_left_to_skyrl():
+    """Parameters of 0.4, which no signature that we know has: SkyRL scores rows that ours would not have multiplied."""
+    wrapper, sequences = wrapped(qwen3(V)), tokens()
+    if not takes(type(wrapper).forward, "enable_sample_support_replay"):
+        pytest.skip("SkyRL before 0.4 has no replay of the sampler's support")
+    packed_tensor = importlib.import_module("skyrl.backends.skyrl_train.utils.packed_tensor").PackedTensor
+    mask = MASK.sort(dim=1).values
+    ids = torch.stack([sequences[:, -ACTIONS:], torch.full((len(MASK), ACTIONS), 1)], dim=-1).int()
+    support = packed_tensor.from_segments(list(ids))
+    given: dict[str, Any] = {"loss_mask": torch.ones(len(MASK), ACTIONS), "sample_support": support}
+    run = lambda: wrapper(sequences, ACTIONS, mask, TEMPERATURE, enable_sample_support_replay=True, **given)  # noqa: E731
+    theirs = run()
+    logitless.install("skyrl", any_version=True)
+    assert torch.equal(run(), theirs)
+    forward = next(x for x in logitless.status().hosts[0].replaced if x.name.endswith("HFModelWrapper.forward"))
+    assert forward.why == {"sample_support is given": 1}
 
 
 def run_ranks(rank: int, world: int) -> None:

@@ -103,6 +103,19 @@ def run_sharded(rank: int, world: int) -> None:
             compare(ours, float32, exact)
 
 
+def run_two_vocabularies(rank: int, world: int) -> None:
+    """Rank 0 has the same columns of both; rank 1 has not."""
+    module = titan()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    logits, labels, _ = batch()
+    logitless.install("torchtitan")
+    for width in (49, 50, 49):
+        ids, cut = labels.clamp_max(width - 1), logits[:, :width]
+        found = module.compute_logprobs(distribute_tensor(cut, mesh, [Shard(1)]), ids)
+        assert_close_to_truth(found, plain(cut.double(), ids)[0], plain(cut, ids)[0])
+    logitless.uninstall("torchtitan")
+
+
 def run_plain_shards(rank: int, world: int) -> None:
     """As the spmd_types backend has them: plain tensors, and a mesh that torchtitan's module knows."""
     module = titan()
@@ -129,7 +142,7 @@ def run_plain_shards(rank: int, world: int) -> None:
     compare(ours, float32, exact)
 
 
-@pytest.mark.parametrize("run", [run_sharded, run_plain_shards])
+@pytest.mark.parametrize("run", [run_sharded, run_two_vocabularies, run_plain_shards])
 def test_over_ranks(ranks, run):
     ranks(run, 2)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
+import io
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -231,6 +234,41 @@ def test_a_copy_of_a_patched_model_is_its_own():
     torch.testing.assert_close(
         its, plain(other(tokens).logits.reshape(-1, V), rows.index, rows.target).logprob, atol=1e-5, rtol=0
     )
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"], ids=["", "tied"])
+@pytest.mark.parametrize("through", [saved, lambda model: pickle.loads(pickle.dumps(model))], ids=["saved", "pickled"])
+def test_a_patched_model_can_be_pickled(through, family):
+    """As Ray, spawned processes and torch.save do: the copy is patched too, and is its own."""
+    model, (tokens, rows) = patch(build(family), audit=4), batch()
+    wanted = model(tokens, rows=rows, entropy="value")
+    other = through(model)
+    assert other.forward.__self__ is other
+    assert inspect.signature(other.forward) == inspect.signature(model.forward)
+    found = other(tokens, rows=rows, entropy="value")
+    assert torch.equal(found.logprob, wanted.logprob)
+    assert torch.equal(found.entropy, wanted.entropy)
+    assert torch.equal(other(tokens).logits, model(tokens).logits)
+    # The first call is in both reports; the second was the copy's alone.
+    assert audit_of(other).rows == 2 * audit_of(model).rows > 0
+    head = [other.get_output_embeddings().weight, model.get_output_embeddings().weight]
+    with torch.no_grad():
+        head[0].add_(1.0)
+    assert not torch.equal(*head)
+    assert torch.equal(model(tokens, rows=rows).logprob, wanted.logprob)
+    before = other(tokens).logits
+    unpatch(other)
+    assert "forward" not in {*vars(other), *vars(other.get_output_embeddings())}
+    assert torch.equal(other(tokens).logits, before)
+    # A model that was made plain again is pickled as before.
+    assert torch.equal(through(other)(tokens).logits, before)
 
 
 def test_no_logits_are_built():

@@ -84,7 +84,7 @@ def test_kernel(beta, head, dtype):
 def test_the_audit_notices_another_divergence():
     student, teacher = operands()
     found, audit = true_divergence(student, teacher, 0.3), Audit(rows=5)
-    both = (*student, logitless.Head()), (*teacher, logitless.Head())
+    both = [(logitless.Logits(h, w, bias=b), logitless.Head()) for h, w, b in (student, teacher)]
     audit.of_pair("f", *both, 0.3, *found)
     assert audit.report().passed
     with pytest.warns(RuntimeWarning, match="f divergence differs from float64"):

@@ -37,7 +37,7 @@ def both(run, batch, rows, objective, **fields):
     weight = run.model.lm_head.weight
     wanted, weight.grad = weight.grad, None
     hidden = run.model.base_model(batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
-    loss, _ = ll.linear_policy_loss(hidden, weight, rows, objective, **fields)
+    loss, _ = ll.policy_loss(ll.Logits(hidden, weight), rows, objective, **fields)
     loss.backward()
     # Both are float32, and rounded in other places.
     torch.testing.assert_close(loss, theirs.detach(), rtol=1e-5, atol=1e-6)
@@ -48,7 +48,7 @@ def both(run, batch, rows, objective, **fields):
 def reference(run, batch, rows):
     with torch.no_grad():
         hidden = run.ref_model.base_model(batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
-        return ll.linear_logprobs(hidden, run.ref_model.lm_head.weight, rows).logprob
+        return ll.logprobs(ll.Logits(hidden, run.ref_model.lm_head.weight), rows).logprob
 
 
 @pytest.mark.filterwarnings("default")

@@ -9,7 +9,7 @@ import logitless as ll
 from benchmarks.bench.cases import Case
 from benchmarks.bench.inputs import CARRIER, Trained, fill_logits, fill_operands, make_batch, scored_rows
 from logitless import LogitlessError
-from logitless.memory.step import hand_over
+from logitless.memory.meta import hand_over
 
 CPU = torch.device("cpu")
 
@@ -98,7 +98,7 @@ def test_handed_over_logits_can_be_overwritten():
     assert logits.requires_grad
     assert not logits.is_leaf
     assert not logits._is_view()
-    out = ll.logprobs(logits, torch.arange(5), overwrite_logits=True)
+    out = ll.logprobs(ll.Logits.given(logits, overwrite=True), torch.arange(5))
     (gradient,) = torch.autograd.grad(out.logprob, logits, torch.ones(5))
     assert gradient.data_ptr() == buffer.data_ptr()
 

@@ -60,7 +60,7 @@ class Inputs:
         support: ``[R, V]`` ids each row's log-prob is normalised over, or None.
         kept: one list of ids per row, or None.
         upstream: gradients of log-prob, entropy and log Z.
-        further: ``[R, K]`` further ids, some of them twice, the target, or left out.
+        ids: ``[R, K]`` listed ids, some of them twice, the target, or left out.
     """
 
     case: Case
@@ -79,7 +79,7 @@ class Inputs:
     kept: list[list[int]] | None
     upstream: Tensor
     noise: Tensor
-    further: Tensor
+    ids: Tensor
 
     def wanted(self, name: str) -> bool:
         """Whether a leaf has a gradient."""
@@ -120,7 +120,7 @@ def build(case: Case) -> Inputs:
     noise = torch.randn(5, max(count, num_samples), generator=g)
     return Inputs(
         case, parts, leaves, views, index, target, sample, counted, totals, tokens, masks, temperature, support, kept,
-        upstream, noise, _further(case, target, g),
+        upstream, noise, _ids(case, target, g),
     )  # fmt: skip
 
 
@@ -154,7 +154,8 @@ def kept_of(inputs: Inputs, part: Part, device: str = "cpu") -> Kept | None:
         return None
     own = inputs.kept[part.rows]
     flat, lengths = [i for ids in own for i in ids], [len(ids) for ids in own]
-    return Kept(*(torch.tensor(x, dtype=torch.int64, device=device) for x in (flat, lengths)))
+    ids, runs = (torch.tensor(x, dtype=torch.int64, device=device) for x in (flat, lengths))
+    return Kept(ids, runs, inputs.case.scope)  # pyright: ignore[reportArgumentType]
 
 
 # Where tokens are.
@@ -260,8 +261,8 @@ def _kept(case: Case, target: Tensor, g: torch.Generator) -> tuple[list[list[int
     return kept, support
 
 
-def _further(case: Case, target: Tensor, g: torch.Generator) -> Tensor:
-    ids = torch.randint(case.vocab, (len(target), case.further), generator=g)
+def _ids(case: Case, target: Tensor, g: torch.Generator) -> Tensor:
+    ids = torch.randint(case.vocab, (len(target), case.ids), generator=g)
     kind = torch.rand(ids.shape, generator=g)
     ids = torch.where(kind < 0.1, IGNORE, torch.where(kind < 0.3, target.clamp_min(0)[:, None], ids))
     return torch.where(kind > 0.8, ids[:, :1], ids)

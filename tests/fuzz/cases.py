@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 LOGITS, HEAD, MODULE, LOSS, TWO_CALLS = PATHS = (
     "logprobs",
-    "linear_logprobs",
+    "logprobs(Logits)",
     "PolicyHead",
-    "linear_policy_loss",
+    "policy_loss",
     "objective",
 )
-"""``objective`` is the loss in two calls: ``objective(linear_logprobs(...), rows, ...)``."""
+"""``objective`` is the loss in two calls: ``objective(logprobs(Logits(...)), rows, ...)``."""
 
 LOSSES = (LOSS, TWO_CALLS)
 LINEAR = (HEAD, MODULE, *LOSSES)
@@ -49,7 +49,7 @@ class Case:
         values: what kind of numbers.
         poison: NaN in rows that nobody asked for.
         lora: rank of an adapter on the head; 0 for none.
-        stats, top_k, further: statistics beyond the softmax, of so many best and so many further ids.
+        stats, top_k, ids: statistics beyond the softmax, of so many best and so many listed ids.
         frozen: of which tensors no gradient is wanted.
         autocast: float32 operands are rounded to bfloat16 on the way in, float64 ones are not.
         upstream: which results have a gradient.
@@ -90,7 +90,7 @@ class Case:
     entropy: str | None = None
     stats: tuple[str, ...] = ()
     top_k: int = 0
-    further: int = 0
+    ids: int = 0
     memory: int | str | None = None
     backend: str = "auto"
     match: str | None = None
@@ -239,7 +239,7 @@ FEATURES = {
     "entropy": Feature(("entropy",), one_of("entropy", "value", "grad", "grad"), (LOGITS, HEAD, MODULE)),
     "stats": Feature(("stats",), lambda r: {"stats": tuple(r.sample(STATS, r.randint(1, 6)))}, (LOGITS, HEAD, MODULE)),
     "top_k": Feature(("top_k",), one_of("top_k", 1, 2, 5, 128), (LOGITS, HEAD, MODULE)),
-    "further": Feature(("further",), one_of("further", 1, 3, 8), (LOGITS, HEAD, MODULE)),
+    "ids": Feature(("ids",), one_of("ids", 1, 3, 8), (LOGITS, HEAD, MODULE)),
     "memory": Feature(("memory",), one_of("memory", *MEMORY)),
     "backend": Feature(("backend",), one_of("backend", "reference", "tiled")),
     "match": Feature(("match",), one_of("match", "bfloat16", "float16"), LINEAR),
@@ -281,7 +281,7 @@ DEFAULTS = {f.name: f.default for f in fields(Case)}
 
 
 CROWD = (
-    *("stats", "top_k", "further", "lora", "kept", "entropy", "upstream", "layout", "ignore", "frozen"),
+    *("stats", "top_k", "ids", "lora", "kept", "entropy", "upstream", "layout", "ignore", "frozen"),
     *("temperature", "scale", "softcap", "padding", "bias", "memory", "shards", "batch_invariant"),
 )
 """What meets in one row: what is asked of it, its logits, its head and its layout."""
@@ -340,7 +340,7 @@ def settled(case: Case) -> Case:
         changes |= {"mask": False, "mask_only": False}
     if case.shards > 1 and (case.path != LOGITS or case.kept or case.overwrite or case.twice or case.cp > 1):
         changes["shards"] = 1
-    if case.stats or case.top_k or case.further:
+    if case.stats or case.top_k or case.ids:
         changes |= {"top_k": min(case.top_k, case.vocab), "shards": min(changes.get("shards", case.shards), 1)}
     if case.batch_invariant and not linear:
         changes["batch_invariant"] = False

@@ -5,7 +5,7 @@ New failures of the fuzzer come here, shrunk, with one line of what it was.
 
 from __future__ import annotations
 
-from fuzz.cases import Case
+from fuzz.cases import HEAD, LOGITS, LOSS, TWO_CALLS, Case
 
 CORPUS = {
     "a mask over a whole tile gave NaN entropy and gradient": [
@@ -18,7 +18,7 @@ CORPUS = {
     ],
     "a mask over a whole tile by the bias, and with exponentials stored": [
         Case(
-            path="linear_logprobs",
+            path=HEAD,
             dtype=dtype,
             values="lowest first",
             bias=True,
@@ -30,48 +30,45 @@ CORPUS = {
         for memory in (3000, "1MiB", "1GiB")
     ],
     "a frozen head of a transposed weight or hidden states": [
-        Case(path="linear_logprobs", frozen=("weight", "bias"), backend=backend, **{name: "transposed"})
+        Case(path=HEAD, frozen=("weight", "bias"), backend=backend, **{name: "transposed"})
         for name in ("stride", "weight_stride")
         for backend in ("reference", "tiled")
     ],
     "kept ids and batch invariance crashed unless the rows were a multiple of 1024": [
-        Case(path="linear_logprobs", kept="some", batch_invariant=True),
+        Case(path=HEAD, kept="some", batch_invariant=True),
     ],
     "reductions over samples of rows that know of none were silently wrong": [
-        Case(path="linear_policy_loss", layout=layout, objective=(("reduce", "sample_mean"),))
-        for layout in ("every", "pair")
+        Case(path=LOSS, layout=layout, objective=(("reduce", "sample_mean"),)) for layout in ("every", "pair")
     ],
     "rows of a split whose samples' means run over ranks": [
-        Case(path="linear_policy_loss", layout="zigzag", cp=2, recipe="gspo"),
+        Case(path=LOSS, layout="zigzag", cp=2, recipe="gspo"),
     ],
     "a batch without a single row": [
         Case(
             path=path,
             layout="packed",
             samples=((3, 0), (1, 0)),
-            entropy="grad" if path[-1] == "s" and path[0] == "l" else None,
+            entropy="grad" if path in (LOGITS, HEAD) else None,
         )
-        for path in ("logprobs", "linear_logprobs", "linear_policy_loss", "objective")
+        for path in (LOGITS, HEAD, LOSS, TWO_CALLS)
     ],
     "stored exponentials and entropy of a peaked row": [
-        Case(
-            path="linear_logprobs", dtype="float16", values="peaked", entropy="grad", vocab=33, width=8, memory="1GiB"
-        ),
+        Case(path=HEAD, dtype="float16", values="peaked", entropy="grad", vocab=33, width=8, memory="1GiB"),
     ],
     "the mean of a few logits at the lowest number, which have no finite sum": [
-        Case(path=path, values="lowest first", stats=("mean_logit", "rank"), bias=path != "logprobs", backend=backend)
-        for path in ("logprobs", "linear_logprobs")
+        Case(path=path, values="lowest first", stats=("mean_logit", "rank"), bias=path != LOGITS, backend=backend)
+        for path in (LOGITS, HEAD)
         for backend in ("reference", "tiled")
     ],
     "the best of logits in another 16-bit dtype than autocast's": [
-        Case(path="linear_logprobs", stats=("rank",), top_k=2, match="float16", autocast=True),
+        Case(path=HEAD, stats=("rank",), top_k=2, match="float16", autocast=True),
     ],
     "statistics in the interpreter": [
-        Case(backend="triton", stats=("top1", "collision", "mean_logit", "rank"), top_k=5, further=3, kept="some"),
+        Case(backend="triton", stats=("top1", "collision", "mean_logit", "rank"), top_k=5, ids=3, kept="some"),
     ],
     "kernels in the interpreter, forward and backward of every path": [
-        Case(path="logprobs", backend="triton", entropy="grad", dtype="bfloat16", ignore=True),
-        Case(path="linear_logprobs", backend="triton", entropy="grad", bias=True, softcap=5.0),
-        Case(path="linear_policy_loss", backend="triton", layout="packed", dtype="float16", recipe="dapo"),
+        Case(path=LOGITS, backend="triton", entropy="grad", dtype="bfloat16", ignore=True),
+        Case(path=HEAD, backend="triton", entropy="grad", bias=True, softcap=5.0),
+        Case(path=LOSS, backend="triton", layout="packed", dtype="float16", recipe="dapo"),
     ],
 }

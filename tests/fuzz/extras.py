@@ -1,4 +1,4 @@
-"""``stats=``, ``top_k=`` and ``further_ids=`` of a case: what is asked for, what it must give, and with which units.
+"""``stats=``, ``top_k=`` and ``ids=`` of a case: what is asked for, what it must give, and with which units.
 
 Ids and ranks have one right answer only where logits are given: logits that are products may be nearly equal, and then
 either order is right. There it is checked that ids, ranks and top-1 say the same.
@@ -17,7 +17,7 @@ from fuzz.cases import LOGITS
 if TYPE_CHECKING:
     from fuzz.oracle import Scored
 
-GRADED = ("collision", "mean_logit", "further_logprobs")
+GRADED = ("collision", "mean_logit", "ids_logprobs")
 IDS = ("top1_id", "rank", "top_k_ids")
 
 
@@ -27,15 +27,15 @@ def asked(inputs: Inputs, part: Part, device: str) -> dict[str, Any]:
     given: dict[str, Any] = {"stats": case.stats} if case.stats else {}
     if case.top_k:
         given["top_k"] = case.top_k
-    if case.further:
-        given["further_ids"] = inputs.further[part.rows].to(device)
+    if case.ids:
+        given["ids"] = inputs.ids[part.rows].to(device)
     return given
 
 
 def upstream(inputs: Inputs, name: str) -> Tensor:
     """Gradient of a result, in float64: the same for the library and the oracle."""
     case = inputs.case
-    shape = (len(inputs.target), *((case.further,) if name == "further_logprobs" else ()))
+    shape = (len(inputs.target), *((case.ids,) if name == "ids_logprobs" else ()))
     generator = torch.Generator().manual_seed(case.seed + 1 + GRADED.index(name))
     g = torch.randn(shape, generator=generator, dtype=torch.float64)
     g[::2] *= case.upstream != "some rows"
@@ -44,7 +44,7 @@ def upstream(inputs: Inputs, name: str) -> Tensor:
 
 def told(inputs: Inputs, active: Tensor, s: Scored) -> dict[str, Tensor]:
     """Every result that is asked for of the rows that are not ignored, with the graph of their logits."""
-    case, ids = inputs.case, inputs.further[active]
+    case, ids = inputs.case, inputs.ids[active]
     there = s.z != -torch.inf
     order = (s.logits if case.scale > 0 else -s.logits).sort(dim=1, descending=True, stable=True).indices
     own = inputs.target[active][:, None]
@@ -61,11 +61,11 @@ def told(inputs: Inputs, active: Tensor, s: Scored) -> dict[str, Tensor]:
         "rank": (order == own).int().argmax(1).to(s.z.dtype),
         "top_k_ids": order[:, : case.top_k].to(s.z.dtype),
         "top_k_logprobs": s.log_p.gather(1, order[:, : case.top_k]),
-        "further_logprobs": s.log_p.gather(1, ids.clamp_min(0)).masked_fill(ids == IGNORE, 0.0),
+        "ids_logprobs": s.log_p.gather(1, ids.clamp_min(0)).masked_fill(ids == IGNORE, 0.0),
     }
     wanted = {*case.stats, *(("top1_id", "top1_logprob") if "top1" in case.stats else ())}
     wanted |= {"top_k_ids", "top_k_logprobs"} if case.top_k else set()
-    wanted |= {"further_logprobs"} if case.further else set()
+    wanted |= {"ids_logprobs"} if case.ids else set()
     exact = () if case.path == LOGITS else IDS
     return {name: x for name, x in found.items() if name in wanted and name not in exact}
 
@@ -87,7 +87,7 @@ def value_sizes(inputs: Inputs, active: Tensor, s: Scored, sizes: Tensor, size: 
         "max_logit": of_best[:, 0],
         "top_k_ids": torch.zeros_like(of_best),
         "top_k_logprobs": of_best,
-        "further_logprobs": sizes.gather(1, inputs.further[active].clamp_min(0)) + size[:, None],
+        "ids_logprobs": sizes.gather(1, inputs.ids[active].clamp_min(0)) + size[:, None],
     }
     return {name: found[name] + _finite(x) * (name not in IDS) for name, x in right.items()}
 
@@ -101,9 +101,9 @@ def terms(inputs: Inputs, active: Tensor, s: Scored, p: Tensor, most: float) -> 
     if "mean_logit" in case.stats:
         there = (s.z != -torch.inf).double()
         rest = rest + upstream(inputs, "mean_logit")[active].abs()[:, None] * there / there.sum(1, True)
-    if case.further:
-        ids = inputs.further[active]
-        g = upstream(inputs, "further_logprobs")[active].abs().masked_fill(ids == IGNORE, 0.0)
+    if case.ids:
+        ids = inputs.ids[active]
+        g = upstream(inputs, "ids_logprobs")[active].abs().masked_fill(ids == IGNORE, 0.0)
         small = small + g.sum(1, True) * q
         rest = rest + torch.zeros_like(p).scatter_add(1, ids.clamp_min(0), g)
     return small, rest

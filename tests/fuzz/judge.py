@@ -63,9 +63,9 @@ REFUSALS = {
         "kept= takes tiles of all rows", lambda c: bool(c.kept) and c.batch_invariant
     ),
     "statistics over a support": Refusal(
-        "are never made with", lambda c: c.scope == "support" and bool(c.stats or c.top_k or c.further)
+        "are never made where", lambda c: c.scope == "support" and bool(c.stats or c.top_k or c.ids)
     ),
-    "a LoRA over a support": Refusal("takes dot products", lambda c: bool(c.lora) and c.scope == "support"),
+    "a LoRA over a support": Refusal("takes? dot products", lambda c: bool(c.lora) and c.scope == "support"),
     "a LoRA whose gradient would be a part": Refusal(
         "gradient of its a would be a part",
         lambda c: bool(c.lora) and (c.hidden_grad == "partial" or c.sequence_parallel),
@@ -76,7 +76,7 @@ REFUSALS = {
     "logits that are not contiguous": Refusal(
         "contiguous last dimension|not whole steps of one row", lambda c: c.path == LOGITS and bool(c.stride)
     ),
-    "overwriting a view": Refusal("overwrite_logits=True, but the logits", lambda c: c.overwrite and bool(c.stride)),
+    "overwriting a view": Refusal("overwrite=True, but the logits", lambda c: c.overwrite and bool(c.stride)),
     "second backward": Refusal(
         "second backward through a call with", lambda c: c.twice and (c.overwrite or c.weight_grad)
     ),

@@ -214,7 +214,7 @@ def _units(
     entropy = s.entropy.abs()
     of_entropy, of_logprob = size * (1 + 2 * entropy), size + s.logprob.abs()
     found = {"logprob": of_logprob, "entropy": of_entropy, "log_z": size + s.log_z.abs()}
-    asked = case.path not in LOSSES and bool(case.stats or case.top_k or case.further)
+    asked = case.path not in LOSSES and bool(case.stats or case.top_k or case.ids)
     found |= extras.value_sizes(inputs, active, s, sizes, size) if asked else {}
     values = {name: unit * _full(x, active, inputs) for name, x in found.items()}
     if told is not None:

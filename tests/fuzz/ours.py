@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from calls import from_hidden, from_logits, loss_from_hidden
 from torch import Tensor
 
 import logitless as ll
@@ -18,8 +19,8 @@ from fuzz.losses import FACTOR, Fields, prompts_of
 from fuzz.oracle import BUFFER, NAMES, Answer
 from logitless.backends import choose_backend, run_gradient, run_statistics
 from logitless.backends.contract import Problem
-from logitless.results import row_results, target_column
-from logitless.softmax import coefficients, merge
+from logitless.readings.found import Asked, Lines, find
+from logitless.softmax import coefficients, merge, target_column
 from logitless.spec import parse_memory
 
 
@@ -181,7 +182,7 @@ def bounds(inputs: Inputs, rank: int) -> tuple[int, int]:
 def _options(inputs: Inputs, views: dict[str, Tensor], device: str, rank: int) -> tuple[dict[str, Any], Tensor | None]:
     """Keyword arguments that all parts share, and what the gradient buffer holds before."""
     case = inputs.case
-    given: dict[str, Any] = {"backend": case.backend, "scope": case.scope}
+    given: dict[str, Any] = {"backend": case.backend}
     if case.memory is not None:
         given["memory"] = case.memory
     if case.path not in LOSSES:
@@ -192,7 +193,7 @@ def _options(inputs: Inputs, views: dict[str, Tensor], device: str, rank: int) -
         given["shard"] = ll.VocabShard(*bounds(inputs, rank), dist.group.WORLD, check_calls=True)
     start = None
     if case.path == LOGITS:
-        given["overwrite_logits"] = case.overwrite
+        given["overwrite"] = case.overwrite
         return given, None
     given |= {"match": case.match, "batch_invariant": case.batch_invariant, "hidden_grad": case.hidden_grad}
     given["sequence_parallel"] = case.sequence_parallel
@@ -234,9 +235,9 @@ def _head(inputs: Inputs, part: Part, device: str) -> ll.Head:
 def _stats(inputs: Inputs, x: Tensor, views: dict[str, Tensor], rows: Any, options: dict[str, Any]) -> ll.TokenStats:
     path = inputs.case.path
     if path == LOGITS:
-        return ll.logprobs(x, rows, **options)
+        return from_logits(x, rows, **options)
     if path == HEAD:
-        return ll.linear_logprobs(x, _weight(views), rows, **options)
+        return from_hidden(x, _weight(views), rows, **options)
     return ll.PolicyHead(_Layer(views["weight"], views.get("bias")), **options)(x, rows)  # pyright: ignore
 
 
@@ -283,12 +284,12 @@ def _loss(
             out = module(x, rows, loss=ll.Loss(objective, temperature=head.temperature, **batch, **own))
             return out.loss, out.stats
         options["return_stats"] = True
-        loss, _, stats = ll.linear_policy_loss(x, _weight(views), rows, objective, **options, **batch, **own)
+        loss, _, stats = loss_from_hidden(x, _weight(views), rows, objective, **options, **batch, **own)
         return loss, stats
     assert case.path == TWO_CALLS
-    stats = ll.linear_logprobs(x, _weight(views), rows, entropy=objective.entropy, **options)
+    stats = from_hidden(x, _weight(views), rows, entropy=objective.entropy, **options)
     if not isinstance(rows, ll.Rows):
-        stats = ll.TokenStats(*(None if v is None else v.reshape(-1) for v in stats))
+        stats = stats.each(lambda v: v.reshape(-1))
         rows = ll.Rows.every(rows) if isinstance(rows, Tensor) else ll.Rows.at(*rows)
     return objective(stats, rows, **batch, **own)[0], stats
 
@@ -309,12 +310,13 @@ def _merged(inputs: Inputs, leaves: dict[str, Tensor], views: dict[str, Tensor],
         problems.append(Problem(matrix[:, a:b], index, column, gain, head.squash, b - a, True, memory))
     lines = merge(torch.stack([run_statistics(backend, p) for p in problems]))
     ignored = target == IGNORE
-    r = row_results(lines, None, ignored, True, None)
-    values = {"logprob": r.logprob, "log_z": r.log_z} | ({} if case.entropy is None else {"entropy": r.entropy})
+    r = find(Asked(target, gain, head.squash, ignored, entropy=True, group=None), Lines(lines))
+    values = {name: r.results[name] for name in NAMES if name != "entropy" or case.entropy is not None}
     if not leaves[part.leaf].requires_grad:
         return Answer(values, {}, {}, {})
     g_l, g_h, g_z = inputs.upstream.to(device, wide)
-    coef = coefficients(r.logprob, r.norm, r.mean, g_l, g_h if case.entropy == "grad" else None, g_z)
+    g_h = g_h if case.entropy == "grad" else None
+    coef = coefficients(r.saved["logprob"], r.norm, r.saved["mean"], g_l, g_h, g_z)
     d_x = torch.zeros_like(matrix)
     for problem, a, b in zip(problems, cuts[:-1], cuts[1:], strict=True):
         out = torch.empty((len(matrix), b - a), dtype=x.dtype, device=x.device)

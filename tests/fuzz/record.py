@@ -114,6 +114,10 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
+SHOWN = {"linear_logprobs": "`logprobs(Logits)`", "linear_policy_loss": "`policy_loss`"}
+"""Paths whose names in records are older than the calls that they are."""
+
+
 def table(record: dict[str, Any]) -> str:
     """A run as a table in Markdown: a line per path."""
     dtypes = list(next(iter(record["worst"].values())))
@@ -121,7 +125,9 @@ def table(record: dict[str, Any]) -> str:
     lines = [_line(head), _line(["---"] + ["---:"] * (len(head) - 1))]
     for path, counts in record["paths"].items():
         numbers = [f"{sum(counts.values()):,}", *(f"{counts[kind]:,}" for kind in KINDS), f"{record['pairs'][path]:,}"]
-        lines.append(_line([f"`{path}`", *numbers, *(f"{record['worst'][path][d]:.2f}" for d in dtypes)]))
+        lines.append(
+            _line([SHOWN.get(path, f"`{path}`"), *numbers, *(f"{record['worst'][path][d]:.2f}" for d in dtypes)])
+        )
     totals = {kind: sum(counts[kind] for counts in record["paths"].values()) for kind in KINDS}
     rest = [f"{totals[kind]:,}" for kind in KINDS] + [f"{sum(record['pairs'].values()):,}"] + [""] * len(dtypes)
     return "\n".join([*lines, _line(["all", f"{record['cases']:,}", *rest])])

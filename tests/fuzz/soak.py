@@ -127,11 +127,11 @@ def losses(n: int, weight: Tensor, device: str, digest: Any) -> tuple[Tensor, Te
     advantage = torch.randn(len(rows), generator=g).to(device)
     given = {"old_logprob": "current", "advantage": advantage}
     objective = ll.Objective.recipe("dapo", entropy_coef=0.01)
-    loss, metrics = ll.linear_policy_loss(hidden, weight, rows, objective, memory="64KiB", **given)
-    stats = ll.linear_logprobs(hidden, weight, rows, entropy="grad", memory="64KiB")
+    loss, metrics = ll.policy_loss(ll.Logits(hidden, weight), rows, objective, memory="64KiB", **given)
+    stats = ll.logprobs(ll.Logits(hidden, weight), rows, entropy="grad", memory="64KiB")
     loss = loss - 0.1 * stats.logprob.mean() - 0.01 * stats.entropy.mean()  # pyright: ignore
     logits = hidden @ weight.T
-    out = ll.logprobs(logits, rows, entropy="grad", overwrite_logits=True)
+    out = ll.logprobs(ll.Logits.given(logits, overwrite=True), rows, entropy="grad")
     loss = loss - 0.1 * out.logprob.mean() - 0.01 * out.entropy.mean()  # pyright: ignore
     d_hidden, d_weight = torch.autograd.grad(loss, [hidden, weight])
     for x in (loss, stats.logprob, out.entropy, d_hidden, d_weight):

@@ -14,7 +14,7 @@ import argparse
 import random
 import sys
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,11 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from calls import from_hidden, loss_from_hidden
+
 import logitless as ll
+from logitless.backends.divergences import Divergence
+from logitless.operands import Teachers
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tv", "hellinger", "alpha")
 BETA, ALPHA = 0.3, 0.7
@@ -39,7 +43,7 @@ class Case:
     """One call, as plain data. ``heads`` are (temperature, scale, softcap) of student and teacher."""
 
     seed: int = 0
-    path: str = "linear_divergence"
+    path: str = "hidden"
     kind: str = "reverse_kl"
     sort: str = "head"
     dtype: str = "float32"
@@ -70,13 +74,13 @@ def draw(seed: int) -> Case:
         r.choice((1.0, 1.0, 0.3, -1.5)),
         r.choice((None, None, None, 7.0)),
     )
-    path = r.choice(("linear_divergence", "linear_divergence", "loss", "divergence"))
+    path = r.choice(("hidden", "hidden", "loss", "logits"))
     sort = r.choice(SORTS)
-    if path == "divergence":
+    if path == "logits":
         sort = r.choice(("logits", "logits", "fewer", "bucket", "renormalise"))
     dtype = r.choice(("float32", "float32", "float64", "bfloat16"))
-    kept = r.choice(("", "", "", "same", "own")) if path != "divergence" and sort not in SORTS[-2:] else ""
-    return Case(
+    kept = r.choice(("", "", "", "same", "own")) if path != "logits" and sort not in SORTS[-2:] else ""
+    case = Case(
         seed=seed,
         path=path,
         kind=r.choice(KINDS),
@@ -85,19 +89,25 @@ def draw(seed: int) -> Case:
         rows=r.choice((0, 1, 2, 5, 9, 17)),
         vocab=r.choice((2, 3, 8, 17, 64, 101)),
         heads=(head(), head()),
-        bias=r.random() < 0.3 and path != "divergence",
+        bias=r.random() < 0.3 and path != "logits",
         kept=kept,
         scope="support" if kept and r.random() < 0.6 else "vocabulary",
         values=r.choice(("normal", "normal", "peaked", "offset", "near", "masked")),
         ignore=r.random() < 0.3,
         some=r.random() < 0.3,
-        frozen=r.random() < 0.2 and path != "divergence",
+        frozen=r.random() < 0.2 and path != "logits",
         # A buffer is float32, whatever the operands are.
-        weight_grad=r.random() < 0.15 and path == "linear_divergence" and dtype != "float64",
-        batch_invariant=r.random() < 0.15 and path != "divergence" and (not kept),
+        weight_grad=r.random() < 0.15 and path == "hidden" and dtype != "float64",
+        batch_invariant=r.random() < 0.15 and path != "logits" and (not kept),
         backend=r.choice(("auto", "reference", "tiled")),
         memory=r.choice((200, 500, 3000, 9000, "1MiB")),
     )
+    if path != "logits" or r.random() < 0.5:
+        return case
+    # Beside logits that exist: a teacher whose own are made, and ids that samplers kept.
+    sort, kept = r.choice((sort, "head", "mapped", "several")), r.choice(("", "same", "own"))
+    kept = "" if sort in SORTS[-2:] else kept
+    return replace(case, sort=sort, kept=kept, scope="support" if kept and r.random() < 0.6 else "vocabulary")
 
 
 class Inputs(NamedTuple):
@@ -124,11 +134,11 @@ def build(case: Case) -> Inputs:
     size = {"peaked": 6.0, "offset": 1.0}.get(case.values, 1.0)
     hidden = size * torch.randn(tokens, width)
     weight = torch.randn(vocab, width)
-    if case.path == "divergence":
+    if case.path == "logits":
         hidden, weight = size * 2 * torch.randn(tokens, vocab), torch.eye(vocab)
     bias = torch.randn(vocab) + (200.0 if case.values == "offset" else 0.0) if case.bias else None
     others = tuple((torch.randn(tokens, 11), torch.randn(vocab, 11)) for _ in range(2))
-    if case.values == "near" and case.path != "divergence":
+    if case.values == "near" and case.path != "logits":
         others = ((hidden, weight + 0.01 * torch.randn(vocab, width)), others[1])
     index = torch.randperm(tokens)[: case.rows] if case.some else torch.arange(case.rows)
     target = torch.randint(vocab, (case.rows,))
@@ -138,7 +148,7 @@ def build(case: Case) -> Inputs:
         # A column that the student never says, which may be one that its teacher does.
         column = int(torch.randint(vocab, ()))
         target = torch.where(target == column, NONE, target)
-        if case.path == "divergence":
+        if case.path == "logits":
             hidden[:, column] = -torch.inf if case.heads[0][1] > 0 else torch.inf
         elif bias is not None:
             bias[column] = -torch.inf if case.heads[0][1] > 0 else torch.inf
@@ -177,8 +187,8 @@ def members_of(case: Case, x: Inputs) -> list[tuple[Tensor, Tensor | None, Tenso
     """Hidden states (or logits), weight (None for logits), and the student's id of each column."""
     (hidden, weight), second = x.others
     fewer = weight[: max(1, case.vocab - 2)]
-    logits = (hidden @ weight.T)[..., : len(fewer) if case.sort == "fewer" and case.path == "divergence" else None]
-    if case.path == "divergence":
+    logits = (hidden @ weight.T)[..., : len(fewer) if case.sort == "fewer" and case.path == "logits" else None]
+    if case.path == "logits" and case.sort in ("logits", "fewer"):
         return [(logits, None, None)]
     sorts = {
         "head": [(hidden, weight, None)],
@@ -190,18 +200,16 @@ def members_of(case: Case, x: Inputs) -> list[tuple[Tensor, Tensor | None, Tenso
     return sorts[case.sort]
 
 
-def teacher_of(case: Case, x: Inputs) -> ll.Teacher | ll.Teachers:
+def teacher_of(case: Case, x: Inputs) -> ll.Teacher | Teachers:
     if case.sort in ("bucket", "renormalise"):
         return ll.Teacher.from_top_k(*x.best, tail=case.sort)  # pyright: ignore[reportArgumentType]
     own = ll.Kept.from_mask(x.other_mask) if case.kept == "own" else None
     head = head_of(case, x, 1)
     made = [
-        ll.Teacher.from_logits(tokens, head, ids, own)
-        if weight is None
-        else ll.Teacher(tokens, weight, head=head, ids=ids, kept=own)
+        ll.Teacher(tokens if weight is None else ll.Logits(tokens, weight), head=head, ids=ids, kept=own)
         for tokens, weight, ids in members_of(case, x)
     ]
-    return made[0] if len(made) == 1 else ll.Teachers(made, x.which)
+    return made[0] if len(made) == 1 else ll.Teacher.by_row(made, x.which)
 
 
 class Answer(NamedTuple):
@@ -214,21 +222,22 @@ def ours(case: Case, x: Inputs) -> Answer:
     hidden, weight, bias = leaves["hidden"], leaves["weight"], leaves.get("bias")
     rows = ll.Rows.at(x.index, x.target, num_tokens=len(hidden))
     shared: dict[str, Any] = {"head": head_of(case, x, 0), "backend": case.backend, "memory": case.memory}
-    what = ll.Divergence(case.kind, beta=BETA, alpha=ALPHA)  # pyright: ignore[reportArgumentType]
+    what = Divergence(case.kind, beta=BETA, alpha=ALPHA)  # pyright: ignore[reportArgumentType]
     teacher = teacher_of(case, x)
-    if case.path == "divergence":
-        out = ll.divergence(hidden, teacher, rows, kind=what, **shared)  # pyright: ignore[reportArgumentType]
+    shared["kept"] = ll.Kept.from_mask(x.mask).over(case.scope) if case.kept else None  # pyright: ignore[reportArgumentType]
+    if case.path == "logits":
+        out = ll.logprobs(hidden, rows, teacher=teacher, divergence=what, entropy="grad", **shared)
         return _answer(case, leaves, out, total_of(out, x))
-    shared |= {"bias": bias, "batch_invariant": case.batch_invariant, "scope": case.scope}
-    shared["kept"] = ll.Kept.from_mask(x.mask) if case.kept else None
+    shared |= {"bias": bias, "batch_invariant": case.batch_invariant}
     if case.path == "loss":
         objective = ll.Objective(policy="reinforce", entropy_coef=0.2, divergence=what, divergence_coef=0.7)
-        loss, _, out = ll.linear_policy_loss(
+        loss, _, out = loss_from_hidden(
             hidden, weight, rows, objective, teacher=teacher, return_stats=True, advantage=x.advantage, **shared
         )
         return _answer(case, leaves, out, loss)
     buffer = torch.ones(weight.shape) if case.weight_grad else None
-    out = ll.linear_divergence(hidden, weight, teacher, rows, kind=what, weight_grad=buffer, **shared)
+    shared |= {"teacher": teacher, "divergence": what, "weight_grad": buffer}
+    out = from_hidden(hidden, weight, rows, entropy="grad", **shared)
     found = _answer(case, leaves, out, total_of(out, x))
     if buffer is not None and not case.frozen:
         found.gradients["weight"] = buffer - 1
@@ -244,7 +253,7 @@ def total_of(out: Any, x: Inputs) -> Tensor:
 
 def _leaves(case: Case, x: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
     given = {"hidden": x.hidden, "weight": x.weight, "bias": x.bias}
-    frozen = ("weight", "bias") if case.frozen or case.path == "divergence" else ()
+    frozen = ("weight", "bias") if case.frozen or case.path == "logits" else ()
     return {name: t.detach().to(dtype).requires_grad_(name not in frozen) for name, t in given.items() if t is not None}
 
 
@@ -270,7 +279,7 @@ class Both(NamedTuple):
 def right(case: Case, x: Inputs, dtype: torch.dtype) -> tuple[Answer, Tensor]:
     """By masks over the vocabulary; and the student's logits."""
     leaves = _leaves(case, x, dtype)
-    logits = leaves["hidden"] if case.path == "divergence" else leaves["hidden"] @ leaves["weight"].T
+    logits = leaves["hidden"] if case.path == "logits" else leaves["hidden"] @ leaves["weight"].T
     z = _shaped(case, x, 0, logits[x.index] + leaves.get("bias", torch.zeros((), dtype=dtype)))
     log_p, log_q, over, entropy_of = _distributions(case, x, z, dtype)
     counted, at = x.target != NONE, x.target.clamp_min(0)[:, None]

@@ -7,7 +7,7 @@ They are kept as data in ``entries/*.toml``, one file per part of the package:
     file = "rows/rows.py"                   under src/logitless, or "benchmarks/..."
     old = "scored & self.mask"              exactly as it stands there; ``count`` times, once unless told
     new = "self.mask"
-    tests = ["tests/test_rows.py::test_counted_and_totals"]
+    tests = ["tests/rows/test_rows.py::test_counted_and_totals"]
     suffers = "What a user would see."
 """
 

@@ -27,7 +27,7 @@ def test_every_part_of_the_package_has_seeded_bugs():
     assert [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1] == []
     parts = {mutant.file.split("/")[0] for mutant in MUTANTS}
     folders = {path.parent.name for path in (SOURCE / "logitless").glob("*/__init__.py")}
-    assert parts >= {*folders, "softmax.py", "kept.py", "results.py", "spec.py", "collectives.py", "from_logits.py"}
+    assert parts >= {*folders, "softmax.py", "spec.py", "collectives.py", "score.py", "loss.py", "policy_head.py"}
     kernels = (SOURCE / "logitless/backends/triton/kernels.py").read_text()
     narrowed = [m for m in MUTANTS if m.name.startswith("32-bit-offsets")]
     assert len(narrowed) >= len(re.findall(r"^def \w+_kernel\(", kernels, re.MULTILINE))
@@ -41,7 +41,10 @@ def test_every_part_of_the_package_has_seeded_bugs():
         ({"file": "rows/column.py"}, r"there is no file logitless/rows/column.py"),
         ({"new": "scored if self.mask is None else"}, r"is not Python"),
         ({"tests": ()}, r"names no tests"),
-        ({"tests": ("tests/test_rows.py::test_nothing",)}, r"there is no test tests/test_rows.py::test_nothing"),
+        (
+            {"tests": ("tests/rows/test_rows.py::test_nothing",)},
+            r"there is no test tests/rows/test_rows.py::test_nothing",
+        ),
     ],
 )
 def test_a_stale_entry_is_an_error(change: dict, text: str):
@@ -53,9 +56,9 @@ def test_a_stale_entry_is_an_error(change: dict, text: str):
 
 def test_what_the_end_of_pytest_means():
     assert _outcome(0, "") == (True, "")
-    assert _outcome(1, "..F\nFAILED tests/test_rows.py::test_x - assert 1 == 2\n") == (
+    assert _outcome(1, "..F\nFAILED tests/rows/test_rows.py::test_x - assert 1 == 2\n") == (
         False,
-        "tests/test_rows.py::test_x",
+        "tests/rows/test_rows.py::test_x",
     )
     assert _outcome(-11, "") == (False, "killed by SIGSEGV")
     # No such test, nothing collected, or the tests ran on another copy.
@@ -65,9 +68,9 @@ def test_what_the_end_of_pytest_means():
 
 
 def test_survivors_are_named():
-    verdicts = [Verdict("a", "rows/rows.py", "caught", "test", 1.0), Verdict("b", "kept.py", "survived", "pain", 2.0)]
+    verdicts = [Verdict("a", "rows/rows.py", "caught", "test", 1.0), Verdict("b", "loss.py", "survived", "pain", 2.0)]
     lines = summary(verdicts).splitlines()
-    assert lines[-1] == "survived: b (kept.py): pain"
+    assert lines[-1] == "survived: b (loss.py): pain"
     assert lines[-2].split() == ["all", "2", "1", "1", "0"]
     facts, *rest = (json.loads(line) for line in record(verdicts).splitlines())
     assert (facts["seeded"], facts["caught"], facts["survived"], facts["stale"]) == (2, 1, 1, 0)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from logitless.adapters.host import Host, Option, Replacement
-from logitless.adapters.scoring import entropy_mode, score_logits
+from logitless.adapters.scoring import entropy_mode, score
 from logitless.adapters.shards import check_ids, even_shard
 from logitless.spec import Head, TokenStats
 
@@ -64,9 +64,7 @@ def _score(
     width = logits.shape[-1]
     # AReaL's chunk of rows, as bytes of float32 logits.
     shared: dict[str, Any] = {"memory": 4 * chunk_size * width, "shard": even_shard(tp_group, width)}
-    return score_logits(
-        where, logits, labels, options["audit"], entropy=entropy, head=Head(temperature=temperature), **shared
-    )
+    return score(where, logits, labels, options["audit"], entropy=entropy, head=Head(temperature=temperature), **shared)
 
 
 def _replacements(options: Mapping[str, Any]) -> list[Replacement]:

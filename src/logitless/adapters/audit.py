@@ -20,6 +20,7 @@ from torch import Tensor
 
 from logitless.collectives import gather_over
 from logitless.errors import LogitlessError
+from logitless.operands import Given, Logits, LoRA, shard_of
 from logitless.spec import Head, VocabShard
 
 SEED = 0x106171E55
@@ -74,6 +75,15 @@ class Audit:
     def __bool__(self) -> bool:
         return self._rows > 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            return {"_rows": self._rows, "_report": self._report, "_generator": self._generator.get_state()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of an audit in another process: it has a lock of its own, and goes on from the same comparisons."""
+        generator = torch.Generator().set_state(state["_generator"])
+        vars(self).update({**state, "_generator": generator, "_lock": threading.Lock()})
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Audit:
         """A copy of a patched model reports to the same audit."""
         return self
@@ -84,60 +94,39 @@ class Audit:
     def of_logits(
         self,
         where: str,
-        logits: Tensor,
+        logits: Tensor | Given,
         target: Tensor,
         *,
         logprob: Tensor | None = None,
         entropy: Tensor | None = None,
         head: Head | None = None,
-        shard: VocabShard | None = None,
     ) -> None:
-        """Compare results with the float64 truth from logits.
+        """Compare results with the float64 truth.
 
         Args:
             where: name of the host function, for the report.
-            logits: ``[..., V]`` as the host gave them, before temperature; under a shard, the shard's columns.
+            logits: as for :func:`logitless.logprobs`, before temperature. Of ``Logits(match=)``, which are rounded, the
+                tolerance grows by the largest change that this can cause.
             target: ``[...]`` ids; rows whose id is outside the vocabulary are skipped, because hosts differ there.
             logprob, entropy: results of any shape with one entry per row, or None.
-            head, shard: as for :func:`logitless.logprobs`.
+            head: as for :func:`logitless.logprobs`.
         """
-        if not self:
+        x, shard = logits.logits if isinstance(logits, Given) else logits, shard_of(logits)
+        if not self or _drops(x):
             return
-        flat = logits.detach().reshape(-1, logits.shape[-1])
-        chosen = self._choose(target, _vocab_size(flat.shape[1], head, shard))
-        self._judge(where, flat[chosen].double(), target, chosen, logprob, entropy, head, shard)
-
-    def of_hidden(
-        self,
-        where: str,
-        hidden: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        *,
-        bias: Tensor | None = None,
-        logprob: Tensor | None = None,
-        entropy: Tensor | None = None,
-        head: Head | None = None,
-        shard: VocabShard | None = None,
-        match: str | None = None,
-    ) -> None:
-        """Compare results with the float64 truth from ``[..., D]`` hidden states and the ``[V, D]`` weight of the head.
-
-        Under ``match`` the host rounds logits to that dtype: the tolerance grows by the largest change this can cause.
-        """
-        if not self:
-            return
-        flat = hidden.detach().reshape(-1, hidden.shape[-1])
-        chosen = self._choose(target, _vocab_size(weight.shape[0], head, shard))
-        logits = _product(flat[chosen], weight, bias)
-        slack = 0.0 if match is None else _rounding(logits, getattr(torch, match), head or Head())
-        self._judge(where, logits, target, chosen, logprob, entropy, head, shard, slack)
+        chosen = self._choose(target, _vocab_size(x.shape[-1], head, shard))
+        rows, rounded = _wide(x, chosen), x.linear.match if isinstance(x, Logits) else None
+        slack = 0.0 if rounded is None else _rounding(rows, getattr(torch, rounded), head or Head())
+        truths = _truth(rows, target.reshape(-1)[chosen], _rows_of(head or Head(), chosen), shard)
+        for name, ours, truth in zip(("logprob", "entropy"), (logprob, entropy), truths, strict=True):
+            if ours is not None:
+                self.compare(f"{where} {name}", ours.detach().reshape(-1)[chosen.to(ours.device)], truth, slack)
 
     def of_pair(
         self,
         where: str,
-        student: tuple[Tensor, Tensor, Tensor | None, Head],
-        teacher: tuple[Tensor, Tensor, Tensor | None, Head],
+        student: tuple[Logits, Head],
+        teacher: tuple[Logits, Head],
         beta: float,
         divergence: Tensor,
         entropy: Tensor,
@@ -145,16 +134,13 @@ class Audit:
         """Compare a divergence and the student's entropy with the float64 truth.
 
         Args:
-            student, teacher: hidden states, weight, bias and head.
+            student, teacher: logits and head.
             beta: 0 for KL(teacher || student), 1 for KL(student || teacher), else the teacher's share of a mixture.
         """
         if not self:
             return
         chosen = self._choose(torch.zeros_like(divergence, dtype=torch.int64), 1)
-        log_p, log_q = (
-            _shaped(_product(hidden.detach()[chosen], weight, bias), head).log_softmax(1)
-            for hidden, weight, bias, head in (student, teacher)
-        )
+        log_p, log_q = (_shaped(_wide(x, chosen), head).log_softmax(1) for x, head in (student, teacher))
         self.compare(f"{where} divergence", divergence[chosen], _beta_divergence(log_p, log_q, beta))
         self.compare(f"{where} entropy", entropy[chosen], _mean(log_p, -log_p))
 
@@ -173,23 +159,6 @@ class Audit:
         with self._lock:
             order = torch.randperm(len(scored), generator=self._generator)
         return scored[order[: self._rows].to(scored.device)]
-
-    def _judge(
-        self,
-        where: str,
-        logits: Tensor,
-        target: Tensor,
-        chosen: Tensor,
-        logprob: Tensor | None,
-        entropy: Tensor | None,
-        head: Head | None,
-        shard: VocabShard | None,
-        slack: float = 0.0,
-    ) -> None:
-        truths = _truth(logits, target.reshape(-1)[chosen], _rows_of(head or Head(), chosen), shard)
-        for name, ours, truth in zip(("logprob", "entropy"), (logprob, entropy), truths, strict=True):
-            if ours is not None:
-                self.compare(f"{where} {name}", ours.detach().reshape(-1)[chosen.to(ours.device)], truth, slack)
 
     def _note(self, where: str, difference: Tensor, tolerance: float) -> None:
         # With a NaN among the differences the maximum is NaN; the comparisons below count NaN as a failure.
@@ -243,12 +212,30 @@ def _truth(logits: Tensor, target: Tensor, head: Head, shard: VocabShard | None)
     return logp.gather(1, (target - start)[:, None]).squeeze(1), _mean(logp, -logp)
 
 
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``[k, V]`` float64 logits of a few hidden states."""
-    step = max(1, SLAB_BYTES // (8 * max(1, weight.shape[1])))
+def _drops(logits: Tensor) -> bool:
+    """Whether an adapter drops hidden states at random, so that nobody can tell which."""
+    lora = logits.weight if isinstance(logits, Logits) else None
+    return isinstance(lora, LoRA) and lora.dropout is not None
+
+
+def _wide(logits: Tensor, chosen: Tensor) -> Tensor:
+    """``[k, V]`` float64 logits of a few rows."""
+    if not isinstance(logits, Logits):
+        return logits.detach().reshape(-1, logits.shape[-1])[chosen].double()
+    hidden, weight, bias = logits.hidden.detach(), logits.weight, logits.linear.bias
+    if logits.linear.sequence_parallel:
+        hidden = gather_over(logits.linear.shard.group, hidden).flatten(0, 1)  # pyright: ignore[reportOptionalMemberAccess]
+    rows = hidden.reshape(-1, hidden.shape[-1])[chosen].double()
+    matrix = weight.weight if isinstance(weight, LoRA) else weight
+    step = max(1, SLAB_BYTES // (8 * max(1, matrix.shape[1])))
     with torch.autocast(rows.device.type, enabled=False):
-        logits = torch.cat([rows.double() @ slab.double().T for slab in weight.detach().split(step)], dim=1)
-    return logits if bias is None else logits + bias.detach().double()
+        x = torch.cat([rows @ slab.to(hidden.dtype).double().T for slab in matrix.detach().split(step)], dim=1)
+        if isinstance(weight, LoRA):
+            x = x + weight.scale * (rows @ weight.a.detach().double().T) @ weight.b.detach().double().T
+    x = x if bias is None else x + bias.detach().double()
+    x = torch.tanh(x * logits.squash) if logits.squash else x
+    gain = logits.gain
+    return x * (gain.detach().reshape(-1)[chosen][:, None].double() if isinstance(gain, Tensor) else gain)
 
 
 def _shaped(logits: Tensor, head: Head, shard: VocabShard | None = None) -> Tensor:

@@ -62,8 +62,8 @@ class Replacement:
         signature_of: attribute whose signature is checked instead, where the replaced function takes any arguments:
             ``"Function.forward"`` for ``"Function.apply"``.
 
-    A parameter of the host's function that ours lacks must have a default: a call that gives it another value is
-    passed on.
+    A parameter of the host's function that ours lacks, or that no known signature has, must have a default: a call that
+    gives it another value is passed on, also where ours takes any argument.
     """
 
     module: str

@@ -5,7 +5,8 @@
     with scoring(model, Scoring(...)): model(...)                                                         before that
 
 The output processor needs no install(): the model hands it the hidden states instead of multiplying them with the head,
-and returns its results. Calls with label smoothing are left to Megatron and counted as passed on.
+and returns its results. A head in MXFP8 (``fp8_output_proj``) is refused. Calls with label smoothing are left to
+Megatron and counted as passed on.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from torch import Tensor
 
 from logitless.adapters.audit import Audit
 from logitless.adapters.host import Host, Option, PassOn, Replacement
+from logitless.adapters.scoring import in_scope, placed
 from logitless.adapters.shards import check_ids, even_shard
 from logitless.adapters.signatures import plain_signature
-from logitless.call import Scope
 from logitless.errors import LogitlessError
-from logitless.from_hidden.logprobs import linear_logprobs
-from logitless.from_logits import logprobs
-from logitless.kept import Kept
+from logitless.operands import Kept, Logits
+from logitless.operands.kept import Scope
 from logitless.rows import Rows
+from logitless.score import logprobs
 from logitless.spec import EntropyMode, Head, TokenStats
 
 OVERWRITE = ("float32", "always", "never")
@@ -67,9 +68,10 @@ def _cross_entropy(where: str, logits: Tensor, target: Tensor, group: Any, optio
     """``[s, b]`` float32 losses from ``[s, b, V']`` logits."""
     audit: Audit = options["audit"]
     check_ids("target", target, tuple(logits.shape[:-1]))
-    shard, target = even_shard(group, logits.shape[-1]), target.long()
-    out = logprobs(logits, target, shard=shard, overwrite_logits=_may_overwrite(logits, options["overwrite_logits"]))
-    audit.of_logits(where, logits, target, logprob=out.logprob, shard=shard)
+    overwrite = _may_overwrite(logits, options["overwrite_logits"])
+    operand, target = placed(logits, even_shard(group, logits.shape[-1]), overwrite=overwrite), target.long()
+    out = logprobs(operand, target)
+    audit.of_logits(where, operand, target, logprob=out.logprob)
     return -out.logprob.float()
 
 
@@ -89,7 +91,9 @@ class Scoring:
     Args:
         rows: the rows to score, made for the local ``[b, s]`` batch (``Rows.padded``) or pack (``Rows.packed``);
             None scores every position against the ``labels`` given to the model.
-        entropy, head, kept, scope, match, memory: as for :func:`logitless.linear_logprobs`.
+        entropy, head, kept, memory: as for :func:`logitless.logprobs`.
+        scope: what entropy and log Z are over, in place of the scope of ``kept``.
+        match: as for :class:`logitless.Logits`.
 
     >>> Scoring(head=Head(temperature=0.7), entropy="value").entropy
     'value'
@@ -99,7 +103,7 @@ class Scoring:
     entropy: EntropyMode = None
     head: Head | None = None
     kept: Kept | None = None
-    scope: Scope = "vocabulary"
+    scope: Scope | None = None
     match: Literal["bfloat16", "float16"] | None = None
     memory: int | str = "256MiB"
 
@@ -134,6 +138,7 @@ def output_processor(
     asked = Scoring() if context is None else context
     if not isinstance(asked, Scoring):
         raise LogitlessError(f"output_processor: context must be a Scoring or None but is {type(context).__name__}.")
+    check_head("output_processor", getattr(output_layer, "config", None))
     if hidden_states.dim() != 3:
         raise LogitlessError(f"output_processor: hidden_states must be [s, b, h] but is {list(hidden_states.shape)}.")
     weight = output_layer.weight if output_weight is None else output_weight
@@ -142,25 +147,25 @@ def output_processor(
     length = hidden_states.shape[0] * (shard.group.size() if shard is not None and split else 1)
     rows = _rows_or_labels(asked.rows, labels, length, hidden_states.shape[1])
     main_grad = _main_grad(output_layer, weight)
-    out = linear_logprobs(
+    logits = Logits(
         hidden_states,
         weight if main_grad is None else _into_main_grad(weight),
-        rows,
         bias=output_layer.bias,
-        entropy=asked.entropy,
-        head=_scaled(asked.head or Head(), scale_logits),
         shard=shard,
-        kept=asked.kept,
-        scope=asked.scope,
-        hidden_grad="partial" if getattr(output_layer, "disable_grad_reduce", False) else "reduced",
         sequence_parallel=split,
+        hidden_grad="partial" if getattr(output_layer, "disable_grad_reduce", False) else "reduced",
         weight_grad=main_grad,
         match=asked.match,
+    )
+    out = logprobs(
+        logits,
+        rows,
+        entropy=asked.entropy,
+        head=_scaled(asked.head or Head(), scale_logits),
+        kept=in_scope("output_processor", asked.kept, asked.scope),
         memory=asked.memory,
     )
-    if asked.rows is not None:
-        return out
-    return TokenStats(*(None if x is None else x.T.contiguous() for x in out))  # pyright: ignore[reportArgumentType]
+    return out if asked.rows is not None else out.each(lambda x: x.T.contiguous())
 
 
 @contextmanager
@@ -214,10 +219,21 @@ def _check_model(gpt: Any) -> None:
             f"scoring: {type(gpt).__name__}._postprocess has the signature {plain_signature(method)}, but this stands "
             f"in for {POSTPROCESS}. Tested with Megatron-Core {', '.join(HOST.versions)}."
         )
+    check_head("scoring", gpt.config)
     if getattr(gpt.config, "mtp_num_layers", None):
         raise LogitlessError("scoring: multi-token prediction is computed where scoring stands in. Turn it off.")
     if "_postprocess" in vars(gpt):
         raise LogitlessError("scoring: this model is being scored already. One block at a time.")
+
+
+def check_head(caller: str, config: Any) -> None:
+    """Raise where the model multiplies with an MXFP8 head, whose logits are not those of its weight."""
+    if getattr(config, "fp8_output_proj", False):
+        raise LogitlessError(
+            f"{caller}: the model's config has fp8_output_proj=True, so its head multiplies in MXFP8, and scores from "
+            f"hidden states and the weight would be of another distribution. Set fp8_output_proj=False, or score the "
+            f"logits that the model returns."
+        )
 
 
 def _rows_or_labels(rows: Rows | None, labels: Tensor | None, length: int, batch: int) -> Rows | Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from logitless.adapters.host import Host, Option, Replacement
-from logitless.adapters.scoring import entropy_mode, score_logits, score_with_all_entropies
+from logitless.adapters.scoring import entropy_mode, score, score_with_all_entropies, untrained
 from logitless.adapters.shards import check_ids, even_shard
 
 MODULE = "swift.megatron.trainers.vocab_parallel_utils"
@@ -34,11 +34,12 @@ def make_logps(original: Callable[..., Any], options: Mapping[str, Any]) -> Call
         shared: dict[str, Any] = {"shard": even_shard(group, width), "memory": 4 * entropy_chunk_size * width}
         where, audit = "compute_logps_and_entropy_from_logits", options["audit"]
         if not compute_entropy:
-            return score_logits(where, logits, labels, audit, **shared).logprob.float(), None
+            return score(where, logits, labels, audit, **shared).logprob.float(), None
         entropy = entropy_mode(options["entropy_grad"], logits)
         out = score_with_all_entropies(where, logits, labels, audit, entropy=entropy, **shared)
         assert out.entropy is not None
-        return out.logprob.float(), out.entropy.to(logits.dtype)
+        logprob, value = out.logprob.float(), out.entropy.to(logits.dtype)
+        return logprob, value if options["entropy_grad"] else untrained("ms_swift", value, logprob)
 
     return compute_logps_and_entropy_from_logits
 
@@ -54,7 +55,9 @@ HOST = Host(
     versions=("4.4 - 4.6",),
     replacements=_replacements,
     options={
-        "entropy_grad": Option(False, "True: entropy has a graph. ms-swift logs it and selects tokens by it"),
+        "entropy_grad": Option(
+            False, "True: entropy has a gradient; False: it raises. ms-swift logs it and selects tokens"
+        ),
     },
     distribution="ms-swift",
 )

@@ -28,14 +28,13 @@ from logitless.adapters.audit import Audit
 from logitless.adapters.host import Host, Option, PassOn, Replacement
 from logitless.adapters.nemo_rl_distillation import distillation
 from logitless.adapters.packs import packed_batch, padded_batch, ranks_in, with_target
-from logitless.adapters.scoring import HALF, entropy_of_logits, every_target, without_outside
+from logitless.adapters.scoring import HALF, computed, entropy_of_logits, every_target, placed, without_outside
 from logitless.adapters.shards import check_ids, even_shard, shard_between, vocabulary_of
 from logitless.collectives import gather_over
 from logitless.errors import LogitlessError
-from logitless.from_hidden.logprobs import linear_logprobs
-from logitless.from_logits import logprobs
-from logitless.kept import Kept
+from logitless.operands import Kept, Logits, shard_of
 from logitless.rows import Rows
+from logitless.score import logprobs
 from logitless.spec import Head, TokenStats, VocabShard
 
 FILTERED_ROWS = 256
@@ -117,8 +116,8 @@ def make_next_token(original: Callable[..., Any], options: Mapping[str, Any]) ->
         if vocab_parallel_group is not None:
             if vocab_parallel_rank is None:
                 raise LogitlessError("vocab_parallel_rank must be given with vocab_parallel_group but is None.")
-            start, cp_group = vocab_parallel_rank * columns, context_parallel_group
-            shard = shard_between(vocab_parallel_group, start, start + columns)
+            cp_group = context_parallel_group
+            shard = even_shard(vocab_parallel_group, columns, vocab_parallel_rank)
         return _lines(next_token_logits, input_ids, shard, cp_group, chunk_size, sampling_params, options)
 
     return get_next_token_logprobs_from_logits
@@ -202,18 +201,20 @@ def _score(
 ) -> Tensor:
     """``[R]`` float32 log-probs of the rows; -inf where the target is outside the support."""
     # NeMo-RL's chunk of rows, as bytes of float32 logits.
-    shared: dict[str, Any] = {"shard": shard, "memory": 4 * chunk_size * logits.shape[-1] if chunk_size else "16MiB"}
+    memory = 4 * chunk_size * logits.shape[-1] if chunk_size else None
+    operand = placed(logits, shard)
+    shard = shard_of(operand)
 
     def score(ids: Tensor) -> TokenStats:
         known = with_target(rows, ids)
         if not _filters(sampling):
-            out = logprobs(logits, known, **shared)
+            out = logprobs(operand, known, memory=memory)
             if options["audit"]:
                 logprob = rows.expand(out.logprob.detach())
-                options["audit"].of_logits(where, logits, every_target(known), logprob=logprob, shard=shard)
+                options["audit"].of_logits(where, operand, every_target(known), logprob=logprob)
             return out
         kept, present = _filtered(logits, known, shard, sampling)
-        out = logprobs(logits, known, kept=kept, **shared)
+        out = logprobs(operand, known, kept=kept, memory=memory)
         return out._replace(logprob=out.logprob.masked_fill(~present, -torch.inf))
 
     return without_outside(rows.target, vocabulary_of(shard, logits.shape[-1]), score).float()
@@ -227,7 +228,7 @@ def _filtered(logits: Tensor, rows: Rows, shard: VocabShard | None, sampling: An
     flat, nothing = logits.reshape(-1, width), rows.index[:0]
     ids, lengths, present = [nothing], [nothing], [nothing.bool()]
     for index, target in zip(rows.index.split(FILTERED_ROWS), rows.target.split(FILTERED_ROWS), strict=True):
-        part = flat[index].float()
+        part = computed(flat[index]).float()
         whole = part if shard is None else gather_over(shard.group, part).transpose(0, 1).flatten(1)
         keep = keep_of(whole, top_k=sampling.top_k, top_p=sampling.top_p)[1]
         here = keep[:, start : start + width]
@@ -265,14 +266,12 @@ def make_hidden(original: Callable[..., Any], options: Mapping[str, Any]) -> Cal
         ranks = 1 if shard is None else shard.group.size()
         check_ids("target", target, (hidden.shape[1], hidden.shape[0] * ranks))
         match = None if options["accurate"] else HALF.get(hidden.dtype)
-        shared: dict[str, Any] = {"head": Head(options["fused_temperature"]), "shard": shard, "match": match}
+        logits = Logits(hidden, weight, shard=shard, sequence_parallel=shard is not None, match=match)
+        head = Head(options["fused_temperature"])
 
         def score(ids: Tensor) -> TokenStats:
-            split = {"sequence_parallel": shard is not None, "memory": options["memory"]}
-            out = linear_logprobs(hidden, weight, ids, **split, **shared)
-            if audit:
-                tokens = hidden.detach() if shard is None else gather_over(shard.group, hidden.detach()).flatten(0, 1)
-                audit.of_hidden("hidden states", tokens, weight, ids, logprob=out.logprob, **shared)
+            out = logprobs(logits, ids, head=head, memory=options["memory"])
+            audit.of_logits("hidden states", logits, ids, logprob=out.logprob, head=head)
             return out
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):

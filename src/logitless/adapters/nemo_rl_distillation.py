@@ -20,9 +20,10 @@ from torch import Tensor
 from logitless.adapters.host import PassOn, Replacement
 from logitless.adapters.packs import ranks_in
 from logitless.adapters.scoring import entropy_mode, score_ids
-from logitless.adapters.shards import check_ids, shard_between
+from logitless.adapters.shards import check_ids, even_shard, shard_between
 from logitless.collectives import sum_over
 from logitless.errors import LogitlessError
+from logitless.operands import Logits
 from logitless.spec import IGNORE, VocabShard
 
 
@@ -49,13 +50,12 @@ def make_distillation(original: Callable[..., Any], options: Mapping[str, Any]) 
         if vocab_parallel_group is not None:
             if vocab_parallel_rank is None:
                 raise LogitlessError("vocab_parallel_rank must be given with vocab_parallel_group but is None.")
-            start = vocab_parallel_rank * columns
-            shard = shard_between(vocab_parallel_group, start, start + columns)
+            shard = even_shard(vocab_parallel_group, columns, vocab_parallel_rank)
         ids, negative_entropy = teacher_topk_indices.to(student_logits.device), None
         if zero_outside_topk:
             own, negative_entropy = _over_vocabulary(student_logits, ids, shard, calculate_entropy, options)
         else:
-            own = _logits_at(student_logits, ids, shard).log_softmax(-1)
+            own = _over_ids(student_logits, ids, shard, options)
         other = teacher_topk_logits.to(own.device, own.dtype).log_softmax(-1)
         return own[:, :-1], other[:, :-1], None if negative_entropy is None else negative_entropy[:, :-1]
 
@@ -78,7 +78,7 @@ def make_gather_class(original: Callable[..., Any], options: Mapping[str, Any]) 
         check_ids("global_indices", global_indices, (*logits.shape[:-1], global_indices.shape[-1]))
         shard = shard_between(tp_group, vocab_start_index, vocab_end_index)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
-            found = score_ids("ids", logits, global_indices, options["audit"], shard=shard).further_logprobs
+            found = score_ids("ids", logits, global_indices, options["audit"], shard=shard).ids_logprobs
         assert found is not None
         return found.float()
 
@@ -93,8 +93,16 @@ def _over_vocabulary(
     target[:, -1] = IGNORE
     entropy = entropy_mode(True, logits) if with_entropy else None
     out = score_ids("distillation", logits, ids, options["audit"], target=target, shard=shard, entropy=entropy)
-    assert out.further_logprobs is not None
-    return out.further_logprobs.float(), None if out.entropy is None else -out.entropy.float()
+    assert out.ids_logprobs is not None
+    return out.ids_logprobs.float(), None if out.entropy is None else -out.entropy.float()
+
+
+def _over_ids(logits: Tensor, ids: Tensor, shard: VocabShard | None, options: Mapping[str, Any]) -> Tensor:
+    """Log-probs normalised over the ids."""
+    if isinstance(logits, Logits):
+        # Of logits that are not computed there are log-probs of the ids, which differ from them by a number per row.
+        return _over_vocabulary(logits, ids, shard, False, options)[0].log_softmax(-1)
+    return _logits_at(logits, ids, shard).log_softmax(-1)
 
 
 def _logits_at(logits: Tensor, ids: Tensor, shard: VocabShard | None) -> Tensor:

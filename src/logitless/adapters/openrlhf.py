@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from logitless.adapters.host import Host, Option, Replacement
-from logitless.adapters.scoring import entropy_of_logits, score_logits
+from logitless.adapters.scoring import entropy_of_logits, score
 from logitless.adapters.shards import check_ids
 from logitless.errors import LogitlessError
 
@@ -30,7 +30,7 @@ def make_log_probs(original: Callable[..., Any], options: Mapping[str, Any]) -> 
             raise LogitlessError(f"temperature must be positive but is {temperature!r}.")
         if temperature != 1.0:
             logits.div_(temperature)
-        return score_logits("log_probs_from_logits", logits, labels, options["audit"]).logprob
+        return score("log_probs_from_logits", logits, labels, options["audit"]).logprob
 
     return log_probs_from_logits
 

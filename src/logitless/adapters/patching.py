@@ -276,7 +276,7 @@ def _resolve(
     checked, new = _check_signature(host, version, module, replacement)
     function = replacement.make(original, options)
     assert inspect.isroutine(function), f"{replacement.path}: make must return a function but returned {function!r}"
-    counter, binding = Counter(), Binding.between(checked, function, replacement.path)
+    counter, binding = Counter(), Binding.between(checked, function, new, replacement.path)
     ours: Any = _counted(function, original, binding, replacement.path, counter)
     ours = staticmethod(ours) if bound else ours
     return _Prepared(replacement, _Site(owner, attribute, replacement.path, stored, inherited, ours), counter, new)
@@ -331,12 +331,12 @@ def _counted(
     @functools.wraps(original)
     def logitless_replacement(*args: Any, **kwargs: Any) -> Any:
         counter.called()
-        bound = binding.bind(args, kwargs) if not binding.direct else None
+        bound = (args, kwargs) if binding.direct else binding.bind(args, kwargs)
         if isinstance(bound, str):
             counter.passed_on(bound)
             return original(*args, **kwargs)
         try:
-            answer = function(*args, **kwargs) if bound is None else function(**bound)
+            answer = function(*bound[0], **bound[1])
         except LogitlessError as error:
             if str(error).startswith(path):
                 raise

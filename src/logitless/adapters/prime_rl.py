@@ -15,9 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from logitless.adapters.host import Host, Option, PassOn, Replacement
-from logitless.adapters.scoring import HALF, entropy_mode, score_hidden
+from logitless.adapters.scoring import HALF, entropy_mode, score, untrained
 from logitless.adapters.shards import check_ids
 from logitless.errors import LogitlessError
+from logitless.operands import Logits
 from logitless.spec import Head
 
 LAYERS = "prime_rl.trainer.models.layers"
@@ -38,22 +39,22 @@ def make_forward(original: Callable[..., Any], options: Mapping[str, Any]) -> Ca
         check_ids("labels", labels, lead)
         if isinstance(temperature, Tensor) and temperature.shape != labels.shape:
             raise LogitlessError(f"temperature must be {list(lead)} but is {list(temperature.shape)}.")
-        weight = self.weight
-        out = score_hidden(
+        weight, trained = self.weight, options["entropy_grad"]
+        match = None if options["accurate"] else HALF.get(hidden_states.dtype)
+        out = score(
             type(self).__name__,
-            hidden_states,
-            weight,
+            Logits(hidden_states, weight, match=match),
             labels,
             options["audit"],
             head=Head(temperature=temperature, softcap=getattr(self, "softcap", None)),
-            entropy=entropy_mode(options["entropy_grad"], hidden_states, weight),
-            match=None if options["accurate"] else HALF.get(hidden_states.dtype),
+            entropy=entropy_mode(trained, hidden_states, weight),
             # prime-rl's tile, as bytes of float32 logits.
             memory=4 * self.chunk_size * min(weight.shape[0], VOCABULARY_CHUNK),
         )
         assert out.entropy is not None
         # FSDP warns of modules that return views, as results in the shape of the labels are.
-        return {"logprobs": out.logprob.float().clone(), "entropy": out.entropy.float().clone()}
+        logprob, entropy = out.logprob.float().clone(), out.entropy.float()
+        return {"logprobs": logprob, "entropy": entropy.clone() if trained else untrained("prime_rl", entropy, logprob)}
 
     return forward
 
@@ -78,7 +79,9 @@ HOST = Host(
     replacements=_replacements,
     options={
         "accurate": Option(False, "float32 logits of half-precision hidden states instead of prime-rl's rounding"),
-        "entropy_grad": Option(False, "True: entropy has a graph, for a bonus in a loss of your own"),
+        "entropy_grad": Option(
+            False, "True: entropy has a gradient, for a bonus in a loss of your own; False: it raises"
+        ),
     },
     distribution="prime-rl",
 )

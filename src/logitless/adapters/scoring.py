@@ -1,20 +1,25 @@
 """Functions that the adapters of several hosts share.
 
-    score_logits, score_hidden   one call of this library, audited
+    placed                       a host's logits, computed or not, with the columns that are here
+    score                        one call of this library, audited
     score_ids                    log-probs of several ids of every row
     score_with_all_entropies     log-probs of the targets, entropies of rows without one too
     taken_over                   logits that a caller allows backward to overwrite
     make_logprobs_from_logits    replaces a function that verl and SkyRL share
+    in_scope                     kept ids with the scope of a host's keyword
     every_target                 the target of every local token, for the audit
+    untrained                    an entropy whose gradient is an error
     without_outside              log-prob 0 for an id outside the vocabulary
-    squared_probabilities        sum of p^2 per row, from two log-probs
+    squared_probabilities        sum of p^2 per row
 
-No function here depends on a host; the host's file chooses rows, dtypes and gradient rules.
+Logits are a tensor, or ``Logits`` that are not computed: of a host that has hidden states, or of a model that returns
+them. No function here depends on a host; the host's file chooses rows, dtypes and gradient rules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -22,11 +27,13 @@ from torch import Tensor
 
 from logitless.adapters.audit import Audit
 from logitless.adapters.shards import check_ids
-from logitless.collectives import gather_over
-from logitless.from_hidden.logprobs import linear_logprobs
-from logitless.from_logits import logprobs
+from logitless.errors import LogitlessError
+from logitless.operands import Given, Kept, Logits
+from logitless.operands.kept import Scope
+from logitless.operands.logits import like
 from logitless.rows import Rows
-from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard
+from logitless.score import logprobs
+from logitless.spec import IGNORE, EntropyMode, TokenStats, VocabShard
 
 HALF: dict[torch.dtype, Literal["bfloat16", "float16"]] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -41,52 +48,98 @@ def entropy_mode(wanted: bool, *tensors: Tensor | None) -> EntropyMode:
     return "grad" if wanted and tracked(*tensors) else "value"
 
 
-def score_logits(where: str, logits: Tensor, target: Tensor, audit: Audit, **asked: Any) -> TokenStats:
-    """:func:`logitless.logprobs` of every row; ``asked`` are its keywords."""
-    if logits.shape[-1] > 1 and logits.stride(-1) != 1:
-        logits = logits.contiguous()
-    out = logprobs(logits, target.long(), **asked)
-    distribution = {name: asked[name] for name in ("head", "shard") if name in asked}
-    audit.of_logits(where, logits, target, logprob=out.logprob, entropy=out.entropy, **distribution)
+def untrained(host: str, entropy: Tensor, logprob: Tensor) -> Tensor:
+    """A copy of the entropy, of the call that made the log-probs, whose gradient is an error.
+
+    For hosts whose own entropy has a graph, or raises. Without a graph a bonus would be lost in silence.
+    """
+    return _Untrained.apply(entropy, logprob, host) if tracked(logprob) else entropy.clone()  # pyright: ignore[reportReturnType]
+
+
+class _Untrained(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, entropy: Tensor, logprob: Tensor, host: str) -> Tensor:
+        # The log-probs are an input so that whoever asks for the gradient of their operands comes through here.
+        ctx.set_materialize_grads(False)
+        ctx.host = host
+        return entropy.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if gradient is not None:
+            raise LogitlessError(
+                f"{ctx.host}: entropy has no gradient here, but the loss asks for one. Use "
+                f'install("{ctx.host}", entropy_grad=True), or detach the entropy if it is a metric.'
+            )
+        return None, None, None
+
+
+def placed(logits: Tensor, shard: VocabShard | None = None, *, overwrite: bool = False) -> Logits | Given:
+    """A host's logits as a verb takes them, with the columns that the host says are here.
+
+    Logits that are not computed may have a shard of their own: it must be of the same columns. Nothing of them can be
+    overwritten.
+    """
+    if not isinstance(logits, Logits):
+        whole = logits if logits.shape[-1] < 2 or logits.stride(-1) == 1 else logits.contiguous()
+        return Logits.given(whole, shard=shard, overwrite=overwrite)
+    own = logits.linear.shard
+    if own is None:
+        return logits if shard is None else like(logits, linear=replace(logits.linear, shard=shard))
+    if shard is not None and (own.start, own.stop) != (shard.start, shard.stop):
+        raise LogitlessError(
+            f"the logits are not computed and hold columns {own.start} to {own.stop}, but the caller says "
+            f"{shard.start} to {shard.stop}. Make them with the caller's shard: Logits(hidden, weight, shard=...)."
+        )
+    return logits
+
+
+def computed(logits: Tensor) -> Tensor:
+    """The logits, where single columns of them are read; those that are not computed are computed here."""
+    return logits.computed() if isinstance(logits, Logits) else logits
+
+
+def score(
+    where: str,
+    logits: Tensor,
+    target: Tensor,
+    audit: Audit,
+    *,
+    shard: VocabShard | None = None,
+    overwrite: bool = False,
+    skip: bool = False,
+    **asked: Any,
+) -> TokenStats:
+    """:func:`logitless.logprobs` of every row; ``asked`` are its keywords.
+
+    A row whose target is -100 gets zeros; with ``skip`` it is not read, or multiplied with the head, either.
+    """
+    operand, target = placed(logits, shard, overwrite=overwrite), target.long()
+    out = _of_labelled(logits, target, shard, asked) if skip else logprobs(operand, target, **asked)
+    audit.of_logits(where, operand, target, logprob=out.logprob, entropy=out.entropy, head=asked.get("head"))
     return out
+
+
+def _of_labelled(logits: Tensor, target: Tensor, shard: VocabShard | None, asked: Mapping[str, Any]) -> TokenStats:
+    flat = target.reshape(-1)
+    index = (flat != IGNORE).nonzero().squeeze(1)
+    rows = Rows.at(index, flat[index], flat.numel())
+    out = logprobs(placed(logits.reshape(-1, logits.shape[-1]), shard), rows, **asked)
+    return out.each(lambda x: rows.expand(x).view(target.shape))
 
 
 def score_ids(
     where: str, logits: Tensor, ids: Tensor, audit: Audit, *, target: Tensor | None = None, **asked: Any
 ) -> TokenStats:
-    """:func:`score_logits` with ``further_logprobs`` of ``[..., K]`` ids, the first of which is audited as the row's
-    target, unless there is another."""
+    """:func:`score` with ``ids_logprobs`` of ``[..., K]`` ids. The first is audited, unless there is another target."""
     target = ids[..., 0] if target is None else target
-    return score_logits(where, logits, target, audit, further_ids=ids.long(), **asked)
-
-
-def score_hidden(
-    where: str, hidden: Tensor, weight: Tensor, target: Tensor, audit: Audit, *, skip: bool = False, **asked: Any
-) -> TokenStats:
-    """:func:`logitless.linear_logprobs` of every row; ``asked`` are its keywords.
-
-    A row whose target is -100 gets zeros; with ``skip`` it is not multiplied with the head either.
-    """
-    target = target.long()
-    out = _of_labelled(hidden, weight, target, asked) if skip else linear_logprobs(hidden, weight, target, **asked)
-    distribution = {name: asked[name] for name in ("head", "shard", "bias", "match") if name in asked}
-    audit.of_hidden(where, hidden, weight, target, logprob=out.logprob, entropy=out.entropy, **distribution)
-    return out
-
-
-def _of_labelled(hidden: Tensor, weight: Tensor, target: Tensor, asked: Mapping[str, Any]) -> TokenStats:
-    flat = target.reshape(-1)
-    index = (flat != IGNORE).nonzero().squeeze(1)
-    rows = Rows.at(index, flat[index], flat.numel())
-    out = linear_logprobs(hidden.reshape(-1, hidden.shape[-1]), weight, rows, **asked)
-    whole = [None if x is None else rows.expand(x).view(target.shape) for x in out]
-    return TokenStats(*whole)  # pyright: ignore[reportArgumentType]
+    return score(where, logits, target, audit, ids=ids.long(), **asked)
 
 
 def score_with_all_entropies(where: str, logits: Tensor, target: Tensor, audit: Audit, **asked: Any) -> TokenStats:
-    """:func:`score_logits`; a row whose target is -100 has log-prob 0, and its entropy, as in hosts that mask later."""
+    """:func:`score`; a row whose target is -100 has log-prob 0, and its entropy, as in hosts that mask later."""
     ignored = target == IGNORE
-    out = score_logits(where, logits, target.masked_fill(ignored, 0), audit, **asked)
+    out = score(where, logits, target.masked_fill(ignored, 0), audit, **asked)
     return out._replace(logprob=out.logprob.masked_fill(ignored, 0.0))
 
 
@@ -97,7 +150,7 @@ def entropy_of_logits(
     target = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     if leave_out is not None:
         target.masked_fill_(leave_out, IGNORE)
-    entropy = score_logits(where, logits, target, audit, entropy=entropy_mode(grad, logits), **asked).entropy
+    entropy = score(where, logits, target, audit, entropy=entropy_mode(grad, logits), **asked).entropy
     assert entropy is not None
     return entropy
 
@@ -105,8 +158,11 @@ def entropy_of_logits(
 def taken_over(logits: Tensor) -> Tensor | None:
     """The tensor that backward may overwrite: the logits, or the tensor they are a reshaped view of; None if neither.
 
-    A leaf belongs to the user, and a view of a part shares its tensor with other code.
+    A leaf belongs to the user, a view of a part shares its tensor with other code, and logits that are not computed
+    have no memory.
     """
+    if isinstance(logits, Logits):
+        return None
     whole = logits._base if logits._is_view() else logits
     if whole is None or whole.is_leaf or not tracked(logits):
         return None
@@ -128,12 +184,23 @@ def make_logprobs_from_logits(original: Callable[..., Any], options: Mapping[str
         check_ids("labels", labels, logits.shape[:-1])
         whole = taken_over(logits) if inplace_backward and options["inplace_backward"] else None
         if whole is None:
-            return score_logits(where, logits, labels, options["audit"]).logprob
+            return score(where, logits, labels, options["audit"]).logprob
         target = labels.reshape(whole.shape[:-1])
-        out = score_logits(where, whole, target, options["audit"], overwrite_logits=True)
+        out = score(where, whole, target, options["audit"], overwrite=True)
         return out.logprob.view(labels.shape)
 
     return logprobs_from_logits
+
+
+def in_scope(caller: str, kept: Kept | None, scope: Scope | None) -> Kept | None:
+    """The kept ids with the scope that a host's own keyword asks for; None leaves them their own."""
+    if scope is None or (kept is None and scope == "vocabulary"):
+        return kept
+    if kept is None:
+        raise LogitlessError(
+            f"{caller}: scope={scope!r} needs kept=, the ids that the sampler kept. Pass a logitless.Kept."
+        )
+    return kept.over(scope)
 
 
 def every_target(rows: Rows) -> Tensor:
@@ -155,23 +222,8 @@ def without_outside(target: Tensor, vocab_size: int, score: Callable[[Tensor], T
 
 
 def squared_probabilities(where: str, logits: Tensor, audit: Audit, shard: VocabShard | None = None) -> Tensor:
-    """Sum of the squared probabilities of every row: ``exp(2 log p(t) - log q(t))``, q at half the temperature.
-
-    q is p^2 normalised, so the ratio is the normaliser for every t. With the likeliest t both logarithms are near zero,
-    where float32 is finest; log Z of large logits would have fewer digits.
-    """
-    peak = _peak(logits, shard)
-    once = score_logits(where, logits, peak, audit, shard=shard).logprob
-    twice = score_logits(where, logits, peak, audit, shard=shard, head=Head(temperature=0.5)).logprob
-    return torch.exp(2 * once - twice)
-
-
-def _peak(logits: Tensor, shard: VocabShard | None) -> Tensor:
-    """Id of the largest logit of every row, over all shards."""
-    value, index = logits.detach().max(dim=-1)
-    if shard is None or shard.group is None:
-        return index
-    # Ids below 2^24 are exact in float32, so one gather carries both.
-    table = gather_over(shard.group, torch.stack([value.float(), (index + shard.start).float()]))
-    holder = table[:, 0].argmax(dim=0, keepdim=True)
-    return table[:, 1].gather(0, holder).squeeze(0).long()
+    """Sum of the squared probabilities of every row."""
+    target = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    collision = score(where, logits, target, audit, shard=shard, stats=("collision",)).collision
+    assert collision is not None
+    return collision

@@ -171,27 +171,30 @@ class Binding(NamedTuple):
 
     Attributes:
         names: parameters of the host's function, in order; the first ``positional`` of them may come by position.
-        unknown: parameters that our function lacks, with their defaults.
+        unknown: parameters that our function lacks or no known signature has, with their defaults.
         direct: our function takes the call as it is.
+        open_ended: the host's function takes any arguments.
     """
 
     names: tuple[str, ...]
     positional: int
     unknown: Mapping[str, Any]
     direct: bool
+    open_ended: bool
 
     @staticmethod
-    def between(host_function: Callable[..., Any], ours: Callable[..., Any], path: str) -> Binding:
+    def between(host_function: Callable[..., Any], ours: Callable[..., Any], new: Iterable[str], path: str) -> Binding:
+        """``new``: the parameters beyond a known signature. Where ours takes any argument, nothing else tells them."""
         theirs = dict(inspect.signature(host_function).parameters)
         theirs.pop("ctx", None)
         mine = inspect.signature(ours).parameters
         by_position = [p for p in theirs.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        takes_any = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in (*mine.values(), *theirs.values()))
-        unknown = {} if takes_any else {name: p.default for name, p in theirs.items() if name not in mine}
+        open_ended, takes_any = _takes_any(theirs.values()), _takes_any((*mine.values(), *theirs.values()))
+        unknown = {name: p.default for name, p in theirs.items() if name in new or (name not in mine and not takes_any)}
         without = [name for name, default in unknown.items() if default is inspect.Parameter.empty]
         assert not without, f"{path}: our function must take {', '.join(without)}, which the host's requires"
-        direct = takes_any or list(theirs) == list(mine)[: len(theirs)]
-        return Binding(tuple(theirs), len(by_position), unknown, direct)
+        direct = not unknown and (takes_any or list(theirs) == list(mine)[: len(theirs)])
+        return Binding(tuple(theirs), len(by_position), unknown, direct, open_ended)
 
     def logits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The argument of a call that is logits by its name; None for functions without one."""
@@ -201,13 +204,20 @@ class Binding(NamedTuple):
         at = self.names.index(name)
         return args[at] if at < len(args) else kwargs.get(name)
 
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | str | None:
-        """Keywords for our function; or why the call is passed on; or None for a call that the host refuses as well."""
-        given = dict(zip(self.names[: len(args)], args[: len(self.names)], strict=True)) | kwargs
-        if len(args) > self.positional or len(given) < len(args) + len(kwargs) or not given.keys() <= set(self.names):
-            return None
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | str:
+        """Arguments for our function, or why the call is passed on. A call that the host refuses stays as it is."""
+        placed = dict(zip(self.names[: self.positional], args, strict=False))
+        given = placed | kwargs
+        if not self.open_ended and (len(given) < len(args) + len(kwargs) or not given.keys() <= set(self.names)):
+            return args, kwargs
         for name, default in self.unknown.items():
             value = given.pop(name, default)
-            if value is not default and not (type(value) is type(default) and value == default):
+            # Arguments without a name stay in their places, so none of those before them can be taken out.
+            fixed = self.open_ended and name in placed
+            if fixed or (value is not default and not (type(value) is type(default) and value == default)):
                 return f"{name} is given"
-        return given
+        return ((), given) if not self.open_ended else (args, {n: x for n, x in kwargs.items() if n in given})
+
+
+def _takes_any(parameters: Iterable[inspect.Parameter]) -> bool:
+    return any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)

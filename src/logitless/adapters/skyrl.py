@@ -24,7 +24,7 @@ from torch import Tensor
 
 from logitless.adapters.host import Host, Option, Replacement
 from logitless.adapters.packs import Batch, packed_batch, padded_batch
-from logitless.adapters.scoring import entropy_mode, entropy_of_logits, score_hidden
+from logitless.adapters.scoring import entropy_mode, entropy_of_logits
 from logitless.adapters.shards import even_shard
 from logitless.adapters.skyrl_draft import draft
 from logitless.adapters.skyrl_fsdp import fsdp_replacements
@@ -33,13 +33,12 @@ from logitless.adapters.skyrl_rows import (
     check_batch,
     check_pack,
     check_packed_tokens,
+    from_hidden,
     logprob_of_every,
     logprobs_of_batch,
     make_with_actions,
     read_results,
-    rounding,
-    rows_of_hidden,
-    rows_of_logits,
+    score_rows,
     tensor_group,
     vocabulary_between,
     weigh_read,
@@ -68,11 +67,10 @@ def make_logits_padded(original: Callable[..., Any], options: Mapping[str, Any])
         cp_group: Any = None,
         chunk_size: int | None = None,
     ) -> Tensor:
-        logits = check_batch("vocab_parallel_logits", vocab_parallel_logits, target)
-        batch = padded_batch(target, logits.shape[1], cp_group, logits.device, read_results())
-        vocabulary = vocabulary_between(tp_group, vocab_start_index, vocab_end_index, logits.shape[-1])
-        score = functools.partial(rows_of_logits, where, logits, options=options)
-        return logprobs_of_batch(score, batch, vocabulary, "sum", inference_only)
+        check_batch("vocab_parallel_logits", vocab_parallel_logits, target)
+        score = functools.partial(score_rows, where, vocab_parallel_logits, options=options)
+        bounds = (tp_group, vocab_start_index, vocab_end_index)
+        return _padded(vocab_parallel_logits, score, target, bounds, cp_group, inference_only)
 
     return from_parallel_logits_to_logprobs
 
@@ -95,11 +93,12 @@ def make_logits_packed(original: Callable[..., Any], options: Mapping[str, Any])
         attention_mask: Tensor | None = None,
         sub_seq_lengths: list[list[int]] | None = None,
     ) -> Tensor:
-        logits = check_pack("vocab_parallel_logits", vocab_parallel_logits, target, cp_group)
+        logits = vocab_parallel_logits
+        check_pack("vocab_parallel_logits", logits, target, cp_group)
         layout = (logits.shape[1], unpacked_seqlen, cp_group, logits.device, attention_mask, sub_seq_lengths)
         batch = packed_batch(target, cu_seqlens_padded, *layout, weigh_read(logits.device))
         vocabulary = vocabulary_between(group, vocab_start_index, vocab_end_index, logits.shape[-1])
-        score = functools.partial(rows_of_logits, where, logits, options=options)
+        score = functools.partial(score_rows, where, logits, options=options)
         return logprobs_of_batch(score, batch, vocabulary, "slice", inference_only)
 
     return from_parallel_logits_to_logprobs_packed_sequences
@@ -122,12 +121,11 @@ def make_hidden_padded(original: Callable[..., Any], options: Mapping[str, Any])
         temperature: float = 1.0,
         fused_backend: str = "torch",
     ) -> Tensor:
-        hidden = check_batch("hidden", hidden, target)
-        batch = padded_batch(target, hidden.shape[1], cp_group, hidden.device, read_results())
-        vocabulary = vocabulary_between(tp_group, vocab_start_index, vocab_end_index, lm_head_weight.shape[0])
-        operands = (hidden, lm_head_weight, temperature)
-        score = functools.partial(rows_of_hidden, where, operands, options=options)
-        return logprobs_of_batch(score, batch, vocabulary, "sum", inference_only)
+        check_batch("hidden", hidden, target)
+        logits = from_hidden(hidden, lm_head_weight, options)
+        score = functools.partial(score_rows, where, logits, options=options, temperature=temperature)
+        bounds = (tp_group, vocab_start_index, vocab_end_index)
+        return _padded(logits, score, target, bounds, cp_group, inference_only)
 
     return from_parallel_hidden_to_logprobs
 
@@ -153,15 +151,24 @@ def make_hidden_packed(original: Callable[..., Any], options: Mapping[str, Any])
         temperature: float = 1.0,
         fused_backend: str = "torch",
     ) -> Tensor:
-        hidden = check_pack("hidden", hidden, target, cp_group)
+        check_pack("hidden", hidden, target, cp_group)
         layout = (hidden.shape[1], unpacked_seqlen, cp_group, hidden.device, attention_mask, sub_seq_lengths)
         batch = packed_batch(target, cu_seqlens_padded, *layout, weigh_read(hidden.device))
         vocabulary = vocabulary_between(group, vocab_start_index, vocab_end_index, lm_head_weight.shape[0])
-        operands = (hidden, lm_head_weight, temperature)
-        score = functools.partial(rows_of_hidden, where, operands, options=options)
+        logits = from_hidden(hidden, lm_head_weight, options)
+        score = functools.partial(score_rows, where, logits, options=options, temperature=temperature)
         return logprobs_of_batch(score, batch, vocabulary, "slice", inference_only)
 
     return from_parallel_hidden_to_logprobs_packed_sequences
+
+
+def _padded(
+    logits: Tensor, score: Scorer, target: Tensor, bounds: tuple[Any, int, int], cp_group: Any, inference_only: bool
+) -> Tensor:
+    """``[B, S - 1]`` of padded lines; ``bounds`` are the vocabulary's group, and this rank's columns."""
+    batch = padded_batch(target, logits.shape[1], cp_group, logits.device, read_results())
+    vocabulary = vocabulary_between(*bounds, logits.shape[-1])
+    return logprobs_of_batch(score, batch, vocabulary, "sum", inference_only)
 
 
 # The autograd classes behind these functions, for code that calls them directly: targets are shifted already.
@@ -169,7 +176,7 @@ def make_hidden_packed(original: Callable[..., Any], options: Mapping[str, Any])
 
 def make_class(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Stands in for ``DistributedLogprob.apply``: ``[B, S]`` log-probs."""
-    score = functools.partial(rows_of_logits, "DistributedLogprob")
+    score = functools.partial(score_rows, "DistributedLogprob")
 
     def apply(
         vocab_parallel_logits: Tensor,
@@ -206,7 +213,7 @@ def make_chunked_class(original: Callable[..., Any], options: Mapping[str, Any])
 
 def make_fused_class(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Stands in for ``FusedLinearChunkedDistributedLogprob.apply``: from hidden states."""
-    score = functools.partial(rows_of_hidden, "FusedLinearChunkedDistributedLogprob")
+    score = functools.partial(score_rows, "FusedLinearChunkedDistributedLogprob")
 
     def apply(
         hidden: Tensor,
@@ -219,7 +226,7 @@ def make_fused_class(original: Callable[..., Any], options: Mapping[str, Any]) -
         inference_only: bool = False,
     ) -> Tensor:
         vocabulary = vocabulary_between(tp_group, vocab_start_index, vocab_end_index, weight.shape[0])
-        bound = functools.partial(score, (hidden, weight, 1.0), options=options)
+        bound = functools.partial(score, from_hidden(hidden, weight, options), options=options)
         return logprob_of_every(bound, target, vocabulary, inference_only)
 
     return apply
@@ -261,7 +268,7 @@ def make_entropy_packed(original: Callable[..., Any], options: Mapping[str, Any]
         layout = (logits.shape[1], unpacked_seqlen, cp_group, logits.device, attention_mask, sub_seq_lengths)
         weigh = functools.partial(_action_weights, num_actions, loss_mask, logits.device)
         batch = packed_batch(None, cu_seqlens_padded, *layout, weigh)
-        score = functools.partial(rows_of_logits, where, logits, options=options)
+        score = functools.partial(score_rows, where, logits, options=options)
         shard = even_shard(tensor_group(), logits.shape[-1])
         return _mean_entropy(score, batch, shard, logits)
 
@@ -278,22 +285,10 @@ def make_entropy_from_hidden(original: Callable[..., Any], options: Mapping[str,
         chunk_size: int | None = None,
         temperature: float = 1.0,
     ) -> Tensor:
-        target = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-        out = score_hidden(
-            "_fused_vocab_parallel_entropy_from_hidden",
-            hidden.to(lm_head_weight.dtype),
-            lm_head_weight,
-            target,
-            options["audit"],
-            entropy=entropy_mode(True, hidden, lm_head_weight),
-            head=Head(temperature=temperature),
-            shard=even_shard(tp_group, lm_head_weight.shape[0]),
-            hidden_grad="partial",
-            match=rounding(lm_head_weight, options),
-            memory=options["memory"],
-        )
-        assert out.entropy is not None
-        return out.entropy.float()
+        where, logits = "_fused_vocab_parallel_entropy_from_hidden", from_hidden(hidden, lm_head_weight, options)
+        shard = even_shard(tp_group, lm_head_weight.shape[0])
+        asked: dict[str, Any] = {"shard": shard, "head": Head(temperature=temperature), "memory": options["memory"]}
+        return entropy_of_logits(where, logits, options["audit"], **asked).float()
 
     return _fused_vocab_parallel_entropy_from_hidden
 
@@ -320,10 +315,10 @@ def make_entropy_from_hidden_packed(original: Callable[..., Any], options: Mappi
         layout = (hidden.shape[1], unpacked_seqlen, cp_group, hidden.device, attention_mask, sub_seq_lengths)
         weigh = functools.partial(_action_weights, num_actions, loss_mask, hidden.device)
         batch = packed_batch(None, cu_seqlens_padded, *layout, weigh)
-        operands = (hidden, lm_head_weight, temperature)
-        score = functools.partial(rows_of_hidden, where, operands, options=options)
+        logits = from_hidden(hidden, lm_head_weight, options)
+        score = functools.partial(score_rows, where, logits, options=options, temperature=temperature)
         shard = even_shard(tp_group, lm_head_weight.shape[0])
-        return _mean_entropy(score, batch, shard, hidden, lm_head_weight)
+        return _mean_entropy(score, batch, shard, logits)
 
     return from_parallel_hidden_to_entropy_packed_sequences
 
@@ -340,9 +335,9 @@ def _action_weights(num_actions: int, loss_mask: Tensor | None, device: torch.de
     return weights
 
 
-def _mean_entropy(score: Scorer, batch: Batch, shard: VocabShard | None, *sources: Tensor) -> tuple[Tensor, Tensor]:
+def _mean_entropy(score: Scorer, batch: Batch, shard: VocabShard | None, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Weighted mean over all ranks, without a graph; and this rank's part of that mean, with one."""
-    out = score(batch.rows, shard, entropy_mode(True, *sources))
+    out = score(batch.rows, shard, entropy_mode(True, logits))
     assert out.entropy is not None
     assert batch.weights is not None
     part = (out.entropy.float() * batch.weights).sum()

@@ -8,7 +8,6 @@ logits is held but their gradient. ``draft_soft_ce_topk`` has no such work, and 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,11 +15,11 @@ import torch
 from torch import Tensor
 
 from logitless.adapters.host import Replacement
-from logitless.adapters.shards import check_ids
-from logitless.collectives import resolve_group, table_over
-from logitless.distill.from_logits import divergence
+from logitless.adapters.scoring import placed
+from logitless.adapters.shards import check_ids, packed_shard
 from logitless.errors import LogitlessError
-from logitless.spec import IGNORE, VocabShard
+from logitless.score import logprobs
+from logitless.spec import IGNORE
 
 SOFT_CE = "skyrl.backends.skyrl_train.mtp.soft_ce"
 
@@ -38,32 +37,20 @@ def make_draft_soft_ce(original: Callable[..., Any], options: Mapping[str, Any])
     ) -> Tensor:
         if teacher_logits.requires_grad:
             raise LogitlessError("teacher_logits must be detached: the draft head's loss is not the policy's.")
-        student, teacher = (x if x.stride(-1) == 1 else x.contiguous() for x in (student_logits, teacher_logits))
         target = torch.where(mask == 0, IGNORE, 0)
-        check_ids("mask", target, student.shape[:-1])
-        shard = _shard(vocab_parallel_group, student.shape[-1])
-        out = divergence(student, teacher, target, kind="forward_kl", shard=shard)
-        options["audit"].of_logits(
-            "draft_soft_ce", student, target, logprob=out.logprob, entropy=out.entropy, shard=shard
-        )
+        check_ids("mask", target, student_logits.shape[:-1])
+        # SkyRL has cut the padding off the last ranks' parts.
+        student = placed(student_logits, packed_shard(vocab_parallel_group, student_logits.shape[-1]))
+        teacher = teacher_logits if teacher_logits.stride(-1) == 1 else teacher_logits.contiguous()
+        out = logprobs(student, target, teacher=teacher, divergence="forward_kl", entropy="value")
+        options["audit"].of_logits("draft_soft_ce", student, target, logprob=out.logprob, entropy=out.entropy)
+        assert out.divergence is not None
+        assert out.teacher_entropy is not None
         total = ((out.divergence + out.teacher_entropy) * mask).sum()
         count = mask.sum() if global_normalization_factor is None else global_normalization_factor
         return total / count.clamp(min=1.0)
 
     return draft_soft_ce
-
-
-def _shard(group: Any, columns: int) -> VocabShard | None:
-    group = resolve_group(group, "vocab_parallel_group")
-    return None if group is None or group.size() == 1 else _packed_shard(group, columns)
-
-
-@functools.lru_cache(maxsize=64)
-def _packed_shard(group: Any, columns: int) -> VocabShard:
-    """This rank's columns, where SkyRL has cut the padding off the last ranks' parts."""
-    widths = [width for (width,) in table_over(group, (columns,))]
-    start = sum(widths[: group.rank()])
-    return VocabShard(start, start + columns, group)
 
 
 def draft(wrapper: str) -> list[Replacement]:

@@ -1,4 +1,4 @@
-"""SkyRL's rows: scored from logits or hidden states, checked, and put where SkyRL wants the results."""
+"""SkyRL's rows: scored from logits, computed or not, checked, and put where SkyRL wants the results."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from logitless.adapters.megatron import check_head
 from logitless.adapters.packs import Batch, ranks_in, with_target
-from logitless.adapters.scoring import HALF, every_target, without_outside
+from logitless.adapters.scoring import HALF, every_target, placed, without_outside
 from logitless.adapters.shards import check_ids, shard_between, vocabulary_of
 from logitless.errors import LogitlessError
-from logitless.from_hidden.logprobs import linear_logprobs
-from logitless.from_logits import logprobs
+from logitless.operands import Logits
 from logitless.rows import Rows
 from logitless.rows.exchange import GradRule
+from logitless.score import logprobs
 from logitless.spec import Head, TokenStats, VocabShard
 
 _actions: ContextVar[int | None] = ContextVar("num_actions", default=None)
@@ -29,6 +30,8 @@ def make_with_actions(original: Callable[..., Any], options: Mapping[str, Any]) 
     """Stands in for a pass of ``MegatronModelWrapper``, which cuts the last ``num_actions`` out of every log-prob."""
 
     def with_actions(self: Any, micro_batches: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "_fused_lm_head", False):
+            check_head("fused_lm_head_logprob", getattr(self.actor_module[0], "config", None))
         read = [int(batch["num_actions"]) for batch in micro_batches]
         before = _actions.set(max(read, default=None))
         try:
@@ -52,43 +55,31 @@ def weigh_read(device: torch.device) -> Callable[[tuple[int, int]], Tensor] | No
     return lambda shape: (torch.arange(shape[1], device=device) >= shape[1] - last).float().expand(shape)
 
 
-def rows_of_logits(
+def score_rows(
     where: str,
     logits: Tensor,
     rows: Rows,
     shard: VocabShard | None,
     entropy: Any,
     options: Mapping[str, Any],
+    temperature: float = 1.0,
 ) -> TokenStats:
-    logits = logits if logits.shape[-1] < 2 or logits.stride(-1) == 1 else logits.contiguous()
-    out = logprobs(logits, rows, shard=shard, entropy=entropy)
+    operand, head = placed(logits, shard), Head(temperature=temperature)
+    memory = options["memory"] if isinstance(logits, Logits) else None
+    out = logprobs(operand, rows, entropy=entropy, head=head, memory=memory)
     if options["audit"]:
-        options["audit"].of_logits(where, logits, every_target(rows), **_every_result(rows, out), shard=shard)
+        options["audit"].of_logits(where, operand, every_target(rows), **_every_result(rows, out), head=head)
     return out
 
 
-def rows_of_hidden(
-    where: str,
-    operands: tuple[Tensor, Tensor, float],
-    rows: Rows,
-    shard: VocabShard | None,
-    entropy: Any,
-    options: Mapping[str, Any],
-) -> TokenStats:
-    hidden, weight, temperature = operands
+def from_hidden(hidden: Tensor, weight: Tensor, options: Mapping[str, Any]) -> Logits:
+    """The logits of SkyRL's fused head."""
     # As Megatron's output layer does: the head's dtype decides.
     hidden = hidden.to(weight.dtype)
-    shared: dict[str, Any] = {"head": Head(temperature=temperature), "shard": shard, "match": rounding(weight, options)}
-    out = linear_logprobs(
-        hidden, weight, rows, entropy=entropy, hidden_grad="partial", memory=options["memory"], **shared
-    )
-    if options["audit"]:
-        results = _every_result(rows, out)
-        options["audit"].of_hidden(where, hidden, weight, every_target(rows), **results, **shared)
-    return out
+    return Logits(hidden, weight, hidden_grad="partial", match=_rounding(weight, options))
 
 
-def rounding(weight: Tensor, options: Mapping[str, Any]) -> Literal["bfloat16", "float16"] | None:
+def _rounding(weight: Tensor, options: Mapping[str, Any]) -> Literal["bfloat16", "float16"] | None:
     """The dtype that SkyRL's fused head rounds logits to."""
     return None if options["accurate"] else HALF.get(weight.dtype)
 
@@ -100,7 +91,7 @@ def _every_result(rows: Rows, out: TokenStats) -> dict[str, Any]:
 
 
 Scorer = Callable[..., TokenStats]
-"""``score(rows, shard, entropy)``: results of the rows, from the logits or hidden states of the call."""
+"""``score(rows, shard, entropy)``: results of the rows, from the logits of the call, computed or not."""
 
 Vocabulary = tuple[VocabShard | None, int]
 """This rank's shard, and the number of columns over all ranks."""
@@ -126,19 +117,17 @@ def logprob_of_every(score: Scorer, target: Tensor, vocabulary: Vocabulary, no_g
 # Checks.
 
 
-def check_batch(name: str, x: Tensor, target: Tensor) -> Tensor:
+def check_batch(name: str, x: Tensor, target: Tensor) -> None:
     if x.dim() != 3 or target.dim() != 2 or x.shape[0] != target.shape[0]:
         raise LogitlessError(
             f"{name} must be [B, S / CP, ...] and target [B, S] but they are {list(x.shape)} and {list(target.shape)}."
         )
     check_ids("target", target, target.shape)
-    return x
 
 
-def check_pack(name: str, x: Tensor, target: Tensor, cp_group: Any) -> Tensor:
+def check_pack(name: str, x: Tensor, target: Tensor, cp_group: Any) -> None:
     check_packed_tokens(name, x)
     check_ids("target", target, (1, x.shape[1] * ranks_in(cp_group)))
-    return x
 
 
 def check_packed_tokens(name: str, x: Tensor) -> None:

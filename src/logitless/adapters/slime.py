@@ -35,7 +35,7 @@ from logitless.adapters.slime_rows import (
     score_every_row,
 )
 from logitless.errors import LogitlessError
-from logitless.kept import Kept
+from logitless.operands import Kept
 
 
 def custom_megatron_init(args: Any) -> Installed:

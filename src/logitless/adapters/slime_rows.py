@@ -21,13 +21,13 @@ from torch import Tensor
 
 from logitless.adapters.audit import Audit
 from logitless.adapters.host import Option
-from logitless.adapters.scoring import every_target, taken_over, tracked
+from logitless.adapters.scoring import computed, every_target, placed, taken_over, tracked
 from logitless.adapters.shards import check_ids, even_shard
 from logitless.errors import LogitlessError
-from logitless.from_logits import logprobs
-from logitless.kept import Kept
+from logitless.operands import Kept, Logits, shard_of
 from logitless.rows import Rows
 from logitless.rows.layouts import Contiguous, Zigzag
+from logitless.score import logprobs
 from logitless.spec import EntropyMode, Head, VocabShard
 
 OPTIONS = {
@@ -79,19 +79,20 @@ def score_every_row(
     audit: Audit = options["audit"]
     if not len(logits):
         # Empty, but with a graph, as on ranks that have rows.
-        nothing = logits.sum(-1)
+        nothing = computed(logits).sum(-1)
         return nothing, {None: None, "value": nothing.detach(), "grad": nothing}[entropy]
-    logits, shard = logits.contiguous(), even_shard(tp_group, logits.shape[1])
-    shared: dict[str, Any] = {"shard": shard, "memory": memory_of(options, chunk_size, logits.shape[1])}
+    shard, memory = even_shard(tp_group, logits.shape[1]), memory_of(options, chunk_size, logits.shape[1])
+    whole = placed(logits.contiguous(), shard)
     if keep is None:
-        out = logprobs(logits, tokens, entropy=entropy, **shared)
-        audit.of_logits("calculate", logits, tokens, logprob=out.logprob, entropy=out.entropy, shard=shard)
+        out = logprobs(whole, tokens, entropy=entropy, memory=memory)
+        audit.of_logits("calculate", whole, tokens, logprob=out.logprob, entropy=out.entropy)
         return out.logprob.unsqueeze(-1), out.entropy
-    kept = logits.masked_fill(~_kept_columns(keep, tokens, logits, shard), -torch.inf)
-    logprob = logprobs(kept, tokens, **shared).logprob
-    audit.of_logits("calculate with mask", kept, tokens, logprob=logprob, shard=shard)
-    whole = None if entropy is None else logprobs(logits, tokens, entropy=entropy, **shared).entropy
-    return logprob.unsqueeze(-1), whole
+    masked = computed(logits).masked_fill(~_kept_columns(keep, tokens, logits, shard_of(whole)), -torch.inf)
+    kept = placed(masked, shard_of(whole))
+    logprob = logprobs(kept, tokens, memory=memory).logprob
+    audit.of_logits("calculate with mask", kept, tokens, logprob=logprob)
+    entropies = None if entropy is None else logprobs(whole, tokens, entropy=entropy, memory=memory).entropy
+    return logprob.unsqueeze(-1), entropies
 
 
 def group_of(tp_group: Any) -> Any:
@@ -228,24 +229,25 @@ class Batch(NamedTuple):
         """``[R]`` log-probs, and entropies if asked for."""
         rows, audit = self.rows, options["audit"]
         shard = even_shard(self.parallel.tp_group, logits.shape[-1])
+        operand = placed(logits, shard, overwrite=options["overwrite_logits"] and tracked(logits))
         memory = memory_of(options, chunk_size, logits.shape[-1])
-        shared: dict[str, Any] = {"entropy": entropy, "head": head, "shard": shard, "memory": memory}
-        # Where nothing over the whole vocabulary is asked for, nothing of it is read.
-        shared["scope"] = "support" if kept is not None and entropy is None else "vocabulary"
-        shared["overwrite_logits"] = options["overwrite_logits"] and tracked(logits)
+        shared: dict[str, Any] = {"entropy": entropy, "head": head, "memory": memory}
+        if kept is not None and entropy is None:
+            # Where nothing over the whole vocabulary is asked for, nothing of it is read.
+            kept = kept.over("support")
         if options["response_only"]:
-            out = logprobs(logits, rows, kept=kept, **shared)
+            out = logprobs(operand, rows, kept=kept, **shared)
             fields = [x for x in (out.logprob, out.entropy) if x is not None]
         else:
             every = rows.expand(rows.target)
-            whole = None if kept is None else Kept(kept.ids, rows.expand(kept.lengths).flatten())
-            out = logprobs(logits, every.view(logits.shape[:-1]), kept=whole, **shared)
+            whole = None if kept is None else Kept(kept.ids, rows.expand(kept.lengths).flatten(), kept.scope)
+            out = logprobs(operand, every.view(logits.shape[:-1]), kept=whole, **shared)
             fields = [rows.take(x.view_as(every)) for x in (out.logprob, out.entropy) if x is not None]
         if audit:
             seen = [rows.expand(x.detach()) for x in fields]
             # The audit normalises over the whole vocabulary, so a log-prob over a support is not compared.
             values = {"logprob": seen[0] if kept is None else None, "entropy": seen[1] if entropy else None}
-            audit.of_logits("get_log_probs", logits, every_target(rows), head=head, shard=shard, **values)
+            audit.of_logits("get_log_probs", operand, every_target(rows), head=head, **values)
         return fields
 
     def _filled(self, log_probs: list[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
@@ -259,6 +261,8 @@ class Batch(NamedTuple):
 def _overwritten(logits: Tensor) -> Tensor:
     """The tensor that backward writes the gradient over; an error where others may read it."""
     whole = taken_over(logits)
+    if isinstance(logits, Logits):
+        return logits.squeeze(0)
     if whole is None and tracked(logits):
         raise LogitlessError(
             "overwrite_logits=True, but these logits are a leaf or a view of a part of another tensor, so their memory "
@@ -267,10 +271,10 @@ def _overwritten(logits: Tensor) -> Tensor:
     return logits if whole is None else whole
 
 
-def memory_of(options: Mapping[str, Any], chunk_size: int, columns: int) -> int | str:
+def memory_of(options: Mapping[str, Any], chunk_size: int, columns: int) -> int | None:
     """The host's chunk of rows as bytes of float32 logits; -1 means this library's default."""
     rows = options["chunk_size"] if options["chunk_size"] > 0 else chunk_size
-    return 4 * rows * columns if rows > 0 else "16MiB"
+    return 4 * rows * columns if rows > 0 else None
 
 
 def entropy_asked(wanted: bool, grad: bool) -> EntropyMode:

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from logitless.adapters.host import Host, PassOn, Replacement
-from logitless.adapters.scoring import score_logits, score_with_all_entropies
-from logitless.adapters.shards import check_ids, even_shard, shard_between
+from logitless.adapters.scoring import score, score_with_all_entropies
+from logitless.adapters.shards import check_ids, cut_shard, even_shard
 from logitless.spec import VocabShard
 
 MODULE = "torchtitan.components.loss"
@@ -35,7 +35,7 @@ def make_logprobs(original: Callable[..., Any], options: Mapping[str, Any]) -> C
         check_ids("labels", labels, tuple(columns.shape[:-1]))
         where, audit = "compute_logprobs", options["audit"]
         if not return_entropy:
-            return score_logits(where, columns, labels, audit, shard=shard).logprob.float()
+            return score(where, columns, labels, audit, shard=shard).logprob.float()
         out = score_with_all_entropies(where, columns, labels, audit, shard=shard, entropy="value")
         assert out.entropy is not None
         return out.logprob.float(), out.entropy.float()
@@ -65,10 +65,7 @@ def _part_of_dtensor(logits: DTensor) -> tuple[Tensor, VocabShard | None] | Pass
         return PassOn("placements")
     if not over:
         return logits.to_local(), None
-    # As DTensor cuts: equal parts, the last ones shorter or empty.
-    group, part = mesh.get_group(over[0]), -(-width // mesh.size(over[0]))
-    local, start = logits.to_local(), min(mesh.get_local_rank(over[0]) * part, width)
-    return local, shard_between(group, start, start + local.shape[-1])
+    return logits.to_local(), cut_shard(mesh.get_group(over[0]), width)
 
 
 def _replacements(options: Mapping[str, Any]) -> list[Replacement]:

@@ -20,7 +20,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,14 +27,16 @@ from torch import Tensor, nn
 
 from logitless.adapters.audit import Audit, AuditReport
 from logitless.adapters.host import Host, Option, Replacement, suggestion
-from logitless.call import Scope, resolve_rows
-from logitless.call.lora import head_weight
+from logitless.adapters.modules import Bound, in_evaluation
+from logitless.adapters.scoring import in_scope
+from logitless.call import resolve_rows
 from logitless.errors import LogitlessError, adapted
-from logitless.from_hidden.logprobs import linear_logprobs
-from logitless.kept import Kept
+from logitless.loss import Loss, LossResult
 from logitless.objectives import Metrics
-from logitless.policy_loss import Loss, LossResult
-from logitless.spec import EntropyMode, Head, TokenStats, VocabShard, shard_of
+from logitless.operands import Kept, Logits
+from logitless.operands.peft import head_weight
+from logitless.score import logprobs
+from logitless.spec import EntropyMode, Head, TokenStats, VocabShard
 
 TESTED = (
     *("cohere", "cohere2", "deepseek_v3", "gemma2", "gemma3_text", "gpt2", "granite"),
@@ -43,8 +44,11 @@ TESTED = (
 )
 """Values of ``config.model_type`` that may be patched without ``verify``."""
 
-OPTIONS = ("backend", "batch_invariant", "match", "memory", "tf32")
-"""Keywords of ``linear_logprobs`` that ``patch`` passes on."""
+OF_LOGITS = ("batch_invariant", "match", "tf32")
+"""Keywords of ``Logits`` that ``patch`` passes on."""
+
+OPTIONS = ("backend", *OF_LOGITS, "memory")
+"""All keywords that ``patch`` passes on; the others are those of ``logprobs``."""
 
 SIZES = (30.0, 1000.0)
 """Standard deviations of the logits in a verification: a missed softcap or scale shows at one of them."""
@@ -73,7 +77,7 @@ class CausalLMLoss(NamedTuple):
     """The loss of a patched model; it comes first, where trainers look for it.
 
     Attributes:
-        loss, metrics: as from :func:`logitless.linear_policy_loss`.
+        loss, metrics: as from :func:`logitless.policy_loss`.
         stats: the rows' :class:`logitless.TokenStats`, without graph.
         backbone: as in :class:`CausalLMScores`.
     """
@@ -102,7 +106,6 @@ class _Question:
     rows: Any
     entropy: EntropyMode
     kept: Kept | None
-    scope: Scope
     head: Head
     shard: VocabShard | None
     loss: Loss | None
@@ -111,11 +114,17 @@ class _Question:
 
     def answer(self, layer: Any, hidden: Tensor) -> TokenStats | LossResult:
         weight, base = head_weight("patch", layer), getattr(layer, "base_layer", layer)
-        shared = {"bias": _local(base.bias), "head": self.head, "shard": self.shard, "kept": self.kept}
-        arguments = {**shared, "scope": self.scope, **self.options}
+        logits = self.logits(hidden, weight, _local(base.bias))
+        more = {name: x for name, x in self.options.items() if name not in OF_LOGITS}
         if self.loss is not None:
-            return self.loss.of(hidden, weight, self.rows, **arguments)
-        return linear_logprobs(hidden, weight, self.rows, entropy=self.entropy, stats=self.stats, **arguments)
+            return self.loss.of(logits, self.rows, head=self.head, kept=self.kept, **more)
+        asked = {"entropy": self.entropy, "stats": self.stats, "head": self.head, "kept": self.kept}
+        return logprobs(logits, self.rows, **asked, **more)
+
+    def logits(self, hidden: Tensor, weight: Any, bias: Tensor | None) -> Logits:
+        """Logits with the options that are theirs."""
+        more = {name: x for name, x in self.options.items() if name in OF_LOGITS}
+        return Logits(hidden, weight, bias=bias, shard=self.shard, **more)
 
 
 def patch(model: Any, *, verify: bool = True, audit: int | Audit = 0, **options: Any) -> Any:
@@ -129,8 +138,8 @@ def patch(model: Any, *, verify: bool = True, audit: int | Audit = 0, **options:
         verify: compare with the model's own logits on a few random tokens, in evaluation mode; three small forwards.
             Without it, only the families in ``TESTED`` are accepted.
         audit: rows of every call that are compared with float64; see :func:`audit_of`.
-        options: ``memory``, ``match``, ``batch_invariant``, ``backend`` and ``tf32`` of
-            :func:`logitless.linear_logprobs`.
+        options: ``match``, ``batch_invariant`` and ``tf32`` of :class:`logitless.Logits`, and ``memory`` and
+            ``backend`` of :func:`logitless.logprobs`.
 
     Returns:
         The same model.
@@ -150,17 +159,17 @@ def patch(model: Any, *, verify: bool = True, audit: int | Audit = 0, **options:
             f"patch: {model.config.model_type} is not one of the tested families ({', '.join(TESTED)}). "
             f"Leave verify=True, so that our results are compared with its logits."
         )
-    shard = shard_of(layer.weight) if _is_tensor_parallel(model, layer) else None
+    shard = VocabShard.of(layer.weight) if _is_tensor_parallel(model, layer) else None
     audit = audit if isinstance(audit, Audit) else Audit(audit)
     if audit and hasattr(layer, "base_layer"):
         raise LogitlessError(
             "patch: audit= compares with the head's weight alone, and the head has a LoRA. Drop audit."
         )
     model._logitless = _Patch(model.forward, _head_of(model), options, shard)
-    model.forward = MethodType(_wrap_forward(type(model).forward), model)
+    model.forward = Bound(_wrap_forward, model)
     if shard is None:
         for linear in _linears(layer):
-            linear.forward = MethodType(_layer_forward, linear)
+            linear.forward = Bound(_wrap_layer, linear)
     if verify:
         try:
             _verify(model)
@@ -243,13 +252,14 @@ def _score(
     if loss is not None and loss.temperature is not None:
         temperature = loss.temperature
     head = replace(patched.head, temperature=temperature)
-    question = _Question(rows, entropy, kept, scope, head, patched.shard, loss, more, patched.options)
+    kept = in_scope(name, kept, scope)
+    question = _Question(rows, entropy, kept, head, patched.shard, loss, more, patched.options)
     result = _ask(name, layer, hidden, question)
     stats = result.stats if isinstance(result, LossResult) else result
     _audit(name, patched.audit, layer, hidden, question, stats)
     if isinstance(result, LossResult):
         return CausalLMLoss(*result, backbone)
-    return CausalLMScores(*result[:3], backbone, result if more else None)
+    return CausalLMScores(result.logprob, result.entropy, result.log_z, backbone, result if more else None)
 
 
 def _check_loss(name: str, loss: Any, entropy: EntropyMode, more: tuple[str, ...]) -> None:
@@ -274,7 +284,7 @@ def _by_name(name: str, forward: Callable[..., Any], args: tuple[Any, ...]) -> d
 
 _KEYWORDS = (
     *(("entropy", None), ("temperature", 1.0), ("kept", None)),
-    *(("scope", "vocabulary"), ("loss", None), ("stats", ())),
+    *(("scope", None), ("loss", None), ("stats", ())),
 )
 
 
@@ -301,6 +311,10 @@ def _layer_forward(self: nn.Module, hidden: Tensor, answer: Callable[..., Any] |
     return type(self).forward(self, hidden) if answer is None else answer(self, hidden)
 
 
+def _wrap_layer(original: Callable[..., Any]) -> Callable[..., Any]:
+    return _layer_forward
+
+
 def _local(x: Any) -> Any:
     return x.to_local() if hasattr(x, "to_local") else x
 
@@ -309,18 +323,15 @@ def _audit(name: str, audit: Audit, layer: Any, hidden: Tensor, question: _Quest
     """Compare with float64; of rows with a support only the entropy, which is over the whole vocabulary."""
     if not audit:
         return
-    rows, _ = resolve_rows(name, question.rows)
-    audit.of_hidden(
+    rows, kept = resolve_rows(name, question.rows)[0], question.kept
+    scored = hidden.detach().reshape(-1, hidden.shape[-1]).index_select(0, rows.index)
+    audit.of_logits(
         name,
-        hidden.detach().reshape(-1, hidden.shape[-1]).index_select(0, rows.index),
-        _local(layer.weight).to(hidden.dtype),
+        question.logits(scored, _local(layer.weight), _local(layer.bias)),
         rows.target,
-        bias=_local(layer.bias),
-        logprob=stats.logprob if question.kept is None else None,
-        entropy=stats.entropy if question.scope == "vocabulary" else None,
+        logprob=stats.logprob if kept is None else None,
+        entropy=stats.entropy if kept is None or kept.scope == "vocabulary" else None,
         head=question.head,
-        shard=question.shard,
-        match=question.options.get("match"),
     )
 
 
@@ -405,7 +416,7 @@ def _verify(model: Any) -> None:
     draw = functools.partial(torch.randint, model.config.get_text_config().vocab_size, (2, 7), generator=generator)
     ids, target = (draw().to(_backbone(model).get_input_embeddings().weight.device) for _ in range(2))
     target = target.to(layer.weight.device)
-    with torch.no_grad(), _in_evaluation(model):
+    with torch.no_grad(), in_evaluation(model):
         spread = float(_own_logits(model, ids, 1.0).float().std())
         for size in SIZES if spread > 0 else ():
             logp = torch.log_softmax(_own_logits(model, ids, size / spread).double(), -1)
@@ -444,18 +455,6 @@ def _scaled(model: Any, factor: float) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-@contextmanager
-def _in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Inside the block there is no dropout; the mode of every module is put back."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 # install("transformers"): every model that the Auto class makes is patched.

@@ -24,13 +24,12 @@ from torch import Tensor
 
 from logitless.adapters.audit import Audit
 from logitless.adapters.host import Host, Option, PassOn, Replacement
-from logitless.adapters.scoring import HALF
+from logitless.adapters.scoring import HALF, entropy_mode, score, score_ids
 from logitless.adapters.trl_outputs import asked_of_logits, further_outputs
-from logitless.distill import Teacher
-from logitless.distill.divergence import linear_divergence
+from logitless.backends.divergences import Divergence
 from logitless.errors import LogitlessError
-from logitless.from_hidden.logprobs import linear_logprobs
-from logitless.from_logits import logprobs
+from logitless.operands import Logits, Teacher
+from logitless.score import logprobs
 from logitless.spec import IGNORE, EntropyMode, Head, TokenStats
 
 EXTRA_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -61,16 +60,14 @@ def make_fused_head(original: Callable[..., Any], options: Mapping[str, Any]) ->
             )
         _check_ids("targets", targets)
         dtype = _compute_dtype(hidden)
-        wanted = options["entropy_grad"] and _tracked(hidden, weight, bias)
         head = Head(temperature=temperature, scale=logit_scale, softcap=final_logit_softcapping)
         match = None if options["accurate"] else HALF.get(dtype)
-        operands = (hidden.to(dtype), weight.to(dtype), targets.long())
-        shared: dict[str, Any] = {"bias": None if bias is None else bias.to(dtype), "head": head, "match": match}
-        entropy = _entropy_mode(wanted) if "entropy" in outputs else None
-        stats = asked_of_logits(outputs, head)
-        out = linear_logprobs(*operands, **shared, entropy=entropy, stats=stats, memory=options["memory"])
-        audit.of_hidden("fused LM head", *operands, **shared, logprob=out.logprob, entropy=out.entropy)
-        further = further_outputs(outputs, out, *operands[:2], shared["bias"], head)
+        bias = None if bias is None else bias.to(dtype)
+        logits = Logits(hidden.to(dtype), weight.to(dtype), bias=bias, match=match)
+        entropy = entropy_mode(options["entropy_grad"], logits) if "entropy" in outputs else None
+        asked: dict[str, Any] = {"stats": asked_of_logits(outputs, head), "memory": options["memory"]}
+        out = score("fused LM head", logits, targets, audit, head=head, entropy=entropy, **asked)
+        further = further_outputs(outputs, out, logits, head)
         return out.logprob.float(), None if out.entropy is None else out.entropy.float(), *further
 
     return apply
@@ -100,8 +97,8 @@ def make_divergence(original: Callable[..., Any], options: Mapping[str, Any]) ->
             raise LogitlessError(f"the teacher's head has {others} rows and the student's {vocab}.")
         # As in TRL, autocast rounds what is multiplied, and not the bias.
         dtype, their_dtype = _compute_dtype(student_hidden), _compute_dtype(teacher_hidden)
-        operands = student_hidden.to(dtype), student_weight.to(dtype), student_bias
-        theirs = teacher_hidden.to(their_dtype), teacher_weight.to(their_dtype), teacher_bias
+        logits = Logits(student_hidden.to(dtype), student_weight.to(dtype), bias=student_bias)
+        theirs = Logits(teacher_hidden.to(their_dtype), teacher_weight.to(their_dtype), bias=teacher_bias)
         head = Head(temperature=temperature, scale=student_logit_scale, softcap=student_final_logit_softcapping)
         their_head = Head(
             temperature=temperature,
@@ -112,20 +109,21 @@ def make_divergence(original: Callable[..., Any], options: Mapping[str, Any]) ->
         )
         kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(beta), "jsd")
         with torch.autocast(student_hidden.device.type, enabled=False):
-            out = linear_divergence(
-                *operands[:2],
-                Teacher(*theirs, head=their_head),
+            out = logprobs(
+                logits,
                 # No token is singled out.
                 torch.zeros(len(student_hidden), dtype=torch.int64, device=student_hidden.device),
-                kind=kind,  # pyright: ignore[reportArgumentType]
-                beta=beta if kind == "jsd" else 0.5,
-                bias=operands[2],
+                entropy="value",
                 head=head,
+                teacher=Teacher(theirs, head=their_head),
+                divergence=Divergence(kind, beta=beta if kind == "jsd" else 0.5),  # pyright: ignore[reportArgumentType]
                 memory=options["memory"],
             )
+        assert out.divergence is not None
+        assert out.entropy is not None
         audit: Audit = options["audit"]
-        audit.of_pair("divergence", (*operands, head), (*theirs, their_head), beta, out.divergence, out.entropy)
-        return out.divergence.float(), out.entropy.detach().float()
+        audit.of_pair("divergence", (logits, head), (theirs, their_head), beta, out.divergence, out.entropy)
+        return out.divergence.float(), out.entropy.float()
 
     return apply
 
@@ -153,7 +151,7 @@ def make_entropy_from_logits(original: Callable[..., Any], options: Mapping[str,
         if logits.dtype in HALF and not options["accurate"]:
             return PassOn("half precision")
         index = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-        return _one_pass(logits, index, 1.0, None, _entropy_mode(_tracked(logits)), options).entropy
+        return _one_pass(logits, index, 1.0, None, entropy_mode(True, logits), options).entropy
 
     return entropy_from_logits
 
@@ -173,7 +171,7 @@ def make_both(original: Callable[..., Any], options: Mapping[str, Any]) -> Calla
         _check_index(logits, index, row_mask)
         if index.dim() == logits.dim():
             raise LogitlessError(f"index must be {list(logits.shape[:-1])}, one per row, but is {list(index.shape)}.")
-        mode = _entropy_mode(entropy_requires_grad and _tracked(logits))
+        mode = entropy_mode(entropy_requires_grad, logits)
         out = _one_pass(logits, index, temperature, row_mask, mode, options)
         return out.logprob, out.entropy
 
@@ -189,21 +187,15 @@ def _one_pass(
     options: Mapping[str, Any],
 ) -> TokenStats:
     target = index.long() if row_mask is None else index.long().masked_fill(row_mask == 0, IGNORE)
-    head = Head(temperature=temperature)
-    logits = logits if logits.stride(-1) == 1 or logits.shape[-1] < 2 else logits.contiguous()
-    out = logprobs(logits, target, entropy=entropy, head=head)
-    options["audit"].of_logits("logits", logits, target, logprob=out.logprob, entropy=out.entropy, head=head)
-    return out
+    return score("logits", logits, target, options["audit"], entropy=entropy, head=Head(temperature=temperature))
 
 
 def _several(
     logits: Tensor, index: Tensor, temperature: float, row_mask: Tensor | None, options: Mapping[str, Any]
 ) -> Tensor:
     """K log-probs per row, all with the log Z of the row."""
-    first = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    log_z = _one_pass(logits, first, temperature, None, None, options).log_z
-    assert log_z is not None
-    chosen = logits.gather(-1, index.long()).to(log_z.dtype) / temperature - log_z.unsqueeze(-1)
+    chosen = score_ids("logits", logits, index, options["audit"], head=Head(temperature=temperature)).ids_logprobs
+    assert chosen is not None
     return chosen if row_mask is None else chosen.masked_fill(row_mask == 0, 0.0)
 
 
@@ -233,14 +225,6 @@ def _check_ids(name: str, ids: Tensor) -> None:
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-
-
-def _tracked(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
-def _entropy_mode(grad: bool) -> EntropyMode:
-    return "grad" if grad else "value"
 
 
 def _replacements(options: Mapping[str, Any]) -> list[Replacement]:

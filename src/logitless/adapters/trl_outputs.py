@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from logitless.operands import Logits
 from logitless.spec import Head, TokenStats
 
 STATS = {"log_sum_sq_probs": "collision", "mean_logits": "mean_logit", "is_top1": "top1"}
@@ -29,12 +30,12 @@ def asked_of_logits(outputs: tuple[str, ...], head: Head) -> tuple[str, ...]:
 
 @torch.no_grad()
 def further_outputs(
-    outputs: tuple[str, ...], stats: TokenStats, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head
+    outputs: tuple[str, ...], stats: TokenStats, logits: Logits, head: Head
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """``log_sum_sq_probs``, ``mean_logits`` and ``is_top1``, each None unless asked for."""
     squares, mean = stats.collision, stats.mean_logit
     if "mean_logits" in outputs and _linear("mean_logits", head):
-        mean = _mean_logits(hidden, weight, bias, head)
+        mean = _mean_logits(logits, head)
     return (
         None if squares is None else squares.detach().log().float(),
         None if mean is None else mean.detach().float(),
@@ -46,8 +47,10 @@ def _linear(name: str, head: Head) -> bool:
     return name == "mean_logits" and head.softcap is None
 
 
-def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> Tensor:
+def _mean_logits(logits: Logits, head: Head) -> Tensor:
     """The head is linear, so the mean over its rows comes first."""
+    hidden, weight, bias = logits.hidden, logits.weight, logits.linear.bias
+    assert isinstance(weight, Tensor)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     with torch.autocast(hidden.device.type, enabled=False):
         mean = weight.mean(0, dtype=wide)

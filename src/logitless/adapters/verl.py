@@ -27,14 +27,14 @@ from logitless.adapters.scoring import (
     entropy_mode,
     entropy_of_logits,
     make_logprobs_from_logits,
-    score_hidden,
-    score_logits,
+    score,
     squared_probabilities,
 )
 from logitless.adapters.shards import check_ids, even_shard
 from logitless.adapters.verl_distillation import distillation
 from logitless.adapters.verl_rows import before_the_head
 from logitless.errors import LogitlessError
+from logitless.operands import Logits
 from logitless.spec import Head, TokenStats, VocabShard
 
 Make = Callable[[Callable[..., Any], Mapping[str, Any]], Callable[..., Any]]
@@ -98,20 +98,9 @@ def _from_hidden(
         temperature = temperature.item() if skip else temperature.detach().reshape(1).expand(ids.numel())
     head = Head(temperature=temperature, scale=options["scale"], softcap=options["softcap"])
     bias = None if options["bias"] is None else options["bias"]()
-    return score_hidden(
-        where,
-        hidden,
-        weight,
-        ids,
-        options["audit"],
-        skip=skip,
-        bias=bias,
-        head=head,
-        shard=shard,
-        entropy=entropy_mode(options["entropy_grad"], hidden, weight, bias),
-        hidden_grad=options["hidden_grad"],
-        memory=options["memory"],
-    )
+    logits = Logits(hidden, weight, bias=bias, shard=shard, hidden_grad=options["hidden_grad"])
+    entropy = entropy_mode(options["entropy_grad"], logits)
+    return score(where, logits, ids, options["audit"], skip=skip, head=head, entropy=entropy, memory=options["memory"])
 
 
 def make_entropy(where: str, dtype: torch.dtype | None) -> Make:
@@ -172,7 +161,7 @@ def make_parallel_log_probs(original: Callable[..., Any], options: Mapping[str, 
         check_ids("labels", labels, logits.shape[:-1])
         shard = even_shard(_tensor_group(), logits.shape[-1])
         where = "vocab_parallel_log_probs_from_logits"
-        return score_logits(where, logits, labels, options["audit"], shard=shard).logprob.float()
+        return score(where, logits, labels, options["audit"], shard=shard).logprob.float()
 
     return vocab_parallel_log_probs_from_logits
 

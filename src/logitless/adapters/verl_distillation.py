@@ -21,7 +21,7 @@ from torch import Tensor
 from logitless.adapters.host import PassOn, Replacement
 from logitless.adapters.scoring import score_ids
 from logitless.adapters.shards import check_ids, even_shard
-from logitless.extras import MOST
+from logitless.readings.best import MOST
 from logitless.spec import VocabShard
 
 LOSSES = "verl.trainer.distillation.losses"
@@ -86,9 +86,9 @@ def _student(
     """``[B, T, K]`` log-probs of the teacher's ids, and the student's own best ids."""
     check_ids("the teacher's ids", ids, (*logits.shape[:-1], ids.shape[-1]))
     out = score_ids("compute_topk_loss", logits, ids, options["audit"], shard=shard, top_k=ids.shape[-1])
-    assert out.further_logprobs is not None
+    assert out.ids_logprobs is not None
     assert out.top_k_ids is not None
-    return out.further_logprobs, out.top_k_ids
+    return out.ids_logprobs, out.top_k_ids
 
 
 def _forward_kl(log_p: Tensor, log_q: Tensor, ids: Tensor, best: Tensor) -> _Found:

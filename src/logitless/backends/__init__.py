@@ -13,13 +13,13 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from logitless.backends.contract import Problem
+from logitless.backends.contract import Backend, Problem
 from logitless.errors import LogitlessError
 from logitless.softmax import WIDTH, Coefficients, Normaliser
 
@@ -37,8 +37,11 @@ class BackendChoice(NamedTuple):
     reason: str
 
 
-def choose_backend(logits: Tensor, backend: str = "auto") -> BackendChoice:
+def choose_backend(logits: Tensor, backend: str = "auto", device: str | None = None) -> BackendChoice:
     """Which backend ``backend=`` means for these logits, and why. Runs nothing.
+
+    Args:
+        device: type of the device that logits without values stand for; None for their own.
 
     >>> choose_backend(torch.zeros(2, 3)).name
     'tiled'
@@ -47,25 +50,38 @@ def choose_backend(logits: Tensor, backend: str = "auto") -> BackendChoice:
         return BackendChoice(backend, "named by the caller")
     if backend != "auto":
         raise LogitlessError(f"backend: wanted one of {['auto', *NAMES, *OTHERS]} but got {backend!r}.")
-    if logits.device.type != "cuda":
-        return BackendChoice("tiled", f"the logits are on {logits.device.type}, and the kernels need CUDA")
+    kind = device or logits.device.type
+    if kind != "cuda":
+        return BackendChoice("tiled", f"the logits are on {kind}, and the kernels need CUDA")
     if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return BackendChoice("tiled", f"the kernels do not take {logits.dtype}")
-    if not _has_triton():
+    if not _has_triton() and device is None:
         return BackendChoice("tiled", "Triton is not installed (pip install 'logitless[triton]')")
     return BackendChoice("triton", f"CUDA tensor of {logits.dtype} with Triton installed")
 
 
-def require_backend(name: str, x: Tensor) -> None:
-    """Raise, before anything runs, if the named backend cannot take tensors of this dtype and on this device."""
-    # The compiler need not look into it: the operators below ask again.
-    if name == "triton" and not torch.compiler.is_compiling():
-        load(name).require(x)
+def backend_of(x: Tensor, backend: str, device: str | None) -> tuple[str, Backend]:
+    """The backend that will run, by name and as it is. Raises, before anything runs, if it cannot take such tensors."""
+    name = choose_backend(x, backend, device).name
+    if torch.compiler.is_compiling():
+        # The compiler traces no search for a module: the operators below find it by its name.
+        return name, cast(Backend, None)
+    if name == "triton":
+        _load(name).require(x)
+    return name, load(name)
 
 
-def load(name: str) -> Any:
+def load(name: str) -> Backend:
     """The backend's module. ``triton`` imports Triton when it launches its first kernel."""
     return OTHERS[name] if name in OTHERS else _load(name)
+
+
+if TYPE_CHECKING:
+    from logitless.backends import reference, tiled, triton
+    from logitless.backends.contract import Products
+
+    _HELD: tuple[Backend, ...] = (reference, tiled, triton)
+    _HELD_PRODUCTS: Products = triton.products
 
 
 @functools.cache

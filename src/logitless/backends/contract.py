@@ -1,34 +1,8 @@
 """What a backend is given and what it must return: the seam between the mathematics and the machine.
 
-A backend is a module with two functions that every path needs:
-
-    statistics(problem, out=None) -> [4, R]                     the statistic of each row, into ``out`` if given
-    gradient(problem, norm, coef, out, out_index) -> None       d logits, written over all of ``out``
-
-five for the paths from hidden states:
-
-    gradient_over(problem, norm, coef, dtype) -> [R, V]         d logits in a narrower dtype, over the logits themselves
-    exponentials(problem, stats, running, out, slope) -> None   the statistic, and e^(z - reference), 0 at the target
-    gradient_from(problem, references, slab, norm, coef, out)   d logits where problem.logits are such exponentials
-    rescale(x, factor, out) -> None                             out = x * factor, row by row
-    mix(x, by, y, index, times, out) -> None                    out = x * by + y[index] * times, row by row
-
-two for a student beside its teacher:
-
-    divergence(pair, out) -> None                               [2, R] divergence, and mean slope, over these columns
-    divergence_gradient(pair, mean, by, coef, out, out_index)   d of the student's logits, written over all of ``out``
-
-four for statistics beyond the softmax:
-
-    best(problem, k, negative) -> [2, k, R]                     keys and columns of the k best columns of each row
-    ahead(problem, key, place, negative) -> [R]                 how many columns come before that key and column
-    moments(problem) -> [6, R]                                  maximum, sum of e^(2 (z - it)); count, mean, squares
-    write(listed, out, out_index) -> None                       out[r, column[r, k]] = value[r, k] where there is one
-
-and two for supports from hidden states, where there are no logits, on flat lists of pairs of rows:
-
-    dots(x, at_x, y, at_y, out, memory) -> None                 out[e] = x[at_x[e]] . y[at_y[e]]
-    sums(factor, x, at, starts, out, place, add, memory)        out[place[i]] = sum of factor[e] x[at[e]], e in part i
+A backend is a module, or any object, with the functions of :class:`Backend`: the statistic of rows and their gradient,
+and what passes over hidden states, supports, teachers and further readings need besides. Its twin for reading is
+``reference``: each docstring there says what a function returns.
 
 Backends know nothing of samples, masks, shards or autograd. ``out`` may be the logits themselves, with
 ``out_index is problem.index``: a backend reads what it needs of a row before it writes there. An index of None means
@@ -38,13 +12,13 @@ all rows, in order.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from logitless.backends.divergences import Divergence
-from logitless.softmax import WIDTH, Normaliser
+from logitless.softmax import WIDTH, Coefficients, Normaliser
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +36,6 @@ class Problem:
             as elsewhere.
         entropy: whether w is wanted (otherwise it may be anything finite).
         memory: bytes of working space allowed, for backends that need any.
-        further: names of further sums (:data:`logitless.softmax.FURTHER`), each one more line of the statistic.
         unit: whether z is x itself, because every gain is 1 and there is no softcap. Nobody has to make use of it.
         found: whether every row is known to have its target among these columns. Nobody has to make use of it either.
     """
@@ -76,7 +49,6 @@ class Problem:
     entropy: bool
     memory: int
     first: int = 0
-    further: tuple[str, ...] = ()
     unit: bool = False
     found: bool = False
 
@@ -92,8 +64,8 @@ class Problem:
         return replace(self, **{name: getattr(self, name)[start:stop] for name in (where, "column", "gain")})
 
     def empty_statistic(self) -> Tensor:
-        """``[4 + number of further sums, R]``, to be filled."""
-        return self.gain.new_empty((WIDTH + len(self.further), self.num_rows))
+        """``[4, R]``, to be filled."""
+        return self.gain.new_empty((WIDTH, self.num_rows))
 
 
 class Listed(NamedTuple):
@@ -194,3 +166,109 @@ def over(logits: Tensor, dtype: torch.dtype) -> Tensor:
     (10, 1)
     """
     return logits.view(dtype)[:, : logits.shape[1]]
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """Rows, some columns of the head, and the transformation that makes a distribution of their logits.
+
+    Attributes:
+        hidden: ``[R, D]`` bfloat16 or float16.
+        weight: ``[C, D]`` of the same dtype.
+        bias: ``[C]`` or None.
+        column, gain, squash, first: as in :class:`~logitless.backends.contract.Problem`.
+        negative: whether gains are negative, as a head's negative scale makes them.
+        entropy: whether w is wanted.
+        top: whether two lines follow the statistic: the largest logit, or minus the smallest where gains are negative,
+            and the number of its column, the first of several.
+        logits_dtype: what logits are rounded to, after the bias; float32 leaves them as they are.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    column: Tensor
+    gain: Tensor
+    squash: float = 0.0
+    first: int = 0
+    negative: bool = False
+    entropy: bool = True
+    top: bool = False
+    logits_dtype: torch.dtype = torch.float32
+
+    @property
+    def rows(self) -> int:
+        return self.hidden.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return self.weight.shape[0]
+
+
+class Products(Protocol):
+    """Matrix products that end in a softmax: logits stay in the kernel that makes them.
+
+    Same as the product in float32, and then the function of that name in :class:`Backend`.
+    """
+
+    def takes(self, hidden: Tensor, weight: Tensor, copied: bool = False) -> str | None: ...
+    def takes_sizes(self, dtype: torch.dtype, width: int) -> str | None: ...
+    def num_parts(self, columns: int, width: int) -> int: ...
+    def statistics(self, p: Product, out: Tensor | None = None) -> Tensor: ...
+    def exponentials(self, p: Product, values: Tensor, references: Tensor, out: Tensor | None = None) -> Tensor: ...
+    def gradient(self, p: Product, norm: Normaliser, coef: Coefficients, out: Tensor) -> None: ...
+    def towards(self, p: Product, parts: Tensor, values: Tensor, reference: Tensor, sums: Tensor | None) -> None: ...
+    def merge(self, p: Product, parts: Tensor, out: Tensor | None = None) -> Tensor: ...
+    def gradient_from(
+        self, problem: Problem, references: Tensor, slab: int, norm: Normaliser, coef: Coefficients, out: Tensor
+    ) -> None: ...
+
+
+class Backend(Protocol):
+    """What every path calls. ``products`` is None where a product and its softmax are two kernels, or none."""
+
+    @property
+    def products(self) -> Any: ...
+
+    # The statistic of each row and its gradient.
+    def statistics(self, problem: Problem, out: Tensor | None = None) -> Tensor: ...
+    def gradient(
+        self, problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor | None
+    ) -> None: ...
+
+    # From hidden states: dZ over the logits, 16-bit exponentials, rows that are scaled and mixed.
+    def gradient_over(self, problem: Problem, norm: Normaliser, coef: Coefficients, dtype: torch.dtype) -> Tensor: ...
+    def exponentials(self, problem: Problem, stats: Tensor, running: Running, out: Tensor, slope: bool) -> None: ...
+    def gradient_from(
+        self, problem: Problem, references: Tensor, slab: int, norm: Normaliser, coef: Coefficients, out: Tensor
+    ) -> None: ...
+    def rescale(self, x: Tensor, factor: Tensor, out: Tensor) -> None: ...
+    def mix(self, x: Tensor, by: Tensor, y: Tensor, index: Tensor, times: Tensor, out: Tensor) -> None: ...
+
+    # A student beside its teacher.
+    def divergence(self, pair: Pair, out: Tensor) -> None: ...
+    def divergence_gradient(
+        self, pair: Pair, mean: Tensor, by: Tensor, coef: Coefficients | None, out: Tensor, out_index: Tensor | None
+    ) -> None: ...
+
+    # Readings beyond the softmax.
+    def best(self, problem: Problem, k: int, negative: bool) -> Tensor: ...
+    def ahead(self, problem: Problem, key: Tensor, place: Tensor, negative: bool) -> Tensor: ...
+    def moments(self, problem: Problem) -> Tensor: ...
+    def write(self, listed: Listed, out: Tensor, out_index: Tensor | None) -> None: ...
+
+    # Listed rows of a head: pairs of rows in flat lists.
+    def dots(self, x: Tensor, at_x: Tensor, y: Tensor, at_y: Tensor, out: Tensor, memory: int) -> None: ...
+    def sums(
+        self,
+        factor: Tensor,
+        x: Tensor,
+        at: Tensor,
+        starts: Tensor,
+        out: Tensor,
+        place: Tensor | None = None,
+        *,
+        add: bool,
+        memory: int,
+        uneven: bool = False,
+    ) -> None: ...

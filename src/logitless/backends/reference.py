@@ -12,7 +12,9 @@ from torch import Tensor
 from logitless.backends.contract import NO_COLUMN, Listed, Pair, Problem, Running, over
 from logitless.backends.divergences import Element, elements
 from logitless.machine import pieces
-from logitless.softmax import FLOOR, FURTHER, SKIP, TINY, Coefficients, Normaliser, Statistic
+from logitless.softmax import FLOOR, SKIP, TINY, Coefficients, Normaliser, Statistic, transform
+
+products = None
 
 
 def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
@@ -28,8 +30,7 @@ def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
         inside = (column >= 0) & (column < problem.columns)
         at_target = z.gather(-1, column.clamp(0, problem.columns - 1)[:, None]).squeeze(-1)
         t = torch.where(inside, at_target, t)
-    further = tuple(FURTHER[name].term(e, d).sum(-1) for name in problem.further)
-    return Statistic(m, e.sum(-1), (e * d.clamp_min(FLOOR)).sum(-1), t, further).stacked(out)
+    return Statistic(m, e.sum(-1), (e * d.clamp_min(FLOOR)).sum(-1), t).stacked(out)
 
 
 def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor | None) -> None:
@@ -55,12 +56,7 @@ def gradient_over(problem: Problem, norm: Normaliser, coef: Coefficients, dtype:
 def transformed(problem: Problem) -> tuple[Tensor, Tensor]:
     """``z`` of the selected rows over the true columns, and ``dz/dx``."""
     rows = problem.logits if problem.index is None else problem.logits[problem.index]
-    x = rows[:, : problem.columns].to(problem.gain.dtype)
-    gain = problem.gain[:, None]
-    if not problem.squash:
-        return x * gain, gain.expand_as(x)
-    y = torch.tanh(x * problem.squash)
-    return y * gain, gain * problem.squash * (1 - y * y)
+    return transform(rows[:, : problem.columns].to(problem.gain.dtype), problem.gain[:, None], problem.squash)
 
 
 def best(problem: Problem, k: int, negative: bool) -> Tensor:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from logitless.backends import reference as whole
-from logitless.backends.contract import MOMENTS, NO_COLUMN, Listed, Pair, Problem, Running, over
+from logitless.backends.contract import MOMENTS, NO_COLUMN, Listed, Pair, Problem, Running
 from logitless.backends.selection import best_columns
 from logitless.machine import BLOCK, pieces
-from logitless.softmax import FLOOR, FURTHER, SKIP, Coefficients, Normaliser, Statistic, merge
-from logitless.spec import inspectable
+from logitless.softmax import FLOOR, SKIP, WIDTH, Coefficients, Normaliser, Statistic, merge
+
+products = None
 
 PAIR_TILE = 1 << 15
 """Elements of a tile in which a student is compared with its teacher."""
@@ -31,25 +33,26 @@ def tile_shape(problem: Problem, more: int = 0) -> tuple[int, int]:
     Of a small problem an eighth at most, so that its tile is small beside it too, and stays in a cache.
     """
     buffers = more + (3 if problem.squash else 2)
-    share = max(SMALL_TILE, problem.num_rows * problem.columns // 8)
+    num_rows = len(problem.column)
+    share = max(SMALL_TILE, num_rows * problem.columns // 8)
     elements = max(1, min(problem.memory // (buffers * problem.gain.itemsize), share))
     width = max(1, min(problem.columns, elements))
-    return max(1, min(problem.num_rows, elements // width)), width
+    return max(1, min(num_rows, elements // width)), width
 
 
 def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
     """Same as :func:`logitless.backends.reference.statistics`, one tile at a time."""
-    out = problem.empty_statistic() if out is None else out
+    num_rows, dry = len(problem.column), problem.logits.is_meta
+    out = problem.gain.new_empty((WIDTH, num_rows)) if out is None else out
     height, width = tile_shape(problem)
-    dry = problem.logits.is_meta
-    for rows in pieces(problem.num_rows, height, dry):
+    for rows in pieces(num_rows, height, dry) if height < num_rows else [slice(0, num_rows)]:
         if width >= problem.columns:
             _tile_statistics(problem, rows, slice(0, width), out[:, rows])
             continue
         parts = out.new_empty((-(-problem.columns // width), *out[:, rows].shape))
         for columns in pieces(problem.columns, width, dry):
             _tile_statistics(problem, rows, columns, parts[columns.start // width])
-        out[:, rows] = merge(parts, problem.further)
+        out[:, rows] = merge(parts)
     return out
 
 
@@ -60,20 +63,24 @@ def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor
     coef, reference = _relative(problem, norm, coef), norm.reference
     # Slices are written three times as fast as rows by their numbers, which need a buffer in the gradient's dtype.
     sliced = out_index is None or (wide and _is_in_order(out_index, len(out)))
-    for rows in pieces(problem.num_rows, height, dry):
-        for columns in pieces(problem.columns, width, dry):
+    num_rows = len(problem.column)
+    heights = [slice(0, num_rows)] if height >= num_rows else pieces(num_rows, height, dry)
+    widths = [slice(0, problem.columns)] if width == problem.columns else pieces(problem.columns, width, dry)
+    for rows in heights:
+        for columns in widths:
             if sliced and wide:
                 _tile_gradient(problem, reference, coef, rows, columns, out[rows, columns])
                 continue
             into = rows if sliced or out_index is None else out_index[rows]
             # Passed on unnamed: a name would keep this tile alive while the next one is computed.
             _write_tile(out, into, columns.start, _tile_gradient(problem, reference, coef, rows, columns))
-    zero_the_rest(out, out_index, problem.columns)
+    if out_index is not None or problem.columns < out.shape[1]:
+        zero_the_rest(out, out_index, problem.columns)
 
 
 def gradient_over(problem: Problem, norm: Normaliser, coef: Coefficients, dtype: torch.dtype) -> Tensor:
     """Same as :func:`logitless.backends.reference.gradient_over`. Tiles ascend, so what is written was read before."""
-    out = over(problem.logits, dtype)
+    out = problem.logits.view(dtype)[:, : problem.logits.shape[1]]
     gradient(problem, norm, coef, out, None)
     return out
 
@@ -82,7 +89,7 @@ def _tile_statistics(problem: Problem, rows: slice, columns: slice, out: Tensor)
     z, _, owned = _tile(problem, rows, columns)
     if not z.shape[1]:
         none = z.new_zeros(z.shape[0])
-        Statistic(none - torch.inf, none, none, none + torch.nan, (none,) * len(problem.further)).stacked(out)
+        Statistic(none - torch.inf, none, none, none + torch.nan).stacked(out)
         return
     column, inside = _target_columns(problem, rows, columns)
     t = z.gather(1, column)
@@ -92,12 +99,11 @@ def _tile_statistics(problem: Problem, rows: slice, columns: slice, out: Tensor)
     reference = m.clamp_min(torch.finfo(m.dtype).min)[:, None]
     d = torch.sub(z, reference, out=z if owned else None)
     # Without the sum of e (z - m) the exponentials take the place of the differences.
-    e = d.exp() if problem.entropy or problem.further else d.exp_()
+    e = d.exp() if problem.entropy else d.exp_()
     s = e.sum(1)
-    further = tuple(FURTHER[name].term(e, d).sum(1) for name in problem.further)
     # Nobody reads w where entropy is not wanted.
     w = e.mul_(d.clamp_min_(FLOOR)).sum(1) if problem.entropy else s
-    Statistic(m, s, w, t, further).stacked(out)
+    torch.stack([m, s, w, t], out=out)
 
 
 def _relative(problem: Problem, norm: Normaliser, coef: Coefficients) -> Coefficients:
@@ -141,7 +147,7 @@ def _tile_gradient(
 
 
 def _zero_skipped(dz: Tensor, skipped: Tensor) -> None:
-    if inspectable(skipped):
+    if skipped.device.type == "cpu" and not isinstance(skipped, FakeTensor):
         # By row: a mask that is broadcast takes as long as the exponentials. Elsewhere this would wait for the device.
         dz.index_fill_(0, skipped.nonzero().squeeze(1), 0.0)
     else:

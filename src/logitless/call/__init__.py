@@ -1,33 +1,20 @@
 """A call from its arguments to what they mean: options as they were given, checks, and the resolved call."""
 
-from logitless.call.call import (
-    PLAIN,
-    Call,
-    apart_everywhere,
-    as_products_take,
-    local_part,
-    needs_gradient,
-    recorded,
-    resolve_hidden,
-    resolve_logits,
-    resolve_rows,
-    together,
-    untraced,
-)
-from logitless.call.options import Options, Scope
+from logitless.call.asked import PLAIN, Asked
+from logitless.call.call import Call, Operands, recorded, together, untraced
+from logitless.call.checks import resolve_rows
+from logitless.call.resolve import MEMORY, resolve
+from logitless.call.unchanged import Unchanged
 
 __all__ = [
+    "MEMORY",
     "PLAIN",
+    "Asked",
     "Call",
-    "Options",
-    "Scope",
-    "apart_everywhere",
-    "as_products_take",
-    "local_part",
-    "needs_gradient",
+    "Operands",
+    "Unchanged",
     "recorded",
-    "resolve_hidden",
-    "resolve_logits",
+    "resolve",
     "resolve_rows",
     "together",
     "untraced",

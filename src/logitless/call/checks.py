@@ -5,20 +5,68 @@ Values that live on an accelerator are not inspected, which would stall the stre
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from logitless.call.lora import LoRA
-from logitless.call.options import Options
-from logitless.errors import ELSEWHERE, LogitlessError, adapted
-from logitless.extras import LARGEST, MOST, STATS
-from logitless.kept import Kept
+from logitless.call.asked import PLAIN, Asked
+from logitless.errors import ELSEWHERE, LogitlessError
+from logitless.operands import Kept, Linear, LoRA
+from logitless.operands.checks import FLOATS, instead_of_tensor
+from logitless.readings.best import MOST
+from logitless.readings.reading import LARGEST
+from logitless.readings.table import STATS
 from logitless.rows import Rows
 from logitless.spec import IGNORE, Head, VocabShard, has_values, inspectable
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+class Checked(NamedTuple):
+    """What checks found out on their way.
+
+    Attributes:
+        rows, shape: the rows, and the shape that results are returned in.
+        vocab_size, columns: true size of the vocabulary, and how many columns of it are here.
+        found: whether all targets were seen to be in the vocabulary, and none is to be left out.
+    """
+
+    rows: Rows
+    shape: tuple[int, ...]
+    vocab_size: int
+    columns: int
+    found: bool
+
+
+def check_given(caller: str, logits: Any, rows: Any, shard: Any, asked: Asked, overwrite: bool) -> Checked:
+    """Everything that is refused of a call on logits that exist."""
+    check_kinds(caller, asked)
+    chosen, shape = resolve_rows(caller, rows)
+    check_logits(caller, logits, chosen, shard)
+    checked = _checked(caller, logits, logits.shape[-1], chosen, shape, shard, asked)
+    if overwrite and not torch.compiler.is_compiling():
+        check_overwrite(caller, logits)
+    return checked
+
+
+def check_hidden(caller: str, operands: Any, rows: Any, linear: Linear, asked: Asked) -> Checked:
+    """Everything that is refused of a call on hidden states and a head."""
+    hidden, weight = operands.hidden, operands.weight
+    check_kinds(caller, asked)
+    check_linear(caller, hidden, weight, linear, operands, asked)
+    chosen, shape = resolve_rows(caller, rows)
+    check_tokens(caller, hidden, weight, chosen, linear)
+    return _checked(caller, hidden, weight.shape[0], chosen, shape, linear.shard, asked)
+
+
+def _checked(
+    caller: str, x: Tensor, width: int, rows: Rows, shape: tuple[int, ...], shard: Any, asked: Asked
+) -> Checked:
+    vocab_size, columns = vocabulary(caller, width, asked.head or PLAIN, shard)
+    if asked.kept is not None:
+        check_kept(caller, asked.kept, rows, vocab_size, x.device)
+    check_readings(caller, asked, x.device, rows.index.numel(), shape, vocab_size)
+    return Checked(rows, shape, vocab_size, columns, check_targets(caller, rows, vocab_size))
 
 
 # Checks that all paths share.
@@ -36,9 +84,9 @@ def vocabulary(caller: str, width: int, head: Head, shard: VocabShard | None) ->
 def check_targets(caller: str, rows: Rows, vocab_size: int) -> bool:
     """Raise for a target outside the vocabulary, where that can be seen without a device sync. Whether all were seen to
     be inside, and none is to be left out."""
-    if not has_values(rows.target) or not rows.target.numel():
+    if not rows.target.numel() or not has_values(rows.target):
         return False
-    seen = inspectable(rows.target)
+    seen = rows.target.device.type == "cpu"
     low, high = (int(x) for x in torch.aminmax(rows.target)) if seen else rows.target_range or (0, 0)
     if low >= 0 and high < vocab_size:
         return seen
@@ -65,77 +113,104 @@ def check_kept(caller: str, kept: Kept, rows: Rows, vocab_size: int, device: tor
             )
 
 
-def check_kinds(asked: Options) -> None:
+def check_kinds(caller: str, asked: Asked) -> None:
+    """Raise for an option of another kind than it should be."""
     for name, x, kind in (("head", asked.head, Head), ("kept", asked.kept, Kept)):
         if x is not None and not isinstance(x, kind):
             hint = (
                 f" A temperature is Head(temperature={x!r})." if name == "head" and isinstance(x, int | float) else ""
             )
             came = f"{type(x).__name__}.{hint}"
-            raise LogitlessError(f"{asked.caller}: {name} must be a {kind.__name__} or None but is {came}")
-    if asked.shard is not None and not hasattr(asked.shard, "vocab_size"):
-        came = type(asked.shard).__name__
-        raise LogitlessError(f"{asked.caller}: shard must be a VocabShard or None but is {came}.")
-
-
-def check_entropy(asked: Options) -> None:
+            raise LogitlessError(f"{caller}: {name} must be a {kind.__name__} or None but is {came}")
     if asked.entropy not in (None, "value", "grad"):
-        raise LogitlessError(f'{asked.caller}: entropy must be None, "value" or "grad" but is {asked.entropy!r}.')
+        raise LogitlessError(f'{caller}: entropy must be None, "value" or "grad" but is {asked.entropy!r}.')
 
 
-def check_scope(asked: Options) -> None:
-    if asked.scope not in ("vocabulary", "support"):
-        raise LogitlessError(f'{asked.caller}: scope must be "vocabulary" or "support" but is {asked.scope!r}.')
-    if asked.scope == "support" and asked.kept is None:
-        raise LogitlessError(
-            f'{asked.caller}: scope="support" needs kept=, the ids that the sampler kept. Pass a logitless.Kept.'
-        )
-    if asked.sparse_weight_grad and asked.scope != "support":
-        raise LogitlessError(
-            f'{asked.caller}: sparse_weight_grad=True goes with scope="support": over the vocabulary every row of the '
-            f"weight has a gradient."
-        )
-    if asked.sparse_weight_grad and asked.weight_grad is not None:
-        raise LogitlessError(
-            f"{asked.caller}: weight_grad= is a dense buffer and sparse_weight_grad=True asks for a list of rows. Pass "
-            f"one of them."
-        )
-
-
-def check_extras(asked: Options, device: torch.device, num_rows: int, shape: tuple[int, ...], vocab_size: int) -> None:
-    name, stats, top_k, ids = asked.caller, asked.stats, asked.top_k, asked.further_ids
-    if isinstance(stats, str) or not set(stats) <= set(STATS):
-        raise LogitlessError(f"{name}: stats must be a tuple of names out of {list(STATS)} but is {stats!r}.")
+def check_readings(
+    caller: str, asked: Asked, device: torch.device, num_rows: int, shape: tuple[int, ...], vocab_size: int
+) -> None:
+    """Raise for readings beyond the softmax that cannot be had."""
+    stats, top_k, ids = asked.stats, asked.top_k, asked.ids
+    if not isinstance(stats, tuple | list) or not set(stats) <= set(STATS):
+        raise LogitlessError(f"{caller}: stats must be a tuple of names out of {list(STATS)} but is {stats!r}.")
     if not stats and top_k is None and ids is None:
         return
-    if asked.scope == "support":
+    if asked.kept is not None and asked.kept.scope == "support":
         raise LogitlessError(
-            f"{name}: stats=, top_k= and further_ids= are over the whole vocabulary, whose logits are never made with "
-            f'scope="support". Ask for them with scope="vocabulary".'
+            f"{caller}: stats=, top_k= and ids= are over the whole vocabulary, whose logits are never made where the "
+            f'scope is the support. Ask for them with Kept(..., scope="vocabulary").'
         )
     if vocab_size > LARGEST:
-        raise LogitlessError(f"{name}: stats=, top_k= and further_ids= take up to {LARGEST} columns, not {vocab_size}.")
+        raise LogitlessError(f"{caller}: stats=, top_k= and ids= take up to {LARGEST} columns, not {vocab_size}.")
     if top_k is not None and (type(top_k) is not int or not 1 <= top_k <= min(MOST, vocab_size)):
         raise LogitlessError(
-            f"{name}: top_k must be between 1 and {min(MOST, vocab_size)}, which is the smaller of {MOST} and the "
+            f"{caller}: top_k must be between 1 and {min(MOST, vocab_size)}, which is the smaller of {MOST} and the "
             f"vocabulary, but is {top_k!r}."
         )
     if ids is None:
         return
     if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
         came = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-        raise LogitlessError(f"{name}: further_ids must be an int64 tensor but is {came}.")
+        raise LogitlessError(f"{caller}: ids must be an int64 tensor but is {came}.")
     if not ids.dim() or tuple(ids.shape[:-1]) not in (shape, (num_rows,)):
-        raise LogitlessError(
-            f"{name}: further_ids must be {[*shape, 'K']}, K ids for every row, but is {list(ids.shape)}."
-        )
+        raise LogitlessError(f"{caller}: ids must be {[*shape, 'K']}, K ids for every row, but is {list(ids.shape)}.")
     if ids.device != device:
-        raise LogitlessError(f"{name}: further_ids is on {ids.device} but the rows are on {device}.")
+        raise LogitlessError(f"{caller}: ids is on {ids.device} but the rows are on {device}.")
     if inspectable(ids) and bool((((ids < 0) & (ids != IGNORE)) | (ids >= vocab_size)).any()):
         raise LogitlessError(
-            f"{name}: further_ids run from {int(ids.min())} to {int(ids.max())}, outside the vocabulary of "
+            f"{caller}: ids run from {int(ids.min())} to {int(ids.max())}, outside the vocabulary of "
             f"{vocab_size}. Use -100 for places that are to stay empty."
         )
+
+
+def resolve_rows(caller: str, rows: Any) -> tuple[Rows, tuple[int, ...]]:
+    """The rows, and the shape that results are returned in."""
+    if isinstance(rows, Rows):
+        return rows, (rows.index.numel(),)
+    if isinstance(rows, Tensor):
+        return Rows.every(rows), tuple(rows.shape)
+    if isinstance(rows, tuple) and len(rows) == 2:
+        chosen = Rows.at(*rows)
+        return chosen, (len(chosen),)
+    came = type(rows).__name__
+    hint = " A list of targets, one per row of the logits, goes in as torch.tensor(rows)." if came == "list" else ""
+    raise LogitlessError(
+        f"{caller}: rows must be a Rows, a tensor of targets or a pair (index, target) but is {came}.{hint}"
+    )
+
+
+def local_part(
+    caller: str, name: str, x: Any, shard: VocabShard | None, *, sharded: bool = True, last: bool = False
+) -> Any:
+    """What lives here of an argument, out of a DTensor whose meaning is clear; anything else as it is.
+
+    Args:
+        sharded: whether it may be sharded over the group of the shard, along its first dimension, or its last.
+    """
+    placements = getattr(x, "placements", None)
+    if placements is None:
+        return x
+    mesh, group = x.device_mesh, getattr(shard, "group", None)
+    over_group = mesh.ndim == 1 and group is not None and mesh.get_group() == group
+    dim = x.dim() - 1 if last else 0
+    if all(p.is_replicate() for p in placements) or (over_group and sharded and placements[0].is_shard(dim)):
+        return x.to_local()
+    came = f"{caller}: {name} is a DTensor with placements {placements}"
+    if name == "hidden":
+        raise LogitlessError(
+            f"{came}, but hidden must be whole on every rank: pass hidden.full_tensor() or redistribute it. Only with "
+            f"sequence_parallel=True may it be sharded by tokens, over the group of shard=."
+        )
+    if name == "logits":
+        raise LogitlessError(
+            f"{came}. Logits may be sharded by their last dimension over the group of shard=, as "
+            f"VocabShard.even(vocab_size, mesh) makes it; otherwise pass logits.full_tensor()."
+        )
+    raise LogitlessError(
+        f"{came}, as tensor parallelism and FSDP both make. For tensor parallelism pass "
+        f"shard=logitless.VocabShard.of(weight); for FSDP use a PolicyHead, or call inside the forward of the module "
+        f"that owns the weight, where FSDP has gathered it."
+    )
 
 
 def _check_order(caller: str, what: str, lead: list[int], rows: Rows) -> None:
@@ -153,6 +228,9 @@ def _check_order(caller: str, what: str, lead: list[int], rows: Rows) -> None:
 
 
 def check_logits(caller: str, logits: Tensor, rows: Rows, shard: VocabShard | None) -> None:
+    """Raise for logits that are no matrix of floats, or of other tokens than the rows'."""
+    if shard is not None and not hasattr(shard, "vocab_size"):
+        raise LogitlessError(f"{caller}: shard must be a VocabShard or None but is {type(shard).__name__}.")
     if not isinstance(logits, Tensor) or logits.dtype not in FLOATS:
         came = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
         hint = "" if isinstance(logits, Tensor) else instead_of_tensor(logits, "logits")
@@ -163,14 +241,15 @@ def check_logits(caller: str, logits: Tensor, rows: Rows, shard: VocabShard | No
             f"and strides {list(logits.stride())}. Pass logits.contiguous(), which copies, or avoid the transpose."
         )
     num_tokens, lead = logits.shape[:-1].numel(), list(logits.shape[:-1])
-    if logits.dim() == 1 and rows.num_tokens != 1 and len(rows) != 1:
+    made_for = None if rows.token_shape is None else math.prod(rows.token_shape)
+    if logits.dim() == 1 and made_for != 1 and len(rows) != 1:
         raise LogitlessError(
             f"{caller}: logits must be [T, V], one row per token, but has shape {list(logits.shape)}, one row, and "
             f"there are {len(rows)} rows to score. Do not flatten them, or take logits.view(-1, V)."
         )
-    if rows.num_tokens is not None and rows.num_tokens != num_tokens:
+    if made_for is not None and made_for != num_tokens:
         raise LogitlessError(
-            f"{caller}: rows were made for {rows.num_tokens} tokens ({list(rows.token_shape or ())}) but logits has "
+            f"{caller}: rows were made for {made_for} tokens ({list(rows.token_shape or ())}) but logits has "
             f"{num_tokens} rows ({lead}). If the pack is padded at its end, pass num_tokens= when making the rows."
         )
     _check_order(caller, "logits", lead, rows)
@@ -186,7 +265,7 @@ def check_logits(caller: str, logits: Tensor, rows: Rows, shard: VocabShard | No
         )
 
 
-def check_overwrite(logits: Tensor) -> None:
+def check_overwrite(caller: str, logits: Tensor) -> None:
     if not (torch.is_grad_enabled() and logits.requires_grad):
         return
     problem, advice = None, "Pass the model's own output"
@@ -198,87 +277,69 @@ def check_overwrite(logits: Tensor) -> None:
     elif not logits.is_contiguous():
         problem = "are not contiguous"
     if problem:
-        raise LogitlessError(
-            f"logprobs: overwrite_logits=True, but the logits {problem}. {advice}, or drop the option."
-        )
+        raise LogitlessError(f"{caller}: overwrite=True, but the logits {problem}. {advice}, or drop the option.")
 
 
 # Checks of hidden states and weight.
 
 
-def check_tokens(hidden: Tensor, weight: Tensor, rows: Rows, asked: Options) -> None:
-    ranks = asked.shard.group.size() if asked.sequence_parallel and asked.shard is not None else 1
+def check_tokens(caller: str, hidden: Tensor, weight: Tensor, rows: Rows, linear: Linear) -> None:
+    """Raise for rows of other tokens than the hidden states', or for tensors on another device."""
+    ranks = linear.shard.group.size() if linear.sequence_parallel and linear.shard is not None else 1
     num_tokens = hidden.shape[:-1].numel() * ranks
-    if (rows.num_tokens is not None and rows.num_tokens != num_tokens) or rows.reach > num_tokens:
-        wanted = f"at least {rows.reach}" if rows.num_tokens is None else rows.num_tokens
-        raise LogitlessError(f"{asked.caller}: rows were made for {wanted} tokens but hidden holds {num_tokens}.")
+    made_for = None if rows.token_shape is None else math.prod(rows.token_shape)
+    if (made_for is not None and made_for != num_tokens) or rows.reach > num_tokens:
+        wanted = f"at least {rows.reach}" if made_for is None else made_for
+        raise LogitlessError(f"{caller}: rows were made for {wanted} tokens but hidden holds {num_tokens}.")
     first, *more = hidden.shape[:-1] or (1,)
-    _check_order(asked.caller, "hidden", [first * ranks, *more], rows)
+    _check_order(caller, "hidden", [first * ranks, *more], rows)
     tensors = {"weight": weight, "rows": rows.index, "target": rows.target}
-    for what, x in {**tensors, "bias": asked.bias, "weight_grad": asked.weight_grad}.items():
+    for what, x in {**tensors, "bias": linear.bias, "weight_grad": linear.weight_grad}.items():
         if x is not None and x.device != hidden.device:
-            raise LogitlessError(f"{asked.caller}: {what} is on {x.device} but hidden is on {hidden.device}.")
+            raise LogitlessError(f"{caller}: {what} is on {x.device} but hidden is on {hidden.device}.")
 
 
-def instead_of_tensor(x: Any, what: str) -> str:
-    """`` What to do`` where something other than a tensor came for an argument, or nothing."""
-    if isinstance(x, list | tuple):
-        whole = "torch.stack" if x and isinstance(x[0], Tensor) else "torch.tensor"
-        return f" Pass {whole}({what})."
-    if hasattr(x, "base_layer"):
-        return f" {adapted(f'{type(x).__name__}')}"
-    if what == "weight" and isinstance(getattr(x, "weight", None), Tensor):
-        return " Pass the layer's weight and bias: layer.weight, bias=layer.bias. Under DDP or FSDP use a PolicyHead."
-    if isinstance(getattr(x, "last_hidden_state", None), Tensor):
-        return " Pass its last_hidden_state."
-    return " Pass its logits." if isinstance(getattr(x, "logits", None), Tensor) else ""
-
-
-def _check_tensors(hidden: Any, weight: Any, asked: Options) -> None:
-    name = asked.caller
-    if not isinstance(hidden, Tensor) or hidden.dtype not in FLOATS or hidden.dim() < 1:
-        came = f"{list(hidden.shape)} {hidden.dtype}" if isinstance(hidden, Tensor) else type(hidden).__name__
-        hint = "" if isinstance(hidden, Tensor) else instead_of_tensor(hidden, "hidden")
-        raise LogitlessError(f"{name}: hidden must be [..., D] of {[str(d) for d in FLOATS]} but is {came}.{hint}")
-    for what, x in (("weight", weight), ("bias", asked.bias), ("weight_grad", asked.weight_grad)):
-        if not isinstance(x, Tensor) and (x is not None or what == "weight"):
-            hint = instead_of_tensor(x, what)
-            raise LogitlessError(f"{name}: {what} must be a tensor but is {type(x).__name__}.{hint}")
-
-
-def check_lora(hidden: Tensor, lora: LoRA, asked: Options) -> None:
+def check_lora(caller: str, hidden: Tensor, lora: LoRA, linear: Linear, asked: Asked) -> None:
     """Raise where a LoRA does not go with hidden, or with what else is asked for."""
-    name, merged = asked.caller, "Merge it into one weight, weight + scale * b @ a, and pass that"
-    if name not in ("linear_logprobs", "linear_policy_loss"):
-        raise LogitlessError(f"{name}: weight is a LoRA, which is not followed here. {merged}.")
-    if asked.scope == "support":
+    merged = "Merge it into one weight, weight + scale * b @ a, and pass that"
+    sent = getattr(asked.teacher, "top_k", None) is not None
+    if asked.teacher is not None and (sent or asked.kept is not None):
+        what = "a teacher that sent K log-probs" if sent else "kept= beside a teacher"
         raise LogitlessError(
-            f'{name}: weight is a LoRA, and scope="support" takes dot products with rows of one weight. {merged}, or '
-            f'take scope="vocabulary".'
+            f"{caller}: weight is a LoRA, and {what} takes dot products with rows of one weight. {merged}."
         )
-    if asked.hidden_grad == "partial" or asked.sequence_parallel:
-        given = "sequence_parallel=True" if asked.sequence_parallel else 'hidden_grad="partial"'
+    if asked.kept is not None and asked.kept.scope == "support":
         raise LogitlessError(
-            f"{name}: weight is a LoRA, and with {given} the gradient of its a would be a part on every rank. Pass "
+            f'{caller}: weight is a LoRA, and kept ids of scope "support" take dot products with rows of one weight. '
+            f'{merged}, or take Kept(..., scope="vocabulary").'
+        )
+    if linear.hidden_grad == "partial" or linear.sequence_parallel:
+        given = "sequence_parallel=True" if linear.sequence_parallel else 'hidden_grad="partial"'
+        raise LogitlessError(
+            f"{caller}: weight is a LoRA, and with {given} the gradient of its a would be a part on every rank. Pass "
             f'whole hidden states and hidden_grad="reduced".'
         )
     if lora.a.shape[1] != hidden.shape[-1]:
         raise LogitlessError(
-            f"{name}: weight is a LoRA for hidden size {lora.a.shape[1]} but hidden has {hidden.shape[-1]}."
+            f"{caller}: weight is a LoRA for hidden size {lora.a.shape[1]} but hidden has {hidden.shape[-1]}."
         )
     for what, x in (("a", lora.a), ("b", lora.b)):
         if x.device != hidden.device:
-            raise LogitlessError(f"{name}: {what} of the LoRA is on {x.device} but hidden is on {hidden.device}.")
-    if hasattr(lora.a, "placements"):
+            raise LogitlessError(f"{caller}: {what} of the LoRA is on {x.device} but hidden is on {hidden.device}.")
+    placements = getattr(lora.a, "placements", None)
+    if placements is not None:
         raise LogitlessError(
-            f"{name}: a of the LoRA is a DTensor with placements {lora.a.placements}, and must be whole on every rank. "  # pyright: ignore[reportAttributeAccessIssue]
+            f"{caller}: a of the LoRA is a DTensor with placements {placements}, and must be whole on every rank. "
             f"For FSDP use a PolicyHead, or call inside the forward of the module that owns it."
         )
 
 
-def check_operands(hidden: Tensor, weight: Tensor, asked: Options) -> None:
-    _check_tensors(hidden, weight, asked)
-    name, bias, weight_grad, shard = asked.caller, asked.bias, asked.weight_grad, asked.shard
+def check_linear(caller: str, hidden: Tensor, weight: Tensor, linear: Linear, operands: Any, asked: Asked) -> None:
+    """Raise for hidden states, a weight, a bias and options that do not go together."""
+    bias, shard = operands.bias, linear.shard
+    if hidden.dtype not in FLOATS or hidden.dim() < 1:
+        came = f"{list(hidden.shape)} {hidden.dtype}"
+        raise LogitlessError(f"{caller}: hidden must be [..., D] of {[str(d) for d in FLOATS]} but is {came}.")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         hint = ""
         if weight.dim() == 2 and weight.shape[0] == hidden.shape[-1]:
@@ -286,42 +347,59 @@ def check_operands(hidden: Tensor, weight: Tensor, asked: Options) -> None:
         if weight.dim() == 1 or not weight.numel():
             hint = f" {ELSEWHERE}"
         raise LogitlessError(
-            f"{name}: weight must be [V, {hidden.shape[-1]}] to go with hidden of size {hidden.shape[-1]} but is "
+            f"{caller}: weight must be [V, {hidden.shape[-1]}] to go with hidden of size {hidden.shape[-1]} but is "
             f"{list(weight.shape)}.{hint}"
         )
     if weight.dtype != hidden.dtype:
         raise LogitlessError(
-            f"{name}: weight is {weight.dtype} but hidden is {hidden.dtype}. Cast one of them, or call under autocast."
+            f"{caller}: weight is {weight.dtype} but hidden is {hidden.dtype}. Cast one of them, or call under "
+            f"autocast."
         )
     if bias is not None and (tuple(bias.shape) != (weight.shape[0],) or not bias.is_floating_point()):
-        raise LogitlessError(f"{name}: bias must be [{weight.shape[0]}] floats but is {list(bias.shape)} {bias.dtype}.")
-    if weight_grad is not None and (weight_grad.shape != weight.shape or weight_grad.dtype != torch.float32):
         raise LogitlessError(
-            f"{name}: weight_grad must be float32 {list(weight.shape)} but is {weight_grad.dtype} "
-            f"{list(weight_grad.shape)}."
+            f"{caller}: bias must be [{weight.shape[0]}] floats but is {list(bias.shape)} {bias.dtype}."
         )
-    if asked.kept is not None and asked.scope == "vocabulary" and asked.batch_invariant:
-        raise LogitlessError(
-            f"{name}: kept= takes tiles of all rows, and batch_invariant=True tiles of one height whatever the batch. "
-            f'Drop one of them, or take scope="support", which is always batch-invariant.'
-        )
-    if asked.match not in (None, "bfloat16", "float16"):
-        raise LogitlessError(f'{name}: match must be None, "bfloat16" or "float16" but is {asked.match!r}.')
+    buffer = linear.weight_grad
+    if buffer is not None and not hasattr(buffer, "placements"):
+        if buffer.shape != weight.shape or buffer.dtype != torch.float32:
+            raise LogitlessError(
+                f"{caller}: weight_grad must be float32 {list(weight.shape)} but is {buffer.dtype} "
+                f"{list(buffer.shape)}."
+            )
+    _check_options(caller, linear, asked)
+    if shard is not None and not hasattr(shard, "vocab_size"):
+        raise LogitlessError(f"{caller}: shard must be a VocabShard or None but is {type(shard).__name__}.")
     if shard is not None and shard.stop - shard.start != weight.shape[0]:
         raise LogitlessError(
-            f"{name}: shard holds columns {shard.start} to {shard.stop} ({shard.stop - shard.start} of them) but "
+            f"{caller}: shard holds columns {shard.start} to {shard.stop} ({shard.stop - shard.start} of them) but "
             f"weight has {weight.shape[0]} rows."
         )
 
 
-def check_parallel(asked: Options) -> None:
-    name = asked.caller
-    if asked.hidden_grad not in ("reduced", "partial"):
-        raise LogitlessError(f'{name}: hidden_grad must be "reduced" or "partial" but is {asked.hidden_grad!r}.')
-    if asked.sequence_parallel and (asked.shard is None or asked.shard.group is None):
-        raise LogitlessError(f"{name}: sequence_parallel=True needs a shard with a group to gather over.")
-    if asked.sequence_parallel and asked.hidden_grad == "partial":
+def _check_options(caller: str, linear: Linear, asked: Asked) -> None:
+    support = asked.kept is not None and asked.kept.scope == "support"
+    if asked.kept is not None and not support and linear.batch_invariant:
         raise LogitlessError(
-            f"{name}: sequence_parallel=True gathers hidden here, so its gradient is summed and scattered here too. "
+            f"{caller}: kept= takes tiles of all rows, and batch_invariant=True tiles of one height. "
+            f'Drop one of them, or take Kept(..., scope="support"), which is always batch-invariant.'
+        )
+    if linear.sparse_weight_grad and not support:
+        raise LogitlessError(
+            f'{caller}: sparse_weight_grad=True goes with kept ids whose scope is "support": over the vocabulary every '
+            f"row of the weight has a gradient."
+        )
+    if linear.sparse_weight_grad and linear.weight_grad is not None:
+        raise LogitlessError(
+            f"{caller}: weight_grad= is a dense buffer and sparse_weight_grad=True asks for a list. Pass one of them."
+        )
+    if linear.match not in (None, "bfloat16", "float16"):
+        raise LogitlessError(f'{caller}: match must be None, "bfloat16" or "float16" but is {linear.match!r}.')
+    if linear.hidden_grad not in ("reduced", "partial"):
+        raise LogitlessError(f'{caller}: hidden_grad must be "reduced" or "partial" but is {linear.hidden_grad!r}.')
+    if linear.sequence_parallel and (linear.shard is None or linear.shard.group is None):
+        raise LogitlessError(f"{caller}: sequence_parallel=True needs a shard with a group to gather over.")
+    if linear.sequence_parallel and linear.hidden_grad == "partial":
+        raise LogitlessError(
+            f"{caller}: sequence_parallel=True gathers hidden here, so its gradient is summed and scattered here too. "
             f'hidden_grad="partial" is for callers that gather hidden themselves and pass it whole.'
         )

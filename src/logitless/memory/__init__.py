@@ -1,12 +1,12 @@
 """What a call needs, before anything runs.
 
-shapes     operators on the meta device
-ledger     which storages are alive at the fullest moment, and what for
-step       a call and its backward, given by sizes
-estimate   ``estimate``: the step on the meta device, written down
+shapes     operators on the meta device                meta      arguments without numbers
+ledger     which storages are alive, and what for      sizes     logits and rows given by sizes alone
+estimate   ``explain`` and ``estimate``: a verb called dry
 """
 
-from logitless.memory.estimate import Estimate, estimate
+from logitless.memory.estimate import Estimate, estimate, explain
 from logitless.memory.ledger import Item
+from logitless.memory.sizes import sized, sized_rows
 
-__all__ = ["Estimate", "Item", "estimate"]
+__all__ = ["Estimate", "Item", "estimate", "explain", "sized", "sized_rows"]

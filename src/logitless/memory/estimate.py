@@ -1,4 +1,4 @@
-"""``estimate``: the peak bytes of a call, item by item, before anything runs.
+"""``explain`` and ``estimate``: a verb called dry, for its route and for its peak bytes.
 
 The call itself runs, on the meta device, where tensors have shapes and no memory: the same checks, the same route, the
 same allocations in the same order, and nothing computed. What is not counted: what the caller holds (logits or hidden,
@@ -7,23 +7,21 @@ weight, bias, targets, rows, upstream gradients) and what a vendor library alloc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from logitless.collectives import DryGroup
-from logitless.distill.pair import PairPlan
-from logitless.distill.teacher import Tail
-from logitless.from_hidden.plan import LinearPlan, SupportPlan
+from logitless.call.dry import Dry
+from logitless.errors import LogitlessError
 from logitless.machine import CPU, H200, Machine
-from logitless.memory.ledger import Item, Ledger
-from logitless.memory.step import Step
-from logitless.objectives import Objective, Preference
-from logitless.policy_loss.plan import LossPlan
-from logitless.spec import EntropyMode, format_bytes
+from logitless.memory.ledger import Item, Ledger, tensors_in
+from logitless.memory.meta import Meta, backward
+from logitless.route import Plan
+from logitless.spec import format_bytes
 
 
 @dataclass(frozen=True)
@@ -31,15 +29,15 @@ class Estimate:
     """Bytes beyond what the caller holds, results and gradients included.
 
     Attributes:
-        path: which call.
-        backend: which backend works on the logits; None for plain torch.
-        plan: which route a path from hidden states takes; None for other paths.
+        call: name of the function.
+        backend: which backend works on the logits; None for functions that are not of this library.
+        plan: which route the call takes; None for such functions.
         forward, backward: items that are alive at the fullest moment of each; no backward, no items.
     """
 
-    path: str
+    call: str
     backend: str | None
-    plan: LinearPlan | SupportPlan | LossPlan | PairPlan | None
+    plan: Plan | None
     forward: tuple[Item, ...]
     backward: tuple[Item, ...]
 
@@ -62,7 +60,7 @@ class Estimate:
 
     def __str__(self) -> str:
         how = "" if self.plan is None else f", {self.plan.kind}"
-        lines = [f"{self.path}{how}" + ("" if self.backend is None else f", {self.backend} backend")]
+        lines = [f"{self.call}{how}" + ("" if self.backend is None else f", {self.backend} backend")]
         lines.append(f"{'alive at the peak of':52}{'forward':>13}{'backward':>13}")
         for item in self.items:
             cells = [format_bytes(item.bytes) if item in items else "" for items in (self.forward, self.backward)]
@@ -73,70 +71,48 @@ class Estimate:
         return "\n".join(lines)
 
 
+def explain(verb: Callable[..., Any], *args: Any, device: Literal["cuda", "cpu"] | None = None, **options: Any) -> Plan:
+    """Which route a call takes, and why. Computes nothing.
+
+    Args:
+        verb: :func:`logprobs` or :func:`policy_loss`.
+        args, options: arguments of the call, as it would be made.
+        device: as for :func:`estimate`.
+
+    >>> from logitless.operands import Logits
+    >>> from logitless.score import logprobs
+    >>> print(explain(logprobs, Logits(torch.zeros(2, 3), torch.zeros(4, 3)), torch.tensor([1, 2])).kind)
+    forward
+    """
+    kind = device or _device_of((args, options))
+    dry = Dry(stop=True)
+    if device is not None or not _real_device((args, options)):
+        dry = Dry(kind, _machine(kind), stop=True)
+    with dry:
+        verb(*args, **options)
+    if dry.plan is None:
+        name = getattr(verb, "__name__", type(verb).__name__)
+        raise LogitlessError(f"explain: {name} is no verb of this library. Pass logitless.logprobs or policy_loss.")
+    return dry.plan
+
+
 def estimate(
-    path: Literal["logprobs", "linear_logprobs", "linear_policy_loss", "linear_divergence", "divergence", "torch"],
-    *,
-    tokens: int,
-    vocab: int,
-    rows: int | None = None,
-    hidden: int | None = None,
-    dtype: str = "bfloat16",
-    device: Literal["cuda", "cpu"] = "cuda",
-    entropy: EntropyMode = None,
-    needs_grad: tuple[str, ...] = ("logits", "hidden", "weight", "bias", "a", "b"),
-    bias: bool = False,
-    softcap: bool = False,
-    lora_rank: int | None = None,
-    kept_ids: int | None = None,
-    scope: Literal["vocabulary", "support"] = "vocabulary",
-    stats: tuple[str, ...] = (),
-    top_k: int | None = None,
-    further_ids: int | None = None,
-    overwrite_logits: bool = False,
-    weight_grad: bool = False,
-    match: Literal["bfloat16", "float16"] | None = None,
-    batch_invariant: bool = False,
-    tensor_parallel: int = 1,
-    sequence_parallel: bool = False,
-    backend: str = "auto",
-    memory: int | str | None = None,
-    objective: Objective | Preference | None = None,
-    counts: Sequence[int] | None = None,
+    verb: Callable[..., Any],
+    *args: Any,
+    device: Literal["cuda", "cpu"] | None = None,
     dropped: float = 0.0,
-    teacher_hidden: int | None = None,
-    teacher_top_k: int | None = None,
-    tail: Tail = "bucket",
+    **options: Any,
 ) -> Estimate:
     """Peak bytes of a call and of its backward, item by item. Computes nothing and needs no device.
 
     Args:
-        path: ``"logprobs"``, ``"linear_logprobs"``, ``"linear_policy_loss"``, ``"linear_divergence"``,
-            ``"divergence"``; or ``"torch"``, the log_softmax that frameworks write, from logits or, with ``hidden``,
-            from hidden states.
-        tokens: T, rows of the logits or of hidden; under ``sequence_parallel`` of all ranks together.
-        vocab: V, columns of all ranks together.
-        rows: R, selected rows (:class:`Rows`); None where targets of all tokens are given in order.
-        hidden: D, for paths from hidden states.
-        dtype: of the logits, or of hidden and weight.
-        device: kind of device that it will run on. Where there is no GPU here, ``"cuda"`` is an H200.
-        entropy, overwrite_logits, match, batch_invariant, sequence_parallel, backend, memory: as the path takes them.
-        needs_grad: what needs a gradient: ``"logits"``, or ``"hidden"``, ``"weight"``, ``"bias"``, ``"a"`` and ``"b"``.
-            ``()`` is forward alone. Names of what the path does not have are passed over.
-        bias, softcap, weight_grad: whether there is one.
-        lora_rank: rank of a :class:`LoRA` on the head; None for none.
-        kept_ids: kept ids of all rows together; None for none.
-        scope: as the path takes it; ``"support"`` goes with ``kept_ids``.
-        stats, top_k: as the path takes them.
-        further_ids: how many further ids every row has; None for none.
-        tensor_parallel: ranks that share the vocabulary in equal parts.
-        objective: of ``linear_policy_loss``, default ``Objective()``. It decides on ``entropy`` there.
-        counts: rows of each sample (``rows.counts``), which an objective that takes means over samples asks for;
-            default one sample. Where such samples are split over context-parallel ranks, ask for ``linear_logprobs``.
-        dropped: share of the rows without a gradient (clipped, or of zero advantage). Above 5 % the others are moved
-            together, which takes up to 128 MiB, and their hidden states copied.
-        teacher_hidden: hidden size of a teacher with a head, for ``linear_divergence`` and for an objective with a
-            divergence. Its operands are the caller's, as the student's are.
-        teacher_top_k, tail: instead, how many log-probs of every row it sent, and what becomes of the rest.
+        verb: :func:`logprobs`, :func:`policy_loss`, or any function of torch's that returns tensors.
+        args, options: arguments of the call, as it would be made; their numbers are not looked at. Sizes alone go in as
+            tensors on the meta device (``logitless.memory.sized``). What needs a gradient is what ``requires_grad``.
+        device: kind of device that it will run on; None for that of the tensors, and for a GPU where they are on meta.
+            Where there is no GPU here, ``"cuda"`` is an H200.
+        dropped: share of a loss's rows without a gradient (clipped, or of zero advantage). Above 5 % the others are
+            moved together, which takes up to 128 MiB, and their hidden states copied.
 
     Returns:
         :class:`Estimate`, which prints as a table.
@@ -144,28 +120,78 @@ def estimate(
     Raises:
         LogitlessError: an argument cannot be honoured; the text says which and why.
 
-    >>> estimate("logprobs", tokens=4096, vocab=1000, dtype="float32", device="cpu", overwrite_logits=True).peak >> 20
-    2
+    >>> from logitless.score import logprobs
+    >>> estimate(logprobs, torch.zeros(64, 1000, requires_grad=True), torch.zeros(64, dtype=torch.int64)).peak >> 10
+    254
     """
-    # All arguments, each under its own name: a step has the same ones.
-    step = Step(**locals())
-    on_gpu = device == "cuda"
-    machine = CPU if not on_gpu else Machine.of(torch.device("cuda")) if torch.cuda.is_available() else H200
-    shard = None
-    if tensor_parallel > 1:
-        # Gloo, which CPUs use, works on copies.
-        group, columns = DryGroup(tensor_parallel, copies=not on_gpu), -(-vocab // tensor_parallel)
-        shard = SimpleNamespace(start=0, stop=columns, vocab_size=vocab, group=group, check_calls=False)
+    if isinstance(dropped, bool) or not isinstance(dropped, int | float) or not 0 <= dropped <= 1:
+        raise LogitlessError(f"estimate: dropped must be a share between 0 and 1 but is {dropped!r}.")
+    if device not in ("cuda", "cpu", None):
+        raise LogitlessError(f'estimate: device must be "cuda", "cpu" or None but is {device!r}.')
+    if options.get("backend") == "reference":
+        raise LogitlessError(
+            'estimate: backend="reference" is for checking results, and its memory is not predicted. Ask for "auto", '
+            '"tiled" or "triton".'
+        )
+    kind = device or _device_of((args, options))
+    on_gpu = kind == "cuda"
+    machine = _machine(kind)
+    meta = Meta(copies=not on_gpu)
     with Ledger():
         # What the caller holds, which is not counted.
-        running = step.on(torch.device("meta"), shard, machine)
-    ledger = Ledger(on_gpu)
-    with ledger:
-        out = running.forward()
-        ledger.start_backward()
-        gradients = running.backward(out)
-        ledger.name_output("results of each row", *out)
-        for name, gradient in gradients.items():
-            ledger.name_output(f"d_{name}", gradient)
+        names = _names(verb, len(args))
+        positional = [meta(x, name) for x, name in zip(args, names, strict=True)]
+        keywords = {name: meta(x, name) for name, x in options.items()}
+    ledger, dry, gradients = Ledger(on_gpu), Dry(kind, machine, dropped), {}
+    with dry:
+        with ledger:
+            out = list(dict.fromkeys(tensors_in(_flat(verb(*positional, **keywords)))))
+            ledger.start_backward()
+        graded = [x for x in out if x.requires_grad]
+        upstream = [torch.ones_like(x) for x in graded]
+        with ledger:
+            gradients = backward(graded, upstream, meta.leaves)
+            ledger.name_output("results of each row", *out)
+            for name, gradient in gradients.items():
+                ledger.name_output(f"d_{name}", gradient)
     items = ledger.items("forward"), ledger.items("backward") if gradients else ()
-    return Estimate(path, None if path == "torch" else step.chosen_backend, running.plan, *items)
+    return Estimate(getattr(verb, "__name__", "call"), dry.backend, dry.plan, *items)
+
+
+def _flat(x: Any) -> Any:
+    """Results as lists and tuples of tensors: metrics and the like are passed over."""
+    if isinstance(x, tuple | list):
+        return [_flat(item) for item in x if isinstance(item, tuple | list | Tensor)]
+    return x
+
+
+def _names(verb: Callable[..., Any], count: int) -> list[str]:
+    """Names of the first arguments of a function."""
+    names = list(inspect.signature(verb).parameters)[:count]
+    return names + [f"argument {i}" for i in range(len(names), count)]
+
+
+def _machine(kind: str) -> Machine:
+    """The machine behind a kind of device; where there is no GPU here, an H200 is one."""
+    if kind != "cuda":
+        return CPU
+    return Machine.of(torch.device("cuda")) if torch.cuda.is_available() else H200
+
+
+def _device_of(arguments: Any) -> str:
+    """Where the tensors are; a GPU where all of them are on meta."""
+    return _real_device(arguments) or "cuda"
+
+
+def _real_device(arguments: Any) -> str | None:
+    """Type of the device that has numbers of the arguments; None where none has."""
+    found = (x.device.type for x in tensors_in(_given(arguments)))
+    return next((kind for kind in found if kind != "meta"), None)
+
+
+def _given(x: Any) -> Any:
+    if isinstance(x, tuple | list):
+        return [_given(item) for item in x]
+    if isinstance(x, dict):
+        return [_given(item) for item in x.values()]
+    return getattr(x, "hidden", None) if hasattr(x, "hidden") else x

@@ -120,17 +120,17 @@ class Objective:
             )
         return Objective(**{**RECIPES[name], **changes})
 
-    @property
+    @functools.cached_property
     def entropy(self) -> Literal["value", "grad"]:
         """Which entropy to compute: with a graph only if the loss has an entropy term."""
         return "grad" if self.entropy_coef != 0 else "value"
 
-    @property
+    @functools.cached_property
     def log_z(self) -> bool:
         """Whether a term is on log Z, with a graph."""
         return self.z_coef != 0 or bool(self.stats)
 
-    @property
+    @functools.cached_property
     def stats(self) -> tuple[str, ...]:
         """``stats=`` of the results that terms are on: with label smoothing, the mean logit."""
         smoothed = self.policy == "cross_entropy" and self.policy_options.get("label_smoothing", 0.0) != 0
@@ -140,12 +140,12 @@ class Objective:
         """Rows of the shortest runs of samples that depend on no sample outside: of each sample."""
         return counts
 
-    @property
+    @functools.cached_property
     def modules(self) -> bool:
         """Whether a term is a module, with parameters of its own."""
         return any(isinstance(term, torch.nn.Module) for term in (self.policy, self.correction, self.kl))
 
-    @property
+    @functools.cached_property
     def own_terms(self) -> tuple[str, ...]:
         """``argument=name`` of each term that is a function of the caller's.
 
@@ -155,12 +155,12 @@ class Objective:
         terms = {name: getattr(self, name) for name in ("policy", "correction", "kl")}
         return tuple(f"{name}={_name_of(x)}" for name, x in terms.items() if x is not None and not isinstance(x, str))
 
-    @property
+    @functools.cached_property
     def batch_level(self) -> bool:
         """Whether a term looks at all rows of a call."""
         return self.level == "batch"
 
-    @property
+    @functools.cached_property
     def by_sample(self) -> bool:
         """Whether rows must know their samples."""
         return self.sequence_level or self.reduce != "token_mean"
@@ -184,17 +184,17 @@ class Objective:
         texts = [f"{name}={getattr(x, '__qualname__', repr(x))}" for name, x in parts.items() if x is not None]
         return f"Objective({', '.join(texts)})"
 
-    @property
+    @functools.cached_property
     def sequence_level(self) -> bool:
         """Whether a term takes means over whole samples."""
         policy = isinstance(self.policy, str) and POLICY_TERMS[self.policy].level == "sequence"
         correction = isinstance(self.correction, str) and CORRECTIONS[self.correction].level == "sequence"
         return self.level == "sequence" or policy or correction
 
-    @property
+    @functools.cached_property
     def required(self) -> tuple[str, ...]:
         """Names of the fields that must be given."""
-        return tuple(self._reasons())
+        return tuple(self._reasons)
 
     def inputs(
         self,
@@ -222,10 +222,11 @@ class Objective:
             )
         self._check_names({*given, "old_logprob"} if on_policy else set(given))
         device = rows.target.device
-        tensors = {name: check_field(name, x, len(rows), device) for name, x in given.items()}
+        num_rows = rows.index.numel()
+        tensors = {name: check_field(name, x, num_rows, device) for name, x in given.items()}
         if stats is not None:
-            self._check_stats(stats, len(rows))
-        placeholder = torch.zeros(len(rows), device=device)
+            self._check_stats(stats, num_rows)
+        placeholder = torch.zeros(num_rows, device=device)
         whole_samples = self.sequence_level or (self.batch_level and rows.response_lengths is not None)
         return Inputs(
             logprob=placeholder if stats is None else stats.logprob,
@@ -233,7 +234,7 @@ class Objective:
             divergence=getattr(stats, "divergence", None),
             log_z=stats.log_z if stats is not None and self.log_z else None,
             mean_logit=stats.mean_logit if stats is not None and self.stats else None,
-            statistics=statistics_of(stats, self.stats),
+            statistics={} if stats is None else statistics_of(stats, self.stats),
             fields=tensors,
             counted=rows.counted,
             weight=row_weights(
@@ -243,7 +244,9 @@ class Objective:
             totals=rows.totals,
             # The others get no counts: their chunks may cut through samples.
             counts=rows.counts if whole_samples else None,
-            group=sequence_group("Objective", rows, group, needed=whole_samples),
+            group=None
+            if group is None and not whole_samples
+            else sequence_group("Objective", rows, group, needed=whole_samples),
             on_policy=on_policy,
         )
 
@@ -281,7 +284,7 @@ class Objective:
             if x.divergence is None:
                 raise LogitlessError(
                     "Objective: divergence_coef is set, but there is no divergence. Pass teacher= to "
-                    "linear_policy_loss, or results of linear_divergence."
+                    "policy_loss, or to logprobs."
                 )
             parts["divergence_loss"] = self.divergence_coef * x.divergence
         if self.z_coef != 0:
@@ -303,7 +306,7 @@ class Objective:
         """Loss of a micro-batch on this rank, a part of the batch's loss, and its metrics.
 
         Args:
-            stats: results of ``logprobs`` or ``linear_logprobs`` for these rows, with ``entropy=objective.entropy``
+            stats: results of ``logprobs`` for these rows, with ``entropy=objective.entropy``
                 and, under label smoothing, ``stats=objective.stats``.
             rows: the rows.
             denominator: tokens, samples or prompts of the whole batch; default: counted over these samples alone.
@@ -393,6 +396,7 @@ class Objective:
             means["correction_masked"] = (correction == 0).to(correction.dtype)
         return Metrics.of_rows(means, x.counted, extremes=extremes, weights=weights, sums=sums)
 
+    @functools.cached_property
     def _reasons(self) -> dict[str, str]:
         """Each field that must be given, and the term that needs it."""
         reasons: dict[str, str] = {}
@@ -407,7 +411,7 @@ class Objective:
         return reasons | {name: "needs= names" for name in self.needs if name not in reasons}
 
     def _check_names(self, given: set[str]) -> None:
-        for name, reason in self._reasons().items():
+        for name, reason in self._reasons.items():
             if name not in given:
                 raise LogitlessError(
                     f"Objective: {reason} the field {name}, a tensor of one value per row, but it was not given "
@@ -434,7 +438,7 @@ class Objective:
     def _check_stats(self, stats: TokenStats, num_rows: int) -> None:
         if not hasattr(stats, "logprob"):
             raise LogitlessError(
-                f"Objective: stats must be the TokenStats of logprobs or linear_logprobs but is "
+                f"Objective: stats must be the TokenStats of logprobs but is "
                 f"{type(stats).__name__}. Log-probs of your own go in as TokenStats(logprob, entropy, None)."
             )
         for name, x in (("logprob", stats.logprob), ("entropy", stats.entropy)):

@@ -35,7 +35,7 @@ FIELDS = ("ref_logprob", "ref_sample_logprob", "reference_kl")
 class Preference:
     """A loss on samples that were preferred to others, by name. Validated when made.
 
-    It goes where an :class:`Objective` goes: ``preference(stats, rows, ref_logprob=...)``, ``linear_policy_loss``,
+    It goes where an :class:`Objective` goes: ``preference(stats, rows, ref_logprob=...)``, ``policy_loss``,
     ``explain`` and ``estimate``. Settings that are None have the kind's own default.
 
     Args:
@@ -210,7 +210,7 @@ class Preference:
         """Loss of a micro-batch on this rank, a part of the batch's loss, and its metrics.
 
         Args:
-            stats: results of ``logprobs`` or ``linear_logprobs`` for these rows.
+            stats: results of ``logprobs`` for these rows.
             rows: the rows, of whole samples.
             denominator: pairs (kto: samples) of the whole batch; default: those of this micro-batch.
             group: context-parallel group; None if samples are not split.

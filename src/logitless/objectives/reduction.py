@@ -149,7 +149,7 @@ def _batches(caller: str, rows: Rows | Sequence[Rows]) -> list[Rows]:
 
 def _once_over(caller: str, count: Tensor, batches: list[Rows], group: Any) -> Tensor:
     """Sum of a count over ranks; the context-parallel ranks of a sample have the same count, which is taken once."""
-    group = resolve_group(group, f"{caller}: group")
+    group = None if group is None else resolve_group(group, f"{caller}: group")
     if group is None:
         return count
     size = 1 if batches[0].cp is None else batches[0].cp.size

@@ -12,6 +12,7 @@ batches, padded batches and context-parallel schemes differ in nothing else.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -313,7 +314,7 @@ class Rows:
         """Tokens that these rows were made for, or None where any number will do."""
         return None if self.token_shape is None else math.prod(self.token_shape)
 
-    @property
+    @functools.cached_property
     def counted(self) -> Tensor:
         """``[R]`` whether each row counts in the loss: its mask is nonzero and its target is not ``-100``."""
         scored = self.target != IGNORE

@@ -1,7 +1,7 @@
 """``logitless doctor``: which packages are installed, which backends run here, and whether their results are right.
 
-Each backend that runs is tried on small random inputs, forward and backward, in float32 and bfloat16: ``logprobs`` and
-``linear_logprobs`` with a temperature and a softcap, compared with float64 from the same rounded operands.
+Each backend that runs is tried on small random inputs, forward and backward, in float32 and bfloat16: ``logprobs`` of
+logits and of hidden states, with a temperature and a softcap, compared with float64 from the same rounded operands.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from logitless.adapters.patching import try_host
 from logitless.adapters.signatures import is_there
 from logitless.backends import NAMES, choose_backend, load
 from logitless.errors import LogitlessError
-from logitless.from_hidden.logprobs import linear_logprobs
-from logitless.from_logits import logprobs
+from logitless.operands import Logits
+from logitless.score import logprobs
 from logitless.spec import Head, format_bytes
 
 PACKAGES = ("logitless", "torch", "triton", "transformers", "typer", "rich", "matplotlib", "pyarrow")
@@ -50,6 +50,7 @@ class ExactnessFinding:
     """Distance of one path's results to float64.
 
     Attributes:
+        path: what the log-probs were taken of: ``"logits"`` or ``"hidden states"``.
         value: largest error of log-probs and entropies, relative to their size where that is above 1.
         gradient: largest error of a gradient, relative to its size.
         failure: the error that was raised instead, or None.
@@ -132,7 +133,7 @@ def examine(device: torch.device) -> Findings:
         _exactness(path, backend.name, dtype, device)
         for backend in backends
         if backend.runs
-        for path in ("logprobs", "linear_logprobs")
+        for path in ("logits", "hidden states")
         for dtype in GRADIENT_TOLERANCE
     ]
     return Findings(
@@ -154,7 +155,7 @@ def _describe(device: torch.device) -> str:
 
 def _backend(name: str, device: torch.device) -> BackendFinding:
     try:
-        module = load(name)
+        module: Any = load(name)
         reason = module.unavailable(torch.zeros(1, 1, device=device)) if name == "triton" else None
     # A broken installation of Triton can raise anything when it is imported; here that is the finding.
     except Exception as error:
@@ -194,15 +195,16 @@ def _results(path: str, backend: str | None, dtype: torch.dtype, device: torch.d
     )
     target = torch.randint(COLUMNS, (ROWS,), generator=generator).to(device)
     upstream = [torch.randn(ROWS, generator=generator).to(device) for _ in range(2)]
-    leaves = [logits] if path == "logprobs" else [hidden, weight]
+    leaves = [logits] if path == "logits" else [hidden, weight]
     leaves = [x.to(device, dtype) for x in leaves]
     leaves = [(x.double() if backend is None else x).requires_grad_() for x in leaves]
     if backend is None:
-        out = _truth(leaves[0] if path == "logprobs" else leaves[0] @ leaves[1].T, target)
+        out = _truth(leaves[0] if path == "logits" else leaves[0] @ leaves[1].T, target)
         upstream = [g.double() for g in upstream]
     else:
-        call: Any = logprobs if path == "logprobs" else linear_logprobs
-        stats = call(*leaves, target, entropy="grad", head=HEAD, backend=backend, memory="256KiB")
+        given = leaves[0] if path == "logits" else Logits(*leaves)
+        stats = logprobs(given, target, entropy="grad", head=HEAD, backend=backend, memory="256KiB")
+        assert stats.entropy is not None
         out = stats.logprob, stats.entropy
     return [*(x.detach() for x in out), *torch.autograd.grad(out, leaves, upstream)]
 

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from logitless.backends import load
-from logitless.backends.contract import Problem
+from logitless.backends.contract import Problem, Product
 from logitless.backends.triton import products
-from logitless.backends.triton.products import Product
 from logitless.errors import LogitlessError
-from logitless.from_hidden.gemm import multiply
 from logitless.machine import H200, multiprocessors, product_sizes
 from logitless.softmax import Coefficients, Normaliser
+from logitless.sources.gemm import multiply
 from logitless.tools.stopwatch import StopWatch, copy_bandwidth
 
 Report = Callable[[str], None]

@@ -10,18 +10,19 @@ registers.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from logitless.backends.contract import MOMENTS, Listed, Pair, Problem, Running, over
+from logitless.backends.contract import MOMENTS, Listed, Problem, Running, over
+from logitless.backends.triton import products as products
+from logitless.backends.triton.divergences import divergence as divergence
+from logitless.backends.triton.divergences import divergence_gradient as divergence_gradient
+from logitless.backends.triton.launching import interpreted as interpreted
+from logitless.backends.triton.launching import launch, of_rows, require
+from logitless.backends.triton.launching import unavailable as unavailable
 from logitless.backends.triton.parts import PART, Parts
-from logitless.errors import LogitlessError
 from logitless.machine import (
     best_sizes,
     dots_sizes,
@@ -35,9 +36,6 @@ from logitless.machine import (
     sums_sizes,
 )
 from logitless.softmax import Coefficients, Normaliser
-from logitless.spec import has_values
-
-NOTHING = contextlib.nullcontext()
 
 RESIDENT = 16
 """Programs per multiprocessor of a kernel that works off a list."""
@@ -47,23 +45,9 @@ WRITTEN = 1024
 """Entries of a list that one program writes."""
 
 
-def interpreted() -> bool:
-    """Whether the kernels run on CPU, in Triton's interpreter."""
-    return _kernels().INTERPRETED
-
-
-def unavailable(logits: Tensor) -> str | None:
-    """Why this backend cannot take these logits, or None if it can."""
-    if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"its kernels take float32, bfloat16 and float16, not {logits.dtype}"
-    if logits.device.type not in ("cuda", "meta") and not interpreted():
-        return f"its kernels run on CUDA devices, and the logits are on {logits.device.type}"
-    return None
-
-
 def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
     """Same as :func:`logitless.backends.reference.statistics`, in one read of the rows."""
-    _require_available(problem)
+    require(problem.logits)
     stats = problem.empty_statistic() if out is None else out
     launch(
         "statistics_kernel",
@@ -89,7 +73,7 @@ def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
 
 def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor | None) -> None:
     """Same as :func:`logitless.backends.reference.gradient`: one read of the rows, one write of ``out``."""
-    _require_available(problem)
+    require(problem.logits)
     num_rows, (num_tokens, width) = problem.num_rows, out.shape
     if num_rows == 0 or width == 0:
         out.zero_()
@@ -128,7 +112,7 @@ def gradient_over(problem: Problem, norm: Normaliser, coef: Coefficients, dtype:
     if out.dtype == problem.logits.dtype:
         gradient(problem, norm, coef, out, None)
         return out
-    _require_available(problem)
+    require(problem.logits)
     launch(
         "narrowing_kernel",
         problem.num_rows if problem.columns else 0,
@@ -139,6 +123,10 @@ def gradient_over(problem: Problem, norm: Normaliser, coef: Coefficients, dtype:
         row_stride=problem.logits.stride(0),
         out_stride=out.stride(0),
         squash=problem.squash,
+        square=coef.square,
+        constant=coef.constant,
+        SQUARE=coef.square is not None,
+        CONSTANT=coef.constant is not None,
         SOFTCAP=bool(problem.squash),
         **narrowing_sizes(problem.columns),
     )
@@ -210,7 +198,7 @@ def write(listed: Listed, out: Tensor, out_index: Tensor | None) -> None:
 
 def _of_logits(kernel: str, problem: Problem, **arguments: Any) -> None:
     """Launch a kernel with a program for every row."""
-    _require_available(problem)
+    require(problem.logits)
     launch(
         kernel,
         problem.num_rows,
@@ -403,74 +391,3 @@ def _sums(
         ADD=add,
         **sizes,
     )
-
-
-def of_rows(problem: Problem, norm: Normaliser, coef: Coefficients) -> dict[str, Any]:
-    """Arguments of every gradient kernel that concern a row and its columns."""
-    return {
-        "column": problem.column,
-        "gain": problem.gain,
-        "reference": norm.reference,
-        "log_sum": norm.log_sum,
-        "plain": coef.plain,
-        "product": coef.product,
-        "at_target": coef.at_target,
-        "columns": problem.columns,
-        "first": problem.first,
-        "PRODUCT": coef.product is not None,
-    }
-
-
-@functools.cache
-def _kernels(module: str = "kernels") -> Any:
-    """A module of kernels. A dry run launches no kernel and needs no Triton."""
-    if importlib.util.find_spec("triton") is None:
-        raise LogitlessError('backend="triton": Triton is not installed. Run pip install "logitless[triton]".')
-    return importlib.import_module(f"logitless.backends.triton.{module}")
-
-
-def launch(kernel: str, programs: int, *, on: Tensor, module: str = "kernels", **arguments: Any) -> None:
-    """Launch a kernel with so many programs, on the device of a tensor, which need not be the current one.
-
-    Nothing is launched where there are no values, nor for 0 programs.
-    """
-    if programs == 0 or not has_values(on):
-        return
-    elsewhere = on.is_cuda and on.device.index != torch.cuda.current_device()
-    with torch.cuda.device(on.device) if elsewhere else NOTHING:
-        getattr(_kernels(module), kernel)[(programs,)](**arguments)
-
-
-def require(x: Tensor) -> None:
-    """Raise if this backend cannot take logits, or operands, such as these."""
-    _refuse(unavailable(x))
-
-
-def _require_available(problem: Problem) -> None:
-    further = f"its kernels know of no further sums such as {problem.further[0]!r}" if problem.further else None
-    _refuse(further or unavailable(problem.logits))
-
-
-def _refuse(reason: str | None) -> None:
-    if reason is not None:
-        raise LogitlessError(
-            f'backend="triton" cannot run here: {reason}. Use backend="auto" or "tiled"; to run the kernels on CPU, '
-            f"set TRITON_INTERPRET=1 before Python starts."
-        )
-
-
-def divergence(pair: Pair, out: Tensor) -> None:
-    """Same as :func:`logitless.backends.reference.divergence`."""
-    _pairs().divergence(pair, out)
-
-
-def divergence_gradient(
-    pair: Pair, mean: Tensor, by: Tensor, coef: Coefficients | None, out: Tensor, out_index: Tensor | None
-) -> None:
-    """Same as :func:`logitless.backends.reference.divergence_gradient`."""
-    _pairs().divergence_gradient(pair, mean, by, coef, out, out_index)
-
-
-@functools.cache
-def _pairs() -> Any:
-    return importlib.import_module("logitless.backends.triton.divergences")

@@ -267,6 +267,8 @@ def narrowing_kernel(
     plain,
     product,
     at_target,
+    square,
+    constant,
     out,
     row_stride,
     out_stride,
@@ -274,6 +276,8 @@ def narrowing_kernel(
     first,
     squash,
     PRODUCT: tl.constexpr,
+    SQUARE: tl.constexpr,
+    CONSTANT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -286,13 +290,15 @@ def narrowing_kernel(
     a, m, s = tl.load(gain + i_r), tl.load(reference + i_r), tl.load(log_sum + i_r)
     k, target = tl.load(plain + i_r), tl.load(at_target + i_r)
     k_z = tl.load(product + i_r) if PRODUCT else 0.0
+    k_p = tl.load(square + i_r) if SQUARE else 0.0
+    k_1 = tl.load(constant + i_r) if CONSTANT else 0.0
     o_b = tl.arange(0, BLOCK)
     for c in range(0, columns, BLOCK):
         o_c = c + o_b
         m_c = o_c < columns
         b_x = tl.load(logits + i_r * row_stride + o_c, mask=m_c, other=0.0).to(tl.float32)
         at = o_c + first == i_c
-        b_dz = gradient_block(b_x, at, a, m, s, k, k_z, target, 0.0, 0.0, squash, PRODUCT, False, False, SOFTCAP)
+        b_dz = gradient_block(b_x, at, a, m, s, k, k_z, target, k_p, k_1, squash, PRODUCT, SQUARE, CONSTANT, SOFTCAP)
         b_dz = tl.where(i_c == SKIP, 0.0, b_dz)
         # All of the block's threads must have read before any of them writes.
         tl.debug_barrier()

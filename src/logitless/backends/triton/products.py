@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from logitless.backends.contract import SLACK, Problem
-from logitless.backends.triton import interpreted, launch, of_rows
+from logitless.backends.contract import SLACK, Problem, Product
+from logitless.backends.triton.launching import interpreted, launch, of_rows
 from logitless.machine import ProductSizes, gradient_from_tiles_sizes, multiprocessors, product_sizes
 from logitless.softmax import WIDTH, Coefficients, Normaliser
 from logitless.spec import has_values
@@ -31,43 +30,6 @@ MERGED = {"BLOCK": 32, "AHEAD": 4, "num_warps": 1}
 
 SLACKS = {torch.bfloat16: 60.0, torch.float16: SLACK}
 """How far a row's maximum may lie from the reference of its exponentials: e^60 squared is in range of bfloat16."""
-
-
-@dataclass(frozen=True, eq=False)
-class Product:
-    """Rows, some columns of the head, and the transformation that makes a distribution of their logits.
-
-    Attributes:
-        hidden: ``[R, D]`` bfloat16 or float16.
-        weight: ``[C, D]`` of the same dtype.
-        bias: ``[C]`` or None.
-        column, gain, squash, first: as in :class:`~logitless.backends.contract.Problem`.
-        negative: whether gains are negative, as a head's negative scale makes them.
-        entropy: whether w is wanted.
-        top: whether two lines follow the statistic: the largest logit, or minus the smallest where gains are negative,
-            and the number of its column, the first of several.
-        logits_dtype: what logits are rounded to, after the bias; float32 leaves them as they are.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    column: Tensor
-    gain: Tensor
-    squash: float = 0.0
-    first: int = 0
-    negative: bool = False
-    entropy: bool = True
-    top: bool = False
-    logits_dtype: torch.dtype = torch.float32
-
-    @property
-    def rows(self) -> int:
-        return self.hidden.shape[0]
-
-    @property
-    def columns(self) -> int:
-        return self.weight.shape[0]
 
 
 def takes(hidden: Tensor, weight: Tensor, copied: bool = False) -> str | None:
@@ -106,7 +68,7 @@ def refusal(step: Callable[[], object]) -> str | None:
 def describable(x: Tensor) -> bool:
     """Whether a descriptor can stand for a matrix: rows contiguous, each beginning at a multiple of 16 bytes."""
     begins = x.stride(0) * x.element_size() % 16 == 0 and (not has_values(x) or x.data_ptr() % 16 == 0)
-    # One row that stands for many is none of several.
+    # An expanded matrix (stride 0) cannot be a descriptor.
     return begins and x.stride(1) == 1 and x.stride(0) >= x.shape[1]
 
 
@@ -273,6 +235,8 @@ def gradient_from(
     problem: Problem, references: Tensor, slab: int, norm: Normaliser, coef: Coefficients, out: Tensor
 ) -> None:
     """Same as :func:`logitless.backends.reference.gradient_from`, for slabs as narrow as a tile of a product."""
+    if not has_values(out):
+        return
     sizes = gradient_from_tiles_sizes(slab)
     steps = -(-problem.columns // (slab * sizes["TILES"] * sizes["STEPS"]))
     launch(

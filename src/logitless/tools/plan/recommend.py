@@ -6,11 +6,8 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cache
 
-from logitless.call import Options
-from logitless.from_hidden.plan import LinearPlan
+from logitless.call import MEMORY
 from logitless.memory import Estimate
-from logitless.policy_loss.loss import MEMORY
-from logitless.policy_loss.plan import LossPlan
 from logitless.spec import parse_memory
 from logitless.tools.plan.snippet import snippet
 from logitless.tools.plan.step import LossStep
@@ -20,7 +17,7 @@ BUDGETS = ("256MiB", "512MiB", *(f"{1 << n}GiB" for n in range(8)))
 """Values of ``memory=`` that are tried, smallest first."""
 
 LESS = ("512MiB", "256MiB", "128MiB", "64MiB")
-"""Values for ``linear_policy_loss`` where its default does not fit."""
+"""Values for ``policy_loss`` where its default does not fit."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +84,12 @@ def plan_model(step: LossStep, free: int | None = None) -> ModelPlan:
     >>> step = LossStep(ModelShape("some", hidden=4096, vocab=128000), tokens=8192, response_fraction=0.5)
     >>> plan = plan_model(step)
     >>> plan.best.way.name, plan.best.products
-    ('linear_policy_loss', 3)
+    ('policy_loss of Logits', 3)
     """
     ways = WAYS if step.kept_ids is None else (*WAYS, OVER_SUPPORT)
     forecasts = {way.name: forecast(way, step, free) for way in ways}
     if step.kept_ids is not None:
-        asked = step.memory or Options().memory
+        asked = step.memory or MEMORY["hidden"]
         best = own = _choice(OVER_SUPPORT, step, asked, forecasts[OVER_SUPPORT.name].estimate)
     else:
         loss = _for_objective(step, free, forecasts[POLICY_LOSS.name].estimate)
@@ -113,17 +110,14 @@ def _choice(way: Way, step: LossStep, memory: int | str, call: Estimate | None =
 def _products(call: Estimate, step: LossStep) -> int:
     plan = call.plan
     assert plan is not None
-    if not isinstance(plan, LossPlan):
-        return plan.products
     if plan.kind == "one pass":
         return 2 if step.frozen_head else 3
-    assert isinstance(plan.first, LinearPlan)
-    return plan.first.products
+    return plan.products if plan.first is None else plan.first.products
 
 
 def _for_objective(step: LossStep, free: int | None, asked: Estimate) -> Choice:
-    """``linear_policy_loss`` with its default memory, less where that does not fit, more where one pass needs it."""
-    first = _choice(POLICY_LOSS, step, step.memory or MEMORY, asked)
+    """``policy_loss`` with its default memory, less where that does not fit, more where one pass needs it."""
+    first = _choice(POLICY_LOSS, step, step.memory or MEMORY["chunk"], asked)
     if step.memory is not None or free is None:
         return first
     if first.call.peak > free:
@@ -135,7 +129,7 @@ def _for_objective(step: LossStep, free: int | None, asked: Estimate) -> Choice:
         return smaller
     if _is_one_pass(first):
         return first
-    for memory in BUDGETS[BUDGETS.index(MEMORY) + 1 :]:
+    for memory in BUDGETS[BUDGETS.index(MEMORY["chunk"]) + 1 :]:
         larger = _choice(POLICY_LOSS, step, memory)
         if larger.call.peak > free or _is_one_pass(larger):
             return min(first, larger, key=lambda choice: choice.cost(free))
@@ -143,17 +137,17 @@ def _for_objective(step: LossStep, free: int | None, asked: Estimate) -> Choice:
 
 
 def _is_one_pass(choice: Choice) -> bool:
-    assert isinstance(choice.call.plan, LossPlan)
-    return choice.call.plan.kind == "one pass"
+    return choice.call.plan is not None and choice.call.plan.kind == "one pass"
 
 
 def _for_own_loss(step: LossStep, free: int | None, asked: Estimate) -> Choice:
-    """``linear_logprobs`` with the fewest matrix products that fit the card, and the smallest memory that gives them.
+    """``logprobs`` of ``Logits`` with the fewest matrix products that fit the card, and the smallest memory that
+    gives them.
 
     More memory never means more products or a lower peak. So halving finds the smallest memory for a number of
     products, and if that call does not fit, no call with as many products does.
     """
-    given: int | str = step.memory or Options().memory
+    given: int | str = step.memory or MEMORY["hidden"]
     if step.memory is not None or free is None:
         return _choice(FROM_HIDDEN, step, given, asked)
 

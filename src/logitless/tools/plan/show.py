@@ -27,8 +27,9 @@ def answer_lines(plan: ModelPlan) -> list[str]:
 
 
 def _call_text(choice: Choice) -> str:
-    name, _, more = choice.way.name.partition(", ")
-    return f'{name}(..., {more + ", " if more else ""}memory="{choice.memory}")'
+    verb, _, more = choice.way.name.partition(" of Logits")
+    kept = 'kept=kept.over("support"), ' if more else ""
+    return f'{verb}(ll.Logits(hidden, weight), ..., {kept}memory="{choice.memory}")'
 
 
 def _products_text(choice: Choice) -> str:

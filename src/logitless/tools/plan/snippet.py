@@ -6,17 +6,18 @@ from logitless.tools.plan.step import LossStep
 
 
 def snippet(step: LossStep, call: str, memory: int | str) -> str:
-    """The code of a call by the name of its way: ``linear_policy_loss``, or ``linear_logprobs`` with a scope or not."""
+    """The code of a call by the name of its way: ``policy_loss``, or ``logprobs`` with a scope or not."""
     groups = [name for name, size in (("tp_group", step.tp), ("cp_group", step.cp)) if size > 1]
     split = ["cp=ll.Zigzag(cp_group.rank(), cp_group.size())"] if step.cp > 1 else []
     chosen = {"softcap": (step.model.softcap, None), "scale": (step.model.scale, 1.0)}
     head = [f"{name}={value!r}" for name, (value, default) in chosen.items() if value != default]
     options = [f"head=ll.Head({', '.join(head)})"] if head else []
-    options += ["shard=shard"] if step.tp > 1 else []
     options += [f"memory={memory!r}".replace("'", '"')]
+    linear = ["hidden", "weight", *(["shard=shard"] if step.tp > 1 else [])]
     rows = _call("rows", "Rows.packed", ["tokens", "response_lengths", *split, "device=hidden.device"])
     shard = ["    shard = ll.VocabShard.even(weight.shape[0] * tp_group.size(), tp_group)"] if step.tp > 1 else []
-    if call == "linear_policy_loss":
+    shard += [f"    logits = ll.Logits({', '.join(linear)})"]
+    if call.startswith("policy_loss"):
         name, given, body = _with_objective(step, options)
     else:
         name, given, body = _without(step, options, support="support" in call)
@@ -29,14 +30,14 @@ def _with_objective(step: LossStep, options: list[str]) -> tuple[str, list[str],
     """Name, further arguments and body of the function that returns a loss."""
     terms = "entropy_coef=0.001" if step.entropy == "grad" else ""
     fields = ["old_logprob=rows.from_responses(old_logprobs)", "advantage=advantages[rows.sample]"]
-    call = ["hidden", "weight", "rows", "objective", *fields, "denominator=denominator", *options]
+    call = ["logits", "rows", "objective", *fields, "denominator=denominator", *options]
     return (
         "policy_loss",
         ["old_logprobs", "advantages", "denominator"],
         [
             f"    objective = ll.Objective({terms})  # or ll.Objective.recipe(...)",
-            "    # denominator: ll.count_over(all_rows, objective.reduce, dp_cp_group)",
-            *_call("loss, metrics", "linear_policy_loss", call),
+            "    # denominator: objectives.count_over(all_rows, objective.reduce, group)",
+            *_call("loss, metrics", "policy_loss", call),
             "    return loss, metrics",
         ],
     )
@@ -45,10 +46,10 @@ def _with_objective(step: LossStep, options: list[str]) -> tuple[str, list[str],
 def _without(step: LossStep, options: list[str], support: bool) -> tuple[str, list[str], list[str]]:
     """Name, further arguments and body of the function that returns log-probs, and entropy if asked for."""
     entropy = [f'entropy="{step.entropy}"'] if step.entropy else []
-    kept = ["kept=kept", 'scope="support"'] if support else []
-    call = ["hidden", "weight", "rows", *kept, *entropy, *options]
+    kept = ['kept=kept.over("support")'] if support else []
+    call = ["logits", "rows", *kept, *entropy, *options]
     results = "    return rows.split(out.logprob)" + (", rows.split(out.entropy)" if step.entropy else "")
-    return "score", ["kept"] if support else [], [*_call("out", "linear_logprobs", call), results]
+    return "score", ["kept"] if support else [], [*_call("out", "logprobs", call), results]
 
 
 def _call(name: str, function: str, arguments: list[str]) -> list[str]:

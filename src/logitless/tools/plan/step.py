@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from logitless.errors import LogitlessError
-from logitless.memory import Estimate, Item, estimate
-from logitless.spec import EntropyMode
+from logitless.memory import Estimate, Item, estimate, sized
+from logitless.spec import EntropyMode, Head
 from logitless.tools.presets import ModelShape
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -23,9 +24,9 @@ class LossStep:
         response_fraction: part of the tokens that is response; the rest is prompt and tool output.
         tp, cp: tensor-parallel (vocabulary) and context-parallel (sequence) ranks.
         dtype: of hidden states and weight.
-        entropy: as ``linear_logprobs`` takes it.
+        entropy: as ``logprobs`` takes it.
         frozen_head: whether the head's weight needs no gradient.
-        memory: working memory of ``linear_logprobs`` and ``linear_policy_loss``; None for the default of each.
+        memory: working memory of ``logprobs`` and ``policy_loss`` from hidden states; None for the default of each.
         kept_ids: ids that the sampler kept of each response token, on average; None where it kept all.
         device: ``"cuda"``, or ``"cpu"``.
     """
@@ -72,14 +73,29 @@ class LossStep:
     def needs_grad(self) -> tuple[str, ...]:
         return ("hidden",) if self.frozen_head else ("hidden", "weight")
 
-    def predict(self, path: Any, **more: Any) -> Estimate:
-        """``estimate`` of a call in this step."""
+    def predict(
+        self, verb: Callable[..., Any], *more: Any, hidden: bool, linear: Any = None, **options: Any
+    ) -> Estimate:
+        """``estimate`` of a verb in this step, from hidden states or from logits that exist.
+
+        Args:
+            more: positional arguments after the rows.
+            linear: options of the logits.
+        """
+        logits, rows = sized(
+            self.local_tokens,
+            self.model.vocab,
+            self.model.hidden if hidden else None,
+            rows=self.rows,
+            dtype=self.dtype,
+            needs_grad=("logits", *self.needs_grad),
+            tensor_parallel=self.tp,
+            **(linear or {}),
+        )
         # Triton runs on the card that the step is meant for, whether or not it runs here.
         backend = "triton" if self.device == "cuda" else "tiled"
-        chosen = {"rows": self.rows, "tensor_parallel": self.tp, "vocab": self.model.vocab, "backend": backend, **more}
-        softcap = self.model.softcap is not None
-        shared = {"dtype": self.dtype, "device": self.device, "entropy": self.entropy, "softcap": softcap}
-        return estimate(path, tokens=self.local_tokens, **{**shared, **chosen})
+        head = Head(softcap=self.model.softcap) if self.model.softcap is not None else None
+        return estimate(verb, logits, rows, *more, head=head, backend=backend, device=self.device, **options)
 
     def item(self, name: str, rows: int, columns: int, width: int | None = None, output: bool = False) -> Item:
         """A matrix with its shape in its name."""

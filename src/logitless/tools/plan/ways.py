@@ -11,8 +11,15 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from logitless.memory import Estimate, Item
+import torch
+from torch import Tensor
+
+from logitless.loss import policy_loss
+from logitless.memory import Estimate, Item, estimate
 from logitless.objectives import Objective
+from logitless.operands import Kept
+from logitless.score import logprobs
+from logitless.spec import EntropyMode
 from logitless.tools.plan.step import BYTES, LossStep
 
 UNIT = 256
@@ -90,11 +97,32 @@ def largest_fitting(peak: Callable[[int], int], free: int, limit: int, known: tu
 # The ways.
 
 
+def plain(logits: Tensor, index: Tensor | None, target: Tensor, entropy: EntropyMode) -> tuple[Tensor, Tensor | None]:
+    """Log-prob and entropy as frameworks write them: one float32 log_softmax, gathered and summed."""
+    scored = logits if index is None else logits[index]
+    logp = torch.log_softmax(scored.float(), dim=-1)
+    logprob = logp.gather(1, target[:, None]).squeeze(1)
+    if entropy is None:
+        return logprob, None
+    if entropy == "value":
+        logp = logp.detach()
+    return logprob, -(logp.exp() * logp).sum(-1)
+
+
+def plain_linear(
+    hidden: Tensor, weight: Tensor, index: Tensor | None, target: Tensor, entropy: EntropyMode
+) -> tuple[Tensor, Tensor | None]:
+    """The head as models write it, on the scored rows, and then :func:`plain`."""
+    return plain((hidden if index is None else hidden[index]) @ weight.T, None, target, entropy)
+
+
 def _plain_torch(step: LossStep) -> Estimate:
     """Logits of all tokens, their float32 log_softmax, and entropy from it."""
-    return step.predict(
-        "torch", rows=None, vocab=step.columns, tensor_parallel=1, hidden=step.model.hidden, needs_grad=step.needs_grad
-    )
+    dtype, size = getattr(torch, step.dtype), step.model.hidden
+    hidden = torch.empty(step.local_tokens, size, dtype=dtype, device="meta", requires_grad=True)
+    weight = torch.empty(step.columns, size, dtype=dtype, device="meta", requires_grad=not step.frozen_head)
+    target = torch.empty(step.local_tokens, dtype=torch.int64, device="meta")
+    return estimate(plain_linear, hidden, weight, None, target, step.entropy, device=step.device)
 
 
 def _slime(step: LossStep) -> Estimate:
@@ -112,12 +140,12 @@ def _slime(step: LossStep) -> Estimate:
     d_logits = d_narrow or (softmax,)
     forward = _fullest((held, *narrow), (held, softmax))
     backward = _fullest((held, softmax, *more), (held, softmax, *d_narrow), (held, *d_logits, *step.gradients()))
-    return Estimate(path="torch", backend=None, plan=None, forward=forward, backward=backward)
+    return Estimate(call="slime", backend=None, plan=None, forward=forward, backward=backward)
 
 
 def _from_logits(step: LossStep, overwrite: bool) -> Estimate:
     """The head's logits of all tokens, ``logprobs`` on the response rows, then the head's backward."""
-    call = step.predict("logprobs", overwrite_logits=overwrite)
+    call = step.predict(logprobs, hidden=False, entropy=step.entropy, linear={"overwrite": overwrite})
     logits = step.item("logits", step.local_tokens, step.columns)
     given = tuple(item for item in call.backward if item.output)
     backward = _fullest((logits, *call.backward), (logits, *given, *step.gradients()))
@@ -125,21 +153,21 @@ def _from_logits(step: LossStep, overwrite: bool) -> Estimate:
 
 
 def from_hidden(step: LossStep) -> Estimate:
-    return step.predict("linear_logprobs", hidden=step.model.hidden, memory=step.memory, needs_grad=step.needs_grad)
+    return step.predict(logprobs, hidden=True, entropy=step.entropy, memory=step.memory)
 
 
-def policy_loss(step: LossStep) -> Estimate:
+def of_loss(step: LossStep) -> Estimate:
     """A token-level objective, evaluated chunk by chunk; every row has a gradient."""
     objective = Objective(entropy_coef=1.0 if step.entropy == "grad" else 0.0)
-    sizes = {"hidden": step.model.hidden, "memory": step.memory, "needs_grad": step.needs_grad}
-    return step.predict("linear_policy_loss", **sizes, entropy=None, objective=objective)
+    fields = {"old_logprob": "current", "advantage": torch.empty(step.rows, device="meta")}
+    return step.predict(policy_loss, objective, hidden=True, memory=step.memory, **fields)
 
 
 def over_support(step: LossStep) -> Estimate:
     """Log-probs over the ids that the sampler kept, and nothing else."""
-    ids = round((step.kept_ids or 0) * step.rows)
-    sizes = {"hidden": step.model.hidden, "memory": step.memory, "needs_grad": step.needs_grad}
-    return step.predict("linear_logprobs", **sizes, kept_ids=ids, scope="support")
+    ids = torch.empty(round((step.kept_ids or 0) * step.rows), dtype=torch.int64, device="meta")
+    kept = Kept(ids, torch.empty(step.rows, dtype=torch.int64, device="meta"), scope="support")
+    return step.predict(logprobs, hidden=True, entropy=step.entropy, memory=step.memory, kept=kept)
 
 
 def _fullest(*moments: tuple[Item, ...]) -> tuple[Item, ...]:
@@ -150,16 +178,16 @@ def _bytes(items: Iterable[Item]) -> int:
     return sum(item.bytes for item in items)
 
 
-FROM_HIDDEN = Way("linear_logprobs", True, from_hidden)
-POLICY_LOSS = Way("linear_policy_loss", True, policy_loss)
+FROM_HIDDEN = Way("logprobs of Logits", True, from_hidden)
+POLICY_LOSS = Way("policy_loss of Logits", True, of_loss)
 WAYS = (
     Way("plain torch", False, _plain_torch),
     Way("slime-style", False, _slime),
     Way("logprobs", True, lambda step: _from_logits(step, False)),
-    Way("logprobs, overwrite_logits", True, lambda step: _from_logits(step, True)),
+    Way("logprobs, overwrite", True, lambda step: _from_logits(step, True)),
     FROM_HIDDEN,
     POLICY_LOSS,
 )
 
-OVER_SUPPORT = Way('linear_logprobs, scope="support"', True, over_support)
+OVER_SUPPORT = Way('logprobs of Logits, scope="support"', True, over_support)
 """Where the sampler kept some ids of each token."""

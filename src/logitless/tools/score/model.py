@@ -17,9 +17,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from logitless.errors import LogitlessError
-from logitless.extras import Extras
+from logitless.readings.table import Table
 from logitless.rows import Rows
-from logitless.tools.score.files import REJECTED, Record, Reject
+from logitless.tools.score.files import REJECTED, STATISTICS, Record, Reject
 from logitless.tools.untrusted import check_weights
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -53,7 +53,7 @@ class Scorer:
         temperature: temperature at which the responses were sampled.
         max_length: most tokens of a record; None for as many as the model has positions.
         too_long: what becomes of a record with more: an error, its response cut at the end, or a rejection.
-        stats: statistics besides, as of :func:`logitless.linear_logprobs`.
+        stats: statistics besides, as of :func:`logitless.logprobs`.
     """
 
     model: Any
@@ -113,7 +113,9 @@ class Scorer:
     @property
     def _columns(self) -> tuple[str, ...]:
         """Fields of a result that have a number for each token."""
-        return ("logprob", "entropy", *Extras(self.stats, 0, None, False, 0).names)
+        table = Table.of(self.stats, 0, None, negative=False, start=0)
+        asked = {name for reading in (table.readings if table else ()) for name in reading.names}
+        return ("logprob", "entropy", *(name for name in STATISTICS if name in asked))
 
     def _result(self, record: Record, numbers: dict[str, list[Any]], skip: bool) -> bytes:
         try:

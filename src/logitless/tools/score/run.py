@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from logitless.collectives import table_over
 from logitless.errors import LogitlessError, did_you_mean
-from logitless.extras import STATS
+from logitless.readings.table import STATS
 from logitless.spec import parse_memory
 from logitless.tools.score.files import RESULTS, Source, check_format
 from logitless.tools.score.journal import Journal, check_apart, facts
@@ -54,7 +54,7 @@ class Job:
         too_long: a longer record is an error (``"stop"``), loses the end of its response (``"truncate"``), or is
             rejected (``"skip"``).
         on_error: a record that cannot be scored ends the job (``"stop"``), or is rejected (``"skip"``).
-        stats: further columns, as ``stats=`` of :func:`logitless.linear_logprobs` names them.
+        stats: further columns, as ``stats=`` of :func:`logitless.logprobs` names them.
     """
 
     model: Path

@@ -1,0 +1,240 @@
+"""From arguments to a :class:`~logitless.call.call.Call`: checked and resolved once, before anything runs."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.backends import backend_of
+from logitless.backends.divergences import Divergence
+from logitless.call import checks
+from logitless.call.asked import PLAIN, Asked
+from logitless.call.call import Call, Operands
+from logitless.call.dry import ACTIVE
+from logitless.errors import LogitlessError
+from logitless.machine import CPU, Machine
+from logitless.operands import Given, Linear, Logits, LoRA
+from logitless.readings.table import Table
+from logitless.softmax import target_column
+from logitless.spec import IGNORE, Head, VocabShard, accumulation_dtype, parse_memory
+
+MEMORY = {"logits": "16MiB", "hidden": "256MiB", "chunk": "1GiB"}
+"""Working memory unless told otherwise: of work on logits, of tiles from hidden states, of chunks of whole rows."""
+
+
+def resolve(caller: str, logits: Any, rows: Any, asked: Asked, memory: str | None = None) -> tuple[Call, Operands]:
+    """The call, and its operands as products take them.
+
+    Args:
+        memory: default of the verb; None for that of log-probs.
+    """
+    shard = getattr(logits, "shard", None)
+    if isinstance(logits, Logits):
+        operands = as_products_take(caller, logits, asked)
+        linear = _with_local_parts(caller, logits.linear)
+        checked = checks.check_hidden(caller, operands, rows, linear, asked)
+        default = memory or MEMORY["hidden" if asked.teacher is None else "chunk"]
+        assert operands.hidden is not None
+        call = _resolve(caller, operands.hidden, checked, asked, logits, shard, default)
+        return _from_hidden(call, operands, linear, logits), operands
+    given = logits if isinstance(logits, Given) else None
+    x = _local(caller, "logits", logits if given is None else given.logits, shard, last=True)
+    overwrite = given is not None and given.overwrite
+    checked = checks.check_given(caller, x, rows, shard, asked, overwrite)
+    call = _resolve(caller, x, checked, asked, None, shard, memory or MEMORY["logits"])
+    object.__setattr__(call, "overwrite", overwrite)
+    object.__setattr__(call, "needs", (torch.is_grad_enabled() and x.requires_grad, False, False, False))
+    return call, Operands(x)
+
+
+def _from_hidden(call: Call, operands: Operands, linear: Linear, logits: Logits) -> Call:
+    """The call with what there is to know of its head."""
+    hidden, weight = operands.hidden, operands.weight
+    assert hidden is not None
+    assert weight is not None
+    call = replace(
+        call,
+        linear=linear,
+        needs=_needs(operands),
+        num_tokens=hidden.shape[:-1].numel(),
+        width=weight.shape[1],
+        rank=0 if operands.b is None else operands.b.shape[1],
+        lora_scale=logits.weight.scale if isinstance(logits.weight, LoRA) else 1.0,
+        logits_dtype=call.gain.dtype if linear.match is None else getattr(torch, linear.match),
+    )
+    # Not made yet a third time: nobody else has it.
+    everywhere = apart_everywhere(call)
+    object.__setattr__(call, "apart_everywhere", everywhere)
+    object.__setattr__(call, "apart", everywhere or _apart_here(operands, call))
+    return call
+
+
+def _needs(operands: Operands) -> tuple[bool, ...]:
+    """Whether hidden states (or a LoRA's part of them), weight, bias and a LoRA's b need a gradient."""
+    _, *tensors = operands
+    if not torch.is_grad_enabled():
+        return (False,) * 4
+    hidden, weight, bias, y, b = (x is not None and x.requires_grad for x in tensors)
+    return hidden or y, weight, bias, b
+
+
+def _resolve(
+    caller: str,
+    x: Tensor,
+    checked: checks.Checked,
+    asked: Asked,
+    logits: Logits | None,
+    shard: VocabShard | None,
+    memory: str,
+) -> Call:
+    rows, shape, vocab_size, columns, found = checked
+    pretended = ACTIVE[-1] if ACTIVE else None
+    # A dry call for a CPU has its targets before it, as the real one will.
+    found = found or (pretended is not None and pretended.machine is CPU)
+    num_rows, target, kept, head = rows.index.numel(), rows.target, asked.kept, asked.head or PLAIN
+    wide = accumulation_dtype(x.dtype)
+    budget = memory if asked.memory is None else asked.memory
+    size = parse_memory(budget)
+    gain, squash, negative, unit = head.gain(num_rows, wide, x.device), head.squash, head.scale < 0, head.unit
+    if logits is not None and (logits.squash or isinstance(logits.gain, Tensor) or logits.gain != 1.0):
+        gain, squash, negative, unit = _carried(caller, head, logits, rows, gain)
+    machine = CPU
+    if logits is not None:
+        told = None if pretended is None else pretended.machine
+        machine = Machine.of(x.device) if told is None else told
+    name, backend = backend_of(x, asked.backend, None if pretended is None else pretended.device)
+    start, found_here = 0 if shard is None else shard.start, found and columns == vocab_size
+    table = None
+    if asked.stats or asked.top_k is not None or asked.ids is not None:
+        ids = None if asked.ids is None else asked.ids.reshape(num_rows, asked.ids.shape[-1])
+        table = Table.of(asked.stats, asked.top_k or 0, ids, negative=negative, start=start)
+    return Call(
+        caller=caller,
+        asked=asked,
+        entropy=asked.entropy is not None,
+        kept=kept,
+        over_support=kept is not None and kept.scope == "support",
+        linear=None,
+        shard=shard,
+        rows=rows,
+        num_rows=num_rows,
+        column=target if found_here else target_column(target, start, columns),
+        ignored=None if found else target == IGNORE,
+        index=None if rows.in_order else rows.index,
+        shape=shape,
+        dtype=x.dtype,
+        needs=(),
+        gain=gain,
+        squash=squash,
+        negative=negative,
+        unit=unit,
+        vocab_size=vocab_size,
+        start=start,
+        columns=columns,
+        group=None if shard is None else shard.group,
+        table=table,
+        kind=None if asked.teacher is None else Divergence.of(asked.divergence),
+        logits_dtype=wide,
+        backend=backend,
+        backend_name=name,
+        memory=size,
+        budget=budget,
+        machine=machine,
+        found=found,
+        found_here=found_here,
+        dropped=0.0 if pretended is None else pretended.dropped,
+    )
+
+
+def _carried(caller: str, head: Head, logits: Logits, rows: Any, gain: Tensor) -> tuple[Tensor, float, bool, bool]:
+    """``[R]`` gain, squash, whether it turns the order around, and whether it changes nothing, where logits that are
+    not computed carry a factor, or a softcap of the model's own; the head's, with its gain, comes after them."""
+    if head.softcap is not None and (logits.squash or isinstance(logits.gain, Tensor)):
+        carried = "a softcap" if logits.squash else "one factor per row"
+        raise LogitlessError(
+            f"{caller}: head has a softcap, and the Logits carry {carried} already. Give both in one place."
+        )
+    if isinstance(logits.gain, Tensor):
+        factor = logits.gain.detach().reshape(-1).to(gain)
+        factor = factor if rows.in_order else factor[rows.index]
+        factor = torch.where((factor > 0) & factor.isfinite(), factor, torch.nan)
+        return gain * factor, logits.squash, head.scale < 0, False
+    negative = head.scale * logits.gain < 0
+    if head.softcap is not None:
+        return gain, head.squash * logits.gain, negative, False
+    unit = not logits.squash and not isinstance(head.temperature, Tensor)
+    unit = unit and head.scale * logits.gain == head.temperature
+    return gain * logits.gain, logits.squash, negative, unit
+
+
+def apart_everywhere(call: Call) -> str | None:
+    """Why products and softmax are apart on every rank of a vocabulary group, or None: from sizes and options alone."""
+    products = getattr(call.backend, "products", None)
+    if products is None:
+        return f"the {call.backend_name} backend works on logits"
+    if not call.machine.epilogues:
+        return "kernels that do both were not measured on this machine (logitless tune does)"
+    if call.kept is not None:
+        return "kept ids are looked up in logits"
+    if call.rank:
+        return "a LoRA's product is added to logits"
+    # Kernels compare logits after a softcap, where rounding makes ties that were none.
+    if call.table is not None and (not call.table.only_best or call.squash):
+        return "of stats=, top_k= and ids= such products tell top1 and max_logit alone, without a softcap"
+    return products.takes_sizes(call.dtype, call.width)
+
+
+def _apart_here(operands: Operands, call: Call) -> str | None:
+    """The same, from how the operands lie in memory."""
+    hidden, weight, bias, linear = operands.hidden, operands.weight, operands.bias, call.linear
+    assert hidden is not None
+    assert weight is not None
+    assert linear is not None
+    if bias is not None and bias.stride(0) != 1:
+        return "bias is not contiguous"
+    products = call.backend.products
+    assert products is not None
+    lead = [(n, step) for n, step in zip(hidden.shape[:-1], hidden.stride()[:-1], strict=True) if n != 1]
+    flat = all(step == n * below for (_, step), (n, below) in itertools.pairwise(lead))
+    if flat and call.index is None and not linear.sequence_parallel:
+        return products.takes(hidden.detach().reshape(-1, call.width), weight)
+    return products.takes(hidden, weight, copied=True)
+
+
+def _local(caller: str, name: str, x: Any, shard: Any, **where: bool) -> Any:
+    """The part of a DTensor that lives here; anything else as it is."""
+    return x if getattr(x, "placements", None) is None else checks.local_part(caller, name, x, shard, **where)
+
+
+def _with_local_parts(caller: str, linear: Linear) -> Linear:
+    """The options of a head with the parts of its bias and its buffer that live here."""
+    bias, buffer = (_local(caller, name, getattr(linear, name), linear.shard) for name in ("bias", "weight_grad"))
+    if bias is linear.bias and buffer is linear.weight_grad:
+        return linear
+    return replace(linear, bias=bias, weight_grad=buffer)
+
+
+def as_products_take(caller: str, logits: Logits, asked: Asked) -> Operands:
+    """Operands as a linear layer would take them: in autocast's dtype where it is on, the local part of a DTensor, the
+    adapter of a LoRA apart."""
+    hidden, weight, bias = logits.read()
+    shard, linear = logits.linear.shard, logits.linear
+    hidden = _local(caller, "hidden", hidden, shard, sharded=linear.sequence_parallel)
+    lora = weight if isinstance(weight, LoRA) else None
+    own: Tensor = _local(caller, "weight", weight.weight if isinstance(weight, LoRA) else weight, shard)
+    bias = _local(caller, "bias", bias, shard)
+    kind, wide = hidden.device.type, hidden
+    # Autocast leaves float64 alone.
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+        bias = None if bias is None else bias.to(dtype)
+        hidden, own = hidden.to(dtype), own.to(dtype)
+    if lora is None:
+        return Operands(None, hidden, own, bias)
+    checks.check_lora(caller, wide, lora, linear, asked)
+    b = _local(caller, "b of the LoRA", lora.b, shard)
+    return Operands(None, hidden, own, bias, lora.inner(wide).to(hidden.dtype), b.to(hidden.dtype))

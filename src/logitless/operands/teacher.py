@@ -1,0 +1,236 @@
+"""``Teacher``: where the other distribution of each row comes from. No gradient flows to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from logitless.collectives import fingerprint
+from logitless.errors import LogitlessError, did_you_mean
+from logitless.operands.checks import FLOATS
+from logitless.operands.kept import Kept
+from logitless.operands.logits import Logits
+from logitless.operands.lora import LoRA
+from logitless.spec import Head, inspectable
+
+Tail = Literal["bucket", "renormalise"]
+"""What becomes of the ids that a teacher sent no log-probs of."""
+
+TAILS = ("bucket", "renormalise")
+
+SURPLUS = 0.01
+"""By how much rounded log-probs may add up to more than 1."""
+
+
+@dataclass(frozen=True, eq=False)
+class TopK:
+    """What a teacher sent of each row: K ids and their log-probs; see :meth:`Teacher.from_top_k`."""
+
+    logprobs: Tensor
+    ids: Tensor
+    tail: Tail = "bucket"
+
+    def __post_init__(self) -> None:
+        name, logprobs, ids = "Teacher.from_top_k", self.logprobs, self.ids
+        if not isinstance(logprobs, Tensor) or logprobs.dtype not in FLOATS or logprobs.dim() < 2:
+            came = f"{list(logprobs.shape)} {logprobs.dtype}" if isinstance(logprobs, Tensor) else type(logprobs)
+            raise LogitlessError(f"{name}: logprobs must be [R, K] floats but are {came}.")
+        if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.shape != logprobs.shape:
+            came = f"{list(ids.shape)} {ids.dtype}" if isinstance(ids, Tensor) else type(ids)
+            raise LogitlessError(f"{name}: ids must be int64 {list(logprobs.shape)} like logprobs but are {came}.")
+        if not ids.shape[-1]:
+            raise LogitlessError(f"{name}: there is no id in a row. Give at least one; -1 is padding.")
+        if self.tail not in TAILS:
+            hint = did_you_mean(str(self.tail), TAILS)
+            raise LogitlessError(f"{name}: tail must be 'bucket' or 'renormalise' but is {self.tail!r}.{hint}")
+        if inspectable(ids):
+            self._check_values()
+
+    def _check_values(self) -> None:
+        ordered = self.ids.sort(-1).values
+        if bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()):
+            raise LogitlessError("Teacher.from_top_k: a row names an id twice. Leave one of them out, with -1.")
+        total = self.logprobs.double().exp().masked_fill(self.ids < 0, 0.0).sum(-1)
+        if self.tail == "bucket" and bool((total > 1 + SURPLUS).any()):
+            raise LogitlessError(
+                f"Teacher.from_top_k: the probabilities of a row add up to {float(total.max()):.4g}. Log-probs are "
+                f'wanted, over the whole vocabulary; other numbers only go with tail="renormalise".'
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Teacher:
+    """The other distribution of each row: logits of the same tokens, computed or not. No gradient flows to it.
+
+    Args:
+        logits: ``[..., W]`` a tensor, or :class:`Logits` of its own hidden states and head, whose size and dtype are
+            its own. Under a shard, the columns that are here, as the student's.
+        head: its own temperature, scale, softcap and true vocabulary size; default ``Head()``.
+        ids: ``[W]`` the student's id of each of its columns, where the vocabularies differ; -1 for a column that the
+            student does not have. Without, column i is the student's column i, and there may be fewer.
+        kept: ids that it samples from in every scored row, where the student has ``kept=``, too; they are the student's
+            ids, and the target is not forced in. Without, it is taken over the student's.
+        top_k: instead of logits, what it sent of every row; see :meth:`from_top_k`.
+
+    >>> Teacher(torch.zeros(2, 3), ids=torch.zeros(3))
+    Traceback (most recent call last):
+    logitless.errors.LogitlessError: Teacher: ids must be int64 [3], the student's id of each column, but are
+    torch.float32 [3].
+    """
+
+    logits: Tensor | None
+    head: Head | None = None
+    ids: Tensor | None = None
+    kept: Kept | None = None
+    top_k: TopK | None = None
+
+    def __post_init__(self) -> None:
+        if self.kept is not None and not isinstance(self.kept, Kept):
+            raise LogitlessError(f"Teacher: kept must be a Kept or None but is {type(self.kept).__name__}.")
+        if self.top_k is not None:
+            return
+        x = self.logits
+        if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.dim() < 1:
+            came = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+            raise LogitlessError(f"Teacher: logits must be a tensor of floats, or Logits, but is {came}.")
+        if self.head is not None and not isinstance(self.head, Head):
+            raise LogitlessError(f"Teacher: head must be a Head or None but is {type(self.head).__name__}.")
+        if isinstance(x, Logits):
+            _check_linear(x)
+        if self.ids is not None:
+            self._check_ids(self.ids)
+
+    @staticmethod
+    def from_top_k(logprobs: Tensor, ids: Tensor, tail: Tail = "bucket") -> Teacher:
+        """From what a teacher sent instead of its head: log-probs of K ids of every row.
+
+        Args:
+            logprobs: ``[R, K]`` over its whole vocabulary, for every scored row; no temperature is applied to them.
+            ids: ``[R, K]`` int64, each at most once in a row; -1 is padding, wherever it stands.
+            tail: ``"bucket"``: all other ids are one outcome more, of both distributions. ``"renormalise"``: both are
+                normalised over the K ids, so that log-probs may be logits, too.
+
+        >>> Teacher.from_top_k(torch.tensor([[0.7, 0.6]]).log(), torch.tensor([[3, 5]]))
+        Traceback (most recent call last):
+        logitless.errors.LogitlessError: Teacher.from_top_k: the probabilities of a row add up to 1.3. Log-probs are
+        wanted, over the whole vocabulary; other numbers only go with tail="renormalise".
+        """
+        return Teacher(None, top_k=TopK(logprobs, ids, tail))
+
+    @staticmethod
+    def by_row(members: Sequence[Teacher | Tensor], which: Tensor) -> Teachers:
+        """Several teachers in one batch.
+
+        Args:
+            members: each with hidden states (or logits) of all tokens, of which those of its own rows are read.
+            which: ``[R]`` int64 number of each row's teacher. A teacher per sample is ``per_sample[rows.sample]``.
+        """
+        return Teachers([Teacher(x) if isinstance(x, Tensor) else x for x in members], which)
+
+    def facts(self) -> tuple[Any, ...]:
+        """What ranks compare of it: every field; of logits, of which each rank has its own part, the kind and size."""
+        found = []
+        for field in fields(self):
+            x = getattr(self, field.name)
+            if isinstance(x, Logits):
+                linear = x.linear
+                size = (
+                    str(x.hidden.dtype),
+                    x.hidden.shape[-1],
+                    "with a bias" if linear.bias is not None else "no bias",
+                )
+                x = (*size, linear.match, linear.tf32, x.gain)
+            elif field.name == "logits" and x is not None:
+                x = (str(x.dtype), "logits")
+            found.append(fingerprint(x or Head() if field.name == "head" else x))
+        return tuple(found)
+
+    def read_again(self) -> dict[str, Tensor | None]:
+        """What backward reads of it, by name."""
+        if not isinstance(self.logits, Logits):
+            return {"teacher.logits": self.logits, "teacher.ids": self.ids}
+        linear, weight = self.logits.linear, self.logits.weight
+        assert isinstance(weight, Tensor)
+        named = {"teacher.hidden": self.logits.hidden, "teacher.weight": weight, "teacher.bias": linear.bias}
+        return {**named, "teacher.ids": self.ids}
+
+    @property
+    def width(self) -> int:
+        """Its columns, padding included."""
+        assert self.logits is not None
+        return self.logits.shape[-1]
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """Its hidden states, where its logits are not computed."""
+        return self.logits.hidden if isinstance(self.logits, Logits) else None
+
+    @property
+    def tokens(self) -> Tensor:
+        """Whichever has one row per token, without graph."""
+        assert self.logits is not None
+        return (self.logits.hidden if isinstance(self.logits, Logits) else self.logits).detach()
+
+    def _check_ids(self, ids: Tensor) -> None:
+        if ids.dtype != torch.int64 or tuple(ids.shape) != (self.width,):
+            raise LogitlessError(
+                f"Teacher: ids must be int64 [{self.width}], the student's id of each column, but are {ids.dtype} "
+                f"{list(ids.shape)}."
+            )
+        if inspectable(ids):
+            real = ids[ids >= 0]
+            if len(real.unique()) != len(real):
+                raise LogitlessError("Teacher: ids name one of the student's ids twice. Give each column its own.")
+
+
+def _check_linear(logits: Logits) -> None:
+    """Raise for a head that does not go with its hidden states, or that a teacher cannot have."""
+    hidden, weight, bias = logits.hidden, logits.weight, logits.linear.bias
+    if isinstance(weight, LoRA):
+        raise LogitlessError(
+            "Teacher: the weight of its Logits is a LoRA, which is not followed here. Merge it into one weight, "
+            "weight + scale * b @ a."
+        )
+    if logits.squash:
+        raise LogitlessError("Teacher: its Logits went through tanh. Pass them before it, and head=Head(softcap=...).")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise LogitlessError(
+            f"Teacher: weight must be [W, {hidden.shape[-1]}] to go with hidden of size {hidden.shape[-1]} but is "
+            f"{list(weight.shape)}."
+        )
+    if weight.dtype != hidden.dtype or weight.device != hidden.device:
+        raise LogitlessError(
+            f"Teacher: hidden is {hidden.dtype} on {hidden.device} but weight {weight.dtype} on {weight.device}. "
+            f"Bring them together."
+        )
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise LogitlessError(f"Teacher: bias must be [{weight.shape[0]}] but is {list(bias.shape)}.")
+
+
+@dataclass(frozen=True, eq=False)
+class Teachers:
+    """Several teachers in one batch, one for each row; made by :meth:`Teacher.by_row`."""
+
+    members: Sequence[Teacher]
+    which: Tensor
+
+    def __post_init__(self) -> None:
+        if not self.members or not all(isinstance(x, Teacher) for x in self.members):
+            raise LogitlessError("Teachers: members must be a sequence of at least one Teacher.")
+        if any(x.top_k is not None for x in self.members):
+            raise LogitlessError(
+                "Teachers: a member has log-probs of K ids. Those are of single rows: put each row's own into one "
+                "Teacher.from_top_k."
+            )
+        if not isinstance(self.which, Tensor) or self.which.dim() != 1 or self.which.dtype != torch.int64:
+            raise LogitlessError("Teachers: which must be an int64 tensor of one number per row.")
+        if inspectable(self.which) and self.which.numel():
+            low, high = int(self.which.min()), int(self.which.max())
+            if low < 0 or high >= len(self.members):
+                raise LogitlessError(
+                    f"Teachers: which runs from {low} to {high}, but there are {len(self.members)} members."
+                )

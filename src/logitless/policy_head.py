@@ -1,0 +1,84 @@
+"""``PolicyHead``: a language-model head that answers with log-probs, as a module.
+
+It owns the linear layer it replaces, so tied embeddings stay tied, and FSDP gathers the weight around its forward:
+inside, the weight is an ordinary tensor. The layer's own forward is not called: hooks go on the PolicyHead. With
+``loss=`` the whole policy loss is computed in there, and the hooks of every wrapper run around it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from torch import Tensor, nn
+
+from logitless.errors import LogitlessError
+from logitless.operands import Linear, Logits
+from logitless.operands.peft import head_weight
+from logitless.score import logprobs
+
+OF_LOGITS = tuple(field.name for field in fields(Linear))
+"""Options that say what the head is; all others are the verb's."""
+
+
+class PolicyHead(nn.Module):
+    """An LM head that computes log-probs and entropy of chosen tokens, or their policy loss, and never their logits.
+
+    Args:
+        linear: the head it stands in for; its weight and bias are used as they are. With peft's LoRA around it, as a
+            :class:`LoRA`, its dropout included.
+        options: keyword arguments of :class:`Logits` and :func:`logprobs` for every call, such as ``match``,
+            ``head`` or ``memory``. In a call with a loss, ``entropy`` is left to its objective.
+
+    >>> import torch
+    >>> head = PolicyHead(nn.Linear(4, 10), entropy="value")
+    >>> head(torch.zeros(2, 4), torch.tensor([1, 2])).logprob.shape
+    torch.Size([2])
+    """
+
+    def __init__(self, linear: nn.Linear, **options: Any) -> None:
+        super().__init__()
+        if not isinstance(getattr(linear, "weight", None), Tensor) or "bias" in options:
+            raise LogitlessError(
+                f"PolicyHead: linear must be a linear layer, with its own bias if any, but is {type(linear).__name__}."
+            )
+        self.linear = linear
+        self.options = options
+        self._check_linear()
+
+    def forward(self, hidden: Tensor, rows: Any = None, *, loss: Any = None, **options: Any) -> Any:
+        """Results for the rows; with a :class:`logitless.Loss` its loss; plain logits where no rows are given.
+
+        Returns:
+            :class:`TokenStats`, or with a loss ``(loss, metrics, stats)``, or logits.
+        """
+        if rows is None:
+            given = [*options, *(() if loss is None else ("loss",))]
+            if given:
+                raise LogitlessError(f"PolicyHead: {given[0]} was given without rows. Pass the rows to score.")
+            return self.linear(hidden)
+        self._check_linear()
+        weight, base = head_weight("PolicyHead", self.linear), getattr(self.linear, "base_layer", self.linear)
+        options = {**self.options, **options, "bias": getattr(base, "bias", None)}
+        linear = {name: options.pop(name) for name in OF_LOGITS if name in options}
+        logits = Logits(hidden, weight, **linear)
+        if loss is None:
+            return logprobs(logits, rows, **options)
+        if not hasattr(loss, "objective"):
+            raise LogitlessError(
+                f"PolicyHead: loss must be a logitless.Loss, an objective with its inputs, but is "
+                f"{type(loss).__name__}. Pass loss=Loss(objective, advantage=..., old_logprob=...)."
+            )
+        options.pop("entropy", None)
+        return loss.of(logits, rows, **options)
+
+    def _check_linear(self) -> None:
+        """Raise where the layer computes something else than its weight says."""
+        head_weight("PolicyHead", self.linear)
+        inner = (x for x in self.linear.modules() if x._forward_hooks or x._forward_pre_hooks)
+        if (hooked := next(inner, None)) is not None:
+            name = type(hooked).__name__
+            raise LogitlessError(
+                f"PolicyHead: {name} has forward hooks, which would not run: its weight is read and its forward is not "
+                f"called. Put the hooks on the PolicyHead."
+            )

@@ -1,0 +1,178 @@
+"""From lines of this shard's columns to results of each row: one gather over the vocabulary group, one merge, formulas.
+
+    Lines   what was read of the columns here      ->  find  ->      Found   results by name, and what backward needs
+
+Two readings take a second look when the first is merged over all ranks: the rank of a target, and the divergence from a
+teacher. They hand :func:`find` a function that looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.backends.divergences import Divergence
+from logitless.collectives import gather_over, sum_over
+from logitless.readings.reading import Row
+from logitless.readings.support import merge_kept
+from logitless.readings.table import Table
+from logitless.softmax import WIDTH, Normaliser, Statistic, entropy, mean_shift, merge, normaliser, solved
+
+
+class Lines(NamedTuple):
+    """What was read of the columns here, of R rows.
+
+    Attributes:
+        statistic: ``[4, R]`` of the softmax.
+        kept: ``[2, R]`` (m, s) of the ids that a sampler kept, or None.
+        more: lines of the other readings, or None.
+        teacher: ``[4, R]`` statistic of a teacher's logits, or None.
+    """
+
+    statistic: Tensor
+    kept: Tensor | None = None
+    more: Tensor | None = None
+    teacher: Tensor | None = None
+
+
+class Found(NamedTuple):
+    """What is known of R rows.
+
+    Attributes:
+        results: of :class:`~logitless.spec.TokenStats`, by name.
+        saved: what backward needs, by name.
+    """
+
+    results: dict[str, Tensor]
+    saved: dict[str, Tensor]
+
+    @staticmethod
+    def joined(parts: list[Found], num_rows: int) -> Found:
+        """Of consecutive rows, of which the first ``num_rows`` count."""
+        if len(parts) == 1 and len(parts[0].results["logprob"]) == num_rows:
+            return parts[0]
+        whole = (
+            {name: torch.cat([part[i][name] for part in parts])[:num_rows] for name in parts[0][i]} for i in range(2)
+        )
+        return Found(*whole)
+
+    @property
+    def norm(self) -> Normaliser:
+        return Normaliser(self.saved["reference"], self.saved["log_sum"])
+
+
+class Asked(NamedTuple):
+    """What :func:`find` is to find.
+
+    Attributes:
+        target, gain, squash: ``[R]`` of the rows, and the head's.
+        ignored: ``[R]`` rows to leave out; None where every row is known to have a target in the vocabulary.
+        entropy: whether entropy is wanted.
+        group: of the vocabulary, or None.
+        table: other readings, or None.
+    """
+
+    target: Tensor
+    gain: Tensor
+    squash: float
+    ignored: Tensor | None
+    entropy: bool
+    group: Any
+    table: Table | None = None
+
+
+def find(
+    asked: Asked,
+    lines: Lines,
+    count: Callable[[Tensor], Tensor] | None = None,
+    compare: Callable[[Normaliser, Normaliser], Tensor] | None = None,
+    kind: Divergence | None = None,
+) -> Found:
+    """Results over the whole vocabulary.
+
+    Args:
+        count: the keys of the targets to how many columns here come before each. Only where a rank is asked for.
+        compare: both normalisers to ``[2, R]`` divergence, and mean slope, over the columns here.
+        kind: of the divergence.
+    """
+    statistic, kept, more, teacher = _whole(asked, lines)
+    ignored = asked.ignored
+    norm, target, mean, own_entropy = solved(statistic, ignored is None, asked.entropy)
+    kept_norm = norm if kept is None else normaliser(Statistic.of(kept))
+    logprob = (target - kept_norm.reference) - kept_norm.log_sum
+    results = {"logprob": logprob, "log_z": norm.reference + norm.log_sum}
+    saved = {"reference": norm.reference, "log_sum": norm.log_sum, "logprob": logprob}
+    if mean is not None and own_entropy is not None:
+        saved["mean"], results["entropy"] = mean, own_entropy
+    if ignored is not None:
+        for x in results.values():
+            x.masked_fill_(ignored, 0.0)
+    if kept is not None:
+        saved |= {"kept_reference": kept_norm.reference, "kept_log_sum": kept_norm.log_sum}
+    if asked.table is not None and more is not None:
+        ahead = None
+        if count is not None:
+            ahead = count(asked.table.key(more))
+            ahead = ahead if asked.group is None else sum_over(asked.group, ahead)
+        found, kept_back = asked.table.results(more, Row(norm, asked.target, asked.gain, asked.squash), ahead)
+        results, saved = results | found, saved | kept_back
+    if teacher is not None and compare is not None and kind is not None:
+        _add_divergence(results, saved, norm, Statistic.of(teacher), asked, compare, kind)
+    return Found(results, saved)
+
+
+def _add_divergence(
+    results: dict[str, Tensor],
+    saved: dict[str, Tensor],
+    norm: Normaliser,
+    other: Statistic,
+    asked: Asked,
+    compare: Callable[[Normaliser, Normaliser], Tensor],
+    kind: Divergence,
+) -> None:
+    """The divergence, and what is known of the teacher, into results and saved."""
+    teacher = Normaliser(other.m, torch.log(other.s))
+    sums = compare(norm, teacher)
+    if asked.group is not None:
+        sums = gather_over(asked.group, sums).sum(0)
+    divergence, mean = sums
+    # A target that the teacher does not have is one that it never samples.
+    missing = other.t.isnan() & ~teacher.log_sum.isnan()
+    logprob = torch.where(missing, -torch.inf, (other.t - teacher.reference) - teacher.log_sum)
+    results |= {
+        "divergence": divergence,
+        "teacher_logprob": _without(asked.ignored, logprob),
+        "teacher_entropy": _without(asked.ignored, entropy(teacher, mean_shift(other))),
+    }
+    # The sum of p slope over a row; where it is known in other terms, by those, which rounding has not been at.
+    known = {"forward_kl": torch.zeros_like(mean), "reverse_kl": divergence}
+    saved |= {
+        "teacher_reference": teacher.reference,
+        "teacher_log_sum": teacher.log_sum,
+        "mean_slope": known.get(kind.kind, mean),
+    }
+
+
+def _without(ignored: Tensor | None, x: Tensor) -> Tensor:
+    """Results with 0 in rows to leave out, in place."""
+    return x if ignored is None else x.masked_fill_(ignored, 0.0)
+
+
+def _whole(asked: Asked, lines: Lines) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The lines over all shards, the kept ids' as a statistic: one ``all_gather`` for all of them, or none."""
+    statistic, kept, more, teacher = lines
+    kept_parts = None if kept is None else kept[None]
+    if asked.group is not None:
+        sent = [x for x in lines if x is not None]
+        parts = gather_over(asked.group, sent[0] if len(sent) == 1 else torch.cat(sent))
+        found = list(parts.split([len(x) for x in sent], 1))
+        statistic = merge(found.pop(0))
+        kept_parts = None if kept is None else found.pop(0)
+        more = None if more is None or asked.table is None else asked.table.merge(found.pop(0))
+        teacher = None if teacher is None else merge(found.pop(0))
+    kept = None if kept_parts is None else merge_kept(kept_parts, Statistic.of(statistic).t)
+    assert len(statistic) == WIDTH
+    return statistic, kept, more, teacher

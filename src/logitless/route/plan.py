@@ -1,0 +1,238 @@
+"""``Plan``: which route a call takes, in which tiles and chunks, and why.
+
+    given       no product    logits exist
+    forward     1 product     nothing needs a gradient
+    frozen      2 products    only hidden does, and entropy is not differentiated: unit gradients in forward
+    keep        3 products    16-bit exponentials of all rows fit the budget: backward need not recompute logits
+    recompute   4 products    everything else; with the exponentials of some rows stored, between 3 and 4
+    pair        6 products    a teacher's logits beside the student's; fewer where the teacher's exist
+    support     no product    the scope is the support, or a teacher's K ids: dot products
+    one pass    3 products    a loss, evaluated on a chunk of rows while their logits are there; 4 with a teacher
+    two passes  4 products    a loss, after the log-probs of all rows
+
+One product fewer where only hidden, or only the head, needs a gradient. Decided from shapes, options and one memory
+budget, before anything runs. How large a tile should be is in ``tiles``, what a loss costs in ``costs``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from logitless.call import Call
+from logitless.machine import SLAB, WORK, Tiles
+from logitless.operands import Teacher
+from logitless.route.tiles import (
+    FIXED_ROWS,
+    Shape,
+    all_rows,
+    backward_tiles,
+    even_chunks,
+    exponentials_alone,
+    exponentials_row,
+    forward_tiles,
+)
+
+Kind = Literal["given", "forward", "frozen", "keep", "recompute", "pair", "support", "one pass", "two passes"]
+
+ONLY_SUPPORT = "only the ids that the sampler kept and the targets are asked for"
+LISTED = "both distributions are over the ids that the teacher sent"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decision.
+
+    Attributes:
+        kind: which route.
+        reason: why, in a sentence.
+        products: matrix products of forward and backward together, of the size of the logits.
+        forward, backward: sizes of the two tile loops; None where nothing is multiplied there by tiles.
+        kept_rows: how many rows' exponentials are stored for backward.
+        chunks: ``(start, stop)`` of each chunk of whole rows whose logits exist at a time.
+        columns: of one product into such a chunk.
+        tiles: by which a chunk of exponentials is filled; None where the chunk holds logits.
+        elementwise: bytes of working space for the plain-torch backend in a chunk.
+        whole_samples: whether chunks are whole samples.
+        apart: why logits go through memory between a product and its softmax; None where one kernel does both.
+        ranked: whether all logits are made once more, to count those above the target's.
+        taught: whether there is a teacher, whose logits lie beside the student's.
+        first: how log-probs are made where they come first: in two passes, or where no gradient is recorded.
+        ids: entries of a support, all rows together.
+    """
+
+    kind: Kind
+    reason: str
+    products: int = 0
+    forward: Tiles | None = None
+    backward: Tiles | None = None
+    kept_rows: int = 0
+    chunks: tuple[tuple[int, int], ...] = ()
+    columns: int = 0
+    tiles: Tiles | None = None
+    elementwise: int = 0
+    whole_samples: bool = False
+    apart: str | None = None
+    ranked: bool = False
+    taught: bool = False
+    first: Plan | None = None
+    ids: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Of the largest chunk."""
+        return max((stop - start for start, stop in self.chunks), default=0)
+
+    def facts(self, chosen_by: str = "memory=") -> dict[str, Any]:
+        """What ranks must agree on: they communicate once for every chunk. What a rank stores for backward is its own.
+
+        Args:
+            chosen_by: what a rank that goes another way has given differently.
+        """
+        kind = "by tiles" if self.kind in ("keep", "recompute") else self.kind
+        chunks = f" in {len(self.chunks)} chunks of at most {self.rows} rows" if self.chunks else ""
+        first = {} if self.first is None else {f"{name} of the first pass": x for name, x in self.first.facts().items()}
+        return {f"how to go ({chosen_by})": kind + chunks, "the chunks of rows": self.chunks} | first
+
+    def __str__(self) -> str:
+        products = str(self.products)
+        if self.kind == "recompute" and self.kept_rows:
+            products = f"between {self.products - 1} and {self.products}"
+        noun = (
+            "no matrix product" if not self.products else f"{products} matrix product{'s' if products != '1' else ''}"
+        )
+        parts = [f"{self.kind}: {noun}, because {self.reason}.", *self._sizes()]
+        if self.kind == "support":
+            parts.append(f"{self.ids} dot products.")
+        return " ".join(parts)
+
+    def _sizes(self) -> list[str]:
+        """Sentences about tiles and chunks."""
+        if self.chunks and self.kind in ("one pass", "pair"):
+            return [self._chunk_sizes()]
+        if self.forward is None:
+            return []
+        what = "products" if self.forward.fused else "tiles"
+        tiles = f"Forward in {what} of {self.forward.rows} x {self.forward.columns} logits"
+        if self.backward is not None:
+            rows, columns, block, *_ = self.backward
+            tiles += f", backward in {what} of {rows} x {columns} and blocks of {block} rows"
+        logits = f"Logits go through memory, because {self.apart}"
+        if self.apart is None:
+            logits = "Logits stay in the kernels that make them"
+        if self.ranked:
+            logits += ". They are made once more to count those above the target's"
+        return [f"{tiles}.", f"{logits}."]
+
+    def _chunk_sizes(self) -> str:
+        samples = " of whole samples" if self.whole_samples else ""
+        content = "both models' logits" if self.taught else "logits"
+        if self.tiles is not None:
+            content = f"16-bit exponentials, by tiles of {self.tiles.rows} x {self.tiles.columns} logits"
+        if self.tiles is not None and self.tiles.fused:
+            content = "16-bit exponentials, written by the product itself"
+        back = "" if self.backward is None else f" Backward in tiles of {self.backward.rows} x {self.backward.columns}."
+        return f"{len(self.chunks)} chunks{samples}, of at most {self.rows} rows of {content}.{back}"
+
+
+def score_plan(call: Call, whole: bool = False) -> Plan:
+    """The route of log-probs with the fewest products that the call and its budget allow.
+
+    Args:
+        whole: whether log-probs are over the vocabulary even where a teacher sent K ids to compare over: a loss's are.
+    """
+    teacher, kept = call.asked.teacher, call.kept
+    sent = teacher.top_k if isinstance(teacher, Teacher) else None
+    if call.over_support:
+        assert kept is not None
+        return Plan("support", ONLY_SUPPORT, ids=kept.ids.numel() + call.num_rows)
+    listed = sent is not None and sent.tail == "renormalise" and not (whole or call.asked.stats or call.asked.top_k)
+    if listed and sent is not None and call.linear is not None:
+        return Plan("support", LISTED, ids=sent.ids.numel())
+    paired = teacher is not None and sent is None and kept is None
+    if call.linear is None:
+        return _given_plan(call, paired)
+    plan = _pair_plan(call) if paired else _tile_plan(call)
+    if call.table is None or call.table.rank is None or plan.kind == "pair":
+        return plan
+    return replace(plan, products=plan.products + 1, ranked=True)
+
+
+def _given_plan(call: Call, paired: bool) -> Plan:
+    """Logits that exist are one chunk, unless a teacher's are made beside them."""
+    whole = ((0, call.num_rows),)
+    teacher = call.asked.teacher
+    if not paired or (isinstance(teacher, Teacher) and teacher.hidden is None and teacher.ids is None):
+        return Plan("given", "logits exist", chunks=whole, taught=paired)
+    row = max(1, call.mean_columns) * call.gain.dtype.itemsize
+    chunks = even_chunks(call.num_rows, max(1, call.memory // 2 // row)) or whole
+    return Plan("given", "logits exist", chunks=chunks, taught=True, columns=SLAB, elementwise=max(1, call.memory // 2))
+
+
+def _pair_plan(call: Call) -> Plan:
+    """Chunks that the budget holds of both models' logits, the same on every rank of a vocabulary group."""
+    machine, wide, linear = call.machine, call.gain.dtype.itemsize, call.linear
+    assert linear is not None
+    row = max(1, call.mean_columns) * (call.logits_dtype.itemsize + wide)
+    share = max(1, int(call.memory * machine.elementwise)) if machine.elementwise else call.memory
+    rows = max(1, int(call.memory * (1 - machine.elementwise)) // row)
+    chunks = even_chunks(call.num_rows, rows)
+    if linear.batch_invariant:
+        rows = min(rows, FIXED_ROWS)
+        chunks = tuple((start, start + rows) for start in range(0, call.num_rows, rows))
+    widened = call.dtype.itemsize == 2 and not machine.wide_products
+    shape = Shape.of(call)._replace(logits_bytes=call.logits_dtype.itemsize + wide, product=None)
+    gradients = call.needs[0] + any(call.needs[1:3])
+    return Plan(
+        "pair",
+        "a teacher's logits lie beside the student's, and are counted like them",
+        products=4 + gradients if gradients else 2,
+        backward=backward_tiles(shape, min(call.memory, WORK)) if gradients else None,
+        chunks=chunks,
+        columns=SLAB if widened else max(1, call.columns),
+        elementwise=share,
+        taught=True,
+    )
+
+
+def _tile_plan(call: Call) -> Plan:
+    """From hidden states by tiles."""
+    asked, linear, shape = call.asked, call.linear, Shape.of(call)
+    assert linear is not None
+    hidden, head, kept = call.needs[0], any(call.needs[1:]), call.kept
+    differentiated = () if call.table is None else call.table.differentiable
+    spare, work = max(0, call.memory - WORK), min(call.memory, WORK)
+    # Batch-invariant tiles are those of a batch of one fixed size; kernels that multiply have no others.
+    apart = shape._replace(rows=FIXED_ROWS if linear.batch_invariant else shape.rows, product=None)
+    first = apart if shape.product is None else shape
+    if not (hidden or head):
+        forward = forward_tiles(first, work)
+        forward = forward if kept is None else all_rows(forward, shape)
+        return Plan("forward", "nothing needs a gradient", 1, forward, apart=call.apart)
+    plain = kept is None and not call.rank and not differentiated
+    if hidden and not head and asked.entropy != "grad" and plain:
+        reason = "the head needs no gradient and entropy is not differentiated"
+        # The tile shares its budget with its exponentials in the operands' dtype.
+        forward = forward_tiles(apart._replace(logits_bytes=shape.logits_bytes + shape.operand_bytes), work)
+        return Plan("frozen", reason, 2, exponentials_alone(forward, shape), apart=call.apart)
+    forward, backward = forward_tiles(first, work), backward_tiles(shape, work)
+    if call.machine.same_tiles and not linear.batch_invariant and not forward.fused:
+        forward = forward._replace(rows=backward.rows, columns=backward.columns)
+    if kept is not None:
+        forward, backward = all_rows(forward, shape), all_rows(backward, shape)
+    # The products for a LoRA's b are not of the size of the logits.
+    kept_rows, gradients = 0, hidden + any(call.needs[1:3])
+    # The gradient of a mean logit is the same for all columns but those at -inf, which exponentials do not tell.
+    # What all columns but a few have of a gradient is divided by their probability, which may be below 16 bits.
+    exact = "mean_logit" in differentiated or (call.table is not None and call.table.rest)
+    storable = shape.operand_bytes == 2 and not call.squash and not exact
+    if kept is None and not linear.batch_invariant and storable:
+        kept_rows = min(shape.rows, spare // max(1, exponentials_row(shape, backward.columns)))
+    if kept_rows and not forward.fused:
+        # Stored exponentials have one reference per slab, so both loops cut the columns alike.
+        forward = forward._replace(columns=backward.columns)
+    tiles = {"forward": forward, "backward": backward, "kept_rows": kept_rows, "apart": call.apart}
+    if kept_rows and kept_rows == shape.rows:
+        return Plan("keep", f"the exponentials of all {kept_rows} rows fit the budget", 1 + gradients, **tiles)
+    reason = f"gradients are needed, and the budget holds the exponentials of {kept_rows} of {shape.rows} rows"
+    return Plan("recompute", reason, 2 + gradients, **tiles)

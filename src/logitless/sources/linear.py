@@ -1,0 +1,256 @@
+"""The logits that are never stored, ``hidden @ weight.T + bias``: selected rows, one tile at a time, and back.
+
+hidden [T, D]  ->  rows [R, D]  ->  a tile of logits [rows, columns] in working memory
+d_rows [R, D]  ->  d_hidden [T, D], summed over the vocabulary group as the call asks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from logitless.backends.contract import Backend, Problem, Product, Products
+from logitless.call import Call, Operands
+from logitless.collectives import gather_rows_over, scatter_sum_over, sum_over
+from logitless.errors import released
+from logitless.machine import Tiles
+from logitless.softmax import SKIP
+from logitless.sources.gemm import add_rows, multiply
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """Selected rows, the head's weight, and the call that they belong to.
+
+    Attributes:
+        hidden: ``[R, D]`` selected rows.
+        weight: ``[V, D]``, hidden's dtype.
+        low: ``[V, r]`` further columns of the weight, and then hidden is ``[R, D + r]``: a LoRA; or None.
+        bias: ``[V]`` or None.
+        column: ``[R]`` as in :class:`~logitless.backends.contract.Problem`.
+        gain: ``[R]`` factor of each row's logits.
+        call: what is to be done with them.
+        backend: the call's backend.
+        tf32: whether float32 operands are multiplied in TF32.
+        found: whether every row is known to have its target among the columns.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    column: Tensor
+    gain: Tensor
+    call: Call
+    backend: Backend
+    low: Tensor | None = None
+    tf32: bool = False
+    found: bool = False
+
+    @staticmethod
+    def of(rows: Tensor, operands: Operands, column: Tensor, call: Call, found: bool = False) -> Projection:
+        """The rows ``[R, D]`` of a call, with the head of its operands."""
+        weight, bias, low = operands.weight, operands.bias, operands.b
+        assert weight is not None
+        require_weight(weight, call)
+        bias, low = (None if x is None else x.detach() for x in (bias, low))
+        tf32 = call.linear is not None and call.linear.tf32
+        return Projection(rows, weight.detach(), bias, column, call.gain, call, call.backend, low, tf32, found)
+
+    def cut(self, start: int, stop: int) -> Projection:
+        """Rows ``start .. stop`` of it."""
+        if (start, stop) == (0, len(self.hidden)):
+            return self
+        return replace(self, **{name: getattr(self, name)[start:stop] for name in ("hidden", "column", "gain")})
+
+    def padded(self, multiple: int) -> Projection:
+        """The same rows, and as many rows to be skipped as make a multiple."""
+        pad, missing = torch.nn.functional.pad, -len(self.hidden) % multiple
+        return replace(
+            self,
+            hidden=pad(self.hidden, (0, 0, 0, missing)),
+            column=pad(self.column, (0, missing), value=SKIP),
+            gain=pad(self.gain, (0, missing), value=1.0),
+            found=self.found and not missing,
+        )
+
+    def problem(self, logits: Tensor, memory: int, first: int = 0) -> Problem:
+        """What a backend sees, where ``logits`` are those of all rows and of the columns from ``first`` on."""
+        return Problem(
+            logits=logits,
+            index=None,
+            column=self.column,
+            gain=self.gain,
+            squash=self.call.squash,
+            columns=logits.shape[1],
+            entropy=self.call.entropy,
+            memory=memory,
+            first=first,
+            unit=self.call.unit,
+            found=self.found and logits.shape[1] == self.call.columns,
+        )
+
+    def whole(self, memory: Tensor, elementwise: int, column: Tensor | None = None) -> Problem:
+        """What a backend sees of whole rows, whose logits lie at the start of flat memory.
+
+        Args:
+            column: of the targets, where it is another than the rows' own.
+        """
+        rows, columns = len(self.hidden), self.call.columns
+        p = self if column is None else replace(self, column=column)
+        return p.problem(memory[: rows * columns].view(rows, columns), elementwise)
+
+    def product(self, columns: slice) -> Product:
+        """All rows and those columns, for a kernel that multiplies them itself."""
+        return Product(
+            self.hidden,
+            self.weight[columns],
+            None if self.bias is None else self.bias[columns],
+            self.column,
+            self.gain,
+            squash=self.call.squash,
+            first=columns.start,
+            negative=self.call.negative,
+            entropy=self.call.entropy,
+            top=self.call.table is not None,
+            logits_dtype=self.call.logits_dtype,
+        )
+
+    @property
+    def products(self) -> Products:
+        """Kernels that multiply and end in a softmax; only where the plan says that they are there."""
+        return self.backend.products
+
+    def multiply(self, a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
+        """``out = a @ b``, or ``out += a @ b``, summed in at least float32."""
+        multiply(a, b, out, add=add, tf32=self.tf32, wide=self.call.machine.wide_products)
+
+    def add_rows(self, x: Tensor, out: Tensor) -> None:
+        """``out += x.sum(0)``, summed in at least float32."""
+        add_rows(x, out, wide=self.call.machine.wide_products)
+
+    def project(self, first: int, out: Tensor) -> None:
+        """The logits of all rows, and of as many columns from ``first`` on as ``out`` has, into ``out``."""
+        if not out.numel():
+            return
+        columns = slice(first, first + out.shape[1])
+        # Logits that are rounded to half precision are rounded once, after all sums.
+        wide = out if self.bias is None and self.low is None else out.to(self.gain.dtype)
+        x, y = self.parts(self.hidden)
+        self.multiply(x, self.weight[columns].T, wide)
+        if self.low is not None and y is not None:
+            self.multiply(y, self.low[columns].T, wide, add=True)
+        if self.bias is not None:
+            wide.add_(self.bias[columns])
+        if wide is not out:
+            out.copy_(wide)
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Of hidden rows, or their gradient: the columns that belong to the weight, and those of a LoRA."""
+        size = self.weight.shape[1]
+        return (x, None) if self.low is None else (x[:, :size], x[:, size:])
+
+    def times_weight(self, d_z: Tensor, columns: slice, out: Tensor, add: bool = False) -> None:
+        """``out = d_z @ weight[columns]``, or added to it; with a LoRA's columns."""
+        x, y = self.parts(out)
+        self.multiply(d_z, self.weight[columns], x, add=add)
+        if self.low is not None and y is not None:
+            self.multiply(d_z, self.low[columns], y, add=add)
+
+    def add_low(self, d_z: Tensor, rows: Tensor, out: Tensor | None) -> None:
+        """``out += d_z.T @ y``, where there is a LoRA and y is its part of hidden rows."""
+        y = self.parts(rows)[1]
+        if out is not None and y is not None:
+            self.multiply(d_z.T, y, out, add=True)
+
+    def empty_tile(self, tiles: Tiles) -> Tensor:
+        """Flat memory of one tile of logits."""
+        return self.empty((tiles.rows, tiles.columns), self.call.logits_dtype).view(-1)
+
+    def tile(self, memory: Tensor, tiles: Tiles, first: int) -> Problem:
+        """The tile of all rows and of the columns from ``first`` on, computed into the memory of a tile."""
+        rows, width = len(self.hidden), min(tiles.columns, self.call.columns - first)
+        logits = memory[: rows * width].view(rows, width)
+        self.project(first, logits)
+        return self.problem(logits, tiles.elementwise, first)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Working memory. Where the device has none left, the error says which argument asks for less."""
+        try:
+            return torch.empty(shape, dtype=dtype, device=self.hidden.device)
+        except torch.OutOfMemoryError as error:
+            error.add_note(
+                f"{self.call.caller}: no room for working memory of {list(shape)} {dtype}. Pass a smaller "
+                f"memory= (it was {self.call.memory} bytes), or ask logitless.estimate what fits."
+            )
+            raise
+
+
+def require_weight(weight: Tensor, call: Call) -> None:
+    """Raise where a weight that forward had is gone."""
+    if weight.dim() != 2:
+        raise released(call.caller, list(weight.shape))
+
+
+def is_split(call: Call) -> bool:
+    """Whether hidden states are this rank's part of the tokens."""
+    return call.linear is not None and call.linear.sequence_parallel
+
+
+def gathered_tokens(hidden: Tensor, call: Call) -> Tensor:
+    """``[T, D]`` hidden states of all tokens: a view, or gathered over the group under sequence parallelism."""
+    tokens = hidden.detach().reshape(-1, hidden.shape[-1])
+    return gather_rows_over(call.group, tokens) if is_split(call) else tokens
+
+
+def selected_rows(operands: Operands, call: Call) -> Tensor:
+    """``[R, D]`` hidden states of the rows: a copy, small beside what it saves, unless the rows are all in order. With
+    a LoRA ``[R, D + r]``, and always a copy."""
+    assert operands.hidden is not None
+    tokens = gathered_tokens(operands.hidden, call)
+    rows = tokens if call.index is None else tokens.index_select(0, call.index)
+    if operands.y is None:
+        return rows
+    y = operands.y.detach().reshape(-1, operands.y.shape[-1])
+    return torch.cat([rows, y if call.index is None else y.index_select(0, call.index)], 1)
+
+
+def hidden_gradients(
+    rows: Tensor | None, operands: Operands, call: Call, want: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the tokens' hidden states and of a LoRA's part of them, from those of the selected rows.
+
+    Args:
+        want: which of the two are wanted.
+    """
+    if rows is None or operands.hidden is None:
+        return None, None
+    shape = operands.hidden.shape
+    if operands.y is None:
+        return hidden_gradient(rows, shape, call), None
+    found = rows[:, : shape[-1]], rows[:, shape[-1] :]
+    d_hidden, d_y = (
+        hidden_gradient(x.contiguous(), of, call) if wanted else None
+        for x, of, wanted in zip(found, (shape, operands.y.shape), want, strict=True)
+    )
+    return d_hidden, d_y
+
+
+def hidden_gradient(rows: Tensor, shape: torch.Size, call: Call) -> Tensor:
+    """Gradient of the tokens from that of the selected rows, summed over the group as the call asks."""
+    tokens = rows
+    if call.index is not None:
+        num_tokens = shape[:-1].numel() * (call.group.size() if is_split(call) else 1)
+        tokens = rows.new_zeros((num_tokens, shape[-1])).index_copy_(0, call.index, rows)
+    return reduced_gradient(tokens, shape, call)
+
+
+def reduced_gradient(tokens: Tensor, shape: torch.Size, call: Call) -> Tensor:
+    """This shard's gradient of all tokens, summed over the group as the call asks, in the shape of hidden."""
+    if is_split(call):
+        tokens = scatter_sum_over(call.group, tokens)
+    elif call.linear is not None and call.linear.hidden_grad == "reduced" and call.group is not None:
+        tokens = sum_over(call.group, tokens)
+    return tokens.view(shape)

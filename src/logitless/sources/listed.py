@@ -1,0 +1,267 @@
+"""Single logits of a row: of the ids that a sampler kept, or that a teacher sent. No product with the vocabulary.
+
+    forward     x[e] = hidden[row[e]] . weight[id[e]]  for every entry; of given logits, a lookup
+    backward    dx[e]  ->  d_hidden[row] = sum of dx[e] weight[id[e]]        entries in the order of rows
+                           d_weight[id] = sum of dx[e] hidden[row[e]]        entries sorted by id, once
+
+Everything is a flat vector over the entries, besides the operands and their gradients. Sums run over entries in a fixed
+order and nothing is added atomically, so that results have the same bits on every run, whatever else is in the batch.
+A row with one id has log-prob 0 and gradient 0: its operands are not read.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.call import Call, Operands
+from logitless.collectives import sum_over
+from logitless.errors import LogitlessError, no_second_derivative
+from logitless.notes import explained
+from logitless.readings.support import Entries, KeptLogits, Support, write_kept
+from logitless.sources.given import as_matrix, given_problem, gradient_buffer
+from logitless.sources.linear import gathered_tokens, is_split, reduced_gradient, require_weight
+from logitless.spec import IGNORE
+
+
+def entry_logits(operands: Operands, support: Support, read: Tensor, call: Call, whole: bool = True) -> Tensor:
+    """``[E]`` raw logits of a support's entries, with a graph; 0 for second copies and where ``read`` is False.
+
+    Args:
+        whole: sum over the shards of a vocabulary group, of which one has each id; otherwise 0 where it is elsewhere.
+    """
+    vectors = (*support.entries, support.lengths, read)
+    return _EntryLogits.apply(*operands[:4], *vectors, call, whole)  # pyright: ignore[reportReturnType]
+
+
+def id_logits(operands: Operands, ids: Tensor, call: Call) -> Tensor:
+    """``[R, K]`` raw logits of ``ids``, each at most once in a row, with a graph; 0 where an id is negative."""
+    rows, count = ids.shape
+    row = torch.arange(rows, device=ids.device).repeat_interleave(count)
+    once = torch.ones_like(row, dtype=torch.bool)
+    entries = Entries(row, ids.flatten(), once, ~once)
+    support = Support(call.rows.target, entries, torch.full_like(row[:rows], count), call.start, call.vocab_size)
+    return entry_logits(operands, support, once, call).view(ids.shape)
+
+
+class _Saved(NamedTuple):
+    """What backward needs, by name."""
+
+    logits: Tensor | None
+    hidden: Tensor | None
+    weight: Tensor | None
+    row: Tensor
+    ids: Tensor
+    first: Tensor
+    is_target: Tensor
+    lengths: Tensor
+    read: Tensor
+
+    def support(self, call: Call) -> Support:
+        entries = Entries(self.row, self.ids, self.first, self.is_target)
+        return Support(call.rows.target, entries, self.lengths, call.start, call.vocab_size)
+
+    def place(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Of each entry among the columns here, and whether it is one of them and read."""
+        column, here = place_of(self.support(call), call)
+        return column, here & self.read
+
+
+class _EntryLogits(torch.autograd.Function):
+    """The seam to autograd of single logits: plain functions of this file do the work."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor | None,
+        hidden: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        *vectors: Any,
+    ) -> Tensor:
+        *entries, call, whole = vectors
+        saved = _Saved(logits, hidden, weight, *entries)
+        support, place = saved.support(call), saved.place(call)
+        if logits is None:
+            assert hidden is not None
+            assert weight is not None
+            raw = raw_logits(gathered_tokens(hidden, call), weight, bias, support, place, call)
+        else:
+            raw = _looked_up(logits, support, place, call)
+        ctx.save_for_backward(*saved)
+        # The buffer for the weight's gradient is in the call and not saved: others may add to it before backward does.
+        ctx.unchanged = call.unchanged()
+        ctx.call, ctx.bias_dtype, ctx.spent = call, None if bias is None else bias.dtype, False
+        return sum_over(call.group, raw) if whole and call.group is not None else raw
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        call: Call = ctx.call
+        if torch.is_grad_enabled():
+            raise no_second_derivative(call.caller, ", or use torch.log_softmax for this term")
+        if ctx.spent:
+            raise spent(call.caller)
+        ctx.unchanged.check()
+        saved = _Saved(*ctx.saved_tensors)
+        buffer = None if call.linear is None else call.linear.weight_grad
+        over = saved.logits if call.overwrite else None
+        with explained(call.caller, call.budget, weight_grad=buffer, logits=over):
+            ctx.spent = call.overwrite
+            ignored = (call.rows.target == IGNORE)[saved.row]
+            d_raw = upstream.to(call.gain.dtype).masked_fill(ignored, 0.0)
+            entries = saved.support(call).transformed(d_raw, *saved.place(call), call.gain, 0.0)
+            d_raw = torch.where(entries.here, d_raw, 0.0)
+            if saved.logits is not None:
+                return _given_gradient(entries, d_raw, saved.logits, call), *(None,) * 11
+            found = _head_gradients(ctx, entries, d_raw, saved, call)
+            return None, *found, *(None,) * 8
+
+
+def spent(caller: str) -> LogitlessError:
+    """What a second backward through overwritten logits raises."""
+    return LogitlessError(
+        f"{caller}: second backward through a call with overwrite=True, but the first one has replaced the logits by "
+        f"their gradient, or begun to. Use overwrite=False to keep the graph, or run forward again."
+    )
+
+
+def _looked_up(logits: Tensor, support: Support, place: tuple[Tensor, Tensor], call: Call) -> Tensor:
+    """``[E]`` logits of the entries out of those that exist; 0 where they are not here."""
+    matrix, index = as_matrix(logits.detach(), call.index, call.caller)
+    column, asked = place
+    at = support.entries.row if index is None else index[support.entries.row]
+    raw = matrix[at, column].to(call.gain.dtype) if call.columns else call.gain.new_zeros(len(at))
+    return torch.where(asked, raw, 0.0)
+
+
+def _given_gradient(entries: KeptLogits, d_raw: Tensor, logits: Tensor, call: Call) -> Tensor:
+    """Of logits that exist: 0 but at the entries, in a buffer of its own or over them."""
+    problem = given_problem(logits, call.index, call.column, call.gain, call)
+    out, out_index = gradient_buffer(logits, call.index, problem, logits.dtype, call.overwrite)
+    out.zero_()
+    write_kept(entries, d_raw, out, out_index)
+    return logits.detach() if call.overwrite else out.view(logits.shape)
+
+
+def _head_gradients(ctx: Any, entries: KeptLogits, d_raw: Tensor, saved: _Saved, call: Call) -> tuple[Any, ...]:
+    """Of hidden states, weight and bias."""
+    hidden, weight = saved.hidden, saved.weight
+    assert hidden is not None
+    assert weight is not None
+    _, want_hidden, want_weight, want_bias, *_ = ctx.needs_input_grad
+    require_weight(weight, call)
+    d_hidden = tokens_gradient(entries, d_raw, hidden, weight, call) if want_hidden else None
+    d_weight, d_bias = None, None
+    if want_weight or want_bias:
+        by_id = ById.of(entries, d_raw, call)
+        # The bias first: where it fails, the caller's buffer is as it was.
+        d_bias = by_id.bias_gradient(weight, ctx.bias_dtype) if want_bias else None
+        d_weight = by_id.weight_gradient(hidden, weight) if want_weight else None
+    return d_hidden, d_weight, d_bias
+
+
+def raw_logits(
+    tokens: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    support: Support,
+    place: tuple[Tensor, Tensor],
+    call: Call,
+) -> Tensor:
+    """``[E]`` logits of all entries as the head's product would have them; 0 where ``place`` says they are not here."""
+    column, asked = place
+    raw = call.gain.new_zeros(len(column))
+    if call.columns:
+        at = support.entries.row if call.index is None else call.index[support.entries.row]
+        read = torch.where(asked, column, -1)
+        call.backend.dots(tokens, at, weight.detach(), read, raw, memory=call.memory)
+        if bias is not None:
+            raw += torch.where(asked, bias.detach()[column].to(raw.dtype), 0.0)
+    return raw.to(call.logits_dtype).to(call.gain.dtype)
+
+
+def place_of(support: Support, call: Call) -> tuple[Tensor, Tensor]:
+    """Each id's place among the columns here, and whether it is one of them. A second copy of an id is nowhere."""
+    column, here = support.place(0, call.columns)
+    return column, here & support.entries.first
+
+
+def tokens_gradient(logits: KeptLogits, d_raw: Tensor, hidden: Tensor, weight: Tensor, call: Call) -> Tensor:
+    """Of hidden, in its shape, from that of the entries' logits."""
+    shape, split = hidden.shape, is_split(call)
+    num_tokens = shape[:-1].numel() * (call.group.size() if split else 1)
+    tokens = torch.empty((num_tokens, shape[-1]), dtype=hidden.dtype, device=hidden.device)
+    ends = torch.nn.functional.pad(logits.lengths.cumsum(0), (1, 0))
+    if call.columns and call.num_rows:
+        call.backend.sums(
+            d_raw, weight.detach(), logits.column, ends, tokens, call.index, add=False, memory=call.memory
+        )
+    else:
+        tokens.zero_()
+    return reduced_gradient(tokens, shape, call)
+
+
+class ById(NamedTuple):
+    """Entries sorted by the id's column here; those that are elsewhere, second copies or left out come last.
+
+    Attributes:
+        d_raw, row: of the sorted entries.
+        column: sorted.
+        starts: ``[columns + 1]`` where the entries of each column begin.
+        call: what was asked for.
+    """
+
+    d_raw: Tensor
+    row: Tensor
+    column: Tensor
+    starts: Tensor
+    call: Call
+
+    @staticmethod
+    def of(logits: KeptLogits, d_raw: Tensor, call: Call) -> ById:
+        # Half the bits take half the passes of a sort.
+        column = torch.where(logits.here, logits.column, call.columns).to(torch.int32)
+        column, order = column.sort(stable=True)
+        bounds = torch.arange(call.columns + 1, device=column.device, dtype=torch.int32)
+        starts = torch.searchsorted(column, bounds)
+        return ById(d_raw[order], logits.row[order], column, starts, call)
+
+    def bias_gradient(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        d_bias = self.d_raw.new_zeros(len(weight))
+        inside = self.d_raw.masked_fill(self.column == self.call.columns, 0.0)
+        lengths = torch.cat([self.starts.diff(), (len(inside) - self.starts[-1:])])
+        total = torch.segment_reduce(inside, "sum", lengths=lengths, unsafe=True)
+        d_bias[: self.call.columns] = total[:-1]
+        return d_bias.to(dtype)
+
+    def weight_gradient(self, hidden: Tensor, weight: Tensor) -> Tensor | None:
+        """Dense, unless rows were asked for; None where it was added to the caller's buffer."""
+        call, backend = self.call, self.call.backend
+        tokens = gathered_tokens(hidden, call)
+        at = self.row if call.index is None else call.index[self.row]
+        linear = call.linear
+        assert linear is not None
+        buffer = linear.weight_grad
+        if buffer is not None:
+            if call.columns:
+                out = buffer[: call.columns]
+                backend.sums(self.d_raw, tokens, at, self.starts, out, add=True, memory=call.memory, uneven=True)
+            return None
+        if linear.sparse_weight_grad:
+            # The one place that asks the device how many different ids there are.
+            ids = self.column[: int(self.starts[-1])].unique_consecutive().to(torch.int64)
+            starts = torch.cat([self.starts[ids], self.starts[-1:]])
+            values = torch.empty((len(ids), weight.shape[1]), dtype=weight.dtype, device=weight.device)
+            if len(ids):
+                backend.sums(self.d_raw, tokens, at, starts, values, add=False, memory=call.memory, uneven=True)
+            # In so many words, or torch warns that nobody said whether to check.
+            with torch.sparse.check_sparse_tensor_invariants(False):
+                return torch.sparse_coo_tensor(ids[None], values, weight.shape, is_coalesced=True)
+        out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        if call.columns:
+            into = out[: call.columns]
+            backend.sums(self.d_raw, tokens, at, self.starts, into, add=False, memory=call.memory, uneven=True)
+        out[call.columns :].zero_()
+        return out

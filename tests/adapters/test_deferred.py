@@ -1,0 +1,142 @@
+"""Logits that are not computed, handed to the functions that stand in for hosts': served as a tensor is, and not made.
+
+``Logits(strict=True)`` raises wherever something would compute them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from logitless import LogitlessError, Logits, VocabShard, logprobs
+from logitless.adapters import (
+    areal,
+    megatron,
+    nemo_rl,
+    nemo_rl_distillation,
+    openrlhf,
+    scoring,
+    skyrl_draft,
+    skyrl_fsdp,
+    slime_rows,
+    trl,
+    verl,
+)
+from logitless.adapters.audit import Audit
+from logitless.adapters.scoring import placed
+
+B, S, V, D, K = 3, 7, 53, 9, 4
+
+
+def made(make: Callable[..., Any], **more: Any) -> tuple[Callable[..., Any], Audit]:
+    """Our function, without a host, and its audit."""
+    audit = Audit(5)
+    shared = {"audit": audit, "entropy_grad": True, "accurate": False, "inplace_backward": True}
+    return make(None, {**shared, "overwrite_logits": "always", "memory": "1MiB", **more}), audit
+
+
+def ids_of(*shape: int) -> Tensor:
+    return torch.randint(V, shape, generator=torch.Generator().manual_seed(3))
+
+
+TARGET, SEVERAL = ids_of(B, S), ids_of(B, S, K)
+TEACHER = torch.randn(B, S, K, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+CALLS: dict[str, tuple[Callable[..., Any], Callable[[Callable[..., Any], Tensor], Any]]] = {
+    "areal": (areal.make_logprobs_entropy, lambda f, x: f(x, TARGET, 0.7)),
+    "megatron": (megatron.make_fused_cross_entropy, lambda f, x: f(x, TARGET, None)),
+    "nemo_rl": (nemo_rl.make_next_token, lambda f, x: f(TARGET, x)),
+    "nemo_rl, entropy": (nemo_rl.make_entropy, lambda f, x: f(x, 2, None)),
+    "nemo_rl, K ids and entropy": (
+        nemo_rl_distillation.make_distillation,
+        lambda f, x: f(x, TEACHER, SEVERAL, True, True),
+    ),
+    "nemo_rl, over K ids": (
+        nemo_rl_distillation.make_distillation,
+        lambda f, x: f(x, TEACHER, SEVERAL, False, False)[:2],
+    ),
+    "openrlhf": (openrlhf.make_log_probs, lambda f, x: f(x[:, 1:] * 1.0, TARGET[:, 1:], 0.7)),
+    "openrlhf, entropy": (openrlhf.make_entropy, lambda f, x: f(x)),
+    "skyrl, entropy": (skyrl_fsdp.make_chunked_entropy, lambda f, x: f(x, True, (TARGET > 9).long())),
+    "skyrl, draft": (skyrl_draft.make_draft_soft_ce, lambda f, x: f(x, x.detach() * 0.5, (TARGET > 9).float())),
+    "trl": (trl.make_both, lambda f, x: f(x.view(-1, V), TARGET.view(-1), True, 0.7)),
+    "trl, K ids": (trl.make_selective_log_softmax, lambda f, x: f(x, SEVERAL, 0.7)),
+    "verl": (scoring.make_logprobs_from_logits, lambda f, x: f(x.squeeze(0), TARGET)),
+    "verl, entropy": (verl.make_entropy("entropy", None), lambda f, x: f(x)),
+    "verl, squares": (verl.make_sum_pi_squared, lambda f, x: f(x)),
+}
+
+
+def results(function: Callable[..., Any], call: Callable[..., Any], deferred: bool) -> list[Tensor]:
+    """What comes out, and the gradients of hidden states and weight."""
+    torch.manual_seed(1)
+    hidden, weight = (torch.randn(*n, D, dtype=torch.float64, requires_grad=True) for n in ((B, S), (V,)))
+    # No leaf, as a model's own.
+    logits = Logits(hidden, weight, strict=True) if deferred else hidden @ weight.T
+    out = call(function, logits)
+    out = [x for x in (out if isinstance(out, tuple) else (out,)) if x is not None]
+    assert not any(isinstance(x, Logits) for x in out)
+    trained = [x for x in out if x.requires_grad]
+    upstream = [torch.randn_like(x) for x in trained]
+    return [*(x.detach() for x in out), *torch.autograd.grad(trained, (hidden, weight), upstream)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_host_is_served_unchanged(name):
+    make, call = CALLS[name]
+    wanted = results(made(make)[0], call, deferred=False)
+    function, audit = made(make)
+    ours = results(function, call, deferred=True)
+    assert len(ours) == len(wanted)
+    for mine, right in zip(ours, wanted, strict=True):
+        # Some hosts round to float32 on the way.
+        torch.testing.assert_close(mine, right, rtol=1.3e-6, atol=1e-5)
+    assert audit.report().passed
+    assert audit.report().rows
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("response_only", [False, True])
+def test_slime_and_miles(response_only, overwrite):
+    options = {"audit": Audit(5), "chunk_size": -1, "overwrite_logits": overwrite, "response_only": response_only}
+    tokens = [ids_of(n) for n in (9, 5)]
+
+    def score(function: Any, x: Tensor) -> Any:
+        batch = slime_rows.Batch.make(slime_rows.Parallel(None, 0, 1, None), x, tokens, [9, 5], [4, 2])
+        found = batch.scores(x.view(1, 14, V), "grad", 0.7, -1, options)
+        return tuple(torch.cat(found[key]) for key in ("log_probs", "entropy"))
+
+    wanted, ours = (of_pack(score, deferred) for deferred in (False, True))
+    for mine, right in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(mine, right)
+    assert options["audit"].report().passed
+
+
+def of_pack(score: Callable[..., Any], deferred: bool) -> list[Tensor]:
+    torch.manual_seed(1)
+    hidden, weight = (torch.randn(*n, D, requires_grad=True) for n in ((1, 14), (V,)))
+    logits = Logits(hidden, weight, strict=True) if deferred else hidden @ weight.T
+    out = score(None, logits)
+    return [*(x.detach() for x in out), *torch.autograd.grad(sum(x.sum() for x in out), (hidden, weight))]
+
+
+def test_the_logits_own_columns_win():
+    """A shard that comes with the logits; otherwise the host's; and never two different ones."""
+    hidden, weight = torch.randn(5, D), torch.randn(V, D)
+    own, same, other = VocabShard(0, V), VocabShard(0, V), VocabShard(0, V - 1)
+    with_shard, without = Logits(hidden, weight, shard=own), Logits(hidden, weight, hidden_grad="partial")
+    assert placed(with_shard) is with_shard
+    assert placed(with_shard, same, overwrite=True).linear.shard is own
+    taken = placed(without, same)
+    assert taken.linear.shard is same
+    assert taken.linear.hidden_grad == "partial"
+    assert without.linear.shard is None
+    assert torch.equal(logprobs(taken, torch.arange(5)).logprob, logprobs(without, torch.arange(5)).logprob)
+    with pytest.raises(LogitlessError, match=r"hold columns 0 to 53, but the caller says 0 to 52. Make them with the"):
+        placed(with_shard, other)
+    given = placed(hidden @ weight.T, same)
+    assert given.shard is same

@@ -1,0 +1,107 @@
+"""One set of commands: what CI, the workflows of the public repository and the commit hooks run are targets of make."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+GITHUB = ROOT / ".github"
+WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
+FORMS = sorted(path for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = set(re.findall(r"^([a-z][\w-]*):", MAKEFILE, re.MULTILINE))
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+PUBLISH = "uv publish --trusted-publishing always dist/*"
+"""The one command that make has no target for: it works nowhere but in the workflow that the registry trusts."""
+
+
+def load(path: Path) -> dict:
+    found = yaml.safe_load(path.read_text())
+    # YAML 1.1 reads the key `on` as a truth value.
+    return {("on" if key is True else key): value for key, value in found.items()}
+
+
+def steps(workflow: dict) -> list[dict]:
+    return [step for job in workflow["jobs"].values() for step in job.get("steps", [])]
+
+
+def test_there_are_targets_and_workflows():
+    assert {"lint", "test", "docs", "serve", "dist", "smoke", "gpu"} <= TARGETS
+    assert [path.stem for path in WORKFLOWS] == ["build", "docs", "gpu", "release", "tests"]
+    assert set(re.search(r"^\.PHONY: (.+)$", MAKEFILE, re.MULTILINE)[1].split()) == TARGETS
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_runs_targets_that_exist(path: Path):
+    workflow = load(path)
+    commands = [step["run"] for step in steps(workflow) if "run" in step]
+    assert commands
+    for command in commands:
+        target = re.fullmatch(r"make ([\w-]+)( [A-Z]+=\S.*)?", command)
+        assert command == PUBLISH or (target and target[1] in TARGETS), f"make has no target for: {command}"
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_may_do_no_more_than_it_must(path: Path):
+    workflow = load(path)
+    assert workflow["permissions"] == {"contents": "read"}
+    for name, job in workflow["jobs"].items():
+        assert "uses" in job or job["timeout-minutes"] <= 120, name
+        asked = set(job.get("permissions", {}))
+        assert asked <= {"id-token", "pages"}
+        # Where it may speak for the repository, it runs nothing of a pull request.
+        assert not asked or "pull_request" not in workflow["on"] or job["if"] == "github.event_name == 'push'"
+        assert "self-hosted" not in job.get("runs-on", "") or "pull_request" not in workflow["on"]
+    for step in steps(workflow):
+        assert "uses" not in step or re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step["uses"])
+
+
+def test_a_release_publishes_what_was_built_and_tried_from_its_own_tag():
+    jobs = load(GITHUB / "workflows" / "release.yml")["jobs"]
+    assert jobs["publish"]["needs"] == "build"
+    assert jobs["build"] == {"needs": "tag", "uses": "./.github/workflows/build.yml"}
+    built = load(GITHUB / "workflows" / "build.yml")
+    assert "workflow_call" in built["on"]
+    (kept,) = [step["with"] for step in steps(built) if "upload-artifact" in step.get("uses", "")]
+    (taken,) = [step["with"] for step in jobs["publish"]["steps"] if "download-artifact" in step.get("uses", "")]
+    assert kept["name"] == taken["name"]
+    assert set(built["jobs"]["smoke"]["strategy"]["matrix"]["extra"]) == {"none", *EXTRAS} - {"dev", "docs"}
+
+
+def test_ci_and_the_workflow_of_tests_run_the_same():
+    run = re.findall(r"^make ([\w-]+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    workflow = [step["run"] for step in steps(load(GITHUB / "workflows" / "tests.yml")) if "run" in step]
+    assert [f"make {target}" for target in run] == workflow == ["make lint", "make test"]
+
+
+def test_make_lint_runs_the_hooks_of_a_commit_with_tools_that_make_installs():
+    assert re.search(r"^lint: .*\n\t\$\(RUN\)pre-commit run --all-files", MAKEFILE, re.MULTILINE)
+    hooks = load(ROOT / ".pre-commit-config.yaml")["repos"][0]["hooks"]
+    tools = {hook["entry"].split()[0] for hook in hooks if hook["language"] == "system"}
+    installed = {re.split(r"\W", need)[0] for need in EXTRAS["dev"]}
+    assert tools == {f".venv/bin/{tool}" for tool in ("ruff", "pyright")}
+    assert {"ruff", "pyright", "pre"} <= installed
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
+def test_forms_of_issues_have_what_they_need(path: Path):
+    form = load(path)
+    assert form["name"]
+    assert form["description"]
+    names = [field["id"] for field in form["body"]]
+    assert len(set(names)) == len(names)
+    for field in form["body"]:
+        assert field["type"] in ("textarea", "input")
+        assert field["attributes"]["label"]
+
+
+def test_the_citation_is_complete():
+    citation = load(ROOT / "CITATION.cff")
+    assert {"cff-version", "title", "message", "authors", "license"} <= set(citation)
+    # The version is written down in one place, and is not this one.
+    assert "version" not in citation

@@ -1,0 +1,1 @@
+"""Definitions that several test files share."""

@@ -1,0 +1,17 @@
+"""Shared by the tests of estimate records and those that build on them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from logitless.machine import H200, Machine
+
+
+def without_epilogues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimates are those of an H200 on which product and softmax are apart."""
+    apart = replace(H200, epilogues=False)
+    monkeypatch.setattr(sys.modules["logitless.memory.estimate"], "H200", apart)
+    monkeypatch.setattr(Machine, "of", staticmethod(lambda device: apart))

@@ -1,0 +1,34 @@
+"""Shared by the tests of megatron and those that build on them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from shared.megatron_groups import NOISE
+
+import logitless
+
+
+@contextmanager
+def megatron(tp: int = 1, cp: int = 1) -> Iterator[Any]:
+    """``parallel_state`` of this mesh, as a training script sets it up."""
+    with warnings.catch_warnings():
+        # What its imports warn of is its own business.
+        warnings.simplefilter("ignore")
+        from megatron.core import parallel_state
+        from megatron.core.models.gpt import gpt_layer_specs as _  # noqa: F401
+
+        warnings.simplefilter("error")
+        for category, message in NOISE:
+            warnings.filterwarnings("ignore", message, category)
+
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp)
+        try:
+            yield parallel_state
+        finally:
+            for entry in logitless.status().hosts:
+                logitless.uninstall(entry.host)
+            parallel_state.destroy_model_parallel()

@@ -1,0 +1,182 @@
+"""``logitless doctor``: it finds what is there, and what is wrong is found."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import logitless
+from logitless.backends import tiled
+from logitless.backends.triton import launching
+from logitless.errors import LogitlessError
+from logitless.tools import doctor
+from logitless.tools.doctor import examine
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def _plain_torch_only(monkeypatch):
+    """Triton's interpreter takes seconds, and so do the imports of frameworks."""
+    monkeypatch.setattr(doctor, "NAMES", ("reference", "tiled"))
+    monkeypatch.setattr(doctor, "HOSTS", ())
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_every_backend_that_runs_is_exact_here(monkeypatch):
+    monkeypatch.setattr(doctor, "HOSTS", ())
+    findings = examine(CPU)
+    # The suite runs Triton's kernels in its interpreter.
+    assert [(b.name, b.runs) for b in findings.backends] == [("reference", True), ("tiled", True), ("triton", True)]
+    assert findings.backends[2].reason == "in Triton's interpreter"
+    tried = {(f.backend, f.path, f.dtype) for f in findings.exactness}
+    assert len(tried) == 3 * 2 * 2
+    assert findings.ok, findings.exactness
+    assert all(f.value > 0 and f.gradient > 0 for f in findings.exactness)
+    assert findings.chosen.startswith("tiled: the logits are on cpu")
+    assert findings.versions["torch"] == torch.__version__
+    assert findings.device.startswith("cpu (")
+
+
+@pytest.mark.usefixtures("_plain_torch_only")
+def test_it_can_be_printed_as_json():
+    text = json.dumps(examine(CPU).as_json())
+    fields = json.loads(text)
+    assert fields["ok"] is True
+    assert fields["exactness"][0]["ok"] is True
+    assert {"versions", "device", "backends", "hosts"} <= set(fields)
+
+
+@pytest.mark.usefixtures("_plain_torch_only")
+def test_a_wrong_gradient_is_found(monkeypatch):
+    gradient = tiled.gradient
+
+    def off_by_little(problem, norm, coef, out, out_index):
+        gradient(problem, norm, coef, out, out_index)
+        out *= 1.0001
+
+    monkeypatch.setattr(tiled, "gradient", off_by_little)
+    findings = examine(CPU)
+    wrong = {(f.backend, f.dtype) for f in findings.exactness if not f.ok}
+    assert wrong == {("tiled", "float32")}
+    assert not findings.ok
+
+
+class _Scaled(torch.autograd.Function):
+    """A tensor unchanged, and its gradient multiplied."""
+
+    @staticmethod
+    def forward(ctx, x, by):
+        ctx.by = by
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.by, None
+
+
+@pytest.mark.usefixtures("_plain_torch_only")
+@pytest.mark.parametrize("by", [1.02, float("nan")])
+@pytest.mark.parametrize("which", [0, 1], ids=["hidden", "weight"])
+def test_the_worst_gradient_counts(monkeypatch, which: int, by: float):
+    """Wrong in one operand alone, whether it comes first or last."""
+
+    def wrong(*operands):
+        return logitless.Logits(*[_Scaled.apply(x, by) if i == which else x for i, x in enumerate(operands)])
+
+    monkeypatch.setattr(doctor, "Logits", wrong)
+    found = {f.path: f for f in examine(CPU).exactness if f.dtype == "float32"}
+    assert found["logits"].ok
+    assert not found["hidden states"].ok
+    assert found["hidden states"].gradient == pytest.approx(by - 1, rel=1e-2, nan_ok=True)
+
+
+@pytest.mark.usefixtures("_plain_torch_only")
+@pytest.mark.parametrize("off", [0.01, float("nan")])
+@pytest.mark.parametrize("which", ["logprob", "entropy"])
+def test_a_wrong_value_is_found(monkeypatch, which: str, off: float):
+    right = doctor.logprobs
+
+    def shifted(*args, **kwargs):
+        out = right(*args, **kwargs)
+        return out._replace(**{which: getattr(out, which) + off})
+
+    monkeypatch.setattr(doctor, "logprobs", shifted)
+    wrong = [f for f in examine(CPU).exactness if not f.ok]
+    assert {f.path for f in wrong} == {"logits", "hidden states"}
+    # The gradient of a shift is nothing: the values alone gave it away.
+    assert all(f.gradient <= doctor.GRADIENT_TOLERANCE[getattr(torch, f.dtype)] for f in wrong)
+
+
+@pytest.mark.usefixtures("_plain_torch_only")
+def test_what_is_raised_is_a_finding(monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no such instruction\nand more")
+
+    monkeypatch.setattr(tiled, "statistics", broken)
+    failures = {f.failure for f in examine(CPU).exactness if f.backend == "tiled"}
+    assert failures == {"RuntimeError: no such instruction"}
+
+
+def test_a_backend_that_cannot_be_imported_says_why(monkeypatch):
+    kernels = launching._kernels
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    kernels.cache_clear()
+    try:
+        found = doctor._backend("triton", CPU)
+    finally:
+        kernels.cache_clear()
+    assert (found.runs, found.reason) == (
+        False,
+        'backend="triton": Triton is not installed. Run pip install "logitless[triton]".',
+    )
+
+
+def test_hosts_have_a_version_or_none(monkeypatch):
+    found = doctor._host("transformers")
+    assert found.found == pytest.importorskip("transformers").__version__
+    assert found.tested
+    assert found.installs
+    assert found.verdict.startswith("would install")
+    assert not logitless.status().hosts
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    assert doctor._host("transformers").found is None
+
+
+def test_a_host_that_would_be_refused_says_why(monkeypatch):
+    from logitless.adapters import transformers
+
+    pytest.importorskip("transformers")
+    changed = [replace(x, signature="(nothing)") for x in transformers.HOST.replacements({"audit": 0})]
+    host = replace(transformers.HOST, replacements=lambda options: changed)
+    monkeypatch.setattr(transformers, "HOST", host)
+    found = doctor._host("transformers")
+    assert found.installs is False
+    assert "has a signature that this adapter does not know" in found.verdict
+
+
+def test_a_host_whose_parent_package_is_missing(monkeypatch):
+    """``find_spec("megatron.core")`` raises where there is no megatron, and took the whole report down with it."""
+    real = doctor.importlib.util.find_spec
+
+    def without_megatron(name, package=None):
+        if name.startswith("megatron."):
+            raise ModuleNotFoundError("No module named 'megatron'", name="megatron")
+        return None if name == "megatron" else real(name, package)
+
+    monkeypatch.setattr("importlib.util.find_spec", without_megatron)
+    for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert doctor._host("megatron").found is None
+    with pytest.raises(LogitlessError, match="the package megatron-core is not installed in this environment"):
+        logitless.install("megatron")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_an_error():
+    with pytest.raises(LogitlessError, match='device is "cuda" but torch sees no CUDA device'):
+        examine(torch.device("cuda"))
