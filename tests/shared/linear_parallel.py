@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from calls import from_hidden
 from close import assert_close_to_truth, assert_gradient_close_to_truth
-from shared.linear import GRADIENT_PROMISE, HALF, Operands, draw, draw_rows, ragged
-from shared.shards import Collectives, bits
 from torch import Tensor
 from truth import Scores, plain, truth
 
 from logitless import Head, Rows, VocabShard
+from shared.linear import GRADIENT_PROMISE, HALF, Operands, draw, draw_rows, ragged
+from shared.shards import Collectives, bits
 
 WORLDS = {
     2: [(0, 50), (50, 127)],

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shared.megatron_groups import NOISE
-
 import logitless
+from shared.megatron_groups import NOISE
 
 
 @contextmanager

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from shared.objective_terms import CORRECTIONS, POLICIES
-
 from logitless import Objective
+from shared.objective_terms import CORRECTIONS, POLICIES
 
 EVERYTHING = Objective(clip=(0.2, 0.28), correction="tis", kl="k3", kl_coef=0.1, entropy_coef=0.01, dual_clip=3.0)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from shared.objective_terms import CORRECTIONS
-
 from logitless import Contiguous, Zigzag
+from shared.objective_terms import CORRECTIONS
 
 SCHEMES = {"zigzag": Zigzag, "contiguous": Contiguous}
 

@@ -11,12 +11,12 @@ from calls import from_hidden, loss_from_hidden
 from close import assert_close_to_truth, assert_gradient_close_to_truth
 from objective_truth import Batch, Formula, tell
 from objective_truth import draw as draw_batch
-from shared.linear import GRADIENT_PROMISE, HALF, Operands, draw
-from shared.objective_terms import PARTS
 from torch import Tensor
 from truth import plain, truth
 
 import logitless as ll
+from shared.linear import GRADIENT_PROMISE, HALF, Operands, draw
+from shared.objective_terms import PARTS
 
 NAMES = ("hidden", "weight", "bias")
 

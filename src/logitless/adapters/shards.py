@@ -13,6 +13,7 @@ that another, whose own bounds it has met before, does not make:
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def packed_shard(group: Any, columns: int) -> VocabShard | None:
         return None
     widths = [width for (width,) in table_over(process_group, (columns,))]
     stops = [sum(widths[: rank + 1]) for rank in range(len(widths))]
-    bounds = tuple(zip([0, *stops], stops, strict=False))
+    bounds = tuple(itertools.pairwise([0, *stops]))
     return _made(process_group, bounds, *bounds[process_group.rank()])
 
 

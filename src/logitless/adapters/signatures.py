@@ -206,7 +206,8 @@ class Binding(NamedTuple):
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | str:
         """Arguments for our function, or why the call is passed on. A call that the host refuses stays as it is."""
-        placed = dict(zip(self.names[: self.positional], args, strict=False))
+        count = min(self.positional, len(args))
+        placed = dict(zip(self.names[:count], args[:count], strict=True))
         given = placed | kwargs
         if not self.open_ended and (len(given) < len(args) + len(kwargs) or not given.keys() <= set(self.names)):
             return args, kwargs

@@ -186,10 +186,10 @@ def _per_row(x: Logits, by: Any) -> float | Tensor | None:
         return by.expand(x.shape[:-1])
     if by.shape[-1] != 1 or by.dim() > x.dim():
         return None
-    try:
-        return by[..., 0].expand(x.shape[:-1])
-    except RuntimeError:
-        return None
+    rows = by.shape[:-1]
+    last = x.shape[x.dim() - 1 - len(rows) : -1]
+    fits = all(n in (1, size) for n, size in zip(rows, last, strict=True))
+    return by[..., 0].expand(x.shape[:-1]) if fits else None
 
 
 def _times(x: Any, by: Any, power: int = 1) -> Any:
