@@ -276,8 +276,6 @@ class _OnePass(torch.autograd.Function):
             drop_zeros=batch.drop_zeros,
             teacher=teacher,
         )
-        # Made before the buffer is added to: nothing that fails after that would leave it as it was.
-        like = _like(operands)
         out = loop.run()
         d_hidden, d_weight, d_bias, d_low = out.gradients
         # Whoever runs forward again for backward (a checkpoint) brings the mark of that run, and not of this one.
@@ -285,7 +283,8 @@ class _OnePass(torch.autograd.Function):
         mark = torch.tensor(id(ctx.run), device="cpu")
         made = {"hidden": d_hidden, "weight": d_weight if buffer is None else None, "bias": d_bias, "low": d_low}
         ctx.save_for_backward(*made.values(), out.scale, mark)
-        ctx.call, ctx.like = call, like
+        ctx.call, ctx.shapes = call, (hidden.shape, None if y is None else y.shape)
+        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias, b)]
         # The one argument that backward reads: which tokens the rows are.
         seen = () if call.index is None else (("rows.index", call.index, call.index._version),)
         ctx.unchanged = Unchanged(NAME, seen)
@@ -314,20 +313,16 @@ class _OnePass(torch.autograd.Function):
         already = "weight_grad" if ctx.into_buffer else None
         with explained(NAME, call.budget, already=already):
             factor = _factor(g_loss, scale, ctx.into_buffer)
-            likes = (ctx.like.hidden, ctx.like.weight, ctx.like.bias, ctx.like.b)
             d_rows, d_weight, d_bias, d_low = (
-                None if x is None else _scaled(call, x, factor, like.dtype) for x, like in zip(made, likes, strict=True)
+                None if x is None else _scaled(call, x, factor, dtype)
+                for x, dtype in zip(made, ctx.dtypes, strict=True)
             )
             needs = ctx.needs_input_grad
-            d_hidden, d_y = hidden_gradients(d_rows, ctx.like, call, (needs[0], needs[3]))
+            shape, low = ctx.shapes
+            d_hidden, d_y = hidden_gradients(d_rows, shape, low, call, (needs[0], needs[3]))
         # Not before: a backward that ran out of memory may come again.
         ctx.spent = ctx.into_buffer
         return (d_hidden, d_weight, d_bias, d_y, d_low, *(None,) * 6)
-
-
-def _like(operands: Operands) -> Operands:
-    """Shapes and dtypes of the operands, on the meta device: backward needs no number of theirs."""
-    return Operands(*(None if x is None else x.detach().to("meta") for x in operands))
 
 
 def _factor(g_loss: Tensor, scale: Tensor | None, into_buffer: bool) -> Tensor:

@@ -133,6 +133,9 @@ class OnePass:
                 self._multiply_head(*last, overwrite=self.fresh and i == 1)
                 last = None
             results, evaluated, last = self._work_off(chunk, start, stop, first=i == 0)
+            if stop - start == len(p.hidden):
+                stats = results
+                continue
             for name, part in results.items():
                 if name not in stats:
                     stats[name] = part.new_empty((len(p.hidden), *part.shape[1:]))
@@ -330,8 +333,10 @@ Evaluated = tuple[Tensor, Metrics]
 
 def matters(found: RowGradients) -> Tensor:
     """``[C]`` whether any of the gradients of a row is not 0."""
-    flags = [x != 0 if x.dim() == 1 else (x != 0).any(1) for x in found.values() if x is not None]
-    return torch.stack(flags).any(0) if len(flags) > 1 else flags[0]
+    first, *others = (x != 0 if x.dim() == 1 else (x != 0).any(1) for x in found.values() if x is not None)
+    for flag in others:
+        first = first | flag
+    return first
 
 
 def with_results(objective: Objective | Preference, inputs: Inputs, stats: TokenStats) -> Inputs:

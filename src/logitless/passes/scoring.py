@@ -295,7 +295,8 @@ def _hidden_gradients(
     beside = Beside(Terms.of(call, saved, up, row, _support(call, saved)), *_stored(p, plan, saved))
     _, hidden, weight, bias, y, _ = needs
     found = gradients(p, plan.backward, beside, want=(hidden or y, weight, bias), weight_grad=linear.weight_grad)
-    d_hidden, d_y = hidden_gradients(found.hidden, operands, call, (hidden, y))
+    low = None if operands.y is None else operands.y.shape
+    d_hidden, d_y = hidden_gradients(found.hidden, operands.hidden.shape, low, call, (hidden, y))
     return d_hidden, found.weight, found.bias, d_y, found.low
 
 

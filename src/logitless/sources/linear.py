@@ -218,22 +218,22 @@ def selected_rows(operands: Operands, call: Call) -> Tensor:
 
 
 def hidden_gradients(
-    rows: Tensor | None, operands: Operands, call: Call, want: Sequence[bool]
+    rows: Tensor | None, shape: torch.Size, low: torch.Size | None, call: Call, want: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of the tokens' hidden states and of a LoRA's part of them, from those of the selected rows.
 
     Args:
+        shape, low: of the hidden states, and of a LoRA's part of them; None without one.
         want: which of the two are wanted.
     """
-    if rows is None or operands.hidden is None:
+    if rows is None:
         return None, None
-    shape = operands.hidden.shape
-    if operands.y is None:
+    if low is None:
         return hidden_gradient(rows, shape, call), None
     found = rows[:, : shape[-1]], rows[:, shape[-1] :]
     d_hidden, d_y = (
         hidden_gradient(x.contiguous(), of, call) if wanted else None
-        for x, of, wanted in zip(found, (shape, operands.y.shape), want, strict=True)
+        for x, of, wanted in zip(found, (shape, low), want, strict=True)
     )
     return d_hidden, d_y
 
