@@ -54,8 +54,9 @@ def device(request) -> torch.device:
 
 @pytest.fixture(autouse=True)
 def seed(request) -> None:
-    """A seed of its own for every test and parameter, the same on every run."""
-    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+    """A seed of its own for every test and parameter, the same on every run, and in whatever folder the test lies."""
+    path, _, test = request.node.nodeid.partition("::")
+    torch.manual_seed(zlib.crc32(f"tests/{path.rpartition('/')[2]}::{test}".encode()))
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import torch
 
 import logitless
 from logitless.backends import tiled
-from logitless.backends.triton import launch
+from logitless.backends.triton import launching
 from logitless.errors import LogitlessError
 from logitless.tools import doctor
 from logitless.tools.doctor import examine
@@ -123,7 +123,7 @@ def test_what_is_raised_is_a_finding(monkeypatch):
 
 
 def test_a_backend_that_cannot_be_imported_says_why(monkeypatch):
-    kernels = launch._kernels
+    kernels = launching._kernels
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     kernels.cache_clear()
     try:

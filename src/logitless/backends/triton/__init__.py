@@ -19,9 +19,9 @@ from logitless.backends.contract import MOMENTS, Listed, Problem, Running, over
 from logitless.backends.triton import products as products
 from logitless.backends.triton.divergences import divergence as divergence
 from logitless.backends.triton.divergences import divergence_gradient as divergence_gradient
-from logitless.backends.triton.launch import interpreted as interpreted
-from logitless.backends.triton.launch import launch, of_rows, require
-from logitless.backends.triton.launch import unavailable as unavailable
+from logitless.backends.triton.launching import interpreted as interpreted
+from logitless.backends.triton.launching import launch, of_rows, require
+from logitless.backends.triton.launching import unavailable as unavailable
 from logitless.backends.triton.parts import PART, Parts
 from logitless.machine import (
     best_sizes,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from logitless.backends.contract import Pair
 from logitless.backends.tiled import zero_the_rest
-from logitless.backends.triton.launch import launch, require
+from logitless.backends.triton.launching import launch, require
 from logitless.machine import divergence_gradient_sizes, divergence_sizes
 from logitless.softmax import Coefficients
 

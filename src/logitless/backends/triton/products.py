@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from logitless.backends.contract import SLACK, Problem, Product
-from logitless.backends.triton.launch import interpreted, launch, of_rows
+from logitless.backends.triton.launching import interpreted, launch, of_rows
 from logitless.machine import ProductSizes, gradient_from_tiles_sizes, multiprocessors, product_sizes
 from logitless.softmax import WIDTH, Coefficients, Normaliser
 from logitless.spec import has_values
