@@ -45,7 +45,7 @@ def _of_rows(x: Logits, change: Callable[[Tensor], Any]) -> Any:
     gain = change(x.gain[..., None]) if isinstance(x.gain, Tensor) else None
     if isinstance(hidden, (tuple, list)):
         gains = [x.gain] * len(hidden) if gain is None else [g[..., 0] for g in gain]
-        return type(hidden)(like(x, h, gain=g) for h, g in zip(hidden, gains, strict=True))
+        return type(hidden)(like(x, h, gain=g, part=True) for h, g in zip(hidden, gains, strict=True))
     return like(x, hidden, gain=x.gain if gain is None else gain[..., 0])
 
 
@@ -64,7 +64,20 @@ def _unbind(x: Any, dim: int = 0) -> Any:
     return _of_rows(x, lambda h: h.unbind(dim % x.dim())) if _row_dims(x, dim) else NotImplemented
 
 
+def _iter(x: Any) -> Any:
+    return iter(_unbind(x)) if x.dim() > 1 else NotImplemented
+
+
 def _item(x: Any, index: Any) -> Any:
+    found = _rows_of(x, index)
+    if isinstance(found, Logits) and found._stands.few and not torch.is_grad_enabled():
+        picked = found.shape[:-1].numel() < x.shape[:-1].numel()
+        # A step of generation writes to the few rows that it picks.
+        return found.computed() if picked and found.shape[:-1].numel() <= found._stands.few else found
+    return found
+
+
+def _rows_of(x: Any, index: Any) -> Any:
     """Indices of leading dimensions; columns may be cut at their ends where the vocabulary is whole."""
     if not isinstance(x, Logits):
         return NotImplemented
@@ -249,14 +262,22 @@ def _cat(tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> Any:
     first = tensors[0]
     if kwargs or not all(isinstance(x, Logits) for x in tensors) or not _row_dims(first, dim):
         return NotImplemented
-    same = all(x.weight is first.weight and x.linear is first.linear and x.squash == first.squash for x in tensors)
+    now, others = first._now(), [x._now() for x in tensors]
+    same = all(x.weight is now.weight and x.linear is now.linear and x.squash == now.squash for x in others)
     if not same or any(x.dtype != first.dtype for x in tensors):
         return NotImplemented
     hidden = torch.cat([x.hidden for x in tensors], dim % first.dim())
     if any(isinstance(x.gain, Tensor) or x.gain != first.gain for x in tensors):
         gains = [x.gain if isinstance(x.gain, Tensor) else x.hidden.new_full(x.shape[:-1], x.gain) for x in tensors]
-        return like(first, hidden, gain=torch.cat(gains, dim % first.dim()))
-    return like(first, hidden)
+        return like(first, hidden, gain=torch.cat(gains, dim % first.dim()), part=False)
+    return like(first, hidden, part=False)
+
+
+def _stack(tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> Any:
+    """Rows of the same head, in one more dimension before them."""
+    if dim != 0 or kwargs or not all(isinstance(x, Logits) for x in tensors):
+        return NotImplemented
+    return _cat([_of_rows(x, lambda h: h.unsqueeze(0)) for x in tensors])
 
 
 def _data(x: Any, *_: Any) -> Any:
@@ -305,6 +326,8 @@ RULES.update(
         "tanh": _tanh,
         "sum": _sum,
         "cat": _cat,
+        "__iter__": _iter,
+        "stack": _stack,
         "concat": _cat,
         "concatenate": _cat,
     }
