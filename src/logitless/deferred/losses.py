@@ -122,7 +122,7 @@ def _loss(x: Logits, labels: Tensor, weight: Tensor | None, ignore: int, reducti
         loss = loss.sum()
     if reduction == "mean":
         loss = loss / ((~left_out).sum() if of_class is None else of_class.sum())
-    return loss.to(result_dtype(x))
+    return loss.to(result_dtype(x, ("cpu", "cuda", "xpu")))
 
 
 def _weighted_sum(x: Logits, w: Tensor) -> Tensor:

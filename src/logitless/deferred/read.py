@@ -115,9 +115,9 @@ def _checked(ids: Tensor, columns: int) -> Tensor:
     return torch.where(ids < 0, columns, ids)
 
 
-def result_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the logits; under autocast torch's own functions return no less than float32."""
+def result_dtype(x: Tensor, wide: tuple[str, ...] = ("cuda", "xpu")) -> torch.dtype:
+    """The dtype of the logits; under autocast no less than float32, on devices where it widens the function."""
     kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if kind in wide and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.promote_types(x.dtype, torch.float32)
     return x.dtype

@@ -136,7 +136,9 @@ class Behind(torch.autograd.Function):
         ctx.form = Form.of(logits)
         ctx.set_materialize_grads(False)
         found = tuple(x.detach() for x in tensors)
-        ctx.mark_non_differentiable(*(y for x, y in zip(tensors, found, strict=True) if not x.requires_grad))
+        # A checkpoint makes them where no gradient is recorded, and makes them again in backward, where one is.
+        if tensors[0].requires_grad:
+            ctx.mark_non_differentiable(*(y for x, y in zip(tensors, found, strict=True) if not x.requires_grad))
         return found
 
     @staticmethod

@@ -179,10 +179,13 @@ class Logits(Tensor):
             return self._stands
         if self._behind is None:
             tensors = self._stands.tensors()
-            if not any(x.requires_grad for x in tensors):
+            if self.requires_grad:
+                new = Behind.apply(self, tensors)
+            elif any(x.requires_grad for x in tensors):
+                # Made where no gradient is recorded.
+                new = [x.detach() for x in tensors]
+            else:
                 return self._stands
-            # Made where no gradient is recorded, unless an autograd Function handed it on and gave it an edge.
-            new = Behind.apply(self, tensors) if self.requires_grad else [x.detach() for x in tensors]
             self._behind = self._stands.of(new)
         return self._behind
 
@@ -261,7 +264,7 @@ ATTRIBUTES = frozenset(
 ATTRIBUTE_NAMES = frozenset(
     {
         *("__len__", "is_contiguous", "stride", "_is_view", "is_inference", "nelement", "ndimension", "get_device"),
-        *("__hash__", "storage_offset", "is_signed", "_register_hook_dict"),
+        *("__hash__", "storage_offset", "is_signed", "_register_hook_dict", "backward", "grad"),
     }
 )
 
@@ -375,7 +378,7 @@ WRITES = frozenset(
     {
         *("__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__imod__"),
         *("__ifloordiv__", "__iand__", "__ior__", "__ixor__", "data_ptr", "untyped_storage", "storage", "retain_grad"),
-        *("backward", "__dlpack__", "__array__", "set_", "share_memory_"),
+        *("__dlpack__", "__array__"),
     }
 )
 """Functions whose effect on a copy would be lost."""

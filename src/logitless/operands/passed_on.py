@@ -128,6 +128,10 @@ def _view(x: Any, *shape: Any, **kwargs: Any) -> Any:
     return _of_rows(x, lambda h: h.reshape(*sizes[:-1], h.shape[-1]))
 
 
+def _view_as(x: Any, other: Any) -> Any:
+    return _view(x, *other.shape)
+
+
 def _flatten(x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     return (
         _of_rows(x, lambda h: h.flatten(start_dim, end_dim % x.dim()))
@@ -215,6 +219,8 @@ def _times(x: Any, by: Any, power: int = 1) -> Any:
         return NotImplemented
     if isinstance(factor, Tensor) and inspectable(factor) and not bool((factor > 0).all()):
         return NotImplemented
+    if isinstance(factor, Tensor):
+        factor = factor.to(torch.promote_types(x.dtype, torch.float32))
     dtype = torch.promote_types(x.dtype, by.dtype) if isinstance(by, Tensor) and by.dim() else x.dtype
     return like(x, gain=x.gain * factor if power > 0 else x.gain / factor, dtype=dtype)
 
@@ -297,6 +303,8 @@ RULES.update(
         "chunk": _split("chunk"),
         "view": _view,
         "reshape": _view,
+        "view_as": _view_as,
+        "reshape_as": _view_as,
         "flatten": _flatten,
         "transpose": _transpose,
         "swapaxes": _transpose,
