@@ -106,6 +106,7 @@ READS: dict[str, Callable[[Any], Any]] = {
     "entropy of both": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1),
     "entropy, signs elsewhere": lambda x: torch.sum(-x.softmax(-1) * torch.log_softmax(x, -1), dim=-1),
     "entropy of softmax and logits": lambda x: torch.logsumexp(x, -1) - torch.sum(F.softmax(x, dim=-1) * x, dim=-1),
+    "softmax first": lambda x: (lambda p: x.logsumexp(-1) - torch.sum(p * x, -1))(F.softmax(x, dim=-1)),
     "the same, casts": lambda x: x.double().logsumexp(-1) - (x.double() * x.double().softmax(-1)).sum(-1),
     "argmax": lambda x: (x.argmax(-1), x.argmax(dim=2, keepdim=True), (x.argmax(-1) == IDS).double().mean()),
     "max": lambda x: (*x.max(dim=-1), *x.max(-1, keepdim=True), x.max(), x.amax(-1)),
@@ -158,6 +159,26 @@ def test_a_loop_is_one_reading(monkeypatch):
         calls.clear()
         results(READS[name], deferred=True)
         assert len(calls) == 1, name
+
+
+@pytest.mark.parametrize("name", ["softmax first", "entropy of both", "entropy of log_softmax"])
+def test_an_entropy_is_one_reading(name, monkeypatch):
+    from logitless.deferred import read
+
+    calls, own = [], read.logprobs
+    monkeypatch.setattr(read, "logprobs", lambda *args, **kwargs: calls.append(args) or own(*args, **kwargs))
+    results(READS[name], deferred=True)
+    assert len(calls) == 1
+
+
+def test_what_was_read_before_a_factor_in_place_is_not_read_again():
+    hidden, weight = torch.randn(4, D), torch.randn(V, D)
+    logits = ll.Logits(hidden, weight, strict=True)
+    before = entropy(logits.log_softmax(-1))
+    logits /= 0.5
+    after = entropy(logits.log_softmax(-1))
+    assert not torch.allclose(before, after)
+    torch.testing.assert_close(after, entropy((hidden @ weight.T / 0.5).log_softmax(-1)))
 
 
 # Half precision.

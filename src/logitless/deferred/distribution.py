@@ -14,7 +14,7 @@ from torch import Tensor
 
 from logitless.deferred.lazy import Lazy
 from logitless.deferred.pending import numbers
-from logitless.deferred.read import ask, best, listable, over_last
+from logitless.deferred.read import SOFTMAX, ask, best, listable, over_last
 from logitless.operands import Logits
 from logitless.operands.logits import RULES
 
@@ -77,6 +77,8 @@ def distribution(source: Logits, form: str, factor: float = 1.0) -> Distribution
     """One of ``FORMS`` of logits that are not computed."""
     dtype = source.dtype
     compute = FORMS[form]
+    if form == "p":
+        source._stands.memo[SOFTMAX] = True
     return Distribution.made(
         source, lambda x: compute(x.to(dtype)) * factor, source.shape, dtype, form=form, factor=factor
     )
@@ -87,9 +89,8 @@ def same_logits(one: Logits, other: Logits) -> bool:
     if one is other:
         return True
     a, b = one._now(), other._now()
-    same = a.hidden is b.hidden and a.weight is b.weight and a.linear is b.linear and a.squash == b.squash
     gain = a.gain is b.gain or (not isinstance(a.gain, Tensor) and not isinstance(b.gain, Tensor) and a.gain == b.gain)
-    return same and gain and one.shape == other.shape
+    return a.hidden is b.hidden and a.same_head(b) and gain and one.shape == other.shape
 
 
 def _product(one: Any, other: Any) -> Any:
@@ -145,7 +146,9 @@ def _sum(x: Distribution, dim: Any = None, keepdim: bool = False, *, dtype: Any 
     elif x.form == "log p":
         found = (ask(x.source, "mean_logit") - ask(x.source, "log_z")) * x.shape[-1]
     else:
-        found = ask(x.source, "log_z") - ask(x.source, "entropy")
+        # In this order one pass is enough.
+        entropy = ask(x.source, "entropy")
+        found = ask(x.source, "log_z") - entropy
     found = _scaled(x, found)
     found = found.unsqueeze(-1) if keepdim else found
     return found if dtype is None else found.to(dtype)

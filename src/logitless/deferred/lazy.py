@@ -72,7 +72,9 @@ class Lazy(Tensor):
         count_made(self.source, name)
         return self.computed()
 
+    # The public torch.compiler.disable is the same, but imports the compiler, and with it Triton, when applied.
     @classmethod
+    @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
         own = func in ATTRIBUTES or name in ATTRIBUTE_NAMES

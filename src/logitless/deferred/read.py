@@ -37,16 +37,35 @@ def ask(x: Logits, name: str, ids: Tensor | None = None) -> Tensor:
         ids: ``[..., K]`` columns.
     """
     lead = x.shape[:-1]
+    if name in ("log_z", "entropy"):
+        found = _softmax(x, name).reshape(lead)
+        return found.to(result_dtype(x))
     flat = x.reshape(-1, x.shape[-1])
     assert isinstance(flat, Logits)
     if ids is None:
-        asked: dict[str, Any] = {"entropy": "grad"} if name == "entropy" else {}
-        asked |= {"stats": ("mean_logit",)} if name == "mean_logit" else {}
-        found = getattr(_all_rows(flat, **asked), name).reshape(lead)
+        found = getattr(_all_rows(flat, stats=(name,)), name).reshape(lead)
     else:
-        ids = _checked(ids, x.shape[-1])
-        found = _of_ids(flat, name, ids.reshape(flat.shape[0], ids.shape[-1]).contiguous()).reshape(*lead, ids.shape[-1])
+        ids = _checked(ids, x.shape[-1]).reshape(flat.shape[0], ids.shape[-1]).contiguous()
+        found = _of_ids(flat, name, ids).reshape(*lead, ids.shape[-1])
     return found.to(result_dtype(x))
+
+
+SOFTMAX = "softmax was taken"
+"""Noted of logits whose entropy will probably be asked for, so that one pass answers that and log Z."""
+
+
+def _softmax(x: Logits, name: str) -> Tensor:
+    """``[R]`` log Z or entropy; both from one pass where both are asked for, one after the other."""
+    x.read()
+    memo, graph = x._stands.memo, torch.is_grad_enabled()
+    found = memo.get(graph)
+    if found is None or getattr(found, name) is None:
+        flat = x.reshape(-1, x.shape[-1])
+        assert isinstance(flat, Logits)
+        found = _all_rows(flat, entropy="grad" if name == "entropy" or SOFTMAX in memo else None)
+        if found.entropy is not None:
+            memo[graph] = found
+    return getattr(found, name)
 
 
 def _of_ids(x: Logits, name: str, ids: Tensor) -> Tensor:

@@ -162,6 +162,7 @@ class Logits(Tensor):
     @gain.setter
     def gain(self, value: float | Tensor) -> None:
         self._stands.gain = value
+        self._stands.memo.clear()
 
     def _now(self) -> Stands:
         """What the logits stand for, unchanged; behind them in the graph where somebody watches their gradient."""
@@ -216,7 +217,9 @@ class Logits(Tensor):
         """The logits, computed as the head would: a plain tensor with a graph."""
         return self._now().computed()
 
+    # The public torch.compiler.disable is the same, but imports the compiler, and with it Triton, when applied.
     @classmethod
+    @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
         if name == "__get__":

@@ -268,9 +268,8 @@ def _cat(tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> Any:
     first = tensors[0]
     if kwargs or not all(isinstance(x, Logits) for x in tensors) or not _row_dims(first, dim):
         return NotImplemented
-    now, others = first._now(), [x._now() for x in tensors]
-    same = all(x.weight is now.weight and x.linear is now.linear and x.squash == now.squash for x in others)
-    if not same or any(x.dtype != first.dtype for x in tensors):
+    now = first._now()
+    if not all(now.same_head(x._now()) for x in tensors) or any(x.dtype != first.dtype for x in tensors):
         return NotImplemented
     hidden = torch.cat([x.hidden for x in tensors], dim % first.dim())
     if any(isinstance(x.gain, Tensor) or x.gain != first.gain for x in tensors):

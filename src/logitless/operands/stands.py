@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ class Stands:
         squash: factor inside tanh; 0 without a softcap.
         part: whether code loops over these logits and their neighbours, as over the results of ``split``.
         few: up to so many rows are computed where they are picked without a graph, as by a step of generation.
+        memo: what torch's functions have read of these logits already, for those that ask next.
         gather: makes the weight whole again where a wrapper let go of it when the head's forward ended; None elsewhere.
     """
 
@@ -59,6 +60,7 @@ class Stands:
     part: bool = False
     few: int = 0
     gather: Callable[[], None] | None = None
+    memo: dict[Any, Any] = field(default_factory=dict, init=False)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything that may need a gradient."""
@@ -93,6 +95,13 @@ class Stands:
             weight = replace(self.weight, weight=first, a=rest.pop(0), b=rest.pop(0))
         linear = replace(self.linear, bias=rest[0]) if rest else self.linear
         return replace(self, hidden=hidden, weight=weight, linear=linear)
+
+    def same_head(self, other: Stands) -> bool:
+        """Whether the rows of both are rows of one product with one softcap."""
+        if self.weight is not other.weight or self.squash != other.squash:
+            return False
+        pairs = ((getattr(self.linear, f.name), getattr(other.linear, f.name)) for f in fields(Linear))
+        return all(a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b) for a, b in pairs)
 
     @property
     def shape(self) -> tuple[int, ...]:
