@@ -190,6 +190,11 @@ def _check(layer: Any) -> None:
         # Refuses every adapter but a plain LoRA.
         head_weight("defer", layer)
         layer = layer.base_layer
+        if layer._forward_hooks or layer._forward_pre_hooks:
+            raise LogitlessError(
+                f"defer: {type(layer).__name__} inside of the LoRA on the head has forward hooks, which would not run. "
+                f"Put them on the head."
+            )
     if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
         raise LogitlessError(
             f"defer: the head must be a torch.nn.Linear but is {type(layer).__name__}, which may do more than multiply "
@@ -202,8 +207,14 @@ def _check(layer: Any) -> None:
 
 def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        more = [name for name, x in {**dict(enumerate(args)), **kwargs}.items() if x is not None]
+        if more:
+            raise LogitlessError(
+                f"defer: the head {type(self).__name__} was called with more than hidden states ({more[0]}), and only "
+                f"its product is deferred. Keep the model's own logits: undo() of what defer returned."
+            )
         if _computes(hidden):
-            return original(self, hidden, *args, **kwargs)
+            return original(self, hidden)
         return _logits(self, hidden)
 
     return forward
@@ -234,6 +245,7 @@ def _logits(layer: Any, hidden: Tensor) -> Logits:
     settings: _Deferred = layer._logitless_deferred
     weight, base = head_weight("defer", layer), getattr(layer, "base_layer", layer)
     bias, matrix = base.bias, weight.weight if isinstance(weight, LoRA) else weight
+    _check_dropout(weight)
     if getattr(matrix, "placements", None) is not None:
         raise LogitlessError(
             f"defer: the head's weight is a DTensor with placements {matrix.placements} in its own forward: tensor "
@@ -250,6 +262,16 @@ def _logits(layer: Any, hidden: Tensor) -> Logits:
     # FSDP2 lets go of the weight where the head's forward ends, if the head is a unit of its own.
     gather = getattr(layer, "unshard", None)
     return made(replace(logits._stands, few=FEW, gather=gather))
+
+
+def _check_dropout(weight: Any) -> None:
+    """Raise where every reading of the same logits would be of other numbers."""
+    dropout = weight.dropout if isinstance(weight, LoRA) else None
+    if isinstance(dropout, nn.Dropout) and dropout.training and dropout.p > 0:
+        raise LogitlessError(
+            f"defer: the LoRA on the head has a dropout of {dropout.p}, which every reading of its logits would draw "
+            f"again. Set lora_dropout=0 for the head, or score with a PolicyHead, which reads once."
+        )
 
 
 def _cast(weight: Any, dtype: torch.dtype) -> Any:
