@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from logitless.collectives import sum_over
 from logitless.errors import LogitlessError
 
 aten = torch.ops.aten
@@ -124,7 +125,9 @@ def gradients_of(
     leaves = [x.detach().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
     with torch.enable_grad():
         out = compute(leaves)
-    found = iter(torch.autograd.grad(out, [x for x in leaves if x.requires_grad], gradient.to(out.dtype)))
+    # A weight whose gradient goes to a buffer has none of its own.
+    needed = [x for x in leaves if x.requires_grad]
+    found = iter(torch.autograd.grad(out, needed, gradient.to(out.dtype), allow_unused=True))
     return tuple(next(found) if x.requires_grad else None for x in leaves)
 
 
@@ -144,3 +147,30 @@ class Behind(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return LogitsGradient(ctx.form, gradients), None
+
+
+class Summed(torch.autograd.Function):
+    """A tensor as it is, whose gradient is summed over a vocabulary group: every rank has the part of its columns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return sum_over(ctx.group, gradient.clone(memory_format=torch.contiguous_format)), None
+
+
+class IntoBuffer(torch.autograd.Function):
+    """A weight as it is, whose gradient is added to a buffer of the caller's."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, buffer: Tensor) -> Tensor:
+        ctx.buffer = buffer
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.buffer.add_(gradient)
+        return None, None

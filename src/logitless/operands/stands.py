@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError
+from logitless.operands.graph import IntoBuffer, Summed
 from logitless.operands.lora import LoRA
 from logitless.spec import VocabShard, has_values
 
@@ -109,13 +110,21 @@ class Stands:
         return (*self.hidden.shape[:-1], matrix.shape[0] if matrix.dim() else 1)
 
     def computed(self) -> Tensor:
-        """The logits, computed as the head would."""
-        hidden, weight, bias = self.hidden, self.weight, self.linear.bias
+        """The logits, computed as the head would, and with its gradients."""
+        hidden, weight, linear = self.hidden, self.weight, self.linear
+        if linear.sequence_parallel:
+            raise LogitlessError(
+                "Logits: sequence_parallel=True, so that hidden states are this rank's tokens, and logits of all tokens "
+                "would have another shape. Gather the hidden states to compute logits, or read them with logprobs."
+            )
+        group = linear.shard.group if linear.shard is not None and linear.hidden_grad == "reduced" else None
+        whole: Any = (lambda x: x) if group is None else (lambda x: Summed.apply(x, group))
+        matrix = weight.weight if isinstance(weight, LoRA) else weight
+        if linear.weight_grad is not None:
+            matrix = IntoBuffer.apply(matrix, linear.weight_grad)
+        x = torch.nn.functional.linear(whole(hidden), matrix, linear.bias)  # pyright: ignore[reportArgumentType]
         if isinstance(weight, LoRA):
-            low = weight.inner(hidden).to(hidden.dtype) @ weight.b.to(hidden.dtype).T
-            x = torch.nn.functional.linear(hidden, weight.weight, bias) + low
-        else:
-            x = torch.nn.functional.linear(hidden, weight, bias)
+            x = x + whole(weight.inner(hidden)).to(hidden.dtype) @ weight.b.to(hidden.dtype).T
         if self.linear.match is not None:
             x = x.to(getattr(torch, self.linear.match))
         x = x.to(torch.promote_types(x.dtype, self.dtype))
