@@ -210,9 +210,11 @@ def test_ranks_share_the_columns(path: str):
     sizes |= {} if path == "logits" else {"hidden": 32}
     name, height = ("d_logits", 64) if path == "logits" else ("d_weight", 32)
     for ranks in (1, 2, 3):
-        items = predicted(path=path, **sizes, tensor_parallel=ranks).backward
-        (found,) = (item for item in items if item.name.startswith(name))
-        assert found.bytes == 4 * height * -(-1000 // ranks)
+        by_size = sized(64, 1000, sizes.get("hidden"), dtype="float32", tensor_parallel=ranks)
+        apart = predicted(path=path, **sizes, tensor_parallel=ranks)
+        for found in (apart, ll.estimate(ll.logprobs, *by_size, device="cpu")):
+            (item,) = (item for item in found.backward if item.name.startswith(name))
+            assert item.bytes == 4 * height * -(-1000 // ranks)
 
 
 def compare_on_rank(rank: int, world: int, cases: list[PeakCase]) -> list[Compared]:

@@ -16,7 +16,8 @@ from torch import Tensor
 import logitless as ll
 from benchmarks.bench.measure import peak_bytes
 from logitless import Head, LogitlessError, Teacher, VocabShard
-from logitless.backends.divergences import Divergence
+from logitless.backends.divergences import Divergence, elements
+from logitless.readings.outcomes import outcome_gradient
 
 # NumPy, which runs the kernels in Triton's interpreter, reports what a selection then leaves out.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered")
@@ -161,6 +162,20 @@ def test_a_student_that_is_nearly_certain(kind: str, device: torch.device):
     rest = outcomes(z, batch, "bucket", torch.float64)[0][:, -1].exp()
     assert ((rest > 0) & (rest < 6e-8)).sum() >= 4
     check(batch, kind, "bucket")
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "hellinger"])
+def test_the_gradient_of_a_nearly_certain_outcome(kind: str):
+    """Each element of a row has its digits, also that of the certain outcome, which is what is left of far larger
+    ones."""
+    z, log_q = torch.randn(ROWS, K), torch.randn(ROWS, K).log_softmax(-1)
+    z[:, 1] += 15
+    leaf = z.double().requires_grad_()
+    textbook(leaf.log_softmax(-1), log_q.double(), kind).sum().backward()
+    assert leaf.grad is not None
+    log_p = z.log_softmax(-1)
+    slopes = elements(log_p, log_q, log_q - log_p, Divergence(kind)).weighted_slope  # pyright: ignore[reportArgumentType]
+    torch.testing.assert_close(outcome_gradient(log_p, slopes).double(), leaf.grad, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["tv", "forward_kl"])
