@@ -347,7 +347,9 @@ def test_what_a_deferred_lora_refuses():
     model = adapted_head("double").get_base_model().train()
     tokens, _ = batch()
     with ll.defer(model):
-        with pytest.raises(ll.LogitlessError, match=r"dropout of 0.5, which every reading.*lora_dropout=0 for the head"):
+        with pytest.raises(
+            ll.LogitlessError, match=r"dropout of 0.5, which every reading.*lora_dropout=0 for the head"
+        ):
             model(tokens)
     model.eval()
     with ll.defer(model):

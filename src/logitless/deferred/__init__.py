@@ -1,9 +1,10 @@
 """Models whose logits are not computed, and torch's own functions that read such logits.
 
-read      numbers of each row of ``Logits``, from readings               served         torch's functions by name
-lazy      tensors that are computed only if somebody reads them          distribution   softmax and log_softmax of ``Logits``
-pending   numbers of parts of the logits, which are read together        losses         cross_entropy and nll_loss
-model     ``defer``: a head that returns ``Logits``
+model     ``defer``: a head that returns ``Logits``            column_parallel   the same for Megatron's head
+read      numbers of each row of ``Logits``, from readings   served            torch's functions by name
+lazy      tensors that are computed only if they are read    distribution      softmax and log_softmax of ``Logits``
+pending   numbers of parts, which are read together          losses            cross_entropy and nll_loss
+bound     a forward of one module alone
 """
 
 from logitless.deferred.model import Deferral, defer, undefer

@@ -1,4 +1,5 @@
-"""Megatron's ``ColumnParallelLinear`` as a head that returns ``Logits``: its group, sequence parallelism and ``main_grad``.
+"""Megatron's ``ColumnParallelLinear`` as a head that returns ``Logits``, with its group, sequence parallelism and
+``main_grad``.
 
 Nothing of Megatron is imported: the layer says what it is.
 """
@@ -32,7 +33,9 @@ def check_layer(layer: Any) -> None:
     elif getattr(config, "cpu_offloading", False):
         problem = "cpu_offloading=True. Turn it off"
     if problem is not None:
-        raise LogitlessError(f"defer: the head is a {type(layer).__name__} with {problem}, or keep the model's own logits.")
+        raise LogitlessError(
+            f"defer: the head is a {type(layer).__name__} with {problem}, or keep the model's own logits."
+        )
 
 
 def shard_of_layer(layer: Any) -> VocabShard | None:
@@ -41,7 +44,9 @@ def shard_of_layer(layer: Any) -> VocabShard | None:
     return None if size == 1 else VocabShard.even(layer.output_size_per_partition * size, layer.tp_group)
 
 
-def logits_of_layer(layer: Any, hidden: Tensor, weight: Tensor | None, shard: VocabShard | None, **options: Any) -> Logits:
+def logits_of_layer(
+    layer: Any, hidden: Tensor, weight: Tensor | None, shard: VocabShard | None, **options: Any
+) -> Logits:
     """What the layer's forward stands for."""
     own = layer.weight if weight is None else weight
     partial = shard is not None and bool(layer.disable_grad_reduce)

@@ -1,12 +1,12 @@
-"""``Distribution``: ``softmax`` or ``log_softmax`` of logits that are not computed, for the code that reads a little of it.
+"""``Distribution``: ``softmax`` or ``log_softmax`` of logits that are not computed, for code that reads little of it.
 
-    log_softmax(x, -1).gather(-1, ids)      log-probs of ids           softmax(x, -1).max(-1)       the most likely
-    -(p * logp).sum(-1)                     entropy                    (softmax(x, -1) * x).sum(-1) mean logit under p
+log_softmax(x, -1).gather(-1, ids)      log-probs of ids           softmax(x, -1).max(-1)       the most likely
+-(p * logp).sum(-1)                     entropy                    (softmax(x, -1) * x).sum(-1) mean logit under p
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,18 +56,21 @@ class Distribution(Lazy):
             return NotImplemented
         if name in OF_ROWS:
             found = RULES[name](self.source, *args[1:], **kwargs)
-            kept = found is NotImplemented or self._of(found)
-            if kept is not None and found is not NotImplemented:
-                return kept
+            same = None if found is NotImplemented else self._of(found)
+            if same is not None:
+                return same
         rule = ANSWERS.get(name)
         return NotImplemented if rule is None else rule(self, *args[1:], **kwargs)
 
     def _of(self, found: Any) -> Any:
         """The same of other rows of the logits; None where columns were cut off."""
         if isinstance(found, Logits):
-            whole = found.shape[-1] == self.source.shape[-1] and found._stands.weight is self.source._now().weight
+            whole = found.shape[-1] == self.source.shape[-1] and found._stands.weight is self.source.stands().weight
             detached = not found.requires_grad and found.shape[-1] == self.source.shape[-1]
             return distribution(found, self.form, self.factor) if whole or detached else None
+        if isinstance(found, Tensor):
+            # Few rows that were picked without a graph.
+            return FORMS[self.form](found) * self.factor if found.shape[-1] == self.source.shape[-1] else None
         if isinstance(found, (tuple, list)):
             return type(found)(self._of(x) for x in found)
         return iter([self._of(x) for x in found])
@@ -78,7 +81,7 @@ def distribution(source: Logits, form: str, factor: float = 1.0) -> Distribution
     dtype = source.dtype
     compute = FORMS[form]
     if form == "p":
-        source._stands.memo[SOFTMAX] = True
+        source._memo[SOFTMAX] = True
     return Distribution.made(
         source, lambda x: compute(x.to(dtype)) * factor, source.shape, dtype, form=form, factor=factor
     )
@@ -88,7 +91,7 @@ def same_logits(one: Logits, other: Logits) -> bool:
     """Whether both stand for the same numbers, whatever their dtype."""
     if one is other:
         return True
-    a, b = one._now(), other._now()
+    a, b = one.stands(), other.stands()
     gain = a.gain is b.gain or (not isinstance(a.gain, Tensor) and not isinstance(b.gain, Tensor) and a.gain == b.gain)
     return a.hidden is b.hidden and a.same_head(b) and gain and one.shape == other.shape
 
@@ -215,44 +218,32 @@ def topk(x: Any, k: Any, dim: Any = -1, largest: bool = True, sorted: bool = Tru
 def columns(x: Any, index: Any) -> Any:
     """``x[index]`` where the index names columns: one for each row, one for all, or a list for all."""
     whole = index if isinstance(index, tuple) else (index,)
-    if isinstance(x, Distribution) and x.form not in OF_IDS:
+    *lead, last = (torch.tensor(i, device=x.device) if isinstance(i, (list, int)) else i for i in whole)
+    if (isinstance(x, Distribution) and x.form not in OF_IDS) or not _is_ids(last):
         return NotImplemented
-    *lead, last = (torch.tensor(i, device=x.device) if isinstance(i, list) else i for i in whole)
-    if type(last) is int:
-        last = torch.tensor(last, device=x.device)
-    if not isinstance(last, Tensor) or last.dtype != torch.int64 or last.dim() > 1 + any(_is_ids(i) for i in lead):
-        if not (isinstance(last, Tensor) and last.dtype == torch.int64 and lead and all(_is_ids(i) for i in lead)):
-            return NotImplemented
     last = torch.where(last < 0, last + x.shape[-1], last)
-    if len(whole) == x.dim() and lead and any(isinstance(i, Tensor) for i in lead) and all(_is_ids(i) for i in lead):
-        places = torch.broadcast_tensors(*(torch.as_tensor(i, device=x.device) for i in lead), last)
-        rows = x[tuple(places[:-1])]
-        return _taken(rows, places[-1][..., None])[..., 0]
-    if any(isinstance(i, Tensor) for i in lead) or last.dim() > 1 or not _in_order(lead, x.dim()):
+    if all(_is_ids(i) for i in lead) and len(whole) == x.dim():
+        *rows, last = torch.broadcast_tensors(*lead, last)
+        return _taken(x[tuple(rows)], last[..., None])[..., 0] if rows else NotImplemented
+    # Numbers are indices like lists to torch, and belong behind slices: elsewhere they change the order of dimensions.
+    slices = [isinstance(i, slice) or i is Ellipsis for i in lead]
+    named = len(lead) == x.dim() - 1 or Ellipsis in whole[:-1]
+    numbers_last = all(is_slice or i.dim() == 0 for is_slice, i in zip(slices, lead, strict=True))
+    if not named or not numbers_last or last.dim() > 1 or slices != sorted(slices, reverse=True):
         return NotImplemented
-    rows = x[tuple(lead)] if lead else x
-    ids = last.reshape(-1).expand(*rows.shape[:-1], -1)
-    found = _taken(rows, ids)
+    rows = x[whole[:-1]]
+    found = _taken(rows, last.reshape(-1).expand(*rows.shape[:-1], -1))
     return found if last.dim() else found[..., 0]
 
 
 def _is_ids(i: Any) -> bool:
-    return type(i) is int or (isinstance(i, Tensor) and i.dtype == torch.int64)
-
-
-def _in_order(lead: Sequence[Any], dim: int) -> bool:
-    """Whether these indices of leading dimensions are all of them, numbers behind slices."""
-    if any(i is None for i in lead):
-        return False
-    slices = [isinstance(i, slice) or i is Ellipsis for i in lead]
-    whole = len(lead) == dim - 1 or Ellipsis in lead
-    return whole and slices == sorted(slices, reverse=True)
+    return isinstance(i, Tensor) and i.dtype == torch.int64
 
 
 def _taken(x: Any, ids: Tensor) -> Tensor:
     if isinstance(x, Distribution):
         return _scaled(x, ask(x.source, OF_IDS[x.form], ids))
-    return ask(x, "logit", ids)
+    return ask(x, "logit", ids) if isinstance(x, Logits) else x.gather(-1, ids)
 
 
 ANSWERS: dict[str, Callable[..., Any]] = {

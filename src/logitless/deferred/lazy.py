@@ -1,7 +1,7 @@
 """``Lazy``: a tensor of known shape that is made of ``Logits`` and computed only if somebody reads it.
 
-It has an edge in autograd's graph to what the logits stand for, so that nothing that is done with it loses the gradient.
-A subclass says which functions of torch it answers by itself; any other computes the logits, which is counted.
+It has an edge in autograd's graph to what the logits stand for, so that the gradient is not lost whatever is done with
+it. A subclass says which functions of torch it answers by itself; any other computes the logits, which is counted.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from logitless.operands.logits import (
     count_made,
     place,
     refuse_change,
+    uncompiled,
 )
 
 
@@ -40,17 +41,11 @@ class Lazy(Tensor):
         cls, source: Logits, compute: Callable[[Tensor], Tensor], shape: Sequence[int], dtype: torch.dtype, **more: Any
     ) -> Any:
         """One of that shape, with an edge; ``compute`` makes it of computed logits."""
-
-        def make() -> Any:
-            return Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=source.device)  # pyright: ignore[reportAttributeAccessIssue]
-
-        stands = source._now()
+        new: Any = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=source.device)  # pyright: ignore[reportAttributeAccessIssue]
+        stands = source.stands()
         tensors = stands.tensors()
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            new = Edge.apply(make, lambda leaves: compute(stands.computed_from(leaves)).to(dtype), *tensors)
-        else:
-            new = make()
-        assert isinstance(new, cls)
+            new = Edge.apply([new], lambda leaves: compute(stands.computed_from(leaves)).to(dtype), *tensors)
         new.source = source
         for name, x in more.items():
             setattr(new, name, x)
@@ -72,10 +67,10 @@ class Lazy(Tensor):
         count_made(self.source, name)
         return self.computed()
 
-    # The public torch.compiler.disable is the same, but imports the compiler, and with it Triton, when applied.
     @classmethod
-    @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():
+            return uncompiled(cls.__torch_function__, func, types, args, kwargs)
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
         own = func in ATTRIBUTES or name in ATTRIBUTE_NAMES
         if name == "__get__":

@@ -1,9 +1,9 @@
 """``cross_entropy`` and ``nll_loss`` of logits that are not computed, as torch defines them.
 
-    loss of a row = (1 - e) w[y] (-log p[y])  +  e / V  sum over c of w[c] (-log p[c])        e: label smoothing, w: class weights
+    loss of a row = (1 - e) w[y] (-log p[y])  +  e / V  sum over c of w[c] (-log p[c])
 
-The second sum is ``log Z sum(w) - x . w``: the mean logit where there are no weights, and otherwise one dot product of the
-hidden states with ``w @ weight``.
+where e is the label smoothing and w the class weights. The second sum is ``log Z sum(w) - x . w``: the mean logit where
+there are no weights, and otherwise one dot product of the hidden states with ``w @ weight``.
 """
 
 from __future__ import annotations
@@ -104,11 +104,16 @@ def _loss(x: Logits, labels: Tensor, weight: Tensor | None, ignore: int, reducti
     target = labels if ignore == IGNORE else torch.where(labels == IGNORE, columns, labels)
     target = target.masked_fill(left_out, IGNORE)
     flat = x.reshape(-1, columns)
+    assert isinstance(flat, Logits)
     found = logprobs(flat, target.reshape(-1), stats=("mean_logit",) if smoothing and weight is None else ())
-    loss, log_z, mean = (None if y is None else y.reshape(labels.shape) for y in (found.logprob, found.log_z, found.mean_logit))
+    loss, log_z, mean = (
+        None if y is None else y.reshape(labels.shape) for y in (found.logprob, found.log_z, found.mean_logit)
+    )
     assert loss is not None
     assert log_z is not None
-    of_class = None if weight is None else weight.to(loss.dtype)[labels.masked_fill(left_out, 0)].masked_fill(left_out, 0)
+    of_class = (
+        None if weight is None else weight.to(loss.dtype)[labels.masked_fill(left_out, 0)].masked_fill(left_out, 0)
+    )
     loss = -loss if of_class is None else -loss * of_class
     if smoothing:
         if weight is None:
@@ -127,7 +132,8 @@ def _loss(x: Logits, labels: Tensor, weight: Tensor | None, ignore: int, reducti
 
 def _weighted_sum(x: Logits, w: Tensor) -> Tensor:
     """``[R]`` sum over columns of a logit times its class weight."""
-    hidden, weight, bias = x.read()
+    now = x.stands()
+    hidden, weight, bias = now.hidden, now.weight, now.linear.bias
     assert isinstance(weight, Tensor)
     found = hidden.to(w.dtype) @ (w @ weight.to(w.dtype))
     found = found if bias is None else found + w @ bias.to(w.dtype)

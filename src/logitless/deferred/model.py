@@ -1,8 +1,8 @@
 """``defer``: a model whose head returns ``Logits`` instead of multiplying. Nothing else of the model changes.
 
 The forward of the head's module is replaced, and no other: the model's own forward goes on to slice, scale, softcap and
-return what the head gave it, and hooks of wrappers run as before. What the head is (weight, bias, LoRA, dtype) is read when
-it is called, inside of its module, where FSDP has gathered the weight.
+return what the head gave it, and hooks of wrappers run as before. What the head is (weight, bias, LoRA, dtype) is read
+when it is called, inside of its module, where FSDP has gathered the weight.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from logitless.errors import LogitlessError, did_you_mean
 from logitless.operands import Logits, LoRA
 from logitless.operands.logits import made
 from logitless.operands.peft import head_weight
+from logitless.operands.stands import Match
 
 FEW = 256
 """Rows up to which a head without a graph multiplies as ever: a step of generation."""
@@ -30,7 +31,7 @@ OPTIONS = ("batch_invariant", "strict", "tf32")
 NAMES = ("lm_head", "output_layer")
 """Where a head is looked for in a model that does not tell."""
 
-HALF = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+HALF: dict[torch.dtype, Match] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +72,8 @@ def defer(model: Any, *, head: str | nn.Module | None = None, rounded: bool = Tr
     """Let a model return logits that are not computed: :class:`Logits`, a tensor to all code that passes it on.
 
     The model's own code, and yours, stays as it is. ``model(ids, labels=labels).loss``, ``F.cross_entropy``,
-    ``log_softmax(...).gather(...)``, entropies, ``argmax`` and :func:`logprobs` read hidden states and the head's weight;
-    what reads the logits in another way computes them, is counted and warns once for each place.
+    ``log_softmax(...).gather(...)``, entropies, ``argmax`` and :func:`logprobs` read hidden states and the head's
+    weight; what reads the logits in another way computes them, is counted and warns once for each place.
 
     Args:
         model: a Transformers causal LM, also in peft, DDP or FSDP; Megatron's ``GPTModel``; or any module with a linear
@@ -245,10 +246,11 @@ def _logits(layer: Any, hidden: Tensor) -> Logits:
     settings: _Deferred = layer._logitless_deferred
     weight, base = head_weight("defer", layer), getattr(layer, "base_layer", layer)
     bias, matrix = base.bias, weight.weight if isinstance(weight, LoRA) else weight
+    placements = getattr(matrix, "placements", None)
     _check_dropout(weight)
-    if getattr(matrix, "placements", None) is not None:
+    if placements is not None:
         raise LogitlessError(
-            f"defer: the head's weight is a DTensor with placements {matrix.placements} in its own forward: tensor "
+            f"defer: the head's weight is a DTensor with placements {placements} in its own forward: tensor "
             f"parallelism has sharded it. Keep the model's own logits (undefer), or use logitless.Logits with "
             f"shard=logitless.VocabShard.of(weight)."
         )

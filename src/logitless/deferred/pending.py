@@ -4,8 +4,8 @@
     torch.cat([entropy_of(x) for x in logits.split(128)])            one reading of all rows
 
 Code that saves memory loops over rows or chunks of logits. From hidden states every part would be a pass over the whole
-weight, and a gradient of its size. So a part's numbers wait until they are put together with those of its neighbours; any
-other use reads the part alone.
+weight, and a gradient of its size. So a part's numbers wait until they are put together with those of its neighbours;
+any other use reads the part alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from logitless.operands.logits import RULES, like
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """What is asked of a part: a name and ids of :func:`~logitless.deferred.read.ask`, and what is done with the answer."""
+    """What is asked of a part: a name and ids, as :func:`ask` takes them, and what is done with the answer."""
 
     name: str
     ids: Tensor | None

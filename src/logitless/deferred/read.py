@@ -56,8 +56,8 @@ SOFTMAX = "softmax was taken"
 
 def _softmax(x: Logits, name: str) -> Tensor:
     """``[R]`` log Z or entropy; both from one pass where both are asked for, one after the other."""
-    x.read()
-    memo, graph = x._stands.memo, torch.is_grad_enabled()
+    x.stands()
+    memo, graph = x._memo, torch.is_grad_enabled()
     found = memo.get(graph)
     if found is None or getattr(found, name) is None:
         flat = x.reshape(-1, x.shape[-1])
@@ -125,8 +125,9 @@ def _checked(ids: Tensor, columns: int) -> Tensor:
     """Ids of columns; those outside raise where that can be seen, and otherwise make their own number NaN."""
     if inspectable(ids):
         if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= columns):
+            low, high = int(ids.min()), int(ids.max())
             raise LogitlessError(
-                f"Logits: index at {place()} runs from {int(ids.min())} to {int(ids.max())}, outside the {columns} columns."
+                f"Logits: index at {place()} runs from {low} to {high}, outside the {columns} columns."
             )
         return ids.to(torch.int64)
     ids = ids.to(torch.int64)

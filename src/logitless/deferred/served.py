@@ -1,6 +1,7 @@
 """torch's own functions that a reading of ``Logits`` answers, by name. Loaded when one of them is first used.
 
-Each returns what torch's function would, with its gradient, or NotImplemented: then the logits are computed and counted.
+Each returns what torch's function would, with its gradient, or NotImplemented, and then the logits are computed and
+counted.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Logits that are not computed, in autograd's graph: an edge to what they stand for, and a gradient that is not computed.
+"""Logits that are not computed, in autograd's graph: an edge to what they stand for, and their gradient.
 
-    hidden, weight, bias  --Edge-->  Logits  --(DDP's sink, a checkpoint, hooks)-->  Logits  --Behind-->  hidden, weight, bias
+    hidden, weight  --Edge-->  Logits  --(DDP's sink, a checkpoint, hooks)-->  Logits  --Behind-->  hidden, weight
 
 Wrappers walk the graph from a model's output and register hooks on it. ``Edge`` gives them a node to find. Where nobody
-watches the logits, a reading takes hidden states and weight themselves, and backward does not come by. Where somebody does,
-the reading stands behind the logits: ``Behind`` hands their gradients on as one :class:`LogitsGradient`, which has the shape
-of the logits' gradient and the memory of none.
+watches the logits, a reading takes hidden states and weight themselves, and backward does not come by. Where somebody
+does, the reading stands behind the logits: ``Behind`` hands their gradients on as one :class:`LogitsGradient`, which
+has the shape of the logits' gradient and the memory of none.
 """
 
 from __future__ import annotations
@@ -95,18 +95,18 @@ def _added(several: Sequence[Gradients]) -> Gradients:
 class Edge(torch.autograd.Function):
     """A tensor that is not computed, with an edge to each of the tensors that it is made of.
 
-    ``make`` makes it. ``compute`` computes it from the tensors; it runs in backward alone, where code below torch's
-    functions made an ordinary gradient. The tensors are not saved through autograd: nothing reads them as a rule, and
-    whoever packs saved tensors would copy the weight.
+    ``made`` is a list of it alone, which autograd does not look into. ``compute`` computes it from the tensors; it runs
+    in backward alone, where code below torch's functions made an ordinary gradient. The tensors are not saved through
+    autograd: nothing reads them as a rule, and whoever packs saved tensors would copy the weight.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, make: Callable[[], Tensor], compute: Callable[[Sequence[Tensor]], Tensor], *tensors: Tensor
+        ctx: Any, made: list[Tensor], compute: Callable[[Sequence[Tensor]], Tensor], *tensors: Tensor
     ) -> Tensor:
         ctx.compute, ctx.tensors = compute, tensors
         ctx.set_materialize_grads(False)
-        return make()
+        return made[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

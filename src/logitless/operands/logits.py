@@ -3,7 +3,7 @@
     Logits(hidden, weight)       shape, dtype and device of the logits, memory of neither
     x[:, :-1], x.float(), x / T  another ``Logits``: acts on the hidden states, or on a factor
     logprobs(x, rows)            reads hidden states and weight, and never has logits
-    anything else                computes the logits (``computed``), counts it with the place in the caller's code, warns once
+    anything else                computes the logits (``computed``), counts it with the caller's place, warns once
 
 A logit is ``gain * f(x)``, where x is the head's product and f is the identity, or ``tanh(squash * x)`` under a softcap
 that a model applies itself. ``Logits.given`` says of logits that exist what ``Logits`` says of those that do not.
@@ -52,13 +52,13 @@ class Logits(Tensor):
     """Logits of a linear head that are not computed: ``hidden @ weight.T + bias``.
 
     A tensor to whoever passes it on. Slices, views, transposes and concatenations of leading dimensions, casts,
-    multiplication and division by a number or by one number per row, ``detach``, ``clone``, ``contiguous`` and ``sum()``
-    act on the hidden states. Any other operation computes the logits, is counted with its place in the caller's code and
-    warns once for each place.
+    multiplication and division by a number or by one number per row, ``detach``, ``clone``, ``contiguous`` and
+    ``sum()`` act on the hidden states. Any other operation computes the logits, is counted with its place in the
+    caller's code and warns once for each place.
 
     Args:
-        hidden: ``[..., D]`` hidden states; a DTensor is taken if replicated, or with ``sequence_parallel`` if sharded by
-            tokens over the group of ``shard``.
+        hidden: ``[..., D]`` hidden states; a DTensor is taken if replicated, or with ``sequence_parallel`` if sharded
+            by tokens over the group of ``shard``.
         weight: ``[V, D]`` of the head, or a :class:`LoRA`. A DTensor is taken if replicated, or if sharded by rows over
             the group of ``shard=VocabShard.of(weight)``. A frozen weight takes two products instead of four.
         bias: ``[V]`` or None.
@@ -69,12 +69,12 @@ class Logits(Tensor):
             ``"partial"`` leaves that to the caller.
         weight_grad: float32 ``[V, D]`` buffer that the weight's gradient is added to, such as Megatron's ``main_grad``;
             ``weight.grad`` is then left alone.
-        grad_scale: with ``weight_grad``, the gradient that will arrive at a :func:`policy_loss` in backward (a loss scale
-            over the number of micro-batches, say), a number or a 0-dim tensor: such a loss adds to the buffer in
+        grad_scale: with ``weight_grad``, the gradient that will arrive at a :func:`policy_loss` in backward (a loss
+            scale over the number of micro-batches, say), a number or a 0-dim tensor: such a loss adds to the buffer in
             forward. Another one arriving raises on CPU and makes the gradient of hidden NaN on an accelerator.
         sparse_weight_grad: where the scope is the support, the weight's gradient as a sparse tensor of the rows read.
-        match: round the logits to ``"bfloat16"`` or ``"float16"``, as a head in that dtype does, before the softmax. None
-            keeps the float32 sums of the product.
+        match: round the logits to ``"bfloat16"`` or ``"float16"``, as a head in that dtype does, before the softmax.
+            None keeps the float32 sums of the product.
         tf32: multiply float32 operands in TF32.
         batch_invariant: tiles of one height, so that a row has the same bits in every batch.
         strict: raise where the logits would be computed.
@@ -89,6 +89,7 @@ class Logits(Tensor):
     _behind: Stands | None
     _edge: bool
     _watched: bool
+    _memo: dict[Any, Any]
     _read: bool
     _versions: list[tuple[str, Tensor, int]]
 
@@ -149,9 +150,9 @@ class Logits(Tensor):
         """
         return Given(logits, shard, overwrite)
 
-    hidden = property(lambda self: self._now().hidden, doc="``[..., D]`` hidden states.")
-    weight = property(lambda self: self._now().weight, doc="``[V, D]`` of the head, or a :class:`LoRA`.")
-    linear = property(lambda self: self._now().linear, doc="What the head is besides.")
+    hidden = property(lambda self: self.stands().hidden, doc="``[..., D]`` hidden states.")
+    weight = property(lambda self: self.stands().weight, doc="``[V, D]`` of the head, or a :class:`LoRA`.")
+    linear = property(lambda self: self.stands().linear, doc="What the head is besides.")
     squash = property(lambda self: self._stands.squash, doc="Factor inside tanh under a softcap; 0 without one.")
 
     @property
@@ -162,11 +163,15 @@ class Logits(Tensor):
     @gain.setter
     def gain(self, value: float | Tensor) -> None:
         self._stands.gain = value
-        self._stands.memo.clear()
+        self._memo.clear()
 
-    def _now(self) -> Stands:
+    def stands(self) -> Stands:
         """What the logits stand for, unchanged; behind them in the graph where somebody watches their gradient."""
-        self._stands.require()
+        weight = self._stands.weight
+        matrix = weight.weight if isinstance(weight, LoRA) else weight
+        # Storage without numbers, or none to ask for it: not what a weight in memory has.
+        if self._stands.gather is not None or not matrix.numel() or not _in_memory(matrix):
+            self._stands.require()
         for name, x, version in self._versions:
             if x._version != version:
                 raise LogitlessError(
@@ -193,8 +198,8 @@ class Logits(Tensor):
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
         """Run ``hook`` in backward, once the gradients of hidden states and weight are known and before they go on.
 
-        Wrappers such as FSDP register hooks on a model's output. There is no gradient of the logits: the hook is given a
-        tensor of its shape without numbers, which can be added and scaled.
+        Wrappers such as FSDP register hooks on a model's output. There is no gradient of the logits: the hook is given
+        a tensor of its shape without numbers, which can be added and scaled.
         """
         if self._read and not self._watched:
             # Backward of what was read already does not come by here; of the tensors that were read it does.
@@ -208,19 +213,14 @@ class Logits(Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"Logits({list(self.shape)}, {self.dtype})"
 
-    def read(self) -> tuple[Tensor, Tensor | LoRA, Tensor | None]:
-        """Hidden states, weight and bias for a verb that reads them, unchanged since the head's forward."""
-        now = self._now()
-        return now.hidden, now.weight, now.linear.bias
-
     def computed(self) -> Tensor:
         """The logits, computed as the head would: a plain tensor with a graph."""
-        return self._now().computed()
+        return self.stands().computed()
 
-    # The public torch.compiler.disable is the same, but imports the compiler, and with it Triton, when applied.
     @classmethod
-    @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():
+            return uncompiled(cls.__torch_function__, func, types, args, kwargs)
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
         if name == "__get__":
             name = attribute(func)
@@ -245,8 +245,8 @@ class Logits(Tensor):
             with torch.no_grad():
                 return made(args[0]._stands)
         raise LogitlessError(
-            f"Logits: {func} reached logits that were not computed below torch's Python functions, at {place()}. Compute "
-            f"them there with logits.computed(), or keep the model's own logits (logitless.defer(model) is reversible)."
+            f"Logits: {func} reached logits that were not computed below torch's Python functions, at {place()}. "
+            f"Compute them there with logits.computed(), or keep the model's own: logitless.defer(model) is reversible."
         )
 
 
@@ -294,7 +294,7 @@ def shard_of(logits: Any) -> VocabShard | None:
 
 def like(x: Logits, hidden: Tensor | None = None, **changes: Any) -> Logits:
     """The same logits of other hidden states, or with another dtype, gain, squash, weight or head."""
-    now = x._now()
+    now = x.stands()
     return made(replace(now, hidden=now.hidden if hidden is None else hidden, **changes), type(x))
 
 
@@ -314,22 +314,41 @@ def place() -> str:
     return "nowhere in particular"
 
 
-# The public torch.compiler.disable is the same, but imports the compiler, and with it Triton, when applied.
-@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
 def made(stands: Stands, cls: type[Logits] = Logits) -> Logits:
     """Logits that stand for this, with an edge in the graph to every tensor where one needs a gradient."""
-
-    def make() -> Any:
-        return Tensor._make_wrapper_subclass(cls, stands.shape, dtype=stands.dtype, device=stands.hidden.device)  # pyright: ignore[reportAttributeAccessIssue]
-
-    tensors = stands.tensors()
-    edge = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    new = Edge.apply(make, stands.computed_from, *tensors) if edge else make()
+    if torch.compiler.is_compiling():
+        return uncompiled(made, stands, cls)
+    hidden, weight, linear = stands.hidden, stands.weight, stands.linear
+    matrix = weight.weight if isinstance(weight, LoRA) else weight
+    named = [("hidden", hidden), ("weight", matrix)]
+    if isinstance(weight, LoRA):
+        named += [("a of the LoRA", weight.a), ("b of the LoRA", weight.b)]
+    if linear.bias is not None:
+        named.append(("bias", linear.bias))
+    edge = torch.is_grad_enabled() and any(x.requires_grad for _, x in named)
+    shape = (*hidden.shape[:-1], matrix.shape[0] if matrix.dim() else 1)
+    new: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=stands.dtype, device=hidden.device)  # pyright: ignore[reportAttributeAccessIssue]
+    if edge:
+        new = Edge.apply([new], stands.computed_from, *(x for _, x in named))
     new._stands, new._behind, new._edge, new._watched, new._read = stands, None, edge, False, False
-    new.shard = stands.linear.shard
-    read = zip(stands.names(), tensors, strict=True)
-    new._versions = [(name, x, x._version) for name, x in read if not x.is_inference()]
+    # What torch's functions have read already. Not part of what the edge holds: that would be a circle.
+    new._memo = {}
+    new.shard = linear.shard
+    new._versions = [(name, x, x._version) for name, x in named if not x.is_inference()]
     return new
+
+
+# Only under a compiler: a call outside of one would import it, and with it Triton. Torch's public
+# torch.compiler.disable imports it as soon as it is applied.
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+def uncompiled(function: Callable[..., Any], *arguments: Any) -> Any:
+    """A call that breaks a compiled graph."""
+    return function(*arguments)
+
+
+def _in_memory(weight: Tensor) -> bool:
+    """Whether a plain weight has storage."""
+    return type(weight) in (Tensor, torch.nn.Parameter) and weight.untyped_storage().size() > 0
 
 
 def _without_result(hook: Callable[[Tensor], Any]) -> None:
@@ -340,7 +359,7 @@ def _without_result(hook: Callable[[Tensor], Any]) -> None:
 
 
 def real(x: Any, name: str) -> Any:
-    """Arguments of a function with the logits in them computed, which is counted with the place in the caller's code."""
+    """Arguments of a function with the logits in them computed, which is counted with the caller's place."""
     if isinstance(x, Logits):
         count_made(x, name)
         return x.computed()

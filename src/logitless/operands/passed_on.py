@@ -253,7 +253,8 @@ def _sum(x: Any, *args: Any, **kwargs: Any) -> Any:
     """``sum()`` of everything, which code adds times 0 to keep a graph connected."""
     if args or kwargs or x.squash or isinstance(x.weight, LoRA):
         return NotImplemented
-    hidden, weight, bias = x.read()
+    now = x.stands()
+    hidden, weight, bias = now.hidden, now.weight, now.linear.bias
     wide = torch.promote_types(x.dtype, torch.float32)
     h = hidden if not isinstance(x.gain, Tensor) else hidden * x.gain[..., None].to(hidden.dtype)
     total = h.reshape(-1, h.shape[-1]).sum(0, dtype=wide) @ weight.sum(0, dtype=wide)
@@ -268,8 +269,8 @@ def _cat(tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> Any:
     first = tensors[0]
     if kwargs or not all(isinstance(x, Logits) for x in tensors) or not _row_dims(first, dim):
         return NotImplemented
-    now = first._now()
-    if not all(now.same_head(x._now()) for x in tensors) or any(x.dtype != first.dtype for x in tensors):
+    now = first.stands()
+    if not all(now.same_head(x.stands()) for x in tensors) or any(x.dtype != first.dtype for x in tensors):
         return NotImplemented
     hidden = torch.cat([x.hidden for x in tensors], dim % first.dim())
     if any(isinstance(x.gain, Tensor) or x.gain != first.gain for x in tensors):

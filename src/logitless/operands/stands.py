@@ -1,12 +1,12 @@
 """What logits stand for that are not computed: a product, what the head is besides, and a factor.
 
-    logit = gain * x,  or  gain * tanh(squash * x)  under a softcap of the model's own,  with  x = hidden @ weight.T + bias
+logit = gain * x,  or  gain * tanh(squash * x)  under a softcap of the model's own,  with  x = hidden @ weight.T + bias
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -48,7 +48,6 @@ class Stands:
         squash: factor inside tanh; 0 without a softcap.
         part: whether code loops over these logits and their neighbours, as over the results of ``split``.
         few: up to so many rows are computed where they are picked without a graph, as by a step of generation.
-        memo: what torch's functions have read of these logits already, for those that ask next.
         gather: makes the weight whole again where a wrapper let go of it when the head's forward ended; None elsewhere.
     """
 
@@ -61,7 +60,6 @@ class Stands:
     part: bool = False
     few: int = 0
     gather: Callable[[], None] | None = None
-    memo: dict[Any, Any] = field(default_factory=dict, init=False)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything that may need a gradient."""
@@ -79,8 +77,8 @@ class Stands:
         if not _there(matrix):
             raise LogitlessError(
                 f"Logits: the head's weight was let go of when its module's forward ended, and is {list(matrix.shape)} "
-                f"without numbers now: FSDP1 and ZeRO-3 do so where the head is a unit of its own. Leave the head in the "
-                f"root unit, use FSDP2 (fully_shard), or use a PolicyHead."
+                f"without numbers now: FSDP1 and ZeRO-3 do so where the head is a unit of its own. Leave the head in "
+                f"the root unit, use FSDP2 (fully_shard), or use a PolicyHead."
             )
 
     def names(self) -> tuple[str, ...]:
@@ -114,8 +112,8 @@ class Stands:
         hidden, weight, linear = self.hidden, self.weight, self.linear
         if linear.sequence_parallel:
             raise LogitlessError(
-                "Logits: sequence_parallel=True, so that hidden states are this rank's tokens, and logits of all tokens "
-                "would have another shape. Gather the hidden states to compute logits, or read them with logprobs."
+                "Logits: sequence_parallel=True, so that hidden states are this rank's tokens, and logits of all "
+                "tokens would have another shape. Gather the hidden states to compute logits, or read them by logprobs."
             )
         group = linear.shard.group if linear.shard is not None and linear.hidden_grad == "reduced" else None
         whole: Any = (lambda x: x) if group is None else (lambda x: Summed.apply(x, group))

@@ -21,7 +21,7 @@ V, STEPS = 61, 3
 
 
 def model_of() -> Any:
-    sys.path.append(str(Path(__file__).parent / "adapters"))
+    sys.path.append(str(Path(__file__).parents[1] / "adapters"))
     from tiny import qwen3
 
     return qwen3(V).double()

@@ -1,4 +1,4 @@
-"""torch's own functions on logits that are not computed: what they return of computed ones, with gradients, and no logits.
+"""torch's own functions on logits that are not computed: what they return of computed ones, with gradients.
 
 ``strict=True`` raises wherever logits are computed. In float64 the one tolerance rule leaves 1e-12.
 """
@@ -27,7 +27,9 @@ SEVERAL[..., 3] = SEVERAL[..., 0]
 CLASSES = torch.rand(V, dtype=torch.float64, generator=GENERATOR)
 
 
-def results(read: Callable[[Any], Any], deferred: bool, dtype: torch.dtype = torch.float64, **kind: Any) -> list[Tensor]:
+def results(
+    read: Callable[[Any], Any], deferred: bool, dtype: torch.dtype = torch.float64, **kind: Any
+) -> list[Tensor]:
     """What comes out, and the gradients of hidden states, weight and whatever else the head has."""
     torch.manual_seed(4)
     sizes = {"hidden": (B, S, D), "weight": (V, D)}
@@ -45,7 +47,9 @@ def results(read: Callable[[Any], Any], deferred: bool, dtype: torch.dtype = tor
     out = list(out) if isinstance(out, (tuple, list)) else [out]
     assert not any(isinstance(y, (ll.Logits, Distribution)) for y in out)
     trained = [y for y in out if y.requires_grad]
-    up = [torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(i)) for i, y in enumerate(trained)]
+    up = [
+        torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(i)) for i, y in enumerate(trained)
+    ]
     gradients = torch.autograd.grad(trained, list(x.values()), up) if trained else ()
     return [*(y.detach() for y in out), *gradients]
 
@@ -99,7 +103,10 @@ READS: dict[str, Callable[[Any], Any]] = {
     "mean log-prob": lambda x: (-x.log_softmax(-1).mean(-1), x.log_softmax(-1).sum(-1, keepdim=True)),
     "logsumexp": lambda x: (torch.logsumexp(x, -1), x.logsumexp(dim=2, keepdim=True)),
     "gather": lambda x: (x.gather(-1, IDS[..., None]), torch.gather(x, 2, SEVERAL)),
-    "index": lambda x: (x[torch.arange(B)[:, None], torch.arange(S), IDS], x.view(-1, V)[torch.arange(B * S), IDS.view(-1)]),
+    "index": lambda x: (
+        x[torch.arange(B)[:, None], torch.arange(S), IDS],
+        x.view(-1, V)[torch.arange(B * S), IDS.view(-1)],
+    ),
     "columns": lambda x: (x[..., 4], x[:, -1, [3, 9]], x[:, :, torch.tensor([1, -1])], x[0, 0, 5]),
     "mean logit": lambda x: x.mean(-1),
     "entropy of log_softmax": lambda x: entropy(F.log_softmax(x, dim=-1)),
@@ -133,7 +140,15 @@ def test_numbers_of_each_row(name):
     same(READS[name])
 
 
-SOME = ["log_softmax, gather", "gather", "entropy of log_softmax", "max", "columns", "a loop over chunks", "mean log-prob"]
+SOME = [
+    "log_softmax, gather",
+    "gather",
+    "entropy of log_softmax",
+    "max",
+    "columns",
+    "a loop over chunks",
+    "mean log-prob",
+]
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -186,12 +201,16 @@ def test_what_was_read_before_a_factor_in_place_is_not_read_again():
 
 @pytest.mark.parametrize("name", ["cross_entropy", *SOME])
 def test_in_bfloat16_the_dtype_is_torchs_and_the_error_no_larger(name):
-    read = (lambda x: F.cross_entropy(x.view(-1, V).float(), LABELS.view(-1))) if name == "cross_entropy" else READS[name]
+    read = (
+        (lambda x: F.cross_entropy(x.view(-1, V).float(), LABELS.view(-1))) if name == "cross_entropy" else READS[name]
+    )
     torch.manual_seed(4)
     operands = [torch.randn(n, D).bfloat16() for n in (B * S, V)]
     found = []
     for kind in ("plain", "ours", "truth"):
-        hidden, weight = (x.clone().to(torch.float64 if kind == "truth" else x.dtype).requires_grad_() for x in operands)
+        hidden, weight = (
+            x.clone().to(torch.float64 if kind == "truth" else x.dtype).requires_grad_() for x in operands
+        )
         hidden_ = hidden.view(B, S, D)
         logits = ll.Logits(hidden_, weight, match="bfloat16", strict=True) if kind == "ours" else hidden_ @ weight.T
         out = read(logits)
@@ -212,7 +231,10 @@ def test_under_autocast_the_dtype_is_torchs():
     hidden, weight = torch.randn(4, D), torch.randn(V, D)
     with torch.autocast("cpu", torch.bfloat16):
         logits = ll.Logits(hidden.bfloat16(), weight.bfloat16(), strict=True)
-        loss, logprob = (lambda x: F.cross_entropy(x, IDS[0, :4])), (lambda x: x.log_softmax(-1).gather(-1, SEVERAL[0, :4]))
+        loss, logprob = (
+            (lambda x: F.cross_entropy(x, IDS[0, :4])),
+            (lambda x: x.log_softmax(-1).gather(-1, SEVERAL[0, :4])),
+        )
         assert loss(logits).dtype == loss(hidden @ weight.T).dtype == torch.float32
         assert logprob(logits).dtype == logprob(hidden @ weight.T).dtype == torch.bfloat16
 
@@ -273,7 +295,9 @@ def test_a_label_outside_of_the_vocabulary_is_refused():
     with pytest.raises(ll.LogitlessError, match=r"outside the vocabulary"):
         F.cross_entropy(logits, torch.tensor([1, -100, 5, 3]), ignore_index=5)
     for read in (lambda x: x.gather(-1, labels[:, None]), lambda x: x.log_softmax(-1).gather(-1, -1 * labels[:, None])):
-        with pytest.raises(ll.LogitlessError, match=r"index at .*test_served.py:\d+ runs from .* outside the 41 columns"):
+        with pytest.raises(
+            ll.LogitlessError, match=r"index at .*test_served.py:\d+ runs from .* outside the 41 columns"
+        ):
             read(logits)
 
 

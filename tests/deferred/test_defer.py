@@ -1,4 +1,4 @@
-"""``defer``: a model's own code and its user's, unchanged, on logits that are not computed; against the model without it.
+"""Models deferred by ``ll.defer``: their own code and the user's, unchanged, against the model without it.
 
 ``strict=True`` raises wherever logits are computed.
 """
@@ -24,8 +24,8 @@ from logitless.deferred import model as deferral
 from logitless.deferred import undefer
 from logitless.operands.logits import MADE
 
-sys.path.append(str(Path(__file__).parent / "adapters"))
-from tiny import qwen3  # noqa: E402
+sys.path.append(str(Path(__file__).parents[1] / "adapters"))
+from tiny import qwen3
 
 V = 61
 IDS = torch.randint(3, V, (3, 9), generator=torch.Generator().manual_seed(6))
@@ -89,9 +89,13 @@ def small(**more: Any) -> Any:
 
 LOSSES: dict[str, Callable[[Any], Tensor]] = {
     "labels": lambda model: model(IDS, labels=LABELS).loss,
-    "labels, tokens of the whole batch": lambda model: model(IDS, labels=LABELS, num_items_in_batch=torch.tensor(11)).loss,
+    "labels, tokens of the whole batch": lambda model: (
+        model(IDS, labels=LABELS, num_items_in_batch=torch.tensor(11)).loss
+    ),
     "the idiom": lambda model: idiom(model(IDS).logits),
-    "logits_to_keep": lambda model: model(IDS, logits_to_keep=4).logits.log_softmax(-1).gather(-1, IDS[:, 5:, None]).sum(),
+    "logits_to_keep": lambda model: (
+        model(IDS, logits_to_keep=4).logits.log_softmax(-1).gather(-1, IDS[:, 5:, None]).sum()
+    ),
     "logprobs": lambda model: ll.logprobs(model(IDS).logits, IDS, entropy="grad").logprob.sum(),
     "policy_loss": lambda model: ll.policy_loss(
         model(IDS).logits, IDS, ll.Objective(policy="reinforce"), advantage=torch.ones(27).double()

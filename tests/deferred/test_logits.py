@@ -47,7 +47,9 @@ def same(change: Callable[[Any], Any], *, check: Callable[[Any], Any] | None = N
         if deferred and check is not None:
             check(out)
         outs = [y.computed() if isinstance(y, ll.Logits) else y for y in _flat(out)]
-        up = [torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(i)) for i, y in enumerate(outs)]
+        up = [
+            torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(i)) for i, y in enumerate(outs)
+        ]
         trained = [(y, g) for y, g in zip(outs, up, strict=True) if y.requires_grad]
         gradients = ()
         if trained:
@@ -155,9 +157,9 @@ def test_anything_else_computes_them_counts_and_warns_once(name):
     MADE.clear()
     x = operands()
     lazy = logits_of(x, True, strict=False)
-    with pytest.warns(LogitsMade, match=r"logits were computed, \[3, 7, 23\].*test_deferred.py:\d+"):
+    with pytest.warns(LogitsMade, match=r"logits were computed, \[3, 7, 23\].*test_logits.py:\d+"):
         OTHERS[name](lazy)
-    assert list(MADE) == [place for place in MADE if "test_deferred.py" in place]
+    assert list(MADE) == [place for place in MADE if "test_logits.py" in place]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         OTHERS[name](lazy)
@@ -324,7 +326,9 @@ def test_a_hook_may_scale_the_gradient_and_nothing_else():
         assert_gradient_close_to_truth(mine.grad, 0.5 * right, 0.5 * right)
     lazy = logits_of(operands(), True)
     lazy.register_hook(lambda g: g.exp())
-    with pytest.raises(ll.LogitlessError, match=r"aten.exp.default reads the gradient of logits that were not computed"):
+    with pytest.raises(
+        ll.LogitlessError, match=r"aten.exp.default reads the gradient of logits that were not computed"
+    ):
         chosen(lazy).sum().backward()
 
 
@@ -337,6 +341,6 @@ def test_a_removed_hook_does_not_run():
 
 
 def test_below_torchs_functions_an_error_names_the_place():
-    with pytest.raises(ll.LogitlessError, match=r"below torch's Python functions, at .*test_deferred.py.*reversible"):
+    with pytest.raises(ll.LogitlessError, match=r"below torch's Python functions, at .*test_logits.py.*reversible"):
         with torch._C.DisableTorchFunctionSubclass():
             torch.exp(logits_of(operands(), True).detach())
