@@ -277,11 +277,6 @@ def _scaled(head: Head, scale_logits: Callable[[Tensor], Tensor] | None) -> Head
 
 
 def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
-    if options["overwrite_logits"] not in OVERWRITE:
-        raise LogitlessError(
-            f'install("megatron"): overwrite_logits must be one of {", ".join(OVERWRITE)} but is '
-            f"{options['overwrite_logits']!r}."
-        )
     return [
         Replacement(
             module="megatron.core.tensor_parallel.cross_entropy",
@@ -310,7 +305,9 @@ HOST = Host(
     replacements=_replacements,
     options={
         "overwrite_logits": Option(
-            "float32", "which logits backward may overwrite with their gradient: float32 (as Megatron), always, never"
+            "float32",
+            "which logits backward may overwrite with their gradient: float32 (as Megatron), always, never",
+            OVERWRITE,
         ),
     },
     distribution="megatron-core",
