@@ -197,7 +197,9 @@ def check_steps(before: Outcome, ours: Outcome, dtype: torch.dtype, whole: int) 
     assert len(before.losses) == len(ours.losses) == 3
     for name in ("losses", "scores", "parameters"):
         for a, b in zip(getattr(before, name), getattr(ours, name), strict=True):
-            torch.testing.assert_close(torch.as_tensor(b), torch.as_tensor(a), **near, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                torch.as_tensor(b), torch.as_tensor(a), **near, msg=lambda m, n=name: f"{n}: {m}"
+            )
     assert before.largest >= whole
     assert ours.largest < whole
     assert ours.made == {}
