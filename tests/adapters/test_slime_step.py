@@ -1,7 +1,7 @@
 """slime's own training step behind a real Megatron-Core model, with its own head and with logits that are not computed.
 
-``forward_only`` for the old log-probs and three times ``train_one_step``: slime's batches, its loss, Megatron's schedule
-and gradient buffers, on gloo ranks. Needs slime's sources (``LOGITLESS_HOSTS``, see hosts.py).
+``forward_only`` for the old log-probs and three times ``train_one_step``: slime's batches, its loss, Megatron's
+schedule and gradient buffers, on gloo ranks. Needs slime's sources (``LOGITLESS_HOSTS``, see hosts.py).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ Megatron's, and the same one before and after.
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,7 +40,7 @@ class Attention(torch.nn.Module):
         ends = packed_seq_params.cu_seqlens_q.tolist()
         # The lengths are those of whole sequences; each rank holds the same share of each.
         share = max(1, ends[-1] // len(query))
-        sizes = [(b - a) // share for a, b in zip(ends[:-1], ends[1:], strict=True)]
+        sizes = [(b - a) // share for a, b in itertools.pairwise(ends)]
         sizes[-1] += len(query) - sum(sizes)
         found = []
         for q, k, v in zip(*(x.transpose(0, 1).split(sizes, 1) for x in (query, key, value)), strict=True):
