@@ -167,7 +167,9 @@ class Outcome(NamedTuple):
 
 
 HOW = ("before", "deferred", "wrong")
-"""A host alone; with ours installed; and with logits that are wrong by a hundredth."""
+"""A host alone; with ours installed; and with logits that are wrong by a hundredth. A fourth is "host": ours installed,
+on logits that the host computes, for a host whose own gradients are rounded.
+"""
 
 
 @contextmanager
@@ -182,6 +184,8 @@ def installed(host: str, how: str, **options: Any) -> Iterator[dict[str, Any]]:
         if how == "wrong":
             own = column_parallel.logits_of_layer
             patch.setattr(column_parallel, "logits_of_layer", lambda *args, **more: own(*args, **more) * 1.01)
+        if how == "host":
+            options["logits"] = "host"
         # Chunks that are smaller than the logits of a tiny batch.
         patch.setitem(MEMORY, "hidden", "8KiB")
         logitless.install(host, **options)

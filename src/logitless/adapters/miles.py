@@ -181,4 +181,5 @@ HOST = Host(
     replacements=_replacements,
     options=OPTIONS,
     heads=lambda _: [in_schedule("miles.backends.megatron_utils.model", optional=True)],
+    logits="deferred",
 )
