@@ -45,6 +45,8 @@ from logitless.adapters.skyrl_rows import (
     weigh_read,
 )
 from logitless.errors import LogitlessError
+from logitless.operands import Logits
+from logitless.operands.logits import like
 from logitless.spec import Head, VocabShard
 
 MODEL_UTILS = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
@@ -438,6 +440,38 @@ def _classes() -> list[Replacement]:
     ]
 
 
+# Logits that are not computed.
+
+
+def make_recover(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``recover_left_padding``, which writes rows into zeros: of deferred logits, their hidden states."""
+
+    def recover_left_padding(
+        result: Tensor,
+        attention_mask: Tensor,
+        original_attention_mask: Tensor,
+        origin_seqlen: int,
+        post_process: bool = True,
+    ) -> Any:
+        places = (attention_mask, original_attention_mask, origin_seqlen, post_process)
+        if not isinstance(result, Logits):
+            return original(result, *places)
+        return like(result, original(result.hidden, *places))
+
+    return recover_left_padding
+
+
+def _heads(options: Mapping[str, Any]) -> list[Replacement]:
+    padded = Replacement(
+        module="skyrl.backends.skyrl_train.distributed.megatron.megatron_utils",
+        name="recover_left_padding",
+        signature="(result, attention_mask, original_attention_mask, origin_seqlen, post_process=True)",
+        make=make_recover,
+        optional=True,
+    )
+    return [in_schedule(MEGATRON_WRAPPER, optional=True), padded]
+
+
 HOST = Host(
     name="skyrl",
     package="skyrl",
@@ -451,5 +485,6 @@ HOST = Host(
         "memory": Option("256MiB", "working memory of the functions that take hidden states"),
         "rows_before_head": Option(True, "False: workers score prompts too, whose results they cut away"),
     },
-    heads=lambda _: [in_schedule(MEGATRON_WRAPPER, optional=True)],
+    heads=_heads,
+    logits="deferred",
 )
