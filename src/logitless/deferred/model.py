@@ -21,6 +21,7 @@ from logitless.operands import Logits, LoRA
 from logitless.operands.logits import made
 from logitless.operands.peft import head_weight
 from logitless.operands.stands import Match
+from logitless.spec import parse_memory, untraced
 
 FEW = 256
 """Rows up to which a head without a graph multiplies as ever: a step of generation."""
@@ -39,6 +40,7 @@ class _Deferred:
     """Settings of a head whose forward was replaced."""
 
     rounded: bool
+    memory: int | str | None
     options: dict[str, Any]
     shard: Any = None
 
@@ -68,7 +70,14 @@ class Deferral:
         return f"Deferral({type(self.model).__name__}, head {heads})"
 
 
-def defer(model: Any, *, head: str | nn.Module | None = None, rounded: bool = True, **options: Any) -> Deferral:
+def defer(
+    model: Any,
+    *,
+    head: str | nn.Module | None = None,
+    rounded: bool = True,
+    memory: int | str | None = None,
+    **options: Any,
+) -> Deferral:
     """Let a model return logits that are not computed: :class:`Logits`, a tensor to all code that passes it on.
 
     The model's own code, and yours, stays as it is. ``model(ids, labels=labels).loss``, ``F.cross_entropy``,
@@ -83,6 +92,7 @@ def defer(model: Any, *, head: str | nn.Module | None = None, rounded: bool = Tr
         rounded: round the logits to the dtype of the head's output before the softmax, as the head itself would. False
             keeps the float32 sums of the product, which is closer to the truth, and is what you want where the rollout
             engine's head is float32 too.
+        memory: working memory of whatever reads the logits, as for :func:`logprobs`; None for its default, 256MiB.
         options: ``strict``, ``tf32`` and ``batch_invariant`` of :class:`Logits`.
 
     Returns:
@@ -100,13 +110,15 @@ def defer(model: Any, *, head: str | nn.Module | None = None, rounded: bool = Tr
     for name in options:
         if name not in OPTIONS:
             raise LogitlessError(f"defer: there is no option {name!r}.{did_you_mean(name, OPTIONS)}")
+    if memory is not None:
+        parse_memory(memory)
     layers = _linears(_head(model, head))
     for layer in layers:
         _check(layer)
     for layer in layers:
         parallel = _is_column_parallel(layer)
         shard = column_parallel.shard_of_layer(layer) if parallel else None
-        layer._logitless_deferred = _Deferred(rounded, options, shard)
+        layer._logitless_deferred = _Deferred(rounded, memory, options, shard)
         layer.forward = Bound(_wrap_column_parallel if parallel else _wrap, layer)
     return Deferral(model, layers)
 
@@ -229,6 +241,8 @@ def _wrap_column_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, input_, weight, runtime_gather_output)
         match = HALF.get(input_.dtype) if settings.rounded else None
         logits = column_parallel.logits_of_layer(self, input_, weight, settings.shard, match=match, **settings.options)
+        if settings.memory is not None:
+            logits = made(replace(logits._stands, memory=settings.memory))
         return logits, self.bias if self.skip_bias_add else None
 
     return forward
@@ -239,8 +253,7 @@ def _computes(hidden: Tensor) -> bool:
     return not torch.is_grad_enabled() and hidden.shape[:-1].numel() <= FEW
 
 
-# The public torch.compiler.disable is the same, but imports the compiler, and with it Triton, when applied.
-@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+@untraced
 def _logits(layer: Any, hidden: Tensor) -> Logits:
     """What the head's product would be."""
     settings: _Deferred = layer._logitless_deferred
@@ -263,7 +276,7 @@ def _logits(layer: Any, hidden: Tensor) -> Logits:
     logits = Logits(hidden, weight, bias=bias, match=match, **settings.options)
     # FSDP2 lets go of the weight where the head's forward ends, if the head is a unit of its own.
     gather = getattr(layer, "unshard", None)
-    return made(replace(logits._stands, few=FEW, gather=gather))
+    return made(replace(logits._stands, few=FEW, memory=settings.memory, gather=gather))
 
 
 def _check_dropout(weight: Any) -> None:
