@@ -78,7 +78,7 @@ class Stands:
             raise LogitlessError(
                 f"Logits: the head's weight was let go of when its module's forward ended, and is {list(matrix.shape)} "
                 f"without numbers now: FSDP1 and ZeRO-3 do so where the head is a unit of its own. Leave the head in "
-                f"the root unit, use FSDP2 (fully_shard), or use a PolicyHead."
+                f"the root unit, use FSDP2 (fully_shard), or use a PolicyHead, and call it through its wrapper."
             )
 
     def names(self) -> tuple[str, ...]:
