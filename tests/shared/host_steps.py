@@ -1,7 +1,7 @@
 """Training steps of a host's own code, before and after ``install``: the same losses and updates, and no logits made.
 
-    same_steps("openrlhf", build)      ``build()`` gives a model and its step, from the same weights each time
-    spoiled()                          within, every log-prob of ours is 1 % off: what compares must notice
+same_steps("openrlhf", build)      ``build()`` gives a model and its step, from the same weights each time
+spoiled()                          within, every log-prob of ours is 1 % off: what compares must notice
 """
 
 from __future__ import annotations
