@@ -41,7 +41,7 @@ def run(build: Build) -> Run:
 
 def assert_same(theirs: Run, ours: Run, tolerance: float = 1e-4) -> None:
     """Losses, and the updates of each parameter relative to its norm, in float32."""
-    torch.testing.assert_close(ours.losses, theirs.losses, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.losses, theirs.losses, rtol=tolerance, atol=1e-6)
     assert sorted(ours.updates) == sorted(theirs.updates)
     for name, right in theirs.updates.items():
         assert (ours.updates[name] - right).norm() <= tolerance * right.norm(), name
