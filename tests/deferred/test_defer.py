@@ -239,6 +239,27 @@ def test_a_reentrant_checkpoint_around_the_head(few, monkeypatch):
     same(AtTheEnd, lambda model: idiom(model(IDS)), head="inner.lm_head", strict=False)
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen head"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_a_reading(reentrant, frozen):
+    """As verl and its kin take entropies: the checkpoint is given the logits themselves."""
+
+    def entropy(x: Tensor) -> Tensor:
+        p = torch.softmax(x, -1)
+        return torch.logsumexp(x, -1) - (p * x).sum(-1)
+
+    def make() -> Any:
+        model = Plain()
+        model.lm_head.requires_grad_(not frozen)
+        return model
+
+    def loss(model: Any) -> Tensor:
+        logits = model(IDS) / 0.7
+        return checkpoint(entropy, logits, use_reentrant=reentrant).mean() + idiom(logits)
+
+    same(make, loss)
+
+
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_autocast(where):
     """The loss of the model under autocast, read inside of it or outside; gradients no farther from float64."""

@@ -7,7 +7,8 @@ when it is called, inside of its module, where FSDP has gathered the weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +36,26 @@ NAMES = ("lm_head", "output_layer")
 HALF: dict[torch.dtype, Match] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
+class _Around:
+    """Modules that hold the head, from the nearest on, and who is told of logits that are computed after all.
+
+    A copy of the head has neither: what holds the copy is another model.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module] = (), refused: Callable[[str], None] | None = None) -> None:
+        self._modules, self.refused = [weakref.ref(x) for x in modules], refused
+
+    def __reduce__(self) -> Any:
+        return _Around, ()
+
+    def unshard(self, layer: Any) -> Callable[[], None] | None:
+        """Makes a weight whole again that FSDP2 let go of where a forward ended: of the unit that has the weight."""
+        for module in (layer, *(x() for x in self._modules)):
+            if hasattr(module, "unshard"):
+                return module.unshard
+        return None
+
+
 @dataclass(frozen=True, eq=False)
 class _Deferred:
     """Settings of a head whose forward was replaced."""
@@ -42,6 +63,7 @@ class _Deferred:
     rounded: bool
     memory: int | str | None
     options: dict[str, Any]
+    around: _Around
     shard: Any = None
 
 
@@ -107,23 +129,47 @@ def defer(
     ...     model(torch.zeros(2, 3, dtype=torch.int64))
     Logits([2, 3, 9], torch.float32)
     """
+    return defer_or_tell(model, None, head, rounded, memory, **options)
+
+
+def defer_or_tell(
+    model: Any,
+    refused: Callable[[str], None] | None,
+    head: str | nn.Module | None = None,
+    rounded: bool = True,
+    memory: int | str | None = None,
+    **options: Any,
+) -> Deferral:
+    """:func:`defer`; a forward whose logits cannot be deferred computes them and tells why, unless ``refused`` is None:
+    then it raises."""
     for name in options:
         if name not in OPTIONS:
             raise LogitlessError(f"defer: there is no option {name!r}.{did_you_mean(name, OPTIONS)}")
     if memory is not None:
         parse_memory(memory)
-    layers = _linears(_head(model, head))
+    module = _head(model, head)
+    _check_unit(module)
+    layers = _linears(module)
     for layer in layers:
         _check(layer)
     for layer in layers:
         parallel = _is_column_parallel(layer)
         shard = column_parallel.shard_of_layer(layer) if parallel else None
-        layer._logitless_deferred = _Deferred(rounded, memory, options, shard)
+        around = _Around(_holders(model, layer), refused)
+        layer._logitless_deferred = _Deferred(rounded, memory, options, around, shard)
         layer.forward = Bound(_wrap_column_parallel if parallel else _wrap, layer)
     owner = _owner_of_loss(model)
     if owner is not None and column_parallel.LOSS not in vars(owner):
         setattr(owner, column_parallel.LOSS, Bound(column_parallel.wrap_loss, owner, column_parallel.LOSS))
     return Deferral(model, layers)
+
+
+def _holders(model: Any, layer: Any) -> list[nn.Module]:
+    """The modules of the model that the head is in, from the nearest on."""
+    modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
+    path = next((name for name, x in modules.items() if x is layer), "")
+    names = path.split(".")[:-1]
+    return [modules[".".join(names[:n])] for n in range(len(names), -1, -1)] if path else []
 
 
 def undefer(model: Any, *, head: str | nn.Module | None = None) -> None:
@@ -210,6 +256,21 @@ def _linears(layer: Any) -> list[Any]:
     return [layer] if copies is None else [layer.original_module, *copies.values()]
 
 
+def _check_unit(layer: Any) -> None:
+    """Raise for a head whose weight is gone when its forward ends."""
+    strategy = getattr(getattr(layer, "sharding_strategy", None), "name", "")
+    if strategy in ("FULL_SHARD", "HYBRID_SHARD"):
+        raise LogitlessError(
+            f"defer: the head is an FSDP1 unit of its own with {strategy}, which lets go of the weight where its "
+            f"forward ends. Leave the head in the root unit, use FSDP2 (fully_shard), or use a PolicyHead."
+        )
+    if any(hasattr(x, "ds_id") for x in layer.parameters(recurse=False)):
+        raise LogitlessError(
+            "defer: DeepSpeed ZeRO-3 has partitioned the head's weight, and lets go of it where its forward ends. Use "
+            "ZeRO-1 or ZeRO-2, FSDP, or a PolicyHead."
+        )
+
+
 def _is_column_parallel(layer: Any) -> bool:
     return any(kind.__name__ == column_parallel.NAME for kind in type(layer).__mro__)
 
@@ -252,7 +313,14 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         if _computes(hidden):
             return original(self, hidden)
-        return _logits(self, hidden)
+        refused = self._logitless_deferred.around.refused
+        try:
+            return _logits(self, hidden)
+        except LogitlessError as error:
+            if refused is None:
+                raise
+            refused(str(error))
+            return original(self, hidden)
 
     return forward
 
@@ -298,9 +366,8 @@ def _logits(layer: Any, hidden: Tensor) -> Logits:
         hidden, bias, weight = hidden.to(dtype), None if bias is None else bias.to(dtype), _cast(weight, dtype)
     match = HALF.get(hidden.dtype) if settings.rounded else None
     logits = Logits(hidden, weight, bias=bias, match=match, **settings.options)
-    # FSDP2 lets go of the weight where the head's forward ends, if the head is a unit of its own.
-    gather = getattr(layer, "unshard", None)
-    return made(replace(logits._stands, few=FEW, memory=settings.memory, gather=gather))
+    # FSDP2 lets go of the weight where the forward of its unit ends: the head, or a module around it.
+    return made(replace(logits._stands, few=FEW, memory=settings.memory, gather=settings.around.unshard(layer)))
 
 
 def _check_dropout(weight: Any) -> None:

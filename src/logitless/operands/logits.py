@@ -228,7 +228,9 @@ class Logits(Tensor):
                 args[0]._watched |= name == "grad_fn"
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-        elif func in ATTRIBUTES or name in ATTRIBUTE_NAMES:
+        elif (
+            func in ATTRIBUTES or name in ATTRIBUTE_NAMES or (name == "__set__" and attribute(func) == "requires_grad")
+        ):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         for found in _answers(func, name, args, kwargs):
@@ -267,7 +269,7 @@ ATTRIBUTES = frozenset(
 ATTRIBUTE_NAMES = frozenset(
     {
         *("__len__", "is_contiguous", "stride", "_is_view", "is_inference", "nelement", "ndimension", "get_device"),
-        *("__hash__", "storage_offset", "is_signed", "_register_hook_dict", "backward", "grad"),
+        *("__hash__", "storage_offset", "is_signed", "_register_hook_dict", "backward", "grad", "requires_grad_"),
     }
 )
 
