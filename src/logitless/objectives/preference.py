@@ -10,7 +10,7 @@ worked off in one pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -161,7 +161,7 @@ class Preference:
                 f"{NAME}: logprob has shape {list(stats.logprob.shape)} but there are {len(rows)} rows."
             )
         device, num_samples = rows.target.device, len(rows.counts)
-        chosen, rejected = self._samples(num_samples)
+        chosen, rejected, owners = self._owned(rows.counts)
         of_rows, of_batch = self._fields(fields, len(rows), num_samples, device)
         group = sequence_group(NAME, rows, group, needed=True)
         number = len(chosen) + (len(rejected) if self.kind == "kto" else 0)
@@ -184,6 +184,7 @@ class Preference:
             counts=rows.counts,
             group=group,
             batch={**of_batch, "scale": scale, **{k: x.to(device, non_blocking=True) for k, x in places.items()}},
+            owners={name: x for name, x in owners.items() if name in places or name in of_batch},
         )
 
     def evaluate(self, inputs: Inputs) -> tuple[Tensor, Metrics]:
@@ -243,16 +244,17 @@ class Preference:
 
     def _loss(self, x: Inputs) -> tuple[Tensor, dict[str, Tensor], Scores, Tensor]:
         """Loss, its parts, the scores, and ``[N]`` log-probs of the samples."""
-        wide, tokens = x.logprob.double(), x.totals.double().clamp_min(1)
-        logprob = x.sums(wide)
+        wide = x.logprob.double()
+        logprob = x.sums_here(wide)
+        tokens = x.totals[x.first : x.first + len(logprob)].double().clamp_min(1)
         score = logprob
         if "ref_sample_logprob" in x.batch:
             score = logprob - x.batch["ref_sample_logprob"]
         elif KINDS[self.kind].reference:
             # Differences first: they are small, and their sum keeps digits that a difference of sums would lose.
-            score = x.sums(wide - x.ref_logprob.double())
+            score = x.sums_here(wide - x.ref_logprob.double())
         score = score / tokens if self.settings.per_token else score
-        chosen, rejected = x.batch["chosen"], x.batch["rejected"]
+        chosen, rejected = (x.batch[name] - x.first for name in ("chosen", "rejected"))
         scores = Scores(score[chosen], score[rejected], (logprob / tokens)[chosen])
         parts = {"preference_loss": self._compared(scores, x)}
         if self.settings.sft_coef:
@@ -271,7 +273,7 @@ class Preference:
     def _metrics(self, x: Inputs, sums: dict[str, Tensor], scores: Scores, logprob: Tensor) -> Metrics:
         means: dict[str, Tensor] = {}
         for name, score in (("chosen", scores.chosen), ("rejected", scores.rejected)):
-            values = {f"reward_{name}": self.settings.beta * score, f"logprob_{name}": logprob[x.batch[name]]}
+            values = {f"reward_{name}": self.settings.beta * score, f"logprob_{name}": logprob[x.batch[name] - x.first]}
             means |= Metrics.of_rows(values, torch.ones_like(score, dtype=torch.bool)).means
         if self.kind != "kto":
             margin = self.settings.beta * (scores.chosen - scores.rejected)
@@ -280,6 +282,21 @@ class Preference:
         of_rows = {**x.statistics, **({} if x.entropy is None else {"entropy": x.entropy})}
         rows = Metrics.of_rows(of_rows, x.counted, sums=sums)
         return replace(rows, means={**means, **rows.means})
+
+    def _owned(self, counts: tuple[int, ...]) -> tuple[Sequence[int], Sequence[int], dict[str, Sequence[int]]]:
+        """Numbers of the chosen and of the rejected samples in the order of the samples that they go with, and these.
+
+        A pair goes with its first sample that has rows; a pair without rows with none.
+        """
+        chosen, rejected = self._samples(len(counts))
+        of_samples = {"ref_sample_logprob": range(len(counts))}
+        if self.kind == "kto":
+            chosen, rejected = sorted(chosen), sorted(rejected)
+            return chosen, rejected, {"chosen": chosen, "rejected": rejected, **of_samples}
+        pairs = zip(chosen, rejected, strict=True)
+        owned = sorted((min((x for x in pair if counts[x]), default=len(counts)), *pair) for pair in pairs)
+        owner, chosen, rejected = zip(*owned, strict=True) if owned else ((), (), ())
+        return chosen, rejected, {"chosen": owner, "rejected": owner, **of_samples}
 
     def _samples(self, num_samples: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Numbers of the chosen and of the rejected samples."""
