@@ -22,14 +22,23 @@ SAVED = Path(__file__).with_name("saved.json")
 
 
 class Option(NamedTuple):
-    """A keyword of ``install``: its default and one line of help. Values have the default's type, unless it is None."""
+    """A keyword of ``install``: its default, one line of help, and a function that raises for a bad value.
+
+    Without one, values have the default's type, unless it is None.
+    """
 
     default: Any
     help: str
+    check: Callable[[Any], object] | None = None
+
+
+def _check_audit(rows: Any) -> None:
+    if type(rows) is not int or rows < 0:
+        raise LogitlessError(f"audit must be a number of rows, 0 or more, but is {rows!r}.")
 
 
 COMMON = {
-    "audit": Option(0, "rows of every call that are compared with float64; see status()"),
+    "audit": Option(0, "rows of every call that are compared with float64; see status()", _check_audit),
     "any_version": Option(False, "no warning where the version of the host was not tested"),
 }
 
@@ -194,7 +203,13 @@ def resolve_options(host: Host, given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if name not in known:
             raise LogitlessError(f'install("{host.name}"): there is no option {name!r}.{suggestion(name, known)}')
-        default = known[name].default
+        default, check = known[name].default, known[name].check
+        if check is not None:
+            try:
+                check(value)
+            except LogitlessError as error:
+                raise LogitlessError(f'install("{host.name}"): {error} It means: {known[name].help}.') from None
+            continue
         wanted = (int, float) if type(default) is float else type(default)
         if default is not None and (not isinstance(value, wanted) or isinstance(value, bool) != (wanted is bool)):
             raise LogitlessError(

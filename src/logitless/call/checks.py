@@ -350,6 +350,8 @@ def check_linear(caller: str, hidden: Tensor, weight: Tensor, linear: Linear, op
             f"{caller}: weight must be [V, {hidden.shape[-1]}] to go with hidden of size {hidden.shape[-1]} but is "
             f"{list(weight.shape)}.{hint}"
         )
+    if not weight.shape[1]:
+        raise LogitlessError(f"{caller}: hidden and weight have hidden size 0, so that there is nothing to multiply.")
     if weight.dtype != hidden.dtype:
         raise LogitlessError(
             f"{caller}: weight is {weight.dtype} but hidden is {hidden.dtype}. Cast one of them, or call under "

@@ -173,15 +173,14 @@ class Objective:
         """
         settings = {f.name: getattr(self, f.name) for f in fields(self)}
         plain = {name: x for name, x in settings.items() if x != getattr(_PLAIN, name)}
-        shown = {name: getattr(x, "__qualname__", repr(x)) for name, x in plain.items()}
-        return f"Objective({', '.join(f'{name}={x}' for name, x in shown.items())})"
+        return f"Objective({', '.join(f'{name}={_shown(x)}' for name, x in plain.items())})"
 
     def __repr__(self) -> str:
         """Policy, clip bounds in effect and reduction, and the other settings that differ from the defaults."""
         shown = {"policy": self.policy, "clip": clip_of(self), "reduce": self.reduce}
         differ = {f.name: x for f in fields(self) if (x := getattr(self, f.name)) != getattr(_PLAIN, f.name)}
         parts = {f.name: {**differ, **shown}.get(f.name) for f in fields(self)}
-        texts = [f"{name}={getattr(x, '__qualname__', repr(x))}" for name, x in parts.items() if x is not None]
+        texts = [f"{name}={_shown(x)}" for name, x in parts.items() if x is not None]
         return f"Objective({', '.join(texts)})"
 
     @functools.cached_property
@@ -470,6 +469,16 @@ def _name_of(term: Any) -> str:
     if isinstance(term, functools.partial):
         return f"functools.partial({_name_of(term.func)})"
     return getattr(term, "__qualname__", type(term).__name__)
+
+
+def _shown(x: Any) -> str:
+    """A setting, the same in every process: functions and other objects by name, and not by their address."""
+    if isinstance(x, functools.partial):
+        given = [*map(_shown, x.args), *(f"{name}={_shown(value)}" for name, value in x.keywords.items())]
+        return f"functools.partial({', '.join([_shown(x.func), *given])})"
+    if isinstance(x, Tensor):
+        return f"tensor({fingerprint(x)})"
+    return _name_of(x) if callable(x) else repr(x)
 
 
 def _weighed_sum(x: Inputs, losses: Tensor) -> Tensor:

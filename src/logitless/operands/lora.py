@@ -62,6 +62,8 @@ class LoRA:
                 f"LoRA: a must be [r, {size}] and b [{columns}, r] to go with weight {[columns, size]}, but they are "
                 f"{list(self.a.shape)} and {list(self.b.shape)}. As in peft, a comes first: b @ a."
             )
+        if not rank:
+            raise LogitlessError("LoRA: a and b have rank 0, so that there is no adapter. Pass the weight itself.")
         _check_scale(self.scale)
 
     def __repr__(self) -> str:

@@ -17,10 +17,12 @@ from torch import Tensor
 from logitless.backends.contract import Problem
 from logitless.call import PLAIN, Call, Operands
 from logitless.call.checks import check_kept, vocabulary
+from logitless.call.resolve import autocast_dtype
 from logitless.collectives import sum_over
 from logitless.errors import LogitlessError
 from logitless.machine import SLAB, pieces
 from logitless.operands import Kept, Logits, Teacher, Teachers, TopK
+from logitless.operands.logits import like
 from logitless.readings.over_support import rows_of
 from logitless.readings.reading import LARGEST
 from logitless.readings.support import Support
@@ -342,6 +344,24 @@ def _part(teacher: Teacher, call: Call, rows: slice, gain: Tensor) -> Part:
     hidden = tokens if call.index is None and len(tokens) == rows.stop - rows.start else tokens.index_select(0, index)
     p = Projection.of(hidden, own_operands(teacher), call.rows.target[rows], own_call(teacher, call, columns, gain))
     return Part(rows, p, None, None, source, columns, nothing)
+
+
+def under_autocast(given: Any) -> Any:
+    """The teacher with its hidden states and head in the dtype that autocast gives those of the student; as it is where
+    autocast is off, and where its logits exist."""
+    if isinstance(given, Teachers):
+        members = [under_autocast(member) for member in given.members]
+        same = all(new is old for new, old in zip(members, given.members, strict=True))
+        return given if same else replace(given, members=members)
+    logits = given.logits if isinstance(given, Teacher) else None
+    dtype = autocast_dtype(logits.hidden) if isinstance(logits, Logits) else None
+    if not isinstance(logits, Logits) or dtype is None:
+        return given
+    linear, weight = logits.linear, logits.weight
+    assert isinstance(weight, Tensor)
+    linear = replace(linear, bias=None if linear.bias is None else linear.bias.to(dtype))
+    cast = like(logits, logits.hidden.detach().to(dtype), weight=weight.detach().to(dtype), linear=linear)
+    return replace(given, logits=cast)
 
 
 def own_operands(teacher: Teacher) -> Operands:
