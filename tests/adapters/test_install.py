@@ -474,9 +474,9 @@ def test_audit_over_a_vocabulary_group(ranks):
 @pytest.mark.parametrize(
     ("option", "given"),
     [
-        (Option("256MiB", "working memory", parse_memory), "lots"),
-        (Option(1.0, "a factor", lambda x: Head(scale=x)), 0.0),
-        (Option(1.0, "a factor", lambda x: Head(scale=x)), "1"),
+        (Option("256MiB", "working memory", check=parse_memory), "lots"),
+        (Option(1.0, "a factor", check=lambda x: Head(scale=x)), 0.0),
+        (Option(1.0, "a factor", check=lambda x: Head(scale=x)), "1"),
     ],
 )
 def test_a_bad_value_of_an_option_is_refused_before_anything_is_replaced(fakehost, option: Option, given):

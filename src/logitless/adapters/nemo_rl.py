@@ -470,9 +470,9 @@ HOST = Host(
     options={
         "accurate": Option(False, "float32 logits of half-precision hidden states instead of NeMo-RL's rounding"),
         "fused_temperature": Option(
-            1.0, "sampling temperature, for the fused head: it divides the logits", lambda x: Head(temperature=x)
+            1.0, "sampling temperature, for the fused head: it divides the logits", check=lambda x: Head(temperature=x)
         ),
-        "memory": Option("256MiB", "working memory of the fused head", parse_memory),
+        "memory": Option("256MiB", "working memory of the fused head", check=parse_memory),
     },
     distribution="nemo-rl",
 )

@@ -447,7 +447,7 @@ HOST = Host(
         "inplace_backward": Option(
             False, "True: FSDP's backward may write the gradient over the logits; for runs without an entropy bonus"
         ),
-        "memory": Option("256MiB", "working memory of the functions that take hidden states", parse_memory),
+        "memory": Option("256MiB", "working memory of the functions that take hidden states", check=parse_memory),
         "rows_before_head": Option(True, "False: workers score prompts too, whose results they cut away"),
     },
 )

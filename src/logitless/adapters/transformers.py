@@ -27,9 +27,10 @@ from torch import Tensor, nn
 
 from logitless.adapters.audit import Audit, AuditReport
 from logitless.adapters.host import Host, Option, Replacement, suggestion
-from logitless.adapters.modules import Bound, in_evaluation
+from logitless.adapters.modules import in_evaluation
 from logitless.adapters.scoring import in_scope
 from logitless.call import resolve_rows
+from logitless.deferred.bound import Bound
 from logitless.errors import LogitlessError, adapted
 from logitless.loss import Loss, LossResult
 from logitless.objectives import Metrics
@@ -493,6 +494,6 @@ HOST = Host(
     replacements=_replacements,
     options={
         "verify": Option(True, "check our results for every model against its own logits"),
-        "memory": Option("256MiB", "working memory of the head", parse_memory),
+        "memory": Option("256MiB", "working memory of the head", check=parse_memory),
     },
 )

@@ -301,6 +301,6 @@ HOST = Host(
     options={
         "accurate": Option(False, "float32 results for half-precision inputs instead of TRL's rounding"),
         "entropy_grad": Option(True, "False: no entropy bonus is trained, so entropy is a metric without a graph"),
-        "memory": Option("256MiB", "working memory of the fused LM head, and of a divergence", parse_memory),
+        "memory": Option("256MiB", "working memory of the fused LM head, and of a divergence", check=parse_memory),
     },
 )

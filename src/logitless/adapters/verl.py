@@ -275,11 +275,11 @@ HOST = Host(
         "entropy_grad": Option(True, "False: no entropy bonus is trained, so entropy is a metric without a graph"),
         "hidden_grad": Option("partial", '"reduced": linear_cross_entropy sums the gradient of hidden over its group'),
         "inplace_backward": Option(True, "False: never write a gradient over the logits, whatever the caller allows"),
-        "memory": Option("256MiB", "working memory of the fused heads", parse_memory),
+        "memory": Option("256MiB", "working memory of the fused heads", check=parse_memory),
         "rows_before_head": Option(False, "True: fused heads multiply response rows alone, with zeros at prompt rows"),
         "scale": Option(
-            1.0, "factor on the logits of the fused heads, before softcap and temperature", lambda x: Head(scale=x)
+            1.0, "factor on the logits of the fused heads, before softcap and temperature", check=lambda x: Head(scale=x)
         ),
-        "softcap": Option(None, "final logit softcapping of the fused heads", lambda x: Head(softcap=x)),
+        "softcap": Option(None, "final logit softcapping of the fused heads", check=lambda x: Head(softcap=x)),
     },
 )
