@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from logitless.arguments import refuse_transforms
 from logitless.backends.divergences import Divergence, Kind
 from logitless.call import MEMORY, Asked, Call, Operands, resolve, together, untraced
 from logitless.call.dry import ACTIVE, announce
@@ -117,10 +118,11 @@ def logprobs(
 def _logprobs(logits: Any, rows: Any, asked: Asked) -> TokenStats:
     if torch.compiler.is_compiling():
         return _answered(logits, rows, asked)
+    refuse_transforms("logprobs")
     try:
         return _answered(logits, rows, asked)
     except BaseException as error:
-        add_note(error, "logprobs", asked.memory or _default(logits, asked))
+        add_note(error, "logprobs", _default(logits, asked) if asked.memory is None else asked.memory)
         raise
 
 

@@ -244,7 +244,7 @@ def test_unknown_options_and_types(fakehost):
         install_host(host(), {"flavor": "x"})
     for wrong in ({"flavour": 3}, {"audit": True}, {"any_version": 1}, {"ratio": "x"}, {"audit": 1.5}):
         (name,) = wrong
-        with pytest.raises(LogitlessError, match=f"{name} must be "):
+        with pytest.raises(LogitlessError, match=f"{name} must be of type"):
             install_host(host(), wrong)
     with pytest.raises(LogitlessError, match="audit: wanted a number of rows"):
         install_host(host(), {"audit": -1})
@@ -490,8 +490,3 @@ def test_a_bad_value_of_an_option_is_refused_before_anything_is_replaced(fakehos
 def test_working_memory_is_checked_by_every_host_that_has_it(name: str):
     options = importlib.import_module(f"logitless.adapters.{name}").HOST.options
     assert all(option.check is parse_memory for key, option in options.items() if key == "memory")
-
-
-def test_an_audit_of_fewer_than_no_rows(fakehost):
-    with pytest.raises(LogitlessError, match="audit must be a number of rows, 0 or more, but is -1"):
-        install_host(host(), {"audit": -1})

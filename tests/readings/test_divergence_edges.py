@@ -357,7 +357,7 @@ def test_autocast_rounds_the_teacher_as_the_student(verb: str, several: bool):
     other = torch.randn(31, 8)
     under = call(lambda x: x, torch.autocast("cpu", torch.bfloat16), other)
     cast = call(lambda x: x.bfloat16(), contextlib.nullcontext(), other)
-    for ours, theirs in zip(under, cast, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
+    for mine, theirs in zip(under, cast, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=0, rtol=0)
     if not several:
         assert call(lambda x: x, torch.autocast("cpu", torch.bfloat16), weight)[0] == 0

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import logitless as ll
+from logitless.adapters import Host, Replacement
 
 R, V, D = 4, 7, 3
 
@@ -63,6 +64,29 @@ def fields() -> dict[str, Any]:
     return {"old_logprob": vector(), "advantage": vector()}
 
 
+def toy() -> Host:
+    """A host with one function, which is replaced by itself."""
+    score = Replacement(
+        module="shared.valid_calls", name="toy_score", signature="(logits)", make=lambda original, options: original
+    )
+    return Host(name="toy", package="shared", versions=("0",), replacements=lambda options: [score])
+
+
+def toy_score(logits: Any) -> Any:
+    return logits
+
+
+def installing(host: Any, **options: Any) -> None:
+    """An installation that is undone."""
+    ll.install(host, any_version=True, **options)
+    ll.uninstall(host)
+
+
+def deferring(model: Any, **options: Any) -> None:
+    """A deferral that is undone."""
+    ll.defer(model, **options).undo()
+
+
 IDS, MASK = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 0]]), torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]])
 
 CALLS: dict[str, Callable[[], Good]] = {
@@ -96,7 +120,9 @@ CALLS: dict[str, Callable[[], Good]] = {
         {"hook": lambda gradient: None},
     ),
     "Loss": lambda: Good(
-        lambda *a, **k: ll.Loss(*a, **k).of(logits(), rows()), {"objective": ll.Objective(), **fields()}, {"fields": "advantage"}
+        lambda *a, **k: ll.Loss(*a, **k).of(logits(), rows()),
+        {"objective": ll.Objective(), **fields()},
+        {"fields": "advantage"},
     ),
     "Loss.of": lambda: Good(
         ll.Loss(ll.Objective(), **fields()).of, {"logits": logits(), "rows": rows()}, {"options": "memory"}
@@ -104,8 +130,13 @@ CALLS: dict[str, Callable[[], Good]] = {
     "Metrics.merge": lambda: Good(ll.Metrics.merge, {"several": [metrics(), metrics()]}),
     "Metrics.of_rows": lambda: Good(
         ll.Metrics.of_rows,
-        {"means": {"a": vector()}, "counted": torch.ones(R, dtype=torch.bool), "extremes": {"a": vector()},
-         "weights": {"a": vector()}, "sums": {"a": torch.tensor(1.0)}},
+        {
+            "means": {"a": vector()},
+            "counted": torch.ones(R, dtype=torch.bool),
+            "extremes": {"a": vector()},
+            "weights": {"a": vector()},
+            "sums": {"a": torch.tensor(1.0)},
+        },
     ),
     "Metrics.reduce": lambda: Good(metrics().reduce, {"group": None}),
     "Objective": lambda: Good(lambda **k: ll.Objective(**k)(stats(), rows(), **fields()), {}),
@@ -152,7 +183,7 @@ CALLS: dict[str, Callable[[], Good]] = {
         {"logits": torch.zeros(6, V), "ids": torch.arange(V)},
     ),
     "Teacher.by_row": lambda: Good(
-        lambda *a: ll.logprobs(logits(), rows(), teacher=ll.Teacher.by_row(*a)),
+        lambda **k: ll.logprobs(logits(), rows(), teacher=ll.Teacher.by_row(**k)),
         {"members": [torch.zeros(6, V)] * 2, "which": torch.tensor([0, 1, 0, 1])},
     ),
     "Teacher.from_top_k": lambda: Good(
@@ -162,11 +193,10 @@ CALLS: dict[str, Callable[[], Good]] = {
     "VocabShard": lambda: Good(ll.VocabShard, {"start": 0, "stop": V}),
     "VocabShard.even": lambda: Good(ll.VocabShard.even, {"vocab_size": V, "group": None}),
     "VocabShard.of": lambda: Good(ll.VocabShard.of, {"weight": torch.ones(V, D)}),
-    "estimate": lambda: Good(
-        ll.estimate, {"verb": ll.logprobs, "args": (logits(), rows())}, {"options": "memory"}
-    ),
+    "estimate": lambda: Good(ll.estimate, {"verb": ll.logprobs, "args": (logits(), rows())}, {"options": "memory"}),
     "explain": lambda: Good(ll.explain, {"verb": ll.logprobs, "args": (deferred(), rows())}, {"options": "memory"}),
-    "install": lambda: Good(ll.install, {"host": "nothing"}, {"options": "audit"}),
+    "defer": lambda: Good(deferring, {"model": nn.Sequential(nn.Linear(D, V)), "head": "0"}, {"options": "strict"}),
+    "install": lambda: Good(installing, {"host": toy()}, {"options": "audit"}),
     "logprobs": lambda: Good(ll.logprobs, {"logits": logits(), "rows": rows()}),
     "policy_loss": lambda: Good(
         ll.policy_loss,
@@ -183,7 +213,7 @@ NOT_CALLED = {
     "Metrics": "results, by name",
     "LogitlessError": "an error",
     **dict.fromkeys(
-        ("Contiguous.tokens", "Zigzag.tokens", "Head.gain", "Kept.cut", "LoRA.inner", "LoRA.detached", "Logits.read"),
+        ("Contiguous.tokens", "Zigzag.tokens", "Head.gain", "Kept.cut", "LoRA.inner", "LoRA.detached"),
         "called by the package with what it has checked",
     ),
     **dict.fromkeys(
@@ -191,8 +221,11 @@ NOT_CALLED = {
         "called by the package with what it has checked",
     ),
     **dict.fromkeys(
-        (f"{noun}.{name}" for noun in ("Objective", "Preference")
-         for name in ("evaluate", "loss", "inputs", "facts_over_samples", "kept_together")),
+        (
+            f"{noun}.{name}"
+            for noun in ("Objective", "Preference")
+            for name in ("evaluate", "loss", "inputs", "facts_over_samples", "kept_together")
+        ),
         "called by the package with what it has checked",
     ),
 }

@@ -59,10 +59,10 @@ def nearly(x: Any) -> Iterator[tuple[str, Any]]:
         yield "its shape, sparse", x.to_sparse()
         yield "as a dict", {"x": x}
         if x.is_floating_point():
-            yield "nan", torch.full_like(x, math.nan)
+            yield "full of nan", torch.full_like(x, math.nan)
         else:
-            yield "huge", torch.full_like(x, 2**62)
-            yield "negative", torch.full_like(x, -7)
+            yield "huge ids", torch.full_like(x, 2**62)
+            yield "negative ids", torch.full_like(x, -7)
     elif isinstance(x, list | tuple):
         yield "one fewer", x[:-1]
         yield "one more", [*x, *x[-1:]]
@@ -74,4 +74,4 @@ def nearly(x: Any) -> Iterator[tuple[str, Any]]:
         yield "as pairs", list(x.items())
         yield "with None", dict.fromkeys(x)
         yield "with texts", dict.fromkeys(x, "lots")
-        yield "with lists", dict.fromkeys(x, [1.0])
+        yield "with lists", {key: [1.0] for key in x}

@@ -34,13 +34,8 @@ class Option(NamedTuple):
     check: Callable[[Any], object] | None = None
 
 
-def _check_audit(rows: Any) -> None:
-    if type(rows) is not int or rows < 0:
-        raise LogitlessError(f"audit must be a number of rows, 0 or more, but is {rows!r}.")
-
-
 COMMON = {
-    "audit": Option(0, "rows of every call that are compared with float64; see status()", check=_check_audit),
+    "audit": Option(0, "rows of every call that are compared with float64; see status()"),
     "any_version": Option(False, "no warning where the version of the host was not tested"),
 }
 

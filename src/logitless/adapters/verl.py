@@ -278,7 +278,9 @@ HOST = Host(
         "memory": Option("256MiB", "working memory of the fused heads", check=parse_memory),
         "rows_before_head": Option(False, "True: fused heads multiply response rows alone, with zeros at prompt rows"),
         "scale": Option(
-            1.0, "factor on the logits of the fused heads, before softcap and temperature", check=lambda x: Head(scale=x)
+            1.0,
+            "factor on the logits of the fused heads, before softcap and temperature",
+            check=lambda x: Head(scale=x),
         ),
         "softcap": Option(None, "final logit softcapping of the fused heads", check=lambda x: Head(softcap=x)),
     },

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from logitless.arguments import check_flags, refused
 from logitless.deferred import column_parallel
 from logitless.deferred.bound import Bound
 from logitless.errors import LogitlessError, did_you_mean
@@ -100,6 +101,7 @@ def defer(model: Any, *, head: str | nn.Module | None = None, rounded: bool = Tr
     for name in options:
         if name not in OPTIONS:
             raise LogitlessError(f"defer: there is no option {name!r}.{did_you_mean(name, OPTIONS)}")
+    check_flags("defer", rounded=rounded, **options)
     layers = _linears(_head(model, head))
     for layer in layers:
         _check(layer)
@@ -137,10 +139,12 @@ def _head(model: Any, head: Any) -> Any:
         raise LogitlessError(f"defer: model must be a torch.nn.Module but is {type(model).__name__}.")
     inner = _unwrapped(model)
     if head is not None:
-        found = dict(inner.named_modules()).get(str(head))
+        if not isinstance(head, str):
+            raise refused("defer: head", "a module, its name in the model, or None", head)
+        found = dict(inner.named_modules()).get(head)
         if found is None:
             names = [name for name, x in inner.named_modules() if isinstance(x, nn.Linear)]
-            raise LogitlessError(f"defer: the model has no module {head!r}.{did_you_mean(str(head), names)}")
+            raise LogitlessError(f"defer: head: the model has no module {head!r}.{did_you_mean(head, names)}")
         return found
     tells = getattr(inner, "get_output_embeddings", None)
     found = tells() if callable(tells) else None

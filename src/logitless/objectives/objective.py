@@ -18,12 +18,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from logitless.arguments import check_flags, instance
 from logitless.backends.divergences import Divergence
 from logitless.collectives import agree_if, fingerprint
 from logitless.errors import LogitlessError, did_you_mean
 from logitless.objectives.checks import (
     check_field,
+    check_stats,
     elsewhere,
+    known_name,
     sequence_group,
     taught,
     unknown,
@@ -107,8 +110,7 @@ class Objective:
         >>> Objective.recipe("dapo").clip
         (0.2, 0.28)
         """
-        if name not in RECIPES:
-            raise unknown("Objective.recipe: name", name, RECIPES)
+        known_name(name, RECIPES, "Objective.recipe: name")
         known = [f.name for f in fields(Objective)]
         for change in changes:
             if change not in known:
@@ -318,6 +320,7 @@ class Objective:
         """
 
         def prepare() -> Inputs:
+            self._check_stats(stats, len(instance(rows, Rows, "Objective: rows", " Make one with Rows.packed, say.")))
             batch = {"denominator": denominator, "prompt_tokens": prompt_tokens, "group": group}
             return self.inputs(stats, rows, fields, **batch)
 
@@ -327,6 +330,7 @@ class Objective:
                 "the dtype of logprob": str(inputs.logprob.dtype),
             }
 
+        check_flags("Objective", check_group=check_group)
         return self.evaluate(agree_if(check_group, group, "Objective", prepare, facts))
 
     def facts_over_samples(self, inputs: Inputs, denominator: float | Tensor | None) -> dict[str, Any]:
@@ -435,11 +439,7 @@ class Objective:
             )
 
     def _check_stats(self, stats: TokenStats, num_rows: int) -> None:
-        if not hasattr(stats, "logprob"):
-            raise LogitlessError(
-                f"Objective: stats must be the TokenStats of logprobs but is "
-                f"{type(stats).__name__}. Log-probs of your own go in as TokenStats(logprob, entropy, None)."
-            )
+        check_stats("Objective", stats)
         for name, x in (("logprob", stats.logprob), ("entropy", stats.entropy)):
             if x is not None and tuple(x.shape) != (num_rows,):
                 raise LogitlessError(

@@ -17,9 +17,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from logitless.arguments import check_flags, dense, instance
 from logitless.collectives import agree_if, fingerprint
 from logitless.errors import LogitlessError, did_you_mean
-from logitless.objectives.checks import check_field, finite, sequence_group, unknown
+from logitless.objectives.checks import check_field, check_stats, finite, known_name, sequence_group
 from logitless.objectives.inputs import Inputs, statistics_of
 from logitless.objectives.metrics import Metrics
 from logitless.objectives.preference_terms import KINDS, Scores, Settings, kto
@@ -77,8 +78,7 @@ class Preference:
     own_terms: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise unknown(f"{NAME}: kind", self.kind, KINDS)
+        known_name(self.kind, KINDS, f"{NAME}: kind")
         takes = KINDS[self.kind].takes
         for name in Settings._fields:
             if getattr(self, name) is not None and name not in takes:
@@ -149,7 +149,7 @@ class Preference:
         group: Any = None,
     ) -> Inputs:
         """The vectors of these rows, and what belongs to their samples. All checks are made here."""
-        if rows.response_lengths is None:
+        if instance(rows, Rows, f"{NAME}: rows", " Make one with Rows.packed, say.").response_lengths is None:
             raise LogitlessError(
                 f"{NAME}: it compares whole samples, but rows given as targets or (index, target) know of no samples. "
                 f"Make them with Rows.packed, Rows.padded or Rows.from_mask."
@@ -222,6 +222,7 @@ class Preference:
         """
 
         def prepare() -> Inputs:
+            check_stats(NAME, stats)
             return self.inputs(stats, rows, fields, denominator=denominator, group=group)
 
         def facts(inputs: Inputs) -> dict[str, Any]:
@@ -230,6 +231,7 @@ class Preference:
                 "the dtype of logprob": str(inputs.logprob.dtype),
             }
 
+        check_flags(NAME, check_group=check_group)
         return self.evaluate(agree_if(check_group, group, NAME, prepare, facts))
 
     def facts_over_samples(self, inputs: Inputs, denominator: float | Tensor | None) -> dict[str, Any]:
@@ -313,7 +315,9 @@ class Preference:
             return tuple(range(0, num_samples, 2)), tuple(range(1, num_samples, 2))
         last = max((*self.chosen, *self.rejected), default=-1)
         if last >= num_samples:
-            raise LogitlessError(f"{NAME}: pairs name sample {last} but there are {num_samples} samples, from 0 on.")
+            raise LogitlessError(
+                f"{NAME}: pairs name sample {last}, chosen or rejected, but there are {num_samples} samples, from 0 on."
+            )
         return self.chosen, self.rejected
 
     def _fields(
@@ -369,8 +373,9 @@ class Preference:
 
 
 def _numbers(name: str, samples: Any) -> tuple[int, ...]:
-    numbers = samples.tolist() if isinstance(samples, Tensor) else samples
-    numbers = tuple(numbers) if isinstance(numbers, Iterable) else numbers
+    if isinstance(samples, Tensor):
+        samples = dense(samples, f"{NAME}: {name}", "sample numbers, 0 or more,", numbers=True).tolist()
+    numbers = tuple(samples) if isinstance(samples, Iterable) else samples
     if not isinstance(numbers, tuple) or not all(type(x) is int and x >= 0 for x in numbers):
         shown = list(numbers) if isinstance(numbers, tuple) else numbers
         raise LogitlessError(f"{NAME}: {name} must be sample numbers, 0 or more, but is {shown!r}.")

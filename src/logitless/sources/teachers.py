@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from logitless.arguments import refused
 from logitless.backends.contract import Problem
 from logitless.call import PLAIN, Call, Operands
 from logitless.call.checks import check_kept, vocabulary
@@ -177,7 +178,7 @@ def grouped(given: Teacher | Teachers, call: Call) -> tuple[Call, Tensor | None]
         return call, None
     if given.which.shape != (call.num_rows,):
         raise LogitlessError(
-            f"{call.caller}: teachers are given for {given.which.numel()} rows but there are {call.num_rows}."
+            f"{call.caller}: which names the teachers of {given.which.numel()} rows but there are {call.num_rows}."
         )
     order = _order(given, call)
     index = call.rows.index[order]
@@ -209,8 +210,11 @@ def check_teacher(given: Teacher | Teachers, tokens: Tensor, call: Call) -> None
                 f"{name}: the teacher's hidden states or logits are {list(teacher.tokens.shape)} but the student's are "
                 f"{list(tokens.shape)}. They must be of the same tokens."
             )
-        if teacher.tokens.device != tokens.device:
-            raise LogitlessError(f"{name}: the teacher is on {teacher.tokens.device}, the student on {tokens.device}.")
+        for own in (teacher.tokens, teacher.ids):
+            if own is not None and own.device != tokens.device:
+                raise LogitlessError(
+                    f"{name}: logits and ids of the teacher are on {own.device}, the student on {tokens.device}."
+                )
         if teacher.ids is not None and call.shard is not None:
             raise LogitlessError(
                 f"{name}: Teacher(ids=) goes with a whole vocabulary. Under a shard, bring the rows of the teacher's "
@@ -235,6 +239,8 @@ def check_teachers(call: Call, tokens: Tensor, given: Any) -> None:
     """Raise for a teacher that does not go with the call, or with its divergence."""
     members = (given,) if isinstance(given, Teacher) else getattr(given, "members", ())
     linear, name = call.linear, call.caller
+    if isinstance(given, Teachers) and given.which.is_meta and not call.rows.index.is_meta:
+        raise refused(f"{name}: which, the teacher of each row,", "a tensor with numbers", given.which)
     if linear is not None and linear.batch_invariant and isinstance(given, Teachers) and call.kept is None:
         raise LogitlessError(
             f"{name}: batch_invariant=True goes with one Teacher. With several, how many rows a product has depends on "
