@@ -11,7 +11,6 @@ Small frozen carriers, validated when made, so that everything below can trust t
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from logitless.arguments import FLOATS, check_flags, dense, is_number, refused
 from logitless.collectives import DryGroup, resolve_group, table_over
 from logitless.errors import LogitlessError
 
@@ -185,6 +185,7 @@ class VocabShard:
     def __post_init__(self) -> None:
         if type(self.start) is not int or type(self.stop) is not int:
             raise LogitlessError(f"VocabShard: start and stop must be integers but are {self.start!r}, {self.stop!r}.")
+        check_flags("VocabShard", check_calls=self.check_calls)
         group = resolve_group(self.group, "VocabShard.group")
         bounds = [(self.start, self.stop)] if group is None else table_over(group, (self.start, self.stop))
         object.__setattr__(self, "group", group)
@@ -208,6 +209,8 @@ class VocabShard:
     @staticmethod
     def even(vocab_size: int, group: Any) -> VocabShard:
         """This rank's shard where the vocabulary is cut into equal shards in rank order, as Megatron does."""
+        if type(vocab_size) is not int or vocab_size < 1:
+            raise refused("VocabShard.even: vocab_size", "a positive integer", vocab_size)
         group = resolve_group(group, "VocabShard.group")
         world, rank = (1, 0) if group is None else (group.size(), group.rank())
         if vocab_size % world:
@@ -311,11 +314,11 @@ def inspectable(x: Tensor) -> bool:
 
 
 def _is_finite_number(x: object) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+    return is_number(x) and isinstance(x, int | float)
 
 
 def _check_temperature_tensor(t: Tensor) -> None:
-    if not t.is_floating_point():
+    if dense(t, "Head: temperature", "a number or a tensor of floats").dtype not in FLOATS:
         raise LogitlessError(f"Head: temperature must be a floating-point tensor but has dtype {t.dtype}.")
     if t.requires_grad:
         raise LogitlessError("Head: temperature requires grad, but no gradient flows to it. Pass temperature.detach().")

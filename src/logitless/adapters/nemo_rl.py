@@ -35,7 +35,7 @@ from logitless.errors import LogitlessError
 from logitless.operands import Kept, Logits, shard_of
 from logitless.rows import Rows
 from logitless.score import logprobs
-from logitless.spec import Head, TokenStats, VocabShard
+from logitless.spec import Head, TokenStats, VocabShard, parse_memory
 
 FILTERED_ROWS = 256
 """Rows that are sorted at a time under top-k or top-p, as NeMo-RL does."""
@@ -469,8 +469,10 @@ HOST = Host(
     replacements=_replacements,
     options={
         "accurate": Option(False, "float32 logits of half-precision hidden states instead of NeMo-RL's rounding"),
-        "fused_temperature": Option(1.0, "sampling temperature, for the fused head: it divides the logits"),
-        "memory": Option("256MiB", "working memory of the fused head"),
+        "fused_temperature": Option(
+            1.0, "sampling temperature, for the fused head: it divides the logits", check=lambda x: Head(temperature=x)
+        ),
+        "memory": Option("256MiB", "working memory of the fused head", check=parse_memory),
     },
     distribution="nemo-rl",
 )

@@ -44,7 +44,7 @@ from logitless.adapters.skyrl_rows import (
     weigh_read,
 )
 from logitless.errors import LogitlessError
-from logitless.spec import Head, VocabShard
+from logitless.spec import Head, VocabShard, parse_memory
 
 MODEL_UTILS = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 MEGATRON_WRAPPER = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
@@ -453,7 +453,7 @@ HOST = Host(
         "inplace_backward": Option(
             False, "True: FSDP's backward may write the gradient over the logits; for runs without an entropy bonus"
         ),
-        "memory": Option("256MiB", "working memory of the functions that take hidden states"),
+        "memory": Option("256MiB", "working memory of the functions that take hidden states", check=parse_memory),
         "rows_before_head": Option(True, "False: workers score prompts too, whose results they cut away"),
     },
 )

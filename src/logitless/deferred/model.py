@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from logitless.arguments import check_flags, refused
 from logitless.deferred import column_parallel
 from logitless.deferred.bound import Bound
 from logitless.errors import LogitlessError, did_you_mean
@@ -145,6 +146,7 @@ def defer_or_tell(
     for name in options:
         if name not in OPTIONS:
             raise LogitlessError(f"defer: there is no option {name!r}.{did_you_mean(name, OPTIONS)}")
+    check_flags("defer", rounded=rounded, **options)
     if memory is not None:
         parse_memory(memory)
     module = _head(model, head)
@@ -213,10 +215,12 @@ def _head(model: Any, head: Any) -> Any:
         raise LogitlessError(f"defer: model must be a torch.nn.Module but is {type(model).__name__}.")
     inner = _unwrapped(model)
     if head is not None:
-        found = dict(inner.named_modules()).get(str(head))
+        if not isinstance(head, str):
+            raise refused("defer: head", "a module, its name in the model, or None", head)
+        found = dict(inner.named_modules()).get(head)
         if found is None:
             names = [name for name, x in inner.named_modules() if isinstance(x, nn.Linear)]
-            raise LogitlessError(f"defer: the model has no module {head!r}.{did_you_mean(str(head), names)}")
+            raise LogitlessError(f"defer: head: the model has no module {head!r}.{did_you_mean(head, names)}")
         return found
     tells = getattr(inner, "get_output_embeddings", None)
     found = tells() if callable(tells) else None

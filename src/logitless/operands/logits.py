@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from logitless.arguments import refuse_transforms, refused
 from logitless.errors import LogitlessError
 from logitless.operands.checks import check_tensors
 from logitless.operands.graph import Behind, Edge
@@ -112,10 +113,9 @@ class Logits(Tensor):
         strict: bool = False,
     ) -> Logits:
         matrix = weight.weight if isinstance(weight, LoRA) else weight
-        if not all(isinstance(x, Tensor | None) for x in (bias, weight_grad)) or not (
-            isinstance(hidden, Tensor) and isinstance(matrix, Tensor)
-        ):
-            check_tensors("Logits", hidden=hidden, weight=matrix, bias=bias, weight_grad=weight_grad)
+        if not torch.compiler.is_compiling():
+            refuse_transforms("Logits")
+        check_tensors("Logits", hidden=hidden, weight=matrix, bias=bias, weight_grad=weight_grad)
         linear = Linear(
             bias=bias,
             shard=shard,
@@ -201,6 +201,8 @@ class Logits(Tensor):
         Wrappers such as FSDP register hooks on a model's output. There is no gradient of the logits: the hook is given
         a tensor of its shape without numbers, which can be added and scaled.
         """
+        if not callable(hook):
+            raise refused("Logits.register_hook: hook", "a function", hook)
         if self._read and not self._watched:
             # Backward of what was read already does not come by here; of the tensors that were read it does.
             for x in self._stands.tensors():
