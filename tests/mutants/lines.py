@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import hashlib
 import json
+import operator
 import os
 import sys
 import tempfile
@@ -90,16 +92,17 @@ class Lines:
     digests: dict[str, str] = field(default_factory=dict)
     spans: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
 
+    def bits(self, file: str, line: int, function: str) -> int:
+        """Of the tests that ran a line; of a file that has changed, of those that ran the function."""
+        ran = self.ran.get(file, {})
+        if self.digests.get(file) == _digest_of(PACKAGE / file):
+            return ran.get(line, 0)
+        first, last = self.spans.get(file, {}).get(function, (0, 0))
+        return functools.reduce(operator.or_, (ran.get(number, 0) for number in range(first + 1, last + 1)), 0)
+
     def of(self, file: str, line: int, function: str) -> list[tuple[str, float]]:
-        """Tests that ran a line, with their seconds; of a file that has changed, those that ran the function."""
-        text = (PACKAGE / file).read_text(encoding="utf-8")
-        ran, bits = self.ran.get(file, {}), 0
-        if self.digests.get(file) == digest(text):
-            bits = ran.get(line, 0)
-        elif function in self.spans.get(file, {}):
-            first, last = self.spans[file][function]
-            for number in range(first + 1, last + 1):
-                bits |= ran.get(number, 0)
+        """Tests that ran a line, with their seconds."""
+        bits = self.bits(file, line, function)
         return [test for place, test in enumerate(self.tests) if bits >> place & 1]
 
     def save(self, path: Path = CACHE) -> None:
@@ -115,6 +118,11 @@ def load(path: Path = CACHE) -> Lines:
     ran = {file: {int(line): int(bits, 16) for line, bits in lines.items()} for file, lines in data["ran"].items()}
     tests = [(test, seconds) for test, seconds in data["tests"]]
     return Lines(tests, ran, data["digests"], data["spans"])
+
+
+@functools.cache
+def _digest_of(path: Path) -> str:
+    return digest(path.read_text(encoding="utf-8"))
 
 
 def digest(text: str) -> str:
