@@ -58,9 +58,10 @@ bench: $(STAMP)
 faults: $(STAMP)
 	$(RUN)python benchmarks/inject_faults.py
 
-# Bugs seeded into a copy of the source, one at a time: the tests must notice each.
+# Bugs seeded into a copy of the source, one at a time: the tests must notice each. Then random changes, for five minutes.
 mutants: $(STAMP)
 	$(RUN)python tests/mutants/run.py --json benchmarks/results/mutants.jsonl
+	$(RUN)python tests/mutants/sample.py --seed $$(date +%j) --seconds 300
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(RUN)mkdocs build --strict

@@ -12,10 +12,10 @@ in the tests or no change at all: the latter are listed with their reasons in ``
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
-import random
 import resource
 import shutil
 import signal
@@ -31,7 +31,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import CodeType, FunctionType
 
-from lines import CACHE, PACKAGE, ROOT, SLOW, Lines, arguments, core, load
+from lines import CACHE, PACKAGE, ROOT, SLOW, Lines, arguments, core, digest, load
 from operators import Change, changes
 
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
@@ -66,9 +66,14 @@ class Tried:
 
 def described(change: Change, verdict: str = "", how: str = "", seconds: float = 0.0) -> Tried:
     """A change in the words of the record; its line is for people, as lines move."""
-    old = change.old((PACKAGE / change.file).read_text(encoding="utf-8"))
+    old = change.old(_text(PACKAGE / change.file))
     new = " ".join(change.new.split())
     return Tried(change.file, change.function, change.line, change.operator, old, new, verdict, how, round(seconds, 1))
+
+
+@functools.cache
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 def equivalents(path: Path = EQUIVALENT) -> dict[tuple[str, ...], str]:
@@ -157,11 +162,17 @@ class Sampler:
         """Changes in the order of the seed until the count or the time is reached."""
         began, known, reasons = time.monotonic(), self.earlier(), equivalents()
         retry = {key for key, tried in known.items() if tried.verdict == "survived"} if self.asked.survivors else set()
-        for change in self.drawn():
+        # A record is gone on with: what it holds comes first.
+        seen: set[tuple[str, ...]] = set()
+        for change in sorted(self.drawn(), key=lambda change: described(change).key not in known):
             late = self.asked.seconds is not None and time.monotonic() - began > self.asked.seconds
             if late or len(self.tried) >= self.asked.count:
                 break
             key = described(change).key
+            if key in seen:
+                # The same text twice in a function: the record cannot tell them apart.
+                continue
+            seen.add(key)
             if key in reasons:
                 self.note(described(change, "equivalent", reasons[key]))
             elif key in known and key not in retry:
@@ -173,13 +184,12 @@ class Sampler:
                     self.note(end)
 
     def drawn(self) -> list[Change]:
-        """All changes of lines that some test runs, shuffled by the seed."""
+        """All changes of lines that some test runs, in an order that the seed and their own texts decide."""
         sites = [change for file in core() for change in changes(file, (PACKAGE / file).read_text(encoding="utf-8"))]
         reached = [change for change in sites if self.lines.bits(change.file, change.line, change.function)]
         print(f"{len(sites)} changes, {len(reached)} of them on lines that tests run", flush=True)
         self.sites, self.reached = len(sites), len(reached)
-        random.Random(self.asked.seed).shuffle(reached)
-        return reached
+        return sorted(reached, key=lambda change: digest(f"{self.asked.seed} {described(change).key}"))
 
     def tests(self, change: Change, everything: bool) -> list[tuple[str, float]]:
         """The tests to run: of every file its quickest first, those of the same part before others, ranks last."""
