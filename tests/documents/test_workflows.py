@@ -76,7 +76,7 @@ def test_a_release_publishes_what_was_built_and_tried_from_its_own_tag():
 def test_ci_and_the_workflow_of_tests_run_the_same():
     run = re.findall(r"^make ([\w-]+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     workflow = [step["run"] for step in steps(load(GITHUB / "workflows" / "tests.yml")) if "run" in step]
-    assert [f"make {target}" for target in run] == workflow == ["make lint", "make test"]
+    assert [f"make {target}" for target in run] == workflow == ["make lint", "make test", "make bare"]
 
 
 def test_make_lint_runs_the_hooks_of_a_commit_with_tools_that_make_installs():

@@ -119,6 +119,14 @@ def test_ranks_share_tokens_and_columns():
     assert shared == pytest.approx(alone / 8, rel=0.01)
 
 
+def test_a_rank_has_the_tokens_that_do_not_divide():
+    """Of 1,001 tokens over 4 ranks the fullest has 251, and that is the one that runs out of memory."""
+    step = LossStep(TINY, tokens=1001, cp=4)
+    assert (step.local_tokens, step.rows) == (251, 251)
+    even = replace(step, tokens=1004)
+    assert [way.predict(step).peak for way in WAYS[:2]] == [way.predict(even).peak for way in WAYS[:2]]
+
+
 @pytest.mark.parametrize(
     ("name", "config"),
     [
