@@ -95,8 +95,8 @@ class Head:
     columns; without softcap, ``log_softmax(scale * x / temperature)``.
 
     Args:
-        temperature: positive number, or one positive value per row (``[R]``, or the shape of the
-            targets). A per-sample temperature is ``per_sample[rows.sample]``.
+        temperature: positive number, as a float or a 0-dim tensor, or one positive value per row (``[R]``, or the
+            shape of the targets). A per-sample temperature is ``per_sample[rows.sample]``.
         scale: multiplies the logits before anything else (Cohere's ``logit_scale``; Granite divides).
         softcap: Gemma's ``final_logit_softcapping``, or None.
         vocab_size: true vocabulary size; columns from there on are padding, never read, gradient 0.
@@ -137,12 +137,13 @@ class Head:
                     f"{dtype} does not hold. For the most likely token take argmax."
                 )
             return torch.full((num_rows,), factor, dtype=dtype, device=device)
-        if self.temperature.numel() != num_rows:
+        temperature = self.temperature if self.temperature.dim() else self.temperature.expand(num_rows)
+        if temperature.numel() != num_rows:
             raise LogitlessError(
                 f"Head: temperature has shape {list(self.temperature.shape)} but there are {num_rows} rows. "
                 f"Give one value per row; a value per sample is per_sample[rows.sample]."
             )
-        t = self.temperature.detach().reshape(num_rows).to(device=device, dtype=dtype)
+        t = temperature.detach().reshape(num_rows).to(device=device, dtype=dtype)
         return torch.where((t > 0) & t.isfinite(), numerator / t, torch.nan)
 
     @property
