@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, Literal
 
 from logitless.backends.divergences import Divergence
 from logitless.errors import LogitlessError, closest
@@ -12,6 +12,12 @@ from logitless.objectives.corrections import CORRECTIONS
 from logitless.objectives.kl import KL_TERMS
 from logitless.objectives.policy import POLICY_TERMS
 from logitless.objectives.reduction import REDUCTIONS
+
+RecipeName = Literal[
+    "ppo", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "reinforce", "reinforce++", "reinforce++_baseline",
+    "distill", "sft", "dft",
+]  # fmt: skip
+"""Names of :data:`RECIPES`, for editors and type checkers."""
 
 RECIPES: dict[str, dict[str, Any]] = {
     "ppo": {},
