@@ -99,7 +99,7 @@ def explain(verb: Callable[..., Any], *args: Any, device: Literal["cuda", "cpu"]
 def estimate(
     verb: Callable[..., Any],
     *args: Any,
-    device: Literal["cuda", "cpu"] | None = None,
+    device: Literal["cuda", "cpu"] | Machine | None = None,
     dropped: float = 0.0,
     **options: Any,
 ) -> Estimate:
@@ -110,7 +110,7 @@ def estimate(
         args, options: arguments of the call, as it would be made; their numbers are not looked at. Sizes alone go in as
             tensors on the meta device (``logitless.memory.sized``). What needs a gradient is what ``requires_grad``.
         device: kind of device that it will run on; None for that of the tensors, and for a GPU where they are on meta.
-            Where there is no GPU here, ``"cuda"`` is an H200.
+            Where there is no GPU here, ``"cuda"`` is an H200; a ``logitless.machine.Machine`` is that machine.
         dropped: share of a loss's rows without a gradient (clipped, or of zero advantage). Above 5 % the others are
             moved together, which takes up to 128 MiB, and their hidden states copied.
 
@@ -126,16 +126,16 @@ def estimate(
     """
     if isinstance(dropped, bool) or not isinstance(dropped, int | float) or not 0 <= dropped <= 1:
         raise LogitlessError(f"estimate: dropped must be a share between 0 and 1 but is {dropped!r}.")
-    if device not in ("cuda", "cpu", None):
+    if device not in ("cuda", "cpu", None) and not isinstance(device, Machine):
         raise LogitlessError(f'estimate: device must be "cuda", "cpu" or None but is {device!r}.')
     if options.get("backend") == "reference":
         raise LogitlessError(
             'estimate: backend="reference" is for checking results, and its memory is not predicted. Ask for "auto", '
             '"tiled" or "triton".'
         )
-    kind = device or _device_of((args, options))
+    machine = device if isinstance(device, Machine) else _machine(device or _device_of((args, options)))
+    kind = "cpu" if machine is CPU else "cuda"
     on_gpu = kind == "cuda"
-    machine = _machine(kind)
     meta = Meta(copies=not on_gpu)
     with Ledger():
         # What the caller holds, which is not counted.

@@ -109,7 +109,7 @@ class Rows:
             position_ids: of the pack, counting from 0 in each sample.
             device: where the rows will be used; default the device of ``input_ids``.
 
-        The mask is read once, here, which waits for its device. ``rows.expand(out.logprob, at="tokens")`` is ``[N, S]``.
+        The mask is read once, here, which waits for its device. ``rows.expand(x, at="tokens")`` is ``[N, S]`` again.
 
         >>> ids = torch.tensor([[0, 0, 5, 6, 7, 8], [0, 3, 4, 9, 0, 0]])  # 0 is padding, on both sides
         >>> rows = Rows.from_mask(ids, torch.tensor([[0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 0, 0]]))
@@ -385,7 +385,7 @@ class Rows:
 
         Args:
             x: ``[R]`` or ``[R, ...]``, such as ``out.logprob``.
-            at: "rows": at the row that predicts, as in the logits. "tokens": one further, as in ``input_ids`` and masks.
+            at: "rows": at the row that predicts, as in logits. "tokens": one further, as in ``input_ids`` and masks.
 
         >>> rows = Rows.from_mask(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 1]]))
         >>> rows.expand(torch.tensor([1, 2])).tolist(), rows.expand(torch.tensor([3, 4]), at="tokens").tolist()
