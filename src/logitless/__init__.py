@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from logitless import provider as provider
     from logitless.adapters import install, status, uninstall
+    from logitless.deferred import defer
     from logitless.errors import LogitlessError
     from logitless.loss import Loss, policy_loss
     from logitless.memory import estimate, explain
@@ -42,6 +43,7 @@ __all__ = [
     "TokenStats",
     "VocabShard",
     "Zigzag",
+    "defer",
     "estimate",
     "explain",
     "install",
@@ -57,6 +59,7 @@ _HOMES = {
         "status",
         "uninstall",
     ),
+    "deferred": ("defer",),
     "errors": ("LogitlessError",),
     "loss": (
         "Loss",

@@ -162,7 +162,7 @@ def _policy_loss(
     logits: Any, rows: Any, asked: Asked, batch: Batch, check_group: bool, return_stats: bool
 ) -> tuple[Any, ...]:
     shard = getattr(logits, "shard", None)
-    written = logits.linear.weight_grad if isinstance(logits, Logits) else None
+    written = logits._stands.linear.weight_grad if isinstance(logits, Logits) else None
     before = None if written is None else version_of(written)
     try:
         if check_group or (shard is not None and shard.check_calls):

@@ -1,4 +1,5 @@
-"""Logits that are not computed, handed to the functions that stand in for hosts': served as a tensor is, and not made.
+"""Logits that are not computed, handed to the functions that stand in for hosts', and to hosts' own: served as a tensor
+is, and not made.
 
 ``Logits(strict=True)`` raises wherever something would compute them.
 """
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from hosts import load
 from torch import Tensor
 
 from logitless import LogitlessError, Logits, VocabShard, logprobs
@@ -140,3 +142,39 @@ def test_the_logits_own_columns_win():
         placed(with_shard, other)
     given = placed(hidden @ weight.T, same)
     assert given.shard is same
+
+
+OWN: dict[str, tuple[str, str, Callable[[Any, Tensor], Tensor]]] = {
+    "verl, log_softmax": (
+        "verl",
+        "verl.utils.torch_functional",
+        lambda host, x: host.logprobs_from_logits_naive(x / 0.7, TARGET),
+    ),
+    "verl, a loop": ("verl", "verl.utils.torch_functional", lambda host, x: host.logprobs_from_logits_v2(x, TARGET)),
+    "verl, a loop over tokens": (
+        "verl",
+        "verl.utils.torch_functional",
+        lambda host, x: host.logprobs_from_logits_v2(x.view(-1, V), TARGET.view(-1)),
+    ),
+    "verl, entropy": ("verl", "verl.utils.torch_functional", lambda host, x: host.entropy_from_logits(x)),
+    "verl, squares": (
+        "verl",
+        "verl.utils.torch_functional",
+        lambda host, x: host.calculate_sum_pi_squared_from_logits(x),
+    ),
+    "openrlhf": (
+        "openrlhf",
+        "openrlhf.models.utils",
+        lambda host, x: host.log_probs_from_logits(x * 1.0, TARGET, temperature=0.7),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_hosts_own_function_is_served_unchanged(name):
+    """Nothing installed: the host's code as it is written, on what a deferred head returns."""
+    host, module, call = OWN[name]
+    (loaded,) = load(host, module)
+    wanted, ours = (results(loaded, call, deferred) for deferred in (False, True))
+    for mine, right in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)

@@ -312,3 +312,66 @@ def test_virtual_tokens_are_refused(kind):
         model = PeftDouble(causal_lm(), prompt_learning=True)
     with pytest.raises(ll.LogitlessError, match=r"patch: \w+ puts virtual tokens before those of the batch"):
         patch(model)
+
+
+def deferred_gradients(model, read, deferred: bool) -> dict[str, Tensor]:
+    trained = {name: x for name, x in model.named_parameters() if x.requires_grad}
+    handle = ll.defer(model, strict=True) if deferred else None
+    found = torch.autograd.grad(read(model), list(trained.values()))
+    if handle is not None:
+        handle.undo()
+    return dict(zip(trained, found, strict=True))
+
+
+@both
+@pytest.mark.parametrize("adapters", ["inside of the layers", "a copy of the head", "on the head"])
+def test_a_deferred_model_under_peft(kind, adapters):
+    """User code unchanged: gradients of everything that is trained are those of the model's own logits."""
+    if adapters == "on the head":
+        model = adapted_head(kind).eval()
+    else:
+        model = adapt(kind, causal_lm(), "q_proj", save=adapters == "a copy of the head")
+    tokens, _ = batch()
+
+    def read(model):
+        logp = torch.log_softmax(model(tokens).logits[:, :-1] / 0.7, dim=-1)
+        return logp.gather(-1, tokens[:, 1:, None]).sum() + 0.1 * (logp.exp() * logp).sum(-1).mean()
+
+    wanted, ours = (deferred_gradients(model, read, deferred) for deferred in (False, True))
+    assert any("lm_head" in name for name in wanted) == (adapters != "inside of the layers")
+    for name, true in wanted.items():
+        assert_gradient_close_to_truth(ours[name], true, true, name)
+
+
+def test_what_a_deferred_lora_refuses():
+    model = adapted_head("double").get_base_model().train()
+    tokens, _ = batch()
+    with ll.defer(model):
+        with pytest.raises(
+            ll.LogitlessError, match=r"dropout of 0.5, which every reading.*lora_dropout=0 for the head"
+        ):
+            model(tokens)
+    model.eval()
+    with ll.defer(model):
+        with pytest.raises(ll.LogitlessError, match=r"called with more than hidden states \(adapter_names\)"):
+            model.lm_head(torch.zeros(2, 16).double(), adapter_names=["default"])
+    model.lm_head.base_layer.register_forward_hook(lambda *_: None)
+    with pytest.raises(ll.LogitlessError, match=r"inside of the LoRA on the head has forward hooks, which would not"):
+        ll.defer(model)
+    with pytest.raises(ll.LogitlessError, match=r"defer: LoraLinear wraps another layer"):
+        ll.defer(adapt("double", causal_lm(), "lm_head"))
+
+
+@pytest.mark.filterwarnings("ignore::logitless.operands.LogitsMade")
+def test_an_adapter_that_comes_after_defer_computes_logits_and_is_counted():
+    from logitless.operands.logits import MADE
+
+    model = causal_lm()
+    ll.defer(model)
+    MADE.clear()
+    later = adapt("double", model, "lm_head")
+    tokens, rows = batch()
+    found = ll.logprobs(later(tokens).logits, rows).logprob
+    assert sum(MADE.values()) == 1
+    model.lm_head.base_layer.forward = nn.Linear.forward.__get__(model.lm_head.base_layer)
+    assert_close_to_truth(found, *(ll.logprobs(later(tokens).logits, rows).logprob,) * 2)

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from logitless.adapters.audit import AuditReport
 from logitless.errors import LogitlessError, did_you_mean
@@ -22,16 +22,23 @@ SAVED = Path(__file__).with_name("saved.json")
 
 
 class Option(NamedTuple):
-    """A keyword of ``install``: its default and one line of help. Values have the default's type, unless it is None."""
+    """A keyword of ``install``: its default, one line of help, and its values where there are only a few.
+
+    Values have the default's type, unless it is None.
+    """
 
     default: Any
     help: str
+    choices: tuple[Any, ...] = ()
 
 
 COMMON = {
     "audit": Option(0, "rows of every call that are compared with float64; see status()"),
     "any_version": Option(False, "no warning where the version of the host was not tested"),
 }
+
+LOGITS = ("deferred", "float32", "host")
+LOGITS_HELP = "deferred: not computed, rounded as the head would; float32: not computed nor rounded; host: computed"
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,11 @@ class Host:
         replacements: ``replacements(options)`` lists the replacements. May raise for options that do not go together.
         options: keywords of ``install`` for this host, beyond the common ones.
         distribution: name that the framework is installed by, where it differs from ``package``.
+        heads: ``heads(options)`` lists functions of the host in which a model is at hand before its forward. Ours calls
+            ``options["heads"].defer(model)`` and then the host's. A host whose functions differ installs without them,
+            and ``status`` says so: its logits are then computed.
+        logits: how logits are had unless ``install(host, logits=...)`` says: ``"deferred"`` only where a run of the
+            host's own training step computed none.
     """
 
     name: str
@@ -104,6 +116,14 @@ class Host:
     replacements: Callable[[Mapping[str, Any]], Sequence[Replacement]]
     options: Mapping[str, Option] = field(default_factory=dict)
     distribution: str | None = None
+    heads: Callable[[Mapping[str, Any]], Sequence[Replacement]] | None = None
+    logits: Literal["deferred", "host"] = "host"
+
+    @property
+    def known(self) -> Mapping[str, Option]:
+        """Every option of this host."""
+        of_heads = {} if self.heads is None else {"logits": Option(self.logits, LOGITS_HELP, LOGITS)}
+        return {**COMMON, **of_heads, **self.options}
 
 
 @dataclass(frozen=True)
@@ -144,6 +164,8 @@ class Installed:
         options: options of the installation, defaults included.
         audit: the audit's report, or None without ``audit=``.
         notes: where this installation of the host differs from the tested ones.
+        logits: whether the host's logits are computed, and by whom; empty for a host without heads.
+        made: how often logits that were deferred were computed after all, by ``file:line``.
     """
 
     host: str
@@ -153,6 +175,8 @@ class Installed:
     options: Mapping[str, Any]
     audit: AuditReport | None
     notes: tuple[str, ...] = ()
+    logits: tuple[str, ...] = ()
+    made: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def calls(self) -> int:
@@ -177,7 +201,7 @@ class Installed:
         given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         ours = self.calls - self.passed_on
         lines = [f"{self.host} {self.version} ({given}): {ours} of {self.calls} calls ours"]
-        lines += [f"  {entry}" for entry in self.replaced]
+        lines += [f"  {entry}" for entry in (*self.replaced, *self.logits)]
         if self.peak_saved is not None:
             most, per_logit = max(entry.logits for entry in self.replaced), _saved()[self.host]
             how = f"{per_logit:.1f} bytes, as measured on a GPU, for each of the {most:,} logits of the largest call"
@@ -190,7 +214,7 @@ class Installed:
 
 def resolve_options(host: Host, given: Mapping[str, Any]) -> dict[str, Any]:
     """Every option of the host with its value; unknown names and wrong types are refused."""
-    known = {**COMMON, **host.options}
+    known = host.known
     for name, value in given.items():
         if name not in known:
             raise LogitlessError(f'install("{host.name}"): there is no option {name!r}.{suggestion(name, known)}')
@@ -200,6 +224,11 @@ def resolve_options(host: Host, given: Mapping[str, Any]) -> dict[str, Any]:
             raise LogitlessError(
                 f'install("{host.name}"): {name} must be of type {type(default).__name__} but is {value!r}. '
                 f"It means: {known[name].help}."
+            )
+        if known[name].choices and value not in known[name].choices:
+            raise LogitlessError(
+                f'install("{host.name}"): {name} must be one of {", ".join(map(str, known[name].choices))} but is '
+                f"{value!r}. It means: {known[name].help}."
             )
     return {name: given.get(name, option.default) for name, option in known.items()}
 

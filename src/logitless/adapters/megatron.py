@@ -25,6 +25,7 @@ from logitless.adapters.host import Host, Option, PassOn, Replacement
 from logitless.adapters.scoring import in_scope, placed
 from logitless.adapters.shards import check_ids, even_shard
 from logitless.adapters.signatures import plain_signature
+from logitless.deferred.column_parallel import into_main_grad, main_grad_of
 from logitless.errors import LogitlessError
 from logitless.operands import Kept, Logits
 from logitless.operands.kept import Scope
@@ -146,10 +147,10 @@ def output_processor(
     split = shard is not None and bool(output_layer.sequence_parallel)
     length = hidden_states.shape[0] * (shard.group.size() if shard is not None and split else 1)
     rows = _rows_or_labels(asked.rows, labels, length, hidden_states.shape[1])
-    main_grad = _main_grad(output_layer, weight)
+    main_grad = main_grad_of(output_layer, weight)
     logits = Logits(
         hidden_states,
-        weight if main_grad is None else _into_main_grad(weight),
+        weight if main_grad is None else into_main_grad(weight),
         bias=output_layer.bias,
         shard=shard,
         sequence_parallel=split,
@@ -275,39 +276,7 @@ def _scaled(head: Head, scale_logits: Callable[[Tensor], Tensor] | None) -> Head
     return replace(head, scale=head.scale * one)
 
 
-def _main_grad(output_layer: Any, weight: Tensor) -> Tensor | None:
-    """Megatron's float32 gradient buffer, if the layer is configured to add to it in backward."""
-    buffer = getattr(weight, "main_grad", None)
-    fused = getattr(output_layer, "gradient_accumulation_fusion", False) and weight.requires_grad
-    # Megatron's hook fills a buffer of another dtype, from weight.grad.
-    return buffer if fused and buffer is not None and buffer.dtype == torch.float32 else None
-
-
-def _into_main_grad(weight: Tensor) -> Tensor:
-    return _IntoMainGrad.apply(weight)  # pyright: ignore[reportReturnType]
-
-
-class _IntoMainGrad(torch.autograd.Function):
-    """The weight unchanged; backward tells Megatron's hook that the gradient is in ``main_grad`` already."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        ctx.weight = weight
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.weight.grad_added_to_main_grad = True
-        # Megatron's hook expects a gradient; this one has the memory of a single number.
-        return torch.zeros((), dtype=ctx.weight.dtype, device=ctx.weight.device).expand_as(ctx.weight)
-
-
 def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
-    if options["overwrite_logits"] not in OVERWRITE:
-        raise LogitlessError(
-            f'install("megatron"): overwrite_logits must be one of {", ".join(OVERWRITE)} but is '
-            f"{options['overwrite_logits']!r}."
-        )
     return [
         Replacement(
             module="megatron.core.tensor_parallel.cross_entropy",
@@ -336,7 +305,9 @@ HOST = Host(
     replacements=_replacements,
     options={
         "overwrite_logits": Option(
-            "float32", "which logits backward may overwrite with their gradient: float32 (as Megatron), always, never"
+            "float32",
+            "which logits backward may overwrite with their gradient: float32 (as Megatron), always, never",
+            OVERWRITE,
         ),
     },
     distribution="megatron-core",

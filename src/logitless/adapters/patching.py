@@ -20,13 +20,14 @@ import threading
 import warnings
 from collections import Counter as Tally
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
 
 from logitless.adapters.audit import Audit
+from logitless.adapters.heads import Heads
 from logitless.adapters.host import Host, Installed, PassOn, Replaced, Replacement, resolve_options
 from logitless.adapters.signatures import (
     UNKNOWN,
@@ -103,6 +104,7 @@ class _Prepared:
     site: _Site
     counter: Counter
     new: tuple[str, ...]
+    of_head: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +116,7 @@ class _Installation:
     missing: tuple[str, ...]
     notes: tuple[str, ...]
     audit: Audit
+    heads: Heads
 
 
 _lock = threading.RLock()
@@ -167,6 +170,7 @@ def uninstall_host(name: str) -> None:
             site.restore()
         for entry in reversed(installation.prepared):
             entry.site.restore()
+        installation.heads.undo()
         del _installations[name]
 
 
@@ -200,11 +204,13 @@ def _report(installation: _Installation) -> Installed:
     return Installed(
         host=installation.host.name,
         version=installation.version,
-        replaced=tuple(entry.counter.report(entry.replacement.path) for entry in installation.prepared),
+        replaced=tuple(x.counter.report(x.replacement.path) for x in installation.prepared if not x.of_head),
         missing=installation.missing,
         options=MappingProxyType(dict(installation.options)),
         audit=installation.audit.report() if installation.audit else None,
         notes=installation.notes,
+        logits=tuple(installation.heads.lines()) if installation.host.heads is not None else (),
+        made=installation.heads.made(),
     )
 
 
@@ -216,10 +222,15 @@ def _resolve_all(host: Host, options: Mapping[str, Any]) -> _Installation:
     if host.package not in sys.modules and not is_there(host.package):
         name = host.distribution or host.package
         raise LogitlessError(f'install("{host.name}"): the package {name} is not installed in this environment.')
-    version, audit = version_of(host), Audit(options["audit"])
-    prepared, missing = _prepare(host, version, MappingProxyType({**options, "audit": audit}))
-    notes = tuple(_notes(host, version, prepared))
-    return _Installation(host, version, options, tuple(prepared), tuple(missing), notes, audit)
+    version, audit, heads = version_of(host), Audit(options["audit"]), Heads(options.get("logits", "host"))
+    known = MappingProxyType({**options, "audit": audit, "heads": heads})
+    prepared, missing = _prepare(host, version, known)
+    of_heads, why = _prepare_heads(host, version, known)
+    if why is not None:
+        heads.logits = "host"
+    prepared += of_heads
+    notes = [*_notes(host, version, prepared), *([] if why is None else [f"logits are computed as before: {why}"])]
+    return _Installation(host, version, options, tuple(prepared), tuple(missing), tuple(notes), audit, heads)
 
 
 def _notes(host: Host, version: str, prepared: Sequence[_Prepared]) -> list[str]:
@@ -248,6 +259,24 @@ def _prepare(host: Host, version: str, options: Mapping[str, Any]) -> tuple[list
     if not prepared:
         raise LogitlessError(f'install("{host.name}"): none of its parts can be imported: {"; ".join(missing)}.')
     return prepared, missing
+
+
+def _prepare_heads(host: Host, version: str, options: Mapping[str, Any]) -> tuple[list[_Prepared], str | None]:
+    """The functions in which models are deferred; none, and why, where one of them is not as we know it."""
+    if host.heads is None or not options["heads"].wanted:
+        return [], None
+    prepared = []
+    for replacement in host.heads(options):
+        try:
+            why = _left_out(host, version, replacement)
+            if why is not None and not replacement.optional:
+                return [], why
+            if why is None:
+                module = sys.modules[replacement.module]
+                prepared.append(replace(_resolve(host, version, module, replacement, options), of_head=True))
+        except LogitlessError as error:
+            return [], str(error)
+    return (prepared, None) if prepared else ([], "none of the host's models can be found")
 
 
 def _left_out(host: Host, version: str, replacement: Replacement) -> str | None:

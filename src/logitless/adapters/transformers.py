@@ -27,9 +27,10 @@ from torch import Tensor, nn
 
 from logitless.adapters.audit import Audit, AuditReport
 from logitless.adapters.host import Host, Option, Replacement, suggestion
-from logitless.adapters.modules import Bound, in_evaluation
+from logitless.adapters.modules import in_evaluation
 from logitless.adapters.scoring import in_scope
 from logitless.call import resolve_rows
+from logitless.deferred.bound import Bound
 from logitless.errors import LogitlessError, adapted
 from logitless.loss import Loss, LossResult
 from logitless.objectives import Metrics

@@ -18,6 +18,7 @@ from logitless.call.dry import ACTIVE
 from logitless.errors import LogitlessError
 from logitless.machine import CPU, Machine
 from logitless.operands import Given, Linear, Logits, LoRA
+from logitless.operands.stands import Stands
 from logitless.readings.table import Table
 from logitless.softmax import target_column
 from logitless.spec import IGNORE, Head, VocabShard, accumulation_dtype, parse_memory
@@ -34,13 +35,14 @@ def resolve(caller: str, logits: Any, rows: Any, asked: Asked, memory: str | Non
     """
     shard = getattr(logits, "shard", None)
     if isinstance(logits, Logits):
-        operands = as_products_take(caller, logits, asked)
-        linear = _with_local_parts(caller, logits.linear)
+        stands = logits.stands()
+        operands = as_products_take(caller, stands, asked)
+        linear = _with_local_parts(caller, stands.linear)
         checked = checks.check_hidden(caller, operands, rows, linear, asked)
         default = memory or MEMORY["hidden" if asked.teacher is None else "chunk"]
         assert operands.hidden is not None
-        call = _resolve(caller, operands.hidden, checked, asked, logits, shard, default)
-        return _from_hidden(call, operands, linear, logits), operands
+        call = _resolve(caller, operands.hidden, checked, asked, stands, shard, default)
+        return _from_hidden(call, operands, linear, stands), operands
     given = logits if isinstance(logits, Given) else None
     x = _local(caller, "logits", logits if given is None else given.logits, shard, last=True)
     overwrite = given is not None and given.overwrite
@@ -51,7 +53,7 @@ def resolve(caller: str, logits: Any, rows: Any, asked: Asked, memory: str | Non
     return call, Operands(x)
 
 
-def _from_hidden(call: Call, operands: Operands, linear: Linear, logits: Logits) -> Call:
+def _from_hidden(call: Call, operands: Operands, linear: Linear, stands: Stands) -> Call:
     """The call with what there is to know of its head."""
     hidden, weight = operands.hidden, operands.weight
     assert hidden is not None
@@ -63,7 +65,7 @@ def _from_hidden(call: Call, operands: Operands, linear: Linear, logits: Logits)
         num_tokens=hidden.shape[:-1].numel(),
         width=weight.shape[1],
         rank=0 if operands.b is None else operands.b.shape[1],
-        lora_scale=logits.weight.scale if isinstance(logits.weight, LoRA) else 1.0,
+        lora_scale=stands.weight.scale if isinstance(stands.weight, LoRA) else 1.0,
         logits_dtype=call.gain.dtype if linear.match is None else getattr(torch, linear.match),
     )
     # Not made yet a third time: nobody else has it.
@@ -87,7 +89,7 @@ def _resolve(
     x: Tensor,
     checked: checks.Checked,
     asked: Asked,
-    logits: Logits | None,
+    stands: Stands | None,
     shard: VocabShard | None,
     memory: str,
 ) -> Call:
@@ -100,10 +102,10 @@ def _resolve(
     budget = memory if asked.memory is None else asked.memory
     size = parse_memory(budget)
     gain, squash, negative, unit = head.gain(num_rows, wide, x.device), head.squash, head.scale < 0, head.unit
-    if logits is not None and (logits.squash or isinstance(logits.gain, Tensor) or logits.gain != 1.0):
-        gain, squash, negative, unit = _carried(caller, head, logits, rows, gain)
+    if stands is not None and (stands.squash or isinstance(stands.gain, Tensor) or stands.gain != 1.0):
+        gain, squash, negative, unit = _carried(caller, head, stands, rows, gain)
     machine = CPU
-    if logits is not None:
+    if stands is not None:
         told = None if pretended is None else pretended.machine
         machine = Machine.of(x.device) if told is None else told
     name, backend = backend_of(x, asked.backend, None if pretended is None else pretended.device)
@@ -150,25 +152,25 @@ def _resolve(
     )
 
 
-def _carried(caller: str, head: Head, logits: Logits, rows: Any, gain: Tensor) -> tuple[Tensor, float, bool, bool]:
+def _carried(caller: str, head: Head, stands: Stands, rows: Any, gain: Tensor) -> tuple[Tensor, float, bool, bool]:
     """``[R]`` gain, squash, whether it turns the order around, and whether it changes nothing, where logits that are
     not computed carry a factor, or a softcap of the model's own; the head's, with its gain, comes after them."""
-    if head.softcap is not None and (logits.squash or isinstance(logits.gain, Tensor)):
-        carried = "a softcap" if logits.squash else "one factor per row"
+    if head.softcap is not None and (stands.squash or isinstance(stands.gain, Tensor)):
+        carried = "a softcap" if stands.squash else "one factor per row"
         raise LogitlessError(
             f"{caller}: head has a softcap, and the Logits carry {carried} already. Give both in one place."
         )
-    if isinstance(logits.gain, Tensor):
-        factor = logits.gain.detach().reshape(-1).to(gain)
+    if isinstance(stands.gain, Tensor):
+        factor = stands.gain.detach().reshape(-1).to(gain)
         factor = factor if rows.in_order else factor[rows.index]
         factor = torch.where((factor > 0) & factor.isfinite(), factor, torch.nan)
-        return gain * factor, logits.squash, head.scale < 0, False
-    negative = head.scale * logits.gain < 0
+        return gain * factor, stands.squash, head.scale < 0, False
+    negative = head.scale * stands.gain < 0
     if head.softcap is not None:
-        return gain, head.squash * logits.gain, negative, False
-    unit = not logits.squash and not isinstance(head.temperature, Tensor)
-    unit = unit and head.scale * logits.gain == head.temperature
-    return gain * logits.gain, logits.squash, negative, unit
+        return gain, head.squash * stands.gain, negative, False
+    unit = not stands.squash and not isinstance(head.temperature, Tensor)
+    unit = unit and head.scale * stands.gain == head.temperature
+    return gain * stands.gain, stands.squash, negative, unit
 
 
 def apart_everywhere(call: Call) -> str | None:
@@ -218,11 +220,11 @@ def _with_local_parts(caller: str, linear: Linear) -> Linear:
     return replace(linear, bias=bias, weight_grad=buffer)
 
 
-def as_products_take(caller: str, logits: Logits, asked: Asked) -> Operands:
+def as_products_take(caller: str, stands: Stands, asked: Asked) -> Operands:
     """Operands as a linear layer would take them: in autocast's dtype where it is on, the local part of a DTensor, the
     adapter of a LoRA apart."""
-    hidden, weight, bias = logits.read()
-    shard, linear = logits.linear.shard, logits.linear
+    hidden, weight, linear = stands.hidden, stands.weight, stands.linear
+    shard, bias = linear.shard, linear.bias
     hidden = _local(caller, "hidden", hidden, shard, sharded=linear.sequence_parallel)
     lora = weight if isinstance(weight, LoRA) else None
     own: Tensor = _local(caller, "weight", weight.weight if isinstance(weight, LoRA) else weight, shard)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from logitless.collectives import DryGroup
 from logitless.operands import Linear, Logits, LoRA, Teachers
+from logitless.operands.logits import like
 from logitless.rows import Rows
 from logitless.spec import ImaginedShard, VocabShard
 
@@ -80,8 +81,7 @@ class Meta:
         options["shard"] = self(linear.shard, "shard")
         options["grad_scale"] = linear.grad_scale if isinstance(linear.grad_scale, float | int) else 1.0
         made = Logits(self._leaf(x.hidden, "hidden"), own, **options)
-        made.gain, made.squash = self(x.gain, "gain"), x.squash
-        return made
+        return like(made, gain=self(x.gain, "gain"), squash=x.squash)
 
 
 def _has_tensors(x: Any) -> bool:

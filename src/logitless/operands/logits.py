@@ -3,7 +3,7 @@
     Logits(hidden, weight)       shape, dtype and device of the logits, memory of neither
     x[:, :-1], x.float(), x / T  another ``Logits``: acts on the hidden states, or on a factor
     logprobs(x, rows)            reads hidden states and weight, and never has logits
-    anything else                computes the logits (``computed``); counted, with its place, and warned about once
+    anything else                computes the logits (``computed``), counts it with the caller's place, warns once
 
 A logit is ``gain * f(x)``, where x is the head's product and f is the identity, or ``tanh(squash * x)`` under a softcap
 that a model applies itself. ``Logits.given`` says of logits that exist what ``Logits`` says of those that do not.
@@ -11,11 +11,12 @@ that a model applies itself. ``Logits.given`` says of logits that exist what ``L
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -23,10 +24,12 @@ from torch import Tensor
 
 from logitless.errors import LogitlessError
 from logitless.operands.checks import check_tensors
+from logitless.operands.graph import Behind, Edge
 from logitless.operands.lora import LoRA
+from logitless.operands.stands import Linear, Match, Stands
 from logitless.spec import VocabShard
 
-Match = Literal["bfloat16", "float16"] | None
+aten = torch.ops.aten
 
 MADE: Counter[str] = Counter()
 """How often logits were computed after all, by ``file:line``."""
@@ -45,23 +48,6 @@ class Given:
     overwrite: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class Linear:
-    """What a head is and how its product is made: the keyword arguments of :class:`Logits`."""
-
-    bias: Tensor | None = None
-    shard: VocabShard | None = None
-    sequence_parallel: bool = False
-    hidden_grad: Literal["reduced", "partial"] = "reduced"
-    weight_grad: Tensor | None = None
-    grad_scale: float | Tensor = 1.0
-    sparse_weight_grad: bool = False
-    match: Match = None
-    tf32: bool = False
-    batch_invariant: bool = False
-    strict: bool = False
-
-
 class Logits(Tensor):
     """Logits of a linear head that are not computed: ``hidden @ weight.T + bias``.
 
@@ -71,8 +57,8 @@ class Logits(Tensor):
     caller's code and warns once for each place.
 
     Args:
-        hidden: ``[..., D]`` hidden states; a DTensor is taken if replicated, or with ``sequence_parallel`` if
-            sharded by tokens over the group of ``shard``.
+        hidden: ``[..., D]`` hidden states; a DTensor is taken if replicated, or with ``sequence_parallel`` if sharded
+            by tokens over the group of ``shard``.
         weight: ``[V, D]`` of the head, or a :class:`LoRA`. A DTensor is taken if replicated, or if sharded by rows over
             the group of ``shard=VocabShard.of(weight)``. A frozen weight takes two products instead of four.
         bias: ``[V]`` or None.
@@ -98,13 +84,13 @@ class Logits(Tensor):
     Logits([2, 2, 9], torch.float32)
     """
 
-    hidden: Tensor
-    weight: Tensor | LoRA
-    linear: Linear
     shard: VocabShard | None
-    gain: float | Tensor
-    squash: float
-    hooks: list[Callable[[Tensor], Any]]
+    _stands: Stands
+    _behind: Stands | None
+    _edge: bool
+    _watched: bool
+    _memo: dict[Any, Any]
+    _read: bool
     _versions: list[tuple[str, Tensor, int]]
 
     @staticmethod
@@ -143,7 +129,7 @@ class Logits(Tensor):
             batch_invariant=batch_invariant,
             strict=strict,
         )
-        return _made(cls, hidden, weight, linear, hidden.dtype)
+        return made(Stands(hidden, weight, linear, hidden.dtype), cls)
 
     if TYPE_CHECKING:
 
@@ -164,107 +150,141 @@ class Logits(Tensor):
         """
         return Given(logits, shard, overwrite)
 
+    hidden = property(lambda self: self.stands().hidden, doc="``[..., D]`` hidden states.")
+    weight = property(lambda self: self.stands().weight, doc="``[V, D]`` of the head, or a :class:`LoRA`.")
+    linear = property(lambda self: self.stands().linear, doc="What the head is besides.")
+    squash = property(lambda self: self._stands.squash, doc="Factor inside tanh under a softcap; 0 without one.")
+
     @property
-    def requires_grad(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        weight = self.weight
-        parts = (weight.weight, weight.a, weight.b) if isinstance(weight, LoRA) else (weight,)
-        return any(x is not None and x.requires_grad for x in (self.hidden, self.linear.bias, *parts))
+    def gain(self) -> float | Tensor:
+        """Factor of all logits, or one for each row ``[...]``."""
+        return self._stands.gain
 
-    is_leaf = property(lambda self: False)  # pyright: ignore[reportAssignmentType]
+    @gain.setter
+    def gain(self, value: float | Tensor) -> None:
+        self._stands.gain = value
+        self._memo.clear()
 
-    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
-        """Run ``hook`` in backward, once the gradients of hidden states and weight are known and before they go on.
-
-        Wrappers such as FSDP register hooks on a model's output. There is no gradient of the logits: the hook is given
-        an empty tensor.
-        """
-        self.hooks.append(hook)
-        return _Handle(self.hooks, hook)
-
-    def __repr__(self, **_: Any) -> str:
-        return f"Logits({list(self.shape)}, {self.dtype})"
-
-    def read(self) -> tuple[Tensor, Tensor | LoRA, Tensor | None]:
-        """Hidden states, weight and bias, unchanged since the head's forward, behind the hooks on the logits."""
+    def stands(self) -> Stands:
+        """What the logits stand for, unchanged; behind them in the graph where somebody watches their gradient."""
+        weight = self._stands.weight
+        matrix = weight.weight if isinstance(weight, LoRA) else weight
+        # Storage without numbers, or none to ask for it: not what a weight in memory has.
+        if self._stands.gather is not None or not matrix.numel() or not _in_memory(matrix):
+            self._stands.require()
         for name, x, version in self._versions:
             if x._version != version:
                 raise LogitlessError(
                     f"Logits: {name} was changed in place after the logits were made, so that they stand for other "
                     f"numbers now. Read the logits before the change, or make them again."
                 )
-        hidden, weight, bias = self.hidden, self.weight, self.linear.bias
-        if self.hooks and isinstance(weight, Tensor) and torch.is_grad_enabled():
-            hidden, weight = _Gate.apply(self.hooks, hidden, weight)  # pyright: ignore[reportGeneralTypeIssues]
-        return hidden, weight, bias
+        if not torch.is_grad_enabled():
+            return self._stands
+        if self._edge and not self._watched:
+            self._read = True
+            return self._stands
+        if self._behind is None:
+            tensors = self._stands.tensors()
+            if self.requires_grad:
+                new = Behind.apply(self, tensors)
+            elif any(x.requires_grad for x in tensors):
+                # Made where no gradient is recorded.
+                new = [x.detach() for x in tensors]
+            else:
+                return self._stands
+            self._behind = self._stands.of(new)
+        return self._behind
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        """Run ``hook`` in backward, once the gradients of hidden states and weight are known and before they go on.
+
+        Wrappers such as FSDP register hooks on a model's output. There is no gradient of the logits: the hook is given
+        a tensor of its shape without numbers, which can be added and scaled.
+        """
+        if self._read and not self._watched:
+            # Backward of what was read already does not come by here; of the tensors that were read it does.
+            for x in self._stands.tensors():
+                if x.requires_grad:
+                    return x.register_hook(lambda _: _without_result(hook))
+        self._watched = True
+        with torch._C.DisableTorchFunctionSubclass():
+            return super().register_hook(hook)
+
+    def __repr__(self, **_: Any) -> str:
+        return f"Logits({list(self.shape)}, {self.dtype})"
 
     def computed(self) -> Tensor:
         """The logits, computed as the head would: a plain tensor with a graph."""
-        hidden, weight, bias = self.read()
-        if isinstance(weight, LoRA):
-            low = weight.inner(hidden).to(hidden.dtype) @ weight.b.to(hidden.dtype).T
-            x = torch.nn.functional.linear(hidden, weight.weight, bias) + low
-        else:
-            x = torch.nn.functional.linear(hidden, weight, bias)
-        if self.linear.match is not None:
-            x = x.to(getattr(torch, self.linear.match))
-        x = x.to(torch.promote_types(x.dtype, self.dtype))
-        if self.squash:
-            x = torch.tanh(x * self.squash)
-        gain = self.gain[..., None] if isinstance(self.gain, Tensor) else self.gain
-        return (x if isinstance(gain, float) and gain == 1.0 else x * gain).to(self.dtype)
+        return self.stands().computed()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():
+            return uncompiled(cls.__torch_function__, func, types, args, kwargs)
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
-        if func in ATTRIBUTES or name in ATTRIBUTE_NAMES:
+        if name == "__get__":
+            name = attribute(func)
+            if name not in VALUES:
+                args[0]._watched |= name == "grad_fn"
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+        elif func in ATTRIBUTES or name in ATTRIBUTE_NAMES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        rule = RULES.get(name if name != "__get__" else _attribute(func))
-        if rule is not None and args:
-            found = rule(*args, **kwargs)
+        for found in _answers(func, name, args, kwargs):
             if found is not NotImplemented:
                 return found
-        served = SERVED.get(func) or SERVED.get(name)
-        if served is not None:
-            found = served(*args, **kwargs)
-            if found is not NotImplemented:
-                return found
-        return func(*_real(args, name), **_real(kwargs, name))
+        refuse_change(name, args, kwargs)
+        return func(*real(args, name), **real(kwargs, name))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        whole = func is aten.view.default and list(args[1]) == list(args[0].shape)
+        if whole or func in (aten.detach.default, aten.alias.default, aten.clone.default):
+            # Autograd itself asks, for a tensor that a Function returns as it came, and adds the edge.
+            with torch.no_grad():
+                return made(args[0]._stands)
         raise LogitlessError(
-            f"Logits: {func} reached logits that were not computed, below torch's Python functions, at {place()}. "
-            f"Compute "
-            f"them there with logits.computed(), or keep the model's own logits (logitless.defer(model) is reversible)."
+            f"Logits: {func} reached logits that were not computed below torch's Python functions, at {place()}. "
+            f"Compute them there with logits.computed(), or keep the model's own: logitless.defer(model) is reversible."
         )
 
 
 RULES: dict[str, Callable[..., Any]] = {}
 """What a function of that name makes of logits that are not computed, or NotImplemented; see ``passed_on``."""
 
-SERVED: dict[Any, Callable[..., Any]] = {}
-"""Functions of torch that a reading answers instead, by function or name; filled by who can read."""
+SERVED: dict[str, Callable[..., Any]] = {}
+"""Functions of torch that a reading answers instead, by name, or NotImplemented; see ``READERS``."""
+
+READERS = "logitless.deferred.served"
+"""Fills ``SERVED``. By name, since it stands above what it reads: verbs, which stand above their operands."""
 
 ATTRIBUTES = frozenset(
-    getattr(Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_meta", "is_cpu", "is_sparse")
-) | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size}
-"""What the wrapper itself answers."""
+    {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size}
+)
+"""Functions that the wrapper itself answers."""
 
 ATTRIBUTE_NAMES = frozenset(
     {
-        "__len__",
-        "is_contiguous",
-        "stride",
-        "_is_view",
-        "is_inference",
-        "nelement",
-        "ndimension",
-        "get_device",
-        "__hash__",
+        *("__len__", "is_contiguous", "stride", "_is_view", "is_inference", "nelement", "ndimension", "get_device"),
+        *("__hash__", "storage_offset", "is_signed", "_register_hook_dict", "backward", "grad"),
     }
 )
+
+VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+"""Attributes that are tensors; the wrapper itself answers all others."""
+
+
+def _answers(func: Any, name: str, args: Any, kwargs: Any) -> Iterator[Any]:
+    """What the rules make of a function, and then what a reading does."""
+    rule = RULES.get(name)
+    if rule is not None and args:
+        yield rule(*args, **kwargs)
+    if not SERVED:
+        importlib.import_module(READERS)
+    served = SERVED.get(name)
+    if served is not None:
+        yield served(*args, **kwargs)
 
 
 def shard_of(logits: Any) -> VocabShard | None:
@@ -273,15 +293,13 @@ def shard_of(logits: Any) -> VocabShard | None:
 
 
 def like(x: Logits, hidden: Tensor | None = None, **changes: Any) -> Logits:
-    """The same logits of other hidden states, or with another dtype, gain or squash."""
-    linear, weight = changes.get("linear", x.linear), changes.get("weight", x.weight)
-    dtype, gain = changes.get("dtype", x.dtype), changes.get("gain", x.gain)
-    new = _made(type(x), x.hidden if hidden is None else hidden, weight, linear, dtype)
-    new.gain, new.squash, new.hooks = gain, changes.get("squash", x.squash), x.hooks
-    return new
+    """The same logits of other hidden states, or with another dtype, gain, squash, weight or head."""
+    now = x.stands()
+    return made(replace(now, hidden=now.hidden if hidden is None else hidden, **changes), type(x))
 
 
-def _attribute(func: Any) -> str:
+def attribute(func: Any) -> str:
+    """The name of the attribute that ``func`` gets."""
     return getattr(getattr(func, "__self__", None), "__name__", "")
 
 
@@ -296,71 +314,93 @@ def place() -> str:
     return "nowhere in particular"
 
 
-def _made(cls: Any, hidden: Tensor, weight: Tensor | LoRA, linear: Linear, dtype: torch.dtype) -> Logits:
+def made(stands: Stands, cls: type[Logits] = Logits) -> Logits:
+    """Logits that stand for this, with an edge in the graph to every tensor where one needs a gradient."""
     if torch.compiler.is_compiling():
-        return _graph_break(cls, hidden, weight, linear, dtype)
+        return uncompiled(made, stands, cls)
+    hidden, weight, linear = stands.hidden, stands.weight, stands.linear
     matrix = weight.weight if isinstance(weight, LoRA) else weight
+    named = [("hidden", hidden), ("weight", matrix)]
+    if isinstance(weight, LoRA):
+        named += [("a of the LoRA", weight.a), ("b of the LoRA", weight.b)]
+    if linear.bias is not None:
+        named.append(("bias", linear.bias))
+    edge = torch.is_grad_enabled() and any(x.requires_grad for _, x in named)
     shape = (*hidden.shape[:-1], matrix.shape[0] if matrix.dim() else 1)
-    new = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)  # pyright: ignore[reportAttributeAccessIssue]
-    new.hidden, new.weight, new.linear, new.gain, new.squash, new.hooks = hidden, weight, linear, 1.0, 0.0, []
+    new: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=stands.dtype, device=hidden.device)  # pyright: ignore[reportAttributeAccessIssue]
+    if edge:
+        new = Edge.apply([new], stands.computed_from, *(x for _, x in named))
+    new._stands, new._behind, new._edge, new._watched, new._read = stands, None, edge, False, False
+    # What torch's functions have read already. Not part of what the edge holds: that would be a circle.
+    new._memo = {}
     new.shard = linear.shard
-    read = (("hidden", hidden), ("weight", matrix), ("bias", linear.bias))
-    new._versions = [(name, x, x._version) for name, x in read if x is not None and not x.is_inference()]
+    new._versions = [(name, x, x._version) for name, x in named if not x.is_inference()]
     return new
 
 
 # Only under a compiler: a call outside of one would import it, and with it Triton. Torch's public
 # torch.compiler.disable imports it as soon as it is applied.
 @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
-def _graph_break(*arguments: Any) -> Logits:
-    return _made(*arguments)
+def uncompiled(function: Callable[..., Any], *arguments: Any) -> Any:
+    """A call that breaks a compiled graph."""
+    return function(*arguments)
 
 
-class _Handle:
-    """What ``register_hook`` returns."""
-
-    def __init__(self, hooks: list[Any], hook: Any) -> None:
-        self.hooks, self.hook = hooks, hook
-
-    def remove(self) -> None:
-        if self.hook in self.hooks:
-            self.hooks.remove(self.hook)
+def _in_memory(weight: Tensor) -> bool:
+    """Whether a plain weight has storage."""
+    return type(weight) in (Tensor, torch.nn.Parameter) and weight.untyped_storage().size() > 0
 
 
-class _Gate(torch.autograd.Function):
-    """Hidden states and weight unchanged; backward runs the hooks on the logits once both gradients are known."""
-
-    @staticmethod
-    def forward(ctx: Any, hooks: list[Any], hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.hooks = hooks
-        ctx.set_materialize_grads(False)
-        return hidden.view_as(hidden), weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, d_hidden: Tensor | None, d_weight: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for hook in ctx.hooks:
-            hook(torch.empty(0))
-        return None, d_hidden, d_weight
+def _without_result(hook: Callable[[Tensor], Any]) -> None:
+    hook(torch.empty(0))
 
 
 # What computes the logits after all.
 
 
-def _real(x: Any, name: str) -> Any:
+def real(x: Any, name: str) -> Any:
+    """Arguments of a function with the logits in them computed, which is counted with the caller's place."""
     if isinstance(x, Logits):
-        if x.linear.strict:
-            raise LogitlessError(
-                f"Logits: {name} at {place()} reads logits that were not computed, and strict=True forbids it. "
-                f"Read them with logitless.logprobs, or compute them with logits.computed()."
-            )
-        where = place()
-        MADE[where] += 1
-        if MADE[where] == 1:
-            text = f"logits were computed, {list(x.shape)} {x.dtype}, because {name} reads them at {where}"
-            warnings.warn(text, LogitsMade, stacklevel=2)
+        count_made(x, name)
         return x.computed()
     if isinstance(x, (list, tuple)):
-        return type(x)(_real(item, name) for item in x)
+        return type(x)(real(item, name) for item in x)
     if isinstance(x, dict):
-        return {key: _real(item, name) for key, item in x.items()}
+        return {key: real(item, name) for key, item in x.items()}
     return x
+
+
+def count_made(x: Logits, name: str) -> None:
+    """Count, warn once for each place, or raise where logits may not be computed."""
+    where = place()
+    if x._stands.linear.strict:
+        raise LogitlessError(
+            f"Logits: {name} at {where} reads logits that were not computed, and strict=True forbids to compute them. "
+            f"Read them with logitless.logprobs, or compute them with logits.computed()."
+        )
+    MADE[where] += 1
+    if MADE[where] == 1:
+        text = f"logits were computed, {list(x.shape)} {x.dtype}, because {name} reads them at {where}"
+        warnings.warn(text, LogitsMade, stacklevel=2)
+
+
+def refuse_change(name: str, args: Any, kwargs: Any) -> None:
+    """Raise for a function that would write to logits that are not there, or ask where they lie."""
+    changed = isinstance(args[0] if args else None, Logits) and (
+        name in WRITES or (name.endswith("_") and not name.endswith("__"))
+    )
+    if changed or isinstance(kwargs.get("out"), Logits):
+        raise LogitlessError(
+            f"Logits: {name} at {place()} needs logits in memory, and these were not computed. Compute them there, "
+            f"logits = logits.computed(), or use a function that returns a new tensor."
+        )
+
+
+WRITES = frozenset(
+    {
+        *("__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__imod__"),
+        *("__ifloordiv__", "__iand__", "__ior__", "__ixor__", "data_ptr", "untyped_storage", "storage", "retain_grad"),
+        *("__dlpack__", "__array__"),
+    }
+)
+"""Functions whose effect on a copy would be lost."""

@@ -45,7 +45,7 @@ def _of_rows(x: Logits, change: Callable[[Tensor], Any]) -> Any:
     gain = change(x.gain[..., None]) if isinstance(x.gain, Tensor) else None
     if isinstance(hidden, (tuple, list)):
         gains = [x.gain] * len(hidden) if gain is None else [g[..., 0] for g in gain]
-        return type(hidden)(like(x, h, gain=g) for h, g in zip(hidden, gains, strict=True))
+        return type(hidden)(like(x, h, gain=g, part=True) for h, g in zip(hidden, gains, strict=True))
     return like(x, hidden, gain=x.gain if gain is None else gain[..., 0])
 
 
@@ -64,7 +64,20 @@ def _unbind(x: Any, dim: int = 0) -> Any:
     return _of_rows(x, lambda h: h.unbind(dim % x.dim())) if _row_dims(x, dim) else NotImplemented
 
 
+def _iter(x: Any) -> Any:
+    return iter(_unbind(x)) if x.dim() > 1 else NotImplemented
+
+
 def _item(x: Any, index: Any) -> Any:
+    found = _rows_of(x, index)
+    if isinstance(found, Logits) and found._stands.few and not torch.is_grad_enabled():
+        picked = found.shape[:-1].numel() < x.shape[:-1].numel()
+        # A step of generation writes to the few rows that it picks.
+        return found.computed() if picked and found.shape[:-1].numel() <= found._stands.few else found
+    return found
+
+
+def _rows_of(x: Any, index: Any) -> Any:
     """Indices of leading dimensions; columns may be cut at their ends where the vocabulary is whole."""
     if not isinstance(x, Logits):
         return NotImplemented
@@ -113,6 +126,10 @@ def _view(x: Any, *shape: Any, **kwargs: Any) -> Any:
     if sizes[-1] != width or math.prod(sizes[:-1]) != rows:
         return NotImplemented
     return _of_rows(x, lambda h: h.reshape(*sizes[:-1], h.shape[-1]))
+
+
+def _view_as(x: Any, other: Any) -> Any:
+    return _view(x, *other.shape)
 
 
 def _flatten(x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
@@ -202,6 +219,8 @@ def _times(x: Any, by: Any, power: int = 1) -> Any:
         return NotImplemented
     if isinstance(factor, Tensor) and inspectable(factor) and not bool((factor > 0).all()):
         return NotImplemented
+    if isinstance(factor, Tensor):
+        factor = factor.to(torch.promote_types(x.dtype, torch.float32))
     dtype = torch.promote_types(x.dtype, by.dtype) if isinstance(by, Tensor) and by.dim() else x.dtype
     return like(x, gain=x.gain * factor if power > 0 else x.gain / factor, dtype=dtype)
 
@@ -234,7 +253,8 @@ def _sum(x: Any, *args: Any, **kwargs: Any) -> Any:
     """``sum()`` of everything, which code adds times 0 to keep a graph connected."""
     if args or kwargs or x.squash or isinstance(x.weight, LoRA):
         return NotImplemented
-    hidden, weight, bias = x.read()
+    now = x.stands()
+    hidden, weight, bias = now.hidden, now.weight, now.linear.bias
     wide = torch.promote_types(x.dtype, torch.float32)
     h = hidden if not isinstance(x.gain, Tensor) else hidden * x.gain[..., None].to(hidden.dtype)
     total = h.reshape(-1, h.shape[-1]).sum(0, dtype=wide) @ weight.sum(0, dtype=wide)
@@ -249,14 +269,21 @@ def _cat(tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> Any:
     first = tensors[0]
     if kwargs or not all(isinstance(x, Logits) for x in tensors) or not _row_dims(first, dim):
         return NotImplemented
-    same = all(x.weight is first.weight and x.linear is first.linear and x.squash == first.squash for x in tensors)
-    if not same or any(x.dtype != first.dtype for x in tensors):
+    now = first.stands()
+    if not all(now.same_head(x.stands()) for x in tensors) or any(x.dtype != first.dtype for x in tensors):
         return NotImplemented
     hidden = torch.cat([x.hidden for x in tensors], dim % first.dim())
     if any(isinstance(x.gain, Tensor) or x.gain != first.gain for x in tensors):
         gains = [x.gain if isinstance(x.gain, Tensor) else x.hidden.new_full(x.shape[:-1], x.gain) for x in tensors]
-        return like(first, hidden, gain=torch.cat(gains, dim % first.dim()))
-    return like(first, hidden)
+        return like(first, hidden, gain=torch.cat(gains, dim % first.dim()), part=False)
+    return like(first, hidden, part=False)
+
+
+def _stack(tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> Any:
+    """Rows of the same head, in one more dimension before them."""
+    if dim != 0 or kwargs or not all(isinstance(x, Logits) for x in tensors):
+        return NotImplemented
+    return _cat([_of_rows(x, lambda h: h.unsqueeze(0)) for x in tensors])
 
 
 def _data(x: Any, *_: Any) -> Any:
@@ -276,6 +303,8 @@ RULES.update(
         "chunk": _split("chunk"),
         "view": _view,
         "reshape": _view,
+        "view_as": _view_as,
+        "reshape_as": _view_as,
         "flatten": _flatten,
         "transpose": _transpose,
         "swapaxes": _transpose,
@@ -305,6 +334,8 @@ RULES.update(
         "tanh": _tanh,
         "sum": _sum,
         "cat": _cat,
+        "__iter__": _iter,
+        "stack": _stack,
         "concat": _cat,
         "concatenate": _cat,
     }

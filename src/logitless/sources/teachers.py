@@ -347,7 +347,8 @@ def _part(teacher: Teacher, call: Call, rows: slice, gain: Tensor) -> Part:
 def own_operands(teacher: Teacher) -> Operands:
     """The teacher's hidden states and head."""
     assert isinstance(teacher.logits, Logits)
-    hidden, weight, bias = teacher.logits.read()
+    now = teacher.logits.stands()
+    hidden, weight, bias = now.hidden, now.weight, now.linear.bias
     assert isinstance(weight, Tensor)
     return Operands(None, hidden, weight, bias)
 

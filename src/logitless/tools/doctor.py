@@ -229,7 +229,9 @@ def _host(name: str) -> HostFinding:
     except Exception as error:
         why = str(error).strip().splitlines() or [type(error).__name__]
         return HostFinding(name, found, tuple(host.versions), False, (why[0],))
-    return HostFinding(name, report.version, tuple(host.versions), True, (*report.notes, *report.missing))
+    return HostFinding(
+        name, report.version, tuple(host.versions), True, (*report.logits, *report.notes, *report.missing)
+    )
 
 
 def _version(distribution: str) -> str | None:

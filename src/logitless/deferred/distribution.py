@@ -1,0 +1,267 @@
+"""``Distribution``: ``softmax`` or ``log_softmax`` of logits that are not computed, for code that reads little of it.
+
+log_softmax(x, -1).gather(-1, ids)      log-probs of ids           softmax(x, -1).max(-1)       the most likely
+-(p * logp).sum(-1)                     entropy                    (softmax(x, -1) * x).sum(-1) mean logit under p
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.deferred.lazy import Lazy
+from logitless.deferred.pending import numbers
+from logitless.deferred.read import SOFTMAX, ask, best, listable, over_last
+from logitless.operands import Logits
+from logitless.operands.logits import RULES
+
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "log p": lambda x: x.log_softmax(-1),
+    "p": lambda x: x.softmax(-1),
+    "p log p": lambda x: x.softmax(-1) * x.log_softmax(-1),
+    "p x": lambda x: x.softmax(-1) * x,
+}
+"""What is made of logits."""
+
+OF_IDS = {"log p": "logprob", "p": "probability"}
+
+OF_ROWS = frozenset(
+    {
+        *("__getitem__", "select", "narrow", "index_select", "unsqueeze", "squeeze", "unbind", "split", "chunk"),
+        *("view", "reshape", "flatten", "transpose", "swapaxes", "permute", "contiguous", "clone", "detach", "data"),
+        *("float", "double", "bfloat16", "half", "to", "type_as", "__iter__"),
+    }
+)
+"""Rules of logits that hold for what is made of their rows one by one."""
+
+
+class Distribution(Lazy):
+    """``factor`` times one of ``FORMS`` of the source."""
+
+    form: str
+    factor: float
+
+    def computed(self) -> Tensor:
+        x = FORMS[self.form](self.source.computed().to(self.dtype))
+        return x if self.factor == 1.0 else x * self.factor
+
+    def answer(self, name: str, args: Any, kwargs: Any) -> Any:
+        if name in ("mul", "multiply", "__mul__", "__rmul__") and len(args) == 2:
+            return _product(*args)
+        # A distribution elsewhere among the arguments is no answer of its own.
+        if not args or args[0] is not self:
+            return NotImplemented
+        if name in OF_ROWS:
+            found = RULES[name](self.source, *args[1:], **kwargs)
+            same = None if found is NotImplemented else self._of(found)
+            if same is not None:
+                return same
+        rule = ANSWERS.get(name)
+        return NotImplemented if rule is None else rule(self, *args[1:], **kwargs)
+
+    def _of(self, found: Any) -> Any:
+        """The same of other rows of the logits; None where columns were cut off."""
+        if isinstance(found, Logits):
+            whole = found.shape[-1] == self.source.shape[-1] and found._stands.weight is self.source.stands().weight
+            detached = not found.requires_grad and found.shape[-1] == self.source.shape[-1]
+            return distribution(found, self.form, self.factor) if whole or detached else None
+        if isinstance(found, Tensor):
+            # Few rows that were picked without a graph.
+            return FORMS[self.form](found) * self.factor if found.shape[-1] == self.source.shape[-1] else None
+        if isinstance(found, (tuple, list)):
+            return type(found)(self._of(x) for x in found)
+        return iter([self._of(x) for x in found])
+
+
+def distribution(source: Logits, form: str, factor: float = 1.0) -> Distribution:
+    """One of ``FORMS`` of logits that are not computed."""
+    dtype = source.dtype
+    compute = FORMS[form]
+    if form == "p":
+        source._memo[SOFTMAX] = True
+    return Distribution.made(
+        source, lambda x: compute(x.to(dtype)) * factor, source.shape, dtype, form=form, factor=factor
+    )
+
+
+def same_logits(one: Logits, other: Logits) -> bool:
+    """Whether both stand for the same numbers, whatever their dtype."""
+    if one is other:
+        return True
+    a, b = one.stands(), other.stands()
+    gain = a.gain is b.gain or (not isinstance(a.gain, Tensor) and not isinstance(b.gain, Tensor) and a.gain == b.gain)
+    return a.hidden is b.hidden and a.same_head(b) and gain and one.shape == other.shape
+
+
+def _product(one: Any, other: Any) -> Any:
+    """By a number; or of a distribution with its logarithm or its logits, as entropies are written."""
+    if not isinstance(one, Distribution):
+        one, other = other, one
+    if isinstance(other, (int, float)) and not isinstance(other, bool):
+        return distribution(one.source, one.form, one.factor * other)
+    if isinstance(other, Logits) and one.form == "p" and same_logits(one.source, other):
+        return distribution(one.source, "p x", one.factor)
+    if isinstance(other, Distribution) and {one.form, other.form} == {"p", "log p"}:
+        if same_logits(one.source, other.source):
+            return distribution(one.source, "p log p", one.factor * other.factor)
+    return NotImplemented
+
+
+def _divided(x: Distribution, by: Any, **kwargs: Any) -> Any:
+    return NotImplemented if kwargs or not isinstance(by, (int, float)) or by == 0 else _product(x, 1 / by)
+
+
+def _scaled(x: Distribution, found: Tensor) -> Tensor:
+    return found if x.factor == 1.0 else -found if x.factor == -1.0 else found * x.factor
+
+
+def _gather(x: Distribution, dim: Any, index: Any, **kwargs: Any) -> Any:
+    if x.form not in OF_IDS or kwargs.get("out") is not None or not gatherable(x, dim, index):
+        return NotImplemented
+    return _scaled(x, numbers(x.source, OF_IDS[x.form], index))
+
+
+def gatherable(x: Tensor, dim: Any, index: Any) -> bool:
+    """Whether every row is asked for a list of columns."""
+    return over_last(x, dim) and isinstance(index, Tensor) and index.shape[:-1] == x.shape[:-1] and index.dim() > 0
+
+
+def _exp(x: Distribution) -> Any:
+    return distribution(x.source, "p") if (x.form, x.factor) == ("log p", 1.0) else NotImplemented
+
+
+def _log(x: Distribution) -> Any:
+    return distribution(x.source, "log p") if (x.form, x.factor) == ("p", 1.0) else NotImplemented
+
+
+def _neg(x: Distribution) -> Any:
+    return distribution(x.source, x.form, -x.factor)
+
+
+def _sum(x: Distribution, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    if not over_last(x, dim) or x.form == "p":
+        return NotImplemented
+    if x.form == "p log p":
+        found = -numbers(x.source, "entropy")
+    elif x.form == "log p":
+        found = (ask(x.source, "mean_logit") - ask(x.source, "log_z")) * x.shape[-1]
+    else:
+        # In this order one pass is enough.
+        entropy = ask(x.source, "entropy")
+        found = ask(x.source, "log_z") - entropy
+    found = _scaled(x, found)
+    found = found.unsqueeze(-1) if keepdim else found
+    return found if dtype is None else found.to(dtype)
+
+
+def _mean(x: Distribution, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    if x.form != "log p" or not over_last(x, dim):
+        return NotImplemented
+    found = _scaled(x, ask(x.source, "mean_logit") - ask(x.source, "log_z"))
+    found = found.unsqueeze(-1) if keepdim else found
+    return found if dtype is None else found.to(dtype)
+
+
+# The most likely ids, of logits and of distributions alike.
+
+
+def values_of(x: Any, ids: Tensor) -> Tensor:
+    """``[..., K]`` numbers of ``x`` at these ids, with a graph."""
+    if isinstance(x, Logits):
+        return ask(x, "logit", ids)
+    return ask(x.source, OF_IDS[x.form], ids)
+
+
+def _ranked(x: Any) -> Logits | None:
+    """The logits whose order is that of ``x``."""
+    if isinstance(x, Logits):
+        return x
+    return x.source if x.form in OF_IDS and x.factor == 1.0 else None
+
+
+def argmax(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    logits = _ranked(x)
+    if logits is None or kwargs or not over_last(x, dim):
+        return NotImplemented
+    ids = best(logits, 1)
+    return ids if keepdim else ids[..., 0]
+
+
+def largest(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    """``max`` over columns; of everything, the largest of the rows'."""
+    logits = _ranked(x)
+    if logits is None or kwargs or (dim is not None and not over_last(x, dim)):
+        return NotImplemented
+    ids = best(logits, 1)
+    values = values_of(x, ids)
+    if dim is None:
+        return values.max()
+    return torch.return_types.max((values, ids) if keepdim else (values[..., 0], ids[..., 0]))
+
+
+def amax(x: Any, dim: Any = (), keepdim: bool = False, **kwargs: Any) -> Any:
+    found = largest(x, dim, keepdim, **kwargs) if over_last(x, dim) else NotImplemented
+    return found if found is NotImplemented else found[0]
+
+
+def topk(x: Any, k: Any, dim: Any = -1, largest: bool = True, sorted: bool = True, **kwargs: Any) -> Any:
+    logits = _ranked(x)
+    if logits is None or kwargs or not largest or not over_last(x, dim) or not listable(logits, k):
+        return NotImplemented
+    ids = best(logits, k)
+    return torch.return_types.topk((values_of(x, ids), ids))
+
+
+def columns(x: Any, index: Any) -> Any:
+    """``x[index]`` where the index names columns: one for each row, one for all, or a list for all."""
+    whole = index if isinstance(index, tuple) else (index,)
+    *lead, last = (torch.tensor(i, device=x.device) if isinstance(i, (list, int)) else i for i in whole)
+    if (isinstance(x, Distribution) and x.form not in OF_IDS) or not _is_ids(last):
+        return NotImplemented
+    last = torch.where(last < 0, last + x.shape[-1], last)
+    if all(_is_ids(i) for i in lead) and len(whole) == x.dim():
+        *rows, last = torch.broadcast_tensors(*lead, last)
+        return _taken(x[tuple(rows)], last[..., None])[..., 0] if rows else NotImplemented
+    # Numbers are indices like lists to torch, and belong behind slices: elsewhere they change the order of dimensions.
+    slices = [isinstance(i, slice) or i is Ellipsis for i in lead]
+    named = len(lead) == x.dim() - 1 or Ellipsis in whole[:-1]
+    numbers_last = all(is_slice or i.dim() == 0 for is_slice, i in zip(slices, lead, strict=True))
+    if not named or not numbers_last or last.dim() > 1 or slices != sorted(slices, reverse=True):
+        return NotImplemented
+    rows = x[whole[:-1]]
+    found = _taken(rows, last.reshape(-1).expand(*rows.shape[:-1], -1))
+    return found if last.dim() else found[..., 0]
+
+
+def _is_ids(i: Any) -> bool:
+    return isinstance(i, Tensor) and i.dtype == torch.int64
+
+
+def _taken(x: Any, ids: Tensor) -> Tensor:
+    if isinstance(x, Distribution):
+        return _scaled(x, ask(x.source, OF_IDS[x.form], ids))
+    return ask(x, "logit", ids) if isinstance(x, Logits) else x.gather(-1, ids)
+
+
+ANSWERS: dict[str, Callable[..., Any]] = {
+    "gather": _gather,
+    "__getitem__": columns,
+    "exp": _exp,
+    "log": _log,
+    "neg": _neg,
+    "__neg__": _neg,
+    "negative": _neg,
+    "div": _divided,
+    "__truediv__": _divided,
+    "true_divide": _divided,
+    "sum": _sum,
+    "mean": _mean,
+    "argmax": argmax,
+    "max": largest,
+    "amax": amax,
+    "topk": topk,
+}
+"""What torch's functions of these names make of a distribution."""

@@ -1,0 +1,282 @@
+"""``defer``: a model whose head returns ``Logits`` instead of multiplying. Nothing else of the model changes.
+
+The forward of the head's module is replaced, and no other: the model's own forward goes on to slice, scale, softcap and
+return what the head gave it, and hooks of wrappers run as before. What the head is (weight, bias, LoRA, dtype) is read
+when it is called, inside of its module, where FSDP has gathered the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from logitless.deferred import column_parallel
+from logitless.deferred.bound import Bound
+from logitless.errors import LogitlessError, did_you_mean
+from logitless.operands import Logits, LoRA
+from logitless.operands.logits import made
+from logitless.operands.peft import head_weight
+from logitless.operands.stands import Match
+
+FEW = 256
+"""Rows up to which a head without a graph multiplies as ever: a step of generation."""
+
+OPTIONS = ("batch_invariant", "strict", "tf32")
+"""Keywords of ``Logits`` that ``defer`` passes on."""
+
+NAMES = ("lm_head", "output_layer")
+"""Where a head is looked for in a model that does not tell."""
+
+HALF: dict[torch.dtype, Match] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True, eq=False)
+class _Deferred:
+    """Settings of a head whose forward was replaced."""
+
+    rounded: bool
+    options: dict[str, Any]
+    shard: Any = None
+
+
+class Deferral:
+    """A model that was deferred: ``undo()`` puts its head's forward back, and so does the end of a ``with`` block.
+
+    Attributes:
+        model: the model.
+    """
+
+    def __init__(self, model: Any, layers: list[Any]) -> None:
+        self.model, self._layers = model, layers
+
+    def undo(self) -> None:
+        """Put the head's own forward back."""
+        _restore("undo", self._layers)
+
+    def __enter__(self) -> Any:
+        return self.model
+
+    def __exit__(self, *_: Any) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        heads = ", ".join(type(layer).__name__ for layer in self._layers)
+        return f"Deferral({type(self.model).__name__}, head {heads})"
+
+
+def defer(model: Any, *, head: str | nn.Module | None = None, rounded: bool = True, **options: Any) -> Deferral:
+    """Let a model return logits that are not computed: :class:`Logits`, a tensor to all code that passes it on.
+
+    The model's own code, and yours, stays as it is. ``model(ids, labels=labels).loss``, ``F.cross_entropy``,
+    ``log_softmax(...).gather(...)``, entropies, ``argmax`` and :func:`logprobs` read hidden states and the head's
+    weight; what reads the logits in another way computes them, is counted and warns once for each place.
+
+    Args:
+        model: a Transformers causal LM, also in peft, DDP or FSDP; Megatron's ``GPTModel``; or any module with a linear
+            head.
+        head: the head's module, or its name in the model. None: what ``model.get_output_embeddings()`` says, or
+            ``lm_head`` or ``output_layer``.
+        rounded: round the logits to the dtype of the head's output before the softmax, as the head itself would. False
+            keeps the float32 sums of the product, which is closer to the truth, and is what you want where the rollout
+            engine's head is float32 too.
+        options: ``strict``, ``tf32`` and ``batch_invariant`` of :class:`Logits`.
+
+    Returns:
+        :class:`Deferral`, to undo it. Without a graph, up to ``FEW`` rows are multiplied as ever, so that generation is
+        what it was.
+
+    Raises:
+        LogitlessError: no head was found, or it does more than a linear layer.
+
+    >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+    >>> with defer(model, head="1"):
+    ...     model(torch.zeros(2, 3, dtype=torch.int64))
+    Logits([2, 3, 9], torch.float32)
+    """
+    for name in options:
+        if name not in OPTIONS:
+            raise LogitlessError(f"defer: there is no option {name!r}.{did_you_mean(name, OPTIONS)}")
+    layers = _linears(_head(model, head))
+    for layer in layers:
+        _check(layer)
+    for layer in layers:
+        parallel = _is_column_parallel(layer)
+        shard = column_parallel.shard_of_layer(layer) if parallel else None
+        layer._logitless_deferred = _Deferred(rounded, options, shard)
+        layer.forward = Bound(_wrap_column_parallel if parallel else _wrap, layer)
+    return Deferral(model, layers)
+
+
+def undefer(model: Any, *, head: str | nn.Module | None = None) -> None:
+    """Put the own forward of a deferred model's head back."""
+    _restore("undefer", _linears(_head(model, head)))
+
+
+def _restore(caller: str, layers: list[Any]) -> None:
+    for layer in layers:
+        if "_logitless_deferred" not in vars(layer):
+            raise LogitlessError(f"{caller}: the head {type(layer).__name__} is not deferred.")
+        if not isinstance(vars(layer).get("forward"), Bound):
+            raise LogitlessError(f"{caller}: the head's forward was replaced by someone else since. Undo that first.")
+    for layer in layers:
+        del layer.forward, layer._logitless_deferred
+
+
+# The head of a model.
+
+
+def _head(model: Any, head: Any) -> Any:
+    """The module that makes the logits."""
+    if isinstance(head, nn.Module):
+        return head
+    if not isinstance(model, nn.Module):
+        raise LogitlessError(f"defer: model must be a torch.nn.Module but is {type(model).__name__}.")
+    inner = _unwrapped(model)
+    if head is not None:
+        found = dict(inner.named_modules()).get(str(head))
+        if found is None:
+            names = [name for name, x in inner.named_modules() if isinstance(x, nn.Linear)]
+            raise LogitlessError(f"defer: the model has no module {head!r}.{did_you_mean(str(head), names)}")
+        return found
+    tells = getattr(inner, "get_output_embeddings", None)
+    found = tells() if callable(tells) else None
+    found = next((getattr(inner, name) for name in NAMES if hasattr(inner, name)), None) if found is None else found
+    if found is None:
+        raise LogitlessError(
+            f"defer: {type(inner).__name__} has neither get_output_embeddings() nor a module called "
+            f"{' or '.join(NAMES)}. Name its head: defer(model, head='...')."
+        )
+    return found
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model inside of DDP, FSDP1, Megatron's wrappers and torch.compile."""
+    while True:
+        for name in ("_orig_mod", "_fsdp_wrapped_module", "module"):
+            inner = model._modules.get(name)
+            if isinstance(inner, nn.Module) and not hasattr(type(model), "get_output_embeddings"):
+                model = inner
+                break
+        else:
+            return model
+
+
+def _linears(layer: Any) -> list[Any]:
+    """The head; or, where peft trains copies of it (modules_to_save), the original and the copies it chooses from."""
+    inner = layer._modules.get("_fsdp_wrapped_module")
+    if inner is not None:
+        return _linears(inner)
+    copies = getattr(layer, "modules_to_save", None)
+    return [layer] if copies is None else [layer.original_module, *copies.values()]
+
+
+def _is_column_parallel(layer: Any) -> bool:
+    return any(kind.__name__ == column_parallel.NAME for kind in type(layer).__mro__)
+
+
+def _check(layer: Any) -> None:
+    """Raise for a head that is deferred already, or that does more than multiply."""
+    if "_logitless_deferred" in vars(layer):
+        raise LogitlessError("defer: this model is already deferred. Call undo() of what defer returned first.")
+    if "forward" in vars(layer):
+        raise LogitlessError("defer: the forward of the head was replaced by someone else. Undo that first.")
+    if _is_column_parallel(layer):
+        column_parallel.check_layer(layer)
+        return
+    if hasattr(layer, "base_layer"):
+        # Refuses every adapter but a plain LoRA.
+        head_weight("defer", layer)
+        layer = layer.base_layer
+        if layer._forward_hooks or layer._forward_pre_hooks:
+            raise LogitlessError(
+                f"defer: {type(layer).__name__} inside of the LoRA on the head has forward hooks, which would not run. "
+                f"Put them on the head."
+            )
+    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+        raise LogitlessError(
+            f"defer: the head must be a torch.nn.Linear but is {type(layer).__name__}, which may do more than multiply "
+            f"by its weight. Keep the model's own logits and pass them to logitless.logprobs."
+        )
+
+
+# The head's forward.
+
+
+def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        more = [name for name, x in {**dict(enumerate(args)), **kwargs}.items() if x is not None]
+        if more:
+            raise LogitlessError(
+                f"defer: the head {type(self).__name__} was called with more than hidden states ({more[0]}), and only "
+                f"its product is deferred. Keep the model's own logits: undo() of what defer returned."
+            )
+        if _computes(hidden):
+            return original(self, hidden)
+        return _logits(self, hidden)
+
+    return forward
+
+
+def _wrap_column_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: Any, input_: Tensor, weight: Any = None, runtime_gather_output: Any = None) -> Any:
+        settings: _Deferred = self._logitless_deferred
+        # Gathered columns are what inference asks for.
+        if runtime_gather_output and settings.shard is not None:
+            return original(self, input_, weight, runtime_gather_output)
+        match = HALF.get(input_.dtype) if settings.rounded else None
+        logits = column_parallel.logits_of_layer(self, input_, weight, settings.shard, match=match, **settings.options)
+        return logits, self.bias if self.skip_bias_add else None
+
+    return forward
+
+
+def _computes(hidden: Tensor) -> bool:
+    """Whether the head multiplies as ever: few rows, and no graph that would keep them."""
+    return not torch.is_grad_enabled() and hidden.shape[:-1].numel() <= FEW
+
+
+# The public torch.compiler.disable is the same, but imports the compiler, and with it Triton, when applied.
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+def _logits(layer: Any, hidden: Tensor) -> Logits:
+    """What the head's product would be."""
+    settings: _Deferred = layer._logitless_deferred
+    weight, base = head_weight("defer", layer), getattr(layer, "base_layer", layer)
+    bias, matrix = base.bias, weight.weight if isinstance(weight, LoRA) else weight
+    placements = getattr(matrix, "placements", None)
+    _check_dropout(weight)
+    if placements is not None:
+        raise LogitlessError(
+            f"defer: the head's weight is a DTensor with placements {placements} in its own forward: tensor "
+            f"parallelism has sharded it. Keep the model's own logits (undefer), or use logitless.Logits with "
+            f"shard=logitless.VocabShard.of(weight)."
+        )
+    kind = hidden.device.type
+    # As a linear layer does under autocast, which leaves float64 alone. Logits may be read outside of it.
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+        hidden, bias, weight = hidden.to(dtype), None if bias is None else bias.to(dtype), _cast(weight, dtype)
+    match = HALF.get(hidden.dtype) if settings.rounded else None
+    logits = Logits(hidden, weight, bias=bias, match=match, **settings.options)
+    # FSDP2 lets go of the weight where the head's forward ends, if the head is a unit of its own.
+    gather = getattr(layer, "unshard", None)
+    return made(replace(logits._stands, few=FEW, gather=gather))
+
+
+def _check_dropout(weight: Any) -> None:
+    """Raise where every reading of the same logits would be of other numbers."""
+    dropout = weight.dropout if isinstance(weight, LoRA) else None
+    if isinstance(dropout, nn.Dropout) and dropout.training and dropout.p > 0:
+        raise LogitlessError(
+            f"defer: the LoRA on the head has a dropout of {dropout.p}, which every reading of its logits would draw "
+            f"again. Set lora_dropout=0 for the head, or score with a PolicyHead, which reads once."
+        )
+
+
+def _cast(weight: Any, dtype: torch.dtype) -> Any:
+    if isinstance(weight, LoRA):
+        return replace(weight, weight=weight.weight.to(dtype), a=weight.a.to(dtype), b=weight.b.to(dtype))
+    return weight.to(dtype)

@@ -1,0 +1,143 @@
+"""Numbers of each row of ``Logits`` with their graph, in the shape and dtype that torch's own functions would give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.call import Asked
+from logitless.errors import LogitlessError
+from logitless.operands import Logits, LoRA
+from logitless.operands.logits import place
+from logitless.readings.best import MOST
+from logitless.score import logprobs, resolve_score
+from logitless.softmax import transform
+from logitless.sources.listed import id_logits
+from logitless.spec import TokenStats, inspectable
+
+
+def readable(x: Any) -> bool:
+    """Whether a reading may stand in for torch's function: of a shard, torch's would be over the columns here alone."""
+    return isinstance(x, Logits) and x.shard is None
+
+
+def over_last(x: Tensor, dim: Any) -> bool:
+    """Whether ``dim`` is the last dimension of ``x``, and no other."""
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    return type(dim) is int and x.dim() > 0 and dim in (-1, x.dim() - 1)
+
+
+def ask(x: Logits, name: str, ids: Tensor | None = None) -> Tensor:
+    """``[...]`` numbers of each row, or ``[..., K]`` of each row's ids.
+
+    Args:
+        name: ``"log_z"``, ``"entropy"``, ``"mean_logit"``; or with ids ``"logprob"``, ``"probability"`` or ``"logit"``.
+        ids: ``[..., K]`` columns.
+    """
+    lead = x.shape[:-1]
+    if name in ("log_z", "entropy"):
+        found = _softmax(x, name).reshape(lead)
+        return found.to(result_dtype(x))
+    flat = x.reshape(-1, x.shape[-1])
+    assert isinstance(flat, Logits)
+    if ids is None:
+        found = getattr(_all_rows(flat, stats=(name,)), name).reshape(lead)
+    else:
+        ids = _checked(ids, x.shape[-1]).reshape(flat.shape[0], ids.shape[-1]).contiguous()
+        found = _of_ids(flat, name, ids).reshape(*lead, ids.shape[-1])
+    return found.to(result_dtype(x))
+
+
+SOFTMAX = "softmax was taken"
+"""Noted of logits whose entropy will probably be asked for, so that one pass answers that and log Z."""
+
+
+def _softmax(x: Logits, name: str) -> Tensor:
+    """``[R]`` log Z or entropy; both from one pass where both are asked for, one after the other."""
+    x.stands()
+    memo, graph = x._memo, torch.is_grad_enabled()
+    found = memo.get(graph)
+    if found is None or getattr(found, name) is None:
+        flat = x.reshape(-1, x.shape[-1])
+        assert isinstance(flat, Logits)
+        found = _all_rows(flat, entropy="grad" if name == "entropy" or SOFTMAX in memo else None)
+        if found.entropy is not None:
+            memo[graph] = found
+    return getattr(found, name)
+
+
+def _of_ids(x: Logits, name: str, ids: Tensor) -> Tensor:
+    """``[R, K]`` log-probs, probabilities or logits of ``[R, K]`` ids."""
+    if name == "logit":
+        return _picked(x, ids)
+    # The target's log-prob is in every pass over the logits; listed ids are a reading of their own.
+    one = ids.shape[1] == 1
+    found = logprobs(x, ids[:, 0]).logprob[:, None] if one else _all_rows(x, ids=ids).ids_logprobs
+    assert found is not None
+    return found.exp() if name == "probability" else found
+
+
+def _picked(x: Logits, ids: Tensor) -> Tensor:
+    """``[R, K]`` single logits: dot products of hidden states and rows of the weight."""
+    if isinstance(x.weight, LoRA):
+        found = _all_rows(x, ids=ids)
+        assert found.ids_logprobs is not None
+        assert found.log_z is not None
+        return found.ids_logprobs + found.log_z[:, None]
+    call, _, operands = resolve_score(x, _first_ids(x), Asked())
+    z, _ = transform(id_logits(operands, ids, call), call.gain[:, None], call.squash)
+    # A row of the weight that is not there is no 0.
+    return torch.where(ids < x.shape[-1], z, torch.nan)
+
+
+def best(x: Logits, count: int) -> Tensor:
+    """``[..., K]`` ids of the largest logits, the largest first."""
+    with torch.no_grad():
+        flat = x.detach().reshape(-1, x.shape[-1])
+        assert isinstance(flat, Logits)
+        if count == 1:
+            ids = _all_rows(flat, stats=("top1",)).top1_id
+            assert ids is not None
+            ids = ids[:, None]
+        else:
+            ids = _all_rows(flat, top_k=count).top_k_ids
+        assert ids is not None
+        return ids.reshape(*x.shape[:-1], count)
+
+
+def listable(x: Logits, count: Any) -> bool:
+    """Whether that many of the most likely ids are a reading."""
+    return type(count) is int and 1 <= count <= min(MOST, x.shape[-1])
+
+
+def _all_rows(x: Logits, **asked: Any) -> TokenStats:
+    return logprobs(x, _first_ids(x), **asked)
+
+
+def _first_ids(x: Logits) -> Tensor:
+    """A target for every row, where none is asked about."""
+    return torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+
+
+def _checked(ids: Tensor, columns: int) -> Tensor:
+    """Ids of columns; those outside raise where that can be seen, and otherwise make their own number NaN."""
+    if inspectable(ids):
+        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= columns):
+            low, high = int(ids.min()), int(ids.max())
+            raise LogitlessError(
+                f"Logits: index at {place()} runs from {low} to {high}, outside the {columns} columns."
+            )
+        return ids.to(torch.int64)
+    ids = ids.to(torch.int64)
+    # -100 would leave a row out.
+    return torch.where(ids < 0, columns, ids)
+
+
+def result_dtype(x: Tensor, wide: tuple[str, ...] = ("cuda", "xpu")) -> torch.dtype:
+    """The dtype of the logits; under autocast no less than float32, on devices where it widens the function."""
+    kind = x.device.type
+    if kind in wide and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.promote_types(x.dtype, torch.float32)
+    return x.dtype

@@ -1,0 +1,92 @@
+"""torch's own functions that a reading of ``Logits`` answers, by name. Loaded when one of them is first used.
+
+Each returns what torch's function would, with its gradient, or NotImplemented, and then the logits are computed and
+counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from logitless.deferred import distribution, losses
+from logitless.deferred.distribution import Distribution
+from logitless.deferred.lazy import Lazy
+from logitless.deferred.pending import numbers
+from logitless.deferred.read import ask, over_last, readable
+from logitless.operands.logits import SERVED
+
+
+def _of_logits(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function where its first argument is logits that a reading may answer for."""
+
+    def served(*args: Any, **kwargs: Any) -> Any:
+        x, *rest = args or (kwargs.pop("input", None),)
+        return function(x, *rest, **kwargs) if readable(x) else NotImplemented
+
+    return served
+
+
+def _softmax(form: str) -> Callable[..., Any]:
+    def served(x: Any, dim: Any = None, *rest: Any, **kwargs: Any) -> Any:
+        dtype = next((y for y in (*rest, kwargs.get("dtype")) if isinstance(y, torch.dtype)), None)
+        if not over_last(x, dim):
+            return NotImplemented
+        return distribution.distribution(x if dtype is None else x.to(dtype), form)
+
+    return _of_logits(served)
+
+
+def _logsumexp(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    if kwargs or not over_last(x, dim):
+        return NotImplemented
+    found = numbers(x, "log_z")
+    return found.unsqueeze(-1) if keepdim else found
+
+
+def _gather(x: Any, dim: Any = None, index: Any = None, **kwargs: Any) -> Any:
+    if kwargs.get("out") is not None or not distribution.gatherable(x, dim, index):
+        return NotImplemented
+    return numbers(x, "logit", index)
+
+
+def _mean(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    if kwargs or not over_last(x, dim):
+        return NotImplemented
+    found = ask(x, "mean_logit")
+    return found.unsqueeze(-1) if keepdim else found
+
+
+def _times(*args: Any, **kwargs: Any) -> Any:
+    """Logits times their own softmax."""
+    found = next((x for x in args if isinstance(x, Lazy)), None)
+    return found.answer("mul", args, kwargs) if isinstance(found, Distribution) and not kwargs else NotImplemented
+
+
+SERVED.update(
+    {
+        "cross_entropy": losses.cross_entropy,
+        "nll_loss": losses.nll_loss,
+        "log_softmax": _softmax("log p"),
+        "softmax": _softmax("p"),
+        "logsumexp": _of_logits(_logsumexp),
+        "gather": _of_logits(_gather),
+        "__getitem__": _of_logits(distribution.columns),
+        "argmax": _of_logits(distribution.argmax),
+        "max": _of_logits(distribution.largest),
+        "amax": _of_logits(distribution.amax),
+        "topk": _of_logits(distribution.topk),
+        "mean": _of_logits(_mean),
+        "mul": _times,
+        "multiply": _times,
+        "__mul__": _times,
+        "__rmul__": _times,
+        "transpose": losses.transpose("transpose"),
+        "swapaxes": losses.transpose("swapaxes"),
+        "permute": losses.transpose("permute"),
+    }
+)
+
+distribution.ANSWERS["nll_loss"] = losses.nll_loss

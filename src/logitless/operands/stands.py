@@ -1,0 +1,143 @@
+"""What logits stand for that are not computed: a product, what the head is besides, and a factor.
+
+logit = gain * x,  or  gain * tanh(squash * x)  under a softcap of the model's own,  with  x = hidden @ weight.T + bias
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from logitless.errors import LogitlessError
+from logitless.operands.graph import IntoBuffer, Summed
+from logitless.operands.lora import LoRA
+from logitless.spec import VocabShard, has_values
+
+Match = Literal["bfloat16", "float16"] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """What a head is and how its product is made: the keyword arguments of :class:`Logits`."""
+
+    bias: Tensor | None = None
+    shard: VocabShard | None = None
+    sequence_parallel: bool = False
+    hidden_grad: Literal["reduced", "partial"] = "reduced"
+    weight_grad: Tensor | None = None
+    grad_scale: float | Tensor = 1.0
+    sparse_weight_grad: bool = False
+    match: Match = None
+    tf32: bool = False
+    batch_invariant: bool = False
+    strict: bool = False
+
+
+@dataclass(eq=False)
+class Stands:
+    """What logits stand for. The gain alone may change, by ``logits /= temperature``.
+
+    Attributes:
+        hidden, weight, linear: the product.
+        dtype: of the logits.
+        gain: factor of all logits, or one for each row ``[...]``.
+        squash: factor inside tanh; 0 without a softcap.
+        part: whether code loops over these logits and their neighbours, as over the results of ``split``.
+        few: up to so many rows are computed where they are picked without a graph, as by a step of generation.
+        gather: makes the weight whole again where a wrapper let go of it when the head's forward ended; None elsewhere.
+    """
+
+    hidden: Tensor
+    weight: Tensor | LoRA
+    linear: Linear
+    dtype: torch.dtype
+    gain: float | Tensor = 1.0
+    squash: float = 0.0
+    part: bool = False
+    few: int = 0
+    gather: Callable[[], None] | None = None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that may need a gradient."""
+        weight, bias = self.weight, self.linear.bias
+        of = (weight.weight, weight.a, weight.b) if isinstance(weight, LoRA) else (weight,)
+        return (self.hidden, *of) if bias is None else (self.hidden, *of, bias)
+
+    def require(self) -> None:
+        """Have the weight whole, or raise: FSDP and ZeRO-3 let go of it where a module's forward ends."""
+        matrix = self.weight.weight if isinstance(self.weight, LoRA) else self.weight
+        if _there(matrix):
+            return
+        if self.gather is not None:
+            self.gather()
+        if not _there(matrix):
+            raise LogitlessError(
+                f"Logits: the head's weight was let go of when its module's forward ended, and is {list(matrix.shape)} "
+                f"without numbers now: FSDP1 and ZeRO-3 do so where the head is a unit of its own. Leave the head in "
+                f"the root unit, use FSDP2 (fully_shard), or use a PolicyHead, and call it through its wrapper."
+            )
+
+    def names(self) -> tuple[str, ...]:
+        """The arguments that these are, for errors."""
+        lora = ("a of the LoRA", "b of the LoRA") if isinstance(self.weight, LoRA) else ()
+        return ("hidden", "weight", *lora, *(() if self.linear.bias is None else ("bias",)))
+
+    def of(self, tensors: Sequence[Tensor]) -> Stands:
+        """The same with other tensors, in the order of :meth:`tensors`."""
+        hidden, first, *rest = tensors
+        weight: Tensor | LoRA = first
+        if isinstance(self.weight, LoRA):
+            weight = replace(self.weight, weight=first, a=rest.pop(0), b=rest.pop(0))
+        linear = replace(self.linear, bias=rest[0]) if rest else self.linear
+        return replace(self, hidden=hidden, weight=weight, linear=linear)
+
+    def same_head(self, other: Stands) -> bool:
+        """Whether the rows of both are rows of one product with one softcap."""
+        if self.weight is not other.weight or self.squash != other.squash:
+            return False
+        pairs = ((getattr(self.linear, f.name), getattr(other.linear, f.name)) for f in fields(Linear))
+        return all(a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b) for a, b in pairs)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        matrix = self.weight.weight if isinstance(self.weight, LoRA) else self.weight
+        return (*self.hidden.shape[:-1], matrix.shape[0] if matrix.dim() else 1)
+
+    def computed(self) -> Tensor:
+        """The logits, computed as the head would, and with its gradients."""
+        hidden, weight, linear = self.hidden, self.weight, self.linear
+        if linear.sequence_parallel:
+            raise LogitlessError(
+                "Logits: sequence_parallel=True, so that hidden states are this rank's tokens, and logits of all "
+                "tokens would have another shape. Gather the hidden states to compute logits, or read them by logprobs."
+            )
+        group = linear.shard.group if linear.shard is not None and linear.hidden_grad == "reduced" else None
+        whole: Any = (lambda x: x) if group is None else (lambda x: Summed.apply(x, group))
+        matrix = weight.weight if isinstance(weight, LoRA) else weight
+        if linear.weight_grad is not None:
+            matrix = IntoBuffer.apply(matrix, linear.weight_grad)
+        x = torch.nn.functional.linear(whole(hidden), matrix, linear.bias)  # pyright: ignore[reportArgumentType]
+        if isinstance(weight, LoRA):
+            x = x + whole(weight.inner(hidden)).to(hidden.dtype) @ weight.b.to(hidden.dtype).T
+        if self.linear.match is not None:
+            x = x.to(getattr(torch, self.linear.match))
+        x = x.to(torch.promote_types(x.dtype, self.dtype))
+        if self.squash:
+            x = torch.tanh(x * self.squash)
+        gain = self.gain[..., None] if isinstance(self.gain, Tensor) else self.gain
+        return (x if isinstance(gain, float) and gain == 1.0 else x * gain).to(self.dtype)
+
+    def computed_from(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The logits of other tensors, in the order of :meth:`tensors`."""
+        return self.of(tensors).computed()
+
+
+def _there(weight: Tensor) -> bool:
+    """Whether the weight has numbers; one of another shape is for checks of the call to refuse."""
+    if weight.numel() == 0:
+        return weight.dim() == 2
+    return hasattr(weight, "placements") or not has_values(weight) or weight.untyped_storage().size() > 0
