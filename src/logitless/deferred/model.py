@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from logitless.deferred import column_parallel
 from logitless.deferred.bound import Bound
 from logitless.errors import LogitlessError, did_you_mean
+from logitless.notes import log_once
 from logitless.operands import Logits, LoRA
 from logitless.operands.logits import made
 from logitless.operands.peft import head_weight
@@ -108,6 +109,7 @@ def defer(model: Any, *, head: str | nn.Module | None = None, rounded: bool = Tr
         shard = column_parallel.shard_of_layer(layer) if parallel else None
         layer._logitless_deferred = _Deferred(rounded, options, shard)
         layer.forward = Bound(_wrap_column_parallel if parallel else _wrap, layer)
+    log_once(f"deferred the head of {type(_unwrapped(model)).__name__}, logits are not computed")
     return Deferral(model, layers)
 
 
