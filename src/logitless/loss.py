@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from logitless.call import MEMORY, PLAIN, Asked, Call, Operands, resolve, together, untraced
+from logitless.call import MEMORY, PLAIN, Asked, Call, Operands, resolve, together
 from logitless.call.dry import ACTIVE, announce
 from logitless.call.unchanged import Unchanged
 from logitless.collectives import agree_if, fingerprint
@@ -29,7 +29,7 @@ from logitless.rows import Rows
 from logitless.score import score, with_teacher
 from logitless.sources.linear import Projection, hidden_gradients, selected_rows
 from logitless.sources.teachers import TeacherRows, grouped, ungrouped
-from logitless.spec import Head, TokenStats, inspectable
+from logitless.spec import Head, TokenStats, inspectable, untraced
 
 NAME = "policy_loss"
 

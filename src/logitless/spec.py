@@ -10,11 +10,12 @@ Small frozen carriers, validated when made, so that everything below can trust t
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ IGNORE = -100
 """Target id of a row to leave out: log-prob 0, entropy 0, log Z 0, gradient 0."""
 
 EntropyMode = Literal["value", "grad"] | None
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class TokenStats(NamedTuple):
@@ -337,3 +341,26 @@ def _tiled_size(bounds: list[tuple[int, ...]]) -> int:
             )
         expected = stop
     return expected
+
+
+# Under torch.compile.
+
+
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """The function; where torch.compile is tracing, behind a graph break."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            return graph_break(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+# Called under a compiler only: elsewhere the first call would import it, which takes seconds. The public
+# torch.compiler.disable imports it as soon as it is applied.
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+def graph_break(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """A call that breaks a compiled graph."""
+    return function(*args, **kwargs)

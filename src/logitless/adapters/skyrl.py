@@ -27,7 +27,7 @@ from logitless.adapters.packs import Batch, packed_batch, padded_batch
 from logitless.adapters.scoring import entropy_mode, entropy_of_logits
 from logitless.adapters.shards import even_shard
 from logitless.adapters.skyrl_draft import draft
-from logitless.adapters.skyrl_fsdp import fsdp_replacements
+from logitless.adapters.skyrl_fsdp import fsdp_heads, fsdp_replacements
 from logitless.adapters.skyrl_rows import (
     Scorer,
     check_batch,
@@ -437,11 +437,17 @@ def _classes() -> list[Replacement]:
     ]
 
 
+def _heads(options: Mapping[str, Any]) -> list[Replacement]:
+    return fsdp_heads()
+
+
 HOST = Host(
     name="skyrl",
     package="skyrl",
     versions=("0.3",),
     replacements=_replacements,
+    heads=_heads,
+    logits="deferred",
     options={
         "accurate": Option(False, "float32 logits of half-precision hidden states instead of SkyRL's rounding"),
         "inplace_backward": Option(
