@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 from longest_batch import Search, attempt, say
-from whole_step_model import CONTENDERS, FIRST, MODELS, OPTIMIZER, Shape, Trainer, draw, with_old
+from whole_step_model import MODELS, OPTIMIZER, Trainer, draw, with_old
 
 from benchmarks.bench.providers import add_peers
 from benchmarks.bench.records import Environment
@@ -80,17 +80,17 @@ def steps(trainer: Trainer, names: list[str], repeats: int) -> Iterator[dict]:
         ms, loss_ms = statistics.median(laps[name]), statistics.median(alone[name])
         found[name] |= {"ms": ms, "range_ms": [min(laps[name]), max(laps[name])], "repeats": repeats}
         found[name] |= {"tokens_per_s": 1e3 * batch.tokens.numel() / ms, "loss_ms": loss_ms, "loss_share": loss_ms / ms}
-        if FIRST in running:
+        if trainer.first(name) in running:
             for what in ("loss", "grad_norm"):
-                first = found[FIRST][what]
+                first = found[trainer.first(name)][what]
                 found[name][f"{what}_difference"] = abs(found[name][what] - first) / abs(first)
     yield from found.values()
 
 
-def run(shape: Shape, device: torch.device, options: argparse.Namespace, ends: float) -> Iterator[dict]:
+def run(trainer: Trainer, options: argparse.Namespace, ends: float) -> Iterator[dict]:
     """All records of one model."""
-    trainer = Trainer(shape, device)
-    names = [name for name in CONTENDERS if not options.only or any(word in name for word in options.only)]
+    shape, device = trainer.shape, trainer.device
+    names = [name for name in trainer.names if not options.only or any(word in name for word in options.only)]
     searches = []
     for line in steps(trainer, names, options.repeats):
         yield line
@@ -122,8 +122,9 @@ def table(lines: list[dict]) -> str:
     return text_table(("model", "contender", "kind", "tokens", "speed", "loss", "peak", "gradients"), rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(kind: type[Trainer] = Trainer, description: str = __doc__) -> None:
+    """Run and record the contenders of one kind of trainer."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--out", type=Path, help="file to append records to")
     parser.add_argument("--models", nargs="+", choices=MODELS, help="default: all, or the tiny one on a CPU")
     parser.add_argument("--only", nargs="+", default=[], help="contenders whose name has this word")
@@ -142,7 +143,7 @@ def main() -> None:
     for turn, model in enumerate(models, 1):
         # Each model has its part of the time, and what those before it have left.
         ends = start + options.limit * turn / len(models)
-        for line in run(MODELS[model], device, options, ends):
+        for line in run(kind(MODELS[model], device), options, ends):
             environment = asdict(Environment.here(device, options.commit))
             line = {"model": model, "shape": asdict(MODELS[model]), "optimizer": OPTIMIZER, **line}
             line["allocator"] = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")

@@ -191,13 +191,22 @@ FIRST = "plain torch"
 class Trainer:
     """A model, its optimizer, and a step by way of a contender's loss."""
 
+    names: tuple[str, ...] = tuple(CONTENDERS)
+
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device = shape, device
-        # Whoever gives no rows finds the model as it was.
-        self.model = patch(make_model(shape, device))
+        self.model = self.made()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
         # Its state is there before anything is measured.
-        self.step("ours", with_old(draw(shape, 1, device), self.model))
+        self.step(self.names[-1], with_old(draw(shape, 2, device), self.model))
+
+    def made(self) -> Any:
+        # Whoever gives no rows finds the model as it was.
+        return patch(make_model(self.shape, self.device))
+
+    def first(self, contender: str) -> str:
+        """Whose loss and gradients a contender's are compared with."""
+        return FIRST
 
     def loss(self, contender: str, batch: Batch) -> Tensor:
         if contender == "ours":

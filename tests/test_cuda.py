@@ -190,3 +190,56 @@ def test_captured_and_replayed(name: str):
         # Rows without a gradient are multiplied in a graph, and packed together outside of one.
         close = {"rtol": 1e-2, "atol": 1e-3} if name == "loss" else {"rtol": 0.0, "atol": 0.0}
         torch.testing.assert_close(ours, eager, **close)
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def entropy_of(x: torch.Tensor) -> torch.Tensor:
+    log_p = torch.log_softmax(x, -1)
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+UNCHANGED = {
+    "cross entropy": lambda x, ids: torch.nn.functional.cross_entropy(widened(x), ids, reduction="none"),
+    "log-probs": lambda x, ids: torch.log_softmax(widened(x) / 0.7, -1).gather(-1, ids[:, None]).squeeze(-1),
+    "entropy": lambda x, ids: entropy_of(widened(x)),
+    "log Z": lambda x, ids: torch.logsumexp(widened(x), -1),
+    "best": lambda x, ids: widened(x).topk(3, -1).values.sum(-1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_torchs_functions_on_logits_that_are_not_computed(name: str, dtype: torch.dtype):
+    """No further from float64 than the same code on computed logits is, twice over; and nothing of their size."""
+    torch.manual_seed(0)
+    size = 8192, 32003, 256
+    ids = torch.randint(size[1], size[:1], device="cuda")
+    hidden, weight = (torch.randn(n, size[2], device="cuda", dtype=dtype, requires_grad=True) for n in size[:2])
+    with torch.no_grad():
+        weight.mul_(0.1)
+    upstream = torch.randn(size[0], device="cuda")
+
+    def run(x: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
+        out = UNCHANGED[name](x, ids)
+        return [out.detach().double(), *(y.double() for y in torch.autograd.grad(out, leaves, upstream.to(out.dtype)))]
+
+    wide = [y.detach().double().requires_grad_() for y in (hidden, weight)]
+    match = "bfloat16" if dtype == torch.bfloat16 else None
+    product = wide[0] @ wide[1].T
+    # A head in bfloat16 rounds what it returns; the gradient passes.
+    rounded = product if match is None else product + (product.to(dtype).double() - product).detach()
+    truth = run(rounded, *wide)
+    del product, rounded
+    plain = run(hidden @ weight.T, hidden, weight)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    ours = run(ll.Logits(hidden, weight, match=match, strict=True), hidden, weight)
+    peak = torch.cuda.max_memory_allocated() - before
+    for mine, theirs, right in zip(ours, plain, truth, strict=True):
+        allowed = 2 * (theirs - right).abs().max() + 1e-6 * right.abs().max()
+        assert (mine - right).abs().max() <= allowed
+    assert peak < size[0] * size[1] * 4 // 2 + 3 * weight.numel() * 8

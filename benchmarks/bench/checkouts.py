@@ -44,7 +44,10 @@ MISSING = {
     "ms_swift": (),
     "miles": ("httpx", "ray", "megatron.training", "sglang", "torch_memory_saver", "wandb"),
     "nemo_rl": (),
-    "openrlhf": ("deepspeed", "flash_attn", "peft", "pylatexenc"),
+    "openrlhf": (
+        *("aiohttp", "deepspeed", "fastapi", "flash_attn", "jsonlines", "optree", "peft", "pylatexenc", "ray"),
+        *("torchdata", "uvicorn", "vllm"),
+    ),
     "prime_rl": ("loguru",),
     "skyrl": (
         *("cloudpathlib", "cloudpickle", "jaxtyping", "loguru", "megatron.bridge", "omegaconf", "peft", "ray"),

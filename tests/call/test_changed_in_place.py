@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import logitless as ll
-from logitless.adapters.megatron import _into_main_grad
+from logitless.deferred.column_parallel import into_main_grad
 from logitless.memory.meta import _Root, hand_over
 from logitless.operands import Teachers
 
@@ -226,7 +226,13 @@ CASES: dict[str, tuple[Case, str]] = {
         ),
         "",
     ),
-    "Megatron's buffer": (lambda x: _into_main_grad(x["weight"]).sum(), ""),
+    "Megatron's buffer": (lambda x: into_main_grad(x["weight"]).sum(), ""),
+    "computed logits with a buffer": (
+        lambda x: (
+            ll.Logits(x["hidden"], x["weight"], weight_grad=torch.zeros_like(x["weight"])).computed().square().sum()
+        ),
+        "hidden weight",
+    ),
     "hooks on logits": (hooked, "hidden weight index"),
     "a dry run": (
         lambda x: _Root.apply((x["teacher_logits"],), 2 * x["logits"]) + hand_over(x["teacher_bias"]).sum(),
@@ -236,8 +242,12 @@ CASES: dict[str, tuple[Case, str]] = {
 """Something with a gradient, made from the tensors, and which of them its backward reads."""
 
 
-READ_NOTHING = {"logitless.adapters.scoring._Untrained"}
-"""Functions whose backward raises, or has no gradient to hand on."""
+READ_NOTHING = {
+    "logitless.adapters.scoring._Untrained",
+    "logitless.deferred.column_parallel._Gathered",
+    "logitless.operands.graph.Summed",
+}
+"""Functions whose backward raises, or only sends its gradient to other ranks."""
 
 
 class Watch(TorchDispatchMode):
