@@ -45,7 +45,7 @@ MISSING = {
     ),
     "megatron": (),
     "ms_swift": (),
-    "miles": ("httpx", "ray", "megatron.training", "torch_memory_saver"),
+    "miles": ("httpx", "ray", "megatron.training", "sglang", "torch_memory_saver", "wandb"),
     "nemo_rl": (),
     "openrlhf": (
         *("aiohttp", "deepspeed", "fastapi", "flash_attn", "jsonlines", "optree", "peft", "pylatexenc", "ray"),
@@ -56,7 +56,7 @@ MISSING = {
         *("cloudpathlib", "cloudpickle", "jaxtyping", "loguru", "megatron.bridge", "omegaconf", "peft", "ray"),
         "skyrl_gym",
     ),
-    "slime": ("httpx", "ray", "megatron.training", "torch_memory_saver"),
+    "slime": ("httpx", "ray", "megatron.training", "torch_memory_saver", "wandb"),
     "torchtitan": ("spmd_types", "torchdata", "tyro"),
     "trl": (),
     "vime": (),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from logitless.deferred.model import Deferral, defer_or_tell
+from logitless.deferred.model import Deferral, defer_or_tell, is_without_logits
 from logitless.errors import LogitlessError
 from logitless.operands.logits import MADE
 
@@ -47,12 +47,15 @@ class Heads:
             options: as for :func:`logitless.defer`.
 
         Returns:
-            Whether the model's logits are deferred.
+            Whether the model's logits are deferred. A part of a model without a head, and a value model, are left
+            alone, and so is a model whose head somebody else has deferred.
         """
         if not self.wanted:
             return False
         with self._lock:
             found = self._models.get(model)
+            if found is None and is_without_logits(model):
+                return False
             if found is None:
                 try:
                     found = defer_or_tell(model, self._refused, rounded=self.logits == "deferred", **options)

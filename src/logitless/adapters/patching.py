@@ -334,9 +334,10 @@ def _check_owner(host: Host, replacement: Replacement, original: Any, inherited:
     # A bound method, like a Function's apply, belongs to the host if its class does.
     holder = getattr(original, "__self__", None)
     comes_from = getattr(holder if isinstance(holder, type) else original, "__module__", None)
-    if comes_from is not None and not inherited and comes_from.split(".")[0] != host.package.split(".")[0]:
+    package = replacement.of or host.package
+    if comes_from is not None and not inherited and comes_from.split(".")[0] != package.split(".")[0]:
         raise LogitlessError(
-            f'install("{host.name}"): {replacement.path} is not {host.package}\'s own but {_describe(original)}. '
+            f'install("{host.name}"): {replacement.path} is not {package}\'s own but {_describe(original)}. '
             f"Undo that replacement first. Nothing was replaced."
         )
 

@@ -76,8 +76,8 @@ class Deferral:
         self.model, self._layers = model, layers
 
     def undo(self) -> None:
-        """Put the head's own forward back."""
-        _restore("undo", self._layers)
+        """Put the head's own forward back, and the model's own loss."""
+        _restore("undo", self._layers, self.model)
 
     def __enter__(self) -> Any:
         return self.model
@@ -145,6 +145,9 @@ def defer_or_tell(
         around = _Around(_holders(model, layer), refused)
         layer._logitless_deferred = _Deferred(rounded, options, around, shard)
         layer.forward = Bound(_wrap_column_parallel if parallel else _wrap, layer)
+    owner = _owner_of_loss(model)
+    if owner is not None and column_parallel.LOSS not in vars(owner):
+        setattr(owner, column_parallel.LOSS, Bound(column_parallel.wrap_loss, owner, column_parallel.LOSS))
     return Deferral(model, layers)
 
 
@@ -158,10 +161,10 @@ def _holders(model: Any, layer: Any) -> list[nn.Module]:
 
 def undefer(model: Any, *, head: str | nn.Module | None = None) -> None:
     """Put the own forward of a deferred model's head back."""
-    _restore("undefer", _linears(_head(model, head)))
+    _restore("undefer", _linears(_head(model, head)), model)
 
 
-def _restore(caller: str, layers: list[Any]) -> None:
+def _restore(caller: str, layers: list[Any], model: Any) -> None:
     for layer in layers:
         if "_logitless_deferred" not in vars(layer):
             raise LogitlessError(f"{caller}: the head {type(layer).__name__} is not deferred.")
@@ -169,6 +172,21 @@ def _restore(caller: str, layers: list[Any]) -> None:
             raise LogitlessError(f"{caller}: the head's forward was replaced by someone else since. Undo that first.")
     for layer in layers:
         del layer.forward, layer._logitless_deferred
+    owner = _owner_of_loss(model)
+    if owner is not None and isinstance(vars(owner).get(column_parallel.LOSS), Bound):
+        delattr(owner, column_parallel.LOSS)
+
+
+def is_without_logits(model: Any) -> bool:
+    """Whether there is nothing to defer: a stage of a pipeline without a head, one output for each token, or a head
+    that is deferred already."""
+    inner = _unwrapped(model)
+    if getattr(inner, "post_process", True) is False:
+        return True
+    layer = next((getattr(inner, name) for name in NAMES if hasattr(inner, name)), None)
+    weight = getattr(layer, "weight", None)
+    one = isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] == 1
+    return one or (layer is not None and "_logitless_deferred" in vars(layer))
 
 
 # The head of a model.
@@ -208,6 +226,12 @@ def _unwrapped(model: Any) -> Any:
                 break
         else:
             return model
+
+
+def _owner_of_loss(model: Any) -> Any:
+    """The Megatron model whose method makes losses of its logits; None for any other model."""
+    inner = _unwrapped(model) if isinstance(model, nn.Module) else None
+    return inner if hasattr(type(inner), column_parallel.LOSS) else None
 
 
 def _linears(layer: Any) -> list[Any]:
@@ -292,7 +316,7 @@ def _wrap_column_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, input_: Tensor, weight: Any = None, runtime_gather_output: Any = None) -> Any:
         settings: _Deferred = self._logitless_deferred
         # Gathered columns are what inference asks for.
-        if runtime_gather_output and settings.shard is not None:
+        if runtime_gather_output and (settings.shard is not None or _computes(input_)):
             return original(self, input_, weight, runtime_gather_output)
         match = HALF.get(input_.dtype) if settings.rounded else None
         logits = column_parallel.logits_of_layer(self, input_, weight, settings.shard, match=match, **settings.options)
