@@ -1,7 +1,8 @@
-"""prime-rl: the fused LM heads of its RL trainer, which are given labels and a temperature per token.
+"""prime-rl: the LM heads of its RL trainer, which are given labels and a temperature per token.
 
     FusedOutputLinear.forward(hidden [b, s, h], labels [b, s], temperature [b, s])    log-probs and entropy, [b, s]
     GemmaFusedOutputLinear.forward                                                    the same under Gemma's softcap
+    VanillaOutputLinear.forward        the same, where prime-rl's own returns logits for its trainer to score
 
 The weight is the module's own, read inside its forward, where FSDP has gathered it. The weight's gradient is summed in
 float32. Calls without labels or temperature are left to prime-rl, which refuses them.
@@ -23,12 +24,15 @@ from logitless.spec import Head
 
 LAYERS = "prime_rl.trainer.models.layers"
 
+CHUNK = 8192
+"""Rows of a tile where prime-rl's head has no ``chunk_size``."""
+
 VOCABULARY_CHUNK = 8192
 """Columns of prime-rl's tile of logits; ``chunk_size`` of the head is its rows."""
 
 
 def make_forward(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``forward`` of a fused head; the Gemma head has a softcap, the other none."""
+    """Stands in for ``forward`` of a head; the Gemma head has a softcap, the others none."""
 
     def forward(
         self: Any, hidden_states: Tensor, labels: Tensor | None = None, temperature: Tensor | float | None = None
@@ -48,8 +52,8 @@ def make_forward(original: Callable[..., Any], options: Mapping[str, Any]) -> Ca
             options["audit"],
             head=Head(temperature=temperature, softcap=getattr(self, "softcap", None)),
             entropy=entropy_mode(trained, hidden_states, weight),
-            # prime-rl's tile, as bytes of float32 logits.
-            memory=4 * self.chunk_size * min(weight.shape[0], VOCABULARY_CHUNK),
+            # prime-rl's tile, as bytes of float32 logits; the vanilla head has none.
+            memory=4 * getattr(self, "chunk_size", CHUNK) * min(weight.shape[0], VOCABULARY_CHUNK),
         )
         assert out.entropy is not None
         # FSDP warns of modules that return views, as results in the shape of the labels are.
@@ -60,7 +64,11 @@ def make_forward(original: Callable[..., Any], options: Mapping[str, Any]) -> Ca
 
 
 def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
-    heads = {"lm_head": "FusedOutputLinear", "lm_head_gemma": "GemmaFusedOutputLinear"}
+    heads = (
+        ("lm_head", "FusedOutputLinear"),
+        ("lm_head_gemma", "GemmaFusedOutputLinear"),
+        ("lm_head", "VanillaOutputLinear"),
+    )
     return [
         Replacement(
             module=f"{LAYERS}.{module}",
@@ -68,7 +76,7 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
             signature="(self, hidden_states, labels=None, temperature=None)",
             make=make_forward,
         )
-        for module, name in heads.items()
+        for module, name in heads
     ]
 
 
