@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless
+from logitless.call.resolve import MEMORY
 from logitless.deferred import column_parallel
 
 V, D = 106, 16
@@ -166,7 +167,9 @@ class Outcome(NamedTuple):
 
 
 HOW = ("before", "deferred", "wrong")
-"""A host alone; with ours installed; and with logits that are wrong by a hundredth."""
+"""A host alone; with ours installed; and with logits that are wrong by a hundredth. A fourth is "host": ours installed,
+on logits that the host computes, for a host whose own gradients are rounded.
+"""
 
 
 @contextmanager
@@ -181,6 +184,10 @@ def installed(host: str, how: str, **options: Any) -> Iterator[dict[str, Any]]:
         if how == "wrong":
             own = column_parallel.logits_of_layer
             patch.setattr(column_parallel, "logits_of_layer", lambda *args, **more: own(*args, **more) * 1.01)
+        if how == "host":
+            options["logits"] = "host"
+        # Chunks that are smaller than the logits of a tiny batch.
+        patch.setitem(MEMORY, "hidden", "8KiB")
         logitless.install(host, **options)
         yield told
         report = logitless.status().hosts[0]
@@ -192,15 +199,17 @@ def installed(host: str, how: str, **options: Any) -> Iterator[dict[str, Any]]:
 def check_steps(before: Outcome, ours: Outcome, dtype: torch.dtype, whole: int) -> None:
     """Same losses, scores and parameters; and no tensor as large as the logits of the rows here.
 
-    A bfloat16 head rounds its logits in either way. Their gradient is rounded to bfloat16 on the host's way alone.
+    A bfloat16 head rounds its logits in either way, so that scores and the first loss are the same number. The gradient
+    of the logits is rounded to bfloat16 on the host's way alone, and parameters are rounded after each step.
     """
-    near = {"atol": 2e-5, "rtol": 2e-5} if dtype == torch.float32 else {"atol": 2e-3, "rtol": 2e-3}
+    tight = {"atol": 2e-5, "rtol": 2e-5}
+    loose = tight if dtype == torch.float32 else {"atol": 2e-3, "rtol": 5e-2}
     assert len(before.losses) == len(ours.losses) == 3
-    for name in ("losses", "scores", "parameters"):
-        for a, b in zip(getattr(before, name), getattr(ours, name), strict=True):
-            torch.testing.assert_close(
-                torch.as_tensor(b), torch.as_tensor(a), **near, msg=lambda m, n=name: f"{n}: {m}"
-            )
+    for name, near in (("losses", loose), ("scores", tight), ("parameters", loose)):
+        for i, (a, b) in enumerate(zip(getattr(before, name), getattr(ours, name), strict=True)):
+            allowed = tight if name == "losses" and i == 0 else near
+            found, wanted = torch.as_tensor(b), torch.as_tensor(a)
+            torch.testing.assert_close(found, wanted, **allowed, msg=lambda m, n=name: f"{n}: {m}")
     assert before.largest >= whole
     assert ours.largest < whole
     assert ours.made == {}

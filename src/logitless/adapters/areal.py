@@ -17,6 +17,7 @@ from torch import Tensor
 
 from logitless.adapters.heads import deferring
 from logitless.adapters.host import Host, Option, Replacement
+from logitless.adapters.schedules import in_schedule
 from logitless.adapters.scoring import entropy_mode, score
 from logitless.adapters.shards import check_ids, even_shard
 from logitless.spec import Head, TokenStats
@@ -95,4 +96,5 @@ HOST = Host(
     options={
         "entropy_grad": Option(True, "False: no entropy bonus is trained, so entropy is a metric without a graph"),
     },
+    heads=lambda _: [in_schedule("areal.engine.megatron_engine", optional=True)],
 )

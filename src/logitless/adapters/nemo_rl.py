@@ -28,6 +28,7 @@ from logitless.adapters.audit import Audit
 from logitless.adapters.host import Host, Option, PassOn, Replacement
 from logitless.adapters.nemo_rl_distillation import distillation
 from logitless.adapters.packs import packed_batch, padded_batch, ranks_in, with_target
+from logitless.adapters.schedules import in_schedule
 from logitless.adapters.scoring import HALF, computed, entropy_of_logits, every_target, placed, without_outside
 from logitless.adapters.shards import check_ids, even_shard, shard_between, vocabulary_of
 from logitless.collectives import gather_over
@@ -473,4 +474,5 @@ HOST = Host(
         "memory": Option("256MiB", "working memory of the fused head"),
     },
     distribution="nemo-rl",
+    heads=lambda _: [in_schedule("nemo_rl.models.megatron.train", optional=True)],
 )

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from logitless.adapters.host import Host, Option, Replacement
 from logitless.adapters.packs import Batch, packed_batch, padded_batch
+from logitless.adapters.schedules import in_schedule
 from logitless.adapters.scoring import entropy_mode, entropy_of_logits
 from logitless.adapters.shards import even_shard
 from logitless.adapters.skyrl_draft import draft
@@ -456,4 +457,5 @@ HOST = Host(
         "memory": Option("256MiB", "working memory of the functions that take hidden states"),
         "rows_before_head": Option(True, "False: workers score prompts too, whose results they cut away"),
     },
+    heads=lambda _: [in_schedule(MEGATRON_WRAPPER, optional=True)],
 )

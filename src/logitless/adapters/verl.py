@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from logitless.adapters.host import Host, Option, PassOn, Replacement
+from logitless.adapters.schedules import in_schedule
 from logitless.adapters.scoring import (
     entropy_mode,
     entropy_of_logits,
@@ -287,4 +288,6 @@ HOST = Host(
         "scale": Option(1.0, "factor on the logits of the fused heads, before softcap and temperature"),
         "softcap": Option(None, "final logit softcapping of the fused heads"),
     },
+    heads=lambda _: [in_schedule("verl.workers.engine.megatron.transformer_impl", optional=True)],
+    logits="deferred",
 )
