@@ -62,9 +62,7 @@ def test_steps(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["ORPO"])
 def test_steps_in_half_precision(kind, tmp_path):
-    same_steps(
-        "trl", lambda: steps_of(kind, tmp_path, HALF), exact=lambda: steps_of(kind, tmp_path, torch.float64)
-    )
+    same_steps("trl", lambda: steps_of(kind, tmp_path, HALF), exact=lambda: steps_of(kind, tmp_path, torch.float64))
 
 
 def test_steps_notice_a_wrong_number(tmp_path):

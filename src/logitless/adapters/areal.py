@@ -83,7 +83,10 @@ def _heads(options: Mapping[str, Any]) -> list[Replacement]:
     # A critic's head gives one number.
     model = deferring(lambda self, *_, **__: None if self.config.is_critic else self.model)
     engine = "areal.engine.fsdp_engine"
-    return [Replacement(engine, "FSDPEngine.forward_backward_batch", signature, model, optional=True)]
+    return [
+        Replacement(engine, "FSDPEngine.forward_backward_batch", signature, model, optional=True),
+        in_schedule("areal.engine.megatron_engine", optional=True, if_asked=True),
+    ]
 
 
 HOST = Host(
@@ -96,5 +99,4 @@ HOST = Host(
     options={
         "entropy_grad": Option(True, "False: no entropy bonus is trained, so entropy is a metric without a graph"),
     },
-    heads=lambda _: [in_schedule("areal.engine.megatron_engine", optional=True)],
 )

@@ -439,7 +439,7 @@ def _classes() -> list[Replacement]:
 
 
 def _heads(options: Mapping[str, Any]) -> list[Replacement]:
-    return fsdp_heads()
+    return [*fsdp_heads(), in_schedule(MEGATRON_WRAPPER, optional=True, if_asked=True)]
 
 
 HOST = Host(
@@ -457,5 +457,4 @@ HOST = Host(
         "memory": Option("256MiB", "working memory of the functions that take hidden states"),
         "rows_before_head": Option(True, "False: workers score prompts too, whose results they cut away"),
     },
-    heads=lambda _: [in_schedule(MEGATRON_WRAPPER, optional=True)],
 )

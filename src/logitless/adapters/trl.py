@@ -308,7 +308,9 @@ def _heads(options: Mapping[str, Any]) -> list[Replacement]:
         return model if any(kind.__name__ in WITH_LOGITS for kind in type(self).__mro__) else None
 
     step = {"1.16": "(self, model, inputs, num_items_in_batch=None)", "0.24 - 1.15": None}
-    return [Replacement("trl.trainer.base_trainer", "_BaseTrainer.training_step", step, deferring(model), optional=True)]
+    return [
+        Replacement("trl.trainer.base_trainer", "_BaseTrainer.training_step", step, deferring(model), optional=True)
+    ]
 
 
 HOST = Host(

@@ -268,7 +268,7 @@ def _on_parallel_logits() -> list[Replacement]:
 
 
 def _heads(options: Mapping[str, Any]) -> list[Replacement]:
-    return fsdp_heads()
+    return [*fsdp_heads(), in_schedule("verl.workers.engine.megatron.transformer_impl", optional=True)]
 
 
 HOST = Host(
@@ -288,6 +288,4 @@ HOST = Host(
         "scale": Option(1.0, "factor on the logits of the fused heads, before softcap and temperature"),
         "softcap": Option(None, "final logit softcapping of the fused heads"),
     },
-    heads=lambda _: [in_schedule("verl.workers.engine.megatron.transformer_impl", optional=True)],
-    logits="deferred",
 )
