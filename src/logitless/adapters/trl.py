@@ -180,7 +180,7 @@ def make_both(original: Callable[..., Any], options: Mapping[str, Any]) -> Calla
 
 
 def _rounds(logits: Tensor, options: Mapping[str, Any]) -> bool:
-    """Whether TRL's own rounding is asked for. Deferred logits are rounded already, and TRL's kernels cannot have them."""
+    """Whether TRL's own rounding is asked for. Deferred logits are rounded already."""
     return logits.dtype in HALF and not options["accurate"] and not isinstance(logits, Logits)
 
 
