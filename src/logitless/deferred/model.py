@@ -15,13 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from logitless.arguments import check_flags, refused
 from logitless.deferred import column_parallel
 from logitless.deferred.bound import Bound
 from logitless.errors import LogitlessError, did_you_mean
+from logitless.notes import log_once
 from logitless.operands import Logits, LoRA
 from logitless.operands.logits import made
 from logitless.operands.peft import head_weight
 from logitless.operands.stands import Match
+from logitless.spec import parse_memory, untraced
 
 FEW = 256
 """Rows up to which a head without a graph multiplies as ever: a step of generation."""
@@ -60,6 +63,7 @@ class _Deferred:
     """Settings of a head whose forward was replaced."""
 
     rounded: bool
+    memory: int | str | None
     options: dict[str, Any]
     around: _Around
     shard: Any = None
@@ -90,7 +94,14 @@ class Deferral:
         return f"Deferral({type(self.model).__name__}, head {heads})"
 
 
-def defer(model: Any, *, head: str | nn.Module | None = None, rounded: bool = True, **options: Any) -> Deferral:
+def defer(
+    model: Any,
+    *,
+    head: str | nn.Module | None = None,
+    rounded: bool = True,
+    memory: int | str | None = None,
+    **options: Any,
+) -> Deferral:
     """Let a model return logits that are not computed: :class:`Logits`, a tensor to all code that passes it on.
 
     The model's own code, and yours, stays as it is. ``model(ids, labels=labels).loss``, ``F.cross_entropy``,
@@ -105,6 +116,7 @@ def defer(model: Any, *, head: str | nn.Module | None = None, rounded: bool = Tr
         rounded: round the logits to the dtype of the head's output before the softmax, as the head itself would. False
             keeps the float32 sums of the product, which is closer to the truth, and is what you want where the rollout
             engine's head is float32 too.
+        memory: working memory of whatever reads the logits, as for :func:`logprobs`; None for its default, 256MiB.
         options: ``strict``, ``tf32`` and ``batch_invariant`` of :class:`Logits`.
 
     Returns:
@@ -119,7 +131,7 @@ def defer(model: Any, *, head: str | nn.Module | None = None, rounded: bool = Tr
     ...     model(torch.zeros(2, 3, dtype=torch.int64))
     Logits([2, 3, 9], torch.float32)
     """
-    return defer_or_tell(model, None, head, rounded, **options)
+    return defer_or_tell(model, None, head, rounded, memory, **options)
 
 
 def defer_or_tell(
@@ -127,6 +139,7 @@ def defer_or_tell(
     refused: Callable[[str], None] | None,
     head: str | nn.Module | None = None,
     rounded: bool = True,
+    memory: int | str | None = None,
     **options: Any,
 ) -> Deferral:
     """:func:`defer`; a forward whose logits cannot be deferred computes them and tells why, unless ``refused`` is None:
@@ -134,6 +147,9 @@ def defer_or_tell(
     for name in options:
         if name not in OPTIONS:
             raise LogitlessError(f"defer: there is no option {name!r}.{did_you_mean(name, OPTIONS)}")
+    check_flags("defer", rounded=rounded, **options)
+    if memory is not None:
+        parse_memory(memory)
     module = _head(model, head)
     _check_unit(module)
     layers = _linears(module)
@@ -143,11 +159,12 @@ def defer_or_tell(
         parallel = _is_column_parallel(layer)
         shard = column_parallel.shard_of_layer(layer) if parallel else None
         around = _Around(_holders(model, layer), refused)
-        layer._logitless_deferred = _Deferred(rounded, options, around, shard)
+        layer._logitless_deferred = _Deferred(rounded, memory, options, around, shard)
         layer.forward = Bound(_wrap_column_parallel if parallel else _wrap, layer)
     owner = _owner_of_loss(model)
     if owner is not None and column_parallel.LOSS not in vars(owner):
         setattr(owner, column_parallel.LOSS, Bound(column_parallel.wrap_loss, owner, column_parallel.LOSS))
+    log_once(f"deferred the head of {type(_unwrapped(model)).__name__}, logits are not computed")
     return Deferral(model, layers)
 
 
@@ -200,10 +217,12 @@ def _head(model: Any, head: Any) -> Any:
         raise LogitlessError(f"defer: model must be a torch.nn.Module but is {type(model).__name__}.")
     inner = _unwrapped(model)
     if head is not None:
-        found = dict(inner.named_modules()).get(str(head))
+        if not isinstance(head, str):
+            raise refused("defer: head", "a module, its name in the model, or None", head)
+        found = dict(inner.named_modules()).get(head)
         if found is None:
             names = [name for name, x in inner.named_modules() if isinstance(x, nn.Linear)]
-            raise LogitlessError(f"defer: the model has no module {head!r}.{did_you_mean(str(head), names)}")
+            raise LogitlessError(f"defer: head: the model has no module {head!r}.{did_you_mean(head, names)}")
         return found
     tells = getattr(inner, "get_output_embeddings", None)
     found = tells() if callable(tells) else None
@@ -320,6 +339,8 @@ def _wrap_column_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, input_, weight, runtime_gather_output)
         match = HALF.get(input_.dtype) if settings.rounded else None
         logits = column_parallel.logits_of_layer(self, input_, weight, settings.shard, match=match, **settings.options)
+        if settings.memory is not None:
+            logits = made(replace(logits._stands, memory=settings.memory))
         return logits, self.bias if self.skip_bias_add else None
 
     return forward
@@ -330,8 +351,7 @@ def _computes(hidden: Tensor) -> bool:
     return not torch.is_grad_enabled() and hidden.shape[:-1].numel() <= FEW
 
 
-# The public torch.compiler.disable is the same, but imports the compiler, and with it Triton, when applied.
-@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+@untraced
 def _logits(layer: Any, hidden: Tensor) -> Logits:
     """What the head's product would be."""
     settings: _Deferred = layer._logitless_deferred
@@ -353,7 +373,7 @@ def _logits(layer: Any, hidden: Tensor) -> Logits:
     match = HALF.get(hidden.dtype) if settings.rounded else None
     logits = Logits(hidden, weight, bias=bias, match=match, **settings.options)
     # FSDP2 lets go of the weight where the forward of its unit ends: the head, or a module around it.
-    return made(replace(logits._stands, few=FEW, gather=settings.around.unshard(layer)))
+    return made(replace(logits._stands, few=FEW, memory=settings.memory, gather=settings.around.unshard(layer)))
 
 
 def _check_dropout(weight: Any) -> None:
