@@ -39,7 +39,10 @@ FOLDER = Path(sys.prefix) / "hosts"
 CHECKOUTS = "LOGITLESS_HOSTS"
 
 MISSING = {
-    "areal": ("aiohttp", "colorlog", "ray"),
+    "areal": (
+        *("aiohttp", "colorlog", "einops", "hydra", "lark", "numba", "omegaconf", "orjson", "peft", "ray", "torchdata"),
+        "uvloop",
+    ),
     "megatron": (),
     "ms_swift": (),
     "miles": ("httpx", "ray", "megatron.training", "sglang", "torch_memory_saver", "wandb"),
@@ -73,7 +76,7 @@ FIRST = {
 
 
 BARE = {
-    "areal": ("areal", "areal.infra", "areal.utils", "areal.utils.functional"),
+    "areal": ("areal", "areal.infra", "areal.utils"),
     "ms_swift": ("swift", "swift.megatron", "swift.megatron.trainers"),
     "prime_rl": ("prime_rl.trainer", "prime_rl.trainer.models"),
     "vime": ("vime", "vime.backends", "vime.backends.megatron_utils"),

@@ -71,6 +71,8 @@ class Replacement:
         signature_of: attribute whose signature is checked instead, where the replaced function takes any arguments:
             ``"Function.forward"`` for ``"Function.apply"``.
         of: top-level package that the function comes from, where the host's module imports it from another.
+        if_asked: of heads: left out unless ``install(host, logits=...)`` asks, since no run of that part of the host
+            showed that none of its logits are computed.
 
     A parameter of the host's function that ours lacks, or that no known signature has, must have a default: a call that
     gives it another value is passed on, also where ours takes any argument.
@@ -84,6 +86,7 @@ class Replacement:
     optional: bool = False
     signature_of: str | None = None
     of: str | None = None
+    if_asked: bool = False
 
     @property
     def path(self) -> str:

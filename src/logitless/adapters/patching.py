@@ -131,7 +131,7 @@ def install_host(host: Host, given: Mapping[str, Any]) -> Installed:
     with _lock:
         if host.name in _installations:
             return _same_again(_installations[host.name], host, options)
-    installation = _resolve_all(host, options)
+    installation = _resolve_all(host, options, "logits" in given)
     prepared, version = installation.prepared, installation.version
     if version != UNKNOWN and not (options["any_version"] or covers(host.versions, version)):
         warnings.warn(f'install("{host.name}"): {installation.notes[0]}', UserWarning, stacklevel=3)
@@ -228,7 +228,7 @@ def _report(installation: _Installation) -> Installed:
 # Resolving.
 
 
-def _resolve_all(host: Host, options: Mapping[str, Any]) -> _Installation:
+def _resolve_all(host: Host, options: Mapping[str, Any], asked: bool = False) -> _Installation:
     """The whole installation, checked. Imports the host, changes nothing."""
     if host.package not in sys.modules and not is_there(host.package):
         name = host.distribution or host.package
@@ -236,7 +236,7 @@ def _resolve_all(host: Host, options: Mapping[str, Any]) -> _Installation:
     version, audit, heads = version_of(host), Audit(options["audit"]), Heads(options.get("logits", "host"))
     known = MappingProxyType({**options, "audit": audit, "heads": heads})
     prepared, missing = _prepare(host, version, known)
-    of_heads, why = _prepare_heads(host, version, known)
+    of_heads, why = _prepare_heads(host, version, known, asked)
     if why is not None:
         heads.logits = "host"
     prepared += of_heads
@@ -272,12 +272,16 @@ def _prepare(host: Host, version: str, options: Mapping[str, Any]) -> tuple[list
     return prepared, missing
 
 
-def _prepare_heads(host: Host, version: str, options: Mapping[str, Any]) -> tuple[list[_Prepared], str | None]:
+def _prepare_heads(
+    host: Host, version: str, options: Mapping[str, Any], asked: bool
+) -> tuple[list[_Prepared], str | None]:
     """The functions in which models are deferred; none, and why, where one of them is not as we know it."""
     if host.heads is None or not options["heads"].wanted:
         return [], None
     prepared = []
     for replacement in host.heads(options):
+        if replacement.if_asked and not asked:
+            continue
         try:
             why = _left_out(host, version, replacement)
             if why is not None and not replacement.optional:

@@ -36,7 +36,7 @@ def make_schedule(original: Callable[..., Any], options: Mapping[str, Any]) -> C
     return get_forward_backward_func
 
 
-def in_schedule(module: str, optional: bool = False) -> Replacement:
+def in_schedule(module: str, optional: bool = False, if_asked: bool = False) -> Replacement:
     """The heads of all models that this module of a host hands to a schedule."""
     return Replacement(
         module=module,
@@ -49,4 +49,5 @@ def in_schedule(module: str, optional: bool = False) -> Replacement:
         make=make_schedule,
         optional=optional,
         of="megatron",
+        if_asked=if_asked,
     )

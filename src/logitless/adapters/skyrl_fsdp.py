@@ -1,4 +1,4 @@
-"""SkyRL's FSDP worker: its model, whose logits are not computed, its functions on logits, and which rows reach the head.
+"""SkyRL's FSDP worker: its model's deferred head, its functions on logits, and which rows reach the head.
 
     HFModelWrapper.__call__          the head of its model is deferred before the first call
     HFModelWrapper.forward           has the model multiply the rows that are read, by ``logits_to_keep``     (wrapped)
