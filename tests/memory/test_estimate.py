@@ -457,6 +457,13 @@ def test_items_add_up_and_print():
     assert max(map(len, lines)) <= 80
     assert len(lines) == len(found.items) + 3
     assert lines[-1].endswith("GiB")
+    # What lives in one phase alone has a number there.
+    shown = {"forward": (True, False), "backward": (False, True)}
+    for item, line in zip(found.items, lines[2:-1], strict=True):
+        assert line.startswith("* " if item.output else "  ")
+        cells = (line[52:65].strip(), line[65:78].strip())
+        assert tuple(map(bool, cells)) == tuple(item in items for items in (found.forward, found.backward))
+        assert item.phase == "kept" or tuple(map(bool, cells)) == shown[item.phase]
 
 
 META = sized(64, 1000, 8)

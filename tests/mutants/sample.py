@@ -72,6 +72,12 @@ def described(change: Change, verdict: str = "", how: str = "", seconds: float =
 
 
 @functools.cache
+def key_of(change: Change) -> tuple[str, ...]:
+    """By which a change is found again when its line has moved."""
+    return described(change).key
+
+
+@functools.cache
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
@@ -164,11 +170,11 @@ class Sampler:
         retry = {key for key, tried in known.items() if tried.verdict == "survived"} if self.asked.survivors else set()
         # A record is gone on with: what it holds comes first.
         seen: set[tuple[str, ...]] = set()
-        for change in sorted(self.drawn(), key=lambda change: described(change).key not in known):
+        for change in sorted(self.drawn(), key=lambda change: key_of(change) not in known):
             late = self.asked.seconds is not None and time.monotonic() - began > self.asked.seconds
             if late or len(self.tried) >= self.asked.count:
                 break
-            key = described(change).key
+            key = key_of(change)
             if key in seen:
                 # The same text twice in a function: the record cannot tell them apart.
                 continue
@@ -189,7 +195,7 @@ class Sampler:
         reached = [change for change in sites if self.lines.bits(change.file, change.line, change.function)]
         print(f"{len(sites)} changes, {len(reached)} of them on lines that tests run", flush=True)
         self.sites, self.reached = len(sites), len(reached)
-        return sorted(reached, key=lambda change: digest(f"{self.asked.seed} {described(change).key}"))
+        return sorted(reached, key=lambda change: digest(f"{self.asked.seed} {key_of(change)}"))
 
     def tests(self, change: Change, everything: bool) -> list[tuple[str, float]]:
         """The tests to run: of every file its quickest first, those of the same part before others, ranks last."""
