@@ -463,6 +463,7 @@ def test_items_add_up_and_print():
         assert line.startswith("* " if item.output else "  ")
         cells = (line[52:65].strip(), line[65:78].strip())
         assert tuple(map(bool, cells)) == tuple(item in items for items in (found.forward, found.backward))
+        assert item.name.endswith(", saved") == (item.phase == "kept" and not item.output)
         assert item.phase == "kept" or tuple(map(bool, cells)) == shown[item.phase]
 
 

@@ -115,6 +115,9 @@ class _Sites:
                 return
             if isinstance(node, ast.If) and _is_for_types(node):
                 return
+            # zip(strict=True) is an assertion.
+            if isinstance(node, ast.keyword) and node.arg == "strict":
+                return
             for new, operator, place in self._at(node):
                 yield self._change(place, operator, new, function)
         for name, value in ast.iter_fields(node):
