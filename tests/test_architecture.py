@@ -17,11 +17,11 @@ PACKAGE = Path(logitless.__file__).parent
 
 # Files and folders of the package in the order in which a batch passes them. Each imports only from those before it.
 ORDER = [
-    *("errors", "notes", "collectives", "spec", "machine"),
+    *("errors", "arguments", "notes", "collectives", "spec", "machine"),
     "rows",
     *("softmax", "operands", "backends", "readings", "call", "objectives"),
     *("route", "sources", "passes"),
-    *("score", "loss", "policy_head", "entropy_sample"),
+    *("score", "loss", "policy_head", "entropy_sample", "seams"),
     "deferred",
     "memory",
     *("adapters", "provider"),

@@ -10,16 +10,17 @@ Small frozen carriers, validated when made, so that everything below can trust t
 
 from __future__ import annotations
 
-import math
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from logitless.arguments import FLOATS, check_flags, dense, is_number, refused
 from logitless.collectives import DryGroup, resolve_group, table_over
 from logitless.errors import LogitlessError
 
@@ -27,6 +28,9 @@ IGNORE = -100
 """Target id of a row to leave out: log-prob 0, entropy 0, log Z 0, gradient 0."""
 
 EntropyMode = Literal["value", "grad"] | None
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class TokenStats(NamedTuple):
@@ -91,8 +95,8 @@ class Head:
     columns; without softcap, ``log_softmax(scale * x / temperature)``.
 
     Args:
-        temperature: positive number, or one positive value per row (``[R]``, or the shape of the
-            targets). A per-sample temperature is ``per_sample[rows.sample]``.
+        temperature: positive number, as a float or a 0-dim tensor, or one positive value per row (``[R]``, or the
+            shape of the targets). A per-sample temperature is ``per_sample[rows.sample]``.
         scale: multiplies the logits before anything else (Cohere's ``logit_scale``; Granite divides).
         softcap: Gemma's ``final_logit_softcapping``, or None.
         vocab_size: true vocabulary size; columns from there on are padding, never read, gradient 0.
@@ -133,12 +137,13 @@ class Head:
                     f"{dtype} does not hold. For the most likely token take argmax."
                 )
             return torch.full((num_rows,), factor, dtype=dtype, device=device)
-        if self.temperature.numel() != num_rows:
+        temperature = self.temperature if self.temperature.dim() else self.temperature.expand(num_rows)
+        if temperature.numel() != num_rows:
             raise LogitlessError(
                 f"Head: temperature has shape {list(self.temperature.shape)} but there are {num_rows} rows. "
                 f"Give one value per row; a value per sample is per_sample[rows.sample]."
             )
-        t = self.temperature.detach().reshape(num_rows).to(device=device, dtype=dtype)
+        t = temperature.detach().reshape(num_rows).to(device=device, dtype=dtype)
         return torch.where((t > 0) & t.isfinite(), numerator / t, torch.nan)
 
     @property
@@ -181,6 +186,7 @@ class VocabShard:
     def __post_init__(self) -> None:
         if type(self.start) is not int or type(self.stop) is not int:
             raise LogitlessError(f"VocabShard: start and stop must be integers but are {self.start!r}, {self.stop!r}.")
+        check_flags("VocabShard", check_calls=self.check_calls)
         group = resolve_group(self.group, "VocabShard.group")
         bounds = [(self.start, self.stop)] if group is None else table_over(group, (self.start, self.stop))
         object.__setattr__(self, "group", group)
@@ -204,6 +210,8 @@ class VocabShard:
     @staticmethod
     def even(vocab_size: int, group: Any) -> VocabShard:
         """This rank's shard where the vocabulary is cut into equal shards in rank order, as Megatron does."""
+        if type(vocab_size) is not int or vocab_size < 1:
+            raise refused("VocabShard.even: vocab_size", "a positive integer", vocab_size)
         group = resolve_group(group, "VocabShard.group")
         world, rank = (1, 0) if group is None else (group.size(), group.rank())
         if vocab_size % world:
@@ -307,11 +315,11 @@ def inspectable(x: Tensor) -> bool:
 
 
 def _is_finite_number(x: object) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+    return is_number(x) and isinstance(x, int | float)
 
 
 def _check_temperature_tensor(t: Tensor) -> None:
-    if not t.is_floating_point():
+    if dense(t, "Head: temperature", "a number or a tensor of floats").dtype not in FLOATS:
         raise LogitlessError(f"Head: temperature must be a floating-point tensor but has dtype {t.dtype}.")
     if t.requires_grad:
         raise LogitlessError("Head: temperature requires grad, but no gradient flows to it. Pass temperature.detach().")
@@ -337,3 +345,26 @@ def _tiled_size(bounds: list[tuple[int, ...]]) -> int:
             )
         expected = stop
     return expected
+
+
+# Under torch.compile.
+
+
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """The function; where torch.compile is tracing, behind a graph break."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            return graph_break(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+# Called under a compiler only: elsewhere the first call would import it, which takes seconds. The public
+# torch.compiler.disable imports it as soon as it is applied.
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+def graph_break(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """A call that breaks a compiled graph."""
+    return function(*args, **kwargs)

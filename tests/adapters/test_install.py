@@ -17,6 +17,7 @@ from logitless.adapters import HOSTS
 from logitless.adapters.audit import Audit
 from logitless.adapters.host import Host, Option, Replacement
 from logitless.adapters.patching import install_host, installed, uninstall_host
+from logitless.spec import parse_memory
 
 SCORE = "(logits, index, temperature=1.0)"
 
@@ -482,3 +483,24 @@ def test_audit_over_a_vocabulary_group(ranks):
     reports = ranks(audit_a_shard, 2)
     assert [report.rows for report in reports] == [18, 18]
     assert all(report.worst < 3e-6 for report in reports)
+
+
+@pytest.mark.parametrize(
+    ("option", "given"),
+    [
+        (Option("256MiB", "working memory", check=parse_memory), "lots"),
+        (Option(1.0, "a factor", check=lambda x: Head(scale=x)), 0.0),
+        (Option(1.0, "a factor", check=lambda x: Head(scale=x)), "1"),
+    ],
+)
+def test_a_bad_value_of_an_option_is_refused_before_anything_is_replaced(fakehost, option: Option, given):
+    with pytest.raises(LogitlessError, match=rf'install\("fake"\): .*{given!r}'):
+        install_host(host(options={"chosen": option}), {"chosen": given})
+    assert installed() == ()
+    install_host(host(options={"chosen": option}), {"chosen": option.default})
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_working_memory_is_checked_by_every_host_that_has_it(name: str):
+    options = importlib.import_module(f"logitless.adapters.{name}").HOST.options
+    assert all(option.check is parse_memory for key, option in options.items() if key == "memory")

@@ -30,7 +30,7 @@ from logitless.backends.divergences import Divergence
 from logitless.errors import LogitlessError
 from logitless.operands import Logits, Teacher
 from logitless.score import logprobs
-from logitless.spec import IGNORE, EntropyMode, Head, TokenStats
+from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, parse_memory
 
 EXTRA_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -301,6 +301,6 @@ HOST = Host(
     options={
         "accurate": Option(False, "float32 results for half-precision inputs instead of TRL's rounding"),
         "entropy_grad": Option(True, "False: no entropy bonus is trained, so entropy is a metric without a graph"),
-        "memory": Option("256MiB", "working memory of the fused LM head, and of a divergence"),
+        "memory": Option("256MiB", "working memory of the fused LM head, and of a divergence", check=parse_memory),
     },
 )

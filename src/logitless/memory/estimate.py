@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from logitless.arguments import described, refused
 from logitless.call.dry import Dry
 from logitless.errors import LogitlessError
 from logitless.machine import CPU, H200, Machine
@@ -84,6 +85,7 @@ def explain(verb: Callable[..., Any], *args: Any, device: Literal["cuda", "cpu"]
     >>> print(explain(logprobs, Logits(torch.zeros(2, 3), torch.zeros(4, 3)), torch.tensor([1, 2])).kind)
     forward
     """
+    _check("explain", verb, device)
     kind = device or _device_of((args, options))
     dry = Dry(stop=True)
     if device is not None or not _real_device((args, options)):
@@ -124,11 +126,10 @@ def estimate(
     >>> estimate(logprobs, torch.zeros(64, 1000, requires_grad=True), torch.zeros(64, dtype=torch.int64)).peak >> 10
     254
     """
+    _check("estimate", verb, device)
     if isinstance(dropped, bool) or not isinstance(dropped, int | float) or not 0 <= dropped <= 1:
         raise LogitlessError(f"estimate: dropped must be a share between 0 and 1 but is {dropped!r}.")
-    if device not in ("cuda", "cpu", None):
-        raise LogitlessError(f'estimate: device must be "cuda", "cpu" or None but is {device!r}.')
-    if options.get("backend") == "reference":
+    if isinstance(options.get("backend"), str) and options["backend"] == "reference":
         raise LogitlessError(
             'estimate: backend="reference" is for checking results, and its memory is not predicted. Ask for "auto", '
             '"tiled" or "triton".'
@@ -156,6 +157,13 @@ def estimate(
                 ledger.name_output(f"d_{name}", gradient)
     items = ledger.items("forward"), ledger.items("backward") if gradients else ()
     return Estimate(getattr(verb, "__name__", "call"), dry.backend, dry.plan, *items)
+
+
+def _check(caller: str, verb: Any, device: Any) -> None:
+    if not callable(verb) or isinstance(verb, type):
+        raise refused(f"{caller}: verb", "a function", verb, " Pass logitless.logprobs, and then its arguments.")
+    if device is not None and not (isinstance(device, str) and device in ("cuda", "cpu")):
+        raise LogitlessError(f'{caller}: device must be "cuda", "cpu" or None but is {described(device)}.')
 
 
 def _flat(x: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from logitless.arguments import LARGEST, dense, described, refused
 from logitless.errors import LogitlessError
 
 
@@ -24,7 +25,7 @@ def integers(x: Any, argument: str) -> Tensor:
         x = torch.as_tensor(x, device="cpu")
     if hasattr(x, "placements"):
         raise LogitlessError(f"{argument} is a DTensor. Rows are plain tensors, the same on every rank of a shard.")
-    if x.dim() != 1:
+    if dense(x, argument, "a plain list or tensor of integers").dim() != 1:
         raise LogitlessError(f"{argument} must be one-dimensional but has shape {list(x.shape)}.")
     if not holds_integers(x):
         raise LogitlessError(f"{argument} must hold integers but has dtype {x.dtype}.")
@@ -50,8 +51,8 @@ def joined(parts: Sequence[Any], name: Callable[[int], str]) -> Tensor:
 
 def whole_number(x: Any, argument: str) -> int:
     """A size, as an integer."""
-    if not _is_whole(x):
-        raise LogitlessError(f"{argument} must be an integer but is {x!r}.")
+    if not _is_whole(x) or not -LARGEST <= operator.index(x) <= LARGEST:
+        raise refused(argument, "an integer of 64 bits", x)
     return operator.index(x)
 
 
@@ -70,8 +71,8 @@ def device_of(x: Any) -> torch.device:
 def _append(values: array[int], x: Any, argument: str) -> None:
     if hasattr(x, "__array__"):
         x = integers(x, argument).tolist()
-    if not isinstance(x, Iterable):
-        raise LogitlessError(f"{argument} must be a list or 1-D tensor of integers but is {x!r}.")
+    if not isinstance(x, Iterable) or isinstance(x, str | bytes | dict | set):
+        raise LogitlessError(f"{argument} must be a list or 1-D tensor of integers but is {described(x)}.")
     x = x if type(x) is list else list(x)
     # Most lists hold nothing but integers: the set of their types spares a look at each.
     for place, value in enumerate(x if set(map(type, x)) - {int} else ()):

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from logitless.arguments import check_flags, dense, device_named, instance, one_of, refused
 from logitless.collectives import agree_if, resolve_group
 from logitless.errors import LogitlessError
 from logitless.rows.agreement import check_one_batch
@@ -28,7 +29,7 @@ from logitless.rows.exchange import GradRule, check_fields, check_split, end_to_
 from logitless.rows.integers import device_of, integers, whole_number
 from logitless.rows.layouts import SCHEME, Scheme, here, ragged_arange, round_up
 from logitless.rows.masks import samples_of_labels, samples_of_mask
-from logitless.rows.samples import Samples, Tokens, moved, spans_of, unpad
+from logitless.rows.samples import Samples, Tokens, check_samples, moved, spans_of, unpad
 from logitless.rows.shown import shown
 from logitless.spec import IGNORE, inspectable, tracked_by_autograd
 
@@ -117,7 +118,7 @@ class Rows:
         ([3, 4, 8], [7, 8, 9], (2, 1))
         """
         batch, spans, sample, offset = samples_of_mask(input_ids, mask, attention_mask, cu_seqlens, position_ids)
-        return _select(batch, sample, offset, tuple(input_ids.shape), spans, None, device)
+        return _select("Rows.from_mask", batch, sample, offset, tuple(input_ids.shape), spans, None, device)
 
     @staticmethod
     def from_labels(
@@ -145,7 +146,7 @@ class Rows:
         ([1, 2, 4], [7, 8, 9])
         """
         batch, spans, sample, offset = samples_of_labels(labels, cu_seqlens, position_ids)
-        return _select(batch, sample, offset, tuple(labels.shape), spans, None, device)
+        return _select("Rows.from_labels", batch, sample, offset, tuple(labels.shape), spans, None, device)
 
     @staticmethod
     def packed(
@@ -196,7 +197,8 @@ class Rows:
                 f"Rows.packed: num_tokens is {num_tokens} but the samples need {len(sample)} tokens{here(cp)}. "
                 f"Pass the padded length of the local pack, or leave it out."
             )
-        return _select(batch, sample, offset, (num_tokens,), spans, cp, device_of(tokens) if device is None else device)
+        device = device_of(tokens) if device is None else device
+        return _select("Rows.packed", batch, sample, offset, (num_tokens,), spans, cp, device)
 
     @staticmethod
     def padded(
@@ -231,8 +233,7 @@ class Rows:
         >>> Rows.padded([[7, 8, 9], [4, 5, 6, 7]], [1, 2], padding="left").index.tolist()
         [2, 5, 6]
         """
-        if padding not in ("left", "right"):
-            raise LogitlessError(f'Rows.padded: padding must be "left" or "right" but is {padding!r}.')
+        one_of(padding, ("left", "right"), "Rows.padded: padding")
         if cp is not None and not (isinstance(cp, Scheme) and cp.by_sample):
             raise LogitlessError(
                 f"Rows.padded: cp must be a Zigzag or None but is {type(cp).__name__}. A contiguous split of padded "
@@ -240,6 +241,7 @@ class Rows:
             )
         max_length = None if max_length is None else whole_number(max_length, "Rows.padded: max_length")
         device, lead = device_of(tokens) if device is None else device, None
+        check_samples("Rows.padded", tokens)
         if isinstance(tokens, Tensor):
             tokens, max_length, lead = unpad(tokens, lengths, attention_mask, max_length, padding)
         elif lengths is not None or attention_mask is not None:
@@ -256,7 +258,7 @@ class Rows:
         spans = torch.full_like(batch.lengths, round_up(width, 1 if cp is None else cp.multiple))
         sample, place = ragged_arange(spans) if cp is None else cp.tokens(spans, width)
         token_shape = (len(batch), width if cp is None else round_up(width, cp.multiple) // cp.size)
-        return _select(batch, sample, place - lead[sample], token_shape, spans, cp, device)
+        return _select("Rows.padded", batch, sample, place - lead[sample], token_shape, spans, cp, device)
 
     @staticmethod
     def at(index: Tensor | Sequence[int], target: Tensor | Sequence[int], num_tokens: int | None = None) -> Rows:
@@ -270,7 +272,10 @@ class Rows:
             num_tokens: rows of the logits; default "any number past the largest index".
         """
         device = device_of(index)
-        index, target = integers(index, "Rows.at: index"), integers(target, "Rows.at: target")
+        index, target = (
+            dense(integers(x, f"Rows.at: {name}"), f"Rows.at: {name}", "a list or tensor of integers", numbers=True)
+            for name, x in (("index", index), ("target", target))
+        )
         num_tokens = None if num_tokens is None else whole_number(num_tokens, "Rows.at: num_tokens")
         if index.numel() != target.numel():
             raise LogitlessError(f"Rows.at: index has {index.numel()} entries but target has {target.numel()}.")
@@ -296,9 +301,7 @@ class Rows:
         Row t is scored with ``target[t]``, the token after it. Labels of Transformers, in which that token stands at
         t + 1, go to :meth:`from_labels`.
         """
-        if not isinstance(target, Tensor):
-            came = type(target).__name__
-            raise LogitlessError(f"Rows.every: target must be a tensor but is a {came}. Pass torch.tensor(target).")
+        dense(target, "Rows.every: target")
         flat = integers(target.flatten(), "Rows.every: target")
         index = torch.arange(flat.numel(), device=flat.device)
         return _single_sample(index, flat, tuple(target.shape), in_order=True)
@@ -322,6 +325,7 @@ class Rows:
 
     def take(self, x: Tensor) -> Tensor:
         """These rows of ``x``: ``[T, ...]`` (or ``[N, S, ...]``) becomes ``[R, ...]``."""
+        dense(x, "Rows.take: x")
         shape = x.shape[:1] if self.token_shape is None else self.token_shape
         if tuple(x.shape[: len(shape)]) != tuple(shape):
             raise LogitlessError(
@@ -378,6 +382,7 @@ class Rows:
         For example from contiguous to zigzag. One collective for all samples and all fields; arguments as
         for :meth:`gather`. Rows of ``to`` that no rank scored are zero.
         """
+        instance(to, Rows, "Rows.redistribute: to")
         fields = self._exchange(x, group, to, grad, "redistribute", check)
         return fields[0] if isinstance(x, Tensor) else fields
 
@@ -396,12 +401,16 @@ class Rows:
         self._check_rows(x, "expand")
         if self.token_shape is None:
             raise LogitlessError("Rows.expand: the full length is unknown. Pass num_tokens to Rows.at.")
+        if x.device != self.index.device:
+            raise LogitlessError(f"Rows.expand: x is on {x.device} but the rows are on {self.index.device}.")
         full = x.new_zeros((math.prod(self.token_shape), *x.shape[1:])).index_copy(0, self.index, x)
         return full.reshape(*self.token_shape, *x.shape[1:])
 
     def sum_by_sample(self, x: Tensor) -> Tensor:
         """Sum of each sample's rows: ``[R]`` becomes ``[N]``. Same bits on every run (no atomics)."""
         self._check_rows(x, "sum_by_sample")
+        if not x.is_floating_point():
+            raise refused("Rows.sum_by_sample: x", "a tensor of floats", x)
         lengths = torch.tensor(self.counts, dtype=torch.int64, device=x.device)
         return torch.segment_reduce(x, "sum", lengths=lengths, unsafe=True, initial=0)
 
@@ -414,6 +423,7 @@ class Rows:
     def _exchange(
         self, x: Tensor | Sequence[Tensor], group: Any, to: Rows | None, grad: GradRule, caller: str, check: bool
     ) -> tuple[Tensor, ...]:
+        check_flags(f"Rows.{caller}", check=check)
         process_group = resolve_group(group, f"Rows.{caller}: group")
 
         def prepare() -> tuple[Tensor, ...]:
@@ -435,11 +445,12 @@ class Rows:
         return self.response_lengths
 
     def _check_rows(self, x: Tensor, caller: str) -> None:
-        if x.dim() == 0 or x.shape[0] != len(self):
+        if dense(x, f"Rows.{caller}: x").dim() == 0 or x.shape[0] != len(self):
             raise LogitlessError(f"Rows.{caller}: x has shape {list(x.shape)} but there are {len(self)} rows.")
 
 
 def _select(
+    caller: str,
     batch: Samples,
     sample: Tensor,
     offset: Tensor,
@@ -466,7 +477,7 @@ def _select(
     on_host = inspectable(target) and target.numel() > 0
     low, high = target.aminmax() if on_host else (0, 0)
     target_range = (int(low), int(high)) if on_host else None
-    device = torch.device(device) if device is not None else batch.ids.device
+    device = device_named(device, f"{caller}: device") if device is not None else batch.ids.device
     computed = moved([place, target, sample, position, response, batch.totals, slot, mask], device)
     place, target, sample, position, response, totals, slot, mask = computed
     return Rows(
