@@ -408,6 +408,17 @@ def test_the_default_memory_is_that_of_the_call():
         assert predicted(**sizes) != predicted(**sizes, memory="3MiB")
 
 
+def test_a_device_that_is_named_is_the_one_that_is_planned_for():
+    """On an H200 tiles are larger than those of the CPU that the tensors are on."""
+    hidden, weight, target = torch.zeros(3000, 64), torch.zeros(20011, 64), torch.zeros(3000, dtype=torch.int64)
+    here, there = (
+        ll.explain(ll.logprobs, ll.Logits(hidden, weight), target, device=device) for device in (None, "cuda")
+    )
+    dry = ll.Logits(hidden.to("meta"), weight.to("meta"))
+    assert str(there) == str(ll.explain(ll.logprobs, dry, target.to("meta")))
+    assert str(here) == str(ll.explain(ll.logprobs, dry, target.to("meta"), device="cpu")) != str(there)
+
+
 def test_any_function_can_be_estimated():
     """What frameworks write, beside a verb."""
     hidden, weight = torch.zeros(64, 8, requires_grad=True), torch.zeros(1000, 8, requires_grad=True)
