@@ -57,24 +57,25 @@ class Tried:
     operator: str
     old: str
     new: str
+    nth: int
     verdict: str
     how: str
     seconds: float
 
     @property
-    def key(self) -> tuple[str, ...]:
-        return self.file, self.function, self.operator, self.old, self.new
+    def key(self) -> tuple[str | int, ...]:
+        return self.file, self.function, self.operator, self.old, self.new, self.nth
 
 
 def described(change: Change, verdict: str = "", how: str = "", seconds: float = 0.0) -> Tried:
     """A change in the words of the record; its line is for people, as lines move."""
     old = change.old(_text(PACKAGE / change.file))
-    new = " ".join(change.new.split())
-    return Tried(change.file, change.function, change.line, change.operator, old, new, verdict, how, round(seconds, 1))
+    where = (change.file, change.function, change.line, change.operator)
+    return Tried(*where, old, " ".join(change.new.split()), change.nth, verdict, how, round(seconds, 1))
 
 
 @functools.cache
-def key_of(change: Change) -> tuple[str, ...]:
+def key_of(change: Change) -> tuple[str | int, ...]:
     """By which a change is found again when its line has moved."""
     return described(change).key
 
@@ -84,11 +85,11 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def equivalents(path: Path = EQUIVALENT) -> dict[tuple[str, ...], str]:
+def equivalents(path: Path = EQUIVALENT) -> dict[tuple[str | int, ...], str]:
     """Reasons of the changes that change no result, by their keys."""
     entries = tomllib.loads(path.read_text(encoding="utf-8")).get("equivalent", [])
     names = ("file", "function", "operator", "old", "new")
-    return {tuple(entry[name] for name in names): entry["reason"] for entry in entries}
+    return {(*(entry[name] for name in names), entry.get("nth", 1)): entry["reason"] for entry in entries}
 
 
 # Putting a change into a process in which the package is imported already.
@@ -171,16 +172,11 @@ class Sampler:
         began, known, reasons = time.monotonic(), self.earlier(), equivalents()
         retry = {key for key, tried in known.items() if tried.verdict == "survived"} if self.asked.survivors else set()
         # A record is gone on with: what it holds comes first.
-        seen: set[tuple[str, ...]] = set()
         for change in sorted(self.drawn(), key=lambda change: key_of(change) not in known):
             late = self.asked.seconds is not None and time.monotonic() - began > self.asked.seconds
             if late or len(self.tried) >= self.asked.count:
                 break
             key = key_of(change)
-            if key in seen:
-                # The same text twice in a function: the record cannot tell them apart.
-                continue
-            seen.add(key)
             if key in reasons:
                 self.note(described(change, "equivalent", reasons[key]))
             elif key in known and key not in retry:
@@ -332,7 +328,7 @@ class Sampler:
                 return None
             return os.waitstatus_to_exitcode(status)
 
-    def earlier(self) -> dict[tuple[str, ...], Tried]:
+    def earlier(self) -> dict[tuple[str | int, ...], Tried]:
         """Verdicts of the record that is gone on with, by key."""
         if self.asked.json is None or not self.asked.json.exists():
             return {}
