@@ -210,7 +210,7 @@ class Sampler:
         chosen, total = [], 0.0
         for slow, _, _, seconds, test in sorted(order):
             cost = seconds + 2.0 * slow
-            if total + cost <= self.asked.budget * (SEVERAL if everything else 1):
+            if not chosen or total + cost <= self.asked.budget * (SEVERAL if everything else 1):
                 total += cost
                 chosen.append((test, seconds))
         if everything:
@@ -262,7 +262,7 @@ class Sampler:
         code = self.wait(pid, began + 120 + 30 * expected)
         path.write_text(text, encoding="utf-8")
         seconds = time.monotonic() - began
-        if code == UNFIT:
+        if code == UNFIT or not tests:
             return None
         if code == LOST:
             raise RuntimeError(f"{described(change)}: {(self.folder / 'log').read_text(errors='replace')[-2000:]}")
@@ -306,8 +306,8 @@ class Sampler:
         from _pytest.runner import runtestprotocol
 
         items = [self.items[test] for test in tests]
-        for item, following in zip(items, [*items[1:], None], strict=True):
-            runtestprotocol(item, nextitem=following)
+        for place, item in enumerate(items, 1):
+            runtestprotocol(item, nextitem=items[place] if place < len(items) else None)
         return 0
 
     def wait(self, pid: int, deadline: float) -> int | None:
