@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Each part of the library against float64, once; no hosts, no commands.
 QUICK := test_architecture call/test_errors operands/test_kept rows/test_layouts route/test_linear_plans score/test_logprobs objectives/test_objective_terms score/test_policy_head rows/test_rows score/test_special_values rows/test_exchange
 
-.PHONY: demo test gpu check hosts fuzz soak lint format bench faults mutants docs serve dist smoke bare release-tag clean
+.PHONY: demo test gpu check hosts fuzz soak lint format bench faults mutants versions docs serve dist smoke bare release-tag clean
 
 demo: $(STAMP)
 	$(RUN)python -m examples.demo
@@ -62,6 +62,12 @@ faults: $(STAMP)
 mutants: $(STAMP)
 	$(RUN)python tests/mutants/run.py --json benchmarks/results/mutants.jsonl
 	$(RUN)python tests/mutants/sample.py --seed $$(date +%j) --seconds 300
+
+# Every torch and Triton that pyproject.toml claims, each in an environment of its own; NOX="--python 3.12" for one Python.
+versions:
+	$(PYTHON) -m venv .nox/tool
+	.nox/tool/bin/python -m pip install --quiet nox
+	.nox/tool/bin/nox $(NOX)
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(RUN)mkdocs build --strict

@@ -100,7 +100,7 @@ def cli(checkout: Path) -> None:
     """Version, doctor, plan; and where the commands are that the wheel does not have."""
     assert importlib.metadata.version("logitless") in command("--version")
     command("doctor")
-    plan = command("plan", "--model", "qwen3-8b", "--tokens", "131072", "--card", "h100-80g", "--brief")
+    plan = command("plan", "--model", "qwen3-8b", "--tokens", "131072", "--card", "h100-80g")
     assert "policy_loss" in plan, plan
     assert "python -m examples.demo" in command("demo", expect=2)
 

@@ -82,7 +82,7 @@ def test_results_are_those_of_the_models_own_logits(job):
     assert summary.scored_tokens == sum(len(g["response"]) for g in given)
     columns = {}
     for dtype in (torch.float64, torch.float32):
-        own = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype)
+        own = AutoModelForCausalLM.from_pretrained(job.model).to(dtype)
         columns[dtype] = [own_results(own, g["prompt"], g["response"]) for g in given]
     for i, name in enumerate(("logprob", "entropy")):
         ours = torch.tensor([x for r in results for x in r[name]])
@@ -105,7 +105,7 @@ def test_statistics_on_request(job, tmp_path):
     given = [record for record in samples(8) if isinstance(record["response"], list)][:4]
     job = replace(job, data=write(tmp_path / "few.jsonl", given), stats=("rank", "top1", "collision"))
     score_file(job)
-    results, model = read(job.out), AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float64)
+    results, model = read(job.out), AutoModelForCausalLM.from_pretrained(job.model).double()
     assert list(results[0])[2:] == ["logprob", "entropy", "top1_id", "top1_logprob", "top1_hit", "collision", "rank"]
     for result, record in zip(results, given, strict=True):
         prompt, response = record["prompt"], torch.tensor(record["response"])

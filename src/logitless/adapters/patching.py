@@ -40,6 +40,7 @@ from logitless.adapters.signatures import (
     version_of,
 )
 from logitless.errors import LogitlessError
+from logitless.notes import log_once
 from logitless.spec import untraced
 
 
@@ -139,7 +140,16 @@ def install_host(host: Host, given: Mapping[str, Any]) -> Installed:
             return _same_again(_installations[host.name], host, options)
         _place(host, [*(entry.site for entry in prepared), *_by_value(host, prepared)])
         _installations[host.name] = installation
-        return _report(installation)
+    log_once(_line(installation))
+    return _report(installation)
+
+
+def _line(installation: _Installation) -> str:
+    """What an operator wants to find in the log of every worker."""
+    host, heads = installation.host, installation.heads
+    functions = sum(not entry.of_head for entry in installation.prepared)
+    logits = "not computed" if host.heads is not None and heads.wanted else "computed by the host's own head"
+    return f"installed {host.name} {installation.version}, {functions} functions replaced, logits are {logits}"
 
 
 def try_host(host: Host) -> Installed:

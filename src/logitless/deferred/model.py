@@ -19,6 +19,7 @@ from logitless.arguments import check_flags, refused
 from logitless.deferred import column_parallel
 from logitless.deferred.bound import Bound
 from logitless.errors import LogitlessError, did_you_mean
+from logitless.notes import log_once
 from logitless.operands import Logits, LoRA
 from logitless.operands.logits import made
 from logitless.operands.peft import head_weight
@@ -163,6 +164,7 @@ def defer_or_tell(
     owner = _owner_of_loss(model)
     if owner is not None and column_parallel.LOSS not in vars(owner):
         setattr(owner, column_parallel.LOSS, Bound(column_parallel.wrap_loss, owner, column_parallel.LOSS))
+    log_once(f"deferred the head of {type(_unwrapped(model)).__name__}, logits are not computed")
     return Deferral(model, layers)
 
 
