@@ -36,6 +36,8 @@ def hosts(session: nox.Session) -> None:
     session.env["PIP_NO_COMPILE"] = "0"
     session.install("-c", "constraints.txt", "torch==2.13.0")
     session.install("-c", "constraints.txt", "-e", ".[dev]")
+    place = f"{session.virtualenv.location}/hosts"
+    session.install("--no-deps", "--upgrade", "--target", place, "-r", "constraints-hosts.txt")
     session.run("python", "-m", "pytest", "tests/adapters", "tests/call/test_seams.py", env={"OMP_NUM_THREADS": "1"})
 
 

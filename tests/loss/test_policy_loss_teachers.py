@@ -11,6 +11,7 @@ from shared.divergence import textbook
 from torch import Tensor
 
 import logitless as ll
+from logitless.route import loss as route
 
 LENGTHS, RESPONSES = [9, 7, 11], [5, 4, 8]
 V, D, ROWS = 83, 12, 17
@@ -49,6 +50,25 @@ def in_torch(rows: ll.Rows, x: dict[str, Tensor], fields: dict[str, Tensor], pol
     loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.3)) + COEF * apart
     (loss.sum() / ROWS).backward()
     return loss.detach().sum().div(ROWS)[None], apart.detach(), hidden.grad, weight.grad
+
+
+def test_the_width_of_teachers_is_that_of_their_hidden_states(monkeypatch):
+    """What their products cost, whatever the leading dimensions: the mean of those that have a head."""
+    seen = []
+
+    def watched(shape: Any, *args: Any) -> Any:
+        seen.append(shape)
+        return choose(shape, *args)
+
+    choose = route.choose_loss_plan
+    monkeypatch.setattr(route, "choose_loss_plan", watched)
+    hidden, weight, target = torch.randn(2, 6, D, requires_grad=True), torch.randn(V, D), torch.zeros(2, 6).long()
+    members = [ll.Logits(torch.randn(2, 6, n), torch.randn(V, n)) for n in (5, 8)]
+    several = ll.Teacher.by_row([*map(ll.Teacher, members), ll.Teacher(torch.randn(2, 6, V))], torch.arange(12) % 3)
+    objective = ll.Objective(policy="reinforce", divergence="forward_kl")
+    for teacher in (members[1], torch.randn(2, 6, V), several):
+        ll.policy_loss(ll.Logits(hidden, weight), target, objective, advantage=torch.ones(12), teacher=teacher)
+    assert [(shape.teacher, shape.beside) for shape in seen] == [(8, 4), (0, 4), (6, 4)]
 
 
 @pytest.mark.parametrize("memory", [6000, "1MiB"])

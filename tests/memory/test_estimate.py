@@ -408,6 +408,17 @@ def test_the_default_memory_is_that_of_the_call():
         assert predicted(**sizes) != predicted(**sizes, memory="3MiB")
 
 
+def test_a_device_that_is_named_is_the_one_that_is_planned_for():
+    """On an H200 tiles are larger than those of the CPU that the tensors are on."""
+    hidden, weight, target = torch.zeros(3000, 64), torch.zeros(20011, 64), torch.zeros(3000, dtype=torch.int64)
+    here, there = (
+        ll.explain(ll.logprobs, ll.Logits(hidden, weight), target, device=device) for device in (None, "cuda")
+    )
+    dry = ll.Logits(hidden.to("meta"), weight.to("meta"))
+    assert str(there) == str(ll.explain(ll.logprobs, dry, target.to("meta")))
+    assert str(here) == str(ll.explain(ll.logprobs, dry, target.to("meta"), device="cpu")) != str(there)
+
+
 def test_any_function_can_be_estimated():
     """What frameworks write, beside a verb."""
     hidden, weight = torch.zeros(64, 8, requires_grad=True), torch.zeros(1000, 8, requires_grad=True)
@@ -457,6 +468,14 @@ def test_items_add_up_and_print():
     assert max(map(len, lines)) <= 80
     assert len(lines) == len(found.items) + 3
     assert lines[-1].endswith("GiB")
+    # What lives in one phase alone has a number there.
+    shown = {"forward": (True, False), "backward": (False, True)}
+    for item, line in zip(found.items, lines[2:-1], strict=True):
+        assert line.startswith("* " if item.output else "  ")
+        cells = (line[52:65].strip(), line[65:78].strip())
+        assert tuple(map(bool, cells)) == tuple(item in items for items in (found.forward, found.backward))
+        assert item.name.endswith(", saved") == (item.phase == "kept" and not item.output)
+        assert item.phase == "kept" or tuple(map(bool, cells)) == shown[item.phase]
 
 
 META = sized(64, 1000, 8)

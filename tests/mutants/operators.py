@@ -13,8 +13,9 @@ run when they are imported: a change is put into functions that exist already.
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 COMPARISONS = {
     ast.Lt: "<=",
@@ -56,6 +57,7 @@ class Change:
         operator: one of the words above.
         new: the text that is put there.
         function: the qualified name of the innermost function.
+        nth: which of the places of that function where the same text becomes the same.
     """
 
     file: str
@@ -66,6 +68,7 @@ class Change:
     operator: str
     new: str
     function: str
+    nth: int = 1
 
     def apply(self, text: str) -> str:
         """The changed text of the file."""
@@ -86,7 +89,13 @@ class Change:
 
 def changes(file: str, text: str) -> list[Change]:
     """All changes of a file, in order."""
-    return sorted(set(_Sites(file, text).all()))
+    seen: Counter[tuple[str, ...]] = Counter()
+    found = []
+    for change in sorted(set(_Sites(file, text).all())):
+        same = (change.function, change.operator, change.old(text), change.new)
+        seen[same] += 1
+        found.append(replace(change, nth=seen[same]))
+    return found
 
 
 class _Sites:
@@ -114,6 +123,9 @@ class _Sites:
             if isinstance(node, ast.Call) and _word(node.func) in WORDS:
                 return
             if isinstance(node, ast.If) and _is_for_types(node):
+                return
+            # zip(strict=True) is an assertion.
+            if isinstance(node, ast.keyword) and node.arg == "strict":
                 return
             for new, operator, place in self._at(node):
                 yield self._change(place, operator, new, function)

@@ -36,6 +36,8 @@ from operators import Change, changes
 
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 GIB = 1 << 30
+SEVERAL = 6
+"""Times the budget, for those that survived."""
 UNFIT, FAILED, LOST = 71, 72, 70
 """Exit codes of a fork: the change cannot be put in, a test failed, the fork itself did."""
 
@@ -55,20 +57,27 @@ class Tried:
     operator: str
     old: str
     new: str
+    nth: int
     verdict: str
     how: str
     seconds: float
 
     @property
-    def key(self) -> tuple[str, ...]:
-        return self.file, self.function, self.operator, self.old, self.new
+    def key(self) -> tuple[str | int, ...]:
+        return self.file, self.function, self.operator, self.old, self.new, self.nth
 
 
 def described(change: Change, verdict: str = "", how: str = "", seconds: float = 0.0) -> Tried:
     """A change in the words of the record; its line is for people, as lines move."""
     old = change.old(_text(PACKAGE / change.file))
-    new = " ".join(change.new.split())
-    return Tried(change.file, change.function, change.line, change.operator, old, new, verdict, how, round(seconds, 1))
+    where = (change.file, change.function, change.line, change.operator)
+    return Tried(*where, old, " ".join(change.new.split()), change.nth, verdict, how, round(seconds, 1))
+
+
+@functools.cache
+def key_of(change: Change) -> tuple[str | int, ...]:
+    """By which a change is found again when its line has moved."""
+    return described(change).key
 
 
 @functools.cache
@@ -76,11 +85,11 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def equivalents(path: Path = EQUIVALENT) -> dict[tuple[str, ...], str]:
+def equivalents(path: Path = EQUIVALENT) -> dict[tuple[str | int, ...], str]:
     """Reasons of the changes that change no result, by their keys."""
     entries = tomllib.loads(path.read_text(encoding="utf-8")).get("equivalent", [])
     names = ("file", "function", "operator", "old", "new")
-    return {tuple(entry[name] for name in names): entry["reason"] for entry in entries}
+    return {(*(entry[name] for name in names), entry.get("nth", 1)): entry["reason"] for entry in entries}
 
 
 # Putting a change into a process in which the package is imported already.
@@ -163,16 +172,11 @@ class Sampler:
         began, known, reasons = time.monotonic(), self.earlier(), equivalents()
         retry = {key for key, tried in known.items() if tried.verdict == "survived"} if self.asked.survivors else set()
         # A record is gone on with: what it holds comes first.
-        seen: set[tuple[str, ...]] = set()
-        for change in sorted(self.drawn(), key=lambda change: described(change).key not in known):
+        for change in sorted(self.drawn(), key=lambda change: key_of(change) not in known):
             late = self.asked.seconds is not None and time.monotonic() - began > self.asked.seconds
             if late or len(self.tried) >= self.asked.count:
                 break
-            key = described(change).key
-            if key in seen:
-                # The same text twice in a function: the record cannot tell them apart.
-                continue
-            seen.add(key)
+            key = key_of(change)
             if key in reasons:
                 self.note(described(change, "equivalent", reasons[key]))
             elif key in known and key not in retry:
@@ -189,7 +193,7 @@ class Sampler:
         reached = [change for change in sites if self.lines.bits(change.file, change.line, change.function)]
         print(f"{len(sites)} changes, {len(reached)} of them on lines that tests run", flush=True)
         self.sites, self.reached = len(sites), len(reached)
-        return sorted(reached, key=lambda change: digest(f"{self.asked.seed} {described(change).key}"))
+        return sorted(reached, key=lambda change: digest(f"{self.asked.seed} {key_of(change)}"))
 
     def tests(self, change: Change, everything: bool) -> list[tuple[str, float]]:
         """The tests to run: of every file its quickest first, those of the same part before others, ranks last."""
@@ -206,7 +210,7 @@ class Sampler:
         chosen, total = [], 0.0
         for slow, _, _, seconds, test in sorted(order):
             cost = seconds + 2.0 * slow
-            if everything or total + cost <= self.asked.budget:
+            if not chosen or total + cost <= self.asked.budget * (SEVERAL if everything else 1):
                 total += cost
                 chosen.append((test, seconds))
         if everything:
@@ -258,7 +262,7 @@ class Sampler:
         code = self.wait(pid, began + 120 + 30 * expected)
         path.write_text(text, encoding="utf-8")
         seconds = time.monotonic() - began
-        if code == UNFIT:
+        if code == UNFIT or not tests:
             return None
         if code == LOST:
             raise RuntimeError(f"{described(change)}: {(self.folder / 'log').read_text(errors='replace')[-2000:]}")
@@ -302,8 +306,8 @@ class Sampler:
         from _pytest.runner import runtestprotocol
 
         items = [self.items[test] for test in tests]
-        for item, following in zip(items, [*items[1:], None], strict=True):
-            runtestprotocol(item, nextitem=following)
+        for place, item in enumerate(items, 1):
+            runtestprotocol(item, nextitem=items[place] if place < len(items) else None)
         return 0
 
     def wait(self, pid: int, deadline: float) -> int | None:
@@ -324,7 +328,7 @@ class Sampler:
                 return None
             return os.waitstatus_to_exitcode(status)
 
-    def earlier(self) -> dict[tuple[str, ...], Tried]:
+    def earlier(self) -> dict[tuple[str | int, ...], Tried]:
         """Verdicts of the record that is gone on with, by key."""
         if self.asked.json is None or not self.asked.json.exists():
             return {}
@@ -376,7 +380,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="no new one is begun after so long")
     parser.add_argument("--budget", type=float, default=20.0, help="seconds of tests for each; default 20")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the record: it is gone on with, and written")
-    parser.add_argument("--survivors", action="store_true", help="try those of the record again, on all their tests")
+    parser.add_argument("--survivors", action="store_true", help="try those of the record again, on more tests")
     asked = parser.parse_args()
     os.chdir(ROOT)
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -48,6 +48,12 @@ def test_backward(rows: int, columns: int, memory: int):
     assert tiles.block * tiles.columns * 2 <= max(memory, 2 * least)
 
 
+def test_blocks_of_a_narrow_head_leave_room_for_a_slab_of_dz():
+    """Half of 64 KiB holds 64 rows of 256 columns in two bytes, or 163 of the 100 that there are."""
+    assert backward_tiles(Shape(9000, 1001, 4, 2, H200), 1 << 16).block == 64
+    assert backward_tiles(Shape(9000, 100, 4, 2, H200), 1 << 16).block == 163
+
+
 def test_a_tile_is_small_beside_a_small_problem():
     """A budget that holds all of the logits is not taken: an eighth of them is enough for a tile, and no less pays."""
 
