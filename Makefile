@@ -85,7 +85,7 @@ dist: $(STAMP)
 smoke: dist
 	$(RUN)python tests/smoke/environments.py $(EXTRAS)
 
-# The same where torch is alone, without Triton and numpy; the commands are added after that.
+# The same where torch and numpy are alone, without Triton; the commands are added after that.
 bare: dist
 	$(RUN)python tests/smoke/environments.py none+cli
 

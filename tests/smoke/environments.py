@@ -28,7 +28,7 @@ def try_extras(extras: str, wheel: Path) -> None:
         # Torch first and pinned: a looser request would pull a CUDA build.
         subprocess.run([*install, "torch==2.13.0"], check=True)
         # A CUDA build brings Triton along, and does without.
-        subprocess.run([python, "-m", "pip", "uninstall", "--quiet", "--yes", "triton", "numpy"], check=True)
+        subprocess.run([python, "-m", "pip", "uninstall", "--quiet", "--yes", "triton"], check=True)
         for extra in extras.split("+"):
             subprocess.run([*install, f"{wheel}[{extra}]" if extra != "none" else wheel], check=True)
             # From elsewhere, isolated: neither the checkout nor PYTHONPATH may stand in for the wheel.

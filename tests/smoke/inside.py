@@ -58,7 +58,7 @@ def library(checkout: Path) -> None:
 
 
 def bare(checkout: Path) -> None:
-    """Neither Triton nor numpy: estimate, plan and doctor are the library's. There is no command, and it says so."""
+    """No Triton: estimate, plan and doctor are the library's. There is no command, and it says so."""
     import torch
 
     import logitless as ll
@@ -66,7 +66,7 @@ def bare(checkout: Path) -> None:
     from logitless.tools.plan import LossStep, plan_model
     from logitless.tools.presets import find_model
 
-    assert [name for name in ("triton", "numpy", "typer", "rich") if importlib.util.find_spec(name)] == []
+    assert [name for name in ("triton", "typer", "rich") if importlib.util.find_spec(name)] == []
     hidden, weight = (torch.empty(n, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for n in (999, 5003))
     target = torch.empty(999, dtype=torch.int64, device="meta")
     for device in ("cpu", "cuda"):
