@@ -67,9 +67,10 @@ def table(records: list[dict[str, Any]]) -> str:
 
 def _run_on(record: dict[str, Any]) -> str:
     commit = f" `{record['commit']}`" if record["commit"] else ""
+    python = f", Python {record['python']}" if record.get("python", "3.11") != "3.11" else ""
     if record["on"] in ("installed", "double"):
-        return f"{record['on']} {record['version'] or ''}".strip()
-    return f"{record['on']}{commit}"
+        return f"{record['on']} {record['version'] or ''}".strip() + python
+    return f"{record['on']}{commit}{python}"
 
 
 def _errors(*errors: float | None) -> str:

@@ -21,7 +21,7 @@ ORDER = [
     "rows",
     *("softmax", "operands", "backends", "readings", "call", "objectives"),
     *("route", "sources", "passes"),
-    *("score", "loss", "policy_head", "entropy_sample"),
+    *("score", "loss", "policy_head", "entropy_sample", "seams"),
     "deferred",
     "memory",
     *("adapters", "provider"),

@@ -33,15 +33,16 @@ V, D, N = 101, 8, 24
 # What version 1 promises. A change of a line here, other than a further keyword, is version 2.
 SIGNATURES = {
     "logprobs_from_logits": "(logits, target, *, temperature=1.0, entropy=None, scale=1.0, softcap=None, "
-    "vocab_size=None, vocab_group=None, vocab_range=None, support=None, overwrite_logits=False, backend='auto', "
-    "memory='16MiB')",
+    "vocab_size=None, vocab_group='whole', vocab_range=None, support=None, outside='error', flat=False, "
+    "overwrite_logits=False, backend='auto', memory='16MiB', chunk_rows=None)",
     "logprobs_from_hidden": "(hidden, weight, target, *, bias=None, temperature=1.0, entropy=None, scale=1.0, "
-    "softcap=None, vocab_size=None, vocab_group=None, vocab_range=None, support=None, hidden_grad='reduced', "
-    "sequence_parallel=False, weight_grad=None, match=None, backend='auto', memory='256MiB')",
+    "softcap=None, vocab_size=None, vocab_group='whole', vocab_range=None, support=None, hidden_grad='reduced', "
+    "sequence_parallel=False, weight_grad=None, match=None, outside='error', flat=False, backend='auto', "
+    "memory='256MiB', chunk_rows=None)",
     "policy_loss": "(hidden, weight, target, *, old_logprob, advantage, ref_logprob=None, rollout_logprob=None, "
     "objective=mappingproxy({}), denominator=None, bias=None, temperature=1.0, scale=1.0, softcap=None, "
-    "vocab_size=None, vocab_group=None, vocab_range=None, hidden_grad='reduced', sequence_parallel=False, "
-    "backend='auto', memory='1GiB')",
+    "vocab_size=None, vocab_group='whole', vocab_range=None, hidden_grad='reduced', sequence_parallel=False, "
+    "backend='auto', memory='1GiB', chunk_rows=None)",
     "rows": "(tokens, response_lengths, *, loss_masks=None, loss_mask_only=False, context_parallel=None, cp_rank=0, "
     "cp_size=1, num_tokens=None, device=None)",
 }
@@ -264,9 +265,85 @@ def test_two_vocabularies_over_ranks(ranks):
 
 
 def test_a_range_without_a_group_is_refused():
-    with pytest.raises(LogitlessError, match=r"vocab_range is \(2, 6\) but vocab_group is None"):
+    with pytest.raises(LogitlessError, match=r'vocab_range is \(2, 6\) but vocab_group is "whole"'):
         PROVIDER.logprobs_from_logits(torch.zeros(2, 4), torch.tensor([3, 3]), vocab_range=(2, 6))
     assert PROVIDER.logprobs_from_logits(torch.zeros(2, 4), torch.tensor([3, 3]), vocab_range=(0, 4)).logprob.sum() < 0
+
+
+def test_a_group_that_is_none_is_refused():
+    """slime's None is the world, AReaL's is no group: nobody can tell which was meant."""
+    logits, target, hidden, weight = drawn()
+    fields = {"old_logprob": torch.zeros(N), "advantage": torch.ones(N)}
+    for call in (
+        lambda **x: PROVIDER.logprobs_from_logits(logits, target, **x),
+        lambda **x: PROVIDER.logprobs_from_hidden(hidden, weight, target, **x),
+        lambda **x: PROVIDER.policy_loss(hidden, weight, target, **fields, **x),
+    ):
+        with pytest.raises(LogitlessError, match=r'vocab_group is None.* Pass vocab_group="whole", "world" or the'):
+            call(vocab_group=None)
+        with pytest.raises(LogitlessError, match=r"must be \"whole\", \"world\" or a process group but is 'tp'"):
+            call(vocab_group="tp")
+
+
+def test_flat_results_of_operands_in_any_shape():
+    logits, target, hidden, weight = drawn()
+    wanted = PROVIDER.logprobs_from_hidden(hidden, weight, target, temperature=0.7, entropy="grad")
+    # [S, B, D] beside [B, S], as Megatron has them; and a temperature per row, in either shape.
+    temperature = torch.full((4, 6), 0.7)
+    found = PROVIDER.logprobs_from_hidden(
+        hidden.view(6, 4, D), weight, target.view(4, 6), temperature=temperature, entropy="grad", flat=True
+    )
+    assert found.logprob.shape == found.entropy.shape == (N,)
+    assert torch.equal(found.logprob, wanted.logprob)
+    wanted = PROVIDER.logprobs_from_logits(logits, target).logprob
+    assert torch.equal(
+        PROVIDER.logprobs_from_logits(logits.view(6, 4, V), target.view(4, 6), flat=True).logprob, wanted
+    )
+
+
+@pytest.mark.parametrize("source", ["logits", "hidden"])
+def test_ids_outside_the_vocabulary_by_name(source):
+    logits, target, hidden, weight = drawn()
+    target[[3, 9]] = torch.tensor([V + 5, -7])
+    target[5] = -100
+    inside = (target >= 0) & (target < V)
+    score = getattr(PROVIDER, f"logprobs_from_{source}")
+    operands = [logits] if source == "logits" else [hidden, weight]
+
+    def plain(*x: Tensor) -> list[Tensor]:
+        z = x[0] if source == "logits" else x[0] @ x[1].T
+        log_p, log_z = z.log_softmax(-1), z.logsumexp(-1)
+        found = log_p.gather(-1, torch.where(inside, target, 0)[:, None])[:, 0]
+        return [torch.where(inside, found, torch.where(target == -100, 0.0, log_z.detach() - log_z))]
+
+    def left_out(*x: Tensor) -> list[Tensor]:
+        return [torch.where(inside, plain(*x)[0], 0.0)]
+
+    check(lambda *x: [score(*x, target, outside="zero").logprob], plain, operands)
+    check(lambda *x: [score(*x, target, outside="ignore").logprob], left_out, operands)
+    with pytest.raises(LogitlessError):
+        score(*operands, target)
+    with pytest.raises(LogitlessError, match=r"outside must be .* but is 'skip'"):
+        score(*operands, target, outside="skip")
+
+
+def test_chunks_by_rows_and_a_temperature_in_a_tensor():
+    logits, target, hidden, weight = drawn()
+    wanted = PROVIDER.logprobs_from_hidden(hidden, weight, target, temperature=0.7, memory=4 * 5 * V).logprob
+    found = PROVIDER.logprobs_from_hidden(hidden, weight, target, temperature=torch.tensor(0.7), chunk_rows=5).logprob
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        PROVIDER.logprobs_from_logits(logits, target, temperature=torch.tensor(0.7), chunk_rows=5).logprob,
+        truth(logits, target, 0.7)[0],
+    )
+    for rows in (0, 2.5):
+        with pytest.raises(LogitlessError, match="chunk_rows must be a number of rows, or None for memory, but is"):
+            PROVIDER.logprobs_from_logits(logits, target, chunk_rows=rows)
+
+
+def test_no_adapter_is_imported():
+    text = (ROOT / "src" / "logitless" / "provider.py").read_text(encoding="utf-8")
+    assert "logitless.adapters" not in text
 
 
 # vime's interface.
@@ -357,8 +434,8 @@ def applied(served: Any) -> dict[str, Any]:
     functions: dict[str, Any] = {}
     for diff in DIFF.findall(PAGE):
         namespace = {"torch": torch, "DTensor": DTensor, "LinearCrossEntropy": LinearCrossEntropy, "provider": served}
-        namespace |= {"get_tensor_model_parallel_group": lambda: None, "spmd_mesh_size": lambda axis: 1}
-        namespace["mpu"] = SimpleNamespace(get_tensor_model_parallel_group=lambda: None)
+        namespace |= {"get_tensor_model_parallel_group": lambda: "whole", "spmd_mesh_size": lambda axis: 1}
+        namespace["mpu"] = SimpleNamespace(get_tensor_model_parallel_group=lambda: "whole")
         exec(patched(diff), namespace)
         for name, x in namespace.items():
             if f"def {name}(" in diff:
@@ -393,7 +470,7 @@ def calls() -> dict[str, tuple[Any, Any, list[Tensor]]]:
             [lines],
         ),
         "_fused_lm_head_logprob_apply": (
-            lambda f, h, w: [f("torch", h, w, ids, 0, V, 4, None, False)],
+            lambda f, h, w: [f("torch", h, w, ids, 0, V, 4, "whole", False)],
             lambda h, w: [truth(h @ w.T, ids)[0]],
             [heads, weight],
         ),

@@ -9,13 +9,13 @@ The autograd Function is a seam: what it computes is in ``passes/one_pass`` and 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from logitless.arguments import check_flags, refuse_transforms
-from logitless.call import MEMORY, PLAIN, Asked, Call, Operands, resolve, together, untraced
+from logitless.call import MEMORY, PLAIN, Asked, Call, Operands, resolve, together
 from logitless.call.dry import ACTIVE, announce
 from logitless.call.unchanged import Unchanged
 from logitless.collectives import agree_if, fingerprint
@@ -30,7 +30,7 @@ from logitless.rows import Rows
 from logitless.score import score, with_teacher
 from logitless.sources.linear import Projection, hidden_gradients, selected_rows
 from logitless.sources.teachers import TeacherRows, grouped, ungrouped
-from logitless.spec import Head, TokenStats, inspectable
+from logitless.spec import Head, TokenStats, inspectable, untraced
 
 NAME = "policy_loss"
 
@@ -51,6 +51,48 @@ class Batch(NamedTuple):
     prompt_tokens: Tensor | None = None
     group: Any = None
     drop_zeros: bool = True
+
+
+@overload
+def policy_loss(
+    logits: Tensor | Given,
+    rows: Rows | Tensor | tuple[Tensor, Tensor],
+    objective: Objective | Preference,
+    *,
+    head: Head | None = None,
+    kept: Kept | None = None,
+    teacher: Tensor | Teacher | Teachers | None = None,
+    memory: int | str | None = None,
+    backend: Literal["auto", "reference", "tiled", "triton"] | str = "auto",
+    drop_zeros: bool = True,
+    return_stats: Literal[False] = False,
+    denominator: float | Tensor | None = None,
+    prompt_tokens: Tensor | None = None,
+    group: Any = None,
+    check_group: bool = False,
+    **fields: Tensor | str | None,
+) -> tuple[Tensor, Metrics]: ...
+
+
+@overload
+def policy_loss(
+    logits: Tensor | Given,
+    rows: Rows | Tensor | tuple[Tensor, Tensor],
+    objective: Objective | Preference,
+    *,
+    head: Head | None = None,
+    kept: Kept | None = None,
+    teacher: Tensor | Teacher | Teachers | None = None,
+    memory: int | str | None = None,
+    backend: Literal["auto", "reference", "tiled", "triton"] | str = "auto",
+    drop_zeros: bool = True,
+    return_stats: Literal[True],
+    denominator: float | Tensor | None = None,
+    prompt_tokens: Tensor | None = None,
+    group: Any = None,
+    check_group: bool = False,
+    **fields: Tensor | str | None,
+) -> tuple[Tensor, Metrics, TokenStats]: ...
 
 
 def policy_loss(

@@ -1,7 +1,7 @@
 """A table of functions for frameworks that want this library where it is installed, and their own code where it is not.
 
     provider = logitless.provider.get(version=1)        also found as an entry point of the group "logprobs.provider"
-    provider.logprobs_from_logits(logits, target, temperature=0.7, vocab_group=group)
+    provider.logprobs_from_logits(logits, target, temperature=0.7, vocab_group=group)     a group, "world" or "whole"
     provider.logprobs_from_hidden(hidden, weight, target, ...)
     provider.policy_loss(hidden, weight, rows, old_logprob=..., advantage=...)
     provider.rows(tokens, response_lengths, ...)         response rows of a pack, in place of targets
@@ -21,12 +21,9 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from logitless.adapters.audit import Audit
-from logitless.adapters.scoring import placed
-from logitless.adapters.shards import even_shard, shard_between
-from logitless.adapters.slime_rows import entropy_asked, score_every_row
 from logitless.backends import NAMES, OTHERS
 from logitless.errors import LogitlessError
 from logitless.loss import policy_loss as loss_of_logits
@@ -35,13 +32,17 @@ from logitless.operands import Kept, Logits
 from logitless.rows import Rows
 from logitless.rows.layouts import Contiguous, Zigzag
 from logitless.score import logprobs
-from logitless.spec import EntropyMode, Head, TokenStats, VocabShard
+from logitless.seams import even_shard, placed, shard_between, without_outside
+from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard
 
 VERSIONS = (1,)
 """Versions of the interface that this release serves."""
 
 GROUP = "logprobs.provider"
 """Entry point group. The entry's value is :func:`get`; other libraries may register under the same group."""
+
+Outside = Literal["error", "zero", "ignore"]
+"""What becomes of a target that is no id of the vocabulary."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 DEVICES = ("cpu", "cuda")
@@ -136,37 +137,54 @@ def logprobs_from_logits(
     scale: float = 1.0,
     softcap: float | None = None,
     vocab_size: int | None = None,
-    vocab_group: Any = None,
+    vocab_group: Any = "whole",
     vocab_range: tuple[int, int] | None = None,
     support: tuple[Tensor, Tensor] | None = None,
+    outside: Outside = "error",
+    flat: bool = False,
     overwrite_logits: bool = False,
     backend: str = "auto",
     memory: int | str = "16MiB",
+    chunk_rows: int | None = None,
 ) -> TokenStats:
     """Log-prob, entropy and log Z of each target.
 
     Args:
         logits: ``[..., V]``, or :class:`logitless.Logits`; this rank's columns under ``vocab_group``.
         target: ``[...]`` ids, -100 to leave a row out; or what ``rows`` returned.
-        temperature: a number, or one per row.
+        temperature: a number, also in a 0-dim tensor, or one per row.
         entropy: None, ``"value"`` (without a graph) or ``"grad"``.
         scale, softcap: of the logits, before the temperature.
         vocab_size: true size of a padded vocabulary.
-        vocab_group: process group over which the vocabulary is split; None if it is not, and no collective is made.
+        vocab_group: ``"whole"``: the vocabulary is not split, and no collective is made; or the process group that it
+            is split over; or ``"world"``, all ranks. None is an error: it means the first to some frameworks, and the
+            last to others.
         vocab_range: ``(start, stop)`` of this rank's columns, which the ranks tell each other in every call; None for
-            equal parts in rank order.
+            equal parts in rank order, which they compare in the first call of a group and a size of the vocabulary:
+            a further collective, which every rank makes.
         support: ids that the sampler kept and how many of them each row has; log-probs are normalised over these.
+        outside: ids outside the vocabulary, other than -100. ``"error"``: an error where that is free to see, NaN
+            otherwise. ``"zero"``: log-prob 0 with the gradient of -log Z, as where the target's logit is summed over
+            shards. ``"ignore"``: as -100.
+        flat: operands and targets of any shapes with as many rows are laid out in one line, and so are results.
         overwrite_logits: write the gradient over the logits in backward.
         backend, memory: as for :func:`logitless.logprobs`.
+        chunk_rows: rows of logits worked on at a time, in place of ``memory``.
     """
-    return logprobs(
-        placed(logits, _shard(vocab_group, vocab_range, logits.shape[-1]), overwrite=overwrite_logits),
+    width = logits.shape[-1]
+    if flat:
+        logits, target, temperature = logits.reshape(-1, width), _line(target), _line(temperature)
+    shard = _shard(vocab_group, vocab_range, width)
+    return _score(
+        placed(logits, shard, overwrite=overwrite_logits),
         target,
+        outside,
+        vocab_size or (width if shard is None else shard.vocab_size),
         entropy=entropy,
         head=Head(temperature, scale, softcap, vocab_size),
         kept=None if support is None else Kept(*support),
         backend=backend,
-        memory=memory,
+        memory=_memory(memory, chunk_rows, width),
     )
 
 
@@ -181,39 +199,48 @@ def logprobs_from_hidden(
     scale: float = 1.0,
     softcap: float | None = None,
     vocab_size: int | None = None,
-    vocab_group: Any = None,
+    vocab_group: Any = "whole",
     vocab_range: tuple[int, int] | None = None,
     support: tuple[Tensor, Tensor] | None = None,
     hidden_grad: Literal["reduced", "partial"] = "reduced",
     sequence_parallel: bool = False,
     weight_grad: Tensor | None = None,
     match: Literal["bfloat16", "float16"] | None = None,
+    outside: Outside = "error",
+    flat: bool = False,
     backend: str = "auto",
     memory: int | str = "256MiB",
+    chunk_rows: int | None = None,
 ) -> TokenStats:
     """The same from hidden states ``[..., D]`` and the head's weight ``[V, D]``; no logits are stored.
 
     ``hidden_grad="partial"`` leaves the sum of hidden's gradient over ``vocab_group`` to the caller. The other keywords
     are those of :func:`logprobs_from_logits` and :class:`logitless.Logits`.
     """
+    width = weight.shape[0]
+    if flat:
+        hidden, target, temperature = hidden.reshape(-1, hidden.shape[-1]), _line(target), _line(temperature)
+    shard = _shard(vocab_group, vocab_range, width)
     logits = Logits(
         hidden,
         weight,
         bias=bias,
-        shard=_shard(vocab_group, vocab_range, weight.shape[0]),
+        shard=shard,
         sequence_parallel=sequence_parallel,
         hidden_grad=hidden_grad,
         weight_grad=weight_grad,
         match=match,
     )
-    return logprobs(
+    return _score(
         logits,
         target,
+        outside,
+        vocab_size or (width if shard is None else shard.vocab_size),
         entropy=entropy,
         head=Head(temperature, scale, softcap, vocab_size),
         kept=None if support is None else Kept(*support),
         backend=backend,
-        memory=memory,
+        memory=_memory(memory, chunk_rows, width),
     )
 
 
@@ -233,12 +260,13 @@ def policy_loss(
     scale: float = 1.0,
     softcap: float | None = None,
     vocab_size: int | None = None,
-    vocab_group: Any = None,
+    vocab_group: Any = "whole",
     vocab_range: tuple[int, int] | None = None,
     hidden_grad: Literal["reduced", "partial"] = "reduced",
     sequence_parallel: bool = False,
     backend: str = "auto",
     memory: int | str = "1GiB",
+    chunk_rows: int | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Loss and metrics of a policy update from hidden states, gradients included.
 
@@ -271,7 +299,7 @@ def policy_loss(
         head=Head(temperature, scale, softcap, vocab_size),
         denominator=denominator,
         backend=backend,
-        memory=memory,
+        memory=_memory(memory, chunk_rows, weight.shape[0]),
         **fields,
     )
 
@@ -346,25 +374,81 @@ def vime(request: Any) -> LinearLogp:
     why = _FIRST.capabilities().why_not("logprobs_from_logits", request.logits)
     if why is not None:
         raise Unavailable(f"provider.vime: {why}.")
-    logp, entropy = score_every_row(
-        request.logits,
-        request.target_ids,
-        request.tensor_parallel_group,
-        entropy_asked(request.with_entropy, request.with_entropy_grad),
-        request.chunk_size,
-        {"audit": Audit(0), "chunk_size": -1},
-        request.log_prob_keep_mask,
-    )
-    return LinearLogp(logp.reshape(-1, 1), entropy)
+    logits, target, group = request.logits, request.target_ids, request.tensor_parallel_group
+    entropy: EntropyMode = None if not request.with_entropy else "grad" if request.with_entropy_grad else "value"
+    shared: dict[str, Any] = {
+        # A request without a group is of one rank's logits.
+        "vocab_group": "whole" if group is None else group,
+        "chunk_rows": request.chunk_size if request.chunk_size > 0 else None,
+    }
+    if request.log_prob_keep_mask is None:
+        out = logprobs_from_logits(logits, target, entropy=entropy, **shared)
+        return LinearLogp(out.logprob.reshape(-1, 1), out.entropy)
+    kept = _with_target(request.log_prob_keep_mask, target, _shard(shared["vocab_group"], None, logits.shape[1]))
+    logprob = logprobs_from_logits(logits.masked_fill(~kept, -torch.inf), target, **shared).logprob
+    # Entropy is over the whole vocabulary.
+    whole = None if entropy is None else logprobs_from_logits(logits, target, entropy=entropy, **shared).entropy
+    return LinearLogp(logprob.reshape(-1, 1), whole)
+
+
+def _with_target(keep: Tensor, target: Tensor, shard: VocabShard | None) -> Tensor:
+    """The mask of this rank's columns with each row's target kept, where its column is here."""
+    column = (target - (0 if shard is None else shard.start))[:, None]
+    here = (column >= 0) & (column < keep.shape[1])
+    column = torch.where(here, column, 0)
+    return keep.scatter(1, column, here | keep.gather(1, column))
 
 
 def _shard(group: Any, bounds: tuple[int, int] | None, columns: int) -> VocabShard | None:
     """The shard of a group; cached, because making one is a collective. Ranges are compared in every call."""
     if group is None:
+        raise LogitlessError(
+            'vocab_group is None, which says "not split" in some frameworks and "over all ranks" in others. Pass '
+            'vocab_group="whole", "world" or the process group.'
+        )
+    if isinstance(group, str) and group not in ("whole", "world"):
+        raise LogitlessError(f'vocab_group must be "whole", "world" or a process group but is {group!r}.')
+    if isinstance(group, str) and group == "whole":
         if bounds is not None and tuple(bounds) != (0, columns):
-            raise LogitlessError(f"vocab_range is {tuple(bounds)} but vocab_group is None. Pass the group as well.")
+            raise LogitlessError(f'vocab_range is {tuple(bounds)} but vocab_group is "whole". Pass the group as well.')
         return None
+    group = dist.group.WORLD if isinstance(group, str) else group
     return even_shard(group, columns) if bounds is None else shard_between(group, *bounds)
+
+
+def _score(logits: Any, target: Tensor | Rows, outside: Outside, vocabulary: int, **asked: Any) -> TokenStats:
+    """:func:`logitless.logprobs`; ids outside the vocabulary as the caller wants them."""
+    if outside == "error":
+        return logprobs(logits, target, **asked)
+    if outside not in ("zero", "ignore") or isinstance(target, Rows):
+        raise LogitlessError(
+            f'outside must be "error", "zero" or "ignore", the last two with a tensor of ids, but is {outside!r}.'
+        )
+    beyond = ((target < 0) | (target >= vocabulary)) & (target != IGNORE)
+    if outside == "ignore":
+        return logprobs(logits, target.masked_fill(beyond, IGNORE), **asked)
+    made: list[TokenStats] = []
+
+    def scored(ids: Tensor) -> TokenStats:
+        made.append(logprobs(logits, torch.where(target == IGNORE, IGNORE, ids), **asked))
+        return made[0]
+
+    logprob = without_outside(target, vocabulary, scored)
+    return made[0]._replace(logprob=torch.where(target == IGNORE, made[0].logprob, logprob))
+
+
+def _line(x: Any) -> Any:
+    """A tensor of one entry per row in one line; rows and numbers as they are."""
+    return x.reshape(-1) if isinstance(x, Tensor) and x.dim() else x
+
+
+def _memory(memory: int | str, chunk_rows: int | None, columns: int) -> int | str:
+    """The working memory; of so many rows, the bytes of their float32 logits."""
+    if chunk_rows is None:
+        return memory
+    if type(chunk_rows) is not int or chunk_rows < 1:
+        raise LogitlessError(f"chunk_rows must be a number of rows, or None for memory, but is {chunk_rows!r}.")
+    return 4 * chunk_rows * columns
 
 
 def _keywords(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from logitless.arguments import refuse_transforms
 from logitless.backends.divergences import Divergence, Kind
-from logitless.call import MEMORY, Asked, Call, Operands, resolve, together, untraced
+from logitless.call import MEMORY, Asked, Call, Operands, resolve, together
 from logitless.call.dry import ACTIVE, announce
 from logitless.call.resolve import apart_everywhere
 from logitless.notes import add_note
@@ -33,7 +33,7 @@ from logitless.rows import Rows
 from logitless.softmax import FLOOR, transform
 from logitless.sources.listed import entry_logits, id_logits, place_of
 from logitless.sources.teachers import check_teachers, entries_of, grouped, kept_of, under_autocast, ungrouped
-from logitless.spec import EntropyMode, Head, TokenStats
+from logitless.spec import EntropyMode, Head, TokenStats, untraced
 
 
 def logprobs(

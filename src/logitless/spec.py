@@ -10,10 +10,11 @@ Small frozen carriers, validated when made, so that everything below can trust t
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ IGNORE = -100
 """Target id of a row to leave out: log-prob 0, entropy 0, log Z 0, gradient 0."""
 
 EntropyMode = Literal["value", "grad"] | None
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class TokenStats(NamedTuple):
@@ -91,8 +95,8 @@ class Head:
     columns; without softcap, ``log_softmax(scale * x / temperature)``.
 
     Args:
-        temperature: positive number, or one positive value per row (``[R]``, or the shape of the
-            targets). A per-sample temperature is ``per_sample[rows.sample]``.
+        temperature: positive number, as a float or a 0-dim tensor, or one positive value per row (``[R]``, or the
+            shape of the targets). A per-sample temperature is ``per_sample[rows.sample]``.
         scale: multiplies the logits before anything else (Cohere's ``logit_scale``; Granite divides).
         softcap: Gemma's ``final_logit_softcapping``, or None.
         vocab_size: true vocabulary size; columns from there on are padding, never read, gradient 0.
@@ -133,12 +137,13 @@ class Head:
                     f"{dtype} does not hold. For the most likely token take argmax."
                 )
             return torch.full((num_rows,), factor, dtype=dtype, device=device)
-        if self.temperature.numel() != num_rows:
+        temperature = self.temperature if self.temperature.dim() else self.temperature.expand(num_rows)
+        if temperature.numel() != num_rows:
             raise LogitlessError(
                 f"Head: temperature has shape {list(self.temperature.shape)} but there are {num_rows} rows. "
                 f"Give one value per row; a value per sample is per_sample[rows.sample]."
             )
-        t = self.temperature.detach().reshape(num_rows).to(device=device, dtype=dtype)
+        t = temperature.detach().reshape(num_rows).to(device=device, dtype=dtype)
         return torch.where((t > 0) & t.isfinite(), numerator / t, torch.nan)
 
     @property
@@ -340,3 +345,26 @@ def _tiled_size(bounds: list[tuple[int, ...]]) -> int:
             )
         expected = stop
     return expected
+
+
+# Under torch.compile.
+
+
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """The function; where torch.compile is tracing, behind a graph break."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            return graph_break(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+# Called under a compiler only: elsewhere the first call would import it, which takes seconds. The public
+# torch.compiler.disable imports it as soon as it is applied.
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+def graph_break(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """A call that breaks a compiled graph."""
+    return function(*args, **kwargs)

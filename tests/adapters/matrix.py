@@ -2,11 +2,12 @@
 
     make hosts                       on what is installed
     make hosts LOGITLESS_HOSTS=F     also on the checkouts in the folder F: slime-0.3.0, nemo_rl-main, verl-0.8.0, ...
+    make hosts-3.12                  the same in an environment of Python 3.12, which some hosts ask for
 
 Each run is a process of its own, because a process can import one version of a host. The record of each run goes to
-benchmarks/results/hosts.jsonl, in place of the record of the same host and version; ``docs/make_hosts.py`` makes the
-table of docs/adapters/index.md from them. A checkout is named by its folder; a file ``COMMIT`` in it, or git, tells
-its commit.
+benchmarks/results/hosts.jsonl, in place of the record of the same host, version and Python; ``docs/make_hosts.py``
+makes the table of docs/adapters/index.md from them. A checkout is named by its folder; a file ``COMMIT`` in it, or git,
+tells its commit.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ ON_CHECKOUTS = {
 }
 """Tests that checkouts run, where others need the packages that this release was written for."""
 
-MORE = {"skyrl": ("skyrl_fsdp",), "verl": ("verl_rows",)}
+MORE = {"skyrl": ("skyrl_fsdp", "skyrl_support", "skyrl_worker"), "verl": ("verl_rows",)}
 """Further files of tests of a host."""
 
 WHOLE = ("transformers", "trl")
@@ -76,6 +77,7 @@ def run(host: str, folder: Path | None) -> dict[str, Any]:
         "calls": sum("calls" in x for x in noted),
         "passed_on": dict(Counter(x["passed_on"] or "not said" for x in noted if "passed_on" in x)),
         "logitless": logitless.__version__,
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -103,17 +105,22 @@ def _differences(noted: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def keep(record: dict[str, Any], file: Path) -> None:
-    """Put the record in place of the one of the same host and version."""
+    """Put the record in place of the one of the same host, version and Python."""
     there = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    there = [x for x in there if (x["host"], x["on"]) != (record["host"], record["on"])]
+    there = [x for x in there if _key(x) != _key(record)]
     ordered = sorted([*there, record], key=_order)
     file.write_text("".join(json.dumps(x) + "\n" for x in ordered))
+
+
+def _key(record: dict[str, Any]) -> tuple[str, str, str]:
+    # Of records from before Pythons were told apart: the oldest that is served.
+    return record["host"], record["on"], record.get("python", "3.11")
 
 
 def _order(record: dict[str, Any]) -> tuple[Any, ...]:
     """By host; of each, releases by their numbers, then branches and what is installed."""
     numbers = tuple(map(int, re.findall(r"\d+", record["on"])))
-    return record["host"], not numbers, numbers, record["on"]
+    return record["host"], not numbers, numbers, record["on"], _key(record)
 
 
 def main() -> int:

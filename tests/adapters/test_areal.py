@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from close import assert_close_to_truth, assert_gradient_close_to_truth
-from hosts import checkout, load
+from hosts import checkout, load, takes
 from parity import run
 from torch import Tensor
 
@@ -70,6 +70,47 @@ def run_ranks(rank: int, world: int) -> None:
 
 def test_over_ranks(ranks):
     ranks(run_ranks, 2, timeout=120)
+
+
+def test_a_temperature_in_a_tensor():
+    """As AReaL, whose division takes one, also for a whole batch."""
+    module = areal()
+    logits, labels = torch.randn(5, V), torch.randint(V, (5,))
+    logitless.install("areal", audit=2)
+    wanted = module.gather_logprobs_entropy(logits, labels, 0.5)
+    found = module.gather_logprobs_entropy(logits, labels, torch.tensor(0.5))
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+    assert torch.equal(module.gather_logprobs(logits, labels, torch.tensor(0.5)), wanted[0])
+    assert logitless.status().hosts[0].audit.passed
+
+
+def test_logits_whose_memory_is_reused():
+    """``enable_chunked_logits`` of AReaL's main: on a GPU its own function writes over float32 logits, too."""
+    module = areal()
+    if not takes(module.gather_logprobs_entropy, "reuse_logits"):
+        pytest.skip("this AReaL has no reuse_logits")
+    torch.manual_seed(5)
+    leaf, labels, upstream = torch.randn(N, V, requires_grad=True), torch.randint(V, (1, N)), torch.randn(1, N)
+    logitless.install("areal", audit=4)
+    # Megatron's pack is a view of its rows.
+    made = leaf * 1.0
+    logprob, entropy = module.gather_logprobs_entropy(made[None], labels, 0.7, None, 16, reuse_logits=True)
+    assert (logprob.shape, entropy.shape, entropy.requires_grad) == ((1, N), (1, N), False)
+    logprob.backward(upstream)
+    report = logitless.status().hosts[0]
+    assert (report.passed_on, report.audit.passed) == (0, True)
+    assert torch.equal(made.detach(), leaf.grad)
+    wide = [upstream[0].double()]
+    exact, (gradient,) = run(lambda z: truth(z, labels[0], 0.7)[0], [leaf.detach().double()], wide)
+    plain, (other,) = run(lambda z: truth(z, labels[0], 0.7)[0], [leaf.detach()], [upstream[0]])
+    assert_close_to_truth(logprob.detach()[0], exact[0], plain[0])
+    assert_gradient_close_to_truth(leaf.grad, gradient, other)
+    # A leaf's memory is its owner's.
+    before = leaf.detach().clone()
+    _, entropy = module.gather_logprobs_entropy(leaf, labels[0], reuse_logits=True)
+    assert entropy.requires_grad
+    entropy.sum().backward()
+    assert torch.equal(leaf.detach(), before)
 
 
 def test_names_held_by_value_and_errors():

@@ -408,6 +408,20 @@ def test_audit_sees_what_is_not_finite():
     assert math.isnan(audit.report().worst)
 
 
+def test_audit_sees_a_number_where_the_truth_is_none():
+    logits, target = rows_of()
+    logprob = logitless.logprobs(logits, target).logprob
+    logits[3, 5] = torch.nan
+    audit = Audit(rows=37)
+    with pytest.warns(RuntimeWarning, match="differs from float64 by nan"):
+        audit.of_logits("f", logits, target, logprob=logprob)
+    assert not audit.report().passed
+    # Where both are NaN, they agree.
+    agreed = Audit(rows=37)
+    agreed.of_logits("f", logits, target, logprob=logitless.logprobs(logits, target).logprob)
+    assert agreed.report().passed
+
+
 def test_audit_leaves_rows_without_a_target_and_empty_calls_alone():
     logits, target = rows_of()
     target[::2] = -100

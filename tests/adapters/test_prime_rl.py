@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from close import assert_close_to_truth, assert_gradient_close_to_truth
-from hosts import load, put_first
+from hosts import load, put_first, takes
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
@@ -140,9 +140,90 @@ def test_what_is_left_to_the_host_and_what_is_refused():
         head(hidden, labels[:, 1:], temperature)
     with pytest.raises(LogitlessError, match=r"temperature must be \[2, 13\] but is \[13\]"):
         head(hidden, labels, temperature[0])
+    # prime-rl lays labels and temperatures out in rows, whatever their shapes.
+    wanted = head(hidden, labels, temperature)["logprobs"]
+    assert torch.equal(head(hidden, labels.flatten(), temperature.reshape(S, B))["logprobs"], wanted)
     assert head(hidden[:, :0], labels[:, :0], temperature[:, :0])["logprobs"].shape == (B, 0)
     logitless.uninstall("prime_rl")
     assert type(head).forward is before
+
+
+def mask_of(labels: Tensor) -> Tensor:
+    """Ids that a sampler kept: some padded, one of the label alone, one without the label, one of none."""
+    torch.manual_seed(9)
+    mask = torch.stack([torch.randperm(V)[:5] for _ in range(B * S)]).view(B, S, 5)
+    mask[..., 0] = labels
+    mask[0, :, 3:] = -1
+    mask[1, 2, 1:] = -1
+    mask[1, 4, 0] = (labels[1, 4] + 1) % V
+    mask[1, 5] = -1
+    return mask.int()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_sampling_mask(dtype):
+    head = heads(dtype)["plain"]
+    if not takes(type(head).forward, "sampling_mask"):
+        pytest.skip("this prime-rl has no sampling_mask")
+    hidden, labels, temperature, upstream = batch(dtype)
+    mask = mask_of(labels)
+    replayed = (mask == labels[..., None]).any(-1)
+    assert replayed.sum() == B * S - 2
+
+    def scored() -> tuple[dict, list[Tensor]]:
+        leaf = hidden.clone().requires_grad_()
+        out = head(leaf, labels, temperature, sampling_mask=mask)
+        return out, list(torch.autograd.grad(out["logprobs"], [leaf, head.weight], upstream[0]))
+
+    theirs, their_gradients = scored()
+    logitless.install("prime_rl")
+    ours, our_gradients = scored()
+    assert logitless.status().hosts[0].passed_on == 0
+    leaves = [x.detach().double().requires_grad_() for x in (hidden, head.weight)]
+    logits = leaves[0] @ leaves[1].T
+    logits = (logits + (logits.detach().to(dtype).double() - logits.detach())) / temperature[..., None].double()
+    kept = torch.zeros(B, S, V + 1).scatter(-1, mask.long() % (V + 1), 1.0)[..., :V].bool() | ~replayed[..., None]
+    exact = logits.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    gradients = torch.autograd.grad(exact, leaves, upstream[0].double())
+    assert_close_to_truth(ours["logprobs"], exact.detach(), theirs["logprobs"])
+    log_p = logits.detach().log_softmax(-1)
+    assert_close_to_truth(ours["entropy"], -(log_p.exp() * log_p).sum(-1), theirs["entropy"])
+    for mine, right, other in zip(our_gradients, gradients, their_gradients, strict=True):
+        assert_gradient_close_to_truth(mine, right, other)
+    with pytest.raises(AssertionError, match="softcap"):
+        heads(dtype)["gemma"](hidden, labels, temperature, sampling_mask=mask)
+
+
+def test_a_temperature_in_half_precision_is_inverted_as_the_host_inverts_it():
+    """FSDP2 casts it with the other inputs; prime-rl's 1 / T is then rounded, too. ``accurate`` is without both."""
+    head = heads(torch.bfloat16)["plain"]
+    hidden, labels, temperature, _ = batch(torch.bfloat16)
+    temperature = temperature.bfloat16()
+    with torch.no_grad():
+        theirs = head(hidden, labels, temperature)["logprobs"]
+        logitless.install("prime_rl")
+        ours = head(hidden, labels, temperature)["logprobs"]
+        logitless.uninstall("prime_rl")
+        logitless.install("prime_rl", accurate=True)
+        accurate = head(hidden, labels, temperature)["logprobs"]
+    exact = (hidden.double() @ head.weight.detach().double().T / temperature[..., None].double()).log_softmax(-1)
+    exact = exact.gather(-1, labels[..., None])[..., 0]
+    assert (ours - theirs).abs().max() < 1e-5
+    assert (accurate - exact).abs().max() < 1e-5
+    assert (theirs - exact).abs().max() > 5e-3
+
+
+def test_autocast_rounds_as_in_the_host():
+    head = heads()["plain"]
+    hidden, labels, temperature, upstream = batch(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs, _ = run(head, hidden, labels, temperature, upstream[0])
+        logitless.install("prime_rl")
+        ours, gradients = run(head, hidden, labels, temperature, upstream[0])
+    again, _ = run(head, hidden, labels, temperature, upstream[0])
+    assert [x.dtype for x in gradients] == [torch.float32] * 2
+    assert (theirs["logprobs"] - ours["logprobs"]).abs().max() < 1e-5
+    assert (theirs["logprobs"] - again["logprobs"]).abs().max() > 1e-3
 
 
 def run_sharded(rank: int, world: int) -> None:

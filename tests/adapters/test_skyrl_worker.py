@@ -87,15 +87,18 @@ def test_rows_that_reach_no_result_are_not_computed(alone):
 class Stage:
     """The last stage of a Megatron model that hands its hidden states to an output processor, as SkyRL asks it to."""
 
-    config = SimpleNamespace(fp8=None)
+    config = SimpleNamespace(fp8=None, fp8_recipe=None, fp8_output_proj=False, use_mup=False)
 
     def __init__(self):
         torch.manual_seed(3)
-        self.embed, self.layer = torch.randn(V, D), SimpleNamespace(weight=torch.randn(V, D))
+        parallel = {"sequence_parallel": False, "allreduce_dgrad": False}
+        self.embed, self.layer = torch.randn(V, D), SimpleNamespace(weight=torch.randn(V, D), **parallel)
 
-    def __call__(self, ids, *_, output_processor, output_processor_context, **__):
+    def forward(self, ids, *_, output_processor, output_processor_context, **__):
         hidden = self.embed[ids].transpose(0, 1)
         return output_processor(hidden_states=hidden, output_layer=self.layer, context=output_processor_context)
+
+    __call__ = forward
 
 
 def in_turn(forward_step_func, data_iterator, model, num_microbatches, **_):
@@ -107,18 +110,20 @@ def in_turn(forward_step_func, data_iterator, model, num_microbatches, **_):
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_a_pass_of_the_worker_multiplies_response_rows_alone(alone, monkeypatch, packed):
     """SkyRL's own pass for old and reference log-probs, with the fused head."""
-    from megatron.core import parallel_state
+    from megatron.core import fp8_utils, parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
 
     module = sys.modules[WRAPPER]
     newer = "total_tokens=" in inspect.getsource(module.preprocess_packed_seqs)
     if packed and newer and "total_tokens" not in PackedSeqParams.__dataclass_fields__:
         pytest.skip("this SkyRL packs for a newer Megatron-Core")
+    if hasattr(module, "call_model_with_fused_lm_head") and not hasattr(fp8_utils, "is_mxfp8_output_proj_active"):
+        pytest.skip("this SkyRL's fused head is for a newer Megatron-Core")
     monkeypatch.setattr(module, "get_forward_backward_func", lambda: in_turn)
     monkeypatch.setattr(module, "get_model_config", lambda model: model.config)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     worker = object.__new__(module.MegatronModelWrapper)
-    cfg = SimpleNamespace(logprobs_chunk_size=5)
+    cfg = SimpleNamespace(logprobs_chunk_size=5, algorithm=SimpleNamespace(enable_sample_support_replay=False))
     facts = {"_fused_lm_head": True, "_fused_lm_head_backend": "torch", "is_vlm": False, "cfg": cfg}
     vars(worker).update({**facts, "remove_microbatch_padding": packed, "actor_module": [Stage()]})
     ids = torch.randint(V, MASK.shape)
@@ -268,9 +273,9 @@ def test_everything_is_replaced_and_put_back():
     module = sys.modules[MODEL_UTILS]
     before = module.from_parallel_logits_to_logprobs, functional().logprobs_from_logits
     report = logitless.install("skyrl")
-    assert checkout("skyrl") or report.version == "0.3.0"
-    assert len(report.replaced) == 17
-    assert not report.missing
+    assert checkout("skyrl") or report.version in ("0.3.0", "0.4.0")
+    # Of 0.3 two functions of 0.4 are missing.
+    assert (len(report.replaced), len(report.missing)) in ((17, 2), (19, 0))
     assert module.from_parallel_logits_to_logprobs is not before[0]
     logitless.uninstall("skyrl")
     assert (module.from_parallel_logits_to_logprobs, functional().logprobs_from_logits) == before

@@ -31,6 +31,25 @@ def titan() -> Any:
     return load("torchtitan")[0]
 
 
+def lined(module: Any) -> bool:
+    """Whether this torchtitan, as 0.3.0, takes ``[B, L, V]`` alone, and not ``[T, V]``."""
+    if "lined" not in vars(module):
+        try:
+            module.compute_logprobs(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))
+            module.lined = False
+        except ValueError:
+            module.lined = True
+    return module.lined
+
+
+def score(module: Any, logits: Tensor, labels: Tensor, **more: Any) -> Any:
+    """``compute_logprobs`` of rows, as one line where torchtitan wants lines."""
+    if not lined(module):
+        return module.compute_logprobs(logits, labels, **more)
+    found = module.compute_logprobs(logits[None], labels[None], **more)
+    return tuple(x[0] for x in found) if isinstance(found, tuple) else found[0]
+
+
 def batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(3)
     labels = torch.randint(V, (N,))
@@ -65,7 +84,7 @@ def compare(ours: list[Tensor], theirs: list[Tensor], exact: list[Tensor]) -> No
 def test_whole_logits(dtype, both):
     module = titan()
     logits, labels, upstream = batch(dtype)
-    run = lambda z: module.compute_logprobs(z, labels, return_entropy=both)  # noqa: E731
+    run = lambda z: score(module, z, labels, return_entropy=both)  # noqa: E731
     theirs = graded(run, logits, upstream, both)
     logitless.install("torchtitan", audit=4)
     ours = graded(run, logits, upstream, both)
@@ -79,6 +98,22 @@ def test_whole_logits(dtype, both):
         assert not run(logits.requires_grad_())[1].requires_grad
 
 
+def test_lines():
+    """``[B, L, V]``, as 0.3.0 has them; torchtitan's main, which has rows, is served lines as well."""
+    module = titan()
+    logits, labels, upstream = batch()
+    lines = lambda x: x[:22].view(2, 11, *x.shape[1:])  # noqa: E731
+    run = lambda z: module.compute_logprobs(lines(z), lines(labels), return_entropy=True)  # noqa: E731
+    theirs = graded(run, logits, lines(upstream)) if lined(module) else None
+    logitless.install("torchtitan")
+    ours = graded(run, logits, lines(upstream))
+    exact, float32 = (
+        graded(lambda z: [lines(x) for x in plain(z, labels)], z, lines(upstream)) for z in (logits.double(), logits)
+    )
+    compare(ours, theirs or float32, exact)
+    assert ours[0].shape == ours[2].shape == (2, 11)
+
+
 def run_sharded(rank: int, world: int) -> None:
     """DTensors: columns over two ranks, evenly and not, and whole."""
     module = titan()
@@ -90,7 +125,7 @@ def run_sharded(rank: int, world: int) -> None:
         float32 = graded(lambda z, labels=labels: plain(z, labels), cut, upstream)
         for placements in ([Shard(1)], [Shard(-1)], [Replicate()]):
             whole = distribute_tensor(cut, mesh, placements)
-            run = lambda z, labels=labels: module.compute_logprobs(z, labels, return_entropy=True)  # noqa: E731
+            run = lambda z, labels=labels: score(module, z, labels, return_entropy=True)  # noqa: E731
             theirs = graded(run, whole, upstream)
             logitless.install("torchtitan", audit=2)
             ours = graded(run, whole, upstream)
@@ -111,7 +146,7 @@ def run_two_vocabularies(rank: int, world: int) -> None:
     logitless.install("torchtitan")
     for width in (49, 50, 49):
         ids, cut = labels.clamp_max(width - 1), logits[:, :width]
-        found = module.compute_logprobs(distribute_tensor(cut, mesh, [Shard(1)]), ids)
+        found = score(module, distribute_tensor(cut, mesh, [Shard(1)]), ids)
         assert_close_to_truth(found, plain(cut.double(), ids)[0], plain(cut, ids)[0])
     logitless.uninstall("torchtitan")
 
@@ -129,7 +164,7 @@ def run_plain_shards(rank: int, world: int) -> None:
     vars(module).update(state)
     logitless.install("torchtitan", audit=2)
     try:
-        run = lambda z: module.compute_logprobs(z, labels, return_entropy=True)  # noqa: E731
+        run = lambda z: score(module, z, labels, return_entropy=True)  # noqa: E731
         ours = graded(run, even.chunk(2, -1)[rank], upstream)
         (report,) = logitless.status().hosts
         assert report.passed_on == 0
@@ -154,14 +189,14 @@ def run_passed_on(rank: int, world: int) -> None:
     logitless.install("torchtitan")
     both = distribute_tensor(logits[:, :210], mesh, [Shard(1), Shard(1)])
     rows = distribute_tensor(logits[:22], mesh, [Shard(0), Replicate()])
-    local = module.compute_logprobs(rows, labels[:22].chunk(2)[rank])
+    local = score(module, rows, labels[:22].chunk(2)[rank])
     assert torch.allclose(local, plain(logits[:22], labels[:22])[0].chunk(2)[rank], atol=1e-5)
     assert logitless.status().hosts[0].passed_on == 0
-    module.compute_logprobs(both, labels.clamp_max(209))
+    score(module, both, labels.clamp_max(209))
     assert logitless.status().hosts[0].replaced[0].why == {"placements": 1}
     if DOUBLE:
         part = DTensor.from_local(logits / 2, mesh, [Partial(), Replicate()])
-        module.compute_logprobs(part, labels)
+        score(module, part, labels)
         assert logitless.status().hosts[0].replaced[0].why == {"placements": 2}
     logitless.uninstall("torchtitan")
 
@@ -176,10 +211,10 @@ def test_checked_types_are_left_to_torchtitan(monkeypatch):
     logitless.install("torchtitan")
     monkeypatch.setattr(module.spmd, "is_type_checking", lambda: True)
     monkeypatch.setattr(module, "get_spmd_backend", lambda: "spmd_types")
-    module.compute_logprobs(logits, labels)
+    score(module, logits, labels)
     assert logitless.status().hosts[0].replaced[0].why == {"spmd types are checked": 1}
     monkeypatch.setattr(module, "get_spmd_backend", lambda: "partial_dtensor")
-    module.compute_logprobs(logits, labels)
+    score(module, logits, labels)
     assert logitless.status().hosts[0].passed_on == 1
-    with pytest.raises(LogitlessError, match=r"compute_logprobs: labels must be \[23\] but is \[22\]"):
-        module.compute_logprobs(logits, labels[1:])
+    with pytest.raises(LogitlessError, match=r"compute_logprobs: labels must be \[(1, )?23\] but is \[(1, )?22\]"):
+        score(module, logits, labels[1:])

@@ -52,7 +52,7 @@ def test_temperature_with_a_gradient():
         Head(temperature=torch.ones(3, requires_grad=True))
 
 
-@pytest.mark.parametrize("shape", [(4,), (6,), (1,), (), (2, 5)])
+@pytest.mark.parametrize("shape", [(4,), (6,), (1,), (2, 5)])
 def test_temperature_shape(shape):
     logits, target = logits_and_rows()
     with raises(f"Head: temperature has shape {list(shape)} but there are 5 rows. Give one value per row"):

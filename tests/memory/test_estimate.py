@@ -427,6 +427,24 @@ def test_any_function_can_be_estimated():
     assert found.backward_peak >= 2 * 64 * 1000 * 4
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "scratch"),
+    [("cuda", "int64", 24), ("cuda", "float32", 24), ("cpu", "int64", 8), ("cpu", "float32", 0)],
+)
+def test_the_scratch_of_a_sort(device: str, dtype: str, scratch: int):
+    """Bytes per element besides values and order, as measured on an H200 and on a CPU."""
+    x = torch.empty(1009, dtype=getattr(torch, dtype), device="meta")
+    found = ll.estimate(lambda x: x.sort(stable=True).values, x, device=device)
+    assert found.peak == 1009 * (x.element_size() + 8 + scratch)
+
+
+def test_the_device_is_that_of_tensors_given_by_name():
+    """A sort on a CPU takes 8 bytes for each integer, on a GPU 24."""
+    x = torch.arange(1009)
+    assert ll.estimate(lambda x: x.sort(stable=True).values, x=x).peak == 1009 * (8 + 8 + 8)
+    assert ll.estimate(lambda x: x.sort(stable=True).values, x=x.to("meta")).peak == 1009 * (8 + 8 + 24)
+
+
 def test_numbers_are_not_looked_at():
     logits, rows = sized(64, 1000, 8, dtype="float32")
     hidden, weight = torch.randn(64, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True)

@@ -178,3 +178,21 @@ def test_parts_of_nothing_but_minus_infinity_have_no_say_however_often_they_are_
     far = torch.tensor([-300.0, 1.5, -0.5, -300.0])[:, None]
     shard = merge(torch.stack([nothing, nothing]))
     assert torch.equal(merge(torch.stack([shard, far])), far)
+
+
+@pytest.mark.parametrize("source", ["logits", "hidden"])
+def test_a_temperature_of_no_dimensions_is_one_number(source: str, device: torch.device):
+    torch.manual_seed(4)
+    hidden, weight = torch.randn(7, 5, device=device), torch.randn(63, 5, device=device)
+    target = torch.randint(63, (7,), device=device)
+    found = []
+    for temperature in (0.7, torch.tensor(0.7, device=device)):
+        leaf = (hidden if source == "hidden" else hidden @ weight.T).clone().requires_grad_()
+        logits = ll.Logits(leaf, weight) if source == "hidden" else leaf
+        teacher = ll.Teacher(hidden @ weight.T + 1, head=ll.Head(temperature=temperature))
+        head = ll.Head(temperature=temperature)
+        out = ll.logprobs(logits, target, head=head, entropy="grad", teacher=teacher, divergence="reverse_kl")
+        (out.logprob + out.entropy + out.divergence).sum().backward()
+        found.append((out.logprob, out.entropy, out.divergence, leaf.grad))
+    for number, tensor in zip(*found, strict=True):
+        torch.testing.assert_close(tensor, number, rtol=1e-6, atol=1e-6)

@@ -4,7 +4,8 @@
     gather_logprobs_entropy(logits, labels, temperature, tp_group)     the same, and entropies
 
 One pass over the logits for both results; the temperature makes no copy, and AReaL's chunk of rows bounds the working
-memory in backward too. No call is left to AReaL.
+memory in backward too. With ``reuse_logits``, which ``enable_chunked_logits`` of its Megatron engine sets, backward
+writes the gradient over the logits. No call is left to AReaL.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from logitless.adapters.host import Host, Option, Replacement
-from logitless.adapters.scoring import entropy_mode, score
+from logitless.adapters.scoring import entropy_mode, score, taken_over
 from logitless.adapters.shards import check_ids, even_shard
 from logitless.spec import Head, TokenStats
 
@@ -26,11 +27,10 @@ def make_logprobs(original: Callable[..., Any], options: Mapping[str, Any]) -> C
     """Stands in for ``gather_logprobs``."""
 
     def gather_logprobs(
-        logits: Tensor, labels: Tensor, temperature: float = 1.0, tp_group: Any = None, chunk_size: int = 1024
+        logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0, tp_group: Any = None, chunk_size: int = 1024
     ) -> Tensor:
-        return _score(
-            "gather_logprobs", logits, labels, temperature, tp_group, chunk_size, options, None
-        ).logprob.float()
+        check_ids("labels", labels, tuple(logits.shape[:-1]))
+        return _score("gather_logprobs", logits, labels, temperature, tp_group, chunk_size, options).logprob.float()
 
     return gather_logprobs
 
@@ -39,13 +39,23 @@ def make_logprobs_entropy(original: Callable[..., Any], options: Mapping[str, An
     """Stands in for ``gather_logprobs_entropy``."""
 
     def gather_logprobs_entropy(
-        logits: Tensor, labels: Tensor, temperature: float = 1.0, tp_group: Any = None, chunk_size: int = 1024
+        logits: Tensor,
+        labels: Tensor,
+        temperature: float | Tensor = 1.0,
+        tp_group: Any = None,
+        chunk_size: int = 1024,
+        reuse_logits: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        entropy = entropy_mode(options["entropy_grad"], logits)
-        where = "gather_logprobs_entropy"
-        out = _score(where, logits, labels, temperature, tp_group, chunk_size, options, entropy)
+        where, whole = "gather_logprobs_entropy", taken_over(logits) if reuse_logits else None
+        check_ids("labels", labels, tuple(logits.shape[:-1]))
+        shape, labels = labels.shape, labels if whole is None else labels.reshape(whole.shape[:-1])
+        # AReaL's own entropy has no graph where it writes over the logits.
+        entropy = entropy_mode(options["entropy_grad"] and whole is None, logits)
+        shared: dict[str, Any] = {"entropy": entropy, "overwrite": whole is not None}
+        given = logits if whole is None else whole
+        out = _score(where, given, labels, temperature, tp_group, chunk_size, options, **shared)
         assert out.entropy is not None
-        return out.logprob.float(), out.entropy.float()
+        return out.logprob.float().view(shape), out.entropy.float().view(shape)
 
     return gather_logprobs_entropy
 
@@ -54,31 +64,31 @@ def _score(
     where: str,
     logits: Tensor,
     labels: Tensor,
-    temperature: float,
+    temperature: float | Tensor,
     tp_group: Any,
     chunk_size: int,
     options: Mapping[str, Any],
-    entropy: Any,
+    **asked: Any,
 ) -> TokenStats:
-    check_ids("labels", labels, tuple(logits.shape[:-1]))
     width = logits.shape[-1]
     # AReaL's chunk of rows, as bytes of float32 logits.
-    shared: dict[str, Any] = {"memory": 4 * chunk_size * width, "shard": even_shard(tp_group, width)}
-    return score(where, logits, labels, options["audit"], entropy=entropy, head=Head(temperature=temperature), **shared)
+    asked |= {"memory": 4 * chunk_size * width, "shard": even_shard(tp_group, width)}
+    return score(where, logits, labels, options["audit"], head=Head(temperature=temperature), **asked)
 
 
 def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
-    signature = "(logits, labels, temperature=1.0, tp_group=None, chunk_size=1024)"
+    settings = "logits, labels, temperature=1.0, tp_group=None, chunk_size=1024"
+    both = {"main": f"({settings}, reuse_logits=False)", "1.0 - 2.0": f"({settings})"}
     return [
-        Replacement(MODULE, "gather_logprobs", signature, make_logprobs),
-        Replacement(MODULE, "gather_logprobs_entropy", signature, make_logprobs_entropy),
+        Replacement(MODULE, "gather_logprobs", f"({settings})", make_logprobs),
+        Replacement(MODULE, "gather_logprobs_entropy", both, make_logprobs_entropy),
     ]
 
 
 HOST = Host(
     name="areal",
     package="areal",
-    versions=("1.0",),
+    versions=("1.0", "2.0"),
     replacements=_replacements,
     options={
         "entropy_grad": Option(True, "False: no entropy bonus is trained, so entropy is a metric without a graph"),

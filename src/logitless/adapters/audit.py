@@ -196,7 +196,7 @@ def _rounding(logits: Tensor, dtype: torch.dtype, head: Head) -> float:
 
 
 def _rows_of(head: Head, chosen: Tensor) -> Head:
-    if not isinstance(head.temperature, Tensor):
+    if not isinstance(head.temperature, Tensor) or not head.temperature.dim():
         return head
     return replace(head, temperature=head.temperature.reshape(-1)[chosen.to(head.temperature.device)])
 
@@ -245,7 +245,7 @@ def _shaped(logits: Tensor, head: Head, shard: VocabShard | None = None) -> Tens
     z = logits[:, :here] * head.scale
     z = z if head.softcap is None else head.softcap * torch.tanh(z / head.softcap)
     t = head.temperature
-    return z / (t.to(z)[:, None] if isinstance(t, Tensor) else t)
+    return z / (t.to(z)[:, None] if isinstance(t, Tensor) and t.dim() else t)
 
 
 def _mean(log_p: Tensor, x: Tensor) -> Tensor:

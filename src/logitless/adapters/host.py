@@ -70,6 +70,7 @@ class Replacement:
         optional: the host may lack this module; ``status`` then reports it.
         signature_of: attribute whose signature is checked instead, where the replaced function takes any arguments:
             ``"Function.forward"`` for ``"Function.apply"``.
+        of: top-level package that the function comes from, where the host's module imports it from another.
 
     A parameter of the host's function that ours lacks, or that no known signature has, must have a default: a call that
     gives it another value is passed on, also where ours takes any argument.
@@ -82,6 +83,7 @@ class Replacement:
     also_in: tuple[str, ...] = ()
     optional: bool = False
     signature_of: str | None = None
+    of: str | None = None
 
     @property
     def path(self) -> str:

@@ -28,13 +28,14 @@ from logitless.adapters.audit import Audit
 from logitless.adapters.host import Host, Option, PassOn, Replacement
 from logitless.adapters.nemo_rl_distillation import distillation
 from logitless.adapters.packs import packed_batch, padded_batch, ranks_in, with_target
-from logitless.adapters.scoring import HALF, computed, entropy_of_logits, every_target, placed, without_outside
+from logitless.adapters.scoring import HALF, computed, entropy_of_logits, every_target, placed
 from logitless.adapters.shards import check_ids, even_shard, shard_between, vocabulary_of
 from logitless.collectives import gather_over
 from logitless.errors import LogitlessError
 from logitless.operands import Kept, Logits, shard_of
 from logitless.rows import Rows
 from logitless.score import logprobs
+from logitless.seams import without_outside
 from logitless.spec import Head, TokenStats, VocabShard, parse_memory
 
 FILTERED_ROWS = 256

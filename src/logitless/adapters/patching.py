@@ -40,6 +40,8 @@ from logitless.adapters.signatures import (
     version_of,
 )
 from logitless.errors import LogitlessError
+from logitless.notes import log_once
+from logitless.spec import untraced
 
 
 class Counter:
@@ -49,17 +51,17 @@ class Counter:
         self._lock, self.calls, self._why, self._logits = threading.Lock(), 0, Tally[str](), 0
 
     # A compiled caller breaks its graph here: traced, the count would be frozen at its first value.
-    @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+    @untraced
     def called(self) -> None:
         with self._lock:
             self.calls += 1
 
-    @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+    @untraced
     def passed_on(self, why: str) -> None:
         with self._lock:
             self._why[why] += 1
 
-    @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+    @untraced
     def answered(self, logits: Any) -> None:
         """Remember the largest logits of a call with a graph."""
         if isinstance(logits, torch.Tensor) and torch.is_grad_enabled() and logits.requires_grad:
@@ -138,7 +140,16 @@ def install_host(host: Host, given: Mapping[str, Any]) -> Installed:
             return _same_again(_installations[host.name], host, options)
         _place(host, [*(entry.site for entry in prepared), *_by_value(host, prepared)])
         _installations[host.name] = installation
-        return _report(installation)
+    log_once(_line(installation))
+    return _report(installation)
+
+
+def _line(installation: _Installation) -> str:
+    """What an operator wants to find in the log of every worker."""
+    host, heads = installation.host, installation.heads
+    functions = sum(not entry.of_head for entry in installation.prepared)
+    logits = "not computed" if host.heads is not None and heads.wanted else "computed by the host's own head"
+    return f"installed {host.name} {installation.version}, {functions} functions replaced, logits are {logits}"
 
 
 def try_host(host: Host) -> Installed:
@@ -334,9 +345,10 @@ def _check_owner(host: Host, replacement: Replacement, original: Any, inherited:
     # A bound method, like a Function's apply, belongs to the host if its class does.
     holder = getattr(original, "__self__", None)
     comes_from = getattr(holder if isinstance(holder, type) else original, "__module__", None)
-    if comes_from is not None and not inherited and comes_from.split(".")[0] != host.package.split(".")[0]:
+    package = replacement.of or host.package
+    if comes_from is not None and not inherited and comes_from.split(".")[0] != package.split(".")[0]:
         raise LogitlessError(
-            f'install("{host.name}"): {replacement.path} is not {host.package}\'s own but {_describe(original)}. '
+            f'install("{host.name}"): {replacement.path} is not {package}\'s own but {_describe(original)}. '
             f"Undo that replacement first. Nothing was replaced."
         )
 

@@ -4,14 +4,18 @@
     GemmaFusedOutputLinear.forward                                                    the same under Gemma's softcap
 
 The weight is the module's own, read inside its forward, where FSDP has gathered it. The weight's gradient is summed in
-float32. Calls without labels or temperature are left to prime-rl, which refuses them.
+float32. A sampling mask ``[b, s, K]`` has the ids that the sampler kept, -1 for none: the log-prob of a row whose mask
+has its label is over these. Calls without labels or temperature, and masks under a softcap, are left to prime-rl, which
+refuses them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from logitless.adapters.host import Host, Option, PassOn, Replacement
@@ -19,7 +23,7 @@ from logitless.adapters.scoring import HALF, entropy_mode, score, untrained
 from logitless.adapters.shards import check_ids
 from logitless.errors import LogitlessError
 from logitless.operands import Logits
-from logitless.spec import Head
+from logitless.spec import Head, TokenStats
 
 LAYERS = "prime_rl.trainer.models.layers"
 
@@ -31,32 +35,71 @@ def make_forward(original: Callable[..., Any], options: Mapping[str, Any]) -> Ca
     """Stands in for ``forward`` of a fused head; the Gemma head has a softcap, the other none."""
 
     def forward(
-        self: Any, hidden_states: Tensor, labels: Tensor | None = None, temperature: Tensor | float | None = None
+        self: Any,
+        hidden_states: Tensor,
+        labels: Tensor | None = None,
+        temperature: Tensor | float | None = None,
+        sampling_mask: Tensor | None = None,
     ) -> Any:
+        softcap = getattr(self, "softcap", None)
         if labels is None or temperature is None:
             return PassOn("no labels" if labels is None else "no temperature")
+        if sampling_mask is not None and softcap is not None:
+            return PassOn("a sampling mask under a softcap")
         lead = tuple(hidden_states.shape[:-1])
+        labels, ids = _lined("labels", labels, lead), None
         check_ids("labels", labels, lead)
-        if isinstance(temperature, Tensor) and temperature.shape != labels.shape:
-            raise LogitlessError(f"temperature must be {list(lead)} but is {list(temperature.shape)}.")
+        if isinstance(temperature, Tensor):
+            temperature = _as_rounded(_lined("temperature", temperature, lead), options["accurate"])
+        if sampling_mask is not None:
+            ids = _lined("sampling_mask", sampling_mask, (*lead, sampling_mask.shape[-1])).long()
         weight, trained = self.weight, options["entropy_grad"]
-        match = None if options["accurate"] else HALF.get(hidden_states.dtype)
+        match = None if options["accurate"] else HALF.get(_dtype_of_product(hidden_states))
         out = score(
             type(self).__name__,
             Logits(hidden_states, weight, match=match),
             labels,
             options["audit"],
-            head=Head(temperature=temperature, softcap=getattr(self, "softcap", None)),
+            head=Head(temperature=temperature, softcap=softcap),
             entropy=entropy_mode(trained, hidden_states, weight),
             # prime-rl's tile, as bytes of float32 logits.
             memory=4 * self.chunk_size * min(weight.shape[0], VOCABULARY_CHUNK),
+            ids=None if ids is None else ids.clamp_min(0),
         )
         assert out.entropy is not None
+        logprob = out.logprob.float() if ids is None else _replayed(out, ids, labels)
         # FSDP warns of modules that return views, as results in the shape of the labels are.
-        logprob, entropy = out.logprob.float().clone(), out.entropy.float()
+        logprob, entropy = logprob.clone(), out.entropy.float()
         return {"logprobs": logprob, "entropy": entropy.clone() if trained else untrained("prime_rl", entropy, logprob)}
 
     return forward
+
+
+def _lined(name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The tensor in the shape of the lines: prime-rl lays every one out in rows, whatever its shape."""
+    if x.numel() != math.prod(shape):
+        raise LogitlessError(f"{name} must be {list(shape)} but is {list(x.shape)}.")
+    return x.reshape(shape)
+
+
+def _dtype_of_product(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _as_rounded(temperature: Tensor, accurate: bool) -> Tensor:
+    """The temperature whose inverse, in its dtype, prime-rl multiplies by. FSDP2 casts it to half precision."""
+    return temperature if accurate or temperature.dtype not in HALF else 1.0 / (1.0 / temperature).float()
+
+
+def _replayed(out: TokenStats, ids: Tensor, labels: Tensor) -> Tensor:
+    """Log-probs over the ids of a row's sampling mask; over the vocabulary where the mask lacks the label."""
+    assert out.ids_logprobs is not None
+    kept = (ids == labels[..., None]).any(-1)
+    # A mask of no ids would have log Z of -inf, whose gradient is NaN.
+    among = torch.where(ids >= 0, out.ids_logprobs.float(), -torch.inf)
+    among = torch.where(kept[..., None], among, 0.0)
+    return out.logprob.float() - torch.where(kept, among.logsumexp(-1), 0.0)
 
 
 def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
@@ -65,7 +108,10 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
         Replacement(
             module=f"{LAYERS}.{module}",
             name=f"{name}.forward",
-            signature="(self, hidden_states, labels=None, temperature=None)",
+            signature={
+                "main": "(self, hidden_states, labels=None, temperature=None, sampling_mask=None)",
+                "0.4 - 0.8": "(self, hidden_states, labels=None, temperature=None)",
+            },
             make=make_forward,
         )
         for module, name in heads.items()

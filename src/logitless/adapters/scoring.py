@@ -1,6 +1,5 @@
 """Functions that the adapters of several hosts share.
 
-    placed                       a host's logits, computed or not, with the columns that are here
     score                        one call of this library, audited
     score_ids                    log-probs of several ids of every row
     score_with_all_entropies     log-probs of the targets, entropies of rows without one too
@@ -9,7 +8,6 @@
     in_scope                     kept ids with the scope of a host's keyword
     every_target                 the target of every local token, for the audit
     untrained                    an entropy whose gradient is an error
-    without_outside              log-prob 0 for an id outside the vocabulary
     squared_probabilities        sum of p^2 per row
 
 Logits are a tensor, or ``Logits`` that are not computed: of a host that has hidden states, or of a model that returns
@@ -19,7 +17,6 @@ them. No function here depends on a host; the host's file chooses rows, dtypes a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -28,11 +25,11 @@ from torch import Tensor
 from logitless.adapters.audit import Audit
 from logitless.adapters.shards import check_ids
 from logitless.errors import LogitlessError
-from logitless.operands import Given, Kept, Logits
+from logitless.operands import Kept, Logits
 from logitless.operands.kept import Scope
-from logitless.operands.logits import like
 from logitless.rows import Rows
 from logitless.score import logprobs
+from logitless.seams import placed
 from logitless.spec import IGNORE, EntropyMode, TokenStats, VocabShard
 
 HALF: dict[torch.dtype, Literal["bfloat16", "float16"]] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -72,26 +69,6 @@ class _Untrained(torch.autograd.Function):
                 f'install("{ctx.host}", entropy_grad=True), or detach the entropy if it is a metric.'
             )
         return None, None, None
-
-
-def placed(logits: Tensor, shard: VocabShard | None = None, *, overwrite: bool = False) -> Logits | Given:
-    """A host's logits as a verb takes them, with the columns that the host says are here.
-
-    Logits that are not computed may have a shard of their own: it must be of the same columns. Nothing of them can be
-    overwritten.
-    """
-    if not isinstance(logits, Logits):
-        whole = logits if logits.shape[-1] < 2 or logits.stride(-1) == 1 else logits.contiguous()
-        return Logits.given(whole, shard=shard, overwrite=overwrite)
-    own = logits.linear.shard
-    if own is None:
-        return logits if shard is None else like(logits, linear=replace(logits.linear, shard=shard))
-    if shard is not None and (own.start, own.stop) != (shard.start, shard.stop):
-        raise LogitlessError(
-            f"the logits are not computed and hold columns {own.start} to {own.stop}, but the caller says "
-            f"{shard.start} to {shard.stop}. Make them with the caller's shard: Logits(hidden, weight, shard=...)."
-        )
-    return logits
 
 
 def computed(logits: Tensor) -> Tensor:
@@ -206,19 +183,6 @@ def in_scope(caller: str, kept: Kept | None, scope: Scope | None) -> Kept | None
 def every_target(rows: Rows) -> Tensor:
     """One target per local token: ``-100`` where no row is scored."""
     return rows.expand(rows.target - IGNORE) + IGNORE
-
-
-def without_outside(target: Tensor, vocab_size: int, score: Callable[[Tensor], TokenStats]) -> Tensor:
-    """Log-probs of the targets; of an id outside the vocabulary 0, with the gradient -p g.
-
-    Hosts that sum the target's logit over shards get this where no shard has the id.
-    """
-    outside = (target < 0) | (target >= vocab_size)
-    out = score(target.masked_fill(outside, 0))
-    assert out.log_z is not None
-    # Zero, with the gradient of -log Z.
-    nothing = out.log_z.detach() - out.log_z
-    return torch.where(outside, nothing, out.logprob)
 
 
 def squared_probabilities(where: str, logits: Tensor, audit: Audit, shard: VocabShard | None = None) -> Tensor:

@@ -1,86 +1,15 @@
-"""Vocabulary shards of hosts, and their checks.
-
-A host passes a group, and perhaps bounds, with every call. Making a ``VocabShard`` is a collective, so shards are
-cached, by what every rank of the group knows. A key that only this rank knows would have one rank wait in a collective
-that another, whose own bounds it has met before, does not make:
-
-    even_shard       equal parts                      the size of the vocabulary
-    cut_shard        as DTensor cuts                  the size of the vocabulary
-    shard_between    any bounds, of this rank alone   all bounds, which the ranks exchange in every call
-    packed_shard     any widths, in rank order        all widths, which the ranks exchange in every call
-"""
+"""Checks of hosts' ids, beside the shards of :mod:`logitless.seams`."""
 
 from __future__ import annotations
 
-import functools
-import itertools
-from typing import Any
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from logitless.collectives import resolve_group, table_over
 from logitless.errors import LogitlessError
+from logitless.seams import cut_shard, even_shard, packed_shard, shard_between
 from logitless.spec import VocabShard
 
-Bounds = tuple[int, int]
-
-
-# Without a limit: ranks with other groups beside this one would drop other entries.
-@functools.cache
-def _made(group: dist.ProcessGroup, key: int | tuple[Bounds, ...], start: int, stop: int) -> VocabShard:
-    """The shard of this rank. ``key`` is the same on every rank, and says which bounds each of them has."""
-    return VocabShard(start, stop, group)
-
-
-def even_shard(group: Any, columns: int, rank: int | None = None) -> VocabShard | None:
-    """This rank's equal part of the vocabulary, in rank order; None where one rank has the whole vocabulary.
-
-    ``rank``: which part is here, where the host says it; None for the rank in the group.
-    """
-    process_group = _several(group)
-    if process_group is None:
-        return None
-    rank = process_group.rank() if rank is None else rank
-    return _made(process_group, process_group.size() * columns, rank * columns, (rank + 1) * columns)
-
-
-def cut_shard(group: Any, vocab_size: int) -> VocabShard | None:
-    """This rank's part where DTensor cuts the vocabulary: equal parts, the last ones shorter or empty."""
-    process_group = _several(group)
-    if process_group is None:
-        return None
-    part, rank = -(-vocab_size // process_group.size()), process_group.rank()
-    return _made(process_group, vocab_size, min(rank * part, vocab_size), min((rank + 1) * part, vocab_size))
-
-
-def shard_between(group: Any, start: int, stop: int) -> VocabShard | None:
-    """Columns ``start .. stop`` of the vocabulary over a group; None where one rank has the whole vocabulary.
-
-    A small collective in every call: nothing tells this rank whether the others' bounds are those of the last call.
-    """
-    process_group = _several(group)
-    if process_group is None:
-        return None if start == 0 else VocabShard(start, stop, resolve_group(group, "tensor-parallel group"))
-    return _made(process_group, tuple(table_over(process_group, (start, stop))), start, stop)
-
-
-def packed_shard(group: Any, columns: int) -> VocabShard | None:
-    """This rank's columns, after those of the ranks before it. A small collective in every call."""
-    process_group = _several(group)
-    if process_group is None:
-        return None
-    widths = [width for (width,) in table_over(process_group, (columns,))]
-    stops = [sum(widths[: rank + 1]) for rank in range(len(widths))]
-    bounds = tuple(itertools.pairwise([0, *stops]))
-    return _made(process_group, bounds, *bounds[process_group.rank()])
-
-
-def _several(group: Any) -> dist.ProcessGroup | None:
-    """The process group, or None where it is one rank's."""
-    process_group = resolve_group(group, "tensor-parallel group")
-    return None if process_group is None or process_group.size() == 1 else process_group
+__all__ = ["check_ids", "cut_shard", "even_shard", "packed_shard", "shard_between", "vocabulary_of"]
 
 
 def vocabulary_of(shard: VocabShard | None, columns: int) -> int:

@@ -2,6 +2,7 @@
 
     {logits, hidden} x {padded, packed}    score the rows of the batch, put the results into [B, S-1]     (replaced)
     FSDP                                   logprobs_from_logits, chunked_entropy_from_logits              (replaced)
+    replay of a sampler's support          sample_support_scores, from 0.4 on                             (replaced)
 
 Only rows with a result are computed: none for the last token of a sequence, none for padding, and for the mean entropy
 none with loss mask 0. In Megatron's workers log-probs of prompts are left out too: they read those of the last
@@ -27,7 +28,7 @@ from logitless.adapters.packs import Batch, packed_batch, padded_batch
 from logitless.adapters.scoring import entropy_mode, entropy_of_logits
 from logitless.adapters.shards import even_shard
 from logitless.adapters.skyrl_draft import draft
-from logitless.adapters.skyrl_fsdp import fsdp_replacements
+from logitless.adapters.skyrl_fsdp import fsdp_heads, fsdp_replacements
 from logitless.adapters.skyrl_rows import (
     Scorer,
     check_batch,
@@ -43,6 +44,7 @@ from logitless.adapters.skyrl_rows import (
     vocabulary_between,
     weigh_read,
 )
+from logitless.adapters.skyrl_support import support_replacements
 from logitless.errors import LogitlessError
 from logitless.spec import Head, VocabShard, parse_memory
 
@@ -371,12 +373,12 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
             make_hidden_packed,
         ),
         "vocab_parallel_entropy": (
-            {"main": f"(vocab_parallel_logits, {chunks})", "0.3": "(vocab_parallel_logits)"},
+            {"0.4": f"(vocab_parallel_logits, {chunks})", "0.3": "(vocab_parallel_logits)"},
             make_entropy,
         ),
         "vocab_parallel_entropy_packed_sequences": (
             {
-                "main": f"(vocab_parallel_logits, {actions}, sub_seq_lengths=None, {chunks})",
+                "0.4": f"(vocab_parallel_logits, {actions}, sub_seq_lengths=None, {chunks})",
                 "0.3": f"(vocab_parallel_logits, {actions}, sub_seq_lengths=None)",
             },
             make_entropy_packed,
@@ -397,6 +399,7 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
         ),
         *_classes(),
         *draft(MEGATRON_WRAPPER),
+        *support_replacements(MODEL_UTILS),
         *(_passes() if options["rows_before_head"] else ()),
         *fsdp_replacements(options),
     ]
@@ -407,7 +410,7 @@ def _passes() -> list[Replacement]:
     both = f"{head}, loss_fn=None, loss_fn_config=None, forward_only=False"
     signatures: dict[str, str | dict[str, str | None]] = {
         "forward": f"{head})",
-        "forward_backward_mini_batch": {"main": f"{both}, return_per_token_outputs=True)", "0.3": f"{both})"},
+        "forward_backward_mini_batch": {"0.4": f"{both}, return_per_token_outputs=True)", "0.3": f"{both})"},
     }
     return [
         Replacement(MEGATRON_WRAPPER, f"MegatronModelWrapper.{name}", signature, make_with_actions, optional=True)
@@ -437,11 +440,17 @@ def _classes() -> list[Replacement]:
     ]
 
 
+def _heads(options: Mapping[str, Any]) -> list[Replacement]:
+    return fsdp_heads()
+
+
 HOST = Host(
     name="skyrl",
     package="skyrl",
-    versions=("0.3",),
+    versions=("0.3", "0.4"),
     replacements=_replacements,
+    heads=_heads,
+    logits="deferred",
     options={
         "accurate": Option(False, "float32 logits of half-precision hidden states instead of SkyRL's rounding"),
         "inplace_backward": Option(

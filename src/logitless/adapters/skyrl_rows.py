@@ -13,13 +13,14 @@ from torch import Tensor
 
 from logitless.adapters.megatron import check_head
 from logitless.adapters.packs import Batch, ranks_in, with_target
-from logitless.adapters.scoring import HALF, every_target, placed, without_outside
+from logitless.adapters.scoring import HALF, every_target, placed
 from logitless.adapters.shards import check_ids, shard_between, vocabulary_of
 from logitless.errors import LogitlessError
 from logitless.operands import Logits
 from logitless.rows import Rows
 from logitless.rows.exchange import GradRule
 from logitless.score import logprobs
+from logitless.seams import without_outside
 from logitless.spec import Head, TokenStats, VocabShard
 
 _actions: ContextVar[int | None] = ContextVar("num_actions", default=None)

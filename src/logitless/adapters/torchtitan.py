@@ -72,4 +72,4 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
     return [Replacement(MODULE, "compute_logprobs", "(logits, labels, *, return_entropy=False)", make_logprobs)]
 
 
-HOST = Host(name="torchtitan", package="torchtitan", versions=("0.2",), replacements=_replacements)
+HOST = Host(name="torchtitan", package="torchtitan", versions=("0.3",), replacements=_replacements)

@@ -32,6 +32,7 @@ from logitless.adapters.scoring import (
 )
 from logitless.adapters.shards import check_ids, even_shard
 from logitless.adapters.verl_distillation import distillation
+from logitless.adapters.verl_heads import fsdp_heads
 from logitless.adapters.verl_rows import before_the_head
 from logitless.errors import LogitlessError
 from logitless.operands import Logits
@@ -265,11 +266,17 @@ def _on_parallel_logits() -> list[Replacement]:
     ]
 
 
+def _heads(options: Mapping[str, Any]) -> list[Replacement]:
+    return fsdp_heads()
+
+
 HOST = Host(
     name="verl",
     package="verl",
     versions=("0.8 - 0.10",),
     replacements=_replacements,
+    heads=_heads,
+    logits="deferred",
     options={
         "bias": Option(None, "function that returns the bias of the LM head, for the fused heads"),
         "entropy_grad": Option(True, "False: no entropy bonus is trained, so entropy is a metric without a graph"),

@@ -39,7 +39,7 @@ def resolve(caller: str, logits: Any, rows: Any, asked: Asked, memory: str | Non
         operands = as_products_take(caller, stands, asked)
         linear = _with_local_parts(caller, stands.linear)
         checked = checks.check_hidden(caller, operands, rows, linear, asked)
-        default = memory or MEMORY["hidden" if asked.teacher is None else "chunk"]
+        default = stands.memory or memory or MEMORY["hidden" if asked.teacher is None else "chunk"]
         assert operands.hidden is not None
         call = _resolve(caller, operands.hidden, checked, asked, stands, shard, default)
         return _from_hidden(call, operands, linear, stands), operands
@@ -91,7 +91,7 @@ def _resolve(
     asked: Asked,
     stands: Stands | None,
     shard: VocabShard | None,
-    memory: str,
+    memory: int | str,
 ) -> Call:
     rows, shape, vocab_size, columns, found = checked
     pretended = ACTIVE[-1] if ACTIVE else None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from logitless.deferred.lazy import Lazy
 from logitless.deferred.pending import numbers
-from logitless.deferred.read import SOFTMAX, ask, best, listable, over_last
+from logitless.deferred.read import SOFTMAX, ask, best, listable, memo_of, over_last
 from logitless.operands import Logits
 from logitless.operands.logits import RULES
 
@@ -81,7 +81,7 @@ def distribution(source: Logits, form: str, factor: float = 1.0) -> Distribution
     dtype = source.dtype
     compute = FORMS[form]
     if form == "p":
-        source._memo[SOFTMAX] = True
+        memo_of(source)[SOFTMAX] = True
     return Distribution.made(
         source, lambda x: compute(x.to(dtype)) * factor, source.shape, dtype, form=form, factor=factor
     )

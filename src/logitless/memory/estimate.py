@@ -101,7 +101,7 @@ def explain(verb: Callable[..., Any], *args: Any, device: Literal["cuda", "cpu"]
 def estimate(
     verb: Callable[..., Any],
     *args: Any,
-    device: Literal["cuda", "cpu"] | None = None,
+    device: Literal["cuda", "cpu"] | Machine | None = None,
     dropped: float = 0.0,
     **options: Any,
 ) -> Estimate:
@@ -112,7 +112,7 @@ def estimate(
         args, options: arguments of the call, as it would be made; their numbers are not looked at. Sizes alone go in as
             tensors on the meta device (``logitless.memory.sized``). What needs a gradient is what ``requires_grad``.
         device: kind of device that it will run on; None for that of the tensors, and for a GPU where they are on meta.
-            Where there is no GPU here, ``"cuda"`` is an H200.
+            Where there is no GPU here, ``"cuda"`` is an H200; a ``logitless.machine.Machine`` is that machine.
         dropped: share of a loss's rows without a gradient (clipped, or of zero advantage). Above 5 % the others are
             moved together, which takes up to 128 MiB, and their hidden states copied.
 
@@ -134,9 +134,9 @@ def estimate(
             'estimate: backend="reference" is for checking results, and its memory is not predicted. Ask for "auto", '
             '"tiled" or "triton".'
         )
-    kind = device or _device_of((args, options))
+    machine = device if isinstance(device, Machine) else _machine(device or _device_of((args, options)))
+    kind = "cpu" if machine is CPU else "cuda"
     on_gpu = kind == "cuda"
-    machine = _machine(kind)
     meta = Meta(copies=not on_gpu)
     with Ledger():
         # What the caller holds, which is not counted.
@@ -162,7 +162,8 @@ def estimate(
 def _check(caller: str, verb: Any, device: Any) -> None:
     if not callable(verb) or isinstance(verb, type):
         raise refused(f"{caller}: verb", "a function", verb, " Pass logitless.logprobs, and then its arguments.")
-    if device is not None and not (isinstance(device, str) and device in ("cuda", "cpu")):
+    known = device is None or isinstance(device, Machine) or (isinstance(device, str) and device in ("cuda", "cpu"))
+    if not known:
         raise LogitlessError(f'{caller}: device must be "cuda", "cpu" or None but is {described(device)}.')
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -38,7 +38,7 @@ from logitless.objectives.metrics import Metrics
 from logitless.objectives.mismatch import measures
 from logitless.objectives.policy import POLICY_TERMS
 from logitless.objectives.reduction import Reduction, row_weights
-from logitless.objectives.settings import RECIPES, bounds_of, check_settings, clip_of, policy_keywords
+from logitless.objectives.settings import RECIPES, RecipeName, bounds_of, check_settings, clip_of, policy_keywords
 from logitless.rows import Rows
 from logitless.spec import TokenStats
 
@@ -104,11 +104,11 @@ class Objective:
         object.__setattr__(self, "_keywords", policy_keywords(self))
 
     @staticmethod
-    def recipe(name: str, **changes: Any) -> Objective:
-        """An algorithm's objective by name, with changes.
+    def recipe(name: RecipeName | str, **changes: Any) -> Objective:
+        """An algorithm's objective by name, with changes. Its ``clip`` has the term's own bounds if no others.
 
-        >>> Objective.recipe("dapo").clip
-        (0.2, 0.28)
+        >>> Objective.recipe("dapo").clip, Objective.recipe("gspo").clip
+        ((0.2, 0.28), (0.0003, 0.0004))
         """
         known_name(name, RECIPES, "Objective.recipe: name")
         known = [f.name for f in fields(Objective)]
@@ -120,7 +120,8 @@ class Objective:
                 'Objective.recipe: "dr_grpo" divides by a fixed length, the most tokens a response may have. '
                 "Pass length=."
             )
-        return Objective(**{**RECIPES[name], **changes})
+        made = Objective(**{**RECIPES[name], **changes})
+        return replace(made, clip=clip_of(made))
 
     @functools.cached_property
     def entropy(self) -> Literal["value", "grad"]:

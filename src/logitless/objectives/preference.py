@@ -30,6 +30,8 @@ from logitless.spec import TokenStats
 
 NAME = "Preference"
 FIELDS = ("ref_logprob", "ref_sample_logprob", "reference_kl")
+KindName = Literal["dpo", "ipo", "hinge", "simpo", "cpo", "orpo", "kto"]
+"""Names of :data:`KINDS`, for editors and type checkers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +58,7 @@ class Preference:
     (0.3869, 0.75)
     """
 
-    kind: str
+    kind: KindName | str
     beta: float | None = None
     label_smoothing: float | None = None
     gamma: float | None = None

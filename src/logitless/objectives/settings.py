@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from logitless.arguments import described, instance, sequence
 from logitless.backends.divergences import Divergence
@@ -14,6 +14,12 @@ from logitless.objectives.corrections import CORRECTIONS
 from logitless.objectives.kl import KL_TERMS
 from logitless.objectives.policy import POLICY_TERMS
 from logitless.objectives.reduction import REDUCTIONS
+
+RecipeName = Literal[
+    "ppo", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "reinforce", "reinforce++", "reinforce++_baseline",
+    "distill", "sft", "dft",
+]  # fmt: skip
+"""Names of :data:`RECIPES`, for editors and type checkers."""
 
 RECIPES: dict[str, dict[str, Any]] = {
     "ppo": {},

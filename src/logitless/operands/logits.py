@@ -28,7 +28,7 @@ from logitless.operands.checks import check_tensors
 from logitless.operands.graph import Behind, Edge
 from logitless.operands.lora import LoRA
 from logitless.operands.stands import Linear, Match, Stands
-from logitless.spec import VocabShard
+from logitless.spec import VocabShard, graph_break
 
 aten = torch.ops.aten
 
@@ -222,7 +222,7 @@ class Logits(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():
-            return uncompiled(cls.__torch_function__, func, types, args, kwargs)
+            return graph_break(cls.__torch_function__, func, types, args, kwargs)
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
         if name == "__get__":
             name = attribute(func)
@@ -230,7 +230,9 @@ class Logits(Tensor):
                 args[0]._watched |= name == "grad_fn"
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-        elif func in ATTRIBUTES or name in ATTRIBUTE_NAMES:
+        elif (
+            func in ATTRIBUTES or name in ATTRIBUTE_NAMES or (name == "__set__" and attribute(func) == "requires_grad")
+        ):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         for found in _answers(func, name, args, kwargs):
@@ -269,7 +271,7 @@ ATTRIBUTES = frozenset(
 ATTRIBUTE_NAMES = frozenset(
     {
         *("__len__", "is_contiguous", "stride", "_is_view", "is_inference", "nelement", "ndimension", "get_device"),
-        *("__hash__", "storage_offset", "is_signed", "_register_hook_dict", "backward", "grad"),
+        *("__hash__", "storage_offset", "is_signed", "_register_hook_dict", "backward", "grad", "requires_grad_"),
     }
 )
 
@@ -319,7 +321,7 @@ def place() -> str:
 def made(stands: Stands, cls: type[Logits] = Logits) -> Logits:
     """Logits that stand for this, with an edge in the graph to every tensor where one needs a gradient."""
     if torch.compiler.is_compiling():
-        return uncompiled(made, stands, cls)
+        return graph_break(made, stands, cls)
     hidden, weight, linear = stands.hidden, stands.weight, stands.linear
     matrix = weight.weight if isinstance(weight, LoRA) else weight
     named = [("hidden", hidden), ("weight", matrix)]
@@ -338,14 +340,6 @@ def made(stands: Stands, cls: type[Logits] = Logits) -> Logits:
     new.shard = linear.shard
     new._versions = [(name, x, x._version) for name, x in named if not x.is_inference()]
     return new
-
-
-# Only under a compiler: a call outside of one would import it, and with it Triton. Torch's public
-# torch.compiler.disable imports it as soon as it is applied.
-@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
-def uncompiled(function: Callable[..., Any], *arguments: Any) -> Any:
-    """A call that breaks a compiled graph."""
-    return function(*arguments)
 
 
 def _in_memory(weight: Tensor) -> bool:

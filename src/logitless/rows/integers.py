@@ -93,3 +93,20 @@ def _is_whole(x: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def check_distinct(index: Tensor, num_tokens: int | None) -> int:
+    """One past the largest index of ``Rows.at``; raises where one is negative, there twice, or past ``num_tokens``."""
+    ordered = index.cpu().sort().values
+    if ordered.numel() and int(ordered[0]) < 0:
+        raise LogitlessError(f"Rows.at: index must be 0 or more but has {int(ordered[0])}.")
+    twice = (ordered[1:] == ordered[:-1]).nonzero()
+    if twice.numel():
+        raise LogitlessError(
+            f"Rows.at: index holds row {int(ordered[twice[0, 0]])} more than once. "
+            f"A row has one target; score further targets in calls of their own."
+        )
+    past = int(ordered[-1]) + 1 if ordered.numel() else 0
+    if num_tokens is not None and num_tokens < past:
+        raise LogitlessError(f"Rows.at: index reaches row {past - 1} but num_tokens is {num_tokens}.")
+    return past

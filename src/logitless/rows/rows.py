@@ -26,7 +26,7 @@ from logitless.collectives import agree_if, resolve_group
 from logitless.errors import LogitlessError
 from logitless.rows.agreement import check_one_batch
 from logitless.rows.exchange import GradRule, check_fields, check_split, end_to_end, exchange_facts, exchange_over
-from logitless.rows.integers import device_of, integers, whole_number
+from logitless.rows.integers import check_distinct, device_of, integers, whole_number
 from logitless.rows.layouts import SCHEME, Scheme, here, ragged_arange, round_up
 from logitless.rows.masks import samples_of_labels, samples_of_mask
 from logitless.rows.samples import Samples, Tokens, check_samples, moved, spans_of, unpad
@@ -110,7 +110,7 @@ class Rows:
             position_ids: of the pack, counting from 0 in each sample.
             device: where the rows will be used; default the device of ``input_ids``.
 
-        The mask is read once, here, which waits for an accelerator that it is on.
+        The mask is read once, here, which waits for its device. ``rows.expand(x, at="tokens")`` is ``[N, S]`` again.
 
         >>> ids = torch.tensor([[0, 0, 5, 6, 7, 8], [0, 3, 4, 9, 0, 0]])  # 0 is padding, on both sides
         >>> rows = Rows.from_mask(ids, torch.tensor([[0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 0, 0]]))
@@ -279,18 +279,7 @@ class Rows:
         num_tokens = None if num_tokens is None else whole_number(num_tokens, "Rows.at: num_tokens")
         if index.numel() != target.numel():
             raise LogitlessError(f"Rows.at: index has {index.numel()} entries but target has {target.numel()}.")
-        ordered = index.cpu().sort().values
-        if ordered.numel() and int(ordered[0]) < 0:
-            raise LogitlessError(f"Rows.at: index must be 0 or more but has {int(ordered[0])}.")
-        twice = (ordered[1:] == ordered[:-1]).nonzero()
-        if twice.numel():
-            raise LogitlessError(
-                f"Rows.at: index holds row {int(ordered[twice[0, 0]])} more than once. "
-                f"A row has one target; score further targets in calls of their own."
-            )
-        past = int(ordered[-1]) + 1 if ordered.numel() else 0
-        if num_tokens is not None and num_tokens < past:
-            raise LogitlessError(f"Rows.at: index reaches row {past - 1} but num_tokens is {num_tokens}.")
+        past = check_distinct(index, num_tokens)
         shape = None if num_tokens is None else (num_tokens,)
         return _single_sample(index.to(device), target.to(device), shape, reach=past)
 
@@ -396,14 +385,29 @@ class Rows:
             self._whole_lengths("check_over")
             check_one_batch(self, process_group)
 
-    def expand(self, x: Tensor) -> Tensor:
-        """Scatter ``[R]`` back to one value per token, zeros elsewhere: ``[T]``, or ``[N, S]`` if padded."""
+    def expand(self, x: Tensor, *, at: Literal["rows", "tokens"] = "rows") -> Tensor:
+        """Results back in the shape of the batch: ``[R]`` becomes ``[N, S]`` if padded, ``[T]`` if packed, 0 elsewhere.
+
+        Args:
+            x: ``[R]`` or ``[R, ...]``, such as ``out.logprob``.
+            at: "rows": at the row that predicts, as in logits. "tokens": one further, as in ``input_ids`` and masks.
+
+        >>> rows = Rows.from_mask(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 1]]))
+        >>> rows.expand(torch.tensor([1, 2])).tolist(), rows.expand(torch.tensor([3, 4]), at="tokens").tolist()
+        ([[0, 1, 2, 0]], [[0, 0, 3, 4]])
+        """
         self._check_rows(x, "expand")
         if self.token_shape is None:
             raise LogitlessError("Rows.expand: the full length is unknown. Pass num_tokens to Rows.at.")
         if x.device != self.index.device:
             raise LogitlessError(f"Rows.expand: x is on {x.device} but the rows are on {self.index.device}.")
-        full = x.new_zeros((math.prod(self.token_shape), *x.shape[1:])).index_copy(0, self.index, x)
+        if at not in ("rows", "tokens") or (at == "tokens" and (self.cp is not None or self.batch is None)):
+            raise LogitlessError(
+                f'Rows.expand: at must be "rows", or "tokens" where each row\'s next token is known to be here: not '
+                f"under context parallelism, nor of Rows.at and Rows.every. It is {at!r}."
+            )
+        place = self.index + 1 if at == "tokens" else self.index
+        full = x.new_zeros((math.prod(self.token_shape), *x.shape[1:])).index_copy(0, place, x)
         return full.reshape(*self.token_shape, *x.shape[1:])
 
     def sum_by_sample(self, x: Tensor) -> Tensor:

@@ -1,3 +1,3 @@
 """A double of torchtitan: the module that the adapter replaces a function of, and nothing else."""
 
-__version__ = "0.2.2"
+__version__ = "0.3.0"

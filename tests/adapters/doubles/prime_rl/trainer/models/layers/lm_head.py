@@ -5,14 +5,16 @@ import torch
 
 def score(hidden, weight, labels, temperature, softcap=None):
     """Log-probs and entropies of ``[b, s]`` labels, in float32; the logits are in the dtype of the operands."""
+    labels, temperature = (x.reshape(hidden.shape[:-1]) for x in (labels, temperature))
     logits = (hidden @ weight.T).float()
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    log_p = (logits / temperature[..., None]).log_softmax(-1)
+    scaled = logits * (1.0 / temperature)[..., None]
+    log_p = scaled.log_softmax(-1)
     known = (labels >= 0) & (labels < weight.shape[0])
     picked = log_p.gather(-1, torch.where(known, labels, 0)[..., None])[..., 0]
     # An id outside the vocabulary counts as a logit of 0.
-    picked = torch.where(known, picked, -torch.logsumexp(logits / temperature[..., None], -1))
+    picked = torch.where(known, picked, -torch.logsumexp(scaled, -1))
     return picked, _NoGradient.apply(-(log_p.exp() * log_p).sum(-1))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from logitless import logprobs
-from logitless.adapters.scoring import without_outside
+from logitless.seams import without_outside
 
 
 def test_an_id_outside_the_vocabulary_has_log_prob_zero_and_the_gradient_of_minus_log_z():

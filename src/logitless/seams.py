@@ -1,0 +1,120 @@
+"""Seams to frameworks, which adapters and the provider share: shards, logits with a shard, ids outside the vocabulary.
+
+A framework passes a group, and perhaps bounds, with every call. Making a ``VocabShard`` is a collective, so shards are
+cached, by what every rank of the group knows. A key that only this rank knows would have one rank wait in a collective
+that another, whose own bounds it has met before, does not make:
+
+    even_shard       equal parts                      the size of the vocabulary
+    cut_shard        as DTensor cuts                  the size of the vocabulary
+    shard_between    any bounds, of this rank alone   all bounds, which the ranks exchange in every call
+    packed_shard     any widths, in rank order        all widths, which the ranks exchange in every call
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from logitless.collectives import resolve_group, table_over
+from logitless.errors import LogitlessError
+from logitless.operands import Given, Logits
+from logitless.operands.logits import like
+from logitless.spec import TokenStats, VocabShard
+
+Bounds = tuple[int, int]
+
+
+# Without a limit: ranks with other groups beside this one would drop other entries.
+@functools.cache
+def _made(group: dist.ProcessGroup, key: int | tuple[Bounds, ...], start: int, stop: int) -> VocabShard:
+    """The shard of this rank. ``key`` is the same on every rank, and says which bounds each of them has."""
+    return VocabShard(start, stop, group)
+
+
+def even_shard(group: Any, columns: int, rank: int | None = None) -> VocabShard | None:
+    """This rank's equal part of the vocabulary, in rank order; None where one rank has the whole vocabulary.
+
+    ``rank``: which part is here, where the host says it; None for the rank in the group.
+    """
+    process_group = _several(group)
+    if process_group is None:
+        return None
+    rank = process_group.rank() if rank is None else rank
+    return _made(process_group, process_group.size() * columns, rank * columns, (rank + 1) * columns)
+
+
+def cut_shard(group: Any, vocab_size: int) -> VocabShard | None:
+    """This rank's part where DTensor cuts the vocabulary: equal parts, the last ones shorter or empty."""
+    process_group = _several(group)
+    if process_group is None:
+        return None
+    part, rank = -(-vocab_size // process_group.size()), process_group.rank()
+    return _made(process_group, vocab_size, min(rank * part, vocab_size), min((rank + 1) * part, vocab_size))
+
+
+def shard_between(group: Any, start: int, stop: int) -> VocabShard | None:
+    """Columns ``start .. stop`` of the vocabulary over a group; None where one rank has the whole vocabulary.
+
+    A small collective in every call: nothing tells this rank whether the others' bounds are those of the last call.
+    """
+    process_group = _several(group)
+    if process_group is None:
+        return None if start == 0 else VocabShard(start, stop, resolve_group(group, "tensor-parallel group"))
+    return _made(process_group, tuple(table_over(process_group, (start, stop))), start, stop)
+
+
+def packed_shard(group: Any, columns: int) -> VocabShard | None:
+    """This rank's columns, after those of the ranks before it. A small collective in every call."""
+    process_group = _several(group)
+    if process_group is None:
+        return None
+    widths = [width for (width,) in table_over(process_group, (columns,))]
+    stops = [sum(widths[: rank + 1]) for rank in range(len(widths))]
+    bounds = tuple(itertools.pairwise([0, *stops]))
+    return _made(process_group, bounds, *bounds[process_group.rank()])
+
+
+def _several(group: Any) -> dist.ProcessGroup | None:
+    """The process group, or None where it is one rank's."""
+    process_group = resolve_group(group, "tensor-parallel group")
+    return None if process_group is None or process_group.size() == 1 else process_group
+
+
+def placed(logits: Tensor, shard: VocabShard | None = None, *, overwrite: bool = False) -> Logits | Given:
+    """A host's logits as a verb takes them, with the columns that the host says are here.
+
+    Logits that are not computed may have a shard of their own: it must be of the same columns. Nothing of them can be
+    overwritten.
+    """
+    if not isinstance(logits, Logits):
+        whole = logits if logits.shape[-1] < 2 or logits.stride(-1) == 1 else logits.contiguous()
+        return Logits.given(whole, shard=shard, overwrite=overwrite)
+    own = logits.linear.shard
+    if own is None:
+        return logits if shard is None else like(logits, linear=replace(logits.linear, shard=shard))
+    if shard is not None and (own.start, own.stop) != (shard.start, shard.stop):
+        raise LogitlessError(
+            f"the logits are not computed and hold columns {own.start} to {own.stop}, but the caller says "
+            f"{shard.start} to {shard.stop}. Make them with the caller's shard: Logits(hidden, weight, shard=...)."
+        )
+    return logits
+
+
+def without_outside(target: Tensor, vocab_size: int, score: Callable[[Tensor], TokenStats]) -> Tensor:
+    """Log-probs of the targets; of an id outside the vocabulary 0, with the gradient -p g.
+
+    Hosts that sum the target's logit over shards get this where no shard has the id.
+    """
+    outside = (target < 0) | (target >= vocab_size)
+    out = score(target.masked_fill(outside, 0))
+    assert out.log_z is not None
+    # Zero, with the gradient of -log Z.
+    nothing = out.log_z.detach() - out.log_z
+    return torch.where(outside, nothing, out.logprob)
