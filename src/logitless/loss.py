@@ -14,12 +14,12 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from logitless.arguments import check_flags, refuse_transforms
 from logitless.call import MEMORY, PLAIN, Asked, Call, Operands, resolve, together
 from logitless.call.dry import ACTIVE, announce
 from logitless.call.unchanged import Unchanged
 from logitless.collectives import agree_if, fingerprint
 from logitless.errors import LogitlessError, no_second_derivative
+from logitless.errors.arguments import check_flags, refuse_transforms
 from logitless.notes import add_note, explained, version_of
 from logitless.objectives import Inputs, Metrics, Objective, Preference
 from logitless.operands import Given, Kept, Logits, Teacher, Teachers
@@ -151,7 +151,8 @@ def policy_loss(
     >>> float(loss)
     -1.0
     """
-    check_flags(NAME, drop_zeros=drop_zeros, return_stats=return_stats, check_group=check_group)
+    if not all(isinstance(x, bool) for x in (drop_zeros, return_stats, check_group)):
+        check_flags(NAME, drop_zeros=drop_zeros, return_stats=return_stats, check_group=check_group)
     batch = Batch(objective, fields, denominator, prompt_tokens, group, drop_zeros)
     teacher = Teacher(teacher) if isinstance(teacher, Tensor) else teacher
     asked = Asked(head=head, kept=kept, teacher=teacher, memory=memory, backend=backend)
@@ -163,7 +164,8 @@ def policy_loss(
 def _policy_loss(
     logits: Any, rows: Any, asked: Asked, batch: Batch, check_group: bool, return_stats: bool
 ) -> tuple[Any, ...]:
-    refuse_transforms(NAME)
+    if torch._C._are_functorch_transforms_active():
+        refuse_transforms(NAME)
     shard = getattr(logits, "shard", None)
     written = logits._stands.linear.weight_grad if isinstance(logits, Logits) else None
     before = None if written is None else version_of(written)

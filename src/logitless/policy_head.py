@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from logitless.arguments import one_of
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import one_of
 from logitless.loss import policy_loss
 from logitless.operands import Linear, Logits
 from logitless.operands.peft import head_weight

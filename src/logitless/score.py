@@ -16,11 +16,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from logitless.arguments import refuse_transforms
 from logitless.backends.divergences import Divergence, Kind
 from logitless.call import MEMORY, Asked, Call, Operands, resolve, together
 from logitless.call.dry import ACTIVE, announce
 from logitless.call.resolve import apart_everywhere
+from logitless.errors.arguments import refuse_transforms
 from logitless.notes import add_note
 from logitless.operands import Given, Kept, Logits, Teacher, Teachers
 from logitless.passes.look import asked_of
@@ -118,7 +118,8 @@ def logprobs(
 def _logprobs(logits: Any, rows: Any, asked: Asked) -> TokenStats:
     if torch.compiler.is_compiling():
         return _answered(logits, rows, asked)
-    refuse_transforms("logprobs")
+    if torch._C._are_functorch_transforms_active():
+        refuse_transforms("logprobs")
     try:
         return _answered(logits, rows, asked)
     except BaseException as error:

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from logitless.arguments import FLOATS, check_flags, dense, is_number, refused
 from logitless.collectives import DryGroup, resolve_group, table_over
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import FLOATS, check_flags, dense, is_number, refused
 
 IGNORE = -100
 """Target id of a row to leave out: log-prob 0, entropy 0, log Z 0, gradient 0."""

@@ -78,6 +78,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
     "how many rows there are is known where it is used": {
         "Head.temperature": {"0-dim", "empty", "on meta", "one dimension more", "one entry fewer", "flat and longer"}
         | {"an entry of it"},
+        "Loss.temperature": {"0-dim"},
         "LoRA.a": {"matrix", "on meta"},
         "Preference.pairs.chosen": {"big ids"},
         "Preference.pairs.rejected": {"big ids", "as a list"},

@@ -19,8 +19,8 @@ from typing import Any
 
 from logitless.adapters.host import Host, Installed, Option, PassOn, Replacement, suggestion
 from logitless.adapters.patching import install_host, installed, uninstall_host
-from logitless.arguments import refused
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import refused
 
 __all__ = ["HOSTS", "Host", "Installed", "Option", "PassOn", "Replacement", "Status", "install", "status", "uninstall"]
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from logitless.arguments import refused
 from logitless.backends.contract import Backend, Problem
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import refused
 from logitless.softmax import WIDTH, Coefficients, Normaliser
 
 NAMES = ("reference", "tiled", "triton")

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.arguments import FLOATS, check_flags, described, is_number, refused
 from logitless.backends.divergences import KINDS, Divergence
 from logitless.call.asked import PLAIN, Asked
 from logitless.errors import ELSEWHERE, LogitlessError
+from logitless.errors.arguments import FLOATS, check_flags, described, is_number, refused
 from logitless.operands import Kept, Linear, LoRA
 from logitless.operands.checks import instead_of_tensor
 from logitless.readings.best import MOST
@@ -130,7 +130,7 @@ def check_kinds(caller: str, asked: Asked) -> None:
         raise LogitlessError(f'{caller}: entropy must be None, "value" or "grad" but is {described(asked.entropy)}.')
     if not isinstance(asked.divergence, Divergence | str):
         raise refused(f"{caller}: divergence", f"a Divergence, or one of {', '.join(KINDS)},", asked.divergence)
-    if asked.teacher is None:
+    if asked.teacher is None and asked.divergence != "reverse_kl":
         Divergence.of(asked.divergence)
 
 
@@ -389,9 +389,13 @@ FLAGS = ("sequence_parallel", "sparse_weight_grad", "tf32", "batch_invariant", "
 
 
 def _check_options(caller: str, linear: Linear, asked: Asked) -> None:
-    check_flags(caller, **{name: getattr(linear, name) for name in FLAGS})
-    scale = linear.grad_scale
-    if not (is_number(scale) or (isinstance(scale, Tensor) and scale.dim() == 0 and not scale.is_complex())):
+    flags, scale = {name: getattr(linear, name) for name in FLAGS}, linear.grad_scale
+    if not all(isinstance(x, bool) for x in flags.values()):
+        check_flags(caller, **flags)
+    plain = isinstance(scale, float) and scale == 1.0
+    if not plain and not (
+        is_number(scale) or (isinstance(scale, Tensor) and scale.dim() == 0 and not scale.is_complex())
+    ):
         raise refused(f"{caller}: grad_scale", "a number or a 0-dim tensor", scale)
     support = asked.kept is not None and asked.kept.scope == "support"
     if asked.kept is not None and not support and linear.batch_invariant:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from logitless.arguments import check_flags, refused
 from logitless.deferred import column_parallel
 from logitless.deferred.bound import Bound
 from logitless.errors import LogitlessError, did_you_mean
+from logitless.errors.arguments import check_flags, refused
 from logitless.notes import log_once
 from logitless.operands import Logits, LoRA
 from logitless.operands.logits import made

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from logitless.arguments import described, refused
 from logitless.call.dry import Dry
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import described, refused
 from logitless.machine import CPU, H200, Machine
 from logitless.memory.ledger import Item, Ledger, tensors_in
 from logitless.memory.meta import Meta, backward

@@ -62,6 +62,10 @@ SCRATCH = {torch.ops.aten.sort.stable: {"cpu": 8, "gpu": 24}}
 place."""
 
 
+SUMS = (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList)
+"""A CPU that sums in another dtype than that of the operand, as it does truth values, makes a copy in it first."""
+
+
 class Item(NamedTuple):
     """Bytes that are alive at the fullest moment, by what they are for.
 
@@ -112,9 +116,14 @@ class Ledger(TorchDispatchMode):
             key = storage._cdata
             if key not in self._entries and not _is_one_of(storage, (args, kwargs)):
                 self._write_down(key, storage, x.shape, func)
+        scratch = 0
+        if func in SUMS and not self._on_gpu and args[0].dtype != out.dtype:
+            scratch = args[0].numel() * out.element_size()
         if func in self._scratch and (self._on_gpu or not args[0].is_floating_point()):
+            scratch = self._scratch[func] * args[0].numel()
+        if scratch:
             # Alive with the results, and gone when this function returns.
-            work = torch.empty(self._scratch[func] * args[0].numel(), dtype=torch.uint8, device="meta")
+            work = torch.empty(scratch, dtype=torch.uint8, device="meta")
             self._write_down(work.untyped_storage()._cdata, work.untyped_storage(), work.shape, func)
         return out
 

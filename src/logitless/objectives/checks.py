@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from logitless.arguments import is_number, refused
 from logitless.collectives import resolve_group
 from logitless.errors import LogitlessError, did_you_mean
+from logitless.errors.arguments import is_number, refused
 from logitless.rows import Rows
 
 T = TypeVar("T")

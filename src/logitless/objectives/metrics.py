@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.arguments import check_flags, dense, instance, refused, sequence
 from logitless.collectives import gather_over, resolve_group, table_over
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import check_flags, instance, refused, sequence
 
 KINDS = ("sums", "means", "maxima", "minima", "weights")
 
@@ -61,7 +61,7 @@ class Metrics:
             sums: 0-dim values that add up as they are.
         """
         extremes, weights, sums = ({} if x is None else x for x in (extremes, weights, sums))
-        if dense(counted, "Metrics.of_rows: counted", "a tensor of True and False").dtype != torch.bool:
+        if not isinstance(counted, Tensor) or counted.layout != torch.strided or counted.dtype != torch.bool:
             raise refused("Metrics.of_rows: counted", "a tensor of True and False", counted)
         for name, x in {"means": means, "extremes": extremes, "weights": weights, "sums": sums}.items():
             _check_values(f"Metrics.of_rows: {name}", x, counted if name != "sums" else None)
@@ -155,14 +155,11 @@ def _check_names(table: Sequence[tuple[tuple[str, str], ...]]) -> None:
 
 def _check_values(argument: str, values: Any, counted: Tensor | None) -> None:
     """Raise unless these are real tensors by name, each with a value for every row; sums are numbers."""
-    for x in instance(values, Mapping, argument).values():
-        like = "a number" if counted is None else f"one value for each of {list(counted.shape)} rows"
-        shape = torch.Size() if counted is None else counted.shape
-        if (
-            dense(x, argument, f"tensors, {like},").shape != shape
-            or x.is_complex()
-            or (counted is not None and x.device != counted.device)
-        ):
+    shape = torch.Size() if counted is None else counted.shape
+    for x in values.values() if isinstance(values, dict) else instance(values, Mapping, argument).values():
+        good = isinstance(x, Tensor) and x.layout == torch.strided and x.shape == shape and not x.is_complex()
+        if not good or (counted is not None and x.device != counted.device):
+            like = "a number" if counted is None else f"one value for each of {list(shape)} rows"
             raise refused(argument, f"tensors, {like},", x)
 
 

@@ -18,10 +18,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from logitless.arguments import check_flags, instance
 from logitless.backends.divergences import Divergence
 from logitless.collectives import agree_if, fingerprint
 from logitless.errors import LogitlessError, did_you_mean
+from logitless.errors.arguments import check_flags, instance
 from logitless.objectives.checks import (
     check_field,
     check_stats,

@@ -17,9 +17,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from logitless.arguments import check_flags, dense, instance
 from logitless.collectives import agree_if, fingerprint
 from logitless.errors import LogitlessError, did_you_mean
+from logitless.errors.arguments import check_flags, dense, instance
 from logitless.objectives.checks import check_field, check_stats, finite, known_name, sequence_group
 from logitless.objectives.inputs import Inputs, statistics_of
 from logitless.objectives.metrics import Metrics

@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from logitless.arguments import described, instance, sequence
 from logitless.backends.divergences import Divergence
 from logitless.errors import LogitlessError, closest
+from logitless.errors.arguments import described, instance, sequence
 from logitless.objectives.checks import finite, known_name, resolve_bounds, resolve_clip, unknown
 from logitless.objectives.corrections import CORRECTIONS
 from logitless.objectives.kl import KL_TERMS

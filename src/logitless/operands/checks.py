@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from logitless.arguments import dense
 from logitless.errors import LogitlessError, adapted
+from logitless.errors.arguments import dense
 
 
 def check_tensors(caller: str, **given: Any) -> None:

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from logitless.arguments import dense, described, device_named, instance, refused, sequence
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import dense, described, device_named, instance, refused, sequence
 from logitless.rows import Rows
 from logitless.rows.integers import holds_integers, integers, joined, whole_number
 from logitless.spec import inspectable, tracked_by_autograd

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from logitless.arguments import refuse_transforms, refused
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import refuse_transforms, refused
 from logitless.operands.checks import check_tensors
 from logitless.operands.graph import Behind, Edge
 from logitless.operands.lora import LoRA
@@ -113,9 +113,11 @@ class Logits(Tensor):
         strict: bool = False,
     ) -> Logits:
         matrix = weight.weight if isinstance(weight, LoRA) else weight
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             refuse_transforms("Logits")
-        check_tensors("Logits", hidden=hidden, weight=matrix, bias=bias, weight_grad=weight_grad)
+        given = (hidden, matrix, *(x for x in (bias, weight_grad) if x is not None))
+        if not all(isinstance(x, Tensor) and x.layout == torch.strided for x in given):
+            check_tensors("Logits", hidden=hidden, weight=matrix, bias=bias, weight_grad=weight_grad)
         linear = Linear(
             bias=bias,
             shard=shard,

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from logitless.arguments import FLOATS, refused
 from logitless.errors import ELSEWHERE, LogitlessError
+from logitless.errors.arguments import FLOATS, refused
 from logitless.spec import inspectable
 
 

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from logitless.arguments import FLOATS, dense, described, instance, sequence
 from logitless.collectives import fingerprint
 from logitless.errors import LogitlessError, did_you_mean
+from logitless.errors.arguments import FLOATS, dense, described, instance, sequence
 from logitless.operands.kept import Kept
 from logitless.operands.logits import Logits
 from logitless.operands.lora import LoRA

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from logitless.arguments import dense, described, sequence
 from logitless.collectives import sum_over
 from logitless.errors import LogitlessError, no_second_derivative
+from logitless.errors.arguments import dense, described, sequence
 
 GradRule = Literal["sum", "slice"] | None
 

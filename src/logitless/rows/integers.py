@@ -13,19 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.arguments import LARGEST, dense, described, refused
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import LARGEST, dense, described, refused
 
 
-def integers(x: Any, argument: str) -> Tensor:
-    """``[n]`` int64 out of a tensor, an array or a list; a tensor stays on its device, the others go to the CPU."""
+def integers(x: Any, argument: str, numbers: bool = False) -> Tensor:
+    """``[n]`` int64 out of a tensor, an array or a list; a tensor stays on its device, the others go to the CPU. Where
+    its ``numbers`` are read, none on the meta device will do."""
     if not isinstance(x, Tensor):
         if not hasattr(x, "__array__"):
             return joined([x], lambda _: argument)
         x = torch.as_tensor(x, device="cpu")
     if hasattr(x, "placements"):
         raise LogitlessError(f"{argument} is a DTensor. Rows are plain tensors, the same on every rank of a shard.")
-    if dense(x, argument, "a plain list or tensor of integers").dim() != 1:
+    if dense(x, argument, "a plain list or tensor of integers", numbers=numbers).dim() != 1:
         raise LogitlessError(f"{argument} must be one-dimensional but has shape {list(x.shape)}.")
     if not holds_integers(x):
         raise LogitlessError(f"{argument} must hold integers but has dtype {x.dtype}.")

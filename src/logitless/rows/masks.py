@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.arguments import dense, refused
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import dense, refused
 from logitless.rows.integers import holds_integers, integers
 from logitless.rows.layouts import ragged_arange
 from logitless.rows.samples import Samples
@@ -88,7 +88,8 @@ def _check_shapes(caller: str, name: str, ids: Any, **others: Any) -> None:
         if x is None and other != "mask":
             continue
         wanted = f"{list(ids.shape)} like {name}"
-        if dense(x, f"{caller}: {other}", wanted, numbers=True).is_complex():
+        x = dense(x, f"{caller}: {other}", wanted, numbers=True)
+        if x.is_complex():
             raise refused(f"{caller}: {other}", "a mask", x)
         if x.shape != ids.shape:
             hint = ""

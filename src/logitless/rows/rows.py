@@ -21,13 +21,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from logitless.arguments import check_flags, dense, device_named, instance, one_of, refused
 from logitless.collectives import agree_if, resolve_group
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import check_flags, dense, device_named, instance, one_of, refused
 from logitless.rows.agreement import check_one_batch
 from logitless.rows.exchange import GradRule, check_fields, check_split, end_to_end, exchange_facts, exchange_over
 from logitless.rows.integers import check_distinct, device_of, integers, whole_number
-from logitless.rows.layouts import SCHEME, Scheme, here, ragged_arange, round_up
+from logitless.rows.layouts import Scheme, check_scheme, here, ragged_arange, round_up
 from logitless.rows.masks import samples_of_labels, samples_of_mask
 from logitless.rows.samples import Samples, Tokens, check_samples, moved, spans_of, unpad
 from logitless.rows.shown import shown
@@ -182,11 +182,7 @@ class Rows:
         >>> rows.index.tolist(), rows.target.tolist(), rows.position.tolist()
         ([1, 4, 5], [9, 6, 7], [0, 0, 1])
         """
-        if cp is not None and not isinstance(cp, Scheme):
-            raise LogitlessError(
-                f"Rows.packed: cp must be a Zigzag, a Contiguous or None but is {cp!r}. A scheme of your own needs "
-                f"{', '.join(SCHEME)}."
-            )
+        check_scheme(cp)
         batch = Samples.check("Rows.packed", tokens, response_lengths, loss_masks, loss_mask_only)
         spans, total = spans_of(batch, cp, align, cu_seqlens)
         size = 1 if cp is None else cp.size
@@ -234,11 +230,7 @@ class Rows:
         [2, 5, 6]
         """
         one_of(padding, ("left", "right"), "Rows.padded: padding")
-        if cp is not None and not (isinstance(cp, Scheme) and cp.by_sample):
-            raise LogitlessError(
-                f"Rows.padded: cp must be a Zigzag or None but is {type(cp).__name__}. A contiguous split of padded "
-                f"lines would give one rank all the prompts; pack the samples (Rows.packed) to split them contiguously."
-            )
+        check_scheme(cp, lines=True)
         max_length = None if max_length is None else whole_number(max_length, "Rows.padded: max_length")
         device, lead = device_of(tokens) if device is None else device, None
         check_samples("Rows.padded", tokens)
@@ -272,10 +264,7 @@ class Rows:
             num_tokens: rows of the logits; default "any number past the largest index".
         """
         device = device_of(index)
-        index, target = (
-            dense(integers(x, f"Rows.at: {name}"), f"Rows.at: {name}", "a list or tensor of integers", numbers=True)
-            for name, x in (("index", index), ("target", target))
-        )
+        index, target = integers(index, "Rows.at: index", True), integers(target, "Rows.at: target", True)
         num_tokens = None if num_tokens is None else whole_number(num_tokens, "Rows.at: num_tokens")
         if index.numel() != target.numel():
             raise LogitlessError(f"Rows.at: index has {index.numel()} entries but target has {target.numel()}.")

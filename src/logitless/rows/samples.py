@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.arguments import LARGEST, check_flags, dense, refused, sequence
 from logitless.collectives import fingerprint
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import LARGEST, check_flags, dense, refused, sequence
 from logitless.rows.integers import holds_integers, integers, joined
 from logitless.rows.layouts import Scheme, here, round_up
 from logitless.spec import IGNORE, inspectable

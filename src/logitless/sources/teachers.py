@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.arguments import refused
 from logitless.backends.contract import Problem
 from logitless.call import PLAIN, Call, Operands
 from logitless.call.checks import check_kept, vocabulary
 from logitless.call.resolve import autocast_dtype
 from logitless.collectives import sum_over
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import refused
 from logitless.machine import SLAB, pieces
 from logitless.operands import Kept, Logits, Teacher, Teachers, TopK
 from logitless.operands.logits import like

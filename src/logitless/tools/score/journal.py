@@ -180,8 +180,8 @@ class Journal:
             ) from None
         if not isinstance(before, dict):
             raise LogitlessError(
-                f"score: {self.sheet} holds no settings of a job but a {type(before).__name__}: it is another file. Give "
-                f"another --out, or --overwrite to replace it."
+                f"score: {self.sheet} holds no settings of a job but a {type(before).__name__}: it is another file. "
+                f"Give another --out, or --overwrite to replace it."
             )
         wanted = json.loads(json.dumps(self.settings))
         other = [name for name in {**before, **wanted} if before.get(name) != wanted.get(name)]

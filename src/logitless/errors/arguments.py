@@ -6,7 +6,6 @@ devices, options that exclude each other) is the business of whoever knows both.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -60,7 +59,7 @@ def check_flags(caller: str, **given: Any) -> None:
 
 def is_number(x: Any) -> bool:
     """Whether it is a finite number that float64 holds, and no truth value."""
-    return isinstance(x, Real) and not isinstance(x, bool) and abs(x) <= LARGEST and not math.isnan(x)
+    return isinstance(x, Real) and not isinstance(x, bool) and abs(float(x)) <= LARGEST
 
 
 def one_of(x: Any, known: Iterable[str], argument: str) -> str:
