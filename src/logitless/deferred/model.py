@@ -53,8 +53,9 @@ class _Around:
     def unshard(self, layer: Any) -> Callable[[], None] | None:
         """Makes a weight whole again that FSDP2 let go of where a forward ended: of the unit that has the weight."""
         for module in (layer, *(x() for x in self._modules)):
-            if hasattr(module, "unshard"):
-                return module.unshard
+            unshard: Any = getattr(module, "unshard", None)
+            if unshard is not None:
+                return unshard
         return None
 
 

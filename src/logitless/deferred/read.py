@@ -75,7 +75,7 @@ def memo_of(x: Logits) -> dict[Any, Any]:
     A checkpoint sets such hooks and runs its function again in backward, with others, where it must save what it saved
     before: nothing of the first run may be found then.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
     return x._memo.setdefault(None if hooks is None else weakref.ref(hooks[0]), {})
 
 

@@ -27,8 +27,8 @@ def snippet(step: LossStep, call: str, memory: int | str) -> str:
         name, given, body = _without(step, options, support="support" in call)
     takes = ["hidden", "weight", "tokens", "response_lengths", *given, *groups]
     once = SHARD if step.tp > 1 else []
-    call = [f"def {name}(", *(f"    {x}," for x in takes), "):", *rows, logits, *body]
-    return "\n".join(["import logitless as ll\n\n", *once, *call]) + "\n"
+    written = [f"def {name}(", *(f"    {x}," for x in takes), "):", *rows, logits, *body]
+    return "\n".join(["import logitless as ll\n\n", *once, *written]) + "\n"
 
 
 def _with_objective(step: LossStep, options: list[str]) -> tuple[str, list[str], list[str]]:
