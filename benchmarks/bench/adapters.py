@@ -151,6 +151,12 @@ def _defers(host: str) -> bool:
     return importlib.import_module(f"logitless.adapters.{host}").HOST.logits == "deferred"
 
 
+def by_default(record: AdapterRecord) -> tuple[int, float]:
+    """Peak and time after ``install`` without options: logits are not computed where the host's are deferred."""
+    deferred = _defers(record.host) and record.deferred_ms is not None
+    return (record.deferred_bytes, record.deferred_ms) if deferred else (record.after_bytes, record.after_ms)
+
+
 def measure(entry: Entry, device: torch.device, sizes: Sizes, repeats: int = 5) -> AdapterRecord:
     """All steps of an entry, warmed up, on the same model and batch."""
     with entry.world(device):
@@ -398,7 +404,6 @@ ENTRIES = {
 
 
 def append(path: Path, record: AdapterRecord) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(record), allow_nan=False) + "\n")
 
