@@ -453,9 +453,7 @@ def saved(records: Sequence[AdapterRecord]) -> dict[str, float]:
         read = re.match(r"(\d+) x (\d+) tokens .*, vocabulary (\d+), .*, bfloat16$", record.sizes)
         if read is not None and ENTRIES[record.host].on_logits:
             samples, length, vocab = map(int, read.groups())
-            ours = record.deferred_bytes if _defers(record.host) else None
-            ours = record.after_bytes if ours is None else ours
-            found[record.host] = round((record.before_bytes - ours) / (samples * length * vocab), 1)
+            found[record.host] = round((record.before_bytes - by_default(record)[0]) / (samples * length * vocab), 1)
     return {host: found[host] for host in sorted(found) if found[host] > 0}
 
 
