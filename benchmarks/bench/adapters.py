@@ -153,8 +153,8 @@ def _defers(host: str) -> bool:
 
 def by_default(record: AdapterRecord) -> tuple[int, float]:
     """Peak and time after ``install`` without options: logits are not computed where the host's are deferred."""
-    deferred = _defers(record.host) and record.deferred_ms is not None
-    return (record.deferred_bytes, record.deferred_ms) if deferred else (record.after_bytes, record.after_ms)
+    peak, ms = (record.deferred_bytes, record.deferred_ms) if _defers(record.host) else (None, None)
+    return peak or record.after_bytes, ms or record.after_ms
 
 
 def measure(entry: Entry, device: torch.device, sizes: Sizes, repeats: int = 5) -> AdapterRecord:
