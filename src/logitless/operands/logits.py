@@ -167,7 +167,8 @@ class Logits(Tensor):
         self._stands.gain = value
         if self._behind is not None:
             self._behind.gain = value
-        self._memo.clear()
+        # Copies that share it stand for the numbers before.
+        self._memo = {}
 
     def stands(self) -> Stands:
         """What the logits stand for, unchanged; behind them in the graph where somebody watches their gradient."""
