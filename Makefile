@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Each part of the library against float64, once; no hosts, no commands.
 QUICK := test_architecture call/test_errors operands/test_kept rows/test_layouts route/test_linear_plans score/test_logprobs objectives/test_objective_terms score/test_policy_head rows/test_rows score/test_special_values rows/test_exchange
 
-.PHONY: demo test gpu check hosts hosts312 drift fuzz soak lint format bench faults mutants docs serve dist smoke release-tag clean
+.PHONY: demo test gpu check hosts hosts312 drift fuzz soak lint format bench faults mutants versions docs serve dist smoke bare release-tag clean
 
 demo: $(STAMP)
 	$(RUN)python -m examples.demo
@@ -67,9 +67,16 @@ bench: $(STAMP)
 faults: $(STAMP)
 	$(RUN)python benchmarks/inject_faults.py
 
-# Bugs seeded into a copy of the source, one at a time: the tests must notice each.
+# Bugs seeded into a copy of the source, one at a time: the tests must notice each. Then random changes, for five minutes.
 mutants: $(STAMP)
 	$(RUN)python tests/mutants/run.py --json benchmarks/results/mutants.jsonl
+	$(RUN)python tests/mutants/sample.py --seed $$(date +%j) --seconds 300
+
+# Every torch and Triton that pyproject.toml claims, each in an environment of its own; NOX="--python 3.12" for one Python.
+versions:
+	$(PYTHON) -m venv .nox/tool
+	.nox/tool/bin/python -m pip install --quiet nox
+	.nox/tool/bin/nox $(NOX)
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(RUN)mkdocs build --strict
@@ -86,6 +93,10 @@ dist: $(STAMP)
 # The wheel in fresh environments with nothing but what each extra declares; EXTRAS="none cli" for some of them.
 smoke: dist
 	$(RUN)python tests/smoke/environments.py $(EXTRAS)
+
+# The same where torch and numpy are alone, without Triton; the commands are added after that.
+bare: dist
+	$(RUN)python tests/smoke/environments.py none+cli
 
 # Before a release: the tag that was pushed is the version that will be built.
 release-tag:

@@ -1,7 +1,8 @@
 """The metadata that a built package has beyond pyproject.toml: its addresses, and a README whose links work anywhere.
 
 Links of README.md are relative, so that they work in a checkout and in a fork. On a package page they would lead
-nowhere; there each leads to the file in the repository, as it was in that version.
+nowhere; there each leads to the file in the repository, as it was in that version. In a checkout one installs
+``.``, and where the package can be had by its name, that name.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 LINK = re.compile(r"""(?P<before>\]\(|(?:src|srcset|href)=")(?P<path>[^)\s"#]+)(?P<after>[^)\s"]*)""")
+INSTALL = re.compile(r"""pip install (?P<quote>"?)\.(?P<extra>\[[\w,]+\])?(?P=quote)""")
 ABSOLUTE = re.compile(r"[a-z]+:")
 IMAGES = (".png", ".svg")
 
@@ -29,8 +31,14 @@ class Metadata(MetadataHookInterface):
             "Issues": f"{repository}/issues",
         }
         text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
+        text = with_name(text)
         text = with_absolute_links(text, repository, f"v{metadata['version']}")
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
+
+
+def with_name(text: str) -> str:
+    """The text with ``pip install .`` of a checkout turned into ``pip install logitless``, extras included."""
+    return INSTALL.sub(lambda found: f"pip install {found[1]}logitless{found['extra'] or ''}{found[1]}", text)
 
 
 def with_absolute_links(text: str, repository: str, tag: str) -> str:

@@ -30,6 +30,17 @@ TESTS = (
 )
 
 
+@nox.session(python="3.12", venv_backend="venv")
+def hosts(session: nox.Session) -> None:
+    """The adapters and the seams to hosts on the Python that hosts run on: ``nox -s hosts``."""
+    session.env["PIP_NO_COMPILE"] = "0"
+    session.install("-c", "constraints.txt", "torch==2.13.0")
+    session.install("-c", "constraints.txt", "-e", ".[dev]")
+    place = f"{session.virtualenv.location}/hosts"
+    session.install("--no-deps", "--upgrade", "--target", place, "-r", "constraints-hosts.txt")
+    session.run("python", "-m", "pytest", "tests/adapters", "tests/call/test_seams.py", env={"OMP_NUM_THREADS": "1"})
+
+
 @nox.session(python=PYTHONS, venv_backend="venv")
 @nox.parametrize(("torch", "triton"), PAIRS)
 def versions(session: nox.Session, torch: str, triton: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import make_benchmarks
+import make_demo
 import make_whole_step
 from layout_figures import figures
 
@@ -51,6 +52,8 @@ def main() -> None:
         draw_case(_of(records, LINEAR), FIGURES / f"h200-linear-{style.name}.png", style)
         draw_growth(records, FIGURES / f"h200-growth-{style.name}.png", style)
         response_figure(records, FIGURES / f"h200-response-{style.name}.png", style)
+        if make_demo.RECORD.exists():
+            make_demo.draw(make_demo.read(), FIGURES / f"{make_demo.NAME}-{style.name}.png", style)
         if steps:
             make_whole_step.draw(steps, FIGURES / f"{make_whole_step.NAME}-{style.name}.png", style)
     draw_records(_of(records, FP32) + _of(records, BF16), FIGURES, "h200")

@@ -1,6 +1,6 @@
-"""Recorded runs on ``docs/reliability.md``, held by tests: of the fuzzer, and of the checks on the GPU.
+"""Recorded runs on ``docs/reliability.md``, held by tests: of the fuzzer, of random changes, of the checks on the GPU.
 
-They come from ``fuzz-*.jsonl`` and from ``sanitizer.jsonl`` in ``benchmarks/results``.
+They come from ``fuzz-*.jsonl``, ``mutation-sample.jsonl`` and ``sanitizer.jsonl`` in ``benchmarks/results``.
 
     python docs/make_reliability.py
 
@@ -21,6 +21,8 @@ from fuzz.record import read, table  # noqa: E402
 PAGE = Path(__file__).parent / "reliability.md"
 BEGIN, END = "<!-- runs of the fuzzer: begin -->", "<!-- runs of the fuzzer: end -->"
 GPU = "<!-- on the GPU: begin -->", "<!-- on the GPU: end -->"
+CHANGES = "<!-- random changes: begin -->", "<!-- random changes: end -->"
+CHANGES_RECORD = ROOT / "benchmarks" / "results" / "mutation-sample.jsonl"
 GPU_RECORDS = ROOT / "benchmarks" / "results" / "sanitizer.jsonl"
 
 
@@ -64,6 +66,45 @@ def _between(page: str, begin: str, end: str, text: str) -> str:
     _, found, after = rest.partition(end)
     assert found, f"{PAGE.name} has lost its marks"
     return f"{before}{begin}\n\n{text}\n\n{end}{after}" if text else f"{before}{begin}\n{end}{after}"
+
+
+# Random changes of the core.
+
+
+def changes_section(lines: list[dict]) -> str:
+    """Counts by operator, and every change that no test noticed."""
+    facts, *tried = lines
+    verdicts = ("killed", "equivalent", "survived")
+    shown = (facts["killed"] + facts["equivalent"]) / facts["tried"]
+    table = ["| operator | tried | killed | equivalent | survived |", "|---|---:|---:|---:|---:|"]
+    for operator in (*sorted({x["operator"] for x in tried}), "all"):
+        own = [x["verdict"] for x in tried if operator in ("all", x["operator"])]
+        counts = " | ".join(str(own.count(verdict)) for verdict in verdicts)
+        table.append(f"| {operator} | {len(own)} | {counts} |")
+    told = (
+        f"{facts['date']}, commit `{facts['commit']}`, seed {facts['seed']}: of {facts['sites']:,} changes, "
+        f"{facts['reached']:,} are on lines that tests run on a CPU; of those {facts['tried']} were drawn, and "
+        f"{shown:.1%} were killed or change nothing."
+    )
+    survivors = [x for x in tried if x["verdict"] == "survived"]
+    listed = [f"| `{x['file']}:{x['line']}` | {_code(x['old'])} | {_code(x['new'])} |" for x in survivors]
+    rest = ["", "Survived:", "", "| place | was | became |", "|---|---|---|", *listed] if listed else []
+    return "\n".join([told, "", *table, *rest])
+
+
+def _code(text: str, most: int = 90) -> str:
+    """A piece of code in a cell of a table."""
+    text = text if len(text) <= most else f"{text[:most]} ..."
+    return "`` " + text.replace("|", "\\|") + " ``"
+
+
+def with_changes(page: str, lines: list[dict]) -> str:
+    """The page with the section between its marks."""
+    return _between(page, *CHANGES, changes_section(lines))
+
+
+def changes_record() -> list[dict]:
+    return [json.loads(x) for x in CHANGES_RECORD.read_text("utf-8").splitlines()]
 
 
 # On the GPU: the newest record of each kind.
@@ -123,5 +164,5 @@ def records() -> list[dict]:
 
 
 if __name__ == "__main__":
-    text = filled(PAGE.read_text(encoding="utf-8"), records())
+    text = with_changes(filled(PAGE.read_text(encoding="utf-8"), records()), changes_record())
     PAGE.write_text(with_gpu(text, gpu_records()), encoding="utf-8")

@@ -462,3 +462,19 @@ def test_names_of_the_ledger_name_something(key: str):
     found = ll
     for name in [*module.split("."), *filter(None, function.split("."))]:
         found = getattr(found, name)
+
+
+def test_a_partial_is_described_by_what_it_calls():
+    """Ranks compare the text: an address would differ between processes."""
+
+    def term(inputs, strength, *, bound):
+        return -strength * inputs.logprob.clamp(min=bound)
+
+    weights = torch.arange(3.0)
+    made = ll.Objective(policy=functools.partial(term, 2.0, bound=weights))
+    text = made.described()
+    assert "0x" not in text
+    assert "0x" not in repr(made)
+    assert text != ll.Objective(policy=functools.partial(term, 3.0, bound=weights)).described()
+    assert text != ll.Objective(policy=functools.partial(term, 2.0, bound=weights + 1)).described()
+    assert text == ll.Objective(policy=functools.partial(term, 2.0, bound=weights.clone())).described()

@@ -1,7 +1,9 @@
-"""Training steps of hosts, before and after installing our adapter: ``python -m benchmarks.bench.adapters``.
+"""Training steps of hosts, before and after installing our adapter, and with logits that are not computed:
+``python -m benchmarks.bench.adapters``.
 
     entry.prepare(device)  ->  before(), after(): one training step each, returning log-probs
-    measured: peak bytes, median time, and the largest difference between the log-probs of the two steps
+    deferred               ->  the step before, with ours installed and the model's head deferred
+    measured: peak bytes, median time, and the largest difference between the log-probs of the steps
 
 One record per host and run goes to ``benchmarks/results/adapters.jsonl``; the tables of ``docs/adapters`` are made from
 these records alone (``--docs docs/adapters``), and a test compares them. A host is one entry of ``ENTRIES``. Hosts that
@@ -19,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -36,6 +39,7 @@ from benchmarks.bench.records import Environment
 from logitless.adapters.host import SAVED
 from logitless.adapters.signatures import version_of
 from logitless.errors import LogitlessError
+from logitless.operands.logits import MADE
 from logitless.spec import format_bytes
 
 RESULTS = Path("benchmarks/results/adapters.jsonl")
@@ -43,11 +47,14 @@ START, END = "<!-- table: python -m benchmarks.bench.adapters -->\n", "<!-- end 
 
 
 class Steps(NamedTuple):
-    """One training step of the host before and after installing ours, and the context that the second runs in."""
+    """One training step of the host before and after installing ours, and the context that the second runs in; and one
+    in which the first runs with logits that are not computed.
+    """
 
     before: Callable[[], Tensor]
     after: Callable[[], Tensor]
     inside: AbstractContextManager[Any]
+    deferred: AbstractContextManager[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,11 @@ SMOKE = Sizes(samples=2, length=12, prompt=4, vocab=300, hidden=16, dtype="float
 
 @dataclass(frozen=True)
 class AdapterRecord:
-    """Peak bytes beyond those alive before the step, median milliseconds, and the largest log-prob difference."""
+    """Peak bytes beyond those alive before the step, median milliseconds, and the largest log-prob difference.
+
+    Those of the step with logits that are not computed are None where it was not measured; ``made`` counts the logits
+    that it computed after all, by ``file:line``.
+    """
 
     host: str
     version: str
@@ -104,6 +115,10 @@ class AdapterRecord:
     after_ms: float
     difference: float
     environment: dict[str, Any]
+    deferred_bytes: int | None = None
+    deferred_ms: float | None = None
+    deferred_difference: float | None = None
+    made: dict[str, int] | None = None
 
 
 @contextmanager
@@ -119,8 +134,25 @@ def installed(host: str, **options: Any) -> Iterator[None]:
         logitless.uninstall(host)
 
 
+@contextmanager
+def deferred(host: str, model: Any, head: str | None = None) -> Iterator[None]:
+    """Ours installed, and the model's head deferred as a host's own run defers it."""
+    keeps = {"logits": "host"} if _has_heads(host) else {}
+    with installed(host, **keeps), logitless.defer(model, head=head):
+        yield
+
+
+def _has_heads(host: str) -> bool:
+    return importlib.import_module(f"logitless.adapters.{host}").HOST.heads is not None
+
+
+def _defers(host: str) -> bool:
+    """Whether the host's logits are not computed unless asked for."""
+    return importlib.import_module(f"logitless.adapters.{host}").HOST.logits == "deferred"
+
+
 def measure(entry: Entry, device: torch.device, sizes: Sizes, repeats: int = 5) -> AdapterRecord:
-    """Both steps of an entry, warmed up, on the same model and batch."""
+    """All steps of an entry, warmed up, on the same model and batch."""
     with entry.world(device):
         if entry.host in checkouts.MODULES:
             checkouts.load(entry.host)
@@ -129,6 +161,7 @@ def measure(entry: Entry, device: torch.device, sizes: Sizes, repeats: int = 5) 
         before, before_bytes, before_ms = _run(steps.before, device, repeats)
         with steps.inside:
             after, after_bytes, after_ms = _run(steps.after, device, repeats)
+        more = {} if steps.deferred is None else _deferred(steps, before, device, repeats)
     return AdapterRecord(
         host=entry.host,
         version=_version(entry.host),
@@ -140,7 +173,18 @@ def measure(entry: Entry, device: torch.device, sizes: Sizes, repeats: int = 5) 
         after_ms=after_ms,
         difference=float((after.double() - before.double()).abs().max()),
         environment=asdict(Environment.here(device)),
+        **more,
     )
+
+
+def _deferred(steps: Steps, before: Tensor, device: torch.device, repeats: int) -> dict[str, Any]:
+    counted = Counter(MADE)
+    assert steps.deferred is not None
+    with steps.deferred:
+        ours, peak, ms = _run(steps.before, device, repeats)
+    difference = float((ours.double() - before.double()).abs().max())
+    made = dict(MADE - counted)
+    return {"deferred_bytes": peak, "deferred_ms": ms, "deferred_difference": difference, "made": made}
 
 
 def _version(host: str) -> str:
@@ -294,8 +338,10 @@ def _megatron(device: torch.device, sizes: Sizes) -> Steps:
     dtype = getattr(torch, sizes.dtype)
     hidden = torch.randn(sizes.length, sizes.samples, sizes.hidden, device=device).to(dtype).requires_grad_()
     labels = torch.randint(sizes.vocab, (sizes.samples, sizes.length), device=device)
-    before, after = host_steps.megatron(hidden, labels, sizes.vocab)
-    return Steps(before, after, nullcontext())
+    before, after, layer = host_steps.megatron(hidden, labels, sizes.vocab)
+    return Steps(
+        before, after, nullcontext(), deferred("megatron", torch.nn.ModuleDict({"output_layer": layer}), "output_layer")
+    )
 
 
 def _same_step(host: str) -> Callable[..., Steps]:
@@ -303,8 +349,11 @@ def _same_step(host: str) -> Callable[..., Steps]:
 
     def prepare(device: torch.device, sizes: Sizes) -> Steps:
         tokens = torch.randint(2, sizes.vocab, (sizes.samples, sizes.length), device=device)
-        run = getattr(host_steps, host)(host_steps.Batch(_model(device, sizes), tokens, sizes.prompt))
-        return Steps(run, run, installed(host))
+        model = _model(device, sizes)
+        run = getattr(host_steps, host)(host_steps.Batch(model, tokens, sizes.prompt))
+        keeps = {"logits": "host"} if _has_heads(host) else {}
+        # A fused head of the host's own makes no logits to defer.
+        return Steps(run, run, installed(host, **keeps), None if host == "prime_rl" else deferred(host, model))
 
     return prepare
 
@@ -364,20 +413,32 @@ def table(host: str, records: Sequence[AdapterRecord]) -> str:
     newest = {record.environment["device"]: record for record in records if record.host == host}
     if not newest:
         return "Not measured yet.\n\n"
-    lines = ["| | peak before | peak after | time before | time after |", "|---|---:|---:|---:|---:|"]
+    columns = ("before", "after", "deferred") if any(x.deferred_bytes for x in newest.values()) else ("before", "after")
+    heads = [f"{what} {column}" for what in ("peak", "time") for column in columns]
+    lines = [f"| | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
     notes = []
     for record in newest.values():
-        where = record.environment
-        lines.append(
-            f"| {where['device']} | {format_bytes(record.before_bytes)} | {format_bytes(record.after_bytes)} "
-            f"| {record.before_ms:,.0f} ms | {record.after_ms:,.0f} ms |"
-        )
+        where, numbers = record.environment, asdict(record)
+        peaks = [numbers[f"{column}_bytes"] for column in columns]
+        times = [numbers[f"{column}_ms"] for column in columns]
+        cells = ["" if x is None else format_bytes(x) for x in peaks]
+        cells += ["" if x is None else f"{x:,.0f} ms" for x in times]
+        lines.append(f"| {where['device']} | {' | '.join(cells)} |")
         notes.append(
             f"{where['device']}: {record.point}, forward and backward, {record.sizes}; {host} {record.version}, torch "
             f"{where['versions']['torch']}, commit `{where['commit']}`. Log-probs differ by at most "
-            f"{record.difference:.1g}."
+            f"{record.difference:.1g}"
+            + ("." if record.deferred_difference is None else f", deferred by {record.deferred_difference:.1g}.")
+            + "".join(
+                f" Logits made {count} times, by `{_short(place)}`." for place, count in (record.made or {}).items()
+            )
         )
     return "\n".join(lines) + "\n\n" + "\n\n".join(notes) + "\n\n"
+
+
+def _short(place: str) -> str:
+    """The last two parts of ``file:line``."""
+    return "/".join(place.split("/")[-2:])
 
 
 def saved(records: Sequence[AdapterRecord]) -> dict[str, float]:
@@ -387,7 +448,9 @@ def saved(records: Sequence[AdapterRecord]) -> dict[str, float]:
         read = re.match(r"(\d+) x (\d+) tokens .*, vocabulary (\d+), .*, bfloat16$", record.sizes)
         if read is not None and ENTRIES[record.host].on_logits:
             samples, length, vocab = map(int, read.groups())
-            found[record.host] = round((record.before_bytes - record.after_bytes) / (samples * length * vocab), 1)
+            ours = record.deferred_bytes if _defers(record.host) else None
+            ours = record.after_bytes if ours is None else ours
+            found[record.host] = round((record.before_bytes - ours) / (samples * length * vocab), 1)
     return {host: found[host] for host in sorted(found) if found[host] > 0}
 
 

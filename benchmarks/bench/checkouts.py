@@ -39,18 +39,24 @@ FOLDER = Path(sys.prefix) / "hosts"
 CHECKOUTS = "LOGITLESS_HOSTS"
 
 MISSING = {
-    "areal": ("aiohttp", "colorlog", "ray"),
+    "areal": (
+        *("aiohttp", "colorlog", "einops", "hydra", "lark", "numba", "omegaconf", "orjson", "peft", "ray", "torchdata"),
+        "uvloop",
+    ),
     "megatron": (),
     "ms_swift": (),
-    "miles": ("httpx", "ray", "megatron.training", "torch_memory_saver"),
+    "miles": ("httpx", "ray", "megatron.training", "sglang", "torch_memory_saver", "wandb"),
     "nemo_rl": (),
-    "openrlhf": ("deepspeed", "flash_attn", "peft", "pylatexenc"),
+    "openrlhf": (
+        *("aiohttp", "deepspeed", "fastapi", "flash_attn", "jsonlines", "optree", "peft", "pylatexenc", "ray"),
+        *("torchdata", "uvicorn", "vllm"),
+    ),
     "prime_rl": ("loguru",),
     "skyrl": (
         *("cloudpathlib", "cloudpickle", "jaxtyping", "loguru", "megatron.bridge", "omegaconf", "peft", "ray"),
         "skyrl_gym",
     ),
-    "slime": ("httpx", "ray", "megatron.training", "torch_memory_saver"),
+    "slime": ("httpx", "ray", "megatron.training", "torch_memory_saver", "wandb"),
     "torchtitan": ("spmd_types", "torchdata", "tyro"),
     "trl": (),
     "vime": (),
@@ -70,7 +76,7 @@ FIRST = {
 
 
 BARE = {
-    "areal": ("areal", "areal.infra", "areal.utils", "areal.utils.functional"),
+    "areal": ("areal", "areal.infra", "areal.utils"),
     "ms_swift": ("swift", "swift.megatron", "swift.megatron.trainers"),
     "prime_rl": ("prime_rl.trainer", "prime_rl.trainer.models"),
     "vime": ("vime", "vime.backends", "vime.backends.megatron_utils"),

@@ -192,8 +192,10 @@ def torchtitan(batch: Batch) -> Callable[[], Tensor]:
     return step
 
 
-def megatron(hidden: Tensor, labels: Tensor, vocab: int) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    """Megatron-Core's head on ``[s, b, h]`` hidden states: its logits and cross entropy, and the output processor."""
+def megatron(hidden: Tensor, labels: Tensor, vocab: int) -> tuple[Callable[[], Tensor], Callable[[], Tensor], Any]:
+    """Megatron-Core's head on ``[s, b, h]`` hidden states: its logits and cross entropy, and the output processor; and
+    the head.
+    """
     parallel = importlib.import_module("megatron.core.tensor_parallel")
     config = importlib.import_module("megatron.core").ModelParallelConfig(
         params_dtype=hidden.dtype, use_cpu_initialization=True
@@ -221,4 +223,4 @@ def megatron(hidden: Tensor, labels: Tensor, vocab: int) -> tuple[Callable[[], T
             ).logprob
         )
 
-    return before, after
+    return before, after, layer

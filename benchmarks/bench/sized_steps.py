@@ -64,6 +64,7 @@ class SizedStep:
     teacher_hidden: int | None = None
     teacher_top_k: int | None = None
     tail: Literal["bucket", "renormalise"] = "bucket"
+    divergence: str = "forward_kl"
 
     @property
     def num_rows(self) -> int:
@@ -134,8 +135,7 @@ class SizedStep:
             ids = None if self.ids is None else torch.zeros((self.num_rows, self.ids), dtype=torch.int64, device=device)
             options |= {"stats": self.stats, "top_k": self.top_k, "ids": ids}
         if "pair" in self.path:
-            # What kind it is makes no difference to memory.
-            options["divergence"] = "forward_kl"
+            options["divergence"] = self.divergence
         return options
 
     def _rows(self, device: torch.device) -> Rows | Tensor:

@@ -14,7 +14,8 @@ from logitless.tools.style import LIGHT, WIDTH_INCHES, save
 LINES = {
     "plain torch, all rows": ("s", 0, (0, 6)),
     "plain torch, response rows": ("D", -2, (6, -20)),
-    "logitless": ("o", 0, (0, 6)),
+    "one line more": ("o", 0, (0, 6)),
+    "policy_loss": ("^", -2, (6, 6)),
 }
 """Marker of each line, the point that its name stands at, and how far from it in points."""
 
@@ -50,7 +51,7 @@ def _draw_memory(axis: Axes, demo: Demo) -> None:
     measured = demo.by_fraction
     percent = [100 * fraction for fraction in measured.fractions]
     for name, peaks in measured.peaks.items():
-        colour = LIGHT.ours if name == "logitless" else LIGHT.others
+        colour = LIGHT.others if name.startswith("plain") else LIGHT.ours
         marker, point, offset = LINES[name]
         mib = [peak / 2**20 for peak in peaks]
         axis.plot(percent, mib, color=colour, marker=marker, markersize=4)

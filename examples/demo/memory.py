@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.bench.measure import peak_bytes
-from examples.demo.steps import LossStep, logitless_step, plain_step, plain_step_of_all_rows
+from examples.demo.policy import head_of
+from examples.demo.steps import LossStep, deferred_step, logitless_step, plain_step, plain_step_of_all_rows
 from logitless.rows import Rows
 
 WAYS: dict[str, LossStep] = {
     "plain torch, all rows": plain_step_of_all_rows,
     "plain torch, response rows": plain_step,
-    "logitless": logitless_step,
+    "one line more": deferred_step,
+    "policy_loss": logitless_step,
 }
 FRACTIONS = (0.125, 0.25, 0.5, 0.75, 1.0)
 
@@ -38,14 +40,14 @@ class PeaksByFraction:
 
 def step_peak(step: LossStep, hidden: Tensor, weight: Tensor, rows: Rows, advantage: Tensor) -> int:
     """Peak bytes of a loss step, forward and backward. A collective if the step is one."""
-    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    hidden, head = hidden.requires_grad_(), head_of(weight)
 
     def run() -> None:
-        loss, _ = step(hidden, weight, rows, advantage, None)
+        loss, _ = step(hidden, head, rows, advantage, None)
         loss.backward()
 
     peak = peak_bytes(run, "cpu")
-    hidden.grad = weight.grad = None
+    hidden.grad = head.weight.grad = None
     return peak
 
 

@@ -7,7 +7,6 @@ gathers keys and values. For rollouts each rank has the whole head and a share o
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,21 +20,29 @@ WIDTH = 64
 ATTENTION = "logitless_demo"
 
 
-@dataclass(frozen=True, eq=False)
-class Policy:
-    """Transformer body ``[N, S] -> [N, S, D]`` and the head's weight ``[V here, D]``."""
+class Policy(nn.Module):
+    """Transformer body ``[N, S] -> [N, S, D]`` and a head with a weight ``[V here, D]``."""
 
-    body: nn.Module
-    head: nn.Parameter
+    def __init__(self, body: nn.Module, weight: Tensor) -> None:
+        super().__init__()
+        self.body, self.lm_head = body, head_of(weight)
 
-    def parameters(self) -> list[nn.Parameter]:
-        return [*self.body.parameters(), self.head]
+    @property
+    def head(self) -> Tensor:
+        return self.lm_head.weight
 
     def copy(self, columns: slice = slice(None)) -> Policy:
         """New parameters with the same values; of the head, only the given ids."""
         twin = _new_body(self.head.shape[0])
         twin.load_state_dict(self.body.state_dict())
-        return Policy(twin, nn.Parameter(self.head.detach()[columns].clone()))
+        return Policy(twin, self.head.detach()[columns].clone())
+
+
+def head_of(weight: Tensor) -> nn.Linear:
+    """A linear layer with this weight, which is not copied."""
+    layer = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    layer.weight = nn.Parameter(weight)
+    return layer
 
 
 def check_transformers() -> None:
@@ -48,7 +55,7 @@ def new_policy(vocab: int, seed: int) -> Policy:
     """Random weights from a seed; the caller's generator is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Policy(_new_body(vocab), nn.Parameter(0.02 * torch.randn(vocab, WIDTH)))
+        return Policy(_new_body(vocab), 0.02 * torch.randn(vocab, WIDTH))
 
 
 def hidden_states(policy: Policy, tokens: Tensor, grid: Grid) -> Tensor:

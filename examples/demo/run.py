@@ -12,7 +12,7 @@ from examples.demo import train as training
 from examples.demo.grid import Grid
 from examples.demo.memory import FRACTIONS, PeaksByFraction, peaks_by_fraction, step_peak
 from examples.demo.policy import check_transformers, new_policy
-from examples.demo.steps import logitless_step, plain_step, plain_step_by_halves
+from examples.demo.steps import deferred_step, logitless_step, plain_step_by_halves, plain_step_of_all_rows
 from examples.demo.train import Curve, Setting, train, warm_start
 
 RISE = 0.15
@@ -168,12 +168,15 @@ def run_demo(setting: Setting, grid: Grid, report: Callable[[str], None], **size
     if first:
         report("learning to answer with digits")
     start = warm_start(setting) if first else new_policy(setting.vocab, setting.seed)
-    plain = train("plain torch", start, plain_step, setting, report) if first else None
+    plain = train("plain torch", start, plain_step_of_all_rows, setting, report) if first else None
     control = train("plain torch, in halves", start, plain_step_by_halves, setting, report) if first else None
     for parameter in start.parameters() if grid.size > 1 else ():
         dist.broadcast(parameter.data, 0, group=grid.world)
-    name = "logitless" if grid.size == 1 else f"logitless, TP {grid.tp} x CP {grid.cp}"
-    ours = train(name, start, logitless_step, setting, report, grid)
+    if grid.size == 1:
+        name, step = "one line more", deferred_step
+    else:
+        name, step = f"logitless, TP {grid.tp} x CP {grid.cp}", logitless_step
+    ours = train(name, start, step, setting, report, grid)
     if first:
         report("memory of the loss steps")
     our_peak = step_peak(*ours.last)

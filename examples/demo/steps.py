@@ -1,7 +1,8 @@
-"""The loss steps that the demo compares: from hidden states and the head's weight to a loss and its gradients.
+"""The loss steps that the demo compares: from hidden states and the head to a loss and its gradients.
 
 All are PPO's clipped loss with an entropy bonus over the response tokens of a batch; they differ in the tensors they
-store. The first three are plain torch as frameworks write it. The last is one call of ours.
+store. Three are plain torch as frameworks write it. ``deferred_step`` is the first of them with one line more, and
+``logitless_step`` is one call of ours.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from logitless.deferred import defer
 from logitless.loss import policy_loss
 from logitless.objectives import Objective
 from logitless.operands import Logits
 from logitless.rows import Rows
 from logitless.spec import VocabShard
 
-LossStep = Callable[[Tensor, Tensor, Rows, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""``f(hidden, weight, rows, advantage, old_logprob)`` returns the loss and the ``[R]`` log-probs without graph.
+LossStep = Callable[[Tensor, nn.Linear, Rows, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""``f(hidden, head, rows, advantage, old_logprob)`` returns the loss and the ``[R]`` log-probs without graph.
 
 ``old_logprob=None`` stands for the log-probs of this very call: the first update after a rollout."""
 
@@ -28,17 +30,23 @@ ENTROPY_COEF = 0.001
 OBJECTIVE = Objective(clip=(CLIP_LOW, CLIP_HIGH), entropy_coef=ENTROPY_COEF)
 
 MEMORY = "4MiB"
-"""Bytes that our step may take for a chunk of logits."""
+"""Bytes that our steps may take for a chunk of logits."""
 
 
-def plain_step(hidden: Tensor, weight: Tensor, rows: Rows, advantage: Tensor, old: Tensor | None) -> Any:
+def plain_step(hidden: Tensor, head: nn.Linear, rows: Rows, advantage: Tensor, old: Tensor | None) -> Any:
     """Plain torch, on response rows only."""
-    return _clipped_loss(*_plain_stats(rows.take(hidden) @ weight.T, rows.target), advantage, old)
+    return _clipped_loss(*_plain_stats(head(rows.take(hidden)), rows.target), advantage, old)
 
 
-def plain_step_by_halves(hidden: Tensor, weight: Tensor, rows: Rows, advantage: Tensor, old: Tensor | None) -> Any:
+def deferred_step(hidden: Tensor, head: nn.Linear, rows: Rows, advantage: Tensor, old: Tensor | None) -> Any:
+    """Plain torch on every token, as it is written below, with one line before it: nobody computes the logits."""
+    with defer(head, head=head, memory=MEMORY):
+        return plain_step_of_all_rows(hidden, head, rows, advantage, old)
+
+
+def plain_step_by_halves(hidden: Tensor, head: nn.Linear, rows: Rows, advantage: Tensor, old: Tensor | None) -> Any:
     """Plain torch with other roundings: each half of the vocabulary by itself, then merged."""
-    parts = [rows.take(hidden) @ half.T for half in weight.chunk(2)]
+    parts = [rows.take(hidden) @ half.T for half in head.weight.chunk(2)]
     sums = torch.stack([torch.logsumexp(logits.float(), -1) for logits in parts])
     log_z = torch.logsumexp(sums, 0)
     means = [(torch.softmax(logits.float(), -1) * logits).sum(-1) for logits in parts]
@@ -47,16 +55,16 @@ def plain_step_by_halves(hidden: Tensor, weight: Tensor, rows: Rows, advantage: 
     return _clipped_loss(target - log_z, entropy, advantage, old)
 
 
-def plain_step_of_all_rows(hidden: Tensor, weight: Tensor, rows: Rows, advantage: Tensor, old: Tensor | None) -> Any:
+def plain_step_of_all_rows(hidden: Tensor, head: nn.Linear, rows: Rows, advantage: Tensor, old: Tensor | None) -> Any:
     """Plain torch on every token, prompts included, as with logits from the model's forward."""
     target = torch.zeros(rows.token_shape or (), dtype=torch.int64).flatten().index_copy(0, rows.index, rows.target)
-    logprob, entropy = _plain_stats((hidden @ weight.T).flatten(0, -2), target)
+    logprob, entropy = _plain_stats(head(hidden).flatten(0, -2), target)
     return _clipped_loss(logprob[rows.index], entropy[rows.index], advantage, old)
 
 
 def logitless_step(
     hidden: Tensor,
-    weight: Tensor,
+    head: nn.Linear,
     rows: Rows,
     advantage: Tensor,
     old: Tensor | None,
@@ -66,7 +74,7 @@ def logitless_step(
 ) -> Any:
     """Ours: the same loss and gradients, from one chunk of logits at a time."""
     loss, _, stats = policy_loss(
-        Logits(hidden, weight, shard=shard),
+        Logits(hidden, head.weight, shard=shard),
         rows,
         OBJECTIVE,
         old_logprob="current" if old is None else old,

@@ -142,7 +142,7 @@ def train(
         old = None
         for _ in range(setting.updates):
             hidden = hidden_states(policy, tokens, grid)
-            loss, logprob = step(hidden, policy.head, rows, advantage, old)
+            loss, logprob = step(hidden, policy.lm_head, rows, advantage, old)
             old = logprob if old is None else old
             _update(policy, adam, loss, setting, grid)
         rewards.append(float(reward.mean()))

@@ -9,16 +9,17 @@ The autograd Function is a seam: what it computes is in ``passes/one_pass`` and 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from logitless.call import MEMORY, PLAIN, Asked, Call, Operands, resolve, together, untraced
+from logitless.call import MEMORY, PLAIN, Asked, Call, Operands, resolve, together
 from logitless.call.dry import ACTIVE, announce
 from logitless.call.unchanged import Unchanged
 from logitless.collectives import agree_if, fingerprint
 from logitless.errors import LogitlessError, no_second_derivative
+from logitless.errors.arguments import check_flags, refuse_transforms
 from logitless.notes import add_note, explained, version_of
 from logitless.objectives import Inputs, Metrics, Objective, Preference
 from logitless.operands import Given, Kept, Logits, Teacher, Teachers
@@ -29,7 +30,7 @@ from logitless.rows import Rows
 from logitless.score import score, with_teacher
 from logitless.sources.linear import Projection, hidden_gradients, selected_rows
 from logitless.sources.teachers import TeacherRows, grouped, ungrouped
-from logitless.spec import Head, TokenStats, inspectable
+from logitless.spec import Head, TokenStats, inspectable, untraced
 
 NAME = "policy_loss"
 
@@ -50,6 +51,48 @@ class Batch(NamedTuple):
     prompt_tokens: Tensor | None = None
     group: Any = None
     drop_zeros: bool = True
+
+
+@overload
+def policy_loss(
+    logits: Tensor | Given,
+    rows: Rows | Tensor | tuple[Tensor, Tensor],
+    objective: Objective | Preference,
+    *,
+    head: Head | None = None,
+    kept: Kept | None = None,
+    teacher: Tensor | Teacher | Teachers | None = None,
+    memory: int | str | None = None,
+    backend: Literal["auto", "reference", "tiled", "triton"] | str = "auto",
+    drop_zeros: bool = True,
+    return_stats: Literal[False] = False,
+    denominator: float | Tensor | None = None,
+    prompt_tokens: Tensor | None = None,
+    group: Any = None,
+    check_group: bool = False,
+    **fields: Tensor | str | None,
+) -> tuple[Tensor, Metrics]: ...
+
+
+@overload
+def policy_loss(
+    logits: Tensor | Given,
+    rows: Rows | Tensor | tuple[Tensor, Tensor],
+    objective: Objective | Preference,
+    *,
+    head: Head | None = None,
+    kept: Kept | None = None,
+    teacher: Tensor | Teacher | Teachers | None = None,
+    memory: int | str | None = None,
+    backend: Literal["auto", "reference", "tiled", "triton"] | str = "auto",
+    drop_zeros: bool = True,
+    return_stats: Literal[True],
+    denominator: float | Tensor | None = None,
+    prompt_tokens: Tensor | None = None,
+    group: Any = None,
+    check_group: bool = False,
+    **fields: Tensor | str | None,
+) -> tuple[Tensor, Metrics, TokenStats]: ...
 
 
 def policy_loss(
@@ -108,6 +151,8 @@ def policy_loss(
     >>> float(loss)
     -1.0
     """
+    if not all(isinstance(x, bool) for x in (drop_zeros, return_stats, check_group)):
+        check_flags(NAME, drop_zeros=drop_zeros, return_stats=return_stats, check_group=check_group)
     batch = Batch(objective, fields, denominator, prompt_tokens, group, drop_zeros)
     teacher = Teacher(teacher) if isinstance(teacher, Tensor) else teacher
     asked = Asked(head=head, kept=kept, teacher=teacher, memory=memory, backend=backend)
@@ -119,6 +164,8 @@ def policy_loss(
 def _policy_loss(
     logits: Any, rows: Any, asked: Asked, batch: Batch, check_group: bool, return_stats: bool
 ) -> tuple[Any, ...]:
+    if torch._C._are_functorch_transforms_active():
+        refuse_transforms(NAME)
     shard = getattr(logits, "shard", None)
     written = logits._stands.linear.weight_grad if isinstance(logits, Logits) else None
     before = None if written is None else version_of(written)
@@ -133,7 +180,9 @@ def _policy_loss(
         return (loss, metrics, stats) if return_stats else (loss, metrics)
     except BaseException as error:
         changed = written is not None and version_of(written) != before
-        add_note(error, NAME, asked.memory or MEMORY["chunk"], "weight_grad" if changed else None)
+        add_note(
+            error, NAME, MEMORY["chunk"] if asked.memory is None else asked.memory, "weight_grad" if changed else None
+        )
         raise
 
 
@@ -356,8 +405,6 @@ def _no_objective(objective: Any) -> LogitlessError:
 
 
 def _check_grad_scale(grad_scale: float | Tensor, weight_grad: Tensor | None) -> None:
-    if isinstance(grad_scale, Tensor) and grad_scale.dim():
-        raise LogitlessError(f"{NAME}: grad_scale must be a number or 0-dim but has shape {list(grad_scale.shape)}.")
     if weight_grad is None and (isinstance(grad_scale, Tensor) or grad_scale != 1.0):
         raise LogitlessError(
             f"{NAME}: grad_scale goes with weight_grad, which is added to before the gradient of the loss arrives. "
@@ -412,6 +459,7 @@ class Loss:
                 f"Loss: objective must be an Objective but is {type(objective).__name__}. Make one, as "
                 f'Objective.recipe("grpo"), and give its inputs by name: Loss(objective, advantage=..., ...).'
             )
+        check_flags("Loss", check_group=check_group)
         self.objective = objective
         self.temperature = temperature
         batch = {"denominator": denominator, "prompt_tokens": prompt_tokens, "group": group}

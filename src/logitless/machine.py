@@ -124,6 +124,14 @@ class Machine:
     costs: Costs | None
 
     @staticmethod
+    def card(name: str, multiprocessors: int, capability: int) -> Machine:
+        """A card by what it has, which need not be here. What work costs is taken from the one that was measured."""
+        if multiprocessors == 132 and capability == 9:
+            return H200
+        # Products with epilogues are made of what came with capability 9; what they cost elsewhere nobody knows.
+        return _gpu(name, multiprocessors, H200.costs, capability == 9)
+
+    @staticmethod
     def of(device: torch.device) -> Machine:
         """The machine behind a device; for the meta device, whose tensors are nowhere, a CPU."""
         return _card(device.index) if device.type == "cuda" else CPU
@@ -200,10 +208,7 @@ def _card(index: int | None) -> Machine:
     path = os.environ.get(TABLE)
     if path:
         return tuned(Path(path), facts.name, facts.multi_processor_count)
-    # What work costs relative to other work is taken from the card that was measured.
-    same = facts.multi_processor_count == 132 and facts.major == 9
-    # Products with epilogues are made of what came with capability 9; what they cost elsewhere nobody knows.
-    return H200 if same else _gpu(facts.name, facts.multi_processor_count, H200.costs, facts.major == 9)
+    return Machine.card(facts.name, facts.multi_processor_count, facts.major)
 
 
 def tuned(path: Path, name: str, count: int) -> Machine:

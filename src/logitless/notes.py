@@ -1,4 +1,5 @@
-"""What an error says besides when it leaves a call: what to do about it, and what is no longer as it was.
+"""What an error says besides when it leaves a call: what to do about it, and what is no longer as it was. And the one
+line that an operator finds in the log.
 
 Nothing is caught and nothing is retried (docs/decisions/0011): the error goes on as it came, with notes.
 """
@@ -6,6 +7,10 @@ Nothing is caught and nothing is retried (docs/decisions/0011): the error goes o
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import logging
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -88,3 +93,21 @@ def is_out_of_memory(error: BaseException) -> bool:
 def version_of(x: Any) -> int | None:
     """How often a tensor was written to; None where torch does not count, or where there is no tensor."""
     return x._version if isinstance(x, Tensor) and not x.is_inference() else None
+
+
+_LOGGED: set[tuple[int, str]] = set()
+"""Lines that were logged, by the process that logged them: a fork logs its own."""
+
+
+def log_once(what: str) -> None:
+    """A line of the logger ``logitless``, once per process, with the versions that this runs on. Level INFO."""
+    if (os.getpid(), what) in _LOGGED:
+        return
+    _LOGGED.add((os.getpid(), what))
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = "none"
+    version, python = sys.modules["logitless"].__version__, ".".join(map(str, sys.version_info[:3]))
+    text = "logitless %s: %s (torch %s, Triton %s, Python %s, process %d)"
+    logging.getLogger("logitless").info(text, version, what, torch.__version__, triton, python, os.getpid())

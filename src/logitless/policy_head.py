@@ -7,15 +7,19 @@ inside, the weight is an ordinary tensor. The layer's own forward is not called:
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import fields
 from typing import Any
 
 from torch import Tensor, nn
 
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import one_of
+from logitless.loss import policy_loss
 from logitless.operands import Linear, Logits
 from logitless.operands.peft import head_weight
 from logitless.score import logprobs
+from logitless.spec import parse_memory
 
 OF_LOGITS = tuple(field.name for field in fields(Linear))
 """Options that say what the head is; all others are the verb's."""
@@ -42,6 +46,11 @@ class PolicyHead(nn.Module):
             raise LogitlessError(
                 f"PolicyHead: linear must be a linear layer, with its own bias if any, but is {type(linear).__name__}."
             )
+        known = [*OF_LOGITS, *inspect.signature(logprobs).parameters, *inspect.signature(policy_loss).parameters]
+        for name in options:
+            one_of(name, known[:-1], "PolicyHead: the name of an option")
+        if options.get("memory") is not None:
+            parse_memory(options["memory"])
         self.linear = linear
         self.options = options
         self._check_linear()

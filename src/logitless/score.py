@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from logitless.backends.divergences import Divergence, Kind
-from logitless.call import MEMORY, Asked, Call, Operands, resolve, together, untraced
+from logitless.call import MEMORY, Asked, Call, Operands, resolve, together
 from logitless.call.dry import ACTIVE, announce
 from logitless.call.resolve import apart_everywhere
+from logitless.errors.arguments import refuse_transforms
 from logitless.notes import add_note
 from logitless.operands import Given, Kept, Logits, Teacher, Teachers
 from logitless.passes.look import asked_of
@@ -31,8 +32,8 @@ from logitless.route import Plan, score_plan
 from logitless.rows import Rows
 from logitless.softmax import FLOOR, transform
 from logitless.sources.listed import entry_logits, id_logits, place_of
-from logitless.sources.teachers import check_teachers, entries_of, grouped, kept_of, ungrouped
-from logitless.spec import EntropyMode, Head, TokenStats
+from logitless.sources.teachers import check_teachers, entries_of, grouped, kept_of, under_autocast, ungrouped
+from logitless.spec import EntropyMode, Head, TokenStats, untraced
 
 
 def logprobs(
@@ -117,10 +118,12 @@ def logprobs(
 def _logprobs(logits: Any, rows: Any, asked: Asked) -> TokenStats:
     if torch.compiler.is_compiling():
         return _answered(logits, rows, asked)
+    if torch._C._are_functorch_transforms_active():
+        refuse_transforms("logprobs")
     try:
         return _answered(logits, rows, asked)
     except BaseException as error:
-        add_note(error, "logprobs", asked.memory or _default(logits, asked))
+        add_note(error, "logprobs", _default(logits, asked) if asked.memory is None else asked.memory)
         raise
 
 
@@ -158,8 +161,10 @@ def resolve_score(logits: Any, rows: Any, asked: Asked) -> tuple[Call, Plan, Ope
 
 def with_teacher(call: Call, operands: Operands) -> Call:
     """The call with its teacher checked; of one that sent K log-probs, asked for the student's of the same ids."""
-    teacher = call.asked.teacher
+    teacher = under_autocast(call.asked.teacher)
     check_teachers(call, operands.tokens, teacher)
+    if teacher is not call.asked.teacher:
+        call = replace(call, asked=replace(call.asked, teacher=teacher))
     if not isinstance(teacher, Teacher) or teacher.top_k is None:
         return call
     sent = teacher.top_k

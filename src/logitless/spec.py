@@ -10,11 +10,11 @@ Small frozen carriers, validated when made, so that everything below can trust t
 
 from __future__ import annotations
 
-import math
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,11 +22,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from logitless.collectives import DryGroup, resolve_group, table_over
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import FLOATS, check_flags, dense, is_number, refused
 
 IGNORE = -100
 """Target id of a row to leave out: log-prob 0, entropy 0, log Z 0, gradient 0."""
 
 EntropyMode = Literal["value", "grad"] | None
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class TokenStats(NamedTuple):
@@ -182,6 +186,7 @@ class VocabShard:
     def __post_init__(self) -> None:
         if type(self.start) is not int or type(self.stop) is not int:
             raise LogitlessError(f"VocabShard: start and stop must be integers but are {self.start!r}, {self.stop!r}.")
+        check_flags("VocabShard", check_calls=self.check_calls)
         group = resolve_group(self.group, "VocabShard.group")
         bounds = [(self.start, self.stop)] if group is None else table_over(group, (self.start, self.stop))
         object.__setattr__(self, "group", group)
@@ -205,6 +210,8 @@ class VocabShard:
     @staticmethod
     def even(vocab_size: int, group: Any) -> VocabShard:
         """This rank's shard where the vocabulary is cut into equal shards in rank order, as Megatron does."""
+        if type(vocab_size) is not int or vocab_size < 1:
+            raise refused("VocabShard.even: vocab_size", "a positive integer", vocab_size)
         group = resolve_group(group, "VocabShard.group")
         world, rank = (1, 0) if group is None else (group.size(), group.rank())
         if vocab_size % world:
@@ -308,11 +315,11 @@ def inspectable(x: Tensor) -> bool:
 
 
 def _is_finite_number(x: object) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+    return is_number(x) and isinstance(x, int | float)
 
 
 def _check_temperature_tensor(t: Tensor) -> None:
-    if not t.is_floating_point():
+    if dense(t, "Head: temperature", "a number or a tensor of floats").dtype not in FLOATS:
         raise LogitlessError(f"Head: temperature must be a floating-point tensor but has dtype {t.dtype}.")
     if t.requires_grad:
         raise LogitlessError("Head: temperature requires grad, but no gradient flows to it. Pass temperature.detach().")
@@ -338,3 +345,26 @@ def _tiled_size(bounds: list[tuple[int, ...]]) -> int:
             )
         expected = stop
     return expected
+
+
+# Under torch.compile.
+
+
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """The function; where torch.compile is tracing, behind a graph break."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            return graph_break(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+# Called under a compiler only: elsewhere the first call would import it, which takes seconds. The public
+# torch.compiler.disable imports it as soon as it is applied.
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+def graph_break(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """A call that breaks a compiled graph."""
+    return function(*args, **kwargs)

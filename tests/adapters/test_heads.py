@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -100,6 +101,35 @@ def test_a_host_that_looks_different_computes_as_before_and_says_so(maths):
     assert len(report.notes) == 1
     assert report.notes[0].startswith('logits are computed as before: install("fake"): fakehost.maths.run')
     assert report.logits == ("logits: computed by the host's own head",)
+
+
+def test_heads_that_nobody_has_seen_run_are_deferred_where_one_asks(maths):
+    unseen = Replacement("fakehost.maths", "run", RUN, deferring(lambda model, ids: model), if_asked=True)
+    install_host(replace(host(), heads=lambda _: [unseen]), {})
+    assert type(maths.run(Model(), IDS)) is torch.Tensor
+    uninstall_host("fake")
+    install_host(replace(host(), heads=lambda _: [unseen]), {"logits": "deferred"})
+    assert type(maths.run(Model(), IDS)) is Logits
+
+
+def test_a_forward_that_refuses_computes_and_is_named(maths):
+    """Tensor parallelism is seen only in the forward, where FSDP has gathered what it sharded."""
+    from torch import distributed as dist
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = dist.init_device_mesh("cpu", (1,))
+    try:
+        model = Model(nn.Linear(4, 11, bias=False))
+        plain = model(IDS)
+        model.lm_head.weight = nn.Parameter(distribute_tensor(model.lm_head.weight.detach(), mesh, [Shard(0)]))
+        model.lm_head.register_forward_pre_hook(lambda _, x: DTensor.from_local(x[0], mesh))
+        install_host(host(), {})
+        torch.testing.assert_close(maths.run(model, IDS).full_tensor(), plain)
+        assert any("tensor parallelism has sharded it" in line for line in installed()[0].logits)
+        uninstall_host("fake")
+    finally:
+        dist.destroy_process_group()
 
 
 def test_values_of_the_option(maths):

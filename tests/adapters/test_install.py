@@ -17,6 +17,7 @@ from logitless.adapters import HOSTS
 from logitless.adapters.audit import Audit
 from logitless.adapters.host import Host, Option, Replacement
 from logitless.adapters.patching import install_host, installed, uninstall_host
+from logitless.spec import parse_memory
 
 SCORE = "(logits, index, temperature=1.0)"
 
@@ -407,6 +408,20 @@ def test_audit_sees_what_is_not_finite():
     assert math.isnan(audit.report().worst)
 
 
+def test_audit_sees_a_number_where_the_truth_is_none():
+    logits, target = rows_of()
+    logprob = logitless.logprobs(logits, target).logprob
+    logits[3, 5] = torch.nan
+    audit = Audit(rows=37)
+    with pytest.warns(RuntimeWarning, match="differs from float64 by nan"):
+        audit.of_logits("f", logits, target, logprob=logprob)
+    assert not audit.report().passed
+    # Where both are NaN, they agree.
+    agreed = Audit(rows=37)
+    agreed.of_logits("f", logits, target, logprob=logitless.logprobs(logits, target).logprob)
+    assert agreed.report().passed
+
+
 def test_audit_leaves_rows_without_a_target_and_empty_calls_alone():
     logits, target = rows_of()
     target[::2] = -100
@@ -468,3 +483,24 @@ def test_audit_over_a_vocabulary_group(ranks):
     reports = ranks(audit_a_shard, 2)
     assert [report.rows for report in reports] == [18, 18]
     assert all(report.worst < 3e-6 for report in reports)
+
+
+@pytest.mark.parametrize(
+    ("option", "given"),
+    [
+        (Option("256MiB", "working memory", check=parse_memory), "lots"),
+        (Option(1.0, "a factor", check=lambda x: Head(scale=x)), 0.0),
+        (Option(1.0, "a factor", check=lambda x: Head(scale=x)), "1"),
+    ],
+)
+def test_a_bad_value_of_an_option_is_refused_before_anything_is_replaced(fakehost, option: Option, given):
+    with pytest.raises(LogitlessError, match=rf'install\("fake"\): .*{given!r}'):
+        install_host(host(options={"chosen": option}), {"chosen": given})
+    assert installed() == ()
+    install_host(host(options={"chosen": option}), {"chosen": option.default})
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_working_memory_is_checked_by_every_host_that_has_it(name: str):
+    options = importlib.import_module(f"logitless.adapters.{name}").HOST.options
+    assert all(option.check is parse_memory for key, option in options.items() if key == "memory")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from close import assert_gradient_close_to_truth
-from ranks import RankFailed, close_ranks
+from ranks import close_ranks
 from test_megatron import head_layer, megatron
 from test_megatron_groups import TIMEOUT
 from torch import Tensor
@@ -120,9 +120,9 @@ def run_model(rank: int, world: int, how: str, tied: bool, deferred: bool) -> li
         inputs = {"input_ids": tokens, "position_ids": torch.arange(S).expand(B, -1)}
         inputs["attention_mask"] = torch.ones(1, 1, S, S).triu(1).bool()
         if how == "labels, ours":
-            logitless.install("megatron")
-        if deferred:
-            logitless.defer(model, strict=how != "labels, Megatron's")
+            logitless.install("megatron", logits="deferred" if deferred else "host", audit=3)
+        if deferred and how != "labels, ours":
+            logitless.defer(model, strict=True)
         if how.startswith("labels"):
             out = model(**inputs, labels=tokens.roll(-1, 1))
         else:
@@ -132,22 +132,21 @@ def run_model(rank: int, world: int, how: str, tied: bool, deferred: bool) -> li
             given = logits if isinstance(logits, Logits) else Logits.given(logits, shard=shard)
             out = logitless.logprobs(given, rows).logprob
         out.pow(2).sum().backward()
+        for report in logitless.status().hosts:
+            assert (report.calls, report.passed_on, report.made) == (1, 0, {})
+            assert report.audit.passed
+            assert report.logits[0].startswith("logits: not computed") == deferred
         return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-@pytest.mark.parametrize("how", ["logprobs", "labels, ours"])
+@pytest.mark.parametrize("how", ["logprobs", "labels", "labels, ours"])
 def test_a_whole_model(ranks, how, tied):
     wanted, ours = (ranks(run_model, 2, how, tied, deferred, timeout=TIMEOUT) for deferred in (False, True))
     for theirs, mine in zip(wanted, ours, strict=True):
         assert len(theirs) == len(mine) > 5
         for a, b in zip(theirs, mine, strict=True):
             torch.testing.assert_close(b, a, atol=2e-5, rtol=2e-5)
-
-
-def test_megatrons_own_cross_entropy_writes_to_logits_and_is_refused_by_name(ranks):
-    with pytest.raises(RankFailed, match=r"sub_ at .*tensor_parallel.cross_entropy.py:\d+ needs logits in memory"):
-        ranks(run_model, 2, "labels, Megatron's", False, True, timeout=TIMEOUT)
 
 
 def refused(rank: int, world: int) -> list[str]:

@@ -100,3 +100,26 @@ def test_names_outside_the_package(toyrl):
     with pytest.raises(LogitlessError, match=r"no host 'toyr'. Did you mean 'toyrl'\? Known: .*toyrl"):
         logitless.uninstall("toyr")
     assert "toyrl" not in HOSTS
+
+
+def test_the_log_has_one_line_per_process(toyrl, caplog, monkeypatch):
+    """What was installed, on which versions, and whether logits are computed; not again for the same."""
+    monkeypatch.setattr("logitless.notes._LOGGED", set())
+    with caplog.at_level("INFO", logger="logitless"):
+        for _ in range(2):
+            logitless.install(host())
+            logitless.uninstall("toyrl")
+    lines = [record.getMessage() for record in caplog.records]
+    (line,) = [line for line in lines if "installed toyrl 1.2.3, 1 functions replaced" in line]
+    assert line.startswith(f"logitless {logitless.__version__}: ")
+    assert "logits are computed by the host's own head" in line
+    assert f"torch {torch.__version__}" in line
+
+
+def test_the_log_says_that_a_model_is_deferred(caplog, monkeypatch):
+    monkeypatch.setattr("logitless.notes._LOGGED", set())
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9))
+    with caplog.at_level("INFO", logger="logitless"), logitless.defer(model, head="1"):
+        pass
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "deferred the head of Sequential, logits are not computed (torch " in line

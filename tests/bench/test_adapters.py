@@ -50,6 +50,10 @@ def test_entries_run(host, tmp_path, monkeypatch):
     assert record.difference < 1e-4
     assert record.before_bytes > 0
     assert record.after_bytes > 0
+    if record.deferred_bytes is not None:
+        assert record.deferred_difference < 1e-4
+        assert record.deferred_bytes > 0
+        assert record.made == {}
     assert not logitless.status().hosts
     append(tmp_path / "a.jsonl", record)
     append(tmp_path / "a.jsonl", replace(record, before_ms=1e6))

@@ -153,7 +153,7 @@ class TestRowsFromLists:
 
     @pytest.mark.parametrize("mask", [[1], [1, 0, 1], torch.ones(3)])
     def test_length_of_a_mask(self, build, name, mask):
-        text = f"{name}: the loss mask of sample 1 has {len(mask)} entries but its response has 2 tokens."
+        text = f"{name}: loss_masks: the mask of sample 1 has {len(mask)} entries but its response has 2 tokens."
         with raises(text):
             build([[1, 2], [3, 4, 5]], [1, 2], [[1], mask])
 

@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import logitless as ll
+from logitless.call import Asked
 from logitless.deferred import model as deferral
 from logitless.deferred import undefer
 from logitless.operands.logits import MADE
+from logitless.score import resolve_score
 
 sys.path.append(str(Path(__file__).parents[1] / "adapters"))
 from tiny import qwen3
@@ -237,6 +239,27 @@ def test_a_reentrant_checkpoint_around_the_head(few, monkeypatch):
     same(AtTheEnd, lambda model: idiom(model(IDS)), head="inner.lm_head", strict=False)
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen head"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_a_reading(reentrant, frozen):
+    """As verl and its kin take entropies: the checkpoint is given the logits themselves."""
+
+    def entropy(x: Tensor) -> Tensor:
+        p = torch.softmax(x, -1)
+        return torch.logsumexp(x, -1) - (p * x).sum(-1)
+
+    def make() -> Any:
+        model = Plain()
+        model.lm_head.requires_grad_(not frozen)
+        return model
+
+    def loss(model: Any) -> Tensor:
+        logits = model(IDS) / 0.7
+        return checkpoint(entropy, logits, use_reentrant=reentrant).mean() + idiom(logits)
+
+    same(make, loss)
+
+
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_autocast(where):
     """The loss of the model under autocast, read inside of it or outside; gradients no farther from float64."""
@@ -386,3 +409,14 @@ def test_a_half_precision_head_without_a_graph_computes_few_rows_as_ever(monkeyp
         assert type(last) is Tensor
         last[:, 0] = -torch.inf
         assert isinstance(logits[:, :-1], ll.Logits)
+
+
+def test_the_memory_of_whatever_reads_the_logits():
+    model, ids = Plain(), IDS.flatten()
+    for given, wanted in ((None, 256 << 20), ("3KiB", 3 << 10), (5000, 5000)):
+        with ll.defer(model, memory=given):
+            logits = model(ids)[1:].float() / 0.7
+            assert resolve_score(logits, ids[1:], Asked())[0].memory == wanted
+            assert resolve_score(logits, ids[1:], Asked(memory="2KiB"))[0].memory == 2 << 10
+    with pytest.raises(ll.LogitlessError, match=r"memory: wanted .* but got 'lots'"):
+        ll.defer(model, memory="lots")

@@ -61,7 +61,7 @@ def wrapped(kind: str, model: Any) -> Any:
         fully_shard(layer)
     if "own unit" in kind:
         fully_shard(model.lm_head, reshard_after_forward="resharded" in kind)
-    return fully_shard(model)
+    return fully_shard(model, reshard_after_forward=True) if "root resharded" in kind else fully_shard(model)
 
 
 def trained(rank: int, world: int, kind: str, loss: str, deferred: str) -> tuple[list[float], dict[str, Tensor]]:
@@ -89,7 +89,7 @@ def trained(rank: int, world: int, kind: str, loss: str, deferred: str) -> tuple
 
 
 KINDS = ["DDP", "DDP, static graph", "DDP, find_unused_parameters", "FSDP1", "FSDP1, flat", "FSDP2"]
-KINDS += ["FSDP2, own unit", "FSDP2, own unit, resharded"]
+KINDS += ["FSDP2, own unit", "FSDP2, own unit, resharded", "FSDP2, root resharded"]
 
 
 def assert_same(wanted: Any, ours: Any, rtol: float) -> None:
@@ -109,7 +109,7 @@ def test_two_ranks(ranks, kind, loss):
     assert_same(wanted, ours, 1e-6 if loss == "labels" else 1e-12)
 
 
-@pytest.mark.parametrize("kind", ["DDP", "FSDP1", "FSDP2"])
+@pytest.mark.parametrize("kind", ["DDP", "FSDP1", "FSDP2", "FSDP2, root resharded"])
 def test_a_model_that_is_wrapped_already(ranks, kind):
     pytest.importorskip("transformers")
     wanted, ours = (ranks(trained, 2, kind, "idiom", deferred) for deferred in ("", "after"))
@@ -120,6 +120,8 @@ def test_a_head_that_fsdp1_lets_go_of_is_refused_by_name(ranks):
     pytest.importorskip("transformers")
     with pytest.raises(RankFailed, match=r"weight was let go of when its module's forward ended.*root unit.*FSDP2"):
         ranks(trained, 2, "FSDP1, own unit", "idiom", "before")
+    with pytest.raises(RankFailed, match=r"defer: the head is an FSDP1 unit of its own with FULL_SHARD.*root unit"):
+        ranks(trained, 2, "FSDP1, own unit", "idiom", "after")
 
 
 def prepared(rank: int, world: int, deferred: bool) -> tuple[list[float], dict[str, Tensor]]:

@@ -101,7 +101,7 @@ RULES: dict[str, Callable[[Any], Any]] = {
     "softcap, then temperature": lambda x: ((x / 3).tanh() * 3)[:, :-1] / FACTOR[:, 1:],
     "copies": lambda x: (x.clone(), x.contiguous(), x.detach() * 2),
     "data": lambda x: x.data,
-    "sum": lambda x: (x.sum(), 0 * x.sum(), (x / FACTOR).sum()),
+    "sum": lambda x: (x.sum(), 0 * x.sum(), (x / FACTOR).sum(), x.mean()),
     "split": lambda x: (x.split(2), x.split([1, 2]), x.split(3, dim=1), torch.split(x, 2)),
     "chunk": lambda x: (x.chunk(2), x.chunk(3, dim=1), x.unbind(0), x.unbind(1)),
     "iteration": lambda x: list(x),

@@ -99,6 +99,10 @@ def nav_pages(entry) -> list[str]:
 
 def test_every_page_is_in_the_nav_once():
     listed = nav_pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    # Decisions are on a page of their own, in their order.
+    decisions = re.findall(r"^\d+\. \[.+\]\((.+)\)$", (ROOT / "docs/decisions.md").read_text(), re.MULTILINE)
+    assert decisions == sorted(decisions)
+    listed += decisions
     assert sorted(listed) == sorted(str(path.relative_to(ROOT / "docs")) for path in PAGES)
 
 
@@ -113,8 +117,11 @@ def test_links_of_a_page_stay_on_the_site(path: Path):
 
 
 def test_the_api_reference_has_every_public_name():
-    names = re.findall(r"^::: logitless\.(?:\w+\.)*(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    text = "\n".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
+    names = re.findall(r"^::: logitless\.(?:\w+\.)*(\w+)$", text, re.MULTILINE)
     assert sorted(names) == logitless.__all__
+    table = re.findall(r"`(\w+)`", (ROOT / "docs" / "api" / "index.md").read_text())
+    assert sorted(table) == logitless.__all__
 
 
 @pytest.mark.parametrize("path", DOCS, ids=NAMES)

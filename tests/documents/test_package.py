@@ -102,6 +102,7 @@ def test_the_page_of_the_package_has_links_that_work(built: tuple[Path, Path]):
     assert urls["Repository"] == REPOSITORY
     assert {"Documentation", "Changelog", "Issues"} <= set(urls)
     text = metadata.get_payload()
+    assert re.findall(r"pip install (\S+)", text)[:3] == ["logitless", '"logitless[triton]"', '"logitless[cli]"']
     links = [one or other for one, other in LINK.findall(text)]
     ours = [link for link in links if link.startswith(REPOSITORY)]
     assert len(ours) > 20
@@ -142,6 +143,13 @@ def test_nothing_but_the_settings_names_the_repository():
     assert [path.name for path in files if path.is_file() and REPOSITORY in path.read_text()] == ["pyproject.toml"]
     version = re.compile(rf"^(?:__)?version(?:__)?\s*[:=].*{re.escape(logitless.__version__)}", re.MULTILINE)
     assert [path.name for path in files if path.is_file() and version.search(path.read_text())] == ["__init__.py"]
+
+
+def test_the_newest_release_of_the_changelog_is_this_version():
+    """A release is a tag away: its section has a date, and what comes later has a place above it."""
+    headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == "Unreleased"
+    assert re.fullmatch(rf"{re.escape(logitless.__version__)} - 20\d\d-\d\d-\d\d", headings[1])
 
 
 def test_every_extra_of_users_is_tried_by_make_smoke():

@@ -32,7 +32,7 @@ def steps(workflow: dict) -> list[dict]:
 
 def test_there_are_targets_and_workflows():
     assert {"lint", "test", "docs", "serve", "dist", "smoke", "gpu"} <= TARGETS
-    assert [path.stem for path in WORKFLOWS] == ["build", "docs", "drift", "gpu", "release", "tests"]
+    assert [path.stem for path in WORKFLOWS] == ["build", "docs", "drift", "gpu", "release", "tests", "versions"]
     assert set(re.search(r"^\.PHONY: (.+)$", MAKEFILE, re.MULTILINE)[1].split()) == TARGETS
 
 
@@ -73,10 +73,26 @@ def test_a_release_publishes_what_was_built_and_tried_from_its_own_tag():
     assert set(built["jobs"]["smoke"]["strategy"]["matrix"]["extra"]) == {"none", *EXTRAS} - {"dev", "docs"}
 
 
-def test_ci_and_the_workflow_of_tests_run_the_same():
-    run = re.findall(r"^make ([\w-]+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+def test_ci_runs_what_the_workflows_of_tests_and_builds_run():
+    run = re.findall(r"^make .+$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     workflow = [step["run"] for step in steps(load(GITHUB / "workflows" / "tests.yml")) if "run" in step]
-    assert [f"make {target}" for target in run] == workflow == ["make lint", "make test"]
+    assert run == workflow == ["make lint", "make test", "make bare"]
+    assert "none" in load(GITHUB / "workflows" / "build.yml")["jobs"]["smoke"]["strategy"]["matrix"]["extra"]
+
+
+def test_machines_of_others_install_a_torch_without_cuda():
+    """Whatever sets up an environment there, from the address in a variable; a GPU's machine has its own torch."""
+    asked = {path.stem for path in WORKFLOWS if "PIP_EXTRA_INDEX_URL" in load(path).get("env", {})}
+    assert asked == {path.stem for path in WORKFLOWS} - {"gpu", "release"}
+
+
+def test_every_python_that_is_claimed_is_tried():
+    text = (ROOT / "noxfile.py").read_text()
+    pythons = re.search(r"^PYTHONS = \[(.+)\]$", text, re.MULTILINE)[1].replace('"', "").split(", ")
+    job = load(GITHUB / "workflows" / "versions.yml")["jobs"]["versions"]
+    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    assert job["strategy"]["matrix"]["python"] == pythons
+    assert [c.rsplit(" ", 1)[1] for c in classifiers if re.search(r":: 3\.\d+$", c)] == pythons
 
 
 def test_make_lint_runs_the_hooks_of_a_commit_with_tools_that_make_installs():

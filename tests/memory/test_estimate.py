@@ -69,6 +69,14 @@ CASES = {
     "logits, kept ids": {**LOGITS, **GRAD, "kept_ids": 9001, "overwrite": True},
     "logits, fewer kept ids than rows": {**LOGITS, **F32, "tokens": 5003, "vocab": 7, "kept_ids": 50},
     "logits, statistics": {**LOGITS, **F32, "stats": ("top1", "collision", "rank"), "top_k": 20, "ids": 9},
+    "logits, statistics, bf16": {**LOGITS, "stats": ("rank", "mean_logit", "collision")},
+    "logits, a rank, rows cut into tiles": {
+        **LOGITS,
+        "tokens": 31,
+        "vocab": 30011,
+        "memory": "1MiB",
+        "stats": ("rank",),
+    },
     "logits, float64": {**LOGITS, **GRAD, "dtype": "float64", "overwrite": True},
     "logits, forward alone": {**LOGITS, **F32, "entropy": "value", "needs_grad": ()},
     "forward alone": {**SLABS, **F32, "entropy": "value", "needs_grad": ()},
@@ -100,6 +108,7 @@ CASES = {
     "support, a buffer for d_weight": {**SLABS, **FEW_IDS, "weight_grad": True},
     "support, from logits": {**LOGITS, **GRAD, **FEW_IDS},
     "statistics": {**SLABS, "stats": ("top1", "mean_logit", "rank"), "top_k": 128, "ids": 40},
+    "statistics, a rank, fp32": {**SLABS, **F32, "stats": ("rank",)},
     "statistics, frozen, rows": {**SLABS, **F32, **FROZEN, **SELECTED, "stats": ("top1", "rank"), "top_k": 5},
     "float64": {**SLABS, **GRAD, "dtype": "float64"},
     "adapter": {**SLABS, **GRAD, "lora_rank": 16},
@@ -134,6 +143,9 @@ CASES = {
     "divergence, support": {**PAIR, **F32, **FEW_IDS},
     "divergence, kept ids": {**PAIR, **F32, "kept_ids": 9001},
     "divergence, from logits": LOGIT_PAIR,
+    "divergence, from logits, jsd": {**LOGIT_PAIR, "divergence": "jsd"},
+    "divergence, from logits, tv, fp32": {**LOGIT_PAIR, **F32, "divergence": "tv"},
+    "divergence, from logits, K ids": {**LOGIT_PAIR, "teacher_top_k": 32, "tail": "renormalise"},
     "divergence, from logits, overwritten": {**LOGIT_PAIR, **F32, "overwrite": True},
     "divergence, from logits, a bucket": {**LOGIT_PAIR, **F32, "teacher_top_k": 8},
     "loss, a teacher": {**LOSS, **F32, **TAUGHT, "teacher_hidden": 130},
@@ -408,6 +420,17 @@ def test_the_default_memory_is_that_of_the_call():
         assert predicted(**sizes) != predicted(**sizes, memory="3MiB")
 
 
+def test_a_device_that_is_named_is_the_one_that_is_planned_for():
+    """On an H200 tiles are larger than those of the CPU that the tensors are on."""
+    hidden, weight, target = torch.zeros(3000, 64), torch.zeros(20011, 64), torch.zeros(3000, dtype=torch.int64)
+    here, there = (
+        ll.explain(ll.logprobs, ll.Logits(hidden, weight), target, device=device) for device in (None, "cuda")
+    )
+    dry = ll.Logits(hidden.to("meta"), weight.to("meta"))
+    assert str(there) == str(ll.explain(ll.logprobs, dry, target.to("meta")))
+    assert str(here) == str(ll.explain(ll.logprobs, dry, target.to("meta"), device="cpu")) != str(there)
+
+
 def test_any_function_can_be_estimated():
     """What frameworks write, beside a verb."""
     hidden, weight = torch.zeros(64, 8, requires_grad=True), torch.zeros(1000, 8, requires_grad=True)
@@ -419,6 +442,24 @@ def test_any_function_can_be_estimated():
     assert found.plan is None
     assert found.forward_peak >= 2 * 64 * 1000 * 4
     assert found.backward_peak >= 2 * 64 * 1000 * 4
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "scratch"),
+    [("cuda", "int64", 24), ("cuda", "float32", 24), ("cpu", "int64", 8), ("cpu", "float32", 0)],
+)
+def test_the_scratch_of_a_sort(device: str, dtype: str, scratch: int):
+    """Bytes per element besides values and order, as measured on an H200 and on a CPU."""
+    x = torch.empty(1009, dtype=getattr(torch, dtype), device="meta")
+    found = ll.estimate(lambda x: x.sort(stable=True).values, x, device=device)
+    assert found.peak == 1009 * (x.element_size() + 8 + scratch)
+
+
+def test_the_device_is_that_of_tensors_given_by_name():
+    """A sort on a CPU takes 8 bytes for each integer, on a GPU 24."""
+    x = torch.arange(1009)
+    assert ll.estimate(lambda x: x.sort(stable=True).values, x=x).peak == 1009 * (8 + 8 + 8)
+    assert ll.estimate(lambda x: x.sort(stable=True).values, x=x.to("meta")).peak == 1009 * (8 + 8 + 24)
 
 
 def test_numbers_are_not_looked_at():
@@ -439,6 +480,14 @@ def test_items_add_up_and_print():
     assert max(map(len, lines)) <= 80
     assert len(lines) == len(found.items) + 3
     assert lines[-1].endswith("GiB")
+    # What lives in one phase alone has a number there.
+    shown = {"forward": (True, False), "backward": (False, True)}
+    for item, line in zip(found.items, lines[2:-1], strict=True):
+        assert line.startswith("* " if item.output else "  ")
+        cells = (line[52:65].strip(), line[65:78].strip())
+        assert tuple(map(bool, cells)) == tuple(item in items for items in (found.forward, found.backward))
+        assert item.name.endswith(", saved") == (item.phase == "kept" and not item.output)
+        assert item.phase == "kept" or tuple(map(bool, cells)) == shown[item.phase]
 
 
 META = sized(64, 1000, 8)

@@ -361,3 +361,8 @@ def test_a_teacher_beside_an_adapter(trained, computed: bool, device):
             ours[name].grad = exact[name].grad = None
     # On a card, what work costs decides.
     assert device.type != "cpu" or kinds == {"one pass"}
+
+
+def test_an_adapter_of_rank_0_is_none():
+    with pytest.raises(ll.LogitlessError, match="LoRA: a and b have rank 0"):
+        ll.LoRA(torch.zeros(5, 3), torch.zeros(0, 3), torch.zeros(5, 0))

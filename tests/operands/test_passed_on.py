@@ -30,6 +30,10 @@ RULES: dict[str, Callable[[Tensor], Tensor]] = {
     "a factor per row, split": lambda x: (x * HEAT).split(2, 1)[1],
     "a factor per row, turned": lambda x: (x / HEAT).transpose(0, 1),
     "a factor per row, flat": lambda x: (x / HEAT).flatten(0, 1),
+    "a tensor of one number": lambda x: x / torch.tensor(0.7, dtype=torch.float64),
+    "a factor per sample": lambda x: x / HEAT[:, :1],
+    "a factor per place": lambda x: x * HEAT[1],
+    "a factor for all": lambda x: x * HEAT[0, 0],
     "end to end": lambda x: torch.cat([x[:1] / 2, x[1:]]),
     "end to end, a factor per row": lambda x: torch.cat([(x / HEAT)[1:], x[:1]]),
 }

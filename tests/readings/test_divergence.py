@@ -161,6 +161,35 @@ def test_another_vocabulary(device: torch.device):
         torch.testing.assert_close(out.divergence.double(), truth, rtol=1e-5, atol=1e-6)
 
 
+def test_another_vocabulary_with_a_padded_head(device: torch.device):
+    """The ids of columns beyond the true vocabulary say nothing, even where they name ids of the student's."""
+    batch = Batch.draw(device)
+    # The first id of the student's is among them.
+    ids = torch.cat([torch.tensor([0]), torch.randperm(82)[:59] + 1]).to(device)
+    head = ll.Head(vocab_size=53)
+    teachers = (
+        Teacher(ll.Logits(batch.teacher_hidden, batch.teacher_weight[:60]), head=head, ids=ids),
+        Teacher(batch.teacher_hidden @ batch.teacher_weight[:60].T, head=head, ids=ids),
+    )
+    # As a teacher of the student's own ids, whose weight has rows that no logit reaches.
+    truths = []
+    for dtype in (torch.float64, torch.float32):
+        hidden, weight, bias = batch.leaves(dtype)
+        sparse = torch.full((11, 83), -torch.inf, dtype=dtype, device=device)
+        sparse[:, ids[:53]] = batch.teacher_hidden.to(dtype) @ batch.teacher_weight[:53].to(dtype).T
+        apart = textbook(hidden @ weight.T + bias, sparse, "forward_kl").masked_fill(batch.target == -100, 0.0)
+        apart.sum().backward()
+        truths.append(Outcome((apart.detach(),), (hidden.grad, weight.grad, bias.grad)))  # pyright: ignore[reportArgumentType]
+    for teacher in teachers:
+        hidden, weight, bias = batch.leaves(torch.float32)
+        asked: dict[str, Any] = {"divergence": "forward_kl", "memory": 6000}
+        out = ll.logprobs(ll.Logits(hidden, weight, bias=bias), batch.target, teacher=teacher, **asked)
+        out.divergence.sum().backward()
+        assert_close_to_truth(out.divergence.detach(), *(x.values[0] for x in truths))
+        for i, x in enumerate((hidden, weight, bias)):
+            assert_gradient_close_to_truth(x.grad, *(y.gradients[i] for y in truths))
+
+
 def test_several_teachers(device: torch.device):
     """Rows keep their order, and each its own teacher, in one pass and in two."""
     batch, other = Batch.draw(device), Batch.draw(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import Any
 
@@ -330,3 +331,33 @@ def test_pairs_of_features(seed: int):
         )
         # Plain torch has NaN where float32 does not hold a probability.
         assert error <= 8 * (usual if usual == usual else 0.0) + unit
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("verb", ["logprobs", "policy_loss"])
+def test_autocast_rounds_the_teacher_as_the_student(verb: str, several: bool):
+    """A teacher with the student's own numbers is at no distance, and both are those of operands that were cast."""
+    hidden, weight, bias = torch.randn(9, 8), torch.randn(31, 8), torch.randn(31)
+    target, which = torch.randint(31, (9,)), torch.arange(9) % 2
+
+    def call(cast, context, own):
+        x = cast(hidden.clone()).requires_grad_()
+        teachers = [ll.Logits(cast(h), cast(w), bias=cast(bias)) for h, w in ((hidden, own), (hidden.flip(0), own))]
+        teacher = Teacher.by_row(teachers, which) if several else Teacher(teachers[0])
+        logits = ll.Logits(x, cast(weight), bias=cast(bias))
+        with context:
+            if verb == "policy_loss":
+                objective = ll.Objective.recipe("distill", divergence="forward_kl")
+                loss = ll.policy_loss(logits, target, objective, teacher=teacher)[0]
+            else:
+                loss = ll.logprobs(logits, target, teacher=teacher, divergence="forward_kl").divergence.sum()
+        loss.backward()
+        return loss.detach(), x.grad.float()
+
+    other = torch.randn(31, 8)
+    under = call(lambda x: x, torch.autocast("cpu", torch.bfloat16), other)
+    cast = call(lambda x: x.bfloat16(), contextlib.nullcontext(), other)
+    for mine, theirs in zip(under, cast, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=0, rtol=0)
+    if not several:
+        assert call(lambda x: x, torch.autocast("cpu", torch.bfloat16), weight)[0] == 0

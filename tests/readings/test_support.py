@@ -364,6 +364,8 @@ def test_forms_that_are_refused():
         ll.Kept.from_offsets(torch.tensor([1]), torch.tensor([], dtype=torch.int64))
     with raises("words of 8 bits must be [R, 2] for a vocabulary of 11 but are [1, 1]."):
         ll.Kept.from_bits(torch.zeros(1, 1, dtype=torch.uint8), 11)
+    with raises("words of 8 bits must be [R, 2] for a vocabulary of 16 but are [1, 3]."):
+        ll.Kept.from_bits(torch.zeros(1, 3, dtype=torch.uint8), 16)
     with raises("mask must be [R, V] torch.bool but is [2] torch.bool."):
         ll.Kept.from_mask(torch.ones(2, dtype=torch.bool))
     with raises("ids must be a 2-D integer tensor but is [2, 2] torch.float32."):

@@ -427,6 +427,13 @@ def test_errors_of_what_was_sent(change: dict, text: str):
         Teacher.from_top_k(**given | change)
 
 
+def test_what_was_sent_must_be_where_the_student_is():
+    batch = Batch.draw()
+    teacher = Teacher.from_top_k(batch.logprobs.to("meta"), batch.ids.to("meta"), tail="renormalise")
+    with pytest.raises(LogitlessError, match="the teacher's log-probs are on meta, the student on cpu"):
+        ll.logprobs(ll.Logits(batch.hidden, batch.weight), batch.target, teacher=teacher, divergence="forward_kl")
+
+
 def test_errors_of_the_call():
     batch = Batch.draw()
     operands = (batch.hidden, batch.weight)

@@ -54,6 +54,8 @@ def test_budgets_of_a_few_bytes():
             plan = plan_of(memory, (7,), 11, machine=machine)
             assert plan.tiles is None or min(plan.tiles[:2]) >= 1
             assert plan.rows >= 1
+    # A budget below one row's logits is one row at a time.
+    assert plan_of(1, (7,), 11, machine=replace(H200, costs=None), dtype=torch.float32).rows == 1
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)

@@ -137,7 +137,9 @@ def test_integers_of_numpy_are_integers():
 @pytest.mark.parametrize(
     ("support", "text"),
     [
-        ({"offsets": [0, 2, 1]}, r"offsets of sample 0 must begin with 0 and never fall but are \[0, 2, 1\]"),
+        ({"offsets": [0, 2, 1]}, r"offsets of sample 0 must begin with 0 and never fall but are \[0, 2, 1\]\."),
+        ({"offsets": [0, 2, 1, 2, 2, 2, 2, 2]}, r"never fall but are \[0, 2, 1, 2, 2, 2, 2, 2\]\."),
+        ({"offsets": [0, 2, 1, 2, 2, 2, 2, 2, 2]}, r"never fall but are \[0, 2, 1, 2, 2, 2, 2, 2\] and 1 more\."),
         ({"offsets": [0, 3, 1]}, "must begin with 0 and never fall"),
         ({"offsets": [1, 1, 2]}, "must begin with 0 and never fall"),
         ({"offsets": []}, "must begin with 0 and never fall"),

@@ -415,3 +415,8 @@ def test_bad_options(options, text):
 def test_sequence_parallel_with_a_shard_that_has_no_group():
     with raises("logprobs: sequence_parallel=True needs a shard with a group to gather over."):
         call(sequence_parallel=True, shard=ll.VocabShard(0, 7))
+
+
+def test_hidden_states_without_numbers():
+    with raises("logprobs: hidden and weight have hidden size 0, so that there is nothing to multiply."):
+        ll.logprobs(ll.Logits(torch.zeros(2, 0), torch.zeros(5, 0)), torch.tensor([1, 2]))

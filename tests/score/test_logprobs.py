@@ -179,6 +179,9 @@ def test_whole_tensor_with_leading_dimensions(backend: str, device: torch.device
         lambda x: x[0],
         lambda x: x[:1].expand(3, 6, 101),
         lambda x: x[2, 3],
+        # A dimension of one, whose stride is no whole step of a row and is never taken.
+        lambda x: x[0, :, 7:90].unsqueeze(1),
+        lambda x: x[:, :1, 7:90].transpose(0, 1),
     ],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -188,6 +191,21 @@ def test_strided_logits_are_read_in_place(backend: str, cut, device: torch.devic
     mine = ll.logprobs(view, target, entropy="value", backend=backend)
     same = ll.logprobs(view.contiguous(), target, entropy="value", backend=backend)
     assert all(torch.equal(a, b) for a, b in zip(mine[:3], same[:3], strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradient_of_rows_behind_a_dimension_of_one(backend: str, device: torch.device):
+    base = torch.randn(6, 101, device=device, requires_grad=True)
+    target, upstream = torch.randint(83, (6, 1), device=device), torch.randn(6, 1, device=device)
+    out = ll.logprobs(base[:, 7:90].unsqueeze(1), target, entropy="grad", backend=backend)
+    torch.autograd.backward([out.logprob, out.entropy], [upstream, upstream])
+    cut = base.detach()[:, 7:90]
+    exact_leaf, usual = float64_leaf(cut), cut.clone().requires_grad_()
+    exact, theirs = (f(x, torch.arange(6), target[:, 0]) for f, x in ((truth, exact_leaf), (plain, usual)))
+    for results in (exact, theirs):
+        torch.autograd.backward(results[:2], [upstream[:, 0].to(results[0])] * 2)
+    assert_close_to_truth(out.logprob[:, 0], exact.logprob, theirs.logprob)
+    assert_gradient_close_to_truth(base.grad[:, 7:90], exact_leaf.grad, usual.grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -217,7 +217,11 @@ def check_losses(here: Here) -> None:
         assert torch.cat(numbers).isfinite().all()
         return loss.item(), torch.zeros_like(logits) if logits.grad is None else logits.grad
 
-    for more in ({"loss_type": "policy_loss"}, {"loss_type": "sft_loss"}, {"recompute_loss_function": True}):
+    # With the rollout's own log-probs nobody has computed others.
+    rollout = {"use_rollout_logprobs": True}
+    for more in ({"loss_type": "policy_loss"}, {"loss_type": "sft_loss"}, {"recompute_loss_function": True}, rollout):
+        given = {"rollout_log_probs": batch.pop("log_probs")} if more is rollout else {}
+        batch |= given
         theirs = run(**more)
         logitless.install("slime", loss_mask_only=True, audit=2)
         ours = run(**more)

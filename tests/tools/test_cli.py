@@ -56,8 +56,8 @@ def test_version_and_help_come_at_once_without_torch():
 
 def test_flags_have_no_type_and_other_options_do():
     lines = invoke("plan", "--help").stdout.splitlines()
-    assert any(line.startswith("  --brief  ") for line in lines)
-    assert any(line.startswith("  --tokens <int>") for line in lines)
+    assert any(line.startswith("  --full  ") for line in lines)
+    assert any(line.startswith("  --tp <int>") for line in lines)
     assert "bool" not in "".join(lines)
 
 
@@ -78,21 +78,23 @@ PLAN = ["plan", "--model", "qwen3-8b", "--tokens", 32768, "--response-fraction",
 def test_plan_prints_ways_items_and_a_call():
     """The answer comes first, then the code, then why."""
     arguments = [*PLAN, "--tp", 2, "--dtype", "bf16", "--card", "h100-80g", "--in-use", "60GiB"]
-    result = invoke(*arguments)
+    result = invoke(*arguments, "--full")
     answer, _, rest = result.stdout.partition("\n\n")
     code, _, why = rest.partition("\nWhy\n")
     assert answer.startswith(
         'Write policy_loss(ll.Logits(hidden, weight), ..., memory="1GiB"): 3 matrix products, peak '
     )
     assert "\nMicro-batch: 32768 tokens fit; the largest that fits has " in answer
-    assert invoke(*arguments, "--brief").stdout.strip() == answer
+    *brief, hint = invoke(*arguments).stdout.strip().splitlines()
+    assert "\n".join(brief) == answer
+    assert hint.startswith("With --full: ")
     compile(code, "plan", "exec")
     for text in ("plain torch", "slime-style", "logprobs of Logits", "most tokens", "d_weight [75968, 4096]"):
         assert text in why
 
 
 def test_a_pipe_gets_sentences_in_one_line():
-    lines = invoke(*PLAN).stdout.splitlines()
+    lines = invoke(*PLAN, "--full").stdout.splitlines()
     (route,) = [line for line in lines if line.startswith("one pass: 3 matrix products")]
     assert len(route) > 80
     assert route.endswith(" written by the product itself.")
@@ -107,7 +109,7 @@ def test_plan_as_json_and_its_exit_code(run_main):
     assert busy["call"]["peak"] <= 20 << 30
     assert run_main(*PLAN, "--json", "--card", "80GiB", "--in-use", "79.99GiB")[0] == 1
     assert run_main(*PLAN, "--json", "--card", "80GiB")[0] == 0
-    assert run_main(*PLAN, "--brief", "--card", "1MiB")[0] == 1
+    assert run_main(*PLAN, "--card", "1MiB")[0] == 1
     assert run_main(*PLAN, "--card", "nothing")[0] == 2
     code, text = run_main(*PLAN, "--in-use", "60GiB")
     assert (code, "there is no --card" in text) == (2, True)

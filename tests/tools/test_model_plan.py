@@ -29,7 +29,7 @@ from logitless.tools.plan import (
 from logitless.tools.plan import step as steps
 from logitless.tools.plan.recommend import BUDGETS, LESS
 from logitless.tools.plan.ways import FROM_HIDDEN, POLICY_LOSS, plain_linear
-from logitless.tools.presets import CARDS, PRESETS, ModelShape, find_card, find_model
+from logitless.tools.presets import CARDS, PRESETS, ModelShape, find_card, find_count, find_model, machine_of
 
 TINY = ModelShape("tiny", hidden=48, vocab=5003)
 STEP = LossStep(TINY, tokens=1501, response_fraction=0.4, dtype="float32", device="cpu", memory="4MiB")
@@ -117,6 +117,14 @@ def test_ranks_share_tokens_and_columns():
     assert (step.local_tokens, step.rows, step.columns) == (250, 125, 2502)
     alone, shared = (WAYS[0].predict(s).peak for s in (replace(step, tp=1, cp=1), step))
     assert shared == pytest.approx(alone / 8, rel=0.01)
+
+
+def test_a_rank_has_the_tokens_that_do_not_divide():
+    """Of 1,001 tokens over 4 ranks the fullest has 251, and that is the one that runs out of memory."""
+    step = LossStep(TINY, tokens=1001, cp=4)
+    assert (step.local_tokens, step.rows) == (251, 251)
+    even = replace(step, tokens=1004)
+    assert [way.predict(step).peak for way in WAYS[:2]] == [way.predict(even).peak for way in WAYS[:2]]
 
 
 @pytest.mark.parametrize(
@@ -316,6 +324,12 @@ def group():
     dist.destroy_process_group()
 
 
+def made_once(namespace, weight, tp, cp, group):
+    """What the code takes besides tensors: the shard, made by a function of its own, and the context-parallel group."""
+    assert ("make_shard" in namespace) == (tp > 1)
+    return [*([namespace["make_shard"](weight, group)] if tp > 1 else []), *([group] if cp > 1 else [])]
+
+
 @pytest.mark.parametrize("entropy", [None, "value", "grad"])
 @pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("shape", [TINY, replace(TINY, softcap=20.0, scale=0.5)], ids=["plain", "capped"])
@@ -326,8 +340,7 @@ def test_the_recommended_code_runs_and_is_right(group, shape, tp, cp, entropy):
     exec(code, namespace)
     tokens = [torch.randint(31, (n,)) for n in (6, 8)]
     hidden, weight = torch.randn(14, 5), torch.randn(31, 5)
-    groups = [group for size in (tp, cp) if size > 1]
-    results = namespace["score"](hidden, weight, tokens, [2, 5], *groups)
+    results = namespace["score"](hidden, weight, tokens, [2, 5], *made_once(namespace, weight, tp, cp, group))
     logprob = results if entropy is None else results[0]
     assert [len(x) for x in logprob] == [2, 5]
     z = (hidden @ weight.T).double()
@@ -354,8 +367,9 @@ def test_the_recommended_loss_runs_and_is_right(group, tp, cp, entropy):
     old = [x - 0.05 for x in logprob.split([2, 5])]
     advantages = torch.tensor([1.0, -2.0], dtype=torch.float64)
     loss, metrics = namespace["policy_loss"](
-        hidden, weight, tokens, [2, 5], old, advantages, 9.0, *[group for size in (tp, cp) if size > 1]
+        hidden, weight, tokens, [2, 5], old, advantages, 9.0, *made_once(namespace, weight, tp, cp, group)
     )
+    assert ("group=cp_group" in code) == (cp > 1)
     ratio = (0.05 * torch.ones(7, dtype=torch.float64)).exp()
     wanted = -(ratio * advantages[torch.tensor([0] * 2 + [1] * 5)] + (0.001 * per_token if entropy == "grad" else 0))
     torch.testing.assert_close(loss.double(), wanted.sum() / 9, atol=1e-6, rtol=0)
@@ -414,5 +428,35 @@ def test_errors_name_what_was_wanted(tmp_path):
 
 
 def test_cards_and_sizes():
-    assert find_card("H100-80G") == CARDS["h100-80g"] << 20
+    assert find_card("H100-80G") == CARDS["h100-80g"].memory << 20
     assert find_card("24GiB") == 24 << 30
+
+
+def test_the_machine_is_that_of_the_card():
+    """Of a card without products that end in a softmax, the plan has none, wherever it is asked for."""
+    step = LossStep(find_model("qwen3-8b"), tokens=16384, entropy="grad")
+    hopper, ampere = (replace(step, device=machine_of(card)) for card in ("h100-80g", "A100-80G"))
+    assert machine_of(None) == machine_of("80GiB") == "cuda"
+    assert machine_of("h200-141g").epilogues
+    assert "written by the product itself" in str(POLICY_LOSS.predict(hopper).plan)
+    assert "written by the product itself" not in str(POLICY_LOSS.predict(ampere).plan)
+    # Where the product does not end in the statistic, forward holds a tile of logits.
+    assert FROM_HIDDEN.predict(ampere).forward_peak > FROM_HIDDEN.predict(hopper).forward_peak
+    assert headline(ampere).endswith("tiles and route of a100-80g")
+
+
+def test_tokens_as_people_write_them():
+    written = {"64k": 65536, "64K": 65536, "65_536": 65536, "65536": 65536, "1.5k": 1536, "1m": 1 << 20}
+    assert {text: find_count(text) for text in written} == written
+    for text in ("many", "0", "-3", "1.5", "64kb", ""):
+        with pytest.raises(LogitlessError, match="--tokens must be a number of tokens, as 65536 or 64k, but is"):
+            find_count(text)
+
+
+def test_what_plain_torch_holds_is_called_by_what_made_it():
+    """Not by names that rows of this library have."""
+    (plain,) = [way for way in WAYS if way.name == "plain torch"]
+    held = [item for item in plain.predict(replace(STEP, entropy="grad")).items if item.bytes > 1 << 20]
+    names = {item.name.split(" [")[0] for item in held}
+    assert "vectors of each row" not in names
+    assert any(name.startswith("result of _log_softmax") for name in names), names

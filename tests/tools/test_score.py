@@ -13,7 +13,7 @@ from shared.score import ANSWER, STRANGE, TEMPLATE, USER, VOCAB, samples, write
 
 from logitless.errors import LogitlessError
 from logitless.tools.score import Job, score_file
-from logitless.tools.score.files import Record
+from logitless.tools.score.files import Record, Source
 from logitless.tools.score.model import _line, batches
 
 
@@ -82,7 +82,7 @@ def test_results_are_those_of_the_models_own_logits(job):
     assert summary.scored_tokens == sum(len(g["response"]) for g in given)
     columns = {}
     for dtype in (torch.float64, torch.float32):
-        own = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype)
+        own = AutoModelForCausalLM.from_pretrained(job.model).to(dtype)
         columns[dtype] = [own_results(own, g["prompt"], g["response"]) for g in given]
     for i, name in enumerate(("logprob", "entropy")):
         ours = torch.tensor([x for r in results for x in r[name]])
@@ -105,7 +105,7 @@ def test_statistics_on_request(job, tmp_path):
     given = [record for record in samples(8) if isinstance(record["response"], list)][:4]
     job = replace(job, data=write(tmp_path / "few.jsonl", given), stats=("rank", "top1", "collision"))
     score_file(job)
-    results, model = read(job.out), AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float64)
+    results, model = read(job.out), AutoModelForCausalLM.from_pretrained(job.model).double()
     assert list(results[0])[2:] == ["logprob", "entropy", "top1_id", "top1_logprob", "top1_hit", "collision", "rank"]
     for result, record in zip(results, given, strict=True):
         prompt, response = record["prompt"], torch.tensor(record["response"])
@@ -242,6 +242,26 @@ def test_bad_records_are_rejected_on_request_and_the_others_scored(job, expected
     score_file(replace(job, data=write(job.data, samples(30)), on_error="skip", overwrite=True))
     assert not job.out.with_name("out.jsonl.rejects.jsonl").exists()
     assert job.out.read_bytes() == expected
+
+
+def test_another_card_of_the_kind_goes_on(job):
+    """Numbers of cards are a scheduler's business; a CPU gives other bits."""
+    first, other = (replace(job, device=device).settings() for device in ("cuda:0", "cuda:3"))
+    assert first == other
+    assert first != job.settings()
+
+
+def test_a_part_is_known_by_all_bytes_of_its_records(tmp_path):
+    """Records that begin alike are others; blanks around them are not."""
+    long = {"prompt": [3] * 5000, "response": [4, 5]}
+    found = []
+    for name, last, blank in (("a", 5, ""), ("b", 6, ""), ("c", 5, "  ")):
+        text = blank + json.dumps({**long, "response": [4, last]}) + blank
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(text + "\n", encoding="utf-8")
+        found.append(Source(path).survey(7)[1])
+    assert found[0] == found[2]
+    assert found[0] != found[1]
 
 
 def test_finished_parts_survive_the_repair_of_later_records(job, expected, monkeypatch):

@@ -20,6 +20,7 @@ from typing import Any
 from logitless.adapters.host import Host, Installed, Option, PassOn, Replacement, suggestion
 from logitless.adapters.patching import install_host, installed, uninstall_host
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import refused
 
 __all__ = ["HOSTS", "Host", "Installed", "Option", "PassOn", "Replacement", "Status", "install", "status", "uninstall"]
 
@@ -106,5 +107,7 @@ def status() -> Status:
 
 
 def _check_known(caller: str, host: str, known: Collection[str]) -> None:
+    if not isinstance(host, str):
+        raise refused(f"{caller}: host", "a Host, or the name of one", host)
     if host not in known:
         raise LogitlessError(f"{caller}: there is no host {host!r}.{suggestion(host, known)}")

@@ -1,5 +1,6 @@
-"""AReaL: log-probs and entropies of its FSDP, Megatron and Archon engines, from logits.
+"""AReaL: log-probs and entropies of its FSDP, Megatron and Archon engines; the FSDP engine's logits are not computed.
 
+    FSDPEngine.forward_backward_batch                                  the head of its model is deferred
     gather_logprobs(logits, labels, temperature, tp_group)             [..., V'] logits  ->  float32 [...]
     gather_logprobs_entropy(logits, labels, temperature, tp_group)     the same, and entropies
 
@@ -15,7 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
+from logitless.adapters.heads import deferring
 from logitless.adapters.host import Host, Option, Replacement
+from logitless.adapters.schedules import in_schedule
 from logitless.adapters.scoring import entropy_mode, score, taken_over
 from logitless.adapters.shards import check_ids, even_shard
 from logitless.spec import Head, TokenStats
@@ -85,11 +88,24 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
     ]
 
 
+def _heads(options: Mapping[str, Any]) -> list[Replacement]:
+    signature = "(self, mb_list, process_output_fn, forward_only=False)"
+    # A critic's head gives one number.
+    model = deferring(lambda self, *_, **__: None if self.config.is_critic else self.model)
+    engine = "areal.engine.fsdp_engine"
+    return [
+        Replacement(engine, "FSDPEngine.forward_backward_batch", signature, model, optional=True),
+        in_schedule("areal.engine.megatron_engine", optional=True, if_asked=True),
+    ]
+
+
 HOST = Host(
     name="areal",
     package="areal",
     versions=("1.0", "2.0"),
     replacements=_replacements,
+    heads=_heads,
+    logits="deferred",
     options={
         "entropy_grad": Option(True, "False: no entropy bonus is trained, so entropy is a metric without a graph"),
     },

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from logitless.deferred import Deferral, defer
+from logitless.deferred.model import Deferral, defer_or_tell, is_without_logits
 from logitless.errors import LogitlessError
 from logitless.operands.logits import MADE
 
@@ -33,6 +33,7 @@ class Heads:
         self.logits = logits
         self._lock = threading.Lock()
         self._models: WeakKeyDictionary[Any, Deferral | str] = WeakKeyDictionary()
+        self._why: set[str] = set()
         self._before = Counter(MADE)
 
     @property
@@ -46,19 +47,27 @@ class Heads:
             options: as for :func:`logitless.defer`.
 
         Returns:
-            Whether the model's logits are deferred.
+            Whether the model's logits are deferred. A part of a model without a head, and a value model, are left
+            alone, and so is a model whose head somebody else has deferred.
         """
         if not self.wanted:
             return False
         with self._lock:
             found = self._models.get(model)
+            if found is None and is_without_logits(model):
+                return False
             if found is None:
                 try:
-                    found = defer(model, rounded=self.logits == "deferred", **options)
+                    found = defer_or_tell(model, self._refused, rounded=self.logits == "deferred", **options)
                 except LogitlessError as error:
                     found = str(error)
                 self._models[model] = found
             return isinstance(found, Deferral)
+
+    def _refused(self, why: str) -> None:
+        """A forward of a deferred head computed its logits after all."""
+        with self._lock:
+            self._why.add(why)
 
     def undo(self) -> None:
         """Put every head back."""
@@ -72,11 +81,12 @@ class Heads:
         """What ``status`` prints: how many models are deferred, which are not and why, and who computed logits."""
         with self._lock:
             found = list(self._models.values())
+            why = {*self._why, *(x for x in found if isinstance(x, str))}
         if not self.wanted:
             return ["logits: computed by the host's own head"]
         number = sum(isinstance(x, Deferral) for x in found)
         lines = [f"logits: not computed ({self.logits}); {number} models so far"]
-        lines += [f"logits of a model are computed: {why}" for why in sorted({x for x in found if isinstance(x, str)})]
+        lines += [f"logits of a model are computed: {reason}" for reason in sorted(why)]
         return lines + [f"logits made {count} times, by {place}" for place, count in self.made().items()]
 
     def made(self) -> Mapping[str, int]:

@@ -22,14 +22,16 @@ SAVED = Path(__file__).with_name("saved.json")
 
 
 class Option(NamedTuple):
-    """A keyword of ``install``: its default, one line of help, and its values where there are only a few.
+    """A keyword of ``install``: its default and one line of help.
 
-    Values have the default's type, unless it is None.
+    Values have the default's type, unless it is None; or they are among ``choices``, where there are only a few; or
+    ``check`` raises for a bad one.
     """
 
     default: Any
     help: str
     choices: tuple[Any, ...] = ()
+    check: Callable[[Any], object] | None = None
 
 
 COMMON = {
@@ -68,6 +70,9 @@ class Replacement:
         optional: the host may lack this module; ``status`` then reports it.
         signature_of: attribute whose signature is checked instead, where the replaced function takes any arguments:
             ``"Function.forward"`` for ``"Function.apply"``.
+        of: top-level package that the function comes from, where the host's module imports it from another.
+        if_asked: of heads: left out unless ``install(host, logits=...)`` asks, since no run of that part of the host
+            showed that none of its logits are computed.
 
     A parameter of the host's function that ours lacks, or that no known signature has, must have a default: a call that
     gives it another value is passed on, also where ours takes any argument.
@@ -80,6 +85,8 @@ class Replacement:
     also_in: tuple[str, ...] = ()
     optional: bool = False
     signature_of: str | None = None
+    of: str | None = None
+    if_asked: bool = False
 
     @property
     def path(self) -> str:
@@ -218,7 +225,13 @@ def resolve_options(host: Host, given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if name not in known:
             raise LogitlessError(f'install("{host.name}"): there is no option {name!r}.{suggestion(name, known)}')
-        default = known[name].default
+        default, check = known[name].default, known[name].check
+        if check is not None:
+            try:
+                check(value)
+            except LogitlessError as error:
+                raise LogitlessError(f'install("{host.name}"): {error} It means: {known[name].help}.') from None
+            continue
         wanted = (int, float) if type(default) is float else type(default)
         if default is not None and (not isinstance(value, wanted) or isinstance(value, bool) != (wanted is bool)):
             raise LogitlessError(

@@ -1,5 +1,6 @@
-"""Megatron-Core: its two cross entropies, and an output processor that scores hidden states.
+"""Megatron-Core: its models' logits, its two cross entropies, and an output processor that scores hidden states.
 
+    GPTModel.forward                                                        logits that are not computed, by install
     vocab_parallel_cross_entropy, fused_vocab_parallel_cross_entropy        replaced by install("megatron")
     GPTModel.forward(..., output_processor=output_processor, output_processor_context=Scoring(...))       from 0.18 on
     with scoring(model, Scoring(...)): model(...)                                                         before that
@@ -25,7 +26,7 @@ from logitless.adapters.host import Host, Option, PassOn, Replacement
 from logitless.adapters.scoring import in_scope, placed
 from logitless.adapters.shards import check_ids, even_shard
 from logitless.adapters.signatures import plain_signature
-from logitless.deferred.column_parallel import into_main_grad, main_grad_of
+from logitless.deferred.column_parallel import LOSS, into_main_grad, main_grad_of
 from logitless.errors import LogitlessError
 from logitless.operands import Kept, Logits
 from logitless.operands.kept import Scope
@@ -80,6 +81,25 @@ def _may_overwrite(logits: Tensor, rule: str) -> bool:
     """Whether backward may overwrite the logits: never a leaf or a view, which other code can still read."""
     wanted = rule == "always" or (rule == "float32" and logits.dtype == torch.float32)
     return wanted and logits.requires_grad and not logits.is_leaf and not logits._is_view() and logits.is_contiguous()
+
+
+# The models.
+
+
+def make_forward(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``GPTModel.forward``: the model is deferred, and then runs its own."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if options["heads"].defer(self) and not _uses_transformer_engine(self.config):
+            # Losses go to the cross entropies above, which are counted and audited.
+            vars(self).pop(LOSS, None)
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _uses_transformer_engine(config: Any) -> bool:
+    return bool(config.cross_entropy_loss_fusion) and config.cross_entropy_fusion_impl == "te"
 
 
 # The output processor.
@@ -298,6 +318,22 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
     ]
 
 
+FORWARD = (
+    "(self, input_ids, position_ids, attention_mask, decoder_input=None, labels=None, inference_context=None, "
+    "packed_seq_params=None, extra_block_kwargs=None, runtime_gather_output=None, *, inference_params=None, "
+    "loss_mask=None, padding_mask=None"
+)
+
+
+def _heads(options: Mapping[str, Any]) -> list[Replacement]:
+    signature = {
+        "0.18 - 0.20": f"{FORWARD}, output_processor=None, output_processor_context=None)",
+        "0.17": f"{FORWARD}, is_spec_decode=None)",
+        "0.16": f"{FORWARD})",
+    }
+    return [Replacement("megatron.core.models.gpt.gpt_model", "GPTModel.forward", signature, make_forward)]
+
+
 HOST = Host(
     name="megatron",
     package="megatron.core",
@@ -311,4 +347,6 @@ HOST = Host(
         ),
     },
     distribution="megatron-core",
+    heads=_heads,
+    logits="deferred",
 )

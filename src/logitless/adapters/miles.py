@@ -21,6 +21,7 @@ from torch import Tensor
 
 from logitless.adapters.host import Host, Installed, PassOn, Replacement
 from logitless.adapters.patching import install_host
+from logitless.adapters.schedules import in_schedule
 from logitless.adapters.slime_rows import (
     OPTIONS,
     Batch,
@@ -173,4 +174,12 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
     return replacements + [Replacement(f"{HUB}.losses", name, signature, make_loss) for name in masked]
 
 
-HOST = Host(name="miles", package="miles", versions=("0.1",), replacements=_replacements, options=OPTIONS)
+HOST = Host(
+    name="miles",
+    package="miles",
+    versions=("0.1",),
+    replacements=_replacements,
+    options=OPTIONS,
+    heads=lambda _: [in_schedule("miles.backends.megatron_utils.model", optional=True)],
+    logits="deferred",
+)

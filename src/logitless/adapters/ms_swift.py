@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from logitless.adapters.host import Host, Option, Replacement
+from logitless.adapters.schedules import in_schedule
 from logitless.adapters.scoring import entropy_mode, score, score_with_all_entropies, untrained
 from logitless.adapters.shards import check_ids, even_shard
 
@@ -60,4 +61,5 @@ HOST = Host(
         ),
     },
     distribution="ms-swift",
+    heads=lambda _: [in_schedule("swift.megatron.trainers.base")],
 )

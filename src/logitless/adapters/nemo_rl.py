@@ -28,6 +28,7 @@ from logitless.adapters.audit import Audit
 from logitless.adapters.host import Host, Option, PassOn, Replacement
 from logitless.adapters.nemo_rl_distillation import distillation
 from logitless.adapters.packs import packed_batch, padded_batch, ranks_in, with_target
+from logitless.adapters.schedules import in_schedule
 from logitless.adapters.scoring import HALF, computed, entropy_of_logits, every_target, placed
 from logitless.adapters.shards import check_ids, even_shard, shard_between, vocabulary_of
 from logitless.collectives import gather_over
@@ -36,7 +37,7 @@ from logitless.operands import Kept, Logits, shard_of
 from logitless.rows import Rows
 from logitless.score import logprobs
 from logitless.seams import without_outside
-from logitless.spec import Head, TokenStats, VocabShard
+from logitless.spec import Head, TokenStats, VocabShard, parse_memory
 
 FILTERED_ROWS = 256
 """Rows that are sorted at a time under top-k or top-p, as NeMo-RL does."""
@@ -470,8 +471,11 @@ HOST = Host(
     replacements=_replacements,
     options={
         "accurate": Option(False, "float32 logits of half-precision hidden states instead of NeMo-RL's rounding"),
-        "fused_temperature": Option(1.0, "sampling temperature, for the fused head: it divides the logits"),
-        "memory": Option("256MiB", "working memory of the fused head"),
+        "fused_temperature": Option(
+            1.0, "sampling temperature, for the fused head: it divides the logits", check=lambda x: Head(temperature=x)
+        ),
+        "memory": Option("256MiB", "working memory of the fused head", check=parse_memory),
     },
     distribution="nemo-rl",
+    heads=lambda _: [in_schedule("nemo_rl.models.megatron.train", optional=True)],
 )

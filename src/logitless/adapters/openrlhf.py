@@ -1,6 +1,7 @@
-"""OpenRLHF: the two functions on logits that its actor calls.
+"""OpenRLHF: the actor's model, whose logits are not computed, and the two functions on logits that its actor calls.
 
-    Actor.forward  ->  logits in float32, divided by the temperature
+    Actor.forward  ->  the model's head is deferred before the first call of each actor: policy, reference, EMA
+                       logits to float32, divided by the temperature
                        compute_entropy          (replaced)    entropy of the policy that the rollout sampled from
                        log_probs_from_logits    (replaced)
 
@@ -15,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from logitless.adapters.heads import deferring
 from logitless.adapters.host import Host, Option, Replacement
 from logitless.adapters.scoring import entropy_of_logits, score
 from logitless.adapters.shards import check_ids
@@ -53,11 +55,22 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
     ]
 
 
+def _heads(options: Mapping[str, Any]) -> list[Replacement]:
+    signature = (
+        "(self, sequences, action_mask=None, attention_mask=None, return_output=False, allgather_logits=False, "
+        "return_logprobs=False, ring_attn_group=None, packed_seq_lens=None, return_entropy=False, **mm_inputs)"
+    )
+    actor = deferring(lambda self, *_, **__: self.model)
+    return [Replacement("openrlhf.models.actor", "Actor.forward", signature, actor)]
+
+
 HOST = Host(
     name="openrlhf",
     package="openrlhf",
     versions=("0.10 - 0.11",),
     replacements=_replacements,
+    heads=_heads,
+    logits="deferred",
     options={
         "entropy_grad": Option(True, "False: no entropy bonus is trained, so entropy is a metric without a graph"),
     },

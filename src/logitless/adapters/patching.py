@@ -40,6 +40,8 @@ from logitless.adapters.signatures import (
     version_of,
 )
 from logitless.errors import LogitlessError
+from logitless.notes import log_once
+from logitless.spec import untraced
 
 
 class Counter:
@@ -49,17 +51,17 @@ class Counter:
         self._lock, self.calls, self._why, self._logits = threading.Lock(), 0, Tally[str](), 0
 
     # A compiled caller breaks its graph here: traced, the count would be frozen at its first value.
-    @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+    @untraced
     def called(self) -> None:
         with self._lock:
             self.calls += 1
 
-    @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+    @untraced
     def passed_on(self, why: str) -> None:
         with self._lock:
             self._why[why] += 1
 
-    @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+    @untraced
     def answered(self, logits: Any) -> None:
         """Remember the largest logits of a call with a graph."""
         if isinstance(logits, torch.Tensor) and torch.is_grad_enabled() and logits.requires_grad:
@@ -129,7 +131,7 @@ def install_host(host: Host, given: Mapping[str, Any]) -> Installed:
     with _lock:
         if host.name in _installations:
             return _same_again(_installations[host.name], host, options)
-    installation = _resolve_all(host, options)
+    installation = _resolve_all(host, options, "logits" in given)
     prepared, version = installation.prepared, installation.version
     if version != UNKNOWN and not (options["any_version"] or covers(host.versions, version)):
         warnings.warn(f'install("{host.name}"): {installation.notes[0]}', UserWarning, stacklevel=3)
@@ -138,7 +140,16 @@ def install_host(host: Host, given: Mapping[str, Any]) -> Installed:
             return _same_again(_installations[host.name], host, options)
         _place(host, [*(entry.site for entry in prepared), *_by_value(host, prepared)])
         _installations[host.name] = installation
-        return _report(installation)
+    log_once(_line(installation))
+    return _report(installation)
+
+
+def _line(installation: _Installation) -> str:
+    """What an operator wants to find in the log of every worker."""
+    host, heads = installation.host, installation.heads
+    functions = sum(not entry.of_head for entry in installation.prepared)
+    logits = "not computed" if host.heads is not None and heads.wanted else "computed by the host's own head"
+    return f"installed {host.name} {installation.version}, {functions} functions replaced, logits are {logits}"
 
 
 def try_host(host: Host) -> Installed:
@@ -217,7 +228,7 @@ def _report(installation: _Installation) -> Installed:
 # Resolving.
 
 
-def _resolve_all(host: Host, options: Mapping[str, Any]) -> _Installation:
+def _resolve_all(host: Host, options: Mapping[str, Any], asked: bool = False) -> _Installation:
     """The whole installation, checked. Imports the host, changes nothing."""
     if host.package not in sys.modules and not is_there(host.package):
         name = host.distribution or host.package
@@ -225,7 +236,7 @@ def _resolve_all(host: Host, options: Mapping[str, Any]) -> _Installation:
     version, audit, heads = version_of(host), Audit(options["audit"]), Heads(options.get("logits", "host"))
     known = MappingProxyType({**options, "audit": audit, "heads": heads})
     prepared, missing = _prepare(host, version, known)
-    of_heads, why = _prepare_heads(host, version, known)
+    of_heads, why = _prepare_heads(host, version, known, asked)
     if why is not None:
         heads.logits = "host"
     prepared += of_heads
@@ -261,12 +272,16 @@ def _prepare(host: Host, version: str, options: Mapping[str, Any]) -> tuple[list
     return prepared, missing
 
 
-def _prepare_heads(host: Host, version: str, options: Mapping[str, Any]) -> tuple[list[_Prepared], str | None]:
+def _prepare_heads(
+    host: Host, version: str, options: Mapping[str, Any], asked: bool
+) -> tuple[list[_Prepared], str | None]:
     """The functions in which models are deferred; none, and why, where one of them is not as we know it."""
     if host.heads is None or not options["heads"].wanted:
         return [], None
     prepared = []
     for replacement in host.heads(options):
+        if replacement.if_asked and not asked:
+            continue
         try:
             why = _left_out(host, version, replacement)
             if why is not None and not replacement.optional:
@@ -334,9 +349,10 @@ def _check_owner(host: Host, replacement: Replacement, original: Any, inherited:
     # A bound method, like a Function's apply, belongs to the host if its class does.
     holder = getattr(original, "__self__", None)
     comes_from = getattr(holder if isinstance(holder, type) else original, "__module__", None)
-    if comes_from is not None and not inherited and comes_from.split(".")[0] != host.package.split(".")[0]:
+    package = replacement.of or host.package
+    if comes_from is not None and not inherited and comes_from.split(".")[0] != package.split(".")[0]:
         raise LogitlessError(
-            f'install("{host.name}"): {replacement.path} is not {host.package}\'s own but {_describe(original)}. '
+            f'install("{host.name}"): {replacement.path} is not {package}\'s own but {_describe(original)}. '
             f"Undo that replacement first. Nothing was replaced."
         )
 

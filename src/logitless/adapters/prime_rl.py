@@ -1,7 +1,8 @@
-"""prime-rl: the fused LM heads of its RL trainer, which are given labels and a temperature per token.
+"""prime-rl: the LM heads of its RL trainer, which are given labels and a temperature per token.
 
     FusedOutputLinear.forward(hidden [b, s, h], labels [b, s], temperature [b, s])    log-probs and entropy, [b, s]
     GemmaFusedOutputLinear.forward                                                    the same under Gemma's softcap
+    VanillaOutputLinear.forward        the same, where prime-rl's own returns logits for its trainer to score
 
 The weight is the module's own, read inside its forward, where FSDP has gathered it. The weight's gradient is summed in
 float32. A sampling mask ``[b, s, K]`` has the ids that the sampler kept, -1 for none: the log-prob of a row whose mask
@@ -27,12 +28,15 @@ from logitless.spec import Head, TokenStats
 
 LAYERS = "prime_rl.trainer.models.layers"
 
+CHUNK = 8192
+"""Rows of a tile where prime-rl's head has no ``chunk_size``."""
+
 VOCABULARY_CHUNK = 8192
 """Columns of prime-rl's tile of logits; ``chunk_size`` of the head is its rows."""
 
 
 def make_forward(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``forward`` of a fused head; the Gemma head has a softcap, the other none."""
+    """Stands in for ``forward`` of a head; the Gemma head has a softcap, the others none."""
 
     def forward(
         self: Any,
@@ -62,8 +66,8 @@ def make_forward(original: Callable[..., Any], options: Mapping[str, Any]) -> Ca
             options["audit"],
             head=Head(temperature=temperature, softcap=softcap),
             entropy=entropy_mode(trained, hidden_states, weight),
-            # prime-rl's tile, as bytes of float32 logits.
-            memory=4 * self.chunk_size * min(weight.shape[0], VOCABULARY_CHUNK),
+            # prime-rl's tile, as bytes of float32 logits; the vanilla head has none.
+            memory=4 * getattr(self, "chunk_size", CHUNK) * min(weight.shape[0], VOCABULARY_CHUNK),
             ids=None if ids is None else ids.clamp_min(0),
         )
         assert out.entropy is not None
@@ -103,7 +107,11 @@ def _replayed(out: TokenStats, ids: Tensor, labels: Tensor) -> Tensor:
 
 
 def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
-    heads = {"lm_head": "FusedOutputLinear", "lm_head_gemma": "GemmaFusedOutputLinear"}
+    heads = (
+        ("lm_head", "FusedOutputLinear"),
+        ("lm_head_gemma", "GemmaFusedOutputLinear"),
+        ("lm_head", "VanillaOutputLinear"),
+    )
     return [
         Replacement(
             module=f"{LAYERS}.{module}",
@@ -114,7 +122,7 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
             },
             make=make_forward,
         )
-        for module, name in heads.items()
+        for module, name in heads
     ]
 
 

@@ -46,16 +46,16 @@ def covers(ranges: Iterable[str], version: str) -> bool:
     >>> covers(["0.8 - 0.9"], "0.10.0.dev0"), covers(["0.8 - 0.9"], "unknown"), covers(["main"], "0.3.0")
     (False, False, False)
     """
-    found = _numbers(version)
+    found = numbers(version)
     for text in ranges:
         first, _, last = text.partition(" - ")
-        low, high = _numbers(first), _numbers(last or first)
+        low, high = numbers(first), numbers(last or first)
         if found and low and low <= found[: len(low)] and found[: len(high)] <= high:
             return True
     return False
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def numbers(version: str) -> tuple[int, ...]:
     """The leading numbers of a version: (1, 16, 3) of 1.16.3rc1."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in match[0].split(".")) if match else ()

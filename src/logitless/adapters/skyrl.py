@@ -25,10 +25,11 @@ from torch import Tensor
 
 from logitless.adapters.host import Host, Option, Replacement
 from logitless.adapters.packs import Batch, packed_batch, padded_batch
+from logitless.adapters.schedules import in_schedule
 from logitless.adapters.scoring import entropy_mode, entropy_of_logits
 from logitless.adapters.shards import even_shard
 from logitless.adapters.skyrl_draft import draft
-from logitless.adapters.skyrl_fsdp import fsdp_replacements
+from logitless.adapters.skyrl_fsdp import fsdp_heads, fsdp_replacements
 from logitless.adapters.skyrl_rows import (
     Scorer,
     check_batch,
@@ -46,7 +47,9 @@ from logitless.adapters.skyrl_rows import (
 )
 from logitless.adapters.skyrl_support import support_replacements
 from logitless.errors import LogitlessError
-from logitless.spec import Head, VocabShard
+from logitless.operands import Logits
+from logitless.operands.logits import like
+from logitless.spec import Head, VocabShard, parse_memory
 
 MODEL_UTILS = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 MEGATRON_WRAPPER = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
@@ -440,17 +443,51 @@ def _classes() -> list[Replacement]:
     ]
 
 
+# Logits that are not computed.
+
+
+def make_recover(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``recover_left_padding``, which writes rows into zeros: of deferred logits, their hidden states."""
+
+    def recover_left_padding(
+        result: Tensor,
+        attention_mask: Tensor,
+        original_attention_mask: Tensor,
+        origin_seqlen: int,
+        post_process: bool = True,
+    ) -> Any:
+        places = (attention_mask, original_attention_mask, origin_seqlen, post_process)
+        if not isinstance(result, Logits):
+            return original(result, *places)
+        return like(result, original(result.hidden, *places))
+
+    return recover_left_padding
+
+
+def _heads(options: Mapping[str, Any]) -> list[Replacement]:
+    padded = Replacement(
+        module="skyrl.backends.skyrl_train.distributed.megatron.megatron_utils",
+        name="recover_left_padding",
+        signature="(result, attention_mask, original_attention_mask, origin_seqlen, post_process=True)",
+        make=make_recover,
+        optional=True,
+    )
+    return [*fsdp_heads(), in_schedule(MEGATRON_WRAPPER, optional=True), padded]
+
+
 HOST = Host(
     name="skyrl",
     package="skyrl",
     versions=("0.3", "0.4"),
     replacements=_replacements,
+    heads=_heads,
+    logits="deferred",
     options={
         "accurate": Option(False, "float32 logits of half-precision hidden states instead of SkyRL's rounding"),
         "inplace_backward": Option(
             False, "True: FSDP's backward may write the gradient over the logits; for runs without an entropy bonus"
         ),
-        "memory": Option("256MiB", "working memory of the functions that take hidden states"),
+        "memory": Option("256MiB", "working memory of the functions that take hidden states", check=parse_memory),
         "rows_before_head": Option(True, "False: workers score prompts too, whose results they cut away"),
     },
 )

@@ -1,5 +1,6 @@
-"""SkyRL's FSDP worker: its functions on logits, and which rows reach its model's head.
+"""SkyRL's FSDP worker: its model's deferred head, its functions on logits, and which rows reach the head.
 
+    HFModelWrapper.__call__          the head of its model is deferred before the first call
     HFModelWrapper.forward           has the model multiply the rows that are read, by ``logits_to_keep``     (wrapped)
     logprobs_from_logits             score these rows, with zeros at all others                              (replaced)
     chunked_entropy_from_logits
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from logitless.adapters.heads import deferring
 from logitless.adapters.host import PassOn, Replacement
 from logitless.adapters.scoring import entropy_of_logits, make_logprobs_from_logits
 from logitless.errors import LogitlessError
@@ -154,3 +156,10 @@ def fsdp_replacements(options: Mapping[str, Any]) -> list[Replacement]:
         signature = f"(self, sequences, num_actions, attention_mask=None, {settings}, {images})"
         made.append(Replacement(WRAPPER, "HFModelWrapper.forward", signature, make_forward, optional=True))
     return made
+
+
+def fsdp_heads() -> list[Replacement]:
+    """The wrapper of policies and references; SkyRL's critic is of another class."""
+    model = deferring(lambda self, *_, **__: self.model)
+    # Its forward is replaced above.
+    return [Replacement(WRAPPER, "HFModelWrapper.__call__", "(self, *args, **kwargs)", model, optional=True)]

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from logitless.adapters.host import Host, Installed, PassOn, Replacement
 from logitless.adapters.patching import install_host
+from logitless.adapters.schedules import in_schedule
 from logitless.adapters.slime_rows import (
     OPTIONS,
     Batch,
@@ -202,4 +203,6 @@ HOST = Host(
     versions=("0.3",),
     replacements=_replacements,
     options=OPTIONS,
+    heads=lambda _: [in_schedule("slime.backends.megatron_utils.model")],
+    logits="deferred",
 )

@@ -37,7 +37,7 @@ from logitless.objectives import Metrics
 from logitless.operands import Kept, Logits
 from logitless.operands.peft import head_weight
 from logitless.score import logprobs
-from logitless.spec import EntropyMode, Head, TokenStats, VocabShard
+from logitless.spec import EntropyMode, Head, TokenStats, VocabShard, parse_memory
 
 TESTED = (
     *("cohere", "cohere2", "deepseek_v3", "gemma2", "gemma3_text", "gpt2", "granite"),
@@ -494,6 +494,6 @@ HOST = Host(
     replacements=_replacements,
     options={
         "verify": Option(True, "check our results for every model against its own logits"),
-        "memory": Option("256MiB", "working memory of the head"),
+        "memory": Option("256MiB", "working memory of the head", check=parse_memory),
     },
 )

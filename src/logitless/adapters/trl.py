@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from logitless.adapters.audit import Audit
+from logitless.adapters.heads import deferring
 from logitless.adapters.host import Host, Option, PassOn, Replacement
 from logitless.adapters.scoring import HALF, entropy_mode, score, score_ids
 from logitless.adapters.trl_outputs import asked_of_logits, further_outputs
@@ -30,7 +31,7 @@ from logitless.backends.divergences import Divergence
 from logitless.errors import LogitlessError
 from logitless.operands import Logits, Teacher
 from logitless.score import logprobs
-from logitless.spec import IGNORE, EntropyMode, Head, TokenStats
+from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, parse_memory
 
 EXTRA_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -134,7 +135,7 @@ def make_selective_log_softmax(original: Callable[..., Any], options: Mapping[st
     def selective_log_softmax(
         logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
     ) -> Any:
-        if logits.dtype in HALF and not options["accurate"]:
+        if _rounds(logits, options):
             return PassOn("half precision")
         _check_index(logits, index, row_mask)
         if index.dim() == logits.dim():
@@ -148,7 +149,7 @@ def make_entropy_from_logits(original: Callable[..., Any], options: Mapping[str,
     """Stands in for ``entropy_from_logits``; the chunk size is ignored."""
 
     def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Any:
-        if logits.dtype in HALF and not options["accurate"]:
+        if _rounds(logits, options):
             return PassOn("half precision")
         index = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
         return _one_pass(logits, index, 1.0, None, entropy_mode(True, logits), options).entropy
@@ -166,7 +167,7 @@ def make_both(original: Callable[..., Any], options: Mapping[str, Any]) -> Calla
         temperature: float = 1.0,
         row_mask: Tensor | None = None,
     ) -> Any:
-        if logits.dtype in HALF and not options["accurate"]:
+        if _rounds(logits, options):
             return PassOn("half precision")
         _check_index(logits, index, row_mask)
         if index.dim() == logits.dim():
@@ -176,6 +177,11 @@ def make_both(original: Callable[..., Any], options: Mapping[str, Any]) -> Calla
         return out.logprob, out.entropy
 
     return selective_log_softmax_and_entropy
+
+
+def _rounds(logits: Tensor, options: Mapping[str, Any]) -> bool:
+    """Whether TRL's own rounding is asked for. Deferred logits are rounded already."""
+    return logits.dtype in HALF and not options["accurate"] and not isinstance(logits, Logits)
 
 
 def _one_pass(
@@ -293,14 +299,30 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
     ]
 
 
+WITH_LOGITS = ("CPOTrainer", "ORPOTrainer", "TPOTrainer")
+"""Trainers that read logits, and whose own steps were run with deferred ones: none was made."""
+
+
+def _heads(options: Mapping[str, Any]) -> list[Replacement]:
+    def model(self: Any, model: Any, *_: Any, **__: Any) -> Any:
+        return model if any(kind.__name__ in WITH_LOGITS for kind in type(self).__mro__) else None
+
+    step = {"1.16": "(self, model, inputs, num_items_in_batch=None)", "0.24 - 1.15": None}
+    return [
+        Replacement("trl.trainer.base_trainer", "_BaseTrainer.training_step", step, deferring(model), optional=True)
+    ]
+
+
 HOST = Host(
     name="trl",
     package="trl",
     versions=("0.24 - 1.16",),
     replacements=_replacements,
+    heads=_heads,
+    logits="deferred",
     options={
         "accurate": Option(False, "float32 results for half-precision inputs instead of TRL's rounding"),
         "entropy_grad": Option(True, "False: no entropy bonus is trained, so entropy is a metric without a graph"),
-        "memory": Option("256MiB", "working memory of the fused LM head, and of a divergence"),
+        "memory": Option("256MiB", "working memory of the fused LM head, and of a divergence", check=parse_memory),
     },
 )

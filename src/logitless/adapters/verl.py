@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from logitless.adapters.host import Host, Option, PassOn, Replacement
+from logitless.adapters.schedules import in_schedule
 from logitless.adapters.scoring import (
     entropy_mode,
     entropy_of_logits,
@@ -32,10 +33,11 @@ from logitless.adapters.scoring import (
 )
 from logitless.adapters.shards import check_ids, even_shard
 from logitless.adapters.verl_distillation import distillation
+from logitless.adapters.verl_heads import fsdp_heads
 from logitless.adapters.verl_rows import before_the_head
 from logitless.errors import LogitlessError
 from logitless.operands import Logits
-from logitless.spec import Head, TokenStats, VocabShard
+from logitless.spec import Head, TokenStats, VocabShard, parse_memory
 
 Make = Callable[[Callable[..., Any], Mapping[str, Any]], Callable[..., Any]]
 
@@ -265,19 +267,29 @@ def _on_parallel_logits() -> list[Replacement]:
     ]
 
 
+def _heads(options: Mapping[str, Any]) -> list[Replacement]:
+    return [*fsdp_heads(), in_schedule("verl.workers.engine.megatron.transformer_impl", optional=True)]
+
+
 HOST = Host(
     name="verl",
     package="verl",
     versions=("0.8 - 0.10",),
     replacements=_replacements,
+    heads=_heads,
+    logits="deferred",
     options={
         "bias": Option(None, "function that returns the bias of the LM head, for the fused heads"),
         "entropy_grad": Option(True, "False: no entropy bonus is trained, so entropy is a metric without a graph"),
         "hidden_grad": Option("partial", '"reduced": linear_cross_entropy sums the gradient of hidden over its group'),
         "inplace_backward": Option(True, "False: never write a gradient over the logits, whatever the caller allows"),
-        "memory": Option("256MiB", "working memory of the fused heads"),
+        "memory": Option("256MiB", "working memory of the fused heads", check=parse_memory),
         "rows_before_head": Option(False, "True: fused heads multiply response rows alone, with zeros at prompt rows"),
-        "scale": Option(1.0, "factor on the logits of the fused heads, before softcap and temperature"),
-        "softcap": Option(None, "final logit softcapping of the fused heads"),
+        "scale": Option(
+            1.0,
+            "factor on the logits of the fused heads, before softcap and temperature",
+            check=lambda x: Head(scale=x),
+        ),
+        "softcap": Option(None, "final logit softcapping of the fused heads", check=lambda x: Head(softcap=x)),
     },
 )

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from logitless.backends.contract import Backend, Problem
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import refused
 from logitless.softmax import WIDTH, Coefficients, Normaliser
 
 NAMES = ("reference", "tiled", "triton")
@@ -46,6 +47,8 @@ def choose_backend(logits: Tensor, backend: str = "auto", device: str | None = N
     >>> choose_backend(torch.zeros(2, 3)).name
     'tiled'
     """
+    if not isinstance(backend, str):
+        raise refused("backend", f"one of {['auto', *NAMES, *OTHERS]}", backend)
     if backend in NAMES or backend in OTHERS:
         return BackendChoice(backend, "named by the caller")
     if backend != "auto":

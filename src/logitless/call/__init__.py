@@ -1,7 +1,7 @@
 """A call from its arguments to what they mean: options as they were given, checks, and the resolved call."""
 
 from logitless.call.asked import PLAIN, Asked
-from logitless.call.call import Call, Operands, recorded, together, untraced
+from logitless.call.call import Call, Operands, recorded, together
 from logitless.call.checks import resolve_rows
 from logitless.call.resolve import MEMORY, resolve
 from logitless.call.unchanged import Unchanged
@@ -17,5 +17,4 @@ __all__ = [
     "resolve",
     "resolve_rows",
     "together",
-    "untraced",
 ]

@@ -8,10 +8,9 @@ Every verb makes one ``Call`` and hands it on; nothing below asks again.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +30,6 @@ from logitless.softmax import Normaliser
 from logitless.spec import VocabShard
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 
 class Operands(NamedTuple):
@@ -262,24 +260,6 @@ def together(call: Callable[[], T], shard: Any, caller: str, facts_of: Callable[
     if shard is None or not getattr(shard, "check_calls", False) or shard.group is None:
         return call()
     return agree_over(shard.group, caller, call, facts_of)
-
-
-def untraced(function: Callable[P, T]) -> Callable[P, T]:
-    """The function; where torch.compile is tracing, behind a graph break."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.compiler.is_compiling():
-            return _graph_break(function, *args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call
-
-
-# The public torch.compiler.disable is the same, but imports the compiler, and with it Triton, when applied.
-@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
-def _graph_break(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    return function(*args, **kwargs)
 
 
 def recorded(*tensors: Tensor | None) -> tuple[bool, ...]:

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from logitless.backends.divergences import KINDS, Divergence
 from logitless.call.asked import PLAIN, Asked
 from logitless.errors import ELSEWHERE, LogitlessError
+from logitless.errors.arguments import FLOATS, check_flags, described, is_number, refused
 from logitless.operands import Kept, Linear, LoRA
-from logitless.operands.checks import FLOATS, instead_of_tensor
+from logitless.operands.checks import instead_of_tensor
 from logitless.readings.best import MOST
 from logitless.readings.reading import LARGEST
 from logitless.readings.table import STATS
@@ -44,6 +46,8 @@ def check_given(caller: str, logits: Any, rows: Any, shard: Any, asked: Asked, o
     chosen, shape = resolve_rows(caller, rows)
     check_logits(caller, logits, chosen, shard)
     checked = _checked(caller, logits, logits.shape[-1], chosen, shape, shard, asked)
+    if overwrite is not False:
+        check_flags(caller, overwrite=overwrite)
     if overwrite and not torch.compiler.is_compiling():
         check_overwrite(caller, logits)
     return checked
@@ -122,8 +126,12 @@ def check_kinds(caller: str, asked: Asked) -> None:
             )
             came = f"{type(x).__name__}.{hint}"
             raise LogitlessError(f"{caller}: {name} must be a {kind.__name__} or None but is {came}")
-    if asked.entropy not in (None, "value", "grad"):
-        raise LogitlessError(f'{caller}: entropy must be None, "value" or "grad" but is {asked.entropy!r}.')
+    if asked.entropy is not None and not (isinstance(asked.entropy, str) and asked.entropy in ("value", "grad")):
+        raise LogitlessError(f'{caller}: entropy must be None, "value" or "grad" but is {described(asked.entropy)}.')
+    if not isinstance(asked.divergence, Divergence | str):
+        raise refused(f"{caller}: divergence", f"a Divergence, or one of {', '.join(KINDS)},", asked.divergence)
+    if asked.teacher is None and asked.divergence != "reverse_kl":
+        Divergence.of(asked.divergence)
 
 
 def check_readings(
@@ -131,7 +139,7 @@ def check_readings(
 ) -> None:
     """Raise for readings beyond the softmax that cannot be had."""
     stats, top_k, ids = asked.stats, asked.top_k, asked.ids
-    if not isinstance(stats, tuple | list) or not set(stats) <= set(STATS):
+    if not isinstance(stats, tuple | list) or not all(isinstance(x, str) and x in STATS for x in stats):
         raise LogitlessError(f"{caller}: stats must be a tuple of names out of {list(STATS)} but is {stats!r}.")
     if not stats and top_k is None and ids is None:
         return
@@ -231,10 +239,9 @@ def check_logits(caller: str, logits: Tensor, rows: Rows, shard: VocabShard | No
     """Raise for logits that are no matrix of floats, or of other tokens than the rows'."""
     if shard is not None and not hasattr(shard, "vocab_size"):
         raise LogitlessError(f"{caller}: shard must be a VocabShard or None but is {type(shard).__name__}.")
-    if not isinstance(logits, Tensor) or logits.dtype not in FLOATS:
-        came = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
+    if not isinstance(logits, Tensor) or logits.dtype not in FLOATS or logits.layout != torch.strided:
         hint = "" if isinstance(logits, Tensor) else instead_of_tensor(logits, "logits")
-        raise LogitlessError(f"{caller}: logits must be a tensor of {[str(d) for d in FLOATS]} but is {came}.{hint}")
+        raise refused(f"{caller}: logits", f"a tensor of {[str(d) for d in FLOATS]}", logits, hint)
     if logits.dim() < 1 or (logits.shape[-1] > 1 and logits.stride(-1) != 1):
         raise LogitlessError(
             f"{caller}: logits must be [..., V] with a contiguous last dimension but has shape {list(logits.shape)} "
@@ -338,8 +345,7 @@ def check_linear(caller: str, hidden: Tensor, weight: Tensor, linear: Linear, op
     """Raise for hidden states, a weight, a bias and options that do not go together."""
     bias, shard = operands.bias, linear.shard
     if hidden.dtype not in FLOATS or hidden.dim() < 1:
-        came = f"{list(hidden.shape)} {hidden.dtype}"
-        raise LogitlessError(f"{caller}: hidden must be [..., D] of {[str(d) for d in FLOATS]} but is {came}.")
+        raise refused(f"{caller}: hidden", f"[..., D] of {[str(d) for d in FLOATS]}", hidden)
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         hint = ""
         if weight.dim() == 2 and weight.shape[0] == hidden.shape[-1]:
@@ -350,6 +356,8 @@ def check_linear(caller: str, hidden: Tensor, weight: Tensor, linear: Linear, op
             f"{caller}: weight must be [V, {hidden.shape[-1]}] to go with hidden of size {hidden.shape[-1]} but is "
             f"{list(weight.shape)}.{hint}"
         )
+    if not weight.shape[1]:
+        raise LogitlessError(f"{caller}: hidden and weight have hidden size 0, so that there is nothing to multiply.")
     if weight.dtype != hidden.dtype:
         raise LogitlessError(
             f"{caller}: weight is {weight.dtype} but hidden is {hidden.dtype}. Cast one of them, or call under "
@@ -376,7 +384,19 @@ def check_linear(caller: str, hidden: Tensor, weight: Tensor, linear: Linear, op
         )
 
 
+FLAGS = ("sequence_parallel", "sparse_weight_grad", "tf32", "batch_invariant", "strict")
+"""Options of a head that are True or False."""
+
+
 def _check_options(caller: str, linear: Linear, asked: Asked) -> None:
+    flags, scale = {name: getattr(linear, name) for name in FLAGS}, linear.grad_scale
+    if not all(isinstance(x, bool) for x in flags.values()):
+        check_flags(caller, **flags)
+    plain = isinstance(scale, float) and scale == 1.0
+    if not plain and not (
+        is_number(scale) or (isinstance(scale, Tensor) and scale.dim() == 0 and not scale.is_complex())
+    ):
+        raise refused(f"{caller}: grad_scale", "a number or a 0-dim tensor", scale)
     support = asked.kept is not None and asked.kept.scope == "support"
     if asked.kept is not None and not support and linear.batch_invariant:
         raise LogitlessError(
@@ -392,10 +412,12 @@ def _check_options(caller: str, linear: Linear, asked: Asked) -> None:
         raise LogitlessError(
             f"{caller}: weight_grad= is a dense buffer and sparse_weight_grad=True asks for a list. Pass one of them."
         )
-    if linear.match not in (None, "bfloat16", "float16"):
-        raise LogitlessError(f'{caller}: match must be None, "bfloat16" or "float16" but is {linear.match!r}.')
-    if linear.hidden_grad not in ("reduced", "partial"):
-        raise LogitlessError(f'{caller}: hidden_grad must be "reduced" or "partial" but is {linear.hidden_grad!r}.')
+    if linear.match is not None and not (isinstance(linear.match, str) and linear.match in ("bfloat16", "float16")):
+        raise LogitlessError(f'{caller}: match must be None, "bfloat16" or "float16" but is {described(linear.match)}.')
+    if not isinstance(linear.hidden_grad, str) or linear.hidden_grad not in ("reduced", "partial"):
+        raise LogitlessError(
+            f'{caller}: hidden_grad must be "reduced" or "partial" but is {described(linear.hidden_grad)}.'
+        )
     if linear.sequence_parallel and (linear.shard is None or linear.shard.group is None):
         raise LogitlessError(f"{caller}: sequence_parallel=True needs a shard with a group to gather over.")
     if linear.sequence_parallel and linear.hidden_grad == "partial":

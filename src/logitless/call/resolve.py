@@ -39,7 +39,7 @@ def resolve(caller: str, logits: Any, rows: Any, asked: Asked, memory: str | Non
         operands = as_products_take(caller, stands, asked)
         linear = _with_local_parts(caller, stands.linear)
         checked = checks.check_hidden(caller, operands, rows, linear, asked)
-        default = memory or MEMORY["hidden" if asked.teacher is None else "chunk"]
+        default = stands.memory or memory or MEMORY["hidden" if asked.teacher is None else "chunk"]
         assert operands.hidden is not None
         call = _resolve(caller, operands.hidden, checked, asked, stands, shard, default)
         return _from_hidden(call, operands, linear, stands), operands
@@ -91,7 +91,7 @@ def _resolve(
     asked: Asked,
     stands: Stands | None,
     shard: VocabShard | None,
-    memory: str,
+    memory: int | str,
 ) -> Call:
     rows, shape, vocab_size, columns, found = checked
     pretended = ACTIVE[-1] if ACTIVE else None
@@ -220,6 +220,13 @@ def _with_local_parts(caller: str, linear: Linear) -> Linear:
     return replace(linear, bias=bias, weight_grad=buffer)
 
 
+def autocast_dtype(hidden: Tensor) -> torch.dtype | None:
+    """The dtype that autocast multiplies hidden states in; None where it is off. It leaves float64 alone."""
+    kind = hidden.device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if on else None
+
+
 def as_products_take(caller: str, stands: Stands, asked: Asked) -> Operands:
     """Operands as a linear layer would take them: in autocast's dtype where it is on, the local part of a DTensor, the
     adapter of a LoRA apart."""
@@ -229,10 +236,8 @@ def as_products_take(caller: str, stands: Stands, asked: Asked) -> Operands:
     lora = weight if isinstance(weight, LoRA) else None
     own: Tensor = _local(caller, "weight", weight.weight if isinstance(weight, LoRA) else weight, shard)
     bias = _local(caller, "bias", bias, shard)
-    kind, wide = hidden.device.type, hidden
-    # Autocast leaves float64 alone.
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
+    wide, dtype = hidden, autocast_dtype(hidden)
+    if dtype is not None:
         bias = None if bias is None else bias.to(dtype)
         hidden, own = hidden.to(dtype), own.to(dtype)
     if lora is None:

@@ -7,6 +7,6 @@ pending   numbers of parts, which are read together          losses            c
 bound     a forward of one module alone
 """
 
-from logitless.deferred.model import Deferral, defer, undefer
+from logitless.deferred.model import Deferral, defer, is_without_logits, undefer
 
-__all__ = ["Deferral", "defer", "undefer"]
+__all__ = ["Deferral", "defer", "is_without_logits", "undefer"]

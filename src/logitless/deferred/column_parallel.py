@@ -1,11 +1,12 @@
 """Megatron's ``ColumnParallelLinear`` as a head that returns ``Logits``, with its group, sequence parallelism and
-``main_grad``.
+``main_grad``; and the loss of a Megatron model from such logits.
 
 Nothing of Megatron is imported: the layer says what it is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,9 +15,13 @@ from torch import Tensor
 from logitless.collectives import gather_rows_over, scatter_sum_over
 from logitless.errors import LogitlessError
 from logitless.operands import Logits
+from logitless.score import logprobs
 from logitless.spec import VocabShard
 
 NAME = "ColumnParallelLinear"
+
+LOSS = "compute_language_model_loss"
+"""The method of Megatron's language models that calls one of its cross entropies, which write to their logits."""
 
 
 def check_layer(layer: Any) -> None:
@@ -62,6 +67,18 @@ def logits_of_layer(
         weight_grad=buffer,
         **options,
     )
+
+
+def wrap_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``LOSS`` of a deferred model: ``[b, s]`` losses of its labels, also those of multi-token prediction."""
+
+    def compute_language_model_loss(self: Any, labels: Tensor, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(logits, Logits):
+            return original(self, labels, logits, *args, **kwargs)
+        found = logprobs(logits, labels.transpose(0, 1).long())
+        return -found.logprob.float().transpose(0, 1).contiguous()
+
+    return compute_language_model_loss
 
 
 class _Gathered(torch.autograd.Function):

@@ -7,6 +7,7 @@ log_softmax(x, -1).gather(-1, ids)      log-probs of ids           softmax(x, -1
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor
 
 from logitless.deferred.lazy import Lazy
 from logitless.deferred.pending import numbers
-from logitless.deferred.read import SOFTMAX, ask, best, listable, over_last
+from logitless.deferred.read import SOFTMAX, ask, best, listable, memo_of, over_last
 from logitless.operands import Logits
-from logitless.operands.logits import RULES
+from logitless.operands.logits import RULES, like
 
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "log p": lambda x: x.log_softmax(-1),
@@ -81,7 +82,7 @@ def distribution(source: Logits, form: str, factor: float = 1.0) -> Distribution
     dtype = source.dtype
     compute = FORMS[form]
     if form == "p":
-        source._memo[SOFTMAX] = True
+        memo_of(source)[SOFTMAX] = True
     return Distribution.made(
         source, lambda x: compute(x.to(dtype)) * factor, source.shape, dtype, form=form, factor=factor
     )
@@ -204,6 +205,21 @@ def largest(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> An
 
 def amax(x: Any, dim: Any = (), keepdim: bool = False, **kwargs: Any) -> Any:
     found = largest(x, dim, keepdim, **kwargs) if over_last(x, dim) else NotImplemented
+    return found if found is NotImplemented else found[0]
+
+
+def smallest(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    """``min`` over columns: where the logits of the negated hidden states and bias are largest."""
+    if not isinstance(x, Logits) or kwargs or not over_last(x, dim):
+        return NotImplemented
+    bias = x.linear.bias
+    ids = best(like(x, -x.hidden, linear=replace(x.linear, bias=None if bias is None else -bias)), 1)
+    values = values_of(x, ids)
+    return torch.return_types.min((values, ids) if keepdim else (values[..., 0], ids[..., 0]))
+
+
+def amin(x: Any, dim: Any = (), keepdim: bool = False, **kwargs: Any) -> Any:
+    found = smallest(x, dim, keepdim, **kwargs) if over_last(x, dim) else NotImplemented
     return found if found is NotImplemented else found[0]
 
 

@@ -23,8 +23,8 @@ from logitless.operands.logits import (
     count_made,
     place,
     refuse_change,
-    uncompiled,
 )
+from logitless.spec import graph_break
 
 
 class Lazy(Tensor):
@@ -70,7 +70,7 @@ class Lazy(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():
-            return uncompiled(cls.__torch_function__, func, types, args, kwargs)
+            return graph_break(cls.__torch_function__, func, types, args, kwargs)
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
         own = func in ATTRIBUTES or name in ATTRIBUTE_NAMES
         if name == "__get__":

@@ -7,7 +7,8 @@ when it is called, inside of its module, where FSDP has gathered the weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,10 +18,13 @@ from torch import Tensor, nn
 from logitless.deferred import column_parallel
 from logitless.deferred.bound import Bound
 from logitless.errors import LogitlessError, did_you_mean
+from logitless.errors.arguments import check_flags, refused
+from logitless.notes import log_once
 from logitless.operands import Logits, LoRA
 from logitless.operands.logits import made
 from logitless.operands.peft import head_weight
 from logitless.operands.stands import Match
+from logitless.spec import parse_memory, untraced
 
 FEW = 256
 """Rows up to which a head without a graph multiplies as ever: a step of generation."""
@@ -34,12 +38,35 @@ NAMES = ("lm_head", "output_layer")
 HALF: dict[torch.dtype, Match] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
+class _Around:
+    """Modules that hold the head, from the nearest on, and who is told of logits that are computed after all.
+
+    A copy of the head has neither: what holds the copy is another model.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module] = (), refused: Callable[[str], None] | None = None) -> None:
+        self._modules, self.refused = [weakref.ref(x) for x in modules], refused
+
+    def __reduce__(self) -> Any:
+        return _Around, ()
+
+    def unshard(self, layer: Any) -> Callable[[], None] | None:
+        """Makes a weight whole again that FSDP2 let go of where a forward ended: of the unit that has the weight."""
+        for module in (layer, *(x() for x in self._modules)):
+            unshard: Any = getattr(module, "unshard", None)
+            if unshard is not None:
+                return unshard
+        return None
+
+
 @dataclass(frozen=True, eq=False)
 class _Deferred:
     """Settings of a head whose forward was replaced."""
 
     rounded: bool
+    memory: int | str | None
     options: dict[str, Any]
+    around: _Around
     shard: Any = None
 
 
@@ -54,8 +81,8 @@ class Deferral:
         self.model, self._layers = model, layers
 
     def undo(self) -> None:
-        """Put the head's own forward back."""
-        _restore("undo", self._layers)
+        """Put the head's own forward back, and the model's own loss."""
+        _restore("undo", self._layers, self.model)
 
     def __enter__(self) -> Any:
         return self.model
@@ -68,7 +95,14 @@ class Deferral:
         return f"Deferral({type(self.model).__name__}, head {heads})"
 
 
-def defer(model: Any, *, head: str | nn.Module | None = None, rounded: bool = True, **options: Any) -> Deferral:
+def defer(
+    model: Any,
+    *,
+    head: str | nn.Module | None = None,
+    rounded: bool = True,
+    memory: int | str | None = None,
+    **options: Any,
+) -> Deferral:
     """Let a model return logits that are not computed: :class:`Logits`, a tensor to all code that passes it on.
 
     The model's own code, and yours, stays as it is. ``model(ids, labels=labels).loss``, ``F.cross_entropy``,
@@ -83,6 +117,7 @@ def defer(model: Any, *, head: str | nn.Module | None = None, rounded: bool = Tr
         rounded: round the logits to the dtype of the head's output before the softmax, as the head itself would. False
             keeps the float32 sums of the product, which is closer to the truth, and is what you want where the rollout
             engine's head is float32 too.
+        memory: working memory of whatever reads the logits, as for :func:`logprobs`; None for its default, 256MiB.
         options: ``strict``, ``tf32`` and ``batch_invariant`` of :class:`Logits`.
 
     Returns:
@@ -97,26 +132,57 @@ def defer(model: Any, *, head: str | nn.Module | None = None, rounded: bool = Tr
     ...     model(torch.zeros(2, 3, dtype=torch.int64))
     Logits([2, 3, 9], torch.float32)
     """
+    return defer_or_tell(model, None, head, rounded, memory, **options)
+
+
+def defer_or_tell(
+    model: Any,
+    refused: Callable[[str], None] | None,
+    head: str | nn.Module | None = None,
+    rounded: bool = True,
+    memory: int | str | None = None,
+    **options: Any,
+) -> Deferral:
+    """:func:`defer`; a forward whose logits cannot be deferred computes them and tells why, unless ``refused`` is None:
+    then it raises."""
     for name in options:
         if name not in OPTIONS:
             raise LogitlessError(f"defer: there is no option {name!r}.{did_you_mean(name, OPTIONS)}")
-    layers = _linears(_head(model, head))
+    check_flags("defer", rounded=rounded, **options)
+    if memory is not None:
+        parse_memory(memory)
+    module = _head(model, head)
+    _check_unit(module)
+    layers = _linears(module)
     for layer in layers:
         _check(layer)
     for layer in layers:
         parallel = _is_column_parallel(layer)
         shard = column_parallel.shard_of_layer(layer) if parallel else None
-        layer._logitless_deferred = _Deferred(rounded, options, shard)
+        around = _Around(_holders(model, layer), refused)
+        layer._logitless_deferred = _Deferred(rounded, memory, options, around, shard)
         layer.forward = Bound(_wrap_column_parallel if parallel else _wrap, layer)
+    owner = _owner_of_loss(model)
+    if owner is not None and column_parallel.LOSS not in vars(owner):
+        setattr(owner, column_parallel.LOSS, Bound(column_parallel.wrap_loss, owner, column_parallel.LOSS))
+    log_once(f"deferred the head of {type(_unwrapped(model)).__name__}, logits are not computed")
     return Deferral(model, layers)
+
+
+def _holders(model: Any, layer: Any) -> list[nn.Module]:
+    """The modules of the model that the head is in, from the nearest on."""
+    modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
+    path = next((name for name, x in modules.items() if x is layer), "")
+    names = path.split(".")[:-1]
+    return [modules[".".join(names[:n])] for n in range(len(names), -1, -1)] if path else []
 
 
 def undefer(model: Any, *, head: str | nn.Module | None = None) -> None:
     """Put the own forward of a deferred model's head back."""
-    _restore("undefer", _linears(_head(model, head)))
+    _restore("undefer", _linears(_head(model, head)), model)
 
 
-def _restore(caller: str, layers: list[Any]) -> None:
+def _restore(caller: str, layers: list[Any], model: Any) -> None:
     for layer in layers:
         if "_logitless_deferred" not in vars(layer):
             raise LogitlessError(f"{caller}: the head {type(layer).__name__} is not deferred.")
@@ -124,6 +190,21 @@ def _restore(caller: str, layers: list[Any]) -> None:
             raise LogitlessError(f"{caller}: the head's forward was replaced by someone else since. Undo that first.")
     for layer in layers:
         del layer.forward, layer._logitless_deferred
+    owner = _owner_of_loss(model)
+    if owner is not None and isinstance(vars(owner).get(column_parallel.LOSS), Bound):
+        delattr(owner, column_parallel.LOSS)
+
+
+def is_without_logits(model: Any) -> bool:
+    """Whether there is nothing to defer: a stage of a pipeline without a head, one output for each token, or a head
+    that is deferred already."""
+    inner = _unwrapped(model)
+    if getattr(inner, "post_process", True) is False:
+        return True
+    layer = next((getattr(inner, name) for name in NAMES if hasattr(inner, name)), None)
+    weight = getattr(layer, "weight", None)
+    one = isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] == 1
+    return one or (layer is not None and "_logitless_deferred" in vars(layer))
 
 
 # The head of a model.
@@ -137,10 +218,12 @@ def _head(model: Any, head: Any) -> Any:
         raise LogitlessError(f"defer: model must be a torch.nn.Module but is {type(model).__name__}.")
     inner = _unwrapped(model)
     if head is not None:
-        found = dict(inner.named_modules()).get(str(head))
+        if not isinstance(head, str):
+            raise refused("defer: head", "a module, its name in the model, or None", head)
+        found = dict(inner.named_modules()).get(head)
         if found is None:
             names = [name for name, x in inner.named_modules() if isinstance(x, nn.Linear)]
-            raise LogitlessError(f"defer: the model has no module {head!r}.{did_you_mean(str(head), names)}")
+            raise LogitlessError(f"defer: head: the model has no module {head!r}.{did_you_mean(head, names)}")
         return found
     tells = getattr(inner, "get_output_embeddings", None)
     found = tells() if callable(tells) else None
@@ -165,6 +248,12 @@ def _unwrapped(model: Any) -> Any:
             return model
 
 
+def _owner_of_loss(model: Any) -> Any:
+    """The Megatron model whose method makes losses of its logits; None for any other model."""
+    inner = _unwrapped(model) if isinstance(model, nn.Module) else None
+    return inner if hasattr(type(inner), column_parallel.LOSS) else None
+
+
 def _linears(layer: Any) -> list[Any]:
     """The head; or, where peft trains copies of it (modules_to_save), the original and the copies it chooses from."""
     inner = layer._modules.get("_fsdp_wrapped_module")
@@ -172,6 +261,21 @@ def _linears(layer: Any) -> list[Any]:
         return _linears(inner)
     copies = getattr(layer, "modules_to_save", None)
     return [layer] if copies is None else [layer.original_module, *copies.values()]
+
+
+def _check_unit(layer: Any) -> None:
+    """Raise for a head whose weight is gone when its forward ends."""
+    strategy = getattr(getattr(layer, "sharding_strategy", None), "name", "")
+    if strategy in ("FULL_SHARD", "HYBRID_SHARD"):
+        raise LogitlessError(
+            f"defer: the head is an FSDP1 unit of its own with {strategy}, which lets go of the weight where its "
+            f"forward ends. Leave the head in the root unit, use FSDP2 (fully_shard), or use a PolicyHead."
+        )
+    if any(hasattr(x, "ds_id") for x in layer.parameters(recurse=False)):
+        raise LogitlessError(
+            "defer: DeepSpeed ZeRO-3 has partitioned the head's weight, and lets go of it where its forward ends. Use "
+            "ZeRO-1 or ZeRO-2, FSDP, or a PolicyHead."
+        )
 
 
 def _is_column_parallel(layer: Any) -> bool:
@@ -216,7 +320,14 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         if _computes(hidden):
             return original(self, hidden)
-        return _logits(self, hidden)
+        refused = self._logitless_deferred.around.refused
+        try:
+            return _logits(self, hidden)
+        except LogitlessError as error:
+            if refused is None:
+                raise
+            refused(str(error))
+            return original(self, hidden)
 
     return forward
 
@@ -225,10 +336,12 @@ def _wrap_column_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, input_: Tensor, weight: Any = None, runtime_gather_output: Any = None) -> Any:
         settings: _Deferred = self._logitless_deferred
         # Gathered columns are what inference asks for.
-        if runtime_gather_output and settings.shard is not None:
+        if runtime_gather_output and (settings.shard is not None or _computes(input_)):
             return original(self, input_, weight, runtime_gather_output)
         match = HALF.get(input_.dtype) if settings.rounded else None
         logits = column_parallel.logits_of_layer(self, input_, weight, settings.shard, match=match, **settings.options)
+        if settings.memory is not None:
+            logits = made(replace(logits._stands, memory=settings.memory))
         return logits, self.bias if self.skip_bias_add else None
 
     return forward
@@ -239,8 +352,7 @@ def _computes(hidden: Tensor) -> bool:
     return not torch.is_grad_enabled() and hidden.shape[:-1].numel() <= FEW
 
 
-# The public torch.compiler.disable is the same, but imports the compiler, and with it Triton, when applied.
-@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+@untraced
 def _logits(layer: Any, hidden: Tensor) -> Logits:
     """What the head's product would be."""
     settings: _Deferred = layer._logitless_deferred
@@ -261,9 +373,8 @@ def _logits(layer: Any, hidden: Tensor) -> Logits:
         hidden, bias, weight = hidden.to(dtype), None if bias is None else bias.to(dtype), _cast(weight, dtype)
     match = HALF.get(hidden.dtype) if settings.rounded else None
     logits = Logits(hidden, weight, bias=bias, match=match, **settings.options)
-    # FSDP2 lets go of the weight where the head's forward ends, if the head is a unit of its own.
-    gather = getattr(layer, "unshard", None)
-    return made(replace(logits._stands, few=FEW, gather=gather))
+    # FSDP2 lets go of the weight where the forward of its unit ends: the head, or a module around it.
+    return made(replace(logits._stands, few=FEW, memory=settings.memory, gather=settings.around.unshard(layer)))
 
 
 def _check_dropout(weight: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ SOFTMAX = "softmax was taken"
 def _softmax(x: Logits, name: str) -> Tensor:
     """``[R]`` log Z or entropy; both from one pass where both are asked for, one after the other."""
     x.stands()
-    memo, graph = x._memo, torch.is_grad_enabled()
+    memo, graph = memo_of(x), torch.is_grad_enabled()
     found = memo.get(graph)
     if found is None or getattr(found, name) is None:
         flat = x.reshape(-1, x.shape[-1])
@@ -66,6 +67,16 @@ def _softmax(x: Logits, name: str) -> Tensor:
         if found.entropy is not None:
             memo[graph] = found
     return getattr(found, name)
+
+
+def memo_of(x: Logits) -> dict[Any, Any]:
+    """What was read of the logits already, since hooks on saved tensors were last set.
+
+    A checkpoint sets such hooks and runs its function again in backward, with others, where it must save what it saved
+    before: nothing of the first run may be found then.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+    return x._memo.setdefault(None if hooks is None else weakref.ref(hooks[0]), {})
 
 
 def _of_ids(x: Logits, name: str, ids: Tensor) -> Tensor:

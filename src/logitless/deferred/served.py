@@ -77,6 +77,8 @@ SERVED.update(
         "argmax": _of_logits(distribution.argmax),
         "max": _of_logits(distribution.largest),
         "amax": _of_logits(distribution.amax),
+        "min": _of_logits(distribution.smallest),
+        "amin": _of_logits(distribution.amin),
         "topk": _of_logits(distribution.topk),
         "mean": _of_logits(_mean),
         "mul": _times,

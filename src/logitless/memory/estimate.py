@@ -17,6 +17,7 @@ from torch import Tensor
 
 from logitless.call.dry import Dry
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import described, refused
 from logitless.machine import CPU, H200, Machine
 from logitless.memory.ledger import Item, Ledger, tensors_in
 from logitless.memory.meta import Meta, backward
@@ -84,6 +85,7 @@ def explain(verb: Callable[..., Any], *args: Any, device: Literal["cuda", "cpu"]
     >>> print(explain(logprobs, Logits(torch.zeros(2, 3), torch.zeros(4, 3)), torch.tensor([1, 2])).kind)
     forward
     """
+    _check("explain", verb, device)
     kind = device or _device_of((args, options))
     dry = Dry(stop=True)
     if device is not None or not _real_device((args, options)):
@@ -99,7 +101,7 @@ def explain(verb: Callable[..., Any], *args: Any, device: Literal["cuda", "cpu"]
 def estimate(
     verb: Callable[..., Any],
     *args: Any,
-    device: Literal["cuda", "cpu"] | None = None,
+    device: Literal["cuda", "cpu"] | Machine | None = None,
     dropped: float = 0.0,
     **options: Any,
 ) -> Estimate:
@@ -110,7 +112,7 @@ def estimate(
         args, options: arguments of the call, as it would be made; their numbers are not looked at. Sizes alone go in as
             tensors on the meta device (``logitless.memory.sized``). What needs a gradient is what ``requires_grad``.
         device: kind of device that it will run on; None for that of the tensors, and for a GPU where they are on meta.
-            Where there is no GPU here, ``"cuda"`` is an H200.
+            Where there is no GPU here, ``"cuda"`` is an H200; a ``logitless.machine.Machine`` is that machine.
         dropped: share of a loss's rows without a gradient (clipped, or of zero advantage). Above 5 % the others are
             moved together, which takes up to 128 MiB, and their hidden states copied.
 
@@ -124,18 +126,17 @@ def estimate(
     >>> estimate(logprobs, torch.zeros(64, 1000, requires_grad=True), torch.zeros(64, dtype=torch.int64)).peak >> 10
     254
     """
+    _check("estimate", verb, device)
     if isinstance(dropped, bool) or not isinstance(dropped, int | float) or not 0 <= dropped <= 1:
         raise LogitlessError(f"estimate: dropped must be a share between 0 and 1 but is {dropped!r}.")
-    if device not in ("cuda", "cpu", None):
-        raise LogitlessError(f'estimate: device must be "cuda", "cpu" or None but is {device!r}.')
-    if options.get("backend") == "reference":
+    if isinstance(options.get("backend"), str) and options["backend"] == "reference":
         raise LogitlessError(
             'estimate: backend="reference" is for checking results, and its memory is not predicted. Ask for "auto", '
             '"tiled" or "triton".'
         )
-    kind = device or _device_of((args, options))
+    machine = device if isinstance(device, Machine) else _machine(device or _device_of((args, options)))
+    kind = "cpu" if machine is CPU else "cuda"
     on_gpu = kind == "cuda"
-    machine = _machine(kind)
     meta = Meta(copies=not on_gpu)
     with Ledger():
         # What the caller holds, which is not counted.
@@ -156,6 +157,14 @@ def estimate(
                 ledger.name_output(f"d_{name}", gradient)
     items = ledger.items("forward"), ledger.items("backward") if gradients else ()
     return Estimate(getattr(verb, "__name__", "call"), dry.backend, dry.plan, *items)
+
+
+def _check(caller: str, verb: Any, device: Any) -> None:
+    if not callable(verb) or isinstance(verb, type):
+        raise refused(f"{caller}: verb", "a function", verb, " Pass logitless.logprobs, and then its arguments.")
+    known = device is None or isinstance(device, Machine) or (isinstance(device, str) and device in ("cuda", "cpu"))
+    if not known:
+        raise LogitlessError(f'{caller}: device must be "cuda", "cpu" or None but is {described(device)}.')
 
 
 def _flat(x: Any) -> Any:

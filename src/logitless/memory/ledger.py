@@ -62,6 +62,10 @@ SCRATCH = {torch.ops.aten.sort.stable: {"cpu": 8, "gpu": 24}}
 place."""
 
 
+SUMS = (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList)
+"""A CPU that sums in another dtype than that of the operand, as it does truth values, makes a copy in it first."""
+
+
 class Item(NamedTuple):
     """Bytes that are alive at the fullest moment, by what they are for.
 
@@ -111,11 +115,16 @@ class Ledger(TorchDispatchMode):
             storage = x.untyped_storage()
             key = storage._cdata
             if key not in self._entries and not _is_one_of(storage, (args, kwargs)):
-                self._write_down(key, storage, x.shape)
+                self._write_down(key, storage, x.shape, func)
+        scratch = 0
+        if func in SUMS and not self._on_gpu and args[0].dtype != out.dtype:
+            scratch = args[0].numel() * out.element_size()
         if func in self._scratch and (self._on_gpu or not args[0].is_floating_point()):
+            scratch = self._scratch[func] * args[0].numel()
+        if scratch:
             # Alive with the results, and gone when this function returns.
-            work = torch.empty(self._scratch[func] * args[0].numel(), dtype=torch.uint8, device="meta")
-            self._write_down(work.untyped_storage()._cdata, work.untyped_storage(), work.shape)
+            work = torch.empty(scratch, dtype=torch.uint8, device="meta")
+            self._write_down(work.untyped_storage()._cdata, work.untyped_storage(), work.shape, func)
         return out
 
     def start_backward(self) -> None:
@@ -139,8 +148,12 @@ class Ledger(TorchDispatchMode):
             groups.setdefault((entry.name, entry.phase, entry.output), []).append(entry)
         return tuple(_item(group) for group in groups.values() if any(entry.bytes for entry in group))
 
-    def _write_down(self, key: int, storage: Any, shape: torch.Size) -> None:
-        entry = Entry(storage.nbytes(), shape, _purpose(), self._phase)
+    def _write_down(self, key: int, storage: Any, shape: torch.Size, func: Any) -> None:
+        name = _purpose()
+        if name is None:
+            # Of a function from elsewhere: a matrix is what an operator made.
+            name = NAMES[""] if len(shape) < 2 else f"result of {func.overloadpacket.__name__}"
+        entry = Entry(storage.nbytes(), shape, name, self._phase)
 
         def let_go(_: object) -> None:
             self._entries.pop(key)
@@ -181,9 +194,9 @@ def _is_one_of(storage: Any, inputs: Any) -> bool:
     return any(x.untyped_storage()._cdata == storage._cdata for x in tensors_in(inputs))
 
 
-def _purpose() -> str:
-    """What :data:`NAMES` says about the innermost function of this package that it says anything about."""
-    frame = sys._getframe(3)
+def _purpose() -> str | None:
+    """What :data:`NAMES` says about the innermost function of this package that is in it; None outside."""
+    frame, outside = sys._getframe(3), True
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith("logitless."):
@@ -191,5 +204,6 @@ def _purpose() -> str:
             for key in (f"{name}:{frame.f_code.co_qualname}", name, name.split(".")[0]):
                 if key in NAMES:
                     return NAMES[key]
+            outside = outside and name.startswith(("memory.", "tools."))
         frame = frame.f_back
-    return NAMES[""]
+    return None if outside else NAMES[""]

@@ -13,9 +13,17 @@ from torch import Tensor
 
 from logitless.collectives import resolve_group
 from logitless.errors import LogitlessError, did_you_mean
+from logitless.errors.arguments import is_number, refused
 from logitless.rows import Rows
 
 T = TypeVar("T")
+
+
+def known_name(value: object, known: Iterable[str], argument: str) -> Any:
+    """The name, if it is known; anything may come, also what no table can be asked for."""
+    if not isinstance(value, str) or value not in known:
+        raise unknown(argument, value, known)
+    return value
 
 
 def unknown(argument: str, value: object, known: Iterable[str]) -> LogitlessError:
@@ -76,8 +84,8 @@ def taught(cls: type[T]) -> type[T]:
 
 def finite(name: str, value: Any, caller: str = "Objective") -> float:
     """The number, if it is one."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise LogitlessError(f"{caller}: {name} must be a finite number but is {value!r}.")
+    if not is_number(value):
+        raise refused(f"{caller}: {name}", "a finite number", value)
     return value
 
 
@@ -123,6 +131,15 @@ def sequence_group(caller: str, rows: Rows, group: Any, *, needed: bool) -> Any:
     return group
 
 
+def check_stats(caller: str, stats: Any) -> None:
+    """Raise unless these are results with log-probs."""
+    if not isinstance(getattr(stats, "logprob", None), Tensor):
+        raise LogitlessError(
+            f"{caller}: stats must be the TokenStats of logprobs but is {type(stats).__name__}. Log-probs of your own "
+            f"go in as TokenStats(logprob, entropy, None)."
+        )
+
+
 def check_field(name: str, x: Any, num_rows: int, device: torch.device, caller: str = "Objective") -> Tensor:
     """A field, if it is ``[R]`` values without gradient where the rows are."""
     if not isinstance(x, Tensor):
@@ -131,6 +148,8 @@ def check_field(name: str, x: Any, num_rows: int, device: torch.device, caller: 
             nested = len(x) > 0 and isinstance(x[0], list | tuple | Tensor)
             way = f" Pass {f'rows.from_responses({name})' if nested else f'torch.tensor({name})'}."
         raise LogitlessError(f"{caller}: {name} must be a tensor of shape [{num_rows}] but is {type(x).__name__}.{way}")
+    if x.layout != torch.strided or x.is_complex() or x.dtype == torch.bool:
+        raise refused(f"{caller}: {name}", f"a tensor of {num_rows} numbers", x)
     if tuple(x.shape) != (num_rows,):
         raise LogitlessError(
             f"{caller}: {name} has shape {list(x.shape)} but there are {num_rows} rows. Give one value per row: a "

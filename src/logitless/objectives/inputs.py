@@ -11,7 +11,10 @@ number of rows: all R of them, or those of one chunk.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,7 +58,7 @@ class Inputs:
         fields: what the caller gave by name; no gradient flows to them.
         counted: bool, whether the row counts in the loss.
         weight: of each row in the loss, 0 where it is not counted: the loss is ``sum(weight * row loss)``.
-        sample: number of the row's sample.
+        sample: number of the row's sample, among all of the batch.
         totals: ``[N]`` counted response tokens of each sample, over all ranks and chunks.
         counts: rows of each sample among these, on the CPU; None if these rows may cut through a sample, or if no term
             of the objective takes means over samples.
@@ -64,7 +67,10 @@ class Inputs:
         divergence: of the row's distribution from its teacher's, differentiable; None where there is no teacher.
         log_z, mean_logit: differentiable; None unless the objective has a term on them.
         statistics: further results of the rows by name, for metrics alone.
-        batch: tensors by name that belong to samples or pairs of them, which no cut shortens.
+        batch: tensors by name that belong to samples, to pairs of them, or to all.
+        owners: of such tensors, the ascending number of the sample that each entry goes with when rows are cut; those
+            that are not named here are cut nowhere.
+        first: number of the first sample of ``counts``.
     """
 
     logprob: Tensor
@@ -82,6 +88,8 @@ class Inputs:
     mean_logit: Tensor | None = None
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
     batch: Mapping[str, Tensor] = field(default_factory=dict)
+    owners: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    first: int = 0
 
     def __getattr__(self, name: str) -> Tensor:
         if name.startswith("_"):
@@ -114,7 +122,8 @@ class Inputs:
         Differentiable. Over a sequence group: one all-reduce of ``[N]``, and one in backward, because each rank has a
         part of the loss. Same bits on every run: segment sums, no atomics, forward and backward.
         """
-        return _MeanBySample.apply(x, self.counted, self.sample, self.totals, self._lengths(x), self.group)  # pyright: ignore[reportReturnType]
+        lengths, totals = self._lengths(x), self.totals[self.first : self.first + len(self.counts or ())]
+        return _MeanBySample.apply(x, self.counted, self.sample - self.first, totals, lengths, self.group)  # pyright: ignore[reportReturnType]
 
     def sum_by_sample(self, x: Tensor) -> Tensor:
         """As :meth:`mean_by_sample`, but a sum."""
@@ -123,7 +132,12 @@ class Inputs:
     def sums(self, x: Tensor) -> Tensor:
         """``[N]`` sum of ``x`` over the counted tokens of each sample: what compares samples, where a term on rows does
         not. Differentiable, over the group and with the same bits on every run, as :meth:`mean_by_sample`."""
-        return _Sums.apply(x, self.counted, self.sample, self._lengths(x), self.group)  # pyright: ignore[reportReturnType]
+        here = self.sums_here(x)
+        return torch.nn.functional.pad(here, (self.first, len(self.totals) - self.first - len(here)))
+
+    def sums_here(self, x: Tensor) -> Tensor:
+        """The same of the samples that have rows here, from number ``first`` on."""
+        return _Sums.apply(x, self.counted, self.sample - self.first, self._lengths(x), self.group)  # pyright: ignore[reportReturnType]
 
     def _lengths(self, x: Tensor) -> Tensor:
         """``[N]`` rows of each sample."""
@@ -138,10 +152,11 @@ class Inputs:
         """The rows ``start .. stop``.
 
         Args:
-            whole_samples: the caller promises that the cut falls between samples, on every rank of the group between
-                the same ones; sums over samples are then possible. Checked against the rows here.
+            whole_samples: the caller promises that the cut falls between samples; sums over samples are then possible.
+                Checked against the rows here. Not where samples are split over a group.
         """
-        counts = _cut_counts(self.counts, start, stop) if whole_samples else None
+        samples = self._samples(start, stop) if whole_samples else None
+        batch, owners = (self.batch, self.owners) if samples is None else self._of_samples(samples)
         part = slice(start, stop)
         return replace(
             self,
@@ -155,8 +170,45 @@ class Inputs:
             counted=self.counted[part],
             weight=self.weight[part],
             sample=self.sample[part],
-            counts=counts,
+            counts=None if samples is None or self.counts is None else self.counts[samples],
+            first=self.first + (0 if samples is None else samples.start),
+            batch=batch,
+            owners=owners,
         )
+
+    @functools.cached_property
+    def _ends(self) -> list[int]:
+        """Rows up to the end of each sample: found once, and not for every cut."""
+        return list(itertools.accumulate(self.counts or ()))
+
+    def _samples(self, start: int, stop: int) -> slice:
+        """Places in ``counts`` of the samples that rows ``start .. stop`` are, those without rows at either end among
+        them: a pair may be of one that has rows and one that has none."""
+        if self.counts is None:
+            raise LogitlessError("Inputs.cut: whole_samples=True, but these rows may already cut through a sample.")
+        if self.group is not None and self.group.size() > 1:
+            raise LogitlessError("Inputs.cut: whole_samples=True, but samples are split over the ranks of a group.")
+        ends = self._ends
+        # Of samples without rows as many as end where the rows begin.
+        low, high = bisect_left(ends, start), bisect_right(ends, stop)
+        low += low < len(ends) and self.counts[low] > 0 and ends[low] == start
+        for sample in {low, high} & set(range(len(ends))):
+            begin, end = ends[sample] - self.counts[sample], ends[sample]
+            part = max(0, min(end, stop) - max(begin, start))
+            if part not in (0, end - begin):
+                raise LogitlessError(
+                    f"Inputs.cut: whole_samples=True, but rows {start} .. {stop} hold {part} of the {end - begin} rows "
+                    f"of sample {self.first + sample}, which are {begin} .. {end}. Cut between samples."
+                )
+        return slice(low, high)
+
+    def _of_samples(self, samples: slice) -> tuple[dict[str, Tensor], dict[str, Sequence[int]]]:
+        """What belongs to some samples of the batch, and which of them each entry goes with."""
+        batch, owners = dict(self.batch), dict(self.owners)
+        for name, numbers in self.owners.items():
+            low, high = (bisect_left(numbers, self.first + place) for place in (samples.start, samples.stop))
+            batch[name], owners[name] = batch[name][low:high], numbers[low:high]
+        return batch, owners
 
     def ordered(self, order: Tensor) -> Inputs:
         """The same rows in another order, which may cut through samples."""
@@ -180,23 +232,6 @@ class Inputs:
             fields={name: torch.where(counted, x, torch.zeros_like(x)) for name, x in fields.items()},
             weight=self.weight.to(dtype),
         )
-
-
-def _cut_counts(counts: tuple[int, ...] | None, start: int, stop: int) -> tuple[int, ...]:
-    """Rows of each sample among ``start .. stop``: all of them or none."""
-    if counts is None:
-        raise LogitlessError("Inputs.cut: whole_samples=True, but these rows may already cut through a sample.")
-    inside, end = [], 0
-    for sample, count in enumerate(counts):
-        begin, end = end, end + count
-        part = max(0, min(end, stop) - max(begin, start))
-        if part not in (0, count):
-            raise LogitlessError(
-                f"Inputs.cut: whole_samples=True, but rows {start} .. {stop} hold {part} of the {count} rows of sample "
-                f"{sample}, which are {begin} .. {end}. Cut between samples."
-            )
-        inside.append(part)
-    return tuple(inside)
 
 
 class _MeanBySample(torch.autograd.Function):

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from logitless.collectives import gather_over, resolve_group, table_over
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import check_flags, instance, refused, sequence
 
 KINDS = ("sums", "means", "maxima", "minima", "weights")
 
@@ -59,13 +60,17 @@ class Metrics:
             weights: importance weights of which the effective sample size is wanted.
             sums: 0-dim values that add up as they are.
         """
+        extremes, weights, sums = ({} if x is None else x for x in (extremes, weights, sums))
+        if not isinstance(counted, Tensor) or counted.layout != torch.strided or counted.dtype != torch.bool:
+            raise refused("Metrics.of_rows: counted", "a tensor of True and False", counted)
+        for name, x in {"means": means, "extremes": extremes, "weights": weights, "sums": sums}.items():
+            _check_values(f"Metrics.of_rows: {name}", x, counted if name != "sums" else None)
         count = counted.sum(dtype=torch.float64)
-        extremes, weights = extremes or {}, weights or {}
         squares = {name: w.detach().square() for name, w in weights.items()}
         added, w, w2 = (_table(x, counted, 0.0).sum(1) for x in (means, weights, squares))
         largest, smallest = _table(extremes, counted, -math.inf).amax(1), _table(extremes, counted, math.inf).amin(1)
         return Metrics(
-            sums={name: x.detach().double() for name, x in (sums or {}).items()},
+            sums={name: x.detach().double() for name, x in sums.items()},
             means=dict(zip(means, torch.stack([added, count.expand_as(added)], 1), strict=True)),
             maxima={f"{name}_max": x for name, x in zip(extremes, largest, strict=True)},
             minima={f"{name}_min": x for name, x in zip(extremes, smallest, strict=True)},
@@ -75,8 +80,12 @@ class Metrics:
     @staticmethod
     def merge(several: Sequence[Metrics]) -> Metrics:
         """The metrics of all rows together, from those of chunks or micro-batches of one objective."""
-        if not several:
-            raise LogitlessError("Metrics.merge: got no metrics; wanted at least one.")
+        if not all(
+            isinstance(one, Metrics) for one in sequence(several, "Metrics.merge: several", "a list of Metrics")
+        ):
+            raise LogitlessError("Metrics.merge: several must be a list of Metrics, and of nothing else.")
+        if not len(several):
+            raise LogitlessError("Metrics.merge: several has no metrics; wanted at least one.")
         names = several[0]._names()
         for place, other in enumerate(several):
             if other._names() != names:
@@ -95,6 +104,7 @@ class Metrics:
                 one rank lacks) end in an error on all of them, where a gather of other sizes would hang or abort. One
                 more small collective.
         """
+        check_flags("Metrics.reduce", check=check)
         group = resolve_group(group, "Metrics.reduce: group")
         if group is None:
             return self
@@ -141,6 +151,16 @@ def _check_names(table: Sequence[tuple[tuple[str, str], ...]]) -> None:
                 f"Metrics.reduce: rank {rank} has other metrics than rank 0: they differ in {odd or 'their order'}. "
                 f"Every rank reduces metrics of one objective with the same fields."
             )
+
+
+def _check_values(argument: str, values: Any, counted: Tensor | None) -> None:
+    """Raise unless these are real tensors by name, each with a value for every row; sums are numbers."""
+    shape = torch.Size() if counted is None else counted.shape
+    for x in values.values() if isinstance(values, dict) else instance(values, Mapping, argument).values():
+        good = isinstance(x, Tensor) and x.layout == torch.strided and x.shape == shape and not x.is_complex()
+        if not good or (counted is not None and x.device != counted.device):
+            like = "a number" if counted is None else f"one value for each of {list(shape)} rows"
+            raise refused(argument, f"tensors, {like},", x)
 
 
 def _table(values: Mapping[str, Tensor], counted: Tensor, other: float) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -21,9 +21,12 @@ from torch import Tensor
 from logitless.backends.divergences import Divergence
 from logitless.collectives import agree_if, fingerprint
 from logitless.errors import LogitlessError, did_you_mean
+from logitless.errors.arguments import check_flags, instance
 from logitless.objectives.checks import (
     check_field,
+    check_stats,
     elsewhere,
+    known_name,
     sequence_group,
     taught,
     unknown,
@@ -35,7 +38,7 @@ from logitless.objectives.metrics import Metrics
 from logitless.objectives.mismatch import measures
 from logitless.objectives.policy import POLICY_TERMS
 from logitless.objectives.reduction import Reduction, row_weights
-from logitless.objectives.settings import RECIPES, bounds_of, check_settings, clip_of, policy_keywords
+from logitless.objectives.settings import RECIPES, RecipeName, bounds_of, check_settings, clip_of, policy_keywords
 from logitless.rows import Rows
 from logitless.spec import TokenStats
 
@@ -101,14 +104,13 @@ class Objective:
         object.__setattr__(self, "_keywords", policy_keywords(self))
 
     @staticmethod
-    def recipe(name: str, **changes: Any) -> Objective:
-        """An algorithm's objective by name, with changes.
+    def recipe(name: RecipeName | str, **changes: Any) -> Objective:
+        """An algorithm's objective by name, with changes. Its ``clip`` has the term's own bounds if no others.
 
-        >>> Objective.recipe("dapo").clip
-        (0.2, 0.28)
+        >>> Objective.recipe("dapo").clip, Objective.recipe("gspo").clip
+        ((0.2, 0.28), (0.0003, 0.0004))
         """
-        if name not in RECIPES:
-            raise unknown("Objective.recipe: name", name, RECIPES)
+        known_name(name, RECIPES, "Objective.recipe: name")
         known = [f.name for f in fields(Objective)]
         for change in changes:
             if change not in known:
@@ -118,7 +120,8 @@ class Objective:
                 'Objective.recipe: "dr_grpo" divides by a fixed length, the most tokens a response may have. '
                 "Pass length=."
             )
-        return Objective(**{**RECIPES[name], **changes})
+        made = Objective(**{**RECIPES[name], **changes})
+        return replace(made, clip=clip_of(made))
 
     @functools.cached_property
     def entropy(self) -> Literal["value", "grad"]:
@@ -173,15 +176,14 @@ class Objective:
         """
         settings = {f.name: getattr(self, f.name) for f in fields(self)}
         plain = {name: x for name, x in settings.items() if x != getattr(_PLAIN, name)}
-        shown = {name: getattr(x, "__qualname__", repr(x)) for name, x in plain.items()}
-        return f"Objective({', '.join(f'{name}={x}' for name, x in shown.items())})"
+        return f"Objective({', '.join(f'{name}={_shown(x)}' for name, x in plain.items())})"
 
     def __repr__(self) -> str:
         """Policy, clip bounds in effect and reduction, and the other settings that differ from the defaults."""
         shown = {"policy": self.policy, "clip": clip_of(self), "reduce": self.reduce}
         differ = {f.name: x for f in fields(self) if (x := getattr(self, f.name)) != getattr(_PLAIN, f.name)}
         parts = {f.name: {**differ, **shown}.get(f.name) for f in fields(self)}
-        texts = [f"{name}={getattr(x, '__qualname__', repr(x))}" for name, x in parts.items() if x is not None]
+        texts = [f"{name}={_shown(x)}" for name, x in parts.items() if x is not None]
         return f"Objective({', '.join(texts)})"
 
     @functools.cached_property
@@ -319,6 +321,7 @@ class Objective:
         """
 
         def prepare() -> Inputs:
+            self._check_stats(stats, len(instance(rows, Rows, "Objective: rows", " Make one with Rows.packed, say.")))
             batch = {"denominator": denominator, "prompt_tokens": prompt_tokens, "group": group}
             return self.inputs(stats, rows, fields, **batch)
 
@@ -328,6 +331,7 @@ class Objective:
                 "the dtype of logprob": str(inputs.logprob.dtype),
             }
 
+        check_flags("Objective", check_group=check_group)
         return self.evaluate(agree_if(check_group, group, "Objective", prepare, facts))
 
     def facts_over_samples(self, inputs: Inputs, denominator: float | Tensor | None) -> dict[str, Any]:
@@ -436,11 +440,7 @@ class Objective:
             )
 
     def _check_stats(self, stats: TokenStats, num_rows: int) -> None:
-        if not hasattr(stats, "logprob"):
-            raise LogitlessError(
-                f"Objective: stats must be the TokenStats of logprobs but is "
-                f"{type(stats).__name__}. Log-probs of your own go in as TokenStats(logprob, entropy, None)."
-            )
+        check_stats("Objective", stats)
         for name, x in (("logprob", stats.logprob), ("entropy", stats.entropy)):
             if x is not None and tuple(x.shape) != (num_rows,):
                 raise LogitlessError(
@@ -470,6 +470,16 @@ def _name_of(term: Any) -> str:
     if isinstance(term, functools.partial):
         return f"functools.partial({_name_of(term.func)})"
     return getattr(term, "__qualname__", type(term).__name__)
+
+
+def _shown(x: Any) -> str:
+    """A setting, the same in every process: functions and other objects by name, and not by their address."""
+    if isinstance(x, functools.partial):
+        given = [*map(_shown, x.args), *(f"{name}={_shown(value)}" for name, value in x.keywords.items())]
+        return f"functools.partial({', '.join([_shown(x.func), *given])})"
+    if isinstance(x, Tensor):
+        return f"tensor({fingerprint(x)})"
+    return _name_of(x) if callable(x) else repr(x)
 
 
 def _weighed_sum(x: Inputs, losses: Tensor) -> Tensor:

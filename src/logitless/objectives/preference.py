@@ -10,7 +10,7 @@ worked off in one pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from logitless.collectives import agree_if, fingerprint
 from logitless.errors import LogitlessError, did_you_mean
-from logitless.objectives.checks import check_field, finite, sequence_group, unknown
+from logitless.errors.arguments import check_flags, dense, instance
+from logitless.objectives.checks import check_field, check_stats, finite, known_name, sequence_group
 from logitless.objectives.inputs import Inputs, statistics_of
 from logitless.objectives.metrics import Metrics
 from logitless.objectives.preference_terms import KINDS, Scores, Settings, kto
@@ -29,6 +30,8 @@ from logitless.spec import TokenStats
 
 NAME = "Preference"
 FIELDS = ("ref_logprob", "ref_sample_logprob", "reference_kl")
+KindName = Literal["dpo", "ipo", "hinge", "simpo", "cpo", "orpo", "kto"]
+"""Names of :data:`KINDS`, for editors and type checkers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +58,7 @@ class Preference:
     (0.3869, 0.75)
     """
 
-    kind: str
+    kind: KindName | str
     beta: float | None = None
     label_smoothing: float | None = None
     gamma: float | None = None
@@ -77,8 +80,7 @@ class Preference:
     own_terms: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise unknown(f"{NAME}: kind", self.kind, KINDS)
+        known_name(self.kind, KINDS, f"{NAME}: kind")
         takes = KINDS[self.kind].takes
         for name in Settings._fields:
             if getattr(self, name) is not None and name not in takes:
@@ -149,7 +151,7 @@ class Preference:
         group: Any = None,
     ) -> Inputs:
         """The vectors of these rows, and what belongs to their samples. All checks are made here."""
-        if rows.response_lengths is None:
+        if instance(rows, Rows, f"{NAME}: rows", " Make one with Rows.packed, say.").response_lengths is None:
             raise LogitlessError(
                 f"{NAME}: it compares whole samples, but rows given as targets or (index, target) know of no samples. "
                 f"Make them with Rows.packed, Rows.padded or Rows.from_mask."
@@ -161,7 +163,7 @@ class Preference:
                 f"{NAME}: logprob has shape {list(stats.logprob.shape)} but there are {len(rows)} rows."
             )
         device, num_samples = rows.target.device, len(rows.counts)
-        chosen, rejected = self._samples(num_samples)
+        chosen, rejected, owners = self._owned(rows.counts)
         of_rows, of_batch = self._fields(fields, len(rows), num_samples, device)
         group = sequence_group(NAME, rows, group, needed=True)
         number = len(chosen) + (len(rejected) if self.kind == "kto" else 0)
@@ -184,6 +186,7 @@ class Preference:
             counts=rows.counts,
             group=group,
             batch={**of_batch, "scale": scale, **{k: x.to(device, non_blocking=True) for k, x in places.items()}},
+            owners={name: x for name, x in owners.items() if name in places or name in of_batch},
         )
 
     def evaluate(self, inputs: Inputs) -> tuple[Tensor, Metrics]:
@@ -221,6 +224,7 @@ class Preference:
         """
 
         def prepare() -> Inputs:
+            check_stats(NAME, stats)
             return self.inputs(stats, rows, fields, denominator=denominator, group=group)
 
         def facts(inputs: Inputs) -> dict[str, Any]:
@@ -229,6 +233,7 @@ class Preference:
                 "the dtype of logprob": str(inputs.logprob.dtype),
             }
 
+        check_flags(NAME, check_group=check_group)
         return self.evaluate(agree_if(check_group, group, NAME, prepare, facts))
 
     def facts_over_samples(self, inputs: Inputs, denominator: float | Tensor | None) -> dict[str, Any]:
@@ -243,16 +248,17 @@ class Preference:
 
     def _loss(self, x: Inputs) -> tuple[Tensor, dict[str, Tensor], Scores, Tensor]:
         """Loss, its parts, the scores, and ``[N]`` log-probs of the samples."""
-        wide, tokens = x.logprob.double(), x.totals.double().clamp_min(1)
-        logprob = x.sums(wide)
+        wide = x.logprob.double()
+        logprob = x.sums_here(wide)
+        tokens = x.totals[x.first : x.first + len(logprob)].double().clamp_min(1)
         score = logprob
         if "ref_sample_logprob" in x.batch:
             score = logprob - x.batch["ref_sample_logprob"]
         elif KINDS[self.kind].reference:
             # Differences first: they are small, and their sum keeps digits that a difference of sums would lose.
-            score = x.sums(wide - x.ref_logprob.double())
+            score = x.sums_here(wide - x.ref_logprob.double())
         score = score / tokens if self.settings.per_token else score
-        chosen, rejected = x.batch["chosen"], x.batch["rejected"]
+        chosen, rejected = (x.batch[name] - x.first for name in ("chosen", "rejected"))
         scores = Scores(score[chosen], score[rejected], (logprob / tokens)[chosen])
         parts = {"preference_loss": self._compared(scores, x)}
         if self.settings.sft_coef:
@@ -271,7 +277,7 @@ class Preference:
     def _metrics(self, x: Inputs, sums: dict[str, Tensor], scores: Scores, logprob: Tensor) -> Metrics:
         means: dict[str, Tensor] = {}
         for name, score in (("chosen", scores.chosen), ("rejected", scores.rejected)):
-            values = {f"reward_{name}": self.settings.beta * score, f"logprob_{name}": logprob[x.batch[name]]}
+            values = {f"reward_{name}": self.settings.beta * score, f"logprob_{name}": logprob[x.batch[name] - x.first]}
             means |= Metrics.of_rows(values, torch.ones_like(score, dtype=torch.bool)).means
         if self.kind != "kto":
             margin = self.settings.beta * (scores.chosen - scores.rejected)
@@ -280,6 +286,21 @@ class Preference:
         of_rows = {**x.statistics, **({} if x.entropy is None else {"entropy": x.entropy})}
         rows = Metrics.of_rows(of_rows, x.counted, sums=sums)
         return replace(rows, means={**means, **rows.means})
+
+    def _owned(self, counts: tuple[int, ...]) -> tuple[Sequence[int], Sequence[int], dict[str, Sequence[int]]]:
+        """Numbers of the chosen and of the rejected samples in the order of the samples that they go with, and these.
+
+        A pair goes with its first sample that has rows; a pair without rows with none.
+        """
+        chosen, rejected = self._samples(len(counts))
+        of_samples = {"ref_sample_logprob": range(len(counts))}
+        if self.kind == "kto":
+            chosen, rejected = sorted(chosen), sorted(rejected)
+            return chosen, rejected, {"chosen": chosen, "rejected": rejected, **of_samples}
+        pairs = zip(chosen, rejected, strict=True)
+        owned = sorted((min((x for x in pair if counts[x]), default=len(counts)), *pair) for pair in pairs)
+        owner, chosen, rejected = zip(*owned, strict=True) if owned else ((), (), ())
+        return chosen, rejected, {"chosen": owner, "rejected": owner, **of_samples}
 
     def _samples(self, num_samples: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Numbers of the chosen and of the rejected samples."""
@@ -296,7 +317,9 @@ class Preference:
             return tuple(range(0, num_samples, 2)), tuple(range(1, num_samples, 2))
         last = max((*self.chosen, *self.rejected), default=-1)
         if last >= num_samples:
-            raise LogitlessError(f"{NAME}: pairs name sample {last} but there are {num_samples} samples, from 0 on.")
+            raise LogitlessError(
+                f"{NAME}: pairs name sample {last}, chosen or rejected, but there are {num_samples} samples, from 0 on."
+            )
         return self.chosen, self.rejected
 
     def _fields(
@@ -352,8 +375,9 @@ class Preference:
 
 
 def _numbers(name: str, samples: Any) -> tuple[int, ...]:
-    numbers = samples.tolist() if isinstance(samples, Tensor) else samples
-    numbers = tuple(numbers) if isinstance(numbers, Iterable) else numbers
+    if isinstance(samples, Tensor):
+        samples = dense(samples, f"{NAME}: {name}", "sample numbers, 0 or more,", numbers=True).tolist()
+    numbers = tuple(samples) if isinstance(samples, Iterable) else samples
     if not isinstance(numbers, tuple) or not all(type(x) is int and x >= 0 for x in numbers):
         shown = list(numbers) if isinstance(numbers, tuple) else numbers
         raise LogitlessError(f"{NAME}: {name} must be sample numbers, 0 or more, but is {shown!r}.")

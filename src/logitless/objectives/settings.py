@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from logitless.backends.divergences import Divergence
 from logitless.errors import LogitlessError, closest
-from logitless.objectives.checks import finite, resolve_bounds, resolve_clip, unknown
+from logitless.errors.arguments import described, instance, sequence
+from logitless.objectives.checks import finite, known_name, resolve_bounds, resolve_clip, unknown
 from logitless.objectives.corrections import CORRECTIONS
 from logitless.objectives.kl import KL_TERMS
 from logitless.objectives.policy import POLICY_TERMS
 from logitless.objectives.reduction import REDUCTIONS
+
+RecipeName = Literal[
+    "ppo", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "reinforce", "reinforce++", "reinforce++_baseline",
+    "distill", "sft", "dft",
+]  # fmt: skip
+"""Names of :data:`RECIPES`, for editors and type checkers."""
 
 RECIPES: dict[str, dict[str, Any]] = {
     "ppo": {},
@@ -29,6 +37,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "dft": {"policy": "dft"},
 }
 """How each recipe differs from the defaults. Advantages are the caller's; coefficients of KL and entropy stay 0."""
+
+
+LEVELS = ("token", "sequence", "batch")
 
 
 def check_settings(objective: Any) -> None:
@@ -59,8 +70,10 @@ def check_settings(objective: Any) -> None:
         raise LogitlessError(
             f'Objective: kl_coef is {objective.kl_coef} but kl is None. Name an estimator, as kl="k3".'
         )
-    if isinstance(objective.needs, str) or not all(isinstance(name, str) for name in objective.needs):
-        raise LogitlessError(f"Objective: needs must be a tuple of field names but is {objective.needs!r}.")
+    wanted = "a tuple of field names"
+    if not all(isinstance(name, str) for name in sequence(objective.needs, "Objective: needs", wanted)):
+        raise LogitlessError(f"Objective: needs must be {wanted} but is {objective.needs!r}.")
+    instance(objective.policy_options, Mapping, "Objective: policy_options")
     _check_reduction(objective)
     _check_level(objective)
     policy_keywords(objective)
@@ -68,8 +81,7 @@ def check_settings(objective: Any) -> None:
 
 
 def _check_reduction(objective: Any) -> None:
-    if objective.reduce not in REDUCTIONS:
-        raise unknown("Objective: reduce", objective.reduce, REDUCTIONS)
+    known_name(objective.reduce, REDUCTIONS, "Objective: reduce")
     if (objective.reduce == "sample_sum") != (objective.length is not None):
         raise LogitlessError(
             f'Objective: length goes with reduce="sample_sum" and with no other, but reduce is {objective.reduce!r} '
@@ -80,9 +92,9 @@ def _check_reduction(objective: Any) -> None:
 
 
 def _check_level(objective: Any) -> None:
-    if objective.level not in ("token", "sequence", "batch", None):
+    if objective.level is not None and not (isinstance(objective.level, str) and objective.level in LEVELS):
         raise LogitlessError(
-            f'Objective: level must be "token", "sequence", "batch" or None but is {objective.level!r}.'
+            f'Objective: level must be "token", "sequence", "batch" or None but is {described(objective.level)}.'
         )
     if objective.level == "token" and objective.sequence_level:
         raise LogitlessError(
@@ -112,7 +124,7 @@ def policy_keywords(objective: Any) -> dict[str, Any]:
         for name in POLICY_TERMS[str(objective.policy)].numbers:
             if name in keywords and finite(name, keywords[name]) <= 0:
                 raise LogitlessError(f"Objective: {name} must be above 0 but is {keywords[name]!r}.")
-    parameters = inspect.signature(term).parameters
+    parameters = _parameters(term)
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return keywords
     taken = [name for name, p in list(parameters.items())[1:] if p.kind is not p.VAR_POSITIONAL]
@@ -125,10 +137,18 @@ def policy_keywords(objective: Any) -> dict[str, Any]:
     return keywords
 
 
+def _parameters(term: Any) -> Mapping[str, inspect.Parameter]:
+    """Of a function; some that are written in C do not tell, and are taken to take anything."""
+    try:
+        return inspect.signature(term).parameters
+    except (ValueError, TypeError):
+        return inspect.signature(lambda *_, **__: None).parameters
+
+
 def clip_of(objective: Any) -> Any:
     """``(low, high)`` that the policy term clips with, its own where none was given; None where it has none."""
     term = POLICY_TERMS[objective.policy].function if isinstance(objective.policy, str) else objective.policy
-    own = inspect.signature(term).parameters.get("clip")
+    own = _parameters(term).get("clip")
     return policy_keywords(objective).get("clip", None if own is None or own.default is own.empty else own.default)
 
 

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError, adapted
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+from logitless.errors.arguments import dense
 
 
 def check_tensors(caller: str, **given: Any) -> None:
@@ -21,6 +19,8 @@ def check_tensors(caller: str, **given: Any) -> None:
         if not isinstance(x, Tensor) and (x is not None or what in ("hidden", "weight")):
             hint = instead_of_tensor(x, what)
             raise LogitlessError(f"{caller}: {what} must be a tensor but is {type(x).__name__}.{hint}")
+        if isinstance(x, Tensor):
+            dense(x, f"{caller}: {what}", "a dense tensor")
 
 
 def instead_of_tensor(x: Any, what: str) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import dense, described, device_named, instance, refused, sequence
 from logitless.rows import Rows
 from logitless.rows.integers import holds_integers, integers, joined, whole_number
 from logitless.spec import inspectable, tracked_by_autograd
@@ -46,10 +47,7 @@ class Kept:
 
     def __post_init__(self) -> None:
         for name, x in (("ids", self.ids), ("lengths", self.lengths)):
-            if not isinstance(x, Tensor):
-                raise LogitlessError(
-                    f"Kept: {name} must be a 1-D integer tensor but is a {type(x).__name__}. Pass torch.tensor(...)."
-                )
+            dense(x, f"Kept: {name}", "a 1-D integer tensor")
             if x.dim() != 1 or not holds_integers(x):
                 raise LogitlessError(f"Kept: {name} must be a 1-D integer tensor but is {list(x.shape)} {x.dtype}.")
         if inspectable(self.lengths):
@@ -59,8 +57,8 @@ class Kept:
                     f"Kept: lengths must be 0 or more and add up to the {self.ids.numel()} ids, "
                     f"but the smallest is {low} and they add up to {total}."
                 )
-        if self.scope not in ("vocabulary", "support"):
-            raise LogitlessError(f'Kept: scope must be "vocabulary" or "support" but is {self.scope!r}.')
+        if not isinstance(self.scope, str) or self.scope not in ("vocabulary", "support"):
+            raise LogitlessError(f'Kept: scope must be "vocabulary" or "support" but is {described(self.scope)}.')
         object.__setattr__(self, "ids", tracked_by_autograd(self.ids.to(torch.int64)))
         object.__setattr__(self, "lengths", tracked_by_autograd(self.lengths.to(torch.int64)))
 
@@ -88,6 +86,12 @@ class Kept:
             raise LogitlessError("Kept.from_offsets: offsets must have an entry more than there are rows but has none.")
         if inspectable(offsets) and int(offsets[0]) != 0:
             raise LogitlessError(f"Kept.from_offsets: offsets must begin with 0 but begin with {int(offsets[0])}.")
+        dense(ids, "Kept.from_offsets: ids", "a 1-D integer tensor")
+        if inspectable(offsets) and (int(offsets[-1]) != ids.numel() or bool((offsets.diff() < 0).any())):
+            raise LogitlessError(
+                f"Kept.from_offsets: offsets must never fall, and end at the {ids.numel()} ids, but are "
+                f"{_shown(offsets)}."
+            )
         return Kept(ids, offsets.diff())
 
     @staticmethod
@@ -97,8 +101,9 @@ class Kept:
         >>> Kept.from_lists([[5, 7], [], [9]]).lengths.tolist()
         [2, 0, 1]
         """
-        device = torch.get_default_device() if device is None else device
-        flat = joined(lists, lambda row: f"Kept.from_lists: the ids of row {row}")
+        device = torch.get_default_device() if device is None else device_named(device, "Kept.from_lists: device")
+        lists = sequence(lists, "Kept.from_lists: lists", "a list of ids for each row")
+        flat = joined(lists, lambda row: f"Kept.from_lists: lists, the ids of row {row},")
         lengths = torch.tensor([len(ids) for ids in lists], dtype=torch.int64, device="cpu")
         return Kept(flat.to(device), lengths.to(device))
 
@@ -120,9 +125,9 @@ class Kept:
         >>> Kept.from_mask(torch.tensor([[True, False, True], [False, True, False]])).ids.tolist()
         [0, 2, 1]
         """
-        if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype != torch.bool:
-            came = f"{list(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
-            raise LogitlessError(f"Kept.from_mask: mask must be [R, V] torch.bool but is {came}.")
+        dense(mask, "Kept.from_mask: mask", "[R, V] torch.bool", numbers=True)
+        if mask.dim() != 2 or mask.dtype != torch.bool:
+            raise LogitlessError(f"Kept.from_mask: mask must be [R, V] torch.bool but is {described(mask)}.")
         return Kept(mask.nonzero()[:, 1], mask.sum(1))
 
     @staticmethod
@@ -135,9 +140,9 @@ class Kept:
         _check_integers("from_bits", "words", words, 2)
         vocab_size = whole_number(vocab_size, "Kept.from_bits: vocab_size")
         bits = 8 * words.element_size()
-        if not 0 <= words.shape[1] * bits - vocab_size < bits:
+        if vocab_size < 1 or not 0 <= words.shape[1] * bits - vocab_size < bits:
             raise LogitlessError(
-                f"Kept.from_bits: words of {bits} bits must be [R, {-(-vocab_size // bits)}] for a vocabulary of "
+                f"Kept.from_bits: words of {bits} bits must be [R, {-(-vocab_size // bits)}] for a vocab_size of "
                 f"{vocab_size} but are {list(words.shape)}."
             )
         places = torch.arange(bits, device=words.device, dtype=words.dtype)
@@ -154,6 +159,8 @@ class Kept:
                 (vLLM's ``SamplingMask``) or ``token_ids`` and ``lengths``; or one list of ids per token (SGLang's
                 ``output_token_sampling_mask``).
         """
+        instance(rows, Rows, "Kept.from_engine: rows")
+        supports = sequence(supports, "Kept.from_engine: supports", "a list of one support for each sample")
         runs = [_response(sample, support) for sample, support in enumerate(supports)]
         return Kept.from_responses(rows, [ids for ids, _ in runs], [lengths for _, lengths in runs])
 
@@ -166,6 +173,9 @@ class Kept:
             ids: per sample, the kept ids of all its response tokens, end to end.
             lengths: per sample, how many ids each response token has: ``[response length]``.
         """
+        instance(rows, Rows, "Kept.from_responses: rows")
+        for name, x in (("ids", ids), ("lengths", lengths)):
+            sequence(x, f"Kept.from_responses: {name}", "a list of one tensor for each sample")
         if len(ids) != len(rows.counts) or len(lengths) != len(rows.counts):
             raise LogitlessError(
                 f"Kept.from_responses: got ids for {len(ids)} and lengths for {len(lengths)} samples, "
@@ -223,22 +233,24 @@ def _response(sample: int, support: Any) -> tuple[Tensor, Tensor]:
         for position, token in enumerate(support):
             if not isinstance(token, Sequence | Tensor):
                 raise LogitlessError(
-                    f"Kept.from_engine: sample {sample} has no list of ids for response token {position} but "
+                    f"Kept.from_engine: supports: sample {sample} has no list of ids for response token {position} but "
                     f"{type(token).__name__}. An engine that recorded nothing there sampled from the whole vocabulary: "
                     f"leave that row out, or score it without kept."
                 )
-        flat = joined(support, lambda token: f"Kept.from_engine: the ids of sample {sample}, response token {token},")
+        flat = joined(
+            support, lambda token: f"Kept.from_engine: supports: the ids of sample {sample}, response token {token},"
+        )
         return flat, torch.tensor([len(token) for token in support], dtype=torch.int64, device="cpu")
     raise LogitlessError(
-        f"Kept.from_engine: sample {sample} must have token_ids with offsets or lengths, or a list of ids for each "
-        f"response token, but is {type(support).__name__}."
+        f"Kept.from_engine: supports: sample {sample} must have token_ids with offsets or lengths, or ids for "
+        f"each response token, a list each, but is {type(support).__name__}."
     )
 
 
 def _check_integers(caller: str, name: str, x: Any, dims: int) -> None:
-    if not isinstance(x, Tensor) or x.dim() != dims or not holds_integers(x):
-        came = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-        raise LogitlessError(f"Kept.{caller}: {name} must be a {dims}-D integer tensor but is {came}.")
+    wanted = f"a {dims}-D integer tensor"
+    if dense(x, f"Kept.{caller}: {name}", wanted, numbers=name != "offsets").dim() != dims or not holds_integers(x):
+        raise refused(f"Kept.{caller}: {name}", wanted, x)
 
 
 def _shown(x: Tensor, most: int = 8) -> str:

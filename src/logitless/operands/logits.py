@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import refuse_transforms, refused
 from logitless.operands.checks import check_tensors
 from logitless.operands.graph import Behind, Edge
 from logitless.operands.lora import LoRA
 from logitless.operands.stands import Linear, Match, Stands
-from logitless.spec import VocabShard
+from logitless.spec import VocabShard, graph_break
 
 aten = torch.ops.aten
 
@@ -112,9 +113,10 @@ class Logits(Tensor):
         strict: bool = False,
     ) -> Logits:
         matrix = weight.weight if isinstance(weight, LoRA) else weight
-        if not all(isinstance(x, Tensor | None) for x in (bias, weight_grad)) or not (
-            isinstance(hidden, Tensor) and isinstance(matrix, Tensor)
-        ):
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            refuse_transforms("Logits")
+        given = (hidden, matrix, *(x for x in (bias, weight_grad) if x is not None))
+        if not all(isinstance(x, Tensor) and x.layout == torch.strided for x in given):
             check_tensors("Logits", hidden=hidden, weight=matrix, bias=bias, weight_grad=weight_grad)
         linear = Linear(
             bias=bias,
@@ -201,6 +203,8 @@ class Logits(Tensor):
         Wrappers such as FSDP register hooks on a model's output. There is no gradient of the logits: the hook is given
         a tensor of its shape without numbers, which can be added and scaled.
         """
+        if not callable(hook):
+            raise refused("Logits.register_hook: hook", "a function", hook)
         if self._read and not self._watched:
             # Backward of what was read already does not come by here; of the tensors that were read it does.
             for x in self._stands.tensors():
@@ -220,7 +224,7 @@ class Logits(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():
-            return uncompiled(cls.__torch_function__, func, types, args, kwargs)
+            return graph_break(cls.__torch_function__, func, types, args, kwargs)
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
         if name == "__get__":
             name = attribute(func)
@@ -228,7 +232,9 @@ class Logits(Tensor):
                 args[0]._watched |= name == "grad_fn"
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-        elif func in ATTRIBUTES or name in ATTRIBUTE_NAMES:
+        elif (
+            func in ATTRIBUTES or name in ATTRIBUTE_NAMES or (name == "__set__" and attribute(func) == "requires_grad")
+        ):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         for found in _answers(func, name, args, kwargs):
@@ -267,7 +273,7 @@ ATTRIBUTES = frozenset(
 ATTRIBUTE_NAMES = frozenset(
     {
         *("__len__", "is_contiguous", "stride", "_is_view", "is_inference", "nelement", "ndimension", "get_device"),
-        *("__hash__", "storage_offset", "is_signed", "_register_hook_dict", "backward", "grad"),
+        *("__hash__", "storage_offset", "is_signed", "_register_hook_dict", "backward", "grad", "requires_grad_"),
     }
 )
 
@@ -317,7 +323,7 @@ def place() -> str:
 def made(stands: Stands, cls: type[Logits] = Logits) -> Logits:
     """Logits that stand for this, with an edge in the graph to every tensor where one needs a gradient."""
     if torch.compiler.is_compiling():
-        return uncompiled(made, stands, cls)
+        return graph_break(made, stands, cls)
     hidden, weight, linear = stands.hidden, stands.weight, stands.linear
     matrix = weight.weight if isinstance(weight, LoRA) else weight
     named = [("hidden", hidden), ("weight", matrix)]
@@ -336,14 +342,6 @@ def made(stands: Stands, cls: type[Logits] = Logits) -> Logits:
     new.shard = linear.shard
     new._versions = [(name, x, x._version) for name, x in named if not x.is_inference()]
     return new
-
-
-# Only under a compiler: a call outside of one would import it, and with it Triton. Torch's public
-# torch.compiler.disable imports it as soon as it is applied.
-@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
-def uncompiled(function: Callable[..., Any], *arguments: Any) -> Any:
-    """A call that breaks a compiled graph."""
-    return function(*arguments)
 
 
 def _in_memory(weight: Tensor) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from logitless.errors import ELSEWHERE, LogitlessError
+from logitless.errors.arguments import FLOATS, refused
 from logitless.spec import inspectable
 
 
@@ -51,18 +52,21 @@ class LoRA:
     def __post_init__(self) -> None:
         for name in ("weight", "a", "b"):
             x = getattr(self, name)
-            if not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point():
-                came = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+            if not isinstance(x, Tensor) or x.layout != torch.strided or x.dim() != 2 or x.dtype not in FLOATS:
                 hint = " A layer goes in as its weight." if isinstance(getattr(x, "weight", None), Tensor) else ""
                 hint = f" {ELSEWHERE}" if isinstance(x, Tensor) and x.dim() == 1 else hint
-                raise LogitlessError(f"LoRA: {name} must be a matrix of floats but is {came}.{hint}")
+                raise refused(f"LoRA: {name}", "a matrix of floats", x, hint)
         (columns, size), rank = self.weight.shape, self.a.shape[0]
         if tuple(self.a.shape) != (rank, size) or tuple(self.b.shape) != (columns, rank):
             raise LogitlessError(
                 f"LoRA: a must be [r, {size}] and b [{columns}, r] to go with weight {[columns, size]}, but they are "
                 f"{list(self.a.shape)} and {list(self.b.shape)}. As in peft, a comes first: b @ a."
             )
+        if not rank:
+            raise LogitlessError("LoRA: a and b have rank 0, so that there is no adapter. Pass the weight itself.")
         _check_scale(self.scale)
+        if self.dropout is not None and not callable(self.dropout):
+            raise refused("LoRA: dropout", "a function of hidden states, or None,", self.dropout)
 
     def __repr__(self) -> str:
         columns, size = self.weight.shape

@@ -264,6 +264,12 @@ def _sum(x: Any, *args: Any, **kwargs: Any) -> Any:
     return (total if isinstance(x.gain, Tensor) else total * x.gain).to(x.dtype)
 
 
+def _mean(x: Any, *args: Any, **kwargs: Any) -> Any:
+    """``mean()`` of everything, for the same; the mean of each row is a reading."""
+    total = _sum(x, *args, **kwargs)
+    return total if total is NotImplemented else total / x.numel()
+
+
 def _cat(tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> Any:
     """Rows of the same head end to end."""
     first = tensors[0]
@@ -333,6 +339,7 @@ RULES.update(
         "__itruediv__": _in_place(_divide),
         "tanh": _tanh,
         "sum": _sum,
+        "mean": _mean,
         "cat": _cat,
         "__iter__": _iter,
         "stack": _stack,

@@ -48,6 +48,7 @@ class Stands:
         squash: factor inside tanh; 0 without a softcap.
         part: whether code loops over these logits and their neighbours, as over the results of ``split``.
         few: up to so many rows are computed where they are picked without a graph, as by a step of generation.
+        memory: working memory of a reading that is not told; None for the verb's default.
         gather: makes the weight whole again where a wrapper let go of it when the head's forward ended; None elsewhere.
     """
 
@@ -59,6 +60,7 @@ class Stands:
     squash: float = 0.0
     part: bool = False
     few: int = 0
+    memory: int | str | None = None
     gather: Callable[[], None] | None = None
 
     def tensors(self) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from logitless.collectives import fingerprint
 from logitless.errors import LogitlessError, did_you_mean
-from logitless.operands.checks import FLOATS
+from logitless.errors.arguments import FLOATS, dense, described, instance, sequence
 from logitless.operands.kept import Kept
 from logitless.operands.logits import Logits
 from logitless.operands.lora import LoRA
@@ -21,6 +21,8 @@ Tail = Literal["bucket", "renormalise"]
 """What becomes of the ids that a teacher sent no log-probs of."""
 
 TAILS = ("bucket", "renormalise")
+
+BY_ROW = "Teacher.by_row: "
 
 SURPLUS = 0.01
 """By how much rounded log-probs may add up to more than 1."""
@@ -36,12 +38,15 @@ class TopK:
 
     def __post_init__(self) -> None:
         name, logprobs, ids = "Teacher.from_top_k", self.logprobs, self.ids
-        if not isinstance(logprobs, Tensor) or logprobs.dtype not in FLOATS or logprobs.dim() < 2:
-            came = f"{list(logprobs.shape)} {logprobs.dtype}" if isinstance(logprobs, Tensor) else type(logprobs)
-            raise LogitlessError(f"{name}: logprobs must be [R, K] floats but are {came}.")
-        if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.shape != logprobs.shape:
-            came = f"{list(ids.shape)} {ids.dtype}" if isinstance(ids, Tensor) else type(ids)
-            raise LogitlessError(f"{name}: ids must be int64 {list(logprobs.shape)} like logprobs but are {came}.")
+        dense(logprobs, f"{name}: logprobs", "[R, K] floats")
+        if logprobs.dtype not in FLOATS or logprobs.dim() < 2:
+            raise LogitlessError(f"{name}: logprobs must be [R, K] floats but are {described(logprobs)}.")
+        dense(ids, f"{name}: ids", f"int64 {list(logprobs.shape)} like logprobs")
+        if ids.dtype != torch.int64 or ids.shape != logprobs.shape or ids.device != logprobs.device:
+            raise LogitlessError(
+                f"{name}: ids must be int64 {list(logprobs.shape)} like logprobs, and where they are, but are "
+                f"{described(ids)}."
+            )
         if not ids.shape[-1]:
             raise LogitlessError(f"{name}: there is no id in a row. Give at least one; -1 is padding.")
         if self.tail not in TAILS:
@@ -92,11 +97,11 @@ class Teacher:
         if self.kept is not None and not isinstance(self.kept, Kept):
             raise LogitlessError(f"Teacher: kept must be a Kept or None but is {type(self.kept).__name__}.")
         if self.top_k is not None:
+            instance(self.top_k, TopK, "Teacher: top_k", " Pass Teacher.from_top_k(logprobs, ids).")
             return
-        x = self.logits
-        if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.dim() < 1:
-            came = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-            raise LogitlessError(f"Teacher: logits must be a tensor of floats, or Logits, but is {came}.")
+        x = dense(self.logits, "Teacher: logits", "a tensor of floats, or Logits,")
+        if x.dtype not in FLOATS or x.dim() < 1:
+            raise LogitlessError(f"Teacher: logits must be a tensor of floats, or Logits, but is {described(x)}.")
         if self.head is not None and not isinstance(self.head, Head):
             raise LogitlessError(f"Teacher: head must be a Head or None but is {type(self.head).__name__}.")
         if isinstance(x, Logits):
@@ -129,7 +134,9 @@ class Teacher:
             members: each with hidden states (or logits) of all tokens, of which those of its own rows are read.
             which: ``[R]`` int64 number of each row's teacher. A teacher per sample is ``per_sample[rows.sample]``.
         """
-        return Teachers([Teacher(x) if isinstance(x, Tensor) else x for x in members], which)
+        wanted = "a list of at least one Teacher, or of logits,"
+        members = [Teacher(x) if isinstance(x, Tensor) else x for x in sequence(members, BY_ROW + "members", wanted)]
+        return Teachers(members, which)
 
     def facts(self) -> tuple[Any, ...]:
         """What ranks compare of it: every field; of logits, of which each rank has its own part, the kind and size."""
@@ -176,11 +183,10 @@ class Teacher:
         return (self.logits.hidden if isinstance(self.logits, Logits) else self.logits).detach()
 
     def _check_ids(self, ids: Tensor) -> None:
+        wanted = f"int64 [{self.width}], the student's id of each column,"
+        dense(ids, "Teacher: ids", wanted)
         if ids.dtype != torch.int64 or tuple(ids.shape) != (self.width,):
-            raise LogitlessError(
-                f"Teacher: ids must be int64 [{self.width}], the student's id of each column, but are {ids.dtype} "
-                f"{list(ids.shape)}."
-            )
+            raise LogitlessError(f"Teacher: ids must be {wanted} but are {ids.dtype} {list(ids.shape)}.")
         if inspectable(ids):
             real = ids[ids >= 0]
             if len(real.unique()) != len(real):
@@ -220,14 +226,15 @@ class Teachers:
 
     def __post_init__(self) -> None:
         if not self.members or not all(isinstance(x, Teacher) for x in self.members):
-            raise LogitlessError("Teachers: members must be a sequence of at least one Teacher.")
+            raise LogitlessError(f"{BY_ROW}members must be a list of at least one Teacher, or of logits.")
         if any(x.top_k is not None for x in self.members):
             raise LogitlessError(
                 "Teachers: a member has log-probs of K ids. Those are of single rows: put each row's own into one "
                 "Teacher.from_top_k."
             )
-        if not isinstance(self.which, Tensor) or self.which.dim() != 1 or self.which.dtype != torch.int64:
-            raise LogitlessError("Teachers: which must be an int64 tensor of one number per row.")
+        dense(self.which, BY_ROW + "which", "an int64 tensor of one number per row")
+        if self.which.dim() != 1 or self.which.dtype != torch.int64:
+            raise LogitlessError(f"{BY_ROW}which must be an int64 tensor of one number per row.")
         if inspectable(self.which) and self.which.numel():
             low, high = int(self.which.min()), int(self.which.max())
             if low < 0 or high >= len(self.members):

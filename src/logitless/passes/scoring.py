@@ -11,7 +11,7 @@ from torch import Tensor
 
 from logitless.backends import load
 from logitless.backends.contract import Problem
-from logitless.call import Call, Operands, untraced
+from logitless.call import Call, Operands
 from logitless.errors import no_second_derivative
 from logitless.notes import explained
 from logitless.operands import Kept, Teacher, Teachers
@@ -32,7 +32,7 @@ from logitless.sources.given import given_problem, gradient_buffer
 from logitless.sources.linear import Projection, hidden_gradient, hidden_gradients, selected_rows
 from logitless.sources.listed import spent
 from logitless.sources.teachers import TeacherRows, in_place
-from logitless.spec import IGNORE, TokenStats
+from logitless.spec import IGNORE, TokenStats, untraced
 
 DIFFERENTIABLE = ("logprob", "log_z", "divergence")
 """Results with a gradient; so have those of which a reading says so, and an entropy if it is asked for."""

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from logitless.collectives import sum_over
 from logitless.errors import LogitlessError, no_second_derivative
+from logitless.errors.arguments import dense, described, sequence
 
 GradRule = Literal["sum", "slice"] | None
 
@@ -39,8 +40,8 @@ def exchange_over(
 
     A field without a graph comes back without one. Ranks must agree on which fields have one.
     """
-    if grad not in ("sum", "slice", None):
-        raise LogitlessError(f'grad: wanted "sum", "slice" or None but got {grad!r}.')
+    if grad is not None and (not isinstance(grad, str) or grad not in ("sum", "slice")):
+        raise LogitlessError(f'grad: wanted "sum", "slice" or None but got {described(grad)}.')
     if grad is None:
         fields = tuple(x.detach() for x in fields)
     return _Exchange.apply(place, total, wanted, group, grad, *fields)  # pyright: ignore[reportReturnType]
@@ -48,12 +49,14 @@ def exchange_over(
 
 def end_to_end(caller: str, parts: Sequence[Tensor], lengths: Sequence[int], has: str) -> Tensor:
     """One tensor per sample, of these lengths, as one. ``has`` says of a sample what its length is of."""
-    if len(parts) != len(lengths):
-        raise LogitlessError(f"Rows.{caller}: got {len(parts)} tensors for {len(lengths)} samples.")
+    name = "parts" if caller == "join" else "responses"
+    wanted = "a list of one tensor for each sample"
+    if len(sequence(parts, f"Rows.{caller}: {name}", wanted)) != len(lengths):
+        raise LogitlessError(f"Rows.{caller}: {name}: got {len(parts)} tensors for {len(lengths)} samples.")
     for sample, (part, length) in enumerate(zip(parts, lengths, strict=True)):
-        if part.shape[0] != length:
+        if dense(part, f"Rows.{caller}: {name}: that of sample {sample}").shape[:1] != (length,):
             raise LogitlessError(
-                f"Rows.{caller}: sample {sample} has {part.shape[0]} entries but {has.format(length)}."
+                f"Rows.{caller}: {name}: sample {sample} has {list(part.shape)} entries but {has.format(length)}."
             )
     if not parts:
         raise LogitlessError(f"Rows.{caller}: there are no samples, so neither dtype nor device is known.")
@@ -79,13 +82,16 @@ def check_split(caller: str, rows: Any, to: Any, world: int) -> None:
 
 def check_fields(caller: str, x: Tensor | Sequence[Tensor], num_rows: int) -> tuple[Tensor, ...]:
     """The fields, each ``[R]`` and all of one dtype."""
-    fields = (x,) if isinstance(x, Tensor) else tuple(x)
+    wanted = "a tensor, or a list of tensors,"
+    fields = (x,) if isinstance(x, Tensor) else tuple(sequence(x, f"Rows.{caller}: x", wanted))
+    for field in fields:
+        dense(field, f"Rows.{caller}: x", wanted, numbers=True)
     if not fields:
         raise LogitlessError(f"Rows.{caller}: x is empty; wanted a tensor or at least one field.")
     for field in fields:
         if field.dim() != 1 or field.shape[0] != num_rows or field.dtype != fields[0].dtype:
             raise LogitlessError(
-                f"Rows.{caller}: wanted fields of shape [{num_rows}] and one dtype but got "
+                f"Rows.{caller}: x: wanted fields of shape [{num_rows}] and one dtype but got "
                 f"{[(list(f.shape), str(f.dtype)) for f in fields]}."
             )
     return fields

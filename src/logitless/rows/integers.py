@@ -14,17 +14,19 @@ import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import LARGEST, dense, described, refused
 
 
-def integers(x: Any, argument: str) -> Tensor:
-    """``[n]`` int64 out of a tensor, an array or a list; a tensor stays on its device, the others go to the CPU."""
+def integers(x: Any, argument: str, numbers: bool = False) -> Tensor:
+    """``[n]`` int64 out of a tensor, an array or a list; a tensor stays on its device, the others go to the CPU. Where
+    its ``numbers`` are read, none on the meta device will do."""
     if not isinstance(x, Tensor):
         if not hasattr(x, "__array__"):
             return joined([x], lambda _: argument)
         x = torch.as_tensor(x, device="cpu")
     if hasattr(x, "placements"):
         raise LogitlessError(f"{argument} is a DTensor. Rows are plain tensors, the same on every rank of a shard.")
-    if x.dim() != 1:
+    if dense(x, argument, "a plain list or tensor of integers", numbers=numbers).dim() != 1:
         raise LogitlessError(f"{argument} must be one-dimensional but has shape {list(x.shape)}.")
     if not holds_integers(x):
         raise LogitlessError(f"{argument} must hold integers but has dtype {x.dtype}.")
@@ -50,8 +52,8 @@ def joined(parts: Sequence[Any], name: Callable[[int], str]) -> Tensor:
 
 def whole_number(x: Any, argument: str) -> int:
     """A size, as an integer."""
-    if not _is_whole(x):
-        raise LogitlessError(f"{argument} must be an integer but is {x!r}.")
+    if not _is_whole(x) or not -LARGEST <= operator.index(x) <= LARGEST:
+        raise refused(argument, "an integer of 64 bits", x)
     return operator.index(x)
 
 
@@ -70,8 +72,8 @@ def device_of(x: Any) -> torch.device:
 def _append(values: array[int], x: Any, argument: str) -> None:
     if hasattr(x, "__array__"):
         x = integers(x, argument).tolist()
-    if not isinstance(x, Iterable):
-        raise LogitlessError(f"{argument} must be a list or 1-D tensor of integers but is {x!r}.")
+    if not isinstance(x, Iterable) or isinstance(x, str | bytes | dict | set):
+        raise LogitlessError(f"{argument} must be a list or 1-D tensor of integers but is {described(x)}.")
     x = x if type(x) is list else list(x)
     # Most lists hold nothing but integers: the set of their types spares a look at each.
     for place, value in enumerate(x if set(map(type, x)) - {int} else ()):
@@ -92,3 +94,20 @@ def _is_whole(x: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def check_distinct(index: Tensor, num_tokens: int | None) -> int:
+    """One past the largest index of ``Rows.at``; raises where one is negative, there twice, or past ``num_tokens``."""
+    ordered = index.cpu().sort().values
+    if ordered.numel() and int(ordered[0]) < 0:
+        raise LogitlessError(f"Rows.at: index must be 0 or more but has {int(ordered[0])}.")
+    twice = (ordered[1:] == ordered[:-1]).nonzero()
+    if twice.numel():
+        raise LogitlessError(
+            f"Rows.at: index holds row {int(ordered[twice[0, 0]])} more than once. "
+            f"A row has one target; score further targets in calls of their own."
+        )
+    past = int(ordered[-1]) + 1 if ordered.numel() else 0
+    if num_tokens is not None and num_tokens < past:
+        raise LogitlessError(f"Rows.at: index reaches row {past - 1} but num_tokens is {num_tokens}.")
+    return past

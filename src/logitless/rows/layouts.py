@@ -58,6 +58,20 @@ SCHEME = ("rank", "size", "multiple", "by_sample", "tokens")
 """The members of a scheme."""
 
 
+def check_scheme(cp: Any, lines: bool = False) -> None:
+    """Raise for what is no scheme, or none that cuts padded ``lines``."""
+    if cp is not None and not lines and not isinstance(cp, Scheme):
+        raise LogitlessError(
+            f"Rows.packed: cp must be a Zigzag, a Contiguous or None but is {cp!r}. A scheme of your own needs "
+            f"{', '.join(SCHEME)}."
+        )
+    if cp is not None and lines and not (isinstance(cp, Scheme) and cp.by_sample):
+        raise LogitlessError(
+            f"Rows.padded: cp must be a Zigzag or None but is {type(cp).__name__}. A contiguous split of padded lines "
+            f"would give one rank all the prompts; pack the samples (Rows.packed) to split them contiguously."
+        )
+
+
 @dataclass(frozen=True)
 class _Split:
     """A rank's place in a context-parallel group, checked."""

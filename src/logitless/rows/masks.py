@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import dense, refused
 from logitless.rows.integers import holds_integers, integers
 from logitless.rows.layouts import ragged_arange
 from logitless.rows.samples import Samples
@@ -79,18 +80,22 @@ def _within(name: str, what: str, scored: Tensor, count: int) -> Tensor:
 
 
 def _check_shapes(caller: str, name: str, ids: Any, **others: Any) -> None:
-    if not isinstance(ids, Tensor) or not holds_integers(ids) or ids.dim() not in (1, 2):
-        came = f"{list(ids.shape)} {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise LogitlessError(f"{caller}: {name} must be [N, S] or [T] integers but is {came}.")
+    wanted = "[N, S] or [T] integers"
+    dense(ids, f"{caller}: {name}", wanted, numbers=name == "labels")
+    if not holds_integers(ids) or ids.dim() not in (1, 2):
+        raise refused(f"{caller}: {name}", wanted, ids)
     for other, x in others.items():
         if x is None and other != "mask":
             continue
-        if not isinstance(x, Tensor) or x.shape != ids.shape:
-            came = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        wanted = f"{list(ids.shape)} like {name}"
+        x = dense(x, f"{caller}: {other}", wanted, numbers=True)
+        if x.is_complex():
+            raise refused(f"{caller}: {other}", "a mask", x)
+        if x.shape != ids.shape:
             hint = ""
-            if isinstance(x, Tensor) and x.dim() == 2 and x.shape[0] == ids.shape[0]:
+            if x.dim() == 2 and x.shape[0] == ids.shape[0]:
                 hint = " A mask of the completions alone is padded with zeros for the prompts first."
-            raise LogitlessError(f"{caller}: {other} must be {list(ids.shape)} like {name} but is {came}.{hint}")
+            raise LogitlessError(f"{caller}: {other} must be {wanted} but is {list(x.shape)}.{hint}")
 
 
 def _spans(

@@ -23,12 +23,13 @@ from torch import Tensor
 
 from logitless.collectives import agree_if, resolve_group
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import check_flags, dense, device_named, instance, one_of, refused
 from logitless.rows.agreement import check_one_batch
 from logitless.rows.exchange import GradRule, check_fields, check_split, end_to_end, exchange_facts, exchange_over
-from logitless.rows.integers import device_of, integers, whole_number
-from logitless.rows.layouts import SCHEME, Scheme, here, ragged_arange, round_up
+from logitless.rows.integers import check_distinct, device_of, integers, whole_number
+from logitless.rows.layouts import Scheme, check_scheme, here, ragged_arange, round_up
 from logitless.rows.masks import samples_of_labels, samples_of_mask
-from logitless.rows.samples import Samples, Tokens, moved, spans_of, unpad
+from logitless.rows.samples import Samples, Tokens, check_samples, moved, spans_of, unpad
 from logitless.rows.shown import shown
 from logitless.spec import IGNORE, inspectable, tracked_by_autograd
 
@@ -109,7 +110,7 @@ class Rows:
             position_ids: of the pack, counting from 0 in each sample.
             device: where the rows will be used; default the device of ``input_ids``.
 
-        The mask is read once, here, which waits for an accelerator that it is on.
+        The mask is read once, here, which waits for its device. ``rows.expand(x, at="tokens")`` is ``[N, S]`` again.
 
         >>> ids = torch.tensor([[0, 0, 5, 6, 7, 8], [0, 3, 4, 9, 0, 0]])  # 0 is padding, on both sides
         >>> rows = Rows.from_mask(ids, torch.tensor([[0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 0, 0]]))
@@ -117,7 +118,7 @@ class Rows:
         ([3, 4, 8], [7, 8, 9], (2, 1))
         """
         batch, spans, sample, offset = samples_of_mask(input_ids, mask, attention_mask, cu_seqlens, position_ids)
-        return _select(batch, sample, offset, tuple(input_ids.shape), spans, None, device)
+        return _select("Rows.from_mask", batch, sample, offset, tuple(input_ids.shape), spans, None, device)
 
     @staticmethod
     def from_labels(
@@ -145,7 +146,7 @@ class Rows:
         ([1, 2, 4], [7, 8, 9])
         """
         batch, spans, sample, offset = samples_of_labels(labels, cu_seqlens, position_ids)
-        return _select(batch, sample, offset, tuple(labels.shape), spans, None, device)
+        return _select("Rows.from_labels", batch, sample, offset, tuple(labels.shape), spans, None, device)
 
     @staticmethod
     def packed(
@@ -181,11 +182,7 @@ class Rows:
         >>> rows.index.tolist(), rows.target.tolist(), rows.position.tolist()
         ([1, 4, 5], [9, 6, 7], [0, 0, 1])
         """
-        if cp is not None and not isinstance(cp, Scheme):
-            raise LogitlessError(
-                f"Rows.packed: cp must be a Zigzag, a Contiguous or None but is {cp!r}. A scheme of your own needs "
-                f"{', '.join(SCHEME)}."
-            )
+        check_scheme(cp)
         batch = Samples.check("Rows.packed", tokens, response_lengths, loss_masks, loss_mask_only)
         spans, total = spans_of(batch, cp, align, cu_seqlens)
         size = 1 if cp is None else cp.size
@@ -196,7 +193,8 @@ class Rows:
                 f"Rows.packed: num_tokens is {num_tokens} but the samples need {len(sample)} tokens{here(cp)}. "
                 f"Pass the padded length of the local pack, or leave it out."
             )
-        return _select(batch, sample, offset, (num_tokens,), spans, cp, device_of(tokens) if device is None else device)
+        device = device_of(tokens) if device is None else device
+        return _select("Rows.packed", batch, sample, offset, (num_tokens,), spans, cp, device)
 
     @staticmethod
     def padded(
@@ -231,15 +229,11 @@ class Rows:
         >>> Rows.padded([[7, 8, 9], [4, 5, 6, 7]], [1, 2], padding="left").index.tolist()
         [2, 5, 6]
         """
-        if padding not in ("left", "right"):
-            raise LogitlessError(f'Rows.padded: padding must be "left" or "right" but is {padding!r}.')
-        if cp is not None and not (isinstance(cp, Scheme) and cp.by_sample):
-            raise LogitlessError(
-                f"Rows.padded: cp must be a Zigzag or None but is {type(cp).__name__}. A contiguous split of padded "
-                f"lines would give one rank all the prompts; pack the samples (Rows.packed) to split them contiguously."
-            )
+        one_of(padding, ("left", "right"), "Rows.padded: padding")
+        check_scheme(cp, lines=True)
         max_length = None if max_length is None else whole_number(max_length, "Rows.padded: max_length")
         device, lead = device_of(tokens) if device is None else device, None
+        check_samples("Rows.padded", tokens)
         if isinstance(tokens, Tensor):
             tokens, max_length, lead = unpad(tokens, lengths, attention_mask, max_length, padding)
         elif lengths is not None or attention_mask is not None:
@@ -256,7 +250,7 @@ class Rows:
         spans = torch.full_like(batch.lengths, round_up(width, 1 if cp is None else cp.multiple))
         sample, place = ragged_arange(spans) if cp is None else cp.tokens(spans, width)
         token_shape = (len(batch), width if cp is None else round_up(width, cp.multiple) // cp.size)
-        return _select(batch, sample, place - lead[sample], token_shape, spans, cp, device)
+        return _select("Rows.padded", batch, sample, place - lead[sample], token_shape, spans, cp, device)
 
     @staticmethod
     def at(index: Tensor | Sequence[int], target: Tensor | Sequence[int], num_tokens: int | None = None) -> Rows:
@@ -270,22 +264,11 @@ class Rows:
             num_tokens: rows of the logits; default "any number past the largest index".
         """
         device = device_of(index)
-        index, target = integers(index, "Rows.at: index"), integers(target, "Rows.at: target")
+        index, target = integers(index, "Rows.at: index", True), integers(target, "Rows.at: target", True)
         num_tokens = None if num_tokens is None else whole_number(num_tokens, "Rows.at: num_tokens")
         if index.numel() != target.numel():
             raise LogitlessError(f"Rows.at: index has {index.numel()} entries but target has {target.numel()}.")
-        ordered = index.cpu().sort().values
-        if ordered.numel() and int(ordered[0]) < 0:
-            raise LogitlessError(f"Rows.at: index must be 0 or more but has {int(ordered[0])}.")
-        twice = (ordered[1:] == ordered[:-1]).nonzero()
-        if twice.numel():
-            raise LogitlessError(
-                f"Rows.at: index holds row {int(ordered[twice[0, 0]])} more than once. "
-                f"A row has one target; score further targets in calls of their own."
-            )
-        past = int(ordered[-1]) + 1 if ordered.numel() else 0
-        if num_tokens is not None and num_tokens < past:
-            raise LogitlessError(f"Rows.at: index reaches row {past - 1} but num_tokens is {num_tokens}.")
+        past = check_distinct(index, num_tokens)
         shape = None if num_tokens is None else (num_tokens,)
         return _single_sample(index.to(device), target.to(device), shape, reach=past)
 
@@ -296,9 +279,7 @@ class Rows:
         Row t is scored with ``target[t]``, the token after it. Labels of Transformers, in which that token stands at
         t + 1, go to :meth:`from_labels`.
         """
-        if not isinstance(target, Tensor):
-            came = type(target).__name__
-            raise LogitlessError(f"Rows.every: target must be a tensor but is a {came}. Pass torch.tensor(target).")
+        dense(target, "Rows.every: target")
         flat = integers(target.flatten(), "Rows.every: target")
         index = torch.arange(flat.numel(), device=flat.device)
         return _single_sample(index, flat, tuple(target.shape), in_order=True)
@@ -322,6 +303,7 @@ class Rows:
 
     def take(self, x: Tensor) -> Tensor:
         """These rows of ``x``: ``[T, ...]`` (or ``[N, S, ...]``) becomes ``[R, ...]``."""
+        dense(x, "Rows.take: x")
         shape = x.shape[:1] if self.token_shape is None else self.token_shape
         if tuple(x.shape[: len(shape)]) != tuple(shape):
             raise LogitlessError(
@@ -378,6 +360,7 @@ class Rows:
         For example from contiguous to zigzag. One collective for all samples and all fields; arguments as
         for :meth:`gather`. Rows of ``to`` that no rank scored are zero.
         """
+        instance(to, Rows, "Rows.redistribute: to")
         fields = self._exchange(x, group, to, grad, "redistribute", check)
         return fields[0] if isinstance(x, Tensor) else fields
 
@@ -391,17 +374,36 @@ class Rows:
             self._whole_lengths("check_over")
             check_one_batch(self, process_group)
 
-    def expand(self, x: Tensor) -> Tensor:
-        """Scatter ``[R]`` back to one value per token, zeros elsewhere: ``[T]``, or ``[N, S]`` if padded."""
+    def expand(self, x: Tensor, *, at: Literal["rows", "tokens"] = "rows") -> Tensor:
+        """Results back in the shape of the batch: ``[R]`` becomes ``[N, S]`` if padded, ``[T]`` if packed, 0 elsewhere.
+
+        Args:
+            x: ``[R]`` or ``[R, ...]``, such as ``out.logprob``.
+            at: "rows": at the row that predicts, as in logits. "tokens": one further, as in ``input_ids`` and masks.
+
+        >>> rows = Rows.from_mask(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 1]]))
+        >>> rows.expand(torch.tensor([1, 2])).tolist(), rows.expand(torch.tensor([3, 4]), at="tokens").tolist()
+        ([[0, 1, 2, 0]], [[0, 0, 3, 4]])
+        """
         self._check_rows(x, "expand")
         if self.token_shape is None:
             raise LogitlessError("Rows.expand: the full length is unknown. Pass num_tokens to Rows.at.")
-        full = x.new_zeros((math.prod(self.token_shape), *x.shape[1:])).index_copy(0, self.index, x)
+        if x.device != self.index.device:
+            raise LogitlessError(f"Rows.expand: x is on {x.device} but the rows are on {self.index.device}.")
+        if at not in ("rows", "tokens") or (at == "tokens" and (self.cp is not None or self.batch is None)):
+            raise LogitlessError(
+                f'Rows.expand: at must be "rows", or "tokens" where each row\'s next token is known to be here: not '
+                f"under context parallelism, nor of Rows.at and Rows.every. It is {at!r}."
+            )
+        place = self.index + 1 if at == "tokens" else self.index
+        full = x.new_zeros((math.prod(self.token_shape), *x.shape[1:])).index_copy(0, place, x)
         return full.reshape(*self.token_shape, *x.shape[1:])
 
     def sum_by_sample(self, x: Tensor) -> Tensor:
         """Sum of each sample's rows: ``[R]`` becomes ``[N]``. Same bits on every run (no atomics)."""
         self._check_rows(x, "sum_by_sample")
+        if not x.is_floating_point():
+            raise refused("Rows.sum_by_sample: x", "a tensor of floats", x)
         lengths = torch.tensor(self.counts, dtype=torch.int64, device=x.device)
         return torch.segment_reduce(x, "sum", lengths=lengths, unsafe=True, initial=0)
 
@@ -414,6 +416,7 @@ class Rows:
     def _exchange(
         self, x: Tensor | Sequence[Tensor], group: Any, to: Rows | None, grad: GradRule, caller: str, check: bool
     ) -> tuple[Tensor, ...]:
+        check_flags(f"Rows.{caller}", check=check)
         process_group = resolve_group(group, f"Rows.{caller}: group")
 
         def prepare() -> tuple[Tensor, ...]:
@@ -435,11 +438,12 @@ class Rows:
         return self.response_lengths
 
     def _check_rows(self, x: Tensor, caller: str) -> None:
-        if x.dim() == 0 or x.shape[0] != len(self):
+        if dense(x, f"Rows.{caller}: x").dim() == 0 or x.shape[0] != len(self):
             raise LogitlessError(f"Rows.{caller}: x has shape {list(x.shape)} but there are {len(self)} rows.")
 
 
 def _select(
+    caller: str,
     batch: Samples,
     sample: Tensor,
     offset: Tensor,
@@ -466,7 +470,7 @@ def _select(
     on_host = inspectable(target) and target.numel() > 0
     low, high = target.aminmax() if on_host else (0, 0)
     target_range = (int(low), int(high)) if on_host else None
-    device = torch.device(device) if device is not None else batch.ids.device
+    device = device_named(device, f"{caller}: device") if device is not None else batch.ids.device
     computed = moved([place, target, sample, position, response, batch.totals, slot, mask], device)
     place, target, sample, position, response, totals, slot, mask = computed
     return Rows(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from logitless.collectives import fingerprint
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import LARGEST, check_flags, dense, refused, sequence
 from logitless.rows.integers import holds_integers, integers, joined
 from logitless.rows.layouts import Scheme, here, round_up
 from logitless.spec import IGNORE, inspectable
@@ -77,7 +79,9 @@ class Samples:
         loss_masks: Sequence[Tensor | Sequence[int]] | None,
         loss_mask_only: bool,
     ) -> Samples:
-        _check_lists(caller, tokens, response_lengths)
+        check_flags(caller, loss_mask_only=loss_mask_only)
+        check_samples(caller, tokens)
+        _check_lengths(caller, response_lengths)
         responses = integers(response_lengths, f"{caller}: response_lengths").tolist()
         for sample, ids in enumerate(tokens):
             if isinstance(ids, Tensor) and (ids.dim() != 1 or not holds_integers(ids)):
@@ -94,12 +98,13 @@ class Samples:
             if response and response == total:
                 raise LogitlessError(
                     f"{caller}: sample {sample} has an empty prompt, so no row predicts its first token. "
-                    f"Prepend a token (BOS) or shorten the response to {response - 1}."
+                    f"Prepend a token (BOS), or make it {response - 1} in response_lengths."
                 )
         if loss_mask_only and loss_masks is None:
             raise LogitlessError(f"{caller}: loss_mask_only=True needs loss_masks.")
         mask = None
         if loss_masks is not None:
+            sequence(loss_masks, f"{caller}: loss_masks", "a list of one mask for each sample")
             _check_masks(caller, loss_masks, responses)
             # The number of scored rows depends on the mask, so a mask on an accelerator is read once, here.
             mask = _join(loss_masks) != 0
@@ -110,10 +115,11 @@ class Samples:
         return Samples(ids, lengths_N, responses_N, mask, loss_mask_only)
 
 
-def _check_lists(caller: str, tokens: Any, response_lengths: Any) -> None:
-    """Raise for one sample where a list of samples is wanted, and for one number where a list of lengths is."""
-    bare = isinstance(tokens, Tensor) and tokens.dim() < 2
-    if bare or not hasattr(tokens, "__len__") or (len(tokens) and not hasattr(tokens[0], "__len__")):
+def check_samples(caller: str, tokens: Any) -> None:
+    """Raise for one sample where a list of samples is wanted."""
+    bare = isinstance(tokens, Tensor) and (tokens.dim() < 2 or tokens.layout != torch.strided)
+    listed = isinstance(tokens, Sequence | Tensor) and not isinstance(tokens, str | bytes)
+    if bare or not listed or not all(hasattr(sample, "__len__") for sample in tokens):
         came = type(tokens).__name__
         if isinstance(tokens, Tensor | list | tuple):
             came = f"one tensor of shape {list(tokens.shape)}" if isinstance(tokens, Tensor) else f"one {came} of ids"
@@ -121,6 +127,10 @@ def _check_lists(caller: str, tokens: Any, response_lengths: Any) -> None:
             f"{caller}: tokens must be a list of samples, each a list or 1-D tensor of ids, but is {came}. One sample "
             f"is [tokens]; samples that are already end to end in one tensor are tokens.split(lengths)."
         )
+
+
+def _check_lengths(caller: str, response_lengths: Any) -> None:
+    """Raise for one number where a list of lengths is wanted."""
     if not hasattr(response_lengths, "__len__") or getattr(response_lengths, "shape", None) == ():
         raise LogitlessError(
             f"{caller}: response_lengths must be a list, the response tokens of each sample, but is "
@@ -132,18 +142,22 @@ def _check_masks(caller: str, masks: Sequence[Tensor | Sequence[int]], responses
     if len(masks) != len(responses):
         raise LogitlessError(f"{caller}: got {len(responses)} samples but {len(masks)} loss_masks.")
     for sample, (mask, response) in enumerate(zip(masks, responses, strict=True)):
-        if len(mask) != response:
+        wanted, argument = "a list or 1-D tensor of numbers", f"{caller}: loss_masks: the mask of sample {sample}"
+        if len(sequence(mask, argument, wanted)) != response:
             raise LogitlessError(
-                f"{caller}: the loss mask of sample {sample} has {len(mask)} entries but its response has "
+                f"{caller}: loss_masks: the mask of sample {sample} has {len(mask)} entries but its response has "
                 f"{response} tokens."
             )
+        flat = mask.dim() == 1 if isinstance(mask, Tensor) else all(isinstance(x, Real) for x in mask)
+        if not flat:
+            raise refused(argument, wanted, mask)
 
 
 def unpad(
     tokens: Tensor, lengths: Sequence[int] | None, attention_mask: Tensor | None, max_length: int | None, padding: str
 ) -> tuple[list[Tensor], int, Tensor]:
     """The samples of padded lines, the width of a line, and how many places of each line come before its sample."""
-    if tokens.dim() != 2:
+    if dense(tokens, "Rows.padded: tokens", "[N, S] integers or a list of samples", numbers=True).dim() != 2:
         raise LogitlessError(
             f"Rows.padded: tokens must be [N, S] or a list of samples but has shape {list(tokens.shape)}."
         )
@@ -183,7 +197,8 @@ def _counts(tokens: Tensor, lengths: Sequence[int] | None) -> Tensor:
 
 def _attended(tokens: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
     """``[N]`` tokens of each line, and padding before them: any number on either side, but none between them."""
-    if not isinstance(attention_mask, Tensor) or attention_mask.shape != tokens.shape:
+    dense(attention_mask, "Rows.padded: attention_mask", f"{list(tokens.shape)} like tokens", numbers=True)
+    if attention_mask.shape != tokens.shape:
         came = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
         raise LogitlessError(f"Rows.padded: attention_mask must be {list(tokens.shape)} like tokens but is {came}.")
     real = attention_mask.detach().cpu() != 0
@@ -235,7 +250,7 @@ def spans_of(
     multiple = 1 if cp is None else cp.multiple
     if cu_seqlens is None:
         align = multiple if align is None else align
-        if type(align) is not int or align < 1 or align % multiple:
+        if type(align) is not int or not 1 <= align <= LARGEST or align % multiple:
             raise LogitlessError(
                 f"Rows.packed: align must be a positive multiple of {multiple}{here(cp)} but is {align!r}."
             )

@@ -49,7 +49,7 @@ def as_matrix(logits: Tensor, index: Tensor | None, caller: str) -> tuple[Tensor
     for size, stride in zip(reversed(lead), reversed(strides), strict=True):
         row, rest = row + rest % size * (stride // row_stride), rest // size
     last = sum((size - 1) * (stride // row_stride) for size, stride in zip(lead, strides, strict=True) if size > 1)
-    return logits.as_strided((last + 1 if logits.numel() else 0, width), (row_stride, 1)), row
+    return logits.as_strided((last + 1, width), (row_stride, 1)), row
 
 
 def gradient_buffer(

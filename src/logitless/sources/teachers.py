@@ -17,10 +17,13 @@ from torch import Tensor
 from logitless.backends.contract import Problem
 from logitless.call import PLAIN, Call, Operands
 from logitless.call.checks import check_kept, vocabulary
+from logitless.call.resolve import autocast_dtype
 from logitless.collectives import sum_over
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import refused
 from logitless.machine import SLAB, pieces
 from logitless.operands import Kept, Logits, Teacher, Teachers, TopK
+from logitless.operands.logits import like
 from logitless.readings.over_support import rows_of
 from logitless.readings.reading import LARGEST
 from logitless.readings.support import Support
@@ -175,7 +178,7 @@ def grouped(given: Teacher | Teachers, call: Call) -> tuple[Call, Tensor | None]
         return call, None
     if given.which.shape != (call.num_rows,):
         raise LogitlessError(
-            f"{call.caller}: teachers are given for {given.which.numel()} rows but there are {call.num_rows}."
+            f"{call.caller}: which names the teachers of {given.which.numel()} rows but there are {call.num_rows}."
         )
     order = _order(given, call)
     index = call.rows.index[order]
@@ -207,8 +210,11 @@ def check_teacher(given: Teacher | Teachers, tokens: Tensor, call: Call) -> None
                 f"{name}: the teacher's hidden states or logits are {list(teacher.tokens.shape)} but the student's are "
                 f"{list(tokens.shape)}. They must be of the same tokens."
             )
-        if teacher.tokens.device != tokens.device:
-            raise LogitlessError(f"{name}: the teacher is on {teacher.tokens.device}, the student on {tokens.device}.")
+        for own in (teacher.tokens, teacher.ids):
+            if own is not None and own.device != tokens.device:
+                raise LogitlessError(
+                    f"{name}: logits and ids of the teacher are on {own.device}, the student on {tokens.device}."
+                )
         if teacher.ids is not None and call.shard is not None:
             raise LogitlessError(
                 f"{name}: Teacher(ids=) goes with a whole vocabulary. Under a shard, bring the rows of the teacher's "
@@ -233,6 +239,8 @@ def check_teachers(call: Call, tokens: Tensor, given: Any) -> None:
     """Raise for a teacher that does not go with the call, or with its divergence."""
     members = (given,) if isinstance(given, Teacher) else getattr(given, "members", ())
     linear, name = call.linear, call.caller
+    if isinstance(given, Teachers) and given.which.is_meta and not call.rows.index.is_meta:
+        raise refused(f"{name}: which, the teacher of each row,", "a tensor with numbers", given.which)
     if linear is not None and linear.batch_invariant and isinstance(given, Teachers) and call.kept is None:
         raise LogitlessError(
             f"{name}: batch_invariant=True goes with one Teacher. With several, how many rows a product has depends on "
@@ -289,7 +297,7 @@ def _check_top_k(call: Call, sent: TopK) -> None:
             f"{name}: the teacher's log-probs are {list(ids.shape)} but there are {call.num_rows} rows. Give K for "
             f"every scored row."
         )
-    if ids.device != call.gain.device or sent.logprobs.device != call.gain.device:
+    if ids.device != call.gain.device:
         raise LogitlessError(f"{name}: the teacher's log-probs are on {ids.device}, the student on {call.gain.device}.")
     if inspectable(ids) and ids.numel() and int(ids.max()) >= call.vocab_size:
         raise LogitlessError(
@@ -342,6 +350,24 @@ def _part(teacher: Teacher, call: Call, rows: slice, gain: Tensor) -> Part:
     hidden = tokens if call.index is None and len(tokens) == rows.stop - rows.start else tokens.index_select(0, index)
     p = Projection.of(hidden, own_operands(teacher), call.rows.target[rows], own_call(teacher, call, columns, gain))
     return Part(rows, p, None, None, source, columns, nothing)
+
+
+def under_autocast(given: Any) -> Any:
+    """The teacher with its hidden states and head in the dtype that autocast gives those of the student; as it is where
+    autocast is off, and where its logits exist."""
+    if isinstance(given, Teachers):
+        members = [under_autocast(member) for member in given.members]
+        same = all(new is old for new, old in zip(members, given.members, strict=True))
+        return given if same else replace(given, members=members)
+    logits = given.logits if isinstance(given, Teacher) else None
+    dtype = autocast_dtype(logits.hidden) if isinstance(logits, Logits) else None
+    if not isinstance(logits, Logits) or dtype is None:
+        return given
+    linear, weight = logits.linear, logits.weight
+    assert isinstance(weight, Tensor)
+    linear = replace(linear, bias=None if linear.bias is None else linear.bias.to(dtype))
+    cast = like(logits, logits.hidden.detach().to(dtype), weight=weight.detach().to(dtype), linear=linear)
+    return replace(given, logits=cast)
 
 
 def own_operands(teacher: Teacher) -> Operands:

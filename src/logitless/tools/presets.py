@@ -6,11 +6,13 @@ The numbers are those of the published ``config.json`` files; any other model is
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from logitless.errors import LogitlessError, did_you_mean
+from logitless.machine import Machine
 from logitless.spec import parse_memory
 from logitless.tools.untrusted import read_object
 
@@ -61,17 +63,25 @@ PRESETS = {
     **_family("deepseek-v3", 129280, {"671b": 7168}),
 }
 
+
+class Card(NamedTuple):
+    """A card: its memory in MiB as nvidia-smi shows it, its multiprocessors, and its compute capability."""
+
+    memory: int
+    multiprocessors: int
+    capability: int
+
+
 CARDS = {
-    "a100-40g": 40960,
-    "a100-80g": 81920,
-    "h100-80g": 81559,
-    "h200-141g": 143771,
-    "b200-180g": 183359,
-    "l40s-48g": 46068,
-    "rtx4090-24g": 24564,
-    "rtx5090-32g": 32607,
+    "a100-40g": Card(40960, 108, 8),
+    "a100-80g": Card(81920, 108, 8),
+    "h100-80g": Card(81559, 132, 9),
+    "h200-141g": Card(143771, 132, 9),
+    "b200-180g": Card(183359, 148, 10),
+    "l40s-48g": Card(46068, 142, 8),
+    "rtx4090-24g": Card(24564, 128, 8),
+    "rtx5090-32g": Card(32607, 170, 12),
 }
-"""Memory in MiB, as nvidia-smi shows it."""
 
 
 def find_model(model: str) -> ModelShape:
@@ -99,7 +109,7 @@ def find_card(card: str) -> int:
     81559
     """
     if card.lower() in CARDS:
-        return CARDS[card.lower()] << 20
+        return CARDS[card.lower()].memory << 20
     try:
         return parse_memory(card)
     except LogitlessError:
@@ -107,6 +117,27 @@ def find_card(card: str) -> int:
             f'plan: card must be a size such as "80GiB" or a name but is {card!r}.'
             f"{did_you_mean(card.lower(), CARDS)} Known: {', '.join(CARDS)}."
         ) from None
+
+
+def machine_of(card: str | None) -> Machine | Literal["cuda"]:
+    """The machine of a card by its name; for a size, the one at hand."""
+    if card is None or card.lower() not in CARDS:
+        return "cuda"
+    found = CARDS[card.lower()]
+    return Machine.card(card.lower(), found.multiprocessors, found.capability)
+
+
+def find_count(text: str, option: str = "--tokens") -> int:
+    """A number of tokens as people write it: ``65536``, ``65_536``, ``64k`` (of 1024) or ``1m``.
+
+    >>> find_count("64k"), find_count("1.5m"), find_count("131,072")
+    (65536, 1572864, 131072)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([km]?)", text.strip().lower().replace(",", "").replace("_", ""))
+    count = float(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2]] if match else 0.0
+    if count < 1 or count != int(count):
+        raise LogitlessError(f"plan: {option} must be a number of tokens, as 65536 or 64k, but is {text!r}.")
+    return int(count)
 
 
 def _read_config(path: Path) -> ModelShape:

@@ -6,6 +6,7 @@ import sys
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from typer.core import TyperGroup
 
 import logitless
@@ -33,20 +34,20 @@ class _Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-def new_app(group: type[TyperGroup] = TyperGroup) -> typer.Typer:
-    """A command with commands of its own, none yet."""
+def new_app(group: type[TyperGroup] = TyperGroup, *, completion: bool = False) -> typer.Typer:
+    """A command with commands of its own, none yet; with completion, a shell can be taught to complete it."""
     # Plain help: the boxes of rich call a flag a <bool> and are wrapped at 80 columns wherever they go.
     return typer.Typer(
         cls=group,
         no_args_is_help=True,
-        add_completion=False,
+        add_completion=completion,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
 
 
-app = new_app(_Commands)
+app = new_app(_Commands, completion=True)
 for command in (plan, score, doctor, tune):
     app.command()(command)
 
@@ -90,5 +91,5 @@ def run(app: typer.Typer, name: str) -> None:
 
 
 def _stop(text: str, code: int) -> None:
-    print(text, file=sys.stderr)
+    Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(text, style="red")
     sys.exit(code)

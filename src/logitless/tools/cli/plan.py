@@ -12,16 +12,38 @@ from logitless.tools.cli.options import NO, AsJson, full_dtype
 from logitless.tools.cli.output import console
 
 
+def of_presets(begun: str) -> list[str]:
+    """For a shell that completes ``--model``."""
+    from logitless.tools.presets import PRESETS
+
+    return [name for name in PRESETS if name.startswith(begun)]
+
+
+def of_cards(begun: str) -> list[str]:
+    """For a shell that completes ``--card``."""
+    from logitless.tools.presets import CARDS
+
+    return [name for name in CARDS if name.startswith(begun)]
+
+
 def plan(
-    model: Annotated[str, typer.Option(help="A config.json, its folder, or a preset such as qwen3-8b.")],
-    tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch, all CP ranks together.")],
+    model: Annotated[
+        str,
+        typer.Option(help="A config.json, its folder, or a preset such as qwen3-8b.", autocompletion=of_presets),
+    ],
+    tokens: Annotated[
+        str, typer.Option(metavar="<tokens>", help="Tokens of a micro-batch, all CP ranks together: 65536 or 64k.")
+    ],
     response_fraction: Annotated[float, typer.Option(help="Part of the tokens that is response.")] = 1.0,
     tp: Annotated[int, typer.Option(help="Ranks that share the vocabulary.")] = 1,
     cp: Annotated[int, typer.Option(help="Ranks that share the sequence.")] = 1,
     dtype: Annotated[str, typer.Option(help="bfloat16 (bf16), float16 (fp16) or float32 (fp32).")] = "bfloat16",
     entropy: Annotated[str, typer.Option(help="none, value, or grad if it is part of the loss.")] = "value",
     frozen_head: Annotated[bool, typer.Option("--frozen-head", help="The head needs no gradient (LoRA).")] = False,
-    card: Annotated[str | None, typer.Option(help="A size such as 80GiB, or a name such as h100-80g.")] = None,
+    card: Annotated[
+        str | None,
+        typer.Option(help="A size such as 80GiB, or a name such as h100-80g.", autocompletion=of_cards),
+    ] = None,
     in_use: Annotated[
         str | None, typer.Option(help="What weights, optimizer and activations take of the card; with --card.")
     ] = None,
@@ -31,7 +53,7 @@ def plan(
     kept_ids: Annotated[
         float | None, typer.Option(help="Ids that the sampler kept of each response token, on average.")
     ] = None,
-    brief: Annotated[bool, typer.Option("--brief", help="Print the answer alone, without code and reasons.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Also print the code to paste, and why.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """What the loss step of a model will need, and the call to write.
@@ -40,33 +62,44 @@ def plan(
     """
     from logitless.spec import parse_memory
     from logitless.tools import plan as planner
-    from logitless.tools.presets import find_card, find_model
+    from logitless.tools.presets import find_card, find_count, find_model, machine_of
 
     if in_use is not None and card is None:
         raise LogitlessError("plan: --in-use is a part of the card, and there is no --card. Give one, or leave it out.")
     wanted: Any = None if entropy == "none" else entropy
     step = planner.LossStep(
-        find_model(model), tokens, response_fraction, tp, cp, full_dtype(dtype), wanted, frozen_head, memory, kept_ids
+        model=find_model(model),
+        tokens=find_count(tokens),
+        response_fraction=response_fraction,
+        tp=tp,
+        cp=cp,
+        dtype=full_dtype(dtype),
+        entropy=wanted,
+        frozen_head=frozen_head,
+        memory=memory,
+        kept_ids=kept_ids,
+        device=machine_of(card),
     )
     free = None if card is None else max(0, find_card(card) - (parse_memory(in_use) if in_use else 0))
     answer = planner.plan_model(step, free)
     if as_json:
         print(json.dumps(planner.as_json(answer), indent=1))
     else:
-        _print_plan(answer, brief)
+        _print_plan(answer, full)
     if not answer.fits:
         raise typer.Exit(NO)
 
 
-def _print_plan(answer: Any, brief: bool) -> None:
-    """The answer, the code to paste; then why: the route, every way, and what each peak is made of."""
+def _print_plan(answer: Any, full: bool) -> None:
+    """The answer; on request the code to paste, and why: the route, every way, and what each peak is made of."""
     from logitless.tools.plan import answer_lines, headline, summary_rows
     from logitless.tools.tables import text_table
 
     out = console()
     for line in answer_lines(answer):
         out.print(line, style="bold" if line.startswith("Write") else "red" if "DO NOT FIT" in line else None)
-    if brief:
+    if not full:
+        out.print("With --full: this as code to paste, and every other way.", style="dim")
         return
     out.print(f"\n{answer.snippet}")
     out.print("Why", style="bold")

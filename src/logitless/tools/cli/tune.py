@@ -26,8 +26,9 @@ def tune(
     """Measure what products cost on this card, for calls to choose by.
 
     Takes some seconds, and writes a table. Calls read it where
-    LOGITLESS_MACHINE names it, the same file on every rank; without it, cards
-    other than an H200 never take products that end in a softmax.
+    LOGITLESS_MACHINE names it, the same file on every rank. Without it, cards
+    other than an H200 use no fused kernels, which multiply and take the softmax
+    in one go.
     """
     import torch
 
@@ -52,6 +53,6 @@ def _print_table(table: dict) -> None:
 
     out = console()
     out.print(text_table(("step", "ms"), [(name, f"{x:.3f}") for name, x in table["milliseconds"].items()]))
-    chosen = "are faster, and will be taken" if table["epilogues"] else "will not be taken"
+    chosen = "are faster, and will be used" if table["epilogues"] else "will not be used"
     why = f": {table['refused']}" if table["refused"] else ""
-    out.print(f"\n{table['card']}: products that end in a softmax {chosen}{why}.")
+    out.print(f"\n{table['card']}: fused kernels (product and softmax in one) {chosen}{why}.")

@@ -44,10 +44,13 @@ def headline(step: LossStep) -> str:
     response = f"{step.rows} of {step.local_tokens} tokens are response"
     entropy = {"value": "entropy", "grad": "entropy with its gradient"}.get(str(step.entropy), "no entropy")
     frozen = ", frozen head" if step.frozen_head else ""
+    where = step.device if isinstance(step.device, str) else step.device.name
+    where = {"cuda": "the GPU at hand, an H200 where there is none", "cpu": "a CPU"}.get(where, where)
     return (
         f"{model.name}: {', '.join(facts)}\n"
         f"each rank of TP {step.tp}, CP {step.cp}: {response}, {step.columns} columns\n"
-        f"{step.dtype}, log-prob and {entropy}, forward and backward{frozen}"
+        f"{step.dtype}, log-prob and {entropy}, forward and backward{frozen}\n"
+        f"tiles and route of {where}"
     )
 
 

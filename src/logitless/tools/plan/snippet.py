@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from logitless.tools.plan.step import LossStep
 
+SHARD = [
+    "def make_shard(weight, tp_group):  # once per run, for every call",
+    "    return ll.VocabShard.even(weight.shape[0] * tp_group.size(), tp_group)\n\n",
+]
+
 
 def snippet(step: LossStep, call: str, memory: int | str) -> str:
     """The code of a call by the name of its way: ``policy_loss``, or ``logprobs`` with a scope or not."""
-    groups = [name for name, size in (("tp_group", step.tp), ("cp_group", step.cp)) if size > 1]
+    groups = [name for name, size in (("shard", step.tp), ("cp_group", step.cp)) if size > 1]
     split = ["cp=ll.Zigzag(cp_group.rank(), cp_group.size())"] if step.cp > 1 else []
     chosen = {"softcap": (step.model.softcap, None), "scale": (step.model.scale, 1.0)}
     head = [f"{name}={value!r}" for name, (value, default) in chosen.items() if value != default]
@@ -15,22 +20,23 @@ def snippet(step: LossStep, call: str, memory: int | str) -> str:
     options += [f"memory={memory!r}".replace("'", '"')]
     linear = ["hidden", "weight", *(["shard=shard"] if step.tp > 1 else [])]
     rows = _call("rows", "Rows.packed", ["tokens", "response_lengths", *split, "device=hidden.device"])
-    shard = ["    shard = ll.VocabShard.even(weight.shape[0] * tp_group.size(), tp_group)"] if step.tp > 1 else []
-    shard += [f"    logits = ll.Logits({', '.join(linear)})"]
+    logits = f"    logits = ll.Logits({', '.join(linear)})"
     if call.startswith("policy_loss"):
         name, given, body = _with_objective(step, options)
     else:
         name, given, body = _without(step, options, support="support" in call)
     takes = ["hidden", "weight", "tokens", "response_lengths", *given, *groups]
-    lines = ["import logitless as ll\n\n", f"def {name}(", *(f"    {x}," for x in takes), "):", *rows, *shard, *body]
-    return "\n".join(lines) + "\n"
+    once = SHARD if step.tp > 1 else []
+    written = [f"def {name}(", *(f"    {x}," for x in takes), "):", *rows, logits, *body]
+    return "\n".join(["import logitless as ll\n\n", *once, *written]) + "\n"
 
 
 def _with_objective(step: LossStep, options: list[str]) -> tuple[str, list[str], list[str]]:
     """Name, further arguments and body of the function that returns a loss."""
     terms = "entropy_coef=0.001" if step.entropy == "grad" else ""
     fields = ["old_logprob=rows.from_responses(old_logprobs)", "advantage=advantages[rows.sample]"]
-    call = ["logits", "rows", "objective", *fields, "denominator=denominator", *options]
+    group = ["group=cp_group"] if step.cp > 1 else []
+    call = ["logits", "rows", "objective", *fields, "denominator=denominator", *group, *options]
     return (
         "policy_loss",
         ["old_logprobs", "advantages", "denominator"],

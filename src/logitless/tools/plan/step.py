@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from logitless.errors import LogitlessError
+from logitless.machine import Machine
 from logitless.memory import Estimate, Item, estimate, sized
 from logitless.spec import EntropyMode, Head
 from logitless.tools.presets import ModelShape
@@ -28,7 +29,7 @@ class LossStep:
         frozen_head: whether the head's weight needs no gradient.
         memory: working memory of ``logprobs`` and ``policy_loss`` from hidden states; None for the default of each.
         kept_ids: ids that the sampler kept of each response token, on average; None where it kept all.
-        device: ``"cuda"``, or ``"cpu"``.
+        device: ``"cuda"`` for the GPU at hand, or an H200 where there is none; ``"cpu"``; or another machine.
     """
 
     model: ModelShape
@@ -41,7 +42,7 @@ class LossStep:
     frozen_head: bool = False
     memory: int | str | None = None
     kept_ids: float | None = None
-    device: Literal["cuda", "cpu"] = "cuda"
+    device: Literal["cuda", "cpu"] | Machine = "cuda"
 
     def __post_init__(self) -> None:
         for name in ("tokens", "tp", "cp"):
@@ -93,7 +94,7 @@ class LossStep:
             **(linear or {}),
         )
         # Triton runs on the card that the step is meant for, whether or not it runs here.
-        backend = "triton" if self.device == "cuda" else "tiled"
+        backend = "tiled" if self.device == "cpu" else "triton"
         head = Head(softcap=self.model.softcap) if self.model.softcap is not None else None
         return estimate(verb, logits, rows, *more, head=head, backend=backend, device=self.device, **options)
 

@@ -20,6 +20,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,10 @@ class Journal:
         Raises:
             LogitlessError: the output exists and was made with other settings, or nobody knows how.
         """
+        with _told(self.out):
+            self._open(overwrite)
+
+    def _open(self, overwrite: bool) -> None:
         if overwrite:
             # The old sheet goes last: until then it describes the files that are left.
             self.out.unlink(missing_ok=True)
@@ -115,21 +120,28 @@ class Journal:
 
     def finish(self) -> None:
         """Write all parts, in order, to the output, and remove them."""
-        if any(line.startswith(REJECTED) for line in self._lines()):
-            self._commit(self.rejects, lambda path: write_rejects(self._lines(), path))
-        else:
-            self.rejects.unlink(missing_ok=True)
-        self._commit(self.out, lambda path: write_results(self._lines, path, self.out.suffix))
-        shutil.rmtree(self.folder)
+        with _told(self.out):
+            if any(line.startswith(REJECTED) for line in self._lines()):
+                self._commit(self.rejects, lambda path: write_rejects(self._lines(), path))
+            else:
+                self.rejects.unlink(missing_ok=True)
+            self._commit(self.out, lambda path: write_results(self._lines, path, self.out.suffix))
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _commit(self, path: Path, write: Callable[[Path], object]) -> None:
         """Make ``path`` appear with all that ``write`` writes, or not at all."""
         # With the number of the process, two jobs started by mistake write different drafts.
         draft = self.folder / f"{path.name}.{os.getpid()}.draft"
-        write(draft)
-        _flush(draft)
-        os.replace(draft, path)
-        _flush(path.parent)
+        with _told(path):
+            try:
+                write(draft)
+                _flush(draft)
+                os.replace(draft, path)
+                _flush(path.parent)
+            except OSError:
+                # What a full disk holds of it is of no use.
+                draft.unlink(missing_ok=True)
+                raise
 
     def _part(self, part: int) -> Path:
         return self.folder / f"{part:08d}{f'-{self.digests[part]}' if self.digests else ''}.jsonl"
@@ -166,6 +178,11 @@ class Journal:
                 f"score: {self.sheet} is no JSON: it was changed after it was written, or the disk lost its end. "
                 f"--overwrite starts anew."
             ) from None
+        if not isinstance(before, dict):
+            raise LogitlessError(
+                f"score: {self.sheet} holds no settings of a job but a {type(before).__name__}: it is another file. "
+                f"Give another --out, or --overwrite to replace it."
+            )
         wanted = json.loads(json.dumps(self.settings))
         other = [name for name in {**before, **wanted} if before.get(name) != wanted.get(name)]
         if other == ["input"] and self._is_repaired(list(before.get("input", {})), list(wanted["input"])):
@@ -183,6 +200,23 @@ class Journal:
         if self.finished or not self.digests or before != now:
             return False
         return any(map(self.has, range(self.num_parts))) or not any(self.folder.glob("*.jsonl"))
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """What the system refuses, with the file and what to do."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise LogitlessError(
+            f"score: {error.filename or path} is gone. Does another process write to the same --out, or has it "
+            f"finished? Give each its own --out; this command, run again, goes on from what is there."
+        ) from None
+    except OSError as error:
+        raise LogitlessError(
+            f"score: {path}: {error.strerror or error}. Finished parts are kept: the same command goes on from them "
+            f"once that is mended."
+        ) from None
 
 
 def check_apart(data: Path, out: Path) -> None:

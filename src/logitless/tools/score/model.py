@@ -65,16 +65,18 @@ class Scorer:
     @staticmethod
     def load(folder: Path, *, device: str, dtype: str, temperature: float, memory: int | str, **limits: Any) -> Scorer:
         """Load the model in evaluation mode, and make sure that it is causal."""
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, __version__
         from transformers.utils import logging
 
+        from logitless.adapters.signatures import numbers
         from logitless.adapters.transformers import patch
 
         # The bar of transformers would be drawn over ours.
         logging.disable_progress_bar()
+        named = {"dtype" if numbers(__version__) >= (4, 56) else "torch_dtype": dtype}
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, local_files_only=True, use_safetensors=True, trust_remote_code=False
+                folder, **named, local_files_only=True, use_safetensors=True, trust_remote_code=False
             )
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).strip().splitlines()[0]

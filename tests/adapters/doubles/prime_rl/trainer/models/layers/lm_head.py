@@ -39,3 +39,11 @@ class FusedOutputLinear(torch.nn.Linear):
         assert temperature is not None, "temperatures are required"
         logprobs, entropy = score(hidden_states, self.weight, labels, temperature)
         return {"logprobs": logprobs, "entropy": entropy}
+
+
+class VanillaOutputLinear(torch.nn.Linear):
+    def __init__(self, in_features, out_features):
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, hidden_states, labels=None, temperature=None):
+        return {"logits": super().forward(hidden_states)}

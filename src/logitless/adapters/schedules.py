@@ -1,0 +1,53 @@
+"""Megatron's schedules: every training and log-prob forward of a host on Megatron-Core runs in one.
+
+    run = get_forward_backward_func()             imported by name into the host's module, where ours stands in
+    run(forward_step_func=..., model=chunks)      defers the heads of these chunks, and then runs Megatron's
+
+A chunk of the virtual pipeline without a head, and a value model, are left alone. Inference runs in no schedule.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from logitless.adapters.host import Replacement
+
+NAME = "get_forward_backward_func"
+
+
+def make_schedule(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``get_forward_backward_func``: the function that it returns defers the models that it runs."""
+
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        run = original(*args, **kwargs)
+
+        @functools.wraps(run)
+        def forward_backward(*args: Any, **given: Any) -> Any:
+            model = given.get("model")
+            for chunk in model if isinstance(model, list | tuple) else (model,):
+                if chunk is not None:
+                    options["heads"].defer(chunk)
+            return run(*args, **given)
+
+        return forward_backward
+
+    return get_forward_backward_func
+
+
+def in_schedule(module: str, optional: bool = False, if_asked: bool = False) -> Replacement:
+    """The heads of all models that this module of a host hands to a schedule."""
+    return Replacement(
+        module=module,
+        name=NAME,
+        signature={
+            "with Megatron-Core 0.19 - 0.20": "(pp_size=None, vp_size=None, schedule_pg_collection=None)",
+            "with Megatron-Core 0.15 - 0.18": "(pp_size=None, vp_size=None)",
+            "with Megatron-Core before that": "()",
+        },
+        make=make_schedule,
+        optional=optional,
+        of="megatron",
+        if_asked=if_asked,
+    )

@@ -1,0 +1,110 @@
+"""Kinds of arguments, each refused in one place and in the same words: the argument, what was wanted, what came.
+
+``argument`` is the function and the parameter as errors name them: ``"Rows.at: index"``. What goes with what (sizes,
+devices, options that exclude each other) is the business of whoever knows both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.errors import LogitlessError, did_you_mean
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Dtypes of floats that are computed with."""
+
+LARGEST = 2**62
+"""The largest size or number that is worked with in 64 bits."""
+
+
+def described(x: Any) -> str:
+    """What an argument is, in a few words.
+
+    >>> described(torch.zeros(2, 3)), described("x"), described([1, 2]), described(None)
+    ('a tensor [2, 3] torch.float32', "'x'", 'a list', 'None')
+    """
+    if isinstance(x, Tensor):
+        kind = "" if x.layout == torch.strided else f"{str(x.layout).removeprefix('torch.')} "
+        return f"a {kind}tensor {list(x.shape)} {x.dtype}{' on meta' if x.is_meta else ''}"
+    if x is None or isinstance(x, bool | int | float | str | bytes):
+        return repr(x)
+    return f"the type {x.__name__}" if isinstance(x, type) else f"a {type(x).__name__}"
+
+
+def refused(argument: str, wanted: str, x: Any, instead: str = "") -> LogitlessError:
+    """The error for an argument of another kind."""
+    return LogitlessError(f"{argument} must be {wanted} but is {described(x)}.{instead}")
+
+
+def refuse_transforms(caller: str) -> None:
+    """Raise inside of ``torch.func``'s transforms, for which autograd Functions such as ours have no rules."""
+    if torch._C._are_functorch_transforms_active():
+        raise LogitlessError(
+            f"{caller}: a transform of torch.func (grad, vmap, jvp, jacrev, ...) is under way, which is not supported. "
+            f"Take gradients with backward() or torch.autograd.grad, and give rows of all samples in one call."
+        )
+
+
+def check_flags(caller: str, **given: Any) -> None:
+    """Raise for an argument that is neither True nor False: a text such as "no" would be taken for True."""
+    for name, x in given.items():
+        if x is not True and x is not False:
+            raise refused(f"{caller}: {name}", "True or False", x)
+
+
+def is_number(x: Any) -> bool:
+    """Whether it is a finite number that float64 holds, and no truth value."""
+    return isinstance(x, Real) and not isinstance(x, bool) and abs(float(x)) <= LARGEST
+
+
+def one_of(x: Any, known: Iterable[str], argument: str) -> str:
+    """A name out of a few."""
+    names = list(known)
+    if isinstance(x, str) and x in names:
+        return x
+    hint = did_you_mean(x, names) if isinstance(x, str) else ""
+    raise LogitlessError(f"{argument} must be one of {', '.join(names)} but is {described(x)}.{hint}")
+
+
+def dense(x: Any, argument: str, wanted: str = "a tensor", *, numbers: bool = False) -> Tensor:
+    """A tensor that lies in memory as tensors do, and not sparse.
+
+    Args:
+        numbers: whether its numbers are read here, so that none on the meta device will do.
+    """
+    if not isinstance(x, Tensor) or x.layout != torch.strided or (numbers and x.is_meta):
+        way = f" Pass torch.tensor({argument.rpartition(' ')[2]})." if isinstance(x, list | tuple) else ""
+        raise refused(argument, wanted, x, way)
+    return x
+
+
+def sequence(x: Any, argument: str, wanted: str) -> Sequence[Any]:
+    """A list, a tuple, a tensor of lines: something with a length and an order."""
+    ordered = isinstance(x, Collection) and not isinstance(x, str | bytes | Mapping | set | frozenset)
+    if isinstance(x, Tensor):
+        ordered = x.dim() > 0 and x.layout == torch.strided
+    if not (ordered and hasattr(x, "__getitem__")):
+        raise refused(argument, wanted, x)
+    return x  # pyright: ignore[reportReturnType]
+
+
+def instance(x: Any, kind: type, argument: str, instead: str = "") -> Any:
+    """One of our own nouns."""
+    if not isinstance(x, kind):
+        raise refused(argument, f"a {kind.__name__}", x, instead)
+    return x
+
+
+def device_named(x: Any, argument: str) -> torch.device:
+    """A device, or its name."""
+    try:
+        if isinstance(x, torch.device | str) or (type(x) is int and x >= 0):
+            return torch.device(x)
+    except (RuntimeError, ValueError):
+        pass
+    raise refused(argument, 'a device such as "cpu" or "cuda:0"', x)

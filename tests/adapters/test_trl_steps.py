@@ -1,0 +1,69 @@
+"""TRL's trainers that read logits: three steps of their own, whose logits are not computed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hosts import put_first
+from shared.host_steps import notices, same_steps
+from tiny import CHOSEN, PROMPTS, REJECTED, qwen3, tokenizer
+
+put_first("trl")
+trl = pytest.importorskip("trl", minversion="1.16")
+
+pytestmark = pytest.mark.filterwarnings("default")
+HALF = torch.bfloat16
+PAIRS = {"prompt": PROMPTS, "chosen": CHOSEN, "rejected": REJECTED}
+DATA = {"ORPO": PAIRS, "CPO": PAIRS, "TPO": {**PAIRS, "reference": CHOSEN[::-1]}}
+
+
+def steps_of(kind: str, folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+    """A model, and a step of the trainer's loop: ``training_step`` and the optimizer."""
+    from datasets import Dataset, disable_progress_bars
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    disable_progress_bars()
+    place = importlib.import_module(f"trl.experimental.{kind.lower()}")
+    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "bf16": False}
+    settings = {"per_device_train_batch_size": 2, "max_steps": 3, "gradient_checkpointing": False, "seed": 3} | more
+    trainer = getattr(place, f"{kind}Trainer")(
+        model=qwen3().to(HALF).to(dtype),
+        args=getattr(place, f"{kind}Config")(output_dir=str(folder), **settings, **quiet),
+        train_dataset=Dataset.from_dict(DATA[kind]),
+        processing_class=tokenizer(),
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.05)
+    batches = [*trainer.get_train_dataloader()]
+
+    def step(n: int) -> Any:
+        trainer.model.train()
+        loss = trainer.training_step(trainer.model, dict(batches[n % len(batches)]), None)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        with contextlib.suppress(AttributeError):
+            trainer._stored_metrics.clear()
+        return loss
+
+    return trainer.model, step
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_steps(kind, tmp_path):
+    report = same_steps("trl", lambda: steps_of(kind, tmp_path))
+    assert report.passed_on == 0
+
+
+@pytest.mark.parametrize("kind", ["ORPO"])
+def test_steps_in_half_precision(kind, tmp_path):
+    same_steps("trl", lambda: steps_of(kind, tmp_path, HALF), exact=lambda: steps_of(kind, tmp_path, torch.float64))
+
+
+def test_steps_notice_a_wrong_number(tmp_path):
+    notices("trl", lambda: steps_of("CPO", tmp_path))

@@ -1,0 +1,249 @@
+"""A good call of everything public: its arguments, from which one at a time is made a wrong one.
+
+Callables and their parameters are found by inspection. A new one without a row here fails the test.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import logitless as ll
+from logitless.adapters import Host, Replacement
+
+R, V, D = 4, 7, 3
+
+
+class Good(NamedTuple):
+    """A call that works.
+
+    Attributes:
+        function: what is called.
+        given: arguments by name: those that every call needs, and others where they make for more wrong ones.
+        further: parameters that take any keywords, and one such keyword that is tried.
+    """
+
+    function: Callable[..., Any]
+    given: dict[str, Any]
+    further: dict[str, Any] = {}
+
+
+def rows() -> ll.Rows:
+    return ll.Rows.packed([[1, 2, 3], [4, 5, 6]], [2, 2])
+
+
+def vector() -> Tensor:
+    return torch.full((R,), -1.5)
+
+
+def logits() -> Tensor:
+    return torch.zeros(6, V, requires_grad=True)
+
+
+def deferred(**options: Any) -> ll.Logits:
+    return ll.Logits(torch.ones(6, D, requires_grad=True), torch.ones(V, D, requires_grad=True), **options)
+
+
+def kept() -> ll.Kept:
+    return ll.Kept(torch.tensor([1, 2, 3, 4]), torch.ones(R, dtype=torch.int64))
+
+
+def stats() -> ll.TokenStats:
+    return ll.TokenStats(vector().requires_grad_(), vector(), vector())
+
+
+def metrics() -> ll.Metrics:
+    return ll.Metrics.of_rows({"a": vector()}, torch.ones(R, dtype=torch.bool))
+
+
+def fields() -> dict[str, Any]:
+    return {"old_logprob": vector(), "advantage": vector()}
+
+
+def toy() -> Host:
+    """A host with one function, which is replaced by itself."""
+    score = Replacement(
+        module="shared.valid_calls", name="toy_score", signature="(logits)", make=lambda original, options: original
+    )
+    return Host(name="toy", package="shared", versions=("0",), replacements=lambda options: [score])
+
+
+def toy_score(logits: Any) -> Any:
+    return logits
+
+
+def installing(host: Any, **options: Any) -> None:
+    """An installation that is undone."""
+    ll.install(host, any_version=True, **options)
+    ll.uninstall(host)
+
+
+def deferring(model: Any, **options: Any) -> None:
+    """A deferral that is undone."""
+    ll.defer(model, **options).undo()
+
+
+IDS, MASK = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 0]]), torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]])
+
+CALLS: dict[str, Callable[[], Good]] = {
+    "Contiguous": lambda: Good(ll.Contiguous, {"rank": 0, "size": 2}),
+    "Zigzag": lambda: Good(ll.Zigzag, {"rank": 0, "size": 2}),
+    "Head": lambda: Good(ll.Head, {"temperature": torch.ones(R)}),
+    "Kept": lambda: Good(ll.Kept, {"ids": torch.tensor([1, 2]), "lengths": torch.tensor([1, 1])}),
+    "Kept.from_bits": lambda: Good(ll.Kept.from_bits, {"words": torch.tensor([[5], [2]]), "vocab_size": 3}),
+    "Kept.from_engine": lambda: Good(ll.Kept.from_engine, {"rows": rows(), "supports": [[[1], [2]], [[3], [4]]]}),
+    "Kept.from_lists": lambda: Good(ll.Kept.from_lists, {"lists": [[1], [2, 3]]}),
+    "Kept.from_mask": lambda: Good(ll.Kept.from_mask, {"mask": torch.ones(2, 3, dtype=torch.bool)}),
+    "Kept.from_offsets": lambda: Good(
+        ll.Kept.from_offsets, {"ids": torch.tensor([1, 2]), "offsets": torch.tensor([0, 1, 2])}
+    ),
+    "Kept.from_padded": lambda: Good(ll.Kept.from_padded, {"ids": torch.tensor([[1, 2], [3, -1]])}),
+    "Kept.from_responses": lambda: Good(
+        ll.Kept.from_responses,
+        {"rows": rows(), "ids": [torch.tensor([1, 2])] * 2, "lengths": [torch.tensor([1, 1])] * 2},
+    ),
+    "Kept.over": lambda: Good(kept().over, {"scope": "support"}),
+    "LoRA": lambda: Good(ll.LoRA, {"weight": torch.ones(V, D), "a": torch.ones(2, D), "b": torch.ones(V, 2)}),
+    "Logits": lambda: Good(
+        lambda *a, **k: ll.logprobs(ll.Logits(*a, **k), rows()),
+        {"hidden": torch.ones(6, D), "weight": torch.ones(V, D), "bias": torch.ones(V)},
+    ),
+    "Logits.given": lambda: Good(
+        lambda *a, **k: ll.logprobs(ll.Logits.given(*a, **k), rows()), {"logits": torch.zeros(6, V)}
+    ),
+    "Logits.register_hook": lambda: Good(
+        lambda hook: (x := deferred(), x.register_hook(hook), ll.logprobs(x, rows()).logprob.sum().backward()),
+        {"hook": lambda gradient: None},
+    ),
+    "Loss": lambda: Good(
+        lambda *a, **k: ll.Loss(*a, **k).of(logits(), rows()),
+        {"objective": ll.Objective(), **fields()},
+        {"fields": "advantage"},
+    ),
+    "Loss.of": lambda: Good(
+        ll.Loss(ll.Objective(), **fields()).of, {"logits": logits(), "rows": rows()}, {"options": "memory"}
+    ),
+    "Metrics.merge": lambda: Good(ll.Metrics.merge, {"several": [metrics(), metrics()]}),
+    "Metrics.of_rows": lambda: Good(
+        ll.Metrics.of_rows,
+        {
+            "means": {"a": vector()},
+            "counted": torch.ones(R, dtype=torch.bool),
+            "extremes": {"a": vector()},
+            "weights": {"a": vector()},
+            "sums": {"a": torch.tensor(1.0)},
+        },
+    ),
+    "Metrics.reduce": lambda: Good(metrics().reduce, {"group": None}),
+    "Objective": lambda: Good(lambda **k: ll.Objective(**k)(stats(), rows(), **fields()), {}),
+    "Objective.__call__": lambda: Good(
+        ll.Objective(), {"stats": stats(), "rows": rows(), **fields()}, {"fields": "advantage"}
+    ),
+    "Objective.recipe": lambda: Good(ll.Objective.recipe, {"name": "grpo"}, {"changes": "clip"}),
+    "PolicyHead": lambda: Good(ll.PolicyHead, {"linear": nn.Linear(D, V)}, {"options": "memory"}),
+    "PolicyHead.forward": lambda: Good(
+        ll.PolicyHead(nn.Linear(D, V)).forward, {"hidden": torch.ones(6, D), "rows": rows()}, {"options": "memory"}
+    ),
+    "Preference": lambda: Good(
+        lambda *a, **k: ll.Preference(*a, **k)(stats(), rows(), ref_logprob=vector()),
+        {"kind": "dpo", "chosen": [0], "rejected": [1]},
+    ),
+    "Preference.__call__": lambda: Good(
+        ll.Preference("dpo"), {"stats": stats(), "rows": rows(), "ref_logprob": vector()}, {"fields": "ref_logprob"}
+    ),
+    "Preference.pairs": lambda: Good(ll.Preference("dpo").pairs, {"chosen": [0], "rejected": torch.tensor([1])}),
+    "Rows.at": lambda: Good(ll.Rows.at, {"index": torch.tensor([0, 2]), "target": torch.tensor([1, 2])}),
+    "Rows.check_over": lambda: Good(rows().check_over, {"group": None}),
+    "Rows.every": lambda: Good(ll.Rows.every, {"target": torch.tensor([0, 2])}),
+    "Rows.expand": lambda: Good(rows().expand, {"x": vector()}),
+    "Rows.from_labels": lambda: Good(ll.Rows.from_labels, {"labels": IDS}),
+    "Rows.from_mask": lambda: Good(
+        ll.Rows.from_mask, {"input_ids": IDS, "mask": MASK, "attention_mask": torch.ones_like(MASK)}
+    ),
+    "Rows.from_responses": lambda: Good(rows().from_responses, {"responses": [torch.ones(2), torch.ones(2)]}),
+    "Rows.gather": lambda: Good(rows().gather, {"x": vector(), "group": None, "grad": None}),
+    "Rows.join": lambda: Good(rows().join, {"parts": [torch.ones(2), torch.ones(2)]}),
+    "Rows.packed": lambda: Good(
+        ll.Rows.packed,
+        {"tokens": [[1, 2, 3], [4, 5, 6]], "response_lengths": [2, 2], "loss_masks": [[1, 1], [0, 1]]},
+    ),
+    "Rows.padded": lambda: Good(
+        ll.Rows.padded, {"tokens": IDS, "response_lengths": [1, 2], "loss_masks": [[1], [0, 1]], "lengths": [4, 3]}
+    ),
+    "Rows.redistribute": lambda: Good(rows().redistribute, {"x": vector(), "to": rows(), "group": None, "grad": None}),
+    "Rows.split": lambda: Good(rows().split, {"x": vector()}),
+    "Rows.sum_by_sample": lambda: Good(rows().sum_by_sample, {"x": vector()}),
+    "Rows.take": lambda: Good(rows().take, {"x": torch.ones(6, 2)}),
+    "Teacher": lambda: Good(
+        lambda *a, **k: ll.logprobs(logits(), rows(), teacher=ll.Teacher(*a, **k)),
+        {"logits": torch.zeros(6, V), "ids": torch.arange(V)},
+    ),
+    "Teacher.by_row": lambda: Good(
+        lambda **k: ll.logprobs(logits(), rows(), teacher=ll.Teacher.by_row(**k)),
+        {"members": [torch.zeros(6, V)] * 2, "which": torch.tensor([0, 1, 0, 1])},
+    ),
+    "Teacher.from_top_k": lambda: Good(
+        lambda *a, **k: ll.logprobs(logits(), rows(), teacher=ll.Teacher.from_top_k(*a, **k)),
+        {"logprobs": torch.full((R, 1), -1.0), "ids": torch.ones(R, 1, dtype=torch.int64)},
+    ),
+    "VocabShard": lambda: Good(ll.VocabShard, {"start": 0, "stop": V}),
+    "VocabShard.even": lambda: Good(ll.VocabShard.even, {"vocab_size": V, "group": None}),
+    "VocabShard.of": lambda: Good(ll.VocabShard.of, {"weight": torch.ones(V, D)}),
+    "estimate": lambda: Good(ll.estimate, {"verb": ll.logprobs, "args": (logits(), rows())}, {"options": "memory"}),
+    "explain": lambda: Good(ll.explain, {"verb": ll.logprobs, "args": (deferred(), rows())}, {"options": "memory"}),
+    "defer": lambda: Good(deferring, {"model": nn.Sequential(nn.Linear(D, V)), "head": "0"}, {"options": "strict"}),
+    "install": lambda: Good(installing, {"host": toy()}, {"options": "audit"}),
+    "logprobs": lambda: Good(ll.logprobs, {"logits": logits(), "rows": rows()}),
+    "policy_loss": lambda: Good(
+        ll.policy_loss,
+        {"logits": deferred(), "rows": rows(), "objective": ll.Objective(), **fields()},
+        {"fields": "advantage"},
+    ),
+    "status": lambda: Good(ll.status, {}),
+    "uninstall": lambda: Good(ll.uninstall, {"host": "nothing"}),
+}
+
+NOT_CALLED = {
+    "Rows": "made by its constructors, whose names it says",
+    "TokenStats": "results, by name; what is put in is looked at by whoever reads it",
+    "Metrics": "results, by name",
+    "LogitlessError": "an error",
+    **dict.fromkeys(
+        ("Contiguous.tokens", "Zigzag.tokens", "Head.gain", "Kept.cut", "LoRA.inner", "LoRA.detached"),
+        "called by the package with what it has checked",
+    ),
+    **dict.fromkeys(
+        ("Teacher.facts", "Teacher.read_again", "TokenStats.each", "TokenStats.shaped", "VocabShard.imagined"),
+        "called by the package with what it has checked",
+    ),
+    **dict.fromkeys(
+        (
+            f"{noun}.{name}"
+            for noun in ("Objective", "Preference")
+            for name in ("evaluate", "loss", "inputs", "facts_over_samples", "kept_together")
+        ),
+        "called by the package with what it has checked",
+    ),
+}
+"""Public names that users do not call, and why."""
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """Every public callable by name: functions, constructors, and the methods of public classes."""
+    for name in ll.__all__:
+        noun = getattr(ll, name)
+        yield name, noun
+        if not inspect.isclass(noun):
+            continue
+        for method in vars(noun) | {"__call__": None} if "__call__" in vars(noun) else vars(noun):
+            if callable(getattr(noun, method)) and (not method.startswith("_") or method == "__call__"):
+                yield f"{name}.{method}", getattr(noun, method)
+
+
+def parameters(function: Any) -> list[inspect.Parameter]:
+    """Of a function; of a method without self."""
+    return [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
