@@ -151,6 +151,12 @@ def _defers(host: str) -> bool:
     return importlib.import_module(f"logitless.adapters.{host}").HOST.logits == "deferred"
 
 
+def by_default(record: AdapterRecord) -> tuple[int, float]:
+    """Peak and time after ``install`` without options: logits are not computed where the host's are deferred."""
+    peak, ms = (record.deferred_bytes, record.deferred_ms) if _defers(record.host) else (None, None)
+    return peak or record.after_bytes, ms or record.after_ms
+
+
 def measure(entry: Entry, device: torch.device, sizes: Sizes, repeats: int = 5) -> AdapterRecord:
     """All steps of an entry, warmed up, on the same model and batch."""
     with entry.world(device):
@@ -398,7 +404,6 @@ ENTRIES = {
 
 
 def append(path: Path, record: AdapterRecord) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(record), allow_nan=False) + "\n")
 
@@ -448,9 +453,7 @@ def saved(records: Sequence[AdapterRecord]) -> dict[str, float]:
         read = re.match(r"(\d+) x (\d+) tokens .*, vocabulary (\d+), .*, bfloat16$", record.sizes)
         if read is not None and ENTRIES[record.host].on_logits:
             samples, length, vocab = map(int, read.groups())
-            ours = record.deferred_bytes if _defers(record.host) else None
-            ours = record.after_bytes if ours is None else ours
-            found[record.host] = round((record.before_bytes - ours) / (samples * length * vocab), 1)
+            found[record.host] = round((record.before_bytes - by_default(record)[0]) / (samples * length * vocab), 1)
     return {host: found[host] for host in sorted(found) if found[host] > 0}
 
 

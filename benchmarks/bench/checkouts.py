@@ -262,6 +262,15 @@ def standing_in(packages: tuple[str, ...]) -> Iterator[None]:
         sys.meta_path.remove(finder)
         for name in [name for name in sys.modules if finder.covers(name)]:
             del sys.modules[name]
+        _forget_what_is_there()
+
+
+def _forget_what_is_there() -> None:
+    """Clear what transformers remembers of packages that it looked for: some of them were stood in for."""
+    module = sys.modules.get("transformers.utils.import_utils")
+    for found in list(vars(module).values()) if module is not None else ():
+        if callable(getattr(found, "cache_clear", None)):
+            found.cache_clear()
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

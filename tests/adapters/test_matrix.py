@@ -45,7 +45,7 @@ def test_first_pages_say_what_was_measured(path, made, shown):
     text, records = path.read_text(encoding="utf-8"), make_hosts.measured()
     assert made(text, records) == text
     assert len(records) >= 5
-    slower = [replace(x, after_ms=4711.0) if x.host == make_hosts.SHOWN[0] else x for x in records]
+    slower = [replace(x, after_ms=4711.0, deferred_ms=4711.0) if x.host == make_hosts.SHOWN[0] else x for x in records]
     assert shown in made(text, slower) != text
 
 

@@ -80,7 +80,7 @@ class TestTensors:
             logprobs(Logits([torch.zeros(3)], self.LINEAR.weight), self.TARGET)
         with raises("Logits: bias must be a tensor but is list. Pass torch.tensor(bias)."):
             logprobs(Logits(torch.zeros(2, 3), self.LINEAR.weight, bias=[0.0] * 7), self.TARGET)
-        with raises("but is list. Pass torch.tensor(logits)."):
+        with raises("but is a list. Pass torch.tensor(logits)."):
             logprobs([[0.0, 1.0]], torch.tensor([0]))
 
     def test_other_kinds(self):
@@ -103,7 +103,7 @@ class TestTensors:
         with raises("Logits: hidden must be ... but is SimpleNamespace. Pass its last_hidden_state."):
             logprobs(Logits(out, self.LINEAR.weight), self.TARGET)
         del out.last_hidden_state
-        with raises("logprobs: logits must be a tensor of ... but is SimpleNamespace. Pass its logits."):
+        with raises("logprobs: logits must be a tensor of ... but is a SimpleNamespace. Pass its logits."):
             logprobs(out, self.TARGET)
 
     def test_a_weight_that_is_sharded(self):
@@ -220,12 +220,12 @@ class TestObjectiveNames:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
 def test_logits_dtype(dtype):
-    with raises(f"logprobs: logits must be a tensor of ['torch.float32',... but is {dtype}."):
+    with raises(f"logprobs: logits must be a tensor of ['torch.float32',... but is a tensor [2, 3] {dtype}."):
         logprobs(torch.zeros(2, 3).to(dtype), torch.tensor([0, 1]))
 
 
 def test_logits_that_are_no_tensor():
-    with raises("logprobs: logits must be a tensor of ['torch.float32',... but is list."):
+    with raises("logprobs: logits must be a tensor of ['torch.float32',... but is a list."):
         logprobs([[0.0, 1.0]], torch.tensor([0]))
 
 
@@ -388,6 +388,8 @@ class TestOverwrite:
 def test_unknown_backend(backend):
     logits, target = logits_and_rows()
     text = f"backend: wanted one of ['auto', 'reference', 'tiled', 'triton'] but got {backend!r}."
+    if backend is None:
+        text = "backend must be one of ['auto', 'reference', 'tiled', 'triton'] but is None."
     with raises(text):
         choose_backend(logits, backend)
     with raises(text):

@@ -344,3 +344,20 @@ def test_below_torchs_functions_an_error_names_the_place():
     with pytest.raises(ll.LogitlessError, match=r"below torch's Python functions, at .*test_logits.py.*reversible"):
         with torch._C.DisableTorchFunctionSubclass():
             torch.exp(logits_of(operands(), True).detach())
+
+
+def test_a_factor_in_place_behind_a_hook():
+    """As FSDP2 hooks a model's output, which a framework then divides by a temperature."""
+    found = []
+    for lazy in (False, True):
+        x = operands()
+        logits = logits_of(x, lazy)
+        logits.register_hook(lambda g: None)
+        # Reading makes what stands behind the hook, before the factor comes.
+        logits.view(-1, logits.shape[-1])
+        logits = logits.clone() if not lazy else logits
+        logits.div_(0.7)
+        out = torch.logsumexp(logits, -1)
+        found.append([out.detach(), *torch.autograd.grad(out.sum(), list(x.values()))])
+    for mine, right in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(mine, right)

@@ -453,7 +453,7 @@ def test_the_good_call_is_good():
         ({"grad_scale": torch.ones(())}, "policy_loss: grad_scale goes with weight_grad, which is added to"),
         (
             {"grad_scale": torch.ones(1), "weight_grad": torch.zeros(7, 8)},
-            "policy_loss: grad_scale must be a number or 0-dim but has shape [1].",
+            "policy_loss: grad_scale must be a number or a 0-dim tensor but is a tensor [1] torch.float32.",
         ),
         ({"weight": torch.randn(8, 7)}, "policy_loss: weight must be [V, 8] ... Did you pass the transposed he"),
         ({"weight": torch.randn(7, 8).half()}, "policy_loss: weight is torch.float16 but hidden is torch.float"),

@@ -110,14 +110,14 @@ def test_lines_that_ran(tmp_path):
 
 
 def test_tests_of_a_line_and_of_a_function_where_the_file_has_changed():
-    text = (PACKAGE / "errors.py").read_text(encoding="utf-8")
+    text = (PACKAGE / "errors/__init__.py").read_text(encoding="utf-8")
     name, (first, _) = next(iter(functions(text).items()))
-    known = Lines([("a", 1.0), ("b", 2.0)], {"errors.py": {first + 1: 0b10, first + 2: 0b01}})
-    known.digests["errors.py"], known.spans["errors.py"] = digest(text), functions(text)
-    assert known.of("errors.py", first + 1, name) == [("b", 2.0)]
-    known.digests["errors.py"] = "of another text"
-    assert known.of("errors.py", first + 1, name) == [("a", 1.0), ("b", 2.0)]
-    assert known.of("errors.py", first + 1, "no_such_function") == []
+    known = Lines([("a", 1.0), ("b", 2.0)], {"errors/__init__.py": {first + 1: 0b10, first + 2: 0b01}})
+    known.digests["errors/__init__.py"], known.spans["errors/__init__.py"] = digest(text), functions(text)
+    assert known.of("errors/__init__.py", first + 1, name) == [("b", 2.0)]
+    known.digests["errors/__init__.py"] = "of another text"
+    assert known.of("errors/__init__.py", first + 1, name) == [("a", 1.0), ("b", 2.0)]
+    assert known.of("errors/__init__.py", first + 1, "no_such_function") == []
 
 
 def test_equivalent_changes_have_reasons():

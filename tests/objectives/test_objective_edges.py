@@ -344,7 +344,7 @@ def test_metrics_that_differ_are_not_merged():
         LogitlessError, match=re.escape("entry 1 has other metrics than entry 0: they differ in ['a', 'b']")
     ):
         Metrics.merge([a, b])
-    with pytest.raises(LogitlessError, match="got no metrics"):
+    with pytest.raises(LogitlessError, match="several has no metrics"):
         Metrics.merge([])
 
 

@@ -311,7 +311,7 @@ def test_wrong_settings(make, text):
     ("preference", "fields", "text"),
     [
         (ll.Preference("kto"), {}, "kto must know which samples are desirable"),
-        (ll.Preference("dpo").pairs([0], [8]), {}, "pairs name sample 8 but there are 8 samples"),
+        (ll.Preference("dpo").pairs([0], [8]), {}, "pairs name sample 8, chosen or rejected, but there are 8 samples"),
         (ll.Preference("dpo"), {}, "'dpo' needs log-probs of a reference, .* neither was given"),
         (ll.Preference("simpo"), {"ref_logprob": 37}, "'simpo' does not read the field ref_logprob"),
         (

@@ -258,7 +258,7 @@ def test_what_is_refused():
     weight, a, b = torch.zeros(8, 4), torch.zeros(2, 4), torch.zeros(8, 2)
     with pytest.raises(ll.LogitlessError, match=r"LoRA: a must be \[r, 4\] and b \[8, r\] to go with weight \[8, 4\]"):
         ll.LoRA(weight, b, a)
-    with pytest.raises(ll.LogitlessError, match=r"LoRA: a must be a matrix of floats but is Linear. A layer goes in"):
+    with pytest.raises(ll.LogitlessError, match=r"LoRA: a must be a matrix of floats but is a Linear. A layer goes in"):
         ll.LoRA(weight, nn.Linear(4, 2), b)  # pyright: ignore[reportArgumentType]
     lora, hidden, target = ll.LoRA(weight, a, b), torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
     kept = ll.Kept(torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.int64))

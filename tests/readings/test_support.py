@@ -354,7 +354,9 @@ def test_forms_that_are_refused():
     rows = ll.Rows.packed([[1, 2, 3]], [2])
     with raises("sample 0 has no list of ids for response token 1 but NoneType. An engine that recorded nothing"):
         ll.Kept.from_engine(rows, [[[3], None]])
-    with raises("sample 0 must have token_ids with offsets or lengths, or a list of ids"):
+    with raises(
+        "sample 0 must have token_ids with offsets or lengths, or ids for each response token, a list each, but is int"
+    ):
         ll.Kept.from_engine(rows, [7])
     with raises("sample 0 has lengths for 1 tokens but its response has 2."):
         ll.Kept.from_engine(rows, [[[3]]])
@@ -362,11 +364,11 @@ def test_forms_that_are_refused():
         ll.Kept.from_offsets(torch.tensor([1]), torch.tensor([1, 2]))
     with raises("offsets must have an entry more than there are rows but has none."):
         ll.Kept.from_offsets(torch.tensor([1]), torch.tensor([], dtype=torch.int64))
-    with raises("words of 8 bits must be [R, 2] for a vocabulary of 11 but are [1, 1]."):
+    with raises("words of 8 bits must be [R, 2] for a vocab_size of 11 but are [1, 1]."):
         ll.Kept.from_bits(torch.zeros(1, 1, dtype=torch.uint8), 11)
-    with raises("words of 8 bits must be [R, 2] for a vocabulary of 16 but are [1, 3]."):
+    with raises("words of 8 bits must be [R, 2] for a vocab_size of 16 but are [1, 3]."):
         ll.Kept.from_bits(torch.zeros(1, 3, dtype=torch.uint8), 16)
-    with raises("mask must be [R, V] torch.bool but is [2] torch.bool."):
+    with raises("mask must be [R, V] torch.bool but is a tensor [2] torch.bool."):
         ll.Kept.from_mask(torch.ones(2, dtype=torch.bool))
-    with raises("ids must be a 2-D integer tensor but is [2, 2] torch.float32."):
+    with raises("ids must be a 2-D integer tensor but is a tensor [2, 2] torch.float32."):
         ll.Kept.from_padded(torch.ones(2, 2))

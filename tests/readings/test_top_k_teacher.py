@@ -413,8 +413,11 @@ def test_renormalised_takes_memory_of_its_ids_alone():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"logprobs": torch.zeros(ROWS)}, r"logprobs must be \[R, K\] floats but are \[13\]"),
-        ({"ids": torch.zeros(ROWS, K)}, r"ids must be int64 \[13, 6\] like logprobs but are \[13, 6\] torch.float32"),
+        ({"logprobs": torch.zeros(ROWS)}, r"logprobs must be \[R, K\] floats but are a tensor \[13\]"),
+        (
+            {"ids": torch.zeros(ROWS, K)},
+            r"ids must be int64 \[13, 6\] like logprobs, and where they are, but are a tensor \[13, 6\] torch.float32",
+        ),
         ({"ids": torch.zeros(ROWS, K, dtype=torch.int64)}, "a row names an id twice"),
         ({"logprobs": torch.zeros(ROWS, K)}, "add up to 6. Log-probs are wanted"),
         ({"tail": "buckets"}, "tail must be 'bucket' or 'renormalise' but is 'buckets'. Did you mean 'bucket'?"),

@@ -197,7 +197,7 @@ def test_checked_fields_that_differ_are_an_error_on_every_rank(ranks, name, to):
 
 def test_checked_fields_that_one_rank_refuses_all_refuse(ranks):
     other, own = ranks(exchange_checked, 2, {"short": 1}, False, timeout=20)
-    assert own.startswith("Rows.gather: wanted fields of shape [")
+    assert own.startswith("Rows.gather: x: wanted fields of shape [")
     assert other == f"Rows.gather: rank 1 of this rank's sequence group stopped with: {own}"
 
 

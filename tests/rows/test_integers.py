@@ -29,11 +29,11 @@ LISTS = {
     "Rows.padded: lengths": (lambda x: Rows.padded(torch.tensor([[1, 2], [3, 4]]), [1, 1], lengths=x), [2, 2]),
     "Rows.from_mask: cu_seqlens": (lambda x: Rows.from_mask(IDS, MASK, cu_seqlens=x), [0, 3]),
     "Rows.from_labels: cu_seqlens": (lambda x: Rows.from_labels(IDS, cu_seqlens=x), [0, 3]),
-    "Kept.from_lists: the ids of row 1": (lambda x: Kept.from_lists([[3], x]), [4, 5]),
+    "Kept.from_lists: lists, the ids of row 1": (lambda x: Kept.from_lists([[3], x]), [4, 5]),
     "Kept.from_engine: token_ids of sample 0": (lambda x: engine(token_ids=x, lengths=[1, 1]), [4, 5]),
     "Kept.from_engine: lengths of sample 0": (lambda x: engine(token_ids=[4, 5], lengths=x), [1, 1]),
     "Kept.from_engine: offsets of sample 0": (lambda x: engine(token_ids=[4, 5], offsets=x), [0, 1, 2]),
-    "Kept.from_engine: the ids of sample 0": (lambda x: Kept.from_engine(ROWS, [[[4], x]]), [4, 5]),
+    "Kept.from_engine: supports: the ids of sample 0": (lambda x: Kept.from_engine(ROWS, [[[4], x]]), [4, 5]),
     "Kept.from_responses: the ids of sample 0": (lambda x: Kept.from_responses(ROWS, [x], [[1, 1]]), [4, 5]),
     "Kept.from_responses: the lengths of sample 0": (lambda x: Kept.from_responses(ROWS, [[4, 5]], [x]), [1, 1]),
 }

@@ -109,8 +109,8 @@ def test_labels_as_targets_are_another_loss():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (([[1, 2]],), "labels must be [N, S] or [T] integers but is list."),
-        ((torch.zeros(2, 3, 4, dtype=torch.int64),), "labels must be [N, S] or [T] integers but is [2, 3, 4]"),
+        (([[1, 2]],), "labels must be [N, S] or [T] integers but is a list."),
+        ((torch.zeros(2, 3, 4, dtype=torch.int64),), "labels must be [N, S] or [T] integers but is a tensor [2, 3, 4]"),
         ((torch.ones(2, 4, dtype=torch.int64), [0, 4, 8]), "are for one pack, [T] or [1, T], but labels is [2, 4]."),
         ((torch.ones(4, dtype=torch.int64), [0, 5]), "cu_seqlens ends at 5 but labels has 4 tokens."),
         ((torch.ones(4, dtype=torch.int64), [0, 3]), "the labels are not -100 at tokens after the last sample of"),

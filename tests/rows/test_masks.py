@@ -88,10 +88,10 @@ BATCH = torch.tensor([[0, 5, 6, 7], [3, 4, 9, 0]])
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (([[1, 2]], BATCH), "input_ids must be [N, S] or [T] integers but is list."),
-        ((BATCH.float(), BATCH), "input_ids must be [N, S] or [T] integers but is [2, 4] torch.float32."),
+        (([[1, 2]], BATCH), "input_ids must be [N, S] or [T] integers but is a list."),
+        ((BATCH.float(), BATCH), "input_ids must be [N, S] or [T] integers but is a tensor [2, 4] torch.float32."),
         ((BATCH, BATCH[:, 2:]), "mask must be [2, 4] like input_ids but is [2, 2]. A mask of the completions alone"),
-        ((BATCH, None), "mask must be [2, 4] like input_ids but is NoneType."),
+        ((BATCH, None), "mask must be [2, 4] like input_ids but is None."),
         ((BATCH, torch.tensor([[0, 0, 0, 1], [1, 0, 0, 0]])), "sample 1 is scored from its first token on"),
         ((BATCH, (BATCH == 7) | (BATCH == 0), BATCH != 0), "token 0 of sample 0 is scored but is padding"),
         ((BATCH, BATCH == 5, BATCH != 0), "token 1 of sample 0 is scored but follows on padding"),

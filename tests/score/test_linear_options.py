@@ -322,7 +322,7 @@ def test_the_good_call_is_good():
     ],
 )
 def test_hidden_that_is_no_float_tensor(hidden, came):
-    with raises(f"logprobs: hidden must be [..., D] of ... but is {came}."):
+    with raises(f"logprobs: hidden must be [..., D] of ... but is a tensor {came}."):
         call(hidden)
 
 

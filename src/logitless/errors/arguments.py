@@ -77,7 +77,9 @@ def dense(x: Any, argument: str, wanted: str = "a tensor", *, numbers: bool = Fa
     Args:
         numbers: whether its numbers are read here, so that none on the meta device will do.
     """
-    if not isinstance(x, Tensor) or x.layout != torch.strided or (numbers and x.is_meta):
+    # A compiler takes no question about the layout in a backward; it has none but dense tensors there.
+    sparse = isinstance(x, Tensor) and not torch.compiler.is_compiling() and x.layout != torch.strided
+    if not isinstance(x, Tensor) or sparse or (numbers and x.is_meta):
         way = f" Pass torch.tensor({argument.rpartition(' ')[2]})." if isinstance(x, list | tuple) else ""
         raise refused(argument, wanted, x, way)
     return x

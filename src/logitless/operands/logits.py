@@ -165,6 +165,8 @@ class Logits(Tensor):
     @gain.setter
     def gain(self, value: float | Tensor) -> None:
         self._stands.gain = value
+        if self._behind is not None:
+            self._behind.gain = value
         self._memo.clear()
 
     def stands(self) -> Stands:

@@ -55,9 +55,8 @@ def end_to_end(caller: str, parts: Sequence[Tensor], lengths: Sequence[int], has
         raise LogitlessError(f"Rows.{caller}: {name}: got {len(parts)} tensors for {len(lengths)} samples.")
     for sample, (part, length) in enumerate(zip(parts, lengths, strict=True)):
         if dense(part, f"Rows.{caller}: {name}: that of sample {sample}").shape[:1] != (length,):
-            raise LogitlessError(
-                f"Rows.{caller}: {name}: sample {sample} has {list(part.shape)} entries but {has.format(length)}."
-            )
+            came = part.shape[0] if part.dim() == 1 else list(part.shape)
+            raise LogitlessError(f"Rows.{caller}: {name}: sample {sample} has {came} entries but {has.format(length)}.")
     if not parts:
         raise LogitlessError(f"Rows.{caller}: there are no samples, so neither dtype nor device is known.")
     return torch.cat(list(parts))

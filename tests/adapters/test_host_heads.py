@@ -76,7 +76,7 @@ def test_who_computes_logits_is_named(maths):
     with pytest.warns(UserWarning, match="logits were computed"):
         torch.softmax(maths.run(Model(), IDS).sigmoid(), -1)
     (place,) = installed()[0].made
-    assert place.rsplit(":", 1)[0].endswith("test_heads.py")
+    assert place.rsplit(":", 1)[0].endswith("test_host_heads.py")
     assert f"  logits made 1 times, by {place}" in str(logitless.status())
 
 
