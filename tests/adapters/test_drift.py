@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import drift
 import pytest
@@ -11,7 +12,7 @@ from logitless.adapters import HOSTS
 
 RECORDS = [
     {"host": "skyrl", "on": "installed", "version": "0.3.0", "commit": None},
-    {"host": "skyrl", "on": "main", "version": "unknown", "commit": "abc123def"},
+    {"host": "skyrl", "on": "main", "version": "0.5.0", "commit": "abc123def"},
     {"host": "areal", "on": "2.0.0", "version": "unknown", "commit": "fee938ead"},
 ]
 
@@ -59,12 +60,28 @@ def test_a_release_that_was_not_run_is_drift():
     assert drift.drift_of_version("areal", None, RECORDS) is None
 
 
+def test_the_newest_tag_of_a_repository_is_found(tmp_path):
+    def git(*words):
+        names = ["-c", "user.name=n", "-c", "user.email=n@example.com"]
+        subprocess.run(["git", "-C", str(tmp_path), *names, *words], check=True, capture_output=True)
+
+    git("init")
+    git("commit", "--allow-empty", "-m", "first")
+    for tag in ("v0.9.1", "v0.10.0", "v0.11.0rc1", "nightly"):
+        git("tag", tag)
+    assert drift.newest_tag(str(tmp_path)) == "0.10.0"
+    assert drift.newest_tag(str(tmp_path / "nowhere")) is None
+
+
 def test_a_checkout_at_another_commit_is_drift(tmp_path):
-    for name, text in (("skyrl-main", "abc123def456\n"), ("skyrl-0.4.0", "1234\n")):
+    texts = {"skyrl-main": "abc123def456\n", "skyrl-0.4.0": "1234\n", "skyrl-next": "abc123d\n"}
+    for name, text in texts.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "COMMIT").write_text(text)
     assert drift.drift_of_checkout("skyrl", tmp_path / "skyrl-main", RECORDS) is None
     assert drift.drift_of_checkout("skyrl", tmp_path / "skyrl-0.4.0", RECORDS) == "0.4.0 has no record"
+    # A commit that was run under another name is no drift.
+    assert drift.drift_of_checkout("skyrl", tmp_path / "skyrl-next", RECORDS) is None
     (tmp_path / "skyrl-main" / "COMMIT").write_text("fff\n")
     assert drift.drift_of_checkout("skyrl", tmp_path / "skyrl-main", RECORDS) == "main is at fff; run on: abc123def"
 
@@ -72,11 +89,13 @@ def test_a_checkout_at_another_commit_is_drift(tmp_path):
 def test_every_host_is_asked(index, monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(drift, "newest", lambda name, address: asked.append(name))
+    monkeypatch.setattr(drift, "newest_tag", lambda repository: asked.append(repository))
     assert drift.main() == 0
-    shown = capsys.readouterr().out
-    assert [line.partition(":")[0] for line in shown.splitlines()] == list(HOSTS)
-    assert {"ms-swift", "megatron-core", "skyrl"} <= set(asked)
-    assert "slime: no index has it" in shown
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["host", "newest", "run", "on"]
+    assert [line.split()[0] for line in lines] == list(HOSTS)
+    assert {"ms-swift", "megatron-core", "skyrl", *drift.REPOSITORIES.values()} <= set(asked)
+    assert all(line.endswith("no release found") for line in lines)
     monkeypatch.setattr(drift, "newest", lambda name, address: "999.0" if name == "verl" else None)
     assert drift.main() == 1
-    assert "verl: 999.0 is out, which" in capsys.readouterr().out
+    assert "999.0 is out, which" in capsys.readouterr().out
