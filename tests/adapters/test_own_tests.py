@@ -1,13 +1,14 @@
 """Hosts' own tests of the functions that the patches of docs/maintainers.md change, with a patch and without.
 
-They run where ``LOGITLESS_HOSTS`` names a checkout that has them (``make hosts``). Those of AReaL, Megatron-Core,
-NeMo-RL and SkyRL want a GPU, and those of prime-rl and torchtitan all that these require; miles, ms-swift, OpenRLHF
-and Transformers have none of these functions.
+They run where ``LOGITLESS_HOSTS`` names a checkout that has them (``make hosts``). Those that want several ranks know no
+patch. Megatron-Core's want NCCL, or count its own all-reduces; torchtitan's asks for entropies, which its patch leaves
+alone; SkyRL, miles, ms-swift, OpenRLHF and Transformers have no test that calls the function that a patch changes.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import subprocess
 import sys
@@ -24,7 +25,9 @@ from hosts import CHECKOUTS, checkout, load
 
 HERE = Path(__file__).parent
 OWN = {
-    # Others run in processes of their own, which know no patch.
+    "areal": ("tests/test_vocab_parallel_inplace.py", "regular_entropy"),
+    "nemo_rl": ("tests/unit/distributed/test_distributed_logprob.py", "get_next_token and equivalence"),
+    "prime_rl": ("tests/unit/train/rl/test_fused_lm_head.py", "cpu or requires"),
     "slime": ("tests/test_ppo_logprob_entropy.py", "single_rank or empty"),
     "trl": ("tests/test_utils.py", "SelectiveLogSoftmax"),
 }
@@ -38,6 +41,7 @@ def results(folder: Path, host: str, scratch: Path, patch: bool) -> tuple[dict[s
     environment = {**os.environ, CHECKOUTS: str(folder), "LOGITLESS_HOST": host, "PYTHONPATH": os.pathsep.join(paths)}
     environment["LOGITLESS_PATCH"] = "1" if patch else ""
     options = ["-p", "patched", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder)]
+    options.append("--noconftest")
     command = [sys.executable, "-m", "pytest", "-q", *options, f"--junitxml={report}", file, "-k", chosen]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
     assert report.exists(), done.stdout[-2000:] + done.stderr[-2000:]
@@ -57,6 +61,17 @@ def test_the_patch_passes_what_the_host_passes(host, tmp_path):
     assert served > 0
     assert any(before.values())
     assert [name for name, passed in before.items() if passed and not after[name]] == []
+
+
+@pytest.mark.parametrize("host", patched.WHERE)
+def test_the_patch_has_every_parameter_of_the_newest_host(host):
+    """A call that gives one would otherwise be refused, or the parameter lost."""
+    if checkout(host) is None:
+        pytest.skip(f"no checkout of {host}")
+    _, _, function = patched.replaced(host)
+    taken = function.__self__.forward if host == "verl" else function
+    ours = inspect.signature(patched.patched(host, function, {})).parameters
+    assert set(inspect.signature(taken).parameters) - {"ctx"} <= set(ours)
 
 
 @pytest.fixture
