@@ -82,7 +82,7 @@ def newest_tag(repository: str) -> str | None:
 
 
 def last_run(host: str, records: list[dict[str, Any]]) -> str:
-    """The newest release of the host that was run: installed, or a folder of that name. A branch only has its number."""
+    """The newest release of the host that was run: installed, or a folder of that name. A branch has no release."""
     texts = [x["version"] if x["on"] == "installed" else x["on"] for x in records if x["host"] == host]
     return max((text for text in texts if RELEASE.fullmatch(text or "")), key=_numbers, default="none")
 

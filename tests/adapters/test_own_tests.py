@@ -1,6 +1,6 @@
 """Hosts' own tests of the functions that the patches of docs/maintainers.md change, with a patch and without.
 
-They run where ``LOGITLESS_HOSTS`` names a checkout that has them (``make hosts``). Those that want several ranks know no
+They run where ``LOGITLESS_HOSTS`` names a checkout with them (``make hosts``). Those that want several ranks know no
 patch. Megatron-Core's want NCCL, or count its own all-reduces; torchtitan's asks for entropies, which its patch leaves
 alone; SkyRL, miles, ms-swift, OpenRLHF and Transformers have no test that calls the function that a patch changes.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 
@@ -264,9 +265,13 @@ def test_linear_cross_entropy(dtype):
 
 
 def test_a_reduction_is_left_to_verl():
+    arguments = (*operands_of(5), torch.zeros(5, dtype=torch.int64), 1.0, "sum")
+    # verl's kernel refuses tensors of a CPU; a torch without CUDA refuses NVTX before that.
+    with pytest.raises((AssertionError, RuntimeError)) as own:
+        cross_entropy(*arguments)
     logitless.install("verl")
-    with pytest.raises(RuntimeError, match="NVTX"):  # verl's own: no GPU here
-        cross_entropy(*operands_of(5), torch.zeros(5, dtype=torch.int64), 1.0, "sum")
+    with pytest.raises(own.type, match=re.escape(str(own.value))):
+        cross_entropy(*arguments)
     entry = next(x for x in logitless.status().hosts[0].replaced if x.name.endswith(".linear_cross_entropy"))
     assert (entry.calls, entry.passed_on) == (1, 1)
 
