@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import warnings
 
@@ -270,8 +269,9 @@ def test_a_reduction_is_left_to_verl():
     with pytest.raises((AssertionError, RuntimeError)) as own:
         cross_entropy(*arguments)
     logitless.install("verl")
-    with pytest.raises(own.type, match=re.escape(str(own.value))):
+    with pytest.raises(own.type) as passed_on:
         cross_entropy(*arguments)
+    assert str(passed_on.value) == str(own.value)
     entry = next(x for x in logitless.status().hosts[0].replaced if x.name.endswith(".linear_cross_entropy"))
     assert (entry.calls, entry.passed_on) == (1, 1)
 
