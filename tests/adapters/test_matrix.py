@@ -56,7 +56,9 @@ def test_an_installation_is_recorded(tmp_path):
     lines.touch()
     paths = [here, here.parent, here / "doubles", ROOT / "src", ROOT]
     given = {**os.environ, matrix.FILE: str(lines), "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    subprocess.run([sys.executable, "-c", "import hosts, logitless; logitless.install('prime_rl')"], env=given, check=True)
+    subprocess.run(
+        [sys.executable, "-c", "import hosts, logitless; logitless.install('prime_rl')"], env=given, check=True
+    )
     assert [json.loads(line)["host"] for line in lines.read_text().splitlines()] == ["prime_rl"]
 
 
