@@ -30,6 +30,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests"), str(ROOT)]
 from hosts import load  # noqa: E402
 
 from benchmarks.bench.checkouts import MISSING, standing_in  # noqa: E402
+import logitless  # noqa: E402
 from logitless import provider  # noqa: E402
 
 PAGE = (ROOT / "docs" / "maintainers.md").read_text(encoding="utf-8")
@@ -58,11 +59,16 @@ MORE = {
         *("prime_rl.trainer.models.llama", "prime_rl.trainer.rl", "prime_rl.utils.utils"),
         *("ring_flash_attn", "torchao"),
     ),
+    "skyrl": ("skyrl.train.utils.utils",),
 }
 """Modules that a host's file of tests imports, and that the tests in question do not use: they are stood in for."""
 
 NAMES = {"prime_rl": ("prime_rl.trainer.models", "cast_float_and_contiguous")}
 """A name that such a file imports from a package that is empty here."""
+
+ONLY = {"skyrl": "FusedLinearChunkedDistributedLogprob.apply"}
+"""A function that ``install(host, only=...)`` replaces in place of a patch: the tests compare it with another of the host,
+which must stay the host's own."""
 
 TITLES = {
     **{"areal": "AReaL", "megatron": "Megatron-Core", "ms_swift": "ms-swift", "nemo_rl": "NeMo-RL"},
@@ -136,6 +142,12 @@ class OnCpu(TorchFunctionMode):
         return function(*args, **given)
 
 
+@pytest.fixture(autouse=True)
+def on_cpu() -> Iterator[None]:
+    with OnCpu():
+        yield
+
+
 @pytest.fixture
 def distributed_test_runner() -> Any:
     """One rank, in this process, which knows the patch; tests that want more are skipped."""
@@ -145,8 +157,7 @@ def distributed_test_runner() -> Any:
             pytest.skip("ranks of their own know no patch")
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
-            with OnCpu():
-                function(0, 1)
+            function(0, 1)
         finally:
             dist.destroy_process_group()
 
@@ -156,7 +167,12 @@ def distributed_test_runner() -> Any:
 def pytest_configure(config: Any) -> None:
     host = os.environ["LOGITLESS_HOST"]
     replaced(host)
-    if os.environ.get("LOGITLESS_PATCH"):
+    if host in ONLY:
+        # For a fixture of SkyRL's tests, which takes the group that is there.
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if os.environ.get("LOGITLESS_PATCH") and host in ONLY:
+        logitless.install(host, only=[ONLY[host]], any_version=True)
+    elif os.environ.get("LOGITLESS_PATCH"):
         apply(host)
 
 
@@ -176,4 +192,5 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    terminalreporter.write_line(f"served by the provider: {served}")
+    calls = sum(entry.calls for entry in logitless.status().hosts)
+    terminalreporter.write_line(f"served: {served + calls}")

@@ -2,7 +2,7 @@
 
 They run where ``LOGITLESS_HOSTS`` names a checkout with them (``make hosts``). Those that want several ranks know no
 patch. Megatron-Core's want NCCL, or count its own all-reduces; torchtitan's asks for entropies, which its patch leaves
-alone; SkyRL, miles, ms-swift, OpenRLHF and Transformers have no test that calls the function that a patch changes.
+alone; miles, ms-swift, OpenRLHF and Transformers have no test that calls the function that a patch changes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ OWN = {
     "areal": ("tests/test_vocab_parallel_inplace.py", "regular_entropy"),
     "nemo_rl": ("tests/unit/distributed/test_distributed_logprob.py", "get_next_token and equivalence"),
     "prime_rl": ("tests/unit/train/rl/test_fused_lm_head.py", "cpu or requires"),
+    "skyrl": ("tests/backends/skyrl_train/gpu/gpu_ci/megatron/test_fused_linear_logprob.py", "materialized"),
     "slime": ("tests/test_ppo_logprob_entropy.py", "single_rank or empty"),
     "trl": ("tests/test_utils.py", "SelectiveLogSoftmax"),
 }
@@ -47,7 +48,7 @@ def results(folder: Path, host: str, scratch: Path, patch: bool) -> tuple[dict[s
     assert report.exists(), done.stdout[-2000:] + done.stderr[-2000:]
     cases = ElementTree.parse(report).getroot().iter("testcase")
     passed = {case.get("name", ""): not any(x.tag in ("failure", "error", "skipped") for x in case) for case in cases}
-    return passed, int(done.stdout.rpartition("served by the provider: ")[2].split()[0])
+    return passed, int(done.stdout.rpartition("served: ")[2].split()[0])
 
 
 @pytest.mark.parametrize("host", OWN)
