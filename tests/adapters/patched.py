@@ -29,8 +29,8 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests"), str(ROOT)]
 
 from hosts import load  # noqa: E402
 
-from benchmarks.bench.checkouts import MISSING, standing_in  # noqa: E402
 import logitless  # noqa: E402
+from benchmarks.bench.checkouts import MISSING, standing_in  # noqa: E402
 from logitless import provider  # noqa: E402
 
 PAGE = (ROOT / "docs" / "maintainers.md").read_text(encoding="utf-8")
@@ -67,8 +67,8 @@ NAMES = {"prime_rl": ("prime_rl.trainer.models", "cast_float_and_contiguous")}
 """A name that such a file imports from a package that is empty here."""
 
 ONLY = {"skyrl": "FusedLinearChunkedDistributedLogprob.apply"}
-"""A function that ``install(host, only=...)`` replaces in place of a patch: the tests compare it with another of the host,
-which must stay the host's own."""
+"""A function that ``install(host, only=...)`` replaces in place of a patch: tests compare it with another one, which
+must stay the host's own."""
 
 TITLES = {
     **{"areal": "AReaL", "megatron": "Megatron-Core", "ms_swift": "ms-swift", "nemo_rl": "NeMo-RL"},
