@@ -41,7 +41,7 @@ soak: $(STAMP)
 # The adapters' tests on every host that is found: LOGITLESS_HOSTS names a folder of checkouts.
 hosts: $(STAMP)
 	$(RUN)python tests/adapters/matrix.py
-	$(RUN)python -m pytest -q tests/adapters/test_own_tests.py
+	$(RUN)python -m pytest -q tests/adapters/test_own_tests.py tests/adapters/test_claims.py tests/adapters/test_hooks.py
 	$(RUN)python docs/make_hosts.py
 
 # The same in an environment of Python 3.12, which some hosts ask for.
