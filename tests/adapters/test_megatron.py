@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from close import assert_close_to_truth, assert_gradient_close_to_truth
-from hosts import put_first, takes
+from hosts import takes
 from ranks import close_ranks
-from shared.megatron import megatron
+from shared.megatron import megatron, megatron_first
 from shared.megatron_groups import TIMEOUT
 from torch import Tensor
 from truth import float64_leaf, truth
@@ -29,10 +29,7 @@ import logitless
 from logitless import Head, Kept, LogitlessError, Logits, Rows, Zigzag
 from logitless.adapters.megatron import POSTPROCESS, Scoring, output_processor, scoring
 
-if put_first("megatron"):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import megatron.core
+megatron_first()
 
 pytestmark = pytest.mark.skipif(
     not find_spec("megatron") or not find_spec("megatron.core"), reason="megatron-core is not installed"
