@@ -46,7 +46,11 @@ MISSING = {
     "megatron": (),
     "ms_swift": (),
     "miles": ("httpx", "ray", "megatron.training", "sglang", "torch_memory_saver", "wandb"),
-    "nemo_rl": (),
+    "nemo_rl": (
+        *("decord", "hydra", "megatron.bridge", "megatron.training", "nemo_automodel", "PIL", "ray", "requests"),
+        *("tensordict", "nemo_rl.models.dtensor", "nemo_rl.models.generation", "nemo_rl.models.policy"),
+        "nemo_rl.utils.logger",
+    ),
     "openrlhf": (
         *("aiohttp", "deepspeed", "fastapi", "flash_attn", "jsonlines", "optree", "peft", "pylatexenc", "ray"),
         *("torchdata", "uvicorn", "vllm"),
@@ -62,11 +66,14 @@ MISSING = {
     "vime": (),
     "verl": ("codetiming", "hydra", "omegaconf", "orjson", "peft", "prefix_grouper", "ray", "tensordict"),
 }
-"""Third-party packages that a host imports at its top level and that are stood in for."""
+"""Third-party packages that a host imports at its top level and that are stood in for; of NeMo-RL also modules of its own
+that name types, or that other packages' versions keep from being imported.
+"""
 
 FIRST = {
     "openrlhf": ("transformers.integrations.deepspeed",),
     "miles": ("megatron.core.models.gpt",),
+    "nemo_rl": ("transformers",),
     "prime_rl": ("transformers",),
     "skyrl": ("transformers",),
     "slime": ("megatron.core.models.gpt",),
@@ -89,7 +96,7 @@ SWITCHES = {
 """What is read of a package that is stood in for, while the host runs."""
 
 ABSENT = {"nemo_rl": ("nemo_rl.models.megatron.train",)}
-"""Modules of a checkout whose imports want all of the host's requirements; an adapter reports them as missing."""
+"""Modules of a checkout that want a Megatron-Core which may not be there: imported only by name."""
 
 
 MODULES = {
@@ -202,7 +209,10 @@ def load(host: str, *modules: str) -> list[ModuleType]:
         if not torch.cuda.is_available():
             _stay_on_cpu()
         for name in ABSENT.get(host, ()):
-            sys.modules[name] = None  # pyright: ignore
+            if name in modules:
+                sys.modules.pop(name, None)
+            else:
+                sys.modules[name] = None  # pyright: ignore
         for name in BARE.get(host, ()):
             _bare(name, host)
     elif (FOLDER / PACKAGES.get(host, host)).is_dir():

@@ -478,4 +478,5 @@ HOST = Host(
     },
     distribution="nemo-rl",
     heads=lambda _: [in_schedule("nemo_rl.models.megatron.train", optional=True)],
+    logits="deferred",
 )
