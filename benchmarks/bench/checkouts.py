@@ -66,8 +66,8 @@ MISSING = {
     "vime": (),
     "verl": ("codetiming", "hydra", "omegaconf", "orjson", "peft", "prefix_grouper", "ray", "tensordict"),
 }
-"""Third-party packages that a host imports at its top level and that are stood in for; of NeMo-RL also modules of its own
-that name types, or that other packages' versions keep from being imported.
+"""Third-party packages that a host imports at its top level and that are stood in for; of NeMo-RL also modules of its
+own that name types, or that other packages' versions keep from being imported.
 """
 
 FIRST = {

@@ -1,5 +1,4 @@
-"""NeMo-RL's Megatron training functions behind a real Megatron-Core model, with its own head and with logits that are not
-computed.
+"""NeMo-RL's Megatron train functions behind a real Megatron-Core model: its own head, and logits that are not computed.
 
 ``megatron_forward_backward`` for the old log-probs and three times for training, on what ``get_microbatch_iterator``
 makes of a batch: NeMo-RL's packing or its padded lines, its loss of clipped ratios with a KL penalty, Megatron's
