@@ -12,6 +12,7 @@ The tests of the adapters and the benchmark of hosts load them here.
 
 from __future__ import annotations
 
+import abc
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -44,7 +45,11 @@ MISSING = {
         "uvloop",
     ),
     "megatron": (),
-    "ms_swift": (),
+    "ms_swift": (
+        *("dacite", "json_repair", "mcore_bridge", "modelscope", "vllm", "swift.dataset", "swift.infer_engine"),
+        *("swift.rlhf_trainers", "swift.template", "swift.trainers", "swift.tuners", "swift.utils"),
+        *("swift.megatron.arguments", "swift.megatron.callbacks", "swift.megatron.model"),
+    ),
     "miles": ("httpx", "ray", "megatron.training", "sglang", "torch_memory_saver", "wandb"),
     "nemo_rl": (
         *("decord", "hydra", "megatron.bridge", "megatron.training", "nemo_automodel", "PIL", "ray", "requests"),
@@ -66,13 +71,14 @@ MISSING = {
     "vime": (),
     "verl": ("codetiming", "hydra", "omegaconf", "orjson", "peft", "prefix_grouper", "ray", "tensordict"),
 }
-"""Third-party packages that a host imports at its top level and that are stood in for; of NeMo-RL also modules of its
-own that name types, or that other packages' versions keep from being imported.
+"""Third-party packages that a host imports at its top level and that are stood in for; of NeMo-RL and
+ms-swift also modules of their own that name types, read data, or want another version of a package.
 """
 
 FIRST = {
     "openrlhf": ("transformers.integrations.deepspeed",),
     "miles": ("megatron.core.models.gpt",),
+    "ms_swift": ("transformers",),
     "nemo_rl": ("transformers",),
     "prime_rl": ("transformers",),
     "skyrl": ("transformers",),
@@ -311,7 +317,14 @@ class _StandIn(ModuleType):
         return _Names(name, (_Nothing,), {})
 
 
-class _Names(type):
+def stand_in(name: str, **holds: Any) -> ModuleType:
+    """A module in which these names are what they are, and every other is a class that does nothing."""
+    module = _StandIn(name)
+    vars(module).update(holds)
+    return module
+
+
+class _Names(abc.ABCMeta):
     """A class whose attributes are such classes too: hosts annotate with ``package.module.Name``."""
 
     def __getattr__(cls, name: str) -> Any:
