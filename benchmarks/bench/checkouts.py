@@ -42,7 +42,7 @@ CHECKOUTS = "LOGITLESS_HOSTS"
 MISSING = {
     "areal": (
         *("aiohttp", "colorlog", "einops", "hydra", "lark", "numba", "omegaconf", "orjson", "peft", "ray", "torchdata"),
-        "uvloop",
+        *("fastapi", "httpx", "mbridge", "megatron.bridge", "torch_memory_saver", "uvicorn", "uvloop", "areal.v2"),
     ),
     "megatron": (),
     "ms_swift": (
