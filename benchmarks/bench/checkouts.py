@@ -66,7 +66,7 @@ MISSING = {
         "skyrl_gym",
     ),
     "slime": ("httpx", "ray", "megatron.training", "torch_memory_saver", "wandb"),
-    "torchtitan": ("spmd_types", "torchdata", "tyro"),
+    "torchtitan": ("monarch", "spmd_types", "torchdata", "torchstore", "tyro", "vllm"),
     "trl": (),
     "vime": (),
     "verl": ("codetiming", "hydra", "omegaconf", "orjson", "peft", "prefix_grouper", "ray", "tensordict"),
