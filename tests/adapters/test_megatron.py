@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from close import assert_close_to_truth, assert_gradient_close_to_truth
-from hosts import takes
+from hosts import put_first, takes
 from ranks import close_ranks
 from shared.megatron import megatron
 from shared.megatron_groups import TIMEOUT
