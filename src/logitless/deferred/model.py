@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from logitless.deferred import column_parallel
 from logitless.deferred.bound import Bound
+from logitless.deferred.placed import Parts, Placed, Replicated, check_placements, is_placed
 from logitless.errors import LogitlessError, did_you_mean
 from logitless.errors.arguments import check_flags, refused
 from logitless.notes import log_once
@@ -24,7 +25,8 @@ from logitless.operands import Logits, LoRA
 from logitless.operands.logits import made
 from logitless.operands.peft import head_weight
 from logitless.operands.stands import Match
-from logitless.spec import parse_memory, untraced
+from logitless.operands.watch import Watch
+from logitless.spec import VocabShard, parse_memory, untraced
 
 FEW = 256
 """Rows up to which a head without a graph multiplies as ever: a step of generation."""
@@ -46,6 +48,7 @@ class _Around:
 
     def __init__(self, modules: Sequence[nn.Module] = (), refused: Callable[[str], None] | None = None) -> None:
         self._modules, self.refused = [weakref.ref(x) for x in modules], refused
+        self._shard: tuple[Any, VocabShard] | None = None
 
     def __reduce__(self) -> Any:
         return _Around, ()
@@ -57,6 +60,24 @@ class _Around:
             if unshard is not None:
                 return unshard
         return None
+
+    def sharded(self, layer: Any, weight: Tensor) -> Tensor | None:
+        """The parameter that FSDP2 gathered the weight of; None where it has not."""
+        for module in (layer, *(x() for x in self._modules)):
+            state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
+            for group in getattr(state, "_fsdp_param_groups", ()):
+                for parameter in group.fsdp_params:
+                    if getattr(parameter, "_unsharded_param", None) is weight:
+                        return parameter.sharded_param
+        return None
+
+    def shard_of(self, weight: Any) -> VocabShard | None:
+        """The columns here of a head that is a DTensor; a collective of its group, once."""
+        if not weight.placements[0].is_shard():
+            return None
+        if self._shard is None or self._shard[0] != weight.device_mesh:
+            self._shard = weight.device_mesh, VocabShard.of(weight)
+        return self._shard[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -358,23 +379,32 @@ def _logits(layer: Any, hidden: Tensor) -> Logits:
     settings: _Deferred = layer._logitless_deferred
     weight, base = head_weight("defer", layer), getattr(layer, "base_layer", layer)
     bias, matrix = base.bias, weight.weight if isinstance(weight, LoRA) else weight
-    placements = getattr(matrix, "placements", None)
     _check_dropout(weight)
-    if placements is not None:
-        raise LogitlessError(
-            f"defer: the head's weight is a DTensor with placements {placements} in its own forward: tensor "
-            f"parallelism has sharded it. Keep the model's own logits (undefer), or use logitless.Logits with "
-            f"shard=logitless.VocabShard.of(weight)."
-        )
+    own = settings.around.sharded(layer, matrix)
+    own = matrix if own is None and is_placed(matrix) else own
+    shard = mesh = None
+    if is_placed(matrix):
+        if isinstance(weight, LoRA):
+            raise LogitlessError(
+                "defer: the head has a LoRA, and its weight is a DTensor: tensor parallelism has sharded it. Merge the "
+                "LoRA, leave the head out of the adapter, or keep the model's own logits (undefer)."
+            )
+        check_placements(hidden, weight, bias)
+        mesh = weight.device_mesh
+        hidden, weight, bias, shard = Parts.of(hidden, weight, bias, settings.around.shard_of(weight))
     kind = hidden.device.type
     # As a linear layer does under autocast, which leaves float64 alone. Logits may be read outside of it.
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
         hidden, bias, weight = hidden.to(dtype), None if bias is None else bias.to(dtype), _cast(weight, dtype)
     match = HALF.get(hidden.dtype) if settings.rounded else None
-    logits = Logits(hidden, weight, bias=bias, match=match, **settings.options)
+    part = {} if shard is None else {"shard": shard, "hidden_grad": "partial"}
+    logits = Logits(hidden, weight, bias=bias, match=match, **part, **settings.options)
     # FSDP2 lets go of the weight where the forward of its unit ends: the head, or a module around it.
-    return made(replace(logits._stands, few=FEW, memory=settings.memory, gather=settings.around.unshard(layer)))
+    gather = settings.around.unshard(layer)
+    watched = None if own is None else Watch(own)
+    stands = replace(logits._stands, few=FEW, memory=settings.memory, gather=gather, spread=mesh, watched=watched)
+    return made(stands, Logits if mesh is None else Replicated if shard is None else Placed)
 
 
 def _check_dropout(weight: Any) -> None:

@@ -20,8 +20,8 @@ from logitless.spec import TokenStats, inspectable
 
 
 def readable(x: Any) -> bool:
-    """Whether a reading may stand in for torch's function: of a shard, torch's would be over the columns here alone."""
-    return isinstance(x, Logits) and x.shard is None
+    """Whether a reading may stand in for torch's function: of the columns here alone, torch's would be of these."""
+    return isinstance(x, Logits) and x._stands.whole
 
 
 def over_last(x: Tensor, dim: Any) -> bool:
@@ -92,7 +92,7 @@ def _of_ids(x: Logits, name: str, ids: Tensor) -> Tensor:
 
 def _picked(x: Logits, ids: Tensor) -> Tensor:
     """``[R, K]`` single logits: dot products of hidden states and rows of the weight."""
-    if isinstance(x.weight, LoRA):
+    if isinstance(x.weight, LoRA) or x.shard is not None:
         found = _all_rows(x, ids=ids)
         assert found.ids_logprobs is not None
         assert found.log_z is not None

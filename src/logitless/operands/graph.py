@@ -18,6 +18,7 @@ from torch import Tensor
 
 from logitless.collectives import sum_over
 from logitless.errors import LogitlessError
+from logitless.spec import VocabShard
 
 aten = torch.ops.aten
 
@@ -160,6 +161,35 @@ class Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return sum_over(ctx.group, gradient.clone(memory_format=torch.contiguous_format)), None
+
+
+class Total(torch.autograd.Function):
+    """A number of this rank's columns, summed over a vocabulary group. Every rank goes on to the same loss, so that its
+    gradient is that of each part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        return sum_over(group, x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient, None
+
+
+class Whole(torch.autograd.Function):
+    """All columns of logits from those of each rank of a vocabulary group. Every rank goes on to the same loss, so that
+    backward cuts this rank's columns out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: VocabShard) -> Tensor:
+        ctx.shard = shard
+        whole = x.new_zeros(*x.shape[:-1], shard.vocab_size)
+        whole[..., shard.start : shard.stop] = x
+        return sum_over(shard.group, whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient[..., ctx.shard.start : ctx.shard.stop], None
 
 
 class IntoBuffer(torch.autograd.Function):

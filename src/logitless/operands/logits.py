@@ -176,12 +176,13 @@ class Logits(Tensor):
         # Storage without numbers, or none to ask for it: not what a weight in memory has.
         if self._stands.gather is not None or not matrix.numel() or not _in_memory(matrix):
             self._stands.require()
-        for name, x, version in self._versions:
-            if x._version != version:
-                raise LogitlessError(
-                    f"Logits: {name} was changed in place after the logits were made, so that they stand for other "
-                    f"numbers now. Read the logits before the change, or make them again."
-                )
+        watched = self._stands.watched
+        changed = [name for name, x, version in self._versions if x._version != version]
+        if changed or (watched is not None and watched.changed()):
+            raise LogitlessError(
+                f"Logits: {(*changed, 'weight')[0]} was changed in place after the logits were made, so that they "
+                f"stand for other numbers now. Read the logits before the change, or make them again."
+            )
         if not torch.is_grad_enabled():
             return self._stands
         if self._edge and not self._watched:
@@ -251,7 +252,7 @@ class Logits(Tensor):
         if whole or func in (aten.detach.default, aten.alias.default, aten.clone.default):
             # Autograd itself asks, for a tensor that a Function returns as it came, and adds the edge.
             with torch.no_grad():
-                return made(args[0]._stands)
+                return made(args[0]._stands, type(args[0]))
         raise LogitlessError(
             f"Logits: {func} reached logits that were not computed below torch's Python functions, at {place()}. "
             f"Compute them there with logits.computed(), or keep the model's own: logitless.defer(model) is reversible."
@@ -334,8 +335,7 @@ def made(stands: Stands, cls: type[Logits] = Logits) -> Logits:
     if linear.bias is not None:
         named.append(("bias", linear.bias))
     edge = torch.is_grad_enabled() and any(x.requires_grad for _, x in named)
-    shape = (*hidden.shape[:-1], matrix.shape[0] if matrix.dim() else 1)
-    new: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=stands.dtype, device=hidden.device)  # pyright: ignore[reportAttributeAccessIssue]
+    new: Any = Tensor._make_wrapper_subclass(cls, stands.shape, dtype=stands.dtype, device=hidden.device)  # pyright: ignore[reportAttributeAccessIssue]
     if edge:
         new = Edge.apply([new], stands.computed_from, *(x for _, x in named))
     new._stands, new._behind, new._edge, new._watched, new._read = stands, None, edge, False, False

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError
-from logitless.operands.graph import IntoBuffer, Summed
+from logitless.operands.graph import IntoBuffer, Summed, Whole
 from logitless.operands.lora import LoRA
+from logitless.operands.watch import Watch
 from logitless.spec import VocabShard, has_values
 
 Match = Literal["bfloat16", "float16"] | None
@@ -50,6 +51,9 @@ class Stands:
         few: up to so many rows are computed where they are picked without a graph, as by a step of generation.
         memory: working memory of a reading that is not told; None for the verb's default.
         gather: makes the weight whole again where a wrapper let go of it when the head's forward ended; None elsewhere.
+        spread: under a shard, the DeviceMesh or group over which logits of all columns are spread; None where they are
+            the columns of the shard alone.
+        watched: the parameter that the weight is a part or a copy of; None where the weight is one itself.
     """
 
     hidden: Tensor
@@ -62,6 +66,8 @@ class Stands:
     few: int = 0
     memory: int | str | None = None
     gather: Callable[[], None] | None = None
+    spread: Any = None
+    watched: Watch | None = None
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything that may need a gradient."""
@@ -107,7 +113,19 @@ class Stands:
     @property
     def shape(self) -> tuple[int, ...]:
         matrix = self.weight.weight if isinstance(self.weight, LoRA) else self.weight
-        return (*self.hidden.shape[:-1], matrix.shape[0] if matrix.dim() else 1)
+        shard = self.linear.shard
+        columns = matrix.shape[0] if matrix.dim() else 1
+        return (*self.hidden.shape[:-1], columns if shard is None or self.spread is None else shard.vocab_size)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the logits have all columns of the vocabulary."""
+        return self.linear.shard is None or self.spread is not None
+
+    def shared(self, x: Tensor) -> Any:
+        """``x``, whose gradient is summed over the group of a shard where the head sums that of its hidden states."""
+        shard = self.linear.shard
+        return x if shard is None or self.linear.hidden_grad != "reduced" else Summed.apply(x, shard.group)
 
     def computed(self) -> Tensor:
         """The logits, computed as the head would, and with its gradients."""
@@ -117,14 +135,14 @@ class Stands:
                 "Logits: sequence_parallel=True, so that hidden states are this rank's tokens, and logits of all "
                 "tokens would have another shape. Gather the hidden states to compute logits, or read them by logprobs."
             )
-        group = linear.shard.group if linear.shard is not None and linear.hidden_grad == "reduced" else None
-        whole: Any = (lambda x: x) if group is None else (lambda x: Summed.apply(x, group))
         matrix = weight.weight if isinstance(weight, LoRA) else weight
         if linear.weight_grad is not None:
             matrix = IntoBuffer.apply(matrix, linear.weight_grad)
-        x = torch.nn.functional.linear(whole(hidden), matrix, linear.bias)  # pyright: ignore[reportArgumentType]
+        x = torch.nn.functional.linear(self.shared(hidden), matrix, linear.bias)  # pyright: ignore[reportArgumentType]
         if isinstance(weight, LoRA):
-            x = x + whole(weight.inner(hidden)).to(hidden.dtype) @ weight.b.to(hidden.dtype).T
+            x = x + self.shared(weight.inner(hidden)).to(hidden.dtype) @ weight.b.to(hidden.dtype).T
+        if linear.shard is not None and self.spread is not None:
+            x = Whole.apply(x, linear.shard)
         if self.linear.match is not None:
             x = x.to(getattr(torch, self.linear.match))
         x = x.to(torch.promote_types(x.dtype, self.dtype))
