@@ -37,6 +37,9 @@ OPTIONS = ("batch_invariant", "strict", "tf32")
 NAMES = ("lm_head", "output_layer")
 """Where a head is looked for in a model that does not tell."""
 
+PARTITIONED = "ds_id"
+"""What a parameter has that ZeRO-3 partitions."""
+
 HALF: dict[torch.dtype, Match] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -292,11 +295,6 @@ def _check_unit(layer: Any) -> None:
             f"defer: the head is an FSDP1 unit of its own with {strategy}, which lets go of the weight where its "
             f"forward ends. Leave the head in the root unit, use FSDP2 (fully_shard), or use a PolicyHead."
         )
-    if any(hasattr(x, "ds_id") for x in layer.parameters(recurse=False)):
-        raise LogitlessError(
-            "defer: DeepSpeed ZeRO-3 has partitioned the head's weight, and lets go of it where its forward ends. Use "
-            "ZeRO-1 or ZeRO-2, FSDP, or a PolicyHead."
-        )
 
 
 def _is_column_parallel(layer: Any) -> bool:
@@ -380,6 +378,8 @@ def _logits(layer: Any, hidden: Tensor) -> Logits:
     weight, base = head_weight("defer", layer), getattr(layer, "base_layer", layer)
     bias, matrix = base.bias, weight.weight if isinstance(weight, LoRA) else weight
     _check_dropout(weight)
+    if hasattr(matrix, PARTITIONED):
+        weight, bias = _held(weight), None if bias is None else bias.view_as(bias)
     own = settings.around.sharded(layer, matrix)
     own = matrix if own is None and is_placed(matrix) else own
     shard = mesh = None
@@ -405,6 +405,14 @@ def _logits(layer: Any, hidden: Tensor) -> Logits:
     watched = None if own is None else Watch(own)
     stands = replace(logits._stands, few=FEW, memory=settings.memory, gather=gather, spread=mesh, watched=watched)
     return made(stands, Logits if mesh is None else Replicated if shard is None else Placed)
+
+
+def _held(weight: Any) -> Any:
+    """A weight that ZeRO-3 has gathered, as another tensor: after the forward, ZeRO-3 gives the parameter other data."""
+    if not isinstance(weight, LoRA):
+        return weight.view_as(weight)
+    a, b = weight.a, weight.b
+    return replace(weight, weight=_held(weight.weight), a=a.view_as(a), b=b.view_as(b))
 
 
 def _check_dropout(weight: Any) -> None:
