@@ -408,7 +408,7 @@ def _logits(layer: Any, hidden: Tensor) -> Logits:
 
 
 def _held(weight: Any) -> Any:
-    """A weight that ZeRO-3 has gathered, as another tensor: after the forward, ZeRO-3 gives the parameter other data."""
+    """A weight that ZeRO-3 has gathered, as another tensor: after the forward the parameter is given other data."""
     if not isinstance(weight, LoRA):
         return weight.view_as(weight)
     a, b = weight.a, weight.b

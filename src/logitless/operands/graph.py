@@ -25,6 +25,13 @@ aten = torch.ops.aten
 Gradients = tuple[Tensor | None, ...]
 
 
+def wrapper(cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor without memory. C++ code that asks for its address raises, instead of being given none."""
+    new = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)  # pyright: ignore[reportAttributeAccessIssue]
+    torch._C._set_throw_on_mutable_data_ptr(new)  # pyright: ignore[reportAttributeAccessIssue]
+    return new
+
+
 class Form(NamedTuple):
     """What autograd compares of a gradient."""
 
@@ -50,7 +57,7 @@ class LogitsGradient(Tensor):
 
     @staticmethod
     def __new__(cls, form: Form, parts: Gradients, dense: Tensor | None = None) -> LogitsGradient:
-        new = Tensor._make_wrapper_subclass(cls, form.shape, dtype=form.dtype, device=form.device)  # pyright: ignore[reportAttributeAccessIssue]
+        new = wrapper(cls, form.shape, form.dtype, form.device)
         new.parts, new.dense = parts, dense
         return new
 

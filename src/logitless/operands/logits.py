@@ -25,7 +25,7 @@ from torch import Tensor
 from logitless.errors import LogitlessError
 from logitless.errors.arguments import refuse_transforms, refused
 from logitless.operands.checks import check_tensors
-from logitless.operands.graph import Behind, Edge
+from logitless.operands.graph import Behind, Edge, wrapper
 from logitless.operands.lora import LoRA
 from logitless.operands.stands import Linear, Match, Stands
 from logitless.spec import VocabShard, graph_break
@@ -85,6 +85,7 @@ class Logits(Tensor):
     Logits([2, 2, 9], torch.float32)
     """
 
+    in_memory = False
     shard: VocabShard | None
     _stands: Stands
     _behind: Stands | None
@@ -243,7 +244,7 @@ class Logits(Tensor):
         for found in _answers(func, name, args, kwargs):
             if found is not NotImplemented:
                 return found
-        refuse_change(name, args, kwargs)
+        refuse_change(func, name, args, kwargs)
         return func(*real(args, name), **real(kwargs, name))
 
     @classmethod
@@ -313,11 +314,11 @@ def attribute(func: Any) -> str:
 
 
 def place() -> str:
-    """``file:line`` of the innermost code that is neither this package nor torch."""
+    """``file:line`` of the innermost code that is neither this package nor torch or what launches its kernels."""
     frame = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.split(".")[0] not in ("logitless", "torch"):
+        if module.split(".")[0] not in ("logitless", "torch", "triton", "typing_extensions"):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "nowhere in particular"
@@ -335,7 +336,7 @@ def made(stands: Stands, cls: type[Logits] = Logits) -> Logits:
     if linear.bias is not None:
         named.append(("bias", linear.bias))
     edge = torch.is_grad_enabled() and any(x.requires_grad for _, x in named)
-    new: Any = Tensor._make_wrapper_subclass(cls, stands.shape, dtype=stands.dtype, device=hidden.device)  # pyright: ignore[reportAttributeAccessIssue]
+    new = wrapper(cls, stands.shape, stands.dtype, hidden.device)
     if edge:
         new = Edge.apply([new], stands.computed_from, *(x for _, x in named))
     new._stands, new._behind, new._edge, new._watched, new._read = stands, None, edge, False, False
@@ -384,23 +385,38 @@ def count_made(x: Logits, name: str) -> None:
         warnings.warn(text, LogitsMade, stacklevel=2)
 
 
-def refuse_change(name: str, args: Any, kwargs: Any) -> None:
-    """Raise for a function that would write to logits that are not there, or ask where they lie."""
-    changed = isinstance(args[0] if args else None, Logits) and (
-        name in WRITES or (name.endswith("_") and not name.endswith("__"))
-    )
-    if changed or isinstance(kwargs.get("out"), Logits):
+def refuse_change(func: Any, name: str, args: Any, kwargs: Any) -> None:
+    """Raise for a function that would write to what is not in memory, or ask where it lies."""
+    first = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
+    changes = name in WRITES or (name.endswith("_") and not name.endswith("__"))
+    if any(_is_nowhere(x) for x in (first if changes else None, kwargs.get("out"), *_written(func, args, kwargs))):
         raise LogitlessError(
             f"Logits: {name} at {place()} needs logits in memory, and these were not computed. Compute them there, "
-            f"logits = logits.computed(), or use a function that returns a new tensor."
+            f"logits = logits.computed(), or use a function that returns a new tensor. To keep the model's own logits: "
+            f"logitless.defer(model) is reversible."
         )
+
+
+def _is_nowhere(x: Any) -> bool:
+    """Whether a tensor is computed anew for each reading, so that what is written to it would be lost."""
+    return getattr(type(x), "in_memory", True) is False
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    """The arguments that an operator of ``torch.ops`` says it writes to."""
+    packet = [getattr(func, name) for name in func.overloads()] if hasattr(func, "overloads") else [func]
+    for schema in (x._schema for x in packet if hasattr(x, "_schema")):
+        for i, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield args[i] if i < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
 
 
 WRITES = frozenset(
     {
         *("__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__imod__"),
         *("__ifloordiv__", "__iand__", "__ior__", "__ixor__", "data_ptr", "untyped_storage", "storage", "retain_grad"),
-        *("__dlpack__", "__array__"),
+        *("__dlpack__", "__array__", "all_reduce", "broadcast", "reduce", "recv", "irecv", "scatter", "reduce_scatter"),
+        *("reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single"),
     }
 )
 """Functions whose effect on a copy would be lost."""
