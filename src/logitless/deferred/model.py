@@ -64,15 +64,17 @@ class _Around:
                 return unshard
         return None
 
-    def sharded(self, layer: Any, weight: Tensor) -> Tensor | None:
-        """The parameter that FSDP2 gathered the weight of; None where it has not."""
+    def watch(self, layer: Any, weight: Any, bias: Tensor | None) -> Watch:
+        """The parameters that a head's numbers come from: those that FSDP2 gathered them of, where it has."""
+        own = {}
         for module in (layer, *(x() for x in self._modules)):
             state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
             for group in getattr(state, "_fsdp_param_groups", ()):
-                for parameter in group.fsdp_params:
-                    if getattr(parameter, "_unsharded_param", None) is weight:
-                        return parameter.sharded_param
-        return None
+                own |= {id(getattr(x, "_unsharded_param", None)): x.sharded_param for x in group.fsdp_params}
+        parts = (weight.weight, weight.a, weight.b) if isinstance(weight, LoRA) else (weight,)
+        used = [x for x in (*parts, bias) if x is not None]
+        # peft merges an adapter through .data.
+        return Watch([own.get(id(x), x) for x in used], lambda: tuple(getattr(layer, "merged_adapters", ())))
 
     def shard_of(self, weight: Any) -> VocabShard | None:
         """The columns here of a head that is a DTensor; a collective of its group, once."""
@@ -359,11 +361,15 @@ def _wrap_column_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, input_, weight, runtime_gather_output)
         match = HALF.get(input_.dtype) if settings.rounded else None
         logits = column_parallel.logits_of_layer(self, input_, weight, settings.shard, match=match, **settings.options)
-        if settings.memory is not None:
-            logits = made(replace(logits._stands, memory=settings.memory))
+        logits = _watched(logits, self.weight if weight is None else weight, settings.memory)
         return logits, self.bias if self.skip_bias_add else None
 
     return forward
+
+
+@untraced
+def _watched(logits: Logits, weight: Tensor, memory: int | str | None) -> Logits:
+    return made(replace(logits._stands, memory=memory, watched=Watch([weight])))
 
 
 def _computes(hidden: Tensor) -> bool:
@@ -380,8 +386,7 @@ def _logits(layer: Any, hidden: Tensor) -> Logits:
     _check_dropout(weight)
     if hasattr(matrix, PARTITIONED):
         weight, bias = _held(weight), None if bias is None else bias.view_as(bias)
-    own = settings.around.sharded(layer, matrix)
-    own = matrix if own is None and is_placed(matrix) else own
+    watched = settings.around.watch(layer, weight, bias)
     shard = mesh = None
     if is_placed(matrix):
         if isinstance(weight, LoRA):
@@ -402,7 +407,6 @@ def _logits(layer: Any, hidden: Tensor) -> Logits:
     logits = Logits(hidden, weight, bias=bias, match=match, **part, **settings.options)
     # FSDP2 lets go of the weight where the forward of its unit ends: the head, or a module around it.
     gather = settings.around.unshard(layer)
-    watched = None if own is None else Watch(own)
     stands = replace(logits._stands, few=FEW, memory=settings.memory, gather=gather, spread=mesh, watched=watched)
     return made(stands, Logits if mesh is None else Replicated if shard is None else Placed)
 

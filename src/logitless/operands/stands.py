@@ -53,7 +53,7 @@ class Stands:
         gather: makes the weight whole again where a wrapper let go of it when the head's forward ended; None elsewhere.
         spread: under a shard, the DeviceMesh or group over which logits of all columns are spread; None where they are
             the columns of the shard alone.
-        watched: the parameter that the weight is a part or a copy of; None where the weight is one itself.
+        watched: the parameters that weight and bias are, or are gathered from; None where nobody knows them.
     """
 
     hidden: Tensor

@@ -1,11 +1,13 @@
-"""``Watch``: a parameter that logits came from, and whether it has changed since.
+"""``Watch``: parameters that logits came from, and whether they have changed since.
 
-A version counts what is written to a tensor. Optimizers that write to many DTensors at once (foreach) count none, and
-FSDP2 gathers the weight of after such a step where the logits are read: so steps are counted as well.
+A version counts what is written to a tensor, but not all of it: a fused optimizer counts nothing, one that writes to
+many DTensors at once (foreach) neither, and FSDP2 gathers the weight of after a step where logits of before are read.
+So the steps of optimizers are counted as well. What is written through ``.data`` is seen by neither.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,21 +21,28 @@ _hooks: list[Any] = []
 
 
 class Watch:
-    """A parameter as it is now."""
+    """Parameters as they are now.
 
-    def __init__(self, parameter: Tensor) -> None:
+    Args:
+        parameters: those that optimizers know.
+        also: tells what else the numbers hang on.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], also: Callable[[], Any] | None = None) -> None:
         if not _hooks:
             _hooks.append(register_optimizer_step_post_hook(_count))
-        _STEPS.setdefault(parameter, 0)
-        self._parameter, self._state = parameter, _state(parameter)
+        # An inference tensor has no version.
+        self._parameters, self._also = [x for x in parameters if not x.is_inference()], also
+        for x in self._parameters:
+            _STEPS.setdefault(x, 0)
+        self._before = self._now()
 
     def changed(self) -> bool:
-        """Whether something was written to it since."""
-        return _state(self._parameter) != self._state
+        """Whether something was written to one of them since."""
+        return self._now() != self._before
 
-
-def _state(parameter: Tensor) -> tuple[int, int]:
-    return parameter._version, _STEPS[parameter]
+    def _now(self) -> Any:
+        return [(x._version, _STEPS[x]) for x in self._parameters], None if self._also is None else self._also()
 
 
 def _count(optimizer: Any, *_: Any) -> None:
