@@ -136,8 +136,8 @@ def defer(
     weight; what reads the logits in another way computes them, is counted and warns once for each place.
 
     Args:
-        model: a Transformers causal LM, also in peft, DDP or FSDP; Megatron's ``GPTModel``; or any module with a linear
-            head.
+        model: a Transformers causal LM, also in peft, DDP or FSDP; Megatron's ``GPTModel``, or a list of its chunks; or
+            any module with a linear head.
         head: the head's module, or its name in the model. None: what ``model.get_output_embeddings()`` says, or
             ``lm_head`` or ``output_layer``.
         rounded: round the logits to the dtype of the head's output before the softmax, as the head itself would. False
@@ -177,22 +177,21 @@ def defer_or_tell(
     check_flags("defer", rounded=rounded, **options)
     if memory is not None:
         parse_memory(memory)
-    module = _head(model, head)
-    _check_unit(module)
-    layers = _linears(module)
-    for layer in layers:
+    heads = [(chunk, _linears(_unit(chunk, head))) for chunk in _chunks(model)]
+    for layer in (layer for _, layers in heads for layer in layers):
         _check(layer)
-    for layer in layers:
-        parallel = _is_column_parallel(layer)
-        shard = column_parallel.shard_of_layer(layer) if parallel else None
-        around = _Around(_holders(model, layer), refused)
-        layer._logitless_deferred = _Deferred(rounded, memory, options, around, shard)
-        layer.forward = Bound(_wrap_column_parallel if parallel else _wrap, layer)
-    owner = _owner_of_loss(model)
-    if owner is not None and column_parallel.LOSS not in vars(owner):
-        setattr(owner, column_parallel.LOSS, Bound(column_parallel.wrap_loss, owner, column_parallel.LOSS))
-    log_once(f"deferred the head of {type(_unwrapped(model)).__name__}, logits are not computed")
-    return Deferral(model, layers)
+    for chunk, layers in heads:
+        for layer in layers:
+            parallel = _is_column_parallel(layer)
+            shard = column_parallel.shard_of_layer(layer) if parallel else None
+            around = _Around(_holders(chunk, layer), refused)
+            layer._logitless_deferred = _Deferred(rounded, memory, options, around, shard)
+            layer.forward = Bound(_wrap_column_parallel if parallel else _wrap, layer)
+        owner = _owner_of_loss(chunk)
+        if owner is not None and column_parallel.LOSS not in vars(owner):
+            setattr(owner, column_parallel.LOSS, Bound(column_parallel.wrap_loss, owner, column_parallel.LOSS))
+        log_once(f"deferred the head of {type(_unwrapped(chunk)).__name__}, logits are not computed")
+    return Deferral(model, [layer for _, layers in heads for layer in layers])
 
 
 def _holders(model: Any, layer: Any) -> list[nn.Module]:
@@ -205,7 +204,7 @@ def _holders(model: Any, layer: Any) -> list[nn.Module]:
 
 def undefer(model: Any, *, head: str | nn.Module | None = None) -> None:
     """Put the own forward of a deferred model's head back."""
-    _restore("undefer", _linears(_head(model, head)), model)
+    _restore("undefer", [layer for chunk in _chunks(model) for layer in _linears(_head(chunk, head))], model)
 
 
 def _restore(caller: str, layers: list[Any], model: Any) -> None:
@@ -216,9 +215,10 @@ def _restore(caller: str, layers: list[Any], model: Any) -> None:
             raise LogitlessError(f"{caller}: the head's forward was replaced by someone else since. Undo that first.")
     for layer in layers:
         del layer.forward, layer._logitless_deferred
-    owner = _owner_of_loss(model)
-    if owner is not None and isinstance(vars(owner).get(column_parallel.LOSS), Bound):
-        delattr(owner, column_parallel.LOSS)
+    for chunk in _chunks(model):
+        owner = _owner_of_loss(chunk)
+        if owner is not None and isinstance(vars(owner).get(column_parallel.LOSS), Bound):
+            delattr(owner, column_parallel.LOSS)
 
 
 def is_without_logits(model: Any) -> bool:
@@ -257,16 +257,23 @@ def _head(model: Any, head: Any) -> Any:
     if found is None:
         raise LogitlessError(
             f"defer: {type(inner).__name__} has neither get_output_embeddings() nor a module called "
-            f"{' or '.join(NAMES)}. Name its head: defer(model, head='...')."
+            f"{' or '.join(NAMES)}. Name its head: defer(model, head='...'); a stage of a pipeline without one needs "
+            f"no defer."
         )
     return found
+
+
+def _chunks(model: Any) -> list[Any]:
+    """The models of a list, or the one given; without those that say they have no head, as Megatron's stages do."""
+    several = model if isinstance(model, (list, tuple)) else [model]
+    return [x for x in several if getattr(_unwrapped(x), "post_process", True) is not False]
 
 
 def _unwrapped(model: Any) -> Any:
     """The model inside of DDP, FSDP1, Megatron's wrappers and torch.compile."""
     while True:
         for name in ("_orig_mod", "_fsdp_wrapped_module", "module"):
-            inner = model._modules.get(name)
+            inner = getattr(model, "_modules", {}).get(name)
             if isinstance(inner, nn.Module) and not hasattr(type(model), "get_output_embeddings"):
                 model = inner
                 break
@@ -289,14 +296,16 @@ def _linears(layer: Any) -> list[Any]:
     return [layer] if copies is None else [layer.original_module, *copies.values()]
 
 
-def _check_unit(layer: Any) -> None:
-    """Raise for a head whose weight is gone when its forward ends."""
+def _unit(model: Any, head: Any) -> Any:
+    """The head; raises where its weight is gone when its forward ends."""
+    layer = _head(model, head)
     strategy = getattr(getattr(layer, "sharding_strategy", None), "name", "")
     if strategy in ("FULL_SHARD", "HYBRID_SHARD"):
         raise LogitlessError(
             f"defer: the head is an FSDP1 unit of its own with {strategy}, which lets go of the weight where its "
             f"forward ends. Leave the head in the root unit, use FSDP2 (fully_shard), or use a PolicyHead."
         )
+    return layer
 
 
 def _is_column_parallel(layer: Any) -> bool:

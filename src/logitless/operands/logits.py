@@ -249,6 +249,8 @@ class Logits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.detach_.default:
+            return args[0]
         whole = func is aten.view.default and list(args[1]) == list(args[0].shape)
         if whole or func in (aten.detach.default, aten.alias.default, aten.clone.default):
             # Autograd itself asks, for a tensor that a Function returns as it came, and adds the edge.

@@ -168,6 +168,16 @@ def _detach(x: Any) -> Any:
     return like(x, x.hidden.detach(), weight=weight, linear=linear)
 
 
+def _let_go(x: Any) -> Any:
+    """``detach_``, by which a schedule of pipelines frees the graph of an output that it still has to return."""
+    if not isinstance(x, Logits):
+        return NotImplemented
+    x._stands, x._behind, x._edge = _detach(x)._stands, None, False
+    x._memo.clear()
+    with torch._C.DisableTorchFunctionSubclass():
+        return Tensor.detach_(x)
+
+
 def _cast(dtype: torch.dtype) -> Callable[..., Any]:
     return lambda x, **_: like(x, dtype=dtype)
 
@@ -321,6 +331,7 @@ RULES.update(
         "contiguous": _same,
         "clone": _same,
         "detach": _detach,
+        "detach_": _let_go,
         "data": _data,
         "float": _cast(torch.float32),
         "bfloat16": _cast(torch.bfloat16),

@@ -105,10 +105,9 @@ class Stands:
 
     def same_head(self, other: Stands) -> bool:
         """Whether the rows of both are rows of one product with one softcap."""
-        if self.weight is not other.weight or self.squash != other.squash:
+        if not _is_same(self.weight, other.weight) or self.squash != other.squash:
             return False
-        pairs = ((getattr(self.linear, f.name), getattr(other.linear, f.name)) for f in fields(Linear))
-        return all(a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b) for a, b in pairs)
+        return all(_is_same(getattr(self.linear, f.name), getattr(other.linear, f.name)) for f in fields(Linear))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -154,6 +153,16 @@ class Stands:
     def computed_from(self, tensors: Sequence[Tensor]) -> Tensor:
         """The logits of other tensors, in the order of :meth:`tensors`."""
         return self.of(tensors).computed()
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two operands or options are the same; without a graph, also two views of the same numbers."""
+    if a is b or not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
+    if a.requires_grad or b.requires_grad or type(a) is not Tensor or type(b) is not Tensor:
+        return False
+    alike = (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
+    return alike and not a.is_meta and a.data_ptr() == b.data_ptr()
 
 
 def _there(weight: Tensor) -> bool:
