@@ -32,7 +32,7 @@ from logitless.adapters.megatron import POSTPROCESS, Scoring, output_processor, 
 if put_first("megatron"):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import megatron.core
+        import megatron.core as core  # noqa: F401
 
 pytestmark = pytest.mark.skipif(
     not find_spec("megatron") or not find_spec("megatron.core"), reason="megatron-core is not installed"

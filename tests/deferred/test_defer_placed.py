@@ -73,6 +73,7 @@ LOSSES = {
     "a softcap": lambda x: idiom(torch.tanh(x / 2.0) * 2.0),
     "logprobs": lambda x: ll.logprobs(x, IDS, entropy="grad").logprob.pow(2).mean(),
 }
+LOSSES["of the columns here"] = lambda x: (torch.logsumexp(x, -1) * x.max(-1).values).pow(2).mean()
 COMPUTES = ("computed", "weights and smoothing")
 
 
@@ -107,8 +108,8 @@ def run(
     sequence: bool = False,
 ) -> dict[str, Any]:
     """The loss, and all gradients whole, with the placements of the head's."""
-    deferred = layout != "truth"
-    model = parallel(rank, Model(bias, sequence), layout if deferred else "all", local, wrap)
+    deferred = not layout.startswith("truth")
+    model = parallel(rank, Model(bias, sequence), layout.removeprefix("truth: "), local, wrap)
     deferral.FEW, before = few, deferral.FEW
     MADE.clear()
     try:
@@ -133,8 +134,8 @@ def run(
     return {"loss": value.detach(), "placements": str(found["lm_head.weight"].placements), **whole}
 
 
-def same(ranks: Any, world: int, loss: str, layout: str, local: bool, *args: Any, truth: str | None = None) -> None:
-    wanted = ranks(run, world, truth or loss, "truth", True, *args)
+def same(ranks: Any, world: int, loss: str, layout: str, local: bool, *args: Any, truth: str = "all") -> None:
+    wanted = ranks(run, world, loss, f"truth: {truth}", True, *args)
     ours = ranks(run, world, loss, layout, local, *args)
     for theirs, mine in zip(wanted, ours, strict=True):
         assert mine.pop("placements") == theirs.pop("placements")
@@ -158,6 +159,31 @@ def test_a_dtensor(ranks, loss, layout):
 
 def test_columns_of_this_rank_know_their_shard(ranks):
     same(ranks, 2, "logprobs", "columns", True)
+
+
+def test_torchs_functions_of_this_ranks_columns(ranks):
+    """Are of these alone, as of a tensor: code that knows of shards goes on to communicate by itself."""
+    same(ranks, 2, "of the columns here", "columns", True, truth="columns")
+
+
+def parts(rank: int, world: int, deferred: bool) -> list[Tensor]:
+    """The same with a gradient of hidden states that is summed here."""
+    hidden, weight = (torch.randn(*shape).double().requires_grad_() for shape in ((5, 8), (62, 8)))
+    own = weight.chunk(2)[rank]
+    logits = hidden @ own.T
+    if deferred:
+        logits = ll.Logits(hidden, own, shard=ll.VocabShard.even(62, torch.distributed.group.WORLD), strict=True)
+    torch.logsumexp(logits, -1).pow(2).sum().backward()
+    if not deferred:
+        torch.distributed.all_reduce(hidden.grad)
+    return [hidden.grad, weight.grad]
+
+
+def test_functions_of_a_shards_columns_sum_the_gradient_of_hidden_states(ranks):
+    wanted, ours = (ranks(parts, 2, deferred) for deferred in (False, True))
+    for theirs, mine in zip(wanted, ours, strict=True):
+        for right, found in zip(theirs, mine, strict=True):
+            assert_gradient_close_to_truth(found, right, right)
 
 
 @pytest.mark.parametrize("layout", ["columns", "all"])

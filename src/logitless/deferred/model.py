@@ -23,7 +23,7 @@ from logitless.errors.arguments import check_flags, refused
 from logitless.notes import log_once
 from logitless.operands import Logits, LoRA
 from logitless.operands.logits import made
-from logitless.operands.peft import head_weight
+from logitless.operands.peft import active_adapter, head_weight
 from logitless.operands.stands import Match
 from logitless.operands.watch import Watch
 from logitless.spec import VocabShard, parse_memory, untraced
@@ -317,13 +317,13 @@ def _check(layer: Any) -> None:
     if "_logitless_deferred" in vars(layer):
         raise LogitlessError("defer: this model is already deferred. Call undo() of what defer returned first.")
     if "forward" in vars(layer):
-        raise LogitlessError("defer: the forward of the head was replaced by someone else. Undo that first.")
+        raise LogitlessError(f"defer: the forward of the head was replaced by someone else. {_undo(layer)}")
     if _is_column_parallel(layer):
         column_parallel.check_layer(layer)
         return
     if hasattr(layer, "base_layer"):
         # Refuses every adapter but a plain LoRA.
-        head_weight("defer", layer)
+        active_adapter("defer", layer)
         layer = layer.base_layer
         if layer._forward_hooks or layer._forward_pre_hooks:
             raise LogitlessError(
@@ -335,6 +335,16 @@ def _check(layer: Any) -> None:
             f"defer: the head must be a torch.nn.Linear but is {type(layer).__name__}, which may do more than multiply "
             f"by its weight. Keep the model's own logits and pass them to logitless.logprobs."
         )
+
+
+def _undo(layer: Any) -> str:
+    """What to do about a head whose forward is somebody else's."""
+    if "tp_forward" not in getattr(layer.forward, "__name__", ""):
+        return "Undo that first."
+    return (
+        "Transformers' own tensor parallelism does so (tp_plan): leave the head out of the plan, or have torch's "
+        "parallelize_module make it ColwiseParallel()."
+    )
 
 
 # The head's forward.
@@ -365,20 +375,24 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_column_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, input_: Tensor, weight: Any = None, runtime_gather_output: Any = None) -> Any:
         settings: _Deferred = self._logitless_deferred
-        # Gathered columns are what inference asks for.
-        if runtime_gather_output and (settings.shard is not None or _computes(input_)):
+        gathered = self.gather_output if runtime_gather_output is None else runtime_gather_output
+        # As inference asks for them.
+        if gathered and _computes(input_):
             return original(self, input_, weight, runtime_gather_output)
         match = HALF.get(input_.dtype) if settings.rounded else None
         logits = column_parallel.logits_of_layer(self, input_, weight, settings.shard, match=match, **settings.options)
-        logits = _watched(logits, self.weight if weight is None else weight, settings.memory)
+        spread = settings.shard.group if gathered and settings.shard is not None else None
+        own = self.weight if weight is None else weight
+        logits = _with(logits, own, memory=settings.memory, spread=spread)
         return logits, self.bias if self.skip_bias_add else None
 
     return forward
 
 
 @untraced
-def _watched(logits: Logits, weight: Tensor, memory: int | str | None) -> Logits:
-    return made(replace(logits._stands, memory=memory, watched=Watch([weight])))
+def _with(logits: Logits, weight: Tensor, **more: Any) -> Logits:
+    """The logits, which know the weight's parameter and more of what they stand for."""
+    return made(replace(logits._stands, watched=Watch([weight]), **more))
 
 
 def _computes(hidden: Tensor) -> bool:
