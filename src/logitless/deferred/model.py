@@ -7,6 +7,7 @@ when it is called, inside of its module, where FSDP has gathered the weight.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from logitless.deferred import column_parallel
 from logitless.deferred.bound import Bound
-from logitless.deferred.placed import Parts, Placed, Replicated, check_placements, is_placed
+from logitless.deferred.placed import Parts, Placed, Replicated, Style, check_placements, is_placed
 from logitless.errors import LogitlessError, did_you_mean
 from logitless.errors.arguments import check_flags, refused
 from logitless.notes import log_once
@@ -94,6 +95,7 @@ class _Deferred:
     options: dict[str, Any]
     around: _Around
     shard: Any = None
+    style: Style | None = None
 
 
 class Deferral:
@@ -185,7 +187,8 @@ def defer_or_tell(
             parallel = _is_column_parallel(layer)
             shard = column_parallel.shard_of_layer(layer) if parallel else None
             around = _Around(_holders(chunk, layer), refused)
-            layer._logitless_deferred = _Deferred(rounded, memory, options, around, shard)
+            style = Style.of(vars(layer).get("forward"))
+            layer._logitless_deferred = _Deferred(rounded, memory, options, around, shard, style)
             layer.forward = Bound(_wrap_column_parallel if parallel else _wrap, layer)
         owner = _owner_of_loss(chunk)
         if owner is not None and column_parallel.LOSS not in vars(owner):
@@ -214,7 +217,10 @@ def _restore(caller: str, layers: list[Any], model: Any) -> None:
         if not isinstance(vars(layer).get("forward"), Bound):
             raise LogitlessError(f"{caller}: the head's forward was replaced by someone else since. Undo that first.")
     for layer in layers:
+        style = layer._logitless_deferred.style
         del layer.forward, layer._logitless_deferred
+        if style is not None:
+            layer.forward = style.forward
     for chunk in _chunks(model):
         owner = _owner_of_loss(chunk)
         if owner is not None and isinstance(vars(owner).get(column_parallel.LOSS), Bound):
@@ -316,8 +322,8 @@ def _check(layer: Any) -> None:
     """Raise for a head that is deferred already, or that does more than multiply."""
     if "_logitless_deferred" in vars(layer):
         raise LogitlessError("defer: this model is already deferred. Call undo() of what defer returned first.")
-    if "forward" in vars(layer):
-        raise LogitlessError(f"defer: the forward of the head was replaced by someone else. {_undo(layer)}")
+    if "forward" in vars(layer) and Style.of(layer.forward) is None:
+        raise LogitlessError("defer: the forward of the head was replaced by someone else. Undo that first.")
     if _is_column_parallel(layer):
         column_parallel.check_layer(layer)
         return
@@ -337,16 +343,6 @@ def _check(layer: Any) -> None:
         )
 
 
-def _undo(layer: Any) -> str:
-    """What to do about a head whose forward is somebody else's."""
-    if "tp_forward" not in getattr(layer.forward, "__name__", ""):
-        return "Undo that first."
-    return (
-        "Transformers' own tensor parallelism does so (tp_plan): leave the head out of the plan, or have torch's "
-        "parallelize_module make it ColwiseParallel()."
-    )
-
-
 # The head's forward.
 
 
@@ -358,16 +354,17 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"defer: the head {type(self).__name__} was called with more than hidden states ({more[0]}), and only "
                 f"its product is deferred. Keep the model's own logits: undo() of what defer returned."
             )
+        style, refused = self._logitless_deferred.style, self._logitless_deferred.around.refused
+        own = functools.partial(original, self) if style is None else style.forward
         if _computes(hidden):
-            return original(self, hidden)
-        refused = self._logitless_deferred.around.refused
+            return own(hidden)
         try:
-            return _logits(self, hidden)
+            return _logits(self, hidden) if style is None else style.output(_logits(self, style.hidden(hidden)))
         except LogitlessError as error:
             if refused is None:
                 raise
             refused(str(error))
-            return original(self, hidden)
+            return own(hidden)
 
     return forward
 

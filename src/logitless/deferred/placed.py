@@ -11,7 +11,7 @@ sequence-parallel layer is scattered by the same collective.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -41,6 +41,46 @@ class Parts(NamedTuple):
             return Parts(hidden.to_local(), weight.to_local(), None if bias is None else bias.to_local(), None)
         own = hidden.to_local(grad_placements=[Partial()])
         return Parts(own, weight.to_local(), None if bias is None else bias.to_local(), shard)
+
+
+class Style(NamedTuple):
+    """Transformers' own tensor parallelism of a head (``tp_plan``), which replaces its forward and asks for DTensors.
+
+    Attributes:
+        forward: the forward that it put in the place of the head's own.
+        mesh: the ranks that share the head.
+        given, wanted: placements of hidden states and logits.
+        local: whether the model's code is handed plain tensors.
+    """
+
+    forward: Callable[..., Any]
+    mesh: Any
+    given: Any
+    wanted: Any
+    local: bool
+
+    @staticmethod
+    def of(forward: Any) -> Style | None:
+        """The style whose forward this is; None for any other."""
+        cells = getattr(forward, "__closure__", None) or ()
+        names = forward.__code__.co_freevars if cells and forward.__name__ == "tp_forward" else ()
+        found = {name: cell.cell_contents for name, cell in zip(names, cells, strict=False)}
+        style, mesh = found.get("self"), found.get("mesh")
+        if mesh is None or not hasattr(style, "output_layouts"):
+            return None
+        return Style(forward, mesh, style.input_layouts, style.output_layouts, style.use_local_output)
+
+    def hidden(self, x: Any) -> Any:
+        """Hidden states as a DTensor that is whole on every rank."""
+        from torch.distributed.tensor import DTensor
+
+        x = x if is_placed(x) else DTensor.from_local(x, self.mesh, [self.given], run_check=False)
+        return x if tuple(x.placements) == _replicated() else x.redistribute(placements=_replicated())
+
+    def output(self, logits: Any) -> Any:
+        """Logits as the model's code expects them."""
+        logits = logits.redistribute(placements=[self.wanted])
+        return logits.to_local() if self.local else logits
 
 
 def is_placed(x: Any) -> bool:
