@@ -123,6 +123,7 @@ READS: dict[str, Callable[[Any], Any]] = {
     "an operator of torch": lambda x: torch.ops.aten.sin.default(x),
     "numpy": lambda x: torch.from_numpy(x.numpy()),
     "a list": lambda x: torch.tensor(x.tolist()),
+    "scatter, which returns a new tensor": lambda x: x.scatter(-1, torch.zeros(2, 3, 1, dtype=torch.int64), 9.0),
     "copy_": lambda x: torch.empty(x.shape).copy_(x),
 }
 
@@ -153,6 +154,7 @@ def reduced(rank: int, world: int) -> list[str]:
         dist.all_reduce,
         lambda x: dist.all_reduce(tensor=x),
         lambda x: dist.broadcast(x, 0),
+        lambda x: dist.scatter(x, None if dist.get_rank() else [H, H], 0),
         lambda x: dist.all_gather_into_tensor(x, torch.zeros(1, 3, 9)),
     ]
     for call in calls:
@@ -169,7 +171,7 @@ def reduced(rank: int, world: int) -> list[str]:
 
 def test_a_collective_that_writes_to_logits_is_refused():
     for texts in run_ranks(reduced, 2):
-        assert len(texts) == 4
+        assert len(texts) == 5
         for text in texts:
             assert re.search(r"test_below_torch.py:\d+.*not computed|not computed.*test_below_torch.py:\d+", text), text
             assert "logitless.defer(model) is reversible" in text

@@ -394,7 +394,8 @@ def count_made(x: Logits, name: str) -> None:
 def refuse_change(func: Any, name: str, args: Any, kwargs: Any) -> None:
     """Raise for a function that would write to what is not in memory, or ask where it lies."""
     first = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
-    changes = name in WRITES or (name.endswith("_") and not name.endswith("__"))
+    collective = name in COLLECTIVES and getattr(func, "__module__", "").startswith("torch.distributed")
+    changes = collective or name in WRITES or (name.endswith("_") and not name.endswith("__"))
     if any(_is_nowhere(x) for x in (first if changes else None, kwargs.get("out"), *_written(func, args, kwargs))):
         raise LogitlessError(
             f"Logits: {name} at {place()} needs logits in memory, and these were not computed. Compute them there, "
@@ -421,8 +422,15 @@ WRITES = frozenset(
     {
         *("__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__imod__"),
         *("__ifloordiv__", "__iand__", "__ior__", "__ixor__", "data_ptr", "untyped_storage", "storage", "retain_grad"),
-        *("__dlpack__", "__array__", "all_reduce", "broadcast", "reduce", "recv", "irecv", "scatter", "reduce_scatter"),
-        *("reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single"),
+        *("__dlpack__", "__array__"),
     }
 )
 """Functions whose effect on a copy would be lost."""
+
+COLLECTIVES = frozenset(
+    {
+        *("all_reduce", "broadcast", "reduce", "scatter", "recv", "irecv", "reduce_scatter", "reduce_scatter_tensor"),
+        *("all_gather_into_tensor", "all_gather_single", "all_to_all_single"),
+    }
+)
+"""Those of torch.distributed that write to their first argument."""

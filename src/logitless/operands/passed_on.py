@@ -175,8 +175,7 @@ def _let_go(x: Any) -> Any:
     """``detach_``, by which a schedule of pipelines frees the graph of an output that it still has to return."""
     if not isinstance(x, Logits):
         return NotImplemented
-    x._stands, x._behind, x._edge = _detach(x)._stands, None, False
-    x._memo.clear()
+    x._stands, x._behind, x._edge, x._memo = _detach(x)._stands, None, False, {}
     with torch._C.DisableTorchFunctionSubclass():
         return Tensor.detach_(x)
 
