@@ -202,3 +202,21 @@ def test_a_weight_of_other_data_that_nobody_named_is_refused():
         ll.LogitlessError, match=r"weight was let go of .* is \[0\] without numbers now: FSDP1 and ZeRO-3"
     ):
         idiom(model(IDS))
+
+
+def test_a_lora_on_a_partitioned_head_is_refused():
+    """Nobody calls the modules that ZeRO-3 would gather the matrices for."""
+    pytest.importorskip("transformers")
+    sys.path.append(str(Path(__file__).parents[1] / "adapters"))
+    from test_peft import LoraOfPeft
+
+    model: Any = Plain()
+    model.lm_head = LoraOfPeft(model.lm_head).eval()
+    partition(model.lm_head.base_layer, mark=True)
+    with pytest.raises(ll.LogitlessError, match=r"inside of the LoRA on the head has forward hooks"):
+        ll.defer(model)
+    model.lm_head.base_layer._forward_hooks.clear()
+    model.lm_head.base_layer._forward_pre_hooks.clear()
+    ll.defer(model)
+    with pytest.raises(ll.LogitlessError, match=r"LoRA: weight must be a matrix of floats.*ZeRO-3.*use a PolicyHead"):
+        model(IDS)

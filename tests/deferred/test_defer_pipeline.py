@@ -61,6 +61,7 @@ def run(rank: int, world: int, kind: str, deferred: bool) -> list[Any]:
         if rank == world - 1:
             assert out.shape == (8, 9, V)
             assert isinstance(out, ll.Logits) == deferred
+            assert not out.requires_grad
     finally:
         torch.set_default_dtype(torch.float32)
     return [torch.stack(losses).detach() if losses else torch.zeros(0)] + [

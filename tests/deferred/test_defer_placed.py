@@ -7,7 +7,9 @@ raises wherever logits are computed. 61 columns are 31 and 30.
 from __future__ import annotations
 
 import re
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -233,6 +235,11 @@ def refused(rank: int, world: int, kind: str) -> str:
         model.lm_head.weight = nn.Parameter(distribute_tensor(model.lm_head.weight, mesh, [Shard(0)]))
         if kind == "a bias":
             model.lm_head.register_forward_pre_hook(lambda _, x: DTensor.from_local(x[0], mesh, [Replicate()]))
+        if kind == "a LoRA":
+            sys.path.append(str(Path(__file__).parents[1] / "adapters"))
+            from test_peft import LoraOfPeft
+
+            model.lm_head = LoraOfPeft(model.lm_head).eval()
     ll.defer(model)
     with pytest.raises(ll.LogitlessError) as error:
         model(IDS)
@@ -242,6 +249,7 @@ def refused(rank: int, world: int, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
+        ("a LoRA", r"the head has a LoRA, and its weight is a DTensor.*Merge the LoRA, leave the head out"),
         ("rowwise", r"placements \(Shard\(dim=1\),\) in its own forward, and only rows.*ColwiseParallel"),
         ("a mesh of two", r"over a mesh of \('dp', 'tp'\).*one dimension alone.*mesh\['tp'\]"),
         ("plain hidden states", r"its hidden states is a plain tensor, and must be replicated.*ColwiseParallel"),

@@ -414,6 +414,11 @@ def _logits(layer: Any, hidden: Tensor) -> Logits:
                 "defer: the head has a LoRA, and its weight is a DTensor: tensor parallelism has sharded it. Merge the "
                 "LoRA, leave the head out of the adapter, or keep the model's own logits (undefer)."
             )
+        if settings.around.refused is not None:
+            raise LogitlessError(
+                "defer: the head's weight is a DTensor: tensor parallelism has sharded it, and the host's own code was "
+                "not tried on its logits. To have them deferred all the same, call logitless.defer(model) yourself."
+            )
         check_placements(hidden, weight, bias)
         mesh = weight.device_mesh
         hidden, weight, bias, shard = Parts.of(hidden, weight, bias, settings.around.shard_of(weight))
