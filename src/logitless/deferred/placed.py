@@ -64,9 +64,9 @@ class Style(NamedTuple):
         """The style whose forward this is; None for any other."""
         cells = getattr(forward, "__closure__", None) or ()
         names = forward.__code__.co_freevars if cells and forward.__name__ == "tp_forward" else ()
-        found = {name: cell.cell_contents for name, cell in zip(names, cells, strict=False)}
+        found: dict[str, Any] = {name: cell.cell_contents for name, cell in zip(names, cells, strict=False)}
         style, mesh = found.get("self"), found.get("mesh")
-        if mesh is None or not hasattr(style, "output_layouts"):
+        if style is None or mesh is None or not hasattr(style, "output_layouts"):
             return None
         return Style(forward, mesh, style.input_layouts, style.output_layouts, style.use_local_output)
 
