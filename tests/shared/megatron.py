@@ -24,7 +24,7 @@ def megatron_first() -> bool:
 
 
 @contextmanager
-def megatron(tp: int = 1, cp: int = 1) -> Iterator[Any]:
+def megatron(tp: int = 1, cp: int = 1, pp: int = 1, vpp: int | None = None) -> Iterator[Any]:
     """``parallel_state`` of this mesh, as a training script sets it up."""
     with warnings.catch_warnings():
         # What its imports warn of is its own business.
@@ -36,7 +36,12 @@ def megatron(tp: int = 1, cp: int = 1) -> Iterator[Any]:
         for category, message in NOISE:
             warnings.filterwarnings("ignore", message, category)
 
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=vpp,
+            context_parallel_size=cp,
+        )
         try:
             yield parallel_state
         finally:
