@@ -216,6 +216,34 @@ def test_an_acceptance_near_0_keeps_its_digits(device: torch.device):
     torch.testing.assert_close(leaves[1].grad.double(), leaves[0].grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["forward_kl", "lk_hybrid", "reverse_kl"])
+def test_a_frozen_head_that_both_share(kind: Any, backend: str, device: torch.device):
+    """One weight for the draft's hidden states and the policy's: unit gradients in forward, and once more where another
+    result has a gradient, too."""
+    shared, target = torch.randn(83, 16, device=device), torch.randint(83, (11,), device=device)
+    hidden, other = torch.randn(2, 11, 16, device=device)
+    target[3], scale = -100, torch.arange(11, device=device) / 3
+    for more in (0.0, 0.3):
+        truths = []
+        for dtype in (torch.float64, torch.float32):
+            leaf, weight = hidden.clone().to(dtype).requires_grad_(), shared.to(dtype)
+            z = leaf @ weight.T
+            rows = textbook(z, other.to(dtype) @ weight.T, kind) * scale
+            rows = rows + more * z.log_softmax(-1).gather(1, target.clamp_min(0)[:, None])[:, 0]
+            torch.where(target != -100, rows, 0.0).sum().backward()
+            truths.append(leaf.grad)
+        leaf = hidden.clone().requires_grad_()
+        given: dict[str, Any] = {"teacher": ll.Logits(other, shared), "divergence": kind, "backend": backend}
+        plan = ll.explain(ll.logprobs, ll.Logits(leaf, shared), target, memory=6000, **given)
+        assert str(plan).startswith("pair: 3 matrix products, because the head needs no gradient")
+        out = ll.logprobs(ll.Logits(leaf, shared), target, memory=6000, **given)
+        assert out.divergence is not None
+        loss = (out.divergence * scale).sum()
+        (loss + more * out.logprob.sum() if more else loss).backward()
+        assert_gradient_close_to_truth(leaf.grad, *truths)  # pyright: ignore[reportArgumentType]
+
+
 def test_as_a_term_of_an_objective(device: torch.device):
     """A loss in one pass over a draft's rows: its value is the mean of the rows."""
     draft = Draft.draw(device)

@@ -249,7 +249,7 @@ def _look_hidden(
 ) -> tuple[Found, dict[str, Tensor]]:
     p = Projection.of(selected_rows(operands, call), operands, column, call, call.found_here)
     if plan.kind == "pair":
-        return _look_pairs(p, plan), {}
+        return _look_pairs(p, plan)
     assert plan.forward is not None
     assert call.linear is not None
     if call.linear.batch_invariant and not plan.forward.fused:
@@ -263,8 +263,9 @@ def _look_hidden(
     return found, {} if stored is None else {"exponentials": stored.values, "references": stored.reference}
 
 
-def _look_pairs(p: Projection, plan: Plan) -> Found:
-    """Student and teacher side by side, in chunks of whole rows."""
+def _look_pairs(p: Projection, plan: Plan) -> tuple[Found, dict[str, Tensor]]:
+    """Student and teacher side by side, in chunks of whole rows; with unit gradients of hidden rows, if the head has
+    none."""
     call, teacher = p.call, p.call.asked.teacher
     assert isinstance(teacher, Teacher | Teachers)
     assert call.linear is not None
@@ -273,8 +274,14 @@ def _look_pairs(p: Projection, plan: Plan) -> Found:
         p, rows = p.padded(plan.rows), rows.padded(plan.rows)
     chunk = empty_chunk(p, plan, rows)
     assert isinstance(chunk, LogitsChunk)
-    found = [chunk.look(start, stop) for start, stop in plan.chunks or ((0, 0),)]
-    return Found.joined(found, call.num_rows)
+    unit, found = p.hidden.new_zeros(p.hidden.shape) if plan.unit else None, []
+    for start, stop in plan.chunks or ((0, 0),):
+        found.append(chunk.look(start, stop))
+        if unit is not None and stop > start and call.columns:
+            up = {"divergence": p.gain.new_ones(stop - start)}
+            d_z = chunk.gradient(start, stop, p.column[start:stop], found[-1].saved, up)
+            p.times_whole_weight(d_z, plan.columns, unit[start:stop])
+    return Found.joined(found, call.num_rows), {} if unit is None else {"unit": unit}
 
 
 def _hidden_gradients(
@@ -296,6 +303,11 @@ def _hidden_gradients(
         g_logprob = torch.zeros_like(saved["logprob"]) if g_logprob is None else g_logprob.contiguous()
         unit = Unit(saved["others"], saved["local"])
         rows = unit_gradient(p, unit, row.norm, saved["logprob"], g_logprob, up["log_z"])
+        return hidden_gradient(rows, operands.hidden.shape, call), None, None, None, None
+    by = up.get("divergence")
+    if plan.unit and by is not None and all(x is None for name, x in up.items() if name != "divergence"):
+        rows = torch.empty_like(saved["unit"])
+        call.backend.rescale(saved["unit"], by.contiguous(), rows)
         return hidden_gradient(rows, operands.hidden.shape, call), None, None, None, None
     assert plan.backward is not None
     p = Projection.of(selected_rows(operands, call), operands, saved["column"], call, call.found_here)

@@ -16,7 +16,7 @@ from logitless.backends.contract import Backend, Problem, Product, Products
 from logitless.call import Call, Operands
 from logitless.collectives import gather_rows_over, scatter_sum_over, sum_over
 from logitless.errors import released
-from logitless.machine import Tiles
+from logitless.machine import Tiles, pieces
 from logitless.softmax import SKIP
 from logitless.sources.gemm import add_rows, multiply
 
@@ -158,6 +158,17 @@ class Projection:
         self.multiply(d_z, self.weight[columns], x, add=add)
         if self.low is not None and y is not None:
             self.multiply(d_z, self.low[columns], y, add=add)
+
+    def times_whole_weight(self, d_z: Tensor, step: int, out: Tensor) -> None:
+        """``out = d_z @ weight``: in one product, or over slabs of ``step`` columns in float32."""
+        columns = self.call.columns
+        if step >= columns:
+            self.times_weight(d_z, slice(0, columns), out)
+            return
+        total = self.gain.new_empty(out.shape)
+        for slab in pieces(columns, step, self.hidden.is_meta):
+            self.times_weight(d_z[:, slab], slab, total, add=slab.start > 0)
+        out.copy_(total)
 
     def add_low(self, d_z: Tensor, rows: Tensor, out: Tensor | None) -> None:
         """``out += d_z.T @ y``, where there is a LoRA and y is its part of hidden rows."""
