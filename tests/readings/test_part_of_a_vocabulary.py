@@ -222,7 +222,7 @@ def test_a_frozen_head_that_both_share(kind: Any, backend: str, device: torch.de
     """One weight for the draft's hidden states and the policy's: unit gradients in forward, and once more where another
     result has a gradient, too."""
     shared, target = torch.randn(83, 16, device=device), torch.randint(83, (11,), device=device)
-    hidden, other = torch.randn(2, 11, 16, device=device)
+    hidden, other = 0.5 * torch.randn(2, 11, 16, device=device)
     target[3], scale = -100, torch.arange(11, device=device) / 3
     for more in (0.0, 0.3):
         truths = []
