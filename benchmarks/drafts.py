@@ -143,6 +143,20 @@ def ours_hybrid(x: Inputs) -> Scored:
     return out.divergence.mean(), {"acceptance": out.acceptance.detach()}
 
 
+def ours_hybrid_shared(x: Inputs) -> Scored:
+    """Of a target whose head was cut beforehand, as speculators cuts it: the acceptance is over the shared ids."""
+    out = ll.logprobs(x.draft, x.rows, teacher=ll.Logits(x.target_hidden, _cut(x)), divergence="lk_hybrid")
+    assert out.divergence is not None
+    return out.divergence.mean(), {}
+
+
+def speculators_frozen(x: Inputs) -> Scored:
+    with torch.no_grad():
+        targets = x.target_hidden[None] @ _cut(x).T
+    rows = peer("speculators.losses.fused").fused_kl_div_loss(x.hidden[None] @ x.weight.detach().T, targets)
+    return rows.mean(), {"divergence": rows[0].detach()}
+
+
 def speculators(x: Inputs) -> Scored:
     """As its models do: the target's head is cut to the draft's ids when it is loaded, which is not counted."""
     with torch.no_grad():
@@ -207,8 +221,10 @@ CONTENDERS = {
     "ours, shared, as a loss": Contender(ours_as_a_loss, "4 of the draft's"),
     "ours, shared, frozen head": Contender(ours_frozen, "3 of the draft's", frozen=True),
     "ours, whole": Contender(ours_whole, "6 of the draft's, 1 of the target's"),
+    "ours, hybrid, shared": Contender(ours_hybrid_shared, "6 of the draft's", "lk_hybrid, shared"),
     "ours, hybrid": Contender(ours_hybrid, "6 of the draft's, 1 of the target's", "lk_hybrid"),
     "speculators, shared": Contender(speculators, "4 of the draft's"),
+    "speculators, shared, frozen head": Contender(speculators_frozen, "3 of the draft's", frozen=True),
     "speculators, hybrid, shared": Contender(speculators_hybrid, "4 of the draft's", "lk_hybrid, shared"),
     "SpecForge, whole": Contender(specforge, "4 of the draft's, 1 of the target's"),
 }
