@@ -404,6 +404,7 @@ def own_call(teacher: Teacher, call: Call, columns: int, gain: Tensor) -> Call:
         gain=gain,
         columns=columns,
         rank=0,
+        weight_dtype=None,
         dtype=teacher.tokens.dtype,
         logits_dtype=accumulation_dtype(call.dtype) if linear.match is None else getattr(torch, linear.match),
     )
