@@ -14,6 +14,7 @@ from hosts import load, put_first
 from torch import Tensor
 
 import logitless
+from benchmarks.bench.measure import peak_bytes
 
 DOUBLE = not put_first("nemo_rl")
 if DOUBLE:
@@ -62,3 +63,26 @@ def test_a_draft_over_shards(ranks, dtype: torch.dtype):
         assert ours[0].dtype == theirs[0].dtype == torch.float32
         assert_close_to_truth(ours[0], rows.detach(), theirs[0])
         assert_gradient_close_to_truth(ours[1], gradient[..., own], theirs[1])
+
+
+def peaks(rank: int, world: int, student: Tensor, teacher: Tensor) -> list[float]:
+    """Bytes per logit at the peak of forward and backward, before and after."""
+    leaf, function = student.requires_grad_(), module().DistributedCrossEntropy
+
+    def step() -> Tensor:
+        rows = function.apply(leaf, teacher, torch.distributed.group.WORLD, False)
+        return torch.autograd.grad(rows.sum(), leaf)[0]
+
+    before = peak_bytes(step, leaf.device)
+    logitless.install("nemo_rl")
+    try:
+        return [x / leaf.numel() for x in (before, peak_bytes(step, leaf.device))]
+    finally:
+        logitless.uninstall("nemo_rl")
+
+
+def test_probabilities_are_not_held(ranks):
+    """Nothing of the size of the logits but their gradient, of two bytes each, and a tile."""
+    ((before, after),) = ranks(peaks, 1, *((2 * torch.randn(1, 256, 9000)).bfloat16() for _ in range(2)), timeout=180)
+    assert before > 8
+    assert after < 3
