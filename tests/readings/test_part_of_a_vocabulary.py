@@ -244,6 +244,20 @@ def test_a_frozen_head_that_both_share(kind: Any, backend: str, device: torch.de
         assert_gradient_close_to_truth(leaf.grad, *truths)  # pyright: ignore[reportArgumentType]
 
 
+def test_a_frozen_head_whose_logits_are_rounded(device: torch.device):
+    """Rows of 16-bit logits have no room for a float32 gradient: they are made again in backward."""
+    hidden, weight, target = torch.randn(5, 8, device=device), torch.randn(19, 8, device=device), torch.arange(5)
+    teacher, found = torch.randn(5, 19, device=device), []
+    for frozen in (False, True):
+        leaf, own = hidden.clone().requires_grad_(), weight.clone().requires_grad_(not frozen)
+        logits = ll.Logits(leaf, own, match="bfloat16")
+        out = ll.logprobs(logits, target.to(device), teacher=teacher, divergence="forward_kl")
+        assert out.divergence is not None
+        out.divergence.sum().backward()
+        found.append(leaf.grad)
+    assert torch.equal(*found)  # pyright: ignore[reportArgumentType]
+
+
 def test_as_a_term_of_an_objective(device: torch.device):
     """A loss in one pass over a draft's rows: its value is the mean of the rows."""
     draft = Draft.draw(device)

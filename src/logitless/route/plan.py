@@ -187,7 +187,9 @@ def _pair_plan(call: Call) -> Plan:
     shape = Shape.of(call)._replace(logits_bytes=call.logits_dtype.itemsize + wide, product=None)
     gradients = call.needs[0] + any(call.needs[1:3])
     graded = call.asked.entropy == "grad" or (call.table is not None and bool(call.table.differentiable))
-    unit = call.needs[0] and not any(call.needs[1:]) and not graded and not linear.batch_invariant
+    # dZ goes over the logits, which may be rounded to fewer bytes than it has.
+    room = call.logits_dtype.itemsize >= call.dtype.itemsize
+    unit = call.needs[0] and not any(call.needs[1:]) and not graded and not linear.batch_invariant and room
     reason = "a teacher's logits lie beside the student's, and are counted like them"
     if unit:
         reason = "the head needs no gradient, and a teacher's logits lie beside the student's while dZ is made"
