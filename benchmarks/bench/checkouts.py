@@ -66,6 +66,8 @@ MISSING = {
         "skyrl_gym",
     ),
     "slime": ("httpx", "ray", "megatron.training", "torch_memory_saver", "wandb"),
+    "specforge": (),
+    "speculators": (),
     "torchtitan": ("monarch", "spmd_types", "torchdata", "torchstore", "tyro", "vllm"),
     "trl": (),
     "vime": (),
@@ -92,6 +94,7 @@ BARE = {
     "areal": ("areal", "areal.infra", "areal.utils"),
     "ms_swift": ("swift", "swift.megatron", "swift.megatron.trainers"),
     "prime_rl": ("prime_rl.trainer", "prime_rl.trainer.models"),
+    "speculators": ("speculators", "speculators.losses", "speculators.utils"),
     "vime": ("vime", "vime.backends", "vime.backends.megatron_utils"),
 }
 """Packages of a checkout whose ``__init__`` imports the whole host: their modules are imported without it."""
@@ -121,6 +124,8 @@ MODULES = {
         "skyrl.backends.skyrl_train.distributed.megatron.model_utils",
     ),
     "slime": ("slime.backends.megatron_utils.loss", "slime.backends.megatron_utils.initialize"),
+    "specforge": ("specforge.core.compact_teacher",),
+    "speculators": ("speculators.losses.fused", "speculators.losses.eager"),
     "torchtitan": ("torchtitan.components.loss",),
     "verl": (
         "verl.utils.torch_functional",

@@ -92,6 +92,8 @@ class Pair:
         teacher: the same number of rows. It may have fewer columns: the rest have probability 0.
         norm, teacher_norm: of the two, over the whole vocabulary.
         kind: which divergence.
+        share: ``[R]`` logarithm of the factor of the teacher's probabilities where the acceptance is read besides;
+            None where it is not.
     """
 
     student: Problem
@@ -99,12 +101,19 @@ class Pair:
     norm: Normaliser
     teacher_norm: Normaliser
     kind: Divergence
+    share: Tensor | None = None
+
+    @property
+    def lines(self) -> int:
+        """Of sums: terms and their ``p slope``; with the acceptance tv, its own ``p slope``, and itself."""
+        return 2 if self.share is None else 5
 
     def cut(self, start: int, stop: int) -> Pair:
         """Rows ``start .. stop`` of it."""
         rows = slice(start, stop)
         norms = (self.norm.cut(rows), self.teacher_norm.cut(rows))
-        return Pair(self.student.cut(start, stop), self.teacher.cut(start, stop), *norms, self.kind)
+        share = None if self.share is None else self.share[rows]
+        return Pair(self.student.cut(start, stop), self.teacher.cut(start, stop), *norms, self.kind, share)
 
     def within(self, columns: slice) -> Pair:
         """Those columns of it."""

@@ -285,7 +285,7 @@ def divergence_gradient(
         some, coef_part = pair.cut(rows.start, rows.stop), None if coef is None else coef.cut(rows)
         for columns in pieces(pair.student.columns, width, pair.student.logits.is_meta):
             tile = pair.norm.reference.new_empty((rows.stop - rows.start, columns.stop - columns.start))
-            whole.divergence_gradient(some.within(columns), mean[rows], by[rows], coef_part, tile, None)
+            whole.divergence_gradient(some.within(columns), mean[..., rows], by[..., rows], coef_part, tile, None)
             _write_tile(out, rows if out_index is None else out_index[rows], columns.start, tile)
     zero_the_rest(out, out_index, pair.student.columns)
 

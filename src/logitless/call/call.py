@@ -8,7 +8,7 @@ Every verb makes one ``Call`` and hands it on; nothing below asks again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,7 +24,7 @@ from logitless.machine import Machine
 from logitless.operands import Kept, Linear, Teacher, Teachers
 from logitless.readings.reading import Row
 from logitless.readings.support import Support
-from logitless.readings.table import Table
+from logitless.readings.table import TEACHER_STATS, Table
 from logitless.rows import Rows
 from logitless.softmax import Normaliser
 from logitless.spec import VocabShard
@@ -153,6 +153,27 @@ class Call:
         """Columns of a shard on average over the vocabulary group: the same on every rank of it."""
         return self.columns if self.group is None else -(-self.vocab_size // self.group.size())
 
+    @property
+    def accepts(self) -> bool:
+        """Whether the acceptance is read beside a teacher."""
+        return self.kind is not None and (self.kind.accepts or "acceptance" in self.asked.stats)
+
+    @property
+    def bucket(self) -> bool:
+        """Whether the divergence is over all ids of a teacher, those that the student has not included."""
+        return any(x.tail == "bucket" for x in self._teachers)
+
+    @property
+    def wants_whole(self) -> bool:
+        """Whether a teacher is asked for its whole vocabulary, of which the student has part."""
+        asked = self.accepts or self.bucket or any(name in TEACHER_STATS for name in self.asked.stats)
+        return asked and any(x.ids is not None for x in self._teachers)
+
+    @property
+    def _teachers(self) -> Sequence[Teacher]:
+        teacher = self.asked.teacher
+        return teacher.members if isinstance(teacher, Teachers) else (teacher,) if isinstance(teacher, Teacher) else ()
+
     def support(self) -> Support | None:
         """The sampler's support of each row, if there is one."""
         kept = self.asked.kept
@@ -170,10 +191,7 @@ class Call:
 
     def read_again(self) -> dict[str, Tensor | None]:
         """What backward reads besides what autograd saves, by the argument that it is."""
-        teacher, head = self.asked.teacher, None
-        members = (
-            teacher.members if isinstance(teacher, Teachers) else (teacher,) if isinstance(teacher, Teacher) else ()
-        )
+        teacher, members = self.asked.teacher, self._teachers
         found: dict[str, Tensor | None] = {"rows.index": self.rows.index, "rows.target": self.rows.target}
         found |= {"ids": self.asked.ids, "which": getattr(teacher, "which", None)}
         if self.kept is not None:

@@ -20,7 +20,7 @@ from logitless.operands.checks import instead_of_tensor
 from logitless.operands.stands import wider
 from logitless.readings.best import MOST
 from logitless.readings.reading import LARGEST
-from logitless.readings.table import STATS
+from logitless.readings.table import STATS, TEACHER_STATS
 from logitless.rows import Rows
 from logitless.spec import IGNORE, Head, VocabShard, has_values, inspectable
 
@@ -140,8 +140,12 @@ def check_readings(
 ) -> None:
     """Raise for readings beyond the softmax that cannot be had."""
     stats, top_k, ids = asked.stats, asked.top_k, asked.ids
-    if not isinstance(stats, tuple | list) or not all(isinstance(x, str) and x in STATS for x in stats):
-        raise LogitlessError(f"{caller}: stats must be a tuple of names out of {list(STATS)} but is {stats!r}.")
+    sent = getattr(asked.teacher, "top_k", None) is not None
+    known = STATS if asked.teacher is None or sent or asked.kept is not None else (*STATS, *TEACHER_STATS)
+    if not isinstance(stats, tuple | list) or not all(isinstance(x, str) and x in known for x in stats):
+        taught = isinstance(stats, tuple | list) and any(x in TEACHER_STATS for x in stats)
+        hint = " Those of a teacher need its logits, over its whole vocabulary." if taught else ""
+        raise LogitlessError(f"{caller}: stats must be a tuple of names out of {list(known)} but is {stats!r}.{hint}")
     if not stats and top_k is None and ids is None:
         return
     if asked.kept is not None and asked.kept.scope == "support":

@@ -20,7 +20,7 @@ from logitless.backends.contract import Pair, Problem
 from logitless.call import Call
 from logitless.machine import Tiles, pieces
 from logitless.passes.exponentials import Exponentials
-from logitless.readings.found import Asked, Found, Lines, find
+from logitless.readings.found import Asked, Found, Lines, Taught, find
 from logitless.readings.support import Support, kept_statistics, merge_kept
 from logitless.readings.table import Table
 from logitless.softmax import WIDTH, Normaliser, Statistic, merge
@@ -36,11 +36,19 @@ def asked_of(call: Call, rows: slice | None = None) -> Asked:
     return Asked(target, gain, call.squash, ignored, call.entropy, call.group, table)
 
 
-def look_whole(call: Call, asked: Asked, problem: Problem, support: Support | None, teacher: Problem | None) -> Found:
+def look_whole(
+    call: Call,
+    asked: Asked,
+    problem: Problem,
+    support: Support | None,
+    teacher: Problem | None,
+    whole: Tensor | None = None,
+) -> Found:
     """Everything that is asked for of whole rows that are there, a teacher's beside them if there is one.
 
     Args:
         support: of these rows.
+        whole: lines of the teacher over all of its ids, where it has more of them than the student.
     """
     # The backend is loaded where it is used, so that torch.compile, which traces this, meets no import.
     table = asked.table
@@ -50,9 +58,10 @@ def look_whole(call: Call, asked: Asked, problem: Problem, support: Support | No
         None if table is None else table.lines(call.backend, problem, slice(None)),
         # The teacher's entropy costs nothing that shows.
         None if teacher is None else call.backend.statistics(replace(teacher, entropy=True)),
+        _best_of_teacher(call, teacher) if teacher is not None and whole is None else None,
     )
     count: Callable[[Tensor], Tensor] | None = None
-    compare: Callable[[Normaliser, Normaliser], Tensor] | None = None
+    taught: Taught | None = None
     rank = None if table is None else table.rank
     if rank is not None:
 
@@ -63,15 +72,26 @@ def look_whole(call: Call, asked: Asked, problem: Problem, support: Support | No
 
     if teacher is not None:
 
-        def sums_of(norm: Normaliser, other: Normaliser) -> Tensor:
-            sums = problem.gain.new_empty((2, problem.num_rows))
+        def sums_of(norm: Normaliser, other: Normaliser, share: Tensor | None) -> Tensor:
             assert call.kind is not None
-            call.backend.divergence(Pair(problem, teacher, norm, other, call.kind), sums)
+            pair = Pair(problem, teacher, norm, other, call.kind, share)
+            sums = problem.gain.new_empty((pair.lines, problem.num_rows))
+            call.backend.divergence(pair, sums)
             return sums
 
-        compare = sums_of
+        assert call.kind is not None
+        taught = Taught(call.kind, sums_of, call.accepts, call.bucket, call.asked.stats, whole)
 
-    return find(asked, lines, count, compare, call.kind)
+    return find(asked, lines, count, taught)
+
+
+def _best_of_teacher(call: Call, teacher: Problem) -> Tensor | None:
+    """``[2, R]`` key and id of the teacher's best column here, where it is asked for."""
+    if "teacher_top1" not in call.asked.stats:
+        return None
+    head = getattr(call.asked.teacher, "head", None)
+    key, column = call.backend.best(teacher, 1, head is not None and head.scale < 0)
+    return torch.cat([key, column + call.start])
 
 
 def _opaque(problem: Problem) -> bool:

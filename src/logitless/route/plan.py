@@ -5,7 +5,8 @@
     frozen      2 products    only hidden does, and entropy is not differentiated: unit gradients in forward
     keep        3 products    16-bit exponentials of all rows fit the budget: backward need not recompute logits
     recompute   4 products    everything else; with the exponentials of some rows stored, between 3 and 4
-    pair        6 products    a teacher's logits beside the student's; fewer where the teacher's exist
+    pair        6 products    a teacher's logits beside the student's; fewer where the teacher's exist, 3 with a frozen
+                              head: unit gradients of the divergence in forward
     support     no product    the scope is the support, or a teacher's K ids: dot products
     one pass    3 products    a loss, evaluated on a chunk of rows while their logits are there; 4 with a teacher
     two passes  4 products    a loss, after the log-probs of all rows
@@ -57,6 +58,7 @@ class Plan:
         apart: why logits go through memory between a product and its softmax; None where one kernel does both.
         ranked: whether all logits are made once more, to count those above the target's.
         taught: whether there is a teacher, whose logits lie beside the student's.
+        unit: whether forward makes the gradients of hidden states for an upstream gradient of 1 at every divergence.
         first: how log-probs are made where they come first: in two passes, or where no gradient is recorded.
         ids: entries of a support, all rows together.
     """
@@ -75,6 +77,7 @@ class Plan:
     apart: str | None = None
     ranked: bool = False
     taught: bool = False
+    unit: bool = False
     first: Plan | None = None
     ids: int = 0
 
@@ -183,15 +186,25 @@ def _pair_plan(call: Call) -> Plan:
     widened = call.dtype.itemsize == 2 and not machine.wide_products
     shape = Shape.of(call)._replace(logits_bytes=call.logits_dtype.itemsize + wide, product=None)
     gradients = call.needs[0] + any(call.needs[1:3])
+    graded = call.asked.entropy == "grad" or (call.table is not None and bool(call.table.differentiable))
+    # dZ goes over the logits, which may be rounded to fewer bytes than it has.
+    room = call.logits_dtype.itemsize >= call.dtype.itemsize
+    unit = call.needs[0] and not any(call.needs[1:]) and not graded and not linear.batch_invariant and room
+    reason = "a teacher's logits lie beside the student's, and are counted like them"
+    if unit:
+        reason = "the head needs no gradient, and a teacher's logits lie beside the student's while dZ is made"
+    if call.wants_whole:
+        reason += "; its whole vocabulary is one of the products"
     return Plan(
         "pair",
-        "a teacher's logits lie beside the student's, and are counted like them",
-        products=4 + gradients if gradients else 2,
+        reason,
+        products=(3 if unit else 4 + gradients if gradients else 2) + call.wants_whole,
         backward=backward_tiles(shape, min(call.memory, WORK)) if gradients else None,
         chunks=chunks,
         columns=SLAB if widened else max(1, call.columns),
         elementwise=share,
         taught=True,
+        unit=unit,
     )
 
 

@@ -187,6 +187,17 @@ class Projection:
         if self.low is not None and y is not None:
             self.multiply(d_z, self.low[columns], y, add=add)
 
+    def times_whole_weight(self, d_z: Tensor, step: int, out: Tensor) -> None:
+        """``out = d_z @ weight``: in one product, or over slabs of ``step`` columns in float32."""
+        columns = self.call.columns
+        if step >= columns:
+            self.times_weight(d_z, slice(0, columns), out)
+            return
+        total = self.gain.new_empty(out.shape)
+        for slab in pieces(columns, step, self.hidden.is_meta):
+            self.times_weight(d_z[:, slab], slab, total, add=slab.start > 0)
+        out.copy_(total)
+
     def add_low(self, d_z: Tensor, rows: Tensor, out: Tensor | None) -> None:
         """``out += d_z.T @ y``, where there is a LoRA and y is its part of hidden rows."""
         y = self.parts(rows)[1]
