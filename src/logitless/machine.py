@@ -277,6 +277,21 @@ def statistics_sizes(dtype: torch.dtype, columns: int) -> dict[str, Any]:
     return {"BLOCK": min(block, _power_of_two(columns)), "STAGES": stages, "num_warps": warps}
 
 
+def row_blocks_sizes(dtype: torch.dtype, columns: int) -> dict[str, Any]:
+    """Blocks of 128 columns per step, warps, and loads in flight of the order-free statistics kernel; and blocks that
+    are added up at a time."""
+    # Not measured: as many columns per step as in the statistics kernel.
+    per, warps, stages = (64, 8, 3) if dtype == torch.float32 else (32, 4, 3)
+    if columns <= TILE:
+        per, warps, stages = 8, 2, 1
+    blocks = -(-columns // ALIGNED)
+    # The interpreter takes as long for a step as for a large one.
+    per = min(per, 1 << max(blocks - 1, 0).bit_length())
+    # One block to a thread: two would cost a row's program its place beside the next.
+    ahead = min(32 * warps, _power_of_two(blocks))
+    return {"PER": per, "STAGES": stages, "AHEAD": ahead, "num_warps": warps}
+
+
 def best_sizes(columns: int) -> dict[str, Any]:
     """Lanes, columns of each, and warps of the kernel that finds the best columns of a row."""
     # Not measured: lanes as in the statistics of a tile.
@@ -351,7 +366,8 @@ class ProductSizes(NamedTuple):
 
     Attributes:
         rows, columns, depth: of a tile of logits, and of its operands at a time.
-        tiles: column tiles whose statistic stays in registers, to be stored as one part of the row.
+        tiles: column tiles whose statistic stays in registers, to be stored as one part of the row; 0 where every 128
+            columns are a part.
         band: row blocks that are worked on side by side, sharing their columns in L2.
         residents: programs on a multiprocessor at the same time.
         warps, stages: of a program, and of its loads.
@@ -370,11 +386,17 @@ class ProductSizes(NamedTuple):
 
     def groups(self, columns: int) -> int:
         """How many parts the statistic of a row has."""
-        return -(-columns // (self.columns * self.tiles))
+        return -(-columns // (self.columns * self.tiles if self.tiles else ALIGNED))
 
 
-def product_sizes(columns: int, width: int) -> ProductSizes:
-    """Sizes for operands of this width. The number of rows has no say: a row has the same bits in every batch."""
+def product_sizes(columns: int, width: int, canonical: bool = False) -> ProductSizes:
+    """Sizes for operands of this width. The number of rows has no say: a row has the same bits in every batch.
+
+    Args:
+        canonical: of products whose parts are blocks of 128 columns.
+    """
+    if canonical:
+        return ProductSizes(256, 128, 64, 0)
     # H200, bfloat16, T = 16384, V = 151936, in multiples of the bare product (benchmarks/epilogues.py): the statistic
     # with its merge, dZ, exponentials. 128 x 256 x 64, 8 warps, 3 stages: 1.09, 1.12, 1.28 at D = 1024; 1.06, 1.07,
     # 1.15 at 2048; 1.04, 1.05, 1.07 at 4096. 256 x 128, whose numbers per row have to be exchanged between warps: 1.10,

@@ -18,6 +18,7 @@ from logitless.operands.lora import LoRA
 from logitless.spec import VocabShard, has_values
 
 Match = Literal["bfloat16", "float16"] | None
+Bits = Literal["fast", "canonical"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +34,7 @@ class Linear:
     sparse_weight_grad: bool = False
     match: Match = None
     tf32: bool = False
-    batch_invariant: bool = False
+    bits: Bits = "fast"
     strict: bool = False
 
 

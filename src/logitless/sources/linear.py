@@ -18,7 +18,7 @@ from logitless.collectives import gather_rows_over, scatter_sum_over, sum_over
 from logitless.errors import released
 from logitless.machine import Tiles
 from logitless.softmax import SKIP
-from logitless.sources.gemm import add_rows, multiply
+from logitless.sources.gemm import add_rows, multiply, multiply_fixed
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +90,7 @@ class Projection:
             first=first,
             unit=self.call.unit,
             found=self.found and logits.shape[1] == self.call.columns,
+            canonical=self.call.canonical,
         )
 
     def whole(self, memory: Tensor, elementwise: int, column: Tensor | None = None) -> Problem:
@@ -116,6 +117,7 @@ class Projection:
             entropy=self.call.entropy,
             top=self.call.table is not None,
             logits_dtype=self.call.logits_dtype,
+            canonical=self.call.canonical,
         )
 
     @property
@@ -139,7 +141,10 @@ class Projection:
         # Logits that are rounded to half precision are rounded once, after all sums.
         wide = out if self.bias is None and self.low is None else out.to(self.gain.dtype)
         x, y = self.parts(self.hidden)
-        self.multiply(x, self.weight[columns].T, wide)
+        if self.call.bits == "canonical":
+            multiply_fixed(x, self.weight[columns], wide, tf32=self.tf32, wide=self.call.machine.wide_products)
+        else:
+            self.multiply(x, self.weight[columns].T, wide)
         if self.low is not None and y is not None:
             self.multiply(y, self.low[columns].T, wide, add=True)
         if self.bias is not None:
