@@ -31,6 +31,7 @@ from benchmarks.bench.records import Environment
 from logitless.backends import triton as backend
 from logitless.backends.contract import Problem, Product
 from logitless.backends.triton import products
+from logitless.backends.triton.blocks import row_lines
 from logitless.machine import ProductSizes
 from logitless.softmax import Statistic, merge, solved, target_column
 
@@ -38,10 +39,15 @@ TOKENS, VOCAB, SLAB, SAMPLED, ROWS = 16384, 151936, 8448, 64, 2048
 BITS = ("fast", "canonical")
 
 CONFIGURATIONS = {
-    "256x128x64 w8 s3 band 16": ProductSizes(256, 128, 64, 0),
     "256x128x64 w8 s3 band 8": ProductSizes(256, 128, 64, 0, band=8),
-    "128x256x64 w8 s3": ProductSizes(128, 256, 64, 0),
     "128x128x64 w4 s3, two": ProductSizes(128, 128, 64, 0, warps=4, residents=2),
+    "128x128x64 w4 s3 band 8, two": ProductSizes(128, 128, 64, 0, warps=4, residents=2, band=8),
+}
+
+
+ROWS_AT_A_TIME = {
+    torch.float32: ((64, 16, 8, 3), (64, 32, 8, 3), (32, 16, 4, 3), (32, 16, 8, 3), (64, 16, 8, 2), (32, 16, 4, 4)),
+    torch.bfloat16: ((32, 32, 4, 3), (64, 32, 8, 3), (32, 64, 4, 3), (32, 32, 8, 3), (64, 64, 8, 3), (32, 32, 4, 4)),
 }
 
 
@@ -205,6 +211,12 @@ def of_logits(dtype: torch.dtype) -> dict[str, Any]:
     for bits in BITS:
         steps |= {f"forward {bits}": lambda b=bits: forward(b), f"both {bits}": lambda b=bits: both(b)}
         steps[f"kernel {bits}"] = lambda b=bits: kernel(b)
+    for per, run, warps, stages in ROWS_AT_A_TIME[dtype]:
+        sizes = {"PER": per, "RUN": run, "num_warps": warps, "AHEAD": 32 * warps, "STAGES": stages}
+        problem = Problem(z, None, target, gain, 0.0, VOCAB, True, 16 << 20, canonical=True)
+        steps[f"kernel {per} blocks in runs of {run}, {warps} warps, {stages} stages"] = lambda p=problem, s=sizes: (
+            row_lines(p, None, **s)
+        )
     for step in steps.values():
         step()
     m = Statistic.of(kernel("fast")).m
@@ -216,10 +228,11 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--out", type=Path)
     arguments.add_argument("--commit")
+    arguments.add_argument("--hidden", type=int, nargs="*", default=(4096, 2048, 1024))
     given = arguments.parse_args()
     environment = asdict(Environment.here(torch.device("cuda"), given.commit))
     shape = {"tokens": TOKENS, "vocab": VOCAB}
-    for hidden in (4096, 2048, 1024):
+    for hidden in given.hidden:
         case = Case(hidden)
         with torch.no_grad():
             found = {"bits": bits_of(case)}

@@ -287,9 +287,11 @@ def row_blocks_sizes(dtype: torch.dtype, columns: int) -> dict[str, Any]:
     blocks = -(-columns // ALIGNED)
     # The interpreter takes as long for a step as for a large one.
     per = min(per, 1 << max(blocks - 1, 0).bit_length())
+    # Four threads to a run of columns, 16 bytes each.
+    run = 16 if dtype == torch.float32 else 32
     # One block to a thread: two would cost a row's program its place beside the next.
     ahead = min(32 * warps, _power_of_two(blocks))
-    return {"PER": per, "STAGES": stages, "AHEAD": ahead, "num_warps": warps}
+    return {"PER": per, "RUN": run, "STAGES": stages, "AHEAD": ahead, "num_warps": warps, "maxnreg": 128}
 
 
 def best_sizes(columns: int) -> dict[str, Any]:
@@ -396,7 +398,12 @@ def product_sizes(columns: int, width: int, canonical: bool = False) -> ProductS
         canonical: of products whose parts are blocks of 128 columns.
     """
     if canonical:
-        return ProductSizes(256, 128, 64, 0)
+        # H200, as below: 256 x 128 x 64 with a band of 8 and its merge 1.00, 1.08, 1.16 at D = 4096, 2048 and 1024, two
+        # programs with 128 x 128 and 4 warps 1.16, 1.11, 1.06. Blocks of 128 columns in tiles of 128 x 256: 1.04, 1.09,
+        # 1.18.
+        if width < 1536:
+            return ProductSizes(128, 128, 64, 0, residents=2, warps=4)
+        return ProductSizes(256, 128, 64, 0, band=8)
     # H200, bfloat16, T = 16384, V = 151936, in multiples of the bare product (benchmarks/epilogues.py): the statistic
     # with its merge, dZ, exponentials. 128 x 256 x 64, 8 warps, 3 stages: 1.09, 1.12, 1.28 at D = 1024; 1.06, 1.07,
     # 1.15 at 2048; 1.04, 1.05, 1.07 at 4096. 256 x 128, whose numbers per row have to be exchanged between warps: 1.10,

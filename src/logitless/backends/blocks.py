@@ -22,15 +22,12 @@ columns that all lie just below half of that are lost, 1.6e-5 of the sum at wors
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from logitless.softmax import SKIP, Statistic, merge_targets
-
-if TYPE_CHECKING:
-    from logitless.backends.contract import Problem
 
 BLOCK = 128
 """Columns of a block."""
@@ -89,8 +86,8 @@ def exponent(m: Tensor, k: Tensor) -> Tensor:
     return torch.where(y.abs() < FAR, above, 0.0)
 
 
-def lines(problem: Problem) -> Tensor:
-    """``[18, R]`` lines of the rows of a problem."""
+def lines(problem: Any) -> Tensor:
+    """``[18, R]`` lines of the rows of a :class:`~logitless.backends.contract.Problem`."""
     x = problem.logits if problem.index is None else problem.logits[problem.index]
     x = x[:, : problem.columns].float()
     x = torch.tanh(x * problem.squash) if problem.squash else x

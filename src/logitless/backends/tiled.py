@@ -18,7 +18,7 @@ from logitless.backends import reference as whole
 from logitless.backends.contract import MOMENTS, NO_COLUMN, Listed, Pair, Problem, Running
 from logitless.backends.selection import best_columns
 from logitless.machine import BLOCK, pieces
-from logitless.softmax import FLOOR, SKIP, Coefficients, Normaliser, Statistic, merge
+from logitless.softmax import FLOOR, SKIP, WIDTH, Coefficients, Normaliser, Statistic, merge
 
 products = None
 
@@ -46,9 +46,9 @@ def tile_shape(problem: Problem, more: int = 0) -> tuple[int, int]:
 def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
     """Same as :func:`logitless.backends.reference.statistics`, one tile at a time."""
     num_rows, dry = len(problem.column), problem.logits.is_meta
-    out = problem.empty_statistic() if out is None else out
     if problem.canonical:
-        return _canonical(problem, out)
+        return _canonical(problem, problem.empty_statistic() if out is None else out)
+    out = problem.gain.new_empty((WIDTH, num_rows)) if out is None else out
     height, width = tile_shape(problem)
     for rows in pieces(num_rows, height, dry) if height < num_rows else [slice(0, num_rows)]:
         if width >= problem.columns:

@@ -95,7 +95,8 @@ class Call:
         apart, apart_everywhere: why a product and the softmax of its logits are apart, with logits in memory between
             them; None where one kernel does both. The latter from what all ranks of a vocabulary group know.
         overwrite: whether backward may write over the logits.
-        bits: ``"fast"``, or ``"canonical"`` for sums in one order.
+        bits, canonical: ``"fast"``, or ``"canonical"`` for products of one shape and sums that are order-free, which
+            those of float64 are not.
         found, found_here: whether all targets were seen to be in the vocabulary, so that no row is left out, and none
             is NaN for want of its target; and whether they are among the columns here.
         dropped: in a dry run, where no value can tell, the share of rows without a gradient.
@@ -140,14 +141,10 @@ class Call:
     apart_everywhere: str | None = "logits are given"
     overwrite: bool = False
     bits: Bits = "fast"
+    canonical: bool = False
     found: bool = False
     found_here: bool = False
     dropped: float = 0.0
-
-    @property
-    def canonical(self) -> bool:
-        """Whether sums are order-free. Those of float64 are not: they have no integers to be summed as."""
-        return self.bits == "canonical" and self.gain.dtype == torch.float32
 
     @property
     def mean_columns(self) -> int:

@@ -203,7 +203,8 @@ def _tile_plan(call: Call) -> Plan:
     differentiated = () if call.table is None else call.table.differentiable
     spare, work = max(0, call.memory - WORK), min(call.memory, WORK)
     canonical = linear.bits == "canonical"
-    apart = shape._replace(product=None, blocks=canonical)
+    # Tiles of one width, whatever the batch: readings beyond the softmax add up theirs from left to right.
+    apart = shape._replace(rows=FIXED_ROWS if canonical else shape.rows, product=None, blocks=canonical)
     first = apart
     if shape.product is not None:
         first = shape._replace(product=product_sizes(call.columns, call.width, call.canonical))

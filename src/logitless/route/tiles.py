@@ -12,7 +12,7 @@ from logitless.machine import ALIGNED, Machine, ProductSizes, Tiles, product_siz
 from logitless.softmax import WIDTH
 
 FIXED_ROWS = 1024
-"""Rows of a chunk of both models' logits with ``bits="canonical"``, whatever the batch."""
+"""Rows of a tile with ``bits="canonical"``, whatever the batch."""
 
 
 class Shape(NamedTuple):

@@ -5,8 +5,8 @@
     row_blocks        logits in memory  ->  lines of the rows
     solve             lines of all shards  ->  the statistic
 
-Every path goes through ``block_sums`` and ``with_blocks``. They are launched without contraction, so that a multiply-add is
-one where it is written, and nowhere else: the compiler decides on no bit. Names as in ``kernels.py``.
+Every path goes through ``terms`` and ``with_blocks``. They are launched without contraction, so that a
+multiply-add is one where it is written, and nowhere else: the compiler decides on no bit. Names as in ``kernels.py``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from logitless.backends.triton.product_kernels import (
     multiply_add,
     place,
     shaped,
+    store_part,
     store_tile,
     target_within,
     without_targets,
@@ -68,30 +69,52 @@ def powers(b_y, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def pattern_sum(b, BASE: tl.constexpr, REST: tl.constexpr, AXIS: tl.constexpr, WIDEN: tl.constexpr):
-    """Sum of bit patterns less BASE each. REST is minus 128 times BASE, modulo 2^32."""
+def pattern(b, BASE: tl.constexpr, WIDEN: tl.constexpr):
+    """Bit patterns; in the interpreter, whose sums do not wrap around, less BASE."""
     b = b.to(tl.int32, bitcast=True)
-    if WIDEN:
-        # The interpreter does not wrap around.
-        return tl.sum(b - BASE, axis=AXIS).to(tl.int32)
-    return tl.sum(b, axis=AXIS) + REST
+    return b - BASE if WIDEN else b
 
 
 @triton.jit
-def block_sums(b_x, k_x, k, AXIS: tl.constexpr, ENTROPY: tl.constexpr, FINITE: tl.constexpr, WIDEN: tl.constexpr):
-    """``m, n, S, W`` of blocks along the last axis, and their exponentials; k in the shapes of both."""
-    m = largest(b_x, AXIS, WIDEN)
-    n = exponent(m, k)
-    b_y = multiply_add(b_x, k_x, tl.expand_dims(-n, AXIS), WIDEN)
+def terms(b_x, k, n, ENTROPY: tl.constexpr, FINITE: tl.constexpr, WIDEN: tl.constexpr):
+    """Of every logit: its exponential, that as an integer, and as an integer what it adds to W."""
+    b_y = multiply_add(b_x, k, -n, WIDEN)
     b_e = powers(b_y, WIDEN)
-    s = pattern_sum(b_e + 1.0, 0x3F800000, 1073741824, AXIS, WIDEN)
-    w = s * 0
+    b_s = pattern(b_e + 1.0, 0x3F800000, WIDEN)
+    b_w = b_s
     if ENTROPY:
         if not FINITE:
             b_y = tl.maximum(b_y, LOWEST)
         above = tl.full(b_e.shape, 1.75, dtype=tl.float32)
-        w = pattern_sum(multiply_add(b_e, b_y, above, WIDEN), 0x3FE00000, 268435456, AXIS, WIDEN)
+        b_w = pattern(multiply_add(b_e, b_y, above, WIDEN), 0x3FE00000, WIDEN)
+    return b_e, b_s, b_w
+
+
+@triton.jit
+def totals(s, w, ENTROPY: tl.constexpr, WIDEN: tl.constexpr):
+    """S and W from sums of 128 patterns: less 128 times that of 1, and of 1.75, modulo 2^32."""
+    s, w = s.to(tl.int32), w.to(tl.int32)
+    if not WIDEN:
+        s, w = s + 1073741824, w + 268435456
+    return s, w if ENTROPY else s * 0
+
+
+@triton.jit
+def block_sums(b_x, k, ENTROPY: tl.constexpr, FINITE: tl.constexpr, WIDEN: tl.constexpr):
+    """``m, n, S, W`` of blocks along the second axis, and their exponentials."""
+    m = largest(b_x, 1, WIDEN)
+    n = exponent(m, k)
+    b_e, b_s, b_w = terms(b_x, k[:, None], n[:, None], ENTROPY, FINITE, WIDEN)
+    s, w = totals(tl.sum(b_s, axis=1), tl.sum(b_w, axis=1), ENTROPY, WIDEN)
     return m, n, s, w, b_e
+
+
+@triton.jit
+def row_sums(b_x, k, n, ENTROPY: tl.constexpr, WIDEN: tl.constexpr):
+    """S and W of blocks along the second of three axes."""
+    _, b_s, b_w = terms(b_x, k, n, ENTROPY, False, WIDEN)
+    s, w = tl.sum(tl.sum(b_s, axis=0), axis=1), tl.sum(tl.sum(b_w, axis=0), axis=1)
+    return totals(s, w, ENTROPY, WIDEN)
 
 
 @triton.jit
@@ -109,10 +132,21 @@ def with_blocks(a0, a1, a2, a3, b0, b1, b2, b3, s, w, n, own):
 
 
 @triton.jit
-def store_bins(p_out, part_stride, m, t, a0, a1, a2, a3, b0, b1, b2, b3, read, mask):
+def added(a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3):
+    """Two times eight sums."""
+    return a0 + c0, a1 + c1, a2 + c2, a3 + c3, b0 + d0, b1 + d1, b2 + d2, b3 + d3
+
+
+@triton.jit
+def store_bins(p_out, part_stride, m, t, a0, a1, a2, a3, b0, b1, b2, b3, read, mask, WIDEN: tl.constexpr):
     """The lines of rows from bins that lie in lanes of the first axis."""
-    a0, a1, a2, a3 = tl.sum(a0, axis=0), tl.sum(a1, axis=0), tl.sum(a2, axis=0), tl.sum(a3, axis=0)
-    b0, b1, b2, b3 = tl.sum(b0, axis=0), tl.sum(b1, axis=0), tl.sum(b2, axis=0), tl.sum(b3, axis=0)
+    if WIDEN:
+        # The interpreter takes long for sums that it does not know.
+        a0, a1, a2, a3 = tl.sum(a0, axis=0), tl.sum(a1, axis=0), tl.sum(a2, axis=0), tl.sum(a3, axis=0)
+        b0, b1, b2, b3 = tl.sum(b0, axis=0), tl.sum(b1, axis=0), tl.sum(b2, axis=0), tl.sum(b3, axis=0)
+    else:
+        # All at once: threads wait for each other once.
+        a0, a1, a2, a3, b0, b1, b2, b3 = tl.reduce((a0, a1, a2, a3, b0, b1, b2, b3), 0, added)
     store_row(p_out, part_stride, m, t, a0, a1, a2, a3, b0, b1, b2, b3, read, mask)
 
 
@@ -185,10 +219,8 @@ def product_blocks_kernel(
     """``m, S, W, t`` of each block of each row, ``[blocks, 4, R]``, and with TOP the column that m is of; with a SLACK
     also ``e^(z - reference)``, as in ``product_statistics_kernel``.
 
-    Nothing is carried from tile to tile. The target's logit is in the part of its tile's first block.
+    A tile is as wide as a block, and nothing is carried from tile to tile.
     """
-    BLOCKS: tl.constexpr = BC // BLOCK
-    AXIS: tl.constexpr = 1 if BLOCKS == 1 else 2
     num_blocks, num_tiles = tl.cdiv(rows, BR), tl.cdiv(columns, BC)
     num_units = num_blocks * num_tiles
     if moved is not None:
@@ -205,35 +237,16 @@ def product_blocks_kernel(
         # In every tile, though few have a target: a branch would make the next product wait for the whole tile.
         t = tl.sum(tl.where(o_c[None, :] == b_at[:, None], b_x, 0.0), axis=1)
         t = tl.where(b_at < 0, float("nan"), t)
-        p_part = parts + (i_c * BLOCKS).to(tl.int64) * (4 + TOP) * rows + o_r
-        if BLOCKS == 1:
-            m, n, s, w, b_e = block_sums(b_x, k[:, None], k, AXIS, ENTROPY, FINITE, WIDEN)
-            mask = m_r
-            if TOP:
-                best = tl.min(tl.where(b_x == m[:, None], o_c[None, :], BC), axis=1)
-        else:
-            b_x3 = tl.reshape(b_x, [BR, BLOCKS, BLOCK])
-            m, n, s, w, b_e = block_sums(b_x3, k[:, None, None], k[:, None], AXIS, ENTROPY, FINITE, WIDEN)
-            o_b = tl.arange(0, BLOCKS)[None, :]
-            t = tl.where(o_b == 0, t[:, None], float("nan"))
-            p_part = p_part[:, None] + o_b.to(tl.int64) * (4 + TOP) * rows
-            mask = m_r[:, None] & (c + o_b * BLOCK < columns)
-            if TOP:
-                o_3 = tl.reshape(o_c, [1, BLOCKS, BLOCK])
-                best = tl.min(tl.where(b_x3 == tl.expand_dims(m, 2), o_3, BC), axis=2)
-        tl.store(p_part, m, mask=mask)
-        tl.store(p_part + rows, s.to(tl.float32, bitcast=True), mask=mask)
-        tl.store(p_part + 2 * rows, w.to(tl.float32, bitcast=True), mask=mask)
-        tl.store(p_part + 3 * rows, t, mask=mask)
+        m, n, s, w, b_e = block_sums(b_x, k, ENTROPY, FINITE, WIDEN)
+        p_part = parts + i_c.to(tl.int64) * (4 + TOP) * rows + o_r
+        store_part(p_part, rows, m, s.to(tl.float32, bitcast=True), w.to(tl.float32, bitcast=True), t, m_r)
         if TOP:
-            tl.store(p_part + 4 * rows, (first + c + best).to(tl.float32), mask=mask)
+            best = tl.min(tl.where(b_x == m[:, None], o_c[None, :], BC), axis=1)
+            tl.store(p_part + 4 * rows, (first + c + best).to(tl.float32), mask=m_r)
         if SLACK > 0:
-            given = tl.load(references + o_r, mask=m_r, other=0.0) * LOG2E
-            if BLOCKS > 1:
-                given = given[:, None]
+            given = tl.load(references + o_r, mask=m_r, other=0.0)
             # What is further off than the slack is made again. Until then it is in range.
-            shift = tl.minimum(n - given, SLACK * LOG2E + 1.0)
-            b_e = tl.reshape(b_e * tl.expand_dims(tl.exp2(shift), AXIS), [BR, BC])
+            b_e = b_e * tl.exp2(tl.minimum(n - given * LOG2E, SLACK * LOG2E + 1.0))[:, None]
             if SOFTCAP:
                 b_y = tl.maximum(b_x, -1.0)  # past the last column it is -inf
                 b_e = b_e * (1.0 - b_y * b_y)
@@ -265,7 +278,7 @@ def merge_blocks_kernel(
     t, best = m, -m
     held = tl.zeros([ROWS], dtype=tl.int32)
     p_parts = parts + o_b.to(tl.int64)[:, None] * step + o_r[None, :]
-    for b in range(0, num_blocks, AHEAD):
+    for b in tl.range(0, num_blocks, AHEAD, num_stages=3):
         p_part, mask = p_parts + b * step, m_r[None, :] & (b + o_b < num_blocks)[:, None]
         b_m = tl.load(p_part, mask=mask, other=float("-inf"))
         b_t = tl.load(p_part + 3 * rows, mask=mask, other=float("nan"))
@@ -280,7 +293,7 @@ def merge_blocks_kernel(
     own = exponent(m, k).to(tl.int32) >> 4
     a0 = tl.zeros([AHEAD, ROWS], dtype=tl.int64)
     a1, a2, a3, b0, b1, b2, b3 = a0, a0, a0, a0, a0, a0, a0
-    for b in range(0, num_blocks, AHEAD):
+    for b in tl.range(0, num_blocks, AHEAD, num_stages=3):
         p_part, mask = p_parts + b * step, m_r[None, :] & (b + o_b < num_blocks)[:, None]
         n = exponent(tl.load(p_part, mask=mask, other=float("-inf")), k[None, :])
         s = tl.load(p_part + rows, mask=mask, other=0.0).to(tl.int32, bitcast=True)
@@ -288,7 +301,7 @@ def merge_blocks_kernel(
         a0, a1, a2, a3, b0, b1, b2, b3 = with_blocks(a0, a1, a2, a3, b0, b1, b2, b3, s, w, n, own[None, :])
     read = tl.load(column + o_r, mask=m_r, other=SKIP) != SKIP
     t = tl.where(held > 0, t * a, float("nan"))
-    store_bins(stats + o_r, part_stride, m, t, a0, a1, a2, a3, b0, b1, b2, b3, read, m_r)
+    store_bins(stats + o_r, part_stride, m, t, a0, a1, a2, a3, b0, b1, b2, b3, read, m_r, WIDEN)
     if TOP:
         tl.store(stats + o_r + 18 * part_stride, tl.where(read, m, 0.0), mask=m_r)
         tl.store(stats + o_r + 19 * part_stride, tl.where(best < float("inf"), best, 0.0), mask=m_r)
@@ -296,6 +309,7 @@ def merge_blocks_kernel(
 
 @triton.jit
 def row_step(
+    b_m,
     p_row,
     p_blocks,
     c,
@@ -308,11 +322,17 @@ def row_step(
     ENTROPY: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PER: tl.constexpr,
+    RUN: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """``m, S, W`` of PER blocks of a row, from column c on."""
+    """``m, S, W`` of PER blocks of a row, from column c on, into memory; and the maxima so far.
+
+    A block is read in runs of RUN columns, ``[BLOCK / RUN, PER, RUN]``: few threads share a run, and each of them has
+    that part of all runs of a block, so that little is exchanged.
+    """
     o_b = tl.arange(0, PER)
-    o_c = c + o_b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    o_q, o_l = tl.arange(0, BLOCK // RUN), tl.arange(0, RUN)
+    o_c = c + o_q[:, None, None] * RUN + o_b[None, :, None] * BLOCK + o_l[None, None, :]
     if WHOLE:
         b_x = tl.load(p_row + o_c, eviction_policy="evict_first").to(tl.float32)
     else:
@@ -322,11 +342,13 @@ def row_step(
     b_x = b_x * sign
     if not WHOLE:
         b_x = tl.where(o_c < columns, b_x, float("-inf"))
-    m, _, s, w, _ = block_sums(b_x, k, k, 1, ENTROPY, False, WIDEN)
+    m = largest(largest(b_x, 0, WIDEN), 1, WIDEN)
+    s, w = row_sums(b_x, k, exponent(m, k)[None, :, None], ENTROPY, WIDEN)
     p_block, mask = p_blocks + c // BLOCK + o_b, c + o_b * BLOCK < columns
     tl.store(p_block, m, mask=mask)
     tl.store(p_block + num_blocks, s.to(tl.float32, bitcast=True), mask=mask)
     tl.store(p_block + 2 * num_blocks, w.to(tl.float32, bitcast=True), mask=mask)
+    return tl.where((m != m) | (b_m != b_m), float("nan"), tl.maximum(m, b_m))
 
 
 @triton.jit(do_not_specialize=["rows", "part_stride", "first"])
@@ -347,6 +369,7 @@ def row_blocks_kernel(
     ENTROPY: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PER: tl.constexpr,
+    RUN: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -370,28 +393,29 @@ def row_blocks_kernel(
         k = tl.abs(a) * LOG2E
         # A row to leave out is not read.
         end = tl.where(read, columns, 0)
+        t = target_logit(p_row, i_c - first, end, a, squash, SOFTCAP)
+        b_m = tl.full([PER], float("-inf"), dtype=tl.float32)
         for c in tl.range(0, tl.where(read, whole, 0), PER * BLOCK, num_stages=STAGES):
-            row_step(p_row, p_blocks, c, columns, sign, k, squash, num_blocks, True, ENTROPY, SOFTCAP, PER, WIDEN)
+            b_m = row_step(
+                b_m, p_row, p_blocks, c, end, sign, k, squash, num_blocks, True, ENTROPY, SOFTCAP, PER, RUN, WIDEN
+            )
         if whole < end:
-            row_step(p_row, p_blocks, whole, end, sign, k, squash, num_blocks, False, ENTROPY, SOFTCAP, PER, WIDEN)
+            b_m = row_step(
+                b_m, p_row, p_blocks, whole, end, sign, k, squash, num_blocks, False, ENTROPY, SOFTCAP, PER, RUN, WIDEN
+            )
         tl.debug_barrier()
         here = tl.where(read, num_blocks, 0)
-        b_m = tl.full([AHEAD], float("-inf"), dtype=tl.float32)
-        for b in range(0, here, AHEAD):
-            part = tl.load(p_blocks + b + o_b, mask=b + o_b < here, other=float("-inf"))
-            b_m = tl.where((part != part) | (b_m != b_m), float("nan"), tl.maximum(part, b_m))
         m = largest(b_m, 0, WIDEN)
         own = exponent(m, k).to(tl.int32) >> 4
         a0 = tl.zeros([AHEAD], dtype=tl.int64)
         a1, a2, a3, b0, b1, b2, b3 = a0, a0, a0, a0, a0, a0, a0
-        for b in range(0, here, AHEAD):
+        for b in tl.range(0, here, AHEAD, num_stages=3):
             p_block, mask = p_blocks + b + o_b, b + o_b < here
             n = exponent(tl.load(p_block, mask=mask, other=float("-inf")), k)
             s = tl.load(p_block + num_blocks, mask=mask, other=0.0).to(tl.int32, bitcast=True)
             w = tl.load(p_block + 2 * num_blocks, mask=mask, other=0.0).to(tl.int32, bitcast=True)
             a0, a1, a2, a3, b0, b1, b2, b3 = with_blocks(a0, a1, a2, a3, b0, b1, b2, b3, s, w, n, own)
-        t = target_logit(p_row, i_c - first, end, a, squash, SOFTCAP)
-        store_bins(stats + i_r, part_stride, m, t, a0, a1, a2, a3, b0, b1, b2, b3, read, i_r >= 0)
+        store_bins(stats + i_r, part_stride, m, t, a0, a1, a2, a3, b0, b1, b2, b3, read, i_r >= 0, WIDEN)
         # The next row's blocks go where these were read.
         tl.debug_barrier()
 

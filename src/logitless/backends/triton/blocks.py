@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,11 +17,11 @@ from logitless.spec import has_values
 PROGRAMS = 1024
 """Programs of the kernel that reads rows, each with memory for the blocks of one: 8 or so on a multiprocessor."""
 
-MERGED = {"ROWS": 32, "AHEAD": 32, "num_warps": 8}
+MERGED = {"ROWS": 32, "AHEAD": 16, "num_warps": 4}
 """Rows per program of the merge of blocks, and blocks that are loaded at a time."""
 
 
-def row_lines(problem: Problem, out: Tensor | None) -> Tensor:
+def row_lines(problem: Problem, out: Tensor | None, **sizes: Any) -> Tensor:
     """``[18, R]`` lines of rows of logits in memory, in one read."""
     stats = problem.empty_statistic() if out is None else out
     blocks = -(-problem.columns // BLOCK)
@@ -49,7 +51,7 @@ def row_lines(problem: Problem, out: Tensor | None) -> Tensor:
         SOFTCAP=bool(problem.squash),
         WIDEN=interpreted() if has_values(problem.logits) else False,
         enable_fp_fusion=False,
-        **row_blocks_sizes(problem.logits.dtype, problem.columns),
+        **(row_blocks_sizes(problem.logits.dtype, problem.columns) | sizes),
     )
     return stats
 
