@@ -15,7 +15,7 @@ from shared.policy_loss import check as check_loss
 import logitless as ll
 from benchmarks.bench.predicted import PeakCase, compare
 from logitless import machine
-from logitless.backends.triton import products
+from logitless.backends.triton import blocks, products
 from logitless.call import Asked
 from logitless.call.dry import Dry
 from logitless.call.resolve import apart_everywhere, resolve
@@ -370,7 +370,8 @@ def test_a_row_has_the_same_bits_in_every_batch_on_cuda(width: int, device: torc
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/memory/test_estimate.py has its own sizes for a GPU")
 def test_the_estimate(options: dict, monkeypatch):
     """What the calls allocate. Kernels allocate nothing, but the interpreter does around them: none is launched."""
-    monkeypatch.setattr(products, "launch", lambda *args, **arguments: None)
+    for module in (products, blocks):
+        monkeypatch.setattr(module, "launch", lambda *args, **arguments: None)
     sizes = {"path": "hidden", "tokens": 61, "vocab": 2003, "hidden": 64, "memory": "256KiB"}
     result = compare(PeakCase("fused", {**sizes, "backend": "triton", **options}), torch.device("cpu"))
     assert result.measured_step > 0

@@ -21,7 +21,7 @@ from logitless.backends.divergences import Divergence
 from logitless.call import Asked
 from logitless.operands import Linear, Teachers
 
-V, D, R = 20, 4, 6
+V, D, R = 256, 4, 6
 HERE = V // 2
 
 Maker = Callable[[int], dict[str, Any]]
