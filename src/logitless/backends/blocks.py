@@ -16,8 +16,8 @@ of 128.
     lines [18, R]     m, before the gain; the target's z; 8 sums of 64 bits, low and high halves, as float32 patterns
     solved [4, R]     a statistic as :mod:`logitless.softmax` has it, from the lines of all shards
 
-Logits beyond 2^30 in units of ``k x`` count as infinite. The exponential is rounded to 2^-23 of its block's maximum:
-columns that all lie just below half of that are lost, 1.6e-5 of the sum at worst.
+Logits z beyond 1.1e7 (k x of 2^24) count as infinite. Exponentials are rounded to 2^-23, where the largest is between a
+half and 1: columns that all lie just below half a unit are lost, 1.6e-5 of the sum at worst.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ LINES = 2 + 4 * BINS
 LARGEST = 1 << 21
 """Columns whose sums fit 64 bits, were they all equal."""
 
-FAR = 2.0**30
-"""Where logits in powers of two end."""
+FAR = 2.0**24
+"""Where logits in powers of two end: the last of which the next integer is a float32."""
 
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 
@@ -82,8 +82,7 @@ def factor(gain: Tensor) -> Tensor:
 def exponent(m: Tensor, k: Tensor) -> Tensor:
     """An integer above ``k m``, as float32; 0 where that is out of range."""
     y = m * k
-    above = torch.ceil(torch.floor(y) + (y.abs() * 2.0**-22).clamp_min(1.0))
-    return torch.where(y.abs() < FAR, above, 0.0)
+    return torch.where(y.abs() < FAR, torch.floor(y) + 1.0, 0.0)
 
 
 def lines(problem: Any) -> Tensor:

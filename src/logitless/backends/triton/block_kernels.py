@@ -28,7 +28,7 @@ from logitless.backends.triton.product_kernels import (
 
 BLOCK: tl.constexpr = tl.constexpr(128)  # blocks.BLOCK
 SPAN: tl.constexpr = tl.constexpr(16)  # blocks.SPAN
-FAR: tl.constexpr = tl.constexpr(1073741824.0)  # blocks.FAR
+FAR: tl.constexpr = tl.constexpr(16777216.0)  # blocks.FAR
 STEP: tl.constexpr = tl.constexpr(1.0 / 65536)  # a bin over the one above it
 UNIT: tl.constexpr = tl.constexpr(1.0 / 8388608)  # of the sums
 LOWEST: tl.constexpr = tl.constexpr(-1.0e30)  # 0 times it is 0, which 0 times -inf is not
@@ -53,11 +53,9 @@ def largest(b_x, AXIS: tl.constexpr, WIDEN: tl.constexpr):
 @triton.jit
 def exponent(m, k):
     """An integer above ``k m``, as float32; 0 where that is out of range."""
-    y = m * k
+    y = tl.minimum(tl.maximum(m, LOWEST), -LOWEST) * k
     inside = tl.abs(y) < FAR
-    y = tl.where(inside, y, 0.0)
-    above = tl.ceil(tl.floor(y) + tl.maximum(tl.abs(y) * 2.384185791015625e-07, 1.0))
-    return tl.where(inside, above, 0.0)
+    return tl.where(inside, tl.floor(tl.where(inside, y, 0.0)) + 1.0, 0.0)
 
 
 @triton.jit
@@ -78,6 +76,9 @@ def pattern(b, BASE: tl.constexpr, WIDEN: tl.constexpr):
 @triton.jit
 def terms(b_x, k, n, ENTROPY: tl.constexpr, FINITE: tl.constexpr, WIDEN: tl.constexpr):
     """Of every logit: its exponential, that as an integer, and as an integer what it adds to W."""
+    if WIDEN:
+        # The interpreter warns of numbers that are too low for it.
+        b_x = tl.maximum(b_x, LOWEST)
     b_y = multiply_add(b_x, k, -n, WIDEN)
     b_e = powers(b_y, WIDEN)
     b_s = pattern(b_e + 1.0, 0x3F800000, WIDEN)
@@ -473,7 +474,8 @@ def solve_kernel(lines, gain, stats, rows, num_parts, line_stride, shard_stride,
     total = ((d3 * STEP + d2) * STEP + d1) * STEP + d0
     mean = (b3.to(tl.float64) - 48.0 * d3) * STEP + (b2.to(tl.float64) - 32.0 * d2)
     mean = (mean * STEP + (b1.to(tl.float64) - 16.0 * d1)) * STEP + b0.to(tl.float64)
-    scale = tl.where(tl.abs(m * k) < FAR, tl.exp2(off) * UNIT, float("nan"))
+    inside = tl.abs(tl.minimum(tl.maximum(m, LOWEST), -LOWEST) * k) < FAR
+    scale = tl.where(inside & (m == m), tl.exp2(off) * UNIT, float("nan"))
     w = (mean + total * off) * scale * LN2
     tl.store(stats + o_r, m * a, mask=m_r)
     tl.store(stats + rows + o_r, (total * scale).to(tl.float32), mask=m_r)
