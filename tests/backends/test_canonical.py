@@ -282,6 +282,16 @@ def test_huge_logits_count_as_infinite():
     torch.testing.assert_close(out["logprob"][2], -torch.tensor(2.0).log())
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_rows(backend: str):
+    hidden, weight, target = operands()
+    for logits in (
+        ll.Logits(hidden[:0], weight, bits="canonical"),
+        ll.Logits.given(torch.randn(0, V), bits="canonical"),
+    ):
+        assert score(logits, target[:0], backend=backend)["logprob"].shape == (0,)
+
+
 def test_float64_has_its_own_sums():
     z, target = torch.randn(T, V, dtype=torch.float64), torch.randint(V, (T,))
     assert torch.equal(

@@ -344,6 +344,9 @@ def settled(case: Case) -> Case:
         changes |= {"top_k": min(case.top_k, case.vocab), "shards": min(changes.get("shards", case.shards), 1)}
     if case.canonical and case.shards > 1:
         changes["shards"] = 1
+    if case.canonical and case.values == "large":
+        # Logits beyond 1.1e7 count as infinite there.
+        changes["values"] = "huge"
     if linear and case.values in ("lowest", "lowest first", "minus infinity"):
         # Logits that are products are masked by the bias.
         changes["bias"] = True

@@ -107,7 +107,7 @@ def lines_of(x: Tensor, t: Tensor, gain: Tensor) -> Tensor:
     """
     k, sign = factor(gain), torch.where(gain < 0, -1.0, 1.0)
     x = torch.nn.functional.pad(x * sign[:, None], (0, -x.shape[1] % BLOCK), value=-torch.inf)
-    x = x.view(len(x), -1, BLOCK)
+    x = x.view(len(x), x.shape[1] // BLOCK, BLOCK)
     m = x.amax(2)
     n = exponent(m, k[:, None])
     y = (x.double() * k.double()[:, None, None] - n.double()[:, :, None]).float()

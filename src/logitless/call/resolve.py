@@ -49,7 +49,7 @@ def resolve(caller: str, logits: Any, rows: Any, asked: Asked, memory: str | Non
     checked = checks.check_given(caller, x, rows, shard, asked, overwrite)
     call = _resolve(caller, x, checked, asked, None, shard, memory or MEMORY["logits"])
     if given is not None and given.bits != "fast":
-        call = replace(call, bits=given.bits, canonical=call.gain.dtype == torch.float32)
+        call = replace(call, bits=given.bits, canonical=_canonical(call, given.bits))
         checks.check_bits(call)
     object.__setattr__(call, "overwrite", overwrite)
     object.__setattr__(call, "needs", (torch.is_grad_enabled() and x.requires_grad, False, False, False))
@@ -71,7 +71,7 @@ def _from_hidden(call: Call, operands: Operands, linear: Linear, stands: Stands)
         lora_scale=stands.weight.scale if isinstance(stands.weight, LoRA) else 1.0,
         logits_dtype=call.gain.dtype if linear.match is None else getattr(torch, linear.match),
         bits=linear.bits,
-        canonical=linear.bits == "canonical" and call.gain.dtype == torch.float32,
+        canonical=_canonical(call, linear.bits),
     )
     if linear.bits != "fast":
         checks.check_bits(call)
@@ -80,6 +80,11 @@ def _from_hidden(call: Call, operands: Operands, linear: Linear, stands: Stands)
     object.__setattr__(call, "apart_everywhere", everywhere)
     object.__setattr__(call, "apart", everywhere or _apart_here(operands, call))
     return call
+
+
+def _canonical(call: Call, bits: str) -> bool:
+    """Whether there are sums over the vocabulary, and they are order-free. Those of float64 are not."""
+    return bits == "canonical" and call.gain.dtype == torch.float32 and not call.over_support
 
 
 def _needs(operands: Operands) -> tuple[bool, ...]:
