@@ -31,7 +31,6 @@ from benchmarks.bench.records import Environment
 from logitless.backends import triton as backend
 from logitless.backends.contract import Problem, Product
 from logitless.backends.triton import products
-from logitless.backends.triton.blocks import row_lines
 from logitless.machine import ProductSizes
 from logitless.softmax import Statistic, merge, solved, target_column
 
@@ -42,12 +41,6 @@ CONFIGURATIONS = {
     "256x128x64 w8 s3 band 8": ProductSizes(256, 128, 64, 0, band=8),
     "128x128x64 w4 s3, two": ProductSizes(128, 128, 64, 0, warps=4, residents=2),
     "128x128x64 w4 s3 band 8, two": ProductSizes(128, 128, 64, 0, warps=4, residents=2, band=8),
-}
-
-
-ROWS_AT_A_TIME = {
-    torch.float32: ((64, 32, 8, 1), (64, 16, 8, 1), (32, 32, 4, 1), (32, 32, 8, 1), (64, 128, 8, 1), (32, 128, 8, 1)),
-    torch.bfloat16: ((64, 64, 8, 1), (32, 64, 4, 1), (64, 32, 8, 1), (32, 32, 4, 1), (32, 64, 8, 1), (32, 128, 4, 1)),
 }
 
 
@@ -211,12 +204,6 @@ def of_logits(dtype: torch.dtype) -> dict[str, Any]:
     for bits in BITS:
         steps |= {f"forward {bits}": lambda b=bits: forward(b), f"both {bits}": lambda b=bits: both(b)}
         steps[f"kernel {bits}"] = lambda b=bits: kernel(b)
-    for per, run, warps, stages in ROWS_AT_A_TIME[dtype]:
-        sizes = {"PER": per, "RUN": run, "num_warps": warps, "AHEAD": 32 * warps, "STAGES": stages}
-        problem = Problem(z, None, target, gain, 0.0, VOCAB, True, 16 << 20, canonical=True)
-        steps[f"kernel {per} blocks in runs of {run}, {warps} warps, {stages} stages"] = lambda p=problem, s=sizes: (
-            row_lines(p, None, **s)
-        )
     for step in steps.values():
         step()
     m = Statistic.of(kernel("fast")).m

@@ -111,14 +111,6 @@ def block_sums(b_x, k, ENTROPY: tl.constexpr, FINITE: tl.constexpr, WIDEN: tl.co
 
 
 @triton.jit
-def row_sums(b_x, k, n, ENTROPY: tl.constexpr, WIDEN: tl.constexpr):
-    """S and W of blocks along the second of three axes."""
-    _, b_s, b_w = terms(b_x, k, n, ENTROPY, False, WIDEN)
-    s, w = tl.sum(tl.sum(b_s, axis=0), axis=1), tl.sum(tl.sum(b_w, axis=0), axis=1)
-    return totals(s, w, ENTROPY, WIDEN)
-
-
-@triton.jit
 def with_blocks(a0, a1, a2, a3, b0, b1, b2, b3, s, w, n, own):
     """The sums of the four bins, and their products, with further blocks; all lie in the lanes of their blocks."""
     n = n.to(tl.int32)
@@ -323,17 +315,11 @@ def row_step(
     ENTROPY: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PER: tl.constexpr,
-    RUN: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """``m, S, W`` of PER blocks of a row, from column c on, into memory; and the maxima so far.
-
-    A block is read in runs of RUN columns, ``[BLOCK / RUN, PER, RUN]``: few threads share a run, and each of them has
-    that part of all runs of a block, so that little is exchanged.
-    """
+    """``m, S, W`` of PER blocks of a row, from column c on, into memory; and the maxima so far."""
     o_b = tl.arange(0, PER)
-    o_q, o_l = tl.arange(0, BLOCK // RUN), tl.arange(0, RUN)
-    o_c = c + o_q[:, None, None] * RUN + o_b[None, :, None] * BLOCK + o_l[None, None, :]
+    o_c = c + o_b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     if WHOLE:
         b_x = tl.load(p_row + o_c, eviction_policy="evict_first").to(tl.float32)
     else:
@@ -343,8 +329,7 @@ def row_step(
     b_x = b_x * sign
     if not WHOLE:
         b_x = tl.where(o_c < columns, b_x, float("-inf"))
-    m = largest(largest(b_x, 0, WIDEN), 1, WIDEN)
-    s, w = row_sums(b_x, k, exponent(m, k)[None, :, None], ENTROPY, WIDEN)
+    m, _, s, w, _ = block_sums(b_x, tl.full([PER], 1.0, dtype=tl.float32) * k, ENTROPY, False, WIDEN)
     p_block, mask = p_blocks + c // BLOCK + o_b, c + o_b * BLOCK < columns
     tl.store(p_block, m, mask=mask)
     tl.store(p_block + num_blocks, s.to(tl.float32, bitcast=True), mask=mask)
@@ -370,8 +355,6 @@ def row_blocks_kernel(
     ENTROPY: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PER: tl.constexpr,
-    RUN: tl.constexpr,
-    STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
@@ -396,13 +379,13 @@ def row_blocks_kernel(
         end = tl.where(read, columns, 0)
         t = target_logit(p_row, i_c - first, end, a, squash, SOFTCAP)
         b_m = tl.full([PER], float("-inf"), dtype=tl.float32)
-        for c in tl.range(0, tl.where(read, whole, 0), PER * BLOCK, num_stages=STAGES):
+        for c in tl.range(0, tl.where(read, whole, 0), PER * BLOCK, num_stages=1):
             b_m = row_step(
-                b_m, p_row, p_blocks, c, end, sign, k, squash, num_blocks, True, ENTROPY, SOFTCAP, PER, RUN, WIDEN
+                b_m, p_row, p_blocks, c, end, sign, k, squash, num_blocks, True, ENTROPY, SOFTCAP, PER, WIDEN
             )
         if whole < end:
             b_m = row_step(
-                b_m, p_row, p_blocks, whole, end, sign, k, squash, num_blocks, False, ENTROPY, SOFTCAP, PER, RUN, WIDEN
+                b_m, p_row, p_blocks, whole, end, sign, k, squash, num_blocks, False, ENTROPY, SOFTCAP, PER, WIDEN
             )
         tl.debug_barrier()
         here = tl.where(read, num_blocks, 0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -21,7 +19,7 @@ MERGED = {"ROWS": 32, "AHEAD": 16, "num_warps": 4}
 """Rows per program of the merge of blocks, and blocks that are loaded at a time."""
 
 
-def row_lines(problem: Problem, out: Tensor | None, **sizes: Any) -> Tensor:
+def row_lines(problem: Problem, out: Tensor | None) -> Tensor:
     """``[18, R]`` lines of rows of logits in memory, in one read."""
     stats = problem.empty_statistic() if out is None else out
     blocks = -(-problem.columns // BLOCK)
@@ -51,7 +49,7 @@ def row_lines(problem: Problem, out: Tensor | None, **sizes: Any) -> Tensor:
         SOFTCAP=bool(problem.squash),
         WIDEN=interpreted() if has_values(problem.logits) else False,
         enable_fp_fusion=False,
-        **(row_blocks_sizes(problem.logits.dtype, problem.columns) | sizes),
+        **row_blocks_sizes(problem.logits.dtype, problem.columns),
     )
     return stats
 
