@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import logitless
 from benchmarks.bench.measure import peak_bytes
 from logitless.adapters import Installed, scoring
-from logitless.deferred import read
+from logitless.deferred import later, read
 
 STEPS = 3
 Build = Callable[[], tuple[nn.Module, Callable[[int], Any]]]
@@ -109,7 +109,7 @@ def spoiled() -> Iterator[None]:
         return spoil
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (scoring, read):
+        for module in (scoring, read, later):
             patch.setattr(module, "logprobs", off(module.logprobs))
         yield
 

@@ -41,7 +41,9 @@ def make_entropy(original: Callable[..., Any], options: Mapping[str, Any]) -> Ca
     """Stands in for ``compute_entropy``, which in OpenRLHF is compiled and makes three copies of the logits."""
 
     def compute_entropy(logits: Tensor) -> Tensor:
-        entropy = entropy_of_logits("compute_entropy", logits, options["audit"], grad=options["entropy_grad"])
+        entropy = entropy_of_logits(
+            "compute_entropy", logits, options["audit"], grad=options["entropy_grad"], later=True
+        )
         return entropy.to(logits.dtype)
 
     return compute_entropy

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from logitless.adapters.audit import Audit
 from logitless.adapters.shards import check_ids
+from logitless.deferred.later import entropy_with_log_prob, log_prob_and_entropy
 from logitless.errors import LogitlessError
 from logitless.operands import Kept, Logits
 from logitless.operands.kept import Scope
@@ -92,7 +93,12 @@ def score(
     A row whose target is -100 gets zeros; with ``skip`` it is not read, or multiplied with the head, either.
     """
     operand, target = placed(logits, shard, overwrite=overwrite), target.long()
-    out = _of_labelled(logits, target, shard, asked) if skip else logprobs(operand, target, **asked)
+    if skip:
+        out = _of_labelled(logits, target, shard, asked)
+    elif isinstance(operand, Logits) and not asked:
+        out = log_prob_and_entropy(operand, target)._replace(entropy=None)
+    else:
+        out = logprobs(operand, target, **asked)
     audit.of_logits(where, operand, target, logprob=out.logprob, entropy=out.entropy, head=asked.get("head"))
     return out
 
@@ -121,9 +127,27 @@ def score_with_all_entropies(where: str, logits: Tensor, target: Tensor, audit: 
 
 
 def entropy_of_logits(
-    where: str, logits: Tensor, audit: Audit, *, grad: bool = True, leave_out: Tensor | None = None, **asked: Any
+    where: str,
+    logits: Tensor,
+    audit: Audit,
+    *,
+    grad: bool = True,
+    leave_out: Tensor | None = None,
+    later: bool = False,
+    **asked: Any,
 ) -> Tensor:
-    """Entropy of every row, with a graph if ``grad`` and the logits have one; 0 where ``leave_out`` is true."""
+    """Entropy of every row, with a graph if ``grad`` and the logits have one; 0 where ``leave_out`` is true.
+
+    Args:
+        later: whether the host goes on to ask for log-probs of the same logits, on every rank. Of logits that are not
+            computed, one pass then answers both.
+    """
+    if isinstance(logits, Logits) and not asked.keys() - {"shard"} and not audit:
+        operand = placed(logits, asked.get("shard"))
+        assert isinstance(operand, Logits)
+        entropy = entropy_with_log_prob(operand, graph=grad, later=later and leave_out is None)
+        if entropy is not None:
+            return entropy if leave_out is None else entropy.masked_fill(leave_out, 0.0)
     target = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     if leave_out is not None:
         target.masked_fill_(leave_out, IGNORE)

@@ -110,7 +110,7 @@ def make_entropy(where: str, dtype: torch.dtype | None) -> Make:
 
     def make(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
         def entropy_from_logits(logits: Tensor, chunk_size: int = 2048) -> Tensor:
-            entropy = entropy_of_logits(where, logits, options["audit"], grad=options["entropy_grad"])
+            entropy = entropy_of_logits(where, logits, options["audit"], grad=options["entropy_grad"], later=True)
             return entropy.to(dtype or logits.dtype)
 
         return entropy_from_logits
@@ -137,7 +137,9 @@ def make_parallel_entropy(where: str, dtype: torch.dtype | None) -> Make:
     def make(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
         def vocab_parallel_entropy(vocab_parallel_logits: Tensor, chunk_size: int = 2048) -> Tensor:
             logits, shard = vocab_parallel_logits, even_shard(_tensor_group(), vocab_parallel_logits.shape[-1])
-            entropy = entropy_of_logits(where, logits, options["audit"], grad=options["entropy_grad"], shard=shard)
+            entropy = entropy_of_logits(
+                where, logits, options["audit"], grad=options["entropy_grad"], shard=shard, later=True
+            )
             return entropy.to(dtype or logits.dtype)
 
         return vocab_parallel_entropy

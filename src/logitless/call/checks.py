@@ -18,6 +18,7 @@ from logitless.errors import ELSEWHERE, LogitlessError
 from logitless.errors.arguments import FLOATS, check_flags, described, is_number, refused
 from logitless.operands import Kept, Linear, LoRA
 from logitless.operands.checks import instead_of_tensor
+from logitless.operands.stands import wider
 from logitless.readings.best import MOST
 from logitless.readings.reading import LARGEST
 from logitless.readings.table import STATS
@@ -359,10 +360,10 @@ def check_linear(caller: str, hidden: Tensor, weight: Tensor, linear: Linear, op
         )
     if not weight.shape[1]:
         raise LogitlessError(f"{caller}: hidden and weight have hidden size 0, so that there is nothing to multiply.")
-    if weight.dtype != hidden.dtype:
+    if weight.dtype != hidden.dtype and not (wider(hidden, weight) and operands.b is None):
         raise LogitlessError(
             f"{caller}: weight is {weight.dtype} but hidden is {hidden.dtype}. Cast one of them, or call under "
-            f"autocast."
+            f"autocast. Only a float32 weight without a LoRA goes with bfloat16 and float16 hidden states."
         )
     if bias is not None and (tuple(bias.shape) != (weight.shape[0],) or not bias.is_floating_point()):
         raise LogitlessError(

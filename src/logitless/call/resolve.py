@@ -68,6 +68,7 @@ def _from_hidden(call: Call, operands: Operands, linear: Linear, stands: Stands)
         num_tokens=hidden.shape[:-1].numel(),
         width=weight.shape[1],
         rank=0 if operands.b is None else operands.b.shape[1],
+        weight_dtype=None if weight.dtype == hidden.dtype else weight.dtype,
         lora_scale=stands.weight.scale if isinstance(stands.weight, LoRA) else 1.0,
         logits_dtype=call.gain.dtype if linear.match is None else getattr(torch, linear.match),
         bits=linear.bits,
@@ -199,7 +200,7 @@ def apart_everywhere(call: Call) -> str | None:
     # Kernels compare logits after a softcap, where rounding makes ties that were none.
     if call.table is not None and (not call.table.only_best or call.squash):
         return "of stats=, top_k= and ids= such products tell top1 and max_logit alone, without a softcap"
-    return products.takes_sizes(call.dtype, call.width)
+    return products.takes_sizes(call.dtype, call.depth)
 
 
 def _apart_here(operands: Operands, call: Call) -> str | None:
@@ -212,6 +213,9 @@ def _apart_here(operands: Operands, call: Call) -> str | None:
         return "bias is not contiguous"
     products = call.backend.products
     assert products is not None
+    if call.weight_dtype is not None:
+        # Both operands are copied.
+        return None
     lead = [(n, step) for n, step in zip(hidden.shape[:-1], hidden.stride()[:-1], strict=True) if n != 1]
     flat = all(step == n * below for (_, step), (n, below) in itertools.pairwise(lead))
     if flat and call.index is None and not linear.sequence_parallel:

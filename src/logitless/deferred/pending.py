@@ -45,7 +45,9 @@ class Pending(Lazy):
 
     def computed(self) -> Tensor:
         if self.value is None:
-            self.value = self.question.of(self.source)
+            # Whoever uses it first may be a metric, where no graph is recorded.
+            with torch.set_grad_enabled(self.requires_grad):
+                self.value = self.question.of(self.source)
         return self.value
 
     def counted(self, name: str) -> Tensor:
@@ -69,7 +71,7 @@ def waiting(x: Logits, question: Question, shape: Any, dtype: torch.dtype) -> Pe
     """The answer to come."""
 
     def compute(logits: Tensor) -> Tensor:
-        found = _of_computed(logits, question.name, question.ids)
+        found = of_computed(logits, question.name, question.ids)
         for name, args in question.steps:
             found = getattr(torch, name)(found, *args)
         return found
@@ -85,7 +87,7 @@ def numbers(x: Logits, name: str, ids: Tensor | None = None) -> Tensor:
     return waiting(x, Question(name, ids), shape, result_dtype(x))
 
 
-def _of_computed(x: Tensor, name: str, ids: Tensor | None) -> Tensor:
+def of_computed(x: Tensor, name: str, ids: Tensor | None) -> Tensor:
     """The same numbers, of logits that exist."""
     if name == "log_z":
         return x.logsumexp(-1)

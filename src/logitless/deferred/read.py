@@ -39,7 +39,7 @@ def ask(x: Logits, name: str, ids: Tensor | None = None) -> Tensor:
     """
     lead = x.shape[:-1]
     if name in ("log_z", "entropy"):
-        found = _softmax(x, name).reshape(lead)
+        found = softmax_of(x, name).reshape(lead)
         return found.to(result_dtype(x))
     flat = x.reshape(-1, x.shape[-1])
     assert isinstance(flat, Logits)
@@ -55,7 +55,7 @@ SOFTMAX = "softmax was taken"
 """Noted of logits whose entropy will probably be asked for, so that one pass answers that and log Z."""
 
 
-def _softmax(x: Logits, name: str) -> Tensor:
+def softmax_of(x: Logits, name: str) -> Tensor:
     """``[R]`` log Z or entropy; both from one pass where both are asked for, one after the other."""
     x.stands()
     memo, graph = memo_of(x), torch.is_grad_enabled()

@@ -27,7 +27,7 @@ from logitless.errors.arguments import refuse_transforms, refused
 from logitless.operands.checks import check_tensors
 from logitless.operands.graph import Behind, Edge
 from logitless.operands.lora import LoRA
-from logitless.operands.stands import Bits, Linear, Match, Stands
+from logitless.operands.stands import Bits, Linear, Match, Stands, product_dtype
 from logitless.spec import VocabShard, graph_break
 
 aten = torch.ops.aten
@@ -62,7 +62,9 @@ class Logits(Tensor):
         hidden: ``[..., D]`` hidden states; a DTensor is taken if replicated, or with ``sequence_parallel`` if sharded
             by tokens over the group of ``shard``.
         weight: ``[V, D]`` of the head, or a :class:`LoRA`. A DTensor is taken if replicated, or if sharded by rows over
-            the group of ``shard=VocabShard.of(weight)``. A frozen weight takes two products instead of four.
+            the group of ``shard=VocabShard.of(weight)``. A frozen weight takes two products instead of four. In float32
+            beside hidden states of 16 bits it is multiplied as two parts of 16 bits, nearly as exactly as in float32,
+            and its gradient is float32.
         bias: ``[V]`` or None.
         shard: which columns live here, and the group that holds the rest.
         sequence_parallel: hidden states are this rank's tokens, gathered over the group; their gradient is summed and
@@ -134,7 +136,8 @@ class Logits(Tensor):
             bits=bits,
             strict=strict,
         )
-        return made(Stands(hidden, weight, linear, hidden.dtype), cls)
+        dtype = hidden.dtype if matrix.dtype == hidden.dtype else product_dtype(hidden, matrix)
+        return made(Stands(hidden, weight, linear, dtype), cls)
 
     if TYPE_CHECKING:
 
@@ -173,7 +176,8 @@ class Logits(Tensor):
         self._stands.gain = value
         if self._behind is not None:
             self._behind.gain = value
-        self._memo.clear()
+        # Copies that share it stand for the numbers before.
+        self._memo = {}
 
     def stands(self) -> Stands:
         """What the logits stand for, unchanged; behind them in the graph where somebody watches their gradient."""

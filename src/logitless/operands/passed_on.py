@@ -157,8 +157,11 @@ def _squeeze(x: Any, dim: int | None = None) -> Any:
     return _of_rows(x, lambda h: h.squeeze(dim % x.dim()))
 
 
-def _same(x: Any, **_: Any) -> Any:
-    return like(x)
+def same(x: Any, **_: Any) -> Any:
+    """A copy, which knows what was read of the logits already."""
+    new = like(x)
+    new._memo = x._memo
+    return new
 
 
 def _detach(x: Any) -> Any:
@@ -315,8 +318,8 @@ RULES.update(
         "transpose": _transpose,
         "swapaxes": _transpose,
         "permute": _permute,
-        "contiguous": _same,
-        "clone": _same,
+        "contiguous": same,
+        "clone": same,
         "detach": _detach,
         "data": _data,
         "float": _cast(torch.float32),

@@ -38,6 +38,18 @@ class Linear:
     strict: bool = False
 
 
+def wider(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether the head is in float32 above hidden states in 16 bits."""
+    return weight.dtype == torch.float32 and hidden.dtype in (torch.bfloat16, torch.float16)
+
+
+def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """Of the head's product: that of hidden states, unless autocast is off and the weight is wider."""
+    kind = hidden.device.type
+    cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return weight.dtype if wider(hidden, weight) and not cast else hidden.dtype
+
+
 @dataclass(eq=False)
 class Stands:
     """What logits stand for. The gain alone may change, by ``logits /= temperature``.
@@ -123,6 +135,7 @@ class Stands:
         matrix = weight.weight if isinstance(weight, LoRA) else weight
         if linear.weight_grad is not None:
             matrix = IntoBuffer.apply(matrix, linear.weight_grad)
+        hidden = hidden if isinstance(weight, LoRA) else hidden.to(product_dtype(hidden, matrix))
         x = torch.nn.functional.linear(whole(hidden), matrix, linear.bias)  # pyright: ignore[reportArgumentType]
         if isinstance(weight, LoRA):
             x = x + whole(weight.inner(hidden)).to(hidden.dtype) @ weight.b.to(hidden.dtype).T

@@ -71,7 +71,9 @@ def gradients(
     loop = _by_slabs if tiles.slabs else _by_blocks
     hidden, weight, bias, low = loop(p, tiles, beside, want, weight_grad)
     # Accumulators are rounded here, where the working memory of the loop is free again.
-    return Gradients(_as(hidden, p.hidden), _as(weight, p.weight), _as(bias, p.bias), _as(low, p.low))
+    wide = p.call.weight_dtype or p.weight.dtype
+    weight = None if weight is None else weight.to(wide)
+    return Gradients(_as(hidden, p.hidden), weight, _as(bias, p.bias), _as(low, p.low))
 
 
 def _by_slabs(
@@ -80,7 +82,7 @@ def _by_slabs(
     want_hidden, want_weight, want_bias = want
     block = _Block.make(p, tiles, beside)
     d_hidden = p.gain.new_empty(p.hidden.shape) if want_hidden else None
-    d_weight = torch.empty_like(p.weight) if want_weight and weight_grad is None else None
+    d_weight = p.like_weight() if want_weight and weight_grad is None else None
     d_bias = p.gain.new_zeros(p.weight.shape[0]) if want_bias else None
     d_low = None if p.low is None else p.gain.new_zeros(p.low.shape)
     # One block writes a slab of dW once, in its own dtype. Several add up in float32 first.
@@ -203,8 +205,8 @@ class _Block:
 def _no_gradients(p: Projection, want: tuple[bool, bool, bool], weight_grad: Tensor | None) -> Gradients:
     hidden, weight, bias = want
     return Gradients(
-        torch.zeros_like(p.hidden) if hidden else None,
-        torch.zeros_like(p.weight) if weight and weight_grad is None else None,
+        torch.zeros_like(p.hidden, memory_format=torch.contiguous_format) if hidden else None,
+        p.like_weight().zero_() if weight and weight_grad is None else None,
         torch.zeros_like(p.bias) if bias and p.bias is not None else None,
         None if p.low is None else torch.zeros_like(p.low),
     )

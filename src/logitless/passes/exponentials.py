@@ -88,4 +88,4 @@ class Exponentials:
 
 def _slab(p: Projection, tiles: Tiles) -> int:
     """Columns that share a reference."""
-    return product_sizes(p.call.columns, p.call.width).columns if tiles.fused else tiles.columns
+    return product_sizes(p.call.columns, p.call.depth).columns if tiles.fused else tiles.columns

@@ -93,7 +93,7 @@ def _fused_lines_with_unit(p: Projection, tiles: Tiles, lines: int) -> tuple[Ten
     out = p.gain.new_empty((lines + 2 * best, len(p.hidden)))
     e = p.empty((tiles.rows * tiles.columns,), p.hidden.dtype)
     total = p.gain.new_zeros((min(tiles.rows, max(len(p.hidden), 1)), p.hidden.shape[1]))
-    width, slabs = p.call.width, pieces(p.call.columns, tiles.columns)
+    width, slabs = p.call.depth, pieces(p.call.columns, tiles.columns)
     ends = list(
         itertools.accumulate((products.num_parts(c.stop - c.start, width, p.call.canonical) for c in slabs), initial=0)
     )
@@ -105,7 +105,7 @@ def _fused_lines_with_unit(p: Projection, tiles: Tiles, lines: int) -> tuple[Ten
             product = part.product(columns)
             exponentials = e[: product.rows * product.columns].view(product.rows, product.columns)
             products.towards(product, parts[first:last], exponentials, reference, sums if first else None)
-            p.multiply(exponentials, product.weight, sums, add=first > 0)
+            p.multiply(exponentials, p.weight[columns], sums, add=first > 0)
         products.merge(part.product(slice(0, p.call.columns)), parts, out[:, rows])
         _normalise(part, sums, reference, out[:lines, rows], others[rows])
     return out, Unit(others, _log_normaliser(p, out[:lines]))

@@ -282,7 +282,7 @@ def _hidden_gradients(
     assert operands.hidden is not None
     if plan.kind == "frozen":
         # Hidden rows are neither gathered nor selected again: the unit gradients stand in, and are not multiplied.
-        p = Projection.of(saved["others"], operands, saved["column"], call)
+        p = Projection.of(saved["others"], operands, saved["column"], call, multiplied=False)
         g_logprob = up["logprob"]
         g_logprob = torch.zeros_like(saved["logprob"]) if g_logprob is None else g_logprob.contiguous()
         unit = Unit(saved["others"], saved["local"])

@@ -207,7 +207,7 @@ def _tile_plan(call: Call) -> Plan:
     apart = shape._replace(rows=FIXED_ROWS if canonical else shape.rows, product=None, blocks=canonical)
     first = apart
     if shape.product is not None:
-        first = shape._replace(product=product_sizes(call.columns, call.width, call.canonical))
+        first = shape._replace(product=product_sizes(call.columns, call.depth, call.canonical))
     if not (hidden or head):
         forward = forward_tiles(first, work)
         forward = forward if kept is None else all_rows(forward, shape)

@@ -38,7 +38,7 @@ class Shape(NamedTuple):
 
     @staticmethod
     def of(call: Call) -> Shape:
-        product = product_sizes(call.columns, call.width) if call.apart is None else None
+        product = product_sizes(call.columns, call.depth) if call.apart is None else None
         sizes = (call.logits_dtype.itemsize, call.dtype.itemsize)
         lines = WIDTH + (call.table is not None)
         return Shape(call.num_rows, call.columns, *sizes, call.machine, product, lines)

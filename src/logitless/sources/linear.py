@@ -16,7 +16,7 @@ from logitless.backends.contract import Backend, Problem, Product, Products
 from logitless.call import Call, Operands
 from logitless.collectives import gather_rows_over, scatter_sum_over, sum_over
 from logitless.errors import released
-from logitless.machine import Tiles
+from logitless.machine import SLAB, Tiles, pieces
 from logitless.softmax import SKIP
 from logitless.sources.gemm import add_rows, multiply, multiply_fixed
 
@@ -27,7 +27,7 @@ class Projection:
 
     Attributes:
         hidden: ``[R, D]`` selected rows.
-        weight: ``[V, D]``, hidden's dtype.
+        weight: ``[V, D]``, hidden's dtype; of a wider weight that was cut in two, the large part of each number.
         low: ``[V, r]`` further columns of the weight, and then hidden is ``[R, D + r]``: a LoRA; or None.
         bias: ``[V]`` or None.
         column: ``[R]`` as in :class:`~logitless.backends.contract.Problem`.
@@ -35,6 +35,8 @@ class Projection:
         call: what is to be done with them.
         backend: the call's backend.
         tf32: whether float32 operands are multiplied in TF32.
+        twice, both: ``[R, 2 D]`` hidden rows beside themselves, and ``[V, 2 D]`` the small and the large parts of a
+            float32 weight, whose product are the logits; None where hidden and weight are.
         found: whether every row is known to have its target among the columns.
     """
 
@@ -47,23 +49,45 @@ class Projection:
     backend: Backend
     low: Tensor | None = None
     tf32: bool = False
+    twice: Tensor | None = None
+    both: Tensor | None = None
     found: bool = False
 
     @staticmethod
-    def of(rows: Tensor, operands: Operands, column: Tensor, call: Call, found: bool = False) -> Projection:
-        """The rows ``[R, D]`` of a call, with the head of its operands."""
+    def of(
+        rows: Tensor, operands: Operands, column: Tensor, call: Call, found: bool = False, multiplied: bool = True
+    ) -> Projection:
+        """The rows ``[R, D]`` of a call, with the head of its operands; and whether their product will be made."""
         weight, bias, low = operands.weight, operands.bias, operands.b
         assert weight is not None
         require_weight(weight, call)
         bias, low = (None if x is None else x.detach() for x in (bias, low))
         tf32 = call.linear is not None and call.linear.tf32
-        return Projection(rows, weight.detach(), bias, column, call.gain, call, call.backend, low, tf32, found)
+        p = Projection(rows, weight.detach(), bias, column, call.gain, call, call.backend, low, tf32, found=found)
+        # Elsewhere operands are widened in copies.
+        whole = weight.dtype == rows.dtype or not (call.machine.wide_products or call.apart is None)
+        return p if whole or not multiplied else p.in_two_parts()
+
+    def in_two_parts(self) -> Projection:
+        """The same with a float32 weight as a sum of two of hidden's dtype, which one product adds up.
+
+        The small parts come first: then they are not lost in what the large ones have summed up to.
+        """
+        width = self.hidden.shape[1]
+        both = self.empty((len(self.weight), 2 * width), self.hidden.dtype)
+        for rows in pieces(len(both), SLAB, both.is_meta):
+            small, large = both[rows].split(width, 1)
+            large.copy_(self.weight[rows])
+            small.copy_(self.weight[rows] - large)
+        twice = torch.cat([self.hidden, self.hidden], 1)
+        return replace(self, hidden=twice[:, :width], twice=twice, weight=both[:, width:], both=both)
 
     def cut(self, start: int, stop: int) -> Projection:
         """Rows ``start .. stop`` of it."""
         if (start, stop) == (0, len(self.hidden)):
             return self
-        return replace(self, **{name: getattr(self, name)[start:stop] for name in ("hidden", "column", "gain")})
+        rows = {name: getattr(self, name) for name in ("hidden", "twice", "column", "gain")}
+        return replace(self, **{name: x[start:stop] for name, x in rows.items() if x is not None})
 
     def padded(self, multiple: int) -> Projection:
         """The same rows, and as many rows to be skipped as make a multiple."""
@@ -71,6 +95,7 @@ class Projection:
         return replace(
             self,
             hidden=pad(self.hidden, (0, 0, 0, missing)),
+            twice=None if self.twice is None else pad(self.twice, (0, 0, 0, missing)),
             column=pad(self.column, (0, missing), value=SKIP),
             gain=pad(self.gain, (0, missing), value=1.0),
             found=self.found and not missing,
@@ -106,8 +131,8 @@ class Projection:
     def product(self, columns: slice) -> Product:
         """All rows and those columns, for a kernel that multiplies them itself."""
         return Product(
-            self.hidden,
-            self.weight[columns],
+            self.hidden if self.twice is None else self.twice,
+            self.weight[columns] if self.both is None else self.both[columns],
             None if self.bias is None else self.bias[columns],
             self.column,
             self.gain,
@@ -129,6 +154,10 @@ class Projection:
         """``out = a @ b``, or ``out += a @ b``, summed in at least float32."""
         multiply(a, b, out, add=add, tf32=self.tf32, wide=self.call.machine.wide_products)
 
+    def multiply_fixed(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """``out = a @ b.T`` in products of one shape, for bits that do not depend on the number of rows."""
+        multiply_fixed(a, b, out, tf32=self.tf32, wide=self.call.machine.wide_products)
+
     def add_rows(self, x: Tensor, out: Tensor) -> None:
         """``out += x.sum(0)``, summed in at least float32."""
         add_rows(x, out, wide=self.call.machine.wide_products)
@@ -141,11 +170,16 @@ class Projection:
         # Logits that are rounded to half precision are rounded once, after all sums.
         wide = out if self.bias is None and self.low is None else out.to(self.gain.dtype)
         x, y = self.parts(self.hidden)
-        if self.call.bits == "canonical":
-            multiply_fixed(x, self.weight[columns], wide, tf32=self.tf32, wide=self.call.machine.wide_products)
-        else:
-            self.multiply(x, self.weight[columns].T, wide)
-        if self.low is not None and y is not None:
+        a, b = x, self.weight[columns]
+        if self.twice is not None and self.both is not None:
+            a, b = self.twice, self.both[columns]
+        fixed = self.call.bits == "canonical"
+        self.multiply_fixed(a, b, wide) if fixed else self.multiply(a, b.T, wide)
+        if self.low is not None and y is not None and fixed:
+            added = torch.empty_like(wide)
+            self.multiply_fixed(y, self.low[columns], added)
+            wide.add_(added)
+        elif self.low is not None and y is not None:
             self.multiply(y, self.low[columns].T, wide, add=True)
         if self.bias is not None:
             wide.add_(self.bias[columns])
@@ -169,6 +203,11 @@ class Projection:
         y = self.parts(rows)[1]
         if out is not None and y is not None:
             self.multiply(d_z.T, y, out, add=True)
+
+    def like_weight(self) -> Tensor:
+        """Memory of the size and dtype of the weight that the caller gave."""
+        dtype = self.call.weight_dtype or self.weight.dtype
+        return torch.empty(self.weight.shape, dtype=dtype, device=self.weight.device)
 
     def empty_tile(self, tiles: Tiles) -> Tensor:
         """Flat memory of one tile of logits."""

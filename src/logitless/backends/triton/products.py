@@ -135,7 +135,7 @@ def towards(
         rows=p.rows,
         num_groups=len(parts),
         sums_stride=0 if sums is None else sums.stride(0),
-        WIDTH=p.hidden.shape[1],
+        WIDTH=p.hidden.shape[1] if sums is None else sums.shape[1],
         SLACK=slack,
         NEGATIVE=p.negative,
         TOP=p.top,

@@ -1,0 +1,126 @@
+"""Log-prob and entropy of the same logits, from one pass, whichever is asked for first.
+
+    log_prob, then entropy      the pass for the log-probs has the entropies too, and keeps them with the logits
+    entropy, then log_prob      the entropies are ``Later``: read when somebody uses them, or by the pass for log-probs
+
+Frameworks call one function for each. From hidden states every pass multiplies with the whole weight, and backward
+three times more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.deferred.lazy import Lazy
+from logitless.deferred.pending import of_computed
+from logitless.deferred.read import SOFTMAX, memo_of, softmax_of
+from logitless.operands import Logits
+from logitless.operands.passed_on import same
+from logitless.score import logprobs
+from logitless.spec import IGNORE, TokenStats, accumulation_dtype, untraced
+
+
+class Later(Lazy):
+    """A number of each row that nobody has used yet.
+
+    Attributes:
+        read: gives the numbers.
+        of_logits: gives them of logits that exist.
+        value: the numbers, once they were used.
+    """
+
+    read: Callable[[], Tensor]
+    of_logits: Callable[[Tensor], Tensor]
+    value: Tensor | None
+
+    def computed(self) -> Tensor:
+        if self.value is None:
+            # Whoever uses it first may be a metric, where no graph is recorded.
+            with torch.set_grad_enabled(self.requires_grad):
+                self.value = self.read()
+        return self.value
+
+    def counted(self, name: str) -> Tensor:
+        """A reading: no logits are computed."""
+        return self.computed()
+
+    def answer(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Slices, casts and the sign wait as well: frameworks cut off the last entropy and then ask for log-probs."""
+        if self.value is not None or kwargs or name not in WAITING or not all(WAITING[name](x) for x in args[1:]):
+            return NotImplemented
+
+        def step(x: Tensor) -> Tensor:
+            return getattr(x, name)(*args[1:])
+
+        shape = step(torch.empty(self.shape, dtype=self.dtype, device="meta"))
+        return _later(self.source, lambda: step(self.computed()), lambda x: step(self.of_logits(x)), shape)
+
+
+def _slices(index: Any) -> bool:
+    whole = index if isinstance(index, tuple) else (index,)
+    return all(i is None or i is Ellipsis or isinstance(i, (slice, int)) for i in whole)
+
+
+def _is_dtype(x: Any) -> bool:
+    return isinstance(x, torch.dtype)
+
+
+WAITING: dict[str, Callable[[Any], bool]] = {
+    "__getitem__": _slices,
+    **dict.fromkeys(("to", "float", "double", "bfloat16", "half", "neg", "__neg__"), _is_dtype),
+}
+"""What may be done with numbers that nobody has used, by name, and which arguments it may have."""
+
+
+@untraced
+def log_prob_and_entropy(x: Logits, target: Tensor) -> TokenStats:
+    """:func:`logprobs` of every row, with the entropy of all rows; entropies that wait are read with it.
+
+    A row whose target is -100 has log-prob 0, and its entropy.
+    """
+    graph = torch.is_grad_enabled()
+    ignored = target == IGNORE
+    found = logprobs(x, target.masked_fill(ignored, 0), entropy="grad" if graph else "value")
+    memo_of(x)[graph] = found.each(lambda y: y.reshape(-1))
+    return found._replace(logprob=found.logprob.masked_fill(ignored, 0.0))
+
+
+@untraced
+def entropy_with_log_prob(x: Logits, *, graph: bool, later: bool) -> Tensor | None:
+    """``[...]`` entropies that were read with log-probs already, or will be; None where there are none to be had.
+
+    Args:
+        graph: whether they have a gradient.
+        later: whether log-probs of the same logits will be asked for, so that the entropies may wait for them.
+    """
+    # What changes the logits in place afterwards does not change these.
+    source: Logits = same(x)
+    memo = memo_of(source)
+    wanted, waits = graph and torch.is_grad_enabled(), later and not _runs_again(x)
+
+    def read() -> Tensor:
+        known = memo[True].entropy.detach() if True in memo and not torch.is_grad_enabled() else None
+        return (softmax_of(source, "entropy") if known is None else known).reshape(source.shape[:-1])
+
+    with torch.set_grad_enabled(wanted):
+        if True in memo or wanted in memo:
+            return read()
+        if not waits:
+            return None
+        memo[SOFTMAX] = True
+        like = torch.empty(source.shape[:-1], dtype=accumulation_dtype(source.hidden.dtype), device="meta")
+        return _later(source, read, lambda z: of_computed(z, "entropy", None), like)
+
+
+def _runs_again(x: Logits) -> bool:
+    """Whether a checkpoint runs this code, and will again in backward: what waits would be read in one run alone."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+    return hooks is not None or (x.requires_grad and not torch.is_grad_enabled())
+
+
+def _later(source: Logits, read: Callable[[], Tensor], of_logits: Callable[[Tensor], Tensor], like: Tensor) -> Later:
+    return Later.made(source, of_logits, like.shape, like.dtype, read=read, of_logits=of_logits, value=None)
