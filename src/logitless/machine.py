@@ -396,11 +396,10 @@ def product_sizes(columns: int, width: int, canonical: bool = False) -> ProductS
         canonical: of products whose parts are blocks of 128 columns.
     """
     if canonical:
-        # H200, as below: 256 x 128 x 64 with a band of 8 and its merge 1.00, 1.08, 1.16 at D = 4096, 2048 and 1024, two
-        # programs with 128 x 128 and 4 warps 1.16, 1.11, 1.06. Blocks of 128 columns in tiles of 128 x 256: 1.04, 1.09,
-        # 1.18.
-        if width < 1536:
-            return ProductSizes(128, 128, 64, 0, residents=2, warps=4)
+        # H200, as below, with the merge at D = 4096, 2048 and 1024: 256 x 128 x 64 with a band of 8 1.06, 1.10, 1.19; two
+        # programs with 128 x 128 and 4 warps, a band of 16 1.16, 1.07, 1.06, a band of 8 1.08, 1.04, 1.07.
+        if width < 3072:
+            return ProductSizes(128, 128, 64, 0, band=16 if width < 1536 else 8, residents=2, warps=4)
         return ProductSizes(256, 128, 64, 0, band=8)
     # H200, bfloat16, T = 16384, V = 151936, in multiples of the bare product (benchmarks/epilogues.py): the statistic
     # with its merge, dZ, exponentials. 128 x 256 x 64, 8 warps, 3 stages: 1.09, 1.12, 1.28 at D = 1024; 1.06, 1.07,
