@@ -396,7 +396,7 @@ def product_sizes(columns: int, width: int, canonical: bool = False) -> ProductS
         canonical: of products whose parts are blocks of 128 columns.
     """
     if canonical:
-        # H200, as below, with the merge at D = 4096, 2048 and 1024: 256 x 128 x 64 with a band of 8 1.06, 1.10, 1.19; two
+        # H200, as below, with the merge, D = 4096, 2048 and 1024: 256 x 128 x 64 with a band of 8 1.06, 1.10, 1.19; two
         # programs with 128 x 128 and 4 warps, a band of 16 1.16, 1.07, 1.06, a band of 8 1.08, 1.04, 1.07.
         if width < 3072:
             return ProductSizes(128, 128, 64, 0, band=16 if width < 1536 else 8, residents=2, warps=4)

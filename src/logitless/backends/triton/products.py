@@ -116,7 +116,7 @@ def towards(
     """
     if not has_values(p.hidden) or not parts.numel():
         return
-    sizes = sizes or product_sizes(*p.weight.shape, p.canonical)
+    sizes = sizes or product_sizes(p.columns, p.weight.shape[1], p.canonical)
     assert len(parts) == sizes.groups(p.columns)
     moved = torch.zeros((), dtype=torch.int32, device=p.hidden.device)
     slack = SLACKS[p.hidden.dtype]
@@ -153,7 +153,7 @@ def statistic_parts(
 
     The parts are for :func:`merge` alone: m and t of each are before the gain, and skipped rows hold anything.
     """
-    sizes = sizes or product_sizes(*p.weight.shape, p.canonical)
+    sizes = sizes or product_sizes(p.columns, p.weight.shape[1], p.canonical)
     parts = p.gain.new_empty((sizes.groups(p.columns), WIDTH + p.top, p.rows))
     if references is not None:
         assert references.shape == (-(-p.columns // sizes.columns), p.rows)
@@ -227,7 +227,7 @@ def gradient(p: Product, norm: Normaliser, coef: Coefficients, out: Tensor, size
     """d logits of these rows and columns over all of ``out``, ``[R, C]`` of the operands' dtype, rows at any stride."""
     if not has_values(p.hidden) or not out.numel():
         return
-    sizes = sizes or product_sizes(*p.weight.shape)
+    sizes = sizes or product_sizes(p.columns, p.weight.shape[1])
     launch(
         "product_gradient_kernel",
         _programs(p, -(-p.rows // sizes.rows) * -(-p.columns // sizes.columns), sizes),
