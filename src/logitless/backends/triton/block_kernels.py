@@ -219,7 +219,7 @@ def product_blocks_kernel(
     if moved is not None:
         num_units = tl.where(tl.load(moved) != 0, num_units, 0)
     for tile in tl.range(tl.program_id(0), num_units, tl.num_programs(0), flatten=FLATTEN):
-        m, n, s, w, b_e = block_sums(b_x, k, ENTROPY, FINITE, WIDEN)  # pyright: ignore[reportGeneralTypeIssues]
+        i_r, i_c = place(tile, num_blocks, num_tiles, BAND)  # pyright: ignore[reportGeneralTypeIssues]
         r, c = i_r * BR, i_c * BC
         b_x = logits_tile(hidden, weight, bias, r, c, columns, WIDTH, BR, BC, BD, BIASED, MATCH, WIDEN)
         o_r, o_c = r + tl.arange(0, BR), tl.arange(0, BC)
@@ -230,7 +230,7 @@ def product_blocks_kernel(
         # In every tile, though few have a target: a branch would make the next product wait for the whole tile.
         t = tl.sum(tl.where(o_c[None, :] == b_at[:, None], b_x, 0.0), axis=1)
         t = tl.where(b_at < 0, float("nan"), t)
-        m, n, s, w, b_e = block_sums(b_x, k, ENTROPY, FINITE, WIDEN)  # pyright: ignore[reportGeneralTypeIssues]
+        m, n, s, w, b_e = block_sums(b_x, k, ENTROPY, FINITE, WIDEN)
         p_part = parts + i_c.to(tl.int64) * (4 + TOP) * rows + o_r
         store_part(p_part, rows, m, s.to(tl.float32, bitcast=True), w.to(tl.float32, bitcast=True), t, m_r)
         if TOP:
