@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Each part of the library against float64, once; no hosts, no commands.
 QUICK := test_architecture call/test_errors operands/test_kept rows/test_layouts route/test_linear_plans score/test_logprobs objectives/test_objective_terms score/test_policy_head rows/test_rows score/test_special_values rows/test_exchange
 
-.PHONY: demo test gpu check hosts fuzz soak lint format bench faults mutants versions docs serve dist smoke bare release-tag clean
+.PHONY: demo test gpu check hosts hosts312 drift fuzz soak lint format bench faults mutants versions docs serve dist smoke bare release-tag clean
 
 demo: $(STAMP)
 	$(RUN)python -m examples.demo
@@ -41,7 +41,16 @@ soak: $(STAMP)
 # The adapters' tests on every host that is found: LOGITLESS_HOSTS names a folder of checkouts.
 hosts: $(STAMP)
 	$(RUN)python tests/adapters/matrix.py
+	$(RUN)python -m pytest -q tests/adapters/test_own_tests.py tests/adapters/test_claims.py tests/adapters/test_hooks.py
 	$(RUN)python docs/make_hosts.py
+
+# The same in an environment of Python 3.12, which some hosts ask for.
+hosts312:
+	$(MAKE) hosts VENV=.venv312 PYTHON=python3.12
+
+# Newest releases of the hosts, from the package index, and checkouts, against what `make hosts` recorded.
+drift: $(STAMP)
+	PYTHONPATH=src $(RUN)python tests/adapters/drift.py
 
 # The hooks of .pre-commit-config.yaml, on all committed files.
 lint: $(STAMP)
@@ -104,8 +113,8 @@ $(STAMP): pyproject.toml constraints.txt constraints-hosts.txt
 	$(RUN)python -m pip install --quiet --upgrade -c constraints.txt pip
 	$(RUN)python -m pip install --quiet -c constraints.txt torch==2.13.0
 	$(RUN)python -m pip install --quiet -c constraints.txt -e ".[dev]"
-	$(RUN)python -m pip install --quiet --no-deps --upgrade --target $(VENV)/hosts -r constraints-hosts.txt
+	$(RUN)python -m pip install --quiet --no-deps --ignore-requires-python --upgrade --target $(VENV)/hosts -r constraints-hosts.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) out site dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv312 out site dist .pytest_cache .ruff_cache .hypothesis

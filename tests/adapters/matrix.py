@@ -2,7 +2,7 @@
 
     make hosts                       on what is installed
     make hosts LOGITLESS_HOSTS=F     also on the checkouts in the folder F: slime-0.3.0, nemo_rl-main, verl-0.8.0, ...
-    make hosts-3.12                  the same in an environment of Python 3.12, which some hosts ask for
+    make hosts312                    the same in an environment of Python 3.12, which some hosts ask for
 
 Each run is a process of its own, because a process can import one version of a host. The record of each run goes to
 benchmarks/results/hosts.jsonl, in place of the record of the same host, version and Python; ``docs/make_hosts.py``

@@ -39,8 +39,8 @@ def start() -> None:
         _write(passed_on=why)
         passed_on(self, why)
 
-    def resolve_all(host: Any, options: Any) -> Any:
-        made = resolve(host, options)
+    def resolve_all(host: Any, *args: Any) -> Any:
+        made = resolve(host, *args)
         _write(host=host.name, version=made.version, notes=list(made.notes))
         return made
 

@@ -234,6 +234,25 @@ def test_optional_parts_are_reported(fakehost):
         install_host(host(gone), {})
 
 
+def test_only_the_functions_that_are_named_are_replaced(fakehost):
+    make_mean = lambda original, options: lambda x, *, scale=2.0: "ours"  # noqa: E731
+    both = host(replacement(), replacement(name="mean", signature="(x, *, scale=2.0)", make=make_mean))
+    before = maths().score, maths().mean
+    for name in ("mean", "maths.mean", "fakehost.maths.mean"):
+        report = install_host(both, {"only": [name]})
+        assert [x.name for x in report.replaced] == ["fakehost.maths.mean"]
+        assert maths().score is before[0]
+        assert maths().mean(3) == "ours"
+        uninstall_host("fake")
+    assert (maths().score, maths().mean) == before
+    with pytest.raises(LogitlessError, match=r"only: no function 'means'. Did you mean 'mean'\? Known: mean, score\."):
+        install_host(both, {"only": ["score", "means"]})
+    for wrong in ("mean", [], [3]):
+        with pytest.raises(LogitlessError, match=r"only must be a list of names of functions"):
+            install_host(both, {"only": wrong})
+    assert (maths().score, maths().mean) == before
+
+
 def test_a_package_that_is_not_there(fakehost):
     with pytest.raises(LogitlessError, match="the package no_such_package is not installed"):
         install_host(host(package="no_such_package"), {})
@@ -252,6 +271,7 @@ def test_unknown_options_and_types(fakehost):
     assert dict(report.options) == {
         "audit": 0,
         "any_version": False,
+        "only": None,
         "flavour": "plain",
         "ratio": 1,
         "extra": "anything",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +49,17 @@ def test_first_pages_say_what_was_measured(path, made, shown):
     assert len(records) >= 5
     slower = [replace(x, after_ms=4711.0, deferred_ms=4711.0) if x.host == make_hosts.SHOWN[0] else x for x in records]
     assert shown in made(text, slower) != text
+
+
+def test_an_installation_is_recorded(tmp_path):
+    lines, here = tmp_path / "lines", Path(__file__).parent
+    lines.touch()
+    paths = [here, here.parent, here / "doubles", ROOT / "src", ROOT]
+    given = {**os.environ, matrix.FILE: str(lines), "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    subprocess.run(
+        [sys.executable, "-c", "import hosts, logitless; logitless.install('prime_rl')"], env=given, check=True
+    )
+    assert [json.loads(line)["host"] for line in lines.read_text().splitlines()] == ["prime_rl"]
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda x: f"{x['host']} {x['on']}")

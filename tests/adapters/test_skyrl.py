@@ -154,7 +154,8 @@ def scores(rank: int, world: int, tp: int, cp: int, batch: Batch) -> dict[str, A
         assert_same_at_actions({name: call for name, call in calls.items() if name.split()[0] in ("logits", "hidden")})
         (status,) = logitless.status().hosts
         functions = [entry for entry in status.replaced if MODEL_UTILS in entry.name and ".apply" not in entry.name]
-        assert all(entry.calls for entry in functions), status
+        # Ours of the packed entropy calls no weighted sum.
+        assert all(entry.calls for entry in functions if "weighted_sum" not in entry.name), status
         assert status.audit is not None
         assert status.audit.passed, status.audit
         assert status.audit.rows > 30

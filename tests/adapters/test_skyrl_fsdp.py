@@ -152,7 +152,8 @@ def test_a_forward_over_the_sampler_s_support_is_left_to_skyrl():
     run = lambda: wrapper(sequences, ACTIONS, mask, TEMPERATURE, enable_sample_support_replay=True, **given)  # noqa: E731
     theirs = run()
     logitless.install("skyrl", any_version=True)
-    assert torch.equal(run(), theirs)
+    # The scores over the support, which SkyRL's forward then calls, are ours: other roundings of the same numbers.
+    torch.testing.assert_close(run(), theirs)
     forward = next(x for x in logitless.status().hosts[0].replaced if x.name.endswith("HFModelWrapper.forward"))
     assert forward.why == {"sample_support is given": 1}
 

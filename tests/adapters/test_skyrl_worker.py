@@ -274,8 +274,8 @@ def test_everything_is_replaced_and_put_back():
     before = module.from_parallel_logits_to_logprobs, functional().logprobs_from_logits
     report = logitless.install("skyrl")
     assert checkout("skyrl") or report.version in ("0.3.0", "0.4.0")
-    # Of 0.3 two functions of 0.4 are missing.
-    assert (len(report.replaced), len(report.missing)) in ((17, 2), (19, 0))
+    # Of 0.3 two functions of 0.4 are missing, and of main before it one.
+    assert (len(report.replaced), len(report.missing)) in ((17, 2), (18, 1), (19, 0))
     assert module.from_parallel_logits_to_logprobs is not before[0]
     logitless.uninstall("skyrl")
     assert (module.from_parallel_logits_to_logprobs, functional().logprobs_from_logits) == before

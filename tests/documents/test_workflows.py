@@ -32,7 +32,7 @@ def steps(workflow: dict) -> list[dict]:
 
 def test_there_are_targets_and_workflows():
     assert {"lint", "test", "docs", "serve", "dist", "smoke", "gpu"} <= TARGETS
-    assert [path.stem for path in WORKFLOWS] == ["build", "docs", "gpu", "release", "tests", "versions"]
+    assert [path.stem for path in WORKFLOWS] == ["build", "docs", "drift", "gpu", "release", "tests", "versions"]
     assert set(re.search(r"^\.PHONY: (.+)$", MAKEFILE, re.MULTILINE)[1].split()) == TARGETS
 
 

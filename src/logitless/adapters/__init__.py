@@ -52,7 +52,8 @@ def install(host: str | Host, **options: Any) -> Installed:
             ``"prime_rl"``, ``"skyrl"``, ``"slime"``, ``"torchtitan"``, ``"transformers"``, ``"trl"`` or ``"verl"``;
             or a :class:`Host`, for any other framework.
         options: ``audit=k`` compares k random rows of every call with float64; ``any_version=True`` silences the
-            warning about the version; the host's page lists its further options.
+            warning about the version; ``only=["name", ...]`` replaces these functions and leaves all others the
+            host's; the host's page lists its further options.
 
     Returns:
         The host's entry of :func:`status`.

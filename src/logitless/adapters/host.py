@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from logitless.adapters.audit import AuditReport
 from logitless.errors import LogitlessError, did_you_mean
+from logitless.errors.arguments import refused
 from logitless.spec import format_bytes
 
 SAVED = Path(__file__).with_name("saved.json")
@@ -34,9 +35,15 @@ class Option(NamedTuple):
     check: Callable[[Any], object] | None = None
 
 
+def _check_names(x: Any) -> None:
+    if x is not None and not (isinstance(x, list | tuple) and x and all(isinstance(name, str) for name in x)):
+        raise refused("only", 'a list of names of functions, such as ["selective_log_softmax"]', x)
+
+
 COMMON = {
     "audit": Option(0, "rows of every call that are compared with float64; see status()"),
     "any_version": Option(False, "no warning where the version of the host was not tested"),
+    "only": Option(None, "names of the functions to replace; the others stay the host's", check=_check_names),
 }
 
 LOGITS = ("deferred", "float32", "host")
@@ -91,6 +98,10 @@ class Replacement:
     @property
     def path(self) -> str:
         return f"{self.module}.{self.name}"
+
+    def is_named(self, name: str) -> bool:
+        """Whether the name is the function's, with or without its class and module."""
+        return f".{self.path}".endswith(f".{name}")
 
     @property
     def forms(self) -> Mapping[str, str | None]:
@@ -244,6 +255,18 @@ def resolve_options(host: Host, given: Mapping[str, Any]) -> dict[str, Any]:
                 f"{value!r}. It means: {known[name].help}."
             )
     return {name: given.get(name, option.default) for name, option in known.items()}
+
+
+def chosen(host: Host, options: Mapping[str, Any]) -> list[Replacement]:
+    """The replacements that ``install(host, only=...)`` names, or all."""
+    found = list(host.replacements(options))
+    if options["only"] is None:
+        return found
+    for name in options["only"]:
+        if not any(x.is_named(name) for x in found):
+            names = [x.name for x in found]
+            raise LogitlessError(f'install("{host.name}"): only: no function {name!r}.{suggestion(name, names)}')
+    return [x for x in found if any(x.is_named(name) for name in options["only"])]
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -29,7 +29,7 @@ import torch
 from logitless.adapters.audit import Audit
 from logitless.adapters.expected import Expectations
 from logitless.adapters.heads import Heads
-from logitless.adapters.host import Host, Installed, PassOn, Replaced, Replacement, resolve_options
+from logitless.adapters.host import Host, Installed, PassOn, Replaced, Replacement, chosen, resolve_options
 from logitless.adapters.signatures import (
     UNKNOWN,
     Binding,
@@ -267,7 +267,7 @@ def _notes(host: Host, version: str, prepared: Sequence[_Prepared]) -> list[str]
 def _prepare(host: Host, version: str, options: Mapping[str, Any]) -> tuple[list[_Prepared], list[str]]:
     """All replacements, resolved and checked, and the missing optional modules. Imports the host, changes nothing."""
     prepared, missing = [], []
-    for replacement in host.replacements(options):
+    for replacement in chosen(host, options):
         reason = _left_out(host, version, replacement)
         if reason:
             missing.append(reason)
@@ -285,6 +285,8 @@ def _prepare_heads(
     """The functions in which models are deferred; none, and why, where one of them is not as we know it."""
     if host.heads is None or not options["heads"].wanted:
         return [], None
+    if options["only"] is not None and not asked:
+        return [], "only= leaves heads alone, unless logits= asks for them"
     prepared = []
     for replacement in host.heads(options):
         if replacement.if_asked and not asked:

@@ -96,7 +96,7 @@ def support_replacements(model_utils: str) -> list[Replacement]:
     scores = f"(logits_or_hidden, sampled_ids, support_ids, *, {bounds}, {settings}, chunk_size=None)"
     weighted = "(vocab_parallel_logits, weights, chunk_size=None, chunk_memory_mb=512)"
     return [
-        Replacement(MODULE, "sample_support_scores", {"0.4": scores, "0.3": None}, make_scores),
+        Replacement(MODULE, "sample_support_scores", {"0.4": scores, "0.3": None}, make_scores, optional=True),
         Replacement(
             model_utils,
             "vocab_parallel_entropy_weighted_sum",

@@ -1,0 +1,101 @@
+"""``make drift``: the newest release of an index, of a folder of files here, against records."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import drift
+import pytest
+
+from logitless.adapters import HOSTS
+
+RECORDS = [
+    {"host": "skyrl", "on": "installed", "version": "0.3.0", "commit": None},
+    {"host": "skyrl", "on": "main", "version": "0.5.0", "commit": "abc123def"},
+    {"host": "areal", "on": "2.0.0", "version": "unknown", "commit": "fee938ead"},
+]
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """An index of one package, whose newest releases want a newer Python, were withdrawn, or are none."""
+    folder = tmp_path / "pypi" / "skyrl"
+    folder.mkdir(parents=True)
+    files = {
+        "0.3.0": [{"requires_python": ">=3.11", "yanked": False}],
+        "0.10.0": [{"requires_python": ">=3.14", "yanked": False}],
+        "0.9.1": [{"requires_python": None, "yanked": False}],
+        "0.11.0": [{"requires_python": None, "yanked": True}],
+        "0.12.0rc1": [{"requires_python": None, "yanked": False}],
+        "0.13.0": [],
+    }
+    (folder / "json").write_text(json.dumps({"releases": files}))
+    monkeypatch.setenv("PIP_INDEX_URL", f"{tmp_path.as_uri()}/simple/")
+    return drift.index_address()
+
+
+def test_the_newest_release_is_found_whatever_python_it_wants(index):
+    assert drift.newest("skyrl", index) == "0.10.0"
+
+
+def test_the_address_is_pips_own_where_nothing_is_configured(monkeypatch):
+    monkeypatch.delenv("PIP_INDEX_URL", raising=False)
+    monkeypatch.setattr(drift, "_configured", lambda: None)
+    address = drift.index_address()
+    assert address.startswith("https://")
+    assert not address.endswith("simple")
+    monkeypatch.setattr(drift, "_configured", lambda: "https://mirror.example/root/simple")
+    assert drift.index_address() == "https://mirror.example/root"
+
+
+def test_a_release_that_was_not_run_is_drift():
+    text = drift.drift_of_version("skyrl", "0.10.0", RECORDS)
+    assert text.startswith("0.10.0 is out, which the adapter's versions (")
+    assert text.endswith("leave out; run on: 0.3.0")
+    assert drift.drift_of_version("skyrl", "0.3.1", RECORDS) == "0.3.1 is out; run on: 0.3.0"
+    assert drift.drift_of_version("skyrl", "0.3.0", RECORDS) is None
+    # AReaL's index has an older release than its repository.
+    assert drift.drift_of_version("areal", "1.0.4", RECORDS) is None
+    assert drift.drift_of_version("areal", None, RECORDS) is None
+
+
+def test_the_newest_tag_of_a_repository_is_found(tmp_path):
+    def git(*words):
+        names = ["-c", "user.name=n", "-c", "user.email=n@example.com"]
+        subprocess.run(["git", "-C", str(tmp_path), *names, *words], check=True, capture_output=True)
+
+    git("init")
+    git("commit", "--allow-empty", "-m", "first")
+    for tag in ("v0.9.1", "v0.10.0", "v0.11.0rc1", "nightly"):
+        git("tag", tag)
+    assert drift.newest_tag(str(tmp_path)) == "0.10.0"
+    assert drift.newest_tag(str(tmp_path / "nowhere")) is None
+
+
+def test_a_checkout_at_another_commit_is_drift(tmp_path):
+    texts = {"skyrl-main": "abc123def456\n", "skyrl-0.4.0": "1234\n", "skyrl-next": "abc123d\n"}
+    for name, text in texts.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "COMMIT").write_text(text)
+    assert drift.drift_of_checkout("skyrl", tmp_path / "skyrl-main", RECORDS) is None
+    assert drift.drift_of_checkout("skyrl", tmp_path / "skyrl-0.4.0", RECORDS) == "0.4.0 has no record"
+    # A commit that was run under another name is no drift.
+    assert drift.drift_of_checkout("skyrl", tmp_path / "skyrl-next", RECORDS) is None
+    (tmp_path / "skyrl-main" / "COMMIT").write_text("fff\n")
+    assert drift.drift_of_checkout("skyrl", tmp_path / "skyrl-main", RECORDS) == "main is at fff; run on: abc123def"
+
+
+def test_every_host_is_asked(index, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(drift, "newest", lambda name, address: asked.append(name))
+    monkeypatch.setattr(drift, "newest_tag", lambda repository: asked.append(repository))
+    assert drift.main() == 0
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["host", "newest", "run", "on"]
+    assert [line.split()[0] for line in lines] == list(HOSTS)
+    assert {"ms-swift", "megatron-core", "skyrl", *drift.REPOSITORIES.values()} <= set(asked)
+    assert all(line.endswith("no release found") for line in lines)
+    monkeypatch.setattr(drift, "newest", lambda name, address: "999.0" if name == "verl" else None)
+    assert drift.main() == 1
+    assert "999.0 is out, which" in capsys.readouterr().out
