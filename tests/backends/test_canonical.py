@@ -15,6 +15,7 @@ from torch import Tensor
 import logitless as ll
 from logitless.backends import blocks, load
 from logitless.backends.contract import Problem
+from logitless.objectives.mismatch import mismatch
 
 T, D, V = 21, 48, 1000
 BACKENDS = ("reference", "tiled", "triton")
@@ -153,6 +154,20 @@ def test_rounded_logits_are_those_of_a_head_in_16_bits(backend: str, dtype: torc
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_float32_head(backend: str):
+    """Its two parts are multiplied as one product: the same bits in every batch, budget and route."""
+    hidden, weight, target = operands()
+    wide = weight.float() + 1e-3 * torch.randn(V, D)
+    ours = score(ll.Logits(hidden, wide, bits="canonical"), target, backend=backend)
+    index = torch.arange(3, 14)
+    some = score(ll.Logits(hidden, wide, bits="canonical"), (index, target[index]), backend=backend, memory="512KiB")
+    assert_same({name: x[index] for name, x in ours.items()}, some)
+    trained = ll.Logits(hidden.requires_grad_(), wide.requires_grad_(), bits="canonical")
+    assert_same(ours, score(trained, target, backend=backend))
+    torch.testing.assert_close(ours["logprob"], score(hidden.float() @ wide.T, target)["logprob"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_best_columns_beside_it(backend: str):
     hidden, weight, target = exact_operands()
     given: dict[str, Any] = {"stats": ("top1", "max_logit"), "backend": backend, "entropy": "value"}
@@ -245,6 +260,16 @@ def test_shards_one_by_one(backend: str, degree: int):
     found = {"logprob": (t - m) - s.log(), "entropy": (s.log() - w / s).clamp_min(0.0), "log_z": m + s.log()}
     read = target != -100
     assert_same({name: x[read] for name, x in ours.items()}, {name: x[read] for name, x in found.items()})
+
+
+def test_the_mismatch_of_an_engine_is_nothing():
+    """Log-probs of an engine, from its logits, beside those of a trainer that has none."""
+    hidden, weight, target = exact_operands()
+    rows = ll.Rows.packed([target.clamp_min(0)], [T - 1])
+    engine = ll.logprobs(ll.Logits.given(products(hidden, weight), bits="canonical"), rows).logprob
+    trainer = ll.logprobs(ll.Logits(hidden, weight, bits="canonical"), rows).logprob
+    report = mismatch(trainer, engine, rows)
+    assert (report.kl_k1, report.kl_k3, report.largest, report.effective_tokens) == (0.0, 0.0, 0.0, 1.0)
 
 
 # What is no number, and what is refused.
