@@ -338,10 +338,10 @@ def test_whatever_was_kept_they_are_over_the_vocabulary():
 
 @pytest.mark.parametrize("teacher", ["head", "logits", "several"])
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("path", ["logits", "hidden", "batch invariant"])
+@pytest.mark.parametrize("path", ["logits", "hidden", "canonical"])
 def test_beside_a_teacher(path: str, backend: str, teacher: str, device: torch.device):
     """All of them, with their gradients beside that of the divergence; in chunks of a few rows."""
-    if (path, teacher) == ("batch invariant", "several"):
+    if (path, teacher) == ("canonical", "several"):
         return
     hidden, weight, target, ids = draw(device=device)
     hidden, heat = 0.5 * hidden, torch.linspace(0.7, 2.0, T, device=device)
@@ -372,7 +372,8 @@ def test_beside_a_teacher(path: str, backend: str, teacher: str, device: torch.d
     leaves, exact, usual = (
         [x.to(d).requires_grad_() for x in operands] for d in (torch.float32, torch.float64, torch.float32)
     )
-    source = leaves[0] if path == "logits" else ll.Logits(*leaves, batch_invariant=path == "batch invariant")
+    bits = "canonical" if path == "canonical" else "fast"
+    source = leaves[0] if path == "logits" else ll.Logits(*leaves, bits=bits)
     ours = named(ll.logprobs(source, target, **asked))
     right, plain = whole(torch.float64, exact), whole(torch.float32, usual)
     assert ours.keys() == {*GRADED, *EXTRA_RESULTS, "divergence", "teacher_logprob", "teacher_entropy"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from logitless.backends import blocks
 from logitless.backends.contract import NO_COLUMN, Listed, Pair, Problem, Running, over
 from logitless.backends.divergences import Element, accepted, elements
 from logitless.machine import pieces
@@ -19,6 +20,9 @@ products = None
 
 def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
     """``[4, R]`` statistic of the selected rows; see :mod:`logitless.softmax`."""
+    if problem.canonical:
+        lines = blocks.lines(problem)
+        return lines if out is None else out.copy_(lines)
     z, _ = transformed(problem)
     m = z.amax(-1) if z.shape[-1] else z.new_full(z.shape[:1], -torch.inf)
     reference = torch.where(m == -torch.inf, torch.zeros_like(m), m)
@@ -31,6 +35,11 @@ def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
         at_target = z.gather(-1, column.clamp(0, problem.columns - 1)[:, None]).squeeze(-1)
         t = torch.where(inside, at_target, t)
     return Statistic(m, e.sum(-1), (e * d.clamp_min(FLOOR)).sum(-1), t).stacked(out)
+
+
+def solved(lines: Tensor, gain: Tensor) -> Tensor:
+    """``[4, R]`` statistic of rows from the canonical lines ``[P, 18, R]`` of all their parts."""
+    return blocks.solved(lines, gain)
 
 
 def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor | None) -> None:

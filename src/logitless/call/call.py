@@ -22,6 +22,7 @@ from logitless.call.unchanged import Unchanged
 from logitless.collectives import agree_over, fingerprint
 from logitless.machine import Machine
 from logitless.operands import Kept, Linear, Teacher, Teachers
+from logitless.operands.stands import Bits
 from logitless.readings.reading import Row
 from logitless.readings.support import Support
 from logitless.readings.table import TEACHER_STATS, Table
@@ -95,6 +96,8 @@ class Call:
         apart, apart_everywhere: why a product and the softmax of its logits are apart, with logits in memory between
             them; None where one kernel does both. The latter from what all ranks of a vocabulary group know.
         overwrite: whether backward may write over the logits.
+        bits, canonical: ``"fast"``, or ``"canonical"`` for products of one shape and sums that are order-free, which
+            those of float64 are not.
         found, found_here: whether all targets were seen to be in the vocabulary, so that no row is left out, and none
             is NaN for want of its target; and whether they are among the columns here.
         dropped: in a dry run, where no value can tell, the share of rows without a gradient.
@@ -139,6 +142,8 @@ class Call:
     apart: str | None = "logits are given"
     apart_everywhere: str | None = "logits are given"
     overwrite: bool = False
+    bits: Bits = "fast"
+    canonical: bool = False
     found: bool = False
     found_here: bool = False
     dropped: float = 0.0
@@ -220,6 +225,7 @@ class Call:
             "the rank of a LoRA": self.rank,
             "the scale of a LoRA": fingerprint(self.lora_scale),
             "the backend": self.backend_name,
+            "bits": self.bits,
         }
         head = self.asked.head or PLAIN
         facts |= {name: fingerprint(getattr(head, name)) for name in ("temperature", "scale", "softcap")}

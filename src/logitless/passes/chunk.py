@@ -128,8 +128,8 @@ class LogitsChunk:
         pad, table = torch.nn.functional.pad, call.table
         target = pad(call.rows.target, (0, length - call.num_rows), value=IGNORE)[start:stop]
         table = None if table is None else table.padded(length).cut(slice(start, stop))
-        asked = Asked(target, self.p.gain[start:stop], call.squash, target == IGNORE, call.entropy, call.group, table)
-        return asked
+        given = (call.squash, target == IGNORE, call.entropy, call.group, table)
+        return Asked(target, self.p.gain[start:stop], *given, call.backend_name if call.canonical else None)
 
     def _support(self, start: int, stop: int) -> Support | None:
         """The support of some rows."""

@@ -27,7 +27,6 @@ from logitless.readings.ids import write_at_ids
 from logitless.readings.reading import Row
 from logitless.readings.support import Support
 from logitless.route import Plan
-from logitless.route.tiles import FIXED_ROWS
 from logitless.softmax import Normaliser
 from logitless.sources.given import given_problem, gradient_buffer
 from logitless.sources.linear import Projection, hidden_gradient, hidden_gradients, selected_rows
@@ -169,7 +168,8 @@ def _look_given(
     if not plan.taught:
         # Of the tensors handed in, and not of those of the call: torch.compile traces this.
         target, ignored = places["target"], None if call.found else places["target"] == IGNORE
-        asked = Asked(target, places["gain"], call.squash, ignored, call.entropy, call.group, call.table)
+        solver = call.backend_name if call.canonical else None
+        asked = Asked(target, places["gain"], call.squash, ignored, call.entropy, call.group, call.table, solver)
         return look_whole(call, asked, problem, None if call.kept is None else _support(call, places), None), {}
     beside = _Beside.of(call, plan, problem, teacher_rows)
     if len(plan.chunks) == 1:
@@ -252,8 +252,6 @@ def _look_hidden(
         return _look_pairs(p, plan)
     assert plan.forward is not None
     assert call.linear is not None
-    if call.linear.batch_invariant and not plan.forward.fused:
-        p = p.padded(FIXED_ROWS)
     if plan.kind == "frozen":
         lines, unit = lines_with_unit(p, plan.forward, call.table)
         more = {"others": unit.others[: call.num_rows], "local": unit.local[: call.num_rows]}
@@ -269,7 +267,7 @@ def _look_pairs(p: Projection, plan: Plan) -> tuple[Found, dict[str, Tensor]]:
     call, teacher = p.call, p.call.asked.teacher
     assert isinstance(teacher, Teacher | Teachers)
     assert call.linear is not None
-    rows, fixed = teacher_rows(teacher, call), call.linear.batch_invariant and bool(plan.chunks)
+    rows, fixed = teacher_rows(teacher, call), call.bits == "canonical" and bool(plan.chunks)
     if fixed:
         p, rows = p.padded(plan.rows), rows.padded(plan.rows)
     chunk = empty_chunk(p, plan, rows)

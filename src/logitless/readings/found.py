@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from logitless.backends import run_solved
 from logitless.backends.divergences import Divergence, combined
 from logitless.collectives import gather_over, sum_over
 from logitless.readings.best import merged_best
@@ -98,6 +99,7 @@ class Asked(NamedTuple):
         entropy: whether entropy is wanted.
         group: of the vocabulary, or None.
         table: other readings, or None.
+        solver: backend that makes statistics of order-free lines; None where lines are statistics.
     """
 
     target: Tensor
@@ -107,6 +109,7 @@ class Asked(NamedTuple):
     entropy: bool
     group: Any
     table: Table | None = None
+    solver: str | None = None
 
 
 def find(
@@ -228,11 +231,14 @@ def _whole(asked: Asked, lines: Lines) -> tuple[Tensor, Tensor | None, Tensor | 
     """The lines over all shards, the kept ids' as a statistic: one ``all_gather`` for all of them, or none."""
     statistic, kept, more, teacher, best = lines
     kept_parts = None if kept is None else kept[None]
+    if asked.solver is not None and asked.group is None:
+        statistic = run_solved(asked.solver, statistic[None], asked.gain)
     if asked.group is not None:
         sent = [x for x in lines if x is not None]
         parts = gather_over(asked.group, sent[0] if len(sent) == 1 else torch.cat(sent))
         found = list(parts.split([len(x) for x in sent], 1))
-        statistic = merge(found.pop(0))
+        own = found.pop(0)
+        statistic = merge(own) if asked.solver is None else run_solved(asked.solver, own, asked.gain)
         kept_parts = None if kept is None else found.pop(0)
         more = None if more is None or asked.table is None else asked.table.merge(found.pop(0))
         teacher = None if teacher is None else merge(found.pop(0))

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from logitless.call import Call
-from logitless.machine import SLAB, WORK, Tiles
+from logitless.machine import SLAB, WORK, Tiles, product_sizes
 from logitless.operands import Teacher
 from logitless.route.tiles import (
     FIXED_ROWS,
@@ -180,7 +180,7 @@ def _pair_plan(call: Call) -> Plan:
     share = max(1, int(call.memory * machine.elementwise)) if machine.elementwise else call.memory
     rows = max(1, int(call.memory * (1 - machine.elementwise)) // row)
     chunks = even_chunks(call.num_rows, rows)
-    if linear.batch_invariant:
+    if linear.bits == "canonical":
         rows = min(rows, FIXED_ROWS)
         chunks = tuple((start, start + rows) for start in range(0, call.num_rows, rows))
     widened = call.dtype.itemsize == 2 and not machine.wide_products
@@ -189,7 +189,7 @@ def _pair_plan(call: Call) -> Plan:
     graded = call.asked.entropy == "grad" or (call.table is not None and bool(call.table.differentiable))
     # dZ goes over the logits, which may be rounded to fewer bytes than it has.
     room = call.logits_dtype.itemsize >= call.dtype.itemsize
-    unit = call.needs[0] and not any(call.needs[1:]) and not graded and not linear.batch_invariant and room
+    unit = call.needs[0] and not any(call.needs[1:]) and not graded and call.bits != "canonical" and room
     reason = "a teacher's logits lie beside the student's, and are counted like them"
     if unit:
         reason = "the head needs no gradient, and a teacher's logits lie beside the student's while dZ is made"
@@ -215,9 +215,12 @@ def _tile_plan(call: Call) -> Plan:
     hidden, head, kept = call.needs[0], any(call.needs[1:]), call.kept
     differentiated = () if call.table is None else call.table.differentiable
     spare, work = max(0, call.memory - WORK), min(call.memory, WORK)
-    # Batch-invariant tiles are those of a batch of one fixed size; kernels that multiply have no others.
-    apart = shape._replace(rows=FIXED_ROWS if linear.batch_invariant else shape.rows, product=None)
-    first = apart if shape.product is None else shape
+    canonical = linear.bits == "canonical"
+    # Tiles of one width, whatever the batch: readings beyond the softmax add up theirs from left to right.
+    apart = shape._replace(rows=FIXED_ROWS if canonical else shape.rows, product=None, blocks=canonical)
+    first = apart
+    if shape.product is not None:
+        first = shape._replace(product=product_sizes(call.columns, call.depth, call.canonical))
     if not (hidden or head):
         forward = forward_tiles(first, work)
         forward = forward if kept is None else all_rows(forward, shape)
@@ -229,7 +232,7 @@ def _tile_plan(call: Call) -> Plan:
         forward = forward_tiles(apart._replace(logits_bytes=shape.logits_bytes + shape.operand_bytes), work)
         return Plan("frozen", reason, 2, exponentials_alone(forward, shape), apart=call.apart)
     forward, backward = forward_tiles(first, work), backward_tiles(shape, work)
-    if call.machine.same_tiles and not linear.batch_invariant and not forward.fused:
+    if call.machine.same_tiles and not canonical and not forward.fused:
         forward = forward._replace(rows=backward.rows, columns=backward.columns)
     if kept is not None:
         forward, backward = all_rows(forward, shape), all_rows(backward, shape)
@@ -239,7 +242,7 @@ def _tile_plan(call: Call) -> Plan:
     # What all columns but a few have of a gradient is divided by their probability, which may be below 16 bits.
     exact = "mean_logit" in differentiated or (call.table is not None and call.table.rest)
     storable = shape.operand_bytes == 2 and not call.squash and not exact
-    if kept is None and not linear.batch_invariant and storable:
+    if kept is None and not canonical and storable:
         kept_rows = min(shape.rows, spare // max(1, exponentials_row(shape, backward.columns)))
     if kept_rows and not forward.fused:
         # Stored exponentials have one reference per slab, so both loops cut the columns alike.

@@ -64,9 +64,9 @@ def check_teachers(call: Call, tokens: Tensor, given: Any) -> None:
     linear, name = call.linear, call.caller
     if isinstance(given, Teachers) and given.which.is_meta and not call.rows.index.is_meta:
         raise refused(f"{name}: which, the teacher of each row,", "a tensor with numbers", given.which)
-    if linear is not None and linear.batch_invariant and isinstance(given, Teachers) and call.kept is None:
+    if linear is not None and linear.bits == "canonical" and isinstance(given, Teachers) and call.kept is None:
         raise LogitlessError(
-            f"{name}: batch_invariant=True goes with one Teacher. With several, how many rows a product has depends on "
+            f'{name}: bits="canonical" goes with one Teacher. With several, how many rows a product has depends on '
             f"who else is in the batch: call once for each of them."
         )
     if call.kept is not None or any(x.kept is not None for x in members):

@@ -292,7 +292,7 @@ def _part(teacher: Teacher, call: Call, rows: slice, gain: Tensor) -> Part:
         logits = teacher.tokens
         return Part(rows, None, logits.reshape(-1, logits.shape[-1]), index, source, columns, nothing)
     tokens = gathered_tokens(teacher.tokens, call)
-    fixed = call.linear is not None and call.linear.batch_invariant
+    fixed = call.linear is not None and call.bits == "canonical"
     if teacher.at is not None and has_values(index) and not fixed and not isinstance(head.temperature, Tensor):
         index, place = index.unique_consecutive(return_inverse=True)
         gain = gain.new_empty(len(index)).scatter_(0, place, gain)
