@@ -129,7 +129,7 @@ def line(record: dict[str, Any]) -> str:
     one, errors = record["product_ms"], [x for name, x in record.items() if name.endswith("_error")]
     return (
         f"D={record['hidden_size']} {record['way']:10s} forward {record['forward_ms'] / one:6.2f} of 1, both "
-        f"{record['both_ms'] / one:6.2f} of 4, errors of log-probs and gradients {', '.join(f'{x:.1e}' for x in errors)}, "
+        f"{record['both_ms'] / one:6.2f} of 4, errors {', '.join(f'{x:.1e}' for x in errors)}, "
         f"peak {record['peak_bytes'] / 2**30:.2f} GiB"
     )
 

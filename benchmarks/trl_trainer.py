@@ -28,7 +28,12 @@ import logitless as ll
 from benchmarks.bench.providers import add_peers
 from benchmarks.bench.records import Environment
 
-NAMES = {"TRL's trainer": None, "TRL's trainer, adapter": {}, "TRL's trainer, adapter, accurate": {"accurate": True}}
+NAMES = {
+    "TRL's trainer": None,
+    "TRL's trainer, adapter": {},
+    "TRL's trainer, adapter, accurate": {"accurate": True},
+    "TRL's trainer, adapter, one pass": {"one_pass": True},
+}
 """Contenders, with the options of ``install``; None installs nothing."""
 
 

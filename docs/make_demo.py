@@ -36,7 +36,9 @@ def draw(record: dict[str, Any], path: Path, style: Style) -> None:
     above.plot(steps, ours["rewards"], color=style.ours, linewidth=1.8, linestyle=(0, (3, 1)), label=our_name)
     above.legend(fontsize=10, frameon=False, labelcolor=style.text, loc="upper left")
     above.set(ylim=(0, 1), xlim=(1, record["steps"]))
-    above.set_title("The same training: mean reward by GRPO step", color=style.text, fontsize=11, loc="left")
+    above.set_title(
+        "The same training, up to rounding: mean reward by GRPO step", color=style.text, fontsize=11, loc="left"
+    )
     peaks = [ours["loss_step_peak_bytes"], plain["loss_step_peak_bytes"]]
     bars = below.barh([our_name, plain_name], peaks, color=[style.ours, style.others], height=0.62)
     labels = [format_bytes(peak) for peak in peaks]

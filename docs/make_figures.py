@@ -12,6 +12,7 @@ from pathlib import Path
 
 import make_benchmarks
 import make_demo
+import make_hosts
 import make_whole_step
 from layout_figures import figures
 
@@ -54,6 +55,7 @@ def main() -> None:
         response_figure(records, FIGURES / f"h200-response-{style.name}.png", style)
         if make_demo.RECORD.exists():
             make_demo.draw(make_demo.read(), FIGURES / f"{make_demo.NAME}-{style.name}.png", style)
+        make_hosts.draw(make_hosts.measured(), FIGURES / f"{make_hosts.NAME}-{style.name}.png", style)
         if steps:
             make_whole_step.draw(steps, FIGURES / f"{make_whole_step.NAME}-{style.name}.png", style)
     draw_records(_of(records, FP32) + _of(records, BF16), FIGURES, "h200")

@@ -1,5 +1,5 @@
 """The tables of hosts from their records: those tested, in ``docs/adapters/index.md``, those measured, in README.md
-and ``docs/maintainers.md``.
+and ``docs/maintainers.md``; and the figure of the first page, which ``docs/make_figures.py`` draws.
 
 Run by ``python docs/make_hosts.py``, held by tests. ``make hosts`` writes the record of the tests, and
 ``python -m benchmarks.bench.adapters`` that of memory and time.
@@ -12,10 +12,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
+
 from benchmarks.bench.adapters import RESULTS, AdapterRecord, by_default
 from benchmarks.bench.adapters import read as read_measured
 from logitless.adapters import HOSTS
 from logitless.spec import format_bytes
+from logitless.tools.style import Style, save
+
+NAME = "h200-hosts"
+LEAST = 20 * 2**30
+"""Peaks of hosts in the figure: with less before, there was little to save."""
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "adapters" / "index.md"
@@ -114,6 +121,34 @@ def maintainers(text: str, records: list[AdapterRecord]) -> str:
         name = f"[{TITLES.get(x.host, x.host)}](adapters/{x.host}.md)"
         lines.append(f"| {name} | {peaks} | {x.before_ms:,.0f} ms | {ms:,.0f} ms |")
     return _between(text, MEASURED_BEGIN, "\n".join(lines) + "\n\n")
+
+
+def drawn(records: list[AdapterRecord]) -> list[AdapterRecord]:
+    """Hosts of the figure, the largest peak first."""
+    return sorted((x for x in records if x.before_bytes >= LEAST), key=lambda x: -x.before_bytes)
+
+
+def draw(records: list[AdapterRecord], path: Path, style: Style) -> None:
+    """Two bars for each host: the peak of a step before and after."""
+    hosts = drawn(records)
+    figure, axis = plt.subplots(
+        figsize=(8.4, 0.52 * len(hosts) + 0.5), layout="constrained", facecolor=style.background
+    )
+    text = {"va": "center", "fontsize": 9, "color": style.text}
+    for place, x in enumerate(hosts):
+        peak, ms = by_default(x)
+        rows = ((x.before_bytes, x.before_ms, style.others, -0.19), (peak, ms, style.ours, 0.19))
+        for size, time, colour, up in rows:
+            axis.barh(place + up, size, 0.36, color=colour)
+            axis.text(size + 2**29, place + up, f"{size / 2**30:.1f} GiB, {time:.0f} ms", **text)
+    axis.set_yticks(range(len(hosts)), [TITLES.get(x.host, x.host) for x in hosts], fontsize=10, color=style.text)
+    axis.set(xticks=[], ylim=(len(hosts) - 0.45, -0.55), xlim=(0, 1.22 * max(x.before_bytes for x in hosts)))
+    title = "Peak memory and time of head and loss, before (grey) and after one line"
+    axis.set_title(title, color=style.text, fontsize=11, loc="left")
+    axis.set_facecolor(style.background)
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+    save(figure, path, style)
 
 
 def _between(text: str, begin: str, new: str) -> str:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from logitless.adapters.audit import Audit
+from logitless.adapters.expected import Expectations
 from logitless.adapters.heads import Heads
 from logitless.adapters.host import Host, Installed, PassOn, Replaced, Replacement, chosen, resolve_options
 from logitless.adapters.signatures import (
@@ -119,6 +120,7 @@ class _Installation:
     notes: tuple[str, ...]
     audit: Audit
     heads: Heads
+    expectations: Expectations
 
 
 _lock = threading.RLock()
@@ -220,7 +222,10 @@ def _report(installation: _Installation) -> Installed:
         options=MappingProxyType(dict(installation.options)),
         audit=installation.audit.report() if installation.audit else None,
         notes=installation.notes,
-        logits=tuple(installation.heads.lines()) if installation.host.heads is not None else (),
+        logits=(
+            *(installation.heads.lines() if installation.host.heads is not None else ()),
+            *installation.expectations.lines(),
+        ),
         made=installation.heads.made(),
     )
 
@@ -234,14 +239,16 @@ def _resolve_all(host: Host, options: Mapping[str, Any], asked: bool = False) ->
         name = host.distribution or host.package
         raise LogitlessError(f'install("{host.name}"): the package {name} is not installed in this environment.')
     version, audit, heads = version_of(host), Audit(options["audit"]), Heads(options.get("logits", "host"))
-    known = MappingProxyType({**options, "audit": audit, "heads": heads})
+    expectations = Expectations()
+    known = MappingProxyType({**options, "audit": audit, "heads": heads, "expectations": expectations})
     prepared, missing = _prepare(host, version, known)
     of_heads, why = _prepare_heads(host, version, known, asked)
     if why is not None:
         heads.logits = "host"
     prepared += of_heads
     notes = [*_notes(host, version, prepared), *([] if why is None else [f"logits are computed as before: {why}"])]
-    return _Installation(host, version, options, tuple(prepared), tuple(missing), tuple(notes), audit, heads)
+    found = tuple(prepared), tuple(missing), tuple(notes)
+    return _Installation(host, version, options, *found, audit, heads, expectations)
 
 
 def _notes(host: Host, version: str, prepared: Sequence[_Prepared]) -> list[str]:

@@ -23,15 +23,20 @@ import torch
 from torch import Tensor
 
 from logitless.adapters.audit import Audit
+from logitless.adapters.expected import score_expecting
 from logitless.adapters.heads import deferring
 from logitless.adapters.host import Host, Option, PassOn, Replacement
-from logitless.adapters.scoring import HALF, entropy_mode, score, score_ids
+from logitless.adapters.scoring import HALF, entropy_mode, score, score_ids, tracked
+from logitless.adapters.trl_loss import compute_loss, expected_of
 from logitless.adapters.trl_outputs import asked_of_logits, further_outputs
 from logitless.backends.divergences import Divergence
 from logitless.errors import LogitlessError
 from logitless.operands import Logits, Teacher
 from logitless.score import logprobs
 from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, parse_memory
+
+LOSS_MEMORY = "1GiB"
+"""Working memory of a loss in the pass of its log-probs: shorter chunks make it slower than two passes."""
 
 EXTRA_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -65,6 +70,12 @@ def make_fused_head(original: Callable[..., Any], options: Mapping[str, Any]) ->
         match = None if options["accurate"] else HALF.get(dtype)
         bias = None if bias is None else bias.to(dtype)
         logits = Logits(hidden.to(dtype), weight.to(dtype), bias=bias, match=match)
+        expected = expected_of(len(targets)) if options["one_pass"] and tracked(hidden, weight, bias) else None
+        if expected is not None and not set(outputs) - {"log_probs", "entropy"}:
+            found = score_expecting(logits, targets, expected, options["expectations"], head=head, memory=LOSS_MEMORY)
+            assert found.entropy is not None
+            audit.of_logits("loss", logits, targets, logprob=found.logprob, entropy=found.entropy, head=head)
+            return found.logprob.float(), found.entropy.float() if "entropy" in outputs else None, None, None, None
         entropy = entropy_mode(options["entropy_grad"], logits) if "entropy" in outputs else None
         asked: dict[str, Any] = {"stats": asked_of_logits(outputs, head), "memory": options["memory"]}
         out = score("fused LM head", logits, targets, audit, head=head, entropy=entropy, **asked)
@@ -238,6 +249,7 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
     # ms-swift's trainers hold TRL's functions by name.
     swift = ("swift.rlhf_trainers.grpo_trainer", "swift.rlhf_trainers.rlhf_mixin")
     return [
+        *([compute_loss()] if options["one_pass"] else []),
         Replacement(
             module="trl.kernels.chunked_logprob",
             name="ChunkedLogProbFunction.apply",
@@ -324,5 +336,6 @@ HOST = Host(
         "accurate": Option(False, "float32 results for half-precision inputs instead of TRL's rounding"),
         "entropy_grad": Option(True, "False: no entropy bonus is trained, so entropy is a metric without a graph"),
         "memory": Option("256MiB", "working memory of the fused LM head, and of a divergence", check=parse_memory),
+        "one_pass": Option(False, "True: GRPO's gradients are made with its log-probs, in 3 products instead of 4"),
     },
 )

@@ -133,7 +133,8 @@ class Logits(Tensor):
             batch_invariant=batch_invariant,
             strict=strict,
         )
-        return made(Stands(hidden, weight, linear, product_dtype(hidden, matrix)), cls)
+        dtype = hidden.dtype if matrix.dtype == hidden.dtype else product_dtype(hidden, matrix)
+        return made(Stands(hidden, weight, linear, dtype), cls)
 
     if TYPE_CHECKING:
 
