@@ -253,6 +253,21 @@ def test_only_the_functions_that_are_named_are_replaced(fakehost):
     assert (maths().score, maths().mean) == before
 
 
+def test_a_compiled_caller_breaks_its_graph_at_our_function(fakehost):
+    install_host(
+        host(replacement(make=lambda original, options: lambda logits, index, temperature=1.0: logits + 1)), {}
+    )
+    caller = lambda x: maths().score(2 * x, None) * 3  # noqa: E731
+    x = torch.arange(3.0)
+    compiled = torch.compile(caller, backend="eager")
+    for calls in (1, 2, 3):
+        assert compiled(x).tolist() == [3.0, 9.0, 15.0]
+        assert installed()[0].calls == calls
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(caller, backend="eager", fullgraph=True)(x)
+
+
 def test_a_package_that_is_not_there(fakehost):
     with pytest.raises(LogitlessError, match="the package no_such_package is not installed"):
         install_host(host(package="no_such_package"), {})
