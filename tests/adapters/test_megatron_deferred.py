@@ -11,8 +11,9 @@ import pytest
 import torch
 from close import assert_gradient_close_to_truth
 from ranks import close_ranks
-from test_megatron import head_layer, megatron
-from test_megatron_groups import TIMEOUT
+from shared.megatron import megatron
+from shared.megatron_groups import TIMEOUT
+from test_megatron import head_layer
 from torch import Tensor
 
 import logitless

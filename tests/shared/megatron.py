@@ -5,10 +5,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import logitless
+from benchmarks.bench.checkouts import put_first
 from shared.megatron_groups import NOISE
+
+
+def megatron_first() -> bool:
+    """Whether there is a checkout of Megatron-Core: it is then imported, in place of the one that is installed."""
+    if not put_first("megatron"):
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import_module("megatron.core")
+    return True
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from logitless.errors.arguments import refuse_transforms, refused
 from logitless.operands.checks import check_tensors
 from logitless.operands.graph import Behind, Edge, wrapper
 from logitless.operands.lora import LoRA
-from logitless.operands.stands import Linear, Match, Stands, product_dtype
+from logitless.operands.stands import Bits, Linear, Match, Stands, product_dtype
 from logitless.spec import VocabShard, graph_break
 
 aten = torch.ops.aten
@@ -47,6 +47,7 @@ class Given:
     logits: Tensor
     shard: VocabShard | None = None
     overwrite: bool = False
+    bits: Bits = "fast"
 
 
 class Logits(Tensor):
@@ -79,7 +80,9 @@ class Logits(Tensor):
         match: round the logits to ``"bfloat16"`` or ``"float16"``, as a head in that dtype does, before the softmax.
             None keeps the float32 sums of the product.
         tf32: multiply float32 operands in TF32.
-        batch_invariant: tiles of one height, so that a row has the same bits in every batch.
+        bits: ``"canonical"`` adds up columns in one order for all, so that a row has the same bits from logits and from
+            hidden states, in every batch, chunk, tile and budget, and under every tensor-parallel degree whose shards
+            begin at multiples of 128.
         strict: raise where the logits would be computed.
 
     >>> logits = Logits(torch.zeros(2, 3, 4), torch.zeros(9, 4))
@@ -112,7 +115,7 @@ class Logits(Tensor):
         sparse_weight_grad: bool = False,
         match: Match = None,
         tf32: bool = False,
-        batch_invariant: bool = False,
+        bits: Bits = "fast",
         strict: bool = False,
     ) -> Logits:
         matrix = weight.weight if isinstance(weight, LoRA) else weight
@@ -131,7 +134,7 @@ class Logits(Tensor):
             sparse_weight_grad=sparse_weight_grad,
             match=match,
             tf32=tf32,
-            batch_invariant=batch_invariant,
+            bits=bits,
             strict=strict,
         )
         dtype = hidden.dtype if matrix.dtype == hidden.dtype else product_dtype(hidden, matrix)
@@ -143,7 +146,9 @@ class Logits(Tensor):
             """Nothing: for type checkers, which would otherwise take the arguments of a plain tensor's."""
 
     @staticmethod
-    def given(logits: Tensor, *, shard: VocabShard | None = None, overwrite: bool = False) -> Given:
+    def given(
+        logits: Tensor, *, shard: VocabShard | None = None, overwrite: bool = False, bits: Bits = "fast"
+    ) -> Given:
         """Logits that exist, for a verb.
 
         Args:
@@ -153,8 +158,9 @@ class Logits(Tensor):
                 backward: every rank of the group must go on to compute the same loss.
             overwrite: write the gradient over the logits in backward instead of into a new buffer. The logits must be
                 neither a leaf nor a view, and are lost after backward.
+            bits: as for :class:`Logits`.
         """
-        return Given(logits, shard, overwrite)
+        return Given(logits, shard, overwrite, bits)
 
     hidden = property(lambda self: self.stands().hidden, doc="``[..., D]`` hidden states.")
     weight = property(lambda self: self.stands().weight, doc="``[V, D]`` of the head, or a :class:`LoRA`.")

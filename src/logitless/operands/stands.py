@@ -19,6 +19,7 @@ from logitless.operands.watch import Watch
 from logitless.spec import VocabShard, has_values
 
 Match = Literal["bfloat16", "float16"] | None
+Bits = Literal["fast", "canonical"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +35,7 @@ class Linear:
     sparse_weight_grad: bool = False
     match: Match = None
     tf32: bool = False
-    batch_invariant: bool = False
+    bits: Bits = "fast"
     strict: bool = False
 
 
