@@ -246,6 +246,8 @@ READ_NOTHING = {
     "logitless.adapters.scoring._Untrained",
     "logitless.deferred.column_parallel._Gathered",
     "logitless.operands.graph.Summed",
+    "logitless.operands.graph.Total",
+    "logitless.operands.graph.Whole",
 }
 """Functions whose backward raises, or only sends its gradient to other ranks."""
 

@@ -97,6 +97,8 @@ def test_chunks_of_a_virtual_pipeline():
         assert none == chunks[:1]
     with ll.defer(chunks[0]):
         pass
+    with pytest.raises(ll.LogitlessError, match=r"defer: model must be a torch.nn.Module, or a list of them"):
+        ll.defer([])
     with pytest.raises(ll.LogitlessError, match=r"neither get_output_embeddings\(\) nor"):
         ll.defer([Stage(0, 2), chunks[1]])
     assert type(chunks[1](torch.randn(2, 8))) is Tensor

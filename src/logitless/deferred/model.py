@@ -272,6 +272,8 @@ def _head(model: Any, head: Any) -> Any:
 def _chunks(model: Any) -> list[Any]:
     """The models of a list, or the one given; without those that say they have no head, as Megatron's stages do."""
     several = model if isinstance(model, (list, tuple)) else [model]
+    if not several:
+        raise refused("defer: model", "a torch.nn.Module, or a list of them", model)
     return [x for x in several if getattr(_unwrapped(x), "post_process", True) is not False]
 
 
