@@ -119,12 +119,13 @@ class _Expecting(torch.autograd.Function):
             logprob = found.logprob.detach().requires_grad_()
             loss, _ = objective(found._replace(logprob=logprob), run.rows, denominator=1.0, **fields)
             (upstream,) = torch.autograd.grad(loss, logprob)
-        ctx.save_for_backward(hidden, weight, bias, upstream, *gradients)
+        # The target too: what changes in place before backward is then an error.
+        ctx.save_for_backward(hidden, weight, bias, run.target, upstream, *gradients)
         return found.logprob.detach(), None if found.entropy is None else found.entropy.detach()
 
     @staticmethod
     def backward(ctx: Any, g_logprob: Tensor | None, g_entropy: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden, weight, bias, upstream, *gradients = ctx.saved_tensors
+        hidden, weight, bias, _, upstream, *gradients = ctx.saved_tensors
         run: _Run = ctx.run
         if g_logprob is None and g_entropy is None:
             return None, None, None, None
