@@ -65,6 +65,24 @@ def divergences(lines: list[Record]) -> str:
     return "\n".join(out) + "\n"
 
 
+def drafts(lines: list[Record]) -> str:
+    out = [
+        "| | loss | ms | x products | peak | error of d_hidden |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for line in lines:
+        cells = (
+            line["contender"],
+            line["loss"].partition(",")[0],
+            f"{line['ms']:.1f}" if "ms" in line else line["status"],
+            f"{line['ms'] / line['products_ms']:.2f} of {line['products']}" if "ms" in line else "",
+            format_bytes(line["peak_bytes"]) if "peak_bytes" in line else "",
+            f"{line['errors']['d_hidden']:.1e}" if "errors" in line else "",
+        )
+        out.append(f"| {' | '.join(cells)} |")
+    return "\n".join(out) + "\n"
+
+
 def extras(lines: list[Record]) -> str:
     out = [
         "| asked for | from hidden states ms | and backward ms | from logits ms | working memory, forward |",
@@ -112,6 +130,7 @@ class Page:
 PAGES = (
     Page("how-to/replay.md", "supports.jsonl", ("contender",), supports),
     Page("distillation.md", "divergences.jsonl", ("contender", "kind"), divergences),
+    Page("drafts.md", "drafts.jsonl", ("contender",), drafts),
     Page("statistics.md", "extras.jsonl", ("asked",), extras),
 )
 

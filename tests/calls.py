@@ -33,7 +33,7 @@ def loss_from_hidden(hidden: Any, weight: Any, rows: Any, objective: Any, **opti
 
 
 def from_logits(
-    logits: Tensor, rows: Any, *, shard: Any = None, overwrite: bool = False, **options: Any
+    logits: Tensor, rows: Any, *, shard: Any = None, overwrite: bool = False, bits: Any = "fast", **options: Any
 ) -> ll.TokenStats:
     """``logprobs`` of logits that exist."""
-    return ll.logprobs(ll.Logits.given(logits, shard=shard, overwrite=overwrite), rows, **options)
+    return ll.logprobs(ll.Logits.given(logits, shard=shard, overwrite=overwrite, bits=bits), rows, **options)

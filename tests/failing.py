@@ -123,7 +123,7 @@ STEPS = {
     "loss in one pass, chunks": Step("loss", TILES, buffer=True, objective={"entropy_coef": 0.1}),
     "loss in one pass, whole samples": Step("loss", TILES, objective={"policy": "gspo"}),
     "loss in one pass, exponentials": Step("loss", TILES, buffer=True, half=True),
-    "loss in two passes": Step("loss", {"batch_invariant": True}, buffer=True, objective={"entropy_coef": 0.1}),
+    "loss in two passes": Step("loss", {"bits": "canonical"}, buffer=True, objective={"entropy_coef": 0.1}),
 }
 """Every path, and every route of it."""
 

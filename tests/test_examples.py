@@ -52,6 +52,17 @@ def test_distillation_on_policy(tmp_path):
     assert sorted(path.name for path in (tmp_path / "drawn").iterdir()) == ["curves-dark.png", "curves-light.png"]
 
 
+def test_a_draft_beside_its_policy(tmp_path):
+    """The policy accepts more and more of what the draft proposes; curves are drawn."""
+    text = run(tmp_path, "draft_beside_policy.py", "--steps", "31", "--alone", "0", "--figure", "drawn/curves")
+    step = re.compile(r"^step +(\d+)  accepted ([\d.]+)  ([\d.]+)  at most ([\d.]+)  reward", re.MULTILINE)
+    first, *_, last = ([float(x) for x in found] for found in step.findall(text))
+    assert [first[0], last[0]] == [0, 30]
+    for one, other in zip(first[1:3], last[1:3], strict=True):
+        assert one + 0.05 < other < last[3]
+    assert sorted(path.name for path in (tmp_path / "drawn").iterdir()) == ["curves-dark.png", "curves-light.png"]
+
+
 @pytest.mark.skipif(not find_spec("megatron"), reason="megatron-core is not installed")
 def test_megatron_output_layer(tmp_path):
     """Over two ranks; its own message compares with Megatron's cross entropy."""

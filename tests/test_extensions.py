@@ -340,7 +340,7 @@ PASSES = {
     "forward": ("forward", {"memory": 6000}),
     "frozen": ("frozen", {"memory": 6000}),
     "recompute": ("recompute", {"memory": 6000}),
-    "batch invariant": ("recompute", {"memory": 200_000}),
+    "canonical": ("recompute", {"memory": 200_000}),
     "keep": ("keep", {"memory": "1MiB"}),
     "pair": ("pair", {"memory": 20_000}),
 }
@@ -365,10 +365,11 @@ def test_a_reading(way: str, backend: str, renyi, monkeypatch):
     if taught:
         asked |= {"teacher": ll.Logits(*other), "divergence": "forward_kl"}
     leaves = [x.detach().requires_grad_(i in needs) for i, x in enumerate(operands)]
-    logits = leaves[0] if route == "given" else ll.Logits(*leaves, batch_invariant=way == "batch invariant")
+    bits = "canonical" if way == "canonical" else "fast"
+    logits = leaves[0] if route == "given" else ll.Logits(*leaves, bits=bits)
     plan = ll.explain(ll.logprobs, logits, target, **asked)
     assert plan.kind == route
-    assert len(plan.chunks) > 1 if taught else route == "given" or plan.forward.columns < V
+    assert len(plan.chunks) > 1 if taught else route == "given" or plan.forward.columns < V or bits == "canonical"
     out = ll.logprobs(logits, target, **asked)
     ours = [out.logprob, out.collision, *([out.divergence] if taught else [])]
     assert out.collision.requires_grad == (way not in ("forward", "frozen"))
@@ -412,7 +413,7 @@ def test_a_reading_in_a_loss(source: str, renyi):
             log_z = torch.where(target == -100, 0.0, x.logsumexp(-1))
             loss = -(0.9 * own + 0.1 * (entropy - log_z)).sum() / (T - 1)
         else:
-            logits = ll.Logits(*leaves, batch_invariant=source == "two passes")
+            logits = ll.Logits(*leaves, bits="canonical" if source == "two passes" else "fast")
             logits = leaves[0] @ leaves[1].T if source == "logits" else logits
             if source != "logits":
                 plan = ll.explain(ll.policy_loss, logits, target, objective, memory=3000)

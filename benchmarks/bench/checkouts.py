@@ -12,6 +12,7 @@ The tests of the adapters and the benchmark of hosts load them here.
 
 from __future__ import annotations
 
+import abc
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -41,12 +42,20 @@ CHECKOUTS = "LOGITLESS_HOSTS"
 MISSING = {
     "areal": (
         *("aiohttp", "colorlog", "einops", "hydra", "lark", "numba", "omegaconf", "orjson", "peft", "ray", "torchdata"),
-        "uvloop",
+        *("fastapi", "httpx", "mbridge", "megatron.bridge", "torch_memory_saver", "uvicorn", "uvloop", "areal.v2"),
     ),
     "megatron": (),
-    "ms_swift": (),
+    "ms_swift": (
+        *("dacite", "json_repair", "mcore_bridge", "modelscope", "vllm", "swift.dataset", "swift.infer_engine"),
+        *("swift.rlhf_trainers", "swift.template", "swift.trainers", "swift.tuners", "swift.utils"),
+        *("swift.megatron.arguments", "swift.megatron.callbacks", "swift.megatron.model"),
+    ),
     "miles": ("httpx", "ray", "megatron.training", "sglang", "torch_memory_saver", "wandb"),
-    "nemo_rl": (),
+    "nemo_rl": (
+        *("decord", "hydra", "megatron.bridge", "megatron.training", "nemo_automodel", "PIL", "ray", "requests"),
+        *("tensordict", "nemo_rl.models.dtensor", "nemo_rl.models.generation", "nemo_rl.models.policy"),
+        "nemo_rl.utils.logger",
+    ),
     "openrlhf": (
         *("aiohttp", "deepspeed", "fastapi", "flash_attn", "jsonlines", "optree", "peft", "pylatexenc", "ray"),
         *("torchdata", "uvicorn", "vllm"),
@@ -57,16 +66,22 @@ MISSING = {
         "skyrl_gym",
     ),
     "slime": ("httpx", "ray", "megatron.training", "torch_memory_saver", "wandb"),
-    "torchtitan": ("spmd_types", "torchdata", "tyro"),
+    "specforge": (),
+    "speculators": (),
+    "torchtitan": ("monarch", "spmd_types", "torchdata", "torchstore", "tyro", "vllm"),
     "trl": (),
     "vime": (),
     "verl": ("codetiming", "hydra", "omegaconf", "orjson", "peft", "prefix_grouper", "ray", "tensordict"),
 }
-"""Third-party packages that a host imports at its top level and that are stood in for."""
+"""Third-party packages that a host imports at its top level and that are stood in for; of NeMo-RL and
+ms-swift also modules of their own that name types, read data, or want another version of a package.
+"""
 
 FIRST = {
     "openrlhf": ("transformers.integrations.deepspeed",),
     "miles": ("megatron.core.models.gpt",),
+    "ms_swift": ("transformers",),
+    "nemo_rl": ("transformers",),
     "prime_rl": ("transformers",),
     "skyrl": ("transformers",),
     "slime": ("megatron.core.models.gpt",),
@@ -79,6 +94,7 @@ BARE = {
     "areal": ("areal", "areal.infra", "areal.utils"),
     "ms_swift": ("swift", "swift.megatron", "swift.megatron.trainers"),
     "prime_rl": ("prime_rl.trainer", "prime_rl.trainer.models"),
+    "speculators": ("speculators", "speculators.losses", "speculators.utils"),
     "vime": ("vime", "vime.backends", "vime.backends.megatron_utils"),
 }
 """Packages of a checkout whose ``__init__`` imports the whole host: their modules are imported without it."""
@@ -89,7 +105,7 @@ SWITCHES = {
 """What is read of a package that is stood in for, while the host runs."""
 
 ABSENT = {"nemo_rl": ("nemo_rl.models.megatron.train",)}
-"""Modules of a checkout whose imports want all of the host's requirements; an adapter reports them as missing."""
+"""Modules of a checkout that want a Megatron-Core which may not be there: imported only by name."""
 
 
 MODULES = {
@@ -108,6 +124,8 @@ MODULES = {
         "skyrl.backends.skyrl_train.distributed.megatron.model_utils",
     ),
     "slime": ("slime.backends.megatron_utils.loss", "slime.backends.megatron_utils.initialize"),
+    "specforge": ("specforge.core.compact_teacher",),
+    "speculators": ("speculators.losses.fused", "speculators.losses.eager"),
     "torchtitan": ("torchtitan.components.loss",),
     "verl": (
         "verl.utils.torch_functional",
@@ -202,7 +220,10 @@ def load(host: str, *modules: str) -> list[ModuleType]:
         if not torch.cuda.is_available():
             _stay_on_cpu()
         for name in ABSENT.get(host, ()):
-            sys.modules[name] = None  # pyright: ignore
+            if name in modules:
+                sys.modules.pop(name, None)
+            else:
+                sys.modules[name] = None  # pyright: ignore
         for name in BARE.get(host, ()):
             _bare(name, host)
     elif (FOLDER / PACKAGES.get(host, host)).is_dir():
@@ -301,7 +322,14 @@ class _StandIn(ModuleType):
         return _Names(name, (_Nothing,), {})
 
 
-class _Names(type):
+def stand_in(name: str, **holds: Any) -> ModuleType:
+    """A module in which these names are what they are, and every other is a class that does nothing."""
+    module = _StandIn(name)
+    vars(module).update(holds)
+    return module
+
+
+class _Names(abc.ABCMeta):
     """A class whose attributes are such classes too: hosts annotate with ``package.module.Name``."""
 
     def __getattr__(cls, name: str) -> Any:

@@ -184,10 +184,13 @@ def ms_swift(batch: Batch) -> Callable[[], Tensor]:
 def torchtitan(batch: Batch) -> Callable[[], Tensor]:
     """The log-probs of torchtitan's RL losses, with entropies as a metric; whole rows, no chunks."""
     loss = importlib.import_module("torchtitan.components.loss")
+    # 0.3.0 scores [B, L, V] logits, and the main branch [T, V].
+    lines = "[batch, seq_len]" in (loss.compute_logprobs.__doc__ or "")
 
     def step() -> Tensor:
-        logits, labels = batch.logits().flatten(0, 1), batch.tokens.roll(-1, 1).flatten()
-        return _learn(batch.model, *loss.compute_logprobs(logits, labels, return_entropy=True))
+        logits, labels = batch.logits(), batch.tokens.roll(-1, 1)
+        given = (logits, labels) if lines else (logits.flatten(0, 1), labels.flatten())
+        return _learn(batch.model, *loss.compute_logprobs(*given, return_entropy=True))
 
     return step
 

@@ -53,7 +53,7 @@ class SizedStep:
     overwrite: bool = False
     weight_grad: bool = False
     match: Literal["bfloat16", "float16"] | None = None
-    batch_invariant: bool = False
+    bits: Literal["fast", "canonical"] = "fast"
     tensor_parallel: int = 1
     sequence_parallel: bool = False
     backend: str = "auto"
@@ -125,7 +125,7 @@ class SizedStep:
             sequence_parallel=self.sequence_parallel,
             weight_grad=buffer,
             match=self.match,
-            batch_invariant=self.batch_invariant,
+            bits=self.bits,
         )
 
     def _options(self, device: torch.device) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from logitless.notes import add_note, explained, version_of
 from logitless.objectives import Inputs, Metrics, Objective, Preference
 from logitless.operands import Given, Kept, Logits, Teacher, Teachers
 from logitless.passes.one_pass import OnePass, with_results
+from logitless.passes.whole import teacher_rows
 from logitless.readings.outcomes import Sent
 from logitless.route import Plan, first_pass, loss_plan
 from logitless.rows import Rows
@@ -270,7 +271,7 @@ def _one_pass(
     elif isinstance(teacher, Teacher | Teachers):
         call, order = grouped(teacher, call)
         inputs = inputs if order is None else inputs.ordered(order)
-        beside = TeacherRows.of(teacher, call)
+        beside = teacher_rows(teacher, call)
     *values, metrics, names = _OnePass.apply(*operands[1:], scale, call, plan, inputs, batch, beside)  # pyright: ignore[reportGeneralTypeIssues]
     loss, *values = values
     stats = TokenStats(**dict(zip(names, values, strict=True)))

@@ -277,6 +277,21 @@ def statistics_sizes(dtype: torch.dtype, columns: int) -> dict[str, Any]:
     return {"BLOCK": min(block, _power_of_two(columns)), "STAGES": stages, "num_warps": warps}
 
 
+def row_blocks_sizes(dtype: torch.dtype, columns: int) -> dict[str, Any]:
+    """Blocks of 128 columns per step, and warps, of the order-free statistics kernel; and blocks that are added up at a
+    time, one to a thread."""
+    # H200, T = 16384, V = 151936, no loads in flight beyond a step: float32 3.07 ms with 64 blocks x 8 warps, bfloat16
+    # 2.39 with 32 x 4, where the statistics kernel takes 2.17 and 1.45. With three loads in flight, which go through
+    # shared memory, 4.04 and 2.56. Blocks in runs of 16 to 64 columns, so that fewer threads share a block: 5.6 to 7.4
+    # and 2.9 to 4.0. 128 registers let two programs share a multiprocessor.
+    per, warps = (64, 8) if dtype == torch.float32 else (32, 4)
+    if columns <= TILE:
+        per, warps = 8, 2
+    blocks = -(-columns // ALIGNED)
+    per, ahead = min(per, 1 << max(blocks - 1, 0).bit_length()), min(32 * warps, _power_of_two(blocks))
+    return {"PER": per, "AHEAD": ahead, "num_warps": warps, "maxnreg": 128}
+
+
 def best_sizes(columns: int) -> dict[str, Any]:
     """Lanes, columns of each, and warps of the kernel that finds the best columns of a row."""
     # Not measured: lanes as in the statistics of a tile.
@@ -351,7 +366,8 @@ class ProductSizes(NamedTuple):
 
     Attributes:
         rows, columns, depth: of a tile of logits, and of its operands at a time.
-        tiles: column tiles whose statistic stays in registers, to be stored as one part of the row.
+        tiles: column tiles whose statistic stays in registers, to be stored as one part of the row; 0 where every 128
+            columns are a part.
         band: row blocks that are worked on side by side, sharing their columns in L2.
         residents: programs on a multiprocessor at the same time.
         warps, stages: of a program, and of its loads.
@@ -370,11 +386,21 @@ class ProductSizes(NamedTuple):
 
     def groups(self, columns: int) -> int:
         """How many parts the statistic of a row has."""
-        return -(-columns // (self.columns * self.tiles))
+        return -(-columns // (self.columns * self.tiles if self.tiles else ALIGNED))
 
 
-def product_sizes(columns: int, width: int) -> ProductSizes:
-    """Sizes for operands of this width. The number of rows has no say: a row has the same bits in every batch."""
+def product_sizes(columns: int, width: int, canonical: bool = False) -> ProductSizes:
+    """Sizes for operands of this width. The number of rows has no say: a row has the same bits in every batch.
+
+    Args:
+        canonical: of products whose parts are blocks of 128 columns.
+    """
+    if canonical:
+        # H200, as below, with the merge, D = 4096, 2048 and 1024: 256 x 128 x 64 with a band of 8 1.06, 1.10, 1.19; two
+        # programs with 128 x 128 and 4 warps, a band of 16 1.16, 1.07, 1.06, a band of 8 1.08, 1.04, 1.07.
+        if width < 3072:
+            return ProductSizes(128, 128, 64, 0, band=16 if width < 1536 else 8, residents=2, warps=4)
+        return ProductSizes(256, 128, 64, 0, band=8)
     # H200, bfloat16, T = 16384, V = 151936, in multiples of the bare product (benchmarks/epilogues.py): the statistic
     # with its merge, dZ, exponentials. 128 x 256 x 64, 8 warps, 3 stages: 1.09, 1.12, 1.28 at D = 1024; 1.06, 1.07,
     # 1.15 at 2048; 1.04, 1.05, 1.07 at 4096. 256 x 128, whose numbers per row have to be exchanged between warps: 1.10,

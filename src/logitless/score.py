@@ -32,7 +32,9 @@ from logitless.route import Plan, score_plan
 from logitless.rows import Rows
 from logitless.softmax import FLOOR, transform
 from logitless.sources.listed import entry_logits, id_logits, place_of
-from logitless.sources.teachers import check_teachers, entries_of, grouped, kept_of, under_autocast, ungrouped
+from logitless.sources.teacher_checks import check_teachers
+from logitless.sources.teacher_entries import entries_of, kept_of
+from logitless.sources.teachers import grouped, under_autocast, ungrouped
 from logitless.spec import EntropyMode, Head, TokenStats, untraced
 
 

@@ -52,6 +52,10 @@ class TokenStats(NamedTuple):
         teacher_logprob: ``[R]`` of the target; -inf where the teacher's vocabulary does not have it, NaN where it did
             not say.
         teacher_entropy: ``[R]`` in nats.
+        acceptance: ``[R]`` how likely the teacher accepts what the student draws, ``sum min(p, q)``; differentiable.
+        teacher_log_z: ``[R]`` log of the teacher's normaliser over all of its ids.
+        teacher_shared: ``[R]`` its probability of the ids that the student has, too.
+        teacher_top1_id: ``[R]`` its most likely id, out of all of its own.
     """
 
     logprob: Tensor
@@ -71,6 +75,10 @@ class TokenStats(NamedTuple):
     divergence: Tensor | None = None
     teacher_logprob: Tensor | None = None
     teacher_entropy: Tensor | None = None
+    acceptance: Tensor | None = None
+    teacher_log_z: Tensor | None = None
+    teacher_shared: Tensor | None = None
+    teacher_top1_id: Tensor | None = None
 
     def __repr__(self) -> str:
         """The results that are there."""

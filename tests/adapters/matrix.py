@@ -41,7 +41,7 @@ ON_CHECKOUTS = {
 }
 """Tests that checkouts run, where others need the packages that this release was written for."""
 
-MORE = {"skyrl": ("skyrl_fsdp", "skyrl_support", "skyrl_worker"), "verl": ("verl_rows",)}
+MORE = {"nemo_rl": ("nemo_rl_draft",), "skyrl": ("skyrl_fsdp", "skyrl_support", "skyrl_worker"), "verl": ("verl_rows",)}
 """Further files of tests of a host."""
 
 WHOLE = ("transformers", "trl")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -62,6 +64,33 @@ def test_a_model_is_deferred_once_and_put_back(maths):
     assert report.made == {}
     uninstall_host("fake")
     assert maths.run is own
+    assert type(model(IDS)) is torch.Tensor
+
+
+def test_a_model_that_nobody_holds_is_freed(maths):
+    model = Model()
+    install_host(host(), {})
+    assert type(maths.run(model, IDS)) is Logits
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert installed()[0].logits == ("logits: not computed (deferred); 1 models so far",)
+    uninstall_host("fake")
+
+
+def test_a_call_that_reads_whole_logits_gets_them_from_the_head(maths):
+    model = Model()
+    plain = model(IDS)
+    few = Replacement("fakehost.maths", "run", RUN, deferring(lambda model, ids: model, lambda model, ids: ids is IDS))
+    install_host(replace(host(), heads=lambda _: [few]), {})
+    assert type(maths.run(model, IDS)) is Logits
+    whole = maths.run(model, IDS.clone())
+    assert type(whole) is torch.Tensor
+    assert torch.equal(whole, plain)
+    assert installed()[0].logits == ("logits: not computed (deferred); 0 models so far",)
+    assert type(maths.run(model, IDS)) is Logits
+    uninstall_host("fake")
     assert type(model(IDS)) is torch.Tensor
 
 

@@ -81,7 +81,7 @@ def test_a_new_parameter_is_honoured_at_its_default_and_passed_on_otherwise(scor
     assert entry.why == {"chunk is given": 1, "group is given": 1, "negative": 1}
     text = str(logitless.status())
     assert "fakehost.maths.score: 6 calls, 3 passed on (chunk is given 1, group is given 1, negative 1)" in text
-    assert text.startswith("fake 2.5.1 (audit=0, any_version=False): 3 of 6 calls ours")
+    assert text.startswith("fake 2.5.1 (audit=0, any_version=False, only=None): 3 of 6 calls ours")
 
 
 def test_a_new_parameter_is_passed_on_also_where_ours_takes_any_argument(score):

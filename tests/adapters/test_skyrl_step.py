@@ -14,13 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from hosts import load
+from hosts import load, put_first
 from ranks import close_ranks
-from shared.megatron import megatron
+from shared.megatron import megatron, megatron_first
 from shared.megatron_groups import TIMEOUT
 from shared.megatron_step import HOW, Descent, Largest, Outcome, V, check_steps, installed, model_of, on_cpu
 from shared.skyrl import MODEL_UTILS, TORCH_UTILS, WRAPPER
 from shared.skyrl import on_cpu as skyrl_on_cpu
+
+if put_first("skyrl"):
+    # SkyRL's main wants a Megatron-Core that is not released.
+    megatron_first()
 
 pytestmark = pytest.mark.skipif(
     not find_spec("megatron") or not find_spec("megatron.core"), reason="megatron-core is not installed"
@@ -53,6 +57,7 @@ def batches() -> list[dict[str, Any]]:
                 "advantages": torch.randn(2, ACTIONS, generator=made),
                 "loss_mask": actions,
                 "action_mask": actions,
+                "response_mask": None,
                 "rollout_action_logprobs": None,
                 "rollout_expert_indices": None,
                 "num_microbatches": 2,
@@ -78,6 +83,7 @@ def worker_of(module: Any, chunks: list[Any], packed: bool) -> Any:
         remove_microbatch_padding=packed,
         logprobs_chunk_size=None,
         vocab_entropy_chunk_size=None,
+        vocab_entropy_chunk_memory_mb=1,
     )
     return module.MegatronModelWrapper(cfg, chunks, policy_loss_fn=policy_loss)
 

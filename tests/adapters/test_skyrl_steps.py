@@ -84,6 +84,7 @@ def ppo(
             num_actions=A,
             attention_mask=mask,
             loss_mask=actions,
+            response_mask=None,
             action_mask=None,
             rollout_logprobs=None,
             pixel_values=None,

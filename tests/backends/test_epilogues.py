@@ -15,7 +15,7 @@ from shared.policy_loss import check as check_loss
 import logitless as ll
 from benchmarks.bench.predicted import PeakCase, compare
 from logitless import machine
-from logitless.backends.triton import products
+from logitless.backends.triton import blocks, products
 from logitless.call import Asked
 from logitless.call.dry import Dry
 from logitless.call.resolve import apart_everywhere, resolve
@@ -331,7 +331,7 @@ def test_a_row_has_the_same_bits_in_every_batch(device: torch.device):
     """Without padding, in the order in which they come, and from rows of another place."""
     hidden, weight, bias = draw(300, VOCAB, WIDTH, torch.bfloat16).leaves((), device=device)
     target = torch.randint(VOCAB, (300,), device=device)
-    options = {"bias": bias, "entropy": "value", "batch_invariant": True, "backend": "triton"}
+    options = {"bias": bias, "entropy": "value", "bits": "canonical", "backend": "triton"}
     assert ll.explain(from_hidden, hidden, weight, target, **options).forward.rows == 300
     full = from_hidden(hidden, weight, target, **options)
     for index in ([299], [80, 3, 7], list(range(250, 270))):
@@ -348,7 +348,7 @@ def test_a_row_has_the_same_bits_in_every_batch_on_cuda(width: int, device: torc
     hidden = torch.randn(16384, width, device=device, dtype=torch.bfloat16)
     weight = (torch.randn(151936, width, device=device) / width**0.5).bfloat16()
     target = torch.randint(151936, (16384,), device=device)
-    options = {"entropy": "value", "batch_invariant": True, "backend": "triton"}
+    options = {"entropy": "value", "bits": "canonical", "backend": "triton"}
     assert ll.explain(from_hidden, hidden, weight, target, **options).apart is None
     full = from_hidden(hidden, weight, target, **options)
     for count in (1, 2, 7, 64, 255, 256, 257, 1000, 4096, 8191, 16383):
@@ -363,14 +363,15 @@ def test_a_row_has_the_same_bits_in_every_batch_on_cuda(width: int, device: torc
     [
         {"entropy": "grad"},
         {"entropy": "value", "needs_grad": ()},
-        {"entropy": "grad", "batch_invariant": True, "rows": 31, "bias": True},
+        {"entropy": "grad", "bits": "canonical", "rows": 31, "bias": True},
     ],
     ids=["gradients", "forward", "batch-invariant"],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/memory/test_estimate.py has its own sizes for a GPU")
 def test_the_estimate(options: dict, monkeypatch):
     """What the calls allocate. Kernels allocate nothing, but the interpreter does around them: none is launched."""
-    monkeypatch.setattr(products, "launch", lambda *args, **arguments: None)
+    for module in (products, blocks):
+        monkeypatch.setattr(module, "launch", lambda *args, **arguments: None)
     sizes = {"path": "hidden", "tokens": 61, "vocab": 2003, "hidden": 64, "memory": "256KiB"}
     result = compare(PeakCase("fused", {**sizes, "backend": "triton", **options}), torch.device("cpu"))
     assert result.measured_step > 0

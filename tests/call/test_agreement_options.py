@@ -21,7 +21,7 @@ from logitless.backends.divergences import Divergence
 from logitless.call import Asked
 from logitless.operands import Linear, Teachers
 
-V, D, R = 20, 4, 6
+V, D, R = 256, 4, 6
 HERE = V // 2
 
 Maker = Callable[[int], dict[str, Any]]
@@ -64,7 +64,7 @@ OPTIONS: dict[str, tuple[str, Maker]] = {
     ),
     "match": ("match", lambda x: {"match": (None, "bfloat16")[x]}),
     "tf32": ("tf32", lambda x: {"tf32": bool(x)}),
-    "batch_invariant": ("batch_invariant", lambda x: {"batch_invariant": bool(x)}),
+    "bits": ("bits", lambda x: {"bits": ("canonical", "fast")[x]}),
     "backend": ("the backend", lambda x: {"backend": ("tiled", "reference")[x]}),
     "memory": ("how to go", lambda x: {"memory": ("1MiB", 300)[x]}),
     "grad_scale": ("grad_scale", lambda x: {"weight_grad": torch.zeros(HERE, D), "grad_scale": 1.0 + x}),
@@ -140,7 +140,7 @@ MORE: dict[str, dict[str, tuple[str, Maker]]] = {
     "loss, teacher": {
         "memory of two passes": (
             "how to go (memory=) of the first pass",
-            lambda x: {"batch_invariant": True, "memory": ("1MiB", 300)[x]},
+            lambda x: {"bits": "canonical", "memory": ("1MiB", 300)[x]},
         ),
         "memory without a gradient": (
             "how to go",
@@ -266,7 +266,7 @@ def differ(rank: int, world: int, verb: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_ranks_that_differ_in_one_argument(ranks, verb: str):
-    """memory= and batch_invariant= of a divergence, and of a loss with a teacher in two passes, were not compared:
+    """memory= and bits= of a divergence, and of a loss with a teacher in two passes, were not compared:
     the ranks made other collectives, which abort over gloo and hang over NCCL. A LoRA's scale was not, either."""
     ours, theirs = ranks(differ, 2, verb, timeout=60)
     function = VERBS[verb][0].__name__

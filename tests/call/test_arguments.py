@@ -70,6 +70,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "Rows.every.target": {"integers", "one dimension more", "one entry fewer", "flat and longer", "an entry of it"},
         "Rows.from_labels.labels": {"integers", "one entry fewer", "flat and longer", "an entry of it"},
         "Kept.from_bits.words": {"one entry fewer"},
+        "Teacher.ids_from_d2t.d2t": {"one entry fewer"},
         "Kept.from_mask.mask": {"one entry fewer", "as bool"},
         "Kept.from_padded.ids": {"integers", "one entry fewer"},
         "Metrics.merge.several": {"one fewer", "one more"},

@@ -199,8 +199,8 @@ def test_autocast_leaves_float64_alone():
 def test_kept_ids_and_batch_invariance_do_not_go_together():
     """Crashed unless the number of rows was a multiple of 1024."""
     kept = ll.Kept(torch.tensor([1, 2, 3]), torch.tensor([1, 1, 1]))
-    target, options = torch.tensor([1, 2, 3]), {"kept": kept, "batch_invariant": True}
-    with pytest.raises(ll.LogitlessError, match="kept= takes tiles of all rows, and batch_invariant=True"):
+    target, options = torch.tensor([1, 2, 3]), {"kept": kept, "bits": "canonical"}
+    with pytest.raises(ll.LogitlessError, match=r'kept= adds up the ids .* and bits="canonical"'):
         from_hidden(torch.randn(3, 4), torch.randn(5, 4), target, **options)
 
 

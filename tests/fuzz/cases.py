@@ -94,7 +94,7 @@ class Case:
     memory: int | str | None = None
     backend: str = "auto"
     match: str | None = None
-    batch_invariant: bool = False
+    canonical: bool = False
     frozen: tuple[str, ...] = ()
     weight_grad: bool = False
     grad_scale: float = 1.0
@@ -243,7 +243,7 @@ FEATURES = {
     "memory": Feature(("memory",), one_of("memory", *MEMORY)),
     "backend": Feature(("backend",), one_of("backend", "reference", "tiled")),
     "match": Feature(("match",), one_of("match", "bfloat16", "float16"), LINEAR),
-    "batch_invariant": Feature(("batch_invariant",), one_of("batch_invariant", True), LINEAR),
+    "canonical": Feature(("canonical",), one_of("canonical", True)),
     "autocast": Feature(("autocast",), one_of("autocast", True), LINEAR),
     "frozen": Feature(
         ("frozen",),
@@ -282,7 +282,7 @@ DEFAULTS = {f.name: f.default for f in fields(Case)}
 
 CROWD = (
     *("stats", "top_k", "ids", "lora", "kept", "entropy", "upstream", "layout", "ignore", "frozen"),
-    *("temperature", "scale", "softcap", "padding", "bias", "memory", "shards", "batch_invariant"),
+    *("temperature", "scale", "softcap", "padding", "bias", "memory", "shards", "canonical"),
 )
 """What meets in one row: what is asked of it, its logits, its head and its layout."""
 
@@ -342,8 +342,11 @@ def settled(case: Case) -> Case:
         changes["shards"] = 1
     if case.stats or case.top_k or case.ids:
         changes |= {"top_k": min(case.top_k, case.vocab), "shards": min(changes.get("shards", case.shards), 1)}
-    if case.batch_invariant and not linear:
-        changes["batch_invariant"] = False
+    if case.canonical and case.shards > 1:
+        changes["shards"] = 1
+    if case.canonical and case.values == "large":
+        # Logits beyond 1.1e7 count as infinite there.
+        changes["values"] = "huge"
     if linear and case.values in ("lowest", "lowest first", "minus infinity"):
         # Logits that are products are masked by the bias.
         changes["bias"] = True

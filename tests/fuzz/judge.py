@@ -59,8 +59,11 @@ def _objective(case: Case) -> Objective:
 
 
 REFUSALS = {
-    "kept ids with batch_invariant": Refusal(
-        "kept= takes tiles of all rows", lambda c: bool(c.kept) and c.batch_invariant
+    "kept ids with canonical bits": Refusal(
+        "kept= adds up the ids of each row", lambda c: bool(c.kept) and c.canonical
+    ),
+    "shards within a block of canonical bits": Refusal(
+        "begins at column", lambda c: c.canonical and c.parallel == "vocabulary"
     ),
     "statistics over a support": Refusal(
         "are never made where", lambda c: c.scope == "support" and bool(c.stats or c.top_k or c.ids)

@@ -192,10 +192,11 @@ def _options(inputs: Inputs, views: dict[str, Tensor], device: str, rank: int) -
     if case.parallel == "vocabulary":
         given["shard"] = ll.VocabShard(*bounds(inputs, rank), dist.group.WORLD, check_calls=True)
     start = None
+    given["bits"] = "canonical" if case.canonical else "fast"
     if case.path == LOGITS:
         given["overwrite"] = case.overwrite
         return given, None
-    given |= {"match": case.match, "batch_invariant": case.batch_invariant, "hidden_grad": case.hidden_grad}
+    given |= {"match": case.match, "hidden_grad": case.hidden_grad}
     given["sequence_parallel"] = case.sequence_parallel
     if case.path != MODULE:
         given["bias"] = views.get("bias")

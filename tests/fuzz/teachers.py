@@ -60,7 +60,7 @@ class Case:
     some: bool = False
     frozen: bool = False
     weight_grad: bool = False
-    batch_invariant: bool = False
+    canonical: bool = False
     backend: str = "auto"
     memory: int | str = "1MiB"
 
@@ -100,7 +100,7 @@ def draw(seed: int) -> Case:
         frozen=r.random() < 0.2 and path != "logits",
         # A buffer is float32, whatever the operands are.
         weight_grad=r.random() < 0.15 and path == "hidden" and dtype != "float64",
-        batch_invariant=r.random() < 0.15 and path != "logits" and (not kept),
+        canonical=r.random() < 0.15 and path != "logits" and (not kept),
         backend=r.choice(("auto", "reference", "tiled")),
         memory=r.choice((200, 500, 3000, 9000, "1MiB")),
     )
@@ -230,7 +230,7 @@ def ours(case: Case, x: Inputs) -> Answer:
     if case.path == "logits":
         out = ll.logprobs(hidden, rows, teacher=teacher, divergence=what, entropy="grad", **shared)
         return _answer(case, leaves, out, total_of(out, x))
-    shared |= {"bias": bias, "batch_invariant": case.batch_invariant}
+    shared |= {"bias": bias, "bits": "canonical" if case.canonical else "fast"}
     if case.path == "loss":
         objective = ll.Objective(policy="reinforce", entropy_coef=0.2, divergence=what, divergence_coef=0.7)
         loss, _, out = loss_from_hidden(

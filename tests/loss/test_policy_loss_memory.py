@@ -154,7 +154,7 @@ def test_counted_products(memory, dtype: torch.dtype):
     assert products(*trained, memory=memory, weight_grad=torch.zeros(1000, 8), grad_scale=0.3) == pytest.approx(3.0)
     with torch.no_grad():
         assert products(*trained, memory=memory) == pytest.approx(1.0)
-    assert products(*trained, ll.Objective(), memory=memory, batch_invariant=True) >= 4.0
+    assert products(*trained, ll.Objective(), memory=memory, bits="canonical") >= 4.0
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])

@@ -269,12 +269,12 @@ def test_samples_that_fit_a_chunk_go_in_one_pass():
 def test_what_cannot_be_chunked_goes_in_two_passes():
     problem = make(torch.float64)
     objective, rows = ll.Objective(**PPO), problem.batch.rows()
-    logits = ll.Logits(*problem.operands[:2], batch_invariant=True)
+    logits = ll.Logits(*problem.operands[:2], bits="canonical")
     plan = ll.explain(ll.policy_loss, logits, rows, objective, **problem.fields(rows))
     assert plan.kind == "two passes"
-    assert "batch_invariant=True" in str(plan)
-    ours = ran(problem, objective, batch_invariant=True)
-    assert_same(ours, composed(problem, objective, batch_invariant=True), 1e-12)
+    assert 'bits="canonical"' in str(plan)
+    ours = ran(problem, objective, bits="canonical")
+    assert_same(ours, composed(problem, objective, bits="canonical"), 1e-12)
     assert_right(problem, ours, PPO_FORMULA)
 
 

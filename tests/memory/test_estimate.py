@@ -89,7 +89,7 @@ CASES = {
     "frozen": {**SLABS, **F32, **FROZEN},
     "frozen, bf16, rows": {**BLOCKS, **FROZEN, "tokens": 3001, "rows": 2003},
     "frozen, softcap": {**SLABS, **FROZEN, "softcap": True},
-    "frozen, batch-invariant": {**SLABS, **F32, **FROZEN, "batch_invariant": True, "memory": "4MiB"},
+    "frozen, batch-invariant": {**SLABS, **F32, **FROZEN, "bits": "canonical", "memory": "4MiB"},
     "frozen, entropy gradient": {**SLABS, **FROZEN, **GRAD},
     "weight alone": {**SLABS, **GRAD, "needs_grad": ("weight",)},
     "weight alone, blocks": {**BLOCKS, **GRAD, "needs_grad": ("weight",)},
@@ -100,7 +100,7 @@ CASES = {
     "a buffer for d_weight, blocks": {**BLOCKS, **GRAD, "weight_grad": True},
     "match": {**SLABS, **GRAD, "match": "bfloat16"},
     "match, bias, float32 operands": {**SLABS, **F32, "match": "bfloat16", "bias": True},
-    "batch-invariant, rows": {**SLABS, **GRAD, "tokens": 1031, "rows": 257, "batch_invariant": True, "memory": "4MiB"},
+    "batch-invariant, rows": {**SLABS, **GRAD, "tokens": 1031, "rows": 257, "bits": "canonical", "memory": "4MiB"},
     "kept ids": {**SLABS, **F32, **GRAD, "kept_ids": 9001},
     "kept ids, blocks": {**BLOCKS, **GRAD, "kept_ids": 30011},
     "support": {**SLABS, **F32, **GRAD, "kept_ids": 9001, "scope": "support"},
@@ -137,7 +137,7 @@ CASES = {
     "divergence": {**PAIR, **F32},
     "divergence, bf16, rows": {**PAIR, **SELECTED, "teacher_hidden": 130},
     "divergence, more rows than columns": {**PAIR, **F32, "tokens": 2003, "vocab": 257},
-    "divergence, batch-invariant": {**PAIR, **F32, "batch_invariant": True},
+    "divergence, batch-invariant": {**PAIR, **F32, "bits": "canonical"},
     "divergence, a bucket": {**PAIR, **F32, **SENT, "tail": "bucket"},
     "divergence, K ids": {**PAIR, **F32, **SENT, "tail": "renormalise", "tokens": 2003, "vocab": 257},
     "divergence, support": {**PAIR, **F32, **FEW_IDS},
@@ -150,7 +150,7 @@ CASES = {
     "divergence, from logits, a bucket": {**LOGIT_PAIR, **F32, "teacher_top_k": 8},
     "loss, a teacher": {**LOSS, **F32, **TAUGHT, "teacher_hidden": 130},
     "loss, a teacher, bf16, rows": {**LOSS, **SELECTED, **TAUGHT, "teacher_hidden": 66},
-    "loss, a teacher, two passes": {**LOSS, **F32, **TAUGHT, "teacher_hidden": 66, "batch_invariant": True},
+    "loss, a teacher, two passes": {**LOSS, **F32, **TAUGHT, "teacher_hidden": 66, "bits": "canonical"},
     "loss, a teacher's K log-probs": {**LOSS, **F32, **TAUGHT, **SENT},
     "loss, a teacher, support": {**LOSS, **F32, **TAUGHT, **FEW_IDS, "teacher_hidden": 66},
     "torch": {**PLAIN, **F32, **GRAD},
@@ -294,7 +294,7 @@ CUDA_CASES = {
     "bias": {**BIG, "bias": True},
     "match, bias": {**BIG, "match": "bfloat16", "bias": True},
     "softcap": {**BIG, "softcap": True},
-    "batch-invariant, rows": {**BIG, "rows": 4097, "batch_invariant": True},
+    "batch-invariant, rows": {**BIG, "rows": 4097, "bits": "canonical"},
     "kept ids": {**BIG, "kept_ids": 700_001},
     "support": {**BIG, "kept_ids": 131_072, "scope": "support"},
     "support, many ids, rows, bias": {**BIG, "rows": 4097, "kept_ids": 700_001, "scope": "support", "bias": True},
@@ -356,7 +356,7 @@ def test_the_plan_is_the_one_that_runs(memory: str, needs_grad: tuple, softcap: 
         {"bias": True},
         {"match": "bfloat16"},
         {"match": "bfloat16", "bias": True},
-        {"batch_invariant": True},
+        {"bits": "canonical"},
         BY_SAMPLE,
     ],
     ids=str,
@@ -366,7 +366,7 @@ def test_the_plan_of_a_loss_is_the_one_that_runs(options: dict, dtype: str, memo
     rows = ll.Rows.packed([torch.zeros(6 + n, dtype=torch.int64) for n in counts], counts, num_tokens=301)
     hidden = torch.zeros(301, 6, dtype=getattr(torch, dtype)).requires_grad_()
     weight = torch.zeros(2003, 6, dtype=hidden.dtype).requires_grad_("weight" in needs_grad)
-    asked = {name: options[name] for name in ("match", "batch_invariant") if name in options}
+    asked = {name: options[name] for name in ("match", "bits") if name in options}
     bias = torch.zeros(2003) if "bias" in options else None
     objective = options.get("objective", ll.Objective())
     fields = {"old_logprob": "current", "advantage": torch.zeros(257)}
@@ -388,7 +388,7 @@ def test_an_objective_of_ones_own_needs_no_second_edit():
 
 
 def test_two_passes_are_those_of_log_probs():
-    sizes = {"tokens": 16384, "vocab": 151936, "hidden": 4096, "backend": "triton", "batch_invariant": True}
+    sizes = {"tokens": 16384, "vocab": 151936, "hidden": 4096, "backend": "triton", "bits": "canonical"}
     loss, first = predicted(path="loss", **sizes), predicted(path="hidden", **sizes, entropy="value")
     assert loss.plan is not None
     assert loss.plan.kind == "two passes"

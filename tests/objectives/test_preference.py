@@ -135,7 +135,7 @@ def test_against_the_papers(name, pairs, dtype):
     """In chunks of whole pairs, in one piece, in two passes, and in two calls."""
     batch, preference = draw(dtype), preference_of(name, pairs)
     exact, usual = (told(batch, name, pairs, wide) for wide in (torch.float64, torch.float32))
-    for options in ({"memory": 2 * 12 * VOCAB * 4}, {}, {"batch_invariant": True}):
+    for options in ({"memory": 2 * 12 * VOCAB * 4}, {}, {"bits": "canonical"}):
         assert_right(ours(batch, preference, **options), exact, usual, dtype)
     rows, hidden, weight, reference = batch
     leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]

@@ -72,7 +72,7 @@ def test_against_float64(name, dtype):
     more = {"policy_options": {"label_smoothing": case["smoothing"]}} if case["smoothing"] else {}
     objective = ll.Objective(policy=case["policy"], z_coef=case["z"], **more)
     # In chunks, in one piece, in two passes, and in two calls.
-    for options in ({"memory": 2 * 4 * VOCAB * 4}, {}, {"batch_invariant": True}):
+    for options in ({"memory": 2 * 4 * VOCAB * 4}, {}, {"bits": "canonical"}):
         loss, gradients, _ = ours(rows, hidden, weight, objective, {"token_weight": given}, **options)
         assert_close_to_truth(loss, exact[0], usual[0], "loss")
         for mine, right, theirs in zip(gradients, exact[1], usual[1], strict=True):
@@ -106,7 +106,7 @@ def test_label_smoothing_in_one_pass_and_in_two(dtype):
     for options, kind in (
         ({}, "one pass"),
         ({"memory": 2 * 4 * VOCAB * 4}, "one pass"),
-        ({"batch_invariant": True}, "two passes"),
+        ({"bits": "canonical"}, "two passes"),
     ):
         logits, verb = logits_of(hidden.requires_grad_(), weight.requires_grad_(), options)
         assert ll.explain(ll.policy_loss, logits, rows, objective, **verb).kind == kind

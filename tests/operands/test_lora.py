@@ -72,7 +72,7 @@ ALL, FROZEN = NAMES, ("hidden", "a", "b")
         (torch.bfloat16, FROZEN, {}),
         (torch.bfloat16, ALL, {"memory": "16KiB"}),
         (torch.float32, ("b",), {}),
-        (torch.float32, ("a",), {"batch_invariant": True}),
+        (torch.float32, ("a",), {"bits": "canonical"}),
         # Where the whole head is frozen and entropy has no gradient, a plain weight would take unit gradients.
         (torch.float32, ("hidden", "a"), {"backend": "triton", "entropy": "value"}),
     ],
@@ -111,7 +111,7 @@ def test_results_and_gradients(dtype, trained, options, device):
         # Chunks of exponentials, and a factor that float16 gradients are held by.
         (torch.float16, ALL, {"memory": "6KiB"}),
         (torch.bfloat16, FROZEN, {"memory": "6KiB"}),
-        (torch.float32, FROZEN, {"batch_invariant": True}),
+        (torch.float32, FROZEN, {"bits": "canonical"}),
     ],
     ids=["float64", "frozen", "float16", "bfloat16", "two passes"],
 )
@@ -124,7 +124,7 @@ def test_policy_loss(dtype, trained, options, device):
     call = (ours["hidden"], lora_of(ours), rows, objective)
     given = {"advantage": advantage, "bias": ours["bias"], "return_stats": True, **options}
     plan = ll.explain(loss_from_hidden, *call, **given)
-    assert plan.kind == ("two passes" if "batch_invariant" in options else "one pass")
+    assert plan.kind == ("two passes" if "bits" in options else "one pass")
     loss, _, stats = loss_from_hidden(*call, **given)
     (3 * loss).backward()
     true, plain = copies(ours, torch.float64), copies(ours, dtype)

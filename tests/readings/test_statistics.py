@@ -338,10 +338,10 @@ def test_whatever_was_kept_they_are_over_the_vocabulary():
 
 @pytest.mark.parametrize("teacher", ["head", "logits", "several"])
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("path", ["logits", "hidden", "batch invariant"])
+@pytest.mark.parametrize("path", ["logits", "hidden", "canonical"])
 def test_beside_a_teacher(path: str, backend: str, teacher: str, device: torch.device):
     """All of them, with their gradients beside that of the divergence; in chunks of a few rows."""
-    if (path, teacher) == ("batch invariant", "several"):
+    if (path, teacher) == ("canonical", "several"):
         return
     hidden, weight, target, ids = draw(device=device)
     hidden, heat = 0.5 * hidden, torch.linspace(0.7, 2.0, T, device=device)
@@ -372,7 +372,8 @@ def test_beside_a_teacher(path: str, backend: str, teacher: str, device: torch.d
     leaves, exact, usual = (
         [x.to(d).requires_grad_() for x in operands] for d in (torch.float32, torch.float64, torch.float32)
     )
-    source = leaves[0] if path == "logits" else ll.Logits(*leaves, batch_invariant=path == "batch invariant")
+    bits = "canonical" if path == "canonical" else "fast"
+    source = leaves[0] if path == "logits" else ll.Logits(*leaves, bits=bits)
     ours = named(ll.logprobs(source, target, **asked))
     right, plain = whole(torch.float64, exact), whole(torch.float32, usual)
     assert ours.keys() == {*GRADED, *EXTRA_RESULTS, "divergence", "teacher_logprob", "teacher_entropy"}
@@ -478,7 +479,7 @@ def test_one_tuple_of_all_results_whatever_is_asked_for():
     plain, more = ll.logprobs(logits, target), ll.logprobs(logits, target, stats=("rank",))
     logprob, log_z = plain.logprob, plain.log_z
     assert plain.rank is None
-    assert (plain.entropy, len(plain), len(more), more.collision) == (None, 17, 17, None)
+    assert (plain.entropy, len(plain), len(more), more.collision) == (None, 21, 21, None)
     assert [name for name, x in more._asdict().items() if x is not None] == ["logprob", "log_z", "rank"]
     assert torch.equal(more.logprob, logprob)
     for out in (plain, more):

@@ -342,10 +342,12 @@ def test_forms_of_kept_ids():
 
 def test_what_vllm_and_sglang_return_for_each_response():
     rows = ll.Rows.packed([[1, 2, 3, 4], [5, 6, 7]], [2, 1], [[0, 1], [1]], loss_mask_only=True)
-    vllm = [SimpleNamespace(token_ids=[3, 9, 4], offsets=[0, 2, 3]), SimpleNamespace(token_ids=[7], offsets=[0, 1])]
+    vllm = [SimpleNamespace(token_ids=[[3, 9], [4]]), SimpleNamespace(token_ids=[[7]])]
+    whole = [SimpleNamespace(token_ids=[1, 2], sampling_mask=vllm[0]), SimpleNamespace(sampling_mask=vllm[1])]
+    ends = [SimpleNamespace(token_ids=[3, 9, 4], offsets=[0, 2, 3]), SimpleNamespace(token_ids=[7], offsets=[0, 1])]
     sglang = [[[3, 9], [4]], [[7]]]
     chunks = [SimpleNamespace(token_ids=torch.tensor([3, 9, 4]), lengths=torch.tensor([2, 1])), [[7]]]
-    for supports in (vllm, sglang, chunks):
+    for supports in (vllm, whole, ends, sglang, chunks):
         kept = ll.Kept.from_engine(rows, supports)
         assert (kept.ids.tolist(), kept.lengths.tolist()) == ([4, 7], [1, 1])
 
@@ -355,9 +357,13 @@ def test_forms_that_are_refused():
     with raises("sample 0 has no list of ids for response token 1 but NoneType. An engine that recorded nothing"):
         ll.Kept.from_engine(rows, [[[3], None]])
     with raises(
-        "sample 0 must have token_ids with offsets or lengths, or ids for each response token, a list each, but is int"
+        "sample 0 must have ids for each response token, a list each, or token_ids with offsets or lengths, but is int"
     ):
         ll.Kept.from_engine(rows, [7])
+    with raises("sample 0 has none. Ask the engine for them (return_sampling_mask)"):
+        ll.Kept.from_engine(rows, [SimpleNamespace(sampling_mask=None)])
+    with raises("sample 0 has no list of ids for response token 0 but NoneType."):
+        ll.Kept.from_engine(rows, [SimpleNamespace(token_ids=[None, [3]])])
     with raises("sample 0 has lengths for 1 tokens but its response has 2."):
         ll.Kept.from_engine(rows, [[[3]]])
     with raises("offsets must begin with 0 but begin with 1."):

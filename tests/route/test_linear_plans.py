@@ -164,9 +164,9 @@ def test_a_reference_that_must_move(backend: str, descending: bool, device: torc
 def test_batch_invariant_bits(frozen: bool):
     """A token's results do not depend on how many or which others come with it."""
     hidden, weight, target = make(torch.float32, frozen)
-    full = ll.logprobs(ll.Logits(hidden, weight, batch_invariant=True), target, entropy="value")
+    full = ll.logprobs(ll.Logits(hidden, weight, bits="canonical"), target, entropy="value")
     for index in (torch.tensor([7]), torch.arange(40, 77), torch.randperm(T)):
-        some = ll.logprobs(ll.Logits(hidden, weight, batch_invariant=True), (index, target[index]), entropy="value")
+        some = ll.logprobs(ll.Logits(hidden, weight, bits="canonical"), (index, target[index]), entropy="value")
         for whole, part in zip(full[:3], some[:3], strict=True):
             assert torch.equal(whole[index], part)
     (grad,) = torch.autograd.grad(full.logprob.sum(), hidden)
@@ -177,7 +177,7 @@ def test_batch_invariant_bits(frozen: bool):
 def test_batch_invariant_bits_with_memory_to_spare(small_work):
     """Stored exponentials would cut forward's columns as backward's are, whose number depends on the batch."""
     hidden, weight, target = make(torch.bfloat16)
-    options = {"entropy": "value", "batch_invariant": True, "memory": (64 << 10) + 4 * T * V}
+    options = {"entropy": "value", "bits": "canonical", "memory": (64 << 10) + 4 * T * V}
     assert ll.explain(from_hidden, hidden, weight, target, **options).kept_rows == 0
     full = from_hidden(hidden, weight, target, **options)
     for index in (torch.tensor([7]), torch.arange(40, 77)):

@@ -475,9 +475,9 @@ def test_kept_exponentials_with_padding(backend: str, device: torch.device):
 def test_batch_invariant(dtype: torch.dtype, wanted, memory):
     """A token's results have the same bits alone, in another place, and among others; and they are right."""
     operands, target = draw(90, 127, 33, dtype), torch.randint(127, (90,))
-    check(operands, torch.arange(90), target, wanted=wanted, batch_invariant=True, memory=memory)
+    check(operands, torch.arange(90), target, wanted=wanted, bits="canonical", memory=memory)
     leaf = operands.leaves(wanted)
-    options = {"bias": leaf.bias, "entropy": "value", "batch_invariant": True, "memory": memory}
+    options = {"bias": leaf.bias, "entropy": "value", "bits": "canonical", "memory": memory}
     everything = from_hidden(leaf.hidden, leaf.weight, target, **options)
     for index in ([7], [80, 3, 7], list(range(50))):
         some = from_hidden(leaf.hidden, leaf.weight, (torch.tensor(index), target[index]), **options)

@@ -18,13 +18,29 @@ KINDS: dict[str, dict[str, Any]] = {
     "tv": {},
     "hellinger": {},
     "alpha": {"alpha": 0.7},
+    "acceptance": {},
+    "log_acceptance": {},
+    "lk_hybrid": {"eta": 2.0},
 }
 
 
-def textbook(z: Tensor, y: Tensor, kind: str, beta: float = 0.5, alpha: float = 0.5) -> Tensor:
-    """Each divergence as papers define it, of ``[R, V]`` logits of student and teacher."""
+def textbook(
+    z: Tensor, y: Tensor, kind: str, beta: float = 0.5, alpha: float = 0.5, eta: float = 3.0, full: Tensor | None = None
+) -> Tensor:
+    """Each divergence as papers define it, of ``[R, V]`` logits of student and teacher.
+
+    ``full``: ``[R]`` log Z of a teacher that has more ids than these, for what is accepted.
+    """
     log_p, log_q = z.log_softmax(-1), y.log_softmax(-1)
     p, q = log_p.exp(), log_q.exp()
+    accepted = torch.minimum(p, q if full is None else (y - full[:, None]).exp()).sum(-1)
+    if kind == "acceptance":
+        return accepted
+    if kind == "log_acceptance":
+        return -accepted.log()
+    if kind == "lk_hybrid":
+        share = torch.exp(-eta * accepted.detach())
+        return share * textbook(z, y, "forward_kl") + (1 - share) * (1 - accepted)
     if kind == "forward_kl":
         terms = torch.where(q > 0, q * (log_q - log_p), 0.0)
     elif kind == "reverse_kl":
@@ -108,9 +124,12 @@ def shaped(x: Tensor, head: Any) -> Tensor:
     return x / head.temperature
 
 
-def ours(batch: Batch, teacher: Any, kind: Any, beta: float = 0.5, alpha: float = 0.5, **options) -> Outcome:
+def ours(
+    batch: Batch, teacher: Any, kind: Any, beta: float = 0.5, alpha: float = 0.5, eta: float = 3.0, **options
+) -> Outcome:
     hidden, weight, bias = batch.leaves(batch.hidden.dtype)
-    given: dict[str, Any] = {"teacher": teacher, "divergence": Divergence(kind, beta=beta, alpha=alpha), "bias": bias}
+    what = Divergence(kind, beta=beta, alpha=alpha, eta=eta)
+    given: dict[str, Any] = {"teacher": teacher, "divergence": what, "bias": bias}
     out = from_hidden(hidden, weight, batch.target, entropy="grad", **given, **options)
     (out.divergence.sum() + 0.3 * out.logprob.sum() - 0.2 * out.entropy.sum()).backward()
     values = (out.divergence, out.logprob, out.entropy, out.teacher_logprob, out.teacher_entropy)

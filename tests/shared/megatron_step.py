@@ -99,7 +99,7 @@ def model_of(
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = Attention
     settings = {"share_embeddings_and_output_weights": tied, "position_embedding_type": "none"} | more
-    model = GPTModel(config, spec, vocab_size=V, max_sequence_length=256, **settings)
+    model = GPTModel(config, spec, vocab_size=V, max_sequence_length=512, **settings)
     model = Float16Module(config, model) if half else model
     buffers = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
     return DistributedDataParallel(config, buffers, model)

@@ -8,11 +8,21 @@ from torch import Tensor
 from logitless import Head
 
 
-def textbook(log_p: Tensor, log_q: Tensor, kind: str, beta: float = 0.5, alpha: float = 0.5) -> Tensor:
+def textbook(
+    log_p: Tensor, log_q: Tensor, kind: str, beta: float = 0.5, alpha: float = 0.5, eta: float = 3.0
+) -> Tensor:
     """Each divergence as papers define it, of ``[R, O]`` log-probs of outcomes; -inf in both is no outcome."""
     none = (log_p == -torch.inf) & (log_q == -torch.inf)
     p, q = log_p.exp(), log_q.exp()
     log_p, log_q = log_p.masked_fill(none, 0.0), log_q.masked_fill(none, 0.0)
+    accepted = torch.minimum(p, q).sum(-1)
+    if kind == "acceptance":
+        return accepted
+    if kind == "log_acceptance":
+        return -accepted.masked_fill(none.all(-1), 1.0).log()
+    if kind == "lk_hybrid":
+        share = torch.exp(-eta * accepted.detach())
+        return share * (q * (log_q - log_p)).sum(-1) + (1 - share) * (1 - accepted)
     if kind == "forward_kl":
         return (q * (log_q - log_p)).sum(-1)
     if kind == "reverse_kl":

@@ -180,12 +180,13 @@ CALLS: dict[str, Callable[[], Good]] = {
     "Rows.take": lambda: Good(rows().take, {"x": torch.ones(6, 2)}),
     "Teacher": lambda: Good(
         lambda *a, **k: ll.logprobs(logits(), rows(), teacher=ll.Teacher(*a, **k)),
-        {"logits": torch.zeros(6, V), "ids": torch.arange(V)},
+        {"logits": torch.zeros(6, V), "ids": torch.arange(V), "tail": "bucket"},
     ),
     "Teacher.by_row": lambda: Good(
         lambda **k: ll.logprobs(logits(), rows(), teacher=ll.Teacher.by_row(**k)),
         {"members": [torch.zeros(6, V)] * 2, "which": torch.tensor([0, 1, 0, 1])},
     ),
+    "Teacher.ids_from_d2t": lambda: Good(ll.Teacher.ids_from_d2t, {"d2t": torch.tensor([0, 1, 1]), "width": 5}),
     "Teacher.from_top_k": lambda: Good(
         lambda *a, **k: ll.logprobs(logits(), rows(), teacher=ll.Teacher.from_top_k(*a, **k)),
         {"logprobs": torch.full((R, 1), -1.0), "ids": torch.ones(R, 1, dtype=torch.int64)},

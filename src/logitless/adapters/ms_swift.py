@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from logitless.adapters.heads import deferring
 from logitless.adapters.host import Host, Option, Replacement
 from logitless.adapters.schedules import in_schedule
 from logitless.adapters.scoring import entropy_mode, score, score_with_all_entropies, untrained
@@ -50,6 +51,26 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
     return [Replacement(MODULE, "compute_logps_and_entropy_from_logits", signature, make_logps)]
 
 
+def _reads(forward_step_func: Any, **_: Any) -> bool:
+    """Whether a trainer's step reads a few numbers of each row: distillation compares whole ones, and a classifier's
+    outputs are no logits of tokens."""
+    trainer = getattr(forward_step_func, "__self__", None)
+    task = getattr(getattr(trainer, "args", None), "task_type", "causal_lm")
+    return type(trainer).__name__ != "MegatronGKDTrainer" and task == "causal_lm"
+
+
+def _heads(options: Mapping[str, Any]) -> list[Replacement]:
+    scored = {
+        "4.6": "(model, args, data_iterator, temperature=1.0, no_grad=True, enable_routing_replay=False)",
+        "4.4 - 4.5": None,
+    }
+    model = deferring(lambda model, *_, **__: model)
+    return [
+        in_schedule("swift.megatron.trainers.base", reads=_reads),
+        Replacement("swift.megatron.trainers.utils", "compute_per_token_logps_fn", scored, model),
+    ]
+
+
 HOST = Host(
     name="ms_swift",
     package="swift",
@@ -61,5 +82,6 @@ HOST = Host(
         ),
     },
     distribution="ms-swift",
-    heads=lambda _: [in_schedule("swift.megatron.trainers.base")],
+    heads=_heads,
+    logits="deferred",
 )

@@ -27,8 +27,8 @@ from torch import Tensor
 from logitless.adapters.audit import Audit
 from logitless.adapters.host import Host, Option, PassOn, Replacement
 from logitless.adapters.nemo_rl_distillation import distillation
+from logitless.adapters.nemo_rl_heads import filters, heads
 from logitless.adapters.packs import packed_batch, padded_batch, ranks_in, with_target
-from logitless.adapters.schedules import in_schedule
 from logitless.adapters.scoring import HALF, computed, entropy_of_logits, every_target, placed
 from logitless.adapters.shards import check_ids, even_shard, shard_between, vocabulary_of
 from logitless.collectives import gather_over
@@ -209,7 +209,7 @@ def _score(
 
     def score(ids: Tensor) -> TokenStats:
         known = with_target(rows, ids)
-        if not _filters(sampling):
+        if not filters(sampling):
             out = logprobs(operand, known, memory=memory)
             if options["audit"]:
                 logprob = rows.expand(out.logprob.detach())
@@ -360,13 +360,6 @@ def make_entropy(original: Callable[..., Any], options: Mapping[str, Any]) -> Ca
     return apply
 
 
-def _filters(sampling: Any) -> bool:
-    """Whether the sampling parameters limit the support; None, -1 and 1.0 do not."""
-    if sampling is None:
-        return False
-    return (sampling.top_k is not None and sampling.top_k > 0) or sampling.top_p not in (None, 1.0)
-
-
 def _cp_size(target: Any) -> int:
     mesh = getattr(target, "device_mesh", None)
     names = () if mesh is None or mesh.mesh_dim_names is None else mesh.mesh_dim_names
@@ -477,5 +470,6 @@ HOST = Host(
         "memory": Option("256MiB", "working memory of the fused head", check=parse_memory),
     },
     distribution="nemo-rl",
-    heads=lambda _: [in_schedule("nemo_rl.models.megatron.train", optional=True)],
+    heads=heads,
+    logits="deferred",
 )

@@ -1,9 +1,11 @@
-"""NeMo-RL's distillation: the student's log-probs of the K ids that its teacher sent, and its negative entropy.
+"""NeMo-RL's distillation: the student's log-probs of the K ids that its teacher sent, and its negative entropy; and the
+cross entropy of a draft head against the policy's own distribution.
 
     get_distillation_topk_logprobs_from_logits    [B, S, V'] logits, [B, S, K] ids  ->  float32 [B, S - 1, K]
         zero_outside_topk=True                    over the vocabulary, and sum of p log p
         zero_outside_topk=False                   normalised over the K ids
     ChunkedDistributedGatherLogprob.apply         the class behind the first, for direct calls
+    DistributedCrossEntropy.apply                 -sum of q log p of a draft, q the detached policy's
 
 ``DistillationLossFn`` itself reads K numbers of each token, and stays NeMo-RL's. Calls left to NeMo-RL and counted as
 passed on: DTensor logits, and context parallelism; those reach the classes, which are replaced.
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from logitless.adapters.host import PassOn, Replacement
 from logitless.adapters.packs import ranks_in
-from logitless.adapters.scoring import entropy_mode, score_ids
+from logitless.adapters.scoring import entropy_mode, score_ids, soft_cross_entropy
 from logitless.adapters.shards import check_ids, even_shard, shard_between
 from logitless.collectives import sum_over
 from logitless.errors import LogitlessError
@@ -85,6 +87,24 @@ def make_gather_class(original: Callable[..., Any], options: Mapping[str, Any]) 
     return apply
 
 
+def make_draft_class(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``DistributedCrossEntropy.apply``, which holds the probabilities of both in float32."""
+
+    def apply(student_logits: Tensor, target_logits: Tensor, group: Any, inference_only: bool = False) -> Tensor:
+        if student_logits.shape != target_logits.shape:
+            raise LogitlessError(
+                f"student_logits and target_logits must have the same shape but are {list(student_logits.shape)} and "
+                f"{list(target_logits.shape)}."
+            )
+        shard = even_shard(group, student_logits.shape[-1])
+        target = torch.zeros(student_logits.shape[:-1], dtype=torch.int64, device=student_logits.device)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+            each = soft_cross_entropy("draft", student_logits, target_logits, target, options["audit"], shard)
+        return each.float()
+
+    return apply
+
+
 def _over_vocabulary(
     logits: Tensor, ids: Tensor, shard: VocabShard | None, with_entropy: bool, options: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
@@ -134,5 +154,12 @@ def distillation(module: str, losses: str) -> list[Replacement]:
             "inference_only=False)",
             signature_of="ChunkedDistributedGatherLogprob.forward",
             make=make_gather_class,
+        ),
+        Replacement(
+            module=module,
+            name="DistributedCrossEntropy.apply",
+            signature="(ctx, student_logits, target_logits, group, inference_only=False)",
+            signature_of="DistributedCrossEntropy.forward",
+            make=make_draft_class,
         ),
     ]

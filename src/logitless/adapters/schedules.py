@@ -12,32 +12,46 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from logitless.adapters.heads import Heads
 from logitless.adapters.host import Replacement
 
 NAME = "get_forward_backward_func"
 
 
-def make_schedule(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``get_forward_backward_func``: the function that it returns defers the models that it runs."""
+def schedule(reads: Callable[..., bool]) -> Callable[[Callable[..., Any], Mapping[str, Any]], Callable[..., Any]]:
+    """``make`` of what stands in for ``get_forward_backward_func``: the function that it returns defers the models that
+    it runs.
+    """
 
-    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-        run = original(*args, **kwargs)
+    def make(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+        heads: Heads = options["heads"]
 
-        @functools.wraps(run)
-        def forward_backward(*args: Any, **given: Any) -> Any:
-            model = given.get("model")
-            for chunk in model if isinstance(model, list | tuple) else (model,):
-                if chunk is not None:
-                    options["heads"].defer(chunk)
-            return run(*args, **given)
+        def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+            run = original(*args, **kwargs)
 
-        return forward_backward
+            @functools.wraps(run)
+            def forward_backward(*args: Any, **given: Any) -> Any:
+                model = given.get("model")
+                for chunk in model if isinstance(model, list | tuple) else (model,):
+                    if chunk is not None:
+                        (heads.defer if reads(**given) else heads.release)(chunk)
+                return run(*args, **given)
 
-    return get_forward_backward_func
+            return forward_backward
+
+        return get_forward_backward_func
+
+    return make
 
 
-def in_schedule(module: str, optional: bool = False, if_asked: bool = False) -> Replacement:
-    """The heads of all models that this module of a host hands to a schedule."""
+def in_schedule(
+    module: str, optional: bool = False, if_asked: bool = False, reads: Callable[..., bool] = lambda **_: True
+) -> Replacement:
+    """The heads of all models that this module of a host hands to a schedule.
+
+    Args:
+        reads: whether a schedule with these arguments reads a few numbers of each row; see ``deferring``.
+    """
     return Replacement(
         module=module,
         name=NAME,
@@ -46,7 +60,7 @@ def in_schedule(module: str, optional: bool = False, if_asked: bool = False) -> 
             "with Megatron-Core 0.15 - 0.18": "(pp_size=None, vp_size=None)",
             "with Megatron-Core before that": "()",
         },
-        make=make_schedule,
+        make=schedule(reads),
         optional=optional,
         of="megatron",
         if_asked=if_asked,

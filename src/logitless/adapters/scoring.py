@@ -2,6 +2,7 @@
 
     score                        one call of this library, audited
     score_ids                    log-probs of several ids of every row
+    soft_cross_entropy           -sum of q log p, q the probability of another row of logits
     score_with_all_entropies     log-probs of the targets, entropies of rows without one too
     taken_over                   logits that a caller allows backward to overwrite
     make_logprobs_from_logits    replaces a function that verl and SkyRL share
@@ -70,6 +71,22 @@ class _Untrained(torch.autograd.Function):
                 f'install("{ctx.host}", entropy_grad=True), or detach the entropy if it is a metric.'
             )
         return None, None, None
+
+
+def soft_cross_entropy(
+    where: str, logits: Tensor, teacher: Tensor, target: Tensor, audit: Audit, shard: VocabShard | None = None
+) -> Tensor:
+    """``-sum of q log p`` of each row, q the teacher's probability; 0 where the target is to be ignored.
+
+    KL(q, p) and the entropy of q, so that nothing of the size of the logits is held but their gradient.
+    """
+    student = placed(logits, shard)
+    teacher = teacher.detach() if isinstance(teacher, Logits) or teacher.stride(-1) == 1 else teacher.contiguous()
+    out = logprobs(student, target, teacher=teacher, divergence="forward_kl", entropy="value")
+    audit.of_logits(where, student, target, logprob=out.logprob, entropy=out.entropy)
+    assert out.divergence is not None
+    assert out.teacher_entropy is not None
+    return out.divergence + out.teacher_entropy
 
 
 def computed(logits: Tensor) -> Tensor:

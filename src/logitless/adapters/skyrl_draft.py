@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from logitless.adapters.host import Replacement
-from logitless.adapters.scoring import placed
+from logitless.adapters.scoring import soft_cross_entropy
 from logitless.adapters.shards import check_ids, packed_shard
 from logitless.errors import LogitlessError
-from logitless.score import logprobs
 from logitless.spec import IGNORE
 
 SOFT_CE = "skyrl.backends.skyrl_train.mtp.soft_ce"
@@ -40,13 +39,9 @@ def make_draft_soft_ce(original: Callable[..., Any], options: Mapping[str, Any])
         target = torch.where(mask == 0, IGNORE, 0)
         check_ids("mask", target, student_logits.shape[:-1])
         # SkyRL has cut the padding off the last ranks' parts.
-        student = placed(student_logits, packed_shard(vocab_parallel_group, student_logits.shape[-1]))
-        teacher = teacher_logits if teacher_logits.stride(-1) == 1 else teacher_logits.contiguous()
-        out = logprobs(student, target, teacher=teacher, divergence="forward_kl", entropy="value")
-        options["audit"].of_logits("draft_soft_ce", student, target, logprob=out.logprob, entropy=out.entropy)
-        assert out.divergence is not None
-        assert out.teacher_entropy is not None
-        total = ((out.divergence + out.teacher_entropy) * mask).sum()
+        shard = packed_shard(vocab_parallel_group, student_logits.shape[-1])
+        each = soft_cross_entropy("draft_soft_ce", student_logits, teacher_logits, target, options["audit"], shard)
+        total = (each * mask).sum()
         count = mask.sum() if global_normalization_factor is None else global_normalization_factor
         return total / count.clamp(min=1.0)
 

@@ -43,8 +43,8 @@ def custom_megatron_init(args: Any) -> Installed:
     """Install, as slime's ``--custom-megatron-init-path``.
 
     ``args.log_probs_response_only`` (default True), ``args.log_probs_loss_mask_only``,
-    ``args.logitless_overwrite_logits``, ``args.logitless_audit`` and ``args.logitless_any_version`` are honoured where
-    they are set, for example by ``--custom-config-path``.
+    ``args.logitless_overwrite_logits``, ``args.logitless_logits``, ``args.logitless_audit`` and
+    ``args.logitless_any_version`` are honoured where they are set, for example by ``--custom-config-path``.
     """
     return install_host(HOST, options_of(args))
 

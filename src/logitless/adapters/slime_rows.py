@@ -45,6 +45,7 @@ def options_of(args: Any) -> dict[str, Any]:
         "response_only": getattr(args, "log_probs_response_only", True),
         "loss_mask_only": getattr(args, "log_probs_loss_mask_only", False),
         "overwrite_logits": getattr(args, "logitless_overwrite_logits", False),
+        "logits": getattr(args, "logitless_logits", "deferred"),
         "audit": getattr(args, "logitless_audit", 0),
         "any_version": getattr(args, "logitless_any_version", False),
     }

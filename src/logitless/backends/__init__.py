@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from logitless.backends.blocks import LINES
 from logitless.backends.contract import Backend, Problem
 from logitless.errors import LogitlessError
 from logitless.errors.arguments import refused
@@ -114,14 +115,26 @@ def _statistics(
     entropy: bool,
     memory: int,
     backend: str,
+    canonical: bool,
 ) -> Tensor:
-    problem = Problem(logits, index, column, gain, squash, columns, entropy, memory, first)
+    problem = Problem(logits, index, column, gain, squash, columns, entropy, memory, first, canonical=canonical)
     return load(backend).statistics(problem)
 
 
 @_statistics.register_fake
 def _(logits: Tensor, index: Tensor | None, column: Tensor, gain: Tensor, *rest: Any) -> Tensor:
-    return gain.new_empty((WIDTH, column.shape[0]))
+    *_, canonical = rest
+    return gain.new_empty((LINES if canonical else WIDTH, column.shape[0]))
+
+
+@torch.library.custom_op("logitless::solved", mutates_args=())
+def _solved(lines: Tensor, gain: Tensor, backend: str) -> Tensor:
+    return load(backend).solved(lines, gain)
+
+
+@_solved.register_fake
+def _(lines: Tensor, gain: Tensor, backend: str) -> Tensor:
+    return gain.new_empty((WIDTH, gain.shape[0]))
 
 
 @torch.library.custom_op("logitless::gradient", mutates_args=("out",))
@@ -163,7 +176,15 @@ def run_statistics(backend: str, problem: Problem) -> Tensor:
     p = problem
     if not _through_operators(p):
         return load(backend).statistics(p)
-    return _statistics(p.logits, p.index, p.column, p.gain, p.squash, p.columns, p.first, p.entropy, p.memory, backend)
+    places = (p.logits, p.index, p.column, p.gain, p.squash, p.columns, p.first)
+    return _statistics(*places, p.entropy, p.memory, backend, p.canonical)
+
+
+def run_solved(backend: str, lines: Tensor, gain: Tensor) -> Tensor:
+    """``solved`` of the named backend: ``[4, R]``."""
+    if torch.compiler.is_compiling() or isinstance(lines, FakeTensor):
+        return _solved(lines, gain, backend)
+    return load(backend).solved(lines, gain)
 
 
 def run_gradient(

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from logitless.backends.blocks import LINES
 from logitless.backends.divergences import Divergence
 from logitless.softmax import WIDTH, Coefficients, Normaliser
 
@@ -38,6 +39,8 @@ class Problem:
         memory: bytes of working space allowed, for backends that need any.
         unit: whether z is x itself, because every gain is 1 and there is no softcap. Nobody has to make use of it.
         found: whether every row is known to have its target among these columns. Nobody has to make use of it either.
+        canonical: whether ``statistics`` gives lines as :mod:`logitless.backends.blocks` has them. The first column
+            then begins a block.
     """
 
     logits: Tensor
@@ -51,6 +54,7 @@ class Problem:
     first: int = 0
     unit: bool = False
     found: bool = False
+    canonical: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -64,8 +68,8 @@ class Problem:
         return replace(self, **{name: getattr(self, name)[start:stop] for name in (where, "column", "gain")})
 
     def empty_statistic(self) -> Tensor:
-        """``[4, R]``, to be filled."""
-        return self.gain.new_empty((WIDTH, self.num_rows))
+        """``[4, R]``, or ``[18, R]`` of a canonical one, to be filled."""
+        return self.gain.new_empty((LINES if self.canonical else WIDTH, self.num_rows))
 
 
 class Listed(NamedTuple):
@@ -92,6 +96,8 @@ class Pair:
         teacher: the same number of rows. It may have fewer columns: the rest have probability 0.
         norm, teacher_norm: of the two, over the whole vocabulary.
         kind: which divergence.
+        share: ``[R]`` logarithm of the factor of the teacher's probabilities where the acceptance is read besides;
+            None where it is not.
     """
 
     student: Problem
@@ -99,12 +105,19 @@ class Pair:
     norm: Normaliser
     teacher_norm: Normaliser
     kind: Divergence
+    share: Tensor | None = None
+
+    @property
+    def lines(self) -> int:
+        """Of sums: terms and their ``p slope``; with the acceptance tv, its own ``p slope``, and itself."""
+        return 2 if self.share is None else 5
 
     def cut(self, start: int, stop: int) -> Pair:
         """Rows ``start .. stop`` of it."""
         rows = slice(start, stop)
         norms = (self.norm.cut(rows), self.teacher_norm.cut(rows))
-        return Pair(self.student.cut(start, stop), self.teacher.cut(start, stop), *norms, self.kind)
+        share = None if self.share is None else self.share[rows]
+        return Pair(self.student.cut(start, stop), self.teacher.cut(start, stop), *norms, self.kind, share)
 
     def within(self, columns: slice) -> Pair:
         """Those columns of it."""
@@ -182,6 +195,7 @@ class Product:
         top: whether two lines follow the statistic: the largest logit, or minus the smallest where gains are negative,
             and the number of its column, the first of several.
         logits_dtype: what logits are rounded to, after the bias; float32 leaves them as they are.
+        canonical: whether the statistic is lines as :mod:`logitless.backends.blocks` has them, its parts being blocks.
     """
 
     hidden: Tensor
@@ -195,6 +209,7 @@ class Product:
     entropy: bool = True
     top: bool = False
     logits_dtype: torch.dtype = torch.float32
+    canonical: bool = False
 
     @property
     def rows(self) -> int:
@@ -213,7 +228,7 @@ class Products(Protocol):
 
     def takes(self, hidden: Tensor, weight: Tensor, copied: bool = False) -> str | None: ...
     def takes_sizes(self, dtype: torch.dtype, width: int) -> str | None: ...
-    def num_parts(self, columns: int, width: int) -> int: ...
+    def num_parts(self, columns: int, width: int, canonical: bool = False) -> int: ...
     def statistics(self, p: Product, out: Tensor | None = None) -> Tensor: ...
     def exponentials(self, p: Product, values: Tensor, references: Tensor, out: Tensor | None = None) -> Tensor: ...
     def gradient(self, p: Product, norm: Normaliser, coef: Coefficients, out: Tensor) -> None: ...
@@ -232,6 +247,7 @@ class Backend(Protocol):
 
     # The statistic of each row and its gradient.
     def statistics(self, problem: Problem, out: Tensor | None = None) -> Tensor: ...
+    def solved(self, lines: Tensor, gain: Tensor) -> Tensor: ...
     def gradient(
         self, problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor | None
     ) -> None: ...

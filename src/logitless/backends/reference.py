@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from logitless.backends import blocks
 from logitless.backends.contract import NO_COLUMN, Listed, Pair, Problem, Running, over
-from logitless.backends.divergences import Element, elements
+from logitless.backends.divergences import Element, accepted, elements
 from logitless.machine import pieces
 from logitless.softmax import FLOOR, SKIP, TINY, Coefficients, Normaliser, Statistic, transform
 
@@ -19,6 +20,9 @@ products = None
 
 def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
     """``[4, R]`` statistic of the selected rows; see :mod:`logitless.softmax`."""
+    if problem.canonical:
+        lines = blocks.lines(problem)
+        return lines if out is None else out.copy_(lines)
     z, _ = transformed(problem)
     m = z.amax(-1) if z.shape[-1] else z.new_full(z.shape[:1], -torch.inf)
     reference = torch.where(m == -torch.inf, torch.zeros_like(m), m)
@@ -31,6 +35,11 @@ def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
         at_target = z.gather(-1, column.clamp(0, problem.columns - 1)[:, None]).squeeze(-1)
         t = torch.where(inside, at_target, t)
     return Statistic(m, e.sum(-1), (e * d.clamp_min(FLOOR)).sum(-1), t).stacked(out)
+
+
+def solved(lines: Tensor, gain: Tensor) -> Tensor:
+    """``[4, R]`` statistic of rows from the canonical lines ``[P, 18, R]`` of all their parts."""
+    return blocks.solved(lines, gain)
 
 
 def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor | None) -> None:
@@ -166,10 +175,13 @@ def gradient_from(
 
 
 def divergence(pair: Pair, out: Tensor) -> None:
-    """The divergence of each row over these columns, and the sum of ``p slope``; 0 of a row to skip."""
-    element, _, _ = _compared(pair)
+    """Sums of each row over these columns: of terms, and of ``p slope``; 0 of a row to skip.
+
+    Where the acceptance is read besides: tv, the acceptance's ``p slope``, and the acceptance.
+    """
+    element, more, _, _ = _compared(pair)
     skipped = pair.student.column == SKIP
-    for line, x in zip(out, element, strict=True):
+    for line, x in zip(out, (*element, *more), strict=True):
         line.copy_(x.sum(-1).masked_fill(skipped, 0.0))
 
 
@@ -179,14 +191,18 @@ def divergence_gradient(
     """d logits of the student: ``by`` times that of the divergence, and what ``coef`` says, as in :func:`gradient`.
 
     Args:
-        mean, by: ``[R]`` sum of ``p slope`` over the whole vocabulary, and the gradient of the row's divergence.
+        mean, by: ``[R]`` sum of ``p slope`` over the whole vocabulary, and the gradient of the sum of terms. With the
+            acceptance ``[2, R]``, its own second.
         coef: for log-prob, entropy and log Z, or None.
         out: may lie over the student's logits, in a narrower dtype too.
     """
     problem = pair.student
-    element, p, slope = _compared(pair)
-    # By selection: of a row that has no gradient not even an infinite slope arrives.
-    dz = torch.where((by == 0)[:, None], 0.0, by[:, None] * (element.weighted_slope - p * mean[:, None]))
+    element, more, p, slope = _compared(pair)
+    slopes = (element.weighted_slope, *more[1:2])
+    dz = torch.zeros_like(p)
+    for weighted, own_mean, own_by in zip(slopes, torch.atleast_2d(mean), torch.atleast_2d(by), strict=True):
+        # By selection: of a row that has no gradient not even an infinite slope arrives.
+        dz += torch.where((own_by == 0)[:, None], 0.0, own_by[:, None] * (weighted - p * own_mean[:, None]))
     if coef is not None:
         z, _ = transformed(problem)
         inner = coef.plain[:, None]
@@ -200,14 +216,18 @@ def divergence_gradient(
     out[slice(None) if out_index is None else out_index, : problem.columns] = dz
 
 
-def _compared(pair: Pair) -> tuple[Element, Tensor, Tensor]:
-    """Every element's share of the divergence, p, and ``dz/dx``."""
+def _compared(pair: Pair) -> tuple[Element, tuple[Tensor, ...], Tensor, Tensor]:
+    """Every element's share of the divergence, and of the acceptance where it is read, p, and ``dz/dx``."""
     (z, slope), (y, _) = transformed(pair.student), transformed(pair.teacher)
     y = torch.nn.functional.pad(y, (0, z.shape[1] - y.shape[1]), value=-torch.inf)
     log_p = (z - pair.norm.reference[:, None]) - pair.norm.log_sum[:, None]
     log_q = (y - pair.teacher_norm.reference[:, None]) - pair.teacher_norm.log_sum[:, None]
     d = (y - z) - pair.shift[:, None]
-    return elements(log_p, log_q, d, pair.kind), log_p.exp(), slope
+    more = ()
+    if pair.share is not None:
+        share = pair.share[:, None]
+        more = accepted(log_p, log_q + share, d + share)
+    return elements(log_p, log_q, d, pair.kind), more, log_p.exp(), slope
 
 
 def write(listed: Listed, out: Tensor, out_index: Tensor | None) -> None:

@@ -7,10 +7,13 @@ accumulation dtype are alive at a time (three under a softcap), reused in place.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from logitless.backends import blocks
 from logitless.backends import reference as whole
 from logitless.backends.contract import MOMENTS, NO_COLUMN, Listed, Pair, Problem, Running
 from logitless.backends.selection import best_columns
@@ -43,6 +46,8 @@ def tile_shape(problem: Problem, more: int = 0) -> tuple[int, int]:
 def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
     """Same as :func:`logitless.backends.reference.statistics`, one tile at a time."""
     num_rows, dry = len(problem.column), problem.logits.is_meta
+    if problem.canonical:
+        return _canonical(problem, problem.empty_statistic() if out is None else out)
     out = problem.gain.new_empty((WIDTH, num_rows)) if out is None else out
     height, width = tile_shape(problem)
     for rows in pieces(num_rows, height, dry) if height < num_rows else [slice(0, num_rows)]:
@@ -54,6 +59,27 @@ def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
             _tile_statistics(problem, rows, columns, parts[columns.start // width])
         out[:, rows] = merge(parts)
     return out
+
+
+def _canonical(problem: Problem, out: Tensor) -> Tensor:
+    """The lines of a canonical problem, some rows and whole blocks of columns at a time."""
+    # Of a tile ten buffers in the accumulation dtype are alive at a time, most of them two wide.
+    elements = max(blocks.BLOCK, min(problem.memory // (10 * problem.gain.itemsize), SMALL_TILE))
+    width = min(elements - elements % blocks.BLOCK, max(problem.columns, 1))
+    for rows in pieces(problem.num_rows, max(1, elements // width), problem.logits.is_meta):
+        some = problem.cut(rows.start, rows.stop)
+        parts = []
+        for columns in pieces(max(problem.columns, 1), width, problem.logits.is_meta):
+            number = min(columns.stop, problem.columns) - columns.start
+            tile = replace(some, logits=some.logits[:, columns], columns=number, first=some.first + columns.start)
+            parts.append(blocks.lines(tile))
+        out[:, rows] = parts[0] if len(parts) == 1 else blocks.merge(torch.stack(parts), some.gain)
+    return out
+
+
+def solved(lines: Tensor, gain: Tensor) -> Tensor:
+    """Same as :func:`logitless.backends.reference.solved`."""
+    return blocks.solved(lines, gain)
 
 
 def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor, out_index: Tensor | None) -> None:
@@ -285,7 +311,7 @@ def divergence_gradient(
         some, coef_part = pair.cut(rows.start, rows.stop), None if coef is None else coef.cut(rows)
         for columns in pieces(pair.student.columns, width, pair.student.logits.is_meta):
             tile = pair.norm.reference.new_empty((rows.stop - rows.start, columns.stop - columns.start))
-            whole.divergence_gradient(some.within(columns), mean[rows], by[rows], coef_part, tile, None)
+            whole.divergence_gradient(some.within(columns), mean[..., rows], by[..., rows], coef_part, tile, None)
             _write_tile(out, rows if out_index is None else out_index[rows], columns.start, tile)
     zero_the_rest(out, out_index, pair.student.columns)
 

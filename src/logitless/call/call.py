@@ -8,7 +8,7 @@ Every verb makes one ``Call`` and hands it on; nothing below asks again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,9 +22,10 @@ from logitless.call.unchanged import Unchanged
 from logitless.collectives import agree_over, fingerprint
 from logitless.machine import Machine
 from logitless.operands import Kept, Linear, Teacher, Teachers
+from logitless.operands.stands import Bits
 from logitless.readings.reading import Row
 from logitless.readings.support import Support
-from logitless.readings.table import Table
+from logitless.readings.table import TEACHER_STATS, Table
 from logitless.rows import Rows
 from logitless.softmax import Normaliser
 from logitless.spec import VocabShard
@@ -95,6 +96,8 @@ class Call:
         apart, apart_everywhere: why a product and the softmax of its logits are apart, with logits in memory between
             them; None where one kernel does both. The latter from what all ranks of a vocabulary group know.
         overwrite: whether backward may write over the logits.
+        bits, canonical: ``"fast"``, or ``"canonical"`` for products of one shape and sums that are order-free, which
+            those of float64 are not.
         found, found_here: whether all targets were seen to be in the vocabulary, so that no row is left out, and none
             is NaN for want of its target; and whether they are among the columns here.
         dropped: in a dry run, where no value can tell, the share of rows without a gradient.
@@ -139,6 +142,8 @@ class Call:
     apart: str | None = "logits are given"
     apart_everywhere: str | None = "logits are given"
     overwrite: bool = False
+    bits: Bits = "fast"
+    canonical: bool = False
     found: bool = False
     found_here: bool = False
     dropped: float = 0.0
@@ -152,6 +157,27 @@ class Call:
     def mean_columns(self) -> int:
         """Columns of a shard on average over the vocabulary group: the same on every rank of it."""
         return self.columns if self.group is None else -(-self.vocab_size // self.group.size())
+
+    @property
+    def accepts(self) -> bool:
+        """Whether the acceptance is read beside a teacher."""
+        return self.kind is not None and (self.kind.accepts or "acceptance" in self.asked.stats)
+
+    @property
+    def bucket(self) -> bool:
+        """Whether the divergence is over all ids of a teacher, those that the student has not included."""
+        return any(x.tail == "bucket" for x in self._teachers)
+
+    @property
+    def wants_whole(self) -> bool:
+        """Whether a teacher is asked for its whole vocabulary, of which the student has part."""
+        asked = self.accepts or self.bucket or any(name in TEACHER_STATS for name in self.asked.stats)
+        return asked and any(x.ids is not None for x in self._teachers)
+
+    @property
+    def _teachers(self) -> Sequence[Teacher]:
+        teacher = self.asked.teacher
+        return teacher.members if isinstance(teacher, Teachers) else (teacher,) if isinstance(teacher, Teacher) else ()
 
     def support(self) -> Support | None:
         """The sampler's support of each row, if there is one."""
@@ -170,10 +196,7 @@ class Call:
 
     def read_again(self) -> dict[str, Tensor | None]:
         """What backward reads besides what autograd saves, by the argument that it is."""
-        teacher, head = self.asked.teacher, None
-        members = (
-            teacher.members if isinstance(teacher, Teachers) else (teacher,) if isinstance(teacher, Teacher) else ()
-        )
+        teacher, members = self.asked.teacher, self._teachers
         found: dict[str, Tensor | None] = {"rows.index": self.rows.index, "rows.target": self.rows.target}
         found |= {"ids": self.asked.ids, "which": getattr(teacher, "which", None)}
         if self.kept is not None:
@@ -202,6 +225,7 @@ class Call:
             "the rank of a LoRA": self.rank,
             "the scale of a LoRA": fingerprint(self.lora_scale),
             "the backend": self.backend_name,
+            "bits": self.bits,
         }
         head = self.asked.head or PLAIN
         facts |= {name: fingerprint(getattr(head, name)) for name in ("temperature", "scale", "softcap")}

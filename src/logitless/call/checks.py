@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from logitless.backends import blocks
 from logitless.backends.divergences import KINDS, Divergence
 from logitless.call.asked import PLAIN, Asked
 from logitless.errors import ELSEWHERE, LogitlessError
@@ -20,7 +21,7 @@ from logitless.operands.checks import instead_of_tensor
 from logitless.operands.stands import wider
 from logitless.readings.best import MOST
 from logitless.readings.reading import LARGEST
-from logitless.readings.table import STATS
+from logitless.readings.table import STATS, TEACHER_STATS
 from logitless.rows import Rows
 from logitless.spec import IGNORE, Head, VocabShard, has_values, inspectable
 
@@ -140,8 +141,12 @@ def check_readings(
 ) -> None:
     """Raise for readings beyond the softmax that cannot be had."""
     stats, top_k, ids = asked.stats, asked.top_k, asked.ids
-    if not isinstance(stats, tuple | list) or not all(isinstance(x, str) and x in STATS for x in stats):
-        raise LogitlessError(f"{caller}: stats must be a tuple of names out of {list(STATS)} but is {stats!r}.")
+    sent = getattr(asked.teacher, "top_k", None) is not None
+    known = STATS if asked.teacher is None or sent or asked.kept is not None else (*STATS, *TEACHER_STATS)
+    if not isinstance(stats, tuple | list) or not all(isinstance(x, str) and x in known for x in stats):
+        taught = isinstance(stats, tuple | list) and any(x in TEACHER_STATS for x in stats)
+        hint = " Those of a teacher need its logits, over its whole vocabulary." if taught else ""
+        raise LogitlessError(f"{caller}: stats must be a tuple of names out of {list(known)} but is {stats!r}.{hint}")
     if not stats and top_k is None and ids is None:
         return
     if asked.kept is not None and asked.kept.scope == "support":
@@ -385,7 +390,40 @@ def check_linear(caller: str, hidden: Tensor, weight: Tensor, linear: Linear, op
         )
 
 
-FLAGS = ("sequence_parallel", "sparse_weight_grad", "tf32", "batch_invariant", "strict")
+def check_bits(call: Any) -> None:
+    """Raise for a call whose sums cannot be order-free as it asks for.
+
+    Args:
+        call: with its ``bits``.
+    """
+    caller, kept = call.caller, call.kept
+    if not isinstance(call.bits, str) or call.bits not in ("fast", "canonical"):
+        raise refused(f"{caller}: bits", '"fast" or "canonical"', call.bits)
+    if call.bits == "fast":
+        return
+    if call.start % blocks.BLOCK:
+        raise LogitlessError(
+            f'{caller}: bits="canonical" adds up columns in blocks of {blocks.BLOCK}, and the shard begins at column '
+            f"{call.start}, within one. Pad the vocabulary so that shards begin at multiples of {blocks.BLOCK}."
+        )
+    if call.vocab_size > blocks.LARGEST:
+        raise LogitlessError(
+            f'{caller}: bits="canonical" has room for sums of {blocks.LARGEST} columns, and there are '
+            f'{call.vocab_size}. Take bits="fast".'
+        )
+    if kept is not None and not call.over_support:
+        raise LogitlessError(
+            f'{caller}: kept= adds up the ids of each row as they are listed, and bits="canonical" columns in blocks. '
+            f'Drop one of them, or take Kept(..., scope="support"), which is batch-invariant.'
+        )
+    if not hasattr(call.backend, "solved") and call.backend is not None:
+        raise LogitlessError(
+            f'{caller}: bits="canonical" needs a backend with order-free sums, and {call.backend_name!r} has no '
+            f'"solved". Take backend="auto".'
+        )
+
+
+FLAGS = ("sequence_parallel", "sparse_weight_grad", "tf32", "strict")
 """Options of a head that are True or False."""
 
 
@@ -399,11 +437,6 @@ def _check_options(caller: str, linear: Linear, asked: Asked) -> None:
     ):
         raise refused(f"{caller}: grad_scale", "a number or a 0-dim tensor", scale)
     support = asked.kept is not None and asked.kept.scope == "support"
-    if asked.kept is not None and not support and linear.batch_invariant:
-        raise LogitlessError(
-            f"{caller}: kept= takes tiles of all rows, and batch_invariant=True tiles of one height. "
-            f'Drop one of them, or take Kept(..., scope="support"), which is always batch-invariant.'
-        )
     if linear.sparse_weight_grad and not support:
         raise LogitlessError(
             f'{caller}: sparse_weight_grad=True goes with kept ids whose scope is "support": over the vocabulary every '

@@ -48,6 +48,9 @@ def resolve(caller: str, logits: Any, rows: Any, asked: Asked, memory: str | Non
     overwrite = given is not None and given.overwrite
     checked = checks.check_given(caller, x, rows, shard, asked, overwrite)
     call = _resolve(caller, x, checked, asked, None, shard, memory or MEMORY["logits"])
+    if given is not None and given.bits != "fast":
+        call = replace(call, bits=given.bits, canonical=_canonical(call, given.bits))
+        checks.check_bits(call)
     object.__setattr__(call, "overwrite", overwrite)
     object.__setattr__(call, "needs", (torch.is_grad_enabled() and x.requires_grad, False, False, False))
     return call, Operands(x)
@@ -68,12 +71,21 @@ def _from_hidden(call: Call, operands: Operands, linear: Linear, stands: Stands)
         weight_dtype=None if weight.dtype == hidden.dtype else weight.dtype,
         lora_scale=stands.weight.scale if isinstance(stands.weight, LoRA) else 1.0,
         logits_dtype=call.gain.dtype if linear.match is None else getattr(torch, linear.match),
+        bits=linear.bits,
+        canonical=_canonical(call, linear.bits),
     )
+    if linear.bits != "fast":
+        checks.check_bits(call)
     # Not made yet a third time: nobody else has it.
     everywhere = apart_everywhere(call)
     object.__setattr__(call, "apart_everywhere", everywhere)
     object.__setattr__(call, "apart", everywhere or _apart_here(operands, call))
     return call
+
+
+def _canonical(call: Call, bits: str) -> bool:
+    """Whether there are sums over the vocabulary, and they are order-free. Those of float64 are not."""
+    return bits == "canonical" and call.gain.dtype == torch.float32 and not call.over_support
 
 
 def _needs(operands: Operands) -> tuple[bool, ...]:

@@ -27,9 +27,7 @@ LOSS = "compute_language_model_loss"
 def check_layer(layer: Any) -> None:
     """Raise for a layer that does more than multiply."""
     config, problem = getattr(layer, "config", None), None
-    if getattr(layer, "gather_output", False) and layer.tp_group.size() > 1:
-        problem = "gather_output=True, so that every rank gets all columns. Set parallel_output=True"
-    elif getattr(layer, "explicit_expert_comm", False):
+    if getattr(layer, "explicit_expert_comm", False):
         problem = "the communication of experts"
     elif getattr(config, "defer_embedding_wgrad_compute", False):
         problem = "defer_embedding_wgrad_compute=True, which multiplies hidden states again later. Turn it off"

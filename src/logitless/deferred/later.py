@@ -33,6 +33,7 @@ class Later(Lazy):
         value: the numbers, once they were used.
     """
 
+    in_memory = True
     read: Callable[[], Tensor]
     of_logits: Callable[[Tensor], Tensor]
     value: Tensor | None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError
-from logitless.operands.graph import Edge
+from logitless.operands.graph import Edge, wrapper
 from logitless.operands.logits import (
     ATTRIBUTE_NAMES,
     ATTRIBUTES,
@@ -32,8 +32,10 @@ class Lazy(Tensor):
 
     Attributes:
         source: the logits.
+        in_memory: whether it is computed once, so that it may be written to and has an address.
     """
 
+    in_memory = False
     source: Logits
 
     @classmethod
@@ -41,7 +43,7 @@ class Lazy(Tensor):
         cls, source: Logits, compute: Callable[[Tensor], Tensor], shape: Sequence[int], dtype: torch.dtype, **more: Any
     ) -> Any:
         """One of that shape, with an edge; ``compute`` makes it of computed logits."""
-        new: Any = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=source.device)  # pyright: ignore[reportAttributeAccessIssue]
+        new = wrapper(cls, shape, dtype, source.device)
         stands = source.stands()
         tensors = stands.tensors()
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
@@ -84,7 +86,7 @@ class Lazy(Tensor):
             found = first.answer(name, args, kwargs)
             if found is not NotImplemented:
                 return found
-        refuse_change(name, args, kwargs)
+        refuse_change(func, name, args, kwargs)
         return func(*_real(args, name), **_real(kwargs, name))
 
     @classmethod

@@ -78,7 +78,8 @@ def cross_entropy(
         return NotImplemented
     if not 0.0 <= label_smoothing <= 1.0 or (weight is not None and weight.shape != x.shape[-1:]):
         return NotImplemented
-    if label_smoothing and weight is not None and (x.squash or isinstance(x.weight, LoRA)):
+    one_product = not x.squash and not isinstance(x.weight, LoRA) and x.shard is None
+    if label_smoothing and weight is not None and not one_product:
         return NotImplemented
     return _loss(x, target, weight, ignore_index, reduction, label_smoothing)
 

@@ -7,6 +7,7 @@ when it is called, inside of its module, where FSDP has gathered the weight.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,23 +18,28 @@ from torch import Tensor, nn
 
 from logitless.deferred import column_parallel
 from logitless.deferred.bound import Bound
+from logitless.deferred.placed import Parts, Placed, Replicated, Style, check_placements, is_placed
 from logitless.errors import LogitlessError, did_you_mean
 from logitless.errors.arguments import check_flags, refused
 from logitless.notes import log_once
 from logitless.operands import Logits, LoRA
 from logitless.operands.logits import made
-from logitless.operands.peft import head_weight
+from logitless.operands.peft import active_adapter, head_weight
 from logitless.operands.stands import Match
-from logitless.spec import parse_memory, untraced
+from logitless.operands.watch import Watch
+from logitless.spec import VocabShard, parse_memory, untraced
 
 FEW = 256
 """Rows up to which a head without a graph multiplies as ever: a step of generation."""
 
-OPTIONS = ("batch_invariant", "strict", "tf32")
+OPTIONS = ("bits", "strict", "tf32")
 """Keywords of ``Logits`` that ``defer`` passes on."""
 
 NAMES = ("lm_head", "output_layer")
 """Where a head is looked for in a model that does not tell."""
+
+PARTITIONED = "ds_id"
+"""What a parameter has that ZeRO-3 partitions."""
 
 HALF: dict[torch.dtype, Match] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -46,6 +52,7 @@ class _Around:
 
     def __init__(self, modules: Sequence[nn.Module] = (), refused: Callable[[str], None] | None = None) -> None:
         self._modules, self.refused = [weakref.ref(x) for x in modules], refused
+        self._shard: tuple[Any, VocabShard] | None = None
 
     def __reduce__(self) -> Any:
         return _Around, ()
@@ -58,6 +65,26 @@ class _Around:
                 return unshard
         return None
 
+    def watch(self, layer: Any, weight: Any, bias: Tensor | None) -> Watch:
+        """The parameters that a head's numbers come from: those that FSDP2 gathered them of, where it has."""
+        own = {}
+        for module in (layer, *(x() for x in self._modules)):
+            state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
+            for group in getattr(state, "_fsdp_param_groups", ()):
+                own |= {id(getattr(x, "_unsharded_param", None)): x.sharded_param for x in group.fsdp_params}
+        parts = (weight.weight, weight.a, weight.b) if isinstance(weight, LoRA) else (weight,)
+        used = [x for x in (*parts, bias) if x is not None]
+        # peft merges an adapter through .data.
+        return Watch([own.get(id(x), x) for x in used], lambda: tuple(getattr(layer, "merged_adapters", ())))
+
+    def shard_of(self, weight: Any) -> VocabShard | None:
+        """The columns here of a head that is a DTensor; a collective of its group, once."""
+        if not weight.placements[0].is_shard():
+            return None
+        if self._shard is None or self._shard[0] != weight.device_mesh:
+            self._shard = weight.device_mesh, VocabShard.of(weight)
+        return self._shard[1]
+
 
 @dataclass(frozen=True, eq=False)
 class _Deferred:
@@ -68,6 +95,7 @@ class _Deferred:
     options: dict[str, Any]
     around: _Around
     shard: Any = None
+    style: Style | None = None
 
 
 class Deferral:
@@ -110,15 +138,15 @@ def defer(
     weight; what reads the logits in another way computes them, is counted and warns once for each place.
 
     Args:
-        model: a Transformers causal LM, also in peft, DDP or FSDP; Megatron's ``GPTModel``; or any module with a linear
-            head.
+        model: a Transformers causal LM, also in peft, DDP or FSDP; Megatron's ``GPTModel``, or a list of its chunks; or
+            any module with a linear head.
         head: the head's module, or its name in the model. None: what ``model.get_output_embeddings()`` says, or
             ``lm_head`` or ``output_layer``.
         rounded: round the logits to the dtype of the head's output before the softmax, as the head itself would. False
             keeps the float32 sums of the product, which is closer to the truth, and is what you want where the rollout
             engine's head is float32 too.
         memory: working memory of whatever reads the logits, as for :func:`logprobs`; None for its default, 256MiB.
-        options: ``strict``, ``tf32`` and ``batch_invariant`` of :class:`Logits`.
+        options: ``strict``, ``tf32`` and ``bits`` of :class:`Logits`.
 
     Returns:
         :class:`Deferral`, to undo it. Without a graph, up to ``FEW`` rows are multiplied as ever, so that generation is
@@ -151,22 +179,22 @@ def defer_or_tell(
     check_flags("defer", rounded=rounded, **options)
     if memory is not None:
         parse_memory(memory)
-    module = _head(model, head)
-    _check_unit(module)
-    layers = _linears(module)
-    for layer in layers:
+    heads = [(chunk, _linears(_unit(chunk, head))) for chunk in _chunks(model)]
+    for layer in (layer for _, layers in heads for layer in layers):
         _check(layer)
-    for layer in layers:
-        parallel = _is_column_parallel(layer)
-        shard = column_parallel.shard_of_layer(layer) if parallel else None
-        around = _Around(_holders(model, layer), refused)
-        layer._logitless_deferred = _Deferred(rounded, memory, options, around, shard)
-        layer.forward = Bound(_wrap_column_parallel if parallel else _wrap, layer)
-    owner = _owner_of_loss(model)
-    if owner is not None and column_parallel.LOSS not in vars(owner):
-        setattr(owner, column_parallel.LOSS, Bound(column_parallel.wrap_loss, owner, column_parallel.LOSS))
-    log_once(f"deferred the head of {type(_unwrapped(model)).__name__}, logits are not computed")
-    return Deferral(model, layers)
+    for chunk, layers in heads:
+        for layer in layers:
+            parallel = _is_column_parallel(layer)
+            shard = column_parallel.shard_of_layer(layer) if parallel else None
+            around = _Around(_holders(chunk, layer), refused)
+            style = Style.of(vars(layer).get("forward"))
+            layer._logitless_deferred = _Deferred(rounded, memory, options, around, shard, style)
+            layer.forward = Bound(_wrap_column_parallel if parallel else _wrap, layer)
+        owner = _owner_of_loss(chunk)
+        if owner is not None and column_parallel.LOSS not in vars(owner):
+            setattr(owner, column_parallel.LOSS, Bound(column_parallel.wrap_loss, owner, column_parallel.LOSS))
+        log_once(f"deferred the head of {type(_unwrapped(chunk)).__name__}, logits are not computed")
+    return Deferral(model, [layer for _, layers in heads for layer in layers])
 
 
 def _holders(model: Any, layer: Any) -> list[nn.Module]:
@@ -179,7 +207,7 @@ def _holders(model: Any, layer: Any) -> list[nn.Module]:
 
 def undefer(model: Any, *, head: str | nn.Module | None = None) -> None:
     """Put the own forward of a deferred model's head back."""
-    _restore("undefer", _linears(_head(model, head)), model)
+    _restore("undefer", [layer for chunk in _chunks(model) for layer in _linears(_head(chunk, head))], model)
 
 
 def _restore(caller: str, layers: list[Any], model: Any) -> None:
@@ -189,10 +217,14 @@ def _restore(caller: str, layers: list[Any], model: Any) -> None:
         if not isinstance(vars(layer).get("forward"), Bound):
             raise LogitlessError(f"{caller}: the head's forward was replaced by someone else since. Undo that first.")
     for layer in layers:
+        style = layer._logitless_deferred.style
         del layer.forward, layer._logitless_deferred
-    owner = _owner_of_loss(model)
-    if owner is not None and isinstance(vars(owner).get(column_parallel.LOSS), Bound):
-        delattr(owner, column_parallel.LOSS)
+        if style is not None:
+            layer.forward = style.forward
+    for chunk in _chunks(model):
+        owner = _owner_of_loss(chunk)
+        if owner is not None and isinstance(vars(owner).get(column_parallel.LOSS), Bound):
+            delattr(owner, column_parallel.LOSS)
 
 
 def is_without_logits(model: Any) -> bool:
@@ -231,16 +263,25 @@ def _head(model: Any, head: Any) -> Any:
     if found is None:
         raise LogitlessError(
             f"defer: {type(inner).__name__} has neither get_output_embeddings() nor a module called "
-            f"{' or '.join(NAMES)}. Name its head: defer(model, head='...')."
+            f"{' or '.join(NAMES)}. Name its head: defer(model, head='...'); a stage of a pipeline without one needs "
+            f"no defer."
         )
     return found
+
+
+def _chunks(model: Any) -> list[Any]:
+    """The models of a list, or the one given; without those that say they have no head, as Megatron's stages do."""
+    several = model if isinstance(model, (list, tuple)) else [model]
+    if not several:
+        raise refused("defer: model", "a torch.nn.Module, or a list of them", model)
+    return [x for x in several if getattr(_unwrapped(x), "post_process", True) is not False]
 
 
 def _unwrapped(model: Any) -> Any:
     """The model inside of DDP, FSDP1, Megatron's wrappers and torch.compile."""
     while True:
         for name in ("_orig_mod", "_fsdp_wrapped_module", "module"):
-            inner = model._modules.get(name)
+            inner = getattr(model, "_modules", {}).get(name)
             if isinstance(inner, nn.Module) and not hasattr(type(model), "get_output_embeddings"):
                 model = inner
                 break
@@ -263,19 +304,16 @@ def _linears(layer: Any) -> list[Any]:
     return [layer] if copies is None else [layer.original_module, *copies.values()]
 
 
-def _check_unit(layer: Any) -> None:
-    """Raise for a head whose weight is gone when its forward ends."""
+def _unit(model: Any, head: Any) -> Any:
+    """The head; raises where its weight is gone when its forward ends."""
+    layer = _head(model, head)
     strategy = getattr(getattr(layer, "sharding_strategy", None), "name", "")
     if strategy in ("FULL_SHARD", "HYBRID_SHARD"):
         raise LogitlessError(
             f"defer: the head is an FSDP1 unit of its own with {strategy}, which lets go of the weight where its "
             f"forward ends. Leave the head in the root unit, use FSDP2 (fully_shard), or use a PolicyHead."
         )
-    if any(hasattr(x, "ds_id") for x in layer.parameters(recurse=False)):
-        raise LogitlessError(
-            "defer: DeepSpeed ZeRO-3 has partitioned the head's weight, and lets go of it where its forward ends. Use "
-            "ZeRO-1 or ZeRO-2, FSDP, or a PolicyHead."
-        )
+    return layer
 
 
 def _is_column_parallel(layer: Any) -> bool:
@@ -286,14 +324,14 @@ def _check(layer: Any) -> None:
     """Raise for a head that is deferred already, or that does more than multiply."""
     if "_logitless_deferred" in vars(layer):
         raise LogitlessError("defer: this model is already deferred. Call undo() of what defer returned first.")
-    if "forward" in vars(layer):
+    if "forward" in vars(layer) and Style.of(layer.forward) is None:
         raise LogitlessError("defer: the forward of the head was replaced by someone else. Undo that first.")
     if _is_column_parallel(layer):
         column_parallel.check_layer(layer)
         return
     if hasattr(layer, "base_layer"):
         # Refuses every adapter but a plain LoRA.
-        head_weight("defer", layer)
+        active_adapter("defer", layer)
         layer = layer.base_layer
         if layer._forward_hooks or layer._forward_pre_hooks:
             raise LogitlessError(
@@ -318,16 +356,17 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"defer: the head {type(self).__name__} was called with more than hidden states ({more[0]}), and only "
                 f"its product is deferred. Keep the model's own logits: undo() of what defer returned."
             )
+        style, refused = self._logitless_deferred.style, self._logitless_deferred.around.refused
+        own = functools.partial(original, self) if style is None else style.forward
         if _computes(hidden):
-            return original(self, hidden)
-        refused = self._logitless_deferred.around.refused
+            return own(hidden)
         try:
-            return _logits(self, hidden)
+            return _logits(self, hidden) if style is None else style.output(_logits(self, style.hidden(hidden)))
         except LogitlessError as error:
             if refused is None:
                 raise
             refused(str(error))
-            return original(self, hidden)
+            return own(hidden)
 
     return forward
 
@@ -335,16 +374,24 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_column_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, input_: Tensor, weight: Any = None, runtime_gather_output: Any = None) -> Any:
         settings: _Deferred = self._logitless_deferred
-        # Gathered columns are what inference asks for.
-        if runtime_gather_output and (settings.shard is not None or _computes(input_)):
+        gathered = self.gather_output if runtime_gather_output is None else runtime_gather_output
+        # As inference asks for them.
+        if gathered and _computes(input_):
             return original(self, input_, weight, runtime_gather_output)
         match = HALF.get(input_.dtype) if settings.rounded else None
         logits = column_parallel.logits_of_layer(self, input_, weight, settings.shard, match=match, **settings.options)
-        if settings.memory is not None:
-            logits = made(replace(logits._stands, memory=settings.memory))
+        spread = settings.shard.group if gathered and settings.shard is not None else None
+        own = self.weight if weight is None else weight
+        logits = _with(logits, own, memory=settings.memory, spread=spread)
         return logits, self.bias if self.skip_bias_add else None
 
     return forward
+
+
+@untraced
+def _with(logits: Logits, weight: Tensor, **more: Any) -> Logits:
+    """The logits, which know the weight's parameter and more of what they stand for."""
+    return made(replace(logits._stands, watched=Watch([weight]), **more))
 
 
 def _computes(hidden: Tensor) -> bool:
@@ -358,23 +405,45 @@ def _logits(layer: Any, hidden: Tensor) -> Logits:
     settings: _Deferred = layer._logitless_deferred
     weight, base = head_weight("defer", layer), getattr(layer, "base_layer", layer)
     bias, matrix = base.bias, weight.weight if isinstance(weight, LoRA) else weight
-    placements = getattr(matrix, "placements", None)
     _check_dropout(weight)
-    if placements is not None:
-        raise LogitlessError(
-            f"defer: the head's weight is a DTensor with placements {placements} in its own forward: tensor "
-            f"parallelism has sharded it. Keep the model's own logits (undefer), or use logitless.Logits with "
-            f"shard=logitless.VocabShard.of(weight)."
-        )
+    if hasattr(matrix, PARTITIONED):
+        weight, bias = _held(weight), None if bias is None else bias.view_as(bias)
+    watched = settings.around.watch(layer, weight, bias)
+    shard = mesh = None
+    if is_placed(matrix):
+        if isinstance(weight, LoRA):
+            raise LogitlessError(
+                "defer: the head has a LoRA, and its weight is a DTensor: tensor parallelism has sharded it. Merge the "
+                "LoRA, leave the head out of the adapter, or keep the model's own logits (undefer)."
+            )
+        if settings.around.refused is not None:
+            raise LogitlessError(
+                "defer: the head's weight is a DTensor: tensor parallelism has sharded it, and the host's own code was "
+                "not tried on its logits. To have them deferred all the same, call logitless.defer(model) yourself."
+            )
+        check_placements(hidden, weight, bias)
+        mesh = weight.device_mesh
+        hidden, weight, bias, shard = Parts.of(hidden, weight, bias, settings.around.shard_of(weight))
     kind = hidden.device.type
     # As a linear layer does under autocast, which leaves float64 alone. Logits may be read outside of it.
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
         hidden, bias, weight = hidden.to(dtype), None if bias is None else bias.to(dtype), _cast(weight, dtype)
     match = HALF.get(hidden.dtype) if settings.rounded else None
-    logits = Logits(hidden, weight, bias=bias, match=match, **settings.options)
+    part = {} if shard is None else {"shard": shard, "hidden_grad": "partial"}
+    logits = Logits(hidden, weight, bias=bias, match=match, **part, **settings.options)
     # FSDP2 lets go of the weight where the forward of its unit ends: the head, or a module around it.
-    return made(replace(logits._stands, few=FEW, memory=settings.memory, gather=settings.around.unshard(layer)))
+    gather = settings.around.unshard(layer)
+    stands = replace(logits._stands, few=FEW, memory=settings.memory, gather=gather, spread=mesh, watched=watched)
+    return made(stands, Logits if mesh is None else Replicated if shard is None else Placed)
+
+
+def _held(weight: Any) -> Any:
+    """A weight that ZeRO-3 has gathered, as another tensor: after the forward the parameter is given other data."""
+    if not isinstance(weight, LoRA):
+        return weight.view_as(weight)
+    a, b = weight.a, weight.b
+    return replace(weight, weight=_held(weight.weight), a=a.view_as(a), b=b.view_as(b))
 
 
 def _check_dropout(weight: Any) -> None:

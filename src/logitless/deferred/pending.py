@@ -40,6 +40,7 @@ class Question:
 class Pending(Lazy):
     """The answer to a question about a part of the logits."""
 
+    in_memory = True
     question: Question
     value: Tensor | None
 

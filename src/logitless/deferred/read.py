@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from logitless.call import Asked
 from logitless.errors import LogitlessError
 from logitless.operands import Logits, LoRA
-from logitless.operands.logits import place
+from logitless.operands.logits import made, place
 from logitless.readings.best import MOST
 from logitless.score import logprobs, resolve_score
 from logitless.softmax import transform
@@ -20,8 +21,17 @@ from logitless.spec import TokenStats, inspectable
 
 
 def readable(x: Any) -> bool:
-    """Whether a reading may stand in for torch's function: of a shard, torch's would be over the columns here alone."""
-    return isinstance(x, Logits) and x.shard is None
+    """Whether a reading may stand in for torch's function: of the columns here alone, torch's would be of these."""
+    return isinstance(x, Logits) and x._stands.whole
+
+
+def here(x: Any) -> Any:
+    """Logits of a shard's columns as logits of just these, which is all that torch's functions know of."""
+    if not isinstance(x, Logits) or x._stands.whole or x._stands.linear.sequence_parallel:
+        return x
+    now = x.stands()
+    linear = replace(now.linear, shard=None, hidden_grad="reduced")
+    return made(replace(now, hidden=now.shared(now.hidden), linear=linear))
 
 
 def over_last(x: Tensor, dim: Any) -> bool:
@@ -92,7 +102,7 @@ def _of_ids(x: Logits, name: str, ids: Tensor) -> Tensor:
 
 def _picked(x: Logits, ids: Tensor) -> Tensor:
     """``[R, K]`` single logits: dot products of hidden states and rows of the weight."""
-    if isinstance(x.weight, LoRA):
+    if isinstance(x.weight, LoRA) or x.shard is not None:
         found = _all_rows(x, ids=ids)
         assert found.ids_logprobs is not None
         assert found.log_z is not None

@@ -15,7 +15,7 @@ from logitless.deferred import distribution, losses
 from logitless.deferred.distribution import Distribution
 from logitless.deferred.lazy import Lazy
 from logitless.deferred.pending import numbers
-from logitless.deferred.read import ask, over_last, readable
+from logitless.deferred.read import ask, here, over_last, readable
 from logitless.operands.logits import SERVED
 
 
@@ -24,6 +24,7 @@ def _of_logits(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def served(*args: Any, **kwargs: Any) -> Any:
         x, *rest = args or (kwargs.pop("input", None),)
+        x = here(x)
         return function(x, *rest, **kwargs) if readable(x) else NotImplemented
 
     return served

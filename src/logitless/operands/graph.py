@@ -18,10 +18,18 @@ from torch import Tensor
 
 from logitless.collectives import sum_over
 from logitless.errors import LogitlessError
+from logitless.spec import VocabShard
 
 aten = torch.ops.aten
 
 Gradients = tuple[Tensor | None, ...]
+
+
+def wrapper(cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor without memory. C++ code that asks for its address raises, instead of being given none."""
+    new = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)  # pyright: ignore[reportAttributeAccessIssue]
+    torch._C._set_throw_on_mutable_data_ptr(new)  # pyright: ignore[reportAttributeAccessIssue]
+    return new
 
 
 class Form(NamedTuple):
@@ -49,7 +57,7 @@ class LogitsGradient(Tensor):
 
     @staticmethod
     def __new__(cls, form: Form, parts: Gradients, dense: Tensor | None = None) -> LogitsGradient:
-        new = Tensor._make_wrapper_subclass(cls, form.shape, dtype=form.dtype, device=form.device)  # pyright: ignore[reportAttributeAccessIssue]
+        new = wrapper(cls, form.shape, form.dtype, form.device)
         new.parts, new.dense = parts, dense
         return new
 
@@ -160,6 +168,35 @@ class Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return sum_over(ctx.group, gradient.clone(memory_format=torch.contiguous_format)), None
+
+
+class Total(torch.autograd.Function):
+    """A number of this rank's columns, summed over a vocabulary group. Every rank goes on to the same loss, so that its
+    gradient is that of each part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        return sum_over(group, x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient, None
+
+
+class Whole(torch.autograd.Function):
+    """All columns of logits from those of each rank of a vocabulary group. Every rank goes on to the same loss, so that
+    backward cuts this rank's columns out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: VocabShard) -> Tensor:
+        ctx.shard = shard
+        whole = x.new_zeros(*x.shape[:-1], shard.vocab_size)
+        whole[..., shard.start : shard.stop] = x
+        return sum_over(shard.group, whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient[..., ctx.shard.start : ctx.shard.stop], None
 
 
 class IntoBuffer(torch.autograd.Function):

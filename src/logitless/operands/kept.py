@@ -155,9 +155,10 @@ class Kept:
 
         Args:
             rows: the rows that are scored.
-            supports: one for each sample, for all its response tokens: an object with ``token_ids`` and ``offsets``
-                (vLLM's ``SamplingMask``) or ``token_ids`` and ``lengths``; or one list of ids per token (SGLang's
-                ``output_token_sampling_mask``).
+            supports: one for each sample, for all its response tokens: one list of ids per token (SGLang's
+                ``output_token_sampling_mask``); an object that has them as ``token_ids`` (vLLM's ``SamplingMask``), or
+                as its ``sampling_mask`` (vLLM's ``CompletionOutput``); or ``token_ids`` end to end, with ``offsets`` or
+                ``lengths``.
         """
         instance(rows, Rows, "Kept.from_engine: rows")
         supports = sequence(supports, "Kept.from_engine: supports", "a list of one support for each sample")
@@ -215,7 +216,11 @@ class Kept:
 
 def _response(sample: int, support: Any) -> tuple[Tensor, Tensor]:
     """Ids and lengths of one response, from whichever form an engine has for it."""
+    support = getattr(support, "sampling_mask", support)
     ids = getattr(support, "token_ids", None)
+    apart = any(hasattr(support, name) for name in ("offsets", "lengths"))
+    if ids is not None and not apart and all(isinstance(token, Sequence | Tensor) or token is None for token in ids):
+        support, ids = ids, None
     if ids is not None:
         ids = integers(ids, f"Kept.from_engine: token_ids of sample {sample}")
         offsets, lengths = getattr(support, "offsets", None), getattr(support, "lengths", None)
@@ -241,9 +246,14 @@ def _response(sample: int, support: Any) -> tuple[Tensor, Tensor]:
             support, lambda token: f"Kept.from_engine: supports: the ids of sample {sample}, response token {token},"
         )
         return flat, torch.tensor([len(token) for token in support], dtype=torch.int64, device="cpu")
+    if support is None:
+        raise LogitlessError(
+            f"Kept.from_engine: supports: sample {sample} has none. Ask the engine for them (return_sampling_mask), or "
+            f"score the sample without kept."
+        )
     raise LogitlessError(
-        f"Kept.from_engine: supports: sample {sample} must have token_ids with offsets or lengths, or ids for "
-        f"each response token, a list each, but is {type(support).__name__}."
+        f"Kept.from_engine: supports: sample {sample} must have ids for each response token, a list each, or token_ids "
+        f"with offsets or lengths, but is {type(support).__name__}."
     )
 
 

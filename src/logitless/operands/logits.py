@@ -25,9 +25,9 @@ from torch import Tensor
 from logitless.errors import LogitlessError
 from logitless.errors.arguments import refuse_transforms, refused
 from logitless.operands.checks import check_tensors
-from logitless.operands.graph import Behind, Edge
+from logitless.operands.graph import Behind, Edge, wrapper
 from logitless.operands.lora import LoRA
-from logitless.operands.stands import Linear, Match, Stands, product_dtype
+from logitless.operands.stands import Bits, Linear, Match, Stands, product_dtype
 from logitless.spec import VocabShard, graph_break
 
 aten = torch.ops.aten
@@ -47,6 +47,7 @@ class Given:
     logits: Tensor
     shard: VocabShard | None = None
     overwrite: bool = False
+    bits: Bits = "fast"
 
 
 class Logits(Tensor):
@@ -79,7 +80,9 @@ class Logits(Tensor):
         match: round the logits to ``"bfloat16"`` or ``"float16"``, as a head in that dtype does, before the softmax.
             None keeps the float32 sums of the product.
         tf32: multiply float32 operands in TF32.
-        batch_invariant: tiles of one height, so that a row has the same bits in every batch.
+        bits: ``"canonical"`` adds up columns in one order for all, so that a row has the same bits from logits and from
+            hidden states, in every batch, chunk, tile and budget, and under every tensor-parallel degree whose shards
+            begin at multiples of 128.
         strict: raise where the logits would be computed.
 
     >>> logits = Logits(torch.zeros(2, 3, 4), torch.zeros(9, 4))
@@ -87,6 +90,7 @@ class Logits(Tensor):
     Logits([2, 2, 9], torch.float32)
     """
 
+    in_memory = False
     shard: VocabShard | None
     _stands: Stands
     _behind: Stands | None
@@ -111,7 +115,7 @@ class Logits(Tensor):
         sparse_weight_grad: bool = False,
         match: Match = None,
         tf32: bool = False,
-        batch_invariant: bool = False,
+        bits: Bits = "fast",
         strict: bool = False,
     ) -> Logits:
         matrix = weight.weight if isinstance(weight, LoRA) else weight
@@ -130,7 +134,7 @@ class Logits(Tensor):
             sparse_weight_grad=sparse_weight_grad,
             match=match,
             tf32=tf32,
-            batch_invariant=batch_invariant,
+            bits=bits,
             strict=strict,
         )
         dtype = hidden.dtype if matrix.dtype == hidden.dtype else product_dtype(hidden, matrix)
@@ -142,7 +146,9 @@ class Logits(Tensor):
             """Nothing: for type checkers, which would otherwise take the arguments of a plain tensor's."""
 
     @staticmethod
-    def given(logits: Tensor, *, shard: VocabShard | None = None, overwrite: bool = False) -> Given:
+    def given(
+        logits: Tensor, *, shard: VocabShard | None = None, overwrite: bool = False, bits: Bits = "fast"
+    ) -> Given:
         """Logits that exist, for a verb.
 
         Args:
@@ -152,8 +158,9 @@ class Logits(Tensor):
                 backward: every rank of the group must go on to compute the same loss.
             overwrite: write the gradient over the logits in backward instead of into a new buffer. The logits must be
                 neither a leaf nor a view, and are lost after backward.
+            bits: as for :class:`Logits`.
         """
-        return Given(logits, shard, overwrite)
+        return Given(logits, shard, overwrite, bits)
 
     hidden = property(lambda self: self.stands().hidden, doc="``[..., D]`` hidden states.")
     weight = property(lambda self: self.stands().weight, doc="``[V, D]`` of the head, or a :class:`LoRA`.")
@@ -180,12 +187,13 @@ class Logits(Tensor):
         # Storage without numbers, or none to ask for it: not what a weight in memory has.
         if self._stands.gather is not None or not matrix.numel() or not _in_memory(matrix):
             self._stands.require()
-        for name, x, version in self._versions:
-            if x._version != version:
-                raise LogitlessError(
-                    f"Logits: {name} was changed in place after the logits were made, so that they stand for other "
-                    f"numbers now. Read the logits before the change, or make them again."
-                )
+        watched = self._stands.watched
+        changed = [name for name, x, version in self._versions if x._version != version]
+        if changed or (watched is not None and watched.changed()):
+            raise LogitlessError(
+                f"Logits: {(*changed, 'weight')[0]} was changed in place after the logits were made, so that they "
+                f"stand for other numbers now. Read the logits before the change, or make them again."
+            )
         if not torch.is_grad_enabled():
             return self._stands
         if self._edge and not self._watched:
@@ -246,16 +254,18 @@ class Logits(Tensor):
         for found in _answers(func, name, args, kwargs):
             if found is not NotImplemented:
                 return found
-        refuse_change(name, args, kwargs)
+        refuse_change(func, name, args, kwargs)
         return func(*real(args, name), **real(kwargs, name))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.detach_.default:
+            return args[0]
         whole = func is aten.view.default and list(args[1]) == list(args[0].shape)
         if whole or func in (aten.detach.default, aten.alias.default, aten.clone.default):
             # Autograd itself asks, for a tensor that a Function returns as it came, and adds the edge.
             with torch.no_grad():
-                return made(args[0]._stands)
+                return made(args[0]._stands, type(args[0]))
         raise LogitlessError(
             f"Logits: {func} reached logits that were not computed below torch's Python functions, at {place()}. "
             f"Compute them there with logits.computed(), or keep the model's own: logitless.defer(model) is reversible."
@@ -316,11 +326,11 @@ def attribute(func: Any) -> str:
 
 
 def place() -> str:
-    """``file:line`` of the innermost code that is neither this package nor torch."""
+    """``file:line`` of the innermost code that is neither this package nor torch or what launches its kernels."""
     frame = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.split(".")[0] not in ("logitless", "torch"):
+        if module.split(".")[0] not in ("logitless", "torch", "triton", "typing_extensions"):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "nowhere in particular"
@@ -338,8 +348,7 @@ def made(stands: Stands, cls: type[Logits] = Logits) -> Logits:
     if linear.bias is not None:
         named.append(("bias", linear.bias))
     edge = torch.is_grad_enabled() and any(x.requires_grad for _, x in named)
-    shape = (*hidden.shape[:-1], matrix.shape[0] if matrix.dim() else 1)
-    new: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=stands.dtype, device=hidden.device)  # pyright: ignore[reportAttributeAccessIssue]
+    new = wrapper(cls, stands.shape, stands.dtype, hidden.device)
     if edge:
         new = Edge.apply([new], stands.computed_from, *(x for _, x in named))
     new._stands, new._behind, new._edge, new._watched, new._read = stands, None, edge, False, False
@@ -388,16 +397,31 @@ def count_made(x: Logits, name: str) -> None:
         warnings.warn(text, LogitsMade, stacklevel=2)
 
 
-def refuse_change(name: str, args: Any, kwargs: Any) -> None:
-    """Raise for a function that would write to logits that are not there, or ask where they lie."""
-    changed = isinstance(args[0] if args else None, Logits) and (
-        name in WRITES or (name.endswith("_") and not name.endswith("__"))
-    )
-    if changed or isinstance(kwargs.get("out"), Logits):
+def refuse_change(func: Any, name: str, args: Any, kwargs: Any) -> None:
+    """Raise for a function that would write to what is not in memory, or ask where it lies."""
+    first = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
+    collective = name in COLLECTIVES and getattr(func, "__module__", "").startswith("torch.distributed")
+    changes = collective or name in WRITES or (name.endswith("_") and not name.endswith("__"))
+    if any(_is_nowhere(x) for x in (first if changes else None, kwargs.get("out"), *_written(func, args, kwargs))):
         raise LogitlessError(
             f"Logits: {name} at {place()} needs logits in memory, and these were not computed. Compute them there, "
-            f"logits = logits.computed(), or use a function that returns a new tensor."
+            f"logits = logits.computed(), or use a function that returns a new tensor. To keep the model's own logits: "
+            f"logitless.defer(model) is reversible."
         )
+
+
+def _is_nowhere(x: Any) -> bool:
+    """Whether a tensor is computed anew for each reading, so that what is written to it would be lost."""
+    return getattr(type(x), "in_memory", True) is False
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    """The arguments that an operator of ``torch.ops`` says it writes to."""
+    packet = [getattr(func, name) for name in func.overloads()] if hasattr(func, "overloads") else [func]
+    for schema in (x._schema for x in packet if hasattr(x, "_schema")):
+        for i, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield args[i] if i < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
 
 
 WRITES = frozenset(
@@ -408,3 +432,11 @@ WRITES = frozenset(
     }
 )
 """Functions whose effect on a copy would be lost."""
+
+COLLECTIVES = frozenset(
+    {
+        *("all_reduce", "broadcast", "reduce", "scatter", "recv", "irecv", "reduce_scatter", "reduce_scatter_tensor"),
+        *("all_gather_into_tensor", "all_gather_single", "all_to_all_single"),
+    }
+)
+"""Those of torch.distributed that write to their first argument."""

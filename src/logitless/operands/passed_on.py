@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from logitless.operands.graph import Total
 from logitless.operands.logits import RULES, Logits, like
 from logitless.operands.lora import LoRA
 from logitless.spec import inspectable
@@ -170,6 +171,15 @@ def _detach(x: Any) -> Any:
     return like(x, x.hidden.detach(), weight=weight, linear=linear)
 
 
+def _let_go(x: Any) -> Any:
+    """``detach_``, by which a schedule of pipelines frees the graph of an output that it still has to return."""
+    if not isinstance(x, Logits):
+        return NotImplemented
+    x._stands, x._behind, x._edge, x._memo = _detach(x)._stands, None, False, {}
+    with torch._C.DisableTorchFunctionSubclass():
+        return Tensor.detach_(x)
+
+
 def _cast(dtype: torch.dtype) -> Callable[..., Any]:
     return lambda x, **_: like(x, dtype=dtype)
 
@@ -257,14 +267,16 @@ def _sum(x: Any, *args: Any, **kwargs: Any) -> Any:
     if args or kwargs or x.squash or isinstance(x.weight, LoRA):
         return NotImplemented
     now = x.stands()
-    hidden, weight, bias = now.hidden, now.weight, now.linear.bias
+    hidden, weight, bias = now.shared(now.hidden), now.weight, now.linear.bias
     wide = torch.promote_types(x.dtype, torch.float32)
     h = hidden if not isinstance(x.gain, Tensor) else hidden * x.gain[..., None].to(hidden.dtype)
     total = h.reshape(-1, h.shape[-1]).sum(0, dtype=wide) @ weight.sum(0, dtype=wide)
     if bias is not None:
         count = x.gain.sum() if isinstance(x.gain, Tensor) else math.prod(x.shape[:-1])
         total = total + count * bias.sum(dtype=wide)
-    return (total if isinstance(x.gain, Tensor) else total * x.gain).to(x.dtype)
+    if x.shard is not None and now.whole:
+        total = Total.apply(total, x.shard.group)
+    return (total if isinstance(x.gain, Tensor) else total * x.gain).to(x.dtype)  # pyright: ignore[reportOptionalOperand, reportOptionalMemberAccess]
 
 
 def _mean(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -321,6 +333,7 @@ RULES.update(
         "contiguous": same,
         "clone": same,
         "detach": _detach,
+        "detach_": _let_go,
         "data": _data,
         "float": _cast(torch.float32),
         "bfloat16": _cast(torch.bfloat16),

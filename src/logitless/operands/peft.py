@@ -12,18 +12,25 @@ def head_weight(caller: str, layer: Any) -> Any:
     """The weight of a layer, or its :class:`LoRA` where peft has put one around it. Any other adapter is refused."""
     if not hasattr(layer, "base_layer"):
         return layer.weight
-    base, a, b = layer.base_layer, getattr(layer, "lora_A", None), getattr(layer, "lora_B", None)
-    active = getattr(layer, "active_adapters", None)
-    if a is None or b is None or active is None or hasattr(base, "base_layer"):
+    name, weight = active_adapter(caller, layer), layer.base_layer.weight
+    if name is None:
+        # Merged, the weight has the adapter in it.
+        return weight
+    dropout = layer.lora_dropout[name] if name in getattr(layer, "lora_dropout", {}) else None
+    return LoRA(weight, layer.lora_A[name].weight, layer.lora_B[name].weight, float(layer.scaling[name]), dropout)
+
+
+def active_adapter(caller: str, layer: Any) -> str | None:
+    """The name of the LoRA that a layer of peft adds to its weight; None where it adds none. Its matrices may be
+    elsewhere."""
+    a, b, active = (getattr(layer, name, None) for name in ("lora_A", "lora_B", "active_adapters"))
+    if a is None or b is None or active is None or hasattr(layer.base_layer, "base_layer"):
         raise LogitlessError(f"{caller}: {adapted(type(layer).__name__)}")
     names = [name for name in active if name in a]
     if getattr(layer, "disable_adapters", False) or getattr(layer, "merged", False) or not names:
-        # Merged, the weight has the adapter in it.
-        return base.weight
+        return None
     _check_plain(caller, layer, names)
-    (name,) = names
-    dropout = layer.lora_dropout[name] if name in getattr(layer, "lora_dropout", {}) else None
-    return LoRA(base.weight, a[name].weight, b[name].weight, float(layer.scaling[name]), dropout)
+    return names[0]
 
 
 def _check_plain(caller: str, layer: Any, names: list[str]) -> None:

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError
-from logitless.operands.graph import IntoBuffer, Summed
+from logitless.operands.graph import IntoBuffer, Summed, Whole
 from logitless.operands.lora import LoRA
+from logitless.operands.watch import Watch
 from logitless.spec import VocabShard, has_values
 
 Match = Literal["bfloat16", "float16"] | None
+Bits = Literal["fast", "canonical"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +35,7 @@ class Linear:
     sparse_weight_grad: bool = False
     match: Match = None
     tf32: bool = False
-    batch_invariant: bool = False
+    bits: Bits = "fast"
     strict: bool = False
 
 
@@ -62,6 +64,9 @@ class Stands:
         few: up to so many rows are computed where they are picked without a graph, as by a step of generation.
         memory: working memory of a reading that is not told; None for the verb's default.
         gather: makes the weight whole again where a wrapper let go of it when the head's forward ended; None elsewhere.
+        spread: under a shard, the DeviceMesh or group over which logits of all columns are spread; None where they are
+            the columns of the shard alone.
+        watched: the parameters that weight and bias are, or are gathered from; None where nobody knows them.
     """
 
     hidden: Tensor
@@ -74,6 +79,8 @@ class Stands:
     few: int = 0
     memory: int | str | None = None
     gather: Callable[[], None] | None = None
+    spread: Any = None
+    watched: Watch | None = None
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything that may need a gradient."""
@@ -111,15 +118,26 @@ class Stands:
 
     def same_head(self, other: Stands) -> bool:
         """Whether the rows of both are rows of one product with one softcap."""
-        if self.weight is not other.weight or self.squash != other.squash:
+        if not _is_same(self.weight, other.weight) or self.squash != other.squash:
             return False
-        pairs = ((getattr(self.linear, f.name), getattr(other.linear, f.name)) for f in fields(Linear))
-        return all(a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b) for a, b in pairs)
+        return all(_is_same(getattr(self.linear, f.name), getattr(other.linear, f.name)) for f in fields(Linear))
 
     @property
     def shape(self) -> tuple[int, ...]:
         matrix = self.weight.weight if isinstance(self.weight, LoRA) else self.weight
-        return (*self.hidden.shape[:-1], matrix.shape[0] if matrix.dim() else 1)
+        shard = self.linear.shard
+        columns = matrix.shape[0] if matrix.dim() else 1
+        return (*self.hidden.shape[:-1], columns if shard is None or self.spread is None else shard.vocab_size)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the logits have all columns of the vocabulary."""
+        return self.linear.shard is None or self.spread is not None
+
+    def shared(self, x: Tensor) -> Any:
+        """``x``, whose gradient is summed over the group of a shard where the head sums that of its hidden states."""
+        shard = self.linear.shard
+        return x if shard is None or self.linear.hidden_grad != "reduced" else Summed.apply(x, shard.group)
 
     def computed(self) -> Tensor:
         """The logits, computed as the head would, and with its gradients."""
@@ -129,15 +147,15 @@ class Stands:
                 "Logits: sequence_parallel=True, so that hidden states are this rank's tokens, and logits of all "
                 "tokens would have another shape. Gather the hidden states to compute logits, or read them by logprobs."
             )
-        group = linear.shard.group if linear.shard is not None and linear.hidden_grad == "reduced" else None
-        whole: Any = (lambda x: x) if group is None else (lambda x: Summed.apply(x, group))
         matrix = weight.weight if isinstance(weight, LoRA) else weight
         if linear.weight_grad is not None:
             matrix = IntoBuffer.apply(matrix, linear.weight_grad)
         hidden = hidden if isinstance(weight, LoRA) else hidden.to(product_dtype(hidden, matrix))
-        x = torch.nn.functional.linear(whole(hidden), matrix, linear.bias)  # pyright: ignore[reportArgumentType]
+        x = torch.nn.functional.linear(self.shared(hidden), matrix, linear.bias)  # pyright: ignore[reportArgumentType]
         if isinstance(weight, LoRA):
-            x = x + whole(weight.inner(hidden)).to(hidden.dtype) @ weight.b.to(hidden.dtype).T
+            x = x + self.shared(weight.inner(hidden)).to(hidden.dtype) @ weight.b.to(hidden.dtype).T
+        if linear.shard is not None and self.spread is not None:
+            x = Whole.apply(x, linear.shard)
         if self.linear.match is not None:
             x = x.to(getattr(torch, self.linear.match))
         x = x.to(torch.promote_types(x.dtype, self.dtype))
@@ -149,6 +167,16 @@ class Stands:
     def computed_from(self, tensors: Sequence[Tensor]) -> Tensor:
         """The logits of other tensors, in the order of :meth:`tensors`."""
         return self.of(tensors).computed()
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two operands or options are the same; without a graph, also two views of the same numbers."""
+    if a is b or not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
+    if a.requires_grad or b.requires_grad or type(a) is not Tensor or type(b) is not Tensor:
+        return False
+    alike = (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
+    return alike and not a.is_meta and a.data_ptr() == b.data_ptr()
 
 
 def _there(weight: Tensor) -> bool:

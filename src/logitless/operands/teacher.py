@@ -18,7 +18,8 @@ from logitless.operands.lora import LoRA
 from logitless.spec import Head, inspectable
 
 Tail = Literal["bucket", "renormalise"]
-"""What becomes of the ids that a teacher sent no log-probs of."""
+"""What becomes of the ids that only one of the two has: those that a teacher sent no log-probs of, or that a student
+with part of its vocabulary lacks."""
 
 TAILS = ("bucket", "renormalise")
 
@@ -49,9 +50,7 @@ class TopK:
             )
         if not ids.shape[-1]:
             raise LogitlessError(f"{name}: there is no id in a row. Give at least one; -1 is padding.")
-        if self.tail not in TAILS:
-            hint = did_you_mean(str(self.tail), TAILS)
-            raise LogitlessError(f"{name}: tail must be 'bucket' or 'renormalise' but is {self.tail!r}.{hint}")
+        _check_tail(name, self.tail)
         if inspectable(ids):
             self._check_values()
 
@@ -80,6 +79,12 @@ class Teacher:
         kept: ids that it samples from in every scored row, where the student has ``kept=``, too; they are the student's
             ids, and the target is not forced in. Without, it is taken over the student's.
         top_k: instead of logits, what it sent of every row; see :meth:`from_top_k`.
+        tail: what becomes of its ids that the student does not have. ``"renormalise"``: it is taken over the ids that
+            both have. ``"bucket"``: they are one outcome more, which the student never draws, so that the divergence is
+            over all ids of both. Ids that only the student has are outcomes that the teacher never draws, either way.
+            An acceptance is always that of the teacher over all of its ids.
+        at: ``[R]`` int64, which of its tokens is beside each scored row, where they are not the same tokens: a draft
+            that predicts several steps ahead has several rows beside one of the teacher's, which is multiplied once.
 
     >>> Teacher(torch.zeros(2, 3), ids=torch.zeros(3))
     Traceback (most recent call last):
@@ -92,8 +97,11 @@ class Teacher:
     ids: Tensor | None = None
     kept: Kept | None = None
     top_k: TopK | None = None
+    tail: Tail = "renormalise"
+    at: Tensor | None = None
 
     def __post_init__(self) -> None:
+        _check_tail("Teacher", self.tail)
         if self.kept is not None and not isinstance(self.kept, Kept):
             raise LogitlessError(f"Teacher: kept must be a Kept or None but is {type(self.kept).__name__}.")
         if self.top_k is not None:
@@ -108,6 +116,35 @@ class Teacher:
             _check_linear(x)
         if self.ids is not None:
             self._check_ids(self.ids)
+        if self.at is not None:
+            dense(self.at, "Teacher: at", "an int64 tensor of one token per scored row")
+            if self.at.dtype != torch.int64:
+                raise LogitlessError(f"Teacher: at must be int64, one token per scored row, but is {self.at.dtype}.")
+
+    @staticmethod
+    def ids_from_d2t(d2t: Tensor, width: int) -> Tensor:
+        """``ids`` of a teacher of so many columns for an EAGLE-3 draft, whose id i is the teacher's ``i + d2t[i]``.
+
+        >>> Teacher.ids_from_d2t(torch.tensor([1, 1, 2]), 6)
+        tensor([-1,  0,  1, -1,  2, -1])
+        """
+        name = "Teacher.ids_from_d2t"
+        dense(d2t, f"{name}: d2t", "[V] integers")
+        if d2t.dim() != 1 or d2t.dtype not in (torch.int64, torch.int32):
+            raise LogitlessError(f"{name}: d2t must be [V] integers but is {described(d2t)}.")
+        if type(width) is not int or not len(d2t) <= width < 1 << 31:
+            raise LogitlessError(
+                f"{name}: width, the number of the teacher's columns, must be an integer of at least {len(d2t)} but is "
+                f"{width!r}."
+            )
+        own = torch.arange(len(d2t), device=d2t.device)
+        theirs = own + d2t.to(torch.int64)
+        if inspectable(theirs) and len(theirs) and (int(theirs.min()) < 0 or int(theirs.max()) >= width):
+            raise LogitlessError(
+                f"{name}: d2t leads to ids from {int(theirs.min())} to {int(theirs.max())}, outside of "
+                f"{width} columns. It holds offsets: id i of the draft is i + d2t[i]."
+            )
+        return torch.full((width,), -1, dtype=torch.int64, device=d2t.device).index_copy_(0, theirs, own)
 
     @staticmethod
     def from_top_k(logprobs: Tensor, ids: Tensor, tail: Tail = "bucket") -> Teacher:
@@ -158,12 +195,13 @@ class Teacher:
 
     def read_again(self) -> dict[str, Tensor | None]:
         """What backward reads of it, by name."""
+        more = {"teacher.ids": self.ids, "teacher.at": self.at}
         if not isinstance(self.logits, Logits):
-            return {"teacher.logits": self.logits, "teacher.ids": self.ids}
+            return {"teacher.logits": self.logits, **more}
         linear, weight = self.logits.linear, self.logits.weight
         assert isinstance(weight, Tensor)
         named = {"teacher.hidden": self.logits.hidden, "teacher.weight": weight, "teacher.bias": linear.bias}
-        return {**named, "teacher.ids": self.ids}
+        return {**named, **more}
 
     @property
     def width(self) -> int:
@@ -191,6 +229,12 @@ class Teacher:
             real = ids[ids >= 0]
             if len(real.unique()) != len(real):
                 raise LogitlessError("Teacher: ids name one of the student's ids twice. Give each column its own.")
+
+
+def _check_tail(name: str, tail: object) -> None:
+    if tail not in TAILS:
+        hint = did_you_mean(str(tail), TAILS)
+        raise LogitlessError(f"{name}: tail must be 'bucket' or 'renormalise' but is {tail!r}.{hint}")
 
 
 def _check_linear(logits: Logits) -> None:
@@ -227,6 +271,8 @@ class Teachers:
     def __post_init__(self) -> None:
         if not self.members or not all(isinstance(x, Teacher) for x in self.members):
             raise LogitlessError(f"{BY_ROW}members must be a list of at least one Teacher, or of logits.")
+        if any(x.at is not None for x in self.members):
+            raise LogitlessError("Teachers: a member has at=, which goes with one Teacher. Call once for each of them.")
         if any(x.top_k is not None for x in self.members):
             raise LogitlessError(
                 "Teachers: a member has log-probs of K ids. Those are of single rows: put each row's own into one "

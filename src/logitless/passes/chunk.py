@@ -83,7 +83,7 @@ class LogitsChunk:
     others: Tensor | None = None
 
     def look(self, start: int, stop: int) -> Found:
-        rows, call, teacher = self.p.cut(start, stop), self.p.call, None
+        rows, call, teacher, every = self.p.cut(start, stop), self.p.call, None, None
         problem = rows.whole(self.logits, self.elementwise)
         if self.columns >= call.columns:
             rows.project(0, problem.logits)
@@ -91,10 +91,12 @@ class LogitsChunk:
             for columns in pieces(call.columns, self.columns, rows.hidden.is_meta):
                 rows.project(columns.start, problem.logits[:, columns])
         if self.teacher is not None and self.others is not None:
-            teacher = self.teacher.cut(start, stop).problem(self.others, 0, problem)
+            beside = self.teacher.cut(start, stop)
+            teacher, every = beside.problem(self.others, 0, problem), beside.whole
         support = None if call.kept is None else self._support(start, stop)
         whole = stop - start == len(self.p.hidden) == call.num_rows
-        return look_whole(call, asked_of(call) if whole else self._asked(start, stop), problem, support, teacher)
+        asked = asked_of(call) if whole else self._asked(start, stop)
+        return look_whole(call, asked, problem, support, teacher, every)
 
     def gradient(
         self, start: int, stop: int, column: Tensor, saved: Mapping[str, Tensor], up: Mapping[str, Tensor | None]
@@ -104,9 +106,8 @@ class LogitsChunk:
         whole = stop - start == len(self.p.hidden) == call.num_rows
         asked = asked_of(call) if whole else self._asked(start, stop)
         if self.teacher is not None and self.others is not None:
-            size = problem.num_rows * problem.columns
-            written = self.others[:size].view(problem.num_rows, problem.columns)
-            teacher = self.teacher.cut(start, stop).of_written(written, problem)
+            beside = self.teacher.cut(start, stop)
+            teacher = beside.of_written(beside.room(self.others, problem), problem)
         support, table = None if call.kept is None else self._support(start, stop), asked.table
         target = asked.target.masked_fill(column == SKIP, IGNORE)
         if support is not None:
@@ -127,8 +128,8 @@ class LogitsChunk:
         pad, table = torch.nn.functional.pad, call.table
         target = pad(call.rows.target, (0, length - call.num_rows), value=IGNORE)[start:stop]
         table = None if table is None else table.padded(length).cut(slice(start, stop))
-        asked = Asked(target, self.p.gain[start:stop], call.squash, target == IGNORE, call.entropy, call.group, table)
-        return asked
+        given = (call.squash, target == IGNORE, call.entropy, call.group, table)
+        return Asked(target, self.p.gain[start:stop], *given, call.backend_name if call.canonical else None)
 
     def _support(self, start: int, stop: int) -> Support | None:
         """The support of some rows."""

@@ -15,17 +15,19 @@ left out of the sum and formed in float32: a confident row would otherwise be no
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from logitless.backends.blocks import LINES
 from logitless.backends.contract import Running
 from logitless.machine import Tiles, pieces
-from logitless.passes.look import add_lines, best_lines
+from logitless.passes.look import add_lines, best_lines, merged
 from logitless.readings.found import Lines
 from logitless.readings.table import Table
-from logitless.softmax import SKIP, WIDTH, Normaliser, Statistic, merge
+from logitless.softmax import SKIP, WIDTH, Normaliser, Statistic
 from logitless.sources.linear import Projection
 
 
@@ -44,19 +46,22 @@ class Unit(NamedTuple):
 
 def lines_with_unit(p: Projection, tiles: Tiles, table: Table | None) -> tuple[Lines, Unit]:
     """Lines of all columns here, and the unit gradients."""
+    width = LINES if p.call.canonical else WIDTH
     if tiles.fused:
-        lines, unit = _fused_lines_with_unit(p, tiles)
-        return Lines(lines[:WIDTH], None, None if table is None else best_lines(p, lines[WIDTH:])), unit
+        lines, unit = _fused_lines_with_unit(p, tiles, width)
+        return Lines(lines[:width], None, None if table is None else best_lines(p, lines[width:])), unit
     more = None if table is None else p.gain.new_empty((table.width, len(p.hidden)))
     # Kernels take rows whose last dimension is contiguous, which those of the caller need not be.
     others = torch.empty_like(p.hidden, memory_format=torch.contiguous_format)
-    out = p.gain.new_empty((WIDTH, len(p.hidden)))
+    out = p.gain.new_empty((width, len(p.hidden)))
     memory, e = p.empty_tile(tiles), p.empty((tiles.rows * tiles.columns,), p.hidden.dtype)
     total = p.gain.new_empty((min(tiles.rows, max(len(p.hidden), 1)), p.hidden.shape[1]))
     backend, slabs = p.backend, -(-max(p.call.columns, 1) // tiles.columns)
     for rows in pieces(len(p.hidden), tiles.rows, p.hidden.is_meta):
         part = p.cut(rows.start, rows.stop)
-        parts = p.gain.new_empty((slabs, WIDTH, len(part.hidden)))
+        parts = p.gain.new_empty((slabs, width, len(part.hidden)))
+        # Exponentials come with a statistic of their own.
+        beside = parts.new_empty((WIDTH, len(part.hidden))) if p.call.canonical else None
         sums, reference = total[: len(part.hidden)], p.gain.new_zeros(len(part.hidden))
         for columns in pieces(max(p.call.columns, 1), tiles.columns, p.hidden.is_meta):
             tile = part.tile(memory, tiles, columns.start)
@@ -65,27 +70,33 @@ def lines_with_unit(p: Projection, tiles: Tiles, table: Table | None) -> tuple[L
             if columns.start:
                 # Later tiles far below the reference have nothing to add: only the first may move it down.
                 running = running._replace(drop=torch.inf, sums=sums)
-            backend.exponentials(tile, parts[columns.start // tiles.columns], running, exponentials, slope=True)
+            into = parts[columns.start // tiles.columns]
+            if beside is not None:
+                backend.statistics(tile, into)
+                tile, into = replace(tile, canonical=False), beside
+            backend.exponentials(tile, into, running, exponentials, slope=True)
             if table is not None and more is not None:
                 add_lines(table, p, tile, rows, more)
             p.multiply(
                 exponentials, p.weight[columns.start : columns.start + tile.columns], sums, add=columns.start > 0
             )
-        out[:, rows] = parts[0] if slabs == 1 else merge(parts)
+        out[:, rows] = merged(part, parts)
         _normalise(part, sums, reference, out[:, rows], others[rows])
-    return Lines(out, None, more), Unit(others, _log_normaliser(out))
+    return Lines(out, None, more), Unit(others, _log_normaliser(p, out))
 
 
-def _fused_lines_with_unit(p: Projection, tiles: Tiles) -> tuple[Tensor, Unit]:
+def _fused_lines_with_unit(p: Projection, tiles: Tiles, lines: int) -> tuple[Tensor, Unit]:
     """The same from products that write the exponentials; with the best column's lines, where readings are asked
     for."""
     others, best = torch.empty_like(p.hidden, memory_format=torch.contiguous_format), p.call.table is not None
     products = p.products
-    out = p.gain.new_empty((WIDTH + 2 * best, len(p.hidden)))
+    out = p.gain.new_empty((lines + 2 * best, len(p.hidden)))
     e = p.empty((tiles.rows * tiles.columns,), p.hidden.dtype)
     total = p.gain.new_zeros((min(tiles.rows, max(len(p.hidden), 1)), p.hidden.shape[1]))
     width, slabs = p.call.depth, pieces(p.call.columns, tiles.columns)
-    ends = list(itertools.accumulate((products.num_parts(c.stop - c.start, width) for c in slabs), initial=0))
+    ends = list(
+        itertools.accumulate((products.num_parts(c.stop - c.start, width, p.call.canonical) for c in slabs), initial=0)
+    )
     for rows in pieces(len(p.hidden), tiles.rows, p.hidden.is_meta):
         part = p.cut(rows.start, rows.stop)
         parts = p.gain.new_empty((ends[-1], WIDTH + best, len(part.hidden)))
@@ -96,22 +107,22 @@ def _fused_lines_with_unit(p: Projection, tiles: Tiles) -> tuple[Tensor, Unit]:
             products.towards(product, parts[first:last], exponentials, reference, sums if first else None)
             p.multiply(exponentials, p.weight[columns], sums, add=first > 0)
         products.merge(part.product(slice(0, p.call.columns)), parts, out[:, rows])
-        _normalise(part, sums, reference, out[:WIDTH, rows], others[rows])
-    return out, Unit(others, _log_normaliser(out[:WIDTH]))
+        _normalise(part, sums, reference, out[:lines, rows], others[rows])
+    return out, Unit(others, _log_normaliser(p, out[:lines]))
 
 
 def _normalise(part: Projection, sums: Tensor, reference: Tensor, lines: Tensor, others: Tensor) -> None:
     """The unit gradients of some rows from their sums, which are relative to the reference."""
-    local = _log_normaliser(lines)
+    local = _log_normaliser(part, lines)
     # A shard of nothing but padding has no Z of its own, and no gradient to share; nor has a row that is left out,
     # whose reference never moved.
     nothing = (local == -torch.inf) | (part.column == SKIP)
     part.backend.rescale(sums, torch.where(nothing, 0.0, (reference - local).exp()), others)
 
 
-def _log_normaliser(lines: Tensor) -> Tensor:
+def _log_normaliser(p: Projection, lines: Tensor) -> Tensor:
     """``[R]`` log of this shard's part of Z."""
-    row = Statistic.of(lines)
+    row = Statistic.of(p.backend.solved(lines[None], p.gain) if p.call.canonical else lines)
     return row.m + row.s.log()
 
 

@@ -16,11 +16,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from logitless.backends import run_statistics
+from logitless.backends.blocks import LINES
+from logitless.backends.blocks import merge as merge_blocks
 from logitless.backends.contract import Pair, Problem
 from logitless.call import Call
 from logitless.machine import Tiles, pieces
 from logitless.passes.exponentials import Exponentials
-from logitless.readings.found import Asked, Found, Lines, find
+from logitless.readings.found import Asked, Found, Lines, Taught, find
 from logitless.readings.support import Support, kept_statistics, merge_kept
 from logitless.readings.table import Table
 from logitless.softmax import WIDTH, Normaliser, Statistic, merge
@@ -33,14 +35,23 @@ def asked_of(call: Call, rows: slice | None = None) -> Asked:
     if rows is not None:
         target, gain, table = target[rows], gain[rows], None if table is None else table.cut(rows)
         ignored = None if ignored is None else ignored[rows]
-    return Asked(target, gain, call.squash, ignored, call.entropy, call.group, table)
+    solver = call.backend_name if call.canonical else None
+    return Asked(target, gain, call.squash, ignored, call.entropy, call.group, table, solver)
 
 
-def look_whole(call: Call, asked: Asked, problem: Problem, support: Support | None, teacher: Problem | None) -> Found:
+def look_whole(
+    call: Call,
+    asked: Asked,
+    problem: Problem,
+    support: Support | None,
+    teacher: Problem | None,
+    whole: Tensor | None = None,
+) -> Found:
     """Everything that is asked for of whole rows that are there, a teacher's beside them if there is one.
 
     Args:
         support: of these rows.
+        whole: lines of the teacher over all of its ids, where it has more of them than the student.
     """
     # The backend is loaded where it is used, so that torch.compile, which traces this, meets no import.
     table = asked.table
@@ -49,10 +60,11 @@ def look_whole(call: Call, asked: Asked, problem: Problem, support: Support | No
         None if support is None else kept_statistics(support.logits(problem)),
         None if table is None else table.lines(call.backend, problem, slice(None)),
         # The teacher's entropy costs nothing that shows.
-        None if teacher is None else call.backend.statistics(replace(teacher, entropy=True)),
+        None if teacher is None else call.backend.statistics(replace(teacher, entropy=True, canonical=False)),
+        _best_of_teacher(call, teacher) if teacher is not None and whole is None else None,
     )
     count: Callable[[Tensor], Tensor] | None = None
-    compare: Callable[[Normaliser, Normaliser], Tensor] | None = None
+    taught: Taught | None = None
     rank = None if table is None else table.rank
     if rank is not None:
 
@@ -63,15 +75,26 @@ def look_whole(call: Call, asked: Asked, problem: Problem, support: Support | No
 
     if teacher is not None:
 
-        def sums_of(norm: Normaliser, other: Normaliser) -> Tensor:
-            sums = problem.gain.new_empty((2, problem.num_rows))
+        def sums_of(norm: Normaliser, other: Normaliser, share: Tensor | None) -> Tensor:
             assert call.kind is not None
-            call.backend.divergence(Pair(problem, teacher, norm, other, call.kind), sums)
+            pair = Pair(problem, teacher, norm, other, call.kind, share)
+            sums = problem.gain.new_empty((pair.lines, problem.num_rows))
+            call.backend.divergence(pair, sums)
             return sums
 
-        compare = sums_of
+        assert call.kind is not None
+        taught = Taught(call.kind, sums_of, call.accepts, call.bucket, call.asked.stats, whole)
 
-    return find(asked, lines, count, compare, call.kind)
+    return find(asked, lines, count, taught)
+
+
+def _best_of_teacher(call: Call, teacher: Problem) -> Tensor | None:
+    """``[2, R]`` key and id of the teacher's best column here, where it is asked for."""
+    if "teacher_top1" not in call.asked.stats:
+        return None
+    head = getattr(call.asked.teacher, "head", None)
+    key, column = call.backend.best(teacher, 1, head is not None and head.scale < 0)
+    return torch.cat([key, column + call.start])
 
 
 def _opaque(problem: Problem) -> bool:
@@ -112,7 +135,8 @@ def tile_lines(
     if tiles.fused:
         return _fused_lines(p, tiles, stored)
     slabs = -(-max(p.call.columns, 1) // tiles.columns)
-    out = p.gain.new_empty((WIDTH, len(p.hidden)))
+    width = LINES if p.call.canonical else WIDTH
+    out = p.gain.new_empty((width, len(p.hidden)))
     kept = None if support is None else p.gain.new_empty((2, len(p.hidden)))
     more = None if table is None else p.gain.new_empty((table.width, len(p.hidden)))
     memory, backend = p.empty_tile(tiles), p.backend
@@ -120,7 +144,7 @@ def tile_lines(
     widths = pieces(max(p.call.columns, 1), tiles.columns, p.hidden.is_meta)
     for rows in heights:
         part = p.cut(rows.start, rows.stop)
-        parts = p.gain.new_empty((slabs, WIDTH, len(part.hidden)))
+        parts = p.gain.new_empty((slabs, width, len(part.hidden)))
         kept_parts = None if support is None else p.gain.new_empty((slabs, 2, len(part.hidden)))
         for columns in widths:
             tile, slab = part.tile(memory, tiles, columns.start), columns.start // tiles.columns
@@ -132,10 +156,17 @@ def tile_lines(
                 add_lines(table, p, tile, rows, more)
             if support is not None and kept_parts is not None:
                 kept_parts[slab] = kept_statistics(support.logits(tile))
-        out[:, rows] = parts[0] if slabs == 1 else merge(parts)
+        out[:, rows] = merged(part, parts)
         if kept is not None and kept_parts is not None:
             kept[:, rows] = merge_kept(kept_parts, Statistic.of(out).t[rows])[:2]
     return Lines(out, kept, more)
+
+
+def merged(p: Projection, parts: Tensor) -> Tensor:
+    """Lines of all columns from those of slabs ``[P, 4, R]``, or ``[P, 18, R]`` where sums are order-free."""
+    if len(parts) == 1:
+        return parts[0]
+    return merge_blocks(parts, p.gain) if p.call.canonical else merge(parts)
 
 
 def add_lines(table: Table, p: Projection, tile: Problem, rows: slice, more: Tensor) -> None:
@@ -157,8 +188,8 @@ def best_lines(p: Projection, best: Tensor) -> Tensor:
 def _fused_lines(p: Projection, tiles: Tiles, stored: Exponentials | None) -> Lines:
     """From products that end in the statistic; those of stored rows write the exponentials, too. Where readings are
     asked for, two lines more: the key of the best column, and its number."""
-    top, products = p.call.table is not None, p.products
-    out = p.gain.new_empty((WIDTH + 2 * top, len(p.hidden)))
+    top, products, width = p.call.table is not None, p.products, LINES if p.call.canonical else WIDTH
+    out = p.gain.new_empty((width + 2 * top, len(p.hidden)))
     keeping = 0 if stored is None else min(stored.rows, len(p.hidden))
     for start, stop in ((0, keeping), (keeping, len(p.hidden))):
         for rows in pieces(stop - start, tiles.rows, p.hidden.is_meta):
@@ -169,7 +200,7 @@ def _fused_lines(p: Projection, tiles: Tiles, stored: Exponentials | None) -> Li
                 products.exponentials(product, here.values, here.reference, out[:, first:last])
             else:
                 products.statistics(product, out[:, first:last])
-    return Lines(out[:WIDTH], None, best_lines(p, out[WIDTH:]) if top else None)
+    return Lines(out[:width], None, best_lines(p, out[width:]) if top else None)
 
 
 def count_ahead(p: Projection, tiles: Tiles, key: Tensor, place: Tensor, negative: bool) -> Tensor:

@@ -232,7 +232,7 @@ class OnePass:
         if d_x is not None:
             rows = d_x if staying is None else torch.empty_like(x)
             if len(x):
-                self._times_weight(d_z, rows)
+                p.times_whole_weight(d_z, self.plan.columns, rows)
             if staying is not None:
                 d_x.zero_().index_copy_(0, staying, rows)
         return Factors(d_z, x)
@@ -261,17 +261,6 @@ class OnePass:
         if into.weight is not None:
             for columns in slabs:
                 p.multiply(d_z[:, columns].T, p.parts(x)[0], into.weight[columns], add=not overwrite)
-
-    def _times_weight(self, d_z: Tensor, out: Tensor) -> None:
-        """``out = d_z @ W``: in one product, or over slabs of columns in float32."""
-        p = self.p
-        if self.plan.columns >= p.call.columns:
-            p.times_weight(d_z, slice(0, p.call.columns), out)
-            return
-        total = p.gain.new_empty(out.shape)
-        for columns in pieces(p.call.columns, self.plan.columns, p.hidden.is_meta):
-            p.times_weight(d_z[:, columns], columns, total, add=columns.start > 0)
-        out.copy_(total)
 
     def _zero(self, hidden: Tensor | None) -> None:
         """Nothing here has a gradient, and no product will write one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +21,12 @@ from logitless.passes.exponentials import Exponentials
 from logitless.passes.frozen import Unit, lines_with_unit, unit_gradient
 from logitless.passes.look import asked_of, find_rows, look_by_tiles, look_whole
 from logitless.passes.terms import Terms
+from logitless.passes.whole import teacher_rows
 from logitless.readings.found import Asked, Found
 from logitless.readings.ids import write_at_ids
 from logitless.readings.reading import Row
 from logitless.readings.support import Support
 from logitless.route import Plan
-from logitless.route.tiles import FIXED_ROWS
 from logitless.softmax import Normaliser
 from logitless.sources.given import given_problem, gradient_buffer
 from logitless.sources.linear import Projection, hidden_gradient, hidden_gradients, selected_rows
@@ -34,7 +34,7 @@ from logitless.sources.listed import spent
 from logitless.sources.teachers import TeacherRows, in_place
 from logitless.spec import IGNORE, TokenStats, untraced
 
-DIFFERENTIABLE = ("logprob", "log_z", "divergence")
+DIFFERENTIABLE = ("logprob", "log_z", "divergence", "acceptance")
 """Results with a gradient; so have those of which a reading says so, and an entropy if it is asked for."""
 
 PLACES = ("index", "target", "column", "gain", "kept_ids", "kept_lengths")
@@ -72,7 +72,8 @@ def _names(call: Call) -> tuple[str, ...]:
         named |= {name for reading in call.table.readings for name in reading.names}
     teacher = call.asked.teacher
     if teacher is not None and call.kept is None and not (isinstance(teacher, Teacher) and teacher.top_k is not None):
-        named |= {"divergence", "teacher_logprob", "teacher_entropy"}
+        named |= {"divergence", "teacher_logprob", "teacher_entropy", *(("acceptance",) if call.accepts else ())}
+        named |= {"teacher_top1_id" if name == "teacher_top1" else name for name in call.asked.stats}
     return tuple(name for name in TokenStats._fields if name in named)
 
 
@@ -167,15 +168,16 @@ def _look_given(
     if not plan.taught:
         # Of the tensors handed in, and not of those of the call: torch.compile traces this.
         target, ignored = places["target"], None if call.found else places["target"] == IGNORE
-        asked = Asked(target, places["gain"], call.squash, ignored, call.entropy, call.group, call.table)
+        solver = call.backend_name if call.canonical else None
+        asked = Asked(target, places["gain"], call.squash, ignored, call.entropy, call.group, call.table, solver)
         return look_whole(call, asked, problem, None if call.kept is None else _support(call, places), None), {}
-    beside = _Beside.of(call, plan, problem)
+    beside = _Beside.of(call, plan, problem, teacher_rows)
     if len(plan.chunks) == 1:
-        return look_whole(call, asked_of(call), problem, None, beside.rows(0, call.num_rows, problem)), {}
+        return look_whole(call, asked_of(call), problem, None, *beside.both(0, call.num_rows, problem)), {}
     found = []
     for start, stop in plan.chunks:
         part, own = problem.cut(start, stop), asked_of(call, slice(start, stop))
-        found.append(look_whole(call, own, part, None, beside.rows(start, stop, part)))
+        found.append(look_whole(call, own, part, None, *beside.both(start, stop, part)))
     return Found.joined(found, call.num_rows), {}
 
 
@@ -186,7 +188,7 @@ def _given_gradient(
     problem = given_problem(logits, saved["index"], saved["column"], saved["gain"], call)
     out, out_index = gradient_buffer(logits, saved["index"], problem, dtype, call.overwrite)
     terms = Terms.of(call, saved, up, _row(call, saved), _support(call, saved))
-    beside = _Beside.of(call, plan, problem) if plan.taught else _Beside(None, None, None)
+    beside = _Beside.of(call, plan, problem, TeacherRows.of) if plan.taught else _Beside(None, None, None)
     if len(plan.chunks) == 1:
         terms.write(call, problem, out, out_index, beside.rows(0, call.num_rows, problem))
         # Asked here: a compiler would trace the search for the backend.
@@ -215,7 +217,7 @@ class _Beside:
         self.whole, self.made, self.memory = whole, made, memory
 
     @staticmethod
-    def of(call: Call, plan: Plan, problem: Problem) -> _Beside:
+    def of(call: Call, plan: Plan, problem: Problem, rows: Callable[[Any, Call], TeacherRows]) -> _Beside:
         teacher = call.asked.teacher
         if not plan.taught or not isinstance(teacher, Teacher | Teachers):
             return _Beside(None, None, None)
@@ -223,15 +225,20 @@ class _Beside:
         if whole is not None:
             return _Beside(whole, None, None)
         memory = problem.gain.new_empty(plan.rows * call.columns)
-        return _Beside(None, TeacherRows.of(teacher, call), memory)
+        return _Beside(None, rows(teacher, call), memory)
 
     def rows(self, start: int, stop: int, like: Problem) -> Problem | None:
         """The teacher's logits of rows ``start .. stop``; None without a teacher."""
+        return self.both(start, stop, like)[0]
+
+    def both(self, start: int, stop: int, like: Problem) -> tuple[Problem | None, Tensor | None]:
+        """The same, and what the teacher says of its whole vocabulary."""
         if self.whole is not None:
-            return self.whole.cut(start, stop)
+            return self.whole.cut(start, stop), None
         if self.made is None or self.memory is None:
-            return None
-        return self.made.cut(start, stop).problem(self.memory, 0, like)
+            return None, None
+        made = self.made.cut(start, stop)
+        return made.problem(self.memory, 0, like), made.whole
 
 
 # Hidden states.
@@ -242,11 +249,9 @@ def _look_hidden(
 ) -> tuple[Found, dict[str, Tensor]]:
     p = Projection.of(selected_rows(operands, call), operands, column, call, call.found_here)
     if plan.kind == "pair":
-        return _look_pairs(p, plan), {}
+        return _look_pairs(p, plan)
     assert plan.forward is not None
     assert call.linear is not None
-    if call.linear.batch_invariant and not plan.forward.fused:
-        p = p.padded(FIXED_ROWS)
     if plan.kind == "frozen":
         lines, unit = lines_with_unit(p, plan.forward, call.table)
         more = {"others": unit.others[: call.num_rows], "local": unit.local[: call.num_rows]}
@@ -256,18 +261,25 @@ def _look_hidden(
     return found, {} if stored is None else {"exponentials": stored.values, "references": stored.reference}
 
 
-def _look_pairs(p: Projection, plan: Plan) -> Found:
-    """Student and teacher side by side, in chunks of whole rows."""
+def _look_pairs(p: Projection, plan: Plan) -> tuple[Found, dict[str, Tensor]]:
+    """Student and teacher side by side, in chunks of whole rows; with unit gradients of hidden rows, if the head has
+    none."""
     call, teacher = p.call, p.call.asked.teacher
     assert isinstance(teacher, Teacher | Teachers)
     assert call.linear is not None
-    rows, fixed = TeacherRows.of(teacher, call), call.linear.batch_invariant and bool(plan.chunks)
+    rows, fixed = teacher_rows(teacher, call), call.bits == "canonical" and bool(plan.chunks)
     if fixed:
         p, rows = p.padded(plan.rows), rows.padded(plan.rows)
     chunk = empty_chunk(p, plan, rows)
     assert isinstance(chunk, LogitsChunk)
-    found = [chunk.look(start, stop) for start, stop in plan.chunks or ((0, 0),)]
-    return Found.joined(found, call.num_rows)
+    unit, found = p.hidden.new_zeros(p.hidden.shape) if plan.unit else None, []
+    for start, stop in plan.chunks or ((0, 0),):
+        found.append(chunk.look(start, stop))
+        if unit is not None and stop > start and call.columns:
+            up = {"divergence": p.gain.new_ones(stop - start)}
+            d_z = chunk.gradient(start, stop, p.column[start:stop], found[-1].saved, up)
+            p.times_whole_weight(d_z, plan.columns, unit[start:stop])
+    return Found.joined(found, call.num_rows), {} if unit is None else {"unit": unit}
 
 
 def _hidden_gradients(
@@ -289,6 +301,11 @@ def _hidden_gradients(
         g_logprob = torch.zeros_like(saved["logprob"]) if g_logprob is None else g_logprob.contiguous()
         unit = Unit(saved["others"], saved["local"])
         rows = unit_gradient(p, unit, row.norm, saved["logprob"], g_logprob, up["log_z"])
+        return hidden_gradient(rows, operands.hidden.shape, call), None, None, None, None
+    by = up.get("divergence")
+    if plan.unit and by is not None and all(x is None for name, x in up.items() if name != "divergence"):
+        rows = torch.empty_like(saved["unit"])
+        call.backend.rescale(saved["unit"], by.contiguous(), rows)
         return hidden_gradient(rows, operands.hidden.shape, call), None, None, None, None
     assert plan.backward is not None
     p = Projection.of(selected_rows(operands, call), operands, saved["column"], call, call.found_here)

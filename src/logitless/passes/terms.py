@@ -41,16 +41,33 @@ class TeacherTerms(NamedTuple):
     Attributes:
         norm: pieces of the teacher's log Z.
         kind: which divergence.
-        mean, by: ``[R]`` sum of ``p slope``, and the gradient of the row's divergence.
+        mean, by: ``[R]`` sum of ``p slope``, and the gradient of the row's divergence; with the acceptance ``[2, R]``.
+        share: as in :class:`~logitless.backends.contract.Pair`.
     """
 
     norm: Normaliser
     kind: Divergence
     mean: Tensor
     by: Tensor
+    share: Tensor | None = None
+
+    @staticmethod
+    def of(kind: Divergence, saved: Mapping[str, Tensor], up: Mapping[str, Tensor | None]) -> TeacherTerms:
+        """From what forward saved, by name, and the upstream gradients of results, by name."""
+        norm = Normaliser(saved["teacher_reference"], saved["teacher_log_sum"])
+        mean, by, share = saved["mean_slope"], up.get("divergence"), saved.get("share")
+        by = torch.zeros_like(mean) if by is None else by.contiguous()
+        if share is None:
+            return TeacherTerms(norm, kind, mean, by)
+        accepted = up.get("acceptance")
+        accepted = torch.zeros_like(by) if accepted is None else accepted
+        if "by_terms" in saved:
+            by, accepted = by * saved["by_terms"], accepted + by * saved["by_acceptance"]
+        return TeacherTerms(norm, kind, torch.stack([mean, saved["mean_rising"]]), torch.stack([by, accepted]), share)
 
     def cut(self, rows: slice) -> TeacherTerms:
-        return TeacherTerms(self.norm.cut(rows), self.kind, self.mean[rows], self.by[rows])
+        share = None if self.share is None else self.share[rows]
+        return TeacherTerms(self.norm.cut(rows), self.kind, self.mean[..., rows], self.by[..., rows], share)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,10 +111,7 @@ class Terms:
         teacher = None
         if "teacher_reference" in saved:
             assert call.kind is not None
-            by = up.get("divergence")
-            by = torch.zeros_like(logprob) if by is None else by.contiguous()
-            other = Normaliser(saved["teacher_reference"], saved["teacher_log_sum"])
-            teacher = TeacherTerms(other, call.kind, saved["mean_slope"], by)
+            teacher = TeacherTerms.of(call.kind, saved, up)
         plain = kept is not None and all(g is None for g in others) and teacher is None
         return Terms(norm, coef, kept, teacher, plain)
 
@@ -137,7 +151,7 @@ class Terms:
             return
         assert teacher is not None
         coef, mean, by = self.coef, self.teacher.mean, self.teacher.by
-        pair = Pair(tile, teacher, self.norm, self.teacher.norm, self.teacher.kind)
+        pair = Pair(tile, teacher, self.norm, self.teacher.norm, self.teacher.kind, self.teacher.share)
         if self.kept is None and coef.square is None and coef.constant is None and coef.at_ids is None:
             call.backend.divergence_gradient(pair, mean, by, coef, out, out_index)
             return

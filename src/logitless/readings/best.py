@@ -52,11 +52,7 @@ class Best(Plain):
         return torch.cat([key, column + self.start])
 
     def merge(self, parts: Tensor) -> Tensor:
-        """The best k of lists that are each best first: by key, and where equal by id."""
-        keys, ids = (x.flatten(0, 1) for x in parts.split(self.count, 1))
-        order = ids.argsort(0)
-        order = order.gather(0, keys.gather(0, order).argsort(dim=0, descending=True, stable=True))[: self.count]
-        return torch.cat([keys.gather(0, order), ids.gather(0, order)])
+        return merged_best(parts, self.count)
 
     def results(self, lines: Tensor, row: Row) -> dict[str, Tensor]:
         keys, ids = lines.split(self.count)
@@ -71,3 +67,11 @@ class Best(Plain):
             "top_k_logprobs": logprob[:, : self.top_k],
         }
         return {name: found[name] for name in self.names}
+
+
+def merged_best(parts: Tensor, count: int) -> Tensor:
+    """The best ``count`` of lists ``[P, 2 count, R]`` that are each best first: by key, and where equal by id."""
+    keys, ids = (x.flatten(0, 1) for x in parts.split(count, 1))
+    order = ids.argsort(0)
+    order = order.gather(0, keys.gather(0, order).argsort(dim=0, descending=True, stable=True))[:count]
+    return torch.cat([keys.gather(0, order), ids.gather(0, order)])

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.backends.divergences import Divergence
+from logitless.backends import run_solved
+from logitless.backends.divergences import Divergence, combined
 from logitless.collectives import gather_over, sum_over
+from logitless.readings.best import merged_best
 from logitless.readings.reading import Row
 from logitless.readings.support import merge_kept
 from logitless.readings.table import Table
@@ -30,12 +32,36 @@ class Lines(NamedTuple):
         kept: ``[2, R]`` (m, s) of the ids that a sampler kept, or None.
         more: lines of the other readings, or None.
         teacher: ``[4, R]`` statistic of a teacher's logits, or None.
+        best: ``[2, R]`` key and id of a teacher's best column, or None.
     """
 
     statistic: Tensor
     kept: Tensor | None = None
     more: Tensor | None = None
     teacher: Tensor | None = None
+    best: Tensor | None = None
+
+
+class Taught(NamedTuple):
+    """What is to be found of a teacher.
+
+    Attributes:
+        kind: which divergence.
+        compare: both normalisers, and the logarithm of a factor of the teacher's probabilities where the acceptance is
+            read (:attr:`~logitless.backends.contract.Pair.share`), to ``[2, R]`` or ``[5, R]`` sums over the columns
+            here.
+        accepts: whether the acceptance is read.
+        bucket: whether the divergence is over all ids of the teacher, and not over those that both have.
+        stats: what is asked for by name.
+        whole: lines of the teacher over all of its ids on all ranks; None where the student has them all, too.
+    """
+
+    kind: Divergence
+    compare: Callable[[Normaliser, Normaliser, Tensor | None], Tensor]
+    accepts: bool
+    bucket: bool
+    stats: tuple[str, ...]
+    whole: Tensor | None = None
 
 
 class Found(NamedTuple):
@@ -73,6 +99,7 @@ class Asked(NamedTuple):
         entropy: whether entropy is wanted.
         group: of the vocabulary, or None.
         table: other readings, or None.
+        solver: backend that makes statistics of order-free lines; None where lines are statistics.
     """
 
     target: Tensor
@@ -82,23 +109,22 @@ class Asked(NamedTuple):
     entropy: bool
     group: Any
     table: Table | None = None
+    solver: str | None = None
 
 
 def find(
     asked: Asked,
     lines: Lines,
     count: Callable[[Tensor], Tensor] | None = None,
-    compare: Callable[[Normaliser, Normaliser], Tensor] | None = None,
-    kind: Divergence | None = None,
+    taught: Taught | None = None,
 ) -> Found:
     """Results over the whole vocabulary.
 
     Args:
         count: the keys of the targets to how many columns here come before each. Only where a rank is asked for.
-        compare: both normalisers to ``[2, R]`` divergence, and mean slope, over the columns here.
-        kind: of the divergence.
+        taught: what there is to find of a teacher, where there is one.
     """
-    statistic, kept, more, teacher = _whole(asked, lines)
+    statistic, kept, more, teacher, best = _whole(asked, lines)
     ignored = asked.ignored
     norm, target, mean, own_entropy = solved(statistic, ignored is None, asked.entropy)
     kept_norm = norm if kept is None else normaliser(Statistic.of(kept))
@@ -119,8 +145,9 @@ def find(
             ahead = ahead if asked.group is None else sum_over(asked.group, ahead)
         found, kept_back = asked.table.results(more, Row(norm, asked.target, asked.gain, asked.squash), ahead)
         results, saved = results | found, saved | kept_back
-    if teacher is not None and compare is not None and kind is not None:
-        _add_divergence(results, saved, norm, Statistic.of(teacher), asked, compare, kind)
+    if teacher is not None and taught is not None:
+        _add_divergence(results, saved, norm, Statistic.of(teacher), asked, taught)
+        _add_teacher(results, Statistic.of(teacher), best, asked, taught)
     return Found(results, saved)
 
 
@@ -130,30 +157,69 @@ def _add_divergence(
     norm: Normaliser,
     other: Statistic,
     asked: Asked,
-    compare: Callable[[Normaliser, Normaliser], Tensor],
-    kind: Divergence,
+    taught: Taught,
 ) -> None:
     """The divergence, and what is known of the teacher, into results and saved."""
-    teacher = Normaliser(other.m, torch.log(other.s))
-    sums = compare(norm, teacher)
+    kind, whole = taught.kind, other if taught.whole is None else Statistic.of(taught.whole[:WIDTH])
+    share = _log_share(other, taught.whole)
+    # Over all of its ids, the teacher's normaliser is larger by its share of those that both have.
+    teacher = Normaliser(other.m, torch.log(other.s) - share if taught.bucket else torch.log(other.s))
+    factor = (torch.zeros_like(share) if taught.bucket else share) if taught.accepts else None
+    sums = taught.compare(norm, teacher, factor)
     if asked.group is not None:
         sums = gather_over(asked.group, sums).sum(0)
-    divergence, mean = sums
+    terms, mean = sums[:2]
+    rest = -torch.expm1(share)
+    if taught.bucket:
+        terms = terms + torch.where(rest > 0, rest * kind.alone, 0.0)
+    tv, rising, acceptance = (sums[2] + 0.5 * rest, *sums[3:]) if taught.accepts else (None, None, None)
+    value, by_terms, by_acceptance = combined(kind, terms, tv, acceptance)
     # A target that the teacher does not have is one that it never samples.
     missing = other.t.isnan() & ~teacher.log_sum.isnan()
     logprob = torch.where(missing, -torch.inf, (other.t - teacher.reference) - teacher.log_sum)
+    over = whole if taught.bucket else other
     results |= {
-        "divergence": divergence,
+        "divergence": _without(asked.ignored, value),
         "teacher_logprob": _without(asked.ignored, logprob),
-        "teacher_entropy": _without(asked.ignored, entropy(teacher, mean_shift(other))),
+        "teacher_entropy": _without(asked.ignored, entropy(Normaliser(over.m, torch.log(over.s)), mean_shift(over))),
     }
     # The sum of p slope over a row; where it is known in other terms, by those, which rounding has not been at.
-    known = {"forward_kl": torch.zeros_like(mean), "reverse_kl": divergence}
+    none = torch.zeros_like(mean)
+    known = {"forward_kl": none, "lk_hybrid": none, "reverse_kl": terms}
     saved |= {
         "teacher_reference": teacher.reference,
         "teacher_log_sum": teacher.log_sum,
         "mean_slope": known.get(kind.kind, mean),
     }
+    if acceptance is not None and rising is not None and factor is not None:
+        results["acceptance"] = _without(asked.ignored, acceptance)
+        saved |= {"share": factor, "mean_rising": rising}
+    if by_terms is not None and by_acceptance is not None:
+        saved |= {"by_terms": by_terms, "by_acceptance": by_acceptance}
+
+
+def _add_teacher(
+    results: dict[str, Tensor], other: Statistic, best: Tensor | None, asked: Asked, taught: Taught
+) -> None:
+    """What is asked of the teacher by name."""
+    lines, found = taught.whole, {}
+    whole = other if lines is None else Statistic.of(lines[:WIDTH])
+    best = best if lines is None else lines[WIDTH:]
+    if "teacher_log_z" in taught.stats:
+        found["teacher_log_z"] = whole.m + torch.log(whole.s)
+    if "teacher_shared" in taught.stats:
+        found["teacher_shared"] = _log_share(other, lines).exp()
+    if "teacher_top1" in taught.stats and best is not None:
+        found["teacher_top1_id"] = best[1].to(torch.int64)
+    results |= {name: _without(asked.ignored, x) for name, x in found.items()}
+
+
+def _log_share(other: Statistic, whole: Tensor | None) -> Tensor:
+    """``[R]`` logarithm of the teacher's probability of the ids that both have."""
+    if whole is None:
+        return torch.zeros_like(other.m)
+    every = Statistic.of(whole[:WIDTH])
+    return ((other.m - every.m) + (torch.log(other.s) - torch.log(every.s))).clamp_max(0.0)
 
 
 def _without(ignored: Tensor | None, x: Tensor) -> Tensor:
@@ -161,18 +227,22 @@ def _without(ignored: Tensor | None, x: Tensor) -> Tensor:
     return x if ignored is None else x.masked_fill_(ignored, 0.0)
 
 
-def _whole(asked: Asked, lines: Lines) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+def _whole(asked: Asked, lines: Lines) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """The lines over all shards, the kept ids' as a statistic: one ``all_gather`` for all of them, or none."""
-    statistic, kept, more, teacher = lines
+    statistic, kept, more, teacher, best = lines
     kept_parts = None if kept is None else kept[None]
+    if asked.solver is not None and asked.group is None:
+        statistic = run_solved(asked.solver, statistic[None], asked.gain)
     if asked.group is not None:
         sent = [x for x in lines if x is not None]
         parts = gather_over(asked.group, sent[0] if len(sent) == 1 else torch.cat(sent))
         found = list(parts.split([len(x) for x in sent], 1))
-        statistic = merge(found.pop(0))
+        own = found.pop(0)
+        statistic = merge(own) if asked.solver is None else run_solved(asked.solver, own, asked.gain)
         kept_parts = None if kept is None else found.pop(0)
         more = None if more is None or asked.table is None else asked.table.merge(found.pop(0))
         teacher = None if teacher is None else merge(found.pop(0))
+        best = None if best is None else merged_best(found.pop(0), 1)
     kept = None if kept_parts is None else merge_kept(kept_parts, Statistic.of(statistic).t)
     assert len(statistic) == WIDTH
-    return statistic, kept, more, teacher
+    return statistic, kept, more, teacher, best

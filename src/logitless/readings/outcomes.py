@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.backends.divergences import Divergence, elements
+from logitless.backends.divergences import Divergence, over_outcomes
 from logitless.operands.teacher import TopK
 from logitless.softmax import FLOOR
 from logitless.spec import IGNORE, TokenStats
@@ -126,9 +126,9 @@ class _Outcomes(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, log_p: Tensor, log_q: Tensor, kind: Divergence) -> Tensor:
-        found = elements(log_p, log_q, log_q - log_p, kind)
-        ctx.save_for_backward(outcome_gradient(log_p, found.weighted_slope))
-        return found.term.sum(-1)
+        value, slope = over_outcomes(log_p, log_q, kind, lambda x: x.sum(-1), lambda x: x[:, None])
+        ctx.save_for_backward(outcome_gradient(log_p, slope))
+        return value
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.backends.divergences import Divergence, elements
+from logitless.backends.divergences import Divergence, over_outcomes
 from logitless.operands import Kept
 from logitless.readings.found import Asked, Lines, find
 from logitless.readings.support import Entries, Support, support_gradient, support_statistic
@@ -132,8 +132,8 @@ class _Ragged(torch.autograd.Function):
         support, own, others = outcomes
         row, target = support.entries.row, support.entries.is_target & support.entries.first
         log_p = _log_softmax(z, own, support)
-        p, found = log_p.exp(), elements(log_p, log_q, log_q - log_p, kind)
-        u = found.weighted_slope
+        p = log_p.exp()
+        divergence, u = over_outcomes(log_p, log_q, kind, lambda x: _sum(x, support), lambda x: x[row])
         entropy = _sum(-_times(p, log_p), support)
         gradient = u * (_sum(p, support)[row] - p) - p * (_sum(u, support)[row] - u)
         ctx.save_for_backward(row, own, target, p, log_p, entropy, gradient)
@@ -144,7 +144,7 @@ class _Ragged(torch.autograd.Function):
         teacher_entropy = _sum(-_times(q, log_q), support)
         ctx.mark_non_differentiable(teacher_logprob, teacher_entropy)
         ctx.set_materialize_grads(False)
-        return _sum(found.term, support), logprob, entropy, teacher_logprob, teacher_entropy
+        return divergence, logprob, entropy, teacher_logprob, teacher_entropy
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -29,7 +29,7 @@ def rest_statistic(backend: Any, problem: Problem, column: Tensor, negative: boo
         part = problem.cut(rows.start, rows.stop)
         x = part.logits if part.index is None else part.logits[part.index]
         x = x[:, : part.columns].to(wide, copy=True)
-        part = replace(part, logits=x, index=None, entropy=False)
+        part = replace(part, logits=x, index=None, entropy=False, canonical=False)
         if part.squash or negative:
             # A head that makes another number of -inf has its say first.
             z, _ = transform(x, part.gain[:, None], part.squash)

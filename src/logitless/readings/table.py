@@ -19,6 +19,9 @@ from logitless.softmax import Coefficients
 STATS = ("top1", "collision", "mean_logit", "logit_variance", "max_logit", "rank")
 """What ``stats=`` may name."""
 
+TEACHER_STATS = ("acceptance", "teacher_log_z", "teacher_shared", "teacher_top1")
+"""What it may name besides where there is a teacher."""
+
 
 @dataclass(frozen=True, eq=False)
 class Table:

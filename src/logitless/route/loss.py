@@ -103,8 +103,8 @@ def _obstacle(call: Call, objective: Objective | Preference) -> str | None:
         return "a term of the objective is a module, whose parameters get their gradient in backward"
     if objective.batch_level:
         return 'level="batch" asks for all rows at once'
-    if linear is not None and linear.batch_invariant:
-        return "batch_invariant=True fixes the tiles, and a chunk is none of them"
+    if linear is not None and linear.bits == "canonical":
+        return 'bits="canonical" fixes the products, and that of a chunk is none of them'
     if call.logits_dtype.itemsize < call.dtype.itemsize:
         return f"match= rounds the logits to {call.logits_dtype}, whose rows hold no gradient in {call.dtype}"
     if objective.sequence_level and cp is not None and cp.size > 1:

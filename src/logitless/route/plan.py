@@ -5,7 +5,8 @@
     frozen      2 products    only hidden does, and entropy is not differentiated: unit gradients in forward
     keep        3 products    16-bit exponentials of all rows fit the budget: backward need not recompute logits
     recompute   4 products    everything else; with the exponentials of some rows stored, between 3 and 4
-    pair        6 products    a teacher's logits beside the student's; fewer where the teacher's exist
+    pair        6 products    a teacher's logits beside the student's; fewer where the teacher's exist, 3 with a frozen
+                              head: unit gradients of the divergence in forward
     support     no product    the scope is the support, or a teacher's K ids: dot products
     one pass    3 products    a loss, evaluated on a chunk of rows while their logits are there; 4 with a teacher
     two passes  4 products    a loss, after the log-probs of all rows
@@ -20,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from logitless.call import Call
-from logitless.machine import SLAB, WORK, Tiles
+from logitless.machine import SLAB, WORK, Tiles, product_sizes
 from logitless.operands import Teacher
 from logitless.route.tiles import (
     FIXED_ROWS,
@@ -57,6 +58,7 @@ class Plan:
         apart: why logits go through memory between a product and its softmax; None where one kernel does both.
         ranked: whether all logits are made once more, to count those above the target's.
         taught: whether there is a teacher, whose logits lie beside the student's.
+        unit: whether forward makes the gradients of hidden states for an upstream gradient of 1 at every divergence.
         first: how log-probs are made where they come first: in two passes, or where no gradient is recorded.
         ids: entries of a support, all rows together.
     """
@@ -75,6 +77,7 @@ class Plan:
     apart: str | None = None
     ranked: bool = False
     taught: bool = False
+    unit: bool = False
     first: Plan | None = None
     ids: int = 0
 
@@ -177,21 +180,31 @@ def _pair_plan(call: Call) -> Plan:
     share = max(1, int(call.memory * machine.elementwise)) if machine.elementwise else call.memory
     rows = max(1, int(call.memory * (1 - machine.elementwise)) // row)
     chunks = even_chunks(call.num_rows, rows)
-    if linear.batch_invariant:
+    if linear.bits == "canonical":
         rows = min(rows, FIXED_ROWS)
         chunks = tuple((start, start + rows) for start in range(0, call.num_rows, rows))
     widened = call.dtype.itemsize == 2 and not machine.wide_products
     shape = Shape.of(call)._replace(logits_bytes=call.logits_dtype.itemsize + wide, product=None)
     gradients = call.needs[0] + any(call.needs[1:3])
+    graded = call.asked.entropy == "grad" or (call.table is not None and bool(call.table.differentiable))
+    # dZ goes over the logits, which may be rounded to fewer bytes than it has.
+    room = call.logits_dtype.itemsize >= call.dtype.itemsize
+    unit = call.needs[0] and not any(call.needs[1:]) and not graded and call.bits != "canonical" and room
+    reason = "a teacher's logits lie beside the student's, and are counted like them"
+    if unit:
+        reason = "the head needs no gradient, and a teacher's logits lie beside the student's while dZ is made"
+    if call.wants_whole:
+        reason += "; its whole vocabulary is one of the products"
     return Plan(
         "pair",
-        "a teacher's logits lie beside the student's, and are counted like them",
-        products=4 + gradients if gradients else 2,
+        reason,
+        products=(3 if unit else 4 + gradients if gradients else 2) + call.wants_whole,
         backward=backward_tiles(shape, min(call.memory, WORK)) if gradients else None,
         chunks=chunks,
         columns=SLAB if widened else max(1, call.columns),
         elementwise=share,
         taught=True,
+        unit=unit,
     )
 
 
@@ -202,9 +215,12 @@ def _tile_plan(call: Call) -> Plan:
     hidden, head, kept = call.needs[0], any(call.needs[1:]), call.kept
     differentiated = () if call.table is None else call.table.differentiable
     spare, work = max(0, call.memory - WORK), min(call.memory, WORK)
-    # Batch-invariant tiles are those of a batch of one fixed size; kernels that multiply have no others.
-    apart = shape._replace(rows=FIXED_ROWS if linear.batch_invariant else shape.rows, product=None)
-    first = apart if shape.product is None else shape
+    canonical = linear.bits == "canonical"
+    # Tiles of one width, whatever the batch: readings beyond the softmax add up theirs from left to right.
+    apart = shape._replace(rows=FIXED_ROWS if canonical else shape.rows, product=None, blocks=canonical)
+    first = apart
+    if shape.product is not None:
+        first = shape._replace(product=product_sizes(call.columns, call.depth, call.canonical))
     if not (hidden or head):
         forward = forward_tiles(first, work)
         forward = forward if kept is None else all_rows(forward, shape)
@@ -216,7 +232,7 @@ def _tile_plan(call: Call) -> Plan:
         forward = forward_tiles(apart._replace(logits_bytes=shape.logits_bytes + shape.operand_bytes), work)
         return Plan("frozen", reason, 2, exponentials_alone(forward, shape), apart=call.apart)
     forward, backward = forward_tiles(first, work), backward_tiles(shape, work)
-    if call.machine.same_tiles and not linear.batch_invariant and not forward.fused:
+    if call.machine.same_tiles and not canonical and not forward.fused:
         forward = forward._replace(rows=backward.rows, columns=backward.columns)
     if kept is not None:
         forward, backward = all_rows(forward, shape), all_rows(backward, shape)
@@ -226,7 +242,7 @@ def _tile_plan(call: Call) -> Plan:
     # What all columns but a few have of a gradient is divided by their probability, which may be below 16 bits.
     exact = "mean_logit" in differentiated or (call.table is not None and call.table.rest)
     storable = shape.operand_bytes == 2 and not call.squash and not exact
-    if kept is None and not linear.batch_invariant and storable:
+    if kept is None and not canonical and storable:
         kept_rows = min(shape.rows, spare // max(1, exponentials_row(shape, backward.columns)))
     if kept_rows and not forward.fused:
         # Stored exponentials have one reference per slab, so both loops cut the columns alike.

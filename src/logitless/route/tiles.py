@@ -12,7 +12,7 @@ from logitless.machine import ALIGNED, Machine, ProductSizes, Tiles, product_siz
 from logitless.softmax import WIDTH
 
 FIXED_ROWS = 1024
-"""Rows of a tile in batch-invariant mode, whatever the batch."""
+"""Rows of a tile with ``bits="canonical"``, whatever the batch."""
 
 
 class Shape(NamedTuple):
@@ -24,6 +24,7 @@ class Shape(NamedTuple):
         machine: which table of sizes applies.
         product: of products that end in a softmax; None where product and softmax are apart.
         lines: of a part of the statistic that such a product leaves behind.
+        blocks: whether tiles are whole blocks of columns, as order-free sums ask for.
     """
 
     rows: int
@@ -33,6 +34,7 @@ class Shape(NamedTuple):
     machine: Machine
     product: ProductSizes | None = None
     lines: int = WIDTH
+    blocks: bool = False
 
     @staticmethod
     def of(call: Call) -> Shape:
@@ -48,6 +50,9 @@ def forward_tiles(shape: Shape, memory: int) -> Tiles:
     tile = shape.machine.forward_tile
     rows, columns = _fit(shape, budget, tile, min(tile[0], shape.rows), per_column=0)
     if shape.product is None:
+        if shape.blocks and columns < shape.columns and columns % ALIGNED:
+            narrow, columns = columns, max(ALIGNED, columns - columns % ALIGNED)
+            rows = max(1, rows * narrow // columns) if narrow < columns else rows
         return Tiles(rows, columns, rows, elementwise)
     # No more bytes than a tile of logits, and whole blocks of rows where there is more than one.
     room = rows * columns * shape.logits_bytes // max(1, parts_row(shape.columns, shape.product, shape.lines))

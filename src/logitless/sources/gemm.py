@@ -13,6 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from logitless.machine import pieces
+
 NOTHING = contextlib.nullcontext()
 
 
@@ -41,6 +43,32 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, wide: bool, add: bool = False
         else:
             product = torch.mm(a.to(_wide(out.dtype)), b.to(_wide(out.dtype)))
             out.add_(product) if add else out.copy_(product)
+
+
+FIXED_ROWS = 1024
+"""Rows of a product whose bits must not depend on how many there are."""
+
+FIXED_TILE = (64, 128)
+"""Rows and columns of such a product on a CPU, whose library adds up in an order that depends on both."""
+
+
+def multiply_fixed(a: Tensor, b: Tensor, out: Tensor, *, wide: bool, tf32: bool = False) -> None:
+    """``out = a @ b.T`` in products of one shape, whatever the number of rows; on a CPU, of columns, too."""
+    rows, columns = (FIXED_ROWS, max(1, len(b))) if wide else FIXED_TILE
+    for r in pieces(len(a), rows, a.is_meta):
+        some = a[r]
+        if len(some) < rows:
+            some = torch.nn.functional.pad(some, (0, 0, 0, rows - len(some)))
+        for c in pieces(len(b), columns, a.is_meta):
+            few, here = b[c], out[r, c]
+            if wide and len(here) == rows:
+                multiply(some, few.T, here, wide=True, tf32=tf32)
+                continue
+            if len(few) < columns:
+                few = torch.nn.functional.pad(few, (0, 0, 0, columns - len(few)))
+            product = out.new_empty((rows, columns))
+            multiply(some, few.T, product, wide=wide, tf32=tf32)
+            here.copy_(product[: here.shape[0], : here.shape[1]])
 
 
 def add_rows(x: Tensor, out: Tensor, *, wide: bool) -> None:

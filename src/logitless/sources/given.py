@@ -24,6 +24,7 @@ def given_problem(logits: Tensor, index: Tensor | None, column: Tensor, gain: Te
         memory=call.memory,
         unit=call.unit,
         found=call.found_here,
+        canonical=call.canonical,
     )
 
 

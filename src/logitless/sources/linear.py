@@ -18,7 +18,7 @@ from logitless.collectives import gather_rows_over, scatter_sum_over, sum_over
 from logitless.errors import released
 from logitless.machine import SLAB, Tiles, pieces
 from logitless.softmax import SKIP
-from logitless.sources.gemm import add_rows, multiply
+from logitless.sources.gemm import add_rows, multiply, multiply_fixed
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +115,7 @@ class Projection:
             first=first,
             unit=self.call.unit,
             found=self.found and logits.shape[1] == self.call.columns,
+            canonical=self.call.canonical,
         )
 
     def whole(self, memory: Tensor, elementwise: int, column: Tensor | None = None) -> Problem:
@@ -141,6 +142,7 @@ class Projection:
             entropy=self.call.entropy,
             top=self.call.table is not None,
             logits_dtype=self.call.logits_dtype,
+            canonical=self.call.canonical,
         )
 
     @property
@@ -151,6 +153,10 @@ class Projection:
     def multiply(self, a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
         """``out = a @ b``, or ``out += a @ b``, summed in at least float32."""
         multiply(a, b, out, add=add, tf32=self.tf32, wide=self.call.machine.wide_products)
+
+    def multiply_fixed(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """``out = a @ b.T`` in products of one shape, for bits that do not depend on the number of rows."""
+        multiply_fixed(a, b, out, tf32=self.tf32, wide=self.call.machine.wide_products)
 
     def add_rows(self, x: Tensor, out: Tensor) -> None:
         """``out += x.sum(0)``, summed in at least float32."""
@@ -164,11 +170,16 @@ class Projection:
         # Logits that are rounded to half precision are rounded once, after all sums.
         wide = out if self.bias is None and self.low is None else out.to(self.gain.dtype)
         x, y = self.parts(self.hidden)
+        a, b = x, self.weight[columns]
         if self.twice is not None and self.both is not None:
-            self.multiply(self.twice, self.both[columns].T, wide)
-        else:
-            self.multiply(x, self.weight[columns].T, wide)
-        if self.low is not None and y is not None:
+            a, b = self.twice, self.both[columns]
+        fixed = self.call.bits == "canonical"
+        self.multiply_fixed(a, b, wide) if fixed else self.multiply(a, b.T, wide)
+        if self.low is not None and y is not None and fixed:
+            added = torch.empty_like(wide)
+            self.multiply_fixed(y, self.low[columns], added)
+            wide.add_(added)
+        elif self.low is not None and y is not None:
             self.multiply(y, self.low[columns].T, wide, add=True)
         if self.bias is not None:
             wide.add_(self.bias[columns])
@@ -186,6 +197,17 @@ class Projection:
         self.multiply(d_z, self.weight[columns], x, add=add)
         if self.low is not None and y is not None:
             self.multiply(d_z, self.low[columns], y, add=add)
+
+    def times_whole_weight(self, d_z: Tensor, step: int, out: Tensor) -> None:
+        """``out = d_z @ weight``: in one product, or over slabs of ``step`` columns in float32."""
+        columns = self.call.columns
+        if step >= columns:
+            self.times_weight(d_z, slice(0, columns), out)
+            return
+        total = self.gain.new_empty(out.shape)
+        for slab in pieces(columns, step, self.hidden.is_meta):
+            self.times_weight(d_z[:, slab], slab, total, add=slab.start > 0)
+        out.copy_(total)
 
     def add_low(self, d_z: Tensor, rows: Tensor, out: Tensor | None) -> None:
         """``out += d_z.T @ y``, where there is a LoRA and y is its part of hidden rows."""

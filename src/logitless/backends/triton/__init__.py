@@ -17,6 +17,8 @@ from torch import Tensor
 
 from logitless.backends.contract import MOMENTS, Listed, Problem, Running, over
 from logitless.backends.triton import products as products
+from logitless.backends.triton.blocks import row_lines
+from logitless.backends.triton.blocks import solved as solved
 from logitless.backends.triton.divergences import divergence as divergence
 from logitless.backends.triton.divergences import divergence_gradient as divergence_gradient
 from logitless.backends.triton.launching import interpreted as interpreted
@@ -48,6 +50,8 @@ WRITTEN = 1024
 def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
     """Same as :func:`logitless.backends.reference.statistics`, in one read of the rows."""
     require(problem.logits)
+    if problem.canonical:
+        return row_lines(problem, out)
     stats = problem.empty_statistic() if out is None else out
     launch(
         "statistics_kernel",

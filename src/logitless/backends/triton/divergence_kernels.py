@@ -1,7 +1,8 @@
 """A student's logits beside its teacher's: their divergence, and its gradient. One row per program.
 
 The formulas are those of ``backends/divergences.py``; names as in ``kernels.py``. ``d = log q - log p`` is made from
-the difference of the logits, which is exact where they are close.
+the difference of the logits, which is exact where they are close. Numbers of the acceptance lie behind those of the
+divergence: ``shift``, ``mean`` and ``by`` are ``[R]`` without it and ``[2, R]`` with it.
 """
 
 from __future__ import annotations
@@ -119,9 +120,28 @@ def compared(b_z, b_y, base, teacher_base, shift, KIND: tl.constexpr, C: tl.cons
         term, slope = family(p, q, log_p, log_q, d, C, FACTOR)
     elif KIND == "jsd":
         term, slope = jensen_shannon(p, q, d, C)
-    else:
+    elif KIND == "tv":
         term, slope = total_variation(p, q, d)
-    return term, slope, p
+    else:
+        term, slope = p * 0.0, p * 0.0
+    return term, slope, p, q, d
+
+
+@triton.jit
+def accepted(p, q, d, share):
+    """Term of tv, the acceptance's ``p slope``, and what is accepted; the teacher's probabilities have a factor."""
+    q, d = q * exp(share), d + share
+    term, _ = total_variation(p, q, d)
+    return term, p * tl.where(d >= SAME, 1.0, tl.where(d <= -SAME, 0.0, 0.5)), tl.minimum(p, q)
+
+
+@triton.jit
+def student_block(p_row, o_c, m_c, a, squash, SOFTCAP: tl.constexpr):
+    """The student's logits, under a softcap its tanh of them, and ``z``."""
+    b_s = tl.load(p_row + o_c, mask=m_c, other=0.0).to(tl.float32)
+    if SOFTCAP:
+        b_s = tanh(b_s * squash)
+    return b_s, tl.where(m_c, b_s * a, float("-inf"))
 
 
 @triton.jit
@@ -151,8 +171,24 @@ def number(x, i_r, GIVEN: tl.constexpr):
 
 
 @triton.jit
+def three_of(x, y, z, i_r, GIVEN: tl.constexpr):
+    return number(x, i_r, GIVEN), number(y, i_r, GIVEN), number(z, i_r, GIVEN)
+
+
+@triton.jit
 def pair_of(x, y, i_r):
     return tl.load(x + i_r), tl.load(y + i_r)
+
+
+@triton.jit
+def store_sums(p_out, stride, term, slope, tv, rising, overlap, ACCEPT: tl.constexpr):
+    """The lines of a row; the last three with the acceptance."""
+    tl.store(p_out, term)
+    tl.store(p_out + stride, slope)
+    if ACCEPT:
+        tl.store(p_out + 2 * stride, tv)
+        tl.store(p_out + 3 * stride, rising)
+        tl.store(p_out + 4 * stride, overlap)
 
 
 @triton.jit
@@ -184,21 +220,24 @@ def divergence_kernel(
     KIND: tl.constexpr,
     C: tl.constexpr,
     FACTOR: tl.constexpr,
+    ACCEPT: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The sums of a row's terms, and of its ``p slope``."""
+    """The sums of a row's terms, and of its ``p slope``; with the acceptance its three."""
     i_r = tl.program_id(0).to(tl.int64)
     if tl.load(column + i_r) == SKIP:
-        tl.store(out + i_r, 0.0)
-        tl.store(out + out_stride + i_r, 0.0)
+        store_sums(out + i_r, out_stride, 0.0, 0.0, 0.0, 0.0, 0.0, ACCEPT)
     else:
         i_t, i_y = row_at(index, i_r, INDEXED), row_at(teacher_index, i_r, TEACHER_INDEXED)
         a, teacher_a = pair_of(gain, teacher_gain, i_r)
         base, teacher_base = pair_of(reference, log_sum, i_r), pair_of(teacher_reference, teacher_log_sum, i_r)
-        moved = tl.load(shift + i_r)
+        moved, row_share = tl.load(shift + i_r), number(shift, i_r + tl.num_programs(0), ACCEPT)
         b_term = tl.zeros([BLOCK], dtype=tl.float32)
         b_slope = tl.zeros([BLOCK], dtype=tl.float32)
+        b_tv = tl.zeros([BLOCK], dtype=tl.float32)
+        b_rising = tl.zeros([BLOCK], dtype=tl.float32)
+        b_accepted = tl.zeros([BLOCK], dtype=tl.float32)
         for c in tl.range(0, columns, BLOCK, num_stages=STAGES):
             o_c = c + tl.arange(0, BLOCK)
             m_c = o_c < columns
@@ -206,11 +245,17 @@ def divergence_kernel(
             b_z = tl.where(m_c, transform(b_x.to(tl.float32), a, squash, SOFTCAP), float("-inf"))
             p_y = teacher + i_y * teacher_stride
             b_y = teacher_block(p_y, o_c, m_c, teacher_columns, teacher_a, teacher_squash, TEACHER_SOFTCAP)
-            term, slope, _ = compared(b_z, b_y, base, teacher_base, moved, KIND, C, FACTOR)
+            term, slope, p, q, d = compared(b_z, b_y, base, teacher_base, moved, KIND, C, FACTOR)
             b_term += tl.where(m_c, term, 0.0)
             b_slope += tl.where(m_c, slope, 0.0)
-        tl.store(out + i_r, tl.sum(b_term, axis=0))
-        tl.store(out + out_stride + i_r, tl.sum(b_slope, axis=0))
+            if ACCEPT:
+                tv, rising, overlap = accepted(p, q, d, row_share)
+                b_tv += tl.where(m_c, tv, 0.0)
+                b_rising += tl.where(m_c, rising, 0.0)
+                b_accepted += tl.where(m_c, overlap, 0.0)
+        term, slope = tl.sum(b_term, axis=0), tl.sum(b_slope, axis=0)
+        tv, rising, overlap = tl.sum(b_tv, axis=0), tl.sum(b_rising, axis=0), tl.sum(b_accepted, axis=0)
+        store_sums(out + i_r, out_stride, term, slope, tv, rising, overlap, ACCEPT)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -253,6 +298,7 @@ def divergence_gradient_kernel(
     KIND: tl.constexpr,
     C: tl.constexpr,
     FACTOR: tl.constexpr,
+    ACCEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """``by (p slope - p mean)``, and the terms of log-prob, entropy and log Z if there are any, of one row.
@@ -261,24 +307,23 @@ def divergence_gradient_kernel(
     written.
     """
     i_r = tl.program_id(0).to(tl.int64)
-    i_t, i_y = row_at(index, i_r, INDEXED), row_at(teacher_index, i_r, TEACHER_INDEXED)
+    i_t, p_y = row_at(index, i_r, INDEXED), teacher + row_at(teacher_index, i_r, TEACHER_INDEXED) * teacher_stride
     p_out, i_c = out + row_at(out_index, i_r, OUT_INDEXED) * out_stride, tl.load(column + i_r)
     a, teacher_a = pair_of(gain, teacher_gain, i_r)
     base, teacher_base = pair_of(reference, log_sum, i_r), pair_of(teacher_reference, teacher_log_sum, i_r)
-    moved, row_mean, row_by = tl.load(shift + i_r), tl.load(mean + i_r), tl.load(by + i_r)
+    moved, row_mean, row_by = three_of(shift, mean, by, i_r, True)
+    row_share, mean_rising, by_accepted = three_of(shift, mean, by, i_r + tl.num_programs(0), ACCEPT)
     k, k_z, target = number(plain, i_r, TERMS), number(product, i_r, PRODUCT), number(at_target, i_r, TERMS)
     for c in range(0, width, BLOCK):
         o_c = c + tl.arange(0, BLOCK)
         m_c = (o_c < columns) & (i_c != SKIP)
-        b_x = tl.load(logits + i_t * row_stride + o_c, mask=m_c, other=0.0).to(tl.float32)
-        b_s = b_x
-        if SOFTCAP:
-            b_s = tanh(b_x * squash)
-        b_z = tl.where(m_c, b_s * a, float("-inf"))
-        p_y = teacher + i_y * teacher_stride
+        b_s, b_z = student_block(logits + i_t * row_stride, o_c, m_c, a, squash, SOFTCAP)
         b_y = teacher_block(p_y, o_c, m_c, teacher_columns, teacher_a, teacher_squash, TEACHER_SOFTCAP)
-        _, slope, p = compared(b_z, b_y, base, teacher_base, moved, KIND, C, FACTOR)
+        _, slope, p, q, d = compared(b_z, b_y, base, teacher_base, moved, KIND, C, FACTOR)
         b_dz = tl.where(row_by == 0, 0.0, row_by * (slope - p * row_mean))
+        if ACCEPT:
+            _, rising, _ = accepted(p, q, d, row_share)
+            b_dz += tl.where(by_accepted == 0, 0.0, by_accepted * (rising - p * mean_rising))
         if TERMS:
             b_k = k + k_z * tl.maximum(b_z - base[0], FLOOR) if PRODUCT else k
             b_dz += tl.where(o_c + first == i_c, target, p * b_k)

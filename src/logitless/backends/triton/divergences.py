@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from logitless.backends.contract import Pair
@@ -42,8 +43,8 @@ def divergence_gradient(
         on=pair.student.logits,
         module=MODULE,
         **_of_pair(pair),
-        mean=mean,
-        by=by,
+        mean=mean.contiguous(),
+        by=by.contiguous(),
         plain=None if coef is None else coef.plain,
         product=None if coef is None else coef.product,
         at_target=None if coef is None else coef.at_target,
@@ -76,7 +77,7 @@ def _of_pair(pair: Pair) -> dict[str, Any]:
         "teacher_gain": teacher.gain,
         "teacher_reference": pair.teacher_norm.reference,
         "teacher_log_sum": pair.teacher_norm.log_sum,
-        "shift": pair.shift,
+        "shift": pair.shift if pair.share is None else torch.stack([pair.shift, pair.share]),
         "row_stride": student.logits.stride(0),
         "teacher_stride": teacher.logits.stride(0),
         "columns": student.columns,
@@ -90,4 +91,5 @@ def _of_pair(pair: Pair) -> dict[str, Any]:
         "KIND": "family" if family else kind.kind,
         "C": kind.power if family else kind.beta,
         "FACTOR": kind.factor,
+        "ACCEPT": pair.share is not None,
     }

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from logitless.backends.contract import SLACK, Problem, Product
+from logitless.backends.triton.blocks import merge_blocks
 from logitless.backends.triton.launching import interpreted, launch, of_rows
 from logitless.machine import ProductSizes, gradient_from_tiles_sizes, multiprocessors, product_sizes
 from logitless.softmax import WIDTH, Coefficients, Normaliser
@@ -89,9 +90,9 @@ def exponentials(
     return merge(p, statistic_parts(p, sizes, values, references), out)
 
 
-def num_parts(columns: int, width: int) -> int:
+def num_parts(columns: int, width: int, canonical: bool = False) -> int:
     """How many parts the statistic of so many columns has."""
-    return product_sizes(columns, width).groups(columns)
+    return product_sizes(columns, width, canonical).groups(columns)
 
 
 def towards(
@@ -115,7 +116,7 @@ def towards(
     """
     if not has_values(p.hidden) or not parts.numel():
         return
-    sizes = sizes or product_sizes(*p.weight.shape)
+    sizes = sizes or product_sizes(p.columns, p.weight.shape[1], p.canonical)
     assert len(parts) == sizes.groups(p.columns)
     moved = torch.zeros((), dtype=torch.int32, device=p.hidden.device)
     slack = SLACKS[p.hidden.dtype]
@@ -152,7 +153,7 @@ def statistic_parts(
 
     The parts are for :func:`merge` alone: m and t of each are before the gain, and skipped rows hold anything.
     """
-    sizes = sizes or product_sizes(*p.weight.shape)
+    sizes = sizes or product_sizes(p.columns, p.weight.shape[1], p.canonical)
     parts = p.gain.new_empty((sizes.groups(p.columns), WIDTH + p.top, p.rows))
     if references is not None:
         assert references.shape == (-(-p.columns // sizes.columns), p.rows)
@@ -171,27 +172,37 @@ def _launch_statistics(
     slack: float = 0.0,
     moved: Tensor | None = None,
 ) -> None:
+    given = {
+        **_operands(p, sizes),
+        **_output(values, sizes),
+        "parts": parts,
+        "references": references,
+        "moved": moved,
+        "ENTROPY": p.entropy,
+        "EVEN": p.columns % sizes.columns == 0,
+        "NEGATIVE": p.negative,
+        "TOP": p.top,
+        "SLACK": slack,
+    }
+    if p.canonical:
+        units = -(-p.rows // sizes.rows) * -(-p.columns // sizes.columns)
+        given |= {"module": "block_kernels", "enable_fp_fusion": False}
+        launch("product_blocks_kernel", _programs(p, units, sizes), **given)
+        return
     launch(
         "product_statistics_kernel",
         _programs(p, -(-p.rows // sizes.rows) * len(parts), sizes),
-        **_operands(p, sizes),
-        **_output(values, sizes),
-        parts=parts,
-        references=references,
+        **given,
         references_stride=0 if references is None else references.stride(0),
-        moved=moved,
         TILES=sizes.tiles,
-        ENTROPY=p.entropy,
-        EVEN=p.columns % sizes.columns == 0,
-        NEGATIVE=p.negative,
         EXPONENTIALS=values is not None,
-        TOP=p.top,
-        SLACK=slack,
     )
 
 
 def merge(p: Product, parts: Tensor, out: Tensor | None = None) -> Tensor:
     """``[4, R]`` statistic of the rows from its parts ``[groups, 4, R]``, added in order."""
+    if p.canonical:
+        return merge_blocks(p, parts, out)
     stats = p.gain.new_empty((WIDTH + 2 * p.top, p.rows)) if out is None else out
     launch(
         "merge_kernel",
@@ -216,7 +227,7 @@ def gradient(p: Product, norm: Normaliser, coef: Coefficients, out: Tensor, size
     """d logits of these rows and columns over all of ``out``, ``[R, C]`` of the operands' dtype, rows at any stride."""
     if not has_values(p.hidden) or not out.numel():
         return
-    sizes = sizes or product_sizes(*p.weight.shape)
+    sizes = sizes or product_sizes(p.columns, p.weight.shape[1])
     launch(
         "product_gradient_kernel",
         _programs(p, -(-p.rows // sizes.rows) * -(-p.columns // sizes.columns), sizes),

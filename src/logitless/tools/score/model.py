@@ -81,7 +81,7 @@ class Scorer:
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).strip().splitlines()[0]
             raise LogitlessError(f"score: the model in {folder} could not be loaded: {reason}") from error
-        model = patch(model.to(device).eval(), batch_invariant=True, memory=memory)
+        model = patch(model.to(device).eval(), bits="canonical", memory=memory)
         scorer = Scorer(model, temperature, **limits)
         scorer._check_causal()
         return scorer

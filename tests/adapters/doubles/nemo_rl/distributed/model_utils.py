@@ -274,6 +274,27 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
         return (ctx.saved_tensors[0] * gradient.unsqueeze(-1)).to(ctx.dtype), None, None, None
 
 
+class DistributedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, student_logits, target_logits, group, inference_only=False):
+        def whole(x):
+            parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(parts, x.contiguous(), group=group)
+            return torch.cat(parts, -1)
+
+        z, y = (whole(x.float()) for x in (student_logits, target_logits))
+        ctx.save_for_backward(y.softmax(-1), z.softmax(-1))
+        ctx.start = dist.get_rank(group) * student_logits.shape[-1]
+        ctx.width, ctx.dtype = student_logits.shape[-1], student_logits.dtype
+        return -(y.softmax(-1) * z.log_softmax(-1)).sum(-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        target, student = ctx.saved_tensors
+        own = slice(ctx.start, ctx.start + ctx.width)
+        return ((student - target)[..., own] * grad[..., None]).to(ctx.dtype), None, None, None
+
+
 class ChunkedDistributedGatherLogprob(torch.autograd.Function):
     """Log-probs over the vocabulary of several ids of every position."""
 

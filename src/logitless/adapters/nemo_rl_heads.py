@@ -1,0 +1,67 @@
+"""Models of NeMo-RL whose logits are not computed: of its Megatron workers, and of its AutoModel worker.
+
+    megatron.train.megatron_forward_backward              runs Megatron's schedule: losses, log-probs, a teacher's top-k
+    automodel.train.forward_with_post_processing_fn       the same of ``DTensorPolicyWorkerV2``
+
+What becomes of the logits is in the post-processor that NeMo-RL hands over. Those that read whole rows get them from
+the model's own head: logits for a teacher's export, losses of logits, draft models; and, of AutoModel, log-probs
+over the support of top-k or top-p, and context parallelism, which makes a DTensor of logits.
+Reward and value models have no logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from logitless.adapters.heads import deferring
+from logitless.adapters.host import Replacement
+from logitless.adapters.schedules import in_schedule
+
+READ = ("LogprobsPostProcessor", "TopkLogitsPostProcessor")
+LOSSES = ("LOGPROB", "DISTILLATION")
+
+
+def reads_few(post: Any) -> bool:
+    """Whether a post-processor of NeMo-RL reads a few numbers of each row."""
+    kind = type(post).__name__
+    if kind == "LossPostProcessor":
+        return getattr(getattr(post.loss_fn, "input_type", None), "name", None) in LOSSES
+    return kind in READ
+
+
+def filters(sampling: Any) -> bool:
+    """Whether the sampling parameters limit the support; None, -1 and 1.0 do not."""
+    if sampling is None:
+        return False
+    return (sampling.top_k is not None and sampling.top_k > 0) or sampling.top_p not in (None, 1.0)
+
+
+def _in_step(forward_step_func: Any, **_: Any) -> bool:
+    """Of a step that NeMo-RL hands to Megatron's schedule."""
+    given = getattr(forward_step_func, "keywords", {})
+    return not given.get("enable_hidden_capture") and reads_few(given.get("post_processing_fn"))
+
+
+def _of_automodel(model: Any, post_processing_fn: Any, *_: Any, **__: Any) -> bool:
+    post = post_processing_fn
+    # Of log-probs without a graph NeMo-RL's own filter sorts whole rows; of losses ours does, a few at a time.
+    sorts = type(post).__name__ == READ[0] and filters(post.sampling_params)
+    return getattr(post, "cp_size", 1) == 1 and not sorts and reads_few(post)
+
+
+def _model(model: Any, post_processing_fn: Any, processed_mb: Any, is_reward_model: bool = False, *_: Any, **__: Any):
+    return None if is_reward_model else model
+
+
+def heads(_: Any) -> list[Replacement]:
+    return [
+        in_schedule("nemo_rl.models.megatron.train", optional=True, reads=_in_step),
+        Replacement(
+            module="nemo_rl.models.automodel.train",
+            name="forward_with_post_processing_fn",
+            signature="(model, post_processing_fn, processed_mb, is_reward_model=False, allow_flash_attn_args=True, "
+            "global_valid_seqs=None, global_valid_toks=None, sampling_params=None, sequence_dim=1)",
+            make=deferring(_model, _of_automodel),
+            optional=True,
+        ),
+    ]

@@ -1,0 +1,120 @@
+"""speculators: the losses of its drafts, on logits of draft and verifier, or on logits that are not computed.
+
+    fused_kl_div_loss, fused_reverse_kl_div_loss, fused_js_div_loss, fused_tv_loss     [1, T, V] twice -> float32 [1, T]
+    fused_ce_loss                  cross entropy against the verifier's most likely token
+    fused_nla_loss                 -log of the acceptance, at least 1e-5
+    fused_lk_hybrid_loss           the KL and tv, blended by the acceptance
+
+The verifier's head is cut to the draft's ids when speculators loads it, so that both are over the same ids. Its eager
+losses, which are for checks, stay its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.adapters.host import Host, Replacement
+from logitless.adapters.scoring import placed
+from logitless.backends.divergences import Divergence, Kind
+from logitless.errors import LogitlessError
+from logitless.operands import Logits
+from logitless.score import logprobs
+from logitless.spec import TokenStats
+
+MODULE = "speculators.losses.fused"
+
+LEAST = 1e-5
+"""Acceptance whose logarithm the loss ends at, as in speculators."""
+
+PLAIN: dict[str, Kind] = {
+    "fused_kl_div_loss": "forward_kl",
+    "fused_reverse_kl_div_loss": "reverse_kl",
+    "fused_js_div_loss": "jsd",
+    "fused_tv_loss": "tv",
+}
+"""Losses that are a divergence of each row."""
+
+
+def make_divergence(name: str) -> Callable[..., Any]:
+    """Makes what stands in for a loss that is a divergence."""
+
+    def make(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+        def loss(logits: Tensor, targets: Tensor) -> Tensor:
+            return _rows(_scored(name, logits, targets, Divergence(PLAIN[name]), options).divergence)
+
+        return loss
+
+    return make
+
+
+def make_ce(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``fused_ce_loss``."""
+
+    def fused_ce_loss(logits: Tensor, targets: Tensor) -> Tensor:
+        _check(logits, targets)
+        best = targets.detach().argmax(-1)
+        out = logprobs(placed(logits, None), best)
+        options["audit"].of_logits("fused_ce_loss", logits, best, logprob=out.logprob)
+        return -out.logprob.float()
+
+    return fused_ce_loss
+
+
+def make_nla(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``fused_nla_loss``."""
+
+    def fused_nla_loss(logits: Tensor, targets: Tensor) -> Tensor:
+        out = _scored("fused_nla_loss", logits, targets, Divergence("acceptance"), options)
+        return -_rows(out.acceptance).clamp_min(LEAST).log()
+
+    return fused_nla_loss
+
+
+def make_hybrid(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``fused_lk_hybrid_loss``."""
+
+    def fused_lk_hybrid_loss(logits: Tensor, targets: Tensor, eta: float = 3.0) -> Tensor:
+        return _rows(
+            _scored("fused_lk_hybrid_loss", logits, targets, Divergence("lk_hybrid", eta=eta), options).divergence
+        )
+
+    return fused_lk_hybrid_loss
+
+
+def _check(logits: Tensor, targets: Tensor) -> None:
+    if logits.shape != targets.shape:
+        raise LogitlessError(
+            f"targets must be {list(logits.shape)}, as the draft's logits, but are {list(targets.shape)}."
+        )
+
+
+def _scored(name: str, logits: Tensor, targets: Tensor, what: Divergence, options: Mapping[str, Any]) -> TokenStats:
+    """The draft beside the verifier, which gets no gradient, as in speculators."""
+    _check(logits, targets)
+    first = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    if not isinstance(targets, Logits):
+        targets = targets.detach() if targets.stride(-1) == 1 else targets.detach().contiguous()
+    out = logprobs(placed(logits, None), first, teacher=targets, divergence=what)
+    options["audit"].of_logits(name, logits, first, logprob=out.logprob)
+    return out
+
+
+def _rows(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x.float()
+
+
+def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
+    makers: dict[str, Callable[..., Any]] = {name: make_divergence(name) for name in PLAIN}
+    makers |= {"fused_ce_loss": make_ce, "fused_nla_loss": make_nla}
+    return [
+        *(Replacement(MODULE, name, "(logits, targets)", make) for name, make in makers.items()),
+        Replacement(MODULE, "fused_lk_hybrid_loss", "(logits, targets, eta=3.0)", make_hybrid),
+    ]
+
+
+HOST = Host(name="speculators", package="speculators", versions=("0.9",), replacements=_replacements)

@@ -1,0 +1,165 @@
+"""Errors of a teacher that does not go with the student's call, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from logitless.call import PLAIN, Call
+from logitless.call.checks import check_kept
+from logitless.errors import LogitlessError
+from logitless.errors.arguments import refused
+from logitless.operands import Logits, Teacher, Teachers, TopK
+from logitless.readings.reading import LARGEST
+from logitless.sources.teachers import own_vocabulary
+from logitless.spec import IGNORE, has_values, inspectable
+
+
+def check_teacher(given: Teacher | Teachers, tokens: Tensor, call: Call) -> None:
+    """Raise, before anything runs, for a teacher that does not go with the student's tokens and vocabulary."""
+    name = call.caller
+    if not isinstance(given, (Teacher, Teachers)):
+        raise LogitlessError(
+            f"{name}: teacher must be logits, Logits, a Teacher or Teacher.by_row but is {type(given).__name__}."
+        )
+    for teacher in (given,) if isinstance(given, Teacher) else given.members:
+        if teacher.at is not None:
+            _check_at(teacher, teacher.at, call)
+        elif teacher.tokens.shape[:-1] != tokens.shape[:-1]:
+            raise LogitlessError(
+                f"{name}: the teacher's hidden states or logits are {list(teacher.tokens.shape)} but the student's are "
+                f"{list(tokens.shape)}. They must be of the same tokens."
+            )
+        for own in (teacher.tokens, teacher.ids, teacher.at):
+            if own is not None and own.device != tokens.device:
+                raise LogitlessError(
+                    f"{name}: logits and ids of the teacher are on {own.device}, the student on {tokens.device}."
+                )
+        own_shard = teacher.logits.linear.shard if isinstance(teacher.logits, Logits) else None
+        if teacher.ids is not None and call.shard is not None and own_shard is None:
+            raise LogitlessError(
+                f"{name}: under a shard, Teacher(ids=) goes with Logits that have a shard of their own: the columns of "
+                f"the teacher that are here. Pass Teacher(Logits(hidden, weight, shard=VocabShard(...)), ids=...)."
+            )
+        if teacher.hidden is None and call.linear is not None and call.linear.sequence_parallel:
+            raise LogitlessError(f"{name}: the teacher's logits are of all tokens, and sequence_parallel is on.")
+        _, columns = own_vocabulary(teacher, call)
+        if teacher.ids is None and columns > call.columns:
+            raise LogitlessError(
+                f"{name}: the teacher has {columns} columns here and the student {call.columns}. If the rest is "
+                f"padding, give the teacher Head(vocab_size={call.vocab_size}); otherwise map its columns with ids=."
+            )
+        if teacher.ids is not None and has_values(teacher.ids) and int(teacher.ids.max()) >= call.vocab_size:
+            raise LogitlessError(
+                f"{name}: the teacher's ids go up to {int(teacher.ids.max())}, outside of the student's vocabulary of "
+                f"{call.vocab_size}. Use -1 for columns that the student does not have."
+            )
+
+
+def check_teachers(call: Call, tokens: Tensor, given: Any) -> None:
+    """Raise for a teacher that does not go with the call, or with its divergence."""
+    members = (given,) if isinstance(given, Teacher) else getattr(given, "members", ())
+    linear, name = call.linear, call.caller
+    if isinstance(given, Teachers) and given.which.is_meta and not call.rows.index.is_meta:
+        raise refused(f"{name}: which, the teacher of each row,", "a tensor with numbers", given.which)
+    if linear is not None and linear.bits == "canonical" and isinstance(given, Teachers) and call.kept is None:
+        raise LogitlessError(
+            f'{name}: bits="canonical" goes with one Teacher. With several, how many rows a product has depends on '
+            f"who else is in the batch: call once for each of them."
+        )
+    if call.kept is not None or any(x.kept is not None for x in members):
+        _check_supports(call, members)
+        check_teacher(given, tokens, call)
+        return
+    if isinstance(given, Teacher) and given.top_k is not None:
+        _check_top_k(call, given.top_k)
+        return
+    check_teacher(given, tokens, call)
+    _check_tails(call, members)
+    sizes = [min(x.width, (x.head or PLAIN).vocab_size or x.width) for x in members]
+    if call.kind is not None and call.kind.kind == "reverse_kl" and call.shard is None and min(sizes) < call.columns:
+        raise LogitlessError(
+            f"{name}: the teacher has {min(sizes)} ids and the student {call.columns}, so that KL(student || teacher) "
+            f"is "
+            f"infinite. Compare over the ids that both have, with head=Head(vocab_size={min(sizes)}), or take another "
+            f"divergence: all others are finite."
+        )
+
+
+def _check_at(teacher: Teacher, at: Tensor, call: Call) -> None:
+    """Raise for tokens beside the rows that are not there."""
+    name, count = call.caller, teacher.tokens.shape[:-1].numel()
+    if call.linear is not None and call.linear.sequence_parallel and call.group is not None:
+        count *= call.group.size()
+    if tuple(at.shape) not in (call.shape, (call.num_rows,)):
+        raise LogitlessError(
+            f"{name}: Teacher(at=) is {list(at.shape)} but there are {call.num_rows} rows. Give one token for each."
+        )
+    if call.kept is not None:
+        raise LogitlessError(f"{name}: Teacher(at=) does not go with kept=. Bring the teacher's tokens into order.")
+    if inspectable(at) and at.numel() and not 0 <= int(at.min()) <= int(at.max()) < count:
+        raise LogitlessError(
+            f"{name}: Teacher(at=) runs from {int(at.min())} to {int(at.max())}, but the teacher has {count} tokens."
+        )
+
+
+def _check_tails(call: Call, members: Sequence[Teacher]) -> None:
+    """Raise for teachers that say different things of ids that only they have, and for a divergence that those ids
+    make infinite."""
+    if len({x.tail for x in members}) > 1:
+        raise LogitlessError(f"{call.caller}: members have different tail=. Call once for each of them.")
+    if call.kind is None or call.kind.alone < float("inf") or not any(x.tail == "bucket" for x in members):
+        return
+    for x in members:
+        if x.ids is not None and (not has_values(x.ids) or bool((x.ids < 0).any())):
+            raise LogitlessError(
+                f"{call.caller}: the teacher has ids that the student has not, so that KL(teacher || student) is "
+                f'infinite with tail="bucket". Take tail="renormalise", over the ids that both have, or another '
+                f"divergence."
+            )
+
+
+def _check_supports(call: Call, members: Sequence[Teacher]) -> None:
+    """Raise for teachers whose ids do not go with the call's."""
+    name = call.caller
+    if any(x.top_k is not None for x in members):
+        raise LogitlessError(
+            f"{name}: kept= does not go with Teacher.from_top_k, which names its own ids. Leave kept= out; with "
+            f'tail="renormalise" both distributions are over those ids.'
+        )
+    supports = [x.kept for x in members if x.kept is not None]
+    if supports and (call.kept is None or len(supports) < len(members)):
+        raise LogitlessError(
+            f"{name}: Teacher(kept=) goes with kept= of the student, and of several teachers all have it or none."
+        )
+    for kept in supports:
+        check_kept(name, kept, call.rows, call.vocab_size, call.gain.device)
+        none = (kept.lengths == 0) & (call.rows.target != IGNORE)
+        if inspectable(none) and len(supports) == 1 and bool(none.any()):
+            raise LogitlessError(f"{name}: the teacher kept no id at all in a row. Give at least one id for each.")
+
+
+def _check_top_k(call: Call, sent: TopK) -> None:
+    """Raise for log-probs that do not go with the rows and the vocabulary of the call."""
+    name, ids = call.caller, sent.ids
+    if call.asked.ids is not None:
+        raise LogitlessError(
+            f"{name}: ids= does not go with a teacher that sent K log-probs, whose ids are looked up likewise. Ask "
+            f"for the log-probs of ids in a call of their own."
+        )
+    if tuple(ids.shape[:-1]) not in (call.shape, (call.num_rows,)):
+        raise LogitlessError(
+            f"{name}: the teacher's log-probs are {list(ids.shape)} but there are {call.num_rows} rows. Give K for "
+            f"every scored row."
+        )
+    if ids.device != call.gain.device:
+        raise LogitlessError(f"{name}: the teacher's log-probs are on {ids.device}, the student on {call.gain.device}.")
+    if inspectable(ids) and ids.numel() and int(ids.max()) >= call.vocab_size:
+        raise LogitlessError(
+            f"{name}: the teacher's ids go up to {int(ids.max())}, outside of the student's vocabulary of "
+            f"{call.vocab_size}. Use -1 for ids that the student does not have."
+        )
+    if call.vocab_size > LARGEST:
+        raise LogitlessError(f"{name}: log-probs of single ids take up to {LARGEST} columns, not {call.vocab_size}.")

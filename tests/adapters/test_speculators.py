@@ -1,0 +1,92 @@
+"""speculators' losses with and without ours, on its own code. Its kernels want a GPU: on a CPU its eager twins stand
+for them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hosts import checkout, load
+from parity import assert_parity
+from shared.divergence import textbook
+from torch import Tensor
+
+import logitless
+import logitless as ll
+from logitless import LogitlessError
+from logitless.adapters import speculators
+
+pytestmark = pytest.mark.skipif(
+    checkout("speculators") is None, reason="LOGITLESS_HOSTS names no checkout of speculators"
+)
+T, V = 19, 203
+LOSSES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "fused_kl_div_loss": ("kl_div_loss", "forward_kl", {}),
+    "fused_reverse_kl_div_loss": ("reverse_kl_div_loss", "reverse_kl", {}),
+    "fused_js_div_loss": ("js_div_loss", "jsd", {}),
+    "fused_tv_loss": ("tv_loss", "tv", {}),
+    "fused_nla_loss": ("neg_log_acceptance_loss", "log_acceptance", {}),
+    "fused_lk_hybrid_loss": ("lk_hybrid_loss", "lk_hybrid", {"eta": 2.0}),
+    "fused_ce_loss": ("ce_loss", "ce", {}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss(name: str, dtype: torch.dtype):
+    load("speculators")
+    eager, kind, more = LOSSES[name]
+    logits, targets = ((2 * torch.randn(1, T, V)).to(dtype) for _ in range(2))
+
+    def truth(z: Tensor) -> Tensor:
+        if kind == "ce":
+            return -z.log_softmax(-1).gather(-1, targets.argmax(-1)[..., None])[..., 0]
+        return textbook(z[0], targets[0].to(z), kind, **more)[None]
+
+    assert_parity(
+        "speculators",
+        lambda z: getattr(sys.modules[speculators.MODULE], name)(z, targets, **more),
+        truth,
+        [logits],
+        # Eager cross entropy is in the dtype of the logits, the kernel's in float32.
+        dtypes=[torch.float32],
+        oracle=lambda z: getattr(sys.modules["speculators.losses.eager"], eager)(z, targets, **more),
+    )
+
+
+def test_logits_that_are_not_computed():
+    """Of draft and verifier, whose head may have another size; the slices of a step are theirs, too."""
+    (fused, _) = load("speculators")
+    hidden, weight = torch.randn(1, T, 16, requires_grad=True), torch.randn(V, 16, requires_grad=True)
+    other, frozen = torch.randn(1, T, 24), torch.randn(V, 24)
+    found = []
+    logitless.install("speculators")
+    try:
+        for deferred in (False, True):
+            logits = ll.Logits(hidden, weight) if deferred else hidden @ weight.T
+            targets = ll.Logits(other, frozen) if deferred else other @ frozen.T
+            rows = fused.fused_lk_hybrid_loss(logits[:, :-2], targets[:, 2:])
+            found.append((rows.detach(), *torch.autograd.grad(rows.sum(), (hidden, weight))))
+            found[-1] += (fused.fused_ce_loss(logits, targets).detach(),)
+    finally:
+        logitless.uninstall("speculators")
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_an_acceptance_below_the_least_has_no_gradient():
+    (fused, _) = load("speculators")
+    z, y = torch.zeros(1, 1, 3), torch.zeros(1, 1, 3)
+    z[..., 0] = y[..., 1] = 60.0
+    logitless.install("speculators")
+    try:
+        leaf = z.requires_grad_()
+        loss = fused.fused_nla_loss(leaf, y)
+        torch.testing.assert_close(loss, torch.tensor([[1e-5]]).log().neg())
+        assert not torch.autograd.grad(loss.sum(), leaf)[0].any()
+        with pytest.raises(LogitlessError, match="targets must be"):
+            fused.fused_tv_loss(leaf, y[..., :2])
+    finally:
+        logitless.uninstall("speculators")
