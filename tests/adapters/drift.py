@@ -45,9 +45,9 @@ def index_address() -> str:
     """The address of the index's data, from pip's configuration, or else the one that pip itself falls back on."""
     configured = os.environ.get("PIP_INDEX_URL") or _configured()
     if not configured:
-        from pip._internal.models.index import PyPI
-
-        configured = PyPI.simple_url
+        # In a process of its own: pip's imports replace distutils.
+        command = [sys.executable, "-c", "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"]
+        configured = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     return configured.rstrip("/").removesuffix("/simple")
 
 
