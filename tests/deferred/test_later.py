@@ -198,3 +198,42 @@ def test_a_part_that_a_metric_read_first_keeps_its_graph() -> None:
     want = hidden.detach()[:1].requires_grad_()
     (want @ weight.detach().T).logsumexp(-1).sum().backward()
     torch.testing.assert_close(hidden.grad[:1], want.grad)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        lambda x: x >= x.topk(5).values[..., -1:],
+        lambda x: ~(x < torch.topk(x, 5)[0][..., -1, None]),
+        lambda x: torch.topk(x, 5).values[..., [-1]] <= x,
+    ],
+    ids=["a slice", "as generation does", "the other way round"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.filterwarnings("ignore:logits were computed")
+def test_the_last_of_a_top_k_is_not_below_itself(kept: Any, dtype: torch.dtype) -> None:
+    """Summed in another order, its value was now and then above the logit that it is compared with."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(200, 96).to(dtype), torch.randn(300, 96).to(dtype)
+    logits = Logits(hidden, weight)
+    found = kept(logits)
+    assert type(found) is Tensor
+    torch.testing.assert_close(found, kept(logits.computed()))
+    assert (found.sum(-1) >= 5).all()
+
+
+@pytest.mark.filterwarnings("ignore:logits were computed")
+def test_the_largest_is_equal_to_itself() -> None:
+    torch.manual_seed(0)
+    logits = Logits(torch.randn(200, 96), torch.randn(300, 96))
+    assert (logits == logits.max(-1, keepdim=True).values).any(-1).all()
+    assert (logits == logits.amax(-1, keepdim=True)).any(-1).all()
+
+
+def test_values_of_a_top_k_have_a_gradient(passes: list[Any]) -> None:
+    hidden, weight, _ = operands()
+    values = Logits(hidden, weight).topk(3).values
+    (values[..., 0] * 2).sum().backward()
+    want = hidden.detach().requires_grad_()
+    ((want @ weight.detach().T).topk(3).values[..., 0] * 2).sum().backward()
+    torch.testing.assert_close(hidden.grad, want.grad)

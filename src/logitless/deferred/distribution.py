@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from logitless.deferred.later import picked_later
 from logitless.deferred.lazy import Lazy
 from logitless.deferred.pending import numbers
 from logitless.deferred.read import SOFTMAX, ask, best, listable, memo_of, over_last
@@ -172,7 +173,7 @@ def _mean(x: Distribution, dim: Any = None, keepdim: bool = False, *, dtype: Any
 def values_of(x: Any, ids: Tensor) -> Tensor:
     """``[..., K]`` numbers of ``x`` at these ids, with a graph."""
     if isinstance(x, Logits):
-        return ask(x, "logit", ids)
+        return picked_later(x, ids)
     return ask(x.source, OF_IDS[x.form], ids)
 
 

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from logitless.deferred.lazy import Lazy
 from logitless.deferred.pending import of_computed
-from logitless.deferred.read import SOFTMAX, memo_of, softmax_of
+from logitless.deferred.read import SOFTMAX, ask, memo_of, result_dtype, softmax_of
 from logitless.operands import Logits
+from logitless.operands.logits import SERVED
 from logitless.operands.passed_on import same
 from logitless.score import logprobs
 from logitless.spec import IGNORE, TokenStats, accumulation_dtype, untraced
@@ -51,6 +52,8 @@ class Later(Lazy):
 
     def answer(self, name: str, args: Any, kwargs: Any) -> Any:
         """Slices, casts and the sign wait as well: frameworks cut off the last entropy and then ask for log-probs."""
+        if name in COMPARISONS:
+            return SERVED[name](*args, **kwargs)
         if self.value is not None or kwargs or name not in WAITING or not all(WAITING[name](x) for x in args[1:]):
             return NotImplemented
 
@@ -63,7 +66,8 @@ class Later(Lazy):
 
 def _slices(index: Any) -> bool:
     whole = index if isinstance(index, tuple) else (index,)
-    return all(i is None or i is Ellipsis or isinstance(i, (slice, int)) for i in whole)
+    lists = (i for x in whole for i in (x if isinstance(x, list) else (x,)))
+    return all(i is None or i is Ellipsis or isinstance(i, (slice, int)) for i in lists)
 
 
 def _is_dtype(x: Any) -> bool:
@@ -75,6 +79,21 @@ WAITING: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("to", "float", "double", "bfloat16", "half", "neg", "__neg__"), _is_dtype),
 }
 """What may be done with numbers that nobody has used, by name, and which arguments it may have."""
+
+
+COMPARISONS = {"greater_equal": "ge", "greater": "gt", "less_equal": "le", "less": "lt", "not_equal": "ne"}
+COMPARISONS |= {name: name.strip("_") for x in ("ge", "gt", "le", "lt", "eq", "ne") for name in (x, f"__{x}__")}
+"""Functions by which logits are compared with numbers, and their short names."""
+
+
+def picked_later(x: Logits, ids: Tensor) -> Tensor:
+    """``[..., K]`` logits of ids. Compared with the logits themselves, they are those that are computed then, to the
+    bit: dot products are summed in another order, and the last of a top-k would fall below its own value."""
+    if _runs_again(x):
+        return ask(x, "logit", ids)
+    source: Logits = same(x)
+    like = torch.empty(ids.shape, dtype=result_dtype(x), device="meta")
+    return _later(source, lambda: ask(source, "logit", ids), lambda z: z.gather(-1, ids), like)
 
 
 @untraced

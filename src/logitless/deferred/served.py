@@ -13,10 +13,12 @@ import torch
 
 from logitless.deferred import distribution, losses
 from logitless.deferred.distribution import Distribution
+from logitless.deferred.later import COMPARISONS, Later
 from logitless.deferred.lazy import Lazy
 from logitless.deferred.pending import numbers
 from logitless.deferred.read import ask, here, over_last, readable
-from logitless.operands.logits import SERVED
+from logitless.operands import Logits
+from logitless.operands.logits import SERVED, count_made
 
 
 def _of_logits(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,6 +67,24 @@ def _times(*args: Any, **kwargs: Any) -> Any:
     found = next((x for x in args if isinstance(x, Lazy)), None)
     return found.answer("mul", args, kwargs) if isinstance(found, Distribution) and not kwargs else NotImplemented
 
+
+def _compared(name: str) -> Callable[..., Any]:
+    """Logits compared with numbers picked from the same: both out of logits that are computed, and counted, here."""
+
+    def served(*args: Any, **kwargs: Any) -> Any:
+        logits = next((x for x in args if isinstance(x, Logits)), None)
+        picked = next((x for x in args if isinstance(x, Later)), None)
+        if logits is None or picked is None or kwargs or not distribution.same_logits(picked.source, logits):
+            return NotImplemented
+        count_made(logits, name)
+        z = logits.computed()
+        value = picked.of_logits(z).to(picked.dtype)
+        return getattr(torch, name)(*(z if x is logits else value if x is picked else x for x in args))
+
+    return served
+
+
+SERVED.update({name: _compared(short) for name, short in COMPARISONS.items()})
 
 SERVED.update(
     {
