@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import logitless as ll
+from logitless.adapters.expected import Expectations, Expected, score_expecting
 from logitless.deferred.column_parallel import into_main_grad
 from logitless.memory.meta import _Root, hand_over
 from logitless.operands import Teachers
@@ -118,7 +119,17 @@ def several(x: dict[str, Tensor]) -> Teachers:
 
 DISTILL = ll.Objective.recipe("distill", divergence="jsd")
 
+def expecting(x: dict[str, Tensor]) -> Tensor:
+    """A loss that was not the expected one, so that the logits are made again."""
+    fields = {"advantage": torch.ones(T), "old_logprob": "current"}
+    asked = {"head": ll.Head(), "memory": "1MiB"}
+    logits = ll.Logits(x["hidden"], x["weight"], bias=x["bias"])
+    found = score_expecting(logits, x["every"], Expected(ll.Objective(), fields), Expectations(), **asked)
+    return found.logprob.square().sum()
+
+
 CASES: dict[str, tuple[Case, str]] = {
+    "a loss that was expected": (expecting, "hidden weight bias every"),
     "logprobs": (
         lambda x: total(
             ll.logprobs(
