@@ -35,7 +35,7 @@ import versions
 import logitless as ll
 from benchmarks.bench.records import Environment
 from logitless.backends import triton as backend
-from logitless.backends.triton import divergences, products
+from logitless.backends.triton import blocks, divergences, products
 from logitless.machine import Machine
 from logitless.readings.table import STATS
 
@@ -74,14 +74,20 @@ def finish(out: ll.TokenStats) -> None:
 
 
 def from_logits(
-    device: str, dtype: torch.dtype, *, columns: int = COLUMNS, overwrite: bool = False, **options: Any
+    device: str,
+    dtype: torch.dtype,
+    *,
+    columns: int = COLUMNS,
+    overwrite: bool = False,
+    bits: Any = "fast",
+    **options: Any,
 ) -> None:
     """All rows in order, and then some of them by index."""
     target = target_of(columns, device)
     for rows in (target, (torch.arange(ROWS, device=device) + 2, target)):
         leaf = torch.randn(ROWS if rows is target else ROWS + 3, columns, device=device).to(dtype).requires_grad_()
         # Only a result may be written over, not a leaf.
-        logits = ll.Logits.given(leaf * 1.0, overwrite=overwrite)
+        logits = ll.Logits.given(leaf * 1.0, overwrite=overwrite, bits=bits)
         finish(ll.logprobs(logits, rows, backend="triton", **options))
 
 
@@ -93,12 +99,20 @@ def operands(
 
 
 def from_hidden(
-    device: str, dtype: torch.dtype, *, frozen: bool = False, width: int = WIDTH, ids: int = 0, **options: Any
+    device: str,
+    dtype: torch.dtype,
+    *,
+    frozen: bool = False,
+    width: int = WIDTH,
+    ids: int = 0,
+    bits: Any = "fast",
+    **options: Any,
 ) -> None:
     hidden, weight = operands(device, dtype, frozen, width)
     if ids:
         options["ids"] = torch.randint(COLUMNS, (ROWS, ids), device=device)
-    finish(ll.logprobs(ll.Logits(hidden, weight), target_of(COLUMNS, device), backend="triton", **options))
+    logits = ll.Logits(hidden, weight, bits=bits)
+    finish(ll.logprobs(logits, target_of(COLUMNS, device), backend="triton", **options))
 
 
 def policy_loss(device: str, dtype: torch.dtype, **options: Any) -> None:
@@ -130,6 +144,8 @@ CALLS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "logprobs, entropy": (from_logits, {"entropy": "grad"}),
     "logprobs, more than a tile": (from_logits, {"entropy": "grad", "columns": WIDE}),
     "logprobs, over the logits": (from_logits, {"entropy": "grad", "overwrite": True}),
+    "logprobs, canonical bits": (from_logits, {"entropy": "grad", "bits": "canonical"}),
+    "linear, canonical bits": (from_hidden, {"entropy": "grad", "bits": "canonical"}),
     "logprobs, softcap and padding": (
         from_logits,
         {"entropy": "grad", "head": ll.Head(temperature=0.7, softcap=20.0, vocab_size=COLUMNS - 9)},
@@ -171,7 +187,7 @@ def launched_by(device: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> dict[s
         counts[kernel] += programs > 0
         launch(kernel, programs, **arguments)
 
-    for module in (backend, products, divergences):
+    for module in (backend, products, divergences, blocks):
         module.launch = counting
     try:
         for dtype in dtypes:
@@ -180,7 +196,7 @@ def launched_by(device: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> dict[s
             for call, scope in KEPT.values():
                 call(device, dtype, kept=kept_of(device, scope), entropy="grad")
     finally:
-        for module in (backend, products, divergences):
+        for module in (backend, products, divergences, blocks):
             module.launch = launch
     return dict(sorted(counts.items()))
 
@@ -191,7 +207,7 @@ def kernel_source() -> str:
 
 
 def all_kernels(source: str) -> list[str]:
-    """Functions under ``triton.jit`` that no other one calls: what is launched.
+    """Functions under ``triton.jit`` that no other one calls, or hands to a reduction: what is launched.
 
     >>> all_kernels("@triton.jit\\ndef f(x): return x\\n@triton.jit(debug=True)\\ndef g(x): f(x)")
     ['g']
@@ -199,7 +215,8 @@ def all_kernels(source: str) -> list[str]:
     functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
     jitted = [f for f in functions if any("triton.jit" in ast.unparse(d) for d in f.decorator_list)]
     calls = [node for f in jitted for node in ast.walk(f) if isinstance(node, ast.Call)]
-    called = {node.func.id for node in calls if isinstance(node.func, ast.Name)}
+    named = [x for node in calls for x in (node.func, *node.args)]
+    called = {x.id for x in named if isinstance(x, ast.Name)}
     return sorted(f.name for f in jitted if f.name not in called)
 
 

@@ -55,7 +55,13 @@ def ppo(
     policy.remove_microbatch_padding = packed
     algorithm = {"policy_loss_type": "regular", "temperature": 0.7, "use_entropy_loss": bonus, "use_kl_loss": True}
     algorithm |= {"entropy_loss_coef": 0.02, "kl_estimator_type": "k3", "kl_loss_coef": 0.1, "eps_clip_low": 0.2}
-    algorithm |= {"eps_clip_high": 0.2, "clip_ratio_c": 3.0, "loss_reduction": "token_mean", "max_seq_len": length}
+    algorithm |= {
+        "enable_sample_support_replay": False,
+        "eps_clip_high": 0.2,
+        "clip_ratio_c": 3.0,
+        "loss_reduction": "token_mean",
+        "max_seq_len": length,
+    }
     correction = {f"{kind}_{what}": None for kind in ("tis", "sequence_mask", "outlier") for what in ("ratio_type",)}
     algorithm["off_policy_correction"] = SimpleNamespace(**correction)
     self = SimpleNamespace(

@@ -119,6 +119,7 @@ def several(x: dict[str, Tensor]) -> Teachers:
 
 DISTILL = ll.Objective.recipe("distill", divergence="jsd")
 
+
 def expecting(x: dict[str, Tensor]) -> Tensor:
     """A loss that was not the expected one, so that the logits are made again."""
     fields = {"advantage": torch.ones(T), "old_logprob": "current"}

@@ -389,7 +389,9 @@ def trainer_of(reference, **own):
         args=SimpleNamespace(gradient_checkpointing_kwargs=None),
         precompute_ref_logps=False,
     )
-    model = SimpleNamespace(training=True, is_gradient_checkpointing=False)
+    # With peft installed TRL looks whether the model is one of its.
+    model = torch.nn.Module()
+    model.is_gradient_checkpointing = False
     return SimpleNamespace(model=model, **common | own)
 
 

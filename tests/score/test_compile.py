@@ -80,7 +80,7 @@ def test_overwriting_breaks_the_graph_but_not_the_caller(inputs):
 def test_operators_pass_torch_checks(index: torch.Tensor | None):
     """Schema, fake tensors and aliasing of the two registered operators."""
     gain, logits = torch.ones(3), torch.randn(3 if index is None else 5, 9)
-    arguments = (logits, index, torch.tensor([1, 0, 8]), gain, 0.0, 9, 0, True, 1 << 20, "tiled")
+    arguments = (logits, index, torch.tensor([1, 0, 8]), gain, 0.0, 9, 0, True, 1 << 20, "tiled", False)
     torch.library.opcheck(torch.ops.logitless.statistics.default, arguments)
     rows = [torch.randn(3) for _ in range(7)]
     torch.library.opcheck(

@@ -344,9 +344,9 @@ def test_transposed_head():
 
 
 def test_weight_of_another_dtype():
-    text = "weight is torch.float32 but hidden is torch.bfloat16. Cast one of them, or call under autocast."
+    text = "weight is torch.float32 but hidden is torch.float64. Cast one of them, or call under autocast."
     with raises(f"logprobs: {text}"):
-        call(torch.randn(5, 8).bfloat16())
+        call(torch.randn(5, 8).double())
 
 
 @pytest.mark.parametrize("bias", [torch.zeros(8), torch.zeros(7, 1), torch.zeros(7, dtype=torch.int64)])
