@@ -143,7 +143,7 @@ def _leaves(
     tensors: tuple[Tensor, Tensor, Tensor | None], needs: Any
 ) -> tuple[tuple[Tensor, Tensor, Tensor | None], list[Tensor]]:
     """Tensors with a graph of their own, and those of them that need a gradient."""
-    made = [None if x is None else x.detach().requires_grad_(need) for x, need in zip(tensors, needs, strict=False)]
+    made = [None if x is None else x.detach().requires_grad_(need) for x, need in zip(tensors, needs[:3], strict=True)]
     hidden, weight, bias = made
     assert hidden is not None
     assert weight is not None

@@ -63,8 +63,10 @@ class Style(NamedTuple):
     def of(forward: Any) -> Style | None:
         """The style whose forward this is; None for any other."""
         cells = getattr(forward, "__closure__", None) or ()
-        names = forward.__code__.co_freevars if cells and forward.__name__ == "tp_forward" else ()
-        found: dict[str, Any] = {name: cell.cell_contents for name, cell in zip(names, cells, strict=False)}
+        if not cells or forward.__name__ != "tp_forward":
+            return None
+        names = forward.__code__.co_freevars
+        found: dict[str, Any] = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
         style, mesh = found.get("self"), found.get("mesh")
         if style is None or mesh is None or not hasattr(style, "output_layouts"):
             return None
