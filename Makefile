@@ -21,7 +21,7 @@ demo: $(STAMP)
 test check: export OMP_NUM_THREADS := 1
 
 test: $(STAMP)
-	$(RUN)python -m pytest -n 2 --dist worksteal
+	$(RUN)python -m pytest -n 3 --dist worksteal
 
 # On a machine with a GPU, whose environment has a CUDA build of torch: kernels compiled, not interpreted.
 gpu:
@@ -29,7 +29,7 @@ gpu:
 
 # While working: two minutes.
 check: lint
-	$(RUN)python -m pytest -n 2 --dist worksteal $(QUICK:%=tests/%.py)
+	$(RUN)python -m pytest -n 3 --dist worksteal $(QUICK:%=tests/%.py)
 
 # Random calls against float64; FUZZ="--seconds 600 --jobs 8" and the like, see docs/reliability.md.
 fuzz: $(STAMP)
