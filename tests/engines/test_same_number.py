@@ -127,7 +127,7 @@ def test_what_the_environment_asks_for(monkeypatch):
     monkeypatch.setenv(VARIABLE, " head ,logprobs,")
     assert asked("vllm") == asked("sglang") == ("logprobs", "head")
     monkeypatch.setenv(VARIABLE, "1")
-    with pytest.raises(LogitlessError, match="there is no part '1' for vllm. Known: logprobs, head, prompt"):
+    with pytest.raises(LogitlessError, match=r"there is no part '1' for vllm\. Known: logprobs, head, prompt"):
         plug_into_vllm()
     assert set(PARTS) == {"sglang", "vllm"}
     assert not ll.status().hosts

@@ -185,7 +185,7 @@ def test_heads_that_are_left_to_sglang(sglang, monkeypatch):
     buffer = torch.empty(T, V)
     assert head_of(sglang)._compute_lm_head(hidden, module, out=buffer) is buffer
     assert head_of(sglang)._compute_lm_head(hidden, module, out=torch.empty(2, V)).shape == (T, V)
-    with pytest.raises(ll.LogitlessError, match="the weight is torch.float32"):
+    with pytest.raises(ll.LogitlessError, match=r"the weight is torch\.float32"):
         head_of(sglang)._compute_lm_head(hidden, SimpleNamespace(weight=weight.float()))
 
 

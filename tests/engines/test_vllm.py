@@ -120,7 +120,7 @@ def test_a_float32_head(vllm, monkeypatch):
     logits = model.logits_processor(model.lm_head, hidden, bias)
     assert same(vllm.logprob.compute_token_logprobs(logits, ids), trainer(hidden, weight, ids, bias=bias[:V]))
     model.lm_head.weight = model.lm_head.weight.float()
-    with pytest.raises(LogitlessError, match="the weight is torch.float32 and the hidden states are torch.bfloat16"):
+    with pytest.raises(LogitlessError, match=r"the weight is torch\.float32 and hidden states are torch\.bfloat16"):
         model.compute_logits(hidden)
     model = Model(vllm, weight, torch.bfloat16)
     assert torch.equal(model.compute_logits(hidden), torch.nn.functional.linear(hidden, weight))
@@ -251,7 +251,7 @@ def test_parts_that_are_not_there(vllm, monkeypatch):
     monkeypatch.delattr(vllm.processor.LogitsProcessor, "_apply_head", raising=False)
     monkeypatch.setattr("logitless.adapters.patching.version_of", lambda _: "0.24.0")
     before = vllm.logprob.compute_token_logprobs
-    with pytest.raises(LogitlessError, match="vllm 0.24.0 has no place for head: .*_apply_head: not in 0.24"):
+    with pytest.raises(LogitlessError, match=r"vllm 0\.24\.0 has no place for head: .*_apply_head: not in 0.24"):
         plug_into_vllm()
     assert vllm.logprob.compute_token_logprobs is before
     assert not ll.status().hosts

@@ -74,13 +74,13 @@ def product(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
     """
     if weight.dtype != hidden.dtype:
         raise LogitlessError(
-            f"head: the weight is {weight.dtype} and the hidden states are {hidden.dtype}, and a product has one dtype. "
+            f"head: the weight is {weight.dtype} and hidden states are {hidden.dtype}, and a product has one dtype. "
             f"Keep the head in the model's dtype, or leave head out of {VARIABLE}."
         )
     wide = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
     # Float32 operands are added up by a library that may cut the width of a few rows.
-    few = hidden.dtype.itemsize == 2
-    multiply_fixed(hidden, weight, wide, wide=Machine.of(hidden.device).wide_products, few=few)
+    small = hidden.dtype.itemsize == 2
+    multiply_fixed(hidden, weight, wide, wide=Machine.of(hidden.device).wide_products, small=small)
     if bias is not None:
         wide.add_(bias)
     return out if wide is out else out.copy_(wide)

@@ -55,15 +55,15 @@ FIXED_TILE = (64, 128)
 """Rows and columns of such a product on a CPU, whose library adds up in an order that depends on both."""
 
 
-def multiply_fixed(a: Tensor, b: Tensor, out: Tensor, *, wide: bool, tf32: bool = False, few: bool = False) -> None:
+def multiply_fixed(a: Tensor, b: Tensor, out: Tensor, *, wide: bool, tf32: bool = False, small: bool = False) -> None:
     """``out = a @ b.T`` in products of one shape, whatever the number of rows; on a CPU, of columns, too.
 
     Args:
-        few: whether fewer rows make a smaller product. Those have the same bits where the library adds up the whole
+        small: whether fewer rows make a smaller product. Those have the same bits where the library adds up the whole
             width at once, as it does for the many columns of a head (``benchmarks/canonical.py`` looks).
     """
     rows, columns = (FIXED_ROWS, max(1, len(b))) if wide else FIXED_TILE
-    if wide and few:
+    if wide and small:
         rows = next((height for height in FEW_ROWS if len(a) <= height), rows)
     for r in pieces(len(a), rows, a.is_meta):
         some = a[r]
