@@ -113,6 +113,8 @@ def test_pages_on_every_host_have_claims_too(name):
 
 
 def test_a_sentence_is_found():
-    text = "* Rows count.\n* TRL 1.16.0 rounds them; ours\n  does not.\n\nAs in TRL.\n\n| a | TRL scores all |\n\nTRLs do."
+    text = (
+        "* Rows count.\n* TRL 1.16.0 rounds them; ours\n  does not.\n\nAs in TRL.\n\n| a | TRL scores all |\n\nTRLs do."
+    )
     assert sentences(text, "TRL") == ["* TRL 1.16.0 rounds them; ours does not.", "| a | TRL scores all |"]
     assert without_a_claim("NeMo-RL divides the moon.", "NeMo-RL", "nemo_rl") == ["NeMo-RL divides the moon."]
