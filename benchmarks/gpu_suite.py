@@ -31,7 +31,7 @@ FILES = (
     *("tests/test_cuda.py", "tests/test_cuda_trust.py"),
     *("tests/backends/test_products.py", "tests/backends/test_epilogues.py", "tests/backends/test_float32_head.py"),
     *("tests/score/test_logprobs.py", "tests/score/test_linear.py", "tests/score/test_special_values.py"),
-    *("tests/backends/test_canonical.py", "tests/score/test_overwrite.py", "tests/loss"),
+    *("tests/score/test_overwrite.py", "tests/loss"),
     *("tests/readings/test_divergence.py", "tests/readings/test_statistics.py", "tests/readings/test_support.py"),
     *("tests/readings/test_part_of_a_vocabulary.py", "tests/readings/test_top_k_teacher.py"),
     *("tests/readings/test_divergence_edges.py", "tests/readings/test_divergence_kept.py"),
