@@ -1,4 +1,4 @@
-"""Sizes and routes as they were recorded, for two machines that nobody measures: a change of the rules is made knowingly.
+"""Sizes and routes as recorded, for two machines that nobody measures: a change of the rules is made knowingly.
 
 Results do not depend on tiles and chunks, so that no other test sees a rule that is off by one: only time and memory
 would tell. ``python tests/route/test_recorded_routes.py`` records them anew; the difference in ``recorded.json`` is
