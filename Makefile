@@ -78,8 +78,10 @@ versions:
 	.nox/tool/bin/python -m pip install --quiet nox
 	.nox/tool/bin/nox $(NOX)
 
+# The site, and then its search, its pages on a phone and its figures in the dark, where there is a browser.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(RUN)mkdocs build --strict
+	$(RUN)python -m pytest -q -rs tests/documents/test_site.py
 
 # The same site while writing: every saved change is shown.
 serve: $(VENV)/.docs
