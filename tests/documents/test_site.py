@@ -34,7 +34,7 @@ LOOK = """
 const out = {}, sleep = (ms) => new Promise((done) => setTimeout(done, ms))
 const wide = (e, w) => {
   if (e.getBoundingClientRect().right <= w + 1) return false
-  for (let a = e.parentElement; a; a = a.parentElement)
+  for (let a = e.parentElement; a.tagName !== "ARTICLE"; a = a.parentElement)
     if (/auto|scroll|hidden/.test(frame.contentWindow.getComputedStyle(a).overflowX)) return false
   return true
 }
