@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Each part of the library against float64, once; no hosts, no commands.
 QUICK := test_architecture call/test_errors operands/test_kept rows/test_layouts route/test_linear_plans score/test_logprobs objectives/test_objective_terms score/test_policy_head rows/test_rows score/test_special_values rows/test_exchange
 
-.PHONY: demo test gpu check hosts hosts312 drift fuzz soak lint format bench faults mutants versions docs serve dist smoke bare release-tag clean
+.PHONY: changelog demo test gpu check hosts hosts312 drift fuzz soak lint format bench faults mutants versions docs serve dist smoke bare release-tag clean
 
 demo: $(STAMP)
 	$(RUN)python -m examples.demo
@@ -104,8 +104,13 @@ smoke: dist
 bare: dist
 	$(RUN)python tests/smoke/environments.py none+cli
 
-# Before a release: the tag that was pushed is the version that will be built.
+# Before a release: what CHANGELOG.md has under Unreleased goes into the section of the version, with today's date.
+changelog:
+	$(PYTHON) docs/fold_changelog.py
+
+# Before a release: the tag that was pushed is the version that will be built, and nothing is left under Unreleased.
 release-tag:
+	! sed -n '/^## Unreleased/,/^## [0-9]/p' CHANGELOG.md | grep '^- '
 	test "$(TAG)" = "v$$(sed -n 's/^__version__ = "\(.*\)"$$/\1/p' src/logitless/__init__.py)"
 
 # Nothing else needs these packages, so they are installed when the site is first built.
