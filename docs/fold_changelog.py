@@ -15,7 +15,7 @@ KINDS = ("Added", "Changed", "Deprecated", "Removed", "Fixed")
 
 
 def entries(section: str) -> dict[str, str]:
-    """The text below each ``###`` of a section, without empty lines around it; what comes before the first is ``""``."""
+    """The text below each ``###`` of a section, without empty lines around; before the first it is ``""``."""
     parts = re.split(r"^### (.+)$", section, flags=re.MULTILINE)
     return {"": parts[0].strip(), **{kind: text.strip() for kind, text in zip(parts[1::2], parts[2::2], strict=True)}}
 
