@@ -33,6 +33,7 @@ from torch import Tensor
 
 import logitless as ll
 import logitless.backends.triton as package
+from logitless.backends.triton.launching import understood
 from logitless.machine import H200
 from logitless.objectives import Objective
 
@@ -76,12 +77,12 @@ class Launch:
     kernel: str
     arguments: dict[str, Any]
 
-    def compiled(self) -> Any:
+    def compiled(self, amd: bool) -> Any:
         """For the card that the driver names."""
         function = getattr(importlib.import_module(f"{package.__name__}.{self.module}"), self.kernel)
         # A kernel keeps what it was compiled to by device, of which there is one here.
         function.device_caches.clear()
-        return function.warmup(grid=(1,), **self.arguments)
+        return function.warmup(grid=(1,), **understood(self.arguments, amd))
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,7 @@ def usage(launch: Launch, target: Target) -> Usage:
     from triton.runtime import driver
 
     driver.set_active(Elsewhere(target))
-    made = launch.compiled()
+    made = launch.compiled(amd=target.backend == "hip")
     threads = made.metadata.num_warps * target.warp
     if target.backend == "hip":
         text = made.asm["amdgcn"]
@@ -302,7 +303,7 @@ def main() -> None:
             seconds = round(time.monotonic() - begun, 1)
             line = {"kernel": launch.kernel, "target": name, **asdict(took), "variant": json.loads(_variant(launch))}
             lines.append({**line, "seconds": seconds, "versions": versions})
-            print(f"{launch.kernel:32}{name:8}{took}  {seconds} s  {took.too_much(TARGETS[name]) or ''}", flush=True)
+            print(f"{launch.kernel:32}{name:8}{took}  {seconds} s  {took.too_much(TARGETS[name]) or ''}", flush=True)  # noqa: T201
     if asked.json:
         Path(asked.json).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
