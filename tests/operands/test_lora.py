@@ -370,7 +370,7 @@ def test_an_adapter_of_rank_0_is_none():
 
 @pytest.mark.parametrize("loss", [False, True])
 def test_hidden_states_of_a_batch(loss: bool):
-    """Lines of tokens, [2, 3, D]: the gradients of both parts of a token are told apart by D, not by a line's length."""
+    """Lines of tokens, [2, 3, D]: gradients of both parts of a token are told apart by D, not by a line's length."""
     given = {name: x.detach() for name, x in operands(torch.float64, ()).items()}
     given["hidden"] = given["hidden"][:6]
     target, advantage = torch.randint(V, (2, 3)), torch.linspace(-1, 1, 6, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Readings of the order of a row where the head turns it around: a negative scale, of ``Head`` or of deferred logits."""
+"""Readings of the order of a row where the head turns it around: a scale below 0, of ``Head`` or of deferred logits."""
 
 from __future__ import annotations
 
