@@ -68,3 +68,9 @@ def test_a_tile_is_small_beside_a_small_problem():
     assert area(40, 1000) == min(40 * 1000, SMALL_TILE // 1000 * 1000)
     # Two buffers of float32, or three under a softcap, are what the budget is for.
     assert area(4000, 1000, 8 * 100 * 1000) == 100 * 1000
+
+
+def test_large_budgets_fill_chunks_by_larger_tiles():
+    """From 4 GiB on, as measured."""
+    assert [H200.chunk_tile(memory) for memory in (1, (4 << 30) - 1)] == [(2048, 4224)] * 2
+    assert [H200.chunk_tile(memory) for memory in (4 << 30, 9 << 29, 80 << 30)] == [(4096, 8448)] * 3
