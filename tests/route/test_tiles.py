@@ -7,7 +7,7 @@ import torch
 
 from logitless.backends.contract import Problem
 from logitless.backends.tiled import SMALL_TILE, tile_shape
-from logitless.machine import H200, product_sizes
+from logitless.machine import H200, Machine, product_sizes
 from logitless.route.tiles import Shape, backward_tiles, forward_tiles, parts_row
 
 
@@ -72,5 +72,6 @@ def test_a_tile_is_small_beside_a_small_problem():
 
 def test_large_budgets_fill_chunks_by_larger_tiles():
     """From 4 GiB on, as measured."""
-    assert [H200.chunk_tile(memory) for memory in (1, (4 << 30) - 1)] == [(2048, 4224)] * 2
-    assert [H200.chunk_tile(memory) for memory in (4 << 30, 9 << 29, 80 << 30)] == [(4096, 8448)] * 3
+    for card, filling in ((H200, 4224), (Machine.card("A100", 108, 8), 3456)):
+        assert [card.chunk_tile(memory) for memory in (1, (4 << 30) - 1)] == [(2048, filling)] * 2
+        assert [card.chunk_tile(memory) for memory in (4 << 30, 9 << 29, 80 << 30)] == [(4096, 2 * filling)] * 3

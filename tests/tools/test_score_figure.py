@@ -10,22 +10,20 @@ import torch
 import logitless as ll
 from logitless.objectives import mismatch
 
-matplotlib = pytest.importorskip("matplotlib")
+figure = pytest.importorskip("logitless.tools.score.figure", exc_type=ImportError)
+style = pytest.importorskip("logitless.tools.style", exc_type=ImportError)
 
 
 @pytest.fixture
 def drawn(monkeypatch, tmp_path):
     """The three panels of 4,000 tokens."""
-    from logitless.tools.score import figure
-    from logitless.tools.style import LIGHT
-
     kept = []
     monkeypatch.setattr(figure, "save", lambda made, path, style: kept.append(made))
     rows = ll.Rows.packed([torch.arange(401)] * 10, [400] * 10)
     rollout = -torch.rand(4000, dtype=torch.float64) * 5
     trainer = rollout + 0.01 * torch.randn(4000, dtype=torch.float64)
     report = mismatch(trainer, rollout, rows, bound=0.02)
-    figure.draw_mismatch(trainer, rollout, rows.position, report, tmp_path / "a.png", LIGHT)
+    figure.draw_mismatch(trainer, rollout, rows.position, report, tmp_path / "a.png", style.LIGHT)
     return kept[0].axes, (trainer - rollout).abs(), rollout.exp(), rows.position, report
 
 
@@ -39,16 +37,14 @@ def test_the_share_beyond(drawn):
 
 @pytest.mark.parametrize(("panel", "width"), [(1, 0.5), (2, math.log10(2))])
 def test_quantiles_lie_in_the_middle_of_their_bins(drawn, panel: int, width: float):
-    from logitless.tools.score.figure import ENOUGH, LINES
-
     axes, distance, probability, position, _ = drawn
     along = probability.clamp_min(1e-6) if panel == 1 else position.double() + 1
     lines = axes[panel].lines
-    assert [line.get_label() for line in lines] == [name for name, _ in LINES.values()]
-    for q, line in zip(LINES, lines, strict=True):
+    assert [line.get_label() for line in lines] == [name for name, _ in figure.LINES.values()]
+    for q, line in zip(figure.LINES, lines, strict=True):
         assert len(line.get_xdata()) >= 2
         for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True):
             low, high = (10 ** (math.log10(x) + side * width / 2) for side in (-1, 1))
             inside = distance[(along >= low * (1 - 1e-9)) & (along < high * (1 - 1e-9))]
-            assert len(inside) >= ENOUGH
+            assert len(inside) >= figure.ENOUGH
             assert y == pytest.approx(float(torch.quantile(inside, q)), rel=1e-6)
