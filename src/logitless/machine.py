@@ -78,6 +78,8 @@ class Costs(NamedTuple):
         tile: time that the CPU takes to launch a tile with its exponentials; a device that is faster waits.
         statistic, gradient, exponentials: time per logit that a product takes longer if it ends in the statistic, in
             dZ, or in the exponentials.
+        pair_sums, pair_gradient, pair_stored: the same of two products in one tile that end in the sums of a KL, in dZ,
+            or in the sums with 16 bits of each model. ``logitless tune`` does not measure them.
     """
 
     flops: float
@@ -88,6 +90,9 @@ class Costs(NamedTuple):
     statistic: float
     gradient: float
     exponentials: float
+    pair_sums: float = 2.0e-12
+    pair_gradient: float = 2.0e-12
+    pair_stored: float = 3.0e-12
 
 
 @dataclass(frozen=True)

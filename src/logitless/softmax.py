@@ -178,6 +178,41 @@ def merge_targets(t: Tensor) -> Tensor:
     return torch.where(t.isnan().all(0), torch.full_like(held, torch.nan), held)
 
 
+def kl_of(s: Tensor, other: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """``[R]`` KL of two models from sums that are made while neither normaliser is known, in their dtype.
+
+    With d the second model's ``z - m`` less the first's, each with the reference of its statistic, and e of the first:
+
+    Args:
+        s, other: sums of ``e``, and of the second model's.
+        a, b: sums of ``e (e^d - 1 - d)`` and of ``e d``.
+    """
+    whole, mean, ratio = a.double() / s.double(), b.double() / s.double(), other.double() / s.double()
+    more = whole + mean
+    # Near 0 from what is small; elsewhere a is as large as b, and their sum would be rounded at that size.
+    small = (whole < 0.5) & (more.abs() < 0.5)
+    near = whole - (more - torch.log1p(torch.where(small, more, 0.0)))
+    return torch.where(small, near, ratio.log() - mean).clamp_min(0.0).to(s.dtype)
+
+
+def merge_kl(own: Tensor, other: Tensor, sums: Tensor, reverse: bool) -> Tensor:
+    """``[2, R]`` sums (a, b) of :func:`kl_of` from those of parts ``[P, 2, R]``, between the references that
+    :func:`merge` gives the statistics ``[P, 4, R]`` of student and teacher. In float64: a is a difference of what is
+    much larger.
+
+    Args:
+        reverse: whether the student is the first model.
+    """
+    first, second = (own, other) if reverse else (other, own)
+    first_m, s, second_m, a, b = (x.double() for x in (first[:, 0], first[:, 1], second[:, 0], *sums.unbind(1)))
+    there = s > 0
+    # Of parts with nothing in them no factor is known, and none is needed.
+    f, g = (torch.where(there, x - merge(y)[0].double(), 0.0) for x, y in ((first_m, first), (second_m, second)))
+    linear = b + (g - f) * s
+    more = g.exp() * (s + (a + b)) - f.exp() * (s + linear)
+    return torch.stack([torch.where(there, x, 0.0).sum(0).to(own.dtype) for x in (more, f.exp() * linear)])
+
+
 def normaliser(row: Statistic) -> Normaliser:
     """The pieces of log Z; NaN where the row has no target in the vocabulary."""
     return Normaliser(row.m, torch.where(row.t.isnan(), row.t, torch.log(row.s)))

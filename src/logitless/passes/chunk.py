@@ -2,6 +2,8 @@
 
     LogitsChunk          float32 (or wider): one product; the teacher's beside them. Any reading. 16-bit rows of dZ go
                          over the start of their own float32 rows
+    PairChunk            (``pairs``) e^(z - reference) of the student, and beside it what a KL's gradient needs of the
+                         teacher, in 16 bits, both written by one product. dZ goes over the former
     ExponentialsChunk    e^(z - reference) in the operands' 16 bits, filled tile by tile, or by the product itself. The
                          softmax alone. dZ goes over them
 
@@ -21,6 +23,7 @@ from torch import Tensor
 from logitless.machine import Tiles, pieces
 from logitless.passes.exponentials import Exponentials
 from logitless.passes.look import asked_of, look_whole, tile_lines
+from logitless.passes.pairs import PairChunk
 from logitless.passes.terms import Terms
 from logitless.readings.found import Asked, Found, find
 from logitless.readings.ids import write_at_ids
@@ -55,6 +58,8 @@ class Chunk(Protocol):
 
 def empty_chunk(p: Projection, plan: Plan, teacher: TeacherRows | None) -> Chunk:
     """Room for the largest chunk of a plan."""
+    if plan.tiles is not None and teacher is not None:
+        return PairChunk.empty(p, plan.rows, teacher)
     if plan.tiles is not None:
         return ExponentialsChunk(p, Exponentials.empty(p, plan.rows, plan.tiles), plan.tiles)
     shape = (max((stop - start for start, stop in plan.chunks), default=0), p.call.columns)

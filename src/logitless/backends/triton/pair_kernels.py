@@ -4,7 +4,7 @@
 
 A KL needs no normaliser while it is summed. With ``d = (z_q - n) - (z_p - m)`` from the references of a tile
 
-    KL(p || q) = log(1 + b) - l,    s = sum e,  a = sum e (e^d - 1 - d),  l = sum e d / s,  b = (a / s) + l
+    KL(p || q) = log(1 + a + l) - l    s a = sum of e (e^d - 1 - d)    s l = sum of e d    s = sum of e
 
 for ``e = e^(z_p - m)``, whatever the references. Where both models agree up to a constant, so do their maxima, d is
 near 0 and so are all three: what is small is summed as such. Two parts of a row are brought to one pair of references
@@ -31,7 +31,7 @@ from logitless.backends.triton.product_kernels import (
 )
 
 NEAR: tl.constexpr = tl.constexpr(0.5)  # divergences.NEAR
-NOTHING: tl.constexpr = tl.constexpr(-1000.0)  # a power of two that is 0
+NOTHING: tl.constexpr = tl.constexpr(-1000.0)  # whose exponential is 0
 
 
 @triton.jit
@@ -185,15 +185,18 @@ def pair_gradient_kernel(
 
 
 @triton.jit
-def from_maximum(b_x, k, left, o_c, EVEN: tl.constexpr, WIDEN: tl.constexpr):
-    """Each row's maximum, ``k (x - maximum)``, and 2 to that power; nothing past the last column."""
+def from_maximum(b_x, a, left, o_c, EVEN: tl.constexpr, WIDEN: tl.constexpr):
+    """Each row's maximum, ``a (x - maximum)``, and e to that power; nothing past the last column.
+
+    Not in powers of two: a rounded ``a log2 e`` would scale all logits of a row, and their divergence with them.
+    """
     if not EVEN:
         b_x = tl.where((o_c < left)[None, :], b_x, float("-inf"))
     base = finite_or_zero(tl.max(b_x, axis=1))
-    b_u = multiply_add(b_x, k[:, None], (-(base * k))[:, None], WIDEN)
+    b_u = multiply_add(b_x, a[:, None], (-(base * a))[:, None], WIDEN)
     if not EVEN:
         b_u = tl.maximum(b_u, NOTHING)
-    return base, b_u, tl.exp2(b_u)
+    return base, b_u, tl.exp2(b_u * LOG2E)
 
 
 @triton.jit
@@ -203,9 +206,8 @@ def target_logit(b_x, b_at, o_c):
 
 
 @triton.jit
-def kl_sums(b_e, b_f, b_d):
-    """``(a, l)`` of a tile: base e, the other f, and d in powers of two."""
-    d = b_d * LN2
+def kl_sums(b_e, b_f, d):
+    """``(a, l)`` of a tile, from the first model's e and the second's f."""
     near = tl.abs(d) < NEAR
     t = 1.0 / 720 + d * (1.0 / 5040 + d * (1.0 / 40320 + d * (1.0 / 362880)))
     t = d * d * (0.5 + d * (1.0 / 6 + d * (1.0 / 24 + d * (1.0 / 120 + d * t))))
@@ -251,7 +253,7 @@ def pair_sums_kernel(
 ):
     """Part ``[10, R]`` of each column tile: ``(m, s, w, t)`` of the student, of the teacher, and ``(a, l)``.
 
-    m and t are before the gain, sums relative to ``fl(m k)``, w in powers of two. STORED, the student's exponentials
+    m and t are before the gain, sums relative to the rounded ``m a``. STORED, the student's exponentials
     go to ``values``; to ``beside`` go ``d`` for the reverse KL, and the teacher's exponentials less the student's for
     the forward one.
     """
@@ -263,15 +265,14 @@ def pair_sums_kernel(
         o_r, o_c = r + tl.arange(0, BR), tl.arange(0, BC)
         m_r = o_r < rows
         b_at = target_within(tl.load(column + o_r, mask=m_r, other=SKIP), first, c, columns, BC)
-        k = tl.load(gain + o_r, mask=m_r, other=1.0) * LOG2E
-        teacher_k = tl.load(teacher_gain + o_r, mask=m_r, other=1.0) * LOG2E
+        a, b = tl.load(gain + o_r, mask=m_r, other=1.0), tl.load(teacher_gain + o_r, mask=m_r, other=1.0)
         if SOFTCAP:
             b_x = tanh(b_x * squash)
         if TEACHER_SOFTCAP:
             b_y = tanh(b_y * teacher_squash)
         t, teacher_t = target_logit(b_x, b_at, o_c), target_logit(b_y, b_at, o_c)
-        m, b_u, b_e = from_maximum(b_x, k, columns - c, o_c, EVEN, WIDEN)
-        n, b_v, b_f = from_maximum(b_y, teacher_k, columns - c, o_c, EVEN, WIDEN)
+        m, b_u, b_e = from_maximum(b_x, a, columns - c, o_c, EVEN, WIDEN)
+        n, b_v, b_f = from_maximum(b_y, b, columns - c, o_c, EVEN, WIDEN)
         p_part = parts + i_c.to(tl.int64) * 10 * rows + o_r
         tl.store(p_part, m, mask=m_r)
         tl.store(p_part + rows, tl.sum(b_e, axis=1), mask=m_r)
@@ -292,7 +293,6 @@ def pair_sums_kernel(
         tl.store(p_part + 9 * rows, sum_l, mask=m_r)
         if STORED:
             if not REVERSE:
-                d = b_d * LN2
-                b_d = tl.where(tl.abs(d) < 0.25, -b_f * expm1_lean(d), b_f - b_e)
+                b_d = tl.where(tl.abs(b_d) < 0.25, -b_f * expm1_lean(b_d), b_f - b_e)
             store_tile(values, b_e, r, c, rows, columns, values_stride, BR, BC, DESCRIBED)
             store_tile(beside, b_d, r, c, rows, columns, beside_stride, BR, BC, DESCRIBED)
