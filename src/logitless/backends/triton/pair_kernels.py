@@ -26,6 +26,7 @@ from logitless.backends.triton.product_kernels import (
     multiply_add,
     place,
     row_number,
+    store_part,
     store_tile,
     target_within,
 )
@@ -95,6 +96,79 @@ def lean_slope(p, b_y, d, teacher_k, teacher_log_z, KIND: tl.constexpr, C: tl.co
         return (C - 1) * p * over_p
 
 
+@triton.jit
+def squashed(b_x, squash, SOFTCAP: tl.constexpr):
+    """Raw logits, or what a softcap's tanh makes of them."""
+    if SOFTCAP:
+        b_x = tanh(b_x * squash)
+    return b_x
+
+
+@triton.jit
+def two_numbers(x, y, o_r, m_r):
+    """``[BR, 1]`` two numbers of some rows."""
+    return row_number(x, o_r, m_r), row_number(y, o_r, m_r)
+
+
+@triton.jit
+def slope_of(
+    b_x,
+    b_y,
+    a,
+    b,
+    base,
+    teacher_base,
+    shift,
+    KIND: tl.constexpr,
+    C: tl.constexpr,
+    FACTOR: tl.constexpr,
+    LEAN: tl.constexpr,
+):
+    """``p slope``, p, and where that is not LEAN q and d, of a tile. ``base`` is ``(m, log s)``."""
+    if LEAN:
+        # Differences of sums: off by 2^-24 of the size of z, nothing beside the rounding of dZ.
+        p = tl.exp2(b_x * (a * LOG2E) - (base[0] + base[1]) * LOG2E)
+        d = (b_y * b - b_x * a) - shift
+        slope = lean_slope(p, b_y, d, b * LOG2E, (teacher_base[0] + teacher_base[1]) * LOG2E, KIND, C)
+        return slope, p, p, d
+    else:
+        _, slope, p, q, d = compared(b_x * a, b_y * b, base, teacher_base, shift, KIND, C, FACTOR)
+        return slope, p, q, d
+
+
+@triton.jit
+def divergence_part(slope, p, q, d, shift, mean, by, o_r, m_r, rows, ACCEPT: tl.constexpr):
+    """``by (p slope - p mean)``; with the acceptance, whose numbers lie behind those of the divergence, its own."""
+    b_mean, b_by = two_numbers(mean, by, o_r, m_r)
+    b_dz = b_by * (slope - p * b_mean)
+    if ACCEPT:
+        _, rising, _ = accepted(p, q, d, row_number(shift + rows, o_r, m_r))
+        b_mean, b_by = two_numbers(mean + rows, by + rows, o_r, m_r)
+        b_dz += b_by * (rising - p * b_mean)
+    return b_dz
+
+
+@triton.jit
+def own_part(b_x, p, a, m, plain, product, o_r, m_r, PRODUCT: tl.constexpr):
+    """``p (plain + product (z - m))``."""
+    b_k = row_number(plain, o_r, m_r)
+    if PRODUCT:
+        b_product = row_number(product, o_r, m_r)
+        return p * (b_x * (b_product * a) + (b_k - b_product * m))
+    else:
+        return p * b_k
+
+
+@triton.jit
+def with_own(b_dz, b_own, b_there, b_target, first, c, columns, BC: tl.constexpr):
+    """dZ of the divergence and the other terms, with those of the targets in their places and none in rows to skip."""
+    b_at, skipped = target_within(b_target, first, c, columns, BC), b_target == SKIP
+    if any_of(skipped | (b_at != NO_TARGET)):
+        b_own = tl.where(tl.arange(0, BC)[None, :] == b_at[:, None], b_there, b_own)
+        b_own, b_dz = tl.where(skipped[:, None], 0.0, b_own), tl.where(skipped[:, None], 0.0, b_dz)
+    return b_dz + b_own
+
+
 @triton.jit(do_not_specialize=["rows", "columns", "first"])
 def pair_gradient_kernel(
     hidden,
@@ -146,39 +220,21 @@ def pair_gradient_kernel(
         i_r, i_c = place(tile, num_blocks, num_tiles, BAND)
         r, c = i_r * BR, i_c * BC
         b_x, b_y = both_tiles(hidden, weight, other, other_weight, r, c, WIDTH, OTHER, BR, BC, BD, JOINT, WIDEN)
+        b_x, b_y = squashed(b_x, squash, SOFTCAP), squashed(b_y, teacher_squash, TEACHER_SOFTCAP)
         o_r = r + tl.arange(0, BR)
         m_r = o_r < rows
+        a, b = two_numbers(gain, teacher_gain, o_r, m_r)
+        base, teacher_base = (
+            two_numbers(reference, log_sum, o_r, m_r),
+            two_numbers(teacher_reference, teacher_log_sum, o_r, m_r),
+        )
+        b_shift = row_number(shift, o_r, m_r)
+        slope, p, q, d = slope_of(b_x, b_y, a, b, base, teacher_base, b_shift, KIND, C, FACTOR, LEAN)
+        b_dz = divergence_part(slope, p, q, d, shift, mean, by, o_r, m_r, rows, ACCEPT)
+        b_own = own_part(b_x, p, a, base[0], plain, product, o_r, m_r, PRODUCT)
+        b_there = row_number(at_target, o_r, m_r)
         b_target = tl.load(column + o_r, mask=m_r, other=SKIP)
-        b_at = target_within(b_target, first, c, columns, BC)
-        a, teacher_a = row_number(gain, o_r, m_r), row_number(teacher_gain, o_r, m_r)
-        m, log_s = row_number(reference, o_r, m_r), row_number(log_sum, o_r, m_r)
-        n, log_q = row_number(teacher_reference, o_r, m_r), row_number(teacher_log_sum, o_r, m_r)
-        b_shift, b_mean, b_by = row_number(shift, o_r, m_r), row_number(mean, o_r, m_r), row_number(by, o_r, m_r)
-        b_plain, b_there = row_number(plain, o_r, m_r), row_number(at_target, o_r, m_r)
-        b_product = row_number(product, o_r, m_r) if PRODUCT else 0.0
-        if SOFTCAP:
-            b_x = tanh(b_x * squash)
-        if TEACHER_SOFTCAP:
-            b_y = tanh(b_y * teacher_squash)
-        if LEAN:
-            # Differences of sums: off by 2^-24 of the size of z, nothing beside the rounding of dZ.
-            p = tl.exp2(b_x * (a * LOG2E) - (m + log_s) * LOG2E)
-            d = (b_y * teacher_a - b_x * a) - b_shift
-            slope = lean_slope(p, b_y, d, teacher_a * LOG2E, (n + log_q) * LOG2E, KIND, C)
-        else:
-            base, teacher_base = (m, log_s), (n, log_q)
-            _, slope, p, q, d = compared(b_x * a, b_y * teacher_a, base, teacher_base, b_shift, KIND, C, FACTOR)
-        b_dz = b_by * (slope - p * b_mean)
-        if ACCEPT:
-            _, rising, _ = accepted(p, q, d, row_number(shift + rows, o_r, m_r))
-            b_dz += row_number(by + rows, o_r, m_r) * (rising - p * row_number(mean + rows, o_r, m_r))
-        b_own = p * (b_x * (b_product * a) + (b_plain - b_product * m)) if PRODUCT else p * b_plain
-        skipped = b_target == SKIP
-        if any_of(skipped | (b_at != NO_TARGET)):
-            b_own = tl.where(tl.arange(0, BC)[None, :] == b_at[:, None], b_there, b_own)
-            b_own = tl.where(skipped[:, None], 0.0, b_own)
-            b_dz = tl.where(skipped[:, None], 0.0, b_dz)
-        b_dz = (b_dz + b_own) * a
+        b_dz = with_own(b_dz, b_own, b_there, b_target, first, c, columns, BC) * a
         if SOFTCAP:
             b_dz = b_dz * (squash * (1.0 - b_x * b_x))
         store_tile(out, b_dz, r, c, rows, columns, out_stride, BR, BC, DESCRIBED)
@@ -266,23 +322,14 @@ def pair_sums_kernel(
         m_r = o_r < rows
         b_at = target_within(tl.load(column + o_r, mask=m_r, other=SKIP), first, c, columns, BC)
         a, b = tl.load(gain + o_r, mask=m_r, other=1.0), tl.load(teacher_gain + o_r, mask=m_r, other=1.0)
-        if SOFTCAP:
-            b_x = tanh(b_x * squash)
-        if TEACHER_SOFTCAP:
-            b_y = tanh(b_y * teacher_squash)
+        b_x, b_y = squashed(b_x, squash, SOFTCAP), squashed(b_y, teacher_squash, TEACHER_SOFTCAP)
         t, teacher_t = target_logit(b_x, b_at, o_c), target_logit(b_y, b_at, o_c)
         m, b_u, b_e = from_maximum(b_x, a, columns - c, o_c, EVEN, WIDEN)
         n, b_v, b_f = from_maximum(b_y, b, columns - c, o_c, EVEN, WIDEN)
         p_part = parts + i_c.to(tl.int64) * 10 * rows + o_r
-        tl.store(p_part, m, mask=m_r)
-        tl.store(p_part + rows, tl.sum(b_e, axis=1), mask=m_r)
-        if ENTROPY:
-            tl.store(p_part + 2 * rows, tl.sum(b_e * b_u, axis=1), mask=m_r)
-        tl.store(p_part + 3 * rows, t, mask=m_r)
-        tl.store(p_part + 4 * rows, n, mask=m_r)
-        tl.store(p_part + 5 * rows, tl.sum(b_f, axis=1), mask=m_r)
-        tl.store(p_part + 6 * rows, tl.sum(b_f * b_v, axis=1), mask=m_r)
-        tl.store(p_part + 7 * rows, teacher_t, mask=m_r)
+        w = tl.sum(b_e * b_u, axis=1) if ENTROPY else m * 0.0
+        store_part(p_part, rows, m, tl.sum(b_e, axis=1), w, t, m_r)
+        store_part(p_part + 4 * rows, rows, n, tl.sum(b_f, axis=1), tl.sum(b_f * b_v, axis=1), teacher_t, m_r)
         if REVERSE:
             b_d = b_v - b_u
             sum_a, sum_l = kl_sums(b_e, b_f, b_d)
