@@ -38,13 +38,13 @@ Step = Callable[[], object]
 
 def configurations() -> dict[str, PairSizes]:
     """What is tried, by name: the sizes in use first."""
-    two, joint = PairSizes(128, 128, 64), PairSizes(128, 128, 64, joint=True, stages=3)
+    two, joint = PairSizes(128, 128, 64, band=8), PairSizes(128, 128, 64, joint=True, stages=3)
     small = PairSizes(64, 128, 64, warps=4, stages=3, residents=2)
     return {
         "128x128x64 s4": two,
         "128x128x64 s5": two._replace(stages=5),
         "128x128x64 s6": two._replace(stages=6),
-        "128x128x64 s4, band 8": two._replace(band=8),
+        "128x128x64 s4, band 16": two._replace(band=16),
         "128x128x64 s4, not flattened": two._replace(flatten=False),
         "128x128x64 s3, joint": joint,
         "128x128x32 s5, joint": joint._replace(depth=32, stages=5),

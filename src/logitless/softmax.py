@@ -192,7 +192,9 @@ def kl_of(s: Tensor, other: Tensor, a: Tensor, b: Tensor) -> Tensor:
     # Near 0 from what is small; elsewhere a is as large as b, and their sum would be rounded at that size.
     small = (whole < 0.5) & (more.abs() < 0.5)
     near = whole - (more - torch.log1p(torch.where(small, more, 0.0)))
-    return torch.where(small, near, ratio.log() - mean).clamp_min(0.0).to(s.dtype)
+    value = torch.where(small, near, ratio.log() - mean).clamp_min(0.0)
+    # Where only the first model has a column it is infinite, whatever else there is.
+    return torch.where(b == -torch.inf, torch.inf, value).to(s.dtype)
 
 
 def merge_kl(own: Tensor, other: Tensor, sums: Tensor, reverse: bool) -> Tensor:
@@ -204,13 +206,19 @@ def merge_kl(own: Tensor, other: Tensor, sums: Tensor, reverse: bool) -> Tensor:
         reverse: whether the student is the first model.
     """
     first, second = (own, other) if reverse else (other, own)
-    first_m, s, second_m, a, b = (x.double() for x in (first[:, 0], first[:, 1], second[:, 0], *sums.unbind(1)))
-    there = s > 0
+    s, a, b = (x.double() for x in (first[:, 1], *sums.unbind(1)))
     # Of parts with nothing in them no factor is known, and none is needed.
-    f, g = (torch.where(there, x - merge(y)[0].double(), 0.0) for x, y in ((first_m, first), (second_m, second)))
+    there = [x[:, 1] > 0 for x in (first, second)]
+    f, g = (
+        torch.where(y, x[:, 0].double() - merge(x)[0].double(), 0.0)
+        for x, y in zip((first, second), there, strict=True)
+    )
+    by_first, by_second = (torch.where(y, x.exp(), 0.0) for x, y in zip((f, g), there, strict=True))
     linear = b + (g - f) * s
-    more = g.exp() * (s + (a + b)) - f.exp() * (s + linear)
-    return torch.stack([torch.where(there, x, 0.0).sum(0).to(own.dtype) for x in (more, f.exp() * linear)])
+    found = (by_second * (s + (a + b)) - by_first * (s + linear), by_first * linear)
+    infinite = (b == -torch.inf).any(0)
+    both = zip(found, (torch.inf, -torch.inf), strict=True)
+    return torch.stack([torch.where(infinite, end, x.sum(0)).to(own.dtype) for x, end in both])
 
 
 def normaliser(row: Statistic) -> Normaliser:

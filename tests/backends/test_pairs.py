@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NamedTuple
 
 import pytest
@@ -221,6 +222,58 @@ def test_as_a_loss(kind: str, dtype: torch.dtype, device: torch.device):
     _, plain = loss_truth(batch, kind, torch.float32, rounded=True)
     for name, *x in zip(("hidden", "weight"), found.gradients, exact.gradients, plain.gradients, strict=True):
         assert_gradient_close_to_truth(*x, name=f"d_{name}")
+
+
+SHARDED = [
+    (kind, columns, loss) for kind, columns in (("reverse_kl", 301), ("forward_kl", 290)) for loss in (False, True)
+]
+"""Where the teacher has fewer columns, the second rank has to make the same sums of logits."""
+
+
+def sharded(rank: int, world: int, batch: Batch) -> list[Outcome]:
+    """One rank's calls with its columns of both heads."""
+    # As at the top of this file, in a process of its own.
+    warnings.simplefilter("ignore", RuntimeWarning)
+    start, stop = [(0, 130), (130, 301)][rank]
+    shard, found = ll.VocabShard(start, stop, torch.distributed.group.WORLD), []
+    for kind, columns, as_a_loss in SHARDED:
+        hidden = batch.hidden.detach().clone().requires_grad_()
+        weight = batch.weight[start:stop].detach().clone().requires_grad_()
+        logits = ll.Logits(hidden, weight, shard=shard)
+        teacher = ll.Logits(batch.teacher_hidden, batch.teacher_weight[start : min(stop, columns)])
+        given: dict[str, Any] = {"teacher": teacher, "backend": "triton", "memory": 60000}
+        if as_a_loss:
+            objective = ll.Objective(policy="none", divergence=Divergence(kind), divergence_coef=44.0)  # pyright: ignore[reportArgumentType]
+            total, _, out = ll.policy_loss(logits, batch.target, objective, return_stats=True, **given)
+        else:
+            out = ll.logprobs(logits, batch.target, divergence=kind, **given)  # pyright: ignore[reportArgumentType]
+            assert out.divergence is not None
+            total = out.divergence.sum()
+        total.backward()
+        assert hidden.grad is not None
+        assert weight.grad is not None
+        assert out.divergence is not None
+        found.append(Outcome({"divergence": out.divergence.detach()}, (hidden.grad, weight.grad)))
+    return found
+
+
+def test_shards_give_the_unsharded_answer(ranks):
+    batch = Batch.draw("cpu")
+    for (kind, columns, _), first, second in zip(SHARDED, *ranks(sharded, 2, batch), strict=True):
+        assert torch.equal(first.values["divergence"], second.values["divergence"])
+        found = []
+        for dtype, rounded in ((torch.float64, False), (torch.float32, False), (torch.float32, True)):
+            hidden, weight = (x.detach() if rounded else x.detach().to(dtype) for x in batch[:2])
+            hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+            y = batch.teacher_hidden.to(dtype) @ batch.teacher_weight.to(dtype).T
+            y = torch.where(torch.arange(301) < columns, y, -torch.inf)
+            values = torch.where(batch.target != -100, textbook((hidden @ weight.T).to(dtype), y, kind), 0.0)
+            found.append((values.detach(), torch.autograd.grad(values.sum(), (hidden, weight))))
+        (exact, truth), (wide, _), (_, plain) = found
+        assert_close_to_truth(first.values["divergence"], exact, wide, name="divergence")
+        joined = (first.gradients[0], torch.cat([first.gradients[1], second.gradients[1]]))
+        for name, *x in zip(("hidden", "weight"), joined, truth, plain, strict=True):
+            assert_gradient_close_to_truth(*x, name=f"d_{name}")
 
 
 REFUSED: dict[str, tuple[dict, str]] = {

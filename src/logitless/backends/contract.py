@@ -254,11 +254,10 @@ class Products(Protocol):
 class Pairs(Protocol):
     """Two matrix products in one tile: both models' logits stay in the kernel that makes them.
 
-    Same as both products in float32, then ``statistics``, ``divergence`` or ``divergence_gradient`` of them.
+    Same as both products in float32, then ``statistics``, ``divergence`` or ``divergence_gradient`` of them. Operands
+    are such as :class:`Products` take.
     """
 
-    def takes(self, hidden: Tensor, weight: Tensor, copied: bool = False) -> str | None: ...
-    def takes_sizes(self, dtype: torch.dtype, width: int) -> str | None: ...
     def parts(
         self, couple: Couple, reverse: bool, out: Tensor | None = None, stored: tuple[Tensor, Tensor] | None = None
     ) -> Tensor: ...

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from logitless.backends.contract import Couple, Pairs
+from logitless.backends.contract import Couple, Pair, Pairs, Problem
 from logitless.call import Call
 from logitless.machine import Tiles, pair_sizes, pieces
 from logitless.passes.look import asked_of
@@ -20,7 +21,7 @@ from logitless.passes.terms import Terms
 from logitless.readings.found import Found, Lines, Taught, find
 from logitless.readings.reading import Row
 from logitless.route.pairs import LINES
-from logitless.softmax import WIDTH, Normaliser
+from logitless.softmax import WIDTH, Normaliser, Statistic
 from logitless.sources.linear import Projection
 from logitless.sources.teachers import TeacherRows
 
@@ -49,12 +50,35 @@ def pairs_of(p: Projection) -> Pairs:
 def look_at_pairs(p: Projection, tiles: Tiles, teacher: TeacherRows) -> Found:
     """Everything that is asked for of all rows and their teacher's, so many rows at a time; one gather for all."""
     out = p.gain.new_empty((LINES, len(p.hidden)))
-    reverse, whole = _is_reverse(p.call), slice(0, p.call.columns)
+    reverse, whole = is_reverse(p.call), slice(0, p.call.columns)
+    memory = None if tiles.fused else p.empty((2, tiles.rows * p.call.columns), p.gain.dtype)
     for rows in pieces(len(p.hidden), tiles.rows, p.hidden.is_meta):
-        couple = couple_of(p.cut(rows.start, rows.stop), teacher.cut(rows.start, rows.stop), whole)
+        part, beside = p.cut(rows.start, rows.stop), teacher.cut(rows.start, rows.stop)
+        if memory is not None:
+            problem = part.whole(memory[0], tiles.elementwise)
+            part.project(0, problem.logits)
+            out[:, rows] = crossed(p.call, problem, beside.problem(memory[1], 0, problem))
+            continue
+        couple = couple_of(part, beside, whole)
         parts = pairs_of(p).parts(couple, reverse)
         pairs_of(p).merge(couple, reverse, parts, out[:, rows])
-    return _found(p.call, None, out)
+    return found(p.call, None, out)
+
+
+def crossed(call: Call, student: Problem, teacher: Problem) -> Tensor:
+    """``[10, R]`` lines as that kernel makes them, of logits that exist: its sums follow from the KL of the columns."""
+    assert call.kind is not None
+    lines = [call.backend.statistics(replace(x, entropy=True)) for x in (student, teacher)]
+    own, other = (Statistic.of(x) for x in lines)
+    norm, teacher_norm = (Normaliser(x.m, x.s.log()) for x in (own, other))
+    pair = Pair(student, teacher, norm, teacher_norm, call.kind)
+    sums = student.gain.new_empty((pair.lines, student.num_rows))
+    call.backend.divergence(pair, sums)
+    first, second = (own, other) if is_reverse(call) else (other, own)
+    mean = first.s * ((second.s / first.s).log() - sums[0])
+    # Of columns that one of the two has alone, all is known.
+    mean = torch.where(second.s > 0, mean, -torch.inf).masked_fill(first.s == 0, 0.0)
+    return torch.cat([*lines, (second.s - first.s - mean)[None], mean[None]])
 
 
 def write_pair_gradient(p: Projection, teacher: TeacherRows, terms: Terms, columns: slice, into: Tensor) -> None:
@@ -91,11 +115,11 @@ class PairChunk:
 
     def look(self, start: int, stop: int) -> Found:
         couple, stored = self._here(start, stop)
-        reverse, out = _is_reverse(self.p.call), self.p.gain.new_empty((LINES, stop - start))
+        reverse, out = is_reverse(self.p.call), self.p.gain.new_empty((LINES, stop - start))
         parts = pairs_of(self.p).parts(couple, reverse, self.parts, stored)
         pairs_of(self.p).merge(couple, reverse, parts, out)
         whole = stop - start == self.p.call.num_rows
-        return _found(self.p.call, None if whole else slice(start, stop), out)
+        return found(self.p.call, None if whole else slice(start, stop), out)
 
     def gradient(
         self, start: int, stop: int, column: Tensor, saved: Mapping[str, Tensor], up: Mapping[str, Tensor | None]
@@ -109,7 +133,7 @@ class PairChunk:
         tiles = len(self.parts) // max(1, LINES * self.values.shape[1])
         parts = self.parts[: tiles * LINES * (stop - start)].view(tiles, LINES, stop - start)
         pairs_of(self.p).gradient_from(
-            couple, parts, stored, (norm, own.norm), _is_reverse(call), (own.mean, own.by), terms.coef
+            couple, parts, stored, (norm, own.norm), is_reverse(call), (own.mean, own.by), terms.coef
         )
         return stored[0]
 
@@ -119,12 +143,12 @@ class PairChunk:
         return couple_of(self.p.cut(start, stop), self.teacher.cut(start, stop), whole), (values[0], values[1])
 
 
-def _is_reverse(call: Call) -> bool:
+def is_reverse(call: Call) -> bool:
     assert call.kind is not None
     return call.kind.kind == "reverse_kl"
 
 
-def _found(call: Call, rows: slice | None, lines: Tensor) -> Found:
+def found(call: Call, rows: slice | None, lines: Tensor) -> Found:
     """From the lines of all rows of a call, or of some."""
     assert call.kind is not None
     taught = Taught(call.kind, None, False, False, call.asked.stats)

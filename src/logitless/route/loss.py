@@ -80,7 +80,9 @@ def loss_plan(call: Call, objective: Objective | Preference) -> Plan:
     if rest and plan.kind == "one pass":
         # The rest of a row is summed from a copy of some rows.
         plan = replace(plan, elementwise=max(1, call.memory // COPIED))
-    if plan.tiles is not None and call.apart is None:
+    if plan.tiles is not None and taught:
+        plan = replace(plan, tiles=plan.tiles._replace(rows=plan.rows, fused=pair_apart(call) is None))
+    elif plan.tiles is not None and call.apart is None:
         plan = replace(plan, tiles=plan.tiles._replace(rows=plan.rows, columns=max(1, call.columns), fused=True))
     done = plan.kind == "one pass" and any(call.needs)
     return plan if done else replace(plan, first=score_plan(first_pass(call), whole=True))

@@ -3,36 +3,61 @@
 dZ        one kernel for every divergence: both normalisers are known in backward
 sums      of a KL alone: other divergences have terms that need both normalisers first, and read logits twice
 stored    in a loss: the sums, and what dZ needs in 16 bits
+
+Sums are sent between the ranks of a vocabulary group, so whether there are any follows from what all ranks know. A rank
+that cannot make them so makes the same lines of logits.
 """
 
 from __future__ import annotations
+
+from torch import Tensor
 
 from logitless.call import PLAIN, Call
 from logitless.call.checks import vocabulary
 from logitless.machine import pair_sizes
 from logitless.operands import Logits, Teacher
 
+FEWER = "the student has ids that the teacher has not"
+
 LINES = 10
 """Of a part: the statistics of both models, and two sums of their KL."""
 
 
 def pair_apart(call: Call) -> str | None:
-    """Why both models' logits go through memory, or None: under a vocabulary group from what all ranks know."""
+    """Why both models' logits go through memory, or None."""
+    return pair_apart_everywhere(call) or pair_apart_here(call)
+
+
+def pair_apart_here(call: Call) -> str | None:
+    """The same, from what a rank of a vocabulary group knows of its own operands alone."""
     teacher, linear = call.asked.teacher, call.linear
-    apart = call.apart if call.group is None else call.apart_everywhere
-    if apart is not None or linear is None:
-        return apart
-    pairs = getattr(call.backend, "pairs", None)
-    if pairs is None:
+    if call.apart is not None or linear is None:
+        return call.apart
+    assert isinstance(teacher, Teacher)
+    assert isinstance(teacher.logits, Logits)
+    if vocabulary(call.caller, teacher.width, teacher.head or PLAIN, call.shard)[1] != call.columns:
+        return FEWER
+    own, copied = teacher.tokens, call.index is not None or linear.sequence_parallel
+    weight = teacher.logits.stands().weight
+    assert isinstance(weight, Tensor)
+    refused = call.backend.products.takes(own.detach().reshape(-1, own.shape[-1]), weight, copied=copied)
+    return None if refused is None else f"of the teacher's operands {refused}"
+
+
+def pair_apart_everywhere(call: Call) -> str | None:
+    """The same, from what all ranks know."""
+    teacher, linear = call.asked.teacher, call.linear
+    if call.apart_everywhere is not None or linear is None:
+        return call.apart_everywhere
+    if getattr(call.backend, "pairs", None) is None:
         return f"the {call.backend_name} backend multiplies one model at a time"
     if not isinstance(teacher, Teacher) or not isinstance(teacher.logits, Logits):
         return "rows have several teachers" if not isinstance(teacher, Teacher) else "the teacher's logits exist"
     own, head = teacher.logits.stands(), teacher.head or PLAIN
-    assert not isinstance(own.weight, Logits)
     if teacher.ids is not None or teacher.at is not None:
         return "the teacher has other ids or tokens than the student"
     if vocabulary(call.caller, teacher.width, head, call.shard)[0] != call.vocab_size:
-        return "the student has ids that the teacher has not"
+        return FEWER
     if call.table is not None:
         return "stats=, top_k= and ids= are read off logits beside a teacher"
     if call.weight_dtype is not None:
@@ -43,19 +68,16 @@ def pair_apart(call: Call) -> str | None:
         return "match= rounds logits"
     if call.bits == "canonical":
         return 'bits="canonical" fixes the products'
-    if call.negative or head.scale < 0 or (not hasattr(own.gain, "shape") and own.gain < 0):
+    if call.negative or head.scale < 0 or (not isinstance(own.gain, Tensor) and own.gain < 0):
         return "a head turns the order of its logits around"
     hidden = teacher.logits.hidden
-    refused = pairs.takes_sizes(hidden.dtype, hidden.shape[-1])
-    if refused is None and call.group is None:
-        copied = call.index is not None or linear.sequence_parallel
-        refused = pairs.takes(hidden.detach().reshape(-1, hidden.shape[-1]), own.weight, copied=copied)
+    refused = call.backend.products.takes_sizes(hidden.dtype, hidden.shape[-1])
     return None if refused is None else f"of the teacher's operands {refused}"
 
 
 def sums_apart(call: Call) -> str | None:
-    """The same of the sums of a divergence."""
-    apart, kind = pair_apart(call), call.kind
+    """The same of the sums of a divergence: under a vocabulary group, from what all ranks know."""
+    apart, kind = pair_apart(call) if call.group is None else pair_apart_everywhere(call), call.kind
     if apart is not None or kind is None:
         return apart
     if kind.kind not in ("forward_kl", "reverse_kl") or call.accepts:

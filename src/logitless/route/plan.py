@@ -209,9 +209,10 @@ def _pair_plan(call: Call) -> Plan:
     forward = None
     if sums is None and not unit:
         reason, chunks = "both models' logits are made in one kernel, which ends in their KL", ()
-        rows = max(1, min(call.memory, WORK) // pair_row(call, teacher_width(call), stored=False))
+        if apart is None:
+            rows = max(1, min(call.memory, WORK) // pair_row(call, teacher_width(call), stored=False))
         rows = max((stop - start for start, stop in even_chunks(call.num_rows, rows)), default=1)
-        forward = Tiles(rows, max(1, call.columns), rows, share, fused=True)
+        forward = Tiles(rows, max(1, call.columns), rows, share, fused=apart is None)
     return Plan(
         "pair",
         reason,
@@ -221,7 +222,7 @@ def _pair_plan(call: Call) -> Plan:
         chunks=chunks,
         columns=SLAB if widened else max(1, call.columns),
         elementwise=share,
-        apart=sums if not unit else sums or "dZ is made while both logits are there",
+        apart=sums or (apart if not unit else "dZ is made while both logits are there"),
         taught=True,
         unit=unit,
     )

@@ -132,18 +132,18 @@ def slope_of(
         slope = lean_slope(p, b_y, d, b * LOG2E, (teacher_base[0] + teacher_base[1]) * LOG2E, KIND, C)
         return slope, p, p, d
     else:
-        _, slope, p, q, d = compared(b_x * a, b_y * b, base, teacher_base, shift, KIND, C, FACTOR)
+        _, slope, p, q, d = compared(b_x * a, b_y * b, base, teacher_base, shift, KIND, C, FACTOR)  # pyright: ignore[reportGeneralTypeIssues]
         return slope, p, q, d
 
 
 @triton.jit
 def divergence_part(slope, p, q, d, shift, mean, by, o_r, m_r, rows, ACCEPT: tl.constexpr):
     """``by (p slope - p mean)``; with the acceptance, whose numbers lie behind those of the divergence, its own."""
-    b_mean, b_by = two_numbers(mean, by, o_r, m_r)
+    b_mean, b_by = row_number(mean, o_r, m_r), row_number(by, o_r, m_r)
     b_dz = b_by * (slope - p * b_mean)
     if ACCEPT:
         _, rising, _ = accepted(p, q, d, row_number(shift + rows, o_r, m_r))
-        b_mean, b_by = two_numbers(mean + rows, by + rows, o_r, m_r)
+        b_mean, b_by = row_number(mean + rows, o_r, m_r), row_number(by + rows, o_r, m_r)
         b_dz += b_by * (rising - p * b_mean)
     return b_dz
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from logitless.backends.triton.kernels import LN2, LOG2E, SKIP, TINY
+from logitless.backends.triton.kernels import LN2, LOG2E, SKIP, TINY, finite_or_zero
 
 
 @triton.jit
@@ -79,6 +79,7 @@ def pair_merge_kernel(
     a, b = tl.load(gain + o_r, mask=m_r, other=1.0), tl.load(teacher_gain + o_r, mask=m_r, other=1.0)
     m = maximum_of(p_row, part_stride, o_g, m_r, num_parts, BLOCK, AHEAD) * a
     n = maximum_of(p_row + 4 * rows, part_stride, o_g, m_r, num_parts, BLOCK, AHEAD) * b
+    base, teacher_base = finite_or_zero(m), finite_or_zero(n)
     zero = tl.zeros([BLOCK], dtype=tl.float64)
     s, w, q, v, sum_a, sum_l = zero, zero, zero, zero, zero, zero
     t, teacher_t = tl.zeros([BLOCK], dtype=tl.float32), tl.zeros([BLOCK], dtype=tl.float32)
@@ -87,8 +88,8 @@ def pair_merge_kernel(
         mask = (g + o_g < num_parts)[:, None] & m_r[None, :]
         p_part = p_row[None, :] + (g + o_g).to(tl.int64)[:, None] * part_stride
         b_m, b_n = tl.load(p_part, mask=mask, other=0.0), tl.load(p_part + 4 * rows, mask=mask, other=0.0)
-        log_f = logarithm(b_m, a[None, :], m[None, :])
-        log_g = logarithm(b_n, b[None, :], n[None, :])
+        log_f = logarithm(b_m, a[None, :], base[None, :])
+        log_g = logarithm(b_n, b[None, :], teacher_base[None, :])
         f, h = tl.where(mask, tl.exp(log_f), 0.0), tl.where(mask, tl.exp(log_g), 0.0)
         b_s, b_q = line(p_part, 1, rows, mask), line(p_part, 5, rows, mask)
         s += tl.sum(f * b_s, axis=0)

@@ -9,18 +9,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from logitless.backends.contract import Couple
 from logitless.backends.divergences import Divergence
 from logitless.backends.triton.launching import interpreted, launch
-from logitless.backends.triton.products import describable, described, takes, takes_sizes, written
+from logitless.backends.triton.products import described, written
 from logitless.machine import PairSizes, multiprocessors, pair_sizes
 from logitless.softmax import Coefficients, Normaliser
 from logitless.spec import has_values
-
-__all__ = ["gradient", "gradient_from", "merge", "parts", "takes", "takes_sizes"]
 
 MODULE, PARTS = "pair_kernels", "pair_part_kernels"
 
@@ -120,12 +117,6 @@ def parts(
     return found
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """What a descriptor can stand for. Under a vocabulary group all ranks go one way, and one whose operands do not lie
-    as they should copies them; a call of its own is told beforehand (:func:`takes`)."""
-    return x if describable(x) else x.clone(memory_format=torch.contiguous_format)
-
-
 def _programs(couple: Couple, sizes: PairSizes) -> int:
     p = couple.student
     units = -(-p.rows // sizes.rows) * -(-p.columns // sizes.columns)
@@ -138,10 +129,10 @@ def _operands(couple: Couple, sizes: PairSizes) -> dict[str, Any]:
     return {
         "on": p.hidden,
         "module": MODULE,
-        "hidden": described(_aligned(p.hidden), sizes.rows, sizes.depth),
-        "weight": described(_aligned(p.weight), sizes.columns, sizes.depth),
-        "other": described(_aligned(teacher.hidden), sizes.rows, sizes.depth),
-        "other_weight": described(_aligned(teacher.weight), sizes.columns, sizes.depth),
+        "hidden": described(p.hidden, sizes.rows, sizes.depth),
+        "weight": described(p.weight, sizes.columns, sizes.depth),
+        "other": described(teacher.hidden, sizes.rows, sizes.depth),
+        "other_weight": described(teacher.weight, sizes.columns, sizes.depth),
         "column": p.column,
         "gain": p.gain,
         "teacher_gain": teacher.gain,
