@@ -439,8 +439,8 @@ def pair_sizes(width: int, other: int) -> PairSizes:
     # forward KL and jsd, the sums, the sums with 16 bits stored. 128 x 128 x 64, 4 stages, a band of 8: 1.06, 1.09,
     # 1.11, 1.10, 1.18 at D = 4096; 1.20, 1.17, 1.31, 1.20, 1.36 at 2048. A band of 16: 1.08, 1.09, 1.06, 1.11, 1.20;
     # 1.15, 1.20, 1.33, 1.27, 1.49. 6 stages 1.17, 1.17, 1.18, 1.10, 1.27 and 1.16, 1.19, 1.29, 1.27, 1.46. Not
-    # flattened is no slower. 64 x 256 1.06, 1.09, 1.15, 1.14, 1.25 and 1.17, 1.26, 1.30, 1.29, 1.52. Both in one loop 1.47
-    # to 1.76; two programs of 64 x 128 1.22 to 1.36.
+    # flattened is no slower. 64 x 256 1.06, 1.09, 1.15, 1.14, 1.25 and 1.17, 1.26, 1.30, 1.29, 1.52. One loop for both
+    # 1.5 to 1.8, two programs of 64 x 128 1.2 to 1.4.
     return PairSizes(128, 128, 64, band=8)
 
 

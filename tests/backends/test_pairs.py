@@ -9,6 +9,7 @@ import pytest
 import torch
 from close import assert_close_to_truth, assert_gradient_close_to_truth
 from shared.divergence import KINDS, textbook
+from shared.shards import Collectives, as_told
 from torch import Tensor
 
 import logitless as ll
@@ -242,13 +243,17 @@ def sharded(rank: int, world: int, batch: Batch) -> list[Outcome]:
         logits = ll.Logits(hidden, weight, shard=shard)
         teacher = ll.Logits(batch.teacher_hidden, batch.teacher_weight[start : min(stop, columns)])
         given: dict[str, Any] = {"teacher": teacher, "backend": "triton", "memory": 60000}
-        if as_a_loss:
-            objective = ll.Objective(policy="none", divergence=Divergence(kind), divergence_coef=44.0)  # pyright: ignore[reportArgumentType]
-            total, _, out = ll.policy_loss(logits, batch.target, objective, return_stats=True, **given)
-        else:
-            out = ll.logprobs(logits, batch.target, divergence=kind, **given)  # pyright: ignore[reportArgumentType]
-            assert out.divergence is not None
-            total = out.divergence.sum()
+        with Collectives() as sent:
+            if as_a_loss:
+                objective = ll.Objective(policy="none", divergence=Divergence(kind), divergence_coef=44.0)  # pyright: ignore[reportArgumentType]
+                plan = ll.explain(ll.policy_loss, logits, batch.target, objective, **given)
+                total, _, out = ll.policy_loss(logits, batch.target, objective, return_stats=True, **given)
+            else:
+                plan = ll.explain(ll.logprobs, logits, batch.target, divergence=kind, **given)
+                out = ll.logprobs(logits, batch.target, divergence=kind, **given)  # pyright: ignore[reportArgumentType]
+                assert out.divergence is not None
+                total = out.divergence.sum()
+        assert sent.sent == as_told(plan, "forward")
         total.backward()
         assert hidden.grad is not None
         assert weight.grad is not None

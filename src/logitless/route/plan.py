@@ -141,6 +141,11 @@ class Plan:
     collectives: tuple[Collective, ...] = ()
 
     @property
+    def crossed(self) -> bool:
+        """Whether the sums of a KL come with the statistics of both models, in one look."""
+        return self.taught and (self.tiles is not None or (self.kind == "pair" and self.forward is not None))
+
+    @property
     def rows(self) -> int:
         """Of the largest chunk."""
         return max((stop - start for start, stop in self.chunks), default=0)
