@@ -188,7 +188,8 @@ def _add_divergence(
     if sums is None:
         assert taught.compare is not None
         sums = taught.compare(norm, teacher, factor)
-        sums = sums if asked.group is None else gather_over(asked.group, sums).sum(0)
+        if asked.group is not None:
+            sums = gather_over(asked.group, sums).sum(0)
     terms, mean = sums[:2]
     rest = -torch.expm1(share)
     if taught.bucket:
