@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.machine import Tiles, pieces
+from logitless.machine import Tiles, pieces, row_stride
 from logitless.passes.exponentials import Exponentials
 from logitless.passes.terms import Terms
 from logitless.readings.ids import write_at_ids
@@ -166,7 +166,7 @@ class _Block:
         def cut(start: int, stop: int) -> tuple[Projection, Beside]:
             return p.cut(start, stop), beside.cut(start, stop)
 
-        d_z = p.empty((min(tiles.block, len(p.hidden)), tiles.columns), p.hidden.dtype)
+        d_z = p.empty((min(tiles.block, len(p.hidden)), row_stride(tiles.columns, p.hidden.dtype.itemsize)), p.hidden.dtype)
         logits = None if tiles.fused else p.empty_tile(tiles)
         return _Block(p, tiles, beside, logits, d_z, functools.cache(cut))
 
