@@ -33,8 +33,8 @@ from logitless.objectives.checks import (
 )
 from logitless.objectives.corrections import CORRECTIONS, rollout_log_ratio
 from logitless.objectives.inputs import KNOWN_FIELDS, Inputs, bounded_exp, statistics_of
-from logitless.objectives.kl import KL_TERMS, KLTerm, k3, kl_rows
-from logitless.objectives.metrics import Metrics
+from logitless.objectives.kl import KL_TERMS, KLTerm, k3, k3_of, kl_rows
+from logitless.objectives.metrics import Metrics, metrics_of
 from logitless.objectives.mismatch import measures
 from logitless.objectives.policy import POLICY_TERMS
 from logitless.objectives.reduction import Reduction, row_weights
@@ -250,6 +250,7 @@ class Objective:
             if group is None and not whole_samples
             else sequence_group("Objective", rows, group, needed=whole_samples),
             on_policy=on_policy,
+            complete=rows.complete,
         )
 
     def evaluate(self, inputs: Inputs) -> tuple[Tensor, Metrics]:
@@ -257,7 +258,8 @@ class Objective:
         x = inputs.cleaned()
         parts, values, correction = self._parts(x)
         sums = {name: _weighed_sum(x, part) for name, part in parts.items()}
-        loss = torch.stack(list(sums.values())).sum()
+        first, *others = sums.values()
+        loss = sum(others, first)
         with torch.no_grad():
             return loss, self._metrics(x, {"loss": loss, **sums}, values, correction)
 
@@ -387,8 +389,9 @@ class Objective:
         if x.log_z is not None:
             means["log_z"] = x.log_z
         if x.has("old_logprob"):
-            means["ratio"] = extremes["ratio"] = bounded_exp(x.log_ratio)
-            means["approx_kl_k1"], means["approx_kl_k3"] = -x.log_ratio, k3(x.old_logprob, x.logprob)
+            log_ratio = x.log_ratio
+            means["ratio"] = extremes["ratio"] = bounded_exp(log_ratio)
+            means["approx_kl_k1"], means["approx_kl_k3"] = -log_ratio, k3_of(-log_ratio)
         if x.has("ref_logprob") and not (self._kl_term().weighted and not x.has("old_logprob")):
             means["ref_kl"] = kl_rows(self._kl_term(), x)
         if x.has("old_logprob") and x.has("rollout_logprob"):
@@ -398,7 +401,8 @@ class Objective:
         if correction is not None:
             means["correction"] = extremes["correction"] = weights["effective_sample_size"] = correction
             means["correction_masked"] = (correction == 0).to(correction.dtype)
-        return Metrics.of_rows(means, x.counted, extremes=extremes, weights=weights, sums=sums)
+        counted = None if x.complete else x.counted
+        return metrics_of(means, counted, len(x), x.logprob.device, extremes, weights, sums)
 
     @functools.cached_property
     def _reasons(self) -> dict[str, str]:
@@ -484,7 +488,8 @@ def _shown(x: Any) -> str:
 
 def _weighed_sum(x: Inputs, losses: Tensor) -> Tensor:
     """0-dim sum of the rows' losses, each times its weight."""
-    return torch.where(x.counted, x.weight * losses, 0.0).sum()
+    weighed = x.weight * losses
+    return (weighed if x.complete else torch.where(x.counted, weighed, 0.0)).sum()
 
 
 _PLAIN = Objective()
