@@ -223,7 +223,7 @@ class Objective:
                 f'Objective: old_logprob must be a tensor or "current" but is {fields["old_logprob"]!r}.'
             )
         self._check_names({*given, "old_logprob"} if on_policy else set(given))
-        device = rows.target.device
+        device, complete = rows.target.device, rows.complete
         num_rows = rows.index.numel()
         tensors = {name: check_field(name, x, num_rows, device) for name, x in given.items()}
         if stats is not None:
@@ -240,7 +240,12 @@ class Objective:
             fields=tensors,
             counted=rows.counted,
             weight=row_weights(
-                rows, self.reduce, length=self.length, denominator=denominator, prompt_tokens=prompt_tokens
+                rows,
+                self.reduce,
+                length=self.length,
+                denominator=denominator,
+                prompt_tokens=prompt_tokens,
+                complete=complete,
             ),
             sample=rows.sample,
             totals=rows.totals,
@@ -250,13 +255,13 @@ class Objective:
             if group is None and not whole_samples
             else sequence_group("Objective", rows, group, needed=whole_samples),
             on_policy=on_policy,
-            complete=rows.complete,
+            complete=complete,
         )
 
     def evaluate(self, inputs: Inputs) -> tuple[Tensor, Metrics]:
         """Loss of these rows, a 0-dim sum, and their metrics, without graph. Nothing waits for the device."""
         x = inputs.cleaned()
-        parts, values, correction = self._parts(x)
+        parts, values, correction = self._parts(x, measured=True)
         sums = {name: _weighed_sum(x, part) for name, part in parts.items()}
         first, *others = sums.values()
         loss = sum(others, first)
@@ -269,9 +274,11 @@ class Objective:
         first, *others = self._parts(x)[0].values()
         return _weighed_sum(x, sum(others, first))
 
-    def _parts(self, x: Inputs) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
-        """Losses of the rows by term, the policy term's metric values, and the correction's weights."""
-        policy, values = self._policy(x)
+    def _parts(
+        self, x: Inputs, measured: bool = False
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+        """Losses of the rows by term, the policy term's metric values if wanted, and the correction's weights."""
+        policy, values = self._policy(x, measured)
         parts = {}
         correction = None
         if self.correction is not None:
@@ -345,10 +352,13 @@ class Objective:
             "denominator": fingerprint(denominator),
         }
 
-    def _policy(self, x: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+    def _policy(self, x: Inputs, measured: bool) -> tuple[Tensor, dict[str, Tensor]]:
         function = POLICY_TERMS[self.policy].function if isinstance(self.policy, str) else self.policy
         result = function(x, **self._keywords)  # pyright: ignore[reportAttributeAccessIssue]
         loss, values = result if isinstance(result, tuple) else (result, {})
+        if callable(values):
+            with torch.no_grad():
+                values = values() if measured else {}
         for name in values:
             if name in OWN_METRICS:
                 raise LogitlessError(f"Objective: policy names a metric {name!r}, which the objective has itself.")
@@ -380,6 +390,7 @@ class Objective:
         self, x: Inputs, sums: dict[str, Tensor], values: dict[str, Tensor], correction: Tensor | None
     ) -> Metrics:
         means, extremes, weights = {**x.statistics, **values}, {}, {}
+        old, reference, rollout = (x.has(f"{name}_logprob") for name in ("old", "ref", "rollout"))
         if x.has("advantage"):
             means["advantage"] = x.advantage
         if x.entropy is not None:
@@ -388,13 +399,13 @@ class Objective:
             means["divergence"] = x.divergence
         if x.log_z is not None:
             means["log_z"] = x.log_z
-        if x.has("old_logprob"):
+        if old:
             log_ratio = x.log_ratio
             means["ratio"] = extremes["ratio"] = bounded_exp(log_ratio)
             means["approx_kl_k1"], means["approx_kl_k3"] = -log_ratio, k3_of(-log_ratio)
-        if x.has("ref_logprob") and not (self._kl_term().weighted and not x.has("old_logprob")):
+        if reference and not (self._kl_term().weighted and not old):
             means["ref_kl"] = kl_rows(self._kl_term(), x)
-        if x.has("old_logprob") and x.has("rollout_logprob"):
+        if old and rollout:
             measured = measures(rollout_log_ratio(x))
             for into, found in zip((means, extremes, weights), measured, strict=True):
                 into |= {f"rollout_{name}": value for name, value in found.items()}
@@ -402,7 +413,7 @@ class Objective:
             means["correction"] = extremes["correction"] = weights["effective_sample_size"] = correction
             means["correction_masked"] = (correction == 0).to(correction.dtype)
         counted = None if x.complete else x.counted
-        return metrics_of(means, counted, len(x), x.logprob.device, extremes, weights, sums)
+        return metrics_of(means, counted, x.logprob.numel(), x.logprob.device, extremes, weights, sums)
 
     @functools.cached_property
     def _reasons(self) -> dict[str, str]:

@@ -35,6 +35,7 @@ def row_weights(
     length: int | None = None,
     denominator: float | Tensor | None = None,
     prompt_tokens: Tensor | None = None,
+    complete: bool = False,
 ) -> Tensor:
     """``[R]`` float64 weight of each row in the loss, 0 where it does not count.
 
@@ -46,6 +47,7 @@ def row_weights(
             counted over these samples alone, their tokens on all ranks included.
         prompt_tokens: ``[N]`` counted tokens of all samples of each sample's prompt, for ``prompt_mean``; see
             :func:`prompt_tokens_over`.
+        complete: what ``rows.complete`` says, if it was asked.
     """
     device, num_samples = rows.target.device, len(rows.counts)
     if (prompt_tokens is not None) != (reduce == "prompt_mean"):
@@ -53,7 +55,7 @@ def row_weights(
         raise LogitlessError(
             f'Objective: prompt_tokens go with reduce="prompt_mean", and {came}. Take them from prompt_tokens_over.'
         )
-    if rows.complete and prompt_tokens is None and not isinstance(denominator, Tensor):
+    if complete and prompt_tokens is None and not isinstance(denominator, Tensor):
         return _known_weights(rows, reduce, length, denominator, device)
     if reduce == "token_mean":
         per_sample = torch.ones(num_samples, dtype=torch.float64, device=device)
@@ -82,7 +84,7 @@ def _known_weights(
         by_sample = torch.tensor([1 / x if x else 0.0 for x in each], dtype=torch.float64, device=device)
         return by_sample[rows.sample]
     count = (float(length or 0) if reduce == "sample_sum" else 1.0) * denominator
-    return torch.full((len(rows),), 1 / count if count else 0.0, dtype=torch.float64, device=device)
+    return torch.full(rows.index.shape, 1 / count if count else 0.0, dtype=torch.float64, device=device)
 
 
 def count_over(rows: Rows | Sequence[Rows], reduce: Reduction, group: Any = None) -> Tensor:

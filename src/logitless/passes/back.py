@@ -105,7 +105,7 @@ def _by_slabs(
                 p.multiply(d_z.T, p.parts(p.hidden[rows])[0], into, add=weight_grad is not None or rows.start > 0)
         if slab is not None and d_weight is not None and into is not None:
             d_weight[columns] = into
-    if d_weight is not None:
+    if d_weight is not None and p.call.columns < len(d_weight):
         d_weight[p.call.columns :].zero_()
     return Gradients(d_hidden, d_weight, d_bias, d_low)
 

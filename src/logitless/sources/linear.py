@@ -16,7 +16,7 @@ from logitless.backends.contract import Backend, Problem, Product, Products
 from logitless.call import Call, Operands
 from logitless.collectives import gather_rows_over, scatter_sum_over, sum_over
 from logitless.errors import released
-from logitless.machine import SLAB, Tiles, pieces, row_stride
+from logitless.machine import PIECE, SLAB, Tiles, pieces, row_stride
 from logitless.softmax import SKIP
 from logitless.sources.gemm import add_rows, multiply, multiply_fixed
 
@@ -232,7 +232,8 @@ class Projection:
 
     def empty_rows(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """Flat working memory for :func:`rows_in`."""
-        return self.empty((rows, row_stride(columns, dtype.itemsize)), dtype).view(-1)
+        odd = columns * dtype.itemsize % PIECE
+        return self.empty((rows, row_stride(columns, dtype.itemsize) if odd else columns), dtype).view(-1)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Working memory. Where the device has none left, the error says which argument asks for less."""
@@ -248,9 +249,10 @@ class Projection:
 
 def rows_in(memory: Tensor, rows: int, columns: int) -> Tensor:
     """``[rows, columns]`` at the start of flat memory, each row beginning where products are fast."""
+    if columns * memory.element_size() % PIECE == 0:
+        return memory[: rows * columns].view(rows, columns)
     width = row_stride(columns, memory.element_size())
-    whole = memory[: rows * width].view(rows, width)
-    return whole if width == columns else whole[:, :columns]
+    return memory[: rows * width].view(rows, width)[:, :columns]
 
 
 def require_weight(weight: Tensor, call: Call) -> None:
