@@ -116,7 +116,9 @@ def _resolve(
     wide = accumulation_dtype(x.dtype)
     budget = memory if asked.memory is None else asked.memory
     size = parse_memory(budget)
-    gain, squash, negative, unit = head.gain(num_rows, wide, x.device), head.squash, head.scale < 0, head.unit
+    # Engines keep temperatures in float32: one row's factor has the same bits from a number and from a tensor.
+    gain = head.gain(num_rows, wide, x.device, single=bits == "canonical")
+    squash, negative, unit = head.squash, head.scale < 0, head.unit
     if stands is not None and (stands.squash or isinstance(stands.gain, Tensor) or stands.gain != 1.0):
         gain, squash, negative, unit = _carried(caller, head, stands, rows, gain)
     machine = CPU

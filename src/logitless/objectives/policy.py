@@ -149,9 +149,7 @@ POLICY_TERMS = {
 }
 
 
-def _clipped_surrogate(
-    ratio: Tensor, advantage: Tensor, clip: Bounds, dual_clip: float | None
-) -> tuple[Tensor, Later]:
+def _clipped_surrogate(ratio: Tensor, advantage: Tensor, clip: Bounds, dual_clip: float | None) -> tuple[Tensor, Later]:
     (low, high), cost = clip, -advantage
     plain, clipped = cost * ratio, cost * ratio.clamp(1 - low, 1 + high)
     active, capped = clipped > plain, None

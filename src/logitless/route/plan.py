@@ -12,17 +12,20 @@
     two passes  4 products    a loss, after the log-probs of all rows
 
 One product fewer where only hidden, or only the head, needs a gradient. Decided from shapes, options and one memory
-budget, before anything runs. How large a tile should be is in ``tiles``, what a loss costs in ``costs``.
+budget, before anything runs. How large a tile should be is in ``tiles``, what a loss costs in ``costs``, what ranks
+send each other in ``sent``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from logitless.call import Call
-from logitless.machine import SLAB, WORK, Tiles, product_sizes
+from logitless.machine import SLAB, WORK, Tiles, pair_sizes, product_sizes
 from logitless.operands import Teacher
+from logitless.route.pairs import pair_apart, pair_row, sums_apart, teacher_width
 from logitless.route.tiles import (
     FIXED_ROWS,
     Shape,
@@ -33,11 +36,64 @@ from logitless.route.tiles import (
     exponentials_row,
     forward_tiles,
 )
+from logitless.spec import format_bytes
 
 Kind = Literal["given", "forward", "frozen", "keep", "recompute", "pair", "support", "one pass", "two passes"]
 
 ONLY_SUPPORT = "only the ids that the sampler kept and the targets are asked for"
 LISTED = "both distributions are over the ids that the teacher sent"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a call.
+
+    Attributes:
+        kind: of torch.distributed. An ``all_gather_object`` is of pickled facts, and takes two small gathers.
+        what: what is sent, in words.
+        bytes: of the tensor that this rank hands in: its own part of a gather, all of a sum. 0 for pickled facts.
+        when: in forward, or in backward where all results with a graph are differentiated.
+        over: whether the group shares the vocabulary, or the tokens.
+        ranks: of that group.
+        each: whether there is one for every mean over samples that a term of the caller's own takes, which nobody
+            knows before it runs. Any other record is one collective.
+    """
+
+    kind: Literal["all_gather", "all_reduce", "reduce_scatter", "all_gather_object"]
+    what: str
+    bytes: int
+    when: Literal["forward", "backward"]
+    over: Literal["vocabulary", "sequence"]
+    ranks: int
+    each: bool = False
+
+    @property
+    def wire(self) -> float:
+        """Bytes that leave this rank where the ranks form a ring.
+
+        >>> Collective("all_reduce", "d_hidden", 1000, "backward", "vocabulary", 4).wire
+        1500.0
+        """
+        others = self.ranks - 1
+        share = {"all_gather": others, "all_reduce": 2 * others / self.ranks, "reduce_scatter": others / self.ranks}
+        return self.bytes * share.get(self.kind, 0)
+
+
+def in_words(collectives: Sequence[Collective]) -> list[str]:
+    """A line for all collectives of one kind and place: how many, and how many bytes together.
+
+    >>> in_words([Collective("all_gather", "statistics", 48, "forward", "vocabulary", 2)] * 3)
+    ['forward: 3 x all_gather of statistics, 144 B, over 2 ranks of the vocabulary']
+    """
+    lines: dict[tuple[Any, ...], list[int]] = {}
+    for x in collectives:
+        lines.setdefault((x.when, x.kind, x.what, x.over, x.ranks, x.each), []).append(x.bytes)
+    found = []
+    for (when, kind, what, over, ranks, each), sizes in lines.items():
+        times = f"{len(sizes)} x " if len(sizes) > 1 else ""
+        size = f", {format_bytes(sum(sizes))}{' each' if each else ''}" if kind != "all_gather_object" else ""
+        found.append(f"{when}: {times}{kind} of {what}{size}, over {ranks} ranks of the {over}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -61,6 +117,8 @@ class Plan:
         unit: whether forward makes the gradients of hidden states for an upstream gradient of 1 at every divergence.
         first: how log-probs are made where they come first: in two passes, or where no gradient is recorded.
         ids: entries of a support, all rows together.
+        collectives: what ranks send each other, in order (:mod:`logitless.route.sent`). Only ``explain`` and a dry run
+            ask for it.
     """
 
     kind: Kind
@@ -80,6 +138,12 @@ class Plan:
     unit: bool = False
     first: Plan | None = None
     ids: int = 0
+    collectives: tuple[Collective, ...] = ()
+
+    @property
+    def crossed(self) -> bool:
+        """Whether the sums of a KL come with the statistics of both models, in one look."""
+        return self.taught and (self.tiles is not None or (self.kind == "pair" and self.forward is not None))
 
     @property
     def rows(self) -> int:
@@ -107,7 +171,7 @@ class Plan:
         parts = [f"{self.kind}: {noun}, because {self.reason}.", *self._sizes()]
         if self.kind == "support":
             parts.append(f"{self.ids} dot products.")
-        return " ".join(parts)
+        return "\n".join([" ".join(parts), *in_words(self.collectives)])
 
     def _sizes(self) -> list[str]:
         """Sentences about tiles and chunks."""
@@ -134,7 +198,14 @@ class Plan:
             content = f"16-bit exponentials, by tiles of {self.tiles.rows} x {self.tiles.columns} logits"
         if self.tiles is not None and self.tiles.fused:
             content = "16-bit exponentials, written by the product itself"
-        back = "" if self.backward is None else f" Backward in tiles of {self.backward.rows} x {self.backward.columns}."
+        if self.tiles is not None and self.taught:
+            content = "16-bit exponentials of both models, written by one product"
+        back = ""
+        if self.backward is not None:
+            what = "products" if self.backward.fused else "tiles"
+            back = f" Backward in {what} of {self.backward.rows} x {self.backward.columns}."
+        if self.kind == "pair" and self.apart is not None:
+            back += f" Logits go through memory, because {self.apart}."
         return f"{len(self.chunks)} chunks{samples}, of at most {self.rows} rows of {content}.{back}"
 
 
@@ -185,6 +256,7 @@ def _pair_plan(call: Call) -> Plan:
         chunks = tuple((start, start + rows) for start in range(0, call.num_rows, rows))
     widened = call.dtype.itemsize == 2 and not machine.wide_products
     shape = Shape.of(call)._replace(logits_bytes=call.logits_dtype.itemsize + wide, product=None)
+    apart, sums = pair_apart(call), sums_apart(call)
     gradients = call.needs[0] + any(call.needs[1:3])
     graded = call.asked.entropy == "grad" or (call.table is not None and bool(call.table.differentiable))
     # dZ goes over the logits, which may be rounded to fewer bytes than it has.
@@ -195,14 +267,25 @@ def _pair_plan(call: Call) -> Plan:
         reason = "the head needs no gradient, and a teacher's logits lie beside the student's while dZ is made"
     if call.wants_whole:
         reason += "; its whole vocabulary is one of the products"
+    if apart is None:
+        shape = shape._replace(product=pair_sizes(call.width, teacher_width(call)))
+    forward = None
+    if sums is None and not unit:
+        reason, chunks = "both models' logits are made in one kernel, which ends in their KL", ()
+        if apart is None:
+            rows = max(1, min(call.memory, WORK) // pair_row(call, teacher_width(call), stored=False))
+        rows = max((stop - start for start, stop in even_chunks(call.num_rows, rows)), default=1)
+        forward = Tiles(rows, max(1, call.columns), rows, share, fused=apart is None)
     return Plan(
         "pair",
         reason,
         products=(3 if unit else 4 + gradients if gradients else 2) + call.wants_whole,
+        forward=forward,
         backward=backward_tiles(shape, min(call.memory, WORK)) if gradients else None,
         chunks=chunks,
         columns=SLAB if widened else max(1, call.columns),
         elementwise=share,
+        apart=sums or (apart if not unit else "dZ is made while both logits are there"),
         taught=True,
         unit=unit,
     )
