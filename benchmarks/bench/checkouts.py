@@ -44,6 +44,7 @@ MISSING = {
         *("aiohttp", "colorlog", "einops", "hydra", "lark", "numba", "omegaconf", "orjson", "peft", "ray", "torchdata"),
         *("fastapi", "httpx", "mbridge", "megatron.bridge", "torch_memory_saver", "uvicorn", "uvloop", "areal.v2"),
     ),
+    "deepspeed": ("cpuinfo", "einops", "hjson", "msgpack", "ninja"),
     "megatron": (),
     "ms_swift": (
         *("dacite", "json_repair", "mcore_bridge", "modelscope", "vllm", "swift.dataset", "swift.infer_engine"),
@@ -110,6 +111,7 @@ ABSENT = {"nemo_rl": ("nemo_rl.models.megatron.train",)}
 
 MODULES = {
     "areal": ("areal.utils.functional.vocab_parallel",),
+    "deepspeed": ("deepspeed.sequence.cross_entropy",),
     "miles": (
         "miles.backends.training_utils.loss_hub.logit_processors",
         "miles.backends.training_utils.loss_hub.losses",
