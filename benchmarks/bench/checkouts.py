@@ -67,7 +67,7 @@ MISSING = {
         "skyrl_gym",
     ),
     "slime": ("httpx", "ray", "megatron.training", "torch_memory_saver", "wandb"),
-    "specforge": (),
+    "specforge": ("flash_attn", "sglang", "yunchang"),
     "speculators": (),
     "torchtitan": ("monarch", "spmd_types", "torchdata", "torchstore", "tyro", "vllm"),
     "trl": (),
@@ -126,7 +126,10 @@ MODULES = {
         "skyrl.backends.skyrl_train.distributed.megatron.model_utils",
     ),
     "slime": ("slime.backends.megatron_utils.loss", "slime.backends.megatron_utils.initialize"),
-    "specforge": ("specforge.core.compact_teacher",),
+    "specforge": (
+        *("specforge.core.compact_teacher", "specforge.core.loss", "specforge.core.lk_loss"),
+        *("specforge.core.eagle3_adapters", "specforge.algorithms.eagle3.model"),
+    ),
     "speculators": ("speculators.losses.fused", "speculators.losses.eager"),
     "torchtitan": ("torchtitan.components.loss",),
     "verl": (

@@ -10,7 +10,13 @@ from logitless.seams import cut_shard, even_shard, known_shard, packed_shard, sh
 from logitless.spec import VocabShard
 
 __all__ = [
-    *("check_ids", "cut_shard", "even_shard", "known_shard", "packed_shard", "shard_between", "vocabulary_of"),
+    "check_ids",
+    "cut_shard",
+    "even_shard",
+    "known_shard",
+    "packed_shard",
+    "shard_between",
+    "vocabulary_of",
 ]
 
 
