@@ -14,6 +14,7 @@ from torch import Tensor
 
 import logitless
 import logitless as ll
+from benchmarks.bench.draft_steps import one_tile
 from benchmarks.bench.measure import peak_bytes
 from logitless import LogitlessError
 from logitless.adapters import speculators
@@ -36,8 +37,7 @@ LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
 def fused_losses() -> Any:
     """speculators' module, its kernels with one size of a tile: there is no GPU to choose among them."""
     module: Any = load("speculators")[0]
-    for kernel in (module.loss_forward_kernel, module.loss_backward_kernel):
-        kernel.configs = [next(x for x in kernel.configs if x.kwargs["BLOCK_SIZE"] == 512)]
+    one_tile(module)
     return module
 
 
