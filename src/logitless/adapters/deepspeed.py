@@ -47,7 +47,7 @@ def make_cross_entropy(original: Callable[..., Any], options: Mapping[str, Any])
         gather_sequence_loss: bool = False,
         backend: str = "torch",
     ) -> Any:
-        bounds = (vocab_start_index, vocab_end_index, global_vocab_size)
+        bounds: Any = (vocab_start_index, vocab_end_index, global_vocab_size)
         gathered = gather_sequence_loss and (reduction != "none" or sp_group is None)
         shapes = vocab_parallel_logits.shape[:-1] == target.shape
         named = reduction in ("none", "sum", "mean") and backend in ("torch", "liger")
