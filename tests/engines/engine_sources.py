@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import sys
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -36,7 +37,8 @@ MISSING = {
         *("vllm.model_executor.layers.utils", "vllm.model_executor.parameter", "vllm.model_executor.utils"),
         *("vllm.sampling_params", "vllm.triton_utils", "vllm.v1.core", "vllm.v1.sample.logits_processor"),
         *("vllm.v1.sample.metadata", "vllm.v1.sample.ops", "vllm.v1.worker.gpu.buffer_utils"),
-        "vllm.v1.worker.gpu.input_batch",
+        *("vllm.v1.worker.gpu.input_batch", "vllm.exceptions", "vllm.inputs", "vllm.lora", "vllm.multimodal"),
+        *("vllm.pooling_params", "vllm.renderers", "vllm.tasks", "vllm.tokenizers", "vllm.v1.kv_hints"),
     ),
     "sglang": (
         *("sglang.kernels", "sglang.srt.arg_groups", "sglang.srt.beam_search", "sglang.srt.distributed"),
@@ -50,7 +52,7 @@ MISSING = {
 MODULES = {
     "vllm": (
         *("vllm.v1.outputs", "vllm.v1.worker.gpu.sample.logprob", "vllm.v1.worker.gpu.sample.prompt_logprob"),
-        *("vllm.model_executor.layers.logits_processor", "vllm.v1.sample.sampler"),
+        *("vllm.model_executor.layers.logits_processor", "vllm.v1.sample.sampler", "vllm.v1.engine.input_processor"),
     ),
     "sglang": (
         *("sglang.srt.layers.logprob_processor", "sglang.srt.layers.logits_processor", "sglang.srt.layers.sampler"),
@@ -74,25 +76,26 @@ def _given(engine: str) -> dict[str, ModuleType]:
     return {"sglang.srt.utils.common": stand_in("sglang.srt.utils.common", **no)}
 
 
-def require(engine: str) -> Path:
-    """The sources of an engine; the test is skipped where there are none."""
+@contextmanager
+def loaded(engine: str) -> Iterator[list[ModuleType]]:
+    """The real modules of an engine, which are gone afterwards: other tests ask whether it is installed."""
     root = checkout(engine)
     if root is None:
         pytest.skip(f"LOGITLESS_HOSTS names no sources of {engine}")
-    return root
-
-
-def load(engine: str) -> list[ModuleType]:
-    """The real modules of an engine, imported once."""
-    root = require(engine)
-    if str(root) not in sys.path:
-        sys.path.insert(0, str(root))
+    sys.path.insert(0, str(root))
     for name in BARE[engine]:
-        if name not in sys.modules:
-            package = ModuleType(name)
-            package.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-            package.__path__ = [str(root.joinpath(*name.split(".")))]
-            sys.modules[name] = package
-    with standing_in(MISSING[engine]):
-        sys.modules.update(_given(engine))
-        return [importlib.import_module(name) for name in MODULES[engine]]
+        package = ModuleType(name)
+        package.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        package.__path__ = [str(root.joinpath(*name.split(".")))]
+        sys.modules[name] = package
+    if engine == "vllm":
+        vars(sys.modules["vllm.v1.engine"])["EngineCoreRequest"] = object
+    try:
+        with standing_in(MISSING[engine]):
+            sys.modules.update(_given(engine))
+            found = [importlib.import_module(name) for name in MODULES[engine]]
+        yield found
+    finally:
+        sys.path.remove(str(root))
+        for name in [name for name in sys.modules if name.split(".")[0] == engine]:
+            del sys.modules[name]

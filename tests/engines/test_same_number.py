@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,10 +17,13 @@ from torch import Tensor
 
 import logitless as ll
 from logitless import LogitlessError
+from logitless.adapters.host import PassOn
 from logitless.engines import PARTS, VARIABLE, asked, plug_into_vllm
 from logitless.engines.canonical import all_logprobs, normaliser, product, token_logprobs
+from logitless.engines.contract import TRAINER, told
 from logitless.engines.sglang import make_lm_head
 from logitless.engines.vllm import make_apply_head, make_logprobs, make_token_logprobs
+from logitless.engines.vllm_prompt import make_forward, make_topk, scoring
 from logitless.objectives.mismatch import mismatch
 
 T, D, V = 21, 48, 1000
@@ -69,6 +73,50 @@ def test_every_tensor_parallel_degree(ranks, world: int):
         assert same(theirs, one.ids_logprobs)
         report = mismatch(logprob[rows.index], theirs[rows.index, 0], rows)
         assert (report.kl_k1, report.kl_k3, report.largest, report.effective_tokens) == (0.0, 0.0, 0.0, 1.0)
+
+
+class LogitsProcessor(SimpleNamespace):
+    """Of vLLM, as far as the part ``prompt`` asks it."""
+
+
+def prompts(rank: int, world: int, columns: int) -> Any:
+    """Log-probs, most likely ids and ranks of prompts, whose heads are in shards of so many columns."""
+    hidden, weight, ids = operands()
+    start, stop = rank * columns, min((rank + 1) * columns, V)
+    padded = torch.nn.functional.pad(weight[start:stop], (0, 0, 0, columns - (stop - start)), value=100.0)
+    indices = SimpleNamespace(org_vocab_start_index=start, org_vocab_end_index=stop)
+    method = type("UnquantizedEmbeddingMethod", (), {})()
+    head = SimpleNamespace(weight=padded, quant_method=method, tp_size=world, shard_indices=indices)
+    processor = LogitsProcessor(
+        head_dtype=torch.float32, logits_as_input=False, soft_cap=None, scale=0.5, org_vocab_size=V
+    )
+    group = SimpleNamespace(device_group=dist.group.WORLD)
+    state, outputs = SimpleNamespace(get_tp_group=lambda: group), SimpleNamespace(LogprobsTensors=dict)
+    there = {"vllm.distributed.parallel_state": state, "vllm.v1.outputs": outputs}
+    with patch.dict(sys.modules, there), torch.inference_mode(), scoring():
+        logits = make_forward(pytest.fail, {})(processor, head, hidden)
+        if isinstance(logits, PassOn):
+            return logits.why
+        found = make_topk(pytest.fail, {})(logits, 5, ids[:, 0])
+        return {**found, "given": token_logprobs(logits, ids)}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_prompts_under_every_tensor_parallel_degree(ranks, world: int):
+    hidden, weight, ids = operands()
+    z = 0.5 * product(hidden, weight, None, torch.empty(T, V))
+    one = ll.logprobs(ll.Logits.given(z, bits="canonical"), ids[:, 0], ids=ids, top_k=5)
+    assert one.top_k_logprobs is not None
+    for found in ranks(prompts, world, PADDED // world):
+        assert same(found["given"], one.ids_logprobs)
+        assert same(found["logprobs"], torch.cat([one.logprob[:, None], one.top_k_logprobs], 1))
+        assert torch.equal(found["logprob_token_ids"][:, 1:], one.top_k_ids)
+        assert torch.equal(found["selected_token_ranks"], (z >= z.gather(1, ids[:, :1])).sum(1))
+
+
+def test_shards_within_a_block_are_left_to_vllm(ranks):
+    """On all ranks, though the first has nothing against it: vLLM pads vocabularies to 64 columns."""
+    assert ranks(prompts, 2, 576) == ["shards of 576 columns begin within a block of 128"] * 2
 
 
 @pytest.mark.parametrize("rows", [slice(None), slice(4, 5), slice(2, 19)])
@@ -127,7 +175,9 @@ def test_what_the_environment_asks_for(monkeypatch):
     monkeypatch.setenv(VARIABLE, " head ,logprobs,")
     assert asked("vllm") == asked("sglang") == ("logprobs", "head")
     monkeypatch.setenv(VARIABLE, "1")
-    with pytest.raises(LogitlessError, match=r"there is no part '1' for vllm\. Known: logprobs, head, prompt"):
+    with pytest.raises(
+        LogitlessError, match=r"there is no part '1' for vllm\. Known: logprobs, head, prompt, contract"
+    ):
         plug_into_vllm()
     assert set(PARTS) == {"sglang", "vllm"}
     assert not ll.status().hosts
@@ -140,3 +190,19 @@ def test_an_engine_that_is_not_here(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(LogitlessError, match="the package vllm is not installed"):
         plug_into_vllm()
+
+
+@pytest.mark.parametrize("text", ["", "7", "[]", '{"temprature": 1.0}', '{"match": "float32"}', '{"kept": 1}'])
+def test_a_contract_that_is_none(monkeypatch, text: str):
+    monkeypatch.setenv(TRAINER, text)
+    with pytest.raises(LogitlessError, match="LOGITLESS_TRAINER must be a JSON object"):
+        told()
+
+
+def test_a_contract(monkeypatch):
+    monkeypatch.setenv(TRAINER, '{"temperature": 0.7, "softcap": null, "match": "float16", "kept": true}')
+    found = told()
+    assert (found.head.temperature, found.head.softcap, found.match, found.kept) == (0.7, None, "float16", True)
+    monkeypatch.setenv(TRAINER, '{"temperature": 0}')
+    with pytest.raises(LogitlessError, match="temperature must be a positive finite number"):
+        told()

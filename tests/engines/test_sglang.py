@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_sources import load
+from engine_sources import loaded
 from torch import Tensor
 
 import logitless as ll
@@ -17,9 +17,15 @@ from logitless.engines import VARIABLE, plug_into_sglang
 T, D, V = 21, 48, 1000
 
 
+@pytest.fixture(scope="module")
+def sources():
+    with loaded("sglang") as found:
+        yield found
+
+
 @pytest.fixture
-def sglang(monkeypatch) -> SimpleNamespace:
-    prompt, head, sampler, logsumexp, plugins = load("sglang")
+def sglang(sources, monkeypatch) -> SimpleNamespace:
+    prompt, head, sampler, logsumexp, plugins = sources
     # SGLang's own kernel, and what it asks of the machine.
     monkeypatch.setattr(sampler, "sampler_softmax", lambda x: x.softmax(-1))
     monkeypatch.setattr(

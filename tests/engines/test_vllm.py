@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_sources import load
+from engine_sources import loaded
 from torch import Tensor, nn
 
 import logitless as ll
 from logitless import LogitlessError
 from logitless.adapters.signatures import version_of
 from logitless.engines import VARIABLE, plug_into_vllm
+from logitless.engines.contract import TRAINER
 from logitless.engines.vllm import HOST
 from logitless.tools import doctor
 
@@ -23,12 +24,19 @@ T, D, V = 21, 48, 1000
 LOGPROB = "vllm.v1.worker.gpu.sample.logprob"
 
 
+@pytest.fixture(scope="module")
+def sources():
+    with loaded("vllm") as found:
+        yield found
+
+
 @pytest.fixture
-def vllm(monkeypatch) -> SimpleNamespace:
-    outputs, logprob, prompt, processor, sampler = load("vllm")
+def vllm(sources, monkeypatch) -> SimpleNamespace:
+    outputs, logprob, prompt, processor, sampler, requests = sources
     # What vLLM 0.24 does on one rank, too.
     monkeypatch.setattr(processor, "tensor_model_parallel_all_gather", lambda logits: logits)
-    return SimpleNamespace(outputs=outputs, logprob=logprob, prompt=prompt, processor=processor, sampler=sampler)
+    given = {"outputs": outputs, "logprob": logprob, "prompt": prompt, "processor": processor, "sampler": sampler}
+    return SimpleNamespace(requests=requests, **given)
 
 
 def operands(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
@@ -277,3 +285,38 @@ def test_doctor_sees_it(vllm, monkeypatch):
     assert not ll.status().hosts
     monkeypatch.setenv(VARIABLE, "logprops")
     assert "there is no part 'logprops' for vllm" in doctor._engine("vllm").verdict
+
+
+class Asked(SimpleNamespace):
+    """Parameters of a request, or a configuration: what is not there was not asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        return None
+
+    def verify(self, *_: Any) -> None:
+        assert self.temperature > 0
+
+
+def test_requests_of_another_distribution_are_refused(vllm, monkeypatch):
+    """Where vLLM itself refuses requests, by a contract that the trainer gave."""
+    monkeypatch.setenv(VARIABLE, "contract")
+    monkeypatch.setenv(TRAINER, '{"temperature": 0.7, "match": "bfloat16", "vocab_size": 1000}')
+    plug_into_vllm()
+    made, size = object.__new__(vllm.requests.InputProcessor), {"get_vocab_size": lambda: 1000}
+    config = {"logprobs_mode": "processed_logprobs", "head_dtype": torch.bfloat16, "hf_text_config": SimpleNamespace()}
+    vars(made).update(
+        model_config=Asked(**config, **size),
+        renderer=SimpleNamespace(tokenizer=None, get_tokenizer=lambda: None),
+        validate_logits_processors_params=lambda _: None,
+        vllm_config=Asked(_check_supports_watermarking=lambda _: False),
+        **dict.fromkeys(("speculative_config", "structured_outputs_config")),
+    )
+    monkeypatch.setattr(vllm.requests, "SamplingParams", Asked)
+    monkeypatch.setattr(vllm.requests, "GENERATION_TASKS", ("generate",))
+    made._validate_params(Asked(temperature=0.7), ("generate",))
+    with pytest.raises(LogitlessError, match=r"temperature is 1\.0 in the engine and 0\.7 in the head"):
+        made._validate_params(Asked(temperature=1.0), ("generate",))
+    with pytest.raises(LogitlessError, match="the engine sampled from some ids of the vocabulary"):
+        made._validate_params(Asked(temperature=0.7, top_p=0.9), ("generate",))
+    (report,) = ll.status().hosts
+    assert (report.calls, report.passed_on) == (3, 0)

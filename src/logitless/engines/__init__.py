@@ -4,6 +4,8 @@
     logprobs                            log-probs of sampled and of given tokens, in one order of summation for all
     head                                the product of a float32 head, in pieces of one shape
     prompt                              vLLM: log-probs, top-k and ranks of prompts without the prompt's logits
+    contract                            vLLM: requests that sample from another distribution than LOGITLESS_TRAINER says
+                                        are refused
 
 The engines find ``plug_into_vllm`` and ``plug_into_sglang`` by the entry points of this package, and call them in each
 of their processes. An engine is a host as the adapters' are: described by a ``Host``, checked before anything is
@@ -24,7 +26,7 @@ VARIABLE = "LOGITLESS_ENGINE"
 GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
 """Entry points by which the engines find us."""
 
-PARTS = {"vllm": ("logprobs", "head", "prompt"), "sglang": ("logprobs", "head")}
+PARTS = {"vllm": ("logprobs", "head", "prompt", "contract"), "sglang": ("logprobs", "head")}
 
 
 def asked(engine: str) -> tuple[str, ...]:

@@ -4,6 +4,7 @@
                Sampler.compute_logprobs(logits) of the older one
     head       LogitsProcessor._apply_head, where the head is float32: hf_overrides={"head_dtype": "float32"}
     prompt     see vllm_prompt
+    contract   see contract
 
 Log-probs are canonical of the logits that vLLM gives: raw ones in the mode ``raw_logprobs``, which is the default, and
 in ``processed_logprobs`` those that were divided by the temperature and cut already.
@@ -20,6 +21,7 @@ from torch import Tensor
 from logitless.adapters.host import Host, Option, PassOn, Replacement
 from logitless.engines import PARTS
 from logitless.engines.canonical import all_logprobs, product, token_logprobs
+from logitless.engines.contract import contract_replacements
 from logitless.engines.vllm_prompt import HEAD, LOGPROB, UNQUANTIZED, prompt_replacements
 
 
@@ -68,7 +70,7 @@ def _head() -> list[Replacement]:
     return [Replacement(HEAD, "LogitsProcessor._apply_head", signature, make_apply_head)]
 
 
-OF_PARTS = {"logprobs": _logprobs, "head": _head, "prompt": prompt_replacements}
+OF_PARTS = {"logprobs": _logprobs, "head": _head, "prompt": prompt_replacements, "contract": contract_replacements}
 
 
 def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
