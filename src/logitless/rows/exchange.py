@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from logitless.collectives import sum_over
+from logitless.collectives import agree_if, resolve_group, sum_over
 from logitless.errors import LogitlessError, no_second_derivative
-from logitless.errors.arguments import dense, described, sequence
+from logitless.errors.arguments import check_flags, dense, described, sequence
 
 GradRule = Literal["sum", "slice"] | None
 
@@ -45,6 +45,27 @@ def exchange_over(
     if grad is None:
         fields = tuple(x.detach() for x in fields)
     return _Exchange.apply(place, total, wanted, group, grad, *fields)  # pyright: ignore[reportReturnType]
+
+
+def exchanged(
+    rows: Any, x: Tensor | Sequence[Tensor], group: Any, to: Any, grad: GradRule, caller: str, check: bool
+) -> tuple[Tensor, ...]:
+    """Values of these rows, of all ranks of a context-parallel group: of whole samples, or of the rows of ``to``."""
+    check_flags(f"Rows.{caller}", check=check)
+    process_group = resolve_group(group, f"Rows.{caller}: group")
+
+    def prepare() -> tuple[Tensor, ...]:
+        rows._whole_lengths(caller)
+        check_split(caller, rows, to, 1 if process_group is None else process_group.size())
+        return check_fields(caller, x, len(rows))
+
+    def facts(fields: tuple[Tensor, ...]) -> dict[str, Any]:
+        return exchange_facts(fields, rows._whole_lengths(caller), grad)
+
+    fields = agree_if(check, process_group, f"Rows.{caller}", prepare, facts)
+    assert rows.response is not None
+    wanted = None if to is None else to.response
+    return exchange_over(process_group, fields, rows.response, sum(rows.response_lengths or ()), wanted, grad)
 
 
 def end_to_end(caller: str, parts: Sequence[Tensor], lengths: Sequence[int], has: str) -> Tensor:
