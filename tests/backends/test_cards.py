@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from logitless.backends.triton.launching import understood
+
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
@@ -47,3 +49,9 @@ def test_a_kernel_that_no_call_launches_is_named(tmp_path):
         "print(cards.unreached(cards.launches()))",
     )
     assert text.strip() == "['dots_kernel', 'sums_kernel']"
+
+
+def test_a_launch_on_amds_cards_is_without_what_nvidias_alone_have():
+    given = {"maxnreg": 128, "FAST": True, "num_warps": 4}
+    assert understood(given, amd=False) is given
+    assert understood(given, amd=True) == {"FAST": False, "num_warps": 4}
