@@ -23,7 +23,7 @@ def test_the_page_says_what_the_record_says():
 
 
 def test_every_kernel_is_in_the_record():
-    """But those that no call launches so far, which ``benchmarks/cards.py`` names."""
+    """But those that it may be without, which ``benchmarks/cards.py`` names."""
     source = (ROOT / "benchmarks" / "cards.py").read_text()
     (not_yet,) = re.findall(r"^NOT_YET = \{(.*)\}$", source, re.MULTILINE)
     found = set()
