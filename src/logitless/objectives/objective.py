@@ -189,28 +189,22 @@ class Objective:
 
     def __repr__(self) -> str:
         """Policy, clip bounds in effect and reduction, and the other settings that differ from the defaults."""
-        shown = {"policy": self.policy, "clip": clip_of(self), "reduce": self.reduce}
+        first = {"policy": self.policy, "clip": clip_of(self), "reduce": self.reduce}
         differ = {f.name: x for f in fields(self) if (x := getattr(self, f.name)) != getattr(_PLAIN, f.name)}
-        parts = {f.name: {**differ, **shown}.get(f.name) for f in fields(self)}
+        parts = {f.name: {**differ, **first}.get(f.name) for f in fields(self)}
         texts = [f"{name}={shown(x)}" for name, x in parts.items() if x is not None]
         return f"Objective({', '.join(texts)})"
 
     @functools.cached_property
     def sequence_level(self) -> bool:
         """Whether a term takes means over whole samples."""
-        return self.level == "sequence" or any(self._means)
+        return self.level == "sequence" or any(self.sample_means)
 
     @functools.cached_property
-    def _means(self) -> tuple[bool, bool]:
+    def sample_means(self) -> tuple[bool, bool]:
         """Whether a named policy, and a named correction, takes a mean over samples."""
         policy = isinstance(self.policy, str) and POLICY_TERMS[self.policy].level == "sequence"
         return policy, isinstance(self.correction, str) and CORRECTIONS[self.correction].level == "sequence"
-
-    def sample_sums(self, summed: bool) -> tuple[int, int] | None:
-        """How many sums over samples forward and backward take; None where a term of the caller's own takes them."""
-        own = any(x is not None and not isinstance(x, str) for x in (self.policy, self.correction))
-        # A correction is a constant, and has no backward.
-        return None if own and self.level in ("sequence", "batch") else (sum(self._means), int(self._means[0]))
 
     @functools.cached_property
     def required(self) -> tuple[str, ...]:
@@ -494,6 +488,12 @@ class Objective:
                 f"Objective: entropy_coef is {self.entropy_coef} but the entropy {came}. "
                 f"Compute the results with entropy=objective.entropy."
             )
+
+
+def _weighed_sum(x: Inputs, losses: Tensor) -> Tensor:
+    """0-dim sum of the rows' losses, each times its weight."""
+    weighed = x.weight * losses
+    return (weighed if x.complete else torch.where(x.counted, weighed, 0.0)).sum()
 
 
 _PLAIN = Objective()
