@@ -32,7 +32,7 @@ from logitless.objectives.checks import (
     unknown,
 )
 from logitless.objectives.corrections import CORRECTIONS, rollout_log_ratio
-from logitless.objectives.inputs import KNOWN_FIELDS, Inputs, bounded_exp, statistics_of, weighed_sum
+from logitless.objectives.inputs import KNOWN_FIELDS, Inputs, bounded_exp, statistics_of
 from logitless.objectives.kl import KL_TERMS, KLTerm, k3, k3_of, kl_rows
 from logitless.objectives.metrics import Metrics, metrics_of
 from logitless.objectives.mismatch import measures
@@ -274,7 +274,7 @@ class Objective:
         """Loss of these rows, a 0-dim sum, and their metrics, without graph. Nothing waits for the device."""
         x = inputs.cleaned()
         parts, values, correction = self._parts(x, measured=True)
-        sums = {name: weighed_sum(x, part) for name, part in parts.items()}
+        sums = {name: _weighed_sum(x, part) for name, part in parts.items()}
         first, *others = sums.values()
         loss = sum(others, first)
         with torch.no_grad():
@@ -284,7 +284,7 @@ class Objective:
         """The loss of :meth:`evaluate` alone, up to rounding: what a chunk's gradient is taken of."""
         x = inputs.cleaned()
         first, *others = self._parts(x)[0].values()
-        return weighed_sum(x, sum(others, first))
+        return _weighed_sum(x, sum(others, first))
 
     def _parts(self, x: Inputs, measured: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
         """Losses of the rows by term, the policy term's metric values if wanted, and the correction's weights."""

@@ -74,27 +74,6 @@ def exchange_over(
     return _Exchange.apply(place, total, wanted, group, grad, *fields)  # pyright: ignore[reportReturnType]
 
 
-def exchanged(
-    rows: Any, x: Tensor | Sequence[Tensor], group: Any, to: Any, grad: GradRule, caller: str, check: bool
-) -> tuple[Tensor, ...]:
-    """Values of these rows, of all ranks of a context-parallel group: of whole samples, or of the rows of ``to``."""
-    check_flags(f"Rows.{caller}", check=check)
-    process_group = resolve_group(group, f"Rows.{caller}: group")
-
-    def prepare() -> tuple[Tensor, ...]:
-        rows._whole_lengths(caller)
-        check_split(caller, rows, to, 1 if process_group is None else process_group.size())
-        return check_fields(caller, x, len(rows))
-
-    def facts(fields: tuple[Tensor, ...]) -> dict[str, Any]:
-        return exchange_facts(fields, rows._whole_lengths(caller), grad)
-
-    fields = agree_if(check, process_group, f"Rows.{caller}", prepare, facts)
-    assert rows.response is not None
-    wanted = None if to is None else to.response
-    return exchange_over(process_group, fields, rows.response, sum(rows.response_lengths or ()), wanted, grad)
-
-
 def end_to_end(caller: str, parts: Sequence[Tensor], lengths: Sequence[int], has: str) -> Tensor:
     """One tensor per sample, of these lengths, as one. ``has`` says of a sample what its length is of."""
     name = "parts" if caller == "join" else "responses"
