@@ -1,6 +1,6 @@
 """Rows whose gradient is exactly zero are left out of backward: prompts and padding, which a loss masks.
 
-    log-probs of all rows  ->  the host's loss, with a mask  ->  zeros upstream  ->  the rows that stay, packed
+log-probs of all rows  ->  the host's loss, with a mask  ->  zeros upstream  ->  the rows that stay, packed
 """
 
 from __future__ import annotations
