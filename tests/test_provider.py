@@ -432,7 +432,7 @@ def patched(diff: str) -> str:
 def applied(served: Any) -> dict[str, Any]:
     """Every patched function by name, in a module that has this provider, or None."""
     functions: dict[str, Any] = {}
-    for diff in DIFF.findall(PAGE):
+    for diff in (x for x in DIFF.findall(PAGE) if "provider" in x):
         namespace = {"torch": torch, "DTensor": DTensor, "LinearCrossEntropy": LinearCrossEntropy, "provider": served}
         namespace |= {"get_tensor_model_parallel_group": lambda: "whole", "spmd_mesh_size": lambda axis: 1}
         namespace["mpu"] = SimpleNamespace(get_tensor_model_parallel_group=lambda: "whole")
