@@ -288,9 +288,3 @@ def _segment_sums(x: Tensor, counted: Tensor, lengths: Tensor, group: dist.Proce
     x = torch.where(counted, x, 0.0)
     sums = torch.segment_reduce(x, "sum", lengths=lengths, unsafe=True, initial=0)
     return sums if group is None else sum_over(group, sums)
-
-
-def weighed_sum(x: Inputs, losses: Tensor) -> Tensor:
-    """0-dim sum of the rows' losses, each times its weight."""
-    weighed = x.weight * losses
-    return (weighed if x.complete else torch.where(x.counted, weighed, 0.0)).sum()

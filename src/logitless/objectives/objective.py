@@ -32,22 +32,13 @@ from logitless.objectives.checks import (
     unknown,
 )
 from logitless.objectives.corrections import CORRECTIONS, rollout_log_ratio
-from logitless.objectives.inputs import KNOWN_FIELDS, Inputs, bounded_exp, statistics_of, weighed_sum
+from logitless.objectives.inputs import KNOWN_FIELDS, Inputs, bounded_exp, statistics_of
 from logitless.objectives.kl import KL_TERMS, KLTerm, k3, k3_of, kl_rows
 from logitless.objectives.metrics import Metrics, metrics_of
 from logitless.objectives.mismatch import measures
 from logitless.objectives.policy import POLICY_TERMS
 from logitless.objectives.reduction import Reduction, row_weights
-from logitless.objectives.settings import (
-    RECIPES,
-    RecipeName,
-    bounds_of,
-    check_settings,
-    clip_of,
-    name_of,
-    policy_keywords,
-    shown,
-)
+from logitless.objectives.settings import RECIPES, RecipeName, bounds_of, check_settings, clip_of, policy_keywords
 from logitless.rows import Rows
 from logitless.spec import TokenStats
 
@@ -165,7 +156,7 @@ class Objective:
         ('policy=<lambda>',)
         """
         terms = {name: getattr(self, name) for name in ("policy", "correction", "kl")}
-        return tuple(f"{name}={name_of(x)}" for name, x in terms.items() if x is not None and not isinstance(x, str))
+        return tuple(f"{name}={_name_of(x)}" for name, x in terms.items() if x is not None and not isinstance(x, str))
 
     @functools.cached_property
     def batch_level(self) -> bool:
@@ -185,14 +176,14 @@ class Objective:
         """
         settings = {f.name: getattr(self, f.name) for f in fields(self)}
         plain = {name: x for name, x in settings.items() if x != getattr(_PLAIN, name)}
-        return f"Objective({', '.join(f'{name}={shown(x)}' for name, x in plain.items())})"
+        return f"Objective({', '.join(f'{name}={_shown(x)}' for name, x in plain.items())})"
 
     def __repr__(self) -> str:
         """Policy, clip bounds in effect and reduction, and the other settings that differ from the defaults."""
-        always = {"policy": self.policy, "clip": clip_of(self), "reduce": self.reduce}
+        shown = {"policy": self.policy, "clip": clip_of(self), "reduce": self.reduce}
         differ = {f.name: x for f in fields(self) if (x := getattr(self, f.name)) != getattr(_PLAIN, f.name)}
-        parts = {f.name: {**differ, **always}.get(f.name) for f in fields(self)}
-        texts = [f"{name}={shown(x)}" for name, x in parts.items() if x is not None]
+        parts = {f.name: {**differ, **shown}.get(f.name) for f in fields(self)}
+        texts = [f"{name}={_shown(x)}" for name, x in parts.items() if x is not None]
         return f"Objective({', '.join(texts)})"
 
     @functools.cached_property
@@ -280,7 +271,7 @@ class Objective:
         """Loss of these rows, a 0-dim sum, and their metrics, without graph. Nothing waits for the device."""
         x = inputs.cleaned()
         parts, values, correction = self._parts(x, measured=True)
-        sums = {name: weighed_sum(x, part) for name, part in parts.items()}
+        sums = {name: _weighed_sum(x, part) for name, part in parts.items()}
         first, *others = sums.values()
         loss = sum(others, first)
         with torch.no_grad():
@@ -290,7 +281,7 @@ class Objective:
         """The loss of :meth:`evaluate` alone, up to rounding: what a chunk's gradient is taken of."""
         x = inputs.cleaned()
         first, *others = self._parts(x)[0].values()
-        return weighed_sum(x, sum(others, first))
+        return _weighed_sum(x, sum(others, first))
 
     def _parts(self, x: Inputs, measured: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
         """Losses of the rows by term, the policy term's metric values if wanted, and the correction's weights."""
@@ -494,6 +485,29 @@ class Objective:
                 f"Objective: entropy_coef is {self.entropy_coef} but the entropy {came}. "
                 f"Compute the results with entropy=objective.entropy."
             )
+
+
+def _name_of(term: Any) -> str:
+    """A function by its name, also where it is inside of a ``functools.partial``."""
+    if isinstance(term, functools.partial):
+        return f"functools.partial({_name_of(term.func)})"
+    return getattr(term, "__qualname__", type(term).__name__)
+
+
+def _shown(x: Any) -> str:
+    """A setting, the same in every process: functions and other objects by name, and not by their address."""
+    if isinstance(x, functools.partial):
+        given = [*map(_shown, x.args), *(f"{name}={_shown(value)}" for name, value in x.keywords.items())]
+        return f"functools.partial({', '.join([_shown(x.func), *given])})"
+    if isinstance(x, Tensor):
+        return f"tensor({fingerprint(x)})"
+    return _name_of(x) if callable(x) else repr(x)
+
+
+def _weighed_sum(x: Inputs, losses: Tensor) -> Tensor:
+    """0-dim sum of the rows' losses, each times its weight."""
+    weighed = x.weight * losses
+    return (weighed if x.complete else torch.where(x.counted, weighed, 0.0)).sum()
 
 
 _PLAIN = Objective()
