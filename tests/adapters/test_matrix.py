@@ -37,7 +37,7 @@ def test_the_table_is_what_the_records_say():
 @pytest.mark.parametrize(
     ("path", "made", "shown"),
     [
-        (make_hosts.README, make_hosts.readme, "| 4711 ms |"),
+        (make_hosts.README, make_hosts.readme, "4711 ms instead of"),
         (make_hosts.MAINTAINERS, make_hosts.maintainers, "4,711 ms"),
     ],
     ids=["README", "maintainers"],

@@ -60,7 +60,7 @@ def choose_backend(logits: Tensor, backend: str = "auto", device: str | None = N
     if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return BackendChoice("tiled", f"the kernels do not take {logits.dtype}")
     if not _has_triton() and device is None:
-        return BackendChoice("tiled", "Triton is not installed (pip install 'logitless[triton]')")
+        return BackendChoice("tiled", "Triton is not installed; the extra [triton] brings it")
     return BackendChoice("triton", f"CUDA tensor of {logits.dtype} with Triton installed")
 
 
@@ -82,10 +82,11 @@ def load(name: str) -> Backend:
 
 if TYPE_CHECKING:
     from logitless.backends import reference, tiled, triton
-    from logitless.backends.contract import Products
+    from logitless.backends.contract import Pairs, Products
 
     _HELD: tuple[Backend, ...] = (reference, tiled, triton)
     _HELD_PRODUCTS: Products = triton.products
+    _HELD_PAIRS: Pairs = triton.pairs
 
 
 @functools.cache

@@ -53,7 +53,9 @@ def of_rows(problem: Problem, norm: Normaliser, coef: Coefficients) -> dict[str,
 def _kernels(module: str = "kernels") -> Any:
     """A module of kernels. A dry run launches no kernel and needs no Triton."""
     if importlib.util.find_spec("triton") is None:
-        raise LogitlessError('backend="triton": Triton is not installed. Run pip install "logitless[triton]".')
+        raise LogitlessError(
+            'backend="triton": Triton is not installed. Install it, or logitless with its extra [triton].'
+        )
     return importlib.import_module(f"logitless.backends.triton.{module}")
 
 
