@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from hosts import load
-from shared.host_steps import fewer_bytes, notices, same_steps
+from patched import with_deferred_logits
+from shared.host_steps import fewer_bytes, notices, same_steps, same_steps_within
 from tiny import qwen3
 
 import logitless
@@ -143,3 +144,7 @@ def test_the_host_may_keep_its_logits():
     step(0)
     assert logitless.status().hosts[0].logits == ("logits: computed by the host's own head",)
     assert "forward" not in vars(actor.model.lm_head)
+
+
+def test_the_patch_of_the_page():
+    same_steps_within(lambda: with_deferred_logits("openrlhf"), ppo)
