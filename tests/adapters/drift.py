@@ -4,9 +4,9 @@
     make drift LOGITLESS_HOSTS=F      also the commits of the checkouts in the folder F
 
 Releases come from the data of the package index that pip is configured for, ``/pypi/NAME/json``: the pip of an older
-Python hides versions that want a newer one. Those of hosts that no index has are the tags of their repositories, where
-git can reach them. The exit status is 1 where something has drifted: run ``make hosts`` on it, and then widen the
-adapter's versions.
+Python hides versions that want a newer one; and from the tags of the repositories, which some hosts are released by
+alone, and others earlier. The newer of both counts. The exit status is 1 where something has drifted: run ``make
+hosts`` on it, and then widen the adapter's versions. It is 2 where nothing has, but a source could not be reached.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import re
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -26,19 +26,13 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from hosts import checkouts, commit, named  # noqa: E402
 from matrix import RECORDS  # noqa: E402
+from repositories import RELEASE, REPOSITORIES, UnreachableError, newest_tag, numbers  # noqa: E402
 
 from logitless.adapters import HOSTS  # noqa: E402
 from logitless.adapters.signatures import covers  # noqa: E402
 
-REPOSITORIES = {
-    "miles": "https://github.com/radixark/miles",
-    "nemo_rl": "https://github.com/NVIDIA-NeMo/RL",
-    "prime_rl": "https://github.com/PrimeIntellect-ai/prime-rl",
-    "slime": "https://github.com/THUDM/slime",
-}
+WITHOUT_INDEX = ("miles", "nemo_rl", "prime_rl", "slime")
 """Hosts that the index does not have: under the names of some, it has other packages."""
-
-RELEASE = re.compile(r"\d+(\.\d+)*(\.post\d+)?")
 
 
 def index_address() -> str:
@@ -59,42 +53,46 @@ def _configured() -> str | None:
 
 def newest(name: str, address: str) -> str | None:
     """The newest release of a package that was not withdrawn; None where the index has none."""
-    with urllib.request.urlopen(f"{address}/pypi/{name}/json", timeout=60) as answer:
-        files: dict[str, list[dict[str, Any]]] = json.load(answer)["releases"]
-    there = [v for v, of in files.items() if RELEASE.fullmatch(v) and of and not all(f.get("yanked") for f in of)]
-    return max(there, key=_numbers, default=None)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)))
-
-
-def newest_tag(repository: str) -> str | None:
-    """The newest release among the tags of a repository, or None where git finds none or does not reach it."""
-    command = ["git", "ls-remote", "--tags", "--refs", repository]
-    quiet = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
     try:
-        done = subprocess.run(command, env=quiet, capture_output=True, text=True, check=False, timeout=60)
-    except subprocess.TimeoutExpired:
-        return None
-    there = [line.rpartition("/")[2].removeprefix("v") for line in done.stdout.splitlines()]
-    return max(filter(RELEASE.fullmatch, there), key=_numbers, default=None)
+        with urllib.request.urlopen(f"{address}/pypi/{name}/json", timeout=60) as answer:
+            files: dict[str, list[dict[str, Any]]] = json.load(answer)["releases"]
+    except (urllib.error.URLError, TimeoutError) as error:
+        raise UnreachableError(f"the index has no answer on {name}: {error}") from error
+    there = [v for v, of in files.items() if RELEASE.fullmatch(v) and of and not all(f.get("yanked") for f in of)]
+    return max(there, key=numbers, default=None)
+
+
+def released(host: str, address: str) -> tuple[str | None, list[str]]:
+    """The newest release that the index or the repository has, and which of them could not be asked."""
+    asked: list[Any] = []
+    if host not in WITHOUT_INDEX:
+        module = importlib.import_module(f"logitless.adapters.{host}").HOST
+        asked.append(lambda: newest(module.distribution or module.package, address))
+    if host in REPOSITORIES:
+        asked.append(lambda: newest_tag(*REPOSITORIES[host]))
+    found, unreachable = [], []
+    for ask in asked:
+        try:
+            found.append(ask())
+        except UnreachableError as error:
+            unreachable.append(str(error))
+    return max(filter(None, found), key=numbers, default=None), unreachable
 
 
 def last_run(host: str, records: list[dict[str, Any]]) -> str:
     """The newest release of the host that was run: installed, or a folder of that name. A branch has no release."""
     texts = [x["version"] if x["on"] == "installed" else x["on"] for x in records if x["host"] == host]
-    return max((text for text in texts if RELEASE.fullmatch(text or "")), key=_numbers, default="none")
+    return max((text for text in texts if RELEASE.fullmatch(text or "")), key=numbers, default="none")
 
 
-def drift_of_version(host: str, released: str | None, records: list[dict[str, Any]]) -> str | None:
+def drift_of_version(host: str, version: str | None, records: list[dict[str, Any]]) -> str | None:
     """What is to be done about a release, or None."""
     last = last_run(host, records)
-    if released is None or (last != "none" and _numbers(last) >= _numbers(released)):
+    if version is None or (last != "none" and numbers(last) >= numbers(version)):
         return None
     known = importlib.import_module(f"logitless.adapters.{host}").HOST.versions
-    outside = "" if covers(known, released) else f", which the adapter's versions ({', '.join(known)}) leave out"
-    return f"{released} is out{outside}; run on: {last}"
+    outside = "" if covers(known, version) else f", which the adapter's versions ({', '.join(known)}) leave out"
+    return f"{version} is out{outside}; run on: {last}"
 
 
 def drift_of_checkout(host: str, folder: Path, records: list[dict[str, Any]]) -> str | None:
@@ -111,21 +109,20 @@ def drift_of_checkout(host: str, folder: Path, records: list[dict[str, Any]]) ->
 
 
 def main() -> int:
-    records, address, drifted = [json.loads(x) for x in RECORDS.read_text().splitlines()], index_address(), 0
+    records, address = [json.loads(x) for x in RECORDS.read_text().splitlines()], index_address()
+    drifted = unasked = 0
     print(f"{'host':<14}{'newest':<12}{'run on':<12}", flush=True)
     for host in HOSTS:
-        module = importlib.import_module(f"logitless.adapters.{host}").HOST
-        if host in REPOSITORIES:
-            released = newest_tag(REPOSITORIES[host])
-        else:
-            released = newest(module.distribution or module.package, address)
-        lines = [drift_of_version(host, released, records)]
+        version, unreachable = released(host, address)
+        lines = [drift_of_version(host, version, records)]
         lines += [drift_of_checkout(host, folder, records) for folder in checkouts(host)]
         found = [line for line in lines if line is not None]
         drifted += len(found)
-        say = "; ".join(found) or ("as recorded" if released else "no release found")
-        print(f"{host:<14}{released or '-':<12}{last_run(host, records):<12}{say}", flush=True)
-    return 1 if drifted else 0
+        unasked += len(unreachable)
+        say = found or ["as recorded" if version else "no release found"]
+        say += [f"UNREACHABLE: {why}" for why in unreachable]
+        print(f"{host:<14}{version or '-':<12}{last_run(host, records):<12}{'; '.join(say)}", flush=True)
+    return 1 if drifted else 2 if unasked else 0
 
 
 if __name__ == "__main__":

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 
 import drift
 import pytest
+import repositories
 
 from logitless.adapters import HOSTS
 
@@ -60,17 +62,77 @@ def test_a_release_that_was_not_run_is_drift():
     assert drift.drift_of_version("areal", None, RECORDS) is None
 
 
-def test_the_newest_tag_of_a_repository_is_found(tmp_path):
+@pytest.fixture
+def repository(tmp_path):
+    folder = tmp_path / "repository"
+    folder.mkdir()
+
     def git(*words):
         names = ["-c", "user.name=n", "-c", "user.email=n@example.com"]
-        subprocess.run(["git", "-C", str(tmp_path), *names, *words], check=True, capture_output=True)
+        subprocess.run(["git", "-C", str(folder), *names, *words], check=True, capture_output=True)
 
-    git("init")
-    git("commit", "--allow-empty", "-m", "first")
-    for tag in ("v0.9.1", "v0.10.0", "v0.11.0rc1", "nightly"):
+    git("init", "--initial-branch", "trunk")
+    (folder / "skyrl").mkdir()
+    (folder / "skyrl" / "__init__.py").write_text("")
+    git("add", "skyrl")
+    git("commit", "-m", "first")
+    for tag in ("v0.9.1", "v0.10.0", "v0.11.0rc1", "core_v0.2.1", "nightly"):
         git("tag", tag)
-    assert drift.newest_tag(str(tmp_path)) == "0.10.0"
-    assert drift.newest_tag(str(tmp_path / "nowhere")) is None
+    git("commit", "--allow-empty", "-m", "second")
+    return folder.as_uri()
+
+
+def test_the_newest_tag_of_a_repository_is_found(repository):
+    assert repositories.newest_tag(repository) == "0.10.0"
+    # Other tags of the repository are of other things.
+    assert repositories.newest_tag(repository, "core_v") == "0.2.1"
+    assert repositories.newest_tag(repository, "gym-v") is None
+    with pytest.raises(repositories.UnreachableError, match=r"git ls-remote: fatal: .*nowhere"):
+        repositories.newest_tag(f"{repository}/nowhere")
+
+
+def test_main_and_the_newest_tag_are_cloned(repository, tmp_path, monkeypatch):
+    monkeypatch.setitem(repositories.REPOSITORIES, "skyrl", (repository, "v"))
+    folder = tmp_path / "hosts"
+    assert [path.name for path in repositories.clone("skyrl", folder)] == ["skyrl-main", "skyrl-0.10.0"]
+    # What is there stays.
+    repositories.clone("skyrl", folder)
+    monkeypatch.setenv("LOGITLESS_HOSTS", str(folder))
+    assert [path.name for path in drift.checkouts("skyrl")] == ["skyrl-0.10.0", "skyrl-main"]
+    commits = {drift.commit(path) for path in drift.checkouts("skyrl")}
+    assert len(commits) == 2
+    monkeypatch.setitem(repositories.REPOSITORIES, "slime", (f"{repository}/nowhere", "v"))
+    monkeypatch.setattr(sys, "argv", ["repositories.py", str(folder), "skyrl", "slime"])
+    assert repositories.main() == 1
+
+
+def test_the_newer_of_index_and_repository_counts(index, repository, monkeypatch):
+    """AReaL's index has an older release than its repository, others' tags come after the index."""
+    monkeypatch.setattr(drift, "newest", lambda name, address: "0.9.9")
+    monkeypatch.setitem(repositories.REPOSITORIES, "areal", (repository, "v"))
+    assert drift.released("areal", index) == ("0.10.0", [])
+    monkeypatch.setattr(drift, "newest", lambda name, address: "0.10.1")
+    assert drift.released("areal", index) == ("0.10.1", [])
+    # Those that only a repository has are not looked up in the index.
+    monkeypatch.setitem(repositories.REPOSITORIES, "slime", (repository, "v"))
+    assert drift.released("slime", index) == ("0.10.0", [])
+
+
+def test_a_source_that_cannot_be_reached_is_named(index, repository, monkeypatch, capsys):
+    monkeypatch.setitem(repositories.REPOSITORIES, "skyrl", (f"{repository}/nowhere", "v"))
+    found, unreachable = drift.released("skyrl", index)
+    assert found == "0.10.0"
+    assert [text.split(":")[0] for text in unreachable] == ["git ls-remote"]
+    # An index without a package says so, too.
+    monkeypatch.setitem(repositories.REPOSITORIES, "areal", (repository, "v"))
+    found, unreachable = drift.released("areal", index)
+    assert (found, len(unreachable)) == ("0.10.0", 1)
+    assert unreachable[0].startswith("the index has no answer on areal")
+    monkeypatch.setattr(drift, "released", lambda host, address: (None, ["no way"] if host == "skyrl" else []))
+    assert drift.main() == 2
+    assert "no release found; UNREACHABLE: no way" in capsys.readouterr().out
+    monkeypatch.setattr(drift, "released", lambda host, address: ("999.0", ["no way"]))
+    assert drift.main() == 1
 
 
 def test_a_checkout_at_another_commit_is_drift(tmp_path):
@@ -89,12 +151,13 @@ def test_a_checkout_at_another_commit_is_drift(tmp_path):
 def test_every_host_is_asked(index, monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(drift, "newest", lambda name, address: asked.append(name))
-    monkeypatch.setattr(drift, "newest_tag", lambda repository: asked.append(repository))
+    monkeypatch.setattr(drift, "newest_tag", lambda repository, prefix: asked.append(repository))
     assert drift.main() == 0
     heading, *lines = capsys.readouterr().out.splitlines()
     assert heading.split() == ["host", "newest", "run", "on"]
     assert [line.split()[0] for line in lines] == list(HOSTS)
-    assert {"ms-swift", "megatron-core", "skyrl", *drift.REPOSITORIES.values()} <= set(asked)
+    addresses = [address for host, (address, _) in repositories.REPOSITORIES.items() if host in HOSTS]
+    assert {"ms-swift", "megatron-core", "skyrl", *addresses} <= set(asked)
     assert all(line.endswith("no release found") for line in lines)
     monkeypatch.setattr(drift, "newest", lambda name, address: "999.0" if name == "verl" else None)
     assert drift.main() == 1
