@@ -45,11 +45,17 @@ MORE = {
     "megatron": ("megatron_deferred", "megatron_stages", "megatron_rl_step"),
     "nemo_rl": ("nemo_rl_draft",),
     "skyrl": ("skyrl_fsdp", "skyrl_support", "skyrl_worker"),
+    "slime": ("slime_options",),
+    "trl": ("trl_distillation", "trl_losses", "trl_one_pass"),
     "verl": ("verl_rows",),
 }
 """Further files of tests of a host, besides those of its training steps: ``test_HOST_step*.py``."""
 
+CALLERS = {"vime": (HERE.parent / "test_provider.py", "vime_itself")}
+"""Frameworks without an adapter, that call ours (``provider.py``), by the file and the name of their test."""
+
 STEPS = r"_steps?$|test_megatron_(deferred|stages)$"
+"""Files of whole training steps, and of whole models where a host has no trainer."""
 
 BESIDE = {"nemo_rl": "megatron", "skyrl": "megatron"}
 """Hosts whose main branch wants a Megatron-Core that is not released: the newest checkout of it comes along."""
@@ -70,10 +76,13 @@ def run(host: str, folder: Path | None) -> dict[str, Any]:
         if folder is not None and host in WHOLE:
             environment["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [environment.get("PYTHONPATH")])])
         chosen = ["-k", ON_CHECKOUTS[host]] if folder is not None and host in ON_CHECKOUTS else []
+        chosen += ["-k", CALLERS[host][1]] if host in CALLERS else []
         command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *map(str, files(host)), *chosen]
         done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
         if not report.exists():
             raise RuntimeError(f"{host} {folder or ''}: pytest wrote no report.\n{done.stdout[-2000:]}\n{done.stderr}")
+        if done.returncode:
+            print(done.stdout[-4000:], file=sys.stderr)
         suite = ElementTree.parse(report).getroot()[0]
         noted = [json.loads(line) for line in lines.read_text().splitlines()]
     return {
@@ -94,6 +103,8 @@ def run(host: str, folder: Path | None) -> dict[str, Any]:
 
 def files(host: str) -> list[Path]:
     """The files of tests of a host."""
+    if host in CALLERS:
+        return [CALLERS[host][0]]
     named_so = [HERE / f"test_{name}.py" for name in (host, *MORE.get(host, ()))]
     return [*named_so, *sorted(HERE.glob(f"test_{host}_step*.py"))]
 
@@ -103,10 +114,11 @@ def _with_others(host: str, folder: Path, scratch: Path) -> Path:
     beside = checkout(BESIDE[host]) if host in BESIDE else None
     if beside is None:
         return folder
+    both = scratch / "checkouts"
+    both.mkdir()
     for place in (folder, beside):
-        (scratch / "checkouts").mkdir(exist_ok=True)
-        (scratch / "checkouts" / place.name).symlink_to(place)
-    return scratch / "checkouts"
+        (both / place.name).symlink_to(place)
+    return both
 
 
 def _kind(host: str, folder: Path | None) -> str:
@@ -122,7 +134,7 @@ def _tests(suite: ElementTree.Element) -> dict[str, int]:
 
 
 def _steps(suite: ElementTree.Element) -> int:
-    """Tests of the host's own training steps, or of its models where it has no trainer, that passed."""
+    """How many tests of whole steps passed."""
     of = [case for case in suite.iter("testcase") if re.search(STEPS, case.get("classname", ""))]
     return sum(all(part.tag not in ("failure", "error", "skipped") for part in case) for case in of)
 
@@ -161,7 +173,7 @@ def main() -> int:
     parser.add_argument("hosts", nargs="*", default=[], help="hosts or checkouts: slime, slime-0.3.0; all if none")
     asked = set(parser.parse_args().hosts)
     failed = 0
-    for host in HOSTS:
+    for host in (*HOSTS, *CALLERS):
         # A new host may have no installable package and no double: it is tested on checkouts alone.
         places = [None] if (HERE / f"test_{host}.py").exists() else []
         for folder in [*places, *checkouts(host)]:

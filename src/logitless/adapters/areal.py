@@ -106,6 +106,7 @@ HOST = Host(
     replacements=_replacements,
     heads=_heads,
     logits="deferred",
+    placed=True,
     options={
         "entropy_grad": Option(True, "False: no entropy bonus is trained, so entropy is a metric without a graph"),
     },

@@ -472,4 +472,5 @@ HOST = Host(
     distribution="nemo-rl",
     heads=heads,
     logits="deferred",
+    placed=True,
 )
