@@ -74,14 +74,6 @@ def test_nothing_recorded_has_failed(record):
         assert record["version"] == "unknown" or covers(host.versions, record["version"])
 
 
-@pytest.mark.parametrize("host", HOSTS)
-def test_deferred_by_default_rests_on_steps(host):
-    """The newest of a host has run its own training steps, on logits that were not computed."""
-    if importlib.import_module(f"logitless.adapters.{host}").HOST.logits == "deferred":
-        newest = [record for record in RECORDS if record["host"] == host][-1]
-        assert newest["steps"] > 0
-
-
 def test_a_record_takes_the_place_of_the_older_one(tmp_path):
     file = tmp_path / "hosts.jsonl"
     for host, on, passed in (("verl", "main", 1), ("slime", "0.3.0", 2), ("verl", "main", 3)):
