@@ -23,9 +23,10 @@ test check: export OMP_NUM_THREADS := 1
 test: $(STAMP)
 	$(RUN)python -m pytest -n 3 --dist worksteal
 
-# On a machine with a GPU, whose environment has a CUDA build of torch: kernels compiled, not interpreted.
+# On a machine with a GPU, whose environment has a CUDA build of torch: kernels compiled, not interpreted. Three minutes
+# of the most important tests, with a record; GPU="--seconds 900 tests" for all of them.
 gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest --device cuda
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu_suite.py $(GPU)
 
 # While working: two minutes.
 check: lint

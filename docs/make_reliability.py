@@ -23,7 +23,7 @@ BEGIN, END = "<!-- runs of the fuzzer: begin -->", "<!-- runs of the fuzzer: end
 GPU = "<!-- on the GPU: begin -->", "<!-- on the GPU: end -->"
 CHANGES = "<!-- random changes: begin -->", "<!-- random changes: end -->"
 CHANGES_RECORD = ROOT / "benchmarks" / "results" / "mutation-sample.jsonl"
-GPU_RECORDS = ROOT / "benchmarks" / "results" / "sanitizer.jsonl"
+GPU_RECORDS = [ROOT / "benchmarks" / "results" / f"{name}.jsonl" for name in ("sanitizer", "gpu-suite")]
 
 
 def section(records: list[dict]) -> str:
@@ -135,7 +135,20 @@ def gpu_section(records: list[dict]) -> str:
                 f"Of `tests/test_cuda_trust.py` {r['passed']} tests passed, and these failed: {', '.join(r['failed'])}"
             )
         parts.append(f"{told}. {_on(r)}.")
+    for r in _suites(records):
+        told = (
+            f"**`make gpu`**: {r['passed']} tests of kernels passed in {len(r['files'])} files, {r['skipped']} skipped"
+        )
+        bad = f", and these failed: {', '.join(r['failures'])}" if r["failures"] else ", none failed"
+        rest = f"; {r['not_run']} were not reached in {r['seconds']:.0f} s" if r["not_run"] else ""
+        parts.append(f"{told}{bad}{rest}. {_on(r)}.")
     return "\n\n".join(["## On the GPU", *parts]) if parts else ""
+
+
+def _suites(records: list[dict]) -> list[dict]:
+    """The newest run of the suite with each pair of torch and Triton."""
+    newest = {(r["versions"]["torch"], r["versions"]["triton"]): r for r in records if r["kind"] == "suite"}
+    return list(newest.values())
 
 
 def _tool(found: dict, kernels: list[str]) -> str:
@@ -156,7 +169,7 @@ def with_gpu(page: str, records: list[dict]) -> str:
 
 
 def gpu_records() -> list[dict]:
-    return [json.loads(x) for x in GPU_RECORDS.read_text("utf-8").splitlines()] if GPU_RECORDS.exists() else []
+    return [json.loads(x) for file in GPU_RECORDS if file.exists() for x in file.read_text("utf-8").splitlines()]
 
 
 def records() -> list[dict]:

@@ -31,13 +31,16 @@ collect_ignore = ["conftest.py"]
 
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="device of the tests that take the `device` fixture")
+    parser.addoption("--only-device", action="store_true", help="no tests but those")
 
 
-def pytest_collection_modifyitems(items) -> None:
+def pytest_collection_modifyitems(config, items) -> None:
     """Torch before 2.11 cannot trace us: there is eager mode alone, as docs/reliability.md says.
 
     Where there is a GPU the kernels are compiled, and tests of kernels on CPU tensors have nothing to run them.
     """
+    if config.getoption("--only-device"):
+        items[:] = [item for item in items if "device" in getattr(item, "fixturenames", ())]
     for item in items:
         kernels = any(word in item.name for word in ("triton", "interpreter"))
         if torch.cuda.is_available() and kernels and "device" not in item.fixturenames:

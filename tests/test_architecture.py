@@ -24,7 +24,7 @@ ORDER = [
     *("score", "loss", "policy_head", "entropy_sample", "seams"),
     "deferred",
     "memory",
-    *("adapters", "provider"),
+    *("adapters", "engines", "provider"),
     *("", "tools", "__main__"),
 ]
 

@@ -216,8 +216,9 @@ def put_first(host: str) -> bool:
 def load(host: str, *modules: str) -> list[ModuleType]:
     """The real modules of a host: those that are named, or all that its adapter replaces something in."""
     if put_first(host):
-        # Hosts call what newer torch has renamed.
+        # Hosts call what newer torch has renamed, and torchtitan wants to be imported before torch.
         warnings.filterwarnings("ignore", "torch.distributed.nn.functional", FutureWarning)
+        warnings.filterwarnings("ignore", "The 'torch' module has already been imported", UserWarning)
         warnings.filterwarnings("ignore", "Using a non-tuple sequence for multidimensional indexing", UserWarning)
         if not torch.cuda.is_available():
             _stay_on_cpu()

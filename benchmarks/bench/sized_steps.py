@@ -31,6 +31,7 @@ class SizedStep:
         path: ``"logits"`` and ``"hidden"`` for log-probs, ``"pair of logits"`` and ``"pair"`` for those with a teacher,
             ``"loss"`` for a policy loss from hidden states, ``"torch"`` for the log_softmax that frameworks write.
         tokens, vocab, rows, hidden: T, V of all ranks, R or None for all tokens in order, D.
+        weight_dtype: of the head, where it is another than that of the hidden states.
         kept_ids, ids, teacher_hidden, teacher_top_k, lora_rank: how many there are; None for none.
     """
 
@@ -40,6 +41,7 @@ class SizedStep:
     rows: int | None = None
     hidden: int | None = None
     dtype: str = "bfloat16"
+    weight_dtype: str | None = None
     entropy: EntropyMode = None
     needs_grad: tuple[str, ...] = NAMES
     bias: bool = False
@@ -105,8 +107,12 @@ class SizedStep:
         shapes |= {"bias": (columns,)} if self.bias else {}
         if self.lora_rank is not None:
             shapes |= {"a": (self.lora_rank, self.hidden), "b": (columns, self.lora_rank)}
+        of_head = dtype if self.weight_dtype is None else getattr(torch, self.weight_dtype)
+        dtypes = {"weight": of_head, "bias": of_head}
         return {
-            name: torch.zeros(shape, dtype=dtype, device=device, requires_grad=name in self.needs_grad)
+            name: torch.zeros(
+                shape, dtype=dtypes.get(name, dtype), device=device, requires_grad=name in self.needs_grad
+            )
             for name, shape in shapes.items()
         }
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from logitless.call import MEMORY, PLAIN, Asked, Call, Operands, resolve, together
 from logitless.call.dry import ACTIVE, announce
 from logitless.call.unchanged import Unchanged
-from logitless.collectives import agree_if, fingerprint
+from logitless.collectives import agree_if, fingerprint, resolve_group
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.errors.arguments import check_flags, refuse_transforms
 from logitless.notes import add_note, explained, version_of
@@ -26,7 +26,7 @@ from logitless.operands import Given, Kept, Logits, Teacher, Teachers
 from logitless.passes.one_pass import OnePass, with_results
 from logitless.passes.whole import teacher_rows
 from logitless.readings.outcomes import Sent
-from logitless.route import Plan, first_pass, loss_plan
+from logitless.route import Collective, Plan, first_pass, in_words, loss_plan, over_samples, over_vocabulary
 from logitless.rows import Rows
 from logitless.score import score, with_teacher
 from logitless.sources.linear import Projection, hidden_gradients, selected_rows
@@ -44,6 +44,7 @@ class Batch(NamedTuple):
         fields: ``[R]`` tensors by name, as for :meth:`Objective.__call__`.
         denominator, prompt_tokens, group: as there.
         drop_zeros: leave rows whose gradient is exactly zero out of the last two products.
+        check_group: compare the call over the group first.
     """
 
     objective: Objective | Preference
@@ -52,6 +53,7 @@ class Batch(NamedTuple):
     prompt_tokens: Tensor | None = None
     group: Any = None
     drop_zeros: bool = True
+    check_group: bool = False
 
 
 @overload
@@ -154,29 +156,27 @@ def policy_loss(
     """
     if not all(isinstance(x, bool) for x in (drop_zeros, return_stats, check_group)):
         check_flags(NAME, drop_zeros=drop_zeros, return_stats=return_stats, check_group=check_group)
-    batch = Batch(objective, fields, denominator, prompt_tokens, group, drop_zeros)
+    batch = Batch(objective, fields, denominator, prompt_tokens, group, drop_zeros, check_group)
     teacher = Teacher(teacher) if isinstance(teacher, Tensor) else teacher
     asked = Asked(head=head, kept=kept, teacher=teacher, memory=memory, backend=backend)
     if torch.compiler.is_compiling():
-        return untraced(_policy_loss)(logits, rows, asked, batch, check_group, return_stats)
-    return _policy_loss(logits, rows, asked, batch, check_group, return_stats)
+        return untraced(_policy_loss)(logits, rows, asked, batch, return_stats)
+    return _policy_loss(logits, rows, asked, batch, return_stats)
 
 
-def _policy_loss(
-    logits: Any, rows: Any, asked: Asked, batch: Batch, check_group: bool, return_stats: bool
-) -> tuple[Any, ...]:
+def _policy_loss(logits: Any, rows: Any, asked: Asked, batch: Batch, return_stats: bool) -> tuple[Any, ...]:
     if torch._C._are_functorch_transforms_active():
         refuse_transforms(NAME)
     shard = getattr(logits, "shard", None)
     written = logits._stands.linear.weight_grad if isinstance(logits, Logits) else None
     before = None if written is None else version_of(written)
     try:
-        if check_group or (shard is not None and shard.check_calls):
-            call, plan, operands, inputs = _agreed(logits, rows, asked, batch, check_group, shard)
+        if batch.check_group or (shard is not None and shard.check_calls):
+            call, plan, operands, inputs = _agreed(logits, rows, asked, batch, shard)
         else:
             call, plan, operands, inputs = resolve_loss(logits, rows, asked, batch)
         if ACTIVE:
-            announce(call, plan)
+            announce(call, with_collectives(call, plan, operands, batch))
         loss, metrics, stats = evaluate(call, plan, operands, inputs, batch)
         return (loss, metrics, stats) if return_stats else (loss, metrics)
     except BaseException as error:
@@ -187,23 +187,22 @@ def _policy_loss(
         raise
 
 
-def _agreed(
-    logits: Any, rows: Any, asked: Asked, batch: Batch, check_group: bool, shard: Any
-) -> tuple[Call, Plan, Operands, Inputs]:
+def _agreed(logits: Any, rows: Any, asked: Asked, batch: Batch, shard: Any) -> tuple[Call, Plan, Operands, Inputs]:
     """:func:`resolve_loss`, compared over the ranks that share the vocabulary, or have parts of the same samples."""
 
-    def over_samples(made: tuple[Call, Plan, Operands, Inputs]) -> dict[str, Any]:
+    def in_samples(made: tuple[Call, Plan, Operands, Inputs]) -> dict[str, Any]:
         call, _, _, inputs = made
         facts = batch.objective.facts_over_samples(inputs, batch.denominator)
         recorded = {"whether a gradient is recorded": any(call.needs)}
-        return facts | {"the dtype of the logits or hidden states": str(call.dtype)} | recorded
+        facts |= {"the dtype of the logits or hidden states": str(call.dtype)} | recorded
+        return facts | {"what is sent": tuple(in_words(_over_samples(call, batch)))}
 
     def in_group() -> tuple[Call, Plan, Operands, Inputs]:
         return together(
             lambda: resolve_loss(logits, rows, asked, batch), shard, NAME, lambda made: loss_facts(*made, batch)
         )
 
-    return agree_if(check_group, batch.group, NAME, in_group, over_samples)
+    return agree_if(batch.check_group, batch.group, NAME, in_group, in_samples)
 
 
 def resolve_loss(logits: Any, rows: Any, asked: Asked, batch: Batch) -> tuple[Call, Plan, Operands, Inputs]:
@@ -238,9 +237,22 @@ def resolve_loss(logits: Any, rows: Any, asked: Asked, batch: Batch) -> tuple[Ca
     plan = loss_plan(call, objective)
     if ACTIVE and ACTIVE[-1].stop:
         # The route does not depend on the fields, which need not be given to ask for it.
-        announce(call, plan)
+        announce(call, with_collectives(call, plan, operands, batch))
     more = {"denominator": batch.denominator, "prompt_tokens": batch.prompt_tokens, "group": batch.group}
     return call, plan, operands, objective.inputs(None, call.rows, batch.fields, **more)
+
+
+def with_collectives(call: Call, plan: Plan, operands: Operands, batch: Batch) -> Plan:
+    """The plan with all that ranks send each other: the objective comes between log-probs and their backward."""
+    found = [*over_vocabulary(call, plan, operands), *_over_samples(call, batch)]
+    order = ("forward facts", "forward vocabulary", "forward sequence", "backward sequence", "backward vocabulary")
+    found.sort(key=lambda x: order.index(f"{x.when} {'facts' if x.kind == 'all_gather_object' else x.over}"))
+    return replace(plan, collectives=tuple(found))
+
+
+def _over_samples(call: Call, batch: Batch) -> tuple[Collective, ...]:
+    group, summed = resolve_group(batch.group, f"{NAME}: group"), batch.fields.get("ref_sample_logprob") is not None
+    return over_samples(call, batch.objective, group, batch.check_group, summed)
 
 
 def evaluate(
@@ -289,7 +301,8 @@ def loss_facts(call: Call, plan: Plan, operands: Operands, inputs: Inputs, batch
     given = {**inputs.fields, **inputs.batch}
     # The objective first: it decides how to go.
     facts |= plan.facts("memory=, objective")
-    return call.facts() | facts | {name: fingerprint(x) for name, x in sorted(given.items())}
+    facts = call.facts() | facts | {name: fingerprint(x) for name, x in sorted(given.items())}
+    return facts | {"what is sent": tuple(in_words(with_collectives(call, plan, operands, batch).collectives))}
 
 
 class _OnePass(torch.autograd.Function):

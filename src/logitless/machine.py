@@ -409,6 +409,30 @@ def product_sizes(columns: int, width: int, canonical: bool = False) -> ProductS
     return ProductSizes(128, 256, 64, tiles_per_part(-(-columns // 256)))
 
 
+class PairSizes(NamedTuple):
+    """Sizes of two matrix products in one tile.
+
+    Attributes:
+        rows, columns, depth, band, residents, warps, stages, flatten: as of :class:`ProductSizes`.
+        joint: whether both are summed in one loop, which needs equal widths.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    joint: bool = False
+    band: int = 16
+    residents: int = 1
+    warps: int = 8
+    stages: int = 4
+    flatten: bool = True
+
+
+def pair_sizes(width: int, other: int) -> PairSizes:
+    """Sizes for operands of these widths. The number of rows has no say."""
+    return PairSizes(128, 128, 64)
+
+
 def tiles_per_part(num_tiles: int) -> int:
     """How many column tiles make a part: about 8, such that little of the last part lies past the last column.
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -25,14 +25,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from logitless.backends import NAMES, OTHERS
+from logitless.collectives import resolve_group
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import check_flags, dense, instance, refused, sequence
 from logitless.loss import policy_loss as loss_of_logits
 from logitless.objectives import Metrics, Objective
-from logitless.operands import Kept, Logits
+from logitless.operands import Logits
 from logitless.rows import Rows
 from logitless.rows.layouts import Contiguous, Zigzag
 from logitless.score import logprobs
-from logitless.seams import even_shard, placed, shard_between, without_outside
+from logitless.seams import columns_of, even_shard, kept_from, placed, shard_between, without_outside
 from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard
 
 VERSIONS = (1,)
@@ -76,6 +78,13 @@ class Capabilities:
         >>> get(version=1).capabilities().why_not("logprobs_from_logits", torch.zeros(2, 3, dtype=torch.int64))
         'the dtype torch.int64 is not served'
         """
+        if not isinstance(function, str):
+            raise refused("why_not: function", "the name of a function", function)
+        if x is not None:
+            instance(x, Tensor, "why_not: x")
+        named = isinstance(options, Iterable) and not isinstance(options, str | bytes | Tensor)
+        if not named or not all(isinstance(name, str) for name in options):
+            raise refused("why_not: options", "names of options", options)
         if function not in self.options:
             return f"there is no function {function}"
         missing = sorted(set(options) - set(self.options[function]))
@@ -120,7 +129,7 @@ def get(version: int = 1) -> Provider:
     >>> get(version=1).version
     1
     """
-    if version not in VERSIONS:
+    if type(version) is not int or version not in VERSIONS:
         raise LogitlessError(
             f"provider.get: version {version!r} is not served; this release has {', '.join(map(str, VERSIONS))}. "
             f"Ask for one of these, or use your own code."
@@ -171,9 +180,12 @@ def logprobs_from_logits(
         backend, memory: as for :func:`logitless.logprobs`.
         chunk_rows: rows of logits worked on at a time, in place of ``memory``.
     """
-    width = logits.shape[-1]
+    check_flags("logprobs_from_logits", flat=flat, overwrite_logits=overwrite_logits)
+    if dense(logits, "logprobs_from_logits: logits").dim() < 1:
+        raise refused("logprobs_from_logits: logits", "[..., V]", logits)
+    head, width = Head(temperature, scale, softcap, vocab_size), logits.shape[-1]
     if flat:
-        logits, target, temperature = logits.reshape(-1, width), _line(target), _line(temperature)
+        logits, target, head = logits.reshape(-1, width), _line(target), replace(head, temperature=_line(temperature))
     shard = _shard(vocab_group, vocab_range, width)
     return _score(
         placed(logits, shard, overwrite=overwrite_logits),
@@ -181,8 +193,8 @@ def logprobs_from_logits(
         outside,
         vocab_size or (width if shard is None else shard.vocab_size),
         entropy=entropy,
-        head=Head(temperature, scale, softcap, vocab_size),
-        kept=None if support is None else Kept(*support),
+        head=head,
+        kept=None if support is None else kept_from(support),
         backend=backend,
         memory=_memory(memory, chunk_rows, width),
     )
@@ -217,9 +229,11 @@ def logprobs_from_hidden(
     ``hidden_grad="partial"`` leaves the sum of hidden's gradient over ``vocab_group`` to the caller. The other keywords
     are those of :func:`logprobs_from_logits` and :class:`logitless.Logits`.
     """
-    width = weight.shape[0]
+    check_flags("logprobs_from_hidden", flat=flat)
+    head, width = Head(temperature, scale, softcap, vocab_size), columns_of("logprobs_from_hidden", hidden, weight)
     if flat:
-        hidden, target, temperature = hidden.reshape(-1, hidden.shape[-1]), _line(target), _line(temperature)
+        hidden, target = hidden.reshape(-1, hidden.shape[-1]), _line(target)
+        head = replace(head, temperature=_line(temperature))
     shard = _shard(vocab_group, vocab_range, width)
     logits = Logits(
         hidden,
@@ -237,8 +251,8 @@ def logprobs_from_hidden(
         outside,
         vocab_size or (width if shard is None else shard.vocab_size),
         entropy=entropy,
-        head=Head(temperature, scale, softcap, vocab_size),
-        kept=None if support is None else Kept(*support),
+        head=head,
+        kept=None if support is None else kept_from(support),
         backend=backend,
         memory=_memory(memory, chunk_rows, width),
     )
@@ -283,12 +297,17 @@ def policy_loss(
         "ref_logprob": ref_logprob,
         "rollout_logprob": rollout_logprob,
     }
-    fields: dict[str, Any] = {name: x.reshape(-1) if isinstance(x, Tensor) else x for name, x in given.items()}
+    if not isinstance(objective, Mapping) or not all(isinstance(name, str) for name in objective):
+        raise refused("policy_loss: objective", "a dictionary of settings of an Objective", objective)
+    fields: dict[str, Any] = {
+        name: dense(x, f"policy_loss: {name}").reshape(-1) if isinstance(x, Tensor) else x for name, x in given.items()
+    }
+    columns = columns_of("policy_loss", hidden, weight)
     logits = Logits(
         hidden,
         weight,
         bias=bias,
-        shard=_shard(vocab_group, vocab_range, weight.shape[0]),
+        shard=_shard(vocab_group, vocab_range, columns),
         sequence_parallel=sequence_parallel,
         hidden_grad=hidden_grad,
     )
@@ -299,7 +318,7 @@ def policy_loss(
         head=Head(temperature, scale, softcap, vocab_size),
         denominator=denominator,
         backend=backend,
-        memory=_memory(memory, chunk_rows, weight.shape[0]),
+        memory=_memory(memory, chunk_rows, columns),
         **fields,
     )
 
@@ -327,10 +346,13 @@ def rows(
         device: where the rows will be used.
     """
     schemes = {"zigzag": Zigzag, "contiguous": Contiguous}
-    if context_parallel is not None and context_parallel not in schemes:
+    if context_parallel is not None and not (isinstance(context_parallel, str) and context_parallel in schemes):
         raise LogitlessError(
             f'rows: context_parallel must be "zigzag", "contiguous" or None but is {context_parallel!r}.'
         )
+    for name, x in (("cp_rank", cp_rank), ("cp_size", cp_size)):
+        if type(x) is not int:
+            raise refused(f"rows: {name}", "an integer", x)
     if context_parallel is None and cp_size != 1:
         raise LogitlessError(f'rows: cp_size is {cp_size} but context_parallel is None. Say "zigzag" or "contiguous".')
     cp = schemes[context_parallel](cp_rank, cp_size) if context_parallel is not None and cp_size > 1 else None
@@ -408,11 +430,15 @@ def _shard(group: Any, bounds: tuple[int, int] | None, columns: int) -> VocabSha
         )
     if isinstance(group, str) and group not in ("whole", "world"):
         raise LogitlessError(f'vocab_group must be "whole", "world" or a process group but is {group!r}.')
+    if bounds is not None:
+        bounds = tuple(sequence(bounds, "vocab_range", "(start, stop) of this rank's columns"))
+        if len(bounds) != 2 or not all(type(x) is int for x in bounds):
+            raise LogitlessError(f"vocab_range must be (start, stop) of this rank's columns but is {bounds!r}.")
     if isinstance(group, str) and group == "whole":
-        if bounds is not None and tuple(bounds) != (0, columns):
-            raise LogitlessError(f'vocab_range is {tuple(bounds)} but vocab_group is "whole". Pass the group as well.')
+        if bounds is not None and bounds != (0, columns):
+            raise LogitlessError(f'vocab_range is {bounds} but vocab_group is "whole". Pass the group as well.')
         return None
-    group = dist.group.WORLD if isinstance(group, str) else group
+    group = dist.group.WORLD if isinstance(group, str) else resolve_group(group, "vocab_group")
     return even_shard(group, columns) if bounds is None else shard_between(group, *bounds)
 
 

@@ -28,7 +28,7 @@ from logitless.passes.scoring import scored
 from logitless.readings.outcomes import Sent, compared, within
 from logitless.readings.over_support import Outcomes, divergence_over, results_over
 from logitless.readings.table import Table
-from logitless.route import Plan, score_plan
+from logitless.route import Plan, in_words, over_vocabulary, score_plan
 from logitless.rows import Rows
 from logitless.softmax import FLOOR, transform
 from logitless.sources.listed import entry_logits, id_logits, place_of
@@ -143,14 +143,15 @@ def _answered(logits: Any, rows: Any, asked: Asked) -> TokenStats:
     else:
         call, plan, operands = together(partial(resolve_score, logits, rows, asked), shard, "logprobs", _score_facts)
     if ACTIVE:
-        announce(call, plan)
+        announce(call, replace(plan, collectives=over_vocabulary(call, plan, operands)))
     stats = score(call, plan, operands)
     return stats if len(call.shape) == 1 else stats.shaped(call.shape)
 
 
 def _score_facts(made: tuple[Call, Plan, Operands]) -> dict[str, Any]:
-    call, plan, _ = made
-    return call.facts() | plan.facts()
+    call, plan, operands = made
+    # The list itself comes last: it differs wherever ranks would wait for each other, whatever the reason.
+    return call.facts() | plan.facts() | {"what is sent": tuple(in_words(over_vocabulary(call, plan, operands)))}
 
 
 def resolve_score(logits: Any, rows: Any, asked: Asked) -> tuple[Call, Plan, Operands]:

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from logitless.collectives import resolve_group, table_over
 from logitless.errors import LogitlessError
-from logitless.operands import Given, Logits
+from logitless.errors.arguments import dense, refused
+from logitless.operands import Given, Kept, Logits
 from logitless.operands.logits import like
 from logitless.spec import TokenStats, VocabShard
 
@@ -118,3 +119,20 @@ def without_outside(target: Tensor, vocab_size: int, score: Callable[[Tensor], T
     # Zero, with the gradient of -log Z.
     nothing = out.log_z.detach() - out.log_z
     return torch.where(outside, nothing, out.logprob)
+
+
+def columns_of(caller: str, hidden: Any, weight: Any) -> int:
+    """Columns of the head, whose operands are tensors."""
+    if dense(hidden, f"{caller}: hidden").dim() < 1:
+        raise refused(f"{caller}: hidden", "[..., D]", hidden)
+    if dense(weight, f"{caller}: weight").dim() != 2:
+        raise refused(f"{caller}: weight", "[V, D]", weight)
+    return weight.shape[0]
+
+
+def kept_from(support: Any) -> Kept:
+    """What the sampler kept, from ids and lengths."""
+    if not isinstance(support, tuple | list) or len(support) != 2:
+        raise refused("support", "a pair of tensors: the ids kept, and how many of them each row has", support)
+    ids, lengths = (dense(x, "support", "a pair of tensors: ids and lengths") for x in support)
+    return Kept(ids, lengths)

@@ -131,10 +131,13 @@ class Head:
         if self.vocab_size is not None and (type(self.vocab_size) is not int or self.vocab_size < 1):
             raise LogitlessError(f"Head: vocab_size must be a positive integer or None but is {self.vocab_size!r}.")
 
-    def gain(self, num_rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def gain(self, num_rows: int, dtype: torch.dtype, device: torch.device, single: bool = False) -> Tensor:
         """``[R]`` factor ``a`` of ``z = a * x``, or of ``z = a * tanh(squash * x)`` under a softcap.
 
         A temperature that is not positive and finite gives NaN, so that its row (and no other) is NaN.
+
+        Args:
+            single: whether a number is rounded to ``dtype`` before it divides, as one in a tensor is.
         """
         numerator = self.scale if self.softcap is None else self.softcap
         if not isinstance(self.temperature, Tensor):
@@ -144,6 +147,8 @@ class Head:
                     f"Head: a temperature of {self.temperature!r} makes the factor of the logits {factor:g}, which "
                     f"{dtype} does not hold. For the most likely token take argmax."
                 )
+            if single and self.temperature != 1.0:
+                return numerator / torch.full((num_rows,), self.temperature, dtype=dtype, device=device)
             return torch.full((num_rows,), factor, dtype=dtype, device=device)
         temperature = self.temperature if self.temperature.dim() else self.temperature.expand(num_rows)
         if temperature.numel() != num_rows:

@@ -8,6 +8,9 @@ branch wants (``LOGITLESS_HOSTS``, see hosts.py).
 
 from __future__ import annotations
 
+import functools
+import inspect
+import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -20,6 +23,9 @@ from ranks import close_ranks
 from shared.megatron import megatron, megatron_first
 from shared.megatron_groups import TIMEOUT
 from shared.megatron_step import HOW, Descent, Largest, Outcome, V, check_steps, installed, model_of, on_cpu
+
+import logitless
+from logitless.errors import LogitlessError
 
 pytestmark = pytest.mark.skipif(
     not put_first("nemo_rl") or not megatron_first(),
@@ -136,3 +142,25 @@ def test_three_steps_of_nemo_rl(ranks, case):
         check_steps(a, b, dtype, whole)
         with pytest.raises(AssertionError, match=r"(losses|scores|parameters): "):
             check_steps(a, c, dtype, whole)
+
+
+def test_a_head_in_mxfp8_is_refused_where_the_head_is_fused():
+    """The fused head gets the weight alone; the worker's forward sees the model."""
+    (train,) = load("nemo_rl", "nemo_rl.models.megatron.train")
+    parameters = inspect.signature(train.model_forward).parameters
+    flag = next(name for name in parameters if name in ("use_fused_linear_logprobs", "use_linear_ce_fusion_loss"))
+    batch = SimpleNamespace(get_multimodal_dict=lambda **_: {})
+    ids = torch.zeros(1, 3, dtype=torch.int64)
+    logitless.install("nemo_rl", any_version=True)
+    try:
+        for fused, fp8 in itertools.product((False, True), repeat=2):
+            inner = SimpleNamespace(config=SimpleNamespace(fp8_output_proj=fp8))
+            model = type("Wrapper", (), {"module": inner, "__call__": lambda self, **_: "output"})()
+            call = functools.partial(train.model_forward, model, batch, ids, ids, None, **{flag: fused})
+            if fused and fp8:
+                with pytest.raises(LogitlessError, match="has fp8_output_proj=True"):
+                    call()
+            else:
+                assert call() == "output"
+    finally:
+        logitless.uninstall("nemo_rl")

@@ -6,6 +6,7 @@ log-probs, Megatron's schedule and gradient buffers, on gloo ranks. A dictionary
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
@@ -19,6 +20,9 @@ from ranks import close_ranks
 from shared.megatron import megatron
 from shared.megatron_groups import TIMEOUT
 from shared.megatron_step import HOW, Descent, Largest, Outcome, V, check_steps, installed, model_of, on_cpu
+
+import logitless
+from logitless.errors import LogitlessError
 
 pytestmark = pytest.mark.skipif(
     not find_spec("megatron") or not find_spec("megatron.core"), reason="megatron-core is not installed"
@@ -138,3 +142,20 @@ def test_three_steps_of_verl(ranks, case):
         check_steps(a, b, dtype, whole)
         with pytest.raises(AssertionError, match=r"(losses|scores|parameters): "):
             check_steps(a, c, dtype, whole)
+
+
+def test_a_head_in_mxfp8_is_refused_where_kernels_are_fused():
+    """The fused head gets the weight alone; the engine sees the model. An empty iterator is as far as others come."""
+    (module,) = load("verl", ENGINE)
+    engine = object.__new__(module.MegatronEngineWithLMHead)
+    logitless.install("verl")
+    try:
+        for fused, fp8 in itertools.product((False, True), repeat=2):
+            engine.engine_config = SimpleNamespace(use_fused_kernels=fused)
+            inner = SimpleNamespace(config=SimpleNamespace(fp8_output_proj=fp8))
+            for model in (inner, SimpleNamespace(module=SimpleNamespace(module=SimpleNamespace(language_model=inner)))):
+                error, text = (LogitlessError, "has fp8_output_proj=True") if fused and fp8 else (StopIteration, "^$")
+                with pytest.raises(error, match=text):
+                    engine.forward_step(iter(()), model, None, None)
+    finally:
+        logitless.uninstall("verl")

@@ -14,12 +14,25 @@ from typing import Any
 
 import pytest
 import torch
-from shared.valid_calls import CALLS, NOT_CALLED, Good, deferred, fields, logits, parameters, public, rows
+from shared.valid_calls import (
+    CALLS,
+    NOT_CALLED,
+    OTHERS,
+    Good,
+    deferred,
+    fields,
+    logits,
+    others,
+    parameters,
+    public,
+    rows,
+)
 from shared.wrong_values import ANYTHING, nearly
 
 import logitless as ll
 
-CALLABLES = dict(public())
+CALLABLES = {**dict(public()), **dict(others())}
+TRIED = {**CALLS, **OTHERS}
 
 EVERYWHERE = {
     "as float16": "a float of fewer bits is a float",
@@ -31,6 +44,8 @@ EVERYWHERE = {
 }
 """Values that are right wherever their kind is, and why."""
 
+VERBS = ("logprobs_from_logits", "logprobs_from_hidden", "policy_loss")
+
 ALLOWED: dict[str, dict[str, set[str]]] = {
     "0 is a number, a share and a rank": {
         **{key: {"0"} for key in ("Contiguous.rank", "Zigzag.rank", "VocabShard.start", "VocabShard.stop")},
@@ -39,6 +54,33 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "Objective.clip": {"0", "list", "list of floats"},
         "Objective.recipe.clip": {"None", "0", "list", "list of floats"},
         "install.audit": {"0", "3", "2**70"},
+    },
+    "of a provider, as of the verbs": {
+        **{f"provider.{name}.memory": {"None"} for name in VERBS},
+        **{f"provider.{name}.scale": {"-1"} for name in VERBS},
+        **{f"provider.{name}.temperature": {"0-dim"} for name in VERBS},
+        **{f"provider.{name}.target": {"one dimension more"} for name in VERBS},
+        **{f"provider.{name}.hidden": {"one dimension more"} for name in VERBS[1:]},
+        **{f"provider.{name}.weight": {"one entry fewer"} for name in VERBS[1:]},
+        "provider.logprobs_from_logits.logits": {"one dimension more"},
+        "provider.Capabilities.why_not.function": {"text"},
+        "provider.Capabilities.why_not.options": {
+            *("list of texts", "empty list", "dict", "one fewer", "one more", "with a text", "as a set")
+        },
+        **{f"provider.policy_loss.{name}": {"one dimension more"} for name in ("old_logprob", "advantage")},
+        "provider.policy_loss.denominator": {"0", "2**70", "0-dim"},
+        "provider.rows.cp_rank": {"0", "-1"},
+    },
+    "an engine's temperature may be 0; names may be any": {
+        "Sampling.temperature": {"0"},
+        "Sampling.scale": {"-1"},
+        "Sampling.altered": {"list of texts", "empty list"},
+        "Sampling.of_sglang.params": {"dict"},
+        "adapters.Host.name": {"text"},
+        "adapters.Host.distribution": {"text"},
+        "adapters.Host.versions": {"list of texts", "empty list", "one fewer", "one more", "with a text"},
+        "adapters.Replacement.also_in": {"list of texts", "empty list"},
+        "adapters.Option.help": {"text"},
     },
     "coefficients and factors may be negative": {
         **{key: {"0", "-1"} for key in ("Head.scale", "Objective.z_coef", "Preference.sft_coef")},
@@ -105,17 +147,32 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "Metrics.of_rows.counted": {"as bool"},
         "defer.strict": {"True"},
     },
-    "a type is a function of one argument": {key: {"type"} for key in ("LoRA.dropout", "Objective.kl")},
+    "a type is a function of one argument": {
+        key: {"type"} for key in ("LoRA.dropout", "Objective.kl", "adapters.Host.heads", "adapters.Option.check")
+    },
 }
 """By the reason, parameters and the values that are right there."""
 
-CALLED = {"Teacher.by_row.members": "teacher"}
-"""What errors call a parameter by, where it is not its name: each member is a teacher."""
+FREE = {
+    "provider.Capabilities.why_not.x": "any tensor is asked about; the answer is a reason",
+    "adapters.Option.default": "a host's own",
+    "adapters.Option.choices": "a host's own",
+}
+"""Parameters that take anything of their kind, and why."""
+
+CALLED = {
+    "Teacher.by_row.members": "teacher",
+    "Sampling.of_sglang.params": "temperature",
+    **{f"adapters.Replacement.{name}": "shared.valid_calls" for name in ("name", "signature_of", "of")},
+}
+"""What errors call a parameter by, where it is not its name: each member is a teacher, a function has a path."""
 
 RAISED_BY_OTHERS = {
     "Logits.register_hook.hook": "a function of the caller's raises what it raises",
     "Objective.policy": "a function of the caller's raises what it raises",
     "Objective.correction": "a function of the caller's raises what it raises",
+    "adapters.Host.replacements": "a function of the host's raises what it raises",
+    "adapters.Replacement.make": "a function of the host's raises what it raises",
 }
 """Parameters whose value is called, here as the type ``int``."""
 
@@ -135,7 +192,7 @@ def tried(name: str) -> Iterator[tuple[str, Parameter, str, Any]]:
     for parameter in parameters(CALLABLES[name]):
         if parameter.kind is Parameter.VAR_POSITIONAL:
             continue
-        good = CALLS[name]()
+        good = TRIED[name]()
         key = good.further[parameter.name] if parameter.kind is Parameter.VAR_KEYWORD else parameter.name
         for label, make in ANYTHING.items():
             yield key, parameter, label, make()
@@ -145,6 +202,8 @@ def tried(name: str) -> Iterator[tuple[str, Parameter, str, Any]]:
 
 def is_allowed(place: str, parameter: Parameter, label: str) -> bool:
     """Whether a value is right, by the parameter's default and annotation or by the tables."""
+    if place in FREE:
+        return True
     kind = str(parameter.annotation)
     if label == "None" and parameter.default is None:
         return True
@@ -162,13 +221,13 @@ def names(error: Exception, name: str, key: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", TRIED)
 def test_wrong_values_are_refused_by_name(name: str):
     wrong = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for key, parameter, label, value in tried(name):
-            good, place = CALLS[name](), f"{name}.{key}"
+            good, place = TRIED[name](), f"{name}.{key}"
             try:
                 invoke(good, {**good.given, key: value})
             except ll.LogitlessError as error:
@@ -183,10 +242,10 @@ def test_wrong_values_are_refused_by_name(name: str):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("VocabShard.of", "uninstall")])
+@pytest.mark.parametrize("name", [name for name in TRIED if name not in ("VocabShard.of", "uninstall")])
 def test_the_good_call_is_good(name: str):
     """Else every wrong value would be refused for another reason."""
-    good = CALLS[name]()
+    good = TRIED[name]()
     invoke(good, good.given)
 
 
@@ -194,11 +253,12 @@ def test_every_public_callable_has_a_row():
     calls = {name for name, x in public() if "." not in name or parameters(x)}
     assert not calls - {*CALLS, *NOT_CALLED}, "give them rows in shared/valid_calls.py"
     assert not {*CALLS, *NOT_CALLED} - {name for name, _ in public()}, "rows without a public name"
+    assert set(OTHERS) == {name for name, x in others() if parameters(x)}
 
 
 def test_the_tables_name_what_is_there():
-    there = {f"{name}.{key}" for name in CALLS for key, *_ in tried(name)}
-    named = {place for places in ALLOWED.values() for place in places} | set(RAISED_BY_OTHERS)
+    there = {f"{name}.{key}" for name in TRIED for key, *_ in tried(name)}
+    named = {place for places in ALLOWED.values() for place in places} | {*RAISED_BY_OTHERS, *FREE, *CALLED}
     assert not named - there
 
 

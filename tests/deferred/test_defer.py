@@ -10,6 +10,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -374,6 +375,37 @@ def test_what_is_refused_names_the_way_out():
     undefer(model)
     model.lm_head.forward = lambda x: x
     with pytest.raises(ll.LogitlessError, match=r"replaced by someone else. Undo that first"):
+        ll.defer(model)
+
+
+class Parallelised(nn.Linear):
+    """As torchtitan's: ``parallelize`` puts a forward around the head's own."""
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        fn = self.forward
+
+        def forward_with_redistribution(*args: Any) -> Any:
+            assert parallel_dims is not None
+            return fn(*args)
+
+        self.forward = forward_with_redistribution
+
+
+def test_a_wrapper_that_redistributes_nothing():
+    model, own = Plain(), Plain()
+    model.lm_head = Parallelised(8, V, dtype=torch.float64)
+    model.load_state_dict(own.state_dict())
+    model.lm_head.parallelize(SimpleNamespace(tp_enabled=False))
+    before, wanted = model.lm_head.forward, gradients(own, idiom(own(IDS)))
+    with ll.defer(model, strict=True):
+        assert isinstance(model(IDS), ll.Logits)
+        found = gradients(model, idiom(model(IDS)))
+    assert model.lm_head.forward is before
+    for name, right in wanted.items():
+        assert_gradient_close_to_truth(found[name], right, right, name)
+    model.lm_head = Parallelised(8, V)
+    model.lm_head.parallelize(SimpleNamespace(tp_enabled=True))
+    with pytest.raises(ll.LogitlessError, match=r"wrapped by torchtitan's tensor parallelism.*ChunkedLossWrapper"):
         ll.defer(model)
 
 

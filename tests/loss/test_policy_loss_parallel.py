@@ -11,18 +11,19 @@ import math
 import warnings
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import chain
 from typing import Any, NamedTuple
 
 import cuts
 import pytest
 import torch
 import torch.distributed as dist
-from calls import loss_from_hidden
+from calls import logits_of
 from objective_truth import Batch
 from shared.linear import GRADIENT_PROMISE, HALF, Operands, draw
 from shared.objective_parallel import OBJECTIVES, SCHEMES
 from shared.policy_loss import Problem, Ran, assert_right, make, room, told
-from shared.shards import Collectives
+from shared.shards import Collectives, as_told
 from torch import Tensor
 
 from logitless import (
@@ -34,6 +35,7 @@ from logitless import (
     Objective,
     Rows,
     VocabShard,
+    explain,
     logprobs,
     policy_loss,
 )
@@ -87,6 +89,7 @@ class Part(NamedTuple):
     bias: Tensor
     metrics: dict[str, float]
     collectives: list[tuple[str, int]]
+    told: list[tuple[str, int]]
 
 
 # What runs in the ranks.
@@ -129,12 +132,14 @@ def run_micro_batch(
         hidden, where = hidden.chunk(way.tp)[t], where.chunk(way.tp)[t]
     hidden = hidden.detach().requires_grad_()
     fields = batch.fields(rows, torch.float64, ("old_logprob", "ref_logprob", "rollout_logprob", "advantage"))
-    loss, metrics = loss_from_hidden(hidden, head.weight, rows, bias=head.bias, **fields, **call, **way.options)
+    logits, options = logits_of(hidden, head.weight, {"bias": head.bias, **fields, **call, **way.options})
+    plan = explain(policy_loss, logits, rows, **options)
+    loss, metrics = policy_loss(logits, rows, **options)
     (1.7 * loss).backward()
     whole = torch.zeros(problem.operands.hidden.shape, dtype=hidden.dtype)
     whole[where[where >= 0]] = hidden.grad[where >= 0]
     assert not hidden.grad[where < 0].any()
-    return loss.detach(), whole, metrics
+    return loss.detach(), whole, metrics, [*as_told(plan, "forward"), *as_told(plan, "backward")]
 
 
 def run(rank: int, world: int, way: Way, problem: Problem, objectives: list[dict]) -> list[Part]:
@@ -158,11 +163,10 @@ def run(rank: int, world: int, way: Way, problem: Problem, objectives: list[dict
         }
         with Collectives() as counted:
             made = [run_micro_batch(way, problem, samples, head, (c, t), call) for samples in deals]
-        losses, hidden, metrics = zip(*made, strict=True)
+        losses, hidden, metrics, named = zip(*made, strict=True)
+        sums = sum(losses), sum(hidden)
         numbers = Metrics.merge(metrics).reduce(batch_group).compute()
-        parts.append(
-            Part(sum(losses), sum(hidden), head.weight.grad, head.bias.grad, numbers, counted.calls)  # type: ignore
-        )
+        parts.append(Part(*sums, head.weight.grad, head.bias.grad, numbers, counted.sent, [*chain(*named)]))  # type: ignore
     return parts
 
 
@@ -175,6 +179,7 @@ def together(way: Way, parts: list[Part]) -> Ran:
     for line in table:
         assert all(torch.equal(part.loss, line[0].loss) for part in line), "copies of a loss differ"
         assert all(part.collectives == line[0].collectives for part in line), "ranks called other collectives"
+        assert all(part.collectives == part.told for part in line), "other collectives than explain names"
     if way.options.get("sequence_parallel") or way.options.get("hidden_grad") == "partial":
         hidden = sum(part.hidden for part in parts)
     else:
@@ -265,10 +270,11 @@ def test_collectives_of_a_vocabulary_group(ranks, memory):
     for options, sums in (({}, 1), ({"hidden_grad": "partial"}, 0)):
         way = Way(tp=2, bounds=HALVES, options=options | {"memory": memory})
         for [part] in ranks(run, 2, way, problem, [OBJECTIVES["ppo"][0]]):
-            gathers = [count for name, count in part.collectives if name == "all_gather"]
-            assert sum(gathers) == 4 * 29
+            gathers = [size for kind, size in part.told if kind == "all_gather"]
+            assert sum(gathers) == 4 * 29 * 8
             assert len(gathers) == (1 if memory == room(29, 64, 8) else 8)
-            assert [name for name, _ in part.collectives if name != "all_gather"] == ["allreduce_"] * sums
+            assert [kind for kind, _ in part.told if kind != "all_gather"] == ["all_reduce"] * sums
+            assert part.collectives == part.told
 
 
 def add_to_a_buffer(rank: int, world: int, problem: Problem) -> tuple[Tensor, Any]:

@@ -43,7 +43,6 @@ BONUS = {"objective": ll.Objective(entropy_coef=0.01)}
 EVERYTHING = ll.Objective(entropy_coef=0.01, kl="k3", kl_coef=0.1, correction="tis")
 BY_SAMPLE = {"objective": ll.Objective(policy="gspo"), "tokens": 301, "rows": 257, "counts": (50, 3, 70, 0, 61, 40, 33)}
 
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -111,6 +110,9 @@ CASES = {
     "statistics, a rank, fp32": {**SLABS, **F32, "stats": ("rank",)},
     "statistics, frozen, rows": {**SLABS, **F32, **FROZEN, **SELECTED, "stats": ("top1", "rank"), "top_k": 5},
     "float64": {**SLABS, **GRAD, "dtype": "float64"},
+    "float32 head": {**SLABS, **GRAD, "weight_dtype": "float32"},
+    "float32 head, frozen, rows": {**SLABS, **FROZEN, **SELECTED, "weight_dtype": "float32"},
+    "float32 head, loss": {**LOSS, "weight_dtype": "float32", "memory": "2MiB"},
     "adapter": {**SLABS, **GRAD, "lora_rank": 16},
     "adapter, frozen head, rows, blocks": {**BLOCKS, **F32, **ADAPTER, "tokens": 3001, "rows": 2003, "bias": True},
     "adapter, loss": {**LOSS, **F32, **SELECTED, **ADAPTER, "hidden": 258},
@@ -313,15 +315,49 @@ CUDA_CASES = {
     "torch, rows, bf16": {**BIG_LOGITS, "entropy": "value", "path": "torch", "rows": 4097},
     "torch, from hidden": {**BIG, "path": "torch", "tokens": 4097},
 }
+# Of a teacher's logits there are two; and statistics at sizes whose temporaries show.
+BIG_PAIR = {"path": "pair", "tokens": 8191, "vocab": 151936, "hidden": 2048, "teacher_hidden": 2048}
+BIG_LOGIT_PAIR = {"path": "pair of logits", "tokens": 8191, "vocab": 151936}
+BIG_SENT = {"teacher_hidden": None, "teacher_top_k": 64}
+BIG_TAUGHT = {**BIG_LOSS, "tokens": 8191, "hidden": 2048, "objective": ll.Objective.recipe("distill")}
+FURTHER_CUDA_CASES = {
+    "logits, statistics": {**BIG_LOGITS, "stats": ("top1", "collision", "mean_logit", "rank"), "top_k": 20, "ids": 9},
+    "logits, moments": {**BIG_LOGITS, "stats": ("mean_logit", "logit_variance", "max_logit"), "entropy": "grad"},
+    "logits, K ids": {**BIG_LOGITS, "ids": 64},
+    "statistics": {**BIG, "stats": ("top1", "collision", "mean_logit", "rank"), "top_k": 20, "ids": 9},
+    "statistics, frozen": {**BIG, **FROZEN, "entropy": "value", "stats": ("top1", "max_logit")},
+    "K ids": {**BIG, "ids": 64},
+    "divergence": BIG_PAIR,
+    "divergence, jsd": {**BIG_PAIR, "divergence": "jsd"},
+    "divergence, tv": {**BIG_PAIR, "divergence": "tv"},
+    "divergence, frozen": {**BIG_PAIR, **FROZEN},
+    "divergence, a bucket": {**BIG_PAIR, **BIG_SENT, "tail": "bucket"},
+    "divergence, K ids": {**BIG_PAIR, **BIG_SENT, "tail": "renormalise"},
+    "divergence, from logits": BIG_LOGIT_PAIR,
+    "divergence, from logits, jsd": {**BIG_LOGIT_PAIR, "divergence": "jsd"},
+    "divergence, from logits, tv, fp32": {**BIG_LOGIT_PAIR, **F32, "tokens": 4097, "divergence": "tv"},
+    "divergence, from logits, overwritten": {**BIG_LOGIT_PAIR, "overwrite": True},
+    "divergence, from logits, a bucket": {**BIG_LOGIT_PAIR, "teacher_top_k": 64, "tail": "bucket"},
+    "divergence, from logits, K ids": {**BIG_LOGIT_PAIR, "teacher_top_k": 64, "tail": "renormalise"},
+    "loss, a teacher": {**BIG_TAUGHT, "teacher_hidden": 2048},
+    "loss, a teacher's K log-probs": {**BIG_TAUGHT, **BIG_SENT},
+    "adapter": {**BIG, "lora_rank": 64},
+    "adapter, frozen head": {**BIG, "lora_rank": 64, "needs_grad": ("hidden", "a", "b")},
+    "adapter, loss": {**BIG_LOSS, "lora_rank": 64, "needs_grad": ("hidden", "a", "b")},
+    "float32 head": {**BIG, "weight_dtype": "float32"},
+    "float32 head, frozen": {**BIG, **FROZEN, "entropy": "value", "weight_dtype": "float32"},
+    "float32 head, loss": {**BIG_LOSS, "weight_dtype": "float32"},
+}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_peaks_on_cuda(device: torch.device):
+@pytest.mark.parametrize("cases", [CUDA_CASES, FURTHER_CUDA_CASES], ids=["verbs", "readings"])
+def test_the_peaks_on_cuda(cases: dict, device: torch.device):
     """All cases, and then one table of predicted and measured bytes, whether they agree or not."""
     if device.type != "cuda":
         pytest.skip("asked for with --device cuda")
     results = []
-    for name, options in CUDA_CASES.items():
+    for name, options in cases.items():
         results.append(compare(PeakCase(name, options), device))
         torch.cuda.empty_cache()
     print("\n" + table(results))

@@ -273,3 +273,14 @@ def own(inputs, clip=0.5):
 )
 def test_repr_has_the_clip_in_effect(objective, text):
     assert repr(objective) == f"Objective({text})"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "clip"),
+    [("gspo", (0.0003, 0.0004)), ("dapo", (0.2, 0.28)), ("grpo", (0.2, 0.2)), ("cispo", (1.0, 4.0)), ("sapo", None)],
+)
+def test_a_recipe_reads_back_its_clip(recipe, clip):
+    """And a loss with the clip that was read is the recipe's."""
+    assert Objective.recipe(recipe).clip == clip
+    assert clip is None or Objective.recipe(recipe, clip=0.125).clip == (0.125, 0.125)
+    assert repr(Objective.recipe(recipe, clip=clip)) == repr(Objective.recipe(recipe))

@@ -295,6 +295,8 @@ def test_over_a_vocabulary_group():
         (lambda: ll.Preference("dpo").pairs([0], [-1]), "rejected must be sample numbers"),
         (lambda: ll.Preference("dpo", chosen=(0,)), "chosen and rejected go together"),
         (lambda: ll.Preference("dpo", chosen=(0,), rejected=(-1,)), "rejected must be sample numbers"),
+        (lambda: ll.Preference("dpo", chosen=(-1,), rejected=(0,)), "chosen must be sample numbers"),
+        (lambda: ll.Preference("kto", chosen=(1, -1), rejected=(0,)), "chosen must be sample numbers"),
         (lambda: ll.Preference("dpo", chosen=(0.0,), rejected=(1,)), "chosen must be sample numbers"),
         (lambda: ll.Preference("dpo", chosen=0, rejected=1), "chosen must be sample numbers, .* but is 0"),
         (lambda: ll.Preference("dpo").pairs(torch.tensor(0), [1]), "chosen must be sample numbers, .* but is 0"),

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from calls import from_hidden
+from calls import logits_of
 from close import assert_close_to_truth, assert_gradient_close_to_truth
 from torch import Tensor
 from truth import Scores, plain, truth
 
-from logitless import Head, Rows, VocabShard
+from logitless import Head, Rows, VocabShard, explain, logprobs
 from shared.linear import GRADIENT_PROMISE, HALF, Operands, draw, draw_rows, ragged
-from shared.shards import Collectives, bits
+from shared.shards import Collectives, as_told, bits
 
 WORLDS = {
     2: [(0, 50), (50, 127)],
@@ -55,7 +55,11 @@ class Case:
 
 
 class Scored(NamedTuple):
-    """What a rank sends back."""
+    """What a rank sends back.
+
+    Attributes:
+        told, sent: the collectives of forward and of backward as ``explain`` has them, and as they ran.
+    """
 
     logprob: Tensor
     entropy: Tensor | None
@@ -63,6 +67,8 @@ class Scored(NamedTuple):
     gradients: dict[str, Tensor]
     forward_calls: list[tuple[str, int]]
     backward_calls: list[tuple[str, int]]
+    told: tuple[list[tuple[str, int]], list[tuple[str, int]]]
+    sent: tuple[list[tuple[str, int]], list[tuple[str, int]]]
 
 
 def make_case(bounds, *, tokens=24, rows=17, width=17, dtype=torch.float32, **changes) -> Case:
@@ -85,15 +91,18 @@ def score_one(case: Case, rank: int, shard: VocabShard) -> Scored:
     leaf = Operands(hidden, weight[part], bias[part]).leaves(case.wanted)
     kept = None if case.kept is None else ragged(case.kept).over(case.scope)
     rows = Rows.at(case.index, case.target)
+    given = {name: x for name, x in case.options.items() if name != "scope"}
+    options = {"bias": leaf.bias, "head": Head(**case.head), "shard": shard, "kept": kept, **given}
+    logits, options = logits_of(leaf.hidden, leaf.weight, options)
+    plan = explain(logprobs, logits, rows, **options)
     with Collectives() as forward:
-        given = {name: x for name, x in case.options.items() if name != "scope"}
-        options = {"bias": leaf.bias, "head": Head(**case.head), "shard": shard, "kept": kept, **given}
-        out = from_hidden(leaf.hidden, leaf.weight, rows, **options)
+        out = logprobs(logits, rows, **options)
     with Collectives() as backward:
         backward_of(out, case.upstream)
     gradients = {name: x.grad for name, x in leaf._asdict().items() if x.grad is not None}
     values = (None if x is None else x.detach() for x in out[:3])
-    return Scored(*values, gradients, forward.calls, backward.calls)
+    both = (as_told(plan, "forward"), as_told(plan, "backward")), (forward.sent, backward.sent)
+    return Scored(*values, gradients, forward.calls, backward.calls, *both)
 
 
 def backward_of(out: Any, upstream: Tensor) -> None:
@@ -157,8 +166,9 @@ def assert_truth(case: Case, results: list[Scored]) -> None:
 
 
 def run(ranks, world: int, cases: list[Case]) -> list[list[Scored]]:
-    """Results of each case by rank, all of them right."""
+    """Results of each case by rank, all of them right, with the collectives that ``explain`` names."""
     by_case = [list(by_rank) for by_rank in zip(*ranks(score, world, cases), strict=True)]
     for case, by_rank in zip(cases, by_case, strict=True):
         assert_truth(case, by_rank)
+        assert all(scored.sent == scored.told for scored in by_rank), case
     return by_case

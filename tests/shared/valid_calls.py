@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import logitless as ll
-from logitless.adapters import Host, Replacement
+from logitless import provider
+from logitless.adapters import Host, Option, Replacement
+from logitless.operands.sampling import Sampling
 
 R, V, D = 4, 7, 3
 
@@ -208,6 +211,72 @@ CALLS: dict[str, Callable[[], Good]] = {
     "uninstall": lambda: Good(ll.uninstall, {"host": "nothing"}),
 }
 
+HIDDEN, WEIGHT, TARGET = torch.ones(R, D), torch.ones(V, D), torch.tensor([1, 2, 3, -100])
+
+OTHERS: dict[str, Callable[[], Good]] = {
+    "provider.get": lambda: Good(provider.get, {"version": 1}),
+    "provider.logprobs_from_logits": lambda: Good(
+        provider.logprobs_from_logits, {"logits": torch.zeros(R, V), "target": TARGET.clone()}
+    ),
+    "provider.logprobs_from_hidden": lambda: Good(
+        provider.logprobs_from_hidden, {"hidden": HIDDEN.clone(), "weight": WEIGHT.clone(), "target": TARGET.clone()}
+    ),
+    "provider.policy_loss": lambda: Good(
+        provider.policy_loss,
+        {"hidden": HIDDEN.clone(), "weight": WEIGHT.clone(), "target": TARGET.clone(), **fields()},
+    ),
+    "provider.rows": lambda: Good(
+        provider.rows, {"tokens": [torch.tensor([1, 2, 3])], "response_lengths": [2], "loss_masks": [torch.ones(2)]}
+    ),
+    "provider.Capabilities.why_not": lambda: Good(
+        provider.get().capabilities().why_not,
+        {"function": "rows", "x": torch.zeros(2), "options": ["device"]},
+    ),
+    "Sampling": lambda: Good(Sampling, {}),
+    "Sampling.differences": lambda: Good(Sampling().differences, {"head": ll.Head()}),
+    "Sampling.check": lambda: Good(Sampling().check, {"head": ll.Head()}),
+    "Sampling.of_vllm": lambda: Good(Sampling.of_vllm, {"params": vllm_params(), "config": vllm_config()}),
+    "Sampling.of_sglang": lambda: Good(
+        Sampling.of_sglang, {"params": {"temperature": 0.5}, "arguments": sglang_arguments(), "config": model_config()}
+    ),
+    "adapters.Host": lambda: Good(
+        lambda **k: installing(Host(**{**vars(toy()), **k})),
+        {"name": "toy", "package": "shared", "versions": ("0",), "replacements": toy().replacements},
+    ),
+    "adapters.Replacement": lambda: Good(
+        lambda **k: installing(Host("toy", "shared", ("0",), lambda options: [Replacement(**k)])),
+        {
+            "module": "shared.valid_calls",
+            "name": "toy_score",
+            "signature": "(logits)",
+            "make": lambda original, options: original,
+        },
+    ),
+    "adapters.Option": lambda: Good(
+        lambda **k: installing(Host("toy", "shared", ("0",), toy().replacements, {"strength": Option(**k)})),
+        {"default": 1.0, "help": "how much"},
+    ),
+}
+"""Beside ``logitless.__all__``: what frameworks and engines call."""
+
+
+def vllm_params() -> SimpleNamespace:
+    return SimpleNamespace(temperature=0.5, top_k=-1, top_p=1.0, min_p=0.0)
+
+
+def model_config() -> SimpleNamespace:
+    return SimpleNamespace(vocab_size=V, dtype="bfloat16")
+
+
+def vllm_config() -> SimpleNamespace:
+    named = {"logprobs_mode": "raw_logprobs", "head_dtype": torch.float32, "get_vocab_size": lambda: V}
+    return SimpleNamespace(hf_text_config=model_config(), **named)
+
+
+def sglang_arguments() -> SimpleNamespace:
+    return SimpleNamespace(enable_fp32_lm_head=False, dtype="auto")
+
+
 NOT_CALLED = {
     "Rows": "made by its constructors, whose names it says",
     "TokenStats": "results, by name; what is put in is looked at by whoever reads it",
@@ -235,8 +304,21 @@ NOT_CALLED = {
 
 def public() -> Iterator[tuple[str, Any]]:
     """Every public callable by name: functions, constructors, and the methods of public classes."""
-    for name in ll.__all__:
-        noun = getattr(ll, name)
+    yield from _called({name: getattr(ll, name) for name in ll.__all__})
+
+
+def others() -> Iterator[tuple[str, Any]]:
+    """The same of what is public beside ``logitless.__all__``."""
+    functions = {f"provider.{name}": getattr(provider, name) for name in ("get", *provider.FUNCTIONS)}
+    nouns = {"provider.Capabilities.why_not": provider.Capabilities.why_not, "Sampling": Sampling}
+    of_hosts = {f"adapters.{noun.__name__}": noun for noun in (Host, Option, Replacement)}
+    for name, noun in _called({**functions, **nouns, **of_hosts}):
+        if not name.startswith("adapters.") or name in of_hosts:
+            yield name, noun
+
+
+def _called(nouns: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, noun in nouns.items():
         yield name, noun
         if not inspect.isclass(noun):
             continue

@@ -48,7 +48,7 @@ def test_it_can_be_printed_as_json():
     fields = json.loads(text)
     assert fields["ok"] is True
     assert fields["exactness"][0]["ok"] is True
-    assert {"versions", "device", "backends", "hosts"} <= set(fields)
+    assert {"versions", "device", "backends", "hosts", "engines"} <= set(fields)
 
 
 @pytest.mark.usefixtures("_plain_torch_only")
@@ -145,6 +145,14 @@ def test_hosts_have_a_version_or_none(monkeypatch):
     assert not logitless.status().hosts
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     assert doctor._host("transformers").found is None
+
+
+def test_engines_that_are_not_here(monkeypatch):
+    monkeypatch.setattr(doctor, "is_there", lambda name: False)
+    for name in ("sglang", "vllm"):
+        found = doctor._engine(name)
+        assert (found.found, found.installs, found.verdict) == (None, None, "")
+        assert found.tested
 
 
 def test_a_host_that_would_be_refused_says_why(monkeypatch):

@@ -17,12 +17,16 @@ from logitless.tools.cli import app
 SMALL = tune.Sizes(rows=20, columns=300, width=32, chunk=8, repeats=1)
 
 
+HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where kernels run: compiled on a card, and otherwise in Triton's interpreter."""
+
+
 @pytest.fixture(scope="module")
 def table() -> dict:
-    return tune.measure(torch.device("cuda" if torch.cuda.is_available() else "cpu"), SMALL)
+    return tune.measure(HERE, SMALL)
 
 
-def test_what_is_measured(table):
+def test_what_is_measured(table, device: torch.device):
     """Every step that the costs are made of; in Triton's interpreter the times mean nothing."""
     assert len(table["milliseconds"]) == 8
     assert all(x > 0 for x in table["milliseconds"].values())
@@ -34,14 +38,14 @@ def test_what_is_measured(table):
     assert costs["gradient"] == pytest.approx(max(0.0, 1e-3 * more) / 6000)
 
 
-def test_a_kernel_that_does_not_run_is_not_taken(monkeypatch):
+def test_a_kernel_that_does_not_run_is_not_taken(monkeypatch, device: torch.device):
     from triton.runtime.errors import OutOfResources
 
     def fail(*_, **__):
         raise OutOfResources(300000, 232448, "shared memory")
 
     monkeypatch.setattr(tune.products, "gradient", fail)
-    found = tune.measure(torch.device("cpu"), SMALL)
+    found = tune.measure(HERE, SMALL)
     assert not found["epilogues"]
     assert "shared memory" in found["refused"]
     assert found["costs"]["gradient"] == machine.H200.costs.gradient

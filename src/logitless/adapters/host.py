@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from logitless.adapters.audit import AuditReport
 from logitless.errors import LogitlessError, did_you_mean
-from logitless.errors.arguments import refused
+from logitless.errors.arguments import check_flags, instance, one_of, refused
 from logitless.spec import format_bytes
 
 SAVED = Path(__file__).with_name("saved.json")
@@ -33,6 +33,23 @@ class Option(NamedTuple):
     help: str
     choices: tuple[Any, ...] = ()
     check: Callable[[Any], object] | None = None
+
+
+def _check_texts(noun: str, *, optional: bool = False, **given: Any) -> None:
+    for name, x in given.items():
+        if not (isinstance(x, str) and x) and not (optional and x is None):
+            raise refused(f"{noun}: {name}", "a text", x)
+
+
+def _check_functions(noun: str, **given: Any) -> None:
+    for name, x in given.items():
+        if not callable(x):
+            raise refused(f"{noun}: {name}", "a function", x)
+
+
+def _check_list(argument: str, x: Any, kind: type, wanted: str) -> None:
+    if not isinstance(x, tuple | list) or not all(isinstance(one, kind) for one in x):
+        raise refused(argument, f"a list of {wanted}", x)
 
 
 def _check_names(x: Any) -> None:
@@ -95,6 +112,18 @@ class Replacement:
     of: str | None = None
     if_asked: bool = False
 
+    def __post_init__(self) -> None:
+        _check_texts("Replacement", module=self.module, name=self.name)
+        _check_texts("Replacement", optional=True, signature_of=self.signature_of, of=self.of)
+        forms = self.signature.items() if isinstance(self.signature, Mapping) else ((self.signature, self.signature),)
+        if not all(isinstance(x, str) and (y is None or isinstance(y, str)) for x, y in forms):
+            raise refused(
+                "Replacement: signature", 'a text such as "(logits, index)", or one by version', self.signature
+            )
+        _check_functions("Replacement", make=self.make)
+        _check_list("Replacement: also_in", self.also_in, str, "names of modules")
+        check_flags("Replacement", optional=self.optional, if_asked=self.if_asked)
+
     @property
     def path(self) -> str:
         return f"{self.module}.{self.name}"
@@ -139,6 +168,23 @@ class Host:
     heads: Callable[[Mapping[str, Any]], Sequence[Replacement]] | None = None
     logits: Literal["deferred", "host"] = "host"
     placed: bool = False
+
+    def __post_init__(self) -> None:
+        _check_texts("Host", name=self.name, package=self.package)
+        _check_texts("Host", optional=True, distribution=self.distribution)
+        _check_list("Host: versions", self.versions, str, 'releases such as "0.24 - 1.16"')
+        _check_functions("Host", replacements=self.replacements)
+        if self.heads is not None:
+            _check_functions("Host", heads=self.heads)
+        one_of(self.logits, ("deferred", "host"), "Host: logits")
+        if not isinstance(self.options, Mapping) or not all(isinstance(name, str) for name in self.options):
+            raise refused("Host: options", "Options by their names", self.options)
+        for name, option in self.options.items():
+            instance(option, Option, f"Host: options[{name!r}]")
+            _check_texts(f"Option {name}", help=option.help)
+            _check_list(f"Option {name}: choices", option.choices, object, "values")
+            if option.check is not None:
+                _check_functions(f"Option {name}", check=option.check)
 
     @property
     def known(self) -> Mapping[str, Option]:

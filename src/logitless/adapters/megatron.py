@@ -257,6 +257,13 @@ def check_head(caller: str, config: Any) -> None:
         )
 
 
+def check_model_head(caller: str, model: Any) -> None:
+    """:func:`check_head` of a model, wrapped or not, or of the language model in it."""
+    while hasattr(model, "module"):
+        model = model.module
+    check_head(caller, getattr(getattr(model, "language_model", model), "config", None))
+
+
 def _rows_or_labels(rows: Rows | None, labels: Tensor | None, length: int, batch: int) -> Rows | Tensor:
     """Rows of ``[s, b]`` tokens from rows of a ``[b, s]`` batch, or labels transposed to ``[s, b]``."""
     if rows is None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from logitless.adapters.audit import Audit
 from logitless.adapters.host import Host, Option, PassOn, Replacement
 from logitless.adapters.nemo_rl_distillation import distillation
-from logitless.adapters.nemo_rl_heads import filters, heads
+from logitless.adapters.nemo_rl_heads import filters, fused_forward, heads
 from logitless.adapters.packs import packed_batch, padded_batch, ranks_in, with_target
 from logitless.adapters.scoring import HALF, computed, entropy_of_logits, every_target, placed
 from logitless.adapters.shards import check_ids, even_shard, shard_between, vocabulary_of
@@ -421,6 +421,7 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
         ),
         *_classes(module, bounds),
         *distillation(module, losses),
+        fused_forward(),
         Replacement(
             module=train,
             name="apply_temperature_scaling",

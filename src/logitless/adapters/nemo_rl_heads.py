@@ -6,15 +6,18 @@
 What becomes of the logits is in the post-processor that NeMo-RL hands over. Those that read whole rows get them from
 the model's own head: logits for a teacher's export, losses of logits, draft models; and, of AutoModel, log-probs
 over the support of top-k or top-p, and context parallelism, which makes a DTensor of logits.
-Reward and value models have no logits.
+Reward and value models have no logits. A model whose head is in MXFP8 is refused where the fused head is asked for.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from logitless.adapters.heads import deferring
 from logitless.adapters.host import Replacement
+from logitless.adapters.megatron import check_model_head
 from logitless.adapters.schedules import in_schedule
 
 READ = ("LogprobsPostProcessor", "TopkLogitsPostProcessor")
@@ -51,6 +54,40 @@ def _of_automodel(model: Any, post_processing_fn: Any, *_: Any, **__: Any) -> bo
 
 def _model(model: Any, post_processing_fn: Any, processed_mb: Any, is_reward_model: bool = False, *_: Any, **__: Any):
     return None if is_reward_model else model
+
+
+def make_forward(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Wraps ``model_forward``: the fused head is handed a weight, and here the model is seen."""
+
+    parameters = inspect.signature(original)
+
+    def model_forward(model: Any, *args: Any, **more: Any) -> Any:
+        given = parameters.bind(model, *args, **more).arguments
+        if given.get("use_fused_linear_logprobs") or given.get("use_linear_ce_fusion_loss"):
+            check_model_head("the fused head", model)
+        return original(model, *args, **more)
+
+    return model_forward
+
+
+def fused_forward() -> Replacement:
+    """Every forward of the Megatron workers, with the fused head or without."""
+    first = (
+        "model, data_dict, input_ids_cp_sharded, position_ids, attention_mask, packed_seq_params=None, "
+        "defer_fp32_logits=False"
+    )
+    return Replacement(
+        module="nemo_rl.models.megatron.train",
+        name="model_forward",
+        signature={
+            "main": f"({first}, mtp_loss_mask=None, straggler_timer=None, use_fused_linear_logprobs=False, "
+            "media_token_validity_mask=None)",
+            "0.7": f"({first}, mtp_loss_mask=None, straggler_timer=None, use_linear_ce_fusion_loss=False)",
+            "0.6": f"({first}, straggler_timer=None, use_linear_ce_fusion_loss=False)",
+        },
+        make=make_forward,
+        optional=True,
+    )
 
 
 def heads(_: Any) -> list[Replacement]:

@@ -154,12 +154,12 @@ def _line(installation: _Installation) -> str:
     return f"installed {host.name} {installation.version}, {functions} functions replaced, logits are {logits}"
 
 
-def try_host(host: Host) -> Installed:
+def try_host(host: Host, given: Mapping[str, Any] = MappingProxyType({})) -> Installed:
     """What :func:`install_host` would report, with nothing replaced; raises where it would raise."""
     with _lock:
         if host.name in _installations:
             return _report(_installations[host.name])
-    installation = _resolve_all(host, resolve_options(host, {}))
+    installation = _resolve_all(host, resolve_options(host, given))
     _by_value(host, installation.prepared)
     return _report(installation)
 

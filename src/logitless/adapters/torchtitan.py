@@ -1,6 +1,7 @@
 """torchtitan: the log-probs and entropies of its RL losses, without gathering the vocabulary.
 
     compute_logprobs(logits [T, V], labels [T], return_entropy)     float32 [T] and, as a metric, entropies [T]
+    PolicyTrainer._build_model(...)     the head of the model is deferred, unless the loss multiplies chunks of tokens
 
 Logits are whole; or a DTensor whose columns are sharded; or, under the spmd_types backend, a plain shard of columns.
 The loss must be the same on every rank of the tensor-parallel group, as torchtitan's is. Calls left to torchtitan and
@@ -68,8 +69,35 @@ def _part_of_dtensor(logits: DTensor) -> tuple[Tensor, VocabShard | None] | Pass
     return logits.to_local(), cut_shard(mesh.get_group(over[0]), width)
 
 
+def make_build(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for the method that builds the policy, after its loss."""
+
+    def _build_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model = original(self, *args, **kwargs)
+        # It multiplies a chunk of tokens with the head and goes back before the next, with one product less than
+        # deferred logits.
+        if not isinstance(self.loss_fn, sys.modules[MODULE].ChunkedLossWrapper):
+            options["heads"].defer(model)
+        return model
+
+    return _build_model
+
+
 def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
     return [Replacement(MODULE, "compute_logprobs", "(logits, labels, *, return_entropy=False)", make_logprobs)]
 
 
-HOST = Host(name="torchtitan", package="torchtitan", versions=("0.3",), replacements=_replacements)
+def _heads(options: Mapping[str, Any]) -> list[Replacement]:
+    trainer = "torchtitan.experiments.rl.actors.trainer"
+    signature = "(self, model_spec, config, device_type)"
+    return [Replacement(trainer, "PolicyTrainer._build_model", signature, make_build, optional=True)]
+
+
+HOST = Host(
+    name="torchtitan",
+    package="torchtitan",
+    versions=("0.3",),
+    replacements=_replacements,
+    heads=_heads,
+    logits="deferred",
+)

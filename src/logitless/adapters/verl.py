@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from logitless.adapters.host import Host, Option, PassOn, Replacement
+from logitless.adapters.megatron import check_model_head
 from logitless.adapters.schedules import in_schedule
 from logitless.adapters.scoring import (
     entropy_mode,
@@ -83,6 +84,19 @@ def make_linear_cross_entropy(original: Callable[..., Any], options: Mapping[str
         return out.logprob.float(), out.entropy.float()
 
     return linear_cross_entropy
+
+
+def make_megatron_step(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Wraps the Megatron engine's ``forward_step``: its fused head is handed a weight, and here the model is seen."""
+
+    def forward_step(
+        self: Any, batch_iter: Any, model: Any, logits_processor_func: Any, postprocess_micro_batch_func: Any
+    ) -> Any:
+        if self.engine_config.use_fused_kernels:
+            check_model_head("use_fused_kernels", model)
+        return original(self, batch_iter, model, logits_processor_func, postprocess_micro_batch_func)
+
+    return forward_step
 
 
 def _from_hidden(
@@ -205,6 +219,13 @@ def _fused() -> list[Replacement]:
             signature_of="LinearCrossEntropy.forward",
             make=make_linear_cross_entropy,
             also_in=("verl.models.mcore.model_forward_fused", "verl.models.mcore.model_forward_1f1b_overlap"),
+        ),
+        Replacement(
+            module="verl.workers.engine.megatron.transformer_impl",
+            name="MegatronEngineWithLMHead.forward_step",
+            signature="(self, batch_iter, model, logits_processor_func, postprocess_micro_batch_func)",
+            make=make_megatron_step,
+            optional=True,
         ),
     ]
 

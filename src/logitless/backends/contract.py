@@ -220,6 +220,18 @@ class Product:
         return self.weight.shape[0]
 
 
+class Couple(NamedTuple):
+    """A student's product beside its teacher's: the same rows and columns, each with its own gain, squash and width.
+
+    Attributes:
+        student: with the target's column; a row to skip has no divergence.
+        teacher: of whose column nothing is read.
+    """
+
+    student: Product
+    teacher: Product
+
+
 class Products(Protocol):
     """Matrix products that end in a softmax: logits stay in the kernel that makes them.
 

@@ -41,15 +41,16 @@ def resolve(caller: str, logits: Any, rows: Any, asked: Asked, memory: str | Non
         checked = checks.check_hidden(caller, operands, rows, linear, asked)
         default = stands.memory or memory or MEMORY["hidden" if asked.teacher is None else "chunk"]
         assert operands.hidden is not None
-        call = _resolve(caller, operands.hidden, checked, asked, stands, shard, default)
+        call = _resolve(caller, operands.hidden, checked, asked, stands, shard, default, linear.bits)
         return _from_hidden(call, operands, linear, stands), operands
     given = logits if isinstance(logits, Given) else None
     x = _local(caller, "logits", logits if given is None else given.logits, shard, last=True)
     overwrite = given is not None and given.overwrite
     checked = checks.check_given(caller, x, rows, shard, asked, overwrite)
-    call = _resolve(caller, x, checked, asked, None, shard, memory or MEMORY["logits"])
-    if given is not None and given.bits != "fast":
-        call = replace(call, bits=given.bits, canonical=_canonical(call, given.bits))
+    bits = "fast" if given is None else given.bits
+    call = _resolve(caller, x, checked, asked, None, shard, memory or MEMORY["logits"], bits)
+    if bits != "fast":
+        call = replace(call, bits=bits, canonical=_canonical(call, bits))
         checks.check_bits(call)
     object.__setattr__(call, "overwrite", overwrite)
     object.__setattr__(call, "needs", (torch.is_grad_enabled() and x.requires_grad, False, False, False))
@@ -105,6 +106,7 @@ def _resolve(
     stands: Stands | None,
     shard: VocabShard | None,
     memory: int | str,
+    bits: str,
 ) -> Call:
     rows, shape, vocab_size, columns, found = checked
     pretended = ACTIVE[-1] if ACTIVE else None
@@ -114,7 +116,9 @@ def _resolve(
     wide = accumulation_dtype(x.dtype)
     budget = memory if asked.memory is None else asked.memory
     size = parse_memory(budget)
-    gain, squash, negative, unit = head.gain(num_rows, wide, x.device), head.squash, head.scale < 0, head.unit
+    # Engines keep temperatures in float32: one row's factor has the same bits from a number and from a tensor.
+    gain = head.gain(num_rows, wide, x.device, single=bits == "canonical")
+    squash, negative, unit = head.squash, head.scale < 0, head.unit
     if stands is not None and (stands.squash or isinstance(stands.gain, Tensor) or stands.gain != 1.0):
         gain, squash, negative, unit = _carried(caller, head, stands, rows, gain)
     machine = CPU

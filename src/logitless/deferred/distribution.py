@@ -128,7 +128,8 @@ def _gather(x: Distribution, dim: Any, index: Any, **kwargs: Any) -> Any:
 
 def gatherable(x: Tensor, dim: Any, index: Any) -> bool:
     """Whether every row is asked for a list of columns."""
-    return over_last(x, dim) and isinstance(index, Tensor) and index.shape[:-1] == x.shape[:-1] and index.dim() > 0
+    ids = isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32) and index.dim() > 0
+    return over_last(x, dim) and ids and index.shape[:-1] == x.shape[:-1]
 
 
 def _exp(x: Distribution) -> Any:

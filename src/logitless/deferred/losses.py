@@ -20,6 +20,9 @@ from logitless.operands import Logits, LoRA
 from logitless.score import logprobs
 from logitless.spec import IGNORE
 
+WIDENED = ("cpu", "cuda", "xpu")
+"""Devices on which autocast takes a cross entropy in float32."""
+
 
 class Turned(Lazy):
     """``logits.transpose(1, 2)``, as ``cross_entropy`` wants classes: ``[B, V, S]``."""
@@ -76,12 +79,21 @@ def cross_entropy(
     labels = isinstance(target, Tensor) and target.dtype == torch.int64 and target.shape == x.shape[:-1]
     if not labels or (x.dim() > 2 and not isinstance(input, Turned)) or reduction not in ("none", "mean", "sum"):
         return NotImplemented
-    if not 0.0 <= label_smoothing <= 1.0 or (weight is not None and weight.shape != x.shape[-1:]):
+    if not 0.0 <= label_smoothing <= 1.0 or type(ignore_index) is not int:
+        return NotImplemented
+    dtype = result_dtype(x, WIDENED)
+    if weight is not None and not _are_of_classes(weight, x, dtype):
         return NotImplemented
     one_product = not x.squash and not isinstance(x.weight, LoRA) and x.shard is None
     if label_smoothing and weight is not None and not one_product:
         return NotImplemented
     return _loss(x, target, weight, ignore_index, reduction, label_smoothing)
+
+
+def _are_of_classes(weight: Any, x: Logits, dtype: torch.dtype) -> bool:
+    """Whether torch takes these weights of classes; autocast makes theirs the dtype of the logits."""
+    fits = isinstance(weight, Tensor) and weight.shape == x.shape[-1:] and weight.is_floating_point()
+    return fits and (weight.dtype == x.dtype or dtype != x.dtype)
 
 
 def nll_loss(
@@ -128,7 +140,7 @@ def _loss(x: Logits, labels: Tensor, weight: Tensor | None, ignore: int, reducti
         loss = loss.sum()
     if reduction == "mean":
         loss = loss / ((~left_out).sum() if of_class is None else of_class.sum())
-    return loss.to(result_dtype(x, ("cpu", "cuda", "xpu")))
+    return loss.to(result_dtype(x, WIDENED))
 
 
 def _weighted_sum(x: Logits, w: Tensor) -> Tensor:

@@ -18,7 +18,16 @@ from torch import Tensor, nn
 
 from logitless.deferred import column_parallel
 from logitless.deferred.bound import Bound
-from logitless.deferred.placed import Parts, Placed, Replicated, Style, check_placements, is_placed
+from logitless.deferred.placed import (
+    Parts,
+    Placed,
+    Redistributing,
+    Replicated,
+    Style,
+    check_placements,
+    is_placed,
+    wrapper_of,
+)
 from logitless.errors import LogitlessError, did_you_mean
 from logitless.errors.arguments import check_flags, refused
 from logitless.notes import log_once
@@ -101,7 +110,7 @@ class _Deferred:
     options: dict[str, Any]
     around: _Around
     shard: Any = None
-    style: Style | None = None
+    style: Style | Redistributing | None = None
 
 
 class Deferral:
@@ -194,7 +203,7 @@ def defer_or_tell(
             parallel = _is_column_parallel(layer)
             shard = column_parallel.shard_of_layer(layer) if parallel else None
             around = _Around(_holders(chunk, layer), refused, placed)
-            style = Style.of(vars(layer).get("forward"))
+            style = wrapper_of(layer)
             layer._logitless_deferred = _Deferred(rounded, memory, options, around, shard, style)
             layer.forward = Bound(_wrap_column_parallel if parallel else _wrap, layer)
         owner = _owner_of_loss(chunk)
@@ -331,7 +340,7 @@ def _check(layer: Any) -> None:
     """Raise for a head that is deferred already, or that does more than multiply."""
     if "_logitless_deferred" in vars(layer):
         raise LogitlessError("defer: this model is already deferred. Call undo() of what defer returned first.")
-    if "forward" in vars(layer) and Style.of(layer.forward) is None:
+    if "forward" in vars(layer) and wrapper_of(layer) is None:
         raise LogitlessError("defer: the forward of the head was replaced by someone else. Undo that first.")
     if _is_column_parallel(layer):
         column_parallel.check_layer(layer)

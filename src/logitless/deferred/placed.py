@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from logitless.errors import LogitlessError
 from logitless.operands import Logits
@@ -62,11 +62,9 @@ class Style(NamedTuple):
     @staticmethod
     def of(forward: Any) -> Style | None:
         """The style whose forward this is; None for any other."""
-        cells = getattr(forward, "__closure__", None) or ()
-        if not cells or forward.__name__ != "tp_forward":
+        if getattr(forward, "__name__", "") != "tp_forward":
             return None
-        names = forward.__code__.co_freevars
-        found: dict[str, Any] = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+        found = _closure(forward)
         style, mesh = found.get("self"), found.get("mesh")
         if style is None or mesh is None or not hasattr(style, "output_layouts"):
             return None
@@ -83,6 +81,52 @@ class Style(NamedTuple):
         """Logits as the model's code expects them."""
         logits = logits.redistribute(placements=[self.wanted])
         return logits.to_local() if self.local else logits
+
+
+class Redistributing(NamedTuple):
+    """The forward that torchtitan's ``Module.parallelize`` puts around a head's own, where no axis cuts the vocabulary:
+    hidden states and logits go through it as they are.
+
+    Attributes:
+        forward: the forward around the head's own.
+    """
+
+    forward: Callable[..., Any]
+
+    @staticmethod
+    def of(forward: Any) -> Redistributing | None:
+        """The wrapper that this forward is; None for any other. Raises where it shares the vocabulary out."""
+        if getattr(forward, "__name__", "") != "forward_with_redistribution":
+            return None
+        found = _closure(forward)
+        own, dims = found.get("fn"), found.get("parallel_dims")
+        if dims is None or getattr(own, "__func__", None) is not nn.Linear.forward:
+            return None
+        if dims.tp_enabled:
+            raise LogitlessError(
+                "defer: the forward of the head was wrapped by torchtitan's tensor parallelism, which cuts the "
+                "vocabulary. Let torchtitan's ChunkedLossWrapper call the head, or keep the model's own logits."
+            )
+        return Redistributing(forward)
+
+    def hidden(self, x: Any) -> Any:
+        return x
+
+    def output(self, logits: Any) -> Any:
+        return logits
+
+
+def wrapper_of(layer: Any) -> Style | Redistributing | None:
+    """What a framework that is known put in the place of a head's own forward, if anything."""
+    forward = vars(layer).get("forward")
+    return None if forward is None else Style.of(forward) or Redistributing.of(forward)
+
+
+def _closure(function: Any) -> dict[str, Any]:
+    """Variables of the function around this one, by name."""
+    cells = getattr(function, "__closure__", None) or ()
+    names = function.__code__.co_freevars if cells else ()
+    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
 
 
 def is_placed(x: Any) -> bool:

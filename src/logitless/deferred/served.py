@@ -18,6 +18,7 @@ from logitless.deferred.later import COMPARISONS, Later
 from logitless.deferred.lazy import Lazy
 from logitless.deferred.pending import numbers
 from logitless.deferred.read import ask, here, over_last, readable
+from logitless.errors.arguments import FLOATS
 from logitless.operands import Logits
 from logitless.operands.logits import SERVED, count_made
 from logitless.spec import parse_memory
@@ -36,9 +37,11 @@ def _of_logits(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _softmax(form: str) -> Callable[..., Any]:
     def served(x: Any, dim: Any = None, *rest: Any, **kwargs: Any) -> Any:
-        dtype = next((y for y in (*rest, kwargs.get("dtype")) if isinstance(y, torch.dtype)), None)
-        if not over_last(x, dim):
+        # Among the positions is the depth of the stack, for warnings.
+        given = [y for y in (*rest, kwargs.get("dtype")) if y is not None and type(y) is not int]
+        if not over_last(x, dim) or any(y not in FLOATS for y in given):
             return NotImplemented
+        dtype = given[0] if given else None
         return distribution.distribution(x if dtype is None else x.to(dtype), form)
 
     return _of_logits(served)

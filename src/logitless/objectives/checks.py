@@ -128,7 +128,8 @@ def sequence_group(caller: str, rows: Rows, group: Any, *, needed: bool) -> Any:
             f"{caller}: these rows are split over {size} context-parallel ranks but group has {world}. Means over "
             f"samples run over the context-parallel group, and nothing else does: pass that one as group=."
         )
-    return group
+    # One rank has whole samples: there is nothing to send.
+    return None if world == 1 else group
 
 
 def check_stats(caller: str, stats: Any) -> None:

@@ -140,7 +140,7 @@ class Objective:
         return ("mean_logit",) if smoothed else ()
 
     def kept_together(self, counts: tuple[int, ...]) -> tuple[int, ...]:
-        """Rows of the shortest runs of samples that depend on no sample outside: of each sample."""
+        """Rows of the shortest runs of samples that depend on no sample outside."""
         return counts
 
     @functools.cached_property
@@ -189,9 +189,19 @@ class Objective:
     @functools.cached_property
     def sequence_level(self) -> bool:
         """Whether a term takes means over whole samples."""
+        return self.level == "sequence" or any(self._means)
+
+    @functools.cached_property
+    def _means(self) -> tuple[bool, bool]:
+        """Whether a named policy, and a named correction, takes a mean over samples."""
         policy = isinstance(self.policy, str) and POLICY_TERMS[self.policy].level == "sequence"
-        correction = isinstance(self.correction, str) and CORRECTIONS[self.correction].level == "sequence"
-        return self.level == "sequence" or policy or correction
+        return policy, isinstance(self.correction, str) and CORRECTIONS[self.correction].level == "sequence"
+
+    def sample_sums(self, summed: bool) -> tuple[int, int] | None:
+        """How many sums over samples forward and backward take; None where a term of the caller's own takes them."""
+        own = any(x is not None and not isinstance(x, str) for x in (self.policy, self.correction))
+        # A correction is a constant, and has no backward.
+        return None if own and self.level in ("sequence", "batch") else (sum(self._means), int(self._means[0]))
 
     @functools.cached_property
     def required(self) -> tuple[str, ...]:
@@ -219,9 +229,8 @@ class Objective:
         given = {name: x for name, x in fields.items() if x is not None}
         on_policy = isinstance(given.get("old_logprob"), str)
         if on_policy and given.pop("old_logprob") != CURRENT:
-            raise LogitlessError(
-                f'Objective: old_logprob must be a tensor or "current" but is {fields["old_logprob"]!r}.'
-            )
+            came = fields["old_logprob"]
+            raise LogitlessError(f'Objective: old_logprob must be a tensor or "current" but is {came!r}.')
         self._check_names({*given, "old_logprob"} if on_policy else set(given))
         device = rows.target.device
         num_rows = rows.index.numel()

@@ -189,6 +189,16 @@ class Preference:
             owners={name: x for name, x in owners.items() if name in places or name in of_batch},
         )
 
+    def sample_sums(self, summed: bool) -> tuple[int, int]:
+        """How many sums over samples forward and backward take.
+
+        Args:
+            summed: whether those of the reference were given, as ``ref_sample_logprob``.
+        """
+        differences = KINDS[self.kind].reference and not summed
+        # The sums of the log-probs themselves are in the loss where no differences are, and in its SFT term.
+        return 1 + differences, differences + (not differences or self.settings.sft_coef != 0)
+
     def evaluate(self, inputs: Inputs) -> tuple[Tensor, Metrics]:
         """Loss of these rows, a 0-dim sum, and their metrics, without graph. Nothing waits for the device."""
         x = inputs.cleaned()

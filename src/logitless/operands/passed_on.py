@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from logitless.errors.arguments import FLOATS
 from logitless.operands.graph import Total
 from logitless.operands.logits import RULES, Logits, like
 from logitless.operands.lora import LoRA
@@ -186,6 +187,8 @@ def _cast(dtype: torch.dtype) -> Callable[..., Any]:
 
 def _to(x: Any, *args: Any, **kwargs: Any) -> Any:
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
+    if args and (isinstance(args[0], bool) or not isinstance(args[0], (torch.dtype, Tensor, str, int, torch.device))):
+        return NotImplemented
     for arg in args:
         if isinstance(arg, torch.dtype):
             dtype = arg
@@ -195,7 +198,7 @@ def _to(x: Any, *args: Any, **kwargs: Any) -> Any:
             device = arg
     if device is not None and torch.device(device).type != x.device.type:
         return NotImplemented
-    if dtype is not None and not dtype.is_floating_point:
+    if dtype is not None and dtype not in FLOATS:
         return NotImplemented
     return like(x, dtype=dtype or x.dtype)
 
@@ -209,7 +212,9 @@ def _per_row(x: Logits, by: Any) -> float | Tensor | None:
     if isinstance(by, bool) or isinstance(by, Logits):
         return None
     if isinstance(by, (int, float)):
-        return float(by) if math.isfinite(by) and by != 0 else None
+        # Torch takes no integer of more bits, and says so.
+        fits = abs(by) < 1 << 63 if isinstance(by, int) else math.isfinite(by)
+        return float(by) if fits and by != 0 else None
     if not isinstance(by, Tensor) or not by.is_floating_point() or by.requires_grad:
         return None
     if by.dim() == 0:

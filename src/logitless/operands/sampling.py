@@ -17,11 +17,15 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import check_flags, instance, is_number, one_of, refused
 from logitless.operands.stands import Match
 from logitless.spec import Head
 
 Reported = Literal["raw", "scaled", "kept"]
 """What log-probs are of: logits before the temperature, after it, or after it over the kept ids."""
+
+HEADS = ("float32", "bfloat16", "float16")
+"""Dtypes of a head's logits."""
 
 ALTERING: dict[str, Any] = {
     "presence_penalty": 0.0,
@@ -71,12 +75,23 @@ class Sampling:
     altered: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.logprobs not in get_args(Reported):
-            raise LogitlessError(f"Sampling: logprobs must be one of {get_args(Reported)} but is {self.logprobs!r}.")
+        one_of(self.logprobs, get_args(Reported), "Sampling: logprobs")
+        one_of(self.head, HEADS, "Sampling: head")
+        check_flags("Sampling", truncated=self.truncated, recorded=self.recorded)
+        if not is_number(self.temperature) or self.temperature < 0:
+            raise refused("Sampling: temperature", "a finite number, 0 or more", self.temperature)
+        # The rest is a head's, and refused in its words.
+        Head(scale=self.scale, softcap=self.softcap, vocab_size=self.vocab_size)
+        if not isinstance(self.altered, tuple | list) or not all(isinstance(name, str) for name in self.altered):
+            raise refused("Sampling: altered", "names of parameters", self.altered)
+        object.__setattr__(self, "altered", tuple(self.altered))
 
     @staticmethod
     def of_vllm(params: Any, config: Any) -> Sampling:
         """From vLLM's ``SamplingParams`` of a request and the engine's ``ModelConfig``."""
+        _has("Sampling.of_vllm: params", params, "a SamplingParams", "temperature")
+        wanted = ("hf_text_config", "logprobs_mode", "get_vocab_size", "head_dtype")
+        _has("Sampling.of_vllm: config", config, "a ModelConfig", *wanted)
         model = config.hf_text_config
         processed = str(config.logprobs_mode).startswith("processed")
         return Sampling(
@@ -101,6 +116,11 @@ class Sampling:
             original: whether ``SGLANG_RETURN_ORIGINAL_LOGPROB`` is set.
             recorded: whether the request has ``return_sampling_mask``.
         """
+        check_flags("Sampling.of_sglang", original=original, recorded=recorded)
+        if not isinstance(params, Mapping):
+            _has("Sampling.of_sglang: params", params, "a SamplingParams or a request's dictionary", "temperature")
+        _has("Sampling.of_sglang: arguments", arguments, "a ServerArgs", "enable_fp32_lm_head", "dtype")
+        _has("Sampling.of_sglang: config", config, "a model's configuration", "vocab_size")
         own = params.get("temperature", 1.0) if isinstance(params, Mapping) else params.temperature
         return Sampling(
             temperature=own,
@@ -121,6 +141,10 @@ class Sampling:
             match: of the trainer's :class:`~logitless.Logits`.
             kept: whether the trainer scores over the ids that the engine kept.
         """
+        instance(head, Head, "Sampling: head")
+        check_flags("Sampling", kept=kept)
+        if match is not None:
+            one_of(match, HEADS[1:], "Sampling: match")
         found = []
         if isinstance(head.temperature, Tensor):
             values = head.temperature.detach().reshape(-1).unique().tolist()
@@ -155,6 +179,13 @@ class Sampling:
         found = self.differences(head, match=match, kept=kept)
         if found:
             raise LogitlessError(f"Sampling: the engine and the trainer have two distributions: {'; '.join(found)}.")
+
+
+def _has(argument: str, x: Any, wanted: str, *names: str) -> None:
+    """Raise for an object of an engine that lacks what is read of it."""
+    missing = [name for name in names if not hasattr(x, name)]
+    if missing or isinstance(x, type | Tensor):
+        raise refused(argument, wanted, x, f" It has no {', '.join(missing)}." if missing else "")
 
 
 def _of_params(params: Any) -> dict[str, Any]:

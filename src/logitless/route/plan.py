@@ -12,11 +12,13 @@
     two passes  4 products    a loss, after the log-probs of all rows
 
 One product fewer where only hidden, or only the head, needs a gradient. Decided from shapes, options and one memory
-budget, before anything runs. How large a tile should be is in ``tiles``, what a loss costs in ``costs``.
+budget, before anything runs. How large a tile should be is in ``tiles``, what a loss costs in ``costs``, what ranks
+send each other in ``sent``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -33,11 +35,64 @@ from logitless.route.tiles import (
     exponentials_row,
     forward_tiles,
 )
+from logitless.spec import format_bytes
 
 Kind = Literal["given", "forward", "frozen", "keep", "recompute", "pair", "support", "one pass", "two passes"]
 
 ONLY_SUPPORT = "only the ids that the sampler kept and the targets are asked for"
 LISTED = "both distributions are over the ids that the teacher sent"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a call.
+
+    Attributes:
+        kind: of torch.distributed. An ``all_gather_object`` is of pickled facts, and takes two small gathers.
+        what: what is sent, in words.
+        bytes: of the tensor that this rank hands in: its own part of a gather, all of a sum. 0 for pickled facts.
+        when: in forward, or in backward where all results with a graph are differentiated.
+        over: whether the group shares the vocabulary, or the tokens.
+        ranks: of that group.
+        each: whether there is one for every mean over samples that a term of the caller's own takes, which nobody
+            knows before it runs. Any other record is one collective.
+    """
+
+    kind: Literal["all_gather", "all_reduce", "reduce_scatter", "all_gather_object"]
+    what: str
+    bytes: int
+    when: Literal["forward", "backward"]
+    over: Literal["vocabulary", "sequence"]
+    ranks: int
+    each: bool = False
+
+    @property
+    def wire(self) -> float:
+        """Bytes that leave this rank where the ranks form a ring.
+
+        >>> Collective("all_reduce", "d_hidden", 1000, "backward", "vocabulary", 4).wire
+        1500.0
+        """
+        others = self.ranks - 1
+        share = {"all_gather": others, "all_reduce": 2 * others / self.ranks, "reduce_scatter": others / self.ranks}
+        return self.bytes * share.get(self.kind, 0)
+
+
+def in_words(collectives: Sequence[Collective]) -> list[str]:
+    """A line for all collectives of one kind and place: how many, and how many bytes together.
+
+    >>> in_words([Collective("all_gather", "statistics", 48, "forward", "vocabulary", 2)] * 3)
+    ['forward: 3 x all_gather of statistics, 144 B, over 2 ranks of the vocabulary']
+    """
+    lines: dict[tuple[Any, ...], list[int]] = {}
+    for x in collectives:
+        lines.setdefault((x.when, x.kind, x.what, x.over, x.ranks, x.each), []).append(x.bytes)
+    found = []
+    for (when, kind, what, over, ranks, each), sizes in lines.items():
+        times = f"{len(sizes)} x " if len(sizes) > 1 else ""
+        size = f", {format_bytes(sum(sizes))}{' each' if each else ''}" if kind != "all_gather_object" else ""
+        found.append(f"{when}: {times}{kind} of {what}{size}, over {ranks} ranks of the {over}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -61,6 +116,8 @@ class Plan:
         unit: whether forward makes the gradients of hidden states for an upstream gradient of 1 at every divergence.
         first: how log-probs are made where they come first: in two passes, or where no gradient is recorded.
         ids: entries of a support, all rows together.
+        collectives: what ranks send each other, in order (:mod:`logitless.route.sent`). Only ``explain`` and a dry run
+            ask for it.
     """
 
     kind: Kind
@@ -80,6 +137,7 @@ class Plan:
     unit: bool = False
     first: Plan | None = None
     ids: int = 0
+    collectives: tuple[Collective, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -107,7 +165,7 @@ class Plan:
         parts = [f"{self.kind}: {noun}, because {self.reason}.", *self._sizes()]
         if self.kind == "support":
             parts.append(f"{self.ids} dot products.")
-        return " ".join(parts)
+        return "\n".join([" ".join(parts), *in_words(self.collectives)])
 
     def _sizes(self) -> list[str]:
         """Sentences about tiles and chunks."""

@@ -48,13 +48,23 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, wide: bool, add: bool = False
 FIXED_ROWS = 1024
 """Rows of a product whose bits must not depend on how many there are."""
 
+FEW_ROWS = (64, 256)
+"""Rows of such a product where there are no more: an engine's steps have few, and 1024 would cost them milliseconds."""
+
 FIXED_TILE = (64, 128)
 """Rows and columns of such a product on a CPU, whose library adds up in an order that depends on both."""
 
 
-def multiply_fixed(a: Tensor, b: Tensor, out: Tensor, *, wide: bool, tf32: bool = False) -> None:
-    """``out = a @ b.T`` in products of one shape, whatever the number of rows; on a CPU, of columns, too."""
+def multiply_fixed(a: Tensor, b: Tensor, out: Tensor, *, wide: bool, tf32: bool = False, small: bool = False) -> None:
+    """``out = a @ b.T`` in products of one shape, whatever the number of rows; on a CPU, of columns, too.
+
+    Args:
+        small: whether fewer rows make a smaller product. Those have the same bits where the library adds up the whole
+            width at once, as it does for the many columns of a head (``benchmarks/canonical.py`` looks).
+    """
     rows, columns = (FIXED_ROWS, max(1, len(b))) if wide else FIXED_TILE
+    if wide and small:
+        rows = next((height for height in FEW_ROWS if len(a) <= height), rows)
     for r in pieces(len(a), rows, a.is_meta):
         some = a[r]
         if len(some) < rows:

@@ -21,6 +21,7 @@ from logitless.adapters import HOSTS
 from logitless.adapters.patching import try_host
 from logitless.adapters.signatures import is_there
 from logitless.backends import NAMES, choose_backend, load
+from logitless.engines import GROUPS, PARTS, VARIABLE, asked, registered
 from logitless.errors import LogitlessError
 from logitless.operands import Logits
 from logitless.score import logprobs
@@ -112,6 +113,7 @@ class Findings:
     backends: tuple[BackendFinding, ...]
     exactness: tuple[ExactnessFinding, ...]
     hosts: tuple[HostFinding, ...]
+    engines: tuple[HostFinding, ...]
 
     @property
     def ok(self) -> bool:
@@ -143,6 +145,7 @@ def examine(device: torch.device) -> Findings:
         backends=backends,
         exactness=tuple(exactness),
         hosts=tuple(_host(name) for name in HOSTS if importlib.util.find_spec(f"logitless.adapters.{name}")),
+        engines=tuple(_engine(name) for name in sorted(PARTS)),
     )
 
 
@@ -232,6 +235,38 @@ def _host(name: str) -> HostFinding:
     return HostFinding(
         name, report.version, tuple(host.versions), True, (*report.logits, *report.notes, *report.missing)
     )
+
+
+def _engine(name: str) -> HostFinding:
+    """Whether a rollout engine would get the parts that the environment asks for; otherwise, which it could."""
+    module = importlib.import_module(f"logitless.engines.{name}")
+    host, remarks = module.HOST, []
+    if not is_there(host.package):
+        return HostFinding(name, None, tuple(host.versions))
+    try:
+        parts = asked(name)
+        remarks.append(f"{VARIABLE} asks for {', '.join(parts) or 'nothing'}")
+    except LogitlessError as error:
+        return HostFinding(name, _version(name), tuple(host.versions), False, (str(error),))
+    if not registered(name):
+        remarks.append(f"no entry point {GROUPS[name]} of logitless is installed, so that the engine does not find it")
+    refused = {part: why for part in PARTS[name] if (why := _without(module, part)) is not None}
+    remarks += [f"no {part}: {why}" for part, why in refused.items()]
+    fits = not refused.keys() & set(parts) and len(refused) < len(PARTS[name])
+    return HostFinding(name, _version(name) or "of unknown version", tuple(host.versions), fits, tuple(remarks))
+
+
+def _without(module: Any, part: str) -> str | None:
+    """Why an engine would not get a part; None where it would."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            report = try_host(module.HOST, {"parts": (part,)})
+    # An engine can raise anything when it is imported; here that is the finding.
+    except Exception as error:
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    there = {entry.name for entry in report.replaced} & {x.path for x in module.OF_PARTS[part]()}
+    return None if there else "; ".join(report.missing)
 
 
 def _version(distribution: str) -> str | None:

@@ -174,7 +174,7 @@ def _launch_statistics(
 ) -> None:
     given = {
         **_operands(p, sizes),
-        **_output(values, sizes),
+        **written(values, sizes.rows, sizes.columns),
         "parts": parts,
         "references": references,
         "moved": moved,
@@ -232,7 +232,7 @@ def gradient(p: Product, norm: Normaliser, coef: Coefficients, out: Tensor, size
         "product_gradient_kernel",
         _programs(p, -(-p.rows // sizes.rows) * -(-p.columns // sizes.columns), sizes),
         **_operands(p, sizes),
-        **_output(out, sizes),
+        **written(out, sizes.rows, sizes.columns),
         reference=norm.reference,
         log_sum=norm.log_sum,
         plain=coef.plain,
@@ -277,8 +277,8 @@ def _operands(p: Product, sizes: ProductSizes) -> dict[str, Any]:
     return {
         "on": p.hidden,
         "module": "product_kernels",
-        "hidden": _described(p.hidden, sizes.rows, sizes.depth),
-        "weight": _described(p.weight, sizes.columns, sizes.depth),
+        "hidden": described(p.hidden, sizes.rows, sizes.depth),
+        "weight": described(p.weight, sizes.columns, sizes.depth),
         "bias": p.bias,
         "column": p.column,
         "gain": p.gain,
@@ -307,18 +307,18 @@ def _finite(p: Product, sizes: ProductSizes) -> bool:
     return p.bias is None and p.logits_dtype != torch.float16 and p.columns % sizes.columns == 0
 
 
-def _output(out: Tensor | None, sizes: ProductSizes) -> dict[str, Any]:
-    """Arguments of what a tile is written to: through a descriptor where there can be one."""
+def written(out: Tensor | None, rows: int, columns: int) -> dict[str, Any]:
+    """Arguments of what a tile of so many rows and columns is written to: a descriptor where there can be one."""
     # A descriptor stores whole chunks of 16 bytes: the last of a row would go over what lies beside.
-    described = out is not None and describable(out) and out.shape[1] * out.element_size() % 16 == 0
+    whole = out is not None and describable(out) and out.shape[1] * out.element_size() % 16 == 0
     return {
-        "out": _described(out, sizes.rows, sizes.columns) if out is not None and described else out,
+        "out": described(out, rows, columns) if out is not None and whole else out,
         "out_stride": 0 if out is None else out.stride(0),
-        "DESCRIBED": described,
+        "DESCRIBED": whole,
     }
 
 
-def _described(x: Tensor, rows: int, columns: int) -> Any:
+def described(x: Tensor, rows: int, columns: int) -> Any:
     """A descriptor by which blocks of a matrix are loaded or stored."""
     descriptors = importlib.import_module("triton.tools.tensor_descriptor")
     return descriptors.TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])

@@ -43,10 +43,10 @@ def _print_findings(findings: Any) -> None:
     lines = text_table(("path", "backend", "dtype", "values", "gradients", ""), tried).splitlines()
     for line, ok in zip(lines, (None, None, *(f.ok for f in findings.exactness)), strict=True):
         out.print(line, style={None: None, True: "green", False: "bold red"}[ok])
-    out.print("\nAdapters", style="bold")
-    hosts = [(h.name, h.found or "not installed", ", ".join(h.tested) or "no version") for h in findings.hosts]
-    verdicts = [h.verdict for h in findings.hosts]
-    lines = [(*host[:2], f"tested with {host[2]}", verdict) for host, verdict in zip(hosts, verdicts, strict=True)]
-    out.print(text_table((), lines))
+    for title, found in (("Adapters", findings.hosts), ("Rollout engines", findings.engines)):
+        out.print(f"\n{title}", style="bold")
+        tested = [f"tested with {', '.join(h.tested) or 'no version'}" for h in found]
+        lines = [(h.name, h.found or "not installed", text, h.verdict) for h, text in zip(found, tested, strict=True)]
+        out.print(text_table((), lines))
     verdict = "All that runs here is exact." if findings.ok else "Something that runs here is wrong."
     out.print(f"\n{verdict}", style="green" if findings.ok else "bold red")

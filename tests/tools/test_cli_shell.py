@@ -1,0 +1,73 @@
+"""What the command does for whoever sits at a shell: completes words, and says how long it will take."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from logitless.tools.cli import output
+from logitless.tools.presets import CARDS, PRESETS
+
+RUN = "import sys, logitless.tools.cli as cli; sys.argv = ['logitless']; cli.main()"
+
+
+def completed(line: str, monkeypatch) -> list[str]:
+    """What bash would offer at the end of the line."""
+    words = line.split(" ")
+    monkeypatch.setenv("_LOGITLESS_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+    done = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, check=False)
+    assert not done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("logitless ", ["plan", "score", "doctor", "tune"]),
+        ("logitless plan --model qwen3-", [name for name in PRESETS if name.startswith("qwen3-")]),
+        ("logitless plan --model qwen3-8b --card h1", [name for name in CARDS if name.startswith("h1")]),
+        ("logitless plan --response", ["--response-fraction"]),
+        ("logitless plan --model no-such", []),
+    ],
+)
+def test_a_shell_completes(line: str, offered: list[str], monkeypatch):
+    assert completed(line, monkeypatch) == offered
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that is set by hand."""
+    now = [100.0]
+    monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_lines_say_the_time_that_is_left(clock, capsys):
+    """From the steps that are done, once a minute has gone by."""
+    with output.progress(11) as step:
+        step("one")
+        clock[0] += 60
+        step("two")
+        clock[0] += 60
+        step("three")
+        clock[0] += 480
+        step("four")
+    lines = capsys.readouterr().err.splitlines()
+    # Two steps in two minutes, nine to go; then three in ten minutes, eight to go.
+    assert lines == ["one", "two", "three (about 9 min left)", "four (about 27 min left)"]
+
+
+def test_a_bar_says_the_time_that_is_left(capsys, monkeypatch):
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "120"}.items():
+        monkeypatch.setenv(name, value)
+    with output.progress(3) as step:
+        step("one")
+        step("two")
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err)
+    assert re.search(r"1/3 0:00:\d\d left -:--:-- one", text) or re.search(r"1/3 0:00:\d\d left 0:00:\d\d one", text)
+    assert re.search(r"2/3 0:00:\d\d left 0:00:\d\d two", text)
