@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Each part of the library against float64, once; no hosts, no commands.
 QUICK := test_architecture call/test_errors operands/test_kept rows/test_layouts route/test_linear_plans score/test_logprobs objectives/test_objective_terms score/test_policy_head rows/test_rows score/test_special_values rows/test_exchange
 
-.PHONY: demo test gpu check hosts hosts312 drift fuzz soak lint format bench faults mutants versions docs serve dist smoke bare release-tag clean
+.PHONY: changelog checkouts demo test gpu check hosts hosts312 drift fuzz soak lint format bench faults mutants versions docs serve dist smoke bare release-tag clean
 
 demo: $(STAMP)
 	$(RUN)python -m examples.demo
@@ -48,6 +48,10 @@ hosts: $(STAMP)
 	$(RUN)python -m pytest -q $(HELD:%=tests/%.py)
 	$(RUN)python docs/make_hosts.py
 
+# The folder of checkouts, cloned or brought up to date.
+checkouts:
+	$(PYTHON) tests/adapters/repositories.py "$(LOGITLESS_HOSTS)"
+
 # The same in an environment of Python 3.12, which some hosts ask for.
 hosts312:
 	$(MAKE) hosts VENV=.venv312 PYTHON=python3.12
@@ -82,8 +86,10 @@ versions:
 	.nox/tool/bin/python -m pip install --quiet nox
 	.nox/tool/bin/nox $(NOX)
 
+# The site, and then its search, its pages on a phone and its figures in the dark, where there is a browser.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(RUN)mkdocs build --strict
+	$(RUN)python -m pytest -q -rs tests/documents/test_site.py
 
 # The same site while writing: every saved change is shown.
 serve: $(VENV)/.docs
@@ -102,8 +108,13 @@ smoke: dist
 bare: dist
 	$(RUN)python tests/smoke/environments.py none+cli
 
-# Before a release: the tag that was pushed is the version that will be built.
+# Before a release: what CHANGELOG.md has under Unreleased goes into the section of the version, with today's date.
+changelog:
+	$(PYTHON) docs/fold_changelog.py
+
+# Before a release: the tag that was pushed is the version that will be built, and nothing is left under Unreleased.
 release-tag:
+	! sed -n '/^## Unreleased/,/^## [0-9]/p' CHANGELOG.md | grep '^- '
 	test "$(TAG)" = "v$$(sed -n 's/^__version__ = "\(.*\)"$$/\1/p' src/logitless/__init__.py)"
 
 # Nothing else needs these packages, so they are installed when the site is first built.

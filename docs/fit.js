@@ -132,17 +132,17 @@ function ofLoss(T, R, V, D, filling, fused, capped) {
 // end of formulas
 
 const WAYS = [
-  { name: "plain torch", peak: (s) => plainTorch(s.T, s.R, s.V, s.D, s.entropy),
+  { name: "plain torch", title: "plain torch", peak: (s) => plainTorch(s.T, s.R, s.V, s.D, s.entropy),
     line: () => "logp = torch.log_softmax(logits.float(), -1)  # what frameworks do" },
-  { name: "slime-style", peak: (s) => slimeStyle(s.T, s.R, s.V, s.D, s.entropy),
+  { name: "slime-style", title: "slime by itself", peak: (s) => slimeStyle(s.T, s.R, s.V, s.D, s.entropy),
     line: () => "# what slime does by itself" },
-  { name: "logprobs", peak: (s) => fromLogits(s.T, s.R, s.V, s.D),
+  { name: "logprobs", title: "logprobs of a tensor", peak: (s) => fromLogits(s.T, s.R, s.V, s.D),
     line: (s) => `out = ll.logprobs(${given(s)}, rows, entropy="${s.entropy ? "grad" : "value"}")` },
-  { name: "logprobs, overwrite", peak: (s) => overLogits(s.T, s.R, s.V, s.D),
+  { name: "logprobs, overwrite", title: "... overwriting it", peak: (s) => overLogits(s.T, s.R, s.V, s.D),
     line: (s) => `out = ll.logprobs(${given(s, "overwrite=True")}, rows, entropy="${s.entropy ? "grad" : "value"}")` },
-  { name: "logprobs of Logits", ours: true, peak: (s) => fromHidden(s.T, s.R, s.V, s.D, s.filling, s.fused),
+  { name: "logprobs of Logits", title: "logprobs of Logits", ours: true, peak: (s) => fromHidden(s.T, s.R, s.V, s.D, s.filling, s.fused),
     line: (s) => `out = ll.logprobs(${linear(s)}, rows, entropy="${s.entropy ? "grad" : "value"}")` },
-  { name: "policy_loss of Logits", ours: true, peak: (s) => ofLoss(s.T, s.R, s.V, s.D, s.filling, s.fused, s.capped),
+  { name: "policy_loss of Logits", title: "policy_loss of Logits", ours: true, peak: (s) => ofLoss(s.T, s.R, s.V, s.D, s.filling, s.fused, s.capped),
     line: (s) => `loss, metrics = ll.policy_loss(${linear(s)}, rows, objective, ...)` },
 ]
 
@@ -201,7 +201,8 @@ function show(form) {
   const scale = max(free, ...peaks)
   const chosen = WAYS.findIndex((way) => way.name === value("way"))
   WAYS.forEach((way, i) => {
-    const row = document.querySelectorAll("#fit-bars label")[i]
+    const row = document.querySelectorAll("#fit-bars .row")[i]
+    row.classList.toggle("chosen", i === chosen)
     row.classList.toggle("over", peaks[i] > free)
     row.querySelector(".bar").style.width = `${max(0.3, 100 * peaks[i] / scale)}%`
     row.querySelector(".track").style.setProperty("--card", `${100 * free / scale}%`)
@@ -209,7 +210,7 @@ function show(form) {
     row.querySelector(".most").textContent = mostTokens(way, asked, free).toLocaleString("en")
   })
   const fits = peaks[chosen] <= free
-  answer.textContent = `${WAYS[chosen].name} needs ${gib(peaks[chosen])} of ${gib(free)} free on each rank: it ${fits ? "fits" : "does not fit"}.`
+  answer.textContent = `${form.elements.way.selectedOptions[0].text} needs ${gib(peaks[chosen])} of ${gib(free)} free on each rank: it ${fits ? "fits" : "does not fit"}.`
   document.querySelector("#fit-line").textContent = WAYS[chosen].line(s)
 }
 
@@ -221,12 +222,17 @@ function start() {
   }
   const bars = document.querySelector("#fit-bars")
   bars.replaceChildren(...WAYS.map((way) => {
-    const row = document.createElement("label")
-    row.className = way.ours ? "ours" : ""
-    row.innerHTML = `<input type="radio" name="way" value="${way.name}"><span class="name">${way.name}</span>
+    const row = document.createElement("div")
+    row.className = way.ours ? "row ours" : "row"
+    row.innerHTML = `<span class="name">${way.title}</span>
       <span class="track"><span class="bar"></span></span><span class="peak"></span><span class="most"></span>`
+    row.addEventListener("click", () => {
+      form.elements.way.value = way.name
+      show(form)
+    })
     return row
   }))
+  form.elements.way.replaceChildren(...WAYS.map((way) => new Option(way.title.replace("...", "logprobs,"), way.name)))
   form.elements.way.value = "policy_loss of Logits"
   form.addEventListener("input", () => show(form))
   form.addEventListener("submit", (event) => event.preventDefault())

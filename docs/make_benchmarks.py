@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import make_notes
 import make_whole_step
 
 from benchmarks.bench.records import PEERS, Record, newest, read_records, worst
@@ -98,13 +99,20 @@ GROWTH = "linear-growth-"
 
 INTRODUCTION = """# Benchmarks
 
-Made from the records in `benchmarks/results/h200.jsonl` by `python docs/make_figures.py`; not written by hand. What is
-measured and how: `benchmarks/README.md`. Which commit measured what, and with which versions: [at the end](#runs).
+All numbers were measured on one NVIDIA H200, and this page is made from their records
+(`benchmarks/results/h200.jsonl`) by `python docs/make_figures.py`. `benchmarks/README.md` says what is measured and
+how. [The end of this page](#runs) says which commit measured what, and with which versions.
 
-A group of cases has three tables: milliseconds of one step, that time as a multiple of the floor of the same run, and
-peak memory beyond the inputs, gradients included. The step is forward and backward from given upstream gradients;
-`forward` is forward alone. Entropy is a metric in `forward` and `value`, and part of the loss in `grad`. Every provider
-was first compared with float64; a wrong one has no time.
+In the tables T is the number of tokens, V the size of the vocabulary and D that of the hidden states; a *provider* is
+whoever's code is timed. In short:
+"""
+
+READING = """## How to read the tables
+
+Each group of cases has three tables: the milliseconds of one step; that time as a multiple of the floor, the least
+time that the hardware allows, measured in the same run; and the peak memory beyond the inputs, gradients included. A
+step is forward and backward from given upstream gradients; `forward` is forward alone. Entropy is a metric in `forward`
+and `value`, and part of the loss in `grad`. Every provider was first compared with float64; a wrong one has no time.
 
 * `*` marks a provider that computes less than the case asks for: the log-prob without entropy.
 * `**` marks a provider that computes a mean loss alone.
@@ -171,7 +179,13 @@ def page(
 ) -> str:
     """The whole page, as Markdown."""
     found = {(r.case["name"], r.provider): r for r in newest(records)}
-    parts = [INTRODUCTION, FROM_LOGITS, figure("h200-reference", "Time and peak memory from float32 logits")]
+    parts = [
+        INTRODUCTION,
+        make_notes.notes(records),
+        READING,
+        FROM_LOGITS,
+        figure("h200-reference", "Time and peak memory from float32 logits"),
+    ]
     parts += [group(found, title, cases, LOGITS_PROVIDERS) for title, cases in LOGITS_CASES.items()]
     parts += [group(found, EXACTNESS.format("from logits"), LOGITS_ERRORS, LOGITS_PROVIDERS, ERRORS)]
     parts += [FROM_HIDDEN, figure("h200-linear", "Time and peak memory from hidden states")]
@@ -183,7 +197,7 @@ def page(
     parts += [GROWING, figure("h200-growth", "Time and peak memory against T, V and D"), growth_table(found)]
     parts += [RESPONSE, figure("h200-response", "Peak memory against the share of response tokens")]
     if whole_steps:
-        steps = make_whole_step.section(whole_steps)
+        steps = make_whole_step.section(whole_steps, records)
         parts += [steps[0], figure(make_whole_step.NAME, make_whole_step.ALT), *steps[1:]]
     parts += [runs_table(list(found.values()))]
     return "\n".join(parts)

@@ -24,12 +24,9 @@ README = ROOT / "README.md"
 FIGURES = ROOT / "docs" / "figures"
 RECORDS = ROOT / "benchmarks" / "results" / "h200.jsonl"
 FP32, BF16 = "reference-fp32-grad", "reference-bf16-grad"
-HUGE, LOSS, OVER = "huge-fp32-grad", "linear-reference-loss", "logitless-overwrite"
-LINEAR, NARROW = "linear-reference-grad", "linear-d2048-grad"
+LINEAR = "linear-reference-grad"
 # In the figure over the response fraction, besides ours: those who compute all that the case asks for.
 PEERS = ("torch", "torch.compile", "trl-kernel", "verl-kernel", "liger-chunked")
-# From hidden states, by their names in a sentence.
-HEADS = {"trl-head": "TRL's head", "liger-sm90": "Liger's Hopper kernel", "torch.compile": "`torch.compile`"}
 
 # Provider and its name in the table, slowest first.
 LINES = {
@@ -40,6 +37,10 @@ LINES = {
     "logitless": "**logitless**",
     "logitless-overwrite": "**logitless, overwriting**",
 }
+LEGEND = (
+    "The floor is one read of the logits in forward, one read and one write in backward, at the bandwidth of a plain "
+    "copy in the same run. Peak is beyond the logits, gradient included; there is no memory budget."
+)
 START, END = "<!-- table: python docs/make_figures.py -->\n", "<!-- end of table -->"
 
 
@@ -60,7 +61,7 @@ def main() -> None:
             make_whole_step.draw(steps, FIGURES / f"{make_whole_step.NAME}-{style.name}.png", style)
     draw_records(_of(records, FP32) + _of(records, BF16), FIGURES, "h200")
     text = with_table(README.read_text(encoding="utf-8"), table(records))
-    README.write_text(make_whole_step.with_readme(text, steps), encoding="utf-8")
+    README.write_text(make_whole_step.with_readme(text, steps, records), encoding="utf-8")
     make_benchmarks.PAGE.write_text(
         make_benchmarks.page(records, steps, make_benchmarks.read_trained()), encoding="utf-8"
     )
@@ -91,67 +92,7 @@ def table(records: Sequence[Record]) -> str:
     ]
     for provider, name in LINES.items():
         lines.append(f"| {name} | {_cells(fp32[provider])} | {_cells(bf16[provider])} |")
-    return "\n".join(lines) + "\n\n" + notes(records)
-
-
-def notes(records: Sequence[Record]) -> str:
-    """What is not in the table, and what its columns mean, with numbers from the same records."""
-    found = {(r.case["name"], r.provider): r for r in newest(records)}
-    ours, theirs = (
-        {name: found[name, provider] for name in (FP32, BF16, f"{FP32}-peaked")}
-        for provider in ("logitless", "trl-kernel")
-    )
-    behind = [
-        _behind(theirs[FP32].forward_ms, ours[FP32].forward_ms),
-        *(_behind(theirs[name].total_ms, ours[name].total_ms) for name in (FP32, BF16)),
-    ]
-    errors = [x[f"{FP32}-peaked"].errors["entropy"] for x in (theirs, ours)]
-    huge = {provider: found[HUGE, provider] for provider in ("torch", "torch.compile", "trl-kernel", "liger", OVER)}
-    assert {huge[name].status for name in ("torch", "torch.compile")} == {"out of memory"}
-    more = {_gigabytes(huge[name].peak_bytes) for name in ("trl-kernel", "liger")}
-    assert more == {_gigabytes(huge[OVER].logits_bytes)}
-    providers = ("torch", "torch.compile", "verl-kernel", "logitless-loss", "logitless")
-    loss = {name: found[LOSS, name] for name in providers}
-    costs = {name: _cost(r) for name, r in loss.items()}
-    own, heads = found[NARROW, "logitless"], {text: found[NARROW, name] for name, text in HEADS.items()}
-    assert len({r.environment["commit"] for r in (own, *heads.values())}) == 1
-    case, of_loss = huge[OVER].case, loss["logitless-loss"]
-    lines = [
-        "The floor is one read of the logits in forward, one read and one write in backward, at the bandwidth of a "
-        "plain copy in the same run. Peak is beyond the logits, gradient included; there is no memory budget. Not in "
-        "the table:",
-        "",
-        f"* TRL's kernel is {behind[0]} behind in float32 forward, {behind[1]} with backward, {behind[2]} in bfloat16. "
-        f"On peaked logits its entropy is {errors[0]:.0e} off, ours {errors[1]:.0e}.",
-        f"* {_gigabytes(huge[OVER].logits_bytes)} of float32 logits (T = {case['tokens']:,}, V = {case['vocab']:,}) "
-        f"take {huge[OVER].total_ms:.1f} ms forward and backward with {format_bytes(huge[OVER].peak_bytes or 0)} "
-        f"beyond the logits. Plain torch and `torch.compile` run out of memory there; the kernels of TRL and Liger "
-        f"need another {more.pop()}.",
-        f"* From bfloat16 hidden states of size {of_loss.case['hidden']}, PPO's loss with entropy and its gradients: "
-        f"plain torch {costs['torch']}, `torch.compile` {costs['torch.compile']} (logits in bfloat16), verl's kernel "
-        f'{costs["verl-kernel"]}; `policy_loss` of `Logits` under `memory="{of_loss.case["memory"]}"` '
-        f"{costs['logitless-loss']}, `logprobs` and the objective under 256 MiB {costs['logitless']}. The floor "
-        f"of three products is {of_loss.floor_ms:.0f} ms.",
-        f"* `logprobs` of `Logits` of size {own.case['hidden']} with an entropy gradient: {_cost(own)}; "
-        + ", ".join(f"{text} {_cost(r)}" for text, r in heads.items())
-        + ".",
-    ]
-    return "\n".join(textwrap.fill(line, 142, subsequent_indent="  " * line.startswith("*")) for line in lines) + "\n\n"
-
-
-def _cost(record: Record) -> str:
-    return f"{record.total_ms:.0f} ms and {format_bytes(record.peak_bytes or 0)}"
-
-
-def _behind(theirs: float | None, ours: float | None) -> str:
-    assert theirs is not None
-    assert ours is not None
-    return f"{100 * (theirs / ours - 1):.0f} %"
-
-
-def _gigabytes(size: int | None) -> str:
-    assert size is not None
-    return f"{size / 1e9:.0f} GB"
+    return "\n".join(lines) + f"\n\n{textwrap.fill(LEGEND, 142)}\n\n"
 
 
 def with_table(text: str, new: str) -> str:

@@ -1,5 +1,5 @@
-"""The tables of hosts from their records: those tested, in ``docs/adapters/index.md``, those measured, in README.md
-and ``docs/maintainers.md``; and the figure of the first page, which ``docs/make_figures.py`` draws.
+"""What is said of hosts, from records: those tested, in ``docs/adapters/index.md``, those measured, in README.md and
+``docs/maintainers.md``; and the figure of the first page, which ``docs/make_figures.py`` draws.
 
 Run by ``python docs/make_hosts.py``, held by tests. ``make hosts`` writes the record of the tests, and
 ``python -m benchmarks.bench.adapters`` that of memory and time.
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+from make_demo import HEIGHT, WIDTH
 
 from benchmarks.bench.adapters import RESULTS, AdapterRecord, by_default
 from benchmarks.bench.adapters import read as read_measured
@@ -38,8 +40,8 @@ TITLES |= {
     "transformers": "Transformers",
     "trl": "TRL",
 }
-SHOWN = ("megatron", "nemo_rl", "skyrl", "slime", "torchtitan", "verl")
-"""Hosts of the README's table; the others are on the page for maintainers."""
+SHOWN = ("slime", "torchtitan", "verl")
+"""Hosts that the README gives times of; the others are on the page for maintainers."""
 
 
 def read() -> list[dict[str, Any]]:
@@ -98,20 +100,17 @@ def measured() -> list[AdapterRecord]:
 
 
 def readme(text: str, records: list[AdapterRecord]) -> str:
-    """The README with peak and time of a step of some hosts, before and after."""
-    columns = [
-        (
-            f"[{TITLES.get(x.host, x.host)}](docs/adapters/{x.host}.md)",
-            "---:",
-            *(f"{y / 2**30:.1f} GiB" for y in (x.before_bytes, by_default(x)[0])),
-            *(f"{y:.0f} ms" for y in (x.before_ms, by_default(x)[1])),
-        )
+    """The README with the time of a step of some hosts, before and after."""
+    said = [
+        f"{by_default(x)[1]:.0f} ms instead of {x.before_ms:.0f} in [{TITLES.get(x.host, x.host)}]"
+        f"(docs/adapters/{x.host}.md)"
         for x in records
         if x.host in SHOWN
     ]
-    names = ("", "---", "peak before", "peak after", "time before", "time after")
-    lines = zip(names, *columns, strict=True)
-    return _between(text, MEASURED_BEGIN, "".join(f"| {' | '.join(line)} |\n" for line in lines) + "\n")
+    line = (
+        f"One step of head and loss then also takes less time: {', '.join(said)} ([all of them](docs/maintainers.md))."
+    )
+    return _between(text, MEASURED_BEGIN, f"{textwrap.fill(line, 142, break_on_hyphens=False)}\n")
 
 
 def maintainers(text: str, records: list[AdapterRecord]) -> str:
@@ -131,21 +130,20 @@ def drawn(records: list[AdapterRecord]) -> list[AdapterRecord]:
 
 
 def draw(records: list[AdapterRecord], path: Path, style: Style) -> None:
-    """Two bars for each host: the peak of a step before and after."""
+    """A bar for each host: the peak of a step before, and within it the peak after."""
     hosts = drawn(records)
-    figure, axis = plt.subplots(
-        figsize=(8.4, 0.52 * len(hosts) + 0.5), layout="constrained", facecolor=style.background
-    )
-    text = {"va": "center", "fontsize": 9, "color": style.text}
+    figure, axis = plt.subplots(figsize=(WIDTH, HEIGHT), layout="constrained", facecolor=style.background)
+    text = {"va": "center", "fontsize": 10, "color": style.text}
     for place, x in enumerate(hosts):
-        peak, ms = by_default(x)
-        rows = ((x.before_bytes, x.before_ms, style.others, -0.19), (peak, ms, style.ours, 0.19))
-        for size, time, colour, up in rows:
-            axis.barh(place + up, size, 0.36, color=colour)
-            axis.text(size + 2**29, place + up, f"{size / 2**30:.1f} GiB, {time:.0f} ms", **text)
+        peak, _ = by_default(x)
+        axis.barh(place, x.before_bytes, 0.7, color=style.others, alpha=0.7)
+        axis.barh(place, peak, 0.7, color=style.ours)
+        before = axis.annotate(f"{x.before_bytes / 2**30:.0f} \u2192 ", (x.before_bytes + 2**29, place), **text)
+        after = f"{peak / 2**30:.1f} GiB"
+        axis.annotate(after, (1, 0.5), xycoords=before, **text | {"color": style.ours, "fontweight": "bold"})
     axis.set_yticks(range(len(hosts)), [TITLES.get(x.host, x.host) for x in hosts], fontsize=10, color=style.text)
-    axis.set(xticks=[], ylim=(len(hosts) - 0.45, -0.55), xlim=(0, 1.22 * max(x.before_bytes for x in hosts)))
-    title = "Peak memory and time of head and loss, before (grey) and after one line"
+    axis.set(xticks=[], ylim=(len(hosts) - 0.5, -0.5), xlim=(0, 1.32 * max(x.before_bytes for x in hosts)))
+    title = "One line in a framework: peak memory of head and loss"
     axis.set_title(title, color=style.text, fontsize=11, loc="left")
     axis.set_facecolor(style.background)
     axis.tick_params(length=0)

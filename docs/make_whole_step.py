@@ -15,7 +15,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from benchmarks.bench.records import PEERS
+from benchmarks.bench.records import PEERS, Record, newest
 from benchmarks.plots import Bar, Style, draw_bars
 from logitless.spec import format_bytes
 from logitless.tools.style import WIDTH_INCHES, save
@@ -25,6 +25,8 @@ NAME = "h200-whole-step"
 ALT = "Tokens per second and longest micro-batch of whole policy updates: plain torch, torch.compile, TRL and logitless"
 START, END = "<!-- whole step: python docs/make_figures.py -->\n", "<!-- end of whole step -->\n"
 OURS = {"ours": "logitless"}
+EXACT = "linear-d2048-grad"
+"""The case, in the records of the benchmarks, that says how exact TRL's head and ours are."""
 Line = dict[str, Any]
 
 
@@ -93,11 +95,38 @@ def _bar(name: str, value: float | None, text: str, line: Line) -> Bar:
     return Bar(label, value, text.format(value), ours) if value else Bar(label, 0.0, line.get("status", ""), ours)
 
 
+# What the figure does not say.
+
+
+def beside_trl(lines: Sequence[Line], records: Sequence[Record]) -> str:
+    """That TRL's own head fits as much, by how much a step is faster, and what else there is to gain. Links aside."""
+    timed, most = of_kind(lines, "step"), of_kind([x for x in lines if "tokens" in x], "longest")
+    pairs = [(of["TRL"][-1], of["ours"][-1]) for of in timed.values() if {"TRL", "ours"} <= set(of)]
+    exact = {r.provider: r for r in newest(records) if r.case["name"] == EXACT}
+    if not pairs or not {"trl-head", "logitless"} <= set(exact):
+        return ""
+    fits = [
+        [longest(of[name], memory)["tokens"] for name in ("TRL", "ours")]
+        for of in most.values()
+        for memory in budgets(lines)
+        if {"TRL", "ours"} <= set(of)
+    ]
+    assert all(theirs == ours for theirs, ours in fits), f"the sentence is no longer true: {fits}"
+    faster = sorted(100 * (ours["tokens_per_s"] / theirs["tokens_per_s"] - 1) for theirs, ours in pairs)
+    theirs, ours = (exact[name].errors["logprob"] for name in ("trl-head", "logitless"))
+    return (
+        f"TRL's own head stores no logits either: at all of these sizes as many tokens fit with it as with ours, and a "
+        f"step with ours is only {faster[0]:.1f} to {faster[-1]:.1f} % faster. What one gains beside it are the "
+        f"numbers (a log-prob of bfloat16 inputs is off by up to {ours:.0e}, with TRL's rounding by {theirs:.0e}), "
+        f"statistics from the same pass, an audit against float64, and losses that TRL's head does not have."
+    )
+
+
 # The README.
 
 
-def readme(lines: Sequence[Line]) -> str:
-    """The figure, and what it says of the largest model that both plain torch and we could train."""
+def readme(lines: Sequence[Line], records: Sequence[Record] = ()) -> str:
+    """The figure, what it says of the largest model that both plain torch and we could train, and what it does not."""
     if not lines:
         return ""
     most, memory = of_kind([x for x in lines if x["kind"] != "longest" or "tokens" in x], "longest"), budgets(lines)[0]
@@ -108,21 +137,23 @@ def readme(lines: Sequence[Line]) -> str:
     }
     model, ((plain, before), (ours, after)) = list(both.items())[-1]
     said = (
-        f"Whole policy updates of models shaped as Qwen3, with checkpointing and AdamW, our loss under its default "
-        f"budget of 1 GiB. At {model}, {ours['tokens']:,} tokens take {ours['ms']:,.0f} ms instead of "
+        f"The bars are whole policy updates of models with the shapes of Qwen3, with checkpointing and AdamW; our loss "
+        f"has its default budget of 1 GiB. At {model}, {ours['tokens']:,} tokens take {ours['ms']:,.0f} ms instead of "
         f"{plain['ms']:,.0f} ms, and a micro-batch of {after:,} tokens instead of {before:,} fits on "
         f"{memory / 1e9:.0f} GB."
     )
+    beside = beside_trl(lines, records)
+    more = f"\n{textwrap.fill(beside + ' [More on that](docs/adapters/trl.md).', 142)}\n" if beside else ""
     return (
         f'<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="docs/figures/{NAME}-dark.png">\n'
-        f'  <img alt="{ALT}" src="docs/figures/{NAME}-light.png">\n</picture>\n\n{textwrap.fill(said, 125)}\n'
+        f'  <img alt="{ALT}" src="docs/figures/{NAME}-light.png">\n</picture>\n\n{textwrap.fill(said, 142)}\n{more}'
     )
 
 
-def with_readme(text: str, lines: Sequence[Line]) -> str:
+def with_readme(text: str, lines: Sequence[Line], records: Sequence[Record] = ()) -> str:
     """The README with what is between the marks made anew."""
     before, rest = text.split(START)
-    return before + START + readme(lines) + END + rest.split(END)[1]
+    return before + START + readme(lines, records) + END + rest.split(END)[1]
 
 
 # The page.
@@ -145,8 +176,8 @@ and after `install("trl")`, which rounds logits as TRL does unless `accurate=Tru
 """
 
 
-def section(lines: Sequence[Line]) -> list[str]:
-    """Parts of the page, none without records."""
+def section(lines: Sequence[Line], records: Sequence[Record] = ()) -> list[str]:
+    """Parts of the page, none without records. The records are those of the other benchmarks."""
     steps, trainers = of_kind(lines, "step"), of_kind(lines, "trainer")
     if not steps:
         return []
@@ -155,6 +186,8 @@ def section(lines: Sequence[Line]) -> list[str]:
     parts = [SECTION.format(where=where(own), **shape), steps_table(steps)]
     if budgets(lines):
         parts += [LONGEST, longest_table(lines)]
+    if beside := beside_trl(lines, records):
+        parts.insert(1, textwrap.fill(f"{beside} [More on that](adapters/trl.md).", 120) + "\n")
     if trainers:
         found = [line for line in lines if line["kind"] == "trainer"]
         parts += [TRAINER.format(tokens=found[0]["tokens"], where=where(found)), trainer_table(trainers)]

@@ -296,7 +296,7 @@ def test_the_blocked_packages_are_here_otherwise():
 
 def test_import_and_use_need_torch_alone():
     text = run_python(BLOCKER + USE_TORCH_ALONE)
-    assert text == 'backend="triton": Triton is not installed. Run pip install "logitless[triton]".'
+    assert text == 'backend="triton": Triton is not installed. Install it, or logitless with its extra [triton].'
 
 
 def test_import_does_not_load_what_it_may_not_need():

@@ -191,7 +191,7 @@ def made(plain, ours, peaks=(100, 50), changed=0, control=None):
     other = tokens.clone()
     other[-1].flatten()[:changed] = 1
     named = (("plain torch", plain, tokens), ("logitless", ours, other), ("again", control or plain, tokens))
-    runs = [Curve(n, r, t, 1.0, None) for n, r, t in named]
+    runs = [Curve(n, r, t, 1.0, 0.5, None) for n, r, t in named]
     setting = Setting(steps=len(plain), length=2, prompts=2, group=2)
     return Demo(setting, Grid(), *runs, *peaks, PeaksByFraction(8, 9, (1.0,), {"one line more": (1,)}))
 

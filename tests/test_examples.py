@@ -40,6 +40,22 @@ def test_grpo_learns_and_fsdp2_gives_the_same_curve(tmp_path):
         assert [float(x) for x in ours] == pytest.approx([float(x) for x in theirs], abs=2e-3)
 
 
+def test_head_over_stages(tmp_path):
+    """The gradients of one process, in float64; the last stage has a quarter of the head and of its products."""
+    text = run(tmp_path, "head_over_stages.py", ranks=4)
+    off = re.search(r"^4 stages, 3 micro-batches: gradients off by (\S+) from one process$", text, re.MULTILINE)
+    assert off
+    assert float(off[1]) < 1e-12
+    line = re.compile(
+        r"weight ([\d.]+) GiB, peak of the loss ([\d.]+) GiB, 3 products of (\d+) columns, ([\d.]+) TFLOP"
+    )
+    alone, shared = ([float(x) for x in found] for found in line.findall(text))
+    assert (alone[2], shared[2]) == (151936, 37984)
+    assert shared[0] == pytest.approx(alone[0] / 4, abs=0.01)
+    assert shared[1] < 0.5 * alone[1]
+    assert shared[3] == pytest.approx(alone[3] / 4, abs=0.1)
+
+
 def test_distillation_on_policy(tmp_path):
     """Both students get closer to the teacher, on what they write and on what they never see; curves are drawn."""
     text = run(tmp_path, "distill_on_policy.py", "--steps", "30", "--figure", "drawn/curves")

@@ -23,8 +23,8 @@ def show_demo(demo: Demo, figure: Path, console: Console) -> None:
     console.print(_runs(demo), highlight=False)
     if demo.busy:
         console.print(
-            f"\nThis machine was busy: a run waited {demo.waited:.0%} of its time for the processor. The times above "
-            f"mean nothing; rewards and memory do not depend on them.",
+            f"\nThis machine was busy: a run waited {demo.waited:.0%} of its time for the processor. Compare the "
+            f"seconds of processor time, not the others; rewards and memory depend on neither.",
             highlight=False,
             style="yellow",
         )
@@ -47,8 +47,8 @@ def _runs(demo: Demo) -> str:
     peaks = format_bytes(demo.plain_peak), format_bytes(demo.our_peak), ""
     for run, peak in zip((demo.plain, demo.ours, demo.control), peaks, strict=True):
         rewards = [f"{run.rewards[step - 1]:.3f}" for step in marks]
-        rows.append((run.name, *rewards, f"{run.seconds:.0f} s", peak))
-    return text_table(("", *map(str, marks), "time", "loss step"), rows)
+        rows.append((run.name, *rewards, f"{run.seconds:.0f} s", f"{run.processor_seconds:.0f} s", peak))
+    return text_table(("", *map(str, marks), "time", "processor", "loss step"), rows)
 
 
 def _peaks(demo: Demo) -> str:

@@ -115,7 +115,12 @@ class Demo:
 
     def as_json(self) -> dict[str, Any]:
         runs = {
-            run.name: {"rewards": run.rewards, "loss_step_peak_bytes": peak, "seconds": run.seconds}
+            run.name: {
+                "rewards": run.rewards,
+                "loss_step_peak_bytes": peak,
+                "seconds": run.seconds,
+                "processor_seconds": run.processor_seconds,
+            }
             for run, peak in ((self.plain, self.plain_peak), (self.ours, self.our_peak))
         }
         return {

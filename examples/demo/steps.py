@@ -29,7 +29,7 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 ENTROPY_COEF = 0.001
 OBJECTIVE = Objective(clip=(CLIP_LOW, CLIP_HIGH), entropy_coef=ENTROPY_COEF)
 
-MEMORY = "4MiB"
+MEMORY = "8MiB"
 """Bytes that our steps may take for a chunk of logits."""
 
 

@@ -78,6 +78,7 @@ class Curve:
         rewards: mean reward of each step's rollout.
         tokens: ``[steps, N, S]`` prompts and sampled tokens.
         seconds: duration of the whole run.
+        processor_seconds: time that processors worked for it, on all threads: the same on a busy machine.
         last: the loss step and its inputs at the end, to measure its memory.
         waited: share of the duration in which the thread that computes did not run. It waits for nothing but the
             processor where the run has one rank, so this is what other programs took.
@@ -87,6 +88,7 @@ class Curve:
     rewards: list[float]
     tokens: Tensor
     seconds: float
+    processor_seconds: float
     last: tuple[LossStep, Tensor, Tensor, Rows, Tensor]
     waited: float = 0.0
 
@@ -129,7 +131,8 @@ def train(
     if grid.size > 1:
         step = partial(logitless_step, shard=grid.shard(setting.vocab))
     adam, generator = _optimizer(policy, setting.learning_rate), torch.Generator().manual_seed(setting.seed + 1)
-    rewards, sampled, began, ran = [], [], time.perf_counter(), time.thread_time()
+    rewards, sampled = [], []
+    began, worked, ran = time.perf_counter(), time.process_time(), time.thread_time()
     for turn in range(setting.steps):
         prompts = draw_prompts(setting.prompts, setting.length, generator).repeat_interleave(setting.group, 0)
         seeds = torch.randint(2**62, (len(prompts),), generator=generator)
@@ -150,8 +153,8 @@ def train(
         if (turn + 1) % REPORT_EVERY == 0 or turn + 1 == setting.steps:
             report(f"{name}: step {turn + 1} of {setting.steps}, reward {rewards[-1]:.2f}")
     last = step, hidden.detach(), policy.head.detach(), rows, advantage  # pyright: ignore[reportPossiblyUnboundVariable]
-    seconds, ran = time.perf_counter() - began, time.thread_time() - ran
-    return Curve(name, rewards, torch.stack(sampled), seconds, last, max(0.0, 1 - ran / seconds))
+    seconds, worked, ran = time.perf_counter() - began, time.process_time() - worked, time.thread_time() - ran
+    return Curve(name, rewards, torch.stack(sampled), seconds, worked, last, max(0.0, 1 - ran / seconds))
 
 
 REPORT_EVERY = 5

@@ -46,6 +46,7 @@ MORE = {
     "nemo_rl": ("nemo_rl_draft",),
     "skyrl": ("skyrl_fsdp", "skyrl_support", "skyrl_worker"),
     "slime": ("slime_options",),
+    "torchtitan": ("torchtitan_trainer",),
     "trl": ("trl_distillation", "trl_losses", "trl_one_pass"),
     "verl": ("verl_rows",),
 }
@@ -54,7 +55,7 @@ MORE = {
 CALLERS = {"vime": (HERE.parent / "test_provider.py", "vime_itself")}
 """Frameworks without an adapter, that call ours (``provider.py``), by the file and the name of their test."""
 
-STEPS = r"_steps?$|test_megatron_(deferred|stages)$"
+STEPS = r"_steps?$|_trainer$|test_megatron_(deferred|stages)$"
 """Files of whole training steps, and of whole models where a host has no trainer."""
 
 BESIDE = {"nemo_rl": "megatron", "skyrl": "megatron"}

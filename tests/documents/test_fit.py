@@ -1,7 +1,6 @@
 """The page that says whether a step will fit: its formulas are `estimate`'s numbers within 5 %, and it shows them.
 
-They are checked twice: read as Python, everywhere; and in a browser, where one is installed (``chromium``, or the
-program that LOGITLESS_BROWSER names).
+They are checked twice: read as Python, everywhere; and in a browser, where one is installed.
 """
 
 from __future__ import annotations
@@ -10,13 +9,11 @@ import html
 import itertools
 import json
 import math
-import os
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from browser import dom_of
 
 from logitless.tools.plan import WAYS, LossStep
 from logitless.tools.presets import CARDS, PRESETS, machine_of
@@ -24,7 +21,6 @@ from logitless.tools.presets import CARDS, PRESETS, machine_of
 ROOT = Path(__file__).parents[2]
 SCRIPT = (ROOT / "docs" / "fit.js").read_text()
 PAGE = (ROOT / "docs" / "fit.md").read_text()
-BROWSER = os.environ.get("LOGITLESS_BROWSER") or shutil.which("chromium") or shutil.which("google-chrome")
 
 NAMES = {
     "plain torch": "plainTorch",
@@ -107,19 +103,14 @@ def test_the_formulas_are_what_estimate_says(predicted: list[dict[str, int]]):
 
 def in_browser(body: str, folder: Path, width: int = 1440) -> str:
     """The text of the element #out after a page with the form, the script and this code has run."""
-    if not BROWSER:
-        pytest.skip("no browser: install Debian's chromium, or name one in LOGITLESS_BROWSER")
     form = PAGE.split("<!-- form -->")[1].split("<!-- end of form -->")[0]
     page = folder / "page.html"
     page.write_text(
         f'<!doctype html><meta charset="utf-8"><body>{form}<pre id="out"></pre><script>{SCRIPT}</script>'
         f"<script>document.querySelector('#out').textContent = (() => {{ {body} }})()</script>"
     )
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
-    command = [BROWSER, *options, f"--window-size={width},900", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    found = re.search(r'<pre id="out">(.*?)</pre>', done.stdout, re.DOTALL)
-    assert found, done.stderr[-2000:]
+    found = re.search(r'<pre id="out">(.*?)</pre>', dom_of(page.as_uri(), folder, width), re.DOTALL)
+    assert found
     return html.unescape(found[1])
 
 

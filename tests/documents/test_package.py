@@ -20,9 +20,10 @@ import pytest
 import logitless
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(Path(__file__).parents[1] / "smoke"))
+sys.path[:0] = [str(Path(__file__).parents[1] / "smoke"), str(ROOT / "docs")]
 
 import inside  # noqa: E402
+from fold_changelog import folded  # noqa: E402
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
@@ -150,6 +151,24 @@ def test_the_newest_release_of_the_changelog_is_this_version():
     headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == "Unreleased"
     assert re.fullmatch(rf"{re.escape(logitless.__version__)} - 20\d\d-\d\d-\d\d", headings[1])
+
+
+def test_a_release_takes_what_is_unreleased_heading_by_heading():
+    """Into a section that was prepared, or into one of its own; of this changelog no entry is lost."""
+    today, new = "2026-11-17", "### Added\n\n- a\n\n### Fixed\n\n- c"
+    text = f"# Log\n\n## Unreleased\n\n{new}\n\n## 0.1.0 - 2020-01-01\n\nFirst.\n\n### Added\n\n- b\n"
+    prepared = (
+        f"# Log\n\n## Unreleased\n\n## 0.1.0 - {today}\n\nFirst.\n\n### Added\n\n- a\n\n- b\n\n### Fixed\n\n- c\n"
+    )
+    assert folded(text, "0.1.0", today) == prepared
+    own = folded(text, "0.2.0", today)
+    assert own.startswith(f"# Log\n\n## Unreleased\n\n## 0.2.0 - {today}\n\n{new}\n\n## 0.1.0 -")
+    assert folded(prepared, "0.1.0", today) == prepared
+    with pytest.raises(AssertionError, match="Mended"):
+        folded(text.replace("Fixed", "Mended"), "0.1.0", today)
+    ours = (ROOT / "CHANGELOG.md").read_text()
+    lines = re.compile(r"^- .+$", re.MULTILINE)
+    assert sorted(lines.findall(folded(ours, "0.1.0", today))) == sorted(lines.findall(ours))
 
 
 def test_every_extra_of_users_is_tried_by_make_smoke():

@@ -12,7 +12,9 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
 
 import make_whole_step as page  # noqa: E402
-from make_figures import DARK, LIGHT  # noqa: E402
+from make_figures import DARK, LIGHT, RECORDS  # noqa: E402
+
+from benchmarks.bench.records import read_records  # noqa: E402
 
 WHERE = {"device": "a GPU", "commit": "abc1234", "versions": {"torch": "2.11.0", "python": "3.12", "trl": "1.16.0"}}
 MEMORIES = (80 * 10**9, 141 * 10**9)
@@ -65,7 +67,21 @@ def test_the_readme_tells_of_the_largest_model_that_both_could_train(lines):
     said = " ".join(text.split())
     assert "At 0.6B, 16,384 tokens take 200 ms instead of 300 ms" in said
     assert "a micro-batch of 409,600 tokens instead of 20,480 fits on 80 GB" in said
-    assert "our loss under its default budget of 1 GiB" in said
+    assert "our loss has its default budget of 1 GiB" in said
+
+
+def test_it_says_where_trl_is_as_good(lines):
+    """From records of the same sizes, and from those of exactness; nothing is said where one is missing."""
+    exact = read_records(RECORDS)
+    both = [*lines, step("0.6B", "TRL", 202.0), *(most("0.6B", "TRL", memory, 409600, None) for memory in MEMORIES)]
+    assert page.beside_trl(lines, exact) == page.beside_trl(both, []) == ""
+    text = page.readme(both, exact)
+    assert "with ours is only 1.0 to 1.0 % faster" in " ".join(text.split())
+    assert "[More on that](docs/adapters/trl.md)" in " ".join(text.split())
+    assert "[More on that](adapters/trl.md)" in " ".join(" ".join(page.section(both, exact)).split())
+    fewer = [*lines, step("0.6B", "TRL", 202.0), *(most("0.6B", "TRL", memory, 4096, None) for memory in MEMORIES)]
+    with pytest.raises(AssertionError, match="no longer true"):
+        page.beside_trl(fewer, exact)
 
 
 def test_the_section_has_every_contender_or_why_not(lines):

@@ -86,6 +86,19 @@ def test_machines_of_others_install_a_torch_without_cuda():
     assert asked == {path.stem for path in WORKFLOWS} - {"gpu", "release"}
 
 
+@pytest.mark.parametrize(("name", "command"), [("tests", "make test"), ("docs", "make docs")])
+def test_pages_are_seen_in_a_browser_there(name: str, command: str):
+    """Tests in a browser skip where there is none; these workflows bring one, and a named one that is missing fails."""
+    for job in load(GITHUB / "workflows" / f"{name}.yml")["jobs"].values():
+        found = job.get("steps", [])
+        for at, step in enumerate(found):
+            if step.get("run") == command:
+                assert step["env"] == {"LOGITLESS_BROWSER": "${{ steps.chrome.outputs.chrome-path }}"}
+                assert found[at - 1] == {"uses": "browser-actions/setup-chrome@v2", "id": "chrome"}
+                return
+    pytest.fail(f"{name}.yml does not run {command}")
+
+
 def test_every_python_that_is_claimed_is_tried():
     text = (ROOT / "noxfile.py").read_text()
     pythons = re.search(r"^PYTHONS = \[(.+)\]$", text, re.MULTILINE)[1].replace('"', "").split(", ")

@@ -98,6 +98,9 @@ def test_text_and_json():
     report = mismatch(torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -1.0, -3.5]), rows)
     text = str(report)
     assert text.startswith("mismatch of 3 tokens in 2 samples\n")
+    header = "  sample  tokens  beyond  log ratio  worst at      id   trainer   rollout"
+    assert text.splitlines().count(header) == 1
+    assert header not in str(mismatch(torch.tensor([-1.0, -2.0, -3.0]), torch.full((3,), -1.0), rows, worst=0))
     assert "beyond 0.693             33.3% of the tokens" in text
     first = text.splitlines()[-2].split()
     assert first == ["0", "2", "1", "-1", "1", "2", "-2.000", "-1.000"]
@@ -175,6 +178,7 @@ def test_over_ranks(cp):
         ({"logprob": torch.zeros(4)}, r"logprob has shape \[4\] but there are 3 rows"),
         ({"bound": -1.0}, "bound must be a number of 0 or more"),
         ({"quantiles": (50,)}, r"quantiles must be numbers in 0 \.\. 1"),
+        ({"quantiles": (0.5, 1.5)}, r"quantiles must be numbers in 0 \.\. 1"),
         ({"worst": -1}, "worst must be a number of samples"),
     ],
 )

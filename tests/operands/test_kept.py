@@ -107,3 +107,10 @@ def test_from_responses_selects_the_scored_rows():
     everything = ll.Kept.from_responses(ll.Rows.packed([[1, 2, 3, 4], [5, 6], [7, 8, 9]], [3, 0, 2]), ids, lengths)
     assert everything.ids.tolist() == [10, 11, 12, 13, 20, 21, 22]
     assert everything.lengths.tolist() == [1, 2, 1, 2, 1]
+
+
+@pytest.mark.parametrize(("number", "shown"), [(8, r"6, 5\]\."), (9, r"6, 5\] and 1 more\."), (20, "and 12 more")])
+def test_long_offsets_are_shown_in_part(number: int, shown: str):
+    offsets = torch.tensor([0, 1, 2, 3, 4, 5, 6, *[5] * (number - 7)])
+    with pytest.raises(ll.LogitlessError, match=f"never fall, and end at the 5 ids, but are .*{shown}"):
+        ll.Kept.from_offsets(torch.zeros(5, dtype=torch.int64), offsets)

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import logitless as ll
 from logitless.backends import load
 from logitless.backends.contract import Problem, Running
+from logitless.route import plan as plans
 from logitless.softmax import SKIP, Coefficients, Normaliser, merge
 
 BACKENDS = ("reference", "tiled", "triton")
@@ -165,3 +167,27 @@ def test_gradients_from_exponentials(backend: str, entropy: bool, in_place: bool
     wanted = torch.where(torch.arange(width, device=device) == column[:, None], at[:, None].double(), wanted) * 1.25
     wanted[5] = 0.0
     torch.testing.assert_close(out.double(), wanted, rtol=ROUNDING, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
+def test_stored_rows_that_end_within_a_block(share: float, backend: str, monkeypatch):
+    """More rows than columns are worked off in blocks: of one of them a part is stored, and every row must be right."""
+    monkeypatch.setattr(plans, "WORK", 16 << 10)
+    rows, columns = 300, 64
+    hidden, weight = torch.randn(rows, 16).bfloat16().requires_grad_(), (torch.randn(columns, 16) / 4).bfloat16()
+    target, weight = torch.randint(columns, (rows,)), weight.requires_grad_()
+    memory = (16 << 10) + int(share * rows * columns * 2)
+    options = {"entropy": "grad", "memory": memory, "backend": backend}
+    plan = ll.explain(ll.logprobs, ll.Logits(hidden, weight), target, **options)
+    assert plan.backward is not None
+    assert plan.backward.block < plan.kept_rows < rows
+    assert plan.kept_rows % plan.backward.block
+    out = ll.logprobs(ll.Logits(hidden, weight), target, **options)
+    (out.logprob.sum() + 0.3 * out.entropy.sum()).backward()
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    logp = (exact[0] @ exact[1].T).log_softmax(-1)
+    (logp.gather(1, target[:, None]).sum() - 0.3 * (logp.exp() * logp).sum()).backward()
+    off = (hidden.grad.double() - exact[0].grad).norm(dim=1) / exact[0].grad.norm(dim=1)
+    assert off.max() < 1.2e-2
+    assert (weight.grad.double() - exact[1].grad).norm() < 4e-3 * exact[1].grad.norm()

@@ -76,7 +76,7 @@ def bare(checkout: Path) -> None:
     findings = examine(torch.device("cpu"))
     assert findings.ok
     assert {x.name: x.runs for x in findings.backends} == {"reference": True, "tiled": True, "triton": False}
-    assert "pip install 'logitless[cli]'" in command("doctor", expect=2)
+    assert "its extra [cli]" in command("doctor", expect=2)
 
 
 def triton(checkout: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the command does for whoever sits at a shell: completes words, and says how long it will take."""
+"""What the command does for whoever sits at a shell: completes words, colours, JSON, and how long it will take."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import subprocess
 import sys
 
 import pytest
+import typer
 
-from logitless.tools.cli import output
+from benchmarks.commands import app as benchmarks_app
+from examples.demo.__main__ import app as demo_app
+from logitless.tools.cli import app, output
 from logitless.tools.presets import CARDS, PRESETS
 
 RUN = "import sys, logitless.tools.cli as cli; sys.argv = ['logitless']; cli.main()"
@@ -71,3 +74,26 @@ def test_a_bar_says_the_time_that_is_left(capsys, monkeypatch):
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err)
     assert re.search(r"1/3 0:00:\d\d left -:--:-- one", text) or re.search(r"1/3 0:00:\d\d left 0:00:\d\d one", text)
     assert re.search(r"2/3 0:00:\d\d left 0:00:\d\d two", text)
+
+
+def test_every_command_answers_in_json():
+    commands = [typer.main.get_command(demo_app)]
+    for one in (app, benchmarks_app):
+        commands += typer.main.get_command(one).commands.values()
+    assert len(commands) == 8
+    assert [x.name for x in commands if not any("--json" in param.opts for param in x.params)] == []
+
+
+def test_colours_are_for_terminals(capsys, monkeypatch):
+    """Not where text is piped, and not where NO_COLOR says so."""
+    for name in ("FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    output.console().print("piped", style="green")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    output.console().print("seen", style="green")
+    monkeypatch.setenv("NO_COLOR", "1")
+    output.console().print("plain", style="green")
+    piped, seen, plain = capsys.readouterr().out.splitlines()
+    assert (piped, seen) == ("piped", "\x1b[32mseen\x1b[0m")
+    assert "[32m" not in plain

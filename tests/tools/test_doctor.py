@@ -132,7 +132,7 @@ def test_a_backend_that_cannot_be_imported_says_why(monkeypatch):
         kernels.cache_clear()
     assert (found.runs, found.reason) == (
         False,
-        'backend="triton": Triton is not installed. Run pip install "logitless[triton]".',
+        'backend="triton": Triton is not installed. Install it, or logitless with its extra [triton].',
     )
 
 

@@ -394,6 +394,12 @@ def test_it_can_be_shown():
     plan = plan_model(replace(STEP, tp=2), 1 << 30)
     assert "each rank of TP 2, CP 1: 600 of 1501 tokens are response, 2502 columns" in headline(plan.step)
     assert [row[0] for row in summary_rows(plan)] == [way.name for way in WAYS]
+    # Each but the first, plain torch, as a share of that.
+    peaks = [forecast.estimate.peak for forecast in plan.forecasts]
+    assert [row[2] for row in summary_rows(plan)] == ["", *(f"{peak / peaks[0]:.1%}" for peak in peaks[1:])]
+    assert "logit scale" not in headline(plan.step)
+    scaled = replace(plan.step, model=replace(plan.step.model, scale=0.25))
+    assert "logit scale 0.25" in headline(scaled)
     fields = json.loads(json.dumps(as_json(plan)))
     for way in fields["ways"]:
         assert way["peak"] == max(sum(item["bytes"] for item in way[side]) for side in ("forward", "backward"))

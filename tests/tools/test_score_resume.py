@@ -418,7 +418,7 @@ def test_what_is_not_there_is_named(job, tmp_path, monkeypatch):
     with pytest.raises(LogitlessError, match=r"there is no file .*nothing.jsonl"):
         score_file(replace(job, data=tmp_path / "nothing.jsonl"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(LogitlessError, match=r"needs pyarrow. Install it with pip install 'logitless\[score\]'"):
+    with pytest.raises(LogitlessError, match=r"needs pyarrow. Install it, or logitless with its extra \[score\]"):
         replace(job, out=tmp_path / "out.parquet")
     with pytest.raises(LogitlessError, match="transformers is not installed"):
         score_file(job)

@@ -60,7 +60,7 @@ def choose_backend(logits: Tensor, backend: str = "auto", device: str | None = N
     if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return BackendChoice("tiled", f"the kernels do not take {logits.dtype}")
     if not _has_triton() and device is None:
-        return BackendChoice("tiled", "Triton is not installed (pip install 'logitless[triton]')")
+        return BackendChoice("tiled", "Triton is not installed; the extra [triton] brings it")
     return BackendChoice("triton", f"CUDA tensor of {logits.dtype} with Triton installed")
 
 

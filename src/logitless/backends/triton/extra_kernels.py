@@ -13,6 +13,7 @@ from logitless.backends.triton.kernels import LOG2E, SKIP, finite_or_zero, trans
 
 NO_COLUMN: tl.constexpr = tl.constexpr(16777216.0)  # contract.NO_COLUMN
 FAR_OFF: tl.constexpr = tl.constexpr(16.0)  # from here on a mean loses digits that its differences need
+BULK: tl.constexpr = tl.constexpr(1024.0)  # logits further below the largest may be masked, and no part of a center
 NOWHERE: tl.constexpr = tl.constexpr(2147483647)  # beyond every column
 
 
@@ -141,7 +142,8 @@ def moments_kernel(
     """One row per program: ``m = max z; sum e^(2 (z - m))``; count, center, mean and squares of all z but -inf.
 
     Each lane keeps a mean of its own and corrects it with every z. Where logits lie far from 0, it is relative to the
-    largest of the first block: differences of such logits are exact, and their means keep all digits.
+    middle of the first block: their distances from it are small, and the mean of these keeps all digits. The largest is
+    no center: above logits that lie about 0 it would cost a digit.
     """
     i_r = tl.program_id(0).to(tl.int64)
     o_b = tl.arange(0, BLOCK)
@@ -159,8 +161,13 @@ def moments_kernel(
             b_x = tl.load(p_row + c + o_b, mask=m_c, other=0.0, eviction_policy="evict_first").to(tl.float32)
             b_z = tl.where(m_c, transform(b_x, a, squash, SOFTCAP), float("-inf"))
             top = tl.max(b_z, axis=0)
-            if (c == 0) & (tl.abs(top) >= FAR_OFF) & (top != float("-inf")):
-                center = top
+            if c == 0:
+                b_bulk = b_z > top - BULK
+                number = tl.maximum(tl.sum(tl.where(b_bulk, 1.0, 0.0), axis=0), 1.0)
+                # Divided first: logits near the end of the range have no finite sum.
+                middle = tl.sum(tl.where(b_bulk, b_z / number, 0.0), axis=0)
+                if tl.abs(middle) >= FAR_OFF:
+                    center = middle
             if top > m:
                 # Nothing finite so far means that the sums are still zero, and any finite shift will do.
                 b_q *= tl.exp2(tl.where(m == float("-inf"), 0.0, m - top) * (2.0 * LOG2E))

@@ -53,7 +53,9 @@ def of_rows(problem: Problem, norm: Normaliser, coef: Coefficients) -> dict[str,
 def _kernels(module: str = "kernels") -> Any:
     """A module of kernels. A dry run launches no kernel and needs no Triton."""
     if importlib.util.find_spec("triton") is None:
-        raise LogitlessError('backend="triton": Triton is not installed. Run pip install "logitless[triton]".')
+        raise LogitlessError(
+            'backend="triton": Triton is not installed. Install it, or logitless with its extra [triton].'
+        )
     return importlib.import_module(f"logitless.backends.triton.{module}")
 
 
@@ -66,7 +68,12 @@ def launch(kernel: str, programs: int, *, on: Tensor, module: str = "kernels", *
         return
     elsewhere = on.is_cuda and on.device.index != torch.cuda.current_device()
     with torch.cuda.device(on.device) if elsewhere else NOTHING:
-        getattr(_kernels(module), kernel)[(programs,)](**arguments)
+        getattr(_kernels(module), kernel)[(programs,)](**understood(arguments, torch.version.hip is not None))
+
+
+def understood(arguments: dict[str, Any], amd: bool) -> dict[str, Any]:
+    """The arguments of a launch without those that Triton refuses on AMD's cards: a bound on registers."""
+    return {name: x for name, x in arguments.items() if name != "maxnreg"} if amd else arguments
 
 
 def require(x: Tensor) -> None:

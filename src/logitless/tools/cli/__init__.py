@@ -19,7 +19,9 @@ try:
     import rich
     import typer
 except ImportError as error:
-    sys.stderr.write(f"logitless: {error}. Install the command line with pip install 'logitless[cli]'.\n")
+    sys.stderr.write(
+        f"logitless: {error}. The command line needs logitless with its extra [cli], which brings typer and rich.\n"
+    )
     raise SystemExit(2) from None
 
 from logitless.tools.cli.app import app, main

@@ -65,10 +65,10 @@ def about(
         bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Per-token log-probabilities and entropy, without paying for the logits.
+    """Log-probs, entropy and losses of LLMs, without paying for the logits.
 
     Exit codes: 0 all is well, 1 the answer is no (it does not fit, it is wrong),
-    2 wrong usage or input, 3 an error that is not your input's.
+    2 the usage or the input is wrong, 3 an error that the input did not cause.
     """
 
 

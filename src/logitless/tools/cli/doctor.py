@@ -13,7 +13,7 @@ from logitless.tools.cli.ranks import pick_device
 
 
 def doctor(device: Device = None, as_json: AsJson = False) -> None:
-    """Installed versions, backends that run here, and how exact each is.
+    """Show versions, backends that run here, and how exact they are.
 
     Exit code 1 says that a backend runs here and is wrong.
     """

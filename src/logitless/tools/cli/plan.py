@@ -56,7 +56,7 @@ def plan(
     full: Annotated[bool, typer.Option("--full", help="Also print the code to paste, and why.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """What the loss step of a model will need, and the call to write.
+    """Tell the memory of a loss step, and the call to write.
 
     With --card, exit code 1 says that the recommended call does not fit.
     """

@@ -52,7 +52,7 @@ def score(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew, and replace the output.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Log-prob and entropy of every response token of a file.
+    """Compute log-prob and entropy of every response token of a file.
 
     The same command, run again after a kill or the repair of a bad record,
     goes on where it stopped. Under torchrun the ranks share the work.

@@ -23,7 +23,7 @@ def tune(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what products cost on this card, for calls to choose by.
+    """Measure matrix products, so that calls take the fastest way.
 
     Takes some seconds, and writes a table. Calls read it where
     LOGITLESS_MACHINE names it, the same file on every rank. Without it, cards

@@ -221,8 +221,8 @@ def check_format(what: str, path: Path) -> None:
         raise LogitlessError(f"score: {what} must end in {' or '.join(SUFFIXES)} but is {path.name}.")
     if path.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
         raise LogitlessError(
-            f"score: {what} is a Parquet file, which needs pyarrow. Install it with pip install 'logitless[score]', or "
-            f"use .jsonl."
+            f"score: {what} is a Parquet file, which needs pyarrow. Install it, or logitless with its extra [score], "
+            f"or use .jsonl."
         )
 
 

@@ -41,7 +41,7 @@ def check_model(folder: Path) -> None:
         raise LogitlessError(f"score: {folder} is no model directory: there is no config.json in it.")
     check_weights("score", folder)
     if importlib.util.find_spec("transformers") is None:
-        raise LogitlessError("score: transformers is not installed. Run pip install 'logitless[score]'.")
+        raise LogitlessError("score: transformers is not installed. Install it, or logitless with its extra [score].")
 
 
 @dataclass(frozen=True, eq=False)

@@ -82,7 +82,7 @@ class Texts:
 
     def _render(self, messages: list[dict[str, Any]], answered: bool) -> list[int]:
         if importlib.util.find_spec("jinja2") is None:
-            raise LogitlessError("score: chat messages need jinja2. Install it with pip install 'logitless[score]'.")
+            raise LogitlessError("score: chat messages need jinja2. Install it, or logitless with its extra [score].")
         from jinja2 import TemplateError
 
         try:
