@@ -4,7 +4,8 @@
     python -m benchmarks.pairs --hidden 2048 --only joint
 
 Each number is a multiple of two bare bfloat16 products in the same run, which the library makes in slabs of columns: dZ
-of three divergences slab by slab, the parts of the reverse KL, and the same with what its gradient needs in 16 bits.
+of three divergences slab by slab, the parts of the reverse KL, the same with what its gradient needs in 16 bits, the
+merge of the parts, and dZ from those 16 bits, which multiply nothing.
 Beside them errors to float64 of some rows: relative ones of dZ, and of the KL. What a configuration cannot have, for
 want of shared memory say, is reported and left out.
 """
@@ -30,20 +31,20 @@ from logitless.softmax import Coefficients, Normaliser, Statistic
 
 TOKENS, VOCAB, SLAB, SAMPLED, CHUNK = 16384, 151936, 8448, 32, 4096
 KINDS = ("reverse_kl", "forward_kl", "jsd")
-STEPS = (*(f"dZ {kind}" for kind in KINDS), "sums", "stored")
+STEPS = (*(f"dZ {kind}" for kind in KINDS), "sums", "stored", "merge", "dZ from")
 
 Step = Callable[[], object]
 
 
 def configurations() -> dict[str, PairSizes]:
     """What is tried, by name: the sizes in use first."""
-    two, joint = PairSizes(128, 128, 64), PairSizes(128, 128, 64, joint=True, stages=3)
+    two, joint = PairSizes(128, 128, 64, band=8), PairSizes(128, 128, 64, joint=True, stages=3)
     small = PairSizes(64, 128, 64, warps=4, stages=3, residents=2)
     return {
         "128x128x64 s4": two,
         "128x128x64 s5": two._replace(stages=5),
         "128x128x64 s6": two._replace(stages=6),
-        "128x128x64 s4, band 8": two._replace(band=8),
+        "128x128x64 s4, band 16": two._replace(band=16),
         "128x128x64 s4, not flattened": two._replace(flatten=False),
         "128x128x64 s3, joint": joint,
         "128x128x32 s5, joint": joint._replace(depth=32, stages=5),
@@ -71,6 +72,8 @@ class Case:
         self.couple = Couple(student, teacher)
         self.d_z = torch.empty(TOKENS, SLAB, device=device, dtype=dtype)
         self.values = torch.empty(2, CHUNK, VOCAB, device=device, dtype=dtype)
+        self.parts = torch.ones(-(-VOCAB // 32) * pairs.LINES * CHUNK, device=device)
+        self.lines = torch.empty(pairs.LINES, CHUNK, device=device)
         lines = [Statistic.of(products.statistics(p)) for p in self.couple]
         self.norms = tuple(Normaliser(row.m, row.s.log()) for row in lines)
         (m, log_s), (n, log_q) = self.norms
@@ -98,7 +101,7 @@ class Case:
         for c in range(0, VOCAB, SLAB)[:slabs]:
             couple = self.cut(some, slice(c, min(c + SLAB, VOCAB)))
             out = self.d_z[some, : couple.student.columns]
-            pairs.pair_gradient(couple, norms, Divergence(kind), row, self.coef.cut(some), out, sizes)  # pyright: ignore[reportArgumentType]
+            pairs.gradient(couple, norms, Divergence(kind), row, self.coef.cut(some), out, sizes)  # pyright: ignore[reportArgumentType]
 
     def sums(self, sizes: PairSizes, stored: bool, rows: int = TOKENS) -> Tensor | None:
         """All rows in chunks, the parts of the first."""
@@ -107,14 +110,35 @@ class Case:
             couple = self.cut(slice(start, min(start + CHUNK, rows)), slice(0, VOCAB))
             values = self.values[:, : couple.student.rows]
             into = (values[0], values[1]) if stored else None
-            parts = pairs.pair_parts(couple, True, sizes, into)
+            parts = pairs.parts(couple, True, None, into, sizes)
             first = parts if first is None else first
         return first
+
+    def merged(self, sizes: PairSizes, rows: int = TOKENS) -> None:
+        """Of parts that are there, all rows in chunks; what it takes does not depend on what they hold."""
+        for start in range(0, rows, CHUNK):
+            couple = self.cut(slice(start, min(start + CHUNK, rows)), slice(0, VOCAB))
+            pairs.merge(couple, True, self.parts_of(couple, sizes), self.lines[:, : couple.student.rows])
+
+    def gradient_from(self, sizes: PairSizes, rows: int = TOKENS) -> None:
+        """Over whatever is in the place of the 16-bit numbers."""
+        for start in range(0, rows, CHUNK):
+            some = slice(start, min(start + CHUNK, rows))
+            couple, values = self.cut(some, slice(0, VOCAB)), self.values[:, : some.stop - some.start]
+            norms, row = (self.norms[0].cut(some), self.norms[1].cut(some)), (self.mean[some], self.by[some])
+            stored, parts = (values[0], values[1]), self.parts_of(couple, sizes)
+            pairs.gradient_from(couple, parts, stored, norms, True, row, self.coef.cut(some), sizes)
+
+    def parts_of(self, couple: Couple, sizes: PairSizes) -> Tensor:
+        tiles, rows = -(-VOCAB // sizes.columns), couple.student.rows
+        return self.parts[: tiles * pairs.LINES * rows].view(tiles, pairs.LINES, rows)
 
     def steps(self, sizes: PairSizes, rows: int = TOKENS) -> dict[str, Step]:
         found: dict[str, Step] = {f"dZ {kind}": lambda kind=kind: self.gradient(kind, sizes, rows) for kind in KINDS}
         for name, stored in (("sums", False), ("stored", True)):
             found[name] = lambda stored=stored: self.sums(sizes, stored, rows)
+        found["merge"] = lambda: self.merged(sizes, rows)
+        found["dZ from"] = lambda: self.gradient_from(sizes, rows)
         return found
 
 

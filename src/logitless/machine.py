@@ -78,6 +78,8 @@ class Costs(NamedTuple):
         tile: time that the CPU takes to launch a tile with its exponentials; a device that is faster waits.
         statistic, gradient, exponentials: time per logit that a product takes longer if it ends in the statistic, in
             dZ, or in the exponentials.
+        pair_sums, pair_gradient, pair_stored: the same of two products in one tile that end in the sums of a KL, in dZ,
+            or in the sums with 16 bits of each model. ``logitless tune`` does not measure them.
     """
 
     flops: float
@@ -88,6 +90,9 @@ class Costs(NamedTuple):
     statistic: float
     gradient: float
     exponentials: float
+    pair_sums: float = 2.5e-12
+    pair_gradient: float = 2.0e-12
+    pair_stored: float = 4.4e-12
 
 
 @dataclass(frozen=True)
@@ -430,7 +435,13 @@ class PairSizes(NamedTuple):
 
 def pair_sizes(width: int, other: int) -> PairSizes:
     """Sizes for operands of these widths. The number of rows has no say."""
-    return PairSizes(128, 128, 64)
+    # H200, bfloat16, T = 16384, V = 151936, in multiples of two bare products (benchmarks/pairs.py): dZ of reverse KL,
+    # forward KL and jsd, the sums, the sums with 16 bits stored. 128 x 128 x 64, 4 stages, a band of 8: 1.06, 1.09,
+    # 1.11, 1.10, 1.18 at D = 4096; 1.20, 1.17, 1.31, 1.20, 1.36 at 2048. A band of 16: 1.08, 1.09, 1.06, 1.11, 1.20;
+    # 1.15, 1.20, 1.33, 1.27, 1.49. 6 stages 1.17, 1.17, 1.18, 1.10, 1.27 and 1.16, 1.19, 1.29, 1.27, 1.46. Not
+    # flattened is no slower. 64 x 256 1.06, 1.09, 1.15, 1.14, 1.25 and 1.17, 1.26, 1.30, 1.29, 1.52. One loop for both
+    # 1.5 to 1.8, two programs of 64 x 128 1.2 to 1.4.
+    return PairSizes(128, 128, 64, band=8)
 
 
 def tiles_per_part(num_tiles: int) -> int:

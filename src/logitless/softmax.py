@@ -178,6 +178,49 @@ def merge_targets(t: Tensor) -> Tensor:
     return torch.where(t.isnan().all(0), torch.full_like(held, torch.nan), held)
 
 
+def kl_of(s: Tensor, other: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """``[R]`` KL of two models from sums that are made while neither normaliser is known, in their dtype.
+
+    With d the second model's ``z - m`` less the first's, each with the reference of its statistic, and e of the first:
+
+    Args:
+        s, other: sums of ``e``, and of the second model's.
+        a, b: sums of ``e (e^d - 1 - d)`` and of ``e d``.
+    """
+    whole, mean, ratio = a.double() / s.double(), b.double() / s.double(), other.double() / s.double()
+    more = whole + mean
+    # Near 0 from what is small; elsewhere a is as large as b, and their sum would be rounded at that size.
+    small = (whole < 0.5) & (more.abs() < 0.5)
+    near = whole - (more - torch.log1p(torch.where(small, more, 0.0)))
+    value = torch.where(small, near, ratio.log() - mean).clamp_min(0.0)
+    # Where only the first model has a column it is infinite, whatever else there is.
+    return torch.where(b == -torch.inf, torch.inf, value).to(s.dtype)
+
+
+def merge_kl(own: Tensor, other: Tensor, sums: Tensor, reverse: bool) -> Tensor:
+    """``[2, R]`` sums (a, b) of :func:`kl_of` from those of parts ``[P, 2, R]``, between the references that
+    :func:`merge` gives the statistics ``[P, 4, R]`` of student and teacher. In float64: a is a difference of what is
+    much larger.
+
+    Args:
+        reverse: whether the student is the first model.
+    """
+    first, second = (own, other) if reverse else (other, own)
+    s, a, b = (x.double() for x in (first[:, 1], *sums.unbind(1)))
+    # Of parts with nothing in them no factor is known, and none is needed.
+    there = [x[:, 1] > 0 for x in (first, second)]
+    f, g = (
+        torch.where(y, x[:, 0].double() - merge(x)[0].double(), 0.0)
+        for x, y in zip((first, second), there, strict=True)
+    )
+    by_first, by_second = (torch.where(y, x.exp(), 0.0) for x, y in zip((f, g), there, strict=True))
+    linear = b + (g - f) * s
+    found = (by_second * (s + (a + b)) - by_first * (s + linear), by_first * linear)
+    infinite = (b == -torch.inf).any(0)
+    both = zip(found, (torch.inf, -torch.inf), strict=True)
+    return torch.stack([torch.where(infinite, end, x.sum(0)).to(own.dtype) for x, end in both])
+
+
 def normaliser(row: Statistic) -> Normaliser:
     """The pieces of log Z; NaN where the row has no target in the vocabulary."""
     return Normaliser(row.m, torch.where(row.t.isnan(), row.t, torch.log(row.s)))

@@ -82,10 +82,11 @@ def load(name: str) -> Backend:
 
 if TYPE_CHECKING:
     from logitless.backends import reference, tiled, triton
-    from logitless.backends.contract import Products
+    from logitless.backends.contract import Pairs, Products
 
     _HELD: tuple[Backend, ...] = (reference, tiled, triton)
     _HELD_PRODUCTS: Products = triton.products
+    _HELD_PAIRS: Pairs = triton.pairs
 
 
 @functools.cache

@@ -251,8 +251,41 @@ class Products(Protocol):
     ) -> None: ...
 
 
+class Pairs(Protocol):
+    """Two matrix products in one tile: both models' logits stay in the kernel that makes them.
+
+    Same as both products in float32, then ``statistics``, ``divergence`` or ``divergence_gradient`` of them. Operands
+    are such as :class:`Products` take.
+    """
+
+    def parts(
+        self, couple: Couple, reverse: bool, out: Tensor | None = None, stored: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor: ...
+    def merge(self, couple: Couple, reverse: bool, parts: Tensor, out: Tensor) -> None: ...
+    def gradient(
+        self,
+        couple: Couple,
+        norms: tuple[Normaliser, Normaliser],
+        kind: Divergence,
+        row: tuple[Tensor, Tensor, Tensor],
+        coef: Coefficients,
+        out: Tensor,
+    ) -> None: ...
+    def gradient_from(
+        self,
+        couple: Couple,
+        parts: Tensor,
+        stored: tuple[Tensor, Tensor],
+        norms: tuple[Normaliser, Normaliser],
+        reverse: bool,
+        row: tuple[Tensor, Tensor],
+        coef: Coefficients,
+    ) -> None: ...
+
+
 class Backend(Protocol):
-    """What every path calls. ``products`` is None where a product and its softmax are two kernels, or none."""
+    """What every path calls. ``products`` is None where a product and its softmax are two kernels, or none; ``pairs``,
+    which need not be there, where those of two models are."""
 
     @property
     def products(self) -> Any: ...

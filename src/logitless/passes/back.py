@@ -21,6 +21,7 @@ from torch import Tensor
 
 from logitless.machine import Tiles, pieces
 from logitless.passes.exponentials import Exponentials
+from logitless.passes.pairs import write_pair_gradient
 from logitless.passes.terms import Terms
 from logitless.readings.ids import write_at_ids
 from logitless.sources.linear import Projection
@@ -43,12 +44,13 @@ class Beside:
     Attributes:
         terms: what turns a tile of logits into a tile of dZ.
         stored: exponentials that forward stored of the first rows, or None.
-        teacher: the teacher's logits of these rows, and flat memory of a tile of them; None without a teacher.
+        teacher: the teacher's logits of these rows, and flat memory of a tile of them, or None where they stay in the
+            kernel that makes them; None without a teacher.
     """
 
     terms: Terms
     stored: Exponentials | None = None
-    teacher: tuple[TeacherRows, Tensor] | None = None
+    teacher: tuple[TeacherRows, Tensor | None] | None = None
 
     def cut(self, start: int, stop: int) -> Beside:
         """Those of rows ``start .. stop``. Stored exponentials stay those of all rows."""
@@ -192,12 +194,16 @@ class _Block:
     def _write(self, start: int, stop: int, columns: slice, into: Tensor) -> None:
         """dZ of a tile."""
         p, beside = self.cut(start, stop)
+        if self.logits is None and beside.teacher is not None:
+            write_pair_gradient(p, beside.teacher[0], beside.terms, columns, into)
+            return
         if self.logits is None:
             p.products.gradient(p.product(columns), beside.terms.norm, beside.terms.coef, into)
             return
         tile, teacher = p.tile(self.logits, self.tiles, columns.start), None
         if beside.teacher is not None:
             rows, memory = beside.teacher
+            assert memory is not None
             teacher = rows.problem(memory, tile.first, tile)
         beside.terms.write(p.call, tile, into, None, teacher)
 

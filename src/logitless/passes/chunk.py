@@ -2,6 +2,8 @@
 
     LogitsChunk          float32 (or wider): one product; the teacher's beside them. Any reading. 16-bit rows of dZ go
                          over the start of their own float32 rows
+    PairChunk            (``pairs``) e^(z - reference) of the student, and beside it what a KL's gradient needs of the
+                         teacher, in 16 bits, both written by one product. dZ goes over the former
     ExponentialsChunk    e^(z - reference) in the operands' 16 bits, filled tile by tile, or by the product itself. The
                          softmax alone. dZ goes over them
 
@@ -21,6 +23,7 @@ from torch import Tensor
 from logitless.machine import Tiles, pieces
 from logitless.passes.exponentials import Exponentials
 from logitless.passes.look import asked_of, look_whole, tile_lines
+from logitless.passes.pairs import PairChunk, crossed, found
 from logitless.passes.terms import Terms
 from logitless.readings.found import Asked, Found, find
 from logitless.readings.ids import write_at_ids
@@ -55,12 +58,15 @@ class Chunk(Protocol):
 
 def empty_chunk(p: Projection, plan: Plan, teacher: TeacherRows | None) -> Chunk:
     """Room for the largest chunk of a plan."""
-    if plan.tiles is not None:
+    crossing = plan.tiles is not None and teacher is not None
+    if plan.tiles is not None and plan.tiles.fused and teacher is not None:
+        return PairChunk.empty(p, plan.rows, teacher)
+    if plan.tiles is not None and teacher is None:
         return ExponentialsChunk(p, Exponentials.empty(p, plan.rows, plan.tiles), plan.tiles)
     shape = (max((stop - start for start, stop in plan.chunks), default=0), p.call.columns)
     logits = p.empty(shape, p.call.logits_dtype).view(-1)
     others = None if teacher is None else p.empty(shape, p.gain.dtype).view(-1)
-    return LogitsChunk(p, logits, plan.columns, plan.elementwise, teacher, others)
+    return LogitsChunk(p, logits, plan.columns, plan.elementwise, teacher, others, crossing)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +79,7 @@ class LogitsChunk:
         columns: of one product.
         elementwise: bytes of working space for the plain-torch backend.
         teacher, others: the teacher's logits of all rows, and flat memory of a chunk of them; None without a teacher.
+        crossing: whether other ranks send the sums of a KL, and this one has to.
     """
 
     p: Projection
@@ -81,6 +88,7 @@ class LogitsChunk:
     elementwise: int
     teacher: TeacherRows | None = None
     others: Tensor | None = None
+    crossing: bool = False
 
     def look(self, start: int, stop: int) -> Found:
         rows, call, teacher, every = self.p.cut(start, stop), self.p.call, None, None
@@ -93,8 +101,10 @@ class LogitsChunk:
         if self.teacher is not None and self.others is not None:
             beside = self.teacher.cut(start, stop)
             teacher, every = beside.problem(self.others, 0, problem), beside.whole
-        support = None if call.kept is None else self._support(start, stop)
         whole = stop - start == len(self.p.hidden) == call.num_rows
+        if self.crossing and teacher is not None:
+            return found(call, None if whole else slice(start, stop), crossed(call, problem, teacher))
+        support = None if call.kept is None else self._support(start, stop)
         asked = asked_of(call) if whole else self._asked(start, stop)
         return look_whole(call, asked, problem, support, teacher, every)
 

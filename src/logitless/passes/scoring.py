@@ -20,6 +20,7 @@ from logitless.passes.chunk import LogitsChunk, empty_chunk
 from logitless.passes.exponentials import Exponentials
 from logitless.passes.frozen import Unit, lines_with_unit, unit_gradient
 from logitless.passes.look import asked_of, find_rows, look_by_tiles, look_whole
+from logitless.passes.pairs import look_at_pairs
 from logitless.passes.terms import Terms
 from logitless.passes.whole import teacher_rows
 from logitless.readings.found import Asked, Found
@@ -262,12 +263,14 @@ def _look_hidden(
 
 
 def _look_pairs(p: Projection, plan: Plan) -> tuple[Found, dict[str, Tensor]]:
-    """Student and teacher side by side, in chunks of whole rows; with unit gradients of hidden rows, if the head has
-    none."""
+    """Student and teacher side by side, in the kernel that multiplies both or in chunks of whole rows; with unit
+    gradients of hidden rows, if the head has none."""
     call, teacher = p.call, p.call.asked.teacher
     assert isinstance(teacher, Teacher | Teachers)
     assert call.linear is not None
     rows, fixed = teacher_rows(teacher, call), call.bits == "canonical" and bool(plan.chunks)
+    if plan.forward is not None:
+        return look_at_pairs(p, plan.forward, rows), {}
     if fixed:
         p, rows = p.padded(plan.rows), rows.padded(plan.rows)
     chunk = empty_chunk(p, plan, rows)
@@ -319,13 +322,15 @@ def _hidden_gradients(
 
 def _stored(
     p: Projection, plan: Plan, saved: Mapping[str, Any]
-) -> tuple[Exponentials | None, tuple[TeacherRows, Tensor] | None]:
+) -> tuple[Exponentials | None, tuple[TeacherRows, Tensor | None] | None]:
     """What lies beside the tiles of backward: exponentials that forward stored, or the teacher."""
     assert plan.backward is not None
     if plan.kind == "pair":
         teacher = p.call.asked.teacher
         assert isinstance(teacher, Teacher | Teachers)
-        memory = p.empty((plan.backward.rows, plan.backward.columns), p.gain.dtype).view(-1)
+        memory = None
+        if not plan.backward.fused:
+            memory = p.empty((plan.backward.rows, plan.backward.columns), p.gain.dtype).view(-1)
         return None, (TeacherRows.of(teacher, p.call), memory)
     if "exponentials" not in saved or plan.forward is None:
         return None, None

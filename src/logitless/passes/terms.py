@@ -65,6 +65,12 @@ class TeacherTerms(NamedTuple):
             by, accepted = by * saved["by_terms"], accepted + by * saved["by_acceptance"]
         return TeacherTerms(norm, kind, torch.stack([mean, saved["mean_rising"]]), torch.stack([by, accepted]), share)
 
+    def shift(self, norm: Normaliser) -> Tensor:
+        """``[R]`` what ``log q - log p`` is less than the difference of the two logits; above the share, if any."""
+        (m, log_sum), (other, other_log_sum) = norm, self.norm
+        shift = (other - m) + (other_log_sum - log_sum)
+        return shift if self.share is None else torch.stack([shift, self.share])
+
     def cut(self, rows: slice) -> TeacherTerms:
         share = None if self.share is None else self.share[rows]
         return TeacherTerms(self.norm.cut(rows), self.kind, self.mean[..., rows], self.by[..., rows], share)

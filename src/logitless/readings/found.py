@@ -21,7 +21,18 @@ from logitless.readings.best import merged_best
 from logitless.readings.reading import Row
 from logitless.readings.support import merge_kept
 from logitless.readings.table import Table
-from logitless.softmax import WIDTH, Normaliser, Statistic, entropy, mean_shift, merge, normaliser, solved
+from logitless.softmax import (
+    WIDTH,
+    Normaliser,
+    Statistic,
+    entropy,
+    kl_of,
+    mean_shift,
+    merge,
+    merge_kl,
+    normaliser,
+    solved,
+)
 
 
 class Lines(NamedTuple):
@@ -33,6 +44,8 @@ class Lines(NamedTuple):
         more: lines of the other readings, or None.
         teacher: ``[4, R]`` statistic of a teacher's logits, or None.
         best: ``[2, R]`` key and id of a teacher's best column, or None.
+        cross: ``[2, R]`` sums of a KL between the references of the two statistics (:func:`~logitless.softmax.kl_of`),
+            or None: then both are compared in a second look.
     """
 
     statistic: Tensor
@@ -40,6 +53,7 @@ class Lines(NamedTuple):
     more: Tensor | None = None
     teacher: Tensor | None = None
     best: Tensor | None = None
+    cross: Tensor | None = None
 
 
 class Taught(NamedTuple):
@@ -49,7 +63,7 @@ class Taught(NamedTuple):
         kind: which divergence.
         compare: both normalisers, and the logarithm of a factor of the teacher's probabilities where the acceptance is
             read (:attr:`~logitless.backends.contract.Pair.share`), to ``[2, R]`` or ``[5, R]`` sums over the columns
-            here.
+            here; None where the first look has summed the divergence.
         accepts: whether the acceptance is read.
         bucket: whether the divergence is over all ids of the teacher, and not over those that both have.
         stats: what is asked for by name.
@@ -57,7 +71,7 @@ class Taught(NamedTuple):
     """
 
     kind: Divergence
-    compare: Callable[[Normaliser, Normaliser, Tensor | None], Tensor]
+    compare: Callable[[Normaliser, Normaliser, Tensor | None], Tensor] | None
     accepts: bool
     bucket: bool
     stats: tuple[str, ...]
@@ -124,7 +138,7 @@ def find(
         count: the keys of the targets to how many columns here come before each. Only where a rank is asked for.
         taught: what there is to find of a teacher, where there is one.
     """
-    statistic, kept, more, teacher, best = _whole(asked, lines)
+    statistic, kept, more, teacher, best, cross = _whole(asked, lines, taught)
     ignored = asked.ignored
     norm, target, mean, own_entropy = solved(statistic, ignored is None, asked.entropy)
     kept_norm = norm if kept is None else normaliser(Statistic.of(kept))
@@ -146,7 +160,8 @@ def find(
         found, kept_back = asked.table.results(more, Row(norm, asked.target, asked.gain, asked.squash), ahead)
         results, saved = results | found, saved | kept_back
     if teacher is not None and taught is not None:
-        _add_divergence(results, saved, norm, Statistic.of(teacher), asked, taught)
+        sums = None if cross is None else _kl_sums(Statistic.of(statistic), norm, Statistic.of(teacher), cross, taught)
+        _add_divergence(results, saved, norm, Statistic.of(teacher), asked, taught, sums)
         _add_teacher(results, Statistic.of(teacher), best, asked, taught)
     return Found(results, saved)
 
@@ -158,16 +173,23 @@ def _add_divergence(
     other: Statistic,
     asked: Asked,
     taught: Taught,
+    sums: Tensor | None,
 ) -> None:
-    """The divergence, and what is known of the teacher, into results and saved."""
+    """The divergence, and what is known of the teacher, into results and saved.
+
+    Args:
+        sums: over all columns of all ranks; None where both are still to be compared.
+    """
     kind, whole = taught.kind, other if taught.whole is None else Statistic.of(taught.whole[:WIDTH])
     share = _log_share(other, taught.whole)
     # Over all of its ids, the teacher's normaliser is larger by its share of those that both have.
     teacher = Normaliser(other.m, torch.log(other.s) - share if taught.bucket else torch.log(other.s))
     factor = (torch.zeros_like(share) if taught.bucket else share) if taught.accepts else None
-    sums = taught.compare(norm, teacher, factor)
-    if asked.group is not None:
-        sums = gather_over(asked.group, sums).sum(0)
+    if sums is None:
+        assert taught.compare is not None
+        sums = taught.compare(norm, teacher, factor)
+        if asked.group is not None:
+            sums = gather_over(asked.group, sums).sum(0)
     terms, mean = sums[:2]
     rest = -torch.expm1(share)
     if taught.bucket:
@@ -227,9 +249,17 @@ def _without(ignored: Tensor | None, x: Tensor) -> Tensor:
     return x if ignored is None else x.masked_fill_(ignored, 0.0)
 
 
-def _whole(asked: Asked, lines: Lines) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+def _kl_sums(own: Statistic, norm: Normaliser, other: Statistic, cross: Tensor, taught: Taught) -> Tensor:
+    """``[2, R]`` the KL, and nothing for its mean slope, which follows from it. NaN where the row has no target."""
+    first, second = (own, other) if taught.kind.kind == "reverse_kl" else (other, own)
+    value = kl_of(first.s, second.s, *cross)
+    value = torch.where(norm.log_sum.isnan(), norm.log_sum, value)
+    return torch.stack([value, torch.zeros_like(value)])
+
+
+def _whole(asked: Asked, lines: Lines, taught: Taught | None) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
     """The lines over all shards, the kept ids' as a statistic: one ``all_gather`` for all of them, or none."""
-    statistic, kept, more, teacher, best = lines
+    statistic, kept, more, teacher, best, cross = lines
     kept_parts = None if kept is None else kept[None]
     if asked.solver is not None and asked.group is None:
         statistic = run_solved(asked.solver, statistic[None], asked.gain)
@@ -241,8 +271,11 @@ def _whole(asked: Asked, lines: Lines) -> tuple[Tensor, Tensor | None, Tensor | 
         statistic = merge(own) if asked.solver is None else run_solved(asked.solver, own, asked.gain)
         kept_parts = None if kept is None else found.pop(0)
         more = None if more is None or asked.table is None else asked.table.merge(found.pop(0))
-        teacher = None if teacher is None else merge(found.pop(0))
+        others = None if teacher is None else found.pop(0)
+        teacher = None if others is None else merge(others)
         best = None if best is None else merged_best(found.pop(0), 1)
+        if cross is not None and others is not None and taught is not None:
+            cross = merge_kl(own, others, found.pop(0), taught.kind.kind == "reverse_kl")
     kept = None if kept_parts is None else merge_kept(kept_parts, Statistic.of(statistic).t)
     assert len(statistic) == WIDTH
-    return statistic, kept, more, teacher, best
+    return statistic, kept, more, teacher, best, cross

@@ -24,6 +24,8 @@ class LossShape:
         trained: whether the head's weight needs a gradient.
         beside: bytes of the teacher's logit beside each of the student's; 0 without a teacher.
         teacher: the teacher's hidden size; 0 where its logits exist.
+        paired: bytes of a row of both models in 16 bits, where one product writes them; 0 where none does.
+        coupled: whether dZ of two passes, and its sums, are made by products of both models.
     """
 
     counts: tuple[int, ...]
@@ -34,6 +36,8 @@ class LossShape:
     trained: bool = True
     beside: int = 0
     teacher: int = 0
+    paired: int = 0
+    coupled: tuple[bool, bool] = (False, False)
 
     @staticmethod
     def of(
@@ -75,6 +79,11 @@ def one_pass_seconds(costs: Costs, shape: LossShape, chunks: tuple[tuple[int, in
     # dW, read and written once more for every chunk.
     adding = len(chunks) * 8 * sizes.columns * shape.hidden / costs.adding if shape.trained else 0.0
     gradients = (2 if shape.trained else 1) * product + adding
+    if shape.paired:
+        # Both are written, read, and the student's overwritten by dZ.
+        product += _product_seconds(costs, shape, shape.teacher)
+        moved = elements * 3 * sizes.operand_bytes / costs.bandwidth
+        return product + elements * costs.pair_stored + moved + gradients
     if tiles is None:
         # Logits are read for the statistic, then read and overwritten by dZ.
         moved = elements * (2 * sizes.logits_bytes + sizes.operand_bytes)
@@ -101,8 +110,10 @@ def two_pass_seconds(costs: Costs, shape: LossShape, work: int) -> float:
     products = (4 if shape.trained else 3) * _product_seconds(costs, shape)
     if shape.beside:
         products += 2 * _product_seconds(costs, shape, shape.teacher)
-        moved = elements * (3 * (sizes.logits_bytes + shape.beside) + sizes.operand_bytes)
-        return products + moved / costs.bandwidth
+        both, (sums, gradient) = sizes.logits_bytes + shape.beside, shape.coupled
+        looking = costs.pair_sums if sums else 2 * both / costs.bandwidth
+        going = costs.pair_gradient if gradient else (both + sizes.operand_bytes) / costs.bandwidth
+        return products + elements * (looking + going)
     if sizes.product is not None:
         return products + elements * (costs.statistic + costs.gradient)
     # About as many tiles as there will be; in backward, half of the budget is for dZ.

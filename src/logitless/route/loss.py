@@ -22,6 +22,7 @@ from logitless.machine import ENOUGH, SLAB, Tiles
 from logitless.objectives import Objective, Preference
 from logitless.operands import Teacher, Teachers
 from logitless.route.costs import LossShape, one_pass_seconds, two_pass_seconds
+from logitless.route.pairs import pair_apart, pair_row, stored_apart, sums_apart
 from logitless.route.plan import ONLY_SUPPORT, Plan, score_plan
 from logitless.route.tiles import chunk_tiles, even_chunks, exponentials_row
 from logitless.spec import parse_memory
@@ -62,7 +63,10 @@ def loss_plan(call: Call, objective: Objective | Preference) -> Plan:
         members = (multiplied,) if isinstance(multiplied, Teacher) else multiplied.members
         sizes = [x.hidden.shape[-1] for x in members if x.hidden is not None]
         width = sum(sizes) // max(1, len(sizes))
-        shape = replace(shape, exponentials=False, beside=call.gain.dtype.itemsize, teacher=width)
+        paired = pair_row(call, width, stored=True) if stored_apart(call) is None else 0
+        coupled = (sums_apart(call) is None, pair_apart(call) is None)
+        beside = call.gain.dtype.itemsize
+        shape = replace(shape, exponentials=False, beside=beside, teacher=width, paired=paired, coupled=coupled)
     memory = call.memory
     if call.table is not None or call.kept is not None:
         shape = replace(shape, exponentials=False)
@@ -76,7 +80,9 @@ def loss_plan(call: Call, objective: Objective | Preference) -> Plan:
     if rest and plan.kind == "one pass":
         # The rest of a row is summed from a copy of some rows.
         plan = replace(plan, elementwise=max(1, call.memory // COPIED))
-    if plan.tiles is not None and call.apart is None:
+    if plan.tiles is not None and taught:
+        plan = replace(plan, tiles=plan.tiles._replace(rows=plan.rows, fused=pair_apart(call) is None))
+    elif plan.tiles is not None and call.apart is None:
         plan = replace(plan, tiles=plan.tiles._replace(rows=plan.rows, columns=max(1, call.columns), fused=True))
     done = plan.kind == "one pass" and any(call.needs)
     return plan if done else replace(plan, first=score_plan(first_pass(call), whole=True))
@@ -142,7 +148,11 @@ def choose_loss_plan(
         )
 
     rows = max(1, work // (max(1, sizes.columns) * (sizes.logits_bytes + shape.beside)))
-    plan = one_pass(rows, None)
+    tiles = None
+    if shape.paired:
+        rows = max(1, work // shape.paired)
+        tiles = Tiles(rows, max(1, sizes.columns), rows, elementwise, fused=True)
+    plan = one_pass(rows, tiles)
     if shape.exponentials and len(plan.chunks) > 1:
         tiles = chunk_tiles(sizes, memory)
         row_bytes = max(1, exponentials_row(sizes, tiles.columns))

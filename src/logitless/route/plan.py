@@ -23,8 +23,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from logitless.call import Call
-from logitless.machine import SLAB, WORK, Tiles, product_sizes
+from logitless.machine import SLAB, WORK, Tiles, pair_sizes, product_sizes
 from logitless.operands import Teacher
+from logitless.route.pairs import pair_apart, pair_row, sums_apart, teacher_width
 from logitless.route.tiles import (
     FIXED_ROWS,
     Shape,
@@ -140,6 +141,11 @@ class Plan:
     collectives: tuple[Collective, ...] = ()
 
     @property
+    def crossed(self) -> bool:
+        """Whether the sums of a KL come with the statistics of both models, in one look."""
+        return self.taught and (self.tiles is not None or (self.kind == "pair" and self.forward is not None))
+
+    @property
     def rows(self) -> int:
         """Of the largest chunk."""
         return max((stop - start for start, stop in self.chunks), default=0)
@@ -192,7 +198,14 @@ class Plan:
             content = f"16-bit exponentials, by tiles of {self.tiles.rows} x {self.tiles.columns} logits"
         if self.tiles is not None and self.tiles.fused:
             content = "16-bit exponentials, written by the product itself"
-        back = "" if self.backward is None else f" Backward in tiles of {self.backward.rows} x {self.backward.columns}."
+        if self.tiles is not None and self.taught:
+            content = "16-bit exponentials of both models, written by one product"
+        back = ""
+        if self.backward is not None:
+            what = "products" if self.backward.fused else "tiles"
+            back = f" Backward in {what} of {self.backward.rows} x {self.backward.columns}."
+        if self.kind == "pair" and self.apart is not None:
+            back += f" Logits go through memory, because {self.apart}."
         return f"{len(self.chunks)} chunks{samples}, of at most {self.rows} rows of {content}.{back}"
 
 
@@ -243,6 +256,7 @@ def _pair_plan(call: Call) -> Plan:
         chunks = tuple((start, start + rows) for start in range(0, call.num_rows, rows))
     widened = call.dtype.itemsize == 2 and not machine.wide_products
     shape = Shape.of(call)._replace(logits_bytes=call.logits_dtype.itemsize + wide, product=None)
+    apart, sums = pair_apart(call), sums_apart(call)
     gradients = call.needs[0] + any(call.needs[1:3])
     graded = call.asked.entropy == "grad" or (call.table is not None and bool(call.table.differentiable))
     # dZ goes over the logits, which may be rounded to fewer bytes than it has.
@@ -253,14 +267,25 @@ def _pair_plan(call: Call) -> Plan:
         reason = "the head needs no gradient, and a teacher's logits lie beside the student's while dZ is made"
     if call.wants_whole:
         reason += "; its whole vocabulary is one of the products"
+    if apart is None:
+        shape = shape._replace(product=pair_sizes(call.width, teacher_width(call)))
+    forward = None
+    if sums is None and not unit:
+        reason, chunks = "both models' logits are made in one kernel, which ends in their KL", ()
+        if apart is None:
+            rows = max(1, min(call.memory, WORK) // pair_row(call, teacher_width(call), stored=False))
+        rows = max((stop - start for start, stop in even_chunks(call.num_rows, rows)), default=1)
+        forward = Tiles(rows, max(1, call.columns), rows, share, fused=apart is None)
     return Plan(
         "pair",
         reason,
         products=(3 if unit else 4 + gradients if gradients else 2) + call.wants_whole,
+        forward=forward,
         backward=backward_tiles(shape, min(call.memory, WORK)) if gradients else None,
         chunks=chunks,
         columns=SLAB if widened else max(1, call.columns),
         elementwise=share,
+        apart=sums or (apart if not unit else "dZ is made while both logits are there"),
         taught=True,
         unit=unit,
     )

@@ -3,7 +3,8 @@
     forward     hidden states          all_gather        under sequence parallelism
                 lines of each row      all_gather        [lines, R], or of each chunk of rows: all that is read
                 a rank's count         all_reduce        [R], where a rank is asked for
-                sums of a divergence   all_gather        [2 or 5, R], of each chunk of rows
+                sums of a divergence   all_gather        [2 or 5, R], of each chunk of rows; with the lines where one
+                                                         kernel makes both
     backward    hidden states          all_gather        once more, unless the head is frozen
                 d_hidden               all_reduce        or reduce_scatter under sequence parallelism; none if partial
     a loss      sums over samples      all_reduce        [N] over the sequence group, in both directions
@@ -105,8 +106,9 @@ class _Sender:
         yield from self.tokens(self.operands.hidden)
         if plan.taught:
             yield from self.teacher_rows(forward=True)
-        # A teacher's rows go by chunks, of which there is one where there are no rows.
-        chunks = plan.chunks or ((0, 0),) if plan.taught else ((0, self.call.num_rows),)
+        # A teacher's rows go by chunks, of which there is one where there are no rows, or all at once by one kernel.
+        by_chunks = plan.taught and not plan.crossed
+        chunks = plan.chunks or ((0, 0),) if by_chunks else ((0, self.call.num_rows),)
         for start, stop in chunks:
             yield from self.chunk(plan, stop - start)
 
@@ -123,11 +125,11 @@ class _Sender:
         call, table = self.call, self.call.table
         whole = "teacher_top1" in call.asked.stats and not call.wants_whole
         own = LINES if call.canonical else WIDTH
-        beside = (WIDTH + 2 * whole) * plan.taught
+        beside = (WIDTH + 2 * whole + 2 * plan.crossed) * plan.taught
         yield self.lines(rows, own + 2 * (call.kept is not None) + (0 if table is None else table.width) + beside)
         if table is not None and table.rank is not None:
             yield self.wide("all_reduce", "counts of columns before the target", rows)
-        if plan.taught:
+        if plan.taught and not plan.crossed:
             yield self.wide("all_gather", "sums of the divergence", (5 if call.accepts else 2) * rows)
 
     def backward(self, plan: Plan) -> Iterator[Collective]:

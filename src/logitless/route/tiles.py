@@ -8,7 +8,7 @@ import torch
 
 from logitless.call import Call
 from logitless.errors import LogitlessError
-from logitless.machine import ALIGNED, Machine, ProductSizes, Tiles, product_sizes
+from logitless.machine import ALIGNED, Machine, PairSizes, ProductSizes, Tiles, product_sizes
 from logitless.softmax import WIDTH
 
 FIXED_ROWS = 1024
@@ -22,7 +22,7 @@ class Shape(NamedTuple):
         rows, columns: R and the true columns V of the logits that are never stored.
         logits_bytes, operand_bytes: bytes of one logit of the tile, and of one element of dZ.
         machine: which table of sizes applies.
-        product: of products that end in a softmax; None where product and softmax are apart.
+        product: of products that end in a softmax, of one model or of two; None where they are apart.
         lines: of a part of the statistic that such a product leaves behind.
         blocks: whether tiles are whole blocks of columns, as order-free sums ask for.
     """
@@ -32,7 +32,7 @@ class Shape(NamedTuple):
     logits_bytes: int
     operand_bytes: int
     machine: Machine
-    product: ProductSizes | None = None
+    product: ProductSizes | PairSizes | None = None
     lines: int = WIDTH
     blocks: bool = False
 
@@ -55,6 +55,7 @@ def forward_tiles(shape: Shape, memory: int) -> Tiles:
             rows = max(1, rows * narrow // columns) if narrow < columns else rows
         return Tiles(rows, columns, rows, elementwise)
     # No more bytes than a tile of logits, and whole blocks of rows where there is more than one.
+    assert isinstance(shape.product, ProductSizes)
     room = rows * columns * shape.logits_bytes // max(1, parts_row(shape.columns, shape.product, shape.lines))
     rows = max(1, min(room, shape.rows))
     rows -= rows % shape.product.rows if shape.product.rows < rows < shape.rows else 0

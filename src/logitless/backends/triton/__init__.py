@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from logitless.backends.contract import MOMENTS, Listed, Problem, Running, over
+from logitless.backends.triton import pairs as pairs
 from logitless.backends.triton import products as products
 from logitless.backends.triton.blocks import row_lines
 from logitless.backends.triton.blocks import solved as solved

@@ -4,7 +4,7 @@
 
 A KL needs no normaliser while it is summed. With ``d = (z_q - n) - (z_p - m)`` from the references of a tile
 
-    KL(p || q) = log(1 + b) - l,    s = sum e,  a = sum e (e^d - 1 - d),  l = sum e d / s,  b = (a / s) + l
+    KL(p || q) = log(1 + a + l) - l    s a = sum of e (e^d - 1 - d)    s l = sum of e d    s = sum of e
 
 for ``e = e^(z_p - m)``, whatever the references. Where both models agree up to a constant, so do their maxima, d is
 near 0 and so are all three: what is small is summed as such. Two parts of a row are brought to one pair of references
@@ -26,12 +26,13 @@ from logitless.backends.triton.product_kernels import (
     multiply_add,
     place,
     row_number,
+    store_part,
     store_tile,
     target_within,
 )
 
 NEAR: tl.constexpr = tl.constexpr(0.5)  # divergences.NEAR
-NOTHING: tl.constexpr = tl.constexpr(-1000.0)  # a power of two that is 0
+NOTHING: tl.constexpr = tl.constexpr(-1000.0)  # whose exponential is 0
 
 
 @triton.jit
@@ -95,6 +96,79 @@ def lean_slope(p, b_y, d, teacher_k, teacher_log_z, KIND: tl.constexpr, C: tl.co
         return (C - 1) * p * over_p
 
 
+@triton.jit
+def squashed(b_x, squash, SOFTCAP: tl.constexpr):
+    """Raw logits, or what a softcap's tanh makes of them."""
+    if SOFTCAP:
+        b_x = tanh(b_x * squash)
+    return b_x
+
+
+@triton.jit
+def two_numbers(x, y, o_r, m_r):
+    """``[BR, 1]`` two numbers of some rows."""
+    return row_number(x, o_r, m_r), row_number(y, o_r, m_r)
+
+
+@triton.jit
+def slope_of(
+    b_x,
+    b_y,
+    a,
+    b,
+    base,
+    teacher_base,
+    shift,
+    KIND: tl.constexpr,
+    C: tl.constexpr,
+    FACTOR: tl.constexpr,
+    LEAN: tl.constexpr,
+):
+    """``p slope``, p, and where that is not LEAN q and d, of a tile. ``base`` is ``(m, log s)``."""
+    if LEAN:
+        # Differences of sums: off by 2^-24 of the size of z, nothing beside the rounding of dZ.
+        p = tl.exp2(b_x * (a * LOG2E) - (base[0] + base[1]) * LOG2E)
+        d = (b_y * b - b_x * a) - shift
+        slope = lean_slope(p, b_y, d, b * LOG2E, (teacher_base[0] + teacher_base[1]) * LOG2E, KIND, C)
+        return slope, p, p, d
+    else:
+        _, slope, p, q, d = compared(b_x * a, b_y * b, base, teacher_base, shift, KIND, C, FACTOR)  # pyright: ignore[reportGeneralTypeIssues]
+        return slope, p, q, d
+
+
+@triton.jit
+def divergence_part(slope, p, q, d, shift, mean, by, o_r, m_r, rows, ACCEPT: tl.constexpr):
+    """``by (p slope - p mean)``; with the acceptance, whose numbers lie behind those of the divergence, its own."""
+    b_mean, b_by = row_number(mean, o_r, m_r), row_number(by, o_r, m_r)
+    b_dz = b_by * (slope - p * b_mean)
+    if ACCEPT:
+        _, rising, _ = accepted(p, q, d, row_number(shift + rows, o_r, m_r))
+        b_mean, b_by = row_number(mean + rows, o_r, m_r), row_number(by + rows, o_r, m_r)
+        b_dz += b_by * (rising - p * b_mean)
+    return b_dz
+
+
+@triton.jit
+def own_part(b_x, p, a, m, plain, product, o_r, m_r, PRODUCT: tl.constexpr):
+    """``p (plain + product (z - m))``."""
+    b_k = row_number(plain, o_r, m_r)
+    if PRODUCT:
+        b_product = row_number(product, o_r, m_r)
+        return p * (b_x * (b_product * a) + (b_k - b_product * m))
+    else:
+        return p * b_k
+
+
+@triton.jit
+def with_own(b_dz, b_own, b_there, b_target, first, c, columns, BC: tl.constexpr):
+    """dZ of the divergence and the other terms, with those of the targets in their places and none in rows to skip."""
+    b_at, skipped = target_within(b_target, first, c, columns, BC), b_target == SKIP
+    if any_of(skipped | (b_at != NO_TARGET)):
+        b_own = tl.where(tl.arange(0, BC)[None, :] == b_at[:, None], b_there, b_own)
+        b_own, b_dz = tl.where(skipped[:, None], 0.0, b_own), tl.where(skipped[:, None], 0.0, b_dz)
+    return b_dz + b_own
+
+
 @triton.jit(do_not_specialize=["rows", "columns", "first"])
 def pair_gradient_kernel(
     hidden,
@@ -146,54 +220,39 @@ def pair_gradient_kernel(
         i_r, i_c = place(tile, num_blocks, num_tiles, BAND)
         r, c = i_r * BR, i_c * BC
         b_x, b_y = both_tiles(hidden, weight, other, other_weight, r, c, WIDTH, OTHER, BR, BC, BD, JOINT, WIDEN)
+        b_x, b_y = squashed(b_x, squash, SOFTCAP), squashed(b_y, teacher_squash, TEACHER_SOFTCAP)
         o_r = r + tl.arange(0, BR)
         m_r = o_r < rows
+        a, b = two_numbers(gain, teacher_gain, o_r, m_r)
+        base, teacher_base = (
+            two_numbers(reference, log_sum, o_r, m_r),
+            two_numbers(teacher_reference, teacher_log_sum, o_r, m_r),
+        )
+        b_shift = row_number(shift, o_r, m_r)
+        slope, p, q, d = slope_of(b_x, b_y, a, b, base, teacher_base, b_shift, KIND, C, FACTOR, LEAN)
+        b_dz = divergence_part(slope, p, q, d, shift, mean, by, o_r, m_r, rows, ACCEPT)
+        b_own = own_part(b_x, p, a, base[0], plain, product, o_r, m_r, PRODUCT)
+        b_there = row_number(at_target, o_r, m_r)
         b_target = tl.load(column + o_r, mask=m_r, other=SKIP)
-        b_at = target_within(b_target, first, c, columns, BC)
-        a, teacher_a = row_number(gain, o_r, m_r), row_number(teacher_gain, o_r, m_r)
-        m, log_s = row_number(reference, o_r, m_r), row_number(log_sum, o_r, m_r)
-        n, log_q = row_number(teacher_reference, o_r, m_r), row_number(teacher_log_sum, o_r, m_r)
-        b_shift, b_mean, b_by = row_number(shift, o_r, m_r), row_number(mean, o_r, m_r), row_number(by, o_r, m_r)
-        b_plain, b_there = row_number(plain, o_r, m_r), row_number(at_target, o_r, m_r)
-        b_product = row_number(product, o_r, m_r) if PRODUCT else 0.0
-        if SOFTCAP:
-            b_x = tanh(b_x * squash)
-        if TEACHER_SOFTCAP:
-            b_y = tanh(b_y * teacher_squash)
-        if LEAN:
-            # Differences of sums: off by 2^-24 of the size of z, nothing beside the rounding of dZ.
-            p = tl.exp2(b_x * (a * LOG2E) - (m + log_s) * LOG2E)
-            d = (b_y * teacher_a - b_x * a) - b_shift
-            slope = lean_slope(p, b_y, d, teacher_a * LOG2E, (n + log_q) * LOG2E, KIND, C)
-        else:
-            base, teacher_base = (m, log_s), (n, log_q)
-            _, slope, p, q, d = compared(b_x * a, b_y * teacher_a, base, teacher_base, b_shift, KIND, C, FACTOR)
-        b_dz = b_by * (slope - p * b_mean)
-        if ACCEPT:
-            _, rising, _ = accepted(p, q, d, row_number(shift + rows, o_r, m_r))
-            b_dz += row_number(by + rows, o_r, m_r) * (rising - p * row_number(mean + rows, o_r, m_r))
-        b_own = p * (b_x * (b_product * a) + (b_plain - b_product * m)) if PRODUCT else p * b_plain
-        skipped = b_target == SKIP
-        if any_of(skipped | (b_at != NO_TARGET)):
-            b_own = tl.where(tl.arange(0, BC)[None, :] == b_at[:, None], b_there, b_own)
-            b_own = tl.where(skipped[:, None], 0.0, b_own)
-            b_dz = tl.where(skipped[:, None], 0.0, b_dz)
-        b_dz = (b_dz + b_own) * a
+        b_dz = with_own(b_dz, b_own, b_there, b_target, first, c, columns, BC) * a
         if SOFTCAP:
             b_dz = b_dz * (squash * (1.0 - b_x * b_x))
         store_tile(out, b_dz, r, c, rows, columns, out_stride, BR, BC, DESCRIBED)
 
 
 @triton.jit
-def from_maximum(b_x, k, left, o_c, EVEN: tl.constexpr, WIDEN: tl.constexpr):
-    """Each row's maximum, ``k (x - maximum)``, and 2 to that power; nothing past the last column."""
+def from_maximum(b_x, a, left, o_c, EVEN: tl.constexpr, WIDEN: tl.constexpr):
+    """Each row's maximum, ``a (x - maximum)``, and e to that power; nothing past the last column.
+
+    Not in powers of two: a rounded ``a log2 e`` would scale all logits of a row, and their divergence with them.
+    """
     if not EVEN:
         b_x = tl.where((o_c < left)[None, :], b_x, float("-inf"))
     base = finite_or_zero(tl.max(b_x, axis=1))
-    b_u = multiply_add(b_x, k[:, None], (-(base * k))[:, None], WIDEN)
+    b_u = multiply_add(b_x, a[:, None], (-(base * a))[:, None], WIDEN)
     if not EVEN:
         b_u = tl.maximum(b_u, NOTHING)
-    return base, b_u, tl.exp2(b_u)
+    return base, b_u, tl.exp2(b_u * LOG2E)
 
 
 @triton.jit
@@ -203,9 +262,8 @@ def target_logit(b_x, b_at, o_c):
 
 
 @triton.jit
-def kl_sums(b_e, b_f, b_d):
-    """``(a, l)`` of a tile: base e, the other f, and d in powers of two."""
-    d = b_d * LN2
+def kl_sums(b_e, b_f, d):
+    """``(a, l)`` of a tile, from the first model's e and the second's f."""
     near = tl.abs(d) < NEAR
     t = 1.0 / 720 + d * (1.0 / 5040 + d * (1.0 / 40320 + d * (1.0 / 362880)))
     t = d * d * (0.5 + d * (1.0 / 6 + d * (1.0 / 24 + d * (1.0 / 120 + d * t))))
@@ -251,7 +309,7 @@ def pair_sums_kernel(
 ):
     """Part ``[10, R]`` of each column tile: ``(m, s, w, t)`` of the student, of the teacher, and ``(a, l)``.
 
-    m and t are before the gain, sums relative to ``fl(m k)``, w in powers of two. STORED, the student's exponentials
+    m and t are before the gain, sums relative to the rounded ``m a``. STORED, the student's exponentials
     go to ``values``; to ``beside`` go ``d`` for the reverse KL, and the teacher's exponentials less the student's for
     the forward one.
     """
@@ -263,25 +321,15 @@ def pair_sums_kernel(
         o_r, o_c = r + tl.arange(0, BR), tl.arange(0, BC)
         m_r = o_r < rows
         b_at = target_within(tl.load(column + o_r, mask=m_r, other=SKIP), first, c, columns, BC)
-        k = tl.load(gain + o_r, mask=m_r, other=1.0) * LOG2E
-        teacher_k = tl.load(teacher_gain + o_r, mask=m_r, other=1.0) * LOG2E
-        if SOFTCAP:
-            b_x = tanh(b_x * squash)
-        if TEACHER_SOFTCAP:
-            b_y = tanh(b_y * teacher_squash)
+        a, b = tl.load(gain + o_r, mask=m_r, other=1.0), tl.load(teacher_gain + o_r, mask=m_r, other=1.0)
+        b_x, b_y = squashed(b_x, squash, SOFTCAP), squashed(b_y, teacher_squash, TEACHER_SOFTCAP)
         t, teacher_t = target_logit(b_x, b_at, o_c), target_logit(b_y, b_at, o_c)
-        m, b_u, b_e = from_maximum(b_x, k, columns - c, o_c, EVEN, WIDEN)
-        n, b_v, b_f = from_maximum(b_y, teacher_k, columns - c, o_c, EVEN, WIDEN)
+        m, b_u, b_e = from_maximum(b_x, a, columns - c, o_c, EVEN, WIDEN)
+        n, b_v, b_f = from_maximum(b_y, b, columns - c, o_c, EVEN, WIDEN)
         p_part = parts + i_c.to(tl.int64) * 10 * rows + o_r
-        tl.store(p_part, m, mask=m_r)
-        tl.store(p_part + rows, tl.sum(b_e, axis=1), mask=m_r)
-        if ENTROPY:
-            tl.store(p_part + 2 * rows, tl.sum(b_e * b_u, axis=1), mask=m_r)
-        tl.store(p_part + 3 * rows, t, mask=m_r)
-        tl.store(p_part + 4 * rows, n, mask=m_r)
-        tl.store(p_part + 5 * rows, tl.sum(b_f, axis=1), mask=m_r)
-        tl.store(p_part + 6 * rows, tl.sum(b_f * b_v, axis=1), mask=m_r)
-        tl.store(p_part + 7 * rows, teacher_t, mask=m_r)
+        w = tl.sum(b_e * b_u, axis=1) if ENTROPY else m * 0.0
+        store_part(p_part, rows, m, tl.sum(b_e, axis=1), w, t, m_r)
+        store_part(p_part + 4 * rows, rows, n, tl.sum(b_f, axis=1), tl.sum(b_f * b_v, axis=1), teacher_t, m_r)
         if REVERSE:
             b_d = b_v - b_u
             sum_a, sum_l = kl_sums(b_e, b_f, b_d)
@@ -292,7 +340,6 @@ def pair_sums_kernel(
         tl.store(p_part + 9 * rows, sum_l, mask=m_r)
         if STORED:
             if not REVERSE:
-                d = b_d * LN2
-                b_d = tl.where(tl.abs(d) < 0.25, -b_f * expm1_lean(d), b_f - b_e)
+                b_d = tl.where(tl.abs(b_d) < 0.25, -b_f * expm1_lean(b_d), b_f - b_e)
             store_tile(values, b_e, r, c, rows, columns, values_stride, BR, BC, DESCRIBED)
             store_tile(beside, b_d, r, c, rows, columns, beside_stride, BR, BC, DESCRIBED)

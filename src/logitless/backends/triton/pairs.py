@@ -6,6 +6,7 @@ pair_sums        -> lines of both, and of a KL    as ``statistics`` and ``diverg
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,10 @@ from logitless.machine import PairSizes, multiprocessors, pair_sizes
 from logitless.softmax import Coefficients, Normaliser
 from logitless.spec import has_values
 
-MODULE = "pair_kernels"
+MODULE, PARTS = "pair_kernels", "pair_part_kernels"
+
+MERGED = {"BLOCK": 32, "AHEAD": 16, "num_warps": 4}
+"""Rows per program of the merge, and parts that are loaded at a time."""
 
 LEAN = ("forward_kl", "reverse_kl", "jsd")
 """Divergences whose gradient has a formula of its own for 16 bits."""
@@ -27,7 +31,7 @@ LINES = 10
 """Of a part: statistics of student and teacher, and two sums of their KL."""
 
 
-def pair_gradient(
+def gradient(
     couple: Couple,
     norms: tuple[Normaliser, Normaliser],
     kind: Divergence,
@@ -73,22 +77,25 @@ def pair_gradient(
     )
 
 
-def pair_parts(
+def parts(
     couple: Couple,
     reverse: bool,
-    sizes: PairSizes | None = None,
+    out: Tensor | None = None,
     stored: tuple[Tensor, Tensor] | None = None,
+    sizes: PairSizes | None = None,
 ) -> Tensor:
     """``[column tiles, 10, R]`` parts of both statistics and of a KL.
 
     Args:
+        out: flat memory for them.
         stored: ``[R, C]`` of the operands' dtype: the student's exponentials, and what the KL's gradient needs besides.
     """
     p = couple.student
     sizes = sizes or pair_sizes(p.hidden.shape[1], couple.teacher.hidden.shape[1])
-    parts = p.gain.new_empty((-(-p.columns // sizes.columns), LINES, p.rows))
-    if not has_values(p.hidden) or not parts.numel():
-        return parts
+    shape = (-(-p.columns // sizes.columns), LINES, p.rows)
+    found = p.gain.new_empty(shape) if out is None else out[: math.prod(shape)].view(shape)
+    if not has_values(p.hidden) or not found.numel():
+        return found
     values, beside = (None, None) if stored is None else stored
     one, other = (written(x, sizes.rows, sizes.columns) for x in (values, beside))
     assert one["DESCRIBED"] == other["DESCRIBED"]
@@ -96,7 +103,7 @@ def pair_parts(
         "pair_sums_kernel",
         _programs(couple, sizes),
         **_operands(couple, sizes),
-        parts=parts,
+        parts=found,
         values=one["out"],
         beside=other["out"],
         values_stride=one["out_stride"],
@@ -107,7 +114,7 @@ def pair_parts(
         STORED=stored is not None,
         DESCRIBED=one["DESCRIBED"],
     )
-    return parts
+    return found
 
 
 def _programs(couple: Couple, sizes: PairSizes) -> int:
@@ -148,3 +155,78 @@ def _operands(couple: Couple, sizes: PairSizes) -> dict[str, Any]:
         "num_warps": sizes.warps,
         "num_stages": sizes.stages,
     }
+
+
+def merge(couple: Couple, reverse: bool, parts: Tensor, out: Tensor) -> None:
+    """The same from its parts ``[column tiles, 10, R]``."""
+    p = couple.student
+    launch(
+        "pair_merge_kernel",
+        -(-p.rows // MERGED["BLOCK"]),
+        on=p.hidden,
+        module=PARTS,
+        parts=parts,
+        column=p.column,
+        gain=p.gain,
+        teacher_gain=couple.teacher.gain,
+        out=out,
+        rows=p.rows,
+        num_parts=len(parts),
+        out_stride=out.stride(0),
+        REVERSE=reverse,
+        **MERGED,
+    )
+
+
+def gradient_from(
+    couple: Couple,
+    parts: Tensor,
+    stored: tuple[Tensor, Tensor],
+    norms: tuple[Normaliser, Normaliser],
+    reverse: bool,
+    row: tuple[Tensor, Tensor],
+    coef: Coefficients,
+    sizes: PairSizes | None = None,
+) -> None:
+    """dZ of a KL over the student's exponentials.
+
+    Args:
+        parts, stored: as :func:`parts` left them.
+        row: ``mean`` and ``by``.
+    """
+    p, (values, beside) = couple.student, stored
+    sizes = sizes or pair_sizes(p.hidden.shape[1], couple.teacher.hidden.shape[1])
+    tiles = max(1, 2048 // sizes.columns)
+    launch(
+        "pair_gradient_from_kernel",
+        p.rows * -(-p.columns // (sizes.columns * tiles)),
+        on=values,
+        module=PARTS,
+        values=values,
+        beside=beside,
+        parts=parts,
+        column=p.column,
+        gain=p.gain,
+        teacher_gain=couple.teacher.gain,
+        reference=norms[0].reference,
+        log_sum=norms[0].log_sum,
+        teacher_reference=norms[1].reference,
+        teacher_log_sum=norms[1].log_sum,
+        mean=row[0].contiguous(),
+        by=row[1].contiguous(),
+        plain=coef.plain,
+        product=coef.product,
+        at_target=coef.at_target,
+        out=values,
+        rows=p.rows,
+        columns=p.columns,
+        first=p.first,
+        values_stride=values.stride(0),
+        beside_stride=beside.stride(0),
+        out_stride=values.stride(0),
+        REVERSE=reverse,
+        PRODUCT=coef.product is not None,
+        SLAB=sizes.columns,
+        TILES=tiles,
+        num_warps=4,
+    )
