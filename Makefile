@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Each part of the library against float64, once; no hosts, no commands.
 QUICK := test_architecture call/test_errors operands/test_kept rows/test_layouts route/test_linear_plans score/test_logprobs objectives/test_objective_terms score/test_policy_head rows/test_rows score/test_special_values rows/test_exchange
 
-.PHONY: changelog checkouts demo test gpu check hosts hosts312 drift fuzz soak lint format bench faults mutants versions docs serve dist smoke bare release-tag clean
+.PHONY: changelog checkouts demo test gpu check hosts hosts312 drift fuzz soak lint format bench cards faults mutants versions docs serve dist smoke bare release-tag clean
 
 demo: $(STAMP)
 	$(RUN)python -m examples.demo
@@ -70,6 +70,11 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(RUN)python -m benchmarks bench
+
+# Every Triton kernel compiled for every card that docs/cards.md names, without having one: ten minutes.
+cards: $(STAMP)
+	$(RUN)python benchmarks/cards.py --json benchmarks/results/cards.jsonl
+	$(RUN)python docs/make_cards.py
 
 # Every fault of the tests, injected everywhere; writes the record and the tables of docs/reliability.md.
 faults: $(STAMP)

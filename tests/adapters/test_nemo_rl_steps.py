@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 from hosts import checkout, load
-from shared.host_steps import OnRank, fewer_bytes, notices, on_rank, same_on_ranks, same_steps
+from patched import with_deferred_logits
+from shared.host_steps import OnRank, fewer_bytes, notices, on_rank, same_on_ranks, same_steps, same_steps_within
 from shared.megatron_groups import TIMEOUT
 from tiny import qwen3
 from torch.distributed.device_mesh import init_device_mesh
@@ -227,3 +228,7 @@ def test_a_filter_sorts_the_logits_of_the_head_itself():
     logitless.install("nemo_rl")
     assert torch.equal(forward(post, model), wanted)
     assert "forward" not in vars(model.lm_head)
+
+
+def test_the_patch_of_the_page():
+    same_steps_within(lambda: with_deferred_logits("nemo_rl"), clipped)

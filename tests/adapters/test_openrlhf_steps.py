@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from hosts import load
+from patched import with_deferred_logits
 from ranks import close_ranks
 from shared.deepspeed import engine_of, needs_deepspeed
-from shared.host_steps import OnRank, fewer_bytes, notices, on_rank, same_on_ranks, same_steps
+from shared.host_steps import OnRank, fewer_bytes, notices, on_rank, same_on_ranks, same_steps, same_steps_within
 from shared.megatron_groups import TIMEOUT
 from tiny import qwen3
 
@@ -188,3 +189,7 @@ def test_the_host_may_keep_its_logits():
     step(0)
     assert logitless.status().hosts[0].logits == ("logits: computed by the host's own head",)
     assert "forward" not in vars(actor.model.lm_head)
+
+
+def test_the_patch_of_the_page():
+    same_steps_within(lambda: with_deferred_logits("openrlhf"), ppo)

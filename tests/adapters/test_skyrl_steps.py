@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from hosts import load
-from shared.host_steps import OnRank, fewer_bytes, notices, on_rank, same_on_ranks, same_steps
+from patched import with_deferred_logits
+from shared.host_steps import OnRank, fewer_bytes, notices, on_rank, same_on_ranks, same_steps, same_steps_within
 from shared.megatron_groups import TIMEOUT
 from test_skyrl_fsdp import pad, unpad
 from tiny import qwen3
@@ -163,3 +164,7 @@ def test_the_host_may_keep_its_logits():
     logitless.install("skyrl", logits="host")
     step(0)
     assert "forward" not in vars(policy.model.lm_head)
+
+
+def test_the_patch_of_the_page():
+    same_steps_within(lambda: with_deferred_logits("skyrl"), ppo)

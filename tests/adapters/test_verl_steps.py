@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from hosts import load
-from shared.host_steps import OnRank, fewer_bytes, notices, on_rank, same_on_ranks, same_steps
+from patched import with_deferred_logits
+from shared.host_steps import OnRank, fewer_bytes, notices, on_rank, same_on_ranks, same_steps, same_steps_within
 from shared.megatron_groups import TIMEOUT
 from tiny import qwen3
 from torch import Tensor
@@ -233,3 +234,7 @@ def test_a_value_model_is_left_alone():
     with pytest.raises(KeyError):
         engine_of(model).forward_step(Batch(), None, True)
     assert "forward" in vars(model.lm_head)
+
+
+def test_the_patch_of_the_page():
+    same_steps_within(lambda: with_deferred_logits("verl"), ppo)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import logitless
 from benchmarks.bench.measure import peak_bytes
 from logitless.adapters import Installed
+from logitless.operands.logits import MADE
 
 STEPS = 3
 Build = Callable[[], tuple[nn.Module, Callable[[int], Any]]]
@@ -151,12 +152,14 @@ def fewer_bytes(host: str, build: Build, logits: int, **options: Any) -> tuple[i
 
 
 @contextmanager
-def spoiled() -> Iterator[None]:
-    """Within, log-probs of every call are 1.01 times what they are."""
+def spoiled(every: bool = False) -> Iterator[None]:
+    """Within, log-probs of every call are 1.01 times what they are; with ``every`` all of its results are."""
 
     def off(logprobs: Callable[..., Any]) -> Callable[..., Any]:
         def spoil(*args: Any, **kwargs: Any) -> Any:
             out = logprobs(*args, **kwargs)
+            if every:
+                return out.each(lambda x: 1.01 * x if x.is_floating_point() else x)
             return out._replace(logprob=1.01 * out.logprob)
 
         return spoil
@@ -177,3 +180,14 @@ def notices(host: str, build: Build, **options: Any) -> None:
     finally:
         if any(entry.host == host for entry in logitless.status().hosts):
             logitless.uninstall(host)
+
+
+def same_steps_within(patch: Callable[[], Any], build: Build) -> None:
+    """Three steps as they are and within ``patch()`` are the same, and no logits are made; 1 % off is noticed."""
+    theirs = run(build)
+    MADE.clear()
+    with patch():
+        assert_same(theirs, run(build))
+        assert not MADE
+        with spoiled(every=True), pytest.raises(AssertionError):
+            assert_same(theirs, run(build))
