@@ -133,12 +133,13 @@ $(VENV)/.docs: $(STAMP)
 	touch $(VENV)/.docs
 
 # Torch first and pinned: a looser request would pull a CUDA build. The pip that comes with Python resolves three times as long.
-$(STAMP): pyproject.toml constraints.txt constraints-hosts.txt
+$(STAMP): pyproject.toml constraints.txt constraints-hosts.txt constraints-deepspeed.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)python -m pip install --quiet --upgrade -c constraints.txt pip
 	$(RUN)python -m pip install --quiet -c constraints.txt torch==2.13.0
 	$(RUN)python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	$(RUN)python -m pip install --quiet --no-deps --ignore-requires-python --upgrade --target $(VENV)/hosts -r constraints-hosts.txt
+	DS_BUILD_OPS=0 $(RUN)python -m pip install --quiet --no-deps --upgrade --target $(VENV)/deepspeed -r constraints-deepspeed.txt
 	touch $(STAMP)
 
 clean:
