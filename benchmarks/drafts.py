@@ -150,6 +150,23 @@ def ours_hybrid_shared(x: Inputs) -> Scored:
     return out.divergence.mean(), {}
 
 
+def ours_hybrid_as_a_loss(x: Inputs, teacher: Any = None) -> Scored:
+    objective = ll.Objective.recipe("distill", divergence="lk_hybrid")
+    teacher = x.teacher if teacher is None else teacher
+    loss, _ = ll.policy_loss(x.draft, x.rows, objective, teacher=teacher, memory="2560MiB")
+    return loss, {}
+
+
+def ours_hybrid_shared_as_a_loss(x: Inputs) -> Scored:
+    return ours_hybrid_as_a_loss(x, ll.Logits(x.target_hidden, _cut(x)))
+
+
+def ours_acceptance_as_a_loss(x: Inputs) -> Scored:
+    objective = ll.Objective.recipe("distill", divergence="log_acceptance")
+    loss, _ = ll.policy_loss(x.draft, x.rows, objective, teacher=x.teacher, memory="2560MiB")
+    return loss, {}
+
+
 def speculators_frozen(x: Inputs) -> Scored:
     with torch.no_grad():
         targets = x.target_hidden[None] @ _cut(x).T
@@ -223,6 +240,11 @@ CONTENDERS = {
     "ours, whole": Contender(ours_whole, "6 of the draft's, 1 of the target's"),
     "ours, hybrid, shared": Contender(ours_hybrid_shared, "6 of the draft's", "lk_hybrid, shared"),
     "ours, hybrid": Contender(ours_hybrid, "6 of the draft's, 1 of the target's", "lk_hybrid"),
+    "ours, hybrid, shared, as a loss": Contender(ours_hybrid_shared_as_a_loss, "4 of the draft's", "lk_hybrid, shared"),
+    "ours, hybrid, as a loss": Contender(ours_hybrid_as_a_loss, "4 of the draft's, 1 of the target's", "lk_hybrid"),
+    "ours, acceptance, as a loss": Contender(
+        ours_acceptance_as_a_loss, "4 of the draft's, 1 of the target's", "log_acceptance"
+    ),
     "speculators, shared": Contender(speculators, "4 of the draft's"),
     "speculators, shared, frozen head": Contender(speculators_frozen, "3 of the draft's", frozen=True),
     "speculators, hybrid, shared": Contender(speculators_hybrid, "4 of the draft's", "lk_hybrid, shared"),
@@ -271,7 +293,9 @@ def errors(x: Inputs, who: Contender, found: dict[str, Tensor], d_hidden: Tensor
     rows = (log_q.exp() * (log_q - log_p)).sum(-1)
     full = log_q if "shared" in who.loss else y.log_softmax(-1)[:, x.t2d]
     accepted = torch.minimum(log_p.exp(), full.exp()).sum(-1)
-    if who.loss != "forward_kl":
+    if who.loss == "log_acceptance":
+        loss = -accepted.log().sum() / len(x.rows)
+    elif who.loss != "forward_kl":
         share = torch.exp(-3.0 * accepted.detach())
         loss = (share * rows + (1 - share) * (1 - accepted)).sum() / len(x.rows)
     else:

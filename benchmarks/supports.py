@@ -2,6 +2,8 @@
 
     python benchmarks/supports.py --out benchmarks/results/supports.jsonl            the GPU's cases, or the CPU's
     python benchmarks/supports.py --case mix-4096 --sizes                            one case, over sizes of the kernels
+    LOGITLESS_HOSTS=F python benchmarks/supports.py --skyrl                          also SkyRL 0.4's function, before
+                                                                                     and after install
 
 Supports are drawn with the sizes that were reported of real ones (mean 8, median 2, p99 82, 46 % of one id), or all
 with as many ids. The ids of a row are drawn by Zipf's law, so that some ids are in very many supports. Every contender
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor
 
 import logitless as ll
+from benchmarks.bench import checkouts
 from benchmarks.bench.measure import interleaved, peak_bytes
 from benchmarks.bench.records import Environment
 from logitless.backends import triton as kernels
@@ -32,6 +35,7 @@ from logitless.tools.stopwatch import StopWatch, copy_bandwidth
 from logitless.tools.tables import text_table
 
 SAMPLED = 32
+SKYRL = "skyrl.backends.skyrl_train.utils.sample_support_replay"
 SIZES = ((4, 1024, 4), (8, 1024, 4), (16, 1024, 4), (8, 512, 2), (16, 512, 2), (8, 256, 1), (16, 256, 1), (8, 2048, 8))
 """Entries and columns of a block, and warps, that ``--sizes`` tries."""
 
@@ -111,6 +115,31 @@ def masked(x: Inputs) -> Scores:
     outside.scatter_(1, x.target[:, None], False)
     logp = torch.log_softmax(logits.masked_fill(outside, -torch.inf), -1)
     return logp.gather(1, x.target[:, None]).squeeze(1), None
+
+
+def skyrl(x: Inputs) -> Scores:
+    """SkyRL's own function from hidden states, on supports padded with -1 to the longest, a thousand rows at a time."""
+    (module,) = checkouts.load("skyrl", SKYRL)
+    arange = torch.arange(int(x.kept.lengths.max()), device=x.target.device)
+    inside = arange < x.kept.lengths[:, None]
+    padded = torch.full(inside.shape, -1, dtype=torch.int32, device=x.target.device)
+    padded[inside] = x.kept.ids.to(torch.int32)
+    # Each id once, as samplers send them: SkyRL adds up what it is given.
+    padded = padded.sort(-1, descending=True).values
+    padded[:, 1:].masked_fill_(padded[:, 1:] == padded[:, :-1], -1)
+    whole = {"vocab_start_index": 0, "vocab_end_index": len(x.weight), "tp_group": None, "chunk_size": 1024}
+    asked = {"compute_entropy": True, "entropy_requires_grad": True, "lm_head_weight": x.weight}
+    out = module.sample_support_scores(x.hidden, x.target, padded, **whole, **asked)
+    return out.logprobs, out.entropy
+
+
+def skyrl_with_ours(x: Inputs) -> Scores:
+    checkouts.load("skyrl", SKYRL)
+    ll.install("skyrl", only=["sample_support_scores"], any_version=True)
+    try:
+        return skyrl(x)
+    finally:
+        ll.uninstall("skyrl")
 
 
 CONTENDERS: dict[str, Callable[[Inputs], Scores]] = {
@@ -271,9 +300,12 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--commit")
+    parser.add_argument("--skyrl", action="store_true", help="also SkyRL's function, with ours and without")
     parser.add_argument("--sizes", action="store_true", help="try sizes of the kernels instead")
     options = parser.parse_args()
     device = torch.device(options.device)
+    if options.skyrl:
+        CONTENDERS.update({"SkyRL 0.4": skyrl, "SkyRL 0.4, ours installed": skyrl_with_ours})
     chosen = [c for c in cases(options.device) if not options.case or c.name in options.case]
     if options.sizes:
         sys.stdout.write("\n\n".join(try_sizes(case, device) for case in chosen) + "\n")

@@ -24,6 +24,11 @@ def read() -> dict[str, Any]:
     return json.loads(RECORD.read_text(encoding="utf-8"))
 
 
+def said(record: dict[str, Any]) -> str:
+    """The numbers of the figure's bars."""
+    return "; ".join(f"{name} {run['loss_step_peak_bytes']}" for name, run in record["runs"].items())
+
+
 def draw(record: dict[str, Any], path: Path, style: Style) -> None:
     """Curves above, bars below."""
     (plain_name, plain), (our_name, ours) = record["runs"].items()
@@ -51,4 +56,4 @@ def draw(record: dict[str, Any], path: Path, style: Style) -> None:
         axis.tick_params(colors=style.text, labelsize=9, length=0)
         axis.spines[:].set_visible(False)
     above.grid(color=style.faint, linewidth=0.5)
-    save(figure, path, style)
+    save(figure, path, style, said(record))

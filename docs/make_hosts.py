@@ -127,6 +127,12 @@ def drawn(records: list[AdapterRecord]) -> list[AdapterRecord]:
     return sorted((x for x in records if x.before_bytes >= LEAST), key=lambda x: -x.before_bytes)
 
 
+def said(records: list[AdapterRecord]) -> str:
+    """The numbers of the figure."""
+    pairs = ((x.host, x.before_bytes, by_default(x)[0]) for x in drawn(records))
+    return "; ".join(f"{host} {before / 2**30:.0f} {after / 2**30:.1f}" for host, before, after in pairs)
+
+
 def draw(records: list[AdapterRecord], path: Path, style: Style) -> None:
     """A bar for each host: the peak of a step before, and within it the peak after."""
     hosts = drawn(records)
@@ -146,7 +152,7 @@ def draw(records: list[AdapterRecord], path: Path, style: Style) -> None:
     axis.set_facecolor(style.background)
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
-    save(figure, path, style)
+    save(figure, path, style, said(records))
 
 
 def _between(text: str, begin: str, new: str) -> str:

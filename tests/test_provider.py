@@ -435,6 +435,7 @@ def applied(served: Any) -> dict[str, Any]:
     for diff in DIFF.findall(PAGE):
         namespace = {"torch": torch, "DTensor": DTensor, "LinearCrossEntropy": LinearCrossEntropy, "provider": served}
         namespace |= {"get_tensor_model_parallel_group": lambda: "whole", "spmd_mesh_size": lambda axis: 1}
+        namespace["IGNORE_INDEX"] = -100
         namespace["mpu"] = SimpleNamespace(get_tensor_model_parallel_group=lambda: "whole")
         exec(patched(diff), namespace)
         for name, x in namespace.items():
@@ -492,7 +493,11 @@ def calls() -> dict[str, tuple[Any, Any, list[Tensor]]]:
             lambda z: [truth(z, ids)[0]],
             [lines],
         ),
-        "compute_logprobs": (lambda f, z: [f(z, target)], lambda z: [truth(z, target)[0]], [logits]),
+        "compute_logprobs": (
+            lambda f, z: [f(z, target), f(z, target, return_entropy=True)[0]],
+            lambda z: [truth(z, target)[0]] * 2,
+            [logits],
+        ),
         "ForCausalLMLoss": (
             lambda f, z: [f(z, partly, V), f(z, None, V, 7.0, shift_labels=ids)],
             lambda z: [-truth(z[:, :-1], ids[:, 1:])[0][:, 1:].mean(), -truth(z, ids)[0].sum() / 7.0],
@@ -511,6 +516,31 @@ def test_the_diff_serves_and_falls_back(name):
     without = applied(None)[name]
     wanted = list(inspect.signature(without).parameters.values())
     assert without(*[torch.zeros(1) for p in wanted if p.default is p.empty]) is None
+
+
+def test_areals_logits_are_reused():
+    """The gradient is written over them, where they are not the caller's own, and entropy has no graph."""
+    logits, target, _, _ = drawn()
+    function, leaf = applied(PROVIDER)["gather_logprobs_entropy"], logits.clone().requires_grad_()
+    made = leaf * 1.0
+    logprob, entropy = function(made, target, 0.7, reuse_logits=True)
+    wanted = truth(logits.double().requires_grad_(), target, 0.7)
+    torch.testing.assert_close(entropy.double(), wanted[1].detach(), rtol=1e-5, atol=1e-5)
+    assert not entropy.requires_grad
+    (gradient,) = torch.autograd.grad(logprob.sum(), made, retain_graph=False)
+    assert gradient.data_ptr() == made.data_ptr()
+    alone, _ = function(leaf, target, 0.7, reuse_logits=True)
+    (own,) = torch.autograd.grad(alone.sum(), leaf)
+    torch.testing.assert_close(gradient, own)
+    assert torch.equal(leaf, logits)
+
+
+def test_torchtitans_ignored_rows():
+    logits, target, _, _ = drawn()
+    target[1] = -100
+    logprob, entropy = applied(PROVIDER)["compute_logprobs"](logits, target, return_entropy=True)
+    assert logprob[1] == 0
+    torch.testing.assert_close(entropy.double(), truth(logits.double(), target.clamp_min(0))[1], rtol=1e-5, atol=1e-5)
 
 
 def test_every_diff_is_called():

@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,17 +33,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 import logitless
-from benchmarks.bench import checkouts, host_steps
+from benchmarks.bench import checkouts, draft_steps, host_steps
+from benchmarks.bench.adapter_records import START, AdapterRecord, append, read, table, with_table
 from benchmarks.bench.measure import peak_bytes
 from benchmarks.bench.records import Environment
 from logitless.adapters.host import SAVED
 from logitless.adapters.signatures import version_of
 from logitless.errors import LogitlessError
 from logitless.operands.logits import MADE
-from logitless.spec import format_bytes
 
 RESULTS = Path("benchmarks/results/adapters.jsonl")
-START, END = "<!-- table: python -m benchmarks.bench.adapters -->\n", "<!-- end of table -->"
 
 
 class Steps(NamedTuple):
@@ -95,30 +94,6 @@ class Sizes:
 CPU = Sizes(samples=4, length=256, prompt=64, vocab=32_768, hidden=256, dtype="float32")
 CUDA = Sizes(samples=8, length=4096, prompt=1024, vocab=151_936, hidden=2048, dtype="bfloat16")
 SMOKE = Sizes(samples=2, length=12, prompt=4, vocab=300, hidden=16, dtype="float32")
-
-
-@dataclass(frozen=True)
-class AdapterRecord:
-    """Peak bytes beyond those alive before the step, median milliseconds, and the largest log-prob difference.
-
-    Those of the step with logits that are not computed are None where it was not measured; ``made`` counts the logits
-    that it computed after all, by ``file:line``.
-    """
-
-    host: str
-    version: str
-    point: str
-    sizes: str
-    before_bytes: int
-    after_bytes: int
-    before_ms: float
-    after_ms: float
-    difference: float
-    environment: dict[str, Any]
-    deferred_bytes: int | None = None
-    deferred_ms: float | None = None
-    deferred_difference: float | None = None
-    made: dict[str, int] | None = None
 
 
 @contextmanager
@@ -364,6 +339,23 @@ def _same_step(host: str) -> Callable[..., Steps]:
     return prepare
 
 
+def _draft_step(host: str) -> Callable[..., Steps]:
+    """The same for the losses of a draft; both heads are deferred, where there are two."""
+
+    @contextmanager
+    def without(heads: list[Any]) -> Iterator[None]:
+        with installed(host), ExitStack() as stack:
+            for head in heads:
+                stack.enter_context(logitless.defer(torch.nn.ModuleDict({"lm_head": head}), head="lm_head"))
+            yield
+
+    def prepare(device: torch.device, sizes: Sizes) -> Steps:
+        run, heads = getattr(draft_steps, host)(draft_steps.Draft.of(device, sizes))
+        return Steps(run, run, installed(host), without(heads))
+
+    return prepare
+
+
 def _entry(host: str, point: str, world: Callable[..., AbstractContextManager[Any]] = nullcontext) -> Entry:
     return Entry(host, point, _same_step(host), world, on_logits=host not in ("prime_rl", "skyrl"))
 
@@ -396,54 +388,22 @@ ENTRIES = {
             megatron_alone,
         ),
         _entry("torchtitan", "`compute_logprobs` on a model's logits, with entropies as a metric"),
+        _entry("deepspeed", "`vocab_parallel_cross_entropy` on a model's logits, of one rank"),
+        Entry(
+            "speculators",
+            "`fused_lk_hybrid_loss` of a draft of 32,000 ids, from hidden states",
+            _draft_step("speculators"),
+        ),
+        Entry(
+            "specforge",
+            "`_compute_loss_and_acceptance_rate` three steps ahead, of a draft of 32,000 ids, and the compact teacher",
+            _draft_step("specforge"),
+        ),
     )
 }
 
 
-# Records and tables.
-
-
-def append(path: Path, record: AdapterRecord) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(record), allow_nan=False) + "\n")
-
-
-def read(path: Path) -> list[AdapterRecord]:
-    """All records, oldest first."""
-    return [AdapterRecord(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines() if line]
-
-
-def table(host: str, records: Sequence[AdapterRecord]) -> str:
-    """The newest record of every device, as Markdown."""
-    newest = {record.environment["device"]: record for record in records if record.host == host}
-    if not newest:
-        return "Not measured yet.\n\n"
-    columns = ("before", "after", "deferred") if any(x.deferred_bytes for x in newest.values()) else ("before", "after")
-    heads = [f"{what} {column}" for what in ("peak", "time") for column in columns]
-    lines = [f"| | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
-    notes = []
-    for record in newest.values():
-        where, numbers = record.environment, asdict(record)
-        peaks = [numbers[f"{column}_bytes"] for column in columns]
-        times = [numbers[f"{column}_ms"] for column in columns]
-        cells = ["" if x is None else format_bytes(x) for x in peaks]
-        cells += ["" if x is None else f"{x:,.0f} ms" for x in times]
-        lines.append(f"| {where['device']} | {' | '.join(cells)} |")
-        notes.append(
-            f"{where['device']}: {record.point}, forward and backward, {record.sizes}; {host} {record.version}, torch "
-            f"{where['versions']['torch']}, commit `{where['commit']}`. Log-probs differ by at most "
-            f"{record.difference:.1g}"
-            + ("." if record.deferred_difference is None else f", deferred by {record.deferred_difference:.1g}.")
-            + "".join(
-                f" Logits made {count} times, by `{_short(place)}`." for place, count in (record.made or {}).items()
-            )
-        )
-    return "\n".join(lines) + "\n\n" + "\n\n".join(notes) + "\n\n"
-
-
-def _short(place: str) -> str:
-    """The last two parts of ``file:line``."""
-    return "/".join(place.split("/")[-2:])
+# Records.
 
 
 def saved(records: Sequence[AdapterRecord]) -> dict[str, float]:
@@ -455,12 +415,6 @@ def saved(records: Sequence[AdapterRecord]) -> dict[str, float]:
             samples, length, vocab = map(int, read.groups())
             found[record.host] = round((record.before_bytes - by_default(record)[0]) / (samples * length * vocab), 1)
     return {host: found[host] for host in sorted(found) if found[host] > 0}
-
-
-def with_table(text: str, host: str, records: Sequence[AdapterRecord]) -> str:
-    """The text of a page with its table made anew."""
-    head, rest = text.split(START)
-    return head + START + table(host, records) + END + rest.split(END)[1]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

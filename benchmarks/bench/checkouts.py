@@ -44,6 +44,7 @@ MISSING = {
         *("aiohttp", "colorlog", "einops", "hydra", "lark", "numba", "omegaconf", "orjson", "peft", "ray", "torchdata"),
         *("fastapi", "httpx", "mbridge", "megatron.bridge", "torch_memory_saver", "uvicorn", "uvloop", "areal.v2"),
     ),
+    "deepspeed": ("cpuinfo", "einops", "hjson", "msgpack", "ninja"),
     "megatron": (),
     "ms_swift": (
         *("dacite", "json_repair", "mcore_bridge", "modelscope", "vllm", "swift.dataset", "swift.infer_engine"),
@@ -66,7 +67,7 @@ MISSING = {
         "skyrl_gym",
     ),
     "slime": ("httpx", "ray", "megatron.training", "torch_memory_saver", "wandb"),
-    "specforge": (),
+    "specforge": ("flash_attn", "sglang", "yunchang"),
     "speculators": (),
     "torchtitan": ("monarch", "spmd_types", "torchdata", "torchstore", "tyro", "vllm"),
     "trl": (),
@@ -110,6 +111,7 @@ ABSENT = {"nemo_rl": ("nemo_rl.models.megatron.train",)}
 
 MODULES = {
     "areal": ("areal.utils.functional.vocab_parallel",),
+    "deepspeed": ("deepspeed.sequence.cross_entropy",),
     "miles": (
         "miles.backends.training_utils.loss_hub.logit_processors",
         "miles.backends.training_utils.loss_hub.losses",
@@ -124,7 +126,10 @@ MODULES = {
         "skyrl.backends.skyrl_train.distributed.megatron.model_utils",
     ),
     "slime": ("slime.backends.megatron_utils.loss", "slime.backends.megatron_utils.initialize"),
-    "specforge": ("specforge.core.compact_teacher",),
+    "specforge": (
+        *("specforge.core.compact_teacher", "specforge.core.loss", "specforge.core.lk_loss"),
+        *("specforge.core.eagle3_adapters", "specforge.algorithms.eagle3.model"),
+    ),
     "speculators": ("speculators.losses.fused", "speculators.losses.eager"),
     "torchtitan": ("torchtitan.components.loss",),
     "verl": (

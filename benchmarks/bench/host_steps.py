@@ -195,6 +195,19 @@ def torchtitan(batch: Batch) -> Callable[[], Tensor]:
     return step
 
 
+def deepspeed(batch: Batch) -> Callable[[], Tensor]:
+    """The cross entropy of DeepSpeed's tensor-parallel models, of a vocabulary that one rank has."""
+    module = importlib.import_module("deepspeed.sequence.cross_entropy")
+
+    def step() -> Tensor:
+        labels, vocab = batch.tokens.roll(-1, 1), batch.model.config.vocab_size
+        bounds = {"vocab_start_index": 0, "vocab_end_index": vocab, "global_vocab_size": vocab}
+        loss = module.vocab_parallel_cross_entropy(batch.logits(), labels, reduction="none", **bounds)
+        return _learn(batch.model, -loss, loss.new_zeros(()))
+
+    return step
+
+
 def megatron(hidden: Tensor, labels: Tensor, vocab: int) -> tuple[Callable[[], Tensor], Callable[[], Tensor], Any]:
     """Megatron-Core's head on ``[s, b, h]`` hidden states: its logits and cross entropy, and the output processor; and
     the head.

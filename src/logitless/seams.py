@@ -8,6 +8,7 @@ that another, whose own bounds it has met before, does not make:
     cut_shard        as DTensor cuts                  the size of the vocabulary
     shard_between    any bounds, of this rank alone   all bounds, which the ranks exchange in every call
     packed_shard     any widths, in rank order        all widths, which the ranks exchange in every call
+    known_shard      bounds that the framework has compared: nothing is exchanged
 """
 
 from __future__ import annotations
@@ -80,6 +81,21 @@ def packed_shard(group: Any, columns: int) -> VocabShard | None:
     stops = [sum(widths[: rank + 1]) for rank in range(len(widths))]
     bounds = tuple(itertools.pairwise([0, *stops]))
     return _made(process_group, bounds, *bounds[process_group.rank()])
+
+
+def known_shard(group: Any, start: int, stop: int, vocab_size: int) -> VocabShard | None:
+    """Columns ``start .. stop`` of a vocabulary whose ranks the framework has compared; None where one has it all."""
+    process_group = _several(group)
+    return None if process_group is None else _known(process_group, start, stop, vocab_size)
+
+
+@functools.cache
+def _known(group: dist.ProcessGroup, start: int, stop: int, vocab_size: int) -> VocabShard:
+    shard = object.__new__(VocabShard)
+    known = {"start": start, "stop": stop, "group": group, "check_calls": False, "vocab_size": vocab_size}
+    for name, value in known.items():
+        object.__setattr__(shard, name, value)
+    return shard
 
 
 def _several(group: Any) -> dist.ProcessGroup | None:

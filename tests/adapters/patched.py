@@ -60,6 +60,7 @@ MORE = {
         *("ring_flash_attn", "torchao"),
     ),
     "skyrl": ("skyrl.train.utils.utils",),
+    "torchtitan": ("expecttest", "torchtitan.models"),
 }
 """Modules that a host's file of tests imports, and that the tests in question do not use: they are stood in for."""
 

@@ -1,8 +1,8 @@
 """Hosts' own tests of the functions that the patches of docs/maintainers.md change, with a patch and without.
 
 They run where ``LOGITLESS_HOSTS`` names a checkout with them (``make hosts``). Those that want several ranks know no
-patch. Megatron-Core's want NCCL, or count its own all-reduces; torchtitan's asks for entropies, which its patch leaves
-alone; miles, ms-swift, OpenRLHF and Transformers have no test that calls the function that a patch changes.
+patch. Megatron-Core's want NCCL, or count its own all-reduces; miles, ms-swift, OpenRLHF and Transformers have no test
+that calls the function that a patch changes, which is looked for in their checkouts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -30,8 +31,11 @@ OWN = {
     "prime_rl": ("tests/unit/train/rl/test_fused_lm_head.py", "cpu or requires"),
     "skyrl": ("tests/backends/skyrl_train/gpu/gpu_ci/megatron/test_fused_linear_logprob.py", "materialized"),
     "slime": ("tests/test_ppo_logprob_entropy.py", "single_rank or empty"),
+    "torchtitan": ("tests/unit_tests/test_loss.py", "compute_logprobs"),
     "trl": ("tests/test_utils.py", "SelectiveLogSoftmax"),
 }
+NONE = {"miles": "tests", "ms_swift": "tests", "openrlhf": "tests"}
+"""Hosts whose tests do not call the function, and where those are."""
 
 
 def results(folder: Path, host: str, scratch: Path, patch: bool) -> tuple[dict[str, bool], int]:
@@ -62,6 +66,19 @@ def test_the_patch_passes_what_the_host_passes(host, tmp_path):
     assert served > 0
     assert any(before.values())
     assert [name for name, passed in before.items() if passed and not after[name]] == []
+
+
+@pytest.mark.parametrize("host", NONE)
+def test_the_host_has_no_test_of_the_function(host):
+    """What the page says of it; a test that has come goes into ``OWN``."""
+    folder = checkout(host)
+    if folder is None or not (folder / NONE[host]).is_dir():
+        pytest.skip(f"no checkout of {host} with its tests")
+    called = re.compile(rf"\b{patched.WHERE[host][1]}\(")
+    files = [
+        x for x in (folder / NONE[host]).rglob("*.py") if x.is_file() and called.search(x.read_text(encoding="utf-8"))
+    ]
+    assert files == []
 
 
 @pytest.mark.parametrize("host", patched.WHERE)

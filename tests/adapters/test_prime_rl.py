@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from close import assert_close_to_truth, assert_gradient_close_to_truth
 from hosts import load, put_first, takes
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import logitless
 from logitless import LogitlessError
@@ -247,3 +248,38 @@ def run_sharded(rank: int, world: int) -> None:
 
 def test_sharded_by_fsdp(ranks):
     ranks(run_sharded, 2)
+
+
+def run_in_half_precision(rank: int, world: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Log-probs and the gradient of a head in bfloat16 under FSDP2, which casts the temperature too, before and after
+    install."""
+    hidden, labels, temperature, upstream = batch(torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found = []
+    # prime-rl's own head returns a view.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+    for installed in (False, True):
+        head = fully_shard(heads()["plain"], mp_policy=policy)
+        if installed:
+            logitless.install("prime_rl")
+        out = head(hidden, labels, temperature)
+        (out["logprobs"] * upstream[0]).sum().backward()
+        found.append([out["logprobs"].detach().float(), head.weight.grad.full_tensor()])
+    logitless.uninstall("prime_rl")
+    return found[0], found[1]
+
+
+def test_half_precision_under_fsdp(ranks):
+    """At temperatures other than 1: log-probs as the host's, whose 1 / T is rounded, gradients no further off."""
+    hidden, labels, temperature, upstream = batch(torch.bfloat16)
+    weight = heads(torch.bfloat16)["plain"].weight.detach().double().requires_grad_()
+    rounded = (1 / temperature.bfloat16()).double()
+    logits = hidden.double() @ weight.T
+    logits = logits + (logits.detach().to(torch.bfloat16).double() - logits.detach())
+    log_p = (logits * rounded[..., None]).log_softmax(-1)
+    exact = log_p.gather(-1, labels[..., None])[..., 0]
+    (gradient,) = torch.autograd.grad((exact * upstream[0].double()).sum(), weight)
+    for theirs, ours in ranks(run_in_half_precision, 2):
+        assert (ours[0] - theirs[0]).abs().max() < 1e-5
+        assert_close_to_truth(ours[0], exact.detach(), theirs[0])
+        assert_gradient_close_to_truth(ours[1], gradient, theirs[1])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import logitless as ll
 from logitless.backends import load
 from logitless.backends.contract import Problem, Running, over
 from logitless.backends.triton import products
@@ -134,3 +135,13 @@ def test_mix(down: bool):
     load("triton").mix(far(x), by, far(y, down), index, times, out)
     load("reference").mix(x, by, y, index, times, right)
     torch.testing.assert_close(out.contiguous(), right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("strides", [(10, 1, 1), (0, 1, 1), (1, 0, 1), (14, 2, 1)], ids=str)
+def test_rows_that_overlap(strides: tuple[int, int, int]):
+    """A window that slides over numbers by one, or by two: rows are read where they lie."""
+    logits = torch.randn(60).as_strided((2, 5, 7), strides)
+    target = torch.randint(7, (2, 5))
+    out, right = ll.logprobs(logits, target, entropy="value"), ll.logprobs(logits.contiguous(), target, entropy="value")
+    assert torch.equal(out.logprob, right.logprob)
+    assert torch.equal(out.entropy, right.entropy)

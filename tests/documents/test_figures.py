@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import PIL.Image
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +38,15 @@ def test_figures_are_well_formed_and_within_the_page(name: str):
 
 def test_no_layout_figure_is_left_behind():
     assert {path.name for path in FIGURES.glob("*.svg")} == set(DRAWN)
+
+
+@pytest.mark.parametrize("style", ["light", "dark"])
+@pytest.mark.parametrize("made", ["make_hosts", "make_demo"])
+def test_figures_of_the_first_screen_are_drawn_from_the_newest_records(made: str, style: str):
+    """Run ``python docs/make_figures.py`` after new records."""
+    module = importlib.import_module(made)
+    wanted = module.said(module.measured() if made == "make_hosts" else module.read())
+    assert PIL.Image.open(FIGURES / f"{module.NAME}-{style}.png").text["Description"] == wanted
 
 
 def scored(strips: list[Strip]) -> list[tuple[int | None, int | None]]:

@@ -5,6 +5,7 @@ New failures of the fuzzer come here, shrunk, with one line of what it was.
 
 from __future__ import annotations
 
+from fuzz import teachers
 from fuzz.cases import HEAD, LOGITS, LOSS, TWO_CALLS, Case
 
 CORPUS = {
@@ -70,5 +71,38 @@ CORPUS = {
         Case(path=LOGITS, backend="triton", entropy="grad", dtype="bfloat16", ignore=True),
         Case(path=HEAD, backend="triton", entropy="grad", bias=True, softcap=5.0),
         Case(path=LOSS, backend="triton", layout="packed", dtype="float16", recipe="dapo"),
+    ],
+}
+
+TEACHERS = {
+    "tv of logits as near as their rounding": [
+        teachers.Case(
+            seed=1516,
+            kind="tv",
+            vocab=101,
+            heads=((1.0, 1.0, None), ("rows", 0.3, None)),
+            bias=True,
+            values="near",
+            some=True,
+            backend="reference",
+        ),
+        teachers.Case(
+            seed=30371,
+            kind="tv",
+            sort="fewer",
+            rows=9,
+            vocab=2,
+            heads=(("rows", 1.0, None), (0.6, 1.0, None)),
+            values="peaked",
+            ignore=True,
+            some=True,
+            backend="reference",
+            memory=200,
+        ),
+    ],
+    "an acceptance, or a bucket, beside canonical sums was NaN": [
+        teachers.Case(kind=kind, sort="partly", tail=tail, canonical=True, memory=memory)
+        for kind, tail in (("acceptance", "renormalise"), ("hellinger", "bucket"))
+        for memory in (500, "1MiB")
     ],
 }

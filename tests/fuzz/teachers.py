@@ -30,9 +30,9 @@ import logitless as ll
 from logitless.backends.divergences import Divergence
 from logitless.operands import Teachers
 
-KINDS = ("forward_kl", "reverse_kl", "jsd", "tv", "hellinger", "alpha")
-BETA, ALPHA = 0.3, 0.7
-SORTS = ("head", "logits", "mapped", "fewer", "several", "bucket", "renormalise")
+KINDS = ("forward_kl", "reverse_kl", "jsd", "tv", "hellinger", "alpha", "acceptance", "log_acceptance", "lk_hybrid")
+BETA, ALPHA, ETA = 0.3, 0.7, 1.6
+SORTS = ("head", "logits", "mapped", "fewer", "several", "partly", "shared", "bucket", "renormalise")
 NONE = -100
 KINK = 2.0**-17
 """Up to which difference of two log-probs total variation has the slope 0, where logits are float32."""
@@ -55,6 +55,9 @@ class Case:
     bias: bool = False
     kept: str = ""
     scope: str = "vocabulary"
+    tail: str = "renormalise"
+    at: bool = False
+    student_ids: bool = False
     values: str = "normal"
     ignore: bool = False
     some: bool = False
@@ -79,7 +82,7 @@ def draw(seed: int) -> Case:
     path = r.choice(("hidden", "hidden", "loss", "logits"))
     sort = r.choice(SORTS)
     if path == "logits":
-        sort = r.choice(("logits", "logits", "fewer", "bucket", "renormalise"))
+        sort = r.choice(("logits", "logits", "fewer", "partly", "bucket", "renormalise"))
     dtype = r.choice(("float32", "float32", "float64", "bfloat16"))
     kept = r.choice(("", "", "", "same", "own")) if path != "logits" and sort not in SORTS[-2:] else ""
     case = Case(
@@ -104,11 +107,22 @@ def draw(seed: int) -> Case:
         backend=r.choice(("auto", "reference", "tiled")),
         memory=r.choice((200, 500, 3000, 9000, "1MiB")),
     )
+    # Drawn last, so that what older seeds draw besides stays.
+    sent = case.sort in SORTS[-2:]
+    case = replace(
+        case,
+        tail=r.choice(("renormalise", "bucket")) if case.sort == "partly" else "renormalise",
+        at=r.random() < 0.2 and case.sort != "several" and not sent,
+        student_ids=r.random() < 0.5 and sent,
+        frozen=case.frozen or (case.sort == "shared" and r.random() < 0.7),
+    )
     if path != "logits" or r.random() < 0.5:
         return case
     # Beside logits that exist: a teacher whose own are made, and ids that samplers kept.
     sort, kept = r.choice((sort, "head", "mapped", "several")), r.choice(("", "same", "own"))
     kept = "" if sort in SORTS[-2:] else kept
+    if sort != case.sort:
+        case = replace(case, student_ids=False, tail="renormalise", at=case.at and sort != "several")
     return replace(case, sort=sort, kept=kept, scope="support" if kept and r.random() < 0.6 else "vocabulary")
 
 
@@ -128,6 +142,8 @@ class Inputs(NamedTuple):
     mask: Tensor
     other_mask: Tensor
     advantage: Tensor
+    beyond: tuple[Tensor, Tensor, Tensor]
+    at: Tensor
 
 
 def build(case: Case) -> Inputs:
@@ -140,6 +156,7 @@ def build(case: Case) -> Inputs:
         hidden, weight = size * 2 * torch.randn(tokens, vocab), torch.eye(vocab)
     bias = torch.randn(vocab) + (200.0 if case.values == "offset" else 0.0) if case.bias else None
     others = tuple((torch.randn(tokens, 11), torch.randn(vocab, 11)) for _ in range(2))
+    beside = others[0][0]
     if case.values == "near" and case.path != "logits":
         others = ((hidden, weight + 0.01 * torch.randn(vocab, width)), others[1])
     index = torch.randperm(tokens)[: case.rows] if case.some else torch.arange(case.rows)
@@ -159,6 +176,10 @@ def build(case: Case) -> Inputs:
     other_mask = mask | (torch.rand(case.rows, vocab) < 0.2)
     best = (2 * torch.randn(case.rows, vocab)).log_softmax(-1).topk(min(4, vocab - 1))
     ids = torch.where(torch.rand(best[1].shape) < 0.15, -1, best[1])
+    # A wider vocabulary, of which the student has some ids, in an order of its own.
+    beyond = torch.randn(vocab + 7, 11), torch.full((vocab + 7,), -1)
+    shared = max(1, vocab - 1)
+    beyond[1][torch.randperm(vocab + 7)[:shared]] = torch.randperm(vocab)[:shared]
     convert = lambda x: x.to(dtype)  # noqa: E731
     return Inputs(
         convert(hidden),
@@ -174,6 +195,8 @@ def build(case: Case) -> Inputs:
         mask,
         other_mask,
         torch.randn(case.rows),
+        (convert(beside), convert(beyond[0]), beyond[1]),
+        torch.randint(tokens, (case.rows,)),
     )
 
 
@@ -192,7 +215,11 @@ def members_of(case: Case, x: Inputs) -> list[tuple[Tensor, Tensor | None, Tenso
     logits = (hidden @ weight.T)[..., : len(fewer) if case.sort == "fewer" and case.path == "logits" else None]
     if case.path == "logits" and case.sort in ("logits", "fewer"):
         return [(logits, None, None)]
+    if case.sort == "partly" and case.path == "logits":
+        return [(x.beyond[0] @ x.beyond[1].T, None, x.beyond[2])]
     sorts = {
+        "partly": [x.beyond],
+        "shared": [(x.hidden.flip(0), x.weight, None)],
         "head": [(hidden, weight, None)],
         "logits": [(logits, None, None)],
         "mapped": [(hidden, fewer, x.ids[: len(fewer)])],
@@ -204,11 +231,19 @@ def members_of(case: Case, x: Inputs) -> list[tuple[Tensor, Tensor | None, Tenso
 
 def teacher_of(case: Case, x: Inputs) -> ll.Teacher | Teachers:
     if case.sort in ("bucket", "renormalise"):
-        return ll.Teacher.from_top_k(*x.best, tail=case.sort)  # pyright: ignore[reportArgumentType]
+        logprobs, ids = x.best
+        if not case.student_ids:
+            return ll.Teacher.from_top_k(logprobs, ids, tail=case.sort)  # pyright: ignore[reportArgumentType]
+        # The teacher's own number of each id, and the way back.
+        own = torch.arange(case.vocab + 7).roll(3)
+        back = torch.full((case.vocab + 7,), -1).index_copy(0, own[: case.vocab], torch.arange(case.vocab))
+        numbers = torch.where(ids < 0, own[case.vocab], own[ids.clamp_min(0)])
+        return ll.Teacher.from_top_k(logprobs, numbers, tail=case.sort, student_ids=back)  # pyright: ignore[reportArgumentType]
     own = ll.Kept.from_mask(x.other_mask) if case.kept == "own" else None
-    head = head_of(case, x, 1)
+    head, more = head_of(case, x, 1), {"at": x.at} if case.at else {}
+    more |= {} if case.tail == "renormalise" else {"tail": case.tail}
     made = [
-        ll.Teacher(tokens if weight is None else ll.Logits(tokens, weight), head=head, ids=ids, kept=own)
+        ll.Teacher(tokens if weight is None else ll.Logits(tokens, weight), head=head, ids=ids, kept=own, **more)
         for tokens, weight, ids in members_of(case, x)
     ]
     return made[0] if len(made) == 1 else ll.Teacher.by_row(made, x.which)
@@ -224,7 +259,7 @@ def ours(case: Case, x: Inputs) -> Answer:
     hidden, weight, bias = leaves["hidden"], leaves["weight"], leaves.get("bias")
     rows = ll.Rows.at(x.index, x.target, num_tokens=len(hidden))
     shared: dict[str, Any] = {"head": head_of(case, x, 0), "backend": case.backend, "memory": case.memory}
-    what = Divergence(case.kind, beta=BETA, alpha=ALPHA)  # pyright: ignore[reportArgumentType]
+    what = Divergence(case.kind, beta=BETA, alpha=ALPHA, eta=ETA)  # pyright: ignore[reportArgumentType]
     teacher = teacher_of(case, x)
     shared["kept"] = ll.Kept.from_mask(x.mask).over(case.scope) if case.kept else None  # pyright: ignore[reportArgumentType]
     if case.path == "logits":
@@ -283,11 +318,15 @@ def right(case: Case, x: Inputs, dtype: torch.dtype) -> tuple[Answer, Tensor]:
     leaves = _leaves(case, x, dtype)
     logits = leaves["hidden"] if case.path == "logits" else leaves["hidden"] @ leaves["weight"].T
     z = _shaped(case, x, 0, logits[x.index] + leaves.get("bias", torch.zeros((), dtype=dtype)))
-    log_p, log_q, over, entropy_of = _distributions(case, x, z, dtype)
+    log_p, log_q, over, entropy_of, whole_q = _distributions(case, x, z, dtype)
     counted, at = x.target != NONE, x.target.clamp_min(0)[:, None]
     listed, of_q = _at_target(case, x, log_p, log_q, at)
     logprob = over.gather(1, at)[:, 0] if over is not None else listed
-    out = Both(_textbook(log_p, log_q, case), logprob, _entropy(entropy_of), of_q, _entropy(log_q))
+    of_teacher = _entropy(log_q)
+    if case.tail == "bucket" and not case.kept:
+        # Of all ids that it has, one by one.
+        of_teacher = _entropy(_made_by(case, x, dtype)[0].log_softmax(-1))
+    out = Both(_textbook(log_p, log_q, case, whole_q), logprob, _entropy(entropy_of), of_q, of_teacher)
     out = Both(*(torch.where(counted, y, 0.0) for y in out))
     total = total_of(out, x)
     if case.path == "loss":
@@ -297,24 +336,38 @@ def right(case: Case, x: Inputs, dtype: torch.dtype) -> tuple[Answer, Tensor]:
 
 
 def _distributions(case: Case, x: Inputs, z: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Log-probs of student and teacher over the outcomes; of the student's log-prob, or None; of its entropy."""
+    """Log-probs of student and teacher over the outcomes; of the student's log-prob, or None; of its entropy; and of
+    the teacher over all of its ids."""
     whole = z.log_softmax(-1)
     if case.sort in ("bucket", "renormalise"):
         log_p, log_q = _outcomes(case, x, z, dtype)
         own = case.sort == "renormalise" and case.path != "loss"
-        return log_p, log_q, None if own else whole, log_p if own else whole  # pyright: ignore[reportReturnType]
+        return log_p, log_q, None if own else whole, log_p if own else whole, log_q  # pyright: ignore[reportReturnType]
     y = torch.full_like(z, -torch.inf)
-    for number, (tokens, weight, ids) in enumerate(members_of(case, x)):
-        made = tokens.to(dtype) if weight is None else tokens.to(dtype) @ weight.to(dtype).T
-        made = _shaped(case, x, 1, made[x.index])
+    for number, (made, ids) in enumerate(zip(_made_by(case, x, dtype), _ids_of(case, x), strict=True)):
         place = torch.arange(made.shape[1]) if ids is None else ids
-        spread = torch.full_like(z, -torch.inf).index_copy(1, place, made.detach())
+        all_q = torch.full_like(z, -torch.inf).index_copy(1, place[place >= 0], made.log_softmax(-1)[:, place >= 0])
+        spread = torch.full_like(z, -torch.inf).index_copy(1, place[place >= 0], made[:, place >= 0])
         y = torch.where((x.which == number)[:, None], spread, y) if case.sort == "several" else spread
+    if case.tail == "bucket" and not case.kept:
+        alone = made.log_softmax(-1)[:, place < 0].logsumexp(-1, keepdim=True)
+        never = torch.full_like(alone, -torch.inf)
+        return torch.cat([whole, never], 1), torch.cat([all_q, alone], 1), whole, whole, torch.cat([all_q, never], 1)
     if not case.kept:
-        return whole, y.log_softmax(-1), whole, whole
+        return whole, y.log_softmax(-1), whole, whole, all_q if case.sort == "partly" else y.log_softmax(-1)
     log_p = z.masked_fill(~x.mask, -torch.inf).log_softmax(-1)
     y = y.masked_fill(~(x.other_mask if case.kept == "own" else x.mask), -torch.inf)
-    return log_p, y.log_softmax(-1), log_p, log_p if case.scope == "support" else whole
+    return log_p, y.log_softmax(-1), log_p, log_p if case.scope == "support" else whole, y.log_softmax(-1)
+
+
+def _made_by(case: Case, x: Inputs, dtype: torch.dtype) -> list[Tensor]:
+    """Logits of the teachers, of the tokens beside the rows."""
+    made = [y.to(dtype) if w is None else y.to(dtype) @ w.to(dtype).T for y, w, _ in members_of(case, x)]
+    return [_shaped(case, x, 1, y[x.at if case.at else x.index]).detach() for y in made]
+
+
+def _ids_of(case: Case, x: Inputs) -> list[Tensor | None]:
+    return [ids for _, _, ids in members_of(case, x)]
 
 
 def _outcomes(case: Case, x: Inputs, z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -355,8 +408,27 @@ def _entropy(log_p: Tensor) -> Tensor:
     return -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
 
 
-def _textbook(log_p: Tensor, log_q: Tensor, case: Case) -> Tensor:
+def _accepted(log_p: Tensor, log_q: Tensor, case: Case) -> Tensor:
+    """At the kink the mean of both slopes, as of total variation."""
+    p, q = log_p.exp(), log_q.exp()
+    equal = (log_p - log_q).abs() <= (0.0 if case.dtype == "float64" else KINK)
+    least = torch.minimum(p, q)
+    return torch.where(equal, least.detach() + 0.5 * (p - p.detach()), least).sum(-1)
+
+
+def _textbook(log_p: Tensor, log_q: Tensor, case: Case, whole_q: Tensor) -> Tensor:
     kind = case.kind
+    if kind in ("acceptance", "log_acceptance"):
+        accepted = _accepted(log_p, whole_q, case)
+        # A row in which the teacher sent nothing has divergence 0.
+        nothing = (log_q == -torch.inf).all(-1)
+        return accepted if kind == "acceptance" else torch.where(nothing, 0.0, -accepted.log())
+    if kind == "lk_hybrid":
+        accepted = _accepted(log_p, whole_q, case)
+        weight = torch.exp(-ETA * accepted.detach())
+        return weight * _textbook(log_p, log_q, replace(case, kind="forward_kl"), whole_q) + (1 - weight) * (
+            1 - accepted
+        )
     none = (log_p == -torch.inf) & (log_q == -torch.inf)
     p, q = log_p.exp(), log_q.exp()
     infinite = ((q > 0) & (log_p == -torch.inf)).any(-1) if kind == "forward_kl" else torch.zeros_like(p[:, 0]).bool()

@@ -366,3 +366,24 @@ def test_a_teacher_beside_an_adapter(trained, computed: bool, device):
 def test_an_adapter_of_rank_0_is_none():
     with pytest.raises(ll.LogitlessError, match="LoRA: a and b have rank 0"):
         ll.LoRA(torch.zeros(5, 3), torch.zeros(0, 3), torch.zeros(5, 0))
+
+
+@pytest.mark.parametrize("loss", [False, True])
+def test_hidden_states_of_a_batch(loss: bool):
+    """Lines of tokens, [2, 3, D]: gradients of both parts of a token are told apart by D, not by a line's length."""
+    given = {name: x.detach() for name, x in operands(torch.float64, ()).items()}
+    given["hidden"] = given["hidden"][:6]
+    target, advantage = torch.randint(V, (2, 3)), torch.linspace(-1, 1, 6, dtype=torch.float64)
+    ours, true = copies(given, torch.float64), copies(given, torch.float64)
+    for x in (*ours.values(), *true.values()):
+        x.requires_grad_()
+    logits = ll.Logits(ours["hidden"].view(2, 3, D), lora_of(ours), bias=ours["bias"])
+    if loss:
+        fields = {"old_logprob": "current", "advantage": advantage}
+        ll.policy_loss(logits, target, ll.Objective(entropy_coef=0.3), **fields)[0].backward()
+    else:
+        out = ll.logprobs(logits, target, entropy="grad")
+        policy_loss(advantage, out.logprob.flatten(), out.entropy.flatten()).backward()
+    policy_loss(advantage, *by_torch(true, torch.arange(6), target.flatten())).backward()
+    for name in NAMES:
+        torch.testing.assert_close(ours[name].grad, true[name].grad, rtol=1e-9, atol=1e-12)

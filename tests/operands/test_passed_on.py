@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -120,3 +121,14 @@ def test_operands_that_change_before_they_are_read(place: int):
     operands[place].add_(1)
     with pytest.raises(ll.LogitlessError, match="was changed in place after the logits were made"):
         ll.logprobs(logits, torch.zeros(B, S, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (S, 1), (1, 1, 1), (B, 1, 1), (1, S, 1), (B, S, 1)], ids=str)
+@pytest.mark.parametrize("way", ["x / f", "x * f", "f * x"])
+def test_factors_of_rows_compute_nothing(way: str, shape: tuple[int, ...]):
+    """Every shape that torch spreads over the rows: the logits stay what they stand for."""
+    factor = torch.linspace(0.5, 2.0, max(1, math.prod(shape)), dtype=torch.float64).view(shape)
+    operation = {"x / f": lambda x: x / factor, "x * f": lambda x: x * factor, "f * x": lambda x: factor * x}[way]
+    mine = operation(deferred(*leaves()))
+    assert isinstance(mine, ll.Logits)
+    torch.testing.assert_close(mine.logsumexp(-1), operation(computed(*leaves())).logsumexp(-1), rtol=1e-9, atol=1e-9)

@@ -483,3 +483,50 @@ def test_other_results_stay_and_the_entropy_is_as_asked_for(source: str, tail: A
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
         (mine,) = torch.autograd.grad(out.collision.sum(), weight, retain_graph=True)
         torch.testing.assert_close(mine, torch.autograd.grad(alone.collision.sum(), weight, retain_graph=True)[0])
+
+
+# Ids of a student that has some of the teacher's, under other numbers.
+
+
+@pytest.mark.parametrize(
+    ("kind", "tail"),
+    [
+        *((kind, tail) for kind in ("reverse_kl", "tv", "log_acceptance") for tail in TAILS),
+        # Infinite with a bucket that the student never draws.
+        *((kind, "renormalise") for kind in ("forward_kl", "lk_hybrid")),
+    ],
+)
+def test_student_ids(kind: Any, tail: Any):
+    """A server that sends every id says what its logits say: of those that the student lacks, one outcome or none."""
+    theirs, own = 61, 24
+    chosen = torch.randperm(theirs)[:own]
+    mapped = torch.full((theirs,), -1).index_copy(0, chosen, torch.arange(own))
+    logits, z = 2 * torch.randn(ROWS, theirs), torch.randn(ROWS, own, dtype=torch.float64, requires_grad=True)
+    target = torch.randint(own, (ROWS,))
+    sent = logits.double().log_softmax(-1)
+    order = torch.rand(ROWS, theirs).argsort(-1)
+    listed = Teacher.from_top_k(sent.gather(1, order), order, tail, student_ids=mapped)
+    found = []
+    for teacher in (Teacher(logits.double(), ids=mapped, tail=tail), listed):
+        out = ll.logprobs(z, target, teacher=teacher, divergence=kind)
+        found.append((out.divergence.detach(), *torch.autograd.grad(out.divergence.sum(), z)))
+    if tail == "renormalise" and kind in ("log_acceptance", "lk_hybrid"):
+        # Over all ids of a teacher that has logits; over those that are left of one that sent them.
+        assert (found[0][0] - found[1][0]).abs().max() > 1e-3
+        return
+    for mine, other in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
+
+
+def test_student_ids_with_padding_and_errors():
+    logprobs, ids = torch.randn(3, 9).log_softmax(-1).topk(4)
+    ids[1, 2] = -1
+    mapped = torch.tensor([3, -1, 0, -1, 1, 2, -1, 5, 4])
+    teacher = Teacher.from_top_k(logprobs, ids, student_ids=mapped)
+    assert torch.equal(teacher.top_k.ids, torch.where(ids < 0, -1, mapped[ids]))
+    with pytest.raises(LogitlessError, match="ids go up to 8 but student_ids has 8 of the teacher's"):
+        Teacher.from_top_k(logprobs, ids.fill_diagonal_(8), student_ids=mapped[:-1])
+    with pytest.raises(LogitlessError, match=r"student_ids must be int64 \[W\]"):
+        Teacher.from_top_k(logprobs, ids, student_ids=mapped.float())
+    with pytest.raises(LogitlessError, match="a row names an id twice"):
+        Teacher.from_top_k(logprobs[:, :2], torch.tensor([[0, 1]] * 3), student_ids=torch.tensor([7, 7]))

@@ -7,7 +7,7 @@ import torch
 
 from logitless.backends.contract import Problem
 from logitless.backends.tiled import SMALL_TILE, tile_shape
-from logitless.machine import H200, product_sizes
+from logitless.machine import H200, Machine, product_sizes
 from logitless.route.tiles import Shape, backward_tiles, forward_tiles, parts_row
 
 
@@ -68,3 +68,10 @@ def test_a_tile_is_small_beside_a_small_problem():
     assert area(40, 1000) == min(40 * 1000, SMALL_TILE // 1000 * 1000)
     # Two buffers of float32, or three under a softcap, are what the budget is for.
     assert area(4000, 1000, 8 * 100 * 1000) == 100 * 1000
+
+
+def test_large_budgets_fill_chunks_by_larger_tiles():
+    """From 4 GiB on, as measured."""
+    for card, filling in ((H200, 4224), (Machine.card("A100", 108, 8), 3456)):
+        assert [card.chunk_tile(memory) for memory in (1, (4 << 30) - 1)] == [(2048, filling)] * 2
+        assert [card.chunk_tile(memory) for memory in (4 << 30, 9 << 29, 80 << 30)] == [(4096, 2 * filling)] * 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -104,3 +106,11 @@ def test_double_backward_is_an_error():
     loss = ll.logprobs(logits, torch.tensor([0, 1, 2, 3])).logprob.sum()
     with pytest.raises(ll.LogitlessError, match="second derivative"):
         torch.autograd.grad(loss, logits, create_graph=True)
+
+
+@pytest.mark.parametrize("flag", ["no", 1, 0, None], ids=repr)
+def test_the_flag_is_true_or_false(flag: Any):
+    """Of logits that may be written over: "no" would be taken for yes."""
+    logits = torch.randn(3, 7, requires_grad=True) * 1.0
+    with pytest.raises(ll.LogitlessError, match="overwrite must be True or False but is"):
+        ll.logprobs(ll.Logits.given(logits, overwrite=flag), torch.zeros(3, dtype=torch.int64))

@@ -53,7 +53,7 @@ def test_a_kernel_that_does_not_run_is_not_taken(monkeypatch, device: torch.devi
 
 @pytest.mark.parametrize("faster", [True, False])
 def test_calls_choose_by_it(monkeypatch, table, faster: bool, tmp_path):
-    path = tmp_path / "deep" / "machine.json"
+    path = tmp_path / "deep" / "down" / "machine.json"
     tune.write({**table, "card": "Some card", "multiprocessors": 108, "epilogues": faster}, path)
     found = machine.tuned(path, "Some card", 108)
     assert found.costs == machine.Costs(**table["costs"])

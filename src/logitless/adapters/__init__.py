@@ -25,7 +25,7 @@ from logitless.errors.arguments import refused
 __all__ = ["HOSTS", "Host", "Installed", "Option", "PassOn", "Replacement", "Status", "install", "status", "uninstall"]
 
 HOSTS = (
-    *("areal", "megatron", "miles", "ms_swift", "nemo_rl", "openrlhf", "prime_rl"),
+    *("areal", "deepspeed", "megatron", "miles", "ms_swift", "nemo_rl", "openrlhf", "prime_rl"),
     *("skyrl", "slime", "specforge", "speculators", "torchtitan", "transformers", "trl", "verl"),
 )
 
@@ -48,9 +48,9 @@ def install(host: str | Host, **options: Any) -> Installed:
     framework and counted. Installing twice with the same options is harmless.
 
     Args:
-        host: ``"areal"``, ``"megatron"``, ``"miles"``, ``"ms_swift"``, ``"nemo_rl"``, ``"openrlhf"``,
-            ``"prime_rl"``, ``"skyrl"``, ``"slime"``, ``"specforge"``, ``"speculators"``, ``"torchtitan"``,
-            ``"transformers"``, ``"trl"`` or ``"verl"``; or a :class:`Host`, for any other framework.
+        host: ``"areal"``, ``"deepspeed"``, ``"megatron"``, ``"miles"``, ``"ms_swift"``, ``"nemo_rl"``,
+            ``"openrlhf"``, ``"prime_rl"``, ``"skyrl"``, ``"slime"``, ``"specforge"``, ``"speculators"``,
+            ``"torchtitan"``, ``"transformers"``, ``"trl"`` or ``"verl"``; or a :class:`Host`, for any other framework.
         options: ``audit=k`` compares k random rows of every call with float64; ``any_version=True`` silences the
             warning about the version; ``only=["name", ...]`` replaces these functions and leaves all others the
             host's; the host's page lists its further options.
@@ -64,9 +64,9 @@ def install(host: str | Host, **options: Any) -> Installed:
 
     >>> install("trll")
     Traceback (most recent call last):
-    logitless.errors.LogitlessError: install: there is no host 'trll'. Did you mean 'trl'? Known: areal, megatron,
-    miles, ms_swift, nemo_rl, openrlhf, prime_rl, skyrl, slime, specforge, speculators, torchtitan, transformers, trl,
-    verl.
+    logitless.errors.LogitlessError: install: there is no host 'trll'. Did you mean 'trl'? Known: areal, deepspeed,
+    megatron, miles, ms_swift, nemo_rl, openrlhf, prime_rl, skyrl, slime, specforge, speculators, torchtitan,
+    transformers, trl, verl.
 
     A framework that is not in the list needs no change of this package. Describe its function and the replacement::
 

@@ -6,10 +6,18 @@ import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError
-from logitless.seams import cut_shard, even_shard, packed_shard, shard_between
+from logitless.seams import cut_shard, even_shard, known_shard, packed_shard, shard_between
 from logitless.spec import VocabShard
 
-__all__ = ["check_ids", "cut_shard", "even_shard", "packed_shard", "shard_between", "vocabulary_of"]
+__all__ = [
+    "check_ids",
+    "cut_shard",
+    "even_shard",
+    "known_shard",
+    "packed_shard",
+    "shard_between",
+    "vocabulary_of",
+]
 
 
 def vocabulary_of(shard: VocabShard | None, columns: int) -> int:

@@ -1,15 +1,19 @@
-"""SpecForge: what its compact teacher reads of the target's whole vocabulary.
+"""SpecForge: what its compact teacher reads of the target's whole vocabulary, and the losses of its drafts.
 
     tiled_logsumexp_argmax(hidden [..., D], weight [V, D])      float32 log Z [..., 1] and the most likely id [...]
+    LogSoftmaxLoss.apply(logits [B, S, V], target, mask)        mean cross entropy against the target's probabilities
+    _acceptance_rate_per_token_from_logits(logits, target)      [B, S] sum of min(p, q), of which LK losses are made
+    SdpaLikeAdapter.step_view                                   the target's probabilities of a step: views, no copies
 
 SpecForge multiplies a chunk of the vocabulary at a time and holds its float32 logits, twice. Here one product ends in
 both numbers. Logits are rounded to the dtype of the hidden states first, as its linear layer rounds them, so that equal
-ones are equal here, too. Its losses take the target's probabilities over the draft's ids, which exist by then, and stay
-its own.
+ones are equal here, too. Of each of several steps ahead, it copies both of the target's probabilities and holds the
+draft's until backward; here all steps read the same tensors, a few rows at a time.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,10 +22,15 @@ from torch import Tensor
 
 from logitless.adapters.host import Host, Option, Replacement
 from logitless.adapters.scoring import HALF
+from logitless.adapters.specforge_losses import acceptance, cross_entropy
 from logitless.errors import LogitlessError
 from logitless.operands import Logits
 from logitless.score import logprobs
 from logitless.spec import parse_memory
+
+TEACHER, LOSS, LK, STEPS = (
+    f"specforge.core.{name}" for name in ("compact_teacher", "loss", "lk_loss", "eagle3_adapters")
+)
 
 
 def make_reduction(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -42,14 +51,98 @@ def make_reduction(original: Callable[..., Any], options: Mapping[str, Any]) -> 
     return tiled_logsumexp_argmax
 
 
-def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
-    return [
-        Replacement(
-            "specforge.core.compact_teacher",
-            "tiled_logsumexp_argmax",
-            "(hidden, weight, *, chunk_size=32768)",
-            make_reduction,
+def make_loss(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``LogSoftmaxLoss.apply``."""
+
+    def apply(logits: Tensor, target: Tensor, position_mask: Tensor) -> Tensor:
+        _check(logits, target, "target")
+        if position_mask.numel() != logits.shape[:-1].numel():
+            wanted = [*logits.shape[:-1], 1]
+            raise LogitlessError(f"position_mask must be {wanted} but is {list(position_mask.shape)}.")
+        # As SpecForge takes it: a row counts or does not.
+        mask = position_mask.reshape(logits.shape[:-1]).bool().float()
+        memory = parse_memory(options["memory"])
+        return cross_entropy("LogSoftmaxLoss", logits, target, mask, memory, options["audit"]).mean()
+
+    return apply
+
+
+def make_acceptance(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``_acceptance_rate_per_token_from_logits``."""
+
+    def acceptance_rate(logits: Tensor, target_probs: Tensor) -> Tensor:
+        _check(logits, target_probs, "target_probs")
+        memory = parse_memory(options["memory"])
+        return acceptance("compute_acceptance_rate", logits, target_probs, memory, options["audit"])
+
+    return acceptance_rate
+
+
+def make_step_view(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``SdpaLikeAdapter.step_view``."""
+
+    def step_view(
+        self: Any,
+        *,
+        idx: int,
+        ttt_length: int,
+        global_input_ids: Tensor,
+        attention_mask: Tensor,
+        loss_mask: Tensor,
+        position_ids: Tensor,
+        hidden_states: Tensor,
+        target_p_padded: Tensor,
+        target_p_on_draft_padded: Tensor | None = None,
+        target_token_ids_padded: Tensor | None = None,
+        position_mask: Tensor,
+        seq_length: int,
+    ) -> Any:
+        step = slice(idx, idx + seq_length)
+        shared = target_p_padded if target_p_on_draft_padded is None else target_p_on_draft_padded
+        ids = target_p_padded.argmax(dim=-1) if target_token_ids_padded is None else target_token_ids_padded
+        return sys.modules[STEPS].StepState(
+            input_ids=global_input_ids,
+            hidden_states=hidden_states,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            target_p=target_p_padded[:, step],
+            target_p_on_draft=shared[:, step],
+            target_token_ids=ids[:, step],
+            position_mask=position_mask,
+            loss_mask=loss_mask,
         )
+
+    return step_view
+
+
+def _check(logits: Tensor, probabilities: Tensor, name: str) -> None:
+    if logits.dim() != 3 or probabilities.shape != logits.shape:
+        raise LogitlessError(
+            f"{name} must be {list(logits.shape)}, as the draft's logits, which are [B, S, V], but is "
+            f"{list(probabilities.shape)}."
+        )
+
+
+def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
+    state = "idx, ttt_length, global_input_ids, attention_mask, loss_mask, position_ids, hidden_states"
+    padded = "target_p_padded, target_p_on_draft_padded=None, target_token_ids_padded=None"
+    return [
+        Replacement(TEACHER, "tiled_logsumexp_argmax", "(hidden, weight, *, chunk_size=32768)", make_reduction),
+        Replacement(
+            LOSS,
+            "LogSoftmaxLoss.apply",
+            "(ctx, logits, target, position_mask)",
+            make_loss,
+            signature_of="LogSoftmaxLoss.forward",
+        ),
+        Replacement(LK, "_acceptance_rate_per_token_from_logits", "(logits, target_probs)", make_acceptance),
+        Replacement(
+            STEPS,
+            "SdpaLikeAdapter.step_view",
+            f"(self, *, {state}, {padded}, position_mask, seq_length)",
+            make_step_view,
+            optional=True,
+        ),
     ]
 
 

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.adapters.host import Host, Replacement
+from logitless.adapters.host import Host, Option, Replacement
 from logitless.adapters.scoring import placed
 from logitless.backends.divergences import Divergence, Kind
 from logitless.errors import LogitlessError
 from logitless.operands import Logits
 from logitless.score import logprobs
-from logitless.spec import TokenStats
+from logitless.spec import TokenStats, parse_memory
 
 MODULE = "speculators.losses.fused"
 
@@ -57,7 +57,7 @@ def make_ce(original: Callable[..., Any], options: Mapping[str, Any]) -> Callabl
     def fused_ce_loss(logits: Tensor, targets: Tensor) -> Tensor:
         _check(logits, targets)
         best = targets.detach().argmax(-1)
-        out = logprobs(placed(logits, None), best)
+        out = logprobs(placed(logits, None), best, memory=options["memory"])
         options["audit"].of_logits("fused_ce_loss", logits, best, logprob=out.logprob)
         return -out.logprob.float()
 
@@ -98,7 +98,7 @@ def _scored(name: str, logits: Tensor, targets: Tensor, what: Divergence, option
     first = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     if not isinstance(targets, Logits):
         targets = targets.detach() if targets.stride(-1) == 1 else targets.detach().contiguous()
-    out = logprobs(placed(logits, None), first, teacher=targets, divergence=what)
+    out = logprobs(placed(logits, None), first, teacher=targets, divergence=what, memory=options["memory"])
     options["audit"].of_logits(name, logits, first, logprob=out.logprob)
     return out
 
@@ -117,4 +117,10 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
     ]
 
 
-HOST = Host(name="speculators", package="speculators", versions=("0.9",), replacements=_replacements)
+HOST = Host(
+    name="speculators",
+    package="speculators",
+    versions=("0.9",),
+    replacements=_replacements,
+    options={"memory": Option("1GiB", "working memory of a call on logits that are not computed", check=parse_memory)},
+)

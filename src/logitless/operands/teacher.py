@@ -82,7 +82,8 @@ class Teacher:
         tail: what becomes of its ids that the student does not have. ``"renormalise"``: it is taken over the ids that
             both have. ``"bucket"``: they are one outcome more, which the student never draws, so that the divergence is
             over all ids of both. Ids that only the student has are outcomes that the teacher never draws, either way.
-            An acceptance is always that of the teacher over all of its ids.
+            An acceptance is that of the teacher over all of its ids, either way; of one that sent K ids (``top_k``), it
+            is over the outcomes that its tail makes of them.
         at: ``[R]`` int64, which of its tokens is beside each scored row, where they are not the same tokens: a draft
             that predicts several steps ahead has several rows beside one of the teacher's, which is multiplied once.
 
@@ -147,7 +148,9 @@ class Teacher:
         return torch.full((width,), -1, dtype=torch.int64, device=d2t.device).index_copy_(0, theirs, own)
 
     @staticmethod
-    def from_top_k(logprobs: Tensor, ids: Tensor, tail: Tail = "bucket") -> Teacher:
+    def from_top_k(
+        logprobs: Tensor, ids: Tensor, tail: Tail = "bucket", *, student_ids: Tensor | None = None
+    ) -> Teacher:
         """From what a teacher sent instead of its head: log-probs of K ids of every row.
 
         Args:
@@ -155,12 +158,19 @@ class Teacher:
             ids: ``[R, K]`` int64, each at most once in a row; -1 is padding, wherever it stands.
             tail: ``"bucket"``: all other ids are one outcome more, of both distributions. ``"renormalise"``: both are
                 normalised over the K ids, so that log-probs may be logits, too.
+            student_ids: ``[W]`` int64, where ``ids`` are the teacher's own: the student's id of each of them, -1 for
+                one that it does not have, which then is among the rest, or left out; see :meth:`ids_from_d2t`.
+
+        An acceptance is over these outcomes: with a bucket it is the most that it can be, as if the student drew the
+        rest as the teacher does.
 
         >>> Teacher.from_top_k(torch.tensor([[0.7, 0.6]]).log(), torch.tensor([[3, 5]]))
         Traceback (most recent call last):
         logitless.errors.LogitlessError: Teacher.from_top_k: the probabilities of a row add up to 1.3. Log-probs are
         wanted, over the whole vocabulary; other numbers only go with tail="renormalise".
         """
+        if student_ids is not None:
+            ids = _translated(ids, student_ids)
         return Teacher(None, top_k=TopK(logprobs, ids, tail))
 
     @staticmethod
@@ -229,6 +239,26 @@ class Teacher:
             real = ids[ids >= 0]
             if len(real.unique()) != len(real):
                 raise LogitlessError("Teacher: ids name one of the student's ids twice. Give each column its own.")
+
+
+def _translated(ids: Tensor, student_ids: Tensor) -> Tensor:
+    """The student's ids of a teacher's; padding stays what it is."""
+    name = "Teacher.from_top_k"
+    dense(ids, f"{name}: ids", "int64")
+    dense(student_ids, f"{name}: student_ids", "int64 [W]")
+    if student_ids.dtype != torch.int64 or student_ids.dim() != 1 or student_ids.device != ids.device:
+        raise LogitlessError(
+            f"{name}: student_ids must be int64 [W], the student's id of each of the teacher's, and where ids are, on "
+            f"{ids.device}, but are {described(student_ids)}."
+        )
+    if ids.dtype != torch.int64:
+        raise LogitlessError(f"{name}: ids must be int64 like student_ids but are {described(ids)}.")
+    if inspectable(ids) and ids.numel() and int(ids.max()) >= len(student_ids):
+        raise LogitlessError(
+            f"{name}: ids go up to {int(ids.max())} but student_ids has {len(student_ids)} of the teacher's. Give one "
+            f"for each of its ids."
+        )
+    return torch.where(ids < 0, -1, student_ids[ids.clamp_min(0)])
 
 
 def _check_tail(name: str, tail: object) -> None:

@@ -33,8 +33,12 @@ LIGHT = Style("light", "#ffffff", "#1f2328", "#d0d7de", "#2563eb", "#9aa4b2", "#
 DARK = Style("dark", "#0d1117", "#e6edf3", "#30363d", "#5b9dff", "#5d6875", "#ff7b72")
 
 
-def save(figure: Figure, path: Path, style: Style) -> None:
-    """Write the figure on the style's background, and close it."""
+def save(figure: Figure, path: Path, style: Style, drawn: str = "") -> None:
+    """Write the figure on the style's background, and close it.
+
+    Args:
+        drawn: its numbers, kept in a PNG file, by which a test sees whether it was drawn from the newest records.
+    """
     figure.set_facecolor(style.background)
-    figure.savefig(path, dpi=DPI, facecolor=style.background)
+    figure.savefig(path, dpi=DPI, facecolor=style.background, metadata={"Description": drawn} if drawn else None)
     plt.close(figure)
