@@ -28,6 +28,9 @@ WORK = 512 << 20
 ALIGNED = 128
 """Rows of a chunk and columns of a tile are a multiple of this where there are that many: a matrix unit's tile."""
 
+PIECE = 16
+"""Bytes at whose multiples rows begin in working memory: products of rows that begin elsewhere take a slower kernel."""
+
 SLAB = 4096
 """Columns of a product whose operands must be widened first, which copies them."""
 
@@ -232,6 +235,16 @@ def tuned(path: Path, name: str, count: int) -> Machine:
             f"one here with logitless tune, or unset {TABLE}."
         )
     return _gpu(name, count, costs, bool(epilogues))
+
+
+def row_stride(columns: int, itemsize: int) -> int:
+    """Columns from one row of working memory to the next, which begins at a multiple of ``PIECE``.
+
+    >>> row_stride(50257, 2), row_stride(50257, 4), row_stride(151936, 2)
+    (50264, 50260, 151936)
+    """
+    step = max(1, PIECE // itemsize)
+    return -(-columns // step) * step
 
 
 def pieces(whole: int, step: int, dry: bool = False) -> list[slice]:

@@ -92,10 +92,11 @@ def check_targets(caller: str, rows: Rows, vocab_size: int) -> bool:
     be inside, and none is to be left out."""
     if not rows.target.numel() or not has_values(rows.target):
         return False
-    seen = rows.target.device.type == "cpu"
-    low, high = (int(x) for x in torch.aminmax(rows.target)) if seen else rows.target_range or (0, 0)
+    here = rows.target.device.type == "cpu"
+    seen = tuple(int(x) for x in torch.aminmax(rows.target)) if here else rows.known_range
+    low, high = seen or rows.target_range or (0, 0)
     if low >= 0 and high < vocab_size:
-        return seen
+        return seen is not None
     bad = ((rows.target < 0) | (rows.target >= vocab_size)) & (rows.target != IGNORE)
     if bool(bad.any()):
         row = int(bad.nonzero()[0])

@@ -18,7 +18,7 @@ from logitless.call.dry import ACTIVE
 from logitless.errors import LogitlessError
 from logitless.machine import CPU, Machine
 from logitless.operands import Given, Linear, Logits, LoRA
-from logitless.operands.stands import Stands
+from logitless.operands.stands import Bits, Stands
 from logitless.readings.table import Table
 from logitless.softmax import target_column
 from logitless.spec import IGNORE, Head, VocabShard, accumulation_dtype, parse_memory
@@ -41,52 +41,44 @@ def resolve(caller: str, logits: Any, rows: Any, asked: Asked, memory: str | Non
         checked = checks.check_hidden(caller, operands, rows, linear, asked)
         default = stands.memory or memory or MEMORY["hidden" if asked.teacher is None else "chunk"]
         assert operands.hidden is not None
-        call = _resolve(caller, operands.hidden, checked, asked, stands, shard, default, linear.bits)
-        return _from_hidden(call, operands, linear, stands), operands
+        head = _of_head(operands, linear, stands)
+        call = _resolve(caller, operands.hidden, checked, asked, stands, shard, default, **head)
+        if linear.bits != "fast":
+            checks.check_bits(call)
+        # Not made yet a second time: nobody else has it.
+        everywhere = apart_everywhere(call)
+        object.__setattr__(call, "apart_everywhere", everywhere)
+        object.__setattr__(call, "apart", everywhere or _apart_here(operands, call))
+        return call, operands
     given = logits if isinstance(logits, Given) else None
     x = _local(caller, "logits", logits if given is None else given.logits, shard, last=True)
     overwrite = given is not None and given.overwrite
     checked = checks.check_given(caller, x, rows, shard, asked, overwrite)
-    bits = "fast" if given is None else given.bits
-    call = _resolve(caller, x, checked, asked, None, shard, memory or MEMORY["logits"], bits)
+    needs = (torch.is_grad_enabled() and x.requires_grad, False, False, False)
+    bits: Bits = "fast" if given is None else given.bits
+    default = memory or MEMORY["logits"]
+    call = _resolve(caller, x, checked, asked, None, shard, default, needs=needs, overwrite=overwrite, bits=bits)
     if bits != "fast":
-        call = replace(call, bits=bits, canonical=_canonical(call, bits))
         checks.check_bits(call)
-    object.__setattr__(call, "overwrite", overwrite)
-    object.__setattr__(call, "needs", (torch.is_grad_enabled() and x.requires_grad, False, False, False))
     return call, Operands(x)
 
 
-def _from_hidden(call: Call, operands: Operands, linear: Linear, stands: Stands) -> Call:
-    """The call with what there is to know of its head."""
+def _of_head(operands: Operands, linear: Linear, stands: Stands) -> dict[str, Any]:
+    """What there is to know of the head of a call."""
     hidden, weight = operands.hidden, operands.weight
     assert hidden is not None
     assert weight is not None
-    call = replace(
-        call,
-        linear=linear,
-        needs=_needs(operands),
-        num_tokens=hidden.shape[:-1].numel(),
-        width=weight.shape[1],
-        rank=0 if operands.b is None else operands.b.shape[1],
-        weight_dtype=None if weight.dtype == hidden.dtype else weight.dtype,
-        lora_scale=stands.weight.scale if isinstance(stands.weight, LoRA) else 1.0,
-        logits_dtype=call.gain.dtype if linear.match is None else getattr(torch, linear.match),
-        bits=linear.bits,
-        canonical=_canonical(call, linear.bits),
-    )
-    if linear.bits != "fast":
-        checks.check_bits(call)
-    # Not made yet a third time: nobody else has it.
-    everywhere = apart_everywhere(call)
-    object.__setattr__(call, "apart_everywhere", everywhere)
-    object.__setattr__(call, "apart", everywhere or _apart_here(operands, call))
-    return call
-
-
-def _canonical(call: Call, bits: str) -> bool:
-    """Whether there are sums over the vocabulary, and they are order-free. Those of float64 are not."""
-    return bits == "canonical" and call.gain.dtype == torch.float32 and not call.over_support
+    found = {
+        "linear": linear,
+        "needs": _needs(operands),
+        "num_tokens": hidden.shape[:-1].numel(),
+        "width": weight.shape[1],
+        "rank": 0 if operands.b is None else operands.b.shape[1],
+        "weight_dtype": None if weight.dtype == hidden.dtype else weight.dtype,
+        "lora_scale": stands.weight.scale if isinstance(stands.weight, LoRA) else 1.0,
+        "bits": linear.bits,
+    }
+    return found if linear.match is None else {**found, "logits_dtype": getattr(torch, linear.match)}
 
 
 def _needs(operands: Operands) -> tuple[bool, ...]:
@@ -106,8 +98,16 @@ def _resolve(
     stands: Stands | None,
     shard: VocabShard | None,
     memory: int | str,
-    bits: str,
+    bits: Bits,
+    **known: Any,
 ) -> Call:
+    """The call of operands that were checked.
+
+    Args:
+        x: whichever operand has one row per token.
+        memory: the default budget.
+        known: what is known of the logits, or of the head.
+    """
     rows, shape, vocab_size, columns, found = checked
     pretended = ACTIVE[-1] if ACTIVE else None
     # A dry call for a CPU has its targets before it, as the real one will.
@@ -131,13 +131,13 @@ def _resolve(
     if asked.stats or asked.top_k is not None or asked.ids is not None:
         ids = None if asked.ids is None else asked.ids.reshape(num_rows, asked.ids.shape[-1])
         table = Table.of(asked.stats, asked.top_k or 0, ids, negative=negative, start=start)
+    over_support = kept is not None and kept.scope == "support"
     return Call(
         caller=caller,
         asked=asked,
         entropy=asked.entropy is not None,
         kept=kept,
-        over_support=kept is not None and kept.scope == "support",
-        linear=None,
+        over_support=over_support,
         shard=shard,
         rows=rows,
         num_rows=num_rows,
@@ -146,7 +146,6 @@ def _resolve(
         index=None if rows.in_order else rows.index,
         shape=shape,
         dtype=x.dtype,
-        needs=(),
         gain=gain,
         squash=squash,
         negative=negative,
@@ -157,7 +156,6 @@ def _resolve(
         group=None if shard is None else shard.group,
         table=table,
         kind=None if asked.teacher is None else Divergence.of(asked.divergence),
-        logits_dtype=wide,
         backend=backend,
         backend_name=name,
         memory=size,
@@ -166,6 +164,10 @@ def _resolve(
         found=found,
         found_here=found_here,
         dropped=0.0 if pretended is None else pretended.dropped,
+        bits=bits,
+        # Where there are sums over the vocabulary, they are order-free. Those of float64 are not.
+        canonical=bits == "canonical" and wide == torch.float32 and not over_support,
+        **{"linear": None, "logits_dtype": wide, **known},
     )
 
 

@@ -71,6 +71,7 @@ class Inputs:
         owners: of such tensors, the ascending number of the sample that each entry goes with when rows are cut; those
             that are not named here are cut nowhere.
         first: number of the first sample of ``counts``.
+        complete: whether every row is known to be counted.
     """
 
     logprob: Tensor
@@ -90,6 +91,7 @@ class Inputs:
     batch: Mapping[str, Tensor] = field(default_factory=dict)
     owners: Mapping[str, Sequence[int]] = field(default_factory=dict)
     first: int = 0
+    complete: bool = False
 
     def __getattr__(self, name: str) -> Tensor:
         if name.startswith("_"):
@@ -222,6 +224,8 @@ class Inputs:
         """
         dtype, counted = self.logprob.dtype, self.counted
         fields = {n: x.to(dtype) if x.is_floating_point() else x for n, x in self.fields.items()}
+        if self.complete:
+            return replace(self, fields=fields, weight=self.weight.to(dtype))
         return replace(
             self,
             logprob=torch.where(counted, self.logprob, 0.0),

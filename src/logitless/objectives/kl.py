@@ -39,7 +39,12 @@ def k2(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
 
 def k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
     """``exp(-d) - 1 + d``, for differences up to 20 either way; beyond, constant."""
-    d = (logprob - ref_logprob).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    return k3_of(logprob - ref_logprob)
+
+
+def k3_of(difference: Tensor) -> Tensor:
+    """The same of differences."""
+    d = difference.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     # For small d the value is about d^2 / 2, of which exp(-d) - 1 would round most digits away.
     return torch.expm1(-d) + d
 

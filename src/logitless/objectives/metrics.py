@@ -65,17 +65,7 @@ class Metrics:
             raise refused("Metrics.of_rows: counted", "a tensor of True and False", counted)
         for name, x in {"means": means, "extremes": extremes, "weights": weights, "sums": sums}.items():
             _check_values(f"Metrics.of_rows: {name}", x, counted if name != "sums" else None)
-        count = counted.sum(dtype=torch.float64)
-        squares = {name: w.detach().square() for name, w in weights.items()}
-        added, w, w2 = (_table(x, counted, 0.0).sum(1) for x in (means, weights, squares))
-        largest, smallest = _table(extremes, counted, -math.inf).amax(1), _table(extremes, counted, math.inf).amin(1)
-        return Metrics(
-            sums={name: x.detach().double() for name, x in sums.items()},
-            means=dict(zip(means, torch.stack([added, count.expand_as(added)], 1), strict=True)),
-            maxima={f"{name}_max": x for name, x in zip(extremes, largest, strict=True)},
-            minima={f"{name}_min": x for name, x in zip(extremes, smallest, strict=True)},
-            weights=dict(zip(weights, torch.stack([w, w2, count.expand_as(w)], 1), strict=True)),
-        )
+        return metrics_of(means, counted, len(counted), counted.device, extremes, weights, sums)
 
     @staticmethod
     def merge(several: Sequence[Metrics]) -> Metrics:
@@ -163,16 +153,51 @@ def _check_values(argument: str, values: Any, counted: Tensor | None) -> None:
             raise refused(argument, f"tensors, {like},", x)
 
 
-def _table(values: Mapping[str, Tensor], counted: Tensor, other: float) -> Tensor:
-    """``[K, C + 1]`` float64: values at the counted rows, ``other`` elsewhere and in one more column.
+def metrics_of(
+    means: Mapping[str, Tensor],
+    counted: Tensor | None,
+    num_rows: int,
+    device: torch.device,
+    extremes: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    sums: Mapping[str, Tensor],
+) -> Metrics:
+    """:meth:`Metrics.of_rows` of values that were checked; ``counted`` is None where all rows are known to count.
 
-    All values in one table, because on a GPU vectors this short cost launches and little else. The last column is for
-    maxima, which torch does not take over no elements.
+    All values are in one table, because on a GPU vectors this short cost launches and little else.
     """
+    if counted is None:
+        count = torch.full((), num_rows, dtype=torch.float64, device=device)
+    else:
+        count = counted.sum(dtype=torch.float64)
+    squares = [w.detach().square() for w in weights.values()]
+    total = _table([*means.values(), *weights.values(), *squares], counted, 0.0, device).sum(1)
+    pairs = torch.stack([total, count.expand_as(total)], 1)[: len(means)]
+    w, w2 = total[len(means) :].view(2, len(weights))
+    largest = smallest = total[:0]
+    if extremes:
+        highest = _table(list(extremes.values()), counted, -math.inf, device)
+        lowest = highest if counted is None else _table(list(extremes.values()), counted, math.inf, device)
+        # torch takes no maxima over no elements.
+        largest = highest.amax(1) if num_rows else count.new_full((len(extremes),), -math.inf)
+        smallest = lowest.amin(1) if num_rows else count.new_full((len(extremes),), math.inf)
+    weighed = torch.stack([w, w2, count.expand_as(w)], 1) if weights else ()
+    whole = torch.stack([x.detach() for x in sums.values()]).double() if sums else ()
+    return Metrics(
+        sums=dict(zip(sums, whole, strict=True)),
+        means=dict(zip(means, pairs, strict=True)),
+        maxima={f"{name}_max": x for name, x in zip(extremes, largest, strict=True)},
+        minima={f"{name}_min": x for name, x in zip(extremes, smallest, strict=True)},
+        weights=dict(zip(weights, weighed, strict=True)),
+    )
+
+
+def _table(values: list[Tensor], counted: Tensor | None, other: float, device: torch.device) -> Tensor:
+    """``[K, C]`` float64: values at the counted rows, ``other`` elsewhere."""
     if not values:
-        return torch.full((0, 1), other, dtype=torch.float64, device=counted.device)
-    rows = torch.stack([x.detach() for x in values.values()]).double()
-    return torch.nn.functional.pad(torch.where(counted, rows, other), (0, 1), value=other)
+        return torch.zeros((0, 0), dtype=torch.float64, device=device)
+    rows = torch.stack([x.detach() for x in values]).double()
+    return rows if counted is None else torch.where(counted, rows, other)
 
 
 def _ratio(numerator: float, denominator: float) -> float:

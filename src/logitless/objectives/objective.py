@@ -33,8 +33,8 @@ from logitless.objectives.checks import (
 )
 from logitless.objectives.corrections import CORRECTIONS, rollout_log_ratio
 from logitless.objectives.inputs import KNOWN_FIELDS, Inputs, bounded_exp, statistics_of
-from logitless.objectives.kl import KL_TERMS, KLTerm, k3, kl_rows
-from logitless.objectives.metrics import Metrics
+from logitless.objectives.kl import KL_TERMS, KLTerm, k3, k3_of, kl_rows
+from logitless.objectives.metrics import Metrics, metrics_of
 from logitless.objectives.mismatch import measures
 from logitless.objectives.policy import POLICY_TERMS
 from logitless.objectives.reduction import Reduction, row_weights
@@ -232,7 +232,7 @@ class Objective:
             came = fields["old_logprob"]
             raise LogitlessError(f'Objective: old_logprob must be a tensor or "current" but is {came!r}.')
         self._check_names({*given, "old_logprob"} if on_policy else set(given))
-        device = rows.target.device
+        device, complete = rows.target.device, rows.complete
         num_rows = rows.index.numel()
         tensors = {name: check_field(name, x, num_rows, device) for name, x in given.items()}
         if stats is not None:
@@ -249,7 +249,12 @@ class Objective:
             fields=tensors,
             counted=rows.counted,
             weight=row_weights(
-                rows, self.reduce, length=self.length, denominator=denominator, prompt_tokens=prompt_tokens
+                rows,
+                self.reduce,
+                length=self.length,
+                denominator=denominator,
+                prompt_tokens=prompt_tokens,
+                complete=complete,
             ),
             sample=rows.sample,
             totals=rows.totals,
@@ -259,14 +264,16 @@ class Objective:
             if group is None and not whole_samples
             else sequence_group("Objective", rows, group, needed=whole_samples),
             on_policy=on_policy,
+            complete=complete,
         )
 
     def evaluate(self, inputs: Inputs) -> tuple[Tensor, Metrics]:
         """Loss of these rows, a 0-dim sum, and their metrics, without graph. Nothing waits for the device."""
         x = inputs.cleaned()
-        parts, values, correction = self._parts(x)
+        parts, values, correction = self._parts(x, measured=True)
         sums = {name: _weighed_sum(x, part) for name, part in parts.items()}
-        loss = torch.stack(list(sums.values())).sum()
+        first, *others = sums.values()
+        loss = sum(others, first)
         with torch.no_grad():
             return loss, self._metrics(x, {"loss": loss, **sums}, values, correction)
 
@@ -276,9 +283,9 @@ class Objective:
         first, *others = self._parts(x)[0].values()
         return _weighed_sum(x, sum(others, first))
 
-    def _parts(self, x: Inputs) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
-        """Losses of the rows by term, the policy term's metric values, and the correction's weights."""
-        policy, values = self._policy(x)
+    def _parts(self, x: Inputs, measured: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+        """Losses of the rows by term, the policy term's metric values if wanted, and the correction's weights."""
+        policy, values = self._policy(x, measured)
         parts = {}
         correction = None
         if self.correction is not None:
@@ -352,10 +359,13 @@ class Objective:
             "denominator": fingerprint(denominator),
         }
 
-    def _policy(self, x: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+    def _policy(self, x: Inputs, measured: bool) -> tuple[Tensor, dict[str, Tensor]]:
         function = POLICY_TERMS[self.policy].function if isinstance(self.policy, str) else self.policy
         result = function(x, **self._keywords)  # pyright: ignore[reportAttributeAccessIssue]
         loss, values = result if isinstance(result, tuple) else (result, {})
+        if callable(values):
+            with torch.no_grad():
+                values = values() if measured else {}
         for name in values:
             if name in OWN_METRICS:
                 raise LogitlessError(f"Objective: policy names a metric {name!r}, which the objective has itself.")
@@ -387,6 +397,7 @@ class Objective:
         self, x: Inputs, sums: dict[str, Tensor], values: dict[str, Tensor], correction: Tensor | None
     ) -> Metrics:
         means, extremes, weights = {**x.statistics, **values}, {}, {}
+        old, reference, rollout = (x.has(f"{name}_logprob") for name in ("old", "ref", "rollout"))
         if x.has("advantage"):
             means["advantage"] = x.advantage
         if x.entropy is not None:
@@ -395,19 +406,21 @@ class Objective:
             means["divergence"] = x.divergence
         if x.log_z is not None:
             means["log_z"] = x.log_z
-        if x.has("old_logprob"):
-            means["ratio"] = extremes["ratio"] = bounded_exp(x.log_ratio)
-            means["approx_kl_k1"], means["approx_kl_k3"] = -x.log_ratio, k3(x.old_logprob, x.logprob)
-        if x.has("ref_logprob") and not (self._kl_term().weighted and not x.has("old_logprob")):
+        if old:
+            log_ratio = x.log_ratio
+            means["ratio"] = extremes["ratio"] = bounded_exp(log_ratio)
+            means["approx_kl_k1"], means["approx_kl_k3"] = -log_ratio, k3_of(-log_ratio)
+        if reference and not (self._kl_term().weighted and not old):
             means["ref_kl"] = kl_rows(self._kl_term(), x)
-        if x.has("old_logprob") and x.has("rollout_logprob"):
+        if old and rollout:
             measured = measures(rollout_log_ratio(x))
             for into, found in zip((means, extremes, weights), measured, strict=True):
                 into |= {f"rollout_{name}": value for name, value in found.items()}
         if correction is not None:
             means["correction"] = extremes["correction"] = weights["effective_sample_size"] = correction
             means["correction_masked"] = (correction == 0).to(correction.dtype)
-        return Metrics.of_rows(means, x.counted, extremes=extremes, weights=weights, sums=sums)
+        counted = None if x.complete else x.counted
+        return metrics_of(means, counted, x.logprob.numel(), x.logprob.device, extremes, weights, sums)
 
     @functools.cached_property
     def _reasons(self) -> dict[str, str]:
@@ -493,7 +506,8 @@ def _shown(x: Any) -> str:
 
 def _weighed_sum(x: Inputs, losses: Tensor) -> Tensor:
     """0-dim sum of the rows' losses, each times its weight."""
-    return torch.where(x.counted, x.weight * losses, 0.0).sum()
+    weighed = x.weight * losses
+    return (weighed if x.complete else torch.where(x.counted, weighed, 0.0)).sum()
 
 
 _PLAIN = Objective()

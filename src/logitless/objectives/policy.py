@@ -10,7 +10,8 @@ With r = pi / pi_old the probability ratio of a token and A its advantage:
     cross_entropy   -w log pi                  of supervised training; w is a weight of the token, or 1
     dft             -w constant(pi) log pi     the same, by the probability that the token has already
 
-A term returns ``[C]`` losses, or those and a dictionary of ``[C]`` values to be averaged as metrics. GRPO, DAPO,
+A term returns ``[C]`` losses, or those and a dictionary of ``[C]`` values to be averaged as metrics; or a function that
+makes it, which is called where metrics are wanted. GRPO, DAPO,
 Dr.GRPO and REINFORCE++ are not terms: they are ``ppo_clip`` with other advantages and reductions.
 """
 
@@ -26,10 +27,11 @@ from torch import Tensor
 from logitless.objectives.inputs import Inputs, bounded_exp
 
 Values = dict[str, Tensor]
+Later = Callable[[], Values]
 Bounds = tuple[float, float]
 
 
-def ppo_clip(inputs: Inputs, *, clip: Bounds = (0.2, 0.2), dual_clip: float | None = None) -> tuple[Tensor, Values]:
+def ppo_clip(inputs: Inputs, *, clip: Bounds = (0.2, 0.2), dual_clip: float | None = None) -> tuple[Tensor, Later]:
     """Clipped surrogate with separate bounds, ``(low, high)``, and a bound on the loss where A < 0.
 
     Schulman et al. 2017 (PPO); dual clip: Ye et al. 2020; separate bounds: Yu et al. 2025 (DAPO).
@@ -37,17 +39,17 @@ def ppo_clip(inputs: Inputs, *, clip: Bounds = (0.2, 0.2), dual_clip: float | No
     return _clipped_surrogate(bounded_exp(inputs.log_ratio), inputs.advantage, clip, dual_clip)
 
 
-def gspo(inputs: Inputs, *, clip: Bounds = (3e-4, 4e-4)) -> tuple[Tensor, Values]:
+def gspo(inputs: Inputs, *, clip: Bounds = (3e-4, 4e-4)) -> tuple[Tensor, Later]:
     """Clipped surrogate of the sequence ratio ``exp(mean over the sample of log r)``. Zheng et al. 2025 (GSPO).
 
     Every token of a sample has the same loss, and its gradient reaches the log-probs of all of them.
     """
     ratio = bounded_exp(inputs.mean_by_sample(inputs.log_ratio))
     loss, values = _clipped_surrogate(ratio, inputs.advantage, clip, None)
-    return loss, {**values, "sequence_ratio": ratio}
+    return loss, lambda: {**values(), "sequence_ratio": ratio}
 
 
-def cispo(inputs: Inputs, *, clip: Bounds = (1.0, 4.0)) -> tuple[Tensor, Values]:
+def cispo(inputs: Inputs, *, clip: Bounds = (1.0, 4.0)) -> tuple[Tensor, Later]:
     """REINFORCE with a clipped, constant importance weight: no token loses its gradient. MiniMax-M1, 2025.
 
     A low bound of 1 means no low bound.
@@ -55,11 +57,14 @@ def cispo(inputs: Inputs, *, clip: Bounds = (1.0, 4.0)) -> tuple[Tensor, Values]
     low, high = clip
     ratio = bounded_exp(inputs.log_ratio.detach())
     weight = ratio.clamp(1 - low, 1 + high)
-    values = _shares(below=ratio < 1 - low, above=ratio > 1 + high, dtype=ratio.dtype)
+
+    def values() -> Values:
+        return _shares(below=ratio < 1 - low, above=ratio > 1 + high, dtype=ratio.dtype)
+
     return _weighed(-inputs.advantage * weight, inputs.logprob), values
 
 
-def sapo(inputs: Inputs, *, positive: float = 1.0, negative: float = 1.05) -> tuple[Tensor, Values]:
+def sapo(inputs: Inputs, *, positive: float = 1.0, negative: float = 1.05) -> tuple[Tensor, Later]:
     """A sigmoid gate around r = 1 in place of a hard clip. Gao et al. 2025 (SAPO).
 
     Args:
@@ -69,9 +74,12 @@ def sapo(inputs: Inputs, *, positive: float = 1.0, negative: float = 1.05) -> tu
     ratio = bounded_exp(inputs.log_ratio)
     tau = torch.full_like(ratio, negative).masked_fill(advantage > 0, positive)
     gate = torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
-    # The gradient's weight relative to that of the unclipped surrogate: 1 at r = 1, towards 0 far from it.
-    openness = 4 * torch.sigmoid(tau * (ratio - 1)) * torch.sigmoid(-tau * (ratio - 1))
-    return -advantage * gate, {"gate": openness}
+
+    def values() -> Values:
+        # The gradient's weight relative to that of the unclipped surrogate: 1 at r = 1, towards 0 far from it.
+        return {"gate": 4 * torch.sigmoid(tau * (ratio - 1)) * torch.sigmoid(-tau * (ratio - 1))}
+
+    return -advantage * gate, values
 
 
 def reinforce(inputs: Inputs) -> Tensor:
@@ -141,19 +149,21 @@ POLICY_TERMS = {
 }
 
 
-def _clipped_surrogate(
-    ratio: Tensor, advantage: Tensor, clip: Bounds, dual_clip: float | None
-) -> tuple[Tensor, Values]:
+def _clipped_surrogate(ratio: Tensor, advantage: Tensor, clip: Bounds, dual_clip: float | None) -> tuple[Tensor, Later]:
     (low, high), cost = clip, -advantage
     plain, clipped = cost * ratio, cost * ratio.clamp(1 - low, 1 + high)
-    active = clipped > plain
+    active, capped = clipped > plain, None
     loss = torch.where(active, clipped, plain)
-    values = _shares(below=active & (ratio < 1 - low), above=active & (ratio > 1 + high), dtype=ratio.dtype)
     if dual_clip is not None:
         bound = cost * dual_clip
         capped = (advantage < 0) & (loss > bound)
         loss = torch.where(capped, bound, loss)
-        values["dual_clip_fraction"] = capped.to(ratio.dtype)
+
+    def values() -> Values:
+        more = {} if capped is None else {"dual_clip_fraction": capped.to(ratio.dtype)}
+        below, above = active & (ratio < 1 - low), active & (ratio > 1 + high)
+        return _shares(below=below, above=above, dtype=ratio.dtype) | more
+
     return loss, values
 
 

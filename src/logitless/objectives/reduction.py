@@ -35,6 +35,7 @@ def row_weights(
     length: int | None = None,
     denominator: float | Tensor | None = None,
     prompt_tokens: Tensor | None = None,
+    complete: bool = False,
 ) -> Tensor:
     """``[R]`` float64 weight of each row in the loss, 0 where it does not count.
 
@@ -46,6 +47,7 @@ def row_weights(
             counted over these samples alone, their tokens on all ranks included.
         prompt_tokens: ``[N]`` counted tokens of all samples of each sample's prompt, for ``prompt_mean``; see
             :func:`prompt_tokens_over`.
+        complete: what ``rows.complete`` says, if it was asked.
     """
     device, num_samples = rows.target.device, len(rows.counts)
     if (prompt_tokens is not None) != (reduce == "prompt_mean"):
@@ -53,6 +55,8 @@ def row_weights(
         raise LogitlessError(
             f'Objective: prompt_tokens go with reduce="prompt_mean", and {came}. Take them from prompt_tokens_over.'
         )
+    if complete and prompt_tokens is None and not isinstance(denominator, Tensor):
+        return _known_weights(rows, reduce, length, denominator, device)
     if reduce == "token_mean":
         per_sample = torch.ones(num_samples, dtype=torch.float64, device=device)
     elif reduce == "sample_mean":
@@ -65,6 +69,22 @@ def row_weights(
         per_sample = _check_prompt_tokens(prompt_tokens, num_samples, device)
     scale = inverse(per_sample * _denominator(rows, reduce, denominator))
     return torch.where(rows.counted, scale[rows.sample], 0.0)
+
+
+def _known_weights(
+    rows: Rows, reduce: Reduction, length: int | None, denominator: float | None, device: torch.device
+) -> Tensor:
+    """:func:`row_weights` where everything that they are made of is known on the CPU."""
+    if denominator is None:
+        denominator = sum(rows.counts) if reduce == "token_mean" else len(rows.counts)
+    else:
+        check_denominator("Objective", denominator, torch.device("meta"))
+    if reduce == "sample_mean":
+        each = [count * denominator for count in rows.counts]
+        by_sample = torch.tensor([1 / x if x else 0.0 for x in each], dtype=torch.float64, device=device)
+        return by_sample[rows.sample]
+    count = (float(length or 0) if reduce == "sample_sum" else 1.0) * denominator
+    return torch.full(rows.index.shape, 1 / count if count else 0.0, dtype=torch.float64, device=device)
 
 
 def count_over(rows: Rows | Sequence[Rows], reduce: Reduction, group: Any = None) -> Tensor:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.machine import Tiles, pieces
+from logitless.machine import Tiles, pieces, row_stride
 from logitless.passes.exponentials import Exponentials
 from logitless.passes.pairs import write_pair_gradient
 from logitless.passes.terms import Terms
@@ -107,7 +107,7 @@ def _by_slabs(
                 p.multiply(d_z.T, p.parts(p.hidden[rows])[0], into, add=weight_grad is not None or rows.start > 0)
         if slab is not None and d_weight is not None and into is not None:
             d_weight[columns] = into
-    if d_weight is not None:
+    if d_weight is not None and p.call.columns < len(d_weight):
         d_weight[p.call.columns :].zero_()
     return Gradients(d_hidden, d_weight, d_bias, d_low)
 
@@ -168,7 +168,8 @@ class _Block:
         def cut(start: int, stop: int) -> tuple[Projection, Beside]:
             return p.cut(start, stop), beside.cut(start, stop)
 
-        d_z = p.empty((min(tiles.block, len(p.hidden)), tiles.columns), p.hidden.dtype)
+        width = row_stride(tiles.columns, p.hidden.dtype.itemsize)
+        d_z = p.empty((min(tiles.block, len(p.hidden)), width), p.hidden.dtype)
         logits = None if tiles.fused else p.empty_tile(tiles)
         return _Block(p, tiles, beside, logits, d_z, functools.cache(cut))
 

@@ -63,9 +63,9 @@ def empty_chunk(p: Projection, plan: Plan, teacher: TeacherRows | None) -> Chunk
         return PairChunk.empty(p, plan.rows, teacher)
     if plan.tiles is not None and teacher is None:
         return ExponentialsChunk(p, Exponentials.empty(p, plan.rows, plan.tiles), plan.tiles)
-    shape = (max((stop - start for start, stop in plan.chunks), default=0), p.call.columns)
-    logits = p.empty(shape, p.call.logits_dtype).view(-1)
-    others = None if teacher is None else p.empty(shape, p.gain.dtype).view(-1)
+    rows = max((stop - start for start, stop in plan.chunks), default=0)
+    logits = p.empty_rows(rows, p.call.columns, p.call.logits_dtype)
+    others = None if teacher is None else p.empty_rows(rows, p.call.columns, p.gain.dtype)
     return LogitsChunk(p, logits, plan.columns, plan.elementwise, teacher, others, crossing)
 
 
@@ -176,5 +176,6 @@ class ExponentialsChunk:
         here, rows = self.exponentials.cut(0, stop - start), replace(self.p.cut(start, stop), column=column)
         asked, norm = asked_of(self.p.call, slice(start, stop)), Normaliser(saved["reference"], saved["log_sum"])
         terms = Terms.of(self.p.call, saved, up, Row(norm, asked.target, asked.gain, asked.squash), None)
-        here.write_gradient(rows, norm, terms.coef, self.tiles.elementwise, 0, here.values)
-        return here.values
+        out = here.values[:, : self.p.call.columns]
+        here.write_gradient(rows, norm, terms.coef, self.tiles.elementwise, 0, out)
+        return out

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from logitless.backends.contract import Problem, Running
-from logitless.machine import Tiles, product_sizes
+from logitless.machine import Tiles, product_sizes, row_stride
 from logitless.softmax import Coefficients, Normaliser
 from logitless.sources.linear import Projection
 
@@ -24,7 +24,7 @@ class Exponentials:
     """``e^(z - reference)`` of the first K rows of a projection.
 
     Attributes:
-        values: ``[K, V]`` in the operands' dtype.
+        values: ``[K, V]`` in the operands' dtype, or wider, so that every row begins where products are fast.
         reference: ``[number of slabs, K]`` near the maximum of each row's part of a slab.
         columns: columns of a slab, in forward and backward alike.
         fused: whether the product itself writes them: a slab is then one of its tiles.
@@ -41,7 +41,7 @@ class Exponentials:
         columns = _slab(p, tiles)
         # A shard of nothing but padding has a slab of no columns.
         slabs = -(-p.call.columns // columns) if tiles.fused else max(1, -(-p.call.columns // columns))
-        values = p.empty((rows, p.call.columns), p.hidden.dtype)
+        values = p.empty((rows, row_stride(p.call.columns, p.hidden.dtype.itemsize)), p.hidden.dtype)
         return Exponentials(values, p.gain.new_zeros((slabs, rows)), columns, tiles.fused)
 
     @staticmethod

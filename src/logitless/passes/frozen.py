@@ -28,7 +28,7 @@ from logitless.passes.look import add_lines, best_lines, merged
 from logitless.readings.found import Lines
 from logitless.readings.table import Table
 from logitless.softmax import SKIP, WIDTH, Normaliser, Statistic
-from logitless.sources.linear import Projection
+from logitless.sources.linear import Projection, rows_in
 
 
 class Unit(NamedTuple):
@@ -54,7 +54,7 @@ def lines_with_unit(p: Projection, tiles: Tiles, table: Table | None) -> tuple[L
     # Kernels take rows whose last dimension is contiguous, which those of the caller need not be.
     others = torch.empty_like(p.hidden, memory_format=torch.contiguous_format)
     out = p.gain.new_empty((width, len(p.hidden)))
-    memory, e = p.empty_tile(tiles), p.empty((tiles.rows * tiles.columns,), p.hidden.dtype)
+    memory, e = p.empty_tile(tiles), p.empty_rows(tiles.rows, tiles.columns, p.hidden.dtype)
     total = p.gain.new_empty((min(tiles.rows, max(len(p.hidden), 1)), p.hidden.shape[1]))
     backend, slabs = p.backend, -(-max(p.call.columns, 1) // tiles.columns)
     for rows in pieces(len(p.hidden), tiles.rows, p.hidden.is_meta):
@@ -65,7 +65,7 @@ def lines_with_unit(p: Projection, tiles: Tiles, table: Table | None) -> tuple[L
         sums, reference = total[: len(part.hidden)], p.gain.new_zeros(len(part.hidden))
         for columns in pieces(max(p.call.columns, 1), tiles.columns, p.hidden.is_meta):
             tile = part.tile(memory, tiles, columns.start)
-            exponentials = e[: len(part.hidden) * tile.columns].view(len(part.hidden), tile.columns)
+            exponentials = rows_in(e, len(part.hidden), tile.columns)
             running = Running(reference, reference)
             if columns.start:
                 # Later tiles far below the reference have nothing to add: only the first may move it down.
@@ -91,7 +91,7 @@ def _fused_lines_with_unit(p: Projection, tiles: Tiles, lines: int) -> tuple[Ten
     others, best = torch.empty_like(p.hidden, memory_format=torch.contiguous_format), p.call.table is not None
     products = p.products
     out = p.gain.new_empty((lines + 2 * best, len(p.hidden)))
-    e = p.empty((tiles.rows * tiles.columns,), p.hidden.dtype)
+    e = p.empty_rows(tiles.rows, tiles.columns, p.hidden.dtype)
     total = p.gain.new_zeros((min(tiles.rows, max(len(p.hidden), 1)), p.hidden.shape[1]))
     width, slabs = p.call.depth, pieces(p.call.columns, tiles.columns)
     ends = list(
@@ -103,7 +103,7 @@ def _fused_lines_with_unit(p: Projection, tiles: Tiles, lines: int) -> tuple[Ten
         sums, reference = total[: len(part.hidden)], p.gain.new_zeros(len(part.hidden))
         for columns, (first, last) in zip(slabs, itertools.pairwise(ends), strict=True):
             product = part.product(columns)
-            exponentials = e[: product.rows * product.columns].view(product.rows, product.columns)
+            exponentials = rows_in(e, product.rows, product.columns)
             products.towards(product, parts[first:last], exponentials, reference, sums if first else None)
             p.multiply(exponentials, p.weight[columns], sums, add=first > 0)
         products.merge(part.product(slice(0, p.call.columns)), parts, out[:, rows])

@@ -201,13 +201,13 @@ class OnePass:
             return results, evaluated, None
         if log_p is not None:
             found = {**found, "ids_logprobs": _through_outcomes(stats, log_p, found)}
-        counted, staying = part.counted, None
-        stays = counted & matters(found)
+        counted, staying = None if part.complete else part.counted, None
+        stays = matters(found) if counted is None else counted & matters(found)
         drop = self.drop_zeros and not _capturing(stays)
         dry = self._dry_number(stop - start) if stays.is_meta or isinstance(stays, FakeTensor) else None
         number = _read_later(stays.sum(), dry) if drop else None
         # Rows that do not count may hold anything: without a target they have no gradient, rather than 0 * NaN.
-        column = torch.where(counted, column, SKIP)
+        column = column if counted is None else torch.where(counted, column, SKIP)
         d_z = chunk.gradient(start, stop, column, saved, found)
         if number is not None:
             count = number()

@@ -51,7 +51,7 @@ def look_at_pairs(p: Projection, tiles: Tiles, teacher: TeacherRows) -> Found:
     """Everything that is asked for of all rows and their teacher's, so many rows at a time; one gather for all."""
     out = p.gain.new_empty((LINES, len(p.hidden)))
     reverse, whole = is_reverse(p.call), slice(0, p.call.columns)
-    memory = None if tiles.fused else p.empty((2, tiles.rows * p.call.columns), p.gain.dtype)
+    memory = None if tiles.fused else [p.empty_rows(tiles.rows, p.call.columns, p.gain.dtype) for _ in range(2)]
     for rows in pieces(len(p.hidden), tiles.rows, p.hidden.is_meta):
         part, beside = p.cut(rows.start, rows.stop), teacher.cut(rows.start, rows.stop)
         if memory is not None:

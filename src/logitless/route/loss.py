@@ -31,6 +31,9 @@ WORTHWHILE = 0.97
 """Exponentials instead of logits cost dZ a second rounding, and two passes a fourth product: neither is chosen for less
 than 3 % of the time."""
 
+HIDDEN = parse_memory(MEMORY["hidden"])
+"""Bytes of working memory that log-probs get where there are two passes."""
+
 COPIED = 4
 """A quarter of the budget may hold copies of rows without the teacher's K ids."""
 
@@ -97,7 +100,7 @@ def first_pass(call: Call) -> Call:
     """The call for log-probs alone, with the budget that is theirs."""
     if call.linear is None or (call.asked.teacher is not None and not _sent(call.asked.teacher) and call.kept is None):
         return call
-    return replace(call, memory=min(call.memory, parse_memory(MEMORY["hidden"])))
+    return replace(call, memory=min(call.memory, HIDDEN))
 
 
 def _obstacle(call: Call, objective: Objective | Preference) -> str | None:
@@ -170,7 +173,7 @@ def choose_loss_plan(
     costs = sizes.machine.costs
     if obstacle is None and costs is not None:
         one = one_pass_seconds(costs, shape, plan.chunks, plan.tiles)
-        two = two_pass_seconds(costs, shape, memory if shape.beside else min(memory, parse_memory(MEMORY["hidden"])))
+        two = two_pass_seconds(costs, shape, memory if shape.beside else min(memory, HIDDEN))
         if two < WORTHWHILE * one:
             obstacle = (
                 f"one pass in the {len(plan.chunks)} chunks that memory= holds takes {one / two:.2f} times as long"

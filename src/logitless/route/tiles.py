@@ -8,7 +8,7 @@ import torch
 
 from logitless.call import Call
 from logitless.errors import LogitlessError
-from logitless.machine import ALIGNED, Machine, PairSizes, ProductSizes, Tiles, product_sizes
+from logitless.machine import ALIGNED, Machine, PairSizes, ProductSizes, Tiles, product_sizes, row_stride
 from logitless.softmax import WIDTH
 
 FIXED_ROWS = 1024
@@ -110,7 +110,8 @@ def exponentials_row(shape: Shape, slab: int) -> int:
     """Bytes of a row of exponentials: in the operands' dtype, with a float32 reference per slab of so many columns, or
     per tile of a product that writes them."""
     slab = slab if shape.product is None else shape.product.columns
-    return shape.columns * shape.operand_bytes + torch.float32.itemsize * -(-shape.columns // max(1, slab))
+    values = row_stride(shape.columns, shape.operand_bytes) * shape.operand_bytes
+    return values + torch.float32.itemsize * -(-shape.columns // max(1, slab))
 
 
 def parts_row(columns: int, sizes: ProductSizes, lines: int = WIDTH) -> int:

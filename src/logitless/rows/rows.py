@@ -295,6 +295,23 @@ class Rows:
         """Tokens that these rows were made for, or None where any number will do."""
         return None if self.token_shape is None else math.prod(self.token_shape)
 
+    @property
+    def known_range(self) -> tuple[int, int] | None:
+        """Smallest and largest target, if they can be told without waiting for a device; None if not.
+
+        Not while a CUDA graph is captured: what is replayed may have other targets in the same memory.
+        """
+        target = self.target
+        if self.target_range is None or torch.compiler.is_compiling() or target._version:
+            return None
+        return None if target.is_cuda and torch.cuda.is_current_stream_capturing() else self.target_range
+
+    @property
+    def complete(self) -> bool:
+        """Whether every row is known to count in the loss, and every sample to be here as a whole."""
+        split = self.cp is not None and self.cp.size > 1
+        return self.mask is None and not split and (self.known_range or (IGNORE, 0))[0] >= 0
+
     @functools.cached_property
     def counted(self) -> Tensor:
         """``[R]`` whether each row counts in the loss: its mask is nonzero and its target is not ``-100``."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from logitless.machine import pieces
+from logitless.machine import PIECE, pieces
 
 NOTHING = contextlib.nullcontext()
 
@@ -26,6 +26,18 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, wide: bool, add: bool = False
     """
     # What the library writes itself: results in the operands' dtype, and float32 sums of 16-bit operands.
     written = a.dtype == out.dtype or (a.dtype.itemsize == 2 and out.dtype == torch.float32)
+    if wide and a.dtype.itemsize == 2:
+        columns, depth = _beyond(b.shape[1]), _beyond(a.shape[1]) if a.stride(1) == 1 else 0
+        if columns:
+            for some in (slice(0, -columns), slice(-columns, None)):
+                multiply(a, b[:, some], out[:, some], wide=True, add=add)
+            return
+        if depth and out.dtype == torch.float32:
+            multiply(a[:, :-depth], b[:-depth], out, wide=True, add=add)
+            multiply(a[:, -depth:], b[-depth:], out, wide=True, add=True)
+            return
+        # In two parts a sum would be rounded to 16 bits twice.
+        written = written and not depth
     if wide and a.is_meta:
         # Nothing is computed there, and the library allocates nothing but what has to be rounded or widened after it.
         if not written:
@@ -87,6 +99,13 @@ def add_rows(x: Tensor, out: Tensor, *, wide: bool) -> None:
     As a product: torch's own sum over the rows of a wide matrix takes up to 256 results as working space on a GPU.
     """
     multiply(x.T, x.new_ones((x.shape[0], 1)), out[:, None], wide=wide, add=True)
+
+
+def _beyond(extent: int) -> int:
+    """How much of an extent lies beyond whole pieces of 16-bit numbers, if it has any: the library takes a kernel that
+    is four times slower where a row of an operand or of the result is not made of such pieces."""
+    step = PIECE // 2
+    return extent % step if extent > step else 0
 
 
 def _multiply_wide(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:

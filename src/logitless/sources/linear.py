@@ -16,7 +16,7 @@ from logitless.backends.contract import Backend, Problem, Product, Products
 from logitless.call import Call, Operands
 from logitless.collectives import gather_rows_over, scatter_sum_over, sum_over
 from logitless.errors import released
-from logitless.machine import SLAB, Tiles, pieces
+from logitless.machine import PIECE, SLAB, Tiles, pieces, row_stride
 from logitless.softmax import SKIP
 from logitless.sources.gemm import add_rows, multiply, multiply_fixed
 
@@ -124,9 +124,8 @@ class Projection:
         Args:
             column: of the targets, where it is another than the rows' own.
         """
-        rows, columns = len(self.hidden), self.call.columns
         p = self if column is None else replace(self, column=column)
-        return p.problem(memory[: rows * columns].view(rows, columns), elementwise)
+        return p.problem(rows_in(memory, len(self.hidden), self.call.columns), elementwise)
 
     def product(self, columns: slice) -> Product:
         """All rows and those columns, for a kernel that multiplies them itself."""
@@ -222,14 +221,19 @@ class Projection:
 
     def empty_tile(self, tiles: Tiles) -> Tensor:
         """Flat memory of one tile of logits."""
-        return self.empty((tiles.rows, tiles.columns), self.call.logits_dtype).view(-1)
+        return self.empty_rows(tiles.rows, tiles.columns, self.call.logits_dtype)
 
     def tile(self, memory: Tensor, tiles: Tiles, first: int) -> Problem:
         """The tile of all rows and of the columns from ``first`` on, computed into the memory of a tile."""
         rows, width = len(self.hidden), min(tiles.columns, self.call.columns - first)
-        logits = memory[: rows * width].view(rows, width)
+        logits = rows_in(memory, rows, width)
         self.project(first, logits)
         return self.problem(logits, tiles.elementwise, first)
+
+    def empty_rows(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """Flat working memory for :func:`rows_in`."""
+        odd = columns * dtype.itemsize % PIECE
+        return self.empty((rows, row_stride(columns, dtype.itemsize) if odd else columns), dtype).view(-1)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Working memory. Where the device has none left, the error says which argument asks for less."""
@@ -241,6 +245,14 @@ class Projection:
                 f"memory= (it was {self.call.memory} bytes), or ask logitless.estimate what fits."
             )
             raise
+
+
+def rows_in(memory: Tensor, rows: int, columns: int) -> Tensor:
+    """``[rows, columns]`` at the start of flat memory, each row beginning where products are fast."""
+    if columns * memory.element_size() % PIECE == 0:
+        return memory[: rows * columns].view(rows, columns)
+    width = row_stride(columns, memory.element_size())
+    return memory[: rows * width].view(rows, width)[:, :columns]
 
 
 def require_weight(weight: Tensor, call: Call) -> None:
