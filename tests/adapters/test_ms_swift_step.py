@@ -40,6 +40,8 @@ TRAINERS = "swift.megatron.trainers"
 
 @pytest.fixture(scope="module", autouse=True)
 def fresh_workers() -> Iterator[None]:
+    """ms-swift keeps the group that it first saw."""
+    close_ranks()
     yield
     close_ranks()
 
