@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Each part of the library against float64, once; no hosts, no commands.
 QUICK := test_architecture call/test_errors operands/test_kept rows/test_layouts route/test_linear_plans score/test_logprobs objectives/test_objective_terms score/test_policy_head rows/test_rows score/test_special_values rows/test_exchange
 
-.PHONY: changelog checkouts demo test gpu check hosts hosts312 drift fuzz soak lint format bench faults mutants versions docs serve dist smoke bare release-tag clean
+.PHONY: changelog checkouts demo test gpu check hosts hosts312 drift fuzz soak lint format bench cards faults mutants versions docs serve dist smoke bare release-tag clean
 
 demo: $(STAMP)
 	$(RUN)python -m examples.demo
@@ -71,6 +71,11 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(RUN)python -m benchmarks bench
 
+# Every Triton kernel compiled for every card that docs/cards.md names, without having one: ten minutes.
+cards: $(STAMP)
+	$(RUN)python benchmarks/cards.py --json benchmarks/results/cards.jsonl
+	$(RUN)python docs/make_cards.py
+
 # Every fault of the tests, injected everywhere; writes the record and the tables of docs/reliability.md.
 faults: $(STAMP)
 	$(RUN)python benchmarks/inject_faults.py
@@ -123,12 +128,13 @@ $(VENV)/.docs: $(STAMP)
 	touch $(VENV)/.docs
 
 # Torch first and pinned: a looser request would pull a CUDA build. The pip that comes with Python resolves three times as long.
-$(STAMP): pyproject.toml constraints.txt constraints-hosts.txt
+$(STAMP): pyproject.toml constraints.txt constraints-hosts.txt constraints-deepspeed.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)python -m pip install --quiet --upgrade -c constraints.txt pip
 	$(RUN)python -m pip install --quiet -c constraints.txt torch==2.13.0
 	$(RUN)python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	$(RUN)python -m pip install --quiet --no-deps --ignore-requires-python --upgrade --target $(VENV)/hosts -r constraints-hosts.txt
+	DS_BUILD_OPS=0 $(RUN)python -m pip install --quiet --no-deps --upgrade --target $(VENV)/deepspeed -r constraints-deepspeed.txt
 	touch $(STAMP)
 
 clean:

@@ -13,6 +13,7 @@ from pathlib import Path
 import make_benchmarks
 import make_demo
 import make_hosts
+import make_scale
 import make_whole_step
 from layout_figures import figures
 
@@ -59,6 +60,7 @@ def main() -> None:
         make_hosts.draw(make_hosts.measured(), FIGURES / f"{make_hosts.NAME}-{style.name}.png", style)
         if steps:
             make_whole_step.draw(steps, FIGURES / f"{make_whole_step.NAME}-{style.name}.png", style)
+    make_scale.main()
     draw_records(_of(records, FP32) + _of(records, BF16), FIGURES, "h200")
     text = with_table(README.read_text(encoding="utf-8"), table(records))
     README.write_text(make_whole_step.with_readme(text, steps, records), encoding="utf-8")

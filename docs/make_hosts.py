@@ -52,11 +52,12 @@ def read() -> list[dict[str, Any]]:
 def table(records: list[dict[str, Any]]) -> str:
     """One line per record, under the range of versions that the adapter installs into without a warning."""
     lines = [
-        "| host | versions | run on | tests | values, gradients | the host's own | calls, passed on |",
-        "|---|---|---|---:|---:|---:|---|",
+        "| host | versions | run on | tests | of steps | values, gradients | the host's own | calls, passed on |",
+        "|---|---|---|---:|---:|---:|---:|---|",
     ]
-    for host in HOSTS:
-        versions = ", ".join(importlib.import_module(f"logitless.adapters.{host}").HOST.versions)
+    for host in dict.fromkeys([*HOSTS, *(x["host"] for x in records)]):
+        there = host in HOSTS
+        versions = ", ".join(importlib.import_module(f"logitless.adapters.{host}").HOST.versions) if there else "-"
         for i, record in enumerate(x for x in records if x["host"] == host):
             failed = f", {record['failed']} failed" if record["failed"] else ""
             passed_on = sum(record["passed_on"].values())
@@ -66,6 +67,7 @@ def table(records: list[dict[str, Any]]) -> str:
                 versions if i == 0 else "",
                 _run_on(record),
                 f"{record['passed']}{failed}",
+                str(record.get("steps", "-")),
                 _errors(record["value"], record["gradient"]),
                 _errors(record["host_value"], record["host_gradient"]),
                 f"{record['calls']}, {passed_on}{why}",

@@ -126,9 +126,13 @@ def _collect(team: list[_Worker], timeout: float) -> dict[int, Any]:
         for pipe in ready:
             rank = waiting.pop(pipe)
             try:
-                succeeded, value = pickle.loads(pipe.recv_bytes())
+                message = pipe.recv_bytes()
             except EOFError:
                 raise RankFailed(_obituary(team, rank)) from None
+            with warnings.catch_warnings():
+                # Modules that a result needs may be imported here, and what they warn of is their own business.
+                warnings.simplefilter("ignore")
+                succeeded, value = pickle.loads(message)
             if not succeeded:
                 # A peer that died makes the others fail, and their report may well arrive before its end is seen.
                 dead = [r for r, worker in enumerate(team) if r != rank and not _outlives(worker, 0.3)]

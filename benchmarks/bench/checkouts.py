@@ -1,6 +1,7 @@
 """Hosts without their requirements: their real code, imported on a machine that has torch and little else.
 
     .venv/hosts                    the hosts of constraints-hosts.txt, put there by ``make``
+    .venv/deepspeed                DeepSpeed, put there by ``make``: on the path of the tests that ask for it alone
     LOGITLESS_HOSTS=checkouts      a folder with ``slime-0.3.0``, ``verl-main``, ...; the last of a host is taken
     LOGITLESS_HOSTS=checkouts/slime-0.3.0      one checkout; for every other host the usual place
 
@@ -36,6 +37,7 @@ import typing_extensions
 from logitless.errors import LogitlessError
 
 FOLDER = Path(sys.prefix) / "hosts"
+DEEPSPEED = Path(sys.prefix) / "deepspeed"
 
 CHECKOUTS = "LOGITLESS_HOSTS"
 

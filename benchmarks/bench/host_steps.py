@@ -36,6 +36,15 @@ class Batch(NamedTuple):
     def logits(self) -> Tensor:
         return self.model(self.tokens, use_cache=False).logits
 
+    def counted(self, x: Tensor) -> Tensor:
+        """Numbers of tokens, with zeros for those that predict a prompt's, or nothing."""
+        samples, length = self.tokens.shape
+        place = torch.arange(x.numel() // samples, device=x.device)
+        if len(place) <= length - self.prompt:
+            return x
+        counts = (place >= self.prompt - 1) & (place < length - 1)
+        return (x.reshape(samples, -1) * counts).view(x.shape)
+
     def pack(self) -> dict[str, Any]:
         """Lists of one entry per sample, as slime and its kin name them."""
         samples, length = self.tokens.shape
@@ -46,9 +55,10 @@ class Batch(NamedTuple):
         }
 
 
-def _learn(model: Any, logprob: Tensor, entropy: Tensor) -> Tensor:
-    (logprob.sum() + 0.01 * entropy.sum()).backward()
-    model.zero_grad(set_to_none=True)
+def _learn(batch: Batch, logprob: Tensor, entropy: Tensor) -> Tensor:
+    """The loss counts the tokens of responses, as in training; those of prompts are scored where the host does so."""
+    (batch.counted(logprob).sum() + 0.01 * batch.counted(entropy).sum()).backward()
+    batch.model.zero_grad(set_to_none=True)
     return logprob.detach().reshape(-1)
 
 
@@ -61,7 +71,7 @@ def verl(batch: Batch) -> Callable[[], Tensor]:
         logits = logits / torch.tensor(TEMPERATURE, dtype=logits.dtype, device=logits.device)
         entropy = functional.entropy_from_logits(logits)
         labels = batch.tokens.roll(-1, 1)
-        return _learn(batch.model, functional.logprobs_from_logits(logits, labels, inplace_backward=False), entropy)
+        return _learn(batch, functional.logprobs_from_logits(logits, labels, inplace_backward=False), entropy)
 
     return step
 
@@ -75,7 +85,7 @@ def skyrl(batch: Batch) -> Callable[[], Tensor]:
 
     def step() -> Tensor:
         logprob, output = wrapper(batch.tokens, actions, mask, **asked)
-        return _learn(batch.model, logprob, output["entropy"][:, -actions - 1 : -1])
+        return _learn(batch, logprob, output["entropy"][:, -actions - 1 : -1])
 
     return step
 
@@ -89,7 +99,7 @@ def openrlhf(batch: Batch) -> Callable[[], Tensor]:
     def step() -> Tensor:
         asked = {"return_output": True, "return_logprobs": True, "return_entropy": True}
         logprob, output = actor(batch.tokens, None, mask, **asked)
-        return _learn(batch.model, logprob, output.entropy)
+        return _learn(batch, logprob, output.entropy)
 
     return step
 
@@ -105,7 +115,7 @@ def slime(batch: Batch) -> Callable[[], Tensor]:
         found = loss.get_log_probs_and_entropy(logits, args=args, **batch.pack(), with_entropy=True)
         # Newer releases put an empty loss before the lists.
         lists = found[1] if isinstance(found, tuple) else found
-        return _learn(batch.model, torch.cat(lists["log_probs"]), torch.cat(lists["entropy"]))
+        return _learn(batch, torch.cat(lists["log_probs"]), torch.cat(lists["entropy"]))
 
     return step
 
@@ -123,7 +133,7 @@ def miles(batch: Batch) -> Callable[[], Tensor]:
     def step() -> Tensor:
         logits = batch.logits().flatten(0, 1)[None]
         lists = processors.get_log_probs_and_entropy(logits, args=args, **batch.pack(), with_entropy=True)
-        return _learn(batch.model, torch.cat(lists["log_probs"]), torch.cat(lists["entropy"]))
+        return _learn(batch, torch.cat(lists["log_probs"]), torch.cat(lists["entropy"]))
 
     return step
 
@@ -136,7 +146,7 @@ def nemo_rl(batch: Batch) -> Callable[[], Tensor]:
     def step() -> Tensor:
         logits = batch.logits().div_(TEMPERATURE)
         logprob = utils.get_next_token_logprobs_from_logits(batch.tokens, logits, **shard)
-        return _learn(batch.model, logprob, logprob.new_zeros(()))
+        return _learn(batch, logprob, logprob.new_zeros(()))
 
     return step
 
@@ -147,7 +157,7 @@ def areal(batch: Batch) -> Callable[[], Tensor]:
 
     def step() -> Tensor:
         logits, labels = batch.logits().flatten(0, 1), batch.tokens.roll(-1, 1).flatten()
-        return _learn(batch.model, *functional.gather_logprobs_entropy(logits, labels, TEMPERATURE))
+        return _learn(batch, *functional.gather_logprobs_entropy(logits, labels, TEMPERATURE))
 
     return step
 
@@ -164,7 +174,7 @@ def prime_rl(batch: Batch) -> Callable[[], Tensor]:
         hidden = batch.model.model(batch.tokens, use_cache=False).last_hidden_state
         out = head(hidden, batch.tokens.roll(-1, 1), temperature)
         # Entropy is a metric there.
-        return _learn(batch.model, out["logprobs"], out["entropy"].detach())
+        return _learn(batch, out["logprobs"], out["entropy"].detach())
 
     return step
 
@@ -176,7 +186,7 @@ def ms_swift(batch: Batch) -> Callable[[], Tensor]:
     def step() -> Tensor:
         logits = batch.logits().div_(TEMPERATURE)
         logprob, entropy = utils.compute_logps_and_entropy_from_logits(logits, batch.tokens.roll(-1, 1), True)
-        return _learn(batch.model, logprob, entropy.detach())
+        return _learn(batch, logprob, entropy.detach())
 
     return step
 
@@ -190,7 +200,7 @@ def torchtitan(batch: Batch) -> Callable[[], Tensor]:
     def step() -> Tensor:
         logits, labels = batch.logits(), batch.tokens.roll(-1, 1)
         given = (logits, labels) if lines else (logits.flatten(0, 1), labels.flatten())
-        return _learn(batch.model, *loss.compute_logprobs(*given, return_entropy=True))
+        return _learn(batch, *loss.compute_logprobs(*given, return_entropy=True))
 
     return step
 

@@ -43,6 +43,9 @@ MOVED = 64 << 20
 FEW = 0.05
 """Share of a chunk's rows that is not worth dropping: moving the others costs more."""
 
+ASKED = 1 << 28
+"""Logits from which on a backward asks which rows have a gradient, and waits for the answer."""
+
 BLOCK = 1024
 """Rows, as wide as the hidden states, that plain torch scales or mixes at a time."""
 

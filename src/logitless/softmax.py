@@ -90,7 +90,7 @@ class Normaliser(NamedTuple):
     reference: Tensor
     log_sum: Tensor
 
-    def cut(self, rows: slice) -> Normaliser:
+    def cut(self, rows: slice | Tensor) -> Normaliser:
         return Normaliser(self.reference[rows], self.log_sum[rows])
 
 
@@ -107,7 +107,7 @@ class AtIds(NamedTuple):
     upstream: Tensor
     value: Tensor
 
-    def cut(self, rows: slice) -> AtIds:
+    def cut(self, rows: slice | Tensor) -> AtIds:
         return AtIds(self.column[rows], self.upstream[rows], self.value[rows])
 
 
@@ -128,7 +128,7 @@ class Coefficients(NamedTuple):
     constant: Tensor | None = None
     at_ids: AtIds | None = None
 
-    def cut(self, rows: slice) -> Coefficients:
+    def cut(self, rows: slice | Tensor) -> Coefficients:
         product, square, constant = (None if x is None else x[rows] for x in (self.product, self.square, self.constant))
         at_ids = None if self.at_ids is None else self.at_ids.cut(rows)
         return Coefficients(self.plain[rows], product, self.at_target[rows], square, constant, at_ids)

@@ -30,7 +30,7 @@ ROOT = HERE.parents[1]
 RECORDS = ROOT / "benchmarks" / "results" / "hosts.jsonl"
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from hosts import CHECKOUTS, checkouts, commit, named  # noqa: E402
+from hosts import CHECKOUTS, checkout, checkouts, commit, named  # noqa: E402
 from record import FILE  # noqa: E402
 
 import logitless  # noqa: E402
@@ -41,8 +41,25 @@ ON_CHECKOUTS = {
 }
 """Tests that checkouts run, where others need the packages that this release was written for."""
 
-MORE = {"nemo_rl": ("nemo_rl_draft",), "skyrl": ("skyrl_fsdp", "skyrl_support", "skyrl_worker"), "verl": ("verl_rows",)}
-"""Further files of tests of a host."""
+MORE = {
+    "megatron": ("megatron_deferred", "megatron_stages", "megatron_rl_step"),
+    "nemo_rl": ("nemo_rl_draft",),
+    "skyrl": ("skyrl_fsdp", "skyrl_support", "skyrl_worker"),
+    "slime": ("slime_options",),
+    "torchtitan": ("torchtitan_trainer",),
+    "trl": ("trl_distillation", "trl_losses", "trl_one_pass"),
+    "verl": ("verl_rows",),
+}
+"""Further files of tests of a host, besides those of its training steps: ``test_HOST_step*.py``."""
+
+CALLERS = {"vime": (HERE.parent / "test_provider.py", "vime_itself")}
+"""Frameworks without an adapter, that call ours (``provider.py``), by the file and the name of their test."""
+
+STEPS = r"_steps?$|_trainer$|test_megatron_(deferred|stages)$"
+"""Files of whole training steps, and of whole models where a host has no trainer."""
+
+BESIDE = {"nemo_rl": "megatron", "skyrl": "megatron"}
+"""Hosts whose main branch wants a Megatron-Core that is not released: the newest checkout of it comes along."""
 
 WHOLE = ("transformers", "trl")
 """Hosts whose folder is what ``pip install --target`` made, with all that differs from what is installed here: it comes
@@ -56,15 +73,17 @@ def run(host: str, folder: Path | None) -> dict[str, Any]:
         lines.touch()
         environment = {**os.environ, FILE: str(lines), "OMP_NUM_THREADS": "1"}
         environment.pop(CHECKOUTS, None)
-        environment |= {} if folder is None else {CHECKOUTS: str(folder)}
+        environment |= {} if folder is None else {CHECKOUTS: str(_with_others(host, folder, Path(scratch)))}
         if folder is not None and host in WHOLE:
             environment["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [environment.get("PYTHONPATH")])])
         chosen = ["-k", ON_CHECKOUTS[host]] if folder is not None and host in ON_CHECKOUTS else []
-        tests = [*(str(HERE / f"test_{name}.py") for name in (host, *MORE.get(host, ()))), *chosen]
-        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *tests]
+        chosen += ["-k", CALLERS[host][1]] if host in CALLERS else []
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *map(str, files(host)), *chosen]
         done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
         if not report.exists():
             raise RuntimeError(f"{host} {folder or ''}: pytest wrote no report.\n{done.stdout[-2000:]}\n{done.stderr}")
+        if done.returncode:
+            print(done.stdout[-4000:], file=sys.stderr)
         suite = ElementTree.parse(report).getroot()[0]
         noted = [json.loads(line) for line in lines.read_text().splitlines()]
     return {
@@ -73,6 +92,7 @@ def run(host: str, folder: Path | None) -> dict[str, Any]:
         "version": next((x["version"] for x in noted if x.get("host") == host), None),
         "commit": None if folder is None else commit(folder),
         **_tests(suite),
+        "steps": _steps(suite),
         **_differences(noted),
         "calls": sum("calls" in x for x in noted),
         "passed_on": dict(Counter(x["passed_on"] or "not said" for x in noted if "passed_on" in x)),
@@ -80,6 +100,26 @@ def run(host: str, folder: Path | None) -> dict[str, Any]:
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def files(host: str) -> list[Path]:
+    """The files of tests of a host."""
+    if host in CALLERS:
+        return [CALLERS[host][0]]
+    named_so = [HERE / f"test_{name}.py" for name in (host, *MORE.get(host, ()))]
+    return [*named_so, *sorted(HERE.glob(f"test_{host}_step*.py"))]
+
+
+def _with_others(host: str, folder: Path, scratch: Path) -> Path:
+    """The checkout, or a folder of it and of the one that comes along."""
+    beside = checkout(BESIDE[host]) if host in BESIDE else None
+    if beside is None:
+        return folder
+    both = scratch / "checkouts"
+    both.mkdir()
+    for place in (folder, beside):
+        (both / place.name).symlink_to(place)
+    return both
 
 
 def _kind(host: str, folder: Path | None) -> str:
@@ -92,6 +132,12 @@ def _tests(suite: ElementTree.Element) -> dict[str, int]:
     failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
     skipped, total = int(suite.get("skipped", 0)), int(suite.get("tests", 0))
     return {"passed": total - failed - skipped, "skipped": skipped, "failed": failed}
+
+
+def _steps(suite: ElementTree.Element) -> int:
+    """How many tests of whole steps passed."""
+    of = [case for case in suite.iter("testcase") if re.search(STEPS, case.get("classname", ""))]
+    return sum(all(part.tag not in ("failure", "error", "skipped") for part in case) for case in of)
 
 
 def _differences(noted: list[dict[str, Any]]) -> dict[str, Any]:
@@ -128,7 +174,7 @@ def main() -> int:
     parser.add_argument("hosts", nargs="*", default=[], help="hosts or checkouts: slime, slime-0.3.0; all if none")
     asked = set(parser.parse_args().hosts)
     failed = 0
-    for host in HOSTS:
+    for host in (*HOSTS, *CALLERS):
         # A new host may have no installable package and no double: it is tested on checkouts alone.
         places = [None] if (HERE / f"test_{host}.py").exists() else []
         for folder in [*places, *checkouts(host)]:

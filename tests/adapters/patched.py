@@ -16,6 +16,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,15 @@ WHERE = {
 }
 """The module and the function that a patch changes."""
 
+DEFERRED = {
+    "areal": ("areal.engine.fsdp_engine", "FSDPEngine.forward_backward_batch"),
+    "nemo_rl": ("nemo_rl.models.automodel.train", "forward_with_post_processing_fn"),
+    "openrlhf": ("openrlhf.models.actor", "Actor.__init__"),
+    "skyrl": ("skyrl.backends.skyrl_train.workers.model_wrapper", "HFModelWrapper.__init__"),
+    "verl": ("verl.workers.engine.fsdp.transformer_impl", "FSDPEngineWithLMHead.forward_step"),
+}
+"""The module and the function that a patch with deferred logits changes."""
+
 BITS = {"slime": ("STRICT_ATOL", 5e-7)}
 """A tolerance of a host's tests that is below one float32 rounding (6e-8), and one of a few roundings."""
 
@@ -81,9 +91,37 @@ served = 0
 
 def diff_of(host: str) -> str:
     """The page's diff of a host, which its paragraph begins with."""
-    found = re.search(rf"^{TITLES.get(host, host)}, `[^\n]*\n(?:[^\n]+\n)*\n```diff\n(.*?)^```$", PAGE, re.M | re.S)
+    return _diff(host, TITLES.get(host, host))
+
+
+def _diff(host: str, begins: str) -> str:
+    found = re.search(rf"^{begins}, `[^\n]*\n(?:[^\n]+\n)*\n```diff\n(.*?)^```$", PAGE, re.M | re.S)
     assert found is not None, f"docs/maintainers.md has no diff of {host}"
     return found[1]
+
+
+@contextmanager
+def with_deferred_logits(host: str) -> Iterator[None]:
+    """Within, the host has its patch with deferred logits; its functions on logits are its own."""
+    module_name, path = DEFERRED[host]
+    owner: Any = sys.modules[module_name]
+    *holders, name = path.split(".")
+    for holder in holders:
+        owner = getattr(owner, holder)
+    original = getattr(owner, name)
+    text = "\n".join(line[1:] for line in _diff(host, f"{TITLES.get(host, host)} with deferred logits").splitlines())
+    first, given = re.search(r"\((\w+), \.\.\.\):", text), "*args, **kwargs"
+    assert first is not None
+    # What comes after the host's code returns nothing, as a constructor.
+    returns = "return " if text.endswith("    ...") else ""
+    text = text.replace(first[0], f"({first[1]}, {given}):")
+    names = {"_original": original, "logitless": logitless}
+    exec(text.replace("    ...", f"    {returns}_original({first[1]}, {given})"), names)
+    setattr(owner, name, names[name])
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 def replaced(host: str) -> tuple[Any, str, Any]:

@@ -1,8 +1,8 @@
-"""AReaL's Megatron engine behind a real Megatron-Core model: what it reads of logits that are not computed.
+"""AReaL's Megatron engine behind a real Megatron-Core model, with its own head and with logits that are not computed.
 
-It copies the logits of each sequence without padding, and logs their smallest, largest, mean and norm over the columns
-of each rank. So its models are deferred only if ``install`` is told to; the numbers are the same, the place is named.
-Needs AReaL's sources (``LOGITLESS_HOSTS``, see hosts.py).
+Three times ``forward_backward_batch`` with the engine's own pass over logits: it copies those of each sequence without
+padding, and logs their smallest, largest, mean and norm over the columns of each rank. Needs AReaL's sources
+(``LOGITLESS_HOSTS``, see hosts.py).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from hosts import load, put_first
+from hosts import checkout, load, put_first
 from ranks import close_ranks
 from shared.megatron import megatron
 from shared.megatron_groups import TIMEOUT
-from shared.megatron_step import Descent, Largest, Outcome, V, check_steps, installed, model_of, on_cpu
+from shared.megatron_step import HOW, Descent, Largest, Outcome, V, check_steps, installed, model_of, on_cpu
 
 pytestmark = [
     pytest.mark.skipif(
@@ -28,7 +28,11 @@ pytestmark = [
     pytest.mark.skipif(not put_first("areal"), reason="LOGITLESS_HOSTS names no checkout of AReaL"),
 ]
 
-ENDS = (0, 16, 40)
+ENDS, OWN = (0, 16, 40), (0, 13, 36)
+"""Where the sequences of a pack end, each of them padded; and without."""
+
+HEADS = "areal.models.mcore.vocab_parallel_head"
+DEFERRED = "logits: not computed (deferred); 1 models so far"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,8 +52,9 @@ def batches() -> Batches:
         ids, ends = torch.randint(V, (ENDS[-1],), generator=made), torch.tensor(ENDS, dtype=torch.int32)
         places = torch.cat([torch.arange(b - a) for a, b in ((0, 16), (16, 40))])
         padded = {"input_ids": ids, "cu_seqlens": ends, "max_seqlen": 24, "position_ids": places[None]}
-        weight = {"input_ids": ids, "old": torch.randn(ENDS[-1], generator=made)}
-        item = {"padded_mb": padded, "orig_mb": weight, "padding_length": 0, "old_cu_seqlens": ends}
+        kept = torch.cat([torch.arange(a, a + c - b) for a, b, c in zip(ENDS[:-1], OWN[:-1], OWN[1:], strict=True)])
+        weight = {"input_ids": ids[kept], "old": torch.randn(OWN[-1], generator=made)}
+        item = {"padded_mb": padded, "orig_mb": weight, "padding_length": 0, "old_cu_seqlens": torch.tensor(OWN)}
         found.append(SimpleNamespace(**item, padded_to_length=None))
     return found
 
@@ -60,14 +65,16 @@ def loss_of(logprobs: Any, entropy: Any, inputs: Any, **seen: Any) -> Any:
     return -(ratio * inputs["old"]).mean() - 0.05 * entropy.mean() + 1e-3 * logged
 
 
-def run(rank: int, world: int, how: str, tp: int) -> Outcome:
+def run(rank: int, world: int, how: str, tp: int, own_head: bool = False) -> Outcome:
     logging.disable(logging.CRITICAL)
     (module,) = load("areal", "areal.engine.megatron_engine")
-    asked = {} if how == "default" else {"logits": "deferred"}
-    with megatron(tp), on_cpu(), installed("areal", how, **asked) as told:
+    with megatron(tp), on_cpu(), installed("areal", how) as told:
         chunks = [model_of(tp)]
+        if own_head:
+            (heads,) = load("areal", HEADS)
+            heads.replace_output_layer_with_areal_lm_head(chunks[0].module, fp32_output=True)
         engine, optimizer = object.__new__(module.MegatronEngine), Descent(chunks)
-        off = {"enable_chunked_logits": False, "entropy_requires_grad": True, "lm_head_loss_chunk_size": 0}
+        off = {"enable_chunked_logits": own_head, "entropy_requires_grad": True, "lm_head_loss_chunk_size": 0}
         vars(engine).update(
             model=torch.nn.ModuleList(chunks),
             config=SimpleNamespace(is_critic=False, temperature=0.8, logprobs_chunk_size=8),
@@ -97,17 +104,18 @@ def run(rank: int, world: int, how: str, tp: int) -> Outcome:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_what_the_engine_reads_is_named(ranks, tp):
-    before, ours = (ranks(run, tp, how, tp, timeout=TIMEOUT) for how in ("before", "deferred"))
-    for a, b in zip(before, ours, strict=True):
-        (place,) = b.made
-        assert place.rpartition(":")[0].endswith("areal/utils/data.py")
-        # The copy is as large as the logits.
-        assert b.largest >= a.largest
-        check_steps(a, b._replace(largest=0, made={}), torch.float32, 40 * V // tp)
+def test_three_steps_of_areal(ranks, tp):
+    before, ours, wrong = (ranks(run, tp, how, tp, timeout=TIMEOUT) for how in HOW)
+    for a, b, c in zip(before, ours, wrong, strict=True):
+        check_steps(a, b, torch.float32, ENDS[-1] * V // tp)
+        with pytest.raises(AssertionError, match=r"(losses|scores|parameters): "):
+            check_steps(a, c, torch.float32, ENDS[-1] * V // tp)
 
 
-def test_its_models_are_left_alone_unless_asked(ranks):
-    for found in ranks(run, 2, "default", 2, timeout=TIMEOUT):
-        assert found.made == {}
-        assert "1 models" not in found.deferred
+def test_a_head_of_areals_own_computes(ranks):
+    """``enable_chunked_logits`` makes it one whose product AReaL rounds in its own way."""
+    if not (checkout("areal") / f"{HEADS.replace('.', '/')}.py").exists():
+        pytest.skip("this AReaL has no head of its own")
+    (before,), (ours,) = (ranks(run, 1, how, 1, True, timeout=TIMEOUT) for how in ("before", "deferred"))
+    assert ours.deferred == "logits: not computed (deferred); 0 models so far"
+    check_steps(before, ours._replace(largest=0, deferred=DEFERRED), torch.float32, ENDS[-1] * V)

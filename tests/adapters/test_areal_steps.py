@@ -4,41 +4,60 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hosts import checkout, load
-from shared.host_steps import fewer_bytes, notices, same_steps
+from patched import with_deferred_logits
+from shared.host_steps import OnRank, fewer_bytes, notices, on_rank, same_on_ranks, same_steps, same_steps_within
+from shared.megatron_groups import TIMEOUT
 from tiny import qwen3
+from torch.distributed.device_mesh import init_device_mesh
 
 import logitless
 
 pytestmark = pytest.mark.skipif(checkout("areal") is None, reason="LOGITLESS_HOSTS names no checkout of AReaL")
 
-ENGINE = "areal.engine.fsdp_engine"
+ENGINE, PARALLEL = "areal.engine.fsdp_engine", "areal.engine.fsdp_utils.parallel"
 HALF, S = torch.bfloat16, 23
 
 
-@pytest.fixture(scope="module", autouse=True)
-def areal():
+@contextmanager
+def imported():
     # Its logger stands on a package that is stood in for.
     logging.disable(logging.CRITICAL)
-    load("areal", ENGINE)
+    load("areal", ENGINE, PARALLEL)
     yield
     logging.disable(logging.NOTSET)
 
 
-def ppo(dtype: torch.dtype = torch.float32, vocab: int = 253, length: int = S, weight: float = 1.0) -> Any:
+@pytest.fixture(scope="module", autouse=True)
+def areal():
+    with imported():
+        yield
+
+
+def ppo(
+    dtype: torch.dtype = torch.float32,
+    vocab: int = 253,
+    length: int = S,
+    weight: float = 1.0,
+    wrap: Callable[[Any], Any] = lambda model: model,
+    tp_group: Any = None,
+) -> Any:
     """A policy, and an update of ``FSDPEngine`` over two micro-batches; the loss reads all that AReaL's losses may."""
-    model = qwen3(vocab).to(HALF).to(dtype)
+    model = wrap(qwen3(vocab, num_key_value_heads=2).to(HALF).to(dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     engine = object.__new__(sys.modules[ENGINE].FSDPEngine)
     vars(engine).update(
         model=model,
         config=SimpleNamespace(is_critic=False, temperature=0.7, logprobs_chunk_size=7),
-        parallel_helper=SimpleNamespace(sp_size=1, tp_size=1, tp_group=None),
+        parallel_helper=SimpleNamespace(sp_size=1, tp_size=tp_group.size() if tp_group else 1, tp_group=tp_group),
         enable_tree_training=False,
         seen=[],
     )
@@ -99,6 +118,29 @@ def test_ppo_holds_no_logits():
     fewer_bytes("areal", lambda: ppo(vocab=vocab, length=length), 2 * 4 * length * vocab)
 
 
+def parallel(model: Any, mesh: Any) -> Any:
+    """As the engine does, by its own functions."""
+    tp = mesh["tp"].size()
+    helper = SimpleNamespace(tp_enabled=tp > 1, tp_size=tp)
+    config = SimpleNamespace(dtype="float32", grad_reduce_dtype="float32")
+    sys.modules[PARALLEL].parallelize_model(model, config, model.config, mesh, helper)
+    return model
+
+
+def steps_on_rank(rank: int, world: int, tp: int) -> OnRank:
+    mesh = init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("dp_sp", "tp"))
+    group = mesh["tp"].get_group() if tp > 1 else None
+    with imported():
+        # Ranks of a tensor-parallel group have the same tokens.
+        build = partial(ppo, vocab=254, length=24, wrap=partial(parallel, mesh=mesh), tp_group=group)
+        return on_rank("areal", rank // tp, build)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_ppo_on_two_ranks(ranks, tp):
+    same_on_ranks(ranks(steps_on_rank, 2, tp, timeout=TIMEOUT), distinct=tp == 1)
+
+
 def test_a_rank_without_tokens():
     """The engine multiplies the mean of all logits by 0."""
     model, step = ppo(weight=0.0)
@@ -115,3 +157,7 @@ def test_a_critic_is_left_alone():
     logitless.install("areal")
     engine.forward_backward_batch([], None)
     assert "forward" not in vars(model.lm_head)
+
+
+def test_the_patch_of_the_page():
+    same_steps_within(lambda: with_deferred_logits("areal"), ppo)

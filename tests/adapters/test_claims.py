@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from hosts import FOLDER, checkout
-from matrix import MORE
+from matrix import files
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -47,7 +47,7 @@ def page(claim: dict[str, Any]) -> str:
 
 def run_by_make_hosts(host: str) -> set[str]:
     """The files whose tests of a host ``make hosts`` runs, on each of its checkouts or on the newest."""
-    there = {f"test_{name}.py" for name in (host, *MORE.get(host, ()))}
+    there = {path.name for path in files(host)}
     held = re.search(r"^HELD := (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert held is not None
     return there | {f"{name.rpartition('/')[2]}.py" for name in held[1].split()}

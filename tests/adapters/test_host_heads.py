@@ -157,6 +157,11 @@ def test_a_forward_that_refuses_computes_and_is_named(maths):
         torch.testing.assert_close(maths.run(model, IDS).full_tensor(), plain)
         assert any("tensor parallelism has sharded it" in line for line in installed()[0].logits)
         uninstall_host("fake")
+        install_host(replace(host(), placed=True), {})
+        found = maths.run(model, IDS)
+        assert isinstance(found, DTensor)
+        assert type(found.full_tensor()) is Logits
+        uninstall_host("fake")
     finally:
         dist.destroy_process_group()
 

@@ -155,3 +155,15 @@ def test_three_steps_of_miles(ranks, case):
         check_steps(d, b, dtype, whole)
         with pytest.raises(AssertionError, match=r"(losses|scores|parameters): "):
             check_steps(a, c, torch.bfloat16, whole)
+
+
+def test_the_patch_of_the_page(ranks):
+    first = "before"
+    before, ours, wrong = (
+        ranks(run, 2, how, 2, 1, False, {}, timeout=TIMEOUT) for how in (first, "page", "page, wrong")
+    )
+    # A tile of the provider's budget is larger than these logits.
+    for a, b, c in zip(before, ours, wrong, strict=True):
+        check_steps(a, b._replace(largest=0), torch.bfloat16, 71 * V // 2)
+        with pytest.raises(AssertionError, match=r"(losses|scores|parameters): "):
+            check_steps(a, c._replace(largest=0), torch.bfloat16, 71 * V // 2)

@@ -40,6 +40,8 @@ TRAINERS = "swift.megatron.trainers"
 
 @pytest.fixture(scope="module", autouse=True)
 def fresh_workers() -> Iterator[None]:
+    """ms-swift keeps the group that it first saw."""
+    close_ranks()
     yield
     close_ranks()
 
@@ -198,3 +200,14 @@ def test_three_steps_of_ms_swift(ranks, case):
         check_steps(a, b, dtype, whole)
         with pytest.raises(AssertionError, match=r"(losses|scores|parameters): "):
             check_steps(a, c, dtype, whole)
+
+
+def test_the_patch_of_the_page(ranks):
+    before, ours, wrong = (
+        ranks(policy, 1, how, 1, False, timeout=TIMEOUT) for how in ("before", "page", "page, wrong")
+    )
+    # A tile of the provider's budget is larger than these logits.
+    for a, b, c in zip(before, ours, wrong, strict=True):
+        check_steps(a, b._replace(largest=0), torch.float32, B * S * V)
+        with pytest.raises(AssertionError, match=r"(losses|scores|parameters): "):
+            check_steps(a, c._replace(largest=0), torch.float32, B * S * V)

@@ -6,17 +6,24 @@ NeMo-RL's own iterator makes of a batch, padded and packed. Needs its sources (`
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hosts import checkout, load
-from shared.host_steps import fewer_bytes, notices, same_steps
+from patched import with_deferred_logits
+from shared.host_steps import OnRank, fewer_bytes, notices, on_rank, same_on_ranks, same_steps, same_steps_within
+from shared.megatron_groups import TIMEOUT
 from tiny import qwen3
+from torch.distributed.device_mesh import init_device_mesh
 
 import logitless
+from benchmarks.bench.checkouts import standing_in
 
 pytestmark = pytest.mark.skipif(checkout("nemo_rl") is None, reason="LOGITLESS_HOSTS names no checkout of NeMo-RL")
 
@@ -26,10 +33,14 @@ HALF, B, S, TRAIN = torch.bfloat16, 4, 23, "nemo_rl.models.automodel.train"
 @pytest.fixture(scope="module", autouse=True)
 def nemo_rl():
     if checkout("nemo_rl") is not None:
-        load(
-            "nemo_rl", TRAIN, "nemo_rl.models.automodel.data", "nemo_rl.algorithms.loss.loss_functions",
-            "nemo_rl.distributed.batched_data_dict",
-        )  # fmt: skip
+        imported()
+
+
+def imported() -> None:
+    load(
+        "nemo_rl", TRAIN, "nemo_rl.models.automodel.data", "nemo_rl.algorithms.loss.loss_functions",
+        "nemo_rl.distributed.batched_data_dict",
+    )  # fmt: skip
 
 
 def batch_of(n: int, vocab: int, length: int) -> dict[str, Any]:
@@ -51,6 +62,8 @@ def clipped(
     length: int = S,
     packed: bool = False,
     temperature: float = 0.7,
+    wrap: Callable[[Any], Any] = lambda model: model,
+    tp_mesh: Any = None,
     **more: Any,
 ) -> Any:
     """A policy, and an update with NeMo-RL's clipped loss on log-probs of the policy as it was."""
@@ -58,11 +71,11 @@ def clipped(
     losses, dicts = (
         sys.modules[f"nemo_rl.{name}"] for name in ("algorithms.loss.loss_functions", "distributed.batched_data_dict")
     )
-    model = qwen3(vocab).to(HALF).to(dtype)
+    model = wrap(qwen3(vocab, num_key_value_heads=2).to(HALF).to(dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     cfg = {"sequence_packing": {"enabled": packed, "train_mb_tokens": 2 * length}, "dtensor_cfg": {}, **more}
     sampling = SimpleNamespace(temperature=temperature, top_k=None, top_p=1.0)
-    meshes = {"device_mesh": None, "cp_mesh": None, "tp_mesh": None, "cp_size": 1}
+    meshes = {"device_mesh": None, "cp_mesh": None, "tp_mesh": tp_mesh, "cp_size": 1}
     shared = {"enable_seq_packing": packed, "sampling_params": sampling}
     config = losses.ClippedPGLossConfig
     settings = config() if hasattr(config, "model_fields") else LOSS
@@ -133,6 +146,34 @@ def test_no_logits_are_held():
     fewer_bytes("nemo_rl", lambda: clipped(vocab=vocab, length=length), 4 * 2 * length * vocab)
 
 
+def parallel(model: Any, mesh: Any) -> Any:
+    """NeMo-RL's own tensor parallelism and FSDP2 of a model, from the file: the package wants more than is here."""
+    path = checkout("nemo_rl") / "nemo_rl/models/dtensor/parallelize.py"
+    spec = importlib.util.spec_from_file_location("nemo_rl_parallelize", path)
+    module = importlib.util.module_from_spec(spec)
+    with standing_in(("hydra",)):
+        spec.loader.exec_module(module)
+    return module._parallelize_model(model, mesh["dp"], mesh["tp"], torch.float32)
+
+
+def steps_on_rank(rank: int, world: int, tp: int, packed: bool, chunk: int | None) -> OnRank:
+    imported()
+    mesh = init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("dp", "tp"))
+    wrap = partial(parallel, mesh=mesh)
+    more = {"length": 140, "packed": packed, "logprob_chunk_size": chunk}
+    # Ranks of a tensor-parallel group have the same tokens, here more than the head multiplies as ever.
+    return on_rank("nemo_rl", rank // tp, partial(clipped, vocab=254, wrap=wrap, tp_mesh=mesh["tp"], **more))
+
+
+@pytest.mark.parametrize(
+    ("tp", "packed", "chunk"),
+    [(1, False, None), (2, False, None), (2, True, None), (2, False, 37)],
+    ids=["FSDP2", "TP", "TP, packed", "TP, chunks"],
+)
+def test_clipped_loss_on_two_ranks(ranks, tp, packed, chunk):
+    same_on_ranks(ranks(steps_on_rank, 2, tp, packed, chunk, timeout=TIMEOUT), distinct=tp == 1)
+
+
 def forward(post: Any, model: Any, length: int = 70, **more: Any) -> Any:
     train = sys.modules[TRAIN]
     data = sys.modules["nemo_rl.models.automodel.data"]
@@ -187,3 +228,7 @@ def test_a_filter_sorts_the_logits_of_the_head_itself():
     logitless.install("nemo_rl")
     assert torch.equal(forward(post, model), wanted)
     assert "forward" not in vars(model.lm_head)
+
+
+def test_the_patch_of_the_page():
+    same_steps_within(lambda: with_deferred_logits("nemo_rl"), clipped)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hosts import load
-from shared.host_steps import fewer_bytes, notices, same_steps
+from patched import with_deferred_logits
+from ranks import close_ranks
+from shared.deepspeed import engine_of, needs_deepspeed
+from shared.host_steps import OnRank, fewer_bytes, notices, on_rank, same_on_ranks, same_steps, same_steps_within
+from shared.megatron_groups import TIMEOUT
 from tiny import qwen3
 
 import logitless
@@ -31,7 +37,7 @@ def eager():
 
 
 class Strategy:
-    """Backward and optimizer of one process without DeepSpeed."""
+    """Backward and optimizer of one process without DeepSpeed, or of DeepSpeed's engine as OpenRLHF's own has it."""
 
     ring_attn_group = None
 
@@ -40,11 +46,17 @@ class Strategy:
 
     def backward(self, loss, model, optimizer):
         self.loss = loss.detach()
-        loss.backward()
+        if optimizer is None:
+            model.model.backward(loss)
+        else:
+            loss.backward()
 
     def optimizer_step(self, optimizer, model, scheduler, name="model"):
-        optimizer.step()
-        optimizer.zero_grad()
+        if optimizer is None:
+            model.model.step()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
 
     def get_grad_norm(self, model):
         return 0.0
@@ -73,11 +85,21 @@ def settings(**more: Any) -> Any:
     )
 
 
-def ppo(dtype: torch.dtype = torch.float32, vocab: int = 253, length: int = S, rate: float = 0.5) -> Any:
+def ppo(
+    dtype: torch.dtype = torch.float32,
+    vocab: int = 253,
+    length: int = S,
+    rate: float = 0.5,
+    engine: Callable[[Any], Any] | None = None,
+) -> Any:
     """A policy and a step of ``ActorPPOTrainer.training_step``, with log-probs of a reference model."""
     ppo_actor, experience = load("openrlhf", PPO, "openrlhf.trainer.ppo_utils.experience")
     actor, reference = (actor_of(qwen3(vocab).to(HALF).to(dtype)) for _ in range(2))
-    optimizer = torch.optim.SGD(actor.parameters(), lr=rate)
+    optimizer = None
+    if engine is None:
+        optimizer = torch.optim.SGD(actor.parameters(), lr=rate)
+    else:
+        actor.model, reference.model = engine(actor.model), engine(reference.model)
     trainer = make_trainer(ppo_actor, settings(), actor, optimizer)
 
     def step(n: int) -> Any:
@@ -137,9 +159,37 @@ def test_ppo_holds_no_logits():
     fewer_bytes("openrlhf", lambda: ppo(vocab=vocab, length=64), 3 * 4 * B * 64 * vocab)
 
 
+def in_deepspeed(model: Any, rank: int, world: int, stage: int) -> Any:
+    """As OpenRLHF's strategy does."""
+    import transformers.integrations.deepspeed  # noqa: F401
+
+    return engine_of(rank, world, model, stage)
+
+
+def steps_on_rank(rank: int, world: int, stages: tuple[int, ...]) -> list[OnRank]:
+    """All in one job: DeepSpeed keeps the group that it saw first."""
+    load("openrlhf", "openrlhf.models.actor", PPO)
+    with torch.compiler.set_stance("force_eager"):
+        engines = (partial(in_deepspeed, rank=rank, world=world, stage=stage) for stage in stages)
+        return [on_rank("openrlhf", rank, partial(ppo, engine=engine)) for engine in engines]
+
+
+@needs_deepspeed
+def test_ppo_on_two_ranks(ranks):
+    close_ranks()
+    found = ranks(steps_on_rank, 2, (2, 3), timeout=TIMEOUT)
+    close_ranks()
+    for outcomes in zip(*found, strict=True):
+        same_on_ranks(list(outcomes), models=2)
+
+
 def test_the_host_may_keep_its_logits():
     actor, step = ppo()
     logitless.install("openrlhf", logits="host")
     step(0)
     assert logitless.status().hosts[0].logits == ("logits: computed by the host's own head",)
     assert "forward" not in vars(actor.model.lm_head)
+
+
+def test_the_patch_of_the_page():
+    same_steps_within(lambda: with_deferred_logits("openrlhf"), ppo)

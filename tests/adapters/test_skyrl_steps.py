@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hosts import load
-from shared.host_steps import fewer_bytes, notices, same_steps
+from patched import with_deferred_logits
+from shared.host_steps import OnRank, fewer_bytes, notices, on_rank, same_on_ranks, same_steps, same_steps_within
+from shared.megatron_groups import TIMEOUT
 from test_skyrl_fsdp import pad, unpad
 from tiny import qwen3
 
@@ -20,20 +25,26 @@ WORKER, WRAPPER = "skyrl.backends.skyrl_train.workers.worker", "skyrl.backends.s
 HALF, B, S, A = torch.bfloat16, 3, 11, 5
 
 
-@pytest.fixture(scope="module", autouse=True)
-def skyrl():
+@contextmanager
+def on_cpu():
     load("skyrl")
     load("skyrl", WORKER)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        torch.compiler.set_stance("force_eager"),
+        warnings.catch_warnings(),
+    ):
+        patch.setattr(torch.cuda, "current_device", lambda: "cpu")
+        patch.setattr(sys.modules[WRAPPER], "unpad_input", unpad)
+        patch.setattr(sys.modules[WRAPPER], "pad_input", pad)
+        # The worker's autocast is CUDA's.
+        warnings.filterwarnings("ignore", "CUDA is not available")
+        yield
 
 
 @pytest.fixture(autouse=True)
-def on_cpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    monkeypatch.setattr(sys.modules[WRAPPER], "unpad_input", unpad)
-    monkeypatch.setattr(sys.modules[WRAPPER], "pad_input", pad)
-    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
-        # The worker's autocast is CUDA's.
-        warnings.filterwarnings("ignore", "CUDA is not available")
+def skyrl():
+    with on_cpu():
         yield
 
 
@@ -47,11 +58,18 @@ class Strategy:
 
 
 def ppo(
-    dtype: torch.dtype = torch.float32, vocab: int = 253, length: int = S, packed: bool = False, bonus: bool = True
+    dtype: torch.dtype = torch.float32,
+    vocab: int = 253,
+    length: int = S,
+    packed: bool = False,
+    bonus: bool = True,
+    wrap: Callable[[Any], Any] = lambda model: model,
 ) -> Any:
     """A policy, and a step of ``PolicyWorkerBase`` with a KL to a reference of the same kind, and an entropy bonus."""
     worker, wrapper = sys.modules[WORKER], sys.modules[WRAPPER]
     policy, reference = (wrapper.HFModelWrapper(qwen3(vocab).to(HALF).to(dtype), bf16=False) for _ in range(2))
+    for model in (policy, reference):
+        model.model = wrap(model.model)
     policy.remove_microbatch_padding = packed
     algorithm = {"policy_loss_type": "regular", "temperature": 0.7, "use_entropy_loss": bonus, "use_kl_loss": True}
     algorithm |= {"entropy_loss_coef": 0.02, "kl_estimator_type": "k3", "kl_loss_coef": 0.1, "eps_clip_low": 0.2}
@@ -123,8 +141,30 @@ def test_ppo_holds_no_logits():
     fewer_bytes("skyrl", lambda: ppo(vocab=vocab, length=64), 2 * 4 * B * 64 * vocab)
 
 
+def sharded(model: Any) -> Any:
+    """As ``FSDPStrategy`` does."""
+    (utils,) = load("skyrl", "skyrl.backends.skyrl_train.distributed.fsdp_utils")
+    utils.apply_fsdp2(model, {"reshard_after_forward": True}, SimpleNamespace(wrap_policy={}))
+    return model
+
+
+def steps_on_rank(rank: int, world: int, packed: bool, rows_before_head: bool) -> OnRank:
+    with on_cpu():
+        build = partial(ppo, packed=packed, wrap=sharded)
+        return on_rank("skyrl", rank, build, rows_before_head=rows_before_head)
+
+
+@pytest.mark.parametrize(("packed", "rows_before_head"), [(False, True), (True, False)])
+def test_ppo_on_two_ranks(ranks, packed, rows_before_head):
+    same_on_ranks(ranks(steps_on_rank, 2, packed, rows_before_head, timeout=TIMEOUT), models=2)
+
+
 def test_the_host_may_keep_its_logits():
     policy, step = ppo()
     logitless.install("skyrl", logits="host")
     step(0)
     assert "forward" not in vars(policy.model.lm_head)
+
+
+def test_the_patch_of_the_page():
+    same_steps_within(lambda: with_deferred_logits("skyrl"), ppo)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from hosts import put_first
-from shared.host_steps import notices, same_steps
-from tiny import CHOSEN, PROMPTS, REJECTED, qwen3, tokenizer
+from shared.host_steps import fewer_bytes, notices, same_steps
+from tiny import CHOSEN, PROMPTS, REJECTED, WORDS, qwen3, tokenizer
 
 put_first("trl")
 trl = pytest.importorskip("trl", minversion="1.16")
@@ -22,7 +22,7 @@ PAIRS = {"prompt": PROMPTS, "chosen": CHOSEN, "rejected": REJECTED}
 DATA = {"ORPO": PAIRS, "CPO": PAIRS, "TPO": {**PAIRS, "reference": CHOSEN[::-1]}}
 
 
-def steps_of(kind: str, folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+def steps_of(kind: str, folder: Path, dtype: torch.dtype = torch.float32, vocab: int = len(WORDS), **more: Any) -> Any:
     """A model, and a step of the trainer's loop: ``training_step`` and the optimizer."""
     from datasets import Dataset, disable_progress_bars
     from transformers.utils import logging
@@ -33,7 +33,7 @@ def steps_of(kind: str, folder: Path, dtype: torch.dtype = torch.float32, **more
     quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "bf16": False}
     settings = {"per_device_train_batch_size": 2, "max_steps": 3, "gradient_checkpointing": False, "seed": 3} | more
     trainer = getattr(place, f"{kind}Trainer")(
-        model=qwen3().to(HALF).to(dtype),
+        model=qwen3(vocab).to(HALF).to(dtype),
         args=getattr(place, f"{kind}Config")(output_dir=str(folder), **settings, **quiet),
         train_dataset=Dataset.from_dict(DATA[kind]),
         processing_class=tokenizer(),
@@ -65,5 +65,13 @@ def test_steps_in_half_precision(kind, tmp_path):
     same_steps("trl", lambda: steps_of(kind, tmp_path, HALF), exact=lambda: steps_of(kind, tmp_path, torch.float64))
 
 
-def test_steps_notice_a_wrong_number(tmp_path):
-    notices("trl", lambda: steps_of("CPO", tmp_path))
+@pytest.mark.parametrize("kind", DATA)
+def test_steps_notice_a_wrong_number(kind, tmp_path):
+    notices("trl", lambda: steps_of(kind, tmp_path))
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_steps_hold_no_logits(kind, tmp_path):
+    vocab = 1 << 15
+    # Of two pairs, with seven tokens at least where an answer is longest.
+    fewer_bytes("trl", lambda: steps_of(kind, tmp_path, vocab=vocab), 4 * 2 * 2 * 7 * vocab)

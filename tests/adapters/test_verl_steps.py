@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hosts import load
-from shared.host_steps import fewer_bytes, notices, same_steps
+from patched import with_deferred_logits
+from shared.host_steps import OnRank, fewer_bytes, notices, on_rank, same_on_ranks, same_steps, same_steps_within
+from shared.megatron_groups import TIMEOUT
 from tiny import qwen3
 from torch import Tensor
 
@@ -47,20 +51,22 @@ class Batch(dict):
     batch_size = property(lambda self: [self["input_ids"].shape[0]])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def verl():
+@contextmanager
+def on_cpu():
     load("verl")
     load("verl", ENGINE, LOSSES)
+    tensordicts = sys.modules[TENSORDICTS]
+    with pytest.MonkeyPatch.context() as patch, torch.compiler.set_stance("force_eager"):
+        patch.setattr(tensordicts, "TensorDict", Batch)
+        patch.setattr(tensordicts, "NonTensorData", Data)
+        for name in ("get_device_id", "get_device_name"):
+            patch.setattr(sys.modules[ENGINE], name, lambda: "cpu")
+        yield
 
 
 @pytest.fixture(autouse=True)
-def on_cpu(monkeypatch):
-    tensordicts = sys.modules[TENSORDICTS]
-    monkeypatch.setattr(tensordicts, "TensorDict", Batch)
-    monkeypatch.setattr(tensordicts, "NonTensorData", Data)
-    for name in ("get_device_id", "get_device_name"):
-        monkeypatch.setattr(sys.modules[ENGINE], name, lambda: "cpu")
-    with torch.compiler.set_stance("force_eager"):
+def verl():
+    with on_cpu():
         yield
 
 
@@ -119,10 +125,11 @@ def ppo(
     packed: bool = True,
     temperature: Any = 0.7,
     squares: bool = False,
+    wrap: Callable[[Any], Any] = lambda model: model,
     **how: Any,
 ) -> Any:
     """A policy, and a forward step of verl's engine with its PPO loss, an entropy bonus and a KL to a reference."""
-    model = qwen3(vocab).to(HALF).to(dtype)
+    model = wrap(qwen3(vocab).to(HALF).to(dtype))
     engine, optimizer = engine_of(model, **how), torch.optim.SGD(model.parameters(), lr=0.3)
     config = SimpleNamespace(
         global_batch_info={},
@@ -192,6 +199,30 @@ def test_ppo_holds_no_logits():
     fewer_bytes("verl", lambda: ppo(vocab=vocab, scale=scale), 2 * 4 * sum(LENGTHS) * scale * vocab)
 
 
+def sharded(model: Any, strategy: str) -> Any:
+    """As the engine's ``_build_fsdp_module`` does."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    utils = sys.modules["verl.utils.fsdp_utils"]
+    if strategy == "fsdp2":
+        utils.apply_fsdp2(model, {"reshard_after_forward": True}, {})
+        return model
+    policy = utils.get_fsdp_wrap_policy(model, {})
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params="original" in strategy
+    )
+
+
+def steps_on_rank(rank: int, world: int, strategy: str) -> OnRank:
+    with on_cpu():
+        return on_rank("verl", rank, lambda: ppo(wrap=partial(sharded, strategy=strategy)))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp, original parameters", "fsdp2"])
+def test_ppo_on_two_ranks(ranks, strategy):
+    same_on_ranks(ranks(steps_on_rank, 2, strategy, timeout=TIMEOUT))
+
+
 def test_a_value_model_is_left_alone():
     model = qwen3(253)
     engine = engine_of(model, "FSDPEngineWithValueHead")
@@ -203,3 +234,7 @@ def test_a_value_model_is_left_alone():
     with pytest.raises(KeyError):
         engine_of(model).forward_step(Batch(), None, True)
     assert "forward" in vars(model.lm_head)
+
+
+def test_the_patch_of_the_page():
+    same_steps_within(lambda: with_deferred_logits("verl"), ppo)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,6 +43,26 @@ def write(name: str) -> Callable[[Any], None]:
     return change
 
 
+def through_copies(name: str, **options: Any) -> Callable[[Any], None]:
+    """As Megatron's and DeepSpeed's optimizers step: a copy of the weight, and then the weight through ``.data``."""
+
+    def change(model: Any) -> None:
+        weight = model.lm_head.weight
+        copy = weight.main_param if name == "main_param" else weight._hp_mapping.hp_fragment
+        copy.grad = torch.ones_like(copy)
+        torch.optim.AdamW([copy], lr=0.1, **options).step()
+        weight.data.copy_(copy.view_as(weight))
+
+    return change
+
+
+def with_copies(model: Any) -> Any:
+    weight = model.lm_head.weight
+    weight.main_param = weight.detach().clone()
+    weight._hp_mapping = SimpleNamespace(hp_fragment=weight.detach().clone().view(-1))
+    return model
+
+
 CHANGES: dict[str, tuple[str, Callable[[Any], None]]] = {
     "hidden": ("hidden", write("hidden")),
     "weight": ("weight", write("lm_head.weight")),
@@ -50,6 +71,9 @@ CHANGES: dict[str, tuple[str, Callable[[Any], None]]] = {
     "SGD, foreach": ("weight", step("SGD", foreach=True)),
     "AdamW, foreach": ("weight", step("AdamW", foreach=True)),
     "AdamW, fused": ("weight", step("AdamW", fused=True)),
+    "Megatron's copy": ("weight", through_copies("main_param")),
+    "Megatron's copy, fused": ("weight", through_copies("main_param", fused=True)),
+    "DeepSpeed's copy": ("weight", through_copies("hp_fragment")),
     "load_state_dict": ("weight", lambda model: model.load_state_dict(Plain().state_dict())),
 }
 
@@ -65,7 +89,7 @@ READS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_linear_head(change, read):
     name, make = CHANGES[change]
-    model = Keeps()
+    model = with_copies(Keeps())
     ll.defer(model)
     logits = model(IDS)
     READS[read](logits)

@@ -1,16 +1,14 @@
 """Deferred models in DeepSpeed's engine, on two real ranks: three steps with the losses and the parameters without it.
 
-With DeepSpeed where it is installed (``DS_BUILD_OPS=0`` is enough); and with a double of what ZeRO-3 does to a weight.
+With the DeepSpeed of constraints-deepspeed.txt, or one that is installed; and with a double of what ZeRO-3 does to a
+weight.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
 import warnings
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +16,12 @@ import pytest
 import torch
 from close import assert_gradient_close_to_truth
 from ranks import close_ranks
+from shared.deepspeed import engine_of, needs_deepspeed
 from test_defer import IDS, LABELS, Plain, idiom
 from test_defer_ranks import STEPS, V, assert_same, batch, loss_of
 from torch import Tensor
 
 import logitless as ll
-
-needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="deepspeed is not installed")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,23 +36,6 @@ def model_of() -> Any:
     from tiny import qwen3
 
     return qwen3(V)
-
-
-def engine_of(rank: int, world: int, model: Any, stage: int, **more: Any) -> Any:
-    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-    os.environ |= {"LOCAL_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": "29533"}
-    import deepspeed
-
-    deepspeed.utils.logger.setLevel(logging.ERROR)
-    settings = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-        **more,
-    }
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)[0]
 
 
 def trained(rank: int, world: int, stage: int, loss: str, deferred: str) -> tuple[list[float], dict[str, Tensor]]:

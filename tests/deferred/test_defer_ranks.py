@@ -43,7 +43,7 @@ def loss_of(kind: str, model: Any, ids: Tensor, labels: Tensor) -> Tensor:
 
 
 def wrapped(kind: str, model: Any) -> Any:
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
     from torch.nn.parallel import DistributedDataParallel
 
@@ -59,6 +59,8 @@ def wrapped(kind: str, model: Any) -> Any:
         )
     for layer in layers:
         fully_shard(layer)
+    if "output dtype" in kind:
+        return fully_shard(model, mp_policy=MixedPrecisionPolicy(output_dtype=torch.float64))
     if "own unit" in kind:
         fully_shard(model.lm_head, reshard_after_forward="resharded" in kind)
     return fully_shard(model, reshard_after_forward=True) if "root resharded" in kind else fully_shard(model)
@@ -89,7 +91,7 @@ def trained(rank: int, world: int, kind: str, loss: str, deferred: str) -> tuple
 
 
 KINDS = ["DDP", "DDP, static graph", "DDP, find_unused_parameters", "FSDP1", "FSDP1, flat", "FSDP2"]
-KINDS += ["FSDP2, own unit", "FSDP2, own unit, resharded", "FSDP2, root resharded"]
+KINDS += ["FSDP2, own unit", "FSDP2, own unit, resharded", "FSDP2, root resharded", "FSDP2, output dtype"]
 
 
 def assert_same(wanted: Any, ours: Any, rtol: float) -> None:

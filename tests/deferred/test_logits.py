@@ -6,6 +6,7 @@ Everything is float64, so that the one tolerance rule leaves 1e-12. ``strict=Tru
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -191,6 +192,11 @@ def test_it_looks_like_the_tensor_it_stands_for():
     assert lazy.size(-1) == V
     assert (len(lazy), lazy.dim(), lazy.numel(), lazy.stride()) == (B, 3, B * S * V, plain.stride())
     assert lazy.is_contiguous()
+    before = Counter(MADE)
+    assert torch.is_floating_point(lazy)
+    assert (torch.is_complex(lazy), torch.is_conj(lazy), torch.is_neg(lazy)) == (False, False, False)
+    assert (torch.numel(lazy), torch.result_type(lazy, 1)) == (B * S * V, plain.dtype)
+    assert before == MADE
     assert repr(lazy) == "Logits([3, 7, 23], torch.float64)"
     assert not lazy.detach().requires_grad
     with torch.no_grad():

@@ -107,6 +107,11 @@ READS: dict[str, Callable[[Any], Any]] = {
         x[torch.arange(B)[:, None], torch.arange(S), IDS],
         x.view(-1, V)[torch.arange(B * S), IDS.view(-1)],
     ),
+    "mean in another dtype": lambda x: x.mean(-1, dtype=torch.float64),
+    "norm, without a graph": lambda x: (
+        torch.linalg.vector_norm(x.detach().float(), dim=-1, dtype=torch.float64),
+        torch.linalg.vector_norm(x.detach()[:, 1:], 1, -1, keepdim=True),
+    ),
     "columns": lambda x: (x[..., 4], x[:, -1, [3, 9]], x[:, :, torch.tensor([1, -1])], x[0, 0, 5]),
     "mean logit": lambda x: x.mean(-1),
     "entropy of log_softmax": lambda x: entropy(F.log_softmax(x, dim=-1)),

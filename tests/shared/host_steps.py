@@ -1,6 +1,7 @@
 """Training steps of a host's own code, before and after ``install``: the same losses and updates, and no logits made.
 
 same_steps("openrlhf", build)      ``build()`` gives a model and its step, from the same weights each time
+same_on_ranks(outcomes)            the same on ranks, of what ``on_rank`` gave on each of them
 spoiled()                          within, every log-prob of ours is 1 % off: what compares must notice
 """
 
@@ -8,8 +9,9 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 import logitless
 from benchmarks.bench.measure import peak_bytes
 from logitless.adapters import Installed
+from logitless.operands.logits import MADE
 
 STEPS = 3
 Build = Callable[[], tuple[nn.Module, Callable[[int], Any]]]
@@ -31,13 +34,22 @@ class Run(NamedTuple):
     updates: dict[str, Tensor]
 
 
-def run(build: Build) -> Run:
-    """Three steps; ``step(n)`` is the host's, with its loss as the result and the optimizer's step within."""
+def run(build: Build, batches: int = 0) -> Run:
+    """Three steps; ``step(n)`` is the host's, with its loss as the result and the optimizer's step within.
+
+    ``batches`` is the number of the first, which differs between ranks.
+    """
     model, step = build()
-    first = {name: x.detach().clone() for name, x in model.named_parameters()}
-    losses = [torch.as_tensor(step(n)).detach().double() for n in range(STEPS)]
+    first = {name: _numbers(x) for name, x in model.named_parameters()}
+    losses = [torch.as_tensor(step(batches + n)).detach().double() for n in range(STEPS)]
     assert len({x.item() for x in losses}) == STEPS
-    return Run(torch.stack(losses), {name: x.detach() - first[name] for name, x in model.named_parameters()})
+    return Run(torch.stack(losses), {name: _numbers(x) - first[name] for name, x in model.named_parameters()})
+
+
+def _numbers(x: Any) -> Tensor:
+    """A copy of a parameter: whole where it is a DTensor, this rank's part where FSDP1 or ZeRO-3 has the others."""
+    x = getattr(x, "ds_tensor", x).detach()
+    return (x.full_tensor() if hasattr(x, "full_tensor") else x).clone()
 
 
 def assert_same(theirs: Run, ours: Run, tolerance: float = 1e-4) -> None:
@@ -84,6 +96,47 @@ def same_steps(host: str, build: Build, *, models: int = 1, exact: Build | None 
     return report
 
 
+class OnRank(NamedTuple):
+    """Steps of a host on one rank: as it is, with ours, and with ours 1 % off; and what ``status`` says of ours."""
+
+    before: Run
+    ours: Run
+    wrong: Run
+    made: dict[str, int]
+    logits: tuple[str, ...]
+
+
+def on_rank(host: str, rank: int, build: Build, **options: Any) -> OnRank:
+    """The steps on this rank, with batches of its own."""
+    importlib.import_module(f"logitless.adapters.{host}")
+    with warnings.catch_warnings():
+        # What a host and its wrappers warn of is their own business.
+        warnings.simplefilter("ignore")
+        found = [run(build, 10 * rank)]
+        for kind in (nullcontext, spoiled):
+            with kind():
+                logitless.install(host, **options)
+                found.append(run(build, 10 * rank))
+                if kind is nullcontext:
+                    report = next(entry for entry in logitless.status().hosts if entry.host == host)
+                logitless.uninstall(host)
+    return OnRank(*found, dict(report.made), report.logits)
+
+
+def same_on_ranks(outcomes: list[OnRank], models: int = 1, tolerance: float = 1e-4, distinct: bool = True) -> None:
+    """The same steps on every rank, none of whose logits are computed; and a wrong number is noticed on each.
+
+    Losses of the ranks are ``distinct`` unless they share their tokens.
+    """
+    for found in outcomes:
+        assert found.made == {}, found.made
+        assert found.logits == (f"logits: not computed (deferred); {models} models so far",)
+        assert_same(found.before, found.ours, tolerance)
+        with pytest.raises(AssertionError):
+            assert_same(found.before, found.wrong, tolerance)
+    assert not distinct or not torch.equal(outcomes[0].before.losses, outcomes[1].before.losses)
+
+
 def fewer_bytes(host: str, build: Build, logits: int, **options: Any) -> tuple[int, int]:
     """Peaks of a step before and after, which holds one tensor of the logits' size less at least."""
     peaks = []
@@ -99,12 +152,14 @@ def fewer_bytes(host: str, build: Build, logits: int, **options: Any) -> tuple[i
 
 
 @contextmanager
-def spoiled() -> Iterator[None]:
-    """Within, log-probs of every call are 1.01 times what they are."""
+def spoiled(every: bool = False) -> Iterator[None]:
+    """Within, log-probs of every call are 1.01 times what they are; with ``every`` all of its results are."""
 
     def off(logprobs: Callable[..., Any]) -> Callable[..., Any]:
         def spoil(*args: Any, **kwargs: Any) -> Any:
             out = logprobs(*args, **kwargs)
+            if every:
+                return out.each(lambda x: 1.01 * x if x.is_floating_point() else x)
             return out._replace(logprob=1.01 * out.logprob)
 
         return spoil
@@ -125,3 +180,14 @@ def notices(host: str, build: Build, **options: Any) -> None:
     finally:
         if any(entry.host == host for entry in logitless.status().hosts):
             logitless.uninstall(host)
+
+
+def same_steps_within(patch: Callable[[], Any], build: Build) -> None:
+    """Three steps as they are and within ``patch()`` are the same, and no logits are made; 1 % off is noticed."""
+    theirs = run(build)
+    MADE.clear()
+    with patch():
+        assert_same(theirs, run(build))
+        assert not MADE
+        with spoiled(every=True), pytest.raises(AssertionError):
+            assert_same(theirs, run(build))

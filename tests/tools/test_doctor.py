@@ -188,3 +188,23 @@ def test_a_host_whose_parent_package_is_missing(monkeypatch):
 def test_a_device_that_is_not_there_is_an_error():
     with pytest.raises(LogitlessError, match='device is "cuda" but torch sees no CUDA device'):
         examine(torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("head", "wanted"), [("float32", "float32"), ("bfloat16", "deferred"), ("float16", "deferred")]
+)
+def test_which_way_logits_go(monkeypatch, head, wanted):
+    """Of a host that defers them, and of one that has none to defer."""
+    pytest.importorskip("trl")
+    monkeypatch.setattr(doctor, "NAMES", ())
+    monkeypatch.setattr(doctor, "HOSTS", ("transformers", "trl"))
+    transformers, trl = examine(CPU, head).hosts
+    assert f"the engine's head is {head}: install with logits='{wanted}'" in trl.verdict
+    assert "logits: " in trl.verdict
+    assert "logits" not in transformers.verdict
+    assert "engine's head" not in examine(CPU).hosts[1].verdict
+
+
+def test_a_head_of_another_dtype_is_refused():
+    with pytest.raises(LogitlessError, match=r"doctor: engine_head.*float32.*int8"):
+        examine(CPU, "int8")

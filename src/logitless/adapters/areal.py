@@ -1,6 +1,8 @@
-"""AReaL: log-probs and entropies of its FSDP, Megatron and Archon engines; the FSDP engine's logits are not computed.
+"""AReaL: log-probs and entropies of its FSDP, Megatron and Archon engines; logits of the first two are not computed.
 
     FSDPEngine.forward_backward_batch                                  the head of its model is deferred
+    get_forward_backward_func of the Megatron engine                   the same
+    unpad_logits(logits, padding_length, cu_seqlens, old_cu_seqlens)   rows of deferred logits, which AReaL would copy
     gather_logprobs(logits, labels, temperature, tp_group)             [..., V'] logits  ->  float32 [...]
     gather_logprobs_entropy(logits, labels, temperature, tp_group)     the same, and entropies
 
@@ -11,9 +13,11 @@ writes the gradient over the logits. No call is left to AReaL.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from logitless.adapters.heads import deferring
@@ -21,6 +25,7 @@ from logitless.adapters.host import Host, Option, Replacement
 from logitless.adapters.schedules import in_schedule
 from logitless.adapters.scoring import entropy_mode, score, taken_over
 from logitless.adapters.shards import check_ids, even_shard
+from logitless.operands import Logits
 from logitless.spec import Head, TokenStats
 
 MODULE = "areal.utils.functional.vocab_parallel"
@@ -63,6 +68,21 @@ def make_logprobs_entropy(original: Callable[..., Any], options: Mapping[str, An
     return gather_logprobs_entropy
 
 
+def make_unpad(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Stands in for ``unpad_logits``, of logits that are not computed: AReaL copies the rows of each sequence."""
+
+    def unpad_logits(logits: Any, padding_length: int, cu_seqlens: Any = None, old_cu_seqlens: Any = None) -> Any:
+        if not isinstance(logits, Logits) or old_cu_seqlens is None:
+            return original(logits, padding_length, cu_seqlens, old_cu_seqlens)
+        starts, ends = cu_seqlens.tolist(), old_cu_seqlens.tolist()
+        lengths = [b - a for a, b in itertools.pairwise(ends)]
+        # Sequences are in the same order, and a last one may be padding.
+        rows = [torch.arange(a, a + n) for a, n in zip(starts[: len(lengths)], lengths, strict=True)]
+        return logits[torch.cat(rows).to(logits.device)]
+
+    return unpad_logits
+
+
 def _score(
     where: str,
     logits: Tensor,
@@ -90,12 +110,14 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
 
 def _heads(options: Mapping[str, Any]) -> list[Replacement]:
     signature = "(self, mb_list, process_output_fn, forward_only=False)"
+    unpad = "(logits, padding_length, cu_seqlens=None, old_cu_seqlens=None)"
     # A critic's head gives one number.
     model = deferring(lambda self, *_, **__: None if self.config.is_critic else self.model)
     engine = "areal.engine.fsdp_engine"
     return [
         Replacement(engine, "FSDPEngine.forward_backward_batch", signature, model, optional=True),
-        in_schedule("areal.engine.megatron_engine", optional=True, if_asked=True),
+        in_schedule("areal.engine.megatron_engine", optional=True),
+        Replacement("areal.utils.data", "unpad_logits", unpad, make_unpad, optional=True),
     ]
 
 
@@ -106,6 +128,7 @@ HOST = Host(
     replacements=_replacements,
     heads=_heads,
     logits="deferred",
+    placed=True,
     options={
         "entropy_grad": Option(True, "False: no entropy bonus is trained, so entropy is a metric without a graph"),
     },

@@ -28,10 +28,11 @@ class Heads:
     Args:
         logits: the option. ``"deferred"`` gives the numbers that the head itself would, rounded to its dtype;
             ``"float32"`` keeps the sums of the product; ``"host"`` leaves all heads alone.
+        placed: whether heads that are DTensors are deferred.
     """
 
-    def __init__(self, logits: str) -> None:
-        self.logits = logits
+    def __init__(self, logits: str, placed: bool = False) -> None:
+        self.logits, self._placed = logits, placed
         self._lock = threading.Lock()
         # Whether each model that is still there is deferred, or why it could not be.
         self._models: WeakKeyDictionary[Any, Literal[True] | str] = WeakKeyDictionary()
@@ -62,7 +63,7 @@ class Heads:
 
     def _first(self, model: Any) -> Literal[True] | str:
         try:
-            defer_or_tell(model, self._refused, rounded=self.logits == "deferred")
+            defer_or_tell(model, self._refused, rounded=self.logits == "deferred", placed=self._placed)
         except LogitlessError as error:
             self._why.add(str(error))
             return str(error)

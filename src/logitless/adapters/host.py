@@ -155,6 +155,8 @@ class Host:
             and ``status`` says so: its logits are then computed.
         logits: how logits are had unless ``install(host, logits=...)`` says: ``"deferred"`` only where a run of the
             host's own training step computed none.
+        placed: whether heads are deferred that tensor parallelism has made DTensors: only where a run of the host's own
+            training step with such a head computed no logits.
     """
 
     name: str
@@ -165,6 +167,7 @@ class Host:
     distribution: str | None = None
     heads: Callable[[Mapping[str, Any]], Sequence[Replacement]] | None = None
     logits: Literal["deferred", "host"] = "host"
+    placed: bool = False
 
     def __post_init__(self) -> None:
         _check_texts("Host", name=self.name, package=self.package)

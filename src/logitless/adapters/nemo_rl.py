@@ -473,4 +473,5 @@ HOST = Host(
     distribution="nemo-rl",
     heads=heads,
     logits="deferred",
+    placed=True,
 )

@@ -238,7 +238,8 @@ def _resolve_all(host: Host, options: Mapping[str, Any], asked: bool = False) ->
     if host.package not in sys.modules and not is_there(host.package):
         name = host.distribution or host.package
         raise LogitlessError(f'install("{host.name}"): the package {name} is not installed in this environment.')
-    version, audit, heads = version_of(host), Audit(options["audit"]), Heads(options.get("logits", "host"))
+    version, audit = version_of(host), Audit(options["audit"])
+    heads = Heads(options.get("logits", "host"), host.placed)
     expectations = Expectations()
     known = MappingProxyType({**options, "audit": audit, "heads": heads, "expectations": expectations})
     prepared, missing = _prepare(host, version, known)

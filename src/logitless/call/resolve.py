@@ -127,10 +127,7 @@ def _resolve(
         machine = Machine.of(x.device) if told is None else told
     name, backend = backend_of(x, asked.backend, None if pretended is None else pretended.device)
     start, found_here = 0 if shard is None else shard.start, found and columns == vocab_size
-    table = None
-    if asked.stats or asked.top_k is not None or asked.ids is not None:
-        ids = None if asked.ids is None else asked.ids.reshape(num_rows, asked.ids.shape[-1])
-        table = Table.of(asked.stats, asked.top_k or 0, ids, negative=negative, start=start)
+    table = _table(asked, num_rows, negative, start)
     over_support = kept is not None and kept.scope == "support"
     return Call(
         caller=caller,
@@ -169,6 +166,14 @@ def _resolve(
         canonical=bits == "canonical" and wide == torch.float32 and not over_support,
         **{"linear": None, "logits_dtype": wide, **known},
     )
+
+
+def _table(asked: Asked, num_rows: int, negative: bool, start: int) -> Table | None:
+    """The readings beyond the softmax that are asked for; None for none."""
+    if not asked.stats and asked.top_k is None and asked.ids is None:
+        return None
+    ids = None if asked.ids is None else asked.ids.reshape(num_rows, asked.ids.shape[-1])
+    return Table.of(asked.stats, asked.top_k or 0, ids, negative=negative, start=start)
 
 
 def _carried(caller: str, head: Head, stands: Stands, rows: Any, gain: Tensor) -> tuple[Tensor, float, bool, bool]:

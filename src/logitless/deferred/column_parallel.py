@@ -20,6 +20,9 @@ from logitless.spec import VocabShard
 
 NAME = "ColumnParallelLinear"
 
+PRODUCT = ("forward", "_forward_impl")
+"""Methods of the layer that make its logits: a subclass with others may cap them, or round them in another way."""
+
 LOSS = "compute_language_model_loss"
 """The method of Megatron's language models that calls one of its cross entropies, which write to their logits."""
 
@@ -27,7 +30,11 @@ LOSS = "compute_language_model_loss"
 def check_layer(layer: Any) -> None:
     """Raise for a layer that does more than multiply."""
     config, problem = getattr(layer, "config", None), None
-    if getattr(layer, "explicit_expert_comm", False):
+    megatrons = next(kind for kind in type(layer).__mro__ if kind.__name__ == NAME)
+    own = [name for name in PRODUCT if getattr(type(layer), name, None) is not getattr(megatrons, name, None)]
+    if own:
+        problem = f"a {own[0]} of its own, which may do more than multiply. Undo that"
+    elif getattr(layer, "explicit_expert_comm", False):
         problem = "the communication of experts"
     elif getattr(config, "defer_embedding_wgrad_compute", False):
         problem = "defer_embedding_wgrad_compute=True, which multiplies hidden states again later. Turn it off"

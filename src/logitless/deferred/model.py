@@ -54,13 +54,19 @@ HALF: dict[torch.dtype, Match] = {torch.bfloat16: "bfloat16", torch.float16: "fl
 
 
 class _Around:
-    """Modules that hold the head, from the nearest on, and who is told of logits that are computed after all.
+    """Modules that hold the head, from the nearest on; who is told of logits that are computed after all; and whether
+    the code that gets the logits knows those of a DTensor (``placed``).
 
-    A copy of the head has neither: what holds the copy is another model.
+    A copy of the head has none of these: what holds the copy is another model.
     """
 
-    def __init__(self, modules: Sequence[nn.Module] = (), refused: Callable[[str], None] | None = None) -> None:
-        self._modules, self.refused = [weakref.ref(x) for x in modules], refused
+    def __init__(
+        self,
+        modules: Sequence[nn.Module] = (),
+        refused: Callable[[str], None] | None = None,
+        placed: bool = True,
+    ) -> None:
+        self._modules, self.refused, self.placed = [weakref.ref(x) for x in modules], refused, placed
         self._shard: tuple[Any, VocabShard] | None = None
 
     def __reduce__(self) -> Any:
@@ -178,10 +184,11 @@ def defer_or_tell(
     head: str | nn.Module | None = None,
     rounded: bool = True,
     memory: int | str | None = None,
+    placed: bool = True,
     **options: Any,
 ) -> Deferral:
     """:func:`defer`; a forward whose logits cannot be deferred computes them and tells why, unless ``refused`` is None:
-    then it raises."""
+    then it raises. Without ``placed`` those of a head that is a DTensor cannot be."""
     for name in options:
         if name not in OPTIONS:
             raise LogitlessError(f"defer: there is no option {name!r}.{did_you_mean(name, OPTIONS)}")
@@ -195,7 +202,7 @@ def defer_or_tell(
         for layer in layers:
             parallel = _is_column_parallel(layer)
             shard = column_parallel.shard_of_layer(layer) if parallel else None
-            around = _Around(_holders(chunk, layer), refused)
+            around = _Around(_holders(chunk, layer), refused, placed)
             style = wrapper_of(layer)
             layer._logitless_deferred = _Deferred(rounded, memory, options, around, shard, style)
             layer.forward = Bound(_wrap_column_parallel if parallel else _wrap, layer)
@@ -425,7 +432,7 @@ def _logits(layer: Any, hidden: Tensor) -> Logits:
                 "defer: the head has a LoRA, and its weight is a DTensor: tensor parallelism has sharded it. Merge the "
                 "LoRA, leave the head out of the adapter, or keep the model's own logits (undefer)."
             )
-        if settings.around.refused is not None:
+        if not settings.around.placed:
             raise LogitlessError(
                 "defer: the head's weight is a DTensor: tensor parallelism has sharded it, and the host's own code was "
                 "not tried on its logits. To have them deferred all the same, call logitless.defer(model) yourself."

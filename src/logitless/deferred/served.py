@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from logitless.call.resolve import MEMORY
 from logitless.deferred import distribution, losses
 from logitless.deferred.distribution import Distribution
 from logitless.deferred.later import COMPARISONS, Later
@@ -20,6 +21,7 @@ from logitless.deferred.read import ask, here, over_last, readable
 from logitless.errors.arguments import FLOATS
 from logitless.operands import Logits
 from logitless.operands.logits import SERVED, count_made
+from logitless.spec import parse_memory
 
 
 def _of_logits(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,10 +60,23 @@ def _gather(x: Any, dim: Any = None, index: Any = None, **kwargs: Any) -> Any:
     return numbers(x, "logit", index)
 
 
-def _mean(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+def _mean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any) -> Any:
     if kwargs or not over_last(x, dim):
         return NotImplemented
-    found = ask(x, "mean_logit")
+    found = ask(x if dtype is None else x.to(dtype), "mean_logit")
+    return found.unsqueeze(-1) if keepdim else found
+
+
+def _vector_norm(
+    x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any
+) -> Any:
+    """Of a metric, without a graph: the logits of a few rows at a time."""
+    if kwargs or not over_last(x, dim) or (torch.is_grad_enabled() and x.requires_grad):
+        return NotImplemented
+    rows = max(1, parse_memory(x._stands.memory or MEMORY["hidden"]) // (8 * x.shape[-1]))
+    parts = x.detach().reshape(-1, x.shape[-1]).split(rows)
+    found = [torch.linalg.vector_norm(part.computed(), ord, -1, dtype=dtype) for part in parts]
+    found = torch.cat(found).reshape(x.shape[:-1])
     return found.unsqueeze(-1) if keepdim else found
 
 
@@ -105,6 +120,7 @@ SERVED.update(
         "amin": _of_logits(distribution.amin),
         "topk": _of_logits(distribution.topk),
         "mean": _of_logits(_mean),
+        "linalg_vector_norm": _of_logits(_vector_norm),
         "mul": _times,
         "multiply": _times,
         "__mul__": _times,

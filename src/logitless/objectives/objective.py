@@ -38,7 +38,16 @@ from logitless.objectives.metrics import Metrics, metrics_of
 from logitless.objectives.mismatch import measures
 from logitless.objectives.policy import POLICY_TERMS
 from logitless.objectives.reduction import Reduction, row_weights
-from logitless.objectives.settings import RECIPES, RecipeName, bounds_of, check_settings, clip_of, policy_keywords
+from logitless.objectives.settings import (
+    RECIPES,
+    RecipeName,
+    bounds_of,
+    check_settings,
+    clip_of,
+    name_of,
+    policy_keywords,
+    shown,
+)
 from logitless.rows import Rows
 from logitless.spec import TokenStats
 
@@ -156,7 +165,7 @@ class Objective:
         ('policy=<lambda>',)
         """
         terms = {name: getattr(self, name) for name in ("policy", "correction", "kl")}
-        return tuple(f"{name}={_name_of(x)}" for name, x in terms.items() if x is not None and not isinstance(x, str))
+        return tuple(f"{name}={name_of(x)}" for name, x in terms.items() if x is not None and not isinstance(x, str))
 
     @functools.cached_property
     def batch_level(self) -> bool:
@@ -176,32 +185,26 @@ class Objective:
         """
         settings = {f.name: getattr(self, f.name) for f in fields(self)}
         plain = {name: x for name, x in settings.items() if x != getattr(_PLAIN, name)}
-        return f"Objective({', '.join(f'{name}={_shown(x)}' for name, x in plain.items())})"
+        return f"Objective({', '.join(f'{name}={shown(x)}' for name, x in plain.items())})"
 
     def __repr__(self) -> str:
         """Policy, clip bounds in effect and reduction, and the other settings that differ from the defaults."""
-        shown = {"policy": self.policy, "clip": clip_of(self), "reduce": self.reduce}
+        first = {"policy": self.policy, "clip": clip_of(self), "reduce": self.reduce}
         differ = {f.name: x for f in fields(self) if (x := getattr(self, f.name)) != getattr(_PLAIN, f.name)}
-        parts = {f.name: {**differ, **shown}.get(f.name) for f in fields(self)}
-        texts = [f"{name}={_shown(x)}" for name, x in parts.items() if x is not None]
+        parts = {f.name: {**differ, **first}.get(f.name) for f in fields(self)}
+        texts = [f"{name}={shown(x)}" for name, x in parts.items() if x is not None]
         return f"Objective({', '.join(texts)})"
 
     @functools.cached_property
     def sequence_level(self) -> bool:
         """Whether a term takes means over whole samples."""
-        return self.level == "sequence" or any(self._means)
+        return self.level == "sequence" or any(self.sample_means)
 
     @functools.cached_property
-    def _means(self) -> tuple[bool, bool]:
+    def sample_means(self) -> tuple[bool, bool]:
         """Whether a named policy, and a named correction, takes a mean over samples."""
         policy = isinstance(self.policy, str) and POLICY_TERMS[self.policy].level == "sequence"
         return policy, isinstance(self.correction, str) and CORRECTIONS[self.correction].level == "sequence"
-
-    def sample_sums(self, summed: bool) -> tuple[int, int] | None:
-        """How many sums over samples forward and backward take; None where a term of the caller's own takes them."""
-        own = any(x is not None and not isinstance(x, str) for x in (self.policy, self.correction))
-        # A correction is a constant, and has no backward.
-        return None if own and self.level in ("sequence", "batch") else (sum(self._means), int(self._means[0]))
 
     @functools.cached_property
     def required(self) -> tuple[str, ...]:
@@ -485,23 +488,6 @@ class Objective:
                 f"Objective: entropy_coef is {self.entropy_coef} but the entropy {came}. "
                 f"Compute the results with entropy=objective.entropy."
             )
-
-
-def _name_of(term: Any) -> str:
-    """A function by its name, also where it is inside of a ``functools.partial``."""
-    if isinstance(term, functools.partial):
-        return f"functools.partial({_name_of(term.func)})"
-    return getattr(term, "__qualname__", type(term).__name__)
-
-
-def _shown(x: Any) -> str:
-    """A setting, the same in every process: functions and other objects by name, and not by their address."""
-    if isinstance(x, functools.partial):
-        given = [*map(_shown, x.args), *(f"{name}={_shown(value)}" for name, value in x.keywords.items())]
-        return f"functools.partial({', '.join([_shown(x.func), *given])})"
-    if isinstance(x, Tensor):
-        return f"tensor({fingerprint(x)})"
-    return _name_of(x) if callable(x) else repr(x)
 
 
 def _weighed_sum(x: Inputs, losses: Tensor) -> Tensor:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from torch import Tensor
+
 from logitless.backends.divergences import Divergence
+from logitless.collectives import fingerprint
 from logitless.errors import LogitlessError, closest
 from logitless.errors.arguments import described, instance, sequence
 from logitless.objectives.checks import finite, known_name, resolve_bounds, resolve_clip, unknown
@@ -158,3 +162,20 @@ def bounds_of(objective: Any) -> tuple[float, ...]:
             raise LogitlessError("Objective: correction_bounds go with a correction by name.")
         return ()
     return resolve_bounds(objective.correction, objective.correction_bounds, CORRECTIONS[objective.correction].bounds)
+
+
+def name_of(term: Any) -> str:
+    """A function by its name, also where it is inside of a ``functools.partial``."""
+    if isinstance(term, functools.partial):
+        return f"functools.partial({name_of(term.func)})"
+    return getattr(term, "__qualname__", type(term).__name__)
+
+
+def shown(x: Any) -> str:
+    """A setting, the same in every process: functions and other objects by name, and not by their address."""
+    if isinstance(x, functools.partial):
+        given = [*map(shown, x.args), *(f"{name}={shown(value)}" for name, value in x.keywords.items())]
+        return f"functools.partial({', '.join([shown(x.func), *given])})"
+    if isinstance(x, Tensor):
+        return f"tensor({fingerprint(x)})"
+    return name_of(x) if callable(x) else repr(x)

@@ -281,17 +281,17 @@ SERVED: dict[str, Callable[..., Any]] = {}
 READERS = "logitless.deferred.served"
 """Fills ``SERVED``. By name, since it stands above what it reads: verbs, which stand above their operands."""
 
-ATTRIBUTES = frozenset(
-    {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size}
-)
+ATTRIBUTES = frozenset({Tensor.size, Tensor.dim, Tensor.element_size})
 """Functions that the wrapper itself answers."""
 
 ATTRIBUTE_NAMES = frozenset(
     {
         *("__len__", "is_contiguous", "stride", "_is_view", "is_inference", "nelement", "ndimension", "get_device"),
         *("__hash__", "storage_offset", "is_signed", "_register_hook_dict", "backward", "grad", "requires_grad_"),
+        *("is_floating_point", "is_complex", "is_conj", "is_neg", "numel", "result_type"),
     }
 )
+"""The same by name: functions of torch, and methods that are no attribute of Tensor."""
 
 VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 """Attributes that are tensors; the wrapper itself answers all others."""

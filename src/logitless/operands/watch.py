@@ -2,7 +2,8 @@
 
 A version counts what is written to a tensor, but not all of it: a fused optimizer counts nothing, one that writes to
 many DTensors at once (foreach) neither, and FSDP2 gathers the weight of after a step where logits of before are read.
-So the steps of optimizers are counted as well. What is written through ``.data`` is seen by neither.
+So the steps of optimizers are counted as well. What is written through ``.data`` is seen by neither; of Megatron's and
+DeepSpeed's optimizers, which write so, the float32 copies are watched that these step first.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class Watch:
     def __init__(self, parameters: Sequence[Tensor], also: Callable[[], Any] | None = None) -> None:
         if not _hooks:
             _hooks.append(register_optimizer_step_post_hook(_count))
+        known = [y for x in parameters for y in (x, *_copies(x))]
         # An inference tensor has no version.
-        self._parameters, self._also = [x for x in parameters if not x.is_inference()], also
+        self._parameters, self._also = [x for x in known if not x.is_inference()], also
         for x in self._parameters:
             _STEPS.setdefault(x, 0)
         self._before = self._now()
@@ -43,6 +45,12 @@ class Watch:
 
     def _now(self) -> Any:
         return [(x._version, _STEPS[x]) for x in self._parameters], None if self._also is None else self._also()
+
+
+def _copies(parameter: Any) -> list[Tensor]:
+    """The float32 copy of a parameter, or its part here, where Megatron's or DeepSpeed's optimizer has made one."""
+    fragment = getattr(getattr(parameter, "_hp_mapping", None), "hp_fragment", None)
+    return [x for x in (getattr(parameter, "main_param", None), fragment) if isinstance(x, Tensor)]
 
 
 def _count(optimizer: Any, *_: Any) -> None:

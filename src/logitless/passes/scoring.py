@@ -17,6 +17,7 @@ from logitless.notes import explained
 from logitless.operands import Kept, Teacher, Teachers
 from logitless.passes.back import Beside, gradients
 from logitless.passes.chunk import LogitsChunk, empty_chunk
+from logitless.passes.dropped import packed, staying_rows, unpacked
 from logitless.passes.exponentials import Exponentials
 from logitless.passes.frozen import Unit, lines_with_unit, unit_gradient
 from logitless.passes.look import asked_of, find_rows, look_by_tiles, look_whole
@@ -314,7 +315,12 @@ def _hidden_gradients(
     p = Projection.of(selected_rows(operands, call), operands, saved["column"], call, call.found_here)
     beside = Beside(Terms.of(call, saved, up, row, _support(call, saved)), *_stored(p, plan, saved))
     _, hidden, weight, bias, y, _ = needs
+    index = staying_rows(call, plan, saved, up)
+    if index is not None:
+        p, beside = packed(p, beside, index)
     found = gradients(p, plan.backward, beside, want=(hidden or y, weight, bias), weight_grad=linear.weight_grad)
+    if index is not None:
+        found = unpacked(found, index, call.num_rows)
     low = None if operands.y is None else operands.y.shape
     d_hidden, d_y = hidden_gradients(found.hidden, operands.hidden.shape, low, call, (hidden, y))
     return d_hidden, found.weight, found.bias, d_y, found.low

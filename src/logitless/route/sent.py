@@ -58,7 +58,7 @@ def over_samples(
     checked = (_facts("sequence", group),) if check_group else ()
     if group.size() == 1:
         return checked
-    sums = objective.sample_sums(summed)
+    sums = objective.sample_sums(summed) if isinstance(objective, Preference) else _sums(objective)
     wide = torch.float64.itemsize if isinstance(objective, Preference) else call.gain.dtype.itemsize
     size = len(call.rows.counts) * wide
     what = "a sum over each sample"
@@ -68,6 +68,16 @@ def over_samples(
     forward, backward = sums or (1, 1)
     back = (replace(sent, when="backward"),) * backward if any(call.needs) else ()
     return (*checked, *(sent,) * forward, *back)
+
+
+def _sums(objective: Objective) -> tuple[int, int] | None:
+    """How many sums over samples forward and backward take; None where a term of the caller's own takes them."""
+    if objective.level in ("sequence", "batch") and not all(
+        x is None or isinstance(x, str) for x in (objective.policy, objective.correction)
+    ):
+        return None
+    # A correction is a constant, and has no backward.
+    return sum(objective.sample_means), int(objective.sample_means[0])
 
 
 def _facts(over: Literal["vocabulary", "sequence"], group: Any) -> Collective:

@@ -21,11 +21,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from logitless.collectives import sum_over
+from logitless.collectives import agree_if, resolve_group, sum_over
 from logitless.errors import LogitlessError, no_second_derivative
-from logitless.errors.arguments import dense, described, sequence
+from logitless.errors.arguments import check_flags, dense, described, sequence
 
 GradRule = Literal["sum", "slice"] | None
+
+
+def exchanged(
+    caller: str, rows: Any, x: Tensor | Sequence[Tensor], group: Any, to: Any, grad: GradRule, check: bool
+) -> tuple[Tensor, ...]:
+    """Fields of rows, checked, and exchanged over a group: all of them, or those at the rows ``to``."""
+    check_flags(f"Rows.{caller}", check=check)
+    process_group = resolve_group(group, f"Rows.{caller}: group")
+
+    def prepare() -> tuple[Tensor, ...]:
+        whole_lengths(caller, rows)
+        check_split(caller, rows, to, 1 if process_group is None else process_group.size())
+        return check_fields(caller, x, len(rows))
+
+    def facts(fields: tuple[Tensor, ...]) -> dict[str, Any]:
+        return exchange_facts(fields, whole_lengths(caller, rows), grad)
+
+    fields = agree_if(check, process_group, f"Rows.{caller}", prepare, facts)
+    wanted = None if to is None else to.response
+    return exchange_over(process_group, fields, rows.response, sum(rows.response_lengths), wanted, grad)
+
+
+def whole_lengths(caller: str, rows: Any) -> tuple[int, ...]:
+    """Response tokens of each sample, on all ranks together."""
+    if rows.response_lengths is None:
+        raise LogitlessError(f"Rows.{caller}: rows made with Rows.at or Rows.every know of no samples.")
+    return rows.response_lengths
 
 
 def exchange_over(

@@ -21,11 +21,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from logitless.collectives import agree_if, resolve_group
+from logitless.collectives import resolve_group
 from logitless.errors import LogitlessError
-from logitless.errors.arguments import check_flags, dense, device_named, instance, one_of, refused
+from logitless.errors.arguments import dense, device_named, instance, one_of, refused
 from logitless.rows.agreement import check_one_batch
-from logitless.rows.exchange import GradRule, check_fields, check_split, end_to_end, exchange_facts, exchange_over
+from logitless.rows.exchange import GradRule, end_to_end, exchanged, whole_lengths
 from logitless.rows.integers import check_distinct, device_of, integers, whole_number
 from logitless.rows.layouts import Scheme, check_scheme, here, ragged_arange, round_up
 from logitless.rows.masks import samples_of_labels, samples_of_mask
@@ -345,7 +345,7 @@ class Rows:
 
         Under context parallelism or ``loss_mask_only`` this picks the tokens that are scored here.
         """
-        lengths = self._whole_lengths("from_responses")
+        lengths = whole_lengths("from_responses", self)
         whole = end_to_end("from_responses", responses, lengths, "a response of {} tokens")
         return whole.index_select(0, self.response.to(whole.device))  # pyright: ignore[reportOptionalMemberAccess]
 
@@ -365,8 +365,8 @@ class Rows:
         Returns:
             A list of ``[response length]`` tensors, or one such list per field.
         """
-        whole = self._exchange(x, group, None, grad, "gather", check)
-        lists = [list(field.split(self._whole_lengths("gather"))) for field in whole]
+        whole = exchanged("gather", self, x, group, None, grad, check)
+        lists = [list(field.split(whole_lengths("gather", self))) for field in whole]
         return lists[0] if isinstance(x, Tensor) else lists
 
     def redistribute(
@@ -378,7 +378,7 @@ class Rows:
         for :meth:`gather`. Rows of ``to`` that no rank scored are zero.
         """
         instance(to, Rows, "Rows.redistribute: to")
-        fields = self._exchange(x, group, to, grad, "redistribute", check)
+        fields = exchanged("redistribute", self, x, group, to, grad, check)
         return fields[0] if isinstance(x, Tensor) else fields
 
     def check_over(self, group: Any) -> None:
@@ -388,7 +388,7 @@ class Rows:
         """
         process_group = resolve_group(group, "Rows.check_over: group")
         if process_group is not None:
-            self._whole_lengths("check_over")
+            whole_lengths("check_over", self)
             check_one_batch(self, process_group)
 
     def expand(self, x: Tensor, *, at: Literal["rows", "tokens"] = "rows") -> Tensor:
@@ -429,30 +429,6 @@ class Rows:
         if self.slot is None:
             return x
         return x.new_zeros((sum(self.held), *x.shape[1:])).index_copy(0, self.slot, x)
-
-    def _exchange(
-        self, x: Tensor | Sequence[Tensor], group: Any, to: Rows | None, grad: GradRule, caller: str, check: bool
-    ) -> tuple[Tensor, ...]:
-        check_flags(f"Rows.{caller}", check=check)
-        process_group = resolve_group(group, f"Rows.{caller}: group")
-
-        def prepare() -> tuple[Tensor, ...]:
-            self._whole_lengths(caller)
-            check_split(caller, self, to, 1 if process_group is None else process_group.size())
-            return check_fields(caller, x, len(self))
-
-        def facts(fields: tuple[Tensor, ...]) -> dict[str, Any]:
-            return exchange_facts(fields, self._whole_lengths(caller), grad)
-
-        fields = agree_if(check, process_group, f"Rows.{caller}", prepare, facts)
-        assert self.response is not None
-        wanted = None if to is None else to.response
-        return exchange_over(process_group, fields, self.response, sum(self.response_lengths or ()), wanted, grad)
-
-    def _whole_lengths(self, caller: str) -> tuple[int, ...]:
-        if self.response_lengths is None:
-            raise LogitlessError(f"Rows.{caller}: rows made with Rows.at or Rows.every know of no samples.")
-        return self.response_lengths
 
     def _check_rows(self, x: Tensor, caller: str) -> None:
         if dense(x, f"Rows.{caller}: x").dim() == 0 or x.shape[0] != len(self):

@@ -23,6 +23,7 @@ from logitless.adapters.signatures import is_there
 from logitless.backends import NAMES, choose_backend, load
 from logitless.engines import GROUPS, PARTS, VARIABLE, asked, registered
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import refused
 from logitless.operands import Logits
 from logitless.score import logprobs
 from logitless.spec import Head, format_bytes
@@ -31,6 +32,9 @@ PACKAGES = ("logitless", "torch", "triton", "transformers", "typer", "rich", "ma
 
 ROWS, COLUMNS, DEPTH = 37, 1003, 24
 HEAD = Head(temperature=0.7, softcap=25.0)
+
+ENGINE_HEADS = ("bfloat16", "float16", "float32")
+"""Dtypes that a rollout engine's head may give its logits in."""
 
 VALUE_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
@@ -125,8 +129,14 @@ class Findings:
         return asdict(self) | {"exactness": exactness, "ok": self.ok}
 
 
-def examine(device: torch.device) -> Findings:
-    """Look at this machine and try the library on a device."""
+def examine(device: torch.device, engine_head: str | None = None) -> Findings:
+    """Look at this machine and try the library on a device.
+
+    Args:
+        engine_head: dtype of the logits of the rollout engine: hosts that defer logits are then told which to ask for.
+    """
+    # Before anything is tried.
+    advice(engine_head)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise LogitlessError('doctor: device is "cuda" but torch sees no CUDA device. Use --device cpu.')
     choice = choose_backend(torch.zeros(1, 1, device=device))
@@ -144,7 +154,9 @@ def examine(device: torch.device) -> Findings:
         chosen=f"{choice.name}: {choice.reason}",
         backends=backends,
         exactness=tuple(exactness),
-        hosts=tuple(_host(name) for name in HOSTS if importlib.util.find_spec(f"logitless.adapters.{name}")),
+        hosts=tuple(
+            _host(name, engine_head) for name in HOSTS if importlib.util.find_spec(f"logitless.adapters.{name}")
+        ),
         engines=tuple(_engine(name) for name in sorted(PARTS)),
     )
 
@@ -218,7 +230,21 @@ def _truth(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return logp.gather(1, target[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
 
 
-def _host(name: str) -> HostFinding:
+def advice(engine_head: str | None) -> str | None:
+    """Which logits to ask for beside a rollout engine whose head has this dtype; None where it was not told.
+
+    >>> advice("float32")
+    "the engine's head is float32: install with logits='float32'"
+    """
+    if engine_head is None:
+        return None
+    if engine_head not in ENGINE_HEADS:
+        raise refused("doctor: engine_head", " or ".join(ENGINE_HEADS), engine_head)
+    wanted = "float32" if engine_head == "float32" else "deferred"
+    return f"the engine's head is {engine_head}: install with logits={wanted!r}"
+
+
+def _host(name: str, engine_head: str | None = None) -> HostFinding:
     """The host is imported, and nothing of it replaced."""
     host = importlib.import_module(f"logitless.adapters.{name}").HOST
     if not is_there(host.package):
@@ -232,9 +258,9 @@ def _host(name: str) -> HostFinding:
     except Exception as error:
         why = str(error).strip().splitlines() or [type(error).__name__]
         return HostFinding(name, found, tuple(host.versions), False, (why[0],))
-    return HostFinding(
-        name, report.version, tuple(host.versions), True, (*report.logits, *report.notes, *report.missing)
-    )
+    told = advice(engine_head) if host.heads is not None else None
+    logits = (*report.logits, *([told] if told is not None else []))
+    return HostFinding(name, report.version, tuple(host.versions), True, (*logits, *report.notes, *report.missing))
 
 
 def _engine(name: str) -> HostFinding:

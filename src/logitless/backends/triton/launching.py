@@ -72,8 +72,11 @@ def launch(kernel: str, programs: int, *, on: Tensor, module: str = "kernels", *
 
 
 def understood(arguments: dict[str, Any], amd: bool) -> dict[str, Any]:
-    """The arguments of a launch without those that Triton refuses on AMD's cards: a bound on registers."""
-    return {name: x for name, x in arguments.items() if name != "maxnreg"} if amd else arguments
+    """The arguments of a launch, on AMD's cards without what NVIDIA's alone have: a bound on registers, and a FAST
+    logarithm."""
+    if not amd:
+        return arguments
+    return {name: False if name == "FAST" else x for name, x in arguments.items() if name != "maxnreg"}
 
 
 def require(x: Tensor) -> None:

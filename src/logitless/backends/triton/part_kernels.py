@@ -131,7 +131,7 @@ def gradient_from_tiles_kernel(
     SLAB: tl.constexpr,
     TILES: tl.constexpr,
     STEPS: tl.constexpr,
-    WIDEN: tl.constexpr,
+    FAST: tl.constexpr,
 ):
     """Some of a row's columns per program: the gradient from ``e^(z - moved)``, with a ``moved`` for each SLAB of them.
 
@@ -159,8 +159,8 @@ def gradient_from_tiles_kernel(
         b_k = ((k + k_z * shift) * scale)[:, None]
         if PRODUCT:
             b_e = tl.maximum(b_e, TINY)
-            # What the hardware has, a few units of 2^-24 off: e has 2^-9 or 2^-12.
-            b_log = tl.log2(b_e) if WIDEN else libdevice.fast_log2f(b_e)
+            # What NVIDIA's hardware has, a few units of 2^-24 off: e has 2^-9 or 2^-12.
+            b_log = libdevice.fast_log2f(b_e) if FAST else tl.log2(b_e)
             b_k = b_k + (k_z * LN2 * scale)[:, None] * b_log
         b_dz = tl.where(o_c == i_at, target, b_e * b_k)
         b_dz = tl.where(read, b_dz, 0.0)

@@ -263,7 +263,7 @@ def gradient_from(
         out_stride=out.stride(0),
         moved_stride=references.stride(0),
         SLAB=slab,
-        WIDEN=interpreted(),
+        FAST=not interpreted(),
         **sizes,
     )
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from logitless.tools.cli.options import NO, AsJson, Device
+from logitless.tools.cli.options import NO, AsJson, Device, full_dtype
 from logitless.tools.cli.output import console
 from logitless.tools.cli.ranks import pick_device
 
+EngineHead = Annotated[
+    str | None,
+    typer.Option(help="Dtype of the logits of your rollout engine: says which logits to install frameworks with."),
+]
 
-def doctor(device: Device = None, as_json: AsJson = False) -> None:
+
+def doctor(device: Device = None, engine_head: EngineHead = None, as_json: AsJson = False) -> None:
     """Show versions, backends that run here, and how exact they are.
 
     Exit code 1 says that a backend runs here and is wrong.
@@ -21,7 +26,8 @@ def doctor(device: Device = None, as_json: AsJson = False) -> None:
 
     from logitless.tools.doctor import examine
 
-    findings = examine(torch.device(pick_device(device, 0)))
+    head = None if engine_head is None else full_dtype(engine_head)
+    findings = examine(torch.device(pick_device(device, 0)), head)
     if as_json:
         print(json.dumps(findings.as_json(), indent=1))
     else:

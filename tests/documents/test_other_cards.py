@@ -1,0 +1,44 @@
+"""``docs/cards.md`` says what the record says, the record has every kernel, and all of them fit on every card."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "docs"))
+
+import make_cards  # noqa: E402
+
+LINES = make_cards.read()
+SHARED = dict(re.findall(r"^\| `(\w+)` \| .* \| (\d+) KiB \|$", make_cards.PAGE.read_text(), re.MULTILINE))
+FUSED = ("product_", "merge_", "follow_", "gradient_from_tiles_", "pair_")
+"""Names of kernels that other cards have only where they were tuned."""
+
+
+def test_the_page_says_what_the_record_says():
+    """Run ``make cards`` after a change of kernels, or ``python docs/make_cards.py`` after a change of its words."""
+    assert make_cards.made() == make_cards.PAGE.read_text(encoding="utf-8")
+
+
+def test_every_kernel_is_in_the_record():
+    """But those that it may be without, which ``benchmarks/cards.py`` names."""
+    source = (ROOT / "benchmarks" / "cards.py").read_text()
+    (not_yet,) = re.findall(r"^NOT_YET = \{(.*)\}$", source, re.MULTILINE)
+    found = set()
+    for path in (ROOT / "src" / "logitless" / "backends" / "triton").glob("*kernels.py"):
+        found |= set(re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE))
+    assert found - set(re.findall(r'"(\w+)"', not_yet)) <= {line["kernel"] for line in LINES} <= found
+
+
+def test_all_fit():
+    """Shared memory and registers, everywhere. Where no tuning is asked for first, next to nothing spills."""
+    assert set(SHARED) == {line["target"] for line in LINES}
+    for line in LINES:
+        assert line["shared"] <= 1024 * int(SHARED[line["target"]]), line
+        assert line["registers"] <= (512 if line["target"].startswith("gfx") else 255), line
+        if line["target"] == "sm_90":
+            assert line["spilled"] == 0, line
+        if not line["kernel"].startswith(FUSED):
+            assert line["spilled"] <= 4, line
