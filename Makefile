@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Each part of the library against float64, once; no hosts, no commands.
 QUICK := test_architecture call/test_errors operands/test_kept rows/test_layouts route/test_linear_plans score/test_logprobs objectives/test_objective_terms score/test_policy_head rows/test_rows score/test_special_values rows/test_exchange
 
-.PHONY: changelog checkouts demo test gpu check hosts hosts312 drift fuzz soak lint format bench cards faults mutants versions docs serve dist smoke bare release-tag clean
+.PHONY: changelog checkouts demo test gpu check hosts engines hosts312 drift fuzz soak lint format bench cards faults mutants versions docs serve dist smoke bare release-tag clean
 
 demo: $(STAMP)
 	$(RUN)python -m examples.demo
@@ -47,6 +47,11 @@ hosts: $(STAMP)
 	$(RUN)python tests/adapters/matrix.py
 	$(RUN)python -m pytest -q $(HELD:%=tests/%.py)
 	$(RUN)python docs/make_hosts.py
+
+# The plug-ins' tests on each version of a rollout engine: vllm-0.32.0, sglang-0.5.23, ..., unpacked from their wheels.
+engines: $(STAMP)
+	for folder in $(wildcard $(LOGITLESS_HOSTS)/vllm-* $(LOGITLESS_HOSTS)/sglang-*); do \
+		LOGITLESS_HOSTS=$$folder $(RUN)python -m pytest -q tests/engines tests/operands/test_engine_supports.py || exit 1; done
 
 # The folder of checkouts, cloned or brought up to date.
 checkouts:

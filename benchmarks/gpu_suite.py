@@ -30,6 +30,7 @@ RECORDS = ROOT / "benchmarks" / "results" / "gpu-suite.jsonl"
 FILES = (
     *("tests/test_cuda.py", "tests/test_cuda_trust.py"),
     *("tests/backends/test_products.py", "tests/backends/test_epilogues.py", "tests/backends/test_float32_head.py"),
+    "tests/backends/test_canonical.py",
     *("tests/score/test_logprobs.py", "tests/score/test_linear.py", "tests/score/test_special_values.py"),
     *("tests/score/test_overwrite.py", "tests/loss"),
     *("tests/readings/test_divergence.py", "tests/readings/test_statistics.py", "tests/readings/test_support.py"),

@@ -35,7 +35,7 @@ import versions
 import logitless as ll
 from benchmarks.bench.records import Environment
 from logitless.backends import triton as backend
-from logitless.backends.triton import blocks, divergences, products
+from logitless.backends.triton import blocks, divergences, pairs, products
 from logitless.machine import Machine
 from logitless.readings.table import STATS
 
@@ -139,6 +139,18 @@ def divergence(device: str, dtype: torch.dtype, **options: Any) -> None:
     ll.logprobs(logits, rows, teacher=teacher, **options).divergence.sum().backward()
 
 
+def two_models(device: str, dtype: torch.dtype, divergence: Any, **options: Any) -> None:
+    """Of hidden states of two models with one vocabulary, in two passes and as a loss."""
+    hidden, weight = operands(device, dtype)
+    given: dict[str, Any] = {"backend": "triton", **options, "teacher": ll.Logits(hidden.detach() + 1, weight.detach())}
+    logits, rows = ll.Logits(hidden, weight), target_of(COLUMNS, device)
+    ll.logprobs(logits, rows, divergence=divergence, **given).divergence.sum().backward()
+    machine = replace(Machine.of(torch.device(device)), costs=None)
+    with mock.patch.object(Machine, "of", return_value=machine):
+        loss, _ = ll.policy_loss(logits, rows, ll.Objective.recipe("distill", divergence=divergence), **given)
+    loss.backward()
+
+
 CALLS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "logprobs": (from_logits, {}),
     "logprobs, entropy": (from_logits, {"entropy": "grad"}),
@@ -170,6 +182,9 @@ CALLS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "divergence, forward": (divergence, {"divergence": "forward_kl"}),
     "divergence, mixed": (divergence, {"divergence": "jsd", "head": ll.Head(softcap=20.0)}),
     "divergence, variation": (divergence, {"divergence": "tv"}),
+    "divergence of two heads, reverse": (two_models, {"divergence": "reverse_kl"}),
+    "divergence of two heads, forward": (two_models, {"divergence": "forward_kl", "memory": 16 * COLUMNS * 4}),
+    "divergence of two heads, mixed": (two_models, {"divergence": "jsd", "head": ll.Head(softcap=20.0)}),
 }
 KEPT: dict[str, tuple[Callable[..., None], str]] = {
     "logprobs, kept ids": (from_logits, "vocabulary"),
@@ -187,7 +202,7 @@ def launched_by(device: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> dict[s
         counts[kernel] += programs > 0
         launch(kernel, programs, **arguments)
 
-    for module in (backend, products, divergences, blocks):
+    for module in (backend, products, pairs, divergences, blocks):
         module.launch = counting
     try:
         for dtype in dtypes:
@@ -196,7 +211,7 @@ def launched_by(device: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> dict[s
             for call, scope in KEPT.values():
                 call(device, dtype, kept=kept_of(device, scope), entropy="grad")
     finally:
-        for module in (backend, products, divergences, blocks):
+        for module in (backend, products, pairs, divergences, blocks):
             module.launch = launch
     return dict(sorted(counts.items()))
 

@@ -26,7 +26,8 @@ def read() -> dict[str, Any]:
 
 def said(record: dict[str, Any]) -> str:
     """The numbers of the figure's bars."""
-    return "; ".join(f"{name} {run['loss_step_peak_bytes']}" for name, run in record["runs"].items())
+    names = ("loss_step_peak_bytes", "processor_seconds")
+    return "; ".join(f"{run} {' '.join(f'{one[name]:.0f}' for name in names)}" for run, one in record["runs"].items())
 
 
 def draw(record: dict[str, Any], path: Path, style: Style) -> None:
@@ -46,11 +47,14 @@ def draw(record: dict[str, Any], path: Path, style: Style) -> None:
     )
     peaks = [ours["loss_step_peak_bytes"], plain["loss_step_peak_bytes"]]
     bars = below.barh([our_name, plain_name], peaks, color=[style.ours, style.others], height=0.62)
-    labels = [format_bytes(peak) for peak in peaks]
+    seconds = [ours["processor_seconds"], plain["processor_seconds"]]
+    labels = [f"{format_bytes(peak)}, {time:.0f} s" for peak, time in zip(peaks, seconds, strict=True)]
     below.bar_label(bars, labels, color=style.text, fontsize=11, fontweight="bold", padding=5)
-    below.set_xlim(0, 1.22 * max(peaks))
+    below.set_xlim(0, 1.38 * max(peaks))
     below.set_xticks([])
-    below.set_title("Peak memory of its loss step", color=style.text, fontsize=11, loc="left")
+    below.set_title(
+        "Peak memory of its loss step, and processor time of the run", color=style.text, fontsize=11, loc="left"
+    )
     for axis in (above, below):
         axis.set_facecolor(style.background)
         axis.tick_params(colors=style.text, labelsize=9, length=0)

@@ -19,7 +19,7 @@ from logitless.backends.triton import blocks, products
 from logitless.call import Asked
 from logitless.call.dry import Dry
 from logitless.call.resolve import apart_everywhere, resolve
-from logitless.machine import CPU, H200, Machine, product_sizes
+from logitless.machine import CPU, H200, Machine, product_sizes, row_stride
 from logitless.route import Plan, tiles
 from logitless.route.costs import LossShape
 from logitless.route.loss import choose_loss_plan, loss_plan
@@ -192,7 +192,7 @@ def test_parts_of_the_gradient(wanted: tuple, device: torch.device, launched: li
 def test_stored_exponentials(dtype: torch.dtype, share: str, monkeypatch, device: torch.device, launched: list):
     """Of some rows or of all; backward in slabs that are whole tiles of the product."""
     monkeypatch.setattr("logitless.route.plan.WORK", 64 << 10)
-    row = 2 * VOCAB + 4 * 3
+    row = 2 * row_stride(VOCAB, 2) + 4 * 3
     memory = (64 << 10) + (11 * row if share == "half" else TOKENS * row)
     operands, rows = draw(TOKENS, VOCAB, WIDTH, dtype), draw_rows(TOKENS, TOKENS, VOCAB)
     leaf, target = operands.leaves(device=device), rows[1].to(device)

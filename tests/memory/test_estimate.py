@@ -217,6 +217,14 @@ def test_triton_needs_vectors_alone(rows: int | None, overwrite: bool):
         assert abs(predicted - measured) <= 16
 
 
+@pytest.mark.parametrize("path", ["pair", "loss"])
+def test_two_models_in_one_tile(path: str):
+    """Parts of the sums and dZ, or 16 bits of both models in a chunk: no logits of either."""
+    case = {"path": path, "tokens": 67, "vocab": 515, "hidden": 64, "teacher_hidden": 64, "backend": "triton"}
+    case |= {"memory": "256KiB"} | ({"objective": ll.Objective.recipe("distill")} if path == "loss" else {})
+    assert_promise(compare(PeakCase(f"{path} in one tile", case), CPU))
+
+
 @pytest.mark.parametrize("path", ["logits", "hidden"])
 def test_ranks_share_the_columns(path: str):
     """The gradient of a rank's shard of the logits, or of the weight, is as large as the shard."""
