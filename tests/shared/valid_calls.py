@@ -287,7 +287,14 @@ NOT_CALLED = {
         "called by the package with what it has checked",
     ),
     **dict.fromkeys(
-        ("Teacher.facts", "Teacher.read_again", "TokenStats.each", "TokenStats.shaped", "VocabShard.imagined"),
+        (
+            "Preference.sample_sums",
+            "Teacher.facts",
+            "Teacher.read_again",
+            "TokenStats.each",
+            "TokenStats.shaped",
+            "VocabShard.imagined",
+        ),
         "called by the package with what it has checked",
     ),
     **dict.fromkeys(
