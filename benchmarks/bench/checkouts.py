@@ -70,7 +70,7 @@ MISSING = {
     ),
     "slime": ("httpx", "ray", "megatron.training", "torch_memory_saver", "wandb"),
     "specforge": ("flash_attn", "sglang", "yunchang"),
-    "speculators": (),
+    "speculators": ("hs_connectors", "loguru", "openai", "pydantic_settings", "typer", "speculators.train.data"),
     "torchtitan": ("monarch", "spmd_types", "torchdata", "torchstore", "tyro", "vllm"),
     "trl": (),
     "vime": (),

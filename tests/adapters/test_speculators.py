@@ -11,13 +11,17 @@ from hosts import checkout, load
 from parity import assert_parity
 from shared.divergence import textbook
 from torch import Tensor
+from transformers import LlamaConfig
 
 import logitless
 import logitless as ll
+from benchmarks.bench.checkouts import BARE
 from benchmarks.bench.draft_steps import one_tile
 from benchmarks.bench.measure import peak_bytes
 from logitless import LogitlessError
 from logitless.adapters import speculators
+from logitless.adapters.speculators import MODULE
+from logitless.operands.logits import MADE
 
 pytestmark = pytest.mark.skipif(
     checkout("speculators") is None, reason="LOGITLESS_HOSTS names no checkout of speculators"
@@ -117,3 +121,66 @@ def test_peaks(interpreted, name: str):
     assert before > 2.9
     assert after < before + 0.3
     assert without < 1
+
+
+# A model's step.
+
+
+def eagle(kind: str, monkeypatch: Any) -> Any:
+    """speculators' EAGLE-3 draft with 60 of 90 ids, and a function that trains it three steps ahead."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "speculators"]:
+        # As it is, and not without the imports of its package.
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(BARE, "speculators", ())
+    models, fused, losses = load("speculators", "speculators.models.eagle3", MODULE, "speculators.losses.utils")
+    one_tile(fused)
+    sizes = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    layers = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    layers._attn_implementation = "eager"
+    torch.manual_seed(1)
+    draft = models.Eagle3DraftModel(models.Eagle3SpeculatorConfig(transformer_layer_config=layers, draft_vocab_size=60))
+    chosen = torch.randperm(90)[:60].sort().values
+    draft.t2d.zero_()[chosen] = True
+    draft.d2t.copy_(chosen - torch.arange(60))
+    # What is loaded of a verifier.
+    for layer in (draft.embed_tokens, draft.lm_head, draft.verifier_lm_head, draft.verifier_norm):
+        torch.nn.init.normal_(layer.weight)
+
+    def step() -> list[Tensor]:
+        torch.manual_seed(2)
+        draft.zero_grad(set_to_none=True)
+        _, loss, _ = draft(
+            torch.randn(1, T, 96),
+            torch.randint(90, (1, T)),
+            torch.zeros(1, T, dtype=torch.int64),
+            loss_mask=torch.rand(1, T) < 0.8,
+            verifier_last_hidden_states=torch.randn(1, T, 32),
+            ttt_steps=3,
+            loss_config=losses.resolve_loss_config(kind),
+        )
+        loss.backward()
+        return [loss.detach(), *(x.grad for x in draft.parameters() if x.grad is not None)]
+
+    return draft, step
+
+
+# Of columns that a tile has and the draft has not.
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("deferred", [False, True], ids=["", "deferred"])
+@pytest.mark.parametrize("kind", ["kl_div", "lk_hybrid"])
+def test_eagle3s_training_step(interpreted, kind: str, deferred: bool, monkeypatch):
+    """speculators' own forward, three steps ahead, and backward: the same loss and gradients, and no logits if heads
+    are deferred."""
+    draft, step = eagle(kind, monkeypatch)
+    theirs = step()
+    logitless.install("speculators")
+    made = sum(MADE.values())
+    if deferred:
+        for head in ("lm_head", "verifier_lm_head"):
+            ll.defer(draft, head=head)
+    ours = step()
+    (status,) = logitless.status().hosts
+    assert status.calls == 3
+    assert sum(MADE.values()) == made
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=2e-4, atol=2e-5)
