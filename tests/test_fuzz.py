@@ -122,8 +122,8 @@ def seeded(name: str, original):
         coef = original(*args)
         return coef if coef.product is None else coef._replace(product=coef.product * (1 + 1e-4))
 
-    def gain(self, *args):
-        found = original(self, *args)
+    def gain(self, *args, **kwargs):
+        found = original(self, *args, **kwargs)
         return found.roll(1) if isinstance(self.temperature, torch.Tensor) else found
 
     def row_gradients(*args, **kwargs):

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import logitless as ll
 from logitless.adapters.expected import Expectations, Expected, score_expecting
+from logitless.adapters.specforge_losses import _Acceptance, _CrossEntropy
 from logitless.deferred.column_parallel import into_main_grad
 from logitless.memory.meta import _Root, hand_over
 from logitless.operands import Teachers
@@ -246,6 +247,18 @@ CASES: dict[str, tuple[Case, str]] = {
         "hidden weight",
     ),
     "hooks on logits": (hooked, "hidden weight index"),
+    "SpecForge's cross entropy": (
+        lambda x: (
+            _CrossEntropy.apply(x["logits"][None], x["teacher_logits"][None], torch.ones(1, T), 1 << 20)[0]
+            .square()
+            .sum()
+        ),
+        "logits teacher_logits",
+    ),
+    "SpecForge's acceptance": (
+        lambda x: _Acceptance.apply(x["logits"][None], x["teacher_logits"][None], 1 << 20)[0].square().sum(),
+        "logits teacher_logits",
+    ),
     "a dry run": (
         lambda x: _Root.apply((x["teacher_logits"],), 2 * x["logits"]) + hand_over(x["teacher_bias"]).sum(),
         "teacher_logits",

@@ -82,10 +82,11 @@ def test_zero(ranks, stage):
 def accumulated(rank: int, world: int, deferred: bool) -> tuple[list[float], dict[str, Tensor]]:
     """ZeRO-3: scores without a graph, two forwards before one backward, and two micro-batches."""
     warnings.simplefilter("ignore")
-    import deepspeed
-
     model = model_of()
     engine = engine_of(rank, world, model, 3, gradient_accumulation_steps=2)
+    # Found where engine_of looks for it.
+    import deepspeed
+
     if deferred:
         ll.defer(engine, strict=True)
     losses = []

@@ -209,7 +209,9 @@ def test_an_acceptance_near_0_keeps_its_digits(device: torch.device):
     leaves = [x.requires_grad_() for x in (z.clone(), z.float())]
     truth = textbook(leaves[0], y, "log_acceptance")
     truth.sum().backward()
-    out = ll.logprobs(leaves[1], torch.zeros(3, dtype=torch.int64), teacher=y.float(), divergence="log_acceptance")
+    out = ll.logprobs(
+        leaves[1], torch.zeros(3, dtype=torch.int64, device=device), teacher=y.float(), divergence="log_acceptance"
+    )
     out.divergence.sum().backward()
     assert truth.min() > 20
     torch.testing.assert_close(out.divergence.double(), truth, rtol=1e-5, atol=0)

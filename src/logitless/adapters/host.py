@@ -177,6 +177,7 @@ class Host:
         if self.heads is not None:
             _check_functions("Host", heads=self.heads)
         one_of(self.logits, ("deferred", "host"), "Host: logits")
+        check_flags("Host", placed=self.placed)
         if not isinstance(self.options, Mapping) or not all(isinstance(name, str) for name in self.options):
             raise refused("Host: options", "Options by their names", self.options)
         for name, option in self.options.items():

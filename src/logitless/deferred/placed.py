@@ -171,7 +171,7 @@ class Placed(Logits):
     replicated = False
 
     @property
-    def __class__(self) -> Any:
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """What ``isinstance`` asks after the type: code that takes DTensors apart by their methods takes these too."""
         from torch.distributed.tensor import DTensor
 

@@ -365,10 +365,9 @@ class Objective:
     def _policy(self, x: Inputs, measured: bool) -> tuple[Tensor, dict[str, Tensor]]:
         function = POLICY_TERMS[self.policy].function if isinstance(self.policy, str) else self.policy
         result = function(x, **self._keywords)  # pyright: ignore[reportAttributeAccessIssue]
-        loss, values = result if isinstance(result, tuple) else (result, {})
-        if callable(values):
-            with torch.no_grad():
-                values = values() if measured else {}
+        loss, made = result if isinstance(result, tuple) else (result, {})
+        with torch.no_grad():
+            values: dict[str, Tensor] = (made() if measured else {}) if callable(made) else made  # pyright: ignore[reportAssignmentType]
         for name in values:
             if name in OWN_METRICS:
                 raise LogitlessError(f"Objective: policy names a metric {name!r}, which the objective has itself.")

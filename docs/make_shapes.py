@@ -1,0 +1,79 @@
+"""``docs/shapes.md``: calls at the shapes of real models, as a table and a figure, from their record.
+
+    python docs/make_shapes.py
+
+Held by a test. The record is that of ``benchmarks/shapes.py``; the newest line of each model counts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+from logitless.tools.style import DARK, LIGHT, WIDTH_INCHES, Style, save
+
+ROOT = Path(__file__).parent.parent
+PAGE, RECORDS = ROOT / "docs" / "shapes.md", ROOT / "benchmarks" / "results" / "shapes.jsonl"
+FIGURES, NAME = ROOT / "docs" / "figures", "shapes"
+BEGIN, END = "<!-- table: python docs/make_shapes.py -->\n", "<!-- end of table -->\n"
+CALLS = ("forward", "forward and backward", "frozen", "loss", "loss, 2.5 GiB")
+DRAWN = ("forward and backward", "loss")
+
+
+def read() -> list[dict[str, Any]]:
+    """The newest line of each model."""
+    lines = [json.loads(line) for line in RECORDS.read_text(encoding="utf-8").splitlines()]
+    return list({line["model"]: line for line in lines}.values())
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    out = [f"| | D | V | T | {' | '.join(CALLS)} |", f"|---|{'---:|' * (3 + len(CALLS))}"]
+    for line in lines:
+        cells = [f"{line['calls'][name]['of_products']:.2f}" for name in CALLS]
+        sizes = [str(line[name]) for name in ("hidden", "vocab", "tokens")]
+        out.append(f"| {' | '.join([line['model'], *sizes, *cells])} |")
+    return "\n".join(out) + "\n"
+
+
+def made() -> str:
+    """The page with its table made anew."""
+    lines = read()
+    commits = ", ".join(dict.fromkeys(f"`{line['commit'][:7]}`" for line in lines))
+    where = f"{lines[0]['device']}, torch {lines[0]['torch']}, commit {commits}, bfloat16:\n\n"
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    return before + BEGIN + where + table(lines) + END + rest.split(END)[1]
+
+
+def draw(path: Path, style: Style) -> None:
+    """One group of bars for each model: times in multiples of the bare products."""
+    lines = read()
+    figure, axis = plt.subplots(figsize=(WIDTH_INCHES, 0.36 * len(lines) + 1.0), layout="constrained")
+    for place, (name, color) in enumerate(zip(DRAWN, (style.faint, style.ours), strict=True)):
+        values = [line["calls"][name]["of_products"] for line in lines]
+        at = [row + (place - 0.5) * 0.38 for row in range(len(lines))]
+        axis.barh(at, values, height=0.36, color=color, label=f"{name}, {(4, 3)[place]} products")
+        for y, value in zip(at, values, strict=True):
+            axis.text(value + 0.01, y, f"{value:.2f}", va="center", fontsize=7, color=style.text)
+    axis.axvline(1.0, color=style.text, linewidth=0.8)
+    axis.set_yticks(range(len(lines)), [f"{x['model']}  {x['hidden']} x {x['vocab']}" for x in lines], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_facecolor(style.background)
+    axis.tick_params(colors=style.text, labelsize=8)
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+    axis.set_xlabel("time in multiples of the bare products in the same run", color=style.text, fontsize=8)
+    axis.legend(fontsize=7, facecolor=style.background, edgecolor=style.faint, labelcolor=style.text, loc="lower right")
+    save(figure, path, style)
+
+
+def main() -> None:
+    for style in (LIGHT, DARK):
+        draw(FIGURES / f"{NAME}-{style.name}.png", style)
+    PAGE.write_text(made(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
