@@ -125,13 +125,13 @@ def runnable(case: Case, sizes: ProductSizes) -> dict[str, str]:
     return refused
 
 
-def milliseconds(steps: dict[str, Step]) -> dict[str, float]:
-    """Medians, in a random order every time, each after products that keep the chip warm."""
+def milliseconds(steps: dict[str, Step], repeats: int = REPEATS, heated: int = 16) -> dict[str, float]:
+    """Medians, in a random order every time, each after so many products that keep the chip warm."""
     heat = torch.randn(8192, 8192, device="cuda").bfloat16()
     laps: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         for name in random.sample(list(steps), len(steps)):
-            for _ in range(16):
+            for _ in range(heated):
                 torch.mm(heat, heat)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()

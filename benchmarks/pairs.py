@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import random
-import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from benchmarks.epilogues import milliseconds
 from logitless.backends.contract import Couple, Product
 from logitless.backends.divergences import Divergence
 from logitless.backends.triton import pairs, products
@@ -152,23 +151,6 @@ def runnable(case: Case, sizes: PairSizes) -> dict[str, str]:
     return refused
 
 
-def milliseconds(steps: dict[str, Step], repeats: int) -> dict[str, float]:
-    """Medians, in a random order every time, each after products that keep the chip warm."""
-    heat = torch.randn(8192, 8192, device="cuda").bfloat16()
-    laps: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(repeats):
-        for name in random.sample(list(steps), len(steps)):
-            for _ in range(8):
-                torch.mm(heat, heat)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            steps[name]()
-            end.record()
-            end.synchronize()
-            laps[name].append(begin.elapsed_time(end))
-    return {name: statistics.median(times) for name, times in laps.items()}
-
-
 def errors(case: Case, sizes: PairSizes, refused: dict[str, str]) -> str:
     """Of dZ in the first slab, and of the reverse KL by its parts."""
     some = torch.arange(SAMPLED, device="cuda")
@@ -209,7 +191,7 @@ def measure(hidden: int, tried: dict[str, PairSizes], repeats: int) -> None:
             if kernel not in refused[name]:
                 steps[f"{name} {kernel}"] = step
     case.bare()
-    times = milliseconds(steps, repeats)
+    times = milliseconds(steps, repeats, heated=8)
     report(f"T={TOKENS} V={VOCAB} D={hidden}: two bare products {times['bare']:.2f} ms; multiples of them, and errors")
     report(f"{'':30}" + "".join(f"{step:>15}" for step in STEPS))
     for name, sizes in tried.items():
