@@ -83,10 +83,9 @@ def _of_head(operands: Operands, linear: Linear, stands: Stands) -> dict[str, An
 
 def _needs(operands: Operands) -> tuple[bool, ...]:
     """Whether hidden states (or a LoRA's part of them), weight, bias and a LoRA's b need a gradient."""
-    _, *tensors = operands
     if not torch.is_grad_enabled():
         return (False,) * 4
-    hidden, weight, bias, y, b = (x is not None and x.requires_grad for x in tensors)
+    hidden, weight, bias, y, b = [x is not None and x.requires_grad for x in operands[1:]]
     return hidden or y, weight, bias, b
 
 
@@ -241,9 +240,10 @@ def _local(caller: str, name: str, x: Any, shard: Any, **where: bool) -> Any:
 
 def _with_local_parts(caller: str, linear: Linear) -> Linear:
     """The options of a head with the parts of its bias and its buffer that live here."""
-    bias, buffer = (_local(caller, name, getattr(linear, name), linear.shard) for name in ("bias", "weight_grad"))
-    if bias is linear.bias and buffer is linear.weight_grad:
+    bias, buffer, shard = linear.bias, linear.weight_grad, linear.shard
+    if getattr(bias, "placements", None) is None and getattr(buffer, "placements", None) is None:
         return linear
+    bias, buffer = _local(caller, "bias", bias, shard), _local(caller, "weight_grad", buffer, shard)
     return replace(linear, bias=bias, weight_grad=buffer)
 
 

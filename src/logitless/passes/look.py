@@ -124,7 +124,8 @@ def find_rows(p: Projection, tiles: Tiles, lines: Lines) -> Found:
 
         count = ahead
 
-    lines = Lines(*(None if x is None else x[:, : call.num_rows] for x in lines))  # pyright: ignore[reportArgumentType]
+    if len(p.hidden) != call.num_rows:
+        lines = Lines(*(None if x is None else x[:, : call.num_rows] for x in lines))  # pyright: ignore[reportArgumentType]
     return find(asked_of(call), lines, count)
 
 

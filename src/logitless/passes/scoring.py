@@ -69,6 +69,8 @@ def _with_backend(call: Call, *rest: Any) -> Any:
 
 def _names(call: Call) -> tuple[str, ...]:
     """The results of a call, in the order of :class:`TokenStats`."""
+    if call.table is None and call.asked.teacher is None:
+        return ("logprob", "entropy", "log_z") if call.entropy else ("logprob", "log_z")
     named = {"logprob", "log_z", *(("entropy",) if call.entropy else ())}
     if call.table is not None:
         named |= {name for reading in call.table.readings for name in reading.names}
