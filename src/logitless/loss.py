@@ -216,10 +216,9 @@ def resolve_loss(logits: Any, rows: Any, asked: Asked, batch: Batch) -> tuple[Ca
         raise LogitlessError(
             f"{NAME}: the objective has divergence={divergence!r} and the call {came}. They go together."
         )
-    if objective.stats and (asked.kept is not None or asked.teacher is not None):
-        given = "teacher=" if asked.kept is None else "kept="
+    if objective.stats and asked.kept is not None:
         raise LogitlessError(
-            f"{NAME}: label_smoothing spreads the target over the whole vocabulary, and does not go with {given}."
+            f"{NAME}: label_smoothing spreads the target over the whole vocabulary, and does not go with kept=."
         )
     asked = replace(asked, entropy=objective.entropy, stats=objective.stats, divergence=divergence or "reverse_kl")
     default = MEMORY["chunk"] if isinstance(logits, Logits) else MEMORY["logits"]
