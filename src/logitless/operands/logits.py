@@ -237,7 +237,8 @@ class Logits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling():
+        # Not is_compiling: that is also true in what the compiler itself runs, which has no graph to break.
+        if torch.compiler.is_dynamo_compiling():
             return graph_break(cls.__torch_function__, func, types, args, kwargs)
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
         if name == "__get__":
@@ -338,7 +339,7 @@ def place() -> str:
 
 def made(stands: Stands, cls: type[Logits] = Logits) -> Logits:
     """Logits that stand for this, with an edge in the graph to every tensor where one needs a gradient."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return graph_break(made, stands, cls)
     hidden, weight, linear = stands.hidden, stands.weight, stands.linear
     matrix = weight.weight if isinstance(weight, LoRA) else weight
