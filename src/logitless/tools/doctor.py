@@ -77,10 +77,13 @@ class ExactnessFinding:
 
     @property
     def ok(self) -> bool:
-        if self.value is None or self.gradient is None:
-            return False
-        # Written so that NaN fails.
-        return self.value <= VALUE_TOLERANCE and self.gradient <= GRADIENT_TOLERANCE[getattr(torch, self.dtype)]
+        # NaN fails: it is not at most the tolerance.
+        return (
+            self.value is not None
+            and self.gradient is not None
+            and self.value <= VALUE_TOLERANCE
+            and self.gradient <= GRADIENT_TOLERANCE[getattr(torch, self.dtype)]
+        )
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ def examine(device: torch.device, engine_head: str | None = None) -> Findings:
     Args:
         engine_head: dtype of the logits of the rollout engine: hosts that defer logits are then told which to ask for.
     """
-    # Before anything is tried.
+    # A wrong engine_head is refused before anything is tried.
     advice(engine_head)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise LogitlessError('doctor: device is "cuda" but torch sees no CUDA device. Use --device cpu.')
@@ -197,7 +200,7 @@ def _exactness(path: str, backend: str, dtype: torch.dtype, device: torch.device
 
 
 def _worst(errors: list[Tensor]) -> float:
-    """The largest, or NaN if one is: Python's own max keeps whichever comes first."""
+    """The largest error, or NaN if one is NaN: Python's own max keeps whichever comes first."""
     return float(torch.stack(errors).amax())
 
 
@@ -245,52 +248,55 @@ def advice(engine_head: str | None) -> str | None:
 
 
 def _host(name: str, engine_head: str | None = None) -> HostFinding:
-    """The host is imported, and nothing of it replaced."""
+    """Whether the adapter of a host would install: the host is imported, and nothing of it replaced."""
     host = importlib.import_module(f"logitless.adapters.{name}").HOST
+    tested = tuple(host.versions)
     if not is_there(host.package):
-        return HostFinding(name, None, tuple(host.versions))
-    found = _version(host.distribution or host.package) or "of unknown version"
+        return HostFinding(name, None, tested)
+    report = _tried(host)
+    if isinstance(report, str):
+        version = _version(host.distribution or host.package) or "of unknown version"
+        return HostFinding(name, version, tested, False, (report,))
+    told = advice(engine_head) if host.heads is not None else None
+    remarks = (*report.logits, *([told] if told is not None else []), *report.notes, *report.missing)
+    return HostFinding(name, report.version, tested, True, remarks)
+
+
+def _tried(host: Any, options: dict[str, Any] | None = None) -> Any:
+    """The report of a trial installation, or the first line of the error that it raised."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            report = try_host(host)
+            return try_host(host, options or {})
     # A framework can raise anything when it is imported; here that is the finding.
     except Exception as error:
-        why = str(error).strip().splitlines() or [type(error).__name__]
-        return HostFinding(name, found, tuple(host.versions), False, (why[0],))
-    told = advice(engine_head) if host.heads is not None else None
-    logits = (*report.logits, *([told] if told is not None else []))
-    return HostFinding(name, report.version, tuple(host.versions), True, (*logits, *report.notes, *report.missing))
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _engine(name: str) -> HostFinding:
     """Whether a rollout engine would get the parts that the environment asks for; otherwise, which it could."""
     module = importlib.import_module(f"logitless.engines.{name}")
-    host, remarks = module.HOST, []
-    if not is_there(host.package):
-        return HostFinding(name, None, tuple(host.versions))
+    tested = tuple(module.HOST.versions)
+    if not is_there(module.HOST.package):
+        return HostFinding(name, None, tested)
     try:
         parts = asked(name)
-        remarks.append(f"{VARIABLE} asks for {', '.join(parts) or 'nothing'}")
     except LogitlessError as error:
-        return HostFinding(name, _version(name), tuple(host.versions), False, (str(error),))
+        return HostFinding(name, _version(name), tested, False, (str(error),))
+    remarks = [f"{VARIABLE} asks for {', '.join(parts) or 'nothing'}"]
     if not registered(name):
         remarks.append(f"no entry point {GROUPS[name]} of logitless is installed, so that the engine does not find it")
     refused = {part: why for part in PARTS[name] if (why := _without(module, part)) is not None}
     remarks += [f"no {part}: {why}" for part, why in refused.items()]
     fits = not refused.keys() & set(parts) and len(refused) < len(PARTS[name])
-    return HostFinding(name, _version(name) or "of unknown version", tuple(host.versions), fits, tuple(remarks))
+    return HostFinding(name, _version(name) or "of unknown version", tested, fits, tuple(remarks))
 
 
 def _without(module: Any, part: str) -> str | None:
     """Why an engine would not get a part; None where it would."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            report = try_host(module.HOST, {"parts": (part,)})
-    # An engine can raise anything when it is imported; here that is the finding.
-    except Exception as error:
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    report = _tried(module.HOST, {"parts": (part,)})
+    if isinstance(report, str):
+        return report
     there = {entry.name for entry in report.replaced} & {x.path for x in module.OF_PARTS[part]()}
     return None if there else "; ".join(report.missing)
 

@@ -30,7 +30,7 @@ Report = Callable[[str], None]
 
 
 class Sizes(NamedTuple):
-    """Of what is timed: rows, columns, hidden size, and the rows of a chunk whose product is added to."""
+    """Sizes of the products that are timed: rows, columns, hidden size, and rows of a chunk whose product is added."""
 
     rows: int = 8192
     columns: int = 33792
@@ -125,7 +125,7 @@ class _Case:
             **ends,
         }
         return {
-            "card": _name(self.device),
+            "card": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
             "multiprocessors": multiprocessors(self.device),
             "epilogues": refused is None and seconds[one] + seconds[other] < apart,
             "refused": refused,
@@ -149,7 +149,3 @@ def require_card(device: torch.device) -> None:
             f"tune: wanted a CUDA device, and this is {device.type}. A CPU has no table: its route does not depend on "
             f"what products cost."
         )
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

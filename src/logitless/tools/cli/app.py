@@ -12,9 +12,9 @@ from typer.core import TyperGroup
 import logitless
 from logitless.errors import LogitlessError
 from logitless.tools.cli.doctor import doctor
-from logitless.tools.cli.options import BAD_INPUT, BROKEN, Debug
 from logitless.tools.cli.plan import plan
 from logitless.tools.cli.score import score
+from logitless.tools.cli.shared import BAD_INPUT, BROKEN, Debug
 from logitless.tools.cli.tune import tune
 
 OF_CHECKOUTS = {

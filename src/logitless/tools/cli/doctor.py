@@ -7,9 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from logitless.tools.cli.options import NO, AsJson, Device, full_dtype
-from logitless.tools.cli.output import console
-from logitless.tools.cli.ranks import pick_device
+from logitless.tools.cli.shared import NO, AsJson, Device, console, full_dtype, pick_device
 
 EngineHead = Annotated[
     str | None,
@@ -37,7 +35,7 @@ def doctor(device: Device = None, engine_head: EngineHead = None, as_json: AsJso
 
 
 def _print_findings(findings: Any) -> None:
-    from logitless.tools.tables import text_table
+    from logitless.tools.outputs import text_table
 
     out = console()
     facts = [*findings.versions.items(), ("device", findings.device), ("auto", findings.chosen)]

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
 from logitless.errors import LogitlessError
-from logitless.tools.cli.options import NO, AsJson, full_dtype
-from logitless.tools.cli.output import console
+from logitless.tools.cli.shared import NO, AsJson, console, full_dtype
 
 
-def of_presets(begun: str) -> list[str]:
-    """For a shell that completes ``--model``."""
-    from logitless.tools.presets import PRESETS
+def _names_in(table: str) -> Callable[[str], list[str]]:
+    """A function that completes a name in a shell, out of ``PRESETS`` or ``CARDS``."""
 
-    return [name for name in PRESETS if name.startswith(begun)]
+    def complete(begun: str) -> list[str]:
+        return [name for name in getattr(import_module("logitless.tools.presets"), table) if name.startswith(begun)]
 
-
-def of_cards(begun: str) -> list[str]:
-    """For a shell that completes ``--card``."""
-    from logitless.tools.presets import CARDS
-
-    return [name for name in CARDS if name.startswith(begun)]
+    return complete
 
 
 def plan(
     model: Annotated[
         str,
-        typer.Option(help="A config.json, its folder, or a preset such as qwen3-8b.", autocompletion=of_presets),
+        typer.Option(
+            help="A config.json, its folder, or a preset such as qwen3-8b.", autocompletion=_names_in("PRESETS")
+        ),
     ],
     tokens: Annotated[
         str, typer.Option(metavar="<tokens>", help="Tokens of a micro-batch, all CP ranks together: 65536 or 64k.")
@@ -42,7 +40,7 @@ def plan(
     frozen_head: Annotated[bool, typer.Option("--frozen-head", help="The head needs no gradient (LoRA).")] = False,
     card: Annotated[
         str | None,
-        typer.Option(help="A size such as 80GiB, or a name such as h100-80g.", autocompletion=of_cards),
+        typer.Option(help="A size such as 80GiB, or a name such as h100-80g.", autocompletion=_names_in("CARDS")),
     ] = None,
     in_use: Annotated[
         str | None, typer.Option(help="What weights, optimizer and activations take of the card; with --card.")
@@ -61,13 +59,14 @@ def plan(
     With --card, exit code 1 says that the recommended call does not fit.
     """
     from logitless.spec import parse_memory
-    from logitless.tools import plan as planner
+    from logitless.tools.plan import LossStep, plan_model
+    from logitless.tools.plan.show import as_json as plan_as_json
     from logitless.tools.presets import find_card, find_count, find_model, machine_of
 
     if in_use is not None and card is None:
         raise LogitlessError("plan: --in-use is a part of the card, and there is no --card. Give one, or leave it out.")
     wanted: Any = None if entropy == "none" else entropy
-    step = planner.LossStep(
+    step = LossStep(
         model=find_model(model),
         tokens=find_count(tokens),
         response_fraction=response_fraction,
@@ -81,9 +80,9 @@ def plan(
         device=machine_of(card),
     )
     free = None if card is None else max(0, find_card(card) - (parse_memory(in_use) if in_use else 0))
-    answer = planner.plan_model(step, free)
+    answer = plan_model(step, free)
     if as_json:
-        print(json.dumps(planner.as_json(answer), indent=1))
+        print(json.dumps(plan_as_json(answer), indent=1))
     else:
         _print_plan(answer, full)
     if not answer.fits:
@@ -92,8 +91,8 @@ def plan(
 
 def _print_plan(answer: Any, full: bool) -> None:
     """The answer; on request the code to paste, and why: the route, every way, and what each peak is made of."""
-    from logitless.tools.plan import answer_lines, headline, summary_rows
-    from logitless.tools.tables import text_table
+    from logitless.tools.outputs import text_table
+    from logitless.tools.plan.show import answer_lines, headline, summary_rows
 
     out = console()
     for line in answer_lines(answer):

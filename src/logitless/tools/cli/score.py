@@ -13,8 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from logitless.tools.cli.options import AsJson, Device, full_dtype
-from logitless.tools.cli.ranks import first_explains, pick_device, ranks
+from logitless.tools.cli.shared import AsJson, Device, first_explains, full_dtype, pick_device, ranks
 
 
 def score(

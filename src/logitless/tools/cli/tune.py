@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 
-from logitless.tools.cli.options import AsJson, Device
-from logitless.tools.cli.output import console, progress
-from logitless.tools.cli.ranks import pick_device
+from logitless.tools.cli.shared import AsJson, Device, console, pick_device, progress
 
 
 def tune(
@@ -49,7 +47,7 @@ def tune(
 
 
 def _print_table(table: dict) -> None:
-    from logitless.tools.tables import text_table
+    from logitless.tools.outputs import text_table
 
     out = console()
     out.print(text_table(("step", "ms"), [(name, f"{x:.3f}") for name, x in table["milliseconds"].items()]))

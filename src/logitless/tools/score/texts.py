@@ -75,7 +75,7 @@ class Texts:
         return Conversation(whole[:first], whole[first:last], scored[first:last])
 
     def _end(self, ids: list[int], start: int) -> int:
-        """Behind the last end-of-sequence token: what a template adds after it, a line break say, was not sampled."""
+        """The place after the last end-of-sequence token: a line break that a template adds there was not sampled."""
         end = self._tokenizer.eos_token_id
         places = [i for i in range(start, len(ids)) if ids[i] == end]
         return places[-1] + 1 if places else len(ids)
@@ -115,7 +115,7 @@ class Texts:
 
 
 class NoTokenizer(LogitlessError):
-    """Not the fault of a record, so that no record is skipped for it."""
+    """The error for a missing tokenizer. No record is skipped for it: it is not the fault of a record."""
 
 
 def are_messages(value: Any) -> bool:
