@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError
-from logitless.errors.arguments import refuse_transforms, refused
-from logitless.operands.checks import check_tensors
+from logitless.errors.arguments import dense, instead_of_tensor, refuse_transforms, refused
 from logitless.operands.graph import Behind, Edge, wrapper
 from logitless.operands.lora import LoRA
 from logitless.operands.stands import Bits, Linear, Match, Stands, product_dtype
@@ -123,7 +122,7 @@ class Logits(Tensor):
             refuse_transforms("Logits")
         given = (hidden, matrix, *(x for x in (bias, weight_grad) if x is not None))
         if not all(isinstance(x, Tensor) and x.layout == torch.strided for x in given):
-            check_tensors("Logits", hidden=hidden, weight=matrix, bias=bias, weight_grad=weight_grad)
+            _check_tensors(hidden=hidden, weight=matrix, bias=bias, weight_grad=weight_grad)
         linear = Linear(
             bias=bias,
             shard=shard,
@@ -164,7 +163,7 @@ class Logits(Tensor):
 
     hidden = property(lambda self: self.stands().hidden, doc="``[..., D]`` hidden states.")
     weight = property(lambda self: self.stands().weight, doc="``[V, D]`` of the head, or a :class:`LoRA`.")
-    linear = property(lambda self: self.stands().linear, doc="What the head is besides.")
+    linear = property(lambda self: self.stands().linear, doc="The options of the head.")
     squash = property(lambda self: self._stands.squash, doc="Factor inside tanh under a softcap; 0 without one.")
 
     @property
@@ -177,14 +176,14 @@ class Logits(Tensor):
         self._stands.gain = value
         if self._behind is not None:
             self._behind.gain = value
-        # Copies that share it stand for the numbers before.
+        # A copy that shares the memo stands for the logits before the change.
         self._memo = {}
 
     def stands(self) -> Stands:
-        """What the logits stand for, unchanged; behind them in the graph where somebody watches their gradient."""
-        weight = self._stands.weight
-        matrix = weight.weight if isinstance(weight, LoRA) else weight
-        # Storage without numbers, or none to ask for it: not what a weight in memory has.
+        """Hidden states, weight and the rest; raises where they have changed since the logits were made. Where somebody
+        watches the gradient of the logits, the tensors stand behind them in the graph."""
+        matrix = self._stands.matrix
+        # A plain weight in memory has its numbers; any other may have to be gathered.
         if self._stands.gather is not None or not matrix.numel() or not _in_memory(matrix):
             self._stands.require()
         watched = self._stands.watched
@@ -204,7 +203,7 @@ class Logits(Tensor):
             if self.requires_grad:
                 new = Behind.apply(self, tensors)
             elif any(x.requires_grad for x in tensors):
-                # Made where no gradient is recorded.
+                # Logits that were made where no gradient is recorded have none.
                 new = [x.detach() for x in tensors]
             else:
                 return self._stands
@@ -220,7 +219,7 @@ class Logits(Tensor):
         if not callable(hook):
             raise refused("Logits.register_hook: hook", "a function", hook)
         if self._read and not self._watched:
-            # Backward of what was read already does not come by here; of the tensors that were read it does.
+            # Backward of an earlier reading does not pass the logits, but the tensors that it read.
             for x in self._stands.tensors():
                 if x.requires_grad:
                     return x.register_hook(lambda _: _without_result(hook))
@@ -263,7 +262,7 @@ class Logits(Tensor):
             return args[0]
         whole = func is aten.view.default and list(args[1]) == list(args[0].shape)
         if whole or func in (aten.detach.default, aten.alias.default, aten.clone.default):
-            # Autograd itself asks, for a tensor that a Function returns as it came, and adds the edge.
+            # Autograd itself makes this call for a tensor that a Function returns as it came, and adds the edge.
             with torch.no_grad():
                 return made(args[0]._stands, type(args[0]))
         raise LogitlessError(
@@ -273,13 +272,13 @@ class Logits(Tensor):
 
 
 RULES: dict[str, Callable[..., Any]] = {}
-"""What a function of that name makes of logits that are not computed, or NotImplemented; see ``passed_on``."""
+"""Rules by the name of a function of torch: other ``Logits``, or NotImplemented; filled by ``passed_on``."""
 
 SERVED: dict[str, Callable[..., Any]] = {}
-"""Functions of torch that a reading answers instead, by name, or NotImplemented; see ``READERS``."""
+"""Readings by the name of a function of torch that they answer: its result, or NotImplemented; see ``READERS``."""
 
 READERS = "logitless.deferred.served"
-"""Fills ``SERVED``. By name, since it stands above what it reads: verbs, which stand above their operands."""
+"""The module that fills ``SERVED``. It is imported by name, since it stands above this file: it calls the verbs."""
 
 ATTRIBUTES = frozenset({Tensor.size, Tensor.dim, Tensor.element_size})
 """Functions that the wrapper itself answers."""
@@ -298,7 +297,7 @@ VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 
 
 def _answers(func: Any, name: str, args: Any, kwargs: Any) -> Iterator[Any]:
-    """What the rules make of a function, and then what a reading does."""
+    """The answer of a rule to a function, and then that of a reading."""
     rule = RULES.get(name)
     if rule is not None and args:
         yield rule(*args, **kwargs)
@@ -307,6 +306,16 @@ def _answers(func: Any, name: str, args: Any, kwargs: Any) -> Iterator[Any]:
     served = SERVED.get(name)
     if served is not None:
         yield served(*args, **kwargs)
+
+
+def _check_tensors(**given: Any) -> None:
+    """Raise for an argument that is no dense tensor; a bias and a buffer may be None."""
+    for name, x in given.items():
+        if not isinstance(x, Tensor) and (x is not None or name in ("hidden", "weight")):
+            hint = instead_of_tensor(x, name)
+            raise LogitlessError(f"Logits: {name} must be a tensor but is {type(x).__name__}.{hint}")
+        if isinstance(x, Tensor):
+            dense(x, f"Logits: {name}", "a dense tensor")
 
 
 def shard_of(logits: Any) -> VocabShard | None:
@@ -340,21 +349,16 @@ def made(stands: Stands, cls: type[Logits] = Logits) -> Logits:
     """Logits that stand for this, with an edge in the graph to every tensor where one needs a gradient."""
     if torch.compiler.is_compiling():
         return graph_break(made, stands, cls)
-    hidden, weight, linear = stands.hidden, stands.weight, stands.linear
-    matrix = weight.weight if isinstance(weight, LoRA) else weight
-    named = [("hidden", hidden), ("weight", matrix)]
-    if isinstance(weight, LoRA):
-        named += [("a of the LoRA", weight.a), ("b of the LoRA", weight.b)]
-    if linear.bias is not None:
-        named.append(("bias", linear.bias))
-    edge = torch.is_grad_enabled() and any(x.requires_grad for _, x in named)
-    new = wrapper(cls, stands.shape, stands.dtype, hidden.device)
+    tensors = stands.tensors()
+    edge = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    new = wrapper(cls, stands.shape, stands.dtype, stands.hidden.device)
     if edge:
-        new = Edge.apply([new], stands.computed_from, *(x for _, x in named))
+        new = Edge.apply([new], lambda tensors: stands.of(tensors).computed(), *tensors)
     new._stands, new._behind, new._edge, new._watched, new._read = stands, None, edge, False, False
-    # What torch's functions have read already. Not part of what the edge holds: that would be a circle.
+    # Results that torch's functions have read already. The edge does not hold them: that would be a circle.
     new._memo = {}
-    new.shard = linear.shard
+    new.shard = stands.linear.shard
+    named = zip(stands.names(), tensors, strict=True)
     new._versions = [(name, x, x._version) for name, x in named if not x.is_inference()]
     return new
 
@@ -368,11 +372,11 @@ def _without_result(hook: Callable[[Tensor], Any]) -> None:
     hook(torch.empty(0))
 
 
-# What computes the logits after all.
+# Functions that compute the logits after all.
 
 
 def real(x: Any, name: str) -> Any:
-    """Arguments of a function with the logits in them computed, which is counted with the caller's place."""
+    """Arguments of a function with the logits in them computed; each time is counted with the caller's place."""
     if isinstance(x, Logits):
         count_made(x, name)
         return x.computed()
@@ -384,7 +388,7 @@ def real(x: Any, name: str) -> Any:
 
 
 def count_made(x: Logits, name: str) -> None:
-    """Count, warn once for each place, or raise where logits may not be computed."""
+    """Count that logits are computed, and warn once for each place; raise where they may not be."""
     where = place()
     if x._stands.linear.strict:
         raise LogitlessError(
