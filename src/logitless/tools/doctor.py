@@ -77,13 +77,10 @@ class ExactnessFinding:
 
     @property
     def ok(self) -> bool:
-        # NaN fails: it is not at most the tolerance.
-        return (
-            self.value is not None
-            and self.gradient is not None
-            and self.value <= VALUE_TOLERANCE
-            and self.gradient <= GRADIENT_TOLERANCE[getattr(torch, self.dtype)]
-        )
+        if self.value is None or self.gradient is None:
+            return False
+        # NaN fails: it is not at most a tolerance.
+        return self.value <= VALUE_TOLERANCE and self.gradient <= GRADIENT_TOLERANCE[getattr(torch, self.dtype)]
 
 
 @dataclass(frozen=True)
