@@ -1,10 +1,9 @@
-"""Results over the sampler's support alone, from the logits of its ids: log-prob, entropy, and with a teacher
-divergence.
+"""Results over the sampler's support alone, from the logits of its ids: log-prob, entropy, divergence from a teacher.
 
     raw logits of the entries (``sources/listed``)  ->  statistic of each row, one all_gather if sharded  ->  results
     with a teacher: logits of both, in float64  ->  log-probs over their own ids  ->  terms, summed by row
 
-Flat vectors over the entries with graphs of their own: what has no vocabulary needs no tiles.
+Everything is a flat vector over the entries, with a graph of its own: without the vocabulary no tiles are needed.
 """
 
 from __future__ import annotations
@@ -30,12 +29,8 @@ def results_over(raw: Tensor, support: Support, here: tuple[Tensor, Tensor], ask
         here: place of each entry among the columns here, and whether it is one of them.
         grad: whether the entropy has a graph.
     """
-    entropy = None
     vectors = (*support.entries, support.lengths, *here)
-    logprob, *rest = _OverSupport.apply(raw, *vectors, support, asked, grad)  # pyright: ignore[reportGeneralTypeIssues]
-    if rest:
-        (entropy,) = rest
-    return TokenStats(logprob, entropy)
+    return TokenStats(*_OverSupport.apply(raw, *vectors, support, asked, grad))  # pyright: ignore[reportGeneralTypeIssues]
 
 
 class _OverSupport(torch.autograd.Function):
@@ -87,14 +82,14 @@ class Outcomes(NamedTuple):
 
     @staticmethod
     def of(kept: Kept, other: Kept | None, target: Tensor, start: int, vocab_size: int) -> Outcomes:
-        """Of ids that the student kept and, unless they are the same, those that the teacher did."""
+        """The ids that the student kept, and those that the teacher kept (``other``; None if they are the same)."""
         if other is None:
             support = Support.of(kept, target, start, vocab_size)
             return Outcomes(support, support.entries.first, support.entries.first)
         each, size = torch.arange(len(target), device=target.device), vocab_size + 2
         row = torch.cat([rows_of(kept, each), each, rows_of(other, each)])
         ids = torch.cat([kept.ids, target, other.ids]).clamp(-1, vocab_size)
-        # As for one support: one sort, and copies of an id side by side. The last bit tells whose it is.
+        # Keys are sorted once, as for one support; their last bit tells whose the id is.
         taught = torch.arange(len(ids), device=ids.device) >= len(kept.ids) + len(target)
         key = (2 * (size * row + ids + 1) + taught).sort(stable=True).values
         key, taught = key // 2, key % 2 == 1
@@ -166,14 +161,14 @@ def _log_softmax(z: Tensor, has: Tensor, support: Support) -> Tensor:
     z = torch.where(has, z, -torch.inf)
     highest = torch.segment_reduce(z, "max", lengths=support.lengths, unsafe=True)
     d = z - torch.where(highest == -torch.inf, 0.0, highest)[row]
-    # A row without any is undefined, not certain of nothing.
+    # A row without any entry is undefined: NaN, and not a log-prob of 0.
     total = _sum(d.exp(), support)
     log_sum = torch.where(total == 0, torch.nan, total).log()[row]
     return torch.where(has, d - log_sum, torch.where(log_sum.isnan(), torch.nan, -torch.inf))
 
 
 def _times(x: Tensor, y: Tensor) -> Tensor:
-    """Their product, 0 where x is, whatever y."""
+    """``x * y``, and 0 where x is 0, even if y is not finite."""
     return torch.where(x == 0, 0.0, x * y)
 
 

@@ -1,4 +1,4 @@
-"""The support of every row: kept ids and target, sorted once, and their part of each formula, on flat vectors.
+"""The support of every row: kept ids and target, sorted once, and their share of each formula, on flat vectors.
 
 Supports are ragged, one run of ids per row, and everything here works on flat ``[K + R]`` vectors: no ``[R, V]`` mask,
 no loop. Log-probs are normalised over the support; what entropy and log Z are over is its scope:
@@ -38,22 +38,25 @@ class Entries(NamedTuple):
 
 
 class KeptLogits(NamedTuple):
-    """Transformed logits of each row's support, sorted by row and id, on flat ``[K + R]`` vectors."""
+    """Transformed logits of each row's support, sorted by row and id, on flat ``[K + R]`` vectors.
+
+    Attributes:
+        row, first, is_target: as of :class:`Entries`.
+        column: of the problem's logits; 0 for ids that are not among its columns.
+        z: -inf for ids that are not among these columns, NaN for ids outside the vocabulary.
+        slope: dz / dx.
+        here: whether the id is among these columns.
+        lengths: ``[R]`` entries of each row.
+    """
 
     row: Tensor
-    """Which row, ascending."""
     column: Tensor
-    """Column of the problem's logits; 0 for ids that are not among its columns."""
     z: Tensor
-    """-inf for ids that are not among these columns, NaN for ids outside the vocabulary."""
     slope: Tensor
-    """dz / dx."""
     here: Tensor
     first: Tensor
-    """False for the second and later copies of an id within its row."""
     is_target: Tensor
     lengths: Tensor
-    """``[R]`` entries of each row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +82,8 @@ class Support:
         """The ids that the sampler kept, and the targets."""
         arange = torch.arange(target.numel(), device=target.device)
         row = torch.cat([torch.repeat_interleave(arange, kept.lengths, output_size=kept.ids.numel()), arange])
-        # One number for row and id, so that one sort makes the rows contiguous and puts copies of an id side by side,
-        # without a device sync. Ids outside the vocabulary are -1 or its size.
+        # A key is one number for row and id, so that one sort makes the rows contiguous and puts copies of an id side
+        # by side, without a device sync. Ids outside the vocabulary are -1 or its size.
         ids = torch.cat([kept.ids, target]).clamp(-1, vocab_size)
         key = ((vocab_size + 2) * row + (ids + 1)).sort(stable=True).values
         row = key // (vocab_size + 2)
@@ -98,14 +101,14 @@ class Support:
         return self.transformed(x, column, here, problem.gain, problem.squash)
 
     def place(self, first: int, columns: int) -> tuple[Tensor, Tensor]:
-        """``[K + R]`` place of each id among some columns from ``first`` on of those here, 0 for others; and whether it
-        is one of them."""
+        """``[K + R]`` place of each id among ``columns`` columns from column ``first`` here, 0 for an id that is not
+        among them; and whether it is."""
         column = self.entries.ids - (self.start + first)
         here = (column >= 0) & (column < columns)
         return torch.where(here, column, 0), here
 
     def transformed(self, x: Tensor, column: Tensor, here: Tensor, gain: Tensor, squash: float) -> KeptLogits:
-        """What the head makes of the raw logits ``x`` of all entries."""
+        """The logits of all entries after the head's transformation, from raw logits ``x``."""
         row, ids, first, is_target = self.entries
         z, slope = transform(x, gain[row], squash)
         z = torch.where(here, z, -torch.inf)
@@ -115,7 +118,7 @@ class Support:
     def lone(self) -> Tensor:
         """``[K + R]`` whether an entry's row has one id alone: its log-prob is 0 whatever the logit."""
         ids, ends = self.entries.ids, self.lengths.cumsum(0)
-        # Every row has an entry, and they are sorted.
+        # Entries are sorted by row, and every row has one.
         return (ids[ends - 1] == ids[ends - self.lengths])[self.entries.row]
 
 
@@ -151,7 +154,7 @@ def kept_gradient(
     log_p = (k.z - kept_norm.reference[k.row]) - kept_norm.log_sum[k.row]
     upstream = g_logprob[k.row]
     dz = -upstream * torch.where(k.is_target, torch.expm1(logprob)[k.row], log_p.exp())
-    # Not the product alone: a row whose log-prob is NaN may have entropy and log Z, and gradients of those.
+    # A row whose log-prob is NaN may have gradients of its entropy and log Z, to which 0 times NaN must not be added.
     dz = torch.where(upstream != 0, dz, 0.0)
     if coef is not None:
         d = k.z - norm.reference[k.row]
@@ -169,7 +172,7 @@ def support_statistic(k: KeptLogits) -> Tensor:
     reference = torch.where(m == -torch.inf, 0.0, m)
     d = (k.z - reference[k.row]).clamp_min(FLOOR)
     e = torch.where(k.first, d.exp(), 0.0)
-    # The target is one of the entries, here or elsewhere; every other one adds nothing.
+    # The target is one of the entries, on this shard or another; every other entry adds nothing to t.
     t = torch.where(k.is_target & k.here & k.first, k.z, 0.0)
     elsewhere = torch.where(k.is_target & k.here & k.first, 0.0, 1.0)
     sums = _segment(torch.stack([e, e * d, t, elsewhere], 1), "sum", k.lengths)
@@ -178,7 +181,7 @@ def support_statistic(k: KeptLogits) -> Tensor:
 
 
 def support_gradient(k: KeptLogits, norm: Normaliser, coef: Coefficients, ignored: Tensor) -> Tensor:
-    """``[K + R]`` gradient at each raw logit of such rows; an id that stands there twice has it twice."""
+    """``[K + R]`` gradient at each raw logit of rows that are nothing but their support; copies have it, too."""
     d = k.z - norm.reference[k.row]
     dz = coef.plain[k.row]
     if coef.product is not None:

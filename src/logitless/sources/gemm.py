@@ -24,7 +24,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, wide: bool, add: bool = False
     Args:
         wide: whether the library writes float32 sums of 16-bit operands.
     """
-    # What the library writes itself: results in the operands' dtype, and float32 sums of 16-bit operands.
+    # The library itself writes results in the operands' dtype, and float32 sums of 16-bit operands.
     written = a.dtype == out.dtype or (a.dtype.itemsize == 2 and out.dtype == torch.float32)
     if wide and a.dtype.itemsize == 2:
         columns, depth = _beyond(b.shape[1]), _beyond(a.shape[1]) if a.stride(1) == 1 else 0
@@ -39,7 +39,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, wide: bool, add: bool = False
         # In two parts a sum would be rounded to 16 bits twice.
         written = written and not depth
     if wide and a.is_meta:
-        # Nothing is computed there, and the library allocates nothing but what has to be rounded or widened after it.
+        # On the meta device nothing is computed; only a result that is rounded or widened afterwards is allocated.
         if not written:
             torch.empty((a.shape[0], b.shape[1]), dtype=_wide(a.dtype), device=a.device)
         return
@@ -64,7 +64,7 @@ FEW_ROWS = (64, 256)
 """Rows of such a product where there are no more: an engine's steps have few, and 1024 would cost them milliseconds."""
 
 FIXED_TILE = (64, 128)
-"""Rows and columns of such a product on a CPU, whose library adds up in an order that depends on both."""
+"""Rows and columns of such a product on a CPU, whose library adds up in an order that depends on both numbers."""
 
 
 def multiply_fixed(a: Tensor, b: Tensor, out: Tensor, *, wide: bool, tf32: bool = False, small: bool = False) -> None:
@@ -102,8 +102,10 @@ def add_rows(x: Tensor, out: Tensor, *, wide: bool) -> None:
 
 
 def _beyond(extent: int) -> int:
-    """How much of an extent lies beyond whole pieces of 16-bit numbers, if it has any: the library takes a kernel that
-    is four times slower where a row of an operand or of the result is not made of such pieces."""
+    """The remainder of an extent beyond whole pieces of 16-bit numbers; 0 where it has no whole piece.
+
+    The library takes a kernel that is four times slower where a row of an operand or of the result has a remainder.
+    """
     step = PIECE // 2
     return extent % step if extent > step else 0
 
@@ -120,8 +122,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _no_autocast(a: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Autocast would round the operands, and on CPU the product, of what is meant to be summed in float32."""
-    # Asked first: switching costs as much as a launch.
+    """A context without autocast, which would round the operands, and on CPU the product, to 16 bits."""
+    # Switching costs as much as a launch, and is spared where autocast is off.
     on = not a.is_meta and torch.is_autocast_enabled(a.device.type)
     return torch.autocast(a.device.type, enabled=False) if on else NOTHING
 
