@@ -27,20 +27,12 @@ from logitless.engines.vllm_prompt import HEAD, LOGPROB, UNQUANTIZED, prompt_rep
 
 def make_token_logprobs(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Stands in for ``compute_token_logprobs``."""
-
-    def compute_token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
-        return token_logprobs(logits, token_ids)
-
-    return compute_token_logprobs
+    return lambda logits, token_ids: token_logprobs(logits, token_ids)
 
 
 def make_logprobs(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Stands in for ``Sampler.compute_logprobs``."""
-
-    def compute_logprobs(logits: Tensor) -> Tensor:
-        return all_logprobs(logits)
-
-    return compute_logprobs
+    return lambda logits: all_logprobs(logits)
 
 
 def make_apply_head(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:

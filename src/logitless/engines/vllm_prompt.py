@@ -12,8 +12,7 @@ heads with a LoRA, and shards that begin within a block of 128 columns. The numb
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from logitless.adapters.host import PassOn, Replacement
 from logitless.backends.blocks import BLOCK
+from logitless.engines import held
 from logitless.operands import Logits
 from logitless.score import logprobs
 from logitless.seams import shard_between
@@ -34,17 +34,8 @@ HEAD = "vllm.model_executor.layers.logits_processor"
 MOST = 128
 """Most likely tokens that one call returns."""
 
-_scoring: ContextVar[bool] = ContextVar("logitless_scoring", default=False)
-
-
-@contextmanager
-def scoring() -> Iterator[None]:
-    """Within, heads return logits that are not computed."""
-    token = _scoring.set(True)
-    try:
-        yield
-    finally:
-        _scoring.reset(token)
+SCORING: ContextVar[bool] = ContextVar("logitless_scoring", default=False)
+"""Where it is True, heads return logits that are not computed."""
 
 
 def make_prompt_logprobs(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -65,7 +56,7 @@ def make_prompt_logprobs(original: Callable[..., Any], options: Mapping[str, Any
             return PassOn("raw logits are asked for")
         if len(numbers) and (numbers.min() < 0 or numbers.max() > MOST):
             return PassOn(f"more than {MOST} log-probs of a token are asked for")
-        with scoring():
+        with held(SCORING, True):
             return original(
                 self, logits_fn, hidden_states, input_batch, all_token_ids, num_computed_tokens, prompt_lens
             )
@@ -81,7 +72,7 @@ def make_token_id_logprobs(original: Callable[..., Any], options: Mapping[str, A
     ) -> Any:
         if _of_logits(self):
             return PassOn("raw logits are asked for")
-        with scoring():
+        with held(SCORING, True):
             return original(self, logits_fn, hidden_states, input_batch, prompt_lens)
 
     return compute_prompt_token_id_logprobs
@@ -98,7 +89,7 @@ def make_forward(original: Callable[..., Any], options: Mapping[str, Any]) -> Ca
     def forward(
         self: Any, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None = None, skip_gather: bool = False
     ) -> Any:
-        if not _scoring.get():
+        if not SCORING.get():
             return PassOn("tokens are sampled")
         why = _not_deferred(self, lm_head, hidden_states)
         if why is not None or skip_gather:

@@ -44,7 +44,7 @@ class Estimate:
 
     @property
     def items(self) -> tuple[Item, ...]:
-        """All of them, once each, as they come up."""
+        """The items of forward and backward, once each, in their order."""
         return tuple(dict.fromkeys((*self.forward, *self.backward)))
 
     @property
@@ -86,9 +86,9 @@ def explain(verb: Callable[..., Any], *args: Any, device: Literal["cuda", "cpu"]
     forward
     """
     _check("explain", verb, device)
-    kind = device or _device_of((args, options))
-    dry = Dry(stop=True)
-    if device is not None or not _real_device((args, options)):
+    real, dry = _real_device((args, options)), Dry(stop=True)
+    if device is not None or real is None:
+        kind = device or "cuda"
         dry = Dry(kind, _machine(kind), stop=True)
     with dry:
         verb(*args, **options)
@@ -134,16 +134,16 @@ def estimate(
             'estimate: backend="reference" is for checking results, and its memory is not predicted. Ask for "auto", '
             '"tiled" or "triton".'
         )
-    machine = device if isinstance(device, Machine) else _machine(device or _device_of((args, options)))
-    kind = "cpu" if machine is CPU else "cuda"
-    on_gpu = kind == "cuda"
+    # A call whose tensors are all on meta is one on a GPU.
+    machine = device if isinstance(device, Machine) else _machine(device or _real_device((args, options)) or "cuda")
+    on_gpu = machine is not CPU
     meta = Meta(copies=not on_gpu)
     with Ledger():
-        # What the caller holds, which is not counted.
+        # Tensors that the caller holds are made here, and not counted.
         names = _names(verb, len(args))
         positional = [meta(x, name) for x, name in zip(args, names, strict=True)]
         keywords = {name: meta(x, name) for name, x in options.items()}
-    ledger, dry, gradients = Ledger(on_gpu), Dry(kind, machine, dropped), {}
+    ledger, dry = Ledger(on_gpu), Dry("cuda" if on_gpu else "cpu", machine, dropped)
     with dry:
         with ledger:
             out = list(dict.fromkeys(tensors_in(_flat(verb(*positional, **keywords)))))
@@ -162,8 +162,7 @@ def estimate(
 def _check(caller: str, verb: Any, device: Any) -> None:
     if not callable(verb) or isinstance(verb, type):
         raise refused(f"{caller}: verb", "a function", verb, " Pass logitless.logprobs, and then its arguments.")
-    known = device is None or isinstance(device, Machine) or (isinstance(device, str) and device in ("cuda", "cpu"))
-    if not known:
+    if not (device is None or isinstance(device, Machine) or (isinstance(device, str) and device in ("cuda", "cpu"))):
         raise LogitlessError(f'{caller}: device must be "cuda", "cpu" or None but is {described(device)}.')
 
 
@@ -187,13 +186,8 @@ def _machine(kind: str) -> Machine:
     return Machine.of(torch.device("cuda")) if torch.cuda.is_available() else H200
 
 
-def _device_of(arguments: Any) -> str:
-    """Where the tensors are; a GPU where all of them are on meta."""
-    return _real_device(arguments) or "cuda"
-
-
 def _real_device(arguments: Any) -> str | None:
-    """Type of the device that has numbers of the arguments; None where none has."""
+    """Type of the device that has numbers of the arguments; None where all of them are on meta."""
     found = (x.device.type for x in tensors_in(_given(arguments)))
     return next((kind for kind in found if kind != "meta"), None)
 

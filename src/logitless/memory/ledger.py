@@ -1,4 +1,4 @@
-"""Which storages are alive at the fullest moment of a run, and what each is for.
+"""``Ledger``: which storages are alive at the fullest moment of a run, and what each is for.
 
 A dispatch mode sees every tensor that torch makes, on any device, and a weak reference tells when its storage is gone.
 What a storage is for follows from the function of this package that asked for it.
@@ -49,21 +49,18 @@ NAMES = {
 }
 """What the allocations of a function, a module or a package are for. The innermost that is named here counts."""
 
-
 IN_PLACE = {
     torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
     torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
 }
-"""Into zeros of their own, autograd's formulas write in place; only under a dispatch mode they make a copy."""
-
+"""Operators of autograd's formulas that write into zeros of their own in place; under a dispatch mode they copy."""
 
 SCRATCH = {torch.ops.aten.sort.stable: {"cpu": 8, "gpu": 24}}
 """Bytes per element that an operator takes besides its results, measured; the GPU is an H200. A CPU sorts floats in
 place."""
 
-
 SUMS = (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList)
-"""A CPU that sums in another dtype than that of the operand, as it does truth values, makes a copy in it first."""
+"""Sums. A CPU whose result has another dtype than the operand, as of truth values, copies the operand to it first."""
 
 
 class Item(NamedTuple):
@@ -128,7 +125,7 @@ class Ledger(TorchDispatchMode):
         return out
 
     def start_backward(self) -> None:
-        """What is alive now is what forward leaves to backward."""
+        """End forward: what is alive now is what it leaves to backward."""
         for entry in self._entries.values():
             entry.phase = "kept"
         self._phase = "backward"
@@ -151,7 +148,7 @@ class Ledger(TorchDispatchMode):
     def _write_down(self, key: int, storage: Any, shape: torch.Size, func: Any) -> None:
         name = _purpose()
         if name is None:
-            # Of a function from elsewhere: a matrix is what an operator made.
+            # A matrix of a function from outside this package is named by its operator.
             name = NAMES[""] if len(shape) < 2 else f"result of {func.overloadpacket.__name__}"
         entry = Entry(storage.nbytes(), shape, name, self._phase)
 
@@ -173,7 +170,7 @@ def _item(group: list[Entry]) -> Item:
     first, shape = group[0], ""
     if len(group) == 1 and len(first.shape) > 1:
         shape = f" {list(first.shape)}"
-    # A name of its own for what waits, so that no line of the table is there twice.
+    # Tensors that wait for backward have a name of their own, so that no line of the table is there twice.
     saved = ", saved" if first.phase == "kept" and not first.output else ""
     return Item(first.name + shape + saved, sum(entry.bytes for entry in group), first.phase, first.output)
 

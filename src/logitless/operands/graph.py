@@ -154,7 +154,7 @@ class Behind(torch.autograd.Function):
         return LogitsGradient(ctx.form, gradients), None
 
 
-class _WithBackward(torch.autograd.Function):
+class WithBackward(torch.autograd.Function):
     """``forward(x)``, whose gradient by x is ``backward(gradient)``. Nothing is saved."""
 
     @staticmethod
@@ -173,13 +173,13 @@ def summed_in_backward(x: Tensor, group: Any) -> Any:
     def backward(gradient: Tensor) -> Tensor:
         return sum_over(group, gradient.clone(memory_format=torch.contiguous_format))
 
-    return _WithBackward.apply(x, lambda x: x.view_as(x), backward)
+    return WithBackward.apply(x, lambda x: x.view_as(x), backward)
 
 
 def total_over(x: Tensor, group: Any) -> Any:
     """A number of this rank's columns, summed over a vocabulary group. Every rank goes on to the same loss, so that the
     gradient of the sum is that of each part."""
-    return _WithBackward.apply(x, lambda x: sum_over(group, x.clone()), lambda gradient: gradient)
+    return WithBackward.apply(x, lambda x: sum_over(group, x.clone()), lambda gradient: gradient)
 
 
 def all_columns(x: Tensor, shard: VocabShard) -> Any:
@@ -192,7 +192,7 @@ def all_columns(x: Tensor, shard: VocabShard) -> Any:
         whole[..., here] = x
         return sum_over(shard.group, whole)
 
-    return _WithBackward.apply(x, forward, lambda gradient: gradient[..., here])
+    return WithBackward.apply(x, forward, lambda gradient: gradient[..., here])
 
 
 def graded_into(buffer: Tensor, weight: Tensor) -> Any:
@@ -201,4 +201,4 @@ def graded_into(buffer: Tensor, weight: Tensor) -> Any:
     def backward(gradient: Tensor) -> None:
         buffer.add_(gradient)
 
-    return _WithBackward.apply(weight, lambda weight: weight.view_as(weight), backward)
+    return WithBackward.apply(weight, lambda weight: weight.view_as(weight), backward)

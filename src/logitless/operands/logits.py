@@ -182,7 +182,8 @@ class Logits(Tensor):
     def stands(self) -> Stands:
         """Hidden states, weight and the rest; raises where they have changed since the logits were made. Where somebody
         watches the gradient of the logits, the tensors stand behind them in the graph."""
-        matrix = self._stands.matrix
+        weight = self._stands.weight
+        matrix = weight.weight if isinstance(weight, LoRA) else weight
         # A plain weight in memory has its numbers; any other may have to be gathered.
         if self._stands.gather is not None or not matrix.numel() or not _in_memory(matrix):
             self._stands.require()
@@ -349,17 +350,21 @@ def made(stands: Stands, cls: type[Logits] = Logits) -> Logits:
     """Logits that stand for this, with an edge in the graph to every tensor where one needs a gradient."""
     if torch.compiler.is_compiling():
         return graph_break(made, stands, cls)
-    tensors = stands.tensors()
-    edge = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    new = wrapper(cls, stands.shape, stands.dtype, stands.hidden.device)
+    hidden, weight, bias = stands.hidden, stands.weight, stands.linear.bias
+    named = {"hidden": hidden, "weight": weight.weight if isinstance(weight, LoRA) else weight}
+    if isinstance(weight, LoRA):
+        named |= {"a of the LoRA": weight.a, "b of the LoRA": weight.b}
+    if bias is not None:
+        named["bias"] = bias
+    edge = torch.is_grad_enabled() and any(x.requires_grad for x in named.values())
+    new = wrapper(cls, stands.shape, stands.dtype, hidden.device)
     if edge:
-        new = Edge.apply([new], lambda tensors: stands.of(tensors).computed(), *tensors)
+        new = Edge.apply([new], lambda tensors: stands.of(tensors).computed(), *named.values())
     new._stands, new._behind, new._edge, new._watched, new._read = stands, None, edge, False, False
     # Results that torch's functions have read already. The edge does not hold them: that would be a circle.
     new._memo = {}
     new.shard = stands.linear.shard
-    named = zip(stands.names(), tensors, strict=True)
-    new._versions = [(name, x, x._version) for name, x in named if not x.is_inference()]
+    new._versions = [(name, x, x._version) for name, x in named.items() if not x.is_inference()]
     return new
 
 

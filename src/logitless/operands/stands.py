@@ -106,11 +106,6 @@ class Stands:
                 f"the root unit, use FSDP2 (fully_shard), or use a PolicyHead, and call it through its wrapper."
             )
 
-    def names(self) -> tuple[str, ...]:
-        """The names of :meth:`tensors`, for errors."""
-        lora = ("a of the LoRA", "b of the LoRA") if isinstance(self.weight, LoRA) else ()
-        return ("hidden", "weight", *lora, *(() if self.linear.bias is None else ("bias",)))
-
     def of(self, tensors: Sequence[Tensor]) -> Stands:
         """The same with other tensors, in the order of :meth:`tensors`."""
         hidden, first, *rest = tensors

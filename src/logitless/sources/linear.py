@@ -119,7 +119,7 @@ class Projection:
         )
 
     def whole(self, memory: Tensor, elementwise: int, column: Tensor | None = None) -> Problem:
-        """The problem of whole rows, whose logits lie at the start of flat memory; with ``column``, of other targets."""
+        """The problem of whole rows, whose logits lie at the start of flat memory; ``column`` is of other targets."""
         p = self if column is None else replace(self, column=column)
         return p.problem(rows_in(memory, len(self.hidden), self.call.columns), elementwise)
 
