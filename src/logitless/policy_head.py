@@ -82,7 +82,7 @@ class PolicyHead(nn.Module):
         return loss.of(logits, rows, **options)
 
     def _check_linear(self) -> None:
-        """Raise where the layer computes something else than its weight says."""
+        """Raise where the layer computes something else than a product with its weight."""
         head_weight("PolicyHead", self.linear)
         inner = (x for x in self.linear.modules() if x._forward_hooks or x._forward_pre_hooks)
         if (hooked := next(inner, None)) is not None:
