@@ -172,7 +172,7 @@ def logprobs_from_logits(
             last to others.
         vocab_range: ``(start, stop)`` of this rank's columns, which the ranks tell each other in every call; None for
             equal parts in rank order, which they compare in the first call of a group and a size of the vocabulary:
-            a further collective, which every rank makes.
+            one more collective, which every rank makes.
         support: ids that the sampler kept and how many of them each row has; log-probs are normalised over these.
         outside: ids outside the vocabulary, other than -100. ``"error"``: an error where that is free to see, NaN
             otherwise. ``"zero"``: log-prob 0 with the gradient of -log Z, as where the target's logit is summed over

@@ -111,7 +111,9 @@ class Ledger(TorchDispatchMode):
         for x in tensors_in(out):
             storage = x.untyped_storage()
             key = storage._cdata
-            if key not in self._entries and not _is_one_of(storage, (args, kwargs)):
+            # A view, or a tensor that was written in place, came in with the inputs.
+            given = (y.untyped_storage()._cdata for y in tensors_in((args, kwargs)))
+            if key not in self._entries and key not in given:
                 self._write_down(key, storage, x.shape, func)
         scratch = 0
         if func in SUMS and not self._on_gpu and args[0].dtype != out.dtype:
@@ -184,11 +186,6 @@ def tensors_in(x: Any) -> Iterator[Tensor]:
             yield from tensors_in(part)
     elif isinstance(x, dict):
         yield from tensors_in(list(x.values()))
-
-
-def _is_one_of(storage: Any, inputs: Any) -> bool:
-    """Whether the storage came in with the inputs: a view, or something written in place."""
-    return any(x.untyped_storage()._cdata == storage._cdata for x in tensors_in(inputs))
 
 
 def _purpose() -> str | None:

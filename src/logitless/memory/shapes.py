@@ -106,10 +106,6 @@ def _summed(x: Tensor, *args: Any, dtype: torch.dtype | None = None) -> Tensor:
     return _reduced(x, *args, dtype=dtype or (x.dtype if x.is_floating_point() else torch.int64))
 
 
-def _mm(a: Tensor, b: Tensor) -> Tensor:
-    return _empty((a.shape[0], b.shape[1]), a.dtype)
-
-
 SHAPES: dict[Any, Callable[..., Tensor]] = {}
 for _names, _rule in (
     ("empty_like zeros_like ones_like full_like _log_softmax _log_softmax_backward_data", _like),
@@ -121,7 +117,7 @@ for _names, _rule in (
     ("index.Tensor", _index),
     ("all.dim amax amin", _reduced),
     ("sum sum.dim_IntList", _summed),
-    ("mm", _mm),
+    ("mm", lambda a, b: _empty((a.shape[0], b.shape[1]), a.dtype)),
 ):
     for _name, _, _overload in (name.partition(".") for name in _names.split()):
         SHAPES[getattr(getattr(aten, _name), _overload or "default")] = _rule

@@ -185,7 +185,8 @@ class Logits(Tensor):
         weight = self._stands.weight
         matrix = weight.weight if isinstance(weight, LoRA) else weight
         # A plain weight in memory has its numbers; any other may have to be gathered.
-        if self._stands.gather is not None or not matrix.numel() or not _in_memory(matrix):
+        plain = type(matrix) in (Tensor, torch.nn.Parameter) and matrix.untyped_storage().size() > 0
+        if self._stands.gather is not None or not matrix.numel() or not plain:
             self._stands.require()
         watched = self._stands.watched
         changed = [name for name, x, version in self._versions if x._version != version]
@@ -359,18 +360,13 @@ def made(stands: Stands, cls: type[Logits] = Logits) -> Logits:
     edge = torch.is_grad_enabled() and any(x.requires_grad for x in named.values())
     new = wrapper(cls, stands.shape, stands.dtype, hidden.device)
     if edge:
-        new = Edge.apply([new], lambda tensors: stands.of(tensors).computed(), *named.values())
+        new = Edge.apply([new], stands.computed_from, *named.values())
     new._stands, new._behind, new._edge, new._watched, new._read = stands, None, edge, False, False
     # Results that torch's functions have read already. The edge does not hold them: that would be a circle.
     new._memo = {}
     new.shard = stands.linear.shard
     new._versions = [(name, x, x._version) for name, x in named.items() if not x.is_inference()]
     return new
-
-
-def _in_memory(weight: Tensor) -> bool:
-    """Whether a plain weight has storage."""
-    return type(weight) in (Tensor, torch.nn.Parameter) and weight.untyped_storage().size() > 0
 
 
 def _without_result(hook: Callable[[Tensor], Any]) -> None:
@@ -411,17 +407,14 @@ def refuse_change(func: Any, name: str, args: Any, kwargs: Any) -> None:
     first = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
     collective = name in COLLECTIVES and getattr(func, "__module__", "").startswith("torch.distributed")
     changes = collective or name in WRITES or (name.endswith("_") and not name.endswith("__"))
-    if any(_is_nowhere(x) for x in (first if changes else None, kwargs.get("out"), *_written(func, args, kwargs))):
+    written = (first if changes else None, kwargs.get("out"), *_written(func, args, kwargs))
+    # Logits are computed anew for each reading, so that what is written to them would be lost.
+    if any(getattr(type(x), "in_memory", True) is False for x in written):
         raise LogitlessError(
             f"Logits: {name} at {place()} needs logits in memory, and these were not computed. Compute them there, "
             f"logits = logits.computed(), or use a function that returns a new tensor. To keep the model's own logits: "
             f"logitless.defer(model) is reversible."
         )
-
-
-def _is_nowhere(x: Any) -> bool:
-    """Whether a tensor is computed anew for each reading, so that what is written to it would be lost."""
-    return getattr(type(x), "in_memory", True) is False
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:

@@ -161,6 +161,10 @@ class Stands:
         gain = self.gain[..., None] if isinstance(self.gain, Tensor) else self.gain
         return (x if isinstance(gain, float) and gain == 1.0 else x * gain).to(self.dtype)
 
+    def computed_from(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The logits of other tensors, in the order of :meth:`tensors`."""
+        return self.of(tensors).computed()
+
 
 def _is_same(a: Any, b: Any) -> bool:
     """Whether two operands or options are the same; without a graph, also two views of the same numbers."""

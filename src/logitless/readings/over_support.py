@@ -65,7 +65,7 @@ class _OverSupport(torch.autograd.Function):
         return torch.where(logits.here, d_raw, 0.0), *(None,) * 10
 
 
-_NAMES = ("row", "ids", "first", "is_target", "lengths", "column", "here")
+_NAMES = ("row", "ids", "once", "is_target", "lengths", "column", "here")
 
 
 class Outcomes(NamedTuple):
@@ -85,7 +85,7 @@ class Outcomes(NamedTuple):
         """The ids that the student kept, and those that the teacher kept (``other``; None if they are the same)."""
         if other is None:
             support = Support.of(kept, target, start, vocab_size)
-            return Outcomes(support, support.entries.first, support.entries.first)
+            return Outcomes(support, support.entries.once, support.entries.once)
         each, size = torch.arange(len(target), device=target.device), vocab_size + 2
         row = torch.cat([rows_of(kept, each), each, rows_of(other, each)])
         ids = torch.cat([kept.ids, target, other.ids]).clamp(-1, vocab_size)
@@ -95,10 +95,10 @@ class Outcomes(NamedTuple):
         key, taught = key // 2, key % 2 == 1
         row = key // size
         ids = key - size * row - 1
-        first = torch.cat([key.new_ones(min(1, len(key)), dtype=torch.bool), key[1:] != key[:-1]])
-        entries = Entries(row, ids, first, ids == target.clamp(-1, vocab_size)[row])
+        once = torch.cat([key.new_ones(min(1, len(key)), dtype=torch.bool), key[1:] != key[:-1]])
+        entries = Entries(row, ids, once, ids == target.clamp(-1, vocab_size)[row])
         support = Support(target, entries, kept.lengths + other.lengths + 1, start, vocab_size)
-        return Outcomes(support, first & _any_copy(~taught, first), first & _any_copy(taught, first))
+        return Outcomes(support, once & _any_copy(~taught, once), once & _any_copy(taught, once))
 
 
 def divergence_over(z: Tensor, others: Tensor, outcomes: Outcomes, kind: Divergence, dtype: torch.dtype) -> TokenStats:
@@ -125,7 +125,7 @@ class _Ragged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, log_q: Tensor, outcomes: Outcomes, kind: Divergence) -> tuple[Tensor, ...]:
         support, own, others = outcomes
-        row, target = support.entries.row, support.entries.is_target & support.entries.first
+        row, target = support.entries.row, support.entries.is_target & support.entries.once
         log_p = _log_softmax(z, own, support)
         p = log_p.exp()
         divergence, u = over_outcomes(log_p, log_q, kind, lambda x: _sum(x, support), lambda x: x[row])
@@ -181,7 +181,7 @@ def rows_of(kept: Kept, each: Tensor) -> Tensor:
     return torch.repeat_interleave(each, kept.lengths, output_size=kept.ids.numel())
 
 
-def _any_copy(flag: Tensor, first: Tensor) -> Tensor:
+def _any_copy(flag: Tensor, once: Tensor) -> Tensor:
     """Whether any copy of the same id in the same row has the flag."""
-    run = first.cumsum(0) - 1
+    run = once.cumsum(0) - 1
     return torch.zeros_like(run).scatter_reduce(0, run, flag.to(run.dtype), "amax").bool()[run]

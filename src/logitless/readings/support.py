@@ -27,13 +27,13 @@ class Entries(NamedTuple):
     Attributes:
         row: ascending.
         ids: of the whole vocabulary.
-        first: False for the second and later copies of an id within its row.
+        once: False for the second and later copies of an id within its row.
         is_target: whether the id is the row's target.
     """
 
     row: Tensor
     ids: Tensor
-    first: Tensor
+    once: Tensor
     is_target: Tensor
 
 
@@ -41,7 +41,7 @@ class KeptLogits(NamedTuple):
     """Transformed logits of each row's support, sorted by row and id, on flat ``[K + R]`` vectors.
 
     Attributes:
-        row, first, is_target: as of :class:`Entries`.
+        row, once, is_target: as of :class:`Entries`.
         column: of the problem's logits; 0 for ids that are not among its columns.
         z: -inf for ids that are not among these columns, NaN for ids outside the vocabulary.
         slope: dz / dx.
@@ -54,7 +54,7 @@ class KeptLogits(NamedTuple):
     z: Tensor
     slope: Tensor
     here: Tensor
-    first: Tensor
+    once: Tensor
     is_target: Tensor
     lengths: Tensor
 
@@ -88,8 +88,8 @@ class Support:
         key = ((vocab_size + 2) * row + (ids + 1)).sort(stable=True).values
         row = key // (vocab_size + 2)
         ids = key - (vocab_size + 2) * row - 1
-        first = torch.cat([key.new_ones(min(1, len(key)), dtype=torch.bool), key[1:] != key[:-1]])
-        entries = Entries(row, ids, first, ids == target.clamp(-1, vocab_size)[row])
+        once = torch.cat([key.new_ones(min(1, len(key)), dtype=torch.bool), key[1:] != key[:-1]])
+        entries = Entries(row, ids, once, ids == target.clamp(-1, vocab_size)[row])
         return Support(target, entries, kept.lengths + 1, start, vocab_size)
 
     def logits(self, problem: Problem) -> KeptLogits:
@@ -109,11 +109,11 @@ class Support:
 
     def transformed(self, x: Tensor, column: Tensor, here: Tensor, gain: Tensor, squash: float) -> KeptLogits:
         """The logits of all entries after the head's transformation, from raw logits ``x``."""
-        row, ids, first, is_target = self.entries
+        row, ids, once, is_target = self.entries
         z, slope = transform(x, gain[row], squash)
         z = torch.where(here, z, -torch.inf)
         z = torch.where((ids >= 0) & (ids < self.vocab_size), z, torch.nan)
-        return KeptLogits(row, column, z, slope, here, first, is_target, self.lengths)
+        return KeptLogits(row, column, z, slope, here, once, is_target, self.lengths)
 
     def lone(self) -> Tensor:
         """``[K + R]`` whether an entry's row has one id alone: its log-prob is 0 whatever the logit."""
@@ -126,7 +126,7 @@ def kept_statistics(k: KeptLogits) -> Tensor:
     """``[2, R]`` (m, s) of the ids of the support that are here."""
     m = _segment(k.z, "max", k.lengths)
     reference = torch.where(m == -torch.inf, torch.zeros_like(m), m)
-    e = torch.where(k.first, (k.z - reference[k.row]).exp(), 0.0)
+    e = torch.where(k.once, (k.z - reference[k.row]).exp(), 0.0)
     return torch.stack([m, _segment(e, "sum", k.lengths)])
 
 
@@ -144,12 +144,12 @@ def kept_gradient(
     norm: Normaliser,
     coef: Coefficients | None,
     ignored: Tensor,
-    further: Tensor | None = None,
+    of_ids: Tensor | None = None,
 ) -> Tensor:
     """``[K + R]`` whole gradient at each logit of the support: ``g_l (onehot - p_support)``, plus dense terms.
 
     Args:
-        further: ``[K + R]`` upstream gradient of each logit's own log-prob over the vocabulary, or None.
+        of_ids: ``[K + R]`` upstream gradient of each logit's own log-prob over the vocabulary (``ids=``), or None.
     """
     log_p = (k.z - kept_norm.reference[k.row]) - kept_norm.log_sum[k.row]
     upstream = g_logprob[k.row]
@@ -159,10 +159,10 @@ def kept_gradient(
     if coef is not None:
         d = k.z - norm.reference[k.row]
         log_p = d - norm.log_sum[k.row]
-        if further is None:
+        if of_ids is None:
             dz = dz + coef.elsewhere(d, log_p.exp(), k.row)
         else:
-            dz = dz + coef.elsewhere(d, log_p.exp(), k.row, further) - further * torch.expm1(log_p)
+            dz = dz + coef.elsewhere(d, log_p.exp(), k.row, of_ids) - of_ids * torch.expm1(log_p)
     return (dz * k.slope).masked_fill(ignored[k.row], 0.0)
 
 
@@ -171,10 +171,10 @@ def support_statistic(k: KeptLogits) -> Tensor:
     m = _segment(k.z, "max", k.lengths)
     reference = torch.where(m == -torch.inf, 0.0, m)
     d = (k.z - reference[k.row]).clamp_min(FLOOR)
-    e = torch.where(k.first, d.exp(), 0.0)
+    e = torch.where(k.once, d.exp(), 0.0)
     # The target is one of the entries, on this shard or another; every other entry adds nothing to t.
-    t = torch.where(k.is_target & k.here & k.first, k.z, 0.0)
-    elsewhere = torch.where(k.is_target & k.here & k.first, 0.0, 1.0)
+    t = torch.where(k.is_target & k.here & k.once, k.z, 0.0)
+    elsewhere = torch.where(k.is_target & k.here & k.once, 0.0, 1.0)
     sums = _segment(torch.stack([e, e * d, t, elsewhere], 1), "sum", k.lengths)
     s, w, t, elsewhere = sums.unbind(1)
     return Statistic(m, s, w, torch.where(elsewhere == k.lengths, torch.nan, t)).stacked()

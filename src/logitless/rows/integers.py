@@ -105,7 +105,7 @@ def check_distinct(index: Tensor, num_tokens: int | None) -> int:
     if twice.numel():
         raise LogitlessError(
             f"Rows.at: index holds row {int(ordered[twice[0, 0]])} more than once. "
-            f"A row has one target; score further targets in calls of their own."
+            f"A row has one target; score other targets in calls of their own."
         )
     past = int(ordered[-1]) + 1 if ordered.numel() else 0
     if num_tokens is not None and num_tokens < past:

@@ -337,7 +337,10 @@ class Rows:
 
         Rows that ``loss_mask_only`` left out are zero. Differentiable.
         """
-        return list(self._hold(x, "split").split(self.held))
+        self._check_rows(x, "split")
+        if self.slot is not None:
+            x = x.new_zeros((sum(self.held), *x.shape[1:])).index_copy(0, self.slot, x)
+        return list(x.split(self.held))
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The inverse of :meth:`split`: ``[R]`` from one tensor per sample, an entry for each held response token."""
@@ -427,12 +430,6 @@ class Rows:
             raise refused("Rows.sum_by_sample: x", "a tensor of floats", x)
         lengths = torch.tensor(self.counts, dtype=torch.int64, device=x.device)
         return torch.segment_reduce(x, "sum", lengths=lengths, unsafe=True, initial=0)
-
-    def _hold(self, x: Tensor, caller: str) -> Tensor:
-        self._check_rows(x, caller)
-        if self.slot is None:
-            return x
-        return x.new_zeros((sum(self.held), *x.shape[1:])).index_copy(0, self.slot, x)
 
     def _check_rows(self, x: Tensor, caller: str) -> None:
         if dense(x, f"Rows.{caller}: x").dim() == 0 or x.shape[0] != len(self):

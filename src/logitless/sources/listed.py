@@ -58,13 +58,13 @@ class _Saved(NamedTuple):
     weight: Tensor | None
     row: Tensor
     ids: Tensor
-    first: Tensor
+    once: Tensor
     is_target: Tensor
     lengths: Tensor
     read: Tensor
 
     def support(self, call: Call) -> Support:
-        entries = Entries(self.row, self.ids, self.first, self.is_target)
+        entries = Entries(self.row, self.ids, self.once, self.is_target)
         return Support(call.rows.target, entries, self.lengths, call.start, call.vocab_size)
 
     def place(self, call: Call) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,10 @@ class _EntryLogits(torch.autograd.Function):
             assert weight is not None
             raw = raw_logits(gathered_tokens(hidden, call), weight, bias, support, place, call)
         else:
-            raw = _looked_up(logits, support, place, call)
+            matrix, index = as_matrix(logits.detach(), call.index, call.caller)
+            at = support.entries.row if index is None else index[support.entries.row]
+            raw = matrix[at, place[0]].to(call.gain.dtype) if call.columns else call.gain.new_zeros(len(at))
+            raw = torch.where(place[1], raw, 0.0)
         ctx.save_for_backward(*saved)
         # The buffer for the weight's gradient is in the call and not saved: others may add to it before backward does.
         ctx.unchanged = call.unchanged()
@@ -129,15 +132,6 @@ def spent(caller: str) -> LogitlessError:
         f"{caller}: second backward through a call with overwrite=True, but the first one has replaced the logits by "
         f"their gradient, or begun to. Use overwrite=False to keep the graph, or run forward again."
     )
-
-
-def _looked_up(logits: Tensor, support: Support, place: tuple[Tensor, Tensor], call: Call) -> Tensor:
-    """``[E]`` logits of the entries out of those that exist; 0 where they are not here."""
-    matrix, index = as_matrix(logits.detach(), call.index, call.caller)
-    column, asked = place
-    at = support.entries.row if index is None else index[support.entries.row]
-    raw = matrix[at, column].to(call.gain.dtype) if call.columns else call.gain.new_zeros(len(at))
-    return torch.where(asked, raw, 0.0)
 
 
 def _given_gradient(entries: KeptLogits, d_raw: Tensor, logits: Tensor, call: Call) -> Tensor:
@@ -189,7 +183,7 @@ def raw_logits(
 def place_of(support: Support, call: Call) -> tuple[Tensor, Tensor]:
     """Each id's place among the columns here, and whether it is one of them. A second copy of an id is not."""
     column, here = support.place(0, call.columns)
-    return column, here & support.entries.first
+    return column, here & support.entries.once
 
 
 def tokens_gradient(logits: KeptLogits, d_raw: Tensor, hidden: Tensor, weight: Tensor, call: Call) -> Tensor:

@@ -30,7 +30,7 @@ def tune(
     """
     import torch
 
-    from logitless.tools.outputs import default_folder, slug_of
+    from logitless.tools.outputs import default_folder, slug_of, text_table
     from logitless.tools.tune import measure, require_card, write
 
     where = torch.device(pick_device(device, 0))
@@ -42,15 +42,9 @@ def tune(
     if as_json:
         print(json.dumps(table, indent=1))
         return
-    _print_table(table)
-    console().print(f"\nWritten. To use it: export LOGITLESS_MACHINE={path}")
-
-
-def _print_table(table: dict) -> None:
-    from logitless.tools.outputs import text_table
-
-    out = console()
-    out.print(text_table(("step", "ms"), [(name, f"{x:.3f}") for name, x in table["milliseconds"].items()]))
+    screen = console()
+    screen.print(text_table(("step", "ms"), [(name, f"{x:.3f}") for name, x in table["milliseconds"].items()]))
     chosen = "are faster, and will be used" if table["epilogues"] else "will not be used"
     why = f": {table['refused']}" if table["refused"] else ""
-    out.print(f"\n{table['card']}: fused kernels (product and softmax in one) {chosen}{why}.")
+    screen.print(f"\n{table['card']}: fused kernels (product and softmax in one) {chosen}{why}.")
+    screen.print(f"\nWritten. To use it: export LOGITLESS_MACHINE={path}")

@@ -116,8 +116,8 @@ class LossStep:
         return (d_hidden,) if self.frozen_head else (d_hidden, d_weight)
 
 
-UNIT = 256
-"""Tokens that the largest micro-batch is counted in."""
+GRAIN = 256
+"""The largest micro-batch is a multiple of this number of tokens."""
 
 
 @dataclass(frozen=True)
@@ -150,13 +150,13 @@ def forecast(way: Way, step: LossStep, free: int | None) -> Forecast:
     # The head's gradient is as large for one token as for a million.
     fixed = [item for item in _fullest(predicted.forward, predicted.backward) if item.name.startswith("d_weight")]
     # Whatever the way, the gradient of all hidden states must fit.
-    limit = free * step.cp // (UNIT * step.model.hidden * BYTES[step.dtype]) + 1
+    limit = free * step.cp // (GRAIN * step.model.hidden * BYTES[step.dtype]) + 1
 
-    def peak(units: int) -> int:
-        return way.predict(replace(step, tokens=units * UNIT)).peak
+    def peak(count: int) -> int:
+        return way.predict(replace(step, tokens=count * GRAIN)).peak
 
-    most = largest_fitting(peak, free, limit, (step.tokens / UNIT, predicted.peak), _bytes(fixed))
-    return Forecast(way, predicted, predicted.peak <= free, most * UNIT)
+    most = largest_fitting(peak, free, limit, (step.tokens / GRAIN, predicted.peak), _bytes(fixed))
+    return Forecast(way, predicted, predicted.peak <= free, most * GRAIN)
 
 
 def largest_fitting(peak: Callable[[int], int], free: int, limit: int, known: tuple[float, int], fixed: int = 0) -> int:
