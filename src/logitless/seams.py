@@ -33,7 +33,7 @@ from logitless.spec import TokenStats, VocabShard
 Bounds = tuple[int, int]
 
 
-# Without a limit: ranks with other groups beside this one would drop other entries.
+# The cache has no limit: ranks with other groups beside this one would drop other entries.
 @functools.cache
 def _made(group: dist.ProcessGroup, key: int | tuple[Bounds, ...], start: int, stop: int) -> VocabShard:
     """The shard of this rank, made once. ``key`` is the same on every rank, and says which bounds each of them has."""

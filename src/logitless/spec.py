@@ -360,7 +360,7 @@ def _tiled_size(bounds: list[tuple[int, ...]]) -> int:
     return expected
 
 
-# Under torch.compile.
+# Calls under torch.compile.
 
 
 def untraced(function: Callable[P, T]) -> Callable[P, T]:

@@ -22,8 +22,7 @@ from logitless.engines import PARTS, VARIABLE, asked, held, plug_into_vllm
 from logitless.engines.canonical import all_logprobs, normaliser, product, token_logprobs
 from logitless.engines.contract import TRAINER, told
 from logitless.engines.sglang import make_lm_head
-from logitless.engines.vllm import make_apply_head, make_logprobs, make_token_logprobs
-from logitless.engines.vllm_prompt import SCORING, make_forward, make_topk
+from logitless.engines.vllm import SCORING, make_apply_head, make_forward, make_logprobs, make_token_logprobs, make_topk
 from logitless.objectives.mismatch import mismatch
 
 T, D, V = 21, 48, 1000

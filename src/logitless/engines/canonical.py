@@ -1,4 +1,4 @@
-"""What an engine computes from its logits, with the bits that a trainer gets from hidden states.
+"""Log-probs and logits of a rollout engine, with the bits that a trainer gets from hidden states.
 
     normaliser(logits)             (reference, log_sum) of each row; a log-prob is (z - reference) - log_sum
     token_logprobs(logits, ids)    [R, K] log-probs of listed ids

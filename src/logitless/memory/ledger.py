@@ -47,7 +47,7 @@ NAMES = {
     "backends": "work of the backend",
     "": "vectors of each row",
 }
-"""What the allocations of a function, a module or a package are for. The innermost that is named here counts."""
+"""Purposes of the allocations of a function, a module or a package. The innermost that is named here counts."""
 
 IN_PLACE = {
     torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
@@ -134,7 +134,7 @@ class Ledger(TorchDispatchMode):
         self._note_fullest()
 
     def name_output(self, name: str, *tensors: Tensor) -> None:
-        """These tensors go to the caller."""
+        """Name tensors that go to the caller."""
         for x in tensors:
             entry = self._entries.get(x.untyped_storage()._cdata)
             if entry is not None:
@@ -189,7 +189,7 @@ def tensors_in(x: Any) -> Iterator[Tensor]:
 
 
 def _purpose() -> str | None:
-    """What :data:`NAMES` says about the innermost function of this package that is in it; None outside."""
+    """The purpose, by :data:`NAMES`, of the innermost function of this package that is named there; None outside."""
     frame, outside = sys._getframe(3), True
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

@@ -17,12 +17,12 @@ aten = torch.ops.aten
 
 
 def result_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What ``func(*args, **kwargs)`` returns where all tensors are on the meta device."""
+    """The result of ``func(*args, **kwargs)`` where all tensors are on the meta device."""
     if func in SHAPES:
         return SHAPES[func](*args, **kwargs)
     name = func._schema.name
     if name.endswith("_") and not name.endswith("__"):
-        # In place: nothing is computed, and nothing is made.
+        # An operator in place returns its first argument.
         return args[0]
     if torch.Tag.pointwise in func.tags and args and isinstance(args[0], Tensor):
         return _pointwise(func, args, kwargs)

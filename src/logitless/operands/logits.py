@@ -142,7 +142,7 @@ class Logits(Tensor):
     if TYPE_CHECKING:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            """Nothing: for type checkers, which would otherwise take the arguments of a plain tensor's."""
+            """Type checkers read this signature, and would take that of a plain tensor without it."""
 
     @staticmethod
     def given(
@@ -292,7 +292,7 @@ ATTRIBUTE_NAMES = frozenset(
         *("is_floating_point", "is_complex", "is_conj", "is_neg", "numel", "result_type"),
     }
 )
-"""The same by name: functions of torch, and methods that are no attribute of Tensor."""
+"""Names of more functions that the wrapper itself answers: of torch, and methods that are no attribute of Tensor."""
 
 VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 """Attributes that are tensors; the wrapper itself answers all others."""
@@ -326,7 +326,7 @@ def shard_of(logits: Any) -> VocabShard | None:
 
 
 def like(x: Logits, hidden: Tensor | None = None, **changes: Any) -> Logits:
-    """The same logits of other hidden states, or with another dtype, gain, squash, weight or head."""
+    """A copy of logits, of other hidden states, or with another dtype, gain, squash, weight or head."""
     now = x.stands()
     return made(replace(now, hidden=now.hidden if hidden is None else hidden, **changes), type(x))
 
@@ -441,4 +441,4 @@ COLLECTIVES = frozenset(
         *("all_gather_into_tensor", "all_gather_single", "all_to_all_single"),
     }
 )
-"""Those of torch.distributed that write to their first argument."""
+"""Functions of torch.distributed that write to their first argument."""

@@ -25,7 +25,7 @@ Bits = Literal["fast", "canonical"]
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """What a head is and how its product is made: the keyword arguments of :class:`Logits`."""
+    """Options of a head and of its product: the keyword arguments of :class:`Logits`."""
 
     bias: Tensor | None = None
     shard: VocabShard | None = None
@@ -54,7 +54,7 @@ def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 @dataclass(eq=False)
 class Stands:
-    """What logits stand for. The gain alone may change, by ``logits /= temperature``.
+    """The product, head and factor that logits stand for. The gain alone may change, by ``logits /= temperature``.
 
     Attributes:
         hidden, weight, linear: the product.
@@ -107,7 +107,7 @@ class Stands:
             )
 
     def of(self, tensors: Sequence[Tensor]) -> Stands:
-        """The same with other tensors, in the order of :meth:`tensors`."""
+        """A copy with other tensors, in the order of :meth:`tensors`."""
         hidden, first, *rest = tensors
         weight: Tensor | LoRA = first
         if isinstance(self.weight, LoRA):

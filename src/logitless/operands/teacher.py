@@ -31,7 +31,7 @@ SURPLUS = 0.01
 
 @dataclass(frozen=True, eq=False)
 class TopK:
-    """What a teacher sent of each row: K ids and their log-probs; see :meth:`Teacher.from_top_k`."""
+    """K ids of each row and their log-probs, as a teacher sent them; see :meth:`Teacher.from_top_k`."""
 
     logprobs: Tensor
     ids: Tensor

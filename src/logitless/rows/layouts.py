@@ -36,7 +36,7 @@ class Scheme(Protocol):
 
     @property
     def multiple(self) -> int:
-        """What a sample's padded length must be a multiple of."""
+        """A divisor of every sample's padded length."""
         ...
 
     @property
@@ -97,7 +97,7 @@ class Zigzag(_Split):
 
     @property
     def multiple(self) -> int:
-        """What a sample's padded length must be a multiple of."""
+        """A divisor of every sample's padded length."""
         return 2 * self.size
 
     def tokens(self, spans: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -121,12 +121,7 @@ class Contiguous(_Split):
         size: ranks in that group.
     """
 
-    by_sample = False
-
-    @property
-    def multiple(self) -> int:
-        """What a sample's padded length must be a multiple of."""
-        return 1
+    by_sample, multiple = False, 1
 
     def tokens(self, spans: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Sample and offset of each local token, given each sample's padded length ``[N]`` and the window's."""

@@ -36,7 +36,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, wide: bool, add: bool = False
             multiply(a[:, :-depth], b[:-depth], out, wide=True, add=add)
             multiply(a[:, -depth:], b[-depth:], out, wide=True, add=True)
             return
-        # In two parts a sum would be rounded to 16 bits twice.
+        # A sum in two parts would be rounded to 16 bits twice.
         written = written and not depth
     if wide and a.is_meta:
         # On the meta device nothing is computed; only a result that is rounded or widened afterwards is allocated.

@@ -69,7 +69,7 @@ class Projection:
         return p if whole or not multiplied else p.in_two_parts()
 
     def in_two_parts(self) -> Projection:
-        """The same with a float32 weight as a sum of two of hidden's dtype, which one product adds up.
+        """The projection with a float32 weight as a sum of two of hidden's dtype, which one product adds up.
 
         The small parts come first: then they are not lost in what the large ones have summed up to.
         """
@@ -90,7 +90,7 @@ class Projection:
         return replace(self, **{name: x[start:stop] for name, x in rows.items() if x is not None})
 
     def padded(self, multiple: int) -> Projection:
-        """The same rows, and as many rows to be skipped as make a multiple."""
+        """The projection with as many rows to be skipped behind its rows as make a multiple."""
         pad, missing = torch.nn.functional.pad, -len(self.hidden) % multiple
         return replace(
             self,

@@ -1,4 +1,4 @@
-"""What commands write: tables as plain text, and the folder of files that no option names."""
+"""Outputs of commands: tables as plain text, and the folder of files that no option names."""
 
 from __future__ import annotations
 

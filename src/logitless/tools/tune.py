@@ -1,4 +1,4 @@
-"""What products and their ends cost on the card at hand: the table by which calls choose their route there.
+"""``logitless tune``: costs of products and of their ends on the card at hand, by which calls choose their route there.
 
     logitless tune  ->  a file  ->  LOGITLESS_MACHINE=file, the same on every rank
 

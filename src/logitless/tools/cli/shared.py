@@ -1,4 +1,4 @@
-"""What several commands share: options, exit codes, text and progress, and the ranks of torchrun."""
+"""Parts that several commands share: options, exit codes, text and progress, and the ranks of torchrun."""
 
 from __future__ import annotations
 

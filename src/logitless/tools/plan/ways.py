@@ -143,13 +143,13 @@ class Forecast:
 
 
 def forecast(way: Way, step: LossStep, free: int | None) -> Forecast:
-    """What a way needs for a step and, with the free bytes of a card, its largest micro-batch."""
+    """The memory of a step in one way and, with the free bytes of a card, its largest micro-batch."""
     predicted = way.predict(step)
     if free is None:
         return Forecast(way, predicted, None, None)
     # The head's gradient is as large for one token as for a million.
     fixed = [item for item in _fullest(predicted.forward, predicted.backward) if item.name.startswith("d_weight")]
-    # Whatever the way, the gradient of all hidden states must fit.
+    # The gradient of all hidden states must fit in any way.
     limit = free * step.cp // (GRAIN * step.model.hidden * BYTES[step.dtype]) + 1
 
     def peak(count: int) -> int:

@@ -66,7 +66,7 @@ def write(compared: Compared, out: Path) -> Compared:
 
 
 def report_text(summary: Any, compared: Compared | None, as_json: bool) -> str:
-    """What the command prints at its end."""
+    """The last text that the command prints."""
     if as_json:
         more = {} if compared is None else {"mismatch": compared.report.as_dict()}
         return json.dumps(vars(summary) | more)

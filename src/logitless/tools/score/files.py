@@ -238,7 +238,7 @@ def _parse_line(line: bytes, place: str) -> dict[str, Any]:
 
 
 def _named(place: str, act: Callable[[], Any]) -> Any:
-    """What ``act`` returns; its errors get the place in front."""
+    """The result of ``act()``; its errors get the place in front."""
     try:
         return act()
     except NoTokenizer:

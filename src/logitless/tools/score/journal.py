@@ -123,7 +123,7 @@ class Journal:
 
     def _commit(self, path: Path, write: Callable[[Path], object]) -> None:
         """Make ``path`` appear with all that ``write`` writes, or not at all."""
-        # With the number of the process, two jobs started by mistake write different drafts.
+        # The number of the process keeps drafts of two jobs apart that were started by mistake.
         draft = self.folder / f"{path.name}.{os.getpid()}.draft"
         with _told(path):
             try:
@@ -132,7 +132,7 @@ class Journal:
                 os.replace(draft, path)
                 _flush(path.parent)
             except OSError:
-                # What a full disk holds of it is of no use.
+                # A draft that a full disk has cut off is of no use.
                 draft.unlink(missing_ok=True)
                 raise
 
