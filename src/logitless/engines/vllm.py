@@ -224,14 +224,12 @@ def _prompt() -> list[Replacement]:
         "0.30 - 0.32": "(self, lm_head, hidden_states, embedding_bias=None, skip_gather=False)",
         "0.24": "(self, lm_head, hidden_states, embedding_bias=None)",
     }
-    worker = "PromptLogprobsWorker"
+    newer, worker = {"0.30 - 0.32": f"{scores}, logits_mode=False)", "0.24": None}, "PromptLogprobsWorker"
     return [
         Replacement(HEAD, "LogitsProcessor.forward", forward, make_forward),
         Replacement(PROMPT, f"{worker}.compute_prompt_logprobs", prompt, make_prompt_logprobs),
         Replacement(PROMPT, f"{worker}.compute_prompt_token_id_logprobs", of_ids, make_token_id_logprobs),
-        Replacement(
-            LOGPROB, "compute_topk_scores", {"0.30 - 0.32": f"{scores}, logits_mode=False)", "0.24": None}, make_topk
-        ),
+        Replacement(LOGPROB, "compute_topk_scores", newer, make_topk),
         Replacement(LOGPROB, "compute_topk_logprobs", {"0.24": f"{scores})", "0.30 - 0.32": None}, make_topk),
     ]
 

@@ -242,9 +242,8 @@ def _response(sample: int, support: Any) -> tuple[Tensor, Tensor]:
                     f"{type(token).__name__}. An engine that recorded nothing there sampled from the whole vocabulary: "
                     f"leave that row out, or score it without kept."
                 )
-        flat = joined(
-            support, lambda token: f"Kept.from_engine: supports: the ids of sample {sample}, response token {token},"
-        )
+        name = f"Kept.from_engine: supports: the ids of sample {sample}"
+        flat = joined(support, lambda token: f"{name}, response token {token},")
         return flat, torch.tensor([len(token) for token in support], dtype=torch.int64, device="cpu")
     if support is None:
         raise LogitlessError(

@@ -122,10 +122,7 @@ class Asked(NamedTuple):
 
 
 def find(
-    asked: Asked,
-    lines: Lines,
-    count: Callable[[Tensor], Tensor] | None = None,
-    taught: Taught | None = None,
+    asked: Asked, lines: Lines, count: Callable[[Tensor], Tensor] | None = None, taught: Taught | None = None
 ) -> Found:
     """Results over the whole vocabulary.
 

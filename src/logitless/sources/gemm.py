@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,8 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, wide: bool, add: bool = False
             multiply(a, b, product, wide=True, tf32=tf32)
             out.add_(product) if add else out.copy_(product)
         elif wide and out.dtype != a.dtype:
-            _multiply_wide(a, b, out, add)
+            written_to: Any = {"out_dtype": out.dtype, "out": out}
+            torch.addmm(out, a, b, **written_to) if add else torch.mm(a, b, **written_to)
         elif wide or a.dtype == out.dtype == _wide(out.dtype):
             torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
         else:
@@ -110,13 +112,6 @@ def _beyond(extent: int) -> int:
     return extent % step if extent > step else 0
 
 
-def _multiply_wide(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
-    if add:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)  # pyright: ignore[reportCallIssue]
-    else:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)  # pyright: ignore[reportCallIssue]
-
-
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -136,9 +131,8 @@ def _float32_products(a: Tensor, tf32: bool) -> contextlib.AbstractContextManage
 def _switched(tf32: bool) -> Iterator[None]:
     switches = torch.backends.cuda.matmul
     # The name of the switch changed in torch 2.9, and mixing the two raises.
-    name, value = (
-        ("fp32_precision", "tf32" if tf32 else "ieee") if hasattr(switches, "fp32_precision") else ("allow_tf32", tf32)
-    )
+    name = "fp32_precision" if hasattr(switches, "fp32_precision") else "allow_tf32"
+    value = tf32 if name == "allow_tf32" else "tf32" if tf32 else "ieee"
     before = getattr(switches, name)
     setattr(switches, name, value)
     try:

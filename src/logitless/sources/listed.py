@@ -161,12 +161,7 @@ def _head_gradients(ctx: Any, entries: KeptLogits, d_raw: Tensor, saved: _Saved,
 
 
 def raw_logits(
-    tokens: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    support: Support,
-    place: tuple[Tensor, Tensor],
-    call: Call,
+    tokens: Tensor, weight: Tensor, bias: Tensor | None, support: Support, place: tuple[Tensor, Tensor], call: Call
 ) -> Tensor:
     """``[E]`` logits of all entries as the head's product would have them; 0 where ``place`` says they are not here."""
     column, asked = place

@@ -139,6 +139,7 @@ def examine(device: torch.device, engine_head: str | None = None) -> Findings:
     advice(engine_head)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise LogitlessError('doctor: device is "cuda" but torch sees no CUDA device. Use --device cpu.')
+    adapters = [name for name in HOSTS if importlib.util.find_spec(f"logitless.adapters.{name}")]
     choice = choose_backend(torch.zeros(1, 1, device=device))
     backends = tuple(_backend(name, device) for name in NAMES)
     exactness = [
@@ -154,9 +155,7 @@ def examine(device: torch.device, engine_head: str | None = None) -> Findings:
         chosen=f"{choice.name}: {choice.reason}",
         backends=backends,
         exactness=tuple(exactness),
-        hosts=tuple(
-            _host(name, engine_head) for name in HOSTS if importlib.util.find_spec(f"logitless.adapters.{name}")
-        ),
+        hosts=tuple(_host(name, engine_head) for name in adapters),
         engines=tuple(_engine(name) for name in sorted(PARTS)),
     )
 

@@ -75,15 +75,14 @@ class _Case:
         self.accumulated = torch.zeros(columns, width, device=device)
 
     def apart(self) -> dict[str, Callable[[], object]]:
-        backend, some, wide = load("triton"), slice(self.sizes.chunk), self.device.type == "cuda"
+        backend, wide = load("triton"), self.device.type == "cuda"
+        dz, x = self.out[: self.sizes.chunk], self.x[: self.sizes.chunk]
         return {
             "product": lambda: torch.mm(self.x, self.w.T, out=self.out),
             "product, float32": lambda: multiply(self.x, self.w.T, self.logits, wide=wide),
             "statistic of logits": lambda: backend.statistics(self.problem),
             "dZ of logits": lambda: backend.gradient(self.problem, self.norm, self.coef, self.out, None),
-            "product that is added": lambda: multiply(
-                self.out[some].T, self.x[some], self.accumulated, wide=wide, add=True
-            ),
+            "product that is added": lambda: multiply(dz.T, x, self.accumulated, wide=wide, add=True),
         }
 
     def epilogues(self) -> dict[str, Callable[[], object]]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer import Exit, Option
 from typer.core import TyperGroup
 
 import logitless
@@ -55,15 +56,13 @@ for command in (plan, score, doctor, tune):
 def _version(asked: bool) -> None:
     if asked:
         print(f"logitless {logitless.__version__}")
-        raise typer.Exit
+        raise Exit
 
 
 @app.callback()
 def about(
     debug: Debug = False,
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
-    ] = False,
+    version: Annotated[bool, Option("--version", help="Print the version.", callback=_version, is_eager=True)] = False,
 ) -> None:
     """Log-probs, entropy and losses of LLMs, without paying for the logits.
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-import typer
+from typer import Exit, Option
 
 from logitless.tools.cli.shared import NO, AsJson, Device, console, full_dtype, pick_device
 
 EngineHead = Annotated[
-    str | None,
-    typer.Option(help="Dtype of the logits of your rollout engine: says which logits to install frameworks with."),
+    str | None, Option(help="Dtype of the logits of your rollout engine: says which logits to install frameworks with.")
 ]
 
 
@@ -31,7 +30,7 @@ def doctor(device: Device = None, engine_head: EngineHead = None, as_json: AsJso
     else:
         _print_findings(findings)
     if not findings.ok:
-        raise typer.Exit(NO)
+        raise Exit(NO)
 
 
 def _print_findings(findings: Any) -> None:

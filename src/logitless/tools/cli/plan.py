@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Annotated, Any
 
-import typer
+from typer import Exit, Option
 
 from logitless.errors import LogitlessError
 from logitless.tools.cli.shared import NO, AsJson, console, full_dtype
@@ -25,33 +25,30 @@ def _names_in(table: str) -> Callable[[str], list[str]]:
 def plan(
     model: Annotated[
         str,
-        typer.Option(
-            help="A config.json, its folder, or a preset such as qwen3-8b.", autocompletion=_names_in("PRESETS")
-        ),
+        Option(help="A config.json, its folder, or a preset such as qwen3-8b.", autocompletion=_names_in("PRESETS")),
     ],
     tokens: Annotated[
-        str, typer.Option(metavar="<tokens>", help="Tokens of a micro-batch, all CP ranks together: 65536 or 64k.")
+        str, Option(metavar="<tokens>", help="Tokens of a micro-batch, all CP ranks together: 65536 or 64k.")
     ],
-    response_fraction: Annotated[float, typer.Option(help="Part of the tokens that is response.")] = 1.0,
-    tp: Annotated[int, typer.Option(help="Ranks that share the vocabulary.")] = 1,
-    cp: Annotated[int, typer.Option(help="Ranks that share the sequence.")] = 1,
-    dtype: Annotated[str, typer.Option(help="bfloat16 (bf16), float16 (fp16) or float32 (fp32).")] = "bfloat16",
-    entropy: Annotated[str, typer.Option(help="none, value, or grad if it is part of the loss.")] = "value",
-    frozen_head: Annotated[bool, typer.Option("--frozen-head", help="The head needs no gradient (LoRA).")] = False,
+    response_fraction: Annotated[float, Option(help="Part of the tokens that is response.")] = 1.0,
+    tp: Annotated[int, Option(help="Ranks that share the vocabulary.")] = 1,
+    cp: Annotated[int, Option(help="Ranks that share the sequence.")] = 1,
+    dtype: Annotated[str, Option(help="bfloat16 (bf16), float16 (fp16) or float32 (fp32).")] = "bfloat16",
+    entropy: Annotated[str, Option(help="none, value, or grad if it is part of the loss.")] = "value",
+    frozen_head: Annotated[bool, Option("--frozen-head", help="The head needs no gradient (LoRA).")] = False,
     card: Annotated[
-        str | None,
-        typer.Option(help="A size such as 80GiB, or a name such as h100-80g.", autocompletion=_names_in("CARDS")),
+        str | None, Option(help="A size such as 80GiB, or a name such as h100-80g.", autocompletion=_names_in("CARDS"))
     ] = None,
     in_use: Annotated[
-        str | None, typer.Option(help="What weights, optimizer and activations take of the card; with --card.")
+        str | None, Option(help="What weights, optimizer and activations take of the card; with --card.")
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="Working memory of calls from hidden states; default: that of each call.")
+        str | None, Option(help="Working memory of calls from hidden states; default: that of each call.")
     ] = None,
     kept_ids: Annotated[
-        float | None, typer.Option(help="Ids that the sampler kept of each response token, on average.")
+        float | None, Option(help="Ids that the sampler kept of each response token, on average.")
     ] = None,
-    full: Annotated[bool, typer.Option("--full", help="Also print the code to paste, and why.")] = False,
+    full: Annotated[bool, Option("--full", help="Also print the code to paste, and why.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Tell the memory of a loss step, and the call to write.
@@ -86,7 +83,7 @@ def plan(
     else:
         _print_plan(answer, full)
     if not answer.fits:
-        raise typer.Exit(NO)
+        raise Exit(NO)
 
 
 def _print_plan(answer: Any, full: bool) -> None:

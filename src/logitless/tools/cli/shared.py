@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from typer import Exit, Option
 
 from logitless.errors import LogitlessError
 
 NO, BAD_INPUT, BROKEN = 1, 2, 3
 """Exit codes: the answer is no; wrong usage or input; anything else."""
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON instead of text.")]
+Debug = Annotated[bool, Option("--debug", help="Show where an error comes from.")]
+Device = Annotated[str | None, Option(help="cpu or cuda; default: cuda where there is one.")]
 
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
@@ -88,7 +88,7 @@ def first_explains(rank: int) -> Iterator[None]:
     except LogitlessError:
         if rank == 0:
             raise
-        raise typer.Exit(BAD_INPUT) from None
+        raise Exit(BAD_INPUT) from None
 
 
 def pick_device(device: str | None, local_rank: int) -> str:

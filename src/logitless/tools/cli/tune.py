@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from logitless.tools.cli.shared import AsJson, Device, console, pick_device, progress
 
@@ -15,9 +15,7 @@ def tune(
     device: Device = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="File of the table; default: machine-CARD.json, in out of a checkout, or in ~/.cache/logitless."
-        ),
+        Option(help="File of the table; default: machine-CARD.json, in out of a checkout, or in ~/.cache/logitless."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

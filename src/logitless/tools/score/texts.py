@@ -86,9 +86,8 @@ class Texts:
         from jinja2 import TemplateError
 
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=answered, tokenize=True, return_dict=True
-            )
+            options = {"add_generation_prompt": answered, "tokenize": True, "return_dict": True}
+            rendered = self._tokenizer.apply_chat_template(messages, **options)
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise LogitlessError(f"the chat template refuses it: {_first_line(error)}") from None
         return list(rendered["input_ids"])
