@@ -29,12 +29,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DryGroup:
-    """Stands in for a group on the meta device, where nothing is sent and only allocations count.
-
-    Attributes:
-        ranks: how many ranks.
-        copies: whether the real group works on a copy, as gloo does.
-    """
+    """A group on the meta device, where nothing is sent and only allocations count. ``copies`` says that the real group
+    works on a copy, as gloo does."""
 
     ranks: int
     copies: bool

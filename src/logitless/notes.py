@@ -62,11 +62,8 @@ def explained(
 
 
 def add_note(error: BaseException, caller: str, memory: int | str, written: str | None = None) -> None:
-    """Add to an error that leaves a call how it would take less memory, where that was its reason.
-
-    Args:
-        written: name in :data:`WRITTEN` of a tensor of the caller's that the call has written to.
-    """
+    """Add to an error that leaves a call how it would take less memory, where that was its reason, and the note of
+    :data:`WRITTEN` on a tensor of the caller's that the call has written to."""
     _add(error, _note(error, caller, memory, [] if written is None else [written]))
 
 

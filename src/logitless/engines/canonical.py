@@ -67,11 +67,8 @@ def _less(z: Tensor, norm: Normaliser) -> Tensor:
 
 
 def product(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """``hidden @ weight.T + bias`` into ``out`` ``[R, V]``, summed in float32 and rounded once.
-
-    Args:
-        hidden, weight: ``[R, D]`` and ``[V, D]`` of one dtype, 16 bits wide or float32.
-    """
+    """``hidden @ weight.T + bias`` into ``out`` ``[R, V]``, summed in float32 and rounded once. Hidden states and
+    weight have one dtype, of 16 bits or float32."""
     if weight.dtype != hidden.dtype:
         raise LogitlessError(
             f"head: the weight is {weight.dtype} and hidden states are {hidden.dtype}, and a product has one dtype. "

@@ -64,12 +64,8 @@ SUMS = (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList)
 
 
 class Item(NamedTuple):
-    """Bytes that are alive at the fullest moment, by what they are for.
-
-    Attributes:
-        phase: ``"forward"`` or ``"backward"`` for what lives in one alone, ``"kept"`` for what forward leaves behind.
-        output: whether it goes to the caller.
-    """
+    """Bytes that are alive at the fullest moment, by what they are for. The phase is ``"kept"`` for tensors that
+    forward leaves to backward; ``output`` says that they go to the caller."""
 
     name: str
     bytes: int

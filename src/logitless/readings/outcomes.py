@@ -96,8 +96,7 @@ def compared(own: TokenStats, other: Sent, kind: Divergence) -> TokenStats:
 def within(own: TokenStats | None, z: Tensor, log_z: Tensor, other: Sent, kind: Divergence) -> TokenStats:
     """All results over the K ids, from their logits or anything that differs from those by a number per row.
 
-    Args:
-        own: results over the vocabulary, of which those that no K ids have stay; None where there are none.
+    Results over the vocabulary (``own``, or None) stay where there are none over K ids.
     """
     log_p = normalised(z, other.empty)
     # -inf stands for padding, and for ids that the student excludes.

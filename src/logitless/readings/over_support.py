@@ -69,12 +69,8 @@ _NAMES = ("row", "ids", "once", "is_target", "lengths", "column", "here")
 
 
 class Outcomes(NamedTuple):
-    """The ids of a student and of its teacher in one sorted list.
-
-    Attributes:
-        support: its entries and their rows.
-        own, others: ``[E]`` whether the student, and the teacher, has the id. False for second copies.
-    """
+    """The ids of a student and of its teacher in one sorted list, and ``[E]`` whether the student (``own``), and the
+    teacher (``others``), has the id. False for second copies."""
 
     support: Support
     own: Tensor
@@ -102,11 +98,8 @@ class Outcomes(NamedTuple):
 
 
 def divergence_over(z: Tensor, others: Tensor, outcomes: Outcomes, kind: Divergence, dtype: torch.dtype) -> TokenStats:
-    """``[R]`` divergence, log-prob and entropy over the ids, and the teacher's.
-
-    Args:
-        z, others: ``[E]`` float64 logits of student and teacher, both transformed.
-    """
+    """``[R]`` divergence, log-prob and entropy over the ids, and the teacher's log-prob and entropy, from ``[E]``
+    transformed logits in float64 of the student (``z``) and of the teacher (``others``)."""
     support, target = outcomes.support, outcomes.support.target
     inside = (support.entries.ids >= 0) & (support.entries.ids < support.vocab_size)
     log_q = _log_softmax(others, outcomes.others, support)

@@ -85,19 +85,16 @@ class Table:
         return torch.cat([x.merge(part) for x, part in zip(self.readings, split, strict=True)])
 
     def results(self, lines: Tensor, row: Row, ahead: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Results of the whole vocabulary by name, and what backward needs of them.
-
-        Args:
-            ahead: ``[R]`` columns before the target, where a rank is asked for.
-        """
-        found, saved = {}, {}
+        """Results of the whole vocabulary by name, and tensors for backward. ``ahead`` ``[R]`` are the columns before
+        the target, where a rank is asked for."""
+        results, saved = {}, {}
         split = lines.split([x.width for x in self.readings])
         for reading, own in zip(self.readings, split, strict=True):
             own = ahead[None] if isinstance(reading, Rank) and ahead is not None else own
-            results = {name: told(x, row) for name, x in reading.results(own, row).items()}
-            saved |= reading.saved(own, results)
-            found |= results
-        return found, saved
+            of_reading = {name: told(x, row) for name, x in reading.results(own, row).items()}
+            saved |= reading.saved(own, of_reading)
+            results |= of_reading
+        return results, saved
 
     def key(self, lines: Tensor) -> Tensor:
         """``[R]`` keys of the targets, against which a rank counts columns."""

@@ -20,11 +20,8 @@ NOTHING = contextlib.nullcontext()
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, *, wide: bool, add: bool = False, tf32: bool = False) -> None:
-    """``out = a @ b``, or ``out += a @ b``, summed in at least float32 and rounded once to ``out``'s dtype.
-
-    Args:
-        wide: whether the library writes float32 sums of 16-bit operands.
-    """
+    """``out = a @ b``, or ``out += a @ b``, summed in at least float32 and rounded once to ``out``'s dtype. ``wide``
+    says that the library writes float32 sums of 16-bit operands."""
     # The library itself writes results in the operands' dtype, and float32 sums of 16-bit operands.
     written = a.dtype == out.dtype or (a.dtype.itemsize == 2 and out.dtype == torch.float32)
     if wide and a.dtype.itemsize == 2:

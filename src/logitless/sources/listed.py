@@ -31,11 +31,8 @@ from logitless.spec import IGNORE
 
 
 def entry_logits(operands: Operands, support: Support, read: Tensor, call: Call, whole: bool = True) -> Tensor:
-    """``[E]`` raw logits of a support's entries, with a graph; 0 for second copies and where ``read`` is False.
-
-    Args:
-        whole: sum over the shards of a vocabulary group, of which one has each id; otherwise 0 where it is elsewhere.
-    """
+    """``[E]`` raw logits of a support's entries, with a graph; 0 for second copies and where ``read`` is False. With
+    ``whole`` they are summed over the shards of a vocabulary group; without, ids of other shards have 0, too."""
     vectors = (*support.entries, support.lengths, read)
     return _EntryLogits.apply(*operands[:4], *vectors, call, whole)  # pyright: ignore[reportReturnType]
 

@@ -357,11 +357,8 @@ def own_operands(teacher: Teacher) -> Operands:
 
 
 def own_gain(teacher: Teacher, call: Call, dtype: torch.dtype, order: Tensor | None = None) -> Tensor:
-    """``[R]`` factor of the teacher's logits for the rows of the call.
-
-    Args:
-        order: of the call's rows among the caller's, who gives a temperature for every row in an order of its own.
-    """
+    """``[R]`` factor of the teacher's logits for the rows of the call. ``order`` is that of the call's rows among the
+    caller's, in which a temperature for every row is given."""
     head = teacher.head or PLAIN
     gain = head.gain(call.num_rows, dtype, call.gain.device)
     if order is not None and isinstance(head.temperature, Tensor):

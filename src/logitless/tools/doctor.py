@@ -52,13 +52,11 @@ class BackendFinding:
 
 @dataclass(frozen=True)
 class ExactnessFinding:
-    """Distance of one path's results to float64.
-
+    """Distance of the results from ``"logits"`` or ``"hidden states"`` (``path``) to float64, or an error
+(``failure``). 
     Attributes:
-        path: what the log-probs were taken of: ``"logits"`` or ``"hidden states"``.
         value: largest error of log-probs and entropies, relative to their size where that is above 1.
         gradient: largest error of a gradient, relative to its size.
-        failure: the error that was raised instead, or None.
     """
 
     path: str
@@ -130,11 +128,8 @@ class Findings:
 
 
 def examine(device: torch.device, engine_head: str | None = None) -> Findings:
-    """Look at this machine and try the library on a device.
-
-    Args:
-        engine_head: dtype of the logits of the rollout engine: hosts that defer logits are then told which to ask for.
-    """
+    """Look at this machine and try the library on a device. With ``engine_head``, the dtype of the rollout engine's
+    logits, the findings say which logits hosts should be asked for."""
     # A wrong engine_head is refused before anything is tried.
     advice(engine_head)
     if device.type == "cuda" and not torch.cuda.is_available():

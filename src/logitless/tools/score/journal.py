@@ -31,12 +31,8 @@ from logitless.tools.score.files import REJECTED, count_results, write_rejects, 
 
 @dataclass(frozen=True)
 class Journal:
-    """The state of one job.
-
-    Attributes:
-        settings: everything that decides about the results, as JSON values.
-        digests: of the records of each part; empty where nothing is known of them but the file as a whole.
-    """
+    """The state of one job. Its settings are all that decides about the results; its digests are of the records of each
+    part, and there are none where the input is Parquet."""
 
     out: Path
     settings: dict[str, Any]

@@ -120,12 +120,9 @@ class Summary:
     """Counts of a run, all ranks together.
 
     Attributes:
-        out: the finished file.
-        records: records in the file.
+        out, records: the finished file, and its records.
         scored_records, scored_tokens: records and response tokens that this run scored; the rest is from earlier runs.
-        seconds: duration of the run.
-        rejected: records that have no results, of all runs.
-        rejects: file that says why; None where there are none.
+        rejected, rejects: records without results, of all runs, and the file that says why, or None.
     """
 
     out: str

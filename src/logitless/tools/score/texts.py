@@ -30,13 +30,8 @@ class Conversation(NamedTuple):
 
 @dataclass(frozen=True)
 class Texts:
-    """The tokenizer of a model directory.
-
-    Attributes:
-        folder: the model directory.
-        special_tokens: whether a text that opens the sequence gets the special tokens that open one.
-        turns: which messages of the assistant are scored.
-    """
+    """The tokenizer of a model directory. With ``special_tokens``, a text that opens the sequence gets the tokens that
+    open one; ``turns`` says which messages of the assistant are scored."""
 
     folder: Path
     special_tokens: bool = True
