@@ -52,8 +52,8 @@ class BackendFinding:
 
 @dataclass(frozen=True)
 class ExactnessFinding:
-    """Distance of the results from ``"logits"`` or ``"hidden states"`` (``path``) to float64, or an error
-(``failure``). 
+    """Distance of the results from ``"logits"`` or ``"hidden states"`` (``path``) to float64, or the error.
+
     Attributes:
         value: largest error of log-probs and entropies, relative to their size where that is above 1.
         gradient: largest error of a gradient, relative to its size.
