@@ -34,7 +34,7 @@ def normaliser(logits: Tensor, temperature: Tensor | float = 1.0) -> Normaliser:
     head, rows = Head(temperature=temperature), len(x)
     name, _ = backend_of(x, "auto", None)
     gain = head.gain(rows, torch.float32, x.device, single=True)
-    # No target is asked for: the first column is there in any case.
+    # No target is asked for: column 0 stands in for one.
     column = torch.zeros(rows, dtype=torch.int64, device=x.device)
     memory = parse_memory(MEMORY["logits"])
     problem = Problem(x, None, column, gain, 0.0, x.shape[1], False, memory, found=True, canonical=True)

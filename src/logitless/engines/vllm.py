@@ -209,7 +209,7 @@ def make_topk(original: Callable[..., Any], options: Mapping[str, Any]) -> Calla
         if out.top_k_ids is not None and out.top_k_logprobs is not None:
             columns, scores = (torch.cat(x, 1) for x in ((columns, out.top_k_ids), (scores, out.top_k_logprobs)))
         made = sys.modules["vllm.v1.outputs"].LogprobsTensors
-        # The rank counts the token itself.
+        # vLLM's rank counts the token itself.
         return made(logprob_token_ids=columns, logprobs=scores, selected_token_ranks=out.rank + 1)
 
     return compute_topk_scores

@@ -99,7 +99,7 @@ class Ledger(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled here, and being sure of it would import the compiler.
+        # Nothing is compiled here, and asking torch would import the compiler.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -117,7 +117,7 @@ class Ledger(TorchDispatchMode):
         if func in self._scratch and (self._on_gpu or not args[0].is_floating_point()):
             scratch = self._scratch[func] * args[0].numel()
         if scratch:
-            # Alive with the results, and gone when this function returns.
+            # The scratch is alive with the results, and gone when this function returns.
             work = torch.empty(scratch, dtype=torch.uint8, device="meta")
             self._write_down(work.untyped_storage()._cdata, work.untyped_storage(), work.shape, func)
         return out

@@ -53,7 +53,7 @@ class Ids:
 
     def lines(self, backend: Backend, tile: Problem, rows: slice) -> Tensor:
         ids = self.ids[rows]
-        # A padded tile has more rows.
+        # A padded tile has more rows than there are ids.
         ids = torch.nn.functional.pad(ids, (0, 0, 0, tile.num_rows - len(ids)))
         column = ids - self.start - tile.first
         x = at_columns(tile, column).T

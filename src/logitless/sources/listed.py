@@ -151,7 +151,7 @@ def _head_gradients(ctx: Any, entries: KeptLogits, d_raw: Tensor, saved: _Saved,
     d_weight = d_bias = None
     if want_weight or want_bias:
         by_id = ById.of(entries, d_raw, call)
-        # The bias first: where it fails, the caller's buffer is as it was.
+        # The bias comes first: where it fails, the caller's buffer is as it was.
         d_bias = by_id.bias_gradient(weight, ctx.bias_dtype) if want_bias else None
         d_weight = by_id.weight_gradient(hidden, weight) if want_weight else None
     return d_hidden, d_weight, d_bias

@@ -46,7 +46,7 @@ def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         from rich.table import Table
     except ImportError:
         return "\n".join("\t".join(row) for row in ([list(columns)] if columns else []) + rows)
-    # Eight lines of four characters: all blank but the rule below the header.
+    # A box is eight lines of four characters, here all blank but the rule below the header.
     rule = Box("\n".join(["    ", "    ", " -  ", *["    "] * 5]) + "\n", ascii=True)
     table = Table(box=rule, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), show_header=bool(columns))
     for place in range(len(columns) or max(map(len, rows), default=0)):
@@ -55,7 +55,7 @@ def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         table.add_column(name, justify="right" if numbers else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    # Wider than any table, and told to take every character for itself.
+    # The console is wider than any table, and prints every character as it is.
     console = Console(width=10_000, color_system=None, markup=False, emoji=False, highlight=False)
     with console.capture() as shown:
         console.print(table)

@@ -52,7 +52,7 @@ def score(
     from logitless.tools.score import Job, score_file
     from logitless.tools.score.against import compare, report_text, write
 
-    # Checked with everything else.
+    # Job checks these names, with everything else.
     choices: dict[str, Any] = {"turns": turns, "too_long": too_long, "on_error": on_error}
     with ranks() as (rank, local_rank, group), first_explains(rank):
         job = Job(

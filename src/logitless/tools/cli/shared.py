@@ -54,7 +54,7 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
         *(TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()),
     )
     shown = (*columns, TextColumn("{task.description}"))
-    # Drawn only between measurements: a thread that redraws the bar would disturb the times.
+    # The bar is drawn only between measurements: a thread that redraws the bar would disturb the times.
     with Progress(*shown, console=console, transient=True, auto_refresh=False) as bar:
         task = bar.add_task("starting", total=total)
         yield lambda text: bar.update(task, description=text, advance=1, refresh=True)

@@ -52,7 +52,7 @@ def compare(data: Path, out: Path, field: str) -> Compared:
         tokens.append(result["tokens"])
         trainer += result["logprob"]
         rollout += given
-    # One token before each response, which predicts its first.
+    # One token stands before each response, and predicts its first.
     rows = Rows.packed([[0, *ids] for ids in tokens], [len(ids) for ids in tokens])
     own, engine = torch.tensor(trainer, dtype=torch.float64), torch.tensor(rollout, dtype=torch.float64)
     return Compared(mismatch(own, engine, rows), own, engine, rows.position)

@@ -94,7 +94,7 @@ def _name_lines(axis: Axes, style: Style) -> None:
         x, y = line.get_xdata()[-1], line.get_ydata()[-1]  # pyright: ignore[reportIndexIssue]
         look = {"va": "center", "fontsize": 8, "color": style.text}
         axis.annotate(str(line.get_label()), (x, y), (5, 0), textcoords="offset points", **look)
-    # Room for them, in the axis' own decades.
+    # The names need room, in the axis' own decades.
     low, high = axis.get_xlim()
     axis.set_xlim(low, high * (high / low) ** 0.2)
 
