@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from logitless.call.dry import Dry
 from logitless.errors import LogitlessError
@@ -140,13 +139,14 @@ def estimate(
     meta = Meta(copies=not on_gpu)
     with Ledger():
         # Tensors that the caller holds are made here, and not counted.
-        names = _names(verb, len(args))
-        positional = [meta(x, name) for x, name in zip(args, names, strict=True)]
+        names = list(inspect.signature(verb).parameters)
+        names += [f"argument {i}" for i in range(len(names), len(args))]
+        positional = [meta(x, name) for x, name in zip(args, names, strict=False)]
         keywords = {name: meta(x, name) for name, x in options.items()}
     ledger, dry = Ledger(on_gpu), Dry("cuda" if on_gpu else "cpu", machine, dropped)
     with dry:
         with ledger:
-            out = list(dict.fromkeys(tensors_in(_flat(verb(*positional, **keywords)))))
+            out = list(dict.fromkeys(tensors_in(verb(*positional, **keywords))))
             ledger.start_backward()
         graded = [x for x in out if x.requires_grad]
         upstream = [torch.ones_like(x) for x in graded]
@@ -166,35 +166,13 @@ def _check(caller: str, verb: Any, device: Any) -> None:
         raise LogitlessError(f'{caller}: device must be "cuda", "cpu" or None but is {described(device)}.')
 
 
-def _flat(x: Any) -> Any:
-    """Results as lists and tuples of tensors: metrics and the like are passed over."""
-    if isinstance(x, tuple | list):
-        return [_flat(item) for item in x if isinstance(item, tuple | list | Tensor)]
-    return x
-
-
-def _names(verb: Callable[..., Any], count: int) -> list[str]:
-    """Names of the first arguments of a function."""
-    names = list(inspect.signature(verb).parameters)[:count]
-    return names + [f"argument {i}" for i in range(len(names), count)]
-
-
 def _machine(kind: str) -> Machine:
-    """The machine behind a kind of device; where there is no GPU here, an H200 is one."""
-    if kind != "cuda":
-        return CPU
-    return Machine.of(torch.device("cuda")) if torch.cuda.is_available() else H200
+    """The machine behind a kind of device; a GPU is an H200 where there is none here."""
+    gpu = Machine.of(torch.device("cuda")) if torch.cuda.is_available() else H200
+    return gpu if kind == "cuda" else CPU
 
 
 def _real_device(arguments: Any) -> str | None:
     """Type of the device that has numbers of the arguments; None where all of them are on meta."""
-    found = (x.device.type for x in tensors_in(_given(arguments)))
-    return next((kind for kind in found if kind != "meta"), None)
-
-
-def _given(x: Any) -> Any:
-    if isinstance(x, tuple | list):
-        return [_given(item) for item in x]
-    if isinstance(x, dict):
-        return [_given(item) for item in x.values()]
-    return getattr(x, "hidden", None) if hasattr(x, "hidden") else x
+    kinds = (x.device.type for x in tensors_in(arguments))
+    return next((kind for kind in kinds if kind != "meta"), None)

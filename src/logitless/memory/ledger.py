@@ -174,7 +174,7 @@ def _item(group: list[Entry]) -> Item:
 
 
 def tensors_in(x: Any) -> Iterator[Tensor]:
-    """Tensors in what an operator takes or returns: at most lists, and keyword arguments."""
+    """Tensors in arguments or results, also within lists, tuples and dictionaries; any other object is passed over."""
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, list | tuple):
