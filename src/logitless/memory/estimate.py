@@ -143,7 +143,7 @@ def estimate(
         names += [f"argument {i}" for i in range(len(names), len(args))]
         positional = [meta(x, name) for x, name in zip(args, names, strict=False)]
         keywords = {name: meta(x, name) for name, x in options.items()}
-    ledger, dry = Ledger(on_gpu), Dry("cuda" if on_gpu else "cpu", machine, dropped)
+    ledger, dry, gradients = Ledger(on_gpu), Dry("cuda" if on_gpu else "cpu", machine, dropped), {}
     with dry:
         with ledger:
             out = list(dict.fromkeys(tensors_in(verb(*positional, **keywords))))
