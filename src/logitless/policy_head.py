@@ -22,7 +22,7 @@ from logitless.score import logprobs
 from logitless.spec import parse_memory
 
 OF_LOGITS = tuple(field.name for field in fields(Linear))
-"""Options that say what the head is; all others are the verb's."""
+"""Options of :class:`Logits`; all others are the verb's."""
 
 
 class PolicyHead(nn.Module):

@@ -26,12 +26,12 @@ from logitless.spec import format_bytes
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes beyond what the caller holds, results and gradients included.
+    """Bytes of a call beyond the caller's own tensors, results and gradients included.
 
     Attributes:
         call: name of the function.
         backend: which backend works on the logits; None for functions that are not of this library.
-        plan: which route the call takes; None for such functions.
+        plan: which route the call takes; None for functions that are not of this library.
         forward, backward: items that are alive at the fullest moment of each; no backward, no items.
     """
 

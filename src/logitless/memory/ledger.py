@@ -123,7 +123,7 @@ class Ledger(TorchDispatchMode):
         return out
 
     def start_backward(self) -> None:
-        """End forward: what is alive now is what it leaves to backward."""
+        """End forward: all storages that are alive now are kept for backward."""
         for entry in self._entries.values():
             entry.phase = "kept"
         self._phase = "backward"

@@ -101,7 +101,7 @@ def sized(
     Args:
         tokens, vocab, hidden: T, V of all ranks together, and D; without D, logits that exist.
         rows: R, selected rows; None where targets of all tokens are given in order.
-        needs_grad: what needs a gradient. Names of what is not there are passed over.
+        needs_grad: names of tensors that need a gradient. Names of tensors that are not there are passed over.
         tensor_parallel: ranks that share the vocabulary in equal parts.
         linear: other options of :class:`Logits`.
 

@@ -1,4 +1,4 @@
-"""Logits that are not computed, in autograd's graph: an edge to what they stand for, and their gradient.
+"""Logits that are not computed, in autograd's graph: an edge to the tensors behind them, and their gradient.
 
     hidden, weight  --Edge-->  Logits  --(DDP's sink, a checkpoint, hooks)-->  Logits  --Behind-->  hidden, weight
 

@@ -151,7 +151,7 @@ class Kept:
 
     @staticmethod
     def from_engine(rows: Rows, supports: Sequence[Any]) -> Kept:
-        """The kept ids of the scored rows, out of what a rollout engine returned for every response.
+        """The kept ids of the scored rows, out of the supports that a rollout engine returned for every response.
 
         Args:
             rows: the rows that are scored.

@@ -41,7 +41,7 @@ class LogitsMade(UserWarning):
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """Logits that exist, with what a verb should know of them. Made by :meth:`Logits.given`."""
+    """Logits that exist, and their options. Made by :meth:`Logits.given`."""
 
     logits: Tensor
     shard: VocabShard | None = None
@@ -403,7 +403,7 @@ def count_made(x: Logits, name: str) -> None:
 
 
 def refuse_change(func: Any, name: str, args: Any, kwargs: Any) -> None:
-    """Raise for a function that would write to what is not in memory, or ask where it lies."""
+    """Raise for a function that would write to logits that are not in memory, or ask for their address."""
     first = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
     collective = name in COLLECTIVES and getattr(func, "__module__", "").startswith("torch.distributed")
     changes = collective or name in WRITES or (name.endswith("_") and not name.endswith("__"))

@@ -135,7 +135,7 @@ def _permute(x: Any, *dims: Any) -> Any:
 
 
 def same(x: Any, **_: Any) -> Any:
-    """A copy of the logits, which shares what was read of them already."""
+    """A copy of the logits, which shares the results that were read already."""
     new = like(x)
     new._memo = x._memo
     return new

@@ -43,7 +43,7 @@ class Sampling:
         temperature: 0 for the most likely token.
         scale, softcap, vocab_size: as in :class:`~logitless.spec.Head`.
         head: dtype that logits were rounded to, ``"float32"`` for sums of a product as they are.
-        logprobs: what the engine's log-probs are of.
+        logprobs: which logits the engine's log-probs are of.
         truncated: whether top-k, top-p or min-p left ids out.
         recorded: whether the engine said which ids it kept.
         altered: parameters that changed single logits: penalties, biases, grammars.
@@ -165,7 +165,7 @@ class Sampling:
 
 
 def _has(argument: str, x: Any, wanted: str, *names: str) -> None:
-    """Raise for an object of an engine that lacks what is read of it."""
+    """Raise for an object of an engine that lacks one of the attributes ``names``."""
     missing = [name for name in names if not hasattr(x, name)]
     if missing or isinstance(x, type | Tensor):
         raise refused(argument, wanted, x, f" It has no {', '.join(missing)}." if missing else "")

@@ -78,7 +78,7 @@ class Teacher:
             student does not have. Without, column i is the student's column i, and there may be fewer.
         kept: ids that it samples from in every scored row, where the student has ``kept=``, too; they are the student's
             ids, and the target is not forced in. Without, it is taken over the student's.
-        top_k: instead of logits, what it sent of every row; see :meth:`from_top_k`.
+        top_k: instead of logits, K ids of every row and their log-probs; see :meth:`from_top_k`.
         tail: what becomes of its ids that the student does not have. ``"renormalise"``: it is taken over the ids that
             both have. ``"bucket"``: they are one outcome more, which the student never draws, so that the divergence is
             over all ids of both. Ids that only the student has are outcomes that the teacher never draws, either way.
@@ -151,7 +151,7 @@ class Teacher:
     def from_top_k(
         logprobs: Tensor, ids: Tensor, tail: Tail = "bucket", *, student_ids: Tensor | None = None
     ) -> Teacher:
-        """From what a teacher sent instead of its head: log-probs of K ids of every row.
+        """From log-probs of K ids of every row, which a teacher sent instead of its head.
 
         Args:
             logprobs: ``[R, K]`` over its whole vocabulary, for every scored row; no temperature is applied to them.

@@ -27,7 +27,7 @@ class Sent(NamedTuple):
         ids: ``[R, K]``, ``IGNORE`` for padding.
         log_q: ``[R, K]``, or ``[R, K + 1]`` with all other ids in the last place; -inf for padding.
         target: ``[R]``.
-        rest: whether there is such a place.
+        rest: whether the last place of ``log_q`` is that of all other ids.
     """
 
     ids: Tensor
@@ -66,7 +66,7 @@ class Sent(NamedTuple):
         return (self.ids == self.target[:, None]) & ~self.empty
 
     def own(self) -> dict[str, Tensor]:
-        """``[R]`` the teacher's log-prob of the target, and its entropy over the outcomes that are known of it."""
+        """``[R]`` the teacher's log-prob of the target, and its entropy over the outcomes that it sent."""
         hit, listed = self.hit, self.log_q[:, : self.ids.shape[1]]
         # A target among the ids that are counted together has no known log-prob.
         missing = torch.nan if self.rest else -torch.inf

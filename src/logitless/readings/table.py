@@ -20,7 +20,7 @@ STATS = ("top1", "collision", "mean_logit", "logit_variance", "max_logit", "rank
 """Names that ``stats=`` takes."""
 
 TEACHER_STATS = ("acceptance", "teacher_log_z", "teacher_shared", "teacher_top1")
-"""Names that ``stats=`` takes besides where there is a teacher."""
+"""Names that ``stats=`` takes, too, where there is a teacher."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class Table:
 
     @property
     def rest(self) -> bool:
-        """Whether the columns besides the listed ones are read together."""
+        """Whether the log-prob of all columns but the listed ones is read."""
         return any(isinstance(x, Ids) and x.rest for x in self.readings)
 
     def cut(self, rows: slice | Tensor) -> Table:

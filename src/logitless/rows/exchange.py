@@ -65,7 +65,7 @@ def whole_lengths(caller: str, rows: Any) -> tuple[int, ...]:
 
 
 def end_to_end(caller: str, parts: Sequence[Tensor], lengths: Sequence[int], has: str) -> Tensor:
-    """One tensor per sample, of these lengths, as one. ``has`` says of a sample what its length is of."""
+    """Tensors of each sample, of these lengths, end to end. ``has`` says in an error what a sample has that many of."""
     name = "parts" if caller == "join" else "responses"
     wanted = "a list of one tensor for each sample"
     if len(sequence(parts, f"Rows.{caller}: {name}", wanted)) != len(lengths):

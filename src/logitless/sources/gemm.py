@@ -60,7 +60,7 @@ FIXED_ROWS = 1024
 """Rows of a product whose bits must not depend on how many there are."""
 
 FEW_ROWS = (64, 256)
-"""Rows of such a product where there are no more: an engine's steps have few, and 1024 would cost them milliseconds."""
+"""Fewer rows for such products: an engine's steps have few, and 1024 would cost them milliseconds."""
 
 FIXED_TILE = (64, 128)
 """Rows and columns of such a product on a CPU, whose library adds up in an order that depends on both numbers."""

@@ -32,7 +32,7 @@ class Projection:
         bias: ``[V]`` or None.
         column: ``[R]`` as in :class:`~logitless.backends.contract.Problem`.
         gain: ``[R]`` factor of each row's logits.
-        call: what is to be done with them.
+        call: the call that asks for the logits.
         backend: the call's backend.
         tf32: whether float32 operands are multiplied in TF32.
         twice, both: ``[R, 2 D]`` hidden rows beside themselves, and ``[V, 2 D]`` the small and the large parts of a
@@ -269,7 +269,7 @@ def gathered_tokens(hidden: Tensor, call: Call) -> Tensor:
 
 
 def selected_rows(operands: Operands, call: Call) -> Tensor:
-    """``[R, D]`` hidden states of the rows: a copy, small beside what it saves, unless the rows are all in order. With
+    """``[R, D]`` hidden states of the rows: a copy, small beside the logits, unless the rows are all in order. With
     a LoRA ``[R, D + r]``, and always a copy."""
     assert operands.hidden is not None
     tokens = gathered_tokens(operands.hidden, call)

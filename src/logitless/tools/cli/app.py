@@ -1,4 +1,4 @@
-"""The command itself: its parts, what all of them share, and its exit codes."""
+"""The ``logitless`` command: its commands, its options, and its exit codes."""
 
 from __future__ import annotations
 
