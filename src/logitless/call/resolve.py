@@ -43,6 +43,7 @@ def resolve(caller: str, logits: Any, rows: Any, asked: Asked, memory: str | Non
         assert operands.hidden is not None
         head = _of_head(operands, linear, stands)
         call = _resolve(caller, operands.hidden, checked, asked, stands, shard, default, **head)
+        call = in_three_parts(call, linear)
         if linear.bits != "fast":
             checks.check_bits(call)
         # Not made yet a second time: nobody else has it.
@@ -74,11 +75,20 @@ def _of_head(operands: Operands, linear: Linear, stands: Stands) -> dict[str, An
         "num_tokens": hidden.shape[:-1].numel(),
         "width": weight.shape[1],
         "rank": 0 if operands.b is None else operands.b.shape[1],
-        "weight_dtype": None if weight.dtype == hidden.dtype else weight.dtype,
+        "parts": 1 if weight.dtype == hidden.dtype else 2,
         "lora_scale": stands.weight.scale if isinstance(stands.weight, LoRA) else 1.0,
         "bits": linear.bits,
     }
     return found if linear.match is None else {**found, "logits_dtype": getattr(torch, linear.match)}
+
+
+def in_three_parts(call: Call, linear: Linear) -> Call:
+    """The call with float32 operands in 16-bit parts, where the head asks for it. On a CPU without kernels these would
+    be widened again: there it stays as it is."""
+    if linear.precision != "bfloat16x3" or call.dtype != torch.float32:
+        return call
+    split = call.machine.wide_products or getattr(call.backend, "products", None) is not None
+    return replace(call, dtype=torch.bfloat16, parts=3) if split else call
 
 
 def _needs(operands: Operands) -> tuple[bool, ...]:
@@ -224,7 +234,7 @@ def _apart_here(operands: Operands, call: Call) -> str | None:
         return "bias is not contiguous"
     products = call.backend.products
     assert products is not None
-    if call.weight_dtype is not None:
+    if call.parts > 1:
         # Both operands are copied.
         return None
     lead = [(n, step) for n, step in zip(hidden.shape[:-1], hidden.stride()[:-1], strict=True) if n != 1]

@@ -197,7 +197,7 @@ class Teacher:
                     x.hidden.shape[-1],
                     "with a bias" if linear.bias is not None else "no bias",
                 )
-                x = (*size, linear.match, linear.tf32, x.gain)
+                x = (*size, linear.match, linear.tf32, linear.precision, x.gain)
             elif field.name == "logits" and x is not None:
                 x = (str(x.dtype), "logits")
             found.append(fingerprint(x or Head() if field.name == "head" else x))
