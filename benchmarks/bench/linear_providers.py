@@ -139,7 +139,9 @@ def _load_quack() -> Score:
         raise ImportError(f"quack imports from a folder named site-packages alone: {str(error)[:80]}") from error
 
     def score(batch: Batch, hidden: Tensor, weight: Tensor) -> Scores:
-        return Scores(-function(hidden, weight, batch.labels, ignore_index=IGNORE, reduction="mean"), None)
+        # QuACK's default of 4,096 rows a chunk is refused where the hidden size is that number, too.
+        chunk = 8192 if hidden.shape[1] == 4096 else 4096
+        return Scores(-function(hidden, weight, batch.labels, chunk, IGNORE, "mean"), None)
 
     return score
 
