@@ -43,10 +43,11 @@ def resolve(caller: str, logits: Any, rows: Any, asked: Asked, memory: str | Non
         assert operands.hidden is not None
         head = _of_head(operands, linear, stands)
         call = _resolve(caller, operands.hidden, checked, asked, stands, shard, default, **head)
-        call = in_three_parts(call, linear)
+        if linear.precision == "bfloat16x3":
+            call = in_three_parts(call)
         if linear.bits != "fast":
             checks.check_bits(call)
-        # Not made yet a second time: nobody else has it.
+        # The call was made in this function and nobody else holds it yet, so these two may still be set.
         everywhere = apart_everywhere(call)
         object.__setattr__(call, "apart_everywhere", everywhere)
         object.__setattr__(call, "apart", everywhere or _apart_here(operands, call))
@@ -82,21 +83,18 @@ def _of_head(operands: Operands, linear: Linear, stands: Stands) -> dict[str, An
     return found if linear.match is None else {**found, "logits_dtype": getattr(torch, linear.match)}
 
 
-def in_three_parts(call: Call, linear: Linear) -> Call:
-    """The call with float32 operands in 16-bit parts, where the head asks for it. On a CPU without kernels these would
-    be widened again: there it stays as it is."""
-    if linear.precision != "bfloat16x3" or call.dtype != torch.float32:
-        return call
+def in_three_parts(call: Call) -> Call:
+    """The call with float32 operands in 16-bit parts. On a CPU without kernels parts would be widened again: there the
+    call stays as it is."""
     split = call.machine.wide_products or getattr(call.backend, "products", None) is not None
-    return replace(call, dtype=torch.bfloat16, parts=3) if split else call
+    return replace(call, dtype=torch.bfloat16, parts=3) if split and call.dtype == torch.float32 else call
 
 
 def _needs(operands: Operands) -> tuple[bool, ...]:
     """Whether hidden states (or a LoRA's part of them), weight, bias and a LoRA's b need a gradient."""
-    _, *tensors = operands
     if not torch.is_grad_enabled():
         return (False,) * 4
-    hidden, weight, bias, y, b = (x is not None and x.requires_grad for x in tensors)
+    hidden, weight, bias, y, b = [x is not None and x.requires_grad for x in operands[1:]]
     return hidden or y, weight, bias, b
 
 
@@ -120,13 +118,13 @@ def _resolve(
     """
     rows, shape, vocab_size, columns, found = checked
     pretended = ACTIVE[-1] if ACTIVE else None
-    # A dry call for a CPU has its targets before it, as the real one will.
+    # A real call on a CPU reads its targets, so a dry call for a CPU counts them as read.
     found = found or (pretended is not None and pretended.machine is CPU)
     num_rows, target, kept, head = rows.index.numel(), rows.target, asked.kept, asked.head or PLAIN
     wide = accumulation_dtype(x.dtype)
     budget = memory if asked.memory is None else asked.memory
     size = parse_memory(budget)
-    # Engines keep temperatures in float32: one row's factor has the same bits from a number and from a tensor.
+    # Rollout engines keep temperatures in float32, so canonical bits round a number to it before dividing.
     gain = head.gain(num_rows, wide, x.device, single=bits == "canonical")
     squash, negative, unit = head.squash, head.scale < 0, head.unit
     if stands is not None and (stands.squash or isinstance(stands.gain, Tensor) or stands.gain != 1.0):
@@ -172,7 +170,7 @@ def _resolve(
         found_here=found_here,
         dropped=0.0 if pretended is None else pretended.dropped,
         bits=bits,
-        # Where there are sums over the vocabulary, they are order-free. Those of float64 are not.
+        # Order-free sums exist for float32 alone, and only sums over the vocabulary are such.
         canonical=bits == "canonical" and wide == torch.float32 and not over_support,
         **{"linear": None, "logits_dtype": wide, **known},
     )
@@ -218,7 +216,7 @@ def apart_everywhere(call: Call) -> str | None:
         return "kept ids are looked up in logits"
     if call.rank:
         return "a LoRA's product is added to logits"
-    # Kernels compare logits after a softcap, where rounding makes ties that were none.
+    # Kernels compare logits after the softcap, whose rounding can make ties of logits that differ.
     if call.table is not None and (not call.table.only_best or call.squash):
         return "of stats=, top_k= and ids= such products tell top1 and max_logit alone, without a softcap"
     return products.takes_sizes(call.dtype, call.depth)
@@ -235,7 +233,7 @@ def _apart_here(operands: Operands, call: Call) -> str | None:
     products = call.backend.products
     assert products is not None
     if call.parts > 1:
-        # Both operands are copied.
+        # Operands in parts are copied: copies always lie well.
         return None
     lead = [(n, step) for n, step in zip(hidden.shape[:-1], hidden.stride()[:-1], strict=True) if n != 1]
     flat = all(step == n * below for (_, step), (n, below) in itertools.pairwise(lead))
@@ -251,9 +249,10 @@ def _local(caller: str, name: str, x: Any, shard: Any, **where: bool) -> Any:
 
 def _with_local_parts(caller: str, linear: Linear) -> Linear:
     """The options of a head with the parts of its bias and its buffer that live here."""
-    bias, buffer = (_local(caller, name, getattr(linear, name), linear.shard) for name in ("bias", "weight_grad"))
-    if bias is linear.bias and buffer is linear.weight_grad:
+    bias, buffer, shard = linear.bias, linear.weight_grad, linear.shard
+    if getattr(bias, "placements", None) is None and getattr(buffer, "placements", None) is None:
         return linear
+    bias, buffer = _local(caller, "bias", bias, shard), _local(caller, "weight_grad", buffer, shard)
     return replace(linear, bias=bias, weight_grad=buffer)
 
 

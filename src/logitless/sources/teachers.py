@@ -409,7 +409,7 @@ def own_call(teacher: Teacher, call: Call, columns: int, gain: Tensor) -> Call:
         dtype=teacher.tokens.dtype,
         logits_dtype=accumulation_dtype(call.dtype) if linear.match is None else getattr(torch, linear.match),
     )
-    return in_three_parts(own, linear)
+    return in_three_parts(own) if linear.precision == "bfloat16x3" else own
 
 
 def members_of(given: Teacher | Teachers) -> tuple[Teacher, ...]:
