@@ -51,7 +51,7 @@ class Case:
         lora: rank of an adapter on the head; 0 for none.
         stats, top_k, ids: statistics beyond the softmax, of so many best and so many listed ids.
         frozen: of which tensors no gradient is wanted.
-        precision: of float32 products; drawn with Triton's kernels alone, since without any it changes nothing on a CPU.
+        precision: of float32 products; drawn with Triton's kernels alone, without which it changes nothing on a CPU.
         autocast: float32 operands are rounded to bfloat16 on the way in, float64 ones are not.
         upstream: which results have a gradient.
         twice: backward twice over one graph.
