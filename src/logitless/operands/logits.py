@@ -281,6 +281,9 @@ SERVED: dict[str, Callable[..., Any]] = {}
 READERS = "logitless.deferred.served"
 """Fills ``SERVED``. By name, since it stands above what it reads: verbs, which stand above their operands."""
 
+METRICS = "metrics of rows"
+"""What logits and their detached copies remember together; see ``logitless.deferred.metrics``."""
+
 ATTRIBUTES = frozenset({Tensor.size, Tensor.dim, Tensor.element_size})
 """Functions that the wrapper itself answers."""
 
