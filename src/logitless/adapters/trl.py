@@ -32,11 +32,9 @@ from logitless.adapters.trl_outputs import asked_of_logits, further_outputs
 from logitless.backends.divergences import Divergence
 from logitless.errors import LogitlessError
 from logitless.operands import Logits, Teacher
+from logitless.rows import Rows
 from logitless.score import logprobs
 from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, parse_memory
-
-LOSS_MEMORY = "1GiB"
-"""Working memory of a loss in the pass of its log-probs: shorter chunks make it slower than two passes."""
 
 EXTRA_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -72,7 +70,8 @@ def make_fused_head(original: Callable[..., Any], options: Mapping[str, Any]) ->
         logits = Logits(hidden.to(dtype), weight.to(dtype), bias=bias, match=match)
         expected = expected_of(len(targets)) if options["one_pass"] and tracked(hidden, weight, bias) else None
         if expected is not None and not set(outputs) - {"log_probs", "entropy"}:
-            found = score_expecting(logits, targets, expected, options["expectations"], head=head, memory=LOSS_MEMORY)
+            rows, counts = Rows.every(targets), options["expectations"]
+            found = score_expecting(logits, rows, expected, counts, head=head)
             assert found.entropy is not None
             audit.of_logits("loss", logits, targets, logprob=found.logprob, entropy=found.entropy, head=head)
             return found.logprob.float(), found.entropy.float() if "entropy" in outputs else None, None, None, None
