@@ -203,7 +203,9 @@ def _one_pass(
     options: Mapping[str, Any],
 ) -> TokenStats:
     target = index.long() if row_mask is None else index.long().masked_fill(row_mask == 0, IGNORE)
-    return score("logits", logits, target, options["audit"], entropy=entropy, head=Head(temperature=temperature))
+    found = score("logits", logits, target, options["audit"], entropy=entropy, head=Head(temperature=temperature))
+    # DPO up to 1.13 writes zeros into what it is given, and backward needs our own.
+    return found.each(torch.clone)
 
 
 def _several(
@@ -319,9 +321,18 @@ def _heads(options: Mapping[str, Any]) -> list[Replacement]:
         return model if any(kind.__name__ in WITH_LOGITS for kind in type(self).__mro__) else None
 
     step = {"1.16": "(self, model, inputs, num_items_in_batch=None)", "0.24 - 1.15": None}
+    # From 1.15 on, DPO has a fused head.
+    dpo = {"1.0 - 1.14": "(self, *args, **kwargs)", "0.24 - 0.29": None, "1.15 - 1.16": None}
     return [
-        Replacement("trl.trainer.base_trainer", "_BaseTrainer.training_step", step, deferring(model), optional=True)
+        Replacement("trl.trainer.base_trainer", "_BaseTrainer.training_step", step, deferring(model), optional=True),
+        Replacement("trl.trainer.dpo_trainer", "DPOTrainer.training_step", dpo, _deferring_both, optional=True),
     ]
+
+
+def _deferring_both(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Wraps ``DPOTrainer.training_step``: the policy is deferred, and the reference where it is another model."""
+    reference = deferring(lambda self, *_, **__: self.ref_model)
+    return deferring(lambda self, model, *_, **__: model)(reference(original, options), options)
 
 
 HOST = Host(
