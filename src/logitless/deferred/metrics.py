@@ -61,8 +61,8 @@ def _walk(x: Logits) -> Metrics:
 
 
 def in_parts(x: Logits) -> Any:
-    """Rows whose logits fit the budget together with a copy of them."""
+    """Rows whose logits fit the budget: of chunks, since products of few rows are slow."""
     columns = x.shape[-1]
-    rows = parse_memory(x._stands.memory or MEMORY["hidden"]) // (2 * x.dtype.itemsize * columns)
+    rows = parse_memory(x._stands.memory or MEMORY["chunk"]) // (x.dtype.itemsize * columns)
     # Products are made in blocks of 128 rows.
     return x.detach().reshape(-1, columns).split(max(1, rows // 128 * 128 or rows))
