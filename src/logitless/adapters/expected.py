@@ -141,8 +141,9 @@ class _Expecting(torch.autograd.Function):
             gradients = _again(ctx, (hidden, weight, bias), g_logprob, g_entropy)
         else:
             gradients = [None if x is None else x * factor.to(x.dtype) for x in gradients]
-            if buffer is not None:
-                run.stands.linear.weight_grad.addcmul_(buffer, factor.to(buffer.dtype))
+            into = run.stands.linear.weight_grad
+            if into is not None and buffer is not None:
+                into.addcmul_(buffer, factor.to(buffer.dtype))
         found = iter(gradients)
         return *(next(found) if need else None for need in ctx.needs_input_grad[:3]), None
 

@@ -46,7 +46,8 @@ def custom_megatron_init(args: Any) -> Installed:
 
     ``args.log_probs_response_only`` (default True), ``args.log_probs_loss_mask_only``,
     ``args.logitless_overwrite_logits``, ``args.logitless_one_pass``, ``args.logitless_logits``,
-    ``args.logitless_audit`` and ``args.logitless_any_version`` are honoured where they are set, for example by ``--custom-config-path``.
+    ``args.logitless_audit`` and ``args.logitless_any_version`` are honoured where they are set, for example by
+    ``--custom-config-path``.
     """
     return install_host(HOST, options_of(args) | {"one_pass": getattr(args, "logitless_one_pass", False)})
 
@@ -164,8 +165,8 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
     check_options("slime", options)
     if options["one_pass"] and (options["loss_mask_only"] or not options["response_only"]):
         raise LogitlessError(
-            'install("slime"): one_pass=True wants response_only=True and loss_mask_only=False: rows that the loss masks '
-            "drop have no gradient, and are left out of its products anyway."
+            'install("slime"): one_pass=True wants response_only=True and loss_mask_only=False: rows that the loss '
+            "masks drop have no gradient, and are left out of its products anyway."
         )
     backend = "slime.backends.megatron_utils"
     rows = "logits, tokens, tp_group, with_entropy=False, chunk_size=-1"

@@ -22,7 +22,6 @@ from torch import Tensor
 from logitless.adapters.expected import Expected
 from logitless.objectives import Objective
 
-
 SETTINGS = (
     *("advantage_estimator", "eps_clip", "eps_clip_high", "eps_clip_c"),
     *("use_kl_loss", "use_unbiased_kl", "kl_loss_type", "kl_loss_coef"),

@@ -55,9 +55,7 @@ def _walk(x: Logits) -> Metrics:
         norm = torch.linalg.vector_norm(z, dim=-1, dtype=wide)
         parts.append([*z.max(-1), *z.min(-1), z.mean(-1, dtype=wide), norm])
     largest, best, smallest, worst, mean, norm = (torch.cat(y).reshape(x.shape[:-1]) for y in zip(*parts, strict=True))
-    return Metrics(
-        torch.return_types.max((largest, best)), torch.return_types.min((smallest, worst)), mean, norm
-    )
+    return Metrics(torch.return_types.max((largest, best)), torch.return_types.min((smallest, worst)), mean, norm)
 
 
 def in_parts(x: Logits) -> Any:
