@@ -380,7 +380,7 @@ ENTRIES = {
         _entry("slime", "`get_log_probs_and_entropy` on a model's logits in float32, with entropies", megatron_alone),
         _entry("miles", "`get_log_probs_and_entropy` on a model's logits, with entropies", megatron_alone),
         _entry("nemo_rl", "`get_next_token_logprobs_from_logits` on a model's logits, in a group of one rank", alone),
-        _entry("areal", "`gather_logprobs_entropy` on a model's logits"),
+        _entry("areal", "`gather_logprobs_entropy` on a model's logits, and the smallest and the largest of each row"),
         _entry("prime_rl", "`FusedOutputLinear.forward` on a model's hidden states"),
         _entry(
             "ms_swift",

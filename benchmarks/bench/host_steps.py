@@ -152,12 +152,16 @@ def nemo_rl(batch: Batch) -> Callable[[], Tensor]:
 
 
 def areal(batch: Batch) -> Callable[[], Tensor]:
-    """The log-probs and entropies of AReaL's FSDP engine, which packs."""
+    """The log-probs and entropies of AReaL's FSDP engine, which packs, and the two numbers of each row that it logs."""
     functional = importlib.import_module("areal.utils.functional.vocab_parallel")
 
     def step() -> Tensor:
         logits, labels = batch.logits().flatten(0, 1), batch.tokens.roll(-1, 1).flatten()
-        return _learn(batch, *functional.gather_logprobs_entropy(logits, labels, TEMPERATURE))
+        found = functional.gather_logprobs_entropy(logits, labels, TEMPERATURE)
+        logged = [logits.detach().min(-1).values.float(), logits.detach().max(-1).values.float()]
+        del logits
+        assert all(x.shape == labels.shape for x in logged)
+        return _learn(batch, *found)
 
     return step
 

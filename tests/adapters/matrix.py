@@ -37,7 +37,7 @@ import logitless  # noqa: E402
 from logitless.adapters import HOSTS  # noqa: E402
 
 ON_CHECKOUTS = {
-    "trl": "every_release or half_precision or strided or (fused_head and not trainers) or real_run",
+    "trl": "every_release or half_precision or strided or (fused_head and not trainers) or real_run or dpo_steps",
 }
 """Tests that checkouts run, where others need the packages that this release was written for."""
 
@@ -47,7 +47,7 @@ MORE = {
     "skyrl": ("skyrl_fsdp", "skyrl_support", "skyrl_worker"),
     "slime": ("slime_options",),
     "torchtitan": ("torchtitan_trainer",),
-    "trl": ("trl_distillation", "trl_losses", "trl_one_pass"),
+    "trl": ("trl_distillation", "trl_dpo_steps", "trl_losses", "trl_one_pass"),
     "verl": ("verl_rows",),
 }
 """Further files of tests of a host, besides those of its training steps: ``test_HOST_step*.py``."""

@@ -20,6 +20,7 @@ from tiny import qwen3
 from torch.distributed.device_mesh import init_device_mesh
 
 import logitless
+from logitless.operands.stands import Stands
 
 pytestmark = pytest.mark.skipif(checkout("areal") is None, reason="LOGITLESS_HOSTS names no checkout of AReaL")
 
@@ -103,6 +104,16 @@ def ppo(
 
 def test_ppo():
     same_steps("areal", ppo)
+
+
+def test_ppo_logs_the_logits_of_one_product(monkeypatch):
+    """The smallest and the largest logit of each token, of two micro-batches."""
+    rows, plain = [], Stands.computed
+    monkeypatch.setattr(Stands, "computed", lambda x: rows.append(x.hidden.shape[:-1].numel()) or plain(x))
+    logitless.install("areal")
+    _, step = ppo()
+    step(0)
+    assert sum(rows) == 2 * S
 
 
 def test_ppo_in_half_precision():

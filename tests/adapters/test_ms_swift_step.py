@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.skipif(not put_first("ms_swift"), reason="LOGITLESS_HOSTS names no checkout of ms-swift"),
 ]
 
-B, S = 2, 281
+B, S = 2, 284
 """More rows than the 512 that ms-swift works on at a time, and so do we."""
 
 TRAINERS = "swift.megatron.trainers"
@@ -79,15 +79,31 @@ def load_trainers() -> tuple[Any, Any, Any]:
     )
     grpo, plain, utils = load("ms_swift", *(f"{TRAINERS}.{name}" for name in ("grpo_trainer", "trainer", "utils")))
     utils.to_device, utils.get_current_device = lambda data, *_, **__: data, lambda: "cpu"
+    utils.get_batch_on_this_cp_rank = cut
     return grpo, plain, utils
 
 
-def trainer_of(kind: Any, chunks: list[Any], optimizer: Any, **more: Any) -> Any:
+def cut(args: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """The tokens of each line that a context-parallel rank has: ms-swift has them cut by a package that is absent."""
+    from megatron.core import parallel_state
+
+    size, rank = args.context_parallel_size, parallel_state.get_context_parallel_rank()
+
+    def own(x: Any) -> Any:
+        parts = x.chunk(2 * size, dim=1)
+        return torch.cat([parts[rank], parts[2 * size - rank - 1]], dim=1)
+
+    lines = ("input_ids", "labels", "position_ids")
+    return batch if size == 1 else {name: own(x) if name in lines else x for name, x in batch.items()}
+
+
+def trainer_of(kind: Any, chunks: list[Any], optimizer: Any, cp: int = 1, **more: Any) -> Any:
     trainer = object.__new__(kind)
     args = Settings(
         task_type="causal_lm",
         pipeline_model_parallel_size=1,
-        context_parallel_size=1,
+        context_parallel_size=cp,
+        cp_partition_mode="zigzag",
         num_microbatches=2,
         seq_length=S,
         micro_batch_size=B,
@@ -132,14 +148,15 @@ OPTIONS: dict[str, Any] = {
 
 def policy(rank: int, world: int, how: str, tp: int, half: bool) -> Outcome:
     grpo, _, _ = load_trainers()
-    data = sys.modules["swift.rl_core.data"]
-    with megatron(tp), on_cpu(), installed("ms_swift", how) as told:
-        chunks = [model_of(tp, 1, torch.bfloat16 if half else torch.float32)]
+    data, cp = sys.modules["swift.rl_core.data"], world // tp
+    with megatron(tp, cp), on_cpu(), installed("ms_swift", how) as told:
+        chunks = [model_of(tp, cp, torch.bfloat16 if half else torch.float32)]
         optimizer = Descent(chunks)
         trainer = trainer_of(
             grpo.MegatronGRPOTrainer,
             chunks,
             optimizer,
+            cp,
             unwrapped_models=chunks,
             **OPTIONS,
             _metrics={"train": defaultdict(list)},
@@ -200,6 +217,17 @@ def test_three_steps_of_ms_swift(ranks, case):
         check_steps(a, b, dtype, whole)
         with pytest.raises(AssertionError, match=r"(losses|scores|parameters): "):
             check_steps(a, c, dtype, whole)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_three_steps_of_ms_swift_over_the_context(ranks, tp):
+    first = "before" if tp == 1 or is_repaired(*load("ms_swift")) else "host"
+    before, ours, wrong = (ranks(policy, 2 * tp, how, tp, False, timeout=TIMEOUT) for how in (first, *HOW[1:]))
+    # The rows of a rank are fewer than those that ms-swift works on at a time.
+    for a, b, c in zip(before, ours, wrong, strict=True):
+        check_steps(a, b._replace(largest=0), torch.float32, B * S * V // tp // 2)
+        with pytest.raises(AssertionError, match=r"(losses|scores|parameters): "):
+            check_steps(a, c._replace(largest=0), torch.float32, B * S * V // tp // 2)
 
 
 def test_the_patch_of_the_page(ranks):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -65,13 +66,13 @@ class Schedule:
         assert increment == len(LENGTHS)
 
 
-def run(rank: int, world: int, how: str, tp: int, cp: int, half: bool, more: dict[str, Any]) -> Outcome:
-    """Old log-probs, and three steps on them."""
+def run(rank: int, world: int, how: str, tp: int, cp: int, half: bool, more: dict[str, Any], **options: Any) -> Outcome:
+    """Old log-probs, and three steps on them; or on none, where the ``update`` is the first."""
     (model,) = load("slime", "slime.backends.megatron_utils.model")
     loss, data = load("slime", "slime.backends.megatron_utils.loss", "slime.backends.megatron_utils.data")
     # slime asks where its accelerator is.
     data.accelerator = SimpleNamespace(device=lambda: "cpu", current_device=lambda: "cpu")
-    with megatron(tp, cp), on_cpu(), installed("slime", how) as told:
+    with megatron(tp, cp), on_cpu(), installed("slime", how, **options) as told:
         args = settings(**more)
         model.get_args = lambda: args
         chunks = [model_of(tp, cp, torch.bfloat16 if half else torch.float32)]
@@ -82,6 +83,9 @@ def run(rank: int, world: int, how: str, tp: int, cp: int, half: bool, more: dic
         scores = old["log_probs"]
         batch["log_probs"] = [x + 0.1 * torch.sin(7 * torch.arange(len(x))) for x in scores]
         batch["advantages"] = [a[: len(x)] for a, x in zip(batch["advantages"], scores, strict=True)]
+        batch["ref_log_probs"] = [x + 0.2 * torch.cos(5 * torch.arange(len(x))) for x in scores]
+        if more.get("first_update"):
+            del batch["log_probs"]
         losses, largest = [], Largest(V // tp)
         for step in range(3):
             with largest:
@@ -126,3 +130,50 @@ def test_the_patch_of_the_page(ranks):
         check_steps(a, b._replace(largest=0), torch.float32, 71 * V // 2)
         with pytest.raises(AssertionError, match=r"(losses|scores|parameters): "):
             check_steps(a, c._replace(largest=0), torch.float32, 71 * V // 2)
+
+
+FORESEEN: dict[str, tuple[int, int, bool, dict[str, Any]]] = {
+    "first update": (1, 1, False, {"first_update": True}),
+    "later updates, tensor parallel": (2, 1, False, {}),
+    "context parallel": (1, 2, False, {}),
+    "both, bfloat16": (2, 2, True, {}),
+    "KL": (1, 1, False, {"use_kl_loss": True, "kl_loss_type": "low_var_kl", "kl_loss_coef": 0.3}),
+    "unbiased KL": (1, 1, False, {"use_kl_loss": True, "kl_loss_type": "k2", "use_unbiased_kl": True}),
+    "dual clip": (1, 1, False, {"eps_clip_c": 1.2}),
+    "cispo": (1, 1, False, {"advantage_estimator": "cispo"}),
+}
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "an entropy bonus": {"entropy_coef": 0.1},
+    "sequences": {"advantage_estimator": "gspo"},
+    "a loss that is recomputed": {"recompute_loss_function": True},
+    "all-gather": {"allgather_cp": True},
+    "supervised": {"loss_type": "sft_loss"},
+}
+
+
+def in_the_pass(ranks: Any, tp: int, cp: int, half: bool, more: dict[str, Any]) -> Iterator[tuple[Outcome, ...]]:
+    given = {"entropy_coef": 0.0, "kl_loss_coef": 0.1, "use_unbiased_kl": False, **more}
+    each = [partial(run, one_pass=True) if how != "before" else run for how in HOW]
+    found = (ranks(f, tp * cp, how, tp, cp, half, given, timeout=TIMEOUT) for f, how in zip(each, HOW, strict=True))
+    yield from zip(*found, strict=True)
+
+
+@pytest.mark.parametrize("case", FORESEEN)
+def test_three_steps_with_the_loss_in_the_pass(ranks, case):
+    tp, cp, half, more = FORESEEN[case]
+    dtype, whole = torch.bfloat16 if half else torch.float32, (71 // cp) * V // tp
+    for before, ours, wrong in in_the_pass(ranks, tp, cp, half, more):
+        # A chunk of this budget is larger than these logits.
+        check_steps(before, ours._replace(largest=0), dtype, whole)
+        assert ours.expected == "losses in the pass of their log-probs: 6 of 6"
+        with pytest.raises(AssertionError, match=r"(losses|scores|parameters): "):
+            check_steps(before, wrong._replace(largest=0), dtype, whole)
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_three_steps_with_another_loss_are_as_without(ranks, case):
+    cp = 2 if case == "all-gather" else 1
+    for before, ours, _ in in_the_pass(ranks, 1, cp, False, OTHERS[case]):
+        check_steps(before, ours, torch.float32, 71 // cp * V)
+        assert not ours.expected

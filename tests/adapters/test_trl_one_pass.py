@@ -11,8 +11,6 @@ from hosts import put_first
 from tiny import trainer
 
 import logitless
-from logitless import Head, Logits, Objective
-from logitless.adapters.expected import Expectations, Expected, score_expecting
 
 put_first("trl")
 
@@ -107,62 +105,3 @@ def test_a_run_whose_loss_was_misjudged_is_right(tmp_path, monkeypatch):
     monkeypatch.undo()
     same(theirs, found)
     assert "losses in the pass of their log-probs: 0 of 3" in logitless.status().hosts[0].logits
-
-
-# Without a host.
-
-
-def made(dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(9, 7, dtype=dtype).requires_grad_(), torch.randn(31, 7, dtype=dtype).requires_grad_()
-    return hidden, weight, torch.randint(31, (9,)), torch.randn(9)
-
-
-@pytest.mark.parametrize("factor", [1.0, -0.3, 0.0])
-def test_a_multiple_of_what_was_expected(factor):
-    hidden, weight, target, advantage = made()
-    counts = Expectations()
-    expected = Expected(Objective(), {"advantage": advantage, "old_logprob": "current"})
-    asked = {"head": Head(temperature=0.7), "memory": "1MiB"}
-    out = score_expecting(Logits(hidden, weight), target, expected, counts, **asked)
-    assert out.entropy is not None
-    (-factor * (advantage * out.logprob).sum()).backward()
-    assert counts.lines() == ["losses in the pass of their log-probs: 1 of 1"]
-    wide, head = (x.detach().double().requires_grad_() for x in (hidden, weight))
-    log_p = (wide @ head.T / 0.7).log_softmax(-1)
-    torch.testing.assert_close(out.entropy.double(), -(log_p.exp() * log_p).sum(-1).detach(), rtol=1e-5, atol=1e-5)
-    (-factor * (advantage * log_p.gather(1, target[:, None])[:, 0]).sum()).backward()
-    torch.testing.assert_close(hidden.grad.double(), wide.grad, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(weight.grad.double(), head.grad, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("what", ["another loss", "one row", "entropy", "both", "NaN"])
-def test_anything_else_is_made_again(what):
-    hidden, weight, target, advantage = made()
-    counts = Expectations()
-    expected = Expected(Objective(), {"advantage": advantage, "old_logprob": "current"})
-    out = score_expecting(Logits(hidden, weight), target, expected, counts, head=Head(), memory="1MiB")
-    off = advantage.clone()
-    off[3] += {"one row": 1e-3, "NaN": math.nan}.get(what, 0.0)
-    losses = {"another loss": lambda p, h: (p * p).sum(), "entropy": lambda p, h: h.sum()}
-    losses |= {"both": lambda p, h: -(advantage * p).sum() - 0.1 * h.sum()}
-    loss = losses.get(what, lambda p, h: -(off * p).sum())
-    loss(out.logprob, out.entropy).backward()
-    assert (counts.met, counts.missed) == (0, 1)
-    wide, head = (x.detach().double().requires_grad_() for x in (hidden, weight))
-    log_p = (wide @ head.T).log_softmax(-1)
-    loss(log_p.gather(1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)).backward()
-    torch.testing.assert_close(hidden.grad.double(), wide.grad, rtol=1e-4, atol=1e-5, equal_nan=True)
-    torch.testing.assert_close(weight.grad.double(), head.grad, rtol=1e-4, atol=1e-5, equal_nan=True)
-
-
-def test_a_frozen_head_and_a_second_backward():
-    hidden, weight, target, advantage = made()
-    expected = Expected(Objective(), {"advantage": advantage, "old_logprob": "current"})
-    counts = Expectations()
-    out = score_expecting(Logits(hidden, weight.detach()), target, expected, counts, head=Head(), memory="1MiB")
-    loss = -(advantage * out.logprob).sum()
-    (one,) = torch.autograd.grad(loss, hidden, retain_graph=True)
-    (two,) = torch.autograd.grad(3 * loss, hidden)
-    torch.testing.assert_close(two, 3 * one)
-    assert counts.met == 2

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from hosts import put_first
 from shared.host_steps import fewer_bytes, notices, same_steps
@@ -38,20 +39,13 @@ def steps_of(kind: str, folder: Path, dtype: torch.dtype = torch.float32, vocab:
         train_dataset=Dataset.from_dict(DATA[kind]),
         processing_class=tokenizer(),
     )
-    trainer.current_gradient_accumulation_steps = 1
-    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.05)
-    batches = [*trainer.get_train_dataloader()]
 
-    def step(n: int) -> Any:
-        trainer.model.train()
-        loss = trainer.training_step(trainer.model, dict(batches[n % len(batches)]), None)
-        trainer.optimizer.step()
-        trainer.optimizer.zero_grad()
+    def told(loss: Any) -> Any:
         with contextlib.suppress(AttributeError):
             trainer._stored_metrics.clear()
         return loss
 
-    return trainer.model, step
+    return tiny.steps_of(trainer, told)
 
 
 @pytest.mark.parametrize("kind", DATA)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,20 @@ def trainer(kind: str, folder: Path, model: Any = None, **more) -> Any:
         train_dataset=Dataset.from_dict({"prompt": ["w1 w2 w3", "w4 w5", "w6 w7 w8 w9", "w10"]}),
         processing_class=tokenizer(),
     )
+
+
+def steps_of(trainer: Any, told: Callable[[Any], Any]) -> tuple[Any, Callable[[int], Any]]:
+    """The model of a trainer of TRL, and a step of its loop: ``training_step`` and the optimizer; ``told`` gives the
+    result, of the loss."""
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.05)
+    batches = [*trainer.get_train_dataloader()]
+
+    def step(n: int) -> Any:
+        trainer.model.train()
+        loss = trainer.training_step(trainer.model, dict(batches[n % len(batches)]), None)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        return told(loss)
+
+    return trainer.model, step

@@ -23,5 +23,6 @@ def test_the_table_is_what_the_records_say():
 
 def test_the_longest_batches_are_what_the_records_say():
     for r in RECORDS:
-        if r["kind"] == "longest" and r["contender"].startswith("SFT") and r["budget_bytes"] == 80_000_000_000:
+        asked = r["contender"].startswith("SFT") or r["model"] == "1.7B"
+        if r["kind"] == "longest" and asked and r["budget_bytes"] == 80_000_000_000:
             assert f"{r['tokens']:,}" in PAGE

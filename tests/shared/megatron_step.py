@@ -158,6 +158,7 @@ class Outcome(NamedTuple):
         largest: elements of the largest tensor with the columns of logits that a step made.
         made: who computed logits that were deferred, and how often.
         deferred: how many models were deferred.
+        expected: how many losses were made in the pass of their log-probs, where some were expected.
     """
 
     losses: list[float]
@@ -166,6 +167,7 @@ class Outcome(NamedTuple):
     largest: int
     made: dict[str, int]
     deferred: str
+    expected: str = ""
 
 
 HOW = ("before", "deferred", "wrong")
@@ -199,7 +201,7 @@ def installed(host: str, how: str, **options: Any) -> Iterator[dict[str, Any]]:
         logitless.install(host, **options)
         yield told
         report = logitless.status().hosts[0]
-        told.update(made=dict(report.made), deferred=report.logits[0])
+        told.update(made=dict(report.made), deferred=report.logits[0], expected="".join(report.logits[1:]))
         # A version that nobody told, and parameters of a function that no step here gives.
         assert all("unknown" in note or "has new parameters" in note for note in report.notes), report.notes
         logitless.uninstall(host)

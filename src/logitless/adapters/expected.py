@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from logitless.collectives import sum_over
 from logitless.loss import policy_loss
 from logitless.objectives import Objective
 from logitless.operands import Logits
+from logitless.operands.logits import made
+from logitless.operands.stands import Stands
 from logitless.rows import Rows
 from logitless.score import logprobs
-from logitless.spec import Head, TokenStats
+from logitless.spec import Head, TokenStats, VocabShard
 
 TOLERANCE = 1e-5
 """By how much the arriving gradient may differ from a multiple of the expected one, of its norm: the roundings of two
@@ -63,36 +66,35 @@ class Expectations:
 
 
 def score_expecting(
-    logits: Logits, target: Tensor, expected: Expected, counts: Expectations, *, head: Head, memory: int | str
+    logits: Logits, rows: Rows, expected: Expected, counts: Expectations, *, head: Head, memory: int | None = None
 ) -> TokenStats:
-    """Log-probs and entropies of every row, whose backward expects that loss. The entropy's gradient is not expected.
+    """Log-probs and entropies of the rows, whose backward expects that loss. The entropy's gradient is not expected.
 
     Args:
-        logits: of a plain weight.
+        logits: of a plain weight. A buffer that its gradient is added to gets it in backward.
         counts: where it is counted whether the expectation was met.
+        memory: of a chunk; None for 1 GiB. Shorter chunks make it slower than two passes.
     """
-    run = _Run(logits, Rows.every(target), target, expected, counts, head, memory)
     stands = logits.stands()
     assert isinstance(stands.weight, Tensor)
-    logprob, entropy = _Expecting.apply(stands.hidden, stands.weight, stands.linear.bias, run)  # pyright: ignore[reportGeneralTypeIssues]
+    run = _Run(stands, rows, expected, counts, head, memory)
+    logprob, entropy = _Expecting.apply(*stands.tensors()[:2], stands.linear.bias, run)  # pyright: ignore[reportGeneralTypeIssues]
     return TokenStats(logprob=logprob, entropy=entropy)
 
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    logits: Logits
+    stands: Stands
     rows: Rows
-    target: Tensor
     expected: Expected
     counts: Expectations
     head: Head
-    memory: int | str
+    memory: int | None
 
-    def of(self, leaves: tuple[Tensor, Tensor, Tensor | None]) -> Logits:
-        """The logits of leaves of their own."""
-        hidden, weight, bias = leaves
-        linear = {name: getattr(self.logits.linear, name) for name in ("match", "tf32", "precision")}
-        return Logits(hidden, weight, bias=bias, **linear)
+    def of(self, leaves: tuple[Tensor, Tensor, Tensor | None], buffer: Tensor | None) -> Logits:
+        """The logits of leaves of their own, with that buffer for the gradient of the weight."""
+        stands = self.stands.of([x for x in leaves if x is not None])
+        return made(replace(stands, linear=replace(stands.linear, weight_grad=buffer, grad_scale=1.0)))
 
 
 class _Expecting(torch.autograd.Function):
@@ -104,9 +106,12 @@ class _Expecting(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         leaves, needed = _leaves((hidden, weight, bias), ctx.needs_input_grad)
         objective, fields = run.expected.objective, cast("dict[str, Any]", dict(run.expected.fields))
+        into = run.stands.linear.weight_grad if weight.requires_grad else None
+        # The factor of the loss is not known yet, so the gradient is summed apart.
+        buffer = None if into is None else torch.zeros_like(into)
         with torch.enable_grad():
             loss, _, found = policy_loss(
-                run.of(leaves),
+                run.of(leaves, buffer),
                 run.rows,
                 objective,
                 head=run.head,
@@ -115,28 +120,39 @@ class _Expecting(torch.autograd.Function):
                 return_stats=True,
                 **fields,
             )
-            gradients = torch.autograd.grad(loss, needed)
+            gradients = torch.autograd.grad(loss, needed, allow_unused=buffer is not None)
             logprob = found.logprob.detach().requires_grad_()
             loss, _ = objective(found._replace(logprob=logprob), run.rows, denominator=1.0, **fields)
             (upstream,) = torch.autograd.grad(loss, logprob)
         # The target too: what changes in place before backward is then an error.
-        ctx.save_for_backward(hidden, weight, bias, run.target, upstream, *gradients)
+        ctx.save_for_backward(hidden, weight, bias, run.rows.target, upstream, buffer, *gradients)
         return found.logprob.detach(), None if found.entropy is None else found.entropy.detach()
 
     @staticmethod
     def backward(ctx: Any, g_logprob: Tensor | None, g_entropy: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden, weight, bias, _, upstream, *gradients = ctx.saved_tensors
+        hidden, weight, bias, _, upstream, buffer, *gradients = ctx.saved_tensors
         run: _Run = ctx.run
         if g_logprob is None and g_entropy is None:
             return None, None, None, None
         factor = None if g_entropy is not None or g_logprob is None else _factor(g_logprob, upstream)
+        factor = factor if _on_all_ranks(factor is not None, run.stands.linear.shard, upstream) else None
         run.counts.count(factor is not None)
         if factor is None:
             gradients = _again(ctx, (hidden, weight, bias), g_logprob, g_entropy)
         else:
-            gradients = [x * factor.to(x.dtype) for x in gradients]
+            gradients = [None if x is None else x * factor.to(x.dtype) for x in gradients]
+            into = run.stands.linear.weight_grad
+            if into is not None and buffer is not None:
+                into.addcmul_(buffer, factor.to(buffer.dtype))
         found = iter(gradients)
         return *(next(found) if need else None for need in ctx.needs_input_grad[:3]), None
+
+
+def _on_all_ranks(met: bool, shard: VocabShard | None, like: Tensor) -> bool:
+    """Whether it was met on every rank that has columns: where one makes its gradients again, all must."""
+    if shard is None:
+        return met
+    return bool(sum_over(shard.group, like.new_full((), float(not met))) == 0)
 
 
 def _leaves(
@@ -160,13 +176,12 @@ def _factor(arrived: Tensor, expected: Tensor) -> Tensor | None:
     return factor if bool(off <= TOLERANCE * wide.norm()) else None
 
 
-def _again(ctx: Any, tensors: Any, g_logprob: Tensor | None, g_entropy: Tensor | None) -> list[Tensor]:
+def _again(ctx: Any, tensors: Any, g_logprob: Tensor | None, g_entropy: Tensor | None) -> list[Tensor | None]:
     run: _Run = ctx.run
     leaves, needed = _leaves(tensors, ctx.needs_input_grad)
+    into, entropy = run.stands.linear.weight_grad, None if g_entropy is None else "grad"
     with torch.enable_grad():
-        out = logprobs(
-            run.of(leaves), run.target, entropy=None if g_entropy is None else "grad", head=run.head, memory=run.memory
-        )
+        out = logprobs(run.of(leaves, into), run.rows, entropy=entropy, head=run.head, memory=run.memory)
         pairs = [(x, g) for x, g in ((out.logprob, g_logprob), (out.entropy, g_entropy)) if g is not None]
         outputs, upstream = zip(*pairs, strict=True)
-        return list(torch.autograd.grad(outputs, needed, upstream))
+        return list(torch.autograd.grad(outputs, needed, upstream, allow_unused=into is not None))

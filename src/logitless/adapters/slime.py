@@ -2,7 +2,8 @@
 
     loss.get_log_probs_and_entropy, loss.get_values     [1, T, V'] of a pack  ->  one tensor per sample
     ppo_utils.calculate_log_probs_and_entropy           [N, V'] logits  ->  [N, 1] and [N]
-    loss.policy_loss_function, loss.sft_loss_function   only with loss_mask_only, to read the loss masks
+    loss.policy_loss_function, loss.sft_loss_function   only with loss_mask_only, to read the loss masks; the first also
+                                                        with one_pass, to foresee the loss
 
 The flag ``--custom-megatron-init-path logitless.adapters.slime.custom_megatron_init`` installs it, without a source
 edit. slime's logits are not written to unless ``overwrite_logits`` asks for it, its lists keep their lengths and zigzag
@@ -20,9 +21,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from logitless.adapters.host import Host, Installed, PassOn, Replacement
+from logitless.adapters.host import Host, Installed, Option, PassOn, Replacement
 from logitless.adapters.patching import install_host
 from logitless.adapters.schedules import in_schedule
+from logitless.adapters.slime_loss import expected_of, make_policy_loss
 from logitless.adapters.slime_rows import (
     OPTIONS,
     Batch,
@@ -43,10 +45,11 @@ def custom_megatron_init(args: Any) -> Installed:
     """Install, as slime's ``--custom-megatron-init-path``.
 
     ``args.log_probs_response_only`` (default True), ``args.log_probs_loss_mask_only``,
-    ``args.logitless_overwrite_logits``, ``args.logitless_logits``, ``args.logitless_audit`` and
-    ``args.logitless_any_version`` are honoured where they are set, for example by ``--custom-config-path``.
+    ``args.logitless_overwrite_logits``, ``args.logitless_one_pass``, ``args.logitless_logits``,
+    ``args.logitless_audit`` and ``args.logitless_any_version`` are honoured where they are set, for example by
+    ``--custom-config-path``.
     """
-    return install_host(HOST, options_of(args))
+    return install_host(HOST, options_of(args) | {"one_pass": getattr(args, "logitless_one_pass", False)})
 
 
 def _parallel() -> Parallel:
@@ -97,6 +100,7 @@ def make_get_log_probs(original: Callable[..., Any], options: Mapping[str, Any])
         masks, old = marked.get() or (None, None)
         samples = (unconcat_tokens, total_lengths, response_lengths)
         batch = Batch.make(_parallel(), logits, *samples, masks=masks, allgather=args.allgather_cp)
+        expected = expected_of(len(batch.rows)) if replay is None and not batch.exchanged else None
         results = batch.scores(
             logits,
             entropy_asked(with_entropy, getattr(args, "entropy_coef", 0.0) != 0),
@@ -105,6 +109,7 @@ def make_get_log_probs(original: Callable[..., Any], options: Mapping[str, Any])
             options,
             kept=None if replay is None else Kept.from_responses(batch.rows, *replay),
             old=old,
+            expected=expected,
         )
         return torch.empty((0,), device=logits.device), results
 
@@ -158,6 +163,11 @@ def _check_outputs(logits: Tensor, width: int | Literal["V'"]) -> None:
 
 def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
     check_options("slime", options)
+    if options["one_pass"] and (options["loss_mask_only"] or not options["response_only"]):
+        raise LogitlessError(
+            'install("slime"): one_pass=True wants response_only=True and loss_mask_only=False: rows that the loss '
+            "masks drop have no gradient, and are left out of its products anyway."
+        )
     backend = "slime.backends.megatron_utils"
     rows = "logits, tokens, tp_group, with_entropy=False, chunk_size=-1"
     keywords = (
@@ -193,8 +203,10 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
         ),
     ]
     masked = ("policy_loss_function", "sft_loss_function") if options["loss_mask_only"] else ()
-    signature = "(args, batch, logits, sum_of_sample_mean)"
-    return replacements + [Replacement(f"{backend}.loss", name, signature, make_loss) for name in masked]
+    signature, loss = "(args, batch, logits, sum_of_sample_mean)", f"{backend}.loss"
+    if options["one_pass"]:
+        replacements.append(Replacement(loss, "policy_loss_function", signature, make_policy_loss))
+    return replacements + [Replacement(loss, name, signature, make_loss) for name in masked]
 
 
 HOST = Host(
@@ -202,7 +214,7 @@ HOST = Host(
     package="slime",
     versions=("0.3",),
     replacements=_replacements,
-    options=OPTIONS,
+    options=OPTIONS | {"one_pass": Option(False, "True: gradients of the policy loss are made with its log-probs")},
     heads=lambda _: [in_schedule("slime.backends.megatron_utils.model")],
     logits="deferred",
 )

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from logitless.adapters.audit import Audit
+from logitless.adapters.expected import Expected, score_expecting
 from logitless.adapters.host import Option
 from logitless.adapters.scoring import computed, every_target, placed, taken_over, tracked
 from logitless.adapters.shards import check_ids, even_shard
@@ -207,11 +208,15 @@ class Batch(NamedTuple):
         *,
         kept: Kept | None = None,
         old: Sequence[Tensor] | None = None,
+        expected: Expected | None = None,
     ) -> dict[str, list[Tensor]]:
-        """``log_probs`` and, if asked for, ``entropy`` of each sample. ``old`` stands in where no row was scored."""
+        """``log_probs`` and, if asked for, ``entropy`` of each sample. ``old`` stands in where no row was scored.
+
+        A loss that is ``expected`` of the log-probs has its gradients made with them.
+        """
         # Squeezed, not indexed: the gradient of an index is a copy.
         given = _overwritten(logits) if options["overwrite_logits"] else logits.squeeze(0)
-        fields = self._score(given, entropy, Head(temperature=temperature), chunk_size, options, kept)
+        fields = self._score(given, entropy, Head(temperature=temperature), chunk_size, options, kept, expected)
         per_sample = self.split(fields)
         if old is not None:
             per_sample[0] = self._filled(per_sample[0], old)
@@ -226,6 +231,7 @@ class Batch(NamedTuple):
         chunk_size: int,
         options: Mapping[str, Any],
         kept: Kept | None,
+        expected: Expected | None,
     ) -> list[Tensor]:
         """``[R]`` log-probs, and entropies if asked for."""
         rows, audit = self.rows, options["audit"]
@@ -236,7 +242,12 @@ class Batch(NamedTuple):
         if kept is not None and entropy is None:
             # Where nothing over the whole vocabulary is asked for, nothing of it is read.
             kept = kept.over("support")
-        if options["response_only"]:
+        if expected is not None and isinstance(operand, Logits) and isinstance(operand.weight, Tensor):
+            counts = options["expectations"]
+            out = score_expecting(operand, rows, expected, counts, head=head, memory=memory)
+            # The hosts add the entropy times 0 to their losses.
+            fields = [out.logprob, out.entropy.detach()] if entropy and out.entropy is not None else [out.logprob]
+        elif options["response_only"]:
             out = logprobs(operand, rows, kept=kept, **shared)
             fields = [x for x in (out.logprob, out.entropy) if x is not None]
         else:

@@ -32,11 +32,9 @@ from logitless.adapters.trl_outputs import asked_of_logits, further_outputs
 from logitless.backends.divergences import Divergence
 from logitless.errors import LogitlessError
 from logitless.operands import Logits, Teacher
+from logitless.rows import Rows
 from logitless.score import logprobs
 from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, parse_memory
-
-LOSS_MEMORY = "1GiB"
-"""Working memory of a loss in the pass of its log-probs: shorter chunks make it slower than two passes."""
 
 EXTRA_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -72,7 +70,8 @@ def make_fused_head(original: Callable[..., Any], options: Mapping[str, Any]) ->
         logits = Logits(hidden.to(dtype), weight.to(dtype), bias=bias, match=match)
         expected = expected_of(len(targets)) if options["one_pass"] and tracked(hidden, weight, bias) else None
         if expected is not None and not set(outputs) - {"log_probs", "entropy"}:
-            found = score_expecting(logits, targets, expected, options["expectations"], head=head, memory=LOSS_MEMORY)
+            rows, counts = Rows.every(targets), options["expectations"]
+            found = score_expecting(logits, rows, expected, counts, head=head)
             assert found.entropy is not None
             audit.of_logits("loss", logits, targets, logprob=found.logprob, entropy=found.entropy, head=head)
             return found.logprob.float(), found.entropy.float() if "entropy" in outputs else None, None, None, None
@@ -204,7 +203,9 @@ def _one_pass(
     options: Mapping[str, Any],
 ) -> TokenStats:
     target = index.long() if row_mask is None else index.long().masked_fill(row_mask == 0, IGNORE)
-    return score("logits", logits, target, options["audit"], entropy=entropy, head=Head(temperature=temperature))
+    found = score("logits", logits, target, options["audit"], entropy=entropy, head=Head(temperature=temperature))
+    # DPO up to 1.13 writes zeros into what it is given, and backward needs our own.
+    return found.each(torch.clone)
 
 
 def _several(
@@ -320,9 +321,18 @@ def _heads(options: Mapping[str, Any]) -> list[Replacement]:
         return model if any(kind.__name__ in WITH_LOGITS for kind in type(self).__mro__) else None
 
     step = {"1.16": "(self, model, inputs, num_items_in_batch=None)", "0.24 - 1.15": None}
+    # From 1.15 on, DPO has a fused head.
+    dpo = {"1.0 - 1.14": "(self, *args, **kwargs)", "0.24 - 0.29": None, "1.15 - 1.16": None}
     return [
-        Replacement("trl.trainer.base_trainer", "_BaseTrainer.training_step", step, deferring(model), optional=True)
+        Replacement("trl.trainer.base_trainer", "_BaseTrainer.training_step", step, deferring(model), optional=True),
+        Replacement("trl.trainer.dpo_trainer", "DPOTrainer.training_step", dpo, _deferring_both, optional=True),
     ]
+
+
+def _deferring_both(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Wraps ``DPOTrainer.training_step``: the policy is deferred, and the reference where it is another model."""
+    reference = deferring(lambda self, *_, **__: self.ref_model)
+    return deferring(lambda self, model, *_, **__: model)(reference(original, options), options)
 
 
 HOST = Host(

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.deferred.later import picked_later
+from logitless.deferred.later import known, picked_later
 from logitless.deferred.lazy import Lazy
+from logitless.deferred.metrics import metrics, walked
 from logitless.deferred.pending import numbers
 from logitless.deferred.read import SOFTMAX, ask, best, listable, memo_of, over_last
 from logitless.operands import Logits
@@ -198,11 +199,21 @@ def largest(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> An
     logits = _ranked(x)
     if logits is None or kwargs or (dim is not None and not over_last(x, dim)):
         return NotImplemented
+    found = metrics(x) if isinstance(x, Logits) and walked(x) else None
+    if found is not None:
+        return found.max.values.max() if dim is None else _extreme(x, found.max, keepdim)
     ids = best(logits, 1)
     values = values_of(x, ids)
     if dim is None:
         return values.max()
     return torch.return_types.max((values, ids) if keepdim else (values[..., 0], ids[..., 0]))
+
+
+def _extreme(x: Logits, found: Any, keepdim: bool) -> Any:
+    """Numbers and columns as torch's function returned them, with a last dimension of one where that is asked for."""
+    kind = torch.Tensor.max if isinstance(found, torch.return_types.max) else torch.Tensor.min
+    values, ids = (y.unsqueeze(-1) for y in found) if keepdim else found
+    return type(found)((known(x, values, lambda z: kind(z, -1, keepdim).values), ids))
 
 
 def amax(x: Any, dim: Any = (), keepdim: bool = False, **kwargs: Any) -> Any:
@@ -211,9 +222,12 @@ def amax(x: Any, dim: Any = (), keepdim: bool = False, **kwargs: Any) -> Any:
 
 
 def smallest(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    """``min`` over columns: where the logits of the negated hidden states and bias are largest."""
+    """``min`` over columns; with a graph, where the logits of the negated hidden states and bias are largest."""
     if not isinstance(x, Logits) or kwargs or not over_last(x, dim):
         return NotImplemented
+    found = metrics(x)
+    if found is not None:
+        return _extreme(x, found.min, keepdim)
     bias = x.linear.bias
     ids = best(like(x, -x.hidden, linear=replace(x.linear, bias=None if bias is None else -bias)), 1)
     values = values_of(x, ids)

@@ -142,5 +142,12 @@ def _runs_again(x: Logits) -> bool:
     return hooks is not None or (x.requires_grad and not torch.is_grad_enabled())
 
 
+def known(x: Logits, value: Tensor, of_logits: Callable[[Tensor], Tensor]) -> Tensor:
+    """Numbers of rows that were read already; compared with the logits themselves as those of :func:`picked_later`."""
+    found = _later(same(x), lambda: value, of_logits, value)
+    found.value = value
+    return found
+
+
 def _later(source: Logits, read: Callable[[], Tensor], of_logits: Callable[[Tensor], Tensor], like: Tensor) -> Later:
     return Later.made(source, of_logits, like.shape, like.dtype, read=read, of_logits=of_logits, value=None)

@@ -12,7 +12,7 @@ from torch import Tensor
 from logitless.call import Asked
 from logitless.errors import LogitlessError
 from logitless.operands import Logits, LoRA
-from logitless.operands.logits import made, place
+from logitless.operands.logits import METRICS, made, place
 from logitless.readings.best import MOST
 from logitless.score import logprobs, resolve_score
 from logitless.softmax import transform
@@ -31,7 +31,9 @@ def here(x: Any) -> Any:
         return x
     now = x.stands()
     linear = replace(now.linear, shard=None, hidden_grad="reduced")
-    return made(replace(now, hidden=now.shared(now.hidden), linear=linear))
+    new = made(replace(now, hidden=now.shared(now.hidden), linear=linear))
+    new._memo[METRICS] = x._memo.setdefault(METRICS, [])
+    return new
 
 
 def over_last(x: Tensor, dim: Any) -> bool:

@@ -11,17 +11,16 @@ from typing import Any
 
 import torch
 
-from logitless.call.resolve import MEMORY
 from logitless.deferred import distribution, losses
 from logitless.deferred.distribution import Distribution
 from logitless.deferred.later import COMPARISONS, Later
 from logitless.deferred.lazy import Lazy
+from logitless.deferred.metrics import in_parts, metrics, untracked
 from logitless.deferred.pending import numbers
 from logitless.deferred.read import ask, here, over_last, readable
 from logitless.errors.arguments import FLOATS
 from logitless.operands import Logits
 from logitless.operands.logits import SERVED, count_made
-from logitless.spec import parse_memory
 
 
 def _of_logits(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,7 +62,11 @@ def _gather(x: Any, dim: Any = None, index: Any = None, **kwargs: Any) -> Any:
 def _mean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any) -> Any:
     if kwargs or not over_last(x, dim):
         return NotImplemented
-    found = ask(x if dtype is None else x.to(dtype), "mean_logit")
+    known = metrics(x, dtype)
+    if known is not None:
+        found = known.mean.to(dtype or x.dtype)
+    else:
+        found = ask(x if dtype is None else x.to(dtype), "mean_logit")
     return found.unsqueeze(-1) if keepdim else found
 
 
@@ -71,12 +74,14 @@ def _vector_norm(
     x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any
 ) -> Any:
     """Of a metric, without a graph: the logits of a few rows at a time."""
-    if kwargs or not over_last(x, dim) or (torch.is_grad_enabled() and x.requires_grad):
+    if kwargs or not over_last(x, dim) or not untracked(x):
         return NotImplemented
-    rows = max(1, parse_memory(x._stands.memory or MEMORY["hidden"]) // (8 * x.shape[-1]))
-    parts = x.detach().reshape(-1, x.shape[-1]).split(rows)
-    found = [torch.linalg.vector_norm(part.computed(), ord, -1, dtype=dtype) for part in parts]
-    found = torch.cat(found).reshape(x.shape[:-1])
+    known = metrics(x, dtype) if ord == 2 else None
+    if known is not None:
+        found = known.norm.to(dtype or x.dtype)
+    else:
+        found = [torch.linalg.vector_norm(part.computed(), ord, -1, dtype=dtype) for part in in_parts(x)]
+        found = torch.cat(found).reshape(x.shape[:-1])
     return found.unsqueeze(-1) if keepdim else found
 
 

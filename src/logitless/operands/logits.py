@@ -288,6 +288,9 @@ SERVED: dict[str, Callable[..., Any]] = {}
 READERS = "logitless.deferred.served"
 """The module that fills ``SERVED``. It is imported by name, since it stands above this file: it calls the verbs."""
 
+METRICS = "metrics of rows"
+"""What logits and their detached copies remember together; see ``logitless.deferred.metrics``."""
+
 ATTRIBUTES = frozenset({Tensor.size, Tensor.dim, Tensor.element_size})
 """Functions that the wrapper itself answers."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from logitless.errors.arguments import FLOATS
 from logitless.operands.graph import total_over
-from logitless.operands.logits import RULES, Logits, like
+from logitless.operands.logits import METRICS, RULES, Logits, like
 from logitless.operands.lora import LoRA
 from logitless.spec import inspectable
 
@@ -144,7 +144,9 @@ def same(x: Any, **_: Any) -> Any:
 def _detach(x: Any) -> Any:
     linear = x.linear if x.linear.bias is None else replace(x.linear, bias=x.linear.bias.detach())
     weight = x.weight.detached() if isinstance(x.weight, LoRA) else x.weight.detach()
-    return like(x, x.hidden.detach(), weight=weight, linear=linear)
+    new = like(x, x.hidden.detach(), weight=weight, linear=linear)
+    new._memo[METRICS] = x._memo.setdefault(METRICS, [])
+    return new
 
 
 def _let_go(x: Any) -> Any:
