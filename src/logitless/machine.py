@@ -119,6 +119,8 @@ class Machine:
         same_tiles: whether forward takes the tiles of backward. A CPU's library adds up in an order that depends on the
             shape of a product, and a logit of 80 that is computed again with another rounding is off by 1e-5.
         costs: what work costs; None where nobody measured.
+        multiprocessors: programs of a product that run at the same time. Elsewhere than on a card there are none, and
+            few programs show that each works off several units.
     """
 
     name: str
@@ -133,6 +135,7 @@ class Machine:
     stretch: bool
     same_tiles: bool
     costs: Costs | None
+    multiprocessors: int = 132
 
     @staticmethod
     def card(name: str, multiprocessors: int, capability: int) -> Machine:
@@ -172,6 +175,7 @@ def _gpu(name: str, multiprocessors: int, costs: Costs | None, epilogues: bool) 
         stretch=True,
         same_tiles=False,
         costs=costs,
+        multiprocessors=multiprocessors,
     )
 
 
@@ -210,6 +214,7 @@ CPU = Machine(
     stretch=False,
     same_tiles=True,
     costs=None,
+    multiprocessors=3,
 )
 
 
@@ -430,6 +435,65 @@ def product_sizes(columns: int, width: int, canonical: bool = False) -> ProductS
     return ProductSizes(128, 256, 64, tiles_per_part(-(-columns // 256)))
 
 
+class DZSizes(NamedTuple):
+    """Sizes of the two products that dZ ends in.
+
+    Attributes:
+        rows, columns, depth: of a tile of the result, and of its operands at a time.
+        band: blocks of rows that are worked on side by side, sharing their columns in L2.
+        warps, stages: of a program, and of its loads.
+    """
+
+    rows: int
+    columns: int
+    depth: int = 64
+    band: int = 16
+    warps: int = 8
+    stages: int = 3
+
+
+def dz_sizes(width: int) -> DZSizes:
+    """Sizes for a hidden size."""
+    return DZSizes(128, 256)
+
+
+LARGE = 1 << 37
+"""Multiplications of a product from which on Triton's own is faster than the library's, launches included."""
+
+MOST_PARTS = 6
+"""Parts of the vocabulary that a tile of dX may be summed in."""
+
+
+@functools.cache
+def row_parts(rows: int, width: int, programs: int) -> tuple[int, int]:
+    """How many rows of dX are made in whole tiles, and in how many parts each tile of the others is summed.
+
+    So many programs work on tiles at the same time, and the last few tiles would leave most of them idle. Sums of parts
+    take at most four tiles of each program.
+
+    >>> row_parts(3328, 1024, 132), row_parts(3328, 4096, 132), row_parts(4096, 2048, 132)
+    ((0, 5), (3072, 4), (4096, 1))
+    """
+    sizes = dz_sizes(width)
+    blocks, across = -(-rows // sizes.rows), -(-width // sizes.columns)
+
+    def waves(choice: tuple[int, int]) -> tuple[float, int, int]:
+        whole, parts = choice
+        rest = (blocks - whole) * across * parts
+        time = -(-whole * across // programs) + -(-rest // programs) / parts
+        # A launch, and sums that are read again, are not worth a hundredth.
+        return round(time + 0.01 * parts + (0.02 if whole and rest else 0.0), 6), parts, -whole
+
+    choices = [
+        (whole, parts)
+        for whole in range(blocks + 1)
+        for parts in ([1] if whole == blocks else range(2, MOST_PARTS + 1))
+        if (blocks - whole) * across * parts <= 4 * programs or whole == blocks
+    ]
+    whole, parts = min(choices, key=waves)
+    return min(rows, whole * sizes.rows), parts
+
+
 class PairSizes(NamedTuple):
     """Sizes of two matrix products in one tile.
 
@@ -474,7 +538,7 @@ def tiles_per_part(num_tiles: int) -> int:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a card. Elsewhere there are none, and few programs show that each works off several units."""
+    """Of a card; elsewhere as many as :class:`Machine` says."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 

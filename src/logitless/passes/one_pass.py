@@ -259,8 +259,7 @@ class OnePass:
             for columns in slabs:
                 p.add_low(d_z[:, columns], x, into.low[columns])
         if into.weight is not None:
-            for columns in slabs:
-                p.multiply(d_z[:, columns].T, p.parts(x)[0], into.weight[columns], add=not overwrite)
+            p.add_head(d_z, x, slabs, into.weight, add=not overwrite)
 
     def _zero(self, hidden: Tensor | None) -> None:
         """Nothing here has a gradient, and no product will write one."""

@@ -200,6 +200,10 @@ class Projection:
     def times_whole_weight(self, d_z: Tensor, step: int, out: Tensor) -> None:
         """``out = d_z @ weight``: in one product, or over slabs of ``step`` columns in float32."""
         columns = self.call.columns
+        weight = self.weight[:columns]
+        if self.low is None and self._own_product(d_z, weight, out):
+            self.products.times_weight(d_z, weight, out, self.call.machine.multiprocessors)
+            return
         if step >= columns:
             self.times_weight(d_z, slice(0, columns), out)
             return
@@ -207,6 +211,20 @@ class Projection:
         for slab in pieces(columns, step, self.hidden.is_meta):
             self.times_weight(d_z[:, slab], slab, total, add=slab.start > 0)
         out.copy_(total)
+
+    def add_head(self, d_z: Tensor, rows: Tensor, slabs: Sequence[slice], out: Tensor, add: bool) -> None:
+        """``out = d_z.T @ rows``, or added to it, for each slab of columns: the gradient of the weight in float32."""
+        x = self.parts(rows)[0]
+        into = out[: self.call.columns]
+        if out.dtype == torch.float32 and self._own_product(d_z, x, into):
+            self.products.add_outer(d_z, x, into, add, self.call.machine.multiprocessors)
+            return
+        for columns in slabs:
+            self.multiply(d_z[:, columns].T, x, out[columns], add=add)
+
+    def _own_product(self, d_z: Tensor, other: Tensor, out: Tensor) -> bool:
+        """Whether dZ is multiplied by a kernel of the backend's own instead of the library's."""
+        return self.call.apart is None and self.products.takes_dz(d_z, other, out)
 
     def add_low(self, d_z: Tensor, rows: Tensor, out: Tensor | None) -> None:
         """``out += d_z.T @ y``, where there is a LoRA and y is its part of hidden rows."""
