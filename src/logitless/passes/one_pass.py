@@ -114,7 +114,7 @@ class OnePass:
         # A buffer's factor is the caller's, who scales losses in float16 and looks for overflow.
         float16 = Float16Scale(gradients) if p.hidden.dtype == torch.float16 and weight_grad is None else None
         watched = [] if objective.own_terms and len(plan.chunks) > 1 else None
-        fresh = weight_grad is None
+        fresh, inputs = weight_grad is None, inputs.readied(p.gain.dtype)
         return OnePass(p, plan, objective, inputs, gradients, fresh, scale, float16, drop_zeros, teacher, watched)
 
     def run(self) -> Outcome:
@@ -165,9 +165,12 @@ class OnePass:
         names = ("logprob", "entropy", "log_z", *self.objective.stats, *taught)
         return {name: self.p.gain.new_empty(0) for name in names}
 
-    def _inputs_with(self, stats: TokenStats) -> Inputs:
-        """The objective's inputs, with the results of all rows."""
-        return with_results(self.objective, self.inputs, stats)
+    def _inputs_with(self, stats: TokenStats, part: Inputs | None = None) -> Inputs:
+        """The objective's inputs, with the results of all rows, or of a part of them."""
+        # Results of rows without a target are 0 already; those of a mask are not.
+        clean = self.p.call.rows.mask is None and self.teacher is None and not self.objective.stats
+        found = with_results(self.objective, self.inputs if part is None else part, stats)
+        return replace(found, clean=clean)
 
     def _differing(self, stats: TokenStats) -> Tensor | None:
         """0-dim bool, whether a term of the caller's own gives rows other gradients in chunks than over all rows; None
@@ -188,7 +191,7 @@ class OnePass:
         stats, log_p = _outcomes(results, sent, self.p)
         whole = stop - start == len(self.p.hidden)
         part = self.inputs if whole else self.inputs.cut(start, stop, self.plan.whole_samples)
-        part = with_results(self.objective, part, stats)
+        part = self._inputs_with(stats, part)
         found, evaluated = row_gradients(self.objective, part, check=first, whole=whole)
         if self.watched is not None:
             self.watched.append(found)
@@ -206,8 +209,9 @@ class OnePass:
         drop = self.drop_zeros and not _capturing(stays)
         dry = self._dry_number(stop - start) if stays.is_meta or isinstance(stays, FakeTensor) else None
         number = _read_later(stays.sum(), dry) if drop else None
-        # Rows that do not count may hold anything: without a target they have no gradient, rather than 0 * NaN.
-        column = column if counted is None else torch.where(counted, column, SKIP)
+        if self.p.call.rows.mask is not None and counted is not None:
+            # Masked rows may hold anything: without a target they have no gradient, rather than 0 * NaN.
+            column = torch.where(counted, column, SKIP)
         d_z = chunk.gradient(start, stop, column, saved, found)
         if number is not None:
             count = number()
@@ -349,23 +353,25 @@ def row_gradients(
         check: raise if the loss depends on anything else that needs a gradient, and would not get it here.
         whole: whether these are all rows.
     """
+    # Before there is a graph: a gradient of a row that does not count is not looked at.
+    inputs, evaluated = inputs.cleaned(), None
     with torch.enable_grad():
         # An entropy that no term is on is a value, as in two passes.
         named = {name: getattr(inputs, name) for name in TERMS if name != "entropy" or objective.entropy == "grad"}
         leaves = {name: x.detach().requires_grad_() for name, x in named.items() if x is not None}
-        inputs, evaluated = replace(inputs, **leaves), None
-        if whole:
-            loss, _ = evaluated = objective.evaluate(inputs)
-        else:
-            loss = objective.loss(inputs)
+        losses, weight, evaluate = objective.graded(replace(inputs, **leaves), measured=whole)
         found: RowGradients = {}
-        if check and _depends_on_others(loss, list(leaves.values())):
+        if check and _depends_on_others(losses, list(leaves.values())):
             raise LogitlessError(
                 "policy_loss: a term of the objective has parameters of its own, which get no gradient in one pass. "
                 "Make the term a torch.nn.Module, or call objective(logprobs(...), rows, ...)."
             )
-        if loss.requires_grad:
-            found = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True), strict=True))
+        if losses.requires_grad:
+            by = torch.autograd.grad(losses, list(leaves.values()), weight, allow_unused=True)
+            found = dict(zip(leaves, by, strict=True))
+    if whole:
+        with torch.no_grad():
+            evaluated = evaluate()
     found = {name: None if x is None else x.contiguous() for name, x in found.items()}
     if found.get("logprob") is None:
         found["logprob"] = torch.zeros_like(inputs.logprob)
