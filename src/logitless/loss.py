@@ -264,7 +264,7 @@ def evaluate(
         return _one_pass(call, plan, operands, inputs, batch)
     # The first of two passes; backward is the second. The budget is that of log-probs.
     stats = score(first_pass(call), plan.first, operands, whole=True)
-    loss, metrics = objective.evaluate(with_results(objective, inputs, stats))
+    loss, metrics = objective.evaluate(with_results(objective, call, inputs, stats))
     return loss, metrics, stats.each(lambda x: x.detach())
 
 

@@ -119,8 +119,8 @@ class Machine:
         same_tiles: whether forward takes the tiles of backward. A CPU's library adds up in an order that depends on the
             shape of a product, and a logit of 80 that is computed again with another rounding is off by 1e-5.
         costs: what work costs; None where nobody measured.
-        multiprocessors: programs of a product that run at the same time. Elsewhere than on a card there are none, and
-            few programs show that each works off several units.
+        dz_programs: programs of Triton's products of dZ that run at the same time; 0 where the library's are taken. On
+            a CPU few show that each works off several tiles.
     """
 
     name: str
@@ -135,15 +135,15 @@ class Machine:
     stretch: bool
     same_tiles: bool
     costs: Costs | None
-    multiprocessors: int = 132
+    dz_programs: int = 0
 
     @staticmethod
     def card(name: str, multiprocessors: int, capability: int) -> Machine:
         """A card by what it has, which need not be here. What work costs is taken from the one that was measured."""
         if multiprocessors == 132 and capability == 9:
             return H200
-        # Products with epilogues are made of what came with capability 9; what they cost elsewhere nobody knows.
-        return _gpu(name, multiprocessors, H200.costs, capability == 9)
+        # Own products are made of what came with capability 9; what they cost elsewhere nobody knows.
+        return _gpu(name, multiprocessors, H200.costs, capability == 9, capability)
 
     @staticmethod
     def of(device: torch.device) -> Machine:
@@ -155,7 +155,7 @@ class Machine:
         return next(tile for least, tile in self.chunk_tiles if memory >= least)
 
 
-def _gpu(name: str, multiprocessors: int, costs: Costs | None, epilogues: bool) -> Machine:
+def _gpu(name: str, multiprocessors: int, costs: Costs | None, epilogues: bool, capability: int) -> Machine:
     # 2048 rows are 16 output tiles of 128 x 128. With 33 * 128 columns they are four for each of 132 multiprocessors.
     least = ALIGNED * multiprocessors // math.gcd(2048 // ALIGNED, multiprocessors)
     filling = least * max(1, round(4096 / least))
@@ -175,7 +175,7 @@ def _gpu(name: str, multiprocessors: int, costs: Costs | None, epilogues: bool) 
         stretch=True,
         same_tiles=False,
         costs=costs,
-        multiprocessors=multiprocessors,
+        dz_programs=multiprocessors if capability == 9 else 0,
     )
 
 
@@ -193,6 +193,7 @@ H200 = _gpu(
         exponentials=0.9e-12,
     ),
     epilogues=True,
+    capability=9,
 )
 """Products: 29.1 ms for T = 16384, V = 151936, D = 4096. Statistics and dZ of those logits: 2.5e-12 s per element for
 10 bytes. A chunk's dW, [V, D]: 1.8 ms more for each further chunk. 2048 x 4224 logits: 24 us beyond their product, 14
@@ -214,7 +215,7 @@ CPU = Machine(
     stretch=False,
     same_tiles=True,
     costs=None,
-    multiprocessors=3,
+    dz_programs=3,
 )
 
 
@@ -223,11 +224,11 @@ def _card(index: int | None) -> Machine:
     facts = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
     path = os.environ.get(TABLE)
     if path:
-        return tuned(Path(path), facts.name, facts.multi_processor_count)
+        return tuned(Path(path), facts.name, facts.multi_processor_count, facts.major)
     return Machine.card(facts.name, facts.multi_processor_count, facts.major)
 
 
-def tuned(path: Path, name: str, count: int) -> Machine:
+def tuned(path: Path, name: str, count: int, capability: int) -> Machine:
     """A card by that name and with so many multiprocessors, with the costs of a table that ``logitless tune`` wrote."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
@@ -242,7 +243,7 @@ def tuned(path: Path, name: str, count: int) -> Machine:
             f"{TABLE}: {path} is of {card[0]} with {card[1]} multiprocessors, and this is {name} with {count}. Write "
             f"one here with logitless tune, or unset {TABLE}."
         )
-    return _gpu(name, count, costs, bool(epilogues))
+    return _gpu(name, count, costs, bool(epilogues), capability)
 
 
 def row_stride(columns: int, itemsize: int) -> int:
@@ -538,7 +539,7 @@ def tiles_per_part(num_tiles: int) -> int:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a card; elsewhere as many as :class:`Machine` says."""
+    """Of a card. Elsewhere there are none, and few programs show that each works off several units."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from logitless.call import Call
 from logitless.errors import LogitlessError
 from logitless.machine import FEW, MOVED, pieces
 from logitless.objectives import Inputs, Metrics, Objective, Preference
@@ -165,12 +166,9 @@ class OnePass:
         names = ("logprob", "entropy", "log_z", *self.objective.stats, *taught)
         return {name: self.p.gain.new_empty(0) for name in names}
 
-    def _inputs_with(self, stats: TokenStats, part: Inputs | None = None) -> Inputs:
-        """The objective's inputs, with the results of all rows, or of a part of them."""
-        # Results of rows without a target are 0 already; those of a mask are not.
-        clean = self.p.call.rows.mask is None and self.teacher is None and not self.objective.stats
-        found = with_results(self.objective, self.inputs if part is None else part, stats)
-        return replace(found, clean=clean)
+    def _inputs_with(self, stats: TokenStats) -> Inputs:
+        """The objective's inputs, with the results of all rows."""
+        return with_results(self.objective, self.p.call, self.inputs, stats)
 
     def _differing(self, stats: TokenStats) -> Tensor | None:
         """0-dim bool, whether a term of the caller's own gives rows other gradients in chunks than over all rows; None
@@ -191,7 +189,7 @@ class OnePass:
         stats, log_p = _outcomes(results, sent, self.p)
         whole = stop - start == len(self.p.hidden)
         part = self.inputs if whole else self.inputs.cut(start, stop, self.plan.whole_samples)
-        part = self._inputs_with(stats, part)
+        part = with_results(self.objective, self.p.call, part, stats)
         found, evaluated = row_gradients(self.objective, part, check=first, whole=whole)
         if self.watched is not None:
             self.watched.append(found)
@@ -331,15 +329,19 @@ def matters(found: RowGradients) -> Tensor:
     return first
 
 
-def with_results(objective: Objective | Preference, inputs: Inputs, stats: TokenStats) -> Inputs:
+def with_results(objective: Objective | Preference, call: Call, inputs: Inputs, stats: TokenStats) -> Inputs:
     """The inputs of an objective, with the results that its terms are on."""
+    # Rows without a target have results of 0 already; rows of a mask have not, and further readings are not looked at.
+    further = call.over_support or call.asked.teacher is not None or bool(objective.stats)
+    clean = call.rows.mask is None and not further
     return replace(
-        inputs,
+        inputs.readied(stats.logprob.dtype),
         logprob=stats.logprob,
         entropy=stats.entropy,
         log_z=stats.log_z if objective.log_z else None,
         mean_logit=stats.mean_logit if objective.stats else None,
         divergence=stats.divergence,
+        clean=clean,
     )
 
 

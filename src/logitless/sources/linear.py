@@ -202,7 +202,7 @@ class Projection:
         columns = self.call.columns
         weight = self.weight[:columns]
         if self.low is None and self._own_product(d_z, weight, out):
-            self.products.times_weight(d_z, weight, out, self.call.machine.multiprocessors)
+            self.products.times_weight(d_z, weight, out, self.call.machine.dz_programs)
             return
         if step >= columns:
             self.times_weight(d_z, slice(0, columns), out)
@@ -217,14 +217,15 @@ class Projection:
         x = self.parts(rows)[0]
         into = out[: self.call.columns]
         if out.dtype == torch.float32 and self._own_product(d_z, x, into):
-            self.products.add_outer(d_z, x, into, add, self.call.machine.multiprocessors)
+            self.products.add_outer(d_z, x, into, add, self.call.machine.dz_programs)
             return
         for columns in slabs:
             self.multiply(d_z[:, columns].T, x, out[columns], add=add)
 
     def _own_product(self, d_z: Tensor, other: Tensor, out: Tensor) -> bool:
         """Whether dZ is multiplied by a kernel of the backend's own instead of the library's."""
-        return self.call.apart is None and self.products.takes_dz(d_z, other, out)
+        there = self.call.apart is None and self.call.machine.dz_programs > 0
+        return there and self.products.takes_dz(d_z, other, out)
 
     def add_low(self, d_z: Tensor, rows: Tensor, out: Tensor | None) -> None:
         """``out += d_z.T @ y``, where there is a LoRA and y is its part of hidden rows."""
