@@ -233,7 +233,7 @@ def local_part(
 
 
 def _check_order(caller: str, what: str, lead: list[int], rows: Rows) -> None:
-    """Raise where tokens are as many as the rows were made for, but lie in another order: ``[S, N]``, not ``[N, S]``."""
+    """Raise for as many tokens as the rows were made for in another order: ``[S, N]`` in place of ``[N, S]``."""
     if rows.token_shape is None or len(rows.token_shape) == 1 or len(lead) == 1:
         return
     shape = [n for n in rows.token_shape if n != 1]
