@@ -200,9 +200,9 @@ class Projection:
     def times_whole_weight(self, d_z: Tensor, step: int, out: Tensor) -> None:
         """``out = d_z @ weight``: in one product, or over slabs of ``step`` columns in float32."""
         columns = self.call.columns
-        weight = self.weight[:columns]
-        if self.low is None and self._own_product(d_z, weight, out):
-            self.products.times_weight(d_z, weight, out, self.call.machine.dz_programs)
+        programs, weight = self._dz_programs, self.weight[:columns]
+        if programs and self.low is None and self.products.rows_pay(d_z, weight, out, programs):
+            self.products.times_weight(d_z, weight, out, programs)
             return
         if step >= columns:
             self.times_weight(d_z, slice(0, columns), out)
@@ -214,18 +214,17 @@ class Projection:
 
     def add_head(self, d_z: Tensor, rows: Tensor, slabs: Sequence[slice], out: Tensor, add: bool) -> None:
         """``out = d_z.T @ rows``, or added to it, for each slab of columns: the gradient of the weight in float32."""
-        x = self.parts(rows)[0]
-        into = out[: self.call.columns]
-        if out.dtype == torch.float32 and self._own_product(d_z, x, into):
-            self.products.add_outer(d_z, x, into, add, self.call.machine.dz_programs)
+        x, into, programs = self.parts(rows)[0], out[: self.call.columns], self._dz_programs
+        if programs and self.products.columns_pay(d_z, x, into):
+            self.products.add_outer(d_z, x, into, add, programs)
             return
         for columns in slabs:
             self.multiply(d_z[:, columns].T, x, out[columns], add=add)
 
-    def _own_product(self, d_z: Tensor, other: Tensor, out: Tensor) -> bool:
-        """Whether dZ is multiplied by a kernel of the backend's own instead of the library's."""
-        there = self.call.apart is None and self.call.machine.dz_programs > 0
-        return there and self.products.takes_dz(d_z, other, out)
+    @property
+    def _dz_programs(self) -> int:
+        """Programs of the backend's own products of dZ; 0 where it has none here."""
+        return self.call.machine.dz_programs if self.call.apart is None else 0
 
     def add_low(self, d_z: Tensor, rows: Tensor, out: Tensor | None) -> None:
         """``out += d_z.T @ y``, where there is a LoRA and y is its part of hidden rows."""

@@ -1,8 +1,8 @@
 """The two matrix products that dZ ends in: ``dX = dZ W`` and ``dW += dZ^T X``.
 
 A program stays on its multiprocessor and works off one tile after the other; loads of the next are under way while a
-tile is stored. The library's products do without either: it has no kernel that fills the card at 3328 rows, and
-waits for the sums of dW that it adds to. Names as in ``kernels.py``; what lies outside of a matrix is loaded as 0.
+tile is stored. They are for where the library is slow: rows whose tiles do not fill the card, and odd vocabularies.
+Names as in ``kernels.py``; what lies outside of a matrix is loaded as 0.
 """
 
 from __future__ import annotations

@@ -8,15 +8,29 @@ import torch
 from torch import Tensor
 
 from logitless.backends.triton.launching import describable, described, interpreted, launch
-from logitless.machine import LARGE, DZSizes, dz_sizes, row_parts
+from logitless.machine import LARGE, PIECE, DZSizes, dz_sizes, row_parts
 
 
-def takes_dz(d_z: Tensor, other: Tensor, out: Tensor) -> bool:
-    """Whether these kernels can multiply dZ by hidden states or a weight, and whether that pays."""
-    if d_z.dtype not in (torch.bfloat16, torch.float16) or other.dtype != d_z.dtype:
-        return False
+def rows_pay(d_z: Tensor, weight: Tensor, out: Tensor, programs: int) -> bool:
+    """Whether :func:`times_weight` can be had and is faster: where tiles of so many rows leave programs idle."""
+    idle = row_parts(len(d_z), weight.shape[1], programs)[0] < len(d_z)
+    return (idle or _odd(d_z)) and _takes(d_z, weight, out)
+
+
+def columns_pay(d_z: Tensor, hidden: Tensor, out: Tensor) -> bool:
+    """Whether :func:`add_outer` can be had and is faster."""
+    return out.dtype == torch.float32 and _odd(d_z) and _takes(d_z, hidden, out)
+
+
+def _odd(d_z: Tensor) -> bool:
+    """Whether the library has to do without its fast kernels: where a row of dZ is not made of whole pieces."""
+    return d_z.shape[1] * d_z.element_size() % PIECE > 0
+
+
+def _takes(d_z: Tensor, other: Tensor, out: Tensor) -> bool:
+    halves = d_z.dtype in (torch.bfloat16, torch.float16) and other.dtype == d_z.dtype
     large = d_z.numel() * other.shape[1] >= LARGE
-    return large and all(describable(x) for x in (d_z, other, out))
+    return halves and large and all(describable(x) for x in (d_z, other, out))
 
 
 def times_weight(d_z: Tensor, weight: Tensor, out: Tensor, programs: int) -> None:
@@ -25,7 +39,7 @@ def times_weight(d_z: Tensor, weight: Tensor, out: Tensor, programs: int) -> Non
     Args:
         programs: that work at the same time. Rows whose tiles would leave most of them idle are summed in parts of V.
     """
-    sizes = dz_sizes(weight.shape[1])
+    sizes = dz_sizes()
     whole, parts = row_parts(len(d_z), weight.shape[1], programs)
     if whole:
         _launch_rows(d_z[:whole], weight, out[:whole], 1, sizes, programs)
@@ -40,7 +54,7 @@ def times_weight(d_z: Tensor, weight: Tensor, out: Tensor, programs: int) -> Non
 
 def add_outer(d_z: Tensor, hidden: Tensor, out: Tensor, add: bool, programs: int) -> None:
     """``out = d_z.T @ hidden`` or ``out += d_z.T @ hidden``: ``[R, V]`` and ``[R, D]`` to float32 ``[V, D]``."""
-    sizes = dz_sizes(hidden.shape[1])
+    sizes = dz_sizes()
     tiles = -(-d_z.shape[1] // sizes.rows) * -(-hidden.shape[1] // sizes.columns)
     launch(
         "product_columns_kernel",

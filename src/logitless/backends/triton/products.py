@@ -22,7 +22,8 @@ from torch import Tensor
 from logitless.backends.contract import SLACK, Problem, Product
 from logitless.backends.triton.blocks import merge_blocks
 from logitless.backends.triton.dz_products import add_outer as add_outer
-from logitless.backends.triton.dz_products import takes_dz as takes_dz
+from logitless.backends.triton.dz_products import columns_pay as columns_pay
+from logitless.backends.triton.dz_products import rows_pay as rows_pay
 from logitless.backends.triton.dz_products import times_weight as times_weight
 from logitless.backends.triton.launching import describable, described, interpreted, launch, of_rows
 from logitless.machine import ProductSizes, gradient_from_tiles_sizes, multiprocessors, product_sizes
