@@ -347,8 +347,8 @@ def gradient_from_sizes(columns: int) -> dict[str, Any]:
 
 def gradient_from_tiles_sizes(slab: int) -> dict[str, Any]:
     """Slabs per step, steps per program and warps of the kernel that does so for slabs of few columns."""
-    # H200, 3328 rows of 151936 in slabs of 256, where a copy takes 0.492 ms: 2 slabs x 4 steps 0.517 ms with 1 warp, 2 x
-    # 8 0.526, 2 x 16 0.531 (with 2 warps 0.533), 4 x 8 0.530, 1 x 16 0.55.
+    # H200, 3328 rows of 151936 in slabs of 256, where a copy takes 0.492 ms: 2 slabs x 4 steps take 0.517 ms, 2 x 8 take
+    # 0.526, 2 x 16 take 0.531 (with 2 warps 0.533), 4 x 8 take 0.530, 1 x 16 take 0.55.
     return {"TILES": max(1, 512 // slab), "STEPS": 4, "num_warps": 1}
 
 
@@ -456,10 +456,10 @@ class DZSizes(NamedTuple):
 
 def dz_sizes() -> DZSizes:
     """Of every hidden size."""
-    # H200, bfloat16, 3328 rows of V = 151936 (2432 of 201088 at D = 2880), a warm chip, milliseconds: dX at D = 1024,
-    # 2048, 2880 and 4096 takes 1.65, 3.16, 4.3 and 6.3, the library's 1.85, 3.84, 4.9 and 6.5; with 256 x 128 1.76, 3.60,
-    # 5.57 and 7.00; with 128 x 128, 4 warps and 4 stages 1.68, 3.34, 4.96 and 7.61. dW that is added to takes 1.74, 3.46,
-    # 5.36 and 7.12, the library's 1.63, 3.19, 4.57 and 7.11; of 8192 rows of V = 50257 at D = 768 0.89 and 1.53.
+    # H200, bfloat16, 3328 rows of V = 151936 (2432 of 201088 at D = 2880), a warm chip, milliseconds at D = 1024, 2048,
+    # 2880 and 4096. dX 1.65, 3.16, 4.3, 6.3, where the library takes 1.85, 3.84, 4.9, 6.5; with 256 x 128 1.76, 3.60,
+    # 5.57, 7.00; with 128 x 128, 4 warps and 4 stages 1.68, 3.34, 4.96, 7.61. dW, added to what is there, 1.74, 3.46,
+    # 5.36, 7.12, where the library takes 1.63, 3.19, 4.57, 7.11; of 8192 rows of V = 50257 at D = 768 0.89 and 1.53.
     return DZSizes(128, 256)
 
 
