@@ -43,6 +43,9 @@ MOVED = 64 << 20
 FEW = 0.05
 """Share of a chunk's rows that is not worth dropping: moving the others costs more."""
 
+WAIT = 3e-3
+"""Seconds of the device that pass, with nothing to do, when the CPU waits for it at the end of a call (H200)."""
+
 ASKED = 1 << 28
 """Logits from which on a backward asks which rows have a gradient, and waits for the answer."""
 
@@ -347,8 +350,8 @@ def gradient_from_sizes(columns: int) -> dict[str, Any]:
 
 def gradient_from_tiles_sizes(slab: int) -> dict[str, Any]:
     """Slabs per step, steps per program and warps of the kernel that does so for slabs of few columns."""
-    # H200, 3328 rows of 151936 in slabs of 256, where a copy takes 0.492 ms: 2 slabs x 4 steps take 0.517 ms, 2 x 8 take
-    # 0.526, 2 x 16 take 0.531 (with 2 warps 0.533), 4 x 8 take 0.530, 1 x 16 take 0.55.
+    # H200, 3328 rows of 151936 in slabs of 256, where a copy takes 0.492 ms: 2 slabs x 4 steps take 0.517 ms, 2 x 8
+    # 0.526, 2 x 16 0.531 (with 2 warps 0.533), 4 x 8 0.530, 1 x 16 0.55.
     return {"TILES": max(1, 512 // slab), "STEPS": 4, "num_warps": 1}
 
 

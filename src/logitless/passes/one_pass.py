@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from logitless.call import Call
 from logitless.errors import LogitlessError
-from logitless.machine import FEW, MOVED, pieces
+from logitless.machine import FEW, MOVED, WAIT, pieces
 from logitless.objectives import Inputs, Metrics, Objective, Preference
 from logitless.passes.back import Gradients
 from logitless.passes.chunk import Chunk, empty_chunk
@@ -127,13 +127,18 @@ class OnePass:
         rows = self.teacher if isinstance(self.teacher, TeacherRows) else None
         chunk = empty_chunk(p, self.plan, rows)
         stats: dict[str, Tensor] = {}
-        last, evaluated = None, None
+        last, evaluated, full = None, None, True
         for i, (start, stop) in enumerate(chunks):
             if last is not None:
                 # The next chunk reuses the memory of this dZ.
                 self._multiply_head(*last, overwrite=self.fresh and i == 1)
                 last = None
-            results, evaluated, last = self._work_off(chunk, start, stop, first=i == 0)
+            ask = self.drop_zeros
+            if i == len(chunks) - 1:
+                # The CPU would wait with nothing launched ahead: only where chunks before this one had rows to drop.
+                ask = ask and (not full if i else self._saves(stop - start))
+            results, evaluated, last = self._work_off(chunk, start, stop, first=i == 0, ask=ask)
+            full = full and last is not None and len(last.x) == stop - start
             if stop - start == len(p.hidden):
                 stats = results
                 continue
@@ -179,10 +184,15 @@ class OnePass:
         return differs(self.watched, at_once) if has_values(self.p.hidden) else None
 
     def _work_off(
-        self, chunk: Chunk, start: int, stop: int, first: bool
+        self, chunk: Chunk, start: int, stop: int, first: bool, ask: bool
     ) -> tuple[dict[str, Tensor], Evaluated | None, Factors | None]:
         """Results of a chunk of rows, whose hidden states get their gradient; value and metrics of the objective, if
-        the chunk is all rows; and the factors of the head's gradient."""
+        the chunk is all rows; and the factors of the head's gradient.
+
+        Args:
+            first: whether it is the first chunk.
+            ask: whether to ask for the number of rows with a gradient.
+        """
         column, rows = self.p.column[start:stop], slice(start, stop)
         results, saved = chunk.look(start, stop)
         sent = self.teacher.cut(rows) if isinstance(self.teacher, Sent) else None
@@ -204,7 +214,7 @@ class OnePass:
             found = {**found, "ids_logprobs": _through_outcomes(stats, log_p, found)}
         counted, staying = None if part.complete else part.counted, None
         stays = matters(found) if counted is None else counted & matters(found)
-        drop = self.drop_zeros and not _capturing(stays)
+        drop = ask and not _capturing(stays)
         dry = self._dry_number(stop - start) if stays.is_meta or isinstance(stays, FakeTensor) else None
         number = _read_later(stays.sum(), dry) if drop else None
         if self.p.call.rows.mask is not None and counted is not None:
@@ -269,6 +279,11 @@ class OnePass:
             hidden.zero_()
         if self.into.weight is not None and self.fresh:
             self.into.weight.zero_()
+
+    def _saves(self, num_rows: int) -> bool:
+        """Whether leaving out all rows of the only chunk saves more than it costs to ask for their number."""
+        costs, operations = self.p.call.machine.costs, 4 * num_rows * self.p.call.columns * self.p.hidden.shape[1]
+        return costs is None or operations > WAIT * costs.flops
 
     def _dry_number(self, num_rows: int) -> int:
         """In a dry run no value says how many rows have a gradient; the call does."""
