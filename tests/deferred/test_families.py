@@ -31,3 +31,8 @@ def test_the_record_has_every_family():
     assert set(outcomes) == set(known())
     assert {family: x for family, x in outcomes.items() if x != "served"} == NOT_BUILT
     assert set(NOT_GENERATED) <= set(outcomes)
+    served = sum(x == "served" for x in outcomes.values())
+    page = (ROOT / "docs/defer.md").read_text()
+    assert f"has {len(outcomes)} families of causal language models" in page
+    assert f"all {served} give the same loss" in page
+    assert f"The other\n{len(NOT_BUILT)} are models" in page
