@@ -440,69 +440,6 @@ def product_sizes(columns: int, width: int, canonical: bool = False) -> ProductS
     return ProductSizes(128, 256, 64, tiles_per_part(-(-columns // 256)))
 
 
-class DZSizes(NamedTuple):
-    """Sizes of the two products that dZ ends in.
-
-    Attributes:
-        rows, columns, depth: of a tile of the result, and of its operands at a time.
-        band: blocks of rows that are worked on side by side, sharing their columns in L2.
-        warps, stages: of a program, and of its loads.
-    """
-
-    rows: int
-    columns: int
-    depth: int = 64
-    band: int = 16
-    warps: int = 8
-    stages: int = 3
-
-
-def dz_sizes() -> DZSizes:
-    """Of every hidden size."""
-    # H200, bfloat16, 3328 rows of V = 151936 (2432 of 201088 at D = 2880), a warm chip, milliseconds at D = 1024, 2048,
-    # 2880 and 4096. dX 1.65, 3.16, 4.3, 6.3, where the library takes 1.85, 3.84, 4.9, 6.5; with 256 x 128 1.76, 3.60,
-    # 5.57, 7.00; with 128 x 128, 4 warps and 4 stages 1.68, 3.34, 4.96, 7.61. dW, added to what is there, 1.74, 3.46,
-    # 5.36, 7.12, where the library takes 1.63, 3.19, 4.57, 7.11; of 8192 rows of V = 50257 at D = 768 0.89 and 1.53.
-    return DZSizes(128, 256)
-
-
-LARGE = 1 << 37
-"""Multiplications of a product from which on a launch of Triton's may pay, which takes the CPU longer."""
-
-MOST_PARTS = 6
-"""Parts of the vocabulary that a tile of dX may be summed in."""
-
-
-@functools.cache
-def row_parts(rows: int, width: int, programs: int) -> tuple[int, int]:
-    """How many rows of dX are made in whole tiles, and in how many parts each tile of the others is summed.
-
-    So many programs work on tiles at the same time, and the last few tiles would leave most of them idle. Sums of parts
-    take at most four tiles of each program.
-
-    >>> row_parts(3328, 1024, 132), row_parts(3328, 4096, 132), row_parts(4096, 2048, 132)
-    ((0, 5), (3072, 4), (4096, 1))
-    """
-    sizes = dz_sizes()
-    blocks, across = -(-rows // sizes.rows), -(-width // sizes.columns)
-
-    def waves(choice: tuple[int, int]) -> tuple[float, int, int]:
-        whole, parts = choice
-        rest = (blocks - whole) * across * parts
-        time = -(-whole * across // programs) + -(-rest // programs) / parts
-        # A launch, and sums that are read again, are not worth a hundredth.
-        return round(time + 0.01 * parts + (0.02 if whole and rest else 0.0), 6), parts, -whole
-
-    choices = [
-        (whole, parts)
-        for whole in range(blocks + 1)
-        for parts in ([1] if whole == blocks else range(2, MOST_PARTS + 1))
-        if (blocks - whole) * across * parts <= 4 * programs or whole == blocks
-    ]
-    whole, parts = min(choices, key=waves)
-    return min(rows, whole * sizes.rows), parts
-
-
 class PairSizes(NamedTuple):
     """Sizes of two matrix products in one tile.
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 import logitless as ll
 from logitless.backends.triton import dz_products, products
-from logitless.machine import row_parts, row_stride
+from logitless.backends.triton.dz_products import row_parts
+from logitless.machine import row_stride
 from logitless.route import loss
 
 # NumPy, which runs the kernels in Triton's interpreter, reports the maximum of rows that are NaN and left out.

@@ -153,6 +153,11 @@ class Inputs:
             )
         return torch.tensor(self.counts, dtype=torch.int64, device="cpu").to(x.device, non_blocking=True)
 
+    def weighed_sum(self, losses: Tensor) -> Tensor:
+        """0-dim sum of the rows' losses, each times its weight."""
+        weighed = self.weight * losses
+        return (weighed if self.complete else torch.where(self.counted, weighed, 0.0)).sum()
+
     def cut(self, start: int, stop: int, whole_samples: bool) -> Inputs:
         """The rows ``start .. stop``.
 

@@ -272,25 +272,20 @@ class Objective:
 
     def evaluate(self, inputs: Inputs) -> tuple[Tensor, Metrics]:
         """Loss of these rows, a 0-dim sum, and their metrics, without graph. Nothing waits for the device."""
-        x = inputs.cleaned()
-        return self._summed(x, *self._parts(x, measured=True))
+        return self.graded(inputs, measured=True)[2]()
 
-    def graded(self, inputs: Inputs, measured: bool = False) -> tuple[Tensor, Tensor | None, Evaluate]:
-        """What gradients of rows are taken of: ``[C]`` losses and the weight of each; and what makes their
-        :meth:`evaluate`, if they are ``measured``, without graph."""
+    def graded(self, inputs: Inputs, measured: bool) -> tuple[Tensor, Tensor | None, Evaluate]:
+        """``[C]`` losses and the weight of each; and, where they are ``measured``, what makes loss and metrics."""
         x = inputs.cleaned()
-        found = self._parts(x, measured)
-        first, *others = found[0].values()
-        return sum(others, first), x.weight, lambda: self._summed(x, *found)
+        parts, values, correction = self._parts(x, measured)
 
-    def _summed(
-        self, x: Inputs, parts: dict[str, Tensor], values: dict[str, Tensor], correction: Tensor | None
-    ) -> tuple[Tensor, Metrics]:
-        sums = {name: _weighed_sum(x, part) for name, part in parts.items()}
-        first, *others = sums.values()
-        loss = sum(others, first)
-        with torch.no_grad():
-            return loss, self._metrics(x, {"loss": loss, **sums}, values, correction)
+        def evaluate() -> tuple[Tensor, Metrics]:
+            sums = {name: x.weighed_sum(part) for name, part in parts.items()}
+            loss = _total(sums)
+            with torch.no_grad():
+                return loss, self._metrics(x, {"loss": loss, **sums}, values, correction)
+
+        return _total(parts), x.weight, evaluate
 
     def _parts(self, x: Inputs, measured: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
         """Losses of the rows by term, the policy term's metric values if wanted, and the correction's weights."""
@@ -495,10 +490,9 @@ class Objective:
             )
 
 
-def _weighed_sum(x: Inputs, losses: Tensor) -> Tensor:
-    """0-dim sum of the rows' losses, each times its weight."""
-    weighed = x.weight * losses
-    return (weighed if x.complete else torch.where(x.counted, weighed, 0.0)).sum()
+def _total(parts: dict[str, Tensor]) -> Tensor:
+    first, *others = parts.values()
+    return sum(others, first)
 
 
 _PLAIN = Objective()

@@ -201,9 +201,9 @@ class Preference:
 
     def evaluate(self, inputs: Inputs) -> tuple[Tensor, Metrics]:
         """Loss of these rows, a 0-dim sum, and their metrics, without graph. Nothing waits for the device."""
-        return self.graded(inputs)[2]()
+        return self.graded(inputs, measured=True)[2]()
 
-    def graded(self, inputs: Inputs, measured: bool = True) -> tuple[Tensor, Tensor | None, Evaluate]:
+    def graded(self, inputs: Inputs, measured: bool) -> tuple[Tensor, Tensor | None, Evaluate]:
         """As of :class:`Objective`: the loss, which has no weight of its own, and what makes loss and metrics."""
         x = inputs.cleaned()
         loss, sums, scores, logprob = self._loss(x)
