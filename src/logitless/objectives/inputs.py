@@ -153,11 +153,6 @@ class Inputs:
             )
         return torch.tensor(self.counts, dtype=torch.int64, device="cpu").to(x.device, non_blocking=True)
 
-    def weighed_sum(self, losses: Tensor) -> Tensor:
-        """0-dim sum of the rows' losses, each times its weight."""
-        weighed = self.weight * losses
-        return (weighed if self.complete else torch.where(self.counted, weighed, 0.0)).sum()
-
     def cut(self, start: int, stop: int, whole_samples: bool) -> Inputs:
         """The rows ``start .. stop``.
 
@@ -230,8 +225,6 @@ class Inputs:
 
         By selection, not by multiplication: a NaN at a row that is left out reaches neither value nor gradient.
         """
-        if self.clean:
-            return self
         x, counted = self.readied(self.logprob.dtype), self.counted
         if self.complete:
             return replace(x, clean=True)

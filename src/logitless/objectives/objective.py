@@ -276,16 +276,16 @@ class Objective:
 
     def graded(self, inputs: Inputs, measured: bool) -> tuple[Tensor, Tensor | None, Evaluate]:
         """``[C]`` losses and the weight of each; and, where they are ``measured``, what makes loss and metrics."""
-        x = inputs.cleaned()
+        x = inputs if inputs.clean else inputs.cleaned()
         parts, values, correction = self._parts(x, measured)
 
         def evaluate() -> tuple[Tensor, Metrics]:
-            sums = {name: x.weighed_sum(part) for name, part in parts.items()}
-            loss = _total(sums)
+            sums = {name: _weighed_sum(x, part) for name, part in parts.items()}
+            loss = functools.reduce(torch.add, sums.values())
             with torch.no_grad():
                 return loss, self._metrics(x, {"loss": loss, **sums}, values, correction)
 
-        return _total(parts), x.weight, evaluate
+        return functools.reduce(torch.add, parts.values()), x.weight, evaluate
 
     def _parts(self, x: Inputs, measured: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
         """Losses of the rows by term, the policy term's metric values if wanted, and the correction's weights."""
@@ -490,9 +490,10 @@ class Objective:
             )
 
 
-def _total(parts: dict[str, Tensor]) -> Tensor:
-    first, *others = parts.values()
-    return sum(others, first)
+def _weighed_sum(x: Inputs, losses: Tensor) -> Tensor:
+    """0-dim sum of the rows' losses, each times its weight."""
+    weighed = x.weight * losses
+    return (weighed if x.complete else torch.where(x.counted, weighed, 0.0)).sum()
 
 
 _PLAIN = Objective()

@@ -25,6 +25,7 @@ from logitless.call import Call
 from logitless.errors import LogitlessError
 from logitless.machine import FEW, MOVED, WAIT, pieces
 from logitless.objectives import Inputs, Metrics, Objective, Preference
+from logitless.objectives.metrics import Evaluate
 from logitless.passes.back import Gradients
 from logitless.passes.chunk import Chunk, empty_chunk
 from logitless.passes.own_terms import differs, refused
@@ -127,7 +128,7 @@ class OnePass:
         rows = self.teacher if isinstance(self.teacher, TeacherRows) else None
         chunk = empty_chunk(p, self.plan, rows)
         stats: dict[str, Tensor] = {}
-        last, evaluated, full = None, None, True
+        last, evaluate, full = None, None, True
         for i, (start, stop) in enumerate(chunks):
             if last is not None:
                 # The next chunk reuses the memory of this dZ.
@@ -137,7 +138,7 @@ class OnePass:
             if i == len(chunks) - 1:
                 # The CPU would wait with nothing launched ahead: only where chunks before this one had rows to drop.
                 ask = ask and (not full if i else self._saves(stop - start))
-            results, evaluated, last = self._work_off(chunk, start, stop, first=i == 0, ask=ask)
+            results, evaluate, last = self._work_off(chunk, start, stop, first=i == 0, ask=ask)
             full = full and last is not None and len(last.x) == stop - start
             if stop - start == len(p.hidden):
                 stats = results
@@ -156,7 +157,7 @@ class OnePass:
         if last is not None:
             self._multiply_head(*last, overwrite=self.fresh and len(chunks) == 1)
         # After several chunks, loss and metrics are taken once more of all rows: the same bits for any chunks.
-        loss, metrics = evaluated or self.objective.evaluate(self._inputs_with(found))
+        loss, metrics = evaluate() if evaluate else self.objective.evaluate(self._inputs_with(found))
         if asked is not None and asked():
             raise refused(self.objective, len(chunks))
         if differing is not None:
@@ -185,9 +186,9 @@ class OnePass:
 
     def _work_off(
         self, chunk: Chunk, start: int, stop: int, first: bool, ask: bool
-    ) -> tuple[dict[str, Tensor], Evaluated | None, Factors | None]:
-        """Results of a chunk of rows, whose hidden states get their gradient; value and metrics of the objective, if
-        the chunk is all rows; and the factors of the head's gradient.
+    ) -> tuple[dict[str, Tensor], Evaluate | None, Factors | None]:
+        """Results of a chunk of rows, whose hidden states get their gradient; what makes value and metrics of the
+        objective, if the chunk is all rows; and the factors of the head's gradient.
 
         Args:
             first: whether it is the first chunk.
@@ -200,7 +201,7 @@ class OnePass:
         whole = stop - start == len(self.p.hidden)
         part = self.inputs if whole else self.inputs.cut(start, stop, self.plan.whole_samples)
         part = with_results(self.objective, self.p.call, part, stats)
-        found, evaluated = row_gradients(self.objective, part, check=first, whole=whole)
+        found, evaluate = row_gradients(self.objective, part, check=first, whole=whole)
         if self.watched is not None:
             self.watched.append(found)
         scale = self.scale if self.float16 is None else self.float16.lower(*found.values())
@@ -209,7 +210,7 @@ class OnePass:
         results = {name: x.detach() for name, x in stats._asdict().items() if x is not None}
         if not self.p.call.columns:
             self._zero(None if self.into.hidden is None else self.into.hidden[rows])
-            return results, evaluated, None
+            return results, evaluate, None
         if log_p is not None:
             found = {**found, "ids_logprobs": _through_outcomes(stats, log_p, found)}
         counted, staying = None if part.complete else part.counted, None
@@ -225,7 +226,7 @@ class OnePass:
             count = number()
             staying = _places(stays, count) if count <= (1 - FEW) * (stop - start) else None
             counted = None if count == stop - start else counted
-        return results, evaluated, self._multiply(d_z, rows, staying, counted)
+        return results, evaluate, self._multiply(d_z, rows, staying, counted)
 
     def _multiply(self, d_z: Tensor, chunk: slice, staying: Tensor | None, counted: Tensor | None) -> Factors:
         """The product for a chunk's hidden states; returns the factors of that for the head.
@@ -332,9 +333,6 @@ RowGradients = dict[str, Tensor | None]
 TERMS = ("logprob", "entropy", "log_z", "divergence", "mean_logit")
 """Results that a loss may have terms on."""
 
-Evaluated = tuple[Tensor, Metrics]
-"""Value of an objective, 0-dim, and its metrics."""
-
 
 def matters(found: RowGradients) -> Tensor:
     """``[C]`` whether any of the gradients of a row is not 0."""
@@ -350,7 +348,7 @@ def with_results(objective: Objective | Preference, call: Call, inputs: Inputs, 
     further = call.over_support or call.asked.teacher is not None or bool(objective.stats)
     clean = call.rows.mask is None and not further
     return replace(
-        inputs.readied(stats.logprob.dtype),
+        inputs if inputs.ready else inputs.readied(stats.logprob.dtype),
         logprob=stats.logprob,
         entropy=stats.entropy,
         log_z=stats.log_z if objective.log_z else None,
@@ -362,8 +360,8 @@ def with_results(objective: Objective | Preference, call: Call, inputs: Inputs, 
 
 def row_gradients(
     objective: Objective | Preference, inputs: Inputs, check: bool = False, whole: bool = False
-) -> tuple[RowGradients, Evaluated | None]:
-    """Gradients of some rows' loss by what its terms are on; and its value and metrics, if they are ``whole``.
+) -> tuple[RowGradients, Evaluate | None]:
+    """Gradients of some rows' loss by what its terms are on; and what makes value and metrics, if they are ``whole``.
 
     Args:
         inputs: with the rows' results.
@@ -371,7 +369,7 @@ def row_gradients(
         whole: whether these are all rows.
     """
     # Before there is a graph: a gradient of a row that does not count is not looked at.
-    inputs, evaluated = inputs.cleaned(), None
+    inputs = inputs if inputs.clean else inputs.cleaned()
     with torch.enable_grad():
         # An entropy without a term in the loss gets no gradient, as in two passes.
         named = {name: getattr(inputs, name) for name in TERMS if name != "entropy" or objective.entropy == "grad"}
@@ -386,13 +384,10 @@ def row_gradients(
         if losses.requires_grad:
             by = torch.autograd.grad(losses, list(leaves.values()), weight, allow_unused=True)
             found = dict(zip(leaves, by, strict=True))
-    if whole:
-        with torch.no_grad():
-            evaluated = evaluate()
     found = {name: None if x is None else x.contiguous() for name, x in found.items()}
     if found.get("logprob") is None:
         found["logprob"] = torch.zeros_like(inputs.logprob)
-    return {name: found.get(name) for name in TERMS}, evaluated
+    return {name: found.get(name) for name in TERMS}, evaluate if whole else None
 
 
 def _outcomes(results: dict[str, Tensor], sent: Sent | None, p: Projection) -> tuple[TokenStats, Tensor | None]:
