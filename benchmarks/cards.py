@@ -116,6 +116,15 @@ class Usage:
 # What is launched.
 
 
+HOPPER = {"product_rows_kernel", "product_columns_kernel"}
+"""Kernels that are launched on cards of capability 9 alone."""
+
+
+def targets(launch: Launch) -> list[str]:
+    """Cards that a kernel is compiled for."""
+    return ["sm_90"] if launch.kernel in HOPPER else list(TARGETS)
+
+
 def kernels() -> set[tuple[str, str]]:
     """Every kernel of the library, by module: what Triton compiles and a launch can name."""
     found = set()
@@ -178,6 +187,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, An
     kept = ll.Kept(_ids(8 * TOKENS), torch.full((TOKENS,), 8, device="meta"))
     teacher = ll.Teacher(ll.Logits(_empty(TOKENS, WIDTH, trained=False), _empty(VOCABULARY, WIDTH, trained=False)))
     fields = {"old_logprob": "current", "advantage": torch.empty(TOKENS, device="meta")}
+    odd = ll.Logits(_empty(TOKENS, WIDTH), _empty(50257, WIDTH))
     taught = Objective(divergence="jsd", divergence_coef=1.0)
     smoothed = Objective(policy="cross_entropy", policy_options={"label_smoothing": 0.1})
     return {
@@ -202,6 +212,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, An
         "hidden, teacher": (ll.logprobs, (_head(), rows), {"teacher": teacher}),
         "hidden, teacher, frozen head": (ll.logprobs, (_head(False), rows), {"teacher": teacher}),
         "loss": (ll.policy_loss, (_head(), rows, Objective(entropy_coef=0.01)), fields),
+        "loss, odd vocabulary": (ll.policy_loss, (odd, rows, Objective()), fields),
         "loss, small": (ll.policy_loss, (_head(), rows, Objective()), fields | {"memory": "256MiB"}),
         "loss, smoothed": (ll.policy_loss, (_head(), rows, smoothed), {}),
         "loss, teacher": (ll.policy_loss, (_head(), rows, taught), fields | {"teacher": teacher}),
@@ -311,9 +322,9 @@ def main() -> None:
         sys.exit(f"no call of benchmarks/cards.py launches {', '.join(missing)}")
     if asked.turn:
         firsts = list({(x.module, x.kernel): x for x in reversed(found)}.values())
-        todo = [(x, [list(TARGETS)[i % len(TARGETS)]]) for i, x in enumerate(firsts)]
+        todo = [(x, [targets(x)[i % len(targets(x))]]) for i, x in enumerate(firsts)]
     else:
-        todo = [(x, list(TARGETS)) for x in _first_few(found) if fnmatchcase(x.kernel, asked.kernel)]
+        todo = [(x, targets(x)) for x in _first_few(found) if fnmatchcase(x.kernel, asked.kernel)]
     lines = []
     versions = {"torch": torch.__version__, "triton": importlib.import_module("triton").__version__}
     for launch, names in todo:

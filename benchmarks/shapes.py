@@ -23,7 +23,7 @@ import torch
 
 import logitless as ll
 
-SLAB, REPEATS, RUN = 4096, 5, 3
+SLAB, REPEATS, RUN, AHEAD = 4096, 5, 3, 6
 
 
 class Case(NamedTuple):
@@ -107,10 +107,14 @@ def calls(x: torch.Tensor, w: torch.Tensor, target: torch.Tensor) -> dict[str, S
 
 
 def milliseconds(steps: dict[str, Step]) -> dict[str, float]:
+    """Medians, of calls that begin while the device still has work: otherwise it would wait for the first launch."""
+    heat = torch.randn(8192, 8192, device="cuda").bfloat16()
     laps: dict[str, list[float]] = {name: [] for name in steps}
     for lap in range(REPEATS + 2):
         for name, step in steps.items():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for _ in range(AHEAD):
+                torch.mm(heat, heat)
             begin.record()
             for _ in range(RUN):
                 step()
@@ -154,27 +158,48 @@ def measure(case: Case, only: str | None) -> dict[str, object]:
     return {"bare_ms": {name: round(times[name], 3) for name in bare}, "calls": found}
 
 
+KINDS = {
+    "products": ("nvjet", "gemm", "cutlass", "xmma", "product_", "pair_sums", "pair_gradient_kernel"),
+    "chunk": ("gradient", "merge_", "statistics", "exponentials", "rescale", "narrowing", "follow"),
+}
+"""Kernels by parts of their names; all others are small ones, of the objective and of vectors."""
+
+
 def profile(step: Step) -> str:
-    """What runs on the device in one call, by kernel, and how long the device waits."""
+    """Where the time of a call goes, the last of several without a pause: products, passes over a chunk, small kernels,
+    and the device's waiting for the CPU, with what it waited for; then every kernel by name."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as recorded
 
     for _ in range(3):
         step()
     torch.cuda.synchronize()
-    with recorded(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
-        step()
+    with recorded(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(RUN):
+            step()
         torch.cuda.synchronize()
     kernels = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     kernels.sort(key=lambda e: e.time_range.start)
+    spent: dict[str, float] = dict.fromkeys((*KINDS, "small"), 0.0)
     by_name: dict[str, list[float]] = {}
+    waited: dict[str, float] = {}
+    end = kernels[0].time_range.start
     for event in kernels:
-        by_name.setdefault(event.name[:90], []).append(event.time_range.elapsed_us())
-    busy = sum(sum(times) for times in by_name.values())
-    span = kernels[-1].time_range.end - kernels[0].time_range.start
-    lines = [f"{len(kernels)} kernels, {busy / 1e3:.2f} ms busy of {span / 1e3:.2f} ms"]
+        took, name = event.time_range.elapsed_us(), event.name[:90]
+        kind = next((kind for kind, parts in KINDS.items() if any(x in name for x in parts)), "small")
+        spent[kind] += took
+        by_name.setdefault(name, []).append(took)
+        gap = event.time_range.start - end
+        if gap > 0:
+            waited[name] = waited.get(name, 0.0) + gap
+        end = max(end, event.time_range.end)
+    span = end - kernels[0].time_range.start
+    shown = ", ".join(f"{kind} {us / RUN / 1e3:.2f}" for kind, us in {**spent, "idle": sum(waited.values())}.items())
+    lines = [f"{len(kernels) // RUN} kernels, {span / RUN / 1e3:.2f} ms a call: {shown}"]
+    for name, us in sorted(waited.items(), key=lambda item: -item[1])[:6]:
+        lines.append(f"{us / RUN / 1e3:9.3f} ms idle before {name}")
     for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:26]:
-        lines.append(f"{sum(times) / 1e3:9.3f} ms {len(times):5d} x  {name}")
+        lines.append(f"{sum(times) / RUN / 1e3:9.3f} ms {len(times) / RUN:7.1f} x  {name}")
     return "\n".join(lines)
 
 

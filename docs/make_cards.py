@@ -37,11 +37,14 @@ def section(lines: list[Line]) -> str:
     for kernel in kernels:
         own = [line for line in lines if line["kernel"] == kernel]
         cells = [_cell([line for line in own if line["target"] == target]) for target in targets]
-        out.append(f"| `{kernel}` | {len(own) // len(targets)} | {' | '.join(cells)} |")
+        variants = len(own) // len({line["target"] for line in own})
+        out.append(f"| `{kernel}` | {variants} | {' | '.join(cells)} |")
     return "\n".join(out) + "\n"
 
 
 def _cell(lines: list[Line]) -> str:
+    if not lines:
+        return "-"
     registers, spilled, shared = (max(line[name] for line in lines) for name in ("registers", "spilled", "shared"))
     return f"{registers} / {spilled} / {round(shared / 1024)}"
 

@@ -135,7 +135,8 @@ def policy_loss(
         memory: bound on what is held of a chunk of rows: its logits or, where that makes for short chunks, 16-bit
             exponentials of them. Gradients and their accumulators come on top. None: 1GiB.
         drop_zeros: leave rows whose gradient is exactly zero (clipped, zero advantage, masked) out of the last two
-            products. Their number is fetched per chunk while the device goes on. A CUDA graph can fetch nothing, and
+            products. Their number is fetched per chunk while the device goes on; of the last one only where chunks
+            before it had some, of a single one only where it is large. A CUDA graph can fetch nothing, and
             multiplies all rows.
         return_stats: return the rows' results, too.
         denominator, prompt_tokens, group, check_group, fields: as for :meth:`Objective.__call__`.
@@ -263,7 +264,7 @@ def evaluate(
         return _one_pass(call, plan, operands, inputs, batch)
     # Two passes: log-probs here, and their backward is the second one. The budget is that of log-probs.
     stats = score(first_pass(call), plan.first, operands, whole=True)
-    loss, metrics = objective.evaluate(with_results(objective, inputs, stats))
+    loss, metrics = objective.evaluate(with_results(objective, call, inputs, stats))
     return loss, metrics, stats.each(lambda x: x.detach())
 
 

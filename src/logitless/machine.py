@@ -43,6 +43,9 @@ MOVED = 64 << 20
 FEW = 0.05
 """Share of a chunk's rows that is not worth dropping: moving the others costs more."""
 
+WAIT = 3e-3
+"""Seconds of the device that pass, with nothing to do, when the CPU waits for it at the end of a call (H200)."""
+
 ASKED = 1 << 28
 """Logits from which on a backward asks which rows have a gradient, and waits for the answer."""
 
@@ -119,6 +122,8 @@ class Machine:
         same_tiles: whether forward takes the tiles of backward. A CPU's library adds up in an order that depends on the
             shape of a product, and a logit of 80 that is computed again with another rounding is off by 1e-5.
         costs: what work costs; None where nobody measured.
+        dz_programs: programs of Triton's products of dZ that run at the same time; 0 where the library's are taken. On
+            a CPU few show that each works off several tiles.
     """
 
     name: str
@@ -133,14 +138,15 @@ class Machine:
     stretch: bool
     same_tiles: bool
     costs: Costs | None
+    dz_programs: int = 0
 
     @staticmethod
     def card(name: str, multiprocessors: int, capability: int) -> Machine:
         """A card by what it has, which need not be here. What work costs is taken from the one that was measured."""
         if multiprocessors == 132 and capability == 9:
             return H200
-        # Products with epilogues use instructions of capability 9; elsewhere their cost was not measured.
-        return _gpu(name, multiprocessors, H200.costs, capability == 9)
+        # Own products use instructions of capability 9; elsewhere their cost was not measured.
+        return _gpu(name, multiprocessors, H200.costs, capability == 9, capability)
 
     @staticmethod
     def of(device: torch.device) -> Machine:
@@ -152,7 +158,7 @@ class Machine:
         return next(tile for least, tile in self.chunk_tiles if memory >= least)
 
 
-def _gpu(name: str, multiprocessors: int, costs: Costs | None, epilogues: bool) -> Machine:
+def _gpu(name: str, multiprocessors: int, costs: Costs | None, epilogues: bool, capability: int) -> Machine:
     # 2048 rows are 16 output tiles of 128 x 128. With 33 * 128 columns they are four for each of 132 multiprocessors.
     least = ALIGNED * multiprocessors // math.gcd(2048 // ALIGNED, multiprocessors)
     filling = least * max(1, round(4096 / least))
@@ -172,6 +178,7 @@ def _gpu(name: str, multiprocessors: int, costs: Costs | None, epilogues: bool) 
         stretch=True,
         same_tiles=False,
         costs=costs,
+        dz_programs=multiprocessors if capability == 9 else 0,
     )
 
 
@@ -189,6 +196,7 @@ H200 = _gpu(
         exponentials=0.9e-12,
     ),
     epilogues=True,
+    capability=9,
 )
 """Products: 29.1 ms for T = 16384, V = 151936, D = 4096. Statistics and dZ of those logits: 2.5e-12 s per element for
 10 bytes. A chunk's dW, [V, D]: 1.8 ms more for each further chunk. 2048 x 4224 logits: 24 us beyond their product, 14
@@ -210,6 +218,7 @@ CPU = Machine(
     stretch=False,
     same_tiles=True,
     costs=None,
+    dz_programs=3,
 )
 
 
@@ -218,11 +227,11 @@ def _card(index: int | None) -> Machine:
     facts = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
     path = os.environ.get(TABLE)
     if path:
-        return tuned(Path(path), facts.name, facts.multi_processor_count)
+        return tuned(Path(path), facts.name, facts.multi_processor_count, facts.major)
     return Machine.card(facts.name, facts.multi_processor_count, facts.major)
 
 
-def tuned(path: Path, name: str, count: int) -> Machine:
+def tuned(path: Path, name: str, count: int, capability: int) -> Machine:
     """A card by that name and with so many multiprocessors, with the costs of a table that ``logitless tune`` wrote."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
@@ -237,7 +246,7 @@ def tuned(path: Path, name: str, count: int) -> Machine:
             f"{TABLE}: {path} is of {card[0]} with {card[1]} multiprocessors, and this is {name} with {count}. Write "
             f"one here with logitless tune, or unset {TABLE}."
         )
-    return _gpu(name, count, costs, bool(epilogues))
+    return _gpu(name, count, costs, bool(epilogues), capability)
 
 
 def row_stride(columns: int, itemsize: int) -> int:
@@ -341,8 +350,9 @@ def gradient_from_sizes(columns: int) -> dict[str, Any]:
 
 def gradient_from_tiles_sizes(slab: int) -> dict[str, Any]:
     """Slabs per step, steps per program and warps of the kernel that does so for slabs of few columns."""
-    # Not measured: as many columns per step, and about as many per program, as in the kernel for wide slabs.
-    return {"TILES": max(1, 256 // slab), "STEPS": 16, "num_warps": 1}
+    # H200, 3328 rows of 151936 in slabs of 256, where a copy takes 0.492 ms: 2 slabs x 4 steps take 0.517 ms, 2 x 8
+    # 0.526, 2 x 16 0.531 (with 2 warps 0.533), 4 x 8 0.530, 1 x 16 0.55.
+    return {"TILES": max(1, 512 // slab), "STEPS": 4, "num_warps": 1}
 
 
 def gradient_sizes(dtype: torch.dtype, width: int) -> dict[str, Any]:

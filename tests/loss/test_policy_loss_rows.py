@@ -32,7 +32,10 @@ from shared.policy_loss import (
 from truth import truth
 
 import logitless as ll
+from logitless import machine
 from logitless.call import Asked, resolve
+from logitless.machine import H200
+from logitless.passes import one_pass
 from logitless.route import loss_plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -212,6 +215,36 @@ def test_rows_of_zero_advantage_keep_their_entropy_bonus(dtype: torch.dtype):
     dropped, kept = (ran(problem, objective, given=given, drop_zeros=drop) for drop in (True, False))
     assert_same(dropped, kept, 1e-12 if dtype == torch.float64 else GRADIENT_PROMISE)
     assert int((kept.gradients["hidden"] != 0).any(1).sum()) == int(problem.batch.rows().counted.sum())
+
+
+def asked_in_chunks(monkeypatch, advantage: torch.Tensor, memory: int) -> list[int]:
+    """The numbers of rows with a gradient that a loss asks for."""
+    found: list[int] = []
+
+    def read_later(number, dry):
+        found.append(int(number))
+        return lambda: int(number)
+
+    hidden, weight = torch.randn(48, 8, requires_grad=True), torch.randn(100, 8, requires_grad=True)
+    fields = {"old_logprob": "current", "advantage": advantage, "memory": memory, "backend": "tiled"}
+    with monkeypatch.context() as patch:
+        patch.setattr(one_pass, "_read_later", read_later)
+        ll.policy_loss(ll.Logits(hidden, weight), torch.randint(100, (48,)), ll.Objective(), **fields)[0].backward()
+    return found
+
+
+def test_the_last_chunk_is_asked_where_others_had_rows_to_drop(monkeypatch):
+    """Otherwise the CPU would wait for a number that is likely to be that of all rows."""
+    ones, some = torch.ones(48), torch.ones(48)
+    some[:3] = 0.0
+    # Half of the memory is for working space: 16 rows of 100 float32 logits.
+    assert asked_in_chunks(monkeypatch, ones, 12800) == [16, 16]
+    assert asked_in_chunks(monkeypatch, some, 12800) == [13, 16, 16]
+    assert asked_in_chunks(monkeypatch, some, 1 << 20) == [45]
+    costs = H200.costs
+    assert costs is not None
+    monkeypatch.setattr(machine, "CPU", replace(machine.CPU, costs=costs._replace(flops=1e15)))
+    assert asked_in_chunks(monkeypatch, some, 1 << 20) == []
 
 
 # One pass or two.

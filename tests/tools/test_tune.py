@@ -55,7 +55,7 @@ def test_a_kernel_that_does_not_run_is_not_taken(monkeypatch, device: torch.devi
 def test_calls_choose_by_it(monkeypatch, table, faster: bool, tmp_path):
     path = tmp_path / "deep" / "down" / "machine.json"
     tune.write({**table, "card": "Some card", "multiprocessors": 108, "epilogues": faster}, path)
-    found = machine.tuned(path, "Some card", 108)
+    found = machine.tuned(path, "Some card", 108, 8)
     assert found.costs == machine.Costs(**table["costs"])
     hidden, weight = (torch.empty(n, 32, dtype=torch.bfloat16, device="meta") for n in (12, 40))
     rows = torch.empty(12, dtype=torch.int64, device="meta")
@@ -76,9 +76,9 @@ def test_what_is_no_table_of_this_card(table, text, name: str, said: str, tmp_pa
     path = tmp_path / "machine.json"
     path.write_text(json.dumps({**table, "card": "Some card", "multiprocessors": 108}) if text is None else text)
     with pytest.raises(ll.LogitlessError, match=f"LOGITLESS_MACHINE: .*{said}"):
-        machine.tuned(path, name, 108)
+        machine.tuned(path, name, 108, 8)
     with pytest.raises(ll.LogitlessError, match="FileNotFoundError"):
-        machine.tuned(tmp_path / "nothing", name, 108)
+        machine.tuned(tmp_path / "nothing", name, 108, 8)
 
 
 def test_the_command(monkeypatch, table, tmp_path):

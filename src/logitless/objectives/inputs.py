@@ -72,6 +72,7 @@ class Inputs:
             that are not named here are cut nowhere.
         first: number of the first sample of ``counts``.
         complete: whether every row is known to be counted.
+        ready, clean: whether fields and weight, or all vectors, are as :meth:`cleaned` makes them.
     """
 
     logprob: Tensor
@@ -92,6 +93,8 @@ class Inputs:
     owners: Mapping[str, Sequence[int]] = field(default_factory=dict)
     first: int = 0
     complete: bool = False
+    ready: bool = False
+    clean: bool = False
 
     def __getattr__(self, name: str) -> Tensor:
         if name.startswith("_"):
@@ -222,20 +225,22 @@ class Inputs:
 
         By selection, not by multiplication: a NaN at a row that is left out reaches neither value nor gradient.
         """
-        dtype, counted = self.logprob.dtype, self.counted
-        fields = {n: x.to(dtype) if x.is_floating_point() else x for n, x in self.fields.items()}
+        x, counted = self.readied(self.logprob.dtype), self.counted
         if self.complete:
-            return replace(self, fields=fields, weight=self.weight.to(dtype))
-        return replace(
-            self,
-            logprob=torch.where(counted, self.logprob, 0.0),
-            entropy=None if self.entropy is None else torch.where(counted, self.entropy, 0.0),
-            divergence=None if self.divergence is None else torch.where(counted, self.divergence, 0.0),
-            log_z=None if self.log_z is None else torch.where(counted, self.log_z, 0.0),
-            mean_logit=None if self.mean_logit is None else torch.where(counted, self.mean_logit, 0.0),
-            fields={name: torch.where(counted, x, torch.zeros_like(x)) for name, x in fields.items()},
-            weight=self.weight.to(dtype),
-        )
+            return replace(x, clean=True)
+        named = {name: getattr(self, name) for name in ("logprob", "entropy", "divergence", "log_z", "mean_logit")}
+        results = {name: torch.where(counted, x, 0.0) for name, x in named.items() if x is not None}
+        return replace(x, **results, clean=True)
+
+    def readied(self, dtype: torch.dtype) -> Inputs:
+        """The same rows with fields and weights as :meth:`cleaned` makes them, of log-probs that will have a dtype: no
+        chunk of rows has to, then."""
+        if self.ready:
+            return self
+        fields = {n: x.to(dtype) if x.is_floating_point() else x for n, x in self.fields.items()}
+        if not self.complete:
+            fields = {name: torch.where(self.counted, x, torch.zeros_like(x)) for name, x in fields.items()}
+        return replace(self, fields=fields, weight=self.weight.to(dtype), ready=True)
 
 
 class _MeanBySample(torch.autograd.Function):

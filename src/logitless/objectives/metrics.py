@@ -132,6 +132,10 @@ class Metrics:
         return Metrics(**kinds)
 
 
+Evaluate = Callable[[], tuple[Tensor, Metrics]]
+"""Makes a loss and its metrics."""
+
+
 def _check_names(table: Sequence[tuple[tuple[str, str], ...]]) -> None:
     """Every rank sees the same table, so every rank raises the same error, or none does."""
     for rank, names in enumerate(table):

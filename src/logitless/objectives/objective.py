@@ -34,7 +34,7 @@ from logitless.objectives.checks import (
 from logitless.objectives.corrections import CORRECTIONS, rollout_log_ratio
 from logitless.objectives.inputs import KNOWN_FIELDS, Inputs, bounded_exp, statistics_of
 from logitless.objectives.kl import KL_TERMS, KLTerm, k3, k3_of, kl_rows
-from logitless.objectives.metrics import Metrics, metrics_of
+from logitless.objectives.metrics import Evaluate, Metrics, metrics_of
 from logitless.objectives.mismatch import measures
 from logitless.objectives.policy import POLICY_TERMS
 from logitless.objectives.reduction import Reduction, row_weights
@@ -272,19 +272,20 @@ class Objective:
 
     def evaluate(self, inputs: Inputs) -> tuple[Tensor, Metrics]:
         """Loss of these rows, a 0-dim sum, and their metrics, without graph. Nothing waits for the device."""
-        x = inputs.cleaned()
-        parts, values, correction = self._parts(x, measured=True)
-        sums = {name: _weighed_sum(x, part) for name, part in parts.items()}
-        first, *others = sums.values()
-        loss = sum(others, first)
-        with torch.no_grad():
-            return loss, self._metrics(x, {"loss": loss, **sums}, values, correction)
+        return self.graded(inputs, measured=True)[2]()
 
-    def loss(self, inputs: Inputs) -> Tensor:
-        """The loss of :meth:`evaluate` alone, up to rounding: what a chunk's gradient is taken of."""
-        x = inputs.cleaned()
-        first, *others = self._parts(x)[0].values()
-        return _weighed_sum(x, sum(others, first))
+    def graded(self, inputs: Inputs, measured: bool) -> tuple[Tensor, Tensor | None, Evaluate]:
+        """``[C]`` losses and the weight of each; and, where they are ``measured``, what makes loss and metrics."""
+        x = inputs if inputs.clean else inputs.cleaned()
+        parts, values, correction = self._parts(x, measured)
+
+        def evaluate() -> tuple[Tensor, Metrics]:
+            sums = {name: _weighed_sum(x, part) for name, part in parts.items()}
+            loss = functools.reduce(torch.add, sums.values())
+            with torch.no_grad():
+                return loss, self._metrics(x, {"loss": loss, **sums}, values, correction)
+
+        return functools.reduce(torch.add, parts.values()), x.weight, evaluate
 
     def _parts(self, x: Inputs, measured: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
         """Losses of the rows by term, the policy term's metric values if wanted, and the correction's weights."""

@@ -151,7 +151,8 @@ POLICY_TERMS = {
 
 def _clipped_surrogate(ratio: Tensor, advantage: Tensor, clip: Bounds, dual_clip: float | None) -> tuple[Tensor, Later]:
     (low, high), cost = clip, -advantage
-    plain, clipped = cost * ratio, cost * ratio.clamp(1 - low, 1 + high)
+    # Where the clipped one is larger, the ratio is out of bounds, and its clip has no gradient.
+    plain, clipped = cost * ratio, cost * ratio.detach().clamp(1 - low, 1 + high)
     active, capped = clipped > plain, None
     loss = torch.where(active, clipped, plain)
     if dual_clip is not None:

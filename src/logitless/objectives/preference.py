@@ -22,7 +22,7 @@ from logitless.errors import LogitlessError, did_you_mean
 from logitless.errors.arguments import check_flags, dense, instance
 from logitless.objectives.checks import check_field, check_stats, finite, known_name, sequence_group
 from logitless.objectives.inputs import Inputs, statistics_of
-from logitless.objectives.metrics import Metrics
+from logitless.objectives.metrics import Evaluate, Metrics
 from logitless.objectives.preference_terms import KINDS, Scores, Settings, kto
 from logitless.objectives.reduction import check_denominator, inverse
 from logitless.rows import Rows
@@ -201,14 +201,18 @@ class Preference:
 
     def evaluate(self, inputs: Inputs) -> tuple[Tensor, Metrics]:
         """Loss of these rows, a 0-dim sum, and their metrics, without graph. Nothing waits for the device."""
-        x = inputs.cleaned()
-        loss, sums, scores, logprob = self._loss(x)
-        with torch.no_grad():
-            return loss, self._metrics(x, {"loss": loss, **sums}, scores, logprob)
+        return self.graded(inputs, measured=True)[2]()
 
-    def loss(self, inputs: Inputs) -> Tensor:
-        """The loss of :meth:`evaluate` alone: what a chunk's gradient is taken of."""
-        return self._loss(inputs.cleaned())[0]
+    def graded(self, inputs: Inputs, measured: bool) -> tuple[Tensor, Tensor | None, Evaluate]:
+        """As of :class:`Objective`: the loss, which has no weight of its own, and what makes loss and metrics."""
+        x = inputs if inputs.clean else inputs.cleaned()
+        loss, sums, scores, logprob = self._loss(x)
+
+        def evaluate() -> tuple[Tensor, Metrics]:
+            with torch.no_grad():
+                return loss, self._metrics(x, {"loss": loss, **sums}, scores, logprob)
+
+        return loss, None, evaluate
 
     def __call__(
         self,

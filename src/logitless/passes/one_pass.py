@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from logitless.call import Call
 from logitless.errors import LogitlessError
-from logitless.machine import FEW, MOVED, pieces
+from logitless.machine import FEW, MOVED, WAIT, pieces
 from logitless.objectives import Inputs, Metrics, Objective, Preference
+from logitless.objectives.metrics import Evaluate
 from logitless.passes.back import Gradients
 from logitless.passes.chunk import Chunk, empty_chunk
 from logitless.passes.own_terms import differs, refused
@@ -114,7 +116,7 @@ class OnePass:
         # A caller with a buffer of its own scales its float16 loss and looks for overflow itself.
         float16 = Float16Scale(gradients) if p.hidden.dtype == torch.float16 and weight_grad is None else None
         watched = [] if objective.own_terms and len(plan.chunks) > 1 else None
-        fresh = weight_grad is None
+        fresh, inputs = weight_grad is None, inputs.readied(p.gain.dtype)
         return OnePass(p, plan, objective, inputs, gradients, fresh, scale, float16, drop_zeros, teacher, watched)
 
     def run(self) -> Outcome:
@@ -126,13 +128,18 @@ class OnePass:
         rows = self.teacher if isinstance(self.teacher, TeacherRows) else None
         chunk = empty_chunk(p, self.plan, rows)
         stats: dict[str, Tensor] = {}
-        last, evaluated = None, None
+        last, evaluate, full = None, None, True
         for i, (start, stop) in enumerate(chunks):
             if last is not None:
                 # The next chunk reuses the memory of this dZ.
                 self._multiply_head(*last, overwrite=self.fresh and i == 1)
                 last = None
-            results, evaluated, last = self._work_off(chunk, start, stop, first=i == 0)
+            ask = self.drop_zeros
+            if i == len(chunks) - 1:
+                # The CPU would wait with nothing launched ahead: only where chunks before this one had rows to drop.
+                ask = ask and (not full if i else self._saves(stop - start))
+            results, evaluate, last = self._work_off(chunk, start, stop, first=i == 0, ask=ask)
+            full = full and last is not None and len(last.x) == stop - start
             if stop - start == len(p.hidden):
                 stats = results
                 continue
@@ -150,7 +157,7 @@ class OnePass:
         if last is not None:
             self._multiply_head(*last, overwrite=self.fresh and len(chunks) == 1)
         # After several chunks, loss and metrics are taken once more of all rows: the same bits for any chunks.
-        loss, metrics = evaluated or self.objective.evaluate(self._inputs_with(found))
+        loss, metrics = evaluate() if evaluate else self.objective.evaluate(self._inputs_with(found))
         if asked is not None and asked():
             raise refused(self.objective, len(chunks))
         if differing is not None:
@@ -167,7 +174,7 @@ class OnePass:
 
     def _inputs_with(self, stats: TokenStats) -> Inputs:
         """The objective's inputs, with the results of all rows."""
-        return with_results(self.objective, self.inputs, stats)
+        return with_results(self.objective, self.p.call, self.inputs, stats)
 
     def _differing(self, stats: TokenStats) -> Tensor | None:
         """0-dim bool, whether a term of the caller's own gives rows other gradients in chunks than over all rows; None
@@ -178,18 +185,23 @@ class OnePass:
         return differs(self.watched, at_once) if has_values(self.p.hidden) else None
 
     def _work_off(
-        self, chunk: Chunk, start: int, stop: int, first: bool
-    ) -> tuple[dict[str, Tensor], Evaluated | None, Factors | None]:
-        """Results of a chunk of rows, whose hidden states get their gradient; value and metrics of the objective, if
-        the chunk is all rows; and the factors of the head's gradient."""
+        self, chunk: Chunk, start: int, stop: int, first: bool, ask: bool
+    ) -> tuple[dict[str, Tensor], Evaluate | None, Factors | None]:
+        """Results of a chunk of rows, whose hidden states get their gradient; what makes value and metrics of the
+        objective, if the chunk is all rows; and the factors of the head's gradient.
+
+        Args:
+            first: whether it is the first chunk.
+            ask: whether to ask for the number of rows with a gradient.
+        """
         column, rows = self.p.column[start:stop], slice(start, stop)
         results, saved = chunk.look(start, stop)
         sent = self.teacher.cut(rows) if isinstance(self.teacher, Sent) else None
         stats, log_p = _outcomes(results, sent, self.p)
         whole = stop - start == len(self.p.hidden)
         part = self.inputs if whole else self.inputs.cut(start, stop, self.plan.whole_samples)
-        part = with_results(self.objective, part, stats)
-        found, evaluated = row_gradients(self.objective, part, check=first, whole=whole)
+        part = with_results(self.objective, self.p.call, part, stats)
+        found, evaluate = row_gradients(self.objective, part, check=first, whole=whole)
         if self.watched is not None:
             self.watched.append(found)
         scale = self.scale if self.float16 is None else self.float16.lower(*found.values())
@@ -198,22 +210,23 @@ class OnePass:
         results = {name: x.detach() for name, x in stats._asdict().items() if x is not None}
         if not self.p.call.columns:
             self._zero(None if self.into.hidden is None else self.into.hidden[rows])
-            return results, evaluated, None
+            return results, evaluate, None
         if log_p is not None:
             found = {**found, "ids_logprobs": _through_outcomes(stats, log_p, found)}
         counted, staying = None if part.complete else part.counted, None
         stays = matters(found) if counted is None else counted & matters(found)
-        drop = self.drop_zeros and not _capturing(stays)
+        drop = ask and not _capturing(stays)
         dry = self._dry_number(stop - start) if stays.is_meta or isinstance(stays, FakeTensor) else None
         number = _read_later(stays.sum(), dry) if drop else None
-        # Rows that do not count may hold NaN: without a target their gradient is 0, and not 0 * NaN.
-        column = column if counted is None else torch.where(counted, column, SKIP)
+        if self.p.call.rows.mask is not None and counted is not None:
+            # Rows of a mask may hold NaN: without a target their gradient is 0, and not 0 * NaN.
+            column = torch.where(counted, column, SKIP)
         d_z = chunk.gradient(start, stop, column, saved, found)
         if number is not None:
             count = number()
             staying = _places(stays, count) if count <= (1 - FEW) * (stop - start) else None
             counted = None if count == stop - start else counted
-        return results, evaluated, self._multiply(d_z, rows, staying, counted)
+        return results, evaluate, self._multiply(d_z, rows, staying, counted)
 
     def _multiply(self, d_z: Tensor, chunk: slice, staying: Tensor | None, counted: Tensor | None) -> Factors:
         """The product for a chunk's hidden states; returns the factors of that for the head.
@@ -259,8 +272,7 @@ class OnePass:
             for columns in slabs:
                 p.add_low(d_z[:, columns], x, into.low[columns])
         if into.weight is not None:
-            for columns in slabs:
-                p.multiply(d_z[:, columns].T, p.parts(x)[0], into.weight[columns], add=not overwrite)
+            p.add_head(d_z, x, slabs, into.weight, add=not overwrite)
 
     def _zero(self, hidden: Tensor | None) -> None:
         """Nothing here has a gradient, and no product will write one."""
@@ -268,6 +280,11 @@ class OnePass:
             hidden.zero_()
         if self.into.weight is not None and self.fresh:
             self.into.weight.zero_()
+
+    def _saves(self, num_rows: int) -> bool:
+        """Whether leaving out all rows of the only chunk saves more than it costs to ask for their number."""
+        costs, operations = self.p.call.machine.costs, 4 * num_rows * self.p.call.columns * self.p.hidden.shape[1]
+        return costs is None or operations > WAIT * costs.flops
 
     def _dry_number(self, num_rows: int) -> int:
         """In a dry run no value says how many rows have a gradient; the call does."""
@@ -316,9 +333,6 @@ RowGradients = dict[str, Tensor | None]
 TERMS = ("logprob", "entropy", "log_z", "divergence", "mean_logit")
 """Results that a loss may have terms on."""
 
-Evaluated = tuple[Tensor, Metrics]
-"""Value of an objective, 0-dim, and its metrics."""
-
 
 def matters(found: RowGradients) -> Tensor:
     """``[C]`` whether any of the gradients of a row is not 0."""
@@ -328,49 +342,52 @@ def matters(found: RowGradients) -> Tensor:
     return first
 
 
-def with_results(objective: Objective | Preference, inputs: Inputs, stats: TokenStats) -> Inputs:
+def with_results(objective: Objective | Preference, call: Call, inputs: Inputs, stats: TokenStats) -> Inputs:
     """The inputs of an objective, with the results that its terms are on."""
+    # Rows without a target have results of 0 already; rows of a mask have not, and further readings are not looked at.
+    further = call.over_support or call.asked.teacher is not None or bool(objective.stats)
+    clean = call.rows.mask is None and not further
     return replace(
-        inputs,
+        inputs if inputs.ready else inputs.readied(stats.logprob.dtype),
         logprob=stats.logprob,
         entropy=stats.entropy,
         log_z=stats.log_z if objective.log_z else None,
         mean_logit=stats.mean_logit if objective.stats else None,
         divergence=stats.divergence,
+        clean=clean,
     )
 
 
 def row_gradients(
     objective: Objective | Preference, inputs: Inputs, check: bool = False, whole: bool = False
-) -> tuple[RowGradients, Evaluated | None]:
-    """Gradients of some rows' loss by what its terms are on; and its value and metrics, if they are ``whole``.
+) -> tuple[RowGradients, Evaluate | None]:
+    """Gradients of some rows' loss by what its terms are on; and what makes value and metrics, if they are ``whole``.
 
     Args:
         inputs: with the rows' results.
         check: raise if the loss depends on anything else that needs a gradient, and would not get it here.
         whole: whether these are all rows.
     """
+    # Before there is a graph: a gradient of a row that does not count is not looked at.
+    inputs = inputs if inputs.clean else inputs.cleaned()
     with torch.enable_grad():
         # An entropy without a term in the loss gets no gradient, as in two passes.
         named = {name: getattr(inputs, name) for name in TERMS if name != "entropy" or objective.entropy == "grad"}
         leaves = {name: x.detach().requires_grad_() for name, x in named.items() if x is not None}
-        inputs, evaluated = replace(inputs, **leaves), None
-        if whole:
-            loss, _ = evaluated = objective.evaluate(inputs)
-        else:
-            loss = objective.loss(inputs)
+        losses, weight, evaluate = objective.graded(replace(inputs, **leaves), measured=whole)
         found: RowGradients = {}
-        if check and _depends_on_others(loss, list(leaves.values())):
+        if check and _depends_on_others(losses, list(leaves.values())):
             raise LogitlessError(
                 "policy_loss: a term of the objective has parameters of its own, which get no gradient in one pass. "
                 "Make the term a torch.nn.Module, or call objective(logprobs(...), rows, ...)."
             )
-        if loss.requires_grad:
-            found = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True), strict=True))
+        if losses.requires_grad:
+            by = torch.autograd.grad(losses, list(leaves.values()), weight, allow_unused=True)
+            found = dict(zip(leaves, by, strict=True))
     found = {name: None if x is None else x.contiguous() for name, x in found.items()}
     if found.get("logprob") is None:
         found["logprob"] = torch.zeros_like(inputs.logprob)
-    return {name: found.get(name) for name in TERMS}, evaluated
+    return {name: found.get(name) for name in TERMS}, evaluate if whole else None
 
 
 def _outcomes(results: dict[str, Tensor], sent: Sent | None, p: Projection) -> tuple[TokenStats, Tensor | None]:

@@ -205,6 +205,10 @@ class Projection:
     def times_whole_weight(self, d_z: Tensor, step: int, out: Tensor) -> None:
         """``out = d_z @ weight``: in one product, or over slabs of ``step`` columns in float32."""
         columns = self.call.columns
+        programs, weight = self._dz_programs, self.weight[:columns]
+        if programs and self.low is None and self.products.rows_pay(d_z, weight, out, programs):
+            self.products.times_weight(d_z, weight, out, programs)
+            return
         if step >= columns:
             self.times_weight(d_z, slice(0, columns), out)
             return
@@ -212,6 +216,20 @@ class Projection:
         for slab in pieces(columns, step, self.hidden.is_meta):
             self.times_weight(d_z[:, slab], slab, total, add=slab.start > 0)
         out.copy_(total)
+
+    def add_head(self, d_z: Tensor, rows: Tensor, slabs: Sequence[slice], out: Tensor, add: bool) -> None:
+        """``out = d_z.T @ rows``, or added to it, for each slab of columns: the gradient of the weight in float32."""
+        x, into, programs = self.parts(rows)[0], out[: self.call.columns], self._dz_programs
+        if programs and self.products.columns_pay(d_z, x, into):
+            self.products.add_outer(d_z, x, into, add, programs)
+            return
+        for columns in slabs:
+            self.multiply(d_z[:, columns].T, x, out[columns], add=add)
+
+    @property
+    def _dz_programs(self) -> int:
+        """Programs of the backend's own products of dZ; 0 where it has none here."""
+        return self.call.machine.dz_programs if self.call.apart is None else 0
 
     def add_low(self, d_z: Tensor, rows: Tensor, out: Tensor | None) -> None:
         """``out += d_z.T @ y``, where y are the columns of hidden rows that belong to a LoRA, if there is one."""

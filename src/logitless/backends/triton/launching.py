@@ -90,3 +90,16 @@ def _refuse(reason: str | None) -> None:
             f'backend="triton" cannot run here: {reason}. Use backend="auto" or "tiled"; to run the kernels on CPU, '
             f"set TRITON_INTERPRET=1 before Python starts."
         )
+
+
+def describable(x: Tensor) -> bool:
+    """Whether a descriptor can stand for a matrix: rows contiguous, each beginning at a multiple of 16 bytes."""
+    begins = x.stride(0) * x.element_size() % 16 == 0 and (not has_values(x) or x.data_ptr() % 16 == 0)
+    # An expanded matrix (stride 0) cannot be a descriptor.
+    return begins and x.stride(1) == 1 and x.stride(0) >= x.shape[1]
+
+
+def described(x: Tensor, rows: int, columns: int) -> Any:
+    """A descriptor by which blocks of a matrix are loaded or stored."""
+    descriptors = importlib.import_module("triton.tools.tensor_descriptor")
+    return descriptors.TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])

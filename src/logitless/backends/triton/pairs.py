@@ -13,8 +13,8 @@ from torch import Tensor
 
 from logitless.backends.contract import Couple
 from logitless.backends.divergences import Divergence
-from logitless.backends.triton.launching import interpreted, launch
-from logitless.backends.triton.products import described, written
+from logitless.backends.triton.launching import described, interpreted, launch
+from logitless.backends.triton.products import written
 from logitless.machine import PairSizes, multiprocessors, pair_sizes
 from logitless.softmax import Coefficients, Normaliser
 from logitless.spec import has_values

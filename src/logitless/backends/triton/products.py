@@ -21,7 +21,11 @@ from torch import Tensor
 
 from logitless.backends.contract import SLACK, Problem, Product
 from logitless.backends.triton.blocks import merge_blocks
-from logitless.backends.triton.launching import interpreted, launch, of_rows
+from logitless.backends.triton.dz_products import add_outer as add_outer
+from logitless.backends.triton.dz_products import columns_pay as columns_pay
+from logitless.backends.triton.dz_products import rows_pay as rows_pay
+from logitless.backends.triton.dz_products import times_weight as times_weight
+from logitless.backends.triton.launching import describable, described, interpreted, launch, of_rows
 from logitless.machine import ProductSizes, gradient_from_tiles_sizes, multiprocessors, product_sizes
 from logitless.softmax import WIDTH, Coefficients, Normaliser
 from logitless.spec import has_values
@@ -64,13 +68,6 @@ def refusal(step: Callable[[], object]) -> str | None:
     except (importlib.import_module("triton").TritonError, RuntimeError) as error:
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"
     return None
-
-
-def describable(x: Tensor) -> bool:
-    """Whether a descriptor can stand for a matrix: rows contiguous, each beginning at a multiple of 16 bytes."""
-    begins = x.stride(0) * x.element_size() % 16 == 0 and (not has_values(x) or x.data_ptr() % 16 == 0)
-    # An expanded matrix (stride 0) cannot be a descriptor.
-    return begins and x.stride(1) == 1 and x.stride(0) >= x.shape[1]
 
 
 def statistics(p: Product, out: Tensor | None = None, sizes: ProductSizes | None = None) -> Tensor:
@@ -316,9 +313,3 @@ def written(out: Tensor | None, rows: int, columns: int) -> dict[str, Any]:
         "out_stride": 0 if out is None else out.stride(0),
         "DESCRIBED": whole,
     }
-
-
-def described(x: Tensor, rows: int, columns: int) -> Any:
-    """A descriptor by which blocks of a matrix are loaded or stored."""
-    descriptors = importlib.import_module("triton.tools.tensor_descriptor")
-    return descriptors.TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
