@@ -64,8 +64,8 @@ def table(host: str, records: Sequence[AdapterRecord]) -> str:
         cells += ["" if x is None else f"{x:,.0f} ms" for x in times]
         lines.append(f"| {where['device']} | {' | '.join(cells)} |")
         notes.append(
-            f"{where['device']}: {record.point}, forward and backward of {record.sizes}; {host} {record.version}, torch "
-            f"{where['versions']['torch']}, commit `{where['commit']}`. Log-probs differ by at most "
+            f"{where['device']}: {record.point}, forward and backward of {record.sizes}; {host} {record.version}, "
+            f"torch {where['versions']['torch']}, commit `{where['commit']}`. Log-probs differ by at most "
             f"{record.difference:.1g}"
             + ("." if record.deferred_difference is None else f", deferred by {record.deferred_difference:.1g}.")
             + "".join(
@@ -73,7 +73,9 @@ def table(host: str, records: Sequence[AdapterRecord]) -> str:
             )
         )
     if "deferred" in columns:
-        notes.insert(0, "*Before* is the framework alone, *after* with ours, and *deferred* with logits that are not computed.")
+        notes.insert(
+            0, "*Before* is the framework alone, *after* with ours, and *deferred* with logits that are not computed."
+        )
     return "\n".join(lines) + "\n\n" + "\n\n".join(notes) + "\n\n"
 
 
