@@ -76,7 +76,7 @@ def draw(lines: Sequence[Line], path: Path, style: Style) -> None:
     """A line of panels per model: tokens per second, and the longest micro-batch in the smallest of the memories."""
     timed, most = of_kind(lines, "step"), of_kind(lines, "longest")
     budget = budgets(lines)[0]
-    size = (WIDTH_INCHES, 0.5 + 1.5 * len(timed))
+    size = (WIDTH_INCHES, 0.3 + 1.45 * len(timed))
     figure, axes = plt.subplots(len(timed), 2, figsize=size, layout="constrained", squeeze=False)
     for (speed, batch), model in zip(axes, timed, strict=True):
         steps = {name: found[-1] for name, found in timed[model].items()}
