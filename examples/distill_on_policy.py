@@ -108,7 +108,7 @@ def draw(curves: dict[str, Curve], teacher_reward: float, path: Path) -> None:
 
     from logitless.tools.style import DARK, LIGHT, WIDTH_INCHES, dress, name_lines, save
 
-    titles = ("KL(student || teacher), the loss", "KL(teacher || student), new text", "reward")
+    titles = ("loss", "KL(teacher, student)", "reward")
     path.parent.mkdir(parents=True, exist_ok=True)
     for style in (LIGHT, DARK):
         figure, axes = plt.subplots(1, 3, figsize=(WIDTH_INCHES, 3.0), layout="constrained")

@@ -138,7 +138,7 @@ def draw(curve: Curve, alone: int, path: Path) -> None:
             axis.set_ylim(0, 1.05)
         look = {"textcoords": "offset points", "fontsize": 9, "color": style.quiet}
         axes[0].annotate("the draft begins", (alone, 0), (5, 6), **look)
-        axes[0].plot(curve.most, color=style.others, linewidth=1.8, label="the most that is\npossible")
+        axes[0].plot(curve.most, color=style.others, linewidth=1.8, label="upper bound")
         axes[0].plot(curve.one, color=style.ours, linewidth=1.8, label="one token ahead")
         axes[0].plot(curve.two, color=style.mark, linewidth=1.8, label="two tokens ahead")
         axes[1].plot(curve.reward, color=style.ours, linewidth=1.8)
