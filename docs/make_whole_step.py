@@ -117,8 +117,8 @@ def beside_trl(lines: Sequence[Line], records: Sequence[Record]) -> str:
     return (
         f"TRL's own head stores no logits either: at all of these sizes as many tokens fit with it as with ours, and a "
         f"step with ours is only {faster[0]:.1f} to {faster[-1]:.1f} % faster. Beside it you gain better numbers (a "
-        f"log-prob of bfloat16 inputs is off by up to {ours:.0e}, with TRL's rounding by {theirs:.0e}), statistics from "
-        f"the same pass, an audit against float64, and losses that TRL's head does not have."
+        f"log-prob of bfloat16 inputs is off by up to {ours:.0e}, with TRL's rounding by {theirs:.0e}), statistics "
+        f"from the same pass, an audit against float64, and losses that TRL's head does not have."
     )
 
 
@@ -137,8 +137,8 @@ def readme(lines: Sequence[Line], records: Sequence[Record] = ()) -> str:
     }
     model, ((plain, before), (ours, after)) = list(both.items())[-1]
     said = (
-        f"The bars show whole policy updates of models with the shapes of Qwen3, with gradient checkpointing and AdamW. "
-        f"At {model}, {ours['tokens']:,} tokens take {ours['ms']:,.0f} ms instead of {plain['ms']:,.0f} ms, and a "
+        f"The bars show whole policy updates of models with the shapes of Qwen3, with gradient checkpointing and "
+        f"AdamW. At {model}, {ours['tokens']:,} tokens take {ours['ms']:,.0f} ms instead of {plain['ms']:,.0f} ms, and a "
         f"micro-batch of {after:,} tokens instead of {before:,} fits on {memory / 1e9:.0f} GB."
     )
     beside = beside_trl(lines, records)
