@@ -138,8 +138,8 @@ def readme(lines: Sequence[Line], records: Sequence[Record] = ()) -> str:
     model, ((plain, before), (ours, after)) = list(both.items())[-1]
     said = (
         f"The bars show whole policy updates of models with the shapes of Qwen3, with gradient checkpointing and "
-        f"AdamW. At {model}, {ours['tokens']:,} tokens take {ours['ms']:,.0f} ms instead of {plain['ms']:,.0f} ms, and a "
-        f"micro-batch of {after:,} tokens instead of {before:,} fits on {memory / 1e9:.0f} GB."
+        f"AdamW. At {model}, {ours['tokens']:,} tokens take {ours['ms']:,.0f} ms instead of {plain['ms']:,.0f} ms, "
+        f"and a micro-batch of {after:,} tokens instead of {before:,} fits on {memory / 1e9:.0f} GB."
     )
     beside = beside_trl(lines, records)
     more = f"\n{textwrap.fill(beside + ' [More on that](docs/adapters/trl.md).', 142)}\n" if beside else ""
