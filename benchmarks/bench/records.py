@@ -25,8 +25,7 @@ import logitless
 from benchmarks.bench.cases import Computed
 from logitless.errors import LogitlessError
 from logitless.spec import format_bytes
-from logitless.tools.outputs import RECORDS, default_folder, in_checkout, slug_of
-from logitless.tools.tables import text_table
+from logitless.tools.outputs import RECORDS, default_folder, in_checkout, slug_of, text_table
 
 Status = Literal["ok", "wrong", "out of memory", "failed", "absent"]
 COLUMNS = ("provider", "computes", "forward ms", "total ms", "x floor", "peak", "value err", "grad err")

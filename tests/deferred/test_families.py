@@ -10,7 +10,7 @@ import importlib.util
 import json
 
 import pytest
-from families import NOT_BUILT, NOT_GENERATED, ROOT, check, known
+from families import NOT_BUILT, NOT_GENERATED, ROOT, WITH_IMAGES, check, known
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 
@@ -24,15 +24,24 @@ def test_the_same_without_logits(family: str):
     check(family)
 
 
+@pytest.mark.parametrize("family", ["gemma3", "internvl", "qwen2_5_vl", "qwen3_vl_moe"])
+def test_models_of_images_and_text(family: str):
+    check(family, images=True)
+
+
 def test_the_record_has_every_family():
     """Each was served, or says why it was not tried. A new Transformers has new families: run ``make families``."""
     lines = (ROOT / "benchmarks/results/families.jsonl").read_text().splitlines()
-    outcomes = {line["family"]: line["outcome"] for line in map(json.loads, lines)}
+    found = [json.loads(line) for line in lines]
+    seeing = {line["family"]: line["outcome"] for line in found if line["images"]}
+    assert seeing == dict.fromkeys(WITH_IMAGES, "served")
+    outcomes = {line["family"]: line["outcome"] for line in found if not line["images"]}
     assert set(outcomes) == set(known())
     assert {family: x for family, x in outcomes.items() if x != "served"} == NOT_BUILT
-    assert set(NOT_GENERATED) <= set(outcomes)
+    assert set(NOT_GENERATED) <= {*outcomes, *seeing}
     served = sum(x == "served" for x in outcomes.values())
     page = (ROOT / "docs/defer.md").read_text()
     assert f"has {len(outcomes)} families of causal language models" in page
     assert f"all {served} give the same loss" in page
     assert f"The other\n{len(NOT_BUILT)} are models" in page
+    assert f"{len(WITH_IMAGES)} models of images and text" in page

@@ -15,9 +15,8 @@ from logitless.backends import blocks
 from logitless.backends.divergences import KINDS, Divergence
 from logitless.call.asked import PLAIN, Asked
 from logitless.errors import ELSEWHERE, LogitlessError
-from logitless.errors.arguments import FLOATS, check_flags, described, is_number, refused
+from logitless.errors.arguments import FLOATS, check_flags, described, instead_of_tensor, is_number, refused
 from logitless.operands import Kept, Linear, LoRA
-from logitless.operands.checks import instead_of_tensor
 from logitless.operands.stands import wider
 from logitless.readings.best import MOST
 from logitless.readings.reading import LARGEST

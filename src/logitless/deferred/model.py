@@ -34,8 +34,7 @@ from logitless.notes import log_once
 from logitless.operands import Logits, LoRA
 from logitless.operands.logits import made
 from logitless.operands.peft import active_adapter, head_weight
-from logitless.operands.stands import Match
-from logitless.operands.watch import Watch
+from logitless.operands.stands import Match, Watch
 from logitless.spec import VocabShard, parse_memory, untraced
 
 FEW = 256

@@ -28,11 +28,11 @@ class Projection:
     Attributes:
         hidden: ``[R, D]`` selected rows.
         weight: ``[V, D]``, hidden's dtype; of a wider weight that was cut in two, the large part of each number.
-        low: ``[V, r]`` further columns of the weight, and then hidden is ``[R, D + r]``: a LoRA; or None.
+        low: ``[V, r]`` more columns of the weight, of a LoRA, and then hidden is ``[R, D + r]``; or None.
         bias: ``[V]`` or None.
         column: ``[R]`` as in :class:`~logitless.backends.contract.Problem`.
         gain: ``[R]`` factor of each row's logits.
-        call: what is to be done with them.
+        call: the call that asks for the logits.
         backend: the call's backend.
         tf32: whether float32 operands are multiplied in TF32.
         twice, both: ``[R, 2 D]`` hidden rows beside themselves, and ``[V, 2 D]`` the small and the large parts of a
@@ -57,19 +57,19 @@ class Projection:
     def of(
         rows: Tensor, operands: Operands, column: Tensor, call: Call, found: bool = False, multiplied: bool = True
     ) -> Projection:
-        """The rows ``[R, D]`` of a call, with the head of its operands; and whether their product will be made."""
+        """The rows ``[R, D]`` of a call, with the head of its operands; ``multiplied`` where their product is made."""
         weight, bias, low = operands.weight, operands.bias, operands.b
         assert weight is not None
         require_weight(weight, call)
         bias, low = (None if x is None else x.detach() for x in (bias, low))
         tf32 = call.linear is not None and call.linear.tf32
         p = Projection(rows, weight.detach(), bias, column, call.gain, call, call.backend, low, tf32, found=found)
-        # Elsewhere operands are widened in copies.
+        # A device without wide products widens the operands in copies.
         whole = weight.dtype == rows.dtype or not (call.machine.wide_products or call.apart is None)
         return p if whole or not multiplied else p.in_two_parts()
 
     def in_two_parts(self) -> Projection:
-        """The same with a float32 weight as a sum of two of hidden's dtype, which one product adds up.
+        """The projection with a float32 weight as a sum of two of hidden's dtype, which one product adds up.
 
         The small parts come first: then they are not lost in what the large ones have summed up to.
         """
@@ -83,14 +83,14 @@ class Projection:
         return replace(self, hidden=twice[:, :width], twice=twice, weight=both[:, width:], both=both)
 
     def cut(self, start: int, stop: int) -> Projection:
-        """Rows ``start .. stop`` of it."""
+        """Rows ``start .. stop`` of the projection."""
         if (start, stop) == (0, len(self.hidden)):
             return self
         rows = {name: getattr(self, name) for name in ("hidden", "twice", "column", "gain")}
         return replace(self, **{name: x[start:stop] for name, x in rows.items() if x is not None})
 
     def padded(self, multiple: int) -> Projection:
-        """The same rows, and as many rows to be skipped as make a multiple."""
+        """The projection with as many rows to be skipped behind its rows as make a multiple."""
         pad, missing = torch.nn.functional.pad, -len(self.hidden) % multiple
         return replace(
             self,
@@ -102,7 +102,7 @@ class Projection:
         )
 
     def problem(self, logits: Tensor, memory: int, first: int = 0) -> Problem:
-        """What a backend sees, where ``logits`` are those of all rows and of the columns from ``first`` on."""
+        """The problem that a backend gets, of logits of all rows and of the columns from ``first`` on."""
         return Problem(
             logits=logits,
             index=None,
@@ -119,16 +119,12 @@ class Projection:
         )
 
     def whole(self, memory: Tensor, elementwise: int, column: Tensor | None = None) -> Problem:
-        """What a backend sees of whole rows, whose logits lie at the start of flat memory.
-
-        Args:
-            column: of the targets, where it is another than the rows' own.
-        """
+        """The problem of whole rows, whose logits lie at the start of flat memory; ``column`` is of other targets."""
         p = self if column is None else replace(self, column=column)
         return p.problem(rows_in(memory, len(self.hidden), self.call.columns), elementwise)
 
     def product(self, columns: slice) -> Product:
-        """All rows and those columns, for a kernel that multiplies them itself."""
+        """All rows and some columns, for a kernel that multiplies them itself."""
         return Product(
             self.hidden if self.twice is None else self.twice,
             self.weight[columns] if self.both is None else self.both[columns],
@@ -146,7 +142,7 @@ class Projection:
 
     @property
     def products(self) -> Products:
-        """Kernels that multiply and end in a softmax; only where the plan says that they are there."""
+        """Kernels that multiply and end in a softmax; asked for only where the plan says that the backend has them."""
         return self.backend.products
 
     def multiply(self, a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
@@ -186,7 +182,7 @@ class Projection:
             out.copy_(wide)
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Of hidden rows, or their gradient: the columns that belong to the weight, and those of a LoRA."""
+        """The columns of hidden rows, or of their gradient, that belong to the weight, and those of a LoRA."""
         size = self.weight.shape[1]
         return (x, None) if self.low is None else (x[:, :size], x[:, size:])
 
@@ -209,7 +205,7 @@ class Projection:
         out.copy_(total)
 
     def add_low(self, d_z: Tensor, rows: Tensor, out: Tensor | None) -> None:
-        """``out += d_z.T @ y``, where there is a LoRA and y is its part of hidden rows."""
+        """``out += d_z.T @ y``, where y are the columns of hidden rows that belong to a LoRA, if there is one."""
         y = self.parts(rows)[1]
         if out is not None and y is not None:
             self.multiply(d_z.T, y, out, add=True)
@@ -256,7 +252,7 @@ def rows_in(memory: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def require_weight(weight: Tensor, call: Call) -> None:
-    """Raise where a weight that forward had is gone."""
+    """Raise where ZeRO-3 or FSDP1 has let go of the weight since forward."""
     if weight.dim() != 2:
         raise released(call.caller, list(weight.shape))
 
@@ -273,7 +269,7 @@ def gathered_tokens(hidden: Tensor, call: Call) -> Tensor:
 
 
 def selected_rows(operands: Operands, call: Call) -> Tensor:
-    """``[R, D]`` hidden states of the rows: a copy, small beside what it saves, unless the rows are all in order. With
+    """``[R, D]`` hidden states of the rows: a copy, small beside the logits, unless the rows are all in order. With
     a LoRA ``[R, D + r]``, and always a copy."""
     assert operands.hidden is not None
     tokens = gathered_tokens(operands.hidden, call)

@@ -76,15 +76,13 @@ def _draw_quantiles(axis: Axes, x: Tensor, distance: Tensor, width: float, style
         inside = distance[bins == number]
         if len(inside) >= ENOUGH:
             middle = 10 ** ((number + 0.5) * width)
-            for q, value in zip(
-                LINES, torch.quantile(inside[:10_000_000], inside.new_tensor(list(LINES))), strict=True
-            ):
-                found[q].append((middle, float(value)))
+            values = torch.quantile(inside[:10_000_000], inside.new_tensor(list(LINES)))
+            for q, value in zip(LINES, values.tolist(), strict=True):
+                found[q].append((middle, value))
     for q, (name, dashes) in LINES.items():
         if found[q]:
-            axis.plot(
-                *zip(*found[q], strict=True), color=style.ours, linestyle=dashes, marker="o", markersize=3, label=name
-            )
+            look = {"color": style.ours, "linestyle": dashes, "marker": "o", "markersize": 3}
+            axis.plot(*zip(*found[q], strict=True), **look, label=name)
     axis.set_xscale("log")
     axis.set_yscale("log")
 
