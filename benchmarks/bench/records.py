@@ -32,7 +32,10 @@ COLUMNS = ("provider", "computes", "forward ms", "total ms", "x floor", "peak", 
 COMPUTES = {None: "log-prob", "value": "+ entropy", "grad": "+ entropy grad", "mean": "mean loss"}
 WIDTH = 100
 ABSENT = "not installed"
-PEERS = ("cut-cross-entropy", "liger-kernel", "megatron-core", "transformers", "trl", "verl")
+PEERS = (
+    *("cut-cross-entropy", "liger-kernel", "liger-cute-kernels", "megatron-core", "nvidia-cutlass-dsl"),
+    *("quack-kernels", "transformer-engine", "transformers", "trl", "verl"),
+)
 """Packages whose versions belong to a record, where they are installed or unpacked."""
 UNSTEADY = 1.5
 

@@ -21,6 +21,7 @@ from logitless.spec import VocabShard, has_values
 
 Match = Literal["bfloat16", "float16"] | None
 Bits = Literal["fast", "canonical"]
+Precision = Literal["float32", "bfloat16x3", "tf32"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +37,7 @@ class Linear:
     sparse_weight_grad: bool = False
     match: Match = None
     tf32: bool = False
+    precision: Precision = "float32"
     bits: Bits = "fast"
     strict: bool = False
 

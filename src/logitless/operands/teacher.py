@@ -192,7 +192,8 @@ class Teacher:
         if isinstance(self.logits, Logits):
             hidden, linear = self.logits.hidden, self.logits.linear
             bias = "no bias" if linear.bias is None else "with a bias"
-            facts["logits"] = (str(hidden.dtype), hidden.shape[-1], bias, linear.match, linear.tf32, self.logits.gain)
+            exact = (linear.match, linear.tf32, linear.precision)
+            facts["logits"] = (str(hidden.dtype), hidden.shape[-1], bias, *exact, self.logits.gain)
         elif self.logits is not None:
             facts["logits"] = (str(self.logits.dtype), "logits")
         return tuple(map(fingerprint, facts.values()))

@@ -27,7 +27,7 @@ class Projection:
 
     Attributes:
         hidden: ``[R, D]`` selected rows.
-        weight: ``[V, D]``, hidden's dtype; of a wider weight that was cut in two, the large part of each number.
+        weight: ``[V, D]``, hidden's dtype; of operands in parts, both are the large part of each number.
         low: ``[V, r]`` more columns of the weight, of a LoRA, and then hidden is ``[R, D + r]``; or None.
         bias: ``[V]`` or None.
         column: ``[R]`` as in :class:`~logitless.backends.contract.Problem`.
@@ -35,8 +35,8 @@ class Projection:
         call: the call that asks for the logits.
         backend: the call's backend.
         tf32: whether float32 operands are multiplied in TF32.
-        twice, both: ``[R, 2 D]`` hidden rows beside themselves, and ``[V, 2 D]`` the small and the large parts of a
-            float32 weight, whose product are the logits; None where hidden and weight are.
+        row_parts, weight_parts: ``[R, parts * D]`` and ``[V, parts * D]``, whose product are the logits; None where
+            that of hidden and weight are.
         found: whether every row is known to have its target among the columns.
     """
 
@@ -49,8 +49,8 @@ class Projection:
     backend: Backend
     low: Tensor | None = None
     tf32: bool = False
-    twice: Tensor | None = None
-    both: Tensor | None = None
+    row_parts: Tensor | None = None
+    weight_parts: Tensor | None = None
     found: bool = False
 
     @staticmethod
@@ -62,31 +62,40 @@ class Projection:
         assert weight is not None
         require_weight(weight, call)
         bias, low = (None if x is None else x.detach() for x in (bias, low))
-        tf32 = call.linear is not None and call.linear.tf32
+        tf32 = call.linear is not None and (call.linear.tf32 or call.linear.precision == "tf32")
         p = Projection(rows, weight.detach(), bias, column, call.gain, call, call.backend, low, tf32, found=found)
-        # A device without wide products widens the operands in copies.
-        whole = weight.dtype == rows.dtype or not (call.machine.wide_products or call.apart is None)
-        return p if whole or not multiplied else p.in_two_parts()
+        return p.in_parts() if multiplied else p
 
-    def in_two_parts(self) -> Projection:
-        """The projection with a float32 weight as a sum of two of hidden's dtype, which one product adds up.
+    def in_parts(self) -> Projection:
+        """The same with float32 operands as sums of parts of 16 bits, where the call says so. One product adds them up:
+
+            [x, x]         @ [small, large].T             a float32 weight
+            [small, x, x]  @ [large, small, large].T      float32 rows, too; small times small is left out
 
         The small parts come first: then they are not lost in what the large ones have summed up to.
         """
-        width = self.hidden.shape[1]
-        both = self.empty((len(self.weight), 2 * width), self.hidden.dtype)
-        for rows in pieces(len(both), SLAB, both.is_meta):
-            small, large = both[rows].split(width, 1)
-            large.copy_(self.weight[rows])
-            small.copy_(self.weight[rows] - large)
-        twice = torch.cat([self.hidden, self.hidden], 1)
-        return replace(self, hidden=twice[:, :width], twice=twice, weight=both[:, width:], both=both)
+        # Elsewhere a float32 weight is multiplied as it is, and hidden states are widened in copies.
+        split = self.call.parts == 3 or self.call.machine.wide_products or self.call.apart is None
+        if self.call.parts == 1 or not split:
+            return self
+        width, parts, large = self.hidden.shape[1], self.call.parts, self.hidden.to(self.call.dtype)
+        first = [] if parts == 2 else [(self.hidden - large).to(large.dtype)]
+        rows = torch.cat([*first, large, large], 1)
+        weight = self.empty((len(self.weight), parts * width), large.dtype)
+        for some in pieces(len(weight), SLAB, weight.is_meta):
+            *first, small, large = weight[some].split(width, 1)
+            large.copy_(self.weight[some])
+            small.copy_(self.weight[some] - large)
+            for part in first:
+                part.copy_(large)
+        own = {"hidden": rows[:, -width:], "row_parts": rows, "weight": weight[:, -width:], "weight_parts": weight}
+        return replace(self, **own)
 
     def cut(self, start: int, stop: int) -> Projection:
         """Rows ``start .. stop`` of the projection."""
         if (start, stop) == (0, len(self.hidden)):
             return self
-        rows = {name: getattr(self, name) for name in ("hidden", "twice", "column", "gain")}
+        rows = {name: getattr(self, name) for name in ("hidden", "row_parts", "column", "gain")}
         return replace(self, **{name: x[start:stop] for name, x in rows.items() if x is not None})
 
     def padded(self, multiple: int) -> Projection:
@@ -95,7 +104,7 @@ class Projection:
         return replace(
             self,
             hidden=pad(self.hidden, (0, 0, 0, missing)),
-            twice=None if self.twice is None else pad(self.twice, (0, 0, 0, missing)),
+            row_parts=None if self.row_parts is None else pad(self.row_parts, (0, 0, 0, missing)),
             column=pad(self.column, (0, missing), value=SKIP),
             gain=pad(self.gain, (0, missing), value=1.0),
             found=self.found and not missing,
@@ -126,8 +135,8 @@ class Projection:
     def product(self, columns: slice) -> Product:
         """All rows and some columns, for a kernel that multiplies them itself."""
         return Product(
-            self.hidden if self.twice is None else self.twice,
-            self.weight[columns] if self.both is None else self.both[columns],
+            self.hidden if self.row_parts is None else self.row_parts,
+            (self.weight if self.weight_parts is None else self.weight_parts)[columns],
             None if self.bias is None else self.bias[columns],
             self.column,
             self.gain,
@@ -166,8 +175,8 @@ class Projection:
         wide = out if self.bias is None and self.low is None else out.to(self.gain.dtype)
         x, y = self.parts(self.hidden)
         a, b = x, self.weight[columns]
-        if self.twice is not None and self.both is not None:
-            a, b = self.twice, self.both[columns]
+        if self.row_parts is not None and self.weight_parts is not None:
+            a, b = self.row_parts, self.weight_parts[columns]
         fixed = self.call.bits == "canonical"
         self.multiply_fixed(a, b, wide) if fixed else self.multiply(a, b.T, wide)
         if self.low is not None and y is not None and fixed:
@@ -212,8 +221,12 @@ class Projection:
 
     def like_weight(self) -> Tensor:
         """Memory of the size and dtype of the weight that the caller gave."""
-        dtype = self.call.weight_dtype or self.weight.dtype
-        return torch.empty(self.weight.shape, dtype=dtype, device=self.weight.device)
+        return torch.empty(self.weight.shape, dtype=self.weight_dtype, device=self.weight.device)
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of the weight that the caller gave."""
+        return self.weight.dtype if self.call.parts == 1 else torch.float32
 
     def empty_tile(self, tiles: Tiles) -> Tensor:
         """Flat memory of one tile of logits."""
@@ -303,7 +316,8 @@ def hidden_gradients(
 
 def hidden_gradient(rows: Tensor, shape: torch.Size, call: Call) -> Tensor:
     """Gradient of the tokens from that of the selected rows, summed over the group as the call asks."""
-    tokens = rows
+    # In parts the operands are 16 bits, and so are their gradients' numbers; the caller's hidden states are not.
+    tokens = rows = rows.float() if call.parts == 3 else rows
     if call.index is not None:
         num_tokens = shape[:-1].numel() * (call.group.size() if is_split(call) else 1)
         tokens = rows.new_zeros((num_tokens, shape[-1])).index_copy_(0, call.index, rows)

@@ -16,7 +16,7 @@ from torch import Tensor
 from logitless.backends.contract import Problem
 from logitless.call import PLAIN, Call, Operands
 from logitless.call.checks import vocabulary
-from logitless.call.resolve import autocast_dtype
+from logitless.call.resolve import autocast_dtype, in_three_parts
 from logitless.collectives import sum_over
 from logitless.errors import LogitlessError
 from logitless.machine import SLAB, pieces
@@ -300,9 +300,10 @@ def _part(teacher: Teacher, call: Call, rows: slice, gain: Tensor) -> Part:
     in_order = teacher.at is None and call.index is None and len(tokens) == rows.stop - rows.start
     hidden = tokens if in_order else tokens.index_select(0, index)
     own, column = own_call(teacher, call, columns, gain), torch.full_like(index, ELSEWHERE)
-    p = Projection.of(hidden, own_operands(teacher), column, own)
+    p = Projection.of(hidden, own_operands(teacher), column, own, multiplied=False)
     source, mapped = (None, None) if source is None else _mapped(p, source, teacher, call)
-    return Part(rows, p, None, None, source, columns, nothing, mapped, place)
+    mapped = None if mapped is None else mapped.in_parts()
+    return Part(rows, p.in_parts(), None, None, source, columns, nothing, mapped, place)
 
 
 def _mapped(p: Projection, source: Tensor, teacher: Teacher, call: Call) -> tuple[Tensor, Projection | None]:
@@ -395,16 +396,17 @@ def own_call(teacher: Teacher, call: Call, columns: int, gain: Tensor) -> Call:
     """The call as it would be for the teacher, who multiplies its own hidden states."""
     assert isinstance(teacher.logits, Logits)
     linear = replace(teacher.logits.linear, sequence_parallel=call.linear is not None and call.linear.sequence_parallel)
-    return replace(
+    own = replace(
         call,
         linear=linear,
         gain=gain,
         columns=columns,
         rank=0,
-        weight_dtype=None,
+        parts=1,
         dtype=teacher.tokens.dtype,
         logits_dtype=accumulation_dtype(call.dtype) if linear.match is None else getattr(torch, linear.match),
     )
+    return in_three_parts(own) if linear.precision == "bfloat16x3" else own
 
 
 def members_of(given: Teacher | Teachers) -> tuple[Teacher, ...]:
