@@ -24,6 +24,12 @@ class Docstrings(griffe.Extension):
         if obj.docstring is not None and not obj.is_alias:
             obj.docstring.value = to_markdown(obj.docstring.value)
 
+    def on_class_members(self, *, cls: Any, **_: Any) -> None:
+        """A tensor's subclass is made by ``__new__``, whose arguments those are that a reader looks for."""
+        made, init = cls.members.get("__new__"), cls.members.get("__init__")
+        if made is not None and init is not None:
+            init.parameters, init.docstring = made.parameters, None
+
 
 def to_markdown(text: str) -> str:
     """Doctests fenced, roles as code, names of arguments on one line."""

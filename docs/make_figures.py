@@ -39,8 +39,8 @@ LINES = {
     "logitless-overwrite": "**logitless, overwriting**",
 }
 LEGEND = (
-    "The floor is one read of the logits in forward, one read and one write in backward, at the bandwidth of a plain "
-    "copy in the same run. Peak is beyond the logits, gradient included; there is no memory budget."
+    "*x floor* compares forward and backward with the least time that the card allows: two reads and one write of the "
+    "logits, at the speed of a plain copy in the same run. *peak* is the memory beyond the logits, gradient included."
 )
 START, END = "<!-- table: python docs/make_figures.py -->\n", "<!-- end of table -->"
 
@@ -86,8 +86,8 @@ def table(records: Sequence[Record]) -> str:
     fp32, bf16 = ({r.provider: r for r in newest(_of(records, name))} for name in (FP32, BF16))
     case, where = fp32["torch"].case, fp32["torch"].environment
     lines = [
-        f"T = {case['tokens']}, V = {case['vocab']}, log-prob and entropy both differentiated. {where['device']}, "
-        f"torch {where['versions']['torch']}, Triton {where['versions']['triton']}, commit `{where['commit']}`.",
+        f"Log-prob and entropy of logits that exist, both differentiated: {case['tokens']:,} tokens, vocabulary "
+        f"{case['vocab']:,}. {where['device']}, torch {where['versions']['torch']}, commit `{where['commit']}`.",
         "",
         "| | fp32 forward | + backward | x floor | peak | bf16 forward | + backward | x floor | peak |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",

@@ -20,7 +20,7 @@ from benchmarks.bench.adapters import RESULTS, AdapterRecord, by_default
 from benchmarks.bench.adapters import read as read_measured
 from logitless.adapters import HOSTS
 from logitless.spec import format_bytes
-from logitless.tools.style import Style, save
+from logitless.tools.style import Style, dress, save
 
 NAME = "h200-hosts"
 LEAST = 20 * 2**30
@@ -138,22 +138,19 @@ def said(records: list[AdapterRecord]) -> str:
 def draw(records: list[AdapterRecord], path: Path, style: Style) -> None:
     """A bar for each host: the peak of a step before, and within it the peak after."""
     hosts = drawn(records)
-    figure, axis = plt.subplots(figsize=(WIDTH, HEIGHT), layout="constrained", facecolor=style.background)
-    text = {"va": "center", "fontsize": 10, "color": style.text}
+    figure, axis = plt.subplots(figsize=(WIDTH, HEIGHT), layout="constrained")
+    dress(axis, style, "Peak memory of head and loss, before and after", 12)
+    text = {"va": "center", "fontsize": 11, "color": style.text}
     for place, x in enumerate(hosts):
         peak, _ = by_default(x)
-        axis.barh(place, x.before_bytes, 0.7, color=style.others, alpha=0.7)
-        axis.barh(place, peak, 0.7, color=style.ours)
+        axis.barh(place, x.before_bytes, 0.72, color=style.others)
+        axis.barh(place, peak, 0.72, color=style.ours)
         before = axis.annotate(f"{x.before_bytes / 2**30:.0f} \u2192 ", (x.before_bytes + 2**29, place), **text)
         after = f"{peak / 2**30:.1f} GiB"
         axis.annotate(after, (1, 0.5), xycoords=before, **text | {"color": style.ours, "fontweight": "bold"})
-    axis.set_yticks(range(len(hosts)), [TITLES.get(x.host, x.host) for x in hosts], fontsize=10, color=style.text)
-    axis.set(xticks=[], ylim=(len(hosts) - 0.5, -0.5), xlim=(0, 1.32 * max(x.before_bytes for x in hosts)))
-    title = "One line in a framework: peak memory of head and loss"
-    axis.set_title(title, color=style.text, fontsize=11, loc="left")
-    axis.set_facecolor(style.background)
-    axis.tick_params(length=0)
-    axis.spines[:].set_visible(False)
+    axis.set_yticks(range(len(hosts)), [TITLES.get(x.host, x.host) for x in hosts], fontsize=11, color=style.text)
+    axis.set(xticks=[], ylim=(len(hosts) - 0.5, -0.5), xlim=(0, 1.36 * max(x.before_bytes for x in hosts)))
+    axis.grid(visible=False)
     save(figure, path, style, said(records))
 
 

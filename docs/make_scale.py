@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import NullLocator
 
 import logitless as ll
 from benchmarks.bench.records import Record, newest, read_records
 from logitless.machine import H200
 from logitless.memory.meta import sized
 from logitless.objectives import Objective
-from logitless.tools.style import DARK, LIGHT, WIDTH_INCHES, Style, save
+from logitless.tools.style import DARK, LIGHT, WIDTH_INCHES, Style, dress, head, name_lines, save
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "how-to" / "scale.md"
@@ -122,7 +123,7 @@ def made() -> str:
 BASE = {"T": 16384, "V": 131072, "TP": 8, "CP": 1}
 FIRST = {"T": 16384, "V": 65536, "TP": 1, "CP": 1}
 DOUBLED = {"T": 5, "V": 5, "TP": 6, "CP": 5}
-VERBS = {"policy_loss": "loss", "logprobs": "log-prob and entropy"}
+VERBS = {"policy_loss": "loss", "logprobs": "log-probs"}
 
 
 def growth(sizes: dict[str, int], verb: str) -> tuple[float, float, float]:
@@ -140,29 +141,32 @@ def growth(sizes: dict[str, int], verb: str) -> tuple[float, float, float]:
 
 def draw(path: Path, style: Style) -> None:
     """Peak, work and bytes of a rank as T, V, TP and CP double."""
-    labels = ("peak of a rank, GiB", "products of a rank, TFLOP", "sent by a rank, MiB")
-    figure, axes = plt.subplots(3, len(DOUBLED), figsize=(WIDTH_INCHES, 6.0), layout="constrained", sharey="row")
+    labels = ("Peak of a rank, GiB", "Products of a rank, TFLOP", "Sent by a rank, MiB")
+    figure, axes = plt.subplots(3, len(DOUBLED), figsize=(WIDTH_INCHES, 6.4), layout="constrained", sharey="row")
     for column, (name, times) in enumerate(DOUBLED.items()):
         values = [FIRST[name] << i for i in range(times)]
-        for color, (verb, label) in zip((style.ours, style.others), VERBS.items(), strict=True):
+        for axis, label in zip(axes[:, column], labels, strict=True):
+            dress(axis, style, "" if column else label)
+        for colour, (verb, label) in zip((style.ours, style.others), VERBS.items(), strict=True):
             points = [growth(BASE | {name: value}, verb) for value in values]
             for row, line in enumerate(zip(*points, strict=True)):
-                axes[row, column].plot(range(times), line, marker="o", markersize=3, color=color, label=label)
+                # In the last line of panels both are one.
+                shown = label if row < 2 else "both"
+                axes[row, column].plot(range(times), line, marker="o", markersize=4, color=colour, label=shown)
         for row, axis in enumerate(axes[:, column]):
-            axis.set_facecolor(style.background)
             axis.set_yscale("symlog", linthresh=1.0) if row == 2 else axis.set_yscale("log", base=2)
+            axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+            axis.yaxis.set_minor_locator(NullLocator())
             shown = [f"{v // 1024}k" if v >= 1024 else str(v) for v in values]
-            axis.set_xticks(range(times), shown, fontsize=7, color=style.text)
-            axis.tick_params(colors=style.text, labelsize=7)
-            axis.grid(color=style.faint, linewidth=0.5)
-            for spine in axis.spines.values():
-                spine.set_color(style.faint)
-        axes[2, column].set_xlabel(name, color=style.text, fontsize=9)
-    for axis, label in zip(axes[:, 0], labels, strict=True):
-        axis.set_ylabel(label, color=style.text, fontsize=8)
-    axes[0, 0].legend(fontsize=7, facecolor=style.background, edgecolor=style.faint, labelcolor=style.text)
-    heading = "From hidden states of 4,096 bfloat16 numbers, around T = 16k, V = 128k, TP = 8; nothing was measured"
-    figure.suptitle(heading, color=style.text, fontsize=9, x=0.01, ha="left")
+            axis.set_xticks(range(times), shown)
+        axes[2, column].set_xlabel(name)
+    for row, axis in enumerate(axes[:, -1]):
+        if row == 2:
+            axis.lines[0].set_label("_of the other, below it")
+        name_lines(axis, style)
+    heading = "What a rank needs, as one size doubles around T = 16k, V = 128k, TP = 8"
+    source = "From hidden states of 4,096 bfloat16 numbers, by estimate and explain; nothing was measured"
+    head(figure, heading, source, style)
     save(figure, path, style)
 
 

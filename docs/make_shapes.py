@@ -13,7 +13,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from logitless.tools.style import DARK, LIGHT, WIDTH_INCHES, Style, save
+from logitless.tools.style import DARK, LIGHT, WIDTH_INCHES, Style, dress, save
 
 ROOT = Path(__file__).parent.parent
 PAGE, RECORDS = ROOT / "docs" / "shapes.md", ROOT / "benchmarks" / "results" / "shapes.jsonl"
@@ -50,22 +50,23 @@ def made() -> str:
 def draw(path: Path, style: Style) -> None:
     """One group of bars for each model: times in multiples of the bare products."""
     lines = read()
-    figure, axis = plt.subplots(figsize=(WIDTH_INCHES, 0.36 * len(lines) + 1.0), layout="constrained")
-    for place, (name, color) in enumerate(zip(DRAWN, (style.faint, style.ours), strict=True)):
+    figure, axis = plt.subplots(figsize=(WIDTH_INCHES, 0.42 * len(lines) + 1.0), layout="constrained")
+    dress(axis, style, "Time in multiples of the bare matrix products")
+    for place, (name, colour) in enumerate(zip(DRAWN, (style.others, style.ours), strict=True)):
         values = [line["calls"][name]["of_products"] for line in lines]
-        at = [row + (place - 0.5) * 0.38 for row in range(len(lines))]
-        axis.barh(at, values, height=0.36, color=color, label=f"{name}, {(4, 3)[place]} products")
+        at = [row + (place - 0.5) * 0.4 for row in range(len(lines))]
+        axis.barh(at, values, height=0.37, color=colour)
         for y, value in zip(at, values, strict=True):
-            axis.text(value + 0.01, y, f"{value:.2f}", va="center", fontsize=7, color=style.text)
-    axis.axvline(1.0, color=style.text, linewidth=0.8)
-    axis.set_yticks(range(len(lines)), [f"{x['model']}  {x['hidden']} x {x['vocab']}" for x in lines], fontsize=8)
+            # The first model's bars carry the names of the calls.
+            text = f"{value:.2f}" + (f"   {name}, {(4, 3)[place]} products" if y == at[0] else "")
+            look = {"color": style.ours, "fontweight": "bold"} if place else {"color": style.quiet}
+            axis.text(value + 0.015, y, text, va="center", fontsize=9, **look)
+    axis.axvline(1.0, color=style.mark, linewidth=1.2, linestyle=(0, (4, 2)))
+    axis.set_yticks(range(len(lines)), [f"{x['model']}\n{x['hidden']:,} x {x['vocab']:,}" for x in lines])
+    axis.set(xticks=[], xlim=(0, 1.32 * max(x["calls"][name]["of_products"] for x in lines for name in DRAWN)))
+    axis.tick_params(labelsize=8, colors=style.text)
+    axis.grid(visible=False)
     axis.invert_yaxis()
-    axis.set_facecolor(style.background)
-    axis.tick_params(colors=style.text, labelsize=8)
-    for spine in axis.spines.values():
-        spine.set_visible(False)
-    axis.set_xlabel("time in multiples of the bare products in the same run", color=style.text, fontsize=8)
-    axis.legend(fontsize=7, facecolor=style.background, edgecolor=style.faint, labelcolor=style.text, loc="lower right")
     save(figure, path, style)
 
 

@@ -76,7 +76,7 @@ def draw(lines: Sequence[Line], path: Path, style: Style) -> None:
     """A line of panels per model: tokens per second, and the longest micro-batch in the smallest of the memories."""
     timed, most = of_kind(lines, "step"), of_kind(lines, "longest")
     budget = budgets(lines)[0]
-    size = (WIDTH_INCHES, 0.5 + 1.5 * len(timed))
+    size = (WIDTH_INCHES, 0.3 + 1.45 * len(timed))
     figure, axes = plt.subplots(len(timed), 2, figsize=size, layout="constrained", squeeze=False)
     for (speed, batch), model in zip(axes, timed, strict=True):
         steps = {name: found[-1] for name, found in timed[model].items()}
@@ -116,9 +116,9 @@ def beside_trl(lines: Sequence[Line], records: Sequence[Record]) -> str:
     theirs, ours = (exact[name].errors["logprob"] for name in ("trl-head", "logitless"))
     return (
         f"TRL's own head stores no logits either: at all of these sizes as many tokens fit with it as with ours, and a "
-        f"step with ours is only {faster[0]:.1f} to {faster[-1]:.1f} % faster. What one gains beside it are the "
-        f"numbers (a log-prob of bfloat16 inputs is off by up to {ours:.0e}, with TRL's rounding by {theirs:.0e}), "
-        f"statistics from the same pass, an audit against float64, and losses that TRL's head does not have."
+        f"step with ours is only {faster[0]:.1f} to {faster[-1]:.1f} % faster. Beside it you gain better numbers (a "
+        f"log-prob of bfloat16 inputs is off by up to {ours:.0e}, with TRL's rounding by {theirs:.0e}), statistics "
+        f"from the same pass, an audit against float64, and losses that TRL's head does not have."
     )
 
 
@@ -137,10 +137,9 @@ def readme(lines: Sequence[Line], records: Sequence[Record] = ()) -> str:
     }
     model, ((plain, before), (ours, after)) = list(both.items())[-1]
     said = (
-        f"The bars are whole policy updates of models with the shapes of Qwen3, with checkpointing and AdamW; our loss "
-        f"has its default budget of 1 GiB. At {model}, {ours['tokens']:,} tokens take {ours['ms']:,.0f} ms instead of "
-        f"{plain['ms']:,.0f} ms, and a micro-batch of {after:,} tokens instead of {before:,} fits on "
-        f"{memory / 1e9:.0f} GB."
+        f"The bars show whole policy updates of models with the shapes of Qwen3, with gradient checkpointing and "
+        f"AdamW. At {model}, {ours['tokens']:,} tokens take {ours['ms']:,.0f} ms instead of {plain['ms']:,.0f} ms, "
+        f"and a micro-batch of {after:,} tokens instead of {before:,} fits on {memory / 1e9:.0f} GB."
     )
     beside = beside_trl(lines, records)
     more = f"\n{textwrap.fill(beside + ' [More on that](docs/adapters/trl.md).', 142)}\n" if beside else ""
@@ -160,19 +159,20 @@ def with_readme(text: str, lines: Sequence[Line], records: Sequence[Record] = ()
 
 SECTION = """## A whole step
 
-Forward, loss, backward, clipped gradients and AdamW of transformers models with the shapes of Qwen3: tied embeddings,
-random weights in bfloat16, gradient checkpointing, torch's attention, sequences of {length} tokens of which {prompt}
-are prompt. AdamW is fused and keeps its state in bfloat16. Plain torch takes logits of the response alone, as the
-others do. The loss' share is its forward and backward alone, from given hidden states, over the step. `logitless` is
-the `loss=` of a patched model, under the default budget of 1 GiB. {where}.
+A step is forward, loss, backward, clipping of gradients and AdamW. The models are those of Transformers with the shapes
+of Qwen3: tied embeddings, random weights in bfloat16, gradient checkpointing, torch's attention. Sequences have
+{length} tokens, {prompt} of them prompt. AdamW is fused and keeps its state in bfloat16. Plain torch, like the others,
+computes logits of the response alone. `logitless` is the `loss=` of a patched model, with the default budget of 1 GiB.
+The column *loss* is the share of the step that forward and backward of the loss take, from given hidden states.
+{where}.
 """
 
-LONGEST = """The longest micro-batch that fits, in whole sequences. The next size that was tried, at most 6 % or one
-sequence longer, ran out of memory; `+` marks one where there was no time to try a longer one.
+LONGEST = """This is the longest micro-batch that fits, in whole sequences. The next size that was tried, at most 6 % or
+one sequence longer, ran out of memory; `+` marks a size beyond which nothing was tried.
 """
 
-TRAINER = """TRL's own GRPOTrainer on a given batch, {tokens:,} tokens: its loop, loss, optimizer and metrics, as it is
-and after `install("trl")`, which rounds logits as TRL does unless `accurate=True` is given. {where}.
+TRAINER = """This is TRL's own GRPOTrainer on a given batch of {tokens:,} tokens, with its loop, loss, optimizer and
+metrics: as it is, and after `install("trl")`, which rounds logits as TRL does unless `accurate=True` is given. {where}.
 """
 
 

@@ -106,29 +106,21 @@ def draw(curves: dict[str, Curve], teacher_reward: float, path: Path) -> None:
     """``PATH-light.png`` and ``PATH-dark.png``."""
     import matplotlib.pyplot as plt
 
-    from logitless.tools.style import DARK, LIGHT, WIDTH_INCHES, save
+    from logitless.tools.style import DARK, LIGHT, WIDTH_INCHES, dress, name_lines, save
 
-    titles = ("KL(student || teacher), the loss", "KL(teacher || student), unseen text", "reward")
+    titles = ("loss", "KL(teacher, student)", "reward")
     path.parent.mkdir(parents=True, exist_ok=True)
     for style in (LIGHT, DARK):
         figure, axes = plt.subplots(1, 3, figsize=(WIDTH_INCHES, 3.0), layout="constrained")
         for axis, (field, title) in zip(axes, zip(Curve._fields, titles, strict=True), strict=True):
+            dress(axis, style, title)
             for (name, curve), colour in zip(curves.items(), (style.ours, style.mark), strict=True):
-                dashes = "solid" if colour == style.ours else (0, (3, 1))
-                axis.plot(getattr(curve, field), color=colour, linewidth=1.5, linestyle=dashes, label=name)
-            axis.set_title(title, color=style.text, fontsize=9, loc="left")
-            axis.set_xlabel("step", color=style.text, fontsize=9)
-            axis.set_facecolor(style.background)
-            axis.grid(color=style.faint, linewidth=0.5)
-            axis.tick_params(colors=style.text, labelsize=8)
-            axis.spines[:].set_color(style.faint)
+                axis.plot(getattr(curve, field), color=colour, linewidth=1.8, label=name)
+            axis.set_xlabel("step")
             axis.set_ylim(bottom=0)
+        axes[2].axhline(teacher_reward, color=style.others, linewidth=1.8, label="the teacher's", zorder=1)
         axes[2].set_ylim(top=1.1)
-        axes[2].axhline(teacher_reward, color=style.others, linewidth=1.2)
-        axes[2].annotate(
-            "the teacher's own", (0, teacher_reward), (2, 3), textcoords="offset points", fontsize=8, color=style.text
-        )
-        axes[0].legend(fontsize=8, frameon=False, labelcolor=style.text)
+        name_lines(axes[2], style)
         save(figure, path.with_name(f"{path.name}-{style.name}.png"), style)
 
 

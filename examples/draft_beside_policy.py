@@ -126,29 +126,23 @@ def draw(curve: Curve, alone: int, path: Path) -> None:
     """``PATH-light.png`` and ``PATH-dark.png``."""
     import matplotlib.pyplot as plt
 
-    from logitless.tools.style import DARK, LIGHT, WIDTH_INCHES, save
+    from logitless.tools.style import DARK, LIGHT, WIDTH_INCHES, dress, name_lines, save
 
     path.parent.mkdir(parents=True, exist_ok=True)
     for style in (LIGHT, DARK):
         figure, axes = plt.subplots(1, 2, figsize=(WIDTH_INCHES, 3.0), layout="constrained")
-        axes[0].plot(curve.most, color=style.others, linewidth=1.2, label="the policy's probability of the draft's ids")
-        axes[0].plot(curve.one, color=style.ours, linewidth=1.5, label="one token ahead")
-        axes[0].plot(curve.two, color=style.mark, linewidth=1.5, linestyle=(0, (3, 1)), label="two tokens ahead")
-        axes[1].plot(curve.reward, color=style.ours, linewidth=1.5)
-        for axis in axes:
-            axis.axvline(alone, color=style.faint, linewidth=1.0)
-        axes[0].annotate(
-            "the draft begins", (alone, 0), (3, 4), textcoords="offset points", fontsize=8, color=style.text
-        )
         for axis, title in zip(axes, ("acceptance rate of the draft", "reward of the policy"), strict=True):
-            axis.set_title(title, color=style.text, fontsize=9, loc="left")
-            axis.set_xlabel("step", color=style.text, fontsize=9)
-            axis.set_facecolor(style.background)
-            axis.grid(color=style.faint, linewidth=0.5)
-            axis.tick_params(colors=style.text, labelsize=8)
-            axis.spines[:].set_color(style.faint)
+            dress(axis, style, title)
+            axis.axvline(alone, color=style.others, linewidth=1.2, label="_")
+            axis.set_xlabel("step")
             axis.set_ylim(0, 1.05)
-        axes[0].legend(fontsize=8, frameon=False, labelcolor=style.text, loc="upper left")
+        look = {"textcoords": "offset points", "fontsize": 9, "color": style.quiet}
+        axes[0].annotate("the draft begins", (alone, 0), (5, 6), **look)
+        axes[0].plot(curve.most, color=style.others, linewidth=1.8, label="upper bound")
+        axes[0].plot(curve.one, color=style.ours, linewidth=1.8, label="one token ahead")
+        axes[0].plot(curve.two, color=style.mark, linewidth=1.8, label="two tokens ahead")
+        axes[1].plot(curve.reward, color=style.ours, linewidth=1.8)
+        name_lines(axes[0], style)
         save(figure, path.with_name(f"{path.name}-{style.name}.png"), style)
 
 

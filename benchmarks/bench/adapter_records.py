@@ -51,7 +51,7 @@ def table(host: str, records: Sequence[AdapterRecord]) -> str:
     """The newest record of every device, as Markdown."""
     newest = {record.environment["device"]: record for record in records if record.host == host}
     if not newest:
-        return "Not measured yet.\n\n"
+        return "No machine has measured this step yet; what tests have counted is above.\n\n"
     columns = ("before", "after", "deferred") if any(x.deferred_bytes for x in newest.values()) else ("before", "after")
     heads = [f"{what} {column}" for what in ("peak", "time") for column in columns]
     lines = [f"| | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
@@ -64,13 +64,17 @@ def table(host: str, records: Sequence[AdapterRecord]) -> str:
         cells += ["" if x is None else f"{x:,.0f} ms" for x in times]
         lines.append(f"| {where['device']} | {' | '.join(cells)} |")
         notes.append(
-            f"{where['device']}: {record.point}, forward and backward, {record.sizes}; {host} {record.version}, torch "
-            f"{where['versions']['torch']}, commit `{where['commit']}`. Log-probs differ by at most "
+            f"{where['device']}: {record.point}, forward and backward of {record.sizes}; {host} {record.version}, "
+            f"torch {where['versions']['torch']}, commit `{where['commit']}`. Log-probs differ by at most "
             f"{record.difference:.1g}"
             + ("." if record.deferred_difference is None else f", deferred by {record.deferred_difference:.1g}.")
             + "".join(
                 f" Logits made {count} times, by `{_short(place)}`." for place, count in (record.made or {}).items()
             )
+        )
+    if "deferred" in columns:
+        notes.insert(
+            0, "*Before* is the framework alone, *after* with ours, and *deferred* with logits that are not computed."
         )
     return "\n".join(lines) + "\n\n" + "\n\n".join(notes) + "\n\n"
 

@@ -217,7 +217,7 @@ def deepspeed(batch: Batch) -> Callable[[], Tensor]:
         labels, vocab = batch.tokens.roll(-1, 1), batch.model.config.vocab_size
         bounds = {"vocab_start_index": 0, "vocab_end_index": vocab, "global_vocab_size": vocab}
         loss = module.vocab_parallel_cross_entropy(batch.logits(), labels, reduction="none", **bounds)
-        return _learn(batch.model, -loss, loss.new_zeros(()))
+        return _learn(batch, -loss, loss.new_zeros(()))
 
     return step
 

@@ -22,7 +22,7 @@ from benchmarks.bench.records import COMPUTES, Record, by_case, newest, where
 from benchmarks.plots.curves import GROWTH, draw_growth
 from logitless.errors import LogitlessError
 from logitless.spec import format_bytes
-from logitless.tools.style import DARK, LIGHT, WIDTH_INCHES, Style, save
+from logitless.tools.style import DARK, LIGHT, WIDTH_INCHES, Style, head, save
 
 Panel = Callable[[Axes, Sequence[Record], Style], None]
 
@@ -58,7 +58,7 @@ def draw_records(records: Sequence[Record], folder: Path, stem: str) -> list[Pat
         for name, panel, title in PANELS:
             paths.append(folder / f"{stem}-{name}-{style.name}.png")
             figure = _grid(groups, panel, style)
-            figure.suptitle(f"{title} ({where(records)})", color=style.text, fontsize=10, x=0.01, ha="left")
+            head(figure, title, where(records), style)
             save(figure, paths[-1], style)
     return paths
 
@@ -66,13 +66,12 @@ def draw_records(records: Sequence[Record], folder: Path, stem: str) -> list[Pat
 def draw_case(records: Sequence[Record], path: Path, style: Style) -> None:
     """Time and memory of one case side by side, every bar with its name: the figure of the README."""
     group = _shown(newest(records))
-    size = (WIDTH_INCHES, 0.8 + 0.27 * len(group))
+    size = (WIDTH_INCHES, 1.1 + 0.27 * len(group))
     figure, axes = plt.subplots(1, len(PANELS), figsize=size, layout="constrained")
     for axis, (_, panel, title) in zip(axes, PANELS, strict=True):
         panel(axis, group, style)
         axis.set_title(title, color=style.text, fontsize=10, fontweight="bold", loc="left")
-    heading = f"{_detail(group[0])} ({where(group)})"
-    figure.suptitle(heading, color=style.text, fontsize=9, x=0.01, ha="left")
+    head(figure, _detail(group[0]), where(group), style)
     save(figure, path, style)
 
 
@@ -80,7 +79,7 @@ def _grid(groups: Sequence[Sequence[Record]], panel: Panel, style: Style) -> Fig
     columns = min(2, len(groups))
     lines = -(-len(groups) // columns)
     tallest = max(len(_shown(group)) for group in groups)
-    size = (WIDTH_INCHES, 0.3 + lines * (1.0 + 0.25 * tallest))
+    size = (WIDTH_INCHES, 0.6 + lines * (1.0 + 0.25 * tallest))
     figure, axes = plt.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
     for axis, group in zip(axes.flat[: len(groups)], groups, strict=True):
         panel(axis, _shown(group), style)
@@ -132,14 +131,17 @@ def draw_bars(axis: Axes, bars: Sequence[Bar], style: Style) -> None:
     axis.set_facecolor(style.background)
     longest = max(bar.value for bar in bars) or 1.0
     # Labels have the background's colour behind them, so that the mark does not run through them.
-    behind = {"facecolor": style.background, "edgecolor": "none", "pad": 1.0}
-    label: dict[str, Any] = {"va": "center", "fontsize": 8.5, "zorder": 4}
+    behind = {"facecolor": style.background, "edgecolor": "none", "pad": 1.2}
+    label: dict[str, Any] = {"va": "center", "fontsize": 9, "zorder": 4}
     for place, bar in enumerate(bars):
         colour = style.ours if bar.ours else style.others
         face = "none" if bar.partial else colour
         axis.barh(place, bar.value, 0.68, color=face, edgecolor=colour, hatch="////" if bar.partial else None, zorder=2)
-        axis.text(bar.value + 0.015 * longest, place, bar.text, bbox=behind, color=style.text, **label)
+        look = {"color": style.ours, "fontweight": "bold"} if bar.ours else {"color": style.text}
+        axis.text(bar.value + 0.015 * longest, place, bar.text, bbox=behind, **look, **label)
     axis.set_yticks(range(len(bars)), [bar.label for bar in bars], fontsize=9, color=style.text)
+    for name, bar in zip(axis.get_yticklabels(), bars, strict=True):
+        name.set(color=style.ours if bar.ours else style.text, fontweight="bold" if bar.ours else "normal")
     axis.set_xticks([])
     axis.set_xlim(0, 1.3 * longest)
     axis.set_ylim(len(bars) - 0.45, -0.55)
@@ -162,7 +164,7 @@ def _draw_mark(axis: Axes, value: float, text: str, style: Style) -> None:
 
 def _title(axis: Axes, record: Record, style: Style) -> None:
     axis.set_title(f"{record.case['name']}\n", color=style.text, fontsize=10, fontweight="bold", loc="left")
-    axis.text(0, 1.03, _detail(record), transform=axis.transAxes, fontsize=8.5, color=style.text, va="bottom")
+    axis.text(0, 1.03, _detail(record), transform=axis.transAxes, fontsize=8.5, color=style.quiet, va="bottom")
 
 
 def _detail(record: Record) -> str:
@@ -170,8 +172,8 @@ def _detail(record: Record) -> str:
     case = record.case
     work = "forward + backward" if case["backward"] else "forward"
     share = "" if record.rows == case["tokens"] else f", {record.rows / case['tokens']:.0%} of rows"
-    hidden = f" from {case['hidden']}" if case.get("hidden") else ""
-    return f"{case['tokens']} x {case['vocab']}{hidden} {case['dtype']}, {work}{share}"
+    hidden = f" from {case['hidden']:,}" if case.get("hidden") else ""
+    return f"{case['tokens']:,} x {case['vocab']:,}{hidden} {case['dtype']}, {work}{share}"
 
 
 def _short(x: float) -> str:

@@ -18,7 +18,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from benchmarks.bench.records import Record, newest, where
 from logitless.errors import LogitlessError
 from logitless.spec import format_bytes
-from logitless.tools.style import WIDTH_INCHES, Style, save
+from logitless.tools.style import WIDTH_INCHES, Style, dress, head, name_lines, save
 
 GROWTH = "linear-growth-"
 SIZES = (("tokens", "T"), ("vocab", "V"), ("hidden", "D"))
@@ -40,14 +40,13 @@ def draw_growth(records: Sequence[Record], path: Path, style: Style) -> None:
         for row, (field, _) in enumerate((TIME, MEMORY)):
             draw_curves(axes[row, column], along, lambda r, size=size: r.case[size], field, style)
             label_sizes(axes[row, column], [r.case[size] for r in along])
-        fixed = ", ".join(f"{s} = {base[name]}" for name, s in SIZES if name != size)
-        axes[0, column].set_title(f"against {symbol} ({fixed})", color=style.text, fontsize=9, loc="left")
-        axes[1, column].set_xlabel(symbol, color=style.text, fontsize=9)
+        fixed = ", ".join(f"{s} = {base[name]:,}" for name, s in SIZES if name != size)
+        axes[1, column].set_xlabel(f"{symbol}   ({fixed})")
     for row, (_, label) in enumerate((TIME, MEMORY)):
-        axes[row, 0].set_ylabel(label, color=style.text, fontsize=9)
-    draw_legend(figure, list(axes.flat), style)
-    heading = f"From hidden states, {base['dtype']}, forward + backward with an entropy gradient ({where(points)})"
-    figure.suptitle(heading, color=style.text, fontsize=9, x=0.01, ha="left")
+        axes[row, 0].set_title(label, color=style.text, fontsize=10, fontweight="bold", loc="left", pad=8)
+        name_lines(axes[row, -1], style)
+    heading = f"From hidden states, {base['dtype']}, forward + backward with an entropy gradient"
+    head(figure, heading, where(points), style)
     save(figure, path, style)
 
 
@@ -66,18 +65,17 @@ def draw_response(
         found = [record for record in records if times[record.provider] > 1]
         draw_curves(axis, found, lambda r: r.case["response"], field, style)
         label_shares(axis, [r.case["response"] for r in found])
-        axis.set_title(title, color=style.text, fontsize=9, fontweight="bold", loc="left")
-        axis.set_xlabel("share of the tokens that is response", color=style.text, fontsize=9)
+        axis.set_title(title, color=style.text, fontsize=10, fontweight="bold", loc="left", pad=8)
+        axis.set_xlabel("share of the tokens that is response")
         name_lines(axis, style)
-    axes[0, 0].set_ylabel(label, color=style.text, fontsize=9)
-    heading = f"{what} ({where([r for group in groups for r in newest(group)])})"
-    figure.suptitle(heading, color=style.text, fontsize=9, x=0.01, ha="left")
+    axes[0, 0].set_ylabel(label)
+    head(figure, what, where([r for group in groups for r in newest(group)]), style)
     save(figure, path, style)
 
 
 def draw_curves(axis: Axes, records: Sequence[Record], x: Callable[[Record], float], field: str, style: Style) -> None:
     """``field`` against ``x``, both logarithmic, one line per provider; times also have a line for the floor."""
-    axis.set_facecolor(style.background)
+    dress(axis, style)
     ours = 0
     for place, name in enumerate(dict.fromkeys(r.provider for r in records)):
         own = sorted((x(r), value) for r in records if r.provider == name and (value := getattr(r, field)))
@@ -97,7 +95,9 @@ def draw_curves(axis: Axes, records: Sequence[Record], x: Callable[[Record], flo
         lost = [x(r) for r in records if r.provider == name and r.status == "out of memory"]
         if lost and field == MEMORY[0]:
             top = axis.get_xaxis_transform()
-            axis.scatter(lost, [0.96] * len(lost), marker="x", color=style.mark, transform=top, label="out of memory")
+            axis.scatter(lost, [0.94] * len(lost), marker="x", color=style.mark, transform=top, label="out of memory")
+            look: dict[str, Any] = {"ha": "right", "va": "top", "fontsize": 8, "color": style.mark}
+            axis.annotate("out of\nmemory", (max(lost), 0.94), (4, -6), top, "offset points", **look)
     if field == TIME[0]:
         floors = sorted({x(r): r.floor_ms for r in records if r.floor_ms is not None}.items())
         if floors:
@@ -113,23 +113,6 @@ def draw_curves(axis: Axes, records: Sequence[Record], x: Callable[[Record], flo
         axis.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5), numticks=8))
         axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
     axis.yaxis.set_minor_locator(NullLocator())
-    axis.tick_params(colors=style.text, which="both", labelsize=8)
-    axis.grid(color=style.faint, linewidth=0.5)
-    for spine in axis.spines.values():
-        spine.set_color(style.faint)
-
-
-def name_lines(axis: Axes, style: Style) -> None:
-    """Write the name of every line at its right end, names moved apart where lines meet."""
-    axis.autoscale_view()
-    into = axis.transData + axis.transAxes.inverted()
-    lines: list[Any] = list(axis.lines)
-    ends = [(float(into.transform(line.get_xydata()[-1])[1]), line) for line in lines]
-    place = 2.0
-    for height, line in sorted(ends, key=lambda end: -end[0]):
-        place = min(height, place - 0.065)
-        look = {"va": "center", "fontsize": 8.5, "color": style.ours if line.get_color() == style.ours else style.text}
-        axis.text(1.03, place, line.get_label(), transform=axis.transAxes, **look)
 
 
 def label_sizes(axis: Axes, sizes: Sequence[float]) -> None:
@@ -147,5 +130,5 @@ def label_shares(axis: Axes, shares: Sequence[float]) -> None:
 def draw_legend(figure: Figure, axes: Sequence[Axes], style: Style) -> None:
     """One legend below all panels."""
     found = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    look = {"fontsize": 8, "frameon": False, "labelcolor": style.text, "loc": "outside lower left"}
+    look = {"fontsize": 9, "frameon": False, "labelcolor": style.quiet, "loc": "outside lower left"}
     figure.legend(found.values(), found.keys(), ncols=min(6, len(found)), **look)

@@ -17,7 +17,7 @@ from benchmarks.plots.bars import draw_records
 from benchmarks.plots.curves import MEMORY, TIME, draw_curves, draw_legend, label_shares, label_sizes
 from logitless.errors import LogitlessError
 from logitless.spec import parse_memory
-from logitless.tools.style import DARK, LIGHT, WIDTH_INCHES, Style, save
+from logitless.tools.style import DARK, LIGHT, WIDTH_INCHES, Style, head, save
 
 COLUMNS = 3
 NUMBERS = ("response", "tokens", "vocab", "hidden", "memory")
@@ -57,15 +57,14 @@ def _draw(records: Sequence[Record], along: str, path: Path, style: Style) -> No
             ticks = [_place(r, along) for r in group]
             label_shares(axis, ticks) if along == "response" else label_sizes(axis, ticks)
             if column == 0:
-                axis.set_ylabel(label, color=style.text, fontsize=9)
+                axis.set_ylabel(label)
         title = ", ".join(f"{AXES[name]} {value_text(name, v)}" for name, v in zip(others, values, strict=True))
-        pair[0].set_title(title, color=style.text, fontsize=9, loc="left")
-        pair[1].set_xlabel(TITLES.get(along, AXES[along]), color=style.text, fontsize=9)
+        pair[0].set_title(title, color=style.text, fontsize=10, fontweight="bold", loc="left", pad=8)
+        pair[1].set_xlabel(TITLES.get(along, AXES[along]))
     for axis in [a for i, a in enumerate(axes.flat) if i // columns // 2 * columns + i % columns >= len(panels)]:
         axis.set_visible(False)
     draw_legend(figure, [axis for axis in axes.flat if axis.get_visible()], style)
-    heading = f"{fixed_text(records)}\n{where(records)}"
-    figure.suptitle(heading, color=style.text, fontsize=9, x=0.01, ha="left")
+    head(figure, fixed_text(records), where(records), style)
     save(figure, path, style)
 
 

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from examples.demo.run import Demo
 from logitless.spec import format_bytes
-from logitless.tools.style import LIGHT, WIDTH_INCHES, save
+from logitless.tools.style import LIGHT, WIDTH_INCHES, dress, save
 
 LINES = {
     "plain torch, all rows": ("s", 0, (0, 6)),
@@ -25,11 +25,6 @@ def draw_demo(demo: Demo, path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH_INCHES, 3.6), layout="constrained")
     _draw_curves(left, demo)
     _draw_memory(right, demo)
-    for axis in (left, right):
-        axis.set_facecolor(LIGHT.background)
-        axis.grid(color=LIGHT.faint, linewidth=0.5)
-        axis.tick_params(colors=LIGHT.text, labelsize=8)
-        axis.spines[:].set_color(LIGHT.faint)
     path.parent.mkdir(parents=True, exist_ok=True)
     save(figure, path, LIGHT)
 
@@ -39,12 +34,10 @@ def _draw_curves(axis: Axes, demo: Demo) -> None:
     # A wide line below a thin dashed one: where they coincide, both are seen.
     axis.plot(steps, demo.plain.rewards, color=LIGHT.others, linewidth=4.5, alpha=0.6, label=demo.plain.name)
     axis.plot(steps, demo.ours.rewards, color=LIGHT.ours, linewidth=1.6, linestyle=(0, (3, 1)), label=demo.ours.name)
-    axis.legend(fontsize=8, frameon=False, labelcolor=LIGHT.text)
-    axis.set_ylim(0, 1)
-    axis.set_xlabel("GRPO step", color=LIGHT.text, fontsize=9)
-    axis.set_ylabel("mean reward", color=LIGHT.text, fontsize=9)
+    axis.legend(fontsize=9, frameon=False, labelcolor=LIGHT.text)
+    axis.set(ylim=(0, 1.04), xlabel="GRPO step", ylabel="mean reward")
     difference = f"largest difference {demo.difference:.1g}" if demo.difference else "no difference"
-    axis.set_title(f"Repeat {demo.setting.length} digits: {difference}", color=LIGHT.text, fontsize=10, loc="left")
+    dress(axis, LIGHT, f"Repeat {demo.setting.length} digits: {difference}")
 
 
 def _draw_memory(axis: Axes, demo: Demo) -> None:
@@ -60,7 +53,5 @@ def _draw_memory(axis: Axes, demo: Demo) -> None:
             text, (percent[point], mib[point]), offset, textcoords="offset points", fontsize=8, color=LIGHT.text
         )
     axis.set_ylim(bottom=0, top=1.15 * max(max(peaks) for peaks in measured.peaks.values()) / 2**20)
-    axis.set_xlabel("response tokens, % of all", color=LIGHT.text, fontsize=9)
-    axis.set_ylabel("peak of the loss step, MiB", color=LIGHT.text, fontsize=9)
-    title = f"Memory, {measured.tokens} tokens x {measured.vocab} ids"
-    axis.set_title(title, color=LIGHT.text, fontsize=10, loc="left")
+    axis.set(xlabel="response tokens, % of all", ylabel="peak of the loss step, MiB")
+    dress(axis, LIGHT, f"Memory, {measured.tokens:,} tokens x {measured.vocab:,} ids")

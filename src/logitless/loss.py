@@ -219,7 +219,7 @@ def resolve_loss(logits: Any, rows: Any, asked: Asked, batch: Batch) -> tuple[Ca
         )
     if objective.stats and asked.kept is not None:
         raise LogitlessError(
-            f"{NAME}: label_smoothing spreads the target over the whole vocabulary, and does not go with kept=."
+            f"{NAME}: label_smoothing spreads the target over the whole vocabulary, and does not work with kept=."
         )
     asked = replace(asked, entropy=objective.entropy, stats=objective.stats, divergence=divergence or "reverse_kl")
     default = MEMORY["chunk"] if isinstance(logits, Logits) else MEMORY["logits"]

@@ -243,8 +243,8 @@ def tuned(path: Path, name: str, count: int, capability: int) -> Machine:
         ) from None
     if card != (name, count):
         raise LogitlessError(
-            f"{TABLE}: {path} is of {card[0]} with {card[1]} multiprocessors, and this is {name} with {count}. Write "
-            f"one here with logitless tune, or unset {TABLE}."
+            f"{TABLE}: {path} was measured on {card[0]} with {card[1]} multiprocessors, and this card is {name} with "
+            f"{count}. Write a table here with logitless tune, or unset {TABLE}."
         )
     return _gpu(name, count, costs, bool(epilogues), capability)
 

@@ -24,7 +24,13 @@ OTHERS = {
 """Pages that speak of every host."""
 
 CLAIMS: list[dict[str, Any]] = tomllib.loads((HERE / "claims.toml").read_text(encoding="utf-8"))["claim"]
-HEADINGS = ("What differs", "Without a pass for old log-probs", "Known limits", "Distillation", "What does not change")
+HEADINGS = (
+    "What differs",
+    "Skip the forward pass for old log-probs",
+    "Known limits",
+    "Distillation",
+    "What does not change",
+)
 """Sections of an adapter's page that speak of what its host does."""
 
 SECTIONS = re.compile(rf"^## ({'|'.join(HEADINGS)})\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)

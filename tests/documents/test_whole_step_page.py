@@ -67,7 +67,6 @@ def test_the_readme_tells_of_the_largest_model_that_both_could_train(lines):
     said = " ".join(text.split())
     assert "At 0.6B, 16,384 tokens take 200 ms instead of 300 ms" in said
     assert "a micro-batch of 409,600 tokens instead of 20,480 fits on 80 GB" in said
-    assert "our loss has its default budget of 1 GiB" in said
 
 
 def test_it_says_where_trl_is_as_good(lines):
@@ -86,7 +85,7 @@ def test_it_says_where_trl_is_as_good(lines):
 
 def test_the_section_has_every_contender_or_why_not(lines):
     text = "\n".join(page.section(lines))
-    assert "sequences of 2048 tokens of which 256\nare prompt" in text
+    assert "Sequences have\n2048 tokens, 256 of them prompt" in text
     assert "| 0.6B | plain torch | 300 | 54,613 | 25 % | 3.00 GiB | 1.0e-06, 2.0e-04 |" in text
     assert "|  | **logitless** | 200 | 81,920 | 25 % | 3.00 GiB | 1.0e-06, 2.0e-04 |" in text
     assert "| 4B | plain torch | OutOfMemoryError | | | | |" in text

@@ -89,7 +89,7 @@ def test_label_smoothing_with_what_it_does_not_go_with():
     rows, hidden, weight, _ = batch()
     objective = ll.Objective(policy="cross_entropy", policy_options={"label_smoothing": 0.1})
     kept = ll.Kept.from_lists([[1, 2]] * len(rows))
-    with pytest.raises(ll.LogitlessError, match=r"label_smoothing spreads the target .* does not go with kept="):
+    with pytest.raises(ll.LogitlessError, match=r"label_smoothing spreads the target .* does not work with kept="):
         ours(rows, hidden, weight, objective, {}, kept=kept)
     with pytest.raises(ll.LogitlessError, match=r"label_smoothing needs the mean logit.* stats=objective.stats"):
         objective(ll.logprobs(ll.Logits(hidden, weight), rows), rows)

@@ -312,9 +312,9 @@ def test_what_is_refused():
     nothing = Teacher(ll.Logits(batch.other_hidden, batch.other_weight), kept=Kept.from_lists([[]] * ROWS))
     zeros = torch.zeros(ROWS, dtype=torch.int64)
     wrong: dict[str, tuple[Any, dict]] = {
-        "kept= does not go with Teacher.from_top_k": (sent, {"kept": kept}),
-        "Teacher(kept=) goes with kept= of the student": (own, {}),
-        "of several teachers all have it or none": (Teacher.by_row([own, teacher], zeros), {"kept": kept}),
+        "kept= does not work with Teacher.from_top_k": (sent, {"kept": kept}),
+        "Teacher(kept=) needs kept= for the student too": (own, {}),
+        "of several teachers, all have it or none": (Teacher.by_row([own, teacher], zeros), {"kept": kept}),
         "the teacher kept no id at all in a row": (nothing, {"kept": kept}),
     }
     for text, (given, options) in wrong.items():

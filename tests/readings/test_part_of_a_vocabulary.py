@@ -337,5 +337,5 @@ def test_what_cannot_be_had():
     with pytest.raises(LogitlessError, match=r"eta is a number, 0 or more, but is -1"):
         Divergence("lk_hybrid", eta=-1)
     student = ll.Logits(draft.hidden, draft.weight, shard=ll.VocabShard(0, VOCAB))
-    with pytest.raises(LogitlessError, match="goes with Logits that have a shard of their own"):
+    with pytest.raises(LogitlessError, match="needs Logits with a shard of their own"):
         ll.logprobs(student, draft.target, teacher=draft.teacher(), divergence="tv")

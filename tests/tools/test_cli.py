@@ -84,7 +84,7 @@ def test_plan_prints_ways_items_and_a_call():
     assert answer.startswith(
         'Write policy_loss(ll.Logits(hidden, weight), ..., memory="1GiB"): 3 matrix products, peak '
     )
-    assert "\nMicro-batch: 32768 tokens fit; the largest that fits has " in answer
+    assert "\nMicro-batch: 32,768 tokens fit; the largest that fits has " in answer
     *brief, hint = invoke(*arguments).stdout.strip().splitlines()
     assert "\n".join(brief) == answer
     assert hint.startswith("With --full: ")

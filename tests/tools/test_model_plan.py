@@ -264,7 +264,7 @@ def test_the_answer_is_a_few_lines():
         lines[0] == 'Write policy_loss(ll.Logits(hidden, weight), ..., memory="1GiB"): 3 matrix products, '
         "peak 2.74 GiB of 19.65 GiB free."
     )
-    assert lines[1] == f"Micro-batch: 131072 tokens fit; the largest that fits has {plan.most_tokens}."
+    assert lines[1] == f"Micro-batch: 131,072 tokens fit; the largest that fits has {plan.most_tokens:,}."
     assert lines[2] == "Plain torch needs 92.73 GiB, 33.9 times as much."
     assert lines[3].startswith(
         'If the loss is not an Objective: logprobs(ll.Logits(hidden, weight), ..., memory="8GiB"), 3 matrix products'
@@ -274,7 +274,7 @@ def test_the_answer_is_a_few_lines():
     assert POLICY_LOSS.predict(replace(best, tokens=plan.most_tokens)).peak <= plan.free
     assert POLICY_LOSS.predict(replace(best, tokens=plan.most_tokens + 256)).peak > plan.free
     crowded = answer_lines(plan_model(step, 1 << 30))
-    assert "131072 tokens DO NOT FIT; the largest that fits has" in crowded[1]
+    assert "131,072 tokens DO NOT FIT; the largest that fits has" in crowded[1]
     assert "none fits: take more ranks" in answer_lines(plan_model(step, 1 << 20))[1]
 
 
@@ -380,7 +380,7 @@ def test_the_recommended_code_over_supports_runs_and_is_right():
 
 def test_it_can_be_shown():
     plan = plan_model(replace(STEP, tp=2), 1 << 30)
-    assert "each rank of TP 2, CP 1: 600 of 1501 tokens are response, 2502 columns" in headline(plan.step)
+    assert "each rank of TP 2, CP 1: 600 of 1,501 tokens are response, 2,502 columns" in headline(plan.step)
     assert [row[0] for row in summary_rows(plan)] == [way.name for way in WAYS]
     # Each but the first, plain torch, as a share of that.
     peaks = [forecast.estimate.peak for forecast in plan.forecasts]
@@ -410,7 +410,7 @@ def test_errors_name_what_was_wanted(tmp_path):
             find_model(str(broken))
     for call, said in (
         (lambda: find_model("qwen3-9b"), "or a preset but is 'qwen3-9b'. Did you mean 'qwen3-4b'"),
-        (lambda: find_card("h100"), "or a name but is 'h100'. Did you mean 'h100-80g'"),
+        (lambda: find_card("a100"), "or a name but is 'a100'. Did you mean 'a100-"),
         (lambda: replace(STEP, tokens=0), "tokens must be an integer of at least 1 but is 0"),
         (lambda: replace(STEP, response_fraction=1.5), "response_fraction must be above 0 and at most 1 but is 1.5"),
         (lambda: replace(STEP, dtype="int8"), "dtype must be one of"),
@@ -422,7 +422,7 @@ def test_errors_name_what_was_wanted(tmp_path):
 
 
 def test_cards_and_sizes():
-    assert find_card("H100-80G") == CARDS["h100-80g"].memory << 20
+    assert find_card("H100-80G") == find_card("h100") == CARDS["h100-80g"].memory << 20
     assert find_card("24GiB") == 24 << 30
 
 

@@ -296,11 +296,10 @@ class Teachers:
         if not self.members or not all(isinstance(x, Teacher) for x in self.members):
             raise LogitlessError(f"{BY_ROW}members must be a list of at least one Teacher, or of logits.")
         if any(x.at is not None for x in self.members):
-            raise LogitlessError("Teachers: a member has at=, which goes with one Teacher. Call once for each of them.")
+            raise LogitlessError("Teachers: a member has at=, which works with one Teacher only. Call once for each.")
         if any(x.top_k is not None for x in self.members):
             raise LogitlessError(
-                "Teachers: a member has log-probs of K ids. Those are of single rows: put each row's own into one "
-                "Teacher.from_top_k."
+                "Teachers: a member has log-probs of K ids. Put those of all rows into one Teacher.from_top_k instead."
             )
         dense(self.which, BY_ROW + "which", "an int64 tensor of one number per row")
         if self.which.dim() != 1 or self.which.dtype != torch.int64:

@@ -40,11 +40,14 @@ def check_teacher(given: Teacher | Teachers, tokens: Tensor, call: Call) -> None
         own_shard = teacher.logits.linear.shard if isinstance(teacher.logits, Logits) else None
         if teacher.ids is not None and call.shard is not None and own_shard is None:
             raise LogitlessError(
-                f"{name}: under a shard, Teacher(ids=) goes with Logits that have a shard of their own: the columns of "
-                f"the teacher that are here. Pass Teacher(Logits(hidden, weight, shard=VocabShard(...)), ids=...)."
+                f"{name}: under a shard, Teacher(ids=) needs Logits with a shard of their own, which names the "
+                f"teacher's columns on this rank. Pass Teacher(Logits(hidden, weight, shard=VocabShard(...)), ids=...)."
             )
         if teacher.hidden is None and call.linear is not None and call.linear.sequence_parallel:
-            raise LogitlessError(f"{name}: the teacher's logits are of all tokens, and sequence_parallel is on.")
+            raise LogitlessError(
+                f"{name}: the teacher is a tensor of logits of all tokens, and with sequence_parallel=True a rank has "
+                f"some of them. Pass the teacher's hidden states and weight, as Logits."
+            )
         _, columns = own_vocabulary(teacher, call)
         if teacher.ids is None and columns > call.columns:
             raise LogitlessError(
@@ -97,7 +100,9 @@ def _check_at(teacher: Teacher, at: Tensor, call: Call) -> None:
             f"{name}: Teacher(at=) is {list(at.shape)} but there are {call.num_rows} rows. Give one token for each."
         )
     if call.kept is not None:
-        raise LogitlessError(f"{name}: Teacher(at=) does not go with kept=. Bring the teacher's tokens into order.")
+        raise LogitlessError(
+            f"{name}: Teacher(at=) does not work with kept=. Put the teacher's tokens into the order of the rows."
+        )
     if inspectable(at) and at.numel() and not 0 <= int(at.min()) <= int(at.max()) < count:
         raise LogitlessError(
             f"{name}: Teacher(at=) runs from {int(at.min())} to {int(at.max())}, but the teacher has {count} tokens."
@@ -124,13 +129,13 @@ def _check_supports(call: Call, members: Sequence[Teacher]) -> None:
     name = call.caller
     if any(x.top_k is not None for x in members):
         raise LogitlessError(
-            f"{name}: kept= does not go with Teacher.from_top_k, which names its own ids. Leave kept= out; with "
+            f"{name}: kept= does not work with Teacher.from_top_k, which names its own ids. Drop kept=; with "
             f'tail="renormalise" both distributions are over those ids.'
         )
     supports = [x.kept for x in members if x.kept is not None]
     if supports and (call.kept is None or len(supports) < len(members)):
         raise LogitlessError(
-            f"{name}: Teacher(kept=) goes with kept= of the student, and of several teachers all have it or none."
+            f"{name}: Teacher(kept=) needs kept= for the student too; of several teachers, all have it or none."
         )
     for kept in supports:
         check_kept(name, kept, call.rows, call.vocab_size, call.gain.device)
@@ -144,8 +149,8 @@ def _check_top_k(call: Call, sent: TopK) -> None:
     name, ids = call.caller, sent.ids
     if call.asked.ids is not None:
         raise LogitlessError(
-            f"{name}: ids= does not go with a teacher that sent K log-probs, whose ids are looked up likewise. Ask "
-            f"for the log-probs of ids in a call of their own."
+            f"{name}: ids= does not work beside a teacher that sent K log-probs. Ask for the log-probs of these ids in "
+            f"another call."
         )
     if tuple(ids.shape[:-1]) not in (call.shape, (call.num_rows,)):
         raise LogitlessError(

@@ -99,11 +99,11 @@ def find_model(model: str) -> ModelShape:
 def find_card(card: str) -> int:
     """Bytes of a card, by its name or as a size such as ``"80GiB"``.
 
-    >>> find_card("h100-80g") >> 20
-    81559
+    >>> find_card("h100-80g") >> 20, find_card("H100") >> 20
+    (81559, 81559)
     """
-    if card.lower() in CARDS:
-        return CARDS[card.lower()].memory << 20
+    if (named := _named(card)) is not None:
+        return CARDS[named].memory << 20
     try:
         return parse_memory(card)
     except LogitlessError:
@@ -115,10 +115,15 @@ def find_card(card: str) -> int:
 
 def machine_of(card: str | None) -> Machine | Literal["cuda"]:
     """The machine of a card by its name; for a size, the one at hand."""
-    if card is None or card.lower() not in CARDS:
+    if card is None or (named := _named(card)) is None:
         return "cuda"
-    found = CARDS[card.lower()]
-    return Machine.card(card.lower(), found.multiprocessors, found.capability)
+    return Machine.card(named, CARDS[named].multiprocessors, CARDS[named].capability)
+
+
+def _named(card: str) -> str | None:
+    """The card of that name, or the only one that begins with it: ``h100``, but not ``a100``."""
+    found = [name for name in CARDS if card.lower() in (name, name.partition("-")[0])]
+    return found[0] if len(found) == 1 else None
 
 
 def find_count(text: str, option: str = "--tokens") -> int:

@@ -16,8 +16,8 @@ def answer_lines(plan: ModelPlan) -> list[str]:
     room = "" if plan.free is None else f" of {format_bytes(plan.free)} free"
     lines = [f"Write {_call_text(best)}: {_products_text(best)}, peak {format_bytes(best.call.peak)}{room}."]
     if plan.free is not None:
-        tokens = f"{plan.step.tokens} tokens " + ("fit" if plan.fits else "DO NOT FIT")
-        most = f"the largest that fits has {plan.most_tokens}" if plan.most_tokens else "none fits: take more ranks"
+        tokens = f"{plan.step.tokens:,} tokens " + ("fit" if plan.fits else "DO NOT FIT")
+        most = f"the largest that fits has {plan.most_tokens:,}" if plan.most_tokens else "none fits: take more ranks"
         lines.append(f"Micro-batch: {tokens}; {most}.")
     lines.append(f"Plain torch needs {format_bytes(plain)}, {plain / best.call.peak:.1f} times as much.")
     if own is not best:
@@ -38,17 +38,17 @@ def _products_text(choice: Choice) -> str:
 
 def headline(step: LossStep) -> str:
     model = step.model
-    facts = [f"hidden {model.hidden}", f"vocabulary {model.vocab}", "tied head" if model.tied else "untied head"]
+    facts = [f"hidden {model.hidden:,}", f"vocabulary {model.vocab:,}", "tied head" if model.tied else "untied head"]
     facts += [f"softcap {model.softcap:g}"] if model.softcap else []
     facts += [f"logit scale {model.scale:g}"] if model.scale != 1 else []
-    response = f"{step.rows} of {step.local_tokens} tokens are response"
+    response = f"{step.rows:,} of {step.local_tokens:,} tokens are response"
     entropy = {"value": "entropy", "grad": "entropy with its gradient"}.get(str(step.entropy), "no entropy")
     frozen = ", frozen head" if step.frozen_head else ""
     where = step.device if isinstance(step.device, str) else step.device.name
     where = {"cuda": "the GPU at hand, an H200 where there is none", "cpu": "a CPU"}.get(where, where)
     return (
         f"{model.name}: {', '.join(facts)}\n"
-        f"each rank of TP {step.tp}, CP {step.cp}: {response}, {step.columns} columns\n"
+        f"each rank of TP {step.tp}, CP {step.cp}: {response}, {step.columns:,} columns\n"
         f"{step.dtype}, log-prob and {entropy}, forward and backward{frozen}\n"
         f"tiles and route of {where}"
     )
@@ -62,7 +62,7 @@ def summary_rows(plan: ModelPlan) -> list[tuple[str, str, str, str, str]]:
         peak = forecast.estimate.peak
         share = "" if forecast is plan.forecasts[0] else f"{peak / plain:.1%}"
         fits = {None: "", True: "yes", False: "no"}[forecast.fits]
-        most = "" if forecast.most_tokens is None else str(forecast.most_tokens)
+        most = "" if forecast.most_tokens is None else f"{forecast.most_tokens:,}"
         lines.append((forecast.way.name, format_bytes(peak), share, fits, most))
     return lines
 

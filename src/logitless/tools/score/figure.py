@@ -15,7 +15,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from torch import Tensor
 
 from logitless.objectives import Mismatch
-from logitless.tools.style import WIDTH_INCHES, Style, save
+from logitless.tools.style import WIDTH_INCHES, Style, dress, name_lines, save
 
 LINES = {0.99: ("99%", "solid"), 0.9: ("90%", (0, (4, 2))), 0.5: ("median", (0, (1, 1.5)))}
 LEAST = 1e-7
@@ -38,18 +38,17 @@ def draw_mismatch(
     labels = ("|log ratio|", "probability by the engine", "place in the response")
     titles = ("share of tokens beyond", "|log ratio| by probability", "|log ratio| by place")
     for axis, label, title in zip(axes, labels, titles, strict=True):
-        axis.set_title(title, color=style.text, fontsize=9, fontweight="bold", loc="left")
-        axis.set_xlabel(label, color=style.text, fontsize=9)
-        _dress(axis, style)
+        axis.set_xlabel(label)
+        _dress(axis, style, title)
     heights = [float(y) for axis in axes[1:] for line in axis.lines for y in line.get_ydata()]
     for axis in axes[1:] if heights else ():
-        _name_lines(axis, style)
         axis.set_ylim(min(heights) / 1.6, max(heights) * 1.6)
+        name_lines(axis, style)
     heading = (
         f"Trainer against rollout engine: {report.tokens:,} tokens, KL (k3) {report.kl_k3:.2e}, effective sample size "
         f"{report.effective_tokens:.1%} of the tokens"
     )
-    figure.suptitle(heading, color=style.text, fontsize=9, x=0.01, ha="left")
+    figure.suptitle(heading, color=style.text, fontsize=10, x=0.01, ha="left")
     save(figure, path, style)
 
 
@@ -88,23 +87,9 @@ def _draw_quantiles(axis: Axes, x: Tensor, distance: Tensor, width: float, style
     axis.set_yscale("log")
 
 
-def _name_lines(axis: Axes, style: Style) -> None:
-    """The name of every line at its right end."""
-    for line in axis.lines:
-        x, y = line.get_xdata()[-1], line.get_ydata()[-1]  # pyright: ignore[reportIndexIssue]
-        look = {"va": "center", "fontsize": 8, "color": style.text}
-        axis.annotate(str(line.get_label()), (x, y), (5, 0), textcoords="offset points", **look)
-    # The names need room, in the axis' own decades.
-    low, high = axis.get_xlim()
-    axis.set_xlim(low, high * (high / low) ** 0.2)
-
-
-def _dress(axis: Axes, style: Style) -> None:
-    axis.set_facecolor(style.background)
-    axis.tick_params(colors=style.text, which="both", labelsize=8)
+def _dress(axis: Axes, style: Style, title: str) -> None:
+    dress(axis, style, title)
     axis.xaxis.set_major_locator(LogLocator(base=10, numticks=6))
     axis.yaxis.set_major_locator(LogLocator(base=10, numticks=7))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.yaxis.set_minor_locator(NullLocator())
-    axis.grid(color=style.faint, linewidth=0.5)
-    axis.spines[:].set_color(style.faint)
