@@ -19,7 +19,7 @@ import logitless as ll
 from benchmarks.bench.predicted import Compared, PeakCase, compare, table
 from benchmarks.bench.sized_steps import SizedStep
 from logitless.call import MEMORY
-from logitless.memory import Estimate, sized
+from logitless.memory import Estimate, shapes, sized
 from logitless.route import loss as loss_plans
 
 PROMISE = 0.05
@@ -371,6 +371,20 @@ def test_the_peaks_on_cuda(cases: dict, device: torch.device):
     print("\n" + table(results))
     off = [result.name for result in results if result.error > PROMISE]
     assert not off, "\n" + table(results)
+
+
+@pytest.mark.parametrize("name", FURTHER_CUDA_CASES)
+def test_no_index_is_copied_out_of_sight(name: str, monkeypatch):
+    """Of two indices of other strides a GPU makes copies in the shape of both, which no dispatch mode sees."""
+
+    def seen(func, args, kwargs):
+        if func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):
+            several = torch.broadcast_tensors(*(x for x in args[1] if x is not None))
+            assert len({x.stride() for x in several}) == 1, [list(x.shape) for x in several]
+        return shapes.result_of(func, args, kwargs)
+
+    monkeypatch.setattr("logitless.memory.ledger.result_of", seen)
+    PeakCase(name, FURTHER_CUDA_CASES[name]).predicted(torch.device("cuda"))
 
 
 # What it says of itself.
