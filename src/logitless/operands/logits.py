@@ -99,6 +99,8 @@ class Logits(Tensor):
     _memo: dict[Any, Any]
     _read: bool
     _versions: list[tuple[str, Tensor, int]]
+    _changes: list[tuple[str, tuple[int, int]]]
+    _seen: int
 
     @staticmethod
     def __new__(
@@ -179,6 +181,8 @@ class Logits(Tensor):
             self._behind.gain = value
         # Copies that share it stand for the numbers before.
         self._memo = {}
+        self._changes.append((place(), _span(self._stands.hidden)))
+        self._seen = len(self._changes)
 
     def stands(self) -> Stands:
         """What the logits stand for, unchanged; behind them in the graph where somebody watches their gradient."""
@@ -187,6 +191,8 @@ class Logits(Tensor):
         # Storage without numbers, or none to ask for it: not what a weight in memory has.
         if self._stands.gather is not None or not matrix.numel() or not _in_memory(matrix):
             self._stands.require()
+        if self._seen != len(self._changes):
+            self._refuse_changes()
         watched = self._stands.watched
         changed = [name for name, x, version in self._versions if x._version != version]
         if changed or (watched is not None and watched.changed()):
@@ -210,6 +216,18 @@ class Logits(Tensor):
                 return self._stands
             self._behind = self._stands.of(new)
         return self._behind
+
+    def _refuse_changes(self) -> None:
+        """Raise if rows of these were changed in place through a view, or through what these are a view of."""
+        first, last = _span(self._stands.hidden)
+        for where, (low, high) in self._changes[self._seen :]:
+            if low <= last and first <= high:
+                raise LogitlessError(
+                    f"Logits: these share memory with logits that were changed in place at {where}, by which torch "
+                    f"would have changed them, too. Take the view after the change, or change a copy: "
+                    f"logits / temperature."
+                )
+        self._seen = len(self._changes)
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
         """Run ``hook`` in backward, once the gradients of hidden states and weight are known and before they go on.
@@ -354,9 +372,17 @@ def made(stands: Stands, cls: type[Logits] = Logits) -> Logits:
     new._stands, new._behind, new._edge, new._watched, new._read = stands, None, edge, False, False
     # What torch's functions have read already. Not part of what the edge holds: that would be a circle.
     new._memo = {}
+    # Where these and all views of them were changed in place, and how many of those changes they know of.
+    new._changes, new._seen = [], 0
     new.shard = linear.shard
     new._versions = [(name, x, x._version) for name, x in named if not x.is_inference()]
     return new
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """First and last place of a tensor in its storage."""
+    first = int(x.storage_offset())
+    return first, first + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
 
 
 def _in_memory(weight: Tensor) -> bool:

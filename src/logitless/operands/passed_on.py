@@ -47,8 +47,17 @@ def _of_rows(x: Logits, change: Callable[[Tensor], Any]) -> Any:
     gain = change(x.gain[..., None]) if isinstance(x.gain, Tensor) else None
     if isinstance(hidden, (tuple, list)):
         gains = [x.gain] * len(hidden) if gain is None else [g[..., 0] for g in gain]
-        return type(hidden)(like(x, h, gain=g, part=True) for h, g in zip(hidden, gains, strict=True))
-    return like(x, hidden, gain=x.gain if gain is None else gain[..., 0])
+        parts = (like(x, h, gain=g, part=True) for h, g in zip(hidden, gains, strict=True))
+        return type(hidden)(_view_of(x, part) for part in parts)
+    return _view_of(x, like(x, hidden, gain=x.gain if gain is None else gain[..., 0]))
+
+
+def _view_of(x: Logits, new: Logits) -> Logits:
+    """``new``, which torch would have as a view of ``x`` where its hidden states are one: what is done to one of them
+    in place is seen by the other."""
+    if torch._C._is_alias_of(x._stands.hidden, new._stands.hidden):  # pyright: ignore[reportAttributeAccessIssue]
+        new._changes, new._seen = x._changes, x._seen
+    return new
 
 
 def _split(name: str) -> Callable[..., Any]:
@@ -106,7 +115,7 @@ def _rows_of(x: Any, index: Any) -> Any:
     if columns[2] != 1 or x.linear.shard is not None or isinstance(x.weight, LoRA) or x.linear.weight_grad is not None:
         return NotImplemented
     bias = None if x.linear.bias is None else x.linear.bias[last]
-    cut = like(x, weight=x.weight[last], linear=replace(x.linear, bias=bias))
+    cut = _view_of(x, like(x, weight=x.weight[last], linear=replace(x.linear, bias=bias)))
     return _of_rows(cut, lambda h: h[(*lead, slice(None))])
 
 
@@ -166,10 +175,14 @@ def same(x: Any, **_: Any) -> Any:
     return new
 
 
+def _contiguous(x: Any, **_: Any) -> Any:
+    return _view_of(x, same(x)) if x.hidden.is_contiguous() else same(x)
+
+
 def _detach(x: Any) -> Any:
     linear = x.linear if x.linear.bias is None else replace(x.linear, bias=x.linear.bias.detach())
     weight = x.weight.detached() if isinstance(x.weight, LoRA) else x.weight.detach()
-    return like(x, x.hidden.detach(), weight=weight, linear=linear)
+    return _view_of(x, like(x, x.hidden.detach(), weight=weight, linear=linear))
 
 
 def _let_go(x: Any) -> Any:
@@ -182,7 +195,7 @@ def _let_go(x: Any) -> Any:
 
 
 def _cast(dtype: torch.dtype) -> Callable[..., Any]:
-    return lambda x, **_: like(x, dtype=dtype)
+    return lambda x, **_: _to(x, dtype)
 
 
 def _to(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -200,7 +213,8 @@ def _to(x: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if dtype is not None and dtype not in FLOATS:
         return NotImplemented
-    return like(x, dtype=dtype or x.dtype)
+    new = like(x, dtype=dtype or x.dtype)
+    return _view_of(x, new) if new.dtype == x.dtype and not kwargs.get("copy") else new
 
 
 def _type_as(x: Any, other: Tensor) -> Any:
@@ -227,6 +241,11 @@ def _per_row(x: Logits, by: Any) -> float | Tensor | None:
     return by[..., 0].expand(x.shape[:-1]) if fits else None
 
 
+def _any_negative(*gains: float | Tensor) -> bool:
+    """Whether a number turns the order of the logits around. Where each row has a factor, all of them are above 0."""
+    return any(not isinstance(x, Tensor) and x < 0 for x in gains)
+
+
 def _times(x: Any, by: Any, power: int = 1) -> Any:
     if not isinstance(x, Logits):
         x, by = by, x
@@ -236,6 +255,8 @@ def _times(x: Any, by: Any, power: int = 1) -> Any:
     if factor is None:
         return NotImplemented
     if isinstance(factor, Tensor) and inspectable(factor) and not bool((factor > 0).all()):
+        return NotImplemented
+    if isinstance(factor, Tensor) != isinstance(x.gain, Tensor) and _any_negative(factor, x.gain):
         return NotImplemented
     if isinstance(factor, Tensor):
         factor = factor.to(torch.promote_types(x.dtype, torch.float32))
@@ -248,7 +269,7 @@ def _divide(x: Any, by: Any, **kwargs: Any) -> Any:
 
 
 def _in_place(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """The factor of ``x`` itself changes; views made before keep theirs."""
+    """The factor of ``x`` itself changes; views made before are refused from then on."""
 
     def change(x: Any, by: Any, **kwargs: Any) -> Any:
         found = rule(x, by, **kwargs) if isinstance(x, Logits) else NotImplemented
@@ -264,7 +285,7 @@ def _tanh(x: Any) -> Any:
     """A softcap of the model's own: what follows is a factor again."""
     if x.squash or isinstance(x.gain, Tensor):
         return NotImplemented
-    return like(x, squash=x.gain, gain=1.0)
+    return like(x, squash=abs(x.gain), gain=math.copysign(1.0, x.gain))
 
 
 def _sum(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -300,6 +321,8 @@ def _cat(tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> Any:
         return NotImplemented
     hidden = torch.cat([x.hidden for x in tensors], dim % first.dim())
     if any(isinstance(x.gain, Tensor) or x.gain != first.gain for x in tensors):
+        if _any_negative(*(x.gain for x in tensors)):
+            return NotImplemented
         gains = [x.gain if isinstance(x.gain, Tensor) else x.hidden.new_full(x.shape[:-1], x.gain) for x in tensors]
         return like(first, hidden, gain=torch.cat(gains, dim % first.dim()), part=False)
     return like(first, hidden, part=False)
@@ -335,7 +358,7 @@ RULES.update(
         "transpose": _transpose,
         "swapaxes": _transpose,
         "permute": _permute,
-        "contiguous": same,
+        "contiguous": _contiguous,
         "clone": same,
         "detach": _detach,
         "detach_": _let_go,
