@@ -367,9 +367,10 @@ def own_gain(teacher: Teacher, call: Call, dtype: torch.dtype, order: Tensor | N
     if order is not None and isinstance(head.temperature, Tensor):
         gain = gain[order]
     factor = teacher.logits.gain if isinstance(teacher.logits, Logits) else 1.0
-    if isinstance(factor, Tensor):
-        factor = factor.detach().reshape(-1).to(gain)[tokens_beside(teacher, call)]
-    return gain * factor
+    if not isinstance(factor, Tensor):
+        # The head's scale has it.
+        return gain
+    return gain * factor.detach().reshape(-1).to(gain)[tokens_beside(teacher, call)]
 
 
 def source_columns(teacher: Teacher, call: Call, columns: int) -> Tensor | None:
