@@ -349,7 +349,11 @@ def test_several_teachers_with_a_temperature_for_every_row(given: bool):
     members = [draft.teacher(given=given, head=ll.Head(temperature=temperature)) for draft in drafts]
     first = drafts[0]
     out = ll.logprobs(
-        first.hidden @ first.weight.T, first.target, teacher=Teacher.by_row(members, which), divergence="tv", stats=STATS
+        first.hidden @ first.weight.T,
+        first.target,
+        teacher=Teacher.by_row(members, which),
+        divergence="tv",
+        stats=STATS,
     )
     for row in range(ROWS):
         draft = drafts[which[row]]
