@@ -448,3 +448,18 @@ def test_the_largest_of_logits_turned_around_under_a_softcap():
 @COMPUTED
 def test_a_single_token_of_an_adapters_logits():
     same(lambda x: [row.log_softmax(-1)[3] for row in x.flatten(0, 1)], lora=True, strict=False)
+
+
+def test_numbers_of_parts_wait_for_each_other():
+    """So that one reading answers for all of them, and not one product for each."""
+    for parts in (lambda x: x.split(2), lambda x: x.chunk(2), lambda x: x.unbind(0), list):
+        found = [torch.logsumexp(part, -1) for part in parts(logits_of(operands(), True))]
+        assert {type(x).__name__ for x in found} == {"Pending"}
+        assert not torch.is_tensor(found[0].value)
+
+
+@pytest.mark.parametrize("factor", [1 << 63, -(1 << 64)])
+def test_a_factor_that_torch_does_not_take_is_not_taken(factor):
+    for lazy in (False, True):
+        with pytest.raises((RuntimeError, OverflowError)):
+            logits_of(operands(), lazy, strict=False) * factor
