@@ -23,6 +23,7 @@ from logitless.readings.table import Table
 from logitless.route import loss as loss_routes
 from logitless.sources import linear, teachers
 from logitless.tools.score.texts import Texts
+from logitless.tools.tables import text_table
 
 
 def test_an_error_of_a_comparison_says_what_was_waited_for(monkeypatch):
@@ -169,3 +170,10 @@ def test_a_generation_prompt_behind_the_last_answer_is_not_scored():
     words = [{"role": role, "content": text} for role, text in (("user", "abc"), ("assistant", "defgh"))]
     found = texts.conversation(words)
     assert (found[0], found[1]) == ([1, 3, 2], [5])
+
+
+def test_a_table_on_a_terminal_that_shows_ascii_alone(monkeypatch):
+    rows = [("ours", "64 B"), ("plain", "128 B")]
+    usual = text_table(("name", "bytes"), rows)
+    monkeypatch.setattr("rich.console.Console.encoding", property(lambda self: "ascii"))
+    assert text_table(("name", "bytes"), rows) == usual
