@@ -290,7 +290,10 @@ def _part(teacher: Teacher, call: Call, rows: slice, gain: Tensor) -> Part:
     index = tokens_beside(teacher, call)[rows]
     if not isinstance(teacher.logits, Logits):
         logits = teacher.tokens
-        return Part(rows, None, logits.reshape(-1, logits.shape[-1]), index, source, columns, nothing)
+        # A shard of no columns leaves no size to infer.
+        return Part(
+            rows, None, logits.reshape(logits.shape[:-1].numel(), logits.shape[-1]), index, source, columns, nothing
+        )
     tokens = gathered_tokens(teacher.tokens, call)
     fixed = call.linear is not None and call.bits == "canonical"
     if teacher.at is not None and has_values(index) and not fixed and not isinstance(head.temperature, Tensor):
