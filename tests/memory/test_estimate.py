@@ -240,9 +240,19 @@ def test_ranks_share_the_columns(path: str):
 
 
 def compare_on_rank(rank: int, world: int, cases: list[PeakCase]) -> list[Compared]:
-    """The smallest of six: a thread of gloo may let go of its copies late, in one try of eight, which can only add."""
     gc.freeze()
-    return [_smallest([compare(case, CPU, dist.group.WORLD) for _ in range(6)]) for case in cases]
+    return [_settled(case) for case in cases]
+
+
+def _settled(case: PeakCase) -> Compared:
+    """The smallest of six tries, or of more: a thread of gloo may let go of its copies late, which can only add. That
+    is one try of eight, and most of them on a busy machine."""
+    tries, off = [], torch.ones(())
+    while len(tries) < 6 or (off and len(tries) < 30):
+        tries.append(compare(case, CPU, dist.group.WORLD))
+        off = torch.tensor(float(_smallest(tries).error > PROMISE))
+        dist.all_reduce(off)
+    return _smallest(tries)
 
 
 def _smallest(tries: list[Compared]) -> Compared:
