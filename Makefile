@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Each part of the library against float64, once; no hosts, no commands.
 QUICK := test_architecture call/test_errors operands/test_kept rows/test_layouts route/test_linear_plans score/test_logprobs objectives/test_objective_terms score/test_policy_head rows/test_rows score/test_special_values rows/test_exchange
 
-.PHONY: changelog checkouts demo test gpu check hosts engines hosts312 drift fuzz soak lint format bench cards faults mutants versions docs serve dist smoke bare release-tag clean
+.PHONY: changelog checkouts demo test gpu check hosts engines hosts312 drift families fuzz soak lint format bench cards faults mutants versions docs serve dist smoke bare release-tag clean
 
 demo: $(STAMP)
 	$(RUN)python -m examples.demo
@@ -64,6 +64,10 @@ hosts312:
 # Newest releases of the hosts, from the package index, and checkouts, against what `make hosts` recorded.
 drift: $(STAMP)
 	PYTHONPATH=src $(RUN)python tests/adapters/drift.py
+
+# Every causal language model of Transformers, small, with and without ``defer``: two minutes, and a record.
+families: $(STAMP)
+	PYTHONPATH=tests:. $(RUN)python tests/deferred/families.py benchmarks/results/families.jsonl
 
 # The hooks of .pre-commit-config.yaml, on all committed files.
 lint: $(STAMP)

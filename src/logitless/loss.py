@@ -216,10 +216,9 @@ def resolve_loss(logits: Any, rows: Any, asked: Asked, batch: Batch) -> tuple[Ca
         raise LogitlessError(
             f"{NAME}: the objective has divergence={divergence!r} and the call {came}. They go together."
         )
-    if objective.stats and (asked.kept is not None or asked.teacher is not None):
-        given = "teacher=" if asked.kept is None else "kept="
+    if objective.stats and asked.kept is not None:
         raise LogitlessError(
-            f"{NAME}: label_smoothing spreads the target over the whole vocabulary, and does not go with {given}."
+            f"{NAME}: label_smoothing spreads the target over the whole vocabulary, and does not go with kept=."
         )
     asked = replace(asked, entropy=objective.entropy, stats=objective.stats, divergence=divergence or "reverse_kl")
     default = MEMORY["chunk"] if isinstance(logits, Logits) else MEMORY["logits"]
@@ -236,7 +235,7 @@ def resolve_loss(logits: Any, rows: Any, asked: Asked, batch: Batch) -> tuple[Ca
         call = with_teacher(call, operands)
     plan = loss_plan(call, objective)
     if ACTIVE and ACTIVE[-1].stop:
-        # The route does not depend on the fields, which need not be given to ask for it.
+        # `explain` needs no fields: the route does not depend on them.
         announce(call, with_collectives(call, plan, operands, batch))
     more = {"denominator": batch.denominator, "prompt_tokens": batch.prompt_tokens, "group": batch.group}
     return call, plan, operands, objective.inputs(None, call.rows, batch.fields, **more)
@@ -262,7 +261,7 @@ def evaluate(
     objective = batch.objective
     if plan.first is None:
         return _one_pass(call, plan, operands, inputs, batch)
-    # The first of two passes; backward is the second. The budget is that of log-probs.
+    # Two passes: log-probs here, and their backward is the second one. The budget is that of log-probs.
     stats = score(first_pass(call), plan.first, operands, whole=True)
     loss, metrics = objective.evaluate(with_results(objective, inputs, stats))
     return loss, metrics, stats.each(lambda x: x.detach())
@@ -274,7 +273,7 @@ def _one_pass(
     linear, weight, teacher = call.linear, operands.weight, call.asked.teacher
     assert linear is not None
     assert weight is not None
-    # A frozen weight has no gradient to add, so its buffer binds nobody to a factor known in advance.
+    # A frozen weight adds nothing to its buffer, so no factor has to be known in advance.
     into_buffer = linear.weight_grad is not None and weight.requires_grad
     scale = torch.as_tensor(linear.grad_scale).to(call.gain) if into_buffer else None
     order, beside = None, None
@@ -299,7 +298,7 @@ def loss_facts(call: Call, plan: Plan, operands: Operands, inputs: Inputs, batch
         "whether a gradient is recorded": any(call.needs),
     }
     given = {**inputs.fields, **inputs.batch}
-    # The objective first: it decides how to go.
+    # The objective decides on the route, so it is compared before the route is.
     facts |= plan.facts("memory=, objective")
     facts = call.facts() | facts | {name: fingerprint(x) for name, x in sorted(given.items())}
     return facts | {"what is sent": tuple(in_words(with_collectives(call, plan, operands, batch).collectives))}
@@ -325,7 +324,7 @@ class _OnePass(torch.autograd.Function):
     ) -> Any:
         operands, column = Operands(None, hidden, weight, bias, y, b), call.column
         p = Projection.of(selected_rows(operands, call), operands, column, call)
-        # Only gradients that go to a buffer have their factor in advance.
+        # Only a gradient that goes to a buffer is multiplied by its factor in forward.
         buffer = None if scale is None or call.linear is None else call.linear.weight_grad
         needs = ctx.needs_input_grad
         loop = OnePass.over(
@@ -341,14 +340,14 @@ class _OnePass(torch.autograd.Function):
         )
         out = loop.run()
         d_hidden, d_weight, d_bias, d_low = out.gradients
-        # Whoever runs forward again for backward (a checkpoint) brings the mark of that run, and not of this one.
+        # A checkpoint that runs forward again saves the mark of that run: another one than this.
         ctx.run = object()
         mark = torch.tensor(id(ctx.run), device="cpu")
         made = {"hidden": d_hidden, "weight": d_weight if buffer is None else None, "bias": d_bias, "low": d_low}
         ctx.save_for_backward(*made.values(), out.scale, mark)
         ctx.call, ctx.shapes = call, (hidden.shape, None if y is None else y.shape)
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias, b)]
-        # The one argument that backward reads: which tokens the rows are.
+        # rows.index is the only argument that backward reads again.
         seen = () if call.index is None else (("rows.index", call.index, call.index._version),)
         ctx.unchanged = Unchanged(NAME, seen)
         ctx.into_buffer, ctx.spent = buffer is not None, False
@@ -383,7 +382,7 @@ class _OnePass(torch.autograd.Function):
             needs = ctx.needs_input_grad
             shape, low = ctx.shapes
             d_hidden, d_y = hidden_gradients(d_rows, shape, low, call, (needs[0], needs[3]))
-        # Not before: a backward that ran out of memory may come again.
+        # Set at the end: after running out of memory, backward may be called again.
         ctx.spent = ctx.into_buffer
         return (d_hidden, d_weight, d_bias, d_y, d_low, *(None,) * 6)
 
@@ -393,7 +392,7 @@ def _factor(g_loss: Tensor, scale: Tensor | None, into_buffer: bool) -> Tensor:
     if not into_buffer:
         return g_loss if scale is None else g_loss / scale
     assert scale is not None
-    # The same factor may have been rounded on the way through the loss.
+    # The caller's factor may have been rounded on its way through the loss.
     same = (g_loss - scale).abs() <= 1e-5 * scale.abs()
     if inspectable(g_loss) and not bool(same):
         raise LogitlessError(
@@ -442,7 +441,7 @@ class LossResult(NamedTuple):
     stats: TokenStats
 
 
-# Neither a dataclass nor a container: FSDP's mixed precision looks into those, and would round these float32 values.
+# A plain class: FSDP's mixed precision would look into a dataclass or a container, and round its float32 values.
 class Loss:
     """A policy loss to be computed where the head's weight is: in the forward of a module, called through its wrappers.
 

@@ -139,7 +139,7 @@ class Machine:
         """A card by what it has, which need not be here. What work costs is taken from the one that was measured."""
         if multiprocessors == 132 and capability == 9:
             return H200
-        # Products with epilogues are made of what came with capability 9; what they cost elsewhere nobody knows.
+        # Products with epilogues use instructions of capability 9; elsewhere their cost was not measured.
         return _gpu(name, multiprocessors, H200.costs, capability == 9)
 
     @staticmethod
@@ -196,7 +196,7 @@ of them the kernel; where D = 1024 makes the product 25 us, a tile takes 90. Epi
 and 1024: the statistic takes 0.3, 0.35 and 0.5e-12 s per logit more than a product, dZ 0.75, 0.6 and 0.65e-12,
 exponentials 0.9, 0.75 and 1.0e-12."""
 
-# Epilogues are of Triton's interpreter, where they are as slow as all else: tests go the way that the H200 goes.
+# Epilogues are on because Triton's interpreter runs here in tests, which should take the route of an H200.
 CPU = Machine(
     name="cpu",
     wide_products=False,

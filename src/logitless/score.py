@@ -99,7 +99,7 @@ def logprobs(
     >>> logprobs(Logits(torch.zeros(2, 3), torch.zeros(4, 3)), torch.tensor([1, -100])).logprob
     tensor([-1.3863,  0.0000])
     """
-    # By name, since torch.compile up to 2.12 does not trace locals().
+    # Every option is named, because torch.compile up to 2.12 does not trace locals().
     asked = Asked(
         entropy=entropy,
         head=head,
@@ -150,7 +150,7 @@ def _answered(logits: Any, rows: Any, asked: Asked) -> TokenStats:
 
 def _score_facts(made: tuple[Call, Plan, Operands]) -> dict[str, Any]:
     call, plan, operands = made
-    # The list itself comes last: it differs wherever ranks would wait for each other, whatever the reason.
+    # The list of collectives catches every difference that would make ranks wait, so it is compared last.
     return call.facts() | plan.facts() | {"what is sent": tuple(in_words(over_vocabulary(call, plan, operands)))}
 
 
@@ -222,7 +222,7 @@ def _over_supports(call: Call, plan: Plan, operands: Operands, teacher: Teacher 
     assert kept is not None
     assert kind is not None
     if not call.over_support:
-        # Two graphs read the logits, and whichever came first would overwrite them under the other.
+        # Two graphs read these logits, and the first backward would overwrite them for the second.
         call = replace(call, overwrite=False)
     outcomes = Outcomes.of(kept, kept_of(teacher), target, call.start, call.vocab_size)
     support, read = outcomes.support, ~outcomes.support.lone()
@@ -251,7 +251,7 @@ def _over_outcomes(call: Call, plan: Plan, operands: Operands, teacher: Teacher,
         return compared(own, other, call.kind)
     assert own.ids_logprobs is not None
     assert own.log_z is not None
-    # Over the ids they have another normaliser, which is what is left of log Z.
+    # Log-probs over the ids alone have another normaliser: log Z plus the log of the ids' probability.
     log_p = own.ids_logprobs
     log_z = own.log_z + log_p.masked_fill(other.empty, FLOOR).logsumexp(-1)
     return within(own, log_p, log_z, other, call.kind)

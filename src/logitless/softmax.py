@@ -159,12 +159,12 @@ def merge(parts: Tensor) -> Tensor:
     the same bits wherever this runs.
     """
     part = Statistic.of(parts, 1)
-    # A part with nothing in it may have been merged before, and then has the 0 of the next line for a reference, which
-    # must not outweigh logits far below.
+    # An empty part (s = 0) that was merged before has reference 0, from the line below. That must not count as a
+    # maximum next to logits far below 0.
     top = torch.where(part.s == 0, -torch.inf, part.m).amax(0)
     # A row of nothing but -inf has no finite reference; 0 keeps its sums at 0 instead of NaN.
     top = torch.where(top == -torch.inf, torch.zeros_like(top), top)
-    # Floored: next to a row masked with the dtype's lowest number, shift * s would overflow before it meets factor 0.
+    # The shift is floored: next to logits masked with the dtype's lowest number, shift * s would overflow.
     shift = torch.where(part.s == 0, torch.zeros_like(part.m), (part.m - top).clamp_min(FLOOR))
     factor = torch.where(part.s == 0, torch.zeros_like(part.m), torch.exp(shift))
     s = (factor * part.s).sum(0)
@@ -189,11 +189,11 @@ def kl_of(s: Tensor, other: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """
     whole, mean, ratio = a.double() / s.double(), b.double() / s.double(), other.double() / s.double()
     more = whole + mean
-    # Near 0 from what is small; elsewhere a is as large as b, and their sum would be rounded at that size.
+    # A KL near 0 is summed from small terms. A large one is not: a is as large as b there, and a + b would round.
     small = (whole < 0.5) & (more.abs() < 0.5)
     near = whole - (more - torch.log1p(torch.where(small, more, 0.0)))
     value = torch.where(small, near, ratio.log() - mean).clamp_min(0.0)
-    # Where only the first model has a column it is infinite, whatever else there is.
+    # A column that only the first model has makes the KL infinite.
     return torch.where(b == -torch.inf, torch.inf, value).to(s.dtype)
 
 
@@ -207,7 +207,7 @@ def merge_kl(own: Tensor, other: Tensor, sums: Tensor, reverse: bool) -> Tensor:
     """
     first, second = (own, other) if reverse else (other, own)
     s, a, b = (x.double() for x in (first[:, 1], *sums.unbind(1)))
-    # Of parts with nothing in them no factor is known, and none is needed.
+    # Empty parts have no reference, and contribute nothing.
     there = [x[:, 1] > 0 for x in (first, second)]
     f, g = (
         torch.where(y, x[:, 0].double() - merge(x)[0].double(), 0.0)

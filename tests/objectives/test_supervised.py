@@ -116,6 +116,41 @@ def test_label_smoothing_in_one_pass_and_in_two(dtype):
             assert_gradient_close_to_truth(mine, right, theirs.to(dtype))
 
 
+def smoothed_beside(rows, hidden, weight, teacher, kind, dtype):
+    """Loss and gradients of a smoothed cross-entropy plus half a KL, by log-softmax over all logits."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight)]
+    logits = leaves[0][rows.index] @ leaves[1].T
+    log_p, log_q = log_softmax(logits, -1), log_softmax(teacher.to(dtype)[rows.index], -1)
+    first, second = (log_p, log_q) if kind == "reverse_kl" else (log_q, log_p)
+    losses = cross_entropy(logits, rows.target, reduction="none", label_smoothing=0.2)
+    losses = losses + 0.5 * (first.exp() * (first - second)).sum(-1)
+    loss = losses[rows.counted].sum() / rows.counted.sum()
+    return loss.detach(), torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled", "triton"])
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
+@pytest.mark.parametrize("form", ["Logits", "tensor"])
+def test_label_smoothing_beside_a_teacher(form, kind, backend):
+    """In one pass, in chunks and on given logits: the mean logit is one more reading of the student's chunk."""
+    rows, hidden, weight, _ = batch()
+    other, other_weight = torch.randn(rows.num_tokens, WIDTH), torch.randn(VOCAB, WIDTH)
+    teacher = ll.Logits(other, other_weight) if form == "Logits" else other @ other_weight.T
+    exact, usual = (
+        smoothed_beside(rows, hidden, weight, other @ other_weight.T, kind, wide)
+        for wide in (torch.float64, torch.float32)
+    )
+    smooth = {"label_smoothing": 0.2}
+    objective = ll.Objective(policy="cross_entropy", policy_options=smooth, divergence=kind, divergence_coef=0.5)
+    for made, options in ((False, {}), (False, {"memory": 4 * 4 * VOCAB * 4}), (True, {})):
+        leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
+        logits = leaves[0] @ leaves[1].T if made else ll.Logits(*leaves)
+        loss, _ = ll.policy_loss(logits, rows, objective, teacher=teacher, backend=backend, **options)
+        assert_close_to_truth(loss.detach(), exact[0], usual[0], "loss")
+        for mine, right, theirs in zip(torch.autograd.grad(loss, leaves), exact[1], usual[1], strict=True):
+            assert_gradient_close_to_truth(mine, right, theirs)
+
+
 def test_one_pass_and_its_metrics():
     rows, hidden, weight, _ = batch()
     objective = ll.Objective.recipe("sft", z_coef=Z)

@@ -68,7 +68,7 @@ def backend_of(x: Tensor, backend: str, device: str | None) -> tuple[str, Backen
     """The backend that will run, by name and as it is. Raises, before anything runs, if it cannot take such tensors."""
     name = choose_backend(x, backend, device).name
     if torch.compiler.is_compiling():
-        # The compiler traces no search for a module: the operators below find it by its name.
+        # A compiler cannot trace the import of a module; the operators below look the backend up by name.
         return name, cast(Backend, None)
     if name == "triton":
         _load(name).require(x)

@@ -111,7 +111,7 @@ def lines_of(x: Tensor, t: Tensor, gain: Tensor) -> Tensor:
     m = x.amax(2)
     n = exponent(m, k[:, None])
     y = (x.double() * k.double()[:, None, None] - n.double()[:, :, None]).float()
-    # Through float64: correctly rounded, so that the bits do not depend on a library's loop.
+    # float64 makes the result correctly rounded: its bits do not depend on a math library.
     e = torch.exp2(y.double())
     product = (e.float().double() * y.clamp_min(-1.0e30).double() + 1.75).float()
     sums = _pattern_sum(e.float() + 1.0, 0x3F800000)

@@ -293,6 +293,6 @@ def _h(x: Tensor) -> Tensor:
 def _total_variation(p: Tensor, q: Tensor, d: Tensor) -> Element:
     near = d.abs() < NEAR[d.dtype][0]
     difference = torch.where(near, p * torch.expm1(torch.where(near, d, 0.0)), q - p)
-    # Where both models are certain d is rounding, and its sign may be another in backward, whose logits are made anew.
+    # Where both models are certain, d is rounding error, whose sign may differ in backward: its logits are made anew.
     sign = torch.where(d.abs() < SAME[d.dtype], 0.0, d.sign())
     return Element(0.5 * difference.abs(), -0.5 * p * sign)

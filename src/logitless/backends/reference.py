@@ -100,7 +100,7 @@ def moments(problem: Problem) -> Tensor:
     m = z.amax(-1) if z.shape[-1] else z.new_full(z.shape[:1], -torch.inf)
     there = z != -torch.inf
     count = there.sum(-1).to(z.dtype)
-    # Divided before they are added up: a few logits masked with the dtype's lowest number have no finite sum.
+    # Logits are divided before they are added: a few that are masked with the lowest number have no finite sum.
     share = 1 / count.clamp_min(1.0)[:, None]
     center = torch.where(there, z * share, 0.0).sum(-1)
     off = torch.where(there, z - center[:, None], 0.0)
@@ -162,10 +162,10 @@ def gradient_from(
     for piece in pieces(problem.columns, slab, problem.logits.is_meta):
         e = problem.logits[:, piece].to(problem.gain.dtype)
         reference = references[piece.start // slab]
-        # Where all of a slab was -inf its exponentials are 0, and any shift will do that does not overflow.
+        # A slab of -inf has exponentials of 0, for which any finite shift will do.
         shift = torch.where(reference == -torch.inf, 0.0, reference - norm.reference).clamp_min(FLOOR)[:, None]
         p = e * (shift - norm.log_sum[:, None]).exp()
-        # Where an exponential is 0, a logit at -inf cannot be told from one far below: there is no constant here.
+        # An exponential of 0 does not tell -inf from a logit far below, so there is no constant term here.
         assert coef.constant is None
         d = p if coef.product is None else e.clamp_min(TINY).log() + shift
         dz = coef.elsewhere(d, p, (slice(None), None))
@@ -201,7 +201,7 @@ def divergence_gradient(
     slopes = (element.weighted_slope, *more[1:2])
     dz = torch.zeros_like(p)
     for weighted, own_mean, own_by in zip(slopes, torch.atleast_2d(mean), torch.atleast_2d(by), strict=True):
-        # By selection: of a row that has no gradient not even an infinite slope arrives.
+        # `where` and not a product: a row without a gradient must not see an infinite slope.
         dz += torch.where((own_by == 0)[:, None], 0.0, own_by[:, None] * (weighted - p * own_mean[:, None]))
     if coef is not None:
         z, _ = transformed(problem)
@@ -250,7 +250,7 @@ def write(listed: Listed, out: Tensor, out_index: Tensor | None) -> None:
 
 def rescale(x: Tensor, factor: Tensor, out: Tensor) -> None:
     """``out[i] = x[i] * factor[i]``, rounded once. ``out`` may be ``x``; ``factor`` is ``[R]``, or one for all rows."""
-    # A GPU would round one factor for all to the dtype of x first, and a loss scale past 65504 to infinity.
+    # A GPU rounds a 0-dim factor to the dtype of x first, which makes a loss scale past 65504 infinite in float16.
     x, factor = x.to(factor.dtype), factor[:, None] if factor.dim() else factor
     torch.mul(x, factor, out=out) if out.dtype == x.dtype else out.copy_(x * factor)
 
@@ -302,6 +302,6 @@ def add_entries(factor: Tensor, x: Tensor, at: Tensor, to: Tensor, out: Tensor) 
     """``out[to[e]] += factor[e] x[at[e]]`` in order. Where the factor is 0, x is not looked at."""
     rows = x[at].to(factor.dtype)
     terms = torch.where((factor == 0)[:, None], 0.0, rows * factor[:, None])
-    # Neither adds in parallel: index_put on a GPU sorts first, where index_add is atomic; on a CPU it is the other way.
+    # Deterministic sums: on a GPU index_put sorts first where index_add is atomic; on a CPU index_add is in order.
     into = to.clamp_min(0)
     out.index_put_((into,), terms, accumulate=True) if out.is_cuda else out.index_add_(0, into, terms)

@@ -24,12 +24,12 @@ def best_columns(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if group == 1:
         return _first(x, k)
     whole = width // group * group
-    # Filled and not put together: autocast would have its say in that.
+    # Buffers are filled in place: autocast would change the dtype of a concatenation.
     tops = x.new_empty((len(x), -(-width // group)))
     tops[:, : whole // group] = x[:, :whole].unflatten(1, (-1, group)).amax(2)
     if whole < width:
         tops[:, -1] = x[:, whole:].amax(1)
-    # In order of columns again, so that a stable sort leaves equal candidates in that order.
+    # Candidates go back to the order of columns, so that a stable sort keeps equal ones in it.
     groups = _first(tops, k)[1].sort(1).values
     column = (groups[:, :, None] * group + torch.arange(group, device=x.device)).flatten(1)
     candidate = x.gather(1, column.clamp_max(width - 1)).masked_fill(column >= width, -torch.inf)

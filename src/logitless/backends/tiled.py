@@ -63,7 +63,7 @@ def statistics(problem: Problem, out: Tensor | None = None) -> Tensor:
 
 def _canonical(problem: Problem, out: Tensor) -> Tensor:
     """The lines of a canonical problem, some rows and whole blocks of columns at a time."""
-    # Of a tile ten buffers in the accumulation dtype are alive at a time, most of them two wide.
+    # Ten buffers of a tile in the accumulation dtype are alive at a time.
     elements = max(blocks.BLOCK, min(problem.memory // (10 * problem.gain.itemsize), SMALL_TILE))
     width = min(elements - elements % blocks.BLOCK, max(problem.columns, 1))
     for rows in pieces(problem.num_rows, max(1, elements // width), problem.logits.is_meta):
@@ -87,7 +87,7 @@ def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor
     height, width = tile_shape(problem, 0 if coef.square is None and coef.constant is None else 3)
     dry, wide = problem.logits.is_meta, out.dtype == problem.gain.dtype
     coef, reference = _relative(problem, norm, coef), norm.reference
-    # Slices are written three times as fast as rows by their numbers, which need a buffer in the gradient's dtype.
+    # Writing a slice is three times as fast as writing indexed rows, which need a buffer in the gradient's dtype.
     sliced = out_index is None or (wide and _is_in_order(out_index, len(out)))
     num_rows = len(problem.column)
     heights = [slice(0, num_rows)] if height >= num_rows else pieces(num_rows, height, dry)
@@ -98,7 +98,7 @@ def gradient(problem: Problem, norm: Normaliser, coef: Coefficients, out: Tensor
                 _tile_gradient(problem, reference, coef, rows, columns, out[rows, columns])
                 continue
             into = rows if sliced or out_index is None else out_index[rows]
-            # Passed on unnamed: a name would keep this tile alive while the next one is computed.
+            # The tile has no name here: a name would keep it alive while the next one is computed.
             _write_tile(out, into, columns.start, _tile_gradient(problem, reference, coef, rows, columns))
     if out_index is not None or problem.columns < out.shape[1]:
         zero_the_rest(out, out_index, problem.columns)
@@ -163,7 +163,7 @@ def _tile_gradient(
         dz = e.mul_(torch.addcmul(coef.plain[rows, None], d.clamp_min_(FAR), coef.product[rows, None], out=d))
     column, inside = _target_columns(problem, rows, columns)
     value = coef.at_target[rows, None]
-    # With no device sync: where the target is in another tile, its place gets what is there.
+    # No device sync: where the target is in another tile, a column is overwritten with its own value.
     dz.scatter_(1, column, value if inside is None else torch.where(inside, value, dz.gather(1, column)))
     if squashed is not None:
         dz.mul_(squashed.square_().neg_().add_(1.0).mul_(problem.squash))
@@ -174,7 +174,7 @@ def _tile_gradient(
 
 def _zero_skipped(dz: Tensor, skipped: Tensor) -> None:
     if skipped.device.type == "cpu" and not isinstance(skipped, FakeTensor):
-        # By row: a mask that is broadcast takes as long as the exponentials. Elsewhere this would wait for the device.
+        # Rows are zeroed by index: a broadcast mask takes as long as the exponentials. On a GPU an index would sync.
         dz.index_fill_(0, skipped.nonzero().squeeze(1), 0.0)
     else:
         dz.masked_fill_(skipped[:, None], 0.0)

@@ -234,7 +234,7 @@ class Call:
         facts |= _facts(self.asked)
         if self.linear is not None:
             facts["the number of tokens"] = self.num_tokens
-            # Backward of hidden states is a collective; that of logits is not.
+            # The gradient of hidden states is summed over the group; that of logits is local.
             facts[f"whether hidden{' or a of a LoRA' if self.rank else ''} needs a gradient"] = self.needs[0]
             facts["whether weight or bias needs a gradient"] = any(self.needs[1:])
             facts |= _facts(self.linear)
@@ -269,7 +269,7 @@ def _facts(options: Any) -> dict[str, Any]:
         elif name == "divergence":
             found[WORDS[name]] = str(Divergence.of(x))
         else:
-            # Names of statistics may come as a set, and in any order.
+            # The order of the names in stats= decides on nothing.
             found[WORDS.get(name, name)] = tuple(sorted(x)) if name == "stats" else fingerprint(x)
     return found
 

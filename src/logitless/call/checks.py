@@ -71,7 +71,8 @@ def _checked(
     vocab_size, columns = vocabulary(caller, width, asked.head or PLAIN, shard)
     if asked.kept is not None:
         check_kept(caller, asked.kept, rows, vocab_size, x.device)
-    check_readings(caller, asked, x.device, rows.index.numel(), shape, vocab_size)
+    if asked.stats != () or asked.top_k is not None or asked.ids is not None:
+        check_readings(caller, asked, x.device, rows.index.numel(), shape, vocab_size)
     return Checked(rows, shape, vocab_size, columns, check_targets(caller, rows, vocab_size))
 
 
@@ -92,8 +93,11 @@ def check_targets(caller: str, rows: Rows, vocab_size: int) -> bool:
     be inside, and none is to be left out."""
     if not rows.target.numel() or not has_values(rows.target):
         return False
-    here = rows.target.device.type == "cpu"
-    seen = tuple(int(x) for x in torch.aminmax(rows.target)) if here else rows.known_range
+    if rows.target.device.type == "cpu":
+        low, high = torch.aminmax(rows.target)
+        seen = (int(low), int(high))
+    else:
+        seen = rows.known_range
     low, high = seen or rows.target_range or (0, 0)
     if low >= 0 and high < vocab_size:
         return seen is not None
@@ -229,12 +233,14 @@ def local_part(
 
 
 def _check_order(caller: str, what: str, lead: list[int], rows: Rows) -> None:
-    """Raise where as many tokens come in another order: the rows know lines, and the tensor has others."""
-    shape = [n for n in rows.token_shape or () if n != 1]
+    """Raise for as many tokens as the rows were made for in another order: ``[S, N]`` in place of ``[N, S]``."""
+    if rows.token_shape is None or len(rows.token_shape) == 1 or len(lead) == 1:
+        return
+    shape = [n for n in rows.token_shape if n != 1]
     came = [n for n in lead if n != 1]
     if len(shape) > 1 and len(came) > 1 and came != shape:
         raise LogitlessError(
-            f"{caller}: rows were made for tokens of shape {list(rows.token_shape or ())} but {what} has leading "
+            f"{caller}: rows were made for tokens of shape {list(rows.token_shape)} but {what} has leading "
             f"dimensions {lead}. If they are [sequence, batch], transpose them: x.transpose(0, 1)."
         )
 
@@ -429,9 +435,10 @@ FLAGS = ("sequence_parallel", "sparse_weight_grad", "tf32", "strict")
 
 
 def _check_options(caller: str, linear: Linear, asked: Asked) -> None:
-    flags, scale = {name: getattr(linear, name) for name in FLAGS}, linear.grad_scale
-    if not all(isinstance(x, bool) for x in flags.values()):
-        check_flags(caller, **flags)
+    scale = linear.grad_scale
+    for name in FLAGS:
+        if not isinstance(getattr(linear, name), bool):
+            check_flags(caller, **{name: getattr(linear, name)})
     plain = isinstance(scale, float) and scale == 1.0
     if not plain and not (
         is_number(scale) or (isinstance(scale, Tensor) and scale.dim() == 0 and not scale.is_complex())

@@ -45,7 +45,7 @@ def resolve(caller: str, logits: Any, rows: Any, asked: Asked, memory: str | Non
         call = _resolve(caller, operands.hidden, checked, asked, stands, shard, default, **head)
         if linear.bits != "fast":
             checks.check_bits(call)
-        # Not made yet a second time: nobody else has it.
+        # The call was made in this function and nobody else holds it yet, so these two may still be set.
         everywhere = apart_everywhere(call)
         object.__setattr__(call, "apart_everywhere", everywhere)
         object.__setattr__(call, "apart", everywhere or _apart_here(operands, call))
@@ -83,10 +83,9 @@ def _of_head(operands: Operands, linear: Linear, stands: Stands) -> dict[str, An
 
 def _needs(operands: Operands) -> tuple[bool, ...]:
     """Whether hidden states (or a LoRA's part of them), weight, bias and a LoRA's b need a gradient."""
-    _, *tensors = operands
     if not torch.is_grad_enabled():
         return (False,) * 4
-    hidden, weight, bias, y, b = (x is not None and x.requires_grad for x in tensors)
+    hidden, weight, bias, y, b = [x is not None and x.requires_grad for x in operands[1:]]
     return hidden or y, weight, bias, b
 
 
@@ -110,13 +109,13 @@ def _resolve(
     """
     rows, shape, vocab_size, columns, found = checked
     pretended = ACTIVE[-1] if ACTIVE else None
-    # A dry call for a CPU has its targets before it, as the real one will.
+    # A real call on a CPU reads its targets, so a dry call for a CPU counts them as read.
     found = found or (pretended is not None and pretended.machine is CPU)
     num_rows, target, kept, head = rows.index.numel(), rows.target, asked.kept, asked.head or PLAIN
     wide = accumulation_dtype(x.dtype)
     budget = memory if asked.memory is None else asked.memory
     size = parse_memory(budget)
-    # Engines keep temperatures in float32: one row's factor has the same bits from a number and from a tensor.
+    # Rollout engines keep temperatures in float32, so canonical bits round a number to it before dividing.
     gain = head.gain(num_rows, wide, x.device, single=bits == "canonical")
     squash, negative, unit = head.squash, head.scale < 0, head.unit
     if stands is not None and (stands.squash or isinstance(stands.gain, Tensor) or stands.gain != 1.0):
@@ -162,7 +161,7 @@ def _resolve(
         found_here=found_here,
         dropped=0.0 if pretended is None else pretended.dropped,
         bits=bits,
-        # Where there are sums over the vocabulary, they are order-free. Those of float64 are not.
+        # Order-free sums exist for float32 alone, and only sums over the vocabulary are such.
         canonical=bits == "canonical" and wide == torch.float32 and not over_support,
         **{"linear": None, "logits_dtype": wide, **known},
     )
@@ -208,7 +207,7 @@ def apart_everywhere(call: Call) -> str | None:
         return "kept ids are looked up in logits"
     if call.rank:
         return "a LoRA's product is added to logits"
-    # Kernels compare logits after a softcap, where rounding makes ties that were none.
+    # Kernels compare logits after the softcap, whose rounding can make ties of logits that differ.
     if call.table is not None and (not call.table.only_best or call.squash):
         return "of stats=, top_k= and ids= such products tell top1 and max_logit alone, without a softcap"
     return products.takes_sizes(call.dtype, call.depth)
@@ -225,7 +224,7 @@ def _apart_here(operands: Operands, call: Call) -> str | None:
     products = call.backend.products
     assert products is not None
     if call.weight_dtype is not None:
-        # Both operands are copied.
+        # A weight in two parts is copied, and hidden states with it: copies always lie well.
         return None
     lead = [(n, step) for n, step in zip(hidden.shape[:-1], hidden.stride()[:-1], strict=True) if n != 1]
     flat = all(step == n * below for (_, step), (n, below) in itertools.pairwise(lead))
@@ -241,9 +240,10 @@ def _local(caller: str, name: str, x: Any, shard: Any, **where: bool) -> Any:
 
 def _with_local_parts(caller: str, linear: Linear) -> Linear:
     """The options of a head with the parts of its bias and its buffer that live here."""
-    bias, buffer = (_local(caller, name, getattr(linear, name), linear.shard) for name in ("bias", "weight_grad"))
-    if bias is linear.bias and buffer is linear.weight_grad:
+    bias, buffer, shard = linear.bias, linear.weight_grad, linear.shard
+    if getattr(bias, "placements", None) is None and getattr(buffer, "placements", None) is None:
         return linear
+    bias, buffer = _local(caller, "bias", bias, shard), _local(caller, "weight_grad", buffer, shard)
     return replace(linear, bias=bias, weight_grad=buffer)
 
 

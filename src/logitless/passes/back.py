@@ -72,7 +72,7 @@ def gradients(
         return _no_gradients(p, want, weight_grad)
     loop = _by_slabs if tiles.slabs else _by_blocks
     hidden, weight, bias, low = loop(p, tiles, beside, want, weight_grad)
-    # Accumulators are rounded here, where the working memory of the loop is free again.
+    # Accumulators are rounded here, after the working memory of the loop is free.
     wide = p.call.weight_dtype or p.weight.dtype
     weight = None if weight is None else weight.to(wide)
     return Gradients(_as(hidden, p.hidden), weight, _as(bias, p.bias), _as(low, p.low))
@@ -87,7 +87,7 @@ def _by_slabs(
     d_weight = p.like_weight() if want_weight and weight_grad is None else None
     d_bias = p.gain.new_zeros(p.weight.shape[0], dtype=torch.float64) if want_bias else None
     d_low = None if p.low is None else p.gain.new_zeros(p.low.shape)
-    # One block writes a slab of dW once, in its own dtype. Several add up in float32 first.
+    # A single block writes each slab of dW once, in its final dtype; several blocks add up in float32 first.
     slab = None
     if d_weight is not None and len(p.hidden) > tiles.block:
         slab = p.gain.new_empty((tiles.columns, p.weight.shape[1]))
@@ -102,7 +102,7 @@ def _by_slabs(
             if d_bias is not None:
                 p.add_rows(d_z, d_bias[columns])
             p.add_low(d_z, p.hidden[rows], None if d_low is None else d_low[columns])
-            # Last, because into may be the caller's: what fails before leaves it alone.
+            # dW comes last: `into` may be the caller's buffer, and a failure before this line leaves it untouched.
             if want_weight and into is not None:
                 p.multiply(d_z.T, p.parts(p.hidden[rows])[0], into, add=weight_grad is not None or rows.start > 0)
         if slab is not None and d_weight is not None and into is not None:
@@ -121,7 +121,7 @@ def _by_blocks(
     # Slabs add up in float32, in place where that is the dtype of d_hidden.
     narrow = d_hidden is not None and d_hidden.dtype != p.gain.dtype
     sums = p.gain.new_empty((min(tiles.block, len(p.hidden)), p.hidden.shape[1])) if narrow else None
-    # Float32 over all blocks, unless the caller's buffer is.
+    # dW is summed in float32 over all blocks, in the caller's buffer where there is one.
     d_weight = p.gain.new_empty(p.weight.shape) if want_weight and weight_grad is None else weight_grad
     d_bias = p.gain.new_zeros(p.weight.shape[0], dtype=torch.float64) if want_bias else None
     d_low = None if p.low is None else p.gain.new_zeros(p.low.shape)
@@ -187,7 +187,7 @@ class _Block:
             first = start - rows.start + some.start
             self._write(start + some.start, start + some.stop, columns, out[first : first + some.stop - some.start])
         if self.beside.terms.listed and self.beside.teacher is None:
-            # Once for all tiles of the block: they are finished already, whatever the tiles hold.
+            # Listed ids are written once per block: their values are finished and do not depend on the tiles.
             coef = self.cut(rows.start, rows.stop)[1].terms.coef
             write_at_ids(self.p.backend, coef, columns.start, columns.stop - columns.start, out)
         return out

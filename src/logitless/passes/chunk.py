@@ -124,7 +124,7 @@ class LogitsChunk:
             support = replace(support, target=target)
         row = Row(Normaliser(saved["reference"], saved["log_sum"]), target, asked.gain, asked.squash)
         terms = Terms.of(call if table is None else replace(call, table=table), saved, up, row, support)
-        # The start of each row's own memory, in the operands' dtype.
+        # dZ lies over the start of each row's own logits, in the operands' dtype.
         out = problem.logits.view(rows.hidden.dtype)[:, : call.columns]
         terms.write(call, problem, out, None, teacher, over=True)
         if terms.coef.at_ids is not None and support is None and teacher is None:
@@ -165,7 +165,7 @@ class ExponentialsChunk:
 
     def look(self, start: int, stop: int) -> Found:
         here = self.exponentials.cut(0, stop - start)
-        # The first guess of a row is 0, and not what another row had here before it.
+        # Guesses of references start at 0: the memory still holds those of the chunk before.
         here.reference[:1].zero_()
         lines = tile_lines(self.p.cut(start, stop), self.tiles, None, None, here)
         return find(asked_of(self.p.call, slice(start, stop)), lines)

@@ -39,7 +39,7 @@ class Exponentials:
     def empty(p: Projection, rows: int, tiles: Tiles) -> Exponentials:
         """Room for so many rows, to be filled in those tiles."""
         columns = _slab(p, tiles)
-        # A shard of nothing but padding has a slab of no columns.
+        # A shard of padding alone has one slab, of no columns.
         slabs = -(-p.call.columns // columns) if tiles.fused else max(1, -(-p.call.columns // columns))
         values = p.empty((rows, row_stride(p.call.columns, p.hidden.dtype.itemsize)), p.hidden.dtype)
         return Exponentials(values, p.gain.new_zeros((slabs, rows)), columns, tiles.fused)
@@ -59,7 +59,7 @@ class Exponentials:
         if count:
             slab, reference = tile.first // self.columns, self.reference[:, r : r + count]
             values = self.values[r : r + count, tile.first : tile.first + tile.columns]
-            # The first guess is 0, then what the slab before had.
+            # The guess of a slab's reference is that of the slab before; the first guess is 0.
             running = Running(reference[max(slab - 1, 0)], reference[slab])
             stored, into = (tile, out) if count == tile.num_rows else (tile.cut(0, count), out[:, :count])
             p.backend.exponentials(stored, into, running, values, slope=False)

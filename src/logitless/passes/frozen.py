@@ -51,7 +51,7 @@ def lines_with_unit(p: Projection, tiles: Tiles, table: Table | None) -> tuple[L
         lines, unit = _fused_lines_with_unit(p, tiles, width)
         return Lines(lines[:width], None, None if table is None else best_lines(p, lines[width:])), unit
     more = None if table is None else p.gain.new_empty((table.width, len(p.hidden)))
-    # Kernels take rows whose last dimension is contiguous, which those of the caller need not be.
+    # Kernels need a contiguous last dimension, which the caller's hidden states may not have.
     others = torch.empty_like(p.hidden, memory_format=torch.contiguous_format)
     out = p.gain.new_empty((width, len(p.hidden)))
     memory, e = p.empty_tile(tiles), p.empty_rows(tiles.rows, tiles.columns, p.hidden.dtype)
@@ -60,7 +60,7 @@ def lines_with_unit(p: Projection, tiles: Tiles, table: Table | None) -> tuple[L
     for rows in pieces(len(p.hidden), tiles.rows, p.hidden.is_meta):
         part = p.cut(rows.start, rows.stop)
         parts = p.gain.new_empty((slabs, width, len(part.hidden)))
-        # Exponentials come with a statistic of their own.
+        # `exponentials` also writes a statistic, which a canonical call does not use.
         beside = parts.new_empty((WIDTH, len(part.hidden))) if p.call.canonical else None
         sums, reference = total[: len(part.hidden)], p.gain.new_zeros(len(part.hidden))
         for columns in pieces(max(p.call.columns, 1), tiles.columns, p.hidden.is_meta):
@@ -68,7 +68,7 @@ def lines_with_unit(p: Projection, tiles: Tiles, table: Table | None) -> tuple[L
             exponentials = rows_in(e, len(part.hidden), tile.columns)
             running = Running(reference, reference)
             if columns.start:
-                # Later tiles far below the reference have nothing to add: only the first may move it down.
+                # Only the first tile may move the reference down: a later tile far below it adds nothing.
                 running = running._replace(drop=torch.inf, sums=sums)
             into = parts[columns.start // tiles.columns]
             if beside is not None:

@@ -53,13 +53,13 @@ def look_whole(
         support: of these rows.
         whole: lines of the teacher over all of its ids, where it has more of them than the student.
     """
-    # The backend is loaded where it is used, so that torch.compile, which traces this, meets no import.
+    # torch.compile traces this function, so the backend is looked up by name behind an operator.
     table = asked.table
     lines = Lines(
         (run_statistics(call.backend_name, problem) if _opaque(problem) else call.backend.statistics(problem)),
         None if support is None else kept_statistics(support.logits(problem)),
         None if table is None else table.lines(call.backend, problem, slice(None)),
-        # The teacher's entropy costs nothing that shows.
+        # The teacher's entropy is always summed: its cost cannot be measured.
         None if teacher is None else call.backend.statistics(replace(teacher, entropy=True, canonical=False)),
         _best_of_teacher(call, teacher) if teacher is not None and whole is None else None,
     )
@@ -124,7 +124,8 @@ def find_rows(p: Projection, tiles: Tiles, lines: Lines) -> Found:
 
         count = ahead
 
-    lines = Lines(*(None if x is None else x[:, : call.num_rows] for x in lines))  # pyright: ignore[reportArgumentType]
+    if len(p.hidden) != call.num_rows:
+        lines = Lines(*(None if x is None else x[:, : call.num_rows] for x in lines))  # pyright: ignore[reportArgumentType]
     return find(asked_of(call), lines, count)
 
 

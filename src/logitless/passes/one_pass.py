@@ -105,13 +105,13 @@ class OnePass:
             into = p.gain.new_empty(p.weight.shape)
             into[p.call.columns :].zero_()
         gradients = Gradients(
-            # Kernels take rows whose last dimension is contiguous, which those of the caller need not be.
+            # Kernels need a contiguous last dimension, which the caller's hidden states may not have.
             torch.empty_like(p.hidden, memory_format=torch.contiguous_format) if hidden else None,
             into if weight else None,
             p.gain.new_zeros(p.weight.shape[0], dtype=torch.float64) if bias else None,
             None if p.low is None else p.gain.new_zeros(p.low.shape),
         )
-        # A buffer's factor is the caller's, who scales losses in float16 and looks for overflow.
+        # A caller with a buffer of its own scales its float16 loss and looks for overflow itself.
         float16 = Float16Scale(gradients) if p.hidden.dtype == torch.float16 and weight_grad is None else None
         watched = [] if objective.own_terms and len(plan.chunks) > 1 else None
         fresh = weight_grad is None
@@ -121,7 +121,7 @@ class OnePass:
         """The objective of all rows, and the gradients."""
         p, chunks = self.p, self.plan.chunks
         if p.hidden.is_meta:
-            # Nothing is computed and only allocations count: the two largest chunks and the last stand for all.
+            # In a dry run only allocations count: the two largest chunks and the last one stand for all.
             chunks = (*sorted(chunks, key=lambda c: c[0] - c[1])[:2], *chunks[-1:])
         rows = self.teacher if isinstance(self.teacher, TeacherRows) else None
         chunk = empty_chunk(p, self.plan, rows)
@@ -129,7 +129,7 @@ class OnePass:
         last, evaluated = None, None
         for i, (start, stop) in enumerate(chunks):
             if last is not None:
-                # The memory of its dZ is needed again.
+                # The next chunk reuses the memory of this dZ.
                 self._multiply_head(*last, overwrite=self.fresh and i == 1)
                 last = None
             results, evaluated, last = self._work_off(chunk, start, stop, first=i == 0)
@@ -143,18 +143,18 @@ class OnePass:
         if not chunks:
             self._zero(self.into.hidden)
         found = TokenStats(**(stats or self._nothing()))
-        # Before the last product, so that the device has work while the answer is on its way.
+        # Asked before the last product, which keeps the device busy while the answer travels.
         differing = self._differing(found)
         asked = None if differing is None or _capturing(differing) else _read_later(differing, None)
-        # As late as can be: in one chunk, nothing that fails leaves a part of a gradient in the caller's buffer.
+        # The last product comes as late as possible: a failure before it leaves the caller's buffer untouched.
         if last is not None:
             self._multiply_head(*last, overwrite=self.fresh and len(chunks) == 1)
-        # Of several chunks, the value and the metrics once more on all rows: the same bits however rows were chunked.
+        # After several chunks, loss and metrics are taken once more of all rows: the same bits for any chunks.
         loss, metrics = evaluated or self.objective.evaluate(self._inputs_with(found))
         if asked is not None and asked():
             raise refused(self.objective, len(chunks))
         if differing is not None:
-            # A CUDA graph can fetch nothing: what its replay finds, it can only show.
+            # A CUDA graph cannot raise on replay, so a loss that would be wrong becomes NaN.
             loss = torch.where(differing, torch.nan, loss)
         scale = self.scale if self.float16 is None else self.float16.settle(chunks)
         bias = None if self.into.bias is None else self.into.bias.to(p.gain.dtype)
@@ -207,7 +207,7 @@ class OnePass:
         drop = self.drop_zeros and not _capturing(stays)
         dry = self._dry_number(stop - start) if stays.is_meta or isinstance(stays, FakeTensor) else None
         number = _read_later(stays.sum(), dry) if drop else None
-        # Rows that do not count may hold anything: without a target they have no gradient, rather than 0 * NaN.
+        # Rows that do not count may hold NaN: without a target their gradient is 0, and not 0 * NaN.
         column = column if counted is None else torch.where(counted, column, SKIP)
         d_z = chunk.gradient(start, stop, column, saved, found)
         if number is not None:
@@ -290,7 +290,7 @@ class Float16Scale:
     def lower(self, *upstream: Tensor | None) -> Tensor:
         """The factor for a chunk with these upstream gradients."""
         sizes = torch.cat([x.abs().nan_to_num(0, 0, 0) for x in upstream if x is not None])
-        # Also of no rows at all; and of rows without a gradient, which any factor will do for.
+        # The padding covers a chunk without rows, and rows without a gradient.
         largest = torch.nn.functional.pad(sizes, (0, 1), value=2.0**-100).max()
         scale = torch.exp2(-torch.log2(largest).floor())
         self.by_chunk.append(torch.minimum(scale, self.by_chunk[-1]) if self.by_chunk else scale)
@@ -352,7 +352,7 @@ def row_gradients(
         whole: whether these are all rows.
     """
     with torch.enable_grad():
-        # An entropy that no term is on is a value, as in two passes.
+        # An entropy without a term in the loss gets no gradient, as in two passes.
         named = {name: getattr(inputs, name) for name in TERMS if name != "entropy" or objective.entropy == "grad"}
         leaves = {name: x.detach().requires_grad_() for name, x in named.items() if x is not None}
         inputs, evaluated = replace(inputs, **leaves), None

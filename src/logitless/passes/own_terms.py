@@ -37,7 +37,7 @@ def differs(in_chunks: Sequence[Gradients], at_once: Gradients) -> Tensor:
         parts = [gradients[name] for gradients in in_chunks]
         if whole is None and all(x is None for x in parts):
             continue
-        # A term may leave out of its graph what none of these rows needs.
+        # In some chunks a term may not depend on a result at all.
         whole = torch.zeros_like(like) if whole is None else whole
         joined = torch.cat(
             [torch.zeros_like(row) if x is None else x for x, row in zip(parts, rows, strict=True) if row is not None]

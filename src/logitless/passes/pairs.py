@@ -76,7 +76,7 @@ def crossed(call: Call, student: Problem, teacher: Problem) -> Tensor:
     call.backend.divergence(pair, sums)
     first, second = (own, other) if is_reverse(call) else (other, own)
     mean = first.s * ((second.s / first.s).log() - sums[0])
-    # Of columns that one of the two has alone, all is known.
+    # A column that only one model has contributes 0 or makes the KL infinite.
     mean = torch.where(second.s > 0, mean, -torch.inf).masked_fill(first.s == 0, 0.0)
     return torch.cat([*lines, (second.s - first.s - mean)[None], mean[None]])
 

@@ -69,6 +69,8 @@ def _with_backend(call: Call, *rest: Any) -> Any:
 
 def _names(call: Call) -> tuple[str, ...]:
     """The results of a call, in the order of :class:`TokenStats`."""
+    if call.table is None and call.asked.teacher is None:
+        return ("logprob", "entropy", "log_z") if call.entropy else ("logprob", "log_z")
     named = {"logprob", "log_z", *(("entropy",) if call.entropy else ())}
     if call.table is not None:
         named |= {name for reading in call.table.readings for name in reading.names}
@@ -104,7 +106,7 @@ class _Score(torch.autograd.Function):
         ctx.names = tuple(saved)
         ctx.save_for_backward(*saved.values())
         ctx.unchanged = None if torch.compiler.is_compiling() else call.unchanged()
-        # The buffer for the weight's gradient is in the call and not saved: others may add to it before backward does.
+        # weight_grad stays in the call: autograd would refuse a saved buffer that others add to before backward.
         ctx.call, ctx.plan, ctx.results, ctx.spent = call, plan, names, False
         # A leaf may ask for its gradient in another dtype; for anything else autograd keeps the tensor's own.
         logits, grad_dtype = operands.logits, None
@@ -126,7 +128,7 @@ class _Score(torch.autograd.Function):
         if not any(needs):
             return *(None,) * 9, *nothing
         if ctx.unchanged is not None:
-            # Before autograd looks at what it saved, whose error names no argument.
+            # Checked before autograd compares what it saved, because its error names no argument.
             ctx.unchanged.check()
         saved = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
         operands = Operands(*(saved[name] for name in Operands._fields))
@@ -134,7 +136,7 @@ class _Score(torch.autograd.Function):
         buffer = None if call.linear is None else call.linear.weight_grad
         over = operands.logits if call.overwrite else None
         with explained(call.caller, call.budget, weight_grad=buffer, logits=over):
-            # From here on the logits may be half overwritten, should it fail.
+            # From here on a failure may leave the logits half overwritten, so no second backward is allowed.
             ctx.spent = call.overwrite
             if operands.logits is not None:
                 found = (_given_gradient(call, ctx.plan, operands.logits, saved, up, ctx.grad_dtype), *(None,) * 5)
@@ -168,7 +170,7 @@ def _look_given(
     assert logits is not None
     problem = given_problem(logits, places["index"], column, places["gain"], call)
     if not plan.taught:
-        # Of the tensors handed in, and not of those of the call: torch.compile traces this.
+        # torch.compile traces this branch, so it uses the tensors handed in and not those of the call.
         target, ignored = places["target"], None if call.found else places["target"] == IGNORE
         solver = call.backend_name if call.canonical else None
         asked = Asked(target, places["gain"], call.squash, ignored, call.entropy, call.group, call.table, solver)
@@ -200,13 +202,13 @@ def _given_gradient(
     for start, stop in plan.chunks:
         part, into, place = problem.cut(start, stop), out[start:stop], None
         if out_index is not None:
-            # Rows that are looked up have a place of their own in what is written.
+            # Indexed rows are written to a chunk of their own first, then copied to their places.
             into, place = out.new_empty((stop - start, out.shape[1])), torch.arange(stop - start, device=out.device)
         terms.cut(start, stop).write(call, part, into, place, beside.rows(start, stop, part))
         if out_index is not None:
             out.index_copy_(0, out_index[start:stop], into)
     if out_index is not None:
-        # Rows that were not asked for have no gradient, whatever lies there: logits, where it goes over them.
+        # Rows that were not scored have gradient 0; with overwrite=True their logits still lie there.
         others = torch.ones(len(out), dtype=torch.bool, device=out.device).index_fill_(0, out_index, False)
         out.masked_fill_(others[:, None], 0.0)
     return logits.detach() if call.overwrite else out.view(logits.shape)
@@ -299,7 +301,7 @@ def _hidden_gradients(
     assert linear is not None
     assert operands.hidden is not None
     if plan.kind == "frozen":
-        # Hidden rows are neither gathered nor selected again: the unit gradients stand in, and are not multiplied.
+        # Unit gradients take the place of hidden rows, which are neither gathered nor multiplied again.
         p = Projection.of(saved["others"], operands, saved["column"], call, multiplied=False)
         g_logprob = up["logprob"]
         g_logprob = torch.zeros_like(saved["logprob"]) if g_logprob is None else g_logprob.contiguous()

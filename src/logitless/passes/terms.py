@@ -161,8 +161,8 @@ class Terms:
         if self.kept is None and coef.square is None and coef.constant is None and coef.at_ids is None:
             call.backend.divergence_gradient(pair, mean, by, coef, out, out_index)
             return
-        # Kernels of a divergence know of no other readings: its gradient is added to theirs. First, since out may be
-        # the logits.
+        # Kernels of a divergence know no other readings, so both gradients are added. The divergence's comes first,
+        # because `out` may be the logits that it reads.
         more = torch.empty_like(out, memory_format=torch.contiguous_format)
         call.backend.divergence_gradient(pair, mean, by, None, more, out_index)
         self._write_own(call, tile, out, out_index, over)
@@ -182,7 +182,7 @@ class Terms:
     ) -> None:
         """dZ of every column, by one kernel."""
         if over:
-            # Blocks of a row that are written side by side would overwrite what others have not read.
+            # `gradient` writes blocks of a row in parallel, which would overwrite logits that others still read.
             call.backend.gradient_over(tile, self.norm, coef, out.dtype)
         else:
             run_gradient(call.backend_name, tile, self.norm, coef, out, out_index)

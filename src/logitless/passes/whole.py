@@ -69,7 +69,7 @@ def _of_head(p: Projection, teacher: Teacher, call: Call, table: Table | None) -
         negative=head.scale < 0,
         unit=False,
         found_here=False,
-        # As of a teacher's shared ids: canonical sums are of the student's.
+        # Canonical sums are of the student alone.
         canonical=False,
         machine=call.machine if call.linear is not None else Machine.of(p.hidden.device),
     )

@@ -50,7 +50,7 @@ def loss_plan(call: Call, objective: Objective | Preference) -> Plan:
     columns = call.columns if call.group is None else call.mean_columns
     shape = LossShape.of(
         counts,
-        # The same chunks on every rank of a vocabulary group: all take part in the all_gather of each.
+        # Every rank of a vocabulary group has the same chunks, since each chunk is one all_gather.
         columns,
         call.width,
         dtype=call.dtype,
@@ -59,7 +59,7 @@ def loss_plan(call: Call, objective: Objective | Preference) -> Plan:
         bias=linear.bias is not None,
         capped=bool(call.squash),
         trained=call.needs[1],
-        # Not from how the operands lie in memory, which the other ranks do not know.
+        # Strides differ from rank to rank, so the choice does not look at them.
         fused=call.apart_everywhere is None,
     )
     if isinstance(multiplied, Teacher | Teachers):
@@ -81,7 +81,7 @@ def loss_plan(call: Call, objective: Objective | Preference) -> Plan:
     products = 3 + taught if plan.kind == "one pass" else 4 + 2 * taught
     plan = replace(plan, taught=taught, products=products)
     if rest and plan.kind == "one pass":
-        # The rest of a row is summed from a copy of some rows.
+        # The sum over all ids but those listed works on a copy of some rows.
         plan = replace(plan, elementwise=max(1, call.memory // COPIED))
     if plan.tiles is not None and taught:
         plan = replace(plan, tiles=plan.tiles._replace(rows=plan.rows, fused=pair_apart(call) is None))

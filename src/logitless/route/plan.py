@@ -259,7 +259,7 @@ def _pair_plan(call: Call) -> Plan:
     apart, sums = pair_apart(call), sums_apart(call)
     gradients = call.needs[0] + any(call.needs[1:3])
     graded = call.asked.entropy == "grad" or (call.table is not None and bool(call.table.differentiable))
-    # dZ goes over the logits, which may be rounded to fewer bytes than it has.
+    # dZ is written over the logits, so a logit must have at least the bytes of an element of dZ.
     room = call.logits_dtype.itemsize >= call.dtype.itemsize
     unit = call.needs[0] and not any(call.needs[1:]) and not graded and call.bits != "canonical" and room
     reason = "a teacher's logits lie beside the student's, and are counted like them"
@@ -299,7 +299,7 @@ def _tile_plan(call: Call) -> Plan:
     differentiated = () if call.table is None else call.table.differentiable
     spare, work = max(0, call.memory - WORK), min(call.memory, WORK)
     canonical = linear.bits == "canonical"
-    # Tiles of one width, whatever the batch: readings beyond the softmax add up theirs from left to right.
+    # Canonical tiles have one width for every batch: readings beyond the softmax add up tiles from left to right.
     apart = shape._replace(rows=FIXED_ROWS if canonical else shape.rows, product=None, blocks=canonical)
     first = apart
     if shape.product is not None:
@@ -319,16 +319,16 @@ def _tile_plan(call: Call) -> Plan:
         forward = forward._replace(rows=backward.rows, columns=backward.columns)
     if kept is not None:
         forward, backward = all_rows(forward, shape), all_rows(backward, shape)
-    # The products for a LoRA's b are not of the size of the logits.
+    # The product for a LoRA's b has r columns, not D, and is not counted.
     kept_rows, gradients = 0, hidden + any(call.needs[1:3])
-    # The gradient of a mean logit is the same for all columns but those at -inf, which exponentials do not tell.
-    # What all columns but a few have of a gradient is divided by their probability, which may be below 16 bits.
+    # Exponentials cannot tell a logit of -inf, which has no share in a mean logit, from one far below.
+    # The gradient of `rest` is divided by a probability that 16 bits may round to 0.
     exact = "mean_logit" in differentiated or (call.table is not None and call.table.rest)
     storable = shape.operand_bytes == 2 and not call.squash and not exact
     if kept is None and not canonical and storable:
         kept_rows = min(shape.rows, spare // max(1, exponentials_row(shape, backward.columns)))
     if kept_rows and not forward.fused:
-        # Stored exponentials have one reference per slab, so both loops cut the columns alike.
+        # Stored exponentials have one reference per slab of columns, so forward and backward cut columns alike.
         forward = forward._replace(columns=backward.columns)
     tiles = {"forward": forward, "backward": backward, "kept_rows": kept_rows, "apart": call.apart}
     if kept_rows and kept_rows == shape.rows:

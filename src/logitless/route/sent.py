@@ -116,7 +116,7 @@ class _Sender:
         yield from self.tokens(self.operands.hidden)
         if plan.taught:
             yield from self.teacher_rows(forward=True)
-        # A teacher's rows go by chunks, of which there is one where there are no rows, or all at once by one kernel.
+        # Rows beside a teacher go in chunks, at least one even without rows, or all at once in one kernel.
         by_chunks = plan.taught and not plan.crossed
         chunks = plan.chunks or ((0, 0),) if by_chunks else ((0, self.call.num_rows),)
         for start, stop in chunks:

@@ -54,7 +54,7 @@ def forward_tiles(shape: Shape, memory: int) -> Tiles:
             narrow, columns = columns, max(ALIGNED, columns - columns % ALIGNED)
             rows = max(1, rows * narrow // columns) if narrow < columns else rows
         return Tiles(rows, columns, rows, elementwise)
-    # No more bytes than a tile of logits, and whole blocks of rows where there is more than one.
+    # Parts of the statistic get the bytes of a tile of logits; rows are cut to whole blocks of the product.
     assert isinstance(shape.product, ProductSizes)
     room = rows * columns * shape.logits_bytes // max(1, parts_row(shape.columns, shape.product, shape.lines))
     rows = max(1, min(room, shape.rows))
@@ -68,17 +68,17 @@ def backward_tiles(shape: Shape, memory: int) -> Tiles:
     slabs, tile = shape.rows < shape.columns, shape.machine.backward_tile
     block = max(1, min(shape.rows, shape.machine.block))
     if not slabs:
-        # Blocks may be as low as leaves room for a slab of dZ that is worth a product.
+        # The block shrinks until a slab of at least 256 columns of dZ fits into half of the budget.
         block = max(1, min(block, budget // 2 // (min(256, max(1, shape.columns)) * shape.operand_bytes)))
     per_column = block * shape.operand_bytes
     rows, columns = _fit(shape, budget, tile, min(tile[0], block), per_column)
     if shape.product is None:
         return Tiles(rows, columns, block, elementwise, slabs)
-    # No more bytes than with a tile of logits: dZ gets what that would have taken, in whole tiles of the product.
+    # Without a tile of logits dZ gets its bytes, too, in whole tiles of the product.
     columns = min(shape.columns, columns * (rows * shape.logits_bytes + per_column) // per_column)
     least = min(shape.product.columns, shape.columns)
     if columns < least:
-        # Fewer columns than a tile would be a tile all the same: fewer rows instead.
+        # A product computes a whole tile even for fewer columns, so rows are given up instead.
         columns, block = least, max(1, block * columns // least)
     columns -= columns % least if columns < shape.columns else 0
     return Tiles(block, max(1, columns), block, elementwise, slabs, fused=True)
