@@ -400,6 +400,23 @@ def test_no_index_is_copied_out_of_sight(name: str, monkeypatch):
 # What it says of itself.
 
 
+@pytest.mark.parametrize("verb", ["logprobs", "policy_loss"])
+@pytest.mark.parametrize("whole", [False, True], ids=["Logits", "Teacher"])
+def test_a_teacher_that_would_have_a_gradient_has_none(verb: str, whole: bool):
+    """A model in training as the teacher, whose operands have the names of the student's."""
+    found = []
+    for trained in (False, True):
+        sizes = ((257, 16), (2003, 16), (257, 24), (2003, 24))
+        tensors = [torch.empty(size, requires_grad=trained or i < 2) for i, size in enumerate(sizes)]
+        teacher = ll.Logits(*tensors[2:])
+        asked = {"teacher": ll.Teacher(teacher) if whole else teacher, "memory": "2MiB"}
+        args = (ll.Logits(*tensors[:2]), torch.zeros(257, dtype=torch.int64))
+        args = args if verb == "logprobs" else (*args, ll.Objective.recipe("distill"))
+        found.append(ll.estimate(getattr(ll, verb), *args, **asked, device="cpu"))
+    assert found[0].peak == found[1].peak
+    assert {item.name.split()[0] for item in found[1].backward if item.output} >= {"d_hidden", "d_weight"}
+
+
 @pytest.mark.parametrize("softcap", [False, True])
 @pytest.mark.parametrize("needs_grad", [("hidden", "weight"), ("hidden",), ()])
 @pytest.mark.parametrize("memory", ["1MiB", "600MiB"])
