@@ -85,7 +85,7 @@ def _by_slabs(
     block = _Block.make(p, tiles, beside)
     d_hidden = p.gain.new_empty(p.hidden.shape) if want_hidden else None
     d_weight = p.like_weight() if want_weight and weight_grad is None else None
-    d_bias = p.gain.new_zeros(p.weight.shape[0], dtype=torch.float64) if want_bias else None
+    d_bias = p.gain.new_zeros(p.weight.shape[0]) if want_bias else None
     d_low = None if p.low is None else p.gain.new_zeros(p.low.shape)
     # A single block writes each slab of dW once, in its final dtype; several blocks add up in float32 first.
     slab = None
@@ -123,7 +123,7 @@ def _by_blocks(
     sums = p.gain.new_empty((min(tiles.block, len(p.hidden)), p.hidden.shape[1])) if narrow else None
     # dW is summed in float32 over all blocks, in the caller's buffer where there is one.
     d_weight = p.gain.new_empty(p.weight.shape) if want_weight and weight_grad is None else weight_grad
-    d_bias = p.gain.new_zeros(p.weight.shape[0], dtype=torch.float64) if want_bias else None
+    d_bias = p.gain.new_zeros(p.weight.shape[0]) if want_bias else None
     d_low = None if p.low is None else p.gain.new_zeros(p.low.shape)
     for rows in pieces(len(p.hidden), tiles.block, p.hidden.is_meta):
         into = d_hidden if d_hidden is None else d_hidden[rows] if sums is None else sums[: rows.stop - rows.start]

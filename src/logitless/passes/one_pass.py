@@ -62,7 +62,7 @@ class OnePass:
         plan: the chunks.
         objective, inputs: what is minimised, without log-probs and entropies.
         into: where the gradients go. Of hidden rows ``[R, D]`` in the operands' dtype, each row written once; of the
-            weight ``[V, D]`` and a LoRA's b ``[V, r]`` in float32, the bias ``[V]`` in float64, added to.
+            weight ``[V, D]``, the bias ``[V]`` and a LoRA's b ``[V, r]`` in float32, added to.
         fresh: whether the weight's gradient holds nothing yet, so that the first product may overwrite it.
         scale: factor of all gradients, or None for 1.
         float16: the factor that float16 gradients are held by while they are made, or None.
@@ -108,7 +108,7 @@ class OnePass:
             # Kernels need a contiguous last dimension, which the caller's hidden states may not have.
             torch.empty_like(p.hidden, memory_format=torch.contiguous_format) if hidden else None,
             into if weight else None,
-            p.gain.new_zeros(p.weight.shape[0], dtype=torch.float64) if bias else None,
+            p.gain.new_zeros(p.weight.shape[0]) if bias else None,
             None if p.low is None else p.gain.new_zeros(p.low.shape),
         )
         # A caller with a buffer of its own scales its float16 loss and looks for overflow itself.
@@ -157,8 +157,7 @@ class OnePass:
             # A CUDA graph cannot raise on replay, so a loss that would be wrong becomes NaN.
             loss = torch.where(differing, torch.nan, loss)
         scale = self.scale if self.float16 is None else self.float16.settle(chunks)
-        bias = None if self.into.bias is None else self.into.bias.to(p.gain.dtype)
-        return Outcome(loss.detach(), metrics, found, self.into._replace(bias=bias), scale)
+        return Outcome(loss.detach(), metrics, found, self.into, scale)
 
     def _nothing(self) -> dict[str, Tensor]:
         """The results of no rows, by name: those that the objective may have terms on."""

@@ -94,10 +94,11 @@ def multiply_fixed(a: Tensor, b: Tensor, out: Tensor, *, wide: bool, tf32: bool 
 
 
 def add_rows(x: Tensor, out: Tensor, *, wide: bool) -> None:
-    """``out += x.sum(0)``, where ``out`` is float64: the sums of a few rows, in float32, are added to many such.
+    """``out += x.sum(0)``, summed in at least float32.
 
     As a product: torch's own sum over the rows of a wide matrix takes up to 256 results as working space on a GPU.
     """
+    # Apart from the total: a product that adds to it rounds to its size once for every row, and not once for all.
     part = torch.empty((x.shape[1], 1), dtype=_wide(x.dtype), device=x.device)
     multiply(x.T, x.new_ones((x.shape[0], 1)), part, wide=wide)
     out.add_(part[:, 0])

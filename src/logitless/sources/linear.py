@@ -158,7 +158,7 @@ class Projection:
         multiply_fixed(a, b, out, tf32=self.tf32, wide=self.call.machine.wide_products)
 
     def add_rows(self, x: Tensor, out: Tensor) -> None:
-        """``out += x.sum(0)``, where ``out`` is float64."""
+        """``out += x.sum(0)``, summed in at least float32."""
         add_rows(x, out, wide=self.call.machine.wide_products)
 
     def project(self, first: int, out: Tensor) -> None:

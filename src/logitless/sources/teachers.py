@@ -289,11 +289,9 @@ def _part(teacher: Teacher, call: Call, rows: slice, gain: Tensor) -> Part:
     nothing = torch.inf if head.scale < 0 and head.softcap is None else -torch.inf
     index = tokens_beside(teacher, call)[rows]
     if not isinstance(teacher.logits, Logits):
-        logits = teacher.tokens
         # A shard of no columns leaves no size to infer.
-        return Part(
-            rows, None, logits.reshape(logits.shape[:-1].numel(), logits.shape[-1]), index, source, columns, nothing
-        )
+        logits = teacher.tokens.reshape(teacher.tokens.shape[:-1].numel(), teacher.width)
+        return Part(rows, None, logits, index, source, columns, nothing)
     tokens = gathered_tokens(teacher.tokens, call)
     fixed = call.linear is not None and call.bits == "canonical"
     if teacher.at is not None and has_values(index) and not fixed and not isinstance(head.temperature, Tensor):
