@@ -464,3 +464,13 @@ def test_a_factor_that_torch_does_not_take_is_not_taken(factor):
     for lazy in (False, True):
         with pytest.raises((RuntimeError, OverflowError)):
             logits_of(operands(), lazy, strict=False) * factor
+
+
+@COMPUTED
+def test_more_of_the_largest_than_a_reading_lists():
+    """All 200 of 200 columns: more than 128 are computed, and a number past the columns is torch's error."""
+    hidden, weight = torch.randn(2, 3, dtype=torch.float64), torch.randn(200, 3, dtype=torch.float64)
+    found, wanted = ll.Logits(hidden, weight).topk(200, -1), (hidden @ weight.T).topk(200, -1)
+    assert torch.equal(found.indices, wanted.indices)
+    with pytest.raises(RuntimeError, match="out of range"):
+        ll.Logits(hidden, weight[:5]).topk(6, -1)
