@@ -1,6 +1,7 @@
 """Every Triton kernel compiled for cards that are not here: registers, spills and shared memory of each.
 
     python benchmarks/cards.py --json benchmarks/results/cards.jsonl        all of them, for every target: minutes
+    python benchmarks/cards.py --json ... --kernel 'pair_*'                  some of them, in place of their records
 
 Nothing runs. What is compiled is what the library launches: calls of it are made dry, on the meta device, with the
 sizes of an H200, and every launch is written down with its arguments instead of being made. Triton itself derives the
@@ -23,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +114,6 @@ class Usage:
 
 
 # What is launched.
-
-NOT_YET = {"pair_sums_kernel", "pair_gradient_kernel", "pair_merge_kernel", "pair_gradient_from_kernel"}
-"""Kernels that the record of ``docs/cards.md`` may still be without."""
 
 
 def kernels() -> set[tuple[str, str]]:
@@ -303,6 +302,7 @@ AMD = ("vgpr_count", "vgpr_spill_count")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", help="where the records go, in place of those that are there")
+    parser.add_argument("--kernel", default="*", help="name or pattern of kernels; records of others stay as they are")
     parser.add_argument("--turn", action="store_true", help="one variant of each kernel, for one target each in turn")
     asked = parser.parse_args()
     found = launches()
@@ -313,7 +313,7 @@ def main() -> None:
         firsts = list({(x.module, x.kernel): x for x in reversed(found)}.values())
         todo = [(x, [list(TARGETS)[i % len(TARGETS)]]) for i, x in enumerate(firsts)]
     else:
-        todo = [(x, list(TARGETS)) for x in _first_few(found)]
+        todo = [(x, list(TARGETS)) for x in _first_few(found) if fnmatchcase(x.kernel, asked.kernel)]
     lines = []
     versions = {"torch": torch.__version__, "triton": importlib.import_module("triton").__version__}
     for launch, names in todo:
@@ -325,7 +325,10 @@ def main() -> None:
             lines.append({**line, "versions": versions})
             print(f"{launch.kernel:32}{name:8}{took}  {seconds} s  {took.too_much(TARGETS[name]) or ''}", flush=True)  # noqa: T201
     if asked.json:
-        Path(asked.json).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        file = Path(asked.json)
+        before = [] if asked.kernel == "*" else [json.loads(x) for x in file.read_text(encoding="utf-8").splitlines()]
+        lines = [x for x in before if not fnmatchcase(x["kernel"], asked.kernel)] + lines
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ import typer
 
 from logitless.errors import LogitlessError
 from logitless.tools.cli.app import new_app, run
-from logitless.tools.cli.options import AsJson, Debug, Device, full_dtype
-from logitless.tools.cli.output import console, progress
+from logitless.tools.cli.shared import AsJson, Debug, Device, console, full_dtype, progress
 
 Names = Annotated[list[str] | None, typer.Option(help="Name or shell pattern; may be repeated.")]
 Peers = Annotated[Path | None, typer.Option(help="Folder of unpacked packages to import peers from.")]

@@ -38,7 +38,7 @@ from benchmarks.bench.measure import interleaved, peak_bytes
 from benchmarks.bench.providers import add_peers
 from benchmarks.bench.records import Environment
 from logitless.spec import format_bytes
-from logitless.tools.tables import text_table
+from logitless.tools.outputs import text_table
 
 SAMPLED = 24
 KINDS = ("reverse_kl", "forward_kl", "jsd")

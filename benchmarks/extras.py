@@ -25,7 +25,7 @@ import logitless as ll
 from benchmarks.bench.measure import interleaved, peak_bytes
 from benchmarks.bench.records import Environment
 from logitless.spec import format_bytes
-from logitless.tools.tables import text_table
+from logitless.tools.outputs import text_table
 
 SAMPLED = 16
 ALL = ("top1", "collision", "mean_logit", "logit_variance", "max_logit", "rank")

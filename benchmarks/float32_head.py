@@ -1,15 +1,17 @@
-"""What a float32 head costs above bfloat16 hidden states, and how exact it is.
+"""What a float32 head costs above hidden states in bfloat16 and in float32, and how exact it is.
 
     python -m benchmarks.float32_head --out benchmarks/results/float32-head.jsonl
 
-    bfloat16    the weight rounded to bfloat16: what people settle for
-    two parts   ``Logits(hidden, weight)``: the float32 weight as two bfloat16 parts
-    tf32        hidden states widened, products in TF32
-    float32     hidden states widened, IEEE products
+    bfloat16    hidden states in bfloat16, the weight rounded to it: what people settle for
+    two parts   hidden states in bfloat16, the float32 weight as two bfloat16 parts
+    bfloat16x3  both in float32, as ``precision=`` says: two bfloat16 parts of each, three products of these
+    tf32        both in float32, products in TF32
+    float32     both in float32, IEEE products
 
 Times are medians in one run, in multiples of bare bfloat16 products: 1 forward, 4 forward and backward (logits, logits
-again, two gradients). Errors are those to float64 products of the float32 weight: the largest of sampled log-probs, and
-norms relative to the gradients'. Peaks are bytes beyond the operands, gradients included. It takes about a minute.
+again, two gradients). Errors are those to float64 products of the float32 weight with the same hidden states: the
+largest of sampled log-probs, and norms relative to the gradients'. Peaks are bytes beyond the operands, gradients
+included. It takes about a minute.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -30,9 +32,10 @@ from torch import Tensor
 import logitless as ll
 from benchmarks.bench.measure import peak_bytes
 from benchmarks.bench.records import Environment
+from logitless.operands.stands import Precision
 
 TOKENS, VOCAB, SLAB, SAMPLED = 16384, 151936, 8448, 64
-WAYS = ("bfloat16", "two parts", "tf32", "float32")
+WAYS = ("bfloat16", "two parts", "bfloat16x3", "tf32", "float32")
 
 
 class Case:
@@ -40,9 +43,10 @@ class Case:
 
     def __init__(self, hidden: int) -> None:
         torch.manual_seed(0)
-        self.x = torch.randn(TOKENS, hidden, device="cuda").bfloat16()
+        self.wide = torch.randn(TOKENS, hidden, device="cuda")
+        self.x = self.wide.bfloat16()
         self.w = 2 * torch.randn(VOCAB, hidden, device="cuda") / hidden**0.5
-        self.narrow, self.wide = self.w.bfloat16(), self.x.float()
+        self.narrow = self.w.bfloat16()
         self.target = torch.randint(VOCAB, (TOKENS,), device="cuda")
         self.up = torch.randn(TOKENS, device="cuda") / TOKENS
         self.slab = torch.empty(TOKENS, SLAB, device="cuda", dtype=torch.bfloat16)
@@ -53,29 +57,32 @@ class Case:
             torch.mm(self.x, part.T, out=self.slab[:, : len(part)])
 
     def operands(self, way: str) -> tuple[Tensor, Tensor]:
-        x = self.x if way in ("bfloat16", "two parts") else self.wide
+        x = self.wide if way in get_args(Precision) else self.x
         return x, self.narrow if way == "bfloat16" else self.w
 
+    def logprob(self, way: str, x: Tensor, w: Tensor) -> Tensor:
+        precision = way if way in get_args(Precision) else "float32"
+        return ll.logprobs(ll.Logits(x, w, precision=precision), self.target).logprob
+
     def forward(self, way: str) -> Tensor:
-        return ll.logprobs(ll.Logits(*self.operands(way), tf32=way == "tf32"), self.target).logprob
+        return self.logprob(way, *self.operands(way))
 
     def both(self, way: str) -> tuple[Tensor, ...]:
         x, w = (x.detach().requires_grad_() for x in self.operands(way))
-        out = ll.logprobs(ll.Logits(x, w, tf32=way == "tf32"), self.target).logprob
-        return torch.autograd.grad(out, (x, w), self.up)
+        return torch.autograd.grad(self.logprob(way, x, w), (x, w), self.up)
 
-    def truth(self) -> tuple[Tensor, Tensor]:
+    def truth(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs, and gradients of the hidden states, of sampled rows in float64."""
-        x = self.x[:SAMPLED].double().requires_grad_()
+        x = hidden[:SAMPLED].double().requires_grad_()
         log_p = (x @ self.w.double().T).log_softmax(-1).gather(1, self.target[:SAMPLED, None])[:, 0]
         (gradient,) = torch.autograd.grad(log_p, x, self.up[:SAMPLED].double())
         return log_p.detach(), gradient
 
-    def weight_gradient(self, rows: int = 2048) -> Tensor:
+    def weight_gradient(self, hidden: Tensor, rows: int = 2048) -> Tensor:
         """Of the first rows of the weight, in float64."""
-        total = torch.zeros(rows, self.x.shape[1], device="cuda", dtype=torch.float64)
+        total = torch.zeros(rows, hidden.shape[1], device="cuda", dtype=torch.float64)
         for start in range(0, TOKENS, 1024):
-            x = self.x[start : start + 1024].double()
+            x = hidden[start : start + 1024].double()
             z = x @ self.w.double().T
             p = (z[:, :rows] - z.logsumexp(-1, keepdim=True)).exp()
             target = self.target[start : start + 1024]
@@ -103,11 +110,13 @@ def milliseconds(steps: dict[str, Callable[[], object]], repeats: int = 5) -> di
 
 def measured(hidden: int) -> list[dict[str, Any]]:
     case = Case(hidden)
-    truth, d_hidden = case.truth()
-    d_weight = case.weight_gradient() if hidden <= 2048 else None
+    truths = {
+        x.dtype: (*case.truth(x), case.weight_gradient(x) if hidden <= 2048 else None) for x in (case.x, case.wide)
+    }
     found: dict[str, dict[str, Any]] = {way: {"hidden_size": hidden, "way": way} for way in WAYS}
     for way in WAYS:
         gradients = case.both(way)
+        truth, d_hidden, d_weight = truths[gradients[0].dtype]
         off = (gradients[0][:SAMPLED].double() - d_hidden).norm() / d_hidden.norm()
         found[way] |= {
             "logprob_error": (case.forward(way)[:SAMPLED].double() - truth).abs().max().item(),

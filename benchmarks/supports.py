@@ -31,8 +31,8 @@ from benchmarks.bench.measure import interleaved, peak_bytes
 from benchmarks.bench.records import Environment
 from logitless.backends import triton as kernels
 from logitless.spec import format_bytes
+from logitless.tools.outputs import text_table
 from logitless.tools.stopwatch import StopWatch, copy_bandwidth
-from logitless.tools.tables import text_table
 
 SAMPLED = 32
 SKYRL = "skyrl.backends.skyrl_train.utils.sample_support_replay"

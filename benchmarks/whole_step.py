@@ -35,8 +35,8 @@ from whole_step_model import MODELS, OPTIMIZER, Trainer, draw, with_old
 from benchmarks.bench.providers import add_peers
 from benchmarks.bench.records import Environment
 from logitless.spec import format_bytes, parse_memory
+from logitless.tools.outputs import text_table
 from logitless.tools.stopwatch import StopWatch
-from logitless.tools.tables import text_table
 
 
 def timed(device: torch.device, work: Callable[[], object]) -> float:

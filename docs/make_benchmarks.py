@@ -23,8 +23,8 @@ Found = Mapping[tuple[str, str], Record]
 
 LOGITS_PROVIDERS = ("torch", "torch.compile", "megatron", "liger", "trl-kernel", "logitless", "logitless-overwrite")
 LINEAR_PROVIDERS = (
-    *("torch", "torch.compile", "trl-head", "verl-kernel", "liger-sm90", "liger-flce", "liger-flce-none"),
-    *("liger-chunked", "liger-selective", "cce", "cce-exact", "logitless", "logitless-logits"),
+    *("torch", "torch.compile", "te", "quack", "trl-head", "verl-kernel", "liger-native", "liger-sm90", "liger-flce"),
+    *("liger-flce-none", "liger-chunked", "liger-selective", "cce", "cce-exact", "logitless", "logitless-logits"),
 )
 LOSS_PROVIDERS = (*LINEAR_PROVIDERS, "logitless-loss", "logitless-loss-buffer")
 
@@ -131,6 +131,11 @@ T = 16384, V = 151936, D = 4096 in bfloat16 unless said otherwise. The floor is 
 and vocabulary that must be made without storing logits: four; three where memory is allowed to store exponentials; two
 with a frozen head; one in forward. A provider that stores the logits makes three, and may be below four: read time and
 peak together.
+
+Peers without a time: torch's own `linear_cross_entropy` in chunks, which torch 2.11 on that machine does not have, and
+a newer wheel of torch is larger than what could be brought there; QuACK 0.6.5 beside CUTLASS DSL 4.8.0, whose default
+of 4,096 rows a chunk is refused where the hidden size is 4096 (at D = 1024 and V = 16384 its mean loss is off by 3e-7
+and its gradients by 3e-3). Liger's native kernels and Transformer Engine's cross entropy ran at D = 4096 alone.
 
 Records from before 2026-11-16 were taken after a pause, on a cool chip, on which the first products run faster than in
 a long run; those after it follow some hundred milliseconds of products.

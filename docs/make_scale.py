@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 import logitless as ll
 from benchmarks.bench.records import Record, newest, read_records
 from logitless.machine import H200
-from logitless.memory.sizes import sized
+from logitless.memory.meta import sized
 from logitless.objectives import Objective
 from logitless.tools.style import DARK, LIGHT, WIDTH_INCHES, Style, save
 

@@ -38,10 +38,9 @@ THIRD_PARTY = {
     "tools.cli": {"rich", "typer"},
     "tools.score.figure": {"matplotlib"},
     "tools.style": {"matplotlib"},
-    "tools.tables": {"rich"},
+    "tools.outputs": {"rich"},
     "tools.score.files": {"pyarrow"},
     "tools.score.model": {"transformers"},
-    "tools.score.results": {"pyarrow"},
     "tools.score.texts": {"jinja2", "transformers"},
 }
 

@@ -48,12 +48,12 @@ def test_students_and_teachers(monkeypatch):
     assert not [said for said in verdicts.values() if said is not None and not said.startswith("refused")]
     assert sum(said is None for said in verdicts.values()) > 45
     # It can fail.
-    where = "logitless.readings.found._add_divergence"
+    where = "logitless.readings.found._divergence"
     own = pkgutil.resolve_name(where)
 
-    def off(results, saved, *rest) -> None:
-        own(results, saved, *rest)
-        saved["mean_slope"] = 1.01 * saved["mean_slope"]
+    def off(*args) -> tuple:
+        results, saved = own(*args)
+        return results, saved | {"mean_slope": 1.01 * saved["mean_slope"]}
 
     monkeypatch.setattr(where, off)
     assert any((teachers.verdict(teachers.draw(seed)) or "").startswith("d_") for seed in range(15))

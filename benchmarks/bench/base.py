@@ -30,7 +30,7 @@ from benchmarks.bench.records import Record, append_records, read_records
 from benchmarks.bench.run import Report, Request, Selection
 from logitless.errors import LogitlessError
 from logitless.spec import format_bytes
-from logitless.tools.tables import text_table
+from logitless.tools.outputs import text_table
 
 CHECKOUT = Path(__file__).parents[2]
 ROUNDS = 2

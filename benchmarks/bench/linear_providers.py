@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.bench.inputs import Batch
-from benchmarks.bench.providers import Provider, Score, Scores, peer_file, take_rows
+from benchmarks.bench.providers import (
+    Provider,
+    Score,
+    Scores,
+    join_group_of_one,
+    peer_file,
+    standing_in,
+    take_rows,
+    te_cross_entropy,
+)
 from logitless.loss import policy_loss
 from logitless.operands import Logits
 from logitless.score import logprobs
@@ -27,6 +36,7 @@ from logitless.tools.plan.ways import plain_linear
 
 VERL_KERNEL = "_bench_verl_kernel"
 TRL_HEAD = "_bench_trl_head"
+LIGER_OPS = "liger_kernel.ops"
 TRL_COLUMNS = 32768
 """Columns at a time, as TRL's trainers have it."""
 
@@ -101,28 +111,80 @@ def _load_liger_flce(reduction: str) -> Callable[[], Score]:
     return load
 
 
-def _load_quack() -> Score:
-    try:
-        function = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
-    except TypeError as error:
-        # QuACK 0.6.5 with CUTLASS 4.7.0 and 4.8.1.
-        raise ImportError(f"quack does not import: {str(error)[:80]}") from error
+def _load_torch_chunked() -> Score:
+    functions, options = torch.nn.functional, getattr(torch.nn, "LinearCrossEntropyOptions", None)
+    if options is None:
+        raise ImportError(f"torch {torch.__version__} has no linear_cross_entropy in chunks")
 
     def score(batch: Batch, hidden: Tensor, weight: Tensor) -> Scores:
-        return Scores(-function(hidden, weight, batch.labels, ignore_index=IGNORE, reduction="mean"), None)
+        return Scores(-functions.linear_cross_entropy(hidden, weight, batch.labels, options=options()), None)
 
     return score
 
 
-def _load_liger_scaled(module: str, name: str, *options: Any) -> Callable[[], Score]:
-    """Liger's scaled cross entropy with entropy: the chunked torch function, or the kernel for Hopper."""
+def _load_te() -> Score:
+    function = te_cross_entropy()
+
+    def score(batch: Batch, hidden: Tensor, weight: Tensor) -> Scores:
+        return Scores(-function(take_rows(hidden, batch) @ weight.T, batch.rows.target, overwrite_input=True), None)
+
+    return score
+
+
+def _load_quack() -> Score:
+    try:
+        function = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    except TypeError as error:
+        # QuACK takes CUTLASS for the user's own code unless it lies in a folder of that name.
+        raise ImportError(f"quack imports from a folder named site-packages alone: {str(error)[:80]}") from error
+
+    def score(batch: Batch, hidden: Tensor, weight: Tensor) -> Scores:
+        # QuACK's default of 4,096 rows a chunk is refused where the hidden size is that number, too.
+        chunk = 8192 if hidden.shape[1] == 4096 else 4096
+        return Scores(-function(hidden, weight, batch.labels, chunk, IGNORE, "mean"), None)
+
+    return score
+
+
+def _of_liger(module: str, name: str, *options: Any) -> Callable[[], Callable[..., Any]]:
+    """A function of Liger's, with options between the ignored id and whether there is to be an entropy."""
+
+    def find() -> Callable[..., Any]:
+        function = getattr(importlib.import_module(f"{LIGER_OPS}.{module}"), name)
+        return lambda *given: function.apply(*given[:-1], *options, given[-1])
+
+    return find
+
+
+def _liger_native() -> Callable[..., Any]:
+    """Liger's native kernels, which are for tensor parallelism, in a group of one."""
+    name = "LigerFusedLinearScaledCrossEntropyNativeTPFunction"
+    function = getattr(importlib.import_module(f"{LIGER_OPS}.cute.fused_linear_scaled_cross_entropy_tp"), name)
+    core, nvshmem = (importlib.import_module(f"liger_cute_kernels.{x}") for x in ("tvm_ffi", "nvshmem"))
+    try:
+        core._load_module()
+    except (OSError, RuntimeError) as error:
+        raise ImportError(f"liger_cute_kernels does not load: {error}") from error
+    join_group_of_one()
+    if not core.nvshmem_is_initialized():
+        nvshmem.init_from_pg()
+
+    def apply(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, ignored: int, entropy: bool) -> Any:
+        group = torch.distributed.group.WORLD
+        return function.apply(hidden, weight, labels, 0, temperature, ignored, 1, entropy, group)
+
+    return apply
+
+
+def _load_liger_scaled(find: Callable[[], Callable[..., Any]]) -> Callable[[], Score]:
+    """Liger's scaled cross entropy with entropy: the chunked torch function, or kernels for Hopper."""
 
     def load() -> Score:
-        function = getattr(importlib.import_module(module), name)
+        function = find()
 
         def score(batch: Batch, hidden: Tensor, weight: Tensor) -> Scores:
             wanted = batch.case.entropy
-            out = function.apply(hidden, weight, batch.labels, 1.0, IGNORE, *options, wanted is not None)
+            out = function(hidden, weight, batch.labels, 1.0, IGNORE, wanted is not None)
             if wanted is None:
                 return Scores(take_rows(-out, batch), None)
             loss, entropy = out
@@ -169,7 +231,7 @@ def _load_verl_kernel() -> Score:
         get_torch_device=lambda: torch.cuda,
         is_cuda_available=torch.cuda.is_available(),
     )
-    with _standing_in({"verl": ModuleType("verl"), "verl.utils": ModuleType("verl.utils"), device.__name__: device}):
+    with standing_in({"verl": ModuleType("verl"), "verl.utils": ModuleType("verl.utils"), device.__name__: device}):
         importlib.import_module(f"{VERL_KERNEL}.kernels")
     function = importlib.import_module(f"{VERL_KERNEL}.linear_cross_entropy").linear_cross_entropy
 
@@ -210,23 +272,6 @@ def _load_trl_head() -> Score:
     return score
 
 
-@contextlib.contextmanager
-def _standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
-    """For a while, let the names of ``modules`` import them."""
-    before = {name: sys.modules.get(name) for name in modules}
-    sys.modules.update(modules)
-    try:
-        yield
-    finally:
-        for name, module in before.items():
-            if module is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module
-
-
-LIGER_OPS = "liger_kernel.ops"
-
 LINEAR_PROVIDERS: dict[str, Provider] = {
     "torch": Provider(lambda: _with_plain(plain_linear), rounds=True, note="logits in the operands' dtype"),
     "torch.compile": Provider(_load_compiled, rounds=True),
@@ -248,20 +293,37 @@ LINEAR_PROVIDERS: dict[str, Provider] = {
     ),
     "liger-flce-none": Provider(_load_liger_flce("none"), "log-prob", cuda_only=True, rounds=True),
     "liger-chunked": Provider(
-        _load_liger_scaled(f"{LIGER_OPS}.fused_linear_scaled_cross_entropy", "_FusedLinearPPOFallbackFunction"),
+        _load_liger_scaled(_of_liger("fused_linear_scaled_cross_entropy", "_FusedLinearPPOFallbackFunction")),
         rounds=True,
     ),
     "liger-sm90": Provider(
         _load_liger_scaled(
-            f"{LIGER_OPS}.cutedsl.ops.fused_scaled_cross_entropy_sm90", "LigerFusedScaledCrossEntropySM90Function", 1
+            _of_liger("cutedsl.ops.fused_scaled_cross_entropy_sm90", "LigerFusedScaledCrossEntropySM90Function", 1)
         ),
         cuda_only=True,
         rounds=True,
+    ),
+    "liger-native": Provider(
+        _load_liger_scaled(_liger_native), cuda_only=True, rounds=True, note="NVSHMEM's memory is not in its peak"
     ),
     "liger-selective": Provider(_load_liger_selective, "log-prob", rounds=True),
     "cce": Provider(_load_cce("high"), "log-prob", cuda_only=True, rounds=True, note="drops blocks of small gradients"),
     "cce-exact": Provider(_load_cce(None), "log-prob", cuda_only=True, rounds=True),
     "trl-head": Provider(_load_trl_head, rounds=True, note="logits in the operands' dtype, 32,768 columns at a time"),
+    "te": Provider(
+        _load_te,
+        "log-prob",
+        cuda_only=True,
+        rounds=True,
+        note="logits in the operands' dtype, their gradient over them",
+    ),
+    "torch-chunked": Provider(
+        _load_torch_chunked,
+        "mean loss",
+        rounds=True,
+        note="torch's linear_cross_entropy in chunks; gradients in forward, for a mean loss",
+        cases=(False,),
+    ),
     "quack": Provider(
         _load_quack,
         "mean loss",

@@ -16,7 +16,7 @@ from benchmarks.bench.measure import peak_bytes
 from benchmarks.bench.sized_steps import SizedStep
 from logitless.memory import Estimate
 from logitless.spec import VocabShard, format_bytes
-from logitless.tools.tables import text_table
+from logitless.tools.outputs import text_table
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ take those, the gathered rows otherwise.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -151,11 +152,7 @@ def _load_verl() -> Score:
 def _load_megatron() -> Score:
     parallel_state = importlib.import_module("megatron.core.parallel_state")
     function = importlib.import_module("megatron.core.tensor_parallel.cross_entropy").vocab_parallel_cross_entropy
-    if not torch.distributed.is_initialized():
-        from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
-
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    join_group_of_one()
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
 
@@ -164,6 +161,40 @@ def _load_megatron() -> Score:
         return Scores(-function(scored, batch.rows.target), None)
 
     return score
+
+
+def join_group_of_one() -> None:
+    """Have torch.distributed initialised, with this process alone."""
+    if not torch.distributed.is_initialized():
+        from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+def te_cross_entropy() -> Callable[..., Tensor]:
+    """Transformer Engine's cross entropy: ``f(logits, labels, overwrite_input=...)``, one loss per row."""
+    # Importing Transformer Engine loads its libraries. Three of its files need torch and Triton alone: their packages
+    # are stand-ins that run nothing, and one that keeps a decorator from being asked for.
+    root = peer_file("transformer_engine", "pytorch/cross_entropy.py").parents[1]
+    names = ("", ".pytorch", ".pytorch.triton", ".common", ".common.triton")
+    packages = {f"transformer_engine{name}": ModuleType(f"transformer_engine{name}") for name in names}
+    for name, package in packages.items():
+        package.__path__ = [os.fspath(root.parent / name.replace(".", "/"))]
+    jit = packages["transformer_engine.pytorch.jit"] = ModuleType("transformer_engine.pytorch.jit")
+    vars(jit).update(no_torch_dynamo=lambda: lambda function: function)
+    with standing_in(packages):
+        function = importlib.import_module("transformer_engine.pytorch.cross_entropy").parallel_cross_entropy
+
+    def cross_entropy(logits: Tensor, labels: Tensor, overwrite_input: bool) -> Tensor:
+        return function(logits[None], labels[None], ignore_idx=IGNORE, overwrite_input=overwrite_input)[0]
+
+    return cross_entropy
+
+
+def _load_te() -> Score:
+    function = te_cross_entropy()
+    return lambda batch, logits: Scores(take_rows(-function(logits, batch.labels, overwrite_input=False), batch), None)
 
 
 PROVIDERS: dict[str, Provider] = {
@@ -175,6 +206,7 @@ PROVIDERS: dict[str, Provider] = {
     "trl": Provider(_load_trl),
     "trl-kernel": Provider(_load_trl_kernel, cuda_only=True),
     "verl": Provider(_load_verl),
+    "te": Provider(_load_te, "log-prob", cuda_only=True, note="keeps a copy of the logits for the gradient"),
     "megatron": Provider(_load_megatron, "log-prob", note="overwrites float32 logits"),
 }
 
@@ -182,6 +214,21 @@ PROVIDERS: dict[str, Provider] = {
 def add_peers(folder: Path) -> None:
     """Let packages unpacked in ``folder`` be imported, ahead of installed ones."""
     sys.path.insert(0, os.fspath(folder.resolve()))
+
+
+@contextlib.contextmanager
+def standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
+    """For a while, let the names of ``modules`` import them."""
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
 
 
 def take_rows(x: Tensor, batch: Batch) -> Tensor:

@@ -25,15 +25,17 @@ import logitless
 from benchmarks.bench.cases import Computed
 from logitless.errors import LogitlessError
 from logitless.spec import format_bytes
-from logitless.tools.outputs import RECORDS, default_folder, in_checkout, slug_of
-from logitless.tools.tables import text_table
+from logitless.tools.outputs import RECORDS, default_folder, in_checkout, slug_of, text_table
 
 Status = Literal["ok", "wrong", "out of memory", "failed", "absent"]
 COLUMNS = ("provider", "computes", "forward ms", "total ms", "x floor", "peak", "value err", "grad err")
 COMPUTES = {None: "log-prob", "value": "+ entropy", "grad": "+ entropy grad", "mean": "mean loss"}
 WIDTH = 100
 ABSENT = "not installed"
-PEERS = ("cut-cross-entropy", "liger-kernel", "megatron-core", "transformers", "trl", "verl")
+PEERS = (
+    *("cut-cross-entropy", "liger-kernel", "liger-cute-kernels", "megatron-core", "nvidia-cutlass-dsl"),
+    *("quack-kernels", "transformer-engine", "transformers", "trl", "verl"),
+)
 """Packages whose versions belong to a record, where they are installed or unpacked."""
 UNSTEADY = 1.5
 

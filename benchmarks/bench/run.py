@@ -42,8 +42,8 @@ from benchmarks.bench.providers import PROVIDERS, Provider, Score, Scores, add_p
 from benchmarks.bench.records import Environment, Record, append_records, records_folder
 from logitless.errors import LogitlessError
 from logitless.memory.meta import hand_over
+from logitless.tools.outputs import text_table
 from logitless.tools.stopwatch import StopWatch, copy_bandwidth
-from logitless.tools.tables import text_table
 
 Report = Callable[[str], None]
 """Told what is about to happen, at most ``Selection.num_steps`` times."""

@@ -35,8 +35,7 @@ from benchmarks.bench.records import (
 from benchmarks.bench.run import Report, Request
 from logitless.errors import LogitlessError
 from logitless.spec import EntropyMode, format_bytes, parse_memory
-from logitless.tools.outputs import default_folder
-from logitless.tools.tables import text_table
+from logitless.tools.outputs import default_folder, text_table
 
 T = TypeVar("T")
 

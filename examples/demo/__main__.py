@@ -13,9 +13,7 @@ from rich.console import Console
 
 from benchmarks.commands import require_matplotlib
 from logitless.tools.cli.app import new_app, run
-from logitless.tools.cli.options import NO, AsJson, Debug
-from logitless.tools.cli.output import progress
-from logitless.tools.cli.ranks import first_explains, ranks
+from logitless.tools.cli.shared import NO, AsJson, Debug, first_explains, progress, ranks
 
 
 def demo(

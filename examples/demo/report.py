@@ -9,7 +9,7 @@ from rich.panel import Panel
 
 from examples.demo.run import Demo, verdict
 from logitless.spec import format_bytes
-from logitless.tools.tables import text_table
+from logitless.tools.outputs import text_table
 
 
 def show_demo(demo: Demo, figure: Path, console: Console) -> None:

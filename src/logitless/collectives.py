@@ -29,12 +29,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DryGroup:
-    """Stands in for a group on the meta device, where nothing is sent and only allocations count.
-
-    Attributes:
-        ranks: how many ranks.
-        copies: whether the real group works on a copy, as gloo does.
-    """
+    """A group on the meta device, where nothing is sent and only allocations count. ``copies`` says that the real group
+    works on a copy, as gloo does."""
 
     ranks: int
     copies: bool
@@ -156,7 +152,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _said(what: str, sent: Any, group: Group) -> Noting:
-    """A collective whose error, which torch words by sockets or by a watchdog, says what was waited for, and why."""
+    """A block with one collective, whose error is torch's words on sockets or a watchdog, and a note on the cause."""
 
     def text_of(error: BaseException) -> str:
         size = f"{list(sent.shape)} {sent.dtype}" if isinstance(sent, Tensor) else "a few plain values"
@@ -174,7 +170,7 @@ SAME = {
     "vocabulary": "Every rank of the group must score the same rows with the same options.",
     "sequence": "Every rank of the group must make the same call, with its own part of the rows.",
 }
-"""What the ranks of a group owe each other, by the kind of group."""
+"""Advice for ranks that disagree, by the kind of group."""
 
 
 def agree_over(
@@ -193,7 +189,7 @@ def agree_over(
         prepared = prepare()
         facts = {"the function": caller} | facts_of(prepared)
     except Exception as error:
-        # Raised again below, where the peers wait: also what is no error of ours, such as a tensor class's own.
+        # Any error, of ours or not, is raised again below, after the peers have heard of it.
         failure = error
     table = table_over(group, (None if failure is None else str(failure), facts))
     if failure is not None:
@@ -202,7 +198,7 @@ def agree_over(
         if text is not None:
             raise LogitlessError(f"{caller}: rank {rank} of this rank's {kind} group stopped with: {text}")
     for name in facts:
-        # Calls of other functions, or by other routes, need not have the same facts.
+        # A rank that calls another function, or takes another route, may not have this fact at all.
         values = [theirs.get(name) for _, theirs in table]
         if len(set(values)) > 1:
             raise LogitlessError(

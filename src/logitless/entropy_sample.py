@@ -74,7 +74,7 @@ def sampled_entropy(
 
 
 def _standard_error(sample: Tensor, population: int) -> Tensor:
-    """Of the mean of a sample without replacement."""
+    """Standard error of the mean of a sample without replacement."""
     if len(sample) == population:
         return sample.new_zeros(())
     if len(sample) == 1:
@@ -90,13 +90,12 @@ def _draw(rows: Rows, sample: int | float, seed: int) -> tuple[Tensor, int]:
         raise LogitlessError(f"{NAME}: sample is {sample}, but a share is below 1. Pass whole rows as an int.")
     ignored = rows.target == IGNORE
     low = (rows.target_range or (IGNORE, 0))[0]
-    # Only where rows may be left out is the device asked which.
-    several = inspectable(rows.target) or low < 0
-    scored = (~ignored).nonzero().squeeze(1) if several else torch.arange(len(rows), device=rows.target.device)
+    # The device is asked which rows are left out only where some may be.
+    some = inspectable(rows.target) or low < 0
+    scored = (~ignored).nonzero().squeeze(1) if some else torch.arange(len(rows), device=rows.target.device)
     count = max(1, round(sample * len(scored))) if isinstance(sample, float) else min(sample, len(scored))
     if not len(scored):
         raise LogitlessError(f"{NAME}: there is no row to draw from: of {len(rows)} rows none is scored.")
-    order = (
-        torch.randperm(len(scored), generator=torch.Generator().manual_seed(seed), device="cpu")[:count].sort().values
-    )
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(scored), generator=generator, device="cpu")[:count].sort().values
     return scored[order.to(scored.device)], len(scored)

@@ -1,5 +1,5 @@
-"""What an error says besides when it leaves a call: what to do about it, and what is no longer as it was. And the one
-line that an operator finds in the log.
+"""Notes on errors that leave a call: what to do, and which tensors of the caller's were written to. And the line of the
+log.
 
 Nothing is caught and nothing is retried (docs/decisions/0011): the error goes on as it came, with notes.
 """
@@ -23,7 +23,7 @@ WRITTEN = {
     "logits": "the logits, which overwrite=True gives up to backward, hold a part of their gradient. Run "
     "forward again.",
 }
-"""What to do about a tensor of the caller's that was being written when the error came."""
+"""Notes on a tensor of the caller's that was being written to when the error came, and what to do."""
 
 
 class Noting:
@@ -36,9 +36,8 @@ class Noting:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        text = None if error is None else self.text_of(error)
-        if error is not None and text is not None and text not in getattr(error, "__notes__", ()):
-            error.add_note(text)
+        if error is not None:
+            _add(error, self.text_of(error))
 
 
 def explained(
@@ -57,37 +56,31 @@ def explained(
 
     def text_of(error: BaseException) -> str | None:
         changed = [name for name, x in written.items() if version_of(x) != before[name]]
-        texts = [WRITTEN[name] for name in ([] if already is None else [already]) + changed]
-        if is_out_of_memory(error) and not hasattr(error, "__notes__"):
-            texts.append(_less(memory))
-        return f"{caller}: {' '.join(texts)}" if texts else None
+        return _note(error, caller, memory, [*([] if already is None else [already]), *changed])
 
     return Noting(text_of)
 
 
 def add_note(error: BaseException, caller: str, memory: int | str, written: str | None = None) -> None:
-    """Add to an error that leaves a call how it would take less memory, where that was its reason.
+    """Add to an error that leaves a call how it would take less memory, where that was its reason, and the note of
+    :data:`WRITTEN` on a tensor of the caller's that the call has written to."""
+    _add(error, _note(error, caller, memory, [] if written is None else [written]))
 
-    Args:
-        written: name in :data:`WRITTEN` of a tensor of the caller's that the call has written to.
-    """
-    texts = [] if written is None else [WRITTEN[written]]
-    if is_out_of_memory(error) and not hasattr(error, "__notes__"):
-        texts.append(_less(memory))
-    text = f"{caller}: {' '.join(texts)}"
-    if texts and text not in getattr(error, "__notes__", ()):
+
+def _note(error: BaseException, caller: str, memory: int | str, written: list[str]) -> str | None:
+    """The note on an error, or None for none; ``written`` are names in :data:`WRITTEN`."""
+    texts = [WRITTEN[name] for name in written]
+    # For a CPU without memory torch has no class of errors.
+    full = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    if full and not hasattr(error, "__notes__"):
+        less = f"Pass a smaller memory= (it was {memory!r}), or ask logitless.estimate what fits."
+        texts.append(f"no room for working memory. {less}")
+    return f"{caller}: {' '.join(texts)}" if texts else None
+
+
+def _add(error: BaseException, text: str | None) -> None:
+    if text is not None and text not in getattr(error, "__notes__", ()):
         error.add_note(text)
-
-
-def _less(memory: int | str) -> str:
-    return (
-        f"no room for working memory. Pass a smaller memory= (it was {memory!r}), or ask logitless.estimate what fits."
-    )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the CPU, for which torch has no class of errors, has no memory left."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def version_of(x: Any) -> int | None:

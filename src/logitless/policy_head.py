@@ -22,7 +22,7 @@ from logitless.score import logprobs
 from logitless.spec import parse_memory
 
 OF_LOGITS = tuple(field.name for field in fields(Linear))
-"""Options that say what the head is; all others are the verb's."""
+"""Options of :class:`Logits`; all others are the verb's."""
 
 
 class PolicyHead(nn.Module):
@@ -82,7 +82,7 @@ class PolicyHead(nn.Module):
         return loss.of(logits, rows, **options)
 
     def _check_linear(self) -> None:
-        """Raise where the layer computes something else than its weight says."""
+        """Raise where the layer computes something else than a product with its weight."""
         head_weight("PolicyHead", self.linear)
         inner = (x for x in self.linear.modules() if x._forward_hooks or x._forward_pre_hooks)
         if (hooked := next(inner, None)) is not None:

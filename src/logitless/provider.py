@@ -27,7 +27,7 @@ from torch import Tensor
 from logitless.backends import NAMES, OTHERS
 from logitless.collectives import resolve_group
 from logitless.errors import LogitlessError
-from logitless.errors.arguments import check_flags, dense, instance, refused, sequence
+from logitless.errors.arguments import FLOATS, check_flags, dense, instance, refused, sequence
 from logitless.loss import policy_loss as loss_of_logits
 from logitless.objectives import Metrics, Objective
 from logitless.operands import Logits
@@ -44,11 +44,8 @@ GROUP = "logprobs.provider"
 """Entry point group. The entry's value is :func:`get`; other libraries may register under the same group."""
 
 Outside = Literal["error", "zero", "ignore"]
-"""What becomes of a target that is no id of the vocabulary."""
+"""The treatment of a target that is no id of the vocabulary."""
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-DEVICES = ("cpu", "cuda")
-PARALLEL = ("vocabulary", "sequence", "zigzag", "contiguous")
 FUNCTIONS = ("logprobs_from_logits", "logprobs_from_hidden", "policy_loss", "rows")
 
 
@@ -109,14 +106,19 @@ class Provider:
     rows: Callable[..., Rows]
 
     def capabilities(self) -> Capabilities:
-        """What can be asked for here."""
+        """What this release serves here."""
+
+        def keywords(name: str) -> tuple[str, ...]:
+            parameters = inspect.signature(getattr(self, name)).parameters.values()
+            return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+
         return Capabilities(
             version=self.version,
-            dtypes=DTYPES,
-            devices=DEVICES,
+            dtypes=FLOATS,
+            devices=("cpu", "cuda"),
             backends=(*NAMES, *OTHERS),
-            parallel=PARALLEL,
-            options=MappingProxyType({name: _keywords(getattr(self, name)) for name in FUNCTIONS}),
+            parallel=("vocabulary", "sequence", "zigzag", "contiguous"),
+            options=MappingProxyType({name: keywords(name) for name in FUNCTIONS}),
         )
 
 
@@ -170,7 +172,7 @@ def logprobs_from_logits(
             last to others.
         vocab_range: ``(start, stop)`` of this rank's columns, which the ranks tell each other in every call; None for
             equal parts in rank order, which they compare in the first call of a group and a size of the vocabulary:
-            a further collective, which every rank makes.
+            one more collective, which every rank makes.
         support: ids that the sampler kept and how many of them each row has; log-probs are normalised over these.
         outside: ids outside the vocabulary, other than -100. ``"error"``: an error where that is free to see, NaN
             otherwise. ``"zero"``: log-prob 0 with the gradient of -log Z, as where the target's logit is summed over
@@ -188,17 +190,9 @@ def logprobs_from_logits(
         logits = logits.reshape(logits.shape[:-1].numel(), width)
         target, head = _line(target), replace(head, temperature=_line(temperature))
     shard = _shard(vocab_group, vocab_range, width)
-    return _score(
-        placed(logits, shard, overwrite=overwrite_logits),
-        target,
-        outside,
-        vocab_size or (width if shard is None else shard.vocab_size),
-        entropy=entropy,
-        head=head,
-        kept=None if support is None else kept_from(support),
-        backend=backend,
-        memory=_memory(memory, chunk_rows, width),
-    )
+    options = {"entropy": entropy, "head": head, "backend": backend, "memory": _memory(memory, chunk_rows, width)}
+    vocabulary = vocab_size or (width if shard is None else shard.vocab_size)
+    return _score(placed(logits, shard, overwrite=overwrite_logits), target, outside, vocabulary, support, options)
 
 
 def logprobs_from_hidden(
@@ -236,27 +230,11 @@ def logprobs_from_hidden(
         hidden, target = hidden.reshape(-1, hidden.shape[-1]), _line(target)
         head = replace(head, temperature=_line(temperature))
     shard = _shard(vocab_group, vocab_range, width)
-    logits = Logits(
-        hidden,
-        weight,
-        bias=bias,
-        shard=shard,
-        sequence_parallel=sequence_parallel,
-        hidden_grad=hidden_grad,
-        weight_grad=weight_grad,
-        match=match,
-    )
-    return _score(
-        logits,
-        target,
-        outside,
-        vocab_size or (width if shard is None else shard.vocab_size),
-        entropy=entropy,
-        head=head,
-        kept=None if support is None else kept_from(support),
-        backend=backend,
-        memory=_memory(memory, chunk_rows, width),
-    )
+    parallel: dict[str, Any] = {"sequence_parallel": sequence_parallel, "hidden_grad": hidden_grad}
+    logits = Logits(hidden, weight, bias=bias, shard=shard, weight_grad=weight_grad, match=match, **parallel)
+    options = {"entropy": entropy, "head": head, "backend": backend, "memory": _memory(memory, chunk_rows, width)}
+    vocabulary = vocab_size or (width if shard is None else shard.vocab_size)
+    return _score(logits, target, outside, vocabulary, support, options)
 
 
 def policy_loss(
@@ -292,26 +270,16 @@ def policy_loss(
         denominator: divides the sum of the loss; None for this batch's own.
         hidden, weight, target: and the other keywords, as for :func:`logprobs_from_hidden`.
     """
-    given = {
-        "old_logprob": old_logprob,
-        "advantage": advantage,
-        "ref_logprob": ref_logprob,
-        "rollout_logprob": rollout_logprob,
-    }
+    fields: dict[str, Any] = {"old_logprob": old_logprob, "advantage": advantage}
+    fields |= {"ref_logprob": ref_logprob, "rollout_logprob": rollout_logprob}
     if not isinstance(objective, Mapping) or not all(isinstance(name, str) for name in objective):
         raise refused("policy_loss: objective", "a dictionary of settings of an Objective", objective)
-    fields: dict[str, Any] = {
-        name: dense(x, f"policy_loss: {name}").reshape(-1) if isinstance(x, Tensor) else x for name, x in given.items()
-    }
+    for name, x in fields.items():
+        if isinstance(x, Tensor):
+            fields[name] = dense(x, f"policy_loss: {name}").reshape(-1)
     columns = columns_of("policy_loss", hidden, weight)
-    logits = Logits(
-        hidden,
-        weight,
-        bias=bias,
-        shard=_shard(vocab_group, vocab_range, columns),
-        sequence_parallel=sequence_parallel,
-        hidden_grad=hidden_grad,
-    )
+    parallel: dict[str, Any] = {"sequence_parallel": sequence_parallel, "hidden_grad": hidden_grad}
+    logits = Logits(hidden, weight, bias=bias, shard=_shard(vocab_group, vocab_range, columns), **parallel)
     return loss_of_logits(
         logits,
         target,
@@ -357,19 +325,12 @@ def rows(
     if context_parallel is None and cp_size != 1:
         raise LogitlessError(f'rows: cp_size is {cp_size} but context_parallel is None. Say "zigzag" or "contiguous".')
     cp = schemes[context_parallel](cp_rank, cp_size) if context_parallel is not None and cp_size > 1 else None
-    return Rows.packed(
-        tokens,
-        response_lengths,
-        loss_masks,
-        loss_mask_only=loss_mask_only,
-        cp=cp,
-        num_tokens=num_tokens,
-        device=device,
-    )
+    options = {"loss_mask_only": loss_mask_only, "cp": cp, "num_tokens": num_tokens, "device": device}
+    return Rows.packed(tokens, response_lengths, loss_masks, **options)
 
 
 class Unavailable(LogitlessError):
-    """What is not served of a request of vime's, whose mode ``auto`` then takes its own code."""
+    """The error for a request of vime's that is not served: vime's mode ``auto`` then takes its own code."""
 
     linear_logp_provider_unavailable = True
 
@@ -399,11 +360,9 @@ def vime(request: Any) -> LinearLogp:
         raise Unavailable(f"provider.vime: {why}.")
     logits, target, group = request.logits, request.target_ids, request.tensor_parallel_group
     entropy: EntropyMode = None if not request.with_entropy else "grad" if request.with_entropy_grad else "value"
-    shared: dict[str, Any] = {
-        # A request without a group is of one rank's logits.
-        "vocab_group": "whole" if group is None else group,
-        "chunk_rows": request.chunk_size if request.chunk_size > 0 else None,
-    }
+    chunk_rows = request.chunk_size if request.chunk_size > 0 else None
+    # A request without a group has logits of the whole vocabulary.
+    shared: dict[str, Any] = {"vocab_group": "whole" if group is None else group, "chunk_rows": chunk_rows}
     if request.log_prob_keep_mask is None:
         out = logprobs_from_logits(logits, target, entropy=entropy, **shared)
         return LinearLogp(out.logprob.reshape(-1, 1), out.entropy)
@@ -443,8 +402,11 @@ def _shard(group: Any, bounds: tuple[int, int] | None, columns: int) -> VocabSha
     return even_shard(group, columns) if bounds is None else shard_between(group, *bounds)
 
 
-def _score(logits: Any, target: Tensor | Rows, outside: Outside, vocabulary: int, **asked: Any) -> TokenStats:
+def _score(
+    logits: Any, target: Tensor | Rows, outside: Outside, vocabulary: int, support: Any, options: dict[str, Any]
+) -> TokenStats:
     """:func:`logitless.logprobs`; ids outside the vocabulary as the caller wants them."""
+    asked = {**options, "kept": None if support is None else kept_from(support)}
     if outside == "error":
         return logprobs(logits, target, **asked)
     if outside not in ("zero", "ignore") or isinstance(target, Rows):
@@ -465,12 +427,12 @@ def _score(logits: Any, target: Tensor | Rows, outside: Outside, vocabulary: int
 
 
 def _line(x: Any) -> Any:
-    """A tensor of one entry per row in one line; rows and numbers as they are."""
+    """A tensor of one entry per row, flattened; rows and numbers stay as they are."""
     return x.reshape(-1) if isinstance(x, Tensor) and x.dim() else x
 
 
 def _memory(memory: int | str, chunk_rows: int | None, columns: int) -> int | str:
-    """The working memory; of so many rows, the bytes of their float32 logits."""
+    """The working memory in bytes: that of float32 logits of ``chunk_rows`` rows, where they are given."""
     if chunk_rows is None:
         return memory
     if type(chunk_rows) is not int or chunk_rows < 1:
@@ -478,16 +440,4 @@ def _memory(memory: int | str, chunk_rows: int | None, columns: int) -> int | st
     return 4 * chunk_rows * columns
 
 
-def _keywords(function: Callable[..., Any]) -> tuple[str, ...]:
-    parameters = inspect.signature(function).parameters.values()
-    return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-
-
-_FIRST = Provider(
-    name="logitless",
-    version=1,
-    logprobs_from_logits=logprobs_from_logits,
-    logprobs_from_hidden=logprobs_from_hidden,
-    policy_loss=policy_loss,
-    rows=rows,
-)
+_FIRST = Provider("logitless", 1, logprobs_from_logits, logprobs_from_hidden, policy_loss, rows)

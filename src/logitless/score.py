@@ -31,9 +31,8 @@ from logitless.readings.table import Table
 from logitless.route import Plan, in_words, over_vocabulary, score_plan
 from logitless.rows import Rows
 from logitless.softmax import FLOOR, transform
-from logitless.sources.listed import entry_logits, id_logits, place_of
+from logitless.sources.listed import entries_of, entry_logits, id_logits, kept_of, place_of
 from logitless.sources.teacher_checks import check_teachers
-from logitless.sources.teacher_entries import entries_of, kept_of
 from logitless.sources.teachers import grouped, under_autocast, ungrouped
 from logitless.spec import EntropyMode, Head, TokenStats, untraced
 

@@ -33,10 +33,10 @@ from logitless.spec import TokenStats, VocabShard
 Bounds = tuple[int, int]
 
 
-# Without a limit: ranks with other groups beside this one would drop other entries.
+# The cache has no limit: ranks with other groups beside this one would drop other entries.
 @functools.cache
 def _made(group: dist.ProcessGroup, key: int | tuple[Bounds, ...], start: int, stop: int) -> VocabShard:
-    """The shard of this rank. ``key`` is the same on every rank, and says which bounds each of them has."""
+    """The shard of this rank, made once. ``key`` is the same on every rank, and says which bounds each of them has."""
     return VocabShard(start, stop, group)
 
 
@@ -99,7 +99,7 @@ def _known(group: dist.ProcessGroup, start: int, stop: int, vocab_size: int) -> 
 
 
 def _several(group: Any) -> dist.ProcessGroup | None:
-    """The process group, or None where it is one rank's."""
+    """The process group, or None where it has one rank."""
     process_group = resolve_group(group, "tensor-parallel group")
     return None if process_group is None or process_group.size() == 1 else process_group
 
@@ -125,14 +125,13 @@ def placed(logits: Tensor, shard: VocabShard | None = None, *, overwrite: bool =
 
 
 def without_outside(target: Tensor, vocab_size: int, score: Callable[[Tensor], TokenStats]) -> Tensor:
-    """Log-probs of the targets; of an id outside the vocabulary 0, with the gradient -p g.
+    """Log-probs of the targets; 0 for an id outside the vocabulary, with the gradient -p g of -log Z.
 
-    Hosts that sum the target's logit over shards get this where no shard has the id.
+    Hosts that sum the target's logit over shards get the same where no shard has the id.
     """
     outside = (target < 0) | (target >= vocab_size)
     out = score(target.masked_fill(outside, 0))
     assert out.log_z is not None
-    # Zero, with the gradient of -log Z.
     nothing = out.log_z.detach() - out.log_z
     return torch.where(outside, nothing, out.logprob)
 
@@ -147,7 +146,7 @@ def columns_of(caller: str, hidden: Any, weight: Any) -> int:
 
 
 def kept_from(support: Any) -> Kept:
-    """What the sampler kept, from ids and lengths."""
+    """The ids that a sampler kept, from a pair of ids and lengths."""
     if not isinstance(support, tuple | list) or len(support) != 2:
         raise refused("support", "a pair of tensors: the ids kept, and how many of them each row has", support)
     ids, lengths = (dense(x, "support", "a pair of tensors: ids and lengths") for x in support)

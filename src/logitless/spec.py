@@ -86,7 +86,7 @@ class TokenStats(NamedTuple):
         return f"TokenStats({', '.join(there)})"
 
     def each(self, change: Callable[[Tensor], Tensor]) -> TokenStats:
-        """``change`` of every result that is there."""
+        """``change(x)`` in place of every result that is there."""
         return TokenStats(*(None if x is None else change(x) for x in self))  # pyright: ignore[reportArgumentType]
 
     def shaped(self, shape: tuple[int, ...]) -> TokenStats:
@@ -209,7 +209,7 @@ class VocabShard:
         return self
 
     def __deepcopy__(self, memo: Any) -> VocabShard:
-        """Itself: nothing in it changes, and a copy of a module works over the same ranks."""
+        """The shard itself: nothing in it changes, and a copy of a module works over the same ranks."""
         return self
 
     def __reduce__(self) -> Any:
@@ -262,7 +262,7 @@ class VocabShard:
 
 
 class ImaginedShard(NamedTuple):
-    """What :class:`VocabShard` says, of a group that is not there."""
+    """A :class:`VocabShard` of a group that is not there."""
 
     start: int
     stop: int
@@ -318,12 +318,12 @@ def tracked_by_autograd(x: Tensor) -> Tensor:
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether there are numbers in it: not on the meta device, not fake, not being traced."""
+    """Whether a tensor has numbers: it is not on the meta device, not fake, not being traced."""
     return not (x.is_meta or torch.compiler.is_compiling() or isinstance(x, FakeTensor))
 
 
 def inspectable(x: Tensor) -> bool:
-    """Whether its numbers may be looked at: on an accelerator that would stall the stream."""
+    """Whether a tensor's numbers may be looked at: on an accelerator that would stall the stream."""
     return x.device.type == "cpu" and has_values(x)
 
 
@@ -336,7 +336,7 @@ def _check_temperature_tensor(t: Tensor) -> None:
         raise LogitlessError(f"Head: temperature must be a floating-point tensor but has dtype {t.dtype}.")
     if t.requires_grad:
         raise LogitlessError("Head: temperature requires grad, but no gradient flows to it. Pass temperature.detach().")
-    # On an accelerator this check would stall the stream; there a bad value makes its own row NaN.
+    # On an accelerator the check would stall the stream; there a bad value makes its own row NaN.
     if inspectable(t) and not bool(((t > 0) & t.isfinite()).all()):
         row = int((~((t > 0) & t.isfinite())).flatten().nonzero()[0])
         value = float(t.flatten()[row])
@@ -360,11 +360,11 @@ def _tiled_size(bounds: list[tuple[int, ...]]) -> int:
     return expected
 
 
-# Under torch.compile.
+# Calls under torch.compile.
 
 
 def untraced(function: Callable[P, T]) -> Callable[P, T]:
-    """The function; where torch.compile is tracing, behind a graph break."""
+    """The function, behind a graph break where torch.compile is tracing."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -375,8 +375,8 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-# Called under a compiler only: elsewhere the first call would import it, which takes seconds. The public
-# torch.compiler.disable imports it as soon as it is applied.
+# graph_break is called under a compiler only: elsewhere its first call would import the compiler, which takes seconds.
+# The public torch.compiler.disable imports it as soon as it is applied.
 @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
 def graph_break(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """A call that breaks a compiled graph."""

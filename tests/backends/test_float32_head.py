@@ -1,4 +1,7 @@
-"""A float32 head above hidden states of 16 bits: its weight is multiplied in two parts, and its gradient is float32."""
+"""A float32 head above hidden states of 16 bits: its weight is multiplied in two parts, and its gradient is float32.
+
+Above hidden states of float32 both are in parts, where ``precision="bfloat16x3"`` asks for it.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 BACKENDS = ("reference", "tiled", "triton")
 TOKENS, VOCAB, WIDTH = 23, 523, 24
+DTYPES = (*HALF, torch.float32)
+LEFT_OUT = {torch.bfloat16: 2.0**-18, torch.float16: 2.0**-23, torch.float32: 3 * 2.0**-18}
+"""Of a product of two numbers, by the dtype of hidden states: two parts of 8 or 11 bits leave out as much of a weight;
+with hidden states in parts as much of both, and the product of the small parts."""
 
 
 def draw(dtype: torch.dtype) -> Operands:
@@ -26,12 +33,18 @@ def draw(dtype: torch.dtype) -> Operands:
 
 
 def allowed(operands: Operands, usual: Tensor, right: Tensor) -> float:
-    """Twice float32's own error, its rounding, and what two parts of 8 bits leave out of every weight."""
-    left_out = 2.0**-18 if operands.hidden.dtype == torch.bfloat16 else 2.0**-23
+    """Twice float32's own error, its rounding, and what parts leave out."""
+    left_out = LEFT_OUT[operands.hidden.dtype]
     total = (operands.hidden.double().abs() @ operands.weight.double().abs().T).max()
     return (
         2 * float((usual - right).abs().max()) + 5e-7 * float(right.abs().max().clamp_min(1)) + left_out * float(total)
     )
+
+
+def head(leaf: Operands, **more: Any) -> ll.Logits:
+    """Logits in parts."""
+    precision = "bfloat16x3" if leaf.hidden.dtype == torch.float32 else "float32"
+    return ll.Logits(leaf.hidden, leaf.weight, bias=leaf.bias, precision=precision, **more)
 
 
 def near(mine: Tensor, right: Tensor, name: str) -> None:
@@ -52,7 +65,7 @@ def launched(monkeypatch) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("how", ["trained", "frozen", "kept", "statistics"])
 def test_values_and_gradients(how: str, dtype: torch.dtype, backend: str, device: torch.device, launched: list):
     operands, (index, target) = draw(dtype), draw_rows(TOKENS, TOKENS - 4, VOCAB)
@@ -66,7 +79,7 @@ def test_values_and_gradients(how: str, dtype: torch.dtype, backend: str, device
         ll.Rows.at(index.to(device), target.to(device), num_tokens=TOKENS),
     )
     support = None if kept is None else ragged(kept, device)
-    logits = ll.Logits(leaf.hidden, leaf.weight, bias=leaf.bias)
+    logits = head(leaf)
     assert logits.dtype == torch.float32
     out = ll.logprobs(logits, rows, kept=support, backend=backend, **asked)
     exact = operands.leaves(wanted, torch.float64)
@@ -84,20 +97,21 @@ def test_values_and_gradients(how: str, dtype: torch.dtype, backend: str, device
         near(mine, getattr(exact, name).grad, name)
     if "weight" in wanted:
         # No detour through 16 bits.
-        assert not torch.equal(leaf.weight.grad, leaf.weight.grad.to(dtype).float())
+        assert not torch.equal(leaf.weight.grad, leaf.weight.grad.to(HALF[0]).float())
     if backend == "triton" and how in ("trained", "frozen"):
         assert "product_statistics_kernel" in launched
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("memory", ["40KiB", "1GiB"])
-def test_a_loss(backend: str, memory: str, device: torch.device):
-    operands, (index, target) = draw(torch.bfloat16), draw_rows(TOKENS, TOKENS - 4, VOCAB)
+def test_a_loss(backend: str, dtype: torch.dtype, memory: str, device: torch.device):
+    operands, (index, target) = draw(dtype), draw_rows(TOKENS, TOKENS - 4, VOCAB)
     rows = ll.Rows.at(index.to(device), target.to(device), num_tokens=TOKENS)
     advantage, objective = torch.randn(len(target)), ll.Objective(entropy_coef=0.01)
     grads = []
     for leaf in (operands.leaves(device=device), operands.leaves(dtype=torch.float64, device=device)):
-        logits = ll.Logits(leaf.hidden, leaf.weight, bias=leaf.bias)
+        logits = head(leaf)
         given = {"advantage": advantage.to(device), "old_logprob": "current", "memory": memory}
         loss, _ = ll.policy_loss(logits, rows, objective, **given, backend=backend if not grads else "reference")
         loss.backward()
@@ -110,13 +124,14 @@ def test_a_loss(backend: str, memory: str, device: torch.device):
 
 
 @pytest.mark.parametrize("backend", ["tiled", "triton"])
-def test_a_buffer_and_a_teacher(backend: str, device: torch.device):
-    operands, (index, target) = draw(torch.bfloat16), draw_rows(TOKENS, TOKENS - 4, VOCAB)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_buffer_and_a_teacher(backend: str, dtype: torch.dtype, device: torch.device):
+    operands, (index, target) = draw(dtype), draw_rows(TOKENS, TOKENS - 4, VOCAB)
     rows = ll.Rows.at(index.to(device), target.to(device), num_tokens=TOKENS)
     leaf, exact = operands.leaves(device=device), operands.leaves(dtype=torch.float64)
     other = torch.randn(TOKENS, VOCAB)
     buffer = torch.ones(VOCAB, WIDTH, device=device)
-    logits = ll.Logits(leaf.hidden, leaf.weight, bias=leaf.bias, weight_grad=buffer)
+    logits = head(leaf, weight_grad=buffer)
     found = ll.logprobs(logits, rows, teacher=other.to(device), divergence="forward_kl", backend=backend)
     found.divergence.sum().backward()
     want = ll.logprobs(exact.logits(), (index, target), teacher=other.double(), divergence="forward_kl")
@@ -135,6 +150,37 @@ def test_computed_logits_are_those_of_a_float32_layer():
         assert ll.Logits(*operands[:2]).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_teacher_in_parts(mapped: bool, device: torch.device):
+    """Of other ids, too: those are mapped before the weight is cut."""
+    operands, taught = draw(torch.float32), draw(torch.bfloat16)
+    target, ids = torch.randint(VOCAB, (TOKENS,)), torch.randperm(VOCAB) if mapped else torch.arange(VOCAB)
+    own = operands.leaves((), device=device)
+    teacher = ll.Teacher(head(own._replace(bias=None)), ids=ids.to(device) if mapped else None)
+    student = ll.Logits(taught.hidden.to(device), taught.weight.to(device).bfloat16())
+    given = {"teacher": teacher, "divergence": "forward_kl", "backend": "triton"}
+    found = ll.logprobs(student, target.to(device), **given).divergence
+    z = taught.hidden.double() @ taught.weight.bfloat16().double().T
+    other = torch.empty_like(z).index_copy_(1, ids, operands.hidden.double() @ operands.weight.double().T)
+    p, q = other.log_softmax(1), z.log_softmax(1)
+    torch.testing.assert_close(found.double().cpu(), (p.exp() * (p - q)).sum(1), rtol=1e-4, atol=1e-5)
+
+
+def test_the_precision_is_seen(device: torch.device):
+    """Float32's own product is nearer to the truth, by as much as the parts leave out; without kernels it is made."""
+    operands, target = draw(torch.float32)._replace(bias=None), torch.randint(VOCAB, (TOKENS,), device=device)
+    leaf = operands.leaves((), device=device)
+    found = {}
+    for precision in ("float32", "bfloat16x3"):
+        for backend in ("tiled", "triton"):
+            logits = ll.Logits(leaf.hidden, leaf.weight, precision=precision)
+            found[precision, backend] = ll.logprobs(logits, target, backend=backend).logprob
+    if device.type == "cpu":
+        assert torch.equal(found["float32", "tiled"], found["bfloat16x3", "tiled"])
+    off = (found["bfloat16x3", "triton"] - found["float32", "triton"]).abs().max()
+    assert 1e-6 < off < 1e-4
+
+
 def test_what_is_refused():
     operands = draw(torch.bfloat16)
     target = torch.zeros(TOKENS, dtype=torch.int64)
@@ -144,6 +190,13 @@ def test_what_is_refused():
     lora = ll.LoRA(operands.weight, torch.zeros(2, WIDTH), torch.zeros(VOCAB, 2), 1.0)
     with pytest.raises(ll.LogitlessError, match=r"weight is torch\.float32 but hidden is torch\.bfloat16"):
         ll.logprobs(ll.Logits(operands.hidden, lora), target)
+    with pytest.raises(ll.LogitlessError, match='precision="bfloat16x3" goes with a head without a LoRA'):
+        ll.logprobs(ll.Logits(operands.hidden.float(), lora, precision="bfloat16x3"), target)
+    both = operands.hidden.float(), operands.weight
+    with pytest.raises(ll.LogitlessError, match='precision must be "float32" or "bfloat16x3" or "tf32" but is'):
+        ll.logprobs(ll.Logits(*both, precision="high"), target)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ll.LogitlessError, match="tf32=True asks for precision"):
+        ll.logprobs(ll.Logits(*both, tf32=True, precision="bfloat16x3"), target)
 
 
 def on_a_shard(rank: int, world: int, operands: Operands, target: Tensor) -> dict[str, Tensor]:

@@ -18,10 +18,12 @@ PEERS = {
     "liger-flce-none": "liger_kernel",
     "liger-chunked": "liger_kernel",
     "liger-sm90": "liger_kernel",
+    "liger-native": "liger_kernel",
     "liger-selective": "liger_kernel",
     "cce": "cut_cross_entropy",
     "cce-exact": "cut_cross_entropy",
     "quack": "quack",
+    "te": "transformer_engine",
     "trl-head": "trl",
     "verl-kernel": "verl",
 }

@@ -3,7 +3,7 @@
 import sys
 
 from benchmarks.bench.__main__ import main
-from logitless.tools.tables import text_table
+from logitless.tools.outputs import text_table
 
 ROWS = [("d_weight [9, 4]", "64 B", "-"), (":smile: [bold]x[/bold]", "9.27 GiB", "ok")]
 

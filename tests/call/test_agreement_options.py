@@ -64,6 +64,7 @@ OPTIONS: dict[str, tuple[str, Maker]] = {
     ),
     "match": ("match", lambda x: {"match": (None, "bfloat16")[x]}),
     "tf32": ("tf32", lambda x: {"tf32": bool(x)}),
+    "precision": ("precision", lambda x: {"precision": ("float32", "bfloat16x3")[x]}),
     "bits": ("bits", lambda x: {"bits": ("canonical", "fast")[x]}),
     "backend": ("the backend", lambda x: {"backend": ("tiled", "reference")[x]}),
     "memory": ("how to go", lambda x: {"memory": ("1MiB", 300)[x]}),

@@ -22,8 +22,8 @@ from logitless.operands import Linear
 from logitless.readings.table import Table
 from logitless.route import loss as loss_routes
 from logitless.sources import linear, teachers
+from logitless.tools.outputs import text_table
 from logitless.tools.score.texts import Texts
-from logitless.tools.tables import text_table
 
 
 def test_an_error_of_a_comparison_says_what_was_waited_for(monkeypatch):

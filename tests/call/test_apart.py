@@ -42,7 +42,7 @@ def test_rows_of_one_stride_go_in_as_they_are(name: str, more: dict[str, Any]):
         linear=SimpleNamespace(sequence_parallel=more.get("sequence_parallel", False)),
         index=more.get("index"),
         width=D,
-        weight_dtype=None,
+        parts=1,
         backend=SimpleNamespace(products=SimpleNamespace(takes=takes)),
     )
     operands = SimpleNamespace(hidden=hidden, weight=torch.zeros(5, D), bias=None)

@@ -270,9 +270,6 @@ CASES: dict[str, tuple[Case, str]] = {
 READ_NOTHING = {
     "logitless.adapters.scoring._Untrained",
     "logitless.deferred.column_parallel._Gathered",
-    "logitless.operands.graph.Summed",
-    "logitless.operands.graph.Total",
-    "logitless.operands.graph.Whole",
 }
 """Functions whose backward raises, or only sends its gradient to other ranks."""
 

@@ -253,7 +253,7 @@ class TestRowsAt:
             Rows.at([0, -1, -2], [4, 5, 6])
 
     def test_duplicates(self):
-        with raises("Rows.at: index holds row 3 more than once. A row has one target; score further targets"):
+        with raises("Rows.at: index holds row 3 more than once. A row has one target; score other targets"):
             Rows.at([9, 3, 5, 3, 9], [1, 2, 3, 4, 5])
 
     def test_num_tokens(self):

@@ -221,6 +221,15 @@ def test_a_plain_module(name):
     same(Plain, READS[name])
 
 
+@needs_transformers
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("name", ["labels", "the idiom"])
+def test_a_compiled_model_of_transformers(name):
+    """The compiler itself asks deferred logits for their device, where there is no graph that could be broken."""
+    torch.compiler.reset()
+    same(small, lambda model: LOSSES[name](torch.compile(model, backend="eager")))
+
+
 class AtTheEnd(nn.Module):
     """A model whose head is checkpointed with the old kind, which runs it without a graph first."""
 

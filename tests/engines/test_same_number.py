@@ -18,12 +18,11 @@ from torch import Tensor
 import logitless as ll
 from logitless import LogitlessError
 from logitless.adapters.host import PassOn
-from logitless.engines import PARTS, VARIABLE, asked, plug_into_vllm
+from logitless.engines import PARTS, VARIABLE, asked, held, plug_into_vllm
 from logitless.engines.canonical import all_logprobs, normaliser, product, token_logprobs
 from logitless.engines.contract import TRAINER, told
 from logitless.engines.sglang import make_lm_head
-from logitless.engines.vllm import make_apply_head, make_logprobs, make_token_logprobs
-from logitless.engines.vllm_prompt import make_forward, make_topk, scoring
+from logitless.engines.vllm import SCORING, make_apply_head, make_forward, make_logprobs, make_token_logprobs, make_topk
 from logitless.objectives.mismatch import mismatch
 
 T, D, V = 21, 48, 1000
@@ -93,7 +92,7 @@ def prompts(rank: int, world: int, columns: int) -> Any:
     group = SimpleNamespace(device_group=dist.group.WORLD)
     state, outputs = SimpleNamespace(get_tp_group=lambda: group), SimpleNamespace(LogprobsTensors=dict)
     there = {"vllm.distributed.parallel_state": state, "vllm.v1.outputs": outputs}
-    with patch.dict(sys.modules, there), torch.inference_mode(), scoring():
+    with patch.dict(sys.modules, there), torch.inference_mode(), held(SCORING, True):
         logits = make_forward(pytest.fail, {})(processor, head, hidden)
         if isinstance(logits, PassOn):
             return logits.why

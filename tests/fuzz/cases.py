@@ -51,6 +51,7 @@ class Case:
         lora: rank of an adapter on the head; 0 for none.
         stats, top_k, ids: statistics beyond the softmax, of so many best and so many listed ids.
         frozen: of which tensors no gradient is wanted.
+        precision: of float32 products; drawn with Triton's kernels alone, without which it changes nothing on a CPU.
         autocast: float32 operands are rounded to bfloat16 on the way in, float64 ones are not.
         upstream: which results have a gradient.
         twice: backward twice over one graph.
@@ -94,6 +95,7 @@ class Case:
     memory: int | str | None = None
     backend: str = "auto"
     match: str | None = None
+    precision: str = "float32"
     canonical: bool = False
     frozen: tuple[str, ...] = ()
     weight_grad: bool = False
@@ -305,6 +307,7 @@ def draw(seed: int, triton_share: float = 0.0, ranks: int = 1) -> Case:
         made |= FEATURES[name].draw(r)
     if r.random() < triton_share:
         made["backend"] = "triton"
+        made["precision"] = r.choice(("float32", "float32", "bfloat16x3"))
     case = Case(**made)
     if ranks > 1:
         case = replace(case, ranks=ranks, **_parallel(r, case, ranks))
@@ -373,6 +376,8 @@ def settled(case: Case) -> Case:
         changes["objective"] = tuple((name, x) for name, x in case.objective if name != "z_coef")
     if half or not linear:
         changes["autocast"] = False
+    if case.dtype != "float32" or case.path not in (HEAD, *LOSSES) or case.autocast or case.lora:
+        changes["precision"] = "float32"
     if half or case.autocast or case.match is not None:
         # An adapter's inner product is rounded to such dtypes, before B meets it.
         changes["lora"] = 0

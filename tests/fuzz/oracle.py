@@ -31,6 +31,10 @@ ROUNDINGS = {torch.float32: 8 * 2.0**-24, torch.float64: 16 * 2.0**-53}
 HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """The most that one rounding does: half a unit in the last place of a number just above a power of two."""
 
+LEFT_OUT = {"float32": 0.0, "bfloat16x3": 3 * 2.0**-18}
+"""Of a term of a product, by its precision: what two parts of 8 bits leave out of both numbers, and the small parts'
+own product."""
+
 BUFFER = 0.25
 """What a buffer for the weight's gradient holds before, so that it is seen whether it is added to."""
 
@@ -207,8 +211,9 @@ def _units(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
     """What rounding may do to each value, to each element of each gradient, and at most to a log-prob."""
     case, dtype = inputs.case, getattr(torch, inputs.case.dtype)
-    dtype = torch.bfloat16 if case.autocast and dtype == torch.float32 else dtype
-    unit = ROUNDINGS[torch.float64 if dtype == torch.float64 else torch.float32]
+    in_parts = case.precision != "float32"
+    dtype = torch.bfloat16 if (case.autocast and dtype == torch.float32) or in_parts else dtype
+    unit = ROUNDINGS[torch.float64 if dtype == torch.float64 else torch.float32] + LEFT_OUT[case.precision]
     p, log_p = s.log_p.exp(), s.log_p.masked_fill(s.log_p == -torch.inf, 0.0).abs()
     gain, size, sizes = _sizes(inputs, active, s, p)
     entropy = s.entropy.abs()
@@ -243,8 +248,9 @@ def _units(
     d_z = torch.expm1((unit * size).clamp_max(50.0))[:, None] * core * gain + 1e-37 * every
     d_z = d_z + terms(torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).smallest_normal) * gain
     if dtype in HALF:
-        # Gradients of several parts or ranks are added up in 16 bits, outside of the library.
-        times = STORED.get(case.path, 3.0) + case.ranks - 1 + len(inputs.parts) - 1
+        # Gradients of several parts or ranks are added up in 16 bits, outside of the library. In parts dZ meets the
+        # large part of a float32 operand.
+        times = STORED.get(case.path, 3.0) + case.ranks - 1 + len(inputs.parts) - 1 + in_parts
         least = torch.finfo(dtype).smallest_normal
         d_z = d_z + times * HALF[dtype] * (core * s.slope.abs() + least * (1 + every))
     return values, _through(inputs, active, s, d_z, wanted, dtype), blur

@@ -199,7 +199,7 @@ def _options(inputs: Inputs, views: dict[str, Tensor], device: str, rank: int) -
     given |= {"match": case.match, "hidden_grad": case.hidden_grad}
     given["sequence_parallel"] = case.sequence_parallel
     if case.path != MODULE:
-        given["bias"] = views.get("bias")
+        given |= {"bias": views.get("bias"), "precision": case.precision}
     if case.weight_grad:
         buffer = torch.full(views["weight"].shape, BUFFER, device=device)
         given["weight_grad"], start = buffer, buffer.clone()

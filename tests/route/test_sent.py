@@ -183,6 +183,7 @@ SCORES: dict[str, Callable[[Case], Made]] = {
 }
 
 SPLIT: dict[str, Callable[[Case], Made]] = {
+    "three parts": lambda c: log(c.logits(split=True, precision="bfloat16x3"), c.rows(), backend="triton"),
     "hidden": lambda c: log(c.logits(split=True), c.rows(), entropy="grad"),
     "frozen head": lambda c: log(c.logits("hidden", split=True), c.rows()),
     "frozen model": lambda c: log(c.logits("weight bias", split=True), c.rows()),

@@ -11,7 +11,7 @@ import typer
 
 from benchmarks.commands import app as benchmarks_app
 from examples.demo.__main__ import app as demo_app
-from logitless.tools.cli import app, output
+from logitless.tools.cli import app, shared
 from logitless.tools.presets import CARDS, PRESETS
 
 RUN = "import sys, logitless.tools.cli as cli; sys.argv = ['logitless']; cli.main()"
@@ -46,13 +46,13 @@ def test_a_shell_completes(line: str, offered: list[str], monkeypatch):
 def clock(monkeypatch):
     """A clock that is set by hand."""
     now = [100.0]
-    monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(shared.time, "monotonic", lambda: now[0])
     return now
 
 
 def test_lines_say_the_time_that_is_left(clock, capsys):
     """From the steps that are done, once a minute has gone by."""
-    with output.progress(11) as step:
+    with shared.progress(11) as step:
         step("one")
         clock[0] += 60
         step("two")
@@ -68,7 +68,7 @@ def test_lines_say_the_time_that_is_left(clock, capsys):
 def test_a_bar_says_the_time_that_is_left(capsys, monkeypatch):
     for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "120"}.items():
         monkeypatch.setenv(name, value)
-    with output.progress(3) as step:
+    with shared.progress(3) as step:
         step("one")
         step("two")
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err)
@@ -89,11 +89,11 @@ def test_colours_are_for_terminals(capsys, monkeypatch):
     for name in ("FORCE_COLOR", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    output.console().print("piped", style="green")
+    shared.console().print("piped", style="green")
     monkeypatch.setenv("FORCE_COLOR", "1")
-    output.console().print("seen", style="green")
+    shared.console().print("seen", style="green")
     monkeypatch.setenv("NO_COLOR", "1")
-    output.console().print("plain", style="green")
+    shared.console().print("plain", style="green")
     piped, seen, plain = capsys.readouterr().out.splitlines()
     assert (piped, seen) == ("piped", "\x1b[32mseen\x1b[0m")
     assert "[32m" not in plain

@@ -14,20 +14,9 @@ from benchmarks.bench.measure import peak_bytes
 from logitless import Kept, Logits, Objective, logprobs, policy_loss
 from logitless.errors import LogitlessError
 from logitless.rows import Rows
-from logitless.tools import plan as planner
-from logitless.tools.plan import (
-    WAYS,
-    LossStep,
-    answer_lines,
-    as_json,
-    headline,
-    plan_model,
-    snippet,
-    summary_rows,
-    ways,
-)
-from logitless.tools.plan import step as steps
-from logitless.tools.plan.recommend import BUDGETS, LESS
+from logitless.tools.plan import WAYS, LossStep, plan_model, ways
+from logitless.tools.plan.recommend import BUDGETS, LESS, snippet
+from logitless.tools.plan.show import answer_lines, as_json, headline, summary_rows
 from logitless.tools.plan.ways import FROM_HIDDEN, POLICY_LOSS, plain_linear
 from logitless.tools.presets import CARDS, PRESETS, ModelShape, find_card, find_count, find_model, machine_of
 
@@ -195,7 +184,7 @@ PEAKS = {
 @pytest.mark.parametrize("free", [0, 6, 7, 999, 12345, 10**6])
 def test_the_search_is_exact_on_any_rising_peak(peak, start, free):
     probes = []
-    found = planner.largest_fitting(lambda n: probes.append(n) or peak(n), free, LIMIT, (start, peak(start)))
+    found = ways.largest_fitting(lambda n: probes.append(n) or peak(n), free, LIMIT, (start, peak(start)))
     assert found == max(0, bisect_right(range(LIMIT), free, key=peak) - 1)
     assert len(probes) == len(set(probes)) <= (4 if peak is PEAKS["straight"] else 70)
 
@@ -203,9 +192,8 @@ def test_the_search_is_exact_on_any_rising_peak(peak, start, free):
 @pytest.mark.parametrize("model", ["qwen3-0.6b", "gemma2-27b", "llama3.1-405b"])
 def test_a_plan_takes_few_estimates(model, monkeypatch):
     """Each runs the call without a device, which takes some hundredths of a second."""
-    asked, real = [], steps.estimate
-    for module in (steps, ways):
-        monkeypatch.setattr(module, "estimate", lambda *args, **sizes: asked.append(args) or real(*args, **sizes))
+    asked, real = [], ways.estimate
+    monkeypatch.setattr(ways, "estimate", lambda *args, **sizes: asked.append(args) or real(*args, **sizes))
     step = LossStep(find_model(model), tokens=32768, response_fraction=0.5)
     plan_model(step)
     assert len(asked) == 5
@@ -217,7 +205,7 @@ def test_a_plan_takes_few_estimates(model, monkeypatch):
 def test_the_recommendation_takes_the_fewest_products_that_fit():
     step = LossStep(find_model("qwen3-8b"), tokens=16384, response_fraction=0.5, entropy="grad")
     plan = plan_model(step)
-    assert (plan.best.way, plan.best.products, plan.memory) == (POLICY_LOSS, 3, "1GiB")
+    assert (plan.best.way, plan.best.products, plan.best.memory) == (POLICY_LOSS, 3, "1GiB")
     assert plan.own_loss.call.plan.kind == "recompute"
     roomy = plan_model(step, find_card("h100-80g"))
     assert (roomy.best.way, roomy.call.plan.kind, roomy.fits) == (POLICY_LOSS, "one pass", True)
@@ -257,7 +245,7 @@ def test_a_budget_other_than_the_default_is_recommended_where_it_helps():
     peaks = {memory: POLICY_LOSS.predict(replace(step, memory=memory)).peak for memory in ("1GiB", "512MiB")}
     assert peaks["1GiB"] > peaks["512MiB"]
     plan = plan_model(step, peaks["1GiB"] - 1)
-    assert (plan.best.way, plan.memory, plan.best.products, plan.fits) == (POLICY_LOSS, "512MiB", 3, True)
+    assert (plan.best.way, plan.best.memory, plan.best.products, plan.fits) == (POLICY_LOSS, "512MiB", 3, True)
     assert plan.most_tokens >= 4096
     # Few rows: the defaults take four products, and a large card has room for three, in either way.
     step = LossStep(find_model("gemma3-1b"), tokens=1024)
@@ -282,7 +270,7 @@ def test_the_answer_is_a_few_lines():
         'If the loss is not an Objective: logprobs(ll.Logits(hidden, weight), ..., memory="8GiB"), 3 matrix products'
     )
     # A micro-batch as large as promised fits, and one step more does not.
-    best = replace(step, memory=plan.memory)
+    best = replace(step, memory=plan.best.memory)
     assert POLICY_LOSS.predict(replace(best, tokens=plan.most_tokens)).peak <= plan.free
     assert POLICY_LOSS.predict(replace(best, tokens=plan.most_tokens + 256)).peak > plan.free
     crowded = answer_lines(plan_model(step, 1 << 30))
@@ -294,7 +282,7 @@ def test_a_memory_that_is_asked_for_is_kept():
     step = LossStep(find_model("qwen3-8b"), 16384, memory="128MiB")
     for free in (None, find_card("h100-80g")):
         plan = plan_model(step, free)
-        assert plan.memory == plan.own_loss.memory == "128MiB"
+        assert plan.best.memory == plan.own_loss.memory == "128MiB"
         assert 'memory="128MiB"' in plan.snippet
 
 

@@ -325,7 +325,7 @@ def test_long_records_are_cut_or_rejected(job, tmp_path):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_fields_are_kept_on_request(job, tmp_path, suffix, monkeypatch):
-    monkeypatch.setattr("logitless.tools.score.results.ROW_GROUP", 4)
+    monkeypatch.setattr("logitless.tools.score.files.ROW_GROUP", 4)
     records = [
         {**s, "id": f"r{i}", "reward": i if i < 5 else 0.5, "meta": {"a": [i]}} for i, s in enumerate(samples(9))
     ]

@@ -21,10 +21,9 @@ from logitless.errors import LogitlessError
 from logitless.tools.score import Job, score_file
 from logitless.tools.score import journal as journal_module
 from logitless.tools.score import run as run_module
-from logitless.tools.score.files import Source
+from logitless.tools.score.files import Source, count_results, write_results
 from logitless.tools.score.journal import Journal
 from logitless.tools.score.model import Scorer
-from logitless.tools.score.results import count_results, write_results
 from logitless.tools.score.texts import Texts
 
 

@@ -91,7 +91,7 @@ class _Run:
     def of(self, leaves: tuple[Tensor, Tensor, Tensor | None]) -> Logits:
         """The logits of leaves of their own."""
         hidden, weight, bias = leaves
-        linear = {"match": self.logits.linear.match, "tf32": self.logits.linear.tf32}
+        linear = {name: getattr(self.logits.linear, name) for name in ("match", "tf32", "precision")}
         return Logits(hidden, weight, bias=bias, **linear)
 
 

@@ -45,7 +45,7 @@ TESTED = (
 )
 """Values of ``config.model_type`` that may be patched without ``verify``."""
 
-OF_LOGITS = ("bits", "match", "tf32")
+OF_LOGITS = ("bits", "match", "precision", "tf32")
 """Keywords of ``Logits`` that ``patch`` passes on."""
 
 OPTIONS = ("backend", *OF_LOGITS, "memory")
@@ -139,7 +139,7 @@ def patch(model: Any, *, verify: bool = True, audit: int | Audit = 0, **options:
         verify: compare with the model's own logits on a few random tokens, in evaluation mode; three small forwards.
             Without it, only the families in ``TESTED`` are accepted.
         audit: rows of every call that are compared with float64; see :func:`audit_of`.
-        options: ``match``, ``bits`` and ``tf32`` of :class:`logitless.Logits`, and ``memory`` and
+        options: ``match``, ``bits``, ``precision`` and ``tf32`` of :class:`logitless.Logits`, and ``memory`` and
             ``backend`` of :func:`logitless.logprobs`.
 
     Returns:

@@ -92,7 +92,8 @@ class Call:
         machine: which table of sizes applies. Work on given logits does not ask.
         num_tokens: of hidden states here, 0 where logits are given.
         width, rank: D of hidden states, 0 where logits are given, and the rank of a LoRA.
-        weight_dtype: of the head, where it is wider than hidden states.
+        parts: how many 16-bit products make one of float32 numbers: 2 where the weight alone is float32, 3 where hidden
+            states are, too, and ``precision`` asks for it; 1 where operands are multiplied as they are.
         apart, apart_everywhere: why a product and the softmax of its logits are apart, with logits in memory between
             them; None where one kernel does both. The latter from what all ranks of a vocabulary group know.
         overwrite: whether backward may write over the logits.
@@ -137,7 +138,7 @@ class Call:
     num_tokens: int = 0
     width: int = 0
     rank: int = 0
-    weight_dtype: torch.dtype | None = None
+    parts: int = 1
     lora_scale: float | Tensor = 1.0
     apart: str | None = "logits are given"
     apart_everywhere: str | None = "logits are given"
@@ -150,8 +151,8 @@ class Call:
 
     @property
     def depth(self) -> int:
-        """How many numbers a product multiplies for one logit: twice the hidden size with a weight in two parts."""
-        return self.width if self.weight_dtype is None else 2 * self.width
+        """How many numbers a product multiplies for one logit: those of all parts."""
+        return self.parts * self.width
 
     @property
     def mean_columns(self) -> int:

@@ -6,7 +6,7 @@ Values that live on an accelerator are not inspected, which would stall the stre
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -15,10 +15,9 @@ from logitless.backends import blocks
 from logitless.backends.divergences import KINDS, Divergence
 from logitless.call.asked import PLAIN, Asked
 from logitless.errors import ELSEWHERE, LogitlessError
-from logitless.errors.arguments import FLOATS, check_flags, described, is_number, refused
+from logitless.errors.arguments import FLOATS, check_flags, described, instead_of_tensor, is_number, refused
 from logitless.operands import Kept, Linear, LoRA
-from logitless.operands.checks import instead_of_tensor
-from logitless.operands.stands import wider
+from logitless.operands.stands import Precision, wider
 from logitless.readings.best import MOST
 from logitless.readings.reading import LARGEST
 from logitless.readings.table import STATS, TEACHER_STATS
@@ -376,6 +375,11 @@ def check_linear(caller: str, hidden: Tensor, weight: Tensor, linear: Linear, op
             f"{caller}: weight is {weight.dtype} but hidden is {hidden.dtype}. Cast one of them, or call under "
             f"autocast. Only a float32 weight without a LoRA goes with bfloat16 and float16 hidden states."
         )
+    if linear.precision == "bfloat16x3" and operands.b is not None:
+        raise LogitlessError(
+            f'{caller}: precision="bfloat16x3" goes with a head without a LoRA, whose product is added to logits. '
+            f'Merge the LoRA into the weight, or take precision="tf32".'
+        )
     if bias is not None and (tuple(bias.shape) != (weight.shape[0],) or not bias.is_floating_point()):
         raise LogitlessError(
             f"{caller}: bias must be [{weight.shape[0]}] floats but is {list(bias.shape)} {bias.dtype}."
@@ -456,6 +460,11 @@ def _check_options(caller: str, linear: Linear, asked: Asked) -> None:
         )
     if linear.match is not None and not (isinstance(linear.match, str) and linear.match in ("bfloat16", "float16")):
         raise LogitlessError(f'{caller}: match must be None, "bfloat16" or "float16" but is {described(linear.match)}.')
+    if not isinstance(linear.precision, str) or linear.precision not in get_args(Precision):
+        wanted = " or ".join(f'"{name}"' for name in get_args(Precision))
+        raise refused(f"{caller}: precision", wanted, linear.precision)
+    if linear.tf32 and linear.precision != "float32":
+        raise LogitlessError(f'{caller}: tf32=True asks for precision="tf32", and precision is {linear.precision!r}.')
     if not isinstance(linear.hidden_grad, str) or linear.hidden_grad not in ("reduced", "partial"):
         raise LogitlessError(
             f'{caller}: hidden_grad must be "reduced" or "partial" but is {described(linear.hidden_grad)}.'

@@ -43,6 +43,8 @@ def resolve(caller: str, logits: Any, rows: Any, asked: Asked, memory: str | Non
         assert operands.hidden is not None
         head = _of_head(operands, linear, stands)
         call = _resolve(caller, operands.hidden, checked, asked, stands, shard, default, **head)
+        if linear.precision == "bfloat16x3":
+            call = in_three_parts(call)
         if linear.bits != "fast":
             checks.check_bits(call)
         # The call was made in this function and nobody else holds it yet, so these two may still be set.
@@ -74,11 +76,18 @@ def _of_head(operands: Operands, linear: Linear, stands: Stands) -> dict[str, An
         "num_tokens": hidden.shape[:-1].numel(),
         "width": weight.shape[1],
         "rank": 0 if operands.b is None else operands.b.shape[1],
-        "weight_dtype": None if weight.dtype == hidden.dtype else weight.dtype,
+        "parts": 1 if weight.dtype == hidden.dtype else 2,
         "lora_scale": stands.weight.scale if isinstance(stands.weight, LoRA) else 1.0,
         "bits": linear.bits,
     }
     return found if linear.match is None else {**found, "logits_dtype": getattr(torch, linear.match)}
+
+
+def in_three_parts(call: Call) -> Call:
+    """The call with float32 operands in 16-bit parts. On a CPU without kernels parts would be widened again: there the
+    call stays as it is."""
+    split = call.machine.wide_products or getattr(call.backend, "products", None) is not None
+    return replace(call, dtype=torch.bfloat16, parts=3) if split and call.dtype == torch.float32 else call
 
 
 def _needs(operands: Operands) -> tuple[bool, ...]:
@@ -223,8 +232,8 @@ def _apart_here(operands: Operands, call: Call) -> str | None:
         return "bias is not contiguous"
     products = call.backend.products
     assert products is not None
-    if call.weight_dtype is not None:
-        # A weight in two parts is copied, and hidden states with it: copies always lie well.
+    if call.parts > 1:
+        # Operands in parts are copied: copies always lie well.
         return None
     lead = [(n, step) for n, step in zip(hidden.shape[:-1], hidden.stride()[:-1], strict=True) if n != 1]
     flat = all(step == n * below for (_, step), (n, below) in itertools.pairwise(lead))

@@ -34,14 +34,13 @@ from logitless.notes import log_once
 from logitless.operands import Logits, LoRA
 from logitless.operands.logits import made
 from logitless.operands.peft import active_adapter, head_weight
-from logitless.operands.stands import Match
-from logitless.operands.watch import Watch
+from logitless.operands.stands import Match, Watch
 from logitless.spec import VocabShard, parse_memory, untraced
 
 FEW = 256
 """Rows up to which a head without a graph multiplies as ever: a step of generation."""
 
-OPTIONS = ("bits", "strict", "tf32")
+OPTIONS = ("bits", "precision", "strict", "tf32")
 """Keywords of ``Logits`` that ``defer`` passes on."""
 
 NAMES = ("lm_head", "output_layer")
@@ -161,7 +160,7 @@ def defer(
             keeps the float32 sums of the product, which is closer to the truth, and is what you want where the rollout
             engine's head is float32 too.
         memory: working memory of whatever reads the logits, as for :func:`logprobs`; None for its default, 256MiB.
-        options: ``strict``, ``tf32`` and ``bits`` of :class:`Logits`.
+        options: ``strict``, ``precision``, ``tf32`` and ``bits`` of :class:`Logits`.
 
     Returns:
         :class:`Deferral`, to undo it. Without a graph, up to ``FEW`` rows are multiplied as ever, so that generation is

@@ -17,6 +17,10 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TypeVar
 
 from logitless.errors import LogitlessError, did_you_mean
 
@@ -25,6 +29,8 @@ VARIABLE = "LOGITLESS_ENGINE"
 
 GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
 """Entry points by which the engines find us."""
+
+T = TypeVar("T")
 
 PARTS = {"vllm": ("logprobs", "head", "prompt", "contract"), "sglang": ("logprobs", "head")}
 
@@ -42,13 +48,23 @@ def asked(engine: str) -> tuple[str, ...]:
     return tuple(name for name in known if name in told)
 
 
+@contextmanager
+def held(variable: ContextVar[T], value: T) -> Iterator[T]:
+    """A block in which a context variable has this value."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
+
+
 def plug_into_vllm() -> None:
-    """What vLLM calls in each process. An error ends the process."""
+    """The function that vLLM calls in each process. An error ends the process."""
     _plug("vllm")
 
 
 def plug_into_sglang() -> None:
-    """What SGLang calls in each process. It would log an error and go on without us, so that the process is ended."""
+    """The function that SGLang calls in each process. SGLang would log an error and go on, so the process is ended."""
     try:
         _plug("sglang")
     except LogitlessError as error:
@@ -64,7 +80,7 @@ def _plug(engine: str) -> None:
     parts = asked(engine)
     if not parts:
         return
-    # Not before: an engine that asks for nothing imports nothing of ours.
+    # An engine that asks for nothing imports nothing of ours.
     adapters, module = (importlib.import_module(f"logitless.{x}") for x in ("adapters", f"engines.{engine}"))
     report = adapters.install(module.HOST, parts=parts)
     there = {entry.name for entry in report.replaced}

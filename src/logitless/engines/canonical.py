@@ -1,4 +1,4 @@
-"""What an engine computes from its logits, with the bits that a trainer gets from hidden states.
+"""Log-probs and logits of a rollout engine, with the bits that a trainer gets from hidden states.
 
     normaliser(logits)             (reference, log_sum) of each row; a log-prob is (z - reference) - log_sum
     token_logprobs(logits, ids)    [R, K] log-probs of listed ids
@@ -34,7 +34,7 @@ def normaliser(logits: Tensor, temperature: Tensor | float = 1.0) -> Normaliser:
     head, rows = Head(temperature=temperature), len(x)
     name, _ = backend_of(x, "auto", None)
     gain = head.gain(rows, torch.float32, x.device, single=True)
-    # No target is asked for: the first column is there in any case.
+    # No target is asked for: column 0 stands in for one.
     column = torch.zeros(rows, dtype=torch.int64, device=x.device)
     memory = parse_memory(MEMORY["logits"])
     problem = Problem(x, None, column, gain, 0.0, x.shape[1], False, memory, found=True, canonical=True)
@@ -67,11 +67,8 @@ def _less(z: Tensor, norm: Normaliser) -> Tensor:
 
 
 def product(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """``hidden @ weight.T + bias`` into ``out`` ``[R, V]``, summed in float32 and rounded once.
-
-    Args:
-        hidden, weight: ``[R, D]`` and ``[V, D]`` of one dtype, 16 bits wide or float32.
-    """
+    """``hidden @ weight.T + bias`` into ``out`` ``[R, V]``, summed in float32 and rounded once. Hidden states and
+    weight have one dtype, of 16 bits or float32."""
     if weight.dtype != hidden.dtype:
         raise LogitlessError(
             f"head: the weight is {weight.dtype} and hidden states are {hidden.dtype}, and a product has one dtype. "

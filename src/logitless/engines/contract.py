@@ -27,7 +27,7 @@ TRAINER = "LOGITLESS_TRAINER"
 
 @dataclass(frozen=True, eq=False)
 class Trainer:
-    """What a trainer will do with the tokens."""
+    """The trainer's distribution."""
 
     head: Head
     match: Any = None
@@ -56,7 +56,7 @@ def make_validate(original: Callable[..., Any], options: Mapping[str, Any]) -> C
 
     def _validate_params(self: Any, params: Any, supported_tasks: Any) -> Any:
         found = original(self, params, supported_tasks)
-        # Not what embeds and ranks.
+        # Parameters of requests that embed or rank have no temperature.
         if hasattr(params, "temperature"):
             sampling = Sampling.of_vllm(params, self.model_config)
             sampling.check(trainer.head, match=trainer.match, kept=trainer.kept)

@@ -10,8 +10,7 @@ SGLang's own code samples, gathers and sends; what it writes down is taken from 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from logitless.adapters.host import Host, Option, PassOn, Replacement
-from logitless.engines import PARTS, VARIABLE
+from logitless.engines import PARTS, VARIABLE, held
 from logitless.engines.canonical import all_logprobs, normaliser, product
 from logitless.errors import LogitlessError
 
@@ -41,17 +40,7 @@ class Taken:
 
 
 _taking: ContextVar[Taken | None] = ContextVar("logitless_taking", default=None)
-
-
-@contextmanager
-def taking(temperature: Tensor | float) -> Iterator[Taken]:
-    """Within, logits that a sampler has made ready are scored before it overwrites them."""
-    taken = Taken(temperature)
-    token = _taking.set(taken)
-    try:
-        yield taken
-    finally:
-        _taking.reset(token)
+"""Where it is set, logits that a sampler has made ready are scored before the sampler overwrites them."""
 
 
 def make_preprocess(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -88,7 +77,8 @@ def make_forward(original: Callable[..., Any], options: Mapping[str, Any]) -> Ca
                 f"{VARIABLE} asks for log-probs of what the head gave. Leave one of them out."
             )
         raw = sampling_info.is_all_greedy or sys.modules[SAMPLER].SGLANG_RETURN_ORIGINAL_LOGPROB
-        with taking(1.0 if raw else sampling_info.temperatures.reshape(-1)) as taken:
+        taken = Taken(1.0 if raw else sampling_info.temperatures.reshape(-1))
+        with held(_taking, taken):
             given = (logits_output, sampling_info, False, top_logprobs_nums, token_ids_logprobs, positions)
             ids = original(self, *given, logprob_logits=logprob_logits)
         if taken.logprobs is not None:
@@ -106,25 +96,17 @@ def make_forward(original: Callable[..., Any], options: Mapping[str, Any]) -> Ca
 
 def make_normalizer(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Stands in for ``compute_row_log_normalizer``."""
-
-    def compute_row_log_normalizer(logits: Tensor) -> tuple[Tensor, Tensor]:
-        return tuple(normaliser(logits))  # pyright: ignore[reportReturnType]
-
-    return compute_row_log_normalizer
+    return lambda logits: tuple(normaliser(logits))
 
 
 def make_logsumexp_topk(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Stands in for ``row_logsumexp_topk``: SGLang's most likely tokens, and our normaliser."""
-
-    def row_logsumexp_topk(x: Tensor, k: int) -> tuple[Tensor, ...]:
-        return (*normaliser(x), *original(x, k)[2:])
-
-    return row_logsumexp_topk
+    return lambda x, k: (*normaliser(x), *original(x, k)[2:])
 
 
 def make_prompt(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``InputLogprobProcessor.forward``: from a normaliser, also where SGLang would take a softmax of its
-    own to have the same bits in prompts and in sampled tokens. Ours have them."""
+    """Stands in for ``InputLogprobProcessor.forward``: log-probs from a normaliser, also where SGLang would take a
+    softmax of its own, to have the same bits in prompts and in sampled tokens. Ours have the same bits."""
 
     def forward(self: Any, *arguments: Any, **more: Any) -> Any:
         self.enable_fast_input_logprobs = True

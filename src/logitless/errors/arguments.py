@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.errors import LogitlessError, did_you_mean
+from logitless.errors import LogitlessError, adapted, did_you_mean
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes of floats that are computed with."""
@@ -110,3 +110,17 @@ def device_named(x: Any, argument: str) -> torch.device:
     except (RuntimeError, ValueError):
         pass
     raise refused(argument, 'a device such as "cpu" or "cuda:0"', x)
+
+
+def instead_of_tensor(x: Any, what: str) -> str:
+    """`` What to do`` where something other than a tensor came for the argument ``what``, or nothing."""
+    if isinstance(x, list | tuple):
+        whole = "torch.stack" if x and isinstance(x[0], Tensor) else "torch.tensor"
+        return f" Pass {whole}({what})."
+    if hasattr(x, "base_layer"):
+        return f" {adapted(type(x).__name__)}"
+    if what == "weight" and isinstance(getattr(x, "weight", None), Tensor):
+        return " Pass the layer's weight and bias: layer.weight, bias=layer.bias. Under DDP or FSDP use a PolicyHead."
+    if isinstance(getattr(x, "last_hidden_state", None), Tensor):
+        return " Pass its last_hidden_state."
+    return " Pass its logits." if isinstance(getattr(x, "logits", None), Tensor) else ""

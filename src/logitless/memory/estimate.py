@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from logitless.call.dry import Dry
 from logitless.errors import LogitlessError
@@ -27,12 +26,12 @@ from logitless.spec import format_bytes
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes beyond what the caller holds, results and gradients included.
+    """Bytes of a call beyond the caller's own tensors, results and gradients included.
 
     Attributes:
         call: name of the function.
         backend: which backend works on the logits; None for functions that are not of this library.
-        plan: which route the call takes; None for such functions.
+        plan: which route the call takes; None for functions that are not of this library.
         forward, backward: items that are alive at the fullest moment of each; no backward, no items.
     """
 
@@ -44,7 +43,7 @@ class Estimate:
 
     @property
     def items(self) -> tuple[Item, ...]:
-        """All of them, once each, as they come up."""
+        """The items of forward and backward, once each, in their order."""
         return tuple(dict.fromkeys((*self.forward, *self.backward)))
 
     @property
@@ -86,9 +85,9 @@ def explain(verb: Callable[..., Any], *args: Any, device: Literal["cuda", "cpu"]
     forward
     """
     _check("explain", verb, device)
-    kind = device or _device_of((args, options))
-    dry = Dry(stop=True)
-    if device is not None or not _real_device((args, options)):
+    real, dry = _real_device((args, options)), Dry(stop=True)
+    if device is not None or real is None:
+        kind = device or "cuda"
         dry = Dry(kind, _machine(kind), stop=True)
     with dry:
         verb(*args, **options)
@@ -134,19 +133,20 @@ def estimate(
             'estimate: backend="reference" is for checking results, and its memory is not predicted. Ask for "auto", '
             '"tiled" or "triton".'
         )
-    machine = device if isinstance(device, Machine) else _machine(device or _device_of((args, options)))
-    kind = "cpu" if machine is CPU else "cuda"
-    on_gpu = kind == "cuda"
+    # A call whose tensors are all on meta is one on a GPU.
+    machine = device if isinstance(device, Machine) else _machine(device or _real_device((args, options)) or "cuda")
+    on_gpu = machine is not CPU
     meta = Meta(copies=not on_gpu)
     with Ledger():
-        # What the caller holds, which is not counted.
-        names = _names(verb, len(args))
-        positional = [meta(x, name) for x, name in zip(args, names, strict=True)]
+        # Tensors that the caller holds are made here, and not counted.
+        names = list(inspect.signature(verb).parameters)
+        names += [f"argument {i}" for i in range(len(names), len(args))]
+        positional = [meta(x, name) for x, name in zip(args, names, strict=False)]
         keywords = {name: meta(x, name) for name, x in options.items()}
-    ledger, dry, gradients = Ledger(on_gpu), Dry(kind, machine, dropped), {}
+    ledger, dry, gradients = Ledger(on_gpu), Dry("cuda" if on_gpu else "cpu", machine, dropped), {}
     with dry:
         with ledger:
-            out = list(dict.fromkeys(tensors_in(_flat(verb(*positional, **keywords)))))
+            out = list(dict.fromkeys(tensors_in(verb(*positional, **keywords))))
             ledger.start_backward()
         graded = [x for x in out if x.requires_grad]
         upstream = [torch.ones_like(x) for x in graded]
@@ -162,45 +162,17 @@ def estimate(
 def _check(caller: str, verb: Any, device: Any) -> None:
     if not callable(verb) or isinstance(verb, type):
         raise refused(f"{caller}: verb", "a function", verb, " Pass logitless.logprobs, and then its arguments.")
-    known = device is None or isinstance(device, Machine) or (isinstance(device, str) and device in ("cuda", "cpu"))
-    if not known:
+    if not (device is None or isinstance(device, Machine) or (isinstance(device, str) and device in ("cuda", "cpu"))):
         raise LogitlessError(f'{caller}: device must be "cuda", "cpu" or None but is {described(device)}.')
 
 
-def _flat(x: Any) -> Any:
-    """Results as lists and tuples of tensors: metrics and the like are passed over."""
-    if isinstance(x, tuple | list):
-        return [_flat(item) for item in x if isinstance(item, tuple | list | Tensor)]
-    return x
-
-
-def _names(verb: Callable[..., Any], count: int) -> list[str]:
-    """Names of the first arguments of a function."""
-    names = list(inspect.signature(verb).parameters)[:count]
-    return names + [f"argument {i}" for i in range(len(names), count)]
-
-
 def _machine(kind: str) -> Machine:
-    """The machine behind a kind of device; where there is no GPU here, an H200 is one."""
-    if kind != "cuda":
-        return CPU
-    return Machine.of(torch.device("cuda")) if torch.cuda.is_available() else H200
-
-
-def _device_of(arguments: Any) -> str:
-    """Where the tensors are; a GPU where all of them are on meta."""
-    return _real_device(arguments) or "cuda"
+    """The machine behind a kind of device; a GPU is an H200 where there is none here."""
+    gpu = Machine.of(torch.device("cuda")) if torch.cuda.is_available() else H200
+    return gpu if kind == "cuda" else CPU
 
 
 def _real_device(arguments: Any) -> str | None:
-    """Type of the device that has numbers of the arguments; None where none has."""
-    found = (x.device.type for x in tensors_in(_given(arguments)))
-    return next((kind for kind in found if kind != "meta"), None)
-
-
-def _given(x: Any) -> Any:
-    if isinstance(x, tuple | list):
-        return [_given(item) for item in x]
-    if isinstance(x, dict):
-        return [_given(item) for item in x.values()]
-    return getattr(x, "hidden", None) if hasattr(x, "hidden") else x
+    """Type of the device that has numbers of the arguments; None where all of them are on meta."""
+    kinds = (x.device.type for x in tensors_in(arguments))
+    return next((kind for kind in kinds if kind != "meta"), None)

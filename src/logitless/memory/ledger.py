@@ -1,4 +1,4 @@
-"""Which storages are alive at the fullest moment of a run, and what each is for.
+"""``Ledger``: which storages are alive at the fullest moment of a run, and what each is for.
 
 A dispatch mode sees every tensor that torch makes, on any device, and a weak reference tells when its storage is gone.
 What a storage is for follows from the function of this package that asked for it.
@@ -47,32 +47,25 @@ NAMES = {
     "backends": "work of the backend",
     "": "vectors of each row",
 }
-"""What the allocations of a function, a module or a package are for. The innermost that is named here counts."""
-
+"""Purposes of the allocations of a function, a module or a package. The innermost that is named here counts."""
 
 IN_PLACE = {
     torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
     torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
 }
-"""Into zeros of their own, autograd's formulas write in place; only under a dispatch mode they make a copy."""
-
+"""Operators of autograd's formulas that write into zeros of their own in place; under a dispatch mode they copy."""
 
 SCRATCH = {torch.ops.aten.sort.stable: {"cpu": 8, "gpu": 24}}
 """Bytes per element that an operator takes besides its results, measured; the GPU is an H200. A CPU sorts floats in
 place."""
 
-
 SUMS = (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList)
-"""A CPU that sums in another dtype than that of the operand, as it does truth values, makes a copy in it first."""
+"""Sums. A CPU whose result has another dtype than the operand, as of truth values, copies the operand to it first."""
 
 
 class Item(NamedTuple):
-    """Bytes that are alive at the fullest moment, by what they are for.
-
-    Attributes:
-        phase: ``"forward"`` or ``"backward"`` for what lives in one alone, ``"kept"`` for what forward leaves behind.
-        output: whether it goes to the caller.
-    """
+    """Bytes that are alive at the fullest moment, by what they are for. The phase is ``"kept"`` for tensors that
+    forward leaves to backward; ``output`` says that they go to the caller."""
 
     name: str
     bytes: int
@@ -106,7 +99,7 @@ class Ledger(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled here, and being sure of it would import the compiler.
+        # Nothing is compiled here, and asking torch would import the compiler.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,7 +107,9 @@ class Ledger(TorchDispatchMode):
         for x in tensors_in(out):
             storage = x.untyped_storage()
             key = storage._cdata
-            if key not in self._entries and not _is_one_of(storage, (args, kwargs)):
+            # A view, or a tensor that was written in place, came in with the inputs.
+            given = (y.untyped_storage()._cdata for y in tensors_in((args, kwargs)))
+            if key not in self._entries and key not in given:
                 self._write_down(key, storage, x.shape, func)
         scratch = 0
         if func in SUMS and not self._on_gpu and args[0].dtype != out.dtype:
@@ -122,20 +117,20 @@ class Ledger(TorchDispatchMode):
         if func in self._scratch and (self._on_gpu or not args[0].is_floating_point()):
             scratch = self._scratch[func] * args[0].numel()
         if scratch:
-            # Alive with the results, and gone when this function returns.
+            # The scratch is alive with the results, and gone when this function returns.
             work = torch.empty(scratch, dtype=torch.uint8, device="meta")
             self._write_down(work.untyped_storage()._cdata, work.untyped_storage(), work.shape, func)
         return out
 
     def start_backward(self) -> None:
-        """What is alive now is what forward leaves to backward."""
+        """End forward: all storages that are alive now are kept for backward."""
         for entry in self._entries.values():
             entry.phase = "kept"
         self._phase = "backward"
         self._note_fullest()
 
     def name_output(self, name: str, *tensors: Tensor) -> None:
-        """These tensors go to the caller."""
+        """Name tensors that go to the caller."""
         for x in tensors:
             entry = self._entries.get(x.untyped_storage()._cdata)
             if entry is not None:
@@ -151,7 +146,7 @@ class Ledger(TorchDispatchMode):
     def _write_down(self, key: int, storage: Any, shape: torch.Size, func: Any) -> None:
         name = _purpose()
         if name is None:
-            # Of a function from elsewhere: a matrix is what an operator made.
+            # A matrix of a function from outside this package is named by its operator.
             name = NAMES[""] if len(shape) < 2 else f"result of {func.overloadpacket.__name__}"
         entry = Entry(storage.nbytes(), shape, name, self._phase)
 
@@ -173,13 +168,13 @@ def _item(group: list[Entry]) -> Item:
     first, shape = group[0], ""
     if len(group) == 1 and len(first.shape) > 1:
         shape = f" {list(first.shape)}"
-    # A name of its own for what waits, so that no line of the table is there twice.
+    # Tensors that wait for backward have a name of their own, so that no line of the table is there twice.
     saved = ", saved" if first.phase == "kept" and not first.output else ""
     return Item(first.name + shape + saved, sum(entry.bytes for entry in group), first.phase, first.output)
 
 
 def tensors_in(x: Any) -> Iterator[Tensor]:
-    """Tensors in what an operator takes or returns: at most lists, and keyword arguments."""
+    """Tensors in arguments or results, also within lists, tuples and dictionaries; any other object is passed over."""
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, list | tuple):
@@ -189,13 +184,8 @@ def tensors_in(x: Any) -> Iterator[Tensor]:
         yield from tensors_in(list(x.values()))
 
 
-def _is_one_of(storage: Any, inputs: Any) -> bool:
-    """Whether the storage came in with the inputs: a view, or something written in place."""
-    return any(x.untyped_storage()._cdata == storage._cdata for x in tensors_in(inputs))
-
-
 def _purpose() -> str | None:
-    """What :data:`NAMES` says about the innermost function of this package that is in it; None outside."""
+    """The purpose, by :data:`NAMES`, of the innermost function of this package that is named there; None outside."""
     frame, outside = sys._getframe(3), True
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

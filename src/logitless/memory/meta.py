@@ -1,4 +1,4 @@
-"""Arguments of a verb on the meta device: the same shapes, dtypes and needs for a gradient, and no numbers."""
+"""Arguments of a verb on the meta device, without numbers: from real ones (``Meta``), or from sizes (``sized``)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import Tensor
 
 from logitless.collectives import DryGroup
 from logitless.operands import Linear, Logits, LoRA, Teachers
+from logitless.operands.graph import WithBackward
 from logitless.operands.logits import like
 from logitless.rows import Rows
 from logitless.spec import ImaginedShard, VocabShard
 
 
 class Meta:
-    """Turns arguments into such ones.
+    """Turns arguments into arguments of the same shapes, dtypes and needs for a gradient.
 
     Attributes:
         leaves: tensors that need a gradient, by the name of their argument.
@@ -36,7 +37,7 @@ class Meta:
         if isinstance(x, Logits):
             return self._logits(x)
         if isinstance(x, Tensor):
-            return self._tensor(x, name)
+            return self._empty(x, name, leaf=False)
         if isinstance(x, VocabShard | ImaginedShard):
             group = None if x.group is None else DryGroup(x.group.size(), self.copies)
             return x if group is None else ImaginedShard(x.start, x.stop, x.vocab_size, group)
@@ -52,45 +53,102 @@ class Meta:
             return {key: self(item, str(key)) for key, item in x.items()}
         return x
 
-    def _tensor(self, x: Tensor, name: str) -> Tensor:
-        made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        if not x.requires_grad:
-            return made
-        # As a model's output arrives: it requires a gradient and is neither a leaf nor a view.
-        made = hand_over(made)
-        self.leaves[name] = made
-        return made
-
-    def _leaf(self, x: Tensor | None, name: str, graded: bool = True) -> Any:
+    def _empty(self, x: Tensor | None, name: str, leaf: bool = True) -> Any:
+        """A tensor like ``x``; where that needs a gradient, a leaf, or else as a model's output arrives."""
         if x is None:
             return None
-        made = torch.empty_strided(
-            x.shape, x.stride(), dtype=x.dtype, device="meta", requires_grad=graded and x.requires_grad
-        )
-        if made.requires_grad:
-            self.leaves[name] = made
+        made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        if x.requires_grad:
+            made = self.leaves[name] = made.requires_grad_() if leaf else hand_over(made)
         return made
 
     def _logits(self, x: Logits) -> Logits:
-        """Deferred logits of such operands."""
+        """Deferred logits of operands without numbers."""
         linear, weight = x.linear, x.weight
-        own: Any = self._leaf(weight, "weight") if isinstance(weight, Tensor) else None
         if isinstance(weight, LoRA):
-            parts = {name: self._leaf(getattr(weight, name), name) for name in ("weight", "a", "b")}
-            own = LoRA(**parts, scale=1.0)
+            weight = LoRA(**{name: self._empty(getattr(weight, name), name) for name in ("weight", "a", "b")})
+        else:
+            weight = self._empty(weight, "weight")
         options = {f.name: getattr(linear, f.name) for f in fields(Linear)}
-        options["bias"] = self._leaf(linear.bias, "bias")
-        options["weight_grad"] = self._leaf(linear.weight_grad, "weight_grad", graded=False)
+        options["bias"] = self._empty(linear.bias, "bias")
+        if linear.weight_grad is not None:
+            options["weight_grad"] = self._empty(linear.weight_grad.detach(), "weight_grad")
         options["shard"] = self(linear.shard, "shard")
         options["grad_scale"] = linear.grad_scale if isinstance(linear.grad_scale, float | int) else 1.0
-        made = Logits(self._leaf(x.hidden, "hidden"), own, **options)
+        made = Logits(self._empty(x.hidden, "hidden"), weight, **options)
         return like(made, gain=self(x.gain, "gain"), squash=x.squash)
 
 
 def _has_tensors(x: Any) -> bool:
     values = [getattr(x, f.name) for f in fields(x)]
-    return any(
-        isinstance(v, Tensor | VocabShard | ImaginedShard) or (is_dataclass(v) and _has_tensors(v)) for v in values
+    kinds = (Tensor, VocabShard, ImaginedShard)
+    return any(isinstance(v, kinds) or (is_dataclass(v) and _has_tensors(v)) for v in values)
+
+
+def sized(
+    tokens: int,
+    vocab: int,
+    hidden: int | None = None,
+    *,
+    rows: int | None = None,
+    dtype: str = "bfloat16",
+    needs_grad: tuple[str, ...] = ("logits", "hidden", "weight", "bias", "a", "b"),
+    bias: bool = False,
+    lora_rank: int | None = None,
+    tensor_parallel: int = 1,
+    weight_grad: bool = False,
+    **linear: Any,
+) -> tuple[Any, Rows | Tensor]:
+    """Logits and rows of these sizes, without numbers.
+
+    Args:
+        tokens, vocab, hidden: T, V of all ranks together, and D; without D, logits that exist.
+        rows: R, selected rows; None where targets of all tokens are given in order.
+        needs_grad: names of tensors that need a gradient. Names of tensors that are not there are passed over.
+        tensor_parallel: ranks that share the vocabulary in equal parts.
+        linear: other options of :class:`Logits`.
+
+    >>> logits, rows = sized(16384, 151936, 4096)
+    >>> logits, rows.shape
+    (Logits([16384, 151936], torch.bfloat16), torch.Size([16384]))
+    """
+
+    def empty(name: str, *shape: int) -> Tensor:
+        kind = getattr(torch, dtype)
+        return torch.empty(shape, dtype=kind, device="meta", requires_grad=name in needs_grad)
+
+    columns = -(-vocab // tensor_parallel)
+    shard = VocabShard.imagined(vocab, tensor_parallel) if tensor_parallel > 1 else None
+    scored = sized_rows(tokens, rows)
+    if hidden is None:
+        return Logits.given(empty("logits", tokens, columns), shard=shard, **linear), scored
+    here = tokens // tensor_parallel if linear.get("sequence_parallel") else tokens
+    weight: Any = empty("weight", columns, hidden)
+    if weight_grad:
+        linear["weight_grad"] = torch.empty(weight.shape, device="meta")
+    if lora_rank is not None:
+        weight = LoRA(weight, empty("a", lora_rank, hidden), empty("b", columns, lora_rank))
+    own = empty("bias", columns) if bias else None
+    return Logits(empty("hidden", here, hidden), weight, bias=own, shard=shard, **linear), scored
+
+
+def sized_rows(tokens: int, rows: int | None = None, counts: tuple[int, ...] | None = None) -> Rows | Tensor:
+    """Targets of all tokens; or some rows of them, of samples that have ``counts`` rows each."""
+    if rows is None and counts is None:
+        return torch.empty(tokens, dtype=torch.int64, device="meta")
+    counts = (rows or 0,) if counts is None else tuple(counts)
+    index = torch.arange(sum(counts), device="meta")
+    lengths = torch.empty(len(counts), dtype=torch.int64, device="meta")
+    return Rows(
+        index=index,
+        target=torch.empty_like(index),
+        sample=torch.empty_like(index),
+        position=index,
+        token_shape=(tokens,),
+        held=counts,
+        counts=counts,
+        totals=lengths,
+        response_lengths=counts,
     )
 
 
@@ -100,18 +158,8 @@ def hand_over(buffer: Tensor) -> Tensor:
     No copy is made, so whoever overwrites it overwrites ``buffer``.
     """
     handle = torch.zeros((), device=buffer.device, requires_grad=True)
-    return _HandOver.apply(handle, buffer)  # pyright: ignore[reportReturnType]
-
-
-class _HandOver(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, handle: Tensor, buffer: Tensor) -> Tensor:
-        return buffer.detach()
-
-    @staticmethod
-    def backward(ctx: object, *grads: Tensor) -> tuple[None, None]:
-        # The gradient is taken at the output; what lies before it does not matter here.
-        return None, None
+    # The gradient is taken at the output, and goes no further.
+    return WithBackward.apply(handle, lambda _: buffer.detach(), lambda _: None)  # pyright: ignore[reportReturnType]
 
 
 def backward(outputs: list[Tensor], upstream: list[Tensor], leaves: dict[str, Tensor]) -> dict[str, Tensor]:

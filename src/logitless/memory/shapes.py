@@ -17,12 +17,12 @@ aten = torch.ops.aten
 
 
 def result_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What ``func(*args, **kwargs)`` returns where all tensors are on the meta device."""
+    """The result of ``func(*args, **kwargs)`` where all tensors are on the meta device."""
     if func in SHAPES:
         return SHAPES[func](*args, **kwargs)
     name = func._schema.name
     if name.endswith("_") and not name.endswith("__"):
-        # In place: nothing is computed, and nothing is made.
+        # An operator in place returns its first argument.
         return args[0]
     if torch.Tag.pointwise in func.tags and args and isinstance(args[0], Tensor):
         return _pointwise(func, args, kwargs)
@@ -38,7 +38,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
 
 
 def _broadcast(shapes: Sequence[torch.Size]) -> list[int]:
-    """Of shapes that go together. Torch's own function imports sympy."""
+    """The shape that shapes are broadcast to. Torch's own function imports sympy."""
     out = [1] * max(map(len, shapes))
     for shape in shapes:
         for i, size in enumerate(reversed(shape), 1):
@@ -47,10 +47,8 @@ def _broadcast(shapes: Sequence[torch.Size]) -> list[int]:
 
 
 def _without_elements(x: Any) -> Any:
-    """A tensor of as many dimensions on the CPU. One without dimensions stays one: it promotes dtypes otherwise."""
-    if not isinstance(x, Tensor):
-        return x
-    return torch.ones([0] * x.dim(), dtype=x.dtype) if x.dim() else torch.ones((), dtype=x.dtype)
+    """An empty tensor of as many dimensions on the CPU. One without dimensions has a number: it promotes dtypes so."""
+    return torch.ones([0] * x.dim(), dtype=x.dtype) if isinstance(x, Tensor) else x
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -108,36 +106,18 @@ def _summed(x: Tensor, *args: Any, dtype: torch.dtype | None = None) -> Tensor:
     return _reduced(x, *args, dtype=dtype or (x.dtype if x.is_floating_point() else torch.int64))
 
 
-def _log_softmax(x: Tensor, *_: Any) -> Tensor:
-    return _empty(x.shape, x.dtype)
-
-
-def _mm(a: Tensor, b: Tensor) -> Tensor:
-    return _empty((a.shape[0], b.shape[1]), a.dtype)
-
-
-SHAPES: dict[Any, Callable[..., Tensor]] = {
-    aten.empty_like.default: _like,
-    aten.zeros_like.default: _like,
-    aten.ones_like.default: _like,
-    aten.full_like.default: _like,
-    aten.new_empty.default: _new,
-    aten.new_zeros.default: _new,
-    aten.new_ones.default: _new,
-    aten.zeros.default: _filled,
-    aten.ones.default: _filled,
-    aten.arange.default: _arange,
-    aten.arange.start: _arange,
-    aten.arange.start_step: _arange,
-    aten.stack.default: _stack,
-    aten.cat.default: _cat,
-    aten.index.Tensor: _index,
-    aten.all.dim: _reduced,
-    aten.amax.default: _reduced,
-    aten.amin.default: _reduced,
-    aten.sum.default: _summed,
-    aten.sum.dim_IntList: _summed,
-    aten.mm.default: _mm,
-    aten._log_softmax.default: _log_softmax,
-    aten._log_softmax_backward_data.default: _log_softmax,
-}
+SHAPES: dict[Any, Callable[..., Tensor]] = {}
+for _names, _rule in (
+    ("empty_like zeros_like ones_like full_like _log_softmax _log_softmax_backward_data", _like),
+    ("new_empty new_zeros new_ones", _new),
+    ("zeros ones", _filled),
+    ("arange arange.start arange.start_step", _arange),
+    ("stack", _stack),
+    ("cat", _cat),
+    ("index.Tensor", _index),
+    ("all.dim amax amin", _reduced),
+    ("sum sum.dim_IntList", _summed),
+    ("mm", lambda a, b: _empty((a.shape[0], b.shape[1]), a.dtype)),
+):
+    for _name, _, _overload in (name.partition(".") for name in _names.split()):
+        SHAPES[getattr(getattr(aten, _name), _overload or "default")] = _rule

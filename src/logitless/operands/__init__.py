@@ -1,4 +1,4 @@
-"""What a caller hands to a verb besides rows: logits, an adapter on their head, a teacher, ids that a sampler kept."""
+"""Operands of a verb besides rows: logits, an adapter on their head, a teacher, ids that a sampler kept."""
 
 from logitless.operands import passed_on as passed_on
 from logitless.operands.kept import Kept

@@ -1,4 +1,4 @@
-"""Logits that are not computed, in autograd's graph: an edge to what they stand for, and their gradient.
+"""Logits that are not computed, in autograd's graph: an edge to the tensors behind them, and their gradient.
 
     hidden, weight  --Edge-->  Logits  --(DDP's sink, a checkpoint, hooks)-->  Logits  --Behind-->  hidden, weight
 
@@ -33,7 +33,7 @@ def wrapper(cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device:
 
 
 class Form(NamedTuple):
-    """What autograd compares of a gradient."""
+    """Shape, dtype and device of a tensor, which autograd compares with those of its gradient."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -84,7 +84,7 @@ class LogitsGradient(Tensor):
 
 
 def _sum(one: Tensor, other: Tensor) -> LogitsGradient:
-    """Autograd's own addition, where logits are read more than once; one of the two may be an ordinary gradient."""
+    """The sum that autograd makes where logits are read more than once; one of the two may be an ordinary gradient."""
     like = one if isinstance(one, LogitsGradient) else other
     assert isinstance(like, LogitsGradient)
     parts = _added([x.parts for x in (one, other) if isinstance(x, LogitsGradient)])
@@ -93,11 +93,10 @@ def _sum(one: Tensor, other: Tensor) -> LogitsGradient:
 
 
 def _added(several: Sequence[Gradients]) -> Gradients:
-    first, *rest = several
-    for others in rest:
-        pairs = zip(first, others, strict=True)
-        first = tuple(b if a is None else a if b is None else a + b for a, b in pairs)
-    return first
+    total, *rest = several
+    for other in rest:
+        total = tuple(b if a is None else a if b is None else a + b for a, b in zip(total, other, strict=True))
+    return total
 
 
 class Edge(torch.autograd.Function):
@@ -118,25 +117,23 @@ class Edge(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        found: Gradients = (None,) * len(ctx.tensors)
+        parts: Gradients = (None,) * len(ctx.tensors)
         if isinstance(gradient, LogitsGradient):
-            found, gradient = gradient.parts, gradient.dense
+            parts, gradient = gradient.parts, gradient.dense
         if gradient is not None:
-            found = _added([found, gradients_of(ctx.compute, ctx.tensors, ctx.needs_input_grad[2:], gradient)])
-        return None, None, *found
+            parts = _added([parts, _gradients(ctx, gradient)])
+        return None, None, *parts
 
 
-def gradients_of(
-    compute: Callable[[Sequence[Tensor]], Tensor], tensors: Sequence[Tensor], needs: Sequence[bool], gradient: Tensor
-) -> Gradients:
-    """Gradients of the tensors that need one, from an ordinary gradient of what ``compute`` makes of them."""
-    leaves = [x.detach().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
+def _gradients(ctx: Any, gradient: Tensor) -> Gradients:
+    """Gradients of the tensors of an edge that need one, from an ordinary gradient of what they compute."""
+    leaves = [x.detach().requires_grad_(need) for x, need in zip(ctx.tensors, ctx.needs_input_grad[2:], strict=True)]
     with torch.enable_grad():
-        out = compute(leaves)
+        out = ctx.compute(leaves)
     # A weight whose gradient goes to a buffer has none of its own.
     needed = [x for x in leaves if x.requires_grad]
-    found = iter(torch.autograd.grad(out, needed, gradient.to(out.dtype), allow_unused=True))
-    return tuple(next(found) if x.requires_grad else None for x in leaves)
+    gradients = iter(torch.autograd.grad(out, needed, gradient.to(out.dtype), allow_unused=True))
+    return tuple(next(gradients) if x.requires_grad else None for x in leaves)
 
 
 class Behind(torch.autograd.Function):
@@ -146,68 +143,62 @@ class Behind(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         ctx.form = Form.of(logits)
         ctx.set_materialize_grads(False)
-        found = tuple(x.detach() for x in tensors)
-        # A checkpoint makes them where no gradient is recorded, and makes them again in backward, where one is.
+        copies = tuple(x.detach() for x in tensors)
+        # A checkpoint makes logits where no gradient is recorded, and makes them again in backward, where one is.
         if tensors[0].requires_grad:
-            ctx.mark_non_differentiable(*(y for x, y in zip(tensors, found, strict=True) if not x.requires_grad))
-        return found
+            ctx.mark_non_differentiable(*(y for x, y in zip(tensors, copies, strict=True) if not x.requires_grad))
+        return copies
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return LogitsGradient(ctx.form, gradients), None
 
 
-class Summed(torch.autograd.Function):
-    """A tensor as it is, whose gradient is summed over a vocabulary group: every rank has the part of its columns."""
+class WithBackward(torch.autograd.Function):
+    """``forward(x)``, whose gradient by x is ``backward(gradient)``. Nothing is saved."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return sum_over(ctx.group, gradient.clone(memory_format=torch.contiguous_format)), None
-
-
-class Total(torch.autograd.Function):
-    """A number of this rank's columns, summed over a vocabulary group. Every rank goes on to the same loss, so that its
-    gradient is that of each part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        return sum_over(group, x.clone())
+    def forward(ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Any]) -> Tensor:
+        ctx.gradient_of = backward
+        return forward(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return gradient, None
+        return ctx.gradient_of(gradient), None, None
 
 
-class Whole(torch.autograd.Function):
-    """All columns of logits from those of each rank of a vocabulary group. Every rank goes on to the same loss, so that
+def summed_in_backward(x: Tensor, group: Any) -> Any:
+    """``x`` as it is; its gradient, of which every rank has its columns' part, is summed over a vocabulary group."""
+
+    def backward(gradient: Tensor) -> Tensor:
+        return sum_over(group, gradient.clone(memory_format=torch.contiguous_format))
+
+    return WithBackward.apply(x, lambda x: x.view_as(x), backward)
+
+
+def total_over(x: Tensor, group: Any) -> Any:
+    """A number of this rank's columns, summed over a vocabulary group. Every rank goes on to the same loss, so that the
+    gradient of the sum is that of each part."""
+    return WithBackward.apply(x, lambda x: sum_over(group, x.clone()), lambda gradient: gradient)
+
+
+def all_columns(x: Tensor, shard: VocabShard) -> Any:
+    """Logits of all columns from those of each rank of a vocabulary group. Every rank goes on to the same loss, so that
     backward cuts this rank's columns out."""
+    here = slice(shard.start, shard.stop)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shard: VocabShard) -> Tensor:
-        ctx.shard = shard
+    def forward(x: Tensor) -> Tensor:
         whole = x.new_zeros(*x.shape[:-1], shard.vocab_size)
-        whole[..., shard.start : shard.stop] = x
+        whole[..., here] = x
         return sum_over(shard.group, whole)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return gradient[..., ctx.shard.start : ctx.shard.stop], None
+    return WithBackward.apply(x, forward, lambda gradient: gradient[..., here])
 
 
-class IntoBuffer(torch.autograd.Function):
-    """A weight as it is, whose gradient is added to a buffer of the caller's."""
+def graded_into(buffer: Tensor, weight: Tensor) -> Any:
+    """The weight as it is; its gradient is added to a buffer of the caller's, and goes nowhere else."""
 
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, buffer: Tensor) -> Tensor:
-        ctx.buffer = buffer
-        return weight.view_as(weight)
+    def backward(gradient: Tensor) -> None:
+        buffer.add_(gradient)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.buffer.add_(gradient)
-        return None, None
+    return WithBackward.apply(weight, lambda weight: weight.view_as(weight), backward)

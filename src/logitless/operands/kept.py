@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from logitless.rows.integers import holds_integers, integers, joined, whole_numb
 from logitless.spec import inspectable, tracked_by_autograd
 
 Scope = Literal["vocabulary", "support"]
-"""What a distribution is over: the whole vocabulary, or the ids that the sampler kept and the target."""
+"""The ids that a distribution is over: the whole vocabulary, or those that the sampler kept and the target."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class Kept:
                     f"Kept: lengths must be 0 or more and add up to the {self.ids.numel()} ids, "
                     f"but the smallest is {low} and they add up to {total}."
                 )
-        if not isinstance(self.scope, str) or self.scope not in ("vocabulary", "support"):
+        if not isinstance(self.scope, str) or self.scope not in get_args(Scope):
             raise LogitlessError(f'Kept: scope must be "vocabulary" or "support" but is {described(self.scope)}.')
         object.__setattr__(self, "ids", tracked_by_autograd(self.ids.to(torch.int64)))
         object.__setattr__(self, "lengths", tracked_by_autograd(self.lengths.to(torch.int64)))
@@ -132,7 +132,7 @@ class Kept:
 
     @staticmethod
     def from_bits(words: Tensor, vocab_size: int) -> Kept:
-        """From ``[R, W]`` integers whose bits are such a mask: bit b of word w is id ``b + w * bits``, lowest first.
+        """From ``[R, W]`` integers whose bits are a mask of ids: bit b of word w is id ``b + w * bits``, lowest first.
 
         >>> Kept.from_bits(torch.tensor([[0b101], [0b010]], dtype=torch.int32), 3).ids.tolist()
         [0, 2, 1]
@@ -151,7 +151,7 @@ class Kept:
 
     @staticmethod
     def from_engine(rows: Rows, supports: Sequence[Any]) -> Kept:
-        """The kept ids of the scored rows, out of what a rollout engine returned for every response.
+        """The kept ids of the scored rows, out of the supports that a rollout engine returned for every response.
 
         Args:
             rows: the rows that are scored.
@@ -205,7 +205,7 @@ class Kept:
             raise LogitlessError(
                 f"Kept.from_responses: the lengths of sample {sample} must be 0 or more but have {int(runs.min())}."
             )
-        first = torch.tensor([0, *[len(x) for x in lengths]], device="cpu").cumsum(0)[:-1].to(runs.device)
+        first = torch.tensor([0, *map(len, lengths)], device="cpu").cumsum(0)[:-1].to(runs.device)
         response = first[rows.sample.to(runs.device)] + rows.position.to(runs.device)
         lengths_R = runs[response]
         starts_R = (runs.cumsum(0) - runs)[response]
@@ -215,7 +215,7 @@ class Kept:
 
 
 def _response(sample: int, support: Any) -> tuple[Tensor, Tensor]:
-    """Ids and lengths of one response, from whichever form an engine has for it."""
+    """Ids and lengths of one response, from any form of :meth:`Kept.from_engine`."""
     support = getattr(support, "sampling_mask", support)
     ids = getattr(support, "token_ids", None)
     apart = any(hasattr(support, name) for name in ("offsets", "lengths"))
@@ -242,9 +242,8 @@ def _response(sample: int, support: Any) -> tuple[Tensor, Tensor]:
                     f"{type(token).__name__}. An engine that recorded nothing there sampled from the whole vocabulary: "
                     f"leave that row out, or score it without kept."
                 )
-        flat = joined(
-            support, lambda token: f"Kept.from_engine: supports: the ids of sample {sample}, response token {token},"
-        )
+        name = f"Kept.from_engine: supports: the ids of sample {sample}"
+        flat = joined(support, lambda token: f"{name}, response token {token},")
         return flat, torch.tensor([len(token) for token in support], dtype=torch.int64, device="cpu")
     if support is None:
         raise LogitlessError(

@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError
-from logitless.errors.arguments import refuse_transforms, refused
-from logitless.operands.checks import check_tensors
+from logitless.errors.arguments import dense, instead_of_tensor, refuse_transforms, refused
 from logitless.operands.graph import Behind, Edge, wrapper
 from logitless.operands.lora import LoRA
-from logitless.operands.stands import Bits, Linear, Match, Stands, product_dtype
+from logitless.operands.stands import Bits, Linear, Match, Precision, Stands, product_dtype
 from logitless.spec import VocabShard, graph_break
 
 aten = torch.ops.aten
@@ -42,7 +41,7 @@ class LogitsMade(UserWarning):
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """Logits that exist, with what a verb should know of them. Made by :meth:`Logits.given`."""
+    """Logits that exist, and their options. Made by :meth:`Logits.given`."""
 
     logits: Tensor
     shard: VocabShard | None = None
@@ -79,7 +78,10 @@ class Logits(Tensor):
         sparse_weight_grad: where the scope is the support, the weight's gradient as a sparse tensor of the rows read.
         match: round the logits to ``"bfloat16"`` or ``"float16"``, as a head in that dtype does, before the softmax.
             None keeps the float32 sums of the product.
-        tf32: multiply float32 operands in TF32.
+        tf32: multiply float32 operands in TF32: ``precision="tf32"``.
+        precision: how float32 operands are multiplied on an accelerator. ``"float32"`` keeps their 24 bits;
+            ``"bfloat16x3"`` 16 of them, in three bfloat16 products instead of 14 times the time of one, with gradients
+            as of 16-bit operands; ``"tf32"`` 11, in two.
         bits: ``"canonical"`` adds up columns in one order for all, so that a row has the same bits from logits and from
             hidden states, in every batch, chunk, tile and budget, and under every tensor-parallel degree whose shards
             begin at multiples of 128.
@@ -117,6 +119,7 @@ class Logits(Tensor):
         sparse_weight_grad: bool = False,
         match: Match = None,
         tf32: bool = False,
+        precision: Precision = "float32",
         bits: Bits = "fast",
         strict: bool = False,
     ) -> Logits:
@@ -125,7 +128,7 @@ class Logits(Tensor):
             refuse_transforms("Logits")
         given = (hidden, matrix, *(x for x in (bias, weight_grad) if x is not None))
         if not all(isinstance(x, Tensor) and x.layout == torch.strided for x in given):
-            check_tensors("Logits", hidden=hidden, weight=matrix, bias=bias, weight_grad=weight_grad)
+            _check_tensors(hidden=hidden, weight=matrix, bias=bias, weight_grad=weight_grad)
         linear = Linear(
             bias=bias,
             shard=shard,
@@ -136,6 +139,7 @@ class Logits(Tensor):
             sparse_weight_grad=sparse_weight_grad,
             match=match,
             tf32=tf32,
+            precision=precision,
             bits=bits,
             strict=strict,
         )
@@ -145,7 +149,7 @@ class Logits(Tensor):
     if TYPE_CHECKING:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            """Nothing: for type checkers, which would otherwise take the arguments of a plain tensor's."""
+            """Type checkers read this signature, and would take that of a plain tensor without it."""
 
     @staticmethod
     def given(
@@ -166,7 +170,7 @@ class Logits(Tensor):
 
     hidden = property(lambda self: self.stands().hidden, doc="``[..., D]`` hidden states.")
     weight = property(lambda self: self.stands().weight, doc="``[V, D]`` of the head, or a :class:`LoRA`.")
-    linear = property(lambda self: self.stands().linear, doc="What the head is besides.")
+    linear = property(lambda self: self.stands().linear, doc="The options of the head.")
     squash = property(lambda self: self._stands.squash, doc="Factor inside tanh under a softcap; 0 without one.")
 
     @property
@@ -179,17 +183,19 @@ class Logits(Tensor):
         self._stands.gain = value
         if self._behind is not None:
             self._behind.gain = value
-        # Copies that share it stand for the numbers before.
+        # A copy that shares the memo stands for the logits before the change.
         self._memo = {}
         self._changes.append((place(), _span(self._stands.hidden)))
         self._seen = len(self._changes)
 
     def stands(self) -> Stands:
-        """What the logits stand for, unchanged; behind them in the graph where somebody watches their gradient."""
+        """Hidden states, weight and the rest; raises where they have changed since the logits were made. Where somebody
+        watches the gradient of the logits, the tensors stand behind them in the graph."""
         weight = self._stands.weight
         matrix = weight.weight if isinstance(weight, LoRA) else weight
-        # Storage without numbers, or none to ask for it: not what a weight in memory has.
-        if self._stands.gather is not None or not matrix.numel() or not _in_memory(matrix):
+        # A plain weight in memory has its numbers; any other may have to be gathered.
+        plain = type(matrix) in (Tensor, torch.nn.Parameter) and matrix.untyped_storage().size() > 0
+        if self._stands.gather is not None or not matrix.numel() or not plain:
             self._stands.require()
         if self._seen != len(self._changes):
             self._refuse_changes()
@@ -210,7 +216,7 @@ class Logits(Tensor):
             if self.requires_grad:
                 new = Behind.apply(self, tensors)
             elif any(x.requires_grad for x in tensors):
-                # Made where no gradient is recorded.
+                # Logits that were made where no gradient is recorded have none.
                 new = [x.detach() for x in tensors]
             else:
                 return self._stands
@@ -238,7 +244,7 @@ class Logits(Tensor):
         if not callable(hook):
             raise refused("Logits.register_hook: hook", "a function", hook)
         if self._read and not self._watched:
-            # Backward of what was read already does not come by here; of the tensors that were read it does.
+            # Backward of an earlier reading does not pass the logits, but the tensors that it read.
             for x in self._stands.tensors():
                 if x.requires_grad:
                     return x.register_hook(lambda _: _without_result(hook))
@@ -255,7 +261,8 @@ class Logits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling():
+        # Not is_compiling: that is also true in what the compiler itself runs, which has no graph to break.
+        if torch.compiler.is_dynamo_compiling():
             return graph_break(cls.__torch_function__, func, types, args, kwargs)
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
         if name == "__get__":
@@ -281,7 +288,7 @@ class Logits(Tensor):
             return args[0]
         whole = func is aten.view.default and list(args[1]) == list(args[0].shape)
         if whole or func in (aten.detach.default, aten.alias.default, aten.clone.default):
-            # Autograd itself asks, for a tensor that a Function returns as it came, and adds the edge.
+            # Autograd itself makes this call for a tensor that a Function returns as it came, and adds the edge.
             with torch.no_grad():
                 return made(args[0]._stands, type(args[0]))
         raise LogitlessError(
@@ -291,13 +298,13 @@ class Logits(Tensor):
 
 
 RULES: dict[str, Callable[..., Any]] = {}
-"""What a function of that name makes of logits that are not computed, or NotImplemented; see ``passed_on``."""
+"""Rules by the name of a function of torch: other ``Logits``, or NotImplemented; filled by ``passed_on``."""
 
 SERVED: dict[str, Callable[..., Any]] = {}
-"""Functions of torch that a reading answers instead, by name, or NotImplemented; see ``READERS``."""
+"""Readings by the name of a function of torch that they answer: its result, or NotImplemented; see ``READERS``."""
 
 READERS = "logitless.deferred.served"
-"""Fills ``SERVED``. By name, since it stands above what it reads: verbs, which stand above their operands."""
+"""The module that fills ``SERVED``. It is imported by name, since it stands above this file: it calls the verbs."""
 
 ATTRIBUTES = frozenset({Tensor.size, Tensor.dim, Tensor.element_size})
 """Functions that the wrapper itself answers."""
@@ -309,14 +316,14 @@ ATTRIBUTE_NAMES = frozenset(
         *("is_floating_point", "is_complex", "is_conj", "is_neg", "numel", "result_type"),
     }
 )
-"""The same by name: functions of torch, and methods that are no attribute of Tensor."""
+"""Names of more functions that the wrapper itself answers: of torch, and methods that are no attribute of Tensor."""
 
 VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 """Attributes that are tensors; the wrapper itself answers all others."""
 
 
 def _answers(func: Any, name: str, args: Any, kwargs: Any) -> Iterator[Any]:
-    """What the rules make of a function, and then what a reading does."""
+    """The answer of a rule to a function, and then that of a reading."""
     rule = RULES.get(name)
     if rule is not None and args:
         yield rule(*args, **kwargs)
@@ -327,13 +334,23 @@ def _answers(func: Any, name: str, args: Any, kwargs: Any) -> Iterator[Any]:
         yield served(*args, **kwargs)
 
 
+def _check_tensors(**given: Any) -> None:
+    """Raise for an argument that is no dense tensor; a bias and a buffer may be None."""
+    for name, x in given.items():
+        if not isinstance(x, Tensor) and (x is not None or name in ("hidden", "weight")):
+            hint = instead_of_tensor(x, name)
+            raise LogitlessError(f"Logits: {name} must be a tensor but is {type(x).__name__}.{hint}")
+        if isinstance(x, Tensor):
+            dense(x, f"Logits: {name}", "a dense tensor")
+
+
 def shard_of(logits: Any) -> VocabShard | None:
     """The shard that came with logits of any form; None for a plain tensor."""
     return getattr(logits, "shard", None)
 
 
 def like(x: Logits, hidden: Tensor | None = None, **changes: Any) -> Logits:
-    """The same logits of other hidden states, or with another dtype, gain, squash, weight or head."""
+    """A copy of logits, of other hidden states, or with another dtype, gain, squash, weight or head."""
     now = x.stands()
     return made(replace(now, hidden=now.hidden if hidden is None else hidden, **changes), type(x))
 
@@ -356,26 +373,25 @@ def place() -> str:
 
 def made(stands: Stands, cls: type[Logits] = Logits) -> Logits:
     """Logits that stand for this, with an edge in the graph to every tensor where one needs a gradient."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return graph_break(made, stands, cls)
-    hidden, weight, linear = stands.hidden, stands.weight, stands.linear
-    matrix = weight.weight if isinstance(weight, LoRA) else weight
-    named = [("hidden", hidden), ("weight", matrix)]
+    hidden, weight, bias = stands.hidden, stands.weight, stands.linear.bias
+    named = {"hidden": hidden, "weight": weight.weight if isinstance(weight, LoRA) else weight}
     if isinstance(weight, LoRA):
-        named += [("a of the LoRA", weight.a), ("b of the LoRA", weight.b)]
-    if linear.bias is not None:
-        named.append(("bias", linear.bias))
-    edge = torch.is_grad_enabled() and any(x.requires_grad for _, x in named)
+        named |= {"a of the LoRA": weight.a, "b of the LoRA": weight.b}
+    if bias is not None:
+        named["bias"] = bias
+    edge = torch.is_grad_enabled() and any(x.requires_grad for x in named.values())
     new = wrapper(cls, stands.shape, stands.dtype, hidden.device)
     if edge:
-        new = Edge.apply([new], stands.computed_from, *(x for _, x in named))
+        new = Edge.apply([new], stands.computed_from, *named.values())
     new._stands, new._behind, new._edge, new._watched, new._read = stands, None, edge, False, False
-    # What torch's functions have read already. Not part of what the edge holds: that would be a circle.
+    # Results that torch's functions have read already. The edge does not hold them: that would be a circle.
     new._memo = {}
     # Where these and all views of them were changed in place, and how many of those changes they know of.
     new._changes, new._seen = [], 0
-    new.shard = linear.shard
-    new._versions = [(name, x, x._version) for name, x in named if not x.is_inference()]
+    new.shard = stands.linear.shard
+    new._versions = [(name, x, x._version) for name, x in named.items() if not x.is_inference()]
     return new
 
 
@@ -385,20 +401,15 @@ def _span(x: Tensor) -> tuple[int, int]:
     return first, first + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
 
 
-def _in_memory(weight: Tensor) -> bool:
-    """Whether a plain weight has storage."""
-    return type(weight) in (Tensor, torch.nn.Parameter) and weight.untyped_storage().size() > 0
-
-
 def _without_result(hook: Callable[[Tensor], Any]) -> None:
     hook(torch.empty(0))
 
 
-# What computes the logits after all.
+# Functions that compute the logits after all.
 
 
 def real(x: Any, name: str) -> Any:
-    """Arguments of a function with the logits in them computed, which is counted with the caller's place."""
+    """Arguments of a function with the logits in them computed; each time is counted with the caller's place."""
     if isinstance(x, Logits):
         count_made(x, name)
         return x.computed()
@@ -410,7 +421,7 @@ def real(x: Any, name: str) -> Any:
 
 
 def count_made(x: Logits, name: str) -> None:
-    """Count, warn once for each place, or raise where logits may not be computed."""
+    """Count that logits are computed, and warn once for each place; raise where they may not be."""
     where = place()
     if x._stands.linear.strict:
         raise LogitlessError(
@@ -424,21 +435,18 @@ def count_made(x: Logits, name: str) -> None:
 
 
 def refuse_change(func: Any, name: str, args: Any, kwargs: Any) -> None:
-    """Raise for a function that would write to what is not in memory, or ask where it lies."""
+    """Raise for a function that would write to logits that are not in memory, or ask for their address."""
     first = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
     collective = name in COLLECTIVES and getattr(func, "__module__", "").startswith("torch.distributed")
     changes = collective or name in WRITES or (name.endswith("_") and not name.endswith("__"))
-    if any(_is_nowhere(x) for x in (first if changes else None, kwargs.get("out"), *_written(func, args, kwargs))):
+    written = (first if changes else None, kwargs.get("out"), *_written(func, args, kwargs))
+    # Logits are computed anew for each reading, so that what is written to them would be lost.
+    if any(getattr(type(x), "in_memory", True) is False for x in written):
         raise LogitlessError(
             f"Logits: {name} at {place()} needs logits in memory, and these were not computed. Compute them there, "
             f"logits = logits.computed(), or use a function that returns a new tensor. To keep the model's own logits: "
             f"logitless.defer(model) is reversible."
         )
-
-
-def _is_nowhere(x: Any) -> bool:
-    """Whether a tensor is computed anew for each reading, so that what is written to it would be lost."""
-    return getattr(type(x), "in_memory", True) is False
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
@@ -465,4 +473,4 @@ COLLECTIVES = frozenset(
         *("all_gather_into_tensor", "all_gather_single", "all_to_all_single"),
     }
 )
-"""Those of torch.distributed that write to their first argument."""
+"""Functions of torch.distributed that write to their first argument."""

@@ -2,8 +2,8 @@
 
     logits = X W.T + Y B.T      with  Y = scale * X A.T, [T, r], once per call
 
-Y is made here, outside of the calls' autograd Functions: they return its gradient, and one of its own makes those of A
-and of X from it. Inside, B is further columns of the weight, which belong to Y as those of the weight to X.
+Y is made here, outside of the calls' autograd Functions: they return its gradient, and ``_Inner`` makes those of A and
+of X from it. Inside of them, B is more columns of the weight, which multiply Y as the weight multiplies X.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class LoRA:
         return f"LoRA({columns} x {size}, rank {self.a.shape[0]}, scale={self.scale})"
 
     def detached(self) -> LoRA:
-        """The same without a graph."""
+        """The LoRA without a graph."""
         return replace(self, weight=self.weight.detach(), a=self.a.detach(), b=self.b.detach())
 
     def inner(self, hidden: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class _Inner(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor, scale: float | Tensor) -> Tensor:
         ctx.save_for_backward(x, a)
-        # A tensor that the caller may write to before backward.
+        # The caller may write to its tensor before backward.
         ctx.scale = scale.clone() if isinstance(scale, Tensor) else scale
         dtype = torch.promote_types(x.dtype, a.dtype)
         return torch.nn.functional.linear(x.to(dtype), a.to(dtype)) * scale

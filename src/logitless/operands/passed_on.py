@@ -1,7 +1,7 @@
-"""What can be done with logits that are not computed, so that they stay so: rules by the name of torch's function.
+"""Operations that leave logits uncomputed: a rule for each, by the name of torch's function.
 
-A rule returns another ``Logits``, or NotImplemented where only computed logits would do. Rows are leading dimensions:
-whatever acts on them acts on the hidden states, and on a factor that is one number per row.
+A rule returns other ``Logits``, or NotImplemented where only computed logits would do. Rows are leading dimensions: an
+operation on them acts on the hidden states, and on a factor that is one number per row.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 
 from logitless.errors.arguments import FLOATS
-from logitless.operands.graph import Total
+from logitless.operands.graph import total_over
 from logitless.operands.logits import RULES, Logits, like
 from logitless.operands.lora import LoRA
 from logitless.spec import inspectable
 
 
 def _row_dims(x: Logits, *dims: int) -> bool:
-    """Whether all of these are leading dimensions."""
+    """Whether all of ``dims`` are leading dimensions."""
     return all(isinstance(d, int) and -x.dim() <= d < x.dim() and d % x.dim() < x.dim() - 1 for d in dims)
 
 
-def _rows_first(name: str) -> Callable[..., Any]:
-    """A method of tensors whose first argument is a dimension, and must be a leading one."""
+def _along(name: str, default: int | None = None) -> Callable[..., Any]:
+    """The rule of a method whose first argument is a dimension, which must be a leading one."""
 
-    def rule(x: Any, dim: int | None = None, *args: Any, **kwargs: Any) -> Any:
+    def rule(x: Any, dim: int | None = default, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(x, Logits) or dim is None or not _row_dims(x, dim):
             return NotImplemented
         # A new dimension counts from the end of the result, which has one more.
@@ -42,7 +42,7 @@ def _rows_first(name: str) -> Callable[..., Any]:
 
 
 def _of_rows(x: Logits, change: Callable[[Tensor], Any]) -> Any:
-    """The change on hidden states, and on one factor per row; of a tuple of parts, each of them."""
+    """Logits with a change of the hidden states, and of one factor per row; a tuple of them where it makes parts."""
     hidden = change(x.hidden)
     gain = change(x.gain[..., None]) if isinstance(x.gain, Tensor) else None
     if isinstance(hidden, (tuple, list)):
@@ -71,42 +71,30 @@ def _split(name: str) -> Callable[..., Any]:
     return rule
 
 
-def _unbind(x: Any, dim: int = 0) -> Any:
-    return _of_rows(x, lambda h: h.unbind(dim % x.dim())) if _row_dims(x, dim) else NotImplemented
-
-
-def _iter(x: Any) -> Any:
-    return iter(_unbind(x)) if x.dim() > 1 else NotImplemented
+_unbind = _along("unbind", 0)
 
 
 def _item(x: Any, index: Any) -> Any:
-    found = _rows_of(x, index)
-    if isinstance(found, Logits) and found._stands.few and not torch.is_grad_enabled():
-        picked = found.shape[:-1].numel() < x.shape[:-1].numel()
+    picked = _rows_of(x, index)
+    if isinstance(picked, Logits) and picked._stands.few and not torch.is_grad_enabled():
+        count = picked.shape[:-1].numel()
         # A step of generation writes to the few rows that it picks.
-        return found.computed() if picked and found.shape[:-1].numel() <= found._stands.few else found
-    return found
+        if count < x.shape[:-1].numel() and count <= picked._stands.few:
+            return picked.computed()
+    return picked
 
 
 def _rows_of(x: Any, index: Any) -> Any:
-    """Indices of leading dimensions; columns may be cut at their ends where the vocabulary is whole."""
-    if not isinstance(x, Logits):
+    """The rows of an index; columns may be cut at their ends where the vocabulary is whole."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if not isinstance(x, Logits) or any(isinstance(i, Logits) for i in parts):
         return NotImplemented
-    whole = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(i, Logits) for i in whole):
-        return NotImplemented
-    taken = sum(
-        i.dim() if isinstance(i, Tensor) and i.dtype == torch.bool else 1
-        for i in whole
-        if i is not None and i is not Ellipsis
-    )
-    if Ellipsis not in [i for i in whole if not isinstance(i, Tensor)]:
-        if taken < x.dim():
-            return _of_rows(x, lambda h: h[index])
-    elif taken < x.dim() and whole[-1] is Ellipsis:
+    indexed = [i for i in parts if i is not None and i is not Ellipsis]
+    dims = sum(i.dim() if isinstance(i, Tensor) and i.dtype == torch.bool else 1 for i in indexed)
+    dots = any(i is Ellipsis for i in parts)
+    if dims < x.dim() and (not dots or parts[-1] is Ellipsis):
         return _of_rows(x, lambda h: h[index])
-    last = whole[-1]
-    lead = whole[:-1]
+    *lead, last = parts
     if not isinstance(last, slice) or any(isinstance(i, Tensor) for i in lead):
         return NotImplemented
     columns = last.indices(x.shape[-1])
@@ -120,12 +108,11 @@ def _rows_of(x: Any, index: Any) -> Any:
 
 
 def _view(x: Any, *shape: Any, **kwargs: Any) -> Any:
-    """Another leading shape; the last dimension stays."""
+    """Logits in another leading shape; the last dimension stays."""
     if not isinstance(x, Logits) or kwargs.get("dtype") or any(isinstance(n, torch.dtype) for n in shape):
         return NotImplemented
     sizes = kwargs.get("shape", shape)
-    sizes = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list, torch.Size)) else sizes
-    sizes = list(sizes)
+    sizes = list(sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list, torch.Size)) else sizes)
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]
     if not sizes or sizes.count(-1) > 1:
         return NotImplemented
@@ -139,16 +126,10 @@ def _view(x: Any, *shape: Any, **kwargs: Any) -> Any:
     return _of_rows(x, lambda h: h.reshape(*sizes[:-1], h.shape[-1]))
 
 
-def _view_as(x: Any, other: Any) -> Any:
-    return _view(x, *other.shape)
-
-
 def _flatten(x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
-    return (
-        _of_rows(x, lambda h: h.flatten(start_dim, end_dim % x.dim()))
-        if _row_dims(x, start_dim, end_dim)
-        else NotImplemented
-    )
+    if not _row_dims(x, start_dim, end_dim):
+        return NotImplemented
+    return _of_rows(x, lambda h: h.flatten(start_dim, end_dim % x.dim()))
 
 
 def _transpose(x: Any, *dims: int) -> Any:
@@ -162,14 +143,8 @@ def _permute(x: Any, *dims: Any) -> Any:
     return _of_rows(x, lambda h: h.permute(*dims))
 
 
-def _squeeze(x: Any, dim: int | None = None) -> Any:
-    if dim is None or not _row_dims(x, dim):
-        return NotImplemented
-    return _of_rows(x, lambda h: h.squeeze(dim % x.dim()))
-
-
 def same(x: Any, **_: Any) -> Any:
-    """A copy, which knows what was read of the logits already."""
+    """A copy of the logits, which shares the results that were read already."""
     new = like(x)
     new._memo = x._memo
     return new
@@ -217,16 +192,12 @@ def _to(x: Any, *args: Any, **kwargs: Any) -> Any:
     return _view_of(x, new) if new.dtype == x.dtype and not kwargs.get("copy") else new
 
 
-def _type_as(x: Any, other: Tensor) -> Any:
-    return _to(x, other.dtype)
-
-
 def _per_row(x: Logits, by: Any) -> float | Tensor | None:
     """A factor as a number, or as one number per row ``[...]``; None where it is neither."""
     if isinstance(by, bool) or isinstance(by, Logits):
         return None
     if isinstance(by, (int, float)):
-        # Torch takes no integer of more bits, and says so.
+        # An integer of more bits is refused by torch itself.
         fits = abs(by) < 1 << 63 if isinstance(by, int) else math.isfinite(by)
         return float(by) if fits and by != 0 else None
     if not isinstance(by, Tensor) or not by.is_floating_point() or by.requires_grad:
@@ -254,11 +225,11 @@ def _times(x: Any, by: Any, power: int = 1) -> Any:
     factor = _per_row(x, by)
     if factor is None:
         return NotImplemented
-    if isinstance(factor, Tensor) and inspectable(factor) and not bool((factor > 0).all()):
-        return NotImplemented
     if isinstance(factor, Tensor) != isinstance(x.gain, Tensor) and _any_negative(factor, x.gain):
         return NotImplemented
     if isinstance(factor, Tensor):
+        if inspectable(factor) and not bool((factor > 0).all()):
+            return NotImplemented
         factor = factor.to(torch.promote_types(x.dtype, torch.float32))
     dtype = torch.promote_types(x.dtype, by.dtype) if isinstance(by, Tensor) and by.dim() else x.dtype
     return like(x, gain=x.gain * factor if power > 0 else x.gain / factor, dtype=dtype)
@@ -269,20 +240,20 @@ def _divide(x: Any, by: Any, **kwargs: Any) -> Any:
 
 
 def _in_place(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """The factor of ``x`` itself changes; views made before are refused from then on."""
+    """The rule of an operation in place: the factor of ``x`` itself changes; views made before are refused then."""
 
     def change(x: Any, by: Any, **kwargs: Any) -> Any:
-        found = rule(x, by, **kwargs) if isinstance(x, Logits) else NotImplemented
-        if found is NotImplemented or found.dtype != x.dtype:
+        scaled = rule(x, by, **kwargs) if isinstance(x, Logits) else NotImplemented
+        if scaled is NotImplemented or scaled.dtype != x.dtype:
             return NotImplemented
-        x.gain = found.gain
+        x.gain = scaled.gain
         return x
 
     return change
 
 
 def _tanh(x: Any) -> Any:
-    """A softcap of the model's own: what follows is a factor again."""
+    """The tanh of a softcap that a model applies itself; the multiplication after it is a factor again."""
     if x.squash or isinstance(x.gain, Tensor):
         return NotImplemented
     return like(x, squash=abs(x.gain), gain=math.copysign(1.0, x.gain))
@@ -301,18 +272,18 @@ def _sum(x: Any, *args: Any, **kwargs: Any) -> Any:
         count = x.gain.sum() if isinstance(x.gain, Tensor) else math.prod(x.shape[:-1])
         total = total + count * bias.sum(dtype=wide)
     if x.shard is not None and now.whole:
-        total = Total.apply(total, x.shard.group)
-    return (total if isinstance(x.gain, Tensor) else total * x.gain).to(x.dtype)  # pyright: ignore[reportOptionalOperand, reportOptionalMemberAccess]
+        total = total_over(total, x.shard.group)
+    return (total if isinstance(x.gain, Tensor) else total * x.gain).to(x.dtype)
 
 
 def _mean(x: Any, *args: Any, **kwargs: Any) -> Any:
-    """``mean()`` of everything, for the same; the mean of each row is a reading."""
+    """``mean()`` of everything, to keep a graph connected, too; the mean of each row is a reading."""
     total = _sum(x, *args, **kwargs)
     return total if total is NotImplemented else total / x.numel()
 
 
 def _cat(tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> Any:
-    """Rows of the same head end to end."""
+    """Logits of one head, their rows end to end."""
     first = tensors[0]
     if kwargs or not all(isinstance(x, Logits) for x in tensors) or not _row_dims(first, dim):
         return NotImplemented
@@ -329,65 +300,41 @@ def _cat(tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> Any:
 
 
 def _stack(tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> Any:
-    """Rows of the same head, in one more dimension before them."""
+    """Logits of one head, in a new first dimension."""
     if dim != 0 or kwargs or not all(isinstance(x, Logits) for x in tensors):
         return NotImplemented
     return _cat([_of_rows(x, lambda h: h.unsqueeze(0)) for x in tensors])
 
 
-def _data(x: Any, *_: Any) -> Any:
-    return _detach(x)
+CASTS = {"float": torch.float32, "bfloat16": torch.bfloat16, "half": torch.float16, "double": torch.float64}
 
-
-RULES.update(
-    {
-        "__getitem__": _item,
-        "select": _rows_first("select"),
-        "narrow": _rows_first("narrow"),
-        "index_select": _rows_first("index_select"),
-        "unsqueeze": _rows_first("unsqueeze"),
-        "squeeze": _squeeze,
-        "unbind": _unbind,
-        "split": _split("split"),
-        "chunk": _split("chunk"),
-        "view": _view,
-        "reshape": _view,
-        "view_as": _view_as,
-        "reshape_as": _view_as,
-        "flatten": _flatten,
-        "transpose": _transpose,
-        "swapaxes": _transpose,
-        "permute": _permute,
-        "contiguous": _contiguous,
-        "clone": same,
-        "detach": _detach,
-        "detach_": _let_go,
-        "data": _data,
-        "float": _cast(torch.float32),
-        "bfloat16": _cast(torch.bfloat16),
-        "half": _cast(torch.float16),
-        "double": _cast(torch.float64),
-        "to": _to,
-        "type_as": _type_as,
-        "mul": _times,
-        "multiply": _times,
-        "__mul__": _times,
-        "__rmul__": _times,
-        "div": _divide,
-        "divide": _divide,
-        "true_divide": _divide,
-        "__truediv__": _divide,
-        "mul_": _in_place(_times),
-        "__imul__": _in_place(_times),
-        "div_": _in_place(_divide),
-        "__itruediv__": _in_place(_divide),
-        "tanh": _tanh,
-        "sum": _sum,
-        "mean": _mean,
-        "cat": _cat,
-        "__iter__": _iter,
-        "stack": _stack,
-        "concat": _cat,
-        "concatenate": _cat,
-    }
-)
+RULES.update({name: _along(name) for name in ("select", "narrow", "index_select", "unsqueeze", "squeeze")})
+RULES.update({name: _split(name) for name in ("split", "chunk")})
+RULES.update({name: _cast(dtype) for name, dtype in CASTS.items()})
+for _names, _rule in (
+    ("__getitem__", _item),
+    ("unbind", _unbind),
+    ("__iter__", lambda x: iter(_unbind(x)) if x.dim() > 1 else NotImplemented),
+    ("view reshape", _view),
+    ("view_as reshape_as", lambda x, other: _view(x, *other.shape)),
+    ("flatten", _flatten),
+    ("transpose swapaxes", _transpose),
+    ("permute", _permute),
+    ("contiguous", _contiguous),
+    ("clone", same),
+    ("detach", _detach),
+    ("detach_", _let_go),
+    ("data", lambda x, *_: _detach(x)),
+    ("to", _to),
+    ("type_as", lambda x, other: _to(x, other.dtype)),
+    ("mul multiply __mul__ __rmul__", _times),
+    ("div divide true_divide __truediv__", _divide),
+    ("mul_ __imul__", _in_place(_times)),
+    ("div_ __itruediv__", _in_place(_divide)),
+    ("tanh", _tanh),
+    ("sum", _sum),
+    ("mean", _mean),
+    ("cat concat concatenate", _cat),
+    ("stack", _stack),
+):
+    RULES.update(dict.fromkeys(_names.split(), _rule))

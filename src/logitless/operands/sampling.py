@@ -1,4 +1,4 @@
-"""What a rollout engine did to its logits: the contract of a distribution, in one record.
+"""``Sampling``: the distribution that a rollout engine sampled from, in one record.
 
 A trainer's log-probs can only equal the engine's where both are of the same distribution. :class:`Sampling` says which
 one tokens were sampled from and which one the engine's log-probs are of; :meth:`Sampling.check` compares it with the
@@ -22,38 +22,28 @@ from logitless.operands.stands import Match
 from logitless.spec import Head
 
 Reported = Literal["raw", "scaled", "kept"]
-"""What log-probs are of: logits before the temperature, after it, or after it over the kept ids."""
+"""The logits that log-probs are of: before the temperature, after it, or after it over the kept ids."""
 
 HEADS = ("float32", "bfloat16", "float16")
 """Dtypes of a head's logits."""
 
 ALTERING: dict[str, Any] = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "bad_words": None,
-    "min_tokens": 0,
-    "min_new_tokens": 0,
-    "structured_outputs": None,
-    "json_schema": None,
-    "regex": None,
-    "ebnf": None,
-    "structural_tag": None,
+    **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None},
+    **{"allowed_token_ids": None, "bad_words": None, "min_tokens": 0, "min_new_tokens": 0},
+    **dict.fromkeys(("structured_outputs", "json_schema", "regex", "ebnf", "structural_tag")),
 }
-"""Parameters of both engines that change single logits, and what they are where they do not."""
+"""Parameters of both engines that change single logits, and their values where they change none."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """What was done between the head and a sampled token.
+    """The steps between the head's product and a sampled token.
 
     Attributes:
         temperature: 0 for the most likely token.
         scale, softcap, vocab_size: as in :class:`~logitless.spec.Head`.
         head: dtype that logits were rounded to, ``"float32"`` for sums of a product as they are.
-        logprobs: what the engine's log-probs are of.
+        logprobs: which logits the engine's log-probs are of.
         truncated: whether top-k, top-p or min-p left ids out.
         recorded: whether the engine said which ids it kept.
         altered: parameters that changed single logits: penalties, biases, grammars.
@@ -80,7 +70,7 @@ class Sampling:
         check_flags("Sampling", truncated=self.truncated, recorded=self.recorded)
         if not is_number(self.temperature) or self.temperature < 0:
             raise refused("Sampling: temperature", "a finite number, 0 or more", self.temperature)
-        # The rest is a head's, and refused in its words.
+        # Head refuses wrong values of its own fields.
         Head(scale=self.scale, softcap=self.softcap, vocab_size=self.vocab_size)
         if not isinstance(self.altered, tuple | list) or not all(isinstance(name, str) for name in self.altered):
             raise refused("Sampling: altered", "names of parameters", self.altered)
@@ -121,9 +111,8 @@ class Sampling:
             _has("Sampling.of_sglang: params", params, "a SamplingParams or a request's dictionary", "temperature")
         _has("Sampling.of_sglang: arguments", arguments, "a ServerArgs", "enable_fp32_lm_head", "dtype")
         _has("Sampling.of_sglang: config", config, "a model's configuration", "vocab_size")
-        own = params.get("temperature", 1.0) if isinstance(params, Mapping) else params.temperature
         return Sampling(
-            temperature=own,
+            temperature=params.get("temperature", 1.0) if isinstance(params, Mapping) else params.temperature,
             scale=_scale(config),
             softcap=getattr(config, "final_logit_softcapping", None),
             vocab_size=config.vocab_size,
@@ -134,7 +123,7 @@ class Sampling:
         )
 
     def differences(self, head: Head, *, match: Match = None, kept: bool = False) -> list[str]:
-        """Each way in which the trainer's distribution is not the one that tokens, and log-probs, came from.
+        """The differences between the trainer's distribution and the engine's, a text for each.
 
         Args:
             head: the trainer's.
@@ -145,20 +134,14 @@ class Sampling:
         check_flags("Sampling", kept=kept)
         if match is not None:
             one_of(match, HEADS[1:], "Sampling: match")
-        found = []
+        trainer = {name: getattr(head, name) for name in ("temperature", "scale", "softcap", "vocab_size")}
         if isinstance(head.temperature, Tensor):
             values = head.temperature.detach().reshape(-1).unique().tolist()
-            own: Any = values[0] if len(values) == 1 else values
-        else:
-            own = head.temperature
-        pairs: list[tuple[str, Any, Any]] = [
-            ("temperature", self.temperature, own),
-            ("scale", self.scale, head.scale),
-            ("softcap", self.softcap, head.softcap),
-        ]
-        if self.vocab_size is not None:
-            pairs.append(("vocab_size", self.vocab_size, head.vocab_size))
-        found += [f"{name} is {x} in the engine and {y} in the head" for name, x, y in pairs if x != y]
+            trainer["temperature"] = values[0] if len(values) == 1 else values
+        if self.vocab_size is None:
+            del trainer["vocab_size"]
+        compared = [(name, getattr(self, name), x) for name, x in trainer.items()]
+        found = [f"{name} is {x} in the engine and {y} in the head" for name, x, y in compared if x != y]
         if self.head != (match or "float32"):
             found.append(f"logits are rounded to {self.head} in the engine, and match is {match!r} in the trainer")
         if self.truncated and not kept:
@@ -182,14 +165,14 @@ class Sampling:
 
 
 def _has(argument: str, x: Any, wanted: str, *names: str) -> None:
-    """Raise for an object of an engine that lacks what is read of it."""
+    """Raise for an object of an engine that lacks one of the attributes ``names``."""
     missing = [name for name in names if not hasattr(x, name)]
     if missing or isinstance(x, type | Tensor):
         raise refused(argument, wanted, x, f" It has no {', '.join(missing)}." if missing else "")
 
 
 def _of_params(params: Any) -> dict[str, Any]:
-    """What sampling parameters left out and changed; of an object, or of a request's dictionary."""
+    """``truncated`` and ``altered`` of sampling parameters: an object, or a request's dictionary."""
 
     def of(name: str, default: Any) -> Any:
         found = params.get(name, default) if isinstance(params, Mapping) else getattr(params, name, default)

@@ -1,4 +1,4 @@
-"""What logits stand for that are not computed: a product, what the head is besides, and a factor.
+"""``Stands``: what logits that are not computed stand for: a product, the options of its head, and a factor.
 
 logit = gain * x,  or  gain * tanh(squash * x)  under a softcap of the model's own,  with  x = hidden @ weight.T + bias
 """
@@ -11,20 +11,22 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from logitless.errors import LogitlessError
-from logitless.operands.graph import IntoBuffer, Summed, Whole
+from logitless.operands.graph import all_columns, graded_into, summed_in_backward
 from logitless.operands.lora import LoRA
-from logitless.operands.watch import Watch
 from logitless.spec import VocabShard, has_values
 
 Match = Literal["bfloat16", "float16"] | None
 Bits = Literal["fast", "canonical"]
+Precision = Literal["float32", "bfloat16x3", "tf32"]
 
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """What a head is and how its product is made: the keyword arguments of :class:`Logits`."""
+    """Options of a head and of its product: the keyword arguments of :class:`Logits`."""
 
     bias: Tensor | None = None
     shard: VocabShard | None = None
@@ -35,6 +37,7 @@ class Linear:
     sparse_weight_grad: bool = False
     match: Match = None
     tf32: bool = False
+    precision: Precision = "float32"
     bits: Bits = "fast"
     strict: bool = False
 
@@ -45,7 +48,7 @@ def wider(hidden: Tensor, weight: Tensor) -> bool:
 
 
 def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """Of the head's product: that of hidden states, unless autocast is off and the weight is wider."""
+    """Dtype of the head's product: that of hidden states, unless autocast is off and the weight is wider."""
     kind = hidden.device.type
     cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return weight.dtype if wider(hidden, weight) and not cast else hidden.dtype
@@ -53,7 +56,7 @@ def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 @dataclass(eq=False)
 class Stands:
-    """What logits stand for. The gain alone may change, by ``logits /= temperature``.
+    """The product, head and factor that logits stand for. The gain alone may change, by ``logits /= temperature``.
 
     Attributes:
         hidden, weight, linear: the product.
@@ -82,33 +85,31 @@ class Stands:
     spread: Any = None
     watched: Watch | None = None
 
+    @property
+    def matrix(self) -> Tensor:
+        """``[V, D]`` weight of the head, without a LoRA."""
+        return self.weight.weight if isinstance(self.weight, LoRA) else self.weight
+
     def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that may need a gradient."""
+        """Hidden states, weight, a LoRA's matrices and bias: everything that may need a gradient."""
         weight, bias = self.weight, self.linear.bias
         of = (weight.weight, weight.a, weight.b) if isinstance(weight, LoRA) else (weight,)
         return (self.hidden, *of) if bias is None else (self.hidden, *of, bias)
 
     def require(self) -> None:
         """Have the weight whole, or raise: FSDP and ZeRO-3 let go of it where a module's forward ends."""
-        matrix = self.weight.weight if isinstance(self.weight, LoRA) else self.weight
-        if _there(matrix):
-            return
-        if self.gather is not None:
+        matrix = self.matrix
+        if not _has_numbers(matrix) and self.gather is not None:
             self.gather()
-        if not _there(matrix):
+        if not _has_numbers(matrix):
             raise LogitlessError(
                 f"Logits: the head's weight was let go of when its module's forward ended, and is {list(matrix.shape)} "
                 f"without numbers now: FSDP1 and ZeRO-3 do so where the head is a unit of its own. Leave the head in "
                 f"the root unit, use FSDP2 (fully_shard), or use a PolicyHead, and call it through its wrapper."
             )
 
-    def names(self) -> tuple[str, ...]:
-        """The arguments that these are, for errors."""
-        lora = ("a of the LoRA", "b of the LoRA") if isinstance(self.weight, LoRA) else ()
-        return ("hidden", "weight", *lora, *(() if self.linear.bias is None else ("bias",)))
-
     def of(self, tensors: Sequence[Tensor]) -> Stands:
-        """The same with other tensors, in the order of :meth:`tensors`."""
+        """A copy with other tensors, in the order of :meth:`tensors`."""
         hidden, first, *rest = tensors
         weight: Tensor | LoRA = first
         if isinstance(self.weight, LoRA):
@@ -124,8 +125,7 @@ class Stands:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        matrix = self.weight.weight if isinstance(self.weight, LoRA) else self.weight
-        shard = self.linear.shard
+        matrix, shard = self.matrix, self.linear.shard
         columns = matrix.shape[0] if matrix.dim() else 1
         return (*self.hidden.shape[:-1], columns if shard is None or self.spread is None else shard.vocab_size)
 
@@ -137,27 +137,26 @@ class Stands:
     def shared(self, x: Tensor) -> Any:
         """``x``, whose gradient is summed over the group of a shard where the head sums that of its hidden states."""
         shard = self.linear.shard
-        return x if shard is None or self.linear.hidden_grad != "reduced" else Summed.apply(x, shard.group)
+        return x if shard is None or self.linear.hidden_grad != "reduced" else summed_in_backward(x, shard.group)
 
     def computed(self) -> Tensor:
         """The logits, computed as the head would, and with its gradients."""
-        hidden, weight, linear = self.hidden, self.weight, self.linear
+        hidden, weight, linear, matrix = self.hidden, self.weight, self.linear, self.matrix
         if linear.sequence_parallel:
             raise LogitlessError(
                 "Logits: sequence_parallel=True, so that hidden states are this rank's tokens, and logits of all "
                 "tokens would have another shape. Gather the hidden states to compute logits, or read them by logprobs."
             )
-        matrix = weight.weight if isinstance(weight, LoRA) else weight
         if linear.weight_grad is not None:
-            matrix = IntoBuffer.apply(matrix, linear.weight_grad)
+            matrix = graded_into(linear.weight_grad, matrix)
         hidden = hidden if isinstance(weight, LoRA) else hidden.to(product_dtype(hidden, matrix))
-        x = torch.nn.functional.linear(self.shared(hidden), matrix, linear.bias)  # pyright: ignore[reportArgumentType]
+        x = torch.nn.functional.linear(self.shared(hidden), matrix, linear.bias)
         if isinstance(weight, LoRA):
             x = x + self.shared(weight.inner(hidden)).to(hidden.dtype) @ weight.b.to(hidden.dtype).T
         if linear.shard is not None and self.spread is not None:
-            x = Whole.apply(x, linear.shard)
-        if self.linear.match is not None:
-            x = x.to(getattr(torch, self.linear.match))
+            x = all_columns(x, linear.shard)
+        if linear.match is not None:
+            x = x.to(getattr(torch, linear.match))
         x = x.to(torch.promote_types(x.dtype, self.dtype))
         if self.squash:
             x = torch.tanh(x * self.squash)
@@ -179,8 +178,60 @@ def _is_same(a: Any, b: Any) -> bool:
     return alike and not a.is_meta and a.data_ptr() == b.data_ptr()
 
 
-def _there(weight: Tensor) -> bool:
-    """Whether the weight has numbers; one of another shape is for checks of the call to refuse."""
+def _has_numbers(weight: Tensor) -> bool:
+    """Whether the weight has numbers; a weight of a wrong shape is for the checks of the call to refuse."""
     if weight.numel() == 0:
         return weight.dim() == 2
     return hasattr(weight, "placements") or not has_values(weight) or weight.untyped_storage().size() > 0
+
+
+# Whether the parameters behind logits have changed since.
+
+_STEPS = WeakTensorKeyDictionary()
+"""How often an optimizer has stepped, for each parameter that is watched."""
+
+_hooks: list[Any] = []
+
+
+class Watch:
+    """Parameters as they are now, to ask later whether they have changed.
+
+    A tensor's version counts what is written to it, but not all of it: a fused optimizer counts nothing, one that
+    writes to many DTensors at once (foreach) neither, and FSDP2 gathers the weight of after a step where logits of
+    before are read. So the steps of optimizers are counted as well. What is written through ``.data`` is seen by
+    neither; Megatron's and DeepSpeed's optimizers write so, and the float32 copies are watched that they step first.
+
+    Args:
+        parameters: tensors that optimizers know.
+        also: returns what else the logits depend on, such as the names of merged adapters.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], also: Callable[[], Any] | None = None) -> None:
+        if not _hooks:
+            _hooks.append(register_optimizer_step_post_hook(_count))
+        known = [y for x in parameters for y in (x, *_copies(x))]
+        # An inference tensor has no version.
+        self._parameters, self._also = [x for x in known if not x.is_inference()], also
+        for x in self._parameters:
+            _STEPS.setdefault(x, 0)
+        self._before = self._now()
+
+    def changed(self) -> bool:
+        """Whether something was written to one of the parameters since."""
+        return self._now() != self._before
+
+    def _now(self) -> Any:
+        return [(x._version, _STEPS[x]) for x in self._parameters], None if self._also is None else self._also()
+
+
+def _copies(parameter: Any) -> list[Tensor]:
+    """The float32 copy of a parameter, or its part here, where Megatron's or DeepSpeed's optimizer has made one."""
+    fragment = getattr(getattr(parameter, "_hp_mapping", None), "hp_fragment", None)
+    return [x for x in (getattr(parameter, "main_param", None), fragment) if isinstance(x, Tensor)]
+
+
+def _count(optimizer: Any, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in _STEPS:
+                _STEPS[parameter] += 1

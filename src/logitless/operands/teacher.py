@@ -18,20 +18,20 @@ from logitless.operands.lora import LoRA
 from logitless.spec import Head, inspectable
 
 Tail = Literal["bucket", "renormalise"]
-"""What becomes of the ids that only one of the two has: those that a teacher sent no log-probs of, or that a student
-with part of its vocabulary lacks."""
+"""The fate of ids that only one of the two has: those that a teacher sent no log-probs of, or that a student with part
+of the teacher's vocabulary lacks."""
 
 TAILS = ("bucket", "renormalise")
 
 BY_ROW = "Teacher.by_row: "
 
 SURPLUS = 0.01
-"""By how much rounded log-probs may add up to more than 1."""
+"""Probabilities of rounded log-probs may add up to 1 and this."""
 
 
 @dataclass(frozen=True, eq=False)
 class TopK:
-    """What a teacher sent of each row: K ids and their log-probs; see :meth:`Teacher.from_top_k`."""
+    """K ids of each row and their log-probs, as a teacher sent them; see :meth:`Teacher.from_top_k`."""
 
     logprobs: Tensor
     ids: Tensor
@@ -78,7 +78,7 @@ class Teacher:
             student does not have. Without, column i is the student's column i, and there may be fewer.
         kept: ids that it samples from in every scored row, where the student has ``kept=``, too; they are the student's
             ids, and the target is not forced in. Without, it is taken over the student's.
-        top_k: instead of logits, what it sent of every row; see :meth:`from_top_k`.
+        top_k: instead of logits, K ids of every row and their log-probs; see :meth:`from_top_k`.
         tail: what becomes of its ids that the student does not have. ``"renormalise"``: it is taken over the ids that
             both have. ``"bucket"``: they are one outcome more, which the student never draws, so that the divergence is
             over all ids of both. Ids that only the student has are outcomes that the teacher never draws, either way.
@@ -125,7 +125,7 @@ class Teacher:
 
     @staticmethod
     def ids_from_d2t(d2t: Tensor, width: int) -> Tensor:
-        """``ids`` of a teacher of so many columns for an EAGLE-3 draft, whose id i is the teacher's ``i + d2t[i]``.
+        """``ids`` of a teacher with ``width`` columns for an EAGLE-3 draft, whose id i is the teacher's ``i + d2t[i]``.
 
         >>> Teacher.ids_from_d2t(torch.tensor([1, 1, 2]), 6)
         tensor([-1,  0,  1, -1,  2, -1])
@@ -152,7 +152,7 @@ class Teacher:
     def from_top_k(
         logprobs: Tensor, ids: Tensor, tail: Tail = "bucket", *, student_ids: Tensor | None = None
     ) -> Teacher:
-        """From what a teacher sent instead of its head: log-probs of K ids of every row.
+        """From log-probs of K ids of every row, which a teacher sent instead of its head.
 
         Args:
             logprobs: ``[R, K]`` over its whole vocabulary, for every scored row; no temperature is applied to them.
@@ -187,47 +187,41 @@ class Teacher:
         return Teachers(members, which)
 
     def facts(self) -> tuple[Any, ...]:
-        """What ranks compare of it: every field; of logits, of which each rank has its own part, the kind and size."""
-        found = []
-        for field in fields(self):
-            x = getattr(self, field.name)
-            if isinstance(x, Logits):
-                linear = x.linear
-                size = (
-                    str(x.hidden.dtype),
-                    x.hidden.shape[-1],
-                    "with a bias" if linear.bias is not None else "no bias",
-                )
-                x = (*size, linear.match, linear.tf32, x.gain)
-            elif field.name == "logits" and x is not None:
-                x = (str(x.dtype), "logits")
-            found.append(fingerprint(x or Head() if field.name == "head" else x))
-        return tuple(found)
+        """Fingerprints for ranks to compare: of every field, but of logits, whose parts differ, the kind and size."""
+        facts: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        facts["head"] = self.head or Head()
+        if isinstance(self.logits, Logits):
+            hidden, linear = self.logits.hidden, self.logits.linear
+            bias = "no bias" if linear.bias is None else "with a bias"
+            exact = (linear.match, linear.tf32, linear.precision)
+            facts["logits"] = (str(hidden.dtype), hidden.shape[-1], bias, *exact, self.logits.gain)
+        elif self.logits is not None:
+            facts["logits"] = (str(self.logits.dtype), "logits")
+        return tuple(map(fingerprint, facts.values()))
 
     def read_again(self) -> dict[str, Tensor | None]:
-        """What backward reads of it, by name."""
+        """The tensors that backward reads, by name."""
         more = {"teacher.ids": self.ids, "teacher.at": self.at}
         if not isinstance(self.logits, Logits):
             return {"teacher.logits": self.logits, **more}
-        linear, weight = self.logits.linear, self.logits.weight
+        bias, weight = self.logits.linear.bias, self.logits.weight
         assert isinstance(weight, Tensor)
-        named = {"teacher.hidden": self.logits.hidden, "teacher.weight": weight, "teacher.bias": linear.bias}
-        return {**named, **more}
+        return {"teacher.hidden": self.logits.hidden, "teacher.weight": weight, "teacher.bias": bias, **more}
 
     @property
     def width(self) -> int:
-        """Its columns, padding included."""
+        """The teacher's columns, padding included."""
         assert self.logits is not None
         return self.logits.shape[-1]
 
     @property
     def hidden(self) -> Tensor | None:
-        """Its hidden states, where its logits are not computed."""
+        """The teacher's hidden states, where its logits are not computed."""
         return self.logits.hidden if isinstance(self.logits, Logits) else None
 
     @property
     def tokens(self) -> Tensor:
-        """Whichever has one row per token, without graph."""
+        """Hidden states or else logits, one row per token, without a graph."""
         assert self.logits is not None
         return (self.logits.hidden if isinstance(self.logits, Logits) else self.logits).detach()
 
@@ -254,7 +248,7 @@ class Teacher:
 
 
 def _translated(ids: Tensor, student_ids: Tensor) -> Tensor:
-    """The student's ids of a teacher's; padding stays what it is."""
+    """The student's id for each of a teacher's ids; padding stays padding."""
     name = "Teacher.from_top_k"
     dense(ids, f"{name}: ids", "int64")
     dense(student_ids, f"{name}: student_ids", "int64 [W]")
@@ -280,7 +274,7 @@ def _check_tail(name: str, tail: object) -> None:
 
 
 def _check_linear(logits: Logits) -> None:
-    """Raise for a head that does not go with its hidden states, or that a teacher cannot have."""
+    """Raise for Logits whose head does not go with their hidden states, or is of a kind that a teacher cannot have."""
     hidden, weight, bias = logits.hidden, logits.weight, logits.linear.bias
     if isinstance(weight, LoRA):
         raise LogitlessError(

@@ -73,8 +73,7 @@ def gradients(
     loop = _by_slabs if tiles.slabs else _by_blocks
     hidden, weight, bias, low = loop(p, tiles, beside, want, weight_grad)
     # Accumulators are rounded here, after the working memory of the loop is free.
-    wide = p.call.weight_dtype or p.weight.dtype
-    weight = None if weight is None else weight.to(wide)
+    weight = None if weight is None else weight.to(p.weight_dtype)
     return Gradients(_as(hidden, p.hidden), weight, _as(bias, p.bias), _as(low, p.low))
 
 

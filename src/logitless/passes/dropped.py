@@ -52,7 +52,7 @@ def _in_whole_tiles(stays: Tensor, tiles: Tiles) -> Tensor:
 
 def packed(p: Projection, beside: Beside, index: Tensor) -> tuple[Projection, Beside]:
     """Those rows of hidden states, and what lies beside them."""
-    rows = {name: getattr(p, name) for name in ("hidden", "twice", "column", "gain")}
+    rows = {name: getattr(p, name) for name in ("hidden", "row_parts", "column", "gain")}
     p = replace(p, **{name: x.index_select(0, index) for name, x in rows.items() if x is not None})
     terms = beside.terms
     return p, Beside(replace(terms, norm=terms.norm.cut(index), coef=terms.coef.cut(index)))

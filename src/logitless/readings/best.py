@@ -16,12 +16,12 @@ MOST = 128
 
 @dataclass(frozen=True, eq=False)
 class Best(Plain):
-    """The k best columns: keys and then numbers, k lines each.
+    """The k best columns: k lines of keys, and k lines of column numbers.
 
     Attributes:
         stats: ``"top1"`` and ``"max_logit"`` as asked for.
         top_k: how many of the most likely tokens are results; 0 for none.
-        negative: whether the head turns the order of the logits around.
+        negative: whether the head has a negative scale, which turns the order of the logits around.
         start: first column here.
     """
 
@@ -41,11 +41,8 @@ class Best(Plain):
     @property
     def names(self) -> tuple[str, ...]:
         top1 = ("top1_id", "top1_logprob", "top1_hit") if "top1" in self.stats else ()
-        return (
-            *top1,
-            *(("max_logit",) if "max_logit" in self.stats else ()),
-            *(("top_k_ids", "top_k_logprobs") if self.top_k else ()),
-        )
+        largest = ("max_logit",) if "max_logit" in self.stats else ()
+        return (*top1, *largest, *(("top_k_ids", "top_k_logprobs") if self.top_k else ()))
 
     def lines(self, backend: Backend, tile: Problem, rows: slice) -> Tensor:
         key, column = backend.best(tile, self.count, self.negative)
@@ -55,18 +52,18 @@ class Best(Plain):
         return merged_best(parts, self.count)
 
     def results(self, lines: Tensor, row: Row) -> dict[str, Tensor]:
-        keys, ids = lines.split(self.count)
-        best = ids.T.to(torch.int64)
+        keys, columns = lines.split(self.count)
+        ids = columns.T.to(torch.int64)
         z, logprob = logprobs_of(-keys.T if self.negative else keys.T, row)
-        found = {
-            "top1_id": best[:, 0],
+        results = {
+            "top1_id": ids[:, 0],
             "top1_logprob": logprob[:, 0],
-            "top1_hit": (best[:, 0] == row.target) & row.norm.log_sum.isfinite(),
+            "top1_hit": (ids[:, 0] == row.target) & row.norm.log_sum.isfinite(),
             "max_logit": z[:, 0],
-            "top_k_ids": best[:, : self.top_k],
+            "top_k_ids": ids[:, : self.top_k],
             "top_k_logprobs": logprob[:, : self.top_k],
         }
-        return {name: found[name] for name in self.names}
+        return {name: results[name] for name in self.names}
 
 
 def merged_best(parts: Tensor, count: int) -> Tensor:

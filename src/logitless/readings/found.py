@@ -1,9 +1,9 @@
-"""From lines of this shard's columns to results of each row: one gather over the vocabulary group, one merge, formulas.
+"""Results of each row from lines of this shard's columns: one gather over the vocabulary group, one merge, formulas.
 
-    Lines   what was read of the columns here      ->  find  ->      Found   results by name, and what backward needs
+    Lines   numbers of the columns here      ->  find  ->      Found   results by name, and tensors for backward
 
 Two readings take a second look when the first is merged over all ranks: the rank of a target, and the divergence from a
-teacher. They hand :func:`find` a function that looks.
+teacher. Their callers hand :func:`find` the function that looks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from logitless.softmax import (
 
 
 class Lines(NamedTuple):
-    """What was read of the columns here, of R rows.
+    """Lines of the columns here, of R rows.
 
     Attributes:
         statistic: ``[4, R]`` of the softmax.
@@ -57,16 +57,16 @@ class Lines(NamedTuple):
 
 
 class Taught(NamedTuple):
-    """What is to be found of a teacher.
+    """The results that are wanted beside a teacher.
 
     Attributes:
         kind: which divergence.
-        compare: both normalisers, and the logarithm of a factor of the teacher's probabilities where the acceptance is
-            read (:attr:`~logitless.backends.contract.Pair.share`), to ``[2, R]`` or ``[5, R]`` sums over the columns
-            here; None where the first look has summed the divergence.
+        compare: the second look. Takes both normalisers, and where the acceptance is read the logarithm of a factor of
+            the teacher's probabilities (:attr:`~logitless.backends.contract.Pair.share`); returns ``[2, R]`` or
+            ``[5, R]`` sums over the columns here. None where the first look has summed the divergence.
         accepts: whether the acceptance is read.
         bucket: whether the divergence is over all ids of the teacher, and not over those that both have.
-        stats: what is asked for by name.
+        stats: names of the teacher's statistics that are wanted.
         whole: lines of the teacher over all of its ids on all ranks; None where the student has them all, too.
     """
 
@@ -79,25 +79,20 @@ class Taught(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What is known of R rows.
-
-    Attributes:
-        results: of :class:`~logitless.spec.TokenStats`, by name.
-        saved: what backward needs, by name.
-    """
+    """Results of R rows, as :class:`~logitless.spec.TokenStats` names them, and tensors for backward, by name."""
 
     results: dict[str, Tensor]
     saved: dict[str, Tensor]
 
     @staticmethod
     def joined(parts: list[Found], num_rows: int) -> Found:
-        """Of consecutive rows, of which the first ``num_rows`` count."""
+        """The results of consecutive chunks of rows as one, of which the first ``num_rows`` rows count."""
         if len(parts) == 1 and len(parts[0].results["logprob"]) == num_rows:
             return parts[0]
-        whole = (
+        both = (
             {name: torch.cat([part[i][name] for part in parts])[:num_rows] for name in parts[0][i]} for i in range(2)
         )
-        return Found(*whole)
+        return Found(*both)
 
     @property
     def norm(self) -> Normaliser:
@@ -105,7 +100,7 @@ class Found(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What :func:`find` is to find.
+    """The results that :func:`find` is to make, and of which rows.
 
     Attributes:
         target, gain, squash: ``[R]`` of the rows, and the head's.
@@ -127,16 +122,13 @@ class Asked(NamedTuple):
 
 
 def find(
-    asked: Asked,
-    lines: Lines,
-    count: Callable[[Tensor], Tensor] | None = None,
-    taught: Taught | None = None,
+    asked: Asked, lines: Lines, count: Callable[[Tensor], Tensor] | None = None, taught: Taught | None = None
 ) -> Found:
     """Results over the whole vocabulary.
 
     Args:
-        count: the keys of the targets to how many columns here come before each. Only where a rank is asked for.
-        taught: what there is to find of a teacher, where there is one.
+        count: the second look of a rank: from the keys of the targets to how many columns here come before each.
+        taught: the results that are wanted beside a teacher, where there is one.
     """
     statistic, kept, more, teacher, best, cross = _whole(asked, lines, taught)
     ignored = asked.ignored
@@ -157,32 +149,33 @@ def find(
         if count is not None:
             ahead = count(asked.table.key(more))
             ahead = ahead if asked.group is None else sum_over(asked.group, ahead)
-        found, kept_back = asked.table.results(more, Row(norm, asked.target, asked.gain, asked.squash), ahead)
-        results, saved = results | found, saved | kept_back
+        table = asked.table.results(more, Row(norm, asked.target, asked.gain, asked.squash), ahead)
+        results, saved = results | table[0], saved | table[1]
     if teacher is not None and taught is not None:
-        sums = None if cross is None else _kl_sums(Statistic.of(statistic), norm, Statistic.of(teacher), cross, taught)
-        _add_divergence(results, saved, norm, Statistic.of(teacher), asked, taught, sums)
-        _add_teacher(results, Statistic.of(teacher), best, asked, taught)
+        other = Statistic.of(teacher)
+        sums = None if cross is None else _kl_sums(Statistic.of(statistic), norm, other, cross, taught)
+        beside, for_backward = _divergence(norm, other, best, asked, taught, sums)
+        if ignored is not None:
+            beside = {name: x.masked_fill_(ignored, 0.0) for name, x in beside.items()}
+        results, saved = results | beside, saved | for_backward
     return Found(results, saved)
 
 
-def _add_divergence(
-    results: dict[str, Tensor],
-    saved: dict[str, Tensor],
-    norm: Normaliser,
-    other: Statistic,
-    asked: Asked,
-    taught: Taught,
-    sums: Tensor | None,
-) -> None:
-    """The divergence, and what is known of the teacher, into results and saved.
+def _divergence(
+    norm: Normaliser, other: Statistic, best: Tensor | None, asked: Asked, taught: Taught, sums: Tensor | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Results beside a teacher, whose statistic over the ids that both have is ``other``, and tensors for backward.
 
     Args:
+        best: ``[2, R]`` key and id of the teacher's most likely column, where it is asked for.
         sums: over all columns of all ranks; None where both are still to be compared.
     """
-    kind, whole = taught.kind, other if taught.whole is None else Statistic.of(taught.whole[:WIDTH])
-    share = _log_share(other, taught.whole)
-    # Over all of its ids, the teacher's normaliser is larger by its share of those that both have.
+    kind, whole, share = taught.kind, other, torch.zeros_like(other.m)
+    if taught.whole is not None:
+        whole, best = Statistic.of(taught.whole[:WIDTH]), taught.whole[WIDTH:]
+        # The logarithm of the teacher's probability of the ids that both have.
+        share = ((other.m - whole.m) + (torch.log(other.s) - torch.log(whole.s))).clamp_max(0.0)
+    # The teacher's normaliser over all of its ids is larger by its share of those that both have.
     teacher = Normaliser(other.m, torch.log(other.s) - share if taught.bucket else torch.log(other.s))
     factor = (torch.zeros_like(share) if taught.bucket else share) if taught.accepts else None
     if sums is None:
@@ -196,69 +189,40 @@ def _add_divergence(
         terms = terms + torch.where(rest > 0, rest * kind.alone, 0.0)
     tv, rising, acceptance = (sums[2] + 0.5 * rest, *sums[3:]) if taught.accepts else (None, None, None)
     value, by_terms, by_acceptance = combined(kind, terms, tv, acceptance)
-    # A target that the teacher does not have is one that it never samples.
+    # The teacher never samples a target that it does not have.
     missing = other.t.isnan() & ~teacher.log_sum.isnan()
     logprob = torch.where(missing, -torch.inf, (other.t - teacher.reference) - teacher.log_sum)
     over = whole if taught.bucket else other
-    results |= {
-        "divergence": _without(asked.ignored, value),
-        "teacher_logprob": _without(asked.ignored, logprob),
-        "teacher_entropy": _without(asked.ignored, entropy(Normaliser(over.m, torch.log(over.s)), mean_shift(over))),
-    }
-    # The sum of p slope over a row; where it is known in other terms, by those, which rounding has not been at.
+    own_entropy = entropy(Normaliser(over.m, torch.log(over.s)), mean_shift(over))
+    results = {"divergence": value, "teacher_logprob": logprob, "teacher_entropy": own_entropy}
+    # The mean slope is the sum of p slope over a row; of some divergences it is known exactly, without rounding.
     none = torch.zeros_like(mean)
-    known = {"forward_kl": none, "lk_hybrid": none, "reverse_kl": terms}
-    saved |= {
-        "teacher_reference": teacher.reference,
-        "teacher_log_sum": teacher.log_sum,
-        "mean_slope": known.get(kind.kind, mean),
-    }
+    mean = {"forward_kl": none, "lk_hybrid": none, "reverse_kl": terms}.get(kind.kind, mean)
+    saved = {"teacher_reference": teacher.reference, "teacher_log_sum": teacher.log_sum, "mean_slope": mean}
     if acceptance is not None and rising is not None and factor is not None:
-        results["acceptance"] = _without(asked.ignored, acceptance)
+        results["acceptance"] = acceptance
         saved |= {"share": factor, "mean_rising": rising}
     if by_terms is not None and by_acceptance is not None:
         saved |= {"by_terms": by_terms, "by_acceptance": by_acceptance}
-
-
-def _add_teacher(
-    results: dict[str, Tensor], other: Statistic, best: Tensor | None, asked: Asked, taught: Taught
-) -> None:
-    """What is asked of the teacher by name."""
-    lines, found = taught.whole, {}
-    whole = other if lines is None else Statistic.of(lines[:WIDTH])
-    best = best if lines is None else lines[WIDTH:]
     if "teacher_log_z" in taught.stats:
-        found["teacher_log_z"] = whole.m + torch.log(whole.s)
+        results["teacher_log_z"] = whole.m + torch.log(whole.s)
     if "teacher_shared" in taught.stats:
-        found["teacher_shared"] = _log_share(other, lines).exp()
+        results["teacher_shared"] = share.exp()
     if "teacher_top1" in taught.stats and best is not None:
-        found["teacher_top1_id"] = best[1].to(torch.int64)
-    results |= {name: _without(asked.ignored, x) for name, x in found.items()}
-
-
-def _log_share(other: Statistic, whole: Tensor | None) -> Tensor:
-    """``[R]`` logarithm of the teacher's probability of the ids that both have."""
-    if whole is None:
-        return torch.zeros_like(other.m)
-    every = Statistic.of(whole[:WIDTH])
-    return ((other.m - every.m) + (torch.log(other.s) - torch.log(every.s))).clamp_max(0.0)
-
-
-def _without(ignored: Tensor | None, x: Tensor) -> Tensor:
-    """Results with 0 in rows to leave out, in place."""
-    return x if ignored is None else x.masked_fill_(ignored, 0.0)
+        results["teacher_top1_id"] = best[1].to(torch.int64)
+    return results, saved
 
 
 def _kl_sums(own: Statistic, norm: Normaliser, other: Statistic, cross: Tensor, taught: Taught) -> Tensor:
-    """``[2, R]`` the KL, and nothing for its mean slope, which follows from it. NaN where the row has no target."""
-    first, second = (own, other) if taught.kind.kind == "reverse_kl" else (other, own)
-    value = kl_of(first.s, second.s, *cross)
+    """``[2, R]`` the KL, and 0 for its mean slope, which follows from it. NaN where the row has no target."""
+    p, q = (own, other) if taught.kind.kind == "reverse_kl" else (other, own)
+    value = kl_of(p.s, q.s, *cross)
     value = torch.where(norm.log_sum.isnan(), norm.log_sum, value)
     return torch.stack([value, torch.zeros_like(value)])
 
 
 def _whole(asked: Asked, lines: Lines, taught: Taught | None) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
-    """The lines over all shards, the kept ids' as a statistic: one ``all_gather`` for all of them, or none."""
+    """The lines over all shards, those of kept ids as a statistic: one ``all_gather`` for all of them, or none."""
     statistic, kept, more, teacher, best, cross = lines
     kept_parts = None if kept is None else kept[None]
     if asked.solver is not None and asked.group is None:
@@ -266,16 +230,16 @@ def _whole(asked: Asked, lines: Lines, taught: Taught | None) -> tuple[Tensor, *
     if asked.group is not None:
         sent = [x for x in lines if x is not None]
         parts = gather_over(asked.group, sent[0] if len(sent) == 1 else torch.cat(sent))
-        found = list(parts.split([len(x) for x in sent], 1))
-        own = found.pop(0)
+        gathered = list(parts.split([len(x) for x in sent], 1))
+        own = gathered.pop(0)
         statistic = merge(own) if asked.solver is None else run_solved(asked.solver, own, asked.gain)
-        kept_parts = None if kept is None else found.pop(0)
-        more = None if more is None or asked.table is None else asked.table.merge(found.pop(0))
-        others = None if teacher is None else found.pop(0)
+        kept_parts = None if kept is None else gathered.pop(0)
+        more = None if more is None or asked.table is None else asked.table.merge(gathered.pop(0))
+        others = None if teacher is None else gathered.pop(0)
         teacher = None if others is None else merge(others)
-        best = None if best is None else merged_best(found.pop(0), 1)
+        best = None if best is None else merged_best(gathered.pop(0), 1)
         if cross is not None and others is not None and taught is not None:
-            cross = merge_kl(own, others, found.pop(0), taught.kind.kind == "reverse_kl")
+            cross = merge_kl(own, others, gathered.pop(0), taught.kind.kind == "reverse_kl")
     kept = None if kept_parts is None else merge_kept(kept_parts, Statistic.of(statistic).t)
     assert len(statistic) == WIDTH
     return statistic, kept, more, teacher, best, cross

@@ -1,6 +1,6 @@
 """Sums over a row: ``stats=("collision", "mean_logit", "logit_variance")``.
 
-Gradients: ``2 g p (p - collision)`` of the collision, and of the mean logit ``g / number of columns``, but 0 at -inf.
+The gradient of the collision is ``2 g p (p - collision)``; that of the mean logit ``g / number of columns``, 0 at -inf.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Moments(Plain):
         return backend.moments(tile)
 
     def merge(self, parts: Tensor) -> Tensor:
-        """Means by their counts about one of the centers, and squares about the new mean."""
+        """Means are merged by their counts, about one of the centers, and squares about the new mean."""
         m, q, count, center, mean, squares = parts.unbind(1)
         top = m.amax(0)
         shift = torch.where(m == -torch.inf, 0.0, m - top)
         total = count.sum(0)
-        # Of a part with columns: the center of an empty one is 0, and may be far away.
+        # The base is the center of a part that has columns: that of an empty one is 0, and may be far away.
         base = center.gather(0, count.argmax(0, keepdim=True))
         mean = torch.where(count == 0, 0.0, (center - base) + mean)
         new = (count / total.clamp_min(1.0) * mean).sum(0)
@@ -52,12 +52,12 @@ class Moments(Plain):
 
     def results(self, lines: Tensor, row: Row) -> dict[str, Tensor]:
         m, q, count, center, mean, squares = lines
-        found = {
+        results = {
             "collision": q * (2 * ((m - row.norm.reference) - row.norm.log_sum)).exp(),
             "mean_logit": center + mean,
             "logit_variance": squares / count,
         }
-        return {name: found[name] for name in self.names}
+        return {name: results[name] for name in self.names}
 
     def saved(self, lines: Tensor, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
         counted = {"counted": lines[2]} if "mean_logit" in self.stats else {}

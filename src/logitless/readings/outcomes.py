@@ -3,8 +3,8 @@
     bucket         the student's K log-probs over the vocabulary, and that of all other ids: K + 1 outcomes of both
     renormalise    both over the K ids
 
-The terms are those of ``backends/divergences.py``, on ``[R, K]`` instead of ``[R, V]``. All of it is on small tensors
-with a graph of their own, after the student's log-probs of the ids are known.
+The terms are those of ``backends/divergences.py``, on ``[R, K]`` instead of ``[R, V]``: small tensors with a graph of
+their own, made once the student's log-probs of the ids are known.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Sent(NamedTuple):
         ids: ``[R, K]``, ``IGNORE`` for padding.
         log_q: ``[R, K]``, or ``[R, K + 1]`` with all other ids in the last place; -inf for padding.
         target: ``[R]``.
-        rest: whether there is such a place.
+        rest: whether the last place of ``log_q`` is that of all other ids.
     """
 
     ids: Tensor
@@ -41,7 +41,7 @@ class Sent(NamedTuple):
         ids = sent.ids.reshape(-1, count)
         empty, x = ids < 0, sent.logprobs.detach().reshape(-1, count).double()
         if rest:
-            # In float64: what is left of 1 beside log-probs near 0 is in their last digits.
+            # The rest is 1 less the listed probabilities, in float64: beside log-probs near 0 it is in the last digits.
             left = (1.0 - x.exp().masked_fill(empty, 0.0).sum(-1, keepdim=True)).clamp_min(0.0)
             log_q = torch.cat([x.masked_fill(empty, -torch.inf), left.log()], -1)
         else:
@@ -66,9 +66,9 @@ class Sent(NamedTuple):
         return (self.ids == self.target[:, None]) & ~self.empty
 
     def own(self) -> dict[str, Tensor]:
-        """``[R]`` the teacher's log-prob of the target, and its entropy over the outcomes that are known of it."""
+        """``[R]`` the teacher's log-prob of the target, and its entropy over the outcomes that it sent."""
         hit, listed = self.hit, self.log_q[:, : self.ids.shape[1]]
-        # Of one of the ids that are counted together nothing is known.
+        # A target among the ids that are counted together has no known log-prob.
         missing = torch.nan if self.rest else -torch.inf
         logprob = torch.where(hit.any(-1), torch.where(hit, listed, 0.0).sum(-1), missing)
         entropy = -torch.where(self.log_q == -torch.inf, 0.0, self.log_q.exp() * self.log_q).sum(-1)
@@ -96,11 +96,10 @@ def compared(own: TokenStats, other: Sent, kind: Divergence) -> TokenStats:
 def within(own: TokenStats | None, z: Tensor, log_z: Tensor, other: Sent, kind: Divergence) -> TokenStats:
     """All results over the K ids, from their logits or anything that differs from those by a number per row.
 
-    Args:
-        own: results over the vocabulary, of which those that no K ids have stay; None where there are none.
+    Results over the vocabulary (``own``, or None) stay where there are none over K ids.
     """
     log_p = normalised(z, other.empty)
-    # Padding, and ids that the student excludes.
+    # -inf stands for padding, and for ids that the student excludes.
     present = log_p.masked_fill(log_p == -torch.inf, 0.0)
     entropy = -torch.where(log_p == -torch.inf, 0.0, present.exp() * present).sum(-1)
     hit = other.hit
@@ -113,11 +112,11 @@ def within(own: TokenStats | None, z: Tensor, log_z: Tensor, other: Sent, kind: 
 def normalised(z: Tensor, empty: Tensor) -> Tensor:
     """Log-probs over the places that have an id; -inf for the others, also in a row that has none.
 
-    NaN where every id of a row is excluded: nothing is a distribution over nothing.
+    NaN where every id of a row is excluded: there is no distribution over nothing.
     """
     nothing = ((z == -torch.inf) | empty).all(-1, keepdim=True)
-    found = z.masked_fill(empty, FLOOR).log_softmax(-1)
-    return found.masked_fill(nothing, torch.nan).masked_fill(empty, -torch.inf)
+    log_p = z.masked_fill(empty, FLOOR).log_softmax(-1)
+    return log_p.masked_fill(nothing, torch.nan).masked_fill(empty, -torch.inf)
 
 
 class _Outcomes(torch.autograd.Function):

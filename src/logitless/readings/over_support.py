@@ -1,10 +1,9 @@
-"""Results over the sampler's support alone, from the logits of its ids: log-prob, entropy, and with a teacher
-divergence.
+"""Results over the sampler's support alone, from the logits of its ids: log-prob, entropy, divergence from a teacher.
 
     raw logits of the entries (``sources/listed``)  ->  statistic of each row, one all_gather if sharded  ->  results
     with a teacher: logits of both, in float64  ->  log-probs over their own ids  ->  terms, summed by row
 
-Flat vectors over the entries with graphs of their own: what has no vocabulary needs no tiles.
+Everything is a flat vector over the entries, with a graph of its own: without the vocabulary no tiles are needed.
 """
 
 from __future__ import annotations
@@ -30,12 +29,8 @@ def results_over(raw: Tensor, support: Support, here: tuple[Tensor, Tensor], ask
         here: place of each entry among the columns here, and whether it is one of them.
         grad: whether the entropy has a graph.
     """
-    entropy = None
     vectors = (*support.entries, support.lengths, *here)
-    logprob, *rest = _OverSupport.apply(raw, *vectors, support, asked, grad)  # pyright: ignore[reportGeneralTypeIssues]
-    if rest:
-        (entropy,) = rest
-    return TokenStats(logprob, entropy)
+    return TokenStats(*_OverSupport.apply(raw, *vectors, support, asked, grad))  # pyright: ignore[reportGeneralTypeIssues]
 
 
 class _OverSupport(torch.autograd.Function):
@@ -70,16 +65,12 @@ class _OverSupport(torch.autograd.Function):
         return torch.where(logits.here, d_raw, 0.0), *(None,) * 10
 
 
-_NAMES = ("row", "ids", "first", "is_target", "lengths", "column", "here")
+_NAMES = ("row", "ids", "once", "is_target", "lengths", "column", "here")
 
 
 class Outcomes(NamedTuple):
-    """The ids of a student and of its teacher in one sorted list.
-
-    Attributes:
-        support: its entries and their rows.
-        own, others: ``[E]`` whether the student, and the teacher, has the id. False for second copies.
-    """
+    """The ids of a student and of its teacher in one sorted list, and ``[E]`` whether the student (``own``), and the
+    teacher (``others``), has the id. False for second copies."""
 
     support: Support
     own: Tensor
@@ -87,31 +78,28 @@ class Outcomes(NamedTuple):
 
     @staticmethod
     def of(kept: Kept, other: Kept | None, target: Tensor, start: int, vocab_size: int) -> Outcomes:
-        """Of ids that the student kept and, unless they are the same, those that the teacher did."""
+        """The ids that the student kept, and those that the teacher kept (``other``; None if they are the same)."""
         if other is None:
             support = Support.of(kept, target, start, vocab_size)
-            return Outcomes(support, support.entries.first, support.entries.first)
+            return Outcomes(support, support.entries.once, support.entries.once)
         each, size = torch.arange(len(target), device=target.device), vocab_size + 2
         row = torch.cat([rows_of(kept, each), each, rows_of(other, each)])
         ids = torch.cat([kept.ids, target, other.ids]).clamp(-1, vocab_size)
-        # As for one support: one sort, and copies of an id side by side. The last bit tells whose it is.
+        # Keys are sorted once, as for one support; their last bit tells whose the id is.
         taught = torch.arange(len(ids), device=ids.device) >= len(kept.ids) + len(target)
         key = (2 * (size * row + ids + 1) + taught).sort(stable=True).values
         key, taught = key // 2, key % 2 == 1
         row = key // size
         ids = key - size * row - 1
-        first = torch.cat([key.new_ones(min(1, len(key)), dtype=torch.bool), key[1:] != key[:-1]])
-        entries = Entries(row, ids, first, ids == target.clamp(-1, vocab_size)[row])
+        once = torch.cat([key.new_ones(min(1, len(key)), dtype=torch.bool), key[1:] != key[:-1]])
+        entries = Entries(row, ids, once, ids == target.clamp(-1, vocab_size)[row])
         support = Support(target, entries, kept.lengths + other.lengths + 1, start, vocab_size)
-        return Outcomes(support, first & _any_copy(~taught, first), first & _any_copy(taught, first))
+        return Outcomes(support, once & _any_copy(~taught, once), once & _any_copy(taught, once))
 
 
 def divergence_over(z: Tensor, others: Tensor, outcomes: Outcomes, kind: Divergence, dtype: torch.dtype) -> TokenStats:
-    """``[R]`` divergence, log-prob and entropy over the ids, and the teacher's.
-
-    Args:
-        z, others: ``[E]`` float64 logits of student and teacher, both transformed.
-    """
+    """``[R]`` divergence, log-prob and entropy over the ids, and the teacher's log-prob and entropy, from ``[E]``
+    transformed logits in float64 of the student (``z``) and of the teacher (``others``)."""
     support, target = outcomes.support, outcomes.support.target
     inside = (support.entries.ids >= 0) & (support.entries.ids < support.vocab_size)
     log_q = _log_softmax(others, outcomes.others, support)
@@ -130,7 +118,7 @@ class _Ragged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, log_q: Tensor, outcomes: Outcomes, kind: Divergence) -> tuple[Tensor, ...]:
         support, own, others = outcomes
-        row, target = support.entries.row, support.entries.is_target & support.entries.first
+        row, target = support.entries.row, support.entries.is_target & support.entries.once
         log_p = _log_softmax(z, own, support)
         p = log_p.exp()
         divergence, u = over_outcomes(log_p, log_q, kind, lambda x: _sum(x, support), lambda x: x[row])
@@ -166,14 +154,14 @@ def _log_softmax(z: Tensor, has: Tensor, support: Support) -> Tensor:
     z = torch.where(has, z, -torch.inf)
     highest = torch.segment_reduce(z, "max", lengths=support.lengths, unsafe=True)
     d = z - torch.where(highest == -torch.inf, 0.0, highest)[row]
-    # A row without any is undefined, not certain of nothing.
+    # A row without any entry is undefined: NaN, and not a log-prob of 0.
     total = _sum(d.exp(), support)
     log_sum = torch.where(total == 0, torch.nan, total).log()[row]
     return torch.where(has, d - log_sum, torch.where(log_sum.isnan(), torch.nan, -torch.inf))
 
 
 def _times(x: Tensor, y: Tensor) -> Tensor:
-    """Their product, 0 where x is, whatever y."""
+    """``x * y``, and 0 where x is 0, even if y is not finite."""
     return torch.where(x == 0, 0.0, x * y)
 
 
@@ -186,7 +174,7 @@ def rows_of(kept: Kept, each: Tensor) -> Tensor:
     return torch.repeat_interleave(each, kept.lengths, output_size=kept.ids.numel())
 
 
-def _any_copy(flag: Tensor, first: Tensor) -> Tensor:
+def _any_copy(flag: Tensor, once: Tensor) -> Tensor:
     """Whether any copy of the same id in the same row has the flag."""
-    run = first.cumsum(0) - 1
+    run = once.cumsum(0) - 1
     return torch.zeros_like(run).scatter_reduce(0, run, flag.to(run.dtype), "amax").bool()[run]

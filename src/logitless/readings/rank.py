@@ -1,4 +1,4 @@
-"""The rank of the target: how many columns come before it. It takes a second look, when the target's logit is known."""
+"""The rank of the target: how many columns come before it. A second look counts them, once its logit is known."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from logitless.softmax import merge_targets
 
 @dataclass(frozen=True, eq=False)
 class Rank(Plain):
-    """The target's key in the first look, and in the second how many columns of a tile come before it.
+    """The first look finds the target's key, and the second counts the columns of a tile that come before it.
 
     Attributes:
-        negative: whether the head turns the order of the logits around.
+        negative: whether the head has a negative scale, which turns the order of the logits around.
         start: first column here.
     """
 
@@ -34,9 +34,9 @@ class Rank(Plain):
         return merge_targets(parts)
 
     def again(self, backend: Backend, tile: Problem, key: Tensor, target: Tensor) -> Tensor:
-        """``[r]`` columns of the tile that come before the target, whose key is known by now."""
+        """``[r]`` columns of the tile that come before the target, by its key from the first look."""
         return backend.ahead(tile, key, target - self.start, self.negative)
 
     def results(self, lines: Tensor, row: Row) -> dict[str, Tensor]:
-        """From the count over all columns, in place of the key."""
+        """The rank; ``lines`` are the counts of the second look, in place of the keys."""
         return {"rank": lines[0].long()}

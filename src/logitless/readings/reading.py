@@ -1,4 +1,4 @@
-"""What can be read off a row beyond log-prob, entropy and log Z, and how it is carried: the protocol of a reading.
+"""The protocol of a reading: results of a row beyond log-prob, entropy and log Z, and how they are carried.
 
     lines of a tile  ->  merged over tiles and ranks  ->  results by name          forward
     upstream gradients by name  ->  what they add to the coefficients of dZ        backward
@@ -25,7 +25,7 @@ LARGEST = 1 << 24
 
 
 class Row(NamedTuple):
-    """What results are made of besides the lines: ``[R]`` each, of the whole vocabulary.
+    """Inputs of results besides the lines: ``[R]`` each, of the whole vocabulary.
 
     Attributes:
         norm: pieces of log Z.
@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """What a reading's share of dZ is made from.
+    """Inputs of a reading's share of dZ.
 
     Attributes:
         logprob, g_logprob: ``[R]`` of the target over the vocabulary, as the coefficients were made from them.
@@ -57,12 +57,12 @@ class Reading(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Fields of :class:`~logitless.spec.TokenStats` that it gives."""
+        """Fields of :class:`~logitless.spec.TokenStats` that the reading gives."""
         ...
 
     @property
     def differentiable(self) -> tuple[str, ...]:
-        """Those of them that have a gradient."""
+        """Those of ``names`` that have a gradient."""
         ...
 
     @property
@@ -71,7 +71,7 @@ class Reading(Protocol):
         ...
 
     def lines(self, backend: Backend, tile: Problem, rows: slice) -> Tensor:
-        """``[width, r]`` lines of those columns of every row; ``rows`` says which rows of the call these are."""
+        """``[width, r]`` lines of a tile; ``rows`` says which rows of the call its rows are."""
         ...
 
     def merge(self, parts: Tensor) -> Tensor:
@@ -83,11 +83,11 @@ class Reading(Protocol):
         ...
 
     def saved(self, lines: Tensor, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What backward needs, by name."""
+        """Tensors that backward needs, by name."""
         ...
 
     def extend(self, coef: Coefficients, saved: Mapping[str, Tensor], row: Row, up: Upstream) -> Coefficients:
-        """The coefficients with what the upstream gradients of its results add."""
+        """The coefficients of dZ, with those of the upstream gradients of the reading's results added."""
         ...
 
     def cut(self, rows: slice | Tensor) -> Reading:
@@ -95,7 +95,7 @@ class Reading(Protocol):
         ...
 
     def padded(self, num_rows: int) -> Reading:
-        """The reading with rows after the last, up to so many, that stand for nothing."""
+        """The reading with empty rows after the last, ``num_rows`` in all."""
         ...
 
 
@@ -118,7 +118,7 @@ class Plain:
 
 
 def at_columns(problem: Problem, column: Tensor) -> Tensor:
-    """``[R, K]`` logits at the columns ``[R, K]`` of the problem; NaN where they are not among them."""
+    """``[R, K]`` logits at the columns ``[R, K]`` of the problem; NaN where it has no such column."""
     inside = (column >= 0) & (column < problem.columns)
     if not problem.columns:
         return torch.full_like(column, torch.nan, dtype=problem.gain.dtype)
@@ -131,13 +131,13 @@ def at_columns(problem: Problem, column: Tensor) -> Tensor:
 
 
 def logprobs_of(x: Tensor, row: Row) -> tuple[Tensor, Tensor]:
-    """``[R, K]`` z and log-probs of logits as they were before the head's transformation."""
+    """``[R, K]`` transformed logits and log-probs, from logits ``x`` before the head's transformation."""
     z, _ = transform(x, row.gain[:, None], row.squash)
     return z, (z - row.norm.reference[:, None]) - row.norm.log_sum[:, None]
 
 
 def told(x: Tensor, row: Row) -> Tensor:
-    """A result with what stands for rows without one: 0 and id -1 for ignored rows, NaN and -1 where undefined.
+    """A result with fillers in rows without one: 0 and id -1 in ignored rows, NaN and -1 where undefined.
 
     A row has no distribution where NaN or +inf is among its logits, where all are -inf, or where its target is no id.
     """

@@ -1,4 +1,4 @@
-"""The support of every row: kept ids and target, sorted once, and their part of each formula, on flat vectors.
+"""The support of every row: kept ids and target, sorted once, and their share of each formula, on flat vectors.
 
 Supports are ragged, one run of ids per row, and everything here works on flat ``[K + R]`` vectors: no ``[R, V]`` mask,
 no loop. Log-probs are normalised over the support; what entropy and log Z are over is its scope:
@@ -27,33 +27,36 @@ class Entries(NamedTuple):
     Attributes:
         row: ascending.
         ids: of the whole vocabulary.
-        first: False for the second and later copies of an id within its row.
+        once: False for the second and later copies of an id within its row.
         is_target: whether the id is the row's target.
     """
 
     row: Tensor
     ids: Tensor
-    first: Tensor
+    once: Tensor
     is_target: Tensor
 
 
 class KeptLogits(NamedTuple):
-    """Transformed logits of each row's support, sorted by row and id, on flat ``[K + R]`` vectors."""
+    """Transformed logits of each row's support, sorted by row and id, on flat ``[K + R]`` vectors.
+
+    Attributes:
+        row, once, is_target: as of :class:`Entries`.
+        column: of the problem's logits; 0 for ids that are not among its columns.
+        z: -inf for ids that are not among these columns, NaN for ids outside the vocabulary.
+        slope: dz / dx.
+        here: whether the id is among these columns.
+        lengths: ``[R]`` entries of each row.
+    """
 
     row: Tensor
-    """Which row, ascending."""
     column: Tensor
-    """Column of the problem's logits; 0 for ids that are not among its columns."""
     z: Tensor
-    """-inf for ids that are not among these columns, NaN for ids outside the vocabulary."""
     slope: Tensor
-    """dz / dx."""
     here: Tensor
-    first: Tensor
-    """False for the second and later copies of an id within its row."""
+    once: Tensor
     is_target: Tensor
     lengths: Tensor
-    """``[R]`` entries of each row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,14 +82,14 @@ class Support:
         """The ids that the sampler kept, and the targets."""
         arange = torch.arange(target.numel(), device=target.device)
         row = torch.cat([torch.repeat_interleave(arange, kept.lengths, output_size=kept.ids.numel()), arange])
-        # One number for row and id, so that one sort makes the rows contiguous and puts copies of an id side by side,
-        # without a device sync. Ids outside the vocabulary are -1 or its size.
+        # A key is one number for row and id, so that one sort makes the rows contiguous and puts copies of an id side
+        # by side, without a device sync. Ids outside the vocabulary are -1 or its size.
         ids = torch.cat([kept.ids, target]).clamp(-1, vocab_size)
         key = ((vocab_size + 2) * row + (ids + 1)).sort(stable=True).values
         row = key // (vocab_size + 2)
         ids = key - (vocab_size + 2) * row - 1
-        first = torch.cat([key.new_ones(min(1, len(key)), dtype=torch.bool), key[1:] != key[:-1]])
-        entries = Entries(row, ids, first, ids == target.clamp(-1, vocab_size)[row])
+        once = torch.cat([key.new_ones(min(1, len(key)), dtype=torch.bool), key[1:] != key[:-1]])
+        entries = Entries(row, ids, once, ids == target.clamp(-1, vocab_size)[row])
         return Support(target, entries, kept.lengths + 1, start, vocab_size)
 
     def logits(self, problem: Problem) -> KeptLogits:
@@ -98,24 +101,24 @@ class Support:
         return self.transformed(x, column, here, problem.gain, problem.squash)
 
     def place(self, first: int, columns: int) -> tuple[Tensor, Tensor]:
-        """``[K + R]`` place of each id among some columns from ``first`` on of those here, 0 for others; and whether it
-        is one of them."""
+        """``[K + R]`` place of each id among ``columns`` columns from column ``first`` here, 0 for an id that is not
+        among them; and whether it is."""
         column = self.entries.ids - (self.start + first)
         here = (column >= 0) & (column < columns)
         return torch.where(here, column, 0), here
 
     def transformed(self, x: Tensor, column: Tensor, here: Tensor, gain: Tensor, squash: float) -> KeptLogits:
-        """What the head makes of the raw logits ``x`` of all entries."""
-        row, ids, first, is_target = self.entries
+        """The logits of all entries after the head's transformation, from raw logits ``x``."""
+        row, ids, once, is_target = self.entries
         z, slope = transform(x, gain[row], squash)
         z = torch.where(here, z, -torch.inf)
         z = torch.where((ids >= 0) & (ids < self.vocab_size), z, torch.nan)
-        return KeptLogits(row, column, z, slope, here, first, is_target, self.lengths)
+        return KeptLogits(row, column, z, slope, here, once, is_target, self.lengths)
 
     def lone(self) -> Tensor:
         """``[K + R]`` whether an entry's row has one id alone: its log-prob is 0 whatever the logit."""
         ids, ends = self.entries.ids, self.lengths.cumsum(0)
-        # Every row has an entry, and they are sorted.
+        # Entries are sorted by row, and every row has one.
         return (ids[ends - 1] == ids[ends - self.lengths])[self.entries.row]
 
 
@@ -123,7 +126,7 @@ def kept_statistics(k: KeptLogits) -> Tensor:
     """``[2, R]`` (m, s) of the ids of the support that are here."""
     m = _segment(k.z, "max", k.lengths)
     reference = torch.where(m == -torch.inf, torch.zeros_like(m), m)
-    e = torch.where(k.first, (k.z - reference[k.row]).exp(), 0.0)
+    e = torch.where(k.once, (k.z - reference[k.row]).exp(), 0.0)
     return torch.stack([m, _segment(e, "sum", k.lengths)])
 
 
@@ -141,25 +144,25 @@ def kept_gradient(
     norm: Normaliser,
     coef: Coefficients | None,
     ignored: Tensor,
-    further: Tensor | None = None,
+    of_ids: Tensor | None = None,
 ) -> Tensor:
     """``[K + R]`` whole gradient at each logit of the support: ``g_l (onehot - p_support)``, plus dense terms.
 
     Args:
-        further: ``[K + R]`` upstream gradient of each logit's own log-prob over the vocabulary, or None.
+        of_ids: ``[K + R]`` upstream gradient of each logit's own log-prob over the vocabulary (``ids=``), or None.
     """
     log_p = (k.z - kept_norm.reference[k.row]) - kept_norm.log_sum[k.row]
     upstream = g_logprob[k.row]
     dz = -upstream * torch.where(k.is_target, torch.expm1(logprob)[k.row], log_p.exp())
-    # Not the product alone: a row whose log-prob is NaN may have entropy and log Z, and gradients of those.
+    # A row whose log-prob is NaN may have gradients of its entropy and log Z, to which 0 times NaN must not be added.
     dz = torch.where(upstream != 0, dz, 0.0)
     if coef is not None:
         d = k.z - norm.reference[k.row]
         log_p = d - norm.log_sum[k.row]
-        if further is None:
+        if of_ids is None:
             dz = dz + coef.elsewhere(d, log_p.exp(), k.row)
         else:
-            dz = dz + coef.elsewhere(d, log_p.exp(), k.row, further) - further * torch.expm1(log_p)
+            dz = dz + coef.elsewhere(d, log_p.exp(), k.row, of_ids) - of_ids * torch.expm1(log_p)
     return (dz * k.slope).masked_fill(ignored[k.row], 0.0)
 
 
@@ -168,17 +171,17 @@ def support_statistic(k: KeptLogits) -> Tensor:
     m = _segment(k.z, "max", k.lengths)
     reference = torch.where(m == -torch.inf, 0.0, m)
     d = (k.z - reference[k.row]).clamp_min(FLOOR)
-    e = torch.where(k.first, d.exp(), 0.0)
-    # The target is one of the entries, here or elsewhere; every other one adds nothing.
-    t = torch.where(k.is_target & k.here & k.first, k.z, 0.0)
-    elsewhere = torch.where(k.is_target & k.here & k.first, 0.0, 1.0)
+    e = torch.where(k.once, d.exp(), 0.0)
+    # The target is one of the entries, on this shard or another; every other entry adds nothing to t.
+    t = torch.where(k.is_target & k.here & k.once, k.z, 0.0)
+    elsewhere = torch.where(k.is_target & k.here & k.once, 0.0, 1.0)
     sums = _segment(torch.stack([e, e * d, t, elsewhere], 1), "sum", k.lengths)
     s, w, t, elsewhere = sums.unbind(1)
     return Statistic(m, s, w, torch.where(elsewhere == k.lengths, torch.nan, t)).stacked()
 
 
 def support_gradient(k: KeptLogits, norm: Normaliser, coef: Coefficients, ignored: Tensor) -> Tensor:
-    """``[K + R]`` gradient at each raw logit of such rows; an id that stands there twice has it twice."""
+    """``[K + R]`` gradient at each raw logit of rows that are nothing but their support; copies have it, too."""
     d = k.z - norm.reference[k.row]
     dz = coef.plain[k.row]
     if coef.product is not None:

@@ -17,10 +17,10 @@ from logitless.readings.reading import Reading, Row, Upstream, told
 from logitless.softmax import Coefficients
 
 STATS = ("top1", "collision", "mean_logit", "logit_variance", "max_logit", "rank")
-"""What ``stats=`` may name."""
+"""Names that ``stats=`` takes."""
 
 TEACHER_STATS = ("acceptance", "teacher_log_z", "teacher_shared", "teacher_top1")
-"""What it may name besides where there is a teacher."""
+"""Names that ``stats=`` takes, too, where there is a teacher."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,17 +33,17 @@ class Table:
     def of(
         stats: Sequence[str], top_k: int, ids: Tensor | None, *, negative: bool, start: int, rest: bool = False
     ) -> Table | None:
-        """What is asked for; None for nothing."""
-        found: list[Reading] = []
+        """The readings that are asked for; None for none."""
+        readings: list[Reading] = []
         if top_k or {"top1", "max_logit"} & set(stats):
-            found.append(Best(tuple(stats), top_k, negative, start))
+            readings.append(Best(tuple(stats), top_k, negative, start))
         if {"collision", "mean_logit", "logit_variance"} & set(stats):
-            found.append(Moments(tuple(stats)))
+            readings.append(Moments(tuple(stats)))
         if "rank" in stats:
-            found.append(Rank(negative, start))
+            readings.append(Rank(negative, start))
         if ids is not None:
-            found.append(Ids(ids, negative, start, rest))
-        return Table(tuple(found)) if found else None
+            readings.append(Ids(ids, negative, start, rest))
+        return Table(tuple(readings)) if readings else None
 
     @property
     def width(self) -> int:
@@ -56,17 +56,16 @@ class Table:
     @property
     def only_best(self) -> bool:
         """Whether the best column and its logit answer all that is asked for."""
-        (first, *others) = self.readings
-        return isinstance(first, Best) and first.count == 1 and not others
+        return len(self.readings) == 1 and isinstance(self.readings[0], Best) and self.readings[0].count == 1
 
     @property
     def rank(self) -> Rank | None:
-        """The reading that takes a second look, if there is one."""
+        """The reading that takes a second look, or None."""
         return next((x for x in self.readings if isinstance(x, Rank)), None)
 
     @property
     def rest(self) -> bool:
-        """Whether the columns besides the listed ones are read together."""
+        """Whether the log-prob of all columns but the listed ones is read."""
         return any(isinstance(x, Ids) and x.rest for x in self.readings)
 
     def cut(self, rows: slice | Tensor) -> Table:
@@ -86,27 +85,24 @@ class Table:
         return torch.cat([x.merge(part) for x, part in zip(self.readings, split, strict=True)])
 
     def results(self, lines: Tensor, row: Row, ahead: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Results of the whole vocabulary by name, and what backward needs of them.
-
-        Args:
-            ahead: ``[R]`` columns before the target, where a rank is asked for.
-        """
-        found, saved = {}, {}
+        """Results of the whole vocabulary by name, and tensors for backward. ``ahead`` ``[R]`` are the columns before
+        the target, where a rank is asked for."""
+        results, saved = {}, {}
         split = lines.split([x.width for x in self.readings])
         for reading, own in zip(self.readings, split, strict=True):
             own = ahead[None] if isinstance(reading, Rank) and ahead is not None else own
-            results = {name: told(x, row) for name, x in reading.results(own, row).items()}
-            saved |= reading.saved(own, results)
-            found |= results
-        return found, saved
+            of_reading = {name: told(x, row) for name, x in reading.results(own, row).items()}
+            saved |= reading.saved(own, of_reading)
+            results |= of_reading
+        return results, saved
 
     def key(self, lines: Tensor) -> Tensor:
-        """``[R]`` what a rank counts columns against."""
+        """``[R]`` keys of the targets, against which a rank counts columns."""
         split = lines.split([x.width for x in self.readings])
         return next(own for x, own in zip(self.readings, split, strict=True) if isinstance(x, Rank))[0]
 
     def extend(self, coef: Coefficients, saved: Mapping[str, Tensor], row: Row, up: Upstream) -> Coefficients:
-        """The coefficients with what the upstream gradients of all readings add."""
+        """The coefficients of dZ, with those of the upstream gradients of all readings added."""
         for reading in self.readings:
             coef = reading.extend(coef, saved, row, up)
         return coef

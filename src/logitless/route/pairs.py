@@ -60,8 +60,8 @@ def pair_apart_everywhere(call: Call) -> str | None:
         return FEWER
     if call.table is not None:
         return "stats=, top_k= and ids= are read off logits beside a teacher"
-    if call.weight_dtype is not None:
-        return "the student's head is wider than its hidden states"
+    if call.parts > 1:
+        return "the student's head is multiplied in parts"
     if linear.bias is not None or own.linear.bias is not None:
         return "a bias is added to logits"
     if linear.match is not None or own.linear.match is not None:

@@ -206,8 +206,7 @@ class _Sender:
         """Rows of a sharded teacher's weight, which go to the ranks that have the student's ids of them."""
         call, weight, bias = self.call, logits.weight, logits.linear.bias
         assert isinstance(weight, Tensor)
-        two_parts = weight.dtype != logits.hidden.dtype and (call.machine.wide_products or call.apart is None)
-        item = (logits.hidden if two_parts else weight).dtype.itemsize
+        item = weight.dtype.itemsize
         yield self.sent("all_reduce", "the teacher's weight by id", call.vocab_size * weight.shape[1] * item)
         if bias is not None:
             yield self.sent("all_reduce", "the teacher's bias by id", call.vocab_size * bias.dtype.itemsize)

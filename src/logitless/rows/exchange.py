@@ -1,4 +1,4 @@
-"""Per-row results between ranks of a sequence group: one collective for all samples and all fields.
+"""Rows between ranks of a sequence group: results are exchanged, by one collective for all samples and all fields.
 
 Every response token has one place in a vector of all responses, sample after sample. Each rank puts its rows there,
 zeros elsewhere; the sum over ranks is the whole, exactly, because one rank writes each place; each rank then reads
@@ -18,10 +18,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from logitless.collectives import agree_if, resolve_group, sum_over
+from logitless.collectives import agree_if, resolve_group, sum_over, table_over
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.errors.arguments import check_flags, dense, described, sequence
 
@@ -31,21 +30,31 @@ GradRule = Literal["sum", "slice"] | None
 def exchanged(
     caller: str, rows: Any, x: Tensor | Sequence[Tensor], group: Any, to: Any, grad: GradRule, check: bool
 ) -> tuple[Tensor, ...]:
-    """Fields of rows, checked, and exchanged over a group: all of them, or those at the rows ``to``."""
+    """Fields of rows, checked, and exchanged over a group: all response tokens of each, or those of the rows ``to``.
+
+    A field without a graph comes back without one. Ranks must agree on which fields have one.
+    """
     check_flags(f"Rows.{caller}", check=check)
     process_group = resolve_group(group, f"Rows.{caller}: group")
 
     def prepare() -> tuple[Tensor, ...]:
         whole_lengths(caller, rows)
-        check_split(caller, rows, to, 1 if process_group is None else process_group.size())
-        return check_fields(caller, x, len(rows))
+        _check_split(caller, rows, to, 1 if process_group is None else process_group.size())
+        return _check_fields(caller, x, len(rows))
 
     def facts(fields: tuple[Tensor, ...]) -> dict[str, Any]:
-        return exchange_facts(fields, whole_lengths(caller, rows), grad)
+        # Backward sends something with "sum" alone, and then of the fields that have a graph.
+        sent = tuple(grad == "sum" and torch.is_grad_enabled() and field.requires_grad for field in fields)
+        numbers = {"the number of fields": len(fields), "their dtype": str(fields[0].dtype), "grad": grad}
+        return numbers | {"which fields have a graph": sent, "the response lengths": whole_lengths(caller, rows)}
 
     fields = agree_if(check, process_group, f"Rows.{caller}", prepare, facts)
-    wanted = None if to is None else to.response
-    return exchange_over(process_group, fields, rows.response, sum(rows.response_lengths), wanted, grad)
+    if grad is not None and (not isinstance(grad, str) or grad not in ("sum", "slice")):
+        raise LogitlessError(f'grad: wanted "sum", "slice" or None but got {described(grad)}.')
+    if grad is None:
+        fields = tuple(field.detach() for field in fields)
+    wanted, total = None if to is None else to.response, sum(rows.response_lengths)
+    return _Exchange.apply(rows.response, total, wanted, process_group, grad, *fields)  # pyright: ignore[reportReturnType]
 
 
 def whole_lengths(caller: str, rows: Any) -> tuple[int, ...]:
@@ -55,27 +64,8 @@ def whole_lengths(caller: str, rows: Any) -> tuple[int, ...]:
     return rows.response_lengths
 
 
-def exchange_over(
-    group: dist.ProcessGroup | None,
-    fields: tuple[Tensor, ...],
-    place: Tensor,
-    total: int,
-    wanted: Tensor | None,
-    grad: GradRule,
-) -> tuple[Tensor, ...]:
-    """Fields ``[R]`` at ``place`` of ``total`` places, read back at ``wanted`` (or everywhere if None).
-
-    A field without a graph comes back without one. Ranks must agree on which fields have one.
-    """
-    if grad is not None and (not isinstance(grad, str) or grad not in ("sum", "slice")):
-        raise LogitlessError(f'grad: wanted "sum", "slice" or None but got {described(grad)}.')
-    if grad is None:
-        fields = tuple(x.detach() for x in fields)
-    return _Exchange.apply(place, total, wanted, group, grad, *fields)  # pyright: ignore[reportReturnType]
-
-
 def end_to_end(caller: str, parts: Sequence[Tensor], lengths: Sequence[int], has: str) -> Tensor:
-    """One tensor per sample, of these lengths, as one. ``has`` says of a sample what its length is of."""
+    """Tensors of each sample, of these lengths, end to end. ``has`` says in an error what a sample has that many of."""
     name = "parts" if caller == "join" else "responses"
     wanted = "a list of one tensor for each sample"
     if len(sequence(parts, f"Rows.{caller}: {name}", wanted)) != len(lengths):
@@ -89,7 +79,7 @@ def end_to_end(caller: str, parts: Sequence[Tensor], lengths: Sequence[int], has
     return torch.cat(list(parts))
 
 
-def check_split(caller: str, rows: Any, to: Any, world: int) -> None:
+def _check_split(caller: str, rows: Any, to: Any, world: int) -> None:
     """Raise unless ``to``, if there is one, is of the same samples and split over as many ranks, and ``rows`` over all
     ``world`` of them."""
     size = 1 if rows.cp is None else rows.cp.size
@@ -106,7 +96,7 @@ def check_split(caller: str, rows: Any, to: Any, world: int) -> None:
         raise LogitlessError(f"Rows.{caller}: these rows are split over {size} ranks but group has {world}.")
 
 
-def check_fields(caller: str, x: Tensor | Sequence[Tensor], num_rows: int) -> tuple[Tensor, ...]:
+def _check_fields(caller: str, x: Tensor | Sequence[Tensor], num_rows: int) -> tuple[Tensor, ...]:
     """The fields, each ``[R]`` and all of one dtype."""
     wanted = "a tensor, or a list of tensors,"
     fields = (x,) if isinstance(x, Tensor) else tuple(sequence(x, f"Rows.{caller}: x", wanted))
@@ -123,15 +113,9 @@ def check_fields(caller: str, x: Tensor | Sequence[Tensor], num_rows: int) -> tu
     return fields
 
 
-def exchange_facts(fields: tuple[Tensor, ...], lengths: tuple[int, ...], grad: GradRule) -> dict[str, Any]:
-    """What ranks must agree on before they exchange these."""
-    facts = {"the number of fields": len(fields), "their dtype": str(fields[0].dtype), "grad": grad}
-    # Backward sends something with "sum" alone, and then of those that have a graph.
-    with_graph = tuple(grad == "sum" and torch.is_grad_enabled() and x.requires_grad for x in fields)
-    return facts | {"which fields have a graph": with_graph, "the response lengths": lengths}
-
-
 class _Exchange(torch.autograd.Function):
+    """Fields ``[R]`` at ``place`` of ``total`` places, read back at ``wanted`` (or everywhere if None)."""
+
     @staticmethod
     def forward(
         ctx: Any, place: Tensor, total: int, wanted: Tensor | None, group: Any, grad: GradRule, *fields: Tensor
@@ -162,3 +146,35 @@ class _Exchange(torch.autograd.Function):
 def _scatter(fields: tuple[Tensor, ...], place: Tensor, total: int) -> Tensor:
     stacked = torch.stack(fields)
     return stacked.new_zeros((len(fields), total)).index_copy_(1, place, stacked)
+
+
+# Whether the ranks of a sequence group cut their rows from one batch.
+
+
+def check_one_batch(rows: Any, group: Any) -> None:
+    """Raise unless the ranks made their rows from one batch, each its own part. One small collective.
+
+    Every rank sees the same table, so every rank raises the same error, or none does.
+    """
+    scheme = (type(rows.cp).__name__, 1 if rows.cp is None else rows.cp.size)
+    rank, world = 0 if rows.cp is None else rows.cp.rank, group.size()
+    mine = (rank, scheme, rows.num_tokens, rows.spans, rows.response_lengths, *rows.batch.fingerprints())
+    ranks, schemes, num_tokens, *by_sample = zip(*table_over(group, mine), strict=True)
+    _check_same("the scheme", schemes)
+    if list(ranks) != list(range(world)):
+        raise LogitlessError(
+            f"Rows.check_over: ranks 0 .. {world - 1} of the group made rows of ranks {list(ranks)} of the split."
+        )
+    if scheme[1] != world:
+        raise LogitlessError(f"Rows.check_over: these rows are split over {scheme[1]} ranks but group has {world}.")
+    for what, by_rank in zip(("padded length", "response length", "tokens", "loss mask"), by_sample, strict=True):
+        _check_same("the number of samples", [len(values) for values in by_rank])
+        for sample, values in enumerate(zip(*by_rank, strict=True)):
+            _check_same(f"the {what} of sample {sample}", values)
+    _check_same("num_tokens", num_tokens)
+
+
+def _check_same(what: str, values: Sequence[Any]) -> None:
+    """Raise unless all ranks have one value."""
+    if len(set(values)) > 1:
+        raise LogitlessError(f"Rows.check_over: ranks disagree about {what}: rank by rank it is {list(values)}.")

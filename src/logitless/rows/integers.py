@@ -18,8 +18,10 @@ from logitless.errors.arguments import LARGEST, dense, described, refused
 
 
 def integers(x: Any, argument: str, numbers: bool = False) -> Tensor:
-    """``[n]`` int64 out of a tensor, an array or a list; a tensor stays on its device, the others go to the CPU. Where
-    its ``numbers`` are read, none on the meta device will do."""
+    """``[n]`` int64 out of a tensor, an array or a list; a tensor stays on its device, the others go to the CPU.
+
+    ``numbers`` says that they will be read, so that a tensor on the meta device is refused.
+    """
     if not isinstance(x, Tensor):
         if not hasattr(x, "__array__"):
             return joined([x], lambda _: argument)
@@ -37,10 +39,8 @@ def joined(parts: Sequence[Any], name: Callable[[int], str]) -> Tensor:
     """Integers of all parts, end to end; ``name(i)`` is what errors call part i."""
     if any(isinstance(part, Tensor) for part in parts):
         device, found = device_of(parts), [integers(part, name(i)) for i, part in enumerate(parts)]
-        # Lists follow the tensors.
-        return torch.cat(
-            [x if isinstance(part, Tensor) else x.to(device) for x, part in zip(found, parts, strict=True)]
-        )
+        # Lists go to the device of the tensors; tensors on two devices are torch's error.
+        return torch.cat([x if isinstance(y, Tensor) else x.to(device) for x, y in zip(found, parts, strict=True)])
     # An array is filled at C speed; torch.tensor inspects every Python integer.
     values = array("q")
     for i, part in enumerate(parts):
@@ -63,7 +63,7 @@ def holds_integers(x: Tensor) -> bool:
 
 
 def device_of(x: Any) -> torch.device:
-    """Of a tensor, or of the first in a list; of lists alone torch's default, where ``torch.tensor`` puts them."""
+    """The device of a tensor, or of the first in a list; torch's default where there are lists alone."""
     parts = [x] if isinstance(x, Tensor) or not isinstance(x, Iterable) else x
     found = next((part for part in parts if isinstance(part, Tensor)), None)
     return torch.get_default_device() if found is None else found.device
@@ -105,7 +105,7 @@ def check_distinct(index: Tensor, num_tokens: int | None) -> int:
     if twice.numel():
         raise LogitlessError(
             f"Rows.at: index holds row {int(ordered[twice[0, 0]])} more than once. "
-            f"A row has one target; score further targets in calls of their own."
+            f"A row has one target; score other targets in calls of their own."
         )
     past = int(ordered[-1]) + 1 if ordered.numel() else 0
     if num_tokens is not None and num_tokens < past:

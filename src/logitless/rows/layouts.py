@@ -36,7 +36,7 @@ class Scheme(Protocol):
 
     @property
     def multiple(self) -> int:
-        """What a sample's padded length must be a multiple of."""
+        """A divisor of every sample's padded length."""
         ...
 
     @property
@@ -54,16 +54,12 @@ class Scheme(Protocol):
         ...
 
 
-SCHEME = ("rank", "size", "multiple", "by_sample", "tokens")
-"""The members of a scheme."""
-
-
 def check_scheme(cp: Any, lines: bool = False) -> None:
-    """Raise for what is no scheme, or none that cuts padded ``lines``."""
+    """Raise for an object that is no scheme, or with ``lines`` for a scheme that does not cut padded lines."""
     if cp is not None and not lines and not isinstance(cp, Scheme):
         raise LogitlessError(
-            f"Rows.packed: cp must be a Zigzag, a Contiguous or None but is {cp!r}. A scheme of your own needs "
-            f"{', '.join(SCHEME)}."
+            f"Rows.packed: cp must be a Zigzag, a Contiguous or None but is {cp!r}. A scheme of your own needs rank, "
+            f"size, multiple, by_sample, tokens."
         )
     if cp is not None and lines and not (isinstance(cp, Scheme) and cp.by_sample):
         raise LogitlessError(
@@ -101,7 +97,7 @@ class Zigzag(_Split):
 
     @property
     def multiple(self) -> int:
-        """What a sample's padded length must be a multiple of."""
+        """A divisor of every sample's padded length."""
         return 2 * self.size
 
     def tokens(self, spans: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -125,12 +121,7 @@ class Contiguous(_Split):
         size: ranks in that group.
     """
 
-    by_sample = False
-
-    @property
-    def multiple(self) -> int:
-        """What a sample's padded length must be a multiple of."""
-        return 1
+    by_sample, multiple = False, 1
 
     def tokens(self, spans: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Sample and offset of each local token, given each sample's padded length ``[N]`` and the window's."""
@@ -161,5 +152,5 @@ def round_up(n: Any, multiple: int) -> Any:
 
 
 def here(cp: Scheme | None) -> str:
-    """The rank, for an error."""
+    """The rank and the scheme, for an error."""
     return "" if cp is None else f" on rank {cp.rank} of {cp.size} ({type(cp).__name__})"

@@ -16,7 +16,7 @@ from logitless.rows.samples import Samples
 from logitless.spec import IGNORE
 
 Cut = tuple[Samples, Tensor, Tensor, Tensor]
-"""Samples, each up to its last scored token; how many places of the batch each has; sample and offset of each place."""
+"""Samples up to their last scored token; how many places of the batch each has; sample and offset of each place."""
 
 
 def samples_of_mask(
@@ -26,7 +26,7 @@ def samples_of_mask(
     cu_seqlens: Tensor | Sequence[int] | None,
     position_ids: Tensor | None,
 ) -> Cut:
-    """What precedes the first scored token is the sample's prompt: padding on the left too, which nobody reads."""
+    """Samples of a mask. What precedes the first scored token is its prompt, padding on the left included."""
     name = "Rows.from_mask"
     _check_shapes(name, "input_ids", input_ids, mask=mask, attention_mask=attention_mask, position_ids=position_ids)
     if input_ids.dim() == 1 and cu_seqlens is None and position_ids is None:
@@ -46,7 +46,7 @@ def samples_of_mask(
 
 
 def samples_of_labels(labels: Tensor, cu_seqlens: Tensor | Sequence[int] | None, position_ids: Tensor | None) -> Cut:
-    """Every label that is not -100 is scored, but for a sample's first, which no row predicts."""
+    """Samples of labels. Every label that is not -100 is scored, but for a sample's first, which no row predicts."""
     name = "Rows.from_labels"
     _check_shapes(name, "labels", labels, position_ids=position_ids)
     if labels.dim() == 1 and cu_seqlens is None and position_ids is None:
@@ -73,7 +73,7 @@ def _cut(ids: Tensor, scored: Tensor, spans: Tensor, sample: Tensor, offset: Ten
 
 
 def _within(name: str, what: str, scored: Tensor, count: int) -> Tensor:
-    """``[count]`` of a mask over a pack, which may have padding after its last sample."""
+    """The first ``count`` entries of a mask over a pack, which may have padding after its last sample."""
     if bool(scored[count:].any()):
         raise LogitlessError(f"{name}: the {what} tokens after the last sample of cu_seqlens, {count} on.")
     return scored[:count]

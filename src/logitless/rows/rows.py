@@ -24,13 +24,11 @@ from torch import Tensor
 from logitless.collectives import resolve_group
 from logitless.errors import LogitlessError
 from logitless.errors.arguments import dense, device_named, instance, one_of, refused
-from logitless.rows.agreement import check_one_batch
-from logitless.rows.exchange import GradRule, end_to_end, exchanged, whole_lengths
+from logitless.rows.exchange import GradRule, check_one_batch, end_to_end, exchanged, whole_lengths
 from logitless.rows.integers import check_distinct, device_of, integers, whole_number
 from logitless.rows.layouts import Scheme, check_scheme, here, ragged_arange, round_up
 from logitless.rows.masks import samples_of_labels, samples_of_mask
 from logitless.rows.samples import Samples, Tokens, check_samples, moved, spans_of, unpad
-from logitless.rows.shown import shown
 from logitless.spec import IGNORE, inspectable, tracked_by_autograd
 
 
@@ -254,7 +252,7 @@ class Rows:
 
     @staticmethod
     def at(index: Tensor | Sequence[int], target: Tensor | Sequence[int], num_tokens: int | None = None) -> Rows:
-        """Rows from a plain pair of lists: score ``target[i]`` under logits row ``index[i]``.
+        """Rows from two plain lists: score ``target[i]`` under logits row ``index[i]``.
 
         The index is checked once, here (one copy to the CPU if it is on an accelerator).
 
@@ -285,7 +283,13 @@ class Rows:
         return _single_sample(index, flat, tuple(target.shape), in_order=True)
 
     def __repr__(self) -> str:
-        return shown(self)
+        """One line without values, so that nothing waits for a device."""
+        number = f"{len(self)} row" + "s" * (len(self) != 1)
+        if self.response_lengths is not None:
+            number += f" of {len(self.response_lengths)} sample" + "s" * (len(self.response_lengths) != 1)
+        tokens = "any tokens" if self.token_shape is None else f"tokens {list(self.token_shape)}"
+        split = "" if self.cp is None else f", part {self.cp.rank} of {self.cp.size} ({type(self.cp).__name__})"
+        return f"Rows({number}, {tokens}{split}{'' if self.mask is None else ', masked'}, {self.index.device})"
 
     def __len__(self) -> int:
         return self.index.numel()
@@ -297,9 +301,9 @@ class Rows:
 
     @property
     def known_range(self) -> tuple[int, int] | None:
-        """Smallest and largest target, if they can be told without waiting for a device; None if not.
+        """Smallest and largest target, if they are known without waiting for a device; None if not.
 
-        Not while a CUDA graph is captured: what is replayed may have other targets in the same memory.
+        They are not known while a CUDA graph is captured: its replay may have other targets in the same memory.
         """
         target = self.target
         if self.target_range is None or torch.compiler.is_compiling() or target._version:
@@ -333,7 +337,10 @@ class Rows:
 
         Rows that ``loss_mask_only`` left out are zero. Differentiable.
         """
-        return list(self._hold(x, "split").split(self.held))
+        self._check_rows(x, "split")
+        if self.slot is not None:
+            x = x.new_zeros((sum(self.held), *x.shape[1:])).index_copy(0, self.slot, x)
+        return list(x.split(self.held))
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The inverse of :meth:`split`: ``[R]`` from one tensor per sample, an entry for each held response token."""
@@ -396,7 +403,7 @@ class Rows:
 
         Args:
             x: ``[R]`` or ``[R, ...]``, such as ``out.logprob``.
-            at: "rows": at the row that predicts, as in logits. "tokens": one further, as in ``input_ids`` and masks.
+            at: "rows": at the row that predicts, as in logits. "tokens": one place on, as in ``input_ids`` and masks.
 
         >>> rows = Rows.from_mask(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 1]]))
         >>> rows.expand(torch.tensor([1, 2])).tolist(), rows.expand(torch.tensor([3, 4]), at="tokens").tolist()
@@ -423,12 +430,6 @@ class Rows:
             raise refused("Rows.sum_by_sample: x", "a tensor of floats", x)
         lengths = torch.tensor(self.counts, dtype=torch.int64, device=x.device)
         return torch.segment_reduce(x, "sum", lengths=lengths, unsafe=True, initial=0)
-
-    def _hold(self, x: Tensor, caller: str) -> Tensor:
-        self._check_rows(x, caller)
-        if self.slot is None:
-            return x
-        return x.new_zeros((sum(self.held), *x.shape[1:])).index_copy(0, self.slot, x)
 
     def _check_rows(self, x: Tensor, caller: str) -> None:
         if dense(x, f"Rows.{caller}: x").dim() == 0 or x.shape[0] != len(self):
@@ -464,20 +465,13 @@ def _select(
     low, high = target.aminmax() if on_host else (0, 0)
     target_range = (int(low), int(high)) if on_host else None
     device = device_named(device, f"{caller}: device") if device is not None else batch.ids.device
-    computed = moved([place, target, sample, position, response, batch.totals, slot, mask], device)
-    place, target, sample, position, response, totals, slot, mask = computed
+    tensors = {"index": place, "target": target, "sample": sample, "position": position, "response": response}
+    tensors |= {"totals": batch.totals, "slot": slot, "mask": mask}
     return Rows(
-        index=place,
-        target=target,
-        sample=sample,
-        position=position,
+        **dict(zip(tensors, moved(list(tensors.values()), device), strict=True)),
         token_shape=token_shape,
         held=held,
         counts=counts,
-        totals=totals,
-        slot=slot,
-        mask=mask,
-        response=response,
         response_lengths=tuple(batch.responses.tolist()),
         spans=tuple(spans.tolist()),
         cp=cp,

@@ -66,7 +66,7 @@ class Samples:
         return running[stop.to(running.device)] - running[(stop - self.responses).to(running.device)]
 
     def fingerprints(self) -> tuple[list[str], list[str]]:
-        """Of each sample's tokens, and of its loss mask: what ranks compare. Waits for the device."""
+        """Fingerprints of each sample's tokens, and of its loss mask, for ranks to compare. Waits for the device."""
         lengths, responses = self.lengths.tolist(), self.responses.tolist()
         masks = [""] * len(self) if self.mask is None else [fingerprint(x) for x in self.mask.split(responses)]
         return [fingerprint(x) for x in self.ids.split(lengths)], masks
@@ -81,7 +81,11 @@ class Samples:
     ) -> Samples:
         check_flags(caller, loss_mask_only=loss_mask_only)
         check_samples(caller, tokens)
-        _check_lengths(caller, response_lengths)
+        if not hasattr(response_lengths, "__len__") or getattr(response_lengths, "shape", None) == ():
+            raise LogitlessError(
+                f"{caller}: response_lengths must be a list, the response tokens of each sample, but is "
+                f"{response_lengths!r}. The same for all is [n] * len(tokens)."
+            )
         responses = integers(response_lengths, f"{caller}: response_lengths").tolist()
         for sample, ids in enumerate(tokens):
             if isinstance(ids, Tensor) and (ids.dim() != 1 or not holds_integers(ids)):
@@ -106,13 +110,14 @@ class Samples:
         if loss_masks is not None:
             sequence(loss_masks, f"{caller}: loss_masks", "a list of one mask for each sample")
             _check_masks(caller, loss_masks, responses)
+            device = next((x.device for x in loss_masks if isinstance(x, Tensor)), "cpu")
+            flat = [x if isinstance(x, Tensor) else torch.tensor(x, device=device) for x in loss_masks]
+            mask = (torch.cat(flat) if flat else torch.zeros(0, device="cpu")) != 0
             # The number of scored rows depends on the mask, so a mask on an accelerator is read once, here.
-            mask = _join(loss_masks) != 0
             mask = mask.cpu() if loss_mask_only else mask
         ids = joined(tokens, lambda sample: f"{caller}: the tokens of sample {sample}")
-        lengths_N = torch.tensor(lengths, dtype=torch.int64, device="cpu")
-        responses_N = torch.tensor(responses, dtype=torch.int64, device="cpu")
-        return Samples(ids, lengths_N, responses_N, mask, loss_mask_only)
+        on_cpu = {"dtype": torch.int64, "device": "cpu"}
+        return Samples(ids, torch.tensor(lengths, **on_cpu), torch.tensor(responses, **on_cpu), mask, loss_mask_only)
 
 
 def check_samples(caller: str, tokens: Any) -> None:
@@ -126,15 +131,6 @@ def check_samples(caller: str, tokens: Any) -> None:
         raise LogitlessError(
             f"{caller}: tokens must be a list of samples, each a list or 1-D tensor of ids, but is {came}. One sample "
             f"is [tokens]; samples that are already end to end in one tensor are tokens.split(lengths)."
-        )
-
-
-def _check_lengths(caller: str, response_lengths: Any) -> None:
-    """Raise for one number where a list of lengths is wanted."""
-    if not hasattr(response_lengths, "__len__") or getattr(response_lengths, "shape", None) == ():
-        raise LogitlessError(
-            f"{caller}: response_lengths must be a list, the response tokens of each sample, but is "
-            f"{response_lengths!r}. The same for all is [n] * len(tokens)."
         )
 
 
@@ -183,9 +179,9 @@ def _counts(tokens: Tensor, lengths: Sequence[int] | None) -> Tensor:
     num, width = tokens.shape
     counts = None if lengths is None else integers(lengths, "Rows.padded: lengths").cpu()
     if counts is None or len(counts) != num:
-        came = "no lengths" if counts is None else f"{len(counts)} lengths"
+        came = "no" if counts is None else len(counts)
         raise LogitlessError(
-            f"Rows.padded: tokens is one tensor of {num} lines but there are {came}. Pass attention_mask=, or "
+            f"Rows.padded: tokens is one tensor of {num} lines but there are {came} lengths. Pass attention_mask=, or "
             f"lengths=, how many tokens each line has without its padding, or use "
             f"Rows.from_mask(input_ids, completion_mask)."
         )
@@ -276,16 +272,8 @@ def spans_of(
     return spans, int(starts[-1])
 
 
-def _join(masks: Sequence[Tensor | Sequence[int]]) -> Tensor:
-    """Masks, end to end in one tensor."""
-    if not len(masks):
-        return torch.zeros(0, device="cpu")
-    device = next((x.device for x in masks if isinstance(x, Tensor)), "cpu")
-    return torch.cat([x if isinstance(x, Tensor) else torch.tensor(x, device=device) for x in masks])
-
-
 def moved(tensors: Sequence[Tensor | None], device: torch.device) -> list[Any]:
-    """Integers and masks on a device: what has to go there from a CPU goes in one copy, in the order given."""
+    """Integers and masks on a device: those that must go there from a CPU go in one copy, in the order given."""
     going = [x for x in tensors if x is not None and x.device.type == "cpu" and device.type != "cpu"]
     if not going:
         return [None if x is None else x.to(device) for x in tensors]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +20,9 @@ NOTHING = contextlib.nullcontext()
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, *, wide: bool, add: bool = False, tf32: bool = False) -> None:
-    """``out = a @ b``, or ``out += a @ b``, summed in at least float32 and rounded once to ``out``'s dtype.
-
-    Args:
-        wide: whether the library writes float32 sums of 16-bit operands.
-    """
-    # What the library writes itself: results in the operands' dtype, and float32 sums of 16-bit operands.
+    """``out = a @ b``, or ``out += a @ b``, summed in at least float32 and rounded once to ``out``'s dtype. ``wide``
+    says that the library writes float32 sums of 16-bit operands."""
+    # The library itself writes results in the operands' dtype, and float32 sums of 16-bit operands.
     written = a.dtype == out.dtype or (a.dtype.itemsize == 2 and out.dtype == torch.float32)
     if wide and a.dtype.itemsize == 2:
         columns, depth = _beyond(b.shape[1]), _beyond(a.shape[1]) if a.stride(1) == 1 else 0
@@ -36,10 +34,10 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, wide: bool, add: bool = False
             multiply(a[:, :-depth], b[:-depth], out, wide=True, add=add)
             multiply(a[:, -depth:], b[-depth:], out, wide=True, add=True)
             return
-        # In two parts a sum would be rounded to 16 bits twice.
+        # A sum in two parts would be rounded to 16 bits twice.
         written = written and not depth
     if wide and a.is_meta:
-        # Nothing is computed there, and the library allocates nothing but what has to be rounded or widened after it.
+        # On the meta device nothing is computed; only a result that is rounded or widened afterwards is allocated.
         if not written:
             torch.empty((a.shape[0], b.shape[1]), dtype=_wide(a.dtype), device=a.device)
         return
@@ -49,7 +47,8 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, wide: bool, add: bool = False
             multiply(a, b, product, wide=True, tf32=tf32)
             out.add_(product) if add else out.copy_(product)
         elif wide and out.dtype != a.dtype:
-            _multiply_wide(a, b, out, add)
+            written_to: Any = {"out_dtype": out.dtype, "out": out}
+            torch.addmm(out, a, b, **written_to) if add else torch.mm(a, b, **written_to)
         elif wide or a.dtype == out.dtype == _wide(out.dtype):
             torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
         else:
@@ -61,10 +60,10 @@ FIXED_ROWS = 1024
 """Rows of a product whose bits must not depend on how many there are."""
 
 FEW_ROWS = (64, 256)
-"""Rows of such a product where there are no more: an engine's steps have few, and 1024 would cost them milliseconds."""
+"""Fewer rows for such products: an engine's steps have few, and 1024 would cost them milliseconds."""
 
 FIXED_TILE = (64, 128)
-"""Rows and columns of such a product on a CPU, whose library adds up in an order that depends on both."""
+"""Rows and columns of such a product on a CPU, whose library adds up in an order that depends on both numbers."""
 
 
 def multiply_fixed(a: Tensor, b: Tensor, out: Tensor, *, wide: bool, tf32: bool = False, small: bool = False) -> None:
@@ -105,17 +104,12 @@ def add_rows(x: Tensor, out: Tensor, *, wide: bool) -> None:
 
 
 def _beyond(extent: int) -> int:
-    """How much of an extent lies beyond whole pieces of 16-bit numbers, if it has any: the library takes a kernel that
-    is four times slower where a row of an operand or of the result is not made of such pieces."""
+    """The remainder of an extent beyond whole pieces of 16-bit numbers; 0 where it has no whole piece.
+
+    The library takes a kernel that is four times slower where a row of an operand or of the result has a remainder.
+    """
     step = PIECE // 2
     return extent % step if extent > step else 0
-
-
-def _multiply_wide(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
-    if add:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)  # pyright: ignore[reportCallIssue]
-    else:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)  # pyright: ignore[reportCallIssue]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -123,8 +117,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _no_autocast(a: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Autocast would round the operands, and on CPU the product, of what is meant to be summed in float32."""
-    # Asked first: switching costs as much as a launch.
+    """A context without autocast, which would round the operands, and on CPU the product, to 16 bits."""
+    # Switching costs as much as a launch, and is spared where autocast is off.
     on = not a.is_meta and torch.is_autocast_enabled(a.device.type)
     return torch.autocast(a.device.type, enabled=False) if on else NOTHING
 
@@ -137,9 +131,8 @@ def _float32_products(a: Tensor, tf32: bool) -> contextlib.AbstractContextManage
 def _switched(tf32: bool) -> Iterator[None]:
     switches = torch.backends.cuda.matmul
     # The name of the switch changed in torch 2.9, and mixing the two raises.
-    name, value = (
-        ("fp32_precision", "tf32" if tf32 else "ieee") if hasattr(switches, "fp32_precision") else ("allow_tf32", tf32)
-    )
+    name = "fp32_precision" if hasattr(switches, "fp32_precision") else "allow_tf32"
+    value = tf32 if name == "allow_tf32" else "tf32" if tf32 else "ieee"
     before = getattr(switches, name)
     setattr(switches, name, value)
     try:

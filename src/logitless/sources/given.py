@@ -61,6 +61,6 @@ def gradient_buffer(
         return problem.logits, problem.index
     shape = (logits.shape[:-1].numel(), logits.shape[-1])
     if index is None and problem.index is not None:
-        # Rows in order, but with gaps between those of the logits.
+        # All rows are scored in order, but the logits have gaps between their rows, and the buffer has none.
         index = torch.arange(shape[0], device=logits.device)
     return torch.empty(shape, dtype=dtype, device=logits.device), index

@@ -27,16 +27,16 @@ class Projection:
 
     Attributes:
         hidden: ``[R, D]`` selected rows.
-        weight: ``[V, D]``, hidden's dtype; of a wider weight that was cut in two, the large part of each number.
-        low: ``[V, r]`` further columns of the weight, and then hidden is ``[R, D + r]``: a LoRA; or None.
+        weight: ``[V, D]``, hidden's dtype; of operands in parts, both are the large part of each number.
+        low: ``[V, r]`` more columns of the weight, of a LoRA, and then hidden is ``[R, D + r]``; or None.
         bias: ``[V]`` or None.
         column: ``[R]`` as in :class:`~logitless.backends.contract.Problem`.
         gain: ``[R]`` factor of each row's logits.
-        call: what is to be done with them.
+        call: the call that asks for the logits.
         backend: the call's backend.
         tf32: whether float32 operands are multiplied in TF32.
-        twice, both: ``[R, 2 D]`` hidden rows beside themselves, and ``[V, 2 D]`` the small and the large parts of a
-            float32 weight, whose product are the logits; None where hidden and weight are.
+        row_parts, weight_parts: ``[R, parts * D]`` and ``[V, parts * D]``, whose product are the logits; None where
+            that of hidden and weight are.
         found: whether every row is known to have its target among the columns.
     """
 
@@ -49,60 +49,69 @@ class Projection:
     backend: Backend
     low: Tensor | None = None
     tf32: bool = False
-    twice: Tensor | None = None
-    both: Tensor | None = None
+    row_parts: Tensor | None = None
+    weight_parts: Tensor | None = None
     found: bool = False
 
     @staticmethod
     def of(
         rows: Tensor, operands: Operands, column: Tensor, call: Call, found: bool = False, multiplied: bool = True
     ) -> Projection:
-        """The rows ``[R, D]`` of a call, with the head of its operands; and whether their product will be made."""
+        """The rows ``[R, D]`` of a call, with the head of its operands; ``multiplied`` where their product is made."""
         weight, bias, low = operands.weight, operands.bias, operands.b
         assert weight is not None
         require_weight(weight, call)
         bias, low = (None if x is None else x.detach() for x in (bias, low))
-        tf32 = call.linear is not None and call.linear.tf32
+        tf32 = call.linear is not None and (call.linear.tf32 or call.linear.precision == "tf32")
         p = Projection(rows, weight.detach(), bias, column, call.gain, call, call.backend, low, tf32, found=found)
-        # Elsewhere operands are widened in copies.
-        whole = weight.dtype == rows.dtype or not (call.machine.wide_products or call.apart is None)
-        return p if whole or not multiplied else p.in_two_parts()
+        return p.in_parts() if multiplied else p
 
-    def in_two_parts(self) -> Projection:
-        """The same with a float32 weight as a sum of two of hidden's dtype, which one product adds up.
+    def in_parts(self) -> Projection:
+        """The same with float32 operands as sums of parts of 16 bits, where the call says so. One product adds them up:
+
+            [x, x]         @ [small, large].T             a float32 weight
+            [small, x, x]  @ [large, small, large].T      float32 rows, too; small times small is left out
 
         The small parts come first: then they are not lost in what the large ones have summed up to.
         """
-        width = self.hidden.shape[1]
-        both = self.empty((len(self.weight), 2 * width), self.hidden.dtype)
-        for rows in pieces(len(both), SLAB, both.is_meta):
-            small, large = both[rows].split(width, 1)
-            large.copy_(self.weight[rows])
-            small.copy_(self.weight[rows] - large)
-        twice = torch.cat([self.hidden, self.hidden], 1)
-        return replace(self, hidden=twice[:, :width], twice=twice, weight=both[:, width:], both=both)
+        # Elsewhere a float32 weight is multiplied as it is, and hidden states are widened in copies.
+        split = self.call.parts == 3 or self.call.machine.wide_products or self.call.apart is None
+        if self.call.parts == 1 or not split:
+            return self
+        width, parts, large = self.hidden.shape[1], self.call.parts, self.hidden.to(self.call.dtype)
+        first = [] if parts == 2 else [(self.hidden - large).to(large.dtype)]
+        rows = torch.cat([*first, large, large], 1)
+        weight = self.empty((len(self.weight), parts * width), large.dtype)
+        for some in pieces(len(weight), SLAB, weight.is_meta):
+            *first, small, large = weight[some].split(width, 1)
+            large.copy_(self.weight[some])
+            small.copy_(self.weight[some] - large)
+            for part in first:
+                part.copy_(large)
+        own = {"hidden": rows[:, -width:], "row_parts": rows, "weight": weight[:, -width:], "weight_parts": weight}
+        return replace(self, **own)
 
     def cut(self, start: int, stop: int) -> Projection:
-        """Rows ``start .. stop`` of it."""
+        """Rows ``start .. stop`` of the projection."""
         if (start, stop) == (0, len(self.hidden)):
             return self
-        rows = {name: getattr(self, name) for name in ("hidden", "twice", "column", "gain")}
+        rows = {name: getattr(self, name) for name in ("hidden", "row_parts", "column", "gain")}
         return replace(self, **{name: x[start:stop] for name, x in rows.items() if x is not None})
 
     def padded(self, multiple: int) -> Projection:
-        """The same rows, and as many rows to be skipped as make a multiple."""
+        """The projection with as many rows to be skipped behind its rows as make a multiple."""
         pad, missing = torch.nn.functional.pad, -len(self.hidden) % multiple
         return replace(
             self,
             hidden=pad(self.hidden, (0, 0, 0, missing)),
-            twice=None if self.twice is None else pad(self.twice, (0, 0, 0, missing)),
+            row_parts=None if self.row_parts is None else pad(self.row_parts, (0, 0, 0, missing)),
             column=pad(self.column, (0, missing), value=SKIP),
             gain=pad(self.gain, (0, missing), value=1.0),
             found=self.found and not missing,
         )
 
     def problem(self, logits: Tensor, memory: int, first: int = 0) -> Problem:
-        """What a backend sees, where ``logits`` are those of all rows and of the columns from ``first`` on."""
+        """The problem that a backend gets, of logits of all rows and of the columns from ``first`` on."""
         return Problem(
             logits=logits,
             index=None,
@@ -119,19 +128,15 @@ class Projection:
         )
 
     def whole(self, memory: Tensor, elementwise: int, column: Tensor | None = None) -> Problem:
-        """What a backend sees of whole rows, whose logits lie at the start of flat memory.
-
-        Args:
-            column: of the targets, where it is another than the rows' own.
-        """
+        """The problem of whole rows, whose logits lie at the start of flat memory; ``column`` is of other targets."""
         p = self if column is None else replace(self, column=column)
         return p.problem(rows_in(memory, len(self.hidden), self.call.columns), elementwise)
 
     def product(self, columns: slice) -> Product:
-        """All rows and those columns, for a kernel that multiplies them itself."""
+        """All rows and some columns, for a kernel that multiplies them itself."""
         return Product(
-            self.hidden if self.twice is None else self.twice,
-            self.weight[columns] if self.both is None else self.both[columns],
+            self.hidden if self.row_parts is None else self.row_parts,
+            (self.weight if self.weight_parts is None else self.weight_parts)[columns],
             None if self.bias is None else self.bias[columns],
             self.column,
             self.gain,
@@ -146,7 +151,7 @@ class Projection:
 
     @property
     def products(self) -> Products:
-        """Kernels that multiply and end in a softmax; only where the plan says that they are there."""
+        """Kernels that multiply and end in a softmax; asked for only where the plan says that the backend has them."""
         return self.backend.products
 
     def multiply(self, a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
@@ -170,8 +175,8 @@ class Projection:
         wide = out if self.bias is None and self.low is None else out.to(self.gain.dtype)
         x, y = self.parts(self.hidden)
         a, b = x, self.weight[columns]
-        if self.twice is not None and self.both is not None:
-            a, b = self.twice, self.both[columns]
+        if self.row_parts is not None and self.weight_parts is not None:
+            a, b = self.row_parts, self.weight_parts[columns]
         fixed = self.call.bits == "canonical"
         self.multiply_fixed(a, b, wide) if fixed else self.multiply(a, b.T, wide)
         if self.low is not None and y is not None and fixed:
@@ -186,7 +191,7 @@ class Projection:
             out.copy_(wide)
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Of hidden rows, or their gradient: the columns that belong to the weight, and those of a LoRA."""
+        """The columns of hidden rows, or of their gradient, that belong to the weight, and those of a LoRA."""
         size = self.weight.shape[1]
         return (x, None) if self.low is None else (x[:, :size], x[:, size:])
 
@@ -209,15 +214,19 @@ class Projection:
         out.copy_(total)
 
     def add_low(self, d_z: Tensor, rows: Tensor, out: Tensor | None) -> None:
-        """``out += d_z.T @ y``, where there is a LoRA and y is its part of hidden rows."""
+        """``out += d_z.T @ y``, where y are the columns of hidden rows that belong to a LoRA, if there is one."""
         y = self.parts(rows)[1]
         if out is not None and y is not None:
             self.multiply(d_z.T, y, out, add=True)
 
     def like_weight(self) -> Tensor:
         """Memory of the size and dtype of the weight that the caller gave."""
-        dtype = self.call.weight_dtype or self.weight.dtype
-        return torch.empty(self.weight.shape, dtype=dtype, device=self.weight.device)
+        return torch.empty(self.weight.shape, dtype=self.weight_dtype, device=self.weight.device)
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of the weight that the caller gave."""
+        return self.weight.dtype if self.call.parts == 1 else torch.float32
 
     def empty_tile(self, tiles: Tiles) -> Tensor:
         """Flat memory of one tile of logits."""
@@ -256,7 +265,7 @@ def rows_in(memory: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def require_weight(weight: Tensor, call: Call) -> None:
-    """Raise where a weight that forward had is gone."""
+    """Raise where ZeRO-3 or FSDP1 has let go of the weight since forward."""
     if weight.dim() != 2:
         raise released(call.caller, list(weight.shape))
 
@@ -273,7 +282,7 @@ def gathered_tokens(hidden: Tensor, call: Call) -> Tensor:
 
 
 def selected_rows(operands: Operands, call: Call) -> Tensor:
-    """``[R, D]`` hidden states of the rows: a copy, small beside what it saves, unless the rows are all in order. With
+    """``[R, D]`` hidden states of the rows: a copy, small beside the logits, unless the rows are all in order. With
     a LoRA ``[R, D + r]``, and always a copy."""
     assert operands.hidden is not None
     tokens = gathered_tokens(operands.hidden, call)
@@ -307,7 +316,8 @@ def hidden_gradients(
 
 def hidden_gradient(rows: Tensor, shape: torch.Size, call: Call) -> Tensor:
     """Gradient of the tokens from that of the selected rows, summed over the group as the call asks."""
-    tokens = rows
+    # In parts the operands are 16 bits, and so are their gradients' numbers; the caller's hidden states are not.
+    tokens = rows = rows.float() if call.parts == 3 else rows
     if call.index is not None:
         num_tokens = shape[:-1].numel() * (call.group.size() if is_split(call) else 1)
         tokens = rows.new_zeros((num_tokens, shape[-1])).index_copy_(0, call.index, rows)

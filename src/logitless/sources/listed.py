@@ -1,6 +1,6 @@
 """Single logits of a row: of the ids that a sampler kept, or that a teacher sent. No product with the vocabulary.
 
-    forward     x[e] = hidden[row[e]] . weight[id[e]]  for every entry; of given logits, a lookup
+    forward     x[e] = hidden[row[e]] . weight[id[e]]  for every entry; where logits exist, a lookup
     backward    dx[e]  ->  d_hidden[row] = sum of dx[e] weight[id[e]]        entries in the order of rows
                            d_weight[id] = sum of dx[e] hidden[row[e]]        entries sorted by id, once
 
@@ -16,22 +16,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.call import Call, Operands
+from logitless.call import PLAIN, Call, Operands
+from logitless.call.checks import vocabulary
 from logitless.collectives import sum_over
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.notes import explained
+from logitless.operands import Kept, Logits, Teacher, Teachers
+from logitless.readings.over_support import rows_of
 from logitless.readings.support import Entries, KeptLogits, Support, write_kept
 from logitless.sources.given import as_matrix, given_problem, gradient_buffer
 from logitless.sources.linear import gathered_tokens, is_split, reduced_gradient, require_weight
+from logitless.sources.teachers import members_of, own_call, own_gain, own_operands, source_columns
 from logitless.spec import IGNORE
 
 
 def entry_logits(operands: Operands, support: Support, read: Tensor, call: Call, whole: bool = True) -> Tensor:
-    """``[E]`` raw logits of a support's entries, with a graph; 0 for second copies and where ``read`` is False.
-
-    Args:
-        whole: sum over the shards of a vocabulary group, of which one has each id; otherwise 0 where it is elsewhere.
-    """
+    """``[E]`` raw logits of a support's entries, with a graph; 0 for second copies and where ``read`` is False. With
+    ``whole`` they are summed over the shards of a vocabulary group; without, ids of other shards have 0, too."""
     vectors = (*support.entries, support.lengths, read)
     return _EntryLogits.apply(*operands[:4], *vectors, call, whole)  # pyright: ignore[reportReturnType]
 
@@ -47,30 +48,30 @@ def id_logits(operands: Operands, ids: Tensor, call: Call) -> Tensor:
 
 
 class _Saved(NamedTuple):
-    """What backward needs, by name."""
+    """Tensors for backward, by name."""
 
     logits: Tensor | None
     hidden: Tensor | None
     weight: Tensor | None
     row: Tensor
     ids: Tensor
-    first: Tensor
+    once: Tensor
     is_target: Tensor
     lengths: Tensor
     read: Tensor
 
     def support(self, call: Call) -> Support:
-        entries = Entries(self.row, self.ids, self.first, self.is_target)
+        entries = Entries(self.row, self.ids, self.once, self.is_target)
         return Support(call.rows.target, entries, self.lengths, call.start, call.vocab_size)
 
     def place(self, call: Call) -> tuple[Tensor, Tensor]:
-        """Of each entry among the columns here, and whether it is one of them and read."""
+        """The place of each entry among the columns here, and whether it is one of them and read."""
         column, here = place_of(self.support(call), call)
         return column, here & self.read
 
 
 class _EntryLogits(torch.autograd.Function):
-    """The seam to autograd of single logits: plain functions of this file do the work."""
+    """The seam between autograd and the plain functions of this file."""
 
     @staticmethod
     def forward(
@@ -89,7 +90,10 @@ class _EntryLogits(torch.autograd.Function):
             assert weight is not None
             raw = raw_logits(gathered_tokens(hidden, call), weight, bias, support, place, call)
         else:
-            raw = _looked_up(logits, support, place, call)
+            matrix, index = as_matrix(logits.detach(), call.index, call.caller)
+            at = support.entries.row if index is None else index[support.entries.row]
+            raw = matrix[at, place[0]].to(call.gain.dtype) if call.columns else call.gain.new_zeros(len(at))
+            raw = torch.where(place[1], raw, 0.0)
         ctx.save_for_backward(*saved)
         # The buffer for the weight's gradient is in the call and not saved: others may add to it before backward does.
         ctx.unchanged = call.unchanged()
@@ -120,24 +124,15 @@ class _EntryLogits(torch.autograd.Function):
 
 
 def spent(caller: str) -> LogitlessError:
-    """What a second backward through overwritten logits raises."""
+    """The error of a second backward through overwritten logits."""
     return LogitlessError(
         f"{caller}: second backward through a call with overwrite=True, but the first one has replaced the logits by "
         f"their gradient, or begun to. Use overwrite=False to keep the graph, or run forward again."
     )
 
 
-def _looked_up(logits: Tensor, support: Support, place: tuple[Tensor, Tensor], call: Call) -> Tensor:
-    """``[E]`` logits of the entries out of those that exist; 0 where they are not here."""
-    matrix, index = as_matrix(logits.detach(), call.index, call.caller)
-    column, asked = place
-    at = support.entries.row if index is None else index[support.entries.row]
-    raw = matrix[at, column].to(call.gain.dtype) if call.columns else call.gain.new_zeros(len(at))
-    return torch.where(asked, raw, 0.0)
-
-
 def _given_gradient(entries: KeptLogits, d_raw: Tensor, logits: Tensor, call: Call) -> Tensor:
-    """Of logits that exist: 0 but at the entries, in a buffer of its own or over them."""
+    """Gradient of logits that exist: 0 but at the entries, in a buffer of its own or over the logits."""
     problem = given_problem(logits, call.index, call.column, call.gain, call)
     out, out_index = gradient_buffer(logits, call.index, problem, logits.dtype, call.overwrite)
     out.zero_()
@@ -146,29 +141,24 @@ def _given_gradient(entries: KeptLogits, d_raw: Tensor, logits: Tensor, call: Ca
 
 
 def _head_gradients(ctx: Any, entries: KeptLogits, d_raw: Tensor, saved: _Saved, call: Call) -> tuple[Any, ...]:
-    """Of hidden states, weight and bias."""
+    """Gradients of hidden states, weight and bias."""
     hidden, weight = saved.hidden, saved.weight
     assert hidden is not None
     assert weight is not None
     _, want_hidden, want_weight, want_bias, *_ = ctx.needs_input_grad
     require_weight(weight, call)
     d_hidden = tokens_gradient(entries, d_raw, hidden, weight, call) if want_hidden else None
-    d_weight, d_bias = None, None
+    d_weight = d_bias = None
     if want_weight or want_bias:
         by_id = ById.of(entries, d_raw, call)
-        # The bias first: where it fails, the caller's buffer is as it was.
+        # The bias comes first: where it fails, the caller's buffer is as it was.
         d_bias = by_id.bias_gradient(weight, ctx.bias_dtype) if want_bias else None
         d_weight = by_id.weight_gradient(hidden, weight) if want_weight else None
     return d_hidden, d_weight, d_bias
 
 
 def raw_logits(
-    tokens: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    support: Support,
-    place: tuple[Tensor, Tensor],
-    call: Call,
+    tokens: Tensor, weight: Tensor, bias: Tensor | None, support: Support, place: tuple[Tensor, Tensor], call: Call
 ) -> Tensor:
     """``[E]`` logits of all entries as the head's product would have them; 0 where ``place`` says they are not here."""
     column, asked = place
@@ -183,34 +173,29 @@ def raw_logits(
 
 
 def place_of(support: Support, call: Call) -> tuple[Tensor, Tensor]:
-    """Each id's place among the columns here, and whether it is one of them. A second copy of an id is nowhere."""
+    """Each id's place among the columns here, and whether it is one of them. A second copy of an id is not."""
     column, here = support.place(0, call.columns)
-    return column, here & support.entries.first
+    return column, here & support.entries.once
 
 
 def tokens_gradient(logits: KeptLogits, d_raw: Tensor, hidden: Tensor, weight: Tensor, call: Call) -> Tensor:
-    """Of hidden, in its shape, from that of the entries' logits."""
+    """Gradient of hidden, in its shape, from that of the entries' logits."""
     shape, split = hidden.shape, is_split(call)
     num_tokens = shape[:-1].numel() * (call.group.size() if split else 1)
     tokens = torch.empty((num_tokens, shape[-1]), dtype=hidden.dtype, device=hidden.device)
     ends = torch.nn.functional.pad(logits.lengths.cumsum(0), (1, 0))
     if call.columns and call.num_rows:
-        call.backend.sums(
-            d_raw, weight.detach(), logits.column, ends, tokens, call.index, add=False, memory=call.memory
-        )
+        column, index = logits.column, call.index
+        call.backend.sums(d_raw, weight.detach(), column, ends, tokens, index, add=False, memory=call.memory)
     else:
         tokens.zero_()
     return reduced_gradient(tokens, shape, call)
 
 
 class ById(NamedTuple):
-    """Entries sorted by the id's column here; those that are elsewhere, second copies or left out come last.
+    """Entries sorted by the id's column here; ids of other shards, second copies and rows left out come last.
 
-    Attributes:
-        d_raw, row: of the sorted entries.
-        column: sorted.
-        starts: ``[columns + 1]`` where the entries of each column begin.
-        call: what was asked for.
+    ``starts`` ``[columns + 1]`` says where the entries of each column begin.
     """
 
     d_raw: Tensor
@@ -221,7 +206,7 @@ class ById(NamedTuple):
 
     @staticmethod
     def of(logits: KeptLogits, d_raw: Tensor, call: Call) -> ById:
-        # Half the bits take half the passes of a sort.
+        # Columns of half the bits take half the passes of a sort.
         column = torch.where(logits.here, logits.column, call.columns).to(torch.int32)
         column, order = column.sort(stable=True)
         bounds = torch.arange(call.columns + 1, device=column.device, dtype=torch.int32)
@@ -238,30 +223,81 @@ class ById(NamedTuple):
 
     def weight_gradient(self, hidden: Tensor, weight: Tensor) -> Tensor | None:
         """Dense, unless rows were asked for; None where it was added to the caller's buffer."""
-        call, backend = self.call, self.call.backend
+        call, linear = self.call, self.call.linear
+        assert linear is not None
         tokens = gathered_tokens(hidden, call)
         at = self.row if call.index is None else call.index[self.row]
-        linear = call.linear
-        assert linear is not None
-        buffer = linear.weight_grad
-        if buffer is not None:
-            if call.columns:
-                out = buffer[: call.columns]
-                backend.sums(self.d_raw, tokens, at, self.starts, out, add=True, memory=call.memory, uneven=True)
+
+        def write(out: Tensor, starts: Tensor, add: bool = False) -> None:
+            """The gradient of one row of the weight for each row of ``out``."""
+            if len(out):
+                memory = call.memory
+                call.backend.sums(self.d_raw, tokens, at, starts, out, add=add, memory=memory, uneven=True)
+
+        if linear.weight_grad is not None:
+            write(linear.weight_grad[: call.columns], self.starts, add=True)
             return None
         if linear.sparse_weight_grad:
-            # The one place that asks the device how many different ids there are.
+            # A sparse gradient is the one place that asks the device how many different ids there are.
             ids = self.column[: int(self.starts[-1])].unique_consecutive().to(torch.int64)
-            starts = torch.cat([self.starts[ids], self.starts[-1:]])
             values = torch.empty((len(ids), weight.shape[1]), dtype=weight.dtype, device=weight.device)
-            if len(ids):
-                backend.sums(self.d_raw, tokens, at, starts, values, add=False, memory=call.memory, uneven=True)
-            # In so many words, or torch warns that nobody said whether to check.
+            write(values, torch.cat([self.starts[ids], self.starts[-1:]]))
+            # Torch warns where nobody says whether to check.
             with torch.sparse.check_sparse_tensor_invariants(False):
                 return torch.sparse_coo_tensor(ids[None], values, weight.shape, is_coalesced=True)
         out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-        if call.columns:
-            into = out[: call.columns]
-            backend.sums(self.d_raw, tokens, at, self.starts, into, add=False, memory=call.memory, uneven=True)
+        write(out[: call.columns], self.starts)
         out[call.columns :].zero_()
         return out
+
+
+# Single logits of teachers, over the ids that samplers kept.
+
+
+def entries_of(given: Teacher | Teachers, support: Support, read: Tensor, call: Call) -> Tensor:
+    """``[E]`` logits in float64 of each row's own teacher, transformed; -inf for ids that the teacher does not have."""
+    members, row = members_of(given), support.entries.row
+    total = call.gain.new_zeros((2, len(row)))
+    gain, squash = torch.ones_like(total[0], dtype=torch.float64), torch.zeros_like(total[0], dtype=torch.float64)
+    for number, member in enumerate(members):
+        mine = torch.ones_like(read) if isinstance(given, Teacher) else given.which[row] == number
+        total += torch.where(mine, _member_entries(member, support, read & mine, call), 0.0)
+        gain = torch.where(mine, own_gain(member, call, torch.float64)[row], gain)
+        squash = torch.where(mine, (member.head or PLAIN).squash, squash)
+    raw, has = (total if call.group is None else sum_over(call.group, total)).double()
+    z = gain * torch.where(squash == 0, raw, torch.tanh(raw * squash))
+    return torch.where(has > 0, z, -torch.inf)
+
+
+def _member_entries(teacher: Teacher, support: Support, read: Tensor, call: Call) -> Tensor:
+    """``[2, E]`` raw logits of one teacher's columns that are here, and 1 where the column is here."""
+    _, columns = vocabulary(call.caller, teacher.width, teacher.head or PLAIN, call.shard)
+    column, here = support.place(0, columns)
+    source = source_columns(teacher, call, columns)
+    if source is not None:
+        ids = support.entries.ids
+        column = torch.where((ids >= 0) & (ids < len(source)), source[ids.clamp(0, len(source) - 1)], -1)
+        here, column = column >= 0, column.clamp_min(0)
+    if isinstance(teacher.logits, Logits):
+        operands, own = own_operands(teacher), own_call(teacher, call, columns, call.gain)
+        assert operands.weight is not None
+        tokens, place = gathered_tokens(teacher.tokens, call), (column, here & read)
+        raw = raw_logits(tokens, operands.weight, operands.bias, support, place, own)
+    else:
+        logits = teacher.tokens.reshape(-1, teacher.width)
+        at = call.rows.index[support.entries.row]
+        raw = logits[at, column].to(call.gain.dtype) if columns else call.gain.new_zeros(len(at))
+    return torch.stack([torch.where(here & read, raw, 0.0), here.to(raw.dtype)])
+
+
+def kept_of(given: Teacher | Teachers) -> Kept | None:
+    """The ids that each row's own teacher kept; None where it is taken over the student's ids."""
+    kept = [x.kept for x in members_of(given) if x.kept is not None]
+    if isinstance(given, Teacher) or not kept:
+        return kept[0] if kept else None
+    row = torch.cat([rows_of(x, torch.arange(len(x.lengths), device=x.ids.device)) for x in kept])
+    number = torch.cat([torch.full_like(x.ids, i) for i, x in enumerate(kept)])
+    mine = number == given.which[row]
+    order = row[mine].argsort(stable=True)
+    lengths = torch.stack([x.lengths for x in kept]).gather(0, given.which[None])[0]
+    return Kept(torch.cat([x.ids for x in kept])[mine][order], lengths)

@@ -1,4 +1,4 @@
-"""Errors of a teacher that does not go with the student's call, before anything runs."""
+"""Checks of a teacher against the student's call, before anything runs."""
 
 from __future__ import annotations
 
@@ -82,14 +82,13 @@ def check_teachers(call: Call, tokens: Tensor, given: Any) -> None:
     if call.kind is not None and call.kind.kind == "reverse_kl" and call.shard is None and min(sizes) < call.columns:
         raise LogitlessError(
             f"{name}: the teacher has {min(sizes)} ids and the student {call.columns}, so that KL(student || teacher) "
-            f"is "
-            f"infinite. Compare over the ids that both have, with head=Head(vocab_size={min(sizes)}), or take another "
-            f"divergence: all others are finite."
+            f"is infinite. Compare over the ids that both have, with head=Head(vocab_size={min(sizes)}), or take "
+            f"another divergence: all others are finite."
         )
 
 
 def _check_at(teacher: Teacher, at: Tensor, call: Call) -> None:
-    """Raise for tokens beside the rows that are not there."""
+    """Raise for ``at`` that is not one token of the teacher for each row."""
     name, count = call.caller, teacher.tokens.shape[:-1].numel()
     if call.linear is not None and call.linear.sequence_parallel and call.group is not None:
         count *= call.group.size()
@@ -106,8 +105,7 @@ def _check_at(teacher: Teacher, at: Tensor, call: Call) -> None:
 
 
 def _check_tails(call: Call, members: Sequence[Teacher]) -> None:
-    """Raise for teachers that say different things of ids that only they have, and for a divergence that those ids
-    make infinite."""
+    """Raise for teachers with different tails, and for a divergence that ids without a student's make infinite."""
     if len({x.tail for x in members}) > 1:
         raise LogitlessError(f"{call.caller}: members have different tail=. Call once for each of them.")
     if call.kind is None or call.kind.alone < float("inf") or not any(x.tail == "bucket" for x in members):

@@ -2,7 +2,7 @@
 
     Teacher, Teachers  ->  TeacherRows: rows grouped by teacher  ->  problem(memory, first, like)
 
-Whatever a teacher is (a head, logits that exist, another vocabulary) ends here: below there are two matrices of logits.
+All forms of a teacher (a head, logits that exist, another vocabulary) end here: a backend sees two matrices of logits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from logitless.backends.contract import Problem
 from logitless.call import PLAIN, Call, Operands
 from logitless.call.checks import vocabulary
-from logitless.call.resolve import autocast_dtype
+from logitless.call.resolve import autocast_dtype, in_three_parts
 from logitless.collectives import sum_over
 from logitless.errors import LogitlessError
 from logitless.machine import SLAB, pieces
@@ -39,7 +39,7 @@ class Part:
         logits, index: logits of all tokens, and which of them the rows are; None where there is a head.
         source: ``[V]`` column of the teacher for each of the student's columns here, -1 for none; None for the same.
         columns: the student's columns here that have one of the teacher's, where ``source`` is None.
-        nothing: the raw logit of a column that the teacher has not: its gain makes -inf of it.
+        nothing: the raw logit of a column that the teacher does not have: its gain makes -inf of it.
         mapped: the projection with the rows of the weight in the order of ``source``, where there is room for them.
         place: ``[rows]`` on the CPU, ascending: which of the projection's rows each row is; None for one each.
     """
@@ -56,13 +56,13 @@ class Part:
 
     @property
     def height(self) -> int:
-        """Rows of logits that it writes."""
+        """Rows of logits that the part writes."""
         if self.place is None or not len(self.place):
             return self.rows.stop - self.rows.start
         return int(self.place[-1]) + 1
 
     def cut(self, within: slice, rows: slice) -> Part:
-        """Some of its rows, which are then at ``rows``."""
+        """Some rows of the part, which are then at ``rows``."""
         index = None if self.index is None else self.index[within]
         place, taken = self.place, within
         if place is not None:
@@ -73,9 +73,9 @@ class Part:
         return replace(self, rows=rows, projection=p, mapped=mapped, index=index, place=place)
 
     def write(self, rows: slice, first: int, out: Tensor) -> None:
-        """The raw logits of some of its rows, and of as many columns from ``first`` on as ``out`` has.
+        """Write raw logits of some rows of the part, and of as many columns from ``first`` on as ``out`` has.
 
-        Anything where the teacher has no such column.
+        Columns that the teacher does not have get any numbers.
         """
         if self.source is not None and self.mapped is None:
             self._write_mapped(rows, out, self.source[first : first + out.shape[1]].clamp_min(0))
@@ -90,14 +90,14 @@ class Part:
             out[:, :here] = self._given(rows, slice(first, first + here))
 
     def leave_out(self, first: int, out: Tensor) -> None:
-        """Nothing in the columns that the teacher has not."""
+        """Write ``nothing`` into the columns that the teacher does not have."""
         if self.source is not None:
             out.masked_fill_((self.source[first : first + out.shape[1]] < 0)[None, :], self.nothing)
         else:
             out[:, self._here(first, out) :] = self.nothing
 
     def _here(self, first: int, out: Tensor) -> int:
-        """How many columns of ``out`` the teacher has, where it has the first ones."""
+        """How many columns of ``out`` the teacher has: the first ones."""
         return min(max(self.columns - first, 0), out.shape[1])
 
     def _given(self, rows: slice, columns: slice) -> Tensor:
@@ -106,7 +106,7 @@ class Part:
         return self.logits[:, columns].index_select(0, self.index[rows])
 
     def _write_mapped(self, rows: slice, out: Tensor, taken: Tensor) -> None:
-        """Columns are looked up, a slab of them at a time."""
+        """Write logits of the teacher's columns ``taken``, a slab of them at a time."""
         for columns in pieces(out.shape[1], SLAB, out.is_meta):
             if self.projection is not None:
                 p = self.projection.cut(rows.start, rows.stop)
@@ -125,9 +125,9 @@ class TeacherRows:
         gain: ``[R]`` factor of each row's logits.
         squash: factor inside tanh; 0 without a softcap.
         columns: that the logits are written for: all that the student has here.
-        missing: whether the student has ids that a teacher has not.
-        whole: lines of the statistic over all ids of the teacher, those that the student has not included, and two for
-            the most likely one where it is asked for; None where nobody asks.
+        missing: whether the student has ids that a teacher does not have.
+        whole: lines of the statistic over all ids of the teacher, also those that the student does not have, and two
+            for the most likely one where it is asked for; None where nobody asks.
     """
 
     parts: tuple[Part, ...]
@@ -154,7 +154,7 @@ class TeacherRows:
         return TeacherRows(tuple(parts), torch.cat(gains), squashes.pop(), call.columns, missing)
 
     def cut(self, start: int, stop: int) -> TeacherRows:
-        """Rows ``start .. stop`` of it."""
+        """Rows ``start .. stop``."""
         parts = []
         for part in self.parts:
             low, high = max(part.rows.start, start), min(part.rows.stop, stop)
@@ -165,7 +165,7 @@ class TeacherRows:
         return replace(self, parts=tuple(parts), gain=self.gain[start:stop], whole=whole)
 
     def padded(self, multiple: int) -> TeacherRows:
-        """The same rows of one teacher, and as many further ones as make a multiple."""
+        """The same rows of one teacher, and as many empty rows as make a multiple."""
         (part,), pad, missing = self.parts, torch.nn.functional.pad, -len(self.gain) % multiple
         p, mapped = (None if x is None else x.padded(multiple) for x in (part.projection, part.mapped))
         index = None if part.index is None else pad(part.index, (0, missing))
@@ -174,12 +174,12 @@ class TeacherRows:
         return replace(self, parts=(part,), gain=pad(self.gain, (0, missing), value=1.0), whole=whole)
 
     def problem(self, memory: Tensor, first: int, like: Problem) -> Problem:
-        """Its logits for the rows and columns of a problem of the student's, written into flat memory."""
+        """The teacher's logits for the rows and columns of a problem of the student's, written into flat memory."""
         logits = self.room(memory, like)
         for part in self.parts:
             part.write(slice(0, part.height), first, self._of(part, logits))
         if self.missing:
-            # Before anything is left out: there is no logit that a softcap makes -inf of.
+            # The softcap comes first: there is no logit that it makes -inf of.
             if self.squash:
                 logits.mul_(self.squash).tanh_()
             for part in self.parts:
@@ -187,9 +187,8 @@ class TeacherRows:
         return self.of_written(logits, like)
 
     def room(self, memory: Tensor, like: Problem) -> Tensor:
-        """Where its logits beside a problem of the student's lie in flat memory."""
-        place = self._place
-        rows = like.num_rows if place is None else self.parts[0].height
+        """Where the teacher's logits beside a problem of the student's lie in flat memory."""
+        rows = like.num_rows if self._place is None else self.parts[0].height
         return memory[: rows * like.columns].view(rows, like.columns)
 
     def of_written(self, logits: Tensor, like: Problem) -> Problem:
@@ -200,17 +199,17 @@ class TeacherRows:
 
     @property
     def _place(self) -> Tensor | None:
-        """Which row of its logits each row is; None for one each. Of one teacher alone."""
+        """``Part.place`` where there is one teacher; None where each row has a row of logits of its own."""
         return self.parts[0].place if len(self.parts) == 1 else None
 
     def _of(self, part: Part, logits: Tensor) -> Tensor:
-        """The rows of a part."""
+        """The rows of logits that a part writes."""
         return logits if self._place is not None else logits[part.rows]
 
 
 def grouped(given: Teacher | Teachers, call: Call) -> tuple[Call, Tensor | None]:
-    """The call with its rows in the order of their teachers, or of one teacher's tokens, and that order; None where
-    they are in order."""
+    """The call with its rows in the order of their teachers, or of one teacher's tokens, and that order; None for the
+    order where the rows stay as they are."""
     if isinstance(given, Teacher) and not _shares_tokens(given):
         return call, None
     if isinstance(given, Teachers) and given.which.shape != (call.num_rows,):
@@ -235,7 +234,7 @@ def ungrouped(stats: TokenStats, order: Tensor | None) -> TokenStats:
 
 
 def in_place(given: Teacher | Teachers, student: Problem, call: Call) -> Problem | None:
-    """The teacher's rows where they lie, if its logits exist in the order of the student's columns; None otherwise."""
+    """The problem of a teacher's logits where they lie, if they exist in the student's order of columns; or None."""
     if not isinstance(given, Teacher) or given.ids is not None or given.hidden is not None or call.linear is not None:
         return None
     assert given.logits is not None
@@ -257,7 +256,7 @@ def _shares_tokens(given: Teacher) -> bool:
 
 
 def _order(given: Teacher | Teachers, call: Call) -> Tensor:
-    """Of the call's rows among the caller's, after :func:`grouped`."""
+    """The order of the call's rows among the caller's, after :func:`grouped`."""
     which = torch.zeros_like(call.rows.index)
     if isinstance(given, Teachers):
         which = given.which.to(which.device)
@@ -275,14 +274,15 @@ def tokens_beside(teacher: Teacher, call: Call) -> Tensor:
 
 
 def _counted(given: Teachers, call: Call) -> tuple[tuple[Teacher, ...], tuple[int, ...]]:
+    """The teachers, and how many rows each has."""
     if not has_values(given.which):
-        # A dry run: as if all rows were the first teacher's.
+        # In a dry run all rows count as the first teacher's.
         return tuple(given.members), (call.num_rows, *(0,) * (len(given.members) - 1))
     return tuple(given.members), tuple(given.which.bincount(minlength=len(given.members)).tolist())
 
 
 def _part(teacher: Teacher, call: Call, rows: slice, gain: Tensor) -> Part:
-    """Rows of one teacher, with all that its logits take."""
+    """The part of one teacher: its rows, and the projection or the logits that they come from."""
     head, place = teacher.head or PLAIN, None
     _, columns = own_vocabulary(teacher, call)
     source = source_columns(teacher, call, columns)
@@ -301,28 +301,29 @@ def _part(teacher: Teacher, call: Call, rows: slice, gain: Tensor) -> Part:
     in_order = teacher.at is None and call.index is None and len(tokens) == rows.stop - rows.start
     hidden = tokens if in_order else tokens.index_select(0, index)
     own, column = own_call(teacher, call, columns, gain), torch.full_like(index, ELSEWHERE)
-    p = Projection.of(hidden, own_operands(teacher), column, own)
+    p = Projection.of(hidden, own_operands(teacher), column, own, multiplied=False)
     source, mapped = (None, None) if source is None else _mapped(p, source, teacher, call)
-    return Part(rows, p, None, None, source, columns, nothing, mapped, place)
+    mapped = None if mapped is None else mapped.in_parts()
+    return Part(rows, p.in_parts(), None, None, source, columns, nothing, mapped, place)
 
 
 def _mapped(p: Projection, source: Tensor, teacher: Teacher, call: Call) -> tuple[Tensor, Projection | None]:
-    """The projection with the rows of its weight that the student has ids of, in the student's order, and which of its
-    columns are there. Of a sharded head they come from all ranks; of a whole one, None where they are too many to have
-    beside the rest of the budget."""
+    """Which of the student's columns the teacher has, and the projection with those rows of its weight, in the
+    student's order. Rows of a sharded head come from all ranks. None for the projection where the rows of a whole head
+    take more than a quarter of the budget."""
     weight, bias = p.weight, p.bias
     if call.group is not None and teacher.ids is not None:
         ids = teacher.ids[: p.call.columns]
         named = ids >= 0
         here = slice(call.start, call.start + call.columns)
-        found = []
+        exchanged = []
         for x in (weight, bias, torch.ones_like(weight[:, 0])):
             if x is not None:
                 whole = x.new_zeros((call.vocab_size, *x.shape[1:]))
                 whole[ids[named]] = x[: p.call.columns][named]
                 x = sum_over(call.group, whole)[here]
-            found.append(x)
-        weight, bias, has = found
+            exchanged.append(x)
+        weight, bias, has = exchanged
         return torch.where(has > 0, 0, -1), replace(p, weight=weight, bias=bias)
     if len(source) * weight[:1].nbytes > call.memory // 4:
         return source, None
@@ -358,11 +359,8 @@ def own_operands(teacher: Teacher) -> Operands:
 
 
 def own_gain(teacher: Teacher, call: Call, dtype: torch.dtype, order: Tensor | None = None) -> Tensor:
-    """``[R]`` factor of the teacher's logits for the rows of the call.
-
-    Args:
-        order: of the call's rows among the caller's, who gives a temperature for every row in an order of its own.
-    """
+    """``[R]`` factor of the teacher's logits for the rows of the call. ``order`` is that of the call's rows among the
+    caller's, in which a temperature for every row is given."""
     head = teacher.head or PLAIN
     gain = head.gain(call.num_rows, dtype, call.gain.device)
     if order is not None and isinstance(head.temperature, Tensor):
@@ -379,11 +377,11 @@ def source_columns(teacher: Teacher, call: Call, columns: int) -> Tensor | None:
     if teacher.ids is None:
         return None
     if call.group is not None:
-        # Which of the other ranks' ids are here, their weights tell.
+        # The ids of other ranks come with their weights, in _mapped.
         return torch.full((call.columns,), -1, dtype=torch.int64, device=teacher.ids.device)
     ids = teacher.ids[:columns]
     source = torch.full((call.columns + 1,), -1, dtype=torch.int64, device=ids.device)
-    # What the student does not have goes to a place of its own.
+    # Columns that the student does not have go to one place after its last.
     place = torch.where(ids < 0, call.columns, ids)
     return source.scatter_(0, place, torch.arange(columns, device=ids.device))[: call.columns]
 
@@ -400,16 +398,17 @@ def own_call(teacher: Teacher, call: Call, columns: int, gain: Tensor) -> Call:
     """The call as it would be for the teacher, who multiplies its own hidden states."""
     assert isinstance(teacher.logits, Logits)
     linear = replace(teacher.logits.linear, sequence_parallel=call.linear is not None and call.linear.sequence_parallel)
-    return replace(
+    own = replace(
         call,
         linear=linear,
         gain=gain,
         columns=columns,
         rank=0,
-        weight_dtype=None,
+        parts=1,
         dtype=teacher.tokens.dtype,
         logits_dtype=accumulation_dtype(call.dtype) if linear.match is None else getattr(torch, linear.match),
     )
+    return in_three_parts(own) if linear.precision == "bfloat16x3" else own
 
 
 def members_of(given: Teacher | Teachers) -> tuple[Teacher, ...]:

@@ -52,13 +52,11 @@ class BackendFinding:
 
 @dataclass(frozen=True)
 class ExactnessFinding:
-    """Distance of one path's results to float64.
+    """Distance of the results from ``"logits"`` or ``"hidden states"`` (``path``) to float64, or the error.
 
     Attributes:
-        path: what the log-probs were taken of: ``"logits"`` or ``"hidden states"``.
         value: largest error of log-probs and entropies, relative to their size where that is above 1.
         gradient: largest error of a gradient, relative to its size.
-        failure: the error that was raised instead, or None.
     """
 
     path: str
@@ -79,7 +77,7 @@ class ExactnessFinding:
     def ok(self) -> bool:
         if self.value is None or self.gradient is None:
             return False
-        # Written so that NaN fails.
+        # NaN fails: it is not at most a tolerance.
         return self.value <= VALUE_TOLERANCE and self.gradient <= GRADIENT_TOLERANCE[getattr(torch, self.dtype)]
 
 
@@ -130,15 +128,13 @@ class Findings:
 
 
 def examine(device: torch.device, engine_head: str | None = None) -> Findings:
-    """Look at this machine and try the library on a device.
-
-    Args:
-        engine_head: dtype of the logits of the rollout engine: hosts that defer logits are then told which to ask for.
-    """
-    # Before anything is tried.
+    """Look at this machine and try the library on a device. With ``engine_head``, the dtype of the rollout engine's
+    logits, the findings say which logits hosts should be asked for."""
+    # A wrong engine_head is refused before anything is tried.
     advice(engine_head)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise LogitlessError('doctor: device is "cuda" but torch sees no CUDA device. Use --device cpu.')
+    adapters = [name for name in HOSTS if importlib.util.find_spec(f"logitless.adapters.{name}")]
     choice = choose_backend(torch.zeros(1, 1, device=device))
     backends = tuple(_backend(name, device) for name in NAMES)
     exactness = [
@@ -154,9 +150,7 @@ def examine(device: torch.device, engine_head: str | None = None) -> Findings:
         chosen=f"{choice.name}: {choice.reason}",
         backends=backends,
         exactness=tuple(exactness),
-        hosts=tuple(
-            _host(name, engine_head) for name in HOSTS if importlib.util.find_spec(f"logitless.adapters.{name}")
-        ),
+        hosts=tuple(_host(name, engine_head) for name in adapters),
         engines=tuple(_engine(name) for name in sorted(PARTS)),
     )
 
@@ -197,7 +191,7 @@ def _exactness(path: str, backend: str, dtype: torch.dtype, device: torch.device
 
 
 def _worst(errors: list[Tensor]) -> float:
-    """The largest, or NaN if one is: Python's own max keeps whichever comes first."""
+    """The largest error, or NaN if one is NaN: Python's own max keeps whichever comes first."""
     return float(torch.stack(errors).amax())
 
 
@@ -245,52 +239,55 @@ def advice(engine_head: str | None) -> str | None:
 
 
 def _host(name: str, engine_head: str | None = None) -> HostFinding:
-    """The host is imported, and nothing of it replaced."""
+    """Whether the adapter of a host would install: the host is imported, and nothing of it replaced."""
     host = importlib.import_module(f"logitless.adapters.{name}").HOST
+    tested = tuple(host.versions)
     if not is_there(host.package):
-        return HostFinding(name, None, tuple(host.versions))
-    found = _version(host.distribution or host.package) or "of unknown version"
+        return HostFinding(name, None, tested)
+    report = _tried(host)
+    if isinstance(report, str):
+        version = _version(host.distribution or host.package) or "of unknown version"
+        return HostFinding(name, version, tested, False, (report,))
+    told = advice(engine_head) if host.heads is not None else None
+    remarks = (*report.logits, *([told] if told is not None else []), *report.notes, *report.missing)
+    return HostFinding(name, report.version, tested, True, remarks)
+
+
+def _tried(host: Any, options: dict[str, Any] | None = None) -> Any:
+    """The report of a trial installation, or the first line of the error that it raised."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            report = try_host(host)
+            return try_host(host, options or {})
     # A framework can raise anything when it is imported; here that is the finding.
     except Exception as error:
-        why = str(error).strip().splitlines() or [type(error).__name__]
-        return HostFinding(name, found, tuple(host.versions), False, (why[0],))
-    told = advice(engine_head) if host.heads is not None else None
-    logits = (*report.logits, *([told] if told is not None else []))
-    return HostFinding(name, report.version, tuple(host.versions), True, (*logits, *report.notes, *report.missing))
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _engine(name: str) -> HostFinding:
     """Whether a rollout engine would get the parts that the environment asks for; otherwise, which it could."""
     module = importlib.import_module(f"logitless.engines.{name}")
-    host, remarks = module.HOST, []
-    if not is_there(host.package):
-        return HostFinding(name, None, tuple(host.versions))
+    tested = tuple(module.HOST.versions)
+    if not is_there(module.HOST.package):
+        return HostFinding(name, None, tested)
     try:
         parts = asked(name)
-        remarks.append(f"{VARIABLE} asks for {', '.join(parts) or 'nothing'}")
     except LogitlessError as error:
-        return HostFinding(name, _version(name), tuple(host.versions), False, (str(error),))
+        return HostFinding(name, _version(name), tested, False, (str(error),))
+    remarks = [f"{VARIABLE} asks for {', '.join(parts) or 'nothing'}"]
     if not registered(name):
         remarks.append(f"no entry point {GROUPS[name]} of logitless is installed, so that the engine does not find it")
     refused = {part: why for part in PARTS[name] if (why := _without(module, part)) is not None}
     remarks += [f"no {part}: {why}" for part, why in refused.items()]
     fits = not refused.keys() & set(parts) and len(refused) < len(PARTS[name])
-    return HostFinding(name, _version(name) or "of unknown version", tuple(host.versions), fits, tuple(remarks))
+    return HostFinding(name, _version(name) or "of unknown version", tested, fits, tuple(remarks))
 
 
 def _without(module: Any, part: str) -> str | None:
     """Why an engine would not get a part; None where it would."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            report = try_host(module.HOST, {"parts": (part,)})
-    # An engine can raise anything when it is imported; here that is the finding.
-    except Exception as error:
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    report = _tried(module.HOST, {"parts": (part,)})
+    if isinstance(report, str):
+        return report
     there = {entry.name for entry in report.replaced} & {x.path for x in module.OF_PARTS[part]()}
     return None if there else "; ".join(report.missing)
 

@@ -17,20 +17,14 @@ from logitless.spec import parse_memory
 from logitless.tools.untrusted import read_object
 
 LARGEST_SIZE = 1 << 31
-"""Of a hidden state or a vocabulary that is taken for one."""
+"""Hidden sizes and vocabularies of a config.json beyond this are refused."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The head of a model.
+    """The head of a model: its weight is ``[vocab, hidden]``, and its logits have a softcap (or None) and a scale.
 
-    Attributes:
-        name: name of the model, for people.
-        hidden: D, size of a hidden state.
-        vocab: V, rows of the head's weight.
-        softcap: softcap of the logits, or None.
-        scale: factor of the logits.
-        tied: whether the head's weight is the embedding's.
+    ``tied`` says whether the head's weight is the embedding's.
     """
 
     name: str
@@ -164,13 +158,7 @@ def _read_config(path: Path) -> ModelShape:
         hidden=sizes["hidden_size"],
         vocab=sizes["vocab_size"],
         softcap=text.get("final_logit_softcapping"),
-        scale=_scale(text),
+        # Granite divides the logits, Cohere multiplies them.
+        scale=1 / text["logits_scaling"] if text.get("logits_scaling") else float(text.get("logit_scale") or 1.0),
         tied=bool(text.get("tie_word_embeddings", True)),
     )
-
-
-def _scale(fields: dict[str, Any]) -> float:
-    """Cohere multiplies the logits, Granite divides them."""
-    if fields.get("logits_scaling"):
-        return 1 / fields["logits_scaling"]
-    return float(fields.get("logit_scale") or 1.0)

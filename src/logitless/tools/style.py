@@ -34,11 +34,8 @@ DARK = Style("dark", "#0d1117", "#e6edf3", "#30363d", "#5b9dff", "#5d6875", "#ff
 
 
 def save(figure: Figure, path: Path, style: Style, drawn: str = "") -> None:
-    """Write the figure on the style's background, and close it.
-
-    Args:
-        drawn: its numbers, kept in a PNG file, by which a test sees whether it was drawn from the newest records.
-    """
+    """Write the figure on the style's background, and close it. Its numbers (``drawn``) are kept in a PNG file, by
+    which a test sees whether it was drawn from the newest records."""
     figure.set_facecolor(style.background)
     figure.savefig(path, dpi=DPI, facecolor=style.background, metadata={"Description": drawn} if drawn else None)
     plt.close(figure)

@@ -1,4 +1,4 @@
-"""What products and their ends cost on the card at hand: the table by which calls choose their route there.
+"""``logitless tune``: costs of products and of their ends on the card at hand, by which calls choose their route there.
 
     logitless tune  ->  a file  ->  LOGITLESS_MACHINE=file, the same on every rank
 
@@ -30,7 +30,7 @@ Report = Callable[[str], None]
 
 
 class Sizes(NamedTuple):
-    """Of what is timed: rows, columns, hidden size, and the rows of a chunk whose product is added to."""
+    """Sizes of the products that are timed: rows, columns, hidden size, and rows of a chunk whose product is added."""
 
     rows: int = 8192
     columns: int = 33792
@@ -75,15 +75,14 @@ class _Case:
         self.accumulated = torch.zeros(columns, width, device=device)
 
     def apart(self) -> dict[str, Callable[[], object]]:
-        backend, some, wide = load("triton"), slice(self.sizes.chunk), self.device.type == "cuda"
+        backend, wide = load("triton"), self.device.type == "cuda"
+        dz, x = self.out[: self.sizes.chunk], self.x[: self.sizes.chunk]
         return {
             "product": lambda: torch.mm(self.x, self.w.T, out=self.out),
             "product, float32": lambda: multiply(self.x, self.w.T, self.logits, wide=wide),
             "statistic of logits": lambda: backend.statistics(self.problem),
             "dZ of logits": lambda: backend.gradient(self.problem, self.norm, self.coef, self.out, None),
-            "product that is added": lambda: multiply(
-                self.out[some].T, self.x[some], self.accumulated, wide=wide, add=True
-            ),
+            "product that is added": lambda: multiply(dz.T, x, self.accumulated, wide=wide, add=True),
         }
 
     def epilogues(self) -> dict[str, Callable[[], object]]:
@@ -125,7 +124,7 @@ class _Case:
             **ends,
         }
         return {
-            "card": _name(self.device),
+            "card": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
             "multiprocessors": multiprocessors(self.device),
             "epilogues": refused is None and seconds[one] + seconds[other] < apart,
             "refused": refused,
@@ -149,7 +148,3 @@ def require_card(device: torch.device) -> None:
             f"tune: wanted a CUDA device, and this is {device.type}. A CPU has no table: its route does not depend on "
             f"what products cost."
         )
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -4,9 +4,7 @@
     tune                    what products cost on this card, for calls to choose by
 
     app         the command and its exit codes; where commands are that only a checkout has
-    options     options that several commands have
-    output      text, tables and progress
-    ranks       the process group under torchrun, and the device of a rank
+    shared      options, exit codes, text and progress of several commands; the ranks of torchrun
     plan, score, doctor, tune    the commands: arguments in, text out
 
 The modules of those names in ``tools`` do the work. A module that one command needs is imported when that command runs,

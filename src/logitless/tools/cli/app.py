@@ -1,4 +1,4 @@
-"""The command itself: its parts, what all of them share, and its exit codes."""
+"""The ``logitless`` command: its commands, its options, and its exit codes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer import Exit, Option
 from typer.core import TyperGroup
 
 import logitless
 from logitless.errors import LogitlessError
 from logitless.tools.cli.doctor import doctor
-from logitless.tools.cli.options import BAD_INPUT, BROKEN, Debug
 from logitless.tools.cli.plan import plan
 from logitless.tools.cli.score import score
+from logitless.tools.cli.shared import BAD_INPUT, BROKEN, Debug
 from logitless.tools.cli.tune import tune
 
 OF_CHECKOUTS = {
@@ -55,15 +56,13 @@ for command in (plan, score, doctor, tune):
 def _version(asked: bool) -> None:
     if asked:
         print(f"logitless {logitless.__version__}")
-        raise typer.Exit
+        raise Exit
 
 
 @app.callback()
 def about(
     debug: Debug = False,
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
-    ] = False,
+    version: Annotated[bool, Option("--version", help="Print the version.", callback=_version, is_eager=True)] = False,
 ) -> None:
     """Log-probs, entropy and losses of LLMs, without paying for the logits.
 

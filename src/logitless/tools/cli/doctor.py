@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-import typer
+from typer import Exit, Option
 
-from logitless.tools.cli.options import NO, AsJson, Device, full_dtype
-from logitless.tools.cli.output import console
-from logitless.tools.cli.ranks import pick_device
+from logitless.tools.cli.shared import NO, AsJson, Device, console, full_dtype, pick_device
 
 EngineHead = Annotated[
-    str | None,
-    typer.Option(help="Dtype of the logits of your rollout engine: says which logits to install frameworks with."),
+    str | None, Option(help="Dtype of the logits of your rollout engine: says which logits to install frameworks with.")
 ]
 
 
@@ -33,11 +30,11 @@ def doctor(device: Device = None, engine_head: EngineHead = None, as_json: AsJso
     else:
         _print_findings(findings)
     if not findings.ok:
-        raise typer.Exit(NO)
+        raise Exit(NO)
 
 
 def _print_findings(findings: Any) -> None:
-    from logitless.tools.tables import text_table
+    from logitless.tools.outputs import text_table
 
     out = console()
     facts = [*findings.versions.items(), ("device", findings.device), ("auto", findings.chosen)]

@@ -3,57 +3,52 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from importlib import import_module
 from typing import Annotated, Any
 
-import typer
+from typer import Exit, Option
 
 from logitless.errors import LogitlessError
-from logitless.tools.cli.options import NO, AsJson, full_dtype
-from logitless.tools.cli.output import console
+from logitless.tools.cli.shared import NO, AsJson, console, full_dtype
 
 
-def of_presets(begun: str) -> list[str]:
-    """For a shell that completes ``--model``."""
-    from logitless.tools.presets import PRESETS
+def _names_in(table: str) -> Callable[[str], list[str]]:
+    """A function that completes a name in a shell, out of ``PRESETS`` or ``CARDS``."""
 
-    return [name for name in PRESETS if name.startswith(begun)]
+    def complete(begun: str) -> list[str]:
+        return [name for name in getattr(import_module("logitless.tools.presets"), table) if name.startswith(begun)]
 
-
-def of_cards(begun: str) -> list[str]:
-    """For a shell that completes ``--card``."""
-    from logitless.tools.presets import CARDS
-
-    return [name for name in CARDS if name.startswith(begun)]
+    return complete
 
 
 def plan(
     model: Annotated[
         str,
-        typer.Option(help="A config.json, its folder, or a preset such as qwen3-8b.", autocompletion=of_presets),
+        Option(help="A config.json, its folder, or a preset such as qwen3-8b.", autocompletion=_names_in("PRESETS")),
     ],
     tokens: Annotated[
-        str, typer.Option(metavar="<tokens>", help="Tokens of a micro-batch, all CP ranks together: 65536 or 64k.")
+        str, Option(metavar="<tokens>", help="Tokens of a micro-batch, all CP ranks together: 65536 or 64k.")
     ],
-    response_fraction: Annotated[float, typer.Option(help="Part of the tokens that is response.")] = 1.0,
-    tp: Annotated[int, typer.Option(help="Ranks that share the vocabulary.")] = 1,
-    cp: Annotated[int, typer.Option(help="Ranks that share the sequence.")] = 1,
-    dtype: Annotated[str, typer.Option(help="bfloat16 (bf16), float16 (fp16) or float32 (fp32).")] = "bfloat16",
-    entropy: Annotated[str, typer.Option(help="none, value, or grad if it is part of the loss.")] = "value",
-    frozen_head: Annotated[bool, typer.Option("--frozen-head", help="The head needs no gradient (LoRA).")] = False,
+    response_fraction: Annotated[float, Option(help="Part of the tokens that is response.")] = 1.0,
+    tp: Annotated[int, Option(help="Ranks that share the vocabulary.")] = 1,
+    cp: Annotated[int, Option(help="Ranks that share the sequence.")] = 1,
+    dtype: Annotated[str, Option(help="bfloat16 (bf16), float16 (fp16) or float32 (fp32).")] = "bfloat16",
+    entropy: Annotated[str, Option(help="none, value, or grad if it is part of the loss.")] = "value",
+    frozen_head: Annotated[bool, Option("--frozen-head", help="The head needs no gradient (LoRA).")] = False,
     card: Annotated[
-        str | None,
-        typer.Option(help="A size such as 80GiB, or a name such as h100-80g.", autocompletion=of_cards),
+        str | None, Option(help="A size such as 80GiB, or a name such as h100-80g.", autocompletion=_names_in("CARDS"))
     ] = None,
     in_use: Annotated[
-        str | None, typer.Option(help="What weights, optimizer and activations take of the card; with --card.")
+        str | None, Option(help="What weights, optimizer and activations take of the card; with --card.")
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="Working memory of calls from hidden states; default: that of each call.")
+        str | None, Option(help="Working memory of calls from hidden states; default: that of each call.")
     ] = None,
     kept_ids: Annotated[
-        float | None, typer.Option(help="Ids that the sampler kept of each response token, on average.")
+        float | None, Option(help="Ids that the sampler kept of each response token, on average.")
     ] = None,
-    full: Annotated[bool, typer.Option("--full", help="Also print the code to paste, and why.")] = False,
+    full: Annotated[bool, Option("--full", help="Also print the code to paste, and why.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Tell the memory of a loss step, and the call to write.
@@ -61,13 +56,14 @@ def plan(
     With --card, exit code 1 says that the recommended call does not fit.
     """
     from logitless.spec import parse_memory
-    from logitless.tools import plan as planner
+    from logitless.tools.plan import LossStep, plan_model
+    from logitless.tools.plan.show import as_json as plan_as_json
     from logitless.tools.presets import find_card, find_count, find_model, machine_of
 
     if in_use is not None and card is None:
         raise LogitlessError("plan: --in-use is a part of the card, and there is no --card. Give one, or leave it out.")
     wanted: Any = None if entropy == "none" else entropy
-    step = planner.LossStep(
+    step = LossStep(
         model=find_model(model),
         tokens=find_count(tokens),
         response_fraction=response_fraction,
@@ -81,19 +77,19 @@ def plan(
         device=machine_of(card),
     )
     free = None if card is None else max(0, find_card(card) - (parse_memory(in_use) if in_use else 0))
-    answer = planner.plan_model(step, free)
+    answer = plan_model(step, free)
     if as_json:
-        print(json.dumps(planner.as_json(answer), indent=1))
+        print(json.dumps(plan_as_json(answer), indent=1))
     else:
         _print_plan(answer, full)
     if not answer.fits:
-        raise typer.Exit(NO)
+        raise Exit(NO)
 
 
 def _print_plan(answer: Any, full: bool) -> None:
     """The answer; on request the code to paste, and why: the route, every way, and what each peak is made of."""
-    from logitless.tools.plan import answer_lines, headline, summary_rows
-    from logitless.tools.tables import text_table
+    from logitless.tools.outputs import text_table
+    from logitless.tools.plan.show import answer_lines, headline, summary_rows
 
     out = console()
     for line in answer_lines(answer):

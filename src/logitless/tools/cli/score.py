@@ -9,47 +9,39 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from typer import Argument, Option
 
-from logitless.tools.cli.options import AsJson, Device, full_dtype
-from logitless.tools.cli.ranks import first_explains, pick_device, ranks
+from logitless.tools.cli.shared import AsJson, Device, first_explains, full_dtype, pick_device, ranks
 
 
 def score(
-    model: Annotated[Path, typer.Argument(help="Hugging Face model directory.")],
-    data: Annotated[Path, typer.Argument(help="JSONL or Parquet file of prompts and responses.")],
-    out: Annotated[Path, typer.Option(help="JSONL or Parquet file to write.")],
-    temperature: Annotated[float, typer.Option(help="Temperature at which the responses were sampled.")] = 1.0,
-    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16 (bf16), float16 or float32.")] = "auto",
+    model: Annotated[Path, Argument(help="Hugging Face model directory.")],
+    data: Annotated[Path, Argument(help="JSONL or Parquet file of prompts and responses.")],
+    out: Annotated[Path, Option(help="JSONL or Parquet file to write.")],
+    temperature: Annotated[float, Option(help="Temperature at which the responses were sampled.")] = 1.0,
+    dtype: Annotated[str, Option(help="auto (the checkpoint's), bfloat16 (bf16), float16 or float32.")] = "auto",
     device: Device = None,
-    tokens_per_batch: Annotated[int, typer.Option(help="Most tokens of a micro-batch, with padding.")] = 16384,
-    records_per_part: Annotated[int, typer.Option(help="Records that are committed together.")] = 64,
-    prompt_key: Annotated[str, typer.Option(help="Field of the prompt: token ids or text.")] = "prompt",
-    response_key: Annotated[str, typer.Option(help="Field of the response.")] = "response",
-    plain_text: Annotated[
-        bool, typer.Option("--plain-text", help="Do not open text prompts with special tokens.")
-    ] = False,
-    memory: Annotated[str, typer.Option(help="Working memory of the head.")] = "256MiB",
-    messages_key: Annotated[str, typer.Option(help="Field of chat messages, in place of both.")] = "messages",
-    turns: Annotated[str, typer.Option(help="Messages of the assistant to score: all or last.")] = "all",
-    keep: Annotated[list[str] | None, typer.Option(help="Field to copy to the results; may be repeated.")] = None,
+    tokens_per_batch: Annotated[int, Option(help="Most tokens of a micro-batch, with padding.")] = 16384,
+    records_per_part: Annotated[int, Option(help="Records that are committed together.")] = 64,
+    prompt_key: Annotated[str, Option(help="Field of the prompt: token ids or text.")] = "prompt",
+    response_key: Annotated[str, Option(help="Field of the response.")] = "response",
+    plain_text: Annotated[bool, Option("--plain-text", help="Do not open text prompts with special tokens.")] = False,
+    memory: Annotated[str, Option(help="Working memory of the head.")] = "256MiB",
+    messages_key: Annotated[str, Option(help="Field of chat messages, in place of both.")] = "messages",
+    turns: Annotated[str, Option(help="Messages of the assistant to score: all or last.")] = "all",
+    keep: Annotated[list[str] | None, Option(help="Field to copy to the results; may be repeated.")] = None,
     max_length: Annotated[
-        int | None, typer.Option(help="Most tokens of a record; default: as many as the model has positions.")
+        int | None, Option(help="Most tokens of a record; default: as many as the model has positions.")
     ] = None,
-    too_long: Annotated[str, typer.Option(help="A longer record: stop, truncate (its response) or skip.")] = "stop",
-    on_error: Annotated[
-        str, typer.Option(help="A bad record: stop, or skip and write it to OUT.rejects.jsonl.")
-    ] = "stop",
+    too_long: Annotated[str, Option(help="A longer record: stop, truncate (its response) or skip.")] = "stop",
+    on_error: Annotated[str, Option(help="A bad record: stop, or skip and write it to OUT.rejects.jsonl.")] = "stop",
     stats: Annotated[
-        str | None,
-        typer.Option(help="More columns, as top1,rank: also collision, mean_logit, logit_variance, max_logit."),
+        str | None, Option(help="More columns, as top1,rank: also collision, mean_logit, logit_variance, max_logit.")
     ] = None,
-    against: Annotated[
-        str | None, typer.Option(help="Field of the rollout engine's log-probs, to compare with.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew, and replace the output.")] = False,
+    against: Annotated[str | None, Option(help="Field of the rollout engine's log-probs, to compare with.")] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Start anew, and replace the output.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compute log-prob and entropy of every response token of a file.
@@ -60,7 +52,7 @@ def score(
     from logitless.tools.score import Job, score_file
     from logitless.tools.score.against import compare, report_text, write
 
-    # Checked with everything else.
+    # Job checks these names, with everything else.
     choices: dict[str, Any] = {"turns": turns, "too_long": too_long, "on_error": on_error}
     with ranks() as (rank, local_rank, group), first_explains(rank):
         job = Job(

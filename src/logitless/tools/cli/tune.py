@@ -6,20 +6,16 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
-from logitless.tools.cli.options import AsJson, Device
-from logitless.tools.cli.output import console, progress
-from logitless.tools.cli.ranks import pick_device
+from logitless.tools.cli.shared import AsJson, Device, console, pick_device, progress
 
 
 def tune(
     device: Device = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="File of the table; default: machine-CARD.json, in out of a checkout, or in ~/.cache/logitless."
-        ),
+        Option(help="File of the table; default: machine-CARD.json, in out of a checkout, or in ~/.cache/logitless."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -32,7 +28,7 @@ def tune(
     """
     import torch
 
-    from logitless.tools.outputs import default_folder, slug_of
+    from logitless.tools.outputs import default_folder, slug_of, text_table
     from logitless.tools.tune import measure, require_card, write
 
     where = torch.device(pick_device(device, 0))
@@ -44,15 +40,9 @@ def tune(
     if as_json:
         print(json.dumps(table, indent=1))
         return
-    _print_table(table)
-    console().print(f"\nWritten. To use it: export LOGITLESS_MACHINE={path}")
-
-
-def _print_table(table: dict) -> None:
-    from logitless.tools.tables import text_table
-
-    out = console()
-    out.print(text_table(("step", "ms"), [(name, f"{x:.3f}") for name, x in table["milliseconds"].items()]))
+    screen = console()
+    screen.print(text_table(("step", "ms"), [(name, f"{x:.3f}") for name, x in table["milliseconds"].items()]))
     chosen = "are faster, and will be used" if table["epilogues"] else "will not be used"
     why = f": {table['refused']}" if table["refused"] else ""
-    out.print(f"\n{table['card']}: fused kernels (product and softmax in one) {chosen}{why}.")
+    screen.print(f"\n{table['card']}: fused kernels (product and softmax in one) {chosen}{why}.")
+    screen.print(f"\nWritten. To use it: export LOGITLESS_MACHINE={path}")

@@ -1,9 +1,7 @@
 """``logitless plan``: the memory that the loss step of a model will need, in every way to write it, and the best one.
 
-    step        a micro-batch by its sizes
-    ways        the ways to write the step, what each needs, the largest micro-batch of each
-    recommend   the call to write, and its ``memory=``
-    snippet     that call as code
+    ways        a micro-batch by its sizes; the ways to write its step, what each needs, the largest micro-batch of each
+    recommend   the call to write, its ``memory=``, and its code
     show        the answer as text and JSON
 
 A loss step starts where the model ends, with hidden states ``[T, D]`` and the head's weight ``[V, D]``, and ends with
@@ -13,20 +11,6 @@ their gradients. Ways that build logits have three parts: the head, the call on 
 """
 
 from logitless.tools.plan.recommend import ModelPlan, plan_model
-from logitless.tools.plan.show import answer_lines, as_json, headline, summary_rows
-from logitless.tools.plan.snippet import snippet
-from logitless.tools.plan.step import LossStep
-from logitless.tools.plan.ways import WAYS, largest_fitting
+from logitless.tools.plan.ways import WAYS, LossStep
 
-__all__ = [
-    "WAYS",
-    "LossStep",
-    "ModelPlan",
-    "answer_lines",
-    "as_json",
-    "headline",
-    "largest_fitting",
-    "plan_model",
-    "snippet",
-    "summary_rows",
-]
+__all__ = ["WAYS", "LossStep", "ModelPlan", "plan_model"]

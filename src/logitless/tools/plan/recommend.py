@@ -9,9 +9,7 @@ from functools import cache
 from logitless.call import MEMORY
 from logitless.memory import Estimate
 from logitless.spec import parse_memory
-from logitless.tools.plan.snippet import snippet
-from logitless.tools.plan.step import LossStep
-from logitless.tools.plan.ways import FROM_HIDDEN, OVER_SUPPORT, POLICY_LOSS, WAYS, Forecast, Way, forecast
+from logitless.tools.plan.ways import FROM_HIDDEN, OVER_SUPPORT, POLICY_LOSS, WAYS, Forecast, LossStep, Way, forecast
 
 BUDGETS = ("256MiB", "512MiB", *(f"{1 << n}GiB" for n in range(8)))
 """Values of ``memory=`` that are tried, smallest first."""
@@ -22,14 +20,7 @@ LESS = ("512MiB", "256MiB", "128MiB", "64MiB")
 
 @dataclass(frozen=True)
 class Choice:
-    """A call to write.
-
-    Attributes:
-        way: which call.
-        memory: the ``memory=`` to use.
-        call: its estimate.
-        products: matrix products of forward and backward.
-    """
+    """A call to write: which, its ``memory=``, its estimate, and its matrix products, forward and backward together."""
 
     way: Way
     memory: int | str
@@ -37,7 +28,7 @@ class Choice:
     products: int
 
     def cost(self, free: int | None) -> tuple[bool, int, int]:
-        """What fits comes first, then few products, then little memory; of what does not fit, the smallest."""
+        """Sort key: calls that fit come first, by products and then by peak; calls that do not fit follow, by peak."""
         over = free is not None and self.call.peak > free
         return over, self.call.peak if over else self.products, self.call.peak
 
@@ -64,13 +55,7 @@ class ModelPlan:
 
     @property
     def call(self) -> Estimate:
-        """Estimate of the recommended call."""
         return self.best.call
-
-    @property
-    def memory(self) -> int | str:
-        """The ``memory=`` of the recommended call."""
-        return self.best.memory
 
     @property
     def fits(self) -> bool:
@@ -104,36 +89,31 @@ def plan_model(step: LossStep, free: int | None = None) -> ModelPlan:
 
 def _choice(way: Way, step: LossStep, memory: int | str, call: Estimate | None = None) -> Choice:
     call = call or way.predict(replace(step, memory=memory))
-    return Choice(way, memory, call, _products(call, step))
-
-
-def _products(call: Estimate, step: LossStep) -> int:
     plan = call.plan
     assert plan is not None
-    if plan.kind == "one pass":
-        return 2 if step.frozen_head else 3
-    return plan.products if plan.first is None else plan.first.products
+    products = plan.products if plan.first is None else plan.first.products
+    return Choice(way, memory, call, 3 - step.frozen_head if plan.kind == "one pass" else products)
 
 
 def _for_objective(step: LossStep, free: int | None, asked: Estimate) -> Choice:
     """``policy_loss`` with its default memory, less where that does not fit, more where one pass needs it."""
-    first = _choice(POLICY_LOSS, step, step.memory or MEMORY["chunk"], asked)
+    usual = _choice(POLICY_LOSS, step, step.memory or MEMORY["chunk"], asked)
     if step.memory is not None or free is None:
-        return first
-    if first.call.peak > free:
-        smaller = first
+        return usual
+    if usual.call.peak > free:
+        smaller = usual
         for memory in LESS:
             smaller = _choice(POLICY_LOSS, step, memory)
             if smaller.call.peak <= free:
                 break
         return smaller
-    if _is_one_pass(first):
-        return first
+    if _is_one_pass(usual):
+        return usual
     for memory in BUDGETS[BUDGETS.index(MEMORY["chunk"]) + 1 :]:
         larger = _choice(POLICY_LOSS, step, memory)
         if larger.call.peak > free or _is_one_pass(larger):
-            return min(first, larger, key=lambda choice: choice.cost(free))
-    return first
+            return min(usual, larger, key=lambda choice: choice.cost(free))
+    return usual
 
 
 def _is_one_pass(choice: Choice) -> bool:
@@ -165,3 +145,63 @@ def _for_own_loss(step: LossStep, free: int | None, asked: Estimate) -> Choice:
             return min(best, choice(budgets[first]), key=lambda found: found.cost(free))
         budgets = budgets[:first]
     return best
+
+
+# The call as code: a function of the tensors and groups that a training loop has.
+
+SHARD = [
+    "def make_shard(weight, tp_group):  # once per run, for every call",
+    "    return ll.VocabShard.even(weight.shape[0] * tp_group.size(), tp_group)\n\n",
+]
+
+
+def snippet(step: LossStep, call: str, memory: int | str) -> str:
+    """The code of a call by the name of its way: ``policy_loss``, or ``logprobs`` with a scope or not."""
+    groups = [name for name, size in (("shard", step.tp), ("cp_group", step.cp)) if size > 1]
+    split = ["cp=ll.Zigzag(cp_group.rank(), cp_group.size())"] if step.cp > 1 else []
+    chosen = {"softcap": (step.model.softcap, None), "scale": (step.model.scale, 1.0)}
+    head = [f"{name}={value!r}" for name, (value, default) in chosen.items() if value != default]
+    options = [f"head=ll.Head({', '.join(head)})"] if head else []
+    options += [f"memory={memory!r}".replace("'", '"')]
+    linear = ["hidden", "weight", *(["shard=shard"] if step.tp > 1 else [])]
+    rows = _call("rows", "Rows.packed", ["tokens", "response_lengths", *split, "device=hidden.device"])
+    logits = f"    logits = ll.Logits({', '.join(linear)})"
+    if call.startswith("policy_loss"):
+        name, given, body = _with_objective(step, options)
+    else:
+        name, given, body = _without(step, options, support="support" in call)
+    takes = ["hidden", "weight", "tokens", "response_lengths", *given, *groups]
+    once = SHARD if step.tp > 1 else []
+    written = [f"def {name}(", *(f"    {x}," for x in takes), "):", *rows, logits, *body]
+    return "\n".join(["import logitless as ll\n\n", *once, *written]) + "\n"
+
+
+def _with_objective(step: LossStep, options: list[str]) -> tuple[str, list[str], list[str]]:
+    """Name, more arguments and body of the function that returns a loss."""
+    terms = "entropy_coef=0.001" if step.entropy == "grad" else ""
+    fields = ["old_logprob=rows.from_responses(old_logprobs)", "advantage=advantages[rows.sample]"]
+    group = ["group=cp_group"] if step.cp > 1 else []
+    call = ["logits", "rows", "objective", *fields, "denominator=denominator", *group, *options]
+    return (
+        "policy_loss",
+        ["old_logprobs", "advantages", "denominator"],
+        [
+            f"    objective = ll.Objective({terms})  # or ll.Objective.recipe(...)",
+            "    # denominator: objectives.count_over(all_rows, objective.reduce, group)",
+            *_call("loss, metrics", "policy_loss", call),
+            "    return loss, metrics",
+        ],
+    )
+
+
+def _without(step: LossStep, options: list[str], support: bool) -> tuple[str, list[str], list[str]]:
+    """Name, more arguments and body of the function that returns log-probs, and entropy if asked for."""
+    entropy = [f'entropy="{step.entropy}"'] if step.entropy else []
+    kept = ['kept=kept.over("support")'] if support else []
+    call = ["logits", "rows", *kept, *entropy, *options]
+    results = "    return rows.split(out.logprob)" + (", rows.split(out.entropy)" if step.entropy else "")
+    return "score", ["kept"] if support else [], [*_call("out", "logprobs", call), results]
+
+
+def _call(name: str, function: str, arguments: list[str]) -> list[str]:
+    return [f"    {name} = ll.{function}(", *(f"        {argument}," for argument in arguments), "    )"]

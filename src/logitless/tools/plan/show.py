@@ -1,4 +1,4 @@
-"""The answer as text and as JSON."""
+"""A plan as text and as JSON."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 from logitless.memory import Estimate
 from logitless.spec import format_bytes
 from logitless.tools.plan.recommend import Choice, ModelPlan
-from logitless.tools.plan.step import LossStep
+from logitless.tools.plan.ways import LossStep
 
 
 def answer_lines(plan: ModelPlan) -> list[str]:
-    """The answer in a few lines: the call, its memory, its peak, the micro-batch that fits."""
+    """A few lines: the call to write, its memory, its peak, the micro-batch that fits."""
     best, own, plain = plan.best, plan.own_loss, plan.forecasts[0].estimate.peak
     room = "" if plan.free is None else f" of {format_bytes(plan.free)} free"
     lines = [f"Write {_call_text(best)}: {_products_text(best)}, peak {format_bytes(best.call.peak)}{room}."]

@@ -1,4 +1,4 @@
-"""The ways to write a loss step, what each needs, and the largest micro-batch that it can take.
+"""A loss step by its sizes, the ways to write it, the bytes of each way, and its largest micro-batch.
 
 ``estimate`` gives the bytes of a call. This file adds the logits around it, and the step of frameworks that upcast
 logits.
@@ -10,25 +10,119 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from logitless.errors import LogitlessError
 from logitless.loss import policy_loss
-from logitless.memory import Estimate, Item, estimate
+from logitless.machine import Machine
+from logitless.memory import Estimate, Item, estimate, sized
 from logitless.objectives import Objective
 from logitless.operands import Kept
 from logitless.score import logprobs
-from logitless.spec import EntropyMode
-from logitless.tools.plan.step import BYTES, LossStep
+from logitless.spec import EntropyMode, Head
+from logitless.tools.presets import ModelShape
 
-UNIT = 256
-"""Tokens that the largest micro-batch is counted in."""
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class LossStep:
+    """A micro-batch on one of the ranks that share it.
+
+    Args:
+        model: shape of the head.
+        tokens: size of the micro-batch, all context-parallel ranks together.
+        response_fraction: part of the tokens that is response; the rest is prompt and tool output.
+        tp, cp: tensor-parallel (vocabulary) and context-parallel (sequence) ranks.
+        dtype: of hidden states and weight.
+        entropy: as ``logprobs`` takes it.
+        frozen_head: whether the head's weight needs no gradient.
+        memory: working memory of ``logprobs`` and ``policy_loss`` from hidden states; None for the default of each.
+        kept_ids: ids that the sampler kept of each response token, on average; None where it kept all.
+        device: ``"cuda"`` for the GPU at hand, or an H200 where there is none; ``"cpu"``; or another machine.
+    """
+
+    model: ModelShape
+    tokens: int
+    response_fraction: float = 1.0
+    tp: int = 1
+    cp: int = 1
+    dtype: str = "bfloat16"
+    entropy: EntropyMode = "value"
+    frozen_head: bool = False
+    memory: int | str | None = None
+    kept_ids: float | None = None
+    device: Literal["cuda", "cpu"] | Machine = "cuda"
+
+    def __post_init__(self) -> None:
+        for name, value in {"tokens": self.tokens, "tp": self.tp, "cp": self.cp}.items():
+            if type(value) is not int or value < 1:
+                raise LogitlessError(f"plan: {name} must be an integer of at least 1 but is {value!r}.")
+        if not 0 < self.response_fraction <= 1:
+            raise LogitlessError(
+                f"plan: response_fraction must be above 0 and at most 1 but is {self.response_fraction!r}."
+            )
+        if self.kept_ids is not None and not self.kept_ids >= 0:
+            raise LogitlessError(f"plan: kept_ids must be 0 or more on average but is {self.kept_ids!r}.")
+        if self.dtype not in BYTES:
+            raise LogitlessError(f"plan: dtype must be one of {list(BYTES)} but is {self.dtype!r}.")
+
+    @property
+    def local_tokens(self) -> int:
+        return -(-self.tokens // self.cp)
+
+    @property
+    def rows(self) -> int:
+        return max(1, round(self.local_tokens * self.response_fraction))
+
+    @property
+    def columns(self) -> int:
+        return -(-self.model.vocab // self.tp)
+
+    def predict(
+        self, verb: Callable[..., Any], *more: Any, hidden: bool, linear: Any = None, **options: Any
+    ) -> Estimate:
+        """``estimate`` of a verb in this step, from hidden states or from logits that exist.
+
+        ``more`` are positional arguments after the rows, ``linear`` options of the logits.
+        """
+        logits, rows = sized(
+            self.local_tokens,
+            self.model.vocab,
+            self.model.hidden if hidden else None,
+            rows=self.rows,
+            dtype=self.dtype,
+            needs_grad=("logits", "hidden", *(() if self.frozen_head else ("weight",))),
+            tensor_parallel=self.tp,
+            **(linear or {}),
+        )
+        # Triton runs on the card that the step is meant for, whether or not it runs here.
+        backend = "tiled" if self.device == "cpu" else "triton"
+        head = Head(softcap=self.model.softcap) if self.model.softcap is not None else None
+        return estimate(verb, logits, rows, *more, head=head, backend=backend, device=self.device, **options)
+
+    def item(self, name: str, rows: int, columns: int, width: int | None = None, output: bool = False) -> Item:
+        """A matrix with its shape in its name."""
+        size = rows * columns * (BYTES[self.dtype] if width is None else width)
+        return Item(f"{name} [{rows}, {columns}]", size, "backward" if output else "kept", output)
+
+    def gradients(self) -> tuple[Item, ...]:
+        """The gradients that the step makes: d_hidden, and d_weight unless the head is frozen."""
+        d_hidden = self.item("d_hidden", self.local_tokens, self.model.hidden, output=True)
+        d_weight = self.item("d_weight", self.columns, self.model.hidden, output=True)
+        return (d_hidden,) if self.frozen_head else (d_hidden, d_weight)
+
+
+GRAIN = 256
+"""The largest micro-batch is a multiple of this number of tokens."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to write the step."""
+    """One way to write the step; ``ours`` says whether it calls this library."""
 
     name: str
     ours: bool
@@ -37,10 +131,9 @@ class Way:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The memory that a way needs for a step, and whether a card has it.
+    """The memory that a way needs for a step, whether a card has it, and the largest micro-batch that fits the card.
 
-    Attributes:
-        most_tokens: largest micro-batch that fits the card, in multiples of 256 tokens; None without a card.
+    Without a card, ``fits`` and ``most_tokens`` (a multiple of 256) are None.
     """
 
     way: Way
@@ -50,20 +143,20 @@ class Forecast:
 
 
 def forecast(way: Way, step: LossStep, free: int | None) -> Forecast:
-    """What a way needs for a step and, with the free bytes of a card, its largest micro-batch."""
+    """The memory of a step in one way and, with the free bytes of a card, its largest micro-batch."""
     predicted = way.predict(step)
     if free is None:
         return Forecast(way, predicted, None, None)
     # The head's gradient is as large for one token as for a million.
     fixed = [item for item in _fullest(predicted.forward, predicted.backward) if item.name.startswith("d_weight")]
-    # Whatever the way, the gradient of all hidden states must fit.
-    limit = free * step.cp // (UNIT * step.model.hidden * BYTES[step.dtype]) + 1
+    # The gradient of all hidden states must fit in any way.
+    limit = free * step.cp // (GRAIN * step.model.hidden * BYTES[step.dtype]) + 1
 
-    def peak(units: int) -> int:
-        return way.predict(replace(step, tokens=units * UNIT)).peak
+    def peak(count: int) -> int:
+        return way.predict(replace(step, tokens=count * GRAIN)).peak
 
-    most = largest_fitting(peak, free, limit, (step.tokens / UNIT, predicted.peak), _bytes(fixed))
-    return Forecast(way, predicted, predicted.peak <= free, most * UNIT)
+    most = largest_fitting(peak, free, limit, (step.tokens / GRAIN, predicted.peak), _bytes(fixed))
+    return Forecast(way, predicted, predicted.peak <= free, most * GRAIN)
 
 
 def largest_fitting(peak: Callable[[int], int], free: int, limit: int, known: tuple[float, int], fixed: int = 0) -> int:
@@ -92,9 +185,6 @@ def largest_fitting(peak: Callable[[int], int], free: int, limit: int, known: tu
         before, last = last, (probe, peak(probe))
         low, high = (probe, high) if last[1] <= free else (low, probe)
     return low
-
-
-# The ways.
 
 
 def plain(logits: Tensor, index: Tensor | None, target: Tensor, entropy: EntropyMode) -> tuple[Tensor, Tensor | None]:
@@ -152,18 +242,14 @@ def _from_logits(step: LossStep, overwrite: bool) -> Estimate:
     return replace(call, forward=(logits, *call.forward), backward=backward)
 
 
-def from_hidden(step: LossStep) -> Estimate:
-    return step.predict(logprobs, hidden=True, entropy=step.entropy, memory=step.memory)
-
-
-def of_loss(step: LossStep) -> Estimate:
+def _of_loss(step: LossStep) -> Estimate:
     """A token-level objective, evaluated chunk by chunk; every row has a gradient."""
     objective = Objective(entropy_coef=1.0 if step.entropy == "grad" else 0.0)
     fields = {"old_logprob": "current", "advantage": torch.empty(step.rows, device="meta")}
     return step.predict(policy_loss, objective, hidden=True, memory=step.memory, **fields)
 
 
-def over_support(step: LossStep) -> Estimate:
+def _over_support(step: LossStep) -> Estimate:
     """Log-probs over the ids that the sampler kept, and nothing else."""
     ids = torch.empty(round((step.kept_ids or 0) * step.rows), dtype=torch.int64, device="meta")
     kept = Kept(ids, torch.empty(step.rows, dtype=torch.int64, device="meta"), scope="support")
@@ -178,8 +264,10 @@ def _bytes(items: Iterable[Item]) -> int:
     return sum(item.bytes for item in items)
 
 
-FROM_HIDDEN = Way("logprobs of Logits", True, from_hidden)
-POLICY_LOSS = Way("policy_loss of Logits", True, of_loss)
+FROM_HIDDEN = Way(
+    "logprobs of Logits", True, lambda x: x.predict(logprobs, hidden=True, entropy=x.entropy, memory=x.memory)
+)
+POLICY_LOSS = Way("policy_loss of Logits", True, _of_loss)
 WAYS = (
     Way("plain torch", False, _plain_torch),
     Way("slime-style", False, _slime),
@@ -189,5 +277,5 @@ WAYS = (
     POLICY_LOSS,
 )
 
-OVER_SUPPORT = Way('logprobs of Logits, scope="support"', True, over_support)
-"""Where the sampler kept some ids of each token."""
+OVER_SUPPORT = Way('logprobs of Logits, scope="support"', True, _over_support)
+"""The way of steps with ``kept_ids``: the sampler kept some ids of each token."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def compare(data: Path, out: Path, field: str) -> Compared:
     results = {result["index"]: result for _, result in read_fields(out, ("index", "tokens", "logprob"))}
     for index, (place, own) in enumerate(read_fields(data, (field,))):
         if (result := results.get(index)) is None:
-            # Rejected, and told of as such.
+            # A rejected record has no result to compare.
             continue
         given = own[field]
         if not isinstance(given, list) or not all(type(x) in (int, float) for x in given):
@@ -52,7 +52,7 @@ def compare(data: Path, out: Path, field: str) -> Compared:
         tokens.append(result["tokens"])
         trainer += result["logprob"]
         rollout += given
-    # One token before each response, which predicts its first.
+    # One token stands before each response, and predicts its first.
     rows = Rows.packed([[0, *ids] for ids in tokens], [len(ids) for ids in tokens])
     own, engine = torch.tensor(trainer, dtype=torch.float64), torch.tensor(rollout, dtype=torch.float64)
     return Compared(mismatch(own, engine, rows), own, engine, rows.position)
@@ -62,17 +62,11 @@ def write(compared: Compared, out: Path) -> Compared:
     """The report as JSON, and its figure, next to the output."""
     sheet = out.with_name(f"{out.name}.mismatch.json")
     sheet.write_text(json.dumps(compared.report.as_dict(), indent=1) + "\n")
-    return Compared(
-        compared.report,
-        compared.logprob,
-        compared.rollout_logprob,
-        compared.position,
-        (sheet, *_figures(compared, out)),
-    )
+    return replace(compared, files=(sheet, *_figures(compared, out)))
 
 
 def report_text(summary: Any, compared: Compared | None, as_json: bool) -> str:
-    """What the command prints at its end."""
+    """The last text that the command prints."""
     if as_json:
         more = {} if compared is None else {"mismatch": compared.report.as_dict()}
         return json.dumps(vars(summary) | more)

@@ -77,15 +77,13 @@ def _draw_quantiles(axis: Axes, x: Tensor, distance: Tensor, width: float, style
         inside = distance[bins == number]
         if len(inside) >= ENOUGH:
             middle = 10 ** ((number + 0.5) * width)
-            for q, value in zip(
-                LINES, torch.quantile(inside[:10_000_000], inside.new_tensor(list(LINES))), strict=True
-            ):
-                found[q].append((middle, float(value)))
+            values = torch.quantile(inside[:10_000_000], inside.new_tensor(list(LINES)))
+            for q, value in zip(LINES, values.tolist(), strict=True):
+                found[q].append((middle, value))
     for q, (name, dashes) in LINES.items():
         if found[q]:
-            axis.plot(
-                *zip(*found[q], strict=True), color=style.ours, linestyle=dashes, marker="o", markersize=3, label=name
-            )
+            look = {"color": style.ours, "linestyle": dashes, "marker": "o", "markersize": 3}
+            axis.plot(*zip(*found[q], strict=True), **look, label=name)
     axis.set_xscale("log")
     axis.set_yscale("log")
 
@@ -94,10 +92,9 @@ def _name_lines(axis: Axes, style: Style) -> None:
     """The name of every line at its right end."""
     for line in axis.lines:
         x, y = line.get_xdata()[-1], line.get_ydata()[-1]  # pyright: ignore[reportIndexIssue]
-        axis.annotate(
-            str(line.get_label()), (x, y), (5, 0), textcoords="offset points", va="center", fontsize=8, color=style.text
-        )
-    # Room for them, in the axis' own decades.
+        look = {"va": "center", "fontsize": 8, "color": style.text}
+        axis.annotate(str(line.get_label()), (x, y), (5, 0), textcoords="offset points", **look)
+    # The names need room, in the axis' own decades.
     low, high = axis.get_xlim()
     axis.set_xlim(low, high * (high / low) ** 0.2)
 

@@ -14,22 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from logitless.errors import LogitlessError
-from logitless.tools.score.texts import Conversation, NoTokenizer, are_messages
+from logitless.tools.score.texts import NoTokenizer, Texts, are_messages
 
 SUFFIXES = (".jsonl", ".parquet")
-STATISTICS = {
-    "top1_id": int,
-    "top1_logprob": float,
-    "top1_hit": bool,
-    "collision": float,
-    "mean_logit": float,
-    "logit_variance": float,
-    "max_logit": float,
-    "rank": int,
-}
+STATISTICS = {"top1_id": int, "top1_logprob": float, "top1_hit": bool, "collision": float, "mean_logit": float}
+STATISTICS |= {"logit_variance": float, "max_logit": float, "rank": int}
 """Fields that ``--stats`` adds to a result, a number for each token, and what kind of number."""
 
 RESULTS = ("index", "tokens", "logprob", "entropy", *STATISTICS, "truncated")
@@ -63,7 +55,7 @@ class Record:
 
     @property
     def tokens(self) -> list[int]:
-        """Those that are scored."""
+        """The response tokens that are scored."""
         return self.response if self.scored is None else list(itertools.compress(self.response, self.scored))
 
 
@@ -76,7 +68,7 @@ class Reject:
     reason: str
 
     def line(self) -> bytes:
-        """As it stands among the results of a part."""
+        """The line that stands among the results of a part."""
         # The last words of the place are "line 7" or "row 6".
         unit, number = self.place.split()[-2:]
         fields = {"index": self.index, unit: int(number), "reason": self.reason}
@@ -85,14 +77,6 @@ class Reject:
 
 REJECTED = b"rejected "
 """How the line of a record that was rejected begins; results begin with a brace."""
-
-
-class Encoder(Protocol):
-    """What turns texts and messages into ids: see :class:`logitless.tools.score.texts.Texts`."""
-
-    def encode(self, text: str, opens: bool) -> list[int]: ...
-    def opening(self, messages: Any) -> list[int]: ...
-    def conversation(self, messages: Any) -> Conversation: ...
 
 
 class Row(NamedTuple):
@@ -105,11 +89,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """A file of records, and the names of the fields that are read.
-
-    Attributes:
-        keep: names of fields that go into the results.
-    """
+    """A file of records, the names of the fields that are read, and of those that go into the results (``keep``)."""
 
     path: Path
     prompt_key: str = "prompt"
@@ -123,19 +103,18 @@ class Source:
         check_format("the input", self.path)
 
     def survey(self, size: int) -> tuple[int, tuple[str, ...]]:
-        """Number of records, and of each part of a JSONL file, which is read through, what changes with its records."""
+        """The number of records and, of a JSONL file, which is read through, a digest of each part's records."""
         if self.path.suffix == ".parquet":
             return _open_parquet(self.path).metadata.num_rows, ()
         found = [(len(chunk), _digest(chunk)) for chunk in _chunks(_lines(self.path), size)]
         return sum(count for count, _ in found), tuple(digest for _, digest in found)
 
     def parts(
-        self, size: int, wanted: Callable[[int], bool], texts: Encoder, *, skip: bool = False
+        self, size: int, wanted: Callable[[int], bool], texts: Texts, *, skip: bool = False
     ) -> Iterator[tuple[int, str, list[Record | Reject]]]:
         """Number, digest and records of every wanted part: ``size`` consecutive records, fewer in the last part.
 
-        Args:
-            skip: give a :class:`Reject` for a record that cannot be read, and do not raise.
+        With ``skip``, a record that cannot be read is a :class:`Reject`, and nothing is raised.
         """
         rows = _parquet_rows(self) if self.path.suffix == ".parquet" else _lines(self.path)
         for part, chunk in enumerate(_chunks(rows, size)):
@@ -143,7 +122,7 @@ class Source:
                 read = [self._read(part * size + i, row, texts, skip) for i, row in enumerate(chunk)]
                 yield part, _digest(chunk), read
 
-    def _read(self, index: int, row: Row, texts: Encoder, skip: bool) -> Record | Reject:
+    def _read(self, index: int, row: Row, texts: Texts, skip: bool) -> Record | Reject:
         place = f"{self.path.name}, {row.place}"
         try:
             return self._record(index, place, row.parse(), texts)
@@ -154,7 +133,7 @@ class Source:
                 raise
             return Reject(index, place, str(error))
 
-    def _record(self, index: int, place: str, fields: dict[str, Any], texts: Encoder) -> Record:
+    def _record(self, index: int, place: str, fields: dict[str, Any], texts: Texts) -> Record:
         kept = {key: _kept_value(fields, key, place) for key in self.keep}
         chat = fields.get(self.messages_key)
         if chat is not None and fields.get(self.prompt_key) is None:
@@ -259,7 +238,7 @@ def _parse_line(line: bytes, place: str) -> dict[str, Any]:
 
 
 def _named(place: str, act: Callable[[], Any]) -> Any:
-    """What ``act`` returns; its errors get the place in front."""
+    """The result of ``act()``; its errors get the place in front."""
     try:
         return act()
     except NoTokenizer:
@@ -313,3 +292,88 @@ def _whole(path: Path, read: Callable[[], Any]) -> Any:
     except (ValueError, OSError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise LogitlessError(f"score: {path} is no whole Parquet file: {reason}. Was it cut off?") from None
+
+
+# Results: lines as they are, or the columns of a Parquet file.
+
+
+def write_results(lines: Callable[[], Iterable[bytes]], path: Path, suffix: str) -> None:
+    """Write result lines as they are, or as the columns of a Parquet file. Rejected records are left out.
+
+    ``lines()`` gives all lines, each time that it is called.
+    """
+
+    def results() -> Iterator[bytes]:
+        return (line for line in lines() if not line.startswith(REJECTED))
+
+    if suffix == ".parquet":
+        _write_parquet(results, path)
+        return
+    with path.open("wb") as file:
+        file.writelines(results())
+
+
+def write_rejects(lines: Iterable[bytes], path: Path) -> None:
+    """Write the lines of rejected records alone, as JSON."""
+    with path.open("wb") as file:
+        file.writelines(line.removeprefix(REJECTED) for line in lines if line.startswith(REJECTED))
+
+
+def count_results(path: Path) -> int:
+    """Whole records in a file of results: a line that was cut off is none, and a Parquet file that was has none."""
+    if path.suffix == ".jsonl":
+        with path.open("rb") as file:
+            return sum(line.endswith(b"\n") for line in file)
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(path).metadata.num_rows
+    except ValueError:
+        return 0
+
+
+def _write_parquet(lines: Callable[[], Iterable[bytes]], path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    own = {"index": pa.int64(), "tokens": pa.list_(pa.int64())}
+    own |= {"logprob": pa.list_(pa.float32()), "entropy": pa.list_(pa.float32()), "truncated": pa.int64()}
+    kinds = {int: pa.int64(), float: pa.float32(), bool: pa.bool_()}
+    own |= {name: pa.list_(kinds[kind]) for name, kind in STATISTICS.items()}
+    kept = _kept_schema(lines())
+    order = next((list(json.loads(line)) for line in lines()), ["index", "tokens", "logprob", "entropy"])
+    schema = pa.schema([pa.field(name, own[name]) if name in own else kept.field(name) for name in order])
+    with pyarrow.parquet.ParquetWriter(path, schema) as writer:
+        for group in _groups(lines()):
+            writer.write_table(pa.Table.from_pylist(group, schema=schema))
+
+
+def _kept_schema(lines: Iterable[bytes]) -> Any:
+    """Types of the fields that were kept, wide enough for all records."""
+    import pyarrow as pa
+
+    schema = pa.schema([])
+    for group in _groups(lines):
+        kept = [{name: value for name, value in fields.items() if name not in RESULTS} for fields in group]
+        if not kept[0]:
+            break
+        try:
+            found = pa.Table.from_pylist(kept).schema
+            schema = pa.unify_schemas([schema, found], promote_options="permissive")
+        except UnicodeEncodeError as error:
+            raise LogitlessError(
+                f"score: a field to keep has half of a surrogate pair, which Parquet does not hold: {error}. Write "
+                f".jsonl."
+            ) from None
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise LogitlessError(
+                f"score: the fields to keep have no one type, as a Parquet column must: {reason}. Write .jsonl."
+            ) from None
+    return schema
+
+
+def _groups(lines: Iterable[bytes]) -> Iterator[list[dict[str, Any]]]:
+    lines = iter(lines)
+    while group := [json.loads(line) for line in itertools.islice(lines, ROW_GROUP)]:
+        yield group

@@ -26,21 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from logitless.errors import LogitlessError
-from logitless.tools.score.files import REJECTED
-from logitless.tools.score.results import count_results, write_rejects, write_results
+from logitless.tools.score.files import REJECTED, count_results, write_rejects, write_results
 
 
 @dataclass(frozen=True)
 class Journal:
-    """The state of one job.
-
-    Attributes:
-        out: file of the results.
-        settings: everything that decides about the results, as JSON values.
-        num_records: records of the input.
-        part_size: records per part.
-        digests: of the records of each part; empty where nothing is known of them but the file as a whole.
-    """
+    """The state of one job. Its settings are all that decides about the results; its digests are of the records of each
+    part, and there are none where the input is Parquet."""
 
     out: Path
     settings: dict[str, Any]
@@ -80,31 +72,28 @@ class Journal:
             LogitlessError: the output exists and was made with other settings, or nobody knows how.
         """
         with _told(self.out):
-            self._open(overwrite)
-
-    def _open(self, overwrite: bool) -> None:
-        if overwrite:
-            # The old sheet goes last: until then it describes the files that are left.
-            self.out.unlink(missing_ok=True)
-            self.rejects.unlink(missing_ok=True)
-            if self.folder.exists():
+            if overwrite:
+                # The old sheet goes last: until then it describes the files that are left.
+                self.out.unlink(missing_ok=True)
+                self.rejects.unlink(missing_ok=True)
+                if self.folder.exists():
+                    shutil.rmtree(self.folder)
+                self.sheet.unlink(missing_ok=True)
+            fresh = not self.sheet.exists()
+            if not fresh:
+                fresh = self._check_settings()
+            elif self.out.exists() or any(self.folder.glob("*.jsonl")):
+                raise LogitlessError(
+                    f"score: {self.out if self.out.exists() else self.folder} exists, and no {self.sheet.name} says "
+                    f"how it was made. Give another --out, or --overwrite to replace it."
+                )
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if fresh:
+                text = json.dumps(self.settings, indent=1) + "\n"
+                self._commit(self.sheet, lambda path: path.write_text(text))
+            if self.finished:
+                self._check_output()
                 shutil.rmtree(self.folder)
-            self.sheet.unlink(missing_ok=True)
-        fresh = not self.sheet.exists()
-        if not fresh:
-            fresh = self._check_settings()
-        elif self.out.exists() or any(self.folder.glob("*.jsonl")):
-            raise LogitlessError(
-                f"score: {self.out if self.out.exists() else self.folder} exists, and no {self.sheet.name} says how it "
-                f"was made. Give another --out, or --overwrite to replace it."
-            )
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if fresh:
-            text = json.dumps(self.settings, indent=1) + "\n"
-            self._commit(self.sheet, lambda path: path.write_text(text))
-        if self.finished:
-            self._check_output()
-            shutil.rmtree(self.folder)
 
     def has(self, part: int) -> bool:
         return self._part(part).exists()
@@ -130,7 +119,7 @@ class Journal:
 
     def _commit(self, path: Path, write: Callable[[Path], object]) -> None:
         """Make ``path`` appear with all that ``write`` writes, or not at all."""
-        # With the number of the process, two jobs started by mistake write different drafts.
+        # The number of the process keeps drafts of two jobs apart that were started by mistake.
         draft = self.folder / f"{path.name}.{os.getpid()}.draft"
         with _told(path):
             try:
@@ -139,7 +128,7 @@ class Journal:
                 os.replace(draft, path)
                 _flush(path.parent)
             except OSError:
-                # What a full disk holds of it is of no use.
+                # A draft that a full disk has cut off is of no use.
                 draft.unlink(missing_ok=True)
                 raise
 
@@ -204,7 +193,7 @@ class Journal:
 
 @contextmanager
 def _told(path: Path) -> Iterator[None]:
-    """What the system refuses, with the file and what to do."""
+    """Errors of the operating system become a LogitlessError that names the file and what to do."""
     try:
         yield
     except FileNotFoundError as error:

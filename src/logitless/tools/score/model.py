@@ -22,8 +22,6 @@ from logitless.rows import Rows
 from logitless.tools.score.files import REJECTED, STATISTICS, Record, Reject
 from logitless.tools.untrusted import check_weights
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
-
 TooLong = Literal["stop", "truncate", "skip"]
 
 
@@ -46,14 +44,9 @@ def check_model(folder: Path) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Scorer:
-    """A loaded model that scores batches.
+    """A loaded model that scores batches: patched by :func:`logitless.adapters.transformers.patch`.
 
-    Attributes:
-        model: patched by :func:`logitless.adapters.transformers.patch`.
-        temperature: temperature at which the responses were sampled.
-        max_length: most tokens of a record; None for as many as the model has positions.
-        too_long: what becomes of a record with more: an error, its response cut at the end, or a rejection.
-        stats: statistics besides, as of :func:`logitless.logprobs`.
+    The other fields are those of :class:`~logitless.tools.score.run.Job`.
     """
 
     model: Any
@@ -87,11 +80,7 @@ class Scorer:
         return scorer
 
     def score(self, records: Sequence[Record | Reject], tokens_per_batch: int, *, skip: bool = False) -> Scored:
-        """Results of the records, in their order.
-
-        Args:
-            skip: reject a record that cannot be scored, and do not raise.
-        """
+        """Results of the records, in their order; ``skip`` rejects a record that cannot be scored, without raising."""
         fitted = [r if isinstance(r, Reject) else self._fitted(r, skip) for r in records]
         kept = [record for record in fitted if isinstance(record, Record)]
         lines = {reject.index: reject.line() for reject in fitted if isinstance(reject, Reject)}
@@ -129,7 +118,7 @@ class Scorer:
 
     @torch.inference_mode()
     def _run(self, batch: Sequence[Record]) -> list[dict[str, list[Any]]]:
-        """Of each record, the numbers of its tokens by name."""
+        """The numbers of each record's tokens, by name."""
         tokens = [[*record.prompt, *record.response] for record in batch]
         lengths = [len(record.response) for record in batch]
         width = max(map(len, tokens))
@@ -172,8 +161,7 @@ class Scorer:
         """Raise if padding behind a sample changes its results."""
         vocabulary = self.model.get_input_embeddings().num_embeddings
         ids = torch.randint(vocabulary, (9,), generator=torch.Generator().manual_seed(0)).tolist()
-        short = Record(0, "a trial", ids[:2], ids[2:4])
-        longer = Record(1, "a trial", ids[:2], ids[2:])
+        short, longer = (Record(i, "a trial", ids[:2], ids[2:stop]) for i, stop in enumerate((4, 9)))
         alone, beside = (self._run(batch)[0]["logprob"] for batch in ([short], [short, longer]))
         off = max(abs(a - b) for a, b in zip(alone, beside, strict=True))
         allowed = 64 * torch.finfo(self.model.dtype).eps * max(1.0, *map(abs, alone))
@@ -201,7 +189,7 @@ def batches(records: Sequence[Record], tokens_per_batch: int) -> Iterator[list[R
 
 
 class TooManyTokens(LogitlessError):
-    """A record that is longer than it may be."""
+    """The error for a record that is longer than it may be."""
 
 
 def _line(record: Record, numbers: dict[str, list[Any]], truncated: bool = False) -> bytes:
@@ -210,12 +198,8 @@ def _line(record: Record, numbers: dict[str, list[Any]], truncated: bool = False
             f"score: {record.place}: a log-prob or entropy is not finite. The model overflows here or its weights are "
             f"broken; float16 overflows easily, --dtype bfloat16 or float32 do not."
         )
-    short = {name: [_short(x) if type(x) is float else x for x in values] for name, values in numbers.items()}
+    # Nine digits bring back the same float32.
+    short = {name: [float(f"{x:.9g}") if type(x) is float else x for x in xs] for name, xs in numbers.items()}
     fields = {"index": record.index, **record.kept, "tokens": record.tokens, **short}
     fields |= {"truncated": record.truncated} if truncated else {}
     return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
-
-
-def _short(x: float) -> float:
-    """Nine digits bring back the same float32."""
-    return float(f"{x:.9g}")

@@ -15,7 +15,7 @@ from logitless.readings.table import STATS
 from logitless.spec import parse_memory
 from logitless.tools.score.files import RESULTS, Source, check_format
 from logitless.tools.score.journal import Journal, check_apart, facts
-from logitless.tools.score.model import DTYPES, Scorer, TooLong, check_model
+from logitless.tools.score.model import Scorer, TooLong, check_model
 from logitless.tools.score.texts import Texts, Turns
 
 T = TypeVar("T")
@@ -25,36 +25,26 @@ CHANGED = (
     "with --overwrite."
 )
 
-
-CHOICES = {"dtype": DTYPES, "turns": ("all", "last"), "too_long": ("stop", "truncate", "skip")}
-CHOICES |= {"on_error": ("stop", "skip")}
+CHOICES = {
+    "dtype": ("auto", "bfloat16", "float16", "float32"),
+    "turns": ("all", "last"),
+    "too_long": ("stop", "truncate", "skip"),
+    "on_error": ("stop", "skip"),
+}
 
 
 @dataclass(frozen=True)
 class Job:
-    """The options of ``logitless score``.
+    """The options of ``logitless score``; its ``--help`` describes each.
 
     Args:
-        model: Hugging Face model directory.
-        data: .jsonl or .parquet file of records.
-        out: .jsonl or .parquet file of results.
-        temperature: temperature at which the responses were sampled.
-        dtype: ``"auto"`` for the checkpoint's dtype, or a name.
         device: device of this rank, for example ``"cuda:1"``.
         tokens_per_batch: most tokens of a micro-batch, padding included; a longer record is a batch by itself.
         records_per_part: most records that a kill loses, per rank.
-        prompt_key, response_key: names of the fields.
         special_tokens: whether the tokenizer may open a prompt that is text with its special tokens.
-        memory: working memory of the head.
-        overwrite: start anew, and replace the output.
-        messages_key: name of the field of chat messages.
-        turns: which messages of the assistant are scored: ``"all"``, or the ``"last"``.
-        keep: names of fields that go into the results.
-        max_length: most tokens of a record; None for as many as the model has positions.
         too_long: a longer record is an error (``"stop"``), loses the end of its response (``"truncate"``), or is
             rejected (``"skip"``).
         on_error: a record that cannot be scored ends the job (``"stop"``), or is rejected (``"skip"``).
-        stats: further columns, as ``stats=`` of :func:`logitless.logprobs` names them.
     """
 
     model: Path
@@ -104,12 +94,11 @@ class Job:
     def settings(self) -> dict[str, Any]:
         """The options and files that decide about the results. The number of ranks does not."""
         chosen = ("temperature", "dtype", "tokens_per_batch", "records_per_part", "prompt_key", "response_key")
-        chosen += ("messages_key", "turns", "keep", "max_length", "too_long")
-        # Not where none are asked for: jobs of earlier versions go on.
+        chosen += ("messages_key", "turns", "keep", "max_length", "too_long", "special_tokens")
+        # Jobs of earlier versions, whose settings have no stats, go on where none are asked for.
         chosen += ("stats",) if self.stats else ()
         return {
             **{name: getattr(self, name) for name in chosen},
-            "special_tokens": self.special_tokens,
             "memory": parse_memory(self.memory),
             "device": self.device.partition(":")[0],
             "model": facts(self.model),
@@ -131,12 +120,9 @@ class Summary:
     """Counts of a run, all ranks together.
 
     Attributes:
-        out: the finished file.
-        records: records in the file.
+        out, records: the finished file, and its records.
         scored_records, scored_tokens: records and response tokens that this run scored; the rest is from earlier runs.
-        seconds: duration of the run.
-        rejected: records that have no results, of all runs.
-        rejects: file that says why; None where there are none.
+        rejected, rejects: records without results, of all runs, and the file that says why, or None.
     """
 
     out: str
@@ -152,7 +138,6 @@ def score_file(job: Job, report: Callable[[Progress], None] = lambda _: None, gr
     """Score all records that have no results yet, and write the output when every one has.
 
     Args:
-        job: what to do.
         report: called after the model is loaded and after every part.
         group: process group whose ranks share the work, on one file system; None for this process alone.
 

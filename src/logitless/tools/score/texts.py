@@ -30,13 +30,8 @@ class Conversation(NamedTuple):
 
 @dataclass(frozen=True)
 class Texts:
-    """The tokenizer of a model directory.
-
-    Attributes:
-        folder: the model directory.
-        special_tokens: whether a text that opens the sequence gets the special tokens that open one.
-        turns: which messages of the assistant are scored.
-    """
+    """The tokenizer of a model directory. With ``special_tokens``, a text that opens the sequence gets the tokens that
+    open one; ``turns`` says which messages of the assistant are scored."""
 
     folder: Path
     special_tokens: bool = True
@@ -75,7 +70,7 @@ class Texts:
         return Conversation(whole[:first], whole[first:last], scored[first:last])
 
     def _end(self, ids: list[int], start: int) -> int:
-        """Behind the last end-of-sequence token: what a template adds after it, a line break say, was not sampled."""
+        """The place after the last end-of-sequence token: a line break that a template adds there was not sampled."""
         end = self._tokenizer.eos_token_id
         places = [i for i in range(start, len(ids)) if ids[i] == end]
         return places[-1] + 1 if places else len(ids)
@@ -86,9 +81,8 @@ class Texts:
         from jinja2 import TemplateError
 
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=answered, tokenize=True, return_dict=True
-            )
+            options = {"add_generation_prompt": answered, "tokenize": True, "return_dict": True}
+            rendered = self._tokenizer.apply_chat_template(messages, **options)
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise LogitlessError(f"the chat template refuses it: {_first_line(error)}") from None
         return list(rendered["input_ids"])
@@ -115,7 +109,7 @@ class Texts:
 
 
 class NoTokenizer(LogitlessError):
-    """Not the fault of a record, so that no record is skipped for it."""
+    """The error for a missing tokenizer. No record is skipped for it: it is not the fault of a record."""
 
 
 def are_messages(value: Any) -> bool:
