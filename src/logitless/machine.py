@@ -467,7 +467,9 @@ def pair_sizes(width: int, other: int) -> PairSizes:
     # 1.15, 1.20, 1.33, 1.27, 1.49. 6 stages 1.17, 1.17, 1.18, 1.10, 1.27 and 1.16, 1.19, 1.29, 1.27, 1.46. Not
     # flattened is no slower. 64 x 256 1.06, 1.09, 1.15, 1.14, 1.25 and 1.17, 1.26, 1.30, 1.29, 1.52. One loop for both
     # 1.5 to 1.8, two programs of 64 x 128 1.2 to 1.4.
-    return PairSizes(128, 128, 64, band=8)
+    # Widths of one step leave no loop over them, and the loads of both products are stages of the loop over tiles: four
+    # would take 257 and 288 KiB of shared memory, of which there are 227.
+    return PairSizes(128, 128, 64, band=8, stages=4 if max(width, other) > 64 else 2)
 
 
 def tiles_per_part(num_tiles: int) -> int:

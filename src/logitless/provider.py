@@ -187,7 +187,8 @@ def logprobs_from_logits(
         raise refused("logprobs_from_logits: logits", "[..., V]", logits)
     head, width = Head(temperature, scale, softcap, vocab_size), logits.shape[-1]
     if flat:
-        logits, target, head = logits.reshape(-1, width), _line(target), replace(head, temperature=_line(temperature))
+        logits = logits.reshape(logits.shape[:-1].numel(), width)
+        target, head = _line(target), replace(head, temperature=_line(temperature))
     shard = _shard(vocab_group, vocab_range, width)
     options = {"entropy": entropy, "head": head, "backend": backend, "memory": _memory(memory, chunk_rows, width)}
     vocabulary = vocab_size or (width if shard is None else shard.vocab_size)

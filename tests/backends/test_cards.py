@@ -37,6 +37,23 @@ def test_every_kernel_compiles_for_one_card_each(tmp_path):
     assert not [line for line in lines if "of which" in line]
 
 
+def test_two_products_of_a_small_width_fit(tmp_path):
+    """A width of one step leaves no loop over it, and all loads are stages of the loop over tiles: small models too."""
+    text = run(
+        tmp_path,
+        "-c",
+        "import torch, logitless as ll\n"
+        "from benchmarks import cards\n"
+        "student, teacher = (ll.Logits(cards._empty(512, 24), cards._empty(4096, 24)) for _ in range(2))\n"
+        "with cards.recording() as found:\n"
+        "    ll.estimate(ll.logprobs, student, cards._ids(512), teacher=teacher, device=cards.H200)\n"
+        "card = cards.TARGETS['sm_90']\n"
+        "both = {x.kernel: x for x in found if x.kernel in ('pair_sums_kernel', 'pair_gradient_kernel')}\n"
+        "print([cards.usage(x, card).too_much(card) for x in both.values()])",
+    )
+    assert text.strip() == "[None, None]"
+
+
 def test_a_kernel_that_no_call_launches_is_named(tmp_path):
     """The check itself: with one call less, its kernels are missing."""
     text = run(

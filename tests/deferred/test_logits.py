@@ -39,12 +39,14 @@ def logits_of(x: dict[str, Tensor], deferred: bool, **options: Any) -> Any:
     return torch.nn.functional.linear(x["hidden"], weight, bias)
 
 
-def same(change: Callable[[Any], Any], *, check: Callable[[Any], Any] | None = None, **kind: bool) -> None:
+def same(
+    change: Callable[[Any], Any], *, check: Callable[[Any], Any] | None = None, strict: bool = True, **kind: bool
+) -> None:
     """That ``change`` of deferred logits is its change of computed ones: numbers, and gradients of every operand."""
     found = []
     for deferred in (False, True):
         x = operands(**kind)
-        out = change(logits_of(x, deferred))
+        out = change(logits_of(x, deferred, strict=strict))
         if deferred and check is not None:
             check(out)
         outs = [y.computed() if isinstance(y, ll.Logits) else y for y in _flat(out)]
@@ -367,3 +369,108 @@ def test_a_factor_in_place_behind_a_hook():
         found.append([out.detach(), *torch.autograd.grad(out.sum(), list(x.values()))])
     for mine, right in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(mine, right)
+
+
+def shared(one: Tensor, other: Tensor) -> bool:
+    return torch._C._is_alias_of(one, other)
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if name not in ("iteration", "sum")])
+def test_a_factor_in_place_is_refused_by_views_and_missed_by_copies(name):
+    """Whatever torch has as a view of the logits has the factor, too, and they have its own."""
+    with torch.no_grad():
+        plain = logits_of(operands(), False)
+        views = [shared(plain, y) for y in _flat(RULES[name](plain))]
+        for place, is_view in enumerate(views):
+            logits = logits_of(operands(), True)
+            found = _flat(RULES[name](logits))[place]
+            before = found.computed()
+            logits.div_(0.7)
+            if is_view:
+                with pytest.raises(ll.LogitlessError, match=r"share memory .* in place at .*test_logits.py"):
+                    ll.logprobs(found, torch.zeros(found.shape[:-1], dtype=torch.int64))
+                other = logits_of(operands(), True)
+                _flat(RULES[name](other))[place].div_(0.7)
+                with pytest.raises(ll.LogitlessError, match="share memory"):
+                    other.computed()
+            else:
+                assert torch.equal(found.computed(), before)
+
+
+def test_parts_that_share_no_row_are_changed_one_by_one():
+    with torch.no_grad():
+        found = []
+        for lazy in (False, True):
+            parts = logits_of(operands(), lazy).split(1)
+            for i, part in enumerate(parts):
+                part.div_(0.5 + i)
+            found.append(torch.cat([torch.logsumexp(part, -1) for part in parts]))
+    assert_close_to_truth(found[1], found[0], found[0])
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [
+        (lambda x: x.log_softmax(-1), lambda y: y.gather(-1, torch.zeros(B, S, 1, dtype=torch.int64))),
+        (lambda x: x.softmax(-1), lambda y: y.gather(-1, torch.zeros(B, S, 1, dtype=torch.int64))),
+        (lambda x: (x.softmax(-1), x.log_softmax(-1)), lambda y: (y[0] * y[1]).sum(-1)),
+        (lambda x: [torch.logsumexp(part, -1) for part in x.unbind(0)], torch.stack),
+        (lambda x: x.max(-1).values, lambda y: y),
+        (lambda x: x[:, 1:].log_softmax(-1), lambda y: y.gather(-1, torch.zeros(B, S - 1, 1, dtype=torch.int64))),
+    ],
+    ids=["log_softmax", "softmax", "entropy", "parts", "max", "of a view"],
+)
+def test_what_was_asked_before_a_factor_in_place_has_none(begin, end):
+    with torch.no_grad():
+        plain, lazy = (logits_of(operands(), lazy, strict=False) for lazy in (False, True))
+        wanted, begun = end(begin(plain)), begin(lazy)
+        lazy.div_(0.7)
+        assert_close_to_truth(end(begun), wanted, wanted)
+
+
+COMPUTED = pytest.mark.filterwarnings("ignore::logitless.operands.logits.LogitsMade")
+
+
+@COMPUTED
+@pytest.mark.parametrize("turn", [lambda x: x / FACTOR * -1, lambda x: -2 * x / FACTOR, lambda x: x * -1.0 * FACTOR])
+def test_a_factor_for_each_row_of_logits_turned_around(turn):
+    ids = torch.ones(B, S, 2, dtype=torch.int64)
+    same(turn, bias=True, strict=False)
+    same(lambda x: (turn(x).argmax(-1).double(), turn(x).log_softmax(-1).gather(-1, ids)), strict=False)
+    same(lambda x: torch.cat([x[:1] * FACTOR[:1], x[1:] * -1]), strict=False)
+
+
+def test_the_largest_of_logits_turned_around_under_a_softcap():
+    same(lambda x: ((x / -3.0).tanh() * 3.0).max(-1).values + 0, lora=True)
+    same(lambda x: ((x * -0.3).tanh() * -3.0).argmax(-1).double())
+
+
+@COMPUTED
+def test_a_single_token_of_an_adapters_logits():
+    same(lambda x: [row.log_softmax(-1)[3] for row in x.flatten(0, 1)], lora=True, strict=False)
+
+
+def test_numbers_of_parts_wait_for_each_other():
+    """So that one reading answers for all of them, and not one product for each."""
+    for parts in (lambda x: x.split(2), lambda x: x.chunk(2), lambda x: x.unbind(0), list):
+        found = [torch.logsumexp(part, -1) for part in parts(logits_of(operands(), True))]
+        assert {type(x).__name__ for x in found} == {"Pending"}
+        assert not torch.is_tensor(found[0].value)
+
+
+@COMPUTED
+@pytest.mark.parametrize("factor", [1 << 64, -(1 << 64)])
+def test_a_factor_that_torch_does_not_take_is_not_taken(factor):
+    for lazy in (False, True):
+        with pytest.raises((RuntimeError, OverflowError)):
+            logits_of(operands(), lazy, strict=False) * factor
+
+
+@COMPUTED
+def test_more_of_the_largest_than_a_reading_lists():
+    """All 200 of 200 columns: more than 128 are computed, and a number past the columns is torch's error."""
+    hidden, weight = torch.randn(2, 3, dtype=torch.float64), torch.randn(200, 3, dtype=torch.float64)
+    found, wanted = ll.Logits(hidden, weight).topk(200, -1), (hidden @ weight.T).topk(200, -1)
+    assert torch.equal(found.indices, wanted.indices)
+    with pytest.raises(RuntimeError, match="out of range"):
+        ll.Logits(hidden, weight[:5]).topk(6, -1)

@@ -19,7 +19,7 @@ import logitless as ll
 from benchmarks.bench.predicted import Compared, PeakCase, compare, table
 from benchmarks.bench.sized_steps import SizedStep
 from logitless.call import MEMORY
-from logitless.memory import Estimate, sized
+from logitless.memory import Estimate, shapes, sized
 from logitless.route import loss as loss_plans
 
 PROMISE = 0.05
@@ -240,9 +240,19 @@ def test_ranks_share_the_columns(path: str):
 
 
 def compare_on_rank(rank: int, world: int, cases: list[PeakCase]) -> list[Compared]:
-    """The smallest of six: a thread of gloo may let go of its copies late, in one try of eight, which can only add."""
     gc.freeze()
-    return [_smallest([compare(case, CPU, dist.group.WORLD) for _ in range(6)]) for case in cases]
+    return [_settled(case) for case in cases]
+
+
+def _settled(case: PeakCase) -> Compared:
+    """The smallest of six tries, or of more: a thread of gloo may let go of its copies late, which can only add. That
+    is one try of eight, and most of them on a busy machine."""
+    tries, off = [], torch.ones(())
+    while len(tries) < 6 or (off and len(tries) < 30):
+        tries.append(compare(case, CPU, dist.group.WORLD))
+        off = torch.tensor(float(_smallest(tries).error > PROMISE))
+        dist.all_reduce(off)
+    return _smallest(tries)
 
 
 def _smallest(tries: list[Compared]) -> Compared:
@@ -373,7 +383,38 @@ def test_the_peaks_on_cuda(cases: dict, device: torch.device):
     assert not off, "\n" + table(results)
 
 
+@pytest.mark.parametrize("name", FURTHER_CUDA_CASES)
+def test_no_index_is_copied_out_of_sight(name: str, monkeypatch):
+    """Of two indices of other strides a GPU makes copies in the shape of both, which no dispatch mode sees."""
+
+    def seen(func, args, kwargs):
+        if func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):
+            several = torch.broadcast_tensors(*(x for x in args[1] if x is not None))
+            assert len({x.stride() for x in several}) == 1, [list(x.shape) for x in several]
+        return shapes.result_of(func, args, kwargs)
+
+    monkeypatch.setattr("logitless.memory.ledger.result_of", seen)
+    PeakCase(name, FURTHER_CUDA_CASES[name]).predicted(torch.device("cuda"))
+
+
 # What it says of itself.
+
+
+@pytest.mark.parametrize("verb", ["logprobs", "policy_loss"])
+@pytest.mark.parametrize("whole", [False, True], ids=["Logits", "Teacher"])
+def test_a_teacher_that_would_have_a_gradient_has_none(verb: str, whole: bool):
+    """A model in training as the teacher, whose operands have the names of the student's."""
+    found = []
+    for trained in (False, True):
+        sizes = ((257, 16), (2003, 16), (257, 24), (2003, 24))
+        tensors = [torch.empty(size, requires_grad=trained or i < 2) for i, size in enumerate(sizes)]
+        teacher = ll.Logits(*tensors[2:])
+        asked = {"teacher": ll.Teacher(teacher) if whole else teacher, "memory": "2MiB"}
+        args = (ll.Logits(*tensors[:2]), torch.zeros(257, dtype=torch.int64))
+        args = args if verb == "logprobs" else (*args, ll.Objective.recipe("distill"))
+        found.append(ll.estimate(getattr(ll, verb), *args, **asked, device="cpu"))
+    assert found[0].peak == found[1].peak
+    assert {item.name.split()[0] for item in found[1].backward if item.output} >= {"d_hidden", "d_weight"}
 
 
 @pytest.mark.parametrize("softcap", [False, True])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from calls import from_hidden, logits_of, loss_from_hidden
+from close import assert_close_to_truth
 from shared.divergence import BACKENDS, KINDS, Batch, Outcome, assert_right, ours, right, shaped
 from torch import Tensor
 
@@ -362,3 +363,33 @@ def test_autocast_rounds_the_teacher_as_the_student(verb: str, several: bool):
         torch.testing.assert_close(mine, theirs, atol=0, rtol=0)
     if not several:
         assert call(lambda x: x, torch.autocast("cpu", torch.bfloat16), weight)[0] == 0
+
+
+def beside_nothing(rank: int, world: int, logits: Tensor, teachers: Tensor, kept: bool) -> tuple[Tensor, Tensor]:
+    """Several teachers of logits, whose columns are all on the last rank."""
+    columns = slice(0, 0) if rank + 1 < world else slice(0, logits.shape[1])
+    here = logits[:, columns].clone().requires_grad_()
+    shard = ll.VocabShard(columns.start, columns.stop, torch.distributed.group.WORLD)
+    which = torch.arange(len(logits)) % len(teachers)
+    support = ll.Kept.from_lists([[0, row] for row in range(len(logits))]) if kept else None
+    teacher = Teacher.by_row([x[:, columns].clone() for x in teachers], which)
+    target = torch.arange(len(logits))
+    given = ll.Logits.given(here * 1.0, shard=shard)
+    out = ll.logprobs(given, target, teacher=teacher, divergence="tv", kept=support)
+    out.divergence.sum().backward()
+    return out.divergence.detach(), here.grad
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_teachers_beside_a_shard_of_no_columns(ranks, kept: bool):
+    """What one rank cannot reshape, the others wait for."""
+    logits, teachers = torch.randn(5, 9, dtype=torch.float64), torch.randn(2, 5, 9, dtype=torch.float64)
+    (first, nothing), (second, whole) = ranks(beside_nothing, 2, logits, teachers, kept)
+    z, y = logits, torch.stack([teachers[row % 2, row] for row in range(5)])
+    if kept:
+        left_out = torch.ones(5, 9, dtype=torch.bool).scatter(1, torch.tensor([[0, row] for row in range(5)]), False)
+        z, y = (x.masked_fill(left_out, -torch.inf) for x in (z, y))
+    truth = 0.5 * (z.softmax(-1) - y.softmax(-1)).abs().sum(-1)
+    assert_close_to_truth(first, truth, truth)
+    assert torch.equal(first, second)
+    assert (nothing.shape, whole.isfinite().all()) == ((5, 0), True)

@@ -339,3 +339,47 @@ def test_what_cannot_be_had():
     student = ll.Logits(draft.hidden, draft.weight, shard=ll.VocabShard(0, VOCAB))
     with pytest.raises(LogitlessError, match="needs Logits with a shard of their own"):
         ll.logprobs(student, draft.target, teacher=draft.teacher(), divergence="tv")
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_several_teachers_with_a_temperature_for_every_row(given: bool):
+    """Rows are grouped by teacher, and so are the temperatures over all of a teacher's ids."""
+    drafts = [Draft.draw(dtype=torch.float64) for _ in range(3)]
+    which, temperature = torch.arange(ROWS) % 3, torch.rand(ROWS, dtype=torch.float64) + 0.3
+    members = [draft.teacher(given=given, head=ll.Head(temperature=temperature)) for draft in drafts]
+    first = drafts[0]
+    out = ll.logprobs(
+        first.hidden @ first.weight.T,
+        first.target,
+        teacher=Teacher.by_row(members, which),
+        divergence="tv",
+        stats=STATS,
+    )
+    for row in range(ROWS):
+        draft = drafts[which[row]]
+        y = draft.teacher_weight @ draft.teacher_hidden[row] / temperature[row]
+        if first.target[row] == -100:
+            continue
+        assert_close_to_truth(out.teacher_log_z[row], y.logsumexp(-1), y.logsumexp(-1))
+        shared = y.softmax(-1)[draft.ids >= 0].sum()
+        assert_close_to_truth(out.teacher_shared[row], shared, shared)
+
+
+@pytest.mark.parametrize("factor", [2.0, -1.5])
+@pytest.mark.parametrize("softcap", [None, 1.2])
+def test_a_factor_that_a_teachers_logits_carry(factor: float, softcap: float | None):
+    """It comes before a softcap, and a negative one makes the smallest number the most likely id."""
+    draft, head = Draft.draw(dtype=torch.float64), ll.Head(softcap=softcap)
+    y = factor * (draft.teacher_hidden @ draft.teacher_weight.T)
+    logits = factor * ll.Logits(draft.teacher_hidden, draft.teacher_weight)
+    wanted, found = (ours(draft, Teacher(x, head, draft.ids), "jsd") for x in (y, logits))
+    assert_right(found, wanted, wanted)
+    counted = draft.target != -100
+    assert torch.equal(found.values["teacher_top1_id"][counted], y.argmax(-1)[counted])
+
+
+def test_a_factor_for_each_row_of_a_teacher_with_a_softcap_is_refused():
+    draft = Draft.draw()
+    logits = ll.Logits(draft.teacher_hidden, draft.teacher_weight) / torch.full((ROWS, 1), 0.5)
+    with pytest.raises(LogitlessError, match=r"Teacher: head has a softcap, and the Logits carry one factor per row"):
+        Teacher(logits, ll.Head(softcap=3.0))

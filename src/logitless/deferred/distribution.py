@@ -20,6 +20,7 @@ from logitless.deferred.pending import numbers
 from logitless.deferred.read import SOFTMAX, ask, best, listable, memo_of, over_last
 from logitless.operands import Logits
 from logitless.operands.logits import RULES, like
+from logitless.operands.passed_on import same
 
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "log p": lambda x: x.log_softmax(-1),
@@ -82,7 +83,7 @@ class Distribution(Lazy):
 def distribution(source: Logits, form: str, factor: float = 1.0) -> Distribution:
     """One of ``FORMS`` of logits that are not computed."""
     dtype = source.dtype
-    compute = FORMS[form]
+    compute, source = FORMS[form], same(source)
     if form == "p":
         memo_of(source)[SOFTMAX] = True
     return Distribution.made(

@@ -117,7 +117,6 @@ def entropy_with_log_prob(x: Logits, *, graph: bool, later: bool) -> Tensor | No
         graph: whether they have a gradient.
         later: whether log-probs of the same logits will be asked for, so that the entropies may wait for them.
     """
-    # What changes the logits in place afterwards does not change these.
     source: Logits = same(x)
     memo = memo_of(source)
     wanted, waits = graph and torch.is_grad_enabled(), later and not _runs_again(x)

@@ -42,7 +42,9 @@ class Lazy(Tensor):
     def made(
         cls, source: Logits, compute: Callable[[Tensor], Tensor], shape: Sequence[int], dtype: torch.dtype, **more: Any
     ) -> Any:
-        """One of that shape, with an edge; ``compute`` makes it of computed logits."""
+        """One of that shape, with an edge; ``compute`` makes it of computed logits. The source is a copy of its own
+        (:func:`~logitless.operands.passed_on.same`): what changes the logits in place afterwards does not change it.
+        """
         new = wrapper(cls, shape, dtype, source.device)
         stands = source.stands()
         tensors = stands.tensors()

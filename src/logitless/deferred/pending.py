@@ -20,6 +20,7 @@ from logitless.deferred.lazy import Lazy
 from logitless.deferred.read import ask, result_dtype
 from logitless.operands import Logits
 from logitless.operands.logits import RULES, like
+from logitless.operands.passed_on import same
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +78,7 @@ def waiting(x: Logits, question: Question, shape: Any, dtype: torch.dtype) -> Pe
             found = getattr(torch, name)(found, *args)
         return found
 
-    return Pending.made(x, compute, shape, dtype, question=question, value=None)
+    return Pending.made(same(x), compute, shape, dtype, question=question, value=None)
 
 
 def numbers(x: Logits, name: str, ids: Tensor | None = None) -> Tensor:

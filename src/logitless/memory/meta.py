@@ -31,6 +31,9 @@ class Meta:
 
     def __call__(self, x: Any, name: str) -> Any:
         """The argument ``x`` of that name."""
+        if name == "teacher":
+            # It has a hidden and a weight of its own, and no gradient flows to them.
+            return Meta(self.copies)(x, "")
         if isinstance(x, Logits):
             return self._logits(x)
         if isinstance(x, Tensor):

@@ -101,6 +101,8 @@ class Logits(Tensor):
     _memo: dict[Any, Any]
     _read: bool
     _versions: list[tuple[str, Tensor, int]]
+    _changes: list[tuple[str, tuple[int, int]]]
+    _seen: int
 
     @staticmethod
     def __new__(
@@ -183,6 +185,8 @@ class Logits(Tensor):
             self._behind.gain = value
         # A copy that shares the memo stands for the logits before the change.
         self._memo = {}
+        self._changes.append((place(), _span(self._stands.hidden)))
+        self._seen = len(self._changes)
 
     def stands(self) -> Stands:
         """Hidden states, weight and the rest; raises where they have changed since the logits were made. Where somebody
@@ -193,6 +197,8 @@ class Logits(Tensor):
         plain = type(matrix) in (Tensor, torch.nn.Parameter) and matrix.untyped_storage().size() > 0
         if self._stands.gather is not None or not matrix.numel() or not plain:
             self._stands.require()
+        if self._seen != len(self._changes):
+            self._refuse_changes()
         watched = self._stands.watched
         changed = [name for name, x, version in self._versions if x._version != version]
         if changed or (watched is not None and watched.changed()):
@@ -216,6 +222,18 @@ class Logits(Tensor):
                 return self._stands
             self._behind = self._stands.of(new)
         return self._behind
+
+    def _refuse_changes(self) -> None:
+        """Raise if rows of these were changed in place through a view, or through what these are a view of."""
+        first, last = _span(self._stands.hidden)
+        for where, (low, high) in self._changes[self._seen :]:
+            if low <= last and first <= high:
+                raise LogitlessError(
+                    f"Logits: these share memory with logits that were changed in place at {where}, by which torch "
+                    f"would have changed them, too. Take the view after the change, or change a copy: "
+                    f"logits / temperature."
+                )
+        self._seen = len(self._changes)
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
         """Run ``hook`` in backward, once the gradients of hidden states and weight are known and before they go on.
@@ -373,9 +391,17 @@ def made(stands: Stands, cls: type[Logits] = Logits) -> Logits:
     new._stands, new._behind, new._edge, new._watched, new._read = stands, None, edge, False, False
     # Results that torch's functions have read already. The edge does not hold them: that would be a circle.
     new._memo = {}
+    # Where these and all views of them were changed in place, and how many of those changes they know of.
+    new._changes, new._seen = [], 0
     new.shard = stands.linear.shard
     new._versions = [(name, x, x._version) for name, x in named.items() if not x.is_inference()]
     return new
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """First and last place of a tensor in its storage."""
+    first = int(x.storage_offset())
+    return first, first + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
 
 
 def _without_result(hook: Callable[[Tensor], Any]) -> None:

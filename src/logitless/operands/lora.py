@@ -89,7 +89,8 @@ def _check_scale(scale: Any) -> None:
         )
     if isinstance(scale, Tensor):
         # On an accelerator a look at the value would stall the stream; there a bad one makes the logits NaN.
-        good = scale.dim() == 0 and not scale.is_complex() and (not inspectable(scale) or bool(scale.isfinite()))
+        number = scale.dim() == 0 and scale.dtype != torch.bool and not scale.is_complex()
+        good = number and (not inspectable(scale) or bool(scale.isfinite()))
         came = f"a tensor of shape {list(scale.shape)}" if scale.dim() else repr(scale)
     else:
         good = isinstance(scale, Real) and not isinstance(scale, bool) and math.isfinite(scale)
@@ -116,11 +117,12 @@ class _Inner(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, a = ctx.saved_tensors
-        g = (upstream * ctx.scale).flatten(0, -2)
+        # A single token has no leading dimension to flatten.
+        g = (upstream * ctx.scale).reshape(-1, len(a))
         d_x = d_a = None
         if ctx.needs_input_grad[0]:
             d_x = (g @ a.to(g.dtype)).to(x.dtype).view(x.shape)
         if ctx.needs_input_grad[1]:
-            scored = torch.where((g != 0).any(1, keepdim=True), x.flatten(0, -2).to(g.dtype), 0.0)
+            scored = torch.where((g != 0).any(1, keepdim=True), x.reshape(-1, a.shape[1]).to(g.dtype), 0.0)
             d_a = (g.T @ scored).to(a.dtype)
         return d_x, d_a, None

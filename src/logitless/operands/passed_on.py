@@ -47,8 +47,17 @@ def _of_rows(x: Logits, change: Callable[[Tensor], Any]) -> Any:
     gain = change(x.gain[..., None]) if isinstance(x.gain, Tensor) else None
     if isinstance(hidden, (tuple, list)):
         gains = [x.gain] * len(hidden) if gain is None else [g[..., 0] for g in gain]
-        return type(hidden)(like(x, h, gain=g, part=True) for h, g in zip(hidden, gains, strict=True))
-    return like(x, hidden, gain=x.gain if gain is None else gain[..., 0])
+        parts = (like(x, h, gain=g, part=True) for h, g in zip(hidden, gains, strict=True))
+        return type(hidden)(_view_of(x, part) for part in parts)
+    return _view_of(x, like(x, hidden, gain=x.gain if gain is None else gain[..., 0]))
+
+
+def _view_of(x: Logits, new: Logits) -> Logits:
+    """``new``, which torch would have as a view of ``x`` where its hidden states are one: what is done to one of them
+    in place is seen by the other."""
+    if torch._C._is_alias_of(x._stands.hidden, new._stands.hidden):  # pyright: ignore[reportAttributeAccessIssue]
+        new._changes, new._seen = x._changes, x._seen
+    return new
 
 
 def _split(name: str) -> Callable[..., Any]:
@@ -94,7 +103,7 @@ def _rows_of(x: Any, index: Any) -> Any:
     if columns[2] != 1 or x.linear.shard is not None or isinstance(x.weight, LoRA) or x.linear.weight_grad is not None:
         return NotImplemented
     bias = None if x.linear.bias is None else x.linear.bias[last]
-    cut = like(x, weight=x.weight[last], linear=replace(x.linear, bias=bias))
+    cut = _view_of(x, like(x, weight=x.weight[last], linear=replace(x.linear, bias=bias)))
     return _of_rows(cut, lambda h: h[(*lead, slice(None))])
 
 
@@ -141,10 +150,14 @@ def same(x: Any, **_: Any) -> Any:
     return new
 
 
+def _contiguous(x: Any, **_: Any) -> Any:
+    return _view_of(x, same(x)) if x.hidden.is_contiguous() else same(x)
+
+
 def _detach(x: Any) -> Any:
     linear = x.linear if x.linear.bias is None else replace(x.linear, bias=x.linear.bias.detach())
     weight = x.weight.detached() if isinstance(x.weight, LoRA) else x.weight.detach()
-    new = like(x, x.hidden.detach(), weight=weight, linear=linear)
+    new = _view_of(x, like(x, x.hidden.detach(), weight=weight, linear=linear))
     new._memo[METRICS] = x._memo.setdefault(METRICS, [])
     return new
 
@@ -159,7 +172,7 @@ def _let_go(x: Any) -> Any:
 
 
 def _cast(dtype: torch.dtype) -> Callable[..., Any]:
-    return lambda x, **_: like(x, dtype=dtype)
+    return lambda x, **_: _to(x, dtype)
 
 
 def _to(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +190,8 @@ def _to(x: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if dtype is not None and dtype not in FLOATS:
         return NotImplemented
-    return like(x, dtype=dtype or x.dtype)
+    new = like(x, dtype=dtype or x.dtype)
+    return _view_of(x, new) if new.dtype == x.dtype and not kwargs.get("copy") else new
 
 
 def _per_row(x: Logits, by: Any) -> float | Tensor | None:
@@ -200,6 +214,11 @@ def _per_row(x: Logits, by: Any) -> float | Tensor | None:
     return by[..., 0].expand(x.shape[:-1]) if fits else None
 
 
+def _any_negative(*gains: float | Tensor) -> bool:
+    """Whether a number turns the order of the logits around. Where each row has a factor, all of them are above 0."""
+    return any(not isinstance(x, Tensor) and x < 0 for x in gains)
+
+
 def _times(x: Any, by: Any, power: int = 1) -> Any:
     if not isinstance(x, Logits):
         x, by = by, x
@@ -207,6 +226,8 @@ def _times(x: Any, by: Any, power: int = 1) -> Any:
             return NotImplemented
     factor = _per_row(x, by)
     if factor is None:
+        return NotImplemented
+    if isinstance(factor, Tensor) != isinstance(x.gain, Tensor) and _any_negative(factor, x.gain):
         return NotImplemented
     if isinstance(factor, Tensor):
         if inspectable(factor) and not bool((factor > 0).all()):
@@ -221,7 +242,7 @@ def _divide(x: Any, by: Any, **kwargs: Any) -> Any:
 
 
 def _in_place(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """The rule of an operation in place: the factor of ``x`` itself changes, and views made before keep theirs."""
+    """The rule of an operation in place: the factor of ``x`` itself changes; views made before are refused then."""
 
     def change(x: Any, by: Any, **kwargs: Any) -> Any:
         scaled = rule(x, by, **kwargs) if isinstance(x, Logits) else NotImplemented
@@ -237,7 +258,7 @@ def _tanh(x: Any) -> Any:
     """The tanh of a softcap that a model applies itself; the multiplication after it is a factor again."""
     if x.squash or isinstance(x.gain, Tensor):
         return NotImplemented
-    return like(x, squash=x.gain, gain=1.0)
+    return like(x, squash=abs(x.gain), gain=math.copysign(1.0, x.gain))
 
 
 def _sum(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -273,6 +294,8 @@ def _cat(tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> Any:
         return NotImplemented
     hidden = torch.cat([x.hidden for x in tensors], dim % first.dim())
     if any(isinstance(x.gain, Tensor) or x.gain != first.gain for x in tensors):
+        if _any_negative(*(x.gain for x in tensors)):
+            return NotImplemented
         gains = [x.gain if isinstance(x.gain, Tensor) else x.hidden.new_full(x.shape[:-1], x.gain) for x in tensors]
         return like(first, hidden, gain=torch.cat(gains, dim % first.dim()), part=False)
     return like(first, hidden, part=False)
@@ -299,7 +322,8 @@ for _names, _rule in (
     ("flatten", _flatten),
     ("transpose swapaxes", _transpose),
     ("permute", _permute),
-    ("contiguous clone", same),
+    ("contiguous", _contiguous),
+    ("clone", same),
     ("detach", _detach),
     ("detach_", _let_go),
     ("data", lambda x, *_: _detach(x)),

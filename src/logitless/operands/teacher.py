@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,7 @@ from logitless.collectives import fingerprint
 from logitless.errors import LogitlessError, did_you_mean
 from logitless.errors.arguments import FLOATS, dense, described, instance, sequence
 from logitless.operands.kept import Kept
-from logitless.operands.logits import Logits
+from logitless.operands.logits import Logits, like
 from logitless.operands.lora import LoRA
 from logitless.spec import Head, inspectable
 
@@ -115,6 +115,7 @@ class Teacher:
             raise LogitlessError(f"Teacher: head must be a Head or None but is {type(self.head).__name__}.")
         if isinstance(x, Logits):
             _check_linear(x)
+            self._take_factor(x, self.head or Head())
         if self.ids is not None:
             self._check_ids(self.ids)
         if self.at is not None:
@@ -223,6 +224,17 @@ class Teacher:
         """Hidden states or else logits, one row per token, without a graph."""
         assert self.logits is not None
         return (self.logits.hidden if isinstance(self.logits, Logits) else self.logits).detach()
+
+    def _take_factor(self, x: Logits, head: Head) -> None:
+        """A factor that logits carry comes before the softcap, as the head's scale does."""
+        if isinstance(x.gain, Tensor) and head.softcap is not None:
+            raise LogitlessError(
+                "Teacher: head has a softcap, and the Logits carry one factor per row already. Give both in one place: "
+                "pass the Logits before the factor, and head=Head(softcap=..., temperature=...)."
+            )
+        if not isinstance(x.gain, Tensor) and x.gain != 1.0:
+            object.__setattr__(self, "head", replace(head, scale=head.scale * x.gain))
+            object.__setattr__(self, "logits", like(x, gain=1.0))
 
     def _check_ids(self, ids: Tensor) -> None:
         wanted = f"int64 [{self.width}], the student's id of each column,"

@@ -32,11 +32,11 @@ def teacher_rows(given: Teacher | Teachers, call: Call) -> TeacherRows:
     rows, members = TeacherRows.of(given, call), members_of(given)
     if not call.wants_whole:
         return rows
-    parts = [_lines(part, teacher, call) for part, teacher in zip(rows.parts, members, strict=True)]
-    return replace(rows, whole=torch.cat(parts, 1))
+    both = zip(rows.parts, members, strict=True)
+    return replace(rows, whole=torch.cat([_lines(part, rows.gain[part.rows], x, call) for part, x in both], 1))
 
 
-def _lines(part: Part, teacher: Teacher, call: Call) -> Tensor:
+def _lines(part: Part, gain: Tensor, teacher: Teacher, call: Call) -> Tensor:
     """Lines of the rows of a part, over all columns of its teacher on all ranks."""
     head = teacher.head or PLAIN
     start = 0
@@ -47,7 +47,7 @@ def _lines(part: Part, teacher: Teacher, call: Call) -> Tensor:
     if part.projection is not None:
         lines = _of_head(part.projection, teacher, call, table)
     else:
-        lines = _of_logits(part, teacher, call, table)
+        lines = _of_logits(part, gain, teacher, call, table)
     if call.group is not None:
         parts = gather_over(call.group, lines)
         more = () if table is None else (table.merge(parts[:, WIDTH:]),)
@@ -83,12 +83,11 @@ def _of_head(p: Projection, teacher: Teacher, call: Call, table: Table | None) -
     return lines.statistic if lines.more is None else torch.cat([lines.statistic, lines.more])
 
 
-def _of_logits(part: Part, teacher: Teacher, call: Call, table: Table | None) -> Tensor:
+def _of_logits(part: Part, gain: Tensor, teacher: Teacher, call: Call, table: Table | None) -> Tensor:
     """Lines of logits that exist."""
     assert part.logits is not None
     assert part.index is not None
     head = teacher.head or PLAIN
-    gain = head.gain(call.num_rows, call.gain.dtype, part.logits.device)[part.rows]
     _, columns = own_vocabulary(teacher, call)
     logits = part.logits if part.logits.stride(-1) == 1 else part.logits.contiguous()
     column = torch.full_like(part.index, ELSEWHERE)

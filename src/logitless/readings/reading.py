@@ -123,8 +123,11 @@ def at_columns(problem: Problem, column: Tensor) -> Tensor:
     if not problem.columns:
         return torch.full_like(column, torch.nan, dtype=problem.gain.dtype)
     row = torch.arange(problem.num_rows, device=column.device) if problem.index is None else problem.index
-    x = problem.logits[row[:, None], column.clamp(0, problem.columns - 1)].to(problem.gain.dtype)
-    return torch.where(inside, x, torch.nan)
+    (height, _), (step, _) = problem.logits.shape, problem.logits.stride()
+    # Two indices would be copied on a GPU, each in the shape of both.
+    place = column.clamp(0, problem.columns - 1).add_(row[:, None] * step)
+    flat = problem.logits.as_strided((max(0, (height - 1) * step + problem.columns),), (1,))
+    return torch.where(inside, flat[place].to(problem.gain.dtype), torch.nan)
 
 
 def logprobs_of(x: Tensor, row: Row) -> tuple[Tensor, Tensor]:

@@ -68,7 +68,7 @@ def pair_apart_everywhere(call: Call) -> str | None:
         return "match= rounds logits"
     if call.bits == "canonical":
         return 'bits="canonical" fixes the products'
-    if call.negative or head.scale < 0 or (not isinstance(own.gain, Tensor) and own.gain < 0):
+    if call.negative or head.scale < 0:
         return "a head turns the order of its logits around"
     hidden = teacher.logits.hidden
     refused = call.backend.products.takes_sizes(hidden.dtype, hidden.shape[-1])

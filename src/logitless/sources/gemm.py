@@ -97,7 +97,10 @@ def add_rows(x: Tensor, out: Tensor, *, wide: bool) -> None:
 
     As a product: torch's own sum over the rows of a wide matrix takes up to 256 results as working space on a GPU.
     """
-    multiply(x.T, x.new_ones((x.shape[0], 1)), out[:, None], wide=wide, add=True)
+    # Apart from the total: a product that adds to it rounds to its size once for every row, and not once for all.
+    part = torch.empty((x.shape[1], 1), dtype=_wide(x.dtype), device=x.device)
+    multiply(x.T, x.new_ones((x.shape[0], 1)), part, wide=wide)
+    out.add_(part[:, 0])
 
 
 def _beyond(extent: int) -> int:

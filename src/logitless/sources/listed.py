@@ -284,7 +284,7 @@ def _member_entries(teacher: Teacher, support: Support, read: Tensor, call: Call
         tokens, place = gathered_tokens(teacher.tokens, call), (column, here & read)
         raw = raw_logits(tokens, operands.weight, operands.bias, support, place, own)
     else:
-        logits = teacher.tokens.reshape(-1, teacher.width)
+        logits = teacher.tokens.reshape(teacher.tokens.shape[:-1].numel(), teacher.width)
         at = call.rows.index[support.entries.row]
         raw = logits[at, column].to(call.gain.dtype) if columns else call.gain.new_zeros(len(at))
     return torch.stack([torch.where(here & read, raw, 0.0), here.to(raw.dtype)])

@@ -289,8 +289,9 @@ def _part(teacher: Teacher, call: Call, rows: slice, gain: Tensor) -> Part:
     nothing = torch.inf if head.scale < 0 and head.softcap is None else -torch.inf
     index = tokens_beside(teacher, call)[rows]
     if not isinstance(teacher.logits, Logits):
-        logits = teacher.tokens
-        return Part(rows, None, logits.reshape(-1, logits.shape[-1]), index, source, columns, nothing)
+        # A shard of no columns leaves no size to infer.
+        logits = teacher.tokens.reshape(teacher.tokens.shape[:-1].numel(), teacher.width)
+        return Part(rows, None, logits, index, source, columns, nothing)
     tokens = gathered_tokens(teacher.tokens, call)
     fixed = call.linear is not None and call.bits == "canonical"
     if teacher.at is not None and has_values(index) and not fixed and not isinstance(head.temperature, Tensor):
@@ -365,9 +366,10 @@ def own_gain(teacher: Teacher, call: Call, dtype: torch.dtype, order: Tensor | N
     if order is not None and isinstance(head.temperature, Tensor):
         gain = gain[order]
     factor = teacher.logits.gain if isinstance(teacher.logits, Logits) else 1.0
-    if isinstance(factor, Tensor):
-        factor = factor.detach().reshape(-1).to(gain)[tokens_beside(teacher, call)]
-    return gain * factor
+    if not isinstance(factor, Tensor):
+        # The head's scale has it.
+        return gain
+    return gain * factor.detach().reshape(-1).to(gain)[tokens_beside(teacher, call)]
 
 
 def source_columns(teacher: Teacher, call: Call, columns: int) -> Tensor | None:

@@ -1,0 +1,179 @@
+"""Rules that other tests reach on ranks, on a card or in a compiler alone, one by one and in this process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import Replicate, Shard
+
+import logitless as ll
+from logitless import collectives
+from logitless.backends import tiled
+from logitless.call.call import _facts
+from logitless.call.resolve import apart_everywhere, as_products_take
+from logitless.machine import product_sizes
+from logitless.objectives import inputs
+from logitless.operands import Linear
+from logitless.readings.table import Table
+from logitless.route import loss as loss_routes
+from logitless.sources import linear, teachers
+from logitless.tools.outputs import text_table
+from logitless.tools.score.texts import Texts
+
+
+def test_an_error_of_a_comparison_says_what_was_waited_for(monkeypatch):
+    def gone(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "all_gather_object", gone)
+    with pytest.raises(RuntimeError) as caught:
+        collectives.table_over(SimpleNamespace(size=lambda: 2), (1, "a"))  # pyright: ignore[reportArgumentType]
+    assert caught.value.__notes__[0].startswith("logitless: all_gather of a few plain values over 2 ranks stopped here")
+
+
+def dtensor(*placements: Any, rows: int = 3) -> Any:
+    group = SimpleNamespace(rank=lambda: 1, size=lambda: 3)
+    mesh = SimpleNamespace(ndim=1, get_group=lambda: group)
+    return SimpleNamespace(
+        placements=placements, device_mesh=mesh, to_local=lambda: torch.zeros(rows, 2), dim=lambda: 1
+    )
+
+
+def test_the_shard_of_a_dtensor(monkeypatch):
+    made = []
+    monkeypatch.setattr("logitless.spec.table_over", lambda group, row: [(4,), row, (2,)])
+    monkeypatch.setattr(ll.VocabShard, "__init__", lambda self, *bounds: made.append(bounds))
+    ll.VocabShard.of(dtensor(Shard(0)))
+    assert [bounds[:2] for bounds in made] == [(4, 7)]
+    for other in (Shard(1), Replicate()):
+        with pytest.raises(ll.LogitlessError, match=r"VocabShard.of: weight must be sharded by rows"):
+            ll.VocabShard.of(dtensor(other))
+
+
+def test_a_bias_that_fsdp_has_split_is_named():
+    hidden, weight = torch.zeros(2, 3), torch.zeros(4, 3)
+    stands = SimpleNamespace(
+        hidden=hidden,
+        weight=weight,
+        linear=SimpleNamespace(shard=None, bias=dtensor(Shard(0)), sequence_parallel=False),
+    )
+    with pytest.raises(ll.LogitlessError, match=r"^logprobs: bias is a DTensor with placements"):
+        as_products_take("logprobs", stands, SimpleNamespace())  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(("kind", "summed"), [("reduced", 1), ("partial", 0)])
+def test_hidden_gradients_are_summed_over_the_group_where_asked_for(kind: str, summed: int, monkeypatch):
+    seen = []
+    monkeypatch.setattr(linear, "sum_over", lambda group, x: seen.append(group) or x)
+    call = SimpleNamespace(linear=SimpleNamespace(hidden_grad=kind, sequence_parallel=False), group="a group")
+    linear.reduced_gradient(torch.zeros(2, 3), torch.Size((2, 3)), call)  # pyright: ignore[reportArgumentType]
+    assert len(seen) == summed
+
+
+def test_sums_by_sample_go_over_the_group(monkeypatch):
+    seen = []
+    monkeypatch.setattr(inputs, "sum_over", lambda group, x: seen.append((group, x.tolist())) or x)
+    x, counted = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([True, True, False])
+    inputs._segment_sums(x, counted, torch.tensor([1, 2]), "a group")  # pyright: ignore[reportArgumentType]
+    assert seen == [("a group", [1.0, 2.0])]
+
+
+def test_a_teachers_logits_are_read_where_they_lie(monkeypatch):
+    """No copy of them is made in the student's order of columns, which is theirs."""
+    monkeypatch.setattr(teachers.TeacherRows, "of", None)
+    logits, teacher = torch.randn(2, 4, 9, dtype=torch.float64)
+    out = ll.logprobs(logits, torch.tensor([1, 2, 3, -100]), teacher=teacher, divergence="forward_kl")
+    log_p, log_q = logits.log_softmax(-1), teacher.log_softmax(-1)
+    torch.testing.assert_close(out.divergence[:3], (log_q.exp() * (log_q - log_p)).sum(-1)[:3])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_route_of_a_loss_knows_of_a_bias(bias: bool, monkeypatch):
+    seen, of = [], loss_routes.LossShape.of
+    monkeypatch.setattr(loss_routes.LossShape, "of", lambda *a, **known: seen.append(known["bias"]) or of(*a, **known))
+    hidden, weight = torch.zeros(3, 2, requires_grad=True), torch.zeros(5, 2)
+    logits = ll.Logits(hidden, weight, bias=torch.zeros(5) if bias else None)
+    fields = {"old_logprob": "current", "advantage": torch.ones(3)}
+    ll.policy_loss(logits, torch.tensor([1, 2, 3]), ll.Objective(), **fields)
+    assert seen == [bias]
+
+
+def test_which_readings_a_product_tells_by_itself():
+    """The most likely id, and nothing else; then sizes decide."""
+
+    def why(stats: tuple[str, ...], squash: float = 0.0) -> str | None:
+        table = Table.of(stats, 0, None, negative=False, start=0)
+        products = SimpleNamespace(takes_sizes=lambda dtype, depth: None)
+        call: Any = SimpleNamespace(
+            backend=SimpleNamespace(products=products),
+            backend_name="triton",
+            machine=SimpleNamespace(epilogues=True),
+            kept=None,
+            rank=0,
+            table=table,
+            squash=squash,
+            dtype=torch.bfloat16,
+            depth=64,
+        )
+        return apart_everywhere(call)
+
+    assert why(("top1",)) is None
+    assert why(("top1", "max_logit")) is None
+    for stats, squash in ((("collision",), 0.0), (("top1", "rank"), 0.0), (("top1",), 0.5)):
+        assert "such products tell top1" in (why(stats, squash) or "")
+
+
+def test_what_ranks_compare_of_a_head():
+    """Of a bias and a buffer, of which every rank has its own part, whether there is one; of all else, what it is."""
+    found = _facts(Linear(bias=torch.zeros(3), match="bfloat16"))
+    assert (found["whether there is a bias"], found["whether there is a weight_grad"]) == (True, False)
+    assert found["match"] == "bfloat16"
+    assert "bias" not in found
+
+
+def test_rows_left_out_without_numbers():
+    """A compiler's tensors have none to look for."""
+    for mode in (FakeTensorMode(), torch.no_grad()):
+        with mode:
+            dz, skipped = torch.ones(3, 2), torch.zeros(3, dtype=torch.bool)
+            tiled._zero_skipped(dz, skipped)
+    dz, skipped = torch.ones(3, 2), torch.tensor([False, True, False])
+    tiled._zero_skipped(dz, skipped)
+    assert dz.tolist() == [[1, 1], [0, 0], [1, 1]]
+
+
+@pytest.mark.parametrize("width", [1024, 2048, 4096])
+def test_canonical_products_store_a_part_for_every_block(width: int):
+    sizes = product_sizes(1000, width, canonical=True)
+    assert (sizes.tiles, sizes.columns, sizes.groups(1000)) == (0, 128, 8)
+
+
+def test_a_generation_prompt_behind_the_last_answer_is_not_scored():
+    """Of a template that ends no message, nothing else tells where the answer stops."""
+
+    class Tokenizer:
+        eos_token_id = 9
+
+        def apply_chat_template(self, messages: list, add_generation_prompt: bool, **_: Any) -> dict[str, list[int]]:
+            ids = [x for m in messages for x in ([1] if m["role"] == "user" else [2]) + [len(m["content"])]]
+            return {"input_ids": ids + ([2] if add_generation_prompt else [])}
+
+    texts = Texts.__new__(Texts)
+    object.__setattr__(texts, "turns", "all")
+    texts.__dict__["_tokenizer"] = Tokenizer()
+    words = [{"role": role, "content": text} for role, text in (("user", "abc"), ("assistant", "defgh"))]
+    found = texts.conversation(words)
+    assert (found[0], found[1]) == ([1, 3, 2], [5])
+
+
+def test_a_table_on_a_terminal_that_shows_ascii_alone(monkeypatch):
+    rows = [("ours", "64 B"), ("plain", "128 B")]
+    usual = text_table(("name", "bytes"), rows)
+    monkeypatch.setattr("rich.console.Console.encoding", property(lambda self: "ascii"))
+    assert text_table(("name", "bytes"), rows) == usual
