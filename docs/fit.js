@@ -106,8 +106,32 @@ function chunk(R, most) {
   return min(R, pick(filled <= most, filled, pick(most >= 128, most - most % 128, rows)))
 }
 
+// Tiles of 128 rows whose sums of dX exist in parts on Hopper's cards, with the sum of the parts: rank and number in one.
+function inParts(blocks, across, programs, whole, parts) {
+  const rest = (blocks - whole) * across * parts
+  const time = ceil(whole * across / programs) + ceil(rest / programs) / parts + 0.01 * parts + pick(whole * rest, 0.02, 0)
+  const fits = pick(rest <= 4 * programs, pick(whole < blocks, 1, 0), 0)
+  return pick(fits, floor(1e4 * time), 1e8) * 1e6 + (parts + 1) * (blocks - whole)
+}
+
+// Bytes of those sums for a chunk of rows; none where rows fill the card, or the product is small.
+function sumsOf(rows, V, D, programs) {
+  const blocks = ceil(rows / 128)
+  const across = ceil(D / 256)
+  const idle = pick(blocks * across < 0.9 * programs * ceil(blocks * across / programs), 1, 0)
+  const taken = pick(rows * V * D >= 2 ** 37, max(idle, pick(V % 8, 1, 0)), 0)
+  const full = floor(floor(blocks * across / programs) * programs / across)
+  const none = floor(1e4 * (ceil(blocks * across / programs) + 0.01)) * 1e6
+  const two = min(inParts(blocks, across, programs, 0, 2), inParts(blocks, across, programs, full, 2))
+  const three = min(inParts(blocks, across, programs, 0, 3), inParts(blocks, across, programs, full, 3))
+  const four = min(inParts(blocks, across, programs, 0, 4), inParts(blocks, across, programs, full, 4))
+  const five = min(inParts(blocks, across, programs, 0, 5), inParts(blocks, across, programs, full, 5))
+  const six = min(inParts(blocks, across, programs, 0, 6), inParts(blocks, across, programs, full, 6))
+  return taken * 4 * 128 * D * (min(none, two, three, four, five, six) % 1e6)
+}
+
 // policy_loss of Logits under 1 GiB: chunks of logits or of 16-bit exponentials, or two passes, whichever is fastest by
-// what work costs on an H200.
+// what work costs on an H200. Rows of the last chunk are copied, unless the device was asked which have a gradient.
 function ofLoss(T, R, V, D, filling, fused, capped) {
   const budget = 2 ** 30
   const product = 2 * R * V * D / 685e12
@@ -126,7 +150,11 @@ function ofLoss(T, R, V, D, filling, fused, capped) {
   const launches = ceil(R * V / min(8192 * filling, budget / 16)) + ceil(R * V / min(4096 * filling, budget / 32))
   const apart = 4 * product + 10 * R * V / 4e12 + launches * 10e-6
   const two = pick(fused, 4 * product + 1.2e-12 * R * V, apart)
-  const one = max(4 * R * D + 4 * V * D + held, 4 * R * D + 6 * V * D + 2 * T * D) + 20 * R
+  const step = pick(exponentials, short, plain)
+  const sums = pick(fused, sumsOf(step, V, D, filling / 32), 0)
+  const asked = pick(R > step, 0, pick(4 * R * V * D > 3e-3 * 685e12, 1, 0))
+  const copied = pick(asked, 0, 2 * D * (R - (ceil(R / step) - 1) * step))
+  const one = max(4 * R * D + 4 * V * D + held + max(sums, copied), 4 * R * D + 6 * V * D + 2 * T * D) + 20 * R
   return pick(two < 0.97 * pick(exponentials, others, seconds), fromHidden(T, R, V, D, filling, fused), one)
 }
 // end of formulas

@@ -122,9 +122,9 @@ class OnePass:
     def run(self) -> Outcome:
         """The objective of all rows, and the gradients."""
         p, chunks = self.p, self.plan.chunks
-        if p.hidden.is_meta:
+        if p.hidden.is_meta and len(chunks) > 3:
             # In a dry run only allocations count: the two largest chunks and the last one stand for all.
-            chunks = (*sorted(chunks, key=lambda c: c[0] - c[1])[:2], *chunks[-1:])
+            chunks = (*sorted(chunks[:-1], key=lambda c: c[0] - c[1])[:2], chunks[-1])
         rows = self.teacher if isinstance(self.teacher, TeacherRows) else None
         chunk = empty_chunk(p, self.plan, rows)
         stats: dict[str, Tensor] = {}
