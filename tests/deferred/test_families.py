@@ -41,6 +41,7 @@ def test_the_record_has_every_family():
     assert set(NOT_GENERATED) <= {*outcomes, *seeing}
     served = sum(x == "served" for x in outcomes.values())
     page = (ROOT / "docs/defer.md").read_text()
+    assert f"and {served} families of models in" in (ROOT / "README.md").read_text()
     assert f"has {len(outcomes)} families of causal language models" in page
     assert f"all {served} give the same loss" in page
     assert f"The other\n{len(NOT_BUILT)} are models" in page
