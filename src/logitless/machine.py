@@ -122,8 +122,8 @@ class Machine:
         same_tiles: whether forward takes the tiles of backward. A CPU's library adds up in an order that depends on the
             shape of a product, and a logit of 80 that is computed again with another rounding is off by 1e-5.
         costs: what work costs; None where nobody measured.
-        dz_programs: programs of Triton's products of dZ that run at the same time; 0 where the library's are taken. On
-            a CPU few show that each works off several tiles.
+        dz_programs: programs of Triton's products of dZ that run at the same time; 0 where the library's are taken. A
+            CPU has 3, so that tests see a program work off several tiles.
     """
 
     name: str

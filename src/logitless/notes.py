@@ -70,9 +70,7 @@ def add_note(error: BaseException, caller: str, memory: int | str, written: str 
 def _note(error: BaseException, caller: str, memory: int | str, written: list[str]) -> str | None:
     """The note on an error, or None for none; ``written`` are names in :data:`WRITTEN`."""
     texts = [WRITTEN[name] for name in written]
-    # For a CPU without memory torch has no class of errors.
-    full = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-    if full and not hasattr(error, "__notes__"):
+    if is_out_of_memory(error) and not hasattr(error, "__notes__"):
         less = f"Pass a smaller memory= (it was {memory!r}), or ask logitless.estimate what fits."
         texts.append(f"no room for working memory. {less}")
     return f"{caller}: {' '.join(texts)}" if texts else None
@@ -81,6 +79,11 @@ def _note(error: BaseException, caller: str, memory: int | str, written: list[st
 def _add(error: BaseException, text: str | None) -> None:
     if text is not None and text not in getattr(error, "__notes__", ()):
         error.add_note(text)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device has no memory left, or a CPU, for which torch has no class of errors."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def version_of(x: Any) -> int | None:

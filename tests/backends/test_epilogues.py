@@ -112,7 +112,7 @@ def test_cards():
     """Those of capability 9; the plan of a CPU concerns Triton's interpreter alone."""
     assert H200.epilogues
     assert CPU.epilogues
-    assert not machine._gpu("another", 108, None, False).epilogues
+    assert not machine._gpu("another", 108, None, False, 8).epilogues
 
 
 @pytest.mark.parametrize("memory", [1 << 20, 64 << 20, 256 << 20, 512 << 20])

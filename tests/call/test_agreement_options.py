@@ -183,7 +183,7 @@ MORE: dict[str, dict[str, tuple[str, Maker]]] = {
             lambda x: {"teacher": ll.Logits(torch.zeros(R, D), torch.zeros(HERE, D), match=(None, "bfloat16")[x])},
         ),
         "the teacher's factor": (
-            "the teacher's logits",
+            "the teacher's head",
             lambda x: {"teacher": ll.Logits(torch.zeros(R, D), torch.zeros(HERE, D)) / (1.0 + x)},
         ),
         "K log-probs": ("the teacher's top_k", lambda x: {"teacher": sent(x, "renormalise")}),

@@ -126,7 +126,9 @@ def expecting(x: dict[str, Tensor]) -> Tensor:
     fields = {"advantage": torch.ones(T), "old_logprob": "current"}
     asked = {"head": ll.Head(), "memory": "1MiB"}
     logits = ll.Logits(x["hidden"], x["weight"], bias=x["bias"])
-    found = score_expecting(logits, x["every"], Expected(ll.Objective(), fields), Expectations(), **asked)
+    found = score_expecting(
+        logits, ll.Rows.every(x["every"]), Expected(ll.Objective(), fields), Expectations(), **asked
+    )
     return found.logprob.square().sum()
 
 

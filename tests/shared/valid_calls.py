@@ -301,7 +301,7 @@ NOT_CALLED = {
         (
             f"{noun}.{name}"
             for noun in ("Objective", "Preference")
-            for name in ("evaluate", "loss", "inputs", "facts_over_samples", "kept_together")
+            for name in ("evaluate", "graded", "inputs", "facts_over_samples", "kept_together")
         ),
         "called by the package with what it has checked",
     ),

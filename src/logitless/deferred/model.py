@@ -159,7 +159,8 @@ def defer(
         rounded: round the logits to the dtype of the head's output before the softmax, as the head itself would. False
             keeps the float32 sums of the product, which is closer to the truth, and is what you want where the rollout
             engine's head is float32 too.
-        memory: working memory of whatever reads the logits, as for :func:`logprobs`; None for its default, 256MiB.
+        memory: working memory of whatever reads the logits, as for :func:`logprobs`; None for 256MiB, and 1GiB
+            for metrics of rows.
         options: ``strict``, ``precision``, ``tf32`` and ``bits`` of :class:`Logits`.
 
     Returns:

@@ -72,7 +72,7 @@ class Inputs:
             that are not named here are cut nowhere.
         first: number of the first sample of ``counts``.
         complete: whether every row is known to be counted.
-        ready, clean: whether fields and weight, or all vectors, are as :meth:`cleaned` makes them.
+        _ready, _clean: whether fields and weight, or all vectors, are as :meth:`cleaned` makes them.
     """
 
     logprob: Tensor
@@ -93,8 +93,8 @@ class Inputs:
     owners: Mapping[str, Sequence[int]] = field(default_factory=dict)
     first: int = 0
     complete: bool = False
-    ready: bool = False
-    clean: bool = False
+    _ready: bool = False
+    _clean: bool = False
 
     def __getattr__(self, name: str) -> Tensor:
         if name.startswith("_"):
@@ -227,20 +227,20 @@ class Inputs:
         """
         x, counted = self.readied(self.logprob.dtype), self.counted
         if self.complete:
-            return replace(x, clean=True)
+            return replace(x, _clean=True)
         named = {name: getattr(self, name) for name in ("logprob", "entropy", "divergence", "log_z", "mean_logit")}
         results = {name: torch.where(counted, x, 0.0) for name, x in named.items() if x is not None}
-        return replace(x, **results, clean=True)
+        return replace(x, **results, _clean=True)
 
     def readied(self, dtype: torch.dtype) -> Inputs:
         """The same rows with fields and weights as :meth:`cleaned` makes them, of log-probs that will have a dtype: no
         chunk of rows has to, then."""
-        if self.ready:
+        if self._ready:
             return self
         fields = {n: x.to(dtype) if x.is_floating_point() else x for n, x in self.fields.items()}
         if not self.complete:
             fields = {name: torch.where(self.counted, x, torch.zeros_like(x)) for name, x in fields.items()}
-        return replace(self, fields=fields, weight=self.weight.to(dtype), ready=True)
+        return replace(self, fields=fields, weight=self.weight.to(dtype), _ready=True)
 
 
 class _MeanBySample(torch.autograd.Function):

@@ -276,7 +276,7 @@ class Objective:
 
     def graded(self, inputs: Inputs, measured: bool) -> tuple[Tensor, Tensor | None, Evaluate]:
         """``[C]`` losses and the weight of each; and, where they are ``measured``, what makes loss and metrics."""
-        x = inputs if inputs.clean else inputs.cleaned()
+        x = inputs if inputs._clean else inputs.cleaned()
         parts, values, correction = self._parts(x, measured)
 
         def evaluate() -> tuple[Tensor, Metrics]:
@@ -449,6 +449,11 @@ class Objective:
         own = callable(self.policy) or callable(self.correction)
         read = POLICY_TERMS[self.policy].reads if isinstance(self.policy, str) else ()
         for name in given:
+            if hasattr(Inputs, name) or name in Inputs.__dataclass_fields__:
+                raise LogitlessError(
+                    f"Objective: terms read {name} of Inputs itself, so that a field of that name would not be seen. "
+                    f"Give the field another name."
+                )
             if not own and name not in (known := (*KNOWN_FIELDS, *read, *self.needs)):
                 settings = [f.name for f in fields(Objective)]
                 hint = elsewhere(name, settings) or did_you_mean(name, known)

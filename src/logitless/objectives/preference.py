@@ -205,7 +205,7 @@ class Preference:
 
     def graded(self, inputs: Inputs, measured: bool) -> tuple[Tensor, Tensor | None, Evaluate]:
         """As of :class:`Objective`: the loss, which has no weight of its own, and what makes loss and metrics."""
-        x = inputs if inputs.clean else inputs.cleaned()
+        x = inputs if inputs._clean else inputs.cleaned()
         loss, sums, scores, logprob = self._loss(x)
 
         def evaluate() -> tuple[Tensor, Metrics]:

@@ -132,11 +132,13 @@ def _flatten(x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     return _of_rows(x, lambda h: h.flatten(start_dim, end_dim % x.dim()))
 
 
-def _transpose(x: Any, *dims: int) -> Any:
+def _transpose(x: Any, dim0: Any = None, dim1: Any = None, **axes: Any) -> Any:
+    dims = (axes.get("axis0", dim0), axes.get("axis1", dim1))
     return _of_rows(x, lambda h: h.transpose(*(d % x.dim() for d in dims))) if _row_dims(x, *dims) else NotImplemented
 
 
-def _permute(x: Any, *dims: Any) -> Any:
+def _permute(x: Any, *given: Any, dims: Any = None) -> Any:
+    dims = given if dims is None else dims
     dims = tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
     if len(dims) != x.dim() or dims[-1] % x.dim() != x.dim() - 1:
         return NotImplemented

@@ -348,13 +348,13 @@ def with_results(objective: Objective | Preference, call: Call, inputs: Inputs, 
     further = call.over_support or call.asked.teacher is not None or bool(objective.stats)
     clean = call.rows.mask is None and not further
     return replace(
-        inputs if inputs.ready else inputs.readied(stats.logprob.dtype),
+        inputs if inputs._ready else inputs.readied(stats.logprob.dtype),
         logprob=stats.logprob,
         entropy=stats.entropy,
         log_z=stats.log_z if objective.log_z else None,
         mean_logit=stats.mean_logit if objective.stats else None,
         divergence=stats.divergence,
-        clean=clean,
+        _clean=clean,
     )
 
 
@@ -369,7 +369,7 @@ def row_gradients(
         whole: whether these are all rows.
     """
     # Before there is a graph: a gradient of a row that does not count is not looked at.
-    inputs = inputs if inputs.clean else inputs.cleaned()
+    inputs = inputs if inputs._clean else inputs.cleaned()
     with torch.enable_grad():
         # An entropy without a term in the loss gets no gradient, as in two passes.
         named = {name: getattr(inputs, name) for name in TERMS if name != "entropy" or objective.entropy == "grad"}

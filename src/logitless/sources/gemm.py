@@ -46,14 +46,19 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, wide: bool, add: bool = False
             product = torch.empty((a.shape[0], b.shape[1]), dtype=_wide(a.dtype), device=a.device)
             multiply(a, b, product, wide=True, tf32=tf32)
             out.add_(product) if add else out.copy_(product)
-        elif wide and out.dtype != a.dtype:
-            written_to: Any = {"out_dtype": out.dtype, "out": out}
-            torch.addmm(out, a, b, **written_to) if add else torch.mm(a, b, **written_to)
-        elif wide or a.dtype == out.dtype == _wide(out.dtype):
+        elif wide:
+            _multiply_wide(a, b, out, add)
+        elif a.dtype == out.dtype == _wide(out.dtype):
             torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
         else:
             product = torch.mm(a.to(_wide(out.dtype)), b.to(_wide(out.dtype)))
             out.add_(product) if add else out.copy_(product)
+
+
+def _multiply_wide(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+    """A product whose sums the library writes in ``out``'s dtype."""
+    written_to: Any = {"out": out} if out.dtype == a.dtype else {"out_dtype": out.dtype, "out": out}
+    torch.addmm(out, a, b, **written_to) if add else torch.mm(a, b, **written_to)
 
 
 FIXED_ROWS = 1024

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from logitless.backends.triton.launching import describable, described, interpreted, launch
 from logitless.machine import PIECE
+from logitless.spec import has_values
 
 
 class DZSizes(NamedTuple):
@@ -124,6 +125,9 @@ def times_weight(d_z: Tensor, weight: Tensor, out: Tensor, programs: int) -> Non
 
 def add_outer(d_z: Tensor, hidden: Tensor, out: Tensor, add: bool, programs: int) -> None:
     """``out = d_z.T @ hidden`` or ``out += d_z.T @ hidden``: ``[R, V]`` and ``[R, D]`` to float32 ``[V, D]``."""
+    if not has_values(d_z):
+        # A dry run needs no Triton, which descriptors are made by.
+        return
     sizes = dz_sizes()
     tiles = -(-d_z.shape[1] // sizes.rows) * -(-hidden.shape[1] // sizes.columns)
     launch(
@@ -140,6 +144,8 @@ def add_outer(d_z: Tensor, hidden: Tensor, out: Tensor, add: bool, programs: int
 
 
 def _launch_rows(d_z: Tensor, weight: Tensor, out: Tensor, parts: int, sizes: DZSizes, programs: int) -> None:
+    if not has_values(d_z):
+        return
     units = -(-len(d_z) // sizes.rows) * -(-weight.shape[1] // sizes.columns) * parts
     launch(
         "product_rows_kernel",
