@@ -203,7 +203,8 @@ def launched_by(device: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> dict[s
         counts[kernel] += programs > 0
         launch(kernel, programs, **arguments)
 
-    for module in (backend, products, pairs, divergences, blocks):
+    modules = (backend, products, dz_products, pairs, divergences, blocks)
+    for module in modules:
         module.launch = counting
     try:
         for dtype in dtypes:
@@ -212,7 +213,7 @@ def launched_by(device: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> dict[s
             for call, scope in KEPT.values():
                 call(device, dtype, kept=kept_of(device, scope), entropy="grad")
     finally:
-        for module in (backend, products, pairs, divergences, blocks):
+        for module in modules:
             module.launch = launch
     return dict(sorted(counts.items()))
 

@@ -221,12 +221,31 @@ def test_terms_by_name_are_not_evaluated_again(monkeypatch):
     seen, own = [], ll.Objective.graded
 
     def graded(self, x, measured):
-        # Once more for loss and metrics of all rows, which are measured.
-        return (measured or seen.append(len(x))) or own(self, x, measured)
+        # Loss and metrics of all rows are measured, once more.
+        if not measured:
+            seen.append(len(x))
+        return own(self, x, measured)
 
     monkeypatch.setattr(ll.Objective, "graded", graded)
     own_term_step(ll.Objective(), 2)
     assert max(seen) < 16
+
+
+@pytest.mark.parametrize("name", ["weight", "complete", "log_ratio", "cut"])
+def test_a_field_that_inputs_would_hide_is_refused(name):
+    """A term would read what Inputs has by that name, and not the field."""
+    rows = ll.Rows.packed([torch.arange(5)], [4])
+    objective = ll.Objective(policy=lambda inputs: inputs.logprob, needs=(name,))
+    with pytest.raises(ll.LogitlessError, match=f"terms read {name} of Inputs itself"):
+        objective(ll.logprobs(torch.zeros(5, V), rows), rows, **{name: torch.ones(4)})
+
+
+@pytest.mark.parametrize("name", ["clean", "ready"])
+def test_a_field_of_any_other_name_is_read(name):
+    rows = ll.Rows.packed([torch.arange(5)], [4])
+    objective = ll.Objective(policy=lambda inputs: getattr(inputs, name), needs=(name,))
+    loss, _ = ll.policy_loss(torch.zeros(5, V, requires_grad=True), rows, objective, **{name: torch.full((4,), 2.0)})
+    assert float(loss) == 2.0
 
 
 # A context-parallel scheme.

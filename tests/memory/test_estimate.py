@@ -486,10 +486,12 @@ def test_two_passes_are_those_of_log_probs():
 def test_what_was_measured_of_a_loss(monkeypatch):
     """On an H200, before there was an estimate or an epilogue: gibibytes at the peak of forward and backward."""
     without_epilogues(monkeypatch)
+    # Hidden rows of the last chunk are copied since then, in bfloat16, unless all rows are known to count.
+    copied = 4096 * 4096 * 2 / 2**30
     for options, measured in (
         ({"memory": "2.5GiB"}, 4.763),
         ({"memory": "1GiB"}, 3.73),
-        ({"memory": "2.5GiB", "weight_grad": True}, 2.445),
+        ({"memory": "2.5GiB", "weight_grad": True}, 2.445 + copied),
     ):
         assert predicted(**BIG_LOSS, backend="triton", **options).peak / 2**30 == pytest.approx(measured, rel=0.01)
 

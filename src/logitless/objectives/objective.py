@@ -32,7 +32,7 @@ from logitless.objectives.checks import (
     unknown,
 )
 from logitless.objectives.corrections import CORRECTIONS, rollout_log_ratio
-from logitless.objectives.inputs import KNOWN_FIELDS, Inputs, bounded_exp, statistics_of
+from logitless.objectives.inputs import KNOWN_FIELDS, Inputs, bounded_exp, check_not_shadowed, statistics_of
 from logitless.objectives.kl import KL_TERMS, KLTerm, k3, k3_of, kl_rows
 from logitless.objectives.metrics import Evaluate, Metrics, metrics_of
 from logitless.objectives.mismatch import measures
@@ -446,19 +446,14 @@ class Objective:
                     f"Objective: {reason} the field {name}, a tensor of one value per row, but it was not given "
                     f"(given: {', '.join(sorted(given)) or 'none'})."
                 )
+        check_not_shadowed(given)
         own = callable(self.policy) or callable(self.correction)
         read = POLICY_TERMS[self.policy].reads if isinstance(self.policy, str) else ()
         for name in given:
-            if hasattr(Inputs, name) or name in Inputs.__dataclass_fields__:
-                raise LogitlessError(
-                    f"Objective: terms read {name} of Inputs itself, so that a field of that name would not be seen. "
-                    f"Give the field another name."
-                )
             if not own and name not in (known := (*KNOWN_FIELDS, *read, *self.needs)):
                 settings = [f.name for f in fields(Objective)]
-                hint = elsewhere(name, settings) or did_you_mean(name, known)
-                if name in settings or elsewhere(name, settings):
-                    hint += " It is an argument of Objective(...), not of the call."
+                hint = (near := elsewhere(name, settings)) or did_you_mean(name, known)
+                hint += " It is an argument of Objective(...), not of the call." if near or name in settings else ""
                 raise LogitlessError(f"Objective: no part of it reads the field {name}.{hint}")
 
     def _check_samples(self, rows: Rows) -> None:

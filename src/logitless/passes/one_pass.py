@@ -13,6 +13,7 @@ dropped between the statistic and the last two products.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -153,11 +154,13 @@ class OnePass:
         # Asked before the last product, which keeps the device busy while the answer travels.
         differing = self._differing(found)
         asked = None if differing is None or _capturing(differing) else _read_later(differing, None)
-        # The last product comes as late as possible: a failure before it leaves the caller's buffer untouched.
+        # The caller's buffer is written to last: a failure before that leaves it untouched.
+        evaluated = None if self.fresh or evaluate is None else evaluate()
         if last is not None:
             self._multiply_head(*last, overwrite=self.fresh and len(chunks) == 1)
         # After several chunks, loss and metrics are taken once more of all rows: the same bits for any chunks.
-        loss, metrics = evaluate() if evaluate else self.objective.evaluate(self._inputs_with(found))
+        evaluate = evaluate or functools.partial(self.objective.evaluate, self._inputs_with(found))
+        loss, metrics = evaluated or evaluate()
         if asked is not None and asked():
             raise refused(self.objective, len(chunks))
         if differing is not None:
