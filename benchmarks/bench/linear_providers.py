@@ -163,7 +163,7 @@ def _liger_native() -> Callable[..., Any]:
     core, nvshmem = (importlib.import_module(f"liger_cute_kernels.{x}") for x in ("tvm_ffi", "nvshmem"))
     try:
         core._load_module()
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         raise ImportError(f"liger_cute_kernels does not load: {error}") from error
     join_group_of_one()
     if not core.nvshmem_is_initialized():

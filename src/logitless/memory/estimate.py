@@ -141,7 +141,7 @@ def estimate(
         # Tensors that the caller holds are made here, and not counted.
         names = list(inspect.signature(verb).parameters)
         names += [f"argument {i}" for i in range(len(names), len(args))]
-        positional = [meta(x, name) for x, name in zip(args, names, strict=False)]
+        positional = [meta(x, name) for x, name in zip(args, names[: len(args)], strict=True)]
         keywords = {name: meta(x, name) for name, x in options.items()}
     ledger, dry, gradients = Ledger(on_gpu), Dry("cuda" if on_gpu else "cpu", machine, dropped), {}
     with dry:

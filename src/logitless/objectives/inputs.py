@@ -225,12 +225,12 @@ class Inputs:
 
         By selection, not by multiplication: a NaN at a row that is left out reaches neither value nor gradient.
         """
-        x, counted = self.readied(self.logprob.dtype), self.counted
+        ready, counted = self.readied(self.logprob.dtype), self.counted
         if self.complete:
-            return replace(x, _clean=True)
+            return replace(ready, _clean=True)
         named = {name: getattr(self, name) for name in ("logprob", "entropy", "divergence", "log_z", "mean_logit")}
         results = {name: torch.where(counted, x, 0.0) for name, x in named.items() if x is not None}
-        return replace(x, **results, _clean=True)
+        return replace(ready, **results, _clean=True)
 
     def readied(self, dtype: torch.dtype) -> Inputs:
         """The same rows with fields and weights as :meth:`cleaned` makes them, of log-probs that will have a dtype: no
