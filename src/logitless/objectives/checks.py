@@ -14,6 +14,7 @@ from torch import Tensor
 from logitless.collectives import resolve_group
 from logitless.errors import LogitlessError, did_you_mean
 from logitless.errors.arguments import is_number, refused
+from logitless.objectives.inputs import HIDING
 from logitless.rows import Rows
 
 T = TypeVar("T")
@@ -143,6 +144,11 @@ def check_stats(caller: str, stats: Any) -> None:
 
 def check_field(name: str, x: Any, num_rows: int, device: torch.device, caller: str = "Objective") -> Tensor:
     """A field, if it is ``[R]`` values without gradient where the rows are."""
+    if name in HIDING:
+        raise LogitlessError(
+            f"{caller}: terms read {name} of Inputs itself, so that a field of that name would not be seen. Give the "
+            f"field another name."
+        )
     if not isinstance(x, Tensor):
         way = ""
         if isinstance(x, list | tuple):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -243,14 +243,8 @@ class Inputs:
         return replace(self, fields=fields, weight=self.weight.to(dtype), _ready=True)
 
 
-def check_not_shadowed(names: Iterable[str]) -> None:
-    """Raise for fields that a term could not read, because :class:`Inputs` has something else by that name."""
-    for name in names:
-        if hasattr(Inputs, name) or name in Inputs.__dataclass_fields__:
-            raise LogitlessError(
-                f"Objective: terms read {name} of Inputs itself, so that a field of that name would not be seen. Give "
-                f"the field another name."
-            )
+HIDING = frozenset({*vars(Inputs), *Inputs.__dataclass_fields__})
+"""Names that fields cannot have: a term would read what :class:`Inputs` has by that name."""
 
 
 class _MeanBySample(torch.autograd.Function):

@@ -32,7 +32,7 @@ from logitless.objectives.checks import (
     unknown,
 )
 from logitless.objectives.corrections import CORRECTIONS, rollout_log_ratio
-from logitless.objectives.inputs import KNOWN_FIELDS, Inputs, bounded_exp, check_not_shadowed, statistics_of
+from logitless.objectives.inputs import KNOWN_FIELDS, Inputs, bounded_exp, statistics_of
 from logitless.objectives.kl import KL_TERMS, KLTerm, k3, k3_of, kl_rows
 from logitless.objectives.metrics import Evaluate, Metrics, metrics_of
 from logitless.objectives.mismatch import measures
@@ -446,7 +446,6 @@ class Objective:
                     f"Objective: {reason} the field {name}, a tensor of one value per row, but it was not given "
                     f"(given: {', '.join(sorted(given)) or 'none'})."
                 )
-        check_not_shadowed(given)
         own = callable(self.policy) or callable(self.correction)
         read = POLICY_TERMS[self.policy].reads if isinstance(self.policy, str) else ()
         for name in given:
