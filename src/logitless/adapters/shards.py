@@ -1,6 +1,9 @@
-"""Checks of hosts' ids, beside the shards of :mod:`logitless.seams`."""
+"""Checks of hosts' ids and Megatron's group, beside the shards of :mod:`logitless.seams`."""
 
 from __future__ import annotations
+
+import importlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +19,7 @@ __all__ = [
     "known_shard",
     "packed_shard",
     "shard_between",
+    "tensor_group",
     "vocabulary_of",
 ]
 
@@ -31,3 +35,8 @@ def check_ids(name: str, ids: Tensor, shape: tuple[int, ...]) -> None:
         raise LogitlessError(f"{name} must be integers but is {ids.dtype}.")
     if tuple(ids.shape) != tuple(shape):
         raise LogitlessError(f"{name} must be {list(shape)} but is {list(ids.shape)}.")
+
+
+def tensor_group() -> Any:
+    """Megatron's tensor-parallel group, each rank of which has an equal part of the vocabulary."""
+    return importlib.import_module("megatron.core.parallel_state").get_tensor_model_parallel_group()

@@ -27,7 +27,7 @@ from logitless.adapters.host import Host, Option, Replacement
 from logitless.adapters.packs import Batch, packed_batch, padded_batch
 from logitless.adapters.schedules import in_schedule
 from logitless.adapters.scoring import entropy_mode, entropy_of_logits
-from logitless.adapters.shards import even_shard
+from logitless.adapters.shards import even_shard, tensor_group
 from logitless.adapters.skyrl_draft import draft
 from logitless.adapters.skyrl_fsdp import fsdp_heads, fsdp_replacements
 from logitless.adapters.skyrl_rows import (
@@ -41,7 +41,6 @@ from logitless.adapters.skyrl_rows import (
     make_with_actions,
     read_results,
     score_rows,
-    tensor_group,
     vocabulary_between,
     weigh_read,
 )

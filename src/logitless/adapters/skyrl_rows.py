@@ -144,9 +144,3 @@ def vocabulary_between(group: Any, start: int, stop: int, width: int) -> Vocabul
     # To SkyRL, as to torch, None is the default group.
     shard = shard_between(dist.group.WORLD if group is None else group, start, stop)
     return shard, vocabulary_of(shard, width)
-
-
-def tensor_group() -> Any:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_tensor_model_parallel_group()

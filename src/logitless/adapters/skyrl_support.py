@@ -18,8 +18,8 @@ from torch import Tensor
 
 from logitless.adapters.host import PassOn, Replacement
 from logitless.adapters.scoring import entropy_mode, entropy_of_logits, placed
-from logitless.adapters.shards import even_shard, shard_between
-from logitless.adapters.skyrl_rows import from_hidden, tensor_group
+from logitless.adapters.shards import even_shard, shard_between, tensor_group
+from logitless.adapters.skyrl_rows import from_hidden
 from logitless.operands import Kept
 from logitless.score import logprobs
 from logitless.spec import Head

@@ -32,7 +32,7 @@ from logitless.adapters.scoring import (
     score,
     squared_probabilities,
 )
-from logitless.adapters.shards import check_ids, even_shard
+from logitless.adapters.shards import check_ids, even_shard, tensor_group
 from logitless.adapters.verl_distillation import distillation
 from logitless.adapters.verl_heads import fsdp_heads
 from logitless.adapters.verl_rows import before_the_head
@@ -150,7 +150,7 @@ def make_parallel_entropy(where: str, dtype: torch.dtype | None) -> Make:
 
     def make(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
         def vocab_parallel_entropy(vocab_parallel_logits: Tensor, chunk_size: int = 2048) -> Tensor:
-            logits, shard = vocab_parallel_logits, even_shard(_tensor_group(), vocab_parallel_logits.shape[-1])
+            logits, shard = vocab_parallel_logits, even_shard(tensor_group(), vocab_parallel_logits.shape[-1])
             entropy = entropy_of_logits(
                 where, logits, options["audit"], grad=options["entropy_grad"], shard=shard, later=True
             )
@@ -165,7 +165,7 @@ def make_parallel_sum_pi_squared(original: Callable[..., Any], options: Mapping[
     """Stands in for ``vocab_parallel_sum_pi_squared``."""
 
     def vocab_parallel_sum_pi_squared(vocab_parallel_logits: Tensor) -> Tensor:
-        logits, shard = vocab_parallel_logits, even_shard(_tensor_group(), vocab_parallel_logits.shape[-1])
+        logits, shard = vocab_parallel_logits, even_shard(tensor_group(), vocab_parallel_logits.shape[-1])
         sums = squared_probabilities("vocab_parallel_sum_pi_squared", logits, options["audit"], shard)
         return sums.to(logits.dtype)
 
@@ -177,17 +177,11 @@ def make_parallel_log_probs(original: Callable[..., Any], options: Mapping[str, 
 
     def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
         check_ids("labels", labels, logits.shape[:-1])
-        shard = even_shard(_tensor_group(), logits.shape[-1])
+        shard = even_shard(tensor_group(), logits.shape[-1])
         where = "vocab_parallel_log_probs_from_logits"
         return score(where, logits, labels, options["audit"], shard=shard).logprob.float()
 
     return vocab_parallel_log_probs_from_logits
-
-
-def _tensor_group() -> Any:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_tensor_model_parallel_group()
 
 
 def _replacements(options: Mapping[str, Any]) -> list[Replacement]:

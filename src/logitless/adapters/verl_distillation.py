@@ -20,7 +20,7 @@ from torch import Tensor
 
 from logitless.adapters.host import PassOn, Replacement
 from logitless.adapters.scoring import score_ids
-from logitless.adapters.shards import check_ids, even_shard
+from logitless.adapters.shards import check_ids, even_shard, tensor_group
 from logitless.readings.best import MOST
 from logitless.spec import VocabShard
 
@@ -40,7 +40,7 @@ def make_topk_loss(original: Callable[..., Any], options: Mapping[str, Any]) -> 
         if ids.shape[-1] > MOST:
             return PassOn(f"more than {MOST} ids")
         log_q, ids = (_tokens_here(x, data_format, megatron) for x in (log_q, ids))
-        shard = even_shard(_tensor_group(), logits.shape[-1]) if megatron else None
+        shard = even_shard(tensor_group(), logits.shape[-1]) if megatron else None
         log_p, best = _student(logits, ids, shard, options)
         lowest = distillation_config.distillation_loss.log_prob_min_clamp
         p, q = (x if lowest is None else x.clamp_min(lowest) for x in (log_p, log_q))
@@ -66,10 +66,6 @@ def _tokens_here(x: Any, data_format: str, megatron: bool) -> Tensor:
         return cut(x, pre_process=True)[0]
     ulysses, x = importlib.import_module("verl.utils.ulysses"), x.values().unsqueeze(0)
     return ulysses.slice_input_tensor(x, dim=1) if ulysses.get_ulysses_sequence_parallel_world_size() > 1 else x
-
-
-def _tensor_group() -> Any:
-    return importlib.import_module("megatron.core.parallel_state").get_tensor_model_parallel_group()
 
 
 class _Found(NamedTuple):
