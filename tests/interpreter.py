@@ -1,4 +1,4 @@
-"""Triton's interpreter at four times its speed, and rounding to bfloat16 as hardware does: the same kernels.
+"""Triton's interpreter at four times its speed, and with roundings as hardware has them: the same kernels.
 
 launch     on every call of a device function (and ``tl.max`` is one) all names of ``triton.language`` are looked
            through for those to replace; within one launch they stay replaced, so once per module is enough
@@ -6,6 +6,8 @@ types      every operation makes the types of its blocks anew, with names, shape
 operands   two blocks of one type and one shape need neither a cast nor a broadcast
 overflow   every integer operation is repeated in 64 bits for an assertion that is made in debug mode alone
 bfloat16   from float32 bits are cut off, twice the error of rounding to the nearest; to float32 it is a shift
+products   numpy's depend on where in its tile a row lies, on some processors; a GPU's do not. In float64 the sums of
+           16-bit operands are exact, and so the same everywhere
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ def quicken() -> None:
     _keep_types(interpreter)
     _pass_equal_operands(interpreter.interpreter_semantic)
     _convert_bfloat16(interpreter)
+    _sum_products_in_float64(interpreter)
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
@@ -130,3 +133,17 @@ def _convert_bfloat16(interpreter: Any) -> None:
         return np.where(np.isnan(x), (bits >> 16) | 0x40, rounded).astype(np.uint16)
 
     interpreter._convert_float = to_nearest
+
+
+def _sum_products_in_float64(interpreter: Any) -> None:
+    import numpy as np
+
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def multiply_exactly(self: Any, a: Any, b: Any, d: Any, *args: Any) -> Any:
+        if not a.data.dtype == b.data.dtype == d.data.dtype == np.float32:
+            return multiply(self, a, b, d, *args)
+        product = np.matmul(a.data, b.data, dtype=np.float64) + d.data
+        return interpreter.TensorHandle(product.astype(np.float32), d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = multiply_exactly
