@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from logitless.call import MEMORY, PLAIN, Asked, Call, Operands, resolve, together
-from logitless.call.dry import ACTIVE, announce
+from logitless.call.dry import ACTIVE, announce, under_way
 from logitless.call.unchanged import Unchanged
 from logitless.collectives import agree_if, fingerprint, resolve_group
 from logitless.errors import LogitlessError, no_second_derivative
@@ -176,7 +176,7 @@ def _policy_loss(logits: Any, rows: Any, asked: Asked, batch: Batch, return_stat
             call, plan, operands, inputs = _agreed(logits, rows, asked, batch, shard)
         else:
             call, plan, operands, inputs = resolve_loss(logits, rows, asked, batch)
-        if ACTIVE:
+        if ACTIVE and under_way() is not None:
             announce(call, with_collectives(call, plan, operands, batch))
         loss, metrics, stats = evaluate(call, plan, operands, inputs, batch)
         return (loss, metrics, stats) if return_stats else (loss, metrics)
@@ -235,7 +235,7 @@ def resolve_loss(logits: Any, rows: Any, asked: Asked, batch: Batch) -> tuple[Ca
     if asked.teacher is not None:
         call = with_teacher(call, operands)
     plan = loss_plan(call, objective)
-    if ACTIVE and ACTIVE[-1].stop:
+    if ACTIVE and (dry := under_way()) is not None and dry.stop:
         # `explain` needs no fields: the route does not depend on them.
         announce(call, with_collectives(call, plan, operands, batch))
     more = {"denominator": batch.denominator, "prompt_tokens": batch.prompt_tokens, "group": batch.group}
@@ -276,7 +276,7 @@ def _one_pass(
     assert weight is not None
     # A frozen weight adds nothing to its buffer, so no factor has to be known in advance.
     into_buffer = linear.weight_grad is not None and weight.requires_grad
-    scale = torch.as_tensor(linear.grad_scale).to(call.gain) if into_buffer else None
+    scale = _as_tensor(linear.grad_scale, call.gain) if into_buffer else None
     order, beside = None, None
     if isinstance(teacher, Teacher) and teacher.top_k is not None:
         beside = Sent.of(teacher.top_k, call.rows.target, call.gain.dtype)
@@ -388,6 +388,11 @@ class _OnePass(torch.autograd.Function):
         return (d_hidden, d_weight, d_bias, d_y, d_low, *(None,) * 6)
 
 
+def _as_tensor(x: float | Tensor, like: Tensor) -> Tensor:
+    """0-dim. A number does not become a tensor of torch's default dtype first, which may be a narrow one."""
+    return x.to(like) if isinstance(x, Tensor) else torch.full((), x, dtype=like.dtype, device=like.device)
+
+
 def _factor(g_loss: Tensor, scale: Tensor | None, into_buffer: bool) -> Tensor:
     """What the gradients made in forward are to be multiplied by."""
     if not into_buffer:
@@ -449,7 +454,7 @@ class Loss:
     :class:`PolicyHead` and models patched by ``logitless.adapters.transformers.patch`` take it as ``loss=``.
 
     Args:
-        objective: what to minimise.
+        objective: what to minimise, an :class:`Objective` or a :class:`Preference`.
         temperature: of sampling, a number or one value per row; None leaves it to the head.
         denominator, prompt_tokens, group, check_group, fields: as for :meth:`Objective.__call__`.
 
@@ -459,7 +464,7 @@ class Loss:
 
     def __init__(
         self,
-        objective: Objective,
+        objective: Objective | Preference,
         *,
         temperature: float | Tensor | None = None,
         denominator: float | Tensor | None = None,
@@ -468,9 +473,9 @@ class Loss:
         check_group: bool = False,
         **fields: Tensor | str | None,
     ) -> None:
-        if not isinstance(objective, Objective):
+        if not isinstance(objective, Objective | Preference):
             raise LogitlessError(
-                f"Loss: objective must be an Objective but is {type(objective).__name__}. Make one, as "
+                f"Loss: objective must be an Objective or a Preference but is {type(objective).__name__}. Make one, as "
                 f'Objective.recipe("grpo"), and give its inputs by name: Loss(objective, advantage=..., ...).'
             )
         check_flags("Loss", check_group=check_group)

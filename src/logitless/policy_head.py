@@ -8,6 +8,7 @@ inside, the weight is an ordinary tensor. The layer's own forward is not called:
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -25,14 +26,23 @@ OF_LOGITS = tuple(field.name for field in fields(Linear))
 """Options of :class:`Logits`; all others are the verb's."""
 
 
+def _options(verb: Callable[..., Any]) -> frozenset[str]:
+    """Names of a verb's keyword arguments."""
+    return frozenset(name for name, x in inspect.signature(verb).parameters.items() if x.kind is x.KEYWORD_ONLY)
+
+
+OF_LOGPROBS, OF_LOSS = _options(logprobs), _options(policy_loss)
+
+
 class PolicyHead(nn.Module):
     """An LM head that computes log-probs and entropy of chosen tokens, or their policy loss, and never their logits.
 
     Args:
         linear: the head it stands in for; its weight and bias are used as they are. With peft's LoRA around it, as a
             :class:`LoRA`, its dropout included.
-        options: keyword arguments of :class:`Logits` and :func:`logprobs` for every call, such as ``match``,
-            ``head`` or ``memory``. In a call with a loss, ``entropy`` is left to its objective.
+        options: keyword arguments of :class:`Logits`, :func:`logprobs` and :func:`policy_loss` for every call, such as
+            ``match``, ``head`` or ``memory``. A call with a loss leaves out those of ``logprobs`` alone, such as
+            ``entropy``, and one without a loss those of ``policy_loss`` alone.
 
     >>> import torch
     >>> head = PolicyHead(nn.Linear(4, 10), entropy="value")
@@ -46,9 +56,9 @@ class PolicyHead(nn.Module):
             raise LogitlessError(
                 f"PolicyHead: linear must be a linear layer, with its own bias if any, but is {type(linear).__name__}."
             )
-        known = [*OF_LOGITS, *inspect.signature(logprobs).parameters, *inspect.signature(policy_loss).parameters]
+        known = [*OF_LOGITS, *sorted(OF_LOGPROBS | OF_LOSS)]
         for name in options:
-            one_of(name, known[:-1], "PolicyHead: the name of an option")
+            one_of(name, known, "PolicyHead: the name of an option")
         if options.get("memory") is not None:
             parse_memory(options["memory"])
         self.linear = linear
@@ -68,7 +78,10 @@ class PolicyHead(nn.Module):
             return self.linear(hidden)
         self._check_linear()
         weight, base = head_weight("PolicyHead", self.linear), getattr(self.linear, "base_layer", self.linear)
-        options = {**self.options, **options, "bias": getattr(base, "bias", None)}
+        # What was set for every call is for either verb; what is given in a call is for this one.
+        taken = (*OF_LOGITS, *(OF_LOGPROBS if loss is None else OF_LOSS))
+        ours = {name: x for name, x in self.options.items() if name in taken}
+        options = {**ours, **options, "bias": getattr(base, "bias", None)}
         linear = {name: options.pop(name) for name in OF_LOGITS if name in options}
         logits = Logits(hidden, weight, **linear)
         if loss is None:
@@ -78,7 +91,6 @@ class PolicyHead(nn.Module):
                 f"PolicyHead: loss must be a logitless.Loss, an objective with its inputs, but is "
                 f"{type(loss).__name__}. Pass loss=Loss(objective, advantage=..., old_logprob=...)."
             )
-        options.pop("entropy", None)
         return loss.of(logits, rows, **options)
 
     def _check_linear(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from logitless.backends.divergences import Divergence, Kind
 from logitless.call import MEMORY, Asked, Call, Operands, resolve, together
-from logitless.call.dry import ACTIVE, announce
+from logitless.call.dry import ACTIVE, announce, under_way
 from logitless.call.resolve import apart_everywhere
 from logitless.errors.arguments import refuse_transforms
 from logitless.notes import add_note
@@ -141,7 +141,7 @@ def _answered(logits: Any, rows: Any, asked: Asked) -> TokenStats:
         call, plan, operands = resolve_score(logits, rows, asked)
     else:
         call, plan, operands = together(partial(resolve_score, logits, rows, asked), shard, "logprobs", _score_facts)
-    if ACTIVE:
+    if ACTIVE and under_way() is not None:
         announce(call, replace(plan, collectives=over_vocabulary(call, plan, operands)))
     stats = score(call, plan, operands)
     return stats if len(call.shape) == 1 else stats.shaped(call.shape)

@@ -496,7 +496,7 @@ CALLS = {
         Objective(policy=lambda inputs: inputs.logprob.sum()),
         {},
     ),
-    "correction must return one weight per row, [2], but returned [].": (
+    "correction must return one value per row, [2], but it returned [].": (
         Objective(correction=lambda inputs: inputs.logprob.sum()),
         {},
     ),

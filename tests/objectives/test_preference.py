@@ -259,6 +259,26 @@ def test_over_a_context_parallel_group():
             torch.testing.assert_close(part[i][2], d_hidden[whole.index][part[i][1]], rtol=1e-10, atol=1e-12)
 
 
+def pairs_apart(rank, world):
+    """Rank 0 has rows of the first samples alone, so that the pairs of each rank go with other samples."""
+    rows = ll.Rows.packed([torch.arange(4)] * 4, [2, 2, 2, 2], cp=ll.Contiguous(rank, world))
+    logits = ll.Logits(torch.zeros(rows.num_tokens, 4), torch.zeros(5, 4))
+    options = {"group": dist.group.WORLD, "check_group": True, "ref_sample_logprob": torch.zeros(4)}
+    losses = [float(ll.policy_loss(logits, rows, ll.Preference("dpo"), **options)[0])]
+    other = ll.Preference("dpo").pairs([0, 2], [1, 3] if rank else [3, 1])
+    try:
+        ll.policy_loss(logits, rows, other, **options)
+    except ll.LogitlessError as error:
+        losses.append("disagree about the pairs" in str(error))
+    return losses
+
+
+def test_ranks_compare_the_pairs_as_they_were_named():
+    for loss, refused in run_ranks(pairs_apart, 2):
+        assert loss == pytest.approx(math.log(2) / 2)
+        assert refused
+
+
 def sharded(rank, world, batch):
     """A shard of the vocabulary, in chunks of whole pairs; calls are compared over the ranks."""
     rows, hidden, weight, reference = batch

@@ -99,7 +99,7 @@ def test_what_a_loss_refuses():
         head(hidden, entropy="value")
     with pytest.raises(ll.LogitlessError, match=r"PolicyHead: loss must be a logitless.Loss.* but is Objective. Pass"):
         head(hidden, rows, loss=ll.Objective())
-    with pytest.raises(ll.LogitlessError, match=r"Loss: objective must be an Objective but is str. Make one"):
+    with pytest.raises(ll.LogitlessError, match=r"Loss: objective must be an Objective or a Preference but is str"):
         ll.Loss("grpo")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ll.LogitlessError, match=r"Objective: policy='ppo_clip' needs the field old_logprob"):
         head(hidden, rows, loss=ll.Loss(ll.Objective(), advantage=torch.ones(2)))

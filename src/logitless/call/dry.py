@@ -9,13 +9,14 @@ A verb says which route it takes (:func:`announce`); a dry call may stop it ther
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from typing import Any
 
 from logitless.machine import Machine
 
 ACTIVE: list[Dry] = []
-"""Dry calls that are under way, the innermost last."""
+"""Dry calls that are under way in any thread, the innermost last."""
 
 
 class Stopped(BaseException):
@@ -40,18 +41,27 @@ class Dry:
     stop: bool = False
     plan: Any = None
     backend: str | None = None
+    thread: int = field(default_factory=threading.get_ident)
 
     def __enter__(self) -> Dry:
         ACTIVE.append(self)
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> bool:
-        ACTIVE.pop()
+        ACTIVE.remove(self)
         return kind is Stopped
 
 
+def under_way() -> Dry | None:
+    """The innermost dry call of this thread: others may make real calls at the same time. To be asked where
+    :data:`ACTIVE` has any."""
+    return next((dry for dry in reversed(ACTIVE) if dry.thread == threading.get_ident()), None)
+
+
 def announce(call: Any, plan: Any) -> None:
-    """A verb has chosen its route. To be called where :data:`ACTIVE` has somebody to tell."""
-    ACTIVE[-1].plan, ACTIVE[-1].backend = plan, call.backend_name
-    if ACTIVE[-1].stop:
+    """A verb has chosen its route. To be called where somebody is :func:`under_way`."""
+    dry = under_way()
+    assert dry is not None
+    dry.plan, dry.backend = plan, call.backend_name
+    if dry.stop:
         raise Stopped

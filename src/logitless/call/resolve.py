@@ -14,7 +14,7 @@ from logitless.backends.divergences import Divergence
 from logitless.call import checks
 from logitless.call.asked import PLAIN, Asked
 from logitless.call.call import Call, Operands
-from logitless.call.dry import ACTIVE
+from logitless.call.dry import ACTIVE, under_way
 from logitless.errors import LogitlessError
 from logitless.machine import CPU, Machine
 from logitless.operands import Given, Linear, Logits, LoRA
@@ -117,7 +117,7 @@ def _resolve(
         known: what is known of the logits, or of the head.
     """
     rows, shape, vocab_size, columns, found = checked
-    pretended = ACTIVE[-1] if ACTIVE else None
+    pretended = under_way() if ACTIVE else None
     # A real call on a CPU reads its targets, so a dry call for a CPU counts them as read.
     found = found or (pretended is not None and pretended.machine is CPU)
     num_rows, target, kept, head = rows.index.numel(), rows.target, asked.kept, asked.head or PLAIN

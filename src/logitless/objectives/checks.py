@@ -14,8 +14,9 @@ from torch import Tensor
 from logitless.collectives import resolve_group
 from logitless.errors import LogitlessError, did_you_mean
 from logitless.errors.arguments import is_number, refused
-from logitless.objectives.inputs import HIDING
+from logitless.objectives.inputs import HIDING, RESULTS, STATISTICS, Inputs
 from logitless.rows import Rows
+from logitless.spec import tracked_by_autograd
 
 T = TypeVar("T")
 
@@ -133,13 +134,40 @@ def sequence_group(caller: str, rows: Rows, group: Any, *, needed: bool) -> Any:
     return None if world == 1 else group
 
 
-def check_stats(caller: str, stats: Any) -> None:
-    """Raise unless these are results with log-probs."""
+def check_stats(caller: str, stats: Any, num_rows: int) -> None:
+    """Raise unless these are results with log-probs, and all of them have one number for each row."""
     if not isinstance(getattr(stats, "logprob", None), Tensor):
         raise LogitlessError(
             f"{caller}: stats must be the TokenStats of logprobs but is {type(stats).__name__}. Log-probs of your own "
             f"go in as TokenStats(logprob, entropy, None)."
         )
+    if not stats.logprob.is_floating_point():
+        raise refused(f"{caller}: logprob", "a tensor of floating-point numbers", stats.logprob)
+    for name in (*RESULTS, *STATISTICS):
+        x = getattr(stats, name, None)
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise refused(f"{caller}: {name}", f"a tensor of {num_rows} numbers", x)
+        if tuple(x.shape) != (num_rows,):
+            raise LogitlessError(
+                f"{caller}: {name} has shape {list(x.shape)} but there are {num_rows} rows. Pass the results of "
+                f"these rows; results in the shape of a tensor of targets go with Rows.every(target), flattened."
+            )
+
+
+def check_per_row(term: str, inputs: Inputs, value: Any, what: str = "it returned") -> Tensor:
+    """What a term made, if it is one number for each row."""
+    if not isinstance(value, Tensor) or value.shape != inputs.logprob.shape:
+        came = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise LogitlessError(f"Objective: {term} must return one value per row, [{len(inputs)}], but {what} {came}.")
+    return value
+
+
+def connected(loss: Tensor, logprob: Tensor) -> Tensor:
+    """A loss whose terms depend on no log-prob, with the graph of the log-probs: backward finds one, and zeros."""
+    # By selection: 0 times a log-prob of -inf is not 0.
+    return loss + torch.where(torch.zeros_like(logprob, dtype=torch.bool), logprob, 0.0).sum()
 
 
 def check_field(name: str, x: Any, num_rows: int, device: torch.device, caller: str = "Objective") -> Tensor:
@@ -166,4 +194,4 @@ def check_field(name: str, x: Any, num_rows: int, device: torch.device, caller: 
         raise LogitlessError(f"{caller}: {name} is on {x.device} but the rows are on {device}. Move it there.")
     if x.requires_grad:
         raise LogitlessError(f"{caller}: {name} requires grad, but no gradient flows to it. Pass {name}.detach().")
-    return x
+    return tracked_by_autograd(x) if x.is_inference() else x

@@ -28,6 +28,12 @@ from logitless.errors import LogitlessError, no_second_derivative
 KNOWN_FIELDS = ("old_logprob", "advantage", "ref_logprob", "rollout_logprob")
 """Fields that named terms read. Users' own terms may read others."""
 
+NUMBERS = (*KNOWN_FIELDS, "token_weight")
+"""Fields that are computed with, so that integers become floating-point numbers: a negated uint8 would wrap around."""
+
+RESULTS = ("logprob", "entropy", "divergence", "log_z", "mean_logit")
+"""Results of rows that a loss may have terms on."""
+
 LARGEST_LOG_RATIO = 20.0
 """A ratio of two probabilities is taken to be at most e^20, about 5e8: beyond it a ratio tells nothing and its gradient
 is 0. Without a bound float32 overflows at e^88, and the gradient of a clipped row would be 0 * inf."""
@@ -41,6 +47,14 @@ def statistics_of(stats: Any, but: tuple[str, ...] = ()) -> dict[str, Tensor]:
     """Further results of rows, for metrics; but for those that a term of the objective asks for itself."""
     found = {name: getattr(stats, name, None) for name in STATISTICS if name not in but}
     return {name: x.detach().to(stats.logprob.dtype) for name, x in found.items() if x is not None}
+
+
+def widened(stats: Any) -> Any:
+    """Results of rows in float32 at least, with their graph: in 16 bits a ratio near 1 would have two digits."""
+    dtype = torch.promote_types(stats.logprob.dtype, torch.float32)
+    found = {name: getattr(stats, name, None) for name in RESULTS}
+    narrow = {name: x.to(dtype) for name, x in found.items() if x is not None and x.dtype != dtype}
+    return stats._replace(**narrow) if narrow else stats
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -228,7 +242,7 @@ class Inputs:
         ready, counted = self.readied(self.logprob.dtype), self.counted
         if self.complete:
             return replace(ready, _clean=True)
-        named = {name: getattr(self, name) for name in ("logprob", "entropy", "divergence", "log_z", "mean_logit")}
+        named = {name: getattr(self, name) for name in RESULTS}
         results = {name: torch.where(counted, x, 0.0) for name, x in named.items() if x is not None}
         return replace(ready, **results, _clean=True)
 
@@ -237,7 +251,7 @@ class Inputs:
         chunk of rows has to, then."""
         if self._ready:
             return self
-        fields = {n: x.to(dtype) if x.is_floating_point() else x for n, x in self.fields.items()}
+        fields = {n: x.to(dtype) if x.is_floating_point() or n in NUMBERS else x for n, x in self.fields.items()}
         if not self.complete:
             fields = {name: torch.where(self.counted, x, torch.zeros_like(x)) for name, x in fields.items()}
         return replace(self, fields=fields, weight=self.weight.to(dtype), _ready=True)

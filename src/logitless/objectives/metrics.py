@@ -174,10 +174,11 @@ def metrics_of(
         count = torch.full((), num_rows, dtype=torch.float64, device=device)
     else:
         count = counted.sum(dtype=torch.float64)
-    squares = [w.detach().square() for w in weights.values()]
-    total = _table([*means.values(), *weights.values(), *squares], counted, 0.0, device).sum(1)
+    table = _table([*means.values(), *weights.values()], counted, 0.0, device)
+    total = table.sum(1)
     pairs = torch.stack([total, count.expand_as(total)], 1)[: len(means)]
-    w, w2 = total[len(means) :].view(2, len(weights))
+    w = total[len(means) :]
+    w2 = table[len(means) :].square().sum(1) if weights else w
     largest = smallest = total[:0]
     if extremes:
         highest = _table(list(extremes.values()), counted, -math.inf, device)
@@ -200,7 +201,8 @@ def _table(values: list[Tensor], counted: Tensor | None, other: float, device: t
     """``[K, C]`` float64: values at the counted rows, ``other`` elsewhere."""
     if not values:
         return torch.zeros((0, 0), dtype=torch.float64, device=device)
-    rows = torch.stack([x.detach() for x in values]).double()
+    alike = len({x.dtype for x in values}) == 1
+    rows = torch.stack([x.detach() if alike else x.detach().double() for x in values]).double()
     return rows if counted is None else torch.where(counted, rows, other)
 
 

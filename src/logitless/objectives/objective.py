@@ -24,7 +24,9 @@ from logitless.errors import LogitlessError, did_you_mean
 from logitless.errors.arguments import check_flags, instance
 from logitless.objectives.checks import (
     check_field,
+    check_per_row,
     check_stats,
+    connected,
     elsewhere,
     known_name,
     sequence_group,
@@ -32,7 +34,7 @@ from logitless.objectives.checks import (
     unknown,
 )
 from logitless.objectives.corrections import CORRECTIONS, rollout_log_ratio
-from logitless.objectives.inputs import KNOWN_FIELDS, Inputs, bounded_exp, statistics_of
+from logitless.objectives.inputs import KNOWN_FIELDS, Inputs, bounded_exp, statistics_of, widened
 from logitless.objectives.kl import KL_TERMS, KLTerm, k3, k3_of, kl_rows
 from logitless.objectives.metrics import Evaluate, Metrics, metrics_of
 from logitless.objectives.mismatch import measures
@@ -53,6 +55,9 @@ from logitless.spec import TokenStats
 
 CURRENT = "current"
 """``old_logprob="current"``: on the first step after a rollout the old log-probs are the ones being computed."""
+
+ENDS = ("max", "min")
+"""What the metrics of extremes are called, behind their names."""
 
 OWN_METRICS = ("loss", "policy_loss", "kl_loss", "entropy_loss", "z_loss", "divergence_loss")
 """Sums that every objective reports, or may report."""
@@ -134,8 +139,9 @@ class Objective:
 
     @functools.cached_property
     def entropy(self) -> Literal["value", "grad"]:
-        """Which entropy to compute: with a graph only if the loss has an entropy term."""
-        return "grad" if self.entropy_coef != 0 else "value"
+        """Which entropy to compute: with a graph if the loss has an entropy term, or a policy term of the caller's own,
+        which may read it."""
+        return "grad" if self.entropy_coef != 0 or callable(self.policy) else "value"
 
     @functools.cached_property
     def log_z(self) -> bool:
@@ -240,6 +246,7 @@ class Objective:
         tensors = {name: check_field(name, x, num_rows, device) for name, x in given.items()}
         if stats is not None:
             self._check_stats(stats, num_rows)
+            stats = widened(stats)
         placeholder = torch.zeros(num_rows, device=device)
         whole_samples = self.sequence_level or (self.batch_level and rows.response_lengths is not None)
         return Inputs(
@@ -282,6 +289,8 @@ class Objective:
         def evaluate() -> tuple[Tensor, Metrics]:
             sums = {name: _weighed_sum(x, part) for name, part in parts.items()}
             loss = functools.reduce(torch.add, sums.values())
+            if x.logprob.requires_grad and not loss.requires_grad and torch.is_grad_enabled():
+                loss = connected(loss, x.logprob)
             with torch.no_grad():
                 return loss, self._metrics(x, {"loss": loss, **sums}, values, correction)
 
@@ -298,7 +307,8 @@ class Objective:
             policy = torch.where(correction != 0, correction * policy, 0.0)
         parts["policy_loss"] = policy
         if self.kl_coef != 0:
-            parts["kl_loss"] = self.kl_coef * kl_rows(self._kl_term(), x)
+            kl = kl_rows(self._kl_term(), x)
+            parts["kl_loss"] = self.kl_coef * (check_per_row("kl", x, kl) if callable(self.kl) else kl)
         if self.entropy_coef != 0:
             assert x.entropy is not None
             parts["entropy_loss"] = -self.entropy_coef * x.entropy
@@ -366,30 +376,20 @@ class Objective:
     def _policy(self, x: Inputs, measured: bool) -> tuple[Tensor, dict[str, Tensor]]:
         function = POLICY_TERMS[self.policy].function if isinstance(self.policy, str) else self.policy
         result = function(x, **self._keywords)  # pyright: ignore[reportAttributeAccessIssue]
-        loss, made = result if isinstance(result, tuple) else (result, {})
+        loss, made = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         with torch.no_grad():
-            values: dict[str, Tensor] = (made() if measured else {}) if callable(made) else made  # pyright: ignore[reportAssignmentType]
-        for name in values:
-            if name in OWN_METRICS:
-                raise LogitlessError(f"Objective: policy names a metric {name!r}, which the objective has itself.")
-        for name, value in {"its loss": loss, **values}.items():
-            if not isinstance(value, Tensor) or value.shape != x.logprob.shape:
-                came = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise LogitlessError(
-                    f"Objective: policy must return one value per row, [{len(x)}], but {name} is {came}."
-                )
-        return loss, values
+            values: Any = (made() if measured else {}) if callable(made) else made
+        if callable(self.policy):
+            check_per_row("policy", x, loss, "its loss is")
+            for name, value in instance(values, Mapping, "Objective: the metrics that policy returns").items():
+                check_per_row("policy", x, value, f"{name} is")
+        return loss, values  # pyright: ignore[reportReturnType]
 
     def _correction(self, x: Inputs) -> Tensor:
         if isinstance(self.correction, str):
             return CORRECTIONS[self.correction].function(x, *bounds_of(self)).detach()
         assert self.correction is not None
-        weight = self.correction(x)
-        if weight.shape != x.logprob.shape:
-            raise LogitlessError(
-                f"Objective: correction must return one weight per row, [{len(x)}], but returned {list(weight.shape)}."
-            )
-        return weight.detach()
+        return check_per_row("correction", x, self.correction(x)).detach()
 
     def _kl_term(self) -> KLTerm:
         if isinstance(self.kl, str):
@@ -399,7 +399,7 @@ class Objective:
     def _metrics(
         self, x: Inputs, sums: dict[str, Tensor], values: dict[str, Tensor], correction: Tensor | None
     ) -> Metrics:
-        means, extremes, weights = {**x.statistics, **values}, {}, {}
+        means, extremes, weights = {}, {}, {}
         old, reference, rollout = (x.has(f"{name}_logprob") for name in ("old", "ref", "rollout"))
         if x.has("advantage"):
             means["advantage"] = x.advantage
@@ -422,7 +422,13 @@ class Objective:
         if correction is not None:
             means["correction"] = extremes["correction"] = weights["effective_sample_size"] = correction
             means["correction_masked"] = (correction == 0).to(correction.dtype)
-        counted = None if x.complete else x.counted
+        taken = {*x.statistics, *means, *weights, *OWN_METRICS, *(f"{n}_{end}" for n in extremes for end in ENDS)}
+        for name in values:
+            if name in taken:
+                raise LogitlessError(
+                    f"Objective: policy names a metric {name!r}, which the objective has itself. Give it another name."
+                )
+        means, counted = {**x.statistics, **values, **means}, None if x.complete else x.counted
         return metrics_of(means, counted, x.logprob.numel(), x.logprob.device, extremes, weights, sums)
 
     @functools.cached_property
@@ -464,13 +470,7 @@ class Objective:
             )
 
     def _check_stats(self, stats: TokenStats, num_rows: int) -> None:
-        check_stats("Objective", stats)
-        for name, x in (("logprob", stats.logprob), ("entropy", stats.entropy)):
-            if x is not None and tuple(x.shape) != (num_rows,):
-                raise LogitlessError(
-                    f"Objective: {name} has shape {list(x.shape)} but there are {num_rows} rows. Pass the results of "
-                    f"these rows; results in the shape of a tensor of targets go with Rows.every(target), flattened."
-                )
+        check_stats("Objective", stats, num_rows)
         if self.log_z and stats.log_z is None:
             term = "it has label smoothing" if self.stats else f"z_coef is {self.z_coef}"
             raise LogitlessError(f"Objective: {term} but log Z was not computed. Results over a support have none.")
@@ -479,6 +479,9 @@ class Objective:
                 "Objective: label_smoothing needs the mean logit, which was not computed. Compute the results with "
                 "stats=objective.stats."
             )
+        graph = stats.log_z is None or stats.log_z.requires_grad
+        if self.z_coef != 0 and stats.logprob.requires_grad and not graph:
+            raise LogitlessError(f"Objective: z_coef is {self.z_coef} but log_z has no graph. Do not detach it.")
         if self.entropy_coef == 0:
             return
         if stats.entropy is None or (stats.logprob.requires_grad and not stats.entropy.requires_grad):

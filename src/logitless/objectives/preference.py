@@ -21,7 +21,7 @@ from logitless.collectives import agree_if, fingerprint
 from logitless.errors import LogitlessError, did_you_mean
 from logitless.errors.arguments import check_flags, dense, instance
 from logitless.objectives.checks import check_field, check_stats, finite, known_name, sequence_group
-from logitless.objectives.inputs import Inputs, statistics_of
+from logitless.objectives.inputs import Inputs, statistics_of, widened
 from logitless.objectives.metrics import Evaluate, Metrics
 from logitless.objectives.preference_terms import KINDS, Scores, Settings, kto
 from logitless.objectives.reduction import check_denominator, inverse
@@ -30,6 +30,7 @@ from logitless.spec import TokenStats
 
 NAME = "Preference"
 FIELDS = ("ref_logprob", "ref_sample_logprob", "reference_kl")
+PLACES = ("chosen", "rejected")
 KindName = Literal["dpo", "ipo", "hinge", "simpo", "cpo", "orpo", "kto"]
 """Names of :data:`KINDS`, for editors and type checkers."""
 
@@ -158,10 +159,7 @@ class Preference:
             )
         if prompt_tokens is not None:
             raise LogitlessError(f'{NAME}: prompt_tokens go with reduce="prompt_mean" of an Objective.')
-        if stats is not None and tuple(stats.logprob.shape) != (len(rows),):
-            raise LogitlessError(
-                f"{NAME}: logprob has shape {list(stats.logprob.shape)} but there are {len(rows)} rows."
-            )
+        stats = None if stats is None else widened(stats)
         device, num_samples = rows.target.device, len(rows.counts)
         chosen, rejected, owners = self._owned(rows.counts)
         of_rows, of_batch = self._fields(fields, len(rows), num_samples, device)
@@ -170,10 +168,8 @@ class Preference:
         # A rank's loss is its part of a sum, and the context-parallel ranks of a sample all compute the same.
         count = check_denominator(NAME, number if denominator is None else denominator, device)
         scale = inverse(count) / (1 if group is None else group.size())
-        places = {
-            "chosen": torch.tensor(chosen, dtype=torch.int64, device="cpu"),
-            "rejected": torch.tensor(rejected, dtype=torch.int64, device="cpu"),
-        }
+        pair = zip(PLACES, (chosen, rejected), strict=True)
+        places = {name: torch.tensor(numbers, dtype=torch.int64, device="cpu") for name, numbers in pair}
         return Inputs(
             logprob=torch.zeros(len(rows), device=device) if stats is None else stats.logprob,
             entropy=None if stats is None else stats.entropy,
@@ -238,7 +234,7 @@ class Preference:
         """
 
         def prepare() -> Inputs:
-            check_stats(NAME, stats)
+            check_stats(NAME, stats, len(instance(rows, Rows, f"{NAME}: rows", " Make one with Rows.packed, say.")))
             return self.inputs(stats, rows, fields, denominator=denominator, group=group)
 
         def facts(inputs: Inputs) -> dict[str, Any]:
@@ -257,7 +253,9 @@ class Preference:
             "the fields": ", ".join(sorted({*inputs.fields, *inputs.batch})),
             "the tokens of each sample that count": fingerprint(inputs.totals),
             "denominator": fingerprint(denominator),
-            **{f"{name} of the batch": fingerprint(x) for name, x in sorted(inputs.batch.items())},
+            # As the caller named them: each rank orders the pairs by the samples that have rows there.
+            "the pairs": self._samples(len(inputs.totals)),
+            **{f"{n} of the batch": fingerprint(x) for n, x in sorted(inputs.batch.items()) if n not in PLACES},
         }
 
     def _loss(self, x: Inputs) -> tuple[Tensor, dict[str, Tensor], Scores, Tensor]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from logitless.collectives import resolve_group, sum_over
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import is_number, refused
 from logitless.rows import Rows
 from logitless.spec import inspectable
 
@@ -49,6 +50,10 @@ def row_weights(
             :func:`prompt_tokens_over`.
         complete: what ``rows.complete`` says, if it was asked.
     """
+    if reduce not in REDUCTIONS:
+        raise LogitlessError(f"row_weights: reduce must be one of {', '.join(REDUCTIONS)} but is {reduce!r}.")
+    if reduce == "sample_sum" and not is_number(length):
+        raise refused("row_weights: length", "the fixed length of sample_sum, a number,", length)
     device, num_samples = rows.target.device, len(rows.counts)
     if (prompt_tokens is not None) != (reduce == "prompt_mean"):
         came = "none came" if prompt_tokens is None else f"they came with reduce={reduce!r}"
@@ -194,6 +199,8 @@ def _denominator(rows: Rows, reduce: Reduction, denominator: float | Tensor | No
 def check_denominator(caller: str, denominator: float | Tensor, device: torch.device) -> Tensor:
     """0-dim float64 tensor on the device, if it is a count as far as can be seen from here."""
     if isinstance(denominator, Tensor):
+        if denominator.is_complex():
+            raise refused(f"{caller}: denominator", "a count of 0 or more", denominator)
         if denominator.dim() != 0 or denominator.requires_grad:
             raise LogitlessError(
                 f"{caller}: denominator must be a number or a 0-dim tensor without gradient but has shape "
@@ -211,6 +218,8 @@ def check_denominator(caller: str, denominator: float | Tensor, device: torch.de
 
 
 def _check_prompt_tokens(prompt_tokens: Tensor, num_samples: int, device: torch.device) -> Tensor:
+    if not isinstance(prompt_tokens, Tensor):
+        raise refused("Objective: prompt_tokens", f"a tensor of {num_samples} counts", prompt_tokens)
     if tuple(prompt_tokens.shape) != (num_samples,):
         raise LogitlessError(
             f"Objective: prompt_tokens must have shape [{num_samples}], one count per sample, but has "

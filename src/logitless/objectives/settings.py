@@ -112,12 +112,15 @@ def policy_keywords(objective: Any) -> dict[str, Any]:
     named = isinstance(objective.policy, str)
     term = POLICY_TERMS[objective.policy].function if isinstance(objective.policy, str) else objective.policy
     keywords = dict(objective.policy_options)
-    if objective.clip is not None:
-        keywords["clip"] = resolve_clip(objective.clip)
-    if objective.dual_clip is not None:
-        if finite("dual_clip", objective.dual_clip) <= 1:
-            raise LogitlessError(f"Objective: dual_clip must be above 1 but is {objective.dual_clip!r}.")
-        keywords["dual_clip"] = objective.dual_clip
+    for name in ("clip", "dual_clip"):
+        if getattr(objective, name) is not None:
+            keywords[name] = getattr(objective, name)
+    # A function of the caller's may mean something else by these in its own options.
+    if keywords.get("clip") is not None and (named or objective.clip is not None):
+        keywords["clip"] = resolve_clip(keywords["clip"])
+    if keywords.get("dual_clip") is not None and (named or objective.dual_clip is not None):
+        if finite("dual_clip", keywords["dual_clip"]) <= 1:
+            raise LogitlessError(f"Objective: dual_clip must be above 1 but is {keywords['dual_clip']!r}.")
     if named:
         for name, why in POLICY_TERMS[str(objective.policy)].refused.items():
             if keywords.get(name):
@@ -178,4 +181,9 @@ def shown(x: Any) -> str:
         return f"functools.partial({', '.join([shown(x.func), *given])})"
     if isinstance(x, Tensor):
         return f"tensor({fingerprint(x)})"
-    return name_of(x) if callable(x) else repr(x)
+    if isinstance(x, Mapping):
+        return f"{{{', '.join(f'{name!r}: {shown(value)}' for name, value in x.items())}}}"
+    if isinstance(x, list | tuple):
+        return f"({', '.join(map(shown, x))})"
+    # The repr of most objects is their address.
+    return name_of(x) if callable(x) or type(x).__repr__ is object.__repr__ else repr(x)

@@ -58,7 +58,8 @@ def gae(
     advantage = torch.where(counted, _scan(decay, delta, rows), 0.0)
     returns = torch.where(counted, advantage + value, 0.0)
     assert rows.response is not None
-    return Returns(advantage[rows.response].to(values.dtype), returns[rows.response].to(values.dtype))
+    dtype = _result_dtype(values)
+    return Returns(advantage[rows.response].to(dtype), returns[rows.response].to(dtype))
 
 
 def discounted_returns(rewards: Tensor, rows: Rows, *, gamma: float = 1.0, group: Any = None) -> Tensor:
@@ -68,7 +69,7 @@ def discounted_returns(rewards: Tensor, rows: Rows, *, gamma: float = 1.0, group
     decay = (~ends).double().masked_fill(counted & ~ends, gamma)
     total = torch.where(counted, _scan(decay, torch.where(counted, reward, 0.0), rows), 0.0)
     assert rows.response is not None
-    return total[rows.response].to(rewards.dtype)
+    return total[rows.response].to(_result_dtype(rewards))
 
 
 def token_rewards(rewards: Tensor, rows: Rows, *, penalty: Tensor | None = None, group: Any = None) -> Tensor:
@@ -124,7 +125,7 @@ def whiten(x: Tensor, counted: Tensor, *, group: Any = None, shift: bool = True,
     mean = (counts * means).sum() / total.clamp_min(1)
     variance = (deviations + counts * (means - mean).square()).sum() / (total - 1).clamp_min(1)
     scaled = (wide - mean) * (variance + eps).rsqrt()
-    return torch.where(counted, scaled if shift else scaled + mean, 0.0).to(x.dtype)
+    return torch.where(counted, scaled if shift else scaled + mean, 0.0).to(_result_dtype(x))
 
 
 class ValueLoss(NamedTuple):
@@ -174,6 +175,11 @@ def _whole(rows: Rows, given: tuple[Tensor, ...], group: Any, caller: str) -> tu
     ends[lengths.cumsum(0)[lengths > 0] - 1] = True
     joined = [torch.cat(parts) if len(parts) else fields[0].new_zeros(0) for parts in whole]
     return *joined[:-1], joined[-1] != 0, ends.to(counted.device, non_blocking=True)
+
+
+def _result_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of numbers made of ``x``, which may be integers."""
+    return x.dtype if x.is_floating_point() else torch.get_default_dtype()
 
 
 def _scan(a: Tensor, b: Tensor, rows: Rows) -> Tensor:
