@@ -56,9 +56,6 @@ from logitless.spec import TokenStats
 CURRENT = "current"
 """``old_logprob="current"``: on the first step after a rollout the old log-probs are the ones being computed."""
 
-ENDS = ("max", "min")
-"""What the metrics of extremes are called, behind their names."""
-
 OWN_METRICS = ("loss", "policy_loss", "kl_loss", "entropy_loss", "z_loss", "divergence_loss")
 """Sums that every objective reports, or may report."""
 
@@ -422,7 +419,7 @@ class Objective:
         if correction is not None:
             means["correction"] = extremes["correction"] = weights["effective_sample_size"] = correction
             means["correction_masked"] = (correction == 0).to(correction.dtype)
-        taken = {*x.statistics, *means, *weights, *OWN_METRICS, *(f"{n}_{end}" for n in extremes for end in ENDS)}
+        taken = {*x.statistics, *means, *weights, *OWN_METRICS, *(n + e for n in extremes for e in ("_max", "_min"))}
         for name in values:
             if name in taken:
                 raise LogitlessError(
@@ -479,8 +476,7 @@ class Objective:
                 "Objective: label_smoothing needs the mean logit, which was not computed. Compute the results with "
                 "stats=objective.stats."
             )
-        graph = stats.log_z is None or stats.log_z.requires_grad
-        if self.z_coef != 0 and stats.logprob.requires_grad and not graph:
+        if self.z_coef != 0 and stats.logprob.requires_grad > getattr(stats.log_z, "requires_grad", False):
             raise LogitlessError(f"Objective: z_coef is {self.z_coef} but log_z has no graph. Do not detach it.")
         if self.entropy_coef == 0:
             return
