@@ -75,19 +75,20 @@ OWN["glm4v_moe"] = {"rope_parameters": _POSITIONS | {"mrope_section": [2, 0, 0],
 """What some families want besides, or instead."""
 
 NOT_GENERATED = ("bailing_hybrid", "bamba", "granitemoehybrid", "jamba", "kimi_linear", "xlstm")
-NOT_GENERATED += ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text")
+NOT_GENERATED += ("lfm3", "recurrent_gemma", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text")
 NOT_GENERATED += ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
 """Families whose ``generate`` fails at these sizes without ``defer``, too: two layers have no attention to cache."""
 
 _COMPOSED = "not tried: a model of images and text, whose text model is a family of its own"
 _LARGE = "not tried: its other parts are too large"
 NOT_BUILT = {
-    **dict.fromkeys(("emu3", "gemma3n", "llama4", "qwen3_5", "qwen3_5_moe", "qwen4_exp"), _COMPOSED),
+    **dict.fromkeys(("dots3_note", "emu3", "gemma3n", "llama4", "qwen3_5", "qwen3_5_moe", "qwen4_exp"), _COMPOSED),
     **dict.fromkeys(("blt", "gemma3", "git", "got_ocr2", "moss_transcribe_diarize", "phi4_multimodal"), _LARGE),
     **dict.fromkeys(("musicgen", "musicgen_melody"), "not tried: a model of sounds, whose config has three parts"),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "not tried: a draft, which reads another model"),
     **dict.fromkeys(("cohere_compass_text", "dbrx", "zamba"), "not tried: its config makes no model of two layers"),
     **dict.fromkeys(("prophetnet", "xglm"), "not tried: its masks overflow in float64"),
+    "inkling2_text": "not tried: its router takes no float64",
     "reformer": "not tried: it wants hidden sizes and lengths of its own",
 }
 """Families that were not tried, and why."""

@@ -17,6 +17,9 @@ from torch import Tensor
 import logitless as ll
 from logitless.deferred import model as deferral
 
+sys.path.append(str(Path(__file__).parents[1] / "adapters"))
+from tiny import qwen3
+
 V = 61
 IDS = torch.randint(3, V, (3, 8), generator=torch.Generator().manual_seed(6))
 
@@ -28,15 +31,13 @@ def loss_of(kind: str, model: Any) -> Tensor:
     return -torch.log_softmax(logits[:, :-1] / 0.7, -1).gather(-1, IDS[:, 1:, None]).mean()
 
 
-def run(rank: int, world: int, kind: str, deferred: bool) -> dict[str, Any]:
+def run(rank: int, world: int, folder: Path, kind: str, deferred: bool) -> dict[str, Any]:
     """A loss, scores without a graph of few and of many rows, generated tokens, and all gradients, whole."""
-    sys.path.append(str(Path(__file__).parents[1] / "adapters"))
-    from tiny import qwen3
-    from torch.distributed.device_mesh import init_device_mesh
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
 
-    model: Any = qwen3(V, num_key_value_heads=2).double()
-    apply_tensor_parallelism(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    options = {"distributed_config": DistributedConfig(tp_size=world), "dtype": torch.float64}
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
     before = model.lm_head.forward
     handle = ll.defer(model, strict=True) if deferred else None
     found: dict[str, Any] = {}
@@ -61,9 +62,10 @@ def run(rank: int, world: int, kind: str, deferred: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["idiom", "logprobs"])
-def test_a_plan(ranks, kind):
+def test_a_plan(ranks, tmp_path, kind):
     pytest.importorskip("transformers.distributed.tensor_parallel")
-    wanted, ours = (ranks(run, 2, kind, deferred) for deferred in (False, True))
+    qwen3(V, num_key_value_heads=2).double().save_pretrained(tmp_path)
+    wanted, ours = (ranks(run, 2, tmp_path, kind, deferred) for deferred in (False, True))
     for theirs, mine in zip(wanted, ours, strict=True):
         assert sorted(mine) == sorted(theirs)
         for name, right in theirs.items():

@@ -490,7 +490,7 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
 HOST = Host(
     name="transformers",
     package="transformers",
-    versions=("4.51", "4.53", "4.55", "4.57", "5.0", "5.10", "5.22"),
+    versions=("4.51", "4.53", "4.55", "4.57", "5.0", "5.10", "5.22", "5.23"),
     replacements=_replacements,
     options={
         "verify": Option(True, "check our results for every model against its own logits"),
