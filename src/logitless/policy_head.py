@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from logitless.errors import LogitlessError
-from logitless.errors.arguments import one_of
+from logitless.errors.arguments import check_name
 from logitless.loss import policy_loss
 from logitless.operands import Linear, Logits
 from logitless.operands.peft import head_weight
@@ -58,7 +58,7 @@ class PolicyHead(nn.Module):
             )
         known = [*OF_LOGITS, *sorted(OF_LOGPROBS | OF_LOSS)]
         for name in options:
-            one_of(name, known, "PolicyHead: the name of an option")
+            check_name(name, known, "PolicyHead: the name of an option")
         if options.get("memory") is not None:
             parse_memory(options["memory"])
         self.linear = linear

@@ -1,4 +1,4 @@
-"""Sizes and routes as recorded, for two machines that nobody measures: a change of the rules is made knowingly.
+"""Sizes and routes as recorded, most for two machines that nobody measures: a change of the rules is made knowingly.
 
 Results do not depend on tiles and chunks, so that no other test sees a rule that is off by one: only time and memory
 would tell. ``python tests/route/test_recorded_routes.py`` records them anew; the difference in ``recorded.json`` is
@@ -7,16 +7,20 @@ what a change does.
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import json
 import random
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from logitless import machine
 from logitless.errors import LogitlessError
 from logitless.machine import ALIGNED, Costs, Machine, product_sizes
 from logitless.route.costs import LossShape, one_pass_seconds, two_pass_seconds
@@ -120,6 +124,33 @@ def chunks() -> list[list[list[int]]]:
     return [[list(x) for x in one] for one in (*pairs, *(whole_samples(x, 45) for x in counts))]
 
 
+def kernels() -> list[list[Any]]:
+    """Sizes of every Triton kernel, on both sides of each bound."""
+    grids = {
+        "dtype": [torch.float32, torch.bfloat16],
+        "canonical": [False, True],
+        "slab": [128, 256, 512, 513],
+        "other": [64, 2048],
+        "width": [1, 17, 64, 65, 512, 1535, 1536, 3071, 3072, machine.TILE, machine.TILE + 1],
+        "columns": [1, 17, 255, 256, 1000, machine.SMALL, machine.SMALL + 1, machine.TILE, machine.TILE + 1, 151936],
+    }
+    found = []
+    for name in sorted(name for name in vars(machine) if name.endswith("_sizes")):
+        function = getattr(machine, name)
+        for values in itertools.product(*(grids[argument] for argument in inspect.signature(function).parameters)):
+            sizes = function(*values)
+            found.append([name, *map(str, values), list(sizes.values() if isinstance(sizes, dict) else sizes)])
+    return found
+
+
+def cards() -> list[list[Any]]:
+    """An H200, cards that nobody measured, and a CPU."""
+    known = [
+        Machine.card(f"a card of {n}", n, capability) for n, capability in ((132, 9), (132, 8), (114, 9), (108, 8))
+    ]
+    return [list(astuple(x)) for x in (*known, machine.CPU)]
+
+
 NOW: dict[str, Callable[[], list[Any]]] = {
     "forward": lambda: tiles_of(forward_tiles),
     "backward": lambda: tiles_of(backward_tiles),
@@ -129,6 +160,8 @@ NOW: dict[str, Callable[[], list[Any]]] = {
     "loss": loss_plans,
     "seconds": seconds,
     "chunks": chunks,
+    "kernels": kernels,
+    "cards": cards,
 }
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from logitless.adapters.audit import AuditReport
 from logitless.errors import LogitlessError, did_you_mean
-from logitless.errors.arguments import check_flags, instance, one_of, refused
+from logitless.errors.arguments import check_flags, check_name, instance, refused
 from logitless.spec import format_bytes
 
 SAVED = Path(__file__).with_name("saved.json")
@@ -176,7 +176,7 @@ class Host:
         _check_functions("Host", replacements=self.replacements)
         if self.heads is not None:
             _check_functions("Host", heads=self.heads)
-        one_of(self.logits, ("deferred", "host"), "Host: logits")
+        check_name(self.logits, ("deferred", "host"), "Host: logits")
         check_flags("Host", placed=self.placed)
         if not isinstance(self.options, Mapping) or not all(isinstance(name, str) for name in self.options):
             raise refused("Host: options", "Options by their names", self.options)

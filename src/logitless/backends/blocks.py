@@ -146,9 +146,8 @@ def merge(parts: Tensor, gain: Tensor) -> Tensor:
     lower = (exponent(m, k).long() >> 4) - (exponent(part.m, k).long() >> 4)
     found = []
     for x in (part.sums, part.products):
-        moved = [torch.where(lower == i - b, x[:, b], 0).sum(0) for i in range(BINS) for b in range(i + 1)]
-        starts = [i * (i + 1) // 2 for i in range(BINS + 1)]
-        found.append(torch.stack([sum(moved[starts[i] : starts[i + 1]], start=0 * moved[0]) for i in range(BINS)]))
+        moved = [[torch.where(lower == i - b, x[:, b], 0).sum(0) for b in range(i + 1)] for i in range(BINS)]
+        found.append(torch.stack([sum(own[1:], start=own[0]) for own in moved]))
     return Bins(m, merge_targets(part.t), *found).lines()
 
 

@@ -62,13 +62,12 @@ def is_number(x: Any) -> bool:
     return isinstance(x, Real) and not isinstance(x, bool) and abs(float(x)) <= LARGEST
 
 
-def one_of(x: Any, known: Iterable[str], argument: str) -> str:
-    """A name out of a few."""
+def check_name(x: Any, known: Iterable[str], argument: str) -> None:
+    """Raise for what is none of the names that are known."""
     names = list(known)
-    if isinstance(x, str) and x in names:
-        return x
-    hint = did_you_mean(x, names) if isinstance(x, str) else ""
-    raise LogitlessError(f"{argument} must be one of {', '.join(names)} but is {described(x)}.{hint}")
+    if not isinstance(x, str) or x not in names:
+        hint = did_you_mean(x, names) if isinstance(x, str) else ""
+        raise LogitlessError(f"{argument} must be one of {', '.join(names)} but is {described(x)}.{hint}")
 
 
 def dense(x: Any, argument: str, wanted: str = "a tensor", *, numbers: bool = False) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from logitless.errors import LogitlessError
-from logitless.errors.arguments import check_flags, instance, is_number, one_of, refused
+from logitless.errors.arguments import check_flags, check_name, instance, is_number, refused
 from logitless.operands.stands import Match
 from logitless.spec import Head
 
@@ -65,8 +65,8 @@ class Sampling:
     altered: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        one_of(self.logprobs, get_args(Reported), "Sampling: logprobs")
-        one_of(self.head, HEADS, "Sampling: head")
+        check_name(self.logprobs, get_args(Reported), "Sampling: logprobs")
+        check_name(self.head, HEADS, "Sampling: head")
         check_flags("Sampling", truncated=self.truncated, recorded=self.recorded)
         if not is_number(self.temperature) or self.temperature < 0:
             raise refused("Sampling: temperature", "a finite number, 0 or more", self.temperature)
@@ -133,7 +133,7 @@ class Sampling:
         instance(head, Head, "Sampling: head")
         check_flags("Sampling", kept=kept)
         if match is not None:
-            one_of(match, HEADS[1:], "Sampling: match")
+            check_name(match, HEADS[1:], "Sampling: match")
         trainer = {name: getattr(head, name) for name in ("temperature", "scale", "softcap", "vocab_size")}
         if isinstance(head.temperature, Tensor):
             values = head.temperature.detach().reshape(-1).unique().tolist()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from logitless.collectives import resolve_group
 from logitless.errors import LogitlessError
-from logitless.errors.arguments import dense, device_named, instance, one_of, refused
+from logitless.errors.arguments import check_name, dense, device_named, instance, refused
 from logitless.rows.exchange import GradRule, check_one_batch, end_to_end, exchanged, whole_lengths
 from logitless.rows.integers import check_distinct, device_of, integers, whole_number
 from logitless.rows.layouts import Scheme, check_scheme, here, ragged_arange, round_up
@@ -227,7 +227,7 @@ class Rows:
         >>> Rows.padded([[7, 8, 9], [4, 5, 6, 7]], [1, 2], padding="left").index.tolist()
         [2, 5, 6]
         """
-        one_of(padding, ("left", "right"), "Rows.padded: padding")
+        check_name(padding, ("left", "right"), "Rows.padded: padding")
         check_scheme(cp, lines=True)
         max_length = None if max_length is None else whole_number(max_length, "Rows.padded: max_length")
         device, lead = device_of(tokens) if device is None else device, None
