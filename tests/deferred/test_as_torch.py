@@ -208,6 +208,7 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "unsqueeze": lambda x: [
         y.logsumexp(-1) for y in (x.unsqueeze(-2), x.unsqueeze(-4), x[0].unsqueeze(1), x.unsqueeze(2))
     ],
+    "a view with ones": lambda x: (x.view(1, 1, -1, V).logsumexp(-1), x.view(B, 1, S, 1, -1).logsumexp(-1)),
     "unsqueeze behind": lambda x: x.unsqueeze(-1).logsumexp(-2),
 }
 
@@ -231,10 +232,28 @@ def test_the_same_numbers_and_gradients(name: str):
         torch.testing.assert_close(mine.detach().clone(), right.detach(), **loose)
 
 
-@pytest.mark.parametrize("name", ["new dimensions", "unsqueeze", "range", "numpy"])
+@pytest.mark.parametrize("name", ["new dimensions", "unsqueeze", "range", "numpy", "a view with ones"])
 def test_none_of_it_computes_logits(name: str):
     logits = ll.Logits(torch.randn(B, S, D), torch.randn(V, D), strict=True)
     PROGRAMS[name](logits)
+
+
+def test_dimensions_that_are_not_there():
+    logits = ll.Logits(torch.randn(B, S, D), torch.randn(V, D))
+    for dims in ((1, 5), (1, -4), (1, 3)):
+        with pytest.raises(IndexError, match="Dimension out of range"):
+            logits.transpose(*dims)
+
+
+def test_the_sign_of_parts_is_asked_with_the_parts(monkeypatch):
+    """A pass over the weight for each of them would be the price of a minus."""
+    from logitless.deferred import read
+
+    calls, own = [], read.logprobs
+    monkeypatch.setattr(read, "logprobs", lambda *args, **kwargs: calls.append(args) or own(*args, **kwargs))
+    logits = ll.Logits(torch.randn(B, S, D), torch.randn(V, D), strict=True)
+    torch.cat([(-part.log_softmax(-1)).gather(-1, IDS[i : i + 1, :, None]) for i, part in enumerate(logits.split(1))])
+    assert len(calls) == 1
 
 
 # Gradients of results themselves.
