@@ -40,6 +40,7 @@ class Part:
         source: ``[V]`` column of the teacher for each of the student's columns here, -1 for none; None for the same.
         columns: the student's columns here that have one of the teacher's, where ``source`` is None.
         negative: whether the teacher's head turns the order of its logits around.
+        outside: whether the teacher has ids that the student has not, on any rank: a 0-dim tensor; None for no.
         mapped: the projection with the rows of the weight in the order of ``source``, where there is room for them.
         place: ``[rows]`` on the CPU, ascending: which of the projection's rows each row is; None for one each.
     """
@@ -51,6 +52,7 @@ class Part:
     source: Tensor | None
     columns: int
     negative: bool
+    outside: Tensor | None = None
     mapped: Projection | None = None
     place: Tensor | None = None
 
@@ -142,8 +144,8 @@ class TeacherRows:
         squash: factor inside tanh; 0 without a softcap.
         columns: that the logits are written for: all that the student has here.
         missing: whether the student has ids that a teacher does not have.
-        whole: lines of the statistic over all ids of the teacher, also those that the student does not have, and two
-            for the most likely one where it is asked for; None where nobody asks.
+        whole: lines of the statistic over all ids of the teacher, also those that the student does not have; one that
+            is 0 where it has no such id; and two for the most likely one where it is asked for. None where nobody asks.
     """
 
     parts: tuple[Part, ...]
@@ -331,12 +333,13 @@ def _part(teacher: Teacher, call: Call, rows: slice, gain: Tensor) -> Part:
     head, place = teacher.head or PLAIN, None
     _, columns = own_vocabulary(teacher, call)
     source = source_columns(teacher, call, columns)
+    outside = None if teacher.ids is None else (teacher.ids[:columns] < 0).any()
     negative = head.scale < 0
     index = tokens_beside(teacher, call)[rows]
     if not isinstance(teacher.logits, Logits):
         # A shard of no columns leaves no size to infer.
         logits = teacher.tokens.reshape(teacher.tokens.shape[:-1].numel(), teacher.width)
-        return Part(rows, None, logits, index, source, columns, negative)
+        return Part(rows, None, logits, index, source, columns, negative, outside)
     tokens = gathered_tokens(teacher.tokens, call)
     fixed = call.linear is not None and call.bits == "canonical"
     if teacher.at is not None and has_values(index) and not fixed and not isinstance(head.temperature, Tensor):
@@ -347,33 +350,59 @@ def _part(teacher: Teacher, call: Call, rows: slice, gain: Tensor) -> Part:
     hidden = tokens if in_order else tokens.index_select(0, index)
     own, column = own_call(teacher, call, columns, gain), torch.full_like(index, ELSEWHERE)
     p = Projection.of(hidden, own_operands(teacher), column, own, multiplied=False)
-    source, mapped = (None, None) if source is None else _mapped(p, source, teacher, call)
+    mapped = None
+    if source is not None and teacher.ids is not None and call.group is not None:
+        source, outside, mapped = _exchanged(p, teacher, call)
+    elif source is not None:
+        mapped = _mapped(p, source, call)
     mapped = None if mapped is None else mapped.in_parts()
-    return Part(rows, p.in_parts(), None, None, source, columns, negative, mapped, place)
+    return Part(rows, p.in_parts(), None, None, source, columns, negative, outside, mapped, place)
 
 
-def _mapped(p: Projection, source: Tensor, teacher: Teacher, call: Call) -> tuple[Tensor, Projection | None]:
-    """Which of the student's columns the teacher has, and the projection with those rows of its weight, in the
-    student's order. Rows of a sharded head come from all ranks. None for the projection where the rows of a whole head
-    take more than a quarter of the budget."""
+def _exchanged(p: Projection, teacher: Teacher, call: Call) -> tuple[Tensor, Tensor, Projection]:
+    """Of a sharded head: which of the student's columns here the teacher has, on any rank; whether it has ids that the
+    student has not; and the projection with its rows of the student's columns, in the student's order."""
+    assert teacher.ids is not None
+    ids = teacher.ids[: p.call.columns]
+    named = ids >= 0
+    here = slice(call.start, call.start + call.columns)
+    exchanged = []
+    for x in (p.weight, p.bias, torch.ones_like(p.weight[:, 0])):
+        if x is not None:
+            whole = x.new_zeros((call.vocab_size, *x.shape[1:]))
+            whole[ids[named]] = x[: p.call.columns][named]
+            x = sum_over(call.group, whole)
+        exchanged.append(x)
+    weight, bias, has = exchanged
+    size, _ = own_vocabulary(teacher, call)
+    outside = (has > 0).sum() < size
+    if forbids_others(teacher, call) and has_values(outside) and bool(outside):
+        # All ranks come here with the same sum, so that all raise.
+        raise infinite_bucket(call.caller)
+    bias = None if bias is None else bias[here]
+    return torch.where(has[here] > 0, 0, -1), outside, replace(p, weight=weight[here], bias=bias)
+
+
+def forbids_others(teacher: Teacher, call: Call) -> bool:
+    """Whether ids that only the teacher has make the divergence infinite."""
+    return call.kind is not None and call.kind.alone == torch.inf and teacher.tail == "bucket"
+
+
+def infinite_bucket(caller: str) -> LogitlessError:
+    return LogitlessError(
+        f"{caller}: the teacher has ids that the student has not, so that KL(teacher || student) is infinite with "
+        f'tail="bucket". Take tail="renormalise", over the ids that both have, or another divergence.'
+    )
+
+
+def _mapped(p: Projection, source: Tensor, call: Call) -> Projection | None:
+    """The projection with the rows of its weight in the student's order; None where they take more than a quarter of
+    the budget."""
     weight, bias = p.weight, p.bias
-    if call.group is not None and teacher.ids is not None:
-        ids = teacher.ids[: p.call.columns]
-        named = ids >= 0
-        here = slice(call.start, call.start + call.columns)
-        exchanged = []
-        for x in (weight, bias, torch.ones_like(weight[:, 0])):
-            if x is not None:
-                whole = x.new_zeros((call.vocab_size, *x.shape[1:]))
-                whole[ids[named]] = x[: p.call.columns][named]
-                x = sum_over(call.group, whole)[here]
-            exchanged.append(x)
-        weight, bias, has = exchanged
-        return torch.where(has > 0, 0, -1), replace(p, weight=weight, bias=bias)
     if len(source) * weight[:1].nbytes > call.memory // 4:
-        return source, None
+        return None
     taken = source.clamp_min(0)
-    return source, replace(p, weight=weight[taken], bias=None if bias is None else bias[taken])
+    return replace(p, weight=weight[taken], bias=None if bias is None else bias[taken])
 
 
 def under_autocast(given: Any) -> Any:
