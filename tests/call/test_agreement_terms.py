@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -197,6 +198,8 @@ def test_numbers_are_stated(name: str):
 
 def test_what_is_stated():
     assert stated(Term(1.5, rank=3)) == "Term(config=SimpleNamespace(scale=1.5), slot=1.0)"
+    method = stated(Term(1.5, rank=3).weighed)
+    assert re.fullmatch(r"Term.weighed#[0-9a-f]{8}\(config=SimpleNamespace\(scale=1.5\), slot=1.0\)", method)
     assert stated({"b": {"y", "x"}, "a": (1, None)}) == "{'a': (1, None), 'b': {'x', 'y'}}"
     assert stated(torch.device("cuda:1")) == stated(torch.device("cuda:0")) == "cuda"
     assert stated(torch.zeros(2, device="meta")) == "a tensor [2] torch.float32 on meta"

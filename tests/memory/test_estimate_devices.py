@@ -56,6 +56,11 @@ def test_a_teacher_alone_tells_the_device(teacher: str):
     assert found != ll.estimate(ll.logprobs, logits, target, **asked, device=H200)
 
 
+def test_given_logits_alone_tell_the_device():
+    given, target = ll.Logits.given(torch.zeros(T, V)), torch.empty(T, dtype=torch.int64, device="meta")
+    assert ll.estimate(ll.logprobs, given, target).backend == "tiled"
+
+
 def test_several_teachers_tell_the_device():
     several = ll.Teacher.by_row([torch.zeros(2, V, device="meta"), torch.zeros(2, V)], torch.tensor([0, 1]))
     assert _real_device(((), {"teacher": several})) == "cpu"
