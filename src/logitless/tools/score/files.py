@@ -319,6 +319,20 @@ def write_rejects(lines: Iterable[bytes], path: Path) -> None:
         file.writelines(line.removeprefix(REJECTED) for line in lines if line.startswith(REJECTED))
 
 
+def are_rejects(path: Path) -> bool:
+    """Whether every line of a file is one of :func:`write_rejects`, and there is one."""
+    forms = [["index", unit, "reason"] for unit in ("line", "row")]
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                fields = json.loads(line)
+            except (ValueError, RecursionError):
+                return False
+            if not isinstance(fields, dict) or list(fields) not in forms:
+                return False
+        return file.tell() > 0
+
+
 def count_results(path: Path) -> int:
     """Whole records in a file of results: a line that was cut off is none, and a Parquet file that was has none."""
     if path.suffix == ".jsonl":

@@ -11,6 +11,8 @@ does not go into the output.
 
 Every file is written under another name, flushed to disk and renamed, so that it appears as a whole or not at all. At
 any kill the three together say how far the job came: no other state is lost.
+
+Files that a job did not write are never removed: it refuses to begin where one lies in its way.
 """
 
 from __future__ import annotations
@@ -18,15 +20,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
+import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from logitless.errors import LogitlessError
-from logitless.tools.score.files import REJECTED, count_results, write_rejects, write_results
+from logitless.tools.score.files import REJECTED, are_rejects, count_results, write_rejects, write_results
+
+PART = re.compile(r"\d{8,}(-[0-9a-f]{16})?\.jsonl")
+DRAFT = re.compile(r".+\.\d+\.draft")
+"""Names of the files in ``OUT.parts``."""
 
 
 @dataclass(frozen=True)
@@ -69,23 +75,25 @@ class Journal:
         """Begin, or go on where an earlier run with the same settings stopped.
 
         Raises:
-            LogitlessError: the output exists and was made with other settings, or nobody knows how.
+            LogitlessError: the output exists and was made with other settings, or nobody knows how; or a file that no
+                job wrote lies where this one would write.
         """
         with _told(self.out):
+            if overwrite or not self.finished:
+                self._check_strangers()
             if overwrite:
                 # The old sheet goes last: until then it describes the files that are left.
                 self.out.unlink(missing_ok=True)
                 self.rejects.unlink(missing_ok=True)
-                if self.folder.exists():
-                    shutil.rmtree(self.folder)
+                self._clear()
                 self.sheet.unlink(missing_ok=True)
             fresh = not self.sheet.exists()
             if not fresh:
                 fresh = self._check_settings()
-            elif self.out.exists() or any(self.folder.glob("*.jsonl")):
+            elif self.out.exists():
                 raise LogitlessError(
-                    f"score: {self.out if self.out.exists() else self.folder} exists, and no {self.sheet.name} says "
-                    f"how it was made. Give another --out, or --overwrite to replace it."
+                    f"score: {self.out} exists, and no {self.sheet.name} says how it was made. Give another --out, or "
+                    f"--overwrite to replace it."
                 )
             self.folder.mkdir(parents=True, exist_ok=True)
             if fresh:
@@ -93,7 +101,7 @@ class Journal:
                 self._commit(self.sheet, lambda path: path.write_text(text))
             if self.finished:
                 self._check_output()
-                shutil.rmtree(self.folder)
+                self._clear()
 
     def has(self, part: int) -> bool:
         return self._part(part).exists()
@@ -110,12 +118,49 @@ class Journal:
     def finish(self) -> None:
         """Write all parts, in order, to the output, and remove them."""
         with _told(self.out):
+            # A job may take days, in which others write files.
+            self._check_rejects()
             if any(line.startswith(REJECTED) for line in self._lines()):
                 self._commit(self.rejects, lambda path: write_rejects(self._lines(), path))
             else:
                 self.rejects.unlink(missing_ok=True)
             self._commit(self.out, lambda path: write_results(self._lines, path, self.out.suffix))
-        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):
+            self._clear()
+
+    def _clear(self) -> None:
+        """Remove parts and drafts, and their folder unless something else lies in it."""
+        for path in self.folder.glob("*"):
+            if _is_own(path):
+                path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.folder.rmdir()
+
+    def _check_strangers(self) -> None:
+        """Raise where a file that is to be removed or replaced is none that a job wrote."""
+        others = sorted(path.name for path in self.folder.glob("*") if not _is_own(path))
+        if others:
+            raise LogitlessError(
+                f"score: {self.folder} holds {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}, which no job "
+                f"wrote: this is the folder of its parts, and is removed in the end. Move what is yours, or give "
+                f"another --out."
+            )
+        if not self.sheet.exists() and any(self.folder.glob("*.jsonl")):
+            raise LogitlessError(
+                f"score: {self.folder} exists, and no {self.sheet.name} says how it was made. Move or delete it, or "
+                f"give another --out."
+            )
+        self._check_rejects()
+
+    def _check_rejects(self) -> None:
+        """Raise where the file of rejected records is none that a job wrote."""
+        known = self.sheet.exists()
+        if self.rejects.exists() and not (known and are_rejects(self.rejects)):
+            why = "holds lines that no job wrote" if known else f"exists, and no {self.sheet.name} says who wrote it"
+            raise LogitlessError(
+                f"score: {self.rejects} {why}: rejected records go there, and it would be replaced. Move or delete it, "
+                f"or give another --out."
+            )
 
     def _commit(self, path: Path, write: Callable[[Path], object]) -> None:
         """Make ``path`` appear with all that ``write`` writes, or not at all."""
@@ -208,16 +253,22 @@ def _told(path: Path) -> Iterator[None]:
         ) from None
 
 
-def check_apart(data: Path, out: Path) -> None:
-    """Raise where the input is the output, or a file beside it that a job writes or deletes, however it is spelled."""
+def check_apart(data: Path, model: Path, out: Path) -> None:
+    """Raise where the input is the output, or input or model a file that a job writes beside it, however spelled."""
     if _same(data, out):
         raise LogitlessError(
             f"score: --out {out} is the input {data} itself, which it would replace. Give another --out."
         )
-    if _same(data, _beside(out, "rejects.jsonl")) or data.resolve().is_relative_to(_beside(out, "parts").resolve()):
+    parts = _beside(out, "parts").resolve()
+    if _same(data, _beside(out, "rejects.jsonl")) or data.resolve().is_relative_to(parts):
         raise LogitlessError(
             f"score: the input {data} is a file that this job writes beside {out}, and deletes with --overwrite. Move "
             f"it, or give another --out."
+        )
+    if model.resolve().is_relative_to(parts):
+        raise LogitlessError(
+            f"score: the model {model} lies in {_beside(out, 'parts')}, the folder of this job's parts, which is "
+            f"removed in the end. Move it, or give another --out."
         )
 
 
@@ -228,6 +279,11 @@ def _same(a: Path, b: Path) -> bool:
 
 def _beside(out: Path, ending: str) -> Path:
     return out.with_name(f"{out.name}.{ending}")
+
+
+def _is_own(path: Path) -> bool:
+    """Whether something in the folder of parts has the name of a part or a draft."""
+    return bool(PART.fullmatch(path.name) or DRAFT.fullmatch(path.name)) and not path.is_dir()
 
 
 def _seal(place: Path, results: bytes) -> bytes:

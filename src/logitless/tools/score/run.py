@@ -85,7 +85,7 @@ class Job:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise LogitlessError(f"score: {name} must be 1 or more but is {getattr(self, name)}.")
         check_format("the output", self.out)
-        check_apart(self.data, self.out)
+        check_apart(self.data, self.model, self.out)
         parse_memory(self.memory)
 
     def source(self) -> Source:
