@@ -1,6 +1,7 @@
 """The files on disk while a job runs, from which it goes on after a kill.
 
-    OUT.score.json     settings of the job, sizes and times of its input files; written first, stays
+    OUT.score.json     settings of the job, sizes and times of its input files; written first, stays; has the digest
+                       of OUT from just before OUT appears
     OUT.parts/         one file per finished part
     OUT.rejects.jsonl  records that were rejected, if any; appears before OUT
     OUT                appears when all parts are finished; the parts are then removed
@@ -33,6 +34,9 @@ from logitless.tools.score.files import REJECTED, are_rejects, count_results, wr
 PART = re.compile(r"\d{8,}(-[0-9a-f]{16})?\.jsonl")
 DRAFT = re.compile(r".+\.\d+\.draft")
 """Names of the files in ``OUT.parts``."""
+
+DIGEST = "output_sha256"
+"""Field of the sheet that is no setting."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +101,7 @@ class Journal:
                 )
             self.folder.mkdir(parents=True, exist_ok=True)
             if fresh:
-                text = json.dumps(self.settings, indent=1) + "\n"
-                self._commit(self.sheet, lambda path: path.write_text(text))
+                self._write_sheet(self.settings)
             if self.finished:
                 self._check_output()
                 self._clear()
@@ -124,9 +127,21 @@ class Journal:
                 self._commit(self.rejects, lambda path: write_rejects(self._lines(), path))
             else:
                 self.rejects.unlink(missing_ok=True)
-            self._commit(self.out, lambda path: write_results(self._lines, path, self.out.suffix))
+            self._commit(self.out, self._write_output)
         with suppress(OSError):
             self._clear()
+
+    def _write_output(self, path: Path) -> None:
+        """Write the output to its draft, and note its digest: an output that is there then has one in the sheet."""
+        write_results(self._lines, path, self.out.suffix)
+        noted = {**self.settings, DIGEST: _file_digest(path)}
+        # A kill after this leaves the sheet as it should be, and no need to write it again.
+        if not self.sheet.exists() or self._read_sheet() != json.loads(json.dumps(noted)):
+            self._write_sheet(noted)
+
+    def _write_sheet(self, fields: dict[str, Any]) -> None:
+        text = json.dumps(fields, indent=1) + "\n"
+        self._commit(self.sheet, lambda path: path.write_text(text))
 
     def _clear(self) -> None:
         """Remove parts and drafts, and their folder unless something else lies in it."""
@@ -202,12 +217,17 @@ class Journal:
                 f"It was changed after it was written, or the disk lost its end: delete it and run again, or "
                 f"--overwrite."
             )
+        # Sheets of earlier versions have no digest.
+        if (noted := self._read_sheet().get(DIGEST)) is not None and noted != _file_digest(self.out):
+            raise LogitlessError(
+                f"score: {self.out} does not have the digest that {self.sheet.name} noted of it: it was changed after "
+                f"it was written. Delete it and run again, or --overwrite."
+            )
 
-    def _check_settings(self) -> bool:
-        """Raise where the settings are others; True where the sheet is to be written anew, for a repaired input."""
+    def _read_sheet(self) -> dict[str, Any]:
         try:
             before = json.loads(self.sheet.read_bytes())
-        except ValueError:
+        except (ValueError, RecursionError):
             raise LogitlessError(
                 f"score: {self.sheet} is no JSON: it was changed after it was written, or the disk lost its end. "
                 f"--overwrite starts anew."
@@ -217,9 +237,14 @@ class Journal:
                 f"score: {self.sheet} holds no settings of a job but a {type(before).__name__}: it is another file. "
                 f"Give another --out, or --overwrite to replace it."
             )
-        wanted = json.loads(json.dumps(self.settings))
+        return before
+
+    def _check_settings(self) -> bool:
+        """Raise where the settings are others; True where the sheet is to be written anew, for a repaired input."""
+        before, wanted = self._read_sheet(), json.loads(json.dumps(self.settings))
+        before.pop(DIGEST, None)
         other = [name for name in {**before, **wanted} if before.get(name) != wanted.get(name)]
-        if other == ["input"] and self._is_repaired(list(before.get("input", {})), list(wanted["input"])):
+        if other == ["input"] and self._is_repaired(before.get("input"), wanted["input"]):
             return True
         if other:
             raise LogitlessError(
@@ -229,9 +254,10 @@ class Journal:
             )
         return False
 
-    def _is_repaired(self, before: list[str], now: list[str]) -> bool:
+    def _is_repaired(self, before: Any, now: dict[str, Any]) -> bool:
         """Whether the input is a file of the same name with records changed, and some finished parts still hold."""
-        if self.finished or not self.digests or before != now:
+        same = isinstance(before, dict) and list(before) == list(now)
+        if self.finished or not self.digests or not same:
             return False
         return any(map(self.has, range(self.num_parts))) or not any(self.folder.glob("*.jsonl"))
 
@@ -291,6 +317,11 @@ def _seal(place: Path, results: bytes) -> bytes:
     return f"sha256 {hashlib.sha256(place.name.encode() + results).hexdigest()}\n".encode()
 
 
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 MODEL_FILES = (".safetensors", ".json", ".model", ".txt", ".tiktoken", ".jinja")
 
 
@@ -299,8 +330,9 @@ def facts(path: Path) -> dict[str, list[int]]:
     files = [path]
     if path.is_dir():
         # Inputs and results may lie in the model's folder.
-        mine = (file for file in path.iterdir() if not file.name.endswith(".score.json"))
-        files = sorted(file for file in mine if file.suffix in MODEL_FILES)
+        own = (".score.json", ".mismatch.json")
+        others = (file for file in path.iterdir() if not file.name.endswith(own))
+        files = sorted(file for file in others if file.suffix in MODEL_FILES)
     return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
 
 
