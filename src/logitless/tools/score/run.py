@@ -89,7 +89,8 @@ class Job:
         parse_memory(self.memory)
 
     def source(self) -> Source:
-        return Source(self.data, self.prompt_key, self.response_key, self.messages_key, self.keep)
+        keys = (self.prompt_key, self.response_key, self.messages_key)
+        return Source(self.data, *keys, self.keep, columns=self.out.suffix == ".parquet")
 
     def settings(self) -> dict[str, Any]:
         """The options and files that decide about the results. The number of ranks does not."""
