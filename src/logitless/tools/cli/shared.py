@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -96,9 +97,14 @@ def pick_device(device: str | None, local_rank: int) -> str:
 
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    kind = device.partition(":")[0]
-    if kind not in ("cpu", "cuda"):
+    if re.fullmatch(r"(cpu|cuda)(:\d{1,3})?", device) is None:
         raise LogitlessError(f'device must be "cpu", "cuda" or "cuda:1" and so on but is {device!r}.')
-    if kind == "cuda" and not torch.cuda.is_available():
+    if device.startswith("cuda") and not torch.cuda.is_available():
         raise LogitlessError('device is "cuda" but torch sees no CUDA device. Use --device cpu.')
-    return f"cuda:{local_rank}" if device == "cuda" else device
+    device = f"cuda:{local_rank}" if device == "cuda" else device
+    count = torch.cuda.device_count() if device.startswith("cuda") else 0
+    if count and int(device.partition(":")[2]) >= count:
+        raise LogitlessError(
+            f'device is "{device}" but torch sees {count} CUDA devices, from cuda:0 on. Use one of them.'
+        )
+    return device
