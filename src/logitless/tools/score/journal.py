@@ -281,6 +281,8 @@ def _told(path: Path) -> Iterator[None]:
 
 def check_apart(data: Path, model: Path, out: Path) -> None:
     """Raise where the input is the output, or input or model a file that a job writes beside it, however spelled."""
+    for argument, path in {"the input": data, "the model": model, "--out": _beside(out, LONGEST)}.items():
+        _check_name(argument, path)
     if _same(data, out):
         raise LogitlessError(
             f"score: --out {out} is the input {data} itself, which it would replace. Give another --out."
@@ -296,6 +298,23 @@ def check_apart(data: Path, model: Path, out: Path) -> None:
             f"score: the model {model} lies in {_beside(out, 'parts')}, the folder of this job's parts, which is "
             f"removed in the end. Move it, or give another --out."
         )
+
+
+def _check_name(argument: str, path: Path) -> None:
+    """Raise for a path that the system will not look up: too long, in a folder that may not be read."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        name = str(path).removesuffix(f".{LONGEST}")
+        reason = getattr(error, "strerror", None) or error
+        more = f" Files beside it have names of {len(LONGEST) + 1} letters more." if name != str(path) else ""
+        raise LogitlessError(f"score: {argument} {name}: {reason}. Give a shorter one, or another.{more}") from None
+
+
+LONGEST = "rejects.jsonl.4194304.draft"
+"""The longest ending of a file that a job writes: a draft, by the largest number of a process."""
 
 
 def _same(a: Path, b: Path) -> bool:
