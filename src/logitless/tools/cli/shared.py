@@ -17,8 +17,8 @@ from typer import Exit, Option
 
 from logitless.errors import LogitlessError
 
-NO, BAD_INPUT, BROKEN = 1, 2, 3
-"""Exit codes: the answer is no; wrong usage or input; anything else."""
+NO, BAD_INPUT, BROKEN, UNREAD = 1, 2, 3, 141
+"""Exit codes: the answer is no; wrong usage or input; anything else; whoever read the output has left."""
 
 AsJson = Annotated[bool, Option("--json", help="Print JSON instead of text.")]
 Debug = Annotated[bool, Option("--debug", help="Show where an error comes from.")]
@@ -32,9 +32,16 @@ def full_dtype(name: str) -> str:
     return SHORT_DTYPES.get(name.lower(), name)
 
 
+class _Console(Console):
+    """A console that leaves a closed pipe to the command: rich itself would end it with 1, the code for "no"."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def console() -> Console:
     """Prints text as it is, never wrapped; on a terminal, in colour."""
-    return Console(highlight=False, markup=False, soft_wrap=True)
+    return _Console(highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager
