@@ -401,6 +401,14 @@ def check_linear(caller: str, hidden: Tensor, weight: Tensor, linear: Linear, op
         )
 
 
+def split_factor(caller: str, what: str, instead: str) -> LogitlessError:
+    """The error of logits with one factor per row under sequence parallelism."""
+    return LogitlessError(
+        f"{caller}: {what} one factor for each of this rank's rows, and with sequence_parallel=True rows of all ranks "
+        f"are scored. Pass the Logits before the factor, and {instead} with one value for each scored row: 1 / factor."
+    )
+
+
 def check_bits(call: Any) -> None:
     """Raise for a call whose sums cannot be order-free as it asks for.
 

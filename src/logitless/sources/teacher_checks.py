@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from logitless.call import PLAIN, Call
-from logitless.call.checks import check_kept
+from logitless.call.checks import check_kept, split_factor
 from logitless.errors import LogitlessError
 from logitless.errors.arguments import refused
 from logitless.operands import Logits, Teacher, Teachers, TopK
@@ -43,7 +43,10 @@ def check_teacher(given: Teacher | Teachers, tokens: Tensor, call: Call) -> None
                 f"{name}: under a shard, Teacher(ids=) needs Logits with a shard of their own, which names the "
                 f"teacher's columns on this rank. Pass Teacher(Logits(hidden, weight, shard=VocabShard(...)), ids=...)."
             )
-        if teacher.hidden is None and call.linear is not None and call.linear.sequence_parallel:
+        split = call.linear is not None and call.linear.sequence_parallel
+        if split and isinstance(teacher.logits, Logits) and isinstance(teacher.logits.gain, Tensor):
+            raise split_factor(name, "the teacher's Logits carry", "Teacher(logits, head=Head(temperature=...))")
+        if split and teacher.hidden is None:
             raise LogitlessError(
                 f"{name}: the teacher is a tensor of logits of all tokens, and with sequence_parallel=True a rank has "
                 f"some of them. Pass the teacher's hidden states and weight, as Logits."
