@@ -27,6 +27,7 @@ def teachers() -> dict[str, Any]:
         "logits": ll.Teacher(whole),
         "its own head": ll.Teacher(ll.Logits(torch.zeros(T, D), torch.zeros(V, D))),
         "log-probs of K ids": ll.Teacher.from_top_k(torch.full((T, 8), -9.0), ids),
+        "several": ll.Teacher.by_row([whole, torch.ones(T, V)], torch.arange(T) % 2),
     }
 
 
