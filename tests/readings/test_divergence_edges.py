@@ -413,8 +413,8 @@ def test_canonical_rows_in_three_parts(backend: str, device: torch.device):
     plan = ll.explain(ll.logprobs, logits, target, **given)
     assert plan.chunks[-1][1] > 11
     out = ll.logprobs(logits, target, **given)
-    for ours, right, usual in zip((out.divergence, out.logprob), *found, strict=True):
-        assert_close_to_truth(ours, right, usual)
+    for mine, wanted, usual in zip((out.divergence, out.logprob), *found, strict=True):
+        assert_close_to_truth(mine, wanted, usual)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
