@@ -209,6 +209,18 @@ def test_tables_of_few_rows_and_of_none(rich, monkeypatch):
     assert text_table((), [("ours", "runs"), ("a", "b")]) == ("ours  runs\na     b" if rich else "ours\truns\na\tb")
 
 
+def test_tables_print_every_character_and_numbers_to_the_right():
+    table = text_table(("what", "how many"), [("[red]:smile:[/red]", "4 B"), ("b", "none")])
+    assert table.splitlines() == [
+        "what                how many",
+        "------------------- --------",
+        "[red]:smile:[/red]       4 B",
+        "b                       none",
+    ]
+    assert text_table((), [("b", "4 B"), ("c", "12345 B")]).splitlines() == ["b  4 B", "c  12345 B"]
+    assert text_table(("way", "peak"), [("a", "b")]).splitlines()[-1] == "a    b"
+
+
 def test_without_typer_one_line_says_what_to_install():
     run = python("import sys; sys.modules['typer'] = None; import logitless.tools.cli")
     assert run.returncode == 2
