@@ -188,6 +188,7 @@ class VocabShard:
 
     Attributes:
         vocab_size: columns in all shards together, padding included.
+        bounds: ``(start, stop)`` of every rank of the group, in rank order.
     """
 
     start: int
@@ -195,6 +196,7 @@ class VocabShard:
     group: Any = None
     check_calls: bool = False
     vocab_size: int = field(init=False)
+    bounds: tuple[tuple[int, ...], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if type(self.start) is not int or type(self.stop) is not int:
@@ -204,6 +206,7 @@ class VocabShard:
         bounds = [(self.start, self.stop)] if group is None else table_over(group, (self.start, self.stop))
         object.__setattr__(self, "group", group)
         object.__setattr__(self, "vocab_size", _tiled_size(bounds))
+        object.__setattr__(self, "bounds", tuple(bounds))
 
     def __copy__(self) -> VocabShard:
         return self
@@ -262,13 +265,17 @@ class VocabShard:
 
 
 class ImaginedShard(NamedTuple):
-    """A :class:`VocabShard` of a group that is not there."""
+    """A :class:`VocabShard` of a group that is not there; of its ranks, the bounds of this one alone are known."""
 
     start: int
     stop: int
     vocab_size: int
     group: DryGroup
     check_calls: bool = False
+
+    @property
+    def bounds(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.start, self.stop),)
 
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B\s*")

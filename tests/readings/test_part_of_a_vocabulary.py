@@ -282,12 +282,39 @@ def test_as_a_term_of_an_objective(device: torch.device):
         assert_gradient_close_to_truth(x.grad, *truths)
 
 
-def sharded(rank: int, world: int, draft: Draft, kind: str, tail: str, columns: int) -> Outcome:
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["forward_kl", "lk_hybrid", "tv"])
+def test_a_bucket_of_nothing(kind: str, backend: str, given: bool, device: torch.device):
+    """The teacher has the student's ids in another order, and columns of padding: no outcome is left for a bucket."""
+    draft = whole_vocabulary(Draft.draw(device))
+    teacher = draft.teacher("bucket", given, head=ll.Head(vocab_size=VOCAB))
+    draft = draft._replace(ids=draft.ids[:VOCAB], teacher_weight=draft.teacher_weight[:VOCAB])
+    found = ours(draft, teacher, kind, backend=backend, memory=6000)
+    assert torch.equal(found.values["teacher_shared"], (draft.target != -100).float())
+    exact, plain = (right_wide(draft, kind, x) for x in (torch.float64, torch.float32))
+    assert_right(found, exact, plain)
+
+
+def whole_vocabulary(draft: Draft) -> Draft:
+    """With a teacher whose first columns are all of the student's, in another order, and whose others are padding."""
+    ids = torch.cat([torch.randperm(VOCAB), torch.full((WIDE - VOCAB,), -1)])
+    return draft._replace(ids=ids.to(draft.ids.device))
+
+
+def right_wide(draft: Draft, kind: str, dtype: torch.dtype) -> Outcome:
+    """Of a teacher with the student's ids, over them."""
+    return right(draft, kind, "renormalise", dtype, **KINDS[kind])
+
+
+def sharded(
+    rank: int, world: int, draft: Draft, kind: str, tail: str, columns: int, cut: int = 60, check: bool = False
+) -> Outcome:
     """Ranks share the columns of both vocabularies, in parts of other sizes; ids are anybody's."""
-    group = torch.distributed.group.WORLD
+    group, wide = torch.distributed.group.WORLD, len(draft.ids)
     own = slice(0, columns) if rank == 0 else slice(columns, VOCAB)
-    theirs = slice(0, 60) if rank == 0 else slice(60, WIDE)
-    shard, other = (ll.VocabShard(x.start, x.stop, group) for x in (own, theirs))
+    theirs = slice(0, cut) if rank == 0 else slice(cut, wide)
+    shard, other = (ll.VocabShard(x.start, x.stop, group, check_calls=check) for x in (own, theirs))
     hidden, weight, bias = (x.clone().requires_grad_() for x in (draft.hidden, draft.weight[own], draft.bias[own]))
     teacher = Teacher(
         ll.Logits(draft.teacher_hidden, draft.teacher_weight[theirs], shard=other), ids=draft.ids[theirs], tail=tail
@@ -303,8 +330,46 @@ def sharded(rank: int, world: int, draft: Draft, kind: str, tail: str, columns: 
 @pytest.mark.parametrize(("kind", "tail", "columns"), [("lk_hybrid", "renormalise", 17), ("tv", "bucket", 40)])
 def test_over_the_ranks_of_a_vocabulary_group(ranks, kind: str, tail: str, columns: int):
     draft = Draft.draw()
-    first, second = ranks(sharded, 2, draft, kind, tail, columns)
     exact, plain = (right(draft, kind, tail, x, **KINDS[kind]) for x in (torch.float64, torch.float32))
+    assert_right_over_ranks(ranks(sharded, 2, draft, kind, tail, columns), exact, plain)
+
+
+@pytest.mark.parametrize(("kind", "tail"), [("lk_hybrid", "renormalise"), ("tv", "bucket")])
+@pytest.mark.parametrize(("columns", "cut"), [(17, 0), (17, WIDE), (0, WIDE), (VOCAB, 0)])
+def test_a_rank_without_columns_of_the_teacher(ranks, kind: str, tail: str, columns: int, cut: int):
+    """Nor, in the last two cases, of the student, or of either. Ranks that compare their calls have other ids."""
+    draft = Draft.draw()
+    exact, plain = (right(draft, kind, tail, x, **KINDS[kind]) for x in (torch.float64, torch.float32))
+    assert_right_over_ranks(ranks(sharded, 2, draft, kind, tail, columns, cut, True), exact, plain)
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "lk_hybrid"])
+def test_a_bucket_of_nothing_over_ranks(ranks, kind: str):
+    draft = whole_vocabulary(Draft.draw())
+    draft = draft._replace(ids=draft.ids[:VOCAB], teacher_weight=draft.teacher_weight[:VOCAB])
+    exact, plain = (right_wide(draft, kind, x) for x in (torch.float64, torch.float32))
+    assert_right_over_ranks(ranks(sharded, 2, draft, kind, "bucket", 17, 30), exact, plain)
+
+
+def refused(rank: int, world: int, draft: Draft) -> str:
+    with pytest.raises(LogitlessError) as found:
+        sharded(rank, world, draft, "forward_kl", "bucket", 17, 30)
+    return str(found.value)
+
+
+@pytest.mark.parametrize("wide", [VOCAB, WIDE])
+def test_ids_of_one_rank_make_a_kl_infinite_for_all(ranks, wide: int):
+    """Of as many ids as the student's one is another, on the second rank; or there are more of them."""
+    draft = whole_vocabulary(Draft.draw())
+    ids = draft.ids[:wide].clone()
+    ids[VOCAB - 1] = -1
+    draft = draft._replace(ids=ids, teacher_weight=draft.teacher_weight[:wide])
+    for text in ranks(refused, 2, draft, timeout=20):
+        assert 'infinite with tail="bucket". Take tail="renormalise"' in text
+
+
+def assert_right_over_ranks(found: list[Outcome], exact: Outcome, plain: Outcome) -> None:
+    first, second = found
     for name, x in first.values.items():
         assert torch.equal(x, second.values[name])
     whole = (first.gradients[0], *(torch.cat(x) for x in zip(first.gradients[1:], second.gradients[1:], strict=True)))

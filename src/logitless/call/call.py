@@ -160,6 +160,12 @@ class Call:
         return self.columns if self.group is None else -(-self.vocab_size // self.group.size())
 
     @property
+    def columns_by_rank(self) -> tuple[int, ...]:
+        """How many columns each rank of the vocabulary group has, padding apart; each number once."""
+        bounds = () if self.shard is None else self.shard.bounds
+        return tuple(sorted({min(max(self.vocab_size - start, 0), stop - start) for start, stop in bounds}))
+
+    @property
     def accepts(self) -> bool:
         """Whether the acceptance is read beside a teacher."""
         return self.kind is not None and (self.kind.accepts or "acceptance" in self.asked.stats)

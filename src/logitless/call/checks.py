@@ -401,6 +401,14 @@ def check_linear(caller: str, hidden: Tensor, weight: Tensor, linear: Linear, op
         )
 
 
+def split_factor(caller: str, what: str, instead: str) -> LogitlessError:
+    """The error of logits with one factor per row under sequence parallelism."""
+    return LogitlessError(
+        f"{caller}: {what} one factor for each of this rank's rows, and with sequence_parallel=True rows of all ranks "
+        f"are scored. Pass the Logits before the factor, and {instead} with one value for each scored row: 1 / factor."
+    )
+
+
 def check_bits(call: Any) -> None:
     """Raise for a call whose sums cannot be order-free as it asks for.
 
@@ -412,10 +420,12 @@ def check_bits(call: Any) -> None:
         raise refused(f"{caller}: bits", '"fast" or "canonical"', call.bits)
     if call.bits == "fast":
         return
-    if call.start % blocks.BLOCK:
+    # Bounds of all ranks, so that all refuse and none waits for another.
+    within = [start for start, _ in (call.shard.bounds if call.shard is not None else ()) if start % blocks.BLOCK]
+    if within:
         raise LogitlessError(
-            f'{caller}: bits="canonical" adds up columns in blocks of {blocks.BLOCK}, and the shard begins at column '
-            f"{call.start}, within one. Pad the vocabulary so that shards begin at multiples of {blocks.BLOCK}."
+            f'{caller}: bits="canonical" adds up columns in blocks of {blocks.BLOCK}, and a shard begins at column '
+            f"{within[0]}, within one. Pad the vocabulary so that shards begin at multiples of {blocks.BLOCK}."
         )
     if call.vocab_size > blocks.LARGEST:
         raise LogitlessError(
@@ -443,7 +453,7 @@ def _check_options(caller: str, linear: Linear, asked: Asked) -> None:
     for name in FLAGS:
         if not isinstance(getattr(linear, name), bool):
             check_flags(caller, **{name: getattr(linear, name)})
-    plain = isinstance(scale, float) and scale == 1.0
+    plain = type(scale) is float and math.isfinite(scale)
     if not plain and not (
         is_number(scale) or (isinstance(scale, Tensor) and scale.dim() == 0 and not scale.is_complex())
     ):

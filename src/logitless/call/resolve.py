@@ -193,6 +193,8 @@ def _carried(caller: str, head: Head, stands: Stands, rows: Any, gain: Tensor) -
             f"{caller}: head has a softcap, and the Logits carry {carried} already. Give both in one place."
         )
     if isinstance(stands.gain, Tensor):
+        if stands.linear.sequence_parallel:
+            raise checks.split_factor(caller, "the Logits carry", "head=Head(temperature=...)")
         factor = stands.gain.detach().reshape(-1).to(gain)
         factor = factor if rows.in_order else factor[rows.index]
         factor = torch.where((factor > 0) & factor.isfinite(), factor, torch.nan)

@@ -187,7 +187,8 @@ class Teacher:
         return Teachers(members, which)
 
     def facts(self) -> tuple[Any, ...]:
-        """Fingerprints for ranks to compare: of every field, but of logits, whose parts differ, the kind and size."""
+        """Fingerprints for ranks to compare: of every field, but of logits, whose parts differ, the kind and size, and
+        of a sharded teacher's ids, whether there are any."""
         facts: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         facts["head"] = self.head or Head()
         if isinstance(self.logits, Logits):
@@ -195,6 +196,8 @@ class Teacher:
             bias = "no bias" if linear.bias is None else "with a bias"
             exact = (linear.match, linear.tf32, linear.precision)
             facts["logits"] = (str(hidden.dtype), hidden.shape[-1], bias, *exact, self.logits.gain)
+            if self.ids is not None and linear.shard is not None:
+                facts["ids"] = "of the columns of each rank"
         elif self.logits is not None:
             facts["logits"] = (str(self.logits.dtype), "logits")
         return tuple(map(fingerprint, facts.values()))

@@ -91,7 +91,7 @@ class LogitsChunk:
     crossing: bool = False
 
     def look(self, start: int, stop: int) -> Found:
-        rows, call, teacher, every = self.p.cut(start, stop), self.p.call, None, None
+        rows, call, seen = self.p.cut(start, stop), self.p.call, None
         problem = rows.whole(self.logits, self.elementwise)
         if self.columns >= call.columns:
             rows.project(0, problem.logits)
@@ -99,14 +99,13 @@ class LogitsChunk:
             for columns in pieces(call.columns, self.columns, rows.hidden.is_meta):
                 rows.project(columns.start, problem.logits[:, columns])
         if self.teacher is not None and self.others is not None:
-            beside = self.teacher.cut(start, stop)
-            teacher, every = beside.problem(self.others, 0, problem), beside.whole
+            seen = self.teacher.cut(start, stop).look(self.others, problem, call)
         whole = stop - start == len(self.p.hidden) == call.num_rows
-        if self.crossing and teacher is not None:
-            return found(call, None if whole else slice(start, stop), crossed(call, problem, teacher))
+        if self.crossing and seen is not None:
+            return found(call, None if whole else slice(start, stop), crossed(call, problem, seen.problem))
         support = None if call.kept is None else self._support(start, stop)
         asked = asked_of(call) if whole else self._asked(start, stop)
-        return look_whole(call, asked, problem, support, teacher, every)
+        return look_whole(call, asked, problem, support, seen)
 
     def gradient(
         self, start: int, stop: int, column: Tensor, saved: Mapping[str, Tensor], up: Mapping[str, Tensor | None]

@@ -27,6 +27,7 @@ from logitless.readings.support import Support, kept_statistics, merge_kept
 from logitless.readings.table import Table
 from logitless.softmax import WIDTH, Normaliser, Statistic, merge
 from logitless.sources.linear import Projection
+from logitless.sources.teachers import Seen
 
 
 def asked_of(call: Call, rows: slice | None = None) -> Asked:
@@ -44,15 +45,15 @@ def look_whole(
     asked: Asked,
     problem: Problem,
     support: Support | None,
-    teacher: Problem | None,
-    whole: Tensor | None = None,
+    seen: Seen | None,
 ) -> Found:
     """Everything that is asked for of whole rows that are there, a teacher's beside them if there is one.
 
     Args:
         support: of these rows.
-        whole: lines of the teacher over all of its ids, where it has more of them than the student.
+        seen: of their teacher.
     """
+    teacher, whole, best = (None, None, None) if seen is None else seen
     # torch.compile traces this function, so the backend is looked up by name behind an operator.
     table = asked.table
     lines = Lines(
@@ -61,7 +62,7 @@ def look_whole(
         None if table is None else table.lines(call.backend, problem, slice(None)),
         # The teacher's entropy is always summed: its cost cannot be measured.
         None if teacher is None else call.backend.statistics(replace(teacher, entropy=True, canonical=False)),
-        _best_of_teacher(call, teacher) if teacher is not None and whole is None else None,
+        best,
     )
     count: Callable[[Tensor], Tensor] | None = None
     taught: Taught | None = None
@@ -86,15 +87,6 @@ def look_whole(
         taught = Taught(call.kind, sums_of, call.accepts, call.bucket, call.asked.stats, whole)
 
     return find(asked, lines, count, taught)
-
-
-def _best_of_teacher(call: Call, teacher: Problem) -> Tensor | None:
-    """``[2, R]`` key and id of the teacher's best column here, where it is asked for."""
-    if "teacher_top1" not in call.asked.stats:
-        return None
-    head = getattr(call.asked.teacher, "head", None)
-    key, column = call.backend.best(teacher, 1, head is not None and head.scale < 0)
-    return torch.cat([key, column + call.start])
 
 
 def _opaque(problem: Problem) -> bool:

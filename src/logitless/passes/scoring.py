@@ -11,7 +11,7 @@ from torch import Tensor
 
 from logitless.backends import load
 from logitless.backends.contract import Problem
-from logitless.call import Call, Operands
+from logitless.call import PLAIN, Call, Operands
 from logitless.errors import no_second_derivative
 from logitless.notes import explained
 from logitless.operands import Kept, Teacher, Teachers
@@ -33,7 +33,7 @@ from logitless.softmax import Normaliser
 from logitless.sources.given import given_problem, gradient_buffer
 from logitless.sources.linear import Projection, hidden_gradient, hidden_gradients, selected_rows
 from logitless.sources.listed import spent
-from logitless.sources.teachers import TeacherRows, in_place
+from logitless.sources.teachers import Seen, TeacherRows, best_here, in_place
 from logitless.spec import IGNORE, TokenStats, untraced
 
 DIFFERENTIABLE = ("logprob", "log_z", "divergence", "acceptance")
@@ -177,11 +177,11 @@ def _look_given(
         return look_whole(call, asked, problem, None if call.kept is None else _support(call, places), None), {}
     beside = _Beside.of(call, plan, problem, teacher_rows)
     if len(plan.chunks) == 1:
-        return look_whole(call, asked_of(call), problem, None, *beside.both(0, call.num_rows, problem)), {}
+        return look_whole(call, asked_of(call), problem, None, beside.look(call, 0, call.num_rows, problem)), {}
     found = []
     for start, stop in plan.chunks:
         part, own = problem.cut(start, stop), asked_of(call, slice(start, stop))
-        found.append(look_whole(call, own, part, None, *beside.both(start, stop, part)))
+        found.append(look_whole(call, own, part, None, beside.look(call, start, stop, part)))
     return Found.joined(found, call.num_rows), {}
 
 
@@ -233,16 +233,21 @@ class _Beside:
 
     def rows(self, start: int, stop: int, like: Problem) -> Problem | None:
         """The teacher's logits of rows ``start .. stop``; None without a teacher."""
-        return self.both(start, stop, like)[0]
-
-    def both(self, start: int, stop: int, like: Problem) -> tuple[Problem | None, Tensor | None]:
-        """The same, and what the teacher says of its whole vocabulary."""
         if self.whole is not None:
-            return self.whole.cut(start, stop), None
+            return self.whole.cut(start, stop)
         if self.made is None or self.memory is None:
-            return None, None
-        made = self.made.cut(start, stop)
-        return made.problem(self.memory, 0, like), made.whole
+            return None
+        return self.made.cut(start, stop).problem(self.memory, 0, like)
+
+    def look(self, call: Call, start: int, stop: int, like: Problem) -> Seen | None:
+        """The same, and what is read of the teacher besides."""
+        if self.whole is not None:
+            head, problem = getattr(call.asked.teacher, "head", None) or PLAIN, self.whole.cut(start, stop)
+            best = best_here(problem, head.scale < 0, call) if "teacher_top1" in call.asked.stats else None
+            return Seen(problem, best=best)
+        if self.made is None or self.memory is None:
+            return None
+        return self.made.cut(start, stop).look(self.memory, like, call)
 
 
 # Hidden states.

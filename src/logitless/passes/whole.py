@@ -37,7 +37,7 @@ def teacher_rows(given: Teacher | Teachers, call: Call) -> TeacherRows:
 
 
 def _lines(part: Part, gain: Tensor, teacher: Teacher, call: Call) -> Tensor:
-    """Lines of the rows of a part, over all columns of its teacher on all ranks."""
+    """Lines of the rows of a part, over all columns of its teacher on all ranks; see :class:`TeacherRows`."""
     head = teacher.head or PLAIN
     start = 0
     if call.group is not None and isinstance(teacher.logits, Logits) and teacher.logits.linear.shard is not None:
@@ -48,10 +48,13 @@ def _lines(part: Part, gain: Tensor, teacher: Teacher, call: Call) -> Tensor:
         lines = _of_head(part.projection, teacher, call, table)
     else:
         lines = _of_logits(part, gain, teacher, call, table)
+    statistic, more = lines[:WIDTH], lines[WIDTH:]
     if call.group is not None:
         parts = gather_over(call.group, lines)
-        more = () if table is None else (table.merge(parts[:, WIDTH:]),)
-        lines = torch.cat([merge(parts[:, :WIDTH]), *more])
+        statistic = merge(parts[:, :WIDTH])
+        more = more if table is None else table.merge(parts[:, WIDTH:])
+    others = torch.zeros_like(statistic[:1]) if part.outside is None else part.outside.to(lines).expand_as(lines[:1])
+    lines = torch.cat([statistic, others, more])
     return lines if part.place is None else lines[:, part.place.to(lines.device)]
 
 

@@ -67,7 +67,8 @@ class Taught(NamedTuple):
         accepts: whether the acceptance is read.
         bucket: whether the divergence is over all ids of the teacher, and not over those that both have.
         stats: names of the teacher's statistics that are wanted.
-        whole: lines of the teacher over all of its ids on all ranks; None where the student has them all, too.
+        whole: lines of the teacher over all of its ids on all ranks, as a pass over its whole vocabulary makes them;
+            None where the student has them all, too.
     """
 
     kind: Divergence
@@ -87,7 +88,7 @@ class Found(NamedTuple):
     @staticmethod
     def joined(parts: list[Found], num_rows: int) -> Found:
         """The results of consecutive chunks of rows as one, of which the first ``num_rows`` rows count."""
-        if len(parts) == 1 and len(parts[0].results["logprob"]) == num_rows:
+        if len(parts[0].results["logprob"]) == num_rows:
             return parts[0]
         both = (
             {name: torch.cat([part[i][name] for part in parts])[:num_rows] for name in parts[0][i]} for i in range(2)
@@ -172,9 +173,12 @@ def _divergence(
     """
     kind, whole, share = taught.kind, other, torch.zeros_like(other.m)
     if taught.whole is not None:
-        whole, best = Statistic.of(taught.whole[:WIDTH]), taught.whole[WIDTH:]
-        # The logarithm of the teacher's probability of the ids that both have.
+        lines, others, best = taught.whole.split([WIDTH, 1, len(taught.whole) - WIDTH - 1])
+        whole = Statistic.of(lines)
+        # The logarithm of the teacher's probability of the ids that both have. Both sums are rounded, in other orders:
+        # where there are no other ids, it is 0.
         share = ((other.m - whole.m) + (torch.log(other.s) - torch.log(whole.s))).clamp_max(0.0)
+        share = torch.where(others[0] > 0, share, 0.0)
     # The teacher's normaliser over all of its ids is larger by its share of those that both have.
     teacher = Normaliser(other.m, torch.log(other.s) - share if taught.bucket else torch.log(other.s))
     factor = (torch.zeros_like(share) if taught.bucket else share) if taught.accepts else None

@@ -25,6 +25,7 @@ class Shape(NamedTuple):
         product: of products that end in a softmax, of one model or of two; None where they are apart.
         lines: of a part of the statistic that such a product leaves behind.
         blocks: whether tiles are whole blocks of columns, as order-free sums ask for.
+        elsewhere: columns of each rank of a vocabulary group; empty where there is none.
     """
 
     rows: int
@@ -35,13 +36,15 @@ class Shape(NamedTuple):
     product: ProductSizes | PairSizes | None = None
     lines: int = WIDTH
     blocks: bool = False
+    elsewhere: tuple[int, ...] = ()
 
     @staticmethod
     def of(call: Call) -> Shape:
         product = product_sizes(call.columns, call.depth) if call.apart is None else None
         sizes = (call.logits_dtype.itemsize, call.dtype.itemsize)
         lines = WIDTH + (call.table is not None)
-        return Shape(call.num_rows, call.columns, *sizes, call.machine, product, lines)
+        elsewhere = () if call.group is None else call.columns_by_rank
+        return Shape(call.num_rows, call.columns, *sizes, call.machine, product, lines, elsewhere=elsewhere)
 
 
 def forward_tiles(shape: Shape, memory: int) -> Tiles:
@@ -63,7 +66,15 @@ def forward_tiles(shape: Shape, memory: int) -> Tiles:
 
 
 def backward_tiles(shape: Shape, memory: int) -> Tiles:
-    """A tile of logits and the dZ of a block of rows and as many columns, together within the budget."""
+    """A tile of logits and the dZ of a block of rows and as many columns, together within the budget. A budget that is
+    too small on one rank is refused on all of them: otherwise some would wait for it."""
+    for columns in shape.elsewhere:
+        _backward_tiles(shape._replace(columns=columns), memory)
+    return _backward_tiles(shape, memory)
+
+
+def _backward_tiles(shape: Shape, memory: int) -> Tiles:
+    """The same for one rank."""
     budget, elementwise = divide(shape.machine, memory)
     slabs, tile = shape.rows < shape.columns, shape.machine.backward_tile
     block = max(1, min(shape.rows, shape.machine.block))
@@ -132,7 +143,8 @@ def _fit(shape: Shape, budget: int, tile: tuple[int, int], rows: int, per_column
     rows = max(1, rows)
     wide = tile[1] * tile[0] // rows if shape.machine.stretch else tile[1]
     columns = budget // (rows * shape.logits_bytes + per_column)
-    while columns < min(256, shape.columns) and rows > 64:
+    # Without columns it is as for one: what is refused elsewhere is refused here.
+    while columns < min(256, max(1, shape.columns)) and rows > 64:
         rows = rows // 2
         columns = budget // (rows * shape.logits_bytes + per_column)
     if columns < 1:

@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from logitless.call import PLAIN, Call
-from logitless.call.checks import check_kept
+from logitless.call.checks import check_kept, split_factor
 from logitless.errors import LogitlessError
 from logitless.errors.arguments import refused
 from logitless.operands import Logits, Teacher, Teachers, TopK
 from logitless.readings.reading import LARGEST
-from logitless.sources.teachers import own_vocabulary
+from logitless.sources.teachers import forbids_others, infinite_bucket, own_vocabulary
 from logitless.spec import IGNORE, has_values, inspectable
 
 
@@ -43,7 +43,10 @@ def check_teacher(given: Teacher | Teachers, tokens: Tensor, call: Call) -> None
                 f"{name}: under a shard, Teacher(ids=) needs Logits with a shard of their own, which names the "
                 f"teacher's columns on this rank. Pass Teacher(Logits(hidden, weight, shard=VocabShard(...)), ids=...)."
             )
-        if teacher.hidden is None and call.linear is not None and call.linear.sequence_parallel:
+        split = call.linear is not None and call.linear.sequence_parallel
+        if split and isinstance(teacher.logits, Logits) and isinstance(teacher.logits.gain, Tensor):
+            raise split_factor(name, "the teacher's Logits carry", "Teacher(logits, head=Head(temperature=...))")
+        if split and teacher.hidden is None:
             raise LogitlessError(
                 f"{name}: the teacher is a tensor of logits of all tokens, and with sequence_parallel=True a rank has "
                 f"some of them. Pass the teacher's hidden states and weight, as Logits."
@@ -54,9 +57,10 @@ def check_teacher(given: Teacher | Teachers, tokens: Tensor, call: Call) -> None
                 f"{name}: the teacher has {columns} columns here and the student {call.columns}. If the rest is "
                 f"padding, give the teacher Head(vocab_size={call.vocab_size}); otherwise map its columns with ids=."
             )
-        if teacher.ids is not None and has_values(teacher.ids) and int(teacher.ids.max()) >= call.vocab_size:
+        ids = teacher.ids
+        if ids is not None and ids.numel() and has_values(ids) and int(ids.max()) >= call.vocab_size:
             raise LogitlessError(
-                f"{name}: the teacher's ids go up to {int(teacher.ids.max())}, outside of the student's vocabulary of "
+                f"{name}: the teacher's ids go up to {int(ids.max())}, outside of the student's vocabulary of "
                 f"{call.vocab_size}. Use -1 for columns that the student does not have."
             )
 
@@ -113,15 +117,15 @@ def _check_tails(call: Call, members: Sequence[Teacher]) -> None:
     """Raise for teachers with different tails, and for a divergence that ids without a student's make infinite."""
     if len({x.tail for x in members}) > 1:
         raise LogitlessError(f"{call.caller}: members have different tail=. Call once for each of them.")
-    if call.kind is None or call.kind.alone < float("inf") or not any(x.tail == "bucket" for x in members):
-        return
     for x in members:
-        if x.ids is not None and (not has_values(x.ids) or bool((x.ids < 0).any())):
-            raise LogitlessError(
-                f"{call.caller}: the teacher has ids that the student has not, so that KL(teacher || student) is "
-                f'infinite with tail="bucket". Take tail="renormalise", over the ids that both have, or another '
-                f"divergence."
-            )
+        if x.ids is None or not forbids_others(x, call):
+            continue
+        size, columns = own_vocabulary(x, call)
+        # Ids of other ranks are not known here. Where they can all be the student's, they are counted when they are
+        # exchanged.
+        other = call.group is None and has_values(x.ids) and bool((x.ids[:columns] < 0).any())
+        if other or size > call.vocab_size:
+            raise infinite_bucket(call.caller)
 
 
 def _check_supports(call: Call, members: Sequence[Teacher]) -> None:

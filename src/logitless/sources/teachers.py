@@ -8,7 +8,7 @@ All forms of a teacher (a head, logits that exist, another vocabulary) end here:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from logitless.errors import LogitlessError
 from logitless.machine import SLAB, pieces
 from logitless.operands import Logits, Teacher, Teachers
 from logitless.operands.logits import like
-from logitless.rows import Rows
+from logitless.rows.rows import single_sample
 from logitless.softmax import ELSEWHERE
 from logitless.sources.given import as_matrix
 from logitless.sources.linear import Projection, gathered_tokens
@@ -39,7 +39,8 @@ class Part:
         logits, index: logits of all tokens, and which of them the rows are; None where there is a head.
         source: ``[V]`` column of the teacher for each of the student's columns here, -1 for none; None for the same.
         columns: the student's columns here that have one of the teacher's, where ``source`` is None.
-        nothing: the raw logit of a column that the teacher does not have: its gain makes -inf of it.
+        negative: whether the teacher's head turns the order of its logits around.
+        outside: whether the teacher has ids that the student has not, on any rank: a 0-dim tensor; None for no.
         mapped: the projection with the rows of the weight in the order of ``source``, where there is room for them.
         place: ``[rows]`` on the CPU, ascending: which of the projection's rows each row is; None for one each.
     """
@@ -50,7 +51,8 @@ class Part:
     index: Tensor | None
     source: Tensor | None
     columns: int
-    nothing: float
+    negative: bool
+    outside: Tensor | None = None
     mapped: Projection | None = None
     place: Tensor | None = None
 
@@ -80,7 +82,7 @@ class Part:
         if self.source is not None and self.mapped is None:
             self._write_mapped(rows, out, self.source[first : first + out.shape[1]].clamp_min(0))
             return
-        here = self._here(first, out) if self.source is None else out.shape[1]
+        here = self.here(first, out.shape[1]) if self.source is None else out.shape[1]
         whole = self.mapped or self.projection
         if whole is not None:
             p = whole.cut(rows.start, rows.stop)
@@ -89,16 +91,18 @@ class Part:
         elif self.logits is not None:
             out[:, :here] = self._given(rows, slice(first, first + here))
 
-    def leave_out(self, first: int, out: Tensor) -> None:
-        """Write ``nothing`` into the columns that the teacher does not have."""
+    def leave_out(self, first: int, out: Tensor, squashed: bool) -> None:
+        """Write into the columns that the teacher does not have what its gain makes -inf of: after a softcap, whose
+        gain is positive, -inf itself."""
+        nothing = torch.inf if self.negative and not squashed else -torch.inf
         if self.source is not None:
-            out.masked_fill_((self.source[first : first + out.shape[1]] < 0)[None, :], self.nothing)
+            out.masked_fill_((self.source[first : first + out.shape[1]] < 0)[None, :], nothing)
         else:
-            out[:, self._here(first, out) :] = self.nothing
+            out[:, self.here(first, out.shape[1]) :] = nothing
 
-    def _here(self, first: int, out: Tensor) -> int:
-        """How many columns of ``out`` the teacher has: the first ones."""
-        return min(max(self.columns - first, 0), out.shape[1])
+    def here(self, first: int, width: int) -> int:
+        """How many of ``width`` columns from ``first`` on the teacher has: the first ones."""
+        return min(max(self.columns - first, 0), width)
 
     def _given(self, rows: slice, columns: slice) -> Tensor:
         assert self.logits is not None
@@ -116,6 +120,20 @@ class Part:
                 out[:, columns] = self._given(rows, slice(None))[:, taken[columns]]
 
 
+class Seen(NamedTuple):
+    """What a look finds of the teachers of some rows.
+
+    Attributes:
+        problem: the logits as a backend takes them.
+        whole: as in :class:`TeacherRows`.
+        best: ``[2, R]`` key and id of the most likely column here, where it is asked for and ``whole`` has it not.
+    """
+
+    problem: Problem
+    whole: Tensor | None = None
+    best: Tensor | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class TeacherRows:
     """The teachers of all rows.
@@ -126,8 +144,8 @@ class TeacherRows:
         squash: factor inside tanh; 0 without a softcap.
         columns: that the logits are written for: all that the student has here.
         missing: whether the student has ids that a teacher does not have.
-        whole: lines of the statistic over all ids of the teacher, also those that the student does not have, and two
-            for the most likely one where it is asked for; None where nobody asks.
+        whole: lines of the statistic over all ids of the teacher, also those that the student does not have; one that
+            is 0 where it has no such id; and two for the most likely one where it is asked for. None where nobody asks.
     """
 
     parts: tuple[Part, ...]
@@ -175,16 +193,39 @@ class TeacherRows:
 
     def problem(self, memory: Tensor, first: int, like: Problem) -> Problem:
         """The teacher's logits for the rows and columns of a problem of the student's, written into flat memory."""
+        return self._finished(self._written(memory, first, like), first, like)
+
+    def look(self, memory: Tensor, like: Problem, call: Call) -> Seen:
+        """The same of whole rows, and what is read of the teacher besides."""
+        logits = self._written(memory, 0, like)
+        best = self._best(logits, like, call) if "teacher_top1" in call.asked.stats and self.whole is None else None
+        return Seen(self._finished(logits, 0, like), self.whole, best)
+
+    def _written(self, memory: Tensor, first: int, like: Problem) -> Tensor:
+        """Raw logits; of columns that a teacher does not have, any numbers."""
         logits = self.room(memory, like)
         for part in self.parts:
             part.write(slice(0, part.height), first, self._of(part, logits))
+        return logits
+
+    def _finished(self, logits: Tensor, first: int, like: Problem) -> Problem:
+        """The problem of raw logits, over which those of columns that a teacher does not have are written."""
         if self.missing:
             # The softcap comes first: there is no logit that it makes -inf of.
             if self.squash:
                 logits.mul_(self.squash).tanh_()
             for part in self.parts:
-                part.leave_out(first, self._of(part, logits))
+                part.leave_out(first, self._of(part, logits), bool(self.squash))
         return self.of_written(logits, like)
+
+    def _best(self, logits: Tensor, like: Problem, call: Call) -> Tensor:
+        """``[2, R]`` key and id of each teacher's best column here, from raw logits: softcaps make ties of large ones,
+        and columns that are left out look like others."""
+        raw, found = self.of_written(logits, like), [self.gain.new_empty((2, 0))]
+        for part in self.parts:
+            own = replace(raw, columns=part.here(0, like.columns)).cut(part.rows.start, part.rows.stop)
+            found.append(best_here(own, part.negative, call))
+        return torch.cat(found, 1)
 
     def room(self, memory: Tensor, like: Problem) -> Tensor:
         """Where the teacher's logits beside a problem of the student's lie in flat memory."""
@@ -218,7 +259,7 @@ def grouped(given: Teacher | Teachers, call: Call) -> tuple[Call, Tensor | None]
         )
     order = _order(given, call)
     index = call.rows.index[order]
-    rows = Rows.at(index, call.rows.target[order])
+    rows = single_sample(index, call.rows.target[order], None)
     table = None if call.table is None else call.table.cut(order)
     ignored = None if call.ignored is None else call.ignored[order]
     places = {"index": index, "gain": call.gain[order], "column": call.column[order], "ignored": ignored}
@@ -248,6 +289,12 @@ def in_place(given: Teacher | Teachers, student: Problem, call: Call) -> Problem
     found = student.found and columns == student.columns
     own = {"gain": gain, "squash": head.squash, "columns": columns, "unit": False, "found": found}
     return replace(student, logits=matrix, index=index, **own)
+
+
+def best_here(raw: Problem, negative: bool, call: Call) -> Tensor:
+    """``[2, R]`` key and id of a teacher's best column here, from logits before the softcap."""
+    key, column = call.backend.best(raw, 1, negative)
+    return torch.cat([key, column + call.start])
 
 
 def _shares_tokens(given: Teacher) -> bool:
@@ -286,12 +333,13 @@ def _part(teacher: Teacher, call: Call, rows: slice, gain: Tensor) -> Part:
     head, place = teacher.head or PLAIN, None
     _, columns = own_vocabulary(teacher, call)
     source = source_columns(teacher, call, columns)
-    nothing = torch.inf if head.scale < 0 and head.softcap is None else -torch.inf
+    outside = None if teacher.ids is None else (teacher.ids[:columns] < 0).any()
+    negative = head.scale < 0
     index = tokens_beside(teacher, call)[rows]
     if not isinstance(teacher.logits, Logits):
         # A shard of no columns leaves no size to infer.
         logits = teacher.tokens.reshape(teacher.tokens.shape[:-1].numel(), teacher.width)
-        return Part(rows, None, logits, index, source, columns, nothing)
+        return Part(rows, None, logits, index, source, columns, negative, outside)
     tokens = gathered_tokens(teacher.tokens, call)
     fixed = call.linear is not None and call.bits == "canonical"
     if teacher.at is not None and has_values(index) and not fixed and not isinstance(head.temperature, Tensor):
@@ -302,33 +350,59 @@ def _part(teacher: Teacher, call: Call, rows: slice, gain: Tensor) -> Part:
     hidden = tokens if in_order else tokens.index_select(0, index)
     own, column = own_call(teacher, call, columns, gain), torch.full_like(index, ELSEWHERE)
     p = Projection.of(hidden, own_operands(teacher), column, own, multiplied=False)
-    source, mapped = (None, None) if source is None else _mapped(p, source, teacher, call)
+    mapped = None
+    if source is not None and teacher.ids is not None and call.group is not None:
+        source, outside, mapped = _exchanged(p, teacher, call)
+    elif source is not None:
+        mapped = _mapped(p, source, call)
     mapped = None if mapped is None else mapped.in_parts()
-    return Part(rows, p.in_parts(), None, None, source, columns, nothing, mapped, place)
+    return Part(rows, p.in_parts(), None, None, source, columns, negative, outside, mapped, place)
 
 
-def _mapped(p: Projection, source: Tensor, teacher: Teacher, call: Call) -> tuple[Tensor, Projection | None]:
-    """Which of the student's columns the teacher has, and the projection with those rows of its weight, in the
-    student's order. Rows of a sharded head come from all ranks. None for the projection where the rows of a whole head
-    take more than a quarter of the budget."""
+def _exchanged(p: Projection, teacher: Teacher, call: Call) -> tuple[Tensor, Tensor, Projection]:
+    """Of a sharded head: which of the student's columns here the teacher has, on any rank; whether it has ids that the
+    student has not; and the projection with its rows of the student's columns, in the student's order."""
+    assert teacher.ids is not None
+    ids = teacher.ids[: p.call.columns]
+    named = ids >= 0
+    here = slice(call.start, call.start + call.columns)
+    exchanged = []
+    for x in (p.weight, p.bias, torch.ones_like(p.weight[:, 0])):
+        if x is not None:
+            whole = x.new_zeros((call.vocab_size, *x.shape[1:]))
+            whole[ids[named]] = x[: p.call.columns][named]
+            x = sum_over(call.group, whole)
+        exchanged.append(x)
+    weight, bias, has = exchanged
+    size, _ = own_vocabulary(teacher, call)
+    outside = (has > 0).sum() < size
+    if forbids_others(teacher, call) and has_values(outside) and bool(outside):
+        # All ranks come here with the same sum, so that all raise.
+        raise infinite_bucket(call.caller)
+    bias = None if bias is None else bias[here]
+    return torch.where(has[here] > 0, 0, -1), outside, replace(p, weight=weight[here], bias=bias)
+
+
+def forbids_others(teacher: Teacher, call: Call) -> bool:
+    """Whether ids that only the teacher has make the divergence infinite."""
+    return call.kind is not None and call.kind.alone == torch.inf and teacher.tail == "bucket"
+
+
+def infinite_bucket(caller: str) -> LogitlessError:
+    return LogitlessError(
+        f"{caller}: the teacher has ids that the student has not, so that KL(teacher || student) is infinite with "
+        f'tail="bucket". Take tail="renormalise", over the ids that both have, or another divergence.'
+    )
+
+
+def _mapped(p: Projection, source: Tensor, call: Call) -> Projection | None:
+    """The projection with the rows of its weight in the student's order; None where they take more than a quarter of
+    the budget."""
     weight, bias = p.weight, p.bias
-    if call.group is not None and teacher.ids is not None:
-        ids = teacher.ids[: p.call.columns]
-        named = ids >= 0
-        here = slice(call.start, call.start + call.columns)
-        exchanged = []
-        for x in (weight, bias, torch.ones_like(weight[:, 0])):
-            if x is not None:
-                whole = x.new_zeros((call.vocab_size, *x.shape[1:]))
-                whole[ids[named]] = x[: p.call.columns][named]
-                x = sum_over(call.group, whole)[here]
-            exchanged.append(x)
-        weight, bias, has = exchanged
-        return torch.where(has > 0, 0, -1), replace(p, weight=weight, bias=bias)
     if len(source) * weight[:1].nbytes > call.memory // 4:
-        return source, None
+        return None
     taken = source.clamp_min(0)
-    return source, replace(p, weight=weight[taken], bias=None if bias is None else bias[taken])
+    return replace(p, weight=weight[taken], bias=None if bias is None else bias[taken])
 
 
 def under_autocast(given: Any) -> Any:
