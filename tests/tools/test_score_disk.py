@@ -188,3 +188,37 @@ def test_files_that_a_job_writes_are_no_files_of_the_model(tmp_path: Path):
         (tmp_path / name).write_text("{}")
     assert journal_module.facts(tmp_path) == before
     assert list(before) == ["config.json"]
+
+
+def test_an_input_that_is_repaired_before_any_part_is_finished(tmp_path: Path):
+    """There is nothing of the other input; where there is, and nothing holds, the job is another."""
+    journal = Journal(tmp_path / "out.jsonl", SETTINGS, num_records=4, part_size=2, digests=("0" * 16, "1" * 16))
+    journal.open(overwrite=False)
+    other = replace(journal, settings={**SETTINGS, "input": {"data.jsonl": [3, 4]}}, digests=("2" * 16, "3" * 16))
+    other.open(overwrite=False)
+    other.commit(0, lines(0))
+    with pytest.raises(LogitlessError, match=r"the input has changed \(data\.jsonl\)"):
+        journal.open(overwrite=False)
+
+
+def test_a_sheet_that_is_deleted_on_the_way_is_written_again(tmp_path: Path):
+    journal = opened(tmp_path)
+    for part in range(2):
+        journal.commit(part, lines(part))
+    journal.sheet.unlink()
+    journal.finish()
+    journal.open(overwrite=False)
+    assert json.loads(journal.sheet.read_bytes())["temperature"] == 1.0
+
+
+@pytest.mark.parametrize("rejected", [0, 1])
+def test_results_that_are_missing_are_counted(tmp_path: Path, rejected: int):
+    journal = opened(tmp_path)
+    reject = b'rejected {"index": 3, "line": 4, "reason": "bad"}\n'
+    journal.commit(0, lines(0))
+    journal.commit(1, [lines(1)[0], reject] if rejected else lines(1))
+    journal.finish()
+    journal.out.write_bytes(b"".join(lines(0)))
+    told = "4 records, 1 of them rejected. It was" if rejected else r"4 records\. It was"
+    with pytest.raises(LogitlessError, match=rf"out\.jsonl holds 2 whole results but the input has {told}"):
+        journal.open(overwrite=False)
