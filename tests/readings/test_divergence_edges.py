@@ -10,12 +10,16 @@ import pytest
 import torch
 from calls import from_hidden, logits_of, loss_from_hidden
 from close import assert_close_to_truth
-from shared.divergence import BACKENDS, KINDS, Batch, Outcome, assert_right, ours, right, shaped
+from shared.divergence import BACKENDS, KINDS, Batch, Outcome, assert_right, ours, right, shaped, textbook
 from torch import Tensor
 
 import logitless as ll
 from logitless import Teacher
 from logitless.backends.divergences import Divergence
+from logitless.machine import SLAB
+from logitless.sources.linear import Projection
+
+WIDE = (torch.float64, torch.float32)
 
 # NumPy, which runs the kernels in Triton's interpreter, reports what a selection then leaves out.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered")
@@ -393,3 +397,36 @@ def test_teachers_beside_a_shard_of_no_columns(ranks, kept: bool):
     assert_close_to_truth(first, truth, truth)
     assert torch.equal(first, second)
     assert (nothing.shape, whole.isfinite().all()) == ((5, 0), True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_canonical_rows_in_three_parts(backend: str, device: torch.device):
+    """Chunks of one height, the last of which is filled up with empty rows. Numbers of 8 bits are one part exactly."""
+    hidden, weight, other, theirs = (torch.randn(n, 16).bfloat16().float().to(device) for n in (11, 43, 11, 43))
+    target, found = torch.arange(11, device=device), []
+    for dtype in WIDE:
+        z, y = (a.to(dtype) @ b.to(dtype).T for a, b in ((hidden, weight), (other, theirs)))
+        found.append((textbook(z, y, "jsd"), z.log_softmax(-1).gather(1, target[:, None])[:, 0]))
+    options: dict[str, Any] = {"bits": "canonical", "precision": "bfloat16x3"}
+    logits, teacher = (ll.Logits(*x, **options) for x in ((hidden, weight), (other, theirs)))
+    given: dict[str, Any] = {"teacher": teacher, "divergence": "jsd", "backend": backend, "memory": 2000}
+    plan = ll.explain(ll.logprobs, logits, target, **given)
+    assert plan.chunks[-1][1] > 11
+    out = ll.logprobs(logits, target, **given)
+    for values in zip((out.divergence, out.logprob), *found, strict=True):
+        assert_close_to_truth(*values)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_teachers_head_is_widened_a_slab_at_a_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    """On a CPU, which multiplies 16-bit operands in copies of 32 bits: none of a whole weight is made."""
+    widths, project = [], Projection.project
+    monkeypatch.setattr(
+        Projection, "project", lambda p, first, out: (widths.append(out.shape[1]), project(p, first, out))[1]
+    )
+    hidden, weight = torch.randn(3, 4).to(dtype), torch.randn(SLAB + 700, 4).to(dtype)
+    x, target = torch.randn(3, SLAB + 700), torch.zeros(3, dtype=torch.int64)
+    out = ll.logprobs(x, target, teacher=ll.Logits(hidden, weight), divergence="tv")
+    assert widths == [SLAB, 700]
+    truths = (textbook(x.to(wide), hidden.to(wide) @ weight.to(wide).T, "tv") for wide in WIDE)
+    assert_close_to_truth(out.divergence, *truths)

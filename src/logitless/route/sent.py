@@ -145,7 +145,7 @@ class _Sender:
     def backward(self, plan: Plan) -> Iterator[Collective]:
         """Of all results that have a graph. Of a plan with unit gradients, of the divergence alone."""
         call, kept = self.call, self.call.kept
-        if plan.kind != "support" and not (call.over_support and call.asked.teacher is not None):
+        if plan.kind != "support":
             yield from self.vocabulary_back(plan)
         if plan.kind == "support" or (kept is not None and call.asked.teacher is not None):
             yield from self.reduced()
