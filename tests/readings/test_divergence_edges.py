@@ -413,8 +413,8 @@ def test_canonical_rows_in_three_parts(backend: str, device: torch.device):
     plan = ll.explain(ll.logprobs, logits, target, **given)
     assert plan.chunks[-1][1] > 11
     out = ll.logprobs(logits, target, **given)
-    for mine, wanted, usual in zip((out.divergence, out.logprob), *found, strict=True):
-        assert_close_to_truth(mine, wanted, usual)
+    for values in zip((out.divergence, out.logprob), *found, strict=True):
+        assert_close_to_truth(*values)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -428,5 +428,5 @@ def test_a_teachers_head_is_widened_a_slab_at_a_time(dtype: torch.dtype, monkeyp
     x, target = torch.randn(3, SLAB + 700), torch.zeros(3, dtype=torch.int64)
     out = ll.logprobs(x, target, teacher=ll.Logits(hidden, weight), divergence="tv")
     assert widths == [SLAB, 700]
-    right, usual = (textbook(x.to(wide), hidden.to(wide) @ weight.to(wide).T, "tv") for wide in WIDE)
-    assert_close_to_truth(out.divergence, right, usual)
+    truths = (textbook(x.to(wide), hidden.to(wide) @ weight.to(wide).T, "tv") for wide in WIDE)
+    assert_close_to_truth(out.divergence, *truths)

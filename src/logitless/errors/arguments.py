@@ -62,7 +62,7 @@ def check_flags(caller: str, **given: Any) -> None:
 
 def is_number(x: Any) -> bool:
     """Whether it is a finite number that float64 holds, and no truth value."""
-    return isinstance(x, Real) and not isinstance(x, bool) and abs(float(x)) <= LARGEST
+    return isinstance(x, Real) and not isinstance(x, bool) and abs(x) <= LARGEST
 
 
 def check_name(x: Any, known: Iterable[str], argument: str) -> None:
