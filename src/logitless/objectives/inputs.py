@@ -60,7 +60,7 @@ def widened(stats: Any) -> Any:
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """``exp(log_ratio)``, constant from e^20 on."""
-    if not isinstance(log_ratio, Tensor) or not log_ratio.is_floating_point():
+    if not isinstance(log_ratio, Tensor) or log_ratio.dtype not in FLOATS or log_ratio.layout != torch.strided:
         real_numbers(log_ratio, "bounded_exp: log_ratio")
     return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
 
