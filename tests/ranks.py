@@ -190,4 +190,5 @@ def _run(rank: int, world: int, store: str, timeout: float, job: bytes) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "Conversion of an array with ndim", DeprecationWarning)
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         return function(rank, world, *args)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from failing import STEPS, Run
 from faults import (
     DISAGREEMENTS,
@@ -88,7 +89,7 @@ def raise_on_one_rank(rank: int, world: int, group: Any, what: str) -> str:
 
         def term(inputs):
             # In the first of two chunks, on one rank alone: the other waits in the second.
-            if rank == 1 and float(inputs.advantage[0]) == 0.0:
+            if dist.get_rank(group) == 1 and float(inputs.advantage[0]) == 0.0:
                 raise ArithmeticError("a term of mine")
             return -inputs.advantage * inputs.log_ratio.exp()
 

@@ -380,6 +380,24 @@ def test_vime(masked):
     assert (nothing.logp.shape, nothing.entropy.shape, nothing.logp.requires_grad) == ((0, 1), (0,), True)
 
 
+@pytest.mark.parametrize(("chunk_size", "chunk_rows"), [(5, 5), (1, 1), (0, None), (-1, None)])
+@pytest.mark.parametrize("masked", [False, True], ids=["", "mask"])
+def test_the_chunks_of_vime(chunk_size: int, chunk_rows: int | None, masked: bool, monkeypatch):
+    """Its chunk of rows bounds the working memory; 0 and less say that there is none."""
+    seen, real = [], provider.logprobs_from_logits
+
+    def scored(*args: Any, **options: Any) -> Any:
+        seen.append(options["chunk_rows"])
+        return real(*args, **options)
+
+    monkeypatch.setattr(provider, "logprobs_from_logits", scored)
+    logits, target, _, _ = drawn()
+    request = asked(logits, target, "value", torch.ones(N, V, dtype=torch.bool) if masked else None)
+    request.chunk_size = chunk_size
+    provider.vime(request)
+    assert seen == [chunk_rows] * (1 + masked)
+
+
 def test_vime_falls_back_on_what_is_not_served():
     with pytest.raises(provider.Unavailable, match=r"provider\.vime: the dtype torch\.int64 is not served") as caught:
         provider.vime(asked(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2)))

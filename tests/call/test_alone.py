@@ -16,12 +16,18 @@ from logitless import collectives
 from logitless.backends import tiled
 from logitless.call.call import _facts
 from logitless.call.resolve import apart_everywhere, as_products_take
+from logitless.deferred.model import _holders
 from logitless.machine import product_sizes
+from logitless.memory import sized
 from logitless.objectives import inputs
 from logitless.operands import Linear
+from logitless.operands.sampling import Sampling
+from logitless.passes.own_terms import differs
 from logitless.readings.table import Table
 from logitless.route import loss as loss_routes
+from logitless.softmax import ELSEWHERE, SKIP, target_column
 from logitless.sources import linear, teachers
+from logitless.spec import inspectable
 from logitless.tools.outputs import text_table
 from logitless.tools.score.texts import Texts
 
@@ -177,3 +183,88 @@ def test_a_table_on_a_terminal_that_shows_ascii_alone(monkeypatch):
     usual = text_table(("name", "bytes"), rows)
     monkeypatch.setattr("rich.console.Console.encoding", property(lambda self: "ascii"))
     assert text_table(("name", "bytes"), rows) == usual
+
+
+def test_which_column_a_target_is():
+    assert target_column(torch.tensor([1, 2, 4, 5, -100]), 2, 3).tolist() == [ELSEWHERE, 0, 2, ELSEWHERE, SKIP]
+
+
+def test_numbers_of_a_compiler_are_not_looked_at():
+    with FakeTensorMode():
+        assert not inspectable(torch.zeros(2))
+    assert not inspectable(torch.zeros(2, device="meta"))
+    assert inspectable(torch.zeros(2))
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+def test_the_mean_of_a_single_logit(backend: str):
+    """Of a vocabulary of one, and where all but one are masked."""
+    one, masked = torch.tensor([[3.0], [-2.0]]), torch.tensor([[3.0, -torch.inf], [-torch.inf, -2.0]])
+    for logits, target in ((one, [0, 0]), (masked, [0, 1])):
+        out = ll.logprobs(logits, torch.tensor(target), stats=("mean_logit", "logit_variance"), backend=backend)
+        assert out.mean_logit.tolist() == [3.0, -2.0]
+        assert out.logit_variance.tolist() == [0.0, 0.0]
+
+
+def test_a_term_may_round_what_all_but_cancels():
+    """A gradient that is what is left of larger ones may be off by a few units in the last place of those."""
+    whole = torch.tensor([1.0, 1e-14], dtype=torch.float64)
+    for other, wanted in ((2e-14, False), (1e-12, True)):
+        chunks = [{"logprob": torch.tensor([x], dtype=torch.float64)} for x in (1.0, other)]
+        assert bool(differs(chunks, {"logprob": whole})) is wanted
+
+
+def test_sglangs_own_temperature():
+    arguments = SimpleNamespace(enable_fp32_lm_head=True, dtype="bfloat16")
+    config = SimpleNamespace(vocab_size=9)
+    assert Sampling.of_sglang({}, arguments, config).temperature == 1.0
+    assert Sampling.of_sglang({"temperature": 0.7}, arguments, config).temperature == 0.7
+
+
+def test_modules_that_hold_a_head():
+    head = torch.nn.Linear(2, 3)
+    inner = torch.nn.ModuleDict({"head": head})
+    outer = torch.nn.ModuleDict({"inner": inner})
+    assert _holders(outer, head) == [inner, outer]
+    assert _holders(outer, torch.nn.Linear(2, 3)) == []
+
+
+def test_a_deferred_forward_is_named_as_the_heads_own():
+    """Accelerate and others read the name and the parameters of what they wrap."""
+    model = torch.nn.ModuleDict({"lm_head": torch.nn.Linear(2, 3)})
+    model.get_output_embeddings = lambda: model["lm_head"]
+    ll.defer(model)
+    forward: Any = model["lm_head"].forward
+    assert (forward.__name__, forward.__wrapped__.__func__) == ("forward", torch.nn.Linear.forward)
+
+
+def test_results_are_named_in_an_estimate():
+    logits, rows = sized(64, 1000, 32)
+    found = ll.estimate(ll.logprobs, logits, rows)
+    assert any(item.name.startswith("results of each row") for item in (*found.forward, *found.backward))
+
+
+def test_a_float32_head_beside_a_teacher_is_multiplied_apart():
+    operands = [torch.empty(n, 64, dtype=torch.bfloat16, device="meta") for n in (512, 4096, 512, 4096)]
+    hidden, weight, other, head = operands
+    rows, teacher = torch.zeros(512, dtype=torch.int64, device="meta"), ll.Teacher(ll.Logits(other, head))
+    for wide, why in ((weight.float(), "multiplied in parts"), (weight, None)):
+        plan = ll.explain(ll.logprobs, ll.Logits(hidden, wide), rows, teacher=teacher, device="cuda")
+        assert plan.apart is None if why is None else why in plan.apart
+
+
+def test_chunks_of_two_models_in_one_kernel_cover_all_rows():
+    """The largest of several chunks of rows, and not the last row, is what memory is for."""
+    hidden, weight, other, head = (torch.empty(n, 64, dtype=torch.bfloat16, device="meta") for n in (8192, 4096) * 2)
+    rows, teacher = torch.zeros(8192, dtype=torch.int64, device="meta"), ll.Teacher(ll.Logits(other, head))
+    options = {"teacher": teacher, "device": "cuda"}
+    whole, small = (
+        ll.explain(ll.logprobs, ll.Logits(hidden, weight), rows, memory=m, **options) for m in ("1GiB", "64KiB")
+    )
+    assert whole.forward.rows == 8192
+    assert small.forward.rows < 8192
+
+
+def test_what_a_table_shows_is_shown_as_it_is():
+    names = ["[red]x[/red]", ":smile:", "a 'text' of 3"]
+    assert text_table(("name",), [(name,) for name in names]).splitlines()[2:] == names

@@ -18,6 +18,7 @@ from shared.valid_calls import (
     CALLS,
     NOT_CALLED,
     OTHERS,
+    OTHERS_NOT_CALLED,
     Good,
     deferred,
     fields,
@@ -88,9 +89,11 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
     },
     "a count may be 0 where there are no rows, and come as a tensor": {
         key: {"0", "2**70", "0-dim"}
-        for key in ("Loss.denominator", "Objective.__call__.denominator", "Preference.__call__.denominator")
-    }
-    | {"policy_loss.denominator": {"0", "2**70", "0-dim"}},
+        for key in (
+            *("Loss.denominator", "Objective.__call__.denominator", "Preference.__call__.denominator"),
+            *("policy_loss.denominator", "objectives.row_weights.denominator"),
+        )
+    },
     "bytes, of any number; None is the default": {
         key: {"None", "3", "2**70"}
         for key in (
@@ -129,6 +132,27 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
     "targets of every row, which these are": {
         key: {"integers"} for key in ("PolicyHead.forward.rows", "logprobs.rows")
     },
+    "rates and bounds may be 0, and eps too; no token exceeds a bound that is infinite": {
+        **{f"objectives.{name}.gamma": {"0"} for name in ("gae", "discounted_returns", "reinforce_pp_advantages")},
+        **{key: {"0"} for key in ("objectives.gae.lam", "objectives.grpo_advantages.eps", "objectives.whiten.eps")},
+        "objectives.mismatch.bound": {"0", "inf"},
+        "objectives.mismatch.worst": {"0"},
+    },
+    "as many rewards, micro-batches and quantiles as there are": {
+        "objectives.dr_grpo_advantages.rewards": {"empty", "flat and longer"},
+        "objectives.rloo_advantages.rewards": {"empty", "flat and longer", "one entry fewer"},
+        "objectives.count_over.rows": {"one fewer", "one more"},
+        "objectives.mismatch.quantiles": {"empty list", "empty", "one fewer", "one more"},
+    },
+    "a function of any numbers": {
+        "objectives.bounded_exp.log_ratio": {
+            *("0-dim", "matrix", "integers", "empty", "on meta"),
+            *("one dimension more", "one entry fewer", "flat and longer", "an entry of it"),
+        },
+    },
+    "truth values are counted": {
+        f"objectives.Inputs.{name}.x": {"as bool"} for name in ("mean_by_sample", "sum_by_sample", "sums", "sums_here")
+    },
     "lists will do, also of none": {
         "Kept.from_lists.lists": {"nested list", "empty list", "integers", "empty", "one fewer", "one more"},
         "Objective.needs": {"empty list", "empty"},
@@ -144,7 +168,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
     },
     "a mask": {
         **{key: {"as bool"} for key in ("Rows.from_mask.mask", "Rows.from_mask.attention_mask")},
-        "Metrics.of_rows.counted": {"as bool"},
+        **{key: {"as bool"} for key in ("Metrics.of_rows.counted", "objectives.whiten.counted")},
         "defer.strict": {"True"},
     },
     "a type is a function of one argument": {
@@ -155,6 +179,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
 
 FREE = {
     "provider.Capabilities.why_not.x": "any tensor is asked about; the answer is a reason",
+    "objectives.Inputs.has.name": "any name is asked about",
     "adapters.Option.default": "a host's own",
     "adapters.Option.choices": "a host's own",
 }
@@ -253,7 +278,7 @@ def test_every_public_callable_has_a_row():
     calls = {name for name, x in public() if "." not in name or parameters(x)}
     assert not calls - {*CALLS, *NOT_CALLED}, "give them rows in shared/valid_calls.py"
     assert not {*CALLS, *NOT_CALLED} - {name for name, _ in public()}, "rows without a public name"
-    assert set(OTHERS) == {name for name, x in others() if parameters(x)}
+    assert {*OTHERS, *OTHERS_NOT_CALLED} == {name for name, x in others() if parameters(x)}
 
 
 def test_the_tables_name_what_is_there():

@@ -89,7 +89,8 @@ def test_wrong_groups():
     ):
         rloo_advantages(rewards, torch.zeros(5, dtype=torch.int64))
     with pytest.raises(
-        LogitlessError, match=re.escape("rewards must be floating-point numbers of shape [N] but are [6]")
+        LogitlessError,
+        match=re.escape("one per sample, but is a tensor [6] torch.int64"),
     ):
         dr_grpo_advantages(torch.zeros(6, dtype=torch.int64), 2)
 
@@ -173,9 +174,12 @@ def test_wrong_times():
     rows = Rows.packed([[0] * 4], [3])
     with pytest.raises(LogitlessError, match=re.escape("gae: gamma must be a number in 0 .. 1 but is 1.5.")):
         gae(torch.zeros(3), torch.zeros(3), rows, gamma=1.5)
-    with pytest.raises(LogitlessError, match=re.escape("gae: wanted one value per row, [3], but got [2].")):
+    with pytest.raises(
+        LogitlessError,
+        match=re.escape("gae: values must be a tensor of numbers, one per row, [3],"),
+    ):
         gae(torch.zeros(3), torch.zeros(2), rows)
-    with pytest.raises(LogitlessError, match=re.escape("token_rewards: rewards must have shape [1]")):
+    with pytest.raises(LogitlessError, match=re.escape("rewards must be a tensor of numbers, one per sample, [1]")):
         token_rewards(torch.zeros(3), rows)
     with pytest.raises(LogitlessError, match="know of no samples"):
         gae(torch.zeros(3), torch.zeros(3), Rows.every(torch.zeros(3, dtype=torch.int64)))
@@ -201,7 +205,7 @@ def test_whiten(offset):
 def test_whiten_next_to_nothing(num):
     counted = torch.arange(5) < num
     assert not whiten(torch.full((5,), 3.0), counted).any()
-    with pytest.raises(LogitlessError, match=re.escape("counted must be bool of shape [5] but is torch.int64")):
+    with pytest.raises(LogitlessError, match=re.escape("counted must be bool of shape [5] on cpu but is torch.int64")):
         whiten(torch.zeros(5), torch.ones(5, dtype=torch.int64))
 
 

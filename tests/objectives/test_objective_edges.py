@@ -478,7 +478,7 @@ CALLS = {
     'prompt_tokens go with reduce="prompt_mean", and none came.': (Objective(reduce="prompt_mean"), {"denominator": 1}),
     "and they came with reduce='token_mean'.": (Objective(), {"prompt_tokens": torch.ones(1)}),
     'reduce="prompt_mean" needs denominator=': (Objective(reduce="prompt_mean"), {"prompt_tokens": torch.ones(1)}),
-    "prompt_tokens must have shape [1], one count per sample, but has [2].": (
+    "prompt_tokens must be a tensor of numbers, one per sample, [1], but is a tensor [2] torch.float32.": (
         Objective(reduce="prompt_mean"),
         {"prompt_tokens": torch.ones(2), "denominator": 1},
     ),

@@ -160,6 +160,10 @@ def test_sapo_by_hand():
     assert math.isclose(loss, -2.0 + 0.5)
     assert gradient == pytest.approx([-1.0, 1.0])
     assert metrics["gate"] == pytest.approx(1.0)
+    # Of tokens that are neither better nor worse, the temperature is that of the worse ones.
+    gates = {a: by_hand(objective, [1.5], [a])[2]["gate"] for a in (1.0, 0.0, -1.0)}
+    assert gates[0.0] == gates[-1.0] == pytest.approx(1 / math.cosh(1.0) ** 2)
+    assert gates[1.0] == pytest.approx(1 / math.cosh(0.25) ** 2)
 
 
 def test_corrections_by_hand():

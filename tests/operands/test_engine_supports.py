@@ -94,3 +94,9 @@ def test_sglang():
         ll.Kept.from_engine(ll.Rows.packed([[1, 2, 3]], [2]), [[[3], None]])
     assert isinstance(chunks[0].lengths, np.ndarray)
     assert torch.is_tensor(ll.Kept.from_engine(ROWS, chunks).ids)
+
+
+def test_rows_of_another_kind_are_named_by_the_function_that_was_called():
+    for rows in (None, [0, 1], torch.tensor([0, 1])):
+        with pytest.raises(ll.LogitlessError, match=r"^Kept\.from_engine: rows must be a Rows but is "):
+            ll.Kept.from_engine(rows, [[[1], [2]], [[3]]])  # pyright: ignore[reportArgumentType]

@@ -11,6 +11,7 @@ from shared.policy_loss import PPO, PPO_FORMULA, assert_same, check, make, ran, 
 
 import logitless as ll
 from logitless.machine import CPU, H200
+from logitless.memory import sized
 from logitless.route.costs import LossShape
 from logitless.route.loss import choose_loss_plan
 
@@ -120,3 +121,17 @@ def test_rows_that_do_not_count_may_hold_anything(drop: bool, kept: bool):
         gradients.append((x.grad, w.grad))
     for ours, right in zip(*gradients, strict=True):
         assert torch.equal(ours, right)
+
+
+@pytest.mark.parametrize(("tail", "rows", "copied"), [("bucket", 512, 1 << 24), ("renormalise", 768, None)])
+def test_a_bucket_takes_its_copies_out_of_the_budget(tail: str, rows: int, copied: int | None):
+    """On a GPU the sum over all ids but the teacher's K works on copies of rows, in a quarter of the memory; the chunk
+    has the rest."""
+    tokens, columns, memory = 4096, 20011, 1 << 26
+    logits, target = sized(tokens, columns, 64)
+    sent = torch.empty(tokens, 8, device="meta"), torch.empty(tokens, 8, dtype=torch.int64, device="meta")
+    asked = {"teacher": ll.Teacher.from_top_k(*sent, tail), "memory": memory, "device": "cuda"}
+    plan = ll.explain(ll.policy_loss, logits, target, ll.Objective.recipe("distill"), **asked)
+    assert (plan.kind, plan.rows) == ("one pass", rows)
+    assert plan.elementwise == (copied or memory)
+    assert rows * columns * 4 + (copied or 0) <= memory

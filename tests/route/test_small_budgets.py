@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,6 +12,8 @@ from close import assert_close_to_truth, assert_gradient_close_to_truth
 from torch import Tensor
 
 import logitless as ll
+from logitless.machine import CPU, Tiles
+from logitless.route.tiles import Shape, backward_tiles, forward_tiles
 
 R, V, D = 100, 300, 4
 BUDGETS = (30, 120, 260, 400, 520, 640, 800, 1000, 1300, 1700, 2200, 3000, 4000)
@@ -139,3 +142,10 @@ def test_beside_a_teacher_of_other_ids(ranks):
     first, second = ranks(beside_a_teacher, 2, timeout=40)
     assert first == second
     assert {refused for refused, _ in first} == {True, False}
+
+
+@pytest.mark.parametrize("tiles", [forward_tiles, backward_tiles])
+@pytest.mark.parametrize("memory", [4096, 8192, 12288, 65536])
+def test_a_rank_without_columns_takes_what_one_column_does(tiles: Callable[[Shape, int], Tiles], memory: int):
+    none, one = (tiles(Shape(5000, columns, 4, 4, CPU), memory) for columns in (0, 1))
+    assert none == one

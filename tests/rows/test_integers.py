@@ -151,3 +151,10 @@ def test_runs_of_an_engine_go_up(support, text):
     """One id in all, and lengths that add up to it: the sum alone does not tell."""
     with pytest.raises(ll.LogitlessError, match=text):
         engine(token_ids=[4], **support)
+
+
+def test_no_rows_reach_no_token():
+    """Of logits without a token, too."""
+    assert Rows.at([], [], num_tokens=0).num_tokens == 0
+    out = ll.logprobs(torch.zeros(0, 5), Rows.at([], []))
+    assert out.logprob.shape == (0,)

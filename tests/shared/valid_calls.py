@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import logitless as ll
-from logitless import provider
+from logitless import objectives, provider
 from logitless.adapters import Host, Option, Replacement
 from logitless.operands.sampling import Sampling
 
@@ -277,6 +277,71 @@ def sglang_arguments() -> SimpleNamespace:
     return SimpleNamespace(enable_fp32_lm_head=False, dtype="auto")
 
 
+def inputs() -> objectives.Inputs:
+    """What a term sees."""
+    return ll.Objective(policy="gspo").inputs(stats(), rows(), fields(), denominator=None, group=None)
+
+
+FEW = ll.Rows.packed([[1, 2, 3], [4, 5, 6]], [2, 2], [[1, 1], [0, 1]])
+REWARDS = torch.tensor([0.5, -1.0])
+
+OTHERS |= {
+    f"objectives.{name}": make
+    for name, make in {
+        "Inputs.has": lambda: Good(inputs().has, {"name": "advantage"}),
+        "Inputs.mean_by_sample": lambda: Good(inputs().mean_by_sample, {"x": vector()}),
+        "Inputs.sum_by_sample": lambda: Good(inputs().sum_by_sample, {"x": vector()}),
+        "Inputs.sums": lambda: Good(inputs().sums, {"x": vector()}),
+        "Inputs.sums_here": lambda: Good(inputs().sums_here, {"x": vector()}),
+        "bounded_exp": lambda: Good(objectives.bounded_exp, {"log_ratio": vector()}),
+        "count_over": lambda: Good(objectives.count_over, {"rows": [rows(), rows()], "reduce": "token_mean"}),
+        "discounted_returns": lambda: Good(objectives.discounted_returns, {"rewards": vector(), "rows": FEW}),
+        "dr_grpo_advantages": lambda: Good(objectives.dr_grpo_advantages, {"rewards": REWARDS.clone(), "groups": 2}),
+        "gae": lambda: Good(objectives.gae, {"rewards": vector(), "values": vector(), "rows": FEW}),
+        "grpo_advantages": lambda: Good(
+            objectives.grpo_advantages, {"rewards": REWARDS.clone(), "groups": torch.tensor([7, 7])}
+        ),
+        "kl_penalty": lambda: Good(objectives.kl_penalty, {"logprob": vector(), "ref_logprob": vector()}),
+        "mismatch": lambda: Good(
+            objectives.mismatch,
+            {"logprob": vector(), "rollout_logprob": vector(), "rows": FEW, "quantiles": [0.5, 0.9]},
+        ),
+        "prompt_tokens_over": lambda: Good(
+            objectives.prompt_tokens_over, {"rows": FEW, "prompts": torch.tensor([0, 1]), "num_prompts": 2}
+        ),
+        "reinforce_pp_advantages": lambda: Good(
+            objectives.reinforce_pp_advantages, {"rewards": REWARDS.clone(), "rows": FEW, "penalty": vector()}
+        ),
+        "reinforce_pp_baseline_advantages": lambda: Good(
+            objectives.reinforce_pp_baseline_advantages, {"rewards": REWARDS.clone(), "groups": 2, "rows": FEW}
+        ),
+        "rloo_advantages": lambda: Good(objectives.rloo_advantages, {"rewards": REWARDS.clone(), "groups": 1}),
+        "row_weights": lambda: Good(
+            objectives.row_weights,
+            {"rows": FEW, "reduce": "prompt_mean", "prompt_tokens": torch.tensor([2.0, 1.0]), "denominator": 2},
+        ),
+        "token_rewards": lambda: Good(
+            objectives.token_rewards, {"rewards": REWARDS.clone(), "rows": FEW, "penalty": vector()}
+        ),
+        "value_loss": lambda: Good(
+            objectives.value_loss, {"values": vector(), "returns": vector(), "old_values": vector(), "clip": 0.2}
+        ),
+        "whiten": lambda: Good(objectives.whiten, {"x": vector(), "counted": FEW.counted.clone()}),
+    }.items()
+}
+
+OTHERS_NOT_CALLED = {
+    **dict.fromkeys(
+        (f"objectives.{name}" for name in ("Inputs", "Mismatch", "Outlier", "Returns", "ValueLoss")),
+        "made by the package, for terms and as results",
+    ),
+    **dict.fromkeys(
+        (f"objectives.Inputs.{name}" for name in ("cut", "ordered", "readied")),
+        "called by the package with what it has checked",
+    ),
+}
+"""The same of :data:`NOT_CALLED`, beside ``logitless.__all__``."""
+
 NOT_CALLED = {
     "Rows": "made by its constructors, whose names it says",
     "TokenStats": "results, by name; what is put in is looked at by whoever reads it",
@@ -319,7 +384,9 @@ def others() -> Iterator[tuple[str, Any]]:
     functions = {f"provider.{name}": getattr(provider, name) for name in ("get", *provider.FUNCTIONS)}
     nouns = {"provider.Capabilities.why_not": provider.Capabilities.why_not, "Sampling": Sampling}
     of_hosts = {f"adapters.{noun.__name__}": noun for noun in (Host, Option, Replacement)}
-    for name, noun in _called({**functions, **nouns, **of_hosts}):
+    further = [name for name in objectives.__all__ if name not in ll.__all__ and callable(getattr(objectives, name))]
+    terms = {f"objectives.{name}": getattr(objectives, name) for name in further}
+    for name, noun in _called({**functions, **nouns, **of_hosts, **terms}):
         if not name.startswith("adapters.") or name in of_hosts:
             yield name, noun
 

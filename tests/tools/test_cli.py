@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import logitless
 from logitless.errors import LogitlessError
 from logitless.tools.cli import app, main
-from logitless.tools.outputs import default_folder
+from logitless.tools.outputs import default_folder, text_table
 
 ROOT = Path(__file__).parents[2]
 
@@ -198,6 +198,27 @@ def test_without_out_files_go_to_the_cache_or_to_out_of_a_checkout(tmp_path, mon
 def test_a_bad_device_is_named(device, text, monkeypatch, run_main):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert text in run_main("doctor", "--device", device)[1]
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_tables_of_few_rows_and_of_none(rich, monkeypatch):
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.box", None)
+    assert text_table((), []) == ""
+    assert text_table(("way", "peak"), []) == ("way  peak\n---- ----" if rich else "way\tpeak")
+    assert text_table((), [("ours", "runs"), ("a", "b")]) == ("ours  runs\na     b" if rich else "ours\truns\na\tb")
+
+
+def test_tables_print_every_character_and_numbers_to_the_right():
+    table = text_table(("what", "how many"), [("[red]:smile:[/red]", "4 B"), ("b", "none")])
+    assert table.splitlines() == [
+        "what                how many",
+        "------------------- --------",
+        "[red]:smile:[/red]       4 B",
+        "b                       none",
+    ]
+    assert text_table((), [("b", "4 B"), ("c", "12345 B")]).splitlines() == ["b  4 B", "c  12345 B"]
+    assert text_table(("way", "peak"), [("a", "b")]).splitlines()[-1] == "a    b"
 
 
 def test_without_typer_one_line_says_what_to_install():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -97,3 +98,34 @@ def test_colours_are_for_terminals(capsys, monkeypatch):
     piped, seen, plain = capsys.readouterr().out.splitlines()
     assert (piped, seen) == ("piped", "\x1b[32mseen\x1b[0m")
     assert "[32m" not in plain
+
+
+DOCTOR = """
+import sys, logitless.tools.cli as cli
+from logitless.tools import doctor
+versions = {f"package {i}": "1.0" for i in range(9999)}
+doctor.examine = lambda device, head: doctor.Findings(versions, "cpu", "", (), (), (), ())
+sys.argv = ["logitless", "doctor", "--device", "cpu", *sys.argv[1:]]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_reader_that_leaves_is_no_backend_that_is_wrong(options: list[str]):
+    """``doctor | head -1``: more text than a pipe holds, of which one line is read."""
+    command = [sys.executable, "-c", DOCTOR, *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.wait() == 141
+        assert process.stderr.read() == ""
+
+
+def test_a_reader_that_left_before_is_told_when_the_text_is_flushed():
+    """Text shorter than the buffer is written in the end."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-c", DOCTOR.replace("9999", "2"), "--json"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -122,6 +122,50 @@ def test_what_is_raised_is_a_finding(monkeypatch):
     assert failures == {"RuntimeError: no such instruction"}
 
 
+@pytest.mark.parametrize(
+    ("value", "gradient", "ok"),
+    [
+        (1e-5, 1e-5, True),
+        (1.01e-5, 0.0, False),
+        (0.0, 1.01e-5, False),
+        (None, 0.0, False),
+        (0.0, None, False),
+        (None, None, False),
+    ],
+)
+def test_a_finding_is_right_up_to_the_tolerance(value: float | None, gradient: float | None, ok: bool):
+    found = doctor.ExactnessFinding("logits", "tiled", "float32", value, gradient, "it failed")
+    assert found.ok is ok
+    whole = value is not None and gradient is not None
+    assert found.errors == ((f"{value:.1e}", f"{gradient:.1e}") if whole else ("it failed", ""))
+    assert replace(found, dtype="bfloat16", failure=None).ok is (ok or (value == 0.0 and gradient is not None))
+    assert whole or replace(found, failure=None).errors == ("", "")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("path", ["logits", "hidden states"])
+def test_the_truth_is_that_of_the_rounded_operands(path: str, dtype: torch.dtype):
+    """By hand, in float64: log-prob, entropy, and the gradients of both together."""
+    draw = torch.Generator().manual_seed(0)
+    sizes = {"logits": (37, 1003), "hidden": (37, 24), "weight": (1003, 24)}
+    spreads = {"logits": 8.0, "hidden": 2.0, "weight": 1.0}
+    given = {name: torch.randn(size, generator=draw) * spreads[name] for name, size in sizes.items()}
+    target = torch.randint(1003, (37,), generator=draw)
+    of_logprob, of_entropy = (torch.randn(37, generator=draw).double()[:, None] for _ in range(2))
+    x, h, w = (given[name].to(dtype).double() for name in sizes)
+    bent = torch.tanh((x if path == "logits" else h @ w.T) / 25.0)
+    logp = torch.log_softmax(25.0 * bent / 0.7, -1)
+    p, hit = logp.exp(), torch.nn.functional.one_hot(target, 1003)
+    entropy = -(p * logp).sum(-1, keepdim=True)
+    slope = of_logprob * (hit - p) - of_entropy * p * (logp + entropy)
+    dz = slope * (1 - bent**2) / 0.7
+    wanted = [(hit * logp).sum(-1), entropy.squeeze(1), *([dz] if path == "logits" else [dz @ w, dz.T @ h])]
+    found = doctor._results(path, None, dtype, CPU)
+    assert [y.dtype for y in found] == [torch.float64] * len(wanted)
+    for ours, truth in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=1e-10, atol=1e-12)
+
+
 def test_a_backend_that_cannot_be_imported_says_why(monkeypatch):
     kernels = launching._kernels
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

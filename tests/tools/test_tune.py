@@ -95,3 +95,95 @@ def test_the_command(monkeypatch, table, tmp_path):
     said = CliRunner().invoke(app, ["tune", "--device", "cpu", "--out", str(path)])
     assert f"LOGITLESS_MACHINE={path}" in said.stdout.replace("\n", "")
     assert json.loads(path.read_text()) == table
+
+
+MS = {
+    "product": 2.0,
+    "product, float32": 2.5,
+    "statistic of logits": 0.75,
+    "dZ of logits": 1.25,
+    "product that is added": 1.5,
+    "product that ends in the statistic": 2.625,
+    "product that ends in dZ": 3.5,
+    "product that ends in exponentials": 2.25,
+}
+"""Milliseconds that nobody measured, each of which tells."""
+
+
+@pytest.fixture
+def case(monkeypatch) -> tune._Case:
+    monkeypatch.setattr(tune, "copy_bandwidth", lambda device: 4711.0)
+    return tune._Case(torch.device("cpu"), SMALL)
+
+
+def test_costs_by_hand(case: tune._Case):
+    """Of 20 rows, 300 columns, 32 numbers each, and chunks of 8 rows."""
+    table = case.table(MS, None)
+    wanted = machine.H200.costs._asdict() | {
+        "flops": 2 * 20 * 300 * 32 / 2e-3,
+        "bandwidth": 4711.0,
+        # A product of 8 rows in place of 20 takes 0.8 ms; the rest is reading and writing of 300 x 32 float32.
+        "adding": 8 * 300 * 32 / 0.7e-3,
+        "statistic": 0.625e-3 / 6000,
+        "gradient": 1.5e-3 / 6000,
+        "exponentials": 0.25e-3 / 6000,
+    }
+    assert table["costs"] == pytest.approx(wanted)
+    assert (table["card"], table["refused"], table["milliseconds"]) == ("cpu", None, MS)
+    assert table["sizes"] == {"rows": 20, "columns": 300, "width": 32, "chunk": 8, "repeats": 1}
+    assert table["torch"] == torch.__version__
+    assert table["multiprocessors"] == machine.multiprocessors(torch.device("cpu"))
+
+
+def test_costs_are_never_negative(case: tune._Case):
+    """Where a fused product is no slower than the plain one, or adding costs nothing beyond the product."""
+    fast = MS | {"product that ends in the statistic": 1.9, "product that is added": 0.5}
+    costs = case.table(fast, None)["costs"]
+    assert costs["statistic"] == 0.0
+    assert costs["adding"] == pytest.approx(8 * 300 * 32 / 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "faster"),
+    [
+        # Apart, two products and both kernels take 7 ms; fused, 2.625 + 3.5.
+        ({}, True),
+        ({"product that ends in dZ": 4.37}, True),
+        ({"product that ends in dZ": 4.38}, False),
+        ({"product that ends in the statistic": 3.49}, True),
+        ({"product that ends in the statistic": 3.51}, False),
+        ({"product, float32": 2.07}, True),
+        ({"product, float32": 2.06}, False),
+        ({"statistic of logits": 0.0, "dZ of logits": 1.0}, False),
+        ({"dZ of logits": 0.37}, False),
+        ({"product that ends in exponentials": 99.0}, True),
+        ({"product, float32": 2.0, "statistic of logits": 1.0, "dZ of logits": 1.125}, False),
+    ],
+)
+def test_fused_kernels_are_taken_where_both_together_are_faster(case: tune._Case, changes: dict, faster: bool):
+    """Not where they are as fast: the last case."""
+    assert case.table(MS | changes, None)["epilogues"] is faster
+    refused = case.table(MS | changes, "no shared memory")
+    assert (refused["epilogues"], refused["refused"]) == (False, "no shared memory")
+
+
+def test_costs_of_a_kernel_that_was_not_run_are_those_of_the_h200(case: tune._Case):
+    ran = {name: x for name, x in MS.items() if "ends in" not in name}
+    costs, known = case.table(ran, "no shared memory")["costs"], machine.H200.costs
+    assert (costs["statistic"], costs["gradient"], costs["exponentials"]) == (
+        *(known.statistic, known.gradient, known.exponentials),
+    )
+
+
+def test_the_median_after_two_turns_of_warming_up(case: tune._Case, monkeypatch):
+    """A clock that is set by hand: the first turns compile and fill caches."""
+    laps, now = [900.0, 500.0, 3.0, 1.0, 2.0, 8.0, 7.0], [100.0]
+    turns = iter(laps)
+
+    def step() -> None:
+        now[0] += next(turns) / 1e3
+
+    monkeypatch.setattr("logitless.tools.stopwatch.time.perf_counter", lambda: now[0])
+    case.sizes = SMALL._replace(repeats=5)
+    assert case.milliseconds(step) == pytest.approx(3.0)
+    assert list(turns) == []

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from logitless.deferred.later import known, picked_later
 from logitless.deferred.lazy import Lazy
-from logitless.deferred.metrics import metrics, walked
+from logitless.deferred.metrics import metric, walked
 from logitless.deferred.pending import numbers
 from logitless.deferred.read import SOFTMAX, ask, best, listable, memo_of, over_last
 from logitless.operands import Logits
+from logitless.operands.applied import applied
 from logitless.operands.logits import RULES, like
 from logitless.operands.passed_on import same
+from logitless.operands.stands import is_same
 
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "log p": lambda x: x.log_softmax(-1),
@@ -59,12 +61,12 @@ class Distribution(Lazy):
         if not args or args[0] is not self:
             return NotImplemented
         if name in OF_ROWS:
-            found = RULES[name](self.source, *args[1:], **kwargs)
+            found = applied(RULES[name], (self.source, *args[1:]), kwargs)
             same = None if found is NotImplemented else self._of(found)
             if same is not None:
                 return same
         rule = ANSWERS.get(name)
-        return NotImplemented if rule is None else rule(self, *args[1:], **kwargs)
+        return NotImplemented if rule is None else applied(rule, args, kwargs)
 
     def _of(self, found: Any) -> Any:
         """The same of other rows of the logits; None where columns were cut off."""
@@ -100,17 +102,30 @@ def same_logits(one: Logits, other: Logits) -> bool:
     return a.hidden is b.hidden and a.same_head(b) and gain and one.shape == other.shape
 
 
+def same_numbers(one: Logits, other: Logits) -> bool:
+    """The same, whether or not there is a graph behind each: their operands lie in the same memory."""
+    a, b = one.stands(), other.stands()
+    gain = a.gain is b.gain or (not isinstance(a.gain, Tensor) and not isinstance(b.gain, Tensor) and a.gain == b.gain)
+    own, others = ([x.detach() for x in y.tensors()] for y in (a, b))
+    alike = len(own) == len(others) and all(map(is_same, own, others))
+    return alike and gain and a.squash == b.squash and one.shape == other.shape
+
+
 def _product(one: Any, other: Any) -> Any:
     """By a number; or of a distribution with its logarithm or its logits, as entropies are written."""
     if not isinstance(one, Distribution):
         one, other = other, one
     if isinstance(other, (int, float)) and not isinstance(other, bool):
         return distribution(one.source, one.form, one.factor * other)
+    if not isinstance(other, (Logits, Distribution)):
+        return NotImplemented
+    dtype = torch.promote_types(one.dtype, other.dtype)
+    wide: Any = one.source if dtype == one.dtype else one.source.to(dtype)
     if isinstance(other, Logits) and one.form == "p" and same_logits(one.source, other):
-        return distribution(one.source, "p x", one.factor)
+        return distribution(wide, "p x", one.factor)
     if isinstance(other, Distribution) and {one.form, other.form} == {"p", "log p"}:
         if same_logits(one.source, other.source):
-            return distribution(one.source, "p log p", one.factor * other.factor)
+            return distribution(wide, "p log p", one.factor * other.factor)
     return NotImplemented
 
 
@@ -200,9 +215,9 @@ def largest(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> An
     logits = _ranked(x)
     if logits is None or kwargs or (dim is not None and not over_last(x, dim)):
         return NotImplemented
-    found = metrics(x) if isinstance(x, Logits) and walked(x) else None
+    found = metric(x, "max") if isinstance(x, Logits) and walked(x) else None
     if found is not None:
-        return found.max.values.max() if dim is None else _extreme(x, found.max, keepdim)
+        return found.values.max() if dim is None else _extreme(x, found, keepdim)
     ids = best(logits, 1)
     values = values_of(x, ids)
     if dim is None:
@@ -226,9 +241,9 @@ def smallest(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> A
     """``min`` over columns; with a graph, where the logits of the negated hidden states and bias are largest."""
     if not isinstance(x, Logits) or kwargs or not over_last(x, dim):
         return NotImplemented
-    found = metrics(x)
+    found = metric(x, "min")
     if found is not None:
-        return _extreme(x, found.min, keepdim)
+        return _extreme(x, found, keepdim)
     bias = x.linear.bias
     ids = best(like(x, -x.hidden, linear=replace(x.linear, bias=None if bias is None else -bias)), 1)
     values = values_of(x, ids)
@@ -251,22 +266,30 @@ def topk(x: Any, k: Any, dim: Any = -1, largest: bool = True, sorted: bool = Tru
 def columns(x: Any, index: Any) -> Any:
     """``x[index]`` where the index names columns: one for each row, one for all, or a list for all."""
     whole = index if isinstance(index, tuple) else (index,)
-    *lead, last = (torch.tensor(i, device=x.device) if isinstance(i, (list, int)) else i for i in whole)
+    *lead, last = (_as_tensor(i, x.device) for i in whole)
     if (isinstance(x, Distribution) and x.form not in OF_IDS) or not _is_ids(last):
+        return NotImplemented
+    if not all(i is None or i is Ellipsis or isinstance(i, (slice, Tensor)) for i in lead):
         return NotImplemented
     last = torch.where(last < 0, last + x.shape[-1], last)
     if all(_is_ids(i) for i in lead) and len(whole) == x.dim():
         *rows, last = torch.broadcast_tensors(*lead, last)
         return _taken(x[tuple(rows)], last[..., None])[..., 0] if rows else NotImplemented
     # Numbers are indices like lists to torch, and belong behind slices: elsewhere they change the order of dimensions.
-    slices = [isinstance(i, slice) or i is Ellipsis for i in lead]
-    named = len(lead) == x.dim() - 1 or Ellipsis in whole[:-1]
+    slices = [not isinstance(i, Tensor) for i in lead]
+    named = sum(i is not None for i in lead) == x.dim() - 1 or any(i is Ellipsis for i in lead)
     numbers_last = all(is_slice or i.dim() == 0 for is_slice, i in zip(slices, lead, strict=True))
     if not named or not numbers_last or last.dim() > 1 or slices != sorted(slices, reverse=True):
         return NotImplemented
     rows = x[whole[:-1]]
     found = _taken(rows, last.reshape(-1).expand(*rows.shape[:-1], -1))
     return found if last.dim() else found[..., 0]
+
+
+def _as_tensor(i: Any, device: torch.device) -> Any:
+    """An index that lists places, as a tensor; any other as it is."""
+    lists = isinstance(i, (list, int, range)) or (hasattr(i, "__array__") and not isinstance(i, Tensor))
+    return torch.as_tensor(i, device=device) if lists else i
 
 
 def _is_ids(i: Any) -> bool:

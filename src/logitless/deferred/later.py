@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.deferred.lazy import Lazy
+from logitless.deferred.lazy import Waiting
 from logitless.deferred.pending import of_computed
-from logitless.deferred.read import SOFTMAX, ask, memo_of, result_dtype, softmax_of
+from logitless.deferred.read import SOFTMAX, ask, checked_ids, memo_of, remember, remembered, result_dtype, softmax_of
 from logitless.operands import Logits
 from logitless.operands.logits import SERVED
 from logitless.operands.passed_on import same
@@ -25,43 +25,30 @@ from logitless.score import logprobs
 from logitless.spec import IGNORE, TokenStats, accumulation_dtype, untraced
 
 
-class Later(Lazy):
-    """A number of each row that nobody has used yet.
+class Later(Waiting):
+    """A number of each row, or of some of its ids.
 
     Attributes:
-        read: gives the numbers.
-        of_logits: gives them of logits that exist.
-        value: the numbers, once they were used.
+        of_logits: gives the numbers of logits that exist.
     """
 
-    in_memory = True
-    read: Callable[[], Tensor]
     of_logits: Callable[[Tensor], Tensor]
-    value: Tensor | None
-
-    def computed(self) -> Tensor:
-        if self.value is None:
-            # Whoever uses it first may be a metric, where no graph is recorded.
-            with torch.set_grad_enabled(self.requires_grad):
-                self.value = self.read()
-        return self.value
-
-    def counted(self, name: str) -> Tensor:
-        """A reading: no logits are computed."""
-        return self.computed()
 
     def answer(self, name: str, args: Any, kwargs: Any) -> Any:
         """Slices, casts and the sign wait as well: frameworks cut off the last entropy and then ask for log-probs."""
         if name in COMPARISONS:
             return SERVED[name](*args, **kwargs)
-        if self.value is not None or kwargs or name not in WAITING or not all(WAITING[name](x) for x in args[1:]):
+        fits = (WAITING if self.value is None else LOOKS).get(name)
+        if fits is None or not args or args[0] is not self or not all(map(fits, (*args[1:], *kwargs.values()))):
             return NotImplemented
 
         def step(x: Tensor) -> Tensor:
-            return getattr(x, name)(*args[1:])
+            return getattr(x, name)(*args[1:], **kwargs)
 
         shape = step(torch.empty(self.shape, dtype=self.dtype, device="meta"))
-        return _later(self.source, lambda: step(self.computed()), lambda x: step(self.of_logits(x)), shape)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and name != "detach"):
+            new = _later(self.source, lambda: step(self.computed()), lambda x: step(self.of_logits(x)), shape)
+        return self.waits_with(new)
 
 
 def _slices(index: Any) -> bool:
@@ -74,11 +61,19 @@ def _is_dtype(x: Any) -> bool:
     return isinstance(x, torch.dtype)
 
 
-WAITING: dict[str, Callable[[Any], bool]] = {
+def _is_int(x: Any) -> bool:
+    return type(x) is int
+
+
+LOOKS: dict[str, Callable[[Any], bool]] = {
     "__getitem__": _slices,
-    **dict.fromkeys(("to", "float", "double", "bfloat16", "half", "neg", "__neg__"), _is_dtype),
+    "detach": _is_dtype,
+    **dict.fromkeys(("unsqueeze", "squeeze", "view", "reshape", "flatten"), _is_int),
 }
-"""What may be done with numbers that nobody has used, by name, and which arguments it may have."""
+"""Other looks at the same numbers, by name, with the arguments that each may have; they can be compared with logits."""
+
+WAITING = LOOKS | dict.fromkeys(("to", "float", "double", "bfloat16", "half", "neg", "__neg__"), _is_dtype)
+"""What may be done with numbers that nobody has used."""
 
 
 COMPARISONS = {"greater_equal": "ge", "greater": "gt", "less_equal": "le", "less": "lt", "not_equal": "ne"}
@@ -89,11 +84,14 @@ COMPARISONS |= {name: name.strip("_") for x in ("ge", "gt", "le", "lt", "eq", "n
 def picked_later(x: Logits, ids: Tensor) -> Tensor:
     """``[..., K]`` logits of ids. Compared with the logits themselves, they are those that are computed then, to the
     bit: dot products are summed in another order, and the last of a top-k would fall below its own value."""
-    if _runs_again(x):
-        return ask(x, "logit", ids)
+    # A copy: whoever has the ids may write to them before the logits are read.
+    ids = checked_ids(ids, x.shape[-1]).clone()
     source: Logits = same(x)
     like = torch.empty(ids.shape, dtype=result_dtype(x), device="meta")
-    return _later(source, lambda: ask(source, "logit", ids), lambda z: z.gather(-1, ids), like)
+    new = _later(source, lambda: ask(source, "logit", ids), lambda z: z.gather(-1, ids), like)
+    if _is_checkpointed():
+        new.computed()
+    return new
 
 
 @untraced
@@ -102,10 +100,10 @@ def log_prob_and_entropy(x: Logits, target: Tensor) -> TokenStats:
 
     A row whose target is -100 has log-prob 0, and its entropy.
     """
-    graph = torch.is_grad_enabled()
+    graph = torch.is_grad_enabled() and x.requires_grad
     ignored = target == IGNORE
     found = logprobs(x, target.masked_fill(ignored, 0), entropy="grad" if graph else "value")
-    memo_of(x)[graph] = found.each(lambda y: y.reshape(-1))
+    remember(memo_of(x), graph, found.each(lambda y: y.reshape(-1)))
     return found._replace(logprob=found.logprob.masked_fill(ignored, 0.0))
 
 
@@ -119,11 +117,14 @@ def entropy_with_log_prob(x: Logits, *, graph: bool, later: bool) -> Tensor | No
     """
     source: Logits = same(x)
     memo = memo_of(source)
-    wanted, waits = graph and torch.is_grad_enabled(), later and not _runs_again(x)
+    wanted = graph and torch.is_grad_enabled() and x.requires_grad
+    # A reentrant checkpoint runs its function without a graph first.
+    waits = later and not _is_checkpointed() and not (x.requires_grad and not torch.is_grad_enabled())
 
     def read() -> Tensor:
-        known = memo[True].entropy.detach() if True in memo and not torch.is_grad_enabled() else None
-        return (softmax_of(source, "entropy") if known is None else known).reshape(source.shape[:-1])
+        known = None if torch.is_grad_enabled() else remembered(memo, True, "entropy")
+        found = softmax_of(source, "entropy") if known is None else known.detach()
+        return found.reshape(source.shape[:-1])
 
     with torch.set_grad_enabled(wanted):
         if True in memo or wanted in memo:
@@ -135,10 +136,9 @@ def entropy_with_log_prob(x: Logits, *, graph: bool, later: bool) -> Tensor | No
         return _later(source, read, lambda z: of_computed(z, "entropy", None), like)
 
 
-def _runs_again(x: Logits) -> bool:
+def _is_checkpointed() -> bool:
     """Whether a checkpoint runs this code, and will again in backward: what waits would be read in one run alone."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
-    return hooks is not None or (x.requires_grad and not torch.is_grad_enabled())
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def known(x: Logits, value: Tensor, of_logits: Callable[[Tensor], Tensor]) -> Tensor:
@@ -149,4 +149,5 @@ def known(x: Logits, value: Tensor, of_logits: Callable[[Tensor], Tensor]) -> Te
 
 
 def _later(source: Logits, read: Callable[[], Tensor], of_logits: Callable[[Tensor], Tensor], like: Tensor) -> Later:
-    return Later.made(source, of_logits, like.shape, like.dtype, read=read, of_logits=of_logits, value=None)
+    more = {"read": read, "of_logits": of_logits, "value": None, "steps": []}
+    return Later.made(source, of_logits, like.shape, like.dtype, **more)

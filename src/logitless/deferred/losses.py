@@ -17,6 +17,7 @@ from logitless.deferred.distribution import Distribution
 from logitless.deferred.lazy import Lazy
 from logitless.deferred.read import readable, result_dtype
 from logitless.operands import Logits, LoRA
+from logitless.operands.passed_on import same
 from logitless.score import logprobs
 from logitless.spec import IGNORE
 
@@ -33,11 +34,13 @@ class Turned(Lazy):
     def answer(self, name: str, args: Any, kwargs: Any) -> Any:
         if name == "cross_entropy":
             return cross_entropy(*args, **kwargs)
-        if args[0] is self and name in ("transpose", "swapaxes", "permute") and _turns(self, name, args[1:]):
+        if not args or args[0] is not self:
+            return NotImplemented
+        if name in ("transpose", "swapaxes", "permute") and _turns(self, name, args[1:]):
             return self.source
-        if args[0] is self and name in ("contiguous", "clone") and not kwargs:
-            return self
-        if args[0] is self and name in ("float", "double", "to"):
+        if name in ("contiguous", "clone") and not kwargs:
+            return turned(same(self.source))
+        if name in ("float", "double", "to"):
             found = getattr(self.source, name)(*args[1:], **kwargs)
             return turned(found) if isinstance(found, Logits) else NotImplemented
         return NotImplemented

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from logitless.call.resolve import MEMORY
+from logitless.deferred.lazy import ordinary
+from logitless.deferred.read import versions
 from logitless.operands import Logits
 from logitless.operands.logits import METRICS
 from logitless.spec import accumulation_dtype, parse_memory
@@ -25,6 +27,9 @@ class Metrics(NamedTuple):
     mean: Tensor
     norm: Tensor
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        return *self.max, *self.min, self.mean, self.norm
+
 
 def untracked(x: Logits) -> bool:
     """Whether a number of these logits has no graph."""
@@ -36,15 +41,21 @@ def walked(x: Logits) -> bool:
     return bool(x._memo.get(METRICS))
 
 
-def metrics(x: Logits, dtype: torch.dtype | None = None) -> Metrics | None:
-    """All of them; None where they would have a graph, need the columns of other ranks, or are summed in another dtype
-    than this one."""
+def metric(x: Logits, name: str, dtype: torch.dtype | None = None) -> Any:
+    """One of the fields of :class:`Metrics`; None where it would have a graph, needs the columns of other ranks, or is
+    summed in another dtype than this one."""
     if not untracked(x) or x.linear.shard is not None or dtype not in (None, x.dtype, accumulation_dtype(x.dtype)):
         return None
-    found = x._memo.setdefault(METRICS, [])
-    if not found:
-        found.append(_walk(x))
-    return found[0]
+    memo = x._memo.setdefault(METRICS, [])
+    if memo and versions(memo[0].tensors()) == memo[1]:
+        # A copy, since torch's functions return a new tensor each time.
+        known = getattr(memo[0], name)
+        return known.clone() if isinstance(known, Tensor) else type(known)(y.clone() for y in known)
+    with ordinary(graph=False):
+        found = _walk(x)
+    # What somebody wrote to is forgotten; others share the list.
+    memo[:] = found, versions(found.tensors())
+    return getattr(found, name)
 
 
 def _walk(x: Logits) -> Metrics:

@@ -10,15 +10,18 @@ any other use reads the part alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from logitless.deferred.lazy import Lazy
-from logitless.deferred.read import ask, result_dtype
+from logitless.deferred.lazy import Waiting
+from logitless.deferred.read import ask, checked_ids, result_dtype
 from logitless.operands import Logits
+from logitless.operands.applied import applied
 from logitless.operands.logits import RULES, like
 from logitless.operands.passed_on import same
 
@@ -38,39 +41,36 @@ class Question:
         return found
 
 
-class Pending(Lazy):
+class Pending(Waiting):
     """The answer to a question about a part of the logits."""
 
-    in_memory = True
     question: Question
-    value: Tensor | None
-
-    def computed(self) -> Tensor:
-        if self.value is None:
-            # Whoever uses it first may be a metric, where no graph is recorded.
-            with torch.set_grad_enabled(self.requires_grad):
-                self.value = self.question.of(self.source)
-        return self.value
-
-    def counted(self, name: str) -> Tensor:
-        """A reading: no logits are computed."""
-        return self.computed()
 
     def answer(self, name: str, args: Any, kwargs: Any) -> Any:
         if name in ("stack", "cat", "concat", "concatenate"):
-            return _together(name, *args, **kwargs)
-        step = _step(name, args[1:], kwargs)
+            return applied(partial(_together, name), args, kwargs)
+        step = _step(name, args[1:], kwargs) if args and args[0] is self else None
         if step is None or self.value is not None:
             return NotImplemented
         name, more = step
         shape = torch.empty(self.shape, device="meta")
         shape = getattr(torch, name)(shape, *more).shape
-        steps = (*self.question.steps, (name, more))
-        return waiting(self.source, Question(self.question.name, self.question.ids, steps), shape, self.dtype)
+        # A number has no dimension to squeeze; several of them, put together, would.
+        steps = self.question.steps if name == "squeeze" and not self.dim() else (*self.question.steps, (name, more))
+        question = Question(self.question.name, self.question.ids, steps)
+        new = waiting(self.source, question, shape, self.dtype, lambda: getattr(torch, name)(self.computed(), *more))
+        return self.waits_with(new)
 
 
-def waiting(x: Logits, question: Question, shape: Any, dtype: torch.dtype) -> Pending:
-    """The answer to come."""
+def waiting(
+    x: Logits, question: Question, shape: Any, dtype: torch.dtype, read: Callable[[], Tensor] | None = None
+) -> Pending:
+    """The answer to come.
+
+    Args:
+        read: gives it of an answer that it is made of; None to ask the logits.
+    """
+    source: Logits = same(x)
 
     def compute(logits: Tensor) -> Tensor:
         found = of_computed(logits, question.name, question.ids)
@@ -78,15 +78,19 @@ def waiting(x: Logits, question: Question, shape: Any, dtype: torch.dtype) -> Pe
             found = getattr(torch, name)(found, *args)
         return found
 
-    return Pending.made(same(x), compute, shape, dtype, question=question, value=None)
+    more = {"question": question, "read": read or (lambda: question.of(source)), "value": None, "steps": []}
+    return Pending.made(source, compute, shape, dtype, **more)
 
 
 def numbers(x: Logits, name: str, ids: Tensor | None = None) -> Tensor:
     """The answer to :func:`~logitless.deferred.read.ask`; one to come where the logits are a part of others."""
     if not x._stands.part:
         return ask(x, name, ids)
-    shape = x.shape[:-1] if ids is None else (*x.shape[:-1], ids.shape[-1])
-    return waiting(x, Question(name, ids), shape, result_dtype(x))
+    if ids is None:
+        return waiting(x, Question(name, None), x.shape[:-1], result_dtype(x))
+    # A copy: code that loops over parts may write the next ids into the same memory.
+    ids = checked_ids(ids, x.shape[-1]).clone()
+    return waiting(x, Question(name, ids), (*x.shape[:-1], ids.shape[-1]), result_dtype(x))
 
 
 def of_computed(x: Tensor, name: str, ids: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from logitless.spec import TokenStats, inspectable
 
 def readable(x: Any) -> bool:
     """Whether a reading may stand in for torch's function: of the columns here alone, torch's would be of these."""
-    return isinstance(x, Logits) and x._stands.whole
+    return isinstance(x, Logits) and x._stands.whole and x.shape[-1] > 0
 
 
 def here(x: Any) -> Any:
@@ -58,7 +59,7 @@ def ask(x: Logits, name: str, ids: Tensor | None = None) -> Tensor:
     if ids is None:
         found = getattr(_all_rows(flat, stats=(name,)), name).reshape(lead)
     else:
-        ids = _checked(ids, x.shape[-1]).reshape(flat.shape[0], ids.shape[-1]).contiguous()
+        ids = checked_ids(ids, x.shape[-1]).reshape(flat.shape[0], ids.shape[-1]).contiguous()
         found = _of_ids(flat, name, ids).reshape(*lead, ids.shape[-1])
     return found.to(result_dtype(x))
 
@@ -70,15 +71,36 @@ SOFTMAX = "softmax was taken"
 def softmax_of(x: Logits, name: str) -> Tensor:
     """``[R]`` log Z or entropy; both from one pass where both are asked for, one after the other."""
     x.stands()
-    memo, graph = memo_of(x), torch.is_grad_enabled()
-    found = memo.get(graph)
-    if found is None or getattr(found, name) is None:
-        flat = x.reshape(-1, x.shape[-1])
-        assert isinstance(flat, Logits)
-        found = _all_rows(flat, entropy="grad" if name == "entropy" or SOFTMAX in memo else None)
-        if found.entropy is not None:
-            memo[graph] = found
+    # Copies that were made where no gradient is recorded share the memo.
+    memo, graph = memo_of(x), torch.is_grad_enabled() and x.requires_grad
+    known = remembered(memo, graph, name)
+    if known is not None:
+        return known
+    flat = x.reshape(-1, x.shape[-1])
+    assert isinstance(flat, Logits)
+    found = _all_rows(flat, entropy="grad" if name == "entropy" or SOFTMAX in memo else None)
+    if found.entropy is not None:
+        remember(memo, graph, found)
     return getattr(found, name)
+
+
+def remember(memo: dict[Any, Any], graph: bool, found: TokenStats) -> None:
+    """Keep what was read of logits. Tensors of inference mode have no version by which a change is seen."""
+    if not any(isinstance(x, Tensor) and x.is_inference() for x in found):
+        memo[graph] = found, versions(found)
+
+
+def remembered(memo: dict[Any, Any], graph: bool, name: str) -> Tensor | None:
+    """A result that was read before; None where there is none, or where somebody has written to what was handed out. A
+    copy, since torch's functions return a new tensor each time."""
+    found, before = memo.get(graph, (None, ()))
+    known = None if found is None or versions(found) != before else getattr(found, name)
+    return None if known is None else known.clone()
+
+
+def versions(found: Iterable[Any]) -> tuple[int, ...]:
+    """Of tensors, by which one sees later whether they were written to."""
+    return tuple(x._version for x in found if isinstance(x, Tensor))
 
 
 def memo_of(x: Logits) -> dict[Any, Any]:
@@ -144,7 +166,7 @@ def _first_ids(x: Logits) -> Tensor:
     return torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
 
 
-def _checked(ids: Tensor, columns: int) -> Tensor:
+def checked_ids(ids: Tensor, columns: int) -> Tensor:
     """Ids of columns; those outside raise where that can be seen, and otherwise make their own number NaN."""
     if inspectable(ids):
         if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= columns):

@@ -13,9 +13,9 @@ import torch
 
 from logitless.deferred import distribution, losses
 from logitless.deferred.distribution import Distribution
-from logitless.deferred.later import COMPARISONS, Later
+from logitless.deferred.later import COMPARISONS, Later, picked_later
 from logitless.deferred.lazy import Lazy
-from logitless.deferred.metrics import in_parts, metrics, untracked
+from logitless.deferred.metrics import in_parts, metric, untracked
 from logitless.deferred.pending import numbers
 from logitless.deferred.read import ask, here, over_last, readable
 from logitless.errors.arguments import FLOATS
@@ -56,15 +56,15 @@ def _logsumexp(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) ->
 def _gather(x: Any, dim: Any = None, index: Any = None, **kwargs: Any) -> Any:
     if kwargs.get("out") is not None or not distribution.gatherable(x, dim, index):
         return NotImplemented
-    return numbers(x, "logit", index)
+    return numbers(x, "logit", index) if x._stands.part else picked_later(x, index)
 
 
 def _mean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any) -> Any:
     if kwargs or not over_last(x, dim):
         return NotImplemented
-    known = metrics(x, dtype)
-    if known is not None:
-        found = known.mean.to(dtype or x.dtype)
+    found = metric(x, "mean", dtype)
+    if found is not None:
+        found = found.to(dtype or x.dtype)
     else:
         found = ask(x if dtype is None else x.to(dtype), "mean_logit")
     return found.unsqueeze(-1) if keepdim else found
@@ -76,9 +76,9 @@ def _vector_norm(
     """Of a metric, without a graph: the logits of a few rows at a time."""
     if kwargs or not over_last(x, dim) or not untracked(x):
         return NotImplemented
-    known = metrics(x, dtype) if ord == 2 else None
-    if known is not None:
-        found = known.norm.to(dtype or x.dtype)
+    found = metric(x, "norm", dtype) if ord == 2 else None
+    if found is not None:
+        found = found.to(dtype or x.dtype)
     else:
         found = [torch.linalg.vector_norm(part.computed(), ord, -1, dtype=dtype) for part in in_parts(x)]
         found = torch.cat(found).reshape(x.shape[:-1])
@@ -97,7 +97,7 @@ def _compared(name: str) -> Callable[..., Any]:
     def served(*args: Any, **kwargs: Any) -> Any:
         logits = next((x for x in args if isinstance(x, Logits)), None)
         picked = next((x for x in args if isinstance(x, Later)), None)
-        if logits is None or picked is None or kwargs or not distribution.same_logits(picked.source, logits):
+        if logits is None or picked is None or kwargs or not distribution.same_numbers(picked.source, logits):
             return NotImplemented
         count_made(logits, name)
         z = logits.computed()

@@ -18,6 +18,9 @@ from logitless.errors import LogitlessError, adapted, did_you_mean
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes of floats that are computed with."""
 
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+"""Dtypes of integers that are computed with."""
+
 LARGEST = 2**62
 """The largest size or number that is worked with in 64 bits."""
 
@@ -59,7 +62,7 @@ def check_flags(caller: str, **given: Any) -> None:
 
 def is_number(x: Any) -> bool:
     """Whether it is a finite number that float64 holds, and no truth value."""
-    return isinstance(x, Real) and not isinstance(x, bool) and abs(float(x)) <= LARGEST
+    return isinstance(x, Real) and not isinstance(x, bool) and abs(x) <= LARGEST
 
 
 def check_name(x: Any, known: Iterable[str], argument: str) -> None:
@@ -81,6 +84,34 @@ def dense(x: Any, argument: str, wanted: str = "a tensor", *, numbers: bool = Fa
     if not isinstance(x, Tensor) or sparse or (numbers and x.is_meta):
         way = f" Pass torch.tensor({argument.rpartition(' ')[2]})." if isinstance(x, list | tuple) else ""
         raise refused(argument, wanted, x, way)
+    return x
+
+
+def real_numbers(
+    x: Any,
+    argument: str,
+    shape: tuple[int, ...] | None = None,
+    each: str = "",
+    device: torch.device | None = None,
+    dtypes: tuple[torch.dtype, ...] = (*FLOATS, *INTEGERS),
+) -> Tensor:
+    """A tensor of real numbers, of exactly that shape and on that device where they are given.
+
+    A column beside a vector would be broadcast to a matrix without a word.
+
+    Args:
+        each: what there is one number for, such as ``"row"``.
+    """
+    wanted = f"a tensor of {'floating-point ' * (dtypes == FLOATS)}numbers"
+    wanted += "" if shape is None else f", one per {each}, {list(shape)},"
+    dense(x, argument, wanted)
+    if x.dtype not in dtypes:
+        raise refused(argument, wanted, x)
+    if shape is not None and tuple(x.shape) != shape:
+        name = argument.rpartition(" ")[2]
+        raise refused(argument, wanted, x, f" Pass {name}.squeeze(-1)." if tuple(x.shape) == (*shape, 1) else "")
+    if device is not None and x.device != device:
+        raise LogitlessError(f"{argument} is on {x.device} but the others are on {device}. Move it there.")
     return x
 
 

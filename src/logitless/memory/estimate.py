@@ -20,7 +20,9 @@ from logitless.errors.arguments import described, refused
 from logitless.machine import CPU, H200, Machine
 from logitless.memory.ledger import Item, Ledger, tensors_in
 from logitless.memory.meta import Meta, backward
+from logitless.operands import Given, Teacher, Teachers
 from logitless.route import Plan
+from logitless.rows import Rows
 from logitless.spec import format_bytes
 
 
@@ -174,5 +176,20 @@ def _machine(kind: str) -> Machine:
 
 def _real_device(arguments: Any) -> str | None:
     """Type of the device that has numbers of the arguments; None where all of them are on meta."""
-    kinds = (x.device.type for x in tensors_in(arguments))
+    kinds = (x.device.type for x in tensors_in(_opened(arguments)))
     return next((kind for kind in kinds if kind != "meta"), None)
+
+
+def _opened(x: Any) -> Any:
+    """Arguments with the tensors of our own nouns in their place: logits that exist, rows, teachers."""
+    if isinstance(x, Given):
+        return x.logits
+    if isinstance(x, Rows):
+        return x.index
+    if isinstance(x, Teachers):
+        return [_opened(member) for member in x.members]
+    if isinstance(x, Teacher):
+        return x.logits if x.top_k is None else x.top_k.logprobs
+    if isinstance(x, tuple | list):
+        return [_opened(part) for part in x]
+    return {name: _opened(part) for name, part in x.items()} if isinstance(x, dict) else x

@@ -21,16 +21,26 @@ import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import FLOATS, dense, described, instance, real_numbers, refused
+from logitless.objectives.checks import at_least_zero
 from logitless.objectives.values import discounted_returns, token_rewards, whiten
 from logitless.rows import Rows
+from logitless.rows.integers import holds_integers
+
+REWARDS = "a tensor of floating-point numbers, [N], one per sample,"
+"""What rewards are, as errors say it."""
 
 
 def grpo_advantages(rewards: Tensor, groups: int | Tensor, *, eps: float = 1e-6) -> Tensor:
     """``(r - mean) / (std + eps)``, with the unbiased standard deviation. Shao et al. 2024 (DeepSeekMath).
 
+    Args:
+        eps: 0 or more.
+
     >>> grpo_advantages(torch.tensor([0.0, 1.0, 5.0, 5.0]), 2, eps=0.0)
     tensor([-0.7071,  0.7071,  0.0000,  0.0000])
     """
+    at_least_zero("eps", eps, "grpo_advantages")
     group = _grouped(rewards, groups)
     variance = group.sum((group.rewards - group.mean).square()) / (group.size - 1).clamp_min(1)
     return group.result((group.rewards - group.mean) / (variance.sqrt() + eps))
@@ -80,11 +90,9 @@ def reinforce_pp_baseline_advantages(rewards: Tensor, groups: int | Tensor, rows
 
     Arguments as for :func:`grpo_advantages` and :func:`reinforce_pp_advantages`.
     """
-    if tuple(rewards.shape) != (len(rows.counts),):
-        raise LogitlessError(
-            f"reinforce_pp_baseline_advantages: rewards must have shape [{len(rows.counts)}], one per sample, but have "
-            f"{list(rewards.shape)}."
-        )
+    name = "reinforce_pp_baseline_advantages"
+    instance(rows, Rows, f"{name}: rows", " Make one with Rows.packed, say.")
+    real_numbers(rewards, f"{name}: rewards", (len(rows.counts),), "sample", rows.target.device)
     return whiten(dr_grpo_advantages(rewards, groups)[rows.sample], rows.counted, group=group)
 
 
@@ -118,14 +126,14 @@ class _Grouped(NamedTuple):
 
 
 def _grouped(rewards: Tensor, groups: int | Tensor) -> _Grouped:
-    if rewards.dim() != 1 or not rewards.is_floating_point():
-        raise LogitlessError(
-            f"advantages: rewards must be floating-point numbers of shape [N] but are {list(rewards.shape)} "
-            f"{rewards.dtype}."
-        )
+    # Ids are sorted, so that their numbers and those of the rewards are read.
+    dense(rewards, "advantages: rewards", REWARDS, numbers=isinstance(groups, Tensor))
+    if rewards.dim() != 1 or rewards.dtype not in FLOATS:
+        raise refused("advantages: rewards", REWARDS, rewards)
     num, device, wide = rewards.shape[0], rewards.device, rewards.detach().double()
     if isinstance(groups, Tensor):
-        if tuple(groups.shape) != (num,) or groups.is_floating_point():
+        dense(groups, "advantages: groups", f"a size or integer ids of shape [{num}]", numbers=True)
+        if tuple(groups.shape) != (num,) or not holds_integers(groups):
             raise LogitlessError(
                 f"advantages: groups must be a size or integer ids of shape [{num}] but are {list(groups.shape)} "
                 f"{groups.dtype}."
@@ -136,7 +144,8 @@ def _grouped(rewards: Tensor, groups: int | Tensor) -> _Grouped:
         return _Grouped(wide[order], order, lengths, inverse[order], rewards.dtype)
     if type(groups) is not int or groups < 1 or num % groups:
         raise LogitlessError(
-            f"advantages: groups must be ids of shape [{num}] or a size that divides {num} rewards but is {groups!r}."
+            f"advantages: groups must be ids of shape [{num}] or a size that divides {num} rewards but is "
+            f"{described(groups)}."
         )
     entries = torch.arange(num, device=device)
     lengths = torch.full((num // groups,), groups, dtype=torch.int64, device=device)

@@ -91,6 +91,13 @@ def finite(name: str, value: Any, caller: str = "Objective") -> float:
     return value
 
 
+def at_least_zero(name: str, value: Any, caller: str) -> float:
+    """The number, if it is one and not negative."""
+    if finite(name, value, caller) < 0:
+        raise refused(f"{caller}: {name}", "a number of 0 or more", value)
+    return value
+
+
 def resolve_clip(clip: Any) -> tuple[float, float]:
     """``(low, high)`` from one number or two."""
     pair = clip if isinstance(clip, tuple | list) else (clip, clip)

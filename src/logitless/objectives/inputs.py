@@ -24,6 +24,7 @@ from torch import Tensor
 
 from logitless.collectives import sum_over
 from logitless.errors import LogitlessError, no_second_derivative
+from logitless.errors.arguments import FLOATS, INTEGERS, real_numbers, refused
 
 KNOWN_FIELDS = ("old_logprob", "advantage", "ref_logprob", "rollout_logprob")
 """Fields that named terms read. Users' own terms may read others."""
@@ -59,6 +60,8 @@ def widened(stats: Any) -> Any:
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """``exp(log_ratio)``, constant from e^20 on."""
+    if not isinstance(log_ratio, Tensor) or not log_ratio.is_floating_point():
+        real_numbers(log_ratio, "bounded_exp: log_ratio")
     return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
 
 
@@ -128,6 +131,8 @@ class Inputs:
 
     def has(self, name: str) -> bool:
         """Whether a field can be read."""
+        if not isinstance(name, str):
+            raise refused("Inputs.has: name", "the name of a field", name)
         return name in self.fields or (name == "old_logprob" and self.on_policy)
 
     @property
@@ -146,7 +151,8 @@ class Inputs:
 
     def sum_by_sample(self, x: Tensor) -> Tensor:
         """As :meth:`mean_by_sample`, but a sum."""
-        return self.mean_by_sample(x) * self.totals[self.sample].to(x.dtype)
+        mean = self.mean_by_sample(x)
+        return mean * self.totals[self.sample].to(mean.dtype)
 
     def sums(self, x: Tensor) -> Tensor:
         """``[N]`` sum of ``x`` over the counted tokens of each sample: what compares samples, where a term on rows does
@@ -159,7 +165,8 @@ class Inputs:
         return _Sums.apply(x, self.counted, self.sample - self.first, self._lengths(x), self.group)  # pyright: ignore[reportReturnType]
 
     def _lengths(self, x: Tensor) -> Tensor:
-        """``[N]`` rows of each sample."""
+        """``[N]`` rows of each sample, for sums of ``x`` over them."""
+        real_numbers(x, "Inputs: x", (len(self),), "row", self.counted.device, (*FLOATS, *INTEGERS, torch.bool))
         if self.counts is None:
             raise LogitlessError(
                 "Objective: a term takes a mean over samples, but may be given rows that cut through them. "

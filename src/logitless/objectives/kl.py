@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import FLOATS, real_numbers
 from logitless.objectives.inputs import LARGEST_LOG_RATIO, Inputs, bounded_exp
 
 
@@ -84,12 +85,18 @@ def kl_rows(term: KLTerm, inputs: Inputs) -> Tensor:
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str = "k1") -> Tensor:
     """KL of each token as a penalty to subtract from rewards, times a coefficient. Carries no gradient.
 
+    Args:
+        logprob, ref_logprob: of one shape.
+        kind: ``"k1"``, ``"abs"``, ``"k2"`` or ``"k3"``.
+
     >>> kl_penalty(torch.tensor([-1.0]), torch.tensor([-1.5]), "k2")
     tensor([0.1250])
     """
-    if kind not in ESTIMATORS:
+    if not isinstance(kind, str) or kind not in ESTIMATORS:
         raise LogitlessError(
             f"kl_penalty: kind must be one of {', '.join(ESTIMATORS)} but is {kind!r}. The straight-through and "
             f"weighted forms differ in their gradient, which a penalty has not."
         )
+    shape = tuple(real_numbers(logprob, "kl_penalty: logprob", dtypes=FLOATS).shape)
+    real_numbers(ref_logprob, "kl_penalty: ref_logprob", shape, "log-prob", logprob.device)
     return ESTIMATORS[kind](logprob.detach(), ref_logprob.detach())

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from logitless.collectives import gather_over, resolve_group, sum_over
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import described, instance, is_number, real_numbers, refused, sequence
 from logitless.objectives.checks import sequence_group
 from logitless.objectives.inputs import bounded_exp
 from logitless.objectives.kl import k3
@@ -260,17 +261,20 @@ def _outliers(
 def _check(
     logprob: Tensor, rollout_logprob: Tensor, rows: Rows, bound: float, quantiles: Sequence[float], worst: int
 ) -> None:
+    instance(rows, Rows, "mismatch: rows", " Make one with Rows.packed, say.")
     for name, x in (("logprob", logprob), ("rollout_logprob", rollout_logprob)):
-        if tuple(x.shape) != (len(rows),):
+        if tuple(real_numbers(x, f"mismatch: {name}").shape) != (len(rows),):
             raise LogitlessError(
                 f"mismatch: {name} has shape {list(x.shape)} but there are {len(rows)} rows. Values of whole "
                 f"responses are rows.from_responses(...)."
             )
         if x.device != rows.target.device:
             raise LogitlessError(f"mismatch: {name} is on {x.device} but the rows are on {rows.target.device}.")
-    if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not bound >= 0:
-        raise LogitlessError(f"mismatch: bound must be a number of 0 or more but is {bound!r}.")
-    if not all(isinstance(q, (int, float)) and 0 <= q <= 1 for q in quantiles):
-        raise LogitlessError(f"mismatch: quantiles must be numbers in 0 .. 1 but are {list(quantiles)!r}.")
+    # An infinite bound is one that no token exceeds.
+    if not (is_number(bound) or (isinstance(bound, float) and bound == math.inf)) or bound < 0:
+        raise refused("mismatch: bound", "a number of 0 or more", bound)
+    for q in sequence(quantiles, "mismatch: quantiles", "a list of numbers in 0 .. 1"):
+        if not is_number(q) or not 0 <= q <= 1:
+            raise LogitlessError(f"mismatch: quantiles must be numbers in 0 .. 1 but one is {described(q)}.")
     if type(worst) is not int or worst < 0:
         raise LogitlessError(f"mismatch: worst must be a number of samples, 0 or more, but is {worst!r}.")

@@ -46,10 +46,10 @@ from logitless.objectives.settings import (
     bounds_of,
     check_settings,
     clip_of,
-    name_of,
     policy_keywords,
     shown,
 )
+from logitless.objectives.stated import name_of, stated
 from logitless.rows import Rows
 from logitless.spec import TokenStats
 
@@ -181,14 +181,14 @@ class Objective:
         return self.sequence_level or self.reduce != "token_mean"
 
     def described(self) -> str:
-        """The settings that differ from the defaults, the same on every rank: functions by name.
+        """The settings that differ from the defaults, the same on every rank: functions with what they were made with.
 
         >>> Objective.recipe("dapo").described()
         'Objective(clip=(0.2, 0.28))'
         """
         settings = {f.name: getattr(self, f.name) for f in fields(self)}
         plain = {name: x for name, x in settings.items() if x != getattr(_PLAIN, name)}
-        return f"Objective({', '.join(f'{name}={shown(x)}' for name, x in plain.items())})"
+        return f"Objective({', '.join(f'{name}={stated(x)}' for name, x in plain.items())})"
 
     def __repr__(self) -> str:
         """Policy, clip bounds in effect and reduction, and the other settings that differ from the defaults."""

@@ -21,8 +21,17 @@ from torch import Tensor
 
 from logitless.collectives import resolve_group, sum_over
 from logitless.errors import LogitlessError
-from logitless.errors.arguments import is_number, refused
+from logitless.errors.arguments import (
+    check_flags,
+    check_name,
+    dense,
+    instance,
+    real_numbers,
+    refused,
+    sequence,
+)
 from logitless.rows import Rows
+from logitless.rows.integers import holds_integers, whole_number
 from logitless.spec import inspectable
 
 Reduction = Literal["token_mean", "sample_mean", "sample_sum", "prompt_mean"]
@@ -50,10 +59,13 @@ def row_weights(
             :func:`prompt_tokens_over`.
         complete: what ``rows.complete`` says, if it was asked.
     """
-    if reduce not in REDUCTIONS:
-        raise LogitlessError(f"row_weights: reduce must be one of {', '.join(REDUCTIONS)} but is {reduce!r}.")
-    if reduce == "sample_sum" and not is_number(length):
-        raise refused("row_weights: length", "the fixed length of sample_sum, a number,", length)
+    known = isinstance(rows, Rows) and isinstance(reduce, str) and reduce in REDUCTIONS
+    if not known or not isinstance(complete, bool):
+        instance(rows, Rows, "row_weights: rows", " Make one with Rows.packed, say.")
+        check_name(reduce, REDUCTIONS, "row_weights: reduce")
+        check_flags("row_weights", complete=complete)
+    if (reduce == "sample_sum" or length is not None) and (type(length) is not int or length < 1):
+        raise refused("row_weights: length", "the fixed length of sample_sum, a positive integer,", length)
     device, num_samples = rows.target.device, len(rows.counts)
     if (prompt_tokens is not None) != (reduce == "prompt_mean"):
         came = "none came" if prompt_tokens is None else f"they came with reduce={reduce!r}"
@@ -110,13 +122,12 @@ def count_over(rows: Rows | Sequence[Rows], reduce: Reduction, group: Any = None
     (6.0, 2.0)
     """
     batches = _batches("count_over", rows)
-    if reduce == "prompt_mean":
+    if isinstance(reduce, str) and reduce == "prompt_mean":
         raise LogitlessError(
             'count_over: the denominator of "prompt_mean" is the number of prompts of the batch, which the caller '
             "knows; the tokens of each prompt come from prompt_tokens_over."
         )
-    if reduce not in REDUCTIONS:
-        raise LogitlessError(f"count_over: reduce must be one of {', '.join(REDUCTIONS)} but is {reduce!r}.")
+    check_name(reduce, REDUCTIONS, "count_over: reduce")
     if reduce == "token_mean":
         count = torch.stack([batch.totals.sum() for batch in batches]).sum().double()
     else:
@@ -139,18 +150,24 @@ def prompt_tokens_over(
         group: as for :func:`count_over`. One all-reduce of ``[num_prompts]``.
     """
     batches = _batches("prompt_tokens_over", rows)
-    ids = [prompts] if isinstance(prompts, Tensor) else list(prompts)
+    num_prompts = whole_number(num_prompts, "prompt_tokens_over: num_prompts")
+    if num_prompts < 0:
+        raise refused("prompt_tokens_over: num_prompts", "the number of prompts of the batch", num_prompts)
+    wanted = "a tensor of the prompt of each sample, or a list of one per micro-batch"
+    ids = [prompts] if isinstance(prompts, Tensor) else list(sequence(prompts, "prompt_tokens_over: prompts", wanted))
     if len(ids) != len(batches):
         raise LogitlessError(f"prompt_tokens_over: got {len(batches)} rows but {len(ids)} tensors of prompts.")
     for place, (batch, of_samples) in enumerate(zip(batches, ids, strict=True)):
-        if tuple(of_samples.shape) != (len(batch.counts),) or of_samples.is_floating_point():
+        whose = f"prompt_tokens_over: prompts of micro-batch {place}"
+        dense(of_samples, whose, "a tensor of integers, one per sample", numbers=not batch.totals.is_meta)
+        if tuple(of_samples.shape) != (len(batch.counts),) or not holds_integers(of_samples):
             raise LogitlessError(
-                f"prompt_tokens_over: prompts of micro-batch {place} must be integers of shape [{len(batch.counts)}], "
+                f"{whose} must be integers of shape [{len(batch.counts)}], "
                 f"one per sample, but are {list(of_samples.shape)} {of_samples.dtype}."
             )
         if inspectable(of_samples) and bool(((of_samples < 0) | (of_samples >= num_prompts)).any()):
             raise LogitlessError(
-                f"prompt_tokens_over: prompts of micro-batch {place} must be in 0 .. {num_prompts - 1} but reach "
+                f"{whose} must be in 0 .. {num_prompts - 1} but reach "
                 f"{int(of_samples.min())} .. {int(of_samples.max())}."
             )
     ids = [x.to(batch.totals.device, torch.int64) for x, batch in zip(ids, batches, strict=True)]
@@ -163,7 +180,10 @@ def prompt_tokens_over(
 
 
 def _batches(caller: str, rows: Rows | Sequence[Rows]) -> list[Rows]:
-    batches = [rows] if isinstance(rows, Rows) else list(rows)
+    wanted = "Rows, or a list of the Rows of each micro-batch"
+    batches = [rows] if isinstance(rows, Rows) else list(sequence(rows, f"{caller}: rows", wanted))
+    for batch in batches:
+        instance(batch, Rows, f"{caller}: rows")
     if not batches:
         raise LogitlessError(
             f"{caller}: rows is an empty list, so neither device nor split is known. A rank without samples passes "
@@ -218,13 +238,8 @@ def check_denominator(caller: str, denominator: float | Tensor, device: torch.de
 
 
 def _check_prompt_tokens(prompt_tokens: Tensor, num_samples: int, device: torch.device) -> Tensor:
-    if not isinstance(prompt_tokens, Tensor):
-        raise refused("Objective: prompt_tokens", f"a tensor of {num_samples} counts", prompt_tokens)
-    if tuple(prompt_tokens.shape) != (num_samples,):
-        raise LogitlessError(
-            f"Objective: prompt_tokens must have shape [{num_samples}], one count per sample, but has "
-            f"{list(prompt_tokens.shape)}."
-        )
+    dense(prompt_tokens, "Objective: prompt_tokens", f"a tensor of {num_samples} counts", numbers=device.type != "meta")
+    real_numbers(prompt_tokens, "Objective: prompt_tokens", (num_samples,), "sample")
     return prompt_tokens.detach().to(device, torch.float64)
 
 

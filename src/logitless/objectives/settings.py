@@ -18,6 +18,7 @@ from logitless.objectives.corrections import CORRECTIONS
 from logitless.objectives.kl import KL_TERMS
 from logitless.objectives.policy import POLICY_TERMS
 from logitless.objectives.reduction import REDUCTIONS
+from logitless.objectives.stated import name_of
 
 RecipeName = Literal[
     "ppo", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "reinforce", "reinforce++", "reinforce++_baseline",
@@ -167,15 +168,8 @@ def bounds_of(objective: Any) -> tuple[float, ...]:
     return resolve_bounds(objective.correction, objective.correction_bounds, CORRECTIONS[objective.correction].bounds)
 
 
-def name_of(term: Any) -> str:
-    """A function by its name, also where it is inside of a ``functools.partial``."""
-    if isinstance(term, functools.partial):
-        return f"functools.partial({name_of(term.func)})"
-    return getattr(term, "__qualname__", type(term).__name__)
-
-
 def shown(x: Any) -> str:
-    """A setting, the same in every process: functions and other objects by name, and not by their address."""
+    """A setting for a reader: functions and other objects by name, and not by their address."""
     if isinstance(x, functools.partial):
         given = [*map(shown, x.args), *(f"{name}={shown(value)}" for name, value in x.keywords.items())]
         return f"functools.partial({', '.join([shown(x.func), *given])})"

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from logitless.collectives import gather_over, resolve_group
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import FLOATS, check_flags, dense, instance, is_number, real_numbers, refused
+from logitless.objectives.checks import at_least_zero
 from logitless.rows import Rows
 
 
@@ -47,7 +49,7 @@ def gae(
     """
     _check_rate("gae", "gamma", gamma)
     _check_rate("gae", "lam", lam)
-    reward, value, counted, ends = _whole(rows, (rewards, values), group, "gae")
+    reward, value, counted, ends = _whole(rows, {"rewards": rewards, "values": values}, group, "gae")
     step = (~ends).double()
     # For each token, the value of the next one that counts; 0 for the last one.
     skipping = step.masked_fill(counted, 0.0)
@@ -65,7 +67,7 @@ def gae(
 def discounted_returns(rewards: Tensor, rows: Rows, *, gamma: float = 1.0, group: Any = None) -> Tensor:
     """``[R]`` reward from each token on, ``G_t = r_t + gamma G_{t+1}``; arguments as for :func:`gae`."""
     _check_rate("discounted_returns", "gamma", gamma)
-    reward, counted, ends = _whole(rows, (rewards,), group, "discounted_returns")
+    reward, counted, ends = _whole(rows, {"rewards": rewards}, group, "discounted_returns")
     decay = (~ends).double().masked_fill(counted & ~ends, gamma)
     total = torch.where(counted, _scan(decay, torch.where(counted, reward, 0.0), rows), 0.0)
     assert rows.response is not None
@@ -81,11 +83,10 @@ def token_rewards(rewards: Tensor, rows: Rows, *, penalty: Tensor | None = None,
         penalty: ``[R]``, for example ``0.01 * kl_penalty(logprob, ref_logprob)``.
         group: context-parallel group; None if the rows are not split. One all-reduce of ``[N]``.
     """
-    if tuple(rewards.shape) != (len(rows.counts),):
-        raise LogitlessError(
-            f"token_rewards: rewards must have shape [{len(rows.counts)}], one per sample, but have "
-            f"{list(rewards.shape)}."
-        )
+    device = _check_rows("token_rewards", rows).target.device
+    real_numbers(rewards, "token_rewards: rewards", (len(rows.counts),), "sample", device)
+    if penalty is not None:
+        real_numbers(penalty, "token_rewards: penalty", (len(rows),), "row", device)
     group = _sequence_group("token_rewards", rows, group)
     counted = rows.counted
     place = torch.where(counted, rows.position, -1).double()
@@ -108,12 +109,17 @@ def whiten(x: Tensor, counted: Tensor, *, group: Any = None, shift: bool = True,
         counted: bool, of the same shape.
         group: all ranks that have a part of the batch (DP x CP); None if this process has all of it.
         shift: False puts the mean back, so that only the scale changes.
+        eps: 0 or more, added to the variance.
     """
-    if x.shape != counted.shape or counted.dtype != torch.bool:
+    real_numbers(x, "whiten: x")
+    dense(counted, "whiten: counted", f"a bool tensor of shape {list(x.shape)}")
+    if x.shape != counted.shape or counted.dtype != torch.bool or counted.device != x.device:
         raise LogitlessError(
-            f"whiten: counted must be bool of shape {list(x.shape)} but is {counted.dtype} of shape "
-            f"{list(counted.shape)}."
+            f"whiten: counted must be bool of shape {list(x.shape)} on {x.device} but is {counted.dtype} of shape "
+            f"{list(counted.shape)} on {counted.device}."
         )
+    check_flags("whiten", shift=shift)
+    at_least_zero("eps", eps, "whiten")
     group = resolve_group(group, "whiten: group")
     wide = torch.where(counted, x.detach().double(), 0.0)
     count = counted.sum().double()
@@ -143,32 +149,35 @@ def value_loss(
     Reduce it with :func:`~logitless.objectives.reduction.row_weights`: ``(weight * loss).sum()``.
 
     Args:
-        values: ``[R]``, differentiable.
+        values: ``[R]``, differentiable; of a value head's ``[T, 1]`` it is ``rows.take(x).squeeze(-1)``.
         returns: ``[R]``, see :func:`gae`.
         old_values: ``[R]`` values before the update, with ``clip``.
         clip: a positive number; None for no clipping.
     """
     if (clip is None) != (old_values is None):
         raise LogitlessError("value_loss: clip and old_values go together, but only one of them came.")
+    shape = (dense(values, "value_loss: values", "a tensor of floating-point numbers, one per row,").numel(),)
+    real_numbers(values, "value_loss: values", shape, "row", dtypes=FLOATS)
+    real_numbers(returns, "value_loss: returns", shape, "row", values.device)
     plain = 0.5 * (values - returns.detach()).square()
     if clip is None or old_values is None:
         return ValueLoss(plain, torch.zeros_like(plain.detach()))
-    if clip <= 0:
-        raise LogitlessError(f"value_loss: clip must be a positive number or None but is {clip!r}.")
-    old = old_values.detach()
+    if not is_number(clip) or clip <= 0:
+        raise refused("value_loss: clip", "a positive number or None", clip)
+    old = real_numbers(old_values, "value_loss: old_values", shape, "row", values.device).detach()
     kept = torch.minimum(torch.maximum(values, old - clip), old + clip)
     clipped = 0.5 * (kept - returns.detach()).square()
     active = clipped > plain
     return ValueLoss(torch.where(active, clipped, plain), active.to(plain.dtype))
 
 
-def _whole(rows: Rows, given: tuple[Tensor, ...], group: Any, caller: str) -> tuple[Tensor, ...]:
+def _whole(rows: Rows, given: dict[str, Tensor], group: Any, caller: str) -> tuple[Tensor, ...]:
     """Fields of all response tokens in float64; then which tokens count, and which are the last of a sample."""
-    for x in given:
-        if tuple(x.shape) != (len(rows),):
-            raise LogitlessError(f"{caller}: wanted one value per row, [{len(rows)}], but got {list(x.shape)}.")
+    device = _check_rows(caller, rows).target.device
+    for name, x in given.items():
+        real_numbers(x, f"{caller}: {name}", (len(rows),), "row", device)
     counted = rows.counted
-    fields = [torch.where(counted, x.detach().double(), 0.0) for x in given]
+    fields = [torch.where(counted, x.detach().double(), 0.0) for x in given.values()]
     whole = rows.gather([*fields, counted.double()], group, grad=None)
     lengths = torch.tensor(rows.response_lengths, dtype=torch.int64, device="cpu")
     ends = torch.zeros(int(lengths.sum()), dtype=torch.bool, device="cpu")
@@ -203,6 +212,10 @@ def _sequence_group(caller: str, rows: Rows, group: Any) -> dist.ProcessGroup | 
     if size != world:
         raise LogitlessError(f"{caller}: these rows are split over {size} ranks but group has {world}.")
     return group
+
+
+def _check_rows(caller: str, rows: Any) -> Rows:
+    return instance(rows, Rows, f"{caller}: rows", " Make one with Rows.packed, say.")
 
 
 def _check_rate(caller: str, name: str, value: float) -> None:

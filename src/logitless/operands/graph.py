@@ -32,6 +32,13 @@ def wrapper(cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device:
     return new
 
 
+def laid_out(shape: Sequence[int]) -> Tensor:
+    """Rows of that leading shape as they lie in memory: a tensor without any, which tells views from copies. No mode
+    that counts allocations sees it."""
+    with torch._C._DisableTorchDispatch():  # pyright: ignore[reportAttributeAccessIssue]
+        return torch.empty((*shape, 1), dtype=torch.uint8, device="meta")
+
+
 class Form(NamedTuple):
     """Shape, dtype and device of a tensor, which autograd compares with those of its gradient."""
 

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from logitless.errors import LogitlessError
 from logitless.errors.arguments import dense, instead_of_tensor, refuse_transforms, refused
-from logitless.operands.graph import Behind, Edge, wrapper
+from logitless.operands.applied import applied, in_our_names
+from logitless.operands.graph import Behind, Edge, laid_out, wrapper
 from logitless.operands.lora import LoRA
 from logitless.operands.stands import Bits, Linear, Match, Precision, Stands, product_dtype
 from logitless.spec import VocabShard, graph_break
@@ -101,6 +102,7 @@ class Logits(Tensor):
     _memo: dict[Any, Any]
     _read: bool
     _versions: list[tuple[str, Tensor, int]]
+    _rows: Tensor | None
     _changes: list[tuple[str, tuple[int, int]]]
     _seen: int
 
@@ -185,7 +187,7 @@ class Logits(Tensor):
             self._behind.gain = value
         # A copy that shares the memo stands for the logits before the change.
         self._memo = {}
-        self._changes.append((place(), _span(self._stands.hidden)))
+        self._changes.append((place(), _span(self.place_of_rows())))
         self._seen = len(self._changes)
 
     def stands(self) -> Stands:
@@ -223,9 +225,15 @@ class Logits(Tensor):
             self._behind = self._stands.of(new)
         return self._behind
 
+    def place_of_rows(self) -> Tensor:
+        """The rows as torch would have them in memory, whose strides tell views from copies. It has no memory."""
+        if self._rows is None:
+            self._rows = laid_out(self.shape[:-1])
+        return self._rows
+
     def _refuse_changes(self) -> None:
         """Raise if rows of these were changed in place through a view, or through what these are a view of."""
-        first, last = _span(self._stands.hidden)
+        first, last = _span(self.place_of_rows())
         for where, (low, high) in self._changes[self._seen :]:
             if low <= last and first <= high:
                 raise LogitlessError(
@@ -327,14 +335,15 @@ VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 
 def _answers(func: Any, name: str, args: Any, kwargs: Any) -> Iterator[Any]:
     """The answer of a rule to a function, and then that of a reading."""
+    args, kwargs = in_our_names(args, kwargs)
     rule = RULES.get(name)
     if rule is not None and args:
-        yield rule(*args, **kwargs)
+        yield applied(rule, args, kwargs)
     if not SERVED:
         importlib.import_module(READERS)
     served = SERVED.get(name)
     if served is not None:
-        yield served(*args, **kwargs)
+        yield applied(served, args, kwargs)
 
 
 def _check_tensors(**given: Any) -> None:
@@ -392,6 +401,7 @@ def made(stands: Stands, cls: type[Logits] = Logits) -> Logits:
     # Results that torch's functions have read already. The edge does not hold them: that would be a circle.
     new._memo = {}
     # Where these and all views of them were changed in place, and how many of those changes they know of.
+    new._rows = None
     new._changes, new._seen = [], 0
     new.shard = stands.linear.shard
     new._versions = [(name, x, x._version) for name, x in named.items() if not x.is_inference()]

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from logitless.errors import LogitlessError
 from logitless.errors.arguments import FLOATS
 from logitless.operands.graph import total_over
-from logitless.operands.logits import METRICS, RULES, Logits, like
+from logitless.operands.logits import METRICS, RULES, Logits, like, place
 from logitless.operands.lora import LoRA
 from logitless.spec import inspectable
 
@@ -32,31 +33,46 @@ def _along(name: str, default: int | None = None) -> Callable[..., Any]:
     def rule(x: Any, dim: int | None = default, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(x, Logits) or dim is None or not _row_dims(x, dim):
             return NotImplemented
-        # A new dimension counts from the end of the result, which has one more.
-        if name == "unsqueeze" and dim < 0:
-            return NotImplemented
         dim = dim % x.dim()
-        return _of_rows(x, lambda h: getattr(h, name)(dim, *args, **kwargs))
+        return _of_rows(x, lambda h: getattr(h, name)(dim, *args, **kwargs), view=name != "index_select")
 
     return rule
 
 
-def _of_rows(x: Logits, change: Callable[[Tensor], Any]) -> Any:
-    """Logits with a change of the hidden states, and of one factor per row; a tuple of them where it makes parts."""
+def _unsqueeze(x: Any, dim: int) -> Any:
+    """A new dimension before the last, counted in the result, which has one more."""
+    if not isinstance(x, Logits) or type(dim) is not int or not -x.dim() - 1 <= dim <= x.dim():
+        return NotImplemented
+    dim = dim % (x.dim() + 1)
+    return _of_rows(x, lambda h: h.unsqueeze(dim)) if dim < x.dim() else NotImplemented
+
+
+def _of_rows(x: Logits, change: Callable[[Tensor], Any], view: bool = True) -> Any:
+    """Logits with a change of the hidden states, and of one factor per row; a tuple of them where it makes parts.
+
+    Args:
+        view: whether torch would make a view of logits in memory where it can.
+    """
     hidden = change(x.hidden)
     gain = change(x.gain[..., None]) if isinstance(x.gain, Tensor) else None
+    rows = None
+    if view:
+        with torch._C._DisableTorchDispatch():  # pyright: ignore[reportAttributeAccessIssue]
+            rows = change(x.place_of_rows())
     if isinstance(hidden, (tuple, list)):
         gains = [x.gain] * len(hidden) if gain is None else [g[..., 0] for g in gain]
         parts = (like(x, h, gain=g, part=True) for h, g in zip(hidden, gains, strict=True))
-        return type(hidden)(_view_of(x, part) for part in parts)
-    return _view_of(x, like(x, hidden, gain=x.gain if gain is None else gain[..., 0]))
+        return type(hidden)(_view_of(x, *pair) for pair in zip(parts, rows or [None] * len(hidden), strict=True))
+    return _view_of(x, like(x, hidden, gain=x.gain if gain is None else gain[..., 0]), rows)
 
 
-def _view_of(x: Logits, new: Logits) -> Logits:
-    """``new``, which torch would have as a view of ``x`` where its hidden states are one: what is done to one of them
-    in place is seen by the other."""
-    if torch._C._is_alias_of(x._stands.hidden, new._stands.hidden):  # pyright: ignore[reportAttributeAccessIssue]
-        new._changes, new._seen = x._changes, x._seen
+def _view_of(x: Logits, new: Logits, rows: Tensor | None) -> Logits:
+    """``new``, whose rows would lie there in memory. Where that is the memory of ``x``, what is done to one of them in
+    place is seen by the other. Hidden states do not tell: logits are contiguous also where hidden states are not."""
+    if rows is not None:
+        new._rows = rows
+        if torch._C._is_alias_of(x.place_of_rows(), rows):  # pyright: ignore[reportAttributeAccessIssue]
+            new._changes, new._seen = x._changes, x._seen
     return new
 
 
@@ -92,19 +108,20 @@ def _rows_of(x: Any, index: Any) -> Any:
     indexed = [i for i in parts if i is not None and i is not Ellipsis]
     dims = sum(i.dim() if isinstance(i, Tensor) and i.dtype == torch.bool else 1 for i in indexed)
     dots = any(i is Ellipsis for i in parts)
+    view = all(i is None or i is Ellipsis or type(i) in (int, slice) for i in parts)
     if dims < x.dim() and (not dots or parts[-1] is Ellipsis):
-        return _of_rows(x, lambda h: h[index])
+        return _of_rows(x, lambda h: h[index], view)
     *lead, last = parts
     if not isinstance(last, slice) or any(isinstance(i, Tensor) for i in lead):
         return NotImplemented
     columns = last.indices(x.shape[-1])
     if columns == (0, x.shape[-1], 1):
-        return _of_rows(x, lambda h: h[(*lead, slice(None))])
+        return _of_rows(x, lambda h: h[(*lead, slice(None))], view)
     if columns[2] != 1 or x.linear.shard is not None or isinstance(x.weight, LoRA) or x.linear.weight_grad is not None:
         return NotImplemented
     bias = None if x.linear.bias is None else x.linear.bias[last]
-    cut = _view_of(x, like(x, weight=x.weight[last], linear=replace(x.linear, bias=bias)))
-    return _of_rows(cut, lambda h: h[(*lead, slice(None))])
+    cut = _view_of(x, like(x, weight=x.weight[last], linear=replace(x.linear, bias=bias)), x.place_of_rows())
+    return _of_rows(cut, lambda h: h[(*lead, slice(None))], view)
 
 
 def _view(x: Any, *shape: Any, **kwargs: Any) -> Any:
@@ -153,13 +170,13 @@ def same(x: Any, **_: Any) -> Any:
 
 
 def _contiguous(x: Any, **_: Any) -> Any:
-    return _view_of(x, same(x)) if x.hidden.is_contiguous() else same(x)
+    return _view_of(x, same(x), x.place_of_rows()) if x.place_of_rows().is_contiguous() else same(x)
 
 
 def _detach(x: Any) -> Any:
     linear = x.linear if x.linear.bias is None else replace(x.linear, bias=x.linear.bias.detach())
     weight = x.weight.detached() if isinstance(x.weight, LoRA) else x.weight.detach()
-    new = _view_of(x, like(x, x.hidden.detach(), weight=weight, linear=linear))
+    new = _view_of(x, like(x, x.hidden.detach(), weight=weight, linear=linear), x.place_of_rows())
     new._memo[METRICS] = x._memo.setdefault(METRICS, [])
     return new
 
@@ -193,7 +210,7 @@ def _to(x: Any, *args: Any, **kwargs: Any) -> Any:
     if dtype is not None and dtype not in FLOATS:
         return NotImplemented
     new = like(x, dtype=dtype or x.dtype)
-    return _view_of(x, new) if new.dtype == x.dtype and not kwargs.get("copy") else new
+    return _view_of(x, new, x.place_of_rows()) if new.dtype == x.dtype and not kwargs.get("copy") else new
 
 
 def _per_row(x: Logits, by: Any) -> float | Tensor | None:
@@ -221,12 +238,12 @@ def _any_negative(*gains: float | Tensor) -> bool:
     return any(not isinstance(x, Tensor) and x < 0 for x in gains)
 
 
-def _times(x: Any, by: Any, power: int = 1) -> Any:
+def _times(x: Any, other: Any, power: int = 1) -> Any:
     if not isinstance(x, Logits):
-        x, by = by, x
+        x, other = other, x
         if power < 0 or not isinstance(x, Logits):
             return NotImplemented
-    factor = _per_row(x, by)
+    factor = _per_row(x, other)
     if factor is None:
         return NotImplemented
     if isinstance(factor, Tensor) != isinstance(x.gain, Tensor) and _any_negative(factor, x.gain):
@@ -235,21 +252,27 @@ def _times(x: Any, by: Any, power: int = 1) -> Any:
         if inspectable(factor) and not bool((factor > 0).all()):
             return NotImplemented
         factor = factor.to(torch.promote_types(x.dtype, torch.float32))
-    dtype = torch.promote_types(x.dtype, by.dtype) if isinstance(by, Tensor) and by.dim() else x.dtype
+    dtype = torch.promote_types(x.dtype, other.dtype) if isinstance(other, Tensor) and other.dim() else x.dtype
     return like(x, gain=x.gain * factor if power > 0 else x.gain / factor, dtype=dtype)
 
 
-def _divide(x: Any, by: Any, **kwargs: Any) -> Any:
-    return NotImplemented if kwargs.get("rounding_mode") else _times(x, by, -1)
+def _divide(x: Any, other: Any, **kwargs: Any) -> Any:
+    return NotImplemented if kwargs.get("rounding_mode") else _times(x, other, -1)
 
 
 def _in_place(rule: Callable[..., Any]) -> Callable[..., Any]:
     """The rule of an operation in place: the factor of ``x`` itself changes; views made before are refused then."""
 
-    def change(x: Any, by: Any, **kwargs: Any) -> Any:
-        scaled = rule(x, by, **kwargs) if isinstance(x, Logits) else NotImplemented
+    def change(x: Any, other: Any, **kwargs: Any) -> Any:
+        scaled = rule(x, other, **kwargs) if isinstance(x, Logits) else NotImplemented
         if scaled is NotImplemented or scaled.dtype != x.dtype:
             return NotImplemented
+        if x.requires_grad and not torch.is_grad_enabled():
+            raise LogitlessError(
+                f"Logits: a change in place at {place()} where no gradient is recorded, of logits that have one: torch "
+                f"would leave the factor out of their gradient. Change them outside of no_grad, or take a copy: "
+                f"logits / temperature."
+            )
         x.gain = scaled.gain
         return x
 
@@ -270,7 +293,7 @@ def _sum(x: Any, *args: Any, **kwargs: Any) -> Any:
     now = x.stands()
     hidden, weight, bias = now.shared(now.hidden), now.weight, now.linear.bias
     wide = torch.promote_types(x.dtype, torch.float32)
-    h = hidden if not isinstance(x.gain, Tensor) else hidden * x.gain[..., None].to(hidden.dtype)
+    h = hidden if not isinstance(x.gain, Tensor) else hidden * x.gain[..., None]
     total = h.reshape(-1, h.shape[-1]).sum(0, dtype=wide) @ weight.sum(0, dtype=wide)
     if bias is not None:
         count = x.gain.sum() if isinstance(x.gain, Tensor) else math.prod(x.shape[:-1])
@@ -282,7 +305,7 @@ def _sum(x: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _mean(x: Any, *args: Any, **kwargs: Any) -> Any:
     """``mean()`` of everything, to keep a graph connected, too; the mean of each row is a reading."""
-    total = _sum(x, *args, **kwargs)
+    total = _sum(x, *args, **kwargs) if x.numel() else NotImplemented
     return total if total is NotImplemented else total / x.numel()
 
 
@@ -298,7 +321,8 @@ def _cat(tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> Any:
     if any(isinstance(x.gain, Tensor) or x.gain != first.gain for x in tensors):
         if _any_negative(*(x.gain for x in tensors)):
             return NotImplemented
-        gains = [x.gain if isinstance(x.gain, Tensor) else x.hidden.new_full(x.shape[:-1], x.gain) for x in tensors]
+        wide = {"dtype": torch.promote_types(first.dtype, torch.float32), "device": first.device}
+        gains = [x.gain if isinstance(x.gain, Tensor) else torch.full(x.shape[:-1], x.gain, **wide) for x in tensors]
         return like(first, hidden, gain=torch.cat(gains, dim % first.dim()), part=False)
     return like(first, hidden, part=False)
 
@@ -312,12 +336,13 @@ def _stack(tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> Any:
 
 CASTS = {"float": torch.float32, "bfloat16": torch.bfloat16, "half": torch.float16, "double": torch.float64}
 
-RULES.update({name: _along(name) for name in ("select", "narrow", "index_select", "unsqueeze", "squeeze")})
+RULES.update({name: _along(name) for name in ("select", "narrow", "index_select", "squeeze")})
 RULES.update({name: _split(name) for name in ("split", "chunk")})
 RULES.update({name: _cast(dtype) for name, dtype in CASTS.items()})
 for _names, _rule in (
     ("__getitem__", _item),
     ("unbind", _unbind),
+    ("unsqueeze", _unsqueeze),
     ("__iter__", lambda x: iter(_unbind(x)) if x.dim() > 1 else NotImplemented),
     ("view reshape", _view),
     ("view_as reshape_as", lambda x, other: _view(x, *other.shape)),

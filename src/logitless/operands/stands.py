@@ -119,9 +119,9 @@ class Stands:
 
     def same_head(self, other: Stands) -> bool:
         """Whether the rows of both are rows of one product with one softcap."""
-        if not _is_same(self.weight, other.weight) or self.squash != other.squash:
+        if not is_same(self.weight, other.weight) or self.squash != other.squash:
             return False
-        return all(_is_same(getattr(self.linear, f.name), getattr(other.linear, f.name)) for f in fields(Linear))
+        return all(is_same(getattr(self.linear, f.name), getattr(other.linear, f.name)) for f in fields(Linear))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -168,7 +168,7 @@ class Stands:
         return self.of(tensors).computed()
 
 
-def _is_same(a: Any, b: Any) -> bool:
+def is_same(a: Any, b: Any) -> bool:
     """Whether two operands or options are the same; without a graph, also two views of the same numbers."""
     if a is b or not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)

@@ -268,7 +268,7 @@ class Rows:
             raise LogitlessError(f"Rows.at: index has {index.numel()} entries but target has {target.numel()}.")
         past = check_distinct(index, num_tokens)
         shape = None if num_tokens is None else (num_tokens,)
-        return _single_sample(index.to(device), target.to(device), shape, reach=past)
+        return single_sample(index.to(device), target.to(device), shape, reach=past)
 
     @staticmethod
     def every(target: Tensor) -> Rows:
@@ -280,7 +280,7 @@ class Rows:
         dense(target, "Rows.every: target")
         flat = integers(target.flatten(), "Rows.every: target")
         index = torch.arange(flat.numel(), device=flat.device)
-        return _single_sample(index, flat, tuple(target.shape), in_order=True)
+        return single_sample(index, flat, tuple(target.shape), in_order=True)
 
     def __repr__(self) -> str:
         """One line without values, so that nothing waits for a device."""
@@ -480,7 +480,8 @@ def _select(
     )
 
 
-def _single_sample(index: Tensor, target: Tensor, shape: tuple[int, ...] | None, **more: Any) -> Rows:
+def single_sample(index: Tensor, target: Tensor, shape: tuple[int, ...] | None, **more: Any) -> Rows:
+    """Rows that were checked, as one sample. No number is looked at."""
     count, totals = index.numel(), (target != IGNORE).sum(0, keepdim=True)
     position = index if more.get("in_order") else torch.arange(count, device=index.device)
     return Rows(index, target, torch.zeros_like(index), position, shape, (count,), (count,), totals, **more)

@@ -276,6 +276,8 @@ class Projection:
 
 def rows_in(memory: Tensor, rows: int, columns: int) -> Tensor:
     """``[rows, columns]`` at the start of flat memory, each row beginning where products are fast."""
+    if columns * memory.element_size() % PIECE == 0:
+        return memory[: rows * columns].view(rows, columns)
     width = row_stride(columns, memory.element_size())
     return memory[: rows * width].view(rows, width)[:, :columns]
 

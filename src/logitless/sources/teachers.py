@@ -22,7 +22,7 @@ from logitless.errors import LogitlessError
 from logitless.machine import SLAB, pieces
 from logitless.operands import Logits, Teacher, Teachers
 from logitless.operands.logits import like
-from logitless.rows import Rows
+from logitless.rows.rows import single_sample
 from logitless.softmax import ELSEWHERE
 from logitless.sources.given import as_matrix
 from logitless.sources.linear import Projection, gathered_tokens
@@ -259,7 +259,7 @@ def grouped(given: Teacher | Teachers, call: Call) -> tuple[Call, Tensor | None]
         )
     order = _order(given, call)
     index = call.rows.index[order]
-    rows = Rows.at(index, call.rows.target[order])
+    rows = single_sample(index, call.rows.target[order], None)
     table = None if call.table is None else call.table.cut(order)
     ignored = None if call.ignored is None else call.ignored[order]
     places = {"index": index, "gain": call.gain[order], "column": call.column[order], "ignored": ignored}

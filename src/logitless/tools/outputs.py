@@ -40,6 +40,8 @@ def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     plain  128 B
     """
     rows = [list(row) for row in rows]
+    if not columns and not rows:
+        return ""
     try:
         from rich.box import Box
         from rich.console import Console
@@ -49,7 +51,7 @@ def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     # A box is eight lines of four characters, here all blank but the rule below the header.
     rule = Box("\n".join(["    ", "    ", " -  ", *["    "] * 5]) + "\n", ascii=True)
     table = Table(box=rule, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), show_header=bool(columns))
-    for place in range(len(columns) or max(map(len, rows), default=0)):
+    for place in range(len(columns) or max(map(len, rows))):
         numbers = bool(columns) and any(row[place][:1].isdigit() for row in rows)
         name = columns[place] if columns else ""
         table.add_column(name, justify="right" if numbers else "left", no_wrap=True)

@@ -86,12 +86,17 @@ def find_model(model: str) -> ModelShape:
     """
     if model.lower() in PRESETS:
         return PRESETS[model.lower()]
-    path = Path(model)
-    path = path / "config.json" if path.is_dir() else path
-    if path.is_file():
-        return _read_config(path)
+    path, reason = Path(model), ""
+    try:
+        path = path / "config.json" if path.is_dir() else path
+        if path.is_file():
+            return _read_config(path)
+    except OSError as error:
+        # A name that is too long, a folder that may not be read.
+        reason = f" ({error.strerror})"
+    shown = repr(model) if len(model) < 100 else f"{model[:97]!r}..."
     raise LogitlessError(
-        f"plan: model must be a config.json, a folder with one, or a preset but is {model!r}."
+        f"plan: model must be a config.json, a folder with one, or a preset but is {shown}{reason}."
         f"{did_you_mean(model.lower(), PRESETS)} Known: {', '.join(PRESETS)}."
     )
 
@@ -134,6 +139,8 @@ def find_count(text: str, option: str = "--tokens") -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([km]?)", text.strip().lower().replace(",", "").replace("_", ""))
     count = float(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2]] if match else 0.0
+    if count > 1 << 53:
+        raise LogitlessError(f"plan: {option} must be at most {1 << 53} tokens but is {text.strip()[:40]!r}.")
     if count < 1 or count != int(count):
         raise LogitlessError(f"plan: {option} must be a number of tokens, as 65536 or 64k, but is {text!r}.")
     return int(count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from logitless.errors import LogitlessError
 from logitless.tools.cli.doctor import doctor
 from logitless.tools.cli.plan import plan
 from logitless.tools.cli.score import score
-from logitless.tools.cli.shared import BAD_INPUT, BROKEN, Debug
+from logitless.tools.cli.shared import BAD_INPUT, BROKEN, UNREAD, Debug
 from logitless.tools.cli.tune import tune
 
 OF_CHECKOUTS = {
@@ -25,7 +26,21 @@ OF_CHECKOUTS = {
 """Commands that the package does not have, and how they are run from the top of a checkout."""
 
 
-class _Commands(TyperGroup):
+class _Piped(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                # Text that is still in the buffer may have no reader either.
+                sys.stdout.flush()
+        except BrokenPipeError:
+            # Python flushes once more when it ends, and would complain.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise Exit(UNREAD) from None
+
+
+class _Commands(_Piped):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] in OF_CHECKOUTS:
             raise LogitlessError(
@@ -35,7 +50,7 @@ class _Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-def new_app(group: type[TyperGroup] = TyperGroup, *, completion: bool = False) -> typer.Typer:
+def new_app(group: type[TyperGroup] = _Piped, *, completion: bool = False) -> typer.Typer:
     """A command with commands of its own, none yet; with completion, a shell can be taught to complete it."""
     # Plain help: the boxes of rich call a flag a <bool> and are wrapped at 80 columns wherever they go.
     return typer.Typer(

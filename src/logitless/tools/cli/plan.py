@@ -55,6 +55,7 @@ def plan(
 
     With --card, exit code 1 says that the recommended call does not fit.
     """
+    from logitless.errors.arguments import check_name
     from logitless.spec import parse_memory
     from logitless.tools.plan import LossStep, plan_model
     from logitless.tools.plan.show import as_json as plan_as_json
@@ -62,6 +63,7 @@ def plan(
 
     if in_use is not None and card is None:
         raise LogitlessError("plan: --in-use is a part of the card, and there is no --card. Give one, or leave it out.")
+    check_name(entropy, ("none", "value", "grad"), "plan: --entropy")
     wanted: Any = None if entropy == "none" else entropy
     step = LossStep(
         model=find_model(model),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +17,8 @@ from typer import Exit, Option
 
 from logitless.errors import LogitlessError
 
-NO, BAD_INPUT, BROKEN = 1, 2, 3
-"""Exit codes: the answer is no; wrong usage or input; anything else."""
+NO, BAD_INPUT, BROKEN, UNREAD = 1, 2, 3, 141
+"""Exit codes: the answer is no; wrong usage or input; anything else; whoever read the output has left."""
 
 AsJson = Annotated[bool, Option("--json", help="Print JSON instead of text.")]
 Debug = Annotated[bool, Option("--debug", help="Show where an error comes from.")]
@@ -31,9 +32,16 @@ def full_dtype(name: str) -> str:
     return SHORT_DTYPES.get(name.lower(), name)
 
 
+class _Console(Console):
+    """A console that leaves a closed pipe to the command: rich itself would end it with 1, the code for "no"."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def console() -> Console:
     """Prints text as it is, never wrapped; on a terminal, in colour."""
-    return Console(highlight=False, markup=False, soft_wrap=True)
+    return _Console(highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager
@@ -96,9 +104,14 @@ def pick_device(device: str | None, local_rank: int) -> str:
 
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    kind = device.partition(":")[0]
-    if kind not in ("cpu", "cuda"):
+    if re.fullmatch(r"(cpu|cuda)(:\d{1,3})?", device) is None:
         raise LogitlessError(f'device must be "cpu", "cuda" or "cuda:1" and so on but is {device!r}.')
-    if kind == "cuda" and not torch.cuda.is_available():
+    if device.startswith("cuda") and not torch.cuda.is_available():
         raise LogitlessError('device is "cuda" but torch sees no CUDA device. Use --device cpu.')
-    return f"cuda:{local_rank}" if device == "cuda" else device
+    device = f"cuda:{local_rank}" if device == "cuda" else device
+    count = torch.cuda.device_count() if device.startswith("cuda") else 0
+    if count and int(device.partition(":")[2]) >= count:
+        raise LogitlessError(
+            f'device is "{device}" but torch sees {count} CUDA devices, from cuda:0 on. Use one of them.'
+        )
+    return device

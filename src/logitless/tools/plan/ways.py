@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError
+from logitless.errors.arguments import LARGEST
 from logitless.loss import policy_loss
 from logitless.machine import Machine
 from logitless.memory import Estimate, Item, estimate, sized
@@ -26,6 +27,13 @@ from logitless.spec import EntropyMode, Head
 from logitless.tools.presets import ModelShape
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+ELEMENTS = LARGEST // 8
+"""Elements of a tensor whose bytes can be counted in 64 bits, eight for each."""
+
+MOST_TOKENS = 1 << 28
+"""Tokens of a rank. A dry call goes through all of its chunks, and on the meta device some of torch's functions make a
+tensor of tokens x tokens."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +69,34 @@ class LossStep:
         for name, value in {"tokens": self.tokens, "tp": self.tp, "cp": self.cp}.items():
             if type(value) is not int or value < 1:
                 raise LogitlessError(f"plan: {name} must be an integer of at least 1 but is {value!r}.")
+        sizes = f"vocabulary of {self.model.vocab} and a hidden size of {self.model.hidden}"
+        if self.model.hidden * self.model.vocab > ELEMENTS:
+            raise LogitlessError(f"plan: a {sizes} have more elements than 64 bits can count. Is it another config?")
+        for name, most in {"tp": self.model.vocab, "cp": ELEMENTS, "tokens": self.largest}.items():
+            if getattr(self, name) > most:
+                raise LogitlessError(
+                    f"plan: {name} must be at most {most} with a {sizes} but is {getattr(self, name)}."
+                )
         if not 0 < self.response_fraction <= 1:
             raise LogitlessError(
                 f"plan: response_fraction must be above 0 and at most 1 but is {self.response_fraction!r}."
             )
         if self.kept_ids is not None and not self.kept_ids >= 0:
             raise LogitlessError(f"plan: kept_ids must be 0 or more on average but is {self.kept_ids!r}.")
+        if self.kept_ids is not None and self.kept_ids > self.model.vocab:
+            raise LogitlessError(
+                f"plan: kept_ids must be at most the vocabulary of {self.model.vocab} but is {self.kept_ids!r}. It is "
+                f"the average of one response token, not the sum of all."
+            )
+        if self.entropy not in (None, "value", "grad"):
+            raise LogitlessError(f'plan: entropy must be None, "value" or "grad" but is {self.entropy!r}.')
         if self.dtype not in BYTES:
             raise LogitlessError(f"plan: dtype must be one of {list(BYTES)} but is {self.dtype!r}.")
+
+    @property
+    def largest(self) -> int:
+        """Most tokens of a micro-batch that can be planned: its tensors have sizes, its chunks are soon counted."""
+        return min(MOST_TOKENS, ELEMENTS // max(self.model.vocab, self.model.hidden)) * self.cp
 
     @property
     def local_tokens(self) -> int:
@@ -150,7 +178,7 @@ def forecast(way: Way, step: LossStep, free: int | None) -> Forecast:
     # The head's gradient is as large for one token as for a million.
     fixed = [item for item in _fullest(predicted.forward, predicted.backward) if item.name.startswith("d_weight")]
     # The gradient of all hidden states must fit in any way.
-    limit = free * step.cp // (GRAIN * step.model.hidden * BYTES[step.dtype]) + 1
+    limit = min(free * step.cp // (step.model.hidden * BYTES[step.dtype]), step.largest) // GRAIN + 1
 
     def peak(count: int) -> int:
         return way.predict(replace(step, tokens=count * GRAIN)).peak

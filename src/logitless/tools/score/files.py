@@ -27,6 +27,9 @@ STATISTICS |= {"logit_variance": float, "max_logit": float, "rank": int}
 RESULTS = ("index", "tokens", "logprob", "entropy", *STATISTICS, "truncated")
 """Fields of a result, which no field of the input may be kept as."""
 
+MOST_LEVELS = 40
+"""Lists or objects in each other in a field that goes to Parquet. PyArrow reads a hundred levels, two for a list."""
+
 ROW_GROUP = 4096
 """Records of a row group of the Parquet output, which are held in memory while it is written."""
 
@@ -89,13 +92,17 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """A file of records, the names of the fields that are read, and of those that go into the results (``keep``)."""
+    """A file of records, the names of the fields that are read, and of those that go into the results (``keep``).
+
+    ``columns`` says that the results will be Parquet, which does not hold every value that JSON does.
+    """
 
     path: Path
     prompt_key: str = "prompt"
     response_key: str = "response"
     messages_key: str = "messages"
     keep: Sequence[str] = ()
+    columns: bool = False
 
     def __post_init__(self) -> None:
         if not self.path.is_file():
@@ -134,7 +141,7 @@ class Source:
             return Reject(index, place, str(error))
 
     def _record(self, index: int, place: str, fields: dict[str, Any], texts: Texts) -> Record:
-        kept = {key: _kept_value(fields, key, place) for key in self.keep}
+        kept = {key: _kept_value(fields, key, place, self.columns) for key in self.keep}
         chat = fields.get(self.messages_key)
         if chat is not None and fields.get(self.prompt_key) is None:
             made = _named(f"{place}: {self.messages_key!r}", lambda: texts.conversation(chat))
@@ -247,15 +254,30 @@ def _named(place: str, act: Callable[[], Any]) -> Any:
         raise LogitlessError(f"score: {place}: {str(error).removeprefix('score: ').removesuffix('.')}.") from None
 
 
-def _kept_value(fields: dict[str, Any], key: str, place: str) -> Any:
+def _kept_value(fields: dict[str, Any], key: str, place: str, column: bool = False) -> Any:
     if key not in fields:
         names = ", ".join(map(repr, fields))
         raise LogitlessError(f"score: {place} has no field {key!r} to keep; it has {names or 'none'}. See --keep.")
     try:
         json.dumps(fields[key])
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise LogitlessError(f"score: {place}: {key!r} cannot be kept: {error}. Leave it out of --keep.") from None
+    if column and (reason := _no_cell(fields[key])) is not None:
+        raise LogitlessError(
+            f"score: {place}: {key!r} {reason}, which Parquet does not hold. Write .jsonl, or leave it out of --keep."
+        )
     return fields[key]
+
+
+def _no_cell(value: Any, level: int = 0) -> str | None:
+    """Why a value cannot stand in a column of Parquet whatever its type; None where it can."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        which = f"the integer {value}" if abs(value) < 10**30 else "an integer of more than 30 digits"
+        return f"has {which}, beyond 64 bits"
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if inner and level == MOST_LEVELS:
+        return f"has lists or objects in more than {MOST_LEVELS} levels"
+    return next((reason for x in inner if (reason := _no_cell(x, level + 1)) is not None), None)
 
 
 def _parquet_rows(source: Source) -> Iterator[Row]:
@@ -319,6 +341,20 @@ def write_rejects(lines: Iterable[bytes], path: Path) -> None:
         file.writelines(line.removeprefix(REJECTED) for line in lines if line.startswith(REJECTED))
 
 
+def are_rejects(path: Path) -> bool:
+    """Whether every line of a file is one of :func:`write_rejects`, and there is one."""
+    forms = [["index", unit, "reason"] for unit in ("line", "row")]
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                fields = json.loads(line)
+            except (ValueError, RecursionError):
+                return False
+            if not isinstance(fields, dict) or list(fields) not in forms:
+                return False
+        return file.tell() > 0
+
+
 def count_results(path: Path) -> int:
     """Whole records in a file of results: a line that was cut off is none, and a Parquet file that was has none."""
     if path.suffix == ".jsonl":
@@ -365,12 +401,26 @@ def _kept_schema(lines: Iterable[bytes]) -> Any:
                 f"score: a field to keep has half of a surrogate pair, which Parquet does not hold: {error}. Write "
                 f".jsonl."
             ) from None
-        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        except (pa.ArrowException, OverflowError) as error:
             reason = str(error).splitlines()[0].rstrip(".")
             raise LogitlessError(
                 f"score: the fields to keep have no one type, as a Parquet column must: {reason}. Write .jsonl."
             ) from None
+    for column in schema:
+        if _is_hollow(column.type):
+            raise LogitlessError(
+                f"score: {column.name!r} has an object that is empty in every record, which Parquet does not hold. "
+                f"Write .jsonl, or leave it out of --keep."
+            )
     return schema
+
+
+def _is_hollow(kind: Any) -> bool:
+    """Whether a type has an object without fields in it: one record with a field is enough for all."""
+    import pyarrow as pa
+
+    inner = [kind.field(i).type for i in range(kind.num_fields)]
+    return (pa.types.is_struct(kind) and not inner) or any(map(_is_hollow, inner))
 
 
 def _groups(lines: Iterable[bytes]) -> Iterator[list[dict[str, Any]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from logitless.collectives import table_over
 from logitless.errors import LogitlessError, did_you_mean
+from logitless.errors.arguments import LARGEST, check_flags, device_named, instance, refused, sequence
 from logitless.readings.table import STATS
 from logitless.spec import parse_memory
 from logitless.tools.score.files import RESULTS, Source, check_format
@@ -69,7 +69,8 @@ class Job:
     stats: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.temperature, int | float) and 0 < self.temperature < math.inf):
+        self._check_kinds()
+        if type(self.temperature) not in (int, float) or not 0 < self.temperature <= LARGEST:
             raise LogitlessError(f"score: temperature must be a positive finite number but is {self.temperature!r}.")
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
@@ -81,15 +82,33 @@ class Job:
         for name in self.keep:
             if name in RESULTS:
                 raise LogitlessError(f"score: the results have a field {name!r} of their own, so it cannot be kept.")
-        for name in ("tokens_per_batch", "records_per_part", "max_length"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise LogitlessError(f"score: {name} must be 1 or more but is {getattr(self, name)}.")
         check_format("the output", self.out)
-        check_apart(self.data, self.out)
+        check_apart(self.data, self.model, self.out)
         parse_memory(self.memory)
 
+    def _check_kinds(self) -> None:
+        """Raise for an option of another kind than the command line makes of it."""
+        for name in ("model", "data", "out"):
+            instance(getattr(self, name), Path, f"score: {name}", f" Pass Path({name}).")
+        for name in ("prompt_key", "response_key", "messages_key"):
+            instance(getattr(self, name), str, f"score: {name}")
+        for name in ("keep", "stats"):
+            given = sequence(getattr(self, name), f"score: {name}", "a tuple of names")
+            if not all(isinstance(x, str) for x in given):
+                raise refused(f"score: {name}", "a tuple of names", given)
+        for name in ("tokens_per_batch", "records_per_part", "max_length"):
+            number = getattr(self, name)
+            if name == "max_length" and number is None:
+                continue
+            if type(number) is not int or not 1 <= number <= LARGEST:
+                wanted = "1 or more" if type(number) is int and number < 1 else f"an integer of 1 to {LARGEST}"
+                raise refused(f"score: {name}", wanted, number)
+        device_named(self.device, "score: device")
+        check_flags("score", overwrite=self.overwrite, special_tokens=self.special_tokens)
+
     def source(self) -> Source:
-        return Source(self.data, self.prompt_key, self.response_key, self.messages_key, self.keep)
+        keys = (self.prompt_key, self.response_key, self.messages_key)
+        return Source(self.data, *keys, self.keep, columns=self.out.suffix == ".parquet")
 
     def settings(self) -> dict[str, Any]:
         """The options and files that decide about the results. The number of ranks does not."""
@@ -100,7 +119,7 @@ class Job:
         return {
             **{name: getattr(self, name) for name in chosen},
             "memory": parse_memory(self.memory),
-            "device": self.device.partition(":")[0],
+            "device": device_named(self.device, "score: device").type,
             "model": facts(self.model),
             "input": facts(self.data),
         }

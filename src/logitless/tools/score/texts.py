@@ -77,12 +77,19 @@ class Texts:
 
     def _render(self, messages: list[dict[str, Any]], answered: bool) -> list[int]:
         if importlib.util.find_spec("jinja2") is None:
-            raise LogitlessError("score: chat messages need jinja2. Install it, or logitless with its extra [score].")
+            raise NoTokenizer("score: chat messages need jinja2. Install it, or logitless with its extra [score].")
         from jinja2 import TemplateError
 
+        # The tokenizer is loaded outside of the try: that it is missing is no refusal of a template.
+        tokenizer = self._tokenizer
+        if getattr(tokenizer, "chat_template", "") is None:
+            raise NoTokenizer(
+                f"score: the input has chat messages, but the tokenizer in {self.folder} has no chat template. Put one "
+                f"there (chat_template.jinja), or give token ids."
+            )
         try:
             options = {"add_generation_prompt": answered, "tokenize": True, "return_dict": True}
-            rendered = self._tokenizer.apply_chat_template(messages, **options)
+            rendered = tokenizer.apply_chat_template(messages, **options)
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise LogitlessError(f"the chat template refuses it: {_first_line(error)}") from None
         return list(rendered["input_ids"])
@@ -109,7 +116,7 @@ class Texts:
 
 
 class NoTokenizer(LogitlessError):
-    """The error for a missing tokenizer. No record is skipped for it: it is not the fault of a record."""
+    """The error for a missing tokenizer, or a part of it. No record is skipped for it: no record is at fault."""
 
 
 def are_messages(value: Any) -> bool:

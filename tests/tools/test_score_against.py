@@ -1,0 +1,99 @@
+"""``score --against``: numbers that are none, results that are none, and reports that are JSON in any case."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from logitless.errors import LogitlessError
+from logitless.tools.score.against import Compared, compare, report_text, write
+from logitless.tools.score.run import Summary
+
+RESULT = {"index": 0, "tokens": [5, 6], "logprob": [-1.0, -2.0], "entropy": [1.0, 1.0]}
+
+
+def files(folder: Path, engine: object, results: list[dict] | None = None) -> tuple[Path, Path]:
+    data, out = folder / "in.jsonl", folder / "out.jsonl"
+    data.write_text(json.dumps({"prompt": [1], "response": [5, 6], "engine": engine}) + "\n")
+    out.write_text("".join(json.dumps(result) + "\n" for result in results or [RESULT]))
+    return data, out
+
+
+def strict(text: str) -> dict:
+    """JSON, which has no NaN and nothing infinite."""
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def compared(folder: Path, engine: list) -> tuple[Compared, dict]:
+    data, out = files(folder, engine)
+    found = write(compare(data, out, "engine"), out)
+    return found, strict(out.with_name("out.jsonl.mismatch.json").read_text())
+
+
+@pytest.mark.parametrize("engine", [[math.nan, math.inf], [-math.inf, -math.inf]])
+def test_no_token_is_finite(tmp_path: Path, engine: list):
+    found, report = compared(tmp_path, engine)
+    assert (report["tokens"], report["not_finite"], report["kl_k1"]) == (2, 2, None)
+    assert report["outliers"][0]["rollout_logprob"] is None
+    assert [path.name for path in found.files] == ["out.jsonl.mismatch.json"]
+    summary = Summary("out.jsonl", 1, 1, 2, 1.0)
+    assert "no figure: no token has two finite log-probs." in report_text(summary, found, False)
+    assert strict(report_text(summary, found, True))["mismatch"] == report
+
+
+def test_one_token_is_finite(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    found, report = compared(tmp_path, [-1.5, math.nan])
+    assert (report["not_finite"], report["outliers"][0]["position"]) == (1, 1)
+    assert len(found.files) == 3
+
+
+def test_nothing_to_compare(tmp_path: Path):
+    data, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    data.touch()
+    out.touch()
+    found = write(compare(data, out, "engine"), out)
+    report = strict(report_text(Summary(str(out), 0, 0, 0, 1.0), found, True))["mismatch"]
+    assert report["tokens"] == 0
+    assert set(report["quantiles"].values()) == {None}
+
+
+@pytest.mark.parametrize("large", [10**400, -(10**400)], ids=["above", "below"])
+def test_an_integer_that_no_float_holds(tmp_path: Path, large: int):
+    data, out = files(tmp_path, [-1.0, large])
+    with pytest.raises(LogitlessError, match=r"in\.jsonl, line 1: 'engine' must be a list of log-probs but has an int"):
+        compare(data, out, "engine")
+
+
+def test_an_integer_that_a_float_holds(tmp_path: Path):
+    data, out = files(tmp_path, [-1, -(10**30)])
+    assert compare(data, out, "engine").rollout_logprob.tolist() == [-1.0, -1e30]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"logprob": [-1.0, "x"]}, r"'logprob' must be a list of log-probs but is \[-1.0, 'x'\]"),
+        ({"logprob": [-1.0, 10**400]}, r"'logprob' must be a list of log-probs but has an integer"),
+        ({"logprob": 3}, r"'logprob' must be a list of log-probs but is 3"),
+        ({"logprob": [-1.0]}, r"is no result: wanted an 'index', 'tokens' and as many 'logprob' but got"),
+        ({"tokens": [5, "x"]}, "is no result"),
+        ({"tokens": [5, 10**30]}, "is no result"),
+        ({"tokens": None}, "is no result"),
+        ({"index": [0]}, "is no result.*Was the file changed after it was written"),
+    ],
+)
+def test_a_result_that_is_none_is_named(tmp_path: Path, change: dict, text: str):
+    data, out = files(tmp_path, [-1.0, -2.0], [RESULT | change])
+    with pytest.raises(LogitlessError, match=rf"out\.jsonl, line 1.*{text}"):
+        compare(data, out, "engine")
+
+
+@pytest.mark.parametrize(("seconds", "speed"), [(2.0, "300 tokens in 2.0 s, 150 tokens/s"), (0.0, "in 0.0 s, 3000000")])
+def test_the_summary_tells_the_speed(seconds: float, speed: str):
+    text = report_text(Summary("out.jsonl", 5, 3, 300, seconds), None, False)
+    assert text.splitlines()[0] == "out.jsonl: 5 records (2 were there)"
+    assert speed.replace("tokens in", "response tokens in") in text
