@@ -114,6 +114,30 @@ def beside_a_teacher(rank: int, world: int) -> list[tuple[bool, list[float]]]:
     return found
 
 
+def without_gradients(rank: int, world: int, cuts: tuple[int, ...]) -> list[Answer]:
+    hidden, weight, target = operands()
+    start, stop = cuts[rank], cuts[rank + 1]
+    logits, found = ll.Logits(hidden, weight[start:stop], shard=ll.VocabShard(start, stop, dist.group.WORLD)), []
+    for memory in BUDGETS:
+        try:
+            found.append(Answer(ll.logprobs(logits, target, memory=memory).logprob))
+        except ll.LogitlessError as error:
+            found.append(Answer(refused=str(error)))
+    return found
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_without_gradients(ranks, name: str):
+    """Then a rank without columns takes what the others take."""
+    exact, plain = (right(V, dtype) for dtype in (torch.float64, torch.float32))
+    by_rank = ranks(without_gradients, 3, CUTS[name], timeout=40)
+    refused = [[bool(answer.refused) for answer in answers] for answers in by_rank]
+    assert refused[0] == refused[1] == refused[2] == sorted(refused[0], reverse=True)
+    assert 0 < sum(refused[0]) < len(BUDGETS)
+    for answer in (answer for answers in by_rank for answer in answers if not answer.refused):
+        assert_close_to_truth(answer.logprob, exact.logprob, plain.logprob)
+
+
 def test_beside_a_teacher_of_other_ids(ranks):
     first, second = ranks(beside_a_teacher, 2, timeout=40)
     assert first == second
