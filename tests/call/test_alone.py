@@ -21,6 +21,7 @@ from logitless.machine import product_sizes
 from logitless.memory import sized
 from logitless.objectives import inputs
 from logitless.operands import Linear
+from logitless.operands.logits import like
 from logitless.operands.sampling import Sampling
 from logitless.passes.own_terms import differs
 from logitless.readings.table import Table
@@ -268,3 +269,14 @@ def test_chunks_of_two_models_in_one_kernel_cover_all_rows():
 def test_what_a_table_shows_is_shown_as_it_is():
     names = ["[red]x[/red]", ":smile:", "a 'text' of 3"]
     assert text_table(("name",), [(name,) for name in names]).splitlines()[2:] == names
+
+
+def test_factors_of_rows_that_nobody_could_look_at():
+    """On an accelerator; there a row whose factor is not above 0 is NaN, a student's and a teacher's."""
+    torch.manual_seed(0)
+    logits, other = (ll.Logits(torch.randn(3, 4), torch.randn(9, 4)) for _ in range(2))
+    target, factors = torch.tensor([1, 2, 3]), torch.tensor([0.5, -1.0, torch.inf])
+    own = ll.logprobs(like(logits, gain=factors), target).logprob
+    taught = ll.logprobs(logits, target, teacher=like(other, gain=factors), stats=("teacher_top1",))
+    assert own.isnan().tolist() == [False, True, True]
+    assert taught.divergence.isnan().tolist() == [False, True, True]

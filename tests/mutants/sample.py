@@ -36,6 +36,8 @@ from operators import Change, changes
 
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 GIB = 1 << 30
+ALONE = "test_alone.py"
+"""The file of tests of rules that whole calls hide."""
 SEVERAL = 6
 """Times the budget, for those that survived."""
 UNFIT, FAILED, LOST = 71, 72, 70
@@ -214,9 +216,10 @@ class Sampler:
                 total += cost
                 chosen.append((test, seconds))
         if everything:
-            # Written since the lines were traced.
+            # Written since the lines were traced: of the same part, or about rules alone.
             traced = {test for test, _ in self.lines.tests}
-            chosen = [(test, 1.0) for test in self.items if test not in traced] + chosen
+            since = (test for test in self.items if test not in traced and not self.starts_ranks(test))
+            chosen = [(test, 1.0) for test in since if f"/{part}/" in test or ALONE in test] + chosen
         return chosen
 
     def starts_ranks(self, test: str) -> bool:

@@ -18,7 +18,7 @@ from logitless.call.dry import ACTIVE, under_way
 from logitless.errors import LogitlessError
 from logitless.machine import CPU, Machine
 from logitless.operands import Given, Linear, Logits, LoRA
-from logitless.operands.stands import Bits, Stands
+from logitless.operands.stands import Bits, Stands, factors_of_rows
 from logitless.readings.table import Table
 from logitless.softmax import target_column
 from logitless.spec import IGNORE, Head, VocabShard, accumulation_dtype, parse_memory
@@ -195,9 +195,8 @@ def _carried(caller: str, head: Head, stands: Stands, rows: Any, gain: Tensor) -
     if isinstance(stands.gain, Tensor):
         if stands.linear.sequence_parallel:
             raise checks.split_factor(caller, "the Logits carry", "head=Head(temperature=...)")
-        factor = stands.gain.detach().reshape(-1).to(gain)
+        factor = factors_of_rows(stands.gain, gain)
         factor = factor if rows.in_order else factor[rows.index]
-        factor = torch.where((factor > 0) & factor.isfinite(), factor, torch.nan)
         return gain * factor, stands.squash, head.scale < 0, False
     negative = head.scale * stands.gain < 0
     if head.softcap is not None:

@@ -62,7 +62,9 @@ def check_flags(caller: str, **given: Any) -> None:
 
 def is_number(x: Any) -> bool:
     """Whether it is a finite number that float64 holds, and no truth value."""
-    return isinstance(x, Real) and not isinstance(x, bool) and abs(x) <= LARGEST
+    # An integer may be too long for a float.
+    whole = isinstance(x, int) and not isinstance(x, bool) and abs(x) <= LARGEST
+    return whole or (isinstance(x, Real) and not isinstance(x, int) and abs(float(x)) <= LARGEST)
 
 
 def check_name(x: Any, known: Iterable[str], argument: str) -> None:

@@ -168,6 +168,13 @@ class Stands:
         return self.of(tensors).computed()
 
 
+def factors_of_rows(gain: Tensor, like: Tensor) -> Tensor:
+    """``[T]`` one factor for each row, in the dtype of another. On an accelerator nobody looked whether all are above 0;
+    one that is not would turn the order of its row around, and makes it NaN."""
+    factor = gain.detach().reshape(-1).to(like)
+    return torch.where((factor > 0) & factor.isfinite(), factor, torch.nan)
+
+
 def is_same(a: Any, b: Any) -> bool:
     """Whether two operands or options are the same; without a graph, also two views of the same numbers."""
     if a is b or not isinstance(a, Tensor) or not isinstance(b, Tensor):

@@ -22,6 +22,7 @@ from logitless.errors import LogitlessError
 from logitless.machine import SLAB, pieces
 from logitless.operands import Logits, Teacher, Teachers
 from logitless.operands.logits import like
+from logitless.operands.stands import factors_of_rows
 from logitless.rows.rows import single_sample
 from logitless.softmax import ELSEWHERE
 from logitless.sources.given import as_matrix
@@ -443,7 +444,7 @@ def own_gain(teacher: Teacher, call: Call, dtype: torch.dtype, order: Tensor | N
     if not isinstance(factor, Tensor):
         # The head's scale has it.
         return gain
-    return gain * factor.detach().reshape(-1).to(gain)[tokens_beside(teacher, call)]
+    return gain * factors_of_rows(factor, gain)[tokens_beside(teacher, call)]
 
 
 def source_columns(teacher: Teacher, call: Call, columns: int) -> Tensor | None:
