@@ -169,8 +169,8 @@ class Stands:
 
 
 def factors_of_rows(gain: Tensor, like: Tensor) -> Tensor:
-    """``[T]`` one factor for each row, in the dtype of another. On an accelerator nobody looked whether all are above 0;
-    one that is not would turn the order of its row around, and makes it NaN."""
+    """``[T]`` one factor for each row, in the dtype of another. On an accelerator nobody looked whether all are above
+    0; one that is not would turn the order of its row around, and makes it NaN."""
     factor = gain.detach().reshape(-1).to(like)
     return torch.where((factor > 0) & factor.isfinite(), factor, torch.nan)
 
