@@ -22,7 +22,7 @@ from logitless.operands import Logits
 from logitless.operands.applied import applied
 from logitless.operands.logits import RULES, like
 from logitless.operands.passed_on import same
-from logitless.operands.stands import is_same
+from logitless.operands.stands import Stands, is_same
 
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "log p": lambda x: x.log_softmax(-1),
@@ -98,17 +98,20 @@ def same_logits(one: Logits, other: Logits) -> bool:
     if one is other:
         return True
     a, b = one.stands(), other.stands()
-    gain = a.gain is b.gain or (not isinstance(a.gain, Tensor) and not isinstance(b.gain, Tensor) and a.gain == b.gain)
-    return a.hidden is b.hidden and a.same_head(b) and gain and one.shape == other.shape
+    return a.hidden is b.hidden and a.same_head(b) and _same_gain(a, b) and one.shape == other.shape
 
 
 def same_numbers(one: Logits, other: Logits) -> bool:
     """The same, whether or not there is a graph behind each: their operands lie in the same memory."""
     a, b = one.stands(), other.stands()
-    gain = a.gain is b.gain or (not isinstance(a.gain, Tensor) and not isinstance(b.gain, Tensor) and a.gain == b.gain)
     own, others = ([x.detach() for x in y.tensors()] for y in (a, b))
     alike = len(own) == len(others) and all(map(is_same, own, others))
-    return alike and gain and a.squash == b.squash and one.shape == other.shape
+    return alike and _same_gain(a, b) and a.squash == b.squash and one.shape == other.shape
+
+
+def _same_gain(a: Stands, b: Stands) -> bool:
+    """Whether both have one factor; of factors of rows, the same tensor."""
+    return a.gain is b.gain or (not isinstance(a.gain, Tensor) and not isinstance(b.gain, Tensor) and a.gain == b.gain)
 
 
 def _product(one: Any, other: Any) -> Any:
