@@ -31,7 +31,7 @@ from benchmarks.bench.records import Environment
 from logitless.backends import triton as backend
 from logitless.backends.contract import Problem, Product
 from logitless.backends.triton import products
-from logitless.machine import ProductSizes
+from logitless.product_table import ProductSizes
 from logitless.softmax import Statistic, merge, solved, target_column
 
 TOKENS, VOCAB, SLAB, SAMPLED, ROWS = 16384, 151936, 8448, 64, 2048

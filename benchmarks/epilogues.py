@@ -1,7 +1,7 @@
 """Products that end in a softmax beside the bare product, over hidden sizes and configurations.
 
     python benchmarks/epilogues.py
-    python benchmarks/epilogues.py --hidden 1024 --only 128x128
+    python benchmarks/epilogues.py --hidden 1024 --only turns "s3$"
 
 Each number is a multiple of the bare bfloat16 product in the same run, which the library makes in slabs of columns: the
 statistic's kernel alone, the same with its merge, dZ slab by slab, exponentials of all rows, and dZ over those, which
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import random
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from logitless.backends.contract import Problem, Product
 from logitless.backends.triton import products
-from logitless.machine import ProductSizes, product_sizes, tiles_per_part
+from logitless.product_table import ProductSizes, product_sizes, tiles_per_part
 from logitless.softmax import Coefficients, Normaliser, Statistic, coefficients, normaliser
 
 TOKENS, VOCAB, SLAB, SAMPLED, REPEATS = 16384, 151936, 8448, 64, 5
@@ -40,6 +41,10 @@ def configurations() -> dict[str, ProductSizes]:
     def sizes(rows: int, columns: int, depth: int, **more: int | bool) -> ProductSizes:
         return ProductSizes(rows, columns, depth, tiles_per_part(-(-VOCAB // columns)))._replace(**more)
 
+    def turns(rows: int, columns: int, **more: int) -> ProductSizes:
+        tiles = tiles_per_part(-(-VOCAB // 256))
+        return ProductSizes(rows, columns, 64, tiles, warps=4, stages=5, turns=True)._replace(**more)
+
     return {
         "128x256x64 w8 s3": sizes(128, 256, 64),
         "128x256x64 w8 s3, not flattened": sizes(128, 256, 64, flatten=False),
@@ -47,6 +52,11 @@ def configurations() -> dict[str, ProductSizes]:
         "128x256x64 w8 s3, 18 tiles": sizes(128, 256, 64, tiles=18),
         "256x128x64 w8 s3": sizes(256, 128, 64, band=8),
         "128x128x64 w4 s3, two": sizes(128, 128, 64, warps=4, residents=2),
+        "128x128x64 by turns": turns(128, 128),
+        "128x128x64 by turns, band 8": turns(128, 128, band=8),
+        "128x128x64 by turns, band 32": turns(128, 128, band=32),
+        "128x128x64 by turns, 18 tiles": turns(128, 128, tiles=18),
+        "64x256x64 by turns, s4": turns(64, 256, stages=4),
     }
 
 
@@ -218,16 +228,17 @@ def measure(hidden: int, tried: dict[str, ProductSizes]) -> None:
         )
         for kernel, reason in refused[name].items():
             report(f"{'':40}{kernel}: {reason}")
-    report(f"same bits in every batch: {same_bits(case, product_sizes(VOCAB, hidden))}")
+    same = {turns: same_bits(case, product_sizes(VOCAB, hidden, turns=turns)) for turns in (False, True)}
+    report(f"same bits in every batch: {same[False]}; by turns: {same[True]}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hidden", type=int, nargs="+", default=[4096, 2048, 1024])
-    parser.add_argument("--only", default="", help="configurations whose name has this in it")
+    parser.add_argument("--only", nargs="+", default=[""], help="patterns of configurations")
     arguments = parser.parse_args()
     begin = time.monotonic()
-    tried = {name: sizes for name, sizes in configurations().items() if arguments.only in name}
+    tried = {name: x for name, x in configurations().items() if any(re.search(y, name) for y in arguments.only)}
     report(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for hidden in arguments.hidden:
         measure(hidden, tried)

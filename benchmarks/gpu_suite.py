@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_suite.py                                  three minutes; appends a record
     python benchmarks/gpu_suite.py --seconds 60 --json runs.jsonl   shorter, and elsewhere
+    python benchmarks/gpu_suite.py --jobs 8                         as many processes: most of the time kernels compile
     python benchmarks/gpu_suite.py tests/readings                   other files, all of them
 
 Only tests that take the device run (``pytest --device cuda --only-device``): the others are the CPU suite's. The record
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -45,10 +48,15 @@ FILES = (
 class Counted:
     """The pytest plugin that counts by file, and stops when the time is over."""
 
-    def __init__(self, seconds: float) -> None:
-        self.ends, self.collected = time.monotonic() + seconds, 0
+    def __init__(self, seconds: float, share: tuple[int, int] = (0, 1)) -> None:
+        self.ends, self.collected, self.share = time.monotonic() + seconds, 0, share
         self.files: dict[str, dict[str, int]] = defaultdict(lambda: {"passed": 0, "skipped": 0, "failed": 0})
         self.failed: list[str] = []
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Every so many tests, of the order in which all of them are collected."""
+        first, step = self.share
+        items[:] = items[first::step]
 
     def pytest_collection_finish(self, session: Any) -> None:
         self.collected = len(session.items)
@@ -75,22 +83,54 @@ class Counted:
         }
 
 
+def joined(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """The record of several processes, each of which had a share of the tests."""
+    files: dict[str, dict[str, int]] = defaultdict(lambda: {"passed": 0, "skipped": 0, "failed": 0})
+    for record in records:
+        for name, counts in record["files"].items():
+            for outcome, count in counts.items():
+                files[name][outcome] += count
+    numbers = {name: sum(x[name] for x in records) for name in ("passed", "skipped", "failed", "not_run")}
+    failures = [name for record in records for name in record["failures"]]
+    seconds = max(x["seconds"] for x in records)
+    return records[0] | numbers | {"failures": failures, "files": dict(sorted(files.items())), "seconds": seconds}
+
+
+def run(asked: argparse.Namespace, share: tuple[int, int]) -> dict[str, Any]:
+    """The record of the tests of this process."""
+    import pytest
+
+    began, counted = time.monotonic(), Counted(asked.seconds, share)
+    options = ["-q", "--tb=short", "-p", "no:cacheprovider", "--device", asked.device, "--only-device"]
+    paths = f"pythonpath={ROOT / 'src'} {ROOT} {ROOT / 'tests'}"
+    pytest.main([*options, "-o", paths, "--rootdir", str(ROOT), *(asked.files or FILES)], plugins=[counted])
+    here = Environment.here(torch.device(asked.device))
+    where = {"device": here.device, "commit": here.commit, "versions": here.versions, "date": here.date}
+    return counted.record(began) | where
+
+
+def run_shares(words: list[str], jobs: int) -> dict[str, Any]:
+    """The same in so many processes, each with a share of the tests."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{i}.jsonl" for i in range(jobs)]
+        command = [sys.executable, __file__, *words]
+        own = [[*command, "--jobs", "1", "--share", str(i), str(jobs), "--json", str(x)] for i, x in enumerate(files)]
+        for process in [subprocess.Popen(x) for x in own]:
+            process.wait()
+        return joined([json.loads(x.read_text(encoding="utf-8")) for x in files])
+
+
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="The tests of kernels on a GPU, within a few minutes.")
     parser.add_argument("files", nargs="*", help="default: the most important ones")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=180.0, help="no test is begun after so long; default 180")
     parser.add_argument("--json", type=Path, default=RECORDS, help="file to append the record to")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time; default 1")
+    parser.add_argument("--share", type=int, nargs=2, default=(0, 1), help="of this process: the tests I, I + N, ...")
+    words = sys.argv[1:] if words is None else words
     asked = parser.parse_args(words)
-    import pytest
-
-    began, counted = time.monotonic(), Counted(asked.seconds)
-    options = ["-q", "--tb=short", "-p", "no:cacheprovider", "--device", asked.device, "--only-device"]
-    paths = f"pythonpath={ROOT / 'src'} {ROOT} {ROOT / 'tests'}"
-    pytest.main([*options, "-o", paths, "--rootdir", str(ROOT), *(asked.files or FILES)], plugins=[counted])
-    here = Environment.here(torch.device(asked.device))
-    where = {"device": here.device, "commit": here.commit, "versions": here.versions, "date": here.date}
-    found = counted.record(began) | where
+    found = run_shares(words, asked.jobs) if asked.jobs > 1 else run(asked, tuple(asked.share))
     asked.json.parent.mkdir(parents=True, exist_ok=True)
     with asked.json.open("a", encoding="utf-8") as file:
         file.write(json.dumps(found) + "\n")

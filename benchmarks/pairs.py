@@ -25,7 +25,7 @@ from benchmarks.epilogues import milliseconds
 from logitless.backends.contract import Couple, Product
 from logitless.backends.divergences import Divergence
 from logitless.backends.triton import pairs, products
-from logitless.machine import PairSizes
+from logitless.product_table import PairSizes
 from logitless.softmax import Coefficients, Normaliser, Statistic
 
 TOKENS, VOCAB, SLAB, SAMPLED, CHUNK = 16384, 151936, 8448, 32, 4096

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import json
 import os
 import re
@@ -206,12 +207,16 @@ def launched_by(device: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> dict[s
     modules = (backend, products, dz_products, pairs, divergences, blocks)
     for module in modules:
         module.launch = counting
+    machine = Machine.of(torch.device(device))
     try:
-        for dtype in dtypes:
-            for call, options in CALLS.values():
-                call(device, dtype, **options)
-            for call, scope in KEPT.values():
-                call(device, dtype, kept=kept_of(device, scope), entropy="grad")
+        # Where products are made by turns, those from hidden states are made at once, too.
+        for turns in {False, machine.turns}:
+            with mock.patch.object(Machine, "of", return_value=replace(machine, turns=turns)):
+                for dtype, (name, (call, options)) in itertools.product(dtypes, CALLS.items()):
+                    if turns == machine.turns or name.startswith(("linear", "loss")):
+                        call(device, dtype, **options)
+        for dtype, (call, scope) in itertools.product(dtypes, KEPT.values()):
+            call(device, dtype, kept=kept_of(device, scope), entropy="grad")
     finally:
         for module in modules:
             module.launch = launch
@@ -224,16 +229,16 @@ def kernel_source() -> str:
 
 
 def all_kernels(source: str) -> list[str]:
-    """Functions under ``triton.jit`` that no other one calls, or hands to a reduction: what is launched.
+    """Functions under ``triton.jit`` or ``gluon.jit`` that no other one calls, or hands on: what is launched.
 
     >>> all_kernels("@triton.jit\\ndef f(x): return x\\n@triton.jit(debug=True)\\ndef g(x): f(x)")
     ['g']
     """
     functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-    jitted = [f for f in functions if any("triton.jit" in ast.unparse(d) for d in f.decorator_list)]
+    decorated = [(f, " ".join(map(ast.unparse, f.decorator_list))) for f in functions]
+    jitted = [f for f, words in decorated if "triton.jit" in words or "gluon.jit" in words]
     calls = [node for f in jitted for node in ast.walk(f) if isinstance(node, ast.Call)]
-    named = [x for node in calls for x in (node.func, *node.args)]
-    called = {x.id for x in named if isinstance(x, ast.Name)}
+    called = {x.id for node in calls for x in ast.walk(node) if isinstance(x, ast.Name)}
     return sorted(f.name for f in jitted if f.name not in called)
 
 

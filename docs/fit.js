@@ -89,7 +89,7 @@ function fromHidden(T, R, V, D, filling, fused) {
   const column = 4 * rows + 2 * block
   const apart = whole(min(floor(budget / column), floor(4096 * filling / rows)), V, filling)
   const wide = min(V, floor(apart * column / (2 * block)))
-  const columns = pick(fused, pick(wide >= V, V, wide - wide % 256), apart)
+  const columns = pick(fused, pick(wide >= V, V, wide - wide % 128), apart)
   const held = 2 * R * D + 48 * R + columns * pick(fused, 2 * block, column)
   const tall = min(R, 4096)
   const tile = 4 * tall * whole(min(floor(budget / 4 / tall), floor(8192 * filling / tall)), V, filling)
@@ -140,16 +140,16 @@ function ofLoss(T, R, V, D, filling, fused, capped) {
   const seconds = 3 * product + 10 * R * V / 4e12 + ceil(R / plain) * adding
   const rows = min(2048, R)
   const columns = whole(min(floor(budget / 32 / rows), floor(2048 * filling / rows)), V, filling)
-  const row = 2 * V + 4 * ceil(V / pick(fused, 256, columns))
+  const row = 2 * V + 4 * ceil(V / pick(fused, 128, columns))
   const short = chunk(R, max(1, floor((budget - 4 * rows * columns) / row)))
   const tiles = ceil(R / short) * ceil(short / 2048) * ceil(V / filling)
-  const filling_up = pick(fused, product + 0.9e-12 * R * V, max(product + 6 * R * V / 4e12 + tiles * 10e-6, tiles * 90e-6))
+  const filling_up = pick(fused, product + 0.1e-12 * R * V, max(product + 6 * R * V / 4e12 + tiles * 10e-6, tiles * 90e-6))
   const others = 2 * product + 4 * R * V / 4e12 + ceil(R / short) * adding + filling_up
   const exponentials = pick(R > plain, 1, 0) * pick(capped, 0, 1) * pick(others < 0.97 * seconds, 1, 0)
   const held = pick(exponentials, short * row + pick(fused, 0, 4 * rows * columns), 4 * plain * V)
   const launches = ceil(R * V / min(8192 * filling, budget / 16)) + ceil(R * V / min(4096 * filling, budget / 32))
   const apart = 4 * product + 10 * R * V / 4e12 + launches * 10e-6
-  const two = pick(fused, 4 * product + 1.2e-12 * R * V, apart)
+  const two = pick(fused, 4 * product + 0.2e-12 * R * V, apart)
   const step = pick(exponentials, short, plain)
   const sums = pick(fused, sumsOf(step, V, D, filling / 32), 0)
   const asked = pick(R > step, 0, pick(4 * R * V * D > 3e-3 * 685e12, 1, 0))

@@ -137,6 +137,9 @@ a newer wheel of torch is larger than what could be brought there; QuACK 0.6.5 b
 of 4,096 rows a chunk is refused where the hidden size is 4096 (at D = 1024 and V = 16384 its mean loss is off by 3e-7
 and its gradients by 3e-3). Liger's native kernels and Transformer Engine's cross entropy ran at D = 4096 alone.
 
+Ours were measured before [products by turns](decisions/0034-products-by-turns.md), which make a forward at D = 1024 a
+fifth faster and forward and backward a tenth, and change little at D = 4096 ([shapes](shapes.md)).
+
 Records from before 2026-11-16 were taken after a pause, on a cool chip, on which the first products run faster than in
 a long run; those after it follow some hundred milliseconds of products.
 """

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import zlib
+from dataclasses import replace
 
 import interpreter
 import poison
@@ -40,13 +41,32 @@ def pytest_collection_modifyitems(config, items) -> None:
     Where there is a GPU the kernels are compiled, and tests of kernels on CPU tensors have nothing to run them.
     """
     if config.getoption("--only-device"):
-        items[:] = [item for item in items if "device" in getattr(item, "fixturenames", ())]
+        # Those of test_cuda.py and its kin need no fixture to run on a GPU.
+        items[:] = [
+            x for x in items if "device" in getattr(x, "fixturenames", ()) or x.path.name.startswith("test_cuda")
+        ]
     for item in items:
         kernels = any(word in item.name for word in ("triton", "interpreter"))
         if torch.cuda.is_available() and kernels and "device" not in item.fixturenames:
             item.add_marker(pytest.mark.skip(reason="runs in Triton's interpreter, on machines without a GPU"))
         if torch.__version__ < (2, 11) and "compiled" in item.name:
             item.add_marker(pytest.mark.skip(reason="torch.compile from torch 2.11 on"))
+
+
+def pytest_generate_tests(metafunc) -> None:
+    """Products at once, and by turns where kernels are compiled: the interpreter knows no groups of warps."""
+    if "turns" in metafunc.fixturenames and metafunc.config.getoption("--device") == "cuda":
+        metafunc.parametrize("turns", ["at once", "by turns"], indirect=True)
+
+
+@pytest.fixture
+def turns(request, monkeypatch) -> bool:
+    """Whether the machine makes products by turns, in this test."""
+    from logitless.machine import Machine
+
+    asked, of = getattr(request, "param", "at once") == "by turns", Machine.of
+    monkeypatch.setattr(Machine, "of", staticmethod(lambda x: replace(of(x), turns=asked and x.type == "cuda")))
+    return asked
 
 
 @pytest.fixture

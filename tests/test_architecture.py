@@ -17,7 +17,7 @@ PACKAGE = Path(logitless.__file__).parent
 
 # Files and folders of the package in the order in which a batch passes them. Each imports only from those before it.
 ORDER = [
-    *("errors", "notes", "collectives", "spec", "machine"),
+    *("errors", "notes", "collectives", "spec", "machine", "product_table"),
     "rows",
     *("softmax", "operands", "backends", "readings", "call", "objectives"),
     *("route", "sources", "passes"),

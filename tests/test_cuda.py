@@ -6,6 +6,7 @@ Skipped where there is no CUDA device. The rest of the suite runs there too, wit
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -243,3 +244,48 @@ def test_torchs_functions_on_logits_that_are_not_computed(name: str, dtype: torc
         allowed = 2 * (theirs - right).abs().max() + 1e-6 * right.abs().max()
         assert (mine - right).abs().max() <= allowed
     assert peak < size[0] * size[1] * 4 // 2 + 3 * weight.numel() * 8
+
+
+@pytest.mark.parametrize(("rows", "columns", "width"), [(300, 20000, 1024), (4000, 5000, 136), (64, 151936, 256)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_by_turns_have_the_bits_of_others(rows: int, columns: int, width: int, dtype: torch.dtype):
+    """dZ to the last bit, where a ring is filled many times over, with fewer and with more units than programs; the
+    statistic is summed in other parts, and differs by their rounding."""
+    from logitless.backends.contract import Product
+    from logitless.backends.triton import products
+    from logitless.softmax import Coefficients, Normaliser
+
+    draw = partial(torch.randn, device="cuda")
+    x, w = draw(rows, width).to(dtype), (draw(columns, width) / width**0.5).to(dtype)
+    column = torch.randint(columns, (rows,), device="cuda")
+    numbers = [draw(rows) for _ in range(3)]
+    found = []
+    for turns in (False, True):
+        p = Product(x, w, None, column, torch.full((rows,), 1.25, device="cuda"), turns=turns)
+        lines, out = products.statistics(p), torch.full((rows, columns), torch.nan, device="cuda", dtype=dtype)
+        norm = Normaliser(lines[0], lines[1].log())
+        products.gradient(p, norm if not found else found[0][2], Coefficients(*numbers), out)
+        found.append((lines, out, norm))
+    (plain, d_z, _), (lines, ours, _) = found
+    assert torch.equal(ours, d_z)
+    assert torch.equal(lines[[0, 3]], plain[[0, 3]])
+    torch.testing.assert_close(lines[1:3], plain[1:3], rtol=2e-6, atol=1e-6)
+
+
+def test_a_logprob_by_turns_beside_float64():
+    """A real width and vocabulary, all tiles, odd rows."""
+    hidden = torch.randn(515, 1024, device="cuda").bfloat16().requires_grad_()
+    weight = (2 * torch.randn(151936, 1024, device="cuda") / 32).bfloat16().requires_grad_()
+    target = torch.randint(151936, (515,), device="cuda")
+    out = ll.logprobs(ll.Logits(hidden, weight), target, entropy="grad")
+    z = hidden.detach().double() @ weight.detach().double().T
+    wide = torch.log_softmax(z, -1)
+    truth = wide.gather(1, target[:, None])[:, 0]
+    assert (out.logprob - truth).abs().max() < 6e-5
+    assert (out.entropy + (wide.exp() * wide).sum(-1)).abs().max() < 6e-5
+    (out.logprob.sum() + out.entropy.sum()).backward()
+    p = wide.exp()
+    h = -(p * wide).sum(-1, keepdim=True)
+    d_z = torch.zeros_like(p).scatter_(1, target[:, None], 1.0) - p - p * (wide + h)
+    for ours, exact in ((hidden.grad, d_z @ weight.detach().double()), (weight.grad, d_z.T @ hidden.detach().double())):
+        assert (ours.double() - exact).norm() / exact.norm() < 4e-3

@@ -54,7 +54,8 @@ def test_the_program_launches_every_kernel(monkeypatch, device: torch.device):
     small = {name: entry for name, entry in sanitize.CALLS.items() if "tile" not in name and "padding" not in name}
     monkeypatch.setattr(sanitize, "CALLS", small)
     launched = sanitize.launched_by(device.type, (torch.bfloat16,))
-    assert sorted(launched) == NAMES
+    # Those in Gluon are for cards alone.
+    assert sorted(launched) == [name for name in NAMES if device.type == "cuda" or not name.startswith("turns_")]
     assert min(launched.values()) > 0
 
 

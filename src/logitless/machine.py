@@ -11,10 +11,11 @@ then read from the file that LOGITLESS_MACHINE names. CPUs get sizes that stay n
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import json
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +54,9 @@ BLOCK = 1024
 """Rows, as wide as the hidden states, that plain torch scales or mixes at a time."""
 
 
+GLUON = ("3.6",)
+"""Versions of Triton whose Gluon, which changes with every release, has run the kernels that are written in it."""
+
 TABLE = "LOGITLESS_MACHINE"
 """Environment variable that names a table of the card at hand."""
 
@@ -87,6 +91,7 @@ class Costs(NamedTuple):
         tile: time that the CPU takes to launch a tile with its exponentials; a device that is faster waits.
         statistic, gradient, exponentials: time per logit that a product takes longer if it ends in the statistic, in
             dZ, or in the exponentials.
+        turns: the same of a product by turns, whatever it ends in.
         pair_sums, pair_gradient, pair_stored: the same of two products in one tile that end in the sums of a KL, in dZ,
             or in the sums with 16 bits of each model. ``logitless tune`` does not measure them.
     """
@@ -99,6 +104,7 @@ class Costs(NamedTuple):
     statistic: float
     gradient: float
     exponentials: float
+    turns: float = 0.1e-12
     pair_sums: float = 2.5e-12
     pair_gradient: float = 2.0e-12
     pair_stored: float = 4.4e-12
@@ -124,6 +130,7 @@ class Machine:
         costs: what work costs; None where nobody measured.
         dz_programs: programs of Triton's products of dZ that run at the same time; 0 where the library's are taken. A
             CPU has 3, so that tests see a program work off several tiles.
+        turns: whether products that end in a softmax are made by turns (``turns_kernels.py``).
     """
 
     name: str
@@ -139,6 +146,7 @@ class Machine:
     same_tiles: bool
     costs: Costs | None
     dz_programs: int = 0
+    turns: bool = False
 
     @staticmethod
     def card(name: str, multiprocessors: int, capability: int) -> Machine:
@@ -179,6 +187,7 @@ def _gpu(name: str, multiprocessors: int, costs: Costs | None, epilogues: bool, 
         same_tiles=False,
         costs=costs,
         dz_programs=multiprocessors if capability == 9 else 0,
+        turns=capability == 9,
     )
 
 
@@ -225,10 +234,23 @@ CPU = Machine(
 @functools.cache
 def _card(index: int | None) -> Machine:
     facts = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    # AMD's cards have numbers of their own, of which some are 9, too.
+    capability = facts.major if torch.version.hip is None else 0
     path = os.environ.get(TABLE)
     if path:
-        return tuned(Path(path), facts.name, facts.multi_processor_count, facts.major)
-    return Machine.card(facts.name, facts.multi_processor_count, facts.major)
+        machine = tuned(Path(path), facts.name, facts.multi_processor_count, capability)
+    else:
+        machine = Machine.card(facts.name, facts.multi_processor_count, capability)
+    return machine if gluon_ran() else replace(machine, turns=False)
+
+
+def gluon_ran() -> bool:
+    """Whether the Triton that is installed is of a version whose Gluon has run our kernels."""
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return ".".join(version.split(".")[:2]) in GLUON
 
 
 def tuned(path: Path, name: str, count: int, capability: int) -> Machine:
@@ -390,98 +412,6 @@ def sums_sizes(width: int) -> dict[str, Any]:
     block = min(1024, _power_of_two(width))
     # 4 entries a step 0.83 ms less than 8 in all sums of a mix of supports at D = 4096, 1.7 ms less than 16.
     return {"ENTRIES": 4, "BLOCK": block, "STAGES": 3, "num_warps": max(1, block // 256)}
-
-
-class ProductSizes(NamedTuple):
-    """Sizes of a matrix product that ends in a softmax.
-
-    Attributes:
-        rows, columns, depth: of a tile of logits, and of its operands at a time.
-        tiles: column tiles whose statistic stays in registers, to be stored as one part of the row; 0 where every 128
-            columns are a part.
-        band: row blocks that are worked on side by side, sharing their columns in L2.
-        residents: programs on a multiprocessor at the same time.
-        warps, stages: of a program, and of its loads.
-        flatten: whether loads of the next tile start before a tile ends.
-    """
-
-    rows: int
-    columns: int
-    depth: int
-    tiles: int
-    band: int = 16
-    residents: int = 1
-    warps: int = 8
-    stages: int = 3
-    flatten: bool = True
-
-    def groups(self, columns: int) -> int:
-        """How many parts the statistic of a row has."""
-        return -(-columns // (self.columns * self.tiles if self.tiles else ALIGNED))
-
-
-def product_sizes(columns: int, width: int, canonical: bool = False) -> ProductSizes:
-    """Sizes for operands of this width. The number of rows has no say: a row has the same bits in every batch.
-
-    Args:
-        canonical: of products whose parts are blocks of 128 columns.
-    """
-    if canonical:
-        # H200, as below, with the merge, D = 4096, 2048 and 1024: 256 x 128 x 64 with a band of 8 1.06, 1.10, 1.19; two
-        # programs with 128 x 128 and 4 warps, a band of 16 1.16, 1.07, 1.06, a band of 8 1.08, 1.04, 1.07.
-        if width < 3072:
-            return ProductSizes(128, 128, 64, 0, band=16 if width < 1536 else 8, residents=2, warps=4)
-        return ProductSizes(256, 128, 64, 0, band=8)
-    # H200, bfloat16, T = 16384, V = 151936, in multiples of the bare product (benchmarks/epilogues.py): the statistic
-    # with its merge, dZ, exponentials. 128 x 256 x 64, 8 warps, 3 stages: 1.09, 1.12, 1.28 at D = 1024; 1.06, 1.07,
-    # 1.15 at 2048; 1.04, 1.05, 1.07 at 4096. 256 x 128, whose numbers per row have to be exchanged between warps: 1.10,
-    # 1.21, 1.26; 1.05, 1.14, 1.16; 1.03, 1.08, 1.09. A fourth stage, for which tiles are stored in halves, gains
-    # nothing: 1.11, 1.14, 1.26 at 1024. Not flattened 1.21, 1.27, 1.39 there.
-    return ProductSizes(128, 256, 64, tiles_per_part(-(-columns // 256)))
-
-
-class PairSizes(NamedTuple):
-    """Sizes of two matrix products in one tile.
-
-    Attributes:
-        rows, columns, depth, band, residents, warps, stages, flatten: as of :class:`ProductSizes`.
-        joint: whether both are summed in one loop, which needs equal widths.
-    """
-
-    rows: int
-    columns: int
-    depth: int
-    joint: bool = False
-    band: int = 16
-    residents: int = 1
-    warps: int = 8
-    stages: int = 4
-    flatten: bool = True
-
-
-def pair_sizes(width: int, other: int) -> PairSizes:
-    """Sizes for operands of these widths. The number of rows has no say."""
-    # H200, bfloat16, T = 16384, V = 151936, in multiples of two bare products (benchmarks/pairs.py): dZ of reverse KL,
-    # forward KL and jsd, the sums, the sums with 16 bits stored. 128 x 128 x 64, 4 stages, a band of 8: 1.06, 1.09,
-    # 1.11, 1.10, 1.18 at D = 4096; 1.20, 1.17, 1.31, 1.20, 1.36 at 2048. A band of 16: 1.08, 1.09, 1.06, 1.11, 1.20;
-    # 1.15, 1.20, 1.33, 1.27, 1.49. 6 stages 1.17, 1.17, 1.18, 1.10, 1.27 and 1.16, 1.19, 1.29, 1.27, 1.46. Not
-    # flattened is no slower. 64 x 256 1.06, 1.09, 1.15, 1.14, 1.25 and 1.17, 1.26, 1.30, 1.29, 1.52. One loop for both
-    # 1.5 to 1.8, two programs of 64 x 128 1.2 to 1.4.
-    # Widths of one step leave no loop over them, and the loads of both products are stages of the loop over tiles: four
-    # would take 257 and 288 KiB of shared memory, of which there are 227.
-    return PairSizes(128, 128, 64, band=8, stages=4 if max(width, other) > 64 else 2)
-
-
-def tiles_per_part(num_tiles: int) -> int:
-    """How many column tiles make a part: about 8, such that little of the last part lies past the last column.
-
-    Few columns make smaller parts, so that there is work for all multiprocessors.
-
-    >>> [tiles_per_part(n) for n in (1024, 594, 125, 99, 3)]
-    [8, 9, 5, 3, 1]
-    """
-    most = max(1, min(10, num_tiles // 24))
-    return min(range(max(1, most * 3 // 5), most + 1), key=lambda n: (-num_tiles % n, abs(n - 8)))
 
 
 @functools.cache

@@ -99,7 +99,7 @@ def test_values_and_gradients(how: str, dtype: torch.dtype, backend: str, device
         # No detour through 16 bits.
         assert not torch.equal(leaf.weight.grad, leaf.weight.grad.to(HALF[0]).float())
     if backend == "triton" and how in ("trained", "frozen"):
-        assert "product_statistics_kernel" in launched
+        assert {"product_statistics_kernel", "turns_statistics_kernel"} & set(launched)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -164,6 +164,17 @@ def test_a_teacher_in_parts(mapped: bool, device: torch.device):
     other = torch.empty_like(z).index_copy_(1, ids, operands.hidden.double() @ operands.weight.double().T)
     p, q = other.log_softmax(1), z.log_softmax(1)
     torch.testing.assert_close(found.double().cpu(), (p.exp() * (p - q)).sum(1), rtol=1e-4, atol=1e-5)
+
+
+def test_without_kernels_a_float32_weight_is_multiplied_as_it_is():
+    """On a CPU nothing is cut into parts: hidden states are widened, and the bits are those of a float32 layer."""
+    operands, target = draw(torch.bfloat16), torch.randint(VOCAB, (TOKENS,))
+    for backend in ("reference", "tiled"):
+        narrow, wide = (
+            ll.logprobs(ll.Logits(x, operands.weight, bias=operands.bias), target, backend=backend).logprob
+            for x in (operands.hidden, operands.hidden.float())
+        )
+        assert torch.equal(narrow, wide)
 
 
 def test_the_precision_is_seen(device: torch.device):

@@ -17,7 +17,7 @@ import logitless as ll
 from logitless.backends import load
 from logitless.backends.contract import Problem, Running, over
 from logitless.backends.triton import products
-from logitless.machine import ProductSizes
+from logitless.product_table import ProductSizes
 from logitless.softmax import Coefficients, Normaliser
 
 ROWS, COLUMNS = 3, 40

@@ -13,7 +13,7 @@ from truth import plain, truth
 from logitless.backends import load, reference
 from logitless.backends.contract import Problem, Product, Running
 from logitless.backends.triton import products
-from logitless.machine import ProductSizes, product_sizes
+from logitless.product_table import ProductSizes, product_sizes
 from logitless.softmax import ELSEWHERE, SKIP, Coefficients, Normaliser, Statistic, coefficients, normaliser
 
 # NumPy, which runs the kernels in Triton's interpreter, reports the maximum of rows that are NaN and left out.
@@ -23,7 +23,14 @@ INF = torch.inf
 ROWS, COLUMNS, WIDTH = 37, 101, 40
 SIZES = ProductSizes(rows=16, columns=32, depth=16, tiles=2, band=2)
 """Three blocks of rows, four tiles in two groups, three steps of a product; the last of each goes over the edge."""
+TURNS = SIZES._replace(rows=64, tiles=1, warps=4, stages=3, turns=True)
+"""The same tiles by turns, which a group of warps takes 64 rows for at least: a block, and two units of two parts."""
 LINES = ("m", "s", "w", "t", "t - m")
+
+
+@pytest.fixture
+def sizes(turns: bool) -> ProductSizes:
+    return TURNS if turns else SIZES
 
 
 def make(device, rows=ROWS, columns=COLUMNS, dtype=torch.bfloat16, bias=False, first=0, **options) -> Product:
@@ -96,18 +103,19 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_statistics(options: dict, device: torch.device):
+def test_statistics(options: dict, device: torch.device, sizes: ProductSizes):
     p = make(device, **options)
-    assert_statistic(p, products.statistics(p, sizes=SIZES))
+    assert_statistic(p, products.statistics(p, sizes=sizes))
 
 
 @pytest.mark.parametrize("spread", [1.0, 8.0])
-def test_results_of_rows(spread: float, device: torch.device):
-    """By an oracle that knows of no statistic, also where logits are tens apart."""
-    p = make(device)
-    index = torch.arange(ROWS, device=device)[p.column.clamp(0, COLUMNS - 1) == p.column]
+def test_results_of_rows(spread: float, device: torch.device, sizes: ProductSizes):
+    """By an oracle that knows of no statistic, also where logits are tens apart. Rows enough that plain torch is not
+    lucky in all of them."""
+    p = make(device, 4 * ROWS)
+    index = torch.arange(p.rows, device=device)[p.column.clamp(0, COLUMNS - 1) == p.column]
     p = replace(p, weight=p.weight * spread)
-    row = Statistic.of(products.statistics(p, sizes=SIZES)[:, index])
+    row = Statistic.of(products.statistics(p, sizes=sizes)[:, index])
     norm = normaliser(row)
     ours = (row.t - row.m - norm.log_sum, norm.log_sum - row.w / row.s, norm.reference + norm.log_sum)
     given = index, p.column[index]
@@ -118,18 +126,18 @@ def test_results_of_rows(spread: float, device: torch.device):
 
 
 @pytest.mark.parametrize("match", [torch.bfloat16, torch.float16], ids=str)
-def test_logits_are_rounded_once_and_after_the_bias(match: torch.dtype, device: torch.device):
+def test_logits_are_rounded_once_and_after_the_bias(match: torch.dtype, device: torch.device, sizes: ProductSizes):
     """Operands of few bits, so that products are exact, and every logit is rounded to the same number."""
     p = make(device, bias=True, logits_dtype=match)
     p = replace(p, **{name: (getattr(p, name) * 32).round() / 32 for name in ("hidden", "weight", "bias")})
     exact = twin(replace(p, logits_dtype=torch.float32), torch.float32).logits
     assert (twin(p, torch.float32).logits != exact).float().mean() > 0.5
-    assert_statistic(p, products.statistics(p, sizes=SIZES))
+    assert_statistic(p, products.statistics(p, sizes=sizes))
     out = torch.full((p.rows, p.columns), torch.nan, device=device, dtype=p.hidden.dtype)
-    assert_gradient(p, out, entropy=True)
+    assert_gradient(p, out, True, sizes)
 
 
-def assert_gradient(p: Product, out: Tensor, entropy: bool) -> None:
+def assert_gradient(p: Product, out: Tensor, entropy: bool, sizes: ProductSizes) -> None:
     torch.manual_seed(1)
     norm, coef = terms(p, torch.float64, entropy)
     truth = torch.empty(out.shape, device=out.device, dtype=torch.float64)
@@ -137,7 +145,7 @@ def assert_gradient(p: Product, out: Tensor, entropy: bool) -> None:
     near = Normaliser(*(x.float() for x in norm)), Coefficients(*(None if x is None else x.float() for x in coef))
     plain = torch.empty_like(out)
     reference.gradient(twin(p, torch.float32), *near, plain, None)
-    products.gradient(p, *near, out, SIZES)
+    products.gradient(p, *near, out, sizes)
     assert_gradient_close_to_truth(out, truth, plain)
     # The norm is that of the targets' elements, nearly; the others count by themselves.
     others = torch.arange(p.first, p.first + p.columns, device=out.device) != p.column[:, None]
@@ -158,35 +166,37 @@ GRADIENTS = {
 
 
 @pytest.mark.parametrize("options", GRADIENTS.values(), ids=GRADIENTS)
-def test_gradient(options: dict, device: torch.device):
+def test_gradient(options: dict, device: torch.device, sizes: ProductSizes):
     options = dict(options)
     entropy = options.pop("entropy")
     p = make(device, **options)
-    assert_gradient(p, torch.full((p.rows, p.columns), torch.nan, device=device, dtype=p.hidden.dtype), entropy)
+    assert_gradient(p, torch.full((p.rows, p.columns), torch.nan, device=device, dtype=p.hidden.dtype), entropy, sizes)
 
 
 @pytest.mark.parametrize(
     ("columns", "stride", "start", "described"),
     [(104, 128, 8, True), (101, 128, 8, False), (104, 128, 5, False), (104, 113, 8, False)],
 )
-def test_gradient_into_part_of_a_buffer(columns: int, stride: int, start: int, described: bool, device: torch.device):
+def test_gradient_into_part_of_a_buffer(
+    columns: int, stride: int, start: int, described: bool, device: torch.device, sizes: ProductSizes
+):
     """Through a descriptor where the rows are whole chunks of 16 bytes; nothing beside them is touched."""
     p = make(device, columns=columns)
     buffer = torch.full((ROWS + 1, stride), 7.0, device=device, dtype=torch.bfloat16)
     out = buffer[:ROWS, start : start + columns]
-    assert products.written(out, SIZES.rows, SIZES.columns)["DESCRIBED"] is described
-    assert_gradient(p, out, entropy=True)
+    assert products.written(out, sizes.rows, sizes.columns)["DESCRIBED"] is described
+    assert_gradient(p, out, True, sizes)
     out.fill_(7.0)
     assert (buffer == 7.0).all()
 
 
-def assert_exponentials(p: Product, values: Tensor, references: Tensor) -> None:
+def assert_exponentials(p: Product, values: Tensor, references: Tensor, sizes: ProductSizes) -> None:
     """References are maxima of tiles; exponentials are rounded once, and 0 at targets and in skipped rows."""
     z, _ = reference.transformed(twin(p, torch.float64))
-    tops = torch.stack([tile.amax(1) for tile in z.split(SIZES.columns, 1)])
+    tops = torch.stack([tile.amax(1) for tile in z.split(sizes.columns, 1)])
     read = p.column != SKIP
     torch.testing.assert_close(references[:, read].double(), tops[:, read], rtol=1e-6, atol=1e-6)
-    wanted = (z - references.double().repeat_interleave(SIZES.columns, 0)[: p.columns].T).exp()
+    wanted = (z - references.double().repeat_interleave(sizes.columns, 0)[: p.columns].T).exp()
     at = torch.arange(p.first, p.first + p.columns, device=z.device) == p.column[:, None]
     wanted = wanted.masked_fill(at | ~read[:, None], 0.0)
     assert_gradient_close_to_truth(values, wanted, wanted.to(values.dtype), "exponentials")
@@ -197,17 +207,19 @@ def assert_exponentials(p: Product, values: Tensor, references: Tensor) -> None:
     [({}, True, 1), ({"dtype": torch.float16, "first": 50}, False, 16)],
     ids=["bfloat16", "float16"],
 )
-def test_exponentials_become_gradients(options: dict, aligned: bool, steps: int, monkeypatch, device: torch.device):
+def test_exponentials_become_gradients(
+    options: dict, aligned: bool, steps: int, monkeypatch, device: torch.device, sizes: ProductSizes
+):
     """By the kernel that there is, and by its twin; as good as exponentials of logits that exist."""
     # Whole chunks of 16 bytes, which are stored through a descriptor, or not.
     columns, width = (104, 128) if aligned else (COLUMNS, COLUMNS)
     p = make(device, columns=columns, **options)
-    dtype, slab = p.hidden.dtype, SIZES.columns
+    dtype, slab = p.hidden.dtype, sizes.columns
     values = torch.full((ROWS, width), torch.nan, device=device, dtype=dtype)[:, :columns]
     references = torch.full((-(-columns // slab), ROWS), torch.nan, device=device)
-    stats = products.exponentials(p, values, references, sizes=SIZES)
+    stats = products.exponentials(p, values, references, sizes=sizes)
     assert_statistic(p, stats)
-    assert_exponentials(p, values, references)
+    assert_exponentials(p, values, references, sizes)
     norm, coef = terms(p, torch.float32, True)
     truth = torch.empty(ROWS, columns, device=device, dtype=torch.float64)
     wide = Normaliser(*(x.double() for x in norm)), Coefficients(*(x.double() for x in coef[:3]))
@@ -232,7 +244,7 @@ def test_exponentials_become_gradients(options: dict, aligned: bool, steps: int,
     assert torch.equal(over, out)
 
 
-def test_tiles_and_rows_of_minus_infinity(device: torch.device):
+def test_tiles_and_rows_of_minus_infinity(device: torch.device, sizes: ProductSizes):
     """A first tile, a first group and a last column that a bias rules out, and a row of nothing but -inf."""
     p = make(device, bias=True)
     bias = p.bias - 300.0
@@ -240,14 +252,14 @@ def test_tiles_and_rows_of_minus_infinity(device: torch.device):
     p = replace(p, bias=bias, gain=p.gain.abs())
     values = torch.full((ROWS, COLUMNS), torch.nan, device=device, dtype=torch.bfloat16)
     references = torch.empty(4, ROWS, device=device)
-    stats = products.exponentials(p, values, references, sizes=SIZES)
+    stats = products.exponentials(p, values, references, sizes=sizes)
     assert_statistic(p, stats)
     read = p.column != SKIP
     assert (references[:2, read] == -INF).all()
     assert references[2:].isfinite().all()
     assert (values[:, :70] == 0).all()
     nothing = replace(p, bias=torch.full_like(bias, -INF))
-    m, s, w, _ = products.statistics(nothing, sizes=SIZES)[:, read]
+    m, s, w, _ = products.statistics(nothing, sizes=sizes)[:, read]
     assert (m == -INF).all()
     assert (s == 0).all()
     assert (w == 0).all()
@@ -255,19 +267,19 @@ def test_tiles_and_rows_of_minus_infinity(device: torch.device):
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("bad", [torch.nan, INF, -INF])
-def test_rows_without_a_distribution_are_nan_and_alone(bad: float, device: torch.device):
+def test_rows_without_a_distribution_are_nan_and_alone(bad: float, device: torch.device, sizes: ProductSizes):
     p = make(device)
-    clean = products.statistics(p, sizes=SIZES)
+    clean = products.statistics(p, sizes=sizes)
     hidden = p.hidden.clone()
     hidden[7, 9] = bad
-    ours = products.statistics(replace(p, hidden=hidden), sizes=SIZES)
+    ours = products.statistics(replace(p, hidden=hidden), sizes=sizes)
     others = torch.arange(ROWS, device=device) != 7
     assert ours[1, 7].isnan()
     assert torch.equal(ours[:, others].nan_to_num(9.0), clean[:, others].nan_to_num(9.0))
 
 
-def test_a_row_has_the_same_bits_in_every_batch(device: torch.device):
-    rows, sizes = 130, SIZES._replace(rows=32, depth=32)
+def test_a_row_has_the_same_bits_in_every_batch(device: torch.device, sizes: ProductSizes):
+    rows, sizes = 130, sizes._replace(rows=max(32, sizes.rows), depth=32)
     p = make(device, rows)
     values = torch.empty(rows, COLUMNS, device=device, dtype=torch.bfloat16)
     references = torch.empty(4, rows, device=device)
@@ -293,13 +305,14 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
 
 
-def test_the_sizes_that_are_used(device: torch.device):
+def test_the_sizes_that_are_used(device: torch.device, sizes: ProductSizes):
     """Whole tiles of the real sizes, and columns enough for more than one part."""
-    p = make(device, 5, columns=600)
-    sizes = product_sizes(600, WIDTH)
-    assert sizes.columns * sizes.tiles < 600
+    p = make(device, 5, columns=600, turns=sizes.turns)
+    used = product_sizes(600, WIDTH, turns=p.turns)
+    assert used.turns == sizes.turns
+    assert used.groups(600) > 1
     assert_statistic(p, products.statistics(p))
-    assert_gradient(p, torch.empty(5, 600, device=device, dtype=torch.bfloat16), entropy=True)
+    assert_gradient(p, torch.empty(5, 600, device=device, dtype=torch.bfloat16), True, used)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(0, 40), (3, 0), (0, 0)])
@@ -358,7 +371,7 @@ def test_without_a_card_or_the_interpreter(monkeypatch):
 
 @pytest.mark.parametrize("negative", [False, True])
 @pytest.mark.parametrize("stored", [False, True])
-def test_the_largest_logit_and_its_column(negative: bool, stored: bool, device: torch.device):
+def test_the_largest_logit_and_its_column(negative: bool, stored: bool, device: torch.device, sizes: ProductSizes):
     """Of whole numbers, so that equal logits are equal: the first of several, in other tiles and groups too."""
     p = make(device, negative=negative, top=True, first=7)
     hidden, weight = (torch.randint(-2, 3, x.shape, device=device).to(x.dtype) for x in (p.hidden, p.weight))
@@ -367,10 +380,10 @@ def test_the_largest_logit_and_its_column(negative: bool, stored: bool, device: 
     p = replace(p, hidden=hidden, weight=weight)
     if stored:
         values = torch.empty(ROWS, COLUMNS, device=device, dtype=hidden.dtype)
-        references = torch.empty(-(-COLUMNS // SIZES.columns), ROWS, device=device)
-        found = products.exponentials(p, values, references, sizes=SIZES)
+        references = torch.empty(-(-COLUMNS // sizes.columns), ROWS, device=device)
+        found = products.exponentials(p, values, references, sizes=sizes)
     else:
-        found = products.statistics(p, sizes=SIZES)
+        found = products.statistics(p, sizes=sizes)
     assert_statistic(p, found[:4])
     keys, columns = reference.best(twin(p, torch.float64), 1, negative)
     read = p.column != SKIP

@@ -22,7 +22,8 @@ HERE = {"device": "NVIDIA H200", "commit": "0" * 40, "versions": {"torch": "2.11
 def test_the_files_are_there(file: str):
     path = ROOT / file
     texts = [path.read_text(encoding="utf-8")] if path.is_file() else [x.read_text() for x in path.glob("test_*.py")]
-    assert any("device" in text for text in texts), "no test of it takes the device"
+    takes = any("device" in text for text in texts) or path.name.startswith("test_cuda")
+    assert takes, "no test of it takes the device"
 
 
 def counted(seconds: float = 60.0) -> gpu_suite.Counted:
@@ -59,3 +60,24 @@ def test_the_page_has_the_newest_run_of_each_pair():
     assert "2026-11-16" not in said
     assert "and these failed: tests/x.py::b, tests/x.py::d; 5 were not reached" in said
     assert "none failed. NVIDIA H200, torch 2.11.0, triton 3.7.1, 2026-11-17" in said
+
+
+def test_shares_are_one_record():
+    one, other = (counted().record(0.0) | HERE for _ in range(2))
+    other["files"] = {"tests/y.py": {"passed": 3, "skipped": 0, "failed": 0}, **other["files"]}
+    found = gpu_suite.joined([one, other | {"passed": 4, "seconds": one["seconds"] + 7}])
+    assert found["files"]["tests/x.py"] == {"passed": 2, "skipped": 2, "failed": 4}
+    assert found["files"]["tests/y.py"]["passed"] == 3
+    assert (found["passed"], found["skipped"], found["failed"], found["not_run"]) == (5, 2, 4, 10)
+    assert len(found["failures"]) == 4
+    assert found["seconds"] == one["seconds"] + 7
+
+
+def test_every_test_is_in_one_share():
+    whole = list(range(11))
+    found = []
+    for i in range(3):
+        items = list(whole)
+        gpu_suite.Counted(1.0, (i, 3)).pytest_collection_modifyitems(items)
+        found += items
+    assert sorted(found) == whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,20 +15,22 @@ from torch.distributed.tensor import Replicate, Shard
 import logitless as ll
 from logitless import collectives
 from logitless.backends import tiled
+from logitless.call import Asked, resolve
 from logitless.call.call import _facts
 from logitless.call.resolve import apart_everywhere, as_products_take
 from logitless.deferred.model import _holders
-from logitless.machine import product_sizes
 from logitless.memory import sized
 from logitless.objectives import inputs
 from logitless.operands import Linear
 from logitless.operands.logits import like
 from logitless.operands.sampling import Sampling
 from logitless.passes.own_terms import differs
+from logitless.product_table import product_sizes
 from logitless.readings.table import Table
 from logitless.route import loss as loss_routes
 from logitless.softmax import ELSEWHERE, SKIP, target_column
 from logitless.sources import linear, teachers
+from logitless.sources.listed import id_logits
 from logitless.spec import inspectable
 from logitless.tools.outputs import text_table
 from logitless.tools.score.texts import Texts
@@ -109,6 +112,20 @@ def test_the_route_of_a_loss_knows_of_a_bias(bias: bool, monkeypatch):
     fields = {"old_logprob": "current", "advantage": torch.ones(3)}
     ll.policy_loss(logits, torch.tensor([1, 2, 3]), ll.Objective(), **fields)
     assert seen == [bias]
+
+
+@pytest.mark.parametrize(("kind", "sums"), [("forward_kl", True), ("jsd", False)])
+def test_the_route_of_a_loss_knows_what_products_of_two_models_make(kind: str, sums: bool, monkeypatch):
+    """dZ of any divergence, and the sums of one that needs no normaliser first."""
+    seen, choose = [], loss_routes.choose_loss_plan
+    noting = lambda shape, *a, **k: seen.append(shape.coupled) or choose(shape, *a, **k)  # noqa: E731
+    monkeypatch.setattr(loss_routes, "choose_loss_plan", noting)
+    hidden, weight, other, head = (torch.empty(n, 64, dtype=torch.bfloat16, device="meta") for n in (512, 4096) * 2)
+    objective = ll.Objective(policy="none", divergence=kind, divergence_coef=1.0)
+    given = {"teacher": ll.Teacher(ll.Logits(other, head)), "device": "cuda"}
+    rows = torch.zeros(512, dtype=torch.int64, device="meta")
+    ll.explain(ll.policy_loss, ll.Logits(hidden, weight), rows, objective, **given)
+    assert seen == [(sums, True)]
 
 
 def test_which_readings_a_product_tells_by_itself():
@@ -269,6 +286,15 @@ def test_chunks_of_two_models_in_one_kernel_cover_all_rows():
 def test_what_a_table_shows_is_shown_as_it_is():
     names = ["[red]x[/red]", ":smile:", "a 'text' of 3"]
     assert text_table(("name",), [(name,) for name in names]).splitlines()[2:] == names
+
+
+def test_ids_that_are_not_among_logits_that_exist():
+    """Of other shards, and of none: 0 here, to which the logit of the rank that has the id is added."""
+    logits = torch.randn(3, 7)
+    call, operands = resolve("logprobs", logits, torch.tensor([1, 2, 3]), Asked())
+    ids = torch.tensor([[2, -1], [12, 6], [9, 3]])
+    found = id_logits(operands, ids, replace(call, start=3, vocab_size=13))
+    assert found.tolist() == [[0.0, 0.0], [0.0, float(logits[1, 3])], [float(logits[2, 6]), float(logits[2, 0])]]
 
 
 def test_factors_of_rows_that_nobody_could_look_at():

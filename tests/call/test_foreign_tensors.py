@@ -49,6 +49,7 @@ def distributed(rank: int, world: int) -> tuple[list[torch.Tensor], list[torch.T
         lambda: ll.logprobs(logits, target),
         lambda: ll.logprobs(ll.Logits(x, spread[0]), target),
         lambda: ll.logprobs(x @ w.T, distribute_tensor(target, mesh, [Replicate()])),
+        lambda: ll.logprobs(ll.Logits(x, ll.LoRA(w, a, distribute_tensor(b, mesh, [Shard(0)]))), target),
         lambda: ll.logprobs(ll.Logits(x, layer.weight), target),
         lambda: ll.policy_loss(ll.Logits(x, ll.LoRA(layer.weight, a, b)), target, ll.Objective.recipe("sft")),
     ):
@@ -68,7 +69,8 @@ def test_distributed_tensors(ranks):
         assert "logits is a DTensor" in texts[1]
         assert "weight is a DTensor" in texts[2]
         assert "target is a DTensor" in texts[3]
-        for text in texts[4:]:
+        assert texts[4].startswith("logprobs: b of the LoRA is a DTensor with placements")
+        for text in texts[5:]:
             assert "weight is a DTensor" in text
             assert "for FSDP use a PolicyHead, or call inside the forward of the module that owns the weight" in text
 

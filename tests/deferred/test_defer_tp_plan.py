@@ -38,7 +38,7 @@ def run(rank: int, world: int, folder: Path, kind: str, deferred: bool) -> dict[
 
     options = {"distributed_config": DistributedConfig(tp_size=world), "dtype": torch.float64}
     model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
-    before = model.lm_head.forward
+    before, placed = model.lm_head.forward, hasattr(model(IDS).logits, "placements")
     handle = ll.defer(model, strict=True) if deferred else None
     found: dict[str, Any] = {}
     few = deferral.FEW
@@ -53,6 +53,8 @@ def run(rank: int, world: int, folder: Path, kind: str, deferred: bool) -> dict[
     value.backward()
     if handle is not None:
         assert isinstance(model(IDS).logits, ll.Logits)
+        # A plan whose model is handed plain tensors has no DTensors for us, either.
+        assert hasattr(model(IDS).logits, "placements") == placed
         handle.undo()
         assert model.lm_head.forward is before
     grads = {name: x.grad for name, x in model.named_parameters()}

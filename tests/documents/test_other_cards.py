@@ -12,11 +12,13 @@ sys.path.insert(0, str(ROOT / "docs"))
 import make_cards  # noqa: E402
 
 LINES = make_cards.read()
-HOPPER = ("product_rows_kernel", "product_columns_kernel")
+HOPPER = ("product_rows_kernel", "product_columns_kernel", "turns_statistics_kernel", "turns_gradient_kernel")
 """Kernels that are launched on cards of capability 9 alone."""
 SHARED = dict(re.findall(r"^\| `(\w+)` \| .* \| (\d+) KiB \|$", make_cards.PAGE.read_text(), re.MULTILINE))
-FUSED = ("product_", "merge_", "follow_", "gradient_from_tiles_", "pair_")
+FUSED = ("product_", "merge_", "follow_", "gradient_from_tiles_", "pair_", "turns_")
 """Names of kernels that other cards have only where they were tuned."""
+FEW = ("pair_sums_kernel", "turns_statistics_kernel")
+"""Kernels some of whose registers spill on Hopper's cards, three at most."""
 
 
 def test_the_page_says_what_the_record_says():
@@ -42,6 +44,6 @@ def test_all_fit():
         assert line["shared"] <= 1024 * int(SHARED[line["target"]]), line
         assert line["registers"] <= (512 if line["target"].startswith("gfx") else 255), line
         if line["target"] == "sm_90":
-            assert line["spilled"] <= (12 if line["kernel"] == "pair_sums_kernel" else 0), line
+            assert line["spilled"] <= (12 if line["kernel"] in FEW else 0), line
         if not line["kernel"].startswith(FUSED):
             assert line["spilled"] <= 4, line

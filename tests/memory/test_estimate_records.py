@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from shared.estimate_records import without_epilogues
+from shared.estimate_records import without_epilogues, without_turns
 
 import logitless as ll
 from benchmarks.bench.records import Record, newest, read_records
@@ -18,6 +18,8 @@ PATHS = {"torch": "torch", "logitless-loss": "loss", "logitless-loss-buffer": "l
 SMALLEST = 16 << 20
 # What was measured before this moment had tiles of logits in memory, between a product and its softmax.
 FUSED_SINCE = "2026-11-16"
+# Before this one, a part of the statistic was of 2304 columns everywhere.
+TURNS_SINCE = "2026-11-18T20:30"
 
 
 def _comparable(record: Record) -> bool:
@@ -66,4 +68,6 @@ def test_there_are_records_of_every_path():
 def test_measured_on_a_gpu(record: Record, monkeypatch):
     if record.environment["date"] < FUSED_SINCE:
         without_epilogues(monkeypatch)
+    elif record.environment["date"] < TURNS_SINCE:
+        without_turns(monkeypatch)
     assert _estimate(record).peak == pytest.approx(record.peak_bytes, rel=0.05)

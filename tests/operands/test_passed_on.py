@@ -25,6 +25,7 @@ RULES: dict[str, Callable[[Tensor], Tensor]] = {
     "multiplication": lambda x: 1.3 * x,
     "in place": lambda x: x.div_(0.7),
     "softcap": lambda x: 3 * torch.tanh(x / 3),
+    "dimensions of one row": lambda x: x.view(1, B * S, 1, V),
     "a factor per row": lambda x: x / HEAT,
     "a factor per row, rows": lambda x: (x / HEAT)[:, 2:],
     "a factor per row, masked": lambda x: (x / HEAT)[MASK],

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from logitless.machine import H200, Costs, Tiles, product_sizes
+from logitless.machine import H200, Costs, Tiles
+from logitless.product_table import product_sizes
 from logitless.route.costs import LossShape, one_pass_seconds, two_pass_seconds
 from logitless.route.tiles import Shape
 

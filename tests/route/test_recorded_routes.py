@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 import torch
 
-from logitless import machine
+from logitless import machine, product_table
 from logitless.errors import LogitlessError
-from logitless.machine import ALIGNED, Costs, Machine, product_sizes
+from logitless.machine import ALIGNED, Costs, Machine
+from logitless.product_table import product_sizes
 from logitless.route.costs import LossShape, one_pass_seconds, two_pass_seconds
 from logitless.route.loss import choose_loss_plan, whole_samples
 from logitless.route.tiles import Shape, all_rows, backward_tiles, chunk_tiles, even_chunks, forward_tiles, parts_row
@@ -131,12 +132,14 @@ def kernels() -> list[list[Any]]:
         "canonical": [False, True],
         "slab": [128, 256, 512, 513],
         "other": [64, 2048],
+        "turns": [False, True],
         "width": [1, 17, 64, 65, 512, 1535, 1536, 3071, 3072, machine.TILE, machine.TILE + 1],
         "columns": [1, 17, 255, 256, 1000, machine.SMALL, machine.SMALL + 1, machine.TILE, machine.TILE + 1, 151936],
     }
     found = []
-    for name in sorted(name for name in vars(machine) if name.endswith("_sizes")):
-        function = getattr(machine, name)
+    functions = {name: x for module in (machine, product_table) for name, x in vars(module).items()}
+    for name in sorted(name for name in functions if name.endswith("_sizes")):
+        function = functions[name]
         for values in itertools.product(*(grids[argument] for argument in inspect.signature(function).parameters)):
             sizes = function(*values)
             found.append([name, *map(str, values), list(sizes.values() if isinstance(sizes, dict) else sizes)])

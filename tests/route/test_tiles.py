@@ -7,7 +7,8 @@ import torch
 
 from logitless.backends.contract import Problem
 from logitless.backends.tiled import SMALL_TILE, tile_shape
-from logitless.machine import H200, Machine, product_sizes
+from logitless.machine import H200, Machine
+from logitless.product_table import product_sizes
 from logitless.route.tiles import Shape, backward_tiles, forward_tiles, parts_row
 
 

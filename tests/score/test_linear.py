@@ -71,7 +71,7 @@ def test_any_tiles(monkeypatch, tile_rows, columns, block, num_rows, vocab, dtyp
     """Tiles that no budget gives on a CPU: several blocks of rows in both loop orders."""
     if tile_rows == columns == 1:
         num_rows, vocab = num_rows // 2, vocab // 2
-    tiles = Tiles(min(tile_rows, num_rows), min(columns, vocab), min(block, num_rows), 4096)
+    tiles = Tiles(min(tile_rows, num_rows), min(columns, vocab), min(block, num_rows), 4096, slabs=num_rows < vocab)
     monkeypatch.setattr("logitless.route.plan.forward_tiles", lambda *_: tiles)
     monkeypatch.setattr("logitless.route.plan.backward_tiles", lambda *_: tiles)
     check(draw(num_rows, vocab, 17, dtype), *draw_rows(num_rows, num_rows, vocab))

@@ -12,6 +12,14 @@ from logitless.machine import H200, Machine
 
 def without_epilogues(monkeypatch: pytest.MonkeyPatch) -> None:
     """Estimates are those of an H200 on which product and softmax are apart, and products of dZ the library's."""
-    apart = replace(H200, epilogues=False, dz_programs=0)
-    monkeypatch.setattr(sys.modules["logitless.memory.estimate"], "H200", apart)
-    monkeypatch.setattr(Machine, "of", staticmethod(lambda device: apart))
+    _take(replace(H200, epilogues=False, dz_programs=0), monkeypatch)
+
+
+def without_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimates are those of an H200 whose products are not made by turns."""
+    _take(replace(H200, turns=False), monkeypatch)
+
+
+def _take(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["logitless.memory.estimate"], "H200", machine)
+    monkeypatch.setattr(Machine, "of", staticmethod(lambda device: machine))

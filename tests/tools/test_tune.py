@@ -28,7 +28,7 @@ def table() -> dict:
 
 def test_what_is_measured(table, device: torch.device):
     """Every step that the costs are made of; in Triton's interpreter the times mean nothing."""
-    assert len(table["milliseconds"]) == 8
+    assert len(table["milliseconds"]) == 8 + machine.Machine.of(device).turns
     assert all(x > 0 for x in table["milliseconds"].values())
     assert table["refused"] is None
     assert set(table["costs"]) == set(machine.Costs._fields)
@@ -114,6 +114,16 @@ MS = {
 def case(monkeypatch) -> tune._Case:
     monkeypatch.setattr(tune, "copy_bandwidth", lambda device: 4711.0)
     return tune._Case(torch.device("cpu"), SMALL)
+
+
+def test_what_a_chunk_adds_is_read_and_written(case: tune._Case):
+    """Twice the same product leaves twice its number, and that of the first 8 rows alone."""
+    case.out.copy_(torch.randn(20, 300))
+    add = case.apart()["product that is added"]
+    add()
+    add()
+    wanted = 2 * (case.out[:8].double().T @ case.x[:8].double())
+    torch.testing.assert_close(case.accumulated.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_costs_by_hand(case: tune._Case):

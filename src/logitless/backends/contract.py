@@ -196,6 +196,7 @@ class Product:
             and the number of its column, the first of several.
         logits_dtype: what logits are rounded to, after the bias; float32 leaves them as they are.
         canonical: whether the statistic is lines as :mod:`logitless.backends.blocks` has them, its parts being blocks.
+        turns: whether the product is made by turns, as the machine says.
     """
 
     hidden: Tensor
@@ -210,6 +211,7 @@ class Product:
     top: bool = False
     logits_dtype: torch.dtype = torch.float32
     canonical: bool = False
+    turns: bool = False
 
     @property
     def rows(self) -> int:
@@ -240,7 +242,7 @@ class Products(Protocol):
 
     def takes(self, hidden: Tensor, weight: Tensor, copied: bool = False) -> str | None: ...
     def takes_sizes(self, dtype: torch.dtype, width: int) -> str | None: ...
-    def num_parts(self, columns: int, width: int, canonical: bool = False) -> int: ...
+    def num_parts(self, p: Product) -> int: ...
     def statistics(self, p: Product, out: Tensor | None = None) -> Tensor: ...
     def exponentials(self, p: Product, values: Tensor, references: Tensor, out: Tensor | None = None) -> Tensor: ...
     def gradient(self, p: Product, norm: Normaliser, coef: Coefficients, out: Tensor) -> None: ...

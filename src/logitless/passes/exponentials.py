@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from logitless.backends.contract import Problem, Running
-from logitless.machine import Tiles, product_sizes, row_stride
+from logitless.machine import Tiles, row_stride
+from logitless.product_table import product_sizes
 from logitless.softmax import Coefficients, Normaliser
 from logitless.sources.linear import Projection
 
@@ -88,4 +89,6 @@ class Exponentials:
 
 def _slab(p: Projection, tiles: Tiles) -> int:
     """Columns that share a reference."""
-    return product_sizes(p.call.columns, p.call.depth).columns if tiles.fused else tiles.columns
+    if not tiles.fused:
+        return tiles.columns
+    return product_sizes(p.call.columns, p.call.depth, turns=p.call.machine.turns).columns

@@ -93,10 +93,8 @@ def _fused_lines_with_unit(p: Projection, tiles: Tiles, lines: int) -> tuple[Ten
     out = p.gain.new_empty((lines + 2 * best, len(p.hidden)))
     e = p.empty_rows(tiles.rows, tiles.columns, p.hidden.dtype)
     total = p.gain.new_zeros((min(tiles.rows, max(len(p.hidden), 1)), p.hidden.shape[1]))
-    width, slabs = p.call.depth, pieces(p.call.columns, tiles.columns)
-    ends = list(
-        itertools.accumulate((products.num_parts(c.stop - c.start, width, p.call.canonical) for c in slabs), initial=0)
-    )
+    slabs = pieces(p.call.columns, tiles.columns)
+    ends = list(itertools.accumulate((products.num_parts(p.product(c)) for c in slabs), initial=0))
     for rows in pieces(len(p.hidden), tiles.rows, p.hidden.is_meta):
         part = p.cut(rows.start, rows.stop)
         parts = p.gain.new_empty((ends[-1], WIDTH + best, len(part.hidden)))

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from logitless.backends.contract import Couple, Pair, Pairs, Problem
 from logitless.call import Call
-from logitless.machine import Tiles, pair_sizes, pieces
+from logitless.machine import Tiles, pieces
 from logitless.passes.look import asked_of
 from logitless.passes.terms import Terms
+from logitless.product_table import pair_sizes
 from logitless.readings.found import Found, Lines, Taught, find
 from logitless.readings.reading import Row
 from logitless.route.pairs import LINES

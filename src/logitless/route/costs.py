@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from logitless.machine import Costs, Machine, Tiles, product_sizes
+from logitless.machine import Costs, Machine, Tiles
+from logitless.product_table import ProductSizes, product_sizes
 from logitless.route.tiles import Shape
 
 
@@ -64,7 +65,7 @@ class LossShape:
                 logits_dtype.itemsize,
                 dtype.itemsize,
                 machine,
-                product_sizes(columns, hidden) if fused else None,
+                product_sizes(columns, hidden, turns=machine.turns) if fused else None,
             ),
             exponentials=dtype.itemsize < logits_dtype.itemsize and not capped,
             widened=(dtype.itemsize == 2 and not machine.wide_products) or (bias and logits_dtype.itemsize == 2),
@@ -94,7 +95,8 @@ def one_pass_seconds(costs: Costs, shape: LossShape, chunks: tuple[tuple[int, in
         return product + moved / costs.bandwidth + gradients
     overwritten = elements * 2 * sizes.operand_bytes / costs.bandwidth
     if sizes.product is not None:
-        return product + elements * costs.exponentials + overwritten + gradients
+        end = costs.turns if _by_turns(sizes) else costs.exponentials
+        return product + elements * end + overwritten + gradients
     # A tile is read and its exponentials written; those are read and overwritten by dZ.
     filled = elements * (sizes.logits_bytes + sizes.operand_bytes) / costs.bandwidth
     count = sum(-(-(stop - start) // tiles.rows) for start, stop in chunks)
@@ -115,7 +117,8 @@ def two_pass_seconds(costs: Costs, shape: LossShape, work: int) -> float:
         going = costs.pair_gradient if gradient else (both + sizes.operand_bytes) / costs.bandwidth
         return products + elements * (looking + going)
     if sizes.product is not None:
-        return products + elements * (costs.statistic + costs.gradient)
+        ends = 2 * costs.turns if _by_turns(sizes) else costs.statistic + costs.gradient
+        return products + elements * ends
     # About as many tiles as there will be; in backward, half of the budget is for dZ.
     tiles = ((machine.forward_tile, work), (machine.backward_tile, work // 2))
     per_tile = [max(1, min(rows * columns, room // sizes.logits_bytes)) for (rows, columns), room in tiles]
@@ -126,3 +129,7 @@ def two_pass_seconds(costs: Costs, shape: LossShape, work: int) -> float:
 
 def _product_seconds(costs: Costs, shape: LossShape, width: int | None = None) -> float:
     return 2 * shape.sizes.rows * shape.sizes.columns * (shape.hidden if width is None else width) / costs.flops
+
+
+def _by_turns(sizes: Shape) -> bool:
+    return isinstance(sizes.product, ProductSizes) and sizes.product.turns

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from logitless.call import PLAIN, Call
 from logitless.call.checks import vocabulary
-from logitless.machine import pair_sizes
 from logitless.operands import Logits, Teacher
+from logitless.product_table import pair_sizes
 
 FEWER = "the student has ids that the teacher has not"
 

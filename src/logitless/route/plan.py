@@ -23,8 +23,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from logitless.call import Call
-from logitless.machine import SLAB, WORK, Tiles, pair_sizes, product_sizes
+from logitless.machine import SLAB, WORK, Tiles
 from logitless.operands import Teacher
+from logitless.product_table import pair_sizes, product_sizes
 from logitless.route.pairs import pair_apart, pair_row, sums_apart, teacher_width
 from logitless.route.tiles import (
     FIXED_ROWS,
@@ -303,7 +304,7 @@ def _tile_plan(call: Call) -> Plan:
     apart = shape._replace(rows=FIXED_ROWS if canonical else shape.rows, product=None, blocks=canonical)
     first = apart
     if shape.product is not None:
-        first = shape._replace(product=product_sizes(call.columns, call.depth, call.canonical))
+        first = shape._replace(product=product_sizes(call.columns, call.depth, call.canonical, call.machine.turns))
     if not (hidden or head):
         forward = forward_tiles(first, work)
         forward = forward if kept is None else all_rows(forward, shape)

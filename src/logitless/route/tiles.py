@@ -8,7 +8,8 @@ import torch
 
 from logitless.call import Call
 from logitless.errors import LogitlessError
-from logitless.machine import ALIGNED, Machine, PairSizes, ProductSizes, Tiles, product_sizes, row_stride
+from logitless.machine import ALIGNED, Machine, Tiles, row_stride
+from logitless.product_table import PairSizes, ProductSizes, product_sizes
 from logitless.softmax import WIDTH
 
 FIXED_ROWS = 1024
@@ -40,7 +41,7 @@ class Shape(NamedTuple):
 
     @staticmethod
     def of(call: Call) -> Shape:
-        product = product_sizes(call.columns, call.depth) if call.apart is None else None
+        product = product_sizes(call.columns, call.depth, turns=call.machine.turns) if call.apart is None else None
         sizes = (call.logits_dtype.itemsize, call.dtype.itemsize)
         lines = WIDTH + (call.table is not None)
         elsewhere = () if call.group is None else call.columns_by_rank

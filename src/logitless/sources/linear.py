@@ -147,6 +147,7 @@ class Projection:
             top=self.call.table is not None,
             logits_dtype=self.call.logits_dtype,
             canonical=self.call.canonical,
+            turns=self.call.machine.turns,
         )
 
     @property

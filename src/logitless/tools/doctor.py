@@ -24,6 +24,7 @@ from logitless.backends import NAMES, choose_backend, load
 from logitless.engines import GROUPS, PARTS, VARIABLE, asked, registered
 from logitless.errors import LogitlessError
 from logitless.errors.arguments import refused
+from logitless.machine import GLUON, Machine
 from logitless.operands import Logits
 from logitless.score import logprobs
 from logitless.spec import Head, format_bytes
@@ -172,8 +173,21 @@ def _backend(name: str, device: torch.device) -> BackendFinding:
     if reason is not None:
         return BackendFinding(name, False, reason)
     interpreted = name == "triton" and module.interpreted()
-    where = "in Triton's interpreter" if interpreted else f"on {device.type}"
+    where = "in Triton's interpreter" if interpreted else f"on {device.type}{_products(name, device)}"
     return BackendFinding(name, True, where)
+
+
+def _products(name: str, device: torch.device) -> str:
+    """How Triton's products that end in a softmax are made on this card."""
+    if name != "triton" or device.type != "cuda":
+        return ""
+    machine = Machine.of(device)
+    if not machine.epilogues:
+        return ", logits go through memory: fused products were not measured on this card"
+    if machine.turns:
+        return ", fused products by turns"
+    ran = " and ".join(GLUON)
+    return f", fused products at once: those by turns take capability 9 and Triton {ran}, with which they ran"
 
 
 def _exactness(path: str, backend: str, dtype: torch.dtype, device: torch.device) -> ExactnessFinding:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +22,21 @@ from logitless.backends import load
 from logitless.backends.contract import Problem, Product
 from logitless.backends.triton import products
 from logitless.errors import LogitlessError
-from logitless.machine import H200, multiprocessors, product_sizes
+from logitless.machine import ALIGNED, H200, Machine, multiprocessors
+from logitless.product_table import product_sizes
 from logitless.softmax import Coefficients, Normaliser
 from logitless.sources.gemm import multiply
 from logitless.tools.stopwatch import StopWatch, copy_bandwidth
 
 Report = Callable[[str], None]
+
+ENDS = {
+    "statistic": "product that ends in the statistic",
+    "gradient": "product that ends in dZ",
+    "exponentials": "product that ends in exponentials",
+    "turns": "product by turns",
+}
+"""Steps by the field of :class:`~logitless.machine.Costs` that they measure."""
 
 
 class Sizes(NamedTuple):
@@ -69,9 +79,10 @@ class _Case:
         self.out, self.logits = (torch.empty(rows, columns, device=device, dtype=d) for d in (self.x.dtype, None))
         target, one = torch.arange(rows, device=device) % columns, torch.ones(rows, device=device)
         self.p = Product(self.x, self.w, None, target, one)
+        self.turns = Machine.of(device).turns
         self.problem = Problem(self.logits, None, target, one, 0.0, columns, True, 0)
         self.norm, self.coef = Normaliser(0 * one, 10 * one), Coefficients(one, one, one)
-        self.references = one.new_empty(-(-columns // product_sizes(columns, width).columns), rows)
+        self.references = one.new_empty(-(-columns // ALIGNED), rows)
         self.accumulated = torch.zeros(columns, width, device=device)
 
     def apart(self) -> dict[str, Callable[[], object]]:
@@ -86,11 +97,18 @@ class _Case:
         }
 
     def epilogues(self) -> dict[str, Callable[[], object]]:
-        return {
-            "product that ends in the statistic": lambda: products.statistics(self.p),
-            "product that ends in dZ": lambda: products.gradient(self.p, self.norm, self.coef, self.out),
-            "product that ends in exponentials": lambda: products.exponentials(self.p, self.out, self.references),
+        def exponentials(turns: bool) -> Tensor:
+            columns = product_sizes(*self.w.shape, turns=turns).columns
+            references = self.references[: -(-self.sizes.columns // columns)]
+            return products.exponentials(replace(self.p, turns=turns), self.out, references)
+
+        steps: dict[str, Callable[[], object]] = {
+            ENDS["statistic"]: lambda: products.statistics(self.p),
+            ENDS["gradient"]: lambda: products.gradient(self.p, self.norm, self.coef, self.out),
+            ENDS["exponentials"]: lambda: exponentials(False),
         }
+        # Not on every card, nor with every Triton.
+        return steps | ({ENDS["turns"]: lambda: exponentials(self.turns)} if self.turns else {})
 
     def milliseconds(self, step: Callable[[], object]) -> float:
         laps = []
@@ -111,10 +129,10 @@ class _Case:
         more = seconds["product that is added"] - 2 * chunk * columns * width / flops
         ends = {
             field: max(0.0, seconds[name] - seconds["product"]) / elements
-            for field, name in zip(("statistic", "gradient", "exponentials"), self.epilogues(), strict=True)
+            for field, name in ENDS.items()
             if name in seconds
         }
-        one, other = list(self.epilogues())[:2]
+        one, other = ENDS["statistic"], ENDS["gradient"]
         apart = 2 * seconds["product, float32"] + seconds["statistic of logits"] + seconds["dZ of logits"]
         costs = {
             **H200.costs._asdict(),

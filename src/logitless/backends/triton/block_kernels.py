@@ -15,16 +15,8 @@ import triton
 import triton.language as tl
 
 from logitless.backends.triton.kernels import LN2, LOG2E, SKIP, tanh, target_logit
-from logitless.backends.triton.product_kernels import (
-    logits_tile,
-    multiply_add,
-    place,
-    shaped,
-    store_part,
-    store_tile,
-    target_within,
-    without_targets,
-)
+from logitless.backends.triton.product_kernels import logits_tile, place, store_tile
+from logitless.backends.triton.tile_ends import multiply_add, shaped, store_part, target_within, without_targets
 
 BLOCK: tl.constexpr = tl.constexpr(128)  # blocks.BLOCK
 SPAN: tl.constexpr = tl.constexpr(16)  # blocks.SPAN

@@ -68,7 +68,64 @@ def launch(kernel: str, programs: int, *, on: Tensor, module: str = "kernels", *
         return
     elsewhere = on.is_cuda and on.device.index != torch.cuda.current_device()
     with torch.cuda.device(on.device) if elsewhere else NOTHING:
-        getattr(_kernels(module), kernel)[(programs,)](**understood(arguments, torch.version.hip is not None))
+        if torch.version.hip is None and not interpreted():
+            _ready(module, kernel).launch(programs, on.device.index, arguments)
+        else:
+            getattr(_kernels(module), kernel)[(programs,)](**understood(arguments, torch.version.hip is not None))
+
+
+class Ready:
+    """A kernel, and what it was compiled to for each kind of arguments.
+
+    Triton looks for that in every launch, which takes the CPU longer than a launch itself. Two launches of one kind
+    here are of one kind for Triton: kinds tell everything apart that it compiles for, and a little more.
+
+    Attributes:
+        names: of all parameters, in order.
+        constant: of each of them, whether it is known when the kernel is compiled.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.names = tuple(x.name for x in function.params)
+        self.constant = tuple(x.is_constexpr for x in function.params)
+        self.compiled: dict[Any, Any] = {}
+
+    def launch(self, programs: int, device: int, arguments: dict[str, Any]) -> None:
+        values = [arguments[name] for name in self.names]
+        key = (device, *self.kinds(values), *self.options(arguments))
+        compiled = self.compiled.get(key)
+        if compiled is None:
+            # Triton's own launch, which compiles.
+            self.compiled[key] = self.function[(programs,)](**arguments)
+        else:
+            compiled[(programs, 1, 1)](*values)
+
+    def kinds(self, values: list[Any]) -> list[Any]:
+        """What a kernel is compiled for: constants by their value, everything else by its kind."""
+        return [x if constant else kind(x) for constant, x in zip(self.constant, values, strict=True)]
+
+    def options(self, arguments: dict[str, Any]) -> tuple[Any, ...]:
+        """What is no parameter of the kernel: warps, stages and the like."""
+        return tuple(sorted(x for x in arguments.items() if x[0] not in self.names))
+
+
+def kind(x: Any) -> Any:
+    """What may be compiled for in an argument: the dtype, whether a pointer or a number is a multiple of 16, whether
+    the number is 1, and how many bits it takes."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if isinstance(x, int):
+        return type(x), x == 1, x % 16 == 0, x.bit_length() // 32
+    if x is None or isinstance(x, float):
+        return type(x)
+    # A descriptor; what it describes is aligned, or there would be none.
+    return type(x), x.base.dtype, *x.block_shape
+
+
+@functools.cache
+def _ready(module: str, kernel: str) -> Ready:
+    return Ready(getattr(_kernels(module), kernel))
 
 
 def understood(arguments: dict[str, Any], amd: bool) -> dict[str, Any]:
@@ -101,5 +158,22 @@ def describable(x: Tensor) -> bool:
 
 def described(x: Tensor, rows: int, columns: int) -> Any:
     """A descriptor by which blocks of a matrix are loaded or stored."""
-    descriptors = importlib.import_module("triton.tools.tensor_descriptor")
-    return descriptors.TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
+    return _descriptor("triton.tools.tensor_descriptor")(x, list(x.shape), list(x.stride()), [rows, columns])
+
+
+def gluon_described(x: Tensor, rows: int, columns: int) -> Any:
+    """The same for a kernel in Gluon, which has to be told how a block lies in shared memory."""
+    descriptor, block = _descriptor("triton.experimental.gluon.nvidia.hopper"), [rows, columns]
+    return descriptor(x, list(x.shape), list(x.stride()), block, _block_layout(rows, columns, x.dtype))
+
+
+@functools.cache
+def _descriptor(module: str) -> Any:
+    return importlib.import_module(module).TensorDescriptor
+
+
+@functools.cache
+def _block_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    gl = importlib.import_module("triton.experimental.gluon.language")
+    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], element)

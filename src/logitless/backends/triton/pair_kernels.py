@@ -20,16 +20,8 @@ import triton.language as tl
 
 from logitless.backends.triton.divergence_kernels import accepted, compared
 from logitless.backends.triton.kernels import LN2, LOG2E, SKIP, finite_or_zero, tanh
-from logitless.backends.triton.product_kernels import (
-    NO_TARGET,
-    any_of,
-    multiply_add,
-    place,
-    row_number,
-    store_part,
-    store_tile,
-    target_within,
-)
+from logitless.backends.triton.product_kernels import place, store_tile
+from logitless.backends.triton.tile_ends import NO_TARGET, any_of, multiply_add, row_number, store_part, target_within
 
 NEAR: tl.constexpr = tl.constexpr(0.5)  # divergences.NEAR
 NOTHING: tl.constexpr = tl.constexpr(-1000.0)  # whose exponential is 0

@@ -15,7 +15,8 @@ from logitless.backends.contract import Couple
 from logitless.backends.divergences import Divergence
 from logitless.backends.triton.launching import described, interpreted, launch
 from logitless.backends.triton.products import written
-from logitless.machine import PairSizes, multiprocessors, pair_sizes
+from logitless.machine import multiprocessors
+from logitless.product_table import PairSizes, pair_sizes
 from logitless.softmax import Coefficients, Normaliser
 from logitless.spec import has_values
 

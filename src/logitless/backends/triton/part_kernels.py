@@ -14,7 +14,8 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from logitless.backends.triton.kernels import FLOOR, LN2, LOG2E, SKIP, TINY
-from logitless.backends.triton.product_kernels import NO_TARGET, empty_part, merged, store_part
+from logitless.backends.triton.product_kernels import empty_part
+from logitless.backends.triton.tile_ends import NO_TARGET, merged, store_part
 
 
 @triton.jit(do_not_specialize=["rows", "num_groups", "part_stride"])

@@ -25,8 +25,9 @@ from logitless.backends.triton.dz_products import add_outer as add_outer
 from logitless.backends.triton.dz_products import columns_pay as columns_pay
 from logitless.backends.triton.dz_products import rows_pay as rows_pay
 from logitless.backends.triton.dz_products import times_weight as times_weight
-from logitless.backends.triton.launching import describable, described, interpreted, launch, of_rows
-from logitless.machine import ProductSizes, gradient_from_tiles_sizes, multiprocessors, product_sizes
+from logitless.backends.triton.launching import describable, described, gluon_described, interpreted, launch, of_rows
+from logitless.machine import gradient_from_tiles_sizes, multiprocessors
+from logitless.product_table import ProductSizes, product_sizes
 from logitless.softmax import WIDTH, Coefficients, Normaliser
 from logitless.spec import has_values
 
@@ -87,9 +88,9 @@ def exponentials(
     return merge(p, statistic_parts(p, sizes, values, references), out)
 
 
-def num_parts(columns: int, width: int, canonical: bool = False) -> int:
-    """How many parts the statistic of so many columns has."""
-    return product_sizes(columns, width, canonical).groups(columns)
+def num_parts(p: Product) -> int:
+    """How many parts the statistic of these columns has."""
+    return _sizes(p).groups(p.columns)
 
 
 def towards(
@@ -113,7 +114,7 @@ def towards(
     """
     if not has_values(p.hidden) or not parts.numel():
         return
-    sizes = sizes or product_sizes(p.columns, p.weight.shape[1], p.canonical)
+    sizes = sizes or _sizes(p)
     assert len(parts) == sizes.groups(p.columns)
     moved = torch.zeros((), dtype=torch.int32, device=p.hidden.device)
     slack = SLACKS[p.hidden.dtype]
@@ -150,7 +151,7 @@ def statistic_parts(
 
     The parts are for :func:`merge` alone: m and t of each are before the gain, and skipped rows hold anything.
     """
-    sizes = sizes or product_sizes(p.columns, p.weight.shape[1], p.canonical)
+    sizes = sizes or _sizes(p)
     parts = p.gain.new_empty((sizes.groups(p.columns), WIDTH + p.top, p.rows))
     if references is not None:
         assert references.shape == (-(-p.columns // sizes.columns), p.rows)
@@ -169,9 +170,10 @@ def _launch_statistics(
     slack: float = 0.0,
     moved: Tensor | None = None,
 ) -> None:
+    blocks = -(-p.rows // sizes.rows)
     given = {
         **_operands(p, sizes),
-        **written(values, sizes.rows, sizes.columns),
+        **written(values, sizes.rows, sizes.columns, sizes.turns),
         "parts": parts,
         "references": references,
         "moved": moved,
@@ -182,16 +184,17 @@ def _launch_statistics(
         "SLACK": slack,
     }
     if p.canonical:
-        units = -(-p.rows // sizes.rows) * -(-p.columns // sizes.columns)
         given |= {"module": "block_kernels", "enable_fp_fusion": False}
-        launch("product_blocks_kernel", _programs(p, units, sizes), **given)
+        launch("product_blocks_kernel", _programs(p, blocks * -(-p.columns // sizes.columns), sizes), **given)
         return
+    # By turns a unit has a part of either group of warps.
+    halves = 2 if sizes.turns else 1
     launch(
-        "product_statistics_kernel",
-        _programs(p, -(-p.rows // sizes.rows) * len(parts), sizes),
+        "turns_statistics_kernel" if sizes.turns else "product_statistics_kernel",
+        _programs(p, blocks * len(parts) // halves, sizes),
         **given,
         references_stride=0 if references is None else references.stride(0),
-        TILES=sizes.tiles,
+        TILES=halves * sizes.tiles,
         EXPONENTIALS=values is not None,
     )
 
@@ -224,12 +227,12 @@ def gradient(p: Product, norm: Normaliser, coef: Coefficients, out: Tensor, size
     """d logits of these rows and columns over all of ``out``, ``[R, C]`` of the operands' dtype, rows at any stride."""
     if not has_values(p.hidden) or not out.numel():
         return
-    sizes = sizes or product_sizes(p.columns, p.weight.shape[1])
+    sizes = sizes or _sizes(p)
     launch(
-        "product_gradient_kernel",
+        "turns_gradient_kernel" if sizes.turns else "product_gradient_kernel",
         _programs(p, -(-p.rows // sizes.rows) * -(-p.columns // sizes.columns), sizes),
         **_operands(p, sizes),
-        **written(out, sizes.rows, sizes.columns),
+        **written(out, sizes.rows, sizes.columns, sizes.turns),
         reference=norm.reference,
         log_sum=norm.log_sum,
         plain=coef.plain,
@@ -269,13 +272,18 @@ def _programs(p: Product, units: int, sizes: ProductSizes) -> int:
     return min(units, sizes.residents * multiprocessors(p.hidden.device))
 
 
+def _sizes(p: Product) -> ProductSizes:
+    return product_sizes(p.columns, p.weight.shape[1], p.canonical, p.turns)
+
+
 def _operands(p: Product, sizes: ProductSizes) -> dict[str, Any]:
-    """Arguments of both products."""
-    return {
+    """Arguments of all products."""
+    describe = gluon_described if sizes.turns else described
+    given = {
         "on": p.hidden,
-        "module": "product_kernels",
-        "hidden": described(p.hidden, sizes.rows, sizes.depth),
-        "weight": described(p.weight, sizes.columns, sizes.depth),
+        "module": "turns_kernels" if sizes.turns else "product_kernels",
+        "hidden": describe(p.hidden, sizes.rows, sizes.depth),
+        "weight": describe(p.weight, sizes.columns, sizes.depth),
         "bias": p.bias,
         "column": p.column,
         "gain": p.gain,
@@ -292,11 +300,11 @@ def _operands(p: Product, sizes: ProductSizes) -> dict[str, Any]:
         "MATCH": str(p.logits_dtype).removeprefix("torch."),
         "SOFTCAP": bool(p.squash),
         "FINITE": _finite(p, sizes),
-        "FLATTEN": sizes.flatten,
-        "WIDEN": interpreted(),
         "num_warps": sizes.warps,
-        "num_stages": sizes.stages,
     }
+    if sizes.turns:
+        return given | {"STAGES": sizes.stages}
+    return given | {"FLATTEN": sizes.flatten, "WIDEN": interpreted(), "num_stages": sizes.stages}
 
 
 def _finite(p: Product, sizes: ProductSizes) -> bool:
@@ -304,12 +312,13 @@ def _finite(p: Product, sizes: ProductSizes) -> bool:
     return p.bias is None and p.logits_dtype != torch.float16 and p.columns % sizes.columns == 0
 
 
-def written(out: Tensor | None, rows: int, columns: int) -> dict[str, Any]:
+def written(out: Tensor | None, rows: int, columns: int, turns: bool = False) -> dict[str, Any]:
     """Arguments of what a tile of so many rows and columns is written to: a descriptor where there can be one."""
     # A descriptor stores whole chunks of 16 bytes: the last of a row would go over what lies beside.
     whole = out is not None and describable(out) and out.shape[1] * out.element_size() % 16 == 0
+    describe = gluon_described if turns else described
     return {
-        "out": described(out, rows, columns) if out is not None and whole else out,
+        "out": describe(out, rows, columns) if out is not None and whole else out,
         "out_stride": 0 if out is None else out.stride(0),
         "DESCRIBED": whole,
     }
