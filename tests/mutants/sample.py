@@ -1,6 +1,6 @@
 """Random changes of the core, each tried on the tests that run its line: ``make mutants``, or to go on with the record
 
-    python tests/mutants/sample.py --count 500 --json benchmarks/results/mutation-sample.jsonl
+    python tests/mutants/sample.py --json benchmarks/results/mutation-sample.jsonl
 
     all tests collected, nothing run  --fork-->  code of the changed functions swapped  -->  tests until one fails
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import importlib
 import json
 import os
 import resource
@@ -30,6 +31,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import CodeType, FunctionType
+from typing import Any
 
 from lines import CACHE, PACKAGE, ROOT, SLOW, Lines, arguments, core, digest, load
 from operators import Change, changes
@@ -38,6 +40,8 @@ EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 GIB = 1 << 30
 ALONE = "test_alone.py"
 """The file of tests of rules that whole calls hide."""
+COUNT = 500
+"""Changes that are tried, where a record does not hold more."""
 SEVERAL = 6
 """Times the budget, for those that survived."""
 UNFIT, FAILED, LOST = 71, 72, 70
@@ -158,7 +162,11 @@ class Sampler:
 
     def pytest_runtestloop(self, session) -> bool:
         self.items = {item.nodeid: item for item in session.items}
-        self.lines: Lines = load()
+        # On tests that are named, nothing has to be known of lines; but they may import what is changed when they run.
+        self.lines: Lines = Lines() if self.asked.tests else load()
+        for tried in self.earlier().values() if self.asked.tests else ():
+            if tried.verdict == "survived":
+                importlib.import_module(f"logitless.{tried.file.removesuffix('.py').replace('/', '.')}")
         self.functions, self.caches = living()
         shutil.copytree(PACKAGE, self.folder / "logitless", ignore=shutil.ignore_patterns("__pycache__"))
         gc.collect()
@@ -173,33 +181,50 @@ class Sampler:
         """Changes in the order of the seed until the count or the time is reached."""
         began, known, reasons = time.monotonic(), self.earlier(), equivalents()
         retry = {key for key, tried in known.items() if tried.verdict == "survived"} if self.asked.survivors else set()
+        count = max(COUNT, len(known)) if self.asked.count is None else self.asked.count
         # A record is gone on with: what it holds comes first.
         for change in sorted(self.drawn(), key=lambda change: key_of(change) not in known):
             late = self.asked.seconds is not None and time.monotonic() - began > self.asked.seconds
-            if late or len(self.tried) >= self.asked.count:
+            if late or len(self.tried) >= count:
                 break
             key = key_of(change)
             if key in reasons:
                 self.note(described(change, "equivalent", reasons[key]))
             elif key in known and key not in retry:
-                if known[key].verdict == "survived" or "::" not in known[key].how or self.trusts(known[key].how):
-                    self.tried.append(known[key])
+                tried = known[key]
+                if tried.verdict == "survived" or "::" not in tried.how or self.asked.tests or self.trusts(tried.how):
+                    self.tried.append(tried)
             elif not self.asked.survivors or key in retry:
                 end = self.judged(change, everything=key in retry)
                 if end is not None:
                     self.note(end)
+                elif self.asked.tests:
+                    # None of these tests imports its file.
+                    self.tried.append(known[key])
 
     def drawn(self) -> list[Change]:
-        """All changes of lines that some test runs, in an order that the seed and their own texts decide."""
+        """All changes of lines that some test runs, in an order that the seed and their own texts decide. Where tests
+        were named, those of the record: lines were traced when it was drawn."""
         sites = [change for file in core() for change in changes(file, (PACKAGE / file).read_text(encoding="utf-8"))]
-        reached = [change for change in sites if self.lines.bits(change.file, change.line, change.function)]
-        print(f"{len(sites)} changes, {len(reached)} of them on lines that tests run", flush=True)
-        self.sites, self.reached = len(sites), len(reached)
-        return sorted(reached, key=lambda change: digest(f"{self.asked.seed} {key_of(change)}"))
+        facts = self.facts()
+        self.seed = facts.get("seed", 0) if self.asked.seed is None else self.asked.seed
+        if self.asked.tests:
+            known = self.earlier()
+            reached = [change for change in sites if key_of(change) in known]
+            self.sites, self.reached = facts["sites"], facts["reached"]
+        else:
+            reached = [change for change in sites if self.lines.bits(change.file, change.line, change.function)]
+            print(f"{len(sites)} changes, {len(reached)} of them on lines that tests run", flush=True)
+            self.sites, self.reached = len(sites), len(reached)
+        return sorted(reached, key=lambda change: digest(f"{self.seed} {key_of(change)}"))
 
     def tests(self, change: Change, everything: bool) -> list[tuple[str, float]]:
-        """The tests to run: of every file its quickest first, those of the same part before others, ranks last."""
+        """The tests to run: of every file its quickest first, those of the same part before others, ranks last. Where
+        some were named, all of them."""
         part = change.file.split("/")[0].removesuffix(".py")
+        if self.asked.tests:
+            order = sorted(self.items, key=lambda test: (self.starts_ranks(test), f"/{part}/" not in test))
+            return [(test, 1.0) for test in order]
         candidates = self.lines.of(change.file, change.line, change.function)
         files: dict[str, list[tuple[str, float]]] = defaultdict(list)
         for test, seconds in sorted(candidates, key=lambda pair: pair[1]):
@@ -305,12 +330,12 @@ class Sampler:
             os._exit(code)
 
     def run(self, tests: list[str]) -> int:
-        """Every test until one fails, which ends the process."""
-        from _pytest.runner import runtestprotocol
-
+        """Every test until one fails, which ends the process. By the hook, through which a test's own filters of
+        warnings are set: without them it fails by a warning that it expects."""
         items = [self.items[test] for test in tests]
         for place, item in enumerate(items, 1):
-            runtestprotocol(item, nextitem=items[place] if place < len(items) else None)
+            following = items[place] if place < len(items) else None
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
         return 0
 
     def wait(self, pid: int, deadline: float) -> int | None:
@@ -338,6 +363,12 @@ class Sampler:
         lines = self.asked.json.read_text(encoding="utf-8").splitlines()[1:]
         return {tried.key: tried for tried in (Tried(**json.loads(line)) for line in lines)}
 
+    def facts(self) -> dict[str, Any]:
+        """What that record says of its run."""
+        if self.asked.json is None or not self.asked.json.exists():
+            return {}
+        return json.loads(self.asked.json.read_text(encoding="utf-8").partition("\n")[0])
+
     def note(self, tried: Tried) -> None:
         self.tried.append(tried)
         place = f"{tried.file}:{tried.line}"
@@ -355,7 +386,7 @@ class Sampler:
         facts = {
             "date": datetime.now(UTC).date().isoformat(),
             "commit": commit,
-            "seed": self.asked.seed,
+            "seed": self.seed,
             "sites": self.sites,
             "reached": self.reached,
             "tried": len(self.tried),
@@ -378,25 +409,30 @@ def summary(tried: list[Tried]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Try random changes of the core on the tests that run their lines.")
-    parser.add_argument("--seed", type=int, default=0, help="of the order in which changes are drawn; default 0")
-    parser.add_argument("--count", type=int, default=500, help="how many are tried; default 500")
+    parser.add_argument("--seed", type=int, help="of the order in which changes are drawn; default the record's, or 0")
+    parser.add_argument("--count", type=int, help=f"how many are tried; default the record's, {COUNT} at least")
     parser.add_argument("--seconds", type=float, help="no new one is begun after so long")
     parser.add_argument("--budget", type=float, default=20.0, help="seconds of tests for each; default 20")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the record: it is gone on with, and written")
     parser.add_argument("--survivors", action="store_true", help="try those of the record again, on more tests")
+    parser.add_argument(
+        "--tests", nargs="+", metavar="FILE", help="with --survivors: on all tests of these files alone"
+    )
     asked = parser.parse_args()
     os.chdir(ROOT)
+    if asked.tests and not (asked.survivors and asked.json is not None and asked.json.exists()):
+        parser.error("--tests goes with --survivors and the --json of a record")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import pytest
 
-    if not CACHE.exists():
+    if not CACHE.exists() and not asked.tests:
         print("tracing which tests run which lines: as long as the suite takes, once", flush=True)
         subprocess.run([sys.executable, Path(__file__).with_name("lines.py")], check=False)
     sys.path.insert(0, str(ROOT / "src"))
     sampler = Sampler(asked)
     options = ["-q", "-s", "-k", SLOW, "-p", "no:cacheprovider", "-p", "no:faulthandler"]
     paths = f"pythonpath={ROOT / 'src'} {ROOT} {ROOT / 'tests'}"
-    code = int(pytest.main([*options, "-o", paths, *arguments([])], plugins=[sampler]))
+    code = int(pytest.main([*options, "-o", paths, *arguments(asked.tests or [])], plugins=[sampler]))
     if code not in (0, 5) or not sampler.tried:
         return code or 2
     print(summary(sampler.tried))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict
 from types import FunctionType, SimpleNamespace
 
 import pytest
@@ -127,7 +129,7 @@ def test_equivalent_changes_have_reasons():
 
 def test_the_order_of_tests():
     """The quickest of every file first, those of the same part before others, ranks last, within the budget."""
-    sampler = sample.Sampler(SimpleNamespace(budget=5.0))
+    sampler = sample.Sampler(SimpleNamespace(budget=5.0, tests=None))
     seconds = {"tests/rows/a.py::x": 2.0, "tests/rows/a.py::y": 1.0, "tests/b.py::z": 0.5, "tests/c.py::ranks": 0.1}
     sampler.items = {test: SimpleNamespace(fixturenames=("ranks",) * ("ranks" in test)) for test in seconds}
     sampler.lines = SimpleNamespace(of=lambda *_: list(seconds.items()), tests=list(seconds.items()))
@@ -135,6 +137,39 @@ def test_the_order_of_tests():
     chosen = [test for test, _ in sampler.tests(change, everything=False)]
     assert chosen == ["tests/rows/a.py::y", "tests/b.py::z", "tests/rows/a.py::x"]
     assert len(sampler.tests(change, everything=True)) == 4
+
+
+def test_tests_run_by_the_hook_that_sets_their_filters():
+    seen = []
+    hooks = SimpleNamespace(pytest_runtest_protocol=lambda item, nextitem: seen.append((item.name, nextitem)))
+    first, second = (SimpleNamespace(name=name, ihook=hooks) for name in "ab")
+    sampler = sample.Sampler(SimpleNamespace())
+    sampler.items = {"a": first, "b": second}
+    assert sampler.run(["a", "b"]) == 0
+    assert seen == [("a", second), ("b", None)]
+
+
+def test_survivors_are_tried_on_tests_that_are_named(tmp_path, monkeypatch):
+    """Of a record, which else stays as it is: with its seed, its places, and changes that could not be put in."""
+    sites = changes("softmax.py", (PACKAGE / "softmax.py").read_text(encoding="utf-8"))
+    killed, caught, missed, unfit = (change for change in sites[:40:10])
+    before = [sample.described(killed, "killed", "tests/b.py::y")]
+    before += [sample.described(change, "survived", "9 tests passed") for change in (caught, missed, unfit)]
+    path = tmp_path / "record.jsonl"
+    lines = [{"seed": 3, "sites": 70, "reached": 60}, *(asdict(tried) for tried in before)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked = SimpleNamespace(json=path, seed=None, count=None, seconds=None, survivors=True, tests=["tests/a.py"])
+    ends = {caught: ("killed", "tests/a.py::x"), missed: ("survived", "2 tests passed")}
+    sampler = sample.Sampler(asked)
+    judged = lambda change, everything: sample.described(change, *ends[change]) if change in ends else None  # noqa: E731
+    monkeypatch.setattr(sampler, "judged", judged)
+    sampler.try_all()
+    sampler.write()
+    facts, *tried = (json.loads(line) for line in path.read_text().splitlines())
+    assert [facts[name] for name in ("seed", "sites", "reached", "tried", "killed", "survived")] == [3, 70, 60, 4, 2, 2]
+    found = {sample.Tried(**entry).key: (entry["verdict"], entry["how"]) for entry in tried}
+    wanted = {killed: ("killed", "tests/b.py::y"), **ends, unfit: ("survived", "9 tests passed")}
+    assert found == {sample.key_of(change): end for change, end in wanted.items()}
 
 
 def test_the_page_says_what_the_record_says():

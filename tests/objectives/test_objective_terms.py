@@ -124,6 +124,9 @@ def test_ppo_clip_by_hand():
     assert metrics["clip_fraction"] == pytest.approx(2 / 6)
     assert metrics["clip_fraction_high"] == metrics["clip_fraction_low"] == pytest.approx(1 / 6)
     assert metrics["dual_clip_fraction"] == pytest.approx(1 / 6)
+    # A ratio a little above its bound is not below the other one.
+    _, _, alone = by_hand(objective, [1.5], [1.0])
+    assert (alone["clip_fraction_low"], alone["clip_fraction_high"]) == (0.0, 1.0)
     assert metrics["ratio_max"] == pytest.approx(4.0)
     assert metrics["ratio_min"] == pytest.approx(0.5)
 
@@ -151,6 +154,8 @@ def test_cispo_by_hand():
     assert gradient == pytest.approx([-0.01, -4.9, -5.0])
     assert metrics["clip_fraction_low"] == 0
     assert metrics["clip_fraction_high"] == pytest.approx(1 / 3)
+    # A ratio on both of its bounds is clipped by neither.
+    assert by_hand(Objective(policy="cispo", clip=(0.0, 0.0)), [1.0], [1.0])[2]["clip_fraction"] == 0
 
 
 def test_sapo_by_hand():
@@ -272,6 +277,15 @@ def own(inputs, clip=0.5):
         (
             Objective(policy=own, kl="k3", kl_coef=0.1),
             "policy=own, clip=0.5, kl='k3', kl_coef=0.1, reduce='token_mean'",
+        ),
+        (
+            Objective(policy="sapo", policy_options={"positive": 0.5}),
+            "policy='sapo', policy_options={'positive': 0.5}, reduce='token_mean'",
+        ),
+        (
+            Objective(policy=own, policy_options={"clip": {"low": 0.1, "by": own}}),
+            "policy=own, clip={'low': 0.1, 'by': own}, policy_options={'clip': {'low': 0.1, 'by': own}}, "
+            "reduce='token_mean'",
         ),
     ],
 )

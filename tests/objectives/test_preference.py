@@ -225,6 +225,14 @@ def test_a_denominator_makes_parts_of_one_sum():
     torch.testing.assert_close(halves[0][1][1] + halves[1][1][1], whole[1][1])
 
 
+def test_a_reference_in_float64_is_read_as_the_log_probs_are():
+    """In their dtype, as in one pass, where it is narrowed before they are there."""
+    rows, one = ll.Rows.packed([[1, 2], [1, 3]], [1, 1]), torch.tensor([-1.0, -1.0])
+    reference = one.double() - torch.tensor([1e-9, 0.0], dtype=torch.float64)
+    _, metrics = ll.Preference("dpo")(ll.TokenStats(one, None, None), rows, ref_logprob=reference)
+    assert metrics.compute()["reward_margin"] == 0.0
+
+
 # Ranks.
 
 

@@ -51,6 +51,14 @@ def test_one_token_is_finite(tmp_path: Path):
     assert len(found.files) == 3
 
 
+def test_the_figure_is_of_the_trainer_against_the_engine(tmp_path: Path, monkeypatch):
+    """In this order: the middle panel is over the engine's probability."""
+    figure, drawn = pytest.importorskip("logitless.tools.score.figure", exc_type=ImportError), []
+    monkeypatch.setattr(figure, "draw_mismatch", lambda *given: drawn.append(given[:3]))
+    compared(tmp_path, [-1.5, -4.0])
+    assert [[x.tolist() for x in numbers] for numbers in drawn] == [[[-1.0, -2.0], [-1.5, -4.0], [0, 1]]] * 2
+
+
 def test_nothing_to_compare(tmp_path: Path):
     data, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     data.touch()

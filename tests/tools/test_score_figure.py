@@ -12,6 +12,7 @@ from logitless.objectives import mismatch
 
 figure = pytest.importorskip("logitless.tools.score.figure", exc_type=ImportError)
 style = pytest.importorskip("logitless.tools.style", exc_type=ImportError)
+to_hex = pytest.importorskip("matplotlib.colors").to_hex
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def drawn(monkeypatch, tmp_path):
     rollout = -torch.rand(4000, dtype=torch.float64) * 5
     trainer = rollout + 0.01 * torch.randn(4000, dtype=torch.float64)
     report = mismatch(trainer, rollout, rows, bound=0.02)
-    figure.draw_mismatch(trainer, rollout, rows.position, report, tmp_path / "a.png", style.LIGHT)
+    figure.draw_mismatch(trainer, rollout, rows.position, report, tmp_path / "a.png", style.DARK)
     return kept[0].axes, (trainer - rollout).abs(), rollout.exp(), rows.position, report
 
 
@@ -48,3 +49,45 @@ def test_quantiles_lie_in_the_middle_of_their_bins(drawn, panel: int, width: flo
             inside = distance[(along >= low * (1 - 1e-9)) & (along < high * (1 - 1e-9))]
             assert len(inside) >= figure.ENOUGH
             assert y == pytest.approx(float(torch.quantile(inside, q)), rel=1e-6)
+
+
+def test_the_panels_are_dressed(drawn):
+    """A title each, on the style's background, and numbers at powers of ten."""
+    titles = ["share of tokens beyond", "|log ratio| by probability", "|log ratio| by place"]
+    assert [axis.get_title(loc="left") for axis in drawn[0]] == titles
+    for axis in drawn[0]:
+        assert to_hex(axis.get_facecolor()) == style.DARK.background
+        for ticks in (axis.get_xticks(), axis.get_yticks()):
+            tens = [math.log10(tick) for tick in ticks]
+            assert len(tens) >= 2
+            assert tens == pytest.approx([round(ten) for ten in tens])
+
+
+def test_the_bound_and_its_share(drawn):
+    """Beside the line, 5 points from it, and not across it."""
+    (axis, *_), *_, report = drawn
+    (text,) = axis.texts
+    assert text.get_text() == f"beyond 0.02\n{100 * report.beyond:.2g}%"
+    axis.figure.canvas.draw()
+    line, _ = axis.transData.transform((report.bound, 1.0))
+    assert line - text.get_window_extent().x1 == pytest.approx(5 * axis.figure.dpi / 72, abs=0.1)
+
+
+def test_names_of_lines_that_meet():
+    """One below the other, 8 % of the height apart, beginning at the end of the highest line."""
+    made, axis = figure.plt.subplots()
+    for end, name in ((5.0, "low"), (10.0, "a"), (10.0, "b"), (9.9, "c")):
+        axis.plot([0, 1], [0, end], label=name)
+    axis.set_ylim(0, 10)
+    style.name_lines(axis, style.LIGHT)
+    found = {text.get_text(): text.get_position()[1] for text in axis.texts}
+    figure.plt.close(made)
+    assert found == pytest.approx({"a": 1.0, "b": 0.92, "c": 0.84, "low": 0.5})
+
+
+def test_a_figure_is_closed_when_it_is_written(tmp_path):
+    before = figure.plt.get_fignums()
+    made, _ = figure.plt.subplots()
+    style.save(made, tmp_path / "a.png", style.DARK)
+    assert (tmp_path / "a.png").stat().st_size > 0
+    assert figure.plt.get_fignums() == before

@@ -94,6 +94,22 @@ def test_own_rejects_are_replaced(journal: Journal):
     assert sorted(path.name for path in journal.out.parent.iterdir()) == ["out.jsonl", "out.jsonl.score.json"]
 
 
+def test_a_job_that_is_killed_as_it_overwrites_goes_on(journal: Journal, monkeypatch):
+    """Before the new sheet is there; the old one goes last, and no file is left that it would have to explain."""
+
+    def killed(*_) -> None:
+        raise KeyboardInterrupt
+
+    finish(journal, [LINES[0], REJECT])
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "_write_sheet", killed)
+        with pytest.raises(KeyboardInterrupt):
+            journal.open(overwrite=True)
+    assert not journal.rejects.exists()
+    finish(journal, LINES)
+    assert journal.out.read_bytes() == b"".join(LINES)
+
+
 @pytest.mark.parametrize("lines", [LINES, [LINES[0], REJECT]], ids=["without rejects", "with rejects"])
 def test_files_that_appear_on_the_way_stay(journal: Journal, lines: list[bytes]):
     journal.open(overwrite=False)

@@ -408,8 +408,9 @@ class Objective:
             means["log_z"] = x.log_z
         if old:
             log_ratio = x.log_ratio
+            difference = -log_ratio
             means["ratio"] = extremes["ratio"] = bounded_exp(log_ratio)
-            means["approx_kl_k1"], means["approx_kl_k3"] = -log_ratio, k3_of(-log_ratio)
+            means["approx_kl_k1"], means["approx_kl_k3"] = difference, k3_of(difference)
         if reference and not (self._kl_term().weighted and not old):
             means["ref_kl"] = kl_rows(self._kl_term(), x)
         if old and rollout:

@@ -59,7 +59,8 @@ def cispo(inputs: Inputs, *, clip: Bounds = (1.0, 4.0)) -> tuple[Tensor, Later]:
     weight = ratio.clamp(1 - low, 1 + high)
 
     def values() -> Values:
-        return _shares(below=ratio < 1 - low, above=ratio > 1 + high, dtype=ratio.dtype)
+        below = ratio < 1 - low
+        return _shares(below | (ratio > 1 + high), below, ratio.dtype)
 
     return _weighed(-inputs.advantage * weight, inputs.logprob), values
 
@@ -162,8 +163,8 @@ def _clipped_surrogate(ratio: Tensor, advantage: Tensor, clip: Bounds, dual_clip
 
     def values() -> Values:
         more = {} if capped is None else {"dual_clip_fraction": capped.to(ratio.dtype)}
-        below, above = active & (ratio < 1 - low), active & (ratio > 1 + high)
-        return _shares(below=below, above=above, dtype=ratio.dtype) | more
+        # Where it is active the ratio is out of bounds, on one side or on the other.
+        return _shares(active, active & (ratio < 1 - low), ratio.dtype) | more
 
     return loss, values
 
@@ -173,9 +174,7 @@ def _weighed(weight: Tensor, x: Tensor) -> Tensor:
     return torch.where(weight != 0, weight * x, 0.0)
 
 
-def _shares(*, below: Tensor, above: Tensor, dtype: torch.dtype) -> Values:
-    return {
-        "clip_fraction": (below | above).to(dtype),
-        "clip_fraction_low": below.to(dtype),
-        "clip_fraction_high": above.to(dtype),
-    }
+def _shares(clipped: Tensor, below: Tensor, dtype: torch.dtype) -> Values:
+    """Of rows that are clipped, and of those among them whose ratio is below its bounds; the others' is above."""
+    names = ("clip_fraction", "clip_fraction_low", "clip_fraction_high")
+    return dict(zip(names, torch.stack([clipped, below, clipped ^ below]).to(dtype), strict=True))
