@@ -317,6 +317,30 @@ def test_of_a_shard_torch_s_function_is_over_its_columns():
     assert torch.equal(logits.argmax(-1), (hidden @ weight.T).argmax(-1))
 
 
+@pytest.mark.filterwarnings("ignore::logitless.operands.LogitsMade")
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize(
+    "read", [lambda x: x.max(-1), lambda x: x.min(-1), lambda x: x.topk(2), lambda x: x.log_softmax(-1).max(-1)]
+)
+def test_of_rows_without_a_distribution_numbers_are_nan_and_ids_0(read: Callable[[Any], Any], graph: bool):
+    """As torch's of rows of NaN: one row that is no number does not stop the others from being read."""
+    hidden, weight = torch.randn(4, D).requires_grad_(graph), torch.randn(V, D)
+    with torch.no_grad():
+        hidden[1] = torch.nan
+    for bias in (None, torch.zeros(V).index_fill_(0, torch.tensor([5]), -torch.inf)):
+        wanted, ours = read(F.linear(hidden, weight, bias)), read(ll.Logits(hidden, weight, bias=bias))
+        torch.testing.assert_close(ours.values, wanted.values, equal_nan=True)
+        good = torch.tensor([0, 2, 3])
+        assert torch.equal(ours.indices[good], wanted.indices[good])
+        assert ours.values[1].isnan().all()
+    broken = weight.index_fill(0, torch.tensor([7]), torch.nan)
+    logits = ll.Logits(hidden, broken)
+    assert not logits.argmax(-1).any()
+    if graph:
+        assert torch.isnan(read(logits).values).all()
+        assert not read(logits).indices.any()
+
+
 def test_no_rows():
     hidden, weight = torch.randn(0, D, requires_grad=True), torch.randn(V, D, requires_grad=True)
     logits = ll.Logits(hidden, weight, strict=True)

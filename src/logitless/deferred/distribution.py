@@ -191,11 +191,13 @@ def _mean(x: Distribution, dim: Any = None, keepdim: bool = False, *, dtype: Any
 # The most likely ids, of logits and of distributions alike.
 
 
-def values_of(x: Any, ids: Tensor) -> Tensor:
-    """``[..., K]`` numbers of ``x`` at these ids, with a graph."""
-    if isinstance(x, Logits):
-        return picked_later(x, ids)
-    return ask(x.source, OF_IDS[x.form], ids)
+def leading(x: Any, logits: Logits, count: int) -> tuple[Tensor, Tensor]:
+    """``[..., K]`` numbers of ``x``, with a graph, and ids where ``logits`` are largest. Of a row without a
+    distribution, with NaN among its logits for instance, all numbers are NaN and all ids 0."""
+    ids = best(logits, count)
+    none = ids < 0
+    ids = ids.masked_fill(none, 0)
+    return picked_later(x, ids, none) if isinstance(x, Logits) else ask(x.source, OF_IDS[x.form], ids), ids
 
 
 def _ranked(x: Any) -> Logits | None:
@@ -209,7 +211,7 @@ def argmax(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any
     logits = _ranked(x)
     if logits is None or kwargs or not over_last(x, dim):
         return NotImplemented
-    ids = best(logits, 1)
+    ids = best(logits, 1).clamp_min(0)
     return ids if keepdim else ids[..., 0]
 
 
@@ -221,8 +223,7 @@ def largest(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> An
     found = metric(x, "max") if isinstance(x, Logits) and walked(x) else None
     if found is not None:
         return found.values.max() if dim is None else _extreme(x, found, keepdim)
-    ids = best(logits, 1)
-    values = values_of(x, ids)
+    values, ids = leading(x, logits, 1)
     if dim is None:
         return values.max()
     return torch.return_types.max((values, ids) if keepdim else (values[..., 0], ids[..., 0]))
@@ -248,8 +249,10 @@ def smallest(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> A
     if found is not None:
         return _extreme(x, found, keepdim)
     bias = x.linear.bias
-    ids = best(like(x, -x.hidden, linear=replace(x.linear, bias=None if bias is None else -bias)), 1)
-    values = values_of(x, ids)
+    if bias is not None:
+        # Of -inf, which leaves a token out, the negative would leave no distribution.
+        bias = bias.neg().clamp(max=torch.finfo(bias.dtype).max / 2)
+    values, ids = leading(x, like(x, -x.hidden, linear=replace(x.linear, bias=bias)), 1)
     return torch.return_types.min((values, ids) if keepdim else (values[..., 0], ids[..., 0]))
 
 
@@ -262,8 +265,7 @@ def topk(x: Any, k: Any, dim: Any = -1, largest: bool = True, sorted: bool = Tru
     logits = _ranked(x)
     if logits is None or kwargs or not largest or not over_last(x, dim) or not listable(logits, k):
         return NotImplemented
-    ids = best(logits, k)
-    return torch.return_types.topk((values_of(x, ids), ids))
+    return torch.return_types.topk(leading(x, logits, k))
 
 
 def columns(x: Any, index: Any) -> Any:

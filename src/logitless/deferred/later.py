@@ -81,14 +81,19 @@ COMPARISONS |= {name: name.strip("_") for x in ("ge", "gt", "le", "lt", "eq", "n
 """Functions by which logits are compared with numbers, and their short names."""
 
 
-def picked_later(x: Logits, ids: Tensor) -> Tensor:
-    """``[..., K]`` logits of ids. Compared with the logits themselves, they are those that are computed then, to the
-    bit: dot products are summed in another order, and the last of a top-k would fall below its own value."""
+def picked_later(x: Logits, ids: Tensor, none: Tensor | None = None) -> Tensor:
+    """``[..., K]`` logits of ids, NaN where there is ``none``. Compared with the logits themselves, they are those that
+    are computed then, to the bit: dot products are summed in another order, and the last of a top-k would fall below
+    its own value."""
     # A copy: whoever has the ids may write to them before the logits are read.
     ids = checked_ids(ids, x.shape[-1]).clone()
     source: Logits = same(x)
+
+    def marked(z: Tensor) -> Tensor:
+        return z if none is None else z.masked_fill(none, torch.nan)
+
     like = torch.empty(ids.shape, dtype=result_dtype(x), device="meta")
-    new = _later(source, lambda: ask(source, "logit", ids), lambda z: z.gather(-1, ids), like)
+    new = _later(source, lambda: marked(ask(source, "logit", ids)), lambda z: marked(z.gather(-1, ids)), like)
     if _is_checkpointed():
         new.computed()
     return new
