@@ -59,6 +59,14 @@ def test_the_figure_is_of_the_trainer_against_the_engine(tmp_path: Path, monkeyp
     assert [[x.tolist() for x in numbers] for numbers in drawn] == [[[-1.0, -2.0], [-1.5, -4.0], [0, 1]]] * 2
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device on which nothing has room")
+def test_a_disk_that_is_full_for_the_report(tmp_path: Path):
+    out = tmp_path / "out.jsonl"
+    out.with_name("out.jsonl.mismatch.json").symlink_to("/dev/full")
+    with pytest.raises(LogitlessError, match=r"mismatch\.json: No space left on device"):
+        compared(tmp_path, [-1.5, -4.0])
+
+
 def test_nothing_to_compare(tmp_path: Path):
     data, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     data.touch()

@@ -22,6 +22,7 @@ from logitless.errors.arguments import LARGEST
 from logitless.objectives import Mismatch, mismatch
 from logitless.rows import Rows
 from logitless.tools.score.files import read_fields
+from logitless.tools.score.journal import named_file
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +92,9 @@ def _numbers(place: str, field: str, given: Any) -> list[float]:
 def write(compared: Compared, out: Path) -> Compared:
     """The report as JSON, and its figure, next to the output."""
     sheet = out.with_name(f"{out.name}.mismatch.json")
-    sheet.write_text(json.dumps(_plain(compared.report.as_dict()), indent=1, allow_nan=False) + "\n")
-    return replace(compared, files=(sheet, *_figures(compared, out)))
+    with named_file(sheet):
+        sheet.write_text(json.dumps(_plain(compared.report.as_dict()), indent=1, allow_nan=False) + "\n")
+        return replace(compared, files=(sheet, *_figures(compared, out)))
 
 
 def report_text(summary: Any, compared: Compared | None, as_json: bool) -> str:

@@ -82,7 +82,7 @@ class Journal:
             LogitlessError: the output exists and was made with other settings, or nobody knows how; or a file that no
                 job wrote lies where this one would write.
         """
-        with _told(self.out):
+        with named_file(self.out):
             if overwrite or not self.finished:
                 self._check_strangers()
             if overwrite:
@@ -120,7 +120,7 @@ class Journal:
 
     def finish(self) -> None:
         """Write all parts, in order, to the output, and remove them."""
-        with _told(self.out):
+        with named_file(self.out):
             # A job may take days, in which others write files.
             self._check_rejects()
             if any(line.startswith(REJECTED) for line in self._lines()):
@@ -181,7 +181,7 @@ class Journal:
         """Make ``path`` appear with all that ``write`` writes, or not at all."""
         # The number of the process keeps drafts of two jobs apart that were started by mistake.
         draft = self.folder / f"{path.name}.{os.getpid()}.draft"
-        with _told(path):
+        with named_file(path):
             try:
                 write(draft)
                 _flush(draft)
@@ -263,7 +263,7 @@ class Journal:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def named_file(path: Path) -> Iterator[None]:
     """Errors of the operating system become a LogitlessError that names the file and what to do."""
     try:
         yield
