@@ -203,6 +203,8 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, An
         "hidden": (ll.logprobs, (_head(), rows), {"entropy": "grad"}),
         "hidden, stored": (ll.logprobs, (_head(), rows), {"entropy": "grad", "memory": "2GiB"}),
         "hidden, frozen head": (ll.logprobs, (_head(False), rows), {}),
+        "hidden, softcap": (ll.logprobs, (_head(), rows), {"entropy": "grad", "head": ll.Head(softcap=30.0)}),
+        "hidden, frozen head, fused softcap": (ll.logprobs, (_head(False), rows), {"head": ll.Head(softcap=30.0)}),
         "hidden, frozen head, softcap": (ll.logprobs, (_head(False, wide), rows), {"head": ll.Head(softcap=30.0)}),
         "hidden, float32": (ll.logprobs, (_head(dtype=wide), rows), {"entropy": "grad"}),
         "hidden, float32 head": (ll.logprobs, (_head(weight=wide), rows), {}),

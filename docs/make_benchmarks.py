@@ -138,7 +138,7 @@ of 4,096 rows a chunk is refused where the hidden size is 4096 (at D = 1024 and 
 and its gradients by 3e-3). Liger's native kernels and Transformer Engine's cross entropy ran at D = 4096 alone.
 
 Ours were measured before [products by turns](decisions/0034-products-by-turns.md), which make a forward at D = 1024 a
-fifth faster and forward and backward a tenth, and change little at D = 4096 ([shapes](shapes.md)).
+fifth faster in multiples of the bare product, and forward and backward 3 % ([shapes](shapes.md)).
 
 Records from before 2026-11-16 were taken after a pause, on a cool chip, on which the first products run faster than in
 a long run; those after it follow some hundred milliseconds of products.

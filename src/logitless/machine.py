@@ -244,6 +244,13 @@ def _card(index: int | None) -> Machine:
     return machine if gluon_ran() else replace(machine, turns=False)
 
 
+def by_turns(device: torch.device) -> bool:
+    """Whether products can be made by turns on a device, whatever a table says of it."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_properties(device).major == 9 and gluon_ran()
+
+
 def gluon_ran() -> bool:
     """Whether the Triton that is installed is of a version whose Gluon has run our kernels."""
     try:

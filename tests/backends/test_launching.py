@@ -112,6 +112,13 @@ def test_a_parameter_that_is_missing_is_named():
         launched({name: x for name, x in FIRST.items() if name != "scale"})
 
 
+@pytest.mark.parametrize("bits", [31, 63])
+def test_a_negative_number_has_room_for_one_more(bits: int):
+    """As Triton has it: -2^31 takes 32 bits and 2^31 takes 64."""
+    assert kind(-(2**bits)) != kind(2**bits)
+    assert kind(-(2**bits)) == kind(16 - 2**bits) == kind(2**bits - 16)
+
+
 def test_kinds_of_descriptors():
     def described(block: list[int], dtype: torch.dtype) -> Any:
         return SimpleNamespace(base=torch.zeros(1, dtype=dtype), block_shape=block)
@@ -132,6 +139,7 @@ driver.set_active(cards.Elsewhere(cards.TARGETS["sm_90"]))
 memory = torch.zeros(64, dtype=torch.int64)
 pointers = [memory.view(dtype)[k:] for dtype in (torch.bfloat16, torch.float32, torch.int64) for k in (0, 1, 2, 4, 8)]
 numbers = [0, 1, 2, 8, 15, 16, 17, 32, -16, 2**31 - 1, 2**31, 2**31 + 16, 2**40, 2**63]
+numbers += [-(2**31), -(2**31) - 16, -(2**63)]
 checked, differ = 0, 0
 for launch in {x.kernel: x for x in cards.launches()}.values():
     function = getattr(cards.importlib.import_module(f"logitless.backends.triton.{launch.module}"), launch.kernel)

@@ -369,14 +369,51 @@ def test_without_a_card_or_the_interpreter(monkeypatch):
     assert "the kernels run on CUDA devices, and hidden is on cpu" in str(products.takes(x, x))
 
 
+def test_of_equal_parts_the_first_column_counts(device: torch.device):
+    """In whatever order they come: by turns that of the columns is another."""
+    rows, count = 9, 7
+    x = torch.zeros(rows, 8, device=device, dtype=torch.bfloat16)
+    p = Product(
+        x, x, None, torch.zeros(rows, device=device, dtype=torch.int64), torch.ones(rows, device=device), top=True
+    )
+    for _ in range(5):
+        parts = torch.ones(count, 5, rows, device=device)
+        parts[:, 0], parts[:, 3] = torch.randint(3, (count, rows), device=device).float(), torch.nan
+        parts[:, 4] = torch.stack([torch.randperm(100, device=device)[:count] for _ in range(rows)], 1).float()
+        nothing = torch.rand(count, rows, device=device) < 0.2
+        nothing[0] = False
+        parts[:, 0] = parts[:, 0].masked_fill(nothing, -INF)
+        parts[:, 1] = parts[:, 1].masked_fill(nothing, 0.0)
+        largest = parts[:, 0].amax(0)
+        first = torch.where(parts[:, 0] == largest, parts[:, 4], INF).amin(0)
+        assert torch.equal(products.merge(p, parts)[4:], torch.stack([largest, first]))
+
+
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("width", [512, 2048, 4096])
+def test_canonical_sums_do_not_bind_the_sizes_of_dz(width: int, turns: bool, monkeypatch):
+    found = []
+    monkeypatch.setattr(products, "launch", lambda kernel, programs, **given: found.append((kernel, programs)))
+    x, weight, row = torch.zeros(300, width).bfloat16(), torch.zeros(700, width).bfloat16(), torch.zeros(300)
+    for canonical in (False, True):
+        p = Product(x, weight, None, row.long(), row, canonical=canonical, turns=turns)
+        out = torch.zeros(300, 700).bfloat16()
+        products.gradient(p, Normaliser(row, row), Coefficients(row, row, row), out)
+    assert found[0] == found[1]
+    assert found[0][0].startswith("turns" if turns else "product")
+
+
 @pytest.mark.parametrize("negative", [False, True])
 @pytest.mark.parametrize("stored", [False, True])
 def test_the_largest_logit_and_its_column(negative: bool, stored: bool, device: torch.device, sizes: ProductSizes):
-    """Of whole numbers, so that equal logits are equal: the first of several, in other tiles and groups too."""
-    p = make(device, negative=negative, top=True, first=7)
+    """Of whole numbers, so that equal logits are equal: the first of several, in other tiles and groups too, and by
+    turns in a later part."""
+    p, sizes = make(device, negative=negative, top=True, first=7), sizes._replace(tiles=2)
     hidden, weight = (torch.randint(-2, 3, x.shape, device=device).to(x.dtype) for x in (p.hidden, p.weight))
     weight[-20:] = weight[:20]
     weight[40:52] = weight[:12]
+    # By turns, tiles 0 and 2 are the first part of four, and 1 and 3 the second.
+    weight[74:81] = weight[52:59]
     p = replace(p, hidden=hidden, weight=weight)
     if stored:
         values = torch.empty(ROWS, COLUMNS, device=device, dtype=hidden.dtype)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib.metadata
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import logitless as ll
 from logitless import machine
-from logitless.machine import CPU, H200, Machine
+from logitless.machine import CPU, H200, Machine, pieces
 from logitless.product_table import ProductSizes, product_sizes
+from logitless.tools import doctor, tune
+
+GPU = torch.device("cuda", 0)
 
 SIZES = ProductSizes(rows=128, columns=128, depth=64, tiles=3, turns=True)
 
@@ -58,8 +63,40 @@ def test_which_versions_of_triton_make_products_by_turns(version: str | None, ma
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.delenv(machine.TABLE, raising=False)
-    assert machine._card.__wrapped__(0).turns is made
+    assert machine._card.__wrapped__(0).turns is machine.by_turns(GPU) is made
     # AMD's cards of generation 9 are others.
     monkeypatch.setattr(torch.version, "hip", "7.0")
     other = machine._card.__wrapped__(0)
     assert (other.turns, other.epilogues, other.dz_programs) == (False, False, 0)
+    assert not machine.by_turns(GPU)
+
+
+def test_a_table_that_is_missing_stops_neither_tune_nor_doctor(monkeypatch, tmp_path):
+    """``tune`` is what writes it, and ``doctor`` says what is wrong with it."""
+    card = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, major=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(machine, "gluon_ran", lambda: True)
+    monkeypatch.setattr(Machine, "of", staticmethod(lambda device: machine._card.__wrapped__(0)))
+    monkeypatch.delenv(machine.TABLE, raising=False)
+    assert doctor._products("triton", GPU) == ", fused products by turns"
+    monkeypatch.setenv(machine.TABLE, str(tmp_path / "nothing.json"))
+    assert machine.by_turns(GPU)
+    assert tune.num_steps(GPU) == 9
+    assert "LOGITLESS_MACHINE: " in doctor._products("triton", GPU)
+
+
+@pytest.mark.parametrize("memory", ["8MiB", "64MiB", "1GiB"])
+def test_parts_of_some_rows_exist_at_a_time(memory: str):
+    """Of a frozen head, whose slabs have parts of their own: those of the last rows are gone before the next."""
+    hidden, weight = (torch.empty(n, 1024, dtype=torch.bfloat16, device="meta") for n in (16384, 151936))
+    target, found = torch.empty(16384, dtype=torch.int64, device="meta"), []
+    for turns in (False, True):
+        given = ll.Logits(hidden.requires_grad_(), weight)
+        estimate = ll.estimate(ll.logprobs, given, target, memory=memory, device=replace(H200, turns=turns))
+        assert estimate.plan is not None
+        rows, columns = estimate.plan.forward[:2]
+        slabs = pieces(151936, columns)
+        parts = sum(product_sizes(n, 1024, turns=turns).groups(n) for n in (x.stop - x.start for x in slabs))
+        # Whatever else is there is there either way, but for the last columns of a slab.
+        found.append(estimate.forward_peak - 4 * 4 * rows * parts - 2 * rows * columns)
+    assert found[0] == pytest.approx(found[1], rel=0.01)

@@ -38,6 +38,25 @@ def test_what_is_measured(table, device: torch.device):
     assert costs["gradient"] == pytest.approx(max(0.0, 1e-3 * more) / 6000)
 
 
+def test_every_step_is_reported():
+    told = []
+    tune.measure(HERE, SMALL, told.append)
+    assert len(told) == tune.num_steps(HERE)
+
+
+def test_on_a_card_with_turns_those_are_what_is_taken(monkeypatch):
+    monkeypatch.setattr(tune, "copy_bandwidth", lambda device: 4711.0)
+    monkeypatch.setattr(tune, "by_turns", lambda device: True)
+    case = tune._Case(torch.device("cpu"), SMALL)
+    assert tune.ENDS["turns"] in case.epilogues()
+    # Apart, two products and both kernels take 7 ms.
+    slow = MS | {"product that ends in dZ": 99.0}
+    for ms, faster in ((3.49, True), (3.51, False)):
+        table = case.table(slow | {tune.ENDS["turns"]: ms}, None)
+        assert table["epilogues"] is faster
+        assert table["costs"]["turns"] == pytest.approx((ms - 2.0) * 1e-3 / 6000)
+
+
 def test_a_kernel_that_does_not_run_is_not_taken(monkeypatch, device: torch.device):
     from triton.runtime.errors import OutOfResources
 

@@ -106,6 +106,8 @@ def _fused_lines_with_unit(p: Projection, tiles: Tiles, lines: int) -> tuple[Ten
             p.multiply(exponentials, p.weight[columns], sums, add=first > 0)
         products.merge(part.product(slice(0, p.call.columns)), parts, out[:, rows])
         _normalise(part, sums, reference, out[:lines, rows], others[rows])
+        # Before those of the next rows are there.
+        del parts, reference
     return out, Unit(others, _log_normaliser(p, out[:lines]))
 
 

@@ -181,7 +181,10 @@ def _products(name: str, device: torch.device) -> str:
     """How Triton's products that end in a softmax are made on this card."""
     if name != "triton" or device.type != "cuda":
         return ""
-    machine = Machine.of(device)
+    try:
+        machine = Machine.of(device)
+    except LogitlessError as error:
+        return f", {error}"
     if not machine.epilogues:
         return ", logits go through memory: fused products were not measured on this card"
     if machine.turns:

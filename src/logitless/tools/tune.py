@@ -22,7 +22,7 @@ from logitless.backends import load
 from logitless.backends.contract import Problem, Product
 from logitless.backends.triton import products
 from logitless.errors import LogitlessError
-from logitless.machine import ALIGNED, H200, Machine, multiprocessors
+from logitless.machine import ALIGNED, H200, by_turns, multiprocessors
 from logitless.product_table import product_sizes
 from logitless.softmax import Coefficients, Normaliser
 from logitless.sources.gemm import multiply
@@ -47,6 +47,11 @@ class Sizes(NamedTuple):
     width: int = 2048
     chunk: int = 1024
     repeats: int = 15
+
+
+def num_steps(device: torch.device) -> int:
+    """How many products :func:`measure` times."""
+    return 8 + by_turns(device)
 
 
 def measure(device: torch.device, sizes: Sizes | None = None, report: Report = lambda what: None) -> dict[str, Any]:
@@ -79,7 +84,7 @@ class _Case:
         self.out, self.logits = (torch.empty(rows, columns, device=device, dtype=d) for d in (self.x.dtype, None))
         target, one = torch.arange(rows, device=device) % columns, torch.ones(rows, device=device)
         self.p = Product(self.x, self.w, None, target, one)
-        self.turns = Machine.of(device).turns
+        self.turns = by_turns(device)
         self.problem = Problem(self.logits, None, target, one, 0.0, columns, True, 0)
         self.norm, self.coef = Normaliser(0 * one, 10 * one), Coefficients(one, one, one)
         self.references = one.new_empty(-(-columns // ALIGNED), rows)
@@ -108,7 +113,7 @@ class _Case:
             ENDS["exponentials"]: lambda: exponentials(False),
         }
         # Not on every card, nor with every Triton.
-        return steps | ({ENDS["turns"]: lambda: exponentials(self.turns)} if self.turns else {})
+        return steps | ({ENDS["turns"]: lambda: exponentials(True)} if self.turns else {})
 
     def milliseconds(self, step: Callable[[], object]) -> float:
         laps = []
@@ -132,7 +137,8 @@ class _Case:
             for field, name in ENDS.items()
             if name in seconds
         }
-        one, other = ENDS["statistic"], ENDS["gradient"]
+        # By turns no end takes longer than that in exponentials.
+        both = (ENDS["turns"], ENDS["turns"]) if self.turns else (ENDS["statistic"], ENDS["gradient"])
         apart = 2 * seconds["product, float32"] + seconds["statistic of logits"] + seconds["dZ of logits"]
         costs = {
             **H200.costs._asdict(),
@@ -144,7 +150,7 @@ class _Case:
         return {
             "card": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
             "multiprocessors": multiprocessors(self.device),
-            "epilogues": refused is None and seconds[one] + seconds[other] < apart,
+            "epilogues": refused is None and sum(seconds[name] for name in both) < apart,
             "refused": refused,
             "costs": costs,
             "milliseconds": ms,

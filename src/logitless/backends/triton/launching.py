@@ -88,6 +88,7 @@ class Ready:
     def __init__(self, function: Any) -> None:
         self.function = function
         self.names = tuple(x.name for x in function.params)
+        self.parameters = frozenset(self.names)
         self.constant = tuple(x.is_constexpr for x in function.params)
         self.compiled: dict[Any, Any] = {}
 
@@ -107,7 +108,7 @@ class Ready:
 
     def options(self, arguments: dict[str, Any]) -> tuple[Any, ...]:
         """What is no parameter of the kernel: warps, stages and the like."""
-        return tuple(sorted(x for x in arguments.items() if x[0] not in self.names))
+        return tuple(sorted((name, arguments[name]) for name in arguments.keys() - self.parameters))
 
 
 def kind(x: Any) -> Any:
@@ -116,7 +117,8 @@ def kind(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() % 16 == 0
     if isinstance(x, int):
-        return type(x), x == 1, x % 16 == 0, x.bit_length() // 32
+        # A negative number has room for one more: -2^31 takes 32 bits, 2^31 does not fit.
+        return type(x), x == 1, x % 16 == 0, (x if x >= 0 else ~x).bit_length() // 32
     if x is None or isinstance(x, float):
         return type(x)
     # A descriptor; what it describes is aligned, or there would be none.

@@ -51,7 +51,10 @@ def merge_kernel(
             part_w = tl.load(p_part + 2 * rows, mask=m_part, other=0.0)
             part_t = tl.load(p_part + 3 * rows, mask=m_part, other=float("nan"))
             if TOP:
-                b_best = tl.where(part_m > b_m, tl.load(p_part + 4 * rows, mask=m_part, other=0.0), b_best)
+                # By turns a part is of every second tile: of equal maxima the first column may come later.
+                part_best = tl.load(p_part + 4 * rows, mask=m_part, other=0.0)
+                first = tl.where(part_m == b_m, tl.minimum(b_best, part_best), b_best)
+                b_best = tl.where(part_m > b_m, part_best, first)
             b_m, b_s, b_lost, b_w = merged(b_m, b_s, b_lost, b_w, part_m, part_s, part_w, k)
             b_t = tl.where(part_t == part_t, part_t, b_t)
             p_part += (4 + TOP) * rows

@@ -227,7 +227,8 @@ def gradient(p: Product, norm: Normaliser, coef: Coefficients, out: Tensor, size
     """d logits of these rows and columns over all of ``out``, ``[R, C]`` of the operands' dtype, rows at any stride."""
     if not has_values(p.hidden) or not out.numel():
         return
-    sizes = sizes or _sizes(p)
+    # dZ has no sums of its own, so that canonical ones do not bind its sizes.
+    sizes = sizes or product_sizes(p.columns, p.weight.shape[1], turns=p.turns)
     launch(
         "turns_gradient_kernel" if sizes.turns else "product_gradient_kernel",
         _programs(p, -(-p.rows // sizes.rows) * -(-p.columns // sizes.columns), sizes),

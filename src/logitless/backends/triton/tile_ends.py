@@ -127,7 +127,7 @@ def from_reference(b_e, b_x, top, k, references, o_r, m_r, SLACK: tl.constexpr, 
     """Exponentials relative to the row's reference instead of the tile's maximum, times the slope of a softcap."""
     given = tl.load(references + o_r, mask=m_r, other=0.0)
     # What is further off than the slack is made again. Until then it is in range.
-    shift = tl.minimum(finite_or_zero(top) * k - given * LOG2E, SLACK * LOG2E + 1.0)
+    shift = tl.minimum(tl.fma(finite_or_zero(top), k, -(given * LOG2E)), SLACK * LOG2E + 1.0)
     b_e = b_e * tl.exp2(shift)[:, None]
     if SOFTCAP:
         b_y = tl.maximum(b_x, -1.0)  # past the last column it is -inf

@@ -29,11 +29,11 @@ def tune(
     import torch
 
     from logitless.tools.outputs import default_folder, slug_of, text_table
-    from logitless.tools.tune import measure, require_card, write
+    from logitless.tools.tune import measure, num_steps, require_card, write
 
     where = torch.device(pick_device(device, 0))
     require_card(where)
-    with progress(8) as report:
+    with progress(num_steps(where)) as report:
         table = measure(where, report=report)
     path = out or default_folder() / f"machine-{slug_of(table['card'])}.json"
     write(table, path)
