@@ -158,15 +158,13 @@ def describable(x: Tensor) -> bool:
     return begins and x.stride(1) == 1 and x.stride(0) >= x.shape[1]
 
 
-def described(x: Tensor, rows: int, columns: int) -> Any:
-    """A descriptor by which blocks of a matrix are loaded or stored."""
-    return _descriptor("triton.tools.tensor_descriptor")(x, list(x.shape), list(x.stride()), [rows, columns])
-
-
-def gluon_described(x: Tensor, rows: int, columns: int) -> Any:
-    """The same for a kernel in Gluon, which has to be told how a block lies in shared memory."""
-    descriptor, block = _descriptor("triton.experimental.gluon.nvidia.hopper"), [rows, columns]
-    return descriptor(x, list(x.shape), list(x.stride()), block, _block_layout(rows, columns, x.dtype))
+def described(x: Tensor, rows: int, columns: int, gluon: bool = False) -> Any:
+    """A descriptor by which blocks of a matrix are loaded or stored. A kernel in Gluon has to be told how such a block
+    lies in shared memory."""
+    told = (x, list(x.shape), list(x.stride()), [rows, columns])
+    if gluon:
+        return _descriptor("triton.experimental.gluon.nvidia.hopper")(*told, _block_layout(rows, columns, x.dtype))
+    return _descriptor("triton.tools.tensor_descriptor")(*told)
 
 
 @functools.cache

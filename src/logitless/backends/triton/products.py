@@ -25,7 +25,7 @@ from logitless.backends.triton.dz_products import add_outer as add_outer
 from logitless.backends.triton.dz_products import columns_pay as columns_pay
 from logitless.backends.triton.dz_products import rows_pay as rows_pay
 from logitless.backends.triton.dz_products import times_weight as times_weight
-from logitless.backends.triton.launching import describable, described, gluon_described, interpreted, launch, of_rows
+from logitless.backends.triton.launching import describable, described, interpreted, launch, of_rows
 from logitless.machine import gradient_from_tiles_sizes, multiprocessors
 from logitless.product_table import ProductSizes, product_sizes
 from logitless.softmax import WIDTH, Coefficients, Normaliser
@@ -279,12 +279,11 @@ def _sizes(p: Product) -> ProductSizes:
 
 def _operands(p: Product, sizes: ProductSizes) -> dict[str, Any]:
     """Arguments of all products."""
-    describe = gluon_described if sizes.turns else described
     given = {
         "on": p.hidden,
         "module": "turns_kernels" if sizes.turns else "product_kernels",
-        "hidden": describe(p.hidden, sizes.rows, sizes.depth),
-        "weight": describe(p.weight, sizes.columns, sizes.depth),
+        "hidden": described(p.hidden, sizes.rows, sizes.depth, sizes.turns),
+        "weight": described(p.weight, sizes.columns, sizes.depth, sizes.turns),
         "bias": p.bias,
         "column": p.column,
         "gain": p.gain,
@@ -317,9 +316,8 @@ def written(out: Tensor | None, rows: int, columns: int, turns: bool = False) ->
     """Arguments of what a tile of so many rows and columns is written to: a descriptor where there can be one."""
     # A descriptor stores whole chunks of 16 bytes: the last of a row would go over what lies beside.
     whole = out is not None and describable(out) and out.shape[1] * out.element_size() % 16 == 0
-    describe = gluon_described if turns else described
     return {
-        "out": describe(out, rows, columns) if out is not None and whole else out,
+        "out": described(out, rows, columns, turns) if out is not None and whole else out,
         "out_stride": 0 if out is None else out.stride(0),
         "DESCRIBED": whole,
     }
