@@ -20,6 +20,7 @@ from benchmarks.bench.predicted import Compared, PeakCase, compare, table
 from benchmarks.bench.sized_steps import SizedStep
 from logitless.call import MEMORY
 from logitless.memory import Estimate, shapes, sized
+from logitless.operands.logits import like
 from logitless.route import loss as loss_plans
 
 PROMISE = 0.05
@@ -97,6 +98,7 @@ CASES = {
     "softcap": {**SLABS, **F32, **GRAD, "softcap": True},
     "a buffer for d_weight": {**SLABS, **F32, **GRAD, "weight_grad": True},
     "a buffer for d_weight, blocks": {**BLOCKS, **GRAD, "weight_grad": True},
+    "a buffer for d_weight alone": {**SLABS, **GRAD, "weight_grad": True, "needs_grad": ("weight",)},
     "match": {**SLABS, **GRAD, "match": "bfloat16"},
     "match, bias, float32 operands": {**SLABS, **F32, "match": "bfloat16", "bias": True},
     "batch-invariant, rows": {**SLABS, **GRAD, "tokens": 1031, "rows": 257, "bits": "canonical", "memory": "4MiB"},
@@ -140,6 +142,8 @@ CASES = {
     "divergence, bf16, rows": {**PAIR, **SELECTED, "teacher_hidden": 130},
     "divergence, more rows than columns": {**PAIR, **F32, "tokens": 2003, "vocab": 257},
     "divergence, batch-invariant": {**PAIR, **F32, "bits": "canonical"},
+    "divergence, adapter, frozen head": {**PAIR, **F32, **ADAPTER},
+    "divergence, b of an adapter alone": {**PAIR, **F32, **ADAPTER, "needs_grad": ("b",)},
     "divergence, a bucket": {**PAIR, **F32, **SENT, "tail": "bucket"},
     "divergence, K ids": {**PAIR, **F32, **SENT, "tail": "renormalise", "tokens": 2003, "vocab": 257},
     "divergence, support": {**PAIR, **F32, **FEW_IDS},
@@ -505,6 +509,20 @@ def test_the_default_memory_is_that_of_the_call():
         sizes = {"path": path, "tokens": 100_003, "vocab": 20_011, "device": "cpu", **more}
         assert predicted(**sizes) == predicted(**sizes, memory=MEMORY[default])
         assert predicted(**sizes) != predicted(**sizes, memory="3MiB")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("memory", ["600KiB", "64MiB"])
+def test_logits_are_estimated_with_their_dtype_and_the_memory_of_defer(memory: str, dtype: str):
+    """A metric that is read off ``logits.float()``, or logits of a model under ``defer(model, memory=)``."""
+    hidden = torch.zeros(2003, 66, dtype=torch.bfloat16, requires_grad=True)
+    weight, target = torch.zeros(4001, 66, dtype=hidden.dtype), torch.zeros(2003, dtype=torch.int64)
+    logits = like(ll.Logits(hidden, weight), dtype=getattr(torch, dtype), memory=memory)
+    plain = ll.Logits(hidden, weight).to(logits.dtype)
+    found = ll.estimate(ll.logprobs, logits, target)
+    assert found == ll.estimate(ll.logprobs, plain, target, memory=memory) != ll.estimate(ll.logprobs, plain, target)
+    # Whoever computes them gets them in their dtype.
+    assert ll.estimate(lambda x: x.computed(), logits).peak >= 2003 * 4001 * logits.element_size()
 
 
 def test_a_device_that_is_named_is_the_one_that_is_planned_for():

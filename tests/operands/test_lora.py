@@ -363,6 +363,31 @@ def test_a_teacher_beside_an_adapter(trained, computed: bool, device):
     assert device.type != "cpu" or kinds == {"one pass"}
 
 
+@pytest.mark.parametrize("trained", [("hidden",), ("a",), ("b",), ("hidden", "a")], ids="+".join)
+def test_a_divergence_alone_where_a_part_of_the_adapter_is_frozen(trained, device):
+    """Both raised in backward: gradients kept in forward have the adapter's columns, and those of b alone were none."""
+    ours, target = operands(torch.float64, trained, device), torch.randint(V, (T,), device=device)
+    exact = copies(ours, torch.float64)
+    theirs = torch.randn(T, D, device=device, dtype=torch.float64), torch.randn(V, D, device=device).double()
+    logits, teacher = ll.Logits(ours["hidden"], lora_of(ours)), ll.Logits(*theirs)
+    objective = ll.Objective(policy="none", divergence="reverse_kl")
+    weight = torch.linspace(0.5, 2, T, device=device, dtype=torch.float64)
+    for memory in ("4KiB", "32KiB"):
+        asked = {"teacher": teacher, "memory": memory}
+        divergence = ll.logprobs(logits, target, **asked).divergence
+        assert divergence is not None
+        loss, _ = ll.policy_loss(logits, target, objective, **asked)
+        truth = with_teacher(exact, target, linear(*theirs))[1]
+        for found, right in (((weight * divergence).sum(), (weight * truth).sum()), (loss, truth.mean())):
+            torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+            gradients = (
+                torch.autograd.grad(x, [of[name] for name in trained], retain_graph=True)
+                for x, of in ((found, ours), (right, exact))
+            )
+            for mine, other in zip(*gradients, strict=True):
+                torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-11)
+
+
 def test_an_adapter_of_rank_0_is_none():
     with pytest.raises(ll.LogitlessError, match="LoRA: a and b have rank 0"):
         ll.LoRA(torch.zeros(5, 3), torch.zeros(0, 3), torch.zeros(5, 0))

@@ -145,7 +145,7 @@ def estimate(
         names += [f"argument {i}" for i in range(len(names), len(args))]
         positional = [meta(x, name) for x, name in zip(args, names[: len(args)], strict=True)]
         keywords = {name: meta(x, name) for name, x in options.items()}
-    ledger, dry, gradients = Ledger(on_gpu), Dry("cuda" if on_gpu else "cpu", machine, dropped), {}
+    ledger, dry, graded = Ledger(on_gpu), Dry("cuda" if on_gpu else "cpu", machine, dropped), []
     with dry:
         with ledger:
             out = list(dict.fromkeys(tensors_in(verb(*positional, **keywords))))
@@ -157,7 +157,8 @@ def estimate(
             ledger.name_output("results of each row", *out)
             for name, gradient in gradients.items():
                 ledger.name_output(f"d_{name}", gradient)
-    items = ledger.items("forward"), ledger.items("backward") if gradients else ()
+    # A gradient that goes into the caller's buffer is none of the results.
+    items = ledger.items("forward"), ledger.items("backward") if graded and meta.leaves else ()
     return Estimate(getattr(verb, "__name__", "call"), dry.backend, dry.plan, *items)
 
 

@@ -76,7 +76,8 @@ class Meta:
         options["shard"] = self(linear.shard, "shard")
         options["grad_scale"] = linear.grad_scale if isinstance(linear.grad_scale, float | int) else 1.0
         made = Logits(self._empty(x.hidden, "hidden"), weight, **options)
-        return like(made, gain=self(x.gain, "gain"), squash=x.squash)
+        gain, stands = self(x.gain, "gain"), x._stands
+        return like(made, gain=gain, squash=x.squash, dtype=stands.dtype, memory=stands.memory)
 
 
 def _has_tensors(x: Any) -> bool:

@@ -258,11 +258,13 @@ def _pair_plan(call: Call) -> Plan:
     widened = call.dtype.itemsize == 2 and not machine.wide_products
     shape = Shape.of(call)._replace(logits_bytes=call.logits_dtype.itemsize + wide, product=None)
     apart, sums = pair_apart(call), sums_apart(call)
-    gradients = call.needs[0] + any(call.needs[1:3])
+    # The product for a LoRA's b has r columns, not D, and is not counted.
+    trained, gradients = any(call.needs), call.needs[0] + any(call.needs[1:3])
     graded = call.asked.entropy == "grad" or (call.table is not None and bool(call.table.differentiable))
     # dZ is written over the logits, so a logit must have at least the bytes of an element of dZ.
     room = call.logits_dtype.itemsize >= call.dtype.itemsize
-    unit = call.needs[0] and not any(call.needs[1:]) and not graded and call.bits != "canonical" and room
+    frozen = call.needs[0] and not any(call.needs[1:]) and not call.rank
+    unit = frozen and not graded and call.bits != "canonical" and room
     reason = "a teacher's logits lie beside the student's, and are counted like them"
     if unit:
         reason = "the head needs no gradient, and a teacher's logits lie beside the student's while dZ is made"
@@ -280,9 +282,9 @@ def _pair_plan(call: Call) -> Plan:
     return Plan(
         "pair",
         reason,
-        products=(3 if unit else 4 + gradients if gradients else 2) + call.wants_whole,
+        products=(3 if unit else 4 + gradients if trained else 2) + call.wants_whole,
         forward=forward,
-        backward=backward_tiles(shape, min(call.memory, WORK)) if gradients else None,
+        backward=backward_tiles(shape, min(call.memory, WORK)) if trained else None,
         chunks=chunks,
         columns=SLAB if widened else max(1, call.columns),
         elementwise=share,
