@@ -72,6 +72,7 @@ CORPUS = {
         Case(path=HEAD, backend="triton", entropy="grad", bias=True, softcap=5.0),
         Case(path=LOSS, backend="triton", layout="packed", dtype="float16", recipe="dapo"),
     ],
+    "ids of no tokens whose logits lie column by column": [Case(seed=23862, tokens=0, stride="column-major", ids=8)],
 }
 
 TEACHERS = {
@@ -104,5 +105,9 @@ TEACHERS = {
         teachers.Case(kind=kind, sort="partly", tail=tail, canonical=True, memory=memory)
         for kind, tail in (("acceptance", "renormalise"), ("hellinger", "bucket"))
         for memory in (500, "1MiB")
+    ],
+    "a frozen part of an adapter, and nothing but a divergence": [
+        teachers.Case(seed=seed, frozen=True, lora=2, held=held, alone=True)
+        for seed, held in enumerate((("a", "b"), ("hidden", "a"), ("b",), ()))
     ],
 }

@@ -68,7 +68,6 @@ REFUSALS = {
     "statistics over a support": Refusal(
         "are never made where", lambda c: c.scope == "support" and bool(c.stats or c.top_k or c.ids)
     ),
-    "a LoRA over a support": Refusal("takes? dot products", lambda c: bool(c.lora) and c.scope == "support"),
     "a LoRA whose gradient would be a part": Refusal(
         "gradient of its a would be a part",
         lambda c: bool(c.lora) and (c.hidden_grad == "partial" or c.sequence_parallel),

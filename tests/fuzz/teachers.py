@@ -32,6 +32,8 @@ from logitless.operands import Teachers
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tv", "hellinger", "alpha", "acceptance", "log_acceptance", "lk_hybrid")
 BETA, ALPHA, ETA = 0.3, 0.7, 1.6
+SCALE = 1.5
+"""Of an adapter."""
 SORTS = ("head", "logits", "mapped", "fewer", "several", "partly", "shared", "bucket", "renormalise")
 NONE = -100
 KINK = 2.0**-17
@@ -42,7 +44,10 @@ NOWHERE = -800.0
 
 @dataclass(frozen=True)
 class Case:
-    """One call, as plain data. ``heads`` are (temperature, scale, softcap) of student and teacher."""
+    """One call, as plain data. ``heads`` are (temperature, scale, softcap) of student and teacher; ``lora`` is the rank
+    of an adapter on the student's head, ``held`` names what has no gradient. ``alone``: nothing but the divergence is
+    in the loss, and no entropy is asked for.
+    """
 
     seed: int = 0
     path: str = "hidden"
@@ -66,6 +71,9 @@ class Case:
     canonical: bool = False
     backend: str = "auto"
     memory: int | str = "1MiB"
+    lora: int = 0
+    held: tuple[str, ...] = ()
+    alone: bool = False
 
     def __str__(self) -> str:
         said = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
@@ -74,6 +82,18 @@ class Case:
 
 def draw(seed: int) -> Case:
     r = random.Random(seed)
+    case = _drawn(seed, r)
+    # Drawn last, so that what older seeds draw besides stays.
+    adapter = case.path != "logits" and case.dtype != "bfloat16"
+    return replace(
+        case,
+        lora=r.choice((0, 0, 1, 3)) if adapter else 0,
+        held=r.choice(((), (), ("hidden",), ("hidden", "a"), ("b",), ("a",))) if case.path != "logits" else (),
+        alone=r.random() < 0.4 and case.path != "loss",
+    )
+
+
+def _drawn(seed: int, r: random.Random) -> Case:
     head = lambda: (  # noqa: E731
         r.choice((1.0, 1.0, 0.6, "rows")),
         r.choice((1.0, 1.0, 0.3, -1.5)),
@@ -107,7 +127,7 @@ def draw(seed: int) -> Case:
         backend=r.choice(("auto", "reference", "tiled")),
         memory=r.choice((200, 500, 3000, 9000, "1MiB")),
     )
-    # Drawn last, so that what older seeds draw besides stays.
+    # Drawn late, so that what older seeds draw besides stays.
     sent = case.sort in SORTS[-2:]
     case = replace(
         case,
@@ -144,6 +164,7 @@ class Inputs(NamedTuple):
     advantage: Tensor
     beyond: tuple[Tensor, Tensor, Tensor]
     at: Tensor
+    adapter: tuple[Tensor, ...]
 
 
 def build(case: Case) -> Inputs:
@@ -197,6 +218,7 @@ def build(case: Case) -> Inputs:
         torch.randn(case.rows),
         (convert(beside), convert(beyond[0]), beyond[1]),
         torch.randint(tokens, (case.rows,)),
+        tuple(convert(0.3 * torch.randn(size)) for size in ((case.lora, width), (vocab, case.lora)) if case.lora),
     )
 
 
@@ -262,9 +284,12 @@ def ours(case: Case, x: Inputs) -> Answer:
     what = Divergence(case.kind, beta=BETA, alpha=ALPHA, eta=ETA)  # pyright: ignore[reportArgumentType]
     teacher = teacher_of(case, x)
     shared["kept"] = ll.Kept.from_mask(x.mask).over(case.scope) if case.kept else None  # pyright: ignore[reportArgumentType]
+    entropy = None if case.alone else "grad"
     if case.path == "logits":
-        out = ll.logprobs(hidden, rows, teacher=teacher, divergence=what, entropy="grad", **shared)
-        return _answer(case, leaves, out, total_of(out, x))
+        out = ll.logprobs(hidden, rows, teacher=teacher, divergence=what, entropy=entropy, **shared)
+        return _answer(case, leaves, out, total_of(case, out, x))
+    if case.lora:
+        weight = ll.LoRA(weight, leaves["a"], leaves["b"], scale=SCALE)
     shared |= {"bias": bias, "bits": "canonical" if case.canonical else "fast"}
     if case.path == "loss":
         objective = ll.Objective(policy="reinforce", entropy_coef=0.2, divergence=what, divergence_coef=0.7)
@@ -272,34 +297,37 @@ def ours(case: Case, x: Inputs) -> Answer:
             hidden, weight, rows, objective, teacher=teacher, return_stats=True, advantage=x.advantage, **shared
         )
         return _answer(case, leaves, out, loss)
-    buffer = torch.ones(weight.shape) if case.weight_grad else None
+    buffer = torch.ones(leaves["weight"].shape) if case.weight_grad else None
     shared |= {"teacher": teacher, "divergence": what, "weight_grad": buffer}
-    out = from_hidden(hidden, weight, rows, entropy="grad", **shared)
-    found = _answer(case, leaves, out, total_of(out, x))
+    out = from_hidden(hidden, weight, rows, entropy=entropy, **shared)
+    found = _answer(case, leaves, out, total_of(case, out, x))
     if buffer is not None and not case.frozen:
         found.gradients["weight"] = buffer - 1
     return found
 
 
-def total_of(out: Any, x: Inputs) -> Tensor:
+def total_of(case: Case, out: Any, x: Inputs) -> Tensor:
     steps = torch.linspace(-1.0, 2.0, len(x.target), dtype=out.divergence.dtype)
+    if case.alone:
+        return (steps * out.divergence).sum()
     # A log-prob that the teacher's ids do not have is -inf.
     logprob = torch.where(out.logprob.isfinite(), out.logprob, 0.0)
     return (steps * (out.divergence + 0.3 * logprob - 0.2 * out.entropy)).sum()
 
 
 def _leaves(case: Case, x: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
-    given = {"hidden": x.hidden, "weight": x.weight, "bias": x.bias}
-    frozen = ("weight", "bias") if case.frozen or case.path == "logits" else ()
+    given = {"hidden": x.hidden, "weight": x.weight, "bias": x.bias, **dict(zip("ab", x.adapter, strict=False))}
+    frozen = ("weight", "bias", *case.held) if case.frozen or case.path == "logits" else case.held
     return {name: t.detach().to(dtype).requires_grad_(name not in frozen) for name, t in given.items() if t is not None}
 
 
 def _answer(case: Case, leaves: dict[str, Tensor], out: Any, total: Tensor) -> Answer:
     names = ("divergence", "logprob", "entropy", "teacher_logprob", "teacher_entropy")
     wanted = {name: t for name, t in leaves.items() if t.requires_grad}
-    found = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
+    found = torch.autograd.grad(total, list(wanted.values()), allow_unused=True) if wanted else ()
     gradients = {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
-    return Answer({name: getattr(out, name).detach() for name in names}, gradients)
+    values = {name: getattr(out, name) for name in names}
+    return Answer({name: y.detach() for name, y in values.items() if y is not None}, gradients)
 
 
 # The oracle.
@@ -317,6 +345,8 @@ def right(case: Case, x: Inputs, dtype: torch.dtype) -> tuple[Answer, Tensor]:
     """By masks over the vocabulary; and the student's logits."""
     leaves = _leaves(case, x, dtype)
     logits = leaves["hidden"] if case.path == "logits" else leaves["hidden"] @ leaves["weight"].T
+    if case.lora:
+        logits = logits + SCALE * (leaves["hidden"] @ leaves["a"].T) @ leaves["b"].T
     z = _shaped(case, x, 0, logits[x.index] + leaves.get("bias", torch.zeros((), dtype=dtype)))
     log_p, log_q, over, entropy_of, whole_q = _distributions(case, x, z, dtype)
     counted, at = x.target != NONE, x.target.clamp_min(0)[:, None]
@@ -328,7 +358,7 @@ def right(case: Case, x: Inputs, dtype: torch.dtype) -> tuple[Answer, Tensor]:
         of_teacher = _entropy(_made_by(case, x, dtype)[0].log_softmax(-1))
     out = Both(_textbook(log_p, log_q, case, whole_q), logprob, _entropy(entropy_of), of_q, of_teacher)
     out = Both(*(torch.where(counted, y, 0.0) for y in out))
-    total = total_of(out, x)
+    total = total_of(case, out, x)
     if case.path == "loss":
         each = -x.advantage.to(dtype) * out.logprob - 0.2 * out.entropy + 0.7 * out.divergence
         total = torch.where(counted, each, 0.0).sum() / counted.sum().clamp_min(1)

@@ -107,6 +107,7 @@ CASES = {
     "support": {**SLABS, **F32, **GRAD, "kept_ids": 9001, "scope": "support"},
     "support, bf16, rows, bias": {**BLOCKS, "tokens": 3001, "rows": 2003, "bias": True, **FEW_IDS},
     "support, a buffer for d_weight": {**SLABS, **FEW_IDS, "weight_grad": True},
+    "support, adapter": {**SLABS, **FEW_IDS, **ADAPTER},
     "support, from logits": {**LOGITS, **GRAD, **FEW_IDS},
     "statistics": {**SLABS, "stats": ("top1", "mean_logit", "rank"), "top_k": 128, "ids": 40},
     "statistics, a rank, fp32": {**SLABS, **F32, "stats": ("rank",)},

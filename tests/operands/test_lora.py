@@ -34,11 +34,16 @@ def loss_of(logprob: Tensor, entropy: Tensor) -> Tensor:
     return (weights * logprob).sum() + 0.3 * (weights * entropy).sum()
 
 
-def by_torch(x: dict[str, Tensor], index: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def by_torch(x: dict[str, Tensor], index: Tensor, target: Tensor, kept: ll.Kept | None = None) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies as an adapted layer makes them, in the operands' dtype up to the logits."""
     hidden = x["hidden"][index]
     logits = linear(hidden, x["weight"], x["bias"]) + SCALE * linear(linear(hidden, x["a"]), x["b"])
-    log_p = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if kept is not None:
+        row = torch.arange(len(target), device=target.device).repeat_interleave(kept.lengths)
+        left_out = torch.ones_like(logits, dtype=torch.bool).index_put_((row, kept.ids), torch.tensor(False))
+        logits = logits.masked_fill(left_out, -1e9)
+    log_p = torch.log_softmax(logits, -1)
     return log_p.gather(1, target[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
 
 
@@ -227,25 +232,35 @@ def test_statistics_and_kept_ids(device):
             assert x is None or torch.allclose(getattr(mine, name), x, atol=1e-11), name
 
 
-def sharded(rank: int, world: int) -> dict[str, Tensor]:
+def sharded(rank: int, world: int, support: bool) -> dict[str, Tensor]:
     torch.manual_seed(7)
     x, target = operands(torch.float64, ALL), torch.randint(V, (T,))
     bounds = (0, 30, V)
     here = slice(bounds[rank], bounds[rank + 1])
     shard = ll.VocabShard(here.start, here.stop, torch.distributed.group.WORLD, check_calls=True)
     lora = ll.LoRA(x["weight"][here], x["a"], x["b"][here], SCALE)
-    out = ll.logprobs(ll.Logits(x["hidden"], lora, bias=x["bias"][here], shard=shard), target, entropy="grad")
+    kept = some_ids(target) if support else None
+    out = ll.logprobs(
+        ll.Logits(x["hidden"], lora, bias=x["bias"][here], shard=shard), target, entropy="grad", kept=kept
+    )
     loss_of(out.logprob, out.entropy).backward()
     return {"logprob": out.logprob.detach()} | {name: x[name].grad for name in NAMES}
 
 
-def test_shards_of_the_vocabulary(ranks):
+def some_ids(target: Tensor) -> ll.Kept:
+    """Few ids of each row, and nothing over the vocabulary."""
+    mask = torch.rand(len(target), V, device=target.device) < 0.1
+    return ll.Kept.from_mask(mask.scatter_(1, target[:, None], True)).over("support")
+
+
+@pytest.mark.parametrize("support", [False, True])
+def test_shards_of_the_vocabulary(ranks, support: bool):
     """Every rank has the whole gradient of a, and its own rows of that of b."""
     torch.manual_seed(7)
     x, target = operands(torch.float64, ALL), torch.randint(V, (T,))
-    logprob, entropy = by_torch(x, torch.arange(T), target)
+    logprob, entropy = by_torch(x, torch.arange(T), target, some_ids(target) if support else None)
     loss_of(logprob, entropy).backward()
-    found = ranks(sharded, 2)
+    found = ranks(sharded, 2, support)
     for result in found:
         assert torch.allclose(result["logprob"], logprob, atol=1e-12)
         for name in ("hidden", "a"):
@@ -261,9 +276,7 @@ def test_what_is_refused():
     with pytest.raises(ll.LogitlessError, match=r"LoRA: a must be a matrix of floats but is a Linear. A layer goes in"):
         ll.LoRA(weight, nn.Linear(4, 2), b)  # pyright: ignore[reportArgumentType]
     lora, hidden, target = ll.LoRA(weight, a, b), torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
-    kept = ll.Kept(torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.int64))
     for options, text in (
-        ({"kept": kept.over("support")}, r'a LoRA, and kept ids of scope "support" take dot products.* Merge it'),
         ({"hidden_grad": "partial"}, r'with hidden_grad="partial" the gradient of its a would be a part'),
         ({"sequence_parallel": True}, r"with sequence_parallel=True the gradient of its a would be a part"),
     ):
@@ -273,12 +286,50 @@ def test_what_is_refused():
         ll.logprobs(ll.Logits(torch.zeros(3, 5), lora), target)
     with pytest.raises(ll.LogitlessError, match="Teacher: the weight of its Logits is a LoRA, which is not followed"):
         ll.Teacher(ll.Logits(hidden, lora))
-    teacher = ll.Teacher(ll.Logits(hidden, weight))
-    with pytest.raises(ll.LogitlessError, match=r"a LoRA, and kept= beside a teacher takes dot products.* Merge it"):
-        ll.logprobs(ll.Logits(hidden, lora), target, teacher=teacher, kept=kept)
-    sent = ll.Teacher.from_top_k(torch.full((3, 2), -3.0), torch.tensor([[0, 1]] * 3))
-    with pytest.raises(ll.LogitlessError, match=r"a LoRA, and a teacher that sent K log-probs takes dot products"):
-        ll.logprobs(ll.Logits(hidden, lora), target, teacher=sent)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "trained"),
+    [(torch.float64, ALL), (torch.float32, FROZEN), (torch.bfloat16, ALL), (torch.float32, ("b",))],
+    ids=["float64", "frozen", "bfloat16", "only b"],
+)
+def test_over_a_support(dtype, trained, device):
+    """It was refused: dot products with rows of the weight and, apart, with rows of b."""
+    ours, index = operands(dtype, trained, device), torch.randperm(T, device=device)[: T - 6]
+    target = torch.randint(V, (len(index),), device=device)
+    kept = some_ids(target)
+    true, plain = copies(ours, torch.float64), copies(ours, dtype)
+    out = from_hidden(
+        ours["hidden"], lora_of(ours), (index, target), bias=ours["bias"], kept=kept, entropy="grad", memory="16KiB"
+    )
+    wanted = [by_torch(x, index, target, kept) for x in (true, plain)]
+    for logprob, entropy in (out[:2], *wanted):
+        loss_of(logprob, entropy).backward()
+    for name, mine, right, usual in zip(("logprob", "entropy"), out[:2], *wanted, strict=True):
+        assert_close_to_truth(mine, right, usual, name)
+    assert_gradients(ours, true, plain)
+
+
+def test_ids_that_a_teacher_sent(device):
+    """As of a merged weight: K log-probs, and kept ids beside a teacher's head."""
+    x, target = operands(torch.float64, ALL, device), torch.randint(V, (T,), device=device)
+    merged = copies(x, torch.float64)
+    sent = torch.randn(T, V, device=device).log_softmax(-1).topk(4)
+    theirs = ll.Logits(torch.randn(T, D, device=device).double(), torch.randn(V, D, device=device).double())
+    for options in (
+        {"teacher": ll.Teacher.from_top_k(*sent, tail="renormalise")},
+        {"teacher": ll.Teacher.from_top_k(*sent, tail="bucket")},
+        {"teacher": theirs, "kept": some_ids(target)},
+        {"teacher": ll.Teacher(theirs, at=torch.arange(T, device=device) // 2), "kept": some_ids(target)},
+    ):
+        found = []
+        for of, weight in ((x, lora_of(x)), (merged, merged["weight"] + SCALE * merged["b"] @ merged["a"])):
+            out = ll.logprobs(ll.Logits(of["hidden"], weight, bias=of["bias"]), target, **options)
+            assert out.divergence is not None
+            loss = (torch.linspace(0.5, 2, T, device=device) * out.divergence).sum()
+            found.append((out.divergence, *torch.autograd.grad(loss, [of[name] for name in NAMES])))
+        for mine, right in zip(*found, strict=True):
+            torch.testing.assert_close(mine, right, rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -370,7 +421,7 @@ def test_a_divergence_alone_where_a_part_of_the_adapter_is_frozen(trained, devic
     exact = copies(ours, torch.float64)
     theirs = torch.randn(T, D, device=device, dtype=torch.float64), torch.randn(V, D, device=device).double()
     logits, teacher = ll.Logits(ours["hidden"], lora_of(ours)), ll.Logits(*theirs)
-    objective = ll.Objective(policy="none", divergence="reverse_kl")
+    objective = ll.Objective(policy="none", divergence="reverse_kl", divergence_coef=1.0)
     weight = torch.linspace(0.5, 2, T, device=device, dtype=torch.float64)
     for memory in ("4KiB", "32KiB"):
         asked = {"teacher": teacher, "memory": memory}

@@ -128,11 +128,11 @@ def two_teachers(case: Case) -> Any:
     return Teacher.by_row([case.teacher(), case.teacher()], which)
 
 
-def lora(case: Case) -> Made:
+def lora(case: Case, **options: Any) -> Made:
     start, stop = case.bounds(V)
     hidden, weight = torch.randn(T, D).requires_grad_(), torch.randn(V, D)[start:stop]
     a, b = torch.randn(3, D).requires_grad_(), torch.randn(V, 3)[start:stop].clone().requires_grad_()
-    return log(ll.Logits(hidden, ll.LoRA(weight, a, b, 0.5), shard=case.shard()), case.rows(), entropy="grad")
+    return log(ll.Logits(hidden, ll.LoRA(weight, a, b, 0.5), shard=case.shard()), case.rows(), **options)
 
 
 SCORES: dict[str, Callable[[Case], Made]] = {
@@ -158,7 +158,11 @@ SCORES: dict[str, Callable[[Case], Made]] = {
     "kept": lambda c: log(c.logits(), c.rows(), kept=c.kept("vocabulary")),
     "support": lambda c: log(c.logits(), c.rows(), kept=c.kept("support"), entropy="grad"),
     "given, support": lambda c: log(c.given(), c.rows(), kept=c.kept("support")),
-    "LoRA": lora,
+    "LoRA": lambda c: lora(c, entropy="grad"),
+    "LoRA, support": lambda c: lora(c, kept=c.kept("support")),
+    "LoRA, teacher": lambda c: lora(c, teacher=c.teacher(), memory=12000),
+    "LoRA, support, teacher": lambda c: lora(c, kept=c.kept("support"), teacher=c.teacher()),
+    "LoRA, teacher's K": lambda c: lora(c, teacher=top_k("renormalise")),
     "teacher": lambda c: log(c.logits(), c.rows(), teacher=c.teacher(), memory=12000),
     "teacher's acceptance": lambda c: log(
         c.logits(), c.rows(), teacher=c.teacher(), divergence="tv", stats=("acceptance", "teacher_top1")

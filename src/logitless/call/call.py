@@ -57,6 +57,11 @@ class Operands(NamedTuple):
         assert x is not None
         return x
 
+    @property
+    def low(self) -> tuple[Tensor, Tensor] | None:
+        """y and b, of a LoRA."""
+        return None if self.y is None or self.b is None else (self.y, self.b)
+
 
 @dataclass(frozen=True, eq=False)
 class Call:

@@ -318,20 +318,8 @@ def check_tokens(caller: str, hidden: Tensor, weight: Tensor, rows: Rows, linear
             raise LogitlessError(f"{caller}: {what} is on {x.device} but hidden is on {hidden.device}.")
 
 
-def check_lora(caller: str, hidden: Tensor, lora: LoRA, linear: Linear, asked: Asked) -> None:
-    """Raise where a LoRA does not go with hidden, or with what else is asked for."""
-    merged = "Merge it into one weight, weight + scale * b @ a, and pass that"
-    sent = getattr(asked.teacher, "top_k", None) is not None
-    if asked.teacher is not None and (sent or asked.kept is not None):
-        what = "a teacher that sent K log-probs" if sent else "kept= beside a teacher"
-        raise LogitlessError(
-            f"{caller}: weight is a LoRA, and {what} takes dot products with rows of one weight. {merged}."
-        )
-    if asked.kept is not None and asked.kept.scope == "support":
-        raise LogitlessError(
-            f'{caller}: weight is a LoRA, and kept ids of scope "support" take dot products with rows of one weight. '
-            f'{merged}, or take Kept(..., scope="vocabulary").'
-        )
+def check_lora(caller: str, hidden: Tensor, lora: LoRA, linear: Linear) -> None:
+    """Raise where a LoRA does not go with hidden, or with the options of the head."""
     if linear.hidden_grad == "partial" or linear.sequence_parallel:
         given = "sequence_parallel=True" if linear.sequence_parallel else 'hidden_grad="partial"'
         raise LogitlessError(

@@ -279,6 +279,6 @@ def as_products_take(caller: str, stands: Stands, asked: Asked) -> Operands:
         hidden, own = hidden.to(dtype), own.to(dtype)
     if lora is None:
         return Operands(None, hidden, own, bias)
-    checks.check_lora(caller, wide, lora, linear, asked)
+    checks.check_lora(caller, wide, lora, linear)
     b = _local(caller, "b of the LoRA", lora.b, shard)
     return Operands(None, hidden, own, bias, lora.inner(wide).to(hidden.dtype), b.to(hidden.dtype))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from logitless.call import Asked
 from logitless.errors import LogitlessError
-from logitless.operands import Logits, LoRA
+from logitless.operands import Logits
 from logitless.operands.logits import METRICS, made, place
 from logitless.readings.best import MOST
 from logitless.score import logprobs, resolve_score
@@ -126,7 +126,7 @@ def _of_ids(x: Logits, name: str, ids: Tensor) -> Tensor:
 
 def _picked(x: Logits, ids: Tensor) -> Tensor:
     """``[R, K]`` single logits: dot products of hidden states and rows of the weight."""
-    if isinstance(x.weight, LoRA) or x.shard is not None:
+    if x.shard is not None:
         found = _all_rows(x, ids=ids)
         assert found.ids_logprobs is not None
         assert found.log_z is not None

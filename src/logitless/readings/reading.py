@@ -119,14 +119,14 @@ class Plain:
 
 def at_columns(problem: Problem, column: Tensor) -> Tensor:
     """``[R, K]`` logits at the columns ``[R, K]`` of the problem; NaN where it has no such column."""
-    inside = (column >= 0) & (column < problem.columns)
-    if not problem.columns:
-        return torch.full_like(column, torch.nan, dtype=problem.gain.dtype)
-    row = torch.arange(problem.num_rows, device=column.device) if problem.index is None else problem.index
     (height, _), (step, _) = problem.logits.shape, problem.logits.stride()
+    if not (height and problem.columns):
+        return torch.full_like(column, torch.nan, dtype=problem.gain.dtype)
+    inside = (column >= 0) & (column < problem.columns)
+    row = torch.arange(problem.num_rows, device=column.device) if problem.index is None else problem.index
     # Two indices would be copied on a GPU, each in the shape of both.
     place = column.clamp(0, problem.columns - 1).add_(row[:, None] * step)
-    flat = problem.logits.as_strided((max(0, (height - 1) * step + problem.columns),), (1,))
+    flat = problem.logits.as_strided(((height - 1) * step + problem.columns,), (1,))
     return torch.where(inside, flat[place].to(problem.gain.dtype), torch.nan)
 
 

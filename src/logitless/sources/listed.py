@@ -4,6 +4,8 @@
     backward    dx[e]  ->  d_hidden[row] = sum of dx[e] weight[id[e]]        entries in the order of rows
                            d_weight[id] = sum of dx[e] hidden[row[e]]        entries sorted by id, once
 
+A LoRA's y and b are multiplied in the same way, and added.
+
 Everything is a flat vector over the entries, besides the operands and their gradients. Sums run over entries in a fixed
 order and nothing is added atomically, so that results have the same bits on every run, whatever else is in the batch.
 A row with one id has log-prob 0 and gradient 0: its operands are not read.
@@ -11,6 +13,7 @@ A row with one id has log-prob 0 and gradient 0: its operands are not read.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +29,7 @@ from logitless.readings.over_support import rows_of
 from logitless.readings.support import Entries, KeptLogits, Support, write_kept
 from logitless.sources.given import as_matrix, given_problem, gradient_buffer
 from logitless.sources.linear import gathered_tokens, is_split, reduced_gradient, require_weight
-from logitless.sources.teachers import members_of, own_call, own_gain, own_operands, source_columns
+from logitless.sources.teachers import members_of, own_call, own_gain, own_operands, source_columns, tokens_beside
 from logitless.spec import IGNORE
 
 
@@ -34,7 +37,7 @@ def entry_logits(operands: Operands, support: Support, read: Tensor, call: Call,
     """``[E]`` raw logits of a support's entries, with a graph; 0 for second copies and where ``read`` is False. With
     ``whole`` they are summed over the shards of a vocabulary group; without, ids of other shards have 0, too."""
     vectors = (*support.entries, support.lengths, read)
-    return _EntryLogits.apply(*operands[:4], *vectors, call, whole)  # pyright: ignore[reportReturnType]
+    return _EntryLogits.apply(*operands, *vectors, call, whole)  # pyright: ignore[reportReturnType]
 
 
 def id_logits(operands: Operands, ids: Tensor, call: Call) -> Tensor:
@@ -53,6 +56,8 @@ class _Saved(NamedTuple):
     logits: Tensor | None
     hidden: Tensor | None
     weight: Tensor | None
+    y: Tensor | None
+    b: Tensor | None
     row: Tensor
     ids: Tensor
     once: Tensor
@@ -80,15 +85,15 @@ class _EntryLogits(torch.autograd.Function):
         hidden: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
+        y: Tensor | None,
+        b: Tensor | None,
         *vectors: Any,
     ) -> Tensor:
         *entries, call, whole = vectors
-        saved = _Saved(logits, hidden, weight, *entries)
+        saved = _Saved(logits, hidden, weight, y, b, *entries)
         support, place = saved.support(call), saved.place(call)
         if logits is None:
-            assert hidden is not None
-            assert weight is not None
-            raw = raw_logits(gathered_tokens(hidden, call), weight, bias, support, place, call)
+            raw = raw_logits(Operands(None, hidden, weight, bias, y, b), support, place, call)
         else:
             matrix, index = as_matrix(logits.detach(), call.index, call.caller)
             at = support.entries.row if index is None else index[support.entries.row]
@@ -118,7 +123,7 @@ class _EntryLogits(torch.autograd.Function):
             entries = saved.support(call).transformed(d_raw, *saved.place(call), call.gain, 0.0)
             d_raw = torch.where(entries.here, d_raw, 0.0)
             if saved.logits is not None:
-                return _given_gradient(entries, d_raw, saved.logits, call), *(None,) * 11
+                return _given_gradient(entries, d_raw, saved.logits, call), *(None,) * 13
             found = _head_gradients(ctx, entries, d_raw, saved, call)
             return None, *found, *(None,) * 8
 
@@ -141,32 +146,39 @@ def _given_gradient(entries: KeptLogits, d_raw: Tensor, logits: Tensor, call: Ca
 
 
 def _head_gradients(ctx: Any, entries: KeptLogits, d_raw: Tensor, saved: _Saved, call: Call) -> tuple[Any, ...]:
-    """Gradients of hidden states, weight and bias."""
-    hidden, weight = saved.hidden, saved.weight
+    """Gradients of hidden states, weight, bias and a LoRA's two factors."""
+    hidden, weight, low = saved.hidden, saved.weight, Operands(y=saved.y, b=saved.b).low
     assert hidden is not None
     assert weight is not None
-    _, want_hidden, want_weight, want_bias, *_ = ctx.needs_input_grad
+    _, want_hidden, want_weight, want_bias, want_y, want_b, *_ = ctx.needs_input_grad
     require_weight(weight, call)
     d_hidden = tokens_gradient(entries, d_raw, hidden, weight, call) if want_hidden else None
-    d_weight = d_bias = None
-    if want_weight or want_bias:
+    d_y = tokens_gradient(entries, d_raw, *low, call) if low and want_y else None
+    d_weight = d_bias = d_b = None
+    if want_weight or want_bias or want_b:
         by_id = ById.of(entries, d_raw, call)
-        # The bias comes first: where it fails, the caller's buffer is as it was.
+        # The weight comes last: where another one fails, the caller's buffer is as it was.
         d_bias = by_id.bias_gradient(weight, ctx.bias_dtype) if want_bias else None
+        d_b = by_id.rows_gradient(*low) if low and want_b else None
         d_weight = by_id.weight_gradient(hidden, weight) if want_weight else None
-    return d_hidden, d_weight, d_bias
+    return d_hidden, d_weight, d_bias, d_y, d_b
 
 
-def raw_logits(
-    tokens: Tensor, weight: Tensor, bias: Tensor | None, support: Support, place: tuple[Tensor, Tensor], call: Call
-) -> Tensor:
+def raw_logits(operands: Operands, support: Support, place: tuple[Tensor, Tensor], call: Call) -> Tensor:
     """``[E]`` logits of all entries as the head's product would have them; 0 where ``place`` says they are not here."""
     column, asked = place
-    raw = call.gain.new_zeros(len(column))
+    hidden, weight, bias, low = operands.hidden, operands.weight, operands.bias, operands.low
+    assert hidden is not None
+    assert weight is not None
+    tokens, raw = gathered_tokens(hidden, call), call.gain.new_zeros(len(column))
     if call.columns:
         at = support.entries.row if call.index is None else call.index[support.entries.row]
         read = torch.where(asked, column, -1)
         call.backend.dots(tokens, at, weight.detach(), read, raw, memory=call.memory)
+        if low is not None:
+            (y, b), more = low, torch.zeros_like(raw)
+            call.backend.dots(gathered_tokens(y, call), at, b.detach(), read, more, memory=call.memory)
+            raw += more
         if bias is not None:
             raw += torch.where(asked, bias.detach()[column].to(raw.dtype), 0.0)
     return raw.to(call.logits_dtype).to(call.gain.dtype)
@@ -179,7 +191,7 @@ def place_of(support: Support, call: Call) -> tuple[Tensor, Tensor]:
 
 
 def tokens_gradient(logits: KeptLogits, d_raw: Tensor, hidden: Tensor, weight: Tensor, call: Call) -> Tensor:
-    """Gradient of hidden, in its shape, from that of the entries' logits."""
+    """Gradient of hidden (or y of a LoRA, with its b for a weight), in its shape, from that of the entries' logits."""
     shape, split = hidden.shape, is_split(call)
     num_tokens = shape[:-1].numel() * (call.group.size() if split else 1)
     tokens = torch.empty((num_tokens, shape[-1]), dtype=hidden.dtype, device=hidden.device)
@@ -223,32 +235,36 @@ class ById(NamedTuple):
 
     def weight_gradient(self, hidden: Tensor, weight: Tensor) -> Tensor | None:
         """Dense, unless rows were asked for; None where it was added to the caller's buffer."""
-        call, linear = self.call, self.call.linear
+        linear = self.call.linear
         assert linear is not None
-        tokens = gathered_tokens(hidden, call)
-        at = self.row if call.index is None else call.index[self.row]
-
-        def write(out: Tensor, starts: Tensor, add: bool = False) -> None:
-            """The gradient of one row of the weight for each row of ``out``."""
-            if len(out):
-                memory = call.memory
-                call.backend.sums(self.d_raw, tokens, at, starts, out, add=add, memory=memory, uneven=True)
-
         if linear.weight_grad is not None:
-            write(linear.weight_grad[: call.columns], self.starts, add=True)
+            self.write(hidden, self.starts, linear.weight_grad[: self.call.columns], add=True)
             return None
-        if linear.sparse_weight_grad:
-            # A sparse gradient is the one place that asks the device how many different ids there are.
-            ids = self.column[: int(self.starts[-1])].unique_consecutive().to(torch.int64)
-            values = torch.empty((len(ids), weight.shape[1]), dtype=weight.dtype, device=weight.device)
-            write(values, torch.cat([self.starts[ids], self.starts[-1:]]))
-            # Torch warns where nobody says whether to check.
-            with torch.sparse.check_sparse_tensor_invariants(False):
-                return torch.sparse_coo_tensor(ids[None], values, weight.shape, is_coalesced=True)
+        if not linear.sparse_weight_grad:
+            return self.rows_gradient(hidden, weight)
+        # A sparse gradient is the one place that asks the device how many different ids there are.
+        ids = self.column[: int(self.starts[-1])].unique_consecutive().to(torch.int64)
+        values = torch.empty((len(ids), weight.shape[1]), dtype=weight.dtype, device=weight.device)
+        self.write(hidden, torch.cat([self.starts[ids], self.starts[-1:]]), values)
+        # Torch warns where nobody says whether to check.
+        with torch.sparse.check_sparse_tensor_invariants(False):
+            return torch.sparse_coo_tensor(ids[None], values, weight.shape, is_coalesced=True)
+
+    def rows_gradient(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``[V, D]`` gradient of what is multiplied by ``x``: the weight, or b of a LoRA."""
         out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-        write(out[: call.columns], self.starts)
-        out[call.columns :].zero_()
+        self.write(x, self.starts, out[: self.call.columns])
+        out[self.call.columns :].zero_()
         return out
+
+    def write(self, x: Tensor, starts: Tensor, out: Tensor, add: bool = False) -> None:
+        """The gradient of one row of the weight for each row of ``out``."""
+        call = self.call
+        # A rank without columns has its part of the tokens, too.
+        tokens = gathered_tokens(x, call)
+        if len(out):
+            at = self.row if call.index is None else call.index[self.row]
+            call.backend.sums(self.d_raw, tokens, at, starts, out, add=add, memory=call.memory, uneven=True)
 
 
 # Single logits of teachers, over the ids that samplers kept.
@@ -278,14 +294,13 @@ def _member_entries(teacher: Teacher, support: Support, read: Tensor, call: Call
         ids = support.entries.ids
         column = torch.where((ids >= 0) & (ids < len(source)), source[ids.clamp(0, len(source) - 1)], -1)
         here, column = column >= 0, column.clamp_min(0)
+    index = tokens_beside(teacher, call)
     if isinstance(teacher.logits, Logits):
-        operands, own = own_operands(teacher), own_call(teacher, call, columns, call.gain)
-        assert operands.weight is not None
-        tokens, place = gathered_tokens(teacher.tokens, call), (column, here & read)
-        raw = raw_logits(tokens, operands.weight, operands.bias, support, place, own)
+        own = replace(own_call(teacher, call, columns, call.gain), index=index)
+        raw = raw_logits(own_operands(teacher), support, (column, here & read), own)
     else:
         logits = teacher.tokens.reshape(teacher.tokens.shape[:-1].numel(), teacher.width)
-        at = call.rows.index[support.entries.row]
+        at = index[support.entries.row]
         raw = logits[at, column].to(call.gain.dtype) if columns else call.gain.new_zeros(len(at))
     return torch.stack([torch.where(here & read, raw, 0.0), here.to(raw.dtype)])
 

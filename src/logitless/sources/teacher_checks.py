@@ -103,10 +103,6 @@ def _check_at(teacher: Teacher, at: Tensor, call: Call) -> None:
         raise LogitlessError(
             f"{name}: Teacher(at=) is {list(at.shape)} but there are {call.num_rows} rows. Give one token for each."
         )
-    if call.kept is not None:
-        raise LogitlessError(
-            f"{name}: Teacher(at=) does not work with kept=. Put the teacher's tokens into the order of the rows."
-        )
     if inspectable(at) and at.numel() and not 0 <= int(at.min()) <= int(at.max()) < count:
         raise LogitlessError(
             f"{name}: Teacher(at=) runs from {int(at.min())} to {int(at.max())}, but the teacher has {count} tokens."

@@ -313,12 +313,13 @@ def _order(given: Teacher | Teachers, call: Call) -> Tensor:
     return which.argsort(stable=True)
 
 
-def tokens_beside(teacher: Teacher, call: Call) -> Tensor:
-    """``[R]`` the teacher's token beside each row of a call that is :func:`grouped`."""
+def tokens_beside(teacher: Teacher, call: Call, order: Tensor | None = None) -> Tensor:
+    """``[R]`` the teacher's token beside each row of the call. ``order`` is that of the call's rows among the
+    caller's, where they are :func:`grouped`."""
     if teacher.at is None:
         return call.rows.index
     at = teacher.at.reshape(-1)
-    return at[_order(teacher, call)] if _shares_tokens(teacher) else at
+    return at if order is None else at[order]
 
 
 def _counted(given: Teachers, call: Call) -> tuple[tuple[Teacher, ...], tuple[int, ...]]:
@@ -336,7 +337,7 @@ def _part(teacher: Teacher, call: Call, rows: slice, gain: Tensor) -> Part:
     source = source_columns(teacher, call, columns)
     outside = None if teacher.ids is None else (teacher.ids[:columns] < 0).any()
     negative = head.scale < 0
-    index = tokens_beside(teacher, call)[rows]
+    index = tokens_beside(teacher, call, _order(teacher, call))[rows]
     if not isinstance(teacher.logits, Logits):
         # A shard of no columns leaves no size to infer.
         logits = teacher.tokens.reshape(teacher.tokens.shape[:-1].numel(), teacher.width)
@@ -435,7 +436,7 @@ def own_operands(teacher: Teacher) -> Operands:
 
 def own_gain(teacher: Teacher, call: Call, dtype: torch.dtype, order: Tensor | None = None) -> Tensor:
     """``[R]`` factor of the teacher's logits for the rows of the call. ``order`` is that of the call's rows among the
-    caller's, in which a temperature for every row is given."""
+    caller's, in which a temperature for every row is given, where they are :func:`grouped`."""
     head = teacher.head or PLAIN
     gain = head.gain(call.num_rows, dtype, call.gain.device)
     if order is not None and isinstance(head.temperature, Tensor):
@@ -444,7 +445,7 @@ def own_gain(teacher: Teacher, call: Call, dtype: torch.dtype, order: Tensor | N
     if not isinstance(factor, Tensor):
         # The head's scale has it.
         return gain
-    return gain * factors_of_rows(factor, gain)[tokens_beside(teacher, call)]
+    return gain * factors_of_rows(factor, gain)[tokens_beside(teacher, call, order)]
 
 
 def source_columns(teacher: Teacher, call: Call, columns: int) -> Tensor | None:
