@@ -185,6 +185,27 @@ def test_what_is_infinite(device: torch.device):
     assert torch.equal(reverse.teacher_logprob.isneginf(), batch.target != -100)
 
 
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("form", ["logits", "head", "head, a factor for each token"])
+def test_tokens_of_a_teacher_beside_rows(form: str, scope: str, device: torch.device):
+    """``Teacher(at=)``, which was refused: as of a teacher whose tokens lie in the order of the rows."""
+    batch = Batch.draw(device)
+    at = torch.randint(ROWS, (ROWS,), device=device)
+    factor = 0.5 + torch.rand(ROWS, 1, device=device)
+    logits = ll.Logits(batch.other_hidden, batch.other_weight)
+    theirs = {"logits": logits.computed(), "head": logits}.get(form)
+    theirs = logits * factor if theirs is None else theirs
+    kept, found = batch.kept(batch.mask).over(scope), []
+    for teacher in (Teacher(theirs, at=at), Teacher(theirs[at])):
+        leaves = batch.leaves(torch.float32)
+        out = ll.logprobs(ll.Logits(*leaves[:2], bias=leaves[2]), batch.target, teacher=teacher, kept=kept)
+        assert out.divergence is not None
+        out.divergence.sum().backward()
+        found.append((out.divergence, out.teacher_logprob, *(x.grad for x in leaves)))
+    for mine, right in zip(*found, strict=True):
+        torch.testing.assert_close(mine, right, rtol=0, atol=0)
+
+
 def test_several_teachers_and_kinds_of_them(device: torch.device):
     """Logits that exist, another order of columns, a smaller vocabulary: each row has the result of its own."""
     batch = Batch.draw(device)
