@@ -1,6 +1,6 @@
-"""Recorded runs on ``docs/reliability.md``, held by tests: of the fuzzer, of random changes, of the checks on the GPU.
+"""Recorded runs on ``docs/reliability.md``, held by tests: the fuzzer, seeded bugs and random changes, the GPU.
 
-They come from ``fuzz-*.jsonl``, ``mutation-sample.jsonl`` and ``sanitizer.jsonl`` in ``benchmarks/results``.
+They come from ``fuzz-*``, ``mutants``, ``mutation-sample``, ``sanitizer`` and ``gpu-suite.jsonl`` of the results.
 
     python docs/make_reliability.py
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -23,6 +24,8 @@ BEGIN, END = "<!-- runs of the fuzzer: begin -->", "<!-- runs of the fuzzer: end
 GPU = "<!-- on the GPU: begin -->", "<!-- on the GPU: end -->"
 CHANGES = "<!-- random changes: begin -->", "<!-- random changes: end -->"
 CHANGES_RECORD = ROOT / "benchmarks" / "results" / "mutation-sample.jsonl"
+SEEDED = "<!-- seeded bugs: begin -->", "<!-- seeded bugs: end -->"
+SEEDED_RECORD = ROOT / "benchmarks" / "results" / "mutants.jsonl"
 GPU_RECORDS = [ROOT / "benchmarks" / "results" / f"{name}.jsonl" for name in ("sanitizer", "gpu-suite")]
 
 
@@ -66,6 +69,30 @@ def _between(page: str, begin: str, end: str, text: str) -> str:
     _, found, after = rest.partition(end)
     assert found, f"{PAGE.name} has lost its marks"
     return f"{before}{begin}\n\n{text}\n\n{end}{after}" if text else f"{before}{begin}\n{end}{after}"
+
+
+# Seeded bugs.
+
+
+def seeded_section(lines: list[dict]) -> str:
+    """Verdicts, and how many entries change which part."""
+    facts, *verdicts = lines
+    names = ("date", "seeded", "caught", "survived")
+    table = [f"| commit | {' | '.join(names)} |", "|---|---|---:|---:|---:|"]
+    table += [f"| `{facts['commit']}` | {' | '.join(str(facts[name]) for name in names)} |", ""]
+    table += ["What the seeded bugs are spread over:", "", "| part | seeded bugs |", "|---|---:|"]
+    parts = Counter(f"`{x['file'].partition('/')[0]}/`" if "/" in x["file"] else "single modules" for x in verdicts)
+    table += [f"| {part} | {count} |" for part, count in parts.most_common()]
+    return "\n".join(table)
+
+
+def seeded_record() -> list[dict]:
+    return [json.loads(x) for x in SEEDED_RECORD.read_text("utf-8").splitlines()]
+
+
+def with_seeded(page: str, lines: list[dict]) -> str:
+    """The page with the section between its marks."""
+    return _between(page, *SEEDED, seeded_section(lines))
 
 
 # Random changes of the core.
@@ -177,5 +204,5 @@ def records() -> list[dict]:
 
 
 if __name__ == "__main__":
-    text = with_changes(filled(PAGE.read_text(encoding="utf-8"), records()), changes_record())
-    PAGE.write_text(with_gpu(text, gpu_records()), encoding="utf-8")
+    text = with_seeded(filled(PAGE.read_text(encoding="utf-8"), records()), seeded_record())
+    PAGE.write_text(with_gpu(with_changes(text, changes_record()), gpu_records()), encoding="utf-8")
