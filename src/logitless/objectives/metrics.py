@@ -174,18 +174,20 @@ def metrics_of(
         count = torch.full((), num_rows, dtype=torch.float64, device=device)
     else:
         count = counted.sum(dtype=torch.float64)
-    table = _table([*means.values(), *weights.values()], counted, 0.0, device)
+    added = len(means) + len(weights)
+    rows = _stacked([*means.values(), *weights.values(), *extremes.values()], num_rows, device)
+    table = _where_counted(rows[:added], counted, 0.0)
     total = table.sum(1)
     pairs = torch.stack([total, count.expand_as(total)], 1)[: len(means)]
     w = total[len(means) :]
     w2 = table[len(means) :].square().sum(1) if weights else w
     largest = smallest = total[:0]
-    if extremes:
-        highest = _table(list(extremes.values()), counted, -math.inf, device)
-        lowest = highest if counted is None else _table(list(extremes.values()), counted, math.inf, device)
+    if extremes and num_rows:
+        largest = _where_counted(rows[added:], counted, -math.inf).amax(1)
+        smallest = _where_counted(rows[added:], counted, math.inf).amin(1)
+    elif extremes:
         # torch takes no maxima over no elements.
-        largest = highest.amax(1) if num_rows else count.new_full((len(extremes),), -math.inf)
-        smallest = lowest.amin(1) if num_rows else count.new_full((len(extremes),), math.inf)
+        largest, smallest = (count.new_full((len(extremes),), x) for x in (-math.inf, math.inf))
     weighed = torch.stack([w, w2, count.expand_as(w)], 1) if weights else ()
     whole = torch.stack([x.detach() for x in sums.values()]).double() if sums else ()
     return Metrics(
@@ -197,12 +199,16 @@ def metrics_of(
     )
 
 
-def _table(values: list[Tensor], counted: Tensor | None, other: float, device: torch.device) -> Tensor:
-    """``[K, C]`` float64: values at the counted rows, ``other`` elsewhere."""
+def _stacked(values: list[Tensor], num_rows: int, device: torch.device) -> Tensor:
+    """``[K, C]`` float64 values of all rows."""
     if not values:
-        return torch.zeros((0, 0), dtype=torch.float64, device=device)
+        return torch.zeros((0, num_rows), dtype=torch.float64, device=device)
     alike = len({x.dtype for x in values}) == 1
-    rows = torch.stack([x.detach() if alike else x.detach().double() for x in values]).double()
+    return torch.stack([x.detach() if alike else x.detach().double() for x in values]).double()
+
+
+def _where_counted(rows: Tensor, counted: Tensor | None, other: float) -> Tensor:
+    """The same with ``other`` at rows that are not counted."""
     return rows if counted is None else torch.where(counted, rows, other)
 
 

@@ -12,6 +12,7 @@ and gradients are the same for every way to split the batch over micro-batches, 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -74,18 +75,17 @@ def row_weights(
         )
     if complete and prompt_tokens is None and not isinstance(denominator, Tensor):
         return _known_weights(rows, reduce, length, denominator, device)
-    if reduce == "token_mean":
-        per_sample = torch.ones(num_samples, dtype=torch.float64, device=device)
+    count = _denominator(rows, reduce, denominator)
+    if prompt_tokens is not None:
+        count = count * _check_prompt_tokens(prompt_tokens, num_samples, device)
     elif reduce == "sample_mean":
-        per_sample = rows.totals.double()
+        count = count * rows.totals
     elif reduce == "sample_sum":
         assert length is not None
-        per_sample = torch.full((num_samples,), float(length), dtype=torch.float64, device=device)
-    else:
-        assert prompt_tokens is not None
-        per_sample = _check_prompt_tokens(prompt_tokens, num_samples, device)
-    scale = inverse(per_sample * _denominator(rows, reduce, denominator))
-    return torch.where(rows.counted, scale[rows.sample], 0.0)
+        count = count * length
+    # What was counted here, or looked at already, is a count.
+    scale = inverse(count) if prompt_tokens is not None or isinstance(denominator, Tensor) else _inverse(count)
+    return torch.where(rows.counted, scale[rows.sample] if scale.dim() else scale, 0.0)
 
 
 def _known_weights(
@@ -129,7 +129,7 @@ def count_over(rows: Rows | Sequence[Rows], reduce: Reduction, group: Any = None
         )
     check_name(reduce, REDUCTIONS, "count_over: reduce")
     if reduce == "token_mean":
-        count = torch.stack([batch.totals.sum() for batch in batches]).sum().double()
+        count = functools.reduce(torch.add, [batch.totals.sum() for batch in batches]).double()
     else:
         samples = sum(len(batch.counts) for batch in batches)
         count = torch.full((), samples, dtype=torch.float64, device=batches[0].totals.device)
@@ -245,5 +245,9 @@ def _check_prompt_tokens(prompt_tokens: Tensor, num_samples: int, device: torch.
 
 def inverse(count: Tensor) -> Tensor:
     """``1 / count``, and 0 where the count is 0: a mean over nothing is 0. NaN where it is no count at all."""
-    over = torch.where(count > 0, 1 / count.clamp_min(1e-30), 0.0)
-    return torch.where((count >= 0) & (count < math.inf), over, math.nan)
+    return torch.where((count >= 0) & (count < math.inf), _inverse(count), math.nan)
+
+
+def _inverse(count: Tensor) -> Tensor:
+    """The same of what is a count."""
+    return (1 / count).nan_to_num(posinf=0.0)
