@@ -368,6 +368,29 @@ def test_ids_of_one_rank_make_a_kl_infinite_for_all(ranks, wide: int):
         assert 'infinite with tail="bucket". Take tail="renormalise"' in text
 
 
+def named_twice(rank: int, world: int, draft: Draft, looked_at: bool) -> str | Outcome:
+    if looked_at:
+        with pytest.raises(LogitlessError) as found:
+            sharded(rank, world, draft, "tv", "renormalise", 17, 30)
+        return str(found.value)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("logitless.sources.teachers.inspectable", lambda x: False)
+        return sharded(rank, world, draft, "tv", "renormalise", 17, 30)
+
+
+@pytest.mark.parametrize("looked_at", [True, False], ids=["cpu", "as on a GPU"])
+def test_an_id_that_two_ranks_name(ranks, looked_at: bool):
+    """Their columns were added up, silently."""
+    draft = Draft.draw()
+    ids = draft.ids.clone()
+    ids[0] = ids[30:].max()
+    for found in ranks(named_twice, 2, draft._replace(ids=ids), looked_at, timeout=20):
+        if isinstance(found, str):
+            assert "name one of the student's ids on several ranks" in found
+        else:
+            assert found.values["divergence"].isnan().any()
+
+
 def assert_right_over_ranks(found: list[Outcome], exact: Outcome, plain: Outcome) -> None:
     first, second = found
     for name, x in first.values.items():

@@ -27,7 +27,7 @@ from logitless.rows.rows import single_sample
 from logitless.softmax import ELSEWHERE
 from logitless.sources.given import as_matrix
 from logitless.sources.linear import Projection, gathered_tokens
-from logitless.spec import TokenStats, accumulation_dtype, has_values
+from logitless.spec import TokenStats, accumulation_dtype, has_values, inspectable
 
 
 @dataclass(frozen=True, eq=False)
@@ -376,13 +376,20 @@ def _exchanged(p: Projection, teacher: Teacher, call: Call) -> tuple[Tensor, Ten
             x = sum_over(call.group, whole)
         exchanged.append(x)
     weight, bias, has = exchanged
+    if inspectable(has) and bool((has > 1).any()):
+        raise LogitlessError(
+            f"{call.caller}: ids of Teacher(ids=) name one of the student's ids on several ranks. Give each of them to "
+            f"one column of one rank."
+        )
     size, _ = own_vocabulary(teacher, call)
     outside = (has > 0).sum() < size
     if forbids_others(teacher, call) and has_values(outside) and bool(outside):
         # All ranks come here with the same sum, so that all raise.
         raise infinite_bucket(call.caller)
-    bias = None if bias is None else bias[here]
-    return torch.where(has[here] > 0, 0, -1), outside, replace(p, weight=weight[here], bias=bias)
+    bias, weight, has = None if bias is None else bias[here], weight[here], has[here]
+    # Where nobody could look, the sum of two columns is no logit.
+    weight = weight.masked_fill_((has > 1)[:, None], torch.nan)
+    return torch.where(has > 0, 0, -1), outside, replace(p, weight=weight, bias=bias)
 
 
 def forbids_others(teacher: Teacher, call: Call) -> bool:
