@@ -12,6 +12,7 @@ import interpreter
 import poison
 import pytest
 import torch
+import warp_groups
 from hypothesis import settings
 
 if not torch.cuda.is_available():
@@ -54,8 +55,8 @@ def pytest_collection_modifyitems(config, items) -> None:
 
 
 def pytest_generate_tests(metafunc) -> None:
-    """Products at once, and by turns where kernels are compiled: the interpreter knows no groups of warps."""
-    if "turns" in metafunc.fixturenames and metafunc.config.getoption("--device") == "cuda":
+    """Products at once, and by turns; in the interpreter, whose language has no groups of warps, these are threads."""
+    if "turns" in metafunc.fixturenames:
         metafunc.parametrize("turns", ["at once", "by turns"], indirect=True)
 
 
@@ -64,8 +65,10 @@ def turns(request, monkeypatch) -> bool:
     """Whether the machine makes products by turns, in this test."""
     from logitless.machine import Machine
 
-    asked, of = getattr(request, "param", "at once") == "by turns", Machine.of
-    monkeypatch.setattr(Machine, "of", staticmethod(lambda x: replace(of(x), turns=asked and x.type == "cuda")))
+    asked, of = request.param == "by turns", Machine.of
+    monkeypatch.setattr(Machine, "of", staticmethod(lambda x: replace(of(x), turns=asked)))
+    if asked and not torch.cuda.is_available():
+        warp_groups.simulate(monkeypatch)
     return asked
 
 

@@ -389,7 +389,6 @@ def test_of_equal_parts_the_first_column_counts(device: torch.device):
         assert torch.equal(products.merge(p, parts)[4:], torch.stack([largest, first]))
 
 
-@pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize("width", [512, 2048, 4096])
 def test_canonical_sums_do_not_bind_the_sizes_of_dz(width: int, turns: bool, monkeypatch):
     found = []
