@@ -1,4 +1,5 @@
 """Drift of the hosts from our records: ``make drift`` prints, for each, the newest version and the newest that was run.
+Of the rollout engines, which have no records, it prints the newest version and those that the plug-in knows.
 
     make drift                        releases
     make drift LOGITLESS_HOSTS=F      also the commits of the checkouts in the folder F
@@ -30,6 +31,7 @@ from repositories import RELEASE, REPOSITORIES, UnreachableError, newest_tag, nu
 
 from logitless.adapters import HOSTS  # noqa: E402
 from logitless.adapters.signatures import covers  # noqa: E402
+from logitless.engines import PARTS as ENGINES  # noqa: E402
 
 WITHOUT_INDEX = ("miles", "nemo_rl", "prime_rl", "slime")
 """Hosts that the index does not have: under the names of some, it has other packages."""
@@ -95,6 +97,18 @@ def drift_of_version(host: str, version: str | None, records: list[dict[str, Any
     return f"{version} is out{outside}; run on: {last}"
 
 
+def drift_of_engine(engine: str, address: str) -> tuple[str | None, str, list[str], list[str]]:
+    """The newest release of a rollout engine, those that the plug-in knows, what is to be done, and what kept silent."""
+    known = importlib.import_module(f"logitless.engines.{engine}").HOST.versions
+    try:
+        version = newest(engine, address)
+    except UnreachableError as error:
+        return None, known[-1], [], [str(error)]
+    ours = version is None or covers(known, version)
+    found = [] if ours else [f"{version} is out, which the plug-in's versions ({', '.join(known)}) leave out"]
+    return version, known[-1], found, []
+
+
 def drift_of_checkout(host: str, folder: Path, records: list[dict[str, Any]]) -> str | None:
     """Whether a checkout is at a commit that was not run, or, where it tells no commit, has no record."""
     here, name = commit(folder), named(host, folder)
@@ -112,16 +126,20 @@ def main() -> int:
     records, address = [json.loads(x) for x in RECORDS.read_text().splitlines()], index_address()
     drifted = unasked = 0
     print(f"{'host':<14}{'newest':<12}{'run on':<12}", flush=True)
-    for host in HOSTS:
-        version, unreachable = released(host, address)
-        lines = [drift_of_version(host, version, records)]
-        lines += [drift_of_checkout(host, folder, records) for folder in checkouts(host)]
-        found = [line for line in lines if line is not None]
+    for name in (*HOSTS, *ENGINES):
+        if name in ENGINES:
+            version, run, found, unreachable = drift_of_engine(name, address)
+        else:
+            version, unreachable = released(name, address)
+            run = last_run(name, records)
+            lines = [drift_of_version(name, version, records)]
+            lines += [drift_of_checkout(name, folder, records) for folder in checkouts(name)]
+            found = [line for line in lines if line is not None]
         drifted += len(found)
         unasked += len(unreachable)
         say = found or ["as recorded" if version else "no release found"]
         say += [f"UNREACHABLE: {why}" for why in unreachable]
-        print(f"{host:<14}{version or '-':<12}{last_run(host, records):<12}{'; '.join(say)}", flush=True)
+        print(f"{name:<14}{version or '-':<12}{run:<12}{'; '.join(say)}", flush=True)
     return 1 if drifted else 2 if unasked else 0
 
 

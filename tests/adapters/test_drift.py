@@ -11,6 +11,7 @@ import pytest
 import repositories
 
 from logitless.adapters import HOSTS
+from logitless.engines import PARTS as ENGINES
 
 RECORDS = [
     {"host": "skyrl", "on": "installed", "version": "0.3.0", "commit": None},
@@ -155,10 +156,15 @@ def test_every_host_is_asked(index, monkeypatch, capsys):
     assert drift.main() == 0
     heading, *lines = capsys.readouterr().out.splitlines()
     assert heading.split() == ["host", "newest", "run", "on"]
-    assert [line.split()[0] for line in lines] == list(HOSTS)
+    assert [line.split()[0] for line in lines] == [*HOSTS, *ENGINES]
     addresses = [address for host, (address, _) in repositories.REPOSITORIES.items() if host in HOSTS]
-    assert {"ms-swift", "megatron-core", "skyrl", *addresses} <= set(asked)
+    assert {"ms-swift", "megatron-core", "skyrl", "vllm", "sglang", *addresses} <= set(asked)
     assert all(line.endswith("no release found") for line in lines)
     monkeypatch.setattr(drift, "newest", lambda name, address: "999.0" if name == "verl" else None)
     assert drift.main() == 1
     assert "999.0 is out, which" in capsys.readouterr().out
+    monkeypatch.setattr(drift, "newest", lambda name, address: {"vllm": "999.0", "sglang": "0.5.23"}.get(name))
+    assert drift.main() == 1
+    *_, vllm, sglang = capsys.readouterr().out.splitlines()
+    assert "999.0 is out, which the plug-in's versions (0.24, " in vllm
+    assert sglang.split() == ["sglang", "0.5.23", "0.5.23", "as", "recorded"]

@@ -31,7 +31,7 @@ BARE = {
 
 MISSING = {
     "vllm": (
-        *("vllm._custom_ops", "vllm.compilation", "vllm.config", "vllm.distributed", "vllm.envs", "vllm.logger"),
+        *("vllm._aiter_ops", "vllm._custom_ops", "vllm.compilation", "vllm.config", "vllm.distributed", "vllm.envs", "vllm.logger"),
         *("vllm.model_executor.determinism", "vllm.model_executor.layers.batch_invariant", "vllm.platforms"),
         *("vllm.model_executor.layers.linear", "vllm.model_executor.layers.quantization", "vllm.utils"),
         *("vllm.model_executor.layers.utils", "vllm.model_executor.parameter", "vllm.model_executor.utils"),

@@ -203,7 +203,7 @@ def test_prompts_from_hidden_states(vllm, monkeypatch, number: int, dtype: torch
 
 
 def test_given_ids_of_a_teacher(vllm, monkeypatch):
-    """``prompt_logprob_token_ids`` of 0.32: the ids that a student sent."""
+    """``prompt_logprob_token_ids``, from 0.32 on: the ids that a student sent."""
     if not hasattr(vllm.prompt.PromptLogprobsWorker, "compute_prompt_token_id_logprobs"):
         pytest.skip("this version has no scores of given ids")
     hidden, weight, ids = operands()

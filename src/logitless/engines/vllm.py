@@ -81,7 +81,7 @@ def _logprobs() -> list[Replacement]:
 
 
 def _head() -> list[Replacement]:
-    signature = {"0.30 - 0.32": "(self, lm_head, hidden_states, embedding_bias)", "0.24": None}
+    signature = {"0.30 - 0.33": "(self, lm_head, hidden_states, embedding_bias)", "0.24": None}
     return [Replacement(HEAD, "LogitsProcessor._apply_head", signature, make_apply_head)]
 
 
@@ -219,18 +219,18 @@ def _prompt() -> list[Replacement]:
     scores = "(logits, num_logprobs, sampled_token_ids, cu_num_logits=None, logprob_token_ids_state=None"
     scores += ", expanded_idx_mapping=None, max_per_req_token_ids=0"
     prompt = "(self, logits_fn, hidden_states, input_batch, all_token_ids, num_computed_tokens, prompt_lens)"
-    of_ids = {"0.32": "(self, logits_fn, hidden_states, input_batch, prompt_lens)", "0.24 - 0.30": None}
+    of_ids = {"0.32 - 0.33": "(self, logits_fn, hidden_states, input_batch, prompt_lens)", "0.24 - 0.30": None}
     forward = {
-        "0.30 - 0.32": "(self, lm_head, hidden_states, embedding_bias=None, skip_gather=False)",
+        "0.30 - 0.33": "(self, lm_head, hidden_states, embedding_bias=None, skip_gather=False)",
         "0.24": "(self, lm_head, hidden_states, embedding_bias=None)",
     }
-    newer, worker = {"0.30 - 0.32": f"{scores}, logits_mode=False)", "0.24": None}, "PromptLogprobsWorker"
+    newer, worker = {"0.30 - 0.33": f"{scores}, logits_mode=False)", "0.24": None}, "PromptLogprobsWorker"
     return [
         Replacement(HEAD, "LogitsProcessor.forward", forward, make_forward),
         Replacement(PROMPT, f"{worker}.compute_prompt_logprobs", prompt, make_prompt_logprobs),
         Replacement(PROMPT, f"{worker}.compute_prompt_token_id_logprobs", of_ids, make_token_id_logprobs),
         Replacement(LOGPROB, "compute_topk_scores", newer, make_topk),
-        Replacement(LOGPROB, "compute_topk_logprobs", {"0.24": f"{scores})", "0.30 - 0.32": None}, make_topk),
+        Replacement(LOGPROB, "compute_topk_logprobs", {"0.24": f"{scores})", "0.30 - 0.33": None}, make_topk),
     ]
 
 
@@ -246,7 +246,7 @@ def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
 HOST = Host(
     name="vllm",
     package="vllm",
-    versions=("0.24", "0.30", "0.32"),
+    versions=("0.24", "0.30", "0.32 - 0.33"),
     replacements=_replacements,
     options={"parts": Option(("logprobs",), f"which of {', '.join(PARTS['vllm'])} are replaced")},
 )
