@@ -31,7 +31,7 @@ BARE = {
 
 MISSING = {
     "vllm": (
-        *("vllm._aiter_ops", "vllm._custom_ops", "vllm.compilation", "vllm.config", "vllm.distributed", "vllm.envs", "vllm.logger"),
+        *("vllm._custom_ops", "vllm.compilation", "vllm.config", "vllm.distributed", "vllm.envs", "vllm.logger"),
         *("vllm.model_executor.determinism", "vllm.model_executor.layers.batch_invariant", "vllm.platforms"),
         *("vllm.model_executor.layers.linear", "vllm.model_executor.layers.quantization", "vllm.utils"),
         *("vllm.model_executor.layers.utils", "vllm.model_executor.parameter", "vllm.model_executor.utils"),
@@ -39,6 +39,7 @@ MISSING = {
         *("vllm.v1.sample.metadata", "vllm.v1.sample.ops", "vllm.v1.worker.gpu.buffer_utils"),
         *("vllm.v1.worker.gpu.input_batch", "vllm.exceptions", "vllm.inputs", "vllm.lora", "vllm.multimodal"),
         *("vllm.pooling_params", "vllm.renderers", "vllm.tasks", "vllm.tokenizers", "vllm.v1.kv_hints"),
+        "vllm._aiter_ops",
     ),
     "sglang": (
         *("sglang.kernels", "sglang.srt.arg_groups", "sglang.srt.beam_search", "sglang.srt.distributed"),
