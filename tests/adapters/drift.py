@@ -98,8 +98,7 @@ def drift_of_version(host: str, version: str | None, records: list[dict[str, Any
 
 
 def drift_of_engine(engine: str, address: str) -> tuple[str | None, str, list[str], list[str]]:
-    """The newest release of a rollout engine, the last ones that the plug-in knows, what is to be done, and who could not
-    be asked."""
+    """The newest release of a rollout engine, the last one that we know, what to do, and who could not be asked."""
     known = importlib.import_module(f"logitless.engines.{engine}").HOST.versions
     try:
         version = newest(engine, address)
