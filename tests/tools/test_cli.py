@@ -113,6 +113,9 @@ def test_plan_as_json_and_its_exit_code(run_main):
     assert run_main(*PLAN, "--card", "nothing")[0] == 2
     code, text = run_main(*PLAN, "--in-use", "60GiB")
     assert (code, "there is no --card" in text) == (2, True)
+    for used in ("80GiB", "90GiB"):
+        code, text = run_main(*PLAN, "--card", "80GiB", "--in-use", used)
+        assert (code, "nothing is left for the" in text) == (2, True)
 
 
 def test_plan_imports_nothing_heavy():
