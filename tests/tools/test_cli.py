@@ -115,7 +115,7 @@ def test_plan_as_json_and_its_exit_code(run_main):
     assert (code, "there is no --card" in text) == (2, True)
     for used in ("80GiB", "90GiB"):
         code, text = run_main(*PLAN, "--card", "80GiB", "--in-use", used)
-        assert (code, "nothing is left for the" in text) == (2, True)
+        assert (code, "nothing is left for the step" in text) == (2, True)
 
 
 def test_plan_imports_nothing_heavy():

@@ -78,7 +78,12 @@ def plan(
         kept_ids=kept_ids,
         device=machine_of(card),
     )
-    free = None if card is None else _left_of(card, find_card(card), parse_memory(in_use) if in_use else 0)
+    free = None if card is None else find_card(card) - (parse_memory(in_use) if in_use else 0)
+    if free is not None and free <= 0:
+        raise LogitlessError(
+            f"plan: --in-use {in_use} is all of --card {card}: nothing is left for the step. Give what one card holds "
+            f"of weights, optimizer and activations."
+        )
     answer = plan_model(step, free)
     if as_json:
         print(json.dumps(plan_as_json(answer), indent=1))
@@ -86,18 +91,6 @@ def plan(
         _print_plan(answer, full)
     if not answer.fits:
         raise Exit(NO)
-
-
-def _left_of(card: str, size: int, used: int) -> int:
-    """The bytes of a card that are left for the step."""
-    from logitless.spec import format_bytes
-
-    if used >= size:
-        raise LogitlessError(
-            f"plan: --in-use is {format_bytes(used)}, and --card {card} is {format_bytes(size)}: nothing is left for the "
-            f"step. Give what one card holds of weights, optimizer and activations."
-        )
-    return size - used
 
 
 def _print_plan(answer: Any, full: bool) -> None:
