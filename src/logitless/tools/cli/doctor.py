@@ -17,6 +17,9 @@ EngineHead = Annotated[
 def doctor(device: Device = None, engine_head: EngineHead = None, as_json: AsJson = False) -> None:
     """Show versions, backends that run here, and how exact they are.
 
+    Also tells which frameworks and rollout engines are there, and whether
+    our adapters and plug-ins fit them. Nothing is installed.
+
     Exit code 1 says that a backend runs here and is wrong.
     """
     import torch

@@ -45,10 +45,9 @@ def compare(data: Path, out: Path, field: str) -> Compared:
     """Results in ``out`` against a field of the input; reads both files through."""
     tokens, trainer, rollout = [], [], []
     results = {result["index"]: result for result in _results(out)}
-    for index, (place, own) in enumerate(read_fields(data, (field,))):
-        if (result := results.get(index)) is None:
-            # A rejected record has no result to compare.
-            continue
+    # A rejected record has no result to compare, and need not be readable.
+    for index, (place, own) in zip(sorted(results), read_fields(data, (field,), results), strict=False):
+        result = results[index]
         given = _numbers(place, field, own[field])
         if len(given) != len(result["tokens"]):
             raise LogitlessError(
