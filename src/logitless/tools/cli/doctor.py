@@ -52,7 +52,10 @@ def _print_findings(findings: Any) -> None:
     for title, found in (("Adapters", findings.hosts), ("Rollout engines", findings.engines)):
         out.print(f"\n{title}", style="bold")
         tested = [f"tested with {', '.join(h.tested) or 'no version'}" for h in found]
-        lines = [(h.name, h.found or "not installed", text, h.verdict) for h, text in zip(found, tested, strict=True)]
-        out.print(text_table((), lines))
+        rows = [(h.name, h.found or "not installed", text) for h, text in zip(found, tested, strict=True)]
+        for host, line in zip(found, text_table((), rows).splitlines(), strict=True):
+            out.print(line)
+            if host.verdict:
+                out.print(f"  {host.verdict}")
     verdict = "All that runs here is exact." if findings.ok else "Something that runs here is wrong."
     out.print(f"\n{verdict}", style="green" if findings.ok else "bold red")
