@@ -190,7 +190,7 @@ def _products(name: str, device: torch.device) -> str:
     if machine.turns:
         return ", fused products by turns"
     ran = " and ".join(GLUON)
-    return f", fused products at once: those by turns take capability 9 and Triton {ran}, with which they ran"
+    return f", fused products at once: by turns they were run on capability 9 with Triton {ran} alone"
 
 
 def _exactness(path: str, backend: str, dtype: torch.dtype, device: torch.device) -> ExactnessFinding:
