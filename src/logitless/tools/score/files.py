@@ -188,8 +188,8 @@ class Source:
 
 def read_fields(
     path: Path, keys: tuple[str, ...], wanted: Container[int] | None = None
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Place and fields of every record, or of those with the numbers that are wanted; each must have the keys."""
+) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Number, place and fields of every record, or of those whose numbers are wanted; each must have the keys."""
     for index, row in enumerate(_rows_of(path, keys)):
         if wanted is not None and index not in wanted:
             continue
@@ -198,7 +198,7 @@ def read_fields(
             if key not in fields:
                 names = ", ".join(map(repr, fields))
                 raise LogitlessError(f"score: {place} has no field {key!r}; it has {names or 'none'}.")
-        yield place, fields
+        yield index, place, fields
 
 
 def check_field(path: Path, key: str, most: int = 64) -> None:
