@@ -129,19 +129,19 @@ FROM_HIDDEN = """## From hidden states
 
 T = 16384, V = 151936, D = 4096 in bfloat16 unless said otherwise. The floor is the products of scored rows, hidden size
 and vocabulary that must be made without storing logits: four; three where memory is allowed to store exponentials; two
-with a frozen head; one in forward. A provider that stores the logits makes three, and may be below four: read time and
-peak together.
+with a frozen head; one in forward. A provider that stores the logits makes three instead of four, and may be below 1:
+read time and peak together.
 
-Peers without a time: torch's own `linear_cross_entropy` in chunks, which torch 2.11 on that machine does not have, and
-a newer wheel of torch is larger than what could be brought there; QuACK 0.6.5 beside CUTLASS DSL 4.8.0, whose default
-of 4,096 rows a chunk is refused where the hidden size is 4096 (at D = 1024 and V = 16384 its mean loss is off by 3e-7
-and its gradients by 3e-3). Liger's native kernels and Transformer Engine's cross entropy ran at D = 4096 alone.
+Two peers have no time. Torch's own `linear_cross_entropy` in chunks is not in torch 2.11, which was measured. QuACK
+0.6.5, beside CUTLASS DSL 4.8.0, refuses its own default of 4,096 rows a chunk where the hidden size is 4096; at
+D = 1024 and V = 16384 its mean loss is off by 3e-7 and its gradients by 3e-3. Liger's native kernels and Transformer
+Engine's cross entropy ran at D = 4096 alone.
 
-Ours were measured before [products by turns](decisions/0034-products-by-turns.md), which make a forward at D = 1024 a
-fifth faster in multiples of the bare product, and forward and backward 3 % ([shapes](shapes.md)).
+Ours were measured before [products by turns](decisions/0034-products-by-turns.md). In multiples of the bare products,
+these make a forward at D = 1024 a fifth faster, and forward and backward 3 % ([shapes](shapes.md)).
 
 Records from before 2026-11-16 were taken after a pause, on a cool chip, on which the first products run faster than in
-a long run; those after it follow some hundred milliseconds of products.
+a long run. Later ones follow some hundred milliseconds of products.
 """
 
 POLICY_LOSS = """## Policy loss

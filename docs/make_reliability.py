@@ -146,7 +146,8 @@ def gpu_section(records: list[dict]) -> str:
         lines = "\n".join(_tool(tool, r["kernels"]) for tool in r["tools"])
         parts.append(
             f"`benchmarks/sanitize.py` launches every Triton kernel under compute-sanitizer, at odd sizes in float32, "
-            f"bfloat16 and float16. A kernel that is not launched is an error. {_on(r)}:\n\n"
+            f"bfloat16 and float16. A kernel that is not launched is an error. The last run was of the "
+            f"{len(r['kernels'])} kernels of its commit. {_on(r)}:\n\n"
             f"| tool | kernels | launches | errors | in other libraries | time |\n"
             f"|---|---:|---:|---:|---:|---:|\n{lines}"
         )

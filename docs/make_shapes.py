@@ -30,19 +30,18 @@ def read() -> list[dict[str, Any]]:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    out = [f"| | D | V | T | {' | '.join(CALLS)} |", f"|---|{'---:|' * (3 + len(CALLS))}"]
+    out = [f"| | D | V | T | {' | '.join(CALLS)} | commit |", f"|---|{'---:|' * (3 + len(CALLS))}---|"]
     for line in lines:
         cells = [f"{line['calls'][name]['of_products']:.2f}" for name in CALLS]
         sizes = [str(line[name]) for name in ("hidden", "vocab", "tokens")]
-        out.append(f"| {' | '.join([line['model'], *sizes, *cells])} |")
+        out.append(f"| {' | '.join([line['model'], *sizes, *cells, '`' + line['commit'][:7] + '`'])} |")
     return "\n".join(out) + "\n"
 
 
 def made() -> str:
     """The page with its table made anew."""
     lines = read()
-    commits = ", ".join(dict.fromkeys(f"`{line['commit'][:7]}`" for line in lines))
-    where = f"{lines[0]['device']}, torch {lines[0]['torch']}, commit {commits}, bfloat16:\n\n"
+    where = f"{lines[0]['device']}, torch {lines[0]['torch']}, bfloat16, in multiples of the bare products:\n\n"
     before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
     return before + BEGIN + where + table(lines) + END + rest.split(END)[1]
 

@@ -114,11 +114,12 @@ def beside_trl(lines: Sequence[Line], records: Sequence[Record]) -> str:
     assert all(theirs == ours for theirs, ours in fits), f"the sentence is no longer true: {fits}"
     faster = sorted(100 * (ours["tokens_per_s"] / theirs["tokens_per_s"] - 1) for theirs, ours in pairs)
     theirs, ours = (exact[name].errors["logprob"] for name in ("trl-head", "logitless"))
+    width = f"D = {exact['logitless'].case['hidden']}"
     return (
         f"TRL's own head stores no logits either: at all of these sizes as many tokens fit with it as with ours, and a "
         f"step with ours is only {faster[0]:.1f} to {faster[-1]:.1f} % faster. Beside it you gain better numbers (a "
-        f"log-prob of bfloat16 inputs is off by up to {ours:.0e}, with TRL's rounding by {theirs:.0e}), statistics "
-        f"from the same pass, an audit against float64, and losses that TRL's head does not have."
+        f"log-prob of bfloat16 inputs at {width} is off by up to {ours:.0e}, with TRL's rounding by {theirs:.0e}), "
+        f"statistics from the same pass, an audit against float64, and losses that TRL's head does not have."
     )
 
 

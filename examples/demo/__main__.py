@@ -29,7 +29,7 @@ def demo(
 ) -> None:
     """A tiny RL run, with plain torch's loss step and with ours.
 
-    Same seed, same learning curve, less memory. About two minutes on two cores.
+    Same seed, same learning curve, less memory. About three minutes on two cores.
 
     Exit code 1 says that the reward did not rise, or that the curves differ.
     """

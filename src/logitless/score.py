@@ -68,7 +68,8 @@ def logprobs(
         kept: ids the sampler kept; the log-prob is normalised over them, and entropy and log Z are over its scope.
         stats: more results over the whole vocabulary, whatever was kept: any of ``"top1"``, ``"collision"``,
             ``"mean_logit"``, ``"logit_variance"``, ``"max_logit"`` and ``"rank"``. A rank takes one more collective
-            under a shard.
+            under a shard. Beside a teacher also ``"acceptance"``, ``"teacher_log_z"``, ``"teacher_shared"`` and
+            ``"teacher_top1"``.
         top_k: ids and log-probs of the K most likely tokens, K up to 128.
         ids: ``[..., K]`` int64, ids of every row whose log-probs are wanted besides; they have a gradient. An id may
             come twice, and -100 leaves a place out.
@@ -76,8 +77,8 @@ def logprobs(
             :class:`Logits`; a :class:`Teacher` where it has a head or ids of its own; or what a server sent,
             :meth:`Teacher.from_top_k`.
         divergence: how far the row's distribution is from the teacher's: ``"forward_kl"``, KL(teacher || student);
-            ``"reverse_kl"``, KL(student || teacher); ``"jsd"``, ``"tv"``, ``"hellinger"``, ``"alpha"``; or a
-            :class:`Divergence` with a number of its own.
+            ``"reverse_kl"``, KL(student || teacher); ``"jsd"``, ``"tv"``, ``"hellinger"``, ``"alpha"``; for drafts
+            ``"acceptance"``, ``"log_acceptance"``, ``"lk_hybrid"``; or a :class:`Divergence` with a number of its own.
         memory: bound on the working memory of forward and of backward, in bytes or as ``"256MiB"``. Gradients and their
             accumulators come on top. None: 16MiB on logits, 256MiB from hidden states, 1GiB with a teacher.
         backend: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``.

@@ -12,6 +12,7 @@ from logitless import (
     Head,
     Kept,
     LogitlessError,
+    Logits,
     Rows,
     logprobs,
 )
@@ -376,3 +377,19 @@ class TestKept:
         ids = [torch.tensor([1, 2]), torch.tensor([3])]
         with raises("Kept.from_responses: sample 0..."):
             Kept.from_responses(rows, ids, [torch.tensor([2]), torch.tensor([1])])
+
+
+@pytest.mark.parametrize("of_logits", [True, False])
+def test_ids_and_their_logits_without_a_shift(of_logits):
+    logits = torch.zeros(2, 5, 7) if of_logits else Logits(torch.zeros(2, 5, 3), torch.zeros(7, 3))
+    with raises("logprobs: rows were made for 12 tokens ... Row t predicts token t + 1: ids[..., 1:] go with logits"):
+        logprobs(logits, torch.zeros(2, 6, dtype=torch.int64))
+    for other in ((2, 7), (3, 5), (2, 1, 6)):
+        with pytest.raises(LogitlessError) as caught:
+            logprobs(logits, torch.zeros(other, dtype=torch.int64))
+        assert "predicts" not in str(caught.value)
+
+
+def test_a_list_of_kept_ids():
+    with raises("logprobs: kept must be a Kept or None but is list. Kept.from_engine, from_lists and their kin make o"):
+        logprobs(torch.zeros(1, 3), torch.tensor([1]), kept=[[1, 2]])

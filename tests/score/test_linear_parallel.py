@@ -270,7 +270,7 @@ def test_options_that_do_not_go_together(ranks):
     for both, short, plainly in ranks(wrong_options, 2, timeout=20):
         assert both.startswith("logprobs: sequence_parallel=True gathers hidden here, so its gradient is summed")
         assert short == "logprobs: rows were made for 6 tokens but hidden holds 12."
-        assert plainly == "logprobs: rows were made for 5 tokens but hidden holds 6."
+        assert plainly.startswith("logprobs: rows were made for 5 tokens but hidden holds 6. Row t predicts")
 
 
 # Context parallelism by tensor parallelism.

@@ -100,6 +100,16 @@ def test_a_pipe_gets_sentences_in_one_line():
     assert route.endswith(" written by the product itself.")
 
 
+def test_the_page_of_commands_shows_what_plan_answers():
+    page = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
+    (words,) = re.findall(r"^logitless (plan .+)$", page, re.MULTILINE)
+    said = invoke(*words.split(), "--full").stdout
+    shown = re.findall(r"```text\n(Write .+?|way .+?)```", page, re.DOTALL)
+    assert len(shown) == 2
+    for text in shown:
+        assert text in said
+
+
 def test_plan_as_json_and_its_exit_code(run_main):
     answer = json.loads(invoke(*PLAN, "--json").stdout)
     assert answer["step"]["rows"] == 16384
@@ -113,6 +123,9 @@ def test_plan_as_json_and_its_exit_code(run_main):
     assert run_main(*PLAN, "--card", "nothing")[0] == 2
     code, text = run_main(*PLAN, "--in-use", "60GiB")
     assert (code, "there is no --card" in text) == (2, True)
+    for used in ("80GiB", "90GiB"):
+        code, text = run_main(*PLAN, "--card", "80GiB", "--in-use", used)
+        assert (code, "nothing is left for the step" in text) == (2, True)
 
 
 def test_plan_imports_nothing_heavy():

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
 
 from logitless.errors import LogitlessError
+from logitless.tools.cli import main
 from logitless.tools.score.against import Compared, compare, report_text, write
+from logitless.tools.score.files import check_field
 from logitless.tools.score.run import Summary
 
 RESULT = {"index": 0, "tokens": [5, 6], "logprob": [-1.0, -2.0], "entropy": [1.0, 1.0]}
@@ -33,6 +36,21 @@ def compared(folder: Path, engine: list) -> tuple[Compared, dict]:
     return found, strict(out.with_name("out.jsonl.mismatch.json").read_text())
 
 
+@pytest.fixture
+def run_score(monkeypatch, capsys):
+    """What the command says on stderr where it fails."""
+
+    def run(*arguments: object) -> str:
+        monkeypatch.setattr(
+            sys, "argv", ["logitless", "score", *map(str, arguments[:2]), "--out", *map(str, arguments[2:])]
+        )
+        with pytest.raises(SystemExit):
+            main()
+        return capsys.readouterr().err
+
+    return run
+
+
 @pytest.mark.parametrize("engine", [[math.nan, math.inf], [-math.inf, -math.inf]])
 def test_no_token_is_finite(tmp_path: Path, engine: list):
     found, report = compared(tmp_path, engine)
@@ -42,6 +60,30 @@ def test_no_token_is_finite(tmp_path: Path, engine: list):
     summary = Summary("out.jsonl", 1, 1, 2, 1.0)
     assert "no figure: no token has two finite log-probs." in report_text(summary, found, False)
     assert strict(report_text(summary, found, True))["mismatch"] == report
+
+
+@pytest.mark.parametrize("bad", ['{"prompt": [1], "resp', '{"text": 3}'])
+def test_a_rejected_record_need_not_have_the_field(tmp_path: Path, bad: str):
+    data, out = files(tmp_path, [-1.5, -1.0], [RESULT | {"index": 1}])
+    data.write_text(f"{bad}\n{data.read_text()}{bad}\n")
+    assert compare(data, out, "engine").report.tokens == 2
+
+
+def test_a_field_that_no_record_has_is_named_before_anything_is_scored(tmp_path: Path):
+    data, _ = files(tmp_path, [-1.5, -1.0])
+    check_field(data, "engine")
+    with pytest.raises(LogitlessError, match=r"in\.jsonl has no field 'x' in its first .* 'prompt', 'response',"):
+        check_field(data, "x")
+    data.write_text(f"{{\n{data.read_text()}")
+    check_field(data, "engine")
+    # Records that cannot be read at all are for those who score them.
+    data.write_text("{\n")
+    check_field(data, "x")
+
+
+def test_the_command_names_the_field_first(tmp_path: Path, run_score):
+    data, out = files(tmp_path, [-1.5, -1.0])
+    assert "has no field 'x'" in run_score(tmp_path / "no-model", data, out.with_name("other.jsonl"), "--against", "x")
 
 
 def test_one_token_is_finite(tmp_path: Path):

@@ -127,9 +127,11 @@ def check_kinds(caller: str, asked: Asked) -> None:
     """Raise for an option of another kind than it should be."""
     for name, x, kind in (("head", asked.head, Head), ("kept", asked.kept, Kept)):
         if x is not None and not isinstance(x, kind):
-            hint = (
-                f" A temperature is Head(temperature={x!r})." if name == "head" and isinstance(x, int | float) else ""
-            )
+            hint = ""
+            if name == "head" and isinstance(x, int | float):
+                hint = f" A temperature is Head(temperature={x!r})."
+            elif name == "kept":
+                hint = " Kept.from_engine, from_lists and their kin make one."
             came = f"{type(x).__name__}.{hint}"
             raise LogitlessError(f"{caller}: {name} must be a {kind.__name__} or None but is {came}")
     if asked.entropy is not None and not (isinstance(asked.entropy, str) and asked.entropy in ("value", "grad")):
@@ -244,6 +246,17 @@ def _check_order(caller: str, what: str, lead: list[int], rows: Rows) -> None:
         )
 
 
+def _off_by_one(rows: Rows, lead: list[int]) -> str:
+    """What to do where ids and their logits were passed without a shift; nothing where the lengths differ by more."""
+    if not rows.token_shape or len(rows.token_shape) != len(lead):
+        return ""
+    *before, made_for = rows.token_shape
+    *others, came = lead
+    if before != others or abs(made_for - came) != 1:
+        return ""
+    return " Row t predicts token t + 1: ids[..., 1:] go with logits[..., :-1, :]."
+
+
 # Checks of logits.
 
 
@@ -270,6 +283,7 @@ def check_logits(caller: str, logits: Tensor, rows: Rows, shard: VocabShard | No
         raise LogitlessError(
             f"{caller}: rows were made for {made_for} tokens ({list(rows.token_shape or ())}) but logits has "
             f"{num_tokens} rows ({lead}). If the pack is padded at its end, pass num_tokens= when making the rows."
+            f"{_off_by_one(rows, lead)}"
         )
     _check_order(caller, "logits", lead, rows)
     if rows.reach > num_tokens:
@@ -309,7 +323,8 @@ def check_tokens(caller: str, hidden: Tensor, weight: Tensor, rows: Rows, linear
     made_for = None if rows.token_shape is None else math.prod(rows.token_shape)
     if (made_for is not None and made_for != num_tokens) or rows.reach > num_tokens:
         wanted = f"at least {rows.reach}" if made_for is None else made_for
-        raise LogitlessError(f"{caller}: rows were made for {wanted} tokens but hidden holds {num_tokens}.")
+        hint = _off_by_one(rows, list(hidden.shape[:-1])) if ranks == 1 else ""
+        raise LogitlessError(f"{caller}: rows were made for {wanted} tokens but hidden holds {num_tokens}.{hint}")
     first, *more = hidden.shape[:-1] or (1,)
     _check_order(caller, "hidden", [first * ranks, *more], rows)
     tensors = {"weight": weight, "rows": rows.index, "target": rows.target}

@@ -17,6 +17,9 @@ EngineHead = Annotated[
 def doctor(device: Device = None, engine_head: EngineHead = None, as_json: AsJson = False) -> None:
     """Show versions, backends that run here, and how exact they are.
 
+    Also tells which frameworks and rollout engines are there, and whether
+    our adapters and plug-ins fit them. Nothing is installed.
+
     Exit code 1 says that a backend runs here and is wrong.
     """
     import torch
@@ -49,7 +52,10 @@ def _print_findings(findings: Any) -> None:
     for title, found in (("Adapters", findings.hosts), ("Rollout engines", findings.engines)):
         out.print(f"\n{title}", style="bold")
         tested = [f"tested with {', '.join(h.tested) or 'no version'}" for h in found]
-        lines = [(h.name, h.found or "not installed", text, h.verdict) for h, text in zip(found, tested, strict=True)]
-        out.print(text_table((), lines))
+        rows = [(h.name, h.found or "not installed", text) for h, text in zip(found, tested, strict=True)]
+        for host, line in zip(found, text_table((), rows).splitlines(), strict=True):
+            out.print(line)
+            if host.verdict:
+                out.print(f"  {host.verdict}")
     verdict = "All that runs here is exact." if findings.ok else "Something that runs here is wrong."
     out.print(f"\n{verdict}", style="green" if findings.ok else "bold red")

@@ -78,7 +78,12 @@ def plan(
         kept_ids=kept_ids,
         device=machine_of(card),
     )
-    free = None if card is None else max(0, find_card(card) - (parse_memory(in_use) if in_use else 0))
+    free = None if card is None else find_card(card) - (parse_memory(in_use) if in_use else 0)
+    if free is not None and free <= 0:
+        raise LogitlessError(
+            f"plan: --in-use {in_use} is all of --card {card}: nothing is left for the step. Give what one card holds "
+            f"of weights, optimizer and activations."
+        )
     answer = plan_model(step, free)
     if as_json:
         print(json.dumps(plan_as_json(answer), indent=1))

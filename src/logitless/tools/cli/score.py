@@ -51,6 +51,7 @@ def score(
     """
     from logitless.tools.score import Job, score_file
     from logitless.tools.score.against import compare, report_text, write
+    from logitless.tools.score.files import check_field
 
     # Job checks these names, with everything else.
     choices: dict[str, Any] = {"turns": turns, "too_long": too_long, "on_error": on_error}
@@ -75,6 +76,9 @@ def score(
             stats=tuple(name.strip() for name in stats.split(",")) if stats else (),
             **choices,
         )
+        if against is not None:
+            # Before everything is scored.
+            check_field(job.source().path, against)
         with _score_progress(shown=rank == 0) as report:
             summary = score_file(job, report, group)
     if rank == 0:

@@ -22,9 +22,9 @@ def tune(
     """Measure matrix products, so that calls take the fastest way.
 
     Takes some seconds, and writes a table. Calls read it where
-    LOGITLESS_MACHINE names it, the same file on every rank. Without it, cards
-    other than an H200 use no fused kernels, which multiply and take the softmax
-    in one go.
+    LOGITLESS_MACHINE names it, the same file on every rank. Without it, costs
+    are those of an H200, and cards other than Hopper's use no fused kernels,
+    which multiply and take the softmax in one go.
     """
     import torch
 

@@ -45,10 +45,9 @@ def compare(data: Path, out: Path, field: str) -> Compared:
     """Results in ``out`` against a field of the input; reads both files through."""
     tokens, trainer, rollout = [], [], []
     results = {result["index"]: result for result in _results(out)}
-    for index, (place, own) in enumerate(read_fields(data, (field,))):
-        if (result := results.get(index)) is None:
-            # A rejected record has no result to compare.
-            continue
+    # A rejected record has no result to compare, and need not be readable.
+    for index, place, own in read_fields(data, (field,), results):
+        result = results[index]
         given = _numbers(place, field, own[field])
         if len(given) != len(result["tokens"]):
             raise LogitlessError(
@@ -66,7 +65,7 @@ def compare(data: Path, out: Path, field: str) -> Compared:
 
 def _results(out: Path) -> Iterator[dict[str, Any]]:
     """Results in a file, each with a number, token ids and as many log-probs."""
-    for place, result in read_fields(out, ("index", "tokens", "logprob")):
+    for _, place, result in read_fields(out, ("index", "tokens", "logprob")):
         ids, logprob = result["tokens"], _numbers(place, "logprob", result["logprob"])
         known = isinstance(ids, list) and all(type(x) is int and 0 <= x <= LARGEST for x in ids)
         if type(result["index"]) is not int or not known or len(ids) != len(logprob):

@@ -10,7 +10,7 @@ import hashlib
 import importlib.util
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -186,19 +186,42 @@ class Source:
         )
 
 
-def read_fields(path: Path, keys: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Place and fields of every record, each of which must have these."""
-    rows = _lines(path)
-    if path.suffix == ".parquet":
-        file = _open_parquet(path)
-        rows = _parquet_columns(path, file, [key for key in keys if key in file.schema_arrow.names])
-    for row in rows:
+def read_fields(
+    path: Path, keys: tuple[str, ...], wanted: Container[int] | None = None
+) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Number, place and fields of every record, or of those whose numbers are wanted; each must have the keys."""
+    for index, row in enumerate(_rows_of(path, keys)):
+        if wanted is not None and index not in wanted:
+            continue
         fields, place = row.parse(), f"{path.name}, {row.place}"
         for key in keys:
             if key not in fields:
                 names = ", ".join(map(repr, fields))
                 raise LogitlessError(f"score: {place} has no field {key!r}; it has {names or 'none'}.")
-        yield place, fields
+        yield index, place, fields
+
+
+def check_field(path: Path, key: str, most: int = 64) -> None:
+    """Raise where none of the first records has a field; those that cannot be read are for others to name."""
+    first = None
+    for row in itertools.islice(_rows_of(path, (key,)), most):
+        try:
+            fields = row.parse()
+        except LogitlessError:
+            continue
+        if key in fields:
+            return
+        first = fields if first is None else first
+    if first is not None:
+        names = f"; the first has {', '.join(map(repr, first))}" if first else ""
+        raise LogitlessError(f"score: {path.name} has no field {key!r} in its first records{names}.")
+
+
+def _rows_of(path: Path, keys: tuple[str, ...]) -> Iterator[Row]:
+    if path.suffix != ".parquet":
+        return _lines(path)
+    file = _open_parquet(path)
+    return _parquet_columns(path, file, [key for key in keys if key in file.schema_arrow.names])
 
 
 def check_format(what: str, path: Path) -> None:
@@ -238,7 +261,9 @@ def _parse_line(line: bytes, place: str) -> dict[str, Any]:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
         torn = "" if line.endswith(b"\n") else " It is the last line, and has no end: was the file cut off?"
-        raise LogitlessError(f"score: {place} is not JSON: {error}.{torn}") from None
+        # The decoder would count lines from this one on.
+        why = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+        raise LogitlessError(f"score: {place} is not JSON: {why}.{torn}") from None
     if not isinstance(fields, dict):
         raise LogitlessError(f"score: {place}: wanted a JSON object but got {type(fields).__name__}.")
     return fields
