@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,20 +16,24 @@ from torch.distributed.tensor import Replicate, Shard
 import logitless as ll
 from logitless import collectives
 from logitless.backends import tiled
-from logitless.call import Asked, resolve
+from logitless.backends.contract import Problem
+from logitless.call import Asked, checks, resolve
 from logitless.call.call import _facts
 from logitless.call.resolve import apart_everywhere, as_products_take
 from logitless.deferred.model import _holders
+from logitless.machine import Tiles
 from logitless.memory import sized
 from logitless.objectives import inputs
 from logitless.operands import Linear
 from logitless.operands.logits import like
 from logitless.operands.sampling import Sampling
+from logitless.passes.exponentials import Exponentials
 from logitless.passes.own_terms import differs
 from logitless.product_table import product_sizes
+from logitless.readings.reading import LARGEST
 from logitless.readings.table import Table
 from logitless.route import loss as loss_routes
-from logitless.softmax import ELSEWHERE, SKIP, target_column
+from logitless.softmax import ELSEWHERE, SKIP, Coefficients, Normaliser, target_column
 from logitless.sources import linear, teachers
 from logitless.sources.listed import id_logits
 from logitless.spec import inspectable
@@ -306,3 +311,51 @@ def test_factors_of_rows_that_nobody_could_look_at():
     taught = ll.logprobs(logits, target, teacher=like(other, gain=factors), stats=("teacher_top1",))
     assert own.isnan().tolist() == [False, True, True]
     assert taught.divergence.isnan().tolist() == [False, True, True]
+
+
+def test_a_tile_has_room_for_what_further_terms_of_dz_take(monkeypatch):
+    """Three more buffers, where a statistic adds a term of p squared or a constant."""
+    told = []
+    monkeypatch.setattr(tiled, "tile_shape", lambda problem, more=0: told.append(more) or (3, 7))
+    one, z = torch.ones(3), torch.randn(3, 7)
+    problem = Problem(z, None, torch.tensor([1, 2, 3]), one, 0.0, 7, False, 1 << 20)
+    norm = Normaliser(0 * one, z.logsumexp(-1))
+    for further in ({}, {"square": one}, {"constant": one}):
+        tiled.gradient(problem, norm, Coefficients(one, None, one, **further), torch.empty(3, 7), None)
+    assert told == [0, 3, 3]
+
+
+@pytest.mark.parametrize(("device", "words"), [("cuda", "products"), ("cpu", "tiles")])
+def test_a_plan_says_how_backward_of_a_divergence_goes(device: str, words: str):
+    hidden, weight, other, head = (torch.empty(n, 64, dtype=torch.bfloat16, device="meta") for n in (8192, 4096) * 2)
+    rows, teacher = torch.zeros(8192, dtype=torch.int64, device="meta"), ll.Teacher(ll.Logits(other, head))
+    logits, options = ll.Logits(hidden, weight.requires_grad_()), {"divergence": "tv", "memory": "64KiB"}
+    plan = ll.explain(ll.logprobs, logits, rows, teacher=teacher, device=device, **options)
+    assert f"Backward in {words} of " in str(plan)
+
+
+def test_a_shard_without_columns_has_one_slab_of_exponentials_or_no_tile():
+    p = SimpleNamespace(
+        call=SimpleNamespace(columns=0, depth=8, machine=SimpleNamespace(turns=False)),
+        hidden=torch.zeros(1, 8, dtype=torch.bfloat16),
+        gain=torch.zeros(1),
+        empty=lambda shape, dtype: torch.empty(shape, dtype=dtype),
+    )
+    for fused, slabs in ((True, 0), (False, 1)):
+        tiles = Tiles(4, 128, 4, 1 << 20, fused=fused)
+        assert Exponentials.empty(p, 4, tiles).reference.shape == (slabs, 4)  # pyright: ignore[reportArgumentType]
+
+
+def test_how_many_columns_have_numbers():
+    """Float32 lines hold numbers of columns, up to the largest integer that they have exactly."""
+    at = (Asked(top_k=1), torch.device("cpu"), 3, (3,))
+    checks.check_readings("logprobs", *at, LARGEST)
+    with pytest.raises(ll.LogitlessError, match=f"take up to {LARGEST} columns, not {LARGEST + 1}"):
+        checks.check_readings("logprobs", *at, LARGEST + 1)
+
+
+def test_a_deferred_model_is_told_to_the_log(caplog, monkeypatch):
+    monkeypatch.setattr("logitless.notes._LOGGED", set())
+    with caplog.at_level("INFO", logger="logitless"):
+        ll.defer(torch.nn.Sequential(OrderedDict(lm_head=torch.nn.Linear(4, 7)))).undo()
+    assert "deferred the head of Sequential, logits are not computed" in caplog.text

@@ -471,3 +471,10 @@ def test_a_factor_for_each_row_of_a_teacher_with_a_softcap_is_refused():
     logits = ll.Logits(draft.teacher_hidden, draft.teacher_weight) / torch.full((ROWS, 1), 0.5)
     with pytest.raises(LogitlessError, match=r"Teacher: head has a softcap, and the Logits carry one factor per row"):
         Teacher(logits, ll.Head(softcap=3.0))
+
+
+def test_members_with_different_tails_are_refused():
+    members = [Teacher(torch.randn(4, 3), ids=torch.arange(3), tail=tail) for tail in ("bucket", "renormalise")]
+    both = Teacher.by_row(members, torch.tensor([0, 1, 0, 1]))
+    with pytest.raises(ll.LogitlessError, match=r"members have different tail=\. Call once for each of them"):
+        ll.logprobs(torch.randn(4, 7), torch.tensor([1, 2, 3, 4]), teacher=both)
