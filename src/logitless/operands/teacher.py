@@ -325,3 +325,9 @@ class Teachers:
                 raise LogitlessError(
                     f"Teachers: which runs from {low} to {high}, but there are {len(self.members)} members."
                 )
+
+
+def regrouped(given: Teacher | Teachers) -> bool:
+    """Whether rows are worked off in another order, that of their teachers, or of the tokens of one that multiplies
+    each of them once for several rows."""
+    return isinstance(given, Teachers) or (given.at is not None and given.hidden is not None)

@@ -23,6 +23,7 @@ from logitless.machine import SLAB, pieces
 from logitless.operands import Logits, Teacher, Teachers
 from logitless.operands.logits import like
 from logitless.operands.stands import factors_of_rows
+from logitless.operands.teacher import regrouped
 from logitless.rows.rows import single_sample
 from logitless.softmax import ELSEWHERE
 from logitless.sources.given import as_matrix
@@ -252,7 +253,7 @@ class TeacherRows:
 def grouped(given: Teacher | Teachers, call: Call) -> tuple[Call, Tensor | None]:
     """The call with its rows in the order of their teachers, or of one teacher's tokens, and that order; None for the
     order where the rows stay as they are."""
-    if isinstance(given, Teacher) and not _shares_tokens(given):
+    if not regrouped(given):
         return call, None
     if isinstance(given, Teachers) and given.which.shape != (call.num_rows,):
         raise LogitlessError(
@@ -298,17 +299,12 @@ def best_here(raw: Problem, negative: bool, call: Call) -> Tensor:
     return torch.cat([key, column + call.start])
 
 
-def _shares_tokens(given: Teacher) -> bool:
-    """Whether several rows may be beside one token of a teacher that is multiplied."""
-    return given.at is not None and given.hidden is not None
-
-
 def _order(given: Teacher | Teachers, call: Call) -> Tensor:
     """The order of the call's rows among the caller's, after :func:`grouped`."""
     which = torch.zeros_like(call.rows.index)
     if isinstance(given, Teachers):
         which = given.which.to(which.device)
-    elif given.at is not None and _shares_tokens(given):
+    elif given.at is not None and regrouped(given):
         which = given.at.reshape(-1)
     return which.argsort(stable=True)
 
