@@ -23,7 +23,7 @@ from logitless.machine import SLAB, pieces
 from logitless.operands import Logits, Teacher, Teachers
 from logitless.operands.logits import like
 from logitless.operands.stands import factors_of_rows
-from logitless.operands.teacher import regrouped
+from logitless.operands.teacher import columns_of_ids, regrouped
 from logitless.rows.rows import single_sample
 from logitless.softmax import ELSEWHERE
 from logitless.sources.given import as_matrix
@@ -372,20 +372,14 @@ def _exchanged(p: Projection, teacher: Teacher, call: Call) -> tuple[Tensor, Ten
             x = sum_over(call.group, whole)
         exchanged.append(x)
     weight, bias, has = exchanged
-    if inspectable(has) and bool((has > 1).any()):
-        raise LogitlessError(
-            f"{call.caller}: ids of Teacher(ids=) name one of the student's ids on several ranks. Give each of them to "
-            f"one column of one rank."
-        )
+    twice = named_twice(has, call.caller)
     size, _ = own_vocabulary(teacher, call)
     outside = (has > 0).sum() < size
     if forbids_others(teacher, call) and has_values(outside) and bool(outside):
         # All ranks come here with the same sum, so that all raise.
         raise infinite_bucket(call.caller)
-    bias, weight, has = None if bias is None else bias[here], weight[here], has[here]
-    # Where nobody could look, the sum of two columns is no logit.
-    weight = weight.masked_fill_((has > 1)[:, None], torch.nan)
-    return torch.where(has > 0, 0, -1), outside, replace(p, weight=weight, bias=bias)
+    bias, weight = None if bias is None else bias[here], weight[here].masked_fill_(twice[here, None], torch.nan)
+    return torch.where(has[here] > 0, 0, -1), outside, replace(p, weight=weight, bias=bias)
 
 
 def forbids_others(teacher: Teacher, call: Call) -> bool:
@@ -456,13 +450,20 @@ def source_columns(teacher: Teacher, call: Call, columns: int) -> Tensor | None:
     if teacher.ids is None:
         return None
     if call.group is not None:
-        # The ids of other ranks come with their weights, in _mapped.
+        # The ids of other ranks come with their weights, in _exchanged.
         return torch.full((call.columns,), -1, dtype=torch.int64, device=teacher.ids.device)
-    ids = teacher.ids[:columns]
-    source = torch.full((call.columns + 1,), -1, dtype=torch.int64, device=ids.device)
-    # Columns that the student does not have go to one place after its last.
-    place = torch.where(ids < 0, call.columns, ids)
-    return source.scatter_(0, place, torch.arange(columns, device=ids.device))[: call.columns]
+    return columns_of_ids(teacher.ids[:columns], call.columns)
+
+
+def named_twice(has: Tensor, caller: str) -> Tensor:
+    """Where an id of the student's has several columns on all ranks together, whose sum is no logit; raises where that
+    can be seen."""
+    if inspectable(has) and bool((has > 1).any()):
+        raise LogitlessError(
+            f"{caller}: ids of Teacher(ids=) name one of the student's ids on several ranks. Give each of them to "
+            f"one column of one rank."
+        )
+    return has > 1
 
 
 def own_vocabulary(teacher: Teacher, call: Call) -> tuple[int, int]:
