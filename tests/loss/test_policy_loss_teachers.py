@@ -95,3 +95,28 @@ def test_every_row_has_its_own_teacher_and_its_own_numbers(policy: str, passes: 
     assert_close_to_truth(stats.divergence, exact[1], plain[1], name="divergence")
     assert_gradient_close_to_truth(hidden.grad, exact[2], plain[2], name="d_hidden")
     assert_gradient_close_to_truth(weight.grad, exact[3], plain[3], name="d_weight")
+
+
+@pytest.mark.parametrize("memory", [6000, "1MiB"])
+@pytest.mark.parametrize("correction", [None, "geometric_tis"])
+def test_means_over_samples_beside_tokens_that_rows_share(correction: str | None, memory: Any):
+    """``Teacher(at=)`` puts rows in the order of its tokens, over which no mean over samples can be taken."""
+    rows, x, numbers = draw()
+    policy = "gspo" if correction is None else "reinforce"
+    objective = ll.Objective(policy=policy, correction=correction, divergence="forward_kl", divergence_coef=COEF)
+    at = numbers["which"] * 4 + torch.arange(ROWS) % 4
+    fields = {"old_logprob": numbers["old_logprob"], "advantage": numbers["advantage"]}
+    fields |= {} if correction is None else {"rollout_logprob": numbers["old_logprob"] + torch.randn(ROWS) / 5}
+    found = []
+    for theirs in ({"at": at}, {}):
+        first = x["first"] if theirs else torch.zeros_like(x["first"]).index_copy(0, rows.index, x["first"][at])
+        teacher = ll.Teacher(ll.Logits(first.double(), x["one"].double()), **theirs)
+        hidden, weight = (x[name].double().requires_grad_() for name in ("hidden", "weight"))
+        logits = ll.Logits(hidden, weight)
+        plan = ll.explain(ll.policy_loss, logits, rows, objective, teacher=teacher)
+        assert plan.kind == ("two passes" if theirs else "one pass")
+        loss, _ = ll.policy_loss(logits, rows, objective, teacher=teacher, memory=memory, **fields)
+        loss.backward()
+        found.append((loss.detach(), hidden.grad, weight.grad))
+    for ours, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(ours, wanted)

@@ -575,6 +575,20 @@ def test_numbers_are_not_looked_at():
     assert real == ll.estimate(ll.logprobs, logits, rows, entropy="grad", device="cpu")
 
 
+@pytest.mark.parametrize("index", [torch.tensor([3, 0, 9]), [3, 0, 9], []])
+@pytest.mark.parametrize("linear", [True, False])
+def test_rows_as_a_pair(index: list[int] | torch.Tensor, linear: bool):
+    """``(index, target)``, which the verbs take as it is, was refused, or an error of torch's."""
+    hidden, weight = torch.randn(10, 8, requires_grad=True), torch.randn(100, 8)
+    logits = ll.Logits(hidden, weight) if linear else hidden @ weight.T
+    target = [1] * len(index)
+    pair = (index, torch.tensor(target) if isinstance(index, torch.Tensor) else target)
+    found, made = ll.estimate(ll.logprobs, logits, pair), ll.estimate(ll.logprobs, logits, ll.Rows.at(*pair))
+    assert found.plan == made.plan
+    # The call makes the rows itself: a few vectors of integers.
+    assert 0 <= found.peak - made.peak <= 100 * len(index) + 100
+
+
 def test_items_add_up_and_print():
     found = predicted(**BIG, backend="triton")
     assert found.forward_peak == sum(item.bytes for item in found.items if item in found.forward)

@@ -312,6 +312,37 @@ def test_shards(scope: str, sequence_parallel: bool, ranks):
     assert_right(Outcome(here.values, joined), exact, plain)
 
 
+def sharded_ids(rank: int, world: int, batch: Batch, ids: Tensor, cuts: tuple[int, int]) -> Outcome | str:
+    """Ranks share the columns of both vocabularies, in other parts; the teacher's are in an order of their own."""
+    (first, last), (low, high) = ((0, cuts[0]), (0, cuts[1])) if rank == 0 else ((cuts[0], VOCAB), (cuts[1], VOCAB))
+    shard, other = (VocabShard(*x, dist.group.WORLD) for x in ((first, last), (low, high)))
+    part = batch._replace(weight=batch.weight[first:last], bias=batch.bias[first:last])
+    logits = ll.Logits(batch.other_hidden, batch.other_weight[ids][low:high], shard=other)
+    teacher = Teacher(logits, ids=ids[low:high], kept=batch.kept(batch.other_mask))
+    try:
+        return ours(part, teacher, "jsd", "support", shard=shard)
+    except LogitlessError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("cuts", [(30, 50), (0, 40), (VOCAB, 0)])
+def test_shards_of_a_teacher_with_ids_of_its_own(cuts: tuple[int, int], ranks):
+    """Its columns of a rank may be any of the student's, also where the rank has none of those."""
+    batch, ids = Batch.draw(), torch.randperm(VOCAB)
+    exact, plain = (right(batch, "jsd", x, "support", own=True) for x in (torch.float64, torch.float32))
+    here, there = ranks(sharded_ids, 2, batch, ids, cuts)
+    assert all(torch.equal(a, b) for a, b in zip(here.values, there.values, strict=True))
+    joined = (here.gradients[0], *(torch.cat(x) for x in zip(here.gradients[1:], there.gradients[1:], strict=True)))
+    assert_right(Outcome(here.values, joined), exact, plain)
+
+
+def test_a_kept_id_that_two_ranks_name(ranks):
+    batch, ids = Batch.draw(), torch.randperm(VOCAB)
+    ids[0] = ids[-1]
+    for text in ranks(sharded_ids, 2, batch, ids, (30, 50), timeout=20):
+        assert "name one of the student's ids on several ranks" in text
+
+
 def test_memory_is_that_of_the_ids_alone():
     hidden, weight = torch.randn(64, 8, requires_grad=True), torch.randn(50_000, 8)
     teacher, target = Teacher(ll.Logits(torch.randn(64, 8), torch.randn(50_000, 8))), torch.randint(50_000, (64,))

@@ -393,6 +393,19 @@ def test_one_rank_is_told_of_nothing():
     assert "\n" not in str(plan)
 
 
+def test_kept_ids_of_several_teachers_without_numbers():
+    """``estimate`` has no number to tell whose rows are whose: an error of torch's."""
+    shard, kept, target = ll.VocabShard.imagined(10, 2), Kept.from_lists([[1, 2]] * 6), torch.zeros(6).long()
+    logits = ll.Logits(torch.randn(6, 3, requires_grad=True), torch.randn(5, 3), shard=shard)
+    one = Teacher(ll.Logits(torch.randn(6, 2), torch.randn(5, 2)), kept=kept)
+    several = Teacher.by_row([one, one], torch.arange(6) % 2)
+    plans = [
+        ll.estimate(ll.logprobs, logits, target, kept=kept, teacher=teacher, divergence="tv").plan
+        for teacher in (one, several)
+    ]
+    assert plans[0].collectives == plans[1].collectives != ()
+
+
 def test_bytes_on_a_ring():
     made = {kind: Collective(kind, "x", 1200, "forward", "vocabulary", 4) for kind in RING}
     assert {kind: x.wire for kind, x in made.items()} == RING

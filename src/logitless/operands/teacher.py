@@ -325,3 +325,18 @@ class Teachers:
                 raise LogitlessError(
                     f"Teachers: which runs from {low} to {high}, but there are {len(self.members)} members."
                 )
+
+
+def regrouped(given: Teacher | Teachers) -> bool:
+    """Whether rows are worked off in another order, that of their teachers, or of the tokens of one that multiplies
+    each of them once for several rows."""
+    return isinstance(given, Teachers) or (given.at is not None and given.hidden is not None)
+
+
+def columns_of_ids(ids: Tensor, size: int) -> Tensor:
+    """``[size]`` which of a teacher's columns here each of the student's first ids is, -1 for none; from the student's
+    id of each of the columns."""
+    source = torch.full((size + 1,), -1, dtype=torch.int64, device=ids.device)
+    # Columns that the student does not have go to one place after its last.
+    place = torch.where(ids < 0, size, ids)
+    return source.scatter_(0, place, torch.arange(len(ids), device=ids.device))[:size]

@@ -21,6 +21,7 @@ from logitless.call import MEMORY, Call
 from logitless.machine import ENOUGH, SLAB, Tiles
 from logitless.objectives import Objective, Preference
 from logitless.operands import Teacher, Teachers
+from logitless.operands.teacher import regrouped
 from logitless.route.costs import LossShape, one_pass_seconds, two_pass_seconds
 from logitless.route.pairs import pair_apart, pair_row, stored_apart, sums_apart
 from logitless.route.plan import ONLY_SUPPORT, Plan, score_plan
@@ -118,8 +119,9 @@ def _obstacle(call: Call, objective: Objective | Preference) -> str | None:
         return f"match= rounds the logits to {call.logits_dtype}, whose rows hold no gradient in {call.dtype}"
     if objective.sequence_level and cp is not None and cp.size > 1:
         return "the objective takes means over samples, and those are split over context-parallel ranks"
-    if objective.sequence_level and isinstance(call.asked.teacher, Teachers):
-        return "the objective takes means over samples, and rows are grouped by their teachers"
+    teacher = call.asked.teacher
+    if objective.sequence_level and isinstance(teacher, Teacher | Teachers) and regrouped(teacher):
+        return "the objective takes means over samples, and rows are in the order of their teachers or of its tokens"
     return None
 
 

@@ -238,7 +238,8 @@ def _entries(call: Call) -> int:
     kept = [x.kept for x in _members(call) if x.kept is not None]
     if not kept:
         return own
-    if not isinstance(teacher, Teachers):
+    if not isinstance(teacher, Teachers) or not has_values(teacher.which):
+        # In a dry run all rows count as the first teacher's.
         return own + kept[0].ids.numel()
     lengths = torch.stack([x.lengths for x in kept])
     return own + int(lengths.gather(0, teacher.which[None].to(lengths.device)).sum())

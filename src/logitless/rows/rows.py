@@ -262,12 +262,16 @@ class Rows:
             num_tokens: rows of the logits; default "any number past the largest index".
         """
         device = device_of(index)
-        index, target = integers(index, "Rows.at: index", True), integers(target, "Rows.at: target", True)
+        index = integers(index, "Rows.at: index")
+        target = integers(target, "Rows.at: target", numbers=not index.is_meta)
         num_tokens = None if num_tokens is None else whole_number(num_tokens, "Rows.at: num_tokens")
         if index.numel() != target.numel():
             raise LogitlessError(f"Rows.at: index has {index.numel()} entries but target has {target.numel()}.")
-        past = check_distinct(index, num_tokens)
         shape = None if num_tokens is None else (num_tokens,)
+        if index.is_meta:
+            # In an estimate nobody has numbers to check; lists have none there, either.
+            return single_sample(index, target, shape)
+        past = check_distinct(index, num_tokens)
         return single_sample(index.to(device), target.to(device), shape, reach=past)
 
     @staticmethod

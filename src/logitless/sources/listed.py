@@ -20,16 +20,24 @@ import torch
 from torch import Tensor
 
 from logitless.call import PLAIN, Call, Operands
-from logitless.call.checks import vocabulary
 from logitless.collectives import sum_over
 from logitless.errors import LogitlessError, no_second_derivative
 from logitless.notes import explained
 from logitless.operands import Kept, Logits, Teacher, Teachers
+from logitless.operands.teacher import columns_of_ids
 from logitless.readings.over_support import rows_of
 from logitless.readings.support import Entries, KeptLogits, Support, write_kept
 from logitless.sources.given import as_matrix, given_problem, gradient_buffer
 from logitless.sources.linear import gathered_tokens, is_split, reduced_gradient, require_weight
-from logitless.sources.teachers import members_of, own_call, own_gain, own_operands, source_columns, tokens_beside
+from logitless.sources.teachers import (
+    members_of,
+    named_twice,
+    own_call,
+    own_gain,
+    own_operands,
+    own_vocabulary,
+    tokens_beside,
+)
 from logitless.spec import IGNORE
 
 
@@ -280,18 +288,20 @@ def entries_of(given: Teacher | Teachers, support: Support, read: Tensor, call: 
         total += torch.where(mine, _member_entries(member, support, read & mine, call), 0.0)
         gain = torch.where(mine, own_gain(member, call, torch.float64)[row], gain)
         squash = torch.where(mine, (member.head or PLAIN).squash, squash)
-    raw, has = (total if call.group is None else sum_over(call.group, total)).double()
+    if call.group is not None:
+        total = sum_over(call.group, total)
+        total[0].masked_fill_(named_twice(total[1], call.caller), torch.nan)
+    raw, has = total.double()
     z = gain * torch.where(squash == 0, raw, torch.tanh(raw * squash))
     return torch.where(has > 0, z, -torch.inf)
 
 
 def _member_entries(teacher: Teacher, support: Support, read: Tensor, call: Call) -> Tensor:
     """``[2, E]`` raw logits of one teacher's columns that are here, and 1 where the column is here."""
-    _, columns = vocabulary(call.caller, teacher.width, teacher.head or PLAIN, call.shard)
+    _, columns = own_vocabulary(teacher, call)
     column, here = support.place(0, columns)
-    source = source_columns(teacher, call, columns)
-    if source is not None:
-        ids = support.entries.ids
+    if teacher.ids is not None:
+        ids, source = support.entries.ids, columns_of_ids(teacher.ids[:columns], call.vocab_size)
         column = torch.where((ids >= 0) & (ids < len(source)), source[ids.clamp(0, len(source) - 1)], -1)
         here, column = column >= 0, column.clamp_min(0)
     index = tokens_beside(teacher, call)

@@ -23,6 +23,7 @@ from logitless.machine import SLAB, pieces
 from logitless.operands import Logits, Teacher, Teachers
 from logitless.operands.logits import like
 from logitless.operands.stands import factors_of_rows
+from logitless.operands.teacher import columns_of_ids, regrouped
 from logitless.rows.rows import single_sample
 from logitless.softmax import ELSEWHERE
 from logitless.sources.given import as_matrix
@@ -252,7 +253,7 @@ class TeacherRows:
 def grouped(given: Teacher | Teachers, call: Call) -> tuple[Call, Tensor | None]:
     """The call with its rows in the order of their teachers, or of one teacher's tokens, and that order; None for the
     order where the rows stay as they are."""
-    if isinstance(given, Teacher) and not _shares_tokens(given):
+    if not regrouped(given):
         return call, None
     if isinstance(given, Teachers) and given.which.shape != (call.num_rows,):
         raise LogitlessError(
@@ -298,17 +299,12 @@ def best_here(raw: Problem, negative: bool, call: Call) -> Tensor:
     return torch.cat([key, column + call.start])
 
 
-def _shares_tokens(given: Teacher) -> bool:
-    """Whether several rows may be beside one token of a teacher that is multiplied."""
-    return given.at is not None and given.hidden is not None
-
-
 def _order(given: Teacher | Teachers, call: Call) -> Tensor:
     """The order of the call's rows among the caller's, after :func:`grouped`."""
     which = torch.zeros_like(call.rows.index)
     if isinstance(given, Teachers):
         which = given.which.to(which.device)
-    elif given.at is not None and _shares_tokens(given):
+    elif given.at is not None and regrouped(given):
         which = given.at.reshape(-1)
     return which.argsort(stable=True)
 
@@ -376,20 +372,14 @@ def _exchanged(p: Projection, teacher: Teacher, call: Call) -> tuple[Tensor, Ten
             x = sum_over(call.group, whole)
         exchanged.append(x)
     weight, bias, has = exchanged
-    if inspectable(has) and bool((has > 1).any()):
-        raise LogitlessError(
-            f"{call.caller}: ids of Teacher(ids=) name one of the student's ids on several ranks. Give each of them to "
-            f"one column of one rank."
-        )
+    twice = named_twice(has, call.caller)
     size, _ = own_vocabulary(teacher, call)
     outside = (has > 0).sum() < size
     if forbids_others(teacher, call) and has_values(outside) and bool(outside):
         # All ranks come here with the same sum, so that all raise.
         raise infinite_bucket(call.caller)
-    bias, weight, has = None if bias is None else bias[here], weight[here], has[here]
-    # Where nobody could look, the sum of two columns is no logit.
-    weight = weight.masked_fill_((has > 1)[:, None], torch.nan)
-    return torch.where(has > 0, 0, -1), outside, replace(p, weight=weight, bias=bias)
+    bias, weight = None if bias is None else bias[here], weight[here].masked_fill_(twice[here, None], torch.nan)
+    return torch.where(has[here] > 0, 0, -1), outside, replace(p, weight=weight, bias=bias)
 
 
 def forbids_others(teacher: Teacher, call: Call) -> bool:
@@ -460,13 +450,20 @@ def source_columns(teacher: Teacher, call: Call, columns: int) -> Tensor | None:
     if teacher.ids is None:
         return None
     if call.group is not None:
-        # The ids of other ranks come with their weights, in _mapped.
+        # The ids of other ranks come with their weights, in _exchanged.
         return torch.full((call.columns,), -1, dtype=torch.int64, device=teacher.ids.device)
-    ids = teacher.ids[:columns]
-    source = torch.full((call.columns + 1,), -1, dtype=torch.int64, device=ids.device)
-    # Columns that the student does not have go to one place after its last.
-    place = torch.where(ids < 0, call.columns, ids)
-    return source.scatter_(0, place, torch.arange(columns, device=ids.device))[: call.columns]
+    return columns_of_ids(teacher.ids[:columns], call.columns)
+
+
+def named_twice(has: Tensor, caller: str) -> Tensor:
+    """Where an id of the student's has several columns on all ranks together, whose sum is no logit; raises where that
+    can be seen."""
+    if inspectable(has) and bool((has > 1).any()):
+        raise LogitlessError(
+            f"{caller}: ids of Teacher(ids=) name one of the student's ids on several ranks. Give each of them to "
+            f"one column of one rank."
+        )
+    return has > 1
 
 
 def own_vocabulary(teacher: Teacher, call: Call) -> tuple[int, int]:
