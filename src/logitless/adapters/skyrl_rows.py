@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from logitless.adapters.megatron import check_head
 from logitless.adapters.packs import Batch, ranks_in, with_target
+from logitless.adapters.replacing import Options, held, replaces
 from logitless.adapters.scoring import HALF, every_target, placed
 from logitless.adapters.shards import check_ids, shard_between, vocabulary_of
 from logitless.errors import LogitlessError
@@ -23,24 +25,34 @@ from logitless.score import logprobs
 from logitless.seams import without_outside
 from logitless.spec import Head, TokenStats, VocabShard
 
+MODEL_UTILS = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
+MEGATRON_WRAPPER = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
+
 _actions: ContextVar[int | None] = ContextVar("num_actions", default=None)
 """How many results at the end of every line SkyRL's Megatron worker reads, while it runs."""
 
 
-def make_with_actions(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for a pass of ``MegatronModelWrapper``, which cuts the last ``num_actions`` out of every log-prob."""
+PASS = "(self, micro_batches, seq_len, micro_batch_size, temperature=1.0"
 
-    def with_actions(self: Any, micro_batches: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, "_fused_lm_head", False):
-            check_head("fused_lm_head_logprob", getattr(self.actor_module[0], "config", None))
-        read = [int(batch["num_actions"]) for batch in micro_batches]
-        before = _actions.set(max(read, default=None))
-        try:
-            return original(self, micro_batches, *args, **kwargs)
-        finally:
-            _actions.reset(before)
 
-    return with_actions
+@replaces(MEGATRON_WRAPPER, "MegatronModelWrapper.forward", f"{PASS})", optional=True)
+def with_actions(
+    original: Callable[..., Any], self: Any, micro_batches: list[dict[str, Any]], *args: Any, **kwargs: Any
+) -> Any:
+    """A pass of the worker, which cuts the last ``num_actions`` out of every log-prob."""
+    if getattr(self, "_fused_lm_head", False):
+        check_head("fused_lm_head_logprob", getattr(self.actor_module[0], "config", None))
+    read = [int(batch["num_actions"]) for batch in micro_batches]
+    with held(_actions, max(read, default=None)):
+        return original(self, micro_batches, *args, **kwargs)
+
+
+TRAINING = f"{PASS}, loss_fn=None, loss_fn_config=None, forward_only=False"
+both_passes = replace(
+    with_actions,
+    name="MegatronModelWrapper.forward_backward_mini_batch",
+    signature={"0.4": f"{TRAINING}, return_per_token_outputs=True)", "0.3": f"{TRAINING})"},
+)
 
 
 def read_results() -> int | None:
@@ -62,7 +74,7 @@ def score_rows(
     rows: Rows,
     shard: VocabShard | None,
     entropy: Any,
-    options: Mapping[str, Any],
+    options: Options,
     temperature: float = 1.0,
 ) -> TokenStats:
     operand, head = placed(logits, shard), Head(temperature=temperature)
@@ -73,14 +85,14 @@ def score_rows(
     return out
 
 
-def from_hidden(hidden: Tensor, weight: Tensor, options: Mapping[str, Any]) -> Logits:
+def from_hidden(hidden: Tensor, weight: Tensor, options: Options) -> Logits:
     """The logits of SkyRL's fused head."""
     # As Megatron's output layer does: the head's dtype decides.
     hidden = hidden.to(weight.dtype)
     return Logits(hidden, weight, hidden_grad="partial", match=_rounding(weight, options))
 
 
-def _rounding(weight: Tensor, options: Mapping[str, Any]) -> Literal["bfloat16", "float16"] | None:
+def _rounding(weight: Tensor, options: Options) -> Literal["bfloat16", "float16"] | None:
     """The dtype that SkyRL's fused head rounds logits to."""
     return None if options["accurate"] else HALF.get(weight.dtype)
 

@@ -4,7 +4,7 @@
     Batch             rows that are scored here, and rows whose results are returned here
     Batch.scores      log-probs and entropies, one list of tensors per sample for each
     score_every_row   logits and tokens that the host has already cut
-    make_loss         a loss of the host, while ``marked`` tells its loss masks
+    masked_losses     losses of the host, while ``marked`` tells its loss masks
 
 No host is named here: a host's file says which rows there are, and what its arguments mean.
 """
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from logitless.adapters.audit import Audit
 from logitless.adapters.expected import Expected, score_expecting
-from logitless.adapters.host import Option
+from logitless.adapters.host import Option, Replacement
+from logitless.adapters.replacing import Options, held, replaces
 from logitless.adapters.scoring import computed, every_target, placed, taken_over, tracked
 from logitless.adapters.shards import check_ids, even_shard
 from logitless.errors import LogitlessError
@@ -52,7 +53,7 @@ def options_of(args: Any) -> dict[str, Any]:
     }
 
 
-def check_options(host: str, options: Mapping[str, Any]) -> None:
+def check_options(host: str, options: Options) -> None:
     if options["loss_mask_only"] and not options["response_only"]:
         raise LogitlessError(
             f'install("{host}"): loss_mask_only=True selects among response rows: response_only=True too.'
@@ -68,7 +69,7 @@ def score_every_row(
     tp_group: Any,
     entropy: EntropyMode,
     chunk_size: int,
-    options: Mapping[str, Any],
+    options: Options,
     keep: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """``[N, 1]`` log-probs, ``(0,)`` for no rows, and ``[N]`` entropies. ``keep`` is a mask of the logits' shape.
@@ -129,25 +130,25 @@ class Parallel(NamedTuple):
 class Marked(NamedTuple):
     """Loss masks and old log-probs of a batch, which the hosts do not pass to ``get_log_probs_and_entropy``."""
 
-    masks: Sequence[Tensor]
-    old: Sequence[Tensor] | None
+    masks: Sequence[Tensor] | None = None
+    old: Sequence[Tensor] | None = None
 
 
-marked: ContextVar[Marked | None] = ContextVar("logitless_loss_masks", default=None)
+_UNMARKED = Marked()
+marked: ContextVar[Marked] = ContextVar("logitless_loss_masks", default=_UNMARKED)
 
 
-def make_loss(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for a loss function: the host's loss, called while ``get_log_probs_and_entropy`` can read the masks."""
+def masked_losses(module: str) -> list[Replacement]:
+    """The host's losses, called while ``get_log_probs_and_entropy`` can read their masks."""
 
-    def loss_function(args: Any, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Any) -> Any:
+    def loss_function(
+        original: Callable[..., Any], args: Any, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Any
+    ) -> Any:
         old = batch.get("rollout_log_probs" if getattr(args, "use_rollout_logprobs", False) else "log_probs")
-        token = marked.set(Marked(batch["loss_masks"], old))
-        try:
+        with held(marked, Marked(batch["loss_masks"], old)):
             return original(args, batch, logits, sum_of_sample_mean)
-        finally:
-            marked.reset(token)
 
-    return loss_function
+    return [replaces(module, name)(loss_function) for name in ("policy_loss_function", "sft_loss_function")]
 
 
 class Batch(NamedTuple):
@@ -204,7 +205,7 @@ class Batch(NamedTuple):
         entropy: EntropyMode,
         temperature: float,
         chunk_size: int,
-        options: Mapping[str, Any],
+        options: Options,
         *,
         kept: Kept | None = None,
         old: Sequence[Tensor] | None = None,
@@ -229,7 +230,7 @@ class Batch(NamedTuple):
         entropy: EntropyMode,
         head: Head,
         chunk_size: int,
-        options: Mapping[str, Any],
+        options: Options,
         kept: Kept | None,
         expected: Expected | None,
     ) -> list[Tensor]:
@@ -283,7 +284,7 @@ def _overwritten(logits: Tensor) -> Tensor:
     return logits if whole is None else whole
 
 
-def memory_of(options: Mapping[str, Any], chunk_size: int, columns: int) -> int | None:
+def memory_of(options: Options, chunk_size: int, columns: int) -> int | None:
     """The host's chunk of rows as bytes of float32 logits; -1 means this library's default."""
     rows = options["chunk_size"] if options["chunk_size"] > 0 else chunk_size
     return 4 * rows * columns if rows > 0 else None
