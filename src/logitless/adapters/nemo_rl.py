@@ -18,7 +18,7 @@ logits of a teacher is in nemo_rl_distillation.py.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,9 +64,8 @@ def from_parallel_logits_to_logprobs(
     sampling_params: Any = None,
 ) -> Tensor:
     shard = shard_between(tp_group, vocab_start_index, vocab_end_index)
-    more = (shard, cp_group, chunk_size, sampling_params, options)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
-        return _lines(vocab_parallel_logits, target, *more)
+    source = Source(vocab_parallel_logits, shard, options, chunk_size, sampling_params, inference_only)
+    return _lines(source, target, cp_group)
 
 
 @replaces(MODEL_UTILS, also_in=(LOSS_UTILS, TRAIN))
@@ -93,9 +92,8 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     ids = None if target_is_pre_rolled else target
     batch = packed_batch(ids, cu_seqlens_padded, logits.shape[1], unpacked_seqlen, cp_group, logits.device)
     rows = with_target(batch.rows, batch.rows.take(target[0]).long()) if target_is_pre_rolled else batch.rows
-    more = (shard, chunk_size, sampling_params, options)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
-        return batch.spread(_score("packed", logits, rows, *more), grad="sum")
+    source = Source(logits, shard, options, chunk_size, sampling_params, inference_only)
+    return batch.spread(source.score("packed", rows), grad="sum")
 
 
 @replaces(MODEL_UTILS, signature={"0.7": (), "0.6": ("chunk_size",)}, also_in=(LOSS_UTILS,))
@@ -114,7 +112,7 @@ def get_next_token_logprobs_from_logits(
         return PassOn("DTensor")
     shard = part_of(vocab_parallel_group, vocab_parallel_rank, next_token_logits.shape[-1])
     cp_group = None if vocab_parallel_group is None else context_parallel_group
-    return _lines(next_token_logits, input_ids, shard, cp_group, chunk_size, sampling_params, options)
+    return _lines(Source(next_token_logits, shard, options, chunk_size, sampling_params), input_ids, cp_group)
 
 
 @replaces(MODEL_UTILS)
@@ -132,42 +130,25 @@ def dtensor_from_parallel_logits_to_logprobs(
 ) -> Tensor:
     """Local logits, targets as a DTensor."""
     shard = shard_between(tp_group, vocab_start_index, vocab_end_index)
-    more = (shard, chunk_size, sampling_params, options)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
-        if _cp_size(target) > 1:
-            return _in_torch_order(vocab_parallel_logits, target, seq_index, *more)
-        target = target.full_tensor() if hasattr(target, "full_tensor") else target
-        return _lines(vocab_parallel_logits, target, shard, None, *more[1:])
+    source = Source(vocab_parallel_logits, shard, options, chunk_size, sampling_params, inference_only)
+    if _cp_size(target) > 1:
+        return _in_torch_order(source, target, seq_index)
+    return _lines(source, target.full_tensor() if hasattr(target, "full_tensor") else target, None)
 
 
-def _lines(
-    logits: Tensor,
-    target: Tensor,
-    shard: VocabShard | None,
-    cp_group: Any,
-    chunk_size: int | None,
-    sampling: Any,
-    options: Options,
-) -> Tensor:
+def _lines(source: Source, target: Tensor, cp_group: Any) -> Tensor:
     """``[B, S - 1]`` from ``[B, S / CP, V']`` logits, zigzag over the context-parallel ranks, and ``[B, S]`` ids."""
+    logits = source.logits
     if logits.dim() != 3 or target.dim() != 2 or target.shape[0] != logits.shape[0]:
         raise LogitlessError(
             f"logits must be [B, S / CP, V'] and ids [B, S] but they are {list(logits.shape)} and {list(target.shape)}."
         )
     check_ids("ids", target, tuple(target.shape))
     batch = padded_batch(target, logits.shape[1], cp_group, logits.device)
-    return batch.spread(_score("lines", logits, batch.rows, shard, chunk_size, sampling, options), grad="sum")
+    return batch.spread(source.score("lines", batch.rows), grad="sum")
 
 
-def _in_torch_order(
-    logits: Tensor,
-    target: Any,
-    seq_index: Tensor | None,
-    shard: VocabShard | None,
-    chunk_size: int | None,
-    sampling: Any,
-    options: Options,
-) -> Tensor:
+def _in_torch_order(source: Source, target: Any, seq_index: Tensor | None) -> Tensor:
     """``[B, S - 1]`` from tokens in the order of torch's context parallelism: ``seq_index`` has the place of each."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -176,40 +157,42 @@ def _in_torch_order(
     order = seq_index.argsort()
     shifted = target.full_tensor()[:, order].roll(-1, dims=-1)[:, seq_index]
     ids = distribute_tensor(shifted, target.device_mesh, target.placements).to_local()
-    check_ids("the local part of target", ids, tuple(logits.shape[:-1]))
-    values = _score("torch order", logits, Rows.every(ids), shard, chunk_size, sampling, options)
+    check_ids("the local part of target", ids, tuple(source.logits.shape[:-1]))
+    values = source.score("torch order", Rows.every(ids))
     whole = DTensor.from_local(values.view(ids.shape), target.device_mesh, target.placements).full_tensor()
     return whole[:, order][:, :-1]
 
 
-def _score(
-    where: str,
-    logits: Tensor,
-    rows: Rows,
-    shard: VocabShard | None,
-    chunk_size: int | None,
-    sampling: Any,
-    options: Options,
-) -> Tensor:
-    """``[R]`` float32 log-probs of the rows; -inf where the target is outside the support."""
-    # NeMo-RL's chunk of rows, as bytes of float32 logits.
-    memory = 4 * chunk_size * logits.shape[-1] if chunk_size else None
-    operand = placed(logits, shard)
-    shard = shard_of(operand)
+class Source(NamedTuple):
+    """The logits of a call here, and what its arguments say of them."""
 
-    def score(ids: Tensor) -> TokenStats:
-        known = with_target(rows, ids)
-        if not filters(sampling):
-            out = logprobs(operand, known, memory=memory)
-            if options["audit"]:
-                logprob = rows.expand(out.logprob.detach())
-                options["audit"].of_logits(where, operand, every_target(known), logprob=logprob)
-            return out
-        kept, present = _filtered(logits, known, shard, sampling)
-        out = logprobs(operand, known, kept=kept, memory=memory)
-        return out._replace(logprob=out.logprob.masked_fill(~present, -torch.inf))
+    logits: Tensor
+    shard: VocabShard | None
+    options: Options
+    chunk_size: int | None = None
+    sampling: Any = None
+    inference_only: bool = False
 
-    return without_outside(rows.target, vocabulary_of(shard, logits.shape[-1]), score).float()
+    def score(self, where: str, rows: Rows) -> Tensor:
+        """``[R]`` float32 log-probs of the rows; -inf where the target is outside the support."""
+        logits, audit, operand = self.logits, self.options["audit"], placed(self.logits, self.shard)
+        # NeMo-RL's chunk of rows, as bytes of float32 logits.
+        memory = 4 * self.chunk_size * logits.shape[-1] if self.chunk_size else None
+        shard = shard_of(operand)
+
+        def score(ids: Tensor) -> TokenStats:
+            known = with_target(rows, ids)
+            if not filters(self.sampling):
+                out = logprobs(operand, known, memory=memory)
+                if audit:
+                    audit.of_logits(where, operand, every_target(known), logprob=rows.expand(out.logprob.detach()))
+                return out
+            kept, present = _filtered(logits, known, shard, self.sampling)
+            out = logprobs(operand, known, kept=kept, memory=memory)
+            return out._replace(logprob=out.logprob.masked_fill(~present, -torch.inf))
+
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.inference_only):
+            return without_outside(rows.target, vocabulary_of(shard, logits.shape[-1]), score).float()
 
 
 @torch.no_grad()
@@ -307,7 +290,7 @@ def distributed_logprob(
 ) -> Tensor:
     """``[B, S]`` log-probs."""
     shard = shard_between(group, vocab_start_index, vocab_end_index)
-    return _every(vocab_parallel_logits, target, shard, None, inference_only, options)
+    return _every(Source(vocab_parallel_logits, shard, options, inference_only=inference_only), target)
 
 
 @replaces(MODEL_UTILS, "ChunkedDistributedLogprob.apply")
@@ -322,20 +305,12 @@ def chunked_distributed_logprob(
     inference_only: bool = False,
 ) -> Tensor:
     shard = shard_between(tp_group, vocab_start_index, vocab_end_index)
-    return _every(vocab_parallel_logits, target, shard, chunk_size, inference_only, options)
+    return _every(Source(vocab_parallel_logits, shard, options, chunk_size, inference_only=inference_only), target)
 
 
-def _every(
-    logits: Tensor,
-    target: Tensor,
-    shard: VocabShard | None,
-    chunk_size: int | None,
-    inference_only: bool,
-    options: Options,
-) -> Tensor:
-    check_ids("target", target, tuple(logits.shape[:-1]))
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
-        return _score("classes", logits, Rows.every(target), shard, chunk_size, None, options).view(target.shape)
+def _every(source: Source, target: Tensor) -> Tensor:
+    check_ids("target", target, tuple(source.logits.shape[:-1]))
+    return source.score("classes", Rows.every(target)).view(target.shape)
 
 
 # Entropy.

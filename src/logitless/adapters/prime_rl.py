@@ -21,7 +21,7 @@ from torch import Tensor
 
 from logitless.adapters.host import Host, Option, PassOn, Replacement
 from logitless.adapters.replacing import Options, replaces
-from logitless.adapters.scoring import HALF, entropy_mode, score, untrained
+from logitless.adapters.scoring import HALF, entropy_mode, product_dtype, score, untrained
 from logitless.adapters.shards import check_ids
 from logitless.errors import LogitlessError
 from logitless.operands import Logits
@@ -59,7 +59,7 @@ def forward(
     if sampling_mask is not None:
         ids = _lined("sampling_mask", sampling_mask, (*lead, sampling_mask.shape[-1])).long()
     weight, trained = self.weight, options["entropy_grad"]
-    match = None if options["accurate"] else HALF.get(_dtype_of_product(hidden_states))
+    match = None if options["accurate"] else HALF.get(product_dtype(hidden_states))
     out = score(
         type(self).__name__,
         Logits(hidden_states, weight, match=match),
@@ -83,11 +83,6 @@ def _lined(name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
     if x.numel() != math.prod(shape):
         raise LogitlessError(f"{name} must be {list(shape)} but is {list(x.shape)}.")
     return x.reshape(shape)
-
-
-def _dtype_of_product(x: Tensor) -> torch.dtype:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _as_rounded(temperature: Tensor, accurate: bool) -> Tensor:

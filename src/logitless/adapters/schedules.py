@@ -44,9 +44,7 @@ def schedule(reads: Callable[..., bool]) -> Callable[[Callable[..., Any], Mappin
     return make
 
 
-def in_schedule(
-    module: str, optional: bool = False, if_asked: bool = False, reads: Callable[..., bool] = lambda **_: True
-) -> Replacement:
+def in_schedule(module: str, optional: bool = False, reads: Callable[..., bool] = lambda **_: True) -> Replacement:
     """The heads of all models that this module of a host hands to a schedule.
 
     Args:
@@ -63,5 +61,4 @@ def in_schedule(
         make=schedule(reads),
         optional=optional,
         of="megatron",
-        if_asked=if_asked,
     )

@@ -48,6 +48,12 @@ def entropy_mode(wanted: bool, *tensors: Tensor | None) -> EntropyMode:
     return "grad" if wanted and tracked(*tensors) else "value"
 
 
+def product_dtype(hidden: Tensor) -> torch.dtype:
+    """The dtype of a product with hidden states: that of autocast, where it is on."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
 def untrained(host: str, entropy: Tensor, logprob: Tensor) -> Tensor:
     """A copy of the entropy, of the call that made the log-probs, whose gradient is an error.
 

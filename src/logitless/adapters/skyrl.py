@@ -34,7 +34,7 @@ from logitless.adapters.skyrl_fsdp import fsdp_heads, fsdp_replacements
 from logitless.adapters.skyrl_rows import (
     MEGATRON_WRAPPER,
     MODEL_UTILS,
-    Scorer,
+    Source,
     both_passes,
     check_batch,
     check_pack,
@@ -43,7 +43,6 @@ from logitless.adapters.skyrl_rows import (
     logprob_of_every,
     logprobs_of_batch,
     read_results,
-    score_rows,
     vocabulary_between,
     weigh_read,
     with_actions,
@@ -73,9 +72,8 @@ def from_parallel_logits_to_logprobs(
     chunk_size: int | None = None,
 ) -> Tensor:
     check_batch("vocab_parallel_logits", vocab_parallel_logits, target)
-    where, bounds = "from_parallel_logits_to_logprobs", (tp_group, vocab_start_index, vocab_end_index)
-    score = functools.partial(score_rows, where, vocab_parallel_logits, options=options)
-    return _padded(vocab_parallel_logits, score, target, bounds, cp_group, inference_only)
+    source = Source("from_parallel_logits_to_logprobs", vocab_parallel_logits, options)
+    return _padded(source, target, (tp_group, vocab_start_index, vocab_end_index), cp_group, inference_only)
 
 
 @_of_megatron()
@@ -99,8 +97,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     layout = (logits.shape[1], unpacked_seqlen, cp_group, logits.device, attention_mask, sub_seq_lengths)
     batch = packed_batch(target, cu_seqlens_padded, *layout, weigh_read(logits.device))
     vocabulary = vocabulary_between(group, vocab_start_index, vocab_end_index, logits.shape[-1])
-    score = functools.partial(score_rows, where, logits, options=options)
-    return logprobs_of_batch(score, batch, vocabulary, "slice", inference_only)
+    return logprobs_of_batch(Source(where, logits, options), batch, vocabulary, "slice", inference_only)
 
 
 @_of_megatron()
@@ -120,9 +117,8 @@ def from_parallel_hidden_to_logprobs(
 ) -> Tensor:
     check_batch("hidden", hidden, target)
     logits = from_hidden(hidden, lm_head_weight, options)
-    where, bounds = "from_parallel_hidden_to_logprobs", (tp_group, vocab_start_index, vocab_end_index)
-    score = functools.partial(score_rows, where, logits, options=options, temperature=temperature)
-    return _padded(logits, score, target, bounds, cp_group, inference_only)
+    source = Source("from_parallel_hidden_to_logprobs", logits, options, temperature)
+    return _padded(source, target, (tp_group, vocab_start_index, vocab_end_index), cp_group, inference_only)
 
 
 @_of_megatron()
@@ -149,17 +145,17 @@ def from_parallel_hidden_to_logprobs_packed_sequences(
     batch = packed_batch(target, cu_seqlens_padded, *layout, weigh_read(hidden.device))
     vocabulary = vocabulary_between(group, vocab_start_index, vocab_end_index, lm_head_weight.shape[0])
     where, logits = "from_parallel_hidden_to_logprobs_packed_sequences", from_hidden(hidden, lm_head_weight, options)
-    score = functools.partial(score_rows, where, logits, options=options, temperature=temperature)
-    return logprobs_of_batch(score, batch, vocabulary, "slice", inference_only)
+    return logprobs_of_batch(Source(where, logits, options, temperature), batch, vocabulary, "slice", inference_only)
 
 
 def _padded(
-    logits: Tensor, score: Scorer, target: Tensor, bounds: tuple[Any, int, int], cp_group: Any, inference_only: bool
+    source: Source, target: Tensor, bounds: tuple[Any, int, int], cp_group: Any, inference_only: bool
 ) -> Tensor:
     """``[B, S - 1]`` of padded lines; ``bounds`` are the vocabulary's group, and this rank's columns."""
+    logits = source.logits
     batch = padded_batch(target, logits.shape[1], cp_group, logits.device, read_results())
     vocabulary = vocabulary_between(*bounds, logits.shape[-1])
-    return logprobs_of_batch(score, batch, vocabulary, "sum", inference_only)
+    return logprobs_of_batch(source, batch, vocabulary, "sum", inference_only)
 
 
 # The autograd classes behind these functions, for code that calls them directly: targets are shifted already.
@@ -178,8 +174,8 @@ def distributed_logprob(
     inference_only: bool = False,
 ) -> Tensor:
     """``[B, S]`` log-probs."""
-    bounds = (group, vocab_start_index, vocab_end_index)
-    return _every("DistributedLogprob", vocab_parallel_logits, target, bounds, inference_only, options)
+    source = Source("DistributedLogprob", vocab_parallel_logits, options)
+    return _every(source, target, (group, vocab_start_index, vocab_end_index), inference_only)
 
 
 @_of_class("ChunkedDistributedLogprob.apply")
@@ -193,8 +189,8 @@ def chunked_distributed_logprob(
     tp_group: Any,
     inference_only: bool = False,
 ) -> Tensor:
-    bounds = (tp_group, vocab_start_index, vocab_end_index)
-    return _every("DistributedLogprob", vocab_parallel_logits, target, bounds, inference_only, options)
+    source = Source("DistributedLogprob", vocab_parallel_logits, options)
+    return _every(source, target, (tp_group, vocab_start_index, vocab_end_index), inference_only)
 
 
 @_of_class("FusedLinearChunkedDistributedLogprob.apply")
@@ -209,15 +205,12 @@ def fused_linear_chunked_distributed_logprob(
     tp_group: Any,
     inference_only: bool = False,
 ) -> Tensor:
-    logits, bounds = from_hidden(hidden, weight, options), (tp_group, vocab_start_index, vocab_end_index)
-    return _every("FusedLinearChunkedDistributedLogprob", logits, target, bounds, inference_only, options)
+    source = Source("FusedLinearChunkedDistributedLogprob", from_hidden(hidden, weight, options), options)
+    return _every(source, target, (tp_group, vocab_start_index, vocab_end_index), inference_only)
 
 
-def _every(
-    where: str, logits: Tensor, target: Tensor, bounds: tuple[Any, int, int], inference_only: bool, options: Options
-) -> Tensor:
-    score = functools.partial(score_rows, where, logits, options=options)
-    return logprob_of_every(score, target, vocabulary_between(*bounds, logits.shape[-1]), inference_only)
+def _every(source: Source, target: Tensor, bounds: tuple[Any, int, int], inference_only: bool) -> Tensor:
+    return logprob_of_every(source, target, vocabulary_between(*bounds, source.logits.shape[-1]), inference_only)
 
 
 # Entropy.
@@ -252,9 +245,7 @@ def vocab_parallel_entropy_packed_sequences(
     layout = (logits.shape[1], unpacked_seqlen, cp_group, logits.device, attention_mask, sub_seq_lengths)
     weigh = functools.partial(_action_weights, num_actions, loss_mask, logits.device)
     batch = packed_batch(None, cu_seqlens_padded, *layout, weigh)
-    score = functools.partial(score_rows, where, logits, options=options)
-    shard = even_shard(tensor_group(), logits.shape[-1])
-    return _mean_entropy(score, batch, shard, logits)
+    return _mean_entropy(Source(where, logits, options), batch, even_shard(tensor_group(), logits.shape[-1]))
 
 
 @_of_megatron()
@@ -295,9 +286,8 @@ def from_parallel_hidden_to_entropy_packed_sequences(
     weigh = functools.partial(_action_weights, num_actions, loss_mask, hidden.device)
     batch = packed_batch(None, cu_seqlens_padded, *layout, weigh)
     where, logits = "from_parallel_hidden_to_entropy_packed_sequences", from_hidden(hidden, lm_head_weight, options)
-    score = functools.partial(score_rows, where, logits, options=options, temperature=temperature)
     shard = even_shard(tp_group, lm_head_weight.shape[0])
-    return _mean_entropy(score, batch, shard, logits)
+    return _mean_entropy(Source(where, logits, options, temperature), batch, shard)
 
 
 def _action_weights(num_actions: int, loss_mask: Tensor | None, device: torch.device, shape: tuple[int, int]) -> Tensor:
@@ -312,9 +302,9 @@ def _action_weights(num_actions: int, loss_mask: Tensor | None, device: torch.de
     return weights
 
 
-def _mean_entropy(score: Scorer, batch: Batch, shard: VocabShard | None, logits: Tensor) -> tuple[Tensor, Tensor]:
+def _mean_entropy(source: Source, batch: Batch, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
     """Weighted mean over all ranks, without a graph; and this rank's part of that mean, with one."""
-    out = score(batch.rows, shard, entropy_mode(True, logits))
+    out = source.score(batch.rows, shard, entropy_mode(True, source.logits))
     assert out.entropy is not None
     assert batch.weights is not None
     part = (out.entropy.float() * batch.weights).sum()

@@ -30,7 +30,8 @@ from logitless.operands import Kept, Logits, shard_of
 from logitless.rows import Rows
 from logitless.rows.layouts import Contiguous, Zigzag
 from logitless.score import logprobs
-from logitless.spec import EntropyMode, Head, VocabShard
+from logitless.seams import with_target_kept
+from logitless.spec import EntropyMode, Head
 
 OPTIONS = {
     "response_only": Option(True, "score response rows only; False: every row of the batch, as the host does"),
@@ -90,8 +91,12 @@ def score_every_row(
         out = logprobs(whole, tokens, entropy=entropy, memory=memory)
         audit.of_logits("calculate", whole, tokens, logprob=out.logprob, entropy=out.entropy)
         return out.logprob.unsqueeze(-1), out.entropy
-    masked = computed(logits).masked_fill(~_kept_columns(keep, tokens, logits, shard_of(whole)), -torch.inf)
-    kept = placed(masked, shard_of(whole))
+    if keep.shape != logits.shape or keep.dtype != torch.bool:
+        raise LogitlessError(
+            f"log_prob_keep_mask must be bool {list(logits.shape)} like logits but is {keep.dtype} {list(keep.shape)}."
+        )
+    shard = shard_of(whole)
+    kept = placed(computed(logits).masked_fill(~with_target_kept(keep, tokens, shard), -torch.inf), shard)
     logprob = logprobs(kept, tokens, memory=memory).logprob
     audit.of_logits("calculate with mask", kept, tokens, logprob=logprob)
     entropies = None if entropy is None else logprobs(whole, tokens, entropy=entropy, memory=memory).entropy
@@ -101,18 +106,6 @@ def score_every_row(
 def group_of(tp_group: Any) -> Any:
     """To slime and miles, as to torch, no group is the default group."""
     return dist.group.WORLD if tp_group is None and dist.is_initialized() else tp_group
-
-
-def _kept_columns(keep: Tensor, tokens: Tensor, logits: Tensor, shard: VocabShard | None) -> Tensor:
-    """The mask with each row's target set, where this shard has its column."""
-    if keep.shape != logits.shape or keep.dtype != torch.bool:
-        raise LogitlessError(
-            f"log_prob_keep_mask must be bool {list(logits.shape)} like logits but is {keep.dtype} {list(keep.shape)}."
-        )
-    column = (tokens - (0 if shard is None else shard.start))[:, None]
-    here = (column >= 0) & (column < keep.shape[1])
-    column = torch.where(here, column, 0)
-    return keep.scatter(1, column, here | keep.gather(1, column))
 
 
 # One tensor per sample.

@@ -27,7 +27,7 @@ from logitless.adapters.expected import score_expecting
 from logitless.adapters.heads import deferring
 from logitless.adapters.host import Host, Option, PassOn, Replacement
 from logitless.adapters.replacing import Options, replaces
-from logitless.adapters.scoring import HALF, entropy_mode, score, score_ids, tracked
+from logitless.adapters.scoring import HALF, entropy_mode, product_dtype, score, score_ids, tracked
 from logitless.adapters.trl_loss import compute_loss, expected_of
 from logitless.adapters.trl_outputs import asked_of_logits, further_outputs
 from logitless.backends.divergences import Divergence
@@ -66,7 +66,7 @@ def chunked_logprob(
             f"hidden must be [N, H] and targets [N] but they are {list(hidden.shape)} and {list(targets.shape)}."
         )
     _check_ids("targets", targets)
-    dtype = _compute_dtype(hidden)
+    dtype = product_dtype(hidden)
     head = Head(temperature=temperature, scale=logit_scale, softcap=final_logit_softcapping)
     match = None if options["accurate"] else HALF.get(dtype)
     bias = None if bias is None else bias.to(dtype)
@@ -108,7 +108,7 @@ def chunked_divergence(
     if others < vocab:
         raise LogitlessError(f"the teacher's head has {others} rows and the student's {vocab}.")
     # As in TRL, autocast rounds what is multiplied, and not the bias.
-    dtype, their_dtype = _compute_dtype(student_hidden), _compute_dtype(teacher_hidden)
+    dtype, their_dtype = product_dtype(student_hidden), product_dtype(teacher_hidden)
     logits = Logits(student_hidden.to(dtype), student_weight.to(dtype), bias=student_bias)
     theirs = Logits(teacher_hidden.to(their_dtype), teacher_weight.to(their_dtype), bias=teacher_bias)
     head = Head(temperature=temperature, scale=student_logit_scale, softcap=student_final_logit_softcapping)
@@ -242,11 +242,6 @@ def _check_ids(name: str, ids: Tensor) -> None:
     # On an accelerator this check would stall the stream.
     if ids.device.type == "cpu" and bool((ids < 0).any()):
         raise LogitlessError(f"{name} has the id {int(ids.min())}. Ids must not be negative; leave rows out by mask.")
-
-
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
 def _replacements(options: Options) -> list[Replacement]:
