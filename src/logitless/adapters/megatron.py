@@ -25,7 +25,7 @@ from logitless.adapters.audit import Audit
 from logitless.adapters.host import Host, Option, PassOn
 from logitless.adapters.replacing import Options, replaces
 from logitless.adapters.scoring import in_scope, placed
-from logitless.adapters.shards import check_ids, even_shard
+from logitless.adapters.shards import check_ids, even_shard, tensor_group
 from logitless.adapters.signatures import plain_signature
 from logitless.deferred.column_parallel import LOSS, into_main_grad, main_grad_of
 from logitless.errors import LogitlessError
@@ -52,11 +52,8 @@ def vocab_parallel_cross_entropy(
     """Without a group, over that of ``parallel_state``."""
     if label_smoothing != 0.0:
         return PassOn("label smoothing")
-    if tp_group is None:
-        from megatron.core import parallel_state
-
-        tp_group = parallel_state.get_tensor_model_parallel_group()
-    return _cross_entropy("cross entropy", vocab_parallel_logits, target, tp_group, options)
+    group = tensor_group() if tp_group is None else tp_group
+    return _cross_entropy("cross entropy", vocab_parallel_logits, target, group, options)
 
 
 @replaces(
@@ -300,11 +297,7 @@ def _rows_or_labels(rows: Rows | None, labels: Tensor | None, length: int, batch
 
 def _group_of(output_layer: Any) -> Any:
     group = getattr(output_layer, "tp_group", None)
-    if group is not None:
-        return group
-    from megatron.core import parallel_state
-
-    return parallel_state.get_tensor_model_parallel_group()
+    return tensor_group() if group is None else group
 
 
 def _scaled(head: Head, scale_logits: Callable[[Tensor], Tensor] | None) -> Head:

@@ -210,7 +210,9 @@ class Batch(NamedTuple):
         """
         # Squeezed, not indexed: the gradient of an index is a copy.
         given = _overwritten(logits) if options["overwrite_logits"] else logits.squeeze(0)
-        fields = self._score(given, entropy, Head(temperature=temperature), chunk_size, options, kept, expected)
+        memory = memory_of(options, chunk_size, logits.shape[-1])
+        asked = {"entropy": entropy, "head": Head(temperature=temperature), "memory": memory}
+        fields = self._score(given, options, kept, expected, asked)
         per_sample = self.split(fields)
         if old is not None:
             per_sample[0] = self._filled(per_sample[0], old)
@@ -218,36 +220,27 @@ class Batch(NamedTuple):
         return dict(zip(names, per_sample, strict=True))
 
     def _score(
-        self,
-        logits: Tensor,
-        entropy: EntropyMode,
-        head: Head,
-        chunk_size: int,
-        options: Options,
-        kept: Kept | None,
-        expected: Expected | None,
+        self, logits: Tensor, options: Options, kept: Kept | None, expected: Expected | None, asked: dict[str, Any]
     ) -> list[Tensor]:
         """``[R]`` log-probs, and entropies if asked for."""
-        rows, audit = self.rows, options["audit"]
+        rows, audit, entropy, head = self.rows, options["audit"], asked["entropy"], asked["head"]
         shard = even_shard(self.parallel.tp_group, logits.shape[-1])
         operand = placed(logits, shard, overwrite=options["overwrite_logits"] and tracked(logits))
-        memory = memory_of(options, chunk_size, logits.shape[-1])
-        shared: dict[str, Any] = {"entropy": entropy, "head": head, "memory": memory}
         if kept is not None and entropy is None:
             # Where nothing over the whole vocabulary is asked for, nothing of it is read.
             kept = kept.over("support")
         if expected is not None and isinstance(operand, Logits) and isinstance(operand.weight, Tensor):
             counts = options["expectations"]
-            out = score_expecting(operand, rows, expected, counts, head=head, memory=memory)
+            out = score_expecting(operand, rows, expected, counts, head=head, memory=asked["memory"])
             # The hosts add the entropy times 0 to their losses.
             fields = [out.logprob, out.entropy.detach()] if entropy and out.entropy is not None else [out.logprob]
         elif options["response_only"]:
-            out = logprobs(operand, rows, kept=kept, **shared)
+            out = logprobs(operand, rows, kept=kept, **asked)
             fields = [x for x in (out.logprob, out.entropy) if x is not None]
         else:
             every = rows.expand(rows.target)
             whole = None if kept is None else Kept(kept.ids, rows.expand(kept.lengths).flatten(), kept.scope)
-            out = logprobs(operand, every.view(logits.shape[:-1]), kept=whole, **shared)
+            out = logprobs(operand, every.view(logits.shape[:-1]), kept=whole, **asked)
             fields = [rows.take(x.view_as(every)) for x in (out.logprob, out.entropy) if x is not None]
         if audit:
             seen = [rows.expand(x.detach()) for x in fields]
