@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.adapters.host import Host, Option, PassOn, Replacement
+from logitless.adapters.host import Host, Option, PassOn
 from logitless.adapters.nemo_rl_distillation import (
     chunked_distributed_gather_logprob,
     distributed_cross_entropy,
@@ -334,30 +334,28 @@ def _cp_size(target: Any) -> int:
     return mesh.shape[names.index("cp")] if mesh is not None and "cp" in names else 1
 
 
-def _replacements(options: Options) -> list[Replacement]:
-    Head(temperature=options["fused_temperature"])
-    return [
-        from_parallel_logits_to_logprobs,
-        from_parallel_logits_to_logprobs_packed_sequences,
-        get_next_token_logprobs_from_logits,
-        dtensor_from_parallel_logits_to_logprobs,
-        from_parallel_hidden_states_to_logprobs,
-        chunked_distributed_entropy,
-        distributed_logprob,
-        chunked_distributed_logprob,
-        get_distillation_topk_logprobs_from_logits,
-        chunked_distributed_gather_logprob,
-        distributed_cross_entropy,
-        model_forward,
-        apply_temperature_scaling,
-    ]
+FUNCTIONS = (
+    from_parallel_logits_to_logprobs,
+    from_parallel_logits_to_logprobs_packed_sequences,
+    get_next_token_logprobs_from_logits,
+    dtensor_from_parallel_logits_to_logprobs,
+    from_parallel_hidden_states_to_logprobs,
+    chunked_distributed_entropy,
+    distributed_logprob,
+    chunked_distributed_logprob,
+    get_distillation_topk_logprobs_from_logits,
+    chunked_distributed_gather_logprob,
+    distributed_cross_entropy,
+    model_forward,
+    apply_temperature_scaling,
+)
 
 
 HOST = Host(
     name="nemo_rl",
     package="nemo_rl",
     versions=("0.6", "0.7"),
-    replacements=_replacements,
+    replacements=lambda _: FUNCTIONS,
     options={
         "accurate": Option(False, "float32 logits of half-precision hidden states instead of NeMo-RL's rounding"),
         "fused_temperature": Option(

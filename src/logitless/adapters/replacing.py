@@ -8,7 +8,6 @@ Before these come ``original`` and ``options``, where the function needs them: w
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,7 +15,7 @@ from types import MethodType
 from typing import Any, TypeVar
 
 from logitless.adapters.host import Replacement
-from logitless.adapters.signatures import without_annotations
+from logitless.adapters.signatures import bare_signature
 
 T = TypeVar("T")
 
@@ -45,7 +44,7 @@ def replaces(
     """
 
     def replacement(ours: Callable[..., Any]) -> Replacement:
-        whole = without_annotations(inspect.signature(ours))
+        whole = bare_signature(ours)
         supplied = [x for x in ("original", "options") if x in whole.parameters]
         called = name or ours.__name__
         checked = called.removesuffix("apply") + "forward" if called.endswith(".apply") else signature_of

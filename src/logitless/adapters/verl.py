@@ -201,7 +201,6 @@ def _replacements(options: Options) -> list[Replacement]:
     if options["hidden_grad"] not in ("partial", "reduced"):
         came = options["hidden_grad"]
         raise LogitlessError(f'install("verl"): hidden_grad must be "partial" or "reduced" but is {came!r}.')
-    Head(scale=options["scale"], softcap=options["softcap"])
     if options["bias"] is not None and not callable(options["bias"]):
         raise LogitlessError(
             'install("verl"): bias must be a function that returns the bias of the head, for example '

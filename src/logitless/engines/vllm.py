@@ -35,6 +35,7 @@ from logitless.engines import PARTS
 from logitless.engines.canonical import all_logprobs, product, token_logprobs
 from logitless.engines.contract import VALIDATION
 from logitless.operands import Logits
+from logitless.readings.best import MOST
 from logitless.score import logprobs
 from logitless.seams import shard_between
 from logitless.spec import VocabShard
@@ -43,8 +44,6 @@ LOGPROB = "vllm.v1.worker.gpu.sample.logprob"
 PROMPT = "vllm.v1.worker.gpu.sample.prompt_logprob"
 UNQUANTIZED = ("UnquantizedEmbeddingMethod", "UnquantizedLinearMethod")
 HEAD = "vllm.model_executor.layers.logits_processor"
-MOST = 128
-"""Most likely tokens that one call returns."""
 
 SCORING: ContextVar[bool] = ContextVar("logitless_scoring", default=False)
 """Where it is True, heads return logits that are not computed."""
