@@ -34,7 +34,7 @@ from logitless.operands import Logits
 from logitless.rows import Rows
 from logitless.rows.layouts import Contiguous, Zigzag
 from logitless.score import logprobs
-from logitless.seams import columns_of, even_shard, kept_from, placed, shard_between, without_outside
+from logitless.seams import columns_of, even_shard, kept_from, placed, shard_between, with_target_kept, without_outside
 from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, VocabShard
 
 VERSIONS = (1,)
@@ -366,19 +366,12 @@ def vime(request: Any) -> LinearLogp:
     if request.log_prob_keep_mask is None:
         out = logprobs_from_logits(logits, target, entropy=entropy, **shared)
         return LinearLogp(out.logprob.reshape(-1, 1), out.entropy)
-    kept = _with_target(request.log_prob_keep_mask, target, _shard(shared["vocab_group"], None, logits.shape[1]))
+    shard = _shard(shared["vocab_group"], None, logits.shape[1])
+    kept = with_target_kept(request.log_prob_keep_mask, target, shard)
     logprob = logprobs_from_logits(logits.masked_fill(~kept, -torch.inf), target, **shared).logprob
     # Entropy is over the whole vocabulary.
     whole = None if entropy is None else logprobs_from_logits(logits, target, entropy=entropy, **shared).entropy
     return LinearLogp(logprob.reshape(-1, 1), whole)
-
-
-def _with_target(keep: Tensor, target: Tensor, shard: VocabShard | None) -> Tensor:
-    """The mask of this rank's columns with each row's target kept, where its column is here."""
-    column = (target - (0 if shard is None else shard.start))[:, None]
-    here = (column >= 0) & (column < keep.shape[1])
-    column = torch.where(here, column, 0)
-    return keep.scatter(1, column, here | keep.gather(1, column))
 
 
 def _shard(group: Any, bounds: tuple[int, int] | None, columns: int) -> VocabShard | None:

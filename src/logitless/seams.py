@@ -136,6 +136,14 @@ def without_outside(target: Tensor, vocab_size: int, score: Callable[[Tensor], T
     return torch.where(outside, nothing, out.logprob)
 
 
+def with_target_kept(keep: Tensor, target: Tensor, shard: VocabShard | None) -> Tensor:
+    """A mask ``[N, V']`` of this rank's columns with each row's target kept, where its column is here."""
+    column = (target - (0 if shard is None else shard.start))[:, None]
+    here = (column >= 0) & (column < keep.shape[1])
+    column = torch.where(here, column, 0)
+    return keep.scatter(1, column, here | keep.gather(1, column))
+
+
 def columns_of(caller: str, hidden: Any, weight: Any) -> int:
     """Columns of the head, whose operands are tensors."""
     if dense(hidden, f"{caller}: hidden").dim() < 1:

@@ -21,7 +21,6 @@ from logitless.adapters import (
     nemo_rl,
     nemo_rl_distillation,
     openrlhf,
-    scoring,
     skyrl_draft,
     skyrl_fsdp,
     slime_rows,
@@ -49,27 +48,27 @@ TARGET, SEVERAL = ids_of(B, S), ids_of(B, S, K)
 TEACHER = torch.randn(B, S, K, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 
 CALLS: dict[str, tuple[Callable[..., Any], Callable[[Callable[..., Any], Tensor], Any]]] = {
-    "areal": (areal.make_logprobs_entropy, lambda f, x: f(x, TARGET, 0.7)),
-    "megatron": (megatron.make_fused_cross_entropy, lambda f, x: f(x, TARGET, None)),
-    "nemo_rl": (nemo_rl.make_next_token, lambda f, x: f(TARGET, x)),
-    "nemo_rl, entropy": (nemo_rl.make_entropy, lambda f, x: f(x, 2, None)),
+    "areal": (areal.gather_logprobs_entropy.make, lambda f, x: f(x, TARGET, 0.7)),
+    "megatron": (megatron.fused_vocab_parallel_cross_entropy.make, lambda f, x: f(x, TARGET, None)),
+    "nemo_rl": (nemo_rl.get_next_token_logprobs_from_logits.make, lambda f, x: f(TARGET, x)),
+    "nemo_rl, entropy": (nemo_rl.chunked_distributed_entropy.make, lambda f, x: f(x, 2, None)),
     "nemo_rl, K ids and entropy": (
-        nemo_rl_distillation.make_distillation,
+        nemo_rl_distillation.get_distillation_topk_logprobs_from_logits.make,
         lambda f, x: f(x, TEACHER, SEVERAL, True, True),
     ),
     "nemo_rl, over K ids": (
-        nemo_rl_distillation.make_distillation,
+        nemo_rl_distillation.get_distillation_topk_logprobs_from_logits.make,
         lambda f, x: f(x, TEACHER, SEVERAL, False, False)[:2],
     ),
-    "openrlhf": (openrlhf.make_log_probs, lambda f, x: f(x[:, 1:] * 1.0, TARGET[:, 1:], 0.7)),
-    "openrlhf, entropy": (openrlhf.make_entropy, lambda f, x: f(x)),
-    "skyrl, entropy": (skyrl_fsdp.make_chunked_entropy, lambda f, x: f(x, True, (TARGET > 9).long())),
-    "skyrl, draft": (skyrl_draft.make_draft_soft_ce, lambda f, x: f(x, x.detach() * 0.5, (TARGET > 9).float())),
-    "trl": (trl.make_both, lambda f, x: f(x.view(-1, V), TARGET.view(-1), True, 0.7)),
-    "trl, K ids": (trl.make_selective_log_softmax, lambda f, x: f(x, SEVERAL, 0.7)),
-    "verl": (scoring.make_logprobs_from_logits, lambda f, x: f(x.squeeze(0), TARGET)),
-    "verl, entropy": (verl.make_entropy("entropy", None), lambda f, x: f(x)),
-    "verl, squares": (verl.make_sum_pi_squared, lambda f, x: f(x)),
+    "openrlhf": (openrlhf.log_probs_from_logits.make, lambda f, x: f(x[:, 1:] * 1.0, TARGET[:, 1:], 0.7)),
+    "openrlhf, entropy": (openrlhf.compute_entropy.make, lambda f, x: f(x)),
+    "skyrl, entropy": (skyrl_fsdp.chunked_entropy_from_logits.make, lambda f, x: f(x, True, (TARGET > 9).long())),
+    "skyrl, draft": (skyrl_draft.draft_soft_ce.make, lambda f, x: f(x, x.detach() * 0.5, (TARGET > 9).float())),
+    "trl": (trl.selective_log_softmax_and_entropy.make, lambda f, x: f(x.view(-1, V), TARGET.view(-1), True, 0.7)),
+    "trl, K ids": (trl.selective_log_softmax.make, lambda f, x: f(x, SEVERAL, 0.7)),
+    "verl": (verl.logprobs_from_logits.make, lambda f, x: f(x.squeeze(0), TARGET)),
+    "verl, entropy": (verl.entropy_from_logits.make, lambda f, x: f(x)),
+    "verl, squares": (verl.calculate_sum_pi_squared_from_logits.make, lambda f, x: f(x)),
 }
 
 

@@ -14,7 +14,7 @@ from logitless import Logits
 from logitless.adapters.heads import Heads
 from logitless.adapters.ms_swift import _reads
 from logitless.adapters.nemo_rl_heads import _in_step, _of_automodel, reads_few
-from logitless.adapters.schedules import schedule
+from logitless.adapters.schedules import in_schedule
 
 
 class Stage(torch.nn.Module):
@@ -31,10 +31,10 @@ def run(*, model: Any, forward_step_func: Any = None) -> list[Any]:
 def test_every_chunk_is_deferred_and_stages_without_a_head_are_not():
     heads = Heads("deferred")
     models = [Model(), Stage(), Model()]
-    found = schedule(lambda **_: True)(lambda: run, {"heads": heads})()(model=models)
+    found = in_schedule("host").make(lambda: run, {"heads": heads})()(model=models)
     assert [type(x) for x in found] == [Logits, Logits]
     assert heads.lines() == ["logits: not computed (deferred); 2 models so far"]
-    (one,) = schedule(lambda **_: True)(lambda: run, {"heads": heads})()(model=models[0])
+    (one,) = in_schedule("host").make(lambda: run, {"heads": heads})()(model=models[0])
     assert type(one) is Logits
     heads.undo()
     assert type(models[0](IDS)) is torch.Tensor
@@ -42,7 +42,8 @@ def test_every_chunk_is_deferred_and_stages_without_a_head_are_not():
 
 def test_a_step_that_reads_whole_logits_gets_them():
     model, heads = Model(), Heads("deferred")
-    get = schedule(lambda forward_step_func, **_: forward_step_func == "few")(lambda: run, {"heads": heads})
+    few = in_schedule("host", reads=lambda forward_step_func, **_: forward_step_func == "few")
+    get = few.make(lambda: run, {"heads": heads})
     assert type(get()(model=[model], forward_step_func="few")[0]) is Logits
     assert type(get()(model=[model], forward_step_func="whole")[0]) is torch.Tensor
     assert heads.lines() == ["logits: not computed (deferred); 0 models so far"]

@@ -37,7 +37,7 @@ from shared.skyrl import (
 from torch import Tensor
 
 import logitless
-from logitless.adapters.skyrl_rows import make_with_actions
+from logitless.adapters.skyrl_rows import with_actions
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -168,7 +168,7 @@ def scores(rank: int, world: int, tp: int, cp: int, batch: Batch) -> dict[str, A
 
 def assert_same_at_actions(calls: dict[str, Any]) -> None:
     """Where only the last six results of a line are read, they and their gradients are the same. The others are 0."""
-    pass_of = make_with_actions(lambda _, __, call: run(*call), {})
+    pass_of = with_actions.make(lambda _, __, call: run(*call), {})
     for name, (function, operands, (upstream,)) in calls.items():
         upstream = upstream.clone()
         upstream[:, :-6] = 0

@@ -14,7 +14,7 @@ from hosts import load
 from torch.utils.flop_counter import FlopCounterMode
 
 import logitless
-from logitless.adapters.verl_rows import make_fused_forward
+from logitless.adapters.verl_rows import get_mcore_forward_fused_model_engine_fn as fused
 
 V, D, TEMPERATURE = 210, 12, 0.8
 FSDP, DENSE = "verl.workers.engine.fsdp.transformer_impl", "verl.models.transformers.dense_common"
@@ -184,7 +184,7 @@ def test_labels_stay_whole_for_layers_that_predict_further_tokens(layers):
     logitless.install("verl", rows_before_head=True)
     ids = engine.prepare_model_inputs(batch_of("nested"))["input_ids"]
     seen = []
-    forward = make_fused_forward(lambda _: lambda labels, **__: seen.append(labels.values()), {})
+    forward = fused.make(lambda _: lambda labels, **__: seen.append(labels.values()), {})
     forward(None)(input_ids=ids, labels=ids.clone())
     assert int((seen[0] == -100).sum()) == (sum(PROMPTS) if layers is None else 0)
 

@@ -18,11 +18,19 @@ from torch import Tensor
 import logitless as ll
 from logitless import LogitlessError
 from logitless.adapters.host import PassOn
-from logitless.engines import PARTS, VARIABLE, asked, held, plug_into_vllm
+from logitless.adapters.replacing import held
+from logitless.engines import PARTS, VARIABLE, asked, plug_into_vllm
 from logitless.engines.canonical import all_logprobs, normaliser, product, token_logprobs
 from logitless.engines.contract import TRAINER, told
-from logitless.engines.sglang import make_lm_head
-from logitless.engines.vllm import SCORING, make_apply_head, make_forward, make_logprobs, make_token_logprobs, make_topk
+from logitless.engines.sglang import _compute_lm_head
+from logitless.engines.vllm import (
+    SCORING,
+    _apply_head,
+    compute_logprobs,
+    compute_token_logprobs,
+    compute_topk_scores,
+    forward,
+)
 from logitless.objectives.mismatch import mismatch
 
 T, D, V = 21, 48, 1000
@@ -42,7 +50,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 def engine(hidden: Tensor, weight: Tensor) -> Tensor:
     """A shard's logits by what stands in for vLLM's head."""
     head = SimpleNamespace(weight=weight, quant_method=type("UnquantizedEmbeddingMethod", (), {})())
-    apply: Any = make_apply_head(pytest.fail, {})
+    apply: Any = _apply_head.make(pytest.fail, {})
     return apply(SimpleNamespace(head_dtype=torch.float32), head, hidden, None)
 
 
@@ -59,7 +67,7 @@ def both_sides(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor]:
     trained = weight[shard.start : shard.stop].requires_grad_()
     out = ll.logprobs(ll.Logits(hidden, trained, shard=shard, bits="canonical"), ids[:, 0], ids=ids)
     assert out.ids_logprobs is not None
-    return make_token_logprobs(pytest.fail, {})(logits, ids), out.ids_logprobs.detach(), out.logprob.detach()
+    return compute_token_logprobs.make(pytest.fail, {})(logits, ids), out.ids_logprobs.detach(), out.logprob.detach()
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -93,10 +101,10 @@ def prompts(rank: int, world: int, columns: int) -> Any:
     state, outputs = SimpleNamespace(get_tp_group=lambda: group), SimpleNamespace(LogprobsTensors=dict)
     there = {"vllm.distributed.parallel_state": state, "vllm.v1.outputs": outputs}
     with patch.dict(sys.modules, there), torch.inference_mode(), held(SCORING, True):
-        logits = make_forward(pytest.fail, {})(processor, head, hidden)
+        logits = forward.make(pytest.fail, {})(processor, head, hidden)
         if isinstance(logits, PassOn):
             return logits.why
-        found = make_topk(pytest.fail, {})(logits, 5, ids[:, 0])
+        found = compute_topk_scores.make(pytest.fail, {})(logits, 5, ids[:, 0])
         return {**found, "given": token_logprobs(logits, ids)}
 
 
@@ -125,8 +133,8 @@ def test_one_rank(rows: slice):
     right = ll.logprobs(ll.Logits(hidden, weight, bits="canonical"), ids[:, 0], ids=ids).ids_logprobs
     assert right is not None
     z = engine(hidden[rows], weight)
-    assert same(make_token_logprobs(pytest.fail, {})(z, ids[rows].int()), right[rows])
-    assert same(make_logprobs(pytest.fail, {})(z).gather(1, ids[rows]), right[rows])
+    assert same(compute_token_logprobs.make(pytest.fail, {})(z, ids[rows].int()), right[rows])
+    assert same(compute_logprobs.make(pytest.fail, {})(z).gather(1, ids[rows]), right[rows])
     other = product(hidden[rows], weight, None, torch.empty(len(z), V))
     assert same(z, other)
     strided = torch.zeros(len(z), 2 * V)[:, ::2].copy_(z)
@@ -136,7 +144,7 @@ def test_one_rank(rows: slice):
 
 
 def test_the_head_of_sglang():
-    head: Any = make_lm_head(pytest.fail, {})
+    head: Any = _compute_lm_head.make(pytest.fail, {})
     hidden, weight, _ = operands()
     processor = SimpleNamespace(use_fp32_lm_head=False, use_fp32_lm_head_output=False)
     assert head(processor, hidden, SimpleNamespace(weight=weight)).why == "the head is not float32"

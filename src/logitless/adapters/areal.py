@@ -14,7 +14,7 @@ writes the gradient over the logits. No call is left to AReaL.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from logitless.adapters.heads import deferring
 from logitless.adapters.host import Host, Option, Replacement
+from logitless.adapters.replacing import Options, replaces
 from logitless.adapters.schedules import in_schedule
 from logitless.adapters.scoring import entropy_mode, score, taken_over
 from logitless.adapters.shards import check_ids, even_shard
@@ -31,56 +32,53 @@ from logitless.spec import Head, TokenStats
 MODULE = "areal.utils.functional.vocab_parallel"
 
 
-def make_logprobs(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``gather_logprobs``."""
-
-    def gather_logprobs(
-        logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0, tp_group: Any = None, chunk_size: int = 1024
-    ) -> Tensor:
-        check_ids("labels", labels, tuple(logits.shape[:-1]))
-        return _score("gather_logprobs", logits, labels, temperature, tp_group, chunk_size, options).logprob.float()
-
-    return gather_logprobs
-
-
-def make_logprobs_entropy(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``gather_logprobs_entropy``."""
-
-    def gather_logprobs_entropy(
-        logits: Tensor,
-        labels: Tensor,
-        temperature: float | Tensor = 1.0,
-        tp_group: Any = None,
-        chunk_size: int = 1024,
-        reuse_logits: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        where, whole = "gather_logprobs_entropy", taken_over(logits) if reuse_logits else None
-        check_ids("labels", labels, tuple(logits.shape[:-1]))
-        shape, labels = labels.shape, labels if whole is None else labels.reshape(whole.shape[:-1])
-        # AReaL's own entropy has no graph where it writes over the logits.
-        entropy = entropy_mode(options["entropy_grad"] and whole is None, logits)
-        shared: dict[str, Any] = {"entropy": entropy, "overwrite": whole is not None}
-        given = logits if whole is None else whole
-        out = _score(where, given, labels, temperature, tp_group, chunk_size, options, **shared)
-        assert out.entropy is not None
-        return out.logprob.float().view(shape), out.entropy.float().view(shape)
-
-    return gather_logprobs_entropy
+@replaces(MODULE)
+def gather_logprobs(
+    options: Options,
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float | Tensor = 1.0,
+    tp_group: Any = None,
+    chunk_size: int = 1024,
+) -> Tensor:
+    check_ids("labels", labels, tuple(logits.shape[:-1]))
+    return _score("gather_logprobs", logits, labels, temperature, tp_group, chunk_size, options).logprob.float()
 
 
-def make_unpad(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``unpad_logits``, of logits that are not computed: AReaL copies the rows of each sequence."""
+@replaces(MODULE, signature={"main": (), "1.0 - 2.0": ("reuse_logits",)})
+def gather_logprobs_entropy(
+    options: Options,
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float | Tensor = 1.0,
+    tp_group: Any = None,
+    chunk_size: int = 1024,
+    reuse_logits: bool = False,
+) -> tuple[Tensor, Tensor]:
+    where, whole = "gather_logprobs_entropy", taken_over(logits) if reuse_logits else None
+    check_ids("labels", labels, tuple(logits.shape[:-1]))
+    shape, labels = labels.shape, labels if whole is None else labels.reshape(whole.shape[:-1])
+    # AReaL's own entropy has no graph where it writes over the logits.
+    entropy = entropy_mode(options["entropy_grad"] and whole is None, logits)
+    shared: dict[str, Any] = {"entropy": entropy, "overwrite": whole is not None}
+    given = logits if whole is None else whole
+    out = _score(where, given, labels, temperature, tp_group, chunk_size, options, **shared)
+    assert out.entropy is not None
+    return out.logprob.float().view(shape), out.entropy.float().view(shape)
 
-    def unpad_logits(logits: Any, padding_length: int, cu_seqlens: Any = None, old_cu_seqlens: Any = None) -> Any:
-        if not isinstance(logits, Logits) or old_cu_seqlens is None:
-            return original(logits, padding_length, cu_seqlens, old_cu_seqlens)
-        starts, ends = cu_seqlens.tolist(), old_cu_seqlens.tolist()
-        lengths = [b - a for a, b in itertools.pairwise(ends)]
-        # Sequences are in the same order, and a last one may be padding.
-        rows = [torch.arange(a, a + n) for a, n in zip(starts[: len(lengths)], lengths, strict=True)]
-        return logits[torch.cat(rows).to(logits.device)]
 
-    return unpad_logits
+@replaces("areal.utils.data", optional=True)
+def unpad_logits(
+    original: Callable[..., Any], logits: Any, padding_length: int, cu_seqlens: Any = None, old_cu_seqlens: Any = None
+) -> Any:
+    """Rows of logits that are not computed: AReaL copies those of each sequence."""
+    if not isinstance(logits, Logits) or old_cu_seqlens is None:
+        return original(logits, padding_length, cu_seqlens, old_cu_seqlens)
+    starts, ends = cu_seqlens.tolist(), old_cu_seqlens.tolist()
+    lengths = [b - a for a, b in itertools.pairwise(ends)]
+    # Sequences are in the same order, and a last one may be padding.
+    rows = [torch.arange(a, a + n) for a, n in zip(starts[: len(lengths)], lengths, strict=True)]
+    return logits[torch.cat(rows).to(logits.device)]
 
 
 def _score(
@@ -90,7 +88,7 @@ def _score(
     temperature: float | Tensor,
     tp_group: Any,
     chunk_size: int,
-    options: Mapping[str, Any],
+    options: Options,
     **asked: Any,
 ) -> TokenStats:
     width = logits.shape[-1]
@@ -99,25 +97,15 @@ def _score(
     return score(where, logits, labels, options["audit"], head=Head(temperature=temperature), **asked)
 
 
-def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
-    settings = "logits, labels, temperature=1.0, tp_group=None, chunk_size=1024"
-    both = {"main": f"({settings}, reuse_logits=False)", "1.0 - 2.0": f"({settings})"}
-    return [
-        Replacement(MODULE, "gather_logprobs", f"({settings})", make_logprobs),
-        Replacement(MODULE, "gather_logprobs_entropy", both, make_logprobs_entropy),
-    ]
-
-
-def _heads(options: Mapping[str, Any]) -> list[Replacement]:
+def _heads(_: Options) -> list[Replacement]:
     signature = "(self, mb_list, process_output_fn, forward_only=False)"
-    unpad = "(logits, padding_length, cu_seqlens=None, old_cu_seqlens=None)"
     # A critic's head gives one number.
     model = deferring(lambda self, *_, **__: None if self.config.is_critic else self.model)
     engine = "areal.engine.fsdp_engine"
     return [
         Replacement(engine, "FSDPEngine.forward_backward_batch", signature, model, optional=True),
         in_schedule("areal.engine.megatron_engine", optional=True),
-        Replacement("areal.utils.data", "unpad_logits", unpad, make_unpad, optional=True),
+        unpad_logits,
     ]
 
 
@@ -125,7 +113,7 @@ HOST = Host(
     name="areal",
     package="areal",
     versions=("1.0", "2.0"),
-    replacements=_replacements,
+    replacements=lambda _: [gather_logprobs, gather_logprobs_entropy],
     heads=_heads,
     logits="deferred",
     placed=True,

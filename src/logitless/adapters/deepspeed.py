@@ -12,61 +12,54 @@ not, its own function does.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from logitless.adapters.host import Host, PassOn, Replacement
+from logitless.adapters.host import Host, PassOn
+from logitless.adapters.replacing import Options, replaces
 from logitless.adapters.scoring import score
 from logitless.adapters.shards import known_shard
 from logitless.spec import IGNORE
 
 MODULE = "deepspeed.sequence.cross_entropy"
-SIGNATURE = (
-    "(vocab_parallel_logits, target, tp_group=None, sp_group=None, vocab_start_index=None, vocab_end_index=None, "
-    "global_vocab_size=None, ignore_index=-100, reduction='mean', gather_sequence_loss=False, backend='torch')"
-)
 
 
-def make_cross_entropy(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``vocab_parallel_cross_entropy``."""
-
-    def vocab_parallel_cross_entropy(
-        vocab_parallel_logits: Tensor,
-        target: Tensor,
-        tp_group: Any = None,
-        sp_group: Any = None,
-        vocab_start_index: int | None = None,
-        vocab_end_index: int | None = None,
-        global_vocab_size: int | None = None,
-        ignore_index: int = IGNORE,
-        reduction: str = "mean",
-        gather_sequence_loss: bool = False,
-        backend: str = "torch",
-    ) -> Any:
-        bounds: Any = (vocab_start_index, vocab_end_index, global_vocab_size)
-        gathered = gather_sequence_loss and (reduction != "none" or sp_group is None)
-        shapes = vocab_parallel_logits.shape[:-1] == target.shape
-        named = reduction in ("none", "sum", "mean") and backend in ("torch", "liger")
-        if gathered or not shapes or not named or not _told(bounds):
-            return PassOn("a call that DeepSpeed refuses")
-        host, columns = sys.modules[MODULE], vocab_parallel_logits.shape[-1]
-        if global_vocab_size is None:
-            device = vocab_parallel_logits.device
-            bounds = host._resolve_vocab_metadata(columns, *bounds[:2], tp_group, device)
-        shard = known_shard(tp_group, *bounds)
-        wanted = target if ignore_index == IGNORE else _renamed(target, ignore_index)
-        out = score("vocab_parallel_cross_entropy", vocab_parallel_logits, wanted, options["audit"], shard=shard)
-        loss = -out.logprob.float()
-        if reduction == "none":
-            return host._GatherSequenceLoss.apply(loss, sp_group, True) if gather_sequence_loss else loss
-        total = host._global_sp_sum(loss.sum(), sp_group)
-        return total if reduction == "sum" else total / _counted(wanted, sp_group).to(total.dtype).clamp_min(1)
-
-    return vocab_parallel_cross_entropy
+@replaces(MODULE)
+def vocab_parallel_cross_entropy(
+    options: Options,
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    tp_group: Any = None,
+    sp_group: Any = None,
+    vocab_start_index: int | None = None,
+    vocab_end_index: int | None = None,
+    global_vocab_size: int | None = None,
+    ignore_index: int = IGNORE,
+    reduction: str = "mean",
+    gather_sequence_loss: bool = False,
+    backend: str = "torch",
+) -> Any:
+    bounds: Any = (vocab_start_index, vocab_end_index, global_vocab_size)
+    gathered = gather_sequence_loss and (reduction != "none" or sp_group is None)
+    shapes = vocab_parallel_logits.shape[:-1] == target.shape
+    named = reduction in ("none", "sum", "mean") and backend in ("torch", "liger")
+    if gathered or not shapes or not named or not _told(bounds):
+        return PassOn("a call that DeepSpeed refuses")
+    host, columns = sys.modules[MODULE], vocab_parallel_logits.shape[-1]
+    if global_vocab_size is None:
+        device = vocab_parallel_logits.device
+        bounds = host._resolve_vocab_metadata(columns, *bounds[:2], tp_group, device)
+    shard = known_shard(tp_group, *bounds)
+    wanted = target if ignore_index == IGNORE else _renamed(target, ignore_index)
+    out = score("vocab_parallel_cross_entropy", vocab_parallel_logits, wanted, options["audit"], shard=shard)
+    loss = -out.logprob.float()
+    if reduction == "none":
+        return host._GatherSequenceLoss.apply(loss, sp_group, True) if gather_sequence_loss else loss
+    total = host._global_sp_sum(loss.sum(), sp_group)
+    return total if reduction == "sum" else total / _counted(wanted, sp_group).to(total.dtype).clamp_min(1)
 
 
 def _told(bounds: tuple[int | None, int | None, int | None]) -> bool:
@@ -88,8 +81,9 @@ def _counted(target: Tensor, group: Any) -> Tensor:
     return count
 
 
-def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
-    return [Replacement(MODULE, "vocab_parallel_cross_entropy", SIGNATURE, make_cross_entropy)]
-
-
-HOST = Host(name="deepspeed", package="deepspeed", versions=("0.19",), replacements=_replacements)
+HOST = Host(
+    name="deepspeed",
+    package="deepspeed",
+    versions=("0.19",),
+    replacements=lambda _: [vocab_parallel_cross_entropy],
+)

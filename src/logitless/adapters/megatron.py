@@ -13,7 +13,7 @@ Megatron and counted as passed on.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from logitless.adapters.audit import Audit
-from logitless.adapters.host import Host, Option, PassOn, Replacement
+from logitless.adapters.host import Host, Option, PassOn
+from logitless.adapters.replacing import Options, replaces
 from logitless.adapters.scoring import in_scope, placed
-from logitless.adapters.shards import check_ids, even_shard
+from logitless.adapters.shards import check_ids, even_shard, tensor_group
 from logitless.adapters.signatures import plain_signature
 from logitless.deferred.column_parallel import LOSS, into_main_grad, main_grad_of
 from logitless.errors import LogitlessError
@@ -40,33 +41,33 @@ OVERWRITE = ("float32", "always", "never")
 # The cross entropies.
 
 
-def make_cross_entropy(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``vocab_parallel_cross_entropy``; without a group, over that of ``parallel_state``."""
-
-    def vocab_parallel_cross_entropy(
-        vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Any = None
-    ) -> Any:
-        if label_smoothing != 0.0:
-            return PassOn("label smoothing")
-        if tp_group is None:
-            from megatron.core import parallel_state
-
-            tp_group = parallel_state.get_tensor_model_parallel_group()
-        return _cross_entropy("cross entropy", vocab_parallel_logits, target, tp_group, options)
-
-    return vocab_parallel_cross_entropy
+@replaces(
+    "megatron.core.tensor_parallel.cross_entropy",
+    signature={"0.19 - 0.20": (), "0.16 - 0.18": ("tp_group",)},
+    also_in=("megatron.core.tensor_parallel",),
+)
+def vocab_parallel_cross_entropy(
+    options: Options, vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Any = None
+) -> Any:
+    """Without a group, over that of ``parallel_state``."""
+    if label_smoothing != 0.0:
+        return PassOn("label smoothing")
+    group = tensor_group() if tp_group is None else tp_group
+    return _cross_entropy("cross entropy", vocab_parallel_logits, target, group, options)
 
 
-def make_fused_cross_entropy(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``fused_vocab_parallel_cross_entropy``; gradients keep the dtype of the logits."""
+@replaces(
+    "megatron.core.fusions.fused_cross_entropy",
+    also_in=("megatron.core.models.common.language_module.language_module",),
+)
+def fused_vocab_parallel_cross_entropy(
+    options: Options, vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any
+) -> Tensor:
+    """Gradients keep the dtype of the logits."""
+    return _cross_entropy("fused cross entropy", vocab_parallel_logits, target, tp_group, options)
 
-    def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any) -> Tensor:
-        return _cross_entropy("fused cross entropy", vocab_parallel_logits, target, tp_group, options)
 
-    return fused_vocab_parallel_cross_entropy
-
-
-def _cross_entropy(where: str, logits: Tensor, target: Tensor, group: Any, options: Mapping[str, Any]) -> Tensor:
+def _cross_entropy(where: str, logits: Tensor, target: Tensor, group: Any, options: Options) -> Tensor:
     """``[s, b]`` float32 losses from ``[s, b, V']`` logits."""
     audit: Audit = options["audit"]
     check_ids("target", target, tuple(logits.shape[:-1]))
@@ -86,16 +87,28 @@ def _may_overwrite(logits: Tensor, rule: str) -> bool:
 # The models.
 
 
-def make_forward(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``GPTModel.forward``: the model is deferred, and then runs its own."""
+FORWARD = (
+    "(self, input_ids, position_ids, attention_mask, decoder_input=None, labels=None, inference_context=None, "
+    "packed_seq_params=None, extra_block_kwargs=None, runtime_gather_output=None, *, inference_params=None, "
+    "loss_mask=None, padding_mask=None"
+)
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if options["heads"].defer(self) and not _uses_transformer_engine(self.config):
-            # Losses go to the cross entropies above, which are counted and audited.
-            vars(self).pop(LOSS, None)
-        return original(self, *args, **kwargs)
 
-    return forward
+@replaces(
+    "megatron.core.models.gpt.gpt_model",
+    "GPTModel.forward",
+    {
+        "0.18 - 0.20": f"{FORWARD}, output_processor=None, output_processor_context=None)",
+        "0.17": f"{FORWARD}, is_spec_decode=None)",
+        "0.16": f"{FORWARD})",
+    },
+)
+def forward(original: Callable[..., Any], options: Options, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The model is deferred, and then runs its own."""
+    if options["heads"].defer(self) and not _uses_transformer_engine(self.config):
+        # Losses go to the cross entropies above, which are counted and audited.
+        vars(self).pop(LOSS, None)
+    return original(self, *args, **kwargs)
 
 
 def _uses_transformer_engine(config: Any) -> bool:
@@ -284,11 +297,7 @@ def _rows_or_labels(rows: Rows | None, labels: Tensor | None, length: int, batch
 
 def _group_of(output_layer: Any) -> Any:
     group = getattr(output_layer, "tp_group", None)
-    if group is not None:
-        return group
-    from megatron.core import parallel_state
-
-    return parallel_state.get_tensor_model_parallel_group()
+    return tensor_group() if group is None else group
 
 
 def _scaled(head: Head, scale_logits: Callable[[Tensor], Tensor] | None) -> Head:
@@ -303,49 +312,11 @@ def _scaled(head: Head, scale_logits: Callable[[Tensor], Tensor] | None) -> Head
     return replace(head, scale=head.scale * one)
 
 
-def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
-    return [
-        Replacement(
-            module="megatron.core.tensor_parallel.cross_entropy",
-            name="vocab_parallel_cross_entropy",
-            signature={
-                "0.19 - 0.20": "(vocab_parallel_logits, target, label_smoothing=0.0, tp_group=None)",
-                "0.16 - 0.18": "(vocab_parallel_logits, target, label_smoothing=0.0)",
-            },
-            make=make_cross_entropy,
-            also_in=("megatron.core.tensor_parallel",),
-        ),
-        Replacement(
-            module="megatron.core.fusions.fused_cross_entropy",
-            name="fused_vocab_parallel_cross_entropy",
-            signature="(vocab_parallel_logits, target, tp_group)",
-            make=make_fused_cross_entropy,
-            also_in=("megatron.core.models.common.language_module.language_module",),
-        ),
-    ]
-
-
-FORWARD = (
-    "(self, input_ids, position_ids, attention_mask, decoder_input=None, labels=None, inference_context=None, "
-    "packed_seq_params=None, extra_block_kwargs=None, runtime_gather_output=None, *, inference_params=None, "
-    "loss_mask=None, padding_mask=None"
-)
-
-
-def _heads(options: Mapping[str, Any]) -> list[Replacement]:
-    signature = {
-        "0.18 - 0.20": f"{FORWARD}, output_processor=None, output_processor_context=None)",
-        "0.17": f"{FORWARD}, is_spec_decode=None)",
-        "0.16": f"{FORWARD})",
-    }
-    return [Replacement("megatron.core.models.gpt.gpt_model", "GPTModel.forward", signature, make_forward)]
-
-
 HOST = Host(
     name="megatron",
     package="megatron.core",
     versions=("0.16 - 0.20",),
-    replacements=_replacements,
+    replacements=lambda _: [vocab_parallel_cross_entropy, fused_vocab_parallel_cross_entropy],
     options={
         "overwrite_logits": Option(
             "float32",
@@ -354,6 +325,6 @@ HOST = Host(
         ),
     },
     distribution="megatron-core",
-    heads=_heads,
+    heads=lambda _: [forward],
     logits="deferred",
 )

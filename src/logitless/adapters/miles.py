@@ -13,7 +13,7 @@ true-on-policy mode, and lines of different lengths or under all-gather context 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from logitless.adapters.host import Host, Installed, PassOn, Replacement
 from logitless.adapters.patching import install_host
+from logitless.adapters.replacing import Options, replaces
 from logitless.adapters.schedules import in_schedule
 from logitless.adapters.slime_rows import (
     OPTIONS,
@@ -29,8 +30,8 @@ from logitless.adapters.slime_rows import (
     check_options,
     entropy_asked,
     group_of,
-    make_loss,
     marked,
+    masked_losses,
     options_of,
     score_every_row,
 )
@@ -44,80 +45,73 @@ def custom_megatron_init(args: Any) -> Installed:
     return install_host(HOST, options_of(args))
 
 
-def make_calculate(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``calculate_log_probs_and_entropy``: ``[N, 1]`` log-probs, ``(0,)`` for no rows."""
-
-    def calculate_log_probs_and_entropy(
-        logits: Tensor,
-        tokens: Tensor,
-        tp_group: Any,
-        with_entropy: bool = False,
-        entropy_requires_grad: bool = True,
-        chunk_size: int = -1,
-        true_on_policy: bool = False,
-        vocab_size: int | None = None,
-    ) -> Any:
-        if true_on_policy:
-            return PassOn("true on policy")
-        # Outside its true-on-policy mode miles does not read vocab_size either.
-        entropy = entropy_asked(with_entropy, entropy_requires_grad)
-        return score_every_row(logits, tokens, group_of(tp_group), entropy, chunk_size, options)
-
-    return calculate_log_probs_and_entropy
+@replaces(f"{HUB}.math_utils", also_in=(f"{HUB}.logit_processors",))
+def calculate_log_probs_and_entropy(
+    options: Options,
+    logits: Tensor,
+    tokens: Tensor,
+    tp_group: Any,
+    with_entropy: bool = False,
+    entropy_requires_grad: bool = True,
+    chunk_size: int = -1,
+    true_on_policy: bool = False,
+    vocab_size: int | None = None,
+) -> Any:
+    """``[N, 1]`` log-probs, ``(0,)`` for no rows."""
+    if true_on_policy:
+        return PassOn("true on policy")
+    # Outside its true-on-policy mode miles does not read vocab_size either.
+    entropy = entropy_asked(with_entropy, entropy_requires_grad)
+    return score_every_row(logits, tokens, group_of(tp_group), entropy, chunk_size, options)
 
 
-def make_get_log_probs(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``get_log_probs_and_entropy``: lists in zigzag order, as long as the responses held here."""
-
-    def get_log_probs_and_entropy(
-        logits: Tensor,
-        *,
-        args: Any,
-        unconcat_tokens: Sequence[Tensor],
-        total_lengths: Sequence[int],
-        response_lengths: Sequence[int],
-        with_entropy: bool = False,
-        entropy_requires_grad: bool = True,
-        non_loss_data: bool = True,
-        max_seq_lens: Sequence[int] | None = None,
-    ) -> Any:
-        if args.true_on_policy_mode:
-            return PassOn("true on policy")
-        samples = (unconcat_tokens, total_lengths, response_lengths)
-        batch = _batch(logits, args, samples, max_seq_lens)
-        if isinstance(batch, PassOn):
-            return batch
-        temperature = args.rollout_temperature if args.rollout_temperature > 0 else 1.0
-        entropy = entropy_asked(with_entropy, entropy_requires_grad)
-        old = (marked.get() or (None, None))[1]
-        return batch.scores(logits, entropy, temperature, args.log_probs_chunk_size, options, old=old)
-
-    return get_log_probs_and_entropy
+@replaces(f"{HUB}.logit_processors", also_in=(f"{HUB}.losses",))
+def get_log_probs_and_entropy(
+    options: Options,
+    logits: Tensor,
+    *,
+    args: Any,
+    unconcat_tokens: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    with_entropy: bool = False,
+    entropy_requires_grad: bool = True,
+    non_loss_data: bool = True,
+    max_seq_lens: Sequence[int] | None = None,
+) -> Any:
+    """Lists in zigzag order, as long as the responses held here."""
+    if args.true_on_policy_mode:
+        return PassOn("true on policy")
+    samples = (unconcat_tokens, total_lengths, response_lengths)
+    batch = _batch(logits, args, samples, max_seq_lens)
+    if isinstance(batch, PassOn):
+        return batch
+    temperature = args.rollout_temperature if args.rollout_temperature > 0 else 1.0
+    entropy = entropy_asked(with_entropy, entropy_requires_grad)
+    old = marked.get().old
+    return batch.scores(logits, entropy, temperature, args.log_probs_chunk_size, options, old=old)
 
 
-def make_get_values(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``get_values``: response rows of the value head."""
-
-    def get_values(
-        logits: Tensor,
-        *,
-        args: Any,
-        unconcat_tokens: Sequence[Tensor],
-        total_lengths: Sequence[int],
-        response_lengths: Sequence[int],
-        with_entropy: bool = False,
-        non_loss_data: bool = True,
-        max_seq_lens: Sequence[int] | None = None,
-    ) -> Any:
-        if logits.shape[-1] != 1:
-            raise LogitlessError(f"logits of a value head must be [..., 1] but is {list(logits.shape)}.")
-        if args.true_on_policy_mode:
-            return PassOn("true on policy")
-        samples = (unconcat_tokens, total_lengths, response_lengths)
-        batch = _batch(logits, args, samples, max_seq_lens, masked=False)
-        return batch if isinstance(batch, PassOn) else {"values": batch.values(logits)}
-
-    return get_values
+@replaces(f"{HUB}.logit_processors", also_in=(f"{HUB}.losses",))
+def get_values(
+    logits: Tensor,
+    *,
+    args: Any,
+    unconcat_tokens: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    with_entropy: bool = False,
+    non_loss_data: bool = True,
+    max_seq_lens: Sequence[int] | None = None,
+) -> Any:
+    """Response rows of the value head."""
+    if logits.shape[-1] != 1:
+        raise LogitlessError(f"logits of a value head must be [..., 1] but is {list(logits.shape)}.")
+    if args.true_on_policy_mode:
+        return PassOn("true on policy")
+    samples = (unconcat_tokens, total_lengths, response_lengths)
+    batch = _batch(logits, args, samples, max_seq_lens, masked=False)
+    return batch if isinstance(batch, PassOn) else {"values": batch.values(logits)}
 
 
 def _batch(
@@ -137,41 +131,18 @@ def _batch(
     # As miles's module has it: its tests bind another one there.
     state = sys.modules[f"{HUB}.logit_processors"].get_parallel_state()
     parallel = Parallel(state.tp.group, state.cp.rank, state.cp.size, state.cp.group)
-    masks = (marked.get() or (None, None))[0] if masked else None
+    masks = marked.get().masks if masked else None
     line = None if packed or lines is None else int(lines[0])
     return Batch.make(parallel, outputs, *samples, masks=masks, allgather=args.allgather_cp, line=line)
 
 
-def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
+LOSSES = masked_losses(f"{HUB}.losses")
+
+
+def _replacements(options: Options) -> list[Replacement]:
     check_options("miles", options)
-    lists = "(logits, *, args, unconcat_tokens, total_lengths, response_lengths, with_entropy=False"
-    replacements = [
-        Replacement(
-            module=f"{HUB}.math_utils",
-            name="calculate_log_probs_and_entropy",
-            signature="(logits, tokens, tp_group, with_entropy=False, entropy_requires_grad=True, chunk_size=-1, "
-            "true_on_policy=False, vocab_size=None)",
-            make=make_calculate,
-            also_in=(f"{HUB}.logit_processors",),
-        ),
-        Replacement(
-            module=f"{HUB}.logit_processors",
-            name="get_log_probs_and_entropy",
-            signature=f"{lists}, entropy_requires_grad=True, non_loss_data=True, max_seq_lens=None)",
-            make=make_get_log_probs,
-            also_in=(f"{HUB}.losses",),
-        ),
-        Replacement(
-            module=f"{HUB}.logit_processors",
-            name="get_values",
-            signature=f"{lists}, non_loss_data=True, max_seq_lens=None)",
-            make=make_get_values,
-            also_in=(f"{HUB}.losses",),
-        ),
-    ]
-    masked = ("policy_loss_function", "sft_loss_function") if options["loss_mask_only"] else ()
-    signature = "(args, batch, logits, sum_of_sample_mean)"
-    return replacements + [Replacement(f"{HUB}.losses", name, signature, make_loss) for name in masked]
+    found = [calculate_log_probs_and_entropy, get_log_probs_and_entropy, get_values]
+    return [*found, *(LOSSES if options["loss_mask_only"] else ())]
 
 
 HOST = Host(

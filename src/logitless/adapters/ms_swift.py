@@ -9,13 +9,13 @@ tensor-parallel group. No call is left to ms-swift. Its other trainers score wit
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from logitless.adapters.heads import deferring
 from logitless.adapters.host import Host, Option, Replacement
+from logitless.adapters.replacing import Options, replaces
 from logitless.adapters.schedules import in_schedule
 from logitless.adapters.scoring import entropy_mode, score, score_with_all_entropies, untrained
 from logitless.adapters.shards import check_ids, even_shard
@@ -23,32 +23,24 @@ from logitless.adapters.shards import check_ids, even_shard
 MODULE = "swift.megatron.trainers.vocab_parallel_utils"
 
 
-def make_logps(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``compute_logps_and_entropy_from_logits``. Labels of -100 have log-prob 0, and an entropy."""
-
-    def compute_logps_and_entropy_from_logits(
-        logits: Tensor, labels: Tensor, compute_entropy: bool = False, entropy_chunk_size: int = 512
-    ) -> tuple[Tensor, Tensor | None]:
-        check_ids("labels", labels, tuple(logits.shape[:-1]))
-        # As ms-swift's module has it. A group of one rank is none.
-        group, width = sys.modules[MODULE].mpu.get_tensor_model_parallel_group(), logits.shape[-1]
-        # ms-swift's chunk of rows, as bytes of float32 logits.
-        shared: dict[str, Any] = {"shard": even_shard(group, width), "memory": 4 * entropy_chunk_size * width}
-        where, audit = "compute_logps_and_entropy_from_logits", options["audit"]
-        if not compute_entropy:
-            return score(where, logits, labels, audit, **shared).logprob.float(), None
-        entropy = entropy_mode(options["entropy_grad"], logits)
-        out = score_with_all_entropies(where, logits, labels, audit, entropy=entropy, **shared)
-        assert out.entropy is not None
-        logprob, value = out.logprob.float(), out.entropy.to(logits.dtype)
-        return logprob, value if options["entropy_grad"] else untrained("ms_swift", value, logprob)
-
-    return compute_logps_and_entropy_from_logits
-
-
-def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
-    signature = "(logits, labels, compute_entropy=False, entropy_chunk_size=512)"
-    return [Replacement(MODULE, "compute_logps_and_entropy_from_logits", signature, make_logps)]
+@replaces(MODULE)
+def compute_logps_and_entropy_from_logits(
+    options: Options, logits: Tensor, labels: Tensor, compute_entropy: bool = False, entropy_chunk_size: int = 512
+) -> tuple[Tensor, Tensor | None]:
+    """Labels of -100 have log-prob 0, and an entropy."""
+    check_ids("labels", labels, tuple(logits.shape[:-1]))
+    # As ms-swift's module has it. A group of one rank is none.
+    group, width = sys.modules[MODULE].mpu.get_tensor_model_parallel_group(), logits.shape[-1]
+    # ms-swift's chunk of rows, as bytes of float32 logits.
+    shared: dict[str, Any] = {"shard": even_shard(group, width), "memory": 4 * entropy_chunk_size * width}
+    where, audit = "compute_logps_and_entropy_from_logits", options["audit"]
+    if not compute_entropy:
+        return score(where, logits, labels, audit, **shared).logprob.float(), None
+    entropy = entropy_mode(options["entropy_grad"], logits)
+    out = score_with_all_entropies(where, logits, labels, audit, entropy=entropy, **shared)
+    assert out.entropy is not None
+    logprob, value = out.logprob.float(), out.entropy.to(logits.dtype)
+    return logprob, value if options["entropy_grad"] else untrained("ms_swift", value, logprob)
 
 
 def _reads(forward_step_func: Any, **_: Any) -> bool:
@@ -59,7 +51,7 @@ def _reads(forward_step_func: Any, **_: Any) -> bool:
     return type(trainer).__name__ != "MegatronGKDTrainer" and task == "causal_lm"
 
 
-def _heads(options: Mapping[str, Any]) -> list[Replacement]:
+def _heads(_: Options) -> list[Replacement]:
     scored = {
         "4.6": "(model, args, data_iterator, temperature=1.0, no_grad=True, enable_routing_replay=False)",
         "4.4 - 4.5": None,
@@ -75,7 +67,7 @@ HOST = Host(
     name="ms_swift",
     package="swift",
     versions=("4.4 - 4.6",),
-    replacements=_replacements,
+    replacements=lambda _: [compute_logps_and_entropy_from_logits],
     options={
         "entropy_grad": Option(
             False, "True: entropy has a gradient; False: it raises. ms-swift logs it and selects tokens"

@@ -12,13 +12,18 @@ Reward and value models have no logits. A model whose head is in MXFP8 is refuse
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from logitless.adapters.heads import deferring
 from logitless.adapters.host import Replacement
 from logitless.adapters.megatron import check_model_head
+from logitless.adapters.replacing import replaces
 from logitless.adapters.schedules import in_schedule
+
+MODEL_UTILS = "nemo_rl.distributed.model_utils"
+LOSS_UTILS = "nemo_rl.algorithms.loss.utils"
+TRAIN = "nemo_rl.models.megatron.train"
 
 READ = ("LogprobsPostProcessor", "TopkLogitsPostProcessor")
 LOSSES = ("LOGPROB", "DISTILLATION")
@@ -56,43 +61,33 @@ def _model(model: Any, post_processing_fn: Any, processed_mb: Any, is_reward_mod
     return None if is_reward_model else model
 
 
-def make_forward(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Wraps ``model_forward``: the fused head is handed a weight, and here the model is seen."""
-
-    parameters = inspect.signature(original)
-
-    def model_forward(model: Any, *args: Any, **more: Any) -> Any:
-        given = parameters.bind(model, *args, **more).arguments
-        if given.get("use_fused_linear_logprobs") or given.get("use_linear_ce_fusion_loss"):
-            check_model_head("the fused head", model)
-        return original(model, *args, **more)
-
-    return model_forward
+FIRST = (
+    "model, data_dict, input_ids_cp_sharded, position_ids, attention_mask, packed_seq_params=None, "
+    "defer_fp32_logits=False"
+)
 
 
-def fused_forward() -> Replacement:
-    """Every forward of the Megatron workers, with the fused head or without."""
-    first = (
-        "model, data_dict, input_ids_cp_sharded, position_ids, attention_mask, packed_seq_params=None, "
-        "defer_fp32_logits=False"
-    )
-    return Replacement(
-        module="nemo_rl.models.megatron.train",
-        name="model_forward",
-        signature={
-            "main": f"({first}, mtp_loss_mask=None, straggler_timer=None, use_fused_linear_logprobs=False, "
-            "media_token_validity_mask=None)",
-            "0.7": f"({first}, mtp_loss_mask=None, straggler_timer=None, use_linear_ce_fusion_loss=False)",
-            "0.6": f"({first}, straggler_timer=None, use_linear_ce_fusion_loss=False)",
-        },
-        make=make_forward,
-        optional=True,
-    )
+@replaces(
+    TRAIN,
+    signature={
+        "main": f"({FIRST}, mtp_loss_mask=None, straggler_timer=None, use_fused_linear_logprobs=False, "
+        "media_token_validity_mask=None)",
+        "0.7": f"({FIRST}, mtp_loss_mask=None, straggler_timer=None, use_linear_ce_fusion_loss=False)",
+        "0.6": f"({FIRST}, straggler_timer=None, use_linear_ce_fusion_loss=False)",
+    },
+    optional=True,
+)
+def model_forward(original: Callable[..., Any], model: Any, *args: Any, **more: Any) -> Any:
+    """Every forward of the Megatron workers: the fused head is handed a weight, and here the model is seen."""
+    given = inspect.signature(original).bind(model, *args, **more).arguments
+    if given.get("use_fused_linear_logprobs") or given.get("use_linear_ce_fusion_loss"):
+        check_model_head("the fused head", model)
+    return original(model, *args, **more)
 
 
 def heads(_: Any) -> list[Replacement]:
     return [
-        in_schedule("nemo_rl.models.megatron.train", optional=True, reads=_in_step),
+        in_schedule(TRAIN, optional=True, reads=_in_step),
         Replacement(
             module="nemo_rl.models.automodel.train",
             name="forward_with_post_processing_fn",

@@ -267,14 +267,8 @@ def _notes(host: Host, version: str, prepared: Sequence[_Prepared]) -> list[str]
 
 def _prepare(host: Host, version: str, options: Mapping[str, Any]) -> tuple[list[_Prepared], list[str]]:
     """All replacements, resolved and checked, and the missing optional modules. Imports the host, changes nothing."""
-    prepared, missing = [], []
-    for replacement in chosen(host, options):
-        reason = _left_out(host, version, replacement)
-        if reason:
-            missing.append(reason)
-        else:
-            module = sys.modules[replacement.module]
-            prepared.append(_resolve(host, version, module, replacement, options))
+    found = [_resolve(host, version, replacement, options) for replacement in chosen(host, options)]
+    prepared, missing = [x for x in found if isinstance(x, _Prepared)], [x for x in found if isinstance(x, str)]
     if not prepared:
         raise LogitlessError(f'install("{host.name}"): none of its parts can be imported: {"; ".join(missing)}.')
     return prepared, missing
@@ -293,19 +287,18 @@ def _prepare_heads(
         if replacement.if_asked and not asked:
             continue
         try:
-            why = _left_out(host, version, replacement)
-            if why is not None and not replacement.optional:
-                return [], why
-            if why is None:
-                module = sys.modules[replacement.module]
-                prepared.append(replace(_resolve(host, version, module, replacement, options), of_head=True))
+            found = _resolve(host, version, replacement, options)
         except LogitlessError as error:
             return [], str(error)
+        if isinstance(found, _Prepared):
+            prepared.append(replace(found, of_head=True))
+        elif not replacement.optional:
+            return [], found
     return (prepared, None) if prepared else ([], "none of the host's models can be found")
 
 
-def _left_out(host: Host, version: str, replacement: Replacement) -> str | None:
-    """Why this installation of the host lacks the function, if it may lack it. Imports the module otherwise."""
+def _resolve(host: Host, version: str, replacement: Replacement, options: Mapping[str, Any]) -> _Prepared | str:
+    """A replacement, checked; or why this host lacks the function, if it may. Imports its module."""
     absent = [ranges for ranges, signature in replacement.forms.items() if signature is None]
     may_lack = bool(absent) and (not covers(host.versions, version) or covers(absent, version))
     try:
@@ -316,12 +309,6 @@ def _left_out(host: Host, version: str, replacement: Replacement) -> str | None:
         return f"{replacement.module}: {error.__cause__}"
     if may_lack and _find(module, replacement.name)[2] is None:
         return f"{replacement.path}: not in {', '.join(absent)}"
-    return None
-
-
-def _resolve(
-    host: Host, version: str, module: ModuleType, replacement: Replacement, options: Mapping[str, Any]
-) -> _Prepared:
     owner, attribute, stored = _look_up(host, module, replacement.name)
     inherited = attribute not in vars(owner)
     bound = isinstance(stored, classmethod | staticmethod)

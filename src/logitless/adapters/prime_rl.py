@@ -13,14 +13,15 @@ refuses them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from logitless.adapters.host import Host, Option, PassOn, Replacement
-from logitless.adapters.scoring import HALF, entropy_mode, score, untrained
+from logitless.adapters.replacing import Options, replaces
+from logitless.adapters.scoring import HALF, entropy_mode, product_dtype, score, untrained
 from logitless.adapters.shards import check_ids
 from logitless.errors import LogitlessError
 from logitless.operands import Logits
@@ -35,48 +36,46 @@ VOCABULARY_CHUNK = 8192
 """Columns of prime-rl's tile of logits; ``chunk_size`` of the head is its rows."""
 
 
-def make_forward(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``forward`` of a head; the Gemma head has a softcap, the others none."""
-
-    def forward(
-        self: Any,
-        hidden_states: Tensor,
-        labels: Tensor | None = None,
-        temperature: Tensor | float | None = None,
-        sampling_mask: Tensor | None = None,
-    ) -> Any:
-        softcap = getattr(self, "softcap", None)
-        if labels is None or temperature is None:
-            return PassOn("no labels" if labels is None else "no temperature")
-        if sampling_mask is not None and softcap is not None:
-            return PassOn("a sampling mask under a softcap")
-        lead = tuple(hidden_states.shape[:-1])
-        labels, ids = _lined("labels", labels, lead), None
-        check_ids("labels", labels, lead)
-        if isinstance(temperature, Tensor):
-            temperature = _as_rounded(_lined("temperature", temperature, lead), options["accurate"])
-        if sampling_mask is not None:
-            ids = _lined("sampling_mask", sampling_mask, (*lead, sampling_mask.shape[-1])).long()
-        weight, trained = self.weight, options["entropy_grad"]
-        match = None if options["accurate"] else HALF.get(_dtype_of_product(hidden_states))
-        out = score(
-            type(self).__name__,
-            Logits(hidden_states, weight, match=match),
-            labels,
-            options["audit"],
-            head=Head(temperature=temperature, softcap=softcap),
-            entropy=entropy_mode(trained, hidden_states, weight),
-            # prime-rl's tile, as bytes of float32 logits; the vanilla head has none.
-            memory=4 * getattr(self, "chunk_size", CHUNK) * min(weight.shape[0], VOCABULARY_CHUNK),
-            ids=None if ids is None else ids.clamp_min(0),
-        )
-        assert out.entropy is not None
-        logprob = out.logprob.float() if ids is None else _replayed(out, ids, labels)
-        # FSDP warns of modules that return views, as results in the shape of the labels are.
-        logprob, entropy = logprob.clone(), out.entropy.float()
-        return {"logprobs": logprob, "entropy": entropy.clone() if trained else untrained("prime_rl", entropy, logprob)}
-
-    return forward
+@replaces(f"{LAYERS}.lm_head", "FusedOutputLinear.forward", {"main": (), "0.4 - 0.8": ("sampling_mask",)})
+def forward(
+    options: Options,
+    self: Any,
+    hidden_states: Tensor,
+    labels: Tensor | None = None,
+    temperature: Tensor | float | None = None,
+    sampling_mask: Tensor | None = None,
+) -> Any:
+    """The Gemma head has a softcap, the others none."""
+    softcap = getattr(self, "softcap", None)
+    if labels is None or temperature is None:
+        return PassOn("no labels" if labels is None else "no temperature")
+    if sampling_mask is not None and softcap is not None:
+        return PassOn("a sampling mask under a softcap")
+    lead = tuple(hidden_states.shape[:-1])
+    labels, ids = _lined("labels", labels, lead), None
+    check_ids("labels", labels, lead)
+    if isinstance(temperature, Tensor):
+        temperature = _as_rounded(_lined("temperature", temperature, lead), options["accurate"])
+    if sampling_mask is not None:
+        ids = _lined("sampling_mask", sampling_mask, (*lead, sampling_mask.shape[-1])).long()
+    weight, trained = self.weight, options["entropy_grad"]
+    match = None if options["accurate"] else HALF.get(product_dtype(hidden_states))
+    out = score(
+        type(self).__name__,
+        Logits(hidden_states, weight, match=match),
+        labels,
+        options["audit"],
+        head=Head(temperature=temperature, softcap=softcap),
+        entropy=entropy_mode(trained, hidden_states, weight),
+        # prime-rl's tile, as bytes of float32 logits; the vanilla head has none.
+        memory=4 * getattr(self, "chunk_size", CHUNK) * min(weight.shape[0], VOCABULARY_CHUNK),
+        ids=None if ids is None else ids.clamp_min(0),
+    )
+    assert out.entropy is not None
+    logprob = out.logprob.float() if ids is None else _replayed(out, ids, labels)
+    # FSDP warns of modules that return views, as results in the shape of the labels are.
+    logprob, entropy = logprob.clone(), out.entropy.float()
+    return {"logprobs": logprob, "entropy": entropy.clone() if trained else untrained("prime_rl", entropy, logprob)}
 
 
 def _lined(name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -84,11 +83,6 @@ def _lined(name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
     if x.numel() != math.prod(shape):
         raise LogitlessError(f"{name} must be {list(shape)} but is {list(x.shape)}.")
     return x.reshape(shape)
-
-
-def _dtype_of_product(x: Tensor) -> torch.dtype:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _as_rounded(temperature: Tensor, accurate: bool) -> Tensor:
@@ -106,24 +100,9 @@ def _replayed(out: TokenStats, ids: Tensor, labels: Tensor) -> Tensor:
     return out.logprob.float() - torch.where(kept, among.logsumexp(-1), 0.0)
 
 
-def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
-    heads = (
-        ("lm_head", "FusedOutputLinear"),
-        ("lm_head_gemma", "GemmaFusedOutputLinear"),
-        ("lm_head", "VanillaOutputLinear"),
-    )
-    return [
-        Replacement(
-            module=f"{LAYERS}.{module}",
-            name=f"{name}.forward",
-            signature={
-                "main": "(self, hidden_states, labels=None, temperature=None, sampling_mask=None)",
-                "0.4 - 0.8": "(self, hidden_states, labels=None, temperature=None)",
-            },
-            make=make_forward,
-        )
-        for module, name in heads
-    ]
+def _replacements(_: Options) -> list[Replacement]:
+    gemma = replace(forward, module=f"{LAYERS}.lm_head_gemma", name="GemmaFusedOutputLinear.forward")
+    return [forward, gemma, replace(forward, name="VanillaOutputLinear.forward")]
 
 
 HOST = Host(

@@ -9,59 +9,39 @@ A chunk of the virtual pipeline without a head, and a value model, are left alon
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from logitless.adapters.heads import Heads
 from logitless.adapters.host import Replacement
-
-NAME = "get_forward_backward_func"
-
-
-def schedule(reads: Callable[..., bool]) -> Callable[[Callable[..., Any], Mapping[str, Any]], Callable[..., Any]]:
-    """``make`` of what stands in for ``get_forward_backward_func``: the function that it returns defers the models that
-    it runs.
-    """
-
-    def make(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-        heads: Heads = options["heads"]
-
-        def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-            run = original(*args, **kwargs)
-
-            @functools.wraps(run)
-            def forward_backward(*args: Any, **given: Any) -> Any:
-                model = given.get("model")
-                for chunk in model if isinstance(model, list | tuple) else (model,):
-                    if chunk is not None:
-                        (heads.defer if reads(**given) else heads.release)(chunk)
-                return run(*args, **given)
-
-            return forward_backward
-
-        return get_forward_backward_func
-
-    return make
+from logitless.adapters.replacing import Options, replaces
 
 
-def in_schedule(
-    module: str, optional: bool = False, if_asked: bool = False, reads: Callable[..., bool] = lambda **_: True
-) -> Replacement:
+def in_schedule(module: str, optional: bool = False, reads: Callable[..., bool] = lambda **_: True) -> Replacement:
     """The heads of all models that this module of a host hands to a schedule.
 
     Args:
         reads: whether a schedule with these arguments reads a few numbers of each row; see ``deferring``.
     """
-    return Replacement(
-        module=module,
-        name=NAME,
-        signature={
-            "with Megatron-Core 0.19 - 0.20": "(pp_size=None, vp_size=None, schedule_pg_collection=None)",
-            "with Megatron-Core 0.15 - 0.18": "(pp_size=None, vp_size=None)",
-            "with Megatron-Core before that": "()",
-        },
-        make=schedule(reads),
-        optional=optional,
-        of="megatron",
-        if_asked=if_asked,
-    )
+    versions = {
+        "with Megatron-Core 0.19 - 0.20": "(pp_size=None, vp_size=None, schedule_pg_collection=None)",
+        "with Megatron-Core 0.15 - 0.18": "(pp_size=None, vp_size=None)",
+        "with Megatron-Core before that": "()",
+    }
+
+    @replaces(module, signature=versions, optional=optional, of="megatron")
+    def get_forward_backward_func(
+        original: Callable[..., Any], options: Options, *args: Any, **kwargs: Any
+    ) -> Callable[..., Any]:
+        run, heads = original(*args, **kwargs), options["heads"]
+
+        @functools.wraps(run)
+        def forward_backward(*args: Any, **given: Any) -> Any:
+            model = given.get("model")
+            for chunk in model if isinstance(model, list | tuple) else (model,):
+                if chunk is not None:
+                    (heads.defer if reads(**given) else heads.release)(chunk)
+            return run(*args, **given)
+
+        return forward_backward
+
+    return get_forward_backward_func

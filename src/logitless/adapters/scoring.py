@@ -5,7 +5,7 @@
     soft_cross_entropy           -sum of q log p, q the probability of another row of logits
     score_with_all_entropies     log-probs of the targets, entropies of rows without one too
     taken_over                   logits that a caller allows backward to overwrite
-    make_logprobs_from_logits    replaces a function that verl and SkyRL share
+    score_overwriting            a function that verl and SkyRL share
     in_scope                     kept ids with the scope of a host's keyword
     every_target                 the target of every local token, for the audit
     untrained                    an entropy whose gradient is an error
@@ -17,13 +17,14 @@ them. No function here depends on a host; the host's file chooses rows, dtypes a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from logitless.adapters.audit import Audit
+from logitless.adapters.replacing import Options
 from logitless.adapters.shards import check_ids
 from logitless.deferred.later import entropy_with_log_prob, log_prob_and_entropy
 from logitless.errors import LogitlessError
@@ -45,6 +46,12 @@ def tracked(*tensors: Tensor | None) -> bool:
 def entropy_mode(wanted: bool, *tensors: Tensor | None) -> EntropyMode:
     """``"grad"`` where a gradient is wanted and can flow."""
     return "grad" if wanted and tracked(*tensors) else "value"
+
+
+def product_dtype(hidden: Tensor) -> torch.dtype:
+    """The dtype of a product with hidden states: that of autocast, where it is on."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
 def untrained(host: str, entropy: Tensor, logprob: Tensor) -> Tensor:
@@ -188,26 +195,22 @@ def taken_over(logits: Tensor) -> Tensor | None:
     return whole if same and whole.is_contiguous() and logits.is_contiguous() else None
 
 
-def make_logprobs_from_logits(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``logprobs_from_logits``: float32, as the hosts' flash-attention path gives them.
+def score_overwriting(options: Options, logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+    """``logprobs_from_logits`` of two hosts: float32, as the hosts' flash-attention path gives them.
 
     With ``inplace_backward=True`` the caller allows backward to write the gradient over the logits, as on that path.
     """
     where = "logprobs_from_logits"
-
-    def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
-        if labels.shape != logits.shape[:-1] and labels.numel() == logits.shape[:-1].numel():
-            # The hosts flatten both, and results have the shape of the logits.
-            labels = labels.reshape(logits.shape[:-1])
-        check_ids("labels", labels, logits.shape[:-1])
-        whole = taken_over(logits) if inplace_backward and options["inplace_backward"] else None
-        if whole is None:
-            return score(where, logits, labels, options["audit"]).logprob
-        target = labels.reshape(whole.shape[:-1])
-        out = score(where, whole, target, options["audit"], overwrite=True)
-        return out.logprob.view(labels.shape)
-
-    return logprobs_from_logits
+    if labels.shape != logits.shape[:-1] and labels.numel() == logits.shape[:-1].numel():
+        # The hosts flatten both, and results have the shape of the logits.
+        labels = labels.reshape(logits.shape[:-1])
+    check_ids("labels", labels, logits.shape[:-1])
+    whole = taken_over(logits) if inplace_backward and options["inplace_backward"] else None
+    if whole is None:
+        return score(where, logits, labels, options["audit"]).logprob
+    target = labels.reshape(whole.shape[:-1])
+    out = score(where, whole, target, options["audit"], overwrite=True)
+    return out.logprob.view(labels.shape)
 
 
 def in_scope(caller: str, kept: Kept | None, scope: Scope | None) -> Kept | None:

@@ -101,23 +101,25 @@ def import_part(host: Host, module: str) -> Any:
 
 
 def plain_signature(function: Callable[..., Any]) -> str:
-    """The signature without annotations.
+    """The text of a signature without annotations.
 
     >>> def f(logits: int, *, chunk: int = 128) -> None: ...
     >>> plain_signature(f)
     '(logits, *, chunk=128)'
     """
-    return str(_bare(inspect.signature(function)))
+    return str(bare_signature(function))
 
 
-def _bare(signature: inspect.Signature) -> inspect.Signature:
+def bare_signature(function: Callable[..., Any]) -> inspect.Signature:
+    """The signature without annotations."""
+    signature = inspect.signature(function)
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     return signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)
 
 
 def new_parameters(function: Callable[..., Any], replacement: Replacement) -> tuple[str, ...] | None:
     """Parameters of the host's function beyond a known signature, all with defaults; None if it is another one."""
-    found = _bare(inspect.signature(function))
+    found = bare_signature(function)
     known = [text for text in replacement.forms.values() if text is not None]
     if str(found) in known:
         return ()
@@ -143,7 +145,7 @@ def _names(text: str) -> list[str]:
 
 def difference(host: Host, path: str, function: Callable[..., Any], replacement: Replacement, version: str) -> str:
     """The text of a refusal: known and found signature, what is gone and new, and what to do."""
-    found = _bare(inspect.signature(function)).parameters
+    found = bare_signature(function).parameters
     lines, nearest = [f'install("{host.name}"): {path} has a signature that this adapter does not know.'], None
     for versions, text in replacement.forms.items():
         if text is None:

@@ -8,55 +8,37 @@ logits is held but their gradient. ``draft_soft_ce_topk`` has no such work, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from logitless.adapters.host import Replacement
+from logitless.adapters.replacing import Options, replaces
 from logitless.adapters.scoring import soft_cross_entropy
 from logitless.adapters.shards import check_ids, packed_shard
+from logitless.adapters.skyrl_rows import MEGATRON_WRAPPER
 from logitless.errors import LogitlessError
 from logitless.spec import IGNORE
 
-SOFT_CE = "skyrl.backends.skyrl_train.mtp.soft_ce"
 
-
-def make_draft_soft_ce(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``draft_soft_ce``: the masked mean, of rows whose mask is not 0."""
-
-    def draft_soft_ce(
-        student_logits: Tensor,
-        teacher_logits: Tensor,
-        mask: Tensor,
-        global_normalization_factor: Tensor | None = None,
-        vocab_parallel_group: Any = None,
-        chunk_size: int | None = None,
-    ) -> Tensor:
-        if teacher_logits.requires_grad:
-            raise LogitlessError("teacher_logits must be detached: the draft head's loss is not the policy's.")
-        target = torch.where(mask == 0, IGNORE, 0)
-        check_ids("mask", target, student_logits.shape[:-1])
-        # SkyRL has cut the padding off the last ranks' parts.
-        shard = packed_shard(vocab_parallel_group, student_logits.shape[-1])
-        each = soft_cross_entropy("draft_soft_ce", student_logits, teacher_logits, target, options["audit"], shard)
-        total = (each * mask).sum()
-        count = mask.sum() if global_normalization_factor is None else global_normalization_factor
-        return total / count.clamp(min=1.0)
-
-    return draft_soft_ce
-
-
-def draft(wrapper: str) -> list[Replacement]:
-    return [
-        Replacement(
-            SOFT_CE,
-            "draft_soft_ce",
-            "(student_logits, teacher_logits, mask, global_normalization_factor=None, vocab_parallel_group=None, "
-            "chunk_size=None)",
-            make_draft_soft_ce,
-            (wrapper,),
-            optional=True,
-        )
-    ]
+@replaces("skyrl.backends.skyrl_train.mtp.soft_ce", also_in=(MEGATRON_WRAPPER,), optional=True)
+def draft_soft_ce(
+    options: Options,
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    mask: Tensor,
+    global_normalization_factor: Tensor | None = None,
+    vocab_parallel_group: Any = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """The masked mean, of rows whose mask is not 0."""
+    if teacher_logits.requires_grad:
+        raise LogitlessError("teacher_logits must be detached: the draft head's loss is not the policy's.")
+    target = torch.where(mask == 0, IGNORE, 0)
+    check_ids("mask", target, student_logits.shape[:-1])
+    # SkyRL has cut the padding off the last ranks' parts.
+    shard = packed_shard(vocab_parallel_group, student_logits.shape[-1])
+    each = soft_cross_entropy("draft_soft_ce", student_logits, teacher_logits, target, options["audit"], shard)
+    total = (each * mask).sum()
+    count = mask.sum() if global_normalization_factor is None else global_normalization_factor
+    return total / count.clamp(min=1.0)

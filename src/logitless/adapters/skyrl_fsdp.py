@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -22,7 +22,8 @@ from torch import Tensor
 
 from logitless.adapters.heads import deferring
 from logitless.adapters.host import PassOn, Replacement
-from logitless.adapters.scoring import entropy_of_logits, make_logprobs_from_logits
+from logitless.adapters.replacing import Options, held, replaces
+from logitless.adapters.scoring import entropy_of_logits, score_overwriting
 from logitless.errors import LogitlessError
 
 TORCH_UTILS = "skyrl.backends.skyrl_train.utils.torch_utils"
@@ -44,31 +45,39 @@ _read: ContextVar[Read | None] = ContextVar("rows that are read", default=None)
 """Rows that have logits, while a forward of SkyRL's wrapper runs; None for all."""
 
 
-def make_forward(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``HFModelWrapper.forward``: the same forward, of a model that multiplies the rows that are read."""
-
-    def forward(
-        self: Any, sequences: Tensor, num_actions: Any, attention_mask: Tensor | None = None, *rest: Any, **more: Any
-    ) -> Any:
-        why = _cannot(self, num_actions)
-        if why is not None:
-            return PassOn(why)
-        is_read = _is_read(self, sequences, num_actions, attention_mask)
-        read = Read(is_read.nonzero().squeeze(1), len(is_read))
-        hook = self.model.register_forward_pre_hook(
-            lambda _, args, kwargs: (args, {**kwargs, "logits_to_keep": read.columns}), with_kwargs=True
-        )
-        # A wrapper keeps the function of its making, which may be SkyRL's own, from before ours was installed.
-        entropy, self.chunked_entropy_from_logits_fn = self.chunked_entropy_from_logits_fn, _entropy_function()
-        before = _read.set(read)
-        try:
+@replaces(
+    WRAPPER,
+    "HFModelWrapper.forward",
+    "(self, sequences, num_actions, attention_mask=None, temperature=1.0, return_output=False, compute_entropy=False, "
+    "entropy_requires_grad=True, pixel_values=None, image_grid_thw=None, mm_token_type_ids=None)",
+    optional=True,
+)
+def forward(
+    original: Callable[..., Any],
+    self: Any,
+    sequences: Tensor,
+    num_actions: Any,
+    attention_mask: Tensor | None = None,
+    *rest: Any,
+    **more: Any,
+) -> Any:
+    """The same forward, of a model that multiplies the rows that are read."""
+    why = _cannot(self, num_actions)
+    if why is not None:
+        return PassOn(why)
+    is_read = _is_read(self, sequences, num_actions, attention_mask)
+    read = Read(is_read.nonzero().squeeze(1), len(is_read))
+    hook = self.model.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, {**kwargs, "logits_to_keep": read.columns}), with_kwargs=True
+    )
+    # A wrapper keeps the function of its making, which may be SkyRL's own, from before ours was installed.
+    entropy, self.chunked_entropy_from_logits_fn = self.chunked_entropy_from_logits_fn, _entropy_function()
+    try:
+        with held(_read, read):
             return original(self, sequences, num_actions, attention_mask, *rest, **more)
-        finally:
-            _read.reset(before)
-            self.chunked_entropy_from_logits_fn = entropy
-            hook.remove()
-
-    return forward
+    finally:
+        self.chunked_entropy_from_logits_fn = entropy
+        hook.remove()
 
 
 def _entropy_function() -> Callable[..., Any]:
@@ -102,60 +111,44 @@ def _is_read(wrapper: Any, sequences: Tensor, num_actions: Any, attention_mask: 
     return read
 
 
-def make_logprobs(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``logprobs_from_logits``; within a forward, of logits of the rows that are read."""
-    plain = make_logprobs_from_logits(original, options)
-
-    def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
-        read = _read.get()
-        if read is None:
-            return plain(logits, labels, inplace_backward)
-        return read.spread(plain(logits, labels[:, read.columns], inplace_backward))
-
-    return logprobs_from_logits
+@replaces(TORCH_UTILS, also_in=(WRAPPER,))
+def logprobs_from_logits(options: Options, logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+    """Within a forward, of logits of the rows that are read."""
+    read = _read.get()
+    if read is None:
+        return score_overwriting(options, logits, labels, inplace_backward)
+    return read.spread(score_overwriting(options, logits, labels[:, read.columns], inplace_backward))
 
 
-def make_chunked_entropy(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``chunked_entropy_from_logits``: positions with mask 0 are not computed."""
-    where = "chunked_entropy_from_logits"
+@replaces(TORCH_UTILS, also_in=(WRAPPER,))
+def chunked_entropy_from_logits(
+    options: Options,
+    logits: Tensor,
+    requires_grad: bool = False,
+    attention_mask: Tensor | None = None,
+    chunk_size: int = 1024,
+) -> Tensor:
+    """Positions with mask 0 are not computed."""
+    if logits.dim() != 3:
+        raise LogitlessError(f"logits must be [B, S, V] but is {list(logits.shape)}.")
+    read = _read.get()
+    if read is not None and attention_mask is not None:
+        attention_mask = attention_mask[:, read.columns]
+    if attention_mask is not None and attention_mask.shape != logits.shape[:-1]:
+        raise LogitlessError(
+            f"attention_mask shape {list(attention_mask.shape)} does not match logits shape {list(logits.shape)}: "
+            f"it must be {list(logits.shape[:-1])}."
+        )
+    left_out = None if attention_mask is None else attention_mask == 0
+    where, audit = "chunked_entropy_from_logits", options["audit"]
+    entropy = entropy_of_logits(where, logits, audit, grad=requires_grad, leave_out=left_out)
+    entropy = (entropy if attention_mask is None else entropy * attention_mask).to(logits.dtype)
+    return entropy if read is None else read.spread(entropy)
 
-    def chunked_entropy_from_logits(
-        logits: Tensor, requires_grad: bool = False, attention_mask: Tensor | None = None, chunk_size: int = 1024
-    ) -> Tensor:
-        if logits.dim() != 3:
-            raise LogitlessError(f"logits must be [B, S, V] but is {list(logits.shape)}.")
-        read = _read.get()
-        if read is not None and attention_mask is not None:
-            attention_mask = attention_mask[:, read.columns]
-        if attention_mask is not None and attention_mask.shape != logits.shape[:-1]:
-            raise LogitlessError(
-                f"attention_mask shape {list(attention_mask.shape)} does not match logits shape {list(logits.shape)}: "
-                f"it must be {list(logits.shape[:-1])}."
-            )
-        left_out = None if attention_mask is None else attention_mask == 0
-        entropy = entropy_of_logits(where, logits, options["audit"], grad=requires_grad, leave_out=left_out)
-        entropy = (entropy if attention_mask is None else entropy * attention_mask).to(logits.dtype)
-        return entropy if read is None else read.spread(entropy)
 
-    return chunked_entropy_from_logits
-
-
-def fsdp_replacements(options: Mapping[str, Any]) -> list[Replacement]:
+def fsdp_replacements(options: Options) -> list[Replacement]:
     """The functions on logits and, with ``rows_before_head``, the wrapper's forward."""
-    functions = {
-        "logprobs_from_logits": ("(logits, labels, inplace_backward=True)", make_logprobs),
-        "chunked_entropy_from_logits": (
-            "(logits, requires_grad=False, attention_mask=None, chunk_size=1024)",
-            make_chunked_entropy,
-        ),
-    }
-    made = [Replacement(TORCH_UTILS, name, *how, (WRAPPER,)) for name, how in functions.items()]
-    if options["rows_before_head"]:
-        settings = "temperature=1.0, return_output=False, compute_entropy=False, entropy_requires_grad=True"
-        images = "pixel_values=None, image_grid_thw=None, mm_token_type_ids=None"
-        signature = f"(self, sequences, num_actions, attention_mask=None, {settings}, {images})"
-        made.append(Replacement(WRAPPER, "HFModelWrapper.forward", signature, make_forward, optional=True))
-    return made
+    return [logprobs_from_logits, chunked_entropy_from_logits, *([forward] if options["rows_before_head"] else [])]
 
 
 def fsdp_heads() -> list[Replacement]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import ContextVar
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from logitless.adapters.megatron import check_head
 from logitless.adapters.packs import Batch, ranks_in, with_target
+from logitless.adapters.replacing import Options, held, replaces
 from logitless.adapters.scoring import HALF, every_target, placed
 from logitless.adapters.shards import check_ids, shard_between, vocabulary_of
 from logitless.errors import LogitlessError
@@ -21,26 +23,36 @@ from logitless.rows import Rows
 from logitless.rows.exchange import GradRule
 from logitless.score import logprobs
 from logitless.seams import without_outside
-from logitless.spec import Head, TokenStats, VocabShard
+from logitless.spec import EntropyMode, Head, TokenStats, VocabShard
+
+MODEL_UTILS = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
+MEGATRON_WRAPPER = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
 
 _actions: ContextVar[int | None] = ContextVar("num_actions", default=None)
 """How many results at the end of every line SkyRL's Megatron worker reads, while it runs."""
 
 
-def make_with_actions(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for a pass of ``MegatronModelWrapper``, which cuts the last ``num_actions`` out of every log-prob."""
+PASS = "(self, micro_batches, seq_len, micro_batch_size, temperature=1.0"
 
-    def with_actions(self: Any, micro_batches: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, "_fused_lm_head", False):
-            check_head("fused_lm_head_logprob", getattr(self.actor_module[0], "config", None))
-        read = [int(batch["num_actions"]) for batch in micro_batches]
-        before = _actions.set(max(read, default=None))
-        try:
-            return original(self, micro_batches, *args, **kwargs)
-        finally:
-            _actions.reset(before)
 
-    return with_actions
+@replaces(MEGATRON_WRAPPER, "MegatronModelWrapper.forward", f"{PASS})", optional=True)
+def with_actions(
+    original: Callable[..., Any], self: Any, micro_batches: list[dict[str, Any]], *args: Any, **kwargs: Any
+) -> Any:
+    """A pass of the worker, which cuts the last ``num_actions`` out of every log-prob."""
+    if getattr(self, "_fused_lm_head", False):
+        check_head("fused_lm_head_logprob", getattr(self.actor_module[0], "config", None))
+    read = [int(batch["num_actions"]) for batch in micro_batches]
+    with held(_actions, max(read, default=None)):
+        return original(self, micro_batches, *args, **kwargs)
+
+
+TRAINING = f"{PASS}, loss_fn=None, loss_fn_config=None, forward_only=False"
+both_passes = replace(
+    with_actions,
+    name="MegatronModelWrapper.forward_backward_mini_batch",
+    signature={"0.4": f"{TRAINING}, return_per_token_outputs=True)", "0.3": f"{TRAINING})"},
+)
 
 
 def read_results() -> int | None:
@@ -56,63 +68,51 @@ def weigh_read(device: torch.device) -> Callable[[tuple[int, int]], Tensor] | No
     return lambda shape: (torch.arange(shape[1], device=device) >= shape[1] - last).float().expand(shape)
 
 
-def score_rows(
-    where: str,
-    logits: Tensor,
-    rows: Rows,
-    shard: VocabShard | None,
-    entropy: Any,
-    options: Mapping[str, Any],
-    temperature: float = 1.0,
-) -> TokenStats:
-    operand, head = placed(logits, shard), Head(temperature=temperature)
-    memory = options["memory"] if isinstance(logits, Logits) else None
-    out = logprobs(operand, rows, entropy=entropy, head=head, memory=memory)
-    if options["audit"]:
-        options["audit"].of_logits(where, operand, every_target(rows), **_every_result(rows, out), head=head)
-    return out
+class Source(NamedTuple):
+    """The logits of a call, computed or not, and how they are scored."""
+
+    where: str
+    logits: Tensor
+    options: Options
+    temperature: float = 1.0
+
+    def score(self, rows: Rows, shard: VocabShard | None, entropy: EntropyMode = None) -> TokenStats:
+        operand, head = placed(self.logits, shard), Head(temperature=self.temperature)
+        memory = self.options["memory"] if isinstance(self.logits, Logits) else None
+        out = logprobs(operand, rows, entropy=entropy, head=head, memory=memory)
+        if self.options["audit"]:
+            seen = {"logprob": out.logprob, "entropy": out.entropy}
+            seen = {name: None if x is None else rows.expand(x.detach()) for name, x in seen.items()}
+            self.options["audit"].of_logits(self.where, operand, every_target(rows), **seen, head=head)
+        return out
 
 
-def from_hidden(hidden: Tensor, weight: Tensor, options: Mapping[str, Any]) -> Logits:
+def from_hidden(hidden: Tensor, weight: Tensor, options: Options) -> Logits:
     """The logits of SkyRL's fused head."""
     # As Megatron's output layer does: the head's dtype decides.
-    hidden = hidden.to(weight.dtype)
-    return Logits(hidden, weight, hidden_grad="partial", match=_rounding(weight, options))
+    hidden, match = hidden.to(weight.dtype), None if options["accurate"] else HALF.get(weight.dtype)
+    return Logits(hidden, weight, hidden_grad="partial", match=match)
 
-
-def _rounding(weight: Tensor, options: Mapping[str, Any]) -> Literal["bfloat16", "float16"] | None:
-    """The dtype that SkyRL's fused head rounds logits to."""
-    return None if options["accurate"] else HALF.get(weight.dtype)
-
-
-def _every_result(rows: Rows, out: TokenStats) -> dict[str, Any]:
-    """Results with one entry per local token, for the audit."""
-    entropy = None if out.entropy is None else rows.expand(out.entropy.detach())
-    return {"logprob": rows.expand(out.logprob.detach()), "entropy": entropy}
-
-
-Scorer = Callable[..., TokenStats]
-"""``score(rows, shard, entropy)``: results of the rows, from the logits of the call, computed or not."""
 
 Vocabulary = tuple[VocabShard | None, int]
 """This rank's shard, and the number of columns over all ranks."""
 
 
-def logprobs_of_batch(score: Scorer, batch: Batch, vocabulary: Vocabulary, grad: GradRule, no_graph: bool) -> Tensor:
+def logprobs_of_batch(source: Source, batch: Batch, vocabulary: Vocabulary, grad: GradRule, no_graph: bool) -> Tensor:
     """``[B, S - 1]`` float32 log-probs of the next tokens."""
-    shard, size = vocabulary
-    rows = batch.rows
     with torch.no_grad() if no_graph else nullcontext():
-        values = without_outside(rows.target, size, lambda ids: score(with_target(rows, ids), shard, None))
-        return batch.spread(values.float(), grad)
+        return batch.spread(_logprobs(source, batch.rows, vocabulary), grad)
 
 
-def logprob_of_every(score: Scorer, target: Tensor, vocabulary: Vocabulary, no_graph: bool) -> Tensor:
+def logprob_of_every(source: Source, target: Tensor, vocabulary: Vocabulary, no_graph: bool) -> Tensor:
     check_ids("target", target, target.shape)
-    rows, (shard, size) = Rows.every(target), vocabulary
     with torch.no_grad() if no_graph else nullcontext():
-        values = without_outside(rows.target, size, lambda ids: score(with_target(rows, ids), shard, None))
-        return values.float().view(target.shape)
+        return _logprobs(source, Rows.every(target), vocabulary).view(target.shape)
+
+
+def _logprobs(source: Source, rows: Rows, vocabulary: Vocabulary) -> Tensor:
+    shard, size = vocabulary
+    return without_outside(rows.target, size, lambda ids: source.score(with_target(rows, ids), shard)).float()
 
 
 # Checks.

@@ -15,7 +15,7 @@ passed on: replay in which some response token has no recorded support, and slim
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,8 +23,9 @@ from torch import Tensor
 
 from logitless.adapters.host import Host, Installed, Option, PassOn, Replacement
 from logitless.adapters.patching import install_host
+from logitless.adapters.replacing import Options, replaces
 from logitless.adapters.schedules import in_schedule
-from logitless.adapters.slime_loss import expected_of, make_policy_loss
+from logitless.adapters.slime_loss import expected_of, policy_loss_function
 from logitless.adapters.slime_rows import (
     OPTIONS,
     Batch,
@@ -32,13 +33,17 @@ from logitless.adapters.slime_rows import (
     check_options,
     entropy_asked,
     group_of,
-    make_loss,
     marked,
+    masked_losses,
     options_of,
     score_every_row,
 )
 from logitless.errors import LogitlessError
 from logitless.operands import Kept
+
+BACKEND = "slime.backends.megatron_utils"
+LOSS = f"{BACKEND}.loss"
+VALUES = "(logits, *, args, unconcat_tokens, total_lengths, response_lengths, with_entropy=False, non_loss_data=True"
 
 
 def custom_megatron_init(args: Any) -> Installed:
@@ -54,87 +59,88 @@ def custom_megatron_init(args: Any) -> Installed:
 
 def _parallel() -> Parallel:
     """This rank's groups, from Megatron's parallel state as slime's loss has it: its tests bind another one there."""
-    state = sys.modules["slime.backends.megatron_utils.loss"].mpu
+    state = sys.modules[LOSS].mpu
     size = state.get_context_parallel_world_size()
     group = state.get_context_parallel_group() if size > 1 else None
     return Parallel(state.get_tensor_model_parallel_group(), state.get_context_parallel_rank(), size, group)
 
 
-def make_calculate(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``calculate_log_probs_and_entropy``: ``[N, 1]`` log-probs, ``(0,)`` for no rows."""
-
-    def calculate_log_probs_and_entropy(
-        logits: Tensor,
-        tokens: Tensor,
-        tp_group: Any,
-        with_entropy: bool = False,
-        chunk_size: int = -1,
-        log_prob_keep_mask: Tensor | None = None,
-        with_entropy_grad: bool = True,
-    ) -> tuple[Tensor, Tensor | None]:
-        entropy = entropy_asked(with_entropy, with_entropy_grad)
-        return score_every_row(logits, tokens, group_of(tp_group), entropy, chunk_size, options, log_prob_keep_mask)
-
-    return calculate_log_probs_and_entropy
-
-
-def make_get_log_probs(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``get_log_probs_and_entropy``: lists in zigzag order, as long as the responses held here."""
-
-    def get_log_probs_and_entropy(
-        logits: Tensor,
-        *,
-        args: Any,
-        unconcat_tokens: Sequence[Tensor],
-        total_lengths: Sequence[int],
-        response_lengths: Sequence[int],
-        with_entropy: bool = False,
-        non_loss_data: bool = True,
-        top_p_token_ids: Sequence[Any] | None = None,
-        top_p_token_offsets: Sequence[Any] | None = None,
-    ) -> Any:
-        replay = _recorded(top_p_token_ids, top_p_token_offsets, response_lengths)
-        if isinstance(replay, PassOn):
-            return replay
-        _check_outputs(logits, "V'")
-        masks, old = marked.get() or (None, None)
-        samples = (unconcat_tokens, total_lengths, response_lengths)
-        batch = Batch.make(_parallel(), logits, *samples, masks=masks, allgather=args.allgather_cp)
-        expected = expected_of(len(batch.rows)) if replay is None and not batch.exchanged else None
-        results = batch.scores(
-            logits,
-            entropy_asked(with_entropy, getattr(args, "entropy_coef", 0.0) != 0),
-            getattr(args, "rollout_temperature", 1.0),
-            args.log_probs_chunk_size,
-            options,
-            kept=None if replay is None else Kept.from_responses(batch.rows, *replay),
-            old=old,
-            expected=expected,
-        )
-        return torch.empty((0,), device=logits.device), results
-
-    return get_log_probs_and_entropy
+@replaces(
+    "slime.utils.ppo_utils",
+    signature={"0.3.1": (), "0.3.0": ("log_prob_keep_mask", "with_entropy_grad")},
+    also_in=(LOSS,),
+)
+def calculate_log_probs_and_entropy(
+    options: Options,
+    logits: Tensor,
+    tokens: Tensor,
+    tp_group: Any,
+    with_entropy: bool = False,
+    chunk_size: int = -1,
+    log_prob_keep_mask: Tensor | None = None,
+    with_entropy_grad: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """``[N, 1]`` log-probs, ``(0,)`` for no rows."""
+    entropy = entropy_asked(with_entropy, with_entropy_grad)
+    return score_every_row(logits, tokens, group_of(tp_group), entropy, chunk_size, options, log_prob_keep_mask)
 
 
-def make_get_values(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``get_values``: response rows of the value head, without temperature."""
+@replaces(
+    LOSS,
+    signature={"0.3.1": (), "0.3.0": f"{VALUES}, max_seq_lens=None)"},
+    also_in=(f"{BACKEND}.actor", f"{BACKEND}.server.logprob_utils"),
+)
+def get_log_probs_and_entropy(
+    options: Options,
+    logits: Tensor,
+    *,
+    args: Any,
+    unconcat_tokens: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    with_entropy: bool = False,
+    non_loss_data: bool = True,
+    top_p_token_ids: Sequence[Any] | None = None,
+    top_p_token_offsets: Sequence[Any] | None = None,
+) -> Any:
+    """Lists in zigzag order, as long as the responses held here."""
+    replay = _recorded(top_p_token_ids, top_p_token_offsets, response_lengths)
+    if isinstance(replay, PassOn):
+        return replay
+    _check_outputs(logits, "V'")
+    masks, old = marked.get()
+    samples = (unconcat_tokens, total_lengths, response_lengths)
+    batch = Batch.make(_parallel(), logits, *samples, masks=masks, allgather=args.allgather_cp)
+    expected = expected_of(len(batch.rows)) if replay is None and not batch.exchanged else None
+    results = batch.scores(
+        logits,
+        entropy_asked(with_entropy, getattr(args, "entropy_coef", 0.0) != 0),
+        getattr(args, "rollout_temperature", 1.0),
+        args.log_probs_chunk_size,
+        options,
+        kept=None if replay is None else Kept.from_responses(batch.rows, *replay),
+        old=old,
+        expected=expected,
+    )
+    return torch.empty((0,), device=logits.device), results
 
-    def get_values(
-        logits: Tensor,
-        *,
-        args: Any,
-        unconcat_tokens: Sequence[Tensor],
-        total_lengths: Sequence[int],
-        response_lengths: Sequence[int],
-        with_entropy: bool = False,
-        non_loss_data: bool = True,
-    ) -> Any:
-        _check_outputs(logits, 1)
-        samples = (unconcat_tokens, total_lengths, response_lengths)
-        batch = Batch.make(_parallel(), logits, *samples, allgather=args.allgather_cp)
-        return torch.empty((0,), device=logits.device), {"values": batch.values(logits)}
 
-    return get_values
+@replaces(LOSS, signature={"0.3.1": (), "0.3.0": f"{VALUES}, max_seq_lens=None)"}, also_in=(f"{BACKEND}.actor",))
+def get_values(
+    logits: Tensor,
+    *,
+    args: Any,
+    unconcat_tokens: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    with_entropy: bool = False,
+    non_loss_data: bool = True,
+) -> Any:
+    """Response rows of the value head, without temperature."""
+    _check_outputs(logits, 1)
+    samples = (unconcat_tokens, total_lengths, response_lengths)
+    batch = Batch.make(_parallel(), logits, *samples, allgather=args.allgather_cp)
+    return torch.empty((0,), device=logits.device), {"values": batch.values(logits)}
 
 
 def _recorded(ids: Sequence[Any] | None, offsets: Sequence[Any] | None, response_lengths: Sequence[int]) -> Any:
@@ -161,52 +167,19 @@ def _check_outputs(logits: Tensor, width: int | Literal["V'"]) -> None:
         )
 
 
-def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
+MASKED = masked_losses(LOSS)
+
+
+def _replacements(options: Options) -> list[Replacement]:
     check_options("slime", options)
     if options["one_pass"] and (options["loss_mask_only"] or not options["response_only"]):
         raise LogitlessError(
             'install("slime"): one_pass=True wants response_only=True and loss_mask_only=False: rows that the loss '
             "masks drop have no gradient, and are left out of its products anyway."
         )
-    backend = "slime.backends.megatron_utils"
-    rows = "logits, tokens, tp_group, with_entropy=False, chunk_size=-1"
-    keywords = (
-        "(logits, *, args, unconcat_tokens, total_lengths, response_lengths, with_entropy=False, non_loss_data=True"
-    )
-    replacements = [
-        Replacement(
-            module="slime.utils.ppo_utils",
-            name="calculate_log_probs_and_entropy",
-            signature={
-                "0.3.1": f"({rows}, log_prob_keep_mask=None, with_entropy_grad=True)",
-                "0.3.0": f"({rows})",
-            },
-            make=make_calculate,
-            also_in=(f"{backend}.loss",),
-        ),
-        Replacement(
-            module=f"{backend}.loss",
-            name="get_log_probs_and_entropy",
-            signature={
-                "0.3.1": f"{keywords}, top_p_token_ids=None, top_p_token_offsets=None)",
-                "0.3.0": f"{keywords}, max_seq_lens=None)",
-            },
-            make=make_get_log_probs,
-            also_in=(f"{backend}.actor", f"{backend}.server.logprob_utils"),
-        ),
-        Replacement(
-            module=f"{backend}.loss",
-            name="get_values",
-            signature={"0.3.1": f"{keywords})", "0.3.0": f"{keywords}, max_seq_lens=None)"},
-            make=make_get_values,
-            also_in=(f"{backend}.actor",),
-        ),
-    ]
-    masked = ("policy_loss_function", "sft_loss_function") if options["loss_mask_only"] else ()
-    signature, loss = "(args, batch, logits, sum_of_sample_mean)", f"{backend}.loss"
-    if options["one_pass"]:
-        replacements.append(Replacement(loss, "policy_loss_function", signature, make_policy_loss))
-    return replacements + [Replacement(loss, name, signature, make_loss) for name in masked]
+    found = [calculate_log_probs_and_entropy, get_log_probs_and_entropy, get_values]
+    found += [policy_loss_function] if options["one_pass"] else []
+    return [*found, *(MASKED if options["loss_mask_only"] else ())]
 
 
 HOST = Host(
@@ -215,6 +188,6 @@ HOST = Host(
     versions=("0.3",),
     replacements=_replacements,
     options=OPTIONS | {"one_pass": Option(False, "True: gradients of the policy loss are made with its log-probs")},
-    heads=lambda _: [in_schedule("slime.backends.megatron_utils.model")],
+    heads=lambda _: [in_schedule(f"{BACKEND}.model")],
     logits="deferred",
 )

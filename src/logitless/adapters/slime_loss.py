@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from logitless.adapters.expected import Expected
+from logitless.adapters.replacing import held, replaces
 from logitless.objectives import Objective
 
 SETTINGS = (
@@ -40,17 +41,12 @@ class _Loss(NamedTuple):
 _loss: ContextVar[_Loss | None] = ContextVar("logitless_slime_loss", default=None)
 
 
-def make_policy_loss(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Wraps ``policy_loss_function``."""
-
-    def policy_loss_function(args: Any, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Any) -> Any:
-        token = _loss.set(_Loss(args, batch, sum_of_sample_mean) if _foreseeable(args) else None)
-        try:
-            return original(args, batch, logits, sum_of_sample_mean)
-        finally:
-            _loss.reset(token)
-
-    return policy_loss_function
+@replaces("slime.backends.megatron_utils.loss")
+def policy_loss_function(
+    original: Callable[..., Any], args: Any, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Any
+) -> Any:
+    with held(_loss, _Loss(args, batch, sum_of_sample_mean) if _foreseeable(args) else None):
+        return original(args, batch, logits, sum_of_sample_mean)
 
 
 def expected_of(rows: int) -> Expected | None:

@@ -4,7 +4,7 @@
     Batch             rows that are scored here, and rows whose results are returned here
     Batch.scores      log-probs and entropies, one list of tensors per sample for each
     score_every_row   logits and tokens that the host has already cut
-    make_loss         a loss of the host, while ``marked`` tells its loss masks
+    masked_losses     losses of the host, while ``marked`` tells its loss masks
 
 No host is named here: a host's file says which rows there are, and what its arguments mean.
 """
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from logitless.adapters.audit import Audit
 from logitless.adapters.expected import Expected, score_expecting
-from logitless.adapters.host import Option
+from logitless.adapters.host import Option, Replacement
+from logitless.adapters.replacing import Options, held, replaces
 from logitless.adapters.scoring import computed, every_target, placed, taken_over, tracked
 from logitless.adapters.shards import check_ids, even_shard
 from logitless.errors import LogitlessError
@@ -29,7 +30,8 @@ from logitless.operands import Kept, Logits, shard_of
 from logitless.rows import Rows
 from logitless.rows.layouts import Contiguous, Zigzag
 from logitless.score import logprobs
-from logitless.spec import EntropyMode, Head, VocabShard
+from logitless.seams import with_target_kept
+from logitless.spec import EntropyMode, Head
 
 OPTIONS = {
     "response_only": Option(True, "score response rows only; False: every row of the batch, as the host does"),
@@ -52,7 +54,7 @@ def options_of(args: Any) -> dict[str, Any]:
     }
 
 
-def check_options(host: str, options: Mapping[str, Any]) -> None:
+def check_options(host: str, options: Options) -> None:
     if options["loss_mask_only"] and not options["response_only"]:
         raise LogitlessError(
             f'install("{host}"): loss_mask_only=True selects among response rows: response_only=True too.'
@@ -68,7 +70,7 @@ def score_every_row(
     tp_group: Any,
     entropy: EntropyMode,
     chunk_size: int,
-    options: Mapping[str, Any],
+    options: Options,
     keep: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """``[N, 1]`` log-probs, ``(0,)`` for no rows, and ``[N]`` entropies. ``keep`` is a mask of the logits' shape.
@@ -89,8 +91,12 @@ def score_every_row(
         out = logprobs(whole, tokens, entropy=entropy, memory=memory)
         audit.of_logits("calculate", whole, tokens, logprob=out.logprob, entropy=out.entropy)
         return out.logprob.unsqueeze(-1), out.entropy
-    masked = computed(logits).masked_fill(~_kept_columns(keep, tokens, logits, shard_of(whole)), -torch.inf)
-    kept = placed(masked, shard_of(whole))
+    if keep.shape != logits.shape or keep.dtype != torch.bool:
+        raise LogitlessError(
+            f"log_prob_keep_mask must be bool {list(logits.shape)} like logits but is {keep.dtype} {list(keep.shape)}."
+        )
+    shard = shard_of(whole)
+    kept = placed(computed(logits).masked_fill(~with_target_kept(keep, tokens, shard), -torch.inf), shard)
     logprob = logprobs(kept, tokens, memory=memory).logprob
     audit.of_logits("calculate with mask", kept, tokens, logprob=logprob)
     entropies = None if entropy is None else logprobs(whole, tokens, entropy=entropy, memory=memory).entropy
@@ -100,18 +106,6 @@ def score_every_row(
 def group_of(tp_group: Any) -> Any:
     """To slime and miles, as to torch, no group is the default group."""
     return dist.group.WORLD if tp_group is None and dist.is_initialized() else tp_group
-
-
-def _kept_columns(keep: Tensor, tokens: Tensor, logits: Tensor, shard: VocabShard | None) -> Tensor:
-    """The mask with each row's target set, where this shard has its column."""
-    if keep.shape != logits.shape or keep.dtype != torch.bool:
-        raise LogitlessError(
-            f"log_prob_keep_mask must be bool {list(logits.shape)} like logits but is {keep.dtype} {list(keep.shape)}."
-        )
-    column = (tokens - (0 if shard is None else shard.start))[:, None]
-    here = (column >= 0) & (column < keep.shape[1])
-    column = torch.where(here, column, 0)
-    return keep.scatter(1, column, here | keep.gather(1, column))
 
 
 # One tensor per sample.
@@ -129,25 +123,25 @@ class Parallel(NamedTuple):
 class Marked(NamedTuple):
     """Loss masks and old log-probs of a batch, which the hosts do not pass to ``get_log_probs_and_entropy``."""
 
-    masks: Sequence[Tensor]
-    old: Sequence[Tensor] | None
+    masks: Sequence[Tensor] | None = None
+    old: Sequence[Tensor] | None = None
 
 
-marked: ContextVar[Marked | None] = ContextVar("logitless_loss_masks", default=None)
+_UNMARKED = Marked()
+marked: ContextVar[Marked] = ContextVar("logitless_loss_masks", default=_UNMARKED)
 
 
-def make_loss(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for a loss function: the host's loss, called while ``get_log_probs_and_entropy`` can read the masks."""
+def masked_losses(module: str) -> list[Replacement]:
+    """The host's losses, called while ``get_log_probs_and_entropy`` can read their masks."""
 
-    def loss_function(args: Any, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Any) -> Any:
+    def loss_function(
+        original: Callable[..., Any], args: Any, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Any
+    ) -> Any:
         old = batch.get("rollout_log_probs" if getattr(args, "use_rollout_logprobs", False) else "log_probs")
-        token = marked.set(Marked(batch["loss_masks"], old))
-        try:
+        with held(marked, Marked(batch["loss_masks"], old)):
             return original(args, batch, logits, sum_of_sample_mean)
-        finally:
-            marked.reset(token)
 
-    return loss_function
+    return [replaces(module, name)(loss_function) for name in ("policy_loss_function", "sft_loss_function")]
 
 
 class Batch(NamedTuple):
@@ -204,7 +198,7 @@ class Batch(NamedTuple):
         entropy: EntropyMode,
         temperature: float,
         chunk_size: int,
-        options: Mapping[str, Any],
+        options: Options,
         *,
         kept: Kept | None = None,
         old: Sequence[Tensor] | None = None,
@@ -216,7 +210,9 @@ class Batch(NamedTuple):
         """
         # Squeezed, not indexed: the gradient of an index is a copy.
         given = _overwritten(logits) if options["overwrite_logits"] else logits.squeeze(0)
-        fields = self._score(given, entropy, Head(temperature=temperature), chunk_size, options, kept, expected)
+        memory = memory_of(options, chunk_size, logits.shape[-1])
+        asked = {"entropy": entropy, "head": Head(temperature=temperature), "memory": memory}
+        fields = self._score(given, options, kept, expected, asked)
         per_sample = self.split(fields)
         if old is not None:
             per_sample[0] = self._filled(per_sample[0], old)
@@ -224,36 +220,27 @@ class Batch(NamedTuple):
         return dict(zip(names, per_sample, strict=True))
 
     def _score(
-        self,
-        logits: Tensor,
-        entropy: EntropyMode,
-        head: Head,
-        chunk_size: int,
-        options: Mapping[str, Any],
-        kept: Kept | None,
-        expected: Expected | None,
+        self, logits: Tensor, options: Options, kept: Kept | None, expected: Expected | None, asked: dict[str, Any]
     ) -> list[Tensor]:
         """``[R]`` log-probs, and entropies if asked for."""
-        rows, audit = self.rows, options["audit"]
+        rows, audit, entropy, head = self.rows, options["audit"], asked["entropy"], asked["head"]
         shard = even_shard(self.parallel.tp_group, logits.shape[-1])
         operand = placed(logits, shard, overwrite=options["overwrite_logits"] and tracked(logits))
-        memory = memory_of(options, chunk_size, logits.shape[-1])
-        shared: dict[str, Any] = {"entropy": entropy, "head": head, "memory": memory}
         if kept is not None and entropy is None:
             # Where nothing over the whole vocabulary is asked for, nothing of it is read.
             kept = kept.over("support")
         if expected is not None and isinstance(operand, Logits) and isinstance(operand.weight, Tensor):
             counts = options["expectations"]
-            out = score_expecting(operand, rows, expected, counts, head=head, memory=memory)
+            out = score_expecting(operand, rows, expected, counts, head=head, memory=asked["memory"])
             # The hosts add the entropy times 0 to their losses.
             fields = [out.logprob, out.entropy.detach()] if entropy and out.entropy is not None else [out.logprob]
         elif options["response_only"]:
-            out = logprobs(operand, rows, kept=kept, **shared)
+            out = logprobs(operand, rows, kept=kept, **asked)
             fields = [x for x in (out.logprob, out.entropy) if x is not None]
         else:
             every = rows.expand(rows.target)
             whole = None if kept is None else Kept(kept.ids, rows.expand(kept.lengths).flatten(), kept.scope)
-            out = logprobs(operand, every.view(logits.shape[:-1]), kept=whole, **shared)
+            out = logprobs(operand, every.view(logits.shape[:-1]), kept=whole, **asked)
             fields = [rows.take(x.view_as(every)) for x in (out.logprob, out.entropy) if x is not None]
         if audit:
             seen = [rows.expand(x.detach()) for x in fields]
@@ -283,7 +270,7 @@ def _overwritten(logits: Tensor) -> Tensor:
     return logits if whole is None else whole
 
 
-def memory_of(options: Mapping[str, Any], chunk_size: int, columns: int) -> int | None:
+def memory_of(options: Options, chunk_size: int, columns: int) -> int | None:
     """The host's chunk of rows as bytes of float32 logits; -1 means this library's default."""
     rows = options["chunk_size"] if options["chunk_size"] > 0 else chunk_size
     return 4 * rows * columns if rows > 0 else None

@@ -14,13 +14,13 @@ draft's until backward; here all steps read the same tensors, a few rows at a ti
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from logitless.adapters.host import Host, Option, Replacement
+from logitless.adapters.host import Host, Option
+from logitless.adapters.replacing import Options, replaces
 from logitless.adapters.scoring import HALF
 from logitless.adapters.specforge_losses import acceptance, cross_entropy
 from logitless.errors import LogitlessError
@@ -28,91 +28,75 @@ from logitless.operands import Logits
 from logitless.score import logprobs
 from logitless.spec import parse_memory
 
-TEACHER, LOSS, LK, STEPS = (
-    f"specforge.core.{name}" for name in ("compact_teacher", "loss", "lk_loss", "eagle3_adapters")
-)
+LOSS, LK, STEPS = (f"specforge.core.{name}" for name in ("loss", "lk_loss", "eagle3_adapters"))
 
 
-def make_reduction(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``tiled_logsumexp_argmax``."""
-
-    @torch.no_grad()
-    def tiled_logsumexp_argmax(hidden: Tensor, weight: Tensor, *, chunk_size: int = 32768) -> tuple[Tensor, Tensor]:
-        if chunk_size <= 0:
-            raise LogitlessError(f"chunk_size must be positive but is {chunk_size}.")
-        logits = Logits(hidden, weight, match=HALF.get(hidden.dtype))
-        first = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-        out = logprobs(logits, first, stats=("top1",), memory=options["memory"])
-        options["audit"].of_logits("tiled_logsumexp_argmax", logits, first, logprob=out.logprob)
-        assert out.log_z is not None
-        assert out.top1_id is not None
-        return out.log_z.float()[..., None], out.top1_id
-
-    return tiled_logsumexp_argmax
+@replaces("specforge.core.compact_teacher")
+@torch.no_grad()
+def tiled_logsumexp_argmax(
+    options: Options, hidden: Tensor, weight: Tensor, *, chunk_size: int = 32768
+) -> tuple[Tensor, Tensor]:
+    if chunk_size <= 0:
+        raise LogitlessError(f"chunk_size must be positive but is {chunk_size}.")
+    logits = Logits(hidden, weight, match=HALF.get(hidden.dtype))
+    first = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    out = logprobs(logits, first, stats=("top1",), memory=options["memory"])
+    options["audit"].of_logits("tiled_logsumexp_argmax", logits, first, logprob=out.logprob)
+    assert out.log_z is not None
+    assert out.top1_id is not None
+    return out.log_z.float()[..., None], out.top1_id
 
 
-def make_loss(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``LogSoftmaxLoss.apply``."""
-
-    def apply(logits: Tensor, target: Tensor, position_mask: Tensor) -> Tensor:
-        _check(logits, target, "target")
-        if position_mask.numel() != logits.shape[:-1].numel():
-            wanted = [*logits.shape[:-1], 1]
-            raise LogitlessError(f"position_mask must be {wanted} but is {list(position_mask.shape)}.")
-        # As SpecForge takes it: a row counts or does not.
-        mask = position_mask.reshape(logits.shape[:-1]).bool().float()
-        memory = parse_memory(options["memory"])
-        return cross_entropy("LogSoftmaxLoss", logits, target, mask, memory, options["audit"]).mean()
-
-    return apply
+@replaces(LOSS, "LogSoftmaxLoss.apply")
+def log_softmax_loss(options: Options, logits: Tensor, target: Tensor, position_mask: Tensor) -> Tensor:
+    _check(logits, target, "target")
+    if position_mask.numel() != logits.shape[:-1].numel():
+        wanted = [*logits.shape[:-1], 1]
+        raise LogitlessError(f"position_mask must be {wanted} but is {list(position_mask.shape)}.")
+    # As SpecForge takes it: a row counts or does not.
+    mask = position_mask.reshape(logits.shape[:-1]).bool().float()
+    memory = parse_memory(options["memory"])
+    return cross_entropy("LogSoftmaxLoss", logits, target, mask, memory, options["audit"]).mean()
 
 
-def make_acceptance(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``_acceptance_rate_per_token_from_logits``."""
-
-    def acceptance_rate(logits: Tensor, target_probs: Tensor) -> Tensor:
-        _check(logits, target_probs, "target_probs")
-        memory = parse_memory(options["memory"])
-        return acceptance("compute_acceptance_rate", logits, target_probs, memory, options["audit"])
-
-    return acceptance_rate
+@replaces(LK)
+def _acceptance_rate_per_token_from_logits(options: Options, logits: Tensor, target_probs: Tensor) -> Tensor:
+    _check(logits, target_probs, "target_probs")
+    memory = parse_memory(options["memory"])
+    return acceptance("compute_acceptance_rate", logits, target_probs, memory, options["audit"])
 
 
-def make_step_view(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``SdpaLikeAdapter.step_view``."""
-
-    def step_view(
-        self: Any,
-        *,
-        idx: int,
-        ttt_length: int,
-        global_input_ids: Tensor,
-        attention_mask: Tensor,
-        loss_mask: Tensor,
-        position_ids: Tensor,
-        hidden_states: Tensor,
-        target_p_padded: Tensor,
-        target_p_on_draft_padded: Tensor | None = None,
-        target_token_ids_padded: Tensor | None = None,
-        position_mask: Tensor,
-        seq_length: int,
-    ) -> Any:
-        step = slice(idx, idx + seq_length)
-        shared = target_p_padded if target_p_on_draft_padded is None else target_p_on_draft_padded
-        ids = target_p_padded.argmax(dim=-1) if target_token_ids_padded is None else target_token_ids_padded
-        return sys.modules[STEPS].StepState(
-            input_ids=global_input_ids,
-            hidden_states=hidden_states,
-            position_ids=position_ids,
-            attention_mask=attention_mask,
-            target_p=target_p_padded[:, step],
-            target_p_on_draft=shared[:, step],
-            target_token_ids=ids[:, step],
-            position_mask=position_mask,
-            loss_mask=loss_mask,
-        )
-
-    return step_view
+@replaces(STEPS, "SdpaLikeAdapter.step_view", optional=True)
+def step_view(
+    self: Any,
+    *,
+    idx: int,
+    ttt_length: int,
+    global_input_ids: Tensor,
+    attention_mask: Tensor,
+    loss_mask: Tensor,
+    position_ids: Tensor,
+    hidden_states: Tensor,
+    target_p_padded: Tensor,
+    target_p_on_draft_padded: Tensor | None = None,
+    target_token_ids_padded: Tensor | None = None,
+    position_mask: Tensor,
+    seq_length: int,
+) -> Any:
+    step = slice(idx, idx + seq_length)
+    shared = target_p_padded if target_p_on_draft_padded is None else target_p_on_draft_padded
+    ids = target_p_padded.argmax(dim=-1) if target_token_ids_padded is None else target_token_ids_padded
+    return sys.modules[STEPS].StepState(
+        input_ids=global_input_ids,
+        hidden_states=hidden_states,
+        position_ids=position_ids,
+        attention_mask=attention_mask,
+        target_p=target_p_padded[:, step],
+        target_p_on_draft=shared[:, step],
+        target_token_ids=ids[:, step],
+        position_mask=position_mask,
+        loss_mask=loss_mask,
+    )
 
 
 def _check(logits: Tensor, probabilities: Tensor, name: str) -> None:
@@ -123,33 +107,15 @@ def _check(logits: Tensor, probabilities: Tensor, name: str) -> None:
         )
 
 
-def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
-    state = "idx, ttt_length, global_input_ids, attention_mask, loss_mask, position_ids, hidden_states"
-    padded = "target_p_padded, target_p_on_draft_padded=None, target_token_ids_padded=None"
-    return [
-        Replacement(TEACHER, "tiled_logsumexp_argmax", "(hidden, weight, *, chunk_size=32768)", make_reduction),
-        Replacement(
-            LOSS,
-            "LogSoftmaxLoss.apply",
-            "(ctx, logits, target, position_mask)",
-            make_loss,
-            signature_of="LogSoftmaxLoss.forward",
-        ),
-        Replacement(LK, "_acceptance_rate_per_token_from_logits", "(logits, target_probs)", make_acceptance),
-        Replacement(
-            STEPS,
-            "SdpaLikeAdapter.step_view",
-            f"(self, *, {state}, {padded}, position_mask, seq_length)",
-            make_step_view,
-            optional=True,
-        ),
-    ]
-
-
 HOST = Host(
     name="specforge",
     package="specforge",
     versions=("0.2",),
-    replacements=_replacements,
+    replacements=lambda _: [
+        tiled_logsumexp_argmax,
+        log_softmax_loss,
+        _acceptance_rate_per_token_from_logits,
+        step_view,
+    ],
     options={"memory": Option("256MiB", "working memory of a call", check=parse_memory)},
 )

@@ -11,13 +11,11 @@ losses, which are for checks, stay its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from logitless.adapters.host import Host, Option, Replacement
+from logitless.adapters.replacing import Options, replaces
 from logitless.adapters.scoring import placed
 from logitless.backends.divergences import Divergence, Kind
 from logitless.errors import LogitlessError
@@ -39,50 +37,35 @@ PLAIN: dict[str, Kind] = {
 """Losses that are a divergence of each row."""
 
 
-def make_divergence(name: str) -> Callable[..., Any]:
-    """Makes what stands in for a loss that is a divergence."""
+def _plain(name: str) -> Replacement:
+    """What stands in for a loss that is a divergence."""
 
-    def make(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-        def loss(logits: Tensor, targets: Tensor) -> Tensor:
-            return _rows(_scored(name, logits, targets, Divergence(PLAIN[name]), options).divergence)
+    @replaces(MODULE, name)
+    def loss(options: Options, logits: Tensor, targets: Tensor) -> Tensor:
+        return _rows(_scored(name, logits, targets, Divergence(PLAIN[name]), options).divergence)
 
-        return loss
-
-    return make
+    return loss
 
 
-def make_ce(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``fused_ce_loss``."""
-
-    def fused_ce_loss(logits: Tensor, targets: Tensor) -> Tensor:
-        _check(logits, targets)
-        best = targets.detach().argmax(-1)
-        out = logprobs(placed(logits, None), best, memory=options["memory"])
-        options["audit"].of_logits("fused_ce_loss", logits, best, logprob=out.logprob)
-        return -out.logprob.float()
-
-    return fused_ce_loss
+@replaces(MODULE)
+def fused_ce_loss(options: Options, logits: Tensor, targets: Tensor) -> Tensor:
+    _check(logits, targets)
+    best = targets.detach().argmax(-1)
+    out = logprobs(placed(logits, None), best, memory=options["memory"])
+    options["audit"].of_logits("fused_ce_loss", logits, best, logprob=out.logprob)
+    return -out.logprob.float()
 
 
-def make_nla(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``fused_nla_loss``."""
-
-    def fused_nla_loss(logits: Tensor, targets: Tensor) -> Tensor:
-        out = _scored("fused_nla_loss", logits, targets, Divergence("acceptance"), options)
-        return -_rows(out.acceptance).clamp_min(LEAST).log()
-
-    return fused_nla_loss
+@replaces(MODULE)
+def fused_nla_loss(options: Options, logits: Tensor, targets: Tensor) -> Tensor:
+    out = _scored("fused_nla_loss", logits, targets, Divergence("acceptance"), options)
+    return -_rows(out.acceptance).clamp_min(LEAST).log()
 
 
-def make_hybrid(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``fused_lk_hybrid_loss``."""
-
-    def fused_lk_hybrid_loss(logits: Tensor, targets: Tensor, eta: float = 3.0) -> Tensor:
-        return _rows(
-            _scored("fused_lk_hybrid_loss", logits, targets, Divergence("lk_hybrid", eta=eta), options).divergence
-        )
-
-    return fused_lk_hybrid_loss
+@replaces(MODULE)
+def fused_lk_hybrid_loss(options: Options, logits: Tensor, targets: Tensor, eta: float = 3.0) -> Tensor:
+    what = Divergence("lk_hybrid", eta=eta)
+    return _rows(_scored("fused_lk_hybrid_loss", logits, targets, what, options).divergence)
 
 
 def _check(logits: Tensor, targets: Tensor) -> None:
@@ -92,7 +75,7 @@ def _check(logits: Tensor, targets: Tensor) -> None:
         )
 
 
-def _scored(name: str, logits: Tensor, targets: Tensor, what: Divergence, options: Mapping[str, Any]) -> TokenStats:
+def _scored(name: str, logits: Tensor, targets: Tensor, what: Divergence, options: Options) -> TokenStats:
     """The draft beside the verifier, which gets no gradient, as in speculators."""
     _check(logits, targets)
     first = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
@@ -108,19 +91,13 @@ def _rows(x: Tensor | None) -> Tensor:
     return x.float()
 
 
-def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
-    makers: dict[str, Callable[..., Any]] = {name: make_divergence(name) for name in PLAIN}
-    makers |= {"fused_ce_loss": make_ce, "fused_nla_loss": make_nla}
-    return [
-        *(Replacement(MODULE, name, "(logits, targets)", make) for name, make in makers.items()),
-        Replacement(MODULE, "fused_lk_hybrid_loss", "(logits, targets, eta=3.0)", make_hybrid),
-    ]
+LOSSES = (*map(_plain, PLAIN), fused_ce_loss, fused_nla_loss, fused_lk_hybrid_loss)
 
 
 HOST = Host(
     name="speculators",
     package="speculators",
     versions=("0.9",),
-    replacements=_replacements,
+    replacements=lambda _: LOSSES,
     options={"memory": Option("1GiB", "working memory of a call on logits that are not computed", check=parse_memory)},
 )

@@ -11,13 +11,14 @@ counted as passed on: DTensors with other placements, and runs that check spmd t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from logitless.adapters.host import Host, PassOn, Replacement
+from logitless.adapters.host import Host, PassOn
+from logitless.adapters.replacing import Options, replaces
 from logitless.adapters.scoring import score, score_with_all_entropies
 from logitless.adapters.shards import check_ids, cut_shard, even_shard
 from logitless.spec import VocabShard
@@ -25,23 +26,19 @@ from logitless.spec import VocabShard
 MODULE = "torchtitan.components.loss"
 
 
-def make_logprobs(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``compute_logprobs``."""
-
-    def compute_logprobs(logits: Tensor, labels: Tensor, *, return_entropy: bool = False) -> Any:
-        part = _part(logits)
-        if isinstance(part, PassOn):
-            return part
-        columns, shard = part
-        check_ids("labels", labels, tuple(columns.shape[:-1]))
-        where, audit = "compute_logprobs", options["audit"]
-        if not return_entropy:
-            return score(where, columns, labels, audit, shard=shard).logprob.float()
-        out = score_with_all_entropies(where, columns, labels, audit, shard=shard, entropy="value")
-        assert out.entropy is not None
-        return out.logprob.float(), out.entropy.float()
-
-    return compute_logprobs
+@replaces(MODULE)
+def compute_logprobs(options: Options, logits: Tensor, labels: Tensor, *, return_entropy: bool = False) -> Any:
+    part = _part(logits)
+    if isinstance(part, PassOn):
+        return part
+    columns, shard = part
+    check_ids("labels", labels, tuple(columns.shape[:-1]))
+    where, audit = "compute_logprobs", options["audit"]
+    if not return_entropy:
+        return score(where, columns, labels, audit, shard=shard).logprob.float()
+    out = score_with_all_entropies(where, columns, labels, audit, shard=shard, entropy="value")
+    assert out.entropy is not None
+    return out.logprob.float(), out.entropy.float()
 
 
 def _part(logits: Tensor) -> tuple[Tensor, VocabShard | None] | PassOn:
@@ -69,35 +66,27 @@ def _part_of_dtensor(logits: DTensor) -> tuple[Tensor, VocabShard | None] | Pass
     return logits.to_local(), cut_shard(mesh.get_group(over[0]), width)
 
 
-def make_build(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for the method that builds the policy, after its loss."""
-
-    def _build_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        model = original(self, *args, **kwargs)
-        # It multiplies a chunk of tokens with the head and goes back before the next, with one product less than
-        # deferred logits.
-        if not isinstance(self.loss_fn, sys.modules[MODULE].ChunkedLossWrapper):
-            options["heads"].defer(model)
-        return model
-
-    return _build_model
-
-
-def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
-    return [Replacement(MODULE, "compute_logprobs", "(logits, labels, *, return_entropy=False)", make_logprobs)]
-
-
-def _heads(options: Mapping[str, Any]) -> list[Replacement]:
-    trainer = "torchtitan.experiments.rl.actors.trainer"
-    signature = "(self, model_spec, config, device_type)"
-    return [Replacement(trainer, "PolicyTrainer._build_model", signature, make_build, optional=True)]
+@replaces(
+    "torchtitan.experiments.rl.actors.trainer",
+    "PolicyTrainer._build_model",
+    "(self, model_spec, config, device_type)",
+    optional=True,
+)
+def _build_model(original: Callable[..., Any], options: Options, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Builds the policy, after its loss."""
+    model = original(self, *args, **kwargs)
+    # It multiplies a chunk of tokens with the head and goes back before the next, with one product less than
+    # deferred logits.
+    if not isinstance(self.loss_fn, sys.modules[MODULE].ChunkedLossWrapper):
+        options["heads"].defer(model)
+    return model
 
 
 HOST = Host(
     name="torchtitan",
     package="torchtitan",
     versions=("0.3",),
-    replacements=_replacements,
-    heads=_heads,
+    replacements=lambda _: [compute_logprobs],
+    heads=lambda _: [_build_model],
     logits="deferred",
 )

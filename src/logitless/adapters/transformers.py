@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from logitless.adapters.audit import Audit, AuditReport
-from logitless.adapters.host import Host, Option, Replacement, suggestion
+from logitless.adapters.host import Host, Option, suggestion
 from logitless.adapters.modules import in_evaluation
+from logitless.adapters.replacing import Options, replaces
 from logitless.adapters.scoring import in_scope
 from logitless.call import resolve_rows
 from logitless.deferred.bound import Bound
@@ -461,37 +462,23 @@ def _scaled(model: Any, factor: float) -> Iterator[None]:
 # install("transformers"): every model that the Auto class makes is patched.
 
 
-def make_factory(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``AutoModelForCausalLM.from_pretrained`` and ``from_config``."""
-
-    def factory(*args: Any, **kwargs: Any) -> Any:
-        made = original(*args, **kwargs)
-        chosen = {"verify": options["verify"], "audit": options["audit"], "memory": options["memory"]}
-        if isinstance(made, tuple):
-            return (patch(made[0], **chosen), *made[1:])
-        return patch(made, **chosen)
-
-    return factory
+@replaces("transformers.models.auto.modeling_auto", "AutoModelForCausalLM.from_pretrained", "(*model_args, **kwargs)")
+def from_pretrained(original: Callable[..., Any], options: Options, *args: Any, **kwargs: Any) -> Any:
+    made = original(*args, **kwargs)
+    chosen = {"verify": options["verify"], "audit": options["audit"], "memory": options["memory"]}
+    if isinstance(made, tuple):
+        return (patch(made[0], **chosen), *made[1:])
+    return patch(made, **chosen)
 
 
-def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
-    module, auto = "transformers.models.auto.modeling_auto", "AutoModelForCausalLM"
-    return [
-        Replacement(
-            module=module,
-            name=f"{auto}.from_pretrained",
-            signature="(*model_args, **kwargs)",
-            make=make_factory,
-        ),
-        Replacement(module=module, name=f"{auto}.from_config", signature="(**kwargs)", make=make_factory),
-    ]
+from_config = replace(from_pretrained, name="AutoModelForCausalLM.from_config", signature="(**kwargs)")
 
 
 HOST = Host(
     name="transformers",
     package="transformers",
     versions=("4.51", "4.53", "4.55", "4.57", "5.0", "5.10", "5.22", "5.23"),
-    replacements=_replacements,
+    replacements=lambda _: [from_pretrained, from_config],
     options={
         "verify": Option(True, "check our results for every model against its own logits"),
         "memory": Option("256MiB", "working memory of the head", check=parse_memory),

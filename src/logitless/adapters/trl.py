@@ -16,7 +16,7 @@ TRL as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ from logitless.adapters.audit import Audit
 from logitless.adapters.expected import score_expecting
 from logitless.adapters.heads import deferring
 from logitless.adapters.host import Host, Option, PassOn, Replacement
-from logitless.adapters.scoring import HALF, entropy_mode, score, score_ids, tracked
+from logitless.adapters.replacing import Options, replaces
+from logitless.adapters.scoring import HALF, entropy_mode, product_dtype, score, score_ids, tracked
 from logitless.adapters.trl_loss import compute_loss, expected_of
 from logitless.adapters.trl_outputs import asked_of_logits, further_outputs
 from logitless.backends.divergences import Divergence
@@ -36,160 +37,165 @@ from logitless.rows import Rows
 from logitless.score import logprobs
 from logitless.spec import IGNORE, EntropyMode, Head, TokenStats, parse_memory
 
+UTILS, EXPERIMENTAL = "trl.trainer.utils", "trl.experimental"
+
 EXTRA_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
-def make_fused_head(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``ChunkedLogProbFunction.apply``: five results per token, None if not asked for."""
+@replaces("trl.kernels.chunked_logprob", "ChunkedLogProbFunction.apply", {"1.15 - 1.16": (), "0.24 - 1.14": None})
+def chunked_logprob(
+    options: Options,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    chunk_size: int,
+    final_logit_softcapping: float | None = None,
+    logit_scale: float = 1.0,
+    outputs: tuple[str, ...] = EXTRA_OUTPUTS,
+) -> Any:
+    """Five results per token, None if not asked for."""
     audit: Audit = options["audit"]
-
-    def apply(
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        chunk_size: int,
-        final_logit_softcapping: float | None = None,
-        logit_scale: float = 1.0,
-        outputs: tuple[str, ...] = EXTRA_OUTPUTS,
-    ) -> Any:
-        if set(outputs) - {"log_probs", *EXTRA_OUTPUTS}:
-            return PassOn("further outputs")
-        if hasattr(weight, "ds_id"):
-            return PassOn("ZeRO-3")
-        if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
-            raise LogitlessError(
-                f"hidden must be [N, H] and targets [N] but they are {list(hidden.shape)} and {list(targets.shape)}."
-            )
-        _check_ids("targets", targets)
-        dtype = _compute_dtype(hidden)
-        head = Head(temperature=temperature, scale=logit_scale, softcap=final_logit_softcapping)
-        match = None if options["accurate"] else HALF.get(dtype)
-        bias = None if bias is None else bias.to(dtype)
-        logits = Logits(hidden.to(dtype), weight.to(dtype), bias=bias, match=match)
-        expected = expected_of(len(targets)) if options["one_pass"] and tracked(hidden, weight, bias) else None
-        if expected is not None and not set(outputs) - {"log_probs", "entropy"}:
-            rows, counts = Rows.every(targets), options["expectations"]
-            found = score_expecting(logits, rows, expected, counts, head=head)
-            assert found.entropy is not None
-            audit.of_logits("loss", logits, targets, logprob=found.logprob, entropy=found.entropy, head=head)
-            return found.logprob.float(), found.entropy.float() if "entropy" in outputs else None, None, None, None
-        entropy = entropy_mode(options["entropy_grad"], logits) if "entropy" in outputs else None
-        asked: dict[str, Any] = {"stats": asked_of_logits(outputs, head), "memory": options["memory"]}
-        out = score("fused LM head", logits, targets, audit, head=head, entropy=entropy, **asked)
-        further = further_outputs(outputs, out, logits, head)
-        return out.logprob.float(), None if out.entropy is None else out.entropy.float(), *further
-
-    return apply
-
-
-def make_divergence(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``ChunkedDivergenceFunction.apply``: divergence from the teacher, and the student's entropy."""
-
-    def apply(
-        student_hidden: Tensor,
-        student_weight: Tensor,
-        student_bias: Tensor | None,
-        teacher_hidden: Tensor,
-        teacher_weight: Tensor,
-        teacher_bias: Tensor | None,
-        beta: float,
-        temperature: float = 1.0,
-        student_logit_scale: float = 1.0,
-        student_final_logit_softcapping: float | None = None,
-        teacher_logit_scale: float = 1.0,
-        teacher_final_logit_softcapping: float | None = None,
-    ) -> Any:
-        if hasattr(student_weight, "ds_id") or hasattr(teacher_weight, "ds_id"):
-            return PassOn("ZeRO-3")
-        vocab, others = len(student_weight), len(teacher_weight)
-        if others < vocab:
-            raise LogitlessError(f"the teacher's head has {others} rows and the student's {vocab}.")
-        # As in TRL, autocast rounds what is multiplied, and not the bias.
-        dtype, their_dtype = _compute_dtype(student_hidden), _compute_dtype(teacher_hidden)
-        logits = Logits(student_hidden.to(dtype), student_weight.to(dtype), bias=student_bias)
-        theirs = Logits(teacher_hidden.to(their_dtype), teacher_weight.to(their_dtype), bias=teacher_bias)
-        head = Head(temperature=temperature, scale=student_logit_scale, softcap=student_final_logit_softcapping)
-        their_head = Head(
-            temperature=temperature,
-            scale=teacher_logit_scale,
-            softcap=teacher_final_logit_softcapping,
-            # As TRL: rows of the teacher's head beyond the student's are padding.
-            vocab_size=vocab if others > vocab else None,
+    if set(outputs) - {"log_probs", *EXTRA_OUTPUTS}:
+        return PassOn("further outputs")
+    if hasattr(weight, "ds_id"):
+        return PassOn("ZeRO-3")
+    if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
+        raise LogitlessError(
+            f"hidden must be [N, H] and targets [N] but they are {list(hidden.shape)} and {list(targets.shape)}."
         )
-        kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(beta), "jsd")
-        with torch.autocast(student_hidden.device.type, enabled=False):
-            out = logprobs(
-                logits,
-                # No token is singled out.
-                torch.zeros(len(student_hidden), dtype=torch.int64, device=student_hidden.device),
-                entropy="value",
-                head=head,
-                teacher=Teacher(theirs, head=their_head),
-                divergence=Divergence(kind, beta=beta if kind == "jsd" else 0.5),  # pyright: ignore[reportArgumentType]
-                memory=options["memory"],
-            )
-        assert out.divergence is not None
-        assert out.entropy is not None
-        audit: Audit = options["audit"]
-        audit.of_pair("divergence", (logits, head), (theirs, their_head), beta, out.divergence, out.entropy)
-        return out.divergence.float(), out.entropy.float()
-
-    return apply
-
-
-def make_selective_log_softmax(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``selective_log_softmax``: one log-prob per row, or K of them."""
-
-    def selective_log_softmax(
-        logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
-    ) -> Any:
-        if _rounds(logits, options):
-            return PassOn("half precision")
-        _check_index(logits, index, row_mask)
-        if index.dim() == logits.dim():
-            return _several(logits, index, temperature, row_mask, options)
-        return _one_pass(logits, index, temperature, row_mask, None, options).logprob
-
-    return selective_log_softmax
+    _check_ids("targets", targets)
+    dtype = product_dtype(hidden)
+    head = Head(temperature=temperature, scale=logit_scale, softcap=final_logit_softcapping)
+    match = None if options["accurate"] else HALF.get(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    logits = Logits(hidden.to(dtype), weight.to(dtype), bias=bias, match=match)
+    expected = expected_of(len(targets)) if options["one_pass"] and tracked(hidden, weight, bias) else None
+    if expected is not None and not set(outputs) - {"log_probs", "entropy"}:
+        rows, counts = Rows.every(targets), options["expectations"]
+        found = score_expecting(logits, rows, expected, counts, head=head)
+        assert found.entropy is not None
+        audit.of_logits("loss", logits, targets, logprob=found.logprob, entropy=found.entropy, head=head)
+        return found.logprob.float(), found.entropy.float() if "entropy" in outputs else None, None, None, None
+    entropy = entropy_mode(options["entropy_grad"], logits) if "entropy" in outputs else None
+    asked: dict[str, Any] = {"stats": asked_of_logits(outputs, head), "memory": options["memory"]}
+    out = score("fused LM head", logits, targets, audit, head=head, entropy=entropy, **asked)
+    further = further_outputs(outputs, out, logits, head)
+    return out.logprob.float(), None if out.entropy is None else out.entropy.float(), *further
 
 
-def make_entropy_from_logits(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``entropy_from_logits``; the chunk size is ignored."""
+@replaces("trl.kernels.chunked_divergence", "ChunkedDivergenceFunction.apply", {"1.16": (), "0.24 - 1.15": None})
+def chunked_divergence(
+    options: Options,
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    student_bias: Tensor | None,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    beta: float,
+    temperature: float = 1.0,
+    student_logit_scale: float = 1.0,
+    student_final_logit_softcapping: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    teacher_final_logit_softcapping: float | None = None,
+) -> Any:
+    """Divergence from the teacher, and the student's entropy."""
+    if hasattr(student_weight, "ds_id") or hasattr(teacher_weight, "ds_id"):
+        return PassOn("ZeRO-3")
+    vocab, others = len(student_weight), len(teacher_weight)
+    if others < vocab:
+        raise LogitlessError(f"the teacher's head has {others} rows and the student's {vocab}.")
+    # As in TRL, autocast rounds what is multiplied, and not the bias.
+    dtype, their_dtype = product_dtype(student_hidden), product_dtype(teacher_hidden)
+    logits = Logits(student_hidden.to(dtype), student_weight.to(dtype), bias=student_bias)
+    theirs = Logits(teacher_hidden.to(their_dtype), teacher_weight.to(their_dtype), bias=teacher_bias)
+    head = Head(temperature=temperature, scale=student_logit_scale, softcap=student_final_logit_softcapping)
+    their_head = Head(
+        temperature=temperature,
+        scale=teacher_logit_scale,
+        softcap=teacher_final_logit_softcapping,
+        # As TRL: rows of the teacher's head beyond the student's are padding.
+        vocab_size=vocab if others > vocab else None,
+    )
+    kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(beta), "jsd")
+    with torch.autocast(student_hidden.device.type, enabled=False):
+        out = logprobs(
+            logits,
+            # No token is singled out.
+            torch.zeros(len(student_hidden), dtype=torch.int64, device=student_hidden.device),
+            entropy="value",
+            head=head,
+            teacher=Teacher(theirs, head=their_head),
+            divergence=Divergence(kind, beta=beta if kind == "jsd" else 0.5),  # pyright: ignore[reportArgumentType]
+            memory=options["memory"],
+        )
+    assert out.divergence is not None
+    assert out.entropy is not None
+    audit: Audit = options["audit"]
+    audit.of_pair("divergence", (logits, head), (theirs, their_head), beta, out.divergence, out.entropy)
+    return out.divergence.float(), out.entropy.float()
 
-    def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Any:
-        if _rounds(logits, options):
-            return PassOn("half precision")
-        index = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-        return _one_pass(logits, index, 1.0, None, entropy_mode(True, logits), options).entropy
 
-    return entropy_from_logits
-
-
-def make_both(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``selective_log_softmax_and_entropy``: one pass over the logits for both."""
-
-    def selective_log_softmax_and_entropy(
-        logits: Tensor,
-        index: Tensor,
-        entropy_requires_grad: bool = True,
-        temperature: float = 1.0,
-        row_mask: Tensor | None = None,
-    ) -> Any:
-        if _rounds(logits, options):
-            return PassOn("half precision")
-        _check_index(logits, index, row_mask)
-        if index.dim() == logits.dim():
-            raise LogitlessError(f"index must be {list(logits.shape[:-1])}, one per row, but is {list(index.shape)}.")
-        mode = entropy_mode(entropy_requires_grad, logits)
-        out = _one_pass(logits, index, temperature, row_mask, mode, options)
-        return out.logprob, out.entropy
-
-    return selective_log_softmax_and_entropy
+@replaces(
+    UTILS,
+    signature={"1.14 - 1.16": (), "0.24 - 1.13": ("temperature", "row_mask")},
+    also_in=(
+        f"{EXPERIMENTAL}.a2po.a2po_trainer",
+        f"{EXPERIMENTAL}.cpo.cpo_trainer",
+        f"{EXPERIMENTAL}.orpo.orpo_trainer",
+        f"{EXPERIMENTAL}.sdft.loss_utils",
+        f"{EXPERIMENTAL}.sdft.sdft_trainer",
+        f"{EXPERIMENTAL}.sdpo.loss_utils",
+        f"{EXPERIMENTAL}.sdpo.sdpo_trainer",
+        # ms-swift's trainers hold TRL's functions by name.
+        "swift.rlhf_trainers.grpo_trainer",
+        "swift.rlhf_trainers.rlhf_mixin",
+    ),
+)
+def selective_log_softmax(
+    options: Options, logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
+) -> Any:
+    """One log-prob per row, or K of them."""
+    if _rounds(logits, options):
+        return PassOn("half precision")
+    _check_index(logits, index, row_mask)
+    if index.dim() == logits.dim():
+        return _several(logits, index, temperature, row_mask, options)
+    return _one_pass(logits, index, temperature, row_mask, None, options).logprob
 
 
-def _rounds(logits: Tensor, options: Mapping[str, Any]) -> bool:
+@replaces(UTILS)
+def entropy_from_logits(options: Options, logits: Tensor, chunk_size: int = 128) -> Any:
+    """The chunk size is ignored."""
+    if _rounds(logits, options):
+        return PassOn("half precision")
+    index = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    return _one_pass(logits, index, 1.0, None, entropy_mode(True, logits), options).entropy
+
+
+@replaces(UTILS, signature={"1.14 - 1.16": (), "0.24 - 1.13": None}, also_in=(f"{EXPERIMENTAL}.tpo.tpo_trainer",))
+def selective_log_softmax_and_entropy(
+    options: Options,
+    logits: Tensor,
+    index: Tensor,
+    entropy_requires_grad: bool = True,
+    temperature: float = 1.0,
+    row_mask: Tensor | None = None,
+) -> Any:
+    """One pass over the logits for both."""
+    if _rounds(logits, options):
+        return PassOn("half precision")
+    _check_index(logits, index, row_mask)
+    if index.dim() == logits.dim():
+        raise LogitlessError(f"index must be {list(logits.shape[:-1])}, one per row, but is {list(index.shape)}.")
+    mode = entropy_mode(entropy_requires_grad, logits)
+    out = _one_pass(logits, index, temperature, row_mask, mode, options)
+    return out.logprob, out.entropy
+
+
+def _rounds(logits: Tensor, options: Options) -> bool:
     """Whether TRL's own rounding is asked for. Deferred logits are rounded already."""
     return logits.dtype in HALF and not options["accurate"] and not isinstance(logits, Logits)
 
@@ -200,7 +206,7 @@ def _one_pass(
     temperature: float,
     row_mask: Tensor | None,
     entropy: EntropyMode,
-    options: Mapping[str, Any],
+    options: Options,
 ) -> TokenStats:
     target = index.long() if row_mask is None else index.long().masked_fill(row_mask == 0, IGNORE)
     found = score("logits", logits, target, options["audit"], entropy=entropy, head=Head(temperature=temperature))
@@ -208,9 +214,7 @@ def _one_pass(
     return found.each(torch.clone)
 
 
-def _several(
-    logits: Tensor, index: Tensor, temperature: float, row_mask: Tensor | None, options: Mapping[str, Any]
-) -> Tensor:
+def _several(logits: Tensor, index: Tensor, temperature: float, row_mask: Tensor | None, options: Options) -> Tensor:
     """K log-probs per row, all with the log Z of the row."""
     chosen = score_ids("logits", logits, index, options["audit"], head=Head(temperature=temperature)).ids_logprobs
     assert chosen is not None
@@ -240,75 +244,14 @@ def _check_ids(name: str, ids: Tensor) -> None:
         raise LogitlessError(f"{name} has the id {int(ids.min())}. Ids must not be negative; leave rows out by mask.")
 
 
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-
-
-def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
-    utils, experimental = "trl.trainer.utils", "trl.experimental"
-    # ms-swift's trainers hold TRL's functions by name.
-    swift = ("swift.rlhf_trainers.grpo_trainer", "swift.rlhf_trainers.rlhf_mixin")
+def _replacements(options: Options) -> list[Replacement]:
     return [
-        *([compute_loss()] if options["one_pass"] else []),
-        Replacement(
-            module="trl.kernels.chunked_logprob",
-            name="ChunkedLogProbFunction.apply",
-            signature={
-                "1.15 - 1.16": "(ctx, hidden, weight, bias, targets, temperature, chunk_size, "
-                f"final_logit_softcapping=None, logit_scale=1.0, outputs={EXTRA_OUTPUTS!r})",
-                "0.24 - 1.14": None,
-            },
-            signature_of="ChunkedLogProbFunction.forward",
-            make=make_fused_head,
-        ),
-        Replacement(
-            module="trl.kernels.chunked_divergence",
-            name="ChunkedDivergenceFunction.apply",
-            signature={
-                "1.16": "(ctx, student_hidden, student_weight, student_bias, teacher_hidden, teacher_weight, "
-                "teacher_bias, beta, temperature=1.0, student_logit_scale=1.0, student_final_logit_softcapping=None, "
-                "teacher_logit_scale=1.0, teacher_final_logit_softcapping=None)",
-                "0.24 - 1.15": None,
-            },
-            signature_of="ChunkedDivergenceFunction.forward",
-            make=make_divergence,
-        ),
-        Replacement(
-            module=utils,
-            name="selective_log_softmax",
-            signature={
-                "1.14 - 1.16": "(logits, index, temperature=1.0, row_mask=None)",
-                "0.24 - 1.13": "(logits, index)",
-            },
-            make=make_selective_log_softmax,
-            also_in=(
-                f"{experimental}.a2po.a2po_trainer",
-                f"{experimental}.cpo.cpo_trainer",
-                f"{experimental}.orpo.orpo_trainer",
-                f"{experimental}.sdft.loss_utils",
-                f"{experimental}.sdft.sdft_trainer",
-                f"{experimental}.sdpo.loss_utils",
-                f"{experimental}.sdpo.sdpo_trainer",
-                *swift,
-            ),
-        ),
-        Replacement(
-            module=utils,
-            name="entropy_from_logits",
-            signature="(logits, chunk_size=128)",
-            make=make_entropy_from_logits,
-        ),
-        Replacement(
-            module=utils,
-            name="selective_log_softmax_and_entropy",
-            signature={
-                "1.14 - 1.16": "(logits, index, entropy_requires_grad=True, temperature=1.0, row_mask=None)",
-                "0.24 - 1.13": None,
-            },
-            make=make_both,
-            also_in=(f"{experimental}.tpo.tpo_trainer",),
-        ),
+        *([compute_loss] if options["one_pass"] else []),
+        chunked_logprob,
+        chunked_divergence,
+        selective_log_softmax,
+        entropy_from_logits,
+        selective_log_softmax_and_entropy,
     ]
 
 
@@ -316,7 +259,7 @@ WITH_LOGITS = ("CPOTrainer", "ORPOTrainer", "TPOTrainer")
 """Trainers that read logits, and whose own steps were run with deferred ones: none was made."""
 
 
-def _heads(options: Mapping[str, Any]) -> list[Replacement]:
+def _heads(options: Options) -> list[Replacement]:
     def model(self: Any, model: Any, *_: Any, **__: Any) -> Any:
         return model if any(kind.__name__ in WITH_LOGITS for kind in type(self).__mro__) else None
 
@@ -329,7 +272,7 @@ def _heads(options: Mapping[str, Any]) -> list[Replacement]:
     ]
 
 
-def _deferring_both(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+def _deferring_both(original: Callable[..., Any], options: Options) -> Callable[..., Any]:
     """Wraps ``DPOTrainer.training_step``: the policy is deferred, and the reference where it is another model."""
     reference = deferring(lambda self, *_, **__: self.ref_model)
     return deferring(lambda self, model, *_, **__: model)(reference(original, options), options)

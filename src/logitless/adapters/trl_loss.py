@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from logitless.adapters.expected import Expected
-from logitless.adapters.host import Replacement
+from logitless.adapters.replacing import held, replaces
 from logitless.objectives import Objective
 
 TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
@@ -62,17 +62,12 @@ def expected_of(rows: int) -> Expected | None:
     return None if batch is None or not torch.is_grad_enabled() else batch.expected(rows)
 
 
-def make_compute_loss(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Wraps ``GRPOTrainer._compute_loss``."""
-
-    def _compute_loss(self: Any, model: Any, inputs: Any) -> Any:
-        before = _batch.set(_batch_of(self, inputs))
-        try:
-            return original(self, model, inputs)
-        finally:
-            _batch.reset(before)
-
-    return _compute_loss
+@replaces(
+    "trl.trainer.grpo_trainer", "GRPOTrainer._compute_loss", {"1.15 - 1.16": (), "0.24 - 1.14": None}, optional=True
+)
+def compute_loss(original: Callable[..., Any], self: Any, model: Any, inputs: Any) -> Any:
+    with held(_batch, _batch_of(self, inputs)):
+        return original(self, model, inputs)
 
 
 def _batch_of(trainer: Any, inputs: Mapping[str, Any]) -> Batch | None:
@@ -116,11 +111,3 @@ def _token_loss(inputs: Any, low: float, high: float, largest: float | None, wei
     above = fields["reference"] - logprob
     kl = above.exp() - above - 1
     return loss + fields["kl_weight"] * (kl * ratio if weighted_kl else kl)
-
-
-def compute_loss() -> Replacement:
-    """The trainer's method."""
-    versions = {"1.15 - 1.16": "(self, model, inputs)", "0.24 - 1.14": None}
-    return Replacement(
-        "trl.trainer.grpo_trainer", "GRPOTrainer._compute_loss", versions, make_compute_loss, optional=True
-    )

@@ -12,50 +12,45 @@ counted as passed on: more than 128 ids, and other strategies.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from logitless.adapters.host import PassOn, Replacement
+from logitless.adapters.host import PassOn
+from logitless.adapters.replacing import Options, replaces
 from logitless.adapters.scoring import score_ids
 from logitless.adapters.shards import check_ids, even_shard, tensor_group
 from logitless.readings.best import MOST
 from logitless.spec import VocabShard
 
-LOSSES = "verl.trainer.distillation.losses"
 
-
-def make_topk_loss(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``compute_topk_loss``. Log-probs are float32 whatever the logits are."""
-
-    def compute_topk_loss(
-        config: Any, distillation_config: Any, data: Any, student_logits: Tensor, data_format: str
-    ) -> Any:
-        megatron, logits = config.strategy == "megatron", student_logits
-        if not megatron and config.strategy not in ("fsdp", "veomni"):
-            return PassOn(f"strategy {config.strategy}")
-        log_q, ids = data["teacher_logprobs"], data["teacher_ids"]
-        if ids.shape[-1] > MOST:
-            return PassOn(f"more than {MOST} ids")
-        log_q, ids = (_tokens_here(x, data_format, megatron) for x in (log_q, ids))
-        shard = even_shard(tensor_group(), logits.shape[-1]) if megatron else None
-        log_p, best = _student(logits, ids, shard, options)
-        lowest = distillation_config.distillation_loss.log_prob_min_clamp
-        p, q = (x if lowest is None else x.clamp_min(lowest) for x in (log_p, log_q))
-        # Masses are of clamped log-probs, in float32 and without a graph, in Megatron's strategy alone.
-        mass, other_mass = (x.exp().sum(-1) for x in ((p, q) if megatron else (log_p, log_q)))
-        found = _forward_kl(p, q, ids, best)
-        return {
-            "distillation_losses": found.loss,
-            "student_mass": mass.detach().float() if megatron else mass.to(logits.dtype),
-            "teacher_mass": other_mass.float() if megatron else other_mass,
-            "overlap_count": found.overlap,
-            "overlap_token_advantage": found.advantage.detach() if megatron else found.advantage,
-        }
-
-    return compute_topk_loss
+@replaces("verl.trainer.distillation.losses", optional=True)
+def compute_topk_loss(
+    options: Options, config: Any, distillation_config: Any, data: Any, student_logits: Tensor, data_format: str
+) -> Any:
+    """Log-probs are float32 whatever the logits are."""
+    megatron, logits = config.strategy == "megatron", student_logits
+    if not megatron and config.strategy not in ("fsdp", "veomni"):
+        return PassOn(f"strategy {config.strategy}")
+    log_q, ids = data["teacher_logprobs"], data["teacher_ids"]
+    if ids.shape[-1] > MOST:
+        return PassOn(f"more than {MOST} ids")
+    log_q, ids = (_tokens_here(x, data_format, megatron) for x in (log_q, ids))
+    shard = even_shard(tensor_group(), logits.shape[-1]) if megatron else None
+    log_p, best = _student(logits, ids, shard, options)
+    lowest = distillation_config.distillation_loss.log_prob_min_clamp
+    p, q = (x if lowest is None else x.clamp_min(lowest) for x in (log_p, log_q))
+    # Masses are of clamped log-probs, in float32 and without a graph, in Megatron's strategy alone.
+    mass, other_mass = (x.exp().sum(-1) for x in ((p, q) if megatron else (log_p, log_q)))
+    found = _forward_kl(p, q, ids, best)
+    return {
+        "distillation_losses": found.loss,
+        "student_mass": mass.detach().float() if megatron else mass.to(logits.dtype),
+        "teacher_mass": other_mass.float() if megatron else other_mass,
+        "overlap_count": found.overlap,
+        "overlap_token_advantage": found.advantage.detach() if megatron else found.advantage,
+    }
 
 
 def _tokens_here(x: Any, data_format: str, megatron: bool) -> Tensor:
@@ -76,9 +71,7 @@ class _Found(NamedTuple):
     advantage: Tensor
 
 
-def _student(
-    logits: Tensor, ids: Tensor, shard: VocabShard | None, options: Mapping[str, Any]
-) -> tuple[Tensor, Tensor]:
+def _student(logits: Tensor, ids: Tensor, shard: VocabShard | None, options: Options) -> tuple[Tensor, Tensor]:
     """``[B, T, K]`` log-probs of the teacher's ids, and the student's own best ids."""
     check_ids("the teacher's ids", ids, (*logits.shape[:-1], ids.shape[-1]))
     out = score_ids("compute_topk_loss", logits, ids, options["audit"], shard=shard, top_k=ids.shape[-1])
@@ -94,15 +87,3 @@ def _forward_kl(log_p: Tensor, log_q: Tensor, ids: Tensor, best: Tensor) -> _Fou
     count = shared.sum(-1)
     advantage = -torch.where(shared, terms, 0.0).sum(-1) / count.clamp_min(1)
     return _Found(terms.sum(-1), count, advantage)
-
-
-def distillation() -> list[Replacement]:
-    return [
-        Replacement(
-            module=LOSSES,
-            name="compute_topk_loss",
-            signature="(config, distillation_config, data, student_logits, data_format)",
-            make=make_topk_loss,
-            optional=True,
-        ),
-    ]

@@ -9,7 +9,7 @@ With fused kernels the engine's model never calls its head.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,29 +17,10 @@ import torch
 
 from logitless.adapters.heads import deferring
 from logitless.adapters.host import Replacement
+from logitless.adapters.replacing import replaces
 from logitless.operands import Logits
 
 ENGINE = "verl.workers.engine.fsdp.transformer_impl"
-
-
-def fsdp_heads() -> list[Replacement]:
-    """Of ``FSDPEngineWithLMHead``, and of VeOmni's engine, which is one."""
-    return [
-        Replacement(
-            module=ENGINE,
-            name="FSDPEngineWithLMHead.forward_step",
-            signature="(self, micro_batch, loss_function, forward_only)",
-            make=deferring(_policy),
-            optional=True,
-        ),
-        Replacement(
-            module=ENGINE,
-            name="FSDPEngineWithLMHead.prepare_model_outputs",
-            signature="(self, output, output_args, micro_batch, logits_processor_func)",
-            make=make_outputs,
-            optional=True,
-        ),
-    ]
 
 
 def _policy(self: Any, *_: Any, **__: Any) -> Any:
@@ -47,22 +28,32 @@ def _policy(self: Any, *_: Any, **__: Any) -> Any:
     return None if any(kind.__name__ == "FSDPEngineWithValueHead" for kind in type(self).__mro__) else self.module
 
 
-def make_outputs(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Wraps ``prepare_model_outputs``: verl packs padded logits by a nested tensor, which needs them in memory."""
+@replaces(ENGINE, "FSDPEngineWithLMHead.prepare_model_outputs", optional=True)
+def prepare_model_outputs(
+    original: Callable[..., Any], self: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
+) -> Any:
+    """verl packs padded logits by a nested tensor, which needs them in memory."""
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, Logits) or "temperature_rmpad" in output_args:
+        return original(self, output, output_args, micro_batch, logits_processor_func)
+    lengths = micro_batch["input_ids"].offsets().diff()
+    there = torch.arange(logits.shape[1], device=lengths.device) < lengths[:, None]
+    packed = SimpleNamespace(logits=logits[there][None])
+    temperature = output_args["temperature"].repeat_interleave(lengths)
+    as_packed = micro_batch.copy()
+    sys.modules["verl.utils.tensordict_utils"].assign_non_tensor(as_packed, use_remove_padding=True)
+    given = {**output_args, "temperature_rmpad": temperature, "pad_size": 0}
+    return original(self, packed, given, as_packed, logits_processor_func)
 
-    def prepare_model_outputs(
-        self: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
-    ) -> Any:
-        logits = getattr(output, "logits", None)
-        if not isinstance(logits, Logits) or "temperature_rmpad" in output_args:
-            return original(self, output, output_args, micro_batch, logits_processor_func)
-        lengths = micro_batch["input_ids"].offsets().diff()
-        there = torch.arange(logits.shape[1], device=lengths.device) < lengths[:, None]
-        packed = SimpleNamespace(logits=logits[there][None])
-        temperature = output_args["temperature"].repeat_interleave(lengths)
-        as_packed = micro_batch.copy()
-        sys.modules["verl.utils.tensordict_utils"].assign_non_tensor(as_packed, use_remove_padding=True)
-        given = {**output_args, "temperature_rmpad": temperature, "pad_size": 0}
-        return original(self, packed, given, as_packed, logits_processor_func)
 
-    return prepare_model_outputs
+FSDP_HEADS = (
+    Replacement(
+        module=ENGINE,
+        name="FSDPEngineWithLMHead.forward_step",
+        signature="(self, micro_batch, loss_function, forward_only)",
+        make=deferring(_policy),
+        optional=True,
+    ),
+    prepare_model_outputs,
+)
+"""Of ``FSDPEngineWithLMHead``, and of VeOmni's engine, which is one."""

@@ -11,16 +11,18 @@ in supervised training. The fused heads multiply the other rows alone, and put z
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from logitless.adapters.host import Replacement
+from logitless.adapters.replacing import replaces
 from logitless.errors import LogitlessError
 from logitless.spec import IGNORE
+
+MEGATRON_ENGINE = "verl.workers.engine.megatron.transformer_impl"
 
 READ = "_logitless_read"
 """Attribute of a batch's ids, from the Megatron engine's inputs to its forward: the tokens whose results are read."""
@@ -52,24 +54,21 @@ def tokens_in_loss(batch: Any) -> Tensor | None:
     return mask.values() != 0
 
 
-def make_fsdp_inputs(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``FSDPEngineWithLMHead.prepare_model_inputs``, which gives fused heads their shifted labels."""
-
-    def prepare_model_inputs(self: Any, micro_batch: Any) -> Any:
-        inputs, output_args = original(self, micro_batch)
-        labels = inputs.get("shift_labels")
-        if labels is None:
-            return inputs, output_args
-        tokens = response_tokens(micro_batch)
-        tokens = tokens_in_loss(micro_batch) if tokens is None else tokens
-        if tokens is not None:
-            # A row is that of the token before; verl shifts its labels, and the loss mask, by the same roll.
-            # Without Ulysses verl 0.8 pads nothing, and says nothing of it.
-            rows = functional.pad(tokens.roll(-1), (0, output_args.get("pad_size", 0)))
-            inputs["shift_labels"] = labels.masked_fill(~_local(rows, labels), IGNORE)
+@replaces("verl.workers.engine.fsdp.transformer_impl", "FSDPEngineWithLMHead.prepare_model_inputs")
+def fsdp_inputs(original: Callable[..., Any], self: Any, micro_batch: Any) -> Any:
+    """The engine gives fused heads their shifted labels."""
+    inputs, output_args = original(self, micro_batch)
+    labels = inputs.get("shift_labels")
+    if labels is None:
         return inputs, output_args
-
-    return prepare_model_inputs
+    tokens = response_tokens(micro_batch)
+    tokens = tokens_in_loss(micro_batch) if tokens is None else tokens
+    if tokens is not None:
+        # A row is that of the token before; verl shifts its labels, and the loss mask, by the same roll.
+        # Without Ulysses verl 0.8 pads nothing, and says nothing of it.
+        rows = functional.pad(tokens.roll(-1), (0, output_args.get("pad_size", 0)))
+        inputs["shift_labels"] = labels.masked_fill(~_local(rows, labels), IGNORE)
+    return inputs, output_args
 
 
 def _local(rows: Tensor, labels: Tensor) -> Tensor:
@@ -83,62 +82,32 @@ def _local(rows: Tensor, labels: Tensor) -> Tensor:
     return rows[start : start + here]
 
 
-def make_megatron_inputs(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``MegatronEngineWithLMHead.prepare_model_inputs``: the ids know which of them are read."""
-
-    def prepare_model_inputs(self: Any, batch: Any) -> Any:
-        inputs = original(self, batch)
-        # Layers that predict further tokens take the labels too, and have no word for "left out".
-        if not getattr(getattr(self, "tf_config", None), "mtp_num_layers", None):
-            setattr(inputs["input_ids"], READ, response_tokens(batch))
-        return inputs
-
-    return prepare_model_inputs
+@replaces(MEGATRON_ENGINE, "MegatronEngineWithLMHead.prepare_model_inputs", optional=True)
+def megatron_inputs(original: Callable[..., Any], self: Any, batch: Any) -> Any:
+    """The ids know which of them are read."""
+    inputs = original(self, batch)
+    # Layers that predict further tokens take the labels too, and have no word for "left out".
+    if not getattr(getattr(self, "tf_config", None), "mtp_num_layers", None):
+        setattr(inputs["input_ids"], READ, response_tokens(batch))
+    return inputs
 
 
-def make_fused_forward(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``get_mcore_forward_fused_model_engine_fn``: its forward gets labels for the tokens that are read.
+@replaces("verl.models.mcore.registry", also_in=("verl.models.mcore",), optional=True)
+def get_mcore_forward_fused_model_engine_fn(original: Callable[..., Any], hf_config: Any) -> Callable[..., Any]:
+    """The forward gets labels for the tokens that are read.
 
     The labels are the batch's ids; verl shifts them where it packs them.
     """
+    forward = original(hf_config)
 
-    def get_mcore_forward_fused_model_engine_fn(hf_config: Any) -> Callable[..., Any]:
-        forward = original(hf_config)
+    def fused_forward(*args: Any, input_ids: Any, labels: Any, **others: Any) -> Any:
+        read = getattr(input_ids, READ, None)
+        if read is not None:
+            values = labels.values().masked_fill(~read, IGNORE)
+            labels = torch.nested.nested_tensor_from_jagged(values, labels.offsets())
+        return forward(*args, input_ids=input_ids, labels=labels, **others)
 
-        def fused_forward(*args: Any, input_ids: Any, labels: Any, **others: Any) -> Any:
-            read = getattr(input_ids, READ, None)
-            if read is not None:
-                values = labels.values().masked_fill(~read, IGNORE)
-                labels = torch.nested.nested_tensor_from_jagged(values, labels.offsets())
-            return forward(*args, input_ids=input_ids, labels=labels, **others)
-
-        return fused_forward
-
-    return get_mcore_forward_fused_model_engine_fn
+    return fused_forward
 
 
-def before_the_head() -> list[Replacement]:
-    megatron = "verl.workers.engine.megatron.transformer_impl"
-    return [
-        Replacement(
-            module="verl.workers.engine.fsdp.transformer_impl",
-            name="FSDPEngineWithLMHead.prepare_model_inputs",
-            signature="(self, micro_batch)",
-            make=make_fsdp_inputs,
-        ),
-        Replacement(
-            module=megatron,
-            name="MegatronEngineWithLMHead.prepare_model_inputs",
-            signature="(self, batch)",
-            make=make_megatron_inputs,
-            optional=True,
-        ),
-        Replacement(
-            module="verl.models.mcore.registry",
-            name="get_mcore_forward_fused_model_engine_fn",
-            signature="(hf_config)",
-            make=make_fused_forward,
-            also_in=("verl.models.mcore",),
-            optional=True,
-        ),
-    ]
+BEFORE_THE_HEAD = (fsdp_inputs, megatron_inputs, get_mcore_forward_fused_model_engine_fn)

@@ -17,10 +17,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import TypeVar
 
 from logitless.errors import LogitlessError, did_you_mean
 
@@ -29,8 +25,6 @@ VARIABLE = "LOGITLESS_ENGINE"
 
 GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
 """Entry points by which the engines find us."""
-
-T = TypeVar("T")
 
 PARTS = {"vllm": ("logprobs", "head", "prompt", "contract"), "sglang": ("logprobs", "head")}
 
@@ -46,16 +40,6 @@ def asked(engine: str) -> tuple[str, ...]:
                 f"Known: {', '.join(known)}."
             )
     return tuple(name for name in known if name in told)
-
-
-@contextmanager
-def held(variable: ContextVar[T], value: T) -> Iterator[T]:
-    """A block in which a context variable has this value."""
-    token = variable.set(value)
-    try:
-        yield value
-    finally:
-        variable.reset(token)
 
 
 def plug_into_vllm() -> None:
@@ -85,7 +69,7 @@ def _plug(engine: str) -> None:
     report = adapters.install(module.HOST, parts=parts)
     there = {entry.name for entry in report.replaced}
     for part in parts:
-        if not there & {x.path for x in module.OF_PARTS[part]()}:
+        if not there & {x.path for x in module.OF_PARTS[part]}:
             adapters.uninstall(module.HOST)
             raise LogitlessError(
                 f"{VARIABLE}: {engine} {report.version} has no place for {part}: {'; '.join(report.missing)}. Nothing "

@@ -65,7 +65,9 @@ def make_validate(original: Callable[..., Any], options: Mapping[str, Any]) -> C
     return _validate_params
 
 
-def contract_replacements() -> list[Replacement]:
-    """All functions of the part ``contract``."""
-    where, signature = "vllm.v1.engine.input_processor", "(self, params, supported_tasks)"
-    return [Replacement(where, "InputProcessor._validate_params", signature, make_validate)]
+VALIDATION = Replacement(
+    module="vllm.v1.engine.input_processor",
+    name="InputProcessor._validate_params",
+    signature="(self, params, supported_tasks)",
+    make=make_validate,
+)

@@ -20,19 +20,22 @@ numbers are the same, the memory is not.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from logitless.adapters.host import Host, Option, PassOn, Replacement
+from logitless.adapters.replacing import Options, held, replaces
 from logitless.backends.blocks import BLOCK
-from logitless.engines import PARTS, held
+from logitless.engines import PARTS
 from logitless.engines.canonical import all_logprobs, product, token_logprobs
-from logitless.engines.contract import contract_replacements
+from logitless.engines.contract import VALIDATION
 from logitless.operands import Logits
+from logitless.readings.best import MOST
 from logitless.score import logprobs
 from logitless.seams import shard_between
 from logitless.spec import VocabShard
@@ -41,91 +44,64 @@ LOGPROB = "vllm.v1.worker.gpu.sample.logprob"
 PROMPT = "vllm.v1.worker.gpu.sample.prompt_logprob"
 UNQUANTIZED = ("UnquantizedEmbeddingMethod", "UnquantizedLinearMethod")
 HEAD = "vllm.model_executor.layers.logits_processor"
-MOST = 128
-"""Most likely tokens that one call returns."""
 
 SCORING: ContextVar[bool] = ContextVar("logitless_scoring", default=False)
 """Where it is True, heads return logits that are not computed."""
 
 
-def make_token_logprobs(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``compute_token_logprobs``."""
-    return lambda logits, token_ids: token_logprobs(logits, token_ids)
+@replaces(LOGPROB)
+def compute_token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
+    return token_logprobs(logits, token_ids)
 
 
-def make_logprobs(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``Sampler.compute_logprobs``."""
-    return lambda logits: all_logprobs(logits)
+@replaces("vllm.v1.sample.sampler", "Sampler.compute_logprobs")
+def compute_logprobs(logits: Tensor) -> Tensor:
+    return all_logprobs(logits)
 
 
-def make_apply_head(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``LogitsProcessor._apply_head``."""
-
-    def _apply_head(self: Any, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None) -> Any:
-        if self.head_dtype != torch.float32:
-            return PassOn("the head is not float32")
-        if type(lm_head.quant_method).__name__ not in UNQUANTIZED:
-            return PassOn("the head is quantized")
-        flat, weight = hidden_states.reshape(-1, hidden_states.shape[-1]), lm_head.weight
-        out = torch.empty((len(flat), len(weight)), dtype=torch.float32, device=flat.device)
-        return product(flat, weight, embedding_bias, out).reshape(*hidden_states.shape[:-1], -1)
-
-    return _apply_head
-
-
-def _logprobs() -> list[Replacement]:
-    return [
-        Replacement(LOGPROB, "compute_token_logprobs", "(logits, token_ids)", make_token_logprobs),
-        Replacement("vllm.v1.sample.sampler", "Sampler.compute_logprobs", "(logits)", make_logprobs),
-    ]
-
-
-def _head() -> list[Replacement]:
-    signature = {"0.30 - 0.33": "(self, lm_head, hidden_states, embedding_bias)", "0.24": None}
-    return [Replacement(HEAD, "LogitsProcessor._apply_head", signature, make_apply_head)]
+@replaces(HEAD, "LogitsProcessor._apply_head", {"0.30 - 0.33": (), "0.24": None})
+def _apply_head(self: Any, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None) -> Any:
+    if self.head_dtype != torch.float32:
+        return PassOn("the head is not float32")
+    if type(lm_head.quant_method).__name__ not in UNQUANTIZED:
+        return PassOn("the head is quantized")
+    flat, weight = hidden_states.reshape(-1, hidden_states.shape[-1]), lm_head.weight
+    out = torch.empty((len(flat), len(weight)), dtype=torch.float32, device=flat.device)
+    return product(flat, weight, embedding_bias, out).reshape(*hidden_states.shape[:-1], -1)
 
 
 # Prompts, and a teacher's scores of them, from hidden states.
 
 
-def make_prompt_logprobs(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``PromptLogprobsWorker.compute_prompt_logprobs``."""
-
-    def compute_prompt_logprobs(
-        self: Any,
-        logits_fn: Any,
-        hidden_states: Tensor,
-        input_batch: Any,
-        all_token_ids: Tensor,
-        num_computed_tokens: Tensor,
-        prompt_lens: Any,
-    ) -> Any:
-        here = input_batch.idx_mapping_np
-        numbers = self.num_prompt_logprobs[here][self.uses_prompt_logprobs[here]]
-        if _of_logits(self):
-            return PassOn("raw logits are asked for")
-        if len(numbers) and (numbers.min() < 0 or numbers.max() > MOST):
-            return PassOn(f"more than {MOST} log-probs of a token are asked for")
-        with held(SCORING, True):
-            return original(
-                self, logits_fn, hidden_states, input_batch, all_token_ids, num_computed_tokens, prompt_lens
-            )
-
-    return compute_prompt_logprobs
+@replaces(PROMPT, "PromptLogprobsWorker.compute_prompt_logprobs")
+def compute_prompt_logprobs(
+    original: Callable[..., Any],
+    self: Any,
+    logits_fn: Any,
+    hidden_states: Tensor,
+    input_batch: Any,
+    all_token_ids: Tensor,
+    num_computed_tokens: Tensor,
+    prompt_lens: Any,
+) -> Any:
+    here = input_batch.idx_mapping_np
+    numbers = self.num_prompt_logprobs[here][self.uses_prompt_logprobs[here]]
+    if _of_logits(self):
+        return PassOn("raw logits are asked for")
+    if len(numbers) and (numbers.min() < 0 or numbers.max() > MOST):
+        return PassOn(f"more than {MOST} log-probs of a token are asked for")
+    with held(SCORING, True):
+        return original(self, logits_fn, hidden_states, input_batch, all_token_ids, num_computed_tokens, prompt_lens)
 
 
-def make_token_id_logprobs(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``PromptLogprobsWorker.compute_prompt_token_id_logprobs``."""
-
-    def compute_prompt_token_id_logprobs(
-        self: Any, logits_fn: Any, hidden_states: Tensor, input_batch: Any, prompt_lens: Any
-    ) -> Any:
-        if _of_logits(self):
-            return PassOn("raw logits are asked for")
-        with held(SCORING, True):
-            return original(self, logits_fn, hidden_states, input_batch, prompt_lens)
-
-    return compute_prompt_token_id_logprobs
+@replaces(PROMPT, "PromptLogprobsWorker.compute_prompt_token_id_logprobs", {"0.32 - 0.33": (), "0.24 - 0.30": None})
+def compute_prompt_token_id_logprobs(
+    original: Callable[..., Any], self: Any, logits_fn: Any, hidden_states: Tensor, input_batch: Any, prompt_lens: Any
+) -> Any:
+    if _of_logits(self):
+        return PassOn("raw logits are asked for")
+    with held(SCORING, True):
+        return original(self, logits_fn, hidden_states, input_batch, prompt_lens)
 
 
 def _of_logits(worker: Any) -> bool:
@@ -133,20 +109,16 @@ def _of_logits(worker: Any) -> bool:
     return str(getattr(worker, "logprobs_mode", "raw_logprobs")).endswith("logits")
 
 
-def make_forward(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``LogitsProcessor.forward``."""
-
-    def forward(
-        self: Any, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None = None, skip_gather: bool = False
-    ) -> Any:
-        if not SCORING.get():
-            return PassOn("tokens are sampled")
-        why = _not_deferred(self, lm_head, hidden_states)
-        if why is not None or skip_gather:
-            return PassOn(why or "shards are not gathered")
-        return _deferred(self, lm_head, hidden_states, embedding_bias)
-
-    return forward
+@replaces(HEAD, "LogitsProcessor.forward", {"0.30 - 0.33": (), "0.24": ("skip_gather",)})
+def forward(
+    self: Any, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None = None, skip_gather: bool = False
+) -> Any:
+    if not SCORING.get():
+        return PassOn("tokens are sampled")
+    why = _not_deferred(self, lm_head, hidden_states)
+    if why is not None or skip_gather:
+        return PassOn(why or "shards are not gathered")
+    return _deferred(self, lm_head, hidden_states, embedding_bias)
 
 
 def _not_deferred(processor: Any, lm_head: Any, hidden: Tensor) -> str | None:
@@ -196,51 +168,46 @@ def _shard(lm_head: Any) -> VocabShard | None:
     return shard_between(group, columns.org_vocab_start_index, columns.org_vocab_end_index)
 
 
-def make_topk(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Stands in for ``compute_topk_scores`` and, in 0.24, ``compute_topk_logprobs``."""
-
-    def compute_topk_scores(logits: Tensor, num_logprobs: int, sampled_token_ids: Tensor, *_: Any, **__: Any) -> Any:
-        if not isinstance(logits, Logits):
-            return PassOn("logits are there")
-        ids = sampled_token_ids.to(torch.int64)
-        out = logprobs(logits, ids, top_k=num_logprobs or None, stats=("rank",))
-        assert out.rank is not None
-        columns, scores = ids[:, None], out.logprob[:, None]
-        if out.top_k_ids is not None and out.top_k_logprobs is not None:
-            columns, scores = (torch.cat(x, 1) for x in ((columns, out.top_k_ids), (scores, out.top_k_logprobs)))
-        made = sys.modules["vllm.v1.outputs"].LogprobsTensors
-        # vLLM's rank counts the token itself.
-        return made(logprob_token_ids=columns, logprobs=scores, selected_token_ranks=out.rank + 1)
-
-    return compute_topk_scores
+TOPK = (
+    "(logits, num_logprobs, sampled_token_ids, cu_num_logits=None, logprob_token_ids_state=None, "
+    "expanded_idx_mapping=None, max_per_req_token_ids=0"
+)
 
 
-def _prompt() -> list[Replacement]:
-    scores = "(logits, num_logprobs, sampled_token_ids, cu_num_logits=None, logprob_token_ids_state=None"
-    scores += ", expanded_idx_mapping=None, max_per_req_token_ids=0"
-    prompt = "(self, logits_fn, hidden_states, input_batch, all_token_ids, num_computed_tokens, prompt_lens)"
-    of_ids = {"0.32 - 0.33": "(self, logits_fn, hidden_states, input_batch, prompt_lens)", "0.24 - 0.30": None}
-    forward = {
-        "0.30 - 0.33": "(self, lm_head, hidden_states, embedding_bias=None, skip_gather=False)",
-        "0.24": "(self, lm_head, hidden_states, embedding_bias=None)",
-    }
-    newer, worker = {"0.30 - 0.33": f"{scores}, logits_mode=False)", "0.24": None}, "PromptLogprobsWorker"
-    return [
-        Replacement(HEAD, "LogitsProcessor.forward", forward, make_forward),
-        Replacement(PROMPT, f"{worker}.compute_prompt_logprobs", prompt, make_prompt_logprobs),
-        Replacement(PROMPT, f"{worker}.compute_prompt_token_id_logprobs", of_ids, make_token_id_logprobs),
-        Replacement(LOGPROB, "compute_topk_scores", newer, make_topk),
-        Replacement(LOGPROB, "compute_topk_logprobs", {"0.24": f"{scores})", "0.30 - 0.33": None}, make_topk),
-    ]
+@replaces(LOGPROB, signature={"0.30 - 0.33": f"{TOPK}, logits_mode=False)", "0.24": None})
+def compute_topk_scores(logits: Tensor, num_logprobs: int, sampled_token_ids: Tensor, *_: Any, **__: Any) -> Any:
+    """Of 0.24 it is ``compute_topk_logprobs``."""
+    if not isinstance(logits, Logits):
+        return PassOn("logits are there")
+    ids = sampled_token_ids.to(torch.int64)
+    out = logprobs(logits, ids, top_k=num_logprobs or None, stats=("rank",))
+    assert out.rank is not None
+    columns, scores = ids[:, None], out.logprob[:, None]
+    if out.top_k_ids is not None and out.top_k_logprobs is not None:
+        columns, scores = (torch.cat(x, 1) for x in ((columns, out.top_k_ids), (scores, out.top_k_logprobs)))
+    made = sys.modules["vllm.v1.outputs"].LogprobsTensors
+    # vLLM's rank counts the token itself.
+    return made(logprob_token_ids=columns, logprobs=scores, selected_token_ranks=out.rank + 1)
 
 
-OF_PARTS = {"logprobs": _logprobs, "head": _head, "prompt": _prompt, "contract": contract_replacements}
+OF_PARTS = {
+    "logprobs": (compute_token_logprobs, compute_logprobs),
+    "head": (_apply_head,),
+    "prompt": (
+        forward,
+        compute_prompt_logprobs,
+        compute_prompt_token_id_logprobs,
+        compute_topk_scores,
+        replace(compute_topk_scores, name="compute_topk_logprobs", signature={"0.24": f"{TOPK})", "0.30 - 0.33": None}),
+    ),
+    "contract": (VALIDATION,),
+}
 
 
-def _replacements(options: Mapping[str, Any]) -> list[Replacement]:
+def _replacements(options: Options) -> list[Replacement]:
     # Scores of given ids go through the function of the first part.
     parts = {*options["parts"], *(("logprobs",) if "prompt" in options["parts"] else ())}
-    return [replacement for part in PARTS["vllm"] if part in parts for replacement in OF_PARTS[part]()]
+    return [replacement for part in PARTS["vllm"] if part in parts for replacement in OF_PARTS[part]]
 
 
 HOST = Host(

@@ -307,7 +307,7 @@ def _without(module: Any, part: str) -> str | None:
     report = _tried(module.HOST, {"parts": (part,)})
     if isinstance(report, str):
         return report
-    there = {entry.name for entry in report.replaced} & {x.path for x in module.OF_PARTS[part]()}
+    there = {entry.name for entry in report.replaced} & {x.path for x in module.OF_PARTS[part]}
     return None if there else "; ".join(report.missing)
 
 
