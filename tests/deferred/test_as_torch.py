@@ -153,7 +153,26 @@ def row_of_log_p(x: Any) -> Any:
     return x[0].log_softmax(-1)
 
 
+def what_is_so_already_without_a_graph(x: Any) -> Any:
+    """Torch returns the tensor itself, with its graph."""
+    log_p, largest = x.log_softmax(-1), x.max(-1).values
+    with torch.no_grad():
+        x, log_p = (y.contiguous().double().to(torch.float64).flatten(0, 0) for y in (x, log_p))
+        largest = largest.double()
+    return x.logsumexp(-1), log_p[..., 3], largest
+
+
+def a_factor_of_what_is_so_already(x: Any) -> Any:
+    same = x.double().contiguous()
+    same /= 2
+    return x.logsumexp(-1), same.softmax(-1).amax(-1)
+
+
 PROGRAMS: dict[str, Callable[[Any], Any]] = {
+    "log-probs, masked": lambda x: x.log_softmax(-1).gather(-1, IDS[..., None]).squeeze(-1).masked_fill_(IDS > 20, 0.0),
+    "probabilities, written to": lambda x: x.softmax(-1).gather(-1, IDS[..., None]).mul_(2),
+    "what is so already": what_is_so_already_without_a_graph,
+    "a factor of what is so already": a_factor_of_what_is_so_already,
     "a copy without a graph is read first": no_graph_first,
     "a copy without a graph is read last": graph_first,
     "mean, written to": written_to(lambda x: x.mean(-1)),
@@ -232,6 +251,12 @@ def test_the_same_numbers_and_gradients(name: str):
         torch.testing.assert_close(mine.detach().clone(), right.detach(), **loose)
 
 
+def test_what_is_made_of_detached_numbers_has_no_graph():
+    largest = ll.Logits(torch.randn(B, S, D, requires_grad=True), torch.randn(V, D)).max(-1).values
+    assert (-largest).requires_grad
+    assert not (-largest.detach()).requires_grad
+
+
 @pytest.mark.parametrize("name", ["new dimensions", "unsqueeze", "range", "numpy", "a view with ones"])
 def test_none_of_it_computes_logits(name: str):
     logits = ll.Logits(torch.randn(B, S, D), torch.randn(V, D), strict=True)
@@ -301,11 +326,12 @@ def test_gradients_of_what_is_never_computed_are_refused(ask: Callable[..., Any]
     assert log_p.requires_grad_() is log_p
 
 
-@pytest.mark.parametrize("read", ["max", "topk", "softmax", "turned", "gather of log_softmax"])
+@pytest.mark.parametrize("read", ["max", "min", "topk", "softmax", "turned", "gather of log_softmax"])
 @pytest.mark.parametrize("beside", [True, False], ids=["beside a loss", "alone"])
 def test_results_that_a_reentrant_checkpoint_returns(read: str, beside: bool):
     reads: dict[str, Callable[[Any], Any]] = {
         "max": lambda x: x.max(-1).values,
+        "min": lambda x: x.min(-1).values,
         "topk": lambda x: x.topk(3).values,
         "softmax": lambda x: x.softmax(-1),
         "turned": lambda x: x.transpose(1, 2),
@@ -332,9 +358,7 @@ def test_results_that_a_reentrant_checkpoint_returns(read: str, beside: bool):
 # Changes in place.
 
 
-@pytest.mark.parametrize(
-    "view", [lambda x: x.view(-1, V), lambda x: x.contiguous(), lambda x: x[0], lambda x: x.unsqueeze(-2)]
-)
+@pytest.mark.parametrize("view", [lambda x: x.view(-1, V), lambda x: x[0], lambda x: x.unsqueeze(-2)])
 def test_views_of_logits_whose_hidden_states_are_not_contiguous(view: Callable[[Any], Any]):
     """Their logits are contiguous, so that torch would have a view."""
     hidden, weight = torch.randn(S, B, D).transpose(0, 1), torch.randn(V, D)

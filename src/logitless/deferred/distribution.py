@@ -70,6 +70,8 @@ class Distribution(Lazy):
 
     def _of(self, found: Any) -> Any:
         """The same of other rows of the logits; None where columns were cut off."""
+        if found is self.source:
+            return self
         if isinstance(found, Logits):
             whole = found.shape[-1] == self.source.shape[-1] and found._stands.weight is self.source.stands().weight
             detached = not found.requires_grad and found.shape[-1] == self.source.shape[-1]

@@ -77,7 +77,9 @@ class Lazy(Tensor):
     def severed(self) -> bool:
         """Whether this is in a graph that its source is not in. A reentrant checkpoint makes both where no gradient is
         recorded, and then puts what its function returns into the graph."""
-        return torch.is_grad_enabled() and self.requires_grad and not self.source.requires_grad
+        with torch._C.DisableTorchFunctionSubclass():
+            own = self.requires_grad
+        return torch.is_grad_enabled() and own and not self.source.requires_grad
 
     def joined(self, value: Tensor) -> Any:
         """The tensor that was computed, with a graph that goes on from this one where the source has none."""
@@ -160,7 +162,9 @@ class Waiting(Lazy):
                 if step is not None:
                     step.computed()
         assert self.value is not None
-        return self.value
+        # It may have been read before a checkpoint put this into the graph.
+        found = self.value = self.value if self.value.requires_grad else self.joined(self.value)
+        return found
 
     def counted(self, name: str) -> Tensor:
         """A reading: no logits are computed."""

@@ -146,7 +146,8 @@ def _view(x: Any, *shape: Any, **kwargs: Any) -> Any:
 def _flatten(x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     if not _row_dims(x, start_dim, end_dim):
         return NotImplemented
-    return _of_rows(x, lambda h: h.flatten(start_dim, end_dim % x.dim()))
+    first, last = start_dim % x.dim(), end_dim % x.dim()
+    return x if first == last else _of_rows(x, lambda h: h.flatten(first, last))
 
 
 def _transpose(x: Any, dim0: Any = None, dim1: Any = None, **axes: Any) -> Any:
@@ -170,7 +171,7 @@ def same(x: Any, **_: Any) -> Any:
 
 
 def _contiguous(x: Any, **_: Any) -> Any:
-    return _view_of(x, same(x), x.place_of_rows()) if x.place_of_rows().is_contiguous() else same(x)
+    return x if x.place_of_rows().is_contiguous() else same(x)
 
 
 def _detach(x: Any) -> Any:
@@ -209,8 +210,8 @@ def _to(x: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if dtype is not None and dtype not in FLOATS:
         return NotImplemented
-    new = like(x, dtype=dtype or x.dtype)
-    return _view_of(x, new, x.place_of_rows()) if new.dtype == x.dtype and not kwargs.get("copy") else new
+    # As in torch, what is of that dtype already is returned itself, also where no gradient is recorded.
+    return x if dtype in (None, x.dtype) and not kwargs.get("copy") else like(x, dtype=dtype or x.dtype)
 
 
 def _per_row(x: Logits, by: Any) -> float | Tensor | None:
