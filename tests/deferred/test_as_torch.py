@@ -223,6 +223,11 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "means that are no readings": lambda x: (x.softmax(-1).mean(-1), x.log_softmax(-1).mean(0), x.softmax(-1).sum(-1)),
     "dtypes of a product": lambda x: (x.float().softmax(-1) * F.log_softmax(x, -1, dtype=torch.float64)).sum(-1),
     "with the logits in another dtype": lambda x: (x.float().softmax(-1) * x).sum(-1),
+    "numbers of one row": lambda x: (x[0, 1][3], x[0, 1][[3, -1]], x[1, 0].softmax(-1)[IDS], x[0, 0].argmax()),
+    "blanks": lambda x: [
+        *(y for z in (x, x.log_softmax(-1), x.transpose(1, 2)) for y in (torch.zeros_like(z), torch.full_like(z, 2))),
+        *(y for z in (x, x.max(-1).values) for y in (z.new_zeros(2, 3), z.new_tensor([1.5]), torch.ones_like(input=z))),
+    ],
     "a number, squeezed": lambda x: torch.stack([row.logsumexp(-1).squeeze(-1) for row in x[0][:1]]),
     "unsqueeze": lambda x: [
         y.logsumexp(-1) for y in (x.unsqueeze(-2), x.unsqueeze(-4), x[0].unsqueeze(1), x.unsqueeze(2))
@@ -257,7 +262,9 @@ def test_what_is_made_of_detached_numbers_has_no_graph():
     assert not (-largest.detach()).requires_grad
 
 
-@pytest.mark.parametrize("name", ["new dimensions", "unsqueeze", "range", "numpy", "a view with ones"])
+@pytest.mark.parametrize(
+    "name", ["new dimensions", "unsqueeze", "range", "numpy", "a view with ones", "numbers of one row", "blanks"]
+)
 def test_none_of_it_computes_logits(name: str):
     logits = ll.Logits(torch.randn(B, S, D), torch.randn(V, D), strict=True)
     PROGRAMS[name](logits)

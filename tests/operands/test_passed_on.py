@@ -19,6 +19,12 @@ MASK = torch.arange(B * S).view(B, S) % 3 != 1
 RULES: dict[str, Callable[[Tensor], Tensor]] = {
     "rows": lambda x: x[:, 1:-1],
     "masked rows": lambda x: x[MASK],
+    "a row of each sample": lambda x: x[torch.arange(B), torch.tensor([1, 0, -1]), :],
+    "masked rows, columns": lambda x: x[MASK, 2:7],
+    "without dimensions of one": lambda x: x[:1].unsqueeze(1).squeeze(),
+    "without two dimensions of one": lambda x: x[:1, None].squeeze((0, 1)),
+    "a type": lambda x: x.type(torch.float64),
+    "where it is already": lambda x: x.cpu().to("cpu"),
     "columns": lambda x: x[..., : V - 4],
     "later columns": lambda x: x[..., 3:],
     "division": lambda x: x / 0.7,

@@ -210,7 +210,7 @@ def _ranked(x: Any) -> Logits | None:
 
 
 def argmax(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    logits = _ranked(x)
+    logits, dim = _ranked(x), -1 if dim is None and x.dim() == 1 else dim
     if logits is None or kwargs or not over_last(x, dim):
         return NotImplemented
     ids = best(logits, 1).clamp_min(0)
@@ -281,7 +281,9 @@ def columns(x: Any, index: Any) -> Any:
     last = torch.where(last < 0, last + x.shape[-1], last)
     if all(_is_ids(i) for i in lead) and len(whole) == x.dim():
         *rows, last = torch.broadcast_tensors(*lead, last)
-        return _taken(x[tuple(rows)], last[..., None])[..., 0] if rows else NotImplemented
+        if not rows:
+            return _taken(x, last.reshape(-1)).reshape(last.shape)
+        return _taken(x[tuple(rows)], last[..., None])[..., 0]
     # Numbers are indices like lists to torch, and belong behind slices: elsewhere they change the order of dimensions.
     slices = [not isinstance(i, Tensor) for i in lead]
     named = sum(i is not None for i in lead) == x.dim() - 1 or any(i is Ellipsis for i in lead)

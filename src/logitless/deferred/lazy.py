@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError
-from logitless.operands.applied import in_our_names
+from logitless.operands.applied import applied, in_our_names
 from logitless.operands.graph import Edge, WithBackward, wrapper
 from logitless.operands.logits import (
     ATTRIBUTE_NAMES,
@@ -27,6 +27,7 @@ from logitless.operands.logits import (
     place,
     refuse_change,
 )
+from logitless.operands.passed_on import BLANKS
 from logitless.spec import graph_break
 
 
@@ -101,7 +102,10 @@ class Lazy(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if first is not None and not first.severed():
-            found = first.answer(name, *in_our_names(args, kwargs))
+            ours = in_our_names(args, kwargs)
+            found = (
+                applied(BLANKS[name], *ours) if name in BLANKS and ours[0][0] is first else first.answer(name, *ours)
+            )
             if found is not NotImplemented:
                 return found
         refuse_change(func, name, args, kwargs)

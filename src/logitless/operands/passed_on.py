@@ -76,6 +76,25 @@ def _view_of(x: Logits, new: Logits, rows: Tensor | None) -> Logits:
     return new
 
 
+def _squeeze(x: Any, dim: Any = None) -> Any:
+    if not isinstance(x, Logits) or (dim is None and x.shape[-1] == 1):
+        return NotImplemented
+    dims = range(x.dim() - 1) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim,)
+    dims = tuple(d % x.dim() for d in dims) if _row_dims(x, *dims) else None
+    return NotImplemented if dims is None else _of_rows(x, lambda h: h.squeeze(dims))
+
+
+def _blank(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule of a function that takes shape, dtype and device of its first argument, and none of its numbers."""
+
+    def rule(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(x, "placements"):
+            return NotImplemented
+        return function(torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape), *args, **kwargs)
+
+    return rule
+
+
 def _split(name: str) -> Callable[..., Any]:
     def rule(x: Any, size: Any = None, dim: int = 0, **kwargs: Any) -> Any:
         size = kwargs.get("split_size", kwargs.get("chunks", size))
@@ -112,7 +131,7 @@ def _rows_of(x: Any, index: Any) -> Any:
     if dims < x.dim() and (not dots or parts[-1] is Ellipsis):
         return _of_rows(x, lambda h: h[index], view)
     *lead, last = parts
-    if not isinstance(last, slice) or any(isinstance(i, Tensor) for i in lead):
+    if not isinstance(last, slice):
         return NotImplemented
     columns = last.indices(x.shape[-1])
     if columns == (0, x.shape[-1], 1):
@@ -206,7 +225,8 @@ def _to(x: Any, *args: Any, **kwargs: Any) -> Any:
             dtype, device = arg.dtype, arg.device
         elif isinstance(arg, (str, int, torch.device)) and not isinstance(arg, bool):
             device = arg
-    if device is not None and torch.device(device).type != x.device.type:
+    # torch finds the index of a device that is named without one.
+    if device is not None and torch.empty(0, device=device).device != x.device:
         return NotImplemented
     if dtype is not None and dtype not in FLOATS:
         return NotImplemented
@@ -335,14 +355,25 @@ def _stack(tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> Any:
     return _cat([_of_rows(x, lambda h: h.unsqueeze(0)) for x in tensors])
 
 
+BLANKS = {
+    function.__name__: _blank(function)
+    for function in (
+        *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor),
+        *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like),
+    )
+}
+"""Rules of what is made of logits, and of what is made of their numbers, alike."""
+
 CASTS = {"float": torch.float32, "bfloat16": torch.bfloat16, "half": torch.float16, "double": torch.float64}
 
-RULES.update({name: _along(name) for name in ("select", "narrow", "index_select", "squeeze")})
+RULES.update({name: _along(name) for name in ("select", "narrow", "index_select")})
+RULES.update(BLANKS)
 RULES.update({name: _split(name) for name in ("split", "chunk")})
 RULES.update({name: _cast(dtype) for name, dtype in CASTS.items()})
 for _names, _rule in (
     ("__getitem__", _item),
     ("unbind", _unbind),
+    ("squeeze", _squeeze),
     ("unsqueeze", _unsqueeze),
     ("__iter__", lambda x: iter(_unbind(x)) if x.dim() > 1 else NotImplemented),
     ("view reshape", _view),
@@ -356,6 +387,9 @@ for _names, _rule in (
     ("detach_", _let_go),
     ("data", lambda x, *_: _detach(x)),
     ("to", _to),
+    ("cpu", lambda x: _to(x, "cpu")),
+    ("cuda", lambda x, device=None: _to(x, "cuda" if device is None else device)),
+    ("type", lambda x, dtype=None: _to(x, dtype) if isinstance(dtype, torch.dtype) else NotImplemented),
     ("type_as", lambda x, other: _to(x, other.dtype)),
     ("mul multiply __mul__ __rmul__", _times),
     ("div divide true_divide __truediv__", _divide),
