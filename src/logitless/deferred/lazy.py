@@ -102,10 +102,9 @@ class Lazy(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if first is not None and not first.severed():
-            ours = in_our_names(args, kwargs)
-            found = (
-                applied(BLANKS[name], *ours) if name in BLANKS and ours[0][0] is first else first.answer(name, *ours)
-            )
+            given, named = in_our_names(args, kwargs)
+            blank = BLANKS.get(name) if given and given[0] is first else None
+            found = first.answer(name, given, named) if blank is None else applied(blank, given, named)
             if found is not NotImplemented:
                 return found
         refuse_change(func, name, args, kwargs)
