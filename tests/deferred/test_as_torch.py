@@ -6,6 +6,7 @@ of readings are remembered, wait, and share memory with one another only where t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -212,6 +213,8 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
         x[:, None, 0].logsumexp(-1),
         x[..., None, :].amax(-1),
     ),
+    "the same rows twice": lambda x: -(x[:, 1:].softmax(-1) * x[:, 1:].log_softmax(-1)).sum(-1),
+    "detached twice": lambda x: -(x.log_softmax(-1).detach().exp() * x.log_softmax(-1).detach()).sum(-1),
     "axis": lambda x: (entropy(x.log_softmax(-1)), (x.softmax(-1) * x.log_softmax(-1)).sum(axis=-1)),
     "keepdims": lambda x: (x.log_softmax(-1).mean(-1, keepdims=True), x.log_softmax(-1).mean(axis=-1)),
     "other": lambda x: [y.logsumexp(-1) for y in (torch.mul(x, other=2.0), x.mul(other=2.0), torch.div(x, other=2.0))],
@@ -263,11 +266,15 @@ def test_what_is_made_of_detached_numbers_has_no_graph():
 
 
 @pytest.mark.parametrize(
-    "name", ["new dimensions", "unsqueeze", "range", "numpy", "a view with ones", "numbers of one row", "blanks"]
+    "name",
+    [
+        *("new dimensions", "unsqueeze", "range", "numpy", "a view with ones", "numbers of one row", "blanks"),
+        *("the same rows twice", "detached twice"),
+    ],
 )
 def test_none_of_it_computes_logits(name: str):
-    logits = ll.Logits(torch.randn(B, S, D), torch.randn(V, D), strict=True)
-    PROGRAMS[name](logits)
+    for trained in (False, True):
+        PROGRAMS[name](ll.Logits(torch.randn(B, S, D, requires_grad=trained), torch.randn(V, D), strict=True))
 
 
 def test_dimensions_that_are_not_there():
@@ -306,6 +313,17 @@ def test_gradients_of_a_result():
         torch.testing.assert_close(mine, right)
 
 
+def test_a_hook_that_comes_after_the_reading_changes_no_gradient():
+    leaf = torch.randn(B, S, D, requires_grad=True)
+    for result, refused in ((lambda g: None, False), (lambda g: g, False), (lambda g: 2 * g, True)):
+        logits = ll.Logits(leaf, torch.randn(V, D))
+        loss = logits.logsumexp(-1).sum()
+        logits.register_hook(result)
+        said = pytest.raises(ll.LogitlessError, match="Register it before they are read")
+        with said if refused else contextlib.nullcontext():
+            loss.backward()
+
+
 def test_a_detached_result_becomes_a_leaf():
     def program(x: Any) -> Any:
         largest = x.detach().max(-1).values.requires_grad_()
@@ -323,6 +341,8 @@ def test_a_detached_result_becomes_a_leaf():
         (lambda x, leaf: x.log_softmax(-1).detach().requires_grad_(), "requires_grad_"),
         (lambda x, leaf: x.transpose(1, 2).register_hook(lambda g: g), "register_hook"),
         (lambda x, leaf: torch.autograd.grad(leaf.sum(), x.softmax(-1), allow_unused=True), "grad"),
+        (lambda x, leaf: torch.autograd.grad(leaf.sum(), x, allow_unused=True), "grad"),
+        (lambda x, leaf: torch.autograd.grad(x.logsumexp(-1).sum(), inputs=[leaf, x]), "grad"),
     ],
 )
 def test_gradients_of_what_is_never_computed_are_refused(ask: Callable[..., Any], said: str):
@@ -378,7 +398,11 @@ def test_views_of_logits_whose_hidden_states_are_not_contiguous(view: Callable[[
 
 
 @pytest.mark.parametrize(
-    "copy", [lambda x: x.transpose(0, 1).contiguous(), lambda x: x[[0, 1]], lambda x: x.transpose(0, 1).reshape(-1, V)]
+    "copy",
+    [
+        *(lambda x: x.transpose(0, 1).contiguous(), lambda x: x[[0, 1]], lambda x: x.transpose(0, 1).reshape(-1, V)),
+        lambda x: x[..., 2:9].contiguous(),
+    ],
 )
 def test_copies_of_logits_are_not_changed(copy: Callable[[Any], Any]):
     hidden, weight = torch.randn(B, S, D), torch.randn(V, D)

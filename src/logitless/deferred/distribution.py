@@ -100,7 +100,7 @@ def same_logits(one: Logits, other: Logits) -> bool:
     if one is other:
         return True
     a, b = one.stands(), other.stands()
-    return a.hidden is b.hidden and a.same_head(b) and _same_gain(a, b) and one.shape == other.shape
+    return is_same(a.hidden, b.hidden) and a.same_head(b) and _same_gain(a, b) and one.shape == other.shape
 
 
 def same_numbers(one: Logits, other: Logits) -> bool:

@@ -24,6 +24,7 @@ from logitless.operands.logits import (
     Logits,
     attribute,
     count_made,
+    no_gradient,
     place,
     refuse_change,
 )
@@ -115,10 +116,7 @@ class Lazy(Tensor):
         asked for its gradient, would be lost."""
         asks = name in ("register_hook", "requires_grad_") and not (name == "requires_grad_" and self.requires_grad)
         if asks or func is torch.autograd.grad:
-            raise LogitlessError(
-                f"Logits: {name} at {place()} asks for the gradient of {self!r}, which was not computed. Compute it "
-                f"there first: x = x.computed()."
-            )
+            raise no_gradient(self, name)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 

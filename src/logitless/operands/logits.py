@@ -25,7 +25,7 @@ from torch import Tensor
 from logitless.errors import LogitlessError
 from logitless.errors.arguments import dense, instead_of_tensor, refuse_transforms, refused
 from logitless.operands.applied import applied, in_our_names
-from logitless.operands.graph import Behind, Edge, laid_out, wrapper
+from logitless.operands.graph import Behind, Edge, laid_out, without_result, wrapper
 from logitless.operands.lora import LoRA
 from logitless.operands.stands import Bits, Linear, Match, Precision, Stands, product_dtype
 from logitless.spec import VocabShard, graph_break
@@ -255,7 +255,7 @@ class Logits(Tensor):
             # Backward of an earlier reading does not pass the logits, but the tensors that it read.
             for x in self._stands.tensors():
                 if x.requires_grad:
-                    return x.register_hook(lambda _: _without_result(hook))
+                    return x.register_hook(lambda _: without_result(hook))
         self._watched = True
         with torch._C.DisableTorchFunctionSubclass():
             return super().register_hook(hook)
@@ -273,6 +273,11 @@ class Logits(Tensor):
         if torch.compiler.is_dynamo_compiling():
             return graph_break(cls.__torch_function__, func, types, args, kwargs)
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
+        if func is torch.autograd.grad:
+            inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
+            for x in inputs if isinstance(inputs, (tuple, list)) else (inputs,):
+                if isinstance(x, Logits):
+                    raise no_gradient(x, name)
         if name == "__get__":
             name = attribute(func)
             if name not in VALUES:
@@ -414,8 +419,12 @@ def _span(x: Tensor) -> tuple[int, int]:
     return first, first + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
 
 
-def _without_result(hook: Callable[[Tensor], Any]) -> None:
-    hook(torch.empty(0))
+def no_gradient(x: Tensor, name: str) -> LogitlessError:
+    """The error of code that asks for the gradient of what was not computed: readings do not pass it."""
+    return LogitlessError(
+        f"Logits: {name} at {place()} asks for the gradient of {x!r}, which was not computed. Compute it there first: "
+        f"x = x.computed()."
+    )
 
 
 # Functions that compute the logits after all.

@@ -139,7 +139,9 @@ def _rows_of(x: Any, index: Any) -> Any:
     if columns[2] != 1 or x.linear.shard is not None or isinstance(x.weight, LoRA) or x.linear.weight_grad is not None:
         return NotImplemented
     bias = None if x.linear.bias is None else x.linear.bias[last]
-    cut = _view_of(x, like(x, weight=x.weight[last], linear=replace(x.linear, bias=bias)), x.place_of_rows())
+    with torch._C._DisableTorchDispatch():  # pyright: ignore[reportAttributeAccessIssue]
+        rows = x.place_of_rows()[..., :1]
+    cut = _view_of(x, like(x, weight=x.weight[last], linear=replace(x.linear, bias=bias)), rows)
     return _of_rows(cut, lambda h: h[(*lead, slice(None))], view)
 
 
