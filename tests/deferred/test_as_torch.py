@@ -413,6 +413,23 @@ def test_copies_of_logits_are_not_changed(copy: Callable[[Any], Any]):
     torch.testing.assert_close(other.logsumexp(-1), copy(hidden @ weight.T / 0.5).logsumexp(-1))
 
 
+@pytest.mark.parametrize("view", [lambda x: x[..., 3], lambda x: x[0, 1, 2], lambda x: x.select(-1, 3), lambda x: x.mT])
+def test_a_view_by_columns_that_is_changed(view: Callable[[Any], Any]):
+    logits = ll.Logits(torch.randn(B, S, D), torch.randn(V, D))
+    before = logits.logsumexp(-1)
+    (view(logits) * 1).mul_(2)
+    assert torch.equal(logits.logsumexp(-1), before)
+    view(logits).mul_(2)
+    with pytest.raises(ll.LogitlessError, match="a view of them was changed in place after the logits were made"):
+        logits.flatten(0, 1)
+
+
+def test_a_list_of_columns_is_a_copy():
+    logits = ll.Logits(torch.randn(B, S, D), torch.randn(V, D))
+    logits[..., [3, 4]].mul_(2)
+    logits.logsumexp(-1)
+
+
 def test_a_change_in_place_where_no_gradient_is_recorded_is_refused():
     logits = ll.Logits(torch.randn(B, S, D, requires_grad=True), torch.randn(V, D))
     with (

@@ -20,6 +20,7 @@ from logitless.deferred.pending import numbers
 from logitless.deferred.read import SOFTMAX, ask, best, listable, memo_of, over_last
 from logitless.operands import Logits
 from logitless.operands.applied import applied
+from logitless.operands.graph import views_of
 from logitless.operands.logits import RULES, like
 from logitless.operands.passed_on import same
 from logitless.operands.stands import Stands, is_same
@@ -273,6 +274,14 @@ def topk(x: Any, k: Any, dim: Any = -1, largest: bool = True, sorted: bool = Tru
 def columns(x: Any, index: Any) -> Any:
     """``x[index]`` where the index names columns: one for each row, one for all, or a list for all."""
     whole = index if isinstance(index, tuple) else (index,)
+    found = _columns(x, whole)
+    if isinstance(x, Logits) and all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in whole):
+        # A view, where torch has logits.
+        x._versions += views_of(found, found)
+    return found
+
+
+def _columns(x: Any, whole: tuple[Any, ...]) -> Any:
     *lead, last = (_as_tensor(i, x.device) for i in whole)
     if (isinstance(x, Distribution) and x.form not in OF_IDS) or not _is_ids(last):
         return NotImplemented

@@ -39,6 +39,25 @@ def laid_out(shape: Sequence[int]) -> Tensor:
         return torch.empty((*shape, 2), dtype=torch.uint8, device="meta")
 
 
+def span(x: Tensor) -> tuple[int, int]:
+    """First and last place of a tensor in its storage."""
+    first = int(x.storage_offset())
+    return first, first + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+
+
+def views_of(x: Tensor, found: Any) -> list[tuple[str, Tensor, int]]:
+    """Name, counter and version of each result that is a view of ``x``: tensors without memory whose version tells
+    whether somebody has written to it."""
+    views = []
+    for view in found if isinstance(found, (tuple, list)) else (found,):
+        plain = type(view) is Tensor and not view.is_inference()
+        if plain and torch._C._is_alias_of(x, view):  # pyright: ignore[reportAttributeAccessIssue]
+            counter = view.detach()
+            counter.data = view.new_empty(0)
+            views.append(("a view of them", counter, counter._version))
+    return views
+
+
 def without_result(hook: Callable[[Tensor], Any]) -> None:
     """Run a hook where the gradient of the logits does not come by, which it therefore may not change."""
     gradient = torch.empty(0)
