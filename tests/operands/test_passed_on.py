@@ -139,3 +139,15 @@ def test_factors_of_rows_compute_nothing(way: str, shape: tuple[int, ...]):
     mine = operation(deferred(*leaves()))
     assert isinstance(mine, ll.Logits)
     torch.testing.assert_close(mine.logsumexp(-1), operation(computed(*leaves())).logsumexp(-1), rtol=1e-9, atol=1e-9)
+
+
+def test_columns_of_an_adapters_logits():
+    hidden, weight, _ = leaves()
+    a, b = (torch.randn(*n, dtype=torch.float64).requires_grad_() for n in ((2, D), (V, 2)))
+    given = [hidden, weight, a, b]
+    logits = ll.Logits(hidden, ll.LoRA(weight, a, b, scale=0.7), strict=True)
+    mine, right = (x[:, 1:, 2 : V - 3].logsumexp(-1) for x in (logits, hidden @ (weight + 0.7 * b @ a).T))
+    torch.testing.assert_close(mine, right)
+    pair = (torch.autograd.grad(x.square().sum(), given) for x in (mine, right))
+    for gradient, wanted in zip(*pair, strict=True):
+        torch.testing.assert_close(gradient, wanted)

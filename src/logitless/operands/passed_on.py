@@ -136,12 +136,15 @@ def _rows_of(x: Any, index: Any) -> Any:
     columns = last.indices(x.shape[-1])
     if columns == (0, x.shape[-1], 1):
         return _of_rows(x, lambda h: h[(*lead, slice(None))], view)
-    if columns[2] != 1 or x.linear.shard is not None or isinstance(x.weight, LoRA) or x.linear.weight_grad is not None:
+    if columns[2] != 1 or x.linear.shard is not None or x.linear.weight_grad is not None:
         return NotImplemented
+    weight = x.weight
+    adapted = isinstance(weight, LoRA)
+    weight = replace(weight, weight=weight.weight[last], b=weight.b[last]) if adapted else weight[last]
     bias = None if x.linear.bias is None else x.linear.bias[last]
     with torch._C._DisableTorchDispatch():  # pyright: ignore[reportAttributeAccessIssue]
         rows = x.place_of_rows()[..., :1]
-    cut = _view_of(x, like(x, weight=x.weight[last], linear=replace(x.linear, bias=bias)), rows)
+    cut = _view_of(x, like(x, weight=weight, linear=replace(x.linear, bias=bias)), rows)
     return _of_rows(cut, lambda h: h[(*lead, slice(None))], view)
 
 
