@@ -172,6 +172,9 @@ def a_factor_of_what_is_so_already(x: Any) -> Any:
 PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "log-probs, masked": lambda x: x.log_softmax(-1).gather(-1, IDS[..., None]).squeeze(-1).masked_fill_(IDS > 20, 0.0),
     "probabilities, written to": lambda x: x.softmax(-1).gather(-1, IDS[..., None]).mul_(2),
+    "rounded by a cast": lambda x: [
+        y.float().log_softmax(-1).gather(-1, IDS[..., None]) for y in (x.detach().bfloat16(), x.detach().half())
+    ],
     "what is so already": what_is_so_already_without_a_graph,
     "a factor of what is so already": a_factor_of_what_is_so_already,
     "a copy without a graph is read first": no_graph_first,

@@ -236,7 +236,12 @@ def _to(x: Any, *args: Any, **kwargs: Any) -> Any:
     if dtype is not None and dtype not in FLOATS:
         return NotImplemented
     # As in torch, what is of that dtype already is returned itself, also where no gradient is recorded.
-    return x if dtype in (None, x.dtype) and not kwargs.get("copy") else like(x, dtype=dtype or x.dtype)
+    if dtype in (None, x.dtype):
+        return like(x) if kwargs.get("copy") else x
+    plain = isinstance(x.gain, float) and x.gain == 1.0 and not x.squash and x.linear.match is None
+    if plain and dtype.itemsize == 2 < x.dtype.itemsize:
+        return like(x, dtype=dtype, linear=replace(x.linear, match=str(dtype).removeprefix("torch.")))
+    return like(x, dtype=dtype)
 
 
 def _per_row(x: Logits, by: Any) -> float | Tensor | None:
