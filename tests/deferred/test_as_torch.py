@@ -6,6 +6,7 @@ of readings are remembered, wait, and share memory with one another only where t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -153,7 +154,29 @@ def row_of_log_p(x: Any) -> Any:
     return x[0].log_softmax(-1)
 
 
+def what_is_so_already_without_a_graph(x: Any) -> Any:
+    """Torch returns the tensor itself, with its graph."""
+    log_p, largest = x.log_softmax(-1), x.max(-1).values
+    with torch.no_grad():
+        x, log_p = (y.contiguous().double().to(torch.float64).flatten(0, 0) for y in (x, log_p))
+        largest = largest.double()
+    return x.logsumexp(-1), log_p[..., 3], largest
+
+
+def a_factor_of_what_is_so_already(x: Any) -> Any:
+    same = x.double().contiguous()
+    same /= 2
+    return x.logsumexp(-1), same.softmax(-1).amax(-1)
+
+
 PROGRAMS: dict[str, Callable[[Any], Any]] = {
+    "log-probs, masked": lambda x: x.log_softmax(-1).gather(-1, IDS[..., None]).squeeze(-1).masked_fill_(IDS > 20, 0.0),
+    "probabilities, written to": lambda x: x.softmax(-1).gather(-1, IDS[..., None]).mul_(2),
+    "rounded by a cast": lambda x: [
+        y.float().log_softmax(-1).gather(-1, IDS[..., None]) for y in (x.detach().bfloat16(), x.detach().half())
+    ],
+    "what is so already": what_is_so_already_without_a_graph,
+    "a factor of what is so already": a_factor_of_what_is_so_already,
     "a copy without a graph is read first": no_graph_first,
     "a copy without a graph is read last": graph_first,
     "mean, written to": written_to(lambda x: x.mean(-1)),
@@ -193,6 +216,8 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
         x[:, None, 0].logsumexp(-1),
         x[..., None, :].amax(-1),
     ),
+    "the same rows twice": lambda x: -(x[:, 1:].softmax(-1) * x[:, 1:].log_softmax(-1)).sum(-1),
+    "detached twice": lambda x: -(x.log_softmax(-1).detach().exp() * x.log_softmax(-1).detach()).sum(-1),
     "axis": lambda x: (entropy(x.log_softmax(-1)), (x.softmax(-1) * x.log_softmax(-1)).sum(axis=-1)),
     "keepdims": lambda x: (x.log_softmax(-1).mean(-1, keepdims=True), x.log_softmax(-1).mean(axis=-1)),
     "other": lambda x: [y.logsumexp(-1) for y in (torch.mul(x, other=2.0), x.mul(other=2.0), torch.div(x, other=2.0))],
@@ -204,6 +229,11 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "means that are no readings": lambda x: (x.softmax(-1).mean(-1), x.log_softmax(-1).mean(0), x.softmax(-1).sum(-1)),
     "dtypes of a product": lambda x: (x.float().softmax(-1) * F.log_softmax(x, -1, dtype=torch.float64)).sum(-1),
     "with the logits in another dtype": lambda x: (x.float().softmax(-1) * x).sum(-1),
+    "numbers of one row": lambda x: (x[0, 1][3], x[0, 1][[3, -1]], x[1, 0].softmax(-1)[IDS], x[0, 0].argmax()),
+    "blanks": lambda x: [
+        *(y for z in (x, x.log_softmax(-1), x.transpose(1, 2)) for y in (torch.zeros_like(z), torch.full_like(z, 2))),
+        *(y for z in (x, x.max(-1).values) for y in (z.new_zeros(2, 3), z.new_tensor([1.5]), torch.ones_like(input=z))),
+    ],
     "a number, squeezed": lambda x: torch.stack([row.logsumexp(-1).squeeze(-1) for row in x[0][:1]]),
     "unsqueeze": lambda x: [
         y.logsumexp(-1) for y in (x.unsqueeze(-2), x.unsqueeze(-4), x[0].unsqueeze(1), x.unsqueeze(2))
@@ -232,10 +262,22 @@ def test_the_same_numbers_and_gradients(name: str):
         torch.testing.assert_close(mine.detach().clone(), right.detach(), **loose)
 
 
-@pytest.mark.parametrize("name", ["new dimensions", "unsqueeze", "range", "numpy", "a view with ones"])
+def test_what_is_made_of_detached_numbers_has_no_graph():
+    largest = ll.Logits(torch.randn(B, S, D, requires_grad=True), torch.randn(V, D)).max(-1).values
+    assert (-largest).requires_grad
+    assert not (-largest.detach()).requires_grad
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("new dimensions", "unsqueeze", "range", "numpy", "a view with ones", "numbers of one row", "blanks"),
+        *("the same rows twice", "detached twice"),
+    ],
+)
 def test_none_of_it_computes_logits(name: str):
-    logits = ll.Logits(torch.randn(B, S, D), torch.randn(V, D), strict=True)
-    PROGRAMS[name](logits)
+    for trained in (False, True):
+        PROGRAMS[name](ll.Logits(torch.randn(B, S, D, requires_grad=trained), torch.randn(V, D), strict=True))
 
 
 def test_dimensions_that_are_not_there():
@@ -274,6 +316,17 @@ def test_gradients_of_a_result():
         torch.testing.assert_close(mine, right)
 
 
+def test_a_hook_that_comes_after_the_reading_changes_no_gradient():
+    leaf = torch.randn(B, S, D, requires_grad=True)
+    for result, refused in ((lambda g: None, False), (lambda g: g, False), (lambda g: 2 * g, True)):
+        logits = ll.Logits(leaf, torch.randn(V, D))
+        loss = logits.logsumexp(-1).sum()
+        logits.register_hook(result)
+        said = pytest.raises(ll.LogitlessError, match="Register it before they are read")
+        with said if refused else contextlib.nullcontext():
+            loss.backward()
+
+
 def test_a_detached_result_becomes_a_leaf():
     def program(x: Any) -> Any:
         largest = x.detach().max(-1).values.requires_grad_()
@@ -291,6 +344,8 @@ def test_a_detached_result_becomes_a_leaf():
         (lambda x, leaf: x.log_softmax(-1).detach().requires_grad_(), "requires_grad_"),
         (lambda x, leaf: x.transpose(1, 2).register_hook(lambda g: g), "register_hook"),
         (lambda x, leaf: torch.autograd.grad(leaf.sum(), x.softmax(-1), allow_unused=True), "grad"),
+        (lambda x, leaf: torch.autograd.grad(leaf.sum(), x, allow_unused=True), "grad"),
+        (lambda x, leaf: torch.autograd.grad(x.logsumexp(-1).sum(), inputs=[leaf, x]), "grad"),
     ],
 )
 def test_gradients_of_what_is_never_computed_are_refused(ask: Callable[..., Any], said: str):
@@ -301,11 +356,12 @@ def test_gradients_of_what_is_never_computed_are_refused(ask: Callable[..., Any]
     assert log_p.requires_grad_() is log_p
 
 
-@pytest.mark.parametrize("read", ["max", "topk", "softmax", "turned", "gather of log_softmax"])
+@pytest.mark.parametrize("read", ["max", "min", "topk", "softmax", "turned", "gather of log_softmax"])
 @pytest.mark.parametrize("beside", [True, False], ids=["beside a loss", "alone"])
 def test_results_that_a_reentrant_checkpoint_returns(read: str, beside: bool):
     reads: dict[str, Callable[[Any], Any]] = {
         "max": lambda x: x.max(-1).values,
+        "min": lambda x: x.min(-1).values,
         "topk": lambda x: x.topk(3).values,
         "softmax": lambda x: x.softmax(-1),
         "turned": lambda x: x.transpose(1, 2),
@@ -332,9 +388,7 @@ def test_results_that_a_reentrant_checkpoint_returns(read: str, beside: bool):
 # Changes in place.
 
 
-@pytest.mark.parametrize(
-    "view", [lambda x: x.view(-1, V), lambda x: x.contiguous(), lambda x: x[0], lambda x: x.unsqueeze(-2)]
-)
+@pytest.mark.parametrize("view", [lambda x: x.view(-1, V), lambda x: x[0], lambda x: x.unsqueeze(-2)])
 def test_views_of_logits_whose_hidden_states_are_not_contiguous(view: Callable[[Any], Any]):
     """Their logits are contiguous, so that torch would have a view."""
     hidden, weight = torch.randn(S, B, D).transpose(0, 1), torch.randn(V, D)
@@ -347,7 +401,11 @@ def test_views_of_logits_whose_hidden_states_are_not_contiguous(view: Callable[[
 
 
 @pytest.mark.parametrize(
-    "copy", [lambda x: x.transpose(0, 1).contiguous(), lambda x: x[[0, 1]], lambda x: x.transpose(0, 1).reshape(-1, V)]
+    "copy",
+    [
+        *(lambda x: x.transpose(0, 1).contiguous(), lambda x: x[[0, 1]], lambda x: x.transpose(0, 1).reshape(-1, V)),
+        lambda x: x[..., 2:9].contiguous(),
+    ],
 )
 def test_copies_of_logits_are_not_changed(copy: Callable[[Any], Any]):
     hidden, weight = torch.randn(B, S, D), torch.randn(V, D)
@@ -356,6 +414,23 @@ def test_copies_of_logits_are_not_changed(copy: Callable[[Any], Any]):
     other.div_(0.5)
     torch.testing.assert_close(logits.logsumexp(-1), (hidden @ weight.T).logsumexp(-1))
     torch.testing.assert_close(other.logsumexp(-1), copy(hidden @ weight.T / 0.5).logsumexp(-1))
+
+
+@pytest.mark.parametrize("view", [lambda x: x[..., 3], lambda x: x[0, 1, 2], lambda x: x.select(-1, 3), lambda x: x.mT])
+def test_a_view_by_columns_that_is_changed(view: Callable[[Any], Any]):
+    logits = ll.Logits(torch.randn(B, S, D), torch.randn(V, D))
+    before = logits.logsumexp(-1)
+    (view(logits) * 1).mul_(2)
+    assert torch.equal(logits.logsumexp(-1), before)
+    view(logits).mul_(2)
+    with pytest.raises(ll.LogitlessError, match="a view of them was changed in place after the logits were made"):
+        logits.flatten(0, 1)
+
+
+def test_a_list_of_columns_is_a_copy():
+    logits = ll.Logits(torch.randn(B, S, D), torch.randn(V, D))
+    logits[..., [3, 4]].mul_(2)
+    logits.logsumexp(-1)
 
 
 def test_a_change_in_place_where_no_gradient_is_recorded_is_refused():

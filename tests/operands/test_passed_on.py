@@ -19,6 +19,12 @@ MASK = torch.arange(B * S).view(B, S) % 3 != 1
 RULES: dict[str, Callable[[Tensor], Tensor]] = {
     "rows": lambda x: x[:, 1:-1],
     "masked rows": lambda x: x[MASK],
+    "a row of each sample": lambda x: x[torch.arange(B), torch.tensor([1, 0, -1]), :],
+    "masked rows, columns": lambda x: x[MASK, 2:7],
+    "without dimensions of one": lambda x: x[:1].unsqueeze(1).squeeze(),
+    "without two dimensions of one": lambda x: x[:1, None].squeeze((0, 1)),
+    "a type": lambda x: x.type(torch.float64),
+    "where it is already": lambda x: x.cpu().to("cpu"),
     "columns": lambda x: x[..., : V - 4],
     "later columns": lambda x: x[..., 3:],
     "division": lambda x: x / 0.7,
@@ -133,3 +139,15 @@ def test_factors_of_rows_compute_nothing(way: str, shape: tuple[int, ...]):
     mine = operation(deferred(*leaves()))
     assert isinstance(mine, ll.Logits)
     torch.testing.assert_close(mine.logsumexp(-1), operation(computed(*leaves())).logsumexp(-1), rtol=1e-9, atol=1e-9)
+
+
+def test_columns_of_an_adapters_logits():
+    hidden, weight, _ = leaves()
+    a, b = (torch.randn(*n, dtype=torch.float64).requires_grad_() for n in ((2, D), (V, 2)))
+    given = [hidden, weight, a, b]
+    logits = ll.Logits(hidden, ll.LoRA(weight, a, b, scale=0.7), strict=True)
+    mine, right = (x[:, 1:, 2 : V - 3].logsumexp(-1) for x in (logits, hidden @ (weight + 0.7 * b @ a).T))
+    torch.testing.assert_close(mine, right)
+    pair = (torch.autograd.grad(x.square().sum(), given) for x in (mine, right))
+    for gradient, wanted in zip(*pair, strict=True):
+        torch.testing.assert_close(gradient, wanted)

@@ -20,6 +20,7 @@ from logitless.deferred.pending import numbers
 from logitless.deferred.read import SOFTMAX, ask, best, listable, memo_of, over_last
 from logitless.operands import Logits
 from logitless.operands.applied import applied
+from logitless.operands.graph import views_of
 from logitless.operands.logits import RULES, like
 from logitless.operands.passed_on import same
 from logitless.operands.stands import Stands, is_same
@@ -70,6 +71,8 @@ class Distribution(Lazy):
 
     def _of(self, found: Any) -> Any:
         """The same of other rows of the logits; None where columns were cut off."""
+        if found is self.source:
+            return self
         if isinstance(found, Logits):
             whole = found.shape[-1] == self.source.shape[-1] and found._stands.weight is self.source.stands().weight
             detached = not found.requires_grad and found.shape[-1] == self.source.shape[-1]
@@ -98,7 +101,7 @@ def same_logits(one: Logits, other: Logits) -> bool:
     if one is other:
         return True
     a, b = one.stands(), other.stands()
-    return a.hidden is b.hidden and a.same_head(b) and _same_gain(a, b) and one.shape == other.shape
+    return is_same(a.hidden, b.hidden) and a.same_head(b) and _same_gain(a, b) and one.shape == other.shape
 
 
 def same_numbers(one: Logits, other: Logits) -> bool:
@@ -208,7 +211,7 @@ def _ranked(x: Any) -> Logits | None:
 
 
 def argmax(x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    logits = _ranked(x)
+    logits, dim = _ranked(x), -1 if dim is None and x.dim() == 1 else dim
     if logits is None or kwargs or not over_last(x, dim):
         return NotImplemented
     ids = best(logits, 1).clamp_min(0)
@@ -271,6 +274,14 @@ def topk(x: Any, k: Any, dim: Any = -1, largest: bool = True, sorted: bool = Tru
 def columns(x: Any, index: Any) -> Any:
     """``x[index]`` where the index names columns: one for each row, one for all, or a list for all."""
     whole = index if isinstance(index, tuple) else (index,)
+    found = _columns(x, whole)
+    if isinstance(x, Logits) and all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in whole):
+        # A view, where torch has logits.
+        x._versions += views_of(found, found)
+    return found
+
+
+def _columns(x: Any, whole: tuple[Any, ...]) -> Any:
     *lead, last = (_as_tensor(i, x.device) for i in whole)
     if (isinstance(x, Distribution) and x.form not in OF_IDS) or not _is_ids(last):
         return NotImplemented
@@ -279,7 +290,9 @@ def columns(x: Any, index: Any) -> Any:
     last = torch.where(last < 0, last + x.shape[-1], last)
     if all(_is_ids(i) for i in lead) and len(whole) == x.dim():
         *rows, last = torch.broadcast_tensors(*lead, last)
-        return _taken(x[tuple(rows)], last[..., None])[..., 0] if rows else NotImplemented
+        if not rows:
+            return _taken(x, last.reshape(-1)).reshape(last.shape)
+        return _taken(x[tuple(rows)], last[..., None])[..., 0]
     # Numbers are indices like lists to torch, and belong behind slices: elsewhere they change the order of dimensions.
     slices = [not isinstance(i, Tensor) for i in lead]
     named = sum(i is not None for i in lead) == x.dim() - 1 or any(i is Ellipsis for i in lead)

@@ -45,8 +45,11 @@ class Later(Waiting):
         def step(x: Tensor) -> Tensor:
             return getattr(x, name)(*args[1:], **kwargs)
 
-        shape = step(torch.empty(self.shape, dtype=self.dtype, device="meta"))
-        with torch.set_grad_enabled(torch.is_grad_enabled() and name != "detach"):
+        like = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        shape = step(like)
+        if shape is like:
+            return self
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.requires_grad and name != "detach"):
             new = _later(self.source, lambda: step(self.computed()), lambda x: step(self.of_logits(x)), shape)
         return self.waits_with(new)
 

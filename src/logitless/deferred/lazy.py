@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from logitless.errors import LogitlessError
-from logitless.operands.applied import in_our_names
+from logitless.operands.applied import applied, in_our_names
 from logitless.operands.graph import Edge, WithBackward, wrapper
 from logitless.operands.logits import (
     ATTRIBUTE_NAMES,
@@ -24,9 +24,11 @@ from logitless.operands.logits import (
     Logits,
     attribute,
     count_made,
+    no_gradient,
     place,
     refuse_change,
 )
+from logitless.operands.passed_on import BLANKS
 from logitless.spec import graph_break
 
 
@@ -77,7 +79,9 @@ class Lazy(Tensor):
     def severed(self) -> bool:
         """Whether this is in a graph that its source is not in. A reentrant checkpoint makes both where no gradient is
         recorded, and then puts what its function returns into the graph."""
-        return torch.is_grad_enabled() and self.requires_grad and not self.source.requires_grad
+        with torch._C.DisableTorchFunctionSubclass():
+            own = self.requires_grad
+        return torch.is_grad_enabled() and own and not self.source.requires_grad
 
     def joined(self, value: Tensor) -> Any:
         """The tensor that was computed, with a graph that goes on from this one where the source has none."""
@@ -99,7 +103,9 @@ class Lazy(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if first is not None and not first.severed():
-            found = first.answer(name, *in_our_names(args, kwargs))
+            given, named = in_our_names(args, kwargs)
+            blank = BLANKS.get(name) if given and given[0] is first else None
+            found = first.answer(name, given, named) if blank is None else applied(blank, given, named)
             if found is not NotImplemented:
                 return found
         refuse_change(func, name, args, kwargs)
@@ -110,10 +116,7 @@ class Lazy(Tensor):
         asked for its gradient, would be lost."""
         asks = name in ("register_hook", "requires_grad_") and not (name == "requires_grad_" and self.requires_grad)
         if asks or func is torch.autograd.grad:
-            raise LogitlessError(
-                f"Logits: {name} at {place()} asks for the gradient of {self!r}, which was not computed. Compute it "
-                f"there first: x = x.computed()."
-            )
+            raise no_gradient(self, name)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -160,7 +163,9 @@ class Waiting(Lazy):
                 if step is not None:
                     step.computed()
         assert self.value is not None
-        return self.value
+        # It may have been read before a checkpoint put this into the graph.
+        found = self.value = self.value if self.value.requires_grad else self.joined(self.value)
+        return found
 
     def counted(self, name: str) -> Tensor:
         """A reading: no logits are computed."""

@@ -42,7 +42,7 @@ class Turned(Lazy):
             return turned(same(self.source))
         if name in ("float", "double", "to"):
             found = getattr(self.source, name)(*args[1:], **kwargs)
-            return turned(found) if isinstance(found, Logits) else NotImplemented
+            return self if found is self.source else turned(found) if isinstance(found, Logits) else NotImplemented
         return NotImplemented
 
 

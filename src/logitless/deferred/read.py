@@ -52,16 +52,19 @@ def ask(x: Logits, name: str, ids: Tensor | None = None) -> Tensor:
     """
     lead = x.shape[:-1]
     if name in ("log_z", "entropy"):
-        found = softmax_of(x, name).reshape(lead)
-        return found.to(result_dtype(x))
+        return _new(softmax_of(x, name).reshape(lead), x)
     flat = x.reshape(-1, x.shape[-1])
     assert isinstance(flat, Logits)
     if ids is None:
-        found = getattr(_all_rows(flat, stats=(name,)), name).reshape(lead)
-    else:
-        ids = checked_ids(ids, x.shape[-1]).reshape(flat.shape[0], ids.shape[-1]).contiguous()
-        found = _of_ids(flat, name, ids).reshape(*lead, ids.shape[-1])
-    return found.to(result_dtype(x))
+        return _new(getattr(_all_rows(flat, stats=(name,)), name).reshape(lead), x)
+    ids = checked_ids(ids, x.shape[-1]).reshape(flat.shape[0], ids.shape[-1]).contiguous()
+    return _new(_of_ids(flat, name, ids).reshape(*lead, ids.shape[-1]), x)
+
+
+def _new(found: Tensor, x: Logits) -> Tensor:
+    """The numbers as torch returns them: its own tensor, which may be written to, as masks of log-probs are. Backward
+    reads the numbers that were found."""
+    return found.to(result_dtype(x), copy=True)
 
 
 SOFTMAX = "softmax was taken"

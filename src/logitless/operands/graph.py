@@ -33,10 +33,40 @@ def wrapper(cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device:
 
 
 def laid_out(shape: Sequence[int]) -> Tensor:
-    """Rows of that leading shape as they lie in memory: a tensor without any, which tells views from copies. No mode
-    that counts allocations sees it."""
+    """Rows of that leading shape as they lie in memory, with two columns, of which a cut has one: a tensor without any,
+    which tells views from copies. No mode that counts allocations sees it."""
     with torch._C._DisableTorchDispatch():  # pyright: ignore[reportAttributeAccessIssue]
-        return torch.empty((*shape, 1), dtype=torch.uint8, device="meta")
+        return torch.empty((*shape, 2), dtype=torch.uint8, device="meta")
+
+
+def span(x: Tensor) -> tuple[int, int]:
+    """First and last place of a tensor in its storage."""
+    first = int(x.storage_offset())
+    return first, first + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+
+
+def views_of(x: Tensor, found: Any) -> list[tuple[str, Tensor, int]]:
+    """Name, counter and version of each result that is a view of ``x``: tensors without memory whose version tells
+    whether somebody has written to it."""
+    views = []
+    for view in found if isinstance(found, (tuple, list)) else (found,):
+        plain = type(view) is Tensor and not view.is_inference()
+        if plain and torch._C._is_alias_of(x, view):  # pyright: ignore[reportAttributeAccessIssue]
+            counter = view.detach()
+            counter.data = view.new_empty(0)
+            views.append(("a view of them", counter, counter._version))
+    return views
+
+
+def without_result(hook: Callable[[Tensor], Any]) -> None:
+    """Run a hook where the gradient of the logits does not come by, which it therefore may not change."""
+    gradient = torch.empty(0)
+    found = hook(gradient)
+    if found is not None and found is not gradient:
+        raise LogitlessError(
+            "Logits: a hook that was registered after logits were read has changed their gradient, which does not come "
+            "by them. Register it before they are read."
+        )
 
 
 class Form(NamedTuple):

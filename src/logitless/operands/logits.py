@@ -25,7 +25,7 @@ from torch import Tensor
 from logitless.errors import LogitlessError
 from logitless.errors.arguments import dense, instead_of_tensor, refuse_transforms, refused
 from logitless.operands.applied import applied, in_our_names
-from logitless.operands.graph import Behind, Edge, laid_out, wrapper
+from logitless.operands.graph import Behind, Edge, laid_out, span, views_of, without_result, wrapper
 from logitless.operands.lora import LoRA
 from logitless.operands.stands import Bits, Linear, Match, Precision, Stands, product_dtype
 from logitless.spec import VocabShard, graph_break
@@ -187,7 +187,7 @@ class Logits(Tensor):
             self._behind.gain = value
         # A copy that shares the memo stands for the logits before the change.
         self._memo = {}
-        self._changes.append((place(), _span(self.place_of_rows())))
+        self._changes.append((place(), span(self.place_of_rows())))
         self._seen = len(self._changes)
 
     def stands(self) -> Stands:
@@ -233,7 +233,7 @@ class Logits(Tensor):
 
     def _refuse_changes(self) -> None:
         """Raise if rows of these were changed in place through a view, or through what these are a view of."""
-        first, last = _span(self.place_of_rows())
+        first, last = span(self.place_of_rows())
         for where, (low, high) in self._changes[self._seen :]:
             if low <= last and first <= high:
                 raise LogitlessError(
@@ -255,7 +255,7 @@ class Logits(Tensor):
             # Backward of an earlier reading does not pass the logits, but the tensors that it read.
             for x in self._stands.tensors():
                 if x.requires_grad:
-                    return x.register_hook(lambda _: _without_result(hook))
+                    return x.register_hook(lambda _: without_result(hook))
         self._watched = True
         with torch._C.DisableTorchFunctionSubclass():
             return super().register_hook(hook)
@@ -273,6 +273,11 @@ class Logits(Tensor):
         if torch.compiler.is_dynamo_compiling():
             return graph_break(cls.__torch_function__, func, types, args, kwargs)
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
+        if func is torch.autograd.grad:
+            inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
+            for x in inputs if isinstance(inputs, (tuple, list)) else (inputs,):
+                if isinstance(x, Logits):
+                    raise no_gradient(x, name)
         if name == "__get__":
             name = attribute(func)
             if name not in VALUES:
@@ -288,7 +293,11 @@ class Logits(Tensor):
             if found is not NotImplemented:
                 return found
         refuse_change(func, name, args, kwargs)
-        return func(*real(args, name), **real(kwargs, name))
+        given = real(args, name)
+        answer = func(*given, **real(kwargs, name))
+        if args and isinstance(args[0], Logits):
+            args[0]._versions += views_of(given[0], answer)
+        return answer
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -408,14 +417,12 @@ def made(stands: Stands, cls: type[Logits] = Logits) -> Logits:
     return new
 
 
-def _span(x: Tensor) -> tuple[int, int]:
-    """First and last place of a tensor in its storage."""
-    first = int(x.storage_offset())
-    return first, first + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-
-
-def _without_result(hook: Callable[[Tensor], Any]) -> None:
-    hook(torch.empty(0))
+def no_gradient(x: Tensor, name: str) -> LogitlessError:
+    """The error of code that asks for the gradient of what was not computed: readings do not pass it."""
+    return LogitlessError(
+        f"Logits: {name} at {place()} asks for the gradient of {x!r}, which was not computed. Compute it there first: "
+        f"x = x.computed()."
+    )
 
 
 # Functions that compute the logits after all.

@@ -76,6 +76,25 @@ def _view_of(x: Logits, new: Logits, rows: Tensor | None) -> Logits:
     return new
 
 
+def _squeeze(x: Any, dim: Any = None) -> Any:
+    if not isinstance(x, Logits) or (dim is None and x.shape[-1] == 1):
+        return NotImplemented
+    dims = range(x.dim() - 1) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim,)
+    dims = tuple(d % x.dim() for d in dims) if _row_dims(x, *dims) else None
+    return NotImplemented if dims is None else _of_rows(x, lambda h: h.squeeze(dims))
+
+
+def _blank(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule of a function that takes shape, dtype and device of its first argument, and none of its numbers."""
+
+    def rule(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(x, "placements"):
+            return NotImplemented
+        return function(torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape), *args, **kwargs)
+
+    return rule
+
+
 def _split(name: str) -> Callable[..., Any]:
     def rule(x: Any, size: Any = None, dim: int = 0, **kwargs: Any) -> Any:
         size = kwargs.get("split_size", kwargs.get("chunks", size))
@@ -112,15 +131,20 @@ def _rows_of(x: Any, index: Any) -> Any:
     if dims < x.dim() and (not dots or parts[-1] is Ellipsis):
         return _of_rows(x, lambda h: h[index], view)
     *lead, last = parts
-    if not isinstance(last, slice) or any(isinstance(i, Tensor) for i in lead):
+    if not isinstance(last, slice):
         return NotImplemented
     columns = last.indices(x.shape[-1])
     if columns == (0, x.shape[-1], 1):
         return _of_rows(x, lambda h: h[(*lead, slice(None))], view)
-    if columns[2] != 1 or x.linear.shard is not None or isinstance(x.weight, LoRA) or x.linear.weight_grad is not None:
+    if columns[2] != 1 or x.linear.shard is not None or x.linear.weight_grad is not None:
         return NotImplemented
+    weight = x.weight
+    adapted = isinstance(weight, LoRA)
+    weight = replace(weight, weight=weight.weight[last], b=weight.b[last]) if adapted else weight[last]
     bias = None if x.linear.bias is None else x.linear.bias[last]
-    cut = _view_of(x, like(x, weight=x.weight[last], linear=replace(x.linear, bias=bias)), x.place_of_rows())
+    with torch._C._DisableTorchDispatch():  # pyright: ignore[reportAttributeAccessIssue]
+        rows = x.place_of_rows()[..., :1]
+    cut = _view_of(x, like(x, weight=weight, linear=replace(x.linear, bias=bias)), rows)
     return _of_rows(cut, lambda h: h[(*lead, slice(None))], view)
 
 
@@ -146,7 +170,8 @@ def _view(x: Any, *shape: Any, **kwargs: Any) -> Any:
 def _flatten(x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     if not _row_dims(x, start_dim, end_dim):
         return NotImplemented
-    return _of_rows(x, lambda h: h.flatten(start_dim, end_dim % x.dim()))
+    first, last = start_dim % x.dim(), end_dim % x.dim()
+    return x if first == last else _of_rows(x, lambda h: h.flatten(first, last))
 
 
 def _transpose(x: Any, dim0: Any = None, dim1: Any = None, **axes: Any) -> Any:
@@ -170,7 +195,7 @@ def same(x: Any, **_: Any) -> Any:
 
 
 def _contiguous(x: Any, **_: Any) -> Any:
-    return _view_of(x, same(x), x.place_of_rows()) if x.place_of_rows().is_contiguous() else same(x)
+    return x if x.place_of_rows().is_contiguous() else same(x)
 
 
 def _detach(x: Any) -> Any:
@@ -205,12 +230,18 @@ def _to(x: Any, *args: Any, **kwargs: Any) -> Any:
             dtype, device = arg.dtype, arg.device
         elif isinstance(arg, (str, int, torch.device)) and not isinstance(arg, bool):
             device = arg
-    if device is not None and torch.device(device).type != x.device.type:
+    # torch finds the index of a device that is named without one.
+    if device is not None and torch.empty(0, device=device).device != x.device:
         return NotImplemented
     if dtype is not None and dtype not in FLOATS:
         return NotImplemented
-    new = like(x, dtype=dtype or x.dtype)
-    return _view_of(x, new, x.place_of_rows()) if new.dtype == x.dtype and not kwargs.get("copy") else new
+    # As in torch, what is of that dtype already is returned itself, also where no gradient is recorded.
+    if dtype in (None, x.dtype):
+        return like(x) if kwargs.get("copy") else x
+    plain = isinstance(x.gain, float) and x.gain == 1.0 and not x.squash and x.linear.match is None
+    if plain and dtype.itemsize == 2 < x.dtype.itemsize:
+        return like(x, dtype=dtype, linear=replace(x.linear, match=str(dtype).removeprefix("torch.")))
+    return like(x, dtype=dtype)
 
 
 def _per_row(x: Logits, by: Any) -> float | Tensor | None:
@@ -334,14 +365,25 @@ def _stack(tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> Any:
     return _cat([_of_rows(x, lambda h: h.unsqueeze(0)) for x in tensors])
 
 
+BLANKS = {
+    function.__name__: _blank(function)
+    for function in (
+        *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor),
+        *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like),
+    )
+}
+"""Rules of what is made of logits, and of what is made of their numbers, alike."""
+
 CASTS = {"float": torch.float32, "bfloat16": torch.bfloat16, "half": torch.float16, "double": torch.float64}
 
-RULES.update({name: _along(name) for name in ("select", "narrow", "index_select", "squeeze")})
+RULES.update({name: _along(name) for name in ("select", "narrow", "index_select")})
+RULES.update(BLANKS)
 RULES.update({name: _split(name) for name in ("split", "chunk")})
 RULES.update({name: _cast(dtype) for name, dtype in CASTS.items()})
 for _names, _rule in (
     ("__getitem__", _item),
     ("unbind", _unbind),
+    ("squeeze", _squeeze),
     ("unsqueeze", _unsqueeze),
     ("__iter__", lambda x: iter(_unbind(x)) if x.dim() > 1 else NotImplemented),
     ("view reshape", _view),
@@ -355,6 +397,9 @@ for _names, _rule in (
     ("detach_", _let_go),
     ("data", lambda x, *_: _detach(x)),
     ("to", _to),
+    ("cpu", lambda x: _to(x, "cpu")),
+    ("cuda", lambda x, device=None: _to(x, "cuda" if device is None else device)),
+    ("type", lambda x, dtype=None: _to(x, dtype) if isinstance(dtype, torch.dtype) else NotImplemented),
     ("type_as", lambda x, other: _to(x, other.dtype)),
     ("mul multiply __mul__ __rmul__", _times),
     ("div divide true_divide __truediv__", _divide),

@@ -176,10 +176,13 @@ def factors_of_rows(gain: Tensor, like: Tensor) -> Tensor:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Whether two operands or options are the same; without a graph, also two views of the same numbers."""
+    """Whether two operands or options are the same, or two views of the same numbers with the same graph or none."""
     if a is b or not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
-    if a.requires_grad or b.requires_grad or type(a) is not Tensor or type(b) is not Tensor:
+    if type(a) is not Tensor or type(b) is not Tensor:
+        return False
+    graphs = [x.grad_fn is not None and x._base is not None for x in (a, b)]
+    if (a.requires_grad or b.requires_grad) and (not all(graphs) or a._base is not b._base):
         return False
     alike = (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
     return alike and not a.is_meta and a.data_ptr() == b.data_ptr()

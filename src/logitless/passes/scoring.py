@@ -120,7 +120,7 @@ class _Score(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         call: Call = ctx.call
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise no_second_derivative(call.caller, ", or use torch.log_softmax for this term")
+            raise no_second_derivative(call.caller, ", or use torch.log_softmax of computed logits for this term")
         if ctx.spent:
             raise spent(call.caller)
         needs = ctx.needs_input_grad[3:9]

@@ -117,7 +117,7 @@ class _EntryLogits(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         call: Call = ctx.call
         if torch.is_grad_enabled():
-            raise no_second_derivative(call.caller, ", or use torch.log_softmax for this term")
+            raise no_second_derivative(call.caller, ", or use torch.log_softmax of computed logits for this term")
         if ctx.spent:
             raise spent(call.caller)
         ctx.unchanged.check()
