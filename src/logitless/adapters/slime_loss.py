@@ -10,6 +10,7 @@ reduction of the user's own, an entropy bonus; nor where slime makes its log-pro
 
 from __future__ import annotations
 
+import inspect
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -31,11 +32,12 @@ SETTINGS = (
 
 
 class _Loss(NamedTuple):
-    """Arguments of ``policy_loss_function``."""
+    """Arguments of ``policy_loss_function``, and whether it passes on the bound of the dual clip, as after 0.3.1."""
 
     args: Namespace
     batch: Mapping[str, Any]
     mean: Callable[[Tensor], Tensor]
+    dual_clip: bool
 
 
 _loss: ContextVar[_Loss | None] = ContextVar("logitless_slime_loss", default=None)
@@ -45,7 +47,8 @@ _loss: ContextVar[_Loss | None] = ContextVar("logitless_slime_loss", default=Non
 def policy_loss_function(
     original: Callable[..., Any], args: Any, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Any
 ) -> Any:
-    with held(_loss, _Loss(args, batch, sum_of_sample_mean) if _foreseeable(args) else None):
+    dual_clip = "eps_clip_c" in inspect.unwrap(original).__code__.co_names
+    with held(_loss, _Loss(args, batch, sum_of_sample_mean, dual_clip) if _foreseeable(args) else None):
         return original(args, batch, logits, sum_of_sample_mean)
 
 
@@ -54,7 +57,7 @@ def expected_of(rows: int) -> Expected | None:
     found = _loss.get()
     if found is None or not rows or not torch.is_grad_enabled():
         return None
-    args, batch, mean = found
+    args, batch, mean, dual_clip = found
     lists = {"advantage": batch["advantages"]}
     old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
     lists |= {"old": old} if old else {}
@@ -65,7 +68,7 @@ def expected_of(rows: int) -> Expected | None:
     each = torch.zeros_like(fields["advantage"], requires_grad=True)
     (weight,) = torch.autograd.grad(mean(each), each)
     fields["share"] = weight
-    settings = {name: getattr(args, name, None) for name in SETTINGS}
+    settings = {name: getattr(args, name, None) for name in SETTINGS if name != "eps_clip_c" or dual_clip}
     return Expected(Objective(policy=_token_loss, policy_options=settings, needs=tuple(fields)), fields)
 
 
@@ -83,7 +86,8 @@ def _token_loss(inputs: Any, **settings: Any) -> Tensor:
     if args.advantage_estimator == "cispo":
         loss, _ = slime.compute_cispo_loss(old - logprob, logprob, inputs.advantage, *clip)
     else:
-        loss, _ = slime.compute_policy_loss(old - logprob, inputs.advantage, *clip, eps_clip_c=args.eps_clip_c)
+        bound = {"eps_clip_c": args.eps_clip_c} if "eps_clip_c" in settings else {}
+        loss, _ = slime.compute_policy_loss(old - logprob, inputs.advantage, *clip, **bound)
     if args.use_kl_loss:
         ratio = (logprob - old).exp() if args.use_unbiased_kl else None
         kl = slime.compute_approx_kl(
