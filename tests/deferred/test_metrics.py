@@ -12,6 +12,7 @@ from close import assert_close_to_truth
 from torch import Tensor, nn
 
 import logitless as ll
+from logitless.operands.logits import LogitsMade
 from logitless.operands.stands import Stands
 
 ROWS, WIDTH, COLUMNS = (3, 21), 16, 253
@@ -119,6 +120,20 @@ def test_metrics_in_another_dtype_are_summed_in_it() -> None:
         torch.testing.assert_close(
             torch.linalg.vector_norm(logits, 1, -1).double(), truth.norm(1, -1), rtol=1e-6, atol=0
         )
+
+
+def test_the_norm_by_its_other_names() -> None:
+    """As AReaL 2.0 has it, and torch's own function."""
+    head, hidden = operands()
+    truth = head(hidden).double()
+    with ll.defer(head, head=head):
+        logits: Any = head(hidden).detach()
+        torch.testing.assert_close(logits.float().norm(dim=-1).double(), truth.norm(dim=-1), rtol=1e-6, atol=0)
+        found = torch.norm(logits, dim=-1, keepdim=True)
+        torch.testing.assert_close(found.double(), truth.norm(dim=-1, keepdim=True), rtol=1e-6, atol=0)
+        torch.testing.assert_close(logits.norm(1, -1).double(), truth.norm(1, -1), rtol=1e-6, atol=0)
+        with pytest.warns(LogitsMade, match="norm reads them"):
+            torch.testing.assert_close(logits.norm().double(), truth.norm(), rtol=1e-6, atol=0)
 
 
 def test_metrics_after_a_change_of_the_weight_are_refused() -> None:

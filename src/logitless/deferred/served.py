@@ -85,6 +85,15 @@ def _vector_norm(
     return found.unsqueeze(-1) if keepdim else found
 
 
+def _norm(
+    x: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None, **kwargs: Any
+) -> Any:
+    order = 2 if p in (None, "fro") else p
+    if out is not None or isinstance(order, str):
+        return NotImplemented
+    return _vector_norm(x, order, dim, keepdim, dtype=dtype, **kwargs)
+
+
 def _times(*args: Any, **kwargs: Any) -> Any:
     """Logits times their own softmax."""
     found = next((x for x in args if isinstance(x, Lazy)), None)
@@ -126,6 +135,7 @@ SERVED.update(
         "topk": _of_logits(distribution.topk),
         "mean": _of_logits(_mean),
         "linalg_vector_norm": _of_logits(_vector_norm),
+        "norm": _of_logits(_norm),
         "mul": _times,
         "multiply": _times,
         "__mul__": _times,
