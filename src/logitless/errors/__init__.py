@@ -47,6 +47,11 @@ def released(caller: str, shape: list[int]) -> LogitlessError:
     )
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or the name of its class where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def closest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is closest, itself first; None where none is close."""
     name, names = str(name), list(known)

@@ -22,7 +22,7 @@ from logitless.adapters.patching import try_host
 from logitless.adapters.signatures import is_there
 from logitless.backends import NAMES, choose_backend, load
 from logitless.engines import GROUPS, PARTS, VARIABLE, asked, registered
-from logitless.errors import LogitlessError
+from logitless.errors import LogitlessError, first_line
 from logitless.errors.arguments import refused
 from logitless.machine import GLUON, Machine
 from logitless.operands import Logits
@@ -280,7 +280,7 @@ def _tried(host: Any, options: dict[str, Any] | None = None) -> Any:
             return try_host(host, options or {})
     # A framework can raise anything when it is imported; here that is the finding.
     except Exception as error:
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return first_line(error)
 
 
 def _engine(name: str) -> HostFinding:

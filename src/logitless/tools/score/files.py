@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from logitless.errors import LogitlessError
+from logitless.errors import LogitlessError, first_line
 from logitless.tools.score.texts import NoTokenizer, Texts, are_messages
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -133,10 +133,8 @@ class Source:
         place = f"{self.path.name}, {row.place}"
         try:
             return self._record(index, place, row.parse(), texts)
-        except NoTokenizer:
-            raise
         except LogitlessError as error:
-            if not skip:
+            if not skip or isinstance(error, NoTokenizer):
                 raise
             return Reject(index, place, str(error))
 
@@ -165,7 +163,7 @@ class Source:
     ) -> list[int]:
         """Token ids of a field: as they are, of a text or, where ``chat`` is given, of messages."""
         if fields.get(key) is None and (key not in fields or self.messages_key in fields):
-            raise LogitlessError(self._missing(place, key, list(fields)))
+            raise _without(place, key, fields, hint=NAME_THEM)
         value = fields[key]
         if isinstance(value, str):
             return _named(f"{place}: {key!r}", lambda: encode(value))
@@ -179,12 +177,6 @@ class Source:
             f"into {self.messages_key!r}."
         )
 
-    def _missing(self, place: str, key: str, names: list[str]) -> str:
-        return (
-            f"score: {place} has no field {key!r}; it has {', '.join(map(repr, names)) or 'none'}. Name the fields "
-            f"with --prompt-key and --response-key, or --messages-key."
-        )
-
 
 def read_fields(
     path: Path, keys: tuple[str, ...], wanted: Container[int] | None = None
@@ -196,8 +188,7 @@ def read_fields(
         fields, place = row.parse(), f"{path.name}, {row.place}"
         for key in keys:
             if key not in fields:
-                names = ", ".join(map(repr, fields))
-                raise LogitlessError(f"score: {place} has no field {key!r}; it has {names or 'none'}.")
+                raise _without(place, key, fields)
         yield index, place, fields
 
 
@@ -217,11 +208,17 @@ def check_field(path: Path, key: str, most: int = 64) -> None:
         raise LogitlessError(f"score: {path.name} has no field {key!r} in its first records{names}.")
 
 
+NAME_THEM = " Name the fields with --prompt-key and --response-key, or --messages-key."
+
+
+def _without(place: str, key: str, names: Iterable[str], what_for: str = "", hint: str = "") -> LogitlessError:
+    """The error for a field that a record, or a file of columns, does not have."""
+    there = ", ".join(map(repr, names)) or "none"
+    return LogitlessError(f"score: {place} has no field {key!r}{what_for}; it has {there}.{hint}")
+
+
 def _rows_of(path: Path, keys: tuple[str, ...]) -> Iterator[Row]:
-    if path.suffix != ".parquet":
-        return _lines(path)
-    file = _open_parquet(path)
-    return _parquet_columns(path, file, [key for key in keys if key in file.schema_arrow.names])
+    return _parquet_columns(path, _open_parquet(path), keys) if path.suffix == ".parquet" else _lines(path)
 
 
 def check_format(what: str, path: Path) -> None:
@@ -281,8 +278,7 @@ def _named(place: str, act: Callable[[], Any]) -> Any:
 
 def _kept_value(fields: dict[str, Any], key: str, place: str, column: bool = False) -> Any:
     if key not in fields:
-        names = ", ".join(map(repr, fields))
-        raise LogitlessError(f"score: {place} has no field {key!r} to keep; it has {names or 'none'}. See --keep.")
+        raise _without(place, key, fields, " to keep", " See --keep.")
     try:
         json.dumps(fields[key])
     except (TypeError, ValueError, RecursionError) as error:
@@ -307,20 +303,19 @@ def _no_cell(value: Any, level: int = 0) -> str | None:
 
 def _parquet_rows(source: Source) -> Iterator[Row]:
     file = _open_parquet(source.path)
-    names, place = file.schema_arrow.names, source.path.name
-    wanted = [source.prompt_key, source.response_key, source.messages_key]
-    there = [key for key in dict.fromkeys([*wanted, *source.keep]) if key in names]
-    if source.messages_key not in there:
-        for key in (source.prompt_key, source.response_key):
-            if key not in there:
-                raise LogitlessError(source._missing(place, key, names))
+    names, place, pair = file.schema_arrow.names, source.path.name, (source.prompt_key, source.response_key)
+    for key in () if source.messages_key in names else pair:
+        if key not in names:
+            raise _without(place, key, names, hint=NAME_THEM)
     for key in source.keep:
         _kept_value(dict.fromkeys(names), key, place)
-    yield from _parquet_columns(source.path, file, there)
+    yield from _parquet_columns(source.path, file, (*pair, source.messages_key, *source.keep))
 
 
-def _parquet_columns(path: Path, file: Any, keys: list[str]) -> Iterator[Row]:
-    first, batches = 0, file.iter_batches(batch_size=256, columns=keys)
+def _parquet_columns(path: Path, file: Any, keys: Iterable[str]) -> Iterator[Row]:
+    """Rows with the fields of these names that are there."""
+    there = [key for key in dict.fromkeys(keys) if key in file.schema_arrow.names]
+    first, batches = 0, file.iter_batches(batch_size=256, columns=there)
     while (batch := _whole(path, lambda: next(batches, None))) is not None:
         for i in range(batch.num_rows):
             yield Row(f"row {first + i}", lambda batch=batch, i=i: batch.slice(i, 1).to_pylist()[0])
@@ -337,7 +332,7 @@ def _whole(path: Path, read: Callable[[], Any]) -> Any:
     try:
         return read()
     except (ValueError, OSError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
+        reason = first_line(error).rstrip(".")
         raise LogitlessError(f"score: {path} is no whole Parquet file: {reason}. Was it cut off?") from None
 
 
@@ -427,7 +422,7 @@ def _kept_schema(lines: Iterable[bytes]) -> Any:
                 f".jsonl."
             ) from None
         except (pa.ArrowException, OverflowError) as error:
-            reason = str(error).splitlines()[0].rstrip(".")
+            reason = first_line(error).rstrip(".")
             raise LogitlessError(
                 f"score: the fields to keep have no one type, as a Parquet column must: {reason}. Write .jsonl."
             ) from None
