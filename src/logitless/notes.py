@@ -1,5 +1,4 @@
-"""Notes on errors that leave a call: what to do, and which tensors of the caller's were written to. And the line of the
-log.
+"""Notes on errors that leave a call: what to do, and which of the caller's tensors were written to. Also the log line.
 
 Nothing is caught and nothing is retried (docs/decisions/0011): the error goes on as it came, with notes.
 """

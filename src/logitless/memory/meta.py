@@ -54,7 +54,7 @@ class Meta:
         return x
 
     def _empty(self, x: Tensor | None, name: str, leaf: bool = True) -> Any:
-        """A tensor like ``x``; where that needs a gradient, a leaf, or else as a model's output arrives."""
+        """A tensor like ``x``. One that needs a gradient is a leaf or, without ``leaf``, like a model's output."""
         if x is None:
             return None
         made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
@@ -164,7 +164,7 @@ def hand_over(buffer: Tensor) -> Tensor:
 
 
 def backward(outputs: list[Tensor], upstream: list[Tensor], leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients of the leaves by name, of outputs that get these upstream gradients."""
+    """Gradients of the leaves, by name, where the outputs get these upstream gradients."""
     if not leaves or not outputs:
         return {}
     root = _Root.apply(tuple(upstream), *outputs)

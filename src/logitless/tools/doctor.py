@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 import platform
 import warnings
 from dataclasses import asdict, dataclass
@@ -135,7 +134,6 @@ def examine(device: torch.device, engine_head: str | None = None) -> Findings:
     advice(engine_head)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise LogitlessError('doctor: device is "cuda" but torch sees no CUDA device. Use --device cpu.')
-    adapters = [name for name in HOSTS if importlib.util.find_spec(f"logitless.adapters.{name}")]
     choice = choose_backend(torch.zeros(1, 1, device=device))
     backends = tuple(_backend(name, device) for name in NAMES)
     exactness = [
@@ -151,7 +149,7 @@ def examine(device: torch.device, engine_head: str | None = None) -> Findings:
         chosen=f"{choice.name}: {choice.reason}",
         backends=backends,
         exactness=tuple(exactness),
-        hosts=tuple(_host(name, engine_head) for name in adapters),
+        hosts=tuple(_host(name, engine_head) for name in HOSTS),
         engines=tuple(_engine(name) for name in sorted(PARTS)),
     )
 

@@ -36,7 +36,7 @@ ROW_GROUP = 4096
 
 @dataclass(frozen=True)
 class Record:
-    """One sample: its number in the file, its place there for people, and the token ids of prompt and response.
+    """One sample: its number, its place in the file as people count, and the token ids of prompt and response.
 
     Attributes:
         scored: which tokens of the response are scored; None for all.
@@ -83,7 +83,7 @@ REJECTED = b"rejected "
 
 
 class Row(NamedTuple):
-    """Place of a record in the file, a function that parses it, and its bytes where it has any of its own."""
+    """A record: its file and place there, a function that parses it, and its bytes where it has any of its own."""
 
     place: str
     parse: Callable[[], dict[str, Any]]
@@ -130,13 +130,12 @@ class Source:
                 yield part, _digest(chunk), read
 
     def _read(self, index: int, row: Row, texts: Texts, skip: bool) -> Record | Reject:
-        place = f"{self.path.name}, {row.place}"
         try:
-            return self._record(index, place, row.parse(), texts)
+            return self._record(index, row.place, row.parse(), texts)
         except LogitlessError as error:
             if not skip or isinstance(error, NoTokenizer):
                 raise
-            return Reject(index, place, str(error))
+            return Reject(index, row.place, str(error))
 
     def _record(self, index: int, place: str, fields: dict[str, Any], texts: Texts) -> Record:
         kept = {key: _kept_value(fields, key, place, self.columns) for key in self.keep}
@@ -144,8 +143,8 @@ class Source:
         if chat is not None and fields.get(self.prompt_key) is None:
             made = _named(f"{place}: {self.messages_key!r}", lambda: texts.conversation(chat))
             return Record(index, place, *made, kept=kept)
-        prompt = self._ids(fields, self.prompt_key, place, lambda text: texts.encode(text, True), texts.opening)
-        response = self._ids(fields, self.response_key, place, lambda text: texts.encode(text, False))
+        prompt = self._ids(fields, self.prompt_key, place, texts, opens=True)
+        response = self._ids(fields, self.response_key, place, texts, opens=False)
         if not prompt and response:
             raise LogitlessError(
                 f"score: {place}: {self.prompt_key!r} has no tokens, so nothing predicts the first token of the "
@@ -153,24 +152,17 @@ class Source:
             )
         return Record(index, place, prompt, response, kept=kept)
 
-    def _ids(
-        self,
-        fields: dict[str, Any],
-        key: str,
-        place: str,
-        encode: Callable[[str], list[int]],
-        chat: Callable[[Any], list[int]] | None = None,
-    ) -> list[int]:
-        """Token ids of a field: as they are, of a text or, where ``chat`` is given, of messages."""
+    def _ids(self, fields: dict[str, Any], key: str, place: str, texts: Texts, *, opens: bool) -> list[int]:
+        """Token ids of a field: as they are, of a text or, where the field opens the sequence, of messages."""
         if fields.get(key) is None and (key not in fields or self.messages_key in fields):
             raise _without(place, key, fields, hint=NAME_THEM)
         value = fields[key]
         if isinstance(value, str):
-            return _named(f"{place}: {key!r}", lambda: encode(value))
+            return _named(f"{place}: {key!r}", lambda: texts.encode(value, opens))
         if isinstance(value, list) and all(type(x) is int and x >= 0 for x in value):
             return value
-        if chat is not None and are_messages(value):
-            return _named(f"{place}: {key!r}", lambda: chat(value))
+        if opens and are_messages(value):
+            return _named(f"{place}: {key!r}", lambda: texts.opening(value))
         came = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:57]}..."
         raise LogitlessError(
             f"score: {place}: {key!r} must be a list of token ids or a text but is {came}. A whole conversation goes "
@@ -185,11 +177,11 @@ def read_fields(
     for index, row in enumerate(_rows_of(path, keys)):
         if wanted is not None and index not in wanted:
             continue
-        fields, place = row.parse(), f"{path.name}, {row.place}"
+        fields = row.parse()
         for key in keys:
             if key not in fields:
-                raise _without(place, key, fields)
-        yield index, place, fields
+                raise _without(row.place, key, fields)
+        yield index, row.place, fields
 
 
 def check_field(path: Path, key: str, most: int = 64) -> None:
@@ -250,7 +242,8 @@ def _lines(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.isspace():
-                yield Row(f"line {number}", partial(_parse_line, line, f"{path.name}, line {number}"), line)
+                place = f"{path.name}, line {number}"
+                yield Row(place, partial(_parse_line, line, place), line)
 
 
 def _parse_line(line: bytes, place: str) -> dict[str, Any]:
@@ -318,7 +311,7 @@ def _parquet_columns(path: Path, file: Any, keys: Iterable[str]) -> Iterator[Row
     first, batches = 0, file.iter_batches(batch_size=256, columns=there)
     while (batch := _whole(path, lambda: next(batches, None))) is not None:
         for i in range(batch.num_rows):
-            yield Row(f"row {first + i}", lambda batch=batch, i=i: batch.slice(i, 1).to_pylist()[0])
+            yield Row(f"{path.name}, row {first + i}", lambda batch=batch, i=i: batch.slice(i, 1).to_pylist()[0])
         first += batch.num_rows
 
 
@@ -392,10 +385,9 @@ def _write_parquet(lines: Callable[[], Iterable[bytes]], path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet
 
-    own = {"index": pa.int64(), "tokens": pa.list_(pa.int64())}
-    own |= {"logprob": pa.list_(pa.float32()), "entropy": pa.list_(pa.float32()), "truncated": pa.int64()}
     kinds = {int: pa.int64(), float: pa.float32(), bool: pa.bool_()}
-    own |= {name: pa.list_(kinds[kind]) for name, kind in STATISTICS.items()}
+    lists = {"tokens": int, "logprob": float, "entropy": float, **STATISTICS}
+    own = {"index": pa.int64(), "truncated": pa.int64()} | {name: pa.list_(kinds[x]) for name, x in lists.items()}
     kept = _kept_schema(lines())
     order = next((list(json.loads(line)) for line in lines()), ["index", "tokens", "logprob", "entropy"])
     schema = pa.schema([pa.field(name, own[name]) if name in own else kept.field(name) for name in order])
