@@ -38,9 +38,8 @@ class Meta:
             return self._logits(x)
         if isinstance(x, Tensor):
             return self._empty(x, name, leaf=False)
-        if isinstance(x, VocabShard | ImaginedShard):
-            group = None if x.group is None else DryGroup(x.group.size(), self.copies)
-            return x if group is None else ImaginedShard(x.start, x.stop, x.vocab_size, group)
+        if isinstance(x, VocabShard | ImaginedShard) and x.group is not None:
+            return ImaginedShard(x.start, x.stop, x.vocab_size, DryGroup(x.group.size(), self.copies))
         if isinstance(x, Rows):
             x = replace(x, batch=None)
         if isinstance(x, Teachers):
