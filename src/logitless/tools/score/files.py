@@ -24,7 +24,10 @@ STATISTICS = {"top1_id": int, "top1_logprob": float, "top1_hit": bool, "collisio
 STATISTICS |= {"logit_variance": float, "max_logit": float, "rank": int}
 """Fields that ``--stats`` adds to a result, a number for each token, and what kind of number."""
 
-RESULTS = ("index", "tokens", "logprob", "entropy", *STATISTICS, "truncated")
+LISTS = {"tokens": int, "logprob": float, "entropy": float, **STATISTICS}
+"""Fields of a result with a number for each token, and what kind of number."""
+
+RESULTS = ("index", *LISTS, "truncated")
 """Fields of a result, which no field of the input may be kept as."""
 
 MOST_LEVELS = 40
@@ -386,8 +389,7 @@ def _write_parquet(lines: Callable[[], Iterable[bytes]], path: Path) -> None:
     import pyarrow.parquet
 
     kinds = {int: pa.int64(), float: pa.float32(), bool: pa.bool_()}
-    lists = {"tokens": int, "logprob": float, "entropy": float, **STATISTICS}
-    own = {"index": pa.int64(), "truncated": pa.int64()} | {name: pa.list_(kinds[x]) for name, x in lists.items()}
+    own = {"index": pa.int64(), "truncated": pa.int64()} | {name: pa.list_(kinds[x]) for name, x in LISTS.items()}
     kept = _kept_schema(lines())
     order = next((list(json.loads(line)) for line in lines()), ["index", "tokens", "logprob", "entropy"])
     schema = pa.schema([pa.field(name, own[name]) if name in own else kept.field(name) for name in order])
